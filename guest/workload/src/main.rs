@@ -1,3 +1,148 @@
-//! placeholder
+//! The self-checking program inside the test guests.
+//!
+//! It keeps memory whose content it can always tell (see [`memory`]), writes it in a given
+//! pattern and checks it again and again. Each tick prints one line on standard output, the
+//! guest's serial port:
+//!
+//! - `tick N sum S` when all that was looked at is as it must be. `S` follows from the arguments
+//!   and `N` alone, so the same arguments give the same lines on any machine;
+//! - `CORRUPT ... tick N` otherwise, and from then on every tick.
 
-fn main() {}
+mod arguments;
+mod memory;
+mod pattern;
+mod random;
+mod screen;
+
+use arguments::{Arguments, USAGE};
+use memory::{Corruption, Memory, PAGE_BYTES};
+use pattern::Writer;
+use screen::Screen;
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+fn main() -> ExitCode {
+    let arguments = match Arguments::parse(std::env::args().skip(1)) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            eprintln!("workload: {error}\n\n{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match run(&arguments, &mut io::stdout().lock()) {
+        Ok(None) => ExitCode::SUCCESS,
+        Ok(Some(_)) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("workload: {error}");
+            ExitCode::from(3)
+        }
+    }
+}
+
+/// Ticks until `--ticks` have gone by; gives the first damage found.
+fn run(arguments: &Arguments, out: &mut dyn Write) -> io::Result<Option<Corruption>> {
+    let mut guest = Guest::new(arguments)?;
+    let mut damage = None;
+    let mut tick = 0;
+    while arguments.ticks.is_none_or(|last| tick < last) {
+        let began = Instant::now();
+        tick += 1;
+        // After the first damage memory is left alone, as it was found.
+        if damage.is_none() {
+            damage = guest.live(tick, arguments)?.err();
+        }
+        let line = match &damage {
+            None => format!("tick {tick} sum {:016x}\n", guest.memory.sum()),
+            Some(damage) => format!("CORRUPT {damage} tick {tick}\n"),
+        };
+        // A whole line reaches the port by one write, so that the kernel's own lines do not cut it.
+        out.write_all(line.as_bytes())?;
+        out.flush()?;
+        // However long the machine stood still, the next tick comes at most one period later.
+        let period = Duration::from_millis(arguments.tick_ms);
+        thread::sleep(period.saturating_sub(began.elapsed()));
+    }
+    Ok(damage)
+}
+
+struct Guest {
+    memory: Memory,
+    writer: Writer,
+    screen: Option<Screen>,
+}
+
+impl Guest {
+    fn new(arguments: &Arguments) -> io::Result<Self> {
+        let pages = arguments
+            .mib
+            .checked_mul((1 << 20) / PAGE_BYTES)
+            .ok_or_else(|| io::Error::other("more memory than an address can name"))?;
+        let screen = match arguments.scroll_lines {
+            0 => None,
+            _ => Some(Screen::open(arguments.seed)?),
+        };
+        Ok(Self {
+            memory: Memory::new(pages, arguments.seed),
+            writer: Writer::new(arguments.pattern, arguments.seed),
+            screen,
+        })
+    }
+
+    /// One tick: write, then check this tick's share of the memory, or all of it.
+    fn live(&mut self, tick: u64, arguments: &Arguments) -> io::Result<Result<(), Corruption>> {
+        if let Some(screen) = &mut self.screen
+            && let Err(corruption) = screen.scroll(arguments.scroll_lines)?
+        {
+            return Ok(Err(corruption));
+        }
+        Ok(self.write_and_check(tick, arguments))
+    }
+
+    fn write_and_check(&mut self, tick: u64, arguments: &Arguments) -> Result<(), Corruption> {
+        self.writer
+            .write(&mut self.memory, arguments.writes_per_tick)?;
+        if tick.is_multiple_of(arguments.full_every) {
+            return self.memory.check_all();
+        }
+        let pages = self.memory.pages();
+        let share = pages.div_ceil(arguments.share);
+        let turn = (tick % arguments.share as u64) as usize;
+        self.memory
+            .check((turn * share).min(pages)..((turn + 1) * share).min(pages))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments(line: &str) -> Arguments {
+        Arguments::parse(line.split_whitespace().map(str::to_owned)).unwrap()
+    }
+
+    #[test]
+    fn a_run_without_damage_ends_well() {
+        let line = "--mib 1 --pattern mixed --tick-ms 0 --writes-per-tick 50 --ticks 40";
+        let mut out = Vec::new();
+        assert_eq!(run(&arguments(line), &mut out).unwrap(), None);
+        let out = String::from_utf8(out).unwrap();
+        assert_eq!(out.lines().count(), 40);
+        assert!(out.lines().all(|line| line.starts_with("tick ")), "{out}");
+    }
+
+    /// Whichever page is damaged, an idle guest finds it within one round of shares.
+    #[test]
+    fn damage_is_found_within_one_round() {
+        let line = "--mib 1 --pattern idle --tick-ms 0 --writes-per-tick 0 --share 3 \
+                    --full-every 1000";
+        let arguments = arguments(line);
+        for page in 0..256 {
+            let mut guest = Guest::new(&arguments).unwrap();
+            guest.memory.spoil(page);
+            let found = (1..=3).any(|tick| guest.live(tick, &arguments).unwrap().is_err());
+            assert!(found, "page {page}");
+        }
+    }
+}
