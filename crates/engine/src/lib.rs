@@ -1,1 +1,53 @@
-//! placeholder
+//! The engine: one capture half and one populate half, and the verbs made of them.
+//!
+//! ```text
+//!   running VM --> attach, tracker, rounds, pause, stage --> repository --> populate --> new QEMU
+//!                  (capture/)                                               (populate/)
+//! ```
+//!
+//! The engine works on QEMU from outside and may die at any instant; the guest must not notice.
+//! Who resumes a paused guest, and when, is told in [`guardian`].
+
+pub mod attach;
+pub mod capture;
+pub mod checkpoint;
+pub mod guardian;
+pub mod populate;
+pub mod restore;
+pub mod verify;
+
+/// What a long-running verb is doing, for a progress line. Counts are in the named unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Progress {
+    /// The first pass over all of the guest's memory: pages done, pages in all.
+    FullPass {
+        /// Pages read so far.
+        done: u64,
+        /// Pages to read.
+        total: u64,
+    },
+    /// Captured pages on their way into the repository.
+    Storing {
+        /// Pages handed to the repository so far.
+        done: u64,
+        /// Pages captured.
+        total: u64,
+    },
+    /// Pages written into the memory of a restored VM.
+    Populating {
+        /// Pages written so far.
+        done: u64,
+        /// Pages to write.
+        total: u64,
+    },
+    /// Pages compared by `--verify`.
+    Verifying {
+        /// Pages compared so far.
+        done: u64,
+        /// Pages to compare.
+        total: u64,
+    },
+}
+
+/// Where a verb reports its progress.
+pub type ProgressSink<'a> = &'a mut dyn FnMut(Progress);

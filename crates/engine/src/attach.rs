@@ -1,0 +1,122 @@
+//! Attaching to a running VM, and letting go of it.
+//!
+//! ```text
+//!   find ── monitor ── suitable? ── guardian ── userfaultfd ── protect all ── attached
+//!                                                                               │
+//!   QEMU as it was  <── unregister, close  <── detach (or drop, or our death) <─┘
+//! ```
+//!
+//! Until the userfaultfd exists nothing of QEMU has been changed; after it, everything that was
+//! changed hangs on one descriptor, which closes with this process.
+
+use std::time::Duration;
+
+use stillframe_page::hash::ContentId;
+use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
+use stillframe_qemu::suitability::{self, Unsuitable};
+use stillframe_qemu::target::{self, Selector, Target, TargetError};
+use stillframe_repo::CheckpointId;
+use thiserror::Error;
+
+use crate::capture::stage::Stage;
+use crate::capture::tracker::{Tracker, TrackerError};
+use crate::guardian::{Guardian, GuardianError};
+
+/// How long a monitor may take to greet; a busy one never does.
+const GREETING_LIMIT: Duration = Duration::from_secs(2);
+
+/// Why no VM could be attached to. It runs on as before.
+#[derive(Debug, Error)]
+pub enum AttachError {
+    /// No such VM.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    /// Its monitor does not serve us.
+    #[error("cannot talk to the VM's monitor")]
+    Monitor(#[from] MonitorError),
+    /// A VM that cannot be checkpointed right.
+    #[error(transparent)]
+    Unsuitable(#[from] Unsuitable),
+    /// No guardian.
+    #[error(transparent)]
+    Guardian(#[from] GuardianError),
+    /// Its memory cannot be tracked.
+    #[error("cannot track the VM's memory")]
+    Tracker(#[from] TrackerError),
+}
+
+/// The checkpoint that the next one is the increment of.
+#[derive(Debug, Clone)]
+pub(crate) struct Parent {
+    pub id: CheckpointId,
+    /// Identity of the repository that holds it.
+    pub repository: String,
+    /// The page table of each block.
+    pub roots: Vec<ContentId>,
+}
+
+/// A VM with write tracking on.
+#[derive(Debug)]
+pub struct Vm {
+    pub(crate) target: Target,
+    pub(crate) tracker: Tracker,
+    pub(crate) monitor: Monitor,
+    pub(crate) guardian: Guardian,
+    pub(crate) stage: Stage,
+    pub(crate) parent: Option<Parent>,
+    /// Pages copied in the last pause: what the next one will need room for, about.
+    pub(crate) pause_pages_last: u64,
+}
+
+impl Vm {
+    /// Finds the VM, makes sure that it can be checkpointed right, and starts tracking.
+    pub fn attach(selector: &Selector) -> Result<Vm, AttachError> {
+        let target = target::find(selector)?;
+        let mut monitor = Monitor::connect(&target, GREETING_LIMIT)?;
+        suitability::check(&target, &mut monitor)?;
+        let guardian = Guardian::start()?;
+        guardian.watch(monitor.client().socket())?;
+        let ram = monitor.ram_blocks()?;
+        let tracker = track(&target, &guardian, &ram)?;
+        Ok(Vm {
+            target,
+            tracker,
+            monitor,
+            guardian,
+            stage: Stage::default(),
+            parent: None,
+            pause_pages_last: 0,
+        })
+    }
+
+    /// The VM's process id.
+    pub fn pid(&self) -> i32 {
+        self.target.process.pid()
+    }
+
+    /// Whether the VM still exists.
+    pub fn is_alive(&self) -> bool {
+        self.target.process.is_alive()
+    }
+
+    /// All of its guest memory, in bytes: every RAM block.
+    pub fn ram_bytes(&self) -> u64 {
+        self.tracker.pages() * crate::capture::block::PAGE_BYTES
+    }
+
+    /// Whether the tracked RAM blocks are still the VM's: a hot-plug changes them, and a reset may
+    /// resize the small ones.
+    pub(crate) fn tracks(&self, ram: &[RamBlock]) -> bool {
+        self.tracker.blocks().iter().map(|tracked| &tracked.ram).eq(ram)
+    }
+
+    /// Ends tracking; QEMU is left as it was found.
+    pub fn detach(self) -> Result<(), TrackerError> {
+        self.tracker.detach()
+    }
+}
+
+fn track(target: &Target, guardian: &Guardian, ram: &[RamBlock]) -> Result<Tracker, AttachError> {
+    let stolen = guardian.steal_userfaultfd(&target.process)?;
+    Ok(Tracker::attach(&target.process, stolen, ram)?)
+}

@@ -1,0 +1,228 @@
+//! One RAM block of QEMU: where its pages lie, how they are read and written from outside.
+//!
+//! | kind | read | an untouched page |
+//! | --- | --- | --- |
+//! | shared (memfd, file) | through a mapping of our own | is a hole of the file, and zero |
+//! | private, anonymous | `process_vm_readv` | is not populated, and zero |
+//! | private mapping of a file | `process_vm_readv` | has the file's content |
+//!
+//! Small blocks (VGA memory, firmware, ACPI tables) are anonymous even where main RAM is shared.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use stillframe_qemu::monitor::RamBlock;
+use stillframe_sys::memory::{self, MemoryError, RemoteMemory, SharedMapping};
+use stillframe_sys::process::{AddressRange, Mapping, Process, ProcessError};
+use thiserror::Error;
+
+/// The guest page size of every machine this engine handles (x86-64), in bytes.
+pub const PAGE_BYTES: u64 = 4096;
+
+/// Why a RAM block cannot be reached.
+#[derive(Debug, Error)]
+pub enum BlockError {
+    /// QEMU names memory that is not mapped.
+    #[error("RAM block {block} lies at {address:#x} by QEMU's account, where nothing is mapped")]
+    NotMapped {
+        /// The block's name.
+        block: String,
+        /// The first address without a mapping.
+        address: u64,
+    },
+    /// A page size or length that is not a multiple of 4 KiB.
+    #[error("RAM block {block} has {bytes} bytes, which is no whole number of 4 KiB pages")]
+    Odd {
+        /// The block's name.
+        block: String,
+        /// Its length.
+        bytes: u64,
+    },
+    /// A shared block made of several files.
+    #[error(
+        "RAM block {block} is mapped from several files or offsets; give the VM one memory backend per block"
+    )]
+    Scattered {
+        /// The block's name.
+        block: String,
+    },
+    /// Reading QEMU's mappings failed.
+    #[error("cannot see the memory of QEMU")]
+    Process(#[from] ProcessError),
+    /// Reading or writing failed.
+    #[error("cannot reach RAM block {block}")]
+    Memory {
+        /// The block's name.
+        block: String,
+        /// Why.
+        #[source]
+        source: MemoryError,
+    },
+}
+
+#[derive(Debug)]
+enum Backing {
+    Shared { file: File, file_offset: u64, mapping: SharedMapping },
+    PrivateAnonymous(RemoteMemory),
+    PrivateFile(RemoteMemory),
+}
+
+/// A RAM block that can be read (and, opened so, written) from outside.
+#[derive(Debug)]
+pub struct Block {
+    name: String,
+    address: u64,
+    pages: u64,
+    backing: Backing,
+}
+
+impl Block {
+    /// Finds the memory of `ram` in `process`. `writable` is for restore.
+    pub fn open(
+        process: &Process,
+        mappings: &[Mapping],
+        ram: &RamBlock,
+        writable: bool,
+    ) -> Result<Block, BlockError> {
+        let name = ram.name.clone();
+        if ram.used_bytes == 0 || !ram.used_bytes.is_multiple_of(PAGE_BYTES) {
+            return Err(BlockError::Odd { block: name, bytes: ram.used_bytes });
+        }
+        let range = AddressRange { start: ram.address, end: ram.address + ram.used_bytes };
+        let parts = covering(mappings, range)
+            .map_err(|address| BlockError::NotMapped { block: name.clone(), address })?;
+        let first = parts[0];
+        let backing = if parts.iter().any(|part| part.shared) {
+            if !one_file(&parts) {
+                return Err(BlockError::Scattered { block: name });
+            }
+            let file = process.open_mapping(first, writable)?;
+            let file_offset = first.file_offset + (range.start - first.range.start);
+            let mapping = SharedMapping::map(&file, file_offset, ram.used_bytes, writable)
+                .map_err(|source| BlockError::Memory { block: name.clone(), source })?;
+            Backing::Shared { file, file_offset, mapping }
+        } else if parts.iter().all(|part| part.inode == 0) {
+            Backing::PrivateAnonymous(RemoteMemory::open(process))
+        } else {
+            Backing::PrivateFile(RemoteMemory::open(process))
+        };
+        Ok(Block { name, address: ram.address, pages: ram.used_bytes / PAGE_BYTES, backing })
+    }
+
+    /// The block's name, such as `pc.ram`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its length in pages.
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Where it lies in QEMU's address space.
+    pub fn range(&self) -> AddressRange {
+        AddressRange { start: self.address, end: self.address + self.pages * PAGE_BYTES }
+    }
+
+    /// Whether never touched pages are certainly zero, so that they need no reading.
+    pub fn absent_is_zero(&self) -> bool {
+        !matches!(self.backing, Backing::PrivateFile(_))
+    }
+
+    /// For a shared block: the pages that the file holds data for; all others are zero now. A page
+    /// discarded by the guest (balloon) shows up here and nowhere else: the kernel does not report
+    /// it as written. `None` for private blocks, whose discards are reported.
+    pub fn data_pages(&self) -> Result<Option<Vec<Range<u64>>>, BlockError> {
+        let Backing::Shared { file, file_offset, .. } = &self.backing else {
+            return Ok(None);
+        };
+        let extents = memory::data_extents(file, *file_offset, self.pages * PAGE_BYTES)
+            .map_err(|source| self.memory_error(source))?;
+        Ok(Some(
+            extents
+                .iter()
+                .map(|bytes| bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES))
+                .collect(),
+        ))
+    }
+
+    /// Copies pages out. `into[i]` receives the pages `from[i]`; lengths must agree.
+    pub fn read(&self, into: &mut [&mut [u8]], from: &[Range<u64>]) -> Result<(), BlockError> {
+        match &self.backing {
+            Backing::PrivateAnonymous(remote) | Backing::PrivateFile(remote) => {
+                let from: Vec<AddressRange> = from.iter().map(|pages| self.addresses(pages)).collect();
+                remote.read_vectored(into, &from).map_err(|source| self.memory_error(source))
+            }
+            Backing::Shared { mapping, .. } => {
+                for (into, pages) in into.iter_mut().zip(from) {
+                    mapping
+                        .read(pages.start * PAGE_BYTES, into)
+                        .map_err(|source| self.memory_error(source))?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Copies pages out by the slow way that shares nothing with [`Block::read`]'s fast one: the
+    /// oracle of `--verify`. It also leaves holes of a shared file as holes.
+    pub fn read_slowly(&self, page: u64, into: &mut [u8]) -> Result<(), BlockError> {
+        match &self.backing {
+            Backing::PrivateAnonymous(remote) | Backing::PrivateFile(remote) => remote
+                .read(self.address + page * PAGE_BYTES, into)
+                .map_err(|source| self.memory_error(source)),
+            Backing::Shared { file, file_offset, .. } => file
+                .read_exact_at(into, file_offset + page * PAGE_BYTES)
+                .map_err(|source| self.memory_error(MemoryError::from(source))),
+        }
+    }
+
+    /// Writes consecutive pages, starting at `page`.
+    pub fn write(&self, page: u64, from: &[u8]) -> Result<(), BlockError> {
+        match &self.backing {
+            Backing::PrivateAnonymous(remote) | Backing::PrivateFile(remote) => {
+                remote.write(self.address + page * PAGE_BYTES, from)
+            }
+            Backing::Shared { mapping, .. } => mapping.write(page * PAGE_BYTES, from),
+        }
+        .map_err(|source| self.memory_error(source))
+    }
+
+    fn addresses(&self, pages: &Range<u64>) -> AddressRange {
+        AddressRange {
+            start: self.address + pages.start * PAGE_BYTES,
+            end: self.address + pages.end * PAGE_BYTES,
+        }
+    }
+
+    fn memory_error(&self, source: MemoryError) -> BlockError {
+        BlockError::Memory { block: self.name.clone(), source }
+    }
+}
+
+/// The mappings that together cover `range` without a gap, or the first uncovered address.
+fn covering(mappings: &[Mapping], range: AddressRange) -> Result<Vec<&Mapping>, u64> {
+    let mut next = range.start;
+    let mut parts = Vec::new();
+    for mapping in mappings {
+        if mapping.range.start <= next && next < mapping.range.end {
+            parts.push(mapping);
+            next = mapping.range.end;
+        }
+        if next >= range.end {
+            return Ok(parts);
+        }
+    }
+    Err(next)
+}
+
+fn one_file(parts: &[&Mapping]) -> bool {
+    parts.windows(2).all(|pair| {
+        let (a, b) = (pair[0], pair[1]);
+        a.shared == b.shared
+            && a.device == b.device
+            && a.inode == b.inode
+            && a.file_offset + (a.range.end - a.range.start) == b.file_offset
+    })
+}

@@ -1,0 +1,17 @@
+//! The capture half: which pages were written, and copies of them taken at one instant.
+//!
+//! ```text
+//!   full pass (first checkpoint only)   guest runs   every populated page -> repository
+//!   pre-copy round                      guest runs   written pages -> stage
+//!   pause                               stopped      device state beside: written since -> stage
+//!   ingest                              guest runs   stage -> repository, page tables
+//! ```
+
+pub mod block;
+pub mod ingest;
+pub mod pause;
+pub mod stage;
+pub mod tracker;
+
+pub use block::Block;
+pub use pause::DowntimeRecord;

@@ -1,0 +1,193 @@
+//! The pause: the one stretch of time in which the guest stands still.
+//!
+//! ```text
+//!   guardian told ─ stop ─┬─ save device state (QEMU) ──────────┬─ cont ─ guardian told
+//!                         └─ scan ─ copy (this thread, beside) ─┘
+//! ```
+//!
+//! Ways back to a running guest, each of them written down before `stop` is sent:
+//! - every error in here passes through `resume`;
+//! - the guardian resumes when the limit passes, or when this process dies.
+//!
+//! A guest that was resumed by anyone else before the copies were complete makes the capture
+//! worthless: `RESUME` events inside the pause are counted, and the pause fails.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde_json::json;
+use stillframe_qemu::monitor::{Monitor, MonitorError, StateFile};
+use stillframe_qemu::qmp::QmpError;
+use thiserror::Error;
+
+use super::stage::Stage;
+use super::tracker::{Tracker, TrackerError};
+use crate::guardian::{Guardian, GuardianError};
+
+/// How long past the watchdog's limit an answer of QEMU is awaited: QEMU may be inside a slow
+/// `stop`, and giving up on the connection would lose the VM's answer to `cont`.
+const ANSWER_GRACE: Duration = Duration::from_secs(30);
+
+/// Each phase of one pause, in microseconds. `device_state` runs beside `scan` and `copy`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct DowntimeRecord {
+    /// From sending `stop` to the answer to `cont`; 0 for a VM that was already paused.
+    pub total: u64,
+    /// `stop`: QEMU halts the vCPUs, drains and flushes its disks.
+    pub stop: u64,
+    /// Reading which pages were written since the pre-copy round, and protecting them again.
+    pub scan: u64,
+    /// Copying them.
+    pub copy: u64,
+    /// QEMU saving its device state, from the command to its answer.
+    pub device_state: u64,
+    /// Waiting for the device state after scan and copy were done.
+    pub wait: u64,
+    /// Looking at all of memory, when `--verify` asked for it.
+    pub verify: u64,
+    /// `cont`.
+    pub resume: u64,
+}
+
+/// Why a pause failed. The VM runs again in every case, or QEMU is gone.
+#[derive(Debug, Error)]
+pub enum PauseError {
+    /// Limit overrun.
+    #[error(
+        "the pause overran its limit of {limit_ms} ms and the watchdog resumed the VM; this checkpoint is discarded. Allow longer with --pause-limit, or find out what is slow (often the host's disk, which QEMU flushes at every stop)"
+    )]
+    Overrun {
+        /// The limit.
+        limit_ms: u128,
+    },
+    /// Somebody else resumed the VM.
+    #[error("the VM was resumed by someone else during the pause; this checkpoint is discarded")]
+    ResumedByOthers,
+    /// QEMU did not do as told.
+    #[error("QEMU failed a command of the pause; the VM was resumed")]
+    Monitor(#[from] MonitorError),
+    /// The connection failed.
+    #[error("the connection to QEMU failed in the pause")]
+    Qmp(#[from] QmpError),
+    /// Tracking failed.
+    #[error("reading the written pages failed in the pause; the VM was resumed")]
+    Tracker(#[from] TrackerError),
+    /// The guardian is gone.
+    #[error("no pause without a guardian")]
+    Guardian(#[from] GuardianError),
+}
+
+/// What a pause needs.
+pub struct Pause<'a> {
+    /// QEMU.
+    pub monitor: &'a mut Monitor,
+    /// Who resumes the VM when we cannot.
+    pub guardian: &'a Guardian,
+    /// Which pages were written.
+    pub tracker: &'a mut Tracker,
+    /// Where their copies go; reserved beforehand.
+    pub stage: &'a mut Stage,
+    /// Where QEMU writes its device state.
+    pub state_file: &'a StateFile,
+    /// The VM is resumed after this.
+    pub limit: Duration,
+    /// False for a VM that is paused already, and stays so.
+    pub running: bool,
+    /// Runs last in the pause, with everything copied (`--verify`).
+    pub before_resume: Option<&'a mut dyn FnMut(&Tracker) -> Result<(), TrackerError>>,
+}
+
+impl Pause<'_> {
+    /// Stops the VM, captures, resumes it. Returns the phases and how many pages were copied.
+    pub fn run(mut self) -> Result<(DowntimeRecord, u64), PauseError> {
+        let mut record = DowntimeRecord::default();
+        self.monitor.client().take_events()?;
+        if !self.running {
+            let pages = self.capture(&mut record)?;
+            return match self.resume_events()? {
+                0 => Ok((record, pages)),
+                _ => Err(PauseError::ResumedByOthers),
+            };
+        }
+        self.guardian.pausing(self.limit)?;
+        let begin = Instant::now();
+        let stopped = self.stop(&mut record);
+        // Somebody may have paused the VM in the instant before: then it is theirs to resume.
+        let ours = !matches!(stopped, Ok(false));
+        let captured = stopped.and_then(|_| self.capture(&mut record));
+        let resumed = if ours { self.resume(&mut record) } else { Ok(()) };
+        record.total = us(begin);
+        if self.guardian.resumed()? {
+            return Err(PauseError::Overrun { limit_ms: self.limit.as_millis() });
+        }
+        let pages = captured?;
+        resumed?;
+        match self.resume_events()? {
+            seen if seen == usize::from(ours) => Ok((record, pages)),
+            _ => Err(PauseError::ResumedByOthers),
+        }
+    }
+
+    /// Returns whether it was this command that stopped the VM.
+    fn stop(&mut self, record: &mut DowntimeRecord) -> Result<bool, PauseError> {
+        let begin = Instant::now();
+        let limit = self.limit + ANSWER_GRACE;
+        let client = self.monitor.client();
+        let ticket = client.send("stop", json!({}))?;
+        client.wait(ticket, limit)?;
+        record.stop = us(begin);
+        // QEMU queues the event before the answer, so it has been read with it.
+        Ok(client.take_events()?.iter().any(|event| event.name == "STOP"))
+    }
+
+    fn resume(&mut self, record: &mut DowntimeRecord) -> Result<(), PauseError> {
+        let begin = Instant::now();
+        let limit = self.limit + ANSWER_GRACE;
+        let client = self.monitor.client();
+        let ticket = client.send("cont", json!({}))?;
+        client.wait(ticket, limit)?;
+        record.resume = us(begin);
+        Ok(())
+    }
+
+    /// Device state, scan and copy; the guest stands still.
+    fn capture(&mut self, record: &mut DowntimeRecord) -> Result<u64, PauseError> {
+        let state_begin = Instant::now();
+        let ticket = self.monitor.send_save_device_state(self.state_file)?;
+        let copied = self.scan_and_copy(record);
+        let wait_begin = Instant::now();
+        // Awaited even when the copy failed: QEMU answers in order, and `cont` comes next.
+        let saved = self.monitor.wait_device_state(ticket, self.limit + ANSWER_GRACE);
+        record.wait = us(wait_begin);
+        record.device_state = us(state_begin);
+        let pages = copied?;
+        saved?;
+        if let Some(look) = self.before_resume.as_mut() {
+            let begin = Instant::now();
+            look(self.tracker)?;
+            record.verify = us(begin);
+        }
+        Ok(pages)
+    }
+
+    fn scan_and_copy(&mut self, record: &mut DowntimeRecord) -> Result<u64, TrackerError> {
+        let begin = Instant::now();
+        let collected = self.tracker.collect()?;
+        record.scan = us(begin);
+        let begin = Instant::now();
+        self.stage.capture_all(self.tracker, &collected)?;
+        record.copy = us(begin);
+        Ok(collected.pages())
+    }
+
+    /// `RESUME` events since the pause began. Events and answers come in one order, so after the
+    /// answer to `cont` none of the pause is outstanding.
+    fn resume_events(&mut self) -> Result<usize, PauseError> {
+        let events = self.monitor.client().take_events()?;
+        Ok(events.iter().filter(|event| event.name == "RESUME").count())
+    }
+}
+
+fn us(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+}

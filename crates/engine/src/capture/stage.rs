@@ -1,0 +1,248 @@
+//! The stage: copies of captured pages between the pause and the repository.
+//!
+//! A page captured in the pre-copy round and written again before the pause is overwritten in
+//! place, so that the stage never holds more than one copy of a page. Its memory is touched before
+//! the pause: a first touch costs several times the copy itself.
+
+use std::ops::Range;
+
+use super::block::{Block, BlockError, PAGE_BYTES};
+use super::tracker::{Collected, Tracker};
+
+const SLAB_PAGES: u64 = 256;
+const PAGE: usize = PAGE_BYTES as usize;
+/// Slabs kept for the next checkpoint, whatever this one needed: 64 MiB.
+const SLABS_KEPT_MIN: usize = 64;
+
+/// Consecutive pages of a block in consecutive slots.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Extent {
+    pages: Range<u64>,
+    slot: u64,
+}
+
+/// Captured pages of all blocks.
+#[derive(Debug, Default)]
+pub struct Stage {
+    slabs: Vec<Box<[u8]>>,
+    slots_used: u64,
+    blocks: Vec<Vec<Extent>>,
+}
+
+impl Stage {
+    /// Starts anew for `blocks` RAM blocks; keeps memory for about as much as last time.
+    pub fn reset(&mut self, blocks: usize) {
+        let used_slabs = self.slots_used.div_ceil(SLAB_PAGES) as usize;
+        self.slabs.truncate(used_slabs.max(SLABS_KEPT_MIN));
+        self.slots_used = 0;
+        self.blocks.clear();
+        self.blocks.resize(blocks, Vec::new());
+    }
+
+    /// Pages on the stage.
+    pub fn pages(&self) -> u64 {
+        self.slots_used
+    }
+
+    /// Has memory ready, touched, for `pages` more pages.
+    pub fn reserve(&mut self, pages: u64) {
+        let slabs = (self.slots_used + pages).div_ceil(SLAB_PAGES) as usize;
+        while self.slabs.len() < slabs {
+            // Ones, because zeroed memory would come untouched from the allocator.
+            self.slabs.push(vec![1u8; SLAB_PAGES as usize * PAGE].into_boxed_slice());
+        }
+    }
+
+    /// Copies everything a scan found.
+    pub fn capture_all(&mut self, tracker: &Tracker, found: &Collected) -> Result<(), BlockError> {
+        for (index, tracked) in tracker.blocks().iter().enumerate() {
+            self.capture(index, &tracked.block, &found.written[index])?;
+            self.capture_zero(index, &found.discarded[index]);
+        }
+        Ok(())
+    }
+
+    /// Copies `ranges` of `block` (number `index`) onto the stage, over older copies.
+    pub fn capture(
+        &mut self,
+        index: usize,
+        block: &Block,
+        ranges: &[Range<u64>],
+    ) -> Result<(), BlockError> {
+        if ranges.is_empty() {
+            return Ok(());
+        }
+        let mut pieces = self.place(index, ranges);
+        self.reserve(0);
+        pieces.sort_unstable_by_key(|piece| piece.slot);
+        let pieces = split_at_slabs(&pieces);
+        let from: Vec<Range<u64>> = pieces.iter().map(|piece| piece.pages.clone()).collect();
+        let mut into = carve(&mut self.slabs, &pieces);
+        block.read(&mut into, &from)
+    }
+
+    /// Stages `ranges` of block number `index` as zero pages, without reading them.
+    pub fn capture_zero(&mut self, index: usize, ranges: &[Range<u64>]) {
+        let mut pieces = self.place(index, ranges);
+        self.reserve(0);
+        pieces.sort_unstable_by_key(|piece| piece.slot);
+        for memory in carve(&mut self.slabs, &split_at_slabs(&pieces)) {
+            memory.fill(0);
+        }
+    }
+
+    /// Gives every page of `ranges` a slot: its old one if it is staged, else the next free one.
+    fn place(&mut self, index: usize, ranges: &[Range<u64>]) -> Vec<Extent> {
+        let staged = &self.blocks[index];
+        let mut pieces = Vec::with_capacity(ranges.len());
+        let mut fresh = Vec::new();
+        let mut at = 0;
+        for range in ranges {
+            let mut next = range.start;
+            while at < staged.len() && staged[at].pages.end <= next {
+                at += 1;
+            }
+            let mut look = at;
+            while next < range.end {
+                let over = staged.get(look).filter(|extent| extent.pages.start < range.end);
+                let gap_end = over.map_or(range.end, |extent| extent.pages.start.max(next));
+                if gap_end > next {
+                    fresh.push(Extent { pages: next..gap_end, slot: self.slots_used });
+                    self.slots_used += gap_end - next;
+                    next = gap_end;
+                }
+                if let Some(extent) = over {
+                    let end = extent.pages.end.min(range.end);
+                    pieces.push(Extent {
+                        pages: next..end,
+                        slot: extent.slot + (next - extent.pages.start),
+                    });
+                    next = end;
+                    look += 1;
+                }
+            }
+        }
+        pieces.extend(fresh.iter().cloned());
+        let staged = &mut self.blocks[index];
+        staged.extend(fresh);
+        staged.sort_unstable_by_key(|extent| extent.pages.start);
+        pieces
+    }
+
+    /// Every staged page of block `index`, in page order.
+    pub fn pages_of(&self, index: usize) -> impl Iterator<Item = (u64, &[u8])> {
+        self.blocks[index].iter().flat_map(move |extent| {
+            extent.pages.clone().map(move |page| {
+                let slot = extent.slot + (page - extent.pages.start);
+                let slab = &self.slabs[(slot / SLAB_PAGES) as usize];
+                let start = (slot % SLAB_PAGES) as usize * PAGE;
+                (page, &slab[start..start + PAGE])
+            })
+        })
+    }
+}
+
+fn split_at_slabs(pieces: &[Extent]) -> Vec<Extent> {
+    let mut split = Vec::with_capacity(pieces.len());
+    for piece in pieces {
+        let mut rest = piece.clone();
+        while rest.pages.start < rest.pages.end {
+            let room = SLAB_PAGES - rest.slot % SLAB_PAGES;
+            let end = rest.pages.end.min(rest.pages.start + room);
+            split.push(Extent { pages: rest.pages.start..end, slot: rest.slot });
+            rest.slot += end - rest.pages.start;
+            rest.pages.start = end;
+        }
+    }
+    split
+}
+
+/// The memory of each piece; `pieces` sorted by slot, none crossing a slab.
+fn carve<'s>(slabs: &'s mut [Box<[u8]>], pieces: &[Extent]) -> Vec<&'s mut [u8]> {
+    let mut carved = Vec::with_capacity(pieces.len());
+    let mut pieces = pieces.iter().peekable();
+    for (number, slab) in slabs.iter_mut().enumerate() {
+        let mut rest: &mut [u8] = slab;
+        let mut offset = 0;
+        while let Some(piece) = pieces.next_if(|piece| piece.slot / SLAB_PAGES == number as u64) {
+            let start = (piece.slot % SLAB_PAGES) as usize * PAGE;
+            let bytes = (piece.pages.end - piece.pages.start) as usize * PAGE;
+            let (_, tail) = rest.split_at_mut(start - offset);
+            let (mine, tail) = tail.split_at_mut(bytes);
+            carved.push(mine);
+            rest = tail;
+            offset = start + bytes;
+        }
+    }
+    carved
+}
+
+#[cfg(test)]
+mod tests {
+    //! The placing logic against a plain map from page to slot.
+
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn to_ranges(pages: &BTreeSet<u64>) -> Vec<Range<u64>> {
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for &page in pages {
+            match ranges.last_mut() {
+                Some(last) if last.end == page => last.end += 1,
+                _ => ranges.push(page..page + 1),
+            }
+        }
+        ranges
+    }
+
+    proptest! {
+        #[test]
+        fn every_page_keeps_one_slot(rounds in prop::collection::vec(prop::collection::btree_set(0u64..600, 0..200), 1..5)) {
+            let mut stage = Stage::default();
+            stage.reset(1);
+            let mut twin: BTreeMap<u64, u64> = BTreeMap::new();
+            for round in &rounds {
+                let pieces = stage.place(0, &to_ranges(round));
+                let mut covered = BTreeSet::new();
+                for piece in pieces {
+                    for page in piece.pages.clone() {
+                        let slot = piece.slot + (page - piece.pages.start);
+                        prop_assert!(covered.insert(page));
+                        let known = *twin.entry(page).or_insert(slot);
+                        prop_assert_eq!(known, slot);
+                    }
+                }
+                prop_assert_eq!(&covered, round);
+            }
+            let slots: BTreeSet<u64> = twin.values().copied().collect();
+            prop_assert_eq!(slots.len(), twin.len());
+            prop_assert_eq!(stage.pages(), twin.len() as u64);
+            stage.reserve(0);
+            let listed: Vec<u64> = stage.pages_of(0).map(|(page, _)| page).collect();
+            prop_assert_eq!(listed, twin.keys().copied().collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn carved_memory_is_the_slot_of_the_page(rounds in prop::collection::vec(prop::collection::btree_set(0u64..700, 0..300), 1..4)) {
+            let mut stage = Stage::default();
+            stage.reset(1);
+            for round in &rounds {
+                let mut pieces = stage.place(0, &to_ranges(round));
+                stage.reserve(0);
+                pieces.sort_unstable_by_key(|piece| piece.slot);
+                let pieces = split_at_slabs(&pieces);
+                for (memory, piece) in carve(&mut stage.slabs, &pieces).into_iter().zip(&pieces) {
+                    for (page, bytes) in piece.pages.clone().zip(memory.chunks_mut(PAGE)) {
+                        bytes[..8].copy_from_slice(&page.to_le_bytes());
+                    }
+                }
+            }
+            for (page, bytes) in stage.pages_of(0) {
+                prop_assert_eq!(u64::from_le_bytes(bytes[..8].try_into().unwrap()), page);
+            }
+        }
+    }
+}

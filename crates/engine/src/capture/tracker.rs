@@ -1,0 +1,313 @@
+//! Which pages the guest wrote: an asynchronous write-protecting userfaultfd inside QEMU, read with
+//! `PAGEMAP_SCAN` (Linux Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst).
+//!
+//! The kernel lifts the protection itself at the first write, so that no vCPU ever waits for us.
+//! A scan returns what was written and protects it again in the same step. What a scan returned is
+//! remembered as *pending* until a checkpoint that holds it is committed: a failed capture loses
+//! no dirty page.
+
+use std::ops::Range;
+
+use stillframe_page::PageIndex;
+use stillframe_page::bitmap::DirtyBitmap;
+use stillframe_qemu::monitor::RamBlock;
+use stillframe_sys::infect::StolenUffd;
+use stillframe_sys::pagemap::{Pagemap, PagemapError};
+use stillframe_sys::process::{AddressRange, Process};
+use stillframe_sys::system;
+use stillframe_sys::uffd::{Track, Uffd, UffdError, WriteProtectMode};
+use thiserror::Error;
+
+use super::block::{Block, BlockError, PAGE_BYTES};
+
+/// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
+/// the guest from waiting. 64 MiB take about 1 ms.
+const PROTECT_STEP_BYTES: u64 = 64 << 20;
+
+/// Why tracking failed.
+#[derive(Debug, Error)]
+pub enum TrackerError {
+    /// The userfaultfd refused.
+    #[error("cannot track writes to RAM block {block}")]
+    Uffd {
+        /// The block's name, or `all` for the handshake.
+        block: String,
+        /// Why.
+        #[source]
+        source: UffdError,
+    },
+    /// The scan failed.
+    #[error("cannot read which pages of RAM block {block} were written")]
+    Scan {
+        /// The block's name.
+        block: String,
+        /// Why.
+        #[source]
+        source: PagemapError,
+    },
+    /// The page map could not be opened.
+    #[error("cannot read QEMU's page map")]
+    Pagemap(#[source] PagemapError),
+    /// A block cannot be reached.
+    #[error(transparent)]
+    Block(#[from] BlockError),
+}
+
+/// A tracked RAM block.
+#[derive(Debug)]
+pub struct Tracked {
+    /// Its memory.
+    pub block: Block,
+    /// As QEMU describes it; compared to see a hot-plug or a reset that resized it.
+    pub ram: RamBlock,
+    /// Written since the last committed checkpoint, as far as scans have seen.
+    pending: DirtyBitmap,
+    /// For a shared block: pages that had content when last captured.
+    with_content: DirtyBitmap,
+}
+
+/// Pages of each block, in block order; each list sorted and without overlap.
+pub type PageRanges = Vec<Vec<Range<u64>>>;
+
+/// What one scan found.
+#[derive(Debug)]
+pub struct Collected {
+    /// Written since the scan before.
+    pub written: PageRanges,
+    /// Holes of a shared file where content was captured before: zero now. Apart from `written`,
+    /// because reading them through a mapping would fill the hole that the guest's balloon made.
+    pub discarded: PageRanges,
+}
+
+impl Collected {
+    /// Pages that are to be read, whatever the reason.
+    pub fn written(written: PageRanges) -> Collected {
+        let discarded = vec![Vec::new(); written.len()];
+        Collected { written, discarded }
+    }
+
+    /// Pages in all.
+    pub fn pages(&self) -> u64 {
+        count(&self.written) + count(&self.discarded)
+    }
+}
+
+/// Pages in all blocks of a list.
+pub fn count(ranges: &PageRanges) -> u64 {
+    ranges.iter().flatten().map(|range| range.end - range.start).sum()
+}
+
+/// Tracks all RAM blocks of one VM. Dropping it ends tracking; QEMU keeps nothing of it.
+#[derive(Debug)]
+pub struct Tracker {
+    uffd: Uffd,
+    pagemap: Pagemap,
+    blocks: Vec<Tracked>,
+}
+
+impl Tracker {
+    /// Registers and protects every block.
+    pub fn attach(
+        process: &Process,
+        stolen: StolenUffd,
+        ram: &[RamBlock],
+    ) -> Result<Tracker, TrackerError> {
+        let uffd_error =
+            |block: &str, source| TrackerError::Uffd { block: block.to_owned(), source };
+        let uffd = Uffd::handshake(stolen.fd, WriteProtectMode::Async)
+            .map_err(|source| uffd_error("all", source))?;
+        let pagemap = Pagemap::open(process).map_err(TrackerError::Pagemap)?;
+        let mappings = process.mappings().map_err(BlockError::from)?;
+        let mut blocks = Vec::with_capacity(ram.len());
+        for ram in ram {
+            let block = Block::open(process, &mappings, ram, false)?;
+            uffd.register(block.range(), Track::WriteProtect)
+                .map_err(|source| uffd_error(&ram.name, source))?;
+            for step in steps(block.range()) {
+                uffd.protect(step).map_err(|source| uffd_error(&ram.name, source))?;
+            }
+            let pages = block.pages();
+            blocks.push(Tracked {
+                block,
+                ram: ram.clone(),
+                pending: DirtyBitmap::new(pages),
+                with_content: DirtyBitmap::new(pages),
+            });
+        }
+        Ok(Tracker { uffd, pagemap, blocks })
+    }
+
+    /// The tracked blocks.
+    pub fn blocks(&self) -> &[Tracked] {
+        &self.blocks
+    }
+
+    /// All pages of all blocks.
+    pub fn pages(&self) -> u64 {
+        self.blocks.iter().map(|tracked| tracked.block.pages()).sum()
+    }
+
+    /// The pages that may be other than zero. Everything is protected before this is asked, so a
+    /// page that turns up later is reported by [`Tracker::collect`].
+    ///
+    /// An untouched page of private memory carries a protection marker, which the page map cannot
+    /// tell from a page in swap; where the machine has swap, both are therefore read.
+    pub fn populated(&self) -> Result<PageRanges, TrackerError> {
+        let swap = system::has_swap();
+        self.blocks
+            .iter()
+            .map(|tracked| {
+                let block = &tracked.block;
+                if let Some(data) = block.data_pages()? {
+                    return Ok(data);
+                }
+                if !block.absent_is_zero() {
+                    return Ok(vec![0..block.pages()]);
+                }
+                let mut found = Vec::new();
+                let scanned = match swap {
+                    true => self.pagemap.populated(block.range(), &mut found),
+                    false => self.pagemap.present(block.range(), &mut found),
+                };
+                scanned.map_err(|source| scan_error(block, source))?;
+                Ok(to_pages(block, &found))
+            })
+            .collect()
+    }
+
+    /// Takes what was written since the last call (or since the attach) and protects it again.
+    /// The pages are pending from here on.
+    pub fn collect(&mut self) -> Result<Collected, TrackerError> {
+        let mut all = Collected { written: Vec::new(), discarded: Vec::new() };
+        for tracked in &mut self.blocks {
+            let mut found = Vec::new();
+            let scanned = self.pagemap.take_written(tracked.block.range(), &mut found);
+            // What a failing scan has already taken is protected again and would be lost.
+            let written = to_pages(&tracked.block, &found);
+            tracked.add_pending(&written);
+            scanned.map_err(|source| scan_error(&tracked.block, source))?;
+            let discarded = match tracked.block.data_pages()? {
+                Some(data) => {
+                    let content: Vec<Range<u64>> = tracked.with_content.ranges().collect();
+                    subtract(&content, &data)
+                }
+                None => Vec::new(),
+            };
+            tracked.add_pending(&discarded);
+            all.written.push(written);
+            all.discarded.push(discarded);
+        }
+        Ok(all)
+    }
+
+    /// Everything pending, also from captures that failed.
+    pub fn pending(&self) -> PageRanges {
+        self.blocks.iter().map(|tracked| tracked.pending.ranges().collect()).collect()
+    }
+
+    /// A checkpoint that holds everything pending is durable.
+    pub fn committed(&mut self) {
+        for tracked in &mut self.blocks {
+            tracked.pending.clear_all();
+        }
+    }
+
+    /// Remembers whether a captured page had content; see [`Block::data_pages`].
+    pub fn note_content(&mut self, block: usize, page: u64, content: bool) {
+        let with_content = &mut self.blocks[block].with_content;
+        match content {
+            true => with_content.set(PageIndex(page)),
+            false => with_content.clear(PageIndex(page)),
+        };
+    }
+
+    /// Ends tracking and leaves QEMU as it was found.
+    pub fn detach(self) -> Result<(), TrackerError> {
+        for tracked in &self.blocks {
+            self.uffd.unregister(tracked.block.range()).map_err(|source| TrackerError::Uffd {
+                block: tracked.block.name().to_owned(),
+                source,
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Tracked {
+    fn add_pending(&mut self, ranges: &[Range<u64>]) {
+        for range in ranges {
+            self.pending.set_range(range.clone());
+        }
+    }
+}
+
+fn scan_error(block: &Block, source: PagemapError) -> TrackerError {
+    TrackerError::Scan { block: block.name().to_owned(), source }
+}
+
+fn steps(range: AddressRange) -> impl Iterator<Item = AddressRange> {
+    (range.start..range.end).step_by(PROTECT_STEP_BYTES as usize).map(move |start| AddressRange {
+        start,
+        end: range.end.min(start + PROTECT_STEP_BYTES),
+    })
+}
+
+fn to_pages(block: &Block, found: &[AddressRange]) -> Vec<Range<u64>> {
+    let base = block.range().start;
+    found
+        .iter()
+        .map(|range| (range.start - base) / PAGE_BYTES..(range.end - base) / PAGE_BYTES)
+        .collect()
+}
+
+/// The pages of `from` that are not in `what`; both sorted.
+fn subtract(from: &[Range<u64>], what: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut left = Vec::new();
+    let mut what = what.iter().peekable();
+    for range in from {
+        let mut next = range.start;
+        while let Some(cut) = what.peek() {
+            if cut.start >= range.end {
+                break;
+            }
+            if next < cut.start {
+                left.push(next..cut.start);
+            }
+            next = next.max(cut.end);
+            if cut.end > range.end {
+                break;
+            }
+            what.next();
+        }
+        if next < range.end {
+            left.push(next..range.end);
+        }
+    }
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ranges(pages: &BTreeSet<u64>) -> Vec<Range<u64>> {
+        let mut bitmap = DirtyBitmap::new(300);
+        for &page in pages {
+            bitmap.set(PageIndex(page));
+        }
+        bitmap.ranges().collect()
+    }
+
+    proptest! {
+        #[test]
+        fn subtract_is_set_difference(a in prop::collection::btree_set(0u64..300, 0..200), b in prop::collection::btree_set(0u64..300, 0..200)) {
+            let expected: Vec<u64> = a.difference(&b).copied().collect();
+            let found: Vec<u64> = subtract(&ranges(&a), &ranges(&b)).into_iter().flatten().collect();
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! The guardian: a small process of its own that does the two things an engine must not die in.
+//!
+//! 1. It injects system calls into QEMU. A tracer killed half-way would leave QEMU's main thread
+//!    with foreign registers; `kill -9` of the engine never hits the tracer, because the tracer is
+//!    this other process.
+//! 2. It resumes the VM: when a pause overruns its limit (watchdog), and when the engine's end of
+//!    the socket closes inside a pause (the engine died). It is told of a pause *before* the engine
+//!    sends `stop`, and holds a copy of the engine's QMP connection, so that it needs no free
+//!    monitor.
+//!
+//! It never holds the userfaultfd: that closes with the engine, and write tracking ends by itself.
+//!
+//! The guardian is the engine's own executable, started with [`SUBCOMMAND`]; a binary that links
+//! the engine must call [`run`] for it.
+
+mod process;
+mod wire;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use stillframe_sys::infect::StolenUffd;
+use stillframe_sys::process::Process;
+use thiserror::Error;
+
+pub use process::run;
+use wire::{Reply, Request};
+
+/// The hidden subcommand under which the executable acts as guardian.
+pub const SUBCOMMAND: &str = "guardian";
+
+/// The guardian answers at once, except for an injection; silence this long means it is gone.
+const REPLY_LIMIT: Duration = Duration::from_secs(10);
+/// Bound for one injection into QEMU; 0.1 ms is usual.
+const INJECTION_LIMIT: Duration = Duration::from_secs(3);
+
+/// What can go wrong between engine and guardian.
+#[derive(Debug, Error)]
+pub enum GuardianError {
+    /// It could not be started.
+    #[error("cannot start the guardian process ({executable}); without it no VM is paused")]
+    Start {
+        /// The executable that was tried.
+        executable: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It is gone or silent.
+    #[error("the guardian process does not answer; no VM is paused without it: start again")]
+    Silent(#[source] io::Error),
+    /// It answered something that does not fit the question.
+    #[error("the guardian process gave an unexpected answer: {0}")]
+    Unexpected(String),
+    /// It could not put a userfaultfd into QEMU.
+    #[error("cannot track the memory of process {pid}: {reason}")]
+    Injection {
+        /// QEMU's process id.
+        pid: i32,
+        /// Cause and mend.
+        reason: String,
+    },
+}
+
+/// The engine's end.
+#[derive(Debug)]
+pub struct Guardian {
+    socket: UnixStream,
+    // Reaped when dropped; the guardian exits by itself at the end of file.
+    child: Option<Child>,
+}
+
+impl Guardian {
+    /// Starts the guardian in a process group of its own, so that Ctrl-C does not reach it.
+    pub fn start() -> Result<Guardian, GuardianError> {
+        let executable = std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into());
+        let start_error = |source| GuardianError::Start {
+            executable: executable.display().to_string(),
+            source,
+        };
+        let (ours, theirs) = UnixStream::pair().map_err(start_error)?;
+        ours.set_read_timeout(Some(REPLY_LIMIT)).map_err(start_error)?;
+        let child = Command::new(&executable)
+            .arg(SUBCOMMAND)
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn()
+            .map_err(start_error)?;
+        Ok(Guardian { socket: ours, child: Some(child) })
+    }
+
+    /// Gives the guardian the QMP connection on which it resumes the VM.
+    pub fn watch(&self, qmp: BorrowedFd<'_>) -> Result<(), GuardianError> {
+        self.expect_ok(&Request::Watch, Some(qmp))
+    }
+
+    /// Has a userfaultfd opened inside `process`.
+    pub fn steal_userfaultfd(&self, process: &Process) -> Result<StolenUffd, GuardianError> {
+        let request = Request::Steal {
+            pid: process.pid(),
+            start_time: process.start_time(),
+            limit_ms: INJECTION_LIMIT.as_millis() as u64,
+        };
+        match self.ask(&request, None)? {
+            (Reply::Stolen { user_mode_only, stopped_us }, Some(fd)) => {
+                Ok(StolenUffd { fd, user_mode_only, stopped_us })
+            }
+            (Reply::Failed { reason }, _) => {
+                Err(GuardianError::Injection { pid: process.pid(), reason })
+            }
+            (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
+        }
+    }
+
+    /// Must return before the VM is stopped; from here on the guardian will resume it.
+    pub fn pausing(&self, limit: Duration) -> Result<(), GuardianError> {
+        let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        self.expect_ok(&Request::Pausing { limit_ms }, None)
+    }
+
+    /// The VM runs again. Returns whether the watchdog had to resume it before.
+    pub fn resumed(&self) -> Result<bool, GuardianError> {
+        match self.ask(&Request::Resumed, None)? {
+            (Reply::Pause { fired }, _) => Ok(fired),
+            (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
+        }
+    }
+
+    fn expect_ok(&self, request: &Request, fd: Option<BorrowedFd<'_>>) -> Result<(), GuardianError> {
+        match self.ask(request, fd)? {
+            (Reply::Ok, _) => Ok(()),
+            (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
+        }
+    }
+
+    fn ask(
+        &self,
+        request: &Request,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<(Reply, Option<OwnedFd>), GuardianError> {
+        wire::send(&self.socket, request, fd.as_ref().map(AsFd::as_fd))
+            .map_err(GuardianError::Silent)?;
+        match wire::receive(&self.socket).map_err(GuardianError::Silent)? {
+            Some(answer) => Ok(answer),
+            None => Err(GuardianError::Silent(io::ErrorKind::UnexpectedEof.into())),
+        }
+    }
+}
+
+impl Drop for Guardian {
+    fn drop(&mut self) {
+        // Closing our end tells the guardian to finish; then reap it, so that a long-lived engine
+        // leaves no zombie behind. Nothing is lost if this fails.
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        if let Some(mut child) = self.child.take() {
+            let _ = child.wait();
+        }
+    }
+}

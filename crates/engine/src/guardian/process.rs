@@ -1,0 +1,186 @@
+//! The guardian's side: what runs in the small process.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use stillframe_sys::infect;
+use stillframe_sys::process::Process;
+
+use super::wire::{self, Reply, Request};
+
+/// The line that resumes a VM. The id is one the engine never uses, so that the engine skips the
+/// answer. (QEMU docs/interop/qmp-spec: ids are echoed.)
+const CONT: &[u8] = b"{\"execute\":\"cont\",\"id\":\"guardian\"}\n";
+/// Resets QEMU's JSON lexer, in case the engine died in the middle of a command (qmp-spec 3.4:
+/// a 0xFF byte flushes the parser).
+const LEXER_RESET: &[u8] = b"\xff\n";
+/// QEMU may be inside a slow `stop` (it drains its disks first); it reads our `cont` after that.
+const CONT_LIMIT: Duration = Duration::from_secs(60);
+
+struct Pause {
+    deadline: Option<Instant>,
+    fired: bool,
+}
+
+/// Serves the engine at the other end of standard input until that end closes. Returns the exit
+/// code of the guardian process.
+///
+/// A panic or error here must not lose a paused VM: everything that can fail is answered or
+/// ignored, and the way out of the loop always passes through the final resume.
+pub fn run() -> i32 {
+    ignore_signals();
+    protect_from_oom();
+    let Ok(stdin) = io::stdin().as_fd().try_clone_to_owned() else {
+        return 1;
+    };
+    let engine = UnixStream::from(stdin);
+    let mut qmp: Option<UnixStream> = None;
+    let mut pause: Option<Pause> = None;
+    while let Ok(true) = serve_one(&engine, &mut qmp, &mut pause) {}
+    if let (Some(open), Some(qmp)) = (&pause, &qmp)
+        && !open.fired
+    {
+        resume_after_engine_death(qmp);
+    }
+    0
+}
+
+/// Waits for one request or for the watchdog's deadline. `Ok(false)`: the engine is gone.
+fn serve_one(
+    engine: &UnixStream,
+    qmp: &mut Option<UnixStream>,
+    pause: &mut Option<Pause>,
+) -> io::Result<bool> {
+    let deadline = pause.as_ref().and_then(|open| open.deadline);
+    if !wait_readable(engine, deadline)? {
+        if let (Some(open), Some(qmp)) = (pause.as_mut(), qmp.as_mut()) {
+            open.deadline = None;
+            open.fired = qmp.write_all(CONT).is_ok();
+        }
+        return Ok(true);
+    }
+    let Some((request, descriptor)) = wire::receive::<Request>(engine)? else {
+        return Ok(false);
+    };
+    match request {
+        Request::Steal { pid, start_time, limit_ms } => {
+            steal(engine, pid, start_time, Duration::from_millis(limit_ms))?;
+        }
+        Request::Watch => {
+            *qmp = descriptor.map(UnixStream::from);
+            wire::send(engine, &Reply::Ok, None)?;
+        }
+        Request::Pausing { limit_ms } => {
+            let deadline = Instant::now().checked_add(Duration::from_millis(limit_ms));
+            *pause = Some(Pause { deadline, fired: false });
+            wire::send(engine, &Reply::Ok, None)?;
+        }
+        Request::Resumed => {
+            let fired = pause.take().is_some_and(|open| open.fired);
+            wire::send(engine, &Reply::Pause { fired }, None)?;
+        }
+    }
+    Ok(true)
+}
+
+/// False when the deadline passed first.
+fn wait_readable(engine: &UnixStream, deadline: Option<Instant>) -> io::Result<bool> {
+    loop {
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let timeout = left.map(|left| Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: i64::from(left.subsec_nanos()),
+        });
+        let mut waited = [PollFd::new(engine, PollFlags::IN)];
+        match poll(&mut waited, timeout.as_ref()) {
+            Ok(0) => return Ok(false),
+            Ok(_) => return Ok(true),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+fn steal(engine: &UnixStream, pid: i32, start_time: u64, limit: Duration) -> io::Result<()> {
+    let stolen = Process::open(pid).map_err(|error| words(&error)).and_then(|process| {
+        if process.start_time() != start_time {
+            return Err("the process has ended and its pid was reused".to_owned());
+        }
+        infect::steal_userfaultfd(&process, limit).map_err(|error| words(&error))
+    });
+    match stolen {
+        Ok(stolen) => {
+            let reply = Reply::Stolen {
+                user_mode_only: stolen.user_mode_only,
+                stopped_us: stolen.stopped_us,
+            };
+            let fd: OwnedFd = stolen.fd;
+            wire::send(engine, &reply, Some(fd.as_fd()))
+        }
+        Err(reason) => wire::send(engine, &Reply::Failed { reason }, None),
+    }
+}
+
+/// An error and its sources in one line: only text crosses the socket.
+fn words(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        text = format!("{text}: {inner}");
+        source = inner.source();
+    }
+    text
+}
+
+/// The engine died inside a pause. Its QMP connection is ours alone now: resume, and wait for
+/// QEMU to say so, because closing the connection with the command unread could lose it.
+fn resume_after_engine_death(qmp: &UnixStream) {
+    let mut qmp = qmp;
+    let deadline = Instant::now() + CONT_LIMIT;
+    // QEMU gone, or never reading: nothing is left to resume, or nothing more can be done.
+    if qmp.write_all(LEXER_RESET).and_then(|()| qmp.write_all(CONT)).is_err() {
+        return;
+    }
+    let mut seen = Vec::new();
+    let mut piece = [0u8; 4096];
+    while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+        if qmp.set_read_timeout(Some(left.max(Duration::from_millis(1)))).is_err() {
+            return;
+        }
+        match qmp.read(&mut piece) {
+            Ok(0) => return,
+            Ok(read) => seen.extend_from_slice(&piece[..read]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(_) => return,
+        }
+        if seen.split(|&byte| byte == b'\n').any(is_our_answer) {
+            return;
+        }
+    }
+}
+
+fn is_our_answer(line: &[u8]) -> bool {
+    serde_json::from_slice::<serde_json::Value>(line)
+        .is_ok_and(|value| value.get("id").and_then(|id| id.as_str()) == Some("guardian"))
+}
+
+/// Signals meant for the engine (a closed terminal, a polite stop of the whole group) must not end
+/// the one that cleans up behind it. A handler that only sets a flag is as good as ignoring.
+fn ignore_signals() {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    let flag = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGHUP, SIGTERM] {
+        // Failing to register leaves the default action, which is what we had.
+        let _ = signal_hook::flag::register(signal, Arc::clone(&flag));
+    }
+}
+
+/// A few hundred KiB must not be what the kernel frees by killing us in an injection.
+fn protect_from_oom() {
+    let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+}

@@ -1,0 +1,111 @@
+//! What the engine and its guardian say to each other: one JSON line a message over a socket pair,
+//! descriptors beside it as `SCM_RIGHTS`.
+//!
+//! ```text
+//!   engine                          guardian
+//!     Steal {pid, ..}        -->      (ptrace)          <-- Stolen + userfaultfd | Failed
+//!     Watch + QMP socket     -->                        <-- Ok
+//!     Pausing {limit_ms}     -->                        <-- Ok      then the engine stops the VM
+//!     Resumed                -->                        <-- Pause {fired}
+//!     (end of file)          -->      resumes the VM if between Pausing and Resumed, then exits
+//! ```
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use stillframe_sys::fdpass;
+
+/// Longest message either side sends; both sides are ours, so this only bounds a bug.
+const MESSAGE_BYTES_MAX: usize = 4096;
+
+/// From the engine to the guardian.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Request {
+    /// Open a userfaultfd inside this process and hand it over.
+    Steal {
+        /// Process id of QEMU.
+        pid: i32,
+        /// Its start time, so that a reused pid is never touched.
+        start_time: u64,
+        /// Bound for the whole injection.
+        limit_ms: u64,
+    },
+    /// The QMP socket (descriptor beside it) on which a paused VM is resumed.
+    Watch,
+    /// The engine is about to stop the VM.
+    Pausing {
+        /// The VM is resumed when this has passed without a `Resumed`.
+        limit_ms: u64,
+    },
+    /// The VM runs again.
+    Resumed,
+}
+
+/// From the guardian to the engine.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Reply {
+    /// Done.
+    Ok,
+    /// The userfaultfd lies beside this message.
+    Stolen {
+        /// Kernel-mode faults are not delivered (unprivileged QEMU).
+        user_mode_only: bool,
+        /// How long QEMU's main thread stood still.
+        stopped_us: u64,
+    },
+    /// The answer to `Resumed`: whether the watchdog had to resume the VM.
+    Pause {
+        /// True when the limit passed first.
+        fired: bool,
+    },
+    /// The request failed.
+    Failed {
+        /// Why, in words for the user.
+        reason: String,
+    },
+}
+
+/// Sends one message, with at most one descriptor.
+pub(super) fn send<M: Serialize>(
+    socket: &UnixStream,
+    message: &M,
+    descriptor: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
+    let mut line = serde_json::to_vec(message)?;
+    line.push(b'\n');
+    match descriptor {
+        Some(fd) => fdpass::send(socket, &line, &[fd]),
+        None => fdpass::send(socket, &line, &[]),
+    }
+}
+
+/// Receives one message; `Ok(None)` at the end of file.
+pub(super) fn receive<M: DeserializeOwned>(
+    socket: &UnixStream,
+) -> io::Result<Option<(M, Option<OwnedFd>)>> {
+    let mut line = Vec::new();
+    let mut descriptor = None;
+    while line.last() != Some(&b'\n') {
+        if line.len() >= MESSAGE_BYTES_MAX {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "message too long"));
+        }
+        // One message is in flight at a time (every request is answered before the next), so
+        // reading past the line end cannot swallow a second one.
+        let mut piece = [0u8; MESSAGE_BYTES_MAX];
+        let (read, mut descriptors) = fdpass::receive(socket, &mut piece)?;
+        if let Some(fd) = descriptors.pop() {
+            descriptor = Some(fd);
+        }
+        if read == 0 {
+            return match line.is_empty() {
+                true => Ok(None),
+                false => Err(io::ErrorKind::UnexpectedEof.into()),
+            };
+        }
+        line.extend_from_slice(&piece[..read]);
+    }
+    Ok(Some((serde_json::from_slice(&line)?, descriptor)))
+}

@@ -1,0 +1,176 @@
+//! Eager population: every page is in place before the guest's first instruction.
+//!
+//! A fresh QEMU's memory is zero, except for what QEMU itself put there (firmware, tables) and what
+//! a RAM file still held; so zero pages are written only where something is.
+
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use stillframe_page::hash::ContentId;
+use stillframe_qemu::monitor::RamBlock;
+use stillframe_repo::table::{self, PageRef};
+use stillframe_repo::{RamTable, Reader, RepoError};
+use stillframe_sys::pagemap::{Pagemap, PagemapError};
+use stillframe_sys::process::{Process, ProcessError};
+use thiserror::Error;
+
+use crate::capture::block::{Block, BlockError, PAGE_BYTES};
+use crate::{Progress, ProgressSink};
+
+/// Pages gathered before they are read, in the order in which they lie in the repository: bounds
+/// memory at about 70 MiB, whatever the guest's size.
+const WINDOW_PAGES: usize = 1 << 20;
+
+/// Why memory could not be populated. The VM has not run.
+#[derive(Debug, Error)]
+pub enum PopulateError {
+    /// The new VM has other RAM blocks than the checkpoint.
+    #[error(
+        "the new VM's RAM blocks differ from the checkpoint's: {difference}. It must be started by the same QEMU with the same machine, devices and firmware"
+    )]
+    Blocks {
+        /// What differs.
+        difference: String,
+    },
+    /// The checkpoint cannot be read.
+    #[error(transparent)]
+    Repo(#[from] RepoError),
+    /// Its memory cannot be written.
+    #[error("cannot write the new VM's memory")]
+    Block(#[from] BlockError),
+    /// Its memory cannot be looked at.
+    #[error("cannot see the new VM's memory")]
+    Process(#[from] ProcessError),
+    /// Its page map cannot be read.
+    #[error("cannot see which pages of the new VM are in use")]
+    Pagemap(#[from] PagemapError),
+}
+
+/// Opens the RAM blocks of a fresh QEMU for the page tables of a checkpoint, in their order.
+pub fn open_blocks(
+    process: &Process,
+    ram: &[RamBlock],
+    tables: &[RamTable],
+) -> Result<Vec<Block>, PopulateError> {
+    if let Some(extra) = ram.iter().find(|block| !tables.iter().any(|table| table.name == block.name)) {
+        let difference = format!("{} is not in the checkpoint", extra.name);
+        return Err(PopulateError::Blocks { difference });
+    }
+    let mappings = process.mappings()?;
+    tables
+        .iter()
+        .map(|table| {
+            let recorded_bytes = table.pages * u64::from(table.page_bytes);
+            let difference = match ram.iter().find(|block| block.name == table.name) {
+                Some(found) if found.used_bytes == recorded_bytes => {
+                    return Ok(Block::open(process, &mappings, found, true)?);
+                }
+                Some(found) => format!(
+                    "{} has {} bytes, the checkpoint {recorded_bytes}",
+                    table.name, found.used_bytes
+                ),
+                None => format!("{} is missing", table.name),
+            };
+            Err(PopulateError::Blocks { difference })
+        })
+        .collect()
+}
+
+/// Writes all pages of the checkpoint. Returns how many had content.
+pub fn populate(
+    process: &Process,
+    blocks: &[Block],
+    tables: &[RamTable],
+    reader: &mut Reader<'_>,
+    progress: ProgressSink<'_>,
+) -> Result<u64, PopulateError> {
+    let pagemap = Pagemap::open(process)?;
+    let total = tables.iter().map(|table| table.pages).sum();
+    let mut done = 0;
+    let mut written = 0;
+    for (block, table) in blocks.iter().zip(tables) {
+        let in_use = in_use(&pagemap, block)?;
+        let mut pages = Vec::with_capacity(table.pages as usize);
+        table::read_table(reader, &table.root, table.pages, |_, stored| pages.push(stored))?;
+        zero_where_needed(block, &in_use, &pages)?;
+        for window in windows(&pages) {
+            written += window.len() as u64;
+            write_window(block, window, reader)?;
+            progress(Progress::Populating { done: done + written.min(table.pages), total });
+        }
+        done += table.pages;
+        progress(Progress::Populating { done, total });
+    }
+    Ok(written)
+}
+
+/// Pages of a fresh QEMU that may be other than zero.
+fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>, PopulateError> {
+    if let Some(data) = block.data_pages()? {
+        return Ok(data);
+    }
+    if !block.absent_is_zero() {
+        return Ok(vec![0..block.pages()]);
+    }
+    let mut found = Vec::new();
+    pagemap.populated(block.range(), &mut found)?;
+    let base = block.range().start;
+    Ok(found
+        .iter()
+        .map(|range| (range.start - base) / PAGE_BYTES..(range.end - base) / PAGE_BYTES)
+        .collect())
+}
+
+fn zero_where_needed(
+    block: &Block,
+    in_use: &[Range<u64>],
+    pages: &[PageRef],
+) -> Result<(), PopulateError> {
+    let zero = [0u8; PAGE_BYTES as usize];
+    for page in in_use.iter().cloned().flatten() {
+        if pages.get(page as usize) == Some(&PageRef::Zero) {
+            block.write(page, &zero)?;
+        }
+    }
+    Ok(())
+}
+
+fn windows(pages: &[PageRef]) -> impl Iterator<Item = Vec<(ContentId, u64)>> {
+    pages.chunks(WINDOW_PAGES).enumerate().map(|(number, chunk)| {
+        let first = (number * WINDOW_PAGES) as u64;
+        (first..)
+            .zip(chunk)
+            .filter_map(|(page, stored)| match stored {
+                PageRef::Zero => None,
+                PageRef::Stored(id) => Some((*id, page)),
+            })
+            .collect()
+    })
+}
+
+fn write_window(
+    block: &Block,
+    window: Vec<(ContentId, u64)>,
+    reader: &Reader<'_>,
+) -> Result<(), PopulateError> {
+    let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
+    // The repository's sink speaks io::Error; the block's own error is kept for the report.
+    let failed: Mutex<Option<BlockError>> = Mutex::new(None);
+    let pages_written = AtomicU64::new(0);
+    let read = reader.read_sorted(window, threads, &|page, bytes| {
+        block.write(page, bytes).map_err(|error| {
+            let text = error.to_string();
+            *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            io::Error::other(text)
+        })?;
+        pages_written.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    });
+    if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(error.into());
+    }
+    Ok(read?)
+}
