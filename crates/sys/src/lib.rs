@@ -1,1 +1,26 @@
-//! placeholder
+//! The kernel boundary of Stillframe: the only room where `unsafe` may stand.
+//!
+//! Everything here works on *another* process, from outside: its identity ([`process`]), its bytes
+//! ([`memory`]), its write tracking ([`uffd`], [`pagemap`]) and the one system call that has to be
+//! made inside it ([`infect`]). Nothing here knows QEMU, checkpoints or repositories.
+//!
+//! Rules of the room:
+//! 1. Every `unsafe` block carries a `SAFETY:` note that names why the kernel or the compiler cannot
+//!    be misled by it; every structure and number shared with the kernel is checked at compile time.
+//! 2. A process is named by its pidfd and its `/proc` directory, never by a bare number that could
+//!    have been given to somebody else in the meantime.
+//! 3. An errno that means something is turned into an error that says so.
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+compile_error!(
+    "stillframe works on Linux on x86_64 only: it changes registers and reads page tables"
+);
+
+pub mod fdpass;
+pub mod infect;
+pub mod memfd;
+pub mod memory;
+pub mod pagemap;
+pub mod process;
+pub mod system;
+pub mod uffd;

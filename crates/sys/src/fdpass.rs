@@ -1,0 +1,74 @@
+//! Bytes together with descriptors over a Unix socket (SCM_RIGHTS, unix(7)).
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+/// What one message can carry (SCM_MAX_FD).
+const DESCRIPTORS_MAX: usize = 253;
+
+/// Sends all the bytes, and the descriptors with the first of them.
+///
+/// # Errors
+/// `InvalidInput` without a byte to carry the descriptors, or with more than 253 of them; otherwise
+/// what the socket says. After an error part of the bytes may have been sent.
+pub fn send(socket: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    if bytes.is_empty() || fds.len() > DESCRIPTORS_MAX {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "descriptors travel with at least one byte, and at most 253 at a time",
+        ));
+    }
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut sent = 0;
+    while sent < bytes.len() {
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if sent == 0 && !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
+        let data = [IoSlice::new(&bytes[sent..])];
+        match rustix::net::sendmsg(socket, &data, &mut control, SendFlags::NOSIGNAL) {
+            Ok(count) => sent += count,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Receives what is there, at most `into.len()` bytes (0 at the end of the stream), and the
+/// descriptors that came with it, all close-on-exec.
+///
+/// # Errors
+/// What the socket says; `InvalidData` when descriptors were lost on the way (too many open files):
+/// those that did arrive are closed again.
+pub fn receive(socket: &UnixStream, into: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let message = loop {
+        let mut data = [IoSliceMut::new(into)];
+        match rustix::net::recvmsg(socket, &mut data, &mut control, flags) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => break other?,
+        }
+    };
+    let mut fds = Vec::new();
+    for part in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = part {
+            fds.extend(received);
+        }
+    }
+    if message.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "descriptors were lost on the way: raise the limit of open files",
+        ));
+    }
+    Ok((message.bytes, fds))
+}

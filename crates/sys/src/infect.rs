@@ -1,0 +1,113 @@
+//! Making a system call inside another process.
+//!
+//! A userfaultfd watches the address space of the process that *created* it, so the one call
+//! `userfaultfd(2)` has to be made by QEMU itself. Its main thread is stopped for about a tenth of a
+//! millisecond and made to execute a `syscall` instruction that it has anyway:
+//!
+//! ```text
+//!  running ──SEIZE, INTERRUPT──▶ stopped ──block signals, set registers──▶ call 1 ─▶ exit
+//!     ▲  │                         │                                 userfaultfd     │ pidfd_getfd
+//!     │  └─ timeout: give up       └─ group stop: give up, it stays stopped          ▼
+//!     │                                                                     call 2: close, exit
+//!     └── DETACH ◀── settle ◀── stopped ◀── INTERRUPT ◀── registers and mask back ◀──┘
+//! ```
+//!
+//! - Once the first call has begun, every path leads through "registers and mask back".
+//! - The last stop lies inside the kernel's signal handling, which restarts the interrupted call.
+//! - Signals sent meanwhile stay pending in the kernel. The few that cannot wait (those of faults,
+//!   which would kill when blocked) are held back and sent again.
+//! - All of it runs on a thread of its own: its end detaches in every state, and a caller whose
+//!   limit has passed can leave while the victim, should it be stuck in the call, is still attended.
+
+mod error;
+mod gadget;
+mod interrupted;
+mod seizure;
+mod tracee;
+
+pub use error::InfectError;
+
+use crate::process::Process;
+use seizure::Seizure;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+/// How much longer than its limit a caller waits for the tracing thread to speak itself.
+const GRACE: Duration = Duration::from_millis(100);
+
+/// A userfaultfd of another process' address space.
+#[derive(Debug)]
+pub struct StolenUffd {
+    /// Close-on-exec, non-blocking, before its handshake ([`crate::uffd::Uffd::handshake`]). The
+    /// only copy: closing it lifts every protection.
+    pub fd: OwnedFd,
+    /// The process was not allowed a full one (EPERM): faults that the *kernel* takes on watched
+    /// memory fail instead of waiting for us. Asynchronous write protection is not affected; the
+    /// synchronous mode and missing pages must not be used on guest memory.
+    pub user_mode_only: bool,
+    /// How long the main thread of the process was held, in microseconds.
+    pub stopped_us: u64,
+}
+
+/// Opens a userfaultfd that belongs to `process`' address space, fetches it and closes the victim's
+/// copy. Only the main thread is stopped, for about 0.1 ms.
+///
+/// When the process is a child of ours, nobody may wait for it meanwhile: a waitpid(2) would take
+/// away the stops that are waited for here.
+///
+/// # Errors
+/// The process is left as it was in every case; see [`InfectError`]. At the latest a tenth of a
+/// second after `limit` this returns.
+pub fn steal_userfaultfd(process: &Process, limit: Duration) -> Result<StolenUffd, InfectError> {
+    let started = Instant::now();
+    // A limit beyond what the clock can hold is no limit worth the name: a day.
+    let deadline = started
+        .checked_add(limit)
+        .unwrap_or(started + Duration::from_secs(86_400));
+    let (to_caller, outcome) = mpsc::channel();
+    let target = process.clone();
+    std::thread::Builder::new()
+        .name("infect".into())
+        .spawn(move || {
+            // A caller that has left drops the descriptor, which is all the tidying it needs.
+            let _ = to_caller.send(steal(&target, deadline, limit));
+        })
+        .map_err(|source| InfectError::Io {
+            pid: process.pid(),
+            action: "start a thread to trace",
+            source,
+        })?;
+    let patience = deadline.saturating_duration_since(Instant::now()) + GRACE;
+    match outcome.recv_timeout(patience) {
+        Ok(result) => result,
+        Err(RecvTimeoutError::Timeout) => Err(timeout(process, limit)),
+        Err(RecvTimeoutError::Disconnected) => Err(InfectError::Io {
+            pid: process.pid(),
+            action: "trace",
+            source: io::Error::other("the tracing thread ended early"),
+        }),
+    }
+}
+
+/// The whole of it, on the tracing thread.
+fn steal(process: &Process, deadline: Instant, limit: Duration) -> Result<StolenUffd, InfectError> {
+    let mut seizure = Seizure::begin(process, deadline, limit)?;
+    let outcome = seizure.open_and_fetch();
+    let stopped_us = seizure.release();
+    let (fd, user_mode_only) = outcome?;
+    Ok(StolenUffd {
+        fd,
+        user_mode_only,
+        stopped_us,
+    })
+}
+
+fn timeout(process: &Process, limit: Duration) -> InfectError {
+    InfectError::Timeout {
+        pid: process.pid(),
+        limit_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
+        state: process.run_state().unwrap_or('?'),
+    }
+}

@@ -1,0 +1,480 @@
+//! The time during which the victim's main thread is held.
+
+use super::error::InfectError;
+use super::interrupted::{Interrupted, in_syscall};
+use super::tracee::{Registers, Run, Stop, Syscall, Tracee};
+use super::{gadget, timeout};
+use crate::memory::RemoteMemory;
+use crate::process::{Process, status_line};
+use libc::{c_int, c_long, siginfo_t};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+/// The code segment of 64-bit programs (linux: arch/x86/include/asm/segment.h, `__USER_CS`).
+const USER_CODE_64: u64 = 0x33;
+
+/// Signals that the kernel raises for what a thread itself does. Blocked ones would kill it on the
+/// spot; open ones can be kept from it.
+const OF_FAULTS: u64 = bit(libc::SIGSEGV)
+    | bit(libc::SIGBUS)
+    | bit(libc::SIGILL)
+    | bit(libc::SIGFPE)
+    | bit(libc::SIGTRAP)
+    | bit(libc::SIGSYS);
+
+/// For how long a stop is awaited without giving the processor away.
+const SPIN: Duration = Duration::from_micros(300);
+/// And between two looks after that, at most.
+const NAP_MAX: Duration = Duration::from_millis(1);
+
+const fn bit(signal: c_int) -> u64 {
+    1 << (signal - 1)
+}
+
+/// The main thread of a process, stopped by us. Put back and let go by [`Seizure::release`], or on
+/// drop.
+pub(super) struct Seizure<'a> {
+    process: &'a Process,
+    tracee: Tracee,
+    since: Instant,
+    /// The stop the thread is in.
+    at: Stop,
+    interrupted: Interrupted,
+    /// Address of a `syscall` instruction.
+    gadget: u64,
+    /// Signals kept from the thread, to be sent again.
+    held: Vec<(c_int, siginfo_t)>,
+    released: bool,
+}
+
+impl<'a> Seizure<'a> {
+    /// Stops the main thread, where it can be made to do a system call.
+    pub(super) fn begin(
+        process: &'a Process,
+        deadline: Instant,
+        limit: Duration,
+    ) -> Result<Seizure<'a>, InfectError> {
+        refuse_unfit(process)?;
+        // Searched before the stop: a QEMU has hundreds of mappings.
+        let memory = RemoteMemory::open(process);
+        let fixed_gadget = gadget::find(process, &memory)?;
+        let tracee = seize(process)?;
+        let since = Instant::now();
+        tracee
+            .interrupt()
+            .map_err(|source| failed(process, source))?;
+        await_interrupt(process, &tracee, deadline, limit)?;
+        // From here on the victim is stopped. Nothing has been changed yet, so an error may simply
+        // return: the end of this thread detaches.
+        suspend_seccomp(process, &tracee)?;
+        let mut registers = tracee
+            .registers()
+            .map_err(|source| failed(process, source))?;
+        if registers.cs != USER_CODE_64 {
+            return Err(unsupported(process, "is not a 64-bit program"));
+        }
+        leave_critical_section(process, &tracee, &memory, &mut registers)?;
+        let before = registers.rip.wrapping_sub(2);
+        let behind_syscall = in_syscall(&registers) && gadget::is_at(&memory, before);
+        let gadget = if behind_syscall {
+            Some(before)
+        } else {
+            fixed_gadget
+        };
+        let gadget = gadget.ok_or(unsupported(process, "has no system call instruction"))?;
+        let own_mask = tracee.mask().map_err(|source| failed(process, source))?;
+        let mut interrupted = Interrupted {
+            registers,
+            own_mask,
+            call_mask: own_mask,
+            behind_syscall,
+        };
+        interrupted.call_mask = signal_sets(process)?.blocked;
+        Ok(Seizure {
+            process,
+            tracee,
+            since,
+            at: Stop::Interrupt,
+            interrupted,
+            gadget,
+            held: Vec::new(),
+            released: false,
+        })
+    }
+
+    /// Opens a userfaultfd in the victim, copies it out and closes the victim's. Says, too, whether
+    /// the victim was only allowed one for faults of user mode.
+    pub(super) fn open_and_fetch(&mut self) -> Result<(OwnedFd, bool), InfectError> {
+        // A fault's signal that the victim blocks stays blocked: it could be pending.
+        let mask = !OF_FAULTS | self.interrupted.own_mask;
+        self.tracee
+            .set_mask(mask)
+            .map_err(|source| self.failed(source))?;
+        let name = "userfaultfd";
+        let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
+        let user_mode_only = u64::from(linux_raw_sys::general::UFFD_USER_MODE_ONLY);
+        let full = self.call(name, libc::SYS_userfaultfd, flags);
+        let (opened, limited) = match full {
+            Err(InfectError::Refused { source, .. })
+                if source.raw_os_error() == Some(libc::EPERM) =>
+            {
+                (
+                    self.call(name, libc::SYS_userfaultfd, flags | user_mode_only),
+                    true,
+                )
+            }
+            other => (other, false),
+        };
+        let remote = c_int::try_from(opened?)
+            .map_err(|_| unsupported(self.process, "returned no file descriptor"))?;
+        let fetched = self.process.fetch_fd(remote);
+        self.call("close", libc::SYS_close, remote as u64)?;
+        Ok((fetched?, limited))
+    }
+
+    /// Has the victim make one system call and returns its result.
+    ///
+    /// This waits without a limit: a thread inside the call cannot be put back before it is out.
+    fn call(
+        &mut self,
+        name: &'static str,
+        number: c_long,
+        argument: u64,
+    ) -> Result<u64, InfectError> {
+        let registers = Registers {
+            rip: self.gadget,
+            rax: number as u64,
+            // Not in a system call: nothing to restart on the way to user mode.
+            orig_rax: u64::MAX,
+            rdi: argument,
+            rsi: 0,
+            rdx: 0,
+            ..self.interrupted.registers
+        };
+        self.tracee
+            .set_registers(&registers)
+            .map_err(|source| self.failed(source))?;
+        let mut deliver = 0;
+        loop {
+            self.run(Run::ToSyscall, deliver)?;
+            deliver = 0;
+            match self.at {
+                Stop::Syscall => {
+                    let syscall = self
+                        .tracee
+                        .syscall()
+                        .map_err(|source| self.failed(source))?;
+                    if let Some(Syscall::Exit { result }) = syscall {
+                        return self.judge(name, result);
+                    }
+                }
+                // The process is being stopped, or continued. Our thread may run on meanwhile, and
+                // joins the stop when it is let go.
+                Stop::Interrupt | Stop::Group => {}
+                // Cannot be blocked. The kernel has to see it now, so that a SIGCONT sent after it
+                // takes it back.
+                Stop::Signal(libc::SIGSTOP) => deliver = libc::SIGSTOP,
+                Stop::Signal(signal) => self.hold(signal)?,
+            }
+        }
+    }
+
+    fn judge(&self, name: &'static str, result: i64) -> Result<u64, InfectError> {
+        u64::try_from(result).map_err(|_| InfectError::Refused {
+            pid: self.process.pid(),
+            call: name,
+            source: io::Error::from_raw_os_error(i32::try_from(-result).unwrap_or(libc::EIO)),
+        })
+    }
+
+    /// Keeps a signal from the victim: for good if our call has raised it, for a while if not.
+    fn hold(&mut self, signal: c_int) -> Result<(), InfectError> {
+        let info = self
+            .tracee
+            .signal_info()
+            .map_err(|source| self.failed(source))?;
+        let raised_by_kernel = info.si_code > 0;
+        if raised_by_kernel && OF_FAULTS & bit(signal) != 0 {
+            return Err(InfectError::Faulted {
+                pid: self.process.pid(),
+                signal,
+            });
+        }
+        self.held.push((signal, info));
+        Ok(())
+    }
+
+    /// Lets the thread run to its next stop.
+    fn run(&mut self, how: Run, signal: c_int) -> Result<(), InfectError> {
+        self.tracee
+            .resume(how, signal)
+            .map_err(|source| self.failed(source))?;
+        self.at = await_stop(self.process, &self.tracee, None)?.ok_or(InfectError::Gone {
+            pid: self.process.pid(),
+        })?;
+        Ok(())
+    }
+
+    /// Puts everything back and lets the thread go on; says how long it was held, in microseconds.
+    pub(super) fn release(mut self) -> u64 {
+        self.put_back();
+        u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// An error below has one meaning: the victim is dead, and there is nothing to put back.
+    fn put_back(&mut self) {
+        self.released = true;
+        let _ = self.restore().and_then(|()| self.settle());
+    }
+
+    /// Registers and mask back, then to a stop inside the kernel's signal handling.
+    fn restore(&mut self) -> Result<(), InfectError> {
+        let Interrupted {
+            registers,
+            own_mask,
+            ..
+        } = self.interrupted;
+        self.tracee
+            .set_registers(&registers)
+            .map_err(|source| self.failed(source))?;
+        self.tracee
+            .set_mask(own_mask)
+            .map_err(|source| self.failed(source))?;
+        // The exit of a system call is too late a stop: an ERESTART code put back there would reach
+        // the program. Another round through the signal handling is needed.
+        let mut deliver = 0;
+        while !matches!(self.at, Stop::Interrupt | Stop::Group) {
+            self.tracee
+                .interrupt()
+                .map_err(|source| self.failed(source))?;
+            self.run(Run::Freely, deliver)?;
+            // An interrupt comes before any signal, but a signal already on its way comes through.
+            deliver = match self.at {
+                Stop::Signal(signal) => signal,
+                _ => 0,
+            };
+        }
+        Ok(())
+    }
+
+    /// At the last stop: decides how the interrupted call goes on, and detaches.
+    fn settle(&mut self) -> Result<(), InfectError> {
+        for (signal, info) in std::mem::take(&mut self.held) {
+            self.tracee.send_again(self.process.pid(), signal, &info);
+        }
+        if self.interrupted.depends_on_signals() {
+            let pending = signal_sets(self.process)?.pending;
+            let registers = self.interrupted.resumption(pending);
+            self.tracee
+                .set_registers(&registers)
+                .map_err(|source| self.failed(source))?;
+        }
+        self.tracee.detach().map_err(|source| self.failed(source))
+    }
+
+    fn failed(&self, source: io::Error) -> InfectError {
+        failed(self.process, source)
+    }
+}
+
+impl Drop for Seizure<'_> {
+    fn drop(&mut self) {
+        if !self.released {
+            self.put_back();
+        }
+    }
+}
+
+/// Refuses what `/proc` already shows to be hopeless, without touching the process.
+fn refuse_unfit(process: &Process) -> Result<(), InfectError> {
+    let pid = process.pid();
+    let status = process.read_text("status", "read the status")?;
+    let tracer = status_line(&status, "TracerPid:").and_then(|text| text.parse().ok());
+    if let Some(tracer) = tracer.filter(|tracer: &i32| *tracer != 0) {
+        return Err(InfectError::Traced { pid, tracer });
+    }
+    match process.run_state()? {
+        'T' => Err(InfectError::Stopped { pid }),
+        'Z' | 'X' | 'x' => Err(InfectError::Gone { pid }),
+        _ => Ok(()),
+    }
+}
+
+fn seize(process: &Process) -> Result<Tracee, InfectError> {
+    let pid = process.pid();
+    let tracee = match Tracee::seize(pid) {
+        Ok(tracee) => tracee,
+        Err(source) if source.raw_os_error() == Some(libc::EPERM) => {
+            // EPERM has three meanings; two of them show in /proc.
+            refuse_unfit(process)?;
+            return Err(InfectError::Permission { pid, source });
+        }
+        Err(source) => return Err(failed(process, source)),
+    };
+    // Had the pid been given to somebody else before it was seized, our process would be gone now.
+    // The stranger has not been stopped, and is let go with the end of this thread.
+    if process.is_alive() {
+        Ok(tracee)
+    } else {
+        Err(InfectError::Gone { pid })
+    }
+}
+
+/// Waits until the thread stops as asked. Signals and system calls pass as if nobody looked.
+fn await_interrupt(
+    process: &Process,
+    tracee: &Tracee,
+    deadline: Instant,
+    limit: Duration,
+) -> Result<(), InfectError> {
+    loop {
+        let stop = await_stop(process, tracee, Some(deadline))?;
+        let deliver = match stop {
+            None => return Err(timeout(process, limit)),
+            Some(Stop::Interrupt) => return Ok(()),
+            Some(Stop::Group) => {
+                // It was stopped since we looked. Detaching leaves it so.
+                return Err(InfectError::Stopped { pid: process.pid() });
+            }
+            Some(Stop::Signal(signal)) => signal,
+            Some(Stop::Syscall) => 0,
+        };
+        tracee
+            .resume(Run::Freely, deliver)
+            .map_err(|source| failed(process, source))?;
+    }
+}
+
+/// Waits for the next stop; `None` when the deadline passes first.
+fn await_stop(
+    process: &Process,
+    tracee: &Tracee,
+    deadline: Option<Instant>,
+) -> Result<Option<Stop>, InfectError> {
+    let gone = || InfectError::Gone { pid: process.pid() };
+    let started = Instant::now();
+    let mut nap = Duration::from_micros(20);
+    loop {
+        match tracee.stopped() {
+            Ok(Some(stop)) => return Ok(Some(stop)),
+            Ok(None) => {}
+            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+            // Not traced by us any more: another thread of the process has called execve(2).
+            Err(error) if error.raw_os_error() == Some(libc::ECHILD) => return Err(gone()),
+            Err(source) => return Err(failed(process, source)),
+        }
+        let now = Instant::now();
+        if now.duration_since(started) < SPIN {
+            // The victim may need this very processor to get to its stop.
+            std::thread::yield_now();
+            continue;
+        }
+        // The main thread may be gone although other threads live: pidfd alone would not tell.
+        if !process.is_alive() || matches!(process.run_state(), Ok('Z' | 'X' | 'x') | Err(_)) {
+            return Err(gone());
+        }
+        if deadline.is_some_and(|deadline| now >= deadline) {
+            return Ok(None);
+        }
+        std::thread::sleep(nap);
+        nap = NAP_MAX.min(nap * 2);
+    }
+}
+
+/// Sees to it that no seccomp filter can kill the victim for our calls.
+fn suspend_seccomp(process: &Process, tracee: &Tracee) -> Result<(), InfectError> {
+    let Err(source) = tracee.suspend_seccomp() else {
+        return Ok(());
+    };
+    let status = process.read_text("status", "read the status")?;
+    match status_line(&status, "Seccomp:") {
+        Some("0") | None => Ok(()),
+        Some(_) => Err(InfectError::Sandboxed {
+            pid: process.pid(),
+            source,
+        }),
+    }
+}
+
+/// A restartable sequence (rseq(2)) has to be aborted when its thread is preempted. The kernel
+/// judges that by RIP, which our call moves out of the sequence: do as it would have done.
+fn leave_critical_section(
+    process: &Process,
+    tracee: &Tracee,
+    memory: &RemoteMemory,
+    registers: &mut Registers,
+) -> Result<(), InfectError> {
+    let area = tracee
+        .rseq_address()
+        .map_err(|source| failed(process, source))?;
+    let word = |address: u64| {
+        let mut bytes = [0; 8];
+        memory.read(address, &mut bytes).ok()?;
+        Some(u64::from_ne_bytes(bytes))
+    };
+    if area == 0 {
+        return Ok(());
+    }
+    // struct rseq: u32 cpu_id_start, u32 cpu_id, u64 rseq_cs. struct rseq_cs: u32 version,
+    // u32 flags, u64 start_ip, u64 post_commit_offset, u64 abort_ip (linux/rseq.h).
+    let section = area
+        .checked_add(8)
+        .and_then(word)
+        .filter(|address| *address != 0);
+    let field = |at: u64| {
+        section
+            .and_then(|address| address.checked_add(at))
+            .and_then(word)
+    };
+    if let (Some(start), Some(bytes), Some(abort)) = (field(8), field(16), field(24))
+        && registers.rip.wrapping_sub(start) < bytes
+    {
+        registers.rip = abort;
+    }
+    Ok(())
+}
+
+/// Signals of the main thread, one bit each, signal 1 in bit 0.
+struct SignalSets {
+    /// Pending for the thread or the process.
+    pending: u64,
+    /// Blocked right now.
+    blocked: u64,
+}
+
+fn signal_sets(process: &Process) -> Result<SignalSets, InfectError> {
+    let status = process.read_text("status", "read the status")?;
+    let set = |key: &str| {
+        let text = status_line(&status, key);
+        text.and_then(|text| u64::from_str_radix(text, 16).ok())
+            .ok_or(unsupported(
+                process,
+                "has a /proc status without signal sets",
+            ))
+    };
+    Ok(SignalSets {
+        pending: set("SigPnd:")? | set("ShdPnd:")?,
+        blocked: set("SigBlk:")?,
+    })
+}
+
+fn unsupported(process: &Process, why: &'static str) -> InfectError {
+    InfectError::Unsupported {
+        pid: process.pid(),
+        why,
+    }
+}
+
+fn failed(process: &Process, source: io::Error) -> InfectError {
+    let pid = process.pid();
+    match source.raw_os_error() {
+        // Every request but SEIZE is answered so when the thread was killed.
+        Some(libc::ESRCH) => InfectError::Gone { pid },
+        _ => InfectError::Io {
+            pid,
+            action: "trace",
+            source,
+        },
+    }
+}

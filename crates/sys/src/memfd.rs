@@ -1,0 +1,107 @@
+//! A file that lives in memory only, handed to other processes by descriptor.
+
+use rustix::fs::{MemfdFlags, Mode, OFlags};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+
+/// Why a memory file could not be made or used.
+#[derive(Debug, thiserror::Error)]
+pub enum MemfdError {
+    /// Somebody wrote more into it than expected.
+    #[error("the memory file holds {bytes} bytes, more than the {limit_bytes} expected at most")]
+    TooLarge {
+        /// What it holds.
+        bytes: u64,
+        /// What was allowed.
+        limit_bytes: u64,
+    },
+    /// Anything the kernel said.
+    #[error("cannot {action} a memory file")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// How a new descriptor of the file may be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// O_RDONLY.
+    Read,
+    /// O_WRONLY.
+    Write,
+}
+
+/// An anonymous file in memory, freed when its last descriptor is closed.
+#[derive(Debug)]
+pub struct Memfd {
+    file: File,
+}
+
+impl Memfd {
+    /// Creates an empty one; the name shows up in `/proc` only.
+    pub fn create(name: &str) -> Result<Self, MemfdError> {
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)
+            .map_err(|errno| failed("create", errno.into()))?;
+        Ok(Memfd {
+            file: File::from(fd),
+        })
+    }
+
+    /// A new open file description at offset 0 with exactly this access mode: QEMU takes a
+    /// descriptor from a set only when its mode is the one it would have opened with.
+    pub fn reopen(&self, access: Access) -> Result<OwnedFd, MemfdError> {
+        let mode = match access {
+            Access::Read => OFlags::RDONLY,
+            Access::Write => OFlags::WRONLY,
+        };
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        rustix::fs::open(path, mode | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|errno| failed("reopen", errno.into()))
+    }
+
+    /// Everything in the file.
+    ///
+    /// # Errors
+    /// [`MemfdError::TooLarge`] when it holds more than `limit_bytes`.
+    pub fn read_all(&self, limit_bytes: u64) -> Result<Vec<u8>, MemfdError> {
+        let bytes = self
+            .file
+            .metadata()
+            .map_err(|source| failed("examine", source))?
+            .len();
+        let too_large = MemfdError::TooLarge { bytes, limit_bytes };
+        if bytes > limit_bytes {
+            return Err(too_large);
+        }
+        let mut content = vec![0; usize::try_from(bytes).map_err(|_| too_large)?];
+        self.file
+            .read_exact_at(&mut content, 0)
+            .map_err(|source| failed("read", source))?;
+        Ok(content)
+    }
+
+    /// Makes the file hold exactly these bytes.
+    pub fn write_all(&self, bytes: &[u8]) -> Result<(), MemfdError> {
+        self.file
+            .set_len(0)
+            .map_err(|source| failed("empty", source))?;
+        self.file
+            .write_all_at(bytes, 0)
+            .map_err(|source| failed("write", source))
+    }
+}
+
+impl AsFd for Memfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+fn failed(action: &'static str, source: io::Error) -> MemfdError {
+    MemfdError::Io { action, source }
+}

@@ -1,0 +1,28 @@
+//! Facts about the machine this process runs on.
+
+use std::fs;
+
+/// Whether any swap space is in use by the system (any entry in `/proc/swaps`, proc(5)).
+///
+/// Answers yes when it cannot be told: callers skip work only when there is certainly no swap.
+pub fn has_swap() -> bool {
+    match fs::read_to_string("/proc/swaps") {
+        Ok(text) => text.lines().skip(1).any(|line| !line.trim().is_empty()),
+        Err(_) => true,
+    }
+}
+
+/// A value that is new with every boot of this machine (`/proc/sys/kernel/random/boot_id`), or
+/// nothing when the kernel does not give one.
+pub fn boot_id() -> String {
+    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    text.trim().to_owned()
+}
+
+/// The machine's name as uname(2) gives it.
+pub fn host_name() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
+}
