@@ -1,1 +1,16 @@
-//! placeholder
+//! Real QEMU, real guests, driven as a user would: through the command line of `stillframe` and
+//! QEMU's own sockets. Nothing of Stillframe's own code is linked, so that what is found here is
+//! what a user would find.
+//!
+//! The tests are in `tests/`; the demo, the benches and the long campaigns are subcommands of the
+//! binary, which `cargo xtask` starts.
+
+pub mod bench;
+pub mod campaign;
+pub mod cli;
+pub mod demo;
+pub mod guest;
+pub mod memory;
+pub mod qmp;
+pub mod results;
+pub mod serial;

@@ -1,0 +1,231 @@
+//! `cargo xtask bench checkpoint`: the pause against QEMU's own floor, beside QEMU's own ways to save.
+//!
+//! 1 GiB guest, 64 MiB random writer; checkpoints every 2 s, in turns with the floor (stop, device
+//! state, cont, with no engine attached), so that both see the same machine.
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use super::peers::{self, Saved};
+use super::slowdown;
+use crate::cli::Stillframe;
+use crate::guest::{Guest, Kind, Setup, Workload};
+use crate::results::{self, Claim, percentile};
+
+const COMMAND: &str = "cargo xtask bench checkpoint";
+/// In turns: this many floors, then one attach with this many increments.
+const FLOORS_A_TURN: usize = 10;
+const INCREMENTS_A_TURN: usize = 10;
+const MIB: f64 = (1 << 20) as f64;
+
+/// One attach: its reports, and the engine's peak memory.
+struct Watched {
+    reports: Vec<Value>,
+    peak_bytes: u64,
+}
+
+/// Runs the bench and writes `docs/results/checkpoint/`.
+pub fn run(turns: usize) -> Result<()> {
+    let folder = tempfile::Builder::new().prefix("stillframe-bench-").tempdir()?;
+    let disk = folder.path().join("disk.qcow2");
+    let made = std::process::Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2"])
+        .arg(&disk)
+        .arg("4G")
+        .status()?;
+    if !made.success() {
+        bail!("qemu-img failed");
+    }
+    // 1640 random words a 200 ms tick touch about 16k pages in 2 s.
+    let workload =
+        Workload { mib: 64, pattern: "random", tick_ms: 200, writes_per_tick: 1640, share: 32 };
+    let mut setup = Setup { ram_mib: 1024, workload, ..Setup::new(Kind::Private) };
+    setup.extra = vec!["-drive".into(), format!("file={},if=virtio,format=qcow2", disk.display())];
+    let guest = setup.boot()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let mut qmp = guest.second_monitor()?;
+    let mut floors = Vec::new();
+    let mut watched = Vec::new();
+    for turn in 0..turns {
+        for _ in 0..FLOORS_A_TURN {
+            floors.push(peers::floor_ms(&mut qmp, Path::new("/dev/shm/stillframe-floor"))?);
+            std::thread::sleep(Duration::from_millis(700));
+        }
+        watched.push(watch(&stillframe, &guest, folder.path())?);
+        eprintln!("turn {} of {turns}", turn + 1);
+    }
+    let _ = fs::remove_file("/dev/shm/stillframe-floor");
+    let peers = saves(&mut qmp, &disk, folder.path())?;
+    guest.serial.wait_more(1, Duration::from_secs(60))?;
+    drop(guest);
+    let slowdown = slowdown::measure(4)?;
+    report(&floors, &watched, &peers, &slowdown)
+}
+
+fn watch(stillframe: &Stillframe, guest: &Guest, folder: &Path) -> Result<Watched> {
+    let out = folder.join("watch.jsonl");
+    let (pid, count) = (guest.pid_text(), (INCREMENTS_A_TURN + 1).to_string());
+    let mut engine = stillframe
+        .command(&["watch", "--pid", &pid, "--every", "2s", "--count", &count, "--json", "--quiet"])?
+        .stdout(File::create(&out)?)
+        .spawn()?;
+    let mut peak_bytes = 0;
+    let begin = Instant::now();
+    let status = loop {
+        if let Some(status) = engine.try_wait()? {
+            break status;
+        }
+        peak_bytes = peak_bytes.max(peak_of(engine.id()));
+        if begin.elapsed() > Duration::from_secs(300) {
+            engine.kill()?;
+            bail!("watch did not end");
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    if !status.success() {
+        bail!("watch ended with {status}");
+    }
+    let reports = fs::read_to_string(&out)?
+        .lines()
+        .map(|line| Ok(serde_json::from_str(line)?))
+        .collect::<Result<Vec<Value>>>()?;
+    Ok(Watched { reports, peak_bytes })
+}
+
+/// `VmHWM` in bytes; 0 for a process that is gone.
+fn peak_of(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
+    let kib = line.and_then(|line| line.split_whitespace().nth(1)).and_then(|kib| kib.parse().ok());
+    kib.unwrap_or(0u64) * 1024
+}
+
+/// QEMU's own ways, three times each: median by pause.
+fn saves(qmp: &mut crate::qmp::Qmp, disk: &Path, folder: &Path) -> Result<Vec<(&'static str, Vec<Saved>)>> {
+    let file = folder.join("migration");
+    let mut all = Vec::new();
+    let mut savevm = Vec::new();
+    let mut mapped = Vec::new();
+    let mut background = Vec::new();
+    for _ in 0..3 {
+        savevm.push(peers::savevm(qmp, disk)?);
+        mapped.push(peers::migrate_to_file(qmp, &file, &["mapped-ram"])?);
+        background.push(peers::migrate_to_file(qmp, &file, &["background-snapshot"])?);
+    }
+    all.push(("savevm", savevm));
+    all.push(("migrate file: mapped-ram", mapped));
+    all.push(("background-snapshot", background));
+    Ok(all)
+}
+
+fn report(
+    floors: &[f64],
+    watched: &[Watched],
+    peers: &[(&'static str, Vec<Saved>)],
+    slowdown: &slowdown::Slowdown,
+) -> Result<()> {
+    let increments: Vec<&Value> =
+        watched.iter().flat_map(|attach| attach.reports.iter().skip(1)).collect();
+    let numbers = |pick: &dyn Fn(&Value) -> Option<f64>| -> Result<Vec<f64>> {
+        increments.iter().map(|line| pick(line).context("a report lacks a number")).collect()
+    };
+    let pauses = numbers(&|line| line["downtime_us"]["total"].as_f64().map(|us| us / 1e3))?;
+    let totals = numbers(&|line| line["total_us"].as_f64().map(|us| us / 1e3))?;
+    let bytes = numbers(&|line| line["bytes_stored"].as_f64())?;
+    let captured = numbers(&|line| line["pages"]["captured"].as_f64())?;
+    let dirty_bytes = captured.iter().fold(0.0f64, |max, &pages| max.max(pages)) * 4096.0;
+    let peak = watched.iter().map(|attach| attach.peak_bytes).max().unwrap_or(0) as f64;
+    let floor = percentile(floors, 0.5);
+    let values = [
+        percentile(&pauses, 0.5) / floor,
+        percentile(&pauses, 0.99) / floor,
+        slowdown.percent(),
+        (peak - 256.0 * MIB).max(0.0) / dirty_bytes,
+    ];
+    let mut table = format!(
+        "| way | pause p50 | pause p99 | total p50 | bytes p50 | n |\n| --- | --- | --- | --- | --- | --- |\n\
+         | QEMU's floor: stop, device state, cont | {floor:.2} ms | {:.2} ms | - | - | {} |\n",
+        percentile(floors, 0.99),
+        floors.len()
+    );
+    let mut row = |name: &str, pauses: &[f64], totals: &[f64], bytes: &[f64]| {
+        table += &format!(
+            "| {name} | {:.2} ms | {:.2} ms | {:.0} ms | {:.1} MiB | {} |\n",
+            percentile(pauses, 0.5),
+            percentile(pauses, 0.99),
+            percentile(totals, 0.5),
+            percentile(bytes, 0.5) / MIB,
+            pauses.len()
+        );
+    };
+    row("stillframe, increment every 2 s", &pauses, &totals, &bytes);
+    for (name, saved) in peers {
+        let column = |pick: &dyn Fn(&Saved) -> f64| saved.iter().map(pick).collect::<Vec<f64>>();
+        row(
+            &format!("QEMU {name}"),
+            &column(&|saved| saved.pause_ms),
+            &column(&|saved| saved.total_ms),
+            &column(&|saved| saved.bytes as f64),
+        );
+    }
+    table += &format!(
+        "\nPause over floor: p50 {:.2} x, p99 {:.2} x the floor's median ({:.2} x its p99). Pages looked at an increment: median {:.0}.\n\
+         Guest slowdown while watched at 2 s: {:.2} %. Engine memory: peak {:.0} MiB, largest dirty set {:.0} MiB.\n",
+        values[0],
+        values[1],
+        percentile(&pauses, 0.99) / percentile(floors, 0.99),
+        percentile(&captured, 0.5),
+        values[2],
+        peak / MIB,
+        dirty_bytes / MIB
+    );
+    println!("{table}");
+    let head = format!(
+        "# Bench: checkpoint\n\n`{COMMAND}`, commit {}. 1 GiB guest, 64 MiB random writer, TCG.\nRaw data: `floors.jsonl`, `increments.jsonl`, `peers.jsonl`, `slowdown.jsonl`.\n\n",
+        results::commit()
+    );
+    fs::write(results::folder("checkpoint")?.join("README.md"), head + &table)?;
+    let raw: Vec<Value> = increments.into_iter().cloned().collect();
+    results::write_raw("checkpoint", "increments.jsonl", &raw)?;
+    results::write_raw("checkpoint", "floors.jsonl", &[json!({"floor_ms": floors})])?;
+    results::write_raw("checkpoint", "slowdown.jsonl", &[slowdown.raw()])?;
+    let peers: Vec<Value> = peers.iter().map(|(name, saved)| peer_raw(name, saved)).collect();
+    results::write_raw("checkpoint", "peers.jsonl", &peers)?;
+    summarise(values)
+}
+
+fn peer_raw(name: &str, saved: &[Saved]) -> Value {
+    let runs: Vec<Value> = saved
+        .iter()
+        .map(|run| json!({"pause_ms": run.pause_ms, "total_ms": run.total_ms, "bytes": run.bytes}))
+        .collect();
+    json!({"way": name, "runs": runs})
+}
+
+fn summarise(values: [f64; 4]) -> Result<()> {
+    let commit = results::commit();
+    let promises = [
+        ("pause-p50-ratio", "<= 1.5", 1.5, "ratio"),
+        ("pause-p99-ratio", "<= 3", 3.0, "ratio"),
+        ("guest-slowdown-2s", "<= 2", 2.0, "percent"),
+        ("engine-memory-ratio", "<= 1.2", 1.2, "ratio"),
+    ];
+    let claims: Vec<Claim> = promises
+        .into_iter()
+        .zip(values)
+        .map(|((claim, goal, limit, unit), value)| Claim {
+            claim,
+            goal,
+            value: (value * 1000.0).round() / 1000.0,
+            unit,
+            holds: value <= limit,
+            command: COMMAND,
+            commit: commit.clone(),
+        })
+        .collect();
+    results::write_summary("checkpoint", &claims)
+}

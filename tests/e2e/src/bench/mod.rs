@@ -1,0 +1,5 @@
+//! Benches: ratios against a named peer in one run, raw data kept.
+
+pub mod checkpoint;
+mod peers;
+mod slowdown;

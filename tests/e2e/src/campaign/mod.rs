@@ -1,0 +1,5 @@
+//! Long runs that look for what must never happen; shorter forms of them are tests.
+
+pub mod exactness;
+pub mod flips;
+pub mod kill;

@@ -1,0 +1,325 @@
+//! Guests of every kind that Stillframe promises to handle, each in a QEMU started as a user would
+//! start it. A guest ends when dropped.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::qmp::Qmp;
+use crate::serial::Serial;
+
+/// For a guest to boot and tick under TCG, on a busy machine.
+pub const BOOT_LIMIT: Duration = Duration::from_secs(120);
+
+/// A kind of guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// q35, private memory, no special flag.
+    Private,
+    /// Memory shared by memfd.
+    Memfd,
+    /// Memory shared by a file on tmpfs.
+    FileShared,
+    /// `-machine pc`.
+    Pc,
+    /// Two vCPUs.
+    TwoCpus,
+    /// 5 GiB: main RAM in two slots, below and above 4 GiB.
+    FiveGib,
+    /// A scrolling text console: VGA memory changes.
+    Console,
+    /// QEMU's own system call filter on, everything denied.
+    Sandbox,
+    /// The boot sector under KVM.
+    KvmBootSector,
+}
+
+impl Kind {
+    /// All of them; the last only where `/dev/kvm` is.
+    pub const ALL: [Kind; 9] = [
+        Kind::Private,
+        Kind::Memfd,
+        Kind::FileShared,
+        Kind::Pc,
+        Kind::TwoCpus,
+        Kind::FiveGib,
+        Kind::Console,
+        Kind::Sandbox,
+        Kind::KvmBootSector,
+    ];
+
+    /// A short name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Private => "private",
+            Kind::Memfd => "memfd",
+            Kind::FileShared => "file-shared",
+            Kind::Pc => "pc",
+            Kind::TwoCpus => "two-cpus",
+            Kind::FiveGib => "five-gib",
+            Kind::Console => "console",
+            Kind::Sandbox => "sandbox",
+            Kind::KvmBootSector => "kvm-boot-sector",
+        }
+    }
+}
+
+/// What the workload in a Linux guest does; see `guest/workload`.
+#[derive(Debug, Clone)]
+pub struct Workload {
+    /// MiB that it writes and checks.
+    pub mib: u32,
+    /// Its pattern.
+    pub pattern: &'static str,
+    /// A tick starts every so many milliseconds.
+    pub tick_ms: u32,
+    /// Writes a tick.
+    pub writes_per_tick: u32,
+    /// One such part of the memory is checked each tick.
+    pub share: u32,
+}
+
+impl Default for Workload {
+    fn default() -> Workload {
+        Workload { mib: 24, pattern: "mixed", tick_ms: 100, writes_per_tick: 200, share: 8 }
+    }
+}
+
+/// A guest to be started.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// Its kind.
+    pub kind: Kind,
+    /// MiB of RAM; the kind may ask for more.
+    pub ram_mib: u32,
+    /// What it does.
+    pub workload: Workload,
+    /// More arguments for QEMU.
+    pub extra: Vec<String>,
+}
+
+impl Setup {
+    /// A small guest of this kind.
+    pub fn new(kind: Kind) -> Setup {
+        Setup { kind, ram_mib: 192, workload: Workload::default(), extra: Vec::new() }
+    }
+
+    fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
+        let path = |name: &str| folder.join(name).display().to_string();
+        let mut arguments = vec![
+            "-display".to_owned(),
+            "none".to_owned(),
+            "-no-user-config".to_owned(),
+            "-qmp".to_owned(),
+            format!("unix:{},server=on,wait=off", path("qmp")),
+            "-qmp".to_owned(),
+            format!("unix:{},server=on,wait=off", path("qmp2")),
+            "-serial".to_owned(),
+            format!("file:{}", path("serial")),
+        ];
+        let mut add = |words: &[&str]| arguments.extend(words.iter().map(|&word| word.to_owned()));
+        let ram = format!("{}M", if self.kind == Kind::FiveGib { 5120 } else { self.ram_mib });
+        add(&["-m", &ram]);
+        match self.kind {
+            Kind::Private | Kind::Console | Kind::FiveGib => add(&["-machine", "q35"]),
+            Kind::Memfd => {
+                let object = format!("memory-backend-memfd,id=mem,size={ram},share=on");
+                add(&["-machine", "q35,memory-backend=mem", "-object", &object]);
+            }
+            Kind::FileShared => {
+                let file = format!("/dev/shm/stillframe-{}", folder_name(folder));
+                let object = format!("memory-backend-file,id=mem,size={ram},mem-path={file},share=on");
+                add(&["-machine", "q35,memory-backend=mem", "-object", &object]);
+            }
+            Kind::Pc => add(&["-machine", "pc"]),
+            Kind::TwoCpus => add(&["-machine", "q35", "-smp", "2"]),
+            Kind::Sandbox => {
+                let filter = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+                add(&["-machine", "q35", "-sandbox", filter]);
+            }
+            Kind::KvmBootSector => {
+                let image = guests()?.join("boot-sector.img");
+                let drive = format!("file={},format=raw,if=ide,readonly=off,snapshot=on", image.display());
+                add(&["-machine", "pc", "-accel", "kvm", "-drive", &drive]);
+            }
+        }
+        if self.kind != Kind::KvmBootSector {
+            add(&["-accel", "tcg"]);
+            let guests = guests()?;
+            add(&["-kernel", &guests.join("vmlinuz").display().to_string()]);
+            add(&["-initrd", &guests.join("initramfs.cpio").display().to_string()]);
+            add(&["-append", &self.kernel_command_line()]);
+        }
+        arguments.extend(self.extra.iter().cloned());
+        Ok(arguments)
+    }
+
+    fn kernel_command_line(&self) -> String {
+        let Workload { mib, pattern, tick_ms, writes_per_tick, share } = &self.workload;
+        let scroll = if self.kind == Kind::Console { ",--scroll-lines=20" } else { "" };
+        format!(
+            "console=ttyS0 quiet panic=-1 sf.args=--mib={mib},--pattern={pattern},--tick-ms={tick_ms},\
+             --writes-per-tick={writes_per_tick},--share={share}{scroll}"
+        )
+    }
+
+    /// Starts it, without waiting for it to boot.
+    pub fn start(&self) -> Result<Guest> {
+        let folder = tempfile::Builder::new().prefix("stillframe-e2e-").tempdir()?;
+        let arguments = self.arguments(folder.path())?;
+        let log = fs::File::create(folder.path().join("qemu.log"))?;
+        let process = Command::new("qemu-system-x86_64")
+            .args(&arguments)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .context("cannot start qemu-system-x86_64; `cargo xtask setup` installs it")?;
+        let serial = Serial::new(&folder.path().join("serial"));
+        let mut guest = Guest { kind: self.kind, process, folder, serial };
+        if let Err(error) = Qmp::connect(&guest.qmp_path()) {
+            let log = fs::read_to_string(guest.folder.path().join("qemu.log")).unwrap_or_default();
+            let _ = guest.process.kill();
+            bail!("QEMU did not start: {error:#}: {log}");
+        }
+        Ok(guest)
+    }
+
+    /// Starts it and waits until the workload has ticked.
+    pub fn boot(&self) -> Result<Guest> {
+        let guest = self.start()?;
+        guest.serial.wait_ticks(3, BOOT_LIMIT)?;
+        Ok(guest)
+    }
+}
+
+/// A running guest.
+#[derive(Debug)]
+pub struct Guest {
+    /// Its kind.
+    pub kind: Kind,
+    process: Child,
+    folder: TempDir,
+    /// Its serial port.
+    pub serial: Serial,
+}
+
+impl Guest {
+    /// QEMU's process id.
+    pub fn pid(&self) -> i32 {
+        self.process.id() as i32
+    }
+
+    /// The same as a word for a command line.
+    pub fn pid_text(&self) -> String {
+        self.process.id().to_string()
+    }
+
+    /// The monitor that Stillframe takes.
+    pub fn qmp_path(&self) -> PathBuf {
+        self.folder.path().join("qmp")
+    }
+
+    /// A folder for the test's own files, that ends with the guest.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// A connection to the second monitor, which is the test's own.
+    pub fn second_monitor(&self) -> Result<Qmp> {
+        Qmp::connect(&self.folder.path().join("qmp2"))
+    }
+
+    /// Whether QEMU still runs.
+    pub fn is_alive(&mut self) -> bool {
+        matches!(self.process.try_wait(), Ok(None))
+    }
+
+    /// Ends QEMU as a crash would.
+    pub fn kill(&mut self) -> Result<()> {
+        self.process.kill()?;
+        self.process.wait()?;
+        Ok(())
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.kill();
+        if self.kind == Kind::FileShared {
+            let name = folder_name(self.folder.path());
+            let _ = fs::remove_file(format!("/dev/shm/stillframe-{name}"));
+        }
+    }
+}
+
+/// A VM that `stillframe restore` started; it is nobody's child, so it ends by its monitor.
+#[derive(Debug)]
+pub struct Restored {
+    /// QEMU's process id.
+    pub pid: i32,
+    /// Its monitor.
+    pub qmp: PathBuf,
+    /// Its serial port.
+    pub serial: Serial,
+}
+
+impl Restored {
+    /// Restores `checkpoint` with monitor and serial port in `folder`.
+    pub fn start(
+        stillframe: &crate::cli::Stillframe,
+        checkpoint: &str,
+        folder: &Path,
+        more: &[&str],
+    ) -> Result<Restored> {
+        let (qmp, serial) = (folder.join("restored.qmp"), folder.join("restored.serial"));
+        let spec = format!("file:{}", serial.display());
+        let qmp_text = qmp.display().to_string();
+        let mut arguments = vec!["restore", checkpoint, "--qmp", &qmp_text, "--serial", &spec];
+        arguments.extend(more);
+        let report = stillframe.json(&arguments)?;
+        let pid = report["pid"].as_i64().context("restore printed no pid")? as i32;
+        Ok(Restored { pid, qmp, serial: Serial::new(&serial) })
+    }
+
+    /// Its monitor.
+    pub fn monitor(&self) -> Result<Qmp> {
+        Qmp::connect(&self.qmp)
+    }
+}
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        if let Ok(mut qmp) = Qmp::connect(&self.qmp) {
+            let _ = qmp.execute("quit", json!({}));
+        }
+        // The next restore in this folder uses the same socket: wait until this one is gone.
+        for _ in 0..200 {
+            if !Path::new(&format!("/proc/{}", self.pid)).exists() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Where kernel, initramfs and boot sector are: `STILLFRAME_GUESTS`, which `cargo xtask` sets, or
+/// the usual folder.
+pub fn guests() -> Result<PathBuf> {
+    let folder = std::env::var_os("STILLFRAME_GUESTS").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guests"),
+        PathBuf::from,
+    );
+    folder
+        .canonicalize()
+        .with_context(|| format!("no guests at {}: run `cargo xtask guests`", folder.display()))
+}
+
+fn folder_name(folder: &Path) -> String {
+    folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}

@@ -1,0 +1,64 @@
+//! The demo, the benches and the long campaigns; started by `cargo xtask`.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use stillframe_e2e::{bench, campaign, demo};
+
+#[derive(Parser)]
+#[command(about = "Real QEMU, real guests: demo, benches, campaigns")]
+struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// The main job once: checkpoints of a working guest, and three of them restored.
+    Demo {
+        /// Seconds spent before, building; counted in.
+        #[arg(long, default_value_t = 0)]
+        seconds_before: u64,
+    },
+    /// The pause against QEMU's own floor, beside QEMU's own ways to save.
+    Checkpoint {
+        /// Turns of floors and increments.
+        #[arg(long, default_value_t = 4)]
+        turns: usize,
+    },
+    /// Every page of every RAM block against an image of the same pause, all kinds of guest.
+    Exactness {
+        /// Checkpoints of each guest.
+        #[arg(long, default_value_t = 27)]
+        checkpoints: u64,
+    },
+    /// `kill -9` of the engine at random moments.
+    Kill {
+        /// How many.
+        #[arg(long, default_value_t = 200)]
+        kills: u64,
+        /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// Random bit flips and truncations of a repository.
+    Flips {
+        /// How many.
+        #[arg(long, default_value_t = 1000)]
+        damages: u64,
+        /// Of the random places.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+}
+
+fn main() -> Result<()> {
+    match Arguments::parse().what {
+        What::Demo { seconds_before } => demo::run(Some(Duration::from_secs(seconds_before))),
+        What::Checkpoint { turns } => bench::checkpoint::run(turns),
+        What::Exactness { checkpoints } => campaign::exactness::run(checkpoints),
+        What::Kill { kills, seed } => campaign::kill::run(kills, seed),
+        What::Flips { damages, seed } => campaign::flips::run(damages, seed),
+    }
+}
