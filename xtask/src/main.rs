@@ -1,3 +1,64 @@
-//! placeholder
+//! The one door to everything done with this repository: `cargo xtask <command>`.
+//!
+//! Each command says every program it runs before it runs it.
 
-fn main() {}
+mod ci;
+mod claims;
+mod guests;
+mod run;
+mod setup;
+mod tidy;
+mod workspace;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+use workspace::Workspace;
+
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    about = "The one door to the Stillframe repository"
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Install what the tests need and this Debian machine lacks (needs root if anything does)
+    Setup,
+    /// Build the test guests and print where they are
+    Guests,
+    /// Check the rules of the source tree: layers, unsafe, sizes, words
+    Tidy,
+    /// Build everything the tests need and run all tests
+    Test,
+    /// What every commit must pass: setup, format, lints, tidy, builds, guests, tests
+    Ci,
+    /// Print every promised number with its last measurement; fail if one does not hold
+    Claims,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let done = match cli.command {
+        Command::Setup => setup::setup(),
+        Command::Guests => Workspace::load().and_then(|workspace| {
+            let guests = guests::build(&workspace)?;
+            println!("{guests}");
+            Ok(())
+        }),
+        Command::Tidy => Workspace::load().and_then(|workspace| tidy::tidy(&workspace)),
+        Command::Test => Workspace::load().and_then(|workspace| ci::test(&workspace)),
+        Command::Ci => Workspace::load().and_then(|workspace| ci::ci(&workspace)),
+        Command::Claims => Workspace::load().and_then(|workspace| claims::claims(&workspace)),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! `ci` and `test`: everything in its order, each step with the time it took.
+
+use crate::guests::{self, Guests};
+use crate::run::{cargo, run};
+use crate::setup;
+use crate::tidy;
+use crate::workspace::Workspace;
+use anyhow::Result;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Instant;
+
+/// Where the tests of the whole find the guests and the binary.
+const GUESTS_VARIABLE: &str = "STILLFRAME_GUESTS";
+const BINARY_VARIABLE: &str = "STILLFRAME_BIN";
+
+/// What every commit must pass. Ends in the test runner's own summary.
+pub fn ci(workspace: &Workspace) -> Result<()> {
+    step("setup", setup::setup)?;
+    step("format", || {
+        run(in_root(workspace).args(["fmt", "--all", "--check"]))
+    })?;
+    step("lints", || {
+        run(in_root(workspace)
+            .args(["clippy", "--workspace", "--all-targets"])
+            .args(["--", "--deny", "warnings"]))
+    })?;
+    step("tidy", || tidy::tidy(workspace))?;
+    let binary = step("build", || build_binary(workspace))?;
+    let guests = step("guests", || guests::build(workspace))?;
+    run_tests(workspace, &guests, &binary)
+}
+
+/// Whatever the tests need, then all tests.
+pub fn test(workspace: &Workspace) -> Result<()> {
+    step("setup", setup::setup)?;
+    let binary = step("build", || build_binary(workspace))?;
+    let guests = step("guests", || guests::build(workspace))?;
+    run_tests(workspace, &guests, &binary)
+}
+
+fn step<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    println!("== {name}");
+    let began = Instant::now();
+    let done = work();
+    let outcome = if done.is_ok() { "done" } else { "FAILED" };
+    println!(
+        "== {name}: {outcome} in {:.1} s",
+        began.elapsed().as_secs_f64()
+    );
+    done
+}
+
+fn in_root(workspace: &Workspace) -> Command {
+    let mut command = cargo();
+    command.current_dir(&workspace.root);
+    command
+}
+
+/// The binary as users get it.
+fn build_binary(workspace: &Workspace) -> Result<PathBuf> {
+    run(in_root(workspace).args(["build", "--release", "--package", "stillframe"]))?;
+    Ok(workspace.target.join("release/stillframe"))
+}
+
+/// All tests of all crates, also after one has failed. No line of ours follows a good end.
+fn run_tests(workspace: &Workspace, guests: &Guests, binary: &PathBuf) -> Result<()> {
+    println!("== tests");
+    run(in_root(workspace)
+        .env(GUESTS_VARIABLE, &guests.folder)
+        .env(BINARY_VARIABLE, binary)
+        .args(["test", "--workspace", "--no-fail-fast"]))
+}

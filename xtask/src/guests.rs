@@ -1,0 +1,151 @@
+//! `guests`: the machines that the tests run, built into the target folder.
+//!
+//! The kernel is fetched once; everything else is built from this repository each time, which
+//! takes a moment and no network, and replaced only where it differs.
+
+mod cpio;
+pub mod elf;
+mod kernel;
+
+use crate::run::{cargo, run};
+use crate::setup::static_busybox;
+use crate::workspace::Workspace;
+use anyhow::{Context, Result, bail};
+use cpio::Archive;
+use std::fmt;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The workload must run without a C library beside it.
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+const STATIC: &str = "-C target-feature=+crt-static -C strip=symbols";
+
+/// Where the parts of the guests are.
+pub struct Guests {
+    /// The folder of all of them.
+    pub folder: PathBuf,
+}
+
+impl Guests {
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+}
+
+impl fmt::Display for Guests {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (what, name) in [
+            ("kernel", "vmlinuz"),
+            ("initramfs", "initramfs.cpio"),
+            ("boot sector", "boot-sector.img"),
+            ("workload", "workload"),
+        ] {
+            writeln!(out, "{what:<12}{}", self.path(name).display())?;
+        }
+        write!(
+            out,
+            "boot with   qemu-system-x86_64 -machine q35 -accel tcg -m 256 -display none -kernel \
+             vmlinuz -initrd initramfs.cpio -serial file:SERIAL -append '{KERNEL_ARGUMENTS} \
+             sf.args=--mib=64,--pattern=random,--tick-ms=500,--writes-per-tick=4000'"
+        )
+    }
+}
+
+/// What the kernel is told besides the workload's arguments; measured under TCG.
+const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1";
+
+/// Builds what is missing or no longer what its sources say.
+pub fn build(workspace: &Workspace) -> Result<Guests> {
+    let guests = Guests {
+        folder: workspace.target.join("guests"),
+    };
+    fs::create_dir_all(&guests.folder)
+        .with_context(|| format!("cannot make {}", guests.folder.display()))?;
+    kernel::fetch(&guests.folder)?;
+    let workload = build_workload(workspace)?;
+    replace(&guests.path("workload"), &workload, 0o755)?;
+    let sources = workspace.root.join("guest");
+    let initramfs = initramfs(&read(&sources.join("init"))?, &workload)?;
+    replace(&guests.path("initramfs.cpio"), &initramfs, 0o644)?;
+    let sector = build_boot_sector(&sources.join("boot-sector/boot-sector.s"), &guests.folder)?;
+    replace(&guests.path("boot-sector.img"), &sector, 0o644)?;
+    Ok(guests)
+}
+
+fn build_workload(workspace: &Workspace) -> Result<Vec<u8>> {
+    // A folder of its own: other flags in the same one would rebuild it back and forth.
+    let folder = workspace.target.join("guest-build");
+    run(cargo()
+        .env("RUSTFLAGS", STATIC)
+        .current_dir(&workspace.root)
+        .args(["build", "--quiet", "--release", "--package"])
+        .args(["stillframe-guest-workload", "--target", TARGET])
+        .arg("--target-dir")
+        .arg(&folder))?;
+    let path = folder
+        .join(TARGET)
+        .join("release/stillframe-guest-workload");
+    let workload = read(&path)?;
+    if !elf::is_static(&workload) {
+        bail!("{} is not static", path.display());
+    }
+    Ok(workload)
+}
+
+fn initramfs(init: &[u8], workload: &[u8]) -> Result<Vec<u8>> {
+    let mut archive = Archive::default();
+    for folder in ["bin", "dev", "proc", "sys"] {
+        archive.folder(folder);
+    }
+    // The kernel gives it to /init as standard output, before devtmpfs is mounted.
+    archive.character_device("dev/console", 5, 1);
+    archive.program("bin/busybox", &read(&static_busybox()?)?)?;
+    archive.program("workload", workload)?;
+    archive.program("init", init)?;
+    Ok(archive.finish())
+}
+
+fn build_boot_sector(source: &Path, folder: &Path) -> Result<Vec<u8>> {
+    let object = folder.join("boot-sector.o");
+    let linked = folder.join("boot-sector.linked");
+    run(Command::new("as")
+        .args(["--32", "-o"])
+        .arg(&object)
+        .arg(source))?;
+    run(Command::new("ld")
+        .args(["-m", "elf_i386", "-Ttext", "0x7c00", "--oformat", "binary"])
+        .arg("-o")
+        .args([&linked, &object]))?;
+    let sector = read(&linked)?;
+    for left_over in [object, linked] {
+        fs::remove_file(&left_over)
+            .with_context(|| format!("cannot remove {}", left_over.display()))?;
+    }
+    if sector.len() != 512 || !sector.ends_with(&[0x55, 0xaa]) {
+        bail!("{} does not give a boot sector", source.display());
+    }
+    Ok(sector)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// Puts a new file in the place of the old one, so that a guest that runs from the old one keeps it.
+fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+    match fs::read(path) {
+        Ok(old) if old == bytes => return Ok(()),
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(error).with_context(|| format!("cannot read {}", path.display()));
+        }
+        _ => {}
+    }
+    use std::os::unix::fs::PermissionsExt;
+    let new = path.with_extension("new");
+    fs::write(&new, bytes)
+        .and_then(|()| fs::set_permissions(&new, fs::Permissions::from_mode(mode)))
+        .and_then(|()| fs::rename(&new, path))
+        .with_context(|| format!("cannot write {}", path.display()))
+}

@@ -1,0 +1,208 @@
+//! `setup`: what the tests need on a Debian machine, installed where it is missing.
+
+mod apt_sources;
+
+use crate::guests::elf;
+use crate::run::{answer, run};
+use anyhow::{Context, Result, bail};
+use apt_sources::Source;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The oldest QEMU that the tests are written for.
+const QEMU_MAJOR_MIN: u32 = 10;
+const QEMU: &str = "qemu-system-x86_64";
+const QEMU_PACKAGE: &str = "qemu-system-x86";
+/// What we add to apt where the release's own QEMU is too old.
+const BACKPORTS_FILE: &str = "/etc/apt/sources.list.d/stillframe-backports.sources";
+
+/// Installs what is missing and says so; quick and silent but for one line when nothing is.
+pub fn setup() -> Result<()> {
+    let missing = missing();
+    if missing.is_empty() {
+        println!("setup: all there");
+        return Ok(());
+    }
+    for Need { package, why } in &missing {
+        println!("setup: {why}: installing {package}");
+    }
+    let packages: Vec<_> = missing.iter().map(|need| need.package).collect();
+    if find_program("apt-get").is_none() {
+        bail!(
+            "no apt-get here: install QEMU >= {QEMU_MAJOR_MIN} and what Debian calls {} by hand",
+            packages.join(", ")
+        );
+    }
+    if fs::metadata("/proc/self")
+        .context("/proc is not mounted")?
+        .uid()
+        != 0
+    {
+        bail!(
+            "packages are missing and only root may install them: run `cargo xtask setup` as root"
+        );
+    }
+    install(&packages)?;
+    match self::missing().first() {
+        None => Ok(()),
+        Some(Need { why, .. }) => bail!("after the installation still: {why}"),
+    }
+}
+
+/// A package to install, and what showed that it must be.
+struct Need {
+    package: &'static str,
+    why: String,
+}
+
+fn missing() -> Vec<Need> {
+    let mut needs = Vec::new();
+    match qemu_major() {
+        Some(major) if major >= QEMU_MAJOR_MIN => {}
+        Some(major) => needs.push(Need {
+            package: QEMU_PACKAGE,
+            why: format!("QEMU is {major}, the tests need {QEMU_MAJOR_MIN}"),
+        }),
+        None => needs.push(Need {
+            package: QEMU_PACKAGE,
+            why: format!("{QEMU} is missing"),
+        }),
+    }
+    for (program, package) in [
+        ("qemu-img", "qemu-utils"),
+        ("as", "binutils"),
+        ("ld", "binutils"),
+    ] {
+        if find_program(program).is_none() && needs.iter().all(|need| need.package != package) {
+            needs.push(Need {
+                package,
+                why: format!("{program} is missing"),
+            });
+        }
+    }
+    if static_busybox().is_err() {
+        needs.push(Need {
+            package: "busybox-static",
+            why: "a statically linked busybox is missing".to_owned(),
+        });
+    }
+    needs
+}
+
+/// The busybox that goes into the guests.
+pub fn static_busybox() -> Result<PathBuf> {
+    let path = find_program("busybox").context("busybox is missing: run `cargo xtask setup`")?;
+    if !elf::is_static(&fs::read(&path)?) {
+        bail!("{} is not static: run `cargo xtask setup`", path.display());
+    }
+    Ok(path)
+}
+
+fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    // A user's PATH often lacks the sbin folders and cron's all but /usr/bin.
+    std::env::split_paths(&path)
+        .chain(["/usr/bin", "/bin", "/usr/sbin"].map(PathBuf::from))
+        .map(|folder| folder.join(name))
+        .find(|path| path.is_file())
+}
+
+fn qemu_major() -> Option<u32> {
+    let said = answer(Command::new(QEMU).arg("--version")).ok()?;
+    let (_, version) = said.split_once("version ")?;
+    version.split('.').next()?.parse().ok()
+}
+
+fn install(packages: &[&str]) -> Result<()> {
+    run(&mut apt_get(&["update"]))?;
+    let mut arguments = vec!["install", "--yes", "--no-install-recommends"];
+    let suite;
+    if packages.contains(&QEMU_PACKAGE) && candidate_major(QEMU_PACKAGE)? < QEMU_MAJOR_MIN {
+        suite = use_backports()?;
+        // Backports are installed only where asked for by name.
+        arguments.extend(["--target-release", &suite]);
+        run(apt_get(&arguments).arg(QEMU_PACKAGE))?;
+        arguments.truncate(3);
+    }
+    run(apt_get(&arguments).args(packages))
+}
+
+fn apt_get(arguments: &[&str]) -> Command {
+    let mut command = Command::new("apt-get");
+    command
+        .env("DEBIAN_FRONTEND", "noninteractive")
+        .arg("--quiet")
+        .args(arguments);
+    command
+}
+
+/// The major version that `apt-get install` would choose.
+fn candidate_major(package: &str) -> Result<u32> {
+    let said = answer(
+        Command::new("apt-cache")
+            .env("LC_ALL", "C")
+            .args(["policy", package]),
+    )?;
+    major_of_candidate(&said).with_context(|| {
+        format!("apt knows no {package}: is the `main` component among this machine's apt sources?")
+    })
+}
+
+/// Reads `Candidate: 1:7.2+dfsg-7`: an epoch may stand before the version.
+fn major_of_candidate(policy: &str) -> Option<u32> {
+    let version = policy
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("Candidate: "))?;
+    let version = version.split_once(':').map_or(version, |(_, rest)| rest);
+    version
+        .split(|letter: char| !letter.is_ascii_digit())
+        .next()?
+        .parse()
+        .ok()
+}
+
+/// Makes sure that apt knows the backports of this release; gives their suite.
+fn use_backports() -> Result<String> {
+    let release = fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
+    let codename = release
+        .lines()
+        .find_map(|line| line.strip_prefix("VERSION_CODENAME="))
+        .map(|name| name.trim_matches('"').to_owned())
+        .context("/etc/os-release names no release codename")?;
+    let suite = format!("{codename}-backports");
+    let sources = apt_sources::read_all(Path::new("/etc/apt"))?;
+    if sources.iter().any(|source| source.has_suite(&suite)) {
+        println!("setup: QEMU of {codename} is too old, taking it from {suite}");
+        return Ok(suite);
+    }
+    let base = sources
+        .iter()
+        .find(|source| source.has_suite(&codename))
+        .with_context(|| {
+            format!(
+                "{codename} has no QEMU {QEMU_MAJOR_MIN} and no apt source of it was found to add \
+                 {suite} beside: install QEMU >= {QEMU_MAJOR_MIN} by hand"
+            )
+        })?;
+    println!("setup: QEMU of {codename} is too old, adding {suite} to apt in {BACKPORTS_FILE}");
+    fs::write(BACKPORTS_FILE, Source::beside(base, &suite).to_deb822())
+        .with_context(|| format!("cannot write {BACKPORTS_FILE}"))?;
+    run(&mut apt_get(&["update"]))?;
+    Ok(suite)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_candidate_is_read_with_and_without_an_epoch() {
+        let policy = "qemu-system-x86:\n  Installed: (none)\n  Candidate: 1:7.2+dfsg-7+deb12u15\n";
+        assert_eq!(major_of_candidate(policy), Some(7));
+        assert_eq!(major_of_candidate("  Candidate: 10.0.2~rc1\n"), Some(10));
+        assert_eq!(major_of_candidate("  Candidate: (none)\n"), None);
+        assert_eq!(major_of_candidate(""), None);
+    }
+}
