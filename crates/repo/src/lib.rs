@@ -1,1 +1,47 @@
-//! placeholder
+//! The content-addressed repository of checkpoints, in a local directory, encrypted.
+//!
+//! A checkpoint is a manifest; it names page tables; those name pages. All but the manifest are
+//! *blobs*, named by the keyed hash of their bytes, so what two checkpoints share is stored once.
+//! Blobs lie in *packs*; *index* files tell in which. `docs/format.md` specifies every byte.
+//!
+//! ```text
+//! config      keys/...      packs/ab/abcd...      index/...      manifests/...      locks/...   tmp/
+//! ```
+//!
+//! Invariants:
+//! - A file gets its name when it is whole and on disk, and is never changed after that.
+//! - A manifest is written after everything it refers to, so every manifest there is can be read.
+//! - Only `forget` and `prune` remove, under an exclusive lock, and each can be killed anywhere.
+//! - Nothing read from disk is believed before its authentication tag or hash has been checked.
+
+mod blobs;
+mod compact;
+pub mod config;
+mod crypto;
+mod error;
+mod holder;
+mod index;
+pub mod index_file;
+mod ingest;
+pub mod key_file;
+pub mod layout;
+mod local;
+pub mod lock;
+pub mod manifest;
+pub mod pack;
+mod repository;
+mod resolve;
+mod sealed_file;
+pub mod table;
+mod writer;
+
+#[cfg(test)]
+mod tests;
+
+pub use blobs::Blobs;
+pub use config::RepositoryId;
+pub use crypto::Password;
+pub use error::{ErrorClass, RepoError};
+pub use manifest::{CheckpointId, Manifest, PageCounts, RamTable, Stream};
+pub use repository::{Reader, Repository};
+pub use writer::{Committed, Put, Writer};

@@ -1,0 +1,76 @@
+//! Keeps the number of index files small.
+//!
+//! Each checkpoint writes one index file; a checkpoint every two seconds would leave 43,200 a day
+//! to be listed by every `begin` and read by every `open`. So when a commit finds more than
+//! [`SMALL_FILES_MAX`] small ones it merges them into one that supersedes them. A merged file is
+//! merged again until it is no longer small, so each entry is rewritten a handful of times, and
+//! the number of files grows with the size of the repository, not with the number of checkpoints.
+
+use crate::error::RepoError;
+use crate::index::read_index_file;
+use crate::index_file::IndexFile;
+use crate::layout::FileKind;
+use crate::local::Area;
+use crate::lock::Lock;
+use crate::pack::FileHash;
+use crate::repository::Repository;
+use crate::sealed_file::seal_file;
+
+/// Small index files that are let be.
+const SMALL_FILES_MAX: usize = 32;
+
+/// An index file is small below this: the entries of about 100,000 blobs.
+const SMALL_BYTES: u64 = 4 << 20;
+
+/// Merges small index files if there are many. A failure changes nothing and is not reported: the
+/// files are right as they are, and the next commit tries again.
+pub(crate) fn merge_small_index_files(repository: &mut Repository, lock: &Lock) {
+    let mut small: Vec<FileHash> = repository
+        .index
+        .live_files()
+        .filter(|(_, file)| file.bytes < SMALL_BYTES)
+        .map(|(name, _)| *name)
+        .collect();
+    if small.len() > SMALL_FILES_MAX {
+        small.sort_unstable();
+        let _ = merge(repository, lock, small);
+    }
+}
+
+/// Two writers may merge the same files at once: both results tell the truth, twice.
+fn merge(repository: &mut Repository, lock: &Lock, names: Vec<FileHash>) -> Result<(), RepoError> {
+    let mut merged = IndexFile::default();
+    for name in &names {
+        let (file, _) = read_index_file(&repository.store, &repository.keys, *name)?;
+        for entry in file.packs {
+            if !merged.packs.iter().any(|known| known.pack == entry.pack) {
+                merged.packs.push(entry);
+            }
+        }
+    }
+    // Also those a killed merge or prune left behind.
+    merged.supersedes = names;
+    merged
+        .supersedes
+        .extend(repository.index.superseded_files());
+    let file = seal_file(FileKind::Index, &repository.keys, merged.encode())?;
+    let name = FileHash::of(&file);
+    lock.assert_held()?;
+    repository
+        .store
+        .create(Area::Index, &name.to_string(), &file)?;
+    repository.index.add_file(name, &merged, file.len() as u64);
+    remove_superseded(repository)
+}
+
+/// Removes the index files others have taken the place of. Need not be made durable: one that
+/// comes back after a crash is still superseded, and the next index file written makes sure of
+/// the removal before the superseding one can be removed itself.
+pub(crate) fn remove_superseded(repository: &mut Repository) -> Result<(), RepoError> {
+    let names: Vec<FileHash> = repository.index.superseded_files().collect();
+    for name in names {
+        repository.store.remove(Area::Index, &name.to_string())?;
+        repository.index.forget_file(&name);
+    }
+    Ok(())
+}

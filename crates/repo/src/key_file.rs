@@ -1,0 +1,219 @@
+//! Key files: the master key, wrapped by a key made from a password.
+//!
+//! Argon2id makes each guess of the password cost memory and time; its cost stands in the file, so
+//! that later versions can raise it. A plain checksum over the file tells damage (which no
+//! password mends) from a wrong password.
+
+use argon2::{Algorithm, Argon2, Params, Version};
+use zeroize::Zeroizing;
+
+use crate::config::RepositoryId;
+use crate::crypto::{Cipher, MasterKey, Password, TAG_BYTES, Use, random};
+use crate::error::RepoError;
+use crate::layout::{Cursor, FileKind, FormatError, header, read_header};
+
+/// What one guess of the password costs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cost {
+    /// Memory in KiB.
+    pub memory_kib: u32,
+    /// Passes over the memory.
+    pub passes: u32,
+    /// Lanes.
+    pub lanes: u32,
+}
+
+impl Cost {
+    /// What new key files get: about a tenth of a second.
+    pub(crate) const STANDARD: Cost = Cost {
+        memory_kib: 64 * 1024,
+        passes: 3,
+        lanes: 1,
+    };
+
+    /// Costs beyond these are refused when read: a hostile key file must not eat the machine.
+    const MEMORY_KIB_MAX: u32 = 2 * 1024 * 1024;
+    const PASSES_MAX: u32 = 64;
+    const LANES_MAX: u32 = 64;
+
+    fn check(self) -> Result<Params, FormatError> {
+        if self.memory_kib > Cost::MEMORY_KIB_MAX
+            || self.passes > Cost::PASSES_MAX
+            || self.lanes > Cost::LANES_MAX
+        {
+            return Err(FormatError::invalid(format!(
+                "its password cost ({self:?}) is beyond the limits"
+            )));
+        }
+        Params::new(self.memory_kib, self.passes, self.lanes, Some(32))
+            .map_err(|error| FormatError::invalid(format!("its password cost is wrong: {error}")))
+    }
+}
+
+/// The decoded file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyFile {
+    /// The cost of the password.
+    pub cost: Cost,
+    salt: [u8; 32],
+    wrapped: [u8; 32 + TAG_BYTES],
+}
+
+/// Reads a key file without opening it.
+pub fn decode(bytes: &[u8]) -> Result<KeyFile, FormatError> {
+    let mut cursor = Cursor::new(bytes);
+    read_header(&mut cursor, FileKind::Key)?;
+    let cost = Cost {
+        memory_kib: cursor.u32()?,
+        passes: cursor.u32()?,
+        lanes: cursor.u32()?,
+    };
+    let salt = cursor.array()?;
+    let wrapped = cursor.array()?;
+    let checked = bytes.len() - cursor.left();
+    if cursor.array()? != *blake3::hash(&bytes[..checked]).as_bytes() {
+        return Err(FormatError::Mismatch {
+            what: "its checksum",
+        });
+    }
+    cursor.finish()?;
+    cost.check()?;
+    Ok(KeyFile {
+        cost,
+        salt,
+        wrapped,
+    })
+}
+
+/// Wraps `master` under `password` and returns the file.
+pub(crate) fn wrap(
+    master: &MasterKey,
+    password: &Password,
+    cost: Cost,
+    repository: RepositoryId,
+) -> Result<Vec<u8>, RepoError> {
+    let salt = random::<32>()?;
+    let mut wrapped = master.to_vec();
+    let cipher = wrapping_cipher(password, &salt, cost)?;
+    cipher.seal(
+        (Use::Body, 0),
+        &bound(cost, &salt, repository),
+        &mut wrapped,
+        0,
+    );
+    let mut bytes = header(FileKind::Key).to_vec();
+    bytes.extend_from_slice(&cost_bytes(cost));
+    bytes.extend_from_slice(&salt);
+    bytes.extend_from_slice(&wrapped);
+    let checksum = *blake3::hash(&bytes).as_bytes();
+    bytes.extend_from_slice(&checksum);
+    Ok(bytes)
+}
+
+impl KeyFile {
+    /// The master key, or `None` when the password is not the one.
+    pub(crate) fn unwrap(
+        &self,
+        password: &Password,
+        repository: RepositoryId,
+    ) -> Result<Option<MasterKey>, RepoError> {
+        let cipher = wrapping_cipher(password, &self.salt, self.cost)?;
+        let mut sealed = Zeroizing::new(self.wrapped);
+        let bound = bound(self.cost, &self.salt, repository);
+        let Ok(plain) = cipher.open((Use::Body, 0), &bound, &mut sealed[..]) else {
+            return Ok(None);
+        };
+        let mut master = Zeroizing::new([0; 32]);
+        master.copy_from_slice(plain);
+        Ok(Some(master))
+    }
+}
+
+fn wrapping_cipher(password: &Password, salt: &[u8], cost: Cost) -> Result<Cipher, RepoError> {
+    let refused = |what: String| RepoError::KeyDerivation { what };
+    let params = cost.check().map_err(|error| refused(error.to_string()))?;
+    let mut key = Zeroizing::new([0; 32]);
+    Argon2::new(Algorithm::Argon2id, Version::V0x13, params)
+        .hash_password_into(password.bytes(), salt, &mut key[..])
+        .map_err(|error| refused(error.to_string()))?;
+    Ok(Cipher::new(&key))
+}
+
+fn cost_bytes(cost: Cost) -> [u8; 12] {
+    let mut bytes = [0; 12];
+    bytes[..4].copy_from_slice(&cost.memory_kib.to_le_bytes());
+    bytes[4..8].copy_from_slice(&cost.passes.to_le_bytes());
+    bytes[8..].copy_from_slice(&cost.lanes.to_le_bytes());
+    bytes
+}
+
+/// The wrapped key is tied to everything before it and to the repository it opens.
+fn bound(cost: Cost, salt: &[u8], repository: RepositoryId) -> Vec<u8> {
+    let mut bytes = header(FileKind::Key).to_vec();
+    bytes.extend_from_slice(&cost_bytes(cost));
+    bytes.extend_from_slice(salt);
+    bytes.extend_from_slice(&repository.0);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHEAP: Cost = Cost {
+        memory_kib: 8,
+        passes: 1,
+        lanes: 1,
+    };
+
+    #[test]
+    fn only_the_right_password_and_repository_open_it() {
+        let master = Zeroizing::new([9; 32]);
+        let here = RepositoryId([1; 16]);
+        let file = wrap(&master, &Password::new("right"), CHEAP, here).unwrap();
+        let key = decode(&file).unwrap();
+        let open = |password: &str, id| key.unwrap(&Password::new(password), id).unwrap();
+        assert_eq!(open("right", here), Some(master));
+        assert_eq!(open("wrong", here), None);
+        assert_eq!(open("", here), None);
+        assert_eq!(open("right", RepositoryId([2; 16])), None);
+    }
+
+    #[test]
+    fn every_flipped_bit_and_cut_is_damage() {
+        let master = Zeroizing::new([9; 32]);
+        let file = wrap(&master, &Password::new("p"), CHEAP, RepositoryId([1; 16])).unwrap();
+        for bit in 0..file.len() * 8 {
+            let mut bad = file.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(decode(&bad).is_err(), "bit {bit}");
+        }
+        for len in 0..file.len() {
+            assert!(decode(&file[..len]).is_err(), "cut to {len}");
+        }
+    }
+
+    #[test]
+    fn an_absurd_cost_is_refused() {
+        for cost in [
+            Cost {
+                memory_kib: u32::MAX,
+                ..CHEAP
+            },
+            Cost {
+                memory_kib: 0,
+                ..CHEAP
+            },
+            Cost { passes: 0, ..CHEAP },
+            Cost { lanes: 0, ..CHEAP },
+            Cost { lanes: 65, ..CHEAP },
+        ] {
+            let mut bytes = header(FileKind::Key).to_vec();
+            bytes.extend_from_slice(&cost_bytes(cost));
+            bytes.extend_from_slice(&[0; 80]);
+            let checksum = *blake3::hash(&bytes).as_bytes();
+            bytes.extend_from_slice(&checksum);
+            assert!(decode(&bytes).is_err(), "{cost:?}");
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Manifests: what a checkpoint consists of. Written last; until then the checkpoint does not
+//! exist.
+//!
+//! The sealed body is JSON. Unknown fields are refused, because a program that does not know a
+//! field might prune the blobs it refers to; `vm_record` and `downtime_us` are free-form and refer
+//! to nothing.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use stillframe_page::hash::ContentId;
+
+use crate::layout::FormatError;
+
+/// The longest manifest that is read or written.
+pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 << 20;
+
+/// The id of a checkpoint: the keyed hash of its manifest file, and the file's name.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CheckpointId(pub [u8; 32]);
+
+impl CheckpointId {
+    /// 64 lower-case hexadecimal digits.
+    pub fn to_hex(&self) -> String {
+        ContentId(self.0).to_hex()
+    }
+
+    /// The inverse of [`CheckpointId::to_hex`].
+    pub fn from_hex(text: &str) -> Option<CheckpointId> {
+        ContentId::from_hex(text).map(|id| CheckpointId(id.0))
+    }
+}
+
+impl fmt::Display for CheckpointId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        ContentId(self.0).fmt(f)
+    }
+}
+
+impl fmt::Debug for CheckpointId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CheckpointId({self})")
+    }
+}
+
+/// A checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// The label of the VM.
+    pub vm: String,
+    /// When the VM was paused for it.
+    #[serde(with = "time_text")]
+    pub time: Timestamp,
+    /// The checkpoint this one was taken after. For people; nothing depends on it being there.
+    #[serde(with = "parent_text")]
+    pub parent: Option<CheckpointId>,
+    /// The page tables of the RAM blocks.
+    pub ram: Vec<RamTable>,
+    /// Byte strings, such as `device-state`.
+    pub streams: BTreeMap<String, Stream>,
+    /// What the capture counted.
+    pub pages: PageCounts,
+    /// Bytes the repository grew by for packs and index; set when it is committed.
+    pub bytes_stored: u64,
+    /// The engine's record of the VM.
+    pub vm_record: serde_json::Value,
+    /// The engine's record of the pause.
+    pub downtime_us: serde_json::Value,
+}
+
+/// The page table of one RAM block.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RamTable {
+    /// QEMU's name of the block.
+    pub name: String,
+    /// Length of a page in bytes.
+    pub page_bytes: u32,
+    /// Number of pages.
+    pub pages: u64,
+    /// The root of its table (see [`crate::table`]).
+    #[serde(with = "id_text")]
+    pub root: ContentId,
+}
+
+/// A byte string, cut into blobs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Stream {
+    /// Its length.
+    pub bytes: u64,
+    /// Its pieces, in order.
+    #[serde(with = "ids_text")]
+    pub pieces: Vec<ContentId>,
+}
+
+/// What the capture counted, in pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PageCounts {
+    /// Pages of all RAM blocks.
+    pub total: u64,
+    /// Pages looked at for this checkpoint.
+    pub captured: u64,
+    /// Pages stored.
+    pub new: u64,
+    /// Pages the repository had already.
+    pub duplicate: u64,
+    /// Pages of zeros.
+    pub zero: u64,
+}
+
+/// Reads the plain body of a manifest.
+pub fn decode(body: &[u8]) -> Result<Manifest, FormatError> {
+    let manifest: Manifest = serde_json::from_slice(body)
+        .map_err(|error| FormatError::invalid(format!("its body is no manifest: {error}")))?;
+    manifest.check().map_err(FormatError::invalid)?;
+    Ok(manifest)
+}
+
+impl Manifest {
+    /// Writes the plain body.
+    pub(crate) fn encode(&self) -> Result<Vec<u8>, String> {
+        self.check()?;
+        serde_json::to_vec(self).map_err(|error| error.to_string())
+    }
+
+    /// What a manifest may not say, in words.
+    fn check(&self) -> Result<(), String> {
+        for (at, table) in self.ram.iter().enumerate() {
+            if !table.page_bytes.is_power_of_two() || !(512..=2 << 20).contains(&table.page_bytes) {
+                return Err(format!(
+                    "RAM block '{}' has pages of {} bytes",
+                    table.name, table.page_bytes
+                ));
+            }
+            if table.pages > crate::table::PAGES_MAX {
+                return Err(format!("RAM block '{}' has too many pages", table.name));
+            }
+            if self.ram[..at].iter().any(|other| other.name == table.name) {
+                return Err(format!("RAM block '{}' is named twice", table.name));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Hexadecimal ids and RFC 3339 times as JSON strings.
+macro_rules! text_field {
+    ($module:ident, $type:ty, $value:ident => $write:expr, $text:ident => $read:expr, $what:literal) => {
+        mod $module {
+            use super::*;
+            use serde::{Deserializer, Serializer, de::Error};
+
+            pub(super) fn serialize<S: Serializer>(
+                $value: &$type,
+                to: S,
+            ) -> Result<S::Ok, S::Error> {
+                $write.serialize(to)
+            }
+
+            pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+                from: D,
+            ) -> Result<$type, D::Error> {
+                let $text = Deserialize::deserialize(from)?;
+                $read.ok_or_else(|| D::Error::custom(concat!("not ", $what)))
+            }
+        }
+    };
+}
+
+fn read_ids(texts: &[String]) -> Option<Vec<ContentId>> {
+    texts.iter().map(|text| ContentId::from_hex(text)).collect()
+}
+
+fn read_parent(text: Option<String>) -> Option<Option<CheckpointId>> {
+    match text {
+        None => Some(None),
+        Some(text) => CheckpointId::from_hex(&text).map(Some),
+    }
+}
+
+fn read_time(text: &str) -> Option<Timestamp> {
+    text.parse().ok()
+}
+
+fn hex_of(ids: &[ContentId]) -> Vec<String> {
+    ids.iter().map(ContentId::to_hex).collect()
+}
+
+text_field!(id_text, ContentId, id => id.to_hex(), text => ContentId::from_hex(&String::as_str(&text)), "a content id");
+text_field!(ids_text, Vec<ContentId>, ids => hex_of(ids), texts => read_ids(&Vec::<String>::as_slice(&texts)), "content ids");
+text_field!(parent_text, Option<CheckpointId>, id => id.map(|id| id.to_hex()), text => read_parent(text), "a checkpoint id");
+text_field!(time_text, Timestamp, time => time.to_string(), text => read_time(&String::as_str(&text)), "a time");

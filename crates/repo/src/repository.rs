@@ -1,0 +1,355 @@
+//! A repository: made, opened, and the way to everything in it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use stillframe_page::hash::{ContentHasher, ContentId};
+use zeroize::Zeroizing;
+
+use crate::blobs::Blobs;
+use crate::config::{self, RepositoryId};
+use crate::crypto::{Keys, MasterKey, Password, random};
+use crate::error::RepoError;
+use crate::index::Index;
+use crate::key_file::{self, Cost};
+use crate::layout::{FileKind, FormatError};
+use crate::local::{Area, CONFIG, LocalStore};
+use crate::lock::{Lock, LockKind};
+use crate::manifest::{self, CheckpointId, MANIFEST_BYTES_MAX, Manifest, Stream};
+use crate::pack::FileHash;
+use crate::sealed_file::open_file;
+use crate::writer::Writer;
+
+/// Key files are 140 bytes long; other versions may need more.
+const KEY_BYTES_MAX: u64 = 4096;
+
+/// An open repository in a local directory.
+pub struct Repository {
+    pub(crate) store: Arc<LocalStore>,
+    pub(crate) keys: Arc<Keys>,
+    pub(crate) index: Index,
+    id: RepositoryId,
+}
+
+impl std::fmt::Debug for Repository {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "Repository({} in {})",
+            self.id,
+            self.store.root().display()
+        )
+    }
+}
+
+impl Repository {
+    /// Makes a repository in a directory that does not exist or is empty.
+    pub fn init(dir: &Path, password: &Password) -> Result<Repository, RepoError> {
+        Repository::init_at(LocalStore::new(dir), password, Cost::STANDARD)
+    }
+
+    pub(crate) fn init_at(
+        store: LocalStore,
+        password: &Password,
+        cost: Cost,
+    ) -> Result<Repository, RepoError> {
+        refuse_other_contents(store.root())?;
+        store.create_folders()?;
+        let id = RepositoryId(random()?);
+        let master: MasterKey = Zeroizing::new(random()?);
+        let key = key_file::wrap(&master, password, cost, id)?;
+        let key_name = FileHash::of(&key).to_string();
+        store.create(Area::Keys, &key_name, &key)?;
+        // Last, because it is what makes this a repository.
+        if !store.create_config(&config::encode(id))? {
+            store.remove(Area::Keys, &key_name)?;
+            return Err(not_empty(
+                store.root(),
+                "another process just made one there",
+            ));
+        }
+        Ok(Repository::assemble(store, id, &master))
+    }
+
+    /// Opens a repository. Reads its config and key files only; the index is read when first
+    /// needed.
+    pub fn open(dir: &Path, password: &Password) -> Result<Repository, RepoError> {
+        Repository::open_at(LocalStore::new(dir), password)
+    }
+
+    pub(crate) fn open_at(store: LocalStore, password: &Password) -> Result<Repository, RepoError> {
+        let config = match store.read_config() {
+            Err(error) if error.is_absent() => {
+                let dir = store.root().to_owned();
+                return Err(RepoError::NotARepository { dir });
+            }
+            other => other?,
+        };
+        let id = config::decode(&config).map_err(|error| RepoError::format(CONFIG, &error))?;
+        let master = unlock(&store, password, id)?;
+        Ok(Repository::assemble(store, id, &master))
+    }
+
+    fn assemble(store: LocalStore, id: RepositoryId, master: &MasterKey) -> Repository {
+        Repository {
+            store: Arc::new(store),
+            keys: Arc::new(Keys::derive(master)),
+            index: Index::default(),
+            id,
+        }
+    }
+
+    /// The repository's random identity.
+    pub fn id(&self) -> RepositoryId {
+        self.id
+    }
+
+    /// Its directory.
+    pub fn dir(&self) -> &Path {
+        self.store.root()
+    }
+
+    /// What makes the ids of this repository's blobs.
+    pub fn hasher(&self) -> ContentHasher {
+        self.keys.hasher()
+    }
+
+    /// Begins a checkpoint: waits up to `wait` for an exclusive lock to go, takes a shared one,
+    /// and reads the index files that are new.
+    pub fn begin(&mut self, wait: Duration) -> Result<Writer<'_>, RepoError> {
+        Writer::begin(self, wait)
+    }
+
+    /// Begins reading: as [`Repository::begin`]. On a read-only file system, where nobody can
+    /// leave a lock, it reads without one.
+    pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
+        let lock = self.reading_lock(wait)?;
+        self.refresh_index()?;
+        Ok(Reader {
+            repository: self,
+            _lock: lock,
+        })
+    }
+
+    pub(crate) fn reading_lock(&self, wait: Duration) -> Result<Option<Lock>, RepoError> {
+        match Lock::take(&self.store, LockKind::Shared, wait) {
+            Ok(lock) => Ok(Some(lock)),
+            Err(RepoError::ReadOnly { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(crate) fn refresh_index(&mut self) -> Result<(), RepoError> {
+        self.index.refresh(&self.store, &self.keys)
+    }
+
+    pub(crate) fn blobs(&self) -> Blobs<'_> {
+        Blobs {
+            store: &self.store,
+            keys: &self.keys,
+            index: &self.index,
+        }
+    }
+
+    /// All checkpoints, oldest first.
+    pub fn manifests(&self) -> Result<Vec<(CheckpointId, Manifest)>, RepoError> {
+        let mut found = Vec::new();
+        for id in self.checkpoint_ids()? {
+            // One that was forgotten since the folder was listed is left out.
+            if let Some(manifest) = self.read_manifest(&id)? {
+                found.push((id, manifest));
+            }
+        }
+        found.sort_by_key(|(id, manifest)| (manifest.time, *id));
+        Ok(found)
+    }
+
+    /// Whether there is a checkpoint of this id.
+    pub fn has_manifest(&self, id: &CheckpointId) -> Result<bool, RepoError> {
+        Ok(self.store.length(Area::Manifests, &id.to_hex())?.is_some())
+    }
+
+    /// The checkpoint of this id.
+    pub fn manifest(&self, id: &CheckpointId) -> Result<Manifest, RepoError> {
+        self.read_manifest(id)?.ok_or_else(|| RepoError::NotFound {
+            name: id.to_hex(),
+            vm: None,
+        })
+    }
+
+    /// The ids of all checkpoints, in no order.
+    pub(crate) fn checkpoint_ids(&self) -> Result<Vec<CheckpointId>, RepoError> {
+        let names = self.store.names(Area::Manifests)?;
+        Ok(names
+            .iter()
+            .filter_map(|name| CheckpointId::from_hex(name))
+            .collect())
+    }
+
+    /// Reads a manifest and checks it against its name; `None` when there is none.
+    pub(crate) fn read_manifest(&self, id: &CheckpointId) -> Result<Option<Manifest>, RepoError> {
+        let name = id.to_hex();
+        let mut bytes = match self.store.read(Area::Manifests, &name, MANIFEST_BYTES_MAX) {
+            Err(error) if error.is_absent() => return Ok(None),
+            other => other?,
+        };
+        self.decode_manifest(id, &mut bytes)
+            .map(Some)
+            .map_err(|error| RepoError::format(self.store.label(Area::Manifests, &name), &error))
+    }
+
+    fn decode_manifest(
+        &self,
+        id: &CheckpointId,
+        bytes: &mut [u8],
+    ) -> Result<Manifest, FormatError> {
+        if self.keys.checkpoint_id(bytes) != id.0 {
+            return Err(FormatError::Mismatch { what: "its name" });
+        }
+        manifest::decode(open_file(FileKind::Manifest, &self.keys, bytes)?)
+    }
+}
+
+/// Reads blobs. Holds a shared lock, so that nothing is pruned away meanwhile.
+pub struct Reader<'a> {
+    repository: &'a Repository,
+    _lock: Option<Lock>,
+}
+
+impl Reader<'_> {
+    /// The blobs, in the form the functions on page tables take.
+    pub fn blobs(&self) -> Blobs<'_> {
+        self.repository.blobs()
+    }
+
+    /// The checkpoint of this id.
+    pub fn manifest(&self, id: &CheckpointId) -> Result<Manifest, RepoError> {
+        self.repository.manifest(id)
+    }
+
+    /// Whether the repository has a blob of this id.
+    pub fn contains(&self, id: &ContentId) -> bool {
+        self.repository.index.contains(id)
+    }
+
+    /// The bytes of one blob, verified against its id.
+    pub fn read(&self, id: &ContentId) -> Result<Vec<u8>, RepoError> {
+        self.blobs().read(id)
+    }
+
+    /// Hands each wanted blob to `sink`, in the order they lie in the repository, from up to
+    /// `threads` threads at once, each verified against its id. See [`Blobs::read_sorted`].
+    pub fn read_sorted<T: Send>(
+        &self,
+        wanted: Vec<(ContentId, T)>,
+        threads: usize,
+        sink: &(dyn Fn(T, &[u8]) -> std::io::Result<()> + Sync),
+    ) -> Result<(), RepoError> {
+        self.blobs().read_sorted(wanted, threads, sink)
+    }
+
+    /// The bytes of a stream of a manifest, of which the caller accepts up to `limit_bytes`.
+    pub fn read_stream(&self, stream: &Stream, limit_bytes: u64) -> Result<Vec<u8>, RepoError> {
+        let wrong = |what: String| RepoError::Damaged {
+            file: "a stream".into(),
+            what,
+        };
+        if stream.bytes > limit_bytes {
+            let what = format!(
+                "it has {} bytes where {limit_bytes} are allowed",
+                stream.bytes
+            );
+            return Err(wrong(what));
+        }
+        let pieces = self.blobs().read_many(&stream.pieces)?;
+        let bytes = pieces.concat();
+        match bytes.len() as u64 == stream.bytes {
+            true => Ok(bytes),
+            false => Err(wrong(format!(
+                "its pieces have {} bytes instead of {}",
+                bytes.len(),
+                stream.bytes
+            ))),
+        }
+    }
+}
+
+impl<'a> From<&'a Reader<'_>> for Blobs<'a> {
+    fn from(reader: &'a Reader<'_>) -> Blobs<'a> {
+        reader.blobs()
+    }
+}
+
+/// Tries the password on every key file. A damaged one matters only if no other opens.
+fn unlock(
+    store: &LocalStore,
+    password: &Password,
+    id: RepositoryId,
+) -> Result<MasterKey, RepoError> {
+    let mut damaged = None;
+    let mut tried = 0;
+    for name in store.names(Area::Keys)? {
+        match read_key(store, &name) {
+            Ok(key) => {
+                tried += 1;
+                if let Some(master) = key.unwrap(password, id)? {
+                    return Ok(master);
+                }
+            }
+            Err(error) => damaged = Some(error),
+        }
+    }
+    Err(match damaged {
+        Some(error) => error,
+        None if tried == 0 => RepoError::Damaged {
+            file: Area::Keys.folder().into(),
+            what: "no key file is in it".into(),
+        },
+        None => RepoError::WrongPassword {
+            dir: store.root().to_owned(),
+            keys: tried,
+        },
+    })
+}
+
+/// Reads a key file and checks it against its name.
+pub(crate) fn read_key(store: &LocalStore, name: &str) -> Result<key_file::KeyFile, RepoError> {
+    let bytes = store.read(Area::Keys, name, KEY_BYTES_MAX)?;
+    let decode = || {
+        if FileHash::of(&bytes).to_string() != name {
+            return Err(FormatError::Mismatch { what: "its name" });
+        }
+        key_file::decode(&bytes)
+    };
+    decode().map_err(|error| RepoError::format(store.label(Area::Keys, name), &error))
+}
+
+/// `init` goes into an empty directory, or one an earlier `init` did not finish.
+fn refuse_other_contents(dir: &Path) -> Result<(), RepoError> {
+    let entries = match std::fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(RepoError::io("list", dir, error)),
+    };
+    for entry in entries {
+        let name = entry
+            .map_err(|error| RepoError::io("list", dir, error))?
+            .file_name();
+        if name == CONFIG {
+            return Err(not_empty(dir, "it is one already"));
+        }
+        if !Area::ALL.iter().any(|area| name == area.folder()) {
+            let what = format!("it holds '{}'", name.display());
+            return Err(not_empty(dir, &what));
+        }
+    }
+    Ok(())
+}
+
+fn not_empty(dir: &Path, what: &str) -> RepoError {
+    RepoError::NotEmpty {
+        dir: dir.to_owned(),
+        what: what.into(),
+    }
+}

@@ -1,0 +1,5 @@
+//! Tests of the repository as a whole.
+
+pub(crate) mod faults;
+pub(crate) mod support;
+mod twin;

@@ -1,0 +1,204 @@
+//! What the tests share: cheap repositories, and a small VM whose memory can be checkpointed.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use stillframe_page::is_zero;
+
+use crate::key_file::Cost;
+use crate::local::LocalStore;
+use crate::table::{PageRef, TableEditor, read_table};
+use crate::{
+    CheckpointId, Manifest, PageCounts, Password, RamTable, RepoError, Repository, Writer,
+};
+
+pub(crate) const WAIT: Duration = Duration::from_secs(20);
+pub(crate) const PAGE: usize = 4096;
+
+pub(crate) fn password() -> Password {
+    Password::new("correct horse")
+}
+
+/// A repository whose password costs next to nothing to try.
+pub(crate) fn init(dir: &Path) -> Repository {
+    let cost = Cost {
+        memory_kib: 8,
+        passes: 1,
+        lanes: 1,
+    };
+    Repository::init_at(LocalStore::new(dir), &password(), cost).unwrap()
+}
+
+pub(crate) fn open(dir: &Path) -> Repository {
+    Repository::open(dir, &password()).unwrap()
+}
+
+/// A deterministic source of numbers (SplitMix64).
+pub(crate) struct Dice(pub(crate) u64);
+
+impl Dice {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    /// Bytes of some compressibility: noise, or a few symbols.
+    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mask = match self.below(2) {
+            0 => u64::MAX,
+            _ => 0x0303_0303_0303_0303,
+        };
+        let words = std::iter::repeat_with(|| (self.next() & mask).to_le_bytes());
+        words.take(len.div_ceil(8)).flatten().take(len).collect()
+    }
+}
+
+/// The slow twin of a checkpointed VM: its whole memory.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Vm {
+    pub(crate) label: String,
+    pub(crate) pages: Vec<Vec<u8>>,
+    pub(crate) device_state: Vec<u8>,
+    last: Option<(CheckpointId, stillframe_page::hash::ContentId)>,
+    dirty: Vec<u64>,
+}
+
+impl Vm {
+    pub(crate) fn new(label: &str, pages: usize) -> Vm {
+        Vm {
+            label: label.into(),
+            pages: vec![vec![0; PAGE]; pages],
+            device_state: vec![1; 10_000],
+            last: None,
+            dirty: (0..pages as u64).collect(),
+        }
+    }
+
+    /// Writes to some pages.
+    pub(crate) fn run(&mut self, dice: &mut Dice, writes: usize) {
+        for _ in 0..writes {
+            let at = dice.below(self.pages.len() as u64);
+            self.pages[at as usize] = match dice.below(8) {
+                0 => vec![0; PAGE],
+                1 => vec![7; PAGE],
+                _ => dice.bytes(PAGE),
+            };
+            self.dirty.push(at);
+        }
+        let at = dice.below(self.device_state.len() as u64);
+        self.device_state[at as usize] ^= 1;
+    }
+
+    /// Takes a checkpoint the way the engine does: changed pages only, on the table of the parent.
+    pub(crate) fn checkpoint(&mut self, repo: &mut Repository) -> Result<CheckpointId, RepoError> {
+        self.checkpoint_at(repo, Timestamp::now())
+    }
+
+    pub(crate) fn checkpoint_at(
+        &mut self,
+        repo: &mut Repository,
+        time: Timestamp,
+    ) -> Result<CheckpointId, RepoError> {
+        let parent = match self.last {
+            Some((id, root)) if repo.has_manifest(&id)? => Some((id, root)),
+            _ => None,
+        };
+        let mut writer = repo.begin(WAIT)?;
+        let (root, manifest) = self.write(&mut writer, parent, time)?;
+        let committed = writer.commit(manifest)?;
+        self.last = Some((committed.id, root));
+        self.dirty.clear();
+        Ok(committed.id)
+    }
+
+    /// Writes everything but the commit.
+    pub(crate) fn write(
+        &self,
+        writer: &mut Writer<'_>,
+        parent: Option<(CheckpointId, stillframe_page::hash::ContentId)>,
+        time: Timestamp,
+    ) -> Result<(stillframe_page::hash::ContentId, Manifest), RepoError> {
+        let pages = self.pages.len() as u64;
+        let (mut table, captured): (TableEditor, Vec<u64>) = match parent {
+            Some((_, root)) => (
+                TableEditor::from_root(&*writer, root, pages)?,
+                self.dirty.clone(),
+            ),
+            None => (TableEditor::new(pages), (0..pages).collect()),
+        };
+        for page in captured {
+            let bytes = &self.pages[page as usize];
+            table.set(
+                page,
+                match is_zero(bytes) {
+                    true => PageRef::Zero,
+                    false => {
+                        let id = writer.hasher().id(bytes);
+                        writer.put(id, bytes)?;
+                        PageRef::Stored(id)
+                    }
+                },
+            );
+        }
+        let root = table.finish(writer)?;
+        let stream = writer.put_whole_stream(&self.device_state)?;
+        let ram = RamTable {
+            name: "pc.ram".into(),
+            page_bytes: PAGE as u32,
+            pages,
+            root,
+        };
+        let manifest = Manifest {
+            vm: self.label.clone(),
+            time,
+            parent: parent.map(|(id, _)| id),
+            ram: vec![ram],
+            streams: BTreeMap::from([("device-state".to_owned(), stream)]),
+            pages: PageCounts::default(),
+            bytes_stored: 0,
+            vm_record: serde_json::json!({"label": self.label}),
+            downtime_us: serde_json::json!({"total_us": 812}),
+        };
+        Ok((root, manifest))
+    }
+
+    /// Whether a checkpoint gives back exactly this VM; the error tells what went wrong instead.
+    pub(crate) fn compare(
+        &self,
+        repo: &mut Repository,
+        id: &CheckpointId,
+    ) -> Result<bool, RepoError> {
+        let manifest = repo.manifest(id)?;
+        let reader = repo.reader(WAIT)?;
+        let state = reader.read_stream(&manifest.streams["device-state"], 1 << 20)?;
+        let table = &manifest.ram[0];
+        let mut wanted = Vec::new();
+        let mut same = state == self.device_state && table.pages == self.pages.len() as u64;
+        read_table(
+            &reader,
+            &table.root,
+            table.pages,
+            |page, content| match content {
+                PageRef::Zero => same &= is_zero(&self.pages[page as usize]),
+                PageRef::Stored(id) => wanted.push((id, page)),
+            },
+        )?;
+        let wrong = std::sync::atomic::AtomicBool::new(!same);
+        reader.read_sorted(wanted, 2, &|page: u64, bytes| {
+            if self.pages[page as usize] != bytes {
+                wrong.store(true, std::sync::atomic::Ordering::Relaxed);
+            }
+            Ok(())
+        })?;
+        Ok(!wrong.into_inner())
+    }
+}

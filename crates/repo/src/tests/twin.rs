@@ -1,0 +1,185 @@
+//! Put and read against plain maps: what was stored is what comes back.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use proptest::prelude::*;
+
+use super::support::{Dice, Vm, WAIT, init, open};
+use crate::{ErrorClass, Put, RepoError};
+
+#[derive(Debug, Clone)]
+struct Blob {
+    seed: u64,
+    len: usize,
+}
+
+fn blob() -> impl Strategy<Value = Blob> {
+    let len = prop_oneof![
+        8 => Just(4096_usize),
+        4 => 1..9000_usize,
+        1 => 60_000..70_000_usize,
+        1 => 65_530..65_540_usize,
+        1 => Just(300_000_usize),
+    ];
+    (0..40_u64, len).prop_map(|(seed, len)| Blob { seed, len })
+}
+
+/// Commits nothing but blobs: an empty checkpoint of VM "blobs".
+fn empty_manifest() -> crate::Manifest {
+    crate::Manifest {
+        vm: "blobs".into(),
+        time: jiff::Timestamp::now(),
+        parent: None,
+        ram: Vec::new(),
+        streams: Default::default(),
+        pages: Default::default(),
+        bytes_stored: 0,
+        vm_record: serde_json::Value::Null,
+        downtime_us: serde_json::Value::Null,
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn behaves_like_a_map(rounds in prop::collection::vec((any::<bool>(), prop::collection::vec(blob(), 0..60)), 1..5)) {
+        let dir = tempfile::tempdir().unwrap();
+        let mut repo = init(dir.path());
+        let mut twin: HashMap<_, Vec<u8>> = HashMap::new();
+        for (commit, blobs) in rounds {
+            let mut round = HashMap::new();
+            let mut writer = repo.begin(WAIT).unwrap();
+            for blob in blobs {
+                let bytes = Dice(blob.seed).bytes(blob.len);
+                let id = writer.hasher().id(&bytes);
+                let known = twin.contains_key(&id) || round.contains_key(&id);
+                prop_assert_eq!(writer.contains(&id), known);
+                let put = writer.put(id, &bytes).unwrap();
+                prop_assert_eq!(put, if known { Put::Duplicate } else { Put::New });
+                round.insert(id, bytes);
+            }
+            if commit {
+                writer.commit(empty_manifest()).unwrap();
+                twin.extend(round);
+            }
+        }
+        for mut repo in [repo, open(dir.path())] {
+            let reader = repo.reader(WAIT).unwrap();
+            for (id, bytes) in &twin {
+                prop_assert_eq!(&reader.read(id).unwrap(), bytes);
+            }
+            let wanted: Vec<_> = twin.keys().chain(twin.keys()).copied().zip(0..).collect();
+            let seen = Mutex::new(HashMap::new());
+            reader.read_sorted(wanted.clone(), 3, &|tag: u32, bytes| {
+                seen.lock().unwrap().insert(tag, bytes.to_vec());
+                Ok(())
+            }).unwrap();
+            let seen = seen.into_inner().unwrap();
+            prop_assert_eq!(seen.len(), wanted.len());
+            for (id, tag) in wanted {
+                prop_assert_eq!(&seen[&tag], &twin[&id]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_vm_comes_back_at_every_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    let mut dice = Dice(1);
+    let mut vm = Vm::new("a", 1300);
+    let mut taken = Vec::new();
+    for round in 0..50 {
+        vm.run(&mut dice, if round == 0 { 900 } else { 40 });
+        let id = vm.checkpoint(&mut repo).unwrap();
+        taken.push((id, vm.clone()));
+    }
+    let mut repo = open(dir.path());
+    for (id, vm) in &taken {
+        assert!(vm.compare(&mut repo, id).unwrap());
+    }
+    // 50 commits, but the index stays a few files.
+    assert!(std::fs::read_dir(dir.path().join("index")).unwrap().count() < 34);
+}
+
+#[test]
+fn what_was_not_committed_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    let mut writer = repo.begin(WAIT).unwrap();
+    for seed in 0..3000 {
+        let bytes = Dice(seed * 2 + 1).bytes(40_000);
+        let id = writer.hasher().id(&bytes);
+        writer.put(id, &bytes).unwrap();
+    }
+    drop(writer);
+    for folder in ["packs", "index", "manifests", "tmp", "locks"] {
+        let left = walk(&dir.path().join(folder));
+        assert!(left.is_empty(), "{left:?}");
+    }
+    assert!(repo.manifests().unwrap().is_empty());
+}
+
+fn walk(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => files.extend(walk(&path)),
+            false => files.push(path),
+        }
+    }
+    files
+}
+
+#[test]
+fn bytes_under_a_wrong_id_are_never_recorded() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    let mut writer = repo.begin(WAIT).unwrap();
+    let id = writer.hasher().id(b"one");
+    writer.put(id, b"two").unwrap();
+    let error = writer.commit(empty_manifest()).unwrap_err();
+    assert!(
+        matches!(error, RepoError::ContentMismatch { id: found } if found == id),
+        "{error}"
+    );
+    assert!(repo.manifests().unwrap().is_empty());
+    // Also with much behind it, and the error is told once.
+    let mut writer = repo.begin(WAIT).unwrap();
+    writer.put(id, b"two").unwrap();
+    let mut errors = Vec::new();
+    for seed in 0..2000 {
+        let bytes = Dice(seed).bytes(20_000);
+        let id = writer.hasher().id(&bytes);
+        errors.extend(writer.put(id, &bytes).err());
+    }
+    assert!(matches!(errors[0], RepoError::ContentMismatch { .. }));
+    assert!(
+        errors[1..]
+            .iter()
+            .all(|e| matches!(e, RepoError::WriterFailed))
+    );
+}
+
+#[test]
+fn empty_and_oversized_blobs_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    let mut writer = repo.begin(WAIT).unwrap();
+    let big = vec![1; crate::pack::BLOB_BYTES_MAX + 1];
+    for bytes in [&[][..], &big] {
+        let id = writer.hasher().id(bytes);
+        assert_eq!(
+            writer.put(id, bytes).unwrap_err().class(),
+            ErrorClass::BadRequest
+        );
+    }
+    let id = writer.hasher().id(&big[1..]);
+    writer.put(id, &big[1..]).unwrap();
+    writer.commit(empty_manifest()).unwrap();
+    assert!(repo.reader(WAIT).unwrap().read(&id).unwrap() == big[1..]);
+}

@@ -1,0 +1,229 @@
+//! Writing one checkpoint.
+
+use std::time::Duration;
+
+use stillframe_page::hash::{ContentHasher, ContentId};
+
+use crate::blobs::Blobs;
+use crate::error::RepoError;
+use crate::index::IdSet;
+use crate::index_file::{IndexFile, IndexedPack};
+use crate::ingest::Ingest;
+use crate::layout::FileKind;
+use crate::local::Area;
+use crate::lock::{Lock, LockKind};
+use crate::manifest::{CheckpointId, MANIFEST_BYTES_MAX, Manifest, Stream};
+use crate::pack::{BLOB_BYTES_MAX, FileHash};
+use crate::repository::Repository;
+use crate::sealed_file::seal_file;
+
+/// Length of the pieces a stream is cut into.
+pub const PIECE_BYTES: usize = 4096;
+
+/// What [`Writer::put`] did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Put {
+    /// The blob is new and will be stored.
+    New,
+    /// The repository, or this writer, has it already.
+    Duplicate,
+}
+
+/// A checkpoint that was recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Committed {
+    /// Its id.
+    pub id: CheckpointId,
+    /// Bytes the repository grew by, manifest included.
+    pub bytes_stored: u64,
+}
+
+/// Writes one checkpoint. Dropped without [`Writer::commit`], nothing happened: what it wrote is
+/// removed, or by the next prune if that fails.
+pub struct Writer<'a> {
+    repository: &'a mut Repository,
+    lock: Lock,
+    hasher: ContentHasher,
+    fresh: IdSet,
+    ingest: Option<Ingest>,
+    bytes_stored: u64,
+}
+
+impl<'a> Writer<'a> {
+    pub(crate) fn begin(
+        repository: &'a mut Repository,
+        wait: Duration,
+    ) -> Result<Writer<'a>, RepoError> {
+        let lock = Lock::take(&repository.store, LockKind::Shared, wait)?;
+        repository.refresh_index()?;
+        Ok(Writer {
+            hasher: repository.hasher(),
+            lock,
+            fresh: IdSet::default(),
+            ingest: None,
+            bytes_stored: 0,
+            repository,
+        })
+    }
+
+    /// Whether there is a checkpoint of this id. While this writer lives it cannot go away.
+    pub fn has_manifest(&self, id: &CheckpointId) -> Result<bool, RepoError> {
+        self.repository.has_manifest(id)
+    }
+
+    /// Whether a blob is in the repository or was put by this writer.
+    pub fn contains(&self, id: &ContentId) -> bool {
+        self.fresh.contains(id) || self.repository.index.contains(id)
+    }
+
+    /// The hasher that makes this repository's ids.
+    pub fn hasher(&self) -> &ContentHasher {
+        &self.hasher
+    }
+
+    /// The blobs committed before this writer began (not its own).
+    pub fn blobs(&self) -> Blobs<'_> {
+        self.repository.blobs()
+    }
+
+    /// Stores a blob of 1 byte to 32 MiB under its id. A failure to write may be told by a later
+    /// call; after an error the writer can only be dropped.
+    pub fn put(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
+        if self.contains(&id) {
+            return Ok(Put::Duplicate);
+        }
+        if bytes.is_empty() || bytes.len() > BLOB_BYTES_MAX {
+            return Err(RepoError::BlobSize {
+                bytes: bytes.len(),
+                max: BLOB_BYTES_MAX,
+            });
+        }
+        let ingest = match &mut self.ingest {
+            Some(ingest) => ingest,
+            // A checkpoint in which nothing changed starts no threads.
+            none => none.insert(Ingest::start(
+                self.repository.store.clone(),
+                self.repository.keys.clone(),
+            )?),
+        };
+        ingest.add(id, bytes)?;
+        self.fresh.insert(id);
+        Ok(Put::New)
+    }
+
+    /// Stores a byte string in pieces of 4 KiB, so that the parts that stay the same from
+    /// checkpoint to checkpoint are stored once; the ids of the pieces.
+    pub fn put_stream(&mut self, bytes: &[u8]) -> Result<Vec<ContentId>, RepoError> {
+        bytes
+            .chunks(PIECE_BYTES)
+            .map(|piece| {
+                let id = self.hasher.id(piece);
+                self.put(id, piece).map(|_| id)
+            })
+            .collect()
+    }
+
+    /// As [`Writer::put_stream`], in the form a manifest takes.
+    pub fn put_whole_stream(&mut self, bytes: &[u8]) -> Result<Stream, RepoError> {
+        Ok(Stream {
+            bytes: bytes.len() as u64,
+            pieces: self.put_stream(bytes)?,
+        })
+    }
+
+    /// Bytes written so far; what is still in memory is not counted.
+    pub fn bytes_stored(&self) -> u64 {
+        self.ingest.as_ref().map_or(0, Ingest::stored_bytes)
+    }
+
+    /// Records the checkpoint. When this returns, it is on disk: packs first, then the index file
+    /// that tells of them, then the manifest, each made durable before the next is begun. Sets
+    /// `manifest.bytes_stored`.
+    pub fn commit(mut self, manifest: Manifest) -> Result<Committed, RepoError> {
+        let packs = match self.ingest.take() {
+            Some(ingest) => ingest.finish()?,
+            None => Vec::new(),
+        };
+        if let Err(error) = self.lock.assert_held() {
+            discard(self.repository, &packs);
+            return Err(error);
+        }
+        // Once an index file may tell of the packs they stay, whatever happens after: they are
+        // whole and durable, and another writer may already count on them.
+        self.record_packs(packs)?;
+        let id = self.record_manifest(manifest)?;
+        // From here on the checkpoint exists; merging index files is housekeeping.
+        crate::compact::merge_small_index_files(self.repository, &self.lock);
+        Ok(Committed {
+            id,
+            bytes_stored: self.bytes_stored,
+        })
+    }
+
+    fn record_packs(&mut self, packs: Vec<IndexedPack>) -> Result<(), RepoError> {
+        if packs.is_empty() {
+            return Ok(());
+        }
+        let repository = &mut *self.repository;
+        for entry in &packs {
+            self.bytes_stored += entry.directory.file_bytes();
+        }
+        let contents = IndexFile {
+            supersedes: Vec::new(),
+            packs,
+        };
+        let file = seal_file(FileKind::Index, &repository.keys, contents.encode())?;
+        let name = FileHash::of(&file);
+        repository
+            .store
+            .create(Area::Index, &name.to_string(), &file)?;
+        self.bytes_stored += file.len() as u64;
+        repository
+            .index
+            .add_file(name, &contents, file.len() as u64);
+        Ok(())
+    }
+
+    fn record_manifest(&mut self, mut manifest: Manifest) -> Result<CheckpointId, RepoError> {
+        let repository = &*self.repository;
+        manifest.bytes_stored = self.bytes_stored;
+        let body = manifest
+            .encode()
+            .map_err(|what| RepoError::BadManifest { what })?;
+        let file = seal_file(FileKind::Manifest, &repository.keys, body)?;
+        if file.len() as u64 > MANIFEST_BYTES_MAX {
+            let what = format!("it is {} bytes long", file.len());
+            return Err(RepoError::BadManifest { what });
+        }
+        let id = CheckpointId(repository.keys.checkpoint_id(&file));
+        self.lock.assert_held()?;
+        repository
+            .store
+            .create(Area::Manifests, &id.to_hex(), &file)?;
+        self.bytes_stored += file.len() as u64;
+        Ok(id)
+    }
+}
+
+/// Removes packs no index file tells of. What cannot be removed now, prune removes.
+fn discard(repository: &Repository, packs: &[IndexedPack]) {
+    for entry in packs {
+        let _ = repository
+            .store
+            .remove(Area::Packs, &entry.pack.to_string());
+    }
+}
+
+impl Drop for Writer<'_> {
+    fn drop(&mut self) {
+        if let Some(ingest) = self.ingest.take() {
+            discard(self.repository, &ingest.abandon());
+        }
+    }
+}
+
+impl<'a> From<&'a Writer<'_>> for Blobs<'a> {
+    fn from(writer: &'a Writer<'_>) -> Blobs<'a> {
+        writer.blobs()
+    }
+}
