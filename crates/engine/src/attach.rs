@@ -107,7 +107,11 @@ impl Vm {
     /// Whether the tracked RAM blocks are still the VM's: a hot-plug changes them, and a reset may
     /// resize the small ones.
     pub(crate) fn tracks(&self, ram: &[RamBlock]) -> bool {
-        self.tracker.blocks().iter().map(|tracked| &tracked.ram).eq(ram)
+        self.tracker
+            .blocks()
+            .iter()
+            .map(|tracked| &tracked.ram)
+            .eq(ram)
     }
 
     /// Ends tracking; QEMU is left as it was found.

@@ -12,26 +12,24 @@ use serde::Serialize;
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::device_state::{self, DeviceStateError};
 use stillframe_qemu::monitor::MonitorError;
-use stillframe_qemu::record::{RecordError, VmRecord};
+use stillframe_qemu::record::VmRecord;
 use stillframe_repo::table::TableEditor;
-use stillframe_repo::{
-    Manifest, PageCounts, RamTable, RepoError, Repository, Stream, Writer,
-};
+use stillframe_repo::{Manifest, PageCounts, RamTable, RepoError, Repository, Writer};
 use stillframe_sys::memfd::{Access, Memfd, MemfdError};
 use thiserror::Error;
 
 use crate::attach::{Parent, Vm};
+use crate::capture::DowntimeRecord;
 use crate::capture::block::{BlockError, PAGE_BYTES};
 use crate::capture::ingest::{BATCH_PAGES, Ingest, Page};
 use crate::capture::pause::{Pause, PauseError};
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{self, Collected, TrackerError};
-use crate::capture::DowntimeRecord;
 use crate::verify::{Image, VerifyError, VerifyReport};
 use crate::{Progress, ProgressSink};
 
 /// Device state is some hundred KiB; a stream beyond this is not one. In bytes.
-const DEVICE_STATE_BYTES_MAX: u64 = 1 << 30;
+pub(crate) const DEVICE_STATE_BYTES_MAX: u64 = 1 << 30;
 /// Room on the stage beyond what the last pause needed, in pages.
 const RESERVE_PAGES: u64 = 1024;
 /// The name of the device state among a manifest's streams.
@@ -97,9 +95,6 @@ pub enum CheckpointError {
     /// QEMU refused something.
     #[error("QEMU failed a command")]
     Monitor(#[from] MonitorError),
-    /// The VM cannot be described.
-    #[error("cannot record the VM's configuration")]
-    Record(#[from] RecordError),
     /// Tracking failed.
     #[error("cannot capture the VM's memory")]
     Tracker(#[from] TrackerError),
@@ -169,7 +164,11 @@ impl Vm {
         let roots = manifest.ram.iter().map(|table| table.root).collect();
         let committed = writer.commit(manifest.clone())?;
         self.tracker.committed();
-        self.parent = Some(Parent { id: committed.id, repository: repository_id, roots });
+        self.parent = Some(Parent {
+            id: committed.id,
+            repository: repository_id,
+            roots,
+        });
         let verify = match &paused.image {
             Some(image) => {
                 let mut reader = repository.reader(options.lock_wait)?;
@@ -220,13 +219,23 @@ impl Vm {
         let tables = blocks
             .map(|(index, tracked)| match &parent {
                 Some(parent) => {
-                    TableEditor::from_root(writer, &parent.roots[index], tracked.block.pages())
+                    TableEditor::from_root(writer, parent.roots[index], tracked.block.pages())
                 }
                 None => Ok(TableEditor::new(tracked.block.pages())),
             })
             .collect::<Result<Vec<_>, _>>()?;
-        let counts = PageCounts { total: self.tracker.pages(), ..PageCounts::default() };
-        Ok(Draft { record, parent, hasher, tables, counts, copied: Copied::default() })
+        let counts = PageCounts {
+            total: self.tracker.pages(),
+            ..PageCounts::default()
+        };
+        Ok(Draft {
+            record,
+            parent,
+            hasher,
+            tables,
+            counts,
+            copied: Copied::default(),
+        })
     }
 
     /// All copying, while the guest runs and in the pause, and the way of the copies into the
@@ -274,16 +283,23 @@ impl Vm {
         let mut buffer = vec![0u8; BATCH_PAGES * PAGE_BYTES as usize];
         for (index, ranges) in populated.iter().enumerate() {
             for batch in batches(ranges) {
-                let pages = batch.iter().map(|range| range.end - range.start).sum::<u64>();
+                let pages = batch
+                    .iter()
+                    .map(|range| range.end - range.start)
+                    .sum::<u64>();
                 let bytes = &mut buffer[..(pages * PAGE_BYTES) as usize];
                 let mut into = split(bytes, &batch);
                 self.tracker.blocks()[index].block.read(&mut into, &batch)?;
                 let numbers = batch.iter().flat_map(Clone::clone);
-                let pages: Vec<Page<'_>> =
-                    numbers.zip(bytes.chunks_exact(PAGE_BYTES as usize)).collect();
+                let pages: Vec<Page<'_>> = numbers
+                    .zip(bytes.chunks_exact(PAGE_BYTES as usize))
+                    .collect();
                 draft.store(&mut self.tracker, writer, index, &pages)?;
                 draft.copied.full_pass += pages.len() as u64;
-                progress(Progress::FullPass { done: draft.copied.full_pass, total });
+                progress(Progress::FullPass {
+                    done: draft.copied.full_pass,
+                    total,
+                });
             }
         }
         Ok(())
@@ -329,7 +345,12 @@ impl Vm {
         draft.copied.pause = pages;
         let device_state = memfd.read_all(DEVICE_STATE_BYTES_MAX)?;
         device_state::validate(&device_state)?;
-        Ok(Paused { downtime, time, device_state, image })
+        Ok(Paused {
+            downtime,
+            time,
+            device_state,
+            image,
+        })
     }
 
     fn ingest(
@@ -363,7 +384,14 @@ impl Draft {
         pages: &[Page<'_>],
     ) -> Result<(), RepoError> {
         let (tables, counts, hasher) = (&mut self.tables, &mut self.counts, &self.hasher);
-        Ingest { writer, tables, counts, tracker, hasher }.batch(block, pages)
+        Ingest {
+            writer,
+            tables,
+            counts,
+            tracker,
+            hasher,
+        }
+        .batch(block, pages)
     }
 
     /// Stores the page tables and the device state, and describes it all.
@@ -382,10 +410,7 @@ impl Draft {
                 root: table.finish(writer)?,
             });
         }
-        let stream = Stream {
-            bytes: paused.device_state.len() as u64,
-            pieces: writer.put_stream(&paused.device_state)?,
-        };
+        let stream = writer.put_whole_stream(&paused.device_state)?;
         Ok(Manifest {
             vm: self.record.label.clone(),
             time: paused.time,

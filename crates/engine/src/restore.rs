@@ -18,7 +18,7 @@ use thiserror::Error;
 
 use crate::ProgressSink;
 use crate::capture::block::BlockError;
-use crate::checkpoint::DEVICE_STATE;
+use crate::checkpoint::{DEVICE_STATE, DEVICE_STATE_BYTES_MAX};
 use crate::populate::eager::{self, PopulateError};
 use crate::verify::{Image, VerifyError, VerifyReport};
 
@@ -97,7 +97,9 @@ pub enum RestoreError {
     #[error(transparent)]
     Verify(#[from] VerifyError),
     /// The comparison found differences.
-    #[error("{differing} pages of the restored memory differ from the checkpoint; the new VM was ended before it ran")]
+    #[error(
+        "{differing} pages of the restored memory differ from the checkpoint; the new VM was ended before it ran"
+    )]
     Differs {
         /// How many.
         differing: u64,
@@ -136,18 +138,21 @@ pub fn restore(
     let state = device_state(id, &manifest, &record, &reader)?;
     let plan = launch::plan(&record, &options.launch)?;
     let mut launched = launch::start(&plan, &options.launch, START_LIMIT)?;
-    let filled = fill(&mut launched, &manifest, &state, &mut reader, options, &hasher, progress);
-    let (pages, verify) = match filled {
-        Ok(filled) => filled,
-        Err(error) => {
-            launched.abandon();
-            return Err(error);
-        }
-    };
+    // Dropped on an error, it ends the new QEMU.
+    let (pages, verify) = fill(
+        &mut launched,
+        &manifest,
+        &state,
+        &mut reader,
+        options,
+        &hasher,
+        progress,
+    )?;
+    let (process, _) = launched.keep();
     Ok(RestoreReport {
         checkpoint: id.to_string(),
         vm: manifest.vm,
-        pid: launched.process.pid(),
+        pid: process.pid(),
         qmp: options.launch.qmp.clone(),
         running: !options.paused,
         pages,
@@ -163,11 +168,14 @@ fn device_state(
     record: &VmRecord,
     reader: &Reader<'_>,
 ) -> Result<Vec<u8>, RestoreError> {
-    let stream = manifest.streams.get(DEVICE_STATE).ok_or_else(|| RestoreError::Manifest {
-        checkpoint: id.to_string(),
-        what: "it has no device state".to_owned(),
-    })?;
-    let raw = reader.read_stream(stream)?;
+    let stream = manifest
+        .streams
+        .get(DEVICE_STATE)
+        .ok_or_else(|| RestoreError::Manifest {
+            checkpoint: id.to_string(),
+            what: "it has no device state".to_owned(),
+        })?;
+    let raw = reader.read_stream(stream, DEVICE_STATE_BYTES_MAX)?;
     Ok(device_state::wrap(&raw, &record.identity.machine)?)
 }
 
@@ -185,10 +193,16 @@ fn fill(
     let pages = eager::populate(&launched.process, &blocks, &manifest.ram, reader, progress)?;
     launch::load_device_state(launched, state, LOAD_LIMIT)?;
     let verify = match options.verify {
-        true => Some(Image::take(blocks.iter(), hasher)?.compare(reader, &manifest.ram, progress)?),
+        true => {
+            Some(Image::take(blocks.iter(), hasher)?.compare(reader, &manifest.ram, progress)?)
+        }
         false => None,
     };
-    if let Some(differing) = verify.as_ref().map(|report| report.differing).filter(|&n| n > 0) {
+    if let Some(differing) = verify
+        .as_ref()
+        .map(|report| report.differing)
+        .filter(|&n| n > 0)
+    {
         return Err(RestoreError::Differs { differing });
     }
     if !options.paused {

@@ -67,8 +67,9 @@ impl Image {
                 let pages = CHUNK_PAGES.min(block.pages() - page);
                 let bytes = &mut buffer[..(pages * PAGE_BYTES) as usize];
                 block.read_slowly(page, bytes)?;
-                let chunk: Vec<Page<'_>> =
-                    (page..).zip(bytes.chunks_exact(PAGE_BYTES as usize)).collect();
+                let chunk: Vec<Page<'_>> = (page..)
+                    .zip(bytes.chunks_exact(PAGE_BYTES as usize))
+                    .collect();
                 ids.extend(hash_all(hasher, &chunk));
                 page += pages;
             }
@@ -85,14 +86,21 @@ impl Image {
         progress: ProgressSink<'_>,
     ) -> Result<VerifyReport, VerifyError> {
         let total = self.blocks.iter().map(|(_, ids)| ids.len() as u64).sum();
-        let mut report = VerifyReport { pages: 0, differing: 0, first: Vec::new() };
+        let mut report = VerifyReport {
+            pages: 0,
+            differing: 0,
+            first: Vec::new(),
+        };
         for (name, ids) in &self.blocks {
             let pages = ids.len() as u64;
             let table = tables
                 .iter()
                 .find(|table| table.name == *name && table.pages == pages)
-                .ok_or_else(|| VerifyError::NoTable { block: name.clone(), pages })?;
-            table::read_table(reader, &table.root, pages, |page, stored| {
+                .ok_or_else(|| VerifyError::NoTable {
+                    block: name.clone(),
+                    pages,
+                })?;
+            table::read_table(&*reader, &table.root, pages, |page, stored| {
                 let stored = match stored {
                     PageRef::Zero => None,
                     PageRef::Stored(id) => Some(id),
@@ -105,7 +113,10 @@ impl Image {
                     }
                 }
                 if report.pages.is_multiple_of(1 << 16) {
-                    progress(Progress::Verifying { done: report.pages, total });
+                    progress(Progress::Verifying {
+                        done: report.pages,
+                        total,
+                    });
                 }
             })?;
         }

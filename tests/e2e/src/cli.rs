@@ -33,7 +33,9 @@ pub fn binary() -> Result<PathBuf> {
 impl Stillframe {
     /// Uses the repository at `repository`, which may not exist yet.
     pub fn at(repository: &Path) -> Stillframe {
-        Stillframe { repository: repository.to_owned() }
+        Stillframe {
+            repository: repository.to_owned(),
+        }
     }
 
     /// Creates the repository.
@@ -63,7 +65,9 @@ impl Stillframe {
 
     /// Runs to the end, whatever it is.
     pub fn run(&self, arguments: &[&str]) -> Result<Output> {
-        self.command(arguments)?.output().with_context(|| arguments.join(" "))
+        self.command(arguments)?
+            .output()
+            .with_context(|| arguments.join(" "))
     }
 
     /// Runs, and fails unless it succeeds. Returns standard output.
@@ -93,7 +97,9 @@ impl Stillframe {
         let mut arguments = arguments.to_vec();
         arguments.push("--json");
         let text = self.ok(&arguments)?;
-        text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
+        text.lines()
+            .map(|line| Ok(serde_json::from_str(line)?))
+            .collect()
     }
 
     /// Runs, expects this exit code, and returns standard error.
@@ -108,7 +114,10 @@ impl Stillframe {
             );
         }
         if !stderr.contains("error: ") {
-            bail!("stillframe {} failed without a clear error: {stderr}", arguments.join(" "));
+            bail!(
+                "stillframe {} failed without a clear error: {stderr}",
+                arguments.join(" ")
+            );
         }
         Ok(stderr)
     }

@@ -14,16 +14,31 @@ const INCREMENTS: usize = 10;
 /// Boots, checkpoints, kills, restores. `began` is when the whole demo did, build included.
 pub fn run(began: Option<Duration>) -> Result<()> {
     let start = Instant::now();
-    let folder = tempfile::Builder::new().prefix("stillframe-demo-").tempdir()?;
+    let folder = tempfile::Builder::new()
+        .prefix("stillframe-demo-")
+        .tempdir()?;
     println!("A repository for checkpoints, encrypted from the first byte:");
     println!("  $ stillframe init");
     let stillframe = Stillframe::init(&folder.path().join("repository"))?;
     println!("\nA QEMU with no special flags boots a Linux guest that checks its own memory ...");
-    let workload = Workload { mib: 64, pattern: "mixed", tick_ms: 200, writes_per_tick: 400, share: 8 };
-    let setup = Setup { ram_mib: 512, workload, ..Setup::new(Kind::Private) };
+    let workload = Workload {
+        mib: 64,
+        pattern: "mixed",
+        tick_ms: 200,
+        writes_per_tick: 400,
+        share: 8,
+    };
+    let setup = Setup {
+        ram_mib: 512,
+        workload,
+        ..Setup::new(Kind::Private)
+    };
     let mut guest = setup.boot()?;
     let pid = guest.pid_text();
-    println!("  pid {pid}, and it says: {}", last_line(&guest.serial.text()));
+    println!(
+        "  pid {pid}, and it says: {}",
+        last_line(&guest.serial.text())
+    );
 
     let count = (INCREMENTS + 1).to_string();
     println!("\n  $ stillframe watch --pid {pid} --every 2s --count {count}");
@@ -31,13 +46,19 @@ pub fn run(began: Option<Duration>) -> Result<()> {
         stillframe.json_lines(&["watch", "--pid", &pid, "--every", "2s", "--count", &count])?;
     print_table(&checkpoints)?;
     guest.serial.wait_more(2, Duration::from_secs(60))?;
-    println!("\nThe guest did not notice: {}", last_line(&guest.serial.text()));
+    println!(
+        "\nThe guest did not notice: {}",
+        last_line(&guest.serial.text())
+    );
     guest.kill()?;
     println!("Now QEMU is killed. Three of its checkpoints come back to life, each in a new QEMU:");
 
     for at in [0, checkpoints.len() / 2, checkpoints.len() - 1] {
         let id = text(&checkpoints[at], "checkpoint")?;
-        println!("\n  $ stillframe restore {} --qmp ... --serial file:...", short(id));
+        println!(
+            "\n  $ stillframe restore {} --qmp ... --serial file:...",
+            short(id)
+        );
         let restored = Restored::start(&stillframe, id, folder.path(), &[])?;
         let ticks = restored.serial.wait_ticks(20, Duration::from_secs(120))?;
         let (first, last) = (&ticks[0], &ticks[ticks.len() - 1]);
@@ -47,7 +68,9 @@ pub fn run(began: Option<Duration>) -> Result<()> {
         );
     }
     stillframe.ok(&["check", "--read-data"])?;
-    println!("\n  $ stillframe check --read-data\n  every byte of the repository is as it was written.");
+    println!(
+        "\n  $ stillframe check --read-data\n  every byte of the repository is as it was written."
+    );
     let took = began.unwrap_or_default() + start.elapsed();
     println!("\nDone in {:.0} s.", took.as_secs_f64());
     record(took, &checkpoints)
@@ -97,7 +120,9 @@ fn print_table(checkpoints: &[Value]) -> Result<()> {
 }
 
 fn text<'v>(value: &'v Value, name: &str) -> Result<&'v str> {
-    value[name].as_str().with_context(|| format!("no {name} in {value}"))
+    value[name]
+        .as_str()
+        .with_context(|| format!("no {name} in {value}"))
 }
 
 fn short(id: &str) -> &str {

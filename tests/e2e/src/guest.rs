@@ -86,7 +86,13 @@ pub struct Workload {
 
 impl Default for Workload {
     fn default() -> Workload {
-        Workload { mib: 24, pattern: "mixed", tick_ms: 100, writes_per_tick: 200, share: 8 }
+        Workload {
+            mib: 24,
+            pattern: "mixed",
+            tick_ms: 100,
+            writes_per_tick: 200,
+            share: 8,
+        }
     }
 }
 
@@ -106,7 +112,12 @@ pub struct Setup {
 impl Setup {
     /// A small guest of this kind.
     pub fn new(kind: Kind) -> Setup {
-        Setup { kind, ram_mib: 192, workload: Workload::default(), extra: Vec::new() }
+        Setup {
+            kind,
+            ram_mib: 192,
+            workload: Workload::default(),
+            extra: Vec::new(),
+        }
     }
 
     fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
@@ -123,7 +134,14 @@ impl Setup {
             format!("file:{}", path("serial")),
         ];
         let mut add = |words: &[&str]| arguments.extend(words.iter().map(|&word| word.to_owned()));
-        let ram = format!("{}M", if self.kind == Kind::FiveGib { 5120 } else { self.ram_mib });
+        let ram = format!(
+            "{}M",
+            if self.kind == Kind::FiveGib {
+                5120
+            } else {
+                self.ram_mib
+            }
+        );
         add(&["-m", &ram]);
         match self.kind {
             Kind::Private | Kind::Console | Kind::FiveGib => add(&["-machine", "q35"]),
@@ -133,18 +151,23 @@ impl Setup {
             }
             Kind::FileShared => {
                 let file = format!("/dev/shm/stillframe-{}", folder_name(folder));
-                let object = format!("memory-backend-file,id=mem,size={ram},mem-path={file},share=on");
+                let object =
+                    format!("memory-backend-file,id=mem,size={ram},mem-path={file},share=on");
                 add(&["-machine", "q35,memory-backend=mem", "-object", &object]);
             }
             Kind::Pc => add(&["-machine", "pc"]),
             Kind::TwoCpus => add(&["-machine", "q35", "-smp", "2"]),
             Kind::Sandbox => {
-                let filter = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+                let filter =
+                    "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
                 add(&["-machine", "q35", "-sandbox", filter]);
             }
             Kind::KvmBootSector => {
                 let image = guests()?.join("boot-sector.img");
-                let drive = format!("file={},format=raw,if=ide,readonly=off,snapshot=on", image.display());
+                let drive = format!(
+                    "file={},format=raw,if=ide,readonly=off,snapshot=on",
+                    image.display()
+                );
                 add(&["-machine", "pc", "-accel", "kvm", "-drive", &drive]);
             }
         }
@@ -152,7 +175,10 @@ impl Setup {
             add(&["-accel", "tcg"]);
             let guests = guests()?;
             add(&["-kernel", &guests.join("vmlinuz").display().to_string()]);
-            add(&["-initrd", &guests.join("initramfs.cpio").display().to_string()]);
+            add(&[
+                "-initrd",
+                &guests.join("initramfs.cpio").display().to_string(),
+            ]);
             add(&["-append", &self.kernel_command_line()]);
         }
         arguments.extend(self.extra.iter().cloned());
@@ -160,8 +186,18 @@ impl Setup {
     }
 
     fn kernel_command_line(&self) -> String {
-        let Workload { mib, pattern, tick_ms, writes_per_tick, share } = &self.workload;
-        let scroll = if self.kind == Kind::Console { ",--scroll-lines=20" } else { "" };
+        let Workload {
+            mib,
+            pattern,
+            tick_ms,
+            writes_per_tick,
+            share,
+        } = &self.workload;
+        let scroll = if self.kind == Kind::Console {
+            ",--scroll-lines=20"
+        } else {
+            ""
+        };
         format!(
             "console=ttyS0 quiet panic=-1 sf.args=--mib={mib},--pattern={pattern},--tick-ms={tick_ms},\
              --writes-per-tick={writes_per_tick},--share={share}{scroll}"
@@ -170,7 +206,9 @@ impl Setup {
 
     /// Starts it, without waiting for it to boot.
     pub fn start(&self) -> Result<Guest> {
-        let folder = tempfile::Builder::new().prefix("stillframe-e2e-").tempdir()?;
+        let folder = tempfile::Builder::new()
+            .prefix("stillframe-e2e-")
+            .tempdir()?;
         let arguments = self.arguments(folder.path())?;
         let log = fs::File::create(folder.path().join("qemu.log"))?;
         let process = Command::new("qemu-system-x86_64")
@@ -181,7 +219,12 @@ impl Setup {
             .spawn()
             .context("cannot start qemu-system-x86_64; `cargo xtask setup` installs it")?;
         let serial = Serial::new(&folder.path().join("serial"));
-        let mut guest = Guest { kind: self.kind, process, folder, serial };
+        let mut guest = Guest {
+            kind: self.kind,
+            process,
+            folder,
+            serial,
+        };
         if let Err(error) = Qmp::connect(&guest.qmp_path()) {
             let log = fs::read_to_string(guest.folder.path().join("qemu.log")).unwrap_or_default();
             let _ = guest.process.kill();
@@ -284,7 +327,11 @@ impl Restored {
         arguments.extend(more);
         let report = stillframe.json(&arguments)?;
         let pid = report["pid"].as_i64().context("restore printed no pid")? as i32;
-        Ok(Restored { pid, qmp, serial: Serial::new(&serial) })
+        Ok(Restored {
+            pid,
+            qmp,
+            serial: Serial::new(&serial),
+        })
     }
 
     /// Its monitor.
@@ -315,11 +362,17 @@ pub fn guests() -> Result<PathBuf> {
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guests"),
         PathBuf::from,
     );
-    folder
-        .canonicalize()
-        .with_context(|| format!("no guests at {}: run `cargo xtask guests`", folder.display()))
+    folder.canonicalize().with_context(|| {
+        format!(
+            "no guests at {}: run `cargo xtask guests`",
+            folder.display()
+        )
+    })
 }
 
 fn folder_name(folder: &Path) -> String {
-    folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+    folder
+        .file_name()
+        .map(|name| name.to_string_lossy().into_owned())
+        .unwrap_or_default()
 }

@@ -44,23 +44,38 @@ impl Image {
 
     /// Pages in all.
     pub fn pages(&self) -> u64 {
-        self.blocks.iter().map(|(_, bytes)| (bytes.len() / PAGE_BYTES) as u64).sum()
+        self.blocks
+            .iter()
+            .map(|(_, bytes)| (bytes.len() / PAGE_BYTES) as u64)
+            .sum()
     }
 
     /// Pages that differ, as `block page`.
     pub fn differing(&self, other: &Image) -> Result<Vec<String>> {
         let mut differing = Vec::new();
         if self.blocks.len() != other.blocks.len() {
-            bail!("{} RAM blocks against {}", self.blocks.len(), other.blocks.len());
+            bail!(
+                "{} RAM blocks against {}",
+                self.blocks.len(),
+                other.blocks.len()
+            );
         }
         for (name, mine) in &self.blocks {
             let Some((_, theirs)) = other.blocks.iter().find(|(other, _)| other == name) else {
                 bail!("RAM block {name} is missing");
             };
             if mine.len() != theirs.len() {
-                bail!("RAM block {name} has {} bytes against {}", mine.len(), theirs.len());
+                bail!(
+                    "RAM block {name} has {} bytes against {}",
+                    mine.len(),
+                    theirs.len()
+                );
             }
-            for (page, (a, b)) in mine.chunks(PAGE_BYTES).zip(theirs.chunks(PAGE_BYTES)).enumerate() {
+            for (page, (a, b)) in mine
+                .chunks(PAGE_BYTES)
+                .zip(theirs.chunks(PAGE_BYTES))
+                .enumerate()
+            {
                 if a != b {
                     differing.push(format!("{name} {page}"));
                 }

@@ -29,7 +29,10 @@ impl Qmp {
             }
         };
         stream.set_read_timeout(Some(Duration::from_secs(120)))?;
-        let mut qmp = Qmp { reader: BufReader::new(stream), events: Vec::new() };
+        let mut qmp = Qmp {
+            reader: BufReader::new(stream),
+            events: Vec::new(),
+        };
         let greeting = qmp.line()?;
         if greeting.get("QMP").is_none() {
             bail!("{} did not greet as QMP: {greeting}", path.display());
@@ -80,7 +83,9 @@ impl Qmp {
             }
             self.reader.get_ref().set_read_timeout(Some(left))?;
             let line = self.line();
-            self.reader.get_ref().set_read_timeout(Some(Duration::from_secs(120)))?;
+            self.reader
+                .get_ref()
+                .set_read_timeout(Some(Duration::from_secs(120)))?;
             let line = line?;
             if line.get("event").is_some() {
                 self.events.push(line);

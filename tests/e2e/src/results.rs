@@ -39,7 +39,9 @@ pub fn commit() -> String {
 
 /// The folder of a bench; made if missing.
 pub fn folder(bench: &str) -> Result<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results").join(bench);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../docs/results")
+        .join(bench);
     fs::create_dir_all(&folder)?;
     Ok(folder.canonicalize()?)
 }

@@ -24,7 +24,9 @@ pub struct Tick {
 impl Serial {
     /// The file that QEMU writes.
     pub fn new(path: &Path) -> Serial {
-        Serial { path: path.to_owned() }
+        Serial {
+            path: path.to_owned(),
+        }
     }
 
     /// Where it is.
@@ -53,7 +55,10 @@ impl Serial {
                 && words.next() == Some("sum")
                 && let Some(sum) = words.next()
             {
-                ticks.push(Tick { number, sum: sum.to_owned() });
+                ticks.push(Tick {
+                    number,
+                    sum: sum.to_owned(),
+                });
             }
         }
         Ok(ticks)
@@ -69,8 +74,18 @@ impl Serial {
             }
             if Instant::now() > deadline {
                 let text = self.text();
-                let tail: String = text.chars().rev().take(600).collect::<Vec<_>>().into_iter().rev().collect();
-                bail!("{} ticks instead of {count} after {limit:?}; the end of it: {tail}", ticks.len());
+                let tail: String = text
+                    .chars()
+                    .rev()
+                    .take(600)
+                    .collect::<Vec<_>>()
+                    .into_iter()
+                    .rev()
+                    .collect();
+                bail!(
+                    "{} ticks instead of {count} after {limit:?}; the end of it: {tail}",
+                    ticks.len()
+                );
             }
             std::thread::sleep(Duration::from_millis(20));
         }

@@ -9,6 +9,7 @@
 //! Small blocks (VGA memory, firmware, ACPI tables) are anonymous even where main RAM is shared.
 
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
@@ -50,6 +51,15 @@ pub enum BlockError {
     /// Reading QEMU's mappings failed.
     #[error("cannot see the memory of QEMU")]
     Process(#[from] ProcessError),
+    /// Reading the file behind a shared block failed.
+    #[error("cannot read the file behind RAM block {block}")]
+    File {
+        /// The block's name.
+        block: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// Reading or writing failed.
     #[error("cannot reach RAM block {block}")]
     Memory {
@@ -63,7 +73,11 @@ pub enum BlockError {
 
 #[derive(Debug)]
 enum Backing {
-    Shared { file: File, file_offset: u64, mapping: SharedMapping },
+    Shared {
+        file: File,
+        file_offset: u64,
+        mapping: SharedMapping,
+    },
     PrivateAnonymous(RemoteMemory),
     PrivateFile(RemoteMemory),
 }
@@ -87,11 +101,19 @@ impl Block {
     ) -> Result<Block, BlockError> {
         let name = ram.name.clone();
         if ram.used_bytes == 0 || !ram.used_bytes.is_multiple_of(PAGE_BYTES) {
-            return Err(BlockError::Odd { block: name, bytes: ram.used_bytes });
+            return Err(BlockError::Odd {
+                block: name,
+                bytes: ram.used_bytes,
+            });
         }
-        let range = AddressRange { start: ram.address, end: ram.address + ram.used_bytes };
-        let parts = covering(mappings, range)
-            .map_err(|address| BlockError::NotMapped { block: name.clone(), address })?;
+        let range = AddressRange {
+            start: ram.address,
+            end: ram.address + ram.used_bytes,
+        };
+        let parts = covering(mappings, range).map_err(|address| BlockError::NotMapped {
+            block: name.clone(),
+            address,
+        })?;
         let first = parts[0];
         let backing = if parts.iter().any(|part| part.shared) {
             if !one_file(&parts) {
@@ -100,14 +122,26 @@ impl Block {
             let file = process.open_mapping(first, writable)?;
             let file_offset = first.file_offset + (range.start - first.range.start);
             let mapping = SharedMapping::map(&file, file_offset, ram.used_bytes, writable)
-                .map_err(|source| BlockError::Memory { block: name.clone(), source })?;
-            Backing::Shared { file, file_offset, mapping }
+                .map_err(|source| BlockError::Memory {
+                    block: name.clone(),
+                    source,
+                })?;
+            Backing::Shared {
+                file,
+                file_offset,
+                mapping,
+            }
         } else if parts.iter().all(|part| part.inode == 0) {
             Backing::PrivateAnonymous(RemoteMemory::open(process))
         } else {
             Backing::PrivateFile(RemoteMemory::open(process))
         };
-        Ok(Block { name, address: ram.address, pages: ram.used_bytes / PAGE_BYTES, backing })
+        Ok(Block {
+            name,
+            address: ram.address,
+            pages: ram.used_bytes / PAGE_BYTES,
+            backing,
+        })
     }
 
     /// The block's name, such as `pc.ram`.
@@ -122,7 +156,10 @@ impl Block {
 
     /// Where it lies in QEMU's address space.
     pub fn range(&self) -> AddressRange {
-        AddressRange { start: self.address, end: self.address + self.pages * PAGE_BYTES }
+        AddressRange {
+            start: self.address,
+            end: self.address + self.pages * PAGE_BYTES,
+        }
     }
 
     /// Whether never touched pages are certainly zero, so that they need no reading.
@@ -134,7 +171,10 @@ impl Block {
     /// discarded by the guest (balloon) shows up here and nowhere else: the kernel does not report
     /// it as written. `None` for private blocks, whose discards are reported.
     pub fn data_pages(&self) -> Result<Option<Vec<Range<u64>>>, BlockError> {
-        let Backing::Shared { file, file_offset, .. } = &self.backing else {
+        let Backing::Shared {
+            file, file_offset, ..
+        } = &self.backing
+        else {
             return Ok(None);
         };
         let extents = memory::data_extents(file, *file_offset, self.pages * PAGE_BYTES)
@@ -151,8 +191,11 @@ impl Block {
     pub fn read(&self, into: &mut [&mut [u8]], from: &[Range<u64>]) -> Result<(), BlockError> {
         match &self.backing {
             Backing::PrivateAnonymous(remote) | Backing::PrivateFile(remote) => {
-                let from: Vec<AddressRange> = from.iter().map(|pages| self.addresses(pages)).collect();
-                remote.read_vectored(into, &from).map_err(|source| self.memory_error(source))
+                let from: Vec<AddressRange> =
+                    from.iter().map(|pages| self.addresses(pages)).collect();
+                remote
+                    .read_vectored(into, &from)
+                    .map_err(|source| self.memory_error(source))
             }
             Backing::Shared { mapping, .. } => {
                 for (into, pages) in into.iter_mut().zip(from) {
@@ -172,9 +215,14 @@ impl Block {
             Backing::PrivateAnonymous(remote) | Backing::PrivateFile(remote) => remote
                 .read(self.address + page * PAGE_BYTES, into)
                 .map_err(|source| self.memory_error(source)),
-            Backing::Shared { file, file_offset, .. } => file
+            Backing::Shared {
+                file, file_offset, ..
+            } => file
                 .read_exact_at(into, file_offset + page * PAGE_BYTES)
-                .map_err(|source| self.memory_error(MemoryError::from(source))),
+                .map_err(|source| BlockError::File {
+                    block: self.name.clone(),
+                    source,
+                }),
         }
     }
 
@@ -197,7 +245,10 @@ impl Block {
     }
 
     fn memory_error(&self, source: MemoryError) -> BlockError {
-        BlockError::Memory { block: self.name.clone(), source }
+        BlockError::Memory {
+            block: self.name.clone(),
+            source,
+        }
     }
 }
 

@@ -43,14 +43,14 @@ impl Ingest<'_, '_> {
             self.tracker.note_content(block, page, id.is_some());
             let Some(id) = id else {
                 self.counts.zero += 1;
-                self.tables[block].set(page, PageRef::Zero)?;
+                self.tables[block].set(page, PageRef::Zero);
                 continue;
             };
             match self.writer.put(id, bytes)? {
                 Put::New => self.counts.new += 1,
                 Put::Duplicate => self.counts.duplicate += 1,
             }
-            self.tables[block].set(page, PageRef::Stored(id))?;
+            self.tables[block].set(page, PageRef::Stored(id));
         }
         Ok(())
     }
@@ -59,7 +59,9 @@ impl Ingest<'_, '_> {
 /// The content id of each page, `None` for zero pages.
 pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<ContentId>> {
     let one = |bytes: &[u8]| (!is_zero(bytes)).then(|| hasher.id(bytes));
-    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(8);
+    let threads = thread::available_parallelism()
+        .map_or(1, NonZero::get)
+        .min(8);
     let share = pages.len().div_ceil(threads).max(64);
     if pages.len() <= share {
         return pages.iter().map(|(_, bytes)| one(bytes)).collect();
@@ -68,7 +70,12 @@ pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<Conten
         let workers: Vec<_> = pages
             .chunks(share)
             .map(|chunk| {
-                scope.spawn(move || chunk.iter().map(|(_, bytes)| one(bytes)).collect::<Vec<_>>())
+                scope.spawn(move || {
+                    chunk
+                        .iter()
+                        .map(|(_, bytes)| one(bytes))
+                        .collect::<Vec<_>>()
+                })
             })
             .collect();
         workers

@@ -115,10 +115,16 @@ impl Pause<'_> {
         // Somebody may have paused the VM in the instant before: then it is theirs to resume.
         let ours = !matches!(stopped, Ok(false));
         let captured = stopped.and_then(|_| self.capture(&mut record));
-        let resumed = if ours { self.resume(&mut record) } else { Ok(()) };
+        let resumed = if ours {
+            self.resume(&mut record)
+        } else {
+            Ok(())
+        };
         record.total = us(begin);
         if self.guardian.resumed()? {
-            return Err(PauseError::Overrun { limit_ms: self.limit.as_millis() });
+            return Err(PauseError::Overrun {
+                limit_ms: self.limit.as_millis(),
+            });
         }
         let pages = captured?;
         resumed?;
@@ -137,7 +143,10 @@ impl Pause<'_> {
         client.wait(ticket, limit)?;
         record.stop = us(begin);
         // QEMU queues the event before the answer, so it has been read with it.
-        Ok(client.take_events()?.iter().any(|event| event.name == "STOP"))
+        Ok(client
+            .take_events()?
+            .iter()
+            .any(|event| event.name == "STOP"))
     }
 
     fn resume(&mut self, record: &mut DowntimeRecord) -> Result<(), PauseError> {
@@ -157,7 +166,9 @@ impl Pause<'_> {
         let copied = self.scan_and_copy(record);
         let wait_begin = Instant::now();
         // Awaited even when the copy failed: QEMU answers in order, and `cont` comes next.
-        let saved = self.monitor.wait_device_state(ticket, self.limit + ANSWER_GRACE);
+        let saved = self
+            .monitor
+            .wait_device_state(ticket, self.limit + ANSWER_GRACE);
         record.wait = us(wait_begin);
         record.device_state = us(state_begin);
         let pages = copied?;

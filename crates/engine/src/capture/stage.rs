@@ -49,7 +49,8 @@ impl Stage {
         let slabs = (self.slots_used + pages).div_ceil(SLAB_PAGES) as usize;
         while self.slabs.len() < slabs {
             // Ones, because zeroed memory would come untouched from the allocator.
-            self.slabs.push(vec![1u8; SLAB_PAGES as usize * PAGE].into_boxed_slice());
+            self.slabs
+                .push(vec![1u8; SLAB_PAGES as usize * PAGE].into_boxed_slice());
         }
     }
 
@@ -104,10 +105,15 @@ impl Stage {
             }
             let mut look = at;
             while next < range.end {
-                let over = staged.get(look).filter(|extent| extent.pages.start < range.end);
+                let over = staged
+                    .get(look)
+                    .filter(|extent| extent.pages.start < range.end);
                 let gap_end = over.map_or(range.end, |extent| extent.pages.start.max(next));
                 if gap_end > next {
-                    fresh.push(Extent { pages: next..gap_end, slot: self.slots_used });
+                    fresh.push(Extent {
+                        pages: next..gap_end,
+                        slot: self.slots_used,
+                    });
                     self.slots_used += gap_end - next;
                     next = gap_end;
                 }
@@ -149,7 +155,10 @@ fn split_at_slabs(pieces: &[Extent]) -> Vec<Extent> {
         while rest.pages.start < rest.pages.end {
             let room = SLAB_PAGES - rest.slot % SLAB_PAGES;
             let end = rest.pages.end.min(rest.pages.start + room);
-            split.push(Extent { pages: rest.pages.start..end, slot: rest.slot });
+            split.push(Extent {
+                pages: rest.pages.start..end,
+                slot: rest.slot,
+            });
             rest.slot += end - rest.pages.start;
             rest.pages.start = end;
         }

@@ -94,7 +94,11 @@ impl Collected {
 
 /// Pages in all blocks of a list.
 pub fn count(ranges: &PageRanges) -> u64 {
-    ranges.iter().flatten().map(|range| range.end - range.start).sum()
+    ranges
+        .iter()
+        .flatten()
+        .map(|range| range.end - range.start)
+        .sum()
 }
 
 /// Tracks all RAM blocks of one VM. Dropping it ends tracking; QEMU keeps nothing of it.
@@ -112,8 +116,10 @@ impl Tracker {
         stolen: StolenUffd,
         ram: &[RamBlock],
     ) -> Result<Tracker, TrackerError> {
-        let uffd_error =
-            |block: &str, source| TrackerError::Uffd { block: block.to_owned(), source };
+        let uffd_error = |block: &str, source| TrackerError::Uffd {
+            block: block.to_owned(),
+            source,
+        };
         let uffd = Uffd::handshake(stolen.fd, WriteProtectMode::Async)
             .map_err(|source| uffd_error("all", source))?;
         let pagemap = Pagemap::open(process).map_err(TrackerError::Pagemap)?;
@@ -124,7 +130,8 @@ impl Tracker {
             uffd.register(block.range(), Track::WriteProtect)
                 .map_err(|source| uffd_error(&ram.name, source))?;
             for step in steps(block.range()) {
-                uffd.protect(step).map_err(|source| uffd_error(&ram.name, source))?;
+                uffd.protect(step)
+                    .map_err(|source| uffd_error(&ram.name, source))?;
             }
             let pages = block.pages();
             blocks.push(Tracked {
@@ -134,7 +141,11 @@ impl Tracker {
                 with_content: DirtyBitmap::new(pages),
             });
         }
-        Ok(Tracker { uffd, pagemap, blocks })
+        Ok(Tracker {
+            uffd,
+            pagemap,
+            blocks,
+        })
     }
 
     /// The tracked blocks.
@@ -144,7 +155,10 @@ impl Tracker {
 
     /// All pages of all blocks.
     pub fn pages(&self) -> u64 {
-        self.blocks.iter().map(|tracked| tracked.block.pages()).sum()
+        self.blocks
+            .iter()
+            .map(|tracked| tracked.block.pages())
+            .sum()
     }
 
     /// The pages that may be other than zero. Everything is protected before this is asked, so a
@@ -178,7 +192,10 @@ impl Tracker {
     /// Takes what was written since the last call (or since the attach) and protects it again.
     /// The pages are pending from here on.
     pub fn collect(&mut self) -> Result<Collected, TrackerError> {
-        let mut all = Collected { written: Vec::new(), discarded: Vec::new() };
+        let mut all = Collected {
+            written: Vec::new(),
+            discarded: Vec::new(),
+        };
         for tracked in &mut self.blocks {
             let mut found = Vec::new();
             let scanned = self.pagemap.take_written(tracked.block.range(), &mut found);
@@ -202,7 +219,10 @@ impl Tracker {
 
     /// Everything pending, also from captures that failed.
     pub fn pending(&self) -> PageRanges {
-        self.blocks.iter().map(|tracked| tracked.pending.ranges().collect()).collect()
+        self.blocks
+            .iter()
+            .map(|tracked| tracked.pending.ranges().collect())
+            .collect()
     }
 
     /// A checkpoint that holds everything pending is durable.
@@ -224,10 +244,12 @@ impl Tracker {
     /// Ends tracking and leaves QEMU as it was found.
     pub fn detach(self) -> Result<(), TrackerError> {
         for tracked in &self.blocks {
-            self.uffd.unregister(tracked.block.range()).map_err(|source| TrackerError::Uffd {
-                block: tracked.block.name().to_owned(),
-                source,
-            })?;
+            self.uffd
+                .unregister(tracked.block.range())
+                .map_err(|source| TrackerError::Uffd {
+                    block: tracked.block.name().to_owned(),
+                    source,
+                })?;
         }
         Ok(())
     }
@@ -242,14 +264,19 @@ impl Tracked {
 }
 
 fn scan_error(block: &Block, source: PagemapError) -> TrackerError {
-    TrackerError::Scan { block: block.name().to_owned(), source }
+    TrackerError::Scan {
+        block: block.name().to_owned(),
+        source,
+    }
 }
 
 fn steps(range: AddressRange) -> impl Iterator<Item = AddressRange> {
-    (range.start..range.end).step_by(PROTECT_STEP_BYTES as usize).map(move |start| AddressRange {
-        start,
-        end: range.end.min(start + PROTECT_STEP_BYTES),
-    })
+    (range.start..range.end)
+        .step_by(PROTECT_STEP_BYTES as usize)
+        .map(move |start| AddressRange {
+            start,
+            end: range.end.min(start + PROTECT_STEP_BYTES),
+        })
 }
 
 fn to_pages(block: &Block, found: &[AddressRange]) -> Vec<Range<u64>> {

@@ -83,7 +83,8 @@ impl Guardian {
             source,
         };
         let (ours, theirs) = UnixStream::pair().map_err(start_error)?;
-        ours.set_read_timeout(Some(REPLY_LIMIT)).map_err(start_error)?;
+        ours.set_read_timeout(Some(REPLY_LIMIT))
+            .map_err(start_error)?;
         let child = Command::new(&executable)
             .arg(SUBCOMMAND)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
@@ -92,7 +93,10 @@ impl Guardian {
             .process_group(0)
             .spawn()
             .map_err(start_error)?;
-        Ok(Guardian { socket: ours, child: Some(child) })
+        Ok(Guardian {
+            socket: ours,
+            child: Some(child),
+        })
     }
 
     /// Gives the guardian the QMP connection on which it resumes the VM.
@@ -108,12 +112,21 @@ impl Guardian {
             limit_ms: INJECTION_LIMIT.as_millis() as u64,
         };
         match self.ask(&request, None)? {
-            (Reply::Stolen { user_mode_only, stopped_us }, Some(fd)) => {
-                Ok(StolenUffd { fd, user_mode_only, stopped_us })
-            }
-            (Reply::Failed { reason }, _) => {
-                Err(GuardianError::Injection { pid: process.pid(), reason })
-            }
+            (
+                Reply::Stolen {
+                    user_mode_only,
+                    stopped_us,
+                },
+                Some(fd),
+            ) => Ok(StolenUffd {
+                fd,
+                user_mode_only,
+                stopped_us,
+            }),
+            (Reply::Failed { reason }, _) => Err(GuardianError::Injection {
+                pid: process.pid(),
+                reason,
+            }),
             (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
         }
     }
@@ -132,7 +145,11 @@ impl Guardian {
         }
     }
 
-    fn expect_ok(&self, request: &Request, fd: Option<BorrowedFd<'_>>) -> Result<(), GuardianError> {
+    fn expect_ok(
+        &self,
+        request: &Request,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<(), GuardianError> {
         match self.ask(request, fd)? {
             (Reply::Ok, _) => Ok(()),
             (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),

@@ -68,7 +68,11 @@ fn serve_one(
         return Ok(false);
     };
     match request {
-        Request::Steal { pid, start_time, limit_ms } => {
+        Request::Steal {
+            pid,
+            start_time,
+            limit_ms,
+        } => {
             steal(engine, pid, start_time, Duration::from_millis(limit_ms))?;
         }
         Request::Watch => {
@@ -77,7 +81,10 @@ fn serve_one(
         }
         Request::Pausing { limit_ms } => {
             let deadline = Instant::now().checked_add(Duration::from_millis(limit_ms));
-            *pause = Some(Pause { deadline, fired: false });
+            *pause = Some(Pause {
+                deadline,
+                fired: false,
+            });
             wire::send(engine, &Reply::Ok, None)?;
         }
         Request::Resumed => {
@@ -107,12 +114,14 @@ fn wait_readable(engine: &UnixStream, deadline: Option<Instant>) -> io::Result<b
 }
 
 fn steal(engine: &UnixStream, pid: i32, start_time: u64, limit: Duration) -> io::Result<()> {
-    let stolen = Process::open(pid).map_err(|error| words(&error)).and_then(|process| {
-        if process.start_time() != start_time {
-            return Err("the process has ended and its pid was reused".to_owned());
-        }
-        infect::steal_userfaultfd(&process, limit).map_err(|error| words(&error))
-    });
+    let stolen = Process::open(pid)
+        .map_err(|error| words(&error))
+        .and_then(|process| {
+            if process.start_time() != start_time {
+                return Err("the process has ended and its pid was reused".to_owned());
+            }
+            infect::steal_userfaultfd(&process, limit).map_err(|error| words(&error))
+        });
     match stolen {
         Ok(stolen) => {
             let reply = Reply::Stolen {
@@ -143,13 +152,20 @@ fn resume_after_engine_death(qmp: &UnixStream) {
     let mut qmp = qmp;
     let deadline = Instant::now() + CONT_LIMIT;
     // QEMU gone, or never reading: nothing is left to resume, or nothing more can be done.
-    if qmp.write_all(LEXER_RESET).and_then(|()| qmp.write_all(CONT)).is_err() {
+    if qmp
+        .write_all(LEXER_RESET)
+        .and_then(|()| qmp.write_all(CONT))
+        .is_err()
+    {
         return;
     }
     let mut seen = Vec::new();
     let mut piece = [0u8; 4096];
     while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-        if qmp.set_read_timeout(Some(left.max(Duration::from_millis(1)))).is_err() {
+        if qmp
+            .set_read_timeout(Some(left.max(Duration::from_millis(1))))
+            .is_err()
+        {
             return;
         }
         match qmp.read(&mut piece) {

@@ -90,7 +90,10 @@ pub(super) fn receive<M: DeserializeOwned>(
     let mut descriptor = None;
     while line.last() != Some(&b'\n') {
         if line.len() >= MESSAGE_BYTES_MAX {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "message too long"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "message too long",
+            ));
         }
         // One message is in flight at a time (every request is answered before the next), so
         // reading past the line end cannot swallow a second one.

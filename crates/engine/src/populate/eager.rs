@@ -55,7 +55,10 @@ pub fn open_blocks(
     ram: &[RamBlock],
     tables: &[RamTable],
 ) -> Result<Vec<Block>, PopulateError> {
-    if let Some(extra) = ram.iter().find(|block| !tables.iter().any(|table| table.name == block.name)) {
+    if let Some(extra) = ram
+        .iter()
+        .find(|block| !tables.iter().any(|table| table.name == block.name))
+    {
         let difference = format!("{} is not in the checkpoint", extra.name);
         return Err(PopulateError::Blocks { difference });
     }
@@ -94,12 +97,17 @@ pub fn populate(
     for (block, table) in blocks.iter().zip(tables) {
         let in_use = in_use(&pagemap, block)?;
         let mut pages = Vec::with_capacity(table.pages as usize);
-        table::read_table(reader, &table.root, table.pages, |_, stored| pages.push(stored))?;
+        table::read_table(&*reader, &table.root, table.pages, |_, stored| {
+            pages.push(stored)
+        })?;
         zero_where_needed(block, &in_use, &pages)?;
         for window in windows(&pages) {
             written += window.len() as u64;
             write_window(block, window, reader)?;
-            progress(Progress::Populating { done: done + written.min(table.pages), total });
+            progress(Progress::Populating {
+                done: done + written.min(table.pages),
+                total,
+            });
         }
         done += table.pages;
         progress(Progress::Populating { done, total });
@@ -139,16 +147,19 @@ fn zero_where_needed(
 }
 
 fn windows(pages: &[PageRef]) -> impl Iterator<Item = Vec<(ContentId, u64)>> {
-    pages.chunks(WINDOW_PAGES).enumerate().map(|(number, chunk)| {
-        let first = (number * WINDOW_PAGES) as u64;
-        (first..)
-            .zip(chunk)
-            .filter_map(|(page, stored)| match stored {
-                PageRef::Zero => None,
-                PageRef::Stored(id) => Some((*id, page)),
-            })
-            .collect()
-    })
+    pages
+        .chunks(WINDOW_PAGES)
+        .enumerate()
+        .map(|(number, chunk)| {
+            let first = (number * WINDOW_PAGES) as u64;
+            (first..)
+                .zip(chunk)
+                .filter_map(|(page, stored)| match stored {
+                    PageRef::Zero => None,
+                    PageRef::Stored(id) => Some((*id, page)),
+                })
+                .collect()
+        })
 }
 
 fn write_window(
@@ -156,7 +167,9 @@ fn write_window(
     window: Vec<(ContentId, u64)>,
     reader: &Reader<'_>,
 ) -> Result<(), PopulateError> {
-    let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
+    let threads = thread::available_parallelism()
+        .map_or(1, std::num::NonZero::get)
+        .min(8);
     // The repository's sink speaks io::Error; the block's own error is kept for the report.
     let failed: Mutex<Option<BlockError>> = Mutex::new(None);
     let pages_written = AtomicU64::new(0);

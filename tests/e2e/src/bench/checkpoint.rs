@@ -30,7 +30,9 @@ struct Watched {
 
 /// Runs the bench and writes `docs/results/checkpoint/`.
 pub fn run(turns: usize) -> Result<()> {
-    let folder = tempfile::Builder::new().prefix("stillframe-bench-").tempdir()?;
+    let folder = tempfile::Builder::new()
+        .prefix("stillframe-bench-")
+        .tempdir()?;
     let disk = folder.path().join("disk.qcow2");
     let made = std::process::Command::new("qemu-img")
         .args(["create", "-q", "-f", "qcow2"])
@@ -41,10 +43,22 @@ pub fn run(turns: usize) -> Result<()> {
         bail!("qemu-img failed");
     }
     // 1640 random words a 200 ms tick touch about 16k pages in 2 s.
-    let workload =
-        Workload { mib: 64, pattern: "random", tick_ms: 200, writes_per_tick: 1640, share: 32 };
-    let mut setup = Setup { ram_mib: 1024, workload, ..Setup::new(Kind::Private) };
-    setup.extra = vec!["-drive".into(), format!("file={},if=virtio,format=qcow2", disk.display())];
+    let workload = Workload {
+        mib: 64,
+        pattern: "random",
+        tick_ms: 200,
+        writes_per_tick: 1640,
+        share: 32,
+    };
+    let mut setup = Setup {
+        ram_mib: 1024,
+        workload,
+        ..Setup::new(Kind::Private)
+    };
+    setup.extra = vec![
+        "-drive".into(),
+        format!("file={},if=virtio,format=qcow2", disk.display()),
+    ];
     let guest = setup.boot()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let mut qmp = guest.second_monitor()?;
@@ -52,7 +66,10 @@ pub fn run(turns: usize) -> Result<()> {
     let mut watched = Vec::new();
     for turn in 0..turns {
         for _ in 0..FLOORS_A_TURN {
-            floors.push(peers::floor_ms(&mut qmp, Path::new("/dev/shm/stillframe-floor"))?);
+            floors.push(peers::floor_ms(
+                &mut qmp,
+                Path::new("/dev/shm/stillframe-floor"),
+            )?);
             std::thread::sleep(Duration::from_millis(700));
         }
         watched.push(watch(&stillframe, &guest, folder.path())?);
@@ -70,7 +87,9 @@ fn watch(stillframe: &Stillframe, guest: &Guest, folder: &Path) -> Result<Watche
     let out = folder.join("watch.jsonl");
     let (pid, count) = (guest.pid_text(), (INCREMENTS_A_TURN + 1).to_string());
     let mut engine = stillframe
-        .command(&["watch", "--pid", &pid, "--every", "2s", "--count", &count, "--json", "--quiet"])?
+        .command(&[
+            "watch", "--pid", &pid, "--every", "2s", "--count", &count, "--json", "--quiet",
+        ])?
         .stdout(File::create(&out)?)
         .spawn()?;
     let mut peak_bytes = 0;
@@ -93,19 +112,28 @@ fn watch(stillframe: &Stillframe, guest: &Guest, folder: &Path) -> Result<Watche
         .lines()
         .map(|line| Ok(serde_json::from_str(line)?))
         .collect::<Result<Vec<Value>>>()?;
-    Ok(Watched { reports, peak_bytes })
+    Ok(Watched {
+        reports,
+        peak_bytes,
+    })
 }
 
 /// `VmHWM` in bytes; 0 for a process that is gone.
 fn peak_of(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find(|line| line.starts_with("VmHWM:"));
-    let kib = line.and_then(|line| line.split_whitespace().nth(1)).and_then(|kib| kib.parse().ok());
+    let kib = line
+        .and_then(|line| line.split_whitespace().nth(1))
+        .and_then(|kib| kib.parse().ok());
     kib.unwrap_or(0u64) * 1024
 }
 
 /// QEMU's own ways, three times each: median by pause.
-fn saves(qmp: &mut crate::qmp::Qmp, disk: &Path, folder: &Path) -> Result<Vec<(&'static str, Vec<Saved>)>> {
+fn saves(
+    qmp: &mut crate::qmp::Qmp,
+    disk: &Path,
+    folder: &Path,
+) -> Result<Vec<(&'static str, Vec<Saved>)>> {
     let file = folder.join("migration");
     let mut all = Vec::new();
     let mut savevm = Vec::new();
@@ -114,7 +142,11 @@ fn saves(qmp: &mut crate::qmp::Qmp, disk: &Path, folder: &Path) -> Result<Vec<(&
     for _ in 0..3 {
         savevm.push(peers::savevm(qmp, disk)?);
         mapped.push(peers::migrate_to_file(qmp, &file, &["mapped-ram"])?);
-        background.push(peers::migrate_to_file(qmp, &file, &["background-snapshot"])?);
+        background.push(peers::migrate_to_file(
+            qmp,
+            &file,
+            &["background-snapshot"],
+        )?);
     }
     all.push(("savevm", savevm));
     all.push(("migrate file: mapped-ram", mapped));
@@ -128,17 +160,26 @@ fn report(
     peers: &[(&'static str, Vec<Saved>)],
     slowdown: &slowdown::Slowdown,
 ) -> Result<()> {
-    let increments: Vec<&Value> =
-        watched.iter().flat_map(|attach| attach.reports.iter().skip(1)).collect();
+    let increments: Vec<&Value> = watched
+        .iter()
+        .flat_map(|attach| attach.reports.iter().skip(1))
+        .collect();
     let numbers = |pick: &dyn Fn(&Value) -> Option<f64>| -> Result<Vec<f64>> {
-        increments.iter().map(|line| pick(line).context("a report lacks a number")).collect()
+        increments
+            .iter()
+            .map(|line| pick(line).context("a report lacks a number"))
+            .collect()
     };
     let pauses = numbers(&|line| line["downtime_us"]["total"].as_f64().map(|us| us / 1e3))?;
     let totals = numbers(&|line| line["total_us"].as_f64().map(|us| us / 1e3))?;
     let bytes = numbers(&|line| line["bytes_stored"].as_f64())?;
     let captured = numbers(&|line| line["pages"]["captured"].as_f64())?;
     let dirty_bytes = captured.iter().fold(0.0f64, |max, &pages| max.max(pages)) * 4096.0;
-    let peak = watched.iter().map(|attach| attach.peak_bytes).max().unwrap_or(0) as f64;
+    let peak = watched
+        .iter()
+        .map(|attach| attach.peak_bytes)
+        .max()
+        .unwrap_or(0) as f64;
     let floor = percentile(floors, 0.5);
     let values = [
         percentile(&pauses, 0.5) / floor,
@@ -188,12 +229,18 @@ fn report(
         "# Bench: checkpoint\n\n`{COMMAND}`, commit {}. 1 GiB guest, 64 MiB random writer, TCG.\nRaw data: `floors.jsonl`, `increments.jsonl`, `peers.jsonl`, `slowdown.jsonl`.\n\n",
         results::commit()
     );
-    fs::write(results::folder("checkpoint")?.join("README.md"), head + &table)?;
+    fs::write(
+        results::folder("checkpoint")?.join("README.md"),
+        head + &table,
+    )?;
     let raw: Vec<Value> = increments.into_iter().cloned().collect();
     results::write_raw("checkpoint", "increments.jsonl", &raw)?;
     results::write_raw("checkpoint", "floors.jsonl", &[json!({"floor_ms": floors})])?;
     results::write_raw("checkpoint", "slowdown.jsonl", &[slowdown.raw()])?;
-    let peers: Vec<Value> = peers.iter().map(|(name, saved)| peer_raw(name, saved)).collect();
+    let peers: Vec<Value> = peers
+        .iter()
+        .map(|(name, saved)| peer_raw(name, saved))
+        .collect();
     results::write_raw("checkpoint", "peers.jsonl", &peers)?;
     summarise(values)
 }

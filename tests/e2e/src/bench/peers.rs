@@ -27,7 +27,10 @@ pub struct Saved {
 pub fn floor_ms(qmp: &mut Qmp, file: &Path) -> Result<f64> {
     let begin = Instant::now();
     qmp.execute("stop", json!({}))?;
-    qmp.execute("xen-save-devices-state", json!({"filename": file, "live": false}))?;
+    qmp.execute(
+        "xen-save-devices-state",
+        json!({"filename": file, "live": false}),
+    )?;
     qmp.execute("cont", json!({}))?;
     let took = begin.elapsed();
     qmp.take_events();
@@ -47,7 +50,11 @@ pub fn savevm(qmp: &mut Qmp, disk: &Path) -> Result<Saved> {
     // The first one grows the file by all it writes; a later one may reuse what delvm freed.
     let bytes = allocated(disk)?.saturating_sub(before);
     qmp.human("delvm bench")?;
-    Ok(Saved { pause_ms, total_ms, bytes })
+    Ok(Saved {
+        pause_ms,
+        total_ms,
+        bytes,
+    })
 }
 
 /// `migrate file:` with the given capabilities on, and `cont` as soon as it is done.
@@ -57,7 +64,10 @@ pub fn migrate_to_file(qmp: &mut Qmp, file: &Path, capabilities: &[&str]) -> Res
     qmp.execute("migrate-set-parameters", json!({"max-bandwidth": 0}))?;
     qmp.take_events();
     let begin = Instant::now();
-    qmp.execute("migrate", json!({"uri": format!("file:{}", file.display())}))?;
+    qmp.execute(
+        "migrate",
+        json!({"uri": format!("file:{}", file.display())}),
+    )?;
     wait_completed(qmp)?;
     let total_ms = begin.elapsed().as_secs_f64() * 1e3;
     if qmp.status()? != "running" {
@@ -67,12 +77,18 @@ pub fn migrate_to_file(qmp: &mut Qmp, file: &Path, capabilities: &[&str]) -> Res
     set_capabilities(qmp, capabilities, false)?;
     let bytes = allocated(file)?;
     std::fs::remove_file(file)?;
-    Ok(Saved { pause_ms, total_ms, bytes })
+    Ok(Saved {
+        pause_ms,
+        total_ms,
+        bytes,
+    })
 }
 
 fn set_capabilities(qmp: &mut Qmp, names: &[&str], on: bool) -> Result<()> {
-    let list: Vec<Value> =
-        names.iter().map(|name| json!({"capability": name, "state": on})).collect();
+    let list: Vec<Value> = names
+        .iter()
+        .map(|name| json!({"capability": name, "state": on}))
+        .collect();
     qmp.execute("migrate-set-capabilities", json!({"capabilities": list}))?;
     Ok(())
 }
@@ -94,8 +110,14 @@ fn wait_completed(qmp: &mut Qmp) -> Result<()> {
 fn pause_ms(qmp: &mut Qmp) -> Result<f64> {
     let resume = qmp.wait_event("RESUME", Duration::from_secs(10))?;
     let events = qmp.take_events();
-    let stop = events.iter().find(|event| event["event"] == "STOP").context("no STOP event")?;
-    let last = events.iter().rfind(|event| event["event"] == "RESUME").unwrap_or(&resume);
+    let stop = events
+        .iter()
+        .find(|event| event["event"] == "STOP")
+        .context("no STOP event")?;
+    let last = events
+        .iter()
+        .rfind(|event| event["event"] == "RESUME")
+        .unwrap_or(&resume);
     Ok((event_time_s(last) - event_time_s(stop)) * 1e3)
 }
 

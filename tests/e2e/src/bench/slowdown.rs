@@ -34,20 +34,44 @@ impl Slowdown {
 
 /// Measures `rounds` windows of each kind, in turns.
 pub fn measure(rounds: u32) -> Result<Slowdown> {
-    let folder = tempfile::Builder::new().prefix("stillframe-slowdown-").tempdir()?;
+    let folder = tempfile::Builder::new()
+        .prefix("stillframe-slowdown-")
+        .tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
-    let workload =
-        Workload { mib: 64, pattern: "random", tick_ms: 0, writes_per_tick: 400, share: 256 };
-    let guest = Setup { ram_mib: 1024, workload, ..Setup::new(Kind::Private) }.boot()?;
-    let mut slowdown = Slowdown { alone: Vec::new(), watched: Vec::new() };
+    let workload = Workload {
+        mib: 64,
+        pattern: "random",
+        tick_ms: 0,
+        writes_per_tick: 400,
+        share: 256,
+    };
+    let guest = Setup {
+        ram_mib: 1024,
+        workload,
+        ..Setup::new(Kind::Private)
+    }
+    .boot()?;
+    let mut slowdown = Slowdown {
+        alone: Vec::new(),
+        watched: Vec::new(),
+    };
     for _ in 0..rounds {
         slowdown.alone.push(rate(&guest)?);
-        let watch = ["watch", "--pid", &guest.pid_text(), "--every", "2s", "--quiet"];
+        let watch = [
+            "watch",
+            "--pid",
+            &guest.pid_text(),
+            "--every",
+            "2s",
+            "--quiet",
+        ];
         let mut engine = stillframe.spawn(&watch)?;
         // The first checkpoint reads all memory; what counts here is the steady state.
         wait_checkpoints(&stillframe)?;
         slowdown.watched.push(rate(&guest)?);
-        std::process::Command::new("kill").arg(engine.id().to_string()).status()?;
+        std::process::Command::new("kill")
+            .arg(engine.id().to_string())
+            .status()?;
         engine.wait()?;
     }
     Ok(slowdown)

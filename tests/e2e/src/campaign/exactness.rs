@@ -37,7 +37,14 @@ pub fn watch_verified(
 ) -> Result<(Tally, Vec<Value>)> {
     let (pid, count_text) = (guest.pid_text(), count.to_string());
     let lines = stillframe.json_lines(&[
-        "watch", "--pid", &pid, "--every", every, "--count", &count_text, "--verify",
+        "watch",
+        "--pid",
+        &pid,
+        "--every",
+        every,
+        "--count",
+        &count_text,
+        "--verify",
     ])?;
     let mut tally = Tally::default();
     for line in &lines {
@@ -62,7 +69,10 @@ pub fn twin(stillframe: &Stillframe, guest: &Guest, ticks: usize) -> Result<Tall
     if monitor.status()? != "paused" {
         bail!("a paused VM did not stay paused");
     }
-    let checkpoint = report["checkpoint"].as_str().context("no checkpoint id")?.to_owned();
+    let checkpoint = report["checkpoint"]
+        .as_str()
+        .context("no checkpoint id")?
+        .to_owned();
     let mut more = vec!["--paused", "--verify"];
     if guest.kind == Kind::KvmBootSector {
         more.push("--disks-as-they-are");
@@ -81,12 +91,18 @@ pub fn twin(stillframe: &Stillframe, guest: &Guest, ticks: usize) -> Result<Tall
     }
     copy.execute("cont", json!({}))?;
     drop(copy);
-    restored.serial.wait_ticks(ticks, Duration::from_secs(120))?;
+    restored
+        .serial
+        .wait_ticks(ticks, Duration::from_secs(120))?;
     if guest.kind != Kind::FileShared {
         monitor.execute("cont", json!({}))?;
         guest.serial.wait_more(2, Duration::from_secs(60))?;
     }
-    Ok(Tally { checkpoints: 1, pages: original.pages(), differing: differing.len() as u64 })
+    Ok(Tally {
+        checkpoints: 1,
+        pages: original.pages(),
+        differing: differing.len() as u64,
+    })
 }
 
 fn wait_gone(pid: i32) -> Result<()> {
@@ -113,7 +129,10 @@ pub fn run(checkpoints_per_guest: u64) -> Result<()> {
         let tally = one_guest(kind, checkpoints_per_guest, &mut raw)?;
         eprintln!(
             "{:16} {:4} checkpoints  {:9} pages compared  {} differing",
-            kind.name(), tally.checkpoints, tally.pages, tally.differing
+            kind.name(),
+            tally.checkpoints,
+            tally.pages,
+            tally.differing
         );
         total.checkpoints += tally.checkpoints;
         total.pages += tally.pages;
@@ -143,10 +162,16 @@ pub fn run(checkpoints_per_guest: u64) -> Result<()> {
 }
 
 fn one_guest(kind: Kind, checkpoints: u64, raw: &mut Vec<Value>) -> Result<Tally> {
-    let repository = tempfile::Builder::new().prefix("stillframe-repo-").tempdir()?;
+    let repository = tempfile::Builder::new()
+        .prefix("stillframe-repo-")
+        .tempdir()?;
     let stillframe = Stillframe::init(&repository.path().join("repo"))?;
     let guest = Setup::new(kind).boot()?;
-    let count = if kind == Kind::FiveGib { checkpoints.div_ceil(3) } else { checkpoints };
+    let count = if kind == Kind::FiveGib {
+        checkpoints.div_ceil(3)
+    } else {
+        checkpoints
+    };
     let (mut tally, lines) = watch_verified(&stillframe, &guest, "300ms", count)?;
     for mut line in lines {
         line["guest"] = json!(kind.name());

@@ -36,7 +36,11 @@ impl Damage {
             format!("bit {bit} of byte {at} flipped")
         };
         write_anew(&file, &bytes)?;
-        Ok(Damage { file, original, what })
+        Ok(Damage {
+            file,
+            original,
+            what,
+        })
     }
 
     /// Puts the file back.
@@ -46,7 +50,11 @@ impl Damage {
 
     /// Which file, and what was done.
     pub fn describe(&self) -> String {
-        let folder = self.file.parent().and_then(Path::file_name).unwrap_or_default();
+        let folder = self
+            .file
+            .parent()
+            .and_then(Path::file_name)
+            .unwrap_or_default();
         format!("{}: {}", folder.to_string_lossy(), self.what)
     }
 }
@@ -80,11 +88,16 @@ pub fn files(repository: &Path) -> Result<Vec<PathBuf>> {
 /// A repository of a few checkpoints of a small real guest.
 pub fn sample(folder: &Path) -> Result<Stillframe> {
     let stillframe = Stillframe::init(&folder.join("repo"))?;
-    let mut setup = Setup { ram_mib: 96, ..Setup::new(Kind::Private) };
+    let mut setup = Setup {
+        ram_mib: 96,
+        ..Setup::new(Kind::Private)
+    };
     setup.workload.mib = 8;
     let guest = setup.boot()?;
     let pid = guest.pid_text();
-    stillframe.ok(&["watch", "--pid", &pid, "--every", "500ms", "--count", "3", "--json"])?;
+    stillframe.ok(&[
+        "watch", "--pid", &pid, "--every", "500ms", "--count", "3", "--json",
+    ])?;
     Ok(stillframe)
 }
 
@@ -106,7 +119,9 @@ pub fn found(stillframe: &Stillframe, damage: &Damage) -> Result<bool> {
 /// `damages` damages, one at a time; writes `docs/results/flips/`. A twentieth of them is also
 /// restored from: either that fails, or every page is as it was.
 pub fn run(damages: u64, seed: u64) -> Result<()> {
-    let folder = tempfile::Builder::new().prefix("stillframe-flips-").tempdir()?;
+    let folder = tempfile::Builder::new()
+        .prefix("stillframe-flips-")
+        .tempdir()?;
     let stillframe = sample(folder.path())?;
     let files = files(stillframe.repository())?;
     let mut random = Random::new(seed);
@@ -158,8 +173,9 @@ pub fn run(damages: u64, seed: u64) -> Result<()> {
 /// True when the restore succeeded and verified every page; false when it was refused.
 fn restore(stillframe: &Stillframe, folder: &Path) -> Result<bool> {
     let qmp = folder.join("flip.qmp").display().to_string();
-    let output =
-        stillframe.run(&["restore", "latest", "--qmp", &qmp, "--paused", "--verify", "--json"])?;
+    let output = stillframe.run(&[
+        "restore", "latest", "--qmp", &qmp, "--paused", "--verify", "--json",
+    ])?;
     match output.status.code() {
         Some(0) => {
             let report: Value = serde_json::from_slice(&output.stdout)?;

@@ -95,7 +95,9 @@ pub fn strike(
 
 /// SIGTERM, by the shell's own kill: the standard library knows only SIGKILL.
 fn terminate(pid: u32) -> Result<()> {
-    std::process::Command::new("kill").args(["-TERM", &pid.to_string()]).status()?;
+    std::process::Command::new("kill")
+        .args(["-TERM", &pid.to_string()])
+        .status()?;
     Ok(())
 }
 
@@ -120,7 +122,9 @@ pub fn aftermath(stillframe: &Stillframe, guest: &mut Guest) -> Result<()> {
     }
     let pid = guest.pid_text();
     let report = stillframe.json(&["checkpoint", "--pid", &pid, "--verify"])?;
-    let differing = report["verify"]["differing"].as_u64().context("no verify in the report")?;
+    let differing = report["verify"]["differing"]
+        .as_u64()
+        .context("no verify in the report")?;
     if differing != 0 {
         bail!("{differing} pages of the next checkpoint differ");
     }
@@ -135,9 +139,15 @@ pub fn run(kills: u64, seed: u64) -> Result<()> {
     let mut raw = Vec::new();
     let mut harmed = 0u64;
     for (share, kind) in [Kind::Private, Kind::Memfd].into_iter().enumerate() {
-        let repository = tempfile::Builder::new().prefix("stillframe-repo-").tempdir()?;
+        let repository = tempfile::Builder::new()
+            .prefix("stillframe-repo-")
+            .tempdir()?;
         let stillframe = Stillframe::init(&repository.path().join("repo"))?;
-        let mut guest = Setup { ram_mib: 128, ..Setup::new(kind) }.boot()?;
+        let mut guest = Setup {
+            ram_mib: 128,
+            ..Setup::new(kind)
+        }
+        .boot()?;
         let mut monitor = guest.second_monitor()?;
         for number in (share as u64..kills).step_by(2) {
             let moment = moment(number / 2);
@@ -159,7 +169,10 @@ pub fn run(kills: u64, seed: u64) -> Result<()> {
             }
             if number % 20 < 2 {
                 stillframe.ok(&["forget", "--keep-last", "3", "--prune"])?;
-                eprintln!("{:16} {number:4} of {kills} kills, {harmed} did harm", kind.name());
+                eprintln!(
+                    "{:16} {number:4} of {kills} kills, {harmed} did harm",
+                    kind.name()
+                );
             }
         }
         guest.serial.ticks()?;
