@@ -9,11 +9,12 @@
 //!     ▲  │                         │                                 userfaultfd     │ pidfd_getfd
 //!     │  └─ timeout: give up       └─ group stop: give up, it stays stopped          ▼
 //!     │                                                                     call 2: close, exit
-//!     └── DETACH ◀── settle ◀── stopped ◀── INTERRUPT ◀── registers and mask back ◀──┘
+//!     └── let go ◀── settle ◀── stopped ◀── INTERRUPT ◀── registers and mask back ◀──┘
 //! ```
 //!
 //! - Once the first call has begun, every path leads through "registers and mask back".
-//! - The last stop lies inside the kernel's signal handling, which restarts the interrupted call.
+//! - "Stopped" lies inside the kernel's signal handling, which restarts the interrupted call. The
+//!   thread is let go only when it is in that call again: see `Seizure::settle`.
 //! - Signals sent meanwhile stay pending in the kernel. The few that cannot wait (those of faults,
 //!   which would kill when blocked) are held back and sent again.
 //! - All of it runs on a thread of its own: its end detaches in every state, and a caller whose
@@ -27,7 +28,7 @@ mod tracee;
 
 pub use error::InfectError;
 
-use crate::process::Process;
+use crate::process::{Process, status_line};
 use seizure::Seizure;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -68,26 +69,38 @@ pub fn steal_userfaultfd(process: &Process, limit: Duration) -> Result<StolenUff
         .unwrap_or(started + Duration::from_secs(86_400));
     let (to_caller, outcome) = mpsc::channel();
     let target = process.clone();
-    std::thread::Builder::new()
+    let thread = std::thread::Builder::new()
         .name("infect".into())
         .spawn(move || {
+            let result = steal(&target, deadline, limit);
             // A caller that has left drops the descriptor, which is all the tidying it needs.
-            let _ = to_caller.send(steal(&target, deadline, limit));
+            let _ = to_caller.send((rustix::thread::gettid(), result));
         })
-        .map_err(|source| InfectError::Io {
-            pid: process.pid(),
-            action: "start a thread to trace",
-            source,
-        })?;
+        .map_err(|source| failed(process, "start a thread to trace", source))?;
     let patience = deadline.saturating_duration_since(Instant::now()) + GRACE;
     match outcome.recv_timeout(patience) {
-        Ok(result) => result,
+        Ok((tracer, result)) => {
+            let ended = thread.join();
+            await_detached(process, tracer.as_raw_pid());
+            ended.map_err(|_| failed(process, "trace", io::Error::other("a panic")))?;
+            result
+        }
         Err(RecvTimeoutError::Timeout) => Err(timeout(process, limit)),
-        Err(RecvTimeoutError::Disconnected) => Err(InfectError::Io {
-            pid: process.pid(),
-            action: "trace",
-            source: io::Error::other("the tracing thread ended early"),
-        }),
+        Err(RecvTimeoutError::Disconnected) => Err(failed(
+            process,
+            "trace",
+            io::Error::other("the tracing thread ended early"),
+        )),
+    }
+}
+
+/// Waits until the kernel has detached the ended thread `tracer`, so that the process can be traced
+/// again as soon as we return. The C library calls a thread ended a little before that.
+fn await_detached(process: &Process, tracer: i32) {
+    while let Ok(status) = process.read_text("status", "read the status")
+        && status_line(&status, "TracerPid:").is_some_and(|pid| pid == tracer.to_string())
+    {
+        std::thread::yield_now();
     }
 }
 
@@ -109,5 +122,13 @@ fn timeout(process: &Process, limit: Duration) -> InfectError {
         pid: process.pid(),
         limit_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
         state: process.run_state().unwrap_or('?'),
+    }
+}
+
+fn failed(process: &Process, action: &'static str, source: io::Error) -> InfectError {
+    InfectError::Io {
+        pid: process.pid(),
+        action,
+        source,
     }
 }

@@ -18,7 +18,10 @@
 use super::tracee::Registers;
 
 // Codes of include/linux/errno.h, never seen by programs.
+const ERESTARTSYS: i64 = -512;
+const ERESTARTNOINTR: i64 = -513;
 const ERESTARTNOHAND: i64 = -514;
+const ERESTART_RESTARTBLOCK: i64 = -516;
 const EINTR: i64 = -(libc::EINTR as i64);
 
 /// Not in the libc crate for x86_64.
@@ -62,26 +65,35 @@ pub(super) struct Interrupted {
     pub(super) own_mask: u64,
     /// The mask in force: its own, or that of the call it waits in.
     pub(super) call_mask: u64,
+    /// Signals with a handler that the program itself has set, and that another could send it.
+    pub(super) handlers: u64,
     /// Whether the instruction before RIP is `syscall`.
     pub(super) behind_syscall: bool,
 }
 
 impl Interrupted {
-    /// Whether it depends on the pending signals how the thread goes on.
-    pub(super) fn depends_on_signals(&self) -> bool {
-        self.has_plain_eintr()
-            || (self.code() == Some(ERESTARTNOHAND) && self.call_mask != self.own_mask)
+    /// Whether the thread will make its call again unless a handler runs first, and one could.
+    pub(super) fn may_be_ended_by_a_handler(&self) -> bool {
+        let restarted = matches!(
+            self.code(),
+            Some(ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND | ERESTART_RESTARTBLOCK)
+        );
+        let open = !(self.own_mask & self.call_mask);
+        self.behind_syscall && (restarted || self.has_plain_eintr()) && self.handlers & open != 0
     }
 
-    /// The registers to go on with, when these signals are pending.
-    pub(super) fn resumption(&self, pending: u64) -> Registers {
-        let deliverable = pending & !self.own_mask;
+    /// The registers to go on with, when these signals (signal 1 in bit 0) are pending and have a
+    /// handler. Others end no call: those that are ignored reach a thread only while it is traced.
+    pub(super) fn resumption(&self, handled: u64) -> Registers {
+        let deliverable = handled & !self.own_mask;
         // A signal that interrupts the call by right: its EINTR has to stay.
         let by_right = deliverable & !self.call_mask != 0;
-        let plain = self.has_plain_eintr() && !by_right;
-        let kept_out = self.code() == Some(ERESTARTNOHAND) && deliverable != 0 && !by_right;
+        let rewind = match self.code() {
+            Some(ERESTARTNOHAND) => deliverable != 0 && !by_right,
+            _ => self.has_plain_eintr() && !by_right,
+        };
         let mut registers = self.registers;
-        if self.behind_syscall && (plain || kept_out) {
+        if self.behind_syscall && rewind {
             registers.rip -= SYSCALL_INSTRUCTION.len() as u64;
             registers.rax = registers.orig_rax;
             registers.orig_rax = u64::MAX;

@@ -23,6 +23,9 @@ const OF_FAULTS: u64 = bit(libc::SIGSEGV)
     | bit(libc::SIGTRAP)
     | bit(libc::SIGSYS);
 
+/// Signals that glibc keeps to itself, to cancel threads and to change user ids.
+const OF_THE_C_LIBRARY: u64 = bit(32) | bit(33);
+
 /// For how long a stop is awaited without giving the processor away.
 const SPIN: Duration = Duration::from_micros(300);
 /// And between two looks after that, at most.
@@ -83,14 +86,14 @@ impl<'a> Seizure<'a> {
             fixed_gadget
         };
         let gadget = gadget.ok_or(unsupported(process, "has no system call instruction"))?;
-        let own_mask = tracee.mask().map_err(|source| failed(process, source))?;
-        let mut interrupted = Interrupted {
+        let signals = signal_sets(process)?;
+        let interrupted = Interrupted {
             registers,
-            own_mask,
-            call_mask: own_mask,
+            own_mask: tracee.mask().map_err(|source| failed(process, source))?,
+            call_mask: signals.blocked,
+            handlers: signals.caught & !OF_FAULTS & !OF_THE_C_LIBRARY,
             behind_syscall,
         };
-        interrupted.call_mask = signal_sets(process)?.blocked;
         Ok(Seizure {
             process,
             tracee,
@@ -108,9 +111,7 @@ impl<'a> Seizure<'a> {
     pub(super) fn open_and_fetch(&mut self) -> Result<(OwnedFd, bool), InfectError> {
         // A fault's signal that the victim blocks stays blocked: it could be pending.
         let mask = !OF_FAULTS | self.interrupted.own_mask;
-        self.tracee
-            .set_mask(mask)
-            .map_err(|source| self.failed(source))?;
+        self.set_mask(mask)?;
         let name = "userfaultfd";
         let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
         let user_mode_only = u64::from(linux_raw_sys::general::UFFD_USER_MODE_ONLY);
@@ -152,9 +153,7 @@ impl<'a> Seizure<'a> {
             rdx: 0,
             ..self.interrupted.registers
         };
-        self.tracee
-            .set_registers(&registers)
-            .map_err(|source| self.failed(source))?;
+        self.set_registers(&registers)?;
         let mut deliver = 0;
         loop {
             self.run(Run::ToSyscall, deliver)?;
@@ -235,42 +234,95 @@ impl<'a> Seizure<'a> {
             own_mask,
             ..
         } = self.interrupted;
-        self.tracee
-            .set_registers(&registers)
-            .map_err(|source| self.failed(source))?;
-        self.tracee
-            .set_mask(own_mask)
-            .map_err(|source| self.failed(source))?;
+        self.set_registers(&registers)?;
+        self.set_mask(own_mask)?;
         // The exit of a system call is too late a stop: an ERESTART code put back there would reach
-        // the program. Another round through the signal handling is needed.
-        let mut deliver = 0;
+        // the program. Another round through the signal handling is needed. There an interrupt
+        // comes before any signal, so the next stop is the one that was asked for.
         while !matches!(self.at, Stop::Interrupt | Stop::Group) {
             self.tracee
                 .interrupt()
                 .map_err(|source| self.failed(source))?;
-            self.run(Run::Freely, deliver)?;
-            // An interrupt comes before any signal, but a signal already on its way comes through.
-            deliver = match self.at {
-                Stop::Signal(signal) => signal,
-                _ => 0,
-            };
+            self.run(Run::Freely, 0)?;
+            if let Stop::Signal(signal) = self.at {
+                self.hold(signal)?;
+            }
         }
         Ok(())
     }
 
-    /// At the last stop: decides how the interrupted call goes on, and detaches.
+    /// At the last stop: lets the thread go, so that its interrupted call goes on rightly.
+    ///
+    /// Detaching is enough when no handler can run. But a signal that comes after the kernel has rewound the thread, but before it is back in its
+    /// call, would be handled without ending the call: a pause(2) would miss it. So see the thread
+    /// into its call again, and have whatever signal comes first find it as it was interrupted.
     fn settle(&mut self) -> Result<(), InfectError> {
         for (signal, info) in std::mem::take(&mut self.held) {
             self.tracee.send_again(self.process.pid(), signal, &info);
         }
-        if self.interrupted.depends_on_signals() {
-            let pending = signal_sets(self.process)?.pending;
-            let registers = self.interrupted.resumption(pending);
+        self.set_registers(&self.interrupted.resumption(0))?;
+        if !self.interrupted.may_be_ended_by_a_handler() {
+            return self.detach(0);
+        }
+        let mut deliver = 0;
+        loop {
+            self.run(Run::ToSyscall, deliver)?;
+            match self.at {
+                Stop::Interrupt | Stop::Group => deliver = 0,
+                Stop::Syscall => return self.leave_in_call(),
+                Stop::Signal(signal) => {
+                    let sets = signal_sets(self.process)?;
+                    let handled = (sets.pending | bit(signal)) & sets.caught;
+                    self.set_registers(&self.interrupted.resumption(handled))?;
+                    if bit(signal) & sets.caught != 0 {
+                        return self.detach(signal);
+                    }
+                    // Without a handler the thread ignores it, stops or dies: it may still get to
+                    // its call.
+                    deliver = signal;
+                }
+            }
+        }
+    }
+
+    /// At the entry of its own call: lets the thread into it, still traced. Detaching here would
+    /// wake it up and end the call once more; the end of this thread detaches without a trace.
+    /// (An ignored signal in between may end a call that returns a plain EINTR. Its caller has to
+    /// expect that: it has a handler for some signal.)
+    fn leave_in_call(&self) -> Result<(), InfectError> {
+        let syscall = self
+            .tracee
+            .syscall()
+            .map_err(|source| self.failed(source))?;
+        // Its filter has allowed this very call before. Only restart_syscall(2), which the kernel
+        // has put in its place, may be unknown to the filter.
+        let restart = libc::SYS_restart_syscall as u64;
+        if !matches!(syscall, Some(Syscall::Entry { number }) if number == restart) {
             self.tracee
-                .set_registers(&registers)
+                .apply_seccomp()
                 .map_err(|source| self.failed(source))?;
         }
-        self.tracee.detach().map_err(|source| self.failed(source))
+        self.tracee
+            .resume(Run::Freely, 0)
+            .map_err(|source| self.failed(source))
+    }
+
+    fn set_registers(&self, registers: &Registers) -> Result<(), InfectError> {
+        self.tracee
+            .set_registers(registers)
+            .map_err(|source| self.failed(source))
+    }
+
+    fn set_mask(&self, mask: u64) -> Result<(), InfectError> {
+        self.tracee
+            .set_mask(mask)
+            .map_err(|source| self.failed(source))
+    }
+
+    fn detach(&self, signal: c_int) -> Result<(), InfectError> {
+        self.tracee
+            .detach(signal)
+            .map_err(|source| self.failed(source))
     }
 
     fn failed(&self, source: io::Error) -> InfectError {
@@ -441,6 +493,8 @@ struct SignalSets {
     pending: u64,
     /// Blocked right now.
     blocked: u64,
+    /// Having a handler.
+    caught: u64,
 }
 
 fn signal_sets(process: &Process) -> Result<SignalSets, InfectError> {
@@ -456,6 +510,7 @@ fn signal_sets(process: &Process) -> Result<SignalSets, InfectError> {
     Ok(SignalSets {
         pending: set("SigPnd:")? | set("ShdPnd:")?,
         blocked: set("SigBlk:")?,
+        caught: set("SigCgt:")?,
     })
 }
 

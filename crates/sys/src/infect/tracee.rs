@@ -85,9 +85,17 @@ impl Tracee {
         unsafe { self.request(libc::PTRACE_INTERRUPT, 0, 0) }
     }
 
-    /// Switches the seccomp filters of the victim off for as long as it is traced.
+    /// Switches the seccomp filters of the stopped thread off, for as long as it is traced.
     pub(super) fn suspend_seccomp(&self) -> io::Result<()> {
-        let options = libc::PTRACE_O_TRACESYSGOOD | PTRACE_O_SUSPEND_SECCOMP;
+        self.set_options(libc::PTRACE_O_TRACESYSGOOD | PTRACE_O_SUSPEND_SECCOMP)
+    }
+
+    /// Switches them on again.
+    pub(super) fn apply_seccomp(&self) -> io::Result<()> {
+        self.set_options(libc::PTRACE_O_TRACESYSGOOD)
+    }
+
+    fn set_options(&self, options: c_int) -> io::Result<()> {
         // SAFETY: PTRACE_SETOPTIONS takes a number.
         unsafe { self.request(libc::PTRACE_SETOPTIONS, 0, options as usize) }
     }
@@ -102,10 +110,11 @@ impl Tracee {
         unsafe { self.request(request, 0, signal as usize) }
     }
 
-    /// Stops tracing a stopped thread; it runs on, or joins the stop of its process.
-    pub(super) fn detach(&self) -> io::Result<()> {
-        // SAFETY: PTRACE_DETACH takes a number, the signal to deliver: none.
-        unsafe { self.request(libc::PTRACE_DETACH, 0, 0) }
+    /// Stops tracing a stopped thread, delivering `signal` unless it is 0; it runs on, or joins the
+    /// stop of its process.
+    pub(super) fn detach(&self, signal: c_int) -> io::Result<()> {
+        // SAFETY: PTRACE_DETACH takes a number.
+        unsafe { self.request(libc::PTRACE_DETACH, 0, signal as usize) }
     }
 
     /// Whether the thread has stopped since it last ran, and why. Does not wait.

@@ -1,0 +1,2 @@
+//! Limits.
+pub fn play(_: &str) {}

@@ -1,0 +1,12 @@
+//! The room against the real kernel, on real child processes.
+//!
+//! They need what the engine needs: the right to trace (root), userfaultfd with asynchronous write
+//! protection (Linux 6.7), `/proc`. Without it they fail; none is skipped.
+
+mod calls;
+mod infect_calls;
+mod infect_limits;
+mod infect_signals;
+mod infect_state;
+mod tracking;
+mod victim;

@@ -1,0 +1,2 @@
+//! Tracking.
+pub fn play(_: &str) {}
