@@ -1,1 +1,19 @@
-//! placeholder
+//! Everything Stillframe knows about QEMU, seen from outside: finding a VM, talking to its
+//! monitor, reading and changing its command line, its RAM blocks and disks, its device state, and
+//! starting a second QEMU that takes the state over.
+//!
+//! Rules of the room:
+//! 1. Whatever a QEMU process says (replies, tables, streams) is outside input: bounded, checked,
+//!    answered with an error, never with a panic.
+//! 2. Nothing here changes a VM it was not asked to change; what is asked is named by the function.
+//! 3. A QEMU started here is either handed over running or killed and reaped.
+
+pub mod arguments;
+pub mod device_state;
+pub mod launch;
+pub mod monitor;
+pub mod qmp;
+pub mod record;
+pub mod suitability;
+pub mod target;
+mod unix_sockets;

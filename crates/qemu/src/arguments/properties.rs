@@ -1,0 +1,223 @@
+//! The value of an option: `a,b=c,d=e,,f`, or the same as a JSON object.
+
+use serde_json::Value;
+
+/// Key-value pairs of one option in their order.
+///
+/// Text form (QEMU: `util/qemu-option.c`): pairs are separated by commas, a comma inside a value
+/// is written twice, the first pair may leave out its key, any other pair without a value is a
+/// switch (`wait` is `wait=on`, `nowait` is `wait=off`). A value that begins with `{` is a JSON
+/// object; its nested members get dotted keys (`addr.path`), as QEMU itself names them.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Properties {
+    pairs: Vec<(String, String)>,
+}
+
+impl Properties {
+    /// Reads `text`; `implied` is the key of a first value without key. Never fails: a text that
+    /// QEMU would refuse yields whatever pairs can be read.
+    pub fn parse(text: &str, implied: &str) -> Properties {
+        if text.starts_with('{')
+            && let Ok(object) = serde_json::from_str::<Value>(text)
+        {
+            let mut pairs = Vec::new();
+            flatten("", &object, &mut pairs);
+            return Properties { pairs };
+        }
+        let mut pairs = Vec::new();
+        for (index, item) in split_items(text).into_iter().enumerate() {
+            match item.split_once('=') {
+                Some((key, value)) => pairs.push((key.to_owned(), unescape(value))),
+                None if index == 0 => pairs.push((implied.to_owned(), unescape(item))),
+                None if item.is_empty() => {}
+                None => pairs.push(switch(item)),
+            }
+        }
+        Properties { pairs }
+    }
+
+    /// The value of `key`; of several the last, as in QEMU.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        let found = self.pairs.iter().rev().find(|(name, _)| name == key);
+        found.map(|(_, value)| value.as_str())
+    }
+
+    /// Whether the switch `key` is on.
+    pub fn is_on(&self, key: &str) -> bool {
+        matches!(self.get(key), Some("on" | "yes" | "true" | "y"))
+    }
+
+    /// Sets `key`, in its old place when it had one.
+    pub fn set(&mut self, key: &str, value: &str) {
+        match self.pairs.iter_mut().rfind(|(name, _)| name == key) {
+            Some(pair) => value.clone_into(&mut pair.1),
+            None => self.pairs.push((key.to_owned(), value.to_owned())),
+        }
+    }
+
+    /// Removes `key`; true when it was there.
+    pub fn remove(&mut self, key: &str) -> bool {
+        let before = self.pairs.len();
+        self.pairs.retain(|(name, _)| name != key);
+        self.pairs.len() < before
+    }
+
+    /// The pairs in their order.
+    pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.pairs
+            .iter()
+            .map(|(key, value)| (key.as_str(), value.as_str()))
+    }
+
+    /// The text form, the first pair without its key when that is `implied`.
+    pub fn render(&self, implied: &str) -> String {
+        let items = self.pairs.iter().enumerate().map(|(index, (key, value))| {
+            let value = escape(value);
+            if index == 0 && key == implied && !value.contains('=') && !value.starts_with('{') {
+                value
+            } else {
+                format!("{key}={value}")
+            }
+        });
+        items.collect::<Vec<_>>().join(",")
+    }
+}
+
+/// Doubles the commas of a value.
+pub(super) fn escape(value: &str) -> String {
+    value.replace(',', ",,")
+}
+
+fn unescape(value: &str) -> String {
+    value.replace(",,", ",")
+}
+
+/// Splits at single commas; doubled commas stay in the items.
+fn split_items(text: &str) -> Vec<&str> {
+    let bytes = text.as_bytes();
+    let (mut items, mut start, mut at) = (Vec::new(), 0, 0);
+    while at < bytes.len() {
+        if bytes[at] != b',' {
+            at += 1;
+        } else if bytes.get(at + 1) == Some(&b',') {
+            at += 2;
+        } else {
+            items.push(&text[start..at]);
+            at += 1;
+            start = at;
+        }
+    }
+    items.push(&text[start..]);
+    items
+}
+
+fn switch(item: &str) -> (String, String) {
+    match item.strip_prefix("no") {
+        Some(name) if !name.is_empty() => (name.to_owned(), "off".to_owned()),
+        _ => (item.to_owned(), "on".to_owned()),
+    }
+}
+
+fn flatten(prefix: &str, value: &Value, into: &mut Vec<(String, String)>) {
+    let dotted = |name: &str| {
+        if prefix.is_empty() {
+            name.to_owned()
+        } else {
+            format!("{prefix}.{name}")
+        }
+    };
+    match value {
+        Value::Object(members) => {
+            for (name, member) in members {
+                flatten(&dotted(name), member, into);
+            }
+        }
+        Value::Array(members) => {
+            for (index, member) in members.iter().enumerate() {
+                flatten(&dotted(&index.to_string()), member, into);
+            }
+        }
+        Value::Bool(true) => into.push((prefix.to_owned(), "on".to_owned())),
+        Value::Bool(false) => into.push((prefix.to_owned(), "off".to_owned())),
+        Value::String(text) => into.push((prefix.to_owned(), text.clone())),
+        Value::Number(number) => into.push((prefix.to_owned(), number.to_string())),
+        Value::Null => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn reading() {
+        let table: &[(&str, &[(&str, &str)])] = &[
+            (
+                "socket,id=c0,path=/a,,b,server=on",
+                &[
+                    ("first", "socket"),
+                    ("id", "c0"),
+                    ("path", "/a,b"),
+                    ("server", "on"),
+                ],
+            ),
+            (
+                "x,server,nowait",
+                &[("first", "x"), ("server", "on"), ("wait", "off")],
+            ),
+            ("key=v", &[("key", "v")]),
+            ("a,,b", &[("first", "a,b")]),
+            ("a=b=c", &[("a", "b=c")]),
+            ("", &[("first", "")]),
+            ("a,,", &[("first", "a,")]),
+            ("a,", &[("first", "a")]),
+            (
+                r#"{"driver":"x","addr":{"path":"/p","deep":[1,true]}}"#,
+                &[
+                    ("addr.deep.0", "1"),
+                    ("addr.deep.1", "on"),
+                    ("addr.path", "/p"),
+                    ("driver", "x"),
+                ],
+            ),
+        ];
+        for (text, expected) in table {
+            let properties = Properties::parse(text, "first");
+            let mut pairs: Vec<_> = properties.pairs().collect();
+            if text.starts_with('{') {
+                pairs.sort_unstable();
+            }
+            assert_eq!(&pairs, expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn changing() {
+        let mut properties = Properties::parse("socket,id=c,path=/p,logfile=/l", "backend");
+        properties.set("path", "/q,r");
+        assert!(properties.remove("logfile"));
+        assert!(!properties.remove("logfile"));
+        properties.set("mux", "on");
+        assert_eq!(
+            properties.render("backend"),
+            "socket,id=c,path=/q,,r,mux=on"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn rendering_is_the_inverse_of_reading(values in proptest::collection::vec("[ -~]{0,12}", 1..6)) {
+            let mut properties = Properties::default();
+            for (index, value) in values.iter().enumerate() {
+                properties.set(&format!("k{index}"), value);
+            }
+            prop_assert_eq!(Properties::parse(&properties.render("k0"), "k0"), properties);
+        }
+
+        #[test]
+        fn any_text_is_read_without_panic(text in ".{0,200}") {
+            let _ = Properties::parse(&text, "first").render("first");
+        }
+    }
+}

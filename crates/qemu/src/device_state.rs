@@ -1,0 +1,345 @@
+//! The stream of device state that `xen-save-devices-state` writes: checking it, and turning it
+//! into a migration stream that a fresh QEMU accepts.
+//!
+//! ```text
+//! raw:     "QEVM" be32 3 | SECTION_FULL ... FOOTER | SECTION_FULL ... FOOTER | ... | EOF
+//! wrapped: "QEVM" be32 3 | CONFIGURATION machine | the sections as they were | EOF | VMDESCRIPTION "{}"
+//! section: 0x04 be32 section-id, u8 length, name, be32 instance, be32 version, data | 0x7e be32 section-id
+//! ```
+//!
+//! A section does not tell how long its data are; only the device that reads it knows. Its end can
+//! be found by its footer alone, and the data may hold the same bytes by chance or by a guest's
+//! doing. The walk therefore tries every footer of the right number that is followed by another
+//! section or the end, and goes back when a choice leads nowhere. It proves that the stream is
+//! whole, not what it contains.
+//!
+//! Format: QEMU, `docs/devel/migration/main.rst` and `migration/savevm.c`.
+
+use std::collections::BTreeSet;
+
+const MAGIC: &[u8; 4] = b"QEVM";
+const VERSION: u32 = 3;
+const HEADER_BYTES: usize = 8;
+
+const EOF: u8 = 0x00;
+const SECTION_FULL: u8 = 0x04;
+const VMDESCRIPTION: u8 = 0x06;
+const CONFIGURATION: u8 = 0x07;
+const FOOTER: u8 = 0x7e;
+/// A footer: its type and the section's number.
+const FOOTER_BYTES: usize = 5;
+
+/// Longest name of a machine type accepted.
+const MACHINE_BYTES_MAX: usize = 128;
+
+/// Choices of a footer tried before the stream is given up. A real stream needs one a section.
+const CHOICES_MAX: usize = 10_000;
+
+/// Why a stream of device state cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceStateError {
+    /// It does not begin as QEMU's streams do.
+    #[error("the device state does not begin with QEMU's mark, version 3, but with {start:02x?}")]
+    NotQemu {
+        /// The first bytes.
+        start: Vec<u8>,
+    },
+    /// It breaks off or was damaged.
+    #[error(
+        "the device state ({bytes} bytes) is not whole: {whole_sections} sections can be followed, \
+         then neither another one nor the end comes"
+    )]
+    NotWhole {
+        /// Length of the stream.
+        bytes: usize,
+        /// How many sections could be followed.
+        whole_sections: usize,
+    },
+    /// It already has a configuration section, or RAM in it.
+    #[error(
+        "the device state begins with section type {kind:#04x}, not with the state of a device"
+    )]
+    OtherSection {
+        /// The section type.
+        kind: u8,
+    },
+    /// The machine type cannot be written into a stream.
+    #[error("{machine:?} is no machine type")]
+    Machine {
+        /// What was given.
+        machine: String,
+    },
+}
+
+/// What a stream holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Summary {
+    /// Names of the sections in their order, such as `0000:00:02.0/virtio-net`.
+    pub sections: Vec<String>,
+    /// Length of the stream.
+    pub bytes: u64,
+}
+
+/// Checks that `raw` is a whole stream.
+pub fn validate(raw: &[u8]) -> Result<Summary, DeviceStateError> {
+    let header = [MAGIC.as_slice(), &VERSION.to_be_bytes()].concat();
+    if !raw.starts_with(&header) {
+        return Err(DeviceStateError::NotQemu {
+            start: raw[..raw.len().min(HEADER_BYTES)].to_vec(),
+        });
+    }
+    match raw.get(HEADER_BYTES) {
+        Some(&kind) if kind != SECTION_FULL => Err(DeviceStateError::OtherSection { kind }),
+        _ => walk(raw),
+    }
+}
+
+/// Checks `raw` and makes it a migration stream for machine type `machine` (versioned, such as
+/// `pc-q35-10.0`).
+pub fn wrap(raw: &[u8], machine: &str) -> Result<Vec<u8>, DeviceStateError> {
+    validate(raw)?;
+    let refused = || DeviceStateError::Machine {
+        machine: machine.to_owned(),
+    };
+    let plain = machine.bytes().all(|byte| byte.is_ascii_graphic());
+    if machine.is_empty() || machine.len() > MACHINE_BYTES_MAX || !plain {
+        return Err(refused());
+    }
+    let machine_bytes = u32::try_from(machine.len()).map_err(|_| refused())?;
+    let description = b"{}";
+    let (header, sections) = raw.split_at(HEADER_BYTES);
+    Ok([
+        header,
+        &[CONFIGURATION],
+        &machine_bytes.to_be_bytes(),
+        machine.as_bytes(),
+        sections,
+        &[VMDESCRIPTION],
+        &2u32.to_be_bytes(),
+        description,
+    ]
+    .concat())
+}
+
+/// One section on the way through the stream.
+struct Section<'a> {
+    name: &'a str,
+    footer: [u8; FOOTER_BYTES],
+    /// Where the next footer is looked for.
+    search_from: usize,
+    start: usize,
+}
+
+impl<'a> Section<'a> {
+    /// The section that starts at `start`, if one does.
+    fn read(raw: &'a [u8], start: usize) -> Option<Section<'a>> {
+        const NAME_AT: usize = 6;
+        const VERSIONS_BYTES: usize = 8;
+        let head = raw.get(start..)?;
+        if *head.first()? != SECTION_FULL {
+            return None;
+        }
+        let number = head.get(1..5)?;
+        let name_bytes = usize::from(*head.get(5)?);
+        let name = std::str::from_utf8(head.get(NAME_AT..NAME_AT + name_bytes)?).ok()?;
+        if name.is_empty()
+            || !name
+                .bytes()
+                .all(|byte| byte.is_ascii_graphic() || byte == b' ')
+        {
+            return None;
+        }
+        Some(Section {
+            name,
+            footer: [FOOTER, number[0], number[1], number[2], number[3]],
+            search_from: start + NAME_AT + name_bytes + VERSIONS_BYTES,
+            start,
+        })
+    }
+
+    /// Where what follows this section begins, judged by the next footer not yet tried.
+    fn next_end(&mut self, raw: &[u8]) -> Option<usize> {
+        while let Some(rest) = raw.get(self.search_from..) {
+            let offset = rest.iter().position(|byte| *byte == FOOTER)?;
+            let at = self.search_from + offset;
+            self.search_from = at + 1;
+            let end = at + FOOTER_BYTES;
+            if raw.get(at..end) == Some(&self.footer) {
+                return Some(end);
+            }
+        }
+        None
+    }
+}
+
+fn walk(raw: &[u8]) -> Result<Summary, DeviceStateError> {
+    let mut path: Vec<Section<'_>> = Vec::new();
+    // Starts from which the end cannot be reached; each is followed once only.
+    let mut dead_ends: BTreeSet<usize> = BTreeSet::new();
+    let mut longest = 0;
+    let not_whole = |whole_sections| DeviceStateError::NotWhole {
+        bytes: raw.len(),
+        whole_sections,
+    };
+    path.extend(Section::read(raw, HEADER_BYTES));
+    for _ in 0..CHOICES_MAX {
+        let Some(last) = path.last_mut() else {
+            return Err(not_whole(longest));
+        };
+        let Some(end) = last.next_end(raw) else {
+            dead_ends.insert(last.start);
+            path.pop();
+            continue;
+        };
+        if raw.get(end..) == Some(&[EOF]) {
+            return Ok(Summary {
+                sections: path.iter().map(|section| section.name.to_owned()).collect(),
+                bytes: raw.len() as u64,
+            });
+        }
+        if let Some(next) = Section::read(raw, end)
+            && !dead_ends.contains(&end)
+        {
+            path.push(next);
+            longest = longest.max(path.len() - 1);
+        }
+    }
+    Err(not_whole(longest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn section(number: u32, name: &str, data: &[u8]) -> Vec<u8> {
+        let number = number.to_be_bytes();
+        let name_bytes = u8::try_from(name.len()).expect("short name");
+        [
+            &[SECTION_FULL],
+            &number[..],
+            &[name_bytes],
+            name.as_bytes(),
+            &[0, 0, 0, 0, 0, 0, 0, 1],
+            data,
+            &[FOOTER],
+            &number[..],
+        ]
+        .concat()
+    }
+
+    fn stream(sections: &[Vec<u8>]) -> Vec<u8> {
+        let header = [&MAGIC[..], &VERSION.to_be_bytes()].concat();
+        [header, sections.concat(), vec![EOF]].concat()
+    }
+
+    fn sample() -> Vec<u8> {
+        stream(&[
+            section(0, "timer", &[1; 16]),
+            section(4, "cpu_common", b"~~~~\x7e\0\0\0\x05"),
+            section(46, "globalstate", &[0; 100]),
+        ])
+    }
+
+    #[test]
+    fn a_whole_stream() {
+        let raw = sample();
+        let summary = validate(&raw).expect("whole");
+        assert_eq!(summary.sections, ["timer", "cpu_common", "globalstate"]);
+        assert_eq!(summary.bytes, raw.len() as u64);
+    }
+
+    #[test]
+    fn wrapping_adds_configuration_and_description() {
+        let raw = sample();
+        let wrapped = wrap(&raw, "pc-q35-10.0").expect("whole");
+        let head = b"QEVM\0\0\0\x03\x07\0\0\0\x0bpc-q35-10.0\x04\0\0\0\0\x05timer";
+        assert!(wrapped.starts_with(head));
+        assert!(wrapped.ends_with(b"\x7e\0\0\0\x2e\0\x06\0\0\0\x02{}"));
+        assert_eq!(wrapped.len(), raw.len() + 1 + 4 + 11 + 1 + 4 + 2);
+        for machine in ["", "pc q35", "p\0c", &"x".repeat(129)] {
+            assert!(matches!(
+                wrap(&raw, machine),
+                Err(DeviceStateError::Machine { .. })
+            ));
+        }
+    }
+
+    #[test]
+    fn what_is_no_device_state() {
+        assert!(matches!(
+            validate(b""),
+            Err(DeviceStateError::NotQemu { .. })
+        ));
+        assert!(matches!(
+            validate(b"QEVM\0\0\0\x02\x04"),
+            Err(DeviceStateError::NotQemu { .. })
+        ));
+        assert!(matches!(
+            validate(b"QEVM\0\0\0\x03"),
+            Err(DeviceStateError::NotWhole { .. })
+        ));
+        assert_eq!(
+            validate(&wrap(&sample(), "pc").expect("whole")),
+            Err(DeviceStateError::OtherSection {
+                kind: CONFIGURATION
+            })
+        );
+        // Every proper beginning of a stream is found to be cut.
+        let raw = sample();
+        for bytes in 0..raw.len() {
+            assert!(validate(&raw[..bytes]).is_err(), "{bytes}");
+        }
+        let longer = [raw, vec![0]].concat();
+        assert!(validate(&longer).is_err());
+    }
+
+    /// Data that look like the footer and the head of another section, as a guest could place
+    /// them: the walk must come back from the wrong choice.
+    #[test]
+    fn a_forged_footer_does_not_mislead() {
+        let mut forged = vec![9; 3];
+        forged.extend([FOOTER, 0, 0, 0, 7]);
+        forged.extend(&section(9, "forged", &[])[..20]);
+        let raw = stream(&[section(7, "disk", &forged), section(8, "net", &[1])]);
+        assert_eq!(validate(&raw).expect("whole").sections, ["disk", "net"]);
+    }
+
+    #[test]
+    fn many_forged_footers_end_in_bounded_work() {
+        let mut forged = Vec::new();
+        for _ in 0..20_000 {
+            forged.extend([FOOTER, 0, 0, 0, 7]);
+            forged.extend(&section(7, "x", &[])[..15]);
+        }
+        let mut raw = stream(&[section(7, "disk", &forged)]);
+        raw.truncate(raw.len() - 3);
+        assert!(validate(&raw).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_sections_are_found_again(
+            sections in proptest::collection::vec(("[a-z0-9/:]{1,20}", proptest::collection::vec(any::<u8>(), 0..64)), 1..12)
+        ) {
+            let parts: Vec<_> = sections.iter().zip(0..).map(|((name, data), number)| section(number, name, data)).collect();
+            let summary = validate(&stream(&parts)).expect("whole");
+            prop_assert!(!summary.sections.is_empty());
+        }
+
+        #[test]
+        fn damage_never_panics(at in 0..sample().len(), bit in 0u8..8, cut in 0..=sample().len()) {
+            let mut raw = sample();
+            raw[at] ^= 1 << bit;
+            raw.truncate(cut);
+            let _ = validate(&raw);
+            let _ = wrap(&raw, "pc-q35-10.0");
+        }
+
+        #[test]
+        fn noise_never_panics(noise in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let raw = [&b"QEVM\0\0\0\x03\x04"[..], &noise].concat();
+            let _ = validate(&raw);
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! Starting a second QEMU that takes the state of a recorded VM over.
+//!
+//! [`plan`] turns the recorded command line into one for the new process and refuses what cannot
+//! be right; it changes nothing on the host. [`start`] runs it, waiting for incoming state. The
+//! caller then fills the RAM blocks and ends with [`load_device_state`]; `cont` sets the guest
+//! going. Until [`Launched::keep`] the new QEMU belongs to this process: whatever fails, it is
+//! killed and reaped, because half a guest is no guest.
+
+mod checks;
+mod holders;
+mod rewrite;
+mod start;
+
+use std::io;
+use std::path::PathBuf;
+
+pub use start::{Launched, load_device_state, start};
+
+use crate::device_state::DeviceStateError;
+use crate::monitor::MonitorError;
+use crate::record::VmRecord;
+
+/// What the user decides about the new VM.
+#[derive(Debug, Clone)]
+pub struct LaunchOptions {
+    /// Where its QMP monitor listens.
+    pub qmp: PathBuf,
+    /// What its first serial port is connected to, in the words of `-serial`; nothing when none.
+    pub serial: Option<String>,
+    /// Whether to use the disks although they changed since the record or cannot be compared. A
+    /// guest whose disk is not what its memory believes may destroy the disk's content.
+    pub disks_as_they_are: bool,
+    /// File that QEMU's own messages are appended to.
+    pub log: PathBuf,
+}
+
+/// How the new QEMU will be started.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LaunchPlan {
+    /// The program.
+    pub exe: PathBuf,
+    /// Its arguments, `argv[0]` included.
+    pub arguments: Vec<String>,
+    /// Its working directory.
+    pub cwd: PathBuf,
+    /// What differs from the recorded command line and why, in words for the user.
+    pub changes: Vec<String>,
+}
+
+/// Why a VM cannot be started again, or failed to.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// The program is gone.
+    #[error("the recorded QEMU program {exe} is missing; install QEMU {version}")]
+    ProgramMissing {
+        /// The program.
+        exe: PathBuf,
+        /// Its recorded version.
+        version: String,
+    },
+    /// The program is another version.
+    #[error(
+        "{exe} is now QEMU {found}, but the VM ran under {recorded}; install that version: device \
+         state is only loaded into the version that saved it"
+    )]
+    VersionDiffers {
+        /// The program.
+        exe: PathBuf,
+        /// The version it is now.
+        found: String,
+        /// The version of the record.
+        recorded: String,
+    },
+    /// The program cannot be run.
+    #[error("cannot run {program}")]
+    Run {
+        /// The program.
+        program: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// The old process was given open files by its parent.
+    #[error(
+        "the VM was started with a descriptor inherited from its parent (`{option}`), which cannot \
+         be had again; start such a VM with paths and names instead"
+    )]
+    InheritedDescriptor {
+        /// The option.
+        option: String,
+    },
+    /// The machine was put together by monitor commands before it started.
+    #[error("the VM was put together by monitor commands (-preconfig), which are not recorded")]
+    Preconfig,
+    /// A serial port was asked for that the VM does not have.
+    #[error("the VM has no serial port to connect to {spec:?}, and adding one would change the VM")]
+    NoSerialPort {
+        /// What was asked for.
+        spec: String,
+    },
+    /// What the serial port shall be connected to is no such thing.
+    #[error(
+        "{spec:?} is nothing a background VM's serial port can be connected to; use file:PATH, \
+         unix:PATH,server=on,wait=off, tcp:HOST:PORT,server=on,wait=off, pty or null"
+    )]
+    Serial {
+        /// What was asked for.
+        spec: String,
+    },
+    /// A path cannot be written into a command line.
+    #[error("{path:?} is not UTF-8 and cannot be passed to QEMU")]
+    NotUtf8 {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The new monitor's path is in use.
+    #[error("a living process listens on {path}; choose another path for the new VM's monitor")]
+    MonitorInUse {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// A disk file is gone.
+    #[error("disk {device}: {path} is missing; put it back as it was at the checkpoint")]
+    DiskMissing {
+        /// The drive.
+        device: String,
+        /// Its file.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// A disk file is not what it was.
+    #[error(
+        "disk {device}: {path} {what} since the checkpoint; put back the disk of that time, or use \
+         the disks as they are at the risk of damaging them"
+    )]
+    DiskChanged {
+        /// The drive.
+        device: String,
+        /// Its file.
+        path: PathBuf,
+        /// How it differs.
+        what: &'static str,
+    },
+    /// A disk's writes went to a throw-away file.
+    #[error(
+        "disk {device} was opened with snapshot=on: what the guest wrote since its start is lost \
+         with the old process; use the disks as they are only if the guest can bear that"
+    )]
+    DiskTemporary {
+        /// The drive.
+        device: String,
+    },
+    /// A disk is no file and cannot be compared.
+    #[error(
+        "disk {device}: {path} is no file of this host, so it cannot be told whether it changed; \
+         use the disks as they are if you know it did not"
+    )]
+    DiskUnknown {
+        /// The drive.
+        device: String,
+        /// QEMU's name for it.
+        path: PathBuf,
+    },
+    /// A disk came into the VM after its start.
+    #[error(
+        "disk {device}: {path} is not in the VM's command line; it was exchanged while the VM ran, \
+         and starting the old command line would use another disk"
+    )]
+    DiskNotInArguments {
+        /// The drive.
+        device: String,
+        /// Its file.
+        path: PathBuf,
+    },
+    /// Somebody else has a disk open that the VM writes to.
+    #[error(
+        "disk {device}: {path} is open in process {pid} ({program}); two users of one disk destroy \
+         it: end the other one, or give the new VM a copy"
+    )]
+    DiskInUse {
+        /// The drive.
+        device: String,
+        /// Its file.
+        path: PathBuf,
+        /// The other process.
+        pid: i32,
+        /// Its program.
+        program: String,
+    },
+    /// Somebody else has the file open that is to hold the RAM.
+    #[error(
+        "the RAM file {path} (share=on) is in use by process {pid} ({program}); the new VM would \
+         overwrite its memory: end it first"
+    )]
+    RamInUse {
+        /// The file.
+        path: PathBuf,
+        /// The other process.
+        pid: i32,
+        /// Its program.
+        program: String,
+    },
+    /// The log file cannot be written.
+    #[error("cannot write QEMU's log {path}")]
+    Log {
+        /// The log file.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// The new QEMU ended.
+    #[error("the new QEMU ended while {doing} ({status}); its last words:\n{log}")]
+    Exited {
+        /// What was being done.
+        doing: &'static str,
+        /// How it ended.
+        status: String,
+        /// The end of its log.
+        log: String,
+    },
+    /// The new QEMU could not be talked to.
+    #[error("{doing} failed; the new QEMU's last words:\n{log}")]
+    Monitor {
+        /// What was being done.
+        doing: &'static str,
+        /// What failed.
+        #[source]
+        source: Box<MonitorError>,
+        /// The end of its log.
+        log: String,
+    },
+    /// The new QEMU was too slow.
+    #[error("the new QEMU did not finish {doing} within {limit_ms} ms; its last words:\n{log}")]
+    Timeout {
+        /// What was being done.
+        doing: &'static str,
+        /// The limit in milliseconds.
+        limit_ms: u128,
+        /// The end of its log.
+        log: String,
+    },
+    /// The new QEMU would not take the device state.
+    #[error("the new QEMU did not take the device state ({status}); its last words:\n{log}")]
+    Load {
+        /// QEMU's word for the state of the migration or VM, and its reason if it gave one.
+        status: String,
+        /// The end of its log.
+        log: String,
+    },
+    /// The device state cannot be handed over.
+    #[error("cannot hand the device state to the new QEMU")]
+    Memfd(#[from] stillframe_sys::memfd::MemfdError),
+    /// The new process cannot be watched.
+    #[error("cannot watch the new QEMU")]
+    Process(#[from] stillframe_sys::process::ProcessError),
+    /// The device state is damaged.
+    #[error("the device state of the checkpoint cannot be used")]
+    DeviceState(#[from] DeviceStateError),
+}
+
+/// Works out how to start the recorded VM again.
+///
+/// # Errors
+/// Whatever would make the new VM wrong, or destroy something of another process.
+pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, LaunchError> {
+    checks::program(record)?;
+    let busy = holders::is_listened_on;
+    let at = |path: &std::path::Path| holders::Endpoint::Unix(record.cwd.join(path));
+    if busy(&at(&options.qmp)) {
+        return Err(LaunchError::MonitorInUse {
+            path: options.qmp.clone(),
+        });
+    }
+    let rewritten = rewrite::rewrite(&record.arguments, &record.cwd, options, &busy)?;
+    checks::disks(record, options.disks_as_they_are)?;
+    checks::shared_ram(&rewritten.arguments, &record.cwd)?;
+    Ok(LaunchPlan {
+        exe: record.exe.clone(),
+        arguments: rewritten.arguments,
+        cwd: record.cwd.clone(),
+        changes: rewritten.changes,
+    })
+}

@@ -1,0 +1,157 @@
+//! Who on this host uses a file or listens on an address, without disturbing them.
+
+use std::fs::{self, Metadata};
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use crate::unix_sockets;
+
+/// A process that has a file open or mapped.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Holder {
+    pub(super) pid: i32,
+    pub(super) program: String,
+}
+
+/// An address a server can listen on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Endpoint {
+    /// A unix socket in the file system, absolute.
+    Unix(PathBuf),
+    /// Host (empty for all) and port.
+    Tcp(String, u16),
+}
+
+/// What makes two open files the same one. A block device is itself whatever node names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Key {
+    File { device: u64, inode: u64 },
+    Block { device: u64 },
+}
+
+impl Key {
+    fn of(metadata: &Metadata) -> Key {
+        if metadata.file_type().is_block_device() {
+            Key::Block {
+                device: metadata.rdev(),
+            }
+        } else {
+            Key::File {
+                device: metadata.dev(),
+                inode: metadata.ino(),
+            }
+        }
+    }
+}
+
+/// Some process other than this one that has the file open or mapped. Processes that may not be
+/// examined are passed over.
+pub(super) fn holder_of(file: &Metadata) -> Option<Holder> {
+    let key = Key::of(file);
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let mut others = pids.filter(|pid| *pid != std::process::id());
+    let pid = others.find(|pid| {
+        let process = Path::new("/proc").join(pid.to_string());
+        has_open(&process, key) || has_mapped(&process, key)
+    })?;
+    let program = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    Some(Holder {
+        pid: i32::try_from(pid).ok()?,
+        program: program.trim_end().to_owned(),
+    })
+}
+
+fn has_open(process: &Path, key: Key) -> bool {
+    let descriptors = fs::read_dir(process.join("fd")).into_iter().flatten();
+    let files = descriptors
+        .flatten()
+        .filter_map(|descriptor| fs::metadata(descriptor.path()).ok());
+    files.into_iter().any(|file| Key::of(&file) == key)
+}
+
+/// A mapping outlives the descriptor it was made with. `maps` is searched for the inode number
+/// first, because looking at each mapped file is slow.
+fn has_mapped(process: &Path, key: Key) -> bool {
+    let Key::File { inode, .. } = key else {
+        return false;
+    };
+    let maps = fs::read(process.join("maps")).unwrap_or_default();
+    let maps = String::from_utf8_lossy(&maps);
+    let inode = inode.to_string();
+    maps.lines().any(|line| {
+        let mut columns = line.split_ascii_whitespace();
+        let range = columns.next().unwrap_or_default();
+        columns.nth(3) == Some(inode.as_str())
+            && fs::metadata(process.join("map_files").join(range))
+                .is_ok_and(|file| Key::of(&file) == key)
+    })
+}
+
+/// Whether a living process listens there. For unix sockets the kernel's list is read, because
+/// connecting would disturb whoever listens.
+pub(super) fn is_listened_on(endpoint: &Endpoint) -> bool {
+    match endpoint {
+        Endpoint::Unix(path) => unix_sockets::is_listening(&unix_sockets::table(), path),
+        Endpoint::Tcp(host, port) => {
+            let host = if host.is_empty() { "0.0.0.0" } else { host };
+            let bound = TcpListener::bind((host, *port));
+            bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn a_reader_of_a_file_is_found_and_gone_after_its_end() {
+        let file = tempfile::NamedTempFile::new().expect("temporary file");
+        let metadata = file.as_file().metadata().expect("metadata");
+        assert_eq!(holder_of(&metadata), None);
+        let mut reader = Command::new("sleep")
+            .arg("60")
+            .stdin(Stdio::from(file.reopen().expect("reopened")))
+            .spawn()
+            .expect("sleep");
+        let holder = holder_of(&metadata).expect("the reader");
+        assert_eq!(u32::try_from(holder.pid).expect("positive"), reader.id());
+        reader.kill().expect("killed");
+        reader.wait().expect("reaped");
+        assert_eq!(holder_of(&metadata), None);
+    }
+
+    #[test]
+    fn a_running_program_counts_as_mapped() {
+        let me = fs::metadata("/proc/self/exe").expect("ourselves");
+        assert!(has_mapped(Path::new("/proc/self"), Key::of(&me)));
+        let file = tempfile::NamedTempFile::new().expect("temporary file");
+        let other = file.as_file().metadata().expect("metadata");
+        assert!(!has_mapped(Path::new("/proc/self"), Key::of(&other)));
+    }
+
+    #[test]
+    fn listeners() {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let path = directory.path().join("socket");
+        let unix = Endpoint::Unix(path.clone());
+        assert!(!is_listened_on(&unix));
+        let listener = UnixListener::bind(&path).expect("bound");
+        assert!(is_listened_on(&unix));
+        drop(listener);
+        assert!(path.exists());
+        assert!(!is_listened_on(&unix));
+
+        let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
+        let port = listener.local_addr().expect("address").port();
+        let tcp = Endpoint::Tcp("127.0.0.1".into(), port);
+        assert!(is_listened_on(&tcp));
+        drop(listener);
+        assert!(!is_listened_on(&tcp));
+    }
+}

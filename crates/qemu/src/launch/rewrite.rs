@@ -1,0 +1,418 @@
+//! From the command line of a recorded VM to one that starts it again beside whatever runs now.
+//!
+//! Two rules decide every change. The guest must find exactly the machine it knew: no device is
+//! added or taken away, only the host's ends of them change. And nothing of the old process or of
+//! a third one may be overwritten or taken over: output files, listening sockets, the terminal.
+
+use std::path::Path;
+
+use super::holders::Endpoint;
+use super::{LaunchError, LaunchOptions};
+use crate::arguments::{Argument, Backend, BackendWord, CommandLine, Properties};
+
+/// Options that belong to the old process or to its start, not to the machine.
+const DROPPED: &[(&str, &str)] = &[
+    ("S", "the new VM is started paused anyway"),
+    ("daemonize", "the new VM runs in the background anyway"),
+    ("gdb", "debugger connections are not taken over"),
+    ("incoming", "the state comes from the checkpoint"),
+    ("loadvm", "the state comes from the checkpoint"),
+    ("mon", "the new VM has a monitor of its own"),
+    ("monitor", "the new VM has a monitor of its own"),
+    ("pidfile", "it belongs to the old process"),
+    ("qmp", "the new VM has a monitor of its own"),
+    ("qmp-pretty", "the new VM has a monitor of its own"),
+    ("s", "debugger connections are not taken over"),
+];
+
+/// Options whose value is the backend of a character device.
+const BACKEND_OPTIONS: &[&str] = &["serial", "parallel", "debugcon"];
+
+/// Serial ports that are made with `-device`.
+const SERIAL_DEVICES: &[&str] = &["isa-serial", "pci-serial", "usb-serial"];
+
+/// Displays that need no terminal and no session.
+const BACKGROUND_DISPLAYS: &[&str] = &["none", "egl-headless", "dbus", "vnc"];
+
+/// First port of VNC display 0.
+const VNC_PORT: u16 = 5900;
+
+/// The new command line and what was changed.
+#[derive(Debug)]
+pub(super) struct Rewritten {
+    pub(super) arguments: Vec<String>,
+    pub(super) changes: Vec<String>,
+}
+
+/// Rewrites `arguments`; `busy` says where a living process listens.
+pub(super) fn rewrite(
+    arguments: &[String],
+    cwd: &Path,
+    options: &LaunchOptions,
+    busy: &dyn Fn(&Endpoint) -> bool,
+) -> Result<Rewritten, LaunchError> {
+    let mut rewriter = Rewriter {
+        line: CommandLine::parse(arguments),
+        changes: Vec::new(),
+        cwd,
+        busy,
+    };
+    if rewriter.line.has("preconfig") {
+        return Err(LaunchError::Preconfig);
+    }
+    rewriter.drop_process_options();
+    rewriter.replace_nographic();
+    rewriter.settle_display();
+    let settled = rewriter.settle_first_serial(options.serial.as_deref())?;
+    rewriter.settle_backends(settled);
+    rewriter.refuse_inherited_descriptors()?;
+    rewriter.add_our_own(options)?;
+    Ok(Rewritten {
+        arguments: rewriter.line.to_argv(),
+        changes: rewriter.changes,
+    })
+}
+
+struct Rewriter<'a> {
+    line: CommandLine,
+    changes: Vec<String>,
+    cwd: &'a Path,
+    busy: &'a dyn Fn(&Endpoint) -> bool,
+}
+
+/// Where the first serial port stands in the command line.
+enum SerialPort {
+    /// The `-serial` option at this place.
+    Option(usize),
+    /// The `-chardev` option at this place, used by a `-device`.
+    CharacterDevice(usize),
+    /// The port QEMU makes when nothing is said.
+    Default,
+}
+
+impl Rewriter<'_> {
+    fn note(&mut self, change: String) {
+        self.changes.push(change);
+    }
+
+    fn drop_process_options(&mut self) {
+        let mut monitor_devices: Vec<String> = Vec::new();
+        let mut kept = Vec::new();
+        for option in std::mem::take(&mut self.line.options) {
+            let reason = DROPPED.iter().find(|(name, _)| option.is(name));
+            let Some((_, reason)) = reason else {
+                kept.push(option);
+                continue;
+            };
+            monitor_devices.extend(monitor_device(&option));
+            self.note(format!("`{}` left out: {reason}", option.words()));
+        }
+        self.line.options = kept;
+        for id in monitor_devices {
+            let used = self
+                .line
+                .options
+                .iter()
+                .any(|option| refers_to(option, &id));
+            let is_it = |option: &Argument| {
+                option.is("chardev") && option.value().is_some_and(|value| chardev_is(value, &id))
+            };
+            if !used && self.line.options.iter().any(is_it) {
+                self.line.options.retain(|option| !is_it(option));
+                self.note(format!(
+                    "character device {id:?} left out: only the old monitor used it"
+                ));
+            }
+        }
+    }
+
+    /// `-nographic` means four things; the guest notices one of them (`graphics=off`, which the
+    /// firmware reads), the others would use the terminal.
+    fn replace_nographic(&mut self) {
+        if !self.line.has("nographic") {
+            return;
+        }
+        self.line.options.retain(|option| !option.is("nographic"));
+        self.push("machine", "graphics=off");
+        self.note("`-nographic` became `-machine graphics=off -display none`: the VM runs in the background".to_owned());
+    }
+
+    fn settle_display(&mut self) {
+        let mut kept = Vec::new();
+        for option in std::mem::take(&mut self.line.options) {
+            let reason = match option.name() {
+                Some("curses" | "sdl") => Some("the VM runs in the background"),
+                Some("display") => self.display_obstacle(option.value().unwrap_or_default()),
+                Some("vnc") => self.vnc_obstacle(option.value().unwrap_or_default()),
+                _ => None,
+            };
+            match reason {
+                Some(reason) => self.note(format!("`{}` left out: {reason}", option.words())),
+                None => kept.push(option),
+            }
+        }
+        self.line.options = kept;
+        // Without it QEMU opens a window, or a VNC port of its own choice.
+        if !self.line.has("display") {
+            self.push("display", "none");
+        }
+    }
+
+    fn display_obstacle(&self, value: &str) -> Option<&'static str> {
+        let properties = Properties::parse(value, "type");
+        if let Some(address) = properties.get("vnc") {
+            return self.vnc_obstacle(address);
+        }
+        let kind = properties.get("type").unwrap_or_default();
+        (!BACKGROUND_DISPLAYS.contains(&kind)).then_some("the VM runs in the background")
+    }
+
+    fn vnc_obstacle(&self, value: &str) -> Option<&'static str> {
+        let properties = Properties::parse(value, "vnc");
+        let address = properties.get("vnc").unwrap_or_default();
+        let endpoint = if let Some(path) = address.strip_prefix("unix:") {
+            Some(Endpoint::Unix(self.cwd.join(path)))
+        } else {
+            let (host, display) = address.rsplit_once(':')?;
+            let port = display.parse::<u16>().ok()?.checked_add(VNC_PORT)?;
+            Some(Endpoint::Tcp(host.to_owned(), port))
+        };
+        let taken = endpoint.is_some_and(|endpoint| (self.busy)(&endpoint));
+        taken.then_some("a living process listens there")
+    }
+
+    /// Connects the first serial port; returns the place of the option that says so.
+    fn settle_first_serial(&mut self, spec: Option<&str>) -> Result<Option<usize>, LaunchError> {
+        let wanted = spec.map(serial_backend).transpose()?;
+        let Some(port) = self.first_serial() else {
+            return match spec {
+                Some(spec) => Err(LaunchError::NoSerialPort {
+                    spec: spec.to_owned(),
+                }),
+                None => Ok(None),
+            };
+        };
+        let word = spec.unwrap_or("null");
+        let reason = if spec.is_some() {
+            "as asked for"
+        } else {
+            "so that nothing of the old VM is overwritten"
+        };
+        let (place, new) = match port {
+            SerialPort::Default => {
+                // What QEMU connects an unmentioned port to in a VM without display.
+                self.push("serial", "null");
+                let last = self.line.options.len() - 1;
+                (last, Argument::new("serial", word))
+            }
+            SerialPort::Option(at) => (at, Argument::new("serial", word)),
+            SerialPort::CharacterDevice(at) => {
+                let value = self.line.options[at].value().unwrap_or_default();
+                let old = Backend::from_chardev(value);
+                let new = old.replaced_by(&wanted.unwrap_or_else(Backend::null));
+                (at, Argument::new("chardev", new.to_chardev()))
+            }
+        };
+        let old = std::mem::replace(&mut self.line.options[place], new.clone());
+        if old != new {
+            let (old, new) = (old.words(), new.words());
+            self.note(format!(
+                "first serial port: `{old}` became `{new}`, {reason}"
+            ));
+        }
+        Ok(Some(place))
+    }
+
+    fn first_serial(&self) -> Option<SerialPort> {
+        let options = &self.line.options;
+        let present = |option: &Argument| option.is("serial") && option.value() != Some("none");
+        if let Some(at) = options.iter().position(present) {
+            return Some(SerialPort::Option(at));
+        }
+        let mut has_device = false;
+        for value in self.line.values("device") {
+            let properties = Properties::parse(value, "driver");
+            let driver = properties.get("driver").unwrap_or_default();
+            if !SERIAL_DEVICES.contains(&driver) {
+                continue;
+            }
+            has_device |= driver == "isa-serial";
+            let Some(id) = properties.get("chardev") else {
+                continue;
+            };
+            let defines = |option: &Argument| {
+                option.is("chardev") && option.value().is_some_and(|value| chardev_is(value, id))
+            };
+            if let Some(at) = options.iter().position(defines) {
+                return Some(SerialPort::CharacterDevice(at));
+            }
+        }
+        // QEMU makes a port of its own unless anything is said about serial ports (`system/vl.c`).
+        let said = has_device || self.line.has("serial") || self.line.has("nodefaults");
+        (!said).then_some(SerialPort::Default)
+    }
+
+    /// The host's ends of all character devices but the one settled already.
+    fn settle_backends(&mut self, settled: Option<usize>) {
+        for at in (0..self.line.options.len()).filter(|at| Some(*at) != settled) {
+            let option = self.line.options[at].clone();
+            let (Some(name), Some(value)) = (option.name(), option.value()) else {
+                continue;
+            };
+            let changed = if name == "chardev" {
+                let backend = Backend::from_chardev(value);
+                self.harmless(&backend)
+                    .map(|(new, reason)| (new.to_chardev(), reason))
+            } else if BACKEND_OPTIONS.contains(&name) {
+                self.harmless_word(value)
+            } else {
+                None
+            };
+            if let Some((new, reason)) = changed {
+                self.line.options[at] = Argument::new(name, new);
+                let (old, new) = (option.words(), self.line.options[at].words());
+                self.note(format!("`{old}` became `{new}`: {reason}"));
+            }
+        }
+    }
+
+    fn harmless_word(&self, word: &str) -> Option<(String, &'static str)> {
+        let BackendWord::Own {
+            backend,
+            with_monitor,
+        } = BackendWord::parse(word)
+        else {
+            return None;
+        };
+        if let Some((_, reason)) = self.harmless(&backend) {
+            return Some(("null".to_owned(), reason));
+        }
+        let without_monitor = word.strip_prefix("mon:").filter(|_| with_monitor)?;
+        Some((
+            without_monitor.to_owned(),
+            "the new VM has a monitor of its own",
+        ))
+    }
+
+    /// What to connect instead, when the backend would disturb something; `None` when it is fine.
+    fn harmless(&self, backend: &Backend) -> Option<(Backend, &'static str)> {
+        let null = backend.replaced_by(&Backend::null());
+        match backend.kind() {
+            "stdio" => return Some((null, "the VM runs in the background")),
+            "file" | "pipe" => {
+                return Some((null, "so that nothing of the old VM is overwritten"));
+            }
+            _ => {}
+        }
+        if backend.is_server() && self.endpoint(backend).is_some_and(|at| (self.busy)(&at)) {
+            return Some((null, "a living process listens there"));
+        }
+        let overwrites_log =
+            backend.property("logfile").is_some() && backend.property("logappend") != Some("on");
+        overwrites_log.then(|| {
+            let without = backend.without("logfile");
+            (without, "so that nothing of the old VM is overwritten")
+        })
+    }
+
+    fn endpoint(&self, backend: &Backend) -> Option<Endpoint> {
+        if let Some(path) = backend.unix_path() {
+            return Some(Endpoint::Unix(self.cwd.join(path)));
+        }
+        let (host, port) = backend.tcp_address()?;
+        Some(Endpoint::Tcp(host.to_owned(), port.parse().ok()?))
+    }
+
+    fn refuse_inherited_descriptors(&self) -> Result<(), LaunchError> {
+        match self.line.options.iter().find(|option| is_inherited(option)) {
+            Some(option) => Err(LaunchError::InheritedDescriptor {
+                option: option.words(),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    fn add_our_own(&mut self, options: &LaunchOptions) -> Result<(), LaunchError> {
+        let path = options.qmp.to_str().ok_or_else(|| LaunchError::NotUtf8 {
+            path: options.qmp.clone(),
+        })?;
+        let path = path.replace(',', ",,");
+        self.push("monitor", "none");
+        self.push("qmp", &format!("unix:{path},server=on,wait=off"));
+        self.line.options.push(Argument::Flag("S".to_owned()));
+        self.push("incoming", "defer");
+        Ok(())
+    }
+
+    fn push(&mut self, name: &str, value: &str) {
+        self.line.options.push(Argument::new(name, value));
+    }
+}
+
+/// The character device that a monitor option refers to.
+fn monitor_device(option: &Argument) -> Option<String> {
+    let value = option.value()?;
+    match option.name()? {
+        "mon" => {
+            let properties = Properties::parse(value, "chardev");
+            properties.get("chardev").map(str::to_owned)
+        }
+        "monitor" | "qmp" | "qmp-pretty" => match BackendWord::parse(value) {
+            BackendWord::Reference(id) => Some(id),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+fn chardev_is(value: &str, id: &str) -> bool {
+    Backend::from_chardev(value).id() == Some(id)
+}
+
+/// Whether an option other than its definition speaks of character device `id`. Any value equal to
+/// the id counts, because many kinds of options refer to one.
+fn refers_to(option: &Argument, id: &str) -> bool {
+    let Some(value) = option.value().filter(|_| !option.is("chardev")) else {
+        return false;
+    };
+    let properties = Properties::parse(value, "");
+    value.strip_prefix("chardev:") == Some(id) || properties.pairs().any(|(_, value)| value == id)
+}
+
+/// What the user wants the serial port connected to. A terminal is not to be had in the
+/// background, and a reference would be to a device of the old command line.
+fn serial_backend(spec: &str) -> Result<Backend, LaunchError> {
+    match BackendWord::parse(spec) {
+        BackendWord::Own {
+            backend,
+            with_monitor: false,
+        } if !spec.is_empty() && backend.kind() != "stdio" => Ok(backend),
+        _ => Err(LaunchError::Serial {
+            spec: spec.to_owned(),
+        }),
+    }
+}
+
+/// Whether the option names a descriptor that the old process was given by its parent.
+fn is_inherited(option: &Argument) -> bool {
+    const KEYS: &[&str] = &["fd", "fds", "vhostfd", "vhostfds"];
+    // Free text for the guest, which may look like anything.
+    const FREE_TEXT: &[&str] = &["append", "fw_cfg", "smbios", "name"];
+    const PATHS: &[&str] = &["/dev/fdset/", "/dev/fd/", "/proc/self/fd/"];
+    let Some(value) = option.value() else {
+        return false;
+    };
+    if option.name().is_some_and(|name| FREE_TEXT.contains(&name)) {
+        return false;
+    }
+    if option.is("add-fd") || PATHS.iter().any(|path| value.contains(path)) {
+        return true;
+    }
+    Properties::parse(value, "").pairs().any(|(key, value)| {
+        let last = key.rsplit('.').next().unwrap_or(key);
+        KEYS.contains(&last) || (last == "type" && key.contains('.') && value == "fd")
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,305 @@
+//! Command lines before and after.
+
+use super::*;
+
+const ADDED: &str = "-monitor none -qmp unix:/new.qmp,server=on,wait=off -S -incoming defer";
+
+fn words(text: &str) -> Vec<String> {
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+fn options(serial: Option<&str>) -> LaunchOptions {
+    LaunchOptions {
+        qmp: "/new.qmp".into(),
+        serial: serial.map(str::to_owned),
+        disks_as_they_are: false,
+        log: "/new.log".into(),
+    }
+}
+
+/// Listens, for these tests: `/busy` and port 5901.
+fn busy(endpoint: &Endpoint) -> bool {
+    match endpoint {
+        Endpoint::Unix(path) => path == Path::new("/busy"),
+        Endpoint::Tcp(_, port) => *port == 5901,
+    }
+}
+
+fn run(before: &str, serial: Option<&str>) -> Result<Rewritten, LaunchError> {
+    let argv = words(&format!("qemu {before}"));
+    rewrite(&argv, Path::new("/"), &options(serial), &busy)
+}
+
+/// Each row: the command line before, and after without what is always added.
+fn check(serial: Option<&str>, table: &[(&str, &str)]) {
+    for (before, after) in table {
+        let rewritten = run(before, serial).expect(before);
+        let expected = words(&format!("qemu {after} {ADDED}"));
+        assert_eq!(rewritten.arguments, expected, "{before}");
+    }
+}
+
+#[test]
+fn what_belongs_to_the_old_process_goes() {
+    check(
+        None,
+        &[
+            (
+                "-nodefaults -display none -S -daemonize -pidfile /p -incoming defer -loadvm x -s -gdb tcp::1",
+                "-nodefaults -display none",
+            ),
+            (
+                "-nodefaults -display none -qmp unix:/q,server=on --qmp-pretty stdio -monitor stdio -m 64",
+                "-nodefaults -display none -m 64",
+            ),
+            (
+                "-nodefaults -display none -D /log -d cpu",
+                "-nodefaults -display none -D /log -d cpu",
+            ),
+        ],
+    );
+}
+
+#[test]
+fn devices_of_monitors_go_unless_somebody_else_uses_them() {
+    check(
+        None,
+        &[
+            (
+                "-nodefaults -display none -chardev socket,id=m,path=/q,server=on,wait=off -mon chardev=m,mode=control",
+                "-nodefaults -display none",
+            ),
+            (
+                "-nodefaults -display none -chardev socket,id=m,fd=30,server=on -mon m,mode=control",
+                "-nodefaults -display none",
+            ),
+            (
+                "-nodefaults -display none -chardev socket,id=m,path=/q,server=on -qmp chardev:m",
+                "-nodefaults -display none",
+            ),
+            (
+                "-nodefaults -display none -chardev stdio,id=c,mux=on -mon c -device virtconsole,chardev=c",
+                "-nodefaults -display none -chardev null,id=c,mux=on -device virtconsole,chardev=c",
+            ),
+            (
+                "-nodefaults -display none -chardev pty,id=c,mux=on -mon c -parallel chardev:c",
+                "-nodefaults -display none -chardev pty,id=c,mux=on -parallel chardev:c",
+            ),
+        ],
+    );
+}
+
+#[test]
+fn displays() {
+    check(
+        None,
+        &[
+            (
+                "-nodefaults -nographic -m 64",
+                "-nodefaults -m 64 -machine graphics=off -display none",
+            ),
+            ("-nodefaults", "-nodefaults -display none"),
+            (
+                "-nodefaults -display gtk,gl=on",
+                "-nodefaults -display none",
+            ),
+            ("-nodefaults -display none", "-nodefaults -display none"),
+            (
+                "-nodefaults -display egl-headless",
+                "-nodefaults -display egl-headless",
+            ),
+            ("-nodefaults -vnc :1", "-nodefaults -display none"),
+            (
+                "-nodefaults -vnc :2,password=on",
+                "-nodefaults -vnc :2,password=on -display none",
+            ),
+            ("-nodefaults -vnc unix:/busy", "-nodefaults -display none"),
+            (
+                "-nodefaults -vnc none",
+                "-nodefaults -vnc none -display none",
+            ),
+            (
+                "-nodefaults -display vnc=localhost:1",
+                "-nodefaults -display none",
+            ),
+        ],
+    );
+}
+
+#[test]
+fn the_first_serial_port_without_a_wish() {
+    check(
+        None,
+        &[
+            ("-display none", "-display none -serial null"),
+            (
+                "-display none -serial file:/old",
+                "-display none -serial null",
+            ),
+            (
+                "-display none -serial mon:stdio",
+                "-display none -serial null",
+            ),
+            (
+                "-display none -serial none -serial file:/a -serial file:/b",
+                "-display none -serial none -serial null -serial null",
+            ),
+            ("-display none -serial none", "-display none -serial none"),
+            (
+                "-display none -nodefaults -chardev pty,id=s -device isa-serial,chardev=s",
+                "-display none -nodefaults -chardev null,id=s -device isa-serial,chardev=s",
+            ),
+            (
+                "-nographic",
+                "-machine graphics=off -display none -serial null",
+            ),
+            (
+                "-display none -chardev stdio,mux=on,id=c -mon chardev=c -serial chardev:c",
+                "-display none -chardev null,id=c,mux=on -serial null",
+            ),
+        ],
+    );
+}
+
+#[test]
+fn the_first_serial_port_as_wished() {
+    check(
+        Some("file:/new,log"),
+        &[
+            ("-display none", "-display none -serial file:/new,log"),
+            (
+                "-display none -serial null",
+                "-display none -serial file:/new,log",
+            ),
+            (
+                "-nographic -serial mon:stdio",
+                "-serial file:/new,log -machine graphics=off -display none",
+            ),
+            (
+                "-display none -nodefaults -chardev socket,id=s,path=/p,server=on -device pci-serial,chardev=s,id=p",
+                "-display none -nodefaults -chardev file,path=/new,,log,id=s -device pci-serial,chardev=s,id=p",
+            ),
+            (
+                r#"-display none -nodefaults -chardev pty,id=s -device {"driver":"isa-serial","chardev":"s"}"#,
+                r#"-display none -nodefaults -chardev file,path=/new,,log,id=s -device {"driver":"isa-serial","chardev":"s"}"#,
+            ),
+        ],
+    );
+    for before in ["-nodefaults", "-serial none", "-nodefaults -serial none"] {
+        assert!(
+            matches!(
+                run(before, Some("pty")),
+                Err(LaunchError::NoSerialPort { .. })
+            ),
+            "{before}"
+        );
+    }
+    for spec in ["", "none", "stdio", "mon:stdio", "mon:pty", "chardev:x"] {
+        assert!(
+            matches!(run("-m 64", Some(spec)), Err(LaunchError::Serial { .. })),
+            "{spec}"
+        );
+    }
+}
+
+#[test]
+fn other_character_devices() {
+    check(
+        None,
+        &[
+            (
+                "-nodefaults -display none -parallel file:/old -debugcon stdio",
+                "-nodefaults -display none -parallel null -debugcon null",
+            ),
+            (
+                "-nodefaults -display none -serial null -serial mon:pty",
+                "-nodefaults -display none -serial null -serial pty",
+            ),
+            (
+                "-nodefaults -display none -serial null -serial unix:/busy,server=on,wait=off",
+                "-nodefaults -display none -serial null -serial null",
+            ),
+            (
+                "-nodefaults -display none -serial null -serial unix:/free,server=on,wait=off",
+                "-nodefaults -display none -serial null -serial unix:/free,server=on,wait=off",
+            ),
+            (
+                "-nodefaults -display none -serial null -serial tcp::5901,server=on,wait=off",
+                "-nodefaults -display none -serial null -serial null",
+            ),
+            (
+                "-nodefaults -display none -chardev socket,path=busy,server=on,wait=off,id=agent",
+                "-nodefaults -display none -chardev null,id=agent",
+            ),
+            (
+                "-nodefaults -display none -chardev socket,path=/busy,id=client",
+                "-nodefaults -display none -chardev socket,path=/busy,id=client",
+            ),
+            (
+                "-nodefaults -display none -chardev pty,id=a,logfile=/l -chardev pty,id=b,logfile=/l,logappend=on",
+                "-nodefaults -display none -chardev pty,id=a -chardev pty,id=b,logfile=/l,logappend=on",
+            ),
+        ],
+    );
+}
+
+#[test]
+fn inherited_descriptors_are_refused() {
+    let refused = [
+        "-netdev tap,id=n,fd=3",
+        "-netdev tap,id=n,fds=3:4,vhostfds=5:6",
+        r#"-netdev {"type":"tap","fd":"3"}"#,
+        "-netdev stream,id=n,addr.type=fd,addr.str=3",
+        "-chardev socket,id=agent,fd=7,server=on",
+        "-add-fd fd=3,set=2",
+        "-drive file=/dev/fdset/2",
+        r#"-blockdev {"driver":"file","filename":"/dev/fdset/2"}"#,
+        "-object iommufd,id=i,fd=9",
+    ];
+    for before in refused {
+        assert!(
+            matches!(
+                run(before, None),
+                Err(LaunchError::InheritedDescriptor { .. })
+            ),
+            "{before}"
+        );
+    }
+    let fine = [
+        "-append fd=3",
+        "-netdev user,id=n",
+        "-device virtio-net-pci,netdev=fd",
+    ];
+    for before in fine {
+        assert!(run(before, None).is_ok(), "{before}");
+    }
+    assert!(matches!(
+        run("--preconfig", None),
+        Err(LaunchError::Preconfig)
+    ));
+}
+
+#[test]
+fn every_change_is_told() {
+    let rewritten = run(
+        "-display gtk -serial file:/old -monitor stdio -parallel file:/p",
+        None,
+    )
+    .expect("rewritten");
+    let told = rewritten.changes.join("\n");
+    for part in ["gtk", "file:/old", "-monitor stdio", "file:/p"] {
+        assert!(told.contains(part), "{part} is missing in:\n{told}");
+    }
+    let untouched = run("-nodefaults -display none -m 64", None).expect("rewritten");
+    assert_eq!(untouched.changes, Vec::<String>::new());
+}
+
+#[test]
+fn commas_in_the_monitor_path() {
+    let mut options = options(None);
+    options.qmp = "/a,b".into();
+    let argv = words("qemu -nodefaults");
+    let rewritten = rewrite(&argv, Path::new("/"), &options, &busy).expect("rewritten");
+    let qmp = "unix:/a,,b,server=on,wait=off".to_owned();
+    assert!(rewritten.arguments.contains(&qmp));
+}

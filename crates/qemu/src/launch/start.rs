@@ -1,0 +1,294 @@
+//! Running the new QEMU and handing it the device state.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use stillframe_sys::memfd::{Access, Memfd};
+use stillframe_sys::process::Process;
+
+use super::{LaunchError, LaunchOptions, LaunchPlan};
+use crate::monitor::{Monitor, MonitorError};
+use crate::qmp::{Client, QmpError};
+
+/// Pause between two looks at whether QEMU is ready, in milliseconds.
+const LOOK_AGAIN_MS: u64 = 2;
+
+/// How long a QEMU that closed its monitor may take to end, in seconds.
+const END_LIMIT_SECONDS: u64 = 5;
+
+/// The end of the log that an error message shows, in bytes.
+const LAST_WORDS_BYTES: u64 = 4096;
+
+/// A new QEMU that waits for its state. It is killed when this is dropped without [`keep`].
+///
+/// [`keep`]: Launched::keep
+#[derive(Debug)]
+pub struct Launched {
+    /// Its process.
+    pub process: Process,
+    /// Its monitor.
+    pub monitor: Monitor,
+    owned: OwnedQemu,
+}
+
+impl Launched {
+    /// Lets the VM live on its own from here on, beyond this process.
+    pub fn keep(mut self) -> (Process, Monitor) {
+        if let Some(mut child) = self.owned.child.take() {
+            // Should this process outlive the VM, somebody must take its exit status. Without a
+            // thread it stays a zombie until this process ends, which is harmless.
+            let reaper = std::thread::Builder::new().name("qemu-reaper".to_owned());
+            let _ = reaper.spawn(move || child.wait());
+        }
+        (self.process, self.monitor)
+    }
+}
+
+/// The child process and its log; killed and reaped when dropped.
+#[derive(Debug)]
+struct OwnedQemu {
+    child: Option<Child>,
+    log: PathBuf,
+    /// Where this QEMU's words begin in the log.
+    log_start: u64,
+}
+
+impl Drop for OwnedQemu {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl OwnedQemu {
+    fn end(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // Both fail only when it has ended already.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
+    /// The exit status, if QEMU has ended by itself.
+    fn has_ended(&mut self) -> Option<String> {
+        let status = self.child.as_mut()?.try_wait().ok()??;
+        Some(status.to_string())
+    }
+
+    fn has_ended_within(&mut self, limit: Duration) -> Option<String> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let status = self.has_ended();
+            if status.is_some() || Instant::now() >= deadline {
+                return status;
+            }
+            std::thread::sleep(Duration::from_millis(LOOK_AGAIN_MS));
+        }
+    }
+
+    fn last_words(&self) -> String {
+        last_words(&self.log, self.log_start).unwrap_or_default()
+    }
+
+    /// Ends QEMU and makes an error of what went wrong while `doing` something.
+    fn fail(&mut self, doing: &'static str, source: MonitorError) -> LaunchError {
+        if let MonitorError::Qmp(QmpError::Closed) = source {
+            let limit = Duration::from_secs(END_LIMIT_SECONDS);
+            if let Some(status) = self.has_ended_within(limit) {
+                return self.exited(doing, status);
+            }
+        }
+        self.end();
+        LaunchError::Monitor {
+            doing,
+            source: Box::new(source),
+            log: self.last_words(),
+        }
+    }
+
+    fn exited(&self, doing: &'static str, status: String) -> LaunchError {
+        LaunchError::Exited {
+            doing,
+            status,
+            log: self.last_words(),
+        }
+    }
+
+    fn timed_out(&mut self, doing: &'static str, limit: Duration) -> LaunchError {
+        self.end();
+        LaunchError::Timeout {
+            doing,
+            limit_ms: limit.as_millis(),
+            log: self.last_words(),
+        }
+    }
+}
+
+fn last_words(log: &Path, start: u64) -> std::io::Result<String> {
+    let mut file = File::open(log)?;
+    let end = file.metadata()?.len();
+    file.seek(SeekFrom::Start(
+        start.max(end.saturating_sub(LAST_WORDS_BYTES)),
+    ))?;
+    let mut bytes = Vec::new();
+    file.take(LAST_WORDS_BYTES).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
+}
+
+/// Starts the planned QEMU and waits up to `timeout` until its monitor answers. It waits for
+/// incoming state then, with all its memory empty.
+///
+/// # Errors
+/// Whatever keeps QEMU from starting, with its own words from the log.
+pub fn start(
+    plan: &LaunchPlan,
+    options: &LaunchOptions,
+    timeout: Duration,
+) -> Result<Launched, LaunchError> {
+    const DOING: &str = "starting";
+    let mut owned = spawn(plan, options)?;
+    let pid = owned.child.as_ref().map_or(0, Child::id);
+    let process = Process::open(i32::try_from(pid).unwrap_or(0))?;
+    let qmp = plan.cwd.join(&options.qmp);
+    let deadline = Instant::now() + timeout;
+    loop {
+        if let Some(status) = owned.has_ended() {
+            return Err(owned.exited(DOING, status));
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        match Client::connect(&qmp, left) {
+            // A path that another QEMU left behind and still listens on is not ours.
+            Ok(client) => match client.peer_pid() {
+                Ok(peer) if peer == process.pid() => {
+                    let monitor = Monitor::new(client, peer, plan.cwd.clone());
+                    return Ok(Launched {
+                        process,
+                        monitor,
+                        owned,
+                    });
+                }
+                Ok(_) => return Err(LaunchError::MonitorInUse { path: qmp }),
+                Err(error) => return Err(owned.fail(DOING, error.into())),
+            },
+            Err(QmpError::Refused { .. } | QmpError::Closed) if !left.is_zero() => {
+                std::thread::sleep(Duration::from_millis(LOOK_AGAIN_MS));
+            }
+            Err(QmpError::Refused { .. } | QmpError::Busy { .. } | QmpError::Timeout { .. }) => {
+                return Err(owned.timed_out(DOING, timeout));
+            }
+            Err(error) => return Err(owned.fail(DOING, error.into())),
+        }
+    }
+}
+
+/// Runs QEMU in a session of its own, so that neither the end of this process nor that of its
+/// terminal reaches the VM.
+fn spawn(plan: &LaunchPlan, options: &LaunchOptions) -> Result<OwnedQemu, LaunchError> {
+    const SESSION_PROGRAM: &str = "setsid";
+    let log_failed = |source| LaunchError::Log {
+        path: options.log.clone(),
+        source,
+    };
+    let log = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(&options.log)
+        .map_err(log_failed)?;
+    let log_start = log.metadata().map_err(log_failed)?.len();
+    let path = fs::canonicalize(&options.log).map_err(log_failed)?;
+    let errors = log.try_clone().map_err(log_failed)?;
+    // setsid(1) replaces itself by QEMU: the pid stays the same.
+    let child = Command::new(SESSION_PROGRAM)
+        .arg(&plan.exe)
+        .args(plan.arguments.iter().skip(1))
+        .current_dir(&plan.cwd)
+        .stdin(Stdio::null())
+        .stdout(log)
+        .stderr(errors)
+        .spawn()
+        .map_err(|source| LaunchError::Run {
+            program: SESSION_PROGRAM.into(),
+            source,
+        })?;
+    Ok(OwnedQemu {
+        child: Some(child),
+        log: path,
+        log_start,
+    })
+}
+
+/// Loads the device state made by [`crate::device_state::wrap`]. All RAM blocks must have been
+/// written before, because devices look into guest memory while they load. The VM is paused
+/// afterwards; `cont` sets it going.
+///
+/// # Errors
+/// [`LaunchError::Load`] and others, with QEMU's own words. The new QEMU has been ended then.
+pub fn load_device_state(
+    launched: &mut Launched,
+    wrapped: &[u8],
+    timeout: Duration,
+) -> Result<(), LaunchError> {
+    const DOING: &str = "loading the device state";
+    let Launched { monitor, owned, .. } = launched;
+    let file = Memfd::create("stillframe-device-state")?;
+    file.write_all(wrapped)?;
+    let descriptor = file.reopen(Access::Read)?;
+    let loaded = begin_load(monitor, &descriptor).and_then(|fdset| {
+        let status = await_load(monitor, timeout)?;
+        if status.as_deref() == Some(COMPLETED) {
+            monitor.take_back(fdset)?;
+        }
+        Ok((status, monitor.run_state()?))
+    });
+    let problem = match loaded.map_err(|error| owned.fail(DOING, error))? {
+        (Some(status), state) if status == COMPLETED => {
+            if !state.running && state.status != "inmigrate" {
+                return Ok(());
+            }
+            format!("the VM is {}", state.status)
+        }
+        (Some(status), _) => status,
+        (None, _) => return Err(owned.timed_out(DOING, timeout)),
+    };
+    owned.end();
+    Err(LaunchError::Load {
+        status: problem,
+        log: owned.last_words(),
+    })
+}
+
+/// QEMU's word for a migration that has arrived.
+const COMPLETED: &str = "completed";
+
+fn begin_load(
+    monitor: &mut Monitor,
+    descriptor: &std::os::fd::OwnedFd,
+) -> Result<i64, MonitorError> {
+    use std::os::fd::AsFd;
+    let fdset = monitor.lend(descriptor.as_fd())?;
+    let arguments = json!({ "uri": format!("file:/dev/fdset/{fdset}") });
+    monitor.client().execute("migrate-incoming", arguments)?;
+    Ok(fdset)
+}
+
+/// Waits until the load has ended one way or the other; `None` when it has not in time.
+fn await_load(monitor: &mut Monitor, timeout: Duration) -> Result<Option<String>, MonitorError> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        let migration = monitor.migration()?;
+        match migration.status.as_deref() {
+            Some(COMPLETED) => return Ok(Some(COMPLETED.to_owned())),
+            Some("failed" | "cancelled") => {
+                let words = migration.error.unwrap_or_else(|| "failed".to_owned());
+                return Ok(Some(words));
+            }
+            _ if Instant::now() >= deadline => return Ok(None),
+            _ => std::thread::sleep(Duration::from_millis(LOOK_AGAIN_MS)),
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! The monitor commands Stillframe uses, with typed arguments and replies.
+
+mod disks;
+mod ram_blocks;
+
+use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+pub use disks::{Disk, FileIdentity};
+
+use crate::qmp::{Client, QmpError, Ticket};
+use crate::target::{Target, is_qemu_process};
+
+/// How long [`Monitor::stop`] and [`Monitor::cont`] wait, in seconds. Both can take long: `stop`
+/// finishes all disk requests in flight and flushes the images.
+pub const STOP_LIMIT_SECONDS: u64 = 60;
+
+/// Why a typed command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum MonitorError {
+    /// Every monitor has another client.
+    #[error(
+        "every QMP monitor of process {pid} ({paths:?}) is held by another client; give the VM \
+         one more: -qmp unix:PATH,server=on,wait=off"
+    )]
+    Busy {
+        /// The QEMU process.
+        pid: i32,
+        /// Its monitors.
+        paths: Vec<PathBuf>,
+    },
+    /// The socket was taken over by another VM, started later with the same path.
+    #[error(
+        "{path} now belongs to process {other_pid}, not to {pid}: two VMs were started with the \
+         same -qmp path"
+    )]
+    OtherVm {
+        /// The socket.
+        path: PathBuf,
+        /// The QEMU process that was meant.
+        pid: i32,
+        /// The QEMU process that answers.
+        other_pid: i32,
+    },
+    /// There is no monitor to connect to.
+    #[error("process {pid} has no QMP monitor")]
+    None {
+        /// The QEMU process.
+        pid: i32,
+    },
+    /// The protocol or the command failed.
+    #[error("the QEMU monitor command failed")]
+    Qmp(#[from] QmpError),
+    /// A reply that this version of QEMU should not give.
+    #[error("QEMU's reply to {command} is not understood: {what}")]
+    Unexpected {
+        /// The command.
+        command: &'static str,
+        /// What was not understood.
+        what: String,
+    },
+}
+
+/// `query-status`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunState {
+    /// Whether the virtual CPUs run.
+    pub running: bool,
+    /// `running`, `paused`, `prelaunch`, `inmigrate`, `postmigrate`, `guest-panicked`, ...
+    pub status: String,
+}
+
+/// One block of guest memory: main memory, video memory, a ROM, a firmware table.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RamBlock {
+    /// Its name in the migration stream, such as `pc.ram`; the same in every process of this VM.
+    pub name: String,
+    /// Host page size of its memory, in bytes.
+    pub page_bytes: u64,
+    /// Its place among all blocks, in bytes. No guest-physical address.
+    pub offset: u64,
+    /// Bytes in use; less than the total for blocks that can grow.
+    pub used_bytes: u64,
+    /// Bytes reserved.
+    pub total_bytes: u64,
+    /// Address in the QEMU process; another one in every process.
+    pub address: u64,
+}
+
+/// How guest instructions are run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accelerator {
+    /// By the kernel's KVM.
+    Kvm,
+    /// By QEMU's translator.
+    Tcg,
+}
+
+/// What a VM is, as far as a second QEMU must agree to take its state over.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// Such as `10.0.2`.
+    pub qemu_version: String,
+    /// The distributor's words; often empty.
+    pub package: String,
+    /// The versioned machine type, such as `pc-q35-10.0`.
+    pub machine: String,
+    /// Such as `x86_64`.
+    pub architecture: String,
+    /// The VM's UUID; zeros when it was given none.
+    pub uuid: String,
+    /// Its `-name`.
+    pub name: Option<String>,
+    /// How guest instructions are run.
+    pub accelerator: Accelerator,
+}
+
+/// A descriptor lent to QEMU as the file that device state is saved into.
+#[derive(Debug)]
+#[must_use = "end_device_state takes the descriptor back from QEMU"]
+pub struct StateFile {
+    fdset: i64,
+}
+
+/// A device or network backend of the VM, as [`crate::suitability`] looks at it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Peripheral {
+    /// Its id; `device[0]` and the like for those without.
+    pub(crate) id: String,
+    /// Its type, such as `virtio-net-pci`.
+    pub(crate) driver: String,
+}
+
+/// A connection to a VM.
+#[derive(Debug)]
+pub struct Monitor {
+    client: Client,
+    pid: i32,
+    cwd: PathBuf,
+}
+
+impl Monitor {
+    /// Connects to the first monitor of the VM that has no other client; `timeout` is shared among
+    /// all of them.
+    ///
+    /// # Errors
+    /// [`MonitorError::Busy`] when none is free, [`MonitorError::OtherVm`], [`MonitorError::Qmp`].
+    pub fn connect(target: &Target, timeout: Duration) -> Result<Monitor, MonitorError> {
+        let pid = target.process.pid();
+        let count = u32::try_from(target.monitors.len()).unwrap_or(u32::MAX);
+        let each = timeout / count.max(1);
+        let (mut busy, mut first_error) = (false, None);
+        for path in &target.monitors {
+            match Client::connect(path, each) {
+                Ok(client) => {
+                    let other_pid = client.peer_pid()?;
+                    // A manager that made the socket for QEMU is the peer then; another QEMU never
+                    // rightly is.
+                    if other_pid == pid || !is_qemu_process(other_pid) {
+                        return Ok(Monitor::over(client, target));
+                    }
+                    first_error.get_or_insert(MonitorError::OtherVm {
+                        path: path.clone(),
+                        pid,
+                        other_pid,
+                    });
+                }
+                Err(QmpError::Busy { .. }) => busy = true,
+                Err(error) => {
+                    first_error.get_or_insert(error.into());
+                }
+            }
+        }
+        Err(if busy {
+            MonitorError::Busy {
+                pid,
+                paths: target.monitors.clone(),
+            }
+        } else {
+            first_error.unwrap_or(MonitorError::None { pid })
+        })
+    }
+
+    fn over(client: Client, target: &Target) -> Monitor {
+        Monitor::new(client, target.process.pid(), target.cwd.clone())
+    }
+
+    pub(crate) fn new(client: Client, pid: i32, cwd: PathBuf) -> Monitor {
+        Monitor { client, pid, cwd }
+    }
+
+    /// The connection itself, for commands of one's own, events, and the guardian.
+    pub fn client(&mut self) -> &mut Client {
+        &mut self.client
+    }
+
+    /// Whether the VM runs (`query-status`).
+    pub fn run_state(&mut self) -> Result<RunState, MonitorError> {
+        self.query("query-status")
+    }
+
+    /// Pauses the VM: the CPUs halt, requests in flight are finished, images flushed.
+    pub fn stop(&mut self) -> Result<(), MonitorError> {
+        self.slow("stop")
+    }
+
+    /// Resumes the VM.
+    pub fn cont(&mut self) -> Result<(), MonitorError> {
+        self.slow("cont")
+    }
+
+    /// All RAM blocks (`info ramblock`).
+    pub fn ram_blocks(&mut self) -> Result<Vec<RamBlock>, MonitorError> {
+        let table = self.human("info ramblock")?;
+        ram_blocks::parse(&table).map_err(|what| unexpected("info ramblock", what))
+    }
+
+    /// What the VM is.
+    pub fn identity(&mut self) -> Result<Identity, MonitorError> {
+        #[derive(Deserialize)]
+        struct Version {
+            qemu: Numbers,
+            package: String,
+        }
+        #[derive(Deserialize)]
+        struct Numbers {
+            major: u32,
+            minor: u32,
+            micro: u32,
+        }
+        #[derive(Deserialize)]
+        struct Name {
+            name: Option<String>,
+        }
+        #[derive(Deserialize)]
+        struct Uuid {
+            #[serde(rename = "UUID")]
+            uuid: String,
+        }
+        #[derive(Deserialize)]
+        struct Kvm {
+            enabled: bool,
+        }
+        let Version { qemu, package } = self.query("query-version")?;
+        let name: Name = self.query("query-name")?;
+        let uuid: Uuid = self.query("query-uuid")?;
+        let kvm: Kvm = self.query("query-kvm")?;
+        Ok(Identity {
+            qemu_version: format!("{}.{}.{}", qemu.major, qemu.minor, qemu.micro),
+            package,
+            machine: self.machine()?,
+            architecture: self.architecture()?,
+            uuid: uuid.uuid,
+            name: name.name,
+            accelerator: if kvm.enabled {
+                Accelerator::Kvm
+            } else {
+                Accelerator::Tcg
+            },
+        })
+    }
+
+    /// The guest's architecture (`query-target`).
+    pub(crate) fn architecture(&mut self) -> Result<String, MonitorError> {
+        #[derive(Deserialize)]
+        struct Target {
+            arch: String,
+        }
+        let target: Target = self.query("query-target")?;
+        Ok(target.arch)
+    }
+
+    /// The versioned machine type: the QOM type of `/machine` is its name and `-machine`.
+    fn machine(&mut self) -> Result<String, MonitorError> {
+        #[derive(Deserialize)]
+        struct Machine {
+            name: String,
+        }
+        let arguments = json!({ "path": "/machine", "property": "type" });
+        let kind: String = self.run("qom-get", arguments)?;
+        let name = kind.strip_suffix("-machine").unwrap_or(&kind);
+        let known: Vec<Machine> = self.query("query-machines")?;
+        if known.iter().any(|machine| machine.name == name) {
+            Ok(name.to_owned())
+        } else {
+            Err(unexpected("qom-get", format!("machine type {kind:?}")))
+        }
+    }
+
+    /// Every file the VM's disks consist of: images, their backing files, firmware flash.
+    pub fn disks(&mut self) -> Result<Vec<Disk>, MonitorError> {
+        let drives: Vec<disks::Drive> = self.query("query-block")?;
+        let nodes: Vec<disks::Node> = self.query("query-named-block-nodes")?;
+        Ok(disks::gather(
+            drives,
+            &nodes,
+            &disks::HostView::new(self.pid, &self.cwd),
+        ))
+    }
+
+    /// `query-migrate`, of which two members are looked at.
+    pub(crate) fn migration(&mut self) -> Result<Migration, MonitorError> {
+        self.query("query-migrate")
+    }
+
+    /// The devices that were added by option or by hot-plug.
+    pub(crate) fn peripherals(&mut self) -> Result<Vec<Peripheral>, MonitorError> {
+        #[derive(Deserialize)]
+        struct Member {
+            name: String,
+            #[serde(rename = "type")]
+            kind: String,
+        }
+        let mut peripherals = Vec::new();
+        for path in ["/machine/peripheral", "/machine/peripheral-anon"] {
+            let members: Vec<Member> = self.run("qom-list", json!({ "path": path }))?;
+            for Member { name, kind } in members {
+                let driver = kind
+                    .strip_prefix("child<")
+                    .and_then(|kind| kind.strip_suffix('>'));
+                if let Some(driver) = driver {
+                    peripherals.push(Peripheral {
+                        id: name,
+                        driver: driver.to_owned(),
+                    });
+                }
+            }
+        }
+        Ok(peripherals)
+    }
+
+    /// A command of the human monitor, for what the machine protocol does not tell.
+    pub(crate) fn human(&mut self, command: &'static str) -> Result<String, MonitorError> {
+        self.run("human-monitor-command", json!({ "command-line": command }))
+    }
+
+    /// Lends QEMU the descriptor that device state is to be saved into. It must be open for writing
+    /// only: QEMU takes it only when its access mode is exactly the one it needs. Done before the
+    /// pause, because it takes a round trip.
+    pub fn begin_device_state(&mut self, into: BorrowedFd<'_>) -> Result<StateFile, MonitorError> {
+        self.lend(into).map(|fdset| StateFile { fdset })
+    }
+
+    /// Adds a descriptor to a new set of QEMU's; QEMU opens it as `/dev/fdset/NUMBER`.
+    pub(crate) fn lend(&mut self, fd: BorrowedFd<'_>) -> Result<i64, MonitorError> {
+        #[derive(Deserialize)]
+        struct Added {
+            #[serde(rename = "fdset-id")]
+            fdset: i64,
+        }
+        let reply = self.client.execute_with_fd("add-fd", json!({}), fd)?;
+        let added: Added = typed("add-fd", reply)?;
+        Ok(added.fdset)
+    }
+
+    /// Takes a lent descriptor back.
+    pub(crate) fn take_back(&mut self, fdset: i64) -> Result<(), MonitorError> {
+        let arguments = json!({ "fdset-id": fdset });
+        self.client.execute("remove-fd", arguments)?;
+        Ok(())
+    }
+
+    /// Starts saving the state of all devices, RAM apart. The VM must be stopped before: QEMU would
+    /// otherwise let it run on as soon as the state is saved.
+    pub fn send_save_device_state(&mut self, file: &StateFile) -> Result<Ticket, MonitorError> {
+        let arguments = json!({
+            "filename": format!("/dev/fdset/{}", file.fdset),
+            // The default, true, gives up the locks of the disk images of a stopped VM.
+            "live": false,
+        });
+        Ok(self.client.send("xen-save-devices-state", arguments)?)
+    }
+
+    /// Waits until the device state is saved.
+    pub fn wait_device_state(
+        &mut self,
+        ticket: Ticket,
+        timeout: Duration,
+    ) -> Result<(), MonitorError> {
+        self.client.wait(ticket, timeout)?;
+        Ok(())
+    }
+
+    /// Takes the descriptor back from QEMU.
+    pub fn end_device_state(&mut self, file: StateFile) -> Result<(), MonitorError> {
+        self.take_back(file.fdset)
+    }
+
+    fn slow(&mut self, command: &'static str) -> Result<(), MonitorError> {
+        let ticket = self.client.send(command, Value::Null)?;
+        self.client
+            .wait(ticket, Duration::from_secs(STOP_LIMIT_SECONDS))?;
+        Ok(())
+    }
+
+    fn query<T: DeserializeOwned>(&mut self, command: &'static str) -> Result<T, MonitorError> {
+        self.run(command, Value::Null)
+    }
+
+    fn run<T: DeserializeOwned>(
+        &mut self,
+        command: &'static str,
+        arguments: Value,
+    ) -> Result<T, MonitorError> {
+        typed(command, self.client.execute(command, arguments)?)
+    }
+}
+
+/// What `query-migrate` says; both members are missing when there is nothing to say.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+pub(crate) struct Migration {
+    /// `active`, `completed`, `failed`, ...
+    pub(crate) status: Option<String>,
+    /// Why QEMU could not migrate this VM.
+    #[serde(rename = "blocked-reasons", default)]
+    pub(crate) blocked_reasons: Vec<String>,
+    /// QEMU's words about a failure.
+    #[serde(rename = "error-desc")]
+    pub(crate) error: Option<String>,
+}
+
+fn typed<T: DeserializeOwned>(command: &'static str, reply: Value) -> Result<T, MonitorError> {
+    serde_json::from_value(reply).map_err(|error| unexpected(command, error.to_string()))
+}
+
+fn unexpected(command: &'static str, what: String) -> MonitorError {
+    MonitorError::Unexpected { command, what }
+}

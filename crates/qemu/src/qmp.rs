@@ -1,0 +1,425 @@
+//! A client of QEMU's machine protocol (QMP) on a unix socket: commands, replies, events.
+//!
+//! QEMU serves one client a monitor at a time; a second one can connect, but is not greeted until
+//! the first has gone ([`QmpError::Busy`]). The socket is deliberately left in blocking mode and
+//! every call on it asks for non-blocking behaviour itself, because the open file description may
+//! be shared with a guardian process that writes whole lines on it. The guardian's replies carry
+//! ids that this client never gave, and are skipped.
+//!
+//! Format: QEMU, `docs/interop/qmp-spec.rst`.
+
+mod lines;
+mod socket;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::net::{RecvFlags, SendFlags};
+use serde_json::{Value, json};
+use stillframe_sys::fdpass;
+
+use lines::Lines;
+
+/// How long [`Client::execute`] waits for a reply, in seconds.
+pub const REPLY_LIMIT_SECONDS: u64 = 30;
+
+/// Events kept until [`Client::take_events`]; of more, the oldest are dropped.
+const EVENTS_MAX: usize = 16_384;
+
+/// Bytes received with one call.
+const RECEIVE_BYTES: usize = 64 << 10;
+
+/// What went wrong between this client and QEMU.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// Nobody listens on the path.
+    #[error(
+        "no QEMU listens on the monitor socket {path}; it may have exited, or was started with \
+         another -qmp option"
+    )]
+    Refused {
+        /// The monitor socket.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// Connected, but another client holds the monitor.
+    #[error(
+        "the monitor {path} is held by another client (libvirt, for one); give the VM a second \
+         one: -qmp unix:PATH,server=on,wait=off"
+    )]
+    Busy {
+        /// The monitor socket.
+        path: PathBuf,
+    },
+    /// The peer does not speak QMP.
+    #[error("{path} is no QMP monitor, it greets with {greeting:?}; name the -qmp socket instead")]
+    NotQmp {
+        /// The monitor socket.
+        path: PathBuf,
+        /// The first bytes it sent.
+        greeting: String,
+    },
+    /// QEMU closed the connection: it has exited or dropped its monitor.
+    #[error("QEMU closed the monitor connection; it has probably exited")]
+    Closed,
+    /// No reply in time; it may still come and is then skipped.
+    #[error("QEMU did not answer {command} within {limit_ms} ms")]
+    Timeout {
+        /// The command.
+        command: String,
+        /// The limit in milliseconds.
+        limit_ms: u128,
+    },
+    /// QEMU answered with an error.
+    #[error("QEMU refused {command}: {desc} ({class})")]
+    Command {
+        /// The command.
+        command: String,
+        /// QEMU's error class, mostly `GenericError`.
+        class: String,
+        /// QEMU's own words.
+        desc: String,
+    },
+    /// A line that is not a JSON object.
+    #[error("the monitor sent something that is not QMP: {start:?}")]
+    Garbled {
+        /// The first bytes of the line.
+        start: String,
+    },
+    /// A line longer than 16 MiB.
+    #[error("the monitor sent a line longer than {limit_bytes} bytes")]
+    LineTooLong {
+        /// The limit in bytes.
+        limit_bytes: usize,
+    },
+    /// The socket failed.
+    #[error("the monitor socket failed")]
+    Io(#[from] io::Error),
+}
+
+/// A command that was sent and whose reply is awaited with [`Client::wait`].
+#[derive(Debug)]
+#[must_use = "a reply nobody waits for is kept until the client goes"]
+pub struct Ticket {
+    id: u64,
+    command: String,
+}
+
+/// Something QEMU reports on its own.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    /// `STOP`, `RESUME`, `SHUTDOWN`, ...
+    pub name: String,
+    /// The event's own data; null when it has none.
+    pub data: Value,
+    /// QEMU's clock when it happened, since the epoch.
+    pub at: Duration,
+}
+
+type Reply = Result<Value, (String, String)>;
+
+/// One connection to one monitor.
+#[derive(Debug)]
+pub struct Client {
+    socket: UnixStream,
+    lines: Lines,
+    next_id: u64,
+    outstanding: BTreeSet<u64>,
+    replies: BTreeMap<u64, Reply>,
+    events: VecDeque<Event>,
+}
+
+impl Client {
+    /// Connects to the monitor at `path` and negotiates, all of it within `timeout`.
+    ///
+    /// # Errors
+    /// [`QmpError::Refused`], [`QmpError::Busy`] when no greeting comes, [`QmpError::NotQmp`].
+    pub fn connect(path: &Path, timeout: Duration) -> Result<Client, QmpError> {
+        let deadline = deadline_after(timeout);
+        let mut client = Client {
+            socket: socket::connect(path, deadline)?,
+            lines: Lines::default(),
+            next_id: 1,
+            outstanding: BTreeSet::new(),
+            replies: BTreeMap::new(),
+            events: VecDeque::new(),
+        };
+        client.await_greeting(path, deadline)?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let ticket = client.send("qmp_capabilities", Value::Null)?;
+        client.wait(ticket, left)?;
+        Ok(client)
+    }
+
+    /// Runs a command and waits up to [`REPLY_LIMIT_SECONDS`] for its reply. `arguments` is an
+    /// object, or null when there are none.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let ticket = self.send(command, arguments)?;
+        self.wait(ticket, Duration::from_secs(REPLY_LIMIT_SECONDS))
+    }
+
+    /// Sends a command without waiting, so that the caller can work while QEMU does.
+    pub fn send(&mut self, command: &str, arguments: Value) -> Result<Ticket, QmpError> {
+        let (ticket, line) = self.compose(command, arguments);
+        self.transmit(&line)?;
+        self.outstanding.insert(ticket.id);
+        Ok(ticket)
+    }
+
+    /// Waits for the reply to a command. After [`QmpError::Timeout`] the command may still be
+    /// carried out; its late reply is skipped.
+    pub fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Value, QmpError> {
+        let deadline = deadline_after(timeout);
+        // A reply that came counts, whatever came after it.
+        let mut received = self.drain();
+        loop {
+            if let Some(reply) = self.replies.remove(&ticket.id) {
+                return reply.map_err(|(class, desc)| QmpError::Command {
+                    command: ticket.command,
+                    class,
+                    desc,
+                });
+            }
+            received?;
+            if Instant::now() >= deadline {
+                self.outstanding.remove(&ticket.id);
+                return Err(QmpError::Timeout {
+                    command: ticket.command,
+                    limit_ms: timeout.as_millis(),
+                });
+            }
+            received = match self.receive_until(deadline) {
+                Ok(true) => self.sort_in_lines(),
+                Ok(false) => Ok(()),
+                Err(error) => Err(error),
+            };
+        }
+    }
+
+    /// Runs a command that takes a file descriptor (`add-fd`, `getfd`).
+    pub fn execute_with_fd(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: BorrowedFd<'_>,
+    ) -> Result<Value, QmpError> {
+        let (ticket, line) = self.compose(command, arguments);
+        fdpass::send(&self.socket, &line, &[fd]).map_err(closed_or_io)?;
+        self.outstanding.insert(ticket.id);
+        self.wait(ticket, Duration::from_secs(REPLY_LIMIT_SECONDS))
+    }
+
+    /// All events since the last call, those included that still lie in the socket. When QEMU has
+    /// gone, its last events are handed out first and [`QmpError::Closed`] with the next call.
+    pub fn take_events(&mut self) -> Result<Vec<Event>, QmpError> {
+        let drained = self.drain();
+        let events: Vec<Event> = self.events.drain(..).collect();
+        match drained {
+            Err(error) if events.is_empty() => Err(error),
+            _ => Ok(events),
+        }
+    }
+
+    /// The socket itself, for a process that must be able to resume the VM should this one die.
+    /// Whoever writes on it writes whole lines, with ids that are no numbers.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// The process that listens on the monitor's socket (SO_PEERCRED, unix(7)): QEMU, or a manager
+    /// that made the socket for it.
+    pub fn peer_pid(&self) -> Result<i32, QmpError> {
+        let peer = rustix::net::sockopt::socket_peercred(&self.socket).map_err(io::Error::from)?;
+        Ok(peer.pid.as_raw_nonzero().get())
+    }
+
+    fn compose(&mut self, command: &str, arguments: Value) -> (Ticket, Vec<u8>) {
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut message = json!({ "execute": command, "id": id });
+        if !arguments.is_null() {
+            message["arguments"] = arguments;
+        }
+        let mut line = message.to_string().into_bytes();
+        line.push(b'\n');
+        let command = command.to_owned();
+        (Ticket { id, command }, line)
+    }
+
+    fn transmit(&mut self, mut line: &[u8]) -> Result<(), QmpError> {
+        let limit = Duration::from_secs(REPLY_LIMIT_SECONDS);
+        let deadline = deadline_after(limit);
+        while !line.is_empty() {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match rustix::net::send(&self.socket, line, flags) {
+                Ok(sent) => line = &line[sent..],
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => {
+                    if !socket::wait_ready(&self.socket, socket::Ready::Write, deadline)? {
+                        return Err(QmpError::Timeout {
+                            command: "to a full socket".to_owned(),
+                            limit_ms: limit.as_millis(),
+                        });
+                    }
+                }
+                Err(errno) => return Err(closed_or_io(errno.into())),
+            }
+        }
+        Ok(())
+    }
+
+    fn await_greeting(&mut self, path: &Path, deadline: Instant) -> Result<(), QmpError> {
+        let not_qmp = |greeting: &str| QmpError::NotQmp {
+            path: path.to_owned(),
+            greeting: greeting.to_owned(),
+        };
+        loop {
+            match self.next_line() {
+                Ok(Some(greeting)) if greeting.get("QMP").is_some() => return Ok(()),
+                Ok(Some(other)) => return Err(not_qmp(&excerpt(other.to_string().as_bytes()))),
+                Err(QmpError::Garbled { start }) => return Err(not_qmp(&start)),
+                Err(other) => return Err(other),
+                Ok(None) => {}
+            }
+            if !self.receive_until(deadline)? {
+                if Instant::now() < deadline {
+                    continue;
+                }
+                return Err(if self.lines.has_partial_line() {
+                    not_qmp("an unfinished line")
+                } else {
+                    QmpError::Busy {
+                        path: path.to_owned(),
+                    }
+                });
+            }
+        }
+    }
+
+    /// Takes in what can be had without waiting, bounded for a peer that never stops talking.
+    fn drain(&mut self) -> Result<(), QmpError> {
+        const RECEIVES_MAX: usize = 1024;
+        self.sort_in_lines()?;
+        for _ in 0..RECEIVES_MAX {
+            if !self.receive_now()? {
+                break;
+            }
+            self.sort_in_lines()?;
+        }
+        Ok(())
+    }
+
+    fn sort_in_lines(&mut self) -> Result<(), QmpError> {
+        while let Some(line) = self.next_line()? {
+            self.sort_in(line);
+        }
+        Ok(())
+    }
+
+    /// Receives some bytes, waiting for them until `deadline`; false when none came in time.
+    fn receive_until(&mut self, deadline: Instant) -> Result<bool, QmpError> {
+        if Instant::now() >= deadline
+            || !socket::wait_ready(&self.socket, socket::Ready::Read, deadline)?
+        {
+            return Ok(false);
+        }
+        self.receive_now()
+    }
+
+    fn receive_now(&mut self) -> Result<bool, QmpError> {
+        let mut bytes = vec![0; RECEIVE_BYTES];
+        loop {
+            match rustix::net::recv(&self.socket, &mut bytes[..], RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return Err(QmpError::Closed),
+                Ok((received, _)) => {
+                    self.lines.push(&bytes[..received]);
+                    return Ok(true);
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Ok(false),
+                Err(errno) => return Err(closed_or_io(errno.into())),
+            }
+        }
+    }
+
+    /// The next line as a JSON object; empty lines (they end a half line of a guardian) are none.
+    fn next_line(&mut self) -> Result<Option<Value>, QmpError> {
+        loop {
+            let line = self.lines.next_line().map_err(|_| QmpError::LineTooLong {
+                limit_bytes: lines::LINE_BYTES_MAX,
+            })?;
+            let Some(line) = line else { return Ok(None) };
+            if line.trim_ascii().is_empty() {
+                continue;
+            }
+            return match serde_json::from_slice::<Value>(line) {
+                Ok(value) if value.is_object() => Ok(Some(value)),
+                _ => Err(QmpError::Garbled {
+                    start: excerpt(line),
+                }),
+            };
+        }
+    }
+
+    fn sort_in(&mut self, mut line: Value) {
+        if let Some(event) = line.get("event").and_then(Value::as_str) {
+            let event = Event {
+                name: event.to_owned(),
+                at: timestamp(&line["timestamp"]),
+                data: line["data"].take(),
+            };
+            if self.events.len() == EVENTS_MAX {
+                self.events.pop_front();
+            }
+            self.events.push_back(event);
+            return;
+        }
+        let Some(id) = line.get("id").and_then(Value::as_u64) else {
+            return;
+        };
+        if !self.outstanding.remove(&id) {
+            return;
+        }
+        let text = |value: &Value| value.as_str().unwrap_or("unspecified").to_owned();
+        let reply = match line.get("error") {
+            Some(error) => Err((text(&error["class"]), text(&error["desc"]))),
+            None => Ok(line["return"].take()),
+        };
+        self.replies.insert(id, reply);
+    }
+}
+
+/// `Instant::now() + limit`, however large the limit.
+fn deadline_after(limit: Duration) -> Instant {
+    const FAR_AWAY_SECONDS: u64 = 100 * 365 * 24 * 3600;
+    let now = Instant::now();
+    now.checked_add(limit)
+        .unwrap_or_else(|| now + Duration::from_secs(FAR_AWAY_SECONDS))
+}
+
+fn closed_or_io(error: io::Error) -> QmpError {
+    match error.kind() {
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => QmpError::Closed,
+        _ => QmpError::Io(error),
+    }
+}
+
+fn timestamp(value: &Value) -> Duration {
+    let part = |name: &str| value[name].as_u64().unwrap_or(0);
+    let micros = part("microseconds").min(999_999);
+    Duration::from_secs(part("seconds")) + Duration::from_micros(micros)
+}
+
+/// The first bytes of a line, fit for a message.
+fn excerpt(line: &[u8]) -> String {
+    const EXCERPT_BYTES: usize = 80;
+    String::from_utf8_lossy(&line[..line.len().min(EXCERPT_BYTES)]).into_owned()
+}

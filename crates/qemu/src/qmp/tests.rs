@@ -1,0 +1,393 @@
+//! The client against peers of every kind, over real unix sockets.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
+use std::thread::JoinHandle;
+
+use super::*;
+
+const GREETING: &str = r#"{"QMP": {"version": {}, "capabilities": ["oob"]}}"#;
+const SHORT: Duration = Duration::from_millis(150);
+const LONG: Duration = Duration::from_secs(20);
+
+/// A listening socket and a thread that plays `part` with the first client.
+struct Peer {
+    path: PathBuf,
+    thread: Option<JoinHandle<()>>,
+    _directory: tempfile::TempDir,
+}
+
+impl Peer {
+    fn playing(part: impl FnOnce(UnixStream) + Send + 'static) -> Peer {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let path = directory.path().join("qmp");
+        let listener = UnixListener::bind(&path).expect("bound");
+        let thread = std::thread::spawn(move || {
+            let (stream, _) = listener.accept().expect("accepted");
+            part(stream);
+        });
+        Peer {
+            path,
+            thread: Some(thread),
+            _directory: directory,
+        }
+    }
+
+    fn connect(&self) -> Result<Client, QmpError> {
+        Client::connect(&self.path, LONG)
+    }
+
+    fn join(mut self) {
+        let thread = self.thread.take().expect("joined once");
+        thread.join().expect("the peer played its part");
+    }
+}
+
+fn say(mut stream: &UnixStream, text: &str) {
+    stream.write_all(text.as_bytes()).expect("written");
+}
+
+fn hear(reader: &mut BufReader<UnixStream>) -> Value {
+    loop {
+        let mut line = String::new();
+        assert_ne!(reader.read_line(&mut line).expect("read"), 0, "closed");
+        if !line.trim().is_empty() {
+            return serde_json::from_str(&line).expect("the client speaks JSON");
+        }
+    }
+}
+
+/// Greets, answers the negotiation, and leaves the rest to `part`.
+fn greeted(part: impl FnOnce(&UnixStream, &mut BufReader<UnixStream>) + Send + 'static) -> Peer {
+    Peer::playing(move |stream| {
+        let mut reader = BufReader::new(stream.try_clone().expect("cloned"));
+        say(&stream, &format!("{GREETING}\r\n"));
+        let negotiation = hear(&mut reader);
+        assert_eq!(negotiation["execute"], "qmp_capabilities");
+        say(
+            &stream,
+            &format!("{{\"return\": {{}}, \"id\": {}}}\r\n", negotiation["id"]),
+        );
+        part(&stream, &mut reader);
+    })
+}
+
+#[test]
+fn a_reply_between_events_and_other_replies() {
+    let peer = greeted(|stream, reader| {
+        let command = hear(reader);
+        assert_eq!(command["execute"], "query-x");
+        assert_eq!(command["arguments"]["a"], 1);
+        let id = &command["id"];
+        say(
+            stream,
+            &format!(
+                "{{\"event\": \"STOP\", \"timestamp\": {{\"seconds\": 7, \"microseconds\": 8}}}}\r\n\
+                 {{\"return\": \"not yours\", \"id\": \"guardian\"}}\r\n\
+                 {{\"return\": \"nor this\"}}\r\n\
+                 {{\"return\": \"nor this\", \"id\": 4711}}\r\n\
+                 \r\n\
+                 {{\"return\": \"yours\", \"id\": {id}}}\r\n\
+                 {{\"event\": \"RESUME\", \"data\": {{\"b\": 2}}}}\r\n"
+            ),
+        );
+        hear_end(reader);
+    });
+    let mut client = peer.connect().expect("connected");
+    let reply = client.execute("query-x", json!({ "a": 1 }));
+    assert_eq!(reply.expect("answered"), "yours");
+    let mut events = Vec::new();
+    while events.len() < 2 {
+        events.extend(client.take_events().expect("events"));
+    }
+    assert_eq!(events[0].name, "STOP");
+    assert_eq!(events[0].at, Duration::new(7, 8000));
+    assert_eq!(events[0].data, Value::Null);
+    assert_eq!(events[1].name, "RESUME");
+    assert_eq!(events[1].data["b"], 2);
+    drop(client);
+    peer.join();
+}
+
+/// Waits until the client has closed its end.
+fn hear_end(reader: &mut BufReader<UnixStream>) {
+    let mut line = String::new();
+    assert_eq!(reader.read_line(&mut line).expect("read"), 0, "{line}");
+}
+
+#[test]
+fn tickets_can_be_waited_for_in_any_order() {
+    let peer = greeted(|stream, reader| {
+        let (first, second) = (hear(reader), hear(reader));
+        for command in [first, second] {
+            let name = &command["execute"];
+            say(
+                stream,
+                &format!("{{\"return\": {name}, \"id\": {}}}\n", command["id"]),
+            );
+        }
+    });
+    let mut client = peer.connect().expect("connected");
+    let one = client.send("one", Value::Null).expect("sent");
+    let two = client.send("two", Value::Null).expect("sent");
+    assert_eq!(client.wait(two, LONG).expect("answered"), "two");
+    assert_eq!(client.wait(one, LONG).expect("answered"), "one");
+    peer.join();
+}
+
+#[test]
+fn errors_of_qemu_are_passed_on() {
+    let peer = greeted(|stream, reader| {
+        let id = hear(reader)["id"].clone();
+        say(
+            stream,
+            &format!(
+                "{{\"error\": {{\"class\": \"GenericError\", \"desc\": \"no\"}}, \"id\": {id}}}\n"
+            ),
+        );
+    });
+    let mut client = peer.connect().expect("connected");
+    assert!(matches!(
+        client.execute("query-x", Value::Null),
+        Err(QmpError::Command { command, class, desc })
+            if command == "query-x" && class == "GenericError" && desc == "no"
+    ));
+    peer.join();
+}
+
+#[test]
+fn a_late_reply_is_skipped() {
+    let peer = greeted(|stream, reader| {
+        let slow = hear(reader);
+        let fast = hear(reader);
+        for command in [slow, fast] {
+            let (name, id) = (&command["execute"], &command["id"]);
+            say(stream, &format!("{{\"return\": {name}, \"id\": {id}}}\n"));
+        }
+    });
+    let mut client = peer.connect().expect("connected");
+    let slow = client.send("slow", Value::Null).expect("sent");
+    assert!(matches!(
+        client.wait(slow, SHORT),
+        Err(QmpError::Timeout { command, limit_ms: 150 }) if command == "slow"
+    ));
+    assert_eq!(
+        client.execute("fast", Value::Null).expect("answered"),
+        "fast"
+    );
+    assert!(client.replies.is_empty());
+    peer.join();
+}
+
+#[test]
+fn a_line_in_many_pieces() {
+    let peer = greeted(|stream, reader| {
+        let id = hear(reader)["id"].clone();
+        let line = format!("{{\"return\": \"pieces\", \"id\": {id}}}\r\n");
+        for byte in line.chars() {
+            say(stream, &byte.to_string());
+        }
+    });
+    let mut client = peer.connect().expect("connected");
+    assert_eq!(
+        client.execute("x", Value::Null).expect("answered"),
+        "pieces"
+    );
+    peer.join();
+}
+
+#[test]
+fn nobody_listens() {
+    let directory = tempfile::tempdir().expect("temporary directory");
+    let path = directory.path().join("qmp");
+    assert!(matches!(
+        Client::connect(&path, SHORT),
+        Err(QmpError::Refused { .. })
+    ));
+    drop(UnixListener::bind(&path).expect("bound"));
+    assert!(matches!(
+        Client::connect(&path, SHORT),
+        Err(QmpError::Refused { .. })
+    ));
+}
+
+#[test]
+fn a_monitor_that_does_not_greet_is_busy() {
+    let directory = tempfile::tempdir().expect("temporary directory");
+    let path = directory.path().join("qmp");
+    let listener = UnixListener::bind(&path).expect("bound");
+    // One after the other fills the queue of waiting clients; the last cannot even connect.
+    rustix::net::listen(&listener, 1).expect("short queue");
+    let mut waiting = Vec::new();
+    for _ in 0..4 {
+        assert!(matches!(
+            Client::connect(&path, SHORT),
+            Err(QmpError::Busy { .. })
+        ));
+        // Keeps a place in the queue, as long as there are any.
+        waiting.push(socket::connect(&path, Instant::now()).ok());
+    }
+}
+
+#[test]
+fn peers_that_are_no_qmp_monitor() {
+    let not_qmp = [
+        "QEMU 10.0.2 monitor - type 'help' for more information\r\n(qemu) ",
+        "{\"hello\": 1}\n",
+        "[1, 2]\n",
+        "\u{fffd}\u{0}\u{1}\n",
+        "{\"event\": \"STOP\"}\n",
+    ];
+    for greeting in not_qmp {
+        let peer = Peer::playing(move |stream| {
+            say(&stream, greeting);
+            hear_end(&mut BufReader::new(stream));
+        });
+        let result = peer.connect();
+        assert!(
+            matches!(result, Err(QmpError::NotQmp { .. })),
+            "{greeting:?}: {result:?}"
+        );
+        drop(result);
+        peer.join();
+    }
+}
+
+#[test]
+fn half_a_greeting() {
+    let peer = Peer::playing(|stream| {
+        say(&stream, "{\"QMP\": ");
+        hear_end(&mut BufReader::new(stream));
+    });
+    let result = Client::connect(&peer.path, SHORT);
+    assert!(matches!(result, Err(QmpError::NotQmp { .. })), "{result:?}");
+    drop(result);
+    peer.join();
+}
+
+#[test]
+fn peers_that_close() {
+    let peer = Peer::playing(drop);
+    assert!(matches!(peer.connect(), Err(QmpError::Closed)));
+    peer.join();
+
+    let peer = greeted(|stream, reader| {
+        hear(reader);
+        say(stream, "{\"event\": \"SHUTDOWN\"}\n{\"return\": ");
+    });
+    let mut client = peer.connect().expect("connected");
+    let ticket = client.send("quit", Value::Null).expect("sent");
+    assert!(matches!(client.wait(ticket, LONG), Err(QmpError::Closed)));
+    // The last event is still handed out, then the end is told again.
+    assert_eq!(client.take_events().expect("events")[0].name, "SHUTDOWN");
+    assert!(matches!(client.take_events(), Err(QmpError::Closed)));
+    assert!(matches!(
+        client.execute("query-status", Value::Null),
+        Err(QmpError::Closed)
+    ));
+    peer.join();
+}
+
+#[test]
+fn garbage_instead_of_a_reply() {
+    let peer = greeted(|stream, reader| {
+        hear(reader);
+        say(stream, "}{ garbage\n");
+        let id = hear(reader)["id"].clone();
+        say(stream, &format!("{{\"return\": 1, \"id\": {id}}}\n"));
+    });
+    let mut client = peer.connect().expect("connected");
+    assert!(matches!(
+        client.execute("x", Value::Null),
+        Err(QmpError::Garbled { start }) if start == "}{ garbage"
+    ));
+    assert_eq!(client.execute("y", Value::Null).expect("answered"), 1);
+    peer.join();
+}
+
+#[test]
+fn nesting_without_end_is_garbage() {
+    let peer = greeted(|stream, reader| {
+        hear(reader);
+        say(stream, &format!("{}\n", "{\"a\":".repeat(100_000)));
+    });
+    let mut client = peer.connect().expect("connected");
+    assert!(matches!(
+        client.execute("x", Value::Null),
+        Err(QmpError::Garbled { .. })
+    ));
+    peer.join();
+}
+
+#[test]
+fn a_line_without_end_is_refused() {
+    let peer = greeted(|mut stream, reader| {
+        hear(reader);
+        let piece = vec![b'x'; 1 << 20];
+        // Ends with an error when the client has had enough.
+        while stream.write_all(&piece).is_ok() {}
+    });
+    let mut client = peer.connect().expect("connected");
+    assert!(matches!(
+        client.execute("x", Value::Null),
+        Err(QmpError::LineTooLong { .. })
+    ));
+    drop(client);
+    peer.join();
+}
+
+#[test]
+fn events_without_end_do_not_outlast_the_deadline() {
+    let peer = greeted(|mut stream, reader| {
+        hear(reader);
+        while stream.write_all(b"{\"event\": \"NOISE\"}\n").is_ok() {}
+    });
+    let mut client = peer.connect().expect("connected");
+    let ticket = client.send("x", Value::Null).expect("sent");
+    assert!(matches!(
+        client.wait(ticket, SHORT),
+        Err(QmpError::Timeout { .. })
+    ));
+    assert!(client.events.len() <= EVENTS_MAX);
+    drop(client);
+    peer.join();
+}
+
+#[test]
+fn paths_longer_than_a_socket_address() {
+    let directory = tempfile::tempdir().expect("temporary directory");
+    let deep = directory.path().join("d".repeat(120));
+    std::fs::create_dir(&deep).expect("created");
+    let path = deep.join("qmp");
+    let (address, _guard) = socket::address(&path).expect("address");
+    let server = rustix::net::socket(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::STREAM,
+        None,
+    )
+    .expect("socket");
+    rustix::net::bind(&server, &address).expect("bound");
+    rustix::net::listen(&server, 1).expect("listening");
+    assert!(socket::connect(&path, Instant::now() + LONG).is_ok());
+}
+
+#[test]
+fn a_descriptor_travels_with_its_command() {
+    let peer = greeted(|stream, _| {
+        let mut bytes = [0; 4096];
+        let (count, fds) = fdpass::receive(stream, &mut bytes).expect("received");
+        assert_eq!(fds.len(), 1);
+        let command: Value = serde_json::from_slice(&bytes[..count]).expect("one line");
+        assert_eq!(command["execute"], "add-fd");
+        say(
+            stream,
+            &format!("{{\"return\": {{}}, \"id\": {}}}\n", command["id"]),
+        );
+    });
+    let mut client = peer.connect().expect("connected");
+    let file = tempfile::tempfile().expect("temporary file");
+    client
+        .execute_with_fd("add-fd", json!({}), file.as_fd())
+        .expect("answered");
+    peer.join();
+}

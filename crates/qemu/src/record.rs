@@ -1,0 +1,88 @@
+//! What a checkpoint remembers of a VM, so that the VM can be started again from it.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::monitor::{Disk, Identity, Monitor, MonitorError, RamBlock};
+use crate::target::Target;
+
+/// A VM as it was when a checkpoint was taken.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmRecord {
+    /// How the VM is called: its `-name`, or `qemu-` and eight digits made from its arguments, so
+    /// that the same command line always has the same label.
+    pub label: String,
+    /// The QEMU program.
+    pub exe: PathBuf,
+    /// Its arguments, `argv[0]` included.
+    pub arguments: Vec<String>,
+    /// Its working directory.
+    pub cwd: PathBuf,
+    /// QEMU's version, machine type and the like.
+    pub identity: Identity,
+    /// All RAM blocks.
+    pub ram_blocks: Vec<RamBlock>,
+    /// All files of all disks.
+    pub disks: Vec<Disk>,
+    /// Whether the VM ran when the record was taken.
+    pub was_running: bool,
+    /// The QEMU process.
+    pub pid: i32,
+    /// When that process started, in clock ticks since boot.
+    pub process_start_time: u64,
+}
+
+impl VmRecord {
+    /// Asks the VM for everything. About ten round trips; the VM runs on meanwhile.
+    pub fn take(target: &Target, monitor: &mut Monitor) -> Result<VmRecord, MonitorError> {
+        Ok(VmRecord {
+            label: label(target.name.as_deref(), &target.arguments),
+            exe: target.exe.clone(),
+            arguments: target.arguments.clone(),
+            cwd: target.cwd.clone(),
+            identity: monitor.identity()?,
+            ram_blocks: monitor.ram_blocks()?,
+            disks: monitor.disks()?,
+            was_running: monitor.run_state()?.running,
+            pid: target.process.pid(),
+            process_start_time: target.process.start_time(),
+        })
+    }
+}
+
+fn label(name: Option<&str>, arguments: &[String]) -> String {
+    match name {
+        Some(name) => name.to_owned(),
+        None => format!("qemu-{:08x}", fnv1a(arguments)),
+    }
+}
+
+/// 32-bit FNV-1a over the arguments, a zero byte after each. Chosen because it is the same on every
+/// machine and in every version, which the standard library's hashes do not promise.
+fn fnv1a(arguments: &[String]) -> u32 {
+    const OFFSET: u32 = 0x811c_9dc5;
+    const PRIME: u32 = 0x0100_0193;
+    let bytes = arguments
+        .iter()
+        .flat_map(|word| word.bytes().chain(std::iter::once(0)));
+    bytes.fold(OFFSET, |hash, byte| {
+        (hash ^ u32::from(byte)).wrapping_mul(PRIME)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels() {
+        let arguments = ["qemu", "-m", "64"].map(str::to_owned);
+        assert_eq!(label(Some("foo"), &arguments), "foo");
+        let unnamed = label(None, &arguments);
+        assert_eq!(unnamed, "qemu-373494d3");
+        assert_ne!(unnamed, label(None, &arguments[..2]));
+        // Test vector of the function's authors: FNV-1a of the empty text is the offset.
+        assert_eq!(fnv1a(&[]), 0x811c_9dc5);
+    }
+}

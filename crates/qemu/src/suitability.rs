@@ -1,0 +1,278 @@
+//! Whether a VM can be checkpointed rightly at all. What cannot be is refused with its cause,
+//! before anything is done to the VM.
+
+use std::collections::BTreeSet;
+
+use crate::arguments::{Argument, CommandLine, Properties};
+use crate::monitor::{Monitor, MonitorError, Peripheral};
+use crate::target::Target;
+
+/// Why a VM is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum Unsuitable {
+    /// A device of the host writes guest memory by itself, unseen.
+    #[error(
+        "device {device} is host hardware that writes guest memory by itself (VFIO or vDPA), so \
+         changed pages cannot be told; detach it first"
+    )]
+    Vfio {
+        /// The device.
+        device: String,
+    },
+    /// Another process writes guest memory, unseen.
+    #[error(
+        "device {device} lets another process write guest memory (vhost-user or shared memory), \
+         so changed pages cannot be told; use a device that QEMU serves itself"
+    )]
+    VhostUser {
+        /// The device.
+        device: String,
+    },
+    /// QEMU itself says that its state cannot be carried over.
+    #[error("QEMU cannot save the state of this VM: {}", reasons.join("; "))]
+    MigrationBlocked {
+        /// QEMU's own words.
+        reasons: Vec<String>,
+    },
+    /// The VM is just being migrated.
+    #[error("a migration of this VM is under way ({status}); wait for its end or cancel it")]
+    MigrationRunning {
+        /// QEMU's word for its state.
+        status: String,
+    },
+    /// The VM is in a state that has no meaning of its own.
+    #[error(
+        "the VM is in state {status:?}, in which its memory is not its own; try again when it runs \
+         or is paused"
+    )]
+    RunState {
+        /// QEMU's word for it.
+        status: String,
+    },
+    /// The guest is not x86_64.
+    #[error("the guest is {architecture}; only x86_64 guests are supported")]
+    OtherArchitecture {
+        /// Its architecture.
+        architecture: String,
+    },
+    /// The devices are no longer those of the command line.
+    #[error(
+        "device {device} was {what} after the start, so the command line no longer describes the \
+         VM and it could not be started again from a checkpoint; undo that first"
+    )]
+    HotPlugged {
+        /// The device's id.
+        device: String,
+        /// `added` or `removed`.
+        what: &'static str,
+    },
+    /// The VM could not be asked.
+    #[error("cannot find out whether the VM can be checkpointed")]
+    Monitor(#[from] MonitorError),
+}
+
+/// Says whether the VM can be checkpointed, and if not, why.
+pub fn check(target: &Target, monitor: &mut Monitor) -> Result<(), Unsuitable> {
+    let architecture = monitor.architecture()?;
+    if architecture != "x86_64" {
+        return Err(Unsuitable::OtherArchitecture { architecture });
+    }
+    check_run_state(monitor.run_state()?.status)?;
+    let migration = monitor.migration()?;
+    check_migration(migration.status, migration.blocked_reasons)?;
+    let command_line = CommandLine::parse(&target.arguments);
+    let peripherals = monitor.peripherals()?;
+    check_devices(&peripherals)?;
+    check_network(&monitor.human("info network")?)?;
+    check_hot_plug(&command_line, &peripherals)
+}
+
+fn check_run_state(status: String) -> Result<(), Unsuitable> {
+    match status.as_str() {
+        "inmigrate" | "postmigrate" | "finish-migrate" | "restore-vm" | "save-vm" | "preconfig"
+        | "colo" => Err(Unsuitable::RunState { status }),
+        _ => Ok(()),
+    }
+}
+
+fn check_migration(status: Option<String>, blocked_reasons: Vec<String>) -> Result<(), Unsuitable> {
+    match status.as_deref() {
+        None | Some("none" | "completed" | "failed" | "cancelled") => {}
+        Some(status) => {
+            return Err(Unsuitable::MigrationRunning {
+                status: status.to_owned(),
+            });
+        }
+    }
+    if blocked_reasons.is_empty() {
+        Ok(())
+    } else {
+        Err(Unsuitable::MigrationBlocked {
+            reasons: blocked_reasons,
+        })
+    }
+}
+
+fn check_devices(peripherals: &[Peripheral]) -> Result<(), Unsuitable> {
+    for peripheral in peripherals {
+        let driver = peripheral.driver.as_str();
+        let device = format!("{} ({driver})", peripheral.id);
+        if driver.starts_with("vfio-") || driver.contains("vdpa") {
+            return Err(Unsuitable::Vfio { device });
+        }
+        let foreign_writer = driver.contains("vhost-user")
+            || driver.starts_with("ivshmem")
+            || driver == "x-pci-proxy-dev";
+        if foreign_writer {
+            return Err(Unsuitable::VhostUser { device });
+        }
+    }
+    Ok(())
+}
+
+/// The network card looks the same whatever stands behind it; `info network` tells what does.
+fn check_network(table: &str) -> Result<(), Unsuitable> {
+    for line in table.lines() {
+        let device = line
+            .trim_matches(|c: char| c.is_whitespace() || c == '\\')
+            .to_owned();
+        if line.contains("type=vhost-user") {
+            return Err(Unsuitable::VhostUser { device });
+        }
+        if line.contains("type=vhost-vdpa") {
+            return Err(Unsuitable::Vfio { device });
+        }
+    }
+    Ok(())
+}
+
+/// Compares the ids of the devices there are with those of the command line. Devices without an
+/// id cannot be compared; a configuration file may name devices that are not seen here.
+fn check_hot_plug(
+    command_line: &CommandLine,
+    peripherals: &[Peripheral],
+) -> Result<(), Unsuitable> {
+    if command_line.has("readconfig") {
+        return Ok(());
+    }
+    let id = |value: &str| {
+        Properties::parse(value, "driver")
+            .get("id")
+            .map(str::to_owned)
+    };
+    let started: BTreeSet<String> = command_line.values("device").filter_map(id).collect();
+    // `-drive if=virtio,id=x`, `-virtfs` and others make devices of their own; their ids are
+    // somewhere in the command line.
+    let named = |id: &str| {
+        let values = command_line.options.iter().filter_map(Argument::value);
+        values.into_iter().any(|value| value.contains(id))
+    };
+    for peripheral in peripherals {
+        let anonymous = peripheral.id.starts_with("device[");
+        if !anonymous && !started.contains(&peripheral.id) && !named(&peripheral.id) {
+            return Err(Unsuitable::HotPlugged {
+                device: peripheral.id.clone(),
+                what: "added",
+            });
+        }
+    }
+    let gone = |id: &&String| !peripherals.iter().any(|there| there.id == **id);
+    match started.iter().find(gone) {
+        Some(device) => Err(Unsuitable::HotPlugged {
+            device: device.clone(),
+            what: "removed",
+        }),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peripheral(id: &str, driver: &str) -> Peripheral {
+        Peripheral {
+            id: id.into(),
+            driver: driver.into(),
+        }
+    }
+
+    #[test]
+    fn devices() {
+        assert!(check_devices(&[peripheral("net0", "virtio-net-pci")]).is_ok());
+        for driver in ["vfio-pci", "vfio-pci-nohotplug", "vhost-vdpa-device-pci"] {
+            assert!(matches!(
+                check_devices(&[peripheral("d", driver)]),
+                Err(Unsuitable::Vfio { .. })
+            ));
+        }
+        for driver in ["vhost-user-blk-pci", "ivshmem-plain", "x-pci-proxy-dev"] {
+            assert!(matches!(
+                check_devices(&[peripheral("d", driver)]),
+                Err(Unsuitable::VhostUser { .. })
+            ));
+        }
+        let vhost_net = "hub 0\r\n \\ hub0port1: #net151: index=0,type=user,net=10.0.2.0\r\n";
+        assert!(check_network(vhost_net).is_ok());
+        assert!(matches!(
+            check_network("net0: index=0,type=nic\r\n \\ vu0: index=0,type=vhost-user\r\n"),
+            Err(Unsuitable::VhostUser { device }) if device.starts_with("vu0")
+        ));
+    }
+
+    #[test]
+    fn states() {
+        for status in [
+            "running",
+            "paused",
+            "prelaunch",
+            "guest-panicked",
+            "shutdown",
+        ] {
+            assert!(check_run_state(status.into()).is_ok(), "{status}");
+        }
+        for status in ["inmigrate", "postmigrate"] {
+            assert!(check_run_state(status.into()).is_err(), "{status}");
+        }
+        for status in [None, Some("completed"), Some("cancelled"), Some("failed")] {
+            assert!(check_migration(status.map(str::to_owned), vec![]).is_ok());
+        }
+        for status in ["setup", "active", "postcopy-active", "cancelling"] {
+            assert!(matches!(
+                check_migration(Some(status.into()), vec![]),
+                Err(Unsuitable::MigrationRunning { .. })
+            ));
+        }
+        assert!(matches!(
+            check_migration(None, vec!["because".into()]),
+            Err(Unsuitable::MigrationBlocked { .. })
+        ));
+    }
+
+    #[test]
+    fn hot_plug() {
+        let argv = [
+            "q",
+            "-device",
+            "virtio-net-pci,id=net0",
+            "-device",
+            r#"{"driver":"isa-serial","id":"s0"}"#,
+        ];
+        let line = CommandLine::parse(&argv.map(str::to_owned));
+        let (net, serial) = (
+            peripheral("net0", "virtio-net-pci"),
+            peripheral("s0", "isa-serial"),
+        );
+        let anonymous = peripheral("device[0]", "virtio-blk-pci");
+        let all = [net.clone(), serial.clone(), anonymous];
+        assert!(check_hot_plug(&line, &all).is_ok());
+        assert!(matches!(
+            check_hot_plug(&line, &[net.clone(), serial, peripheral("new", "e1000")]),
+            Err(Unsuitable::HotPlugged { device, what: "added" }) if device == "new"
+        ));
+        assert!(matches!(
+            check_hot_plug(&line, &[net]),
+            Err(Unsuitable::HotPlugged { device, what: "removed" }) if device == "s0"
+        ));
+    }
+}
