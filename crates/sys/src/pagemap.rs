@@ -195,7 +195,8 @@ impl Pagemap {
             let (found, walk_end) = self
                 .call(at, range.end, scan, &mut regions)
                 .map_err(|source| self.failed(range, source))?;
-            for region in regions.iter().take(found) {
+            let found = &regions[..found.min(REGIONS_MAX)];
+            for region in found {
                 append(
                     out,
                     first,
@@ -205,11 +206,13 @@ impl Pagemap {
                     },
                 );
             }
-            if walk_end <= at {
-                let source = io::Error::other("the kernel's page walk makes no progress");
-                return Err(self.failed(range, source));
+            // With room left for answers, the walk has come to its end. `walk_end` does not tell:
+            // it may be where the kernel last emptied a buffer of its own (seen on Linux 6.18), and
+            // going on there would report pages twice. So never go back behind an answer either.
+            match found.last() {
+                Some(last) if found.len() == REGIONS_MAX => at = walk_end.max(last.end),
+                _ => break,
             }
-            at = walk_end;
         }
         // The page table of a process that has ended reads as empty, without an error.
         if self.process.is_alive() {

@@ -1,2 +1,492 @@
-//! Tracking.
-pub fn play(_: &str) {}
+//! Write tracking and missing pages in the memory of a child, all the way: steal, handshake,
+//! register, protect; against the record of what the child was told to do.
+
+use crate::calls::call;
+use crate::victim::{Victim, hear, say, steal};
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+use stillframe_sys::infect::steal_userfaultfd;
+use stillframe_sys::memory::RemoteMemory;
+use stillframe_sys::pagemap::{Pagemap, PagemapError};
+use stillframe_sys::process::AddressRange;
+use stillframe_sys::uffd::{Event, Track, Uffd, UffdError, WriteProtectMode};
+
+const PAGE: u64 = 4096;
+
+/// The victim: some private anonymous memory and a shared memfd. It writes, reads or discards the
+/// pages it is told.
+pub fn play(argument: &str) {
+    let mut words = argument.split(' ');
+    let pages: u64 = words.next().unwrap().parse().unwrap();
+    let bytes = (pages * PAGE) as libc::c_long;
+    let advice = if words.next() == Some("huge") {
+        libc::MADV_HUGEPAGE
+    } else {
+        libc::MADV_NOHUGEPAGE
+    };
+    let file = call(libc::SYS_memfd_create, [c"ram".as_ptr() as i64, 0]);
+    call(libc::SYS_ftruncate, [file, bytes]);
+    let access = i64::from(libc::PROT_READ | libc::PROT_WRITE);
+    let private = i64::from(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let regions = [
+        call(libc::SYS_mmap, [0, bytes, access, private, -1, 0]),
+        call(
+            libc::SYS_mmap,
+            [0, bytes, access, libc::MAP_SHARED.into(), file, 0],
+        ),
+    ];
+    for region in regions {
+        call(libc::SYS_madvise, [region, bytes, advice.into()]);
+    }
+    say(format!("ready {} {}", regions[0], regions[1]));
+    while let Some(line) = hear() {
+        let mut words = line.split(' ');
+        let verb = words.next().unwrap().to_owned();
+        let region = regions[words.next().unwrap().parse::<usize>().unwrap()];
+        let mut sum = 0_u64;
+        for page in words {
+            let address = region + page.parse::<i64>().unwrap() * PAGE as i64;
+            // SAFETY: an address within one of our mappings, which nothing else uses.
+            unsafe {
+                match verb.as_str() {
+                    "write" => (address as *mut u64).write_volatile(address as u64),
+                    "read" => sum = sum.wrapping_add((address as *const u64).read_volatile()),
+                    "discard" => drop(call(
+                        libc::SYS_madvise,
+                        [address, PAGE as i64, libc::MADV_DONTNEED.into()],
+                    )),
+                    // The kernel writes: 8 bytes of random.
+                    "system-write" => drop(call(libc::SYS_getrandom, [address, 8, 0])),
+                    _ => panic!("no verb {verb}"),
+                }
+            }
+        }
+        say(format!("done {sum}"));
+    }
+}
+
+/// Private memory is region 0, the shared memfd is region 1.
+struct Memory {
+    victim: Victim,
+    pages: u64,
+    regions: [AddressRange; 2],
+}
+
+impl Memory {
+    fn start(pages: u64, option: &str) -> Memory {
+        let victim = Victim::start(&format!("memory {pages} {option}"));
+        let mut starts = victim
+            .ready
+            .split(' ')
+            .map(|start| start.parse::<u64>().unwrap());
+        let mut region = || {
+            let start = starts.next().unwrap();
+            AddressRange {
+                start,
+                end: start + pages * PAGE,
+            }
+        };
+        Memory {
+            regions: [region(), region()],
+            victim,
+            pages,
+        }
+    }
+
+    fn begin(&mut self, verb: &str, region: usize, pages: impl IntoIterator<Item = u64>) {
+        let list: Vec<_> = pages.into_iter().map(|page| page.to_string()).collect();
+        if !list.is_empty() {
+            self.victim
+                .tell(&format!("{verb} {region} {}", list.join(" ")));
+        } else {
+            self.victim.tell(&format!("{verb} {region}"));
+        }
+    }
+
+    fn act(&mut self, verb: &str, region: usize, pages: impl IntoIterator<Item = u64>) -> u64 {
+        self.begin(verb, region, pages);
+        self.done()
+    }
+
+    fn done(&mut self) -> u64 {
+        let line = self.victim.line();
+        line.strip_prefix("done ")
+            .unwrap_or_else(|| panic!("{line}"))
+            .parse()
+            .unwrap()
+    }
+
+    fn page(&self, region: usize, page: u64) -> AddressRange {
+        let start = self.regions[region].start + page * PAGE;
+        AddressRange {
+            start,
+            end: start + PAGE,
+        }
+    }
+
+    fn steal(&self, mode: WriteProtectMode) -> Uffd {
+        Uffd::handshake(steal(&self.victim.process).unwrap().fd, mode).unwrap()
+    }
+
+    /// Arms asynchronous tracking of both regions.
+    fn track(&self) -> (Uffd, Pagemap) {
+        let uffd = self.steal(WriteProtectMode::Async);
+        for region in self.regions {
+            uffd.register(region, Track::WriteProtect).unwrap();
+            uffd.protect(region).unwrap();
+        }
+        (uffd, Pagemap::open(&self.victim.process).unwrap())
+    }
+
+    /// The page numbers in ranges of addresses, which have to be sorted, disjoint and joined.
+    fn numbers(&self, region: usize, ranges: &[AddressRange]) -> BTreeSet<u64> {
+        for pair in ranges.windows(2) {
+            assert!(pair[0].end < pair[1].start, "{} and {}", pair[0], pair[1]);
+        }
+        let whole = self.regions[region];
+        let pages = ranges.iter().flat_map(|range| {
+            assert!(!range.is_empty() && range.intersect(&whole) == Some(*range));
+            (range.start - whole.start) / PAGE..(range.end - whole.start) / PAGE
+        });
+        pages.collect()
+    }
+
+    fn take(&self, pagemap: &Pagemap, region: usize) -> BTreeSet<u64> {
+        let mut out = Vec::new();
+        pagemap
+            .take_written(self.regions[region], &mut out)
+            .unwrap();
+        self.numbers(region, &out)
+    }
+
+    fn peek(&self, pagemap: &Pagemap, region: usize) -> BTreeSet<u64> {
+        let mut out = Vec::new();
+        pagemap
+            .peek_written(self.regions[region], &mut out)
+            .unwrap();
+        self.numbers(region, &out)
+    }
+}
+
+const PAGES: u64 = 64;
+
+fn some_pages() -> impl Strategy<Value = BTreeSet<u64>> {
+    prop_oneof![
+        prop::collection::btree_set(0..PAGES, 0..24),
+        (0..PAGES, 0..PAGES).prop_map(|(a, b)| (a.min(b)..a.max(b)).collect()),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// What is taken is exactly what was written since the last time, in any mixture of rounds,
+    /// whatever was populated before and however the range is cut into calls.
+    #[test]
+    fn exactly_the_written_pages_are_taken(
+        before in [some_pages(), some_pages()],
+        rounds in prop::collection::vec(([some_pages(), some_pages()], 1..PAGES), 1..5),
+        huge in any::<bool>(),
+    ) {
+        let mut memory = Memory::start(PAGES, if huge { "huge" } else { "small" });
+        for (region, pages) in before.iter().enumerate() {
+            memory.act("write", region, pages.iter().copied());
+        }
+        let (_uffd, pagemap) = memory.track();
+        for (written, cut) in rounds {
+            for (region, pages) in written.into_iter().enumerate() {
+                memory.act("write", region, pages.iter().copied());
+                prop_assert_eq!(&memory.peek(&pagemap, region), &pages);
+                let whole = memory.regions[region];
+                let middle = whole.start + cut * PAGE;
+                let mut out = Vec::new();
+                let head = AddressRange { end: middle, ..whole };
+                pagemap.take_written(head, &mut out).unwrap();
+                let in_head = memory.numbers(region, &out);
+                prop_assert_eq!(in_head, pages.range(..cut).copied().collect());
+                out.clear();
+                pagemap.take_written(AddressRange { start: middle, ..whole }, &mut out).unwrap();
+                let in_tail = memory.numbers(region, &out);
+                prop_assert_eq!(in_tail, pages.range(cut..).copied().collect());
+                prop_assert_eq!(memory.peek(&pagemap, region), BTreeSet::new());
+            }
+        }
+    }
+}
+
+/// More regions than one call returns, in one range.
+#[test]
+fn scans_go_on_where_a_call_ends() {
+    let mut memory = Memory::start(40_000, "small");
+    let (_uffd, pagemap) = memory.track();
+    for region in [0, 1] {
+        let even: BTreeSet<u64> = (0..memory.pages).step_by(2).collect();
+        memory.act("write", region, even.iter().copied());
+        assert!(memory.peek(&pagemap, region) == even);
+        assert!(memory.take(&pagemap, region) == even);
+        assert_eq!(memory.take(&pagemap, region), BTreeSet::new());
+        // Ranges that meet where one call ended and the next began are joined.
+        memory.act("write", region, 0..memory.pages);
+        assert_eq!(memory.take(&pagemap, region).len() as u64, memory.pages);
+    }
+}
+
+#[test]
+fn writes_by_the_kernel_are_reported() {
+    let mut memory = Memory::start(8, "small");
+    memory.act("write", 0, 0..4);
+    let (_uffd, pagemap) = memory.track();
+    for region in [0, 1] {
+        memory.act("system-write", region, [1, 6]);
+        assert_eq!(memory.take(&pagemap, region), BTreeSet::from([1, 6]));
+    }
+}
+
+#[test]
+fn what_is_populated_and_present() {
+    let mut memory = Memory::start(8, "small");
+    memory.act("write", 0, [1, 2, 5]);
+    let pagemap = Pagemap::open(&memory.victim.process).unwrap();
+    let populated = |memory: &Memory| {
+        let (mut populated, mut present) = (Vec::new(), Vec::new());
+        pagemap
+            .populated(memory.regions[0], &mut populated)
+            .unwrap();
+        pagemap.present(memory.regions[0], &mut present).unwrap();
+        (memory.numbers(0, &populated), memory.numbers(0, &present))
+    };
+    let written = BTreeSet::from([1, 2, 5]);
+    assert_eq!(populated(&memory), (written.clone(), written.clone()));
+    // Protection leaves a marker where there is no page.
+    let _tracking = memory.track();
+    assert_eq!(populated(&memory), ((0..8).collect(), written));
+    // A private page that is discarded counts as written: it reads as zero now.
+    memory.act("discard", 0, [2]);
+    assert_eq!(populated(&memory).1, BTreeSet::from([1, 5]));
+    assert_eq!(memory.take(&pagemap, 0), BTreeSet::from([2]));
+}
+
+#[test]
+fn memory_that_is_not_tracked_is_refused() {
+    let mut memory = Memory::start(8, "small");
+    let pagemap = Pagemap::open(&memory.victim.process).unwrap();
+    let mut out = Vec::new();
+    let result = pagemap.take_written(memory.regions[0], &mut out);
+    assert!(
+        matches!(result, Err(PagemapError::NotTracked { .. })),
+        "{result:?}"
+    );
+    let (uffd, _) = memory.track();
+    uffd.unregister(memory.regions[1]).unwrap();
+    pagemap.take_written(memory.regions[0], &mut out).unwrap();
+    let result = pagemap.take_written(memory.regions[1], &mut out);
+    assert!(
+        matches!(result, Err(PagemapError::NotTracked { .. })),
+        "{result:?}"
+    );
+    memory.act("write", 1, 0..8);
+}
+
+/// What happens when the engine dies: the child goes on, asynchronous or synchronous.
+#[test]
+fn closing_the_descriptor_frees_the_child() {
+    let mut memory = Memory::start(8, "small");
+    let (uffd, _) = memory.track();
+    drop(uffd);
+    memory.act("write", 0, 0..8);
+    let uffd = memory.steal(WriteProtectMode::Sync);
+    for region in [0, 1] {
+        uffd.register(memory.regions[region], Track::WriteProtect)
+            .unwrap();
+        uffd.protect(memory.regions[region]).unwrap();
+    }
+    memory.begin("write", 1, 0..8);
+    wait_for_event(&uffd);
+    assert_eq!(memory.victim.word(), None, "the writer did not wait");
+    drop(uffd);
+    memory.done();
+    memory.act("write", 0, 0..8);
+    // And it can be tracked again.
+    let (_uffd, pagemap) = memory.track();
+    memory.act("write", 1, [3]);
+    assert_eq!(memory.take(&pagemap, 1), BTreeSet::from([3]));
+}
+
+fn wait_for_event(uffd: &Uffd) -> Event {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        match uffd.next_event().unwrap() {
+            Some(event) => return event,
+            None => std::thread::sleep(Duration::from_millis(1)),
+        }
+        assert!(Instant::now() < deadline, "no fault was reported");
+    }
+}
+
+/// Each first write waits for us, with the old content still in place.
+#[test]
+fn synchronous_protection_shows_the_old_content() {
+    let mut memory = Memory::start(8, "small");
+    let bytes = RemoteMemory::open(&memory.victim.process);
+    for region in [0, 1] {
+        memory.act("write", region, 0..4);
+        let old: Vec<u8> = vec![0x5a; PAGE as usize];
+        bytes.write(memory.page(region, 2).start, &old).unwrap();
+        let uffd = memory.steal(WriteProtectMode::Sync);
+        uffd.register(memory.regions[region], Track::WriteProtect)
+            .unwrap();
+        uffd.protect(memory.regions[region]).unwrap();
+        assert_eq!(uffd.next_event().unwrap(), None);
+        // Page 6 was never touched: protected all the same.
+        memory.begin("write", region, [2, 6]);
+        for page in [2, 6] {
+            let Event::Fault {
+                address,
+                write,
+                protected,
+            } = wait_for_event(&uffd);
+            assert_eq!((address, write), (memory.page(region, page).start, true));
+            assert!(protected);
+            let mut seen = vec![1; PAGE as usize];
+            bytes.read(address, &mut seen).unwrap();
+            assert_eq!(
+                seen,
+                if page == 2 {
+                    old.clone()
+                } else {
+                    vec![0; PAGE as usize]
+                }
+            );
+            assert_eq!(memory.victim.word(), None);
+            uffd.unprotect(memory.page(region, page)).unwrap();
+        }
+        memory.done();
+        assert_eq!(
+            memory.act("read", region, [2]),
+            memory.page(region, 2).start
+        );
+        memory.act("write", region, [2, 6]);
+        assert_eq!(uffd.next_event().unwrap(), None);
+    }
+}
+
+/// Lazy restore in small: pages are filled when they are first touched.
+#[test]
+fn missing_pages_are_served() {
+    let mut memory = Memory::start(8, "small");
+    for region in [0, 1] {
+        let fd = steal(&memory.victim.process).unwrap().fd;
+        let uffd = Uffd::handshake_missing(fd).unwrap();
+        uffd.register(memory.regions[region], Track::Missing)
+            .unwrap();
+        memory.begin("read", region, [3]);
+        let event = wait_for_event(&uffd);
+        let address = memory.page(region, 3).start;
+        assert_eq!(
+            event,
+            Event::Fault {
+                address,
+                write: false,
+                protected: false
+            }
+        );
+        let content: Vec<u8> = (0..2 * PAGE).map(|at| (at / PAGE) as u8 + 1).collect();
+        uffd.copy(address, &content).unwrap();
+        assert_eq!(memory.done(), 0x0101_0101_0101_0101);
+        // Its neighbour came with it, without a fault.
+        assert_eq!(memory.act("read", region, [4]), 0x0202_0202_0202_0202);
+        let again = uffd.copy(address, &content);
+        assert!(matches!(again, Err(UffdError::Exists { .. })), "{again:?}");
+        let partly = uffd.copy(memory.page(region, 2).start, &content);
+        let Err(UffdError::Exists { range }) = partly else {
+            panic!("{partly:?}")
+        };
+        assert_eq!(range.start, address);
+        assert_eq!(memory.act("read", region, [2]), 0x0101_0101_0101_0101);
+        memory.begin("write", region, [0]);
+        wait_for_event(&uffd);
+        uffd.zero(AddressRange {
+            end: memory.page(region, 2).start,
+            ..memory.regions[region]
+        })
+        .unwrap();
+        memory.done();
+        assert_eq!(
+            memory.act("read", region, [0, 1]),
+            memory.page(region, 0).start
+        );
+        // Waking without filling: the thread tries again, and faults again.
+        memory.begin("read", region, [7]);
+        assert_eq!(
+            wait_for_event(&uffd),
+            wait_after_wake(&uffd, memory.page(region, 7))
+        );
+        // Without the descriptor missing pages are zero.
+        drop(uffd);
+        assert_eq!(memory.done(), 0);
+    }
+}
+
+fn wait_after_wake(uffd: &Uffd, page: AddressRange) -> Event {
+    uffd.wake(page).unwrap();
+    wait_for_event(uffd)
+}
+
+#[test]
+fn a_range_has_one_watcher() {
+    let memory = Memory::start(8, "small");
+    let (_uffd, _) = memory.track();
+    let second = memory.steal(WriteProtectMode::Async);
+    let result = second.register(memory.regions[0], Track::WriteProtect);
+    assert!(matches!(result, Err(UffdError::Busy { .. })), "{result:?}");
+}
+
+#[test]
+fn what_cannot_be_watched_is_refused() {
+    let memory = Memory::start(8, "small");
+    let uffd = memory.steal(WriteProtectMode::Sync);
+    let mappings = memory.victim.process.mappings().unwrap();
+    let text = mappings
+        .iter()
+        .find(|mapping| mapping.executable)
+        .unwrap()
+        .range;
+    let crooked = AddressRange {
+        start: memory.regions[0].start + 1,
+        ..memory.regions[0]
+    };
+    for range in [text, crooked] {
+        let result = uffd.register(range, Track::WriteProtect);
+        assert!(
+            matches!(result, Err(UffdError::Unsupported { .. })),
+            "{result:?}"
+        );
+    }
+    let result = uffd.protect(memory.regions[0]);
+    assert!(
+        matches!(result, Err(UffdError::NotRegistered { .. })),
+        "{result:?}"
+    );
+}
+
+#[test]
+fn a_dead_child_is_gone() {
+    let mut memory = Memory::start(8, "small");
+    let (uffd, pagemap) = memory.track();
+    memory.victim.kill();
+    let mut out = Vec::new();
+    let result = pagemap.take_written(memory.regions[0], &mut out);
+    assert!(
+        matches!(result, Err(PagemapError::Gone { .. })),
+        "{result:?}"
+    );
+    for result in [
+        uffd.protect(memory.regions[0]),
+        uffd.register(memory.regions[0], Track::WriteProtect),
+    ] {
+        assert!(matches!(result, Err(UffdError::Gone)), "{result:?}");
+    }
+    let result = steal_userfaultfd(&memory.victim.process, Duration::from_secs(1));
+    assert!(result.is_err(), "{result:?}");
+}
