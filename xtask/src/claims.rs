@@ -6,9 +6,9 @@
 //! | id | promise | goal | unit | bench or test |
 //! ```
 //!
-//! where a goal is a bound such as `<= 12.5` (also `<`, `>`, `>=`, `=`) in that unit. A run of the
-//! benches leaves `docs/results/<run>/summary.json`, a list of [`Measurement`]s; runs are named so
-//! that the last one sorts last (begin the name with the date).
+//! where a goal is a bound such as `<= 12.5` (also `<`, `>`, `>=`, `=`) in that unit. Each bench
+//! leaves its last run in `docs/results/<bench>/summary.json`, a list of [`Measurement`]s. One claim
+//! is measured by one bench.
 
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail};
@@ -74,7 +74,7 @@ pub fn claims(workspace: &Workspace) -> Result<()> {
     if let Some((line, id)) = repeated_ids(&claims).first() {
         bail!("{SPECIFICATION}:{line}: a second claim named {id}");
     }
-    let last = last_measurements(&workspace.root.join(RESULTS))?;
+    let last = measurements(&workspace.root.join(RESULTS))?;
     let mut broken = 0;
     for claim in &claims {
         let verdict = judge(claim, last.get(&claim.id));
@@ -230,28 +230,29 @@ impl Goal {
     }
 }
 
-/// By claim, the measurement of the run whose name sorts last.
-fn last_measurements(results: &Path) -> Result<BTreeMap<String, Measurement>> {
-    let mut last = BTreeMap::new();
+/// The measurements of all benches by claim.
+fn measurements(results: &Path) -> Result<BTreeMap<String, Measurement>> {
+    let mut by_claim = BTreeMap::new();
     let Ok(folder) = fs::read_dir(results) else {
-        return Ok(last);
+        return Ok(by_claim);
     };
-    let mut runs: Vec<_> = folder.flatten().map(|entry| entry.path()).collect();
-    runs.sort();
-    for summary in runs.iter().map(|run| run.join("summary.json")) {
+    let mut benches: Vec<_> = folder.flatten().map(|entry| entry.path()).collect();
+    benches.sort();
+    for summary in benches.iter().map(|bench| bench.join("summary.json")) {
         if !summary.is_file() {
             continue;
         }
         let place = || format!("cannot read {}", summary.display());
         let text = fs::read_to_string(&summary).with_context(place)?;
-        let measurements: Vec<Measurement> = serde_json::from_str(&text).with_context(place)?;
-        last.extend(
-            measurements
-                .into_iter()
-                .map(|measurement| (measurement.claim.clone(), measurement)),
-        );
+        let list: Vec<Measurement> = serde_json::from_str(&text).with_context(place)?;
+        for measurement in list {
+            let claim = measurement.claim.clone();
+            if by_claim.insert(claim.clone(), measurement).is_some() {
+                bail!("{} measures {claim} a second time", summary.display());
+            }
+        }
     }
-    Ok(last)
+    Ok(by_claim)
 }
 
 #[cfg(test)]
@@ -335,29 +336,32 @@ mod tests {
     }
 
     #[test]
-    fn the_last_run_counts_claim_by_claim() {
+    fn summaries_of_all_benches_are_put_together_and_none_may_repeat_a_claim() {
         let results = tempfile::tempdir().unwrap();
-        let write = |run: &str, values: &[(&str, f64)]| {
-            let list: Vec<_> = values
+        let write = |bench: &str, claims: &[&str]| {
+            let list: Vec<_> = claims
                 .iter()
-                .map(|(claim, value)| {
-                    serde_json::json!({"claim": claim, "goal": "> 0", "value": value, "unit": "s",
+                .map(|claim| {
+                    serde_json::json!({"claim": claim, "goal": "> 0", "value": 1.5, "unit": "s",
                         "holds": true, "command": "c", "commit": "d"})
                 })
                 .collect();
-            let folder = results.path().join(run);
+            let folder = results.path().join(bench);
             fs::create_dir(&folder).unwrap();
             let text = serde_json::Value::from(list).to_string();
             fs::write(folder.join("summary.json"), text).unwrap();
         };
-        write("2026-02-01", &[("a", 2.0)]);
-        write("2026-01-01", &[("a", 1.0), ("b", 1.0)]);
-        let last = last_measurements(results.path()).unwrap();
-        assert_eq!((last["a"].value, last["b"].value), (2.0, 1.0));
         assert!(
-            last_measurements(&results.path().join("none"))
+            measurements(&results.path().join("none"))
                 .unwrap()
                 .is_empty()
         );
+        fs::create_dir(results.path().join("raw-only")).unwrap();
+        write("one", &["a"]);
+        write("two", &["b", "c"]);
+        assert_eq!(measurements(results.path()).unwrap().len(), 3);
+        write("three", &["b"]);
+        let error = measurements(results.path()).unwrap_err().to_string();
+        assert!(error.contains("measures b a second time"), "{error}");
     }
 }

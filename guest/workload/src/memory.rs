@@ -89,7 +89,10 @@ impl fmt::Display for Corruption {
 /// The watched pages and what each must hold.
 pub struct Memory {
     seed: u64,
+    /// One page longer than the pages, so that they can begin where a page of the machine does.
     words: Vec<u64>,
+    /// Index in `words` of the first page's first word.
+    start: usize,
     table: Vec<Content>,
     stamps_given: u64,
     sum: u64,
@@ -98,9 +101,13 @@ pub struct Memory {
 impl Memory {
     /// Takes `pages` pages and fills all but every sixteenth, which stays untouched.
     pub fn new(pages: usize, seed: u64) -> Self {
+        // Zeroed by the kernel, not by us: what stays untouched has no page behind it yet.
+        let words = vec![0u64; (pages + 1) * PAGE_WORDS];
+        let into_page = words.as_ptr().addr() % PAGE_BYTES;
         let mut memory = Self {
             seed,
-            words: vec![0; pages * PAGE_WORDS],
+            words,
+            start: (PAGE_BYTES - into_page) / 8,
             table: vec![Content::Zero; pages],
             stamps_given: 0,
             sum: 0,
@@ -143,7 +150,8 @@ impl Memory {
         let word = advanced * STRIDE % PAGE_WORDS;
         let expected = word_of(self.key(stamp), word);
         let new = word_of(self.key(next), word);
-        let cell = &mut self.words[page * PAGE_WORDS + word];
+        let at = self.place(page).start + word;
+        let cell = &mut self.words[at];
         let found = std::mem::replace(cell, new);
         if found != expected {
             *cell = found;
@@ -187,8 +195,8 @@ impl Memory {
     pub fn copy(&mut self, from: usize, to: usize) -> Result<(), Corruption> {
         let added = self.check_page(from)?;
         let removed = self.check_page(to)?;
-        self.words
-            .copy_within(from * PAGE_WORDS..(from + 1) * PAGE_WORDS, to * PAGE_WORDS);
+        let (source, target) = (self.place(from), self.place(to));
+        self.words.copy_within(source, target.start);
         self.table[to] = self.table[from];
         self.sum = self.sum.wrapping_sub(removed).wrapping_add(added);
         Ok(())
@@ -222,7 +230,7 @@ impl Memory {
     /// Compares one page with its table entry; gives the sum of its words.
     fn check_page(&self, page: usize) -> Result<u64, Corruption> {
         let rule = Rule::of(self.table[page], self.seed);
-        let words = &self.words[page * PAGE_WORDS..(page + 1) * PAGE_WORDS];
+        let words = &self.words[self.place(page)];
         let mut sum = 0u64;
         for (word, found) in words.iter().copied().enumerate() {
             let expected = rule.word(word);
@@ -249,13 +257,19 @@ impl Memory {
     /// Stores every word of `content` and adds it to the sum.
     fn store_page(&mut self, page: usize, content: Content) {
         let rule = Rule::of(content, self.seed);
-        for word in 0..PAGE_WORDS {
+        for (word, at) in self.place(page).enumerate() {
             // The compiler may not find out that a silent store changes nothing and drop it.
             let new = black_box(rule.word(word));
-            self.words[page * PAGE_WORDS + word] = new;
+            self.words[at] = new;
             self.sum = self.sum.wrapping_add(new);
         }
         self.table[page] = content;
+    }
+
+    /// Where the page's words are.
+    fn place(&self, page: usize) -> Range<usize> {
+        let start = self.start + page * PAGE_WORDS;
+        start..start + PAGE_WORDS
     }
 
     fn take_stamp(&mut self) -> u64 {
@@ -345,7 +359,8 @@ mod tests {
     impl Memory {
         /// Changes one bit behind the table's back.
         pub fn spoil(&mut self, page: usize) {
-            self.words[page * PAGE_WORDS] ^= 1;
+            let at = self.place(page).start;
+            self.words[at] ^= 1;
         }
     }
 
@@ -366,7 +381,15 @@ mod tests {
     }
 
     #[test]
-    fn untouched_damage_free_memory_passes() {
+    fn pages_lie_where_pages_of_the_machine_do() {
+        let memory = Memory::new(3, 1);
+        let first = memory.words[memory.place(0)].as_ptr().addr();
+        assert_eq!(first % PAGE_BYTES, 0);
+        assert!(memory.place(2).end <= memory.words.len());
+    }
+
+    #[test]
+    fn damage_free_memory_passes() {
         assert_eq!(lived_in().check_all(), Ok(()));
     }
 
@@ -377,7 +400,7 @@ mod tests {
             let mut memory = lived_in();
             let stale = memory.words.clone();
             memory.advance(page).unwrap();
-            let range = page * PAGE_WORDS..(page + 1) * PAGE_WORDS;
+            let range = memory.place(page);
             memory.words[range.clone()].copy_from_slice(&stale[range]);
             let found = memory.check(page..page + 1).unwrap_err();
             assert!(matches!(found, Corruption::Word { page: p, .. } if p == page));
@@ -400,7 +423,7 @@ mod tests {
         let mut memory = lived_in();
         let (words, table) = (memory.words.clone(), memory.table.clone());
         memory.fill(9).unwrap();
-        memory.words = words;
+        memory.words.copy_from_slice(&words);
         memory.table = table;
         assert_eq!(memory.check(0..32), Ok(()));
         assert!(matches!(memory.check_all(), Err(Corruption::Sum { .. })));

@@ -25,7 +25,9 @@ pub fn fetch(folder: &Path) -> Result<()> {
     fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
     run(Command::new("apt-get")
         .current_dir(&work)
-        .args(["--quiet", "download", &package]))?;
+        // apt's own user may not write into our folder.
+        .args(["--quiet", "--option", "APT::Sandbox::User=root"])
+        .args(["download", &package]))?;
     let archive = only_file(&work, |name| name.ends_with(".deb"))?;
     let unpacked = work.join("unpacked");
     run(Command::new("dpkg").arg("-x").args([&archive, &unpacked]))?;
