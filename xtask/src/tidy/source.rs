@@ -28,6 +28,13 @@ pub struct Token {
     pub line: usize,
 }
 
+impl Token {
+    fn new(text: &str, line: usize) -> Self {
+        let text = text.to_owned();
+        Self { text, line }
+    }
+}
+
 impl Source {
     /// Parses the file. Whether it belongs to a test module of another file is not known yet.
     pub fn parse(place: &str, text: String) -> syn::Result<Self> {
@@ -94,24 +101,25 @@ fn folder_of_modules(place: &str) -> String {
     }
 }
 
-/// Puts the tokens of all groups in one row.
+/// Puts the tokens of all groups in one row, with the brackets around each.
 pub fn flatten(stream: TokenStream, into: &mut Vec<Token>) {
     for tree in stream {
         let line = tree.span().start().line;
-        let text = match &tree {
-            TokenTree::Group(group) => match group.delimiter() {
-                Delimiter::Brace => "{".to_owned(),
-                Delimiter::Parenthesis => "(".to_owned(),
-                Delimiter::Bracket => "[".to_owned(),
-                Delimiter::None => String::new(),
-            },
+        match tree {
+            TokenTree::Group(group) => {
+                let (open, close) = match group.delimiter() {
+                    Delimiter::Brace => ("{", "}"),
+                    Delimiter::Parenthesis => ("(", ")"),
+                    Delimiter::Bracket => ("[", "]"),
+                    Delimiter::None => ("", ""),
+                };
+                into.push(Token::new(open, line));
+                flatten(group.stream(), into);
+                into.push(Token::new(close, group.span_close().end().line));
+            }
             // What a string says is not code.
-            TokenTree::Literal(_) => String::new(),
-            other => other.to_string(),
-        };
-        into.push(Token { text, line });
-        if let TokenTree::Group(group) = tree {
-            flatten(group.stream(), into);
+            TokenTree::Literal(_) => into.push(Token::new("", line)),
+            other => into.push(Token::new(&other.to_string(), line)),
         }
     }
 }
