@@ -262,7 +262,7 @@ impl<'a> FrameReader<'a> {
     }
 
     fn slice(&self, at: Location) -> Result<&[u8], RepoError> {
-        let range = at.offset as usize..at.offset as usize + at.bytes as usize;
+        let range = at.offset as usize..at.offset as usize + at.bytes() as usize;
         self.plain
             .get(range)
             .ok_or_else(|| self.damaged("a blob reaches beyond its frame"))

@@ -8,7 +8,7 @@
 
 use crate::error::RepoError;
 use crate::index::read_index_file;
-use crate::index_file::IndexFile;
+use crate::index_file::{IndexFile, IndexedPack};
 use crate::layout::FileKind;
 use crate::local::Area;
 use crate::lock::Lock;
@@ -66,11 +66,63 @@ fn merge(repository: &mut Repository, lock: &Lock, names: Vec<FileHash>) -> Resu
 /// Removes the index files others have taken the place of. Need not be made durable: one that
 /// comes back after a crash is still superseded, and the next index file written makes sure of
 /// the removal before the superseding one can be removed itself.
-pub(crate) fn remove_superseded(repository: &mut Repository) -> Result<(), RepoError> {
+fn remove_superseded(repository: &mut Repository) -> Result<(), RepoError> {
     let names: Vec<FileHash> = repository.index.superseded_files().collect();
     for name in names {
         repository.store.remove(Area::Index, &name.to_string())?;
         repository.index.forget_file(&name);
     }
     Ok(())
+}
+
+/// A new index is cut into files of about this many bytes, so that none has to be held whole.
+const INDEX_FILE_BYTES: usize = 16 << 20;
+
+/// Writes a whole new index in place of the old one. The last file supersedes all old ones; those
+/// before it only say again what is true anyway.
+pub(crate) struct NewIndex<'a> {
+    repository: &'a Repository,
+    file: IndexFile,
+    bytes: usize,
+}
+
+impl<'a> NewIndex<'a> {
+    pub(crate) fn new(repository: &'a Repository) -> NewIndex<'a> {
+        NewIndex {
+            repository,
+            file: IndexFile::default(),
+            bytes: 0,
+        }
+    }
+
+    pub(crate) fn add(&mut self, entry: IndexedPack) -> Result<(), RepoError> {
+        self.bytes += entry.directory.encoded_bytes();
+        self.file.packs.push(entry);
+        if self.bytes >= INDEX_FILE_BYTES {
+            self.write()?;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self) -> Result<(), RepoError> {
+        let Repository { store, keys, .. } = self.repository;
+        let file = seal_file(FileKind::Index, keys, self.file.encode())?;
+        store.create(Area::Index, &FileHash::of(&file).to_string(), &file)?;
+        self.file.packs.clear();
+        self.bytes = 0;
+        Ok(())
+    }
+
+    /// Puts the new index into force and removes the files it takes the place of.
+    pub(crate) fn finish(mut self, lock: &Lock, old: Vec<FileHash>) -> Result<(), RepoError> {
+        lock.assert_held()?;
+        self.file.supersedes = old;
+        self.write()?;
+        for name in &self.file.supersedes {
+            self.repository
+                .store
+                .remove(Area::Index, &name.to_string())?;
+        }
+        Ok(())
+    }
 }

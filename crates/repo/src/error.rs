@@ -113,6 +113,12 @@ pub enum RepoError {
         /// The id claimed.
         id: ContentId,
     },
+    /// A path that names no file of the repository.
+    #[error("{} is no file of this repository", .path.display())]
+    NoSuchFile {
+        /// What was asked for.
+        path: PathBuf,
+    },
     /// A blob that is empty or too large.
     #[error("a blob of {bytes} bytes cannot be stored: the limits are 1 and {max}")]
     BlobSize {
@@ -235,6 +241,7 @@ impl RepoError {
         match self {
             RepoError::NotARepository { .. }
             | RepoError::NotFound { .. }
+            | RepoError::NoSuchFile { .. }
             | RepoError::MissingBlob { .. } => ErrorClass::NotFound,
             RepoError::NotEmpty { .. }
             | RepoError::BadName { .. }

@@ -17,7 +17,7 @@ use crate::local::{Area, LocalStore};
 use crate::pack::{Directory, FileHash, PREAMBLE_BYTES};
 use crate::sealed_file::open_file;
 
-/// Where a blob lies. Lengths stay below 32 MiB, so the top bits carry the marks of `prune`.
+/// Where a blob lies.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Location {
     /// Number of the pack in this index.
@@ -26,8 +26,35 @@ pub(crate) struct Location {
     pub(crate) frame: u32,
     /// Where the blob starts in the frame's plain bytes.
     pub(crate) offset: u32,
-    /// Its length.
-    pub(crate) bytes: u32,
+    /// Its length, below 32 MiB; the top bits carry [`Mark`]s, so that marking what is in use
+    /// takes no memory beside the index.
+    bytes_and_marks: u32,
+}
+
+impl Location {
+    /// The blob's length.
+    pub(crate) fn bytes(self) -> u32 {
+        self.bytes_and_marks & !Mark::ALL
+    }
+
+    pub(crate) fn has(self, mark: Mark) -> bool {
+        self.bytes_and_marks & mark as u32 != 0
+    }
+}
+
+/// What a walk over all checkpoints has found out about a blob.
+#[derive(Debug, Clone, Copy)]
+#[repr(u32)]
+pub(crate) enum Mark {
+    /// Something refers to it.
+    Used = 1 << 31,
+    /// It is a root or segment whose contents have been walked. A mark of its own, because
+    /// nothing forbids a page to have the bytes of a segment.
+    Walked = 1 << 30,
+}
+
+impl Mark {
+    const ALL: u32 = Mark::Used as u32 | Mark::Walked as u32;
 }
 
 /// Where a frame lies and how it is encoded.
@@ -99,6 +126,20 @@ impl Index {
         &self.blobs
     }
 
+    /// Marks a blob; its location, and whether it did not have the mark before.
+    pub(crate) fn mark(&mut self, id: &ContentId, mark: Mark) -> Option<(Location, bool)> {
+        let location = self.blobs.get_mut(id)?;
+        let new = !location.has(mark);
+        location.bytes_and_marks |= mark as u32;
+        Some((*location, new))
+    }
+
+    pub(crate) fn clear_marks(&mut self) {
+        for location in self.blobs.values_mut() {
+            location.bytes_and_marks &= !Mark::ALL;
+        }
+    }
+
     pub(crate) fn packs(&self) -> &[PackInfo] {
         &self.packs
     }
@@ -139,12 +180,23 @@ impl Index {
         self.superseded.remove(name);
     }
 
-    /// Brings the index up to date with the files there are. A file that vanishes between listing
-    /// and reading was merged into a new one by another writer, so the folder is listed again.
+    /// Brings the index up to date with the files there are.
     pub(crate) fn refresh(&mut self, store: &LocalStore, keys: &Keys) -> Result<(), RepoError> {
+        self.refresh_despite(store, keys, &mut |_, error| Err(error))
+    }
+
+    /// As [`Index::refresh`], asking `on_damage` whether to go on without a file that cannot be
+    /// read. A file that vanishes between listing and reading was merged into a new one by
+    /// another writer, so the folder is listed again.
+    pub(crate) fn refresh_despite(
+        &mut self,
+        store: &LocalStore,
+        keys: &Keys,
+        on_damage: &mut dyn FnMut(FileHash, RepoError) -> Result<(), RepoError>,
+    ) -> Result<(), RepoError> {
         const TRIES: usize = 16;
         for _ in 0..TRIES {
-            if self.try_refresh(store, keys)? {
+            if self.try_refresh(store, keys, on_damage)? {
                 return Ok(());
             }
         }
@@ -154,11 +206,16 @@ impl Index {
         })
     }
 
-    fn try_refresh(&mut self, store: &LocalStore, keys: &Keys) -> Result<bool, RepoError> {
+    fn try_refresh(
+        &mut self,
+        store: &LocalStore,
+        keys: &Keys,
+        on_damage: &mut dyn FnMut(FileHash, RepoError) -> Result<(), RepoError>,
+    ) -> Result<bool, RepoError> {
         let names = store.names(Area::Index)?;
         let present: HashSet<FileHash> = names
             .iter()
-            .filter_map(|n| FileHash::from_name(n))
+            .filter_map(|name| FileHash::from_name(name))
             .collect();
         let mut fresh: Vec<FileHash> = present
             .iter()
@@ -175,7 +232,10 @@ impl Index {
             match read_index_file(store, keys, name) {
                 Ok((file, bytes)) => self.add_file(name, &file, bytes),
                 Err(error) if error.is_absent() => return Ok(false),
-                Err(error) => return Err(error),
+                Err(error) => {
+                    on_damage(name, error)?;
+                    self.add_file(name, &IndexFile::default(), 0);
+                }
             }
         }
         self.seen.retain(|name, _| present.contains(name));
@@ -244,7 +304,7 @@ impl Index {
                     pack: number,
                     frame,
                     offset,
-                    bytes,
+                    bytes_and_marks: bytes,
                 };
                 self.blobs.entry(id).or_insert(location);
                 offset += bytes;

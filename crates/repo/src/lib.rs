@@ -15,33 +15,49 @@
 //! - Nothing read from disk is believed before its authentication tag or hash has been checked.
 
 mod blobs;
+mod check;
 mod compact;
 pub mod config;
 mod crypto;
 mod error;
+mod forget;
 mod holder;
 mod index;
 pub mod index_file;
 mod ingest;
+mod inspect;
 pub mod key_file;
 pub mod layout;
 mod local;
 pub mod lock;
 pub mod manifest;
 pub mod pack;
+mod progress;
+mod prune;
+mod rebuild;
 mod repository;
 mod resolve;
+pub mod retention;
+mod scrub;
 mod sealed_file;
 pub mod table;
+mod walk;
 mod writer;
 
 #[cfg(test)]
 mod tests;
 
 pub use blobs::Blobs;
+pub use check::{CheckReport, Problem};
 pub use config::RepositoryId;
 pub use crypto::Password;
 pub use error::{ErrorClass, RepoError};
+pub use forget::{Forget, ForgetReport, Summary};
+pub use inspect::Stats;
 pub use manifest::{CheckpointId, Manifest, PageCounts, RamTable, Stream};
+pub use progress::{Phase, Progress};
+pub use prune::PruneReport;
+pub use rebuild::RebuildReport;
 pub use repository::{Reader, Repository};
+pub use retention::{KeepPolicy, KeepReason};
 pub use writer::{Committed, Put, Writer};

@@ -50,6 +50,9 @@ impl Area {
 /// The name of the file that makes a directory a repository.
 pub(crate) const CONFIG: &str = "config";
 
+/// What an unfinished lock file ends in.
+pub(crate) const UNFINISHED_LOCK: &str = "new";
+
 /// The directory of one repository.
 pub(crate) struct LocalStore {
     root: PathBuf,
@@ -182,17 +185,13 @@ impl LocalStore {
         file.publish(self, area, name)
     }
 
-    /// Writes a lock file: whole, but not forced to disk. After a crash of the machine its holder
-    /// is gone anyway.
-    pub(crate) fn create_volatile(
-        &self,
-        area: Area,
-        name: &str,
-        bytes: &[u8],
-    ) -> Result<(), RepoError> {
-        let mut file = self.create_temporary()?;
+    /// Writes a lock file: whole, but not forced to disk, since after a crash of the machine its
+    /// holder is gone anyway. Not by way of `tmp/`, which prune clears while others wait for it.
+    pub(crate) fn create_lock(&self, name: &str, bytes: &[u8]) -> Result<(), RepoError> {
+        let path = self.path(Area::Locks, name);
+        let mut file = self.create_unpublished(path.with_extension(UNFINISHED_LOCK))?;
         file.write(self, bytes)?;
-        file.rename(self, &self.path(area, name))
+        file.rename(self, &path)
     }
 
     /// Writes the config file durably, unless there is one (`Ok(false)`).
@@ -215,16 +214,25 @@ impl LocalStore {
     /// A new file under `tmp/`, removed again unless it is published.
     pub(crate) fn create_temporary(&self) -> Result<TemporaryFile, RepoError> {
         let name = u128::from_le_bytes(random()?);
-        let path = self.path(Area::Temporary, &format!("{name:032x}"));
+        self.create_unpublished(self.path(Area::Temporary, &format!("{name:032x}")))
+    }
+
+    fn create_unpublished(&self, path: PathBuf) -> Result<TemporaryFile, RepoError> {
         self.step(Step::Write(&path))?;
-        let create = || File::options().write(true).create_new(true).open(&path);
-        let opened = create().or_else(|error| {
+        let create = || {
+            File::options()
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(&path)
+        };
+        let opened = create().or_else(|error| match (error.kind(), path.parent()) {
             // Copies of a repository may have lost its empty folders.
-            if error.kind() != io::ErrorKind::NotFound || !self.root.join(CONFIG).exists() {
-                return Err(error);
+            (io::ErrorKind::NotFound, Some(folder)) if self.root.join(CONFIG).exists() => {
+                fs::create_dir_all(folder)?;
+                create()
             }
-            fs::create_dir_all(self.root.join(Area::Temporary.folder()))?;
-            create()
+            _ => Err(error),
         });
         let file = opened.map_err(|error| RepoError::io("create", &path, error))?;
         Ok(TemporaryFile {

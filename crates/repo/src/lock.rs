@@ -31,9 +31,9 @@ use crate::local::{Area, LocalStore};
 const REFRESH: Duration = Duration::from_secs(5 * 60);
 
 /// After this long without a refresh a lock is stale whoever holds it.
-const STALE_AFTER: Duration = Duration::from_secs(30 * 60);
+pub(crate) const STALE_AFTER: Duration = Duration::from_secs(30 * 60);
 
-const LOCK_BYTES_MAX: u64 = 64 << 10;
+pub(crate) const LOCK_BYTES_MAX: u64 = 64 << 10;
 
 const LOCK_VERSION: u32 = 1;
 
@@ -152,7 +152,7 @@ impl Lock {
                     .length(Area::Locks, &name)
                     .is_ok_and(|len| len.is_some())
                 {
-                    let _ = store.create_volatile(Area::Locks, &name, &record.encode());
+                    let _ = store.create_lock(&name, &record.encode());
                 }
             }
         };
@@ -199,7 +199,7 @@ impl LockFile {
             store: store.clone(),
             name,
         };
-        store.create_volatile(Area::Locks, &file.name, &record.encode())?;
+        store.create_lock(&file.name, &record.encode())?;
         Ok(file)
     }
 }
@@ -221,7 +221,7 @@ impl LockRecord {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    fn is_stale(&self) -> bool {
+    pub(crate) fn is_stale(&self) -> bool {
         if is_gone(&self.holder) {
             return true;
         }

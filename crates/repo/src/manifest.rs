@@ -121,6 +121,19 @@ pub fn decode(body: &[u8]) -> Result<Manifest, FormatError> {
     Ok(manifest)
 }
 
+/// The two fields by which checkpoints are chosen, read without making the rest.
+#[derive(Deserialize)]
+pub(crate) struct Headline {
+    pub(crate) vm: String,
+    #[serde(with = "time_text")]
+    pub(crate) time: Timestamp,
+}
+
+pub(crate) fn decode_headline(body: &[u8]) -> Result<Headline, FormatError> {
+    serde_json::from_slice(body)
+        .map_err(|error| FormatError::invalid(format!("its body is no manifest: {error}")))
+}
+
 impl Manifest {
     /// Writes the plain body.
     pub(crate) fn encode(&self) -> Result<Vec<u8>, String> {

@@ -106,7 +106,8 @@ impl Directory {
         bytes
     }
 
-    fn encoded_bytes(&self) -> usize {
+    /// Length of the plain form.
+    pub fn encoded_bytes(&self) -> usize {
         let blobs: usize = self.frames.iter().map(|frame| frame.blobs.len()).sum();
         4 + self.frames.len() * FRAME_ENTRY_BYTES + blobs * BLOB_ENTRY_BYTES
     }

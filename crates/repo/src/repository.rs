@@ -11,12 +11,13 @@ use crate::blobs::Blobs;
 use crate::config::{self, RepositoryId};
 use crate::crypto::{Keys, MasterKey, Password, random};
 use crate::error::RepoError;
+use crate::forget::Summary;
 use crate::index::Index;
 use crate::key_file::{self, Cost};
 use crate::layout::{FileKind, FormatError};
 use crate::local::{Area, CONFIG, LocalStore};
 use crate::lock::{Lock, LockKind};
-use crate::manifest::{self, CheckpointId, MANIFEST_BYTES_MAX, Manifest, Stream};
+use crate::manifest::{self, CheckpointId, Headline, MANIFEST_BYTES_MAX, Manifest, Stream};
 use crate::pack::FileHash;
 use crate::sealed_file::open_file;
 use crate::writer::Writer;
@@ -165,6 +166,20 @@ impl Repository {
         Ok(found)
     }
 
+    /// The little that is needed of each checkpoint to choose among them, oldest first.
+    pub(crate) fn summaries(&self) -> Result<Vec<Summary>, RepoError> {
+        let mut found = Vec::new();
+        for id in self.checkpoint_ids()? {
+            if let Some(Headline { vm, time }) =
+                self.read_manifest_as(&id, manifest::decode_headline)?
+            {
+                found.push(Summary { id, vm, time });
+            }
+        }
+        found.sort_by_key(|summary| (summary.time, summary.id));
+        Ok(found)
+    }
+
     /// Whether there is a checkpoint of this id.
     pub fn has_manifest(&self, id: &CheckpointId) -> Result<bool, RepoError> {
         Ok(self.store.length(Area::Manifests, &id.to_hex())?.is_some())
@@ -189,25 +204,28 @@ impl Repository {
 
     /// Reads a manifest and checks it against its name; `None` when there is none.
     pub(crate) fn read_manifest(&self, id: &CheckpointId) -> Result<Option<Manifest>, RepoError> {
+        self.read_manifest_as(id, manifest::decode)
+    }
+
+    fn read_manifest_as<T>(
+        &self,
+        id: &CheckpointId,
+        decode: fn(&[u8]) -> Result<T, FormatError>,
+    ) -> Result<Option<T>, RepoError> {
         let name = id.to_hex();
         let mut bytes = match self.store.read(Area::Manifests, &name, MANIFEST_BYTES_MAX) {
             Err(error) if error.is_absent() => return Ok(None),
             other => other?,
         };
-        self.decode_manifest(id, &mut bytes)
+        let open = |bytes: &mut [u8]| {
+            if self.keys.checkpoint_id(bytes) != id.0 {
+                return Err(FormatError::Mismatch { what: "its name" });
+            }
+            decode(open_file(FileKind::Manifest, &self.keys, bytes)?)
+        };
+        open(&mut bytes)
             .map(Some)
             .map_err(|error| RepoError::format(self.store.label(Area::Manifests, &name), &error))
-    }
-
-    fn decode_manifest(
-        &self,
-        id: &CheckpointId,
-        bytes: &mut [u8],
-    ) -> Result<Manifest, FormatError> {
-        if self.keys.checkpoint_id(bytes) != id.0 {
-            return Err(FormatError::Mismatch { what: "its name" });
-        }
-        manifest::decode(open_file(FileKind::Manifest, &self.keys, bytes)?)
     }
 }
 

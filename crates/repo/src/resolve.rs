@@ -1,5 +1,7 @@
 //! From what a person types to a checkpoint: a whole id, the start of one, `latest`, `latest~2`.
 
+use std::collections::BTreeSet;
+
 use crate::error::RepoError;
 use crate::manifest::{CheckpointId, Manifest};
 use crate::repository::Repository;
@@ -83,17 +85,19 @@ impl Repository {
         back: usize,
         vm: Option<&str>,
     ) -> Result<(CheckpointId, Manifest), RepoError> {
-        let mut found = self.manifests()?;
-        found.retain(|(_, manifest)| vm.is_none_or(|label| label == manifest.vm));
-        let mut labels: Vec<String> = found.iter().map(|(_, m)| m.vm.clone()).collect();
-        labels.sort_unstable();
-        labels.dedup();
+        let mut found = self.summaries()?;
+        found.retain(|summary| vm.is_none_or(|label| label == summary.vm));
+        let labels: BTreeSet<&str> = found.iter().map(|summary| summary.vm.as_str()).collect();
         if labels.len() > 1 {
-            return Err(RepoError::SeveralVms { labels });
+            return Err(RepoError::SeveralVms {
+                labels: labels.into_iter().map(Into::into).collect(),
+            });
         }
         let at = found.len().checked_sub(back.saturating_add(1));
-        at.map(|at| found.swap_remove(at))
-            .ok_or_else(|| not_found(name, vm))
+        let id = at
+            .map(|at| found[at].id)
+            .ok_or_else(|| not_found(name, vm))?;
+        Ok((id, self.manifest(&id)?))
     }
 }
 

@@ -60,6 +60,24 @@ pub fn decode_root(bytes: &[u8], pages: u64) -> Result<Vec<PageRef>, FormatError
     decode_entries(cursor, pages.div_ceil(SEGMENT_PAGES))
 }
 
+/// Reads a root blob without knowing what it should cover: the number of pages, and the segments.
+pub(crate) fn decode_root_of_any_size(bytes: &[u8]) -> Result<(u64, Vec<PageRef>), FormatError> {
+    let mut cursor = Cursor::new(bytes);
+    cursor.take(ROOT_MAGIC.len())?;
+    let pages = cursor.u64()?;
+    Ok((pages, decode_root(bytes, pages)?))
+}
+
+/// Reads a segment blob without knowing how many pages it covers.
+pub(crate) fn decode_segment_of_any_size(bytes: &[u8]) -> Result<Vec<PageRef>, FormatError> {
+    // Only the last segment of a table is not full.
+    decode_segment(bytes, SEGMENT_PAGES).or_else(|error| {
+        (1..SEGMENT_PAGES)
+            .find_map(|pages| decode_segment(bytes, pages).ok())
+            .ok_or(error)
+    })
+}
+
 /// Reads a segment blob of `pages` pages.
 pub fn decode_segment(bytes: &[u8], pages: u64) -> Result<Vec<PageRef>, FormatError> {
     let mut cursor = Cursor::new(bytes);

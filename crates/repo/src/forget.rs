@@ -1,0 +1,106 @@
+//! Forgetting checkpoints: their manifests go; the space comes back with the next prune.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use crate::error::RepoError;
+use crate::local::Area;
+use crate::lock::{Lock, LockKind};
+use crate::manifest::CheckpointId;
+use crate::repository::Repository;
+use crate::retention::{KeepPolicy, KeepReason, select};
+
+/// How long removers wait for writers and readers to finish. New ones wait for them meanwhile.
+pub(crate) const EXCLUSIVE_WAIT: Duration = Duration::from_secs(30);
+
+/// What to forget.
+#[derive(Debug, Clone, Default)]
+pub struct Forget {
+    /// These, whatever the policy says.
+    pub ids: Vec<CheckpointId>,
+    /// And what the policy does not keep. An empty one forgets nothing.
+    pub policy: KeepPolicy,
+    /// The policy is applied to the VM of this label only; to each VM on its own without.
+    pub vm: Option<String>,
+    /// Only tell.
+    pub dry_run: bool,
+}
+
+/// What little `forget` and `latest` need of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Summary {
+    /// Its id.
+    pub id: CheckpointId,
+    /// The label of its VM.
+    pub vm: String,
+    /// When it was taken.
+    pub time: Timestamp,
+}
+
+/// What was forgotten and what was kept.
+#[derive(Debug, Clone, Default)]
+pub struct ForgetReport {
+    /// Gone (or would be), oldest first.
+    pub forgotten: Vec<Summary>,
+    /// Kept, oldest first; without a reason those no policy was applied to.
+    pub kept: Vec<(Summary, Vec<KeepReason>)>,
+}
+
+impl Repository {
+    /// Forgets checkpoints, durably. Fails before anything is removed if one of `what.ids` does
+    /// not exist. Takes the exclusive lock, except to dry-run.
+    pub fn forget(&mut self, what: &Forget) -> Result<ForgetReport, RepoError> {
+        let lock = match what.dry_run {
+            true => None,
+            false => Some(Lock::take(
+                &self.store,
+                LockKind::Exclusive,
+                EXCLUSIVE_WAIT,
+            )?),
+        };
+        let report = plan(self.summaries()?, what)?;
+        let Some(lock) = lock else { return Ok(report) };
+        for gone in &report.forgotten {
+            lock.assert_held()?;
+            self.store.remove(Area::Manifests, &gone.id.to_hex())?;
+        }
+        // Prune relies on it: a manifest that came back after a crash would miss its pages.
+        self.store.sync_area(Area::Manifests)?;
+        Ok(report)
+    }
+}
+
+fn plan(all: Vec<Summary>, what: &Forget) -> Result<ForgetReport, RepoError> {
+    let known: BTreeSet<CheckpointId> = all.iter().map(|summary| summary.id).collect();
+    if let Some(missing) = what.ids.iter().find(|id| !known.contains(id)) {
+        return Err(RepoError::NotFound {
+            name: missing.to_hex(),
+            vm: None,
+        });
+    }
+    let mut by_vm: BTreeMap<&str, Vec<(CheckpointId, Timestamp)>> = BTreeMap::new();
+    let governed =
+        |vm: &str| !what.policy.is_empty() && what.vm.as_deref().is_none_or(|only| only == vm);
+    for summary in all.iter().filter(|summary| governed(&summary.vm)) {
+        by_vm
+            .entry(&summary.vm)
+            .or_default()
+            .push((summary.id, summary.time));
+    }
+    let mut reasons = BTreeMap::new();
+    for checkpoints in by_vm.values() {
+        reasons.extend(select(&what.policy, checkpoints));
+    }
+    let mut report = ForgetReport::default();
+    for summary in all {
+        let why = reasons.remove(&summary.id);
+        let unwanted = why.is_none() && governed(&summary.vm);
+        match unwanted || what.ids.contains(&summary.id) {
+            true => report.forgotten.push(summary),
+            false => report.kept.push((summary, why.unwrap_or_default())),
+        }
+    }
+    Ok(report)
+}

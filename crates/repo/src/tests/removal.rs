@@ -1,0 +1,258 @@
+//! Forget and prune: what is kept can be read, what is not is given back.
+
+use jiff::{SignedDuration, Timestamp};
+
+use super::support::{Dice, Vm, WAIT, init, open};
+use crate::{CheckpointId, ErrorClass, Forget, KeepPolicy, RepoError, Repository};
+
+fn tree_bytes(dir: &std::path::Path) -> u64 {
+    std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .map(|path| match path.is_dir() {
+            true => tree_bytes(&path),
+            false => path.metadata().unwrap().len(),
+        })
+        .sum()
+}
+
+fn assert_clean(repo: &mut Repository) {
+    let report = repo.check(true, &mut |_| {}).unwrap();
+    assert_eq!(report.problems, []);
+}
+
+/// Checkpoints of one VM, an hour apart, and what the VM was at each.
+fn history(repo: &mut Repository, label: &str, count: i64) -> Vec<(CheckpointId, Vm)> {
+    let mut dice = Dice(label.len() as u64);
+    let mut vm = Vm::new(label, 700);
+    let start: Timestamp = "2026-05-01T00:30:00Z".parse().unwrap();
+    (0..count)
+        .map(|hour| {
+            vm.run(&mut dice, 200);
+            let time = start + SignedDuration::from_hours(hour);
+            (vm.checkpoint_at(repo, time).unwrap(), vm.clone())
+        })
+        .collect()
+}
+
+#[test]
+fn prune_gives_back_what_was_forgotten_and_keeps_the_rest() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    let kept = history(&mut repo, "kept", 3);
+    let alone = tree_bytes(dir.path());
+    let gone = history(&mut repo, "gone!", 12);
+    let ids: Vec<CheckpointId> = gone.iter().map(|(id, _)| *id).collect();
+    let forget = Forget {
+        ids: ids.clone(),
+        ..Forget::default()
+    };
+    let report = repo.forget(&forget).unwrap();
+    assert_eq!(report.forgotten.len(), 12);
+    assert_eq!(report.kept.len(), 3);
+
+    let foretold = repo.prune(true, &mut |_| {}).unwrap();
+    let before = tree_bytes(dir.path());
+    let report = repo.prune(false, &mut |_| {}).unwrap();
+    assert_eq!(foretold, report);
+    assert_eq!(report.packs_removed, 12);
+    assert!(report.bytes_after < report.bytes_before);
+    let after = tree_bytes(dir.path());
+    // But for the names of the index files that were replaced.
+    assert!(
+        after < before && after <= alone + 1024,
+        "{alone} {before} {after}"
+    );
+    assert_clean(&mut repo);
+    for mut repo in [repo, open(dir.path())] {
+        for (id, vm) in &kept {
+            assert!(vm.compare(&mut repo, id).unwrap());
+        }
+        assert!(!repo.has_manifest(&ids[0]).unwrap());
+    }
+}
+
+#[test]
+fn packs_with_much_waste_are_repacked() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    // Each checkpoint overwrites a third of the one before: old packs become mostly waste.
+    let all = history(&mut repo, "vm", 30);
+    let before = tree_bytes(&dir.path().join("packs"));
+    let policy = KeepPolicy {
+        last: 2,
+        ..KeepPolicy::default()
+    };
+    repo.forget(&Forget {
+        policy,
+        ..Forget::default()
+    })
+    .unwrap();
+    let report = repo.prune(false, &mut |_| {}).unwrap();
+    assert!(report.packs_repacked > 0, "{report:?}");
+    let after = tree_bytes(&dir.path().join("packs"));
+    assert_eq!(after, report.bytes_after);
+    assert!(after * 3 < before, "{before} {after}");
+    assert_clean(&mut repo);
+    for (id, vm) in &all[28..] {
+        assert!(vm.compare(&mut repo, id).unwrap());
+    }
+    // Nothing is left to do.
+    let again = repo.prune(false, &mut |_| {}).unwrap();
+    assert_eq!((again.packs_removed, again.packs_repacked), (0, 0));
+    assert_eq!(again.bytes_before, again.bytes_after);
+}
+
+#[test]
+fn many_small_packs_are_merged() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    let mut dice = Dice(3);
+    let mut vm = Vm::new("vm", 600);
+    let taken: Vec<_> = (0..80)
+        .map(|_| {
+            vm.run(&mut dice, 3);
+            (vm.checkpoint(&mut repo).unwrap(), vm.clone())
+        })
+        .collect();
+    let report = repo.prune(false, &mut |_| {}).unwrap();
+    assert!(report.packs_repacked >= 60, "{report:?}");
+    assert!(repo.check(true, &mut |_| {}).unwrap().packs < 10);
+    for (id, vm) in &taken {
+        assert!(vm.compare(&mut repo, id).unwrap());
+    }
+}
+
+#[test]
+fn a_policy_applies_to_each_vm_on_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    history(&mut repo, "one", 5);
+    history(&mut repo, "three", 4);
+    let policy = KeepPolicy {
+        last: 1,
+        daily: 1,
+        ..KeepPolicy::default()
+    };
+    let only_one = Forget {
+        policy,
+        vm: Some("one".into()),
+        dry_run: true,
+        ..Forget::default()
+    };
+    let report = repo.forget(&only_one).unwrap();
+    assert_eq!(report.forgotten.len(), 4);
+    assert!(report.forgotten.iter().all(|summary| summary.vm == "one"));
+    assert_eq!(
+        repo.manifests().unwrap().len(),
+        9,
+        "a dry run removes nothing"
+    );
+    let report = repo
+        .forget(&Forget {
+            policy,
+            ..Forget::default()
+        })
+        .unwrap();
+    assert_eq!(report.forgotten.len(), 7);
+    let labels: Vec<_> = repo
+        .manifests()
+        .unwrap()
+        .into_iter()
+        .map(|(_, m)| m.vm)
+        .collect();
+    assert_eq!(labels.len(), 2);
+    assert!(labels.contains(&"one".into()) && labels.contains(&"three".into()));
+}
+
+#[test]
+fn an_empty_policy_or_an_unknown_id_forgets_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    let all = history(&mut repo, "vm", 2);
+    assert!(
+        repo.forget(&Forget::default())
+            .unwrap()
+            .forgotten
+            .is_empty()
+    );
+    let ids = vec![all[0].0, CheckpointId([0; 32])];
+    let error = repo
+        .forget(&Forget {
+            ids,
+            ..Forget::default()
+        })
+        .unwrap_err();
+    assert_eq!(error.class(), ErrorClass::NotFound);
+    assert_eq!(repo.manifests().unwrap().len(), 2);
+}
+
+/// The engine of a long watch: its writer's parent was forgotten and pruned in between.
+#[test]
+fn a_writer_notices_what_another_process_pruned() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut watch = init(dir.path());
+    let mut dice = Dice(9);
+    let mut vm = Vm::new("vm", 700);
+    vm.run(&mut dice, 500);
+    let first = vm.checkpoint(&mut watch).unwrap();
+
+    let mut other = open(dir.path());
+    other
+        .forget(&Forget {
+            ids: vec![first],
+            ..Forget::default()
+        })
+        .unwrap();
+    other.prune(false, &mut |_| {}).unwrap();
+
+    // The watch still has the old index in memory; it must not count on pruned blobs.
+    let second = vm.checkpoint(&mut watch).unwrap();
+    assert!(vm.compare(&mut watch, &second).unwrap());
+    assert_clean(&mut other);
+}
+
+#[test]
+fn prune_refuses_what_it_cannot_follow() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    let all = history(&mut repo, "vm", 2);
+    let manifest = dir.path().join("manifests").join(all[0].0.to_hex());
+    let good = std::fs::read(&manifest).unwrap();
+    std::fs::write(&manifest, &good[..good.len() - 1]).unwrap();
+    let error = repo.prune(false, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, RepoError::Damaged { .. }), "{error}");
+    std::fs::write(&manifest, good).unwrap();
+    repo.prune(false, &mut |_| {}).unwrap();
+    assert!(all[0].1.compare(&mut repo, &all[0].0).unwrap());
+}
+
+#[test]
+fn the_index_can_be_made_again_from_the_packs() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut repo = init(dir.path());
+    let all = history(&mut repo, "vm", 4);
+    let mut files: Vec<_> = std::fs::read_dir(dir.path().join("index"))
+        .unwrap()
+        .collect();
+    std::fs::remove_file(files.pop().unwrap().unwrap().path()).unwrap();
+    std::fs::write(files.pop().unwrap().unwrap().path(), b"rubbish").unwrap();
+    let mut repo = open(dir.path());
+    assert_eq!(
+        repo.reader(WAIT).err().unwrap().class(),
+        ErrorClass::Damaged
+    );
+    let report = repo.rebuild_index(&mut |_| {}).unwrap();
+    assert_eq!(
+        (
+            report.packs,
+            report.problems.len(),
+            report.index_files_replaced
+        ),
+        (4, 0, 3)
+    );
+    assert_clean(&mut repo);
+    for (id, vm) in &all {
+        assert!(vm.compare(&mut repo, id).unwrap());
+    }
+}
