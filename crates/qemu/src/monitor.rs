@@ -1,6 +1,7 @@
 //! The monitor commands Stillframe uses, with typed arguments and replies.
 
 mod disks;
+mod host_files;
 mod ram_blocks;
 
 use std::os::fd::BorrowedFd;
@@ -11,7 +12,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-pub use disks::{Disk, FileIdentity};
+pub use disks::Disk;
+pub use host_files::FileIdentity;
+pub(crate) use host_files::HostView;
 
 use crate::qmp::{Client, QmpError, Ticket};
 use crate::target::{Target, is_qemu_process};
@@ -297,11 +300,9 @@ impl Monitor {
     pub fn disks(&mut self) -> Result<Vec<Disk>, MonitorError> {
         let drives: Vec<disks::Drive> = self.query("query-block")?;
         let nodes: Vec<disks::Node> = self.query("query-named-block-nodes")?;
-        Ok(disks::gather(
-            drives,
-            &nodes,
-            &disks::HostView::new(self.pid, &self.cwd),
-        ))
+        let host = HostView::new(self.pid, &self.cwd);
+        let open = host_files::OpenFiles::of(self.pid);
+        Ok(disks::gather(drives, &nodes, &host, &open))
     }
 
     /// `query-migrate`, of which two members are looked at.

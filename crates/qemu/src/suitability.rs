@@ -78,13 +78,13 @@ pub fn check(target: &Target, monitor: &mut Monitor) -> Result<(), Unsuitable> {
         return Err(Unsuitable::OtherArchitecture { architecture });
     }
     check_run_state(monitor.run_state()?.status)?;
-    let migration = monitor.migration()?;
-    check_migration(migration.status, migration.blocked_reasons)?;
-    let command_line = CommandLine::parse(&target.arguments);
+    // Devices before QEMU's own objections: they name the device, not the feature.
     let peripherals = monitor.peripherals()?;
     check_devices(&peripherals)?;
     check_network(&monitor.human("info network")?)?;
-    check_hot_plug(&command_line, &peripherals)
+    let migration = monitor.migration()?;
+    check_migration(migration.status, migration.blocked_reasons)?;
+    check_hot_plug(&CommandLine::parse(&target.arguments), &peripherals)
 }
 
 fn check_run_state(status: String) -> Result<(), Unsuitable> {

@@ -1,12 +1,11 @@
-//! Which files of the host a VM's disks consist of, and what identifies their content.
+//! Which files of the host a VM's disks consist of.
 
-use std::collections::BTreeMap;
-use std::fs::{self, Metadata};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+
+use super::host_files::{FileIdentity, HostView, OpenFiles};
 
 /// QEMU's block drivers that open a file or device of the host.
 const HOST_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
@@ -29,42 +28,6 @@ pub struct Disk {
     pub bytes: u64,
     /// Its file or block device at the time of the record; none for what is neither.
     pub identity: Option<FileIdentity>,
-}
-
-/// What tells that a file is still the same and was not written to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileIdentity {
-    /// Device of the file system; for a block device the device itself.
-    pub device: u64,
-    /// Inode number.
-    pub inode: u64,
-    /// Length in bytes; zero for a block device.
-    pub bytes: u64,
-    /// Time of the last change of the content, in nanoseconds since the epoch.
-    pub modified_ns: i64,
-}
-
-impl FileIdentity {
-    /// The identity of a regular file or block device.
-    pub fn of(metadata: &Metadata) -> Option<FileIdentity> {
-        let kind = metadata.file_type();
-        if !(kind.is_file() || kind.is_block_device()) {
-            return None;
-        }
-        Some(FileIdentity {
-            device: if kind.is_file() {
-                metadata.dev()
-            } else {
-                metadata.rdev()
-            },
-            inode: metadata.ino(),
-            bytes: metadata.len(),
-            modified_ns: metadata
-                .mtime()
-                .saturating_mul(1_000_000_000)
-                .saturating_add(metadata.mtime_nsec()),
-        })
-    }
 }
 
 /// One element of `query-block`.
@@ -98,76 +61,31 @@ struct Image {
 #[derive(Debug, Deserialize)]
 pub(super) struct Node {
     drv: String,
-    ro: bool,
     image: Image,
-}
-
-/// The host as the QEMU process sees it: its root directory, working directory, open files.
-pub(super) struct HostView {
-    root: PathBuf,
-    cwd: PathBuf,
-    /// Paths of open files that have been unlinked.
-    unlinked: Vec<PathBuf>,
-}
-
-impl HostView {
-    pub(super) fn new(pid: i32, cwd: &Path) -> HostView {
-        let process = Path::new("/proc").join(pid.to_string());
-        let links = fs::read_dir(process.join("fd")).into_iter().flatten();
-        let targets = links
-            .flatten()
-            .filter_map(|fd| fs::read_link(fd.path()).ok());
-        let unlinked = targets
-            .filter_map(|path| Some(PathBuf::from(path.to_str()?.strip_suffix(" (deleted)")?)));
-        HostView {
-            unlinked: unlinked.collect(),
-            root: process.join("root"),
-            cwd: cwd.to_owned(),
-        }
-    }
-
-    /// QEMU may live in another mount namespace or a chroot, hence by way of its own root; when
-    /// that is not permitted, its files are looked for where ours are.
-    fn identity(&self, path: &Path) -> Option<FileIdentity> {
-        let inside = self.root.join(path.strip_prefix("/").ok()?);
-        let metadata = fs::metadata(inside).or_else(|_| fs::metadata(path));
-        FileIdentity::of(&metadata.ok()?)
-    }
-
-    /// QEMU makes the throw-away image of `snapshot=on` as `vl.XXXXXX` in the directory for
-    /// temporary files and unlinks it at once (`block.c`, `create_tmp_file`).
-    fn is_temporary(&self, path: &Path) -> bool {
-        let name = path.file_name().and_then(|name| name.to_str());
-        name.is_some_and(|name| name.starts_with("vl."))
-            && self.unlinked.iter().any(|unlinked| unlinked == path)
-    }
 }
 
 /// All files of all drives: each image, then what it is based on, then files that no drive shows
 /// (images without a device, data files beside an image).
-pub(super) fn gather(drives: Vec<Drive>, nodes: &[Node], host: &HostView) -> Vec<Disk> {
-    // A file can be open more than once; one writer makes it writable.
-    let mut read_only_files: BTreeMap<PathBuf, bool> = BTreeMap::new();
-    for node in nodes.iter().filter(|node| is_host_file(node)) {
-        let all = read_only_files
-            .entry(path_of(&node.image.filename, &host.cwd))
-            .or_insert(true);
-        *all &= node.ro;
-    }
+pub(super) fn gather(
+    drives: Vec<Drive>,
+    nodes: &[Node],
+    host: &HostView,
+    open: &OpenFiles,
+) -> Vec<Disk> {
     let disk_of = |device: &str, image: &Image, read_only: bool| {
         let path = path_of(&image.filename, &host.cwd);
-        let temporary = host.is_temporary(&path);
+        let temporary = open.is_temporary(&path);
+        let identity = host.identity(&path).filter(|_| !temporary);
+        // QEMU's word for a file below an image is not to be relied on: with auto-read-only it
+        // calls a file writable that it has open for reading only.
+        let written = identity.and_then(|identity| open.is_written(&identity));
         Disk {
             device: device.to_owned(),
             format: image.format.clone(),
-            read_only: read_only_files.get(&path).copied().unwrap_or(read_only),
+            read_only: read_only && !written.unwrap_or(false),
             temporary,
             bytes: image.bytes,
-            identity: if temporary {
-                None
-            } else {
-                host.identity(&path)
-            },
+            identity,
             path,
         }
     };
@@ -186,7 +104,7 @@ pub(super) fn gather(drives: Vec<Drive>, nodes: &[Node], host: &HostView) -> Vec
         }
     }
     for node in nodes.iter().filter(|node| is_host_file(node)) {
-        let disk = disk_of("", &node.image, node.ro);
+        let disk = disk_of("", &node.image, true);
         if !disks.iter().any(|shown| shown.path == disk.path) {
             disks.push(disk);
         }
@@ -293,21 +211,21 @@ mod tests {
             }},
             { "device": "cd0" },
         ]);
-        let node = |drv: &str, file: &str, ro: bool| json!({ "drv": drv, "ro": ro, "image": image(file, drv, Value::Null) });
+        let node =
+            |drv: &str, file: &str| json!({ "drv": drv, "image": image(file, drv, Value::Null) });
         let nodes = json!([
-            node("qcow2", "top.qcow2", false),
-            node("file", "top.qcow2", false),
-            node("file", "/base", true),
-            node("file", "/data", false),
+            node("qcow2", "top.qcow2"),
+            node("file", "top.qcow2"),
+            node("file", "/base"),
+            node("file", "/data"),
         ]);
         let host = HostView {
             root: "/nowhere".into(),
             cwd: "/cwd".into(),
-            unlinked: vec![],
         };
         let drives: Vec<Drive> = serde_json::from_value(drives).expect("drives");
         let nodes: Vec<Node> = serde_json::from_value(nodes).expect("nodes");
-        let disks = gather(drives, &nodes, &host);
+        let disks = gather(drives, &nodes, &host, &OpenFiles::default());
         let seen: Vec<_> = disks
             .iter()
             .map(|disk| (&*disk.device, disk.path.to_str(), disk.read_only))
@@ -317,7 +235,7 @@ mod tests {
             [
                 ("d0", Some("/cwd/top.qcow2"), false),
                 ("d0", Some("/base"), true),
-                ("", Some("/data"), false),
+                ("", Some("/data"), true),
             ]
         );
     }
