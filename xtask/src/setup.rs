@@ -26,7 +26,7 @@ pub fn setup() -> Result<()> {
         return Ok(());
     }
     for Need { package, why } in &missing {
-        println!("setup: {why}: installing {package}");
+        println!("setup: {why}: package {package} is needed");
     }
     let packages: Vec<_> = missing.iter().map(|need| need.package).collect();
     if find_program("apt-get").is_none() {
