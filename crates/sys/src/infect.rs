@@ -25,6 +25,7 @@ mod gadget;
 mod interrupted;
 mod seizure;
 mod tracee;
+mod watch;
 
 pub use error::InfectError;
 
@@ -107,7 +108,7 @@ fn await_detached(process: &Process, tracer: i32) {
 /// The whole of it, on the tracing thread.
 fn steal(process: &Process, deadline: Instant, limit: Duration) -> Result<StolenUffd, InfectError> {
     let mut seizure = Seizure::begin(process, deadline, limit)?;
-    let outcome = seizure.open_and_fetch();
+    let outcome = seizure.prepare().and_then(|()| seizure.open_and_fetch());
     let stopped_us = seizure.release();
     let (fd, user_mode_only) = outcome?;
     Ok(StolenUffd {

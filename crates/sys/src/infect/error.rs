@@ -1,6 +1,6 @@
 //! What can keep a system call from being made inside a process.
 
-use crate::process::ProcessError;
+use crate::process::{Process, ProcessError};
 use std::io;
 
 /// Why a process could not be infected. In every case it goes on as if nothing had happened.
@@ -100,4 +100,27 @@ pub enum InfectError {
         /// What the kernel said.
         source: io::Error,
     },
+}
+
+impl InfectError {
+    pub(super) fn unsupported(process: &Process, why: &'static str) -> InfectError {
+        InfectError::Unsupported {
+            pid: process.pid(),
+            why,
+        }
+    }
+
+    /// What the answer to a ptrace request means.
+    pub(super) fn ptrace(process: &Process, source: io::Error) -> InfectError {
+        let pid = process.pid();
+        match source.raw_os_error() {
+            // Every request is answered so when the thread was killed.
+            Some(libc::ESRCH) => InfectError::Gone { pid },
+            _ => InfectError::Io {
+                pid,
+                action: "trace",
+                source,
+            },
+        }
+    }
 }

@@ -67,19 +67,24 @@ pub(super) struct Interrupted {
     pub(super) call_mask: u64,
     /// Signals with a handler that the program itself has set, and that another could send it.
     pub(super) handlers: u64,
+    /// Whether the thread has a seccomp filter.
+    pub(super) filtered: bool,
     /// Whether the instruction before RIP is `syscall`.
     pub(super) behind_syscall: bool,
 }
 
 impl Interrupted {
-    /// Whether the thread will make its call again unless a handler runs first, and one could.
-    pub(super) fn may_be_ended_by_a_handler(&self) -> bool {
-        let restarted = matches!(
-            self.code(),
-            Some(ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND | ERESTART_RESTARTBLOCK)
-        );
-        let open = !(self.own_mask & self.call_mask);
-        self.behind_syscall && (restarted || self.has_plain_eintr()) && self.handlers & open != 0
+    /// Whether the thread, which will make its call again, has to be seen into it: because a handler
+    /// could run first, or because the kernel resumes the call by restart_syscall(2) and a seccomp
+    /// filter may not know that.
+    pub(super) fn needs_company(&self) -> bool {
+        let code = self.code();
+        let by_block = code == Some(ERESTART_RESTARTBLOCK);
+        let plain = matches!(code, Some(ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND));
+        let may_be_handled = self.handlers & !(self.own_mask & self.call_mask) != 0;
+        self.behind_syscall
+            && (plain || by_block || self.has_plain_eintr())
+            && (may_be_handled || by_block && self.filtered)
     }
 
     /// The registers to go on with, when these signals (signal 1 in bit 0) are pending and have a

@@ -1,11 +1,12 @@
 //! The time during which the victim's main thread is held.
 
 use super::error::InfectError;
+use super::gadget;
 use super::interrupted::{Interrupted, in_syscall};
 use super::tracee::{Registers, Run, Stop, Syscall, Tracee};
-use super::{gadget, timeout};
+use super::watch::{Status, await_interrupt, await_stop, seize};
 use crate::memory::RemoteMemory;
-use crate::process::{Process, status_line};
+use crate::process::Process;
 use libc::{c_int, c_long, siginfo_t};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,11 +27,6 @@ const OF_FAULTS: u64 = bit(libc::SIGSEGV)
 /// Signals that glibc keeps to itself, to cancel threads and to change user ids.
 const OF_THE_C_LIBRARY: u64 = bit(32) | bit(33);
 
-/// For how long a stop is awaited without giving the processor away.
-const SPIN: Duration = Duration::from_micros(300);
-/// And between two looks after that, at most.
-const NAP_MAX: Duration = Duration::from_millis(1);
-
 const fn bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
@@ -39,71 +35,126 @@ const fn bit(signal: c_int) -> u64 {
 /// drop.
 pub(super) struct Seizure<'a> {
     process: &'a Process,
+    memory: RemoteMemory,
     tracee: Tracee,
     since: Instant,
     /// The stop the thread is in.
     at: Stop,
     interrupted: Interrupted,
-    /// Address of a `syscall` instruction.
-    gadget: u64,
+    /// Address of a `syscall` instruction, if one was found.
+    gadget: Option<u64>,
     /// Signals kept from the thread, to be sent again.
     held: Vec<(c_int, siginfo_t)>,
     released: bool,
 }
 
 impl<'a> Seizure<'a> {
-    /// Stops the main thread, where it can be made to do a system call.
+    /// Stops the main thread. Nothing is changed yet.
     pub(super) fn begin(
         process: &'a Process,
         deadline: Instant,
         limit: Duration,
     ) -> Result<Seizure<'a>, InfectError> {
-        refuse_unfit(process)?;
         // Searched before the stop: a QEMU has hundreds of mappings.
         let memory = RemoteMemory::open(process);
-        let fixed_gadget = gadget::find(process, &memory)?;
+        let gadget = gadget::find(process, &memory)?;
         let tracee = seize(process)?;
         let since = Instant::now();
         tracee
             .interrupt()
-            .map_err(|source| failed(process, source))?;
+            .map_err(|source| InfectError::ptrace(process, source))?;
         await_interrupt(process, &tracee, deadline, limit)?;
-        // From here on the victim is stopped. Nothing has been changed yet, so an error may simply
-        // return: the end of this thread detaches.
-        suspend_seccomp(process, &tracee)?;
-        let mut registers = tracee
+        let registers = tracee
             .registers()
-            .map_err(|source| failed(process, source))?;
-        if registers.cs != USER_CODE_64 {
-            return Err(unsupported(process, "is not a 64-bit program"));
-        }
-        leave_critical_section(process, &tracee, &memory, &mut registers)?;
-        let before = registers.rip.wrapping_sub(2);
-        let behind_syscall = in_syscall(&registers) && gadget::is_at(&memory, before);
-        let gadget = if behind_syscall {
-            Some(before)
-        } else {
-            fixed_gadget
-        };
-        let gadget = gadget.ok_or(unsupported(process, "has no system call instruction"))?;
-        let signals = signal_sets(process)?;
+            .map_err(|source| InfectError::ptrace(process, source))?;
+        let behind_syscall =
+            in_syscall(&registers) && gadget::is_at(&memory, registers.rip.wrapping_sub(2));
+        let status = Status::of(process)?;
         let interrupted = Interrupted {
             registers,
-            own_mask: tracee.mask().map_err(|source| failed(process, source))?,
-            call_mask: signals.blocked,
-            handlers: signals.caught & !OF_FAULTS & !OF_THE_C_LIBRARY,
+            own_mask: tracee
+                .mask()
+                .map_err(|source| InfectError::ptrace(process, source))?,
+            call_mask: status.blocked,
+            handlers: status.caught & !OF_FAULTS & !OF_THE_C_LIBRARY,
             behind_syscall,
+            filtered: status.filtered,
         };
+        let (at, held, released) = (Stop::Interrupt, Vec::new(), false);
         Ok(Seizure {
             process,
+            memory,
             tracee,
             since,
-            at: Stop::Interrupt,
+            at,
             interrupted,
             gadget,
-            held: Vec::new(),
-            released: false,
+            held,
+            released,
         })
+    }
+
+    /// Makes sure that the thread can be made to do a system call, and that it does no harm.
+    pub(super) fn prepare(&mut self) -> Result<(), InfectError> {
+        if self.interrupted.registers.cs != USER_CODE_64 {
+            return Err(InfectError::unsupported(
+                self.process,
+                "is not a 64-bit program",
+            ));
+        }
+        if self.interrupted.behind_syscall {
+            self.gadget = Some(self.interrupted.registers.rip.wrapping_sub(2));
+        }
+        self.suspend_seccomp()?;
+        self.leave_critical_section()
+    }
+
+    /// Sees to it that no seccomp filter can kill the victim for our calls.
+    fn suspend_seccomp(&self) -> Result<(), InfectError> {
+        let Err(source) = self.tracee.suspend_seccomp() else {
+            return Ok(());
+        };
+        if !self.interrupted.filtered {
+            return Ok(());
+        }
+        Err(InfectError::Sandboxed {
+            pid: self.process.pid(),
+            source,
+        })
+    }
+
+    /// A restartable sequence (rseq(2)) has to be aborted when its thread is preempted. The kernel
+    /// judges that by RIP, which our call moves out of the sequence: do as it would have done.
+    fn leave_critical_section(&mut self) -> Result<(), InfectError> {
+        let area = self
+            .tracee
+            .rseq_address()
+            .map_err(|source| self.failed(source))?;
+        if area == 0 {
+            return Ok(());
+        }
+        let word = |address: u64| {
+            let mut bytes = [0; 8];
+            self.memory.read(address, &mut bytes).ok()?;
+            Some(u64::from_ne_bytes(bytes))
+        };
+        // struct rseq: u32 cpu_id_start, u32 cpu_id, u64 rseq_cs. struct rseq_cs: u32 version,
+        // u32 flags, u64 start_ip, u64 post_commit_offset, u64 abort_ip (linux/rseq.h).
+        let section = area
+            .checked_add(8)
+            .and_then(word)
+            .filter(|address| *address != 0);
+        let field = |at: u64| {
+            section
+                .and_then(|address| address.checked_add(at))
+                .and_then(word)
+        };
+        if let (Some(start), Some(bytes), Some(abort)) = (field(8), field(16), field(24))
+            && self.interrupted.registers.rip.wrapping_sub(start) < bytes
+        {
+            self.interrupted.registers.rip = abort;
+        }
+        Ok(())
     }
 
     /// Opens a userfaultfd in the victim, copies it out and closes the victim's. Says, too, whether
@@ -128,7 +179,7 @@ impl<'a> Seizure<'a> {
             other => (other, false),
         };
         let remote = c_int::try_from(opened?)
-            .map_err(|_| unsupported(self.process, "returned no file descriptor"))?;
+            .map_err(|_| InfectError::unsupported(self.process, "returned no file descriptor"))?;
         let fetched = self.process.fetch_fd(remote);
         self.call("close", libc::SYS_close, remote as u64)?;
         Ok((fetched?, limited))
@@ -143,8 +194,10 @@ impl<'a> Seizure<'a> {
         number: c_long,
         argument: u64,
     ) -> Result<u64, InfectError> {
+        let no_instruction =
+            || InfectError::unsupported(self.process, "has no system call instruction");
         let registers = Registers {
-            rip: self.gadget,
+            rip: self.gadget.ok_or_else(no_instruction)?,
             rax: number as u64,
             // Not in a system call: nothing to restart on the way to user mode.
             orig_rax: u64::MAX,
@@ -261,7 +314,7 @@ impl<'a> Seizure<'a> {
             self.tracee.send_again(self.process.pid(), signal, &info);
         }
         self.set_registers(&self.interrupted.resumption(0))?;
-        if !self.interrupted.may_be_ended_by_a_handler() {
+        if !self.interrupted.needs_company() {
             return self.detach(0);
         }
         let mut deliver = 0;
@@ -271,10 +324,9 @@ impl<'a> Seizure<'a> {
                 Stop::Interrupt | Stop::Group => deliver = 0,
                 Stop::Syscall => return self.leave_in_call(),
                 Stop::Signal(signal) => {
-                    let sets = signal_sets(self.process)?;
-                    let handled = (sets.pending | bit(signal)) & sets.caught;
+                    let (handled, has_handler) = self.handled_with(signal);
                     self.set_registers(&self.interrupted.resumption(handled))?;
-                    if bit(signal) & sets.caught != 0 {
+                    if has_handler {
                         return self.detach(signal);
                     }
                     // Without a handler the thread ignores it, stops or dies: it may still get to
@@ -282,6 +334,18 @@ impl<'a> Seizure<'a> {
                     deliver = signal;
                 }
             }
+        }
+    }
+
+    /// The pending signals that have a handler, when `signal` is about to be delivered, and whether
+    /// that has one. If `/proc` cannot be asked any more, it is taken to have.
+    fn handled_with(&self, signal: c_int) -> (u64, bool) {
+        match Status::of(self.process) {
+            Ok(status) => {
+                let handled = (status.pending | bit(signal)) & status.caught;
+                (handled, status.caught & bit(signal) != 0)
+            }
+            Err(_) => (bit(signal), true),
         }
     }
 
@@ -326,7 +390,7 @@ impl<'a> Seizure<'a> {
     }
 
     fn failed(&self, source: io::Error) -> InfectError {
-        failed(self.process, source)
+        InfectError::ptrace(self.process, source)
     }
 }
 
@@ -335,201 +399,5 @@ impl Drop for Seizure<'_> {
         if !self.released {
             self.put_back();
         }
-    }
-}
-
-/// Refuses what `/proc` already shows to be hopeless, without touching the process.
-fn refuse_unfit(process: &Process) -> Result<(), InfectError> {
-    let pid = process.pid();
-    let status = process.read_text("status", "read the status")?;
-    let tracer = status_line(&status, "TracerPid:").and_then(|text| text.parse().ok());
-    if let Some(tracer) = tracer.filter(|tracer: &i32| *tracer != 0) {
-        return Err(InfectError::Traced { pid, tracer });
-    }
-    match process.run_state()? {
-        'T' => Err(InfectError::Stopped { pid }),
-        'Z' | 'X' | 'x' => Err(InfectError::Gone { pid }),
-        _ => Ok(()),
-    }
-}
-
-fn seize(process: &Process) -> Result<Tracee, InfectError> {
-    let pid = process.pid();
-    let tracee = match Tracee::seize(pid) {
-        Ok(tracee) => tracee,
-        Err(source) if source.raw_os_error() == Some(libc::EPERM) => {
-            // EPERM has three meanings; two of them show in /proc.
-            refuse_unfit(process)?;
-            return Err(InfectError::Permission { pid, source });
-        }
-        Err(source) => return Err(failed(process, source)),
-    };
-    // Had the pid been given to somebody else before it was seized, our process would be gone now.
-    // The stranger has not been stopped, and is let go with the end of this thread.
-    if process.is_alive() {
-        Ok(tracee)
-    } else {
-        Err(InfectError::Gone { pid })
-    }
-}
-
-/// Waits until the thread stops as asked. Signals and system calls pass as if nobody looked.
-fn await_interrupt(
-    process: &Process,
-    tracee: &Tracee,
-    deadline: Instant,
-    limit: Duration,
-) -> Result<(), InfectError> {
-    loop {
-        let stop = await_stop(process, tracee, Some(deadline))?;
-        let deliver = match stop {
-            None => return Err(timeout(process, limit)),
-            Some(Stop::Interrupt) => return Ok(()),
-            Some(Stop::Group) => {
-                // It was stopped since we looked. Detaching leaves it so.
-                return Err(InfectError::Stopped { pid: process.pid() });
-            }
-            Some(Stop::Signal(signal)) => signal,
-            Some(Stop::Syscall) => 0,
-        };
-        tracee
-            .resume(Run::Freely, deliver)
-            .map_err(|source| failed(process, source))?;
-    }
-}
-
-/// Waits for the next stop; `None` when the deadline passes first.
-fn await_stop(
-    process: &Process,
-    tracee: &Tracee,
-    deadline: Option<Instant>,
-) -> Result<Option<Stop>, InfectError> {
-    let gone = || InfectError::Gone { pid: process.pid() };
-    let started = Instant::now();
-    let mut nap = Duration::from_micros(20);
-    loop {
-        match tracee.stopped() {
-            Ok(Some(stop)) => return Ok(Some(stop)),
-            Ok(None) => {}
-            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-            // Not traced by us any more: another thread of the process has called execve(2).
-            Err(error) if error.raw_os_error() == Some(libc::ECHILD) => return Err(gone()),
-            Err(source) => return Err(failed(process, source)),
-        }
-        let now = Instant::now();
-        if now.duration_since(started) < SPIN {
-            // The victim may need this very processor to get to its stop.
-            std::thread::yield_now();
-            continue;
-        }
-        // The main thread may be gone although other threads live: pidfd alone would not tell.
-        if !process.is_alive() || matches!(process.run_state(), Ok('Z' | 'X' | 'x') | Err(_)) {
-            return Err(gone());
-        }
-        if deadline.is_some_and(|deadline| now >= deadline) {
-            return Ok(None);
-        }
-        std::thread::sleep(nap);
-        nap = NAP_MAX.min(nap * 2);
-    }
-}
-
-/// Sees to it that no seccomp filter can kill the victim for our calls.
-fn suspend_seccomp(process: &Process, tracee: &Tracee) -> Result<(), InfectError> {
-    let Err(source) = tracee.suspend_seccomp() else {
-        return Ok(());
-    };
-    let status = process.read_text("status", "read the status")?;
-    match status_line(&status, "Seccomp:") {
-        Some("0") | None => Ok(()),
-        Some(_) => Err(InfectError::Sandboxed {
-            pid: process.pid(),
-            source,
-        }),
-    }
-}
-
-/// A restartable sequence (rseq(2)) has to be aborted when its thread is preempted. The kernel
-/// judges that by RIP, which our call moves out of the sequence: do as it would have done.
-fn leave_critical_section(
-    process: &Process,
-    tracee: &Tracee,
-    memory: &RemoteMemory,
-    registers: &mut Registers,
-) -> Result<(), InfectError> {
-    let area = tracee
-        .rseq_address()
-        .map_err(|source| failed(process, source))?;
-    let word = |address: u64| {
-        let mut bytes = [0; 8];
-        memory.read(address, &mut bytes).ok()?;
-        Some(u64::from_ne_bytes(bytes))
-    };
-    if area == 0 {
-        return Ok(());
-    }
-    // struct rseq: u32 cpu_id_start, u32 cpu_id, u64 rseq_cs. struct rseq_cs: u32 version,
-    // u32 flags, u64 start_ip, u64 post_commit_offset, u64 abort_ip (linux/rseq.h).
-    let section = area
-        .checked_add(8)
-        .and_then(word)
-        .filter(|address| *address != 0);
-    let field = |at: u64| {
-        section
-            .and_then(|address| address.checked_add(at))
-            .and_then(word)
-    };
-    if let (Some(start), Some(bytes), Some(abort)) = (field(8), field(16), field(24))
-        && registers.rip.wrapping_sub(start) < bytes
-    {
-        registers.rip = abort;
-    }
-    Ok(())
-}
-
-/// Signals of the main thread, one bit each, signal 1 in bit 0.
-struct SignalSets {
-    /// Pending for the thread or the process.
-    pending: u64,
-    /// Blocked right now.
-    blocked: u64,
-    /// Having a handler.
-    caught: u64,
-}
-
-fn signal_sets(process: &Process) -> Result<SignalSets, InfectError> {
-    let status = process.read_text("status", "read the status")?;
-    let set = |key: &str| {
-        let text = status_line(&status, key);
-        text.and_then(|text| u64::from_str_radix(text, 16).ok())
-            .ok_or(unsupported(
-                process,
-                "has a /proc status without signal sets",
-            ))
-    };
-    Ok(SignalSets {
-        pending: set("SigPnd:")? | set("ShdPnd:")?,
-        blocked: set("SigBlk:")?,
-        caught: set("SigCgt:")?,
-    })
-}
-
-fn unsupported(process: &Process, why: &'static str) -> InfectError {
-    InfectError::Unsupported {
-        pid: process.pid(),
-        why,
-    }
-}
-
-fn failed(process: &Process, source: io::Error) -> InfectError {
-    let pid = process.pid();
-    match source.raw_os_error() {
-        // Every request but SEIZE is answered so when the thread was killed.
-        Some(libc::ESRCH) => InfectError::Gone { pid },
-        _ => InfectError::Io {
-            pid,
-            action: "trace",
-            source,
-        },
     }
 }

@@ -4,7 +4,7 @@ use crate::victim::{hear, say};
 use std::ffi::c_long;
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::{AsRawFd, IntoRawFd, RawFd};
+use std::os::fd::{IntoRawFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;

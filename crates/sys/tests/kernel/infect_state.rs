@@ -1,2 +1,388 @@
-//! State.
-pub fn play(_: &str) {}
+//! Infecting a process in any state: running, in a restartable sequence, one of many threads in the
+//! same text, stopped, traced, sleeping deeply, dying, dead.
+
+use crate::calls::{block_all_signals, call, leak};
+use crate::victim::{Victim, hear, say, steal};
+use std::ffi::{c_int, c_long, c_void};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use stillframe_sys::infect::{InfectError, steal_userfaultfd};
+use stillframe_sys::memory::RemoteMemory;
+use stillframe_sys::process::{Process, ProcessError};
+
+static DONE: AtomicBool = AtomicBool::new(false);
+static ROUNDS: AtomicU64 = AtomicU64::new(0);
+
+std::arch::global_asm!(
+    // fn(rounds, out): adds its own number to each register and vector register, round after round.
+    ".globl stillframe_test_spin",
+    "stillframe_test_spin:",
+    "push rbx; push rbp; push r12; push r13; push r14; push r15; push rsi; push rdi",
+    "movabs rax, 0x0101010101010101",
+    "movq xmm15, rax",
+    "pshufd xmm15, xmm15, 0x44",
+    "mov rbx, rax; mov rcx, rax; mov rdx, rax; mov rsi, rax; mov rdi, rax; mov rbp, rax",
+    "mov r8, rax; mov r9, rax; mov r10, rax; mov r11, rax; mov r12, rax; mov r13, rax",
+    "mov r14, rax; mov r15, rax",
+    "movdqa xmm0, xmm15; movdqa xmm1, xmm15; movdqa xmm7, xmm15; movdqa xmm14, xmm15",
+    "2:",
+    "add rax, 1; add rbx, 2; add rcx, 3; add rdx, 4; add rsi, 5; add rdi, 6; add rbp, 7",
+    "add r8, 8; add r9, 9; add r10, 10; add r11, 11; add r12, 12; add r13, 13; add r14, 14",
+    "add r15, 15",
+    "paddq xmm0, xmm15; paddq xmm1, xmm15; paddq xmm7, xmm15; paddq xmm14, xmm15",
+    "dec qword ptr [rsp]",
+    "jnz 2b",
+    "add rsp, 8",
+    "xchg rax, [rsp]",
+    "mov [rax + 8], rbx; mov [rax + 16], rcx; mov [rax + 24], rdx; mov [rax + 32], rsi",
+    "mov [rax + 40], rdi; mov [rax + 48], rbp; mov [rax + 56], r8; mov [rax + 64], r9",
+    "mov [rax + 72], r10; mov [rax + 80], r11; mov [rax + 88], r12; mov [rax + 96], r13",
+    "mov [rax + 104], r14; mov [rax + 112], r15",
+    "movdqu [rax + 120], xmm0; movdqu [rax + 136], xmm1; movdqu [rax + 152], xmm7",
+    "movdqu [rax + 168], xmm14",
+    "pop rbx",
+    "mov [rax], rbx",
+    "pop r15; pop r14; pop r13; pop r12; pop rbp; pop rbx",
+    "ret",
+    // fn(rseq, counter, done) -> whether aborted: counts in a restartable sequence until done.
+    ".globl stillframe_test_sequence",
+    "stillframe_test_sequence:",
+    "lea rax, [rip + 9f]",
+    "mov [rdi + 8], rax",
+    "3: inc qword ptr [rsi]",
+    "cmp byte ptr [rdx], 0",
+    "je 3b",
+    "4: mov qword ptr [rdi + 8], 0",
+    "xor eax, eax",
+    "ret",
+    ".long 0x53053053",
+    "5: mov eax, 1",
+    "ret",
+    ".pushsection .data.rel.local, \"aw\"",
+    ".balign 32",
+    "9: .long 0, 0",
+    ".quad 3b, 4b - 3b, 5b",
+    ".popsection",
+);
+
+unsafe extern "C" {
+    fn stillframe_test_spin(rounds: u64, out: *mut [u64; 23]);
+    fn stillframe_test_sequence(area: *mut c_void, counter: *const u64, done: *const u8) -> c_int;
+    /// Where glibc keeps the thread's `struct rseq`, relative to the thread pointer.
+    static __rseq_offset: isize;
+}
+
+pub fn play(argument: &str) {
+    match argument {
+        "spinning" => {
+            end_when_told();
+            say("ready");
+            spin();
+        }
+        "crowded" => crowd(),
+        "sequence" => {
+            end_when_told();
+            say(format!("ready {}", &raw const ROUNDS as u64));
+            count_aborts();
+        }
+        "leaderless" => {
+            std::thread::spawn(|| {
+                std::thread::sleep(Duration::from_millis(50));
+                say("ready");
+                hear();
+                std::process::exit(7);
+            });
+            call(libc::SYS_exit, [0]);
+        }
+        "sleeping-deeply" => sleep_deeply(),
+        "waiting" => {
+            say("ready");
+            hear();
+        }
+        _ => panic!("no state {argument}"),
+    }
+    say("right");
+}
+
+fn end_when_told() {
+    std::thread::spawn(|| {
+        block_all_signals();
+        hear();
+        DONE.store(true, Ordering::SeqCst);
+    });
+}
+
+fn spin() {
+    const TURNS: u64 = 300_000;
+    const START: u64 = 0x0101_0101_0101_0101;
+    while !DONE.load(Ordering::SeqCst) {
+        let mut out = [0; 23];
+        // SAFETY: keeps the calling convention, and writes 23 words.
+        unsafe { stillframe_test_spin(TURNS, &mut out) };
+        let vector = START.wrapping_mul(TURNS + 1);
+        let expected = std::array::from_fn(|at| match at as u64 {
+            register @ 0..15 => START + TURNS * (register + 1),
+            _ => vector,
+        });
+        assert_eq!(out, expected);
+    }
+}
+
+/// The main thread and 50 others make the same C library call, and check what it returns.
+fn crowd() {
+    let threads: Vec<_> = (0..50)
+        .map(|_| std::thread::spawn(call_and_check))
+        .collect();
+    end_when_told();
+    say("ready");
+    call_and_check();
+    threads
+        .into_iter()
+        .for_each(|thread| thread.join().unwrap());
+}
+
+fn call_and_check() {
+    let own = call(libc::SYS_gettid, []);
+    let mut value = 0;
+    while !DONE.load(Ordering::SeqCst) {
+        assert_eq!(call(libc::SYS_gettid, []), own);
+        // Six arguments that have to arrive: futex wait with a value that does not match.
+        let word = AtomicI64::new(value);
+        let arguments = [&raw const word as c_long, 0, value + 1, 0, 0, 0];
+        // SAFETY: the word lives until the call returns.
+        let result = unsafe {
+            let [a, b, c, d, e, f] = arguments;
+            libc::syscall(libc::SYS_futex, a, b, c, d, e, f)
+        };
+        let error = std::io::Error::last_os_error().raw_os_error();
+        assert_eq!((result, error), (-1, Some(libc::EAGAIN)));
+        value = (value + 1) & 0xffff;
+        // Or the main thread would hardly get to run among so many.
+        if value % 256 == 0 {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+/// Counts how often a restartable sequence was aborted. It does nothing but being in one.
+fn count_aborts() {
+    let pointer: *mut u8;
+    // SAFETY: on x86-64 the thread control block begins with its own address.
+    unsafe { std::arch::asm!("mov {}, fs:0", out(reg) pointer) };
+    // SAFETY: set by the C library, which has registered that area for this thread.
+    let area = unsafe { pointer.offset(__rseq_offset) };
+    let counter = 0_u64;
+    // SAFETY: keeps the calling convention; the kernel knows the area, and the sequence is
+    // described as rseq(2) says.
+    while unsafe { stillframe_test_sequence(area.cast(), &raw const counter, DONE.as_ptr().cast()) }
+        != 0
+    {
+        ROUNDS.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// As vfork(2) does: sleeps where no signal reaches, until the child is gone.
+fn sleep_deeply() {
+    extern "C" fn child(_: *mut c_void) -> c_int {
+        let time = libc::timespec {
+            tv_sec: 1,
+            tv_nsec: 500_000_000,
+        };
+        // SAFETY: sleeps and leaves; uses nothing of the parent's.
+        unsafe {
+            libc::syscall(libc::SYS_nanosleep, &raw const time, 0);
+            libc::syscall(libc::SYS_exit, 0);
+        }
+        0
+    }
+    let stack = leak([0_u64; 8192]) as *mut u64;
+    say("ready");
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
+    // SAFETY: the child runs `child` alone, on its own stack.
+    let pid = unsafe { libc::clone(child, stack.add(8192).cast(), flags, std::ptr::null_mut()) };
+    assert!(pid > 0);
+    hear();
+}
+
+/// Ends a victim and has it confirm that it saw nothing.
+fn end_well(mut victim: Victim) {
+    victim.tell("end");
+    assert_eq!(victim.line(), "right");
+    assert!(victim.end().success());
+}
+
+#[test]
+fn a_running_thread_keeps_its_registers() {
+    let victim = Victim::start("state spinning");
+    for _ in 0..500 {
+        drop(steal(&victim.process).unwrap());
+    }
+    end_well(victim);
+}
+
+#[test]
+fn other_threads_in_the_same_text_notice_nothing() {
+    let victim = Victim::start("state crowded");
+    for _ in 0..100 {
+        drop(steal(&victim.process).unwrap());
+    }
+    end_well(victim);
+}
+
+/// Were it not aborted, the sequence would never be again: the kernel has forgotten it.
+#[test]
+fn a_restartable_sequence_is_aborted() {
+    let victim = Victim::start("state sequence");
+    let memory = RemoteMemory::open(&victim.process);
+    let address = victim.ready.parse().unwrap();
+    let aborts = || {
+        let mut bytes = [0; 8];
+        memory.read(address, &mut bytes).unwrap();
+        u64::from_ne_bytes(bytes)
+    };
+    for _ in 0..100 {
+        let before = aborts();
+        drop(steal(&victim.process).unwrap());
+        victim.wait_until("was not aborted", || aborts() > before);
+    }
+    end_well(victim);
+}
+
+#[test]
+fn a_stopped_process_is_refused_and_stays_stopped() {
+    let victim = Victim::start("state waiting");
+    victim.process.signal(libc::SIGSTOP).unwrap();
+    victim.wait_for_state('T');
+    for _ in 0..5 {
+        let result = steal(&victim.process);
+        assert!(
+            matches!(result, Err(InfectError::Stopped { .. })),
+            "{result:?}"
+        );
+        victim.wait_for_state('T');
+    }
+    victim.process.signal(libc::SIGCONT).unwrap();
+    victim.wait_in_call(libc::SYS_read);
+    drop(steal(&victim.process).unwrap());
+    end_well(victim);
+}
+
+#[test]
+fn a_traced_process_is_refused() {
+    let victim = Victim::start("state waiting");
+    let pid = victim.pid();
+    std::thread::scope(|scope| {
+        let debugger = scope.spawn(|| {
+            // SAFETY: takes numbers only.
+            let result = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
+            assert_eq!(result, 0);
+            let result = steal(&victim.process);
+            // SAFETY: takes no argument.
+            let own = unsafe { libc::gettid() };
+            assert!(
+                matches!(result, Err(InfectError::Traced { tracer, .. }) if tracer == own),
+                "{result:?}"
+            );
+        });
+        debugger.join().unwrap();
+    });
+    victim.wait_until("is still traced", || steal(&victim.process).is_ok());
+    end_well(victim);
+}
+
+#[test]
+fn one_engine_at_a_time_gets_in_and_none_does_harm() {
+    let victim = Victim::start("state spinning");
+    let stolen = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                for _ in 0..200 {
+                    match steal(&victim.process) {
+                        Ok(_) => drop(stolen.fetch_add(1, Ordering::SeqCst)),
+                        Err(InfectError::Traced { .. } | InfectError::Permission { .. }) => {}
+                        Err(error) => panic!("{error}"),
+                    }
+                }
+            });
+        }
+    });
+    assert!(stolen.into_inner() > 0);
+    end_well(victim);
+}
+
+#[test]
+fn a_thread_that_sleeps_deeply_is_given_up_in_time() {
+    let mut victim = Victim::start("state sleeping-deeply");
+    victim.wait_for_state('D');
+    let clock = Instant::now();
+    let result = steal_userfaultfd(&victim.process, Duration::from_millis(100));
+    assert!(
+        matches!(result, Err(InfectError::Timeout { state: 'D', .. })),
+        "{result:?}"
+    );
+    assert!(clock.elapsed() < Duration::from_millis(1000));
+    assert_eq!(victim.process.run_state().unwrap(), 'D');
+    // Nobody holds it any more, and nothing is left behind.
+    victim.wait_in_call(libc::SYS_read);
+    drop(steal(&victim.process).unwrap());
+    victim.tell("end");
+    assert_eq!(victim.line(), "right");
+}
+
+#[test]
+fn a_process_without_its_main_thread_is_gone() {
+    let mut victim = Victim::start("state leaderless");
+    let result = steal(&victim.process);
+    assert!(
+        matches!(result, Err(InfectError::Gone { .. })),
+        "{result:?}"
+    );
+    assert!(victim.process.is_alive());
+    victim.tell("end");
+    assert_eq!(victim.end().code(), Some(7));
+}
+
+#[test]
+fn a_zombie_is_gone() {
+    let victim = Victim::start("state waiting");
+    victim.process.signal(libc::SIGKILL).unwrap();
+    assert!(victim.process.wait_exit(Duration::from_secs(30)));
+    victim.wait_for_state('Z');
+    let result = steal(&victim.process);
+    assert!(
+        matches!(result, Err(InfectError::Gone { .. })),
+        "{result:?}"
+    );
+    let result = Process::open(victim.pid());
+    assert!(
+        matches!(result, Err(ProcessError::NotFound { .. })),
+        "{result:?}"
+    );
+}
+
+/// Killed at any moment of an infection: an error, no hang, and its end belongs to its parent.
+#[test]
+fn a_process_killed_midway_is_gone() {
+    for round in 0..60 {
+        let mut victim = Victim::start("state spinning");
+        let process = victim.process.clone();
+        std::thread::scope(|scope| {
+            let infecting = scope.spawn(|| {
+                while let Ok(stolen) = steal(&process) {
+                    drop(stolen);
+                }
+                steal(&process).expect_err("it is dead")
+            });
+            std::thread::sleep(Duration::from_micros(37 * round));
+            process.signal(libc::SIGKILL).unwrap();
+            let error = infecting.join().unwrap();
+            assert!(matches!(error, InfectError::Gone { .. }), "{error:?}");
+        });
+        let status = victim.kill();
+        assert_eq!(
+            std::os::unix::process::ExitStatusExt::signal(&status),
+            Some(libc::SIGKILL)
+        );
+    }
+}

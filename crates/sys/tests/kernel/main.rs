@@ -3,6 +3,11 @@
 //! They need what the engine needs: the right to trace (root), userfaultfd with asynchronous write
 //! protection (Linux 6.7), `/proc`. Without it they fail; none is skipped.
 
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test, and a victim, fails by panicking"
+)]
+
 mod calls;
 mod infect_calls;
 mod infect_limits;
