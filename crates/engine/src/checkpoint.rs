@@ -325,6 +325,7 @@ impl Vm {
         let running = self.monitor.run_state()?.running;
         draft.record.was_running = running;
         let time = jiff::Timestamp::now();
+        let record = &mut draft.record;
         let pause = Pause {
             monitor: &mut self.monitor,
             guardian: &self.guardian,
@@ -333,6 +334,8 @@ impl Vm {
             state_file: &state_file,
             limit: options.pause_limit,
             running,
+            // What the guest writes to a disk after this changes the disk, by the restore's account.
+            beside: &mut || record.look_at_disks_again(),
             before_resume: options.verify.then_some(&mut look),
         };
         let ran = pause.run();

@@ -98,11 +98,13 @@ pub enum RestoreError {
     Verify(#[from] VerifyError),
     /// The comparison found differences.
     #[error(
-        "{differing} pages of the restored memory differ from the checkpoint; the new VM was ended before it ran"
+        "{differing} pages of the restored memory differ from the checkpoint (first: {first}); the new VM was ended before it ran"
     )]
     Differs {
         /// How many.
         differing: u64,
+        /// The first of them.
+        first: String,
     },
 }
 
@@ -191,20 +193,21 @@ fn fill(
     let ram = launched.monitor.ram_blocks()?;
     let blocks = eager::open_blocks(&launched.process, &ram, &manifest.ram)?;
     let pages = eager::populate(&launched.process, &blocks, &manifest.ram, reader, progress)?;
-    launch::load_device_state(launched, state, LOAD_LIMIT)?;
+    // Before the device state, because loading it may rightly change memory: under KVM, the vapic
+    // device patches its page in guest RAM.
     let verify = match options.verify {
         true => {
             Some(Image::take(blocks.iter(), hasher)?.compare(reader, &manifest.ram, progress)?)
         }
         false => None,
     };
-    if let Some(differing) = verify
-        .as_ref()
-        .map(|report| report.differing)
-        .filter(|&n| n > 0)
-    {
-        return Err(RestoreError::Differs { differing });
+    if let Some(report) = verify.as_ref().filter(|report| report.differing > 0) {
+        return Err(RestoreError::Differs {
+            differing: report.differing,
+            first: report.first.join(", "),
+        });
     }
+    launch::load_device_state(launched, state, LOAD_LIMIT)?;
     if !options.paused {
         launched.monitor.cont()?;
     }

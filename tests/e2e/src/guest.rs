@@ -199,7 +199,8 @@ impl Setup {
             ""
         };
         format!(
-            "console=ttyS0 quiet panic=-1 sf.args=--mib={mib},--pattern={pattern},--tick-ms={tick_ms},\
+            "console=ttyS0 quiet loglevel=1 panic=-1 no_timer_check tsc=reliable nowatchdog mitigations=off \
+             sf.args=--mib={mib},--pattern={pattern},--tick-ms={tick_ms},\
              --writes-per-tick={writes_per_tick},--share={share}{scroll}"
         )
     }

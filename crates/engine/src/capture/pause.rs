@@ -93,6 +93,9 @@ pub struct Pause<'a> {
     pub limit: Duration,
     /// False for a VM that is paused already, and stays so.
     pub running: bool,
+    /// Runs beside the saving of the device state, after the copies: what else must be seen while
+    /// the guest stands still.
+    pub beside: &'a mut dyn FnMut(),
     /// Runs last in the pause, with everything copied (`--verify`).
     pub before_resume: Option<&'a mut dyn FnMut(&Tracker) -> Result<(), TrackerError>>,
 }
@@ -164,6 +167,7 @@ impl Pause<'_> {
         let state_begin = Instant::now();
         let ticket = self.monitor.send_save_device_state(self.state_file)?;
         let copied = self.scan_and_copy(record);
+        (self.beside)();
         let wait_begin = Instant::now();
         // Awaited even when the copy failed: QEMU answers in order, and `cont` comes next.
         let saved = self
