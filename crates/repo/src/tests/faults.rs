@@ -1,9 +1,22 @@
-//! Fault injection: counts, records and refuses the steps the local store takes.
+//! Fault injection: the local store asks here before each step it takes on the disk. Tests let it
+//! fail from the n-th step on (as if the process had died there), or record the steps to work out
+//! what a crash of the machine could leave of them.
 
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use crate::error::RepoError;
 use crate::local::Step;
+
+/// One recorded step.
+#[derive(Debug, Clone)]
+pub(crate) enum Event {
+    SyncFile(PathBuf),
+    /// The path, and what the file held when it was given its name.
+    Rename(PathBuf, PathBuf, Arc<Vec<u8>>),
+    Remove(PathBuf),
+    SyncFolder(PathBuf),
+}
 
 #[derive(Clone, Default)]
 pub(crate) struct Faults {
@@ -12,24 +25,60 @@ pub(crate) struct Faults {
 
 #[derive(Default)]
 struct State {
-    left: Option<u64>,
+    steps_left: Option<u64>,
+    record: bool,
+    events: Vec<Event>,
 }
 
 impl Faults {
+    /// Refuses every step after the next `steps`.
+    pub(crate) fn fail_after(&self, steps: u64) {
+        self.state.lock().unwrap().steps_left = Some(steps);
+    }
+
+    /// Begins to record.
+    pub(crate) fn record(&self) {
+        self.state.lock().unwrap().record = true;
+    }
+
+    pub(crate) fn events(&self) -> Vec<Event> {
+        self.state.lock().unwrap().events.clone()
+    }
+
+    pub(crate) fn event_count(&self) -> usize {
+        self.state.lock().unwrap().events.len()
+    }
+
     pub(crate) fn step(&self, step: Step<'_>) -> Result<(), RepoError> {
         let mut state = self.state.lock().unwrap();
-        let _ = step;
-        match &mut state.left {
-            Some(0) => Err(RepoError::io(
-                "write",
-                "injected".as_ref(),
-                std::io::Error::other("injected"),
-            )),
-            Some(left) => {
-                *left -= 1;
-                Ok(())
-            }
-            None => Ok(()),
+        match &mut state.steps_left {
+            Some(0) => return Err(refusal(step)),
+            Some(left) => *left -= 1,
+            None => {}
         }
+        if state.record {
+            let event = match step {
+                Step::Write(_) => None,
+                Step::SyncFile(path) => Some(Event::SyncFile(path.into())),
+                Step::Rename(from, to) => {
+                    let bytes = Arc::new(std::fs::read(from).unwrap());
+                    Some(Event::Rename(from.into(), to.into(), bytes))
+                }
+                Step::Remove(path) => Some(Event::Remove(path.into())),
+                Step::SyncFolder(path) => Some(Event::SyncFolder(path.into())),
+            };
+            state.events.extend(event);
+        }
+        Ok(())
     }
+}
+
+fn refusal(step: Step<'_>) -> RepoError {
+    let (doing, path): (_, &Path) = match step {
+        Step::Write(path) => ("write", path),
+        Step::SyncFile(path) | Step::SyncFolder(path) => ("fsync", path),
+        Step::Rename(_, path) => ("rename to", path),
+        Step::Remove(path) => ("remove", path),
+    };
+    RepoError::io(doing, path, std::io::Error::other("injected fault"))
 }

@@ -1,6 +1,12 @@
 //! Tests of the repository as a whole.
 
+mod access;
+mod corruption;
+mod crash;
 pub(crate) mod faults;
+mod kill;
+mod locking;
+mod places;
 mod removal;
 pub(crate) mod support;
 mod twin;

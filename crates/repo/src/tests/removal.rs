@@ -2,7 +2,7 @@
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::support::{Dice, Vm, WAIT, init, open};
+use super::support::{Dice, Vm, WAIT, init, open, test_dir};
 use crate::{CheckpointId, ErrorClass, Forget, KeepPolicy, RepoError, Repository};
 
 fn tree_bytes(dir: &std::path::Path) -> u64 {
@@ -37,7 +37,7 @@ fn history(repo: &mut Repository, label: &str, count: i64) -> Vec<(CheckpointId,
 
 #[test]
 fn prune_gives_back_what_was_forgotten_and_keeps_the_rest() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     let kept = history(&mut repo, "kept", 3);
     let alone = tree_bytes(dir.path());
@@ -74,7 +74,7 @@ fn prune_gives_back_what_was_forgotten_and_keeps_the_rest() {
 
 #[test]
 fn packs_with_much_waste_are_repacked() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     // Each checkpoint overwrites a third of the one before: old packs become mostly waste.
     let all = history(&mut repo, "vm", 30);
@@ -105,7 +105,7 @@ fn packs_with_much_waste_are_repacked() {
 
 #[test]
 fn many_small_packs_are_merged() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     let mut dice = Dice(3);
     let mut vm = Vm::new("vm", 600);
@@ -125,7 +125,7 @@ fn many_small_packs_are_merged() {
 
 #[test]
 fn a_policy_applies_to_each_vm_on_its_own() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     history(&mut repo, "one", 5);
     history(&mut repo, "three", 4);
@@ -167,7 +167,7 @@ fn a_policy_applies_to_each_vm_on_its_own() {
 
 #[test]
 fn an_empty_policy_or_an_unknown_id_forgets_nothing() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     let all = history(&mut repo, "vm", 2);
     assert!(
@@ -190,7 +190,7 @@ fn an_empty_policy_or_an_unknown_id_forgets_nothing() {
 /// The engine of a long watch: its writer's parent was forgotten and pruned in between.
 #[test]
 fn a_writer_notices_what_another_process_pruned() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut watch = init(dir.path());
     let mut dice = Dice(9);
     let mut vm = Vm::new("vm", 700);
@@ -214,7 +214,7 @@ fn a_writer_notices_what_another_process_pruned() {
 
 #[test]
 fn prune_refuses_what_it_cannot_follow() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     let all = history(&mut repo, "vm", 2);
     let manifest = dir.path().join("manifests").join(all[0].0.to_hex());
@@ -229,7 +229,7 @@ fn prune_refuses_what_it_cannot_follow() {
 
 #[test]
 fn the_index_can_be_made_again_from_the_packs() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     let all = history(&mut repo, "vm", 4);
     let mut files: Vec<_> = std::fs::read_dir(dir.path().join("index"))

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use proptest::prelude::*;
 
-use super::support::{Dice, Vm, WAIT, init, open};
+use super::support::{Dice, Vm, WAIT, init, open, test_dir};
 use crate::{ErrorClass, Put, RepoError};
 
 #[derive(Debug, Clone)]
@@ -45,7 +45,7 @@ proptest! {
 
     #[test]
     fn behaves_like_a_map(rounds in prop::collection::vec((any::<bool>(), prop::collection::vec(blob(), 0..60)), 1..5)) {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = test_dir();
         let mut repo = init(dir.path());
         let mut twin: HashMap<_, Vec<u8>> = HashMap::new();
         for (commit, blobs) in rounds {
@@ -87,7 +87,7 @@ proptest! {
 
 #[test]
 fn a_vm_comes_back_at_every_checkpoint() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     let mut dice = Dice(1);
     let mut vm = Vm::new("a", 1300);
@@ -107,7 +107,7 @@ fn a_vm_comes_back_at_every_checkpoint() {
 
 #[test]
 fn what_was_not_committed_leaves_nothing_behind() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     let mut writer = repo.begin(WAIT).unwrap();
     for seed in 0..3000 {
@@ -137,7 +137,7 @@ fn walk(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
 
 #[test]
 fn bytes_under_a_wrong_id_are_never_recorded() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     let mut writer = repo.begin(WAIT).unwrap();
     let id = writer.hasher().id(b"one");
@@ -167,7 +167,7 @@ fn bytes_under_a_wrong_id_are_never_recorded() {
 
 #[test]
 fn empty_and_oversized_blobs_are_refused() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = test_dir();
     let mut repo = init(dir.path());
     let mut writer = repo.begin(WAIT).unwrap();
     let big = vec![1; crate::pack::BLOB_BYTES_MAX + 1];

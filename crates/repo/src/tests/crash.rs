@@ -1,0 +1,310 @@
+//! Death at every point. Three ways, from exact to real: every step on the disk made to fail in
+//! turn; every crash of the machine that the fsyncs allow, worked out from a recording; and a child
+//! process killed at random moments (`kill.rs`).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::faults::Event;
+use super::support::{Dice, Vm, copy_tree, init, open, test_dir};
+use crate::{CheckpointId, Forget, KeepPolicy, RepoError, Repository};
+
+/// Everything that can be read must be whole, and the checkpoints given must be there.
+fn assert_intact(dir: &Path, expected: &[(CheckpointId, Vm)], context: &str) -> Repository {
+    let mut repo = open(dir);
+    let report = repo.check(true, &mut |_| {}).unwrap();
+    assert_eq!(report.problems, [], "{context}");
+    for (id, vm) in expected {
+        assert!(vm.compare(&mut repo, id).unwrap(), "{context}: {id}");
+    }
+    repo
+}
+
+/// What a process that died leaves: its locks, which name a process that is gone.
+fn drop_locks(dir: &Path) {
+    std::fs::remove_dir_all(dir.join("locks")).unwrap();
+}
+
+type Operation = fn(&mut Repository, &mut Vm, &[CheckpointId]) -> Result<(), RepoError>;
+
+const OPERATIONS: [(&str, Operation); 5] = [
+    ("checkpoint", |repo, vm, _| {
+        vm.run(&mut Dice(77), 60);
+        vm.checkpoint(repo).map(|_| ())
+    }),
+    ("checkpoints until index files are merged", |repo, vm, _| {
+        (0..36).try_for_each(|_| {
+            vm.run(&mut Dice(5), 2);
+            vm.checkpoint(repo).map(|_| ())
+        })
+    }),
+    ("forget", |repo, _, ids| {
+        repo.forget(&Forget {
+            ids: ids[..3].to_vec(),
+            ..Forget::default()
+        })
+        .map(|_| ())
+    }),
+    ("forget and prune", |repo, _, ids| {
+        repo.forget(&Forget {
+            ids: ids[..4].to_vec(),
+            ..Forget::default()
+        })?;
+        repo.prune(false, &mut |_| {}).map(|_| ())
+    }),
+    ("rebuild", |repo, _, _| {
+        repo.rebuild_index(&mut |_| {}).map(|_| ())
+    }),
+];
+
+#[test]
+fn every_step_may_be_the_last() {
+    let base = test_dir();
+    let mut repo = init(base.path());
+    let mut dice = Dice(4);
+    let mut vm = Vm::new("vm", 600);
+    let taken: Vec<(CheckpointId, Vm)> = (0..6)
+        .map(|_| {
+            vm.run(&mut dice, 150);
+            (vm.checkpoint(&mut repo).unwrap(), vm.clone())
+        })
+        .collect();
+    drop(repo);
+    let ids: Vec<CheckpointId> = taken.iter().map(|(id, _)| *id).collect();
+    for (name, operation) in OPERATIONS {
+        for steps in steps_to_try(name) {
+            let dir = test_dir();
+            copy_tree(base.path(), dir.path());
+            let mut repo = open(dir.path());
+            repo.store.faults.fail_after(steps);
+            let result = operation(&mut repo, &mut vm.clone(), &ids);
+            drop(repo);
+            drop_locks(dir.path());
+            let context = format!("{name}, dead after step {steps}");
+            // The last two are never forgotten; the others may be gone, but if there, whole.
+            let mut repo = assert_intact(dir.path(), &taken[4..], &context);
+            let there: Vec<CheckpointId> = ids
+                .iter()
+                .copied()
+                .filter(|id| repo.has_manifest(id).unwrap())
+                .collect();
+            repo.prune(false, &mut |_| {}).unwrap();
+            let survivors: Vec<_> = taken
+                .iter()
+                .filter(|(id, _)| there.contains(id))
+                .cloned()
+                .collect();
+            assert_intact(dir.path(), &survivors, &context);
+            if result.is_ok() {
+                assert!(steps >= 7, "{name} took {steps} steps only");
+                break;
+            }
+        }
+    }
+}
+
+/// All steps; of the long operation every seventh.
+fn steps_to_try(name: &str) -> impl Iterator<Item = u64> {
+    let stride = if name.contains("merged") { 7 } else { 1 };
+    (0..5000).step_by(stride)
+}
+
+/// The disk after a crash: what was forced to it, and of the rest what chance kept.
+#[derive(Default)]
+struct Disk {
+    /// Files whose names are durable.
+    files: BTreeMap<PathBuf, Arc<Vec<u8>>>,
+    synced: Vec<PathBuf>,
+    /// Name changes not yet forced to disk, by folder.
+    pending: BTreeMap<PathBuf, Vec<(PathBuf, Option<Arc<Vec<u8>>>)>>,
+}
+
+impl Disk {
+    fn apply(&mut self, event: &Event) {
+        match event {
+            Event::SyncFile(path) => self.synced.push(path.clone()),
+            Event::Rename(from, to, bytes) => {
+                let bytes = match self.synced.contains(from) {
+                    true => bytes.clone(),
+                    // A name for contents that never reached the disk.
+                    false => Arc::new(vec![0; bytes.len() / 2]),
+                };
+                self.note(to, Some(bytes));
+            }
+            Event::Remove(path) => self.note(path, None),
+            Event::SyncFolder(folder) => {
+                for (path, bytes) in self.pending.remove(folder).unwrap_or_default() {
+                    apply_change(&mut self.files, path, bytes);
+                }
+            }
+        }
+    }
+
+    fn note(&mut self, path: &Path, bytes: Option<Arc<Vec<u8>>>) {
+        let folder = path.parent().unwrap().to_owned();
+        self.pending
+            .entry(folder)
+            .or_default()
+            .push((path.to_owned(), bytes));
+    }
+
+    /// What a crash now could leave: any of the changes not forced to disk, in any combination.
+    fn crash(&self, keep: &mut dyn FnMut() -> bool) -> BTreeMap<PathBuf, Arc<Vec<u8>>> {
+        let mut files = self.files.clone();
+        for (path, bytes) in self.pending.values().flatten() {
+            if keep() {
+                apply_change(&mut files, path.clone(), bytes.clone());
+            }
+        }
+        files
+    }
+}
+
+fn apply_change(
+    files: &mut BTreeMap<PathBuf, Arc<Vec<u8>>>,
+    path: PathBuf,
+    bytes: Option<Arc<Vec<u8>>>,
+) {
+    match bytes {
+        Some(bytes) => files.insert(path, bytes),
+        None => files.remove(&path),
+    };
+}
+
+/// What must be true once the events up to a point have happened.
+struct Milestone {
+    events: usize,
+    committed: Vec<(CheckpointId, Vm)>,
+    /// Forgetting these has begun: they may be there or not.
+    doubtful: Vec<CheckpointId>,
+}
+
+/// A life of a repository: checkpoints of two VMs, forgetting, pruning, recorded.
+fn record_life(dir: &Path, seed: u64) -> (Vec<Event>, Vec<Milestone>) {
+    let mut repo = open(dir);
+    let faults = repo.store.faults.clone();
+    faults.record();
+    let mut dice = Dice(seed);
+    let mut vms = [Vm::new("one", 300), Vm::new("two", 530)];
+    let mut committed: Vec<(CheckpointId, Vm)> = Vec::new();
+    let mut milestones = Vec::new();
+    for round in 0..60 {
+        if round % 12 == 11 {
+            let keep = 3 + dice.below(4) as usize;
+            let cut = committed.len().saturating_sub(keep);
+            let gone: Vec<CheckpointId> = committed.drain(..cut).map(|(id, _)| id).collect();
+            let here = faults.event_count();
+            milestones.push(Milestone {
+                events: here,
+                committed: committed.clone(),
+                doubtful: gone.clone(),
+            });
+            repo.forget(&Forget {
+                ids: gone,
+                ..Forget::default()
+            })
+            .unwrap();
+            let here = faults.event_count();
+            milestones.push(Milestone {
+                events: here,
+                committed: committed.clone(),
+                doubtful: vec![],
+            });
+            if round % 24 == 23 {
+                repo.prune(false, &mut |_| {}).unwrap();
+            }
+        }
+        let vm = &mut vms[dice.below(2) as usize];
+        vm.run(&mut dice, 30);
+        let id = vm.checkpoint(&mut repo).unwrap();
+        committed.push((id, vm.clone()));
+        let here = faults.event_count();
+        milestones.push(Milestone {
+            events: here,
+            committed: committed.clone(),
+            doubtful: vec![],
+        });
+    }
+    (faults.events(), milestones)
+}
+
+#[test]
+fn any_crash_of_the_machine_leaves_what_was_committed() {
+    let live = test_dir();
+    drop(init(live.path()));
+    let fresh = test_dir();
+    copy_tree(live.path(), fresh.path());
+    let (events, milestones) = record_life(live.path(), 11);
+    let mut dice = Dice(12);
+    let mut tried = 0;
+    let mut disk = Disk::default();
+    for (at, event) in events.iter().enumerate() {
+        let in_locks = |path: &Path| path.parent().unwrap().ends_with("locks");
+        let about_locks = match event {
+            Event::Rename(_, path, _) | Event::Remove(path) => in_locks(path),
+            _ => false,
+        };
+        if !about_locks {
+            disk.apply(event);
+        }
+        // Some of the points, and around every removal more of them.
+        let chance = if matches!(event, Event::Remove(_)) {
+            3
+        } else {
+            5
+        };
+        if about_locks || dice.below(chance) != 0 {
+            continue;
+        }
+        let passed = milestones
+            .iter()
+            .rfind(|milestone| milestone.events <= at + 1);
+        let (committed, doubtful) = passed.map_or((vec![], vec![]), |m| {
+            (m.committed.clone(), m.doubtful.clone())
+        });
+        for kind in 0..3 {
+            let files = match kind {
+                0 => disk.crash(&mut || false),
+                1 => disk.crash(&mut || true),
+                _ => disk.crash(&mut || dice.below(2) == 0),
+            };
+            let dir = test_dir();
+            copy_tree(fresh.path(), dir.path());
+            for (path, bytes) in files {
+                let path = dir.path().join(path.strip_prefix(live.path()).unwrap());
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(path, &**bytes).unwrap();
+            }
+            let context =
+                format!("crash after event {at} ({event:?}), kind {kind}, doubtful {doubtful:?}");
+            // Comparing all would take long; the oldest has been through the most.
+            let some: Vec<_> = committed
+                .iter()
+                .take(1)
+                .chain(committed.last())
+                .cloned()
+                .collect();
+            assert_intact(dir.path(), &some, &context);
+            for (id, _) in &committed {
+                assert!(open(dir.path()).has_manifest(id).unwrap(), "{context}");
+            }
+            if kind == 2 {
+                let mut repo = open(dir.path());
+                let policy = KeepPolicy {
+                    last: 2,
+                    ..KeepPolicy::default()
+                };
+                repo.forget(&Forget {
+                    policy,
+                    ..Forget::default()
+                })
+                .unwrap();
+                repo.prune(false, &mut |_| {}).unwrap();
+                assert_intact(dir.path(), &[], &context);
+            }
+            tried += 1;
+        }
+    }
+    assert!(tried > 100, "{tried}");
+}

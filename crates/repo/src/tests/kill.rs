@@ -1,0 +1,123 @@
+//! A child process that takes checkpoints, forgets and prunes, killed at random moments.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use super::support::{Dice, Vm, init, open, test_dir};
+use crate::{CheckpointId, Forget};
+
+const DIR: &str = "STILLFRAME_REPO_KILL_TEST_DIR";
+const ROUND: &str = "STILLFRAME_REPO_KILL_TEST_ROUND";
+
+fn vm_of_round(round: u64) -> Vm {
+    Vm::new(&format!("vm-{round}"), 900)
+}
+
+fn run_step(vm: &mut Vm, round: u64, step: u64) {
+    let writes = if step == 0 { 600 } else { 40 };
+    vm.run(&mut Dice(round * 1_000_000 + step), writes);
+}
+
+/// The child: not a test of its own.
+#[test]
+#[ignore = "run by the test below"]
+fn victim() {
+    let (Ok(dir), Ok(round)) = (std::env::var(DIR), std::env::var(ROUND)) else {
+        return;
+    };
+    let round: u64 = round.parse().unwrap();
+    let mut repo = open(Path::new(&dir));
+    let mut vm = vm_of_round(round);
+    let mut mine = Vec::new();
+    for step in 0.. {
+        run_step(&mut vm, round, step);
+        let id = vm.checkpoint(&mut repo).unwrap();
+        println!("\ncommitted {step} {id}");
+        mine.push(id);
+        if step % 5 == 4 {
+            let gone = mine.remove(0);
+            println!("\nforgetting {step} {gone}");
+            repo.forget(&Forget {
+                ids: vec![gone],
+                ..Forget::default()
+            })
+            .unwrap();
+            repo.prune(false, &mut |_| {}).unwrap();
+        }
+    }
+}
+
+/// What the child said it had done before it was killed.
+fn run_victim(dir: &Path, round: u64, lifetime: Duration) -> Vec<(u64, CheckpointId)> {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "tests::kill::victim", "--ignored", "--nocapture"])
+        .env(DIR, dir)
+        .env(ROUND, round.to_string())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let output = BufReader::new(child.stdout.take().unwrap());
+    let reader = std::thread::spawn(move || {
+        let mut committed = Vec::new();
+        for line in output.lines() {
+            let line = line.unwrap();
+            let words: Vec<&str> = line.split(' ').collect();
+            if let [what, step, id] = words[..]
+                && let Some(id) = CheckpointId::from_hex(id)
+            {
+                match what {
+                    "committed" => committed.push((step.parse().unwrap(), id)),
+                    _ => committed.retain(|(_, other)| *other != id),
+                }
+            }
+        }
+        committed
+    });
+    std::thread::sleep(lifetime);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    reader.join().unwrap()
+}
+
+#[test]
+fn a_killed_process_leaves_every_committed_checkpoint() {
+    let dir = test_dir();
+    drop(init(dir.path()));
+    let mut dice = Dice(99);
+    let mut survivors: Vec<(CheckpointId, Vm)> = Vec::new();
+    for round in 0..20 {
+        let lifetime = Duration::from_millis(30 + dice.below(700));
+        let committed = run_victim(dir.path(), round, lifetime);
+        let mut vm = vm_of_round(round);
+        let last = committed.last().map_or(0, |(step, _)| step + 1);
+        for step in 0..last {
+            run_step(&mut vm, round, step);
+            if let Some((_, id)) = committed.iter().find(|(at, _)| *at == step) {
+                survivors.push((*id, vm.clone()));
+            }
+        }
+        let mut repo = open(dir.path());
+        let report = repo.check(true, &mut |_| {}).unwrap();
+        assert_eq!(report.problems, [], "round {round}");
+        for (id, vm) in survivors.iter().rev().take(12) {
+            assert!(vm.compare(&mut repo, id).unwrap(), "round {round}");
+        }
+        if round % 4 == 3 {
+            // Its lock is stale now; prune must get past it and clear up.
+            repo.prune(false, &mut |_| {}).unwrap();
+            assert_eq!(
+                std::fs::read_dir(dir.path().join("tmp")).unwrap().count(),
+                0
+            );
+            assert_eq!(repo.check(true, &mut |_| {}).unwrap().problems, []);
+        }
+    }
+    assert!(survivors.len() > 20, "{}", survivors.len());
+    let mut repo = open(dir.path());
+    for (id, vm) in &survivors {
+        assert!(vm.compare(&mut repo, id).unwrap());
+    }
+}

@@ -1,0 +1,264 @@
+//! Locks: who waits for whom, and which ones are stale.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use jiff::{SignedDuration, Timestamp};
+use serde_json::{Value, json};
+
+use super::support::{Dice, Vm, WAIT, init, open, test_dir};
+use crate::lock::{Lock, LockKind, LockRecord};
+use crate::{ErrorClass, RepoError, Repository};
+
+const SHORT: Duration = Duration::from_millis(150);
+
+/// The lock of this process, changed, put there as if someone else held it.
+fn plant(repo: &Repository, kind: &str, change: &dyn Fn(&mut Value)) {
+    let lock = Lock::take(&repo.store, LockKind::Shared, WAIT).unwrap();
+    let folder = repo.dir().join("locks");
+    let own = std::fs::read_dir(&folder)
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap()
+        .path();
+    let mut record: Value = serde_json::from_slice(&std::fs::read(own).unwrap()).unwrap();
+    drop(lock);
+    record["kind"] = json!(kind);
+    change(&mut record);
+    serde_json::from_value::<LockRecord>(record.clone()).unwrap();
+    std::fs::write(folder.join("0123.lock"), record.to_string()).unwrap();
+}
+
+fn ago(minutes: i64) -> Value {
+    json!((Timestamp::now() - SignedDuration::from_mins(minutes)).to_string())
+}
+
+/// Whether a planted exclusive lock stops a writer.
+fn stops(change: &dyn Fn(&mut Value)) -> bool {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    plant(&repo, "exclusive", change);
+    let stopped = match repo.begin(SHORT) {
+        Ok(_) => false,
+        Err(RepoError::Locked { by }) => {
+            assert_eq!(by.kind, LockKind::Exclusive);
+            true
+        }
+        Err(error) => panic!("{error}"),
+    };
+    // A stale lock is removed by who meets it; a live one stays.
+    assert_eq!(dir.path().join("locks/0123.lock").exists(), stopped);
+    stopped
+}
+
+#[test]
+fn a_living_holder_is_respected() {
+    assert!(stops(&|_| {}));
+    assert!(stops(&|record| record["refreshed"] = ago(29)));
+}
+
+#[test]
+fn a_dead_holder_is_not() {
+    let mut child = Command::new("true").stdout(Stdio::null()).spawn().unwrap();
+    let pid = child.id();
+    child.wait().unwrap();
+    assert!(!stops(&|record| record["pid"] = json!(pid)));
+    // The number is in use again, by a process that started later.
+    assert!(!stops(&|record| record["start_time"] = json!(1)));
+    // A boot of this machine that is over.
+    assert!(!stops(&|record| record["boot"] = json!("another boot")));
+    assert!(!stops(&|record| record["refreshed"] = ago(31)));
+}
+
+#[test]
+fn a_killed_but_unreaped_holder_is_dead() {
+    let mut child = Command::new("sleep").arg("100").spawn().unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+    let started: u64 = stat
+        .rsplit(')')
+        .next()
+        .unwrap()
+        .split_whitespace()
+        .nth(19)
+        .unwrap()
+        .parse()
+        .unwrap();
+    let plant_child = |record: &mut Value| {
+        record["pid"] = json!(child.id());
+        record["start_time"] = json!(started);
+    };
+    assert!(stops(&plant_child));
+    child.kill().unwrap();
+    let deadline = Instant::now() + WAIT;
+    while stops(&plant_child) {
+        assert!(Instant::now() < deadline);
+    }
+    child.wait().unwrap();
+}
+
+#[test]
+fn what_cannot_be_judged_counts_as_alive_until_it_is_old() {
+    for other in [
+        &(|record: &mut Value| record["pid_namespace"] = json!("pid:[1]")) as &dyn Fn(&mut Value),
+        &|record| {
+            record["host"] = json!("elsewhere");
+            record["boot"] = json!("another boot");
+        },
+        &|record| {
+            record["machine"] = json!("another machine");
+            record["boot"] = json!("another boot");
+        },
+    ] {
+        let gone_here = |record: &mut Value| {
+            record["pid"] = json!(u32::MAX >> 1);
+            other(record);
+        };
+        assert!(stops(&gone_here));
+        assert!(!stops(&|record| {
+            gone_here(record);
+            record["refreshed"] = ago(31);
+        }));
+    }
+}
+
+#[test]
+fn half_a_lock_file_blocks_until_it_is_old() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let path = dir.path().join("locks/0123.lock");
+    std::fs::write(&path, "{\"vers").unwrap();
+    assert_eq!(
+        repo.begin(SHORT).err().unwrap().class(),
+        ErrorClass::Damaged
+    );
+    let old = std::time::SystemTime::now() - Duration::from_secs(31 * 60);
+    std::fs::File::options()
+        .append(true)
+        .open(&path)
+        .unwrap()
+        .set_modified(old)
+        .unwrap();
+    assert!(repo.begin(SHORT).is_ok());
+    assert!(!path.exists());
+}
+
+#[test]
+fn removers_wait_for_writers_and_the_other_way_round() {
+    let dir = test_dir();
+    let mut writing = init(dir.path());
+    let store = open(dir.path()).store.clone();
+    let take = |kind, wait| Lock::take(&store, kind, wait);
+
+    let writer = writing.begin(WAIT).unwrap();
+    assert!(
+        matches!(take(LockKind::Exclusive, SHORT), Err(RepoError::Locked { by }) if by.kind == LockKind::Shared)
+    );
+    assert!(take(LockKind::Shared, SHORT).is_ok());
+    // While a remover waits, new writers wait too; when the writer ends, the remover is next.
+    std::thread::scope(|scope| {
+        let remover = scope.spawn(|| take(LockKind::Exclusive, WAIT).map(|_| Instant::now()));
+        while std::fs::read_dir(dir.path().join("locks")).unwrap().count() < 2 {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(SHORT);
+        assert!(matches!(
+            take(LockKind::Shared, SHORT),
+            Err(RepoError::Locked { .. })
+        ));
+        let ended = Instant::now();
+        drop(writer);
+        assert!(remover.join().unwrap().unwrap() >= ended);
+    });
+    let exclusive = take(LockKind::Exclusive, SHORT).unwrap();
+    assert!(matches!(
+        writing.begin(SHORT),
+        Err(RepoError::Locked { .. })
+    ));
+    assert!(matches!(
+        take(LockKind::Exclusive, SHORT),
+        Err(RepoError::Locked { .. })
+    ));
+    drop(exclusive);
+    assert!(writing.begin(SHORT).is_ok());
+    assert_eq!(
+        std::fs::read_dir(dir.path().join("locks")).unwrap().count(),
+        0
+    );
+}
+
+#[test]
+fn exclusive_means_exclusive() {
+    let dir = test_dir();
+    let repo = init(dir.path());
+    let inside = std::sync::atomic::AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..10 {
+                    let lock =
+                        Lock::take(&repo.store, LockKind::Exclusive, Duration::from_secs(60))
+                            .unwrap();
+                    assert_eq!(inside.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
+                    inside.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
+                    drop(lock);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_writer_whose_lock_was_taken_away_records_nothing() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let mut vm = Vm::new("vm", 300);
+    vm.run(&mut Dice(5), 100);
+    let mut writer = repo.begin(WAIT).unwrap();
+    let (_, manifest) = vm.write(&mut writer, None, Timestamp::now()).unwrap();
+    for lock in std::fs::read_dir(dir.path().join("locks")).unwrap() {
+        std::fs::remove_file(lock.unwrap().path()).unwrap();
+    }
+    let error = writer.commit(manifest).unwrap_err();
+    assert!(matches!(error, RepoError::LockLost { .. }), "{error}");
+    assert!(repo.manifests().unwrap().is_empty());
+    assert!(vm.checkpoint(&mut repo).is_ok());
+}
+
+#[test]
+fn two_writers_at_once_both_commit() {
+    let dir = test_dir();
+    drop(init(dir.path()));
+    let committed = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..2)
+            .map(|number| {
+                let mut repo = open(dir.path());
+                scope.spawn(move || {
+                    // The same pages from both, so that blobs are stored twice.
+                    let mut dice = Dice(55);
+                    let mut vm = Vm::new(&format!("vm-{number}"), 500);
+                    (0..40)
+                        .map(|_| {
+                            vm.run(&mut dice, 20);
+                            (vm.checkpoint(&mut repo).unwrap(), vm.clone())
+                        })
+                        .collect::<Vec<_>>()
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .flat_map(|thread| thread.join().unwrap())
+            .collect::<Vec<_>>()
+    });
+    let mut repo = open(dir.path());
+    let verify = |repo: &mut Repository| {
+        assert_eq!(repo.check(true, &mut |_| {}).unwrap().problems, []);
+        for (id, vm) in committed.iter().step_by(7) {
+            assert!(vm.compare(repo, id).unwrap());
+        }
+    };
+    verify(&mut repo);
+    repo.prune(false, &mut |_| {}).unwrap();
+    verify(&mut repo);
+}
