@@ -72,3 +72,67 @@ pub fn receive(socket: &UnixStream, into: &mut [u8]) -> io::Result<(usize, Vec<O
     }
     Ok((message.bytes, fds))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::io::{Read, Write};
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn descriptors_arrive_with_the_first_byte() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        send(&near, b"take this", &[reader.as_fd(), near.as_fd()]).unwrap();
+        drop(reader);
+        let mut buffer = [0; 64];
+        let (count, fds) = receive(&far, &mut buffer).unwrap();
+        assert_eq!(&buffer[..count], b"take this");
+        assert_eq!(fds.len(), 2);
+        for fd in &fds {
+            let flags = rustix::io::fcntl_getfd(fd).unwrap();
+            assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        }
+        writer.write_all(b"hi").unwrap();
+        drop(writer);
+        let mut text = String::new();
+        File::from(fds.into_iter().next().unwrap())
+            .read_to_string(&mut text)
+            .unwrap();
+        assert_eq!(text, "hi");
+    }
+
+    #[test]
+    fn bytes_alone_arrive_whole_and_end() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let content: Vec<u8> = (0..1_000_000_u32).map(|at| at as u8).collect();
+        let sent = content.clone();
+        let sender = std::thread::spawn(move || send(&near, &sent, &[]).unwrap());
+        let (mut received, mut buffer) = (Vec::<u8>::new(), [0; 4096]);
+        loop {
+            let (count, fds) = receive(&far, &mut buffer).unwrap();
+            assert!(fds.is_empty());
+            received.extend(&buffer[..count]);
+            if count == 0 {
+                break;
+            }
+        }
+        sender.join().unwrap();
+        assert!(received == content);
+    }
+
+    #[test]
+    fn as_many_as_fit_and_no_more() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let many = vec![far.as_fd(); DESCRIPTORS_MAX];
+        send(&near, b"x", &many).unwrap();
+        assert_eq!(receive(&far, &mut [0; 8]).unwrap().1.len(), DESCRIPTORS_MAX);
+        for result in [
+            send(&near, b"", &[far.as_fd()]),
+            send(&near, b"x", &[far.as_fd(); 254]),
+        ] {
+            assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        }
+    }
+}

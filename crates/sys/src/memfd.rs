@@ -105,3 +105,43 @@ impl AsFd for Memfd {
 fn failed(action: &'static str, source: io::Error) -> MemfdError {
     MemfdError::Io { action, source }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+
+    #[test]
+    fn holds_exactly_what_was_written_last() {
+        let memfd = Memfd::create("test").unwrap();
+        assert_eq!(memfd.read_all(0).unwrap(), b"");
+        memfd.write_all(b"something longer").unwrap();
+        memfd.write_all(b"short").unwrap();
+        assert_eq!(memfd.read_all(5).unwrap(), b"short");
+        let result = memfd.read_all(4);
+        assert!(matches!(
+            result,
+            Err(MemfdError::TooLarge {
+                bytes: 5,
+                limit_bytes: 4
+            })
+        ));
+    }
+
+    #[test]
+    fn reopened_descriptors_do_one_thing_from_the_start() {
+        let memfd = Memfd::create("test").unwrap();
+        let mut writer = File::from(memfd.reopen(Access::Write).unwrap());
+        writer.write_all(b"hello").unwrap();
+        let mut reader = File::from(memfd.reopen(Access::Read).unwrap());
+        let mut text = String::new();
+        reader.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "hello");
+        assert!(reader.write_all(b"x").is_err() && writer.read(&mut [0]).is_err());
+        let mode = |file: &File| rustix::fs::fcntl_getfl(file).unwrap() & OFlags::ACCMODE;
+        assert_eq!(
+            (mode(&writer), mode(&reader)),
+            (OFlags::WRONLY, OFlags::RDONLY)
+        );
+    }
+}

@@ -1,6 +1,8 @@
 //! The bytes of another process: by address, or through a file both map.
 
 mod shared;
+#[cfg(test)]
+mod tests;
 
 pub use shared::{SharedMapping, data_extents};
 

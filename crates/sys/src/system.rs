@@ -26,3 +26,17 @@ pub fn host_name() -> String {
         .to_string_lossy()
         .into_owned()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_machine_has_a_name_and_a_boot() {
+        assert!(!host_name().is_empty());
+        assert_eq!(boot_id().len(), 36);
+        assert_eq!(boot_id(), boot_id());
+        let swaps = fs::read_to_string("/proc/swaps").unwrap();
+        assert_eq!(has_swap(), swaps.lines().count() > 1);
+    }
+}

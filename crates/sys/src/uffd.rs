@@ -168,7 +168,7 @@ impl Uffd {
         match uffd.negotiate(wanted) {
             Ok(_) => Ok(uffd),
             Err(source) if source.raw_os_error() == Some(libc::EINVAL) => {
-                Err(missing_features(wanted, source))
+                Err(refused(wanted, offered().unwrap_or(wanted), source))
             }
             Err(source) => Err(UffdError::Handshake(source)),
         }
@@ -388,25 +388,25 @@ fn progress(result: io::Result<()>, done: i64) -> io::Result<u64> {
     }
 }
 
-/// Explains a refused handshake by asking a userfaultfd of our own which features there are.
-fn missing_features(wanted: Features, source: io::Error) -> UffdError {
+/// Which features this kernel's userfaultfd has, asked of one of our own.
+fn offered() -> io::Result<Features> {
     use rustix::mm::UserfaultfdFlags;
     let flags =
         UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::from_bits_retain(kernel::UFFD_USER_MODE_ONLY);
     // SAFETY: the new descriptor watches no memory until a range is registered, and none is.
-    let own = unsafe { rustix::mm::userfaultfd(flags) };
-    let offered = own
-        .map_err(io::Error::from)
-        .and_then(|fd| {
-            Uffd {
-                file: File::from(fd),
-            }
-            .negotiate(Features(0))
-        })
-        .unwrap_or(Features(0));
+    let own = unsafe { rustix::mm::userfaultfd(flags) }?;
+    Uffd {
+        file: File::from(own),
+    }
+    .negotiate(Features(0))
+}
+
+/// Explains a handshake that was refused with EINVAL.
+fn refused(wanted: Features, offered: Features, source: io::Error) -> UffdError {
+    let missing = wanted.0 & !offered.0;
     let lacking = Features::VERSIONS
         .iter()
-        .filter(|(one, ..)| wanted.0 & !offered.0 & one.0 != 0);
+        .filter(|(one, ..)| missing & one.0 != 0);
     match lacking.clone().next_back() {
         Some((.., version)) => UffdError::MissingFeatures {
             names: lacking
@@ -416,5 +416,39 @@ fn missing_features(wanted: Features, source: io::Error) -> UffdError {
             version,
         },
         None => UffdError::Handshake(source),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_handshake_names_what_is_missing() {
+        let wanted = Features(Features::WRITE_PROTECT.0 | Features::WP_ASYNC.0);
+        let offered = Features::PAGEFAULT_FLAG_WP;
+        let refusal = || io::Error::from(rustix::io::Errno::INVAL);
+        let error = refused(wanted, offered, refusal()).to_string();
+        assert!(
+            error.contains("WP_HUGETLBFS_SHMEM, WP_UNPOPULATED, WP_ASYNC"),
+            "{error}"
+        );
+        assert!(error.contains("Linux 6.7"), "{error}");
+        // Everything is there: something else is wrong with the descriptor.
+        let error = refused(wanted, wanted, refusal());
+        assert!(matches!(error, UffdError::Handshake(_)), "{error:?}");
+    }
+
+    #[test]
+    fn this_kernel_offers_what_is_needed() {
+        let wanted = Features::WRITE_PROTECT.0 | Features::WP_ASYNC.0 | Features::MISSING.0;
+        assert_eq!(offered().unwrap().0 & wanted, wanted);
+    }
+
+    #[test]
+    fn another_kind_of_descriptor_is_refused() {
+        let (reader, _writer) = std::io::pipe().unwrap();
+        let result = Uffd::handshake(reader.into(), WriteProtectMode::Async);
+        assert!(matches!(result, Err(UffdError::Handshake(_))), "{result:?}");
     }
 }

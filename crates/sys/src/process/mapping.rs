@@ -130,3 +130,75 @@ fn unescape(path: &[u8]) -> Vec<u8> {
     }
     out
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn parse(line: &str) -> Option<Mapping> {
+        Mapping::parse(line.as_bytes())
+    }
+
+    #[test]
+    fn lines_of_every_kind() {
+        let line = "7f8a00000000-7f8a40000000 rw-s 00100000 00:01 2049    /memfd:pc.ram (deleted)";
+        let expected = Mapping {
+            range: AddressRange {
+                start: 0x7f8a_0000_0000,
+                end: 0x7f8a_4000_0000,
+            },
+            readable: true,
+            writable: true,
+            executable: false,
+            shared: true,
+            file_offset: 0x10_0000,
+            device: (0, 1),
+            inode: 2049,
+            path: Some(PathBuf::from("/memfd:pc.ram (deleted)")),
+        };
+        assert_eq!(parse(line), Some(expected));
+        let vdso = parse("7ffd1000-7ffd3000 r-xp 00000000 00:00 0          [vdso]").unwrap();
+        assert!(vdso.executable && !vdso.shared && vdso.inode == 0);
+        assert_eq!(vdso.path, Some(PathBuf::from("[vdso]")));
+        assert_eq!(
+            parse("1000-2000 ---p 00000000 00:00 0 ").unwrap().path,
+            None
+        );
+        assert_eq!(parse("1000-2000 ---p 00000000 00:00 0").unwrap().path, None);
+        let strange = parse("1000-2000 r--p 0 fd:1f 7   /a dir/with\\012line feed").unwrap();
+        assert_eq!(strange.path, Some(PathBuf::from("/a dir/with\nline feed")));
+        assert_eq!(strange.device, (0xfd, 0x1f));
+    }
+
+    #[test]
+    fn what_is_no_line_is_refused() {
+        for line in [
+            "",
+            "1000-2000",
+            "1000-2000 r--p",
+            "x-2000 r--p 0 0:0 0",
+            "1-2 r- 0 0:0 0",
+        ] {
+            assert_eq!(parse(line), None, "{line}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_line_makes_it_panic(line in prop::collection::vec(any::<u8>(), 0..80)) {
+            let _ = Mapping::parse(&line);
+        }
+
+        #[test]
+        fn ranges_agree_with_their_addresses(a in 0..20_u64, b in 0..20_u64, c in 0..20_u64, d in 0..20_u64) {
+            let (one, two) = (AddressRange { start: a, end: b }, AddressRange { start: c, end: d });
+            let inside = |range: AddressRange| (0..20).filter(move |at| range.contains(*at));
+            prop_assert_eq!(one.len(), inside(one).count() as u64);
+            prop_assert_eq!(one.is_empty(), inside(one).count() == 0);
+            let both: Vec<u64> = inside(one).filter(|at| two.contains(*at)).collect();
+            let shared = one.intersect(&two);
+            prop_assert_eq!(shared.map_or(Vec::new(), |range| inside(range).collect()), both);
+        }
+    }
+}
