@@ -6,7 +6,7 @@ use crate::setup;
 use crate::tidy;
 use crate::workspace::Workspace;
 use anyhow::Result;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
@@ -26,20 +26,21 @@ pub fn ci(workspace: &Workspace) -> Result<()> {
             .args(["--", "--deny", "warnings"]))
     })?;
     step("tidy", || tidy::tidy(workspace))?;
-    let binary = step("build", || build_binary(workspace))?;
+    let release = step("build", || build_release(workspace, &["stillframe"]))?;
     let guests = step("guests", || guests::build(workspace))?;
-    run_tests(workspace, &guests, &binary)
+    run_tests(workspace, &guests, &release.join("stillframe"))
 }
 
 /// Whatever the tests need, then all tests.
 pub fn test(workspace: &Workspace) -> Result<()> {
     step("setup", setup::setup)?;
-    let binary = step("build", || build_binary(workspace))?;
+    let release = step("build", || build_release(workspace, &["stillframe"]))?;
     let guests = step("guests", || guests::build(workspace))?;
-    run_tests(workspace, &guests, &binary)
+    run_tests(workspace, &guests, &release.join("stillframe"))
 }
 
-fn step<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+/// Runs one step and says how long it took.
+pub fn step<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     println!("== {name}");
     let began = Instant::now();
     let done = work();
@@ -57,14 +58,19 @@ fn in_root(workspace: &Workspace) -> Command {
     command
 }
 
-/// The binary as users get it.
-fn build_binary(workspace: &Workspace) -> Result<PathBuf> {
-    run(in_root(workspace).args(["build", "--release", "--package", "stillframe"]))?;
-    Ok(workspace.target.join("release/stillframe"))
+/// Packages as users get them; the folder of the binaries.
+pub fn build_release(workspace: &Workspace, packages: &[&str]) -> Result<PathBuf> {
+    let mut command = in_root(workspace);
+    command.args(["build", "--release"]);
+    for package in packages {
+        command.args(["--package", package]);
+    }
+    run(&mut command)?;
+    Ok(workspace.target.join("release"))
 }
 
 /// All tests of all crates, also after one has failed. No line of ours follows a good end.
-fn run_tests(workspace: &Workspace, guests: &Guests, binary: &PathBuf) -> Result<()> {
+fn run_tests(workspace: &Workspace, guests: &Guests, binary: &Path) -> Result<()> {
     println!("== tests");
     run(in_root(workspace)
         .env(GUESTS_VARIABLE, &guests.folder)

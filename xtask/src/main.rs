@@ -5,6 +5,7 @@
 mod ci;
 mod claims;
 mod guests;
+mod lab;
 mod run;
 mod setup;
 mod tidy;
@@ -36,6 +37,16 @@ enum Command {
     Test,
     /// What every commit must pass: setup, format, lints, tidy, builds, guests, tests
     Ci,
+    /// Take checkpoints of a real guest, kill it, restore three of them, and show it all
+    Demo,
+    /// Measure, and write the results under docs/results
+    Bench {
+        /// Which
+        bench: lab::Bench,
+        /// More arguments for it
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        more: Vec<String>,
+    },
     /// Print every promised number with its last measurement; fail if one does not hold
     Claims,
 }
@@ -52,6 +63,10 @@ fn main() -> ExitCode {
         Command::Tidy => Workspace::load().and_then(|workspace| tidy::tidy(&workspace)),
         Command::Test => Workspace::load().and_then(|workspace| ci::test(&workspace)),
         Command::Ci => Workspace::load().and_then(|workspace| ci::ci(&workspace)),
+        Command::Demo => Workspace::load().and_then(|workspace| lab::demo(&workspace)),
+        Command::Bench { bench, more } => {
+            Workspace::load().and_then(|workspace| lab::bench(&workspace, bench, &more))
+        }
         Command::Claims => Workspace::load().and_then(|workspace| claims::claims(&workspace)),
     };
     match done {

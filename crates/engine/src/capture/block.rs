@@ -154,6 +154,11 @@ impl Block {
         self.pages
     }
 
+    /// All its pages, as a list of one range.
+    pub fn whole(&self) -> Vec<Range<u64>> {
+        std::iter::once(0..self.pages).collect()
+    }
+
     /// Where it lies in QEMU's address space.
     pub fn range(&self) -> AddressRange {
         AddressRange {

@@ -77,6 +77,9 @@ pub enum PauseError {
     Guardian(#[from] GuardianError),
 }
 
+/// Something that looks at all of memory while the guest stands still.
+pub type Look<'l> = dyn FnMut(&Tracker) -> Result<(), TrackerError> + 'l;
+
 /// What a pause needs.
 pub struct Pause<'a> {
     /// QEMU.
@@ -97,7 +100,7 @@ pub struct Pause<'a> {
     /// the guest stands still.
     pub beside: &'a mut dyn FnMut(),
     /// Runs last in the pause, with everything copied (`--verify`).
-    pub before_resume: Option<&'a mut dyn FnMut(&Tracker) -> Result<(), TrackerError>>,
+    pub before_resume: Option<&'a mut Look<'a>>,
 }
 
 impl Pause<'_> {

@@ -176,7 +176,7 @@ impl Tracker {
                     return Ok(data);
                 }
                 if !block.absent_is_zero() {
-                    return Ok(vec![0..block.pages()]);
+                    return Ok(block.whole());
                 }
                 let mut found = Vec::new();
                 let scanned = match swap {

@@ -121,7 +121,7 @@ fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>, PopulateE
         return Ok(data);
     }
     if !block.absent_is_zero() {
-        return Ok(vec![0..block.pages()]);
+        return Ok(block.whole());
     }
     let mut found = Vec::new();
     pagemap.populated(block.range(), &mut found)?;

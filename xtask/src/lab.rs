@@ -1,0 +1,55 @@
+//! `demo` and `bench`: what is shown and measured on real guests. The work itself is in the binary
+//! of `tests/e2e`; here everything it needs is built first.
+
+use crate::ci::{build_release, step};
+use crate::guests;
+use crate::run::run;
+use crate::setup;
+use crate::workspace::Workspace;
+use anyhow::Result;
+use clap::ValueEnum;
+use std::process::Command;
+use std::time::Instant;
+
+/// The benches and long campaigns; each writes `docs/results/<name>/`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Bench {
+    /// The pause against QEMU's own floor, beside QEMU's own ways to save (about 8 minutes).
+    Checkpoint,
+    /// Every page against an image of the same pause, all kinds of guest (about 10 minutes).
+    Exactness,
+    /// 200 times `kill -9` of the engine (about 15 minutes).
+    Kill,
+    /// 1000 bit flips and truncations of a repository (about 10 minutes).
+    Flips,
+}
+
+/// The main job once, for the user's eyes.
+pub fn demo(workspace: &Workspace) -> Result<()> {
+    let began = Instant::now();
+    let mut lab = prepared(workspace)?;
+    let seconds = began.elapsed().as_secs().to_string();
+    run(lab.args(["demo", "--seconds-before", &seconds]))
+}
+
+/// One bench; `more` is handed on to it.
+pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()> {
+    let name = bench
+        .to_possible_value()
+        .map(|value| value.get_name().to_owned())
+        .unwrap_or_default();
+    run(prepared(workspace)?.arg(name).args(more))
+}
+
+/// The binary of `tests/e2e`, with its surroundings.
+fn prepared(workspace: &Workspace) -> Result<Command> {
+    step("setup", setup::setup)?;
+    let release = step("build", || {
+        build_release(workspace, &["stillframe", "stillframe-e2e"])
+    })?;
+    let guests = step("guests", || guests::build(workspace))?;
+    let mut lab = Command::new(release.join("stillframe-e2e"));
+    lab.env("STILLFRAME_GUESTS", &guests.folder)
+        .env("STILLFRAME_BIN", release.join("stillframe"));
+    Ok(lab)
+}
