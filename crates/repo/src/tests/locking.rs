@@ -84,8 +84,9 @@ fn a_killed_but_unreaped_holder_is_dead() {
         .unwrap()
         .parse()
         .unwrap();
+    let pid = child.id();
     let plant_child = |record: &mut Value| {
-        record["pid"] = json!(child.id());
+        record["pid"] = json!(pid);
         record["start_time"] = json!(started);
     };
     assert!(stops(&plant_child));
