@@ -121,9 +121,9 @@ impl Process {
     /// [`ProcessError::NotFound`] when there is none or it is a zombie; [`ProcessError::Permission`].
     pub fn open(pid: i32) -> Result<Process, ProcessError> {
         let not_found = || ProcessError::NotFound { pid };
-        let number = Pid::from_raw(pid)
-            .filter(|_| pid > 0)
-            .ok_or_else(not_found)?;
+        // Pid::from_raw panics on negative numbers.
+        let number = Some(pid).filter(|pid| *pid > 0).and_then(Pid::from_raw);
+        let number = number.ok_or_else(not_found)?;
         let pidfd = match rustix::process::pidfd_open(number, PidfdFlags::empty()) {
             Ok(fd) => fd,
             // EINVAL or ENOENT: the number of a thread that does not lead a process.

@@ -193,7 +193,7 @@ fn a_filter_that_cannot_be_suspended_is_refused() {
     let mut victim = Victim::start("limits kill");
     let process = victim.process.clone();
     let engine = std::thread::spawn(move || {
-        drop_sys_admin();
+        drop_capabilities([SYS_ADMIN, 0]);
         for _ in 0..5 {
             let result = steal(&process);
             assert!(
@@ -209,18 +209,20 @@ fn a_filter_that_cannot_be_suspended_is_refused() {
     assert_eq!(victim.line(), "right");
 }
 
-/// Takes CAP_SYS_ADMIN from the calling thread.
-fn drop_sys_admin() {
+const SYS_ADMIN: u32 = 1 << 21;
+
+/// Takes capabilities (0 to 31, 32 to 63) from the calling thread.
+pub fn drop_capabilities(lost: [u32; 2]) {
     const VERSION_3: u32 = 0x2008_0522;
-    const SYS_ADMIN: u32 = 1 << 21;
     let header = leak([VERSION_3, 0]);
-    // Two groups of effective, permitted, inheritable.
-    let sets = leak([0_u32; 6]);
+    let sets = leak([[0_u32; 3]; 2]);
     call(libc::SYS_capget, [header, sets]);
     // SAFETY: leaked just now.
-    let words = unsafe { &mut *(sets as *mut [u32; 6]) };
-    words[0] &= !SYS_ADMIN;
-    words[1] &= !SYS_ADMIN;
+    let words = unsafe { &mut *(sets as *mut [[u32; 3]; 2]) };
+    for ([effective, permitted, _], lost) in words.iter_mut().zip(lost) {
+        *effective &= !lost;
+        *permitted &= !lost;
+    }
     call(libc::SYS_capset, [header, sets]);
 }
 

@@ -9,6 +9,7 @@
 )]
 
 mod calls;
+mod identity;
 mod infect_calls;
 mod infect_limits;
 mod infect_signals;

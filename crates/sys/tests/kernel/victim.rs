@@ -29,6 +29,7 @@ extern "C" fn play_role() {
         "signals" => crate::infect_signals::play(argument),
         "state" => crate::infect_state::play(argument),
         "limits" => crate::infect_limits::play(argument),
+        "identity" => crate::identity::play(argument),
         "memory" => crate::tracking::play(argument),
         _ => panic!("no role {role}"),
     }
