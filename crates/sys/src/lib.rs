@@ -21,6 +21,7 @@ pub mod infect;
 pub mod memfd;
 pub mod memory;
 pub mod pagemap;
+pub mod probe;
 pub mod process;
 pub mod system;
 pub mod uffd;

@@ -1,0 +1,319 @@
+//! What this machine lets the engine do: every ability really used once, on a child of ours.
+
+mod child;
+
+use crate::infect::{InfectError, StolenUffd, steal_userfaultfd};
+use crate::memfd::{Access, Memfd};
+use crate::memory::{RemoteMemory, SharedMapping};
+use crate::pagemap::Pagemap;
+use crate::process::AddressRange;
+use crate::uffd::{Event, Track, Uffd, WriteProtectMode};
+use child::{Child, PAGE, PAGES};
+use std::error::Error;
+use std::time::Duration;
+
+/// For how long a step of a trial may take.
+const LIMIT: Duration = Duration::from_secs(2);
+
+/// Something the engine needs of the machine or can use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ability {
+    /// What it is, in a few words.
+    pub name: &'static str,
+    /// Whether it can be done without.
+    pub need: Need,
+    /// Whether it is there.
+    pub state: State,
+}
+
+/// Whether an ability can be done without.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Need {
+    /// Nothing works without it.
+    Required,
+    /// Something works without it.
+    Optional,
+}
+
+/// Whether an ability is there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// It was used.
+    Present {
+        /// What came of it.
+        detail: String,
+    },
+    /// It failed.
+    Missing {
+        /// What failed.
+        cause: String,
+        /// What can be done about it.
+        mend: String,
+    },
+}
+
+type Trial = fn(&Child) -> Result<String, Box<dyn Error>>;
+
+/// An ability, how to try it, and what to do when that fails.
+struct Entry {
+    name: &'static str,
+    need: Need,
+    filtered_child: bool,
+    trial: Trial,
+    mend: &'static str,
+}
+
+const ROOT: &str = "run as root, or with the capability CAP_SYS_PTRACE";
+const KERNEL: &str =
+    "use Linux 6.7 or newer, built with CONFIG_USERFAULTFD and CONFIG_PTE_MARKER_UFFD_WP";
+
+const ENTRIES: [Entry; 8] = [
+    Entry {
+        name: "memory of other processes",
+        need: Need::Required,
+        filtered_child: false,
+        trial: try_memory,
+        mend: ROOT,
+    },
+    Entry {
+        name: "userfaultfd of other processes",
+        need: Need::Required,
+        filtered_child: false,
+        trial: try_infect,
+        mend: "run as root (CAP_SYS_PTRACE), and allow ptrace: /proc/sys/kernel/yama/ptrace_scope \
+               at most 2",
+    },
+    Entry {
+        name: "asynchronous write tracking",
+        need: Need::Required,
+        filtered_child: false,
+        trial: try_tracking,
+        mend: KERNEL,
+    },
+    Entry {
+        name: "files in memory",
+        need: Need::Required,
+        filtered_child: false,
+        trial: try_memfd,
+        mend: "mount /proc, and use a kernel with CONFIG_MEMFD_CREATE",
+    },
+    Entry {
+        name: "shared memory of other processes",
+        need: Need::Optional,
+        filtered_child: false,
+        trial: try_mapped_file,
+        mend: "run as root, or with the capability CAP_CHECKPOINT_RESTORE",
+    },
+    Entry {
+        name: "sandboxed processes",
+        need: Need::Optional,
+        filtered_child: true,
+        trial: try_infect,
+        mend: "run as root (CAP_SYS_ADMIN), without a seccomp filter of our own, on a kernel with \
+               CONFIG_CHECKPOINT_RESTORE",
+    },
+    Entry {
+        name: "synchronous write protection",
+        need: Need::Optional,
+        filtered_child: false,
+        trial: try_synchronous,
+        mend: KERNEL,
+    },
+    Entry {
+        name: "missing pages",
+        need: Need::Optional,
+        filtered_child: false,
+        trial: try_missing,
+        mend: KERNEL,
+    },
+];
+
+/// Tries all of them; takes a few milliseconds, and starts and ends some child processes.
+pub fn run() -> Vec<Ability> {
+    ENTRIES.iter().map(try_one).collect()
+}
+
+fn try_one(entry: &Entry) -> Ability {
+    // A child of its own, so that one failure does not spoil the next trial.
+    let result = Child::start(entry.filtered_child).and_then(|child| (entry.trial)(&child));
+    let state = match result {
+        Ok(detail) => State::Present { detail },
+        Err(error) => State::Missing {
+            cause: with_causes(error.as_ref()),
+            mend: entry.mend.to_owned(),
+        },
+    };
+    Ability {
+        name: entry.name,
+        need: entry.need,
+        state,
+    }
+}
+
+fn with_causes(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text = format!("{text}: {cause}");
+        next = cause.source();
+    }
+    text
+}
+
+fn try_memory(child: &Child) -> Result<String, Box<dyn Error>> {
+    let memory = RemoteMemory::open(&child.process);
+    let start = child.private.start;
+    memory.write(start, b"probe")?;
+    let mut bytes = [0; 5];
+    memory.read(start, &mut bytes)?;
+    if &bytes != b"probe" {
+        return Err("what was written is not read back".into());
+    }
+    Ok("read and written".into())
+}
+
+fn steal(child: &Child) -> Result<StolenUffd, InfectError> {
+    steal_userfaultfd(&child.process, LIMIT)
+}
+
+fn try_infect(child: &Child) -> Result<String, Box<dyn Error>> {
+    let stolen = steal(child)?;
+    let limits = if stolen.user_mode_only {
+        ", for user mode only"
+    } else {
+        ""
+    };
+    Ok(format!(
+        "a process was stopped for {} µs{limits}",
+        stolen.stopped_us
+    ))
+}
+
+fn try_tracking(child: &Child) -> Result<String, Box<dyn Error>> {
+    let uffd = Uffd::handshake(steal(child)?.fd, WriteProtectMode::Async)?;
+    let pagemap = Pagemap::open(&child.process)?;
+    for region in [child.private, child.shared] {
+        uffd.register(region, Track::WriteProtect)?;
+        uffd.protect(region)?;
+        let page = page(region, 2);
+        child.write(page.start)?;
+        child.await_answer(LIMIT)?;
+        let mut written = Vec::new();
+        pagemap.take_written(region, &mut written)?;
+        if written != [page] {
+            return Err(format!("{page} was written, but the kernel says {written:?}").into());
+        }
+    }
+    Ok("writes to private and shared memory were found".into())
+}
+
+fn try_memfd(_: &Child) -> Result<String, Box<dyn Error>> {
+    let memfd = Memfd::create("stillframe-probe")?;
+    memfd.write_all(b"probe")?;
+    memfd.reopen(Access::Read)?;
+    memfd.reopen(Access::Write)?;
+    Ok("created and reopened".into())
+}
+
+fn try_mapped_file(child: &Child) -> Result<String, Box<dyn Error>> {
+    let mappings = child.process.mappings()?;
+    let found = mappings
+        .iter()
+        .find(|mapping| mapping.range.contains(child.shared.start));
+    let mapping = found.ok_or("the memory of the child is not among its mappings")?;
+    let file = child.process.open_mapping(mapping, true)?;
+    SharedMapping::map(&file, mapping.file_offset, child.shared.len(), true)?;
+    Ok("mapped here as well".into())
+}
+
+fn try_synchronous(child: &Child) -> Result<String, Box<dyn Error>> {
+    let uffd = Uffd::handshake(steal(child)?.fd, WriteProtectMode::Sync)?;
+    for region in [child.private, child.shared] {
+        uffd.register(region, Track::WriteProtect)?;
+        uffd.protect(region)?;
+        let page = page(region, 1);
+        child.write(page.start)?;
+        expect(
+            &uffd,
+            Event::Fault {
+                address: page.start,
+                write: true,
+                protected: true,
+            },
+        )?;
+        uffd.unprotect(page)?;
+        child.await_answer(LIMIT)?;
+    }
+    Ok("a writer waited".into())
+}
+
+fn try_missing(child: &Child) -> Result<String, Box<dyn Error>> {
+    let uffd = Uffd::handshake_missing(steal(child)?.fd)?;
+    for region in [child.private, child.shared] {
+        uffd.register(region, Track::Missing)?;
+        let page = page(region, PAGES - 1);
+        child.write(page.start)?;
+        expect(
+            &uffd,
+            Event::Fault {
+                address: page.start,
+                write: true,
+                protected: false,
+            },
+        )?;
+        uffd.copy(page.start, &[0; PAGE as usize])?;
+        child.await_answer(LIMIT)?;
+    }
+    Ok("pages were supplied on demand".into())
+}
+
+fn page(region: AddressRange, number: u64) -> AddressRange {
+    let start = region.start + number * PAGE;
+    AddressRange {
+        start,
+        end: start + PAGE,
+    }
+}
+
+fn expect(uffd: &Uffd, expected: Event) -> Result<(), Box<dyn Error>> {
+    child::await_readable(uffd, LIMIT)?;
+    match uffd.next_event()? {
+        Some(event) if event == expected => Ok(()),
+        other => Err(format!("{expected:?} was expected, but there came {other:?}").into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_is_there() {
+        for ability in run() {
+            assert!(
+                matches!(ability.state, State::Present { .. }),
+                "{ability:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_fails_says_why_and_what_to_do() {
+        let entry = Entry {
+            name: "something",
+            need: Need::Optional,
+            filtered_child: false,
+            trial: |child| {
+                child.process.signal(libc::SIGKILL)?;
+                child.process.wait_exit(LIMIT);
+                try_memory(child)
+            },
+            mend: "do something",
+        };
+        let State::Missing { cause, mend } = try_one(&entry).state else {
+            panic!("it cannot be there")
+        };
+        assert!(cause.contains("has ended"), "{cause}");
+        assert_eq!(mend, "do something");
+    }
+}

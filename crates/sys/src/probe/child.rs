@@ -1,0 +1,181 @@
+//! The process that abilities are tried on: a fork of ours that writes where it is told.
+
+use crate::process::{AddressRange, Process};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::error::Error;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::Duration;
+
+/// The size of a page on this architecture.
+pub(super) const PAGE: u64 = 4096;
+/// How many pages of either kind the child has.
+pub(super) const PAGES: u64 = 4;
+
+/// A child with some private and some shared memory. Killed and reaped on drop.
+pub(super) struct Child {
+    pub(super) process: Process,
+    /// Private anonymous memory, never touched.
+    pub(super) private: AddressRange,
+    /// Memory shared through a memfd, never touched.
+    pub(super) shared: AddressRange,
+    orders: File,
+    answers: File,
+}
+
+impl Child {
+    /// Forks it; `filtered` gives it a seccomp filter that allows everything.
+    pub(super) fn start(filtered: bool) -> Result<Child, Box<dyn Error>> {
+        let bytes = (PAGES * PAGE) as usize;
+        let memfd = rustix::fs::memfd_create("stillframe-probe", rustix::fs::MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&memfd, PAGES * PAGE)?;
+        let (orders_in, orders) = std::io::pipe()?;
+        let (answers, answers_out) = std::io::pipe()?;
+        let memory = Memory::map(&memfd, bytes)?;
+        // SAFETY: the child runs `serve` alone, which neither allocates nor takes a lock, so that it
+        // does not matter what other threads held in the moment of the fork.
+        let pid = unsafe { libc::fork() };
+        match pid {
+            -1 => return Err(io::Error::last_os_error().into()),
+            0 => serve(orders_in.as_raw_fd(), answers_out.as_raw_fd(), filtered),
+            _ => {}
+        }
+        let process = Process::open(pid).inspect_err(|_| end(pid))?;
+        let range = |start: *mut libc::c_void| {
+            let start = start as u64;
+            AddressRange {
+                start,
+                end: start + PAGES * PAGE,
+            }
+        };
+        let child = Child {
+            process,
+            private: range(memory.private),
+            shared: range(memory.shared),
+            orders: File::from(OwnedFd::from(orders)),
+            answers: File::from(OwnedFd::from(answers)),
+        };
+        // It says so when it has its filter.
+        child.await_answer(Duration::from_secs(2))?;
+        Ok(child)
+    }
+
+    /// Has it write one byte at this address; does not wait until it has.
+    pub(super) fn write(&self, address: u64) -> io::Result<()> {
+        (&self.orders).write_all(&address.to_ne_bytes())
+    }
+
+    /// Waits until it has done what it was told last.
+    pub(super) fn await_answer(&self, limit: Duration) -> io::Result<()> {
+        await_readable(&self.answers, limit)?;
+        (&self.answers).read_exact(&mut [0])
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        end(self.process.pid());
+    }
+}
+
+/// Kills and reaps a child of ours: until it is reaped, nobody else can have its number.
+fn end(pid: i32) {
+    // SAFETY: both calls take numbers only, and a null pointer for a status that nobody asks for.
+    unsafe {
+        libc::kill(pid, libc::SIGKILL);
+        while libc::waitpid(pid, std::ptr::null_mut(), 0) < 0
+            && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
+        {}
+    }
+}
+
+/// Waits until something can be read.
+pub(super) fn await_readable(from: impl AsFd, limit: Duration) -> io::Result<()> {
+    let mut set = [rustix::event::PollFd::new(
+        &from,
+        rustix::event::PollFlags::IN,
+    )];
+    let timeout = rustix::event::Timespec::try_from(limit).map_err(io::Error::other)?;
+    match rustix::event::poll(&mut set, Some(&timeout)) {
+        Ok(0) => Err(io::Error::from(io::ErrorKind::TimedOut)),
+        Ok(_) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// What the child inherits; the parent's own mappings go on drop.
+struct Memory {
+    private: *mut libc::c_void,
+    shared: *mut libc::c_void,
+    bytes: usize,
+}
+
+impl Memory {
+    fn map(memfd: &OwnedFd, bytes: usize) -> io::Result<Memory> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let anywhere = std::ptr::null_mut();
+        // SAFETY: new mappings at addresses of the kernel's choice replace nothing.
+        let (private, shared) = unsafe {
+            (
+                rustix::mm::mmap_anonymous(anywhere, bytes, access, MapFlags::PRIVATE)?,
+                rustix::mm::mmap(anywhere, bytes, access, MapFlags::SHARED, memfd, 0)?,
+            )
+        };
+        Ok(Memory {
+            private,
+            shared,
+            bytes,
+        })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map` with this length, and never accessed by this process.
+        unsafe {
+            let _ = rustix::mm::munmap(self.private, self.bytes);
+            let _ = rustix::mm::munmap(self.shared, self.bytes);
+        }
+    }
+}
+
+/// The whole life of the child: reads addresses, writes there, answers with a byte.
+fn serve(orders: i32, answers: i32, filtered: bool) -> ! {
+    // SAFETY: only async-signal-safe calls, on descriptors and buffers that stay valid; the addresses
+    // come from the parent and are those of the two mappings.
+    unsafe {
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        if filtered {
+            let mut allow = [libc::sock_filter {
+                code: (libc::BPF_RET | libc::BPF_K) as u16,
+                jt: 0,
+                jf: 0,
+                k: libc::SECCOMP_RET_ALLOW,
+            }];
+            let program = libc::sock_fprog {
+                len: 1,
+                filter: allow.as_mut_ptr(),
+            };
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+            if libc::prctl(
+                libc::PR_SET_SECCOMP,
+                libc::SECCOMP_MODE_FILTER,
+                &raw const program,
+            ) != 0
+            {
+                libc::_exit(1);
+            }
+        }
+        loop {
+            if libc::write(answers, b"!".as_ptr().cast(), 1) != 1 {
+                libc::_exit(0);
+            }
+            let mut address = 0_u64;
+            if libc::read(orders, (&raw mut address).cast(), 8) != 8 {
+                libc::_exit(0);
+            }
+            (address as *mut u8).write_volatile(1);
+        }
+    }
+}
