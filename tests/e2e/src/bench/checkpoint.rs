@@ -154,86 +154,137 @@ fn saves(
     Ok(all)
 }
 
+/// Everything measured.
+struct Measured<'a> {
+    floors: &'a [f64],
+    increments: Vec<&'a Value>,
+    peers: &'a [(&'static str, Vec<Saved>)],
+    slowdown: &'a slowdown::Slowdown,
+    peak_bytes: f64,
+}
+
+impl Measured<'_> {
+    fn numbers(&self, pick: impl Fn(&Value) -> Option<f64>) -> Result<Vec<f64>> {
+        let picked = self.increments.iter().map(|line| pick(line));
+        picked
+            .map(|number| number.context("a report lacks a number"))
+            .collect()
+    }
+
+    fn pauses_ms(&self) -> Result<Vec<f64>> {
+        self.numbers(|line| line["downtime_us"]["total"].as_f64().map(|us| us / 1e3))
+    }
+
+    fn captured_pages(&self) -> Result<Vec<f64>> {
+        self.numbers(|line| line["pages"]["captured"].as_f64())
+    }
+
+    fn largest_dirty_bytes(&self) -> Result<f64> {
+        Ok(self.captured_pages()?.into_iter().fold(0.0, f64::max) * 4096.0)
+    }
+
+    /// In the order of the promises in [`summarise`].
+    fn values(&self) -> Result<[f64; 4]> {
+        let floor = percentile(self.floors, 0.5);
+        let pauses = self.pauses_ms()?;
+        Ok([
+            percentile(&pauses, 0.5) / floor,
+            percentile(&pauses, 0.99) / floor,
+            self.slowdown.percent(),
+            (self.peak_bytes - 256.0 * MIB).max(0.0) / self.largest_dirty_bytes()?,
+        ])
+    }
+
+    fn table(&self) -> Result<String> {
+        let mut table = format!(
+            "| way | pause p50 | pause p99 | total p50 | bytes p50 | n |\n| --- | --- | --- | --- | --- | --- |\n\
+             | QEMU's floor: stop, device state, cont | {:.2} ms | {:.2} ms | - | - | {} |\n",
+            percentile(self.floors, 0.5),
+            percentile(self.floors, 0.99),
+            self.floors.len()
+        );
+        table += &row(
+            "stillframe, increment every 2 s",
+            &self.pauses_ms()?,
+            &self.numbers(|line| line["total_us"].as_f64().map(|us| us / 1e3))?,
+            &self.numbers(|line| line["bytes_stored"].as_f64())?,
+        );
+        for (name, saved) in self.peers {
+            let column = |pick: fn(&Saved) -> f64| saved.iter().map(pick).collect::<Vec<f64>>();
+            table += &row(
+                &format!("QEMU {name}"),
+                &column(|saved| saved.pause_ms),
+                &column(|saved| saved.total_ms),
+                &column(|saved| saved.bytes as f64),
+            );
+        }
+        Ok(table + &self.words()?)
+    }
+
+    fn words(&self) -> Result<String> {
+        let [p50, p99, slowdown, _] = self.values()?;
+        Ok(format!(
+            "\nPause over the floor's median: p50 {p50:.2} x, p99 {p99:.2} x (p99 over p99: {:.2} x).\n\
+             Pages looked at an increment: median {:.0}. Guest slowdown while watched at 2 s: {slowdown:.2} %.\n\
+             Engine memory: peak {:.0} MiB, largest dirty set {:.0} MiB.\n",
+            percentile(&self.pauses_ms()?, 0.99) / percentile(self.floors, 0.99),
+            percentile(&self.captured_pages()?, 0.5),
+            self.peak_bytes / MIB,
+            self.largest_dirty_bytes()? / MIB
+        ))
+    }
+}
+
+fn row(name: &str, pauses_ms: &[f64], totals_ms: &[f64], bytes: &[f64]) -> String {
+    format!(
+        "| {name} | {:.2} ms | {:.2} ms | {:.0} ms | {:.1} MiB | {} |\n",
+        percentile(pauses_ms, 0.5),
+        percentile(pauses_ms, 0.99),
+        percentile(totals_ms, 0.5),
+        percentile(bytes, 0.5) / MIB,
+        pauses_ms.len()
+    )
+}
+
 fn report(
     floors: &[f64],
     watched: &[Watched],
     peers: &[(&'static str, Vec<Saved>)],
     slowdown: &slowdown::Slowdown,
 ) -> Result<()> {
-    let increments: Vec<&Value> = watched
+    // The first report of an attach is its full pass.
+    let increments = watched
         .iter()
         .flat_map(|attach| attach.reports.iter().skip(1))
         .collect();
-    let numbers = |pick: &dyn Fn(&Value) -> Option<f64>| -> Result<Vec<f64>> {
-        increments
-            .iter()
-            .map(|line| pick(line).context("a report lacks a number"))
-            .collect()
-    };
-    let pauses = numbers(&|line| line["downtime_us"]["total"].as_f64().map(|us| us / 1e3))?;
-    let totals = numbers(&|line| line["total_us"].as_f64().map(|us| us / 1e3))?;
-    let bytes = numbers(&|line| line["bytes_stored"].as_f64())?;
-    let captured = numbers(&|line| line["pages"]["captured"].as_f64())?;
-    let dirty_bytes = captured.iter().fold(0.0f64, |max, &pages| max.max(pages)) * 4096.0;
-    let peak = watched
+    let peak_bytes = watched
         .iter()
         .map(|attach| attach.peak_bytes)
         .max()
         .unwrap_or(0) as f64;
-    let floor = percentile(floors, 0.5);
-    let values = [
-        percentile(&pauses, 0.5) / floor,
-        percentile(&pauses, 0.99) / floor,
-        slowdown.percent(),
-        (peak - 256.0 * MIB).max(0.0) / dirty_bytes,
-    ];
-    let mut table = format!(
-        "| way | pause p50 | pause p99 | total p50 | bytes p50 | n |\n| --- | --- | --- | --- | --- | --- |\n\
-         | QEMU's floor: stop, device state, cont | {floor:.2} ms | {:.2} ms | - | - | {} |\n",
-        percentile(floors, 0.99),
-        floors.len()
-    );
-    let mut row = |name: &str, pauses: &[f64], totals: &[f64], bytes: &[f64]| {
-        table += &format!(
-            "| {name} | {:.2} ms | {:.2} ms | {:.0} ms | {:.1} MiB | {} |\n",
-            percentile(pauses, 0.5),
-            percentile(pauses, 0.99),
-            percentile(totals, 0.5),
-            percentile(bytes, 0.5) / MIB,
-            pauses.len()
-        );
+    let measured = Measured {
+        floors,
+        increments,
+        peers,
+        slowdown,
+        peak_bytes,
     };
-    row("stillframe, increment every 2 s", &pauses, &totals, &bytes);
-    for (name, saved) in peers {
-        let column = |pick: &dyn Fn(&Saved) -> f64| saved.iter().map(pick).collect::<Vec<f64>>();
-        row(
-            &format!("QEMU {name}"),
-            &column(&|saved| saved.pause_ms),
-            &column(&|saved| saved.total_ms),
-            &column(&|saved| saved.bytes as f64),
-        );
-    }
-    table += &format!(
-        "\nPause over floor: p50 {:.2} x, p99 {:.2} x the floor's median ({:.2} x its p99). Pages looked at an increment: median {:.0}.\n\
-         Guest slowdown while watched at 2 s: {:.2} %. Engine memory: peak {:.0} MiB, largest dirty set {:.0} MiB.\n",
-        values[0],
-        values[1],
-        percentile(&pauses, 0.99) / percentile(floors, 0.99),
-        percentile(&captured, 0.5),
-        values[2],
-        peak / MIB,
-        dirty_bytes / MIB
-    );
+    let table = measured.table()?;
     println!("{table}");
     let head = format!(
-        "# Bench: checkpoint\n\n`{COMMAND}`, commit {}. 1 GiB guest, 64 MiB random writer, TCG.\nRaw data: `floors.jsonl`, `increments.jsonl`, `peers.jsonl`, `slowdown.jsonl`.\n\n",
+        "# Bench: checkpoint\n\n`{COMMAND}`, commit {}. 1 GiB guest, 64 MiB random writer, TCG.\n\
+         Raw data: `floors.jsonl`, `increments.jsonl`, `peers.jsonl`, `slowdown.jsonl`.\n\n",
         results::commit()
     );
     fs::write(
         results::folder("checkpoint")?.join("README.md"),
         head + &table,
     )?;
-    let raw: Vec<Value> = increments.into_iter().cloned().collect();
+    let raw: Vec<Value> = measured
+        .increments
+        .iter()
+        .map(|&line| line.clone())
+        .collect();
     results::write_raw("checkpoint", "increments.jsonl", &raw)?;
     results::write_raw("checkpoint", "floors.jsonl", &[json!({"floor_ms": floors})])?;
     results::write_raw("checkpoint", "slowdown.jsonl", &[slowdown.raw()])?;
@@ -242,7 +293,7 @@ fn report(
         .map(|(name, saved)| peer_raw(name, saved))
         .collect();
     results::write_raw("checkpoint", "peers.jsonl", &peers)?;
-    summarise(values)
+    summarise(measured.values()?)
 }
 
 fn peer_raw(name: &str, saved: &[Saved]) -> Value {
