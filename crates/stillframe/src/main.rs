@@ -1,3 +1,52 @@
-//! placeholder
+//! The binary `stillframe`: reads the command line, lets the engine and the repository work, tells
+//! what came of it.
+//!
+//! ```text
+//!   args, help      what can be asked for        password, durations   what is read
+//!   cmd/            one file a subcommand        output, progress, table, shell   what is written
+//!   interrupt       Ctrl-C and SIGTERM           exit                  how it ends
+//! ```
 
-fn main() {}
+mod args;
+mod cmd;
+mod durations;
+mod exit;
+mod help;
+mod interrupt;
+mod output;
+mod password;
+mod progress;
+mod shell;
+mod table;
+
+use std::process;
+
+use clap::Parser;
+use stillframe_engine::guardian;
+
+use crate::args::Cli;
+use crate::exit::Exit;
+use crate::output::{Console, OutputError};
+
+fn main() {
+    // Before anything else: the guardian talks over standard input, and must start even where the
+    // environment holds something that the command line's definitions refuse.
+    if std::env::args_os()
+        .nth(1)
+        .is_some_and(|first| first == guardian::SUBCOMMAND)
+    {
+        process::exit(guardian::run());
+    }
+    let cli = Cli::parse();
+    let console = Console {
+        json: cli.global.json,
+        quiet: cli.global.quiet,
+    };
+    let exit = cmd::run(cli, console).unwrap_or_else(|error| {
+        if !matches!(error.downcast_ref(), Some(OutputError::ReaderGone)) {
+            console.error(&output::chain(error.chain()));
+        }
+        Exit::of(&error)
+    });
+    process::exit(exit.code());
+}

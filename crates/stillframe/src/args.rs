@@ -1,0 +1,429 @@
+//! The command line: what can be asked for, and with which words.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{ArgAction, Args, Parser, Subcommand};
+use stillframe_qemu::target::Selector;
+
+use crate::durations;
+use crate::help;
+
+/// Checkpoints and restores running QEMU VMs, from outside and without their help.
+#[derive(Debug, Parser)]
+#[command(name = "stillframe", version, after_help = help::TOP, max_term_width = 100)]
+pub struct Cli {
+    /// What every command understands.
+    #[command(flatten)]
+    pub global: GlobalArgs,
+    /// What is to be done.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What every command understands.
+#[derive(Debug, Clone, Args)]
+pub struct GlobalArgs {
+    /// The repository: a directory
+    #[arg(
+        short,
+        long,
+        global = true,
+        value_name = "DIR",
+        env = "STILLFRAME_REPOSITORY"
+    )]
+    pub repository: Option<PathBuf>,
+    /// Where the repository's password comes from.
+    #[command(flatten)]
+    pub password: PasswordArgs,
+    /// Print results as JSON, one line a result
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Print results and errors only: no progress, no notes
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
+}
+
+/// Where the repository's password comes from. There is no option that takes the password itself:
+/// every user of a machine can read every command line.
+#[derive(Debug, Clone, Default, Args)]
+pub struct PasswordArgs {
+    /// Read the password from this file [env: STILLFRAME_PASSWORD_FILE]
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILE",
+        conflicts_with = "password_command"
+    )]
+    pub password_file: Option<PathBuf>,
+    /// Run this in a shell; what it prints is the password [env: STILLFRAME_PASSWORD_COMMAND]
+    #[arg(long, global = true, value_name = "COMMAND")]
+    pub password_command: Option<String>,
+}
+
+/// What is to be done.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Create a repository
+    #[command(after_help = help::INIT)]
+    Init,
+    /// Take one checkpoint of a running VM
+    #[command(after_help = help::CHECKPOINT)]
+    Checkpoint(CheckpointArgs),
+    /// Stay attached to a VM and take a checkpoint every so often
+    #[command(after_help = help::WATCH)]
+    Watch(WatchArgs),
+    /// List the checkpoints
+    #[command(visible_alias = "ls", after_help = help::LIST)]
+    List(ListArgs),
+    /// Show everything about one checkpoint
+    #[command(after_help = help::SHOW)]
+    Show(NamedCheckpoint),
+    /// Start a new QEMU in the state of a checkpoint
+    #[command(after_help = help::RESTORE)]
+    Restore(RestoreArgs),
+    /// Look for damage in the repository
+    #[command(after_help = help::CHECK)]
+    Check(CheckArgs),
+    /// Remove checkpoints; their space is freed by prune
+    #[command(after_help = help::FORGET)]
+    Forget(ForgetArgs),
+    /// Free the space of what no checkpoint needs
+    #[command(after_help = help::PRUNE)]
+    Prune(PruneArgs),
+    /// Make the index again from the packs, when index files are lost or damaged
+    #[command(after_help = help::REBUILD_INDEX)]
+    RebuildIndex,
+    /// Describe the repository, a file of it, or a checkpoint as it is stored
+    #[command(after_help = help::INSPECT)]
+    Inspect(InspectArgs),
+    /// Try what this machine's kernel can do
+    #[command(after_help = help::PROBE)]
+    Probe,
+}
+
+/// Which running VM. Exactly one of the three.
+#[derive(Debug, Clone, Args)]
+#[group(required = true, multiple = false)]
+pub struct VmSelector {
+    /// The VM, by the process id of its QEMU
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(1..))]
+    pub pid: Option<i32>,
+    /// The VM, by the unix socket of a QMP monitor of its
+    #[arg(long, value_name = "PATH")]
+    pub qmp: Option<PathBuf>,
+    /// The VM, by its -name
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+}
+
+impl VmSelector {
+    /// As the engine wants it. `None` cannot come from the command line (the group is required).
+    pub fn selector(&self) -> Option<Selector> {
+        let by_pid = self.pid.map(Selector::Pid);
+        let by_qmp = || self.qmp.clone().map(Selector::Qmp);
+        let by_name = || self.vm.clone().map(Selector::Name);
+        by_pid.or_else(by_qmp).or_else(by_name)
+    }
+}
+
+/// How checkpoints are taken; shared by `checkpoint` and `watch`.
+#[derive(Debug, Clone, Args)]
+pub struct CaptureArgs {
+    /// Resume the VM and discard the checkpoint when a pause takes longer [default: 3s; 10m with
+    /// --verify]
+    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
+    pub pause_limit: Option<Duration>,
+    /// Wait so long for another process' lock on the repository
+    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
+    pub lock_wait: Duration,
+    /// Compare all of the VM's memory, in the pause, with what the checkpoint holds. The pause lasts
+    /// as long as reading all memory takes
+    #[arg(long)]
+    pub verify: bool,
+}
+
+impl CaptureArgs {
+    /// The limit given, or the default.
+    pub fn pause_limit(&self) -> Duration {
+        let default_s = if self.verify { 600 } else { 3 };
+        self.pause_limit.unwrap_or(Duration::from_secs(default_s))
+    }
+}
+
+/// `checkpoint`
+#[derive(Debug, Args)]
+pub struct CheckpointArgs {
+    /// Which running VM.
+    #[command(flatten)]
+    pub vm: VmSelector,
+    /// How.
+    #[command(flatten)]
+    pub capture: CaptureArgs,
+}
+
+/// `watch`
+#[derive(Debug, Args)]
+pub struct WatchArgs {
+    /// Which running VM.
+    #[command(flatten)]
+    pub vm: VmSelector,
+    /// The interval, from the start of a checkpoint to the start of the next
+    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
+    pub every: Duration,
+    /// End after so many checkpoints [default: when the VM ends, or on Ctrl-C]
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u64).range(1..))]
+    pub count: Option<u64>,
+    /// How.
+    #[command(flatten)]
+    pub capture: CaptureArgs,
+}
+
+/// `list`
+#[derive(Debug, Args)]
+pub struct ListArgs {
+    /// Only checkpoints of this VM
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+}
+
+/// One checkpoint by name.
+#[derive(Debug, Clone, Args)]
+pub struct NamedCheckpoint {
+    /// The checkpoint: its id, the first digits of it, `latest`, or `latest~2` (two before)
+    #[arg(value_name = "ID")]
+    pub id: String,
+    /// Only look among the checkpoints of this VM
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+}
+
+/// `restore`
+#[derive(Debug, Args)]
+pub struct RestoreArgs {
+    /// Which.
+    #[command(flatten)]
+    pub checkpoint: NamedCheckpoint,
+    /// Where the new QEMU's QMP monitor listens: a unix socket
+    #[arg(long, value_name = "PATH")]
+    pub qmp: PathBuf,
+    /// The new VM's first serial port, as for QEMU's -serial [default: null]
+    #[arg(long, value_name = "SPEC")]
+    pub serial: Option<String>,
+    /// Leave the guest paused, ready to run
+    #[arg(long)]
+    pub paused: bool,
+    /// Compare all memory with the checkpoint before the guest runs
+    #[arg(long)]
+    pub verify: bool,
+    /// Go on although a disk changed since the checkpoint, or lost what was written to it
+    /// (snapshot=on). The guest will see another disk than it remembers
+    #[arg(long)]
+    pub disks_as_they_are: bool,
+    /// What the new QEMU writes to its standard error [default: the QMP path with .log]
+    #[arg(long, value_name = "FILE")]
+    pub log: Option<PathBuf>,
+    /// Only print the command that would start QEMU
+    #[arg(long)]
+    pub print_command: bool,
+    /// Wait so long for another process' lock on the repository
+    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
+    pub lock_wait: Duration,
+}
+
+/// `check`
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    /// Also read and verify every byte; without it, only that all files are there and fit together
+    #[arg(long)]
+    pub read_data: bool,
+}
+
+/// `forget`
+#[derive(Debug, Args)]
+pub struct ForgetArgs {
+    /// Checkpoints to forget, whatever the rules say
+    #[arg(value_name = "ID")]
+    pub ids: Vec<String>,
+    /// Only look among the checkpoints of this VM
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+    /// The rules.
+    #[command(flatten)]
+    pub keep: KeepArgs,
+    /// Free the space afterwards, like prune
+    #[arg(long, action = ArgAction::SetTrue)]
+    pub prune: bool,
+    /// Only tell what would be forgotten
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// Which checkpoints of each VM stay; one that any rule keeps stays.
+#[derive(Debug, Clone, Args)]
+pub struct KeepArgs {
+    /// Keep the last N checkpoints of each VM
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub keep_last: Option<u32>,
+    /// Keep the last checkpoint of each of the last N hours that have one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub keep_hourly: Option<u32>,
+    /// Keep the last checkpoint of each of the last N days that have one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub keep_daily: Option<u32>,
+    /// Keep the last checkpoint of each of the last N weeks that have one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub keep_weekly: Option<u32>,
+}
+
+/// `prune`
+#[derive(Debug, Args)]
+pub struct PruneArgs {
+    /// Only tell what would be freed
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// `inspect`
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// The repository's directory, a file in it, or a checkpoint
+    #[arg(value_name = "FILE|ID")]
+    pub what: String,
+    /// Only look among the checkpoints of this VM
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    //! The rules of the command line, and its stability: scripts rely on these words.
+
+    use clap::CommandFactory;
+    use clap::error::ErrorKind;
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(["stillframe"].into_iter().chain(line.split_whitespace()))
+    }
+
+    fn refused(line: &str) -> ErrorKind {
+        parse(line).unwrap_err().kind()
+    }
+
+    #[test]
+    fn the_definitions_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn exactly_one_vm_is_named() {
+        assert_eq!(refused("checkpoint"), ErrorKind::MissingRequiredArgument);
+        assert_eq!(
+            refused("checkpoint --pid 1 --vm a"),
+            ErrorKind::ArgumentConflict
+        );
+        assert_eq!(
+            refused("watch --every 2s --qmp /a --vm a"),
+            ErrorKind::ArgumentConflict
+        );
+        assert_eq!(refused("checkpoint --pid 0"), ErrorKind::ValueValidation);
+        assert_eq!(refused("checkpoint --pid -5"), ErrorKind::UnknownArgument);
+        let selector = |line| match parse(line).unwrap().command {
+            Command::Checkpoint(args) => args.vm.selector(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(selector("checkpoint --pid 7"), Some(Selector::Pid(7)));
+        assert_eq!(
+            selector("checkpoint --qmp /a"),
+            Some(Selector::Qmp("/a".into()))
+        );
+        assert_eq!(
+            selector("checkpoint --vm a"),
+            Some(Selector::Name("a".into()))
+        );
+    }
+
+    #[test]
+    fn global_options_stand_before_or_behind_the_command() {
+        for line in [
+            "-r /r --json checkpoint --pid 1",
+            "checkpoint --pid 1 --json --repository /r",
+        ] {
+            let cli = parse(line).unwrap();
+            assert_eq!(cli.global.repository, Some("/r".into()));
+            assert!(cli.global.json && !cli.global.quiet);
+        }
+    }
+
+    #[test]
+    fn pauses_are_limited_unless_memory_is_verified_in_them() {
+        let limit_s = |line| match parse(line).unwrap().command {
+            Command::Checkpoint(args) => args.capture.pause_limit().as_secs(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(limit_s("checkpoint --pid 1"), 3);
+        assert_eq!(limit_s("checkpoint --pid 1 --verify"), 600);
+        assert_eq!(limit_s("checkpoint --pid 1 --verify --pause-limit 20s"), 20);
+    }
+
+    #[test]
+    fn watch_needs_an_interval_and_counts_from_one() {
+        assert_eq!(refused("watch --pid 1"), ErrorKind::MissingRequiredArgument);
+        assert_eq!(
+            refused("watch --pid 1 --every 0s"),
+            ErrorKind::ValueValidation
+        );
+        assert_eq!(
+            refused("watch --pid 1 --every 2"),
+            ErrorKind::ValueValidation
+        );
+        assert_eq!(
+            refused("watch --pid 1 --every 2s --count 0"),
+            ErrorKind::ValueValidation
+        );
+        assert!(parse("watch --pid 1 --every 500ms --count 3").is_ok());
+    }
+
+    #[test]
+    fn a_restore_needs_a_checkpoint_and_a_monitor() {
+        assert_eq!(
+            refused("restore latest"),
+            ErrorKind::MissingRequiredArgument
+        );
+        assert_eq!(
+            refused("restore --qmp /a"),
+            ErrorKind::MissingRequiredArgument
+        );
+        let line = "restore latest~2 --vm a --qmp /a --serial file:/x --paused --json --verify \
+                    --disks-as-they-are --log /l --print-command";
+        assert!(parse(line).is_ok());
+    }
+
+    #[test]
+    fn a_password_cannot_be_given_in_two_places() {
+        let kind = refused("list --password-file /a --password-command b");
+        assert_eq!(kind, ErrorKind::ArgumentConflict);
+        assert_eq!(refused("list --password x"), ErrorKind::UnknownArgument);
+    }
+
+    #[test]
+    fn forget_and_the_rest_of_the_contract() {
+        for line in [
+            "forget --keep-last 3 --keep-hourly 1 --keep-daily 2 --keep-weekly 4 --prune --dry-run",
+            "forget 1a2b latest~3 --vm a",
+            "check --read-data",
+            "prune --dry-run",
+            "rebuild-index",
+            "inspect /r/config",
+            "probe --json",
+            "list --json",
+            "show latest",
+            "init -q",
+        ] {
+            assert!(parse(line).is_ok(), "{line}");
+        }
+        assert_eq!(refused("forget --keep-last 0"), ErrorKind::ValueValidation);
+    }
+}

@@ -1,0 +1,202 @@
+//! What `checkpoint` and `watch` share: attaching, one checkpoint, and how it is told.
+
+use stillframe_engine::attach::{AttachError, Vm};
+use stillframe_engine::checkpoint::{CheckpointError, CheckpointOptions, CheckpointReport};
+use stillframe_qemu::target::Selector;
+use stillframe_repo::Repository;
+
+use super::{CommandError, Context, probe, short};
+use crate::args::{CaptureArgs, VmSelector};
+use crate::durations;
+use crate::interrupt::{Interrupted, Interrupts};
+use crate::progress::Meter;
+use crate::table::{self, printable};
+
+/// What the command line says about the VM.
+pub fn selector(vm: &VmSelector) -> Result<Selector, CommandError> {
+    vm.selector().ok_or(CommandError::NoVm)
+}
+
+/// Attaches, after making sure that this machine lets us.
+pub fn attach(context: &Context, selector: &Selector) -> anyhow::Result<Vm> {
+    probe::require()?;
+    let vm = Vm::attach(selector)?;
+    told_attached(context, &vm);
+    Ok(vm)
+}
+
+/// Attaches to the same VM once more.
+pub fn attach_again(context: &Context, pid: i32) -> Result<Vm, AttachError> {
+    let vm = Vm::attach(&Selector::Pid(pid))?;
+    told_attached(context, &vm);
+    Ok(vm)
+}
+
+fn told_attached(context: &Context, vm: &Vm) {
+    let (pid, memory) = (vm.pid(), table::bytes(vm.ram_bytes()));
+    context.console.note(&format!(
+        "attached to process {pid}, {memory} of guest memory"
+    ));
+}
+
+/// Ends tracking; the VM is as it was. A failure is only told: tracking ends with this process.
+pub fn detach(context: &Context, vm: Vm) {
+    let (pid, alive) = (vm.pid(), vm.is_alive());
+    match vm.detach() {
+        Ok(()) => context
+            .console
+            .note(&format!("detached from process {pid}")),
+        Err(error) if alive => {
+            let chain = crate::output::chain(anyhow::Error::new(error).chain());
+            context
+                .console
+                .warn(&format!("could not detach in good order: {chain}"));
+        }
+        // A VM that has ended has nothing to detach from.
+        Err(_) => {}
+    }
+}
+
+/// Takes one checkpoint, showing how far it is.
+pub fn take(
+    context: &Context,
+    interrupts: &Interrupts,
+    vm: &mut Vm,
+    repository: &mut Repository,
+    args: &CaptureArgs,
+) -> Result<Result<CheckpointReport, CheckpointError>, Interrupted> {
+    let options = CheckpointOptions {
+        pause_limit: args.pause_limit(),
+        lock_wait: args.lock_wait,
+        verify: args.verify,
+    };
+    let mut meter = Meter::new(context.console);
+    interrupts.interruptible(|| {
+        vm.checkpoint(repository, &options, &mut |progress| {
+            meter.show(progress.into());
+            interrupts.step();
+        })
+    })
+}
+
+/// Prints the result; an error when a comparison found differences.
+pub fn tell(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> {
+    context.console.result(report, || words(report))?;
+    match report.verify.as_ref().map_or(0, |verify| verify.differing) {
+        0 => Ok(()),
+        differing => Err(CommandError::Differs(differing).into()),
+    }
+}
+
+fn words(report: &CheckpointReport) -> String {
+    let pages = &report.pages;
+    let paused = match report.downtime_us.total {
+        0 => "the VM was paused already".to_owned(),
+        total => format!("paused {}", durations::human_us(total)),
+    };
+    let mut line = format!(
+        "checkpoint {} of {}: {paused}, {} looked at, {} new, {} stored in {}",
+        short(&report.checkpoint),
+        printable(&report.vm),
+        table::count(pages.captured, "page"),
+        pages.new,
+        table::bytes(report.bytes_stored),
+        durations::human_us(report.total_us),
+    );
+    if let Some(verify) = &report.verify {
+        line += &match verify.differing {
+            0 => format!(", all {} verified", table::count(verify.pages, "page")),
+            differing => {
+                format!(
+                    ", {differing} DIFFER: {}",
+                    printable(&verify.first.join(", "))
+                )
+            }
+        };
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use stillframe_engine::capture::DowntimeRecord;
+    use stillframe_engine::verify::VerifyReport;
+    use stillframe_repo::PageCounts;
+
+    use super::*;
+
+    fn report() -> CheckpointReport {
+        CheckpointReport {
+            checkpoint: "1a2b3c4d5e6f".to_owned(),
+            vm: "vm1".to_owned(),
+            time: jiff::Timestamp::UNIX_EPOCH,
+            parent: None,
+            downtime_us: DowntimeRecord {
+                total: 3_400,
+                ..DowntimeRecord::default()
+            },
+            pages: PageCounts {
+                total: 70_000,
+                captured: 16_412,
+                new: 16_100,
+                duplicate: 312,
+                zero: 0,
+            },
+            copied: Default::default(),
+            bytes_stored: 67_318_579,
+            total_us: 410_000,
+            verify: None,
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_in_one_line() {
+        assert_eq!(
+            words(&report()),
+            "checkpoint 1a2b3c4d of vm1: paused 3.4 ms, 16412 pages looked at, 16100 new, 64.2 MiB stored in 410 ms"
+        );
+    }
+
+    #[test]
+    fn the_comparison_is_told() {
+        let mut report = report();
+        report.downtime_us.total = 0;
+        report.verify = Some(VerifyReport {
+            pages: 70_000,
+            differing: 0,
+            first: Vec::new(),
+        });
+        let line = words(&report);
+        assert!(line.contains("the VM was paused already"), "{line}");
+        assert!(line.ends_with(", all 70000 pages verified"), "{line}");
+        let first = vec!["pc.ram 7".to_owned()];
+        report.verify = Some(VerifyReport {
+            pages: 70_000,
+            differing: 1,
+            first,
+        });
+        assert!(words(&report).ends_with(", 1 DIFFER: pc.ram 7"));
+    }
+
+    #[test]
+    fn scripts_find_what_they_were_promised() {
+        let object = serde_json::to_value(report()).unwrap();
+        assert!(object["checkpoint"].is_string() && object["vm"].is_string());
+        for phase in [
+            "total",
+            "stop",
+            "scan",
+            "copy",
+            "device_state",
+            "wait",
+            "verify",
+            "resume",
+        ] {
+            assert!(object["downtime_us"][phase].is_u64(), "{phase}");
+        }
+        for kind in ["total", "captured", "new", "duplicate", "zero"] {
+            assert!(object["pages"][kind].is_u64(), "{kind}");
+        }
+        assert!(object["bytes_stored"].is_u64());
+    }
+}

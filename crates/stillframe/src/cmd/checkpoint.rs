@@ -1,0 +1,22 @@
+//! `checkpoint`: attach, take one, detach.
+
+use super::{Context, capture};
+use crate::args::CheckpointArgs;
+
+/// Takes one checkpoint.
+pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
+    let selector = capture::selector(&args.vm)?;
+    let mut repository = context.open()?;
+    let first = "interrupted: giving the checkpoint up (once more: end at once)";
+    let interrupts = context.listen(1, first)?;
+    let mut vm = capture::attach(context, &selector)?;
+    let taken = capture::take(
+        context,
+        &interrupts,
+        &mut vm,
+        &mut repository,
+        &args.capture,
+    );
+    capture::detach(context, vm);
+    capture::tell(context, &taken??)
+}

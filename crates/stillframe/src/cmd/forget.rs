@@ -1,0 +1,175 @@
+//! `forget`: removes checkpoints, by name or by rule.
+
+use serde_json::{Value, json};
+use stillframe_repo::{Forget, ForgetReport, KeepPolicy, KeepReason, Repository, Summary};
+
+use super::{CommandError, Context, local_time, prune, short};
+use crate::args::{ForgetArgs, KeepArgs};
+use crate::table::{self, Align, Table};
+
+/// Forgets, and prunes afterwards where that was asked for.
+pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
+    let policy = policy(&args.keep);
+    if args.ids.is_empty() && policy.is_empty() {
+        return Err(CommandError::NothingToForget.into());
+    }
+    let mut repository = context.open()?;
+    let what = Forget {
+        ids: resolve(&repository, args)?,
+        policy,
+        vm: args.vm.clone(),
+        dry_run: args.dry_run,
+    };
+    let report = repository.forget(&what)?;
+    let mut object = object(&report, args.dry_run);
+    if !args.prune {
+        context
+            .console
+            .result(&object, || words(&report, args.dry_run))?;
+        return Ok(());
+    }
+    if !context.console.json {
+        // Told before the pruning, which takes its time and may fail.
+        context
+            .console
+            .result(&object, || words(&report, args.dry_run))?;
+    }
+    if args.dry_run {
+        context
+            .console
+            .note("what prune would free now, with nothing forgotten yet:");
+    }
+    let pruned = prune::perform(context, &mut repository, args.dry_run)?;
+    object["prune"] = prune::object(&pruned, args.dry_run);
+    context
+        .console
+        .result(&object, || prune::words(&pruned, args.dry_run))?;
+    Ok(())
+}
+
+fn policy(keep: &KeepArgs) -> KeepPolicy {
+    KeepPolicy {
+        last: keep.keep_last.unwrap_or(0),
+        hourly: keep.keep_hourly.unwrap_or(0),
+        daily: keep.keep_daily.unwrap_or(0),
+        weekly: keep.keep_weekly.unwrap_or(0),
+    }
+}
+
+fn resolve(
+    repository: &Repository,
+    args: &ForgetArgs,
+) -> Result<Vec<stillframe_repo::CheckpointId>, stillframe_repo::RepoError> {
+    let vm = args.vm.as_deref();
+    args.ids
+        .iter()
+        .map(|name| repository.resolve(name, vm).map(|(id, _)| id))
+        .collect()
+}
+
+fn summary(summary: &Summary) -> Value {
+    json!({
+        "checkpoint": summary.id.to_string(),
+        "vm": summary.vm,
+        "time": summary.time.to_string(),
+    })
+}
+
+fn reasons(reasons: &[KeepReason]) -> Vec<String> {
+    reasons.iter().map(KeepReason::to_string).collect()
+}
+
+fn object(report: &ForgetReport, dry_run: bool) -> Value {
+    let forgotten: Vec<Value> = report.forgotten.iter().map(summary).collect();
+    let kept = report.kept.iter().map(|(kept, why)| {
+        let mut kept = summary(kept);
+        kept["reasons"] = json!(reasons(why));
+        kept
+    });
+    json!({ "dry_run": dry_run, "forgotten": forgotten, "kept": kept.collect::<Vec<Value>>() })
+}
+
+fn words(report: &ForgetReport, dry_run: bool) -> String {
+    let columns = ["", "CHECKPOINT", "VM", "TIME", "KEPT AS"].map(|name| (name, Align::Left));
+    let mut table = Table::new(&columns);
+    let mut row = |verdict: &str, of: &Summary, why: String| {
+        let id = of.id.to_string();
+        let cells = [verdict, short(&id), &of.vm].map(str::to_owned);
+        table.row(cells.into_iter().chain([local_time(of.time), why]));
+    };
+    for forgotten in &report.forgotten {
+        row("forget", forgotten, String::new());
+    }
+    for (kept, why) in &report.kept {
+        row("keep", kept, reasons(why).join(", "));
+    }
+    format!(
+        "{}\n{} {}, {} kept",
+        table.render(),
+        table::count(report.forgotten.len() as u64, "checkpoint"),
+        if dry_run {
+            "would be forgotten"
+        } else {
+            "forgotten"
+        },
+        report.kept.len(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use stillframe_repo::CheckpointId;
+
+    use super::*;
+
+    fn report() -> ForgetReport {
+        let summary = |digits: &str| Summary {
+            id: CheckpointId::from_hex(&digits.repeat(8)).unwrap(),
+            vm: "vm1".to_owned(),
+            time: jiff::Timestamp::UNIX_EPOCH,
+        };
+        ForgetReport {
+            forgotten: vec![summary("1a2b3c4d")],
+            kept: vec![(
+                summary("5e6f7a8b"),
+                vec![KeepReason::Last, KeepReason::Daily],
+            )],
+        }
+    }
+
+    #[test]
+    fn every_checkpoint_has_its_verdict() {
+        let text = words(&report(), false);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[1].starts_with("forget  1a2b3c4d    vm1  "), "{text}");
+        assert!(lines[2].starts_with("keep    5e6f7a8b    vm1  "), "{text}");
+        assert!(lines[2].ends_with("last, daily"), "{text}");
+        assert_eq!(lines[3], "1 checkpoint forgotten, 1 kept");
+        assert!(words(&report(), true).contains("would be forgotten"));
+    }
+
+    #[test]
+    fn scripts_get_the_same() {
+        let object = object(&report(), true);
+        assert_eq!(object["forgotten"][0]["checkpoint"], "1a2b3c4d".repeat(8));
+        assert_eq!(object["kept"][0]["reasons"], json!(["last", "daily"]));
+        assert_eq!(object["dry_run"], true);
+    }
+
+    #[test]
+    fn a_rule_not_given_keeps_nothing_by_itself() {
+        let keep = KeepArgs {
+            keep_last: None,
+            keep_hourly: None,
+            keep_daily: Some(3),
+            keep_weekly: None,
+        };
+        assert_eq!(
+            policy(&keep),
+            KeepPolicy {
+                daily: 3,
+                ..KeepPolicy::default()
+            }
+        );
+    }
+}

@@ -1,0 +1,159 @@
+//! The subcommands, one file each, and what several of them need.
+
+mod capture;
+mod check;
+mod checkpoint;
+mod forget;
+mod init;
+mod inspect;
+mod list;
+mod probe;
+mod prune;
+mod rebuild_index;
+mod restore;
+mod show;
+mod watch;
+
+use std::path::Path;
+
+use anyhow::Context as _;
+use stillframe_repo::Repository;
+use thiserror::Error;
+
+use crate::args::{Cli, Command, GlobalArgs};
+use crate::exit::Exit;
+use crate::interrupt::{AtLast, Interrupts};
+use crate::output::Console;
+use crate::password;
+use crate::table;
+
+/// Digits of a checkpoint id that are shown where a line has to stay short.
+const SHORT_ID_DIGITS: usize = 8;
+
+/// What a command itself finds wrong.
+#[derive(Debug, Error)]
+pub enum CommandError {
+    /// No directory.
+    #[error("no repository: name its directory with -r DIR or STILLFRAME_REPOSITORY")]
+    NoRepository,
+    /// No VM; the command line's definitions do not let this through.
+    #[error("no VM: name one with --pid, --qmp or --vm")]
+    NoVm,
+    /// No id and no rule.
+    #[error("nothing to forget: name checkpoints, or give a --keep rule")]
+    NothingToForget,
+    /// The kernel, or the user's rights.
+    #[error("this machine cannot checkpoint a VM: {0} (`stillframe probe` shows everything)")]
+    MissingAbility(String),
+    /// `probe` found something missing.
+    #[error("{} missing here; no VM can be checkpointed", table::count(*.0, "required ability"))]
+    ProbeFailed(u64),
+    /// `check` found something.
+    #[error("{} found; the repository is damaged", table::count(*.0, "problem"))]
+    Problems(u64),
+    /// `--verify` found something.
+    #[error(
+        "the checkpoint differs from the VM's memory in {}; do not rely on it, and please report this",
+        table::count(*.0, "page")
+    )]
+    Differs(u64),
+    /// The end came before the count.
+    #[error("{why} after {taken} of {count} checkpoints")]
+    CountNotReached {
+        /// What ended the watch.
+        why: &'static str,
+        /// Checkpoints taken.
+        taken: u64,
+        /// Checkpoints asked for.
+        count: u64,
+    },
+    /// Nothing works any more.
+    #[error("{0} attempts in a row failed; giving up")]
+    TooManyFailures(u32),
+}
+
+impl CommandError {
+    /// What the program ends with.
+    pub fn exit(&self) -> Exit {
+        match self {
+            CommandError::NoRepository | CommandError::NoVm | CommandError::NothingToForget => {
+                Exit::Usage
+            }
+            CommandError::Problems(_) => Exit::Damaged,
+            CommandError::MissingAbility(_)
+            | CommandError::ProbeFailed(_)
+            | CommandError::Differs(_)
+            | CommandError::CountNotReached { .. }
+            | CommandError::TooManyFailures(_) => Exit::Failed,
+        }
+    }
+}
+
+/// What every command gets.
+#[derive(Debug, Clone)]
+pub struct Context {
+    /// Where to write.
+    pub console: Console,
+    /// The options that all commands share.
+    pub global: GlobalArgs,
+}
+
+impl Context {
+    /// The repository's directory.
+    pub fn directory(&self) -> Result<&Path, CommandError> {
+        self.global
+            .repository
+            .as_deref()
+            .ok_or(CommandError::NoRepository)
+    }
+
+    /// Opens the repository; asks for the password where it has to be typed.
+    pub fn open(&self) -> anyhow::Result<Repository> {
+        let directory = self.directory()?;
+        let password = password::of_existing(&self.global.password)?;
+        Ok(Repository::open(directory, &password)?)
+    }
+
+    /// Listens to Ctrl-C from now on; see [`Interrupts::listen`]. Called after a password was
+    /// typed, so that Ctrl-C at the prompt just ends the program.
+    pub fn listen(&self, patience: u32, first: &'static str) -> anyhow::Result<Interrupts> {
+        let listening = Interrupts::listen(self.console, patience, first, AtLast::End);
+        listening.context("cannot listen to signals")
+    }
+}
+
+/// Does what was asked for.
+pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
+    let context = Context {
+        console,
+        global: cli.global,
+    };
+    match &cli.command {
+        Command::Init => init::run(&context),
+        Command::Checkpoint(args) => checkpoint::run(&context, args),
+        Command::Watch(args) => watch::run(&context, args),
+        Command::List(args) => list::run(&context, args),
+        Command::Show(args) => show::run(&context, args),
+        Command::Restore(args) => restore::run(&context, args),
+        Command::Check(args) => check::run(&context, args),
+        Command::Forget(args) => forget::run(&context, args),
+        Command::Prune(args) => prune::run(&context, args),
+        Command::Inspect(args) => inspect::run(&context, args),
+        Command::RebuildIndex => rebuild_index::run(&context),
+        Command::Probe => probe::run(&context),
+    }?;
+    Ok(Exit::Done)
+}
+
+/// The first digits of an id.
+fn short(id: &str) -> &str {
+    id.get(..SHORT_ID_DIGITS).unwrap_or(id)
+}
+
+/// A time as the user's clock shows it.
+fn local_time(time: jiff::Timestamp) -> String {
+    let zone = jiff::tz::TimeZone::system();
+    time.to_zoned(zone)
+        .strftime("%Y-%m-%d %H:%M:%S")
+        .to_string()
+}

@@ -1,0 +1,122 @@
+//! `probe`: what this machine's kernel lets us do.
+
+use serde_json::{Value, json};
+use stillframe_sys::probe::{self, Ability, Need, State};
+
+use super::{CommandError, Context};
+use crate::table::{Align, Table};
+
+/// Tries every ability; fails when a required one is missing.
+pub fn run(context: &Context) -> anyhow::Result<()> {
+    let abilities = probe::run();
+    let objects: Vec<Value> = abilities.iter().map(object).collect();
+    context.console.result(&objects, || words(&abilities))?;
+    match missing(&abilities).count() as u64 {
+        0 => Ok(()),
+        number => Err(CommandError::ProbeFailed(number).into()),
+    }
+}
+
+/// Fails with cause and mend when a VM cannot be tracked here at all, before one is touched.
+pub fn require() -> Result<(), CommandError> {
+    let abilities = probe::run();
+    let lacks: Vec<String> = missing(&abilities)
+        .map(|(name, cause, mend)| format!("{name} is missing: {cause}; {mend}"))
+        .collect();
+    match lacks.is_empty() {
+        true => Ok(()),
+        false => Err(CommandError::MissingAbility(lacks.join(". "))),
+    }
+}
+
+fn missing(abilities: &[Ability]) -> impl Iterator<Item = (&str, &str, &str)> {
+    abilities
+        .iter()
+        .filter_map(|ability| match (&ability.need, &ability.state) {
+            (Need::Required, State::Missing { cause, mend }) => {
+                Some((ability.name, cause.as_str(), mend.as_str()))
+            }
+            _ => None,
+        })
+}
+
+fn need(ability: &Ability) -> &'static str {
+    match ability.need {
+        Need::Required => "required",
+        Need::Optional => "optional",
+    }
+}
+
+fn object(ability: &Ability) -> Value {
+    let (name, need) = (ability.name, need(ability));
+    match &ability.state {
+        State::Present { detail } => {
+            json!({ "name": name, "need": need, "present": true, "detail": detail })
+        }
+        State::Missing { cause, mend } => {
+            json!({ "name": name, "need": need, "present": false, "cause": cause, "mend": mend })
+        }
+    }
+}
+
+fn words(abilities: &[Ability]) -> String {
+    let columns = ["ABILITY", "NEED", "HERE", "DETAIL"].map(|name| (name, Align::Left));
+    let mut table = Table::new(&columns);
+    for ability in abilities {
+        let (here, detail) = match &ability.state {
+            State::Present { detail } => ("yes", detail.clone()),
+            State::Missing { cause, mend } => ("NO", format!("{cause}; {mend}")),
+        };
+        table.row([ability.name, need(ability), here, &detail].map(str::to_owned));
+    }
+    table.render()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn abilities() -> Vec<Ability> {
+        let missing = || State::Missing {
+            cause: "kernel too old".into(),
+            mend: "use 6.7".into(),
+        };
+        vec![
+            Ability {
+                name: "ptrace",
+                need: Need::Required,
+                state: State::Present {
+                    detail: "ok".into(),
+                },
+            },
+            Ability {
+                name: "page map scan",
+                need: Need::Required,
+                state: missing(),
+            },
+            Ability {
+                name: "kvm",
+                need: Need::Optional,
+                state: missing(),
+            },
+        ]
+    }
+
+    #[test]
+    fn only_required_abilities_are_missed() {
+        let abilities = abilities();
+        let found: Vec<_> = missing(&abilities).collect();
+        assert_eq!(found, [("page map scan", "kernel too old", "use 6.7")]);
+    }
+
+    #[test]
+    fn cause_and_mend_are_shown() {
+        let words = words(&abilities());
+        assert!(
+            words.contains("page map scan  required  NO    kernel too old; use 6.7"),
+            "{words}"
+        );
+        assert_eq!(object(&abilities()[2])["mend"], "use 6.7");
+        assert_eq!(object(&abilities()[0])["present"], true);
+    }
+}

@@ -1,0 +1,196 @@
+//! The examples and exit codes below each command's options.
+
+/// The same words under every command.
+macro_rules! exit_codes {
+    () => {
+        "\
+Exit codes:
+  0  done
+  1  failed, or interrupted before it was done
+  2  wrong usage
+  3  the repository is damaged
+  4  wrong password
+  5  the VM was not found, or cannot be checkpointed right
+  6  the repository is locked by another process"
+    };
+}
+
+/// `stillframe --help`
+pub const TOP: &str = concat!(
+    "\
+Examples:
+  export STILLFRAME_REPOSITORY=/srv/checkpoints STILLFRAME_PASSWORD_FILE=/etc/stillframe.password
+  stillframe init
+  stillframe checkpoint --vm web1
+  stillframe watch --vm web1 --every 30s
+  stillframe list
+  stillframe restore latest --vm web1 --qmp /run/web1-again.qmp
+
+The password is read from --password-file or --password-command; else from one of the environment's
+STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE and STILLFRAME_PASSWORD_COMMAND; else it is asked for.
+Results go to standard output, everything else to standard error.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe init --help`
+pub const INIT: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints init
+  stillframe -r /srv/checkpoints init --password-file /etc/stillframe.password
+
+Keep the password: without it nothing in the repository can be read again.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe checkpoint --help`
+pub const CHECKPOINT: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints checkpoint --vm web1
+  stillframe -r /srv/checkpoints checkpoint --pid 4711 --json
+  stillframe -r /srv/checkpoints checkpoint --qmp /run/web1.qmp --verify
+
+The VM runs on, except for the pause the result tells of. Ctrl-C gives the checkpoint up.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe watch --help`
+pub const WATCH: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints watch --vm web1 --every 30s
+  stillframe -r /srv/checkpoints watch --pid 4711 --every 2s --count 100 --json
+
+One result a checkpoint. A checkpoint that fails is reported, and tried again at the next interval;
+10 failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the
+running checkpoint and detaches, the second gives the checkpoint up, the third exits at once; the VM
+runs on in every case. Exit code 0 when ended by a signal or by the VM's end, but 1 when --count was
+given and not reached.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe list --help`
+pub const LIST: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints list
+  stillframe -r /srv/checkpoints list --vm web1 --json
+
+",
+    exit_codes!()
+);
+
+/// `stillframe show --help`
+pub const SHOW: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints show 1a2b3c4d
+  stillframe -r /srv/checkpoints show latest --vm web1 --json
+
+",
+    exit_codes!()
+);
+
+/// `stillframe restore --help`
+pub const RESTORE: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints restore latest --vm web1 --qmp /run/web1-again.qmp
+  stillframe -r /srv/checkpoints restore 1a2b3c4d --qmp /run/x.qmp --serial file:/run/x.serial --paused
+  stillframe -r /srv/checkpoints restore latest --qmp /run/x.qmp --print-command
+
+The new QEMU runs in the background with the command line the checkpoint recorded, in the recorded
+directory; what had to be changed in it is told. It returns when the guest runs, and prints the new
+QEMU's process id. The checkpoint holds memory and device state, not the contents of disks.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe check --help`
+pub const CHECK: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints check
+  stillframe -r /srv/checkpoints check --read-data --json
+
+Problems found are listed, and the exit code is 3.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe forget --help`
+pub const FORGET: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints forget --keep-last 10 --keep-hourly 24 --keep-daily 7 --prune
+  stillframe -r /srv/checkpoints forget 1a2b3c4d 5e6f7a8b
+  stillframe -r /srv/checkpoints forget --vm web1 --keep-last 1 --dry-run
+
+The rules hold for each VM by itself. No checkpoint needs another one to be restored.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe prune --help`
+pub const PRUNE: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints prune --dry-run
+  stillframe -r /srv/checkpoints prune
+
+Can be interrupted at any point; what was not freed is freed the next time.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe rebuild-index --help`
+pub const REBUILD_INDEX: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints rebuild-index
+  stillframe -r /srv/checkpoints check --read-data
+
+The data is in the packs; the index only tells where. Run it when check names files in index/.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe inspect --help`
+pub const INSPECT: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints inspect latest
+  stillframe -r /srv/checkpoints inspect /srv/checkpoints
+  stillframe -r /srv/checkpoints inspect /srv/checkpoints/config --json
+
+",
+    exit_codes!()
+);
+
+/// `stillframe probe --help`
+pub const PROBE: &str = concat!(
+    "\
+Examples:
+  stillframe probe
+  stillframe probe --json
+
+Each ability is tried once, on processes of stillframe's own. Exit code 1 when a required one is
+missing.
+
+",
+    exit_codes!()
+);

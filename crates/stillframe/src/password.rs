@@ -1,0 +1,289 @@
+//! Where the repository's password comes from. It is never printed, never an argument.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, IsTerminal, Read};
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitStatus, Stdio};
+
+use stillframe_repo::Password;
+use thiserror::Error;
+
+use crate::args::PasswordArgs;
+
+/// The environment variable that holds a password.
+pub const PLAIN: &str = "STILLFRAME_PASSWORD";
+const FILE: &str = "STILLFRAME_PASSWORD_FILE";
+const COMMAND: &str = "STILLFRAME_PASSWORD_COMMAND";
+
+/// No password is longer; a file that is was named by mistake.
+const PASSWORD_BYTES_MAX: u64 = 64 << 10;
+
+/// Why there is no password.
+#[derive(Debug, Error)]
+pub enum PasswordError {
+    /// Nothing was given, and nobody can be asked.
+    #[error(
+        "no password: give --password-file or --password-command, set STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE or STILLFRAME_PASSWORD_COMMAND, or run this on a terminal"
+    )]
+    NoSource,
+    /// The environment says two things.
+    #[error("both {0} and {1} are set; unset one of them")]
+    SeveralSources(&'static str, &'static str),
+    /// The file cannot be read.
+    #[error("cannot read the password file {}", .path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The command cannot be run.
+    #[error("cannot run the password command")]
+    Command(#[source] io::Error),
+    /// The command failed.
+    #[error("the password command failed ({0})")]
+    CommandFailed(ExitStatus),
+    /// Far more than a password.
+    #[error("{0} gives more than {PASSWORD_BYTES_MAX} bytes; that is no password")]
+    TooLong(&'static str),
+    /// Nothing at all.
+    #[error("{0} gives an empty password")]
+    Empty(&'static str),
+    /// The terminal cannot be read.
+    #[error("cannot ask for the password")]
+    Prompt(#[source] io::Error),
+    /// Typed differently the second time.
+    #[error("the two passwords differ; nothing was created")]
+    Mismatch,
+}
+
+impl PasswordError {
+    /// Whether the command line or environment is at fault, not what it names.
+    pub fn is_usage(&self) -> bool {
+        matches!(
+            self,
+            PasswordError::NoSource | PasswordError::SeveralSources(..)
+        )
+    }
+}
+
+/// A place a password comes from.
+#[derive(Debug, PartialEq, Eq)]
+enum Source {
+    Plain(OsString),
+    File(PathBuf),
+    Command(OsString),
+    Prompt,
+}
+
+/// The password of an existing repository.
+pub fn of_existing(args: &PasswordArgs) -> Result<Password, PasswordError> {
+    match choose(args, |name| std::env::var_os(name))? {
+        Source::Prompt => prompt("Password of the repository: "),
+        source => read(source),
+    }
+}
+
+/// The password for a new repository; typed twice where it is typed.
+pub fn for_new(args: &PasswordArgs) -> Result<Password, PasswordError> {
+    match choose(args, |name| std::env::var_os(name))? {
+        Source::Prompt => {
+            let first = ask("Password for the new repository: ")?;
+            match first == ask("The same again: ")? {
+                true => not_empty(first.into_bytes(), "the terminal"),
+                false => Err(PasswordError::Mismatch),
+            }
+        }
+        source => read(source),
+    }
+}
+
+/// Options first, then the environment, then the terminal. An empty variable counts as unset.
+fn choose(
+    args: &PasswordArgs,
+    variable: impl Fn(&str) -> Option<OsString>,
+) -> Result<Source, PasswordError> {
+    if let Some(path) = &args.password_file {
+        return Ok(Source::File(path.clone()));
+    }
+    if let Some(command) = &args.password_command {
+        return Ok(Source::Command(command.into()));
+    }
+    let set = |name| variable(name).filter(|value| !value.is_empty());
+    match (set(PLAIN), set(FILE), set(COMMAND)) {
+        (Some(_), Some(_), _) => Err(PasswordError::SeveralSources(PLAIN, FILE)),
+        (Some(_), _, Some(_)) => Err(PasswordError::SeveralSources(PLAIN, COMMAND)),
+        (_, Some(_), Some(_)) => Err(PasswordError::SeveralSources(FILE, COMMAND)),
+        (Some(password), None, None) => Ok(Source::Plain(password)),
+        (None, Some(path), None) => Ok(Source::File(path.into())),
+        (None, None, Some(command)) => Ok(Source::Command(command)),
+        (None, None, None) => Ok(Source::Prompt),
+    }
+}
+
+fn read(source: Source) -> Result<Password, PasswordError> {
+    match source {
+        Source::Plain(password) => not_empty(password.into_vec(), PLAIN),
+        Source::File(path) => {
+            let failed = |source| PasswordError::File {
+                path: path.clone(),
+                source,
+            };
+            let file = File::open(&path).map_err(failed)?;
+            from_reader(file, "the password file", failed)
+        }
+        Source::Command(command) => from_command(command),
+        Source::Prompt => prompt("Password of the repository: "),
+    }
+}
+
+fn from_command(command: OsString) -> Result<Password, PasswordError> {
+    // Standard input and error stay ours: the command may want to ask its user something.
+    let mut child = Command::new("/bin/sh")
+        .arg("-c")
+        .arg(command)
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(PasswordError::Command)?;
+    let password = match child.stdout.take() {
+        Some(output) => from_reader(output, "the password command", PasswordError::Command),
+        None => Err(PasswordError::Empty("the password command")),
+    };
+    // The pipe is closed by now, so that a command that writes for ever ends too.
+    let status = child.wait().map_err(PasswordError::Command)?;
+    match status.success() {
+        // A command cut off for writing too much has failed by that.
+        false if !matches!(password, Err(PasswordError::TooLong(_))) => {
+            Err(PasswordError::CommandFailed(status))
+        }
+        _ => password,
+    }
+}
+
+fn from_reader(
+    reader: impl Read,
+    name: &'static str,
+    failed: impl Fn(io::Error) -> PasswordError,
+) -> Result<Password, PasswordError> {
+    let mut bytes = Vec::new();
+    reader
+        .take(PASSWORD_BYTES_MAX + 1)
+        .read_to_end(&mut bytes)
+        .map_err(failed)?;
+    if bytes.len() as u64 > PASSWORD_BYTES_MAX {
+        return Err(PasswordError::TooLong(name));
+    }
+    let end = bytes
+        .iter()
+        .rposition(|byte| !matches!(byte, b'\n' | b'\r'));
+    bytes.truncate(end.map_or(0, |last| last + 1));
+    not_empty(bytes, name)
+}
+
+fn not_empty(bytes: Vec<u8>, name: &'static str) -> Result<Password, PasswordError> {
+    match bytes.is_empty() {
+        true => Err(PasswordError::Empty(name)),
+        false => Ok(Password::new(bytes)),
+    }
+}
+
+fn prompt(text: &str) -> Result<Password, PasswordError> {
+    not_empty(ask(text)?.into_bytes(), "the terminal")
+}
+
+fn ask(text: &str) -> Result<String, PasswordError> {
+    if !io::stdin().is_terminal() {
+        return Err(PasswordError::NoSource);
+    }
+    rpassword::prompt_password(text).map_err(PasswordError::Prompt)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(args: &PasswordArgs, environment: &[(&str, &str)]) -> Result<Source, PasswordError> {
+        choose(args, |name| {
+            environment
+                .iter()
+                .find(|(set, _)| *set == name)
+                .map(|(_, value)| value.into())
+        })
+    }
+
+    fn failure<T>(result: Result<T, PasswordError>) -> PasswordError {
+        result.err().expect("this source must be refused")
+    }
+
+    #[test]
+    fn options_come_before_the_environment_and_that_before_the_terminal() {
+        let none = PasswordArgs::default();
+        let file = PasswordArgs {
+            password_file: Some("/f".into()),
+            ..none.clone()
+        };
+        let command = PasswordArgs {
+            password_command: Some("c".into()),
+            ..none.clone()
+        };
+        let all = [(PLAIN, "p"), (FILE, "/e"), (COMMAND, "d")];
+        assert_eq!(chosen(&file, &all).unwrap(), Source::File("/f".into()));
+        assert_eq!(chosen(&command, &all).unwrap(), Source::Command("c".into()));
+        assert_eq!(chosen(&none, &all[..1]).unwrap(), Source::Plain("p".into()));
+        assert_eq!(
+            chosen(&none, &all[1..2]).unwrap(),
+            Source::File("/e".into())
+        );
+        assert_eq!(
+            chosen(&none, &all[2..]).unwrap(),
+            Source::Command("d".into())
+        );
+        assert_eq!(chosen(&none, &[]).unwrap(), Source::Prompt);
+        assert_eq!(chosen(&none, &[(PLAIN, "")]).unwrap(), Source::Prompt);
+    }
+
+    #[test]
+    fn two_sources_in_the_environment_are_a_usage_error() {
+        let none = PasswordArgs::default();
+        for pair in [[(PLAIN, "p"), (FILE, "/e")], [(FILE, "/e"), (COMMAND, "d")]] {
+            assert!(failure(chosen(&none, &pair)).is_usage());
+        }
+    }
+
+    #[test]
+    fn line_ends_behind_the_password_are_not_part_of_it() {
+        // A Password cannot be looked at, so its repository-independent length is seen through the
+        // refusals: what is only line ends is empty.
+        for empty in ["", "\n", "\r\n", "\n\n"] {
+            let refused = failure(from_reader(empty.as_bytes(), "it", PasswordError::Prompt));
+            assert!(matches!(refused, PasswordError::Empty("it")), "{empty:?}");
+        }
+        assert!(from_reader(&b"a b\n"[..], "it", PasswordError::Prompt).is_ok());
+        let endless = from_reader(io::repeat(b'x'), "it", PasswordError::Prompt);
+        assert!(matches!(failure(endless), PasswordError::TooLong("it")));
+    }
+
+    #[test]
+    fn a_command_is_judged_by_its_output_and_its_end() {
+        assert!(from_command("echo secret".into()).is_ok());
+        assert!(matches!(
+            failure(from_command("true".into())),
+            PasswordError::Empty(_)
+        ));
+        let failed = failure(from_command("echo secret; exit 3".into()));
+        assert!(matches!(failed, PasswordError::CommandFailed(_)));
+        assert!(matches!(
+            failure(from_command("yes".into())),
+            PasswordError::TooLong(_)
+        ));
+    }
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let refused = failure(read(Source::File("/nonexistent/password".into())));
+        assert!(refused.to_string().contains("/nonexistent/password"));
+    }
+}
