@@ -1,10 +1,10 @@
 //! The time during which the victim's main thread is held.
 
 use super::error::InfectError;
-use super::gadget;
 use super::interrupted::{Interrupted, in_syscall};
 use super::tracee::{Registers, Run, Stop, Syscall, Tracee};
 use super::watch::{Status, await_interrupt, await_stop, seize};
+use super::{gadget, timeout};
 use crate::memory::RemoteMemory;
 use crate::process::Process;
 use libc::{c_int, c_long, siginfo_t};
@@ -27,6 +27,9 @@ const OF_FAULTS: u64 = bit(libc::SIGSEGV)
 /// Signals that glibc keeps to itself, to cancel threads and to change user ids.
 const OF_THE_C_LIBRARY: u64 = bit(32) | bit(33);
 
+/// For how long a thread that has been put back is seen on its way, on a crowded machine.
+const COMPANY: Duration = Duration::from_secs(10);
+
 const fn bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
@@ -38,6 +41,8 @@ pub(super) struct Seizure<'a> {
     memory: RemoteMemory,
     tracee: Tracee,
     since: Instant,
+    deadline: Instant,
+    limit: Duration,
     /// The stop the thread is in.
     at: Stop,
     interrupted: Interrupted,
@@ -45,6 +50,8 @@ pub(super) struct Seizure<'a> {
     gadget: Option<u64>,
     /// Signals kept from the thread, to be sent again.
     held: Vec<(c_int, siginfo_t)>,
+    /// It stops when asked, but does not run.
+    frozen: bool,
     released: bool,
 }
 
@@ -80,17 +87,19 @@ impl<'a> Seizure<'a> {
             behind_syscall,
             filtered: status.filtered,
         };
-        let (at, held, released) = (Stop::Interrupt, Vec::new(), false);
         Ok(Seizure {
             process,
             memory,
             tracee,
             since,
-            at,
+            deadline,
+            limit,
+            at: Stop::Interrupt,
             interrupted,
             gadget,
-            held,
-            released,
+            held: Vec::new(),
+            frozen: false,
+            released: false,
         })
     }
 
@@ -104,6 +113,16 @@ impl<'a> Seizure<'a> {
         }
         if self.interrupted.behind_syscall {
             self.gadget = Some(self.interrupted.registers.rip.wrapping_sub(2));
+        }
+        // The one found before the stop may be gone: the program may have been replaced.
+        if !self
+            .gadget
+            .is_some_and(|address| gadget::is_at(&self.memory, address))
+        {
+            return Err(InfectError::unsupported(
+                self.process,
+                "has no system call instruction",
+            ));
         }
         self.suspend_seccomp()?;
         self.leave_critical_section()
@@ -187,17 +206,16 @@ impl<'a> Seizure<'a> {
 
     /// Has the victim make one system call and returns its result.
     ///
-    /// This waits without a limit: a thread inside the call cannot be put back before it is out.
+    /// A thread that does not get to the call in time (its cgroup is frozen) is put back. Inside of
+    /// the call it is awaited without a limit: it cannot be put back before it is out.
     fn call(
         &mut self,
         name: &'static str,
         number: c_long,
         argument: u64,
     ) -> Result<u64, InfectError> {
-        let no_instruction =
-            || InfectError::unsupported(self.process, "has no system call instruction");
         let registers = Registers {
-            rip: self.gadget.ok_or_else(no_instruction)?,
+            rip: self.gadget.unwrap_or(self.interrupted.registers.rip),
             rax: number as u64,
             // Not in a system call: nothing to restart on the way to user mode.
             orig_rax: u64::MAX,
@@ -208,8 +226,19 @@ impl<'a> Seizure<'a> {
         };
         self.set_registers(&registers)?;
         let mut deliver = 0;
+        let mut deadline = Some(self.deadline);
         loop {
-            self.run(Run::ToSyscall, deliver)?;
+            if !self.run(Run::ToSyscall, deliver, deadline)? {
+                deadline = None;
+                self.tracee
+                    .interrupt()
+                    .map_err(|source| self.failed(source))?;
+                self.await_next(None)?;
+                if matches!(self.at, Stop::Interrupt | Stop::Group) {
+                    self.frozen = true;
+                    return Err(timeout(self.process, self.limit));
+                }
+            }
             deliver = 0;
             match self.at {
                 Stop::Syscall => {
@@ -220,6 +249,7 @@ impl<'a> Seizure<'a> {
                     if let Some(Syscall::Exit { result }) = syscall {
                         return self.judge(name, result);
                     }
+                    deadline = None;
                 }
                 // The process is being stopped, or continued. Our thread may run on meanwhile, and
                 // joins the stop when it is let go.
@@ -257,15 +287,26 @@ impl<'a> Seizure<'a> {
         Ok(())
     }
 
-    /// Lets the thread run to its next stop.
-    fn run(&mut self, how: Run, signal: c_int) -> Result<(), InfectError> {
+    /// Lets the thread run to its next stop. Says whether it got there before the deadline; if not
+    /// it still runs.
+    fn run(
+        &mut self,
+        how: Run,
+        signal: c_int,
+        deadline: Option<Instant>,
+    ) -> Result<bool, InfectError> {
         self.tracee
             .resume(how, signal)
             .map_err(|source| self.failed(source))?;
-        self.at = await_stop(self.process, &self.tracee, None)?.ok_or(InfectError::Gone {
-            pid: self.process.pid(),
-        })?;
-        Ok(())
+        self.await_next(deadline)
+    }
+
+    fn await_next(&mut self, deadline: Option<Instant>) -> Result<bool, InfectError> {
+        let stop = await_stop(self.process, &self.tracee, deadline)?;
+        if let Some(stop) = stop {
+            self.at = stop;
+        }
+        Ok(stop.is_some())
     }
 
     /// Puts everything back and lets the thread go on; says how long it was held, in microseconds.
@@ -296,7 +337,7 @@ impl<'a> Seizure<'a> {
             self.tracee
                 .interrupt()
                 .map_err(|source| self.failed(source))?;
-            self.run(Run::Freely, 0)?;
+            self.run(Run::Freely, 0, None)?;
             if let Stop::Signal(signal) = self.at {
                 self.hold(signal)?;
             }
@@ -314,12 +355,16 @@ impl<'a> Seizure<'a> {
             self.tracee.send_again(self.process.pid(), signal, &info);
         }
         self.set_registers(&self.interrupted.resumption(0))?;
-        if !self.interrupted.needs_company() {
+        if self.frozen || !self.interrupted.needs_company() {
             return self.detach(0);
         }
         let mut deliver = 0;
         loop {
-            self.run(Run::ToSyscall, deliver)?;
+            let patience = Instant::now() + COMPANY;
+            if !self.run(Run::ToSyscall, deliver, Some(patience))? {
+                // Everything is put back, but it does not run any more.
+                return Ok(());
+            }
             match self.at {
                 Stop::Interrupt | Stop::Group => deliver = 0,
                 Stop::Syscall => return self.leave_in_call(),

@@ -364,17 +364,17 @@ fn the_text_stays_as_it_is() {
         .collect::<Vec<_>>()
     };
     let before = read_text();
-    let dirty_before = private_dirty_text(victim.pid());
+    let copied_before = copied_text(victim.pid());
     for _ in 0..50 {
         drop(steal(&victim.process).unwrap());
     }
     assert!(read_text() == before);
     // A page that had been written and put back would be a private copy now.
-    assert_eq!(private_dirty_text(victim.pid()), dirty_before);
+    assert_eq!(copied_text(victim.pid()), copied_before);
     drop(victim);
 }
 
-fn private_dirty_text(pid: i32) -> Vec<String> {
+fn copied_text(pid: i32) -> Vec<String> {
     let mut text = String::new();
     std::fs::File::open(format!("/proc/{pid}/smaps"))
         .unwrap()
@@ -386,7 +386,7 @@ fn private_dirty_text(pid: i32) -> Vec<String> {
         let second = line.split_ascii_whitespace().nth(1).unwrap_or_default();
         if second.len() == 4 && second.ends_with('p') {
             executable = second.contains('x');
-        } else if executable && line.starts_with("Private_Dirty:") {
+        } else if executable && line.starts_with("Anonymous:") {
             lines.push(line.to_owned());
         }
     }

@@ -330,6 +330,85 @@ fn a_thread_that_sleeps_deeply_is_given_up_in_time() {
     assert_eq!(victim.line(), "right");
 }
 
+/// A frozen process stops when asked, but does not get to do anything.
+#[test]
+fn a_frozen_process_is_given_up_in_time() {
+    for role in ["state waiting", "call epoll-handled", "state spinning"] {
+        let mut victim = Victim::start(role);
+        let group = ControlGroup::new(victim.pid());
+        group.freeze(true);
+        for _ in 0..3 {
+            let result = steal_userfaultfd(&victim.process, Duration::from_millis(20));
+            assert!(
+                matches!(result, Err(InfectError::Timeout { .. })),
+                "{role}: {result:?}"
+            );
+        }
+        group.freeze(false);
+        drop(steal(&victim.process).unwrap());
+        if role.starts_with("call") {
+            assert_eq!(victim.word(), None, "the call was ended");
+            continue;
+        }
+        end_well(victim);
+    }
+}
+
+/// A control group (version 2) of one process; removed on drop, when that has ended or is in another.
+struct ControlGroup {
+    path: std::path::PathBuf,
+    root: std::path::PathBuf,
+    pid: i32,
+}
+
+impl ControlGroup {
+    fn new(pid: i32) -> ControlGroup {
+        let mounts = std::fs::read_to_string("/proc/mounts").unwrap();
+        let root = mounts.lines().find_map(|line| {
+            let mut words = line.split(' ').skip(1);
+            let path = words.next()?;
+            (words.next()? == "cgroup2").then(|| std::path::PathBuf::from(path))
+        });
+        let root = root.expect("a mounted cgroup2");
+        let path = root.join(format!("stillframe-test-{pid}"));
+        std::fs::create_dir(&path).unwrap();
+        let group = ControlGroup { path, root, pid };
+        group.take(&group.path);
+        group
+    }
+
+    fn take(&self, into: &std::path::Path) {
+        std::fs::write(into.join("cgroup.procs"), self.pid.to_string()).unwrap();
+    }
+
+    /// Waits until the kernel says that it is (or is no longer) frozen.
+    fn freeze(&self, frozen: bool) {
+        std::fs::write(
+            self.path.join("cgroup.freeze"),
+            if frozen { "1" } else { "0" },
+        )
+        .unwrap();
+        let wanted = format!("frozen {}", u8::from(frozen));
+        let deadline = Instant::now() + Duration::from_secs(30);
+        loop {
+            let events = std::fs::read_to_string(self.path.join("cgroup.events")).unwrap();
+            if events.contains(&wanted) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{events}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for ControlGroup {
+    fn drop(&mut self) {
+        let _ = std::fs::write(self.path.join("cgroup.freeze"), "0");
+        let _ = std::fs::write(self.root.join("cgroup.procs"), self.pid.to_string());
+        let _ = std::fs::remove_dir(&self.path);
+    }
+}
+
 #[test]
 fn a_process_without_its_main_thread_is_gone() {
     let mut victim = Victim::start("state leaderless");
