@@ -3,6 +3,8 @@
 mod access;
 mod corruption;
 mod crash;
+mod decoders;
+
 pub(crate) mod faults;
 mod kill;
 mod locking;

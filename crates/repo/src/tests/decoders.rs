@@ -1,0 +1,178 @@
+//! Every decoder against bytes nobody vouches for: an error or a value, never a panic; and what
+//! was encoded comes back.
+
+use proptest::prelude::*;
+use stillframe_page::hash::ContentId;
+
+use crate::index_file::{IndexFile, IndexedPack};
+use crate::layout::{Cursor, FileKind, header, read_header};
+use crate::pack::{Directory, FileHash, Frame, decode_preamble, decode_tail};
+use crate::table::{PageRef, decode_root, decode_segment, encode_root, encode_segment};
+use crate::{config, key_file, lock, manifest};
+
+fn id() -> impl Strategy<Value = ContentId> {
+    any::<[u8; 32]>().prop_map(ContentId)
+}
+
+fn directory() -> impl Strategy<Value = Directory> {
+    let blobs = prop::collection::vec((id(), 1..9000_u32), 1..5);
+    let frame = (0..4_u8, blobs, any::<u32>()).prop_map(|(kind, blobs, stored)| {
+        let plain_bytes = blobs.iter().map(|(_, bytes)| bytes).sum();
+        Frame {
+            kind,
+            stored_bytes: 16 + stored % (plain_bytes + 1),
+            plain_bytes,
+            blobs,
+        }
+    });
+    prop::collection::vec(frame, 0..6).prop_map(|frames| Directory { frames })
+}
+
+fn index_file() -> impl Strategy<Value = IndexFile> {
+    let hash = || any::<[u8; 32]>().prop_map(FileHash);
+    let pack = (hash(), directory()).prop_map(|(pack, directory)| IndexedPack { pack, directory });
+    (
+        prop::collection::vec(hash(), 0..4),
+        prop::collection::vec(pack, 0..4),
+    )
+        .prop_map(|(supersedes, packs)| IndexFile { supersedes, packs })
+}
+
+fn entries(count: usize) -> impl Strategy<Value = Vec<PageRef>> {
+    let entry = prop_oneof![Just(PageRef::Zero), id().prop_map(PageRef::Stored)];
+    prop::collection::vec(entry, count)
+}
+
+/// Runs every decoder; all that matters is that each returns.
+fn decode_all(bytes: &[u8]) {
+    let _ = config::decode(bytes);
+    let _ = key_file::decode(bytes);
+    let _ = Directory::decode(bytes);
+    let _ = IndexFile::decode(bytes);
+    let _ = manifest::decode(bytes);
+    let _ = lock::decode(bytes);
+    let _ = decode_preamble(bytes);
+    let _ = read_header(&mut Cursor::new(bytes), FileKind::Pack);
+    for pages in [0, 1, bytes.len() as u64, 512, u64::MAX] {
+        let _ = decode_root(bytes, pages);
+        let _ = decode_segment(bytes, pages);
+    }
+    let _ = crate::table::decode_root_of_any_size(bytes);
+    let _ = crate::table::decode_segment_of_any_size(bytes);
+    if let Some(tail) = bytes.first_chunk() {
+        if let Ok(range) = decode_tail(*tail, bytes.len() as u64) {
+            assert!(range.end <= bytes.len() as u64);
+        }
+    }
+}
+
+/// Good bytes of some kind, to be damaged: they get further than noise does.
+fn good_bytes() -> impl Strategy<Value = Vec<u8>> {
+    let lock = r#"{"version":1,"kind":"shared","host":"h","machine":"m","boot":"b","pid_namespace":"p",
+        "pid":1,"start_time":2,"program":"x","since":"s","refreshed":"r"}"#;
+    let manifest = r#"{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"ram":[],"streams":{},
+        "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0},"bytes_stored":1,
+        "vm_record":null,"downtime_us":{}}"#;
+    assert!(lock::decode(lock.as_bytes()).is_ok());
+    assert!(manifest::decode(manifest.as_bytes()).is_ok());
+    prop_oneof![
+        directory().prop_map(|directory| directory.encode()),
+        index_file().prop_map(|file| file.encode()),
+        entries(9).prop_map(|entries| encode_segment(&entries)),
+        entries(2).prop_map(|entries| encode_root(600, &entries)),
+        Just(lock.as_bytes().to_vec()),
+        Just(manifest.as_bytes().to_vec()),
+        Just(config::encode(config::RepositoryId([3; 16]))),
+        Just(header(FileKind::Key).to_vec()),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+        decode_all(&bytes);
+    }
+
+    #[test]
+    fn damaged_bytes_never_panic(
+        mut bytes in good_bytes(),
+        damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+        cut in prop::option::of(any::<prop::sample::Index>()),
+    ) {
+        for (at, value) in damage {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+        }
+        if let Some(cut) = cut {
+            bytes.truncate(cut.index(bytes.len()));
+        }
+        decode_all(&bytes);
+    }
+
+    #[test]
+    fn directories_come_back(directory in directory()) {
+        let bytes = directory.encode();
+        prop_assert_eq!(bytes.len(), directory.encoded_bytes());
+        prop_assert_eq!(Directory::decode(&bytes).unwrap(), directory);
+    }
+
+    #[test]
+    fn index_files_come_back(file in index_file()) {
+        prop_assert_eq!(IndexFile::decode(&file.encode()).unwrap(), file);
+    }
+
+    #[test]
+    fn tables_come_back(entries in (1..600_usize).prop_flat_map(entries)) {
+        let pages = entries.len() as u64;
+        prop_assert_eq!(&decode_segment(&encode_segment(&entries), pages).unwrap(), &entries);
+        let root = encode_root(pages * 512, &entries);
+        prop_assert_eq!(&decode_root(&root, pages * 512).unwrap(), &entries);
+        prop_assert!(decode_root(&root, pages * 512 + 1).is_err());
+    }
+
+    #[test]
+    fn a_decoded_directory_adds_up(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        if let Ok(directory) = Directory::decode(&bytes) {
+            for frame in directory.frames {
+                prop_assert_eq!(frame.blobs.iter().map(|(_, bytes)| bytes).sum::<u32>(), frame.plain_bytes);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_manifest_with_a_field_of_tomorrow_is_refused() {
+    let text = r#"{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"ram":[],"streams":{},
+        "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0},"bytes_stored":1,
+        "vm_record":null,"downtime_us":{},"deltas":[]}"#;
+    let error = manifest::decode(text.as_bytes()).unwrap_err();
+    assert!(error.to_string().contains("deltas"), "{error}");
+}
+
+#[test]
+fn a_manifest_that_contradicts_itself_is_refused() {
+    let block = |name: &str, page_bytes: u32, pages: u64| {
+        format!(
+            r#"{{"name":"{name}","page_bytes":{page_bytes},"pages":{pages},"root":"{:064}"}}"#,
+            0
+        )
+    };
+    let with = |ram: &[String]| {
+        let text = format!(
+            r#"{{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"ram":[{}],"streams":{{}},
+            "pages":{{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0}},"bytes_stored":1,
+            "vm_record":null,"downtime_us":{{}}}}"#,
+            ram.join(",")
+        );
+        manifest::decode(text.as_bytes())
+    };
+    assert!(with(&[block("a", 4096, 1), block("b", 2 << 20, 9)]).is_ok());
+    for bad in [
+        vec![block("a", 4096, 1), block("a", 4096, 1)],
+        vec![block("a", 0, 1)],
+        vec![block("a", 4095, 1)],
+        vec![block("a", 4096, u64::MAX)],
+    ] {
+        assert!(with(&bad).is_err(), "{bad:?}");
+    }
+}

@@ -1,0 +1,6 @@
+//! Fuzz target: the config file.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    let _ = stillframe_repo::config::decode(bytes);
+});

@@ -1,0 +1,6 @@
+//! Fuzz target: manifests.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    let _ = stillframe_repo::manifest::decode(bytes);
+});

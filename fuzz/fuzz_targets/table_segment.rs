@@ -1,0 +1,6 @@
+//! Fuzz target: a segment of a page table.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    let _ = stillframe_repo::table::decode_segment(bytes, (bytes.len() / 33) as u64);
+});
