@@ -11,10 +11,10 @@ use crate::help;
 
 /// Checkpoints and restores running QEMU VMs, from outside and without their help.
 #[derive(Debug, Parser)]
-#[command(name = "stillframe", version, after_help = help::TOP, max_term_width = 100)]
+#[command(name = "stillframe", version, after_help = help::TOP)]
 pub struct Cli {
     /// What every command understands.
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Options of every command")]
     pub global: GlobalArgs,
     /// What is to be done.
     #[command(subcommand)]
@@ -56,7 +56,7 @@ pub struct PasswordArgs {
         conflicts_with = "password_command"
     )]
     pub password_file: Option<PathBuf>,
-    /// Run this in a shell; what it prints is the password [env: STILLFRAME_PASSWORD_COMMAND]
+    /// What this prints is the password [env: STILLFRAME_PASSWORD_COMMAND]
     #[arg(long, global = true, value_name = "COMMAND")]
     pub password_command: Option<String>,
 }
@@ -130,15 +130,13 @@ impl VmSelector {
 /// How checkpoints are taken; shared by `checkpoint` and `watch`.
 #[derive(Debug, Clone, Args)]
 pub struct CaptureArgs {
-    /// Resume the VM and discard the checkpoint when a pause takes longer [default: 3s; 10m with
-    /// --verify]
+    /// Resume the VM when a pause takes longer [default: 3s; 10m with --verify]
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
     pub pause_limit: Option<Duration>,
     /// Wait so long for another process' lock on the repository
     #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
     pub lock_wait: Duration,
-    /// Compare all of the VM's memory, in the pause, with what the checkpoint holds. The pause lasts
-    /// as long as reading all memory takes
+    /// Compare all memory, in the pause, with the checkpoint: a long pause
     #[arg(long)]
     pub verify: bool,
 }
@@ -216,8 +214,7 @@ pub struct RestoreArgs {
     /// Compare all memory with the checkpoint before the guest runs
     #[arg(long)]
     pub verify: bool,
-    /// Go on although a disk changed since the checkpoint, or lost what was written to it
-    /// (snapshot=on). The guest will see another disk than it remembers
+    /// Go on although a disk is no longer what the guest remembers
     #[arg(long)]
     pub disks_as_they_are: bool,
     /// What the new QEMU writes to its standard error [default: the QMP path with .log]
@@ -234,7 +231,7 @@ pub struct RestoreArgs {
 /// `check`
 #[derive(Debug, Args)]
 pub struct CheckArgs {
-    /// Also read and verify every byte; without it, only that all files are there and fit together
+    /// Also read and verify every byte
     #[arg(long)]
     pub read_data: bool,
 }

@@ -55,7 +55,9 @@ Examples:
   stillframe -r /srv/checkpoints checkpoint --pid 4711 --json
   stillframe -r /srv/checkpoints checkpoint --qmp /run/web1.qmp --verify
 
-The VM runs on, except for the pause the result tells of. Ctrl-C gives the checkpoint up.
+The VM runs on, except for the pause the result tells of. A pause that overruns its limit ends, and
+the checkpoint with it. With --verify the pause lasts as long as reading all memory takes. Ctrl-C
+gives the checkpoint up. TIME is a number and its unit: 500ms, 2s, 5m.
 
 ",
     exit_codes!()
@@ -72,7 +74,7 @@ One result a checkpoint. A checkpoint that fails is reported, and tried again at
 10 failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the
 running checkpoint and detaches, the second gives the checkpoint up, the third exits at once; the VM
 runs on in every case. Exit code 0 when ended by a signal or by the VM's end, but 1 when --count was
-given and not reached.
+given and not reached. TIME is a number and its unit: 500ms, 2s, 5m.
 
 ",
     exit_codes!()
@@ -110,7 +112,9 @@ Examples:
 
 The new QEMU runs in the background with the command line the checkpoint recorded, in the recorded
 directory; what had to be changed in it is told. It returns when the guest runs, and prints the new
-QEMU's process id. The checkpoint holds memory and device state, not the contents of disks.
+QEMU's process id. The checkpoint holds memory and device state, not the contents of disks: with
+--disks-as-they-are the guest goes on with disks that were written to since, or (snapshot=on) lost
+what it wrote, and may damage what is on them.
 
 ",
     exit_codes!()
@@ -123,6 +127,7 @@ Examples:
   stillframe -r /srv/checkpoints check
   stillframe -r /srv/checkpoints check --read-data --json
 
+Without --read-data: that all files are there, fit together, and hold what the checkpoints need.
 Problems found are listed, and the exit code is 3.
 
 ",

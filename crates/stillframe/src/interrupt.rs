@@ -63,7 +63,10 @@ impl Interrupts {
                 for _ in signals.forever() {
                     match counter.fetch_add(1, Ordering::Relaxed) + 1 {
                         1 => console.note(first),
-                        number if number > patience => process::exit(Exit::Failed.code()),
+                        number if number > patience => match at_last {
+                            AtLast::End => process::exit(Exit::Failed.code()),
+                            AtLast::Wait => console.note("being given up; please wait"),
+                        },
                         _ => console.note("interrupted again: giving the running work up"),
                     }
                 }

@@ -22,29 +22,32 @@ pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
     };
     let report = repository.forget(&what)?;
     let mut object = object(&report, args.dry_run);
+    let told = || words(&report, args.dry_run);
     if !args.prune {
-        context
-            .console
-            .result(&object, || words(&report, args.dry_run))?;
+        context.console.result(&object, told)?;
         return Ok(());
     }
-    if !context.console.json {
-        // Told before the pruning, which takes its time and may fail.
-        context
-            .console
-            .result(&object, || words(&report, args.dry_run))?;
+    // In JSON both are one object, in the end; a reader is told as it happens.
+    let json = context.console.json;
+    if !json {
+        context.console.result(&object, told)?;
     }
     if args.dry_run {
+        let note = "what prune would free now, with nothing forgotten yet:";
+        context.console.note(note);
+    }
+    let pruned = prune::perform(context, &mut repository, args.dry_run);
+    if let Ok(pruned) = &pruned {
+        object["prune"] = prune::object(pruned, args.dry_run);
+    }
+    // What was forgotten is told even where the pruning failed.
+    if json || pruned.is_ok() {
+        let told = || pruned.as_ref().map(|done| prune::words(done, args.dry_run));
         context
             .console
-            .note("what prune would free now, with nothing forgotten yet:");
+            .result(&object, || told().unwrap_or_default())?;
     }
-    let pruned = prune::perform(context, &mut repository, args.dry_run)?;
-    object["prune"] = prune::object(&pruned, args.dry_run);
-    context
-        .console
-        .result(&object, || prune::words(&pruned, args.dry_run))?;
-    Ok(())
+    pruned.map(|_| ())
 }
 
 fn policy(keep: &KeepArgs) -> KeepPolicy {

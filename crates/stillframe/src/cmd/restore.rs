@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf, absolute};
 
 use anyhow::Context as _;
 use serde_json::json;
-use stillframe_engine::restore::{self, RestoreOptions, RestoreReport};
-use stillframe_qemu::launch::{LaunchOptions, LaunchPlan};
+use stillframe_engine::restore::{self, RestoreError, RestoreOptions, RestoreReport};
+use stillframe_qemu::launch::{LaunchError, LaunchOptions, LaunchPlan};
 use stillframe_repo::Repository;
 
 use super::{Context, short};
@@ -23,7 +23,12 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
     let (id, manifest) = repository.resolve(&name.id, name.vm.as_deref())?;
     let launch = launch_options(args)?;
     // Planned before anything starts, so that the changes are known even if the start fails.
-    let plan = restore::plan(&id, &manifest, &launch)?;
+    let plan = restore::plan(&id, &manifest, &launch).inspect_err(|error| {
+        if disks_stand_in_the_way(error) {
+            let option = "--disks-as-they-are restores all the same, at the risk of damaging them";
+            context.console.note(option);
+        }
+    })?;
     for change in &plan.changes {
         context.console.note(&format!("changed: {change}"));
     }
@@ -59,6 +64,18 @@ fn perform(
         })
     });
     Ok(restored??)
+}
+
+/// Whether the user may decide to go on: not where a disk has another user.
+fn disks_stand_in_the_way(error: &RestoreError) -> bool {
+    matches!(
+        error,
+        RestoreError::Launch(
+            LaunchError::DiskChanged { .. }
+                | LaunchError::DiskTemporary { .. }
+                | LaunchError::DiskUnknown { .. }
+        )
+    )
 }
 
 fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
