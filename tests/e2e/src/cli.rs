@@ -6,6 +6,8 @@ use std::process::{Child, Command, Output, Stdio};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use crate::running::count_errors;
+
 /// The password of every test repository.
 pub const PASSWORD: &str = "correct horse";
 
@@ -102,24 +104,9 @@ impl Stillframe {
             .collect()
     }
 
-    /// Runs, expects this exit code, and returns standard error.
+    /// Runs, expects this exit code and one clear error, and returns standard error.
     pub fn fails(&self, arguments: &[&str], code: i32) -> Result<String> {
-        let output = self.run(arguments)?;
-        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-        if output.status.code() != Some(code) {
-            bail!(
-                "stillframe {} ended with {} instead of {code}: {stderr}",
-                arguments.join(" "),
-                output.status
-            );
-        }
-        if !stderr.contains("error: ") {
-            bail!(
-                "stillframe {} failed without a clear error: {stderr}",
-                arguments.join(" ")
-            );
-        }
-        Ok(stderr)
+        refusal(&mut self.command(arguments)?, code)
     }
 
     /// Starts without waiting; both outputs go to files beside the repository or nowhere.
@@ -128,4 +115,26 @@ impl Stillframe {
         command.stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().with_context(|| arguments.join(" "))
     }
+}
+
+/// Runs `command`, expects this exit code and one clear error, and returns standard error.
+pub fn refusal(command: &mut Command, code: i32) -> Result<String> {
+    let words: Vec<_> = command
+        .get_args()
+        .map(|word| word.display().to_string())
+        .collect();
+    let words = words.join(" ");
+    let output = command.output().with_context(|| words.clone())?;
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.code() != Some(code) {
+        bail!(
+            "`{words}` ended with {} instead of {code}: {stderr}",
+            output.status
+        );
+    }
+    let errors = count_errors(&stderr);
+    if errors != 1 || stderr.contains("panicked") {
+        bail!("`{words}` gave {errors} errors instead of one clear one: {stderr}");
+    }
+    Ok(stderr)
 }

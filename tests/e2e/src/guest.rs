@@ -101,6 +101,8 @@ impl Default for Workload {
 pub struct Setup {
     /// Its kind.
     pub kind: Kind,
+    /// The QEMU to run.
+    pub program: PathBuf,
     /// MiB of RAM; the kind may ask for more.
     pub ram_mib: u32,
     /// What it does.
@@ -114,10 +116,26 @@ impl Setup {
     pub fn new(kind: Kind) -> Setup {
         Setup {
             kind,
+            program: "qemu-system-x86_64".into(),
             ram_mib: 192,
             workload: Workload::default(),
             extra: Vec::new(),
         }
+    }
+
+    /// A guest of this kind and name, as small as a test of anything but memory likes it.
+    pub fn small(kind: Kind, name: &str) -> Setup {
+        let mut setup = Setup::new(kind).with(&["-name", name]);
+        setup.ram_mib = 128;
+        setup.workload.mib = 16;
+        setup
+    }
+
+    /// With more arguments for QEMU.
+    pub fn with(mut self, arguments: &[&str]) -> Setup {
+        self.extra
+            .extend(arguments.iter().map(|&word| word.to_owned()));
+        self
     }
 
     fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
@@ -212,13 +230,16 @@ impl Setup {
             .tempdir()?;
         let arguments = self.arguments(folder.path())?;
         let log = fs::File::create(folder.path().join("qemu.log"))?;
-        let process = Command::new("qemu-system-x86_64")
+        let process = Command::new(&self.program)
             .args(&arguments)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
             .spawn()
-            .context("cannot start qemu-system-x86_64; `cargo xtask setup` installs it")?;
+            .with_context(|| {
+                let program = self.program.display();
+                format!("cannot start {program}; `cargo xtask setup` installs QEMU")
+            })?;
         let serial = Serial::new(&folder.path().join("serial"));
         let mut guest = Guest {
             kind: self.kind,

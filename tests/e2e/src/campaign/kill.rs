@@ -14,6 +14,7 @@ use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Setup};
 use crate::qmp::Qmp;
 use crate::results::{self, Claim};
+use crate::running::signal;
 
 /// Where a kill strikes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +30,7 @@ pub enum Moment {
 }
 
 /// The n-th kill's moment.
-fn moment(number: u64) -> Moment {
+pub fn moment(number: u64) -> Moment {
     match number % 10 {
         0..=2 => Moment::Attach,
         3..=5 => Moment::Pause,
@@ -83,7 +84,7 @@ pub fn strike(
     };
     std::thread::sleep(delay);
     if moment == Moment::Detach {
-        terminate(engine.id())?;
+        signal(engine.id(), "TERM")?;
         std::thread::sleep(Duration::from_micros(random.below(30_000)));
     }
     engine.kill()?;
@@ -91,14 +92,6 @@ pub fn strike(
     let struck_ms = begin.elapsed().as_millis() as u64;
     let resumed_ms = wait_running(monitor).context("the VM did not run on")?;
     Ok(json!({"moment": format!("{moment:?}"), "struck_ms": struck_ms, "resumed_ms": resumed_ms}))
-}
-
-/// SIGTERM, by the shell's own kill: the standard library knows only SIGKILL.
-fn terminate(pid: u32) -> Result<()> {
-    std::process::Command::new("kill")
-        .args(["-TERM", &pid.to_string()])
-        .status()?;
-    Ok(())
 }
 
 fn wait_running(monitor: &mut Qmp) -> Result<u64> {

@@ -1,0 +1,89 @@
+//! Whether a VM and a repository are as they were before Stillframe touched them.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use serde_json::{Value, json};
+
+use crate::cli::Stillframe;
+use crate::guest::Guest;
+use crate::qmp::Qmp;
+use crate::running::PATIENCE;
+
+/// For the kernel to close what an engine that just ended had open.
+const CLOSING_LIMIT: Duration = Duration::from_secs(5);
+
+/// The guest runs, ticks on, and nothing of Stillframe is left in its QEMU.
+pub fn expect_untouched(guest: &Guest, monitor: &mut Qmp) -> Result<()> {
+    let status = monitor.status()?;
+    if status != "running" {
+        bail!("the VM is {status}");
+    }
+    guest.serial.wait_more(2, PATIENCE)?;
+    expect_nothing_left(guest.pid(), monitor)
+}
+
+/// No userfaultfd, no lent descriptor and no tracer is left in QEMU `pid`.
+pub fn expect_nothing_left(pid: i32, monitor: &mut Qmp) -> Result<()> {
+    let deadline = Instant::now() + CLOSING_LIMIT;
+    while let Err(error) = nothing_left(pid, monitor) {
+        if Instant::now() > deadline {
+            return Err(error);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
+fn nothing_left(pid: i32, monitor: &mut Qmp) -> Result<()> {
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        // A descriptor that was closed since the folder was listed is none.
+        let file = fs::read_link(entry?.path()).unwrap_or_default();
+        if file.to_string_lossy().contains("userfaultfd") {
+            bail!("QEMU has a userfaultfd open");
+        }
+    }
+    let lent = monitor.execute("query-fdsets", json!({}))?;
+    if lent != json!([]) {
+        bail!("QEMU still has descriptors it was lent: {lent}");
+    }
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    match status.lines().any(|line| line == "TracerPid:\t0") {
+        true => Ok(()),
+        false => bail!("QEMU is traced"),
+    }
+}
+
+/// The ids of all checkpoints, oldest first.
+pub fn checkpoints(stillframe: &Stillframe) -> Result<Vec<String>> {
+    let listed = stillframe.json(&["list"])?;
+    let listed = listed.as_array().into_iter().flatten();
+    let ids = listed.filter_map(|one| one["checkpoint"].as_str());
+    Ok(ids.map(str::to_owned).collect())
+}
+
+/// All of `ids` are still listed, and the repository holds together.
+pub fn expect_whole(stillframe: &Stillframe, ids: &[String]) -> Result<()> {
+    let listed = checkpoints(stillframe)?;
+    if let Some(lost) = ids.iter().find(|id| !listed.contains(id)) {
+        bail!("checkpoint {lost} is no longer listed");
+    }
+    let report = stillframe.json(&["check"])?;
+    match report["clean"] == Value::Bool(true) {
+        true => Ok(()),
+        false => bail!("check found {}", report["problems"]),
+    }
+}
+
+/// How many processes have `word` on their command line: QEMUs that were to be none.
+pub fn processes_with(word: &str) -> Result<usize> {
+    let mut count = 0;
+    for entry in fs::read_dir("/proc")? {
+        // A process that has ended meanwhile has no command line.
+        let line = fs::read(entry?.path().join("cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line);
+        count += usize::from(line.contains("qemu-system") && line.contains(word));
+    }
+    Ok(count)
+}

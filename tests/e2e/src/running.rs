@@ -1,0 +1,160 @@
+//! `stillframe` running beside the test: what it has said so far, signals to it, and its end.
+
+use std::fs::{self, File};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// For what takes a second on a machine that does nothing else.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A process whose words go to files. It ends when dropped.
+#[derive(Debug)]
+pub struct Running {
+    child: Child,
+    folder: TempDir,
+}
+
+/// How it ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its exit code; none when a signal ended it.
+    pub code: Option<i32>,
+    /// Standard output.
+    pub out: String,
+    /// Standard error.
+    pub err: String,
+}
+
+impl Ended {
+    /// What it told with `--json`.
+    pub fn results(&self) -> Result<Vec<Value>> {
+        whole_lines(&self.out)
+    }
+
+    /// How many errors it told of.
+    pub fn errors(&self) -> usize {
+        count_errors(&self.err)
+    }
+}
+
+impl Running {
+    /// Starts it.
+    pub fn start(mut command: Command) -> Result<Running> {
+        let folder = tempfile::tempdir()?;
+        let child = command
+            .stdout(File::create(folder.path().join("out"))?)
+            .stderr(File::create(folder.path().join("err"))?)
+            .spawn()
+            .with_context(|| format!("cannot start {}", command.get_program().display()))?;
+        Ok(Running { child, folder })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Standard error so far.
+    pub fn err(&self) -> String {
+        self.said("err")
+    }
+
+    /// What it has told so far with `--json`.
+    pub fn results(&self) -> Result<Vec<Value>> {
+        whole_lines(&self.said("out"))
+    }
+
+    /// Waits until it has given at least `count` results.
+    pub fn wait_results(&mut self, count: usize) -> Result<Vec<Value>> {
+        self.wait_until(&format!("{count} results"), |it| {
+            Ok(it.results()?.len() >= count)
+        })?;
+        self.results()
+    }
+
+    /// Waits until standard error holds `words`.
+    pub fn wait_words(&mut self, words: &str) -> Result<()> {
+        self.wait_until(&format!("{words:?}"), |it| Ok(it.err().contains(words)))
+    }
+
+    /// A signal by name, such as `INT`.
+    pub fn signal(&self, name: &str) -> Result<()> {
+        signal(self.pid(), name)
+    }
+
+    /// Waits for its end.
+    pub fn end(mut self) -> Result<Ended> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                let (code, out, err) = (status.code(), self.said("out"), self.said("err"));
+                return Ok(Ended { code, out, err });
+            }
+            if Instant::now() > deadline {
+                bail!("it did not end within {PATIENCE:?}: {}", self.err());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn wait_until(&mut self, what: &str, is_so: impl Fn(&Running) -> Result<bool>) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            // Asked first: what was said before the end counts.
+            let ended = self.child.try_wait()?;
+            if is_so(self)? {
+                return Ok(());
+            }
+            if let Some(status) = ended {
+                bail!("it ended ({status}) before {what}: {}", self.err());
+            }
+            if Instant::now() > deadline {
+                bail!("no {what} within {PATIENCE:?}: {}", self.err());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn said(&self, stream: &str) -> String {
+        let bytes = fs::read(self.folder.path().join(stream)).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// One JSON value a line; a line still being written has no end yet.
+fn whole_lines(out: &str) -> Result<Vec<Value>> {
+    let whole = out.rfind('\n').map_or("", |end| &out[..end]);
+    let values = whole.lines().map(serde_json::from_str);
+    values
+        .map(|value| value.context("a result is no JSON"))
+        .collect()
+}
+
+/// Lines of standard error that tell of an error.
+pub fn count_errors(err: &str) -> usize {
+    err.lines()
+        .filter(|line| line.starts_with("error: "))
+        .count()
+}
+
+/// Sends a signal by name, through kill(1): the standard library knows only SIGKILL.
+pub fn signal(pid: u32, name: &str) -> Result<()> {
+    let status = Command::new("kill")
+        .args(["-s", name, &pid.to_string()])
+        .status()?;
+    match status.success() {
+        true => Ok(()),
+        false => bail!("cannot send {name} to process {pid}"),
+    }
+}

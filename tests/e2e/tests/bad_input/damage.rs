@@ -1,0 +1,192 @@
+//! Damaged repository files: whatever meets one says so with exit code 3; nothing panics, and no
+//! restore goes on with wrong memory.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use stillframe_e2e::campaign::flips;
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Guest, Kind, Setup};
+use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole, processes_with};
+
+/// One way to damage a file.
+#[derive(Debug, Clone, Copy)]
+enum Harm {
+    /// Nothing is left of it.
+    Emptied,
+    /// The second half is gone.
+    Halved,
+    /// One bit of the first bytes.
+    HeaderBit,
+    /// One bit in the middle.
+    MiddleBit,
+    /// The last byte.
+    LastByte,
+    /// The file itself.
+    Removed,
+}
+
+const HARMS: [Harm; 6] = [
+    Harm::Emptied,
+    Harm::Halved,
+    Harm::HeaderBit,
+    Harm::MiddleBit,
+    Harm::LastByte,
+    Harm::Removed,
+];
+
+impl Harm {
+    fn apply(self, file: &Path) -> Result<()> {
+        let mut bytes = fs::read(file)?;
+        let middle = bytes.len() / 2;
+        match self {
+            Harm::Emptied => bytes.clear(),
+            Harm::Halved => bytes.truncate(middle),
+            Harm::HeaderBit => bytes[9] ^= 1,
+            Harm::MiddleBit => bytes[middle] ^= 0x10,
+            Harm::LastByte => *bytes.last_mut().context("an empty file")? ^= 0x80,
+            Harm::Removed => return Ok(fs::remove_file(file)?),
+        }
+        fs::write(file, bytes)?;
+        Ok(())
+    }
+}
+
+/// How a command must end. Config and key are needed for everything; manifests for what names
+/// checkpoints; the index to write and to read pages; a pack only to read them. What is gone
+/// altogether is another matter than damage: no repository, no checkpoint, an empty index.
+fn exit_code(area: &str, harm: Harm, command: &str) -> Result<i32> {
+    let removed = matches!(harm, Harm::Removed);
+    Ok(match (area, command) {
+        ("config", _) if removed => 1,
+        ("config" | "keys", _) => 3,
+        ("manifests", "checkpoint") => 0,
+        ("manifests", "list") if removed => 0,
+        ("manifests", _) if removed => 1,
+        ("manifests", _) => 3,
+        ("index", "list" | "show") => 0,
+        ("index", "checkpoint") if removed => 0,
+        ("index", _) => 3,
+        ("packs", "restore") => 3,
+        ("packs", _) => 0,
+        _ => bail!("an unknown folder {area}"),
+    })
+}
+
+/// The folder of the repository that a file lies in, or its own name.
+fn area(repository: &Path, file: &Path) -> Result<String> {
+    let relative = file.strip_prefix(repository)?;
+    let first = relative.iter().next().context("no name")?;
+    Ok(first.to_string_lossy().into_owned())
+}
+
+struct Bench {
+    stillframe: Stillframe,
+    guest: Guest,
+    qmp: String,
+    ids: Vec<String>,
+}
+
+impl Bench {
+    /// One checkpoint, so that every file is needed to restore it.
+    fn new() -> Result<Bench> {
+        let guest = Setup::small(Kind::Memfd, "damage").boot()?;
+        let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+        stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
+        let ids = checkpoints(&stillframe)?;
+        let qmp = guest.folder().join("damaged.qmp").display().to_string();
+        Ok(Bench {
+            stillframe,
+            guest,
+            qmp,
+            ids,
+        })
+    }
+
+    /// Every command on the damaged repository.
+    fn try_all(&self, area: &str, harm: Harm) -> Result<()> {
+        let (id, pid) = (self.ids[0].as_str(), self.guest.pid_text());
+        let lines = [
+            vec!["list"],
+            vec!["show", id],
+            vec!["restore", id, "--qmp", &self.qmp, "--verify", "--paused"],
+            vec!["checkpoint", "--pid", &pid],
+        ];
+        for line in lines {
+            let about = || format!("{area}, {harm:?}, {line:?}");
+            match exit_code(area, harm, line[0])? {
+                0 => self.stillframe.ok(&line).map(drop),
+                code => self.stillframe.fails(&line, code).and_then(clear),
+            }
+            .with_context(about)?;
+            ensure!(
+                processes_with(&self.qmp)? == 0,
+                "{}: a QEMU is left",
+                about()
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Says what is wrong, in words of the documentation.
+fn clear(said: String) -> Result<()> {
+    let words = [
+        "damaged",
+        "not in the repository",
+        "not a repository",
+        "no checkpoint is called",
+    ];
+    ensure!(words.iter().any(|word| said.contains(word)), "{said}");
+    Ok(())
+}
+
+/// Keeps the files of a repository and puts them all back.
+struct Original(Vec<(PathBuf, Vec<u8>)>);
+
+impl Original {
+    fn keep(repository: &Path) -> Result<Original> {
+        let files = flips::files(repository)?;
+        let kept = files
+            .into_iter()
+            .map(|file| Ok((file.clone(), fs::read(file)?)));
+        Ok(Original(kept.collect::<Result<_>>()?))
+    }
+
+    /// Also removes what has come since.
+    fn put_back(&self, repository: &Path) -> Result<()> {
+        for file in flips::files(repository)? {
+            fs::remove_file(file)?;
+        }
+        for (file, bytes) in &self.0 {
+            fs::write(file, bytes)?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn damage_is_told_by_whatever_meets_it() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut monitor = bench.guest.second_monitor()?;
+    let repository = bench.stillframe.repository().to_owned();
+    let original = Original::keep(&repository)?;
+    let mut areas = Vec::new();
+    for (file, _) in &original.0 {
+        let area = area(&repository, file)?;
+        for harm in HARMS {
+            harm.apply(file)?;
+            bench.try_all(&area, harm)?;
+            original.put_back(&repository)?;
+        }
+        areas.push(area);
+    }
+    areas.dedup();
+    ensure!(
+        areas == ["config", "index", "keys", "manifests", "packs"],
+        "{areas:?}"
+    );
+    expect_untouched(&bench.guest, &mut monitor)?;
+    expect_whole(&bench.stillframe, &bench.ids)
+}

@@ -1,0 +1,11 @@
+//! Bad input and bad surroundings: each gives one clear error and the documented exit code, leaves
+//! the VM running as before, and loses no committed checkpoint.
+
+mod damage;
+mod deaths;
+mod disks;
+mod host;
+mod repository;
+mod rights;
+mod space;
+mod victims;

@@ -1,0 +1,123 @@
+//! A repository whose file system is full.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, ensure};
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Guest, Kind, Setup};
+use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
+use stillframe_e2e::running::{PATIENCE, Running};
+
+use crate::host::Mount;
+
+/// A repository on a file system of its own, which a ballast file can fill.
+struct Small {
+    stillframe: Stillframe,
+    ballast: PathBuf,
+    _mount: Mount,
+}
+
+impl Small {
+    fn new(at: &Path) -> Result<Small> {
+        let mount = Mount::tmpfs(at, 160)?;
+        Ok(Small {
+            stillframe: Stillframe::init(&at.join("repo"))?,
+            ballast: at.join("ballast"),
+            _mount: mount,
+        })
+    }
+
+    /// Fills the file system to the last byte, then leaves `room` bytes.
+    fn fill(&self, room: u64) -> Result<()> {
+        use std::io::Write;
+        let mut file = fs::File::create(&self.ballast)?;
+        let block = [1; 1 << 12];
+        while file.write_all(&block).is_ok() {}
+        let filled = file.metadata()?.len();
+        file.set_len(filled.saturating_sub(room))?;
+        Ok(())
+    }
+
+    fn free(&self) -> Result<()> {
+        Ok(fs::remove_file(&self.ballast)?)
+    }
+}
+
+/// A guest that writes some hundred KiB each tick.
+fn busy_guest(name: &str) -> Result<Guest> {
+    let mut setup = Setup::small(Kind::Private, name);
+    setup.workload.pattern = "sequential";
+    setup.boot()
+}
+
+#[test]
+fn a_checkpoint_that_finds_no_space_fails_clearly_and_the_next_succeeds() -> Result<()> {
+    let guest = busy_guest("full")?;
+    let mut monitor = guest.second_monitor()?;
+    let small = Small::new(&guest.folder().join("small"))?;
+    let stillframe = &small.stillframe;
+    let line = ["checkpoint", "--pid", &guest.pid_text()];
+    // So full that not even a lock fits, then with room for that but not for what is new.
+    for room in [0, 64 << 10] {
+        small.fill(room)?;
+        ensure!(stillframe.fails(&line, 1)?.contains("no space left"));
+        expect_untouched(&guest, &mut monitor)?;
+        small.free()?;
+        expect_whole(stillframe, &[])?;
+    }
+    stillframe.ok(&line)?;
+    let ids = checkpoints(stillframe)?;
+    guest.serial.wait_more(4, PATIENCE)?;
+    small.fill(64 << 10)?;
+    let said = stillframe.fails(&line, 1)?;
+    ensure!(
+        said.contains("no space left") && said.contains("stillframe prune"),
+        "{said}"
+    );
+    ensure!(checkpoints(stillframe)? == ids);
+    // What is there can be read although not even a lock can be written.
+    small.free()?;
+    small.fill(0)?;
+    expect_whole(stillframe, &ids)?;
+    small.free()?;
+    stillframe.ok(&line)?;
+    expect_whole(stillframe, &ids)?;
+    // Nothing of the failures is left over.
+    ensure!(stillframe.json(&["prune"])?["packs_unindexed"] == 0);
+    stillframe.ok(&["check", "--read-data"])?;
+    expect_untouched(&guest, &mut monitor)
+}
+
+/// What was written before and during the failures must not be missing from the first checkpoint
+/// that fits again.
+#[test]
+fn a_watch_outlives_a_full_disk_and_misses_no_page() -> Result<()> {
+    let guest = busy_guest("full-watch")?;
+    let mut monitor = guest.second_monitor()?;
+    let small = Small::new(&guest.folder().join("small"))?;
+    let pid = guest.pid_text();
+    let line = [
+        "watch", "--pid", &pid, "--every", "700ms", "--verify", "--json",
+    ];
+    let mut watch = Running::start(small.stillframe.command(&line)?)?;
+    watch.wait_results(2)?;
+    small.fill(64 << 10)?;
+    watch.wait_words("warning: no checkpoint this time: no space left")?;
+    let before = watch.results()?.len();
+    small.free()?;
+    let results = watch.wait_results(before + 2)?;
+    ensure!(results[before]["parent"] == results[before - 1]["checkpoint"]);
+    ensure!(
+        results
+            .iter()
+            .all(|result| result["verify"]["differing"] == 0),
+        "{results:?}"
+    );
+    watch.signal("TERM")?;
+    let ended = watch.end()?;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    expect_untouched(&guest, &mut monitor)?;
+    small.stillframe.ok(&["check", "--read-data"])?;
+    Ok(())
+}
