@@ -215,6 +215,9 @@ impl Vm {
             }
             _ => None,
         };
+        // A full pass forgets what was pending against the old parent, so it can be none any more,
+        // not even when the full pass fails.
+        self.parent = parent.clone();
         let blocks = self.tracker.blocks().iter().enumerate();
         let tables = blocks
             .map(|(index, tracked)| match &parent {

@@ -9,6 +9,7 @@ use linux_raw_sys::general::{
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: u64 = 0xc060_6610;
@@ -28,6 +29,19 @@ const _: () = {
 
 /// How many regions one call returns at most: 192 KiB of answers.
 const REGIONS_MAX: usize = 8192;
+
+/// Length of one entry of the page map, and of the page it describes: x86-64, no huge pages apart.
+const ENTRY_BYTES: usize = 8;
+const PAGE_BYTES: u64 = 4096;
+const ENTRIES_AT_ONCE: usize = 8192;
+
+/// The entry of a page that is not there, but for userfaultfd's marker (linux: fs/proc/task_mmu.c,
+/// `pte_to_pagemap_entry`): bit 62, swapped; bit 57, write-protected by userfaultfd; bit 63, present,
+/// not set; and as swap offset (from bit 5 on) the marker's own number, `PTE_MARKER_UFFD_WP`, 1. For
+/// a page that is being moved the offset is its frame number, which is never 1. Whoever may not see
+/// offsets (no CAP_SYS_ADMIN) reads 0 there, takes the page for one with content, and is right.
+const MARKER_MASK: u64 = 1 << 63 | 1 << 62 | 1 << 57 | ((1 << 50) - 1) << 5;
+const MARKER: u64 = 1 << 62 | 1 << 57 | 1 << 5;
 
 /// Why the pages could not be scanned.
 #[derive(Debug, thiserror::Error)]
@@ -173,6 +187,37 @@ impl Pagemap {
             },
             out,
         )
+    }
+
+    /// The pages that may hold anything: all but those that were never touched since
+    /// [`crate::uffd::Uffd::protect`] left its marker on them. For private memory these others are
+    /// zero. A page that the kernel is moving, or has swapped out, may hold something.
+    pub fn may_have_content(
+        &self,
+        range: AddressRange,
+        out: &mut Vec<AddressRange>,
+    ) -> Result<(), PagemapError> {
+        let mut populated = Vec::new();
+        self.populated(range, &mut populated)?;
+        let first = out.len();
+        let mut entries = vec![0; ENTRY_BYTES * ENTRIES_AT_ONCE];
+        for range in populated {
+            for start in (range.start..range.end).step_by(PAGE_BYTES as usize * ENTRIES_AT_ONCE) {
+                let pages = ((range.end - start) / PAGE_BYTES).min(ENTRIES_AT_ONCE as u64);
+                let entries = &mut entries[..ENTRY_BYTES * pages as usize];
+                self.file
+                    .read_exact_at(entries, start / PAGE_BYTES * ENTRY_BYTES as u64)
+                    .map_err(|source| self.failed(range, source))?;
+                for (number, entry) in (0..).zip(entries.as_chunks::<ENTRY_BYTES>().0) {
+                    if u64::from_ne_bytes(*entry) & MARKER_MASK != MARKER {
+                        let start = start + number * PAGE_BYTES;
+                        let end = start + PAGE_BYTES;
+                        append(out, first, AddressRange { start, end });
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     fn scan(

@@ -163,9 +163,6 @@ impl Tracker {
 
     /// The pages that may be other than zero. Everything is protected before this is asked, so a
     /// page that turns up later is reported by [`Tracker::collect`].
-    ///
-    /// An untouched page of private memory carries a protection marker, which the page map cannot
-    /// tell from a page in swap; where the machine has swap, both are therefore read.
     pub fn populated(&self) -> Result<PageRanges, TrackerError> {
         let swap = system::has_swap();
         self.blocks
@@ -179,9 +176,11 @@ impl Tracker {
                     return Ok(block.whole());
                 }
                 let mut found = Vec::new();
+                // The marker of an untouched page looks much like a page in swap: with swap on, all
+                // are read, at the price of reading the untouched ones too.
                 let scanned = match swap {
                     true => self.pagemap.populated(block.range(), &mut found),
-                    false => self.pagemap.present(block.range(), &mut found),
+                    false => self.pagemap.may_have_content(block.range(), &mut found),
                 };
                 scanned.map_err(|source| scan_error(block, source))?;
                 Ok(to_pages(block, &found))
