@@ -10,6 +10,8 @@
 //! user removes a dead process' lock); giving up between two steps also takes our lock away. Only a
 //! restore would leave something behind, a QEMU that waits for ever: it never ends at once.
 
+use std::ffi::c_int;
+use std::fs;
 use std::io;
 use std::panic::{self, AssertUnwindSafe};
 use std::process;
@@ -55,7 +57,8 @@ impl Interrupts {
         at_last: AtLast,
     ) -> io::Result<Interrupts> {
         let seen = Arc::new(AtomicU32::new(0));
-        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+        let ignored = ignored_signals(&fs::read_to_string("/proc/self/status")?);
+        let mut signals = Signals::new(wanted(ignored))?;
         let counter = Arc::clone(&seen);
         thread::Builder::new()
             .name("signals".to_owned())
@@ -100,9 +103,34 @@ impl Interrupts {
     }
 }
 
+/// What this process was started deaf to (`nohup`, a shell's background job) it stays deaf to.
+fn wanted(ignored: u64) -> impl Iterator<Item = c_int> {
+    let heard = move |signal: &c_int| ignored & (1 << (signal - 1)) == 0;
+    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(heard)
+}
+
+/// The set of ignored signals in `/proc/PID/status` (proc_pid_status(5)): bit n-1 is signal n.
+fn ignored_signals(status: &str) -> u64 {
+    let line = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .unwrap_or(0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_stays_deaf_to_what_it_was_started_deaf_to() {
+        let heard = |status| wanted(ignored_signals(status)).collect::<Vec<_>>();
+        assert_eq!(
+            heard("Name:\tx\nSigIgn:\t0000000000001000\n"),
+            [SIGINT, SIGTERM, SIGHUP]
+        );
+        assert_eq!(heard("SigIgn:\t0000000000001001\n"), [SIGINT, SIGTERM]);
+        assert_eq!(heard("SigIgn:\t0000000000000003\n"), [SIGTERM]);
+        assert_eq!(heard(""), [SIGINT, SIGTERM, SIGHUP]);
+    }
 
     fn after(signals: u32) -> Interrupts {
         Interrupts {
