@@ -17,9 +17,10 @@ pub mod restore;
 pub mod verify;
 
 /// What the verbs take and give of the rooms below, so that a user of the engine needs no other.
-pub use stillframe_qemu::launch::{LaunchOptions, LaunchPlan};
+pub use stillframe_qemu::launch::{LaunchError, LaunchOptions, LaunchPlan};
 pub use stillframe_qemu::record::VmRecord;
 pub use stillframe_qemu::target::{Selector, TargetError};
+pub use stillframe_sys::probe;
 pub use stillframe_sys::process::Process;
 
 /// What a long-running verb is doing, for a progress line. Counts are in the named unit.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Args, Parser, Subcommand};
-use stillframe_qemu::target::Selector;
+use stillframe_engine::Selector;
 
 use crate::durations;
 use crate::help;

@@ -116,7 +116,7 @@ fn of_attach(error: &AttachError) -> Exit {
 
 #[cfg(test)]
 mod tests {
-    use stillframe_qemu::target::TargetError;
+    use stillframe_engine::TargetError;
 
     use super::*;
     use crate::interrupt::Interrupted;

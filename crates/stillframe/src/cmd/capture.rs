@@ -1,8 +1,8 @@
 //! What `checkpoint` and `watch` share: attaching, one checkpoint, and how it is told.
 
+use stillframe_engine::Selector;
 use stillframe_engine::attach::{AttachError, Vm};
 use stillframe_engine::checkpoint::{CheckpointError, CheckpointOptions, CheckpointReport};
-use stillframe_qemu::target::Selector;
 use stillframe_repo::Repository;
 
 use super::{CommandError, Context, probe, short};

@@ -1,7 +1,7 @@
 //! `probe`: what this machine's kernel lets us do.
 
 use serde_json::{Value, json};
-use stillframe_sys::probe::{self, Ability, Need, State};
+use stillframe_engine::probe::{self, Ability, Need, State};
 
 use super::{CommandError, Context};
 use crate::table::{Align, Table};

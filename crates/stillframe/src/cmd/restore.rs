@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf, absolute};
 use anyhow::Context as _;
 use serde_json::json;
 use stillframe_engine::restore::{self, RestoreError, RestoreOptions, RestoreReport};
-use stillframe_qemu::launch::{LaunchError, LaunchOptions, LaunchPlan};
+use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan};
 use stillframe_repo::Repository;
 
 use super::{Context, short};

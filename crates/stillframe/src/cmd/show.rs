@@ -1,8 +1,8 @@
 //! `show`: everything about one checkpoint.
 
 use serde_json::{Value, json};
+use stillframe_engine::VmRecord;
 use stillframe_engine::restore;
-use stillframe_qemu::record::VmRecord;
 use stillframe_repo::{CheckpointId, Manifest};
 
 use super::{Context, list, local_time};

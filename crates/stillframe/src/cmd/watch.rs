@@ -10,11 +10,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use stillframe_engine::Process;
 use stillframe_engine::attach::Vm;
 use stillframe_engine::capture::pause::PauseError;
 use stillframe_engine::checkpoint::{CheckpointError, CheckpointReport};
 use stillframe_repo::Repository;
-use stillframe_sys::process::Process;
 
 use super::{CommandError, Context, capture};
 use crate::args::WatchArgs;
