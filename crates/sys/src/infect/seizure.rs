@@ -3,7 +3,7 @@
 use super::error::InfectError;
 use super::interrupted::{Interrupted, in_syscall};
 use super::tracee::{Registers, Run, Stop, Syscall, Tracee};
-use super::watch::{Status, await_interrupt, await_stop, seize};
+use super::watch::{Status, await_interrupt, await_progress, await_stop, run_time_ns, seize};
 use super::{gadget, timeout};
 use crate::memory::RemoteMemory;
 use crate::process::Process;
@@ -404,16 +404,22 @@ impl<'a> Seizure<'a> {
             .syscall()
             .map_err(|source| self.failed(source))?;
         // Its filter has allowed this very call before. Only restart_syscall(2), which the kernel
-        // has put in its place, may be unknown to the filter.
+        // has put in its place, may be unknown to the filter: that has to be past it when we end.
         let restart = libc::SYS_restart_syscall as u64;
-        if !matches!(syscall, Some(Syscall::Entry { number }) if number == restart) {
+        let is_restart = matches!(syscall, Some(Syscall::Entry { number }) if number == restart);
+        if !is_restart {
             self.tracee
                 .apply_seccomp()
                 .map_err(|source| self.failed(source))?;
         }
+        let ran_before_ns = run_time_ns(self.process);
         self.tracee
             .resume(Run::Freely, 0)
-            .map_err(|source| self.failed(source))
+            .map_err(|source| self.failed(source))?;
+        if is_restart && self.interrupted.filtered {
+            await_progress(self.process, ran_before_ns, COMPANY);
+        }
+        Ok(())
     }
 
     fn set_registers(&self, registers: &Registers) -> Result<(), InfectError> {

@@ -176,6 +176,28 @@ pub(super) fn await_stop(
     }
 }
 
+/// How long the main thread has run, in nanoseconds (`/proc/PID/schedstat`), as of late: the kernel
+/// adds to it at every tick and every switch.
+pub(super) fn run_time_ns(process: &Process) -> Option<u64> {
+    let text = process.read_text("schedstat", "read the run time").ok()?;
+    text.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// Waits until the main thread, just resumed, sleeps, stops, or has run for some time.
+pub(super) fn await_progress(process: &Process, ran_before_ns: Option<u64>, limit: Duration) {
+    /// More than it takes to enter a system call, however slow the machine.
+    const ENOUGH_NS: u64 = 200_000;
+    let started = Instant::now();
+    while started.elapsed() < limit && matches!(process.run_state(), Ok('R')) {
+        if let (Some(before), Some(now)) = (ran_before_ns, run_time_ns(process))
+            && now.saturating_sub(before) > ENOUGH_NS
+        {
+            return;
+        }
+        std::thread::yield_now();
+    }
+}
+
 /// Whether the main thread has ended, perhaps before the other threads: a pidfd alone would not tell.
 /// Not being able to look is no answer: a victim must not be given up half way for that.
 fn has_ended(process: &Process) -> bool {

@@ -22,8 +22,7 @@ struct Wait {
 pub fn play(argument: &str) {
     let wait = prepare(argument);
     let wake = wait.wake;
-    std::thread::spawn(move || {
-        block_all_signals();
+    without_signals(move || {
         if hear().as_deref() == Some("go") {
             wake();
         }
@@ -332,10 +331,18 @@ fn block(signal: i32) {
     );
 }
 
-pub fn block_all_signals() {
+/// Starts a thread that gets no signal, not even in its first moments: they are all meant for the
+/// main thread.
+pub fn without_signals(work: impl FnOnce() + Send + 'static) {
+    let own = leak(0_u64);
     call(
         libc::SYS_rt_sigprocmask,
-        [libc::SIG_BLOCK.into(), leak(u64::MAX), 0, 8],
+        [libc::SIG_SETMASK.into(), leak(u64::MAX), own, 8],
+    );
+    std::thread::spawn(work);
+    call(
+        libc::SYS_rt_sigprocmask,
+        [libc::SIG_SETMASK.into(), own, 0, 8],
     );
 }
 

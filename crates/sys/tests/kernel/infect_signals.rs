@@ -1,7 +1,7 @@
 //! Infecting a process that is being hit by signals: none is lost, none comes twice, none ends what
 //! it would not have ended.
 
-use crate::calls::{block_all_signals, call, leak, set_of};
+use crate::calls::{call, leak, set_of, without_signals};
 use crate::victim::{Victim, hear, say, steal};
 use std::ffi::{c_int, c_long, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -40,7 +40,6 @@ fn handle(signal: c_int, flags: c_int) {
 pub fn play(argument: &str) {
     let (reader, mut writer) = std::io::pipe().unwrap();
     let listener = move || {
-        block_all_signals();
         hear();
         DONE.store(true, Ordering::SeqCst);
         std::io::Write::write_all(&mut writer, b"end").unwrap();
@@ -50,7 +49,7 @@ pub fn play(argument: &str) {
     match argument {
         "running" => {
             handle(QUEUED, 0);
-            std::thread::spawn(listener);
+            without_signals(listener);
             say(format!("ready {}", &raw const STEPS as u64));
             while !DONE.load(Ordering::SeqCst) {
                 assert!(call(libc::SYS_getppid, []) > 1);
@@ -59,7 +58,7 @@ pub fn play(argument: &str) {
         }
         "reading" => {
             handle(QUEUED, libc::SA_RESTART);
-            std::thread::spawn(listener);
+            without_signals(listener);
             say("ready");
             // Panics on EINTR.
             assert_eq!(call(libc::SYS_read, [fd, leak([0_u8; 8]), 8]), 3);
@@ -74,7 +73,7 @@ pub fn play(argument: &str) {
                 it_interval: every,
                 it_value: every,
             };
-            std::thread::spawn(listener);
+            without_signals(listener);
             say("ready");
             call(
                 libc::SYS_setitimer,

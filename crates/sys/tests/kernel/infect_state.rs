@@ -1,7 +1,7 @@
 //! Infecting a process in any state: running, in a restartable sequence, one of many threads in the
 //! same text, stopped, traced, sleeping deeply, dying, dead.
 
-use crate::calls::{block_all_signals, call, leak};
+use crate::calls::{call, leak, without_signals};
 use crate::victim::{Victim, hear, say, steal};
 use std::ffi::{c_int, c_long, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
@@ -105,8 +105,7 @@ pub fn play(argument: &str) {
 }
 
 fn end_when_told() {
-    std::thread::spawn(|| {
-        block_all_signals();
+    without_signals(|| {
         hear();
         DONE.store(true, Ordering::SeqCst);
     });
