@@ -1,7 +1,7 @@
 //! `stillframe` running beside the test: what it has said so far, signals to it, and its end.
 
 use std::fs::{self, File};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -43,9 +43,9 @@ impl Ended {
 
 impl Running {
     /// Starts it.
-    pub fn start(mut command: Command) -> Result<Running> {
+    pub fn start(command: Command) -> Result<Running> {
         let folder = tempfile::tempdir()?;
-        let child = command
+        let child = hearing(&command)
             .stdout(File::create(folder.path().join("out"))?)
             .stderr(File::create(folder.path().join("err"))?)
             .spawn()
@@ -130,6 +130,24 @@ impl Drop for Running {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The same command, deaf to no signal: tests that run in a shell's background are started deaf to
+/// SIGINT, and so would be what they start. env(1) makes itself hear, and becomes the command.
+fn hearing(command: &Command) -> Command {
+    let mut hearing = Command::new("env");
+    hearing
+        .arg("--default-signal=INT,TERM,HUP")
+        .arg(command.get_program())
+        .args(command.get_args())
+        .stdin(Stdio::null());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => hearing.env(name, value),
+            None => hearing.env_remove(name),
+        };
+    }
+    hearing
 }
 
 /// One JSON value a line; a line still being written has no end yet.

@@ -171,7 +171,7 @@ pub fn run(damages: u64, seed: u64) -> Result<()> {
 }
 
 /// True when the restore succeeded and verified every page; false when it was refused.
-fn restore(stillframe: &Stillframe, folder: &Path) -> Result<bool> {
+pub fn restore(stillframe: &Stillframe, folder: &Path) -> Result<bool> {
     let qmp = folder.join("flip.qmp").display().to_string();
     let output = stillframe.run(&[
         "restore", "latest", "--qmp", &qmp, "--paused", "--verify", "--json",

@@ -21,18 +21,15 @@ enum Harm {
     HeaderBit,
     /// One bit in the middle.
     MiddleBit,
-    /// The last byte.
-    LastByte,
     /// The file itself.
     Removed,
 }
 
-const HARMS: [Harm; 6] = [
+const HARMS: [Harm; 5] = [
     Harm::Emptied,
     Harm::Halved,
     Harm::HeaderBit,
     Harm::MiddleBit,
-    Harm::LastByte,
     Harm::Removed,
 ];
 
@@ -45,7 +42,6 @@ impl Harm {
             Harm::Halved => bytes.truncate(middle),
             Harm::HeaderBit => bytes[9] ^= 1,
             Harm::MiddleBit => bytes[middle] ^= 0x10,
-            Harm::LastByte => *bytes.last_mut().context("an empty file")? ^= 0x80,
             Harm::Removed => return Ok(fs::remove_file(file)?),
         }
         fs::write(file, bytes)?;
@@ -54,7 +50,7 @@ impl Harm {
 }
 
 /// How a command must end. Config and key are needed for everything; manifests for what names
-/// checkpoints; the index to write and to read pages; a pack only to read them. What is gone
+/// checkpoints; the index to write and to read pages; a pack only to read them, and for a whole check. What is gone
 /// altogether is another matter than damage: no repository, no checkpoint, an empty index.
 fn exit_code(area: &str, harm: Harm, command: &str) -> Result<i32> {
     let removed = matches!(harm, Harm::Removed);
@@ -62,13 +58,13 @@ fn exit_code(area: &str, harm: Harm, command: &str) -> Result<i32> {
         ("config", _) if removed => 1,
         ("config" | "keys", _) => 3,
         ("manifests", "checkpoint") => 0,
-        ("manifests", "list") if removed => 0,
+        ("manifests", "list" | "check") if removed => 0,
         ("manifests", _) if removed => 1,
         ("manifests", _) => 3,
         ("index", "list" | "show") => 0,
         ("index", "checkpoint") if removed => 0,
         ("index", _) => 3,
-        ("packs", "restore") => 3,
+        ("packs", "restore" | "check") => 3,
         ("packs", _) => 0,
         _ => bail!("an unknown folder {area}"),
     })
@@ -110,6 +106,7 @@ impl Bench {
         let lines = [
             vec!["list"],
             vec!["show", id],
+            vec!["check", "--read-data"],
             vec!["restore", id, "--qmp", &self.qmp, "--verify", "--paused"],
             vec!["checkpoint", "--pid", &pid],
         ];

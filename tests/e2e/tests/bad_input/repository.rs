@@ -191,9 +191,9 @@ fn names_that_mean_nothing_or_too_much_are_explained() -> Result<()> {
     let nothing = [
         (vec![whole_but_wrong.as_str()], 1, "no checkpoint is called"),
         (
-            vec!["latest~7", "--vm", "old"],
+            vec!["latest~17", "--vm", "old"],
             1,
-            "no checkpoint is called 'latest~7' for VM 'old'",
+            "no checkpoint is called 'latest~17' for VM 'old'",
         ),
         (vec!["latest", "--vm", "nobody"], 1, "for VM 'nobody'"),
         (vec!["latest"], 2, "several VMs (new, old)"),

@@ -85,6 +85,7 @@ fn without_rights_it_says_which_are_missing() -> Result<()> {
         );
     }
     let of_root = Stillframe::init(&guest.folder().join("repo"))?;
+    fs::set_permissions(of_root.repository(), fs::Permissions::from_mode(0o700))?;
     let mut command = nobody.command(&["list"]);
     let said = refusal(
         command.env("STILLFRAME_REPOSITORY", of_root.repository()),

@@ -1,0 +1,124 @@
+//! Short forms of the long campaigns: `cargo xtask bench exactness|kill|flips` runs them at length.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use stillframe_e2e::campaign::kill::Random;
+use stillframe_e2e::campaign::{exactness, flips, kill};
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Kind, Setup};
+use stillframe_e2e::health::expect_untouched;
+use stillframe_e2e::running::PATIENCE;
+
+/// Three checkpoints of the working guest, each compared page by page in its pause, then one of the
+/// paused guest compared byte by byte with the VM restored from it.
+fn exact(kind: Kind) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let guest = Setup::new(kind).boot()?;
+    let (tally, _) = exactness::watch_verified(&stillframe, &guest, "300ms", 3)?;
+    ensure!(tally.differing == 0 && tally.pages > 0, "{tally:?}");
+    guest.serial.wait_more(2, PATIENCE)?;
+    let twin = exactness::twin(&stillframe, &guest, 4)?;
+    ensure!(twin.differing == 0 && twin.pages > 0, "{twin:?}");
+    stillframe.ok(&["check", "--read-data"])?;
+    Ok(())
+}
+
+#[test]
+fn private_memory_is_exact() -> Result<()> {
+    exact(Kind::Private)
+}
+
+#[test]
+fn memory_shared_by_memfd_is_exact() -> Result<()> {
+    exact(Kind::Memfd)
+}
+
+#[test]
+fn memory_shared_by_file_is_exact() -> Result<()> {
+    exact(Kind::FileShared)
+}
+
+#[test]
+fn machine_pc_is_exact() -> Result<()> {
+    exact(Kind::Pc)
+}
+
+#[test]
+fn two_cpus_are_exact() -> Result<()> {
+    exact(Kind::TwoCpus)
+}
+
+#[test]
+fn memory_on_both_sides_of_four_gib_is_exact() -> Result<()> {
+    exact(Kind::FiveGib)
+}
+
+#[test]
+fn a_scrolling_console_is_exact() -> Result<()> {
+    exact(Kind::Console)
+}
+
+#[test]
+fn a_sandboxed_qemu_is_exact() -> Result<()> {
+    exact(Kind::Sandbox)
+}
+
+#[test]
+fn a_guest_under_kvm_is_exact() -> Result<()> {
+    if !Path::new("/dev/kvm").exists() {
+        eprintln!("left out: this machine has no /dev/kvm");
+        return Ok(());
+    }
+    exact(Kind::KvmBootSector)
+}
+
+/// The first kills of the campaign, at every moment of an engine's life.
+fn survive_kills(kind: Kind, seed: u64) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let mut guest = Setup::small(kind, "survivor").boot()?;
+    let mut monitor = guest.second_monitor()?;
+    let mut random = Random::new(seed);
+    for number in [0, 3, 4, 6, 7, 9] {
+        let moment = kill::moment(number);
+        kill::strike(&stillframe, &guest, &mut monitor, moment, &mut random)
+            .and_then(|_| kill::aftermath(&stillframe, &mut guest))
+            .with_context(|| format!("kill {number}, {moment:?}"))?;
+        expect_untouched(&guest, &mut monitor)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_vm_with_private_memory_survives_kills_of_the_engine() -> Result<()> {
+    survive_kills(Kind::Private, 1)
+}
+
+#[test]
+fn a_vm_with_shared_memory_survives_kills_of_the_engine() -> Result<()> {
+    survive_kills(Kind::Memfd, 2)
+}
+
+#[test]
+fn damage_at_random_places_is_found_and_never_restored_from() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = flips::sample(folder.path())?;
+    let files = flips::files(stillframe.repository())?;
+    let mut random = Random::new(1);
+    for number in 0..40 {
+        let damage = flips::Damage::random(&files, &mut random)?;
+        ensure!(
+            flips::found(&stillframe, &damage)?,
+            "missed: {}",
+            damage.describe()
+        );
+        if number % 8 == 0 {
+            flips::restore(&stillframe, folder.path())?;
+        }
+        damage.undo()?;
+    }
+    stillframe.ok(&["check", "--read-data"])?;
+    Ok(())
+}

@@ -1,0 +1,9 @@
+//! The contract of the command line: what scripts may rely on. JSON fields, names of checkpoints,
+//! streams, exit codes, signals, and what becomes of the VM in each case.
+
+mod keep;
+mod names;
+mod restore;
+mod shape;
+mod usage;
+mod watch;
