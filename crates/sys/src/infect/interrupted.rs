@@ -123,3 +123,130 @@ impl Interrupted {
 pub(super) fn in_syscall(registers: &Registers) -> bool {
     registers.orig_rax as i64 >= 0
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const USR1: u64 = 1 << (libc::SIGUSR1 - 1);
+    const USR2: u64 = 1 << (libc::SIGUSR2 - 1);
+
+    fn in_call(number: libc::c_long, code: i64) -> Interrupted {
+        // SAFETY: registers are integers.
+        let mut registers: Registers = unsafe { std::mem::zeroed() };
+        registers.rip = 0x1002;
+        registers.orig_rax = number as u64;
+        registers.rax = code as u64;
+        Interrupted {
+            registers,
+            own_mask: 0,
+            call_mask: 0,
+            handlers: USR1 | USR2,
+            filtered: false,
+            behind_syscall: true,
+        }
+    }
+
+    fn is_rewound(state: &Interrupted, handled: u64) -> bool {
+        let now = state.resumption(handled);
+        let before = state.registers;
+        if (now.rip, now.rax, now.orig_rax) == (before.rip, before.rax, before.orig_rax) {
+            return false;
+        }
+        assert_eq!(
+            (now.rip, now.rax, now.orig_rax),
+            (before.rip - 2, before.orig_rax, u64::MAX)
+        );
+        true
+    }
+
+    #[test]
+    fn restart_codes_are_left_to_the_kernel() {
+        for code in [
+            ERESTARTSYS,
+            ERESTARTNOINTR,
+            ERESTARTNOHAND,
+            ERESTART_RESTARTBLOCK,
+        ] {
+            let state = in_call(libc::SYS_ppoll, code);
+            assert!(!is_rewound(&state, 0) && !is_rewound(&state, USR1));
+            assert!(state.needs_company());
+            assert!(
+                !Interrupted {
+                    handlers: 0,
+                    ..state
+                }
+                .needs_company()
+            );
+        }
+    }
+
+    #[test]
+    fn a_plain_eintr_stays_only_when_a_handler_runs() {
+        let state = in_call(libc::SYS_epoll_wait, EINTR);
+        assert!(is_rewound(&state, 0) && !is_rewound(&state, USR1));
+        // A call that may have done something before its EINTR is not made again.
+        assert!(!is_rewound(&in_call(libc::SYS_connect, EINTR), 0));
+        // Nor is anything rewound that is not behind a syscall instruction.
+        assert!(!is_rewound(
+            &Interrupted {
+                behind_syscall: false,
+                ..state
+            },
+            0
+        ));
+    }
+
+    #[test]
+    fn a_signal_that_the_call_keeps_out_comes_before_it() {
+        let state = Interrupted {
+            call_mask: USR1,
+            ..in_call(libc::SYS_ppoll, ERESTARTNOHAND)
+        };
+        assert!(is_rewound(&state, USR1));
+        // With one that it lets in, the call ends by right; likewise when it lets in what the thread
+        // itself keeps out: then the kernel makes the call again and finds it.
+        assert!(!is_rewound(&state, USR1 | USR2) && !is_rewound(&state, USR2));
+        let state = Interrupted {
+            own_mask: USR1,
+            ..in_call(libc::SYS_ppoll, ERESTARTNOHAND)
+        };
+        assert!(!is_rewound(&state, USR1));
+    }
+
+    #[test]
+    fn only_a_filtered_sleeper_without_handlers_needs_company() {
+        let sleeper = Interrupted {
+            handlers: 0,
+            ..in_call(libc::SYS_nanosleep, ERESTART_RESTARTBLOCK)
+        };
+        assert!(!sleeper.needs_company());
+        assert!(
+            Interrupted {
+                filtered: true,
+                ..sleeper
+            }
+            .needs_company()
+        );
+        let masked = Interrupted {
+            own_mask: USR1 | USR2,
+            call_mask: USR1 | USR2,
+            ..sleeper
+        };
+        assert!(
+            !Interrupted {
+                handlers: USR1,
+                ..masked
+            }
+            .needs_company()
+        );
+    }
+
+    #[test]
+    fn a_running_thread_is_in_no_call() {
+        let mut state = in_call(0, 0);
+        state.registers.orig_rax = u64::MAX;
+        assert!(!in_syscall(&state.registers));
+        assert!(!state.needs_company() && !is_rewound(&state, USR1));
+    }
+}

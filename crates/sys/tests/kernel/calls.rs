@@ -53,74 +53,83 @@ pub fn play(argument: &str) {
 }
 
 fn prepare(kind: &str) -> Wait {
-    let ((reader, mut writer), peer) = (pipe(), UnixStream::pair().unwrap());
+    let groups = [
+        on_a_pipe,
+        for_time,
+        on_a_socket,
+        for_a_signal,
+        for_another,
+        for_completion,
+    ];
+    let found = groups.iter().find_map(|group| group(kind));
+    found.unwrap_or_else(|| panic!("no call {kind}"))
+}
+
+/// A time limit that no test reaches.
+fn long() -> c_long {
+    leak(libc::timespec {
+        tv_sec: 30,
+        tv_nsec: 0,
+    })
+}
+
+fn on_a_pipe(kind: &str) -> Option<Wait> {
+    let (reader, mut writer) = pipe();
     let fd = c_long::from(reader);
-    let buffer = leak([0_u8; 64]);
     let hello = move || writer.write_all(b"hello").unwrap();
-    let ready_read = leak(libc::pollfd {
+    let ready = leak(libc::pollfd {
         fd: reader,
         events: libc::POLLIN,
         revents: 0,
     });
     let mask = leak(set_of(libc::SIGUSR1));
-    let long = leak(libc::timespec {
-        tv_sec: 30,
-        tv_nsec: 0,
-    });
-    match kind {
-        "read" => wait(libc::SYS_read, [fd, buffer, 64], hello),
-        "poll" => wait(libc::SYS_poll, [ready_read, 1, 30_000], hello),
-        "ppoll" => wait(libc::SYS_ppoll, [ready_read, 1, 0, 0, 8], hello),
-        "ppoll-timed" => wait(libc::SYS_ppoll, [ready_read, 1, long, 0, 8], hello),
+    Some(match kind {
+        "read" => wait(libc::SYS_read, [fd, leak([0_u8; 64]), 64], hello),
+        "poll" => wait(libc::SYS_poll, [ready, 1, 30_000], hello),
+        "ppoll" => wait(libc::SYS_ppoll, [ready, 1, 0, 0, 8], hello),
+        "ppoll-timed" => wait(libc::SYS_ppoll, [ready, 1, long(), 0, 8], hello),
         "ppoll-masked" => {
             count(libc::SIGUSR1, 0);
-            wait(libc::SYS_ppoll, [ready_read, 1, long, mask, 8], hello)
+            wait(libc::SYS_ppoll, [ready, 1, long(), mask, 8], hello)
         }
         "select" | "pselect" => {
-            let set = leak([0_u64; 16]);
-            // SAFETY: `set` is an fd_set of 1024 bits, not shared yet.
-            unsafe { *(set as *mut u64) = 1 << reader };
+            let mut set = [0_u64; 16];
+            set[0] = 1 << reader;
             let number = if kind == "select" {
                 libc::SYS_select
             } else {
                 libc::SYS_pselect6
             };
-            wait(number, [fd + 1, set, 0, 0, 0], hello)
+            wait(number, [fd + 1, leak(set), 0, 0, 0], hello)
         }
-        "epoll" | "epoll-handled" | "epoll-masked" | "epoll-timed" | "epoll-pwait2" => {
-            wait_epoll(kind, reader, mask, long, Box::new(hello))
-        }
-        "futex" | "futex-timed" => {
-            let timeout = if kind == "futex" { 0 } else { long };
-            let word = address(&raw const WORD);
-            wait(
-                libc::SYS_futex,
-                [word, libc::FUTEX_WAIT.into(), 0, timeout],
-                move || {
-                    WORD.store(1, Ordering::SeqCst);
-                    call(libc::SYS_futex, [word, libc::FUTEX_WAKE.into(), 1]);
-                },
-            )
-        }
-        "nanosleep" => {
-            let time = libc::timespec {
-                tv_sec: 0,
-                tv_nsec: 700_000_000,
-            };
-            wait(libc::SYS_nanosleep, [leak(time), 0], || ())
-        }
-        "clock-nanosleep" => {
-            let time = libc::timespec {
-                tv_sec: 0,
-                tv_nsec: 700_000_000,
-            };
-            let clock = libc::CLOCK_MONOTONIC.into();
-            wait(libc::SYS_clock_nanosleep, [clock, 0, leak(time), 0], || ())
-        }
+        _ if kind.starts_with("epoll") => wait_epoll(kind, reader, mask, Box::new(hello)),
+        _ => return None,
+    })
+}
+
+fn for_time(kind: &str) -> Option<Wait> {
+    let time = leak(libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 700_000_000,
+    });
+    let clock = libc::CLOCK_MONOTONIC.into();
+    match kind {
+        "nanosleep" => Some(wait(libc::SYS_nanosleep, [time, 0], || ())),
+        "clock-nanosleep" => Some(wait(libc::SYS_clock_nanosleep, [clock, 0, time, 0], || ())),
+        _ => None,
+    }
+}
+
+/// Sockets with a time limit: their calls return a plain EINTR.
+fn on_a_socket(kind: &str) -> Option<Wait> {
+    let buffer = leak([0_u8; 64]);
+    let (mut near, mut far) = UnixStream::pair().unwrap();
+    near.set_read_timeout(Some(Duration::from_secs(30)))
+        .unwrap();
+    near.set_write_timeout(Some(Duration::from_secs(30)))
+        .unwrap();
+    Some(match kind {
         "receive-timed" | "read-timed" => {
-            let (near, mut far) = peer;
-            near.set_read_timeout(Some(Duration::from_secs(30)))
-                .unwrap();
             let fd = near.into_raw_fd().into();
             let hello = move || far.write_all(b"hello").unwrap();
             match kind {
@@ -128,18 +137,10 @@ fn prepare(kind: &str) -> Wait {
                 _ => wait(libc::SYS_recvfrom, [fd, buffer, 64, 0, 0, 0], hello),
             }
         }
-        _ => prepare_more(kind, peer, buffer),
-    }
-}
-
-fn prepare_more(kind: &str, (mut near, mut far): (UnixStream, UnixStream), buffer: c_long) -> Wait {
-    match kind {
         "send-timed" => {
             near.set_nonblocking(true).unwrap();
             while near.write(&[0; 4096]).is_ok() {}
             near.set_nonblocking(false).unwrap();
-            near.set_write_timeout(Some(Duration::from_secs(30)))
-                .unwrap();
             wait(
                 libc::SYS_sendto,
                 [near.into_raw_fd().into(), buffer, 5, 0, 0, 0],
@@ -151,43 +152,57 @@ fn prepare_more(kind: &str, (mut near, mut far): (UnixStream, UnixStream), buffe
         "accept-timed" => {
             let directory = tempfile::tempdir().unwrap().keep();
             let path = directory.join("socket");
-            let listener = UnixListener::bind(&path).unwrap();
-            let fd = listener.into_raw_fd();
-            let limit = libc::timeval {
+            let fd = UnixListener::bind(&path).unwrap().into_raw_fd().into();
+            let limit = leak(libc::timeval {
                 tv_sec: 30,
                 tv_usec: 0,
-            };
+            });
             let (level, option) = (libc::SOL_SOCKET.into(), libc::SO_RCVTIMEO.into());
-            call(
-                libc::SYS_setsockopt,
-                [fd.into(), level, option, leak(limit), 16],
-            );
-            wait(libc::SYS_accept4, [fd.into(), 0, 0, 0], move || {
+            call(libc::SYS_setsockopt, [fd, level, option, limit, 16]);
+            wait(libc::SYS_accept4, [fd, 0, 0, 0], move || {
                 UnixStream::connect(&path).unwrap();
                 std::fs::remove_dir_all(directory).unwrap();
             })
         }
+        _ => return None,
+    })
+}
+
+fn for_a_signal(kind: &str) -> Option<Wait> {
+    let wake = signal_main(libc::SIGUSR2);
+    Some(match kind {
         "sigtimedwait" => {
             block(libc::SIGUSR2);
             let set = leak(set_of(libc::SIGUSR2));
-            wait(
-                libc::SYS_rt_sigtimedwait,
-                [set, 0, 0, 8],
-                signal_main(libc::SIGUSR2),
-            )
+            wait(libc::SYS_rt_sigtimedwait, [set, 0, 0, 8], wake)
         }
         "pause" => {
             count(libc::SIGUSR2, 0);
-            wait(libc::SYS_pause, [], signal_main(libc::SIGUSR2))
+            wait(libc::SYS_pause, [], wake)
         }
         "sigsuspend" => {
             count(libc::SIGUSR2, 0);
             block(libc::SIGUSR2);
             let set = leak(set_of(libc::SIGUSR1));
+            wait(libc::SYS_rt_sigsuspend, [set, 8], wake)
+        }
+        _ => return None,
+    })
+}
+
+/// Until another thread gives something free.
+fn for_another(kind: &str) -> Option<Wait> {
+    Some(match kind {
+        "futex" | "futex-timed" => {
+            let timeout = if kind == "futex" { 0 } else { long() };
+            let word = address(&raw const WORD);
             wait(
-                libc::SYS_rt_sigsuspend,
-                [set, 8],
-                signal_main(libc::SIGUSR2),
+                libc::SYS_futex,
+                [word, libc::FUTEX_WAIT.into(), 0, timeout],
+                move || {
+                    WORD.store(1, Ordering::SeqCst);
+                    call(libc::SYS_futex, [word, libc::FUTEX_WAKE.into(), 1]);
+                },
             )
         }
         "semop" => {
@@ -210,19 +225,23 @@ fn prepare_more(kind: &str, (mut near, mut far): (UnixStream, UnixStream), buffe
         }
         "flock" => {
             let file = tempfile::NamedTempFile::new().unwrap();
-            let again = File::open(file.path()).unwrap();
+            let again = File::open(file.path()).unwrap().into_raw_fd().into();
             file.as_file().lock().unwrap();
-            wait(
-                libc::SYS_flock,
-                [again.into_raw_fd().into(), libc::LOCK_EX.into()],
-                move || drop(file),
-            )
+            wait(libc::SYS_flock, [again, libc::LOCK_EX.into()], move || {
+                drop(file)
+            })
         }
-        // The two below are never woken; see the test.
+        _ => return None,
+    })
+}
+
+/// Until input or output is complete. None was begun, and nothing wakes these; see the test.
+fn for_completion(kind: &str) -> Option<Wait> {
+    Some(match kind {
         "io-uring" => {
+            const GET_EVENTS: c_long = 1;
             let parameters = leak([0_u8; 120]);
             let ring = call(libc::SYS_io_uring_setup, [8, parameters]);
-            const GET_EVENTS: c_long = 1;
             wait(
                 libc::SYS_io_uring_enter,
                 [ring, 0, 1, GET_EVENTS, 0, 0],
@@ -234,20 +253,17 @@ fn prepare_more(kind: &str, (mut near, mut far): (UnixStream, UnixStream), buffe
             call(libc::SYS_io_setup, [8, context]);
             // SAFETY: written by io_setup(2).
             let context = unsafe { *(context as *const u64) } as c_long;
-            let events = leak([0_u64; 32]);
-            wait(libc::SYS_io_getevents, [context, 1, 8, events, 0], || ())
+            wait(
+                libc::SYS_io_getevents,
+                [context, 1, 8, leak([0_u64; 32]), 0],
+                || (),
+            )
         }
-        _ => panic!("no call {kind}"),
-    }
+        _ => return None,
+    })
 }
 
-fn wait_epoll(
-    kind: &str,
-    reader: RawFd,
-    mask: c_long,
-    long: c_long,
-    wake: Box<dyn FnOnce() + Send>,
-) -> Wait {
+fn wait_epoll(kind: &str, reader: RawFd, mask: c_long, wake: Box<dyn FnOnce() + Send>) -> Wait {
     let epoll = call(libc::SYS_epoll_create1, [0]);
     let event = leak(libc::epoll_event {
         events: libc::EPOLLIN as u32,
@@ -265,7 +281,11 @@ fn wait_epoll(
             count(libc::SIGUSR2, 0);
             wait(libc::SYS_epoll_wait, [epoll, events, 8, -1], wake)
         }
-        "epoll-pwait2" => wait(libc::SYS_epoll_pwait2, [epoll, events, 8, long, 0, 8], wake),
+        "epoll-pwait2" => wait(
+            libc::SYS_epoll_pwait2,
+            [epoll, events, 8, long(), 0, 8],
+            wake,
+        ),
         _ => {
             count(libc::SIGUSR1, 0);
             wait(libc::SYS_epoll_pwait, [epoll, events, 8, -1, mask, 8], wake)

@@ -222,7 +222,7 @@ fn a_running_thread_keeps_its_registers() {
 #[test]
 fn other_threads_in_the_same_text_notice_nothing() {
     let victim = Victim::start("state crowded");
-    for _ in 0..100 {
+    for _ in 0..40 {
         drop(steal(&victim.process).unwrap());
     }
     end_well(victim);
@@ -239,7 +239,7 @@ fn a_restartable_sequence_is_aborted() {
         memory.read(address, &mut bytes).unwrap();
         u64::from_ne_bytes(bytes)
     };
-    for _ in 0..100 {
+    for _ in 0..40 {
         let before = aborts();
         drop(steal(&victim.process).unwrap());
         victim.wait_until("was not aborted", || aborts() > before);
