@@ -5,6 +5,8 @@
 
 use std::fmt;
 
+use zeroize::Zeroizing;
+
 /// The keyed BLAKE3 hash of a blob: equal ids mean equal bytes (within one repository).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ContentId(pub [u8; 32]);
@@ -47,16 +49,18 @@ impl fmt::Debug for ContentId {
 }
 
 /// Makes content ids under one repository's key. Cheap to clone and free of locks, so that every
-/// capture thread can own one.
+/// capture thread can own one. The key is wiped when it is dropped.
 #[derive(Clone)]
 pub struct ContentHasher {
-    key: [u8; 32],
+    key: Zeroizing<[u8; 32]>,
 }
 
 impl ContentHasher {
     /// A hasher under `key`, which must be secret and belong to one repository only.
     pub fn keyed(key: [u8; 32]) -> ContentHasher {
-        ContentHasher { key }
+        ContentHasher {
+            key: Zeroizing::new(key),
+        }
     }
 
     /// The id of `blob`.

@@ -6,9 +6,10 @@
 
 use std::fs::File;
 use std::io;
+use std::iter::Peekable;
 use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use stillframe_page::encoding::Decoder;
 use stillframe_page::hash::{ContentHasher, ContentId};
@@ -29,8 +30,8 @@ pub struct Blobs<'a> {
 }
 
 /// One read call fetches at most this much, and skips over no gap longer than [`GAP_BYTES_MAX`].
-const RUN_BYTES_MAX: u64 = 1 << 20;
-const GAP_BYTES_MAX: u64 = 64 << 10;
+const RUN_BYTES_MAX: u32 = 1 << 20;
+const GAP_BYTES_MAX: u32 = 64 << 10;
 
 /// A blob to read and what the caller calls it.
 struct Wanted<T> {
@@ -74,43 +75,28 @@ impl<'a> Blobs<'a> {
             located.push(Wanted { at, id, tag });
         }
         located.sort_unstable_by_key(|w| (w.at.pack, w.at.frame, w.at.offset));
-        let runs = self.cut_into_runs(located);
-        if threads <= 1 || runs.len() <= 1 {
-            let mut worker = FrameReader::new(*self)?;
-            return runs
-                .into_iter()
-                .try_for_each(|run| worker.read_run(run, sink));
+        let runs = Mutex::new(Runs {
+            index: self.index,
+            rest: located.into_iter().peekable(),
+        });
+        match threads {
+            0 | 1 => self.read_runs(&runs, &AtomicBool::new(false), sink),
+            _ => self.read_runs_at_once(&runs, threads, sink),
         }
-        self.read_runs(runs, threads, sink)
     }
 
-    fn read_runs<T: Send>(
+    fn read_runs_at_once<T: Send>(
         &self,
-        runs: Vec<Vec<Wanted<T>>>,
+        runs: &Mutex<Runs<'_, T>>,
         threads: usize,
         sink: &(dyn Fn(T, &[u8]) -> io::Result<()> + Sync),
     ) -> Result<(), RepoError> {
-        let next = AtomicUsize::new(0);
         let failed = AtomicBool::new(false);
         let failure: Mutex<Option<RepoError>> = Mutex::new(None);
-        let runs: Vec<Mutex<Option<Vec<Wanted<T>>>>> =
-            runs.into_iter().map(|run| Mutex::new(Some(run))).collect();
-        let work = || -> Result<(), RepoError> {
-            let mut worker = FrameReader::new(*self)?;
-            while let Some(slot) = runs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if failed.load(Ordering::Relaxed) {
-                    return Ok(());
-                }
-                if let Some(run) = lock(slot).take() {
-                    worker.read_run(run, sink)?;
-                }
-            }
-            Ok(())
-        };
         std::thread::scope(|scope| {
-            for _ in 0..threads.min(runs.len()) {
+            for _ in 0..threads {
                 scope.spawn(|| {
-                    if let Err(error) = work() {
+                    if let Err(error) = self.read_runs(runs, &failed, sink) {
                         failed.store(true, Ordering::Relaxed);
                         lock(&failure).get_or_insert(error);
                     }
@@ -123,34 +109,59 @@ impl<'a> Blobs<'a> {
         failure.map_or(Ok(()), Err)
     }
 
-    /// Groups sorted blobs so that one read call serves each group.
-    fn cut_into_runs<T>(&self, located: Vec<Wanted<T>>) -> Vec<Vec<Wanted<T>>> {
-        let mut runs: Vec<Vec<Wanted<T>>> = Vec::new();
-        let mut last: Option<(u32, u64, u64)> = None; // pack, start of the run, end of its last frame
-        for wanted in located {
-            let (_, frame) = self.index.frame(wanted.at);
-            let (start, end) = (
-                u64::from(frame.offset),
-                u64::from(frame.offset) + u64::from(frame.stored_bytes),
-            );
-            match (last, runs.last_mut()) {
-                (Some((pack, run_start, run_end)), Some(run))
-                    if pack == wanted.at.pack
-                        && (end == run_end
-                            || (start - run_end.min(start) <= GAP_BYTES_MAX
-                                && end - run_start <= RUN_BYTES_MAX)) =>
-                {
-                    last = Some((pack, run_start, end));
-                    run.push(wanted);
-                }
-                _ => {
-                    last = Some((wanted.at.pack, start, end));
-                    runs.push(vec![wanted]);
-                }
+    /// Takes runs until there are none left or another thread failed.
+    fn read_runs<T>(
+        &self,
+        runs: &Mutex<Runs<'_, T>>,
+        failed: &AtomicBool,
+        sink: &(dyn Fn(T, &[u8]) -> io::Result<()> + Sync),
+    ) -> Result<(), RepoError> {
+        let mut reader = FrameReader::new(*self)?;
+        while !failed.load(Ordering::Relaxed) {
+            let run = lock(runs).next_run();
+            if run.is_empty() {
+                break;
             }
+            reader.read_run(run, sink)?;
         }
-        runs
+        Ok(())
     }
+}
+
+/// Wanted blobs in the order they lie, handed out in runs that one read call serves.
+struct Runs<'a, T> {
+    index: &'a Index,
+    rest: Peekable<std::vec::IntoIter<Wanted<T>>>,
+}
+
+impl<T> Runs<'_, T> {
+    /// The next blobs that lie close enough together; none when there are none left.
+    fn next_run(&mut self) -> Vec<Wanted<T>> {
+        let mut run = Vec::new();
+        let Some(first) = self.rest.next() else {
+            return run;
+        };
+        let pack = first.at.pack;
+        let (start, mut end) = extent(self.index, first.at);
+        run.push(first);
+        while let Some(next) = self.rest.next_if(|next| {
+            next.at.pack == pack && {
+                let (next_start, next_end) = extent(self.index, next.at);
+                let near = next_start.saturating_sub(end) <= GAP_BYTES_MAX;
+                next_end == end || (near && next_end - start <= RUN_BYTES_MAX)
+            }
+        }) {
+            (_, end) = extent(self.index, next.at);
+            run.push(next);
+        }
+        run
+    }
+}
+
+/// Where the frame of a blob begins and ends in its pack.
+fn extent(index: &Index, at: Location) -> (u32, u32) {
+    let (_, frame) = index.frame(at);
+    (frame.offset, frame.offset + frame.stored_bytes)
 }
 
 /// Reads and decodes frames; the state of one thread.

@@ -6,6 +6,8 @@
 //! merged again until it is no longer small, so each entry is rewritten a handful of times, and
 //! the number of files grows with the size of the repository, not with the number of checkpoints.
 
+use std::collections::HashSet;
+
 use crate::error::RepoError;
 use crate::index::read_index_file;
 use crate::index_file::{IndexFile, IndexedPack};
@@ -40,13 +42,11 @@ pub(crate) fn merge_small_index_files(repository: &mut Repository, lock: &Lock) 
 /// Two writers may merge the same files at once: both results tell the truth, twice.
 fn merge(repository: &mut Repository, lock: &Lock, names: Vec<FileHash>) -> Result<(), RepoError> {
     let mut merged = IndexFile::default();
+    let mut known = HashSet::new();
     for name in &names {
         let (file, _) = read_index_file(&repository.store, &repository.keys, *name)?;
-        for entry in file.packs {
-            if !merged.packs.iter().any(|known| known.pack == entry.pack) {
-                merged.packs.push(entry);
-            }
-        }
+        let new = |entry: &IndexedPack| known.insert(entry.pack);
+        merged.packs.extend(file.packs.into_iter().filter(new));
     }
     // Also those a killed merge or prune left behind.
     merged.supersedes = names;
@@ -75,8 +75,8 @@ fn remove_superseded(repository: &mut Repository) -> Result<(), RepoError> {
     Ok(())
 }
 
-/// A new index is cut into files of about this many bytes, so that none has to be held whole.
-const INDEX_FILE_BYTES: usize = 16 << 20;
+/// An index is cut into files of about this many bytes: all that is ever held of one.
+pub(crate) const INDEX_FILE_BYTES: usize = 16 << 20;
 
 /// Writes a whole new index in place of the old one. The last file supersedes all old ones; those
 /// before it only say again what is true anyway.

@@ -9,7 +9,7 @@ use crate::layout::{Cursor, FormatError};
 use crate::pack::{Directory, FileHash};
 
 /// The largest index file that is read.
-pub(crate) const INDEX_BYTES_MAX: u64 = 1 << 30;
+pub(crate) const INDEX_BYTES_MAX: u64 = 512 << 20;
 
 /// One pack in an index file.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -29,7 +29,8 @@ use crate::index_file::IndexedPack;
 use crate::layout::FormatError;
 use crate::local::{Area, LocalStore, TemporaryFile};
 use crate::pack::{
-    Directory, FRAME_PLAIN_TARGET, FileHash, Frame, PACK_BYTES_TARGET, PackCipher, new_preamble,
+    Directory, FRAME_PLAIN_TARGET, FileHash, Frame, PACK_BYTES_TARGET, PackCipher,
+    frame_entry_bytes, new_preamble,
 };
 
 /// Zstandard level for frames (figures: `docs/format.md`).
@@ -65,6 +66,7 @@ struct Job {
 
 /// Takes blobs and makes packs of them.
 pub(crate) struct Ingest {
+    store: Arc<LocalStore>,
     keys: Arc<Keys>,
     current: Job,
     pack: Option<Arc<PackInProgress>>,
@@ -103,7 +105,7 @@ impl Ingest {
             let _ = recycle.send(Job::default());
         }
         let appender = Appender {
-            store,
+            store: store.clone(),
             recycle,
             shared: shared.clone(),
             open: None,
@@ -119,6 +121,7 @@ impl Ingest {
             workers: Vec::new(),
             appender: Some(spawn("pack writer", move || appender.run(&to_appender))?),
             shared,
+            store,
             keys,
         };
         let count = std::thread::available_parallelism().map_or(1, usize::from);
@@ -202,18 +205,23 @@ impl Ingest {
 
     /// Waits until everything is on disk; the packs that were written.
     pub(crate) fn finish(mut self) -> Result<Vec<IndexedPack>, RepoError> {
-        self.cut()?;
+        let cut = self.cut();
         let packs = self.join();
-        match lock(&self.shared.failure).take() {
-            Some(error) => Err(error),
+        let failure = cut.err().or_else(|| lock(&self.shared.failure).take());
+        match failure {
             None => Ok(packs),
+            Some(error) => {
+                discard(&self.store, &packs);
+                Err(error)
+            }
         }
     }
 
-    /// Ends the threads, without writing more; the packs that were written until now.
-    pub(crate) fn abandon(mut self) -> Vec<IndexedPack> {
+    /// Ends the threads and removes what they wrote.
+    pub(crate) fn abandon(mut self) {
         self.shared.fail(RepoError::WriterFailed);
-        self.join()
+        let packs = self.join();
+        discard(&self.store, &packs);
     }
 
     fn join(&mut self) -> Vec<IndexedPack> {
@@ -230,6 +238,13 @@ impl Ingest {
                 Vec::new()
             }
         }
+    }
+}
+
+/// Removes packs no index file tells of. What cannot be removed now, prune removes.
+pub(crate) fn discard(store: &LocalStore, packs: &[IndexedPack]) {
+    for entry in packs {
+        let _ = store.remove(Area::Packs, &entry.pack.to_string());
     }
 }
 
@@ -284,8 +299,9 @@ impl Worker {
             let plain_bytes = job.plain.len() as u32;
             pack.cipher
                 .seal_frame(job.number, kind, plain_bytes, &mut job.sealed);
-            let stored = job.sealed.len() as u64;
-            pack.stored.fetch_add(stored, Ordering::Relaxed);
+            // Pages that compress well may take more room in the directory than in the frames.
+            let stored = job.sealed.len() + frame_entry_bytes(job.blobs.len());
+            pack.stored.fetch_add(stored as u64, Ordering::Relaxed);
         }
         job.kind = Some(kind);
         Ok(())

@@ -18,7 +18,8 @@ use crate::layout::FormatError;
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 
 /// The id of a checkpoint: the keyed hash of its manifest file, and the file's name.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct CheckpointId(pub [u8; 32]);
 
 impl CheckpointId {
@@ -52,10 +53,8 @@ pub struct Manifest {
     /// The label of the VM.
     pub vm: String,
     /// When the VM was paused for it.
-    #[serde(with = "time_text")]
     pub time: Timestamp,
     /// The checkpoint this one was taken after. For people; nothing depends on it being there.
-    #[serde(with = "parent_text")]
     pub parent: Option<CheckpointId>,
     /// The page tables of the RAM blocks.
     pub ram: Vec<RamTable>,
@@ -125,7 +124,6 @@ pub fn decode(body: &[u8]) -> Result<Manifest, FormatError> {
 #[derive(Deserialize)]
 pub(crate) struct Headline {
     pub(crate) vm: String,
-    #[serde(with = "time_text")]
     pub(crate) time: Timestamp,
 }
 
@@ -161,50 +159,66 @@ impl Manifest {
     }
 }
 
-/// Hexadecimal ids and RFC 3339 times as JSON strings.
-macro_rules! text_field {
-    ($module:ident, $type:ty, $value:ident => $write:expr, $text:ident => $read:expr, $what:literal) => {
-        mod $module {
-            use super::*;
-            use serde::{Deserializer, Serializer, de::Error};
+/// Ids as 64 hexadecimal digits in JSON.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+struct HexId(ContentId);
 
-            pub(super) fn serialize<S: Serializer>(
-                $value: &$type,
-                to: S,
-            ) -> Result<S::Ok, S::Error> {
-                $write.serialize(to)
-            }
+impl TryFrom<String> for HexId {
+    type Error = &'static str;
 
-            pub(super) fn deserialize<'de, D: Deserializer<'de>>(
-                from: D,
-            ) -> Result<$type, D::Error> {
-                let $text = Deserialize::deserialize(from)?;
-                $read.ok_or_else(|| D::Error::custom(concat!("not ", $what)))
-            }
-        }
-    };
-}
-
-fn read_ids(texts: &[String]) -> Option<Vec<ContentId>> {
-    texts.iter().map(|text| ContentId::from_hex(text)).collect()
-}
-
-fn read_parent(text: Option<String>) -> Option<Option<CheckpointId>> {
-    match text {
-        None => Some(None),
-        Some(text) => CheckpointId::from_hex(&text).map(Some),
+    fn try_from(text: String) -> Result<HexId, &'static str> {
+        ContentId::from_hex(&text)
+            .map(HexId)
+            .ok_or("an id that is not 64 hexadecimal digits")
     }
 }
 
-fn read_time(text: &str) -> Option<Timestamp> {
-    text.parse().ok()
+impl From<HexId> for String {
+    fn from(id: HexId) -> String {
+        id.0.to_hex()
+    }
 }
 
-fn hex_of(ids: &[ContentId]) -> Vec<String> {
-    ids.iter().map(ContentId::to_hex).collect()
+impl TryFrom<String> for CheckpointId {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<CheckpointId, &'static str> {
+        HexId::try_from(text).map(|id| CheckpointId(id.0.0))
+    }
 }
 
-text_field!(id_text, ContentId, id => id.to_hex(), text => ContentId::from_hex(&String::as_str(&text)), "a content id");
-text_field!(ids_text, Vec<ContentId>, ids => hex_of(ids), texts => read_ids(&Vec::<String>::as_slice(&texts)), "content ids");
-text_field!(parent_text, Option<CheckpointId>, id => id.map(|id| id.to_hex()), text => read_parent(text), "a checkpoint id");
-text_field!(time_text, Timestamp, time => time.to_string(), text => read_time(&String::as_str(&text)), "a time");
+impl From<CheckpointId> for String {
+    fn from(id: CheckpointId) -> String {
+        id.to_hex()
+    }
+}
+
+mod id_text {
+    use super::{ContentId, HexId};
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(id: &ContentId, to: S) -> Result<S::Ok, S::Error> {
+        HexId(*id).serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ContentId, D::Error> {
+        HexId::deserialize(from).map(|id| id.0)
+    }
+}
+
+mod ids_text {
+    use super::{ContentId, HexId};
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(ids: &[ContentId], to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(ids.iter().map(|id| HexId(*id)))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Vec<ContentId>, D::Error> {
+        let ids = Vec::<HexId>::deserialize(from)?;
+        Ok(ids.into_iter().map(|id| id.0).collect())
+    }
+}

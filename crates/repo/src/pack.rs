@@ -88,6 +88,11 @@ pub struct Directory {
 const FRAME_ENTRY_BYTES: usize = 1 + 4 + 4 + 4;
 const BLOB_ENTRY_BYTES: usize = 32 + 4;
 
+/// Bytes a frame of so many blobs takes in the directory.
+pub(crate) fn frame_entry_bytes(blobs: usize) -> usize {
+    FRAME_ENTRY_BYTES + blobs * BLOB_ENTRY_BYTES
+}
+
 impl Directory {
     /// Writes the directory in its plain form.
     pub fn encode(&self) -> Vec<u8> {
@@ -108,8 +113,10 @@ impl Directory {
 
     /// Length of the plain form.
     pub fn encoded_bytes(&self) -> usize {
-        let blobs: usize = self.frames.iter().map(|frame| frame.blobs.len()).sum();
-        4 + self.frames.len() * FRAME_ENTRY_BYTES + blobs * BLOB_ENTRY_BYTES
+        let frames = self.frames.iter();
+        4 + frames
+            .map(|frame| frame_entry_bytes(frame.blobs.len()))
+            .sum::<usize>()
     }
 
     /// Reads a directory in its plain form. What comes out is consistent: lengths add up and stay

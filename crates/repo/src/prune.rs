@@ -95,8 +95,10 @@ impl Repository {
         };
         self.refresh_index()?;
         self.index.clear_marks();
-        let mut report = PruneReport::default();
-        report.checkpoints = mark_used(self, &mut refuse, progress)?;
+        let mut report = PruneReport {
+            checkpoints: mark_used(self, &mut refuse, progress)?,
+            ..PruneReport::default()
+        };
         let plan = self.plan(&mut report)?;
         match lock {
             Some(lock) if !dry_run => self.carry_out(&plan, &lock, &mut report, progress)?,
@@ -244,7 +246,6 @@ impl Repository {
         match copied {
             Ok(()) => ingest.finish(),
             Err(error) => {
-                // The packs written so far are unreferenced; the next prune removes them.
                 ingest.abandon();
                 Err(error)
             }

@@ -68,7 +68,7 @@ pub fn select(
     for &(id, _) in newest_first.iter().take(policy.last as usize) {
         kept.entry(id).or_default().push(KeepReason::Last);
     }
-    let rules: [(u32, KeepReason, fn(Timestamp) -> Slot); 3] = [
+    let rules: [(u32, KeepReason, SlotOf); 3] = [
         (policy.hourly, KeepReason::Hourly, hour),
         (policy.daily, KeepReason::Daily, day),
         (policy.weekly, KeepReason::Weekly, week),
@@ -94,6 +94,8 @@ pub fn select(
 
 /// A stretch of time: the day it begins, and the hour where that matters.
 type Slot = (Date, i8);
+
+type SlotOf = fn(Timestamp) -> Slot;
 
 fn hour(time: Timestamp) -> Slot {
     let civil = TimeZone::UTC.to_datetime(time);

@@ -5,10 +5,11 @@ use std::time::Duration;
 use stillframe_page::hash::{ContentHasher, ContentId};
 
 use crate::blobs::Blobs;
+use crate::compact::INDEX_FILE_BYTES;
 use crate::error::RepoError;
 use crate::index::IdSet;
 use crate::index_file::{IndexFile, IndexedPack};
-use crate::ingest::Ingest;
+use crate::ingest::{Ingest, discard};
 use crate::layout::FileKind;
 use crate::local::Area;
 use crate::lock::{Lock, LockKind};
@@ -145,7 +146,7 @@ impl<'a> Writer<'a> {
             None => Vec::new(),
         };
         if let Err(error) = self.lock.assert_held() {
-            discard(self.repository, &packs);
+            discard(&self.repository.store, &packs);
             return Err(error);
         }
         // Once an index file may tell of the packs they stay, whatever happens after: they are
@@ -160,27 +161,31 @@ impl<'a> Writer<'a> {
         })
     }
 
+    /// Writes the index files that tell of the new packs: one, but for a checkpoint of many GiB.
     fn record_packs(&mut self, packs: Vec<IndexedPack>) -> Result<(), RepoError> {
-        if packs.is_empty() {
-            return Ok(());
-        }
         let repository = &mut *self.repository;
-        for entry in &packs {
+        let mut contents = IndexFile::default();
+        let mut bytes = 0;
+        let mut packs = packs.into_iter().peekable();
+        while let Some(entry) = packs.next() {
             self.bytes_stored += entry.directory.file_bytes();
+            bytes += entry.directory.encoded_bytes();
+            contents.packs.push(entry);
+            if bytes < INDEX_FILE_BYTES && packs.peek().is_some() {
+                continue;
+            }
+            let file = seal_file(FileKind::Index, &repository.keys, contents.encode())?;
+            let name = FileHash::of(&file);
+            repository
+                .store
+                .create(Area::Index, &name.to_string(), &file)?;
+            self.bytes_stored += file.len() as u64;
+            repository
+                .index
+                .add_file(name, &contents, file.len() as u64);
+            contents.packs.clear();
+            bytes = 0;
         }
-        let contents = IndexFile {
-            supersedes: Vec::new(),
-            packs,
-        };
-        let file = seal_file(FileKind::Index, &repository.keys, contents.encode())?;
-        let name = FileHash::of(&file);
-        repository
-            .store
-            .create(Area::Index, &name.to_string(), &file)?;
-        self.bytes_stored += file.len() as u64;
-        repository
-            .index
-            .add_file(name, &contents, file.len() as u64);
         Ok(())
     }
 
@@ -205,19 +210,10 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Removes packs no index file tells of. What cannot be removed now, prune removes.
-fn discard(repository: &Repository, packs: &[IndexedPack]) {
-    for entry in packs {
-        let _ = repository
-            .store
-            .remove(Area::Packs, &entry.pack.to_string());
-    }
-}
-
 impl Drop for Writer<'_> {
     fn drop(&mut self) {
         if let Some(ingest) = self.ingest.take() {
-            discard(self.repository, &ingest.abandon());
+            ingest.abandon();
         }
     }
 }

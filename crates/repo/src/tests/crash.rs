@@ -110,6 +110,9 @@ fn steps_to_try(name: &str) -> impl Iterator<Item = u64> {
     (0..5000).step_by(stride)
 }
 
+/// What a name stands for from now on: a file of these bytes, or none.
+type Change = (PathBuf, Option<Arc<Vec<u8>>>);
+
 /// The disk after a crash: what was forced to it, and of the rest what chance kept.
 #[derive(Default)]
 struct Disk {
@@ -117,7 +120,7 @@ struct Disk {
     files: BTreeMap<PathBuf, Arc<Vec<u8>>>,
     synced: Vec<PathBuf>,
     /// Name changes not yet forced to disk, by folder.
-    pending: BTreeMap<PathBuf, Vec<(PathBuf, Option<Arc<Vec<u8>>>)>>,
+    pending: BTreeMap<PathBuf, Vec<Change>>,
 }
 
 impl Disk {

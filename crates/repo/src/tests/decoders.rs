@@ -59,10 +59,10 @@ fn decode_all(bytes: &[u8]) {
     }
     let _ = crate::table::decode_root_of_any_size(bytes);
     let _ = crate::table::decode_segment_of_any_size(bytes);
-    if let Some(tail) = bytes.first_chunk() {
-        if let Ok(range) = decode_tail(*tail, bytes.len() as u64) {
-            assert!(range.end <= bytes.len() as u64);
-        }
+    if let Some(tail) = bytes.first_chunk()
+        && let Ok(range) = decode_tail(*tail, bytes.len() as u64)
+    {
+        assert!(range.end <= bytes.len() as u64);
     }
 }
 

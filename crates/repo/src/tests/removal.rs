@@ -256,3 +256,25 @@ fn the_index_can_be_made_again_from_the_packs() {
         assert!(vm.compare(&mut repo, id).unwrap());
     }
 }
+
+/// What is content-addressed heals: a lost pack's pages come back with the next full checkpoint.
+#[test]
+fn a_lost_pack_heals_with_the_next_full_checkpoint() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let mut vm = Vm::new("vm", 600);
+    vm.run(&mut Dice(3), 400);
+    let first = vm.checkpoint(&mut repo).unwrap();
+    let pack = repo
+        .stats()
+        .map(|_| repo.index.packs()[0].name.to_string())
+        .unwrap();
+    std::fs::remove_file(repo.store.path(crate::local::Area::Packs, &pack)).unwrap();
+    assert!(!repo.check(false, &mut |_| {}).unwrap().is_clean());
+    assert!(vm.compare(&mut repo, &first).is_err());
+    repo.rebuild_index(&mut |_| {}).unwrap();
+    vm.forget_parent();
+    vm.checkpoint(&mut repo).unwrap();
+    assert_clean(&mut repo);
+    assert!(vm.compare(&mut repo, &first).unwrap());
+}

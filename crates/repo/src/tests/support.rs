@@ -98,6 +98,11 @@ impl Vm {
         self.device_state[at as usize] ^= 1;
     }
 
+    /// Makes the next checkpoint a full one.
+    pub(crate) fn forget_parent(&mut self) {
+        self.last = None;
+    }
+
     /// Takes a checkpoint the way the engine does: changed pages only, on the table of the parent.
     pub(crate) fn checkpoint(&mut self, repo: &mut Repository) -> Result<CheckpointId, RepoError> {
         self.checkpoint_at(repo, Timestamp::now())
