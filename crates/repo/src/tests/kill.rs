@@ -49,8 +49,8 @@ fn victim() {
     }
 }
 
-/// What the child said it had done before it was killed.
-fn run_victim(dir: &Path, round: u64, lifetime: Duration) -> Vec<(u64, CheckpointId)> {
+/// What the child said it had done before it was killed: some steps in, and a moment later.
+fn run_victim(dir: &Path, round: u64, steps: u64, moment: Duration) -> Vec<(u64, CheckpointId)> {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "tests::kill::victim", "--ignored", "--nocapture"])
         .env(DIR, dir)
@@ -59,27 +59,31 @@ fn run_victim(dir: &Path, round: u64, lifetime: Duration) -> Vec<(u64, Checkpoin
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let output = BufReader::new(child.stdout.take().unwrap());
-    let reader = std::thread::spawn(move || {
-        let mut committed = Vec::new();
-        for line in output.lines() {
-            let line = line.unwrap();
-            let words: Vec<&str> = line.split(' ').collect();
-            if let [what, step, id] = words[..]
-                && let Some(id) = CheckpointId::from_hex(id)
-            {
-                match what {
-                    "committed" => committed.push((step.parse().unwrap(), id)),
-                    _ => committed.retain(|(_, other)| *other != id),
-                }
+    let mut output = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut committed = Vec::new();
+    let mut note = |line: String| {
+        let words: Vec<&str> = line.split(' ').collect();
+        if let [what, step, id] = words[..]
+            && let Some(id) = CheckpointId::from_hex(id)
+        {
+            match what {
+                "committed" => committed.push((step.parse().unwrap(), id)),
+                _ => committed.retain(|(_, other)| *other != id),
             }
         }
-        committed
-    });
-    std::thread::sleep(lifetime);
+        words[0] == "committed"
+    };
+    let mut seen = 0;
+    while seen < steps {
+        seen += u64::from(note(output.next().unwrap().unwrap()));
+    }
+    std::thread::sleep(moment);
     child.kill().unwrap();
     child.wait().unwrap();
-    reader.join().unwrap()
+    for line in output {
+        note(line.unwrap());
+    }
+    committed
 }
 
 #[test]
@@ -89,8 +93,8 @@ fn a_killed_process_leaves_every_committed_checkpoint() {
     let mut dice = Dice(99);
     let mut survivors: Vec<(CheckpointId, Vm)> = Vec::new();
     for round in 0..20 {
-        let lifetime = Duration::from_millis(30 + dice.below(700));
-        let committed = run_victim(dir.path(), round, lifetime);
+        let (steps, moment) = (dice.below(12), Duration::from_micros(dice.below(30_000)));
+        let committed = run_victim(dir.path(), round, steps, moment);
         let mut vm = vm_of_round(round);
         let last = committed.last().map_or(0, |(step, _)| step + 1);
         for step in 0..last {
