@@ -107,7 +107,20 @@ fn await_detached(process: &Process, tracer: i32) {
 
 /// The whole of it, on the tracing thread.
 fn steal(process: &Process, deadline: Instant, limit: Duration) -> Result<StolenUffd, InfectError> {
-    let mut seizure = Seizure::begin(process, deadline, limit)?;
+    let mut stranger = None;
+    let mut seizure = loop {
+        match Seizure::begin(process, deadline, limit) {
+            // Another infection of ours, perhaps one whose caller has left, will end. A tracer that
+            // seems to be a stranger is looked at twice: it may have been a thread of ours.
+            Err(InfectError::Traced { tracer, .. })
+                if (is_own_thread(tracer) || stranger.replace(tracer) != Some(tracer))
+                    && Instant::now() < deadline =>
+            {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            other => break other?,
+        }
+    };
     let outcome = seizure.prepare().and_then(|()| seizure.open_and_fetch());
     let stopped_us = seizure.release();
     let (fd, user_mode_only) = outcome?;
@@ -116,6 +129,10 @@ fn steal(process: &Process, deadline: Instant, limit: Duration) -> Result<Stolen
         user_mode_only,
         stopped_us,
     })
+}
+
+fn is_own_thread(tid: i32) -> bool {
+    std::path::Path::new(&format!("/proc/self/task/{tid}")).exists()
 }
 
 fn timeout(process: &Process, limit: Duration) -> InfectError {

@@ -12,6 +12,9 @@ const SPIN: Duration = Duration::from_micros(300);
 /// And between two looks after that, at most.
 const NAP_MAX: Duration = Duration::from_millis(1);
 
+/// How often an EPERM that cannot be explained is taken for a tracer that has just left.
+const SEIZE_TRIES: u32 = 4;
+
 /// CAP_SYS_ADMIN as a bit of a capability set (linux/capability.h).
 const SYS_ADMIN: u64 = 1 << 21;
 
@@ -98,14 +101,20 @@ fn may_suspend_seccomp() -> bool {
 pub(super) fn seize(process: &Process) -> Result<Tracee, InfectError> {
     let pid = process.pid();
     refuse_unfit(process)?;
-    let tracee = match Tracee::seize(pid) {
-        Ok(tracee) => tracee,
-        Err(source) if source.raw_os_error() == Some(libc::EPERM) => {
-            // EPERM has three meanings; two of them show in /proc.
-            refuse_unfit(process)?;
-            return Err(InfectError::Permission { pid, source });
+    let mut tries = 0..SEIZE_TRIES;
+    let tracee = loop {
+        let last = tries.next().is_none();
+        match Tracee::seize(pid) {
+            Ok(tracee) => break tracee,
+            Err(source) if source.raw_os_error() == Some(libc::EPERM) => {
+                // EPERM has three meanings, two of which show in /proc, unless they have passed.
+                refuse_unfit(process)?;
+                if last {
+                    return Err(InfectError::Permission { pid, source });
+                }
+            }
+            Err(source) => return Err(InfectError::ptrace(process, source)),
         }
-        Err(source) => return Err(InfectError::ptrace(process, source)),
     };
     // Had the pid been given to somebody else before it was seized, our process would be gone now.
     // The stranger has not been stopped, and is let go with the end of this thread.

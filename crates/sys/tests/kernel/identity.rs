@@ -64,9 +64,7 @@ fn arguments_may_be_empty_and_names_strange() {
     let directory = tempfile::tempdir().unwrap();
     let program = directory.path().join("a ) S 1 (b");
     std::fs::copy("/bin/sh", &program).unwrap();
-    let mut child = Command::new(&program)
-        .args(["-c", "read x", ""])
-        .spawn_sleeping();
+    let mut child = spawn(Command::new(&program).args(["-c", "read x", ""]));
     let process = Process::open(child.id() as i32).unwrap();
     let seen = (
         process.command_line().unwrap(),
@@ -95,20 +93,27 @@ fn arguments_may_be_empty_and_names_strange() {
     );
 }
 
-trait SpawnSleeping {
-    fn spawn_sleeping(&mut self) -> std::process::Child;
-}
-
-impl SpawnSleeping for Command {
-    /// Returns when the program has been executed and sleeps.
-    fn spawn_sleeping(&mut self) -> std::process::Child {
-        let child = self
-            .stdin(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        std::thread::sleep(Duration::from_millis(20));
-        child
+/// Starts a program that was written just now: a fork of some other test may still have inherited
+/// the descriptor that it was written through, for a moment.
+pub fn spawn(command: &mut Command) -> std::process::Child {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        match command.stdin(Stdio::piped()).stderr(Stdio::null()).spawn() {
+            Err(error) if error.kind() == std::io::ErrorKind::ExecutableFileBusy => {
+                assert!(Instant::now() < deadline, "{error}");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            other => {
+                let child = other.unwrap();
+                // The parent goes on a little before the program has its arguments.
+                let arguments = format!("/proc/{}/cmdline", child.id());
+                while std::fs::read(&arguments).unwrap().is_empty() {
+                    assert!(Instant::now() < deadline, "no arguments");
+                    std::thread::yield_now();
+                }
+                return child;
+            }
+        }
     }
 }
 
@@ -295,7 +300,7 @@ fn a_number_that_was_given_away_is_not_followed() {
         first.kill();
         // The next process is to get this number again; somebody may be faster.
         std::fs::write("/proc/sys/kernel/ns_last_pid", (old.pid() - 1).to_string()).unwrap();
-        let mut newcomer = Command::new("/bin/sleep").arg("60").spawn_sleeping();
+        let mut newcomer = spawn(Command::new("/bin/sleep").arg("60"));
         if newcomer.id() as i32 == old.pid() {
             assert_all_gone(&old);
             let range = AddressRange {

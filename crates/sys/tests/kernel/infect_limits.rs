@@ -306,7 +306,7 @@ fn a_32_bit_process_is_refused() {
     let path = directory.path().join("program");
     std::fs::write(&path, small_program()).unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
-    let mut child = Command::new(&path).spawn().unwrap();
+    let mut child = crate::identity::spawn(&mut Command::new(&path));
     let process = Process::open(child.id() as i32).unwrap();
     while process.run_state().unwrap() != 'S' {
         std::thread::sleep(Duration::from_millis(1));

@@ -165,24 +165,26 @@ fn play_interrupted(kind: &str, fd: c_long) {
 /// Infects a process again and again until `work` is done.
 fn while_infecting<R>(process: &Process, work: impl FnOnce() -> R) -> R {
     let done = AtomicBool::new(false);
+    let (begin, begun) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let infecting = scope.spawn(|| {
-            let mut times = 0;
             while !done.load(Ordering::SeqCst) {
                 match steal_userfaultfd(process, Duration::from_secs(10)) {
-                    Ok(_) => times += 1,
+                    Ok(_) => drop(begin.send(())),
                     Err(InfectError::Stopped { .. }) => {}
                     Err(error) => panic!("{error}"),
                 }
             }
-            times
         });
-        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            begun
+                .recv_timeout(Duration::from_secs(10))
+                .expect("a first infection");
+            work()
+        }));
         done.store(true, Ordering::SeqCst);
-        let times = infecting.join().unwrap();
-        let result = result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        assert!(times > 0);
-        result
+        infecting.join().unwrap();
+        result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
 }
 
