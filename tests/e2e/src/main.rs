@@ -32,6 +32,9 @@ enum What {
         /// Checkpoints of each guest.
         #[arg(long, default_value_t = 27)]
         checkpoints: u64,
+        /// Only this kind of guest; then nothing is recorded.
+        #[arg(long)]
+        guest: Option<String>,
     },
     /// `kill -9` of the engine at random moments.
     Kill {
@@ -57,7 +60,9 @@ fn main() -> Result<()> {
     match Arguments::parse().what {
         What::Demo { seconds_before } => demo::run(Some(Duration::from_secs(seconds_before))),
         What::Checkpoint { turns } => bench::checkpoint::run(turns),
-        What::Exactness { checkpoints } => campaign::exactness::run(checkpoints),
+        What::Exactness { checkpoints, guest } => {
+            campaign::exactness::run(checkpoints, guest.as_deref())
+        }
         What::Kill { kills, seed } => campaign::kill::run(kills, seed),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),
     }

@@ -2,6 +2,7 @@
 //! Stillframe. The VM must be paused.
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, bail};
@@ -10,6 +11,29 @@ use crate::qmp::Qmp;
 
 /// Bytes of a guest page.
 pub const PAGE_BYTES: usize = 4096;
+
+/// Bytes of the clock that KVM writes into a guest's memory for each vCPU (`struct
+/// pvclock_vcpu_time_info`, Linux arch/x86/include/asm/pvclock-abi.h).
+const KVM_CLOCK_BYTES: usize = 32;
+
+/// A page that is not the same in two images.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// Its RAM block.
+    pub block: String,
+    /// Its number there.
+    pub page: usize,
+    /// From the first to behind the last byte that differs.
+    pub bytes: Range<usize>,
+}
+
+impl Difference {
+    /// Whether a vCPU's clock is all that differs. KVM writes it anew, with the new host's time,
+    /// when QEMU hands it the clock's address: while the device state is loaded.
+    pub fn may_be_kvm_clock(&self) -> bool {
+        self.bytes.len() <= KVM_CLOCK_BYTES
+    }
+}
 
 /// The content of every RAM block, by name.
 #[derive(Debug)]
@@ -50,8 +74,8 @@ impl Image {
             .sum()
     }
 
-    /// Pages that differ, as `block page`.
-    pub fn differing(&self, other: &Image) -> Result<Vec<String>> {
+    /// Pages that differ.
+    pub fn differing(&self, other: &Image) -> Result<Vec<Difference>> {
         let mut differing = Vec::new();
         if self.blocks.len() != other.blocks.len() {
             bail!(
@@ -76,13 +100,25 @@ impl Image {
                 .zip(theirs.chunks(PAGE_BYTES))
                 .enumerate()
             {
-                if a != b {
-                    differing.push(format!("{name} {page}"));
+                if let Some(bytes) = differing_bytes(a, b) {
+                    let block = name.clone();
+                    differing.push(Difference { block, page, bytes });
                 }
             }
         }
         Ok(differing)
     }
+}
+
+fn differing_bytes(a: &[u8], b: &[u8]) -> Option<Range<usize>> {
+    // Slices are compared much faster than bytes one by one, and nearly all are the same.
+    if a == b {
+        return None;
+    }
+    let differs = |at: &usize| a[*at] != b[*at];
+    let first = (0..a.len()).find(differs)?;
+    let last = (0..a.len()).rfind(differs)?;
+    Some(first..last + 1)
 }
 
 fn hex(word: &str) -> Result<u64> {

@@ -207,6 +207,10 @@ fn spawn(plan: &LaunchPlan, options: &LaunchOptions) -> Result<OwnedQemu, Launch
         .arg(&plan.exe)
         .args(plan.arguments.iter().skip(1))
         .current_dir(&plan.cwd)
+        // A guest that breaks out of QEMU must not find the repository's password there.
+        .env_remove("STILLFRAME_PASSWORD")
+        .env_remove("STILLFRAME_PASSWORD_FILE")
+        .env_remove("STILLFRAME_PASSWORD_COMMAND")
         .stdin(Stdio::null())
         .stdout(log)
         .stderr(errors)
