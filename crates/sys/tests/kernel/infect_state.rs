@@ -65,6 +65,8 @@ std::arch::global_asm!(
     ".popsection",
 );
 
+// SAFETY: the two functions are defined in the assembly above with these signatures; the offset is a
+// constant of glibc 2.35 and newer.
 unsafe extern "C" {
     fn stillframe_test_spin(rounds: u64, out: *mut [u64; 23]);
     fn stillframe_test_sequence(area: *mut c_void, counter: *const u64, done: *const u8) -> c_int;
