@@ -28,16 +28,10 @@ fn drop_locks(dir: &Path) {
 
 type Operation = fn(&mut Repository, &mut Vm, &[CheckpointId]) -> Result<(), RepoError>;
 
-const OPERATIONS: [(&str, Operation); 5] = [
+const OPERATIONS: [(&str, Operation); 4] = [
     ("checkpoint", |repo, vm, _| {
         vm.run(&mut Dice(77), 60);
         vm.checkpoint(repo).map(|_| ())
-    }),
-    ("checkpoints until index files are merged", |repo, vm, _| {
-        (0..36).try_for_each(|_| {
-            vm.run(&mut Dice(5), 2);
-            vm.checkpoint(repo).map(|_| ())
-        })
     }),
     ("forget", |repo, _, ids| {
         repo.forget(&Forget {
@@ -70,44 +64,63 @@ fn every_step_may_be_the_last() {
             (vm.checkpoint(&mut repo).unwrap(), vm.clone())
         })
         .collect();
+    // So many that the next commit merges index files.
+    for _ in 6..32 {
+        vm.run(&mut dice, 2);
+        vm.checkpoint(&mut repo).unwrap();
+    }
     drop(repo);
-    let ids: Vec<CheckpointId> = taken.iter().map(|(id, _)| *id).collect();
     for (name, operation) in OPERATIONS {
-        for steps in steps_to_try(name) {
-            let dir = test_dir();
-            copy_tree(base.path(), dir.path());
-            let mut repo = open(dir.path());
-            repo.store.faults.fail_after(steps);
-            let result = operation(&mut repo, &mut vm.clone(), &ids);
-            drop(repo);
-            drop_locks(dir.path());
-            let context = format!("{name}, dead after step {steps}");
-            // The last two are never forgotten; the others may be gone, but if there, whole.
-            let mut repo = assert_intact(dir.path(), &taken[4..], &context);
-            let there: Vec<CheckpointId> = ids
-                .iter()
-                .copied()
-                .filter(|id| repo.has_manifest(id).unwrap())
-                .collect();
-            repo.prune(false, &mut |_| {}).unwrap();
-            let survivors: Vec<_> = taken
-                .iter()
-                .filter(|(id, _)| there.contains(id))
-                .cloned()
-                .collect();
-            assert_intact(dir.path(), &survivors, &context);
-            if result.is_ok() {
-                assert!(steps >= 7, "{name} took {steps} steps only");
-                break;
-            }
+        for recovers in [false, true] {
+            let failed =
+                |steps: &u64| fail_at(base.path(), &taken, name, operation, *steps, recovers);
+            let last = (0..5000).find(|steps| !failed(steps));
+            assert!(
+                last.is_some_and(|steps| steps >= 7),
+                "{name} took {last:?} steps"
+            );
         }
     }
 }
 
-/// All steps; of the long operation every seventh.
-fn steps_to_try(name: &str) -> impl Iterator<Item = u64> {
-    let stride = if name.contains("merged") { 7 } else { 1 };
-    (0..5000).step_by(stride)
+/// Lets one step of an operation fail, on a copy of a repository with these checkpoints, and looks
+/// at what is left. Without `recovers` all later steps fail too, as if the process had died; with
+/// it the process lives on and tidies up. Whether the operation got that far.
+fn fail_at(
+    base: &Path,
+    taken: &[(CheckpointId, Vm)],
+    name: &str,
+    operation: Operation,
+    steps: u64,
+    recovers: bool,
+) -> bool {
+    let dir = test_dir();
+    copy_tree(base, dir.path());
+    let ids: Vec<CheckpointId> = taken.iter().map(|(id, _)| *id).collect();
+    let mut vm = taken[taken.len() - 1].1.clone();
+    let mut repo = open(dir.path());
+    repo.store.faults.fail_after(steps, recovers);
+    let faults = repo.store.faults.clone();
+    let result = operation(&mut repo, &mut vm, &ids);
+    let fired = faults.have_fired();
+    assert!(fired || result.is_ok(), "{name}, {steps}: {result:?}");
+    drop_locks(dir.path());
+    let context = format!("{name}, failure after step {steps}, disk recovers: {recovers}");
+    if recovers {
+        faults.heal();
+        // The same handle goes on, with what it has in memory.
+        let id = vm.checkpoint(&mut repo).unwrap();
+        assert!(vm.compare(&mut repo, &id).unwrap(), "{context}");
+        drop_locks(dir.path());
+    }
+    drop(repo);
+    // The last two are never forgotten; the others may be gone, but if there, whole.
+    let mut repo = assert_intact(dir.path(), &taken[4..], &context);
+    let mut survivors = taken.to_vec();
+    survivors.retain(|(id, _)| repo.has_manifest(id).unwrap());
+    repo.prune(false, &mut |_| {}).unwrap();
+    assert_intact(dir.path(), &survivors, &context);
+    fired
 }
 
 /// What a name stands for from now on: a file of these bytes, or none.
@@ -175,12 +188,10 @@ fn apply_change(
     };
 }
 
-/// What must be true once the events up to a point have happened.
+/// What must be there once so many events have happened, unless it is being forgotten.
 struct Milestone {
     events: usize,
     committed: Vec<(CheckpointId, Vm)>,
-    /// Forgetting these has begun: they may be there or not.
-    doubtful: Vec<CheckpointId>,
 }
 
 /// A life of a repository: checkpoints of two VMs, forgetting, pruning, recorded.
@@ -196,24 +207,16 @@ fn record_life(dir: &Path, seed: u64) -> (Vec<Event>, Vec<Milestone>) {
         if round % 12 == 11 {
             let keep = 3 + dice.below(4) as usize;
             let cut = committed.len().saturating_sub(keep);
-            let gone: Vec<CheckpointId> = committed.drain(..cut).map(|(id, _)| id).collect();
-            let here = faults.event_count();
+            let ids = committed.drain(..cut).map(|(id, _)| id).collect();
             milestones.push(Milestone {
-                events: here,
+                events: faults.event_count(),
                 committed: committed.clone(),
-                doubtful: gone.clone(),
             });
             repo.forget(&Forget {
-                ids: gone,
+                ids,
                 ..Forget::default()
             })
             .unwrap();
-            let here = faults.event_count();
-            milestones.push(Milestone {
-                events: here,
-                committed: committed.clone(),
-                doubtful: vec![],
-            });
             if round % 24 == 23 {
                 repo.prune(false, &mut |_| {}).unwrap();
             }
@@ -222,14 +225,38 @@ fn record_life(dir: &Path, seed: u64) -> (Vec<Event>, Vec<Milestone>) {
         vm.run(&mut dice, 30);
         let id = vm.checkpoint(&mut repo).unwrap();
         committed.push((id, vm.clone()));
-        let here = faults.event_count();
         milestones.push(Milestone {
-            events: here,
+            events: faults.event_count(),
             committed: committed.clone(),
-            doubtful: vec![],
         });
     }
     (faults.events(), milestones)
+}
+
+/// Lays out a disk as files, on top of an empty repository.
+fn lay_out(
+    files: &BTreeMap<PathBuf, Arc<Vec<u8>>>,
+    live: &Path,
+    fresh: &Path,
+) -> tempfile::TempDir {
+    let dir = test_dir();
+    copy_tree(fresh, dir.path());
+    for (path, bytes) in files {
+        let path = dir.path().join(path.strip_prefix(live).unwrap());
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, &**bytes).unwrap();
+    }
+    dir
+}
+
+/// Whether an event is about a lock; those are not part of what must survive.
+fn is_about_locks(event: &Event) -> bool {
+    match event {
+        Event::Rename(_, path, _) | Event::Remove(path) => {
+            path.parent().unwrap().ends_with("locks")
+        }
+        _ => false,
+    }
 }
 
 #[test]
@@ -242,58 +269,40 @@ fn any_crash_of_the_machine_leaves_what_was_committed() {
     let mut dice = Dice(12);
     let mut tried = 0;
     let mut disk = Disk::default();
-    for (at, event) in events.iter().enumerate() {
-        let in_locks = |path: &Path| path.parent().unwrap().ends_with("locks");
-        let about_locks = match event {
-            Event::Rename(_, path, _) | Event::Remove(path) => in_locks(path),
-            _ => false,
-        };
-        if !about_locks {
-            disk.apply(event);
-        }
-        // Some of the points, and around every removal more of them.
-        let chance = if matches!(event, Event::Remove(_)) {
+    for (at, event) in events
+        .iter()
+        .enumerate()
+        .filter(|(_, event)| !is_about_locks(event))
+    {
+        disk.apply(event);
+        // Some of the points, and around removals more of them.
+        let one_in = if matches!(event, Event::Remove(_)) {
             3
         } else {
-            5
+            6
         };
-        if about_locks || dice.below(chance) != 0 {
+        if dice.below(one_in) != 0 {
             continue;
         }
         let passed = milestones
             .iter()
             .rfind(|milestone| milestone.events <= at + 1);
-        let (committed, doubtful) = passed.map_or((vec![], vec![]), |m| {
-            (m.committed.clone(), m.doubtful.clone())
-        });
-        for kind in 0..3 {
-            let files = match kind {
-                0 => disk.crash(&mut || false),
-                1 => disk.crash(&mut || true),
-                _ => disk.crash(&mut || dice.below(2) == 0),
-            };
-            let dir = test_dir();
-            copy_tree(fresh.path(), dir.path());
-            for (path, bytes) in files {
-                let path = dir.path().join(path.strip_prefix(live.path()).unwrap());
-                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-                std::fs::write(path, &**bytes).unwrap();
-            }
-            let context =
-                format!("crash after event {at} ({event:?}), kind {kind}, doubtful {doubtful:?}");
+        let committed = passed.map_or(&[][..], |milestone| &milestone.committed);
+        for kept in ["nothing", "all", "some"] {
+            let files = disk.crash(&mut || match kept {
+                "nothing" => false,
+                "all" => true,
+                _ => dice.below(2) == 0,
+            });
+            let dir = lay_out(&files, live.path(), fresh.path());
+            let context = format!("crash after event {at}, {kept} kept of what was not on disk");
             // Comparing all would take long; the oldest has been through the most.
-            let some: Vec<_> = committed
-                .iter()
-                .take(1)
-                .chain(committed.last())
-                .cloned()
-                .collect();
-            assert_intact(dir.path(), &some, &context);
-            for (id, _) in &committed {
-                assert!(open(dir.path()).has_manifest(id).unwrap(), "{context}");
+            let ends = committed.iter().take(1).chain(committed.last());
+            let mut repo = assert_intact(dir.path(), &ends.cloned().collect::<Vec<_>>(), &context);
+            for (id, _) in committed {
+                assert!(repo.has_manifest(id).unwrap(), "{context}");
             }
-            if kind == 2 {
-                let mut repo = open(dir.path());
+            if kept == "some" {
                 let policy = KeepPolicy {
                     last: 2,
                     ..KeepPolicy::default()

@@ -26,14 +26,28 @@ pub(crate) struct Faults {
 #[derive(Default)]
 struct State {
     steps_left: Option<u64>,
+    recovers: bool,
+    fired: bool,
     record: bool,
     events: Vec<Event>,
 }
 
 impl Faults {
-    /// Refuses every step after the next `steps`.
-    pub(crate) fn fail_after(&self, steps: u64) {
-        self.state.lock().unwrap().steps_left = Some(steps);
+    /// Refuses the step after the next `steps`, and all after it unless the disk `recovers`.
+    pub(crate) fn fail_after(&self, steps: u64, recovers: bool) {
+        let mut state = self.state.lock().unwrap();
+        state.steps_left = Some(steps);
+        state.recovers = recovers;
+    }
+
+    /// Refuses nothing any more.
+    pub(crate) fn heal(&self) {
+        self.state.lock().unwrap().steps_left = None;
+    }
+
+    /// Whether a step has been refused.
+    pub(crate) fn have_fired(&self) -> bool {
+        self.state.lock().unwrap().fired
     }
 
     /// Begins to record.
@@ -51,8 +65,15 @@ impl Faults {
 
     pub(crate) fn step(&self, step: Step<'_>) -> Result<(), RepoError> {
         let mut state = self.state.lock().unwrap();
+        let state = &mut *state;
         match &mut state.steps_left {
-            Some(0) => return Err(refusal(step)),
+            Some(0) => {
+                state.fired = true;
+                if state.recovers {
+                    state.steps_left = None;
+                }
+                return Err(refusal(step));
+            }
             Some(left) => *left -= 1,
             None => {}
         }
