@@ -8,8 +8,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use stillframe_e2e::cli::{PASSWORD, Stillframe, binary, refusal};
-use stillframe_e2e::guest::{Kind, Setup};
+use stillframe_e2e::guest::{Kind, Restored, Setup};
 use stillframe_e2e::health::{expect_untouched, expect_whole};
+use stillframe_e2e::running::PATIENCE;
 
 use crate::host::{Missing, without};
 
@@ -73,14 +74,12 @@ fn without_rights_it_says_which_are_missing() -> Result<()> {
     for line in [
         vec!["checkpoint", "--pid", &pid],
         vec!["watch", "--pid", &pid, "--every", "1s"],
+        // A VM that may not be examined is no VM that is not there.
+        vec!["checkpoint", "--vm", "not-mine"],
     ] {
-        let output = nobody.command(&line).output()?;
-        let code = output.status.code().context("ended by a signal")?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        // 1 where the machine does not let this user, 5 where this VM is another user's.
-        ensure!(code == 1 || code == 5, "{line:?} ended with {code}: {said}");
+        let said = refusal(&mut nobody.command(&line), 5)?;
         ensure!(
-            said.contains("root") || said.contains("CAP_SYS_PTRACE"),
+            said.contains("root") && said.contains("CAP_SYS_PTRACE"),
             "{line:?}: {said}"
         );
     }
@@ -96,69 +95,177 @@ fn without_rights_it_says_which_are_missing() -> Result<()> {
     expect_whole(&Stillframe::at(&nobody.repository()), &[])
 }
 
-/// What `probe` and `checkpoint` say on a kernel without `missing`. The VM runs on a whole kernel.
-fn on_lesser_kernel(stillframe: &Stillframe, pid: &str, missing: Missing) -> Result<[String; 2]> {
+/// What `probe` and `checkpoint` say behind a filter without `missing`. The VM is not behind it.
+fn behind_filter(stillframe: &Stillframe, pid: &str, missing: Missing) -> Result<[String; 2]> {
     without(missing, || {
-        let probe = refusal(&mut stillframe.command(&["probe"])?, 1)?;
+        let probe = stillframe.command(&["probe"])?.output()?;
+        let told = String::from_utf8_lossy(&probe.stdout).into_owned();
+        ensure!(
+            probe.status.code() == Some(1),
+            "probe found nothing missing: {told}"
+        );
         let checkpoint = refusal(&mut stillframe.command(&["checkpoint", "--pid", pid])?, 1)?;
-        Ok([probe, checkpoint])
+        Ok([told, checkpoint])
     })
 }
 
+/// As in a container, or on an older kernel: each call answers as if it did not exist.
 #[test]
-fn an_old_kernel_is_told_by_what_it_lacks() -> Result<()> {
+fn what_the_kernel_does_not_do_is_named_before_the_vm_is_touched() -> Result<()> {
     let guest = Setup::small(Kind::Private, "old-kernel").boot()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let cases = [
-        (Missing::Ioctl(PAGEMAP_SCAN), "PAGEMAP_SCAN"),
-        (Missing::Ioctl(UFFDIO_API), "userfaultfd"),
-        (Missing::Call(libc::SYS_userfaultfd), "userfaultfd"),
-        (Missing::Call(libc::SYS_pidfd_open), "pidfd"),
-        (Missing::Call(libc::SYS_pidfd_getfd), "pidfd_getfd"),
+        (Missing::Ioctl(PAGEMAP_SCAN), "asynchronous write tracking"),
+        (Missing::Ioctl(UFFDIO_API), "asynchronous write tracking"),
+        (
+            Missing::Call(libc::SYS_userfaultfd),
+            "userfaultfd of other processes",
+        ),
+        (
+            Missing::Call(libc::SYS_pidfd_getfd),
+            "userfaultfd of other processes",
+        ),
+        (
+            Missing::Call(libc::SYS_ptrace),
+            "userfaultfd of other processes",
+        ),
         (
             Missing::Call(libc::SYS_process_vm_readv),
-            "process_vm_readv",
+            "memory of other processes",
         ),
-        (Missing::Call(libc::SYS_ptrace), "ptrace"),
+        (Missing::Call(libc::SYS_memfd_create), "files in memory"),
     ];
-    for (missing, name) in cases {
-        let said = on_lesser_kernel(&stillframe, &guest.pid_text(), missing)
-            .with_context(|| format!("without {name}"))?;
-        ensure!(said[1].contains(name), "without {name}: {}", said[1]);
+    for (missing, ability) in cases {
+        let about = || format!("{missing:?} ({ability})");
+        let said = behind_filter(&stillframe, &guest.pid_text(), missing).with_context(about)?;
+        ensure!(said[0].contains(ability), "{}: {}", about(), said[0]);
+        let named = said[1].contains(&format!("{ability} is missing"));
         ensure!(
-            said[1].contains("stillframe probe"),
-            "without {name}: {}",
+            named && said[1].contains("stillframe probe"),
+            "{}: {}",
+            about(),
             said[1]
         );
-        expect_untouched(&guest, &mut monitor)?;
     }
+    expect_untouched(&guest, &mut monitor)?;
     expect_whole(&stillframe, &[])?;
     // And nothing of all this keeps the same VM from being checkpointed where all is there.
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     Ok(())
 }
 
+/// Over this VM's page map lies a file that answers PAGEMAP_SCAN as kernels before 6.7 do.
+#[test]
+fn a_page_map_that_cannot_be_scanned_is_told_and_the_vm_let_go() -> Result<()> {
+    let guest = Setup::small(Kind::Memfd, "no-scan").boot()?;
+    let mut monitor = guest.second_monitor()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let inner = stillframe.command(&["checkpoint", "--vm", "no-scan"])?;
+    let script = format!(
+        "mount --bind /dev/null /proc/{}/pagemap && exec \"$@\"",
+        guest.pid()
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &script, "sh"]);
+    command.arg(inner.get_program()).args(inner.get_args());
+    command.env("STILLFRAME_REPOSITORY", stillframe.repository());
+    command.env("STILLFRAME_PASSWORD", PASSWORD);
+    let said = refusal(&mut command, 1)?;
+    ensure!(
+        said.contains("PAGEMAP_SCAN") && said.contains("Linux 6.7"),
+        "{said}"
+    );
+    expect_untouched(&guest, &mut monitor)?;
+    expect_whole(&stillframe, &[])
+}
+
 /// A QEMU that itself may not make the one call that is made inside it.
 #[test]
-fn a_qemu_that_may_not_open_a_userfaultfd_is_checkpointed_or_refused_unharmed() -> Result<()> {
+fn a_filtered_qemu_takes_the_right_to_lift_its_filter() -> Result<()> {
     let guest = without(Missing::Call(libc::SYS_userfaultfd), || {
         Setup::small(Kind::Private, "filtered").boot()
     })?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let line = ["checkpoint", "--pid", &guest.pid_text()];
-    // With CAP_SYS_ADMIN the filter is suspended for that call; the tracer must not be filtered.
     stillframe.ok(&line)?;
-    let said = without(Missing::Call(libc::SYS_kexec_load), || {
-        stillframe.fails(&line, 5)
-    })?;
+    let said = refusal(&mut bounded("sys_admin", &stillframe.command(&line)?), 5)?;
     ensure!(
-        said.contains("seccomp") || said.contains("userfaultfd"),
+        said.contains("CAP_SYS_ADMIN") && said.contains("seccomp"),
         "{said}"
     );
+    // A tracer that is filtered itself may lift no filter.
+    let any = Missing::Call(libc::SYS_kexec_load);
+    let said = without(any, || stillframe.fails(&line, 1))?;
+    ensure!(said.contains("seccomp"), "{said}");
     expect_untouched(&guest, &mut monitor)?;
     expect_whole(&stillframe, &[])
+}
+
+/// The same command as root, but for one capability.
+fn bounded(lost: &str, command: &Command) -> Command {
+    let mut bounded = Command::new("setpriv");
+    bounded.args(["--bounding-set", &format!("-{lost}"), "--"]);
+    bounded.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        if let Some(value) = value {
+            bounded.env(name, value);
+        }
+    }
+    bounded
+}
+
+#[test]
+fn root_without_the_right_to_trace_is_told_so() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "untraceable").boot()?;
+    let mut monitor = guest.second_monitor()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let line = ["checkpoint", "--pid", &guest.pid_text()];
+    let said = refusal(&mut bounded("sys_ptrace", &stillframe.command(&line)?), 5)?;
+    ensure!(said.contains("CAP_SYS_PTRACE"), "{said}");
+    expect_untouched(&guest, &mut monitor)?;
+    stillframe.ok(&line)?;
+    expect_whole(&stillframe, &[])
+}
+
+/// As under libvirt: QEMU is a user without rights, the engine is root.
+#[test]
+fn a_qemu_without_rights_of_its_own_is_checkpointed_and_restored_as_such() -> Result<()> {
+    let mut kinds = vec![Kind::Private, Kind::Memfd];
+    match Path::new("/dev/kvm").exists() {
+        true => kinds.push(Kind::KvmBootSector),
+        false => eprintln!("without KVM: this machine has no /dev/kvm"),
+    }
+    for kind in kinds {
+        let guest = Setup::small(kind, "humble")
+            .with(&["-run-with", "user=nobody"])
+            .boot()?;
+        expect_nobody(guest.pid())?;
+        let mut monitor = guest.second_monitor()?;
+        let folder = tempfile::tempdir()?;
+        let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+        let line = [
+            "watch", "--vm", "humble", "--every", "300ms", "--count", "3", "--verify",
+        ];
+        for report in stillframe.json_lines(&line)? {
+            ensure!(report["verify"]["differing"] == 0, "{kind:?}: {report}");
+        }
+        expect_untouched(&guest, &mut monitor)?;
+        let more = ["--verify", "--disks-as-they-are"];
+        let restored = Restored::start(&stillframe, "latest", folder.path(), &more)?;
+        restored.serial.wait_ticks(2, PATIENCE)?;
+        expect_nobody(restored.pid)?;
+    }
+    Ok(())
+}
+
+fn expect_nobody(pid: i32) -> Result<()> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let uid = status.lines().find_map(|line| line.strip_prefix("Uid:\t"));
+    let nobody = uid.is_some_and(|ids| ids.split('\t').all(|id| id == "65534"));
+    ensure!(nobody, "QEMU runs as {uid:?}");
+    Ok(())
 }
 
 #[test]

@@ -69,7 +69,8 @@ fn what_is_there_already_is_not_stored_again() -> Result<()> {
     let mut setup = Setup::small(Kind::Private, "idle");
     setup.workload.pattern = "idle";
     let guest = setup.boot()?;
-    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let line = ["checkpoint", "--pid", &guest.pid_text()];
     let reports = [stillframe.json(&line)?, stillframe.json(&line)?];
     let [first, second] = reports
@@ -81,7 +82,7 @@ fn what_is_there_already_is_not_stored_again() -> Result<()> {
         reports[1]
     );
     ensure!(second < first.map(|first| first / 10), "{reports:?}");
-    // A third of another guest of the same kernel finds what both have in common.
+    // One of another guest with the same kernel finds what both have in common.
     drop(guest);
     let other = setup.boot()?;
     let third = stillframe.json(&["checkpoint", "--pid", &other.pid_text()])?;
