@@ -187,9 +187,6 @@ impl Setup {
                     image.display()
                 );
                 add(&["-machine", "pc", "-accel", "kvm", "-drive", &drive]);
-                // While it loads, QEMU's kvmvapic device patches its own page of guest RAM (0xe8000),
-                // in any migration; without it a restored memory can be compared whole.
-                add(&["-global", "kvm-apic.vapic=off"]);
             }
         }
         if self.kind != Kind::KvmBootSector {
