@@ -193,8 +193,8 @@ fn fill(
     let ram = launched.monitor.ram_blocks()?;
     let blocks = eager::open_blocks(&launched.process, &ram, &manifest.ram)?;
     let pages = eager::populate(&launched.process, &blocks, &manifest.ram, reader, progress)?;
-    // Before the device state, because loading it may rightly change memory: under KVM, the vapic
-    // device patches its page in guest RAM.
+    // Before the device state, because loading it may rightly change memory: KVM writes each vCPU's
+    // paravirtual clock anew when QEMU hands it the clock's address.
     let verify = match options.verify {
         true => {
             Some(Image::take(blocks.iter(), hasher)?.compare(reader, &manifest.ram, progress)?)
