@@ -139,7 +139,8 @@ impl<'a> Writer<'a> {
 
     /// Records the checkpoint. When this returns, it is on disk: packs first, then the index file
     /// that tells of them, then the manifest, each made durable before the next is begun. Sets
-    /// `manifest.bytes_stored`.
+    /// `manifest.bytes_stored`. After an error there is no new checkpoint, unless the very last
+    /// fsync, of the folder `manifests/`, is what failed; then it may be there, and whole.
     pub fn commit(mut self, manifest: Manifest) -> Result<Committed, RepoError> {
         let packs = match self.ingest.take() {
             Some(ingest) => ingest.finish()?,
