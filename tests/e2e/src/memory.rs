@@ -1,6 +1,7 @@
 //! All guest memory of a QEMU, read through `/proc/PID/mem`: an oracle that shares no code with
 //! Stillframe. The VM must be paused.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -11,6 +12,8 @@ use crate::qmp::Qmp;
 
 /// Bytes of a guest page.
 pub const PAGE_BYTES: usize = 4096;
+
+const ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
 /// Bytes of the clock that KVM writes into a guest's memory for each vCPU (`struct
 /// pvclock_vcpu_time_info`, Linux arch/x86/include/asm/pvclock-abi.h).
@@ -35,11 +38,51 @@ impl Difference {
     }
 }
 
-/// The content of every RAM block, by name.
+/// Read at once.
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// The content of every RAM block.
 #[derive(Debug)]
 pub struct Image {
-    /// Name and bytes.
-    pub blocks: Vec<(String, Vec<u8>)>,
+    blocks: Vec<Block>,
+}
+
+/// One RAM block. Pages of zeros are left out: a large guest's memory is nearly all zeros.
+#[derive(Debug)]
+struct Block {
+    name: String,
+    pages: usize,
+    content: BTreeMap<usize, Box<[u8]>>,
+}
+
+impl Block {
+    fn read(name: &str, memory: &File, address: u64, bytes: u64) -> Result<Block> {
+        let pages = usize::try_from(bytes)? / PAGE_BYTES;
+        let mut content = BTreeMap::new();
+        let mut chunk = vec![0; CHUNK_BYTES];
+        for first in (0..pages).step_by(CHUNK_BYTES / PAGE_BYTES) {
+            let length = CHUNK_BYTES.min((pages - first) * PAGE_BYTES);
+            let chunk = &mut chunk[..length];
+            let at = address + (first * PAGE_BYTES) as u64;
+            memory
+                .read_exact_at(chunk, at)
+                .with_context(|| format!("RAM block {name} at {at:#x}"))?;
+            for (page, bytes) in (first..).zip(chunk.chunks_exact(PAGE_BYTES)) {
+                if bytes != ZEROS {
+                    content.insert(page, bytes.into());
+                }
+            }
+        }
+        Ok(Block {
+            name: name.to_owned(),
+            pages,
+            content,
+        })
+    }
+
+    fn page(&self, page: usize) -> &[u8] {
+        self.content.get(&page).map_or(&ZEROS, |bytes| bytes)
+    }
 }
 
 impl Image {
@@ -53,55 +96,44 @@ impl Image {
             let [name, _, _, _, used, _, address, ..] = words[..] else {
                 bail!("cannot read this line of `info ramblock`: {line}");
             };
-            let (used, address) = (hex(used)?, hex(address)?);
-            let mut bytes = vec![0; usize::try_from(used)?];
-            memory
-                .read_exact_at(&mut bytes, address)
-                .with_context(|| format!("RAM block {name} at {address:#x}"))?;
-            blocks.push((name.to_owned(), bytes));
+            blocks.push(Block::read(name, &memory, hex(address)?, hex(used)?)?);
         }
         if blocks.is_empty() {
             bail!("QEMU names no RAM block");
         }
+        // QEMU promises no order.
+        blocks.sort_by(|one, other| one.name.cmp(&other.name));
         Ok(Image { blocks })
     }
 
     /// Pages in all.
     pub fn pages(&self) -> u64 {
-        self.blocks
-            .iter()
-            .map(|(_, bytes)| (bytes.len() / PAGE_BYTES) as u64)
-            .sum()
+        self.blocks.iter().map(|block| block.pages as u64).sum()
     }
 
     /// Pages that differ.
     pub fn differing(&self, other: &Image) -> Result<Vec<Difference>> {
-        let mut differing = Vec::new();
-        if self.blocks.len() != other.blocks.len() {
-            bail!(
-                "{} RAM blocks against {}",
-                self.blocks.len(),
-                other.blocks.len()
-            );
+        let shape = |image: &Image| -> Vec<(String, usize)> {
+            let blocks = image.blocks.iter();
+            blocks
+                .map(|block| (block.name.clone(), block.pages))
+                .collect()
+        };
+        let (mine, theirs) = (shape(self), shape(other));
+        if mine != theirs {
+            bail!("other RAM blocks: {mine:?} against {theirs:?}");
         }
-        for (name, mine) in &self.blocks {
-            let Some((_, theirs)) = other.blocks.iter().find(|(other, _)| other == name) else {
-                bail!("RAM block {name} is missing");
-            };
-            if mine.len() != theirs.len() {
-                bail!(
-                    "RAM block {name} has {} bytes against {}",
-                    mine.len(),
-                    theirs.len()
-                );
-            }
-            for (page, (a, b)) in mine
-                .chunks(PAGE_BYTES)
-                .zip(theirs.chunks(PAGE_BYTES))
-                .enumerate()
-            {
-                if let Some(bytes) = differing_bytes(a, b) {
-                    let block = name.clone();
+        let mut differing = Vec::new();
+        for (mine, theirs) in self.blocks.iter().zip(&other.blocks) {
+            let pages: BTreeSet<usize> = mine
+                .content
+                .keys()
+                .chain(theirs.content.keys())
+                .copied()
+                .collect();
+            for page in pages {
+                if let Some(bytes) = differing_bytes(mine.page(page), theirs.page(page)) {
+                    let block = mine.name.clone();
                     differing.push(Difference { block, page, bytes });
                 }
             }

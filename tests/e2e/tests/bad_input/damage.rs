@@ -13,8 +13,6 @@ use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole, proces
 /// One way to damage a file.
 #[derive(Debug, Clone, Copy)]
 enum Harm {
-    /// Nothing is left of it.
-    Emptied,
     /// The second half is gone.
     Halved,
     /// One bit of the first bytes.
@@ -25,8 +23,7 @@ enum Harm {
     Removed,
 }
 
-const HARMS: [Harm; 5] = [
-    Harm::Emptied,
+const HARMS: [Harm; 4] = [
     Harm::Halved,
     Harm::HeaderBit,
     Harm::MiddleBit,
@@ -38,7 +35,6 @@ impl Harm {
         let mut bytes = fs::read(file)?;
         let middle = bytes.len() / 2;
         match self {
-            Harm::Emptied => bytes.clear(),
             Harm::Halved => bytes.truncate(middle),
             Harm::HeaderBit => bytes[9] ^= 1,
             Harm::MiddleBit => bytes[middle] ^= 0x10,

@@ -205,12 +205,8 @@ fn names_that_mean_nothing_or_too_much_are_explained() -> Result<()> {
         (vec!["../config"], 2, "no checkpoint name"),
     ];
     for (names, code, words) in nothing {
-        for command in ["show", "forget", "restore"] {
-            let mut line = vec![command];
-            line.extend(&names);
-            if command == "restore" {
-                line.extend(["--qmp", "/nonexistent/qmp"]);
-            }
+        for command in [&["show"][..], &["restore", "--qmp", "/nonexistent/qmp"]] {
+            let line = [command, &names].concat();
             let said = stillframe.fails(&line, code)?;
             ensure!(said.contains(words), "{line:?}: {said}");
         }
