@@ -37,6 +37,15 @@ pub enum MonitorError {
         /// Its monitors.
         paths: Vec<PathBuf>,
     },
+    /// QEMU itself stands still, so that no monitor answers.
+    #[error(
+        "process {pid} is stopped (SIGSTOP, or its terminal), so its monitors do not answer; \
+         continue it first (SIGCONT)"
+    )]
+    Stopped {
+        /// The QEMU process.
+        pid: i32,
+    },
     /// The socket was taken over by another VM, started later with the same path.
     #[error(
         "{path} now belongs to process {other_pid}, not to {pid}: two VMs were started with the \
@@ -180,7 +189,9 @@ impl Monitor {
                 }
             }
         }
-        Err(if busy {
+        Err(if busy && matches!(target.process.run_state(), Ok('T')) {
+            MonitorError::Stopped { pid }
+        } else if busy {
             MonitorError::Busy {
                 pid,
                 paths: target.monitors.clone(),

@@ -130,9 +130,12 @@ fn by_name(name: &str) -> Result<Target, TargetError> {
     let named = running_vms().filter(|target| target.name.as_deref() == Some(name));
     let mut found: Vec<Target> = named.collect();
     match (found.pop(), found.is_empty()) {
-        (None, _) => Err(TargetError::NoSuchName {
-            name: name.to_owned(),
-        }),
+        // A VM that may not be examined is no VM that is not there.
+        (None, _) => Err(pids().find_map(|pid| hidden(pid, name)).unwrap_or_else(|| {
+            TargetError::NoSuchName {
+                name: name.to_owned(),
+            }
+        })),
         (Some(target), true) => with_monitor(target),
         (Some(last), false) => {
             found.push(last);
@@ -150,18 +153,44 @@ fn by_socket(path: &Path) -> Result<Target, TargetError> {
         Ok(pid) => match examine(pid) {
             // Under libvirt the socket was made by the manager and handed to QEMU.
             Err(TargetError::NotQemu { pid, exe }) => {
-                let mut vms = running_vms();
-                vms.find(|vm| vm.monitors.iter().any(|monitor| same_file(monitor, &path)))
-                    .ok_or(TargetError::NotQemu { pid, exe })?
+                owner(&path).ok_or(TargetError::NotQemu { pid, exe })?
             }
             other => other?,
         },
+        // So many clients wait for it that the queue is full: the command line tells whose it is,
+        // and there may be another monitor.
+        Err(source) if source.kind() == io::ErrorKind::WouldBlock => {
+            owner(&path).ok_or(TargetError::NoListener {
+                path: path.clone(),
+                source,
+            })?
+        }
         Err(source) => return Err(TargetError::NoListener { path, source }),
     };
     // The socket the user named comes first, and may be one the command line does not show.
     target.monitors.retain(|monitor| !same_file(monitor, &path));
     target.monitors.insert(0, path);
     Ok(target)
+}
+
+/// The VM whose command line names this socket.
+fn owner(path: &Path) -> Option<Target> {
+    running_vms().find(|vm| vm.monitors.iter().any(|monitor| same_file(monitor, path)))
+}
+
+/// Why the process cannot be examined, if it is a VM of this name by its command line, which
+/// everybody may read.
+fn hidden(pid: i32, name: &str) -> Option<TargetError> {
+    let error = examine(pid).err()?;
+    let arguments = Process::open(pid).ok()?.command_line().ok()?;
+    let arguments: Vec<String> = arguments
+        .into_iter()
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect();
+    let program = Path::new(arguments.first()?);
+    let is_it = is_qemu_system(program)
+        && CommandLine::parse(&arguments).guest_name().as_deref() == Some(name);
+    is_it.then_some(error)
 }
 
 fn same_file(one: &Path, other: &Path) -> bool {
@@ -180,9 +209,12 @@ fn listener(path: &Path) -> io::Result<i32> {
 
 /// Every QEMU of this host that can be examined; what cannot be is passed over.
 fn running_vms() -> impl Iterator<Item = Target> {
+    pids().filter_map(|pid| examine(pid).ok())
+}
+
+fn pids() -> impl Iterator<Item = i32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.filter_map(|pid| examine(pid).ok())
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
 /// What kind of program an executable is, by its name.
