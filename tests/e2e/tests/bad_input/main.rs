@@ -5,6 +5,7 @@ mod damage;
 mod deaths;
 mod disks;
 mod host;
+mod locks;
 mod repository;
 mod rights;
 mod space;
