@@ -78,6 +78,7 @@ impl Vm {
         guardian.watch(monitor.client().socket())?;
         let ram = monitor.ram_blocks()?;
         let tracker = track(&target, &guardian, &ram)?;
+        monitor.take_back_leftovers()?;
         Ok(Vm {
             target,
             tracker,

@@ -23,6 +23,9 @@ use crate::target::{Target, is_qemu_process};
 /// finishes all disk requests in flight and flushes the images.
 pub const STOP_LIMIT_SECONDS: u64 = 60;
 
+/// How descriptors that we lend QEMU are marked there.
+const LENDER: &str = "stillframe";
+
 /// Why a typed command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum MonitorError {
@@ -366,9 +369,36 @@ impl Monitor {
             #[serde(rename = "fdset-id")]
             fdset: i64,
         }
-        let reply = self.client.execute_with_fd("add-fd", json!({}), fd)?;
+        let arguments = json!({ "opaque": LENDER });
+        let reply = self.client.execute_with_fd("add-fd", arguments, fd)?;
         let added: Added = typed("add-fd", reply)?;
         Ok(added.fdset)
+    }
+
+    /// Takes back what an engine that died has lent: QEMU gives such descriptors up by itself only
+    /// when no monitor at all is connected any more. To be called by an engine that is attached,
+    /// because then no other one is.
+    pub fn take_back_leftovers(&mut self) -> Result<(), MonitorError> {
+        #[derive(Deserialize)]
+        struct Set {
+            #[serde(rename = "fdset-id")]
+            fdset: i64,
+            fds: Vec<Lent>,
+        }
+        #[derive(Deserialize)]
+        struct Lent {
+            opaque: Option<String>,
+        }
+        let sets: Vec<Set> = self.query("query-fdsets")?;
+        let ours = |set: &Set| {
+            set.fds
+                .iter()
+                .any(|fd| fd.opaque.as_deref() == Some(LENDER))
+        };
+        for set in sets.iter().filter(|set| ours(set)) {
+            self.take_back(set.fdset)?;
+        }
+        Ok(())
     }
 
     /// Takes a lent descriptor back.
