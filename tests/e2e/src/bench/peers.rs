@@ -74,6 +74,9 @@ pub fn migrate_to_file(qmp: &mut Qmp, file: &Path, capabilities: &[&str]) -> Res
         qmp.execute("cont", json!({}))?;
     }
     let pause_ms = pause_ms(qmp)?;
+    // QEMU says `completed` a little before its migration thread is done, and aborts ("Unknown
+    // ending state") when the next save begins in between.
+    std::thread::sleep(Duration::from_secs(1));
     set_capabilities(qmp, capabilities, false)?;
     let bytes = allocated(file)?;
     std::fs::remove_file(file)?;
