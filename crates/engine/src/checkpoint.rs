@@ -9,6 +9,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::device_state::{self, DeviceStateError};
 use stillframe_qemu::monitor::MonitorError;
@@ -19,12 +20,12 @@ use stillframe_sys::memfd::{Access, Memfd, MemfdError};
 use thiserror::Error;
 
 use crate::attach::{Parent, Vm};
-use crate::capture::DowntimeRecord;
 use crate::capture::block::{BlockError, PAGE_BYTES};
 use crate::capture::ingest::{BATCH_PAGES, Ingest, Page};
 use crate::capture::pause::{Pause, PauseError};
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{self, Collected, TrackerError};
+use crate::capture::{DowntimeRecord, aside};
 use crate::verify::{Image, VerifyError, VerifyReport};
 use crate::{Progress, ProgressSink};
 
@@ -82,6 +83,9 @@ pub struct Copied {
     pub pre_copy: u64,
     /// In the pause.
     pub pause: u64,
+    /// Hot pages left open after the pause: the next checkpoint copies them whether they are
+    /// written or not, and writing them costs the guest no fault.
+    pub left_open: u64,
 }
 
 /// Why there is no new checkpoint.
@@ -128,6 +132,8 @@ struct Draft {
     hasher: ContentHasher,
     tables: Vec<TableEditor>,
     counts: PageCounts,
+    /// Pages counted as captured, by block.
+    seen: Vec<DirtyBitmap>,
     copied: Copied,
 }
 
@@ -160,9 +166,11 @@ impl Vm {
         self.stage = stage;
         let paused = captured?;
         self.expect_same_ram()?;
+        let aside = aside::step(&self.target.process);
         let manifest = draft.manifest(self, &mut writer, &paused)?;
         let roots = manifest.ram.iter().map(|table| table.root).collect();
         let committed = writer.commit(manifest.clone())?;
+        drop(aside);
         self.tracker.committed();
         self.parent = Some(Parent {
             id: committed.id,
@@ -231,12 +239,15 @@ impl Vm {
             total: self.tracker.pages(),
             ..PageCounts::default()
         };
+        let blocks = self.tracker.blocks().iter();
+        let seen = blocks.map(|tracked| DirtyBitmap::new(tracked.block.pages()));
         Ok(Draft {
             record,
             parent,
             hasher,
             tables,
             counts,
+            seen: seen.collect(),
             copied: Copied::default(),
         })
     }
@@ -279,8 +290,9 @@ impl Vm {
         draft: &mut Draft,
         progress: ProgressSink<'_>,
     ) -> Result<(), CheckpointError> {
+        let _aside = aside::step(&self.target.process);
         // What was written before this pass is read by it.
-        self.tracker.committed();
+        self.tracker.drop_pending();
         let populated = self.tracker.populated()?;
         let total = tracker::count(&populated);
         let mut buffer = vec![0u8; BATCH_PAGES * PAGE_BYTES as usize];
@@ -349,6 +361,7 @@ impl Vm {
         ended?;
         self.pause_pages_last = pages;
         draft.copied.pause = pages;
+        draft.copied.left_open = self.tracker.leave_hot_open()?;
         let device_state = memfd.read_all(DEVICE_STATE_BYTES_MAX)?;
         device_state::validate(&device_state)?;
         Ok(Paused {
@@ -366,6 +379,7 @@ impl Vm {
         stage: &Stage,
         progress: ProgressSink<'_>,
     ) -> Result<(), CheckpointError> {
+        let _aside = aside::step(&self.target.process);
         let total = stage.pages();
         let mut done = 0;
         for index in 0..self.tracker.blocks().len() {
@@ -389,13 +403,13 @@ impl Draft {
         block: usize,
         pages: &[Page<'_>],
     ) -> Result<(), RepoError> {
-        let (tables, counts, hasher) = (&mut self.tables, &mut self.counts, &self.hasher);
         Ingest {
             writer,
-            tables,
-            counts,
+            tables: &mut self.tables,
+            counts: &mut self.counts,
+            seen: &mut self.seen,
             tracker,
-            hasher,
+            hasher: &self.hasher,
         }
         .batch(block, pages)
     }

@@ -102,6 +102,17 @@ impl DirtyBitmap {
         }
     }
 
+    /// Removes every page that is not in `other`.
+    pub fn intersect_with(&mut self, other: &DirtyBitmap) {
+        for at in 0..self.summary.len() {
+            for bit in ones(self.summary[at]) {
+                let word = at as u64 * BITS + bit;
+                let kept = other.words.get(word as usize).copied().unwrap_or(0);
+                self.and_not_word(word, !kept);
+            }
+        }
+    }
+
     /// Removes every page of `other`.
     pub fn subtract(&mut self, other: &DirtyBitmap) {
         let words = self.words.len() as u64;
@@ -239,6 +250,7 @@ mod tests {
         SetRange(u64, u64),
         Union(Vec<u64>),
         Subtract(Vec<u64>),
+        Intersect(Vec<u64>),
         ClearAll,
     }
 
@@ -251,6 +263,7 @@ mod tests {
             4 => (page, 0..200_u64).prop_map(|(from, len)| Step::SetRange(from, from + len)),
             2 => some.clone().prop_map(Step::Union),
             2 => some.prop_map(Step::Subtract),
+            2 => prop::collection::vec(0..pages + 70, 0..400).prop_map(Step::Intersect),
             1 => Just(Step::ClearAll),
         ];
         prop::collection::vec(step, 0..60)
@@ -285,6 +298,10 @@ mod tests {
                     Step::Subtract(members) => {
                         map.subtract(&other(pages, &members));
                         twin.set.retain(|p| !members.contains(p));
+                    }
+                    Step::Intersect(members) => {
+                        map.intersect_with(&other(pages, &members));
+                        twin.set.retain(|p| members.contains(p));
                     }
                     Step::ClearAll => {
                         map.clear_all();

@@ -16,6 +16,7 @@ compile_error!(
     "stillframe works on Linux on x86_64 only: it changes registers and reads page tables"
 );
 
+pub mod affinity;
 pub mod fdpass;
 pub mod infect;
 pub mod memfd;

@@ -1,21 +1,27 @@
 //! From captured pages to the repository: zero pages become a mark in the page table, all others
 //! a content id, stored once.
 //!
-//! Hashing runs on all cores, a batch at a time; the repository compresses and encrypts in threads
-//! of its own.
+//! Hashing runs on all processors that the caller may use, a batch at a time; the repository
+//! compresses and encrypts in threads of its own.
 
 use std::num::NonZero;
 use std::thread;
 
+use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::hash::{ContentHasher, ContentId};
-use stillframe_page::is_zero;
+use stillframe_page::{PageIndex, is_zero};
 use stillframe_repo::table::{PageRef, TableEditor};
 use stillframe_repo::{PageCounts, Put, RepoError, Writer};
 
-use super::tracker::Tracker;
+use super::tracker::{Content, Tracker};
 
 /// Pages hashed at once: enough to make threads worth their start.
 pub const BATCH_PAGES: usize = 2048;
+
+/// No thread is started for fewer.
+const SHARE_PAGES_MIN: usize = 64;
+
+const THREADS_MAX: usize = 8;
 
 /// One page on its way: its number in the block, and its bytes.
 pub type Page<'a> = (u64, &'a [u8]);
@@ -28,7 +34,9 @@ pub struct Ingest<'a, 'r> {
     pub tables: &'a mut [TableEditor],
     /// What happened so far.
     pub counts: &'a mut PageCounts,
-    /// Learns which pages have content.
+    /// Pages of each block that this checkpoint has captured already.
+    pub seen: &'a mut [DirtyBitmap],
+    /// Learns what the pages hold.
     pub tracker: &'a mut Tracker,
     /// The repository's hasher.
     pub hasher: &'a ContentHasher,
@@ -39,18 +47,23 @@ impl Ingest<'_, '_> {
     pub fn batch(&mut self, block: usize, pages: &[Page<'_>]) -> Result<(), RepoError> {
         let ids = hash_all(self.hasher, pages);
         for (&(page, bytes), id) in pages.iter().zip(ids) {
-            self.counts.captured += 1;
-            self.tracker.note_content(block, page, id.is_some());
-            let Some(id) = id else {
-                self.counts.zero += 1;
-                self.tables[block].set(page, PageRef::Zero);
-                continue;
-            };
-            match self.writer.put(id, bytes)? {
-                Put::New => self.counts.new += 1,
-                Put::Duplicate => self.counts.duplicate += 1,
+            if self.seen[block].set(PageIndex(page)) {
+                self.counts.captured += 1;
             }
-            self.tables[block].set(page, PageRef::Stored(id));
+            let (content, place) = match id {
+                None => (Content::Zero, PageRef::Zero),
+                Some(id) => match self.writer.put(id, bytes)? {
+                    Put::New => (Content::New, PageRef::Stored(id)),
+                    Put::Duplicate => (Content::Known, PageRef::Stored(id)),
+                },
+            };
+            match content {
+                Content::Zero => self.counts.zero += 1,
+                Content::Known => self.counts.duplicate += 1,
+                Content::New => self.counts.new += 1,
+            }
+            self.tracker.note_content(block, page, content);
+            self.tables[block].set(page, place);
         }
         Ok(())
     }
@@ -61,8 +74,8 @@ pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<Conten
     let one = |bytes: &[u8]| (!is_zero(bytes)).then(|| hasher.id(bytes));
     let threads = thread::available_parallelism()
         .map_or(1, NonZero::get)
-        .min(8);
-    let share = pages.len().div_ceil(threads).max(64);
+        .min(THREADS_MAX);
+    let share = pages.len().div_ceil(threads).max(SHARE_PAGES_MIN);
     if pages.len() <= share {
         return pages.iter().map(|(_, bytes)| one(bytes)).collect();
     }

@@ -7,7 +7,9 @@
 //!   ingest                              guest runs   stage -> repository, page tables
 //! ```
 
+pub mod aside;
 pub mod block;
+pub mod heat;
 pub mod ingest;
 pub mod pause;
 pub mod stage;

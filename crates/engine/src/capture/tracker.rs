@@ -19,6 +19,7 @@ use stillframe_sys::uffd::{Track, Uffd, UffdError, WriteProtectMode};
 use thiserror::Error;
 
 use super::block::{Block, BlockError, PAGE_BYTES};
+use super::heat::Heat;
 
 /// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
 /// the guest from waiting. 64 MiB take about 1 ms.
@@ -64,6 +65,19 @@ pub struct Tracked {
     pending: DirtyBitmap,
     /// For a shared block: pages that had content when last captured.
     with_content: DirtyBitmap,
+    /// Which pages are not worth a fault.
+    heat: Heat,
+}
+
+/// What a captured page holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Content {
+    /// Only zero bytes.
+    Zero,
+    /// Content that the repository has already.
+    Known,
+    /// Content that it did not have.
+    New,
 }
 
 /// Pages of each block, in block order; each list sorted and without overlap.
@@ -139,6 +153,7 @@ impl Tracker {
                 ram: ram.clone(),
                 pending: DirtyBitmap::new(pages),
                 with_content: DirtyBitmap::new(pages),
+                heat: Heat::new(pages),
             });
         }
         Ok(Tracker {
@@ -228,16 +243,53 @@ impl Tracker {
     pub fn committed(&mut self) {
         for tracked in &mut self.blocks {
             tracked.pending.clear_all();
+            tracked.heat.committed();
         }
     }
 
-    /// Remembers whether a captured page had content; see [`Block::data_pages`].
-    pub fn note_content(&mut self, block: usize, page: u64, content: bool) {
-        let with_content = &mut self.blocks[block].with_content;
+    /// What is pending will be captured anew in any case, by a full pass.
+    pub fn drop_pending(&mut self) {
+        for tracked in &mut self.blocks {
+            tracked.pending.clear_all();
+        }
+    }
+
+    /// Remembers what a captured page turned out to hold.
+    pub fn note_content(&mut self, block: usize, page: u64, content: Content) {
+        let tracked = &mut self.blocks[block];
         match content {
-            true => with_content.set(PageIndex(page)),
-            false => with_content.clear(PageIndex(page)),
+            Content::Zero => tracked.with_content.clear(PageIndex(page)),
+            Content::Known | Content::New => tracked.with_content.set(PageIndex(page)),
         };
+        if content == Content::New {
+            tracked.heat.note_new(page);
+        }
+    }
+
+    /// Lifts the protection of hot pages (see [`super::heat`]) until the next collect, which takes
+    /// them for written. To be called when a pause is over; how many pages it is.
+    pub fn leave_hot_open(&self) -> Result<u64, TrackerError> {
+        let mut pages = 0;
+        for tracked in &self.blocks {
+            let hot = tracked.heat.hot(&tracked.pending);
+            let base = tracked.block.range().start;
+            for range in hot.ranges() {
+                let range = AddressRange {
+                    start: base + range.start * PAGE_BYTES,
+                    end: base + range.end * PAGE_BYTES,
+                };
+                for step in steps(range) {
+                    self.uffd
+                        .unprotect(step)
+                        .map_err(|source| TrackerError::Uffd {
+                            block: tracked.block.name().to_owned(),
+                            source,
+                        })?;
+                }
+            }
+            pages += hot.count();
+        }
+        Ok(pages)
     }
 
     /// Ends tracking and leaves QEMU as it was found.

@@ -84,7 +84,9 @@ fn and(mut promise: Value, more: Value) -> Value {
 
 /// What only the command that took it tells.
 fn taken() -> Value {
-    let copied = json!({ "full_pass": "count", "pre_copy": "count", "pause": "count" });
+    let copied = json!({
+        "full_pass": "count", "pre_copy": "count", "pause": "count", "left_open": "count",
+    });
     and(
         checkpoint(),
         json!({ "copied": copied, "total_us": "count" }),

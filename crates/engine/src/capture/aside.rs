@@ -1,0 +1,51 @@
+//! Where hashing and compressing run: aside, on processors that the VM can spare.
+//!
+//! They keep several threads busy while the guest runs. A scheduler that shares out processors
+//! fairly takes them from the vCPUs, and niceness does not help: it counts only within a session's
+//! or a service's group (sched(7), autogroup). On half of the processors they meet only the vCPUs
+//! that find no place on the other half.
+
+use stillframe_sys::affinity::{self, Confined, Processors};
+use stillframe_sys::process::Process;
+
+/// Keeps the calling thread, and the threads it starts, aside until it is dropped.
+pub fn step(vm: &Process) -> Confined {
+    Confined::to(&spare(
+        &affinity::of_this_thread(),
+        &affinity::of_process(vm),
+    ))
+}
+
+/// Of our own processors, those that the VM is kept from, where there are any (a host whose
+/// vCPUs are pinned); else the upper half.
+fn spare(own: &Processors, vm: &Processors) -> Processors {
+    let free: Processors = own.difference(vm).copied().collect();
+    match free.is_empty() {
+        false => free,
+        true => own.iter().skip(own.len() / 2).copied().collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(numbers: impl IntoIterator<Item = usize>) -> Processors {
+        numbers.into_iter().collect()
+    }
+
+    #[test]
+    fn half_is_left_to_the_vm() {
+        assert_eq!(spare(&set([0]), &set([0])), set([0]));
+        assert_eq!(spare(&set([0, 1]), &set([0, 1])), set([1]));
+        assert_eq!(spare(&set(0..5), &set(0..5)), set([2, 3, 4]));
+        assert_eq!(spare(&set(2..6), &set(0..64)), set([4, 5]));
+    }
+
+    #[test]
+    fn what_the_vm_may_not_use_is_free() {
+        assert_eq!(spare(&set([0, 1]), &set([1])), set([0]));
+        assert_eq!(spare(&set(0..8), &set(2..8)), set([0, 1]));
+        assert_eq!(spare(&set([0, 1]), &set([])), set([0, 1]));
+    }
+}
