@@ -53,6 +53,8 @@ pub(crate) struct Parent {
     pub repository: String,
     /// The page table of each block.
     pub roots: Vec<ContentId>,
+    /// Packs that were missing already when it was made: it needs none of them.
+    pub missing_packs: Vec<String>,
 }
 
 /// A VM with write tracking on.

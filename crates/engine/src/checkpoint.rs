@@ -69,6 +69,9 @@ pub struct CheckpointReport {
     pub bytes_stored: u64,
     /// From the call to the durable checkpoint, in microseconds.
     pub total_us: u64,
+    /// Packs that the repository has lost: older checkpoints may need them, this one does not.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub missing_packs: Vec<String>,
     /// The comparison, where `--verify` asked for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<VerifyReport>,
@@ -134,6 +137,7 @@ struct Draft {
     counts: PageCounts,
     /// Pages counted as captured, by block.
     seen: Vec<DirtyBitmap>,
+    missing_packs: Vec<String>,
     copied: Copied,
 }
 
@@ -176,6 +180,7 @@ impl Vm {
             id: committed.id,
             repository: repository_id,
             roots,
+            missing_packs: draft.missing_packs.clone(),
         });
         let verify = match &paused.image {
             Some(image) => {
@@ -194,6 +199,7 @@ impl Vm {
             copied: draft.copied,
             bytes_stored: committed.bytes_stored,
             total_us: u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX),
+            missing_packs: draft.missing_packs,
             verify,
         })
     }
@@ -207,7 +213,7 @@ impl Vm {
     }
 
     /// Decides whether this is an increment. The writer's lock keeps the parent from being pruned
-    /// from here on.
+    /// from here on; but the parent must not need what the repository has lost since.
     fn draft(
         &mut self,
         writer: &Writer<'_>,
@@ -215,9 +221,14 @@ impl Vm {
         repository_id: &str,
     ) -> Result<Draft, CheckpointError> {
         let record = VmRecord::take(&self.target, &mut self.monitor)?;
+        let missing_packs = writer.missing_packs();
         let parent = match self.parent.clone() {
             Some(parent)
-                if parent.repository == repository_id && writer.has_manifest(&parent.id)? =>
+                if parent.repository == repository_id
+                    && missing_packs
+                        .iter()
+                        .all(|pack| parent.missing_packs.contains(pack))
+                    && writer.has_manifest(&parent.id)? =>
             {
                 Some(parent)
             }
@@ -248,6 +259,7 @@ impl Vm {
             tables,
             counts,
             seen: seen.collect(),
+            missing_packs,
             copied: Copied::default(),
         })
     }

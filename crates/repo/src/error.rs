@@ -140,7 +140,7 @@ pub enum RepoError {
         what: String,
     },
     /// The file system is full, or a quota is.
-    #[error("no space left to write {}: free some, or run `stillframe prune`", .path.display())]
+    #[error("no space left to write {}: free some on that file system (with a few MiB, `stillframe forget` and `stillframe prune` can free more)", .path.display())]
     NoSpace {
         /// The file being written.
         path: PathBuf,

@@ -4,7 +4,8 @@
 //! index files it was made from, so bringing it up to date lists one folder and reads only files
 //! it has not seen; the number of those files is kept small by [`crate::compact`].
 
-use std::collections::{HashMap, HashSet};
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
 use stillframe_page::hash::ContentId;
@@ -15,6 +16,7 @@ use crate::index_file::{INDEX_BYTES_MAX, IndexFile};
 use crate::layout::{FileKind, FormatError};
 use crate::local::{Area, LocalStore};
 use crate::pack::{Directory, FileHash, PREAMBLE_BYTES};
+use crate::presence::Presence;
 use crate::sealed_file::open_file;
 
 /// Where a blob lies.
@@ -72,6 +74,8 @@ pub(crate) struct PackInfo {
     pub(crate) name: FileHash,
     pub(crate) file_bytes: u64,
     pub(crate) frames: Vec<FrameInfo>,
+    /// It is not on disk, or not whole.
+    pub(crate) missing: bool,
 }
 
 /// Content ids are keyed hashes: uniformly distributed, and nobody without the key can choose
@@ -111,6 +115,7 @@ pub(crate) struct Index {
     seen: HashMap<FileHash, SeenFile>,
     /// Index files others have taken the place of, as far as they are still there.
     superseded: HashSet<FileHash>,
+    presence: Presence,
 }
 
 impl Index {
@@ -118,8 +123,15 @@ impl Index {
         self.blobs.get(id).copied()
     }
 
+    /// Whether there is a blob of this id, in a pack that is there.
     pub(crate) fn contains(&self, id: &ContentId) -> bool {
-        self.blobs.contains_key(id)
+        self.get(id)
+            .is_some_and(|at| !self.packs[at.pack as usize].missing)
+    }
+
+    /// The packs that the index tells of and that are not there, or not whole.
+    pub(crate) fn missing_packs(&self) -> &BTreeSet<FileHash> {
+        self.presence.missing()
     }
 
     pub(crate) fn blobs(&self) -> &IdMap<Location> {
@@ -224,7 +236,7 @@ impl Index {
             .collect();
         let vanished = self.seen.len() + fresh.len() > present.len();
         if fresh.is_empty() && !vanished {
-            return Ok(true);
+            return self.look_at_packs(store);
         }
         // A fixed order, so that of two copies of a blob every process finds the same one first.
         fresh.sort_unstable();
@@ -243,13 +255,31 @@ impl Index {
         if self.has_dead_packs() {
             // Someone pruned, or was killed pruning. Blobs of dead packs may live on in others,
             // so start over, knowing this time which files do not count.
-            *self = Index {
-                superseded: std::mem::take(&mut self.superseded),
-                ..Index::default()
-            };
+            self.start_over();
             return Ok(false);
         }
-        Ok(true)
+        self.look_at_packs(store)
+    }
+
+    /// Whether the index knows which packs are missing; if not, it starts over, since blobs of a
+    /// missing pack may have been stored again in another.
+    fn look_at_packs(&mut self, store: &LocalStore) -> Result<bool, RepoError> {
+        let different = self.presence.look(store, &self.packs)?;
+        if different {
+            self.start_over();
+        }
+        Ok(!different)
+    }
+
+    /// Forgets all but which files do not count and which packs are missing.
+    fn start_over(&mut self) {
+        let mut presence = std::mem::take(&mut self.presence);
+        presence.start_over();
+        *self = Index {
+            superseded: std::mem::take(&mut self.superseded),
+            presence,
+            ..Index::default()
+        };
     }
 
     /// Whether the index holds packs that no live index file tells of.
@@ -288,6 +318,7 @@ impl Index {
         let blobs: usize = directory.frames.iter().map(|f| f.blobs.len()).sum();
         self.blobs.reserve(blobs);
         let mut frames = Vec::with_capacity(directory.frames.len());
+        let missing = self.presence.missing().contains(&name);
         // A pack is at most 1 GiB long (checked when the directory was read).
         let mut file_offset = PREAMBLE_BYTES as u32;
         for (frame, info) in (0_u32..).zip(&directory.frames) {
@@ -306,7 +337,16 @@ impl Index {
                     offset,
                     bytes_and_marks: bytes,
                 };
-                self.blobs.entry(id).or_insert(location);
+                match self.blobs.entry(id) {
+                    Entry::Vacant(entry) => {
+                        entry.insert(location);
+                    }
+                    Entry::Occupied(mut entry) => {
+                        if !missing && self.packs[entry.get().pack as usize].missing {
+                            entry.insert(location);
+                        }
+                    }
+                }
                 offset += bytes;
             }
         }
@@ -314,6 +354,7 @@ impl Index {
             name,
             file_bytes: directory.file_bytes(),
             frames,
+            missing,
         });
         self.pack_numbers.insert(name, number);
         number

@@ -32,6 +32,7 @@ mod local;
 pub mod lock;
 pub mod manifest;
 pub mod pack;
+mod presence;
 mod progress;
 mod prune;
 mod rebuild;

@@ -7,6 +7,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -53,6 +54,10 @@ pub(crate) const CONFIG: &str = "config";
 /// What an unfinished lock file ends in.
 pub(crate) const UNFINISHED_LOCK: &str = "new";
 
+/// Key files can be tried against guessed passwords by whoever can read them.
+const PRIVATE_FOLDER: u32 = 0o700;
+const PRIVATE_FILE: u32 = 0o600;
+
 /// The directory of one repository.
 pub(crate) struct LocalStore {
     root: PathBuf,
@@ -90,12 +95,16 @@ impl LocalStore {
     /// Where a file lies. Packs are spread over 256 folders by the first two digits of their
     /// name: a long watch makes hundreds of thousands.
     pub(crate) fn path(&self, area: Area, name: &str) -> PathBuf {
-        let mut path = self.root.join(area.folder());
-        if area == Area::Packs {
-            path.push(name.get(..2).unwrap_or(name));
-        }
-        path.push(name);
-        path
+        let folder = match area {
+            Area::Packs => self.pack_folder(name),
+            _ => self.root.join(area.folder()),
+        };
+        folder.join(name)
+    }
+
+    fn pack_folder(&self, pack: &str) -> PathBuf {
+        let packs = self.root.join(Area::Packs.folder());
+        packs.join(pack.get(..2).unwrap_or(pack))
     }
 
     /// How a file is called in messages.
@@ -107,6 +116,10 @@ impl LocalStore {
 
     /// Makes the folders of a new repository.
     pub(crate) fn create_folders(&self) -> Result<(), RepoError> {
+        // Folders above are no part of the repository: as the umask wants them.
+        if let Some(above) = self.root.parent() {
+            fs::create_dir_all(above).map_err(|error| RepoError::io("create", above, error))?;
+        }
         for area in Area::ALL {
             self.create_folder(&self.root.join(area.folder()))?;
         }
@@ -114,7 +127,7 @@ impl LocalStore {
     }
 
     fn create_folder(&self, path: &Path) -> Result<(), RepoError> {
-        fs::create_dir_all(path).map_err(|error| RepoError::io("create", path, error))
+        create_private_folder(path).map_err(|error| RepoError::io("create", path, error))
     }
 
     /// The names of the files in an area, in no order; a folder that does not exist is empty.
@@ -146,6 +159,22 @@ impl LocalStore {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(RepoError::io("examine", &path, error)),
         }
+    }
+
+    /// Length of a pack in bytes, `None` when it is gone. Links are followed: packs may have been
+    /// moved to another disk.
+    pub(crate) fn pack_bytes(&self, name: &str) -> Result<Option<u64>, RepoError> {
+        let path = self.path(Area::Packs, name);
+        Ok(metadata(&path)?.map(|data| data.len()))
+    }
+
+    /// When a pack last came to or went from a folder, `None` when there is no such folder.
+    pub(crate) fn pack_folder_changed(&self, folder: u8) -> Result<Option<SystemTime>, RepoError> {
+        let path = self.pack_folder(&format!("{folder:02x}"));
+        let changed = metadata(&path)?.map(|data| data.modified());
+        changed
+            .transpose()
+            .map_err(|error| RepoError::io("examine", &path, error))
     }
 
     /// When a file was last changed, `None` when there is none of that name.
@@ -224,12 +253,13 @@ impl LocalStore {
                 .write(true)
                 .create(true)
                 .truncate(true)
+                .mode(PRIVATE_FILE)
                 .open(&path)
         };
         let opened = create().or_else(|error| match (error.kind(), path.parent()) {
             // Copies of a repository may have lost its empty folders.
             (io::ErrorKind::NotFound, Some(folder)) if self.root.join(CONFIG).exists() => {
-                fs::create_dir_all(folder)?;
+                create_private_folder(folder)?;
                 create()
             }
             _ => Err(error),
@@ -331,7 +361,7 @@ impl TemporaryFile {
                 return Err(error);
             };
             // The first pack of its folder, or a copy that lost its empty folders.
-            fs::create_dir_all(folder)?;
+            create_private_folder(folder)?;
             if let Some(parent) = folder.parent() {
                 File::open(parent)?.sync_all()?;
             }
@@ -349,6 +379,21 @@ impl Drop for TemporaryFile {
             // What cannot be removed now, prune removes.
             let _ = fs::remove_file(&self.path);
         }
+    }
+}
+
+fn create_private_folder(path: &Path) -> io::Result<()> {
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(PRIVATE_FOLDER)
+        .create(path)
+}
+
+fn metadata(path: &Path) -> Result<Option<fs::Metadata>, RepoError> {
+    match fs::metadata(path) {
+        Ok(data) => Ok(Some(data)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(RepoError::io("examine", path, error)),
     }
 }
 

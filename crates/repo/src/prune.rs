@@ -113,7 +113,6 @@ impl Repository {
         let mut plan = Plan::default();
         let mut small = Vec::new();
         for (number, pack) in (0_u32..).zip(self.index.packs()) {
-            self.require(pack)?;
             let plain: u64 = pack
                 .frames
                 .iter()
@@ -123,7 +122,10 @@ impl Repository {
             report.bytes_before += pack.file_bytes;
             if used == 0 {
                 plan.remove.push(number);
-            } else if (plain - used) * WASTE_SHARE >= plain {
+                continue;
+            }
+            self.require(pack)?;
+            if (plain - used) * WASTE_SHARE >= plain {
                 plan.repack.push(number);
                 // As if what is left compressed as well as the whole did.
                 report.bytes_after +=
@@ -159,8 +161,7 @@ impl Repository {
         Ok(plan)
     }
 
-    /// An error if a pack is not there: then a second copy of a blob, which would count as waste,
-    /// may be the only one left.
+    /// An error if a pack that is needed is not there.
     fn require(&self, pack: &PackInfo) -> Result<(), RepoError> {
         let name = pack.name.to_string();
         match self.store.length(Area::Packs, &name)? {

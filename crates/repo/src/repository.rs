@@ -123,7 +123,7 @@ impl Repository {
     }
 
     /// Begins reading: as [`Repository::begin`]. On a read-only file system, where nobody can
-    /// leave a lock, it reads without one.
+    /// leave a lock, and on a full one, it reads without.
     pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
         let lock = self.reading_lock(wait)?;
         self.refresh_index()?;
@@ -136,7 +136,9 @@ impl Repository {
     pub(crate) fn reading_lock(&self, wait: Duration) -> Result<Option<Lock>, RepoError> {
         match Lock::take(&self.store, LockKind::Shared, wait) {
             Ok(lock) => Ok(Some(lock)),
-            Err(RepoError::ReadOnly { .. }) => Ok(None),
+            // Nor must a full disk keep anyone from restoring. Should someone prune meanwhile, a read
+            // fails; it never gives wrong bytes.
+            Err(RepoError::ReadOnly { .. } | RepoError::NoSpace { .. }) => Ok(None),
             Err(error) => Err(error),
         }
     }

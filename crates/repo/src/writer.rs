@@ -77,6 +77,17 @@ impl<'a> Writer<'a> {
         self.fresh.contains(id) || self.repository.index.contains(id)
     }
 
+    /// The packs that the index tells of and that are not there, or not whole, by their paths in the
+    /// repository: checkpoints may need them that were made before. What they held counts as absent
+    /// and is stored again by [`Writer::put`].
+    pub fn missing_packs(&self) -> Vec<String> {
+        let repository = &self.repository;
+        let names = repository.index.missing_packs().iter();
+        names
+            .map(|name| repository.store.label(Area::Packs, &name.to_string()))
+            .collect()
+    }
+
     /// The hasher that makes this repository's ids.
     pub fn hasher(&self) -> &ContentHasher {
         &self.hasher

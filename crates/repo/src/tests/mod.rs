@@ -9,6 +9,7 @@ pub(crate) mod faults;
 mod kill;
 mod locking;
 mod places;
+mod presence;
 mod removal;
 pub(crate) mod support;
 mod twin;

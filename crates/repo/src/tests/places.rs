@@ -105,3 +105,26 @@ fn a_read_only_place_can_be_read() {
     }
     drop(mount);
 }
+
+#[test]
+fn a_repository_is_its_owners_alone() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = test_dir();
+    let dir = place.path().join("above/repo");
+    let mut repo = init(&dir);
+    let mut vm = Vm::new("vm", 20);
+    vm.run(&mut Dice(1), 20);
+    vm.checkpoint(&mut repo).unwrap();
+    let mut folders = vec![dir];
+    while let Some(folder) = folders.pop() {
+        let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&folder), 0o700, "{}", folder.display());
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true => folders.push(path),
+                false => assert_eq!(mode(&path), 0o600, "{}", path.display()),
+            }
+        }
+    }
+}

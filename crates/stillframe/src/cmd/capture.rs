@@ -81,6 +81,15 @@ pub fn take(
 
 /// Prints the result; an error when a comparison found differences.
 pub fn tell(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> {
+    // An increment's parent has told it already.
+    if report.parent.is_none()
+        && let Some(first) = report.missing_packs.first()
+    {
+        let packs = table::count(report.missing_packs.len() as u64, "pack");
+        context.console.warn(&format!(
+            "{packs} of the repository missing or cut short ({first} and so on): this checkpoint does without, older ones may not. Put them back, or see what is lost with `stillframe check`"
+        ));
+    }
     context.console.result(report, || words(report))?;
     match report.verify.as_ref().map_or(0, |verify| verify.differing) {
         0 => Ok(()),
@@ -145,6 +154,7 @@ mod tests {
             copied: Default::default(),
             bytes_stored: 67_318_579,
             total_us: 410_000,
+            missing_packs: Vec::new(),
             verify: None,
         }
     }

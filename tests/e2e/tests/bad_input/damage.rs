@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use stillframe_e2e::campaign::flips;
 use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Setup};
+use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
 use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole, processes_with};
+use stillframe_e2e::running::Running;
 
 /// One way to damage a file.
 #[derive(Debug, Clone, Copy)]
@@ -96,6 +97,16 @@ impl Bench {
         })
     }
 
+    /// A checkpoint taken without a pack that is gone or cut short can be restored. Damage within a
+    /// pack shows only when it is read.
+    fn expect_good(&self, harm: Harm) -> Result<()> {
+        if matches!(harm, Harm::Removed | Harm::Halved) {
+            let more = ["--verify", "--paused"];
+            Restored::start(&self.stillframe, "latest", self.guest.folder(), &more)?;
+        }
+        Ok(())
+    }
+
     /// Every command on the damaged repository.
     fn try_all(&self, area: &str, harm: Harm) -> Result<()> {
         let (id, pid) = (self.ids[0].as_str(), self.guest.pid_text());
@@ -113,6 +124,9 @@ impl Bench {
                 code => self.stillframe.fails(&line, code).and_then(clear),
             }
             .with_context(about)?;
+            if area == "packs" && line[0] == "checkpoint" {
+                self.expect_good(harm).with_context(about)?;
+            }
             ensure!(
                 processes_with(&self.qmp)? == 0,
                 "{}: a QEMU is left",
@@ -182,4 +196,39 @@ fn damage_is_told_by_whatever_meets_it() -> Result<()> {
     );
     expect_untouched(&bench.guest, &mut monitor)?;
     expect_whole(&bench.stillframe, &bench.ids)
+}
+
+/// A watch whose repository loses packs starts anew, and says so: the increments it had begun would
+/// lead to pages that are gone.
+#[test]
+fn a_watch_that_loses_packs_goes_on_with_a_whole_checkpoint() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "lossy").boot()?;
+    let mut monitor = guest.second_monitor()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let pid = guest.pid_text();
+    let line = ["watch", "--pid", &pid, "--every", "400ms", "--json"];
+    let mut watch = Running::start(stillframe.command(&line)?)?;
+    watch.wait_results(2)?;
+    for file in flips::files(&stillframe.repository().join("packs"))? {
+        fs::remove_file(file)?;
+    }
+    watch.wait_words("missing or cut short")?;
+    let seen = watch.results()?.len();
+    let results = watch.wait_results(seen + 1)?;
+    let anew: Vec<bool> = results.iter().map(|one| one["parent"].is_null()).collect();
+    ensure!(
+        anew.iter().filter(|&&anew| anew).count() == 2,
+        "{results:?}"
+    );
+    watch.signal("TERM")?;
+    let ended = watch.end()?;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    let more = ["--verify", "--paused"];
+    drop(Restored::start(
+        &stillframe,
+        "latest",
+        guest.folder(),
+        &more,
+    )?);
+    expect_untouched(&guest, &mut monitor)
 }

@@ -81,7 +81,9 @@ fn a_checkpoint_that_finds_no_space_fails_clearly_and_the_next_succeeds() -> Res
     expect_whole(stillframe, &ids)?;
     small.free()?;
     small.fill(0)?;
+    // Reading needs no space at all.
     stillframe.ok(&["show", "latest"])?;
+    stillframe.ok(&["check", "--read-data"])?;
     small.free()?;
     stillframe.ok(&line)?;
     expect_whole(stillframe, &ids)?;
