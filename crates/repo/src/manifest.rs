@@ -102,9 +102,10 @@ pub struct Stream {
 pub struct PageCounts {
     /// Pages of all RAM blocks.
     pub total: u64,
-    /// Pages looked at for this checkpoint.
+    /// Pages looked at for this checkpoint, each counted once.
     pub captured: u64,
-    /// Pages stored.
+    /// Copies of pages stored. A page that was copied twice, in a first pass over all of memory and
+    /// again because it was written since, is in these three counts twice.
     pub new: u64,
     /// Pages the repository had already.
     pub duplicate: u64,

@@ -35,7 +35,7 @@ pub enum Put {
 pub struct Committed {
     /// Its id.
     pub id: CheckpointId,
-    /// Bytes the repository grew by, manifest included.
+    /// Bytes of packs and index that were written for it, as its manifest says.
     pub bytes_stored: u64,
 }
 
@@ -201,7 +201,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    fn record_manifest(&mut self, mut manifest: Manifest) -> Result<CheckpointId, RepoError> {
+    fn record_manifest(&self, mut manifest: Manifest) -> Result<CheckpointId, RepoError> {
         let repository = &*self.repository;
         manifest.bytes_stored = self.bytes_stored;
         let body = manifest
@@ -217,7 +217,6 @@ impl<'a> Writer<'a> {
         repository
             .store
             .create(Area::Manifests, &id.to_hex(), &file)?;
-        self.bytes_stored += file.len() as u64;
         Ok(id)
     }
 }

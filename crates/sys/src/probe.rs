@@ -140,7 +140,7 @@ fn try_one(entry: &Entry) -> Ability {
         Ok(detail) => State::Present { detail },
         Err(error) => State::Missing {
             cause: with_causes(error.as_ref()),
-            mend: entry.mend.to_owned(),
+            mend: mend(entry.mend, is_filtered()),
         },
     };
     Ability {
@@ -148,6 +148,25 @@ fn try_one(entry: &Entry) -> Ability {
         need: entry.need,
         state,
     }
+}
+
+/// A filter of our own looks like missing rights, also to root.
+fn mend(usual: &str, filtered: bool) -> String {
+    match filtered {
+        false => usual.to_owned(),
+        true => format!(
+            "this process is under a seccomp filter (a container's, or SystemCallFilter= of a \
+             service): run it without one; else {usual}"
+        ),
+    }
+}
+
+fn is_filtered() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mode = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Seccomp:"));
+    mode.is_some_and(|mode| mode.trim() != "0")
 }
 
 fn with_causes(error: &dyn Error) -> String {
@@ -315,5 +334,11 @@ mod tests {
         };
         assert!(cause.contains("has ended"), "{cause}");
         assert_eq!(mend, "do something");
+    }
+
+    #[test]
+    fn a_filter_of_our_own_is_named_before_missing_rights() {
+        assert_eq!(mend("run as root", false), "run as root");
+        assert!(mend("run as root", true).starts_with("this process is under a seccomp filter"));
     }
 }
