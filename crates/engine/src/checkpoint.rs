@@ -373,7 +373,7 @@ impl Vm {
         ended?;
         self.pause_pages_last = pages;
         draft.copied.pause = pages;
-        draft.copied.left_open = self.tracker.leave_hot_open()?;
+        draft.copied.left_open = self.tracker.leave_hot_open();
         let device_state = memfd.read_all(DEVICE_STATE_BYTES_MAX)?;
         device_state::validate(&device_state)?;
         Ok(Paused {

@@ -29,8 +29,18 @@ pub struct Claim {
 
 /// The commit of the work tree, with `-dirty` when it has changes.
 pub fn commit() -> String {
+    let commit = git(&["rev-parse", "--short=12", "HEAD"]);
+    // What other benches have just written is no change of what is measured.
+    let changed = git(&["status", "--porcelain", "--", ":/", ":!/docs/results"]);
+    match changed.is_empty() {
+        true => commit,
+        false => commit + "-dirty",
+    }
+}
+
+fn git(arguments: &[&str]) -> String {
     Command::new("git")
-        .args(["describe", "--always", "--dirty", "--abbrev=12"])
+        .args(arguments)
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .output()
         .map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned())

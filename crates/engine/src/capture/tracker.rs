@@ -267,29 +267,23 @@ impl Tracker {
     }
 
     /// Lifts the protection of hot pages (see [`super::heat`]) until the next collect, which takes
-    /// them for written. To be called when a pause is over; how many pages it is.
-    pub fn leave_hot_open(&self) -> Result<u64, TrackerError> {
-        let mut pages = 0;
-        for tracked in &self.blocks {
-            let hot = tracked.heat.hot(&tracked.pending);
+    /// them for written. To be called when a pause is over; how many pages it is. Where the kernel
+    /// refuses (parts of huge pages, say) pages stay protected, and nothing is lost but time.
+    pub fn leave_hot_open(&self) -> u64 {
+        let open = |tracked: &Tracked| {
             let base = tracked.block.range().start;
-            for range in hot.ranges() {
-                let range = AddressRange {
-                    start: base + range.start * PAGE_BYTES,
-                    end: base + range.end * PAGE_BYTES,
-                };
-                for step in steps(range) {
-                    self.uffd
-                        .unprotect(step)
-                        .map_err(|source| TrackerError::Uffd {
-                            block: tracked.block.name().to_owned(),
-                            source,
-                        })?;
-                }
-            }
-            pages += hot.count();
-        }
-        Ok(pages)
+            let ranges = tracked.heat.hot(&tracked.pending);
+            let ranges = ranges.ranges().map(|pages| AddressRange {
+                start: base + pages.start * PAGE_BYTES,
+                end: base + pages.end * PAGE_BYTES,
+            });
+            ranges
+                .flat_map(steps)
+                .map_while(|step| self.uffd.unprotect(step).is_ok().then(|| step.len()))
+                .sum::<u64>()
+                / PAGE_BYTES
+        };
+        self.blocks.iter().map(open).sum()
     }
 
     /// Ends tracking and leaves QEMU as it was found.

@@ -62,7 +62,8 @@ fn unsuitable_vms() {
 fn a_vm_that_is_being_migrated() {
     let vm = Vm::counting(SMALL);
     let (target, mut monitor) = vm.connect();
-    let slowly = json!({ "max-bandwidth": 1 });
+    // In bytes a second. QEMU divides it by ten, and takes zero for no limit.
+    let slowly = json!({ "max-bandwidth": 4096 });
     let client = monitor.client();
     client
         .execute("migrate-set-parameters", slowly)
