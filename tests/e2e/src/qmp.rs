@@ -98,6 +98,14 @@ impl Qmp {
         std::mem::take(&mut self.events)
     }
 
+    /// Forgets all events so far, also those that QEMU has sent and nobody has read.
+    pub fn forget_events(&mut self) -> Result<()> {
+        // Events and answers come in one order.
+        self.status()?;
+        self.take_events();
+        Ok(())
+    }
+
     fn line(&mut self) -> Result<Value> {
         let mut text = String::new();
         if self.reader.read_line(&mut text)? == 0 {

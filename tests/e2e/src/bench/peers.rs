@@ -40,8 +40,7 @@ pub fn floor_ms(qmp: &mut Qmp, file: &Path) -> Result<f64> {
 /// `savevm` into the VM's qcow2 disk.
 pub fn savevm(qmp: &mut Qmp, disk: &Path) -> Result<Saved> {
     let before = allocated(disk)?;
-    // What an earlier measurement left unread is not of this pause.
-    qmp.take_events();
+    qmp.forget_events()?;
     let begin = Instant::now();
     let answer = qmp.human("savevm bench")?;
     if !answer.trim().is_empty() {
@@ -64,7 +63,7 @@ pub fn migrate_to_file(qmp: &mut Qmp, file: &Path, capabilities: &[&str]) -> Res
     let _ = std::fs::remove_file(file);
     set_capabilities(qmp, capabilities, true)?;
     qmp.execute("migrate-set-parameters", json!({"max-bandwidth": 0}))?;
-    qmp.take_events();
+    qmp.forget_events()?;
     let begin = Instant::now();
     qmp.execute(
         "migrate",
