@@ -33,6 +33,10 @@ use crate::{Progress, ProgressSink};
 pub(crate) const DEVICE_STATE_BYTES_MAX: u64 = 1 << 30;
 /// Room on the stage beyond what the last pause needed, in pages.
 const RESERVE_PAGES: u64 = 1024;
+/// Rounds of pre-copy. Each costs a scan of all memory, about 1 ms a GiB.
+const ROUNDS_MAX: u32 = 4;
+/// So few pages are copied in the pause while QEMU saves its device state, and lengthen it little.
+const FEW_PAGES: u64 = 512;
 /// The name of the device state among a manifest's streams.
 pub const DEVICE_STATE: &str = "device-state";
 
@@ -82,7 +86,7 @@ pub struct CheckpointReport {
 pub struct Copied {
     /// In the full pass, the guest running; 0 for an increment.
     pub full_pass: u64,
-    /// In the pre-copy round, the guest running.
+    /// In the pre-copy rounds, the guest running.
     pub pre_copy: u64,
     /// In the pause.
     pub pause: u64,
@@ -285,10 +289,7 @@ impl Vm {
             let found = Collected::written(pending);
             stage.capture_all(&self.tracker, &found)?;
         }
-        let found = self.tracker.collect()?;
-        draft.copied.pre_copy += found.pages();
-        stage.reserve(found.pages());
-        stage.capture_all(&self.tracker, &found)?;
+        draft.copied.pre_copy += self.pre_copy(stage)?;
         let paused = self.pause(draft, stage, options)?;
         self.ingest(writer, draft, stage, progress)?;
         Ok(paused)
@@ -330,6 +331,25 @@ impl Vm {
             }
         }
         Ok(())
+    }
+
+    /// Copies what was written while the guest goes on, then what it wrote during that, and so on,
+    /// as long as it gets fewer. What is left is for the pause. How many pages were copied.
+    fn pre_copy(&mut self, stage: &mut Stage) -> Result<u64, CheckpointError> {
+        let mut copied = 0;
+        let mut last = u64::MAX;
+        for _ in 0..ROUNDS_MAX {
+            let found = self.tracker.collect()?;
+            let pages = found.pages();
+            stage.reserve(pages);
+            stage.capture_all(&self.tracker, &found)?;
+            copied += pages;
+            if pages <= FEW_PAGES || pages > last / 2 {
+                break;
+            }
+            last = pages;
+        }
+        Ok(copied)
     }
 
     fn pause(

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   full pass (first checkpoint only)   guest runs   every populated page -> repository
-//!   pre-copy round                      guest runs   written pages -> stage
+//!   pre-copy rounds                     guest runs   written pages -> stage
 //!   pause                               stopped      device state beside: written since -> stage
 //!   ingest                              guest runs   stage -> repository, page tables
 //! ```

@@ -35,7 +35,7 @@ pub struct DowntimeRecord {
     pub total: u64,
     /// `stop`: QEMU halts the vCPUs, drains and flushes its disks.
     pub stop: u64,
-    /// Reading which pages were written since the pre-copy round, and protecting them again.
+    /// Reading which pages were written since the last pre-copy round, and protecting them again.
     pub scan: u64,
     /// Copying them.
     pub copy: u64,

@@ -1,6 +1,6 @@
 //! The stage: copies of captured pages between the pause and the repository.
 //!
-//! A page captured in the pre-copy round and written again before the pause is overwritten in
+//! A page captured in a pre-copy round and written again before the pause is overwritten in
 //! place, so that the stage never holds more than one copy of a page. Its memory is touched before
 //! the pause: a first touch costs several times the copy itself.
 
