@@ -12,7 +12,7 @@
 
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
@@ -52,7 +52,7 @@ enum Relation {
 }
 
 /// What a bench found of one claim.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measurement {
     claim: String,
@@ -102,6 +102,32 @@ pub fn claims(workspace: &Workspace) -> Result<()> {
         bail!("{broken} promises do not hold or were not measured");
     }
     Ok(())
+}
+
+/// A value just measured, judged by the goal that SPECIFICATION.md sets for it.
+pub fn measured(
+    workspace: &Workspace,
+    id: &str,
+    value: f64,
+    command: &str,
+    commit: &str,
+) -> Result<Measurement> {
+    let path = workspace.root.join(SPECIFICATION);
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {SPECIFICATION}"))?;
+    let claims = parse_specification(&text)?;
+    let claim = claims
+        .iter()
+        .find(|claim| claim.id == id)
+        .with_context(|| format!("{SPECIFICATION} does not promise {id}"))?;
+    Ok(Measurement {
+        claim: id.to_owned(),
+        goal: claim.goal.text.clone(),
+        value,
+        unit: claim.unit.clone(),
+        holds: claim.goal.holds(value),
+        command: command.to_owned(),
+        commit: commit.to_owned(),
+    })
 }
 
 /// What was found, as an error when the claim cannot stand on it.

@@ -3,6 +3,7 @@
 
 use crate::ci::{build_release, step};
 use crate::guests;
+use crate::micro;
 use crate::run::run;
 use crate::setup;
 use crate::workspace::Workspace;
@@ -22,6 +23,8 @@ pub enum Bench {
     Kill,
     /// 1000 bit flips and truncations of a repository (about 10 minutes).
     Flips,
+    /// The two-level dirty bitmap against a scan bit by bit (seconds; no guest).
+    Bitmap,
 }
 
 /// The main job once, for the user's eyes.
@@ -38,7 +41,10 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         .to_possible_value()
         .map(|value| value.get_name().to_owned())
         .unwrap_or_default();
-    run(prepared(workspace)?.arg(name).args(more))
+    match bench {
+        Bench::Bitmap => micro::bench(workspace, "stillframe-page", &name),
+        _ => run(prepared(workspace)?.arg(name).args(more)),
+    }
 }
 
 /// The binary of `tests/e2e`, with its surroundings.

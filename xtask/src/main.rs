@@ -6,6 +6,7 @@ mod ci;
 mod claims;
 mod guests;
 mod lab;
+mod micro;
 mod run;
 mod setup;
 mod tidy;

@@ -14,6 +14,7 @@ pub mod checkpoint;
 pub mod guardian;
 pub mod populate;
 pub mod restore;
+pub mod statistics;
 pub mod verify;
 
 /// What the verbs take and give of the rooms below, so that a user of the engine needs no other.

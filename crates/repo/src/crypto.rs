@@ -42,6 +42,11 @@ impl Password {
         Password(Zeroizing::new(bytes.into()))
     }
 
+    /// A password that nobody knows or can guess: for a repository that ends with this process.
+    pub fn random() -> Result<Password, RepoError> {
+        Ok(Password::new(random::<32>()?))
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.0
     }

@@ -267,6 +267,36 @@ pub fn read_table<'a>(
     Ok(())
 }
 
+/// Hands over every page of two tables of the same size, ascending: what it was, and what it is.
+/// Stretches that both share are read once.
+pub fn compare_tables<'a>(
+    from: impl Into<Blobs<'a>>,
+    [old, new]: [&ContentId; 2],
+    pages: u64,
+    mut each: impl FnMut(u64, PageRef, PageRef) -> Result<(), RepoError>,
+) -> Result<(), RepoError> {
+    let blobs = from.into();
+    let (old, new) = (read_root(blobs, old, pages)?, read_root(blobs, new, pages)?);
+    let numbers: Vec<u64> = (0..new.len() as u64).collect();
+    for batch in numbers.chunks(BATCH) {
+        let differs = |&&number: &&u64| old[number as usize] != new[number as usize];
+        let changed: Vec<u64> = batch.iter().filter(differs).copied().collect();
+        let mut before = read_segments(blobs, pages, &old, &changed)?.into_iter();
+        let after = read_segments(blobs, pages, &new, batch)?;
+        for (number, after) in batch.iter().zip(after) {
+            let before = match old[*number as usize] == new[*number as usize] {
+                true => None,
+                false => before.next(),
+            };
+            let before = before.as_ref().unwrap_or(&after);
+            for (page, (old, new)) in (number * SEGMENT_PAGES..).zip(before.iter().zip(&after)) {
+                each(page, *old, *new)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 pub(crate) fn read_root(
     blobs: Blobs<'_>,
     root: &ContentId,

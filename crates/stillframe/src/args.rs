@@ -97,6 +97,9 @@ pub enum Command {
     /// Describe the repository, a file of it, or a checkpoint as it is stored
     #[command(after_help = help::INSPECT)]
     Inspect(InspectArgs),
+    /// Count what changes in a VM's memory, page by page and byte by byte
+    #[command(after_help = help::STATS)]
+    Stats(StatsArgs),
     /// Try what this machine's kernel can do
     #[command(after_help = help::PROBE)]
     Probe,
@@ -281,6 +284,43 @@ pub struct PruneArgs {
     pub dry_run: bool,
 }
 
+/// `stats`
+#[derive(Debug, Args)]
+pub struct StatsArgs {
+    /// Two checkpoints, the older one first
+    #[arg(value_names = ["OLDER", "NEWER"], num_args = 2, conflicts_with = "over")]
+    pub checkpoints: Vec<String>,
+    /// Instead, look at a running VM over so long a time
+    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
+    pub over: Option<Duration>,
+    /// The running VM, by the process id of its QEMU
+    #[arg(long, value_name = "N", requires = "over", conflicts_with_all = ["qmp", "vm"], value_parser = clap::value_parser!(i32).range(1..))]
+    pub pid: Option<i32>,
+    /// The running VM, by the unix socket of a QMP monitor of its
+    #[arg(long, value_name = "PATH", requires = "over", conflicts_with = "vm")]
+    pub qmp: Option<PathBuf>,
+    /// The running VM, by its -name; or whose checkpoints the two are
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+    /// Also draw the histogram, as an SVG file
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// Wait so long for another process' lock on the repository
+    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
+    pub lock_wait: Duration,
+}
+
+impl StatsArgs {
+    /// The running VM.
+    pub fn selector(&self) -> VmSelector {
+        VmSelector {
+            pid: self.pid,
+            qmp: self.qmp.clone(),
+            vm: self.vm.clone(),
+        }
+    }
+}
+
 /// `inspect`
 #[derive(Debug, Args)]
 pub struct InspectArgs {
@@ -403,6 +443,25 @@ mod tests {
         let kind = refused("list --password-file /a --password-command b");
         assert_eq!(kind, ErrorKind::ArgumentConflict);
         assert_eq!(refused("list --password x"), ErrorKind::UnknownArgument);
+    }
+
+    #[test]
+    fn stats_take_two_checkpoints_or_a_vm_and_a_time() {
+        for line in [
+            "stats latest~1 latest",
+            "stats 1a 2b --vm a --svg /x.svg",
+            "stats --over 10s --pid 7",
+            "stats --over 10s --vm a --json",
+        ] {
+            assert!(parse(line).is_ok(), "{line}");
+        }
+        assert_eq!(refused("stats latest"), ErrorKind::WrongNumberOfValues);
+        assert_eq!(refused("stats a b --over 1s"), ErrorKind::ArgumentConflict);
+        assert_eq!(refused("stats --pid 7"), ErrorKind::MissingRequiredArgument);
+        assert_eq!(
+            refused("stats --over 0s --vm a"),
+            ErrorKind::ValueValidation
+        );
     }
 
     #[test]

@@ -186,6 +186,23 @@ Examples:
     exit_codes!()
 );
 
+/// `stillframe stats --help`
+pub const STATS: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints stats latest~1 latest
+  stillframe -r /srv/checkpoints stats 1a2b 3c4d --svg changes.svg --json
+  stillframe stats --vm web1 --over 3m
+
+[0] counts the pages that are the same in both checkpoints, (8,16] those of which 9 to 16 bytes differ.
+8B dirty bytes lie in aligned words of eight bytes that changed altogether. With --over, two
+checkpoints are taken into a temporary repository in TMPDIR, and removed again; it needs about as much
+room as the VM's memory, compressed.
+
+",
+    exit_codes!()
+);
+
 /// `stillframe probe --help`
 pub const PROBE: &str = concat!(
     "\

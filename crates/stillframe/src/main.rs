@@ -15,6 +15,7 @@ mod help;
 mod interrupt;
 mod output;
 mod password;
+mod picture;
 mod progress;
 mod shell;
 mod table;

@@ -28,6 +28,8 @@ pub struct Difference {
     pub page: usize,
     /// From the first to behind the last byte that differs.
     pub bytes: Range<usize>,
+    /// How many bytes differ.
+    pub count: usize,
 }
 
 impl Difference {
@@ -111,6 +113,14 @@ impl Image {
         self.blocks.iter().map(|block| block.pages as u64).sum()
     }
 
+    /// Pages of zeros.
+    pub fn zero_pages(&self) -> u64 {
+        let blocks = self.blocks.iter();
+        blocks
+            .map(|block| (block.pages - block.content.len()) as u64)
+            .sum()
+    }
+
     /// Pages that differ.
     pub fn differing(&self, other: &Image) -> Result<Vec<Difference>> {
         let shape = |image: &Image| -> Vec<(String, usize)> {
@@ -132,9 +142,14 @@ impl Image {
                 .copied()
                 .collect();
             for page in pages {
-                if let Some(bytes) = differing_bytes(mine.page(page), theirs.page(page)) {
-                    let block = mine.name.clone();
-                    differing.push(Difference { block, page, bytes });
+                let (a, b) = (mine.page(page), theirs.page(page));
+                if let Some(bytes) = differing_bytes(a, b) {
+                    differing.push(Difference {
+                        block: mine.name.clone(),
+                        page,
+                        bytes,
+                        count: a.iter().zip(b).filter(|(a, b)| a != b).count(),
+                    });
                 }
             }
         }

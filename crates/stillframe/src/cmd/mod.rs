@@ -12,6 +12,7 @@ mod prune;
 mod rebuild_index;
 mod restore;
 mod show;
+mod stats;
 mod watch;
 
 use std::path::Path;
@@ -42,6 +43,9 @@ pub enum CommandError {
     /// No id and no rule.
     #[error("nothing to forget: name checkpoints, or give a --keep rule")]
     NothingToForget,
+    /// Neither of the two things `stats` can look at, or both.
+    #[error("stats of what? Name two checkpoints, or a running VM and --over TIME")]
+    StatsOfWhat,
     /// The kernel, or the user's rights.
     #[error("this machine cannot checkpoint a VM: {0} (`stillframe probe` shows everything)")]
     MissingAbility(String),
@@ -76,9 +80,10 @@ impl CommandError {
     /// What the program ends with.
     pub fn exit(&self) -> Exit {
         match self {
-            CommandError::NoRepository | CommandError::NoVm | CommandError::NothingToForget => {
-                Exit::Usage
-            }
+            CommandError::NoRepository
+            | CommandError::NoVm
+            | CommandError::NothingToForget
+            | CommandError::StatsOfWhat => Exit::Usage,
             CommandError::Problems(_) => Exit::Damaged,
             CommandError::MissingAbility(_)
             | CommandError::ProbeFailed(_)
@@ -140,6 +145,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::Prune(args) => prune::run(&context, args),
         Command::Inspect(args) => inspect::run(&context, args),
         Command::RebuildIndex => rebuild_index::run(&context),
+        Command::Stats(args) => stats::run(&context, args),
         Command::Probe => probe::run(&context),
     }?;
     Ok(Exit::Done)

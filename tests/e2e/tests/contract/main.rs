@@ -5,5 +5,6 @@ mod keep;
 mod names;
 mod restore;
 mod shape;
+mod stats;
 mod usage;
 mod watch;

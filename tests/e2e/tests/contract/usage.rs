@@ -23,7 +23,7 @@ fn bare(arguments: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 13] = [
     "init",
     "checkpoint",
     "watch",
@@ -35,6 +35,7 @@ const COMMANDS: [&str; 12] = [
     "prune",
     "rebuild-index",
     "inspect",
+    "stats",
     "probe",
 ];
 

@@ -1,0 +1,64 @@
+//! Statistics as a picture: a histogram in SVG.
+
+use plotters::coord::ranged1d::SegmentValue;
+use plotters::prelude::*;
+use stillframe_engine::statistics::{Range, Statistics};
+use thiserror::Error;
+
+const SIZE: (u32, u32) = (900, 480);
+
+/// The picture could not be drawn.
+#[derive(Debug, Error)]
+#[error("cannot draw the histogram: {0}")]
+pub struct PictureError(String);
+
+/// Dirty pages by how many of their bytes changed, as the text of an SVG file.
+pub fn histogram(title: &str, statistics: &Statistics) -> Result<String, PictureError> {
+    let mut svg = String::new();
+    draw(&mut svg, title, statistics).map_err(|error| PictureError(error.to_string()))?;
+    Ok(svg)
+}
+
+fn draw(
+    svg: &mut String,
+    title: &str,
+    statistics: &Statistics,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let ranges = &statistics.histogram;
+    let most = ranges.iter().map(|range| range.pages).max().unwrap_or(0);
+    let area = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+    area.fill(&WHITE)?;
+    let mut chart = ChartBuilder::on(&area)
+        .caption(title, ("sans-serif", 18))
+        .margin(16)
+        .x_label_area_size(48)
+        .y_label_area_size(80)
+        .build_cartesian_2d((0..ranges.len()).into_segmented(), 0..most.max(1))?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .x_labels(ranges.len())
+        .x_label_formatter(&|at| match at {
+            SegmentValue::CenterOf(index) => ranges.get(*index).map(name).unwrap_or_default(),
+            _ => String::new(),
+        })
+        .x_desc("changed bytes in a page")
+        .y_desc("pages")
+        .draw()?;
+    chart.draw_series((0..).zip(ranges).map(|(index, range)| {
+        let from = (SegmentValue::Exact(index), 0);
+        let to = (SegmentValue::Exact(index + 1), range.pages);
+        let mut bar = Rectangle::new([from, to], BLUE.mix(0.6).filled());
+        bar.set_margin(0, 0, 4, 4);
+        bar
+    }))?;
+    area.present()?;
+    drop(chart);
+    drop(area);
+    Ok(())
+}
+
+/// As in FITDOC's table: above the first, up to the second.
+pub fn name(range: &Range) -> String {
+    format!("({},{}]", range.above, range.up_to)
+}

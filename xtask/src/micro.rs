@@ -1,0 +1,78 @@
+//! Benches of one room's functions, without a guest: `cargo bench` prints one JSON value a line, raw
+//! data and claims, and both are kept under docs/results.
+
+use crate::claims::{self, Measurement};
+use crate::run::{answer, cargo};
+use crate::workspace::Workspace;
+use anyhow::{Context, Result};
+use serde_json::Value;
+use std::fs;
+use std::process::Command;
+
+/// Runs the bench of that name of a package and writes `docs/results/<name>/`.
+pub fn bench(workspace: &Workspace, package: &str, name: &str) -> Result<()> {
+    let mut command = cargo();
+    command.current_dir(&workspace.root);
+    command.args(["bench", "--quiet", "--package", package, "--bench", name]);
+    let said = answer(&mut command)?;
+    print!("{said}");
+    let (claimed, raw) = sort(&said)?;
+    let commit = commit(workspace)?;
+    let again = format!("cargo xtask bench {name}");
+    let measured = claimed
+        .iter()
+        .map(|(id, value)| claims::measured(workspace, id, *value, &again, &commit))
+        .collect::<Result<Vec<Measurement>>>()?;
+    let folder = workspace.root.join("docs/results").join(name);
+    fs::create_dir_all(&folder)?;
+    fs::write(folder.join("raw.jsonl"), raw)?;
+    let summary = serde_json::to_string_pretty(&measured)? + "\n";
+    fs::write(folder.join("summary.json"), summary)?;
+    Ok(())
+}
+
+/// Claims with their values, and the other lines.
+fn sort(said: &str) -> Result<(Vec<(String, f64)>, String)> {
+    let mut claimed = Vec::new();
+    let mut raw = String::new();
+    for line in said.lines().filter(|line| line.starts_with('{')) {
+        let value: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
+        match value["claim"].as_str() {
+            Some(id) => {
+                let value = value["value"].as_f64().context("a claim without a value")?;
+                claimed.push((id.to_owned(), value));
+            }
+            None => raw += &format!("{line}\n"),
+        }
+    }
+    Ok((claimed, raw))
+}
+
+fn commit(workspace: &Workspace) -> Result<String> {
+    let git = |arguments: &[&str]| {
+        answer(
+            Command::new("git")
+                .args(arguments)
+                .current_dir(&workspace.root),
+        )
+    };
+    let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
+    let changed = git(&["status", "--porcelain", "--", ":/", ":!/docs/results"])?;
+    let mark = if changed.is_empty() { "" } else { "-dirty" };
+    Ok(format!("{}{mark}", commit.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn claims_are_told_from_raw_data_and_other_words() {
+        let said = "running\n{\"a\":1}\n{\"claim\":\"speed\",\"value\":2.5}\n";
+        let (claimed, raw) = sort(said).unwrap();
+        assert_eq!(claimed, [("speed".to_owned(), 2.5)]);
+        assert_eq!(raw, "{\"a\":1}\n");
+        assert!(sort("{\"claim\":\"speed\"}\n").is_err());
+        assert!(sort("{no json\n").is_err());
+    }
+}
