@@ -122,14 +122,12 @@ impl DirtyBitmap {
     }
 
     /// The pages as maximal runs, ascending.
-    pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> + '_ {
-        let mut from = 0;
-        std::iter::from_fn(move || {
-            let start = self.next_set(from)?;
-            let end = self.next_clear(start);
-            from = end;
-            Some(start..end)
-        })
+    pub fn ranges(&self) -> Ranges<'_> {
+        Ranges {
+            bitmap: self,
+            word: 0,
+            left: self.words.first().copied().unwrap_or(0),
+        }
     }
 
     /// The numbers of the words that are not empty, ascending.
@@ -140,42 +138,16 @@ impl DirtyBitmap {
         })
     }
 
-    /// The first page in the set at or after `from`.
-    fn next_set(&self, from: u64) -> Option<u64> {
-        if from >= self.pages {
-            return None;
-        }
-        let word = from / BITS;
-        let here = self.words[word as usize] & (u64::MAX << (from % BITS));
-        if here != 0 {
-            return Some(word * BITS + u64::from(here.trailing_zeros()));
-        }
-        let word = self.next_used_word(word + 1)?;
-        Some(word * BITS + u64::from(self.words[word as usize].trailing_zeros()))
-    }
-
-    fn next_used_word(&self, from: u64) -> Option<u64> {
-        let mut at = (from / BITS) as usize;
-        let mut bits = self.summary.get(at)? & (u64::MAX << (from % BITS));
-        while bits == 0 {
+    /// The first word that is not empty, at or after `from`.
+    fn next_used_word(&self, from: usize) -> Option<usize> {
+        let bits = BITS as usize;
+        let mut at = from / bits;
+        let mut left = self.summary.get(at)? & (u64::MAX << (from % bits));
+        while left == 0 {
             at += 1;
-            bits = *self.summary.get(at)?;
+            left = *self.summary.get(at)?;
         }
-        Some(at as u64 * BITS + u64::from(bits.trailing_zeros()))
-    }
-
-    /// The first page not in the set after `from` (which is in it), or the end of the block.
-    fn next_clear(&self, from: u64) -> u64 {
-        let mut word = from / BITS;
-        let mut clear = !self.words[word as usize] & (u64::MAX << (from % BITS));
-        while clear == 0 {
-            word += 1;
-            match self.words.get(word as usize) {
-                Some(&bits) => clear = !bits,
-                None => return self.pages,
-            }
-        }
-        (word * BITS + u64::from(clear.trailing_zeros())).min(self.pages)
+        Some(at * bits + left.trailing_zeros() as usize)
     }
 
     /// Sets bits of one word; how many are new.
@@ -200,6 +172,40 @@ impl DirtyBitmap {
         }
         self.count -= gone;
         gone
+    }
+}
+
+/// Maximal runs of pages; see [`DirtyBitmap::ranges`].
+#[derive(Debug)]
+pub struct Ranges<'a> {
+    bitmap: &'a DirtyBitmap,
+    word: usize,
+    /// The bits of `word` that have not been handed out.
+    left: u64,
+}
+
+impl Iterator for Ranges<'_> {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Range<u64>> {
+        if self.left == 0 {
+            self.word = self.bitmap.next_used_word(self.word + 1)?;
+            self.left = self.bitmap.words[self.word];
+        }
+        let first = self.left.trailing_zeros();
+        let start = self.word as u64 * BITS + u64::from(first);
+        let mut length = u64::from((self.left >> first).trailing_ones());
+        let mut end_bit = u64::from(first) + length;
+        // A run that fills its word to the end goes on in the next one.
+        while end_bit == BITS {
+            self.word += 1;
+            let next = self.bitmap.words.get(self.word).copied().unwrap_or(0);
+            self.left = next;
+            end_bit = u64::from(next.trailing_ones());
+            length += end_bit;
+        }
+        self.left &= u64::MAX << end_bit;
+        Some(start..start + length)
     }
 }
 
