@@ -25,6 +25,8 @@ pub enum Bench {
     Flips,
     /// The two-level dirty bitmap against a scan bit by bit (seconds; no guest).
     Bitmap,
+    /// Size and speed of deltas on the mixes of FITDOC's table I (seconds; no guest).
+    Delta,
 }
 
 /// The main job once, for the user's eyes.
@@ -42,7 +44,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         .map(|value| value.get_name().to_owned())
         .unwrap_or_default();
     match bench {
-        Bench::Bitmap => micro::bench(workspace, "stillframe-page", &name),
+        Bench::Bitmap | Bench::Delta => micro::bench(workspace, "stillframe-page", &name),
         _ => run(prepared(workspace)?.arg(name).args(more)),
     }
 }

@@ -2,6 +2,7 @@
 //! encoding of pages for storage. Pure functions on bytes, no I/O.
 
 pub mod bitmap;
+pub mod delta;
 pub mod difference;
 pub mod encoding;
 pub mod hash;

@@ -1,0 +1,442 @@
+//! What changed in several pages, encoded together (FITDOC, section III.C).
+//!
+//! Each new version is XORed with the old one in words of eight bytes. What is not zero goes into
+//! three streams, so that each can be compressed for what it is:
+//!
+//! ```text
+//! places   per page: its number (distance to the one before), runs; per run: words skipped, words
+//! masks    for the changed words: bit i is set when byte i differs; per run of equal masks: mask, words
+//! bytes    the bytes that differ, each old XOR new
+//! ```
+//!
+//! Bytes that did not change are not stored, and neither is a page that did not.
+//!
+//! ```text
+//! encoded  varint pages, then per stream: u8 kind, varint plain bytes, varint stored bytes, payload
+//! ```
+//!
+//! Kinds are those of [`crate::encoding`]; varints are LEB128 of at most 32 bits.
+
+use thiserror::Error;
+
+use crate::encoding::{Decoder, Encoder, EncodingError, Kind};
+
+/// Length of a page.
+pub const PAGE_BYTES: usize = 4096;
+const WORD_BYTES: usize = 8;
+const WORDS: usize = PAGE_BYTES / WORD_BYTES;
+
+/// The most pages in one delta: bounds what a decoder may allocate.
+pub const PAGES_MAX: usize = 4096;
+
+/// Of the changed bytes, which are mostly as they are in memory, this much is tried first:
+/// compressing what does not compress would take longer than all the rest.
+const SAMPLE_BYTES: usize = 8 << 10;
+
+/// Why a delta cannot be read.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DeltaError {
+    /// It is not what an encoder makes.
+    #[error("the delta is malformed: {0}")]
+    Malformed(&'static str),
+    /// One of its streams cannot be decoded.
+    #[error("a stream of the delta cannot be decoded")]
+    Stream(#[from] EncodingError),
+}
+
+/// Collects changed pages. Holds a compression context: make one per thread and keep it.
+pub struct DeltaEncoder {
+    compressor: Encoder,
+    pages: u32,
+    last_page: u32,
+    places: Vec<u8>,
+    masks: Vec<u8>,
+    bytes: Vec<u8>,
+}
+
+impl DeltaEncoder {
+    /// An encoder with a Zstandard level for its streams.
+    pub fn new(level: i32) -> Result<DeltaEncoder, EncodingError> {
+        Ok(DeltaEncoder {
+            compressor: Encoder::new(level)?,
+            pages: 0,
+            last_page: 0,
+            places: Vec::new(),
+            masks: Vec::new(),
+            bytes: Vec::new(),
+        })
+    }
+
+    /// Pages added since the last [`DeltaEncoder::finish`].
+    pub fn pages(&self) -> usize {
+        self.pages as usize
+    }
+
+    /// Adds what changed in a page; false when nothing did, and nothing is added. Page numbers must
+    /// ascend, and at most [`PAGES_MAX`] pages go together.
+    pub fn add(&mut self, page: u32, old: &[u8; PAGE_BYTES], new: &[u8; PAGE_BYTES]) -> bool {
+        debug_assert!(self.pages == 0 || page > self.last_page);
+        debug_assert!(self.pages() < PAGES_MAX);
+        let mut runs = Runs::default();
+        let (mut mask, mut mask_words) = (0, 0);
+        // Room for the eight bytes that are written at once behind the last one.
+        let mut bytes = [0; PAGE_BYTES + WORD_BYTES];
+        let mut filled = 0;
+        let mut expected = WORDS;
+        let (old, _) = old.as_chunks::<WORD_BYTES>();
+        let (new, _) = new.as_chunks::<WORD_BYTES>();
+        for (at, (old, new)) in old.iter().zip(new).enumerate() {
+            let word = u64::from_le_bytes(*old) ^ u64::from_le_bytes(*new);
+            if word == 0 {
+                continue;
+            }
+            if at != expected {
+                runs.begin(at, expected);
+            }
+            expected = at + 1;
+            let next = mask_of(word);
+            if next != mask {
+                put_mask(&mut self.masks, mask, mask_words);
+                (mask, mask_words) = (next, 0);
+            }
+            mask_words += 1;
+            filled += store(word, mask, &mut bytes[filled..]);
+        }
+        if filled == 0 {
+            return false;
+        }
+        put_mask(&mut self.masks, mask, mask_words);
+        put_varint(&mut self.places, page - self.last_page);
+        runs.write(expected, &mut self.places);
+        self.bytes.extend_from_slice(&bytes[..filled]);
+        self.pages += 1;
+        self.last_page = page;
+        true
+    }
+
+    /// Appends the delta of all pages added to `out` and begins anew. `out` keeps what it held.
+    pub fn finish(&mut self, out: &mut Vec<u8>) -> Result<(), EncodingError> {
+        put_varint(out, self.pages);
+        self.pages = 0;
+        self.last_page = 0;
+        for stream in [&mut self.places, &mut self.masks, &mut self.bytes] {
+            put_stream(&mut self.compressor, stream, out)?;
+            stream.clear();
+        }
+        Ok(())
+    }
+}
+
+fn put_stream(
+    compressor: &mut Encoder,
+    plain: &[u8],
+    out: &mut Vec<u8>,
+) -> Result<(), EncodingError> {
+    let mut payload = Vec::new();
+    let sample = &plain[..plain.len().min(SAMPLE_BYTES)];
+    let mut kind = compressor.encode(sample, &mut payload)?;
+    if sample.len() < plain.len() && kind != Kind::Raw {
+        payload.clear();
+        kind = compressor.encode(plain, &mut payload)?;
+    }
+    let payload = match kind {
+        Kind::Raw => plain,
+        _ => &payload,
+    };
+    out.push(kind.number());
+    // A stream is shorter than PAGES_MAX pages: 16 MiB.
+    put_varint(out, plain.len() as u32);
+    put_varint(out, payload.len() as u32);
+    out.extend_from_slice(payload);
+    Ok(())
+}
+
+/// Runs of changed words of one page.
+#[derive(Default)]
+struct Runs {
+    encoded: Vec<u8>,
+    count: u32,
+    start: usize,
+    /// Where the run before ended.
+    before: usize,
+}
+
+impl Runs {
+    /// A run begins at word `start`; the one under way, if there is one, ends at `end`.
+    fn begin(&mut self, start: usize, end: usize) {
+        self.close(end);
+        self.count += 1;
+        self.start = start;
+    }
+
+    fn close(&mut self, end: usize) {
+        if self.count > 0 {
+            // Word numbers, below 512.
+            put_varint(&mut self.encoded, (self.start - self.before) as u32);
+            put_varint(&mut self.encoded, (end - self.start) as u32);
+            self.before = end;
+        }
+    }
+
+    fn write(mut self, end: usize, out: &mut Vec<u8>) {
+        self.close(end);
+        put_varint(out, self.count);
+        out.extend_from_slice(&self.encoded);
+    }
+}
+
+/// So many words of this mask, one behind the other.
+fn put_mask(out: &mut Vec<u8>, mask: u8, words: u32) {
+    if words > 0 {
+        out.push(mask);
+        put_varint(out, words);
+    }
+}
+
+/// How the bytes of a mask lie in their word.
+#[derive(Clone, Copy)]
+struct Shape {
+    count: u8,
+    /// Bits below the first of them; [`SCATTERED`] when others lie between them.
+    shift: u8,
+}
+
+const SCATTERED: u8 = u8::MAX;
+
+/// By mask. A table, because without the POPCNT instruction counting takes longer.
+const SHAPES: [Shape; 256] = {
+    let mut shapes = [Shape { count: 0, shift: 0 }; 256];
+    let mut mask = 1;
+    while mask < 256 {
+        let byte = mask as u8;
+        let first = byte.trailing_zeros();
+        let count = byte.count_ones();
+        let together = (byte >> first).trailing_ones() == count;
+        shapes[mask] = Shape {
+            count: count as u8,
+            shift: if together { 8 * first as u8 } else { SCATTERED },
+        };
+        mask += 1;
+    }
+    shapes
+};
+
+/// Bit i is set when byte i of the word is not zero.
+fn mask_of(word: u64) -> u8 {
+    const LOW: u64 = 0x7f7f_7f7f_7f7f_7f7f;
+    // One bit a byte: the sum carries into the top bit when any low bit is set.
+    let tops = (((word & LOW) + LOW) | word) & !LOW;
+    // Moves top bit i to bit 56 + i; no two products meet, so nothing carries.
+    ((tops >> 7).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8
+}
+
+/// Writes the bytes of the mask one behind the other; how many. Writes eight, of which only those
+/// count.
+fn store(word: u64, mask: u8, into: &mut [u8]) -> usize {
+    let Shape { count, shift } = SHAPES[usize::from(mask)];
+    if shift != SCATTERED {
+        into[..WORD_BYTES].copy_from_slice(&(word >> shift).to_le_bytes());
+        return count.into();
+    }
+    let bytes = word.to_le_bytes();
+    let set = (0..WORD_BYTES).filter(|at| mask >> at & 1 == 1);
+    for (to, at) in into.iter_mut().zip(set) {
+        *to = bytes[at];
+    }
+    count.into()
+}
+
+fn put_varint(out: &mut Vec<u8>, mut value: u32) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+/// What changed in several pages, read back.
+#[derive(Debug)]
+pub struct Delta {
+    pages: Vec<Changed>,
+    runs: Vec<(u16, u16)>,
+    masks: Vec<u8>,
+    bytes: Vec<u8>,
+}
+
+/// Where one page's changes lie in the streams.
+#[derive(Debug, Clone, Copy)]
+struct Changed {
+    page: u32,
+    runs: usize,
+    masks: usize,
+    bytes: usize,
+}
+
+impl Delta {
+    /// Reads a delta; trusts nothing of it.
+    pub fn decode(encoded: &[u8]) -> Result<Delta, DeltaError> {
+        let mut input = Input(encoded);
+        let count = input.varint()? as usize;
+        if count > PAGES_MAX {
+            return Err(DeltaError::Malformed("it has more pages than allowed"));
+        }
+        let mut decoder = Decoder::new()?;
+        // A page has at most 256 runs of changed words, of at most 2 + 2 bytes each, and 512 of masks.
+        let places = input.stream(&mut decoder, count * (WORDS * 2 + 8))?;
+        let masks = input.stream(&mut decoder, count * WORDS * 2)?;
+        let bytes = input.stream(&mut decoder, count * PAGE_BYTES)?;
+        if !input.0.is_empty() {
+            return Err(DeltaError::Malformed("it goes on behind its end"));
+        }
+        let mut delta = Delta {
+            pages: Vec::with_capacity(count),
+            runs: Vec::new(),
+            masks: Vec::new(),
+            bytes,
+        };
+        delta.read_pages(Input(&places), Input(&masks), count)?;
+        Ok(delta)
+    }
+
+    /// Finds each page's part of the streams, and that they fit together.
+    fn read_pages(
+        &mut self,
+        mut places: Input<'_>,
+        mut masks: Input<'_>,
+        count: usize,
+    ) -> Result<(), DeltaError> {
+        let (mut page, mut bytes) = (0u32, 0);
+        for number in 0..count {
+            let distance = places.varint()?;
+            if distance == 0 && number > 0 {
+                return Err(DeltaError::Malformed("a page comes twice"));
+            }
+            page = page
+                .checked_add(distance)
+                .ok_or(DeltaError::Malformed("a page number is too large"))?;
+            self.pages.push(Changed {
+                page,
+                runs: self.runs.len(),
+                masks: self.masks.len(),
+                bytes,
+            });
+            let words = self.read_runs(&mut places)?;
+            bytes += self.read_masks(&mut masks, words)?;
+        }
+        if !places.0.is_empty() || !masks.0.is_empty() || bytes != self.bytes.len() {
+            return Err(DeltaError::Malformed("its streams do not fit together"));
+        }
+        Ok(())
+    }
+
+    /// The masks of one page's changed words; how many bytes they stand for.
+    fn read_masks(&mut self, masks: &mut Input<'_>, words: usize) -> Result<usize, DeltaError> {
+        let (mut left, mut bytes) = (words, 0);
+        while left > 0 {
+            let [mask] = *masks.take(1)? else { break };
+            let run = masks.varint()? as usize;
+            if mask == 0 || run == 0 || run > left {
+                return Err(DeltaError::Malformed("its masks do not fit its runs"));
+            }
+            self.masks.resize(self.masks.len() + run, mask);
+            bytes += run * mask.count_ones() as usize;
+            left -= run;
+        }
+        Ok(bytes)
+    }
+
+    /// The runs of one page; how many words they have.
+    fn read_runs(&mut self, places: &mut Input<'_>) -> Result<usize, DeltaError> {
+        let count = places.varint()?;
+        let (mut at, mut words) = (0usize, 0);
+        for _ in 0..count {
+            let (skipped, length) = (places.varint()? as usize, places.varint()? as usize);
+            let start = at.saturating_add(skipped);
+            at = start.saturating_add(length);
+            if length == 0 || at > WORDS {
+                return Err(DeltaError::Malformed("a run leaves its page"));
+            }
+            words += length;
+            // Both at most WORDS.
+            self.runs.push((start as u16, length as u16));
+        }
+        Ok(words)
+    }
+
+    /// The numbers of the pages it changes, ascending.
+    pub fn pages(&self) -> impl Iterator<Item = u32> + '_ {
+        self.pages.iter().map(|changed| changed.page)
+    }
+
+    /// Makes the new version of page number `index` of [`Delta::pages`] out of the old one. Done
+    /// twice it is undone.
+    pub fn apply(&self, index: usize, page: &mut [u8; PAGE_BYTES]) {
+        let Some(changed) = self.pages.get(index) else {
+            return;
+        };
+        let end = self
+            .pages
+            .get(index + 1)
+            .map_or(self.runs.len(), |next| next.runs);
+        let mut masks = self.masks[changed.masks..].iter();
+        let mut bytes = self.bytes[changed.bytes..].iter();
+        for &(start, length) in &self.runs[changed.runs..end] {
+            let from = usize::from(start) * WORD_BYTES;
+            let words = page[from..].chunks_exact_mut(WORD_BYTES);
+            for (word, mask) in words.take(length.into()).zip(&mut masks) {
+                let set = (0..WORD_BYTES).filter(|at| mask >> at & 1 == 1);
+                for (at, byte) in set.zip(&mut bytes) {
+                    word[at] ^= byte;
+                }
+            }
+        }
+    }
+}
+
+/// What is left to read.
+struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    fn take(&mut self, bytes: usize) -> Result<&'a [u8], DeltaError> {
+        let (taken, rest) = self
+            .0
+            .split_at_checked(bytes)
+            .ok_or(DeltaError::Malformed("it ends too early"))?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn varint(&mut self) -> Result<u32, DeltaError> {
+        let mut value = 0u64;
+        for shift in (0..35).step_by(7) {
+            let [byte] = *self.take(1)? else { break };
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte & 0x80 == 0 {
+                return u32::try_from(value)
+                    .map_err(|_| DeltaError::Malformed("a number is too large"));
+            }
+        }
+        Err(DeltaError::Malformed("a number is too long"))
+    }
+
+    fn stream(
+        &mut self,
+        decoder: &mut Decoder,
+        plain_bytes_max: usize,
+    ) -> Result<Vec<u8>, DeltaError> {
+        let [kind] = *self.take(1)? else {
+            return Err(DeltaError::Malformed("it ends too early"));
+        };
+        let (plain, stored) = (self.varint()? as usize, self.varint()? as usize);
+        if plain > plain_bytes_max {
+            return Err(DeltaError::Malformed("a stream is too long"));
+        }
+        let mut out = Vec::new();
+        decoder.decode(kind, self.take(stored)?, plain, &mut out)?;
+        Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests;
