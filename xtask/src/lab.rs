@@ -15,13 +15,13 @@ use std::time::Instant;
 /// The benches and long campaigns; each writes `docs/results/<name>/`.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Bench {
-    /// The pause against QEMU's own floor, beside QEMU's own ways to save (about 8 minutes).
+    /// The pause against QEMU's own floor, beside QEMU's own ways to save (about 9 minutes).
     Checkpoint,
-    /// Every page against an image of the same pause, all kinds of guest (about 10 minutes).
+    /// Every page against an image of the same pause, all kinds of guest (about 3 minutes).
     Exactness,
-    /// 200 times `kill -9` of the engine (about 15 minutes).
+    /// 200 times `kill -9` of the engine (about 6 minutes).
     Kill,
-    /// 1000 bit flips and truncations of a repository (about 10 minutes).
+    /// 1000 bit flips and truncations of a repository (about 5 minutes).
     Flips,
     /// The two-level dirty bitmap against a scan bit by bit (seconds; no guest).
     Bitmap,

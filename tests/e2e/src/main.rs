@@ -24,7 +24,7 @@ enum What {
     /// The pause against QEMU's own floor, beside QEMU's own ways to save.
     Checkpoint {
         /// Turns of floors and increments.
-        #[arg(long, default_value_t = 4)]
+        #[arg(long, default_value_t = 10)]
         turns: usize,
     },
     /// Every page of every RAM block against an image of the same pause, all kinds of guest.

@@ -1,0 +1,13 @@
+//! Fuzz target: a delta of several pages, read and applied.
+#![no_main]
+
+use stillframe_page::delta::{Delta, PAGE_BYTES};
+
+libfuzzer_sys::fuzz_target!(|encoded: &[u8]| {
+    if let Ok(delta) = Delta::decode(encoded) {
+        let mut page = [0; PAGE_BYTES];
+        for index in 0..delta.pages().count() {
+            delta.apply(index, &mut page);
+        }
+    }
+});
