@@ -58,6 +58,7 @@ fn prepared(workspace: &Workspace) -> Result<Command> {
     let guests = step("guests", || guests::build(workspace))?;
     let mut lab = Command::new(release.join("stillframe-e2e"));
     lab.env("STILLFRAME_GUESTS", &guests.folder)
-        .env("STILLFRAME_BIN", release.join("stillframe"));
+        .env("STILLFRAME_BIN", release.join("stillframe"))
+        .env("STILLFRAME_COMMIT", workspace.commit()?);
     Ok(lab)
 }

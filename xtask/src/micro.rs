@@ -7,7 +7,6 @@ use crate::workspace::Workspace;
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fs;
-use std::process::Command;
 
 /// Runs the bench of that name of a package and writes `docs/results/<name>/`.
 pub fn bench(workspace: &Workspace, package: &str, name: &str) -> Result<()> {
@@ -17,7 +16,7 @@ pub fn bench(workspace: &Workspace, package: &str, name: &str) -> Result<()> {
     let said = answer(&mut command)?;
     print!("{said}");
     let (claimed, raw) = sort(&said)?;
-    let commit = commit(workspace)?;
+    let commit = workspace.commit()?;
     let again = format!("cargo xtask bench {name}");
     let measured = claimed
         .iter()
@@ -46,20 +45,6 @@ fn sort(said: &str) -> Result<(Vec<(String, f64)>, String)> {
         }
     }
     Ok((claimed, raw))
-}
-
-fn commit(workspace: &Workspace) -> Result<String> {
-    let git = |arguments: &[&str]| {
-        answer(
-            Command::new("git")
-                .args(arguments)
-                .current_dir(&workspace.root),
-        )
-    };
-    let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
-    let changed = git(&["status", "--porcelain", "--", ":/", ":!/docs/results"])?;
-    let mark = if changed.is_empty() { "" } else { "-dirty" };
-    Ok(format!("{}{mark}", commit.trim()))
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use crate::run::{answer, cargo};
 use anyhow::{Context, Result};
 use serde::Deserialize;
 use std::path::PathBuf;
+use std::process::Command;
 
 /// The part of `cargo metadata` that is used here.
 #[derive(Debug, Deserialize)]
@@ -36,5 +37,17 @@ impl Workspace {
     pub fn load() -> Result<Self> {
         let text = answer(cargo().args(["metadata", "--format-version=1", "--no-deps"]))?;
         serde_json::from_str(&text).context("cannot read cargo metadata")
+    }
+
+    /// The commit that is measured, with `-dirty` when the work tree has changes. What other benches
+    /// have just written is none.
+    pub fn commit(&self) -> Result<String> {
+        let git = |arguments: &[&str]| {
+            answer(Command::new("git").args(arguments).current_dir(&self.root))
+        };
+        let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
+        let changed = git(&["status", "--porcelain", "--", ":/", ":!/docs/results"])?;
+        let mark = if changed.is_empty() { "" } else { "-dirty" };
+        Ok(format!("{}{mark}", commit.trim()))
     }
 }

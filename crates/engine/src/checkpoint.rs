@@ -16,6 +16,7 @@ use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::table::TableEditor;
 use stillframe_repo::{Manifest, PageCounts, RamTable, RepoError, Repository, Writer};
+use stillframe_sys::affinity::{Confined, Processors};
 use stillframe_sys::memfd::{Access, Memfd, MemfdError};
 use thiserror::Error;
 
@@ -139,8 +140,10 @@ struct Draft {
     hasher: ContentHasher,
     tables: Vec<TableEditor>,
     counts: PageCounts,
-    /// Pages counted as captured, by block.
+    /// In a first checkpoint, the pages that its full pass has stored, by block.
     seen: Vec<DirtyBitmap>,
+    /// Where storing runs.
+    aside: Processors,
     missing_packs: Vec<String>,
     copied: Copied,
 }
@@ -174,7 +177,7 @@ impl Vm {
         self.stage = stage;
         let paused = captured?;
         self.expect_same_ram()?;
-        let aside = aside::step(&self.target.process);
+        let aside = Confined::to(&draft.aside);
         let manifest = draft.manifest(self, &mut writer, &paused)?;
         let roots = manifest.ram.iter().map(|table| table.root).collect();
         let committed = writer.commit(manifest.clone())?;
@@ -254,15 +257,24 @@ impl Vm {
             total: self.tracker.pages(),
             ..PageCounts::default()
         };
-        let blocks = self.tracker.blocks().iter();
-        let seen = blocks.map(|tracked| DirtyBitmap::new(tracked.block.pages()));
+        // An increment's pages come from the stage, which holds each of them once.
+        let seen = match &parent {
+            Some(_) => Vec::new(),
+            None => self
+                .tracker
+                .blocks()
+                .iter()
+                .map(|tracked| DirtyBitmap::new(tracked.block.pages()))
+                .collect(),
+        };
         Ok(Draft {
             record,
             parent,
             hasher,
             tables,
             counts,
-            seen: seen.collect(),
+            seen,
+            aside: aside::processors(&self.target.process),
             missing_packs,
             copied: Copied::default(),
         })
@@ -303,7 +315,7 @@ impl Vm {
         draft: &mut Draft,
         progress: ProgressSink<'_>,
     ) -> Result<(), CheckpointError> {
-        let _aside = aside::step(&self.target.process);
+        let _aside = Confined::to(&draft.aside);
         // What was written before this pass is read by it.
         self.tracker.drop_pending();
         let populated = self.tracker.populated()?;
@@ -411,7 +423,7 @@ impl Vm {
         stage: &Stage,
         progress: ProgressSink<'_>,
     ) -> Result<(), CheckpointError> {
-        let _aside = aside::step(&self.target.process);
+        let _aside = Confined::to(&draft.aside);
         let total = stage.pages();
         let mut done = 0;
         for index in 0..self.tracker.blocks().len() {

@@ -48,6 +48,13 @@ pub enum Progress {
         /// Pages to write.
         total: u64,
     },
+    /// Pages of two checkpoints compared by `stats`.
+    Comparing {
+        /// Pages compared so far.
+        done: u64,
+        /// Pages to compare.
+        total: u64,
+    },
     /// Pages compared by `--verify`.
     Verifying {
         /// Pages compared so far.

@@ -2,6 +2,7 @@
 //! byte by byte (FITDOC, table I).
 
 use serde::Serialize;
+use stillframe_page::delta::DeltaEncoder;
 use stillframe_page::difference::{WORD_BYTES, difference};
 use stillframe_page::hash::ContentId;
 use stillframe_repo::table::{PageRef, compare_tables};
@@ -13,6 +14,9 @@ use crate::{Progress, ProgressSink};
 
 /// Upper ends of the histogram's ranges, in changed bytes a page; each begins above the one before.
 pub const RANGES: [u32; 13] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096];
+const PAGE: usize = PAGE_BYTES as usize;
+/// Zstandard level of deltas.
+const LEVEL: i32 = 1;
 /// Pages compared at once; both versions of each are in memory.
 const BATCH_PAGES: usize = 1024;
 
@@ -62,6 +66,8 @@ pub struct Statistics {
     pub dirty_bytes: u64,
     /// Of these, in aligned words of eight bytes all of which changed.
     pub dirty_word_bytes: u64,
+    /// What the changes take as deltas of pages, positions included (`stillframe_page::delta`).
+    pub delta_bytes: u64,
 }
 
 /// Shares and rates; `None` where nothing changed or no time passed.
@@ -115,6 +121,7 @@ impl Statistics {
             histogram: ranges.collect(),
             dirty_bytes: 0,
             dirty_word_bytes: 0,
+            delta_bytes: 0,
         }
     }
 
@@ -138,6 +145,7 @@ pub fn between(
 ) -> Result<Statistics, StatisticsError> {
     let interval = newer.time.duration_since(older.time).as_secs_f64();
     let mut statistics = Statistics::new(interval.max(0.0));
+    let mut encoder = DeltaEncoder::new(LEVEL).map_err(RepoError::from)?;
     let total = newer.ram.iter().map(|table| table.pages).sum();
     let shape = |manifest: &Manifest| -> Vec<(String, u64)> {
         let tables = manifest.ram.iter();
@@ -159,22 +167,22 @@ pub fn between(
         // There is one: the shapes are the same.
         let old = older.ram.iter().find(|old| old.name == table.name);
         let roots = [old.map_or(&table.root, |old| &old.root), &table.root];
-        let mut changed: Vec<[PageRef; 2]> = Vec::new();
-        compare_tables(reader, roots, table.pages, |_, old, new| {
+        let mut changed: Vec<(u64, [PageRef; 2])> = Vec::new();
+        compare_tables(reader, roots, table.pages, |page, old, new| {
             statistics.pages += 1;
             statistics.zero_pages += u64::from(new == PageRef::Zero);
             match old == new {
                 true => statistics.unchanged_pages += 1,
-                false => changed.push([old, new]),
+                false => changed.push((page, [old, new])),
             }
             if changed.len() >= BATCH_PAGES {
-                count_all(reader, &mut changed, &mut statistics)?;
+                count_all(reader, &mut encoder, &mut changed, &mut statistics)?;
                 let done = statistics.pages;
-                progress(Progress::Verifying { done, total });
+                progress(Progress::Comparing { done, total });
             }
             Ok(())
         })?;
-        count_all(reader, &mut changed, &mut statistics)?;
+        count_all(reader, &mut encoder, &mut changed, &mut statistics)?;
     }
     Ok(statistics)
 }
@@ -182,29 +190,37 @@ pub fn between(
 /// Reads both versions of the pages, compares them and forgets them.
 fn count_all(
     reader: &Reader<'_>,
-    changed: &mut Vec<[PageRef; 2]>,
+    encoder: &mut DeltaEncoder,
+    changed: &mut Vec<(u64, [PageRef; 2])>,
     statistics: &mut Statistics,
 ) -> Result<(), RepoError> {
     let ids: Vec<ContentId> = changed
         .iter()
-        .flatten()
+        .flat_map(|(_, versions)| versions)
         .filter_map(|version| match version {
             PageRef::Zero => None,
             PageRef::Stored(id) => Some(*id),
         })
         .collect();
     let mut stored = reader.blobs().read_many(&ids)?.into_iter();
-    let zero = vec![0; PAGE_BYTES as usize];
-    for versions in changed.drain(..) {
+    for (page, versions) in changed.drain(..) {
         let [old, new] = versions.map(|version| match version {
-            PageRef::Zero => None,
-            PageRef::Stored(_) => stored.next(),
+            PageRef::Zero => Some(Box::new([0; PAGE])),
+            PageRef::Stored(_) => stored.next()?.into_boxed_slice().try_into().ok(),
         });
-        statistics.count(
-            old.as_deref().unwrap_or(&zero),
-            new.as_deref().unwrap_or(&zero),
-        );
+        let (Some(old), Some(new)) = (old, new) else {
+            return Err(RepoError::Damaged {
+                file: format!("page {page}"),
+                what: "it has not the length of a page".to_owned(),
+            });
+        };
+        statistics.count(&old[..], &new[..]);
+        // A table has less than 2^30 pages.
+        encoder.add(page as u32, &old, &new);
     }
+    let mut encoded = Vec::new();
+    encoder.finish(&mut encoded)?;
+    statistics.delta_bytes += encoded.len() as u64;
     Ok(())
 }
 
@@ -214,7 +230,7 @@ mod tests {
 
     #[test]
     fn a_page_falls_into_the_range_of_its_changed_bytes() {
-        let old = [0u8; PAGE_BYTES as usize];
+        let old = [0u8; PAGE];
         for bytes in [1, 2, 3, 4, 5, 64, 65, 2048, 2049, 4096] {
             let mut new = old;
             new[..bytes].fill(1);

@@ -4,6 +4,8 @@
 //! Prints one JSON value a line: each distribution with both times in microseconds (median of many
 //! scans, in turns), then the claim. Asserts nothing but that both find the same.
 
+mod dice;
+
 use std::hint::black_box;
 use std::ops::Range;
 use std::time::Instant;
@@ -11,28 +13,13 @@ use std::time::Instant;
 use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 
+use dice::Dice;
+
 /// 4 GiB of 4 KiB pages.
 const PAGES: u64 = 1 << 20;
 /// FITDOC found all dirty pages below 512 MiB.
 const LOW_PAGES: u64 = 1 << 17;
 const SCANS: usize = 101;
-
-/// Numbers without end (SplitMix64), the same in every run.
-struct Dice(u64);
-
-impl Dice {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-}
 
 /// `count` dirty pages below `end`, in runs of 1 to `run` pages.
 fn dirty(end: u64, count: u64, run: u64) -> DirtyBitmap {

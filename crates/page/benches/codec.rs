@@ -6,7 +6,11 @@
 //! With a file name it uses that file (a raw image of guest memory); without, memory made here:
 //! text, records with pointers, machine code, and some noise. Asserts nothing.
 
+mod dice;
+
 use stillframe_page::is_zero;
+
+use dice::Dice;
 
 const PAGE: usize = 4096;
 const BYTES_MAX: usize = 96 << 20;
@@ -14,23 +18,6 @@ const BYTES_MAX: usize = 96 << 20;
 const RUN: usize = 256;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
-
-/// Numbers without end (SplitMix64), the same in every run.
-struct Dice(u64);
-
-impl Dice {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-}
 
 const WORDS: [&str; 24] = [
     "the",

@@ -5,10 +5,14 @@
 //! counts the changed bytes alone; this counts all that is needed to apply them.
 //! Prints one JSON value a line; nothing is promised before checkpoints use deltas. Asserts nothing but that every page comes back.
 
+mod dice;
+
 use std::time::Instant;
 
 use stillframe_page::delta::{Delta, DeltaEncoder, PAGE_BYTES};
 use stillframe_page::difference::difference;
+
+use dice::Dice;
 
 /// Upper ends of the table's ranges.
 const RANGES: [usize; 13] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096];
@@ -73,26 +77,14 @@ const MIXES: [Mix; 6] = [
     },
 ];
 
-/// Numbers without end (SplitMix64), the same in every run.
-struct Dice(u64);
+/// What makes a byte another one.
+fn mask(dice: &mut Dice) -> u8 {
+    1 + dice.below(255) as u8
+}
 
-impl Dice {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
-    }
-
-    /// A byte that differs.
-    fn mask(&mut self) -> u8 {
-        1 + self.below(255) as u8
-    }
+/// Below `end`, as an index.
+fn index(dice: &mut Dice, end: usize) -> usize {
+    dice.below(end as u64) as usize
 }
 
 type Page = [u8; PAGE_BYTES];
@@ -101,16 +93,16 @@ type Page = [u8; PAGE_BYTES];
 /// numbers change), in the given share.
 fn change(dice: &mut Dice, page: &mut Page, bytes: usize, word_share: f64) {
     let mut left = bytes;
-    let mut at = dice.below(PAGE_BYTES / 8);
+    let mut at = index(dice, PAGE_BYTES / 8);
     while left > 0 {
         // A run of 1 to 16 words, whole ones or parts.
         let whole = (dice.next() >> 11) as f64 / (1u64 << 53) as f64;
         let whole = whole < word_share && left >= 8;
-        let part = if whole { 8 } else { 5 + dice.below(3) };
-        for _ in 0..1 + dice.below(16) {
+        let part = if whole { 8 } else { 5 + index(dice, 3) };
+        for _ in 0..1 + index(dice, 16) {
             let count = part.min(left);
             for byte in &mut page[at * 8..at * 8 + count] {
-                *byte ^= dice.mask();
+                *byte ^= mask(dice);
             }
             left -= count;
             at = (at + 1) % (PAGE_BYTES / 8);
@@ -120,7 +112,7 @@ fn change(dice: &mut Dice, page: &mut Page, bytes: usize, word_share: f64) {
         }
         // Dense pages have no room for gaps.
         if bytes < PAGE_BYTES / 2 {
-            at = (at + dice.below(8)) % (PAGE_BYTES / 8);
+            at = (at + index(dice, 8)) % (PAGE_BYTES / 8);
         }
     }
 }
@@ -143,13 +135,13 @@ fn make(mix: &Mix) -> Vec<(Page, Page)> {
         };
         let spread = (high - mean.min(high)).min(mean.saturating_sub(low + 1));
         for _ in 0..pages {
-            let size = mean - spread + dice.below(2 * spread + 1);
+            let size = mean - spread + index(&mut dice, 2 * spread + 1);
             sizes.push(size.clamp(low + 1, high));
         }
         low = high;
     }
     for at in (1..sizes.len()).rev() {
-        sizes.swap(at, dice.below(at + 1));
+        sizes.swap(at, index(&mut dice, at + 1));
     }
     let pages = sizes.into_iter().step_by(share).map(|size| {
         let mut old = [0; PAGE_BYTES];

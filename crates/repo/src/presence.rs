@@ -49,7 +49,7 @@ impl Presence {
         let changed = self.changed_folders(store, packs)?;
         let mut different = false;
         for (number, pack) in packs.iter().enumerate() {
-            if number < self.looked_at && !changed.contains(&pack.name.0[0]) {
+            if number < self.looked_at && !changed[usize::from(pack.name.0[0])] {
                 continue;
             }
             let whole = store.pack_bytes(&pack.name.to_string())? == Some(pack.file_bytes);
@@ -65,18 +65,20 @@ impl Presence {
         Ok(different)
     }
 
+    /// By the first byte of the packs' names.
     fn changed_folders(
         &mut self,
         store: &LocalStore,
         packs: &[PackInfo],
-    ) -> Result<BTreeSet<u8>, RepoError> {
-        let folders: BTreeSet<u8> = packs.iter().map(|pack| pack.name.0[0]).collect();
-        let mut changed = BTreeSet::new();
-        for folder in folders {
+    ) -> Result<[bool; 256], RepoError> {
+        let mut used = [false; 256];
+        for pack in packs {
+            used[usize::from(pack.name.0[0])] = true;
+        }
+        let mut changed = [false; 256];
+        for folder in (0..=u8::MAX).filter(|&folder| used[usize::from(folder)]) {
             let at = store.pack_folder_changed(folder)?;
-            if at.is_none() || at != self.folders.get(&folder).copied() {
-                changed.insert(folder);
-            }
+            changed[usize::from(folder)] = at.is_none() || at != self.folders.get(&folder).copied();
             match at.filter(|at| at.elapsed().is_ok_and(|age| age > COARSE)) {
                 Some(at) => self.folders.insert(folder, at),
                 None => self.folders.remove(&folder),

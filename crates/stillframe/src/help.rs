@@ -195,7 +195,8 @@ Examples:
   stillframe stats --vm web1 --over 3m
 
 [0] counts the pages that are the same in both checkpoints, (8,16] those of which 9 to 16 bytes differ.
-8B dirty bytes lie in aligned words of eight bytes that changed altogether. With --over, two
+8B dirty bytes lie in aligned words of eight bytes that changed altogether. Delta bytes are what the
+changes would take as differences, positions included. With --over, two
 checkpoints are taken into a temporary repository in TMPDIR, and removed again; it needs about as much
 room as the VM's memory, compressed.
 

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::Result;
 use serde::Serialize;
@@ -27,24 +26,9 @@ pub struct Claim {
     pub commit: String,
 }
 
-/// The commit of the work tree, with `-dirty` when it has changes.
+/// The commit that is measured, as `cargo xtask` says.
 pub fn commit() -> String {
-    let commit = git(&["rev-parse", "--short=12", "HEAD"]);
-    // What other benches have just written is no change of what is measured.
-    let changed = git(&["status", "--porcelain", "--", ":/", ":!/docs/results"]);
-    match changed.is_empty() {
-        true => commit,
-        false => commit + "-dirty",
-    }
-}
-
-fn git(arguments: &[&str]) -> String {
-    Command::new("git")
-        .args(arguments)
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output()
-        .map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned())
-        .unwrap_or_default()
+    std::env::var("STILLFRAME_COMMIT").unwrap_or_else(|_| "unknown".to_owned())
 }
 
 /// The folder of a bench; made if missing.

@@ -5,15 +5,12 @@
 //! or a service's group (sched(7), autogroup). On half of the processors they meet only the vCPUs
 //! that find no place on the other half.
 
-use stillframe_sys::affinity::{self, Confined, Processors};
+use stillframe_sys::affinity::{self, Processors};
 use stillframe_sys::process::Process;
 
-/// Keeps the calling thread, and the threads it starts, aside until it is dropped.
-pub fn step(vm: &Process) -> Confined {
-    Confined::to(&spare(
-        &affinity::of_this_thread(),
-        &affinity::of_process(vm),
-    ))
+/// The processors to keep to while pages of this VM are stored.
+pub fn processors(vm: &Process) -> Processors {
+    spare(&affinity::of_this_thread(), &affinity::of_process(vm))
 }
 
 /// Of our own processors, those that the VM is kept from, where there are any (a host whose

@@ -34,7 +34,8 @@ pub struct Ingest<'a, 'r> {
     pub tables: &'a mut [TableEditor],
     /// What happened so far.
     pub counts: &'a mut PageCounts,
-    /// Pages of each block that this checkpoint has captured already.
+    /// Pages of each block that this checkpoint has captured already; empty where none can come
+    /// twice.
     pub seen: &'a mut [DirtyBitmap],
     /// Learns what the pages hold.
     pub tracker: &'a mut Tracker,
@@ -47,7 +48,8 @@ impl Ingest<'_, '_> {
     pub fn batch(&mut self, block: usize, pages: &[Page<'_>]) -> Result<(), RepoError> {
         let ids = hash_all(self.hasher, pages);
         for (&(page, bytes), id) in pages.iter().zip(ids) {
-            if self.seen[block].set(PageIndex(page)) {
+            let seen = self.seen.get_mut(block);
+            if seen.is_none_or(|seen| seen.set(PageIndex(page))) {
                 self.counts.captured += 1;
             }
             let (content, place) = match id {

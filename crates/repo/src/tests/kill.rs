@@ -11,6 +11,9 @@ use crate::{CheckpointId, Forget};
 const DIR: &str = "STILLFRAME_REPO_KILL_TEST_DIR";
 const ROUND: &str = "STILLFRAME_REPO_KILL_TEST_ROUND";
 
+/// The child is this program again, with the same test, which these variables make the victim.
+const THIS_TEST: &str = "tests::kill::a_killed_process_leaves_every_committed_checkpoint";
+
 fn vm_of_round(round: u64) -> Vm {
     Vm::new(&format!("vm-{round}"), 900)
 }
@@ -20,18 +23,13 @@ fn run_step(vm: &mut Vm, round: u64, step: u64) {
     vm.run(&mut Dice(round * 1_000_000 + step), writes);
 }
 
-/// The child: not a test of its own.
-#[test]
-#[ignore = "run by the test below"]
-fn victim() {
-    let (Ok(dir), Ok(round)) = (std::env::var(DIR), std::env::var(ROUND)) else {
-        return;
-    };
-    let round: u64 = round.parse().unwrap();
-    let mut repo = open(Path::new(&dir));
+/// The child, until it is killed.
+fn victim(dir: &Path, round: u64) -> ! {
+    let mut repo = open(dir);
     let mut vm = vm_of_round(round);
     let mut mine = Vec::new();
-    for step in 0.. {
+    let mut step = 0;
+    loop {
         run_step(&mut vm, round, step);
         let id = vm.checkpoint(&mut repo).unwrap();
         println!("\ncommitted {step} {id}");
@@ -46,13 +44,14 @@ fn victim() {
             .unwrap();
             repo.prune(false, &mut |_| {}).unwrap();
         }
+        step += 1;
     }
 }
 
 /// What the child said it had done before it was killed: some steps in, and a moment later.
 fn run_victim(dir: &Path, round: u64, steps: u64, moment: Duration) -> Vec<(u64, CheckpointId)> {
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "tests::kill::victim", "--ignored", "--nocapture"])
+        .args(["--exact", THIS_TEST, "--nocapture"])
         .env(DIR, dir)
         .env(ROUND, round.to_string())
         .stdout(Stdio::piped())
@@ -88,6 +87,9 @@ fn run_victim(dir: &Path, round: u64, steps: u64, moment: Duration) -> Vec<(u64,
 
 #[test]
 fn a_killed_process_leaves_every_committed_checkpoint() {
+    if let (Ok(dir), Ok(round)) = (std::env::var(DIR), std::env::var(ROUND)) {
+        victim(Path::new(&dir), round.parse().unwrap());
+    }
     let dir = test_dir();
     drop(init(dir.path()));
     let mut dice = Dice(99);

@@ -180,6 +180,7 @@ fn words(measured: &Measured) -> String {
     line("total pages", found.pages.to_string());
     line("dirty bytes", found.dirty_bytes.to_string());
     line("8B dirty bytes", found.dirty_word_bytes.to_string());
+    line("delta bytes", found.delta_bytes.to_string());
     line("dirty page rate", percent(rates.dirty_pages));
     let shares = [
         (

@@ -64,6 +64,12 @@ fn stats_count_what_two_images_show() -> Result<()> {
         count(statistics, "dirty_bytes")? == bytes as u64,
         "{bytes}: {found}"
     );
+    // The changed bytes, and no more than a twentieth of them for the positions.
+    let delta = count(statistics, "delta_bytes")?;
+    ensure!(
+        0 < delta && delta <= (bytes + bytes / 20) as u64,
+        "{bytes}: {found}"
+    );
     for range in statistics["histogram"].as_array().context("no histogram")? {
         let (above, up_to) = (count(range, "above")?, count(range, "up_to")?);
         let inside = |bytes: usize| above < bytes as u64 && bytes as u64 <= up_to;
