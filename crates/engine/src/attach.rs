@@ -11,15 +11,16 @@
 
 use std::time::Duration;
 
-use stillframe_page::hash::ContentId;
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::suitability::{self, Unsuitable};
 use stillframe_qemu::target::{self, Selector, Target, TargetError};
-use stillframe_repo::CheckpointId;
+use stillframe_repo::{CheckpointId, RamTable};
 use thiserror::Error;
 
+use crate::capture::cache::DeltaCache;
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
+use crate::capture::verdict::Judge;
 use crate::guardian::{Guardian, GuardianError};
 
 /// How long a monitor may take to greet; a busy one never does.
@@ -51,8 +52,8 @@ pub(crate) struct Parent {
     pub id: CheckpointId,
     /// Identity of the repository that holds it.
     pub repository: String,
-    /// The page table of each block.
-    pub roots: Vec<ContentId>,
+    /// Where the content of each block is written down.
+    pub tables: Vec<RamTable>,
     /// Packs that were missing already when it was made: it needs none of them.
     pub missing_packs: Vec<String>,
 }
@@ -66,6 +67,9 @@ pub struct Vm {
     pub(crate) guardian: Guardian,
     pub(crate) stage: Stage,
     pub(crate) parent: Option<Parent>,
+    /// What pages held at the parent.
+    pub(crate) cache: DeltaCache,
+    pub(crate) judge: Judge,
     /// Pages copied in the last pause: what the next one will need room for, about.
     pub(crate) pause_pages_last: u64,
 }
@@ -88,6 +92,8 @@ impl Vm {
             guardian,
             stage: Stage::default(),
             parent: None,
+            cache: DeltaCache::default(),
+            judge: Judge::default(),
             pause_pages_last: 0,
         })
     }

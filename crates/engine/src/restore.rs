@@ -197,7 +197,7 @@ fn fill(
     // paravirtual clock anew when QEMU hands it the clock's address.
     let verify = match options.verify {
         true => {
-            Some(Image::take(blocks.iter(), hasher)?.compare(reader, &manifest.ram, progress)?)
+            Some(Image::take(blocks.iter(), hasher)?.compare(&*reader, &manifest.ram, progress)?)
         }
         false => None,
     };

@@ -4,17 +4,14 @@
 use serde::Serialize;
 use stillframe_page::delta::DeltaEncoder;
 use stillframe_page::difference::{WORD_BYTES, difference};
-use stillframe_page::hash::ContentId;
-use stillframe_repo::table::{PageRef, compare_tables};
-use stillframe_repo::{Manifest, Reader, RepoError};
+use stillframe_repo::{Manifest, PageMap, Reader, RepoError};
 use thiserror::Error;
 
-use crate::capture::block::PAGE_BYTES;
+use crate::capture::block::{PAGE, PAGE_BYTES};
 use crate::{Progress, ProgressSink};
 
 /// Upper ends of the histogram's ranges, in changed bytes a page; each begins above the one before.
 pub const RANGES: [u32; 13] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096];
-const PAGE: usize = PAGE_BYTES as usize;
 /// Zstandard level of deltas.
 const LEVEL: i32 = 1;
 /// Pages compared at once; both versions of each are in memory.
@@ -125,8 +122,13 @@ impl Statistics {
         }
     }
 
-    fn count(&mut self, old: &[u8], new: &[u8]) {
+    /// Counts a page that may have changed.
+    fn count(&mut self, old: &[u8; PAGE], new: &[u8; PAGE]) {
         let found = difference(old, new);
+        if found.bytes == 0 {
+            self.unchanged_pages += 1;
+            return;
+        }
         let range = RANGES.partition_point(|&up_to| up_to < found.bytes);
         if let Some(range) = self.histogram.get_mut(range) {
             range.pages += 1;
@@ -166,61 +168,46 @@ pub fn between(
     for table in &newer.ram {
         // There is one: the shapes are the same.
         let old = older.ram.iter().find(|old| old.name == table.name);
-        let roots = [old.map_or(&table.root, |old| &old.root), &table.root];
-        let mut changed: Vec<(u64, [PageRef; 2])> = Vec::new();
-        compare_tables(reader, roots, table.pages, |page, old, new| {
+        let maps = [
+            PageMap::read(reader, old.unwrap_or(table))?,
+            PageMap::read(reader, table)?,
+        ];
+        let mut changed = Vec::new();
+        for page in 0..table.pages {
+            let [old, new] = [&maps[0], &maps[1]].map(|map| map.version(page));
             statistics.pages += 1;
-            statistics.zero_pages += u64::from(new == PageRef::Zero);
+            statistics.zero_pages += u64::from(maps[1].is_zero(page));
             match old == new {
                 true => statistics.unchanged_pages += 1,
-                false => changed.push((page, [old, new])),
+                false => changed.push(page),
             }
             if changed.len() >= BATCH_PAGES {
-                count_all(reader, &mut encoder, &mut changed, &mut statistics)?;
+                count_all(&maps, &mut encoder, &mut changed, &mut statistics)?;
                 let done = statistics.pages;
                 progress(Progress::Comparing { done, total });
             }
-            Ok(())
-        })?;
-        count_all(reader, &mut encoder, &mut changed, &mut statistics)?;
+        }
+        count_all(&maps, &mut encoder, &mut changed, &mut statistics)?;
     }
     Ok(statistics)
 }
 
 /// Reads both versions of the pages, compares them and forgets them.
 fn count_all(
-    reader: &Reader<'_>,
+    maps: &[PageMap<'_>; 2],
     encoder: &mut DeltaEncoder,
-    changed: &mut Vec<(u64, [PageRef; 2])>,
+    changed: &mut Vec<u64>,
     statistics: &mut Statistics,
 ) -> Result<(), RepoError> {
-    let ids: Vec<ContentId> = changed
-        .iter()
-        .flat_map(|(_, versions)| versions)
-        .filter_map(|version| match version {
-            PageRef::Zero => None,
-            PageRef::Stored(id) => Some(*id),
-        })
-        .collect();
-    let mut stored = reader.blobs().read_many(&ids)?.into_iter();
-    for (page, versions) in changed.drain(..) {
-        let [old, new] = versions.map(|version| match version {
-            PageRef::Zero => Some(Box::new([0; PAGE])),
-            PageRef::Stored(_) => stored.next()?.into_boxed_slice().try_into().ok(),
-        });
-        let (Some(old), Some(new)) = (old, new) else {
-            return Err(RepoError::Damaged {
-                file: format!("page {page}"),
-                what: "it has not the length of a page".to_owned(),
-            });
-        };
-        statistics.count(&old[..], &new[..]);
+    let [old, new] = maps;
+    let (old, new) = (old.read_together(changed)?, new.read_together(changed)?);
+    let versions = old.as_chunks().0.iter().zip(new.as_chunks().0);
+    for (page, (old, new)) in changed.drain(..).zip(versions) {
+        statistics.count(old, new);
         // A table has less than 2^30 pages.
-        encoder.add(page as u32, &old, &new);
+        encoder.add(page as u32, [old, new], PAGE);
     }
-    let mut encoded = Vec::new();
-    encoder.finish(&mut encoded)?;
-    statistics.delta_bytes += encoded.len() as u64;
+    statistics.delta_bytes += encoder.finish()?.bytes.len() as u64;
     Ok(())
 }
 

@@ -2,16 +2,19 @@
 //! slow way of its own, compared with what the repository holds for it.
 //!
 //! The comparison is by content id, a keyed 256-bit hash. That the stored bytes have the id they
-//! are stored under is what `check --read-data` shows, for all checkpoints at once.
+//! are stored under is what `check --read-data` shows, for all checkpoints at once. Pages that are
+//! stored as deltas are made out of them, and hashed.
+
+use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
 use stillframe_page::hash::{ContentHasher, ContentId};
-use stillframe_repo::table::{self, PageRef};
-use stillframe_repo::{RamTable, Reader, RepoError};
+use stillframe_page::is_zero;
+use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
 use thiserror::Error;
 
-use crate::capture::block::{Block, BlockError, PAGE_BYTES};
-use crate::capture::ingest::{Page, hash_all};
+use crate::capture::block::{Block, BlockError, PAGE, PAGE_BYTES};
+use crate::capture::verdict::{Page, hash_all};
 use crate::{Progress, ProgressSink};
 
 /// Pages read at once.
@@ -49,6 +52,7 @@ pub struct VerifyReport {
 /// The content ids of all of memory at one instant; `None` is a zero page.
 #[derive(Debug)]
 pub struct Image {
+    hasher: ContentHasher,
     blocks: Vec<(String, Vec<Option<ContentId>>)>,
 }
 
@@ -59,7 +63,10 @@ impl Image {
         hasher: &ContentHasher,
     ) -> Result<Image, BlockError> {
         let mut buffer = vec![0u8; (CHUNK_PAGES * PAGE_BYTES) as usize];
-        let mut image = Image { blocks: Vec::new() };
+        let mut image = Image {
+            hasher: hasher.clone(),
+            blocks: Vec::new(),
+        };
         for block in blocks {
             let mut ids = Vec::with_capacity(block.pages() as usize);
             let mut page = 0;
@@ -67,9 +74,7 @@ impl Image {
                 let pages = CHUNK_PAGES.min(block.pages() - page);
                 let bytes = &mut buffer[..(pages * PAGE_BYTES) as usize];
                 block.read_slowly(page, bytes)?;
-                let chunk: Vec<Page<'_>> = (page..)
-                    .zip(bytes.chunks_exact(PAGE_BYTES as usize))
-                    .collect();
+                let chunk: Vec<Page<'_>> = (page..).zip(bytes.as_chunks::<PAGE>().0).collect();
                 ids.extend(hash_all(hasher, &chunk));
                 page += pages;
             }
@@ -78,10 +83,10 @@ impl Image {
         Ok(image)
     }
 
-    /// Compares with the page tables of a checkpoint, read back from the repository.
+    /// Compares with what the repository holds of a checkpoint.
     pub fn compare(
         &self,
-        reader: &mut Reader<'_>,
+        reader: &Reader<'_>,
         tables: &[RamTable],
         progress: ProgressSink<'_>,
     ) -> Result<VerifyReport, VerifyError> {
@@ -100,26 +105,52 @@ impl Image {
                     block: name.clone(),
                     pages,
                 })?;
-            table::read_table(&*reader, &table.root, pages, |page, stored| {
-                let stored = match stored {
-                    PageRef::Zero => None,
-                    PageRef::Stored(id) => Some(id),
-                };
-                report.pages += 1;
-                if ids[page as usize] != stored {
-                    report.differing += 1;
-                    if report.first.len() < NAMED_MAX {
-                        report.first.push(format!("{name} {page}"));
-                    }
-                }
-                if report.pages.is_multiple_of(1 << 16) {
-                    progress(Progress::Verifying {
-                        done: report.pages,
-                        total,
-                    });
-                }
-            })?;
+            let differing = self.differing(&PageMap::read(reader, table)?, ids)?;
+            report.differing += differing.len() as u64;
+            let room = NAMED_MAX - report.first.len();
+            let named = differing.iter().take(room);
+            report
+                .first
+                .extend(named.map(|page| format!("{name} {page}")));
+            report.pages += pages;
+            progress(Progress::Verifying {
+                done: report.pages,
+                total,
+            });
         }
         Ok(report)
+    }
+
+    /// The pages of one block that are not what they should be, ascending.
+    fn differing(
+        &self,
+        map: &PageMap<'_>,
+        ids: &[Option<ContentId>],
+    ) -> Result<Vec<u64>, RepoError> {
+        let differing = Mutex::new(Vec::new());
+        let differs = |page| {
+            let mut all = differing.lock().unwrap_or_else(PoisonError::into_inner);
+            all.push(page);
+        };
+        let mut made = Vec::new();
+        for (page, id) in (0..).zip(ids) {
+            match (map.is_zero(page), map.whole_id(page)) {
+                (false, None) => made.push(page),
+                (_, found) if found != *id => differs(page),
+                _ => {}
+            }
+        }
+        map.read_pages(made, 1, &|page, bytes| {
+            let found = (!is_zero(bytes)).then(|| self.hasher.id(bytes));
+            if found != ids[page as usize] {
+                differs(page);
+            }
+            Ok(())
+        })?;
+        let mut differing = differing
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner);
+        differing.sort_unstable();
+        Ok(differing)
     }
 }

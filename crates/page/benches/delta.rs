@@ -168,34 +168,28 @@ struct Found {
 fn encode(
     encoder: &mut DeltaEncoder,
     together: &[(Page, Page)],
-    out: &mut Vec<u8>,
-) -> Result<(), Box<dyn std::error::Error>> {
+) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
     for (number, (old, new)) in (0..).zip(together) {
-        encoder.add(number * 3, old, new);
+        encoder.add(number * 3, [old, new], PAGE_BYTES);
     }
-    Ok(encoder.finish(out)?)
+    Ok(encoder.finish()?.bytes)
 }
 
 fn measure(mix: &Mix) -> Result<Found, Box<dyn std::error::Error>> {
     let pages = make(mix);
     let mut encoder = DeltaEncoder::new(1)?;
-    let mut out = Vec::new();
     let mut bytes = 0;
     let mut best = f64::INFINITY;
     for _ in 0..ROUNDS {
         bytes = 0;
         let begin = Instant::now();
         for together in pages.chunks(TOGETHER) {
-            out.clear();
-            encode(&mut encoder, together, &mut out)?;
-            bytes += out.len();
+            bytes += encode(&mut encoder, together)?.len();
         }
         best = best.min(begin.elapsed().as_secs_f64());
     }
     for together in pages.chunks(TOGETHER) {
-        out.clear();
-        encode(&mut encoder, together, &mut out)?;
-        let delta = Delta::decode(&out)?;
+        let delta = Delta::decode(&encode(&mut encoder, together)?)?;
         for (index, (old, new)) in together.iter().enumerate() {
             let mut page = *old;
             delta.apply(index, &mut page);

@@ -15,11 +15,12 @@
 //! encoded  varint pages, then per stream: u8 kind, varint plain bytes, varint stored bytes, payload
 //! ```
 //!
-//! Kinds are those of [`crate::encoding`]; varints are LEB128 of at most 32 bits.
+//! Kinds are those of [`crate::encoding`]; varints those of [`crate::varint`].
 
 use thiserror::Error;
 
 use crate::encoding::{Decoder, Encoder, EncodingError, Kind};
+use crate::varint::{self, VarintError};
 
 /// Length of a page.
 pub const PAGE_BYTES: usize = 4096;
@@ -40,19 +41,44 @@ pub enum DeltaError {
     /// It is not what an encoder makes.
     #[error("the delta is malformed: {0}")]
     Malformed(&'static str),
+    /// A number of it cannot be read.
+    #[error("the delta is malformed")]
+    Number(#[from] VarintError),
     /// One of its streams cannot be decoded.
     #[error("a stream of the delta cannot be decoded")]
     Stream(#[from] EncodingError),
 }
 
+/// Plain bytes at which a delta had better be finished: bounds what a reader holds of it.
+const BYTES_FULL: usize = 1 << 20;
+
 /// Collects changed pages. Holds a compression context: make one per thread and keep it.
 pub struct DeltaEncoder {
     compressor: Encoder,
-    pages: u32,
-    last_page: u32,
+    pages: Vec<u32>,
     places: Vec<u8>,
     masks: Vec<u8>,
     bytes: Vec<u8>,
+}
+
+/// What became of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Added {
+    /// Nothing changed: nothing was added.
+    Same,
+    /// Its change was added.
+    Changed,
+    /// More bytes changed than allowed: nothing was added.
+    TooMuch,
+}
+
+/// A finished delta.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct EncodedDelta {
+    /// The pages it changes, ascending.
+    pub pages: Vec<u32>,
+    /// What [`Delta::decode`] reads.
+    pub bytes: Vec<u8>,
 }
 
 impl DeltaEncoder {
@@ -60,24 +86,35 @@ impl DeltaEncoder {
     pub fn new(level: i32) -> Result<DeltaEncoder, EncodingError> {
         Ok(DeltaEncoder {
             compressor: Encoder::new(level)?,
-            pages: 0,
-            last_page: 0,
+            pages: Vec::new(),
             places: Vec::new(),
             masks: Vec::new(),
             bytes: Vec::new(),
         })
     }
 
-    /// Pages added since the last [`DeltaEncoder::finish`].
-    pub fn pages(&self) -> usize {
-        self.pages as usize
+    /// Whether no page was added since the last [`DeltaEncoder::finish`].
+    pub fn is_empty(&self) -> bool {
+        self.pages.is_empty()
     }
 
-    /// Adds what changed in a page; false when nothing did, and nothing is added. Page numbers must
-    /// ascend, and at most [`PAGES_MAX`] pages go together.
-    pub fn add(&mut self, page: u32, old: &[u8; PAGE_BYTES], new: &[u8; PAGE_BYTES]) -> bool {
-        debug_assert!(self.pages == 0 || page > self.last_page);
-        debug_assert!(self.pages() < PAGES_MAX);
+    /// Whether it is time to finish: after [`PAGES_MAX`] pages no more may be added.
+    pub fn is_full(&self) -> bool {
+        self.pages.len() >= PAGES_MAX || self.bytes.len() >= BYTES_FULL
+    }
+
+    /// Adds what changed in a page, unless more than `bytes_max` bytes did. Page numbers must
+    /// ascend.
+    pub fn add(
+        &mut self,
+        page: u32,
+        [old, new]: [&[u8; PAGE_BYTES]; 2],
+        bytes_max: usize,
+    ) -> Added {
+        let last_page = self.pages.last().copied();
+        debug_assert!(last_page.is_none_or(|last| page > last));
+        debug_assert!(self.pages.len() < PAGES_MAX);
+        let masks_before = self.masks.len();
         let mut runs = Runs::default();
         let (mut mask, mut mask_words) = (0, 0);
         // Room for the eight bytes that are written at once behind the last one.
@@ -104,27 +141,30 @@ impl DeltaEncoder {
             filled += store(word, mask, &mut bytes[filled..]);
         }
         if filled == 0 {
-            return false;
+            return Added::Same;
+        }
+        if filled > bytes_max {
+            self.masks.truncate(masks_before);
+            return Added::TooMuch;
         }
         put_mask(&mut self.masks, mask, mask_words);
-        put_varint(&mut self.places, page - self.last_page);
+        varint::put(&mut self.places, page - last_page.unwrap_or(0));
         runs.write(expected, &mut self.places);
         self.bytes.extend_from_slice(&bytes[..filled]);
-        self.pages += 1;
-        self.last_page = page;
-        true
+        self.pages.push(page);
+        Added::Changed
     }
 
-    /// Appends the delta of all pages added to `out` and begins anew. `out` keeps what it held.
-    pub fn finish(&mut self, out: &mut Vec<u8>) -> Result<(), EncodingError> {
-        put_varint(out, self.pages);
-        self.pages = 0;
-        self.last_page = 0;
+    /// The delta of all pages added; begins anew.
+    pub fn finish(&mut self) -> Result<EncodedDelta, EncodingError> {
+        let pages = std::mem::take(&mut self.pages);
+        let mut bytes = Vec::new();
+        varint::put(&mut bytes, pages.len() as u32);
         for stream in [&mut self.places, &mut self.masks, &mut self.bytes] {
-            put_stream(&mut self.compressor, stream, out)?;
+            put_stream(&mut self.compressor, stream, &mut bytes)?;
             stream.clear();
         }
-        Ok(())
+        Ok(EncodedDelta { pages, bytes })
     }
 }
 
@@ -146,8 +186,8 @@ fn put_stream(
     };
     out.push(kind.number());
     // A stream is shorter than PAGES_MAX pages: 16 MiB.
-    put_varint(out, plain.len() as u32);
-    put_varint(out, payload.len() as u32);
+    varint::put(out, plain.len() as u32);
+    varint::put(out, payload.len() as u32);
     out.extend_from_slice(payload);
     Ok(())
 }
@@ -173,15 +213,15 @@ impl Runs {
     fn close(&mut self, end: usize) {
         if self.count > 0 {
             // Word numbers, below 512.
-            put_varint(&mut self.encoded, (self.start - self.before) as u32);
-            put_varint(&mut self.encoded, (end - self.start) as u32);
+            varint::put(&mut self.encoded, (self.start - self.before) as u32);
+            varint::put(&mut self.encoded, (end - self.start) as u32);
             self.before = end;
         }
     }
 
     fn write(mut self, end: usize, out: &mut Vec<u8>) {
         self.close(end);
-        put_varint(out, self.count);
+        varint::put(out, self.count);
         out.extend_from_slice(&self.encoded);
     }
 }
@@ -190,7 +230,7 @@ impl Runs {
 fn put_mask(out: &mut Vec<u8>, mask: u8, words: u32) {
     if words > 0 {
         out.push(mask);
-        put_varint(out, words);
+        varint::put(out, words);
     }
 }
 
@@ -245,14 +285,6 @@ fn store(word: u64, mask: u8, into: &mut [u8]) -> usize {
         *to = bytes[at];
     }
     count.into()
-}
-
-fn put_varint(out: &mut Vec<u8>, mut value: u32) {
-    while value >= 0x80 {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
 }
 
 /// What changed in several pages, read back.
@@ -369,6 +401,13 @@ impl Delta {
         self.pages.iter().map(|changed| changed.page)
     }
 
+    /// The place of a page among [`Delta::pages`].
+    pub fn index_of(&self, page: u32) -> Option<usize> {
+        self.pages
+            .binary_search_by_key(&page, |changed| changed.page)
+            .ok()
+    }
+
     /// Makes the new version of page number `index` of [`Delta::pages`] out of the old one. Done
     /// twice it is undone.
     pub fn apply(&self, index: usize, page: &mut [u8; PAGE_BYTES]) {
@@ -408,16 +447,7 @@ impl<'a> Input<'a> {
     }
 
     fn varint(&mut self) -> Result<u32, DeltaError> {
-        let mut value = 0u64;
-        for shift in (0..35).step_by(7) {
-            let [byte] = *self.take(1)? else { break };
-            value |= u64::from(byte & 0x7f) << shift;
-            if byte & 0x80 == 0 {
-                return u32::try_from(value)
-                    .map_err(|_| DeltaError::Malformed("a number is too large"));
-            }
-        }
-        Err(DeltaError::Malformed("a number is too long"))
+        Ok(varint::take(&mut self.0)?)
     }
 
     fn stream(

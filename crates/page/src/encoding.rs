@@ -22,10 +22,6 @@ pub enum Kind {
     Zstd = 2,
 }
 
-/// Kind 3 is kept free for differences against an older version of the page, so that programs of
-/// today name what they cannot read.
-const RESERVED_DELTA: u8 = 3;
-
 impl Kind {
     /// The kind a stored number stands for.
     pub fn from_number(number: u8) -> Result<Kind, EncodingError> {
@@ -33,7 +29,6 @@ impl Kind {
             0 => Ok(Kind::Zero),
             1 => Ok(Kind::Raw),
             2 => Ok(Kind::Zstd),
-            RESERVED_DELTA => Err(EncodingError::DeltaUnsupported),
             _ => Err(EncodingError::UnknownKind { kind: number }),
         }
     }
@@ -54,9 +49,6 @@ pub enum EncodingError {
         /// The number found.
         kind: u8,
     },
-    /// The kind reserved for deltas.
-    #[error("page encoding 3 (delta) was written by a newer version: use that version to read it")]
-    DeltaUnsupported,
     /// The payload does not give the number of bytes it should.
     #[error("encoded data should give {expected} bytes but gives {found}")]
     WrongLength {
@@ -266,13 +258,9 @@ mod tests {
     }
 
     #[test]
-    fn the_reserved_kind_is_named() {
+    fn an_unknown_kind_is_named() {
         let error = decode(3, &[], 10).unwrap_err();
-        assert!(matches!(error, EncodingError::DeltaUnsupported));
-        assert!(matches!(
-            decode(4, &[], 10).unwrap_err(),
-            EncodingError::UnknownKind { kind: 4 }
-        ));
+        assert!(matches!(error, EncodingError::UnknownKind { kind: 3 }));
     }
 
     #[test]

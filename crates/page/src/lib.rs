@@ -6,6 +6,7 @@ pub mod delta;
 pub mod difference;
 pub mod encoding;
 pub mod hash;
+pub mod varint;
 mod zero;
 
 pub use zero::is_zero;

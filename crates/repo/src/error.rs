@@ -171,6 +171,15 @@ pub enum RepoError {
         #[source]
         source: io::Error,
     },
+    /// The receiver of restored pages refused one.
+    #[error("cannot hand over page {page}")]
+    PageSink {
+        /// The page.
+        page: u64,
+        /// The receiver's answer.
+        #[source]
+        source: io::Error,
+    },
     /// Compression failed (out of memory, in practice).
     #[error("cannot encode a frame")]
     Encoding(#[from] EncodingError),
@@ -259,6 +268,7 @@ impl RepoError {
             RepoError::ContentMismatch { .. }
             | RepoError::Io { .. }
             | RepoError::Sink { .. }
+            | RepoError::PageSink { .. }
             | RepoError::Encoding(_)
             | RepoError::System { .. }
             | RepoError::KeyDerivation { .. }

@@ -9,6 +9,7 @@ use stillframe_page::hash::ContentId;
 use crate::config;
 use crate::error::RepoError;
 use crate::index::read_index_file;
+use crate::layer::Layer;
 use crate::layout::FORMAT_VERSION;
 use crate::local::{Area, CONFIG};
 use crate::lock;
@@ -159,8 +160,8 @@ impl Repository {
         Ok(json!({ "kind": "lock", "stale": stale, "body": body }))
     }
 
-    /// Describes a blob: where it lies, and what it is. Roots and segments of page tables are
-    /// told by how they begin and that they decode; a page could be made to look like one.
+    /// Describes a blob: where it lies, and what it is. Layers, and roots and segments of page tables,
+    /// are told by how they begin and that they decode; a page could be made to look like one.
     pub fn inspect_blob(&mut self, id: &ContentId) -> Result<Value, RepoError> {
         self.refresh_index()?;
         let at = self
@@ -187,6 +188,19 @@ impl Repository {
         } else if let Ok(entries) = decode_segment_of_any_size(&bytes) {
             description["kind"] = json!("page table segment");
             description["pages"] = describe_entries(&entries);
+        } else if let Ok((pages, layer)) = Layer::decode_of_any_size(&bytes) {
+            description["kind"] = json!("layer");
+            description["block_pages"] = json!(pages);
+            description["whole"] = layer
+                .whole
+                .iter()
+                .map(|&(page, content)| json!({ "page": page, "blob": describe_entry(content) }))
+                .collect();
+            description["deltas"] = layer
+                .parts
+                .iter()
+                .map(|part| json!({ "blob": part.id.to_hex(), "pages": part.pages }))
+                .collect();
         }
         Ok(description)
     }
@@ -194,13 +208,14 @@ impl Repository {
 
 /// The entries, `null` for those that are all zero.
 fn describe_entries(entries: &[PageRef]) -> Value {
-    entries
-        .iter()
-        .map(|entry| match entry {
-            PageRef::Zero => Value::Null,
-            PageRef::Stored(id) => json!(id.to_hex()),
-        })
-        .collect()
+    entries.iter().copied().map(describe_entry).collect()
+}
+
+fn describe_entry(entry: PageRef) -> Value {
+    match entry {
+        PageRef::Zero => Value::Null,
+        PageRef::Stored(id) => json!(id.to_hex()),
+    }
 }
 
 fn describe_directory(directory: &Directory) -> Value {

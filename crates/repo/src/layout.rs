@@ -1,10 +1,11 @@
 //! What every file of a repository has in common: the 16-byte header, and how numbers are read
 //! from bytes nobody can vouch for. `docs/format.md` has the pictures.
 
+use stillframe_page::varint;
 use thiserror::Error;
 
 /// The version written by this program, and the newest one it reads.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// The oldest version this program reads.
 pub const FORMAT_VERSION_OLDEST: u32 = 1;
@@ -198,6 +199,11 @@ impl<'a> Cursor<'a> {
     /// The next eight bytes as a number.
     pub fn u64(&mut self) -> Result<u64, FormatError> {
         Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// The next number of 1 to 5 bytes (`stillframe_page::varint`).
+    pub fn varint(&mut self) -> Result<u32, FormatError> {
+        varint::take(&mut self.rest).map_err(|error| FormatError::invalid(error.to_string()))
     }
 
     /// A count of items of at least `item_bytes` each, refused when they cannot fit what is left:

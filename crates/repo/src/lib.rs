@@ -1,7 +1,7 @@
 //! The content-addressed repository of checkpoints, in a local directory, encrypted.
 //!
-//! A checkpoint is a manifest; it names page tables; those name pages. All but the manifest are
-//! *blobs*, named by the keyed hash of their bytes, so what two checkpoints share is stored once.
+//! A checkpoint is a manifest; it names page tables and layers over them; those name pages and
+//! deltas. All but the manifest are *blobs*, named by the keyed hash of their bytes, so what two checkpoints share is stored once.
 //! Blobs lie in *packs*; *index* files tell in which. `docs/format.md` specifies every byte.
 //!
 //! ```text
@@ -19,6 +19,7 @@ mod check;
 mod compact;
 pub mod config;
 mod crypto;
+mod editor;
 mod error;
 mod forget;
 mod holder;
@@ -27,11 +28,14 @@ pub mod index_file;
 mod ingest;
 mod inspect;
 pub mod key_file;
+pub mod layer;
 pub mod layout;
 mod local;
 pub mod lock;
 pub mod manifest;
+mod overlay;
 pub mod pack;
+mod page_map;
 mod presence;
 mod progress;
 mod prune;
@@ -52,10 +56,12 @@ pub use blobs::Blobs;
 pub use check::{CheckReport, Problem};
 pub use config::RepositoryId;
 pub use crypto::Password;
+pub use editor::{MemoryEditor, Written};
 pub use error::{ErrorClass, RepoError};
 pub use forget::{Forget, ForgetReport, Summary};
 pub use inspect::Stats;
-pub use manifest::{CheckpointId, Manifest, PageCounts, RamTable, Stream};
+pub use manifest::{CheckpointId, LayerRef, Manifest, PageCounts, RamTable, Stream};
+pub use page_map::{PageMap, PageSink, PageVersion};
 pub use progress::{Phase, Progress};
 pub use prune::PruneReport;
 pub use rebuild::RebuildReport;

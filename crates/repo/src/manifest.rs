@@ -17,6 +17,9 @@ use crate::layout::FormatError;
 /// The longest manifest that is read or written.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 
+/// The most layers of a page table; programs of today keep to 33.
+const LAYERS_MAX: usize = 1024;
+
 /// The id of a checkpoint: the keyed hash of its manifest file, and the file's name.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -83,6 +86,20 @@ pub struct RamTable {
     /// The root of its table (see [`crate::table`]).
     #[serde(with = "id_text")]
     pub root: ContentId,
+    /// What changed since the table was written, oldest first (see [`crate::layer`]).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<LayerRef>,
+}
+
+/// A layer over a page table.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerRef {
+    /// Its blob.
+    #[serde(with = "id_text")]
+    pub id: ContentId,
+    /// 0 for one checkpoint's changes, more for several merged. Never rises along the list.
+    pub level: u8,
 }
 
 /// A byte string, cut into blobs.
@@ -105,12 +122,18 @@ pub struct PageCounts {
     /// Pages looked at for this checkpoint, each counted once.
     pub captured: u64,
     /// Copies of pages stored. A page that was copied twice, in a first pass over all of memory and
-    /// again because it was written since, is in these three counts twice.
+    /// again because it was written since, is in the counts below twice.
     pub new: u64,
     /// Pages the repository had already.
     pub duplicate: u64,
     /// Pages of zeros.
     pub zero: u64,
+    /// Pages of which only what changed was stored.
+    #[serde(default)]
+    pub delta: u64,
+    /// Pages that were written and have the content they had.
+    #[serde(default)]
+    pub unchanged: u64,
 }
 
 /// Reads the plain body of a manifest.
@@ -151,6 +174,13 @@ impl Manifest {
             }
             if table.pages > crate::table::PAGES_MAX {
                 return Err(format!("RAM block '{}' has too many pages", table.name));
+            }
+            let layers = &table.layers;
+            if layers.len() > LAYERS_MAX || !layers.is_sorted_by_key(|at| u8::MAX - at.level) {
+                return Err(format!(
+                    "RAM block '{}' has layers as no program writes them",
+                    table.name
+                ));
             }
             if self.ram[..at].iter().any(|other| other.name == table.name) {
                 return Err(format!("RAM block '{}' is named twice", table.name));

@@ -28,8 +28,6 @@ const BATCH: usize = 256;
 
 const ENTRY_ZERO: u8 = 0;
 const ENTRY_STORED: u8 = 1;
-/// Kept free for a page stored as a difference.
-const ENTRY_DELTA: u8 = 2;
 
 const ROOT_MAGIC: &[u8; 4] = b"SFRT";
 const SEGMENT_MAGIC: &[u8; 4] = b"SFSG";
@@ -98,12 +96,11 @@ fn decode_entries(mut cursor: Cursor<'_>, count: u64) -> Result<Vec<PageRef>, Fo
         entries.push(match kind {
             ENTRY_ZERO => PageRef::Zero,
             ENTRY_STORED => PageRef::Stored(ContentId(cursor.array()?)),
-            ENTRY_DELTA => {
-                return Err(FormatError::invalid(
-                    "the page table refers to a page stored as a difference: use a newer stillframe",
-                ));
+            _ => {
+                return Err(FormatError::invalid(format!(
+                    "the page table has an entry of kind {kind}"
+                )));
             }
-            _ => return Err(FormatError::invalid(format!("the page table has an entry of kind {kind}"))),
         });
     }
     cursor.finish()?;
@@ -142,7 +139,7 @@ pub(crate) fn segment_pages(pages: u64, number: u64) -> u64 {
 
 /// Makes a page table, new or from one there is, and remembers only the changed pages: about 40
 /// bytes for each, until [`TableEditor::finish`] writes the segments they lie in.
-pub struct TableEditor {
+pub(crate) struct TableEditor {
     pages: u64,
     segments: Vec<PageRef>,
     edits: BTreeMap<u32, Vec<(u16, PageRef)>>,
@@ -151,7 +148,7 @@ pub struct TableEditor {
 
 impl TableEditor {
     /// A table whose pages are all zero.
-    pub fn new(pages: u64) -> TableEditor {
+    pub(crate) fn new(pages: u64) -> TableEditor {
         let segments = pages.min(PAGES_MAX).div_ceil(SEGMENT_PAGES);
         TableEditor {
             pages,
@@ -162,7 +159,7 @@ impl TableEditor {
     }
 
     /// The table with this root, which must cover `pages` pages.
-    pub fn from_root<'a>(
+    pub(crate) fn from_root<'a>(
         from: impl Into<Blobs<'a>>,
         root: ContentId,
         pages: u64,
@@ -176,7 +173,7 @@ impl TableEditor {
     }
 
     /// Says what a page is. A page outside the table makes `finish` fail.
-    pub fn set(&mut self, page: u64, content: PageRef) {
+    pub(crate) fn set(&mut self, page: u64, content: PageRef) {
         if page >= self.pages {
             self.outside = Some(page);
             return;
@@ -197,7 +194,7 @@ impl TableEditor {
     }
 
     /// Writes what changed and returns the root.
-    pub fn finish(mut self, writer: &mut Writer<'_>) -> Result<ContentId, RepoError> {
+    pub(crate) fn finish(mut self, writer: &mut Writer<'_>) -> Result<ContentId, RepoError> {
         if let Some(page) = self.outside {
             return Err(RepoError::Table {
                 what: format!(
@@ -218,7 +215,7 @@ impl TableEditor {
                 self.segments[*number as usize] = put_segment(writer, &entries)?;
             }
         }
-        put_blob(writer, &encode_root(self.pages, &self.segments))
+        writer.put_unnamed(&encode_root(self.pages, &self.segments))
     }
 
     /// The segments of a batch as they were.
@@ -237,23 +234,18 @@ fn put_segment(writer: &mut Writer<'_>, entries: &[PageRef]) -> Result<PageRef, 
     if entries.iter().all(|entry| *entry == PageRef::Zero) {
         return Ok(PageRef::Zero);
     }
-    put_blob(writer, &encode_segment(entries)).map(PageRef::Stored)
-}
-
-fn put_blob(writer: &mut Writer<'_>, bytes: &[u8]) -> Result<ContentId, RepoError> {
-    let id = writer.hasher().id(bytes);
-    writer.put(id, bytes)?;
-    Ok(id)
+    writer
+        .put_unnamed(&encode_segment(entries))
+        .map(PageRef::Stored)
 }
 
 /// Hands over every page of a table, ascending.
-pub fn read_table<'a>(
-    from: impl Into<Blobs<'a>>,
+pub(crate) fn read_table(
+    blobs: Blobs<'_>,
     root: &ContentId,
     pages: u64,
     mut each: impl FnMut(u64, PageRef),
 ) -> Result<(), RepoError> {
-    let blobs = from.into();
     let segments = read_root(blobs, root, pages)?;
     let numbers: Vec<u64> = (0..segments.len() as u64).collect();
     for batch in numbers.chunks(BATCH) {
@@ -261,36 +253,6 @@ pub fn read_table<'a>(
         for (number, entries) in batch.iter().zip(entries) {
             for (page, entry) in (number * SEGMENT_PAGES..).zip(entries) {
                 each(page, entry);
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Hands over every page of two tables of the same size, ascending: what it was, and what it is.
-/// Stretches that both share are read once.
-pub fn compare_tables<'a>(
-    from: impl Into<Blobs<'a>>,
-    [old, new]: [&ContentId; 2],
-    pages: u64,
-    mut each: impl FnMut(u64, PageRef, PageRef) -> Result<(), RepoError>,
-) -> Result<(), RepoError> {
-    let blobs = from.into();
-    let (old, new) = (read_root(blobs, old, pages)?, read_root(blobs, new, pages)?);
-    let numbers: Vec<u64> = (0..new.len() as u64).collect();
-    for batch in numbers.chunks(BATCH) {
-        let differs = |&&number: &&u64| old[number as usize] != new[number as usize];
-        let changed: Vec<u64> = batch.iter().filter(differs).copied().collect();
-        let mut before = read_segments(blobs, pages, &old, &changed)?.into_iter();
-        let after = read_segments(blobs, pages, &new, batch)?;
-        for (number, after) in batch.iter().zip(after) {
-            let before = match old[*number as usize] == new[*number as usize] {
-                true => None,
-                false => before.next(),
-            };
-            let before = before.as_ref().unwrap_or(&after);
-            for (page, (old, new)) in (number * SEGMENT_PAGES..).zip(before.iter().zip(&after)) {
-                each(page, *old, *new)?;
             }
         }
     }

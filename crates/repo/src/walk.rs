@@ -1,13 +1,15 @@
 //! The walk from all manifests to everything they refer to, marking it in the index.
 //!
-//! A root or segment is read once however many checkpoints share it, so the walk costs what the
+//! A root, segment or layer is read once however many checkpoints share it, so the walk costs what the
 //! repository holds, not what its checkpoints add up to.
 
+use stillframe_page::delta;
 use stillframe_page::hash::ContentId;
 
 use crate::check::Problem;
 use crate::error::RepoError;
 use crate::index::Mark;
+use crate::layer::Layer;
 use crate::local::Area;
 use crate::manifest::{CheckpointId, Manifest, RamTable};
 use crate::progress::{Phase, Progress};
@@ -64,6 +66,9 @@ impl Walk<'_, '_> {
     fn manifest(&mut self, manifest: &Manifest) -> Result<(), RepoError> {
         for table in &manifest.ram {
             self.table(table)?;
+            for layer in &table.layers {
+                self.layer(&layer.id, table)?;
+            }
         }
         for (name, stream) in &manifest.streams {
             let mut bytes = 0;
@@ -105,6 +110,30 @@ impl Walk<'_, '_> {
         self.segments(batch, table)
     }
 
+    fn layer(&mut self, id: &ContentId, table: &RamTable) -> Result<(), RepoError> {
+        let Some(bytes) = self.node(id, table)? else {
+            return Ok(());
+        };
+        let layer = match Layer::decode(&bytes, table.pages) {
+            Ok(layer) => layer,
+            Err(error) => return self.unreadable(&bad_blob(id, &error)),
+        };
+        for &(page, content) in &layer.whole {
+            self.page(page.into(), content, table)?;
+        }
+        for part in &layer.parts {
+            let what = format!("the changes of pages of RAM block '{}'", table.name);
+            self.used(&part.id, &what)?;
+        }
+        if !layer.parts.is_empty() && table.page_bytes as usize != delta::PAGE_BYTES {
+            let (name, bytes) = (&table.name, table.page_bytes);
+            self.problem(format!(
+                "RAM block '{name}' has deltas of pages of {bytes} bytes"
+            ))?;
+        }
+        Ok(())
+    }
+
     fn segments(
         &mut self,
         batch: Vec<(u64, ContentId)>,
@@ -138,26 +167,32 @@ impl Walk<'_, '_> {
         first: u64,
         table: &RamTable,
     ) -> Result<(), RepoError> {
-        for (page, entry) in (first..).zip(entries) {
-            let PageRef::Stored(id) = entry else { continue };
-            match self.repository.index.mark(id, Mark::Used) {
-                Some((at, _)) if at.bytes() == table.page_bytes => {}
-                Some((at, _)) => self.problem(format!(
-                    "page {page} of RAM block '{}' has {} bytes instead of {}",
-                    table.name,
-                    at.bytes(),
-                    table.page_bytes
-                ))?,
-                None => self.problem(format!(
-                    "page {page} of RAM block '{}' (blob {id}) is not in the repository",
-                    table.name
-                ))?,
-            }
+        for (page, &content) in (first..).zip(entries) {
+            self.page(page, content, table)?;
         }
         Ok(())
     }
 
-    /// The bytes of a root, unless it has been walked before.
+    fn page(&mut self, page: u64, content: PageRef, table: &RamTable) -> Result<(), RepoError> {
+        let PageRef::Stored(id) = content else {
+            return Ok(());
+        };
+        match self.repository.index.mark(&id, Mark::Used) {
+            Some((at, _)) if at.bytes() == table.page_bytes => Ok(()),
+            Some((at, _)) => self.problem(format!(
+                "page {page} of RAM block '{}' has {} bytes instead of {}",
+                table.name,
+                at.bytes(),
+                table.page_bytes
+            )),
+            None => self.problem(format!(
+                "page {page} of RAM block '{}' (blob {id}) is not in the repository",
+                table.name
+            )),
+        }
+    }
+
+    /// The bytes of a root or layer, unless it has been walked before.
     fn node(&mut self, id: &ContentId, table: &RamTable) -> Result<Option<Vec<u8>>, RepoError> {
         if !self.visit(id, table)? {
             return Ok(None);
@@ -168,7 +203,7 @@ impl Walk<'_, '_> {
         }
     }
 
-    /// Marks a root or segment; whether it is there and has not been walked yet.
+    /// Marks a root, segment or layer; whether it is there and has not been walked yet.
     fn visit(&mut self, id: &ContentId, table: &RamTable) -> Result<bool, RepoError> {
         let what = format!("part of the page table of RAM block '{}'", table.name);
         if self.used(id, &what)?.is_none() {

@@ -101,9 +101,14 @@ impl<'a> Writer<'a> {
     /// Stores a blob of 1 byte to 32 MiB under its id. A failure to write may be told by a later
     /// call; after an error the writer can only be dropped.
     pub fn put(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
-        if self.contains(&id) {
-            return Ok(Put::Duplicate);
+        match self.contains(&id) {
+            true => Ok(Put::Duplicate),
+            false => self.put_again(id, bytes),
         }
+    }
+
+    /// As [`Writer::put`], but stores the blob even if it is there already.
+    pub fn put_again(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
         if bytes.is_empty() || bytes.len() > BLOB_BYTES_MAX {
             return Err(RepoError::BlobSize {
                 bytes: bytes.len(),
@@ -123,15 +128,19 @@ impl<'a> Writer<'a> {
         Ok(Put::New)
     }
 
+    /// Stores a blob under the id of its bytes, which it returns.
+    pub fn put_unnamed(&mut self, bytes: &[u8]) -> Result<ContentId, RepoError> {
+        let id = self.hasher.id(bytes);
+        self.put(id, bytes)?;
+        Ok(id)
+    }
+
     /// Stores a byte string in pieces of 4 KiB, so that the parts that stay the same from
     /// checkpoint to checkpoint are stored once; the ids of the pieces.
     pub fn put_stream(&mut self, bytes: &[u8]) -> Result<Vec<ContentId>, RepoError> {
         bytes
             .chunks(PIECE_BYTES)
-            .map(|piece| {
-                let id = self.hasher.id(piece);
-                self.put(id, piece).map(|_| id)
-            })
+            .map(|piece| self.put_unnamed(piece))
             .collect()
     }
 

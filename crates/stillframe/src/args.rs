@@ -8,6 +8,7 @@ use stillframe_engine::Selector;
 
 use crate::durations;
 use crate::help;
+use crate::sizes;
 
 /// Checkpoints and restores running QEMU VMs, from outside and without their help.
 #[derive(Debug, Parser)]
@@ -142,6 +143,12 @@ pub struct CaptureArgs {
     /// Compare all memory, in the pause, with the checkpoint: a long pause
     #[arg(long)]
     pub verify: bool,
+    /// Remember what so much memory held, to store only what changed in it; 0: store whole pages
+    #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "256M")]
+    pub delta_cache: u64,
+    /// Store pages even if the repository has them already
+    #[arg(long)]
+    pub no_dedup: bool,
 }
 
 impl CaptureArgs {
@@ -403,6 +410,22 @@ mod tests {
         assert_eq!(limit_s("checkpoint --pid 1"), 3);
         assert_eq!(limit_s("checkpoint --pid 1 --verify"), 600);
         assert_eq!(limit_s("checkpoint --pid 1 --verify --pause-limit 20s"), 20);
+    }
+
+    #[test]
+    fn deltas_are_made_unless_there_is_no_memory_for_them() {
+        let cache = |line| match parse(line).unwrap().command {
+            Command::Checkpoint(args) => args.capture.delta_cache,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(cache("checkpoint --pid 1"), 256 << 20);
+        assert_eq!(cache("checkpoint --pid 1 --delta-cache 0"), 0);
+        assert_eq!(
+            cache("checkpoint --pid 1 --delta-cache 1.5G --no-dedup"),
+            3 << 29
+        );
+        let kind = refused("checkpoint --pid 1 --delta-cache much");
+        assert_eq!(kind, ErrorKind::ValueValidation);
     }
 
     #[test]

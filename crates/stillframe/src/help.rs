@@ -57,7 +57,7 @@ Examples:
 
 The VM runs on, except for the pause the result tells of. A pause that overruns its limit ends, and
 the checkpoint with it. With --verify the pause lasts as long as reading all memory takes. Ctrl-C
-gives the checkpoint up. TIME is a number and its unit: 500ms, 2s, 5m.
+gives the checkpoint up. TIME is a number and its unit: 500ms, 2s, 5m. SIZE too: 64M, 1.5G.
 
 ",
     exit_codes!()

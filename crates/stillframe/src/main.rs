@@ -18,6 +18,7 @@ mod password;
 mod picture;
 mod progress;
 mod shell;
+mod sizes;
 mod table;
 
 use std::process;

@@ -20,6 +20,8 @@ use thiserror::Error;
 
 /// The guest page size of every machine this engine handles (x86-64), in bytes.
 pub const PAGE_BYTES: u64 = 4096;
+/// The same, for lengths in memory.
+pub const PAGE: usize = PAGE_BYTES as usize;
 
 /// Why a RAM block cannot be reached.
 #[derive(Debug, Error)]

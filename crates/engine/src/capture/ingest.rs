@@ -1,106 +1,178 @@
-//! From captured pages to the repository: zero pages become a mark in the page table, all others
-//! a content id, stored once.
+//! From captured pages to the repository.
 //!
-//! Hashing runs on all processors that the caller may use, a batch at a time; the repository
-//! compresses and encrypts in threads of its own.
+//! What a page is stored as is found out by threads (see [`super::verdict`]); this one writes it
+//! down. The repository compresses and encrypts in threads of its own, which make it wait when they
+//! cannot follow: memory stays bounded.
 
-use std::num::NonZero;
-use std::thread;
+use std::time::{Duration, Instant};
 
+use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
-use stillframe_page::hash::{ContentHasher, ContentId};
-use stillframe_page::{PageIndex, is_zero};
-use stillframe_repo::table::{PageRef, TableEditor};
-use stillframe_repo::{PageCounts, Put, RepoError, Writer};
+use stillframe_page::hash::ContentHasher;
+use stillframe_repo::table::PageRef;
+use stillframe_repo::{MemoryEditor, PageCounts, Put, RepoError, Writer};
 
+use super::cache::DeltaCache;
+use super::stage::Stage;
 use super::tracker::{Content, Tracker};
+use super::verdict::{Judge, Page, Verdict};
 
-/// Pages hashed at once: enough to make threads worth their start.
+/// Pages judged at once: enough to make threads worth their start.
 pub const BATCH_PAGES: usize = 2048;
 
-/// No thread is started for fewer.
-const SHARE_PAGES_MIN: usize = 64;
+/// What is collected of the pages of one checkpoint.
+pub struct Ingested {
+    hasher: ContentHasher,
+    dedup: bool,
+    memory: Vec<MemoryEditor>,
+    /// In a first checkpoint, the pages that its full pass has stored, by block. An increment's pages
+    /// come from the stage, which holds each of them once.
+    seen: Vec<DirtyBitmap>,
+    /// Pages that the delta cache should know the content of, once it is committed; by block.
+    keep: Vec<DirtyBitmap>,
+    /// What happened so far.
+    pub counts: PageCounts,
+    /// Finding out what pages are to be stored as: comparing, hashing, making deltas.
+    pub judging: Duration,
+    /// Handing over to the repository, and waiting for it.
+    pub writing: Duration,
+}
 
-const THREADS_MAX: usize = 8;
-
-/// One page on its way: its number in the block, and its bytes.
-pub type Page<'a> = (u64, &'a [u8]);
-
-/// Stores pages of one checkpoint.
-pub struct Ingest<'a, 'r> {
+/// What [`Ingested::batch`] works with.
+pub struct Tools<'a, 'r> {
     /// The repository.
     pub writer: &'a mut Writer<'r>,
-    /// One page table a block.
-    pub tables: &'a mut [TableEditor],
-    /// What happened so far.
-    pub counts: &'a mut PageCounts,
-    /// Pages of each block that this checkpoint has captured already; empty where none can come
-    /// twice.
-    pub seen: &'a mut [DirtyBitmap],
     /// Learns what the pages hold.
     pub tracker: &'a mut Tracker,
-    /// The repository's hasher.
-    pub hasher: &'a ContentHasher,
+    /// What the pages held.
+    pub cache: &'a DeltaCache,
+    /// Compares, hashes, makes deltas.
+    pub judge: &'a mut Judge,
 }
 
-impl Ingest<'_, '_> {
-    /// Stores a batch of pages of block number `block`.
-    pub fn batch(&mut self, block: usize, pages: &[Page<'_>]) -> Result<(), RepoError> {
-        let ids = hash_all(self.hasher, pages);
-        for (&(page, bytes), id) in pages.iter().zip(ids) {
-            let seen = self.seen.get_mut(block);
-            if seen.is_none_or(|seen| seen.set(PageIndex(page))) {
-                self.counts.captured += 1;
-            }
-            let (content, place) = match id {
-                None => (Content::Zero, PageRef::Zero),
-                Some(id) => match self.writer.put(id, bytes)? {
-                    Put::New => (Content::New, PageRef::Stored(id)),
-                    Put::Duplicate => (Content::Known, PageRef::Stored(id)),
-                },
-            };
-            match content {
-                Content::Zero => self.counts.zero += 1,
-                Content::Known => self.counts.duplicate += 1,
-                Content::New => self.counts.new += 1,
-            }
-            self.tracker.note_content(block, page, content);
-            self.tables[block].set(page, place);
+impl Ingested {
+    /// Nothing so far, of blocks that are written down by `memory`. `increment`: all pages come from
+    /// a stage. Without `dedup` pages are stored whether or not the repository has them.
+    pub fn new(
+        memory: Vec<MemoryEditor>,
+        tracker: &Tracker,
+        hasher: ContentHasher,
+        increment: bool,
+        dedup: bool,
+    ) -> Ingested {
+        let blocks = tracker.blocks().iter();
+        let bitmaps = blocks.map(|tracked| DirtyBitmap::new(tracked.block.pages()));
+        Ingested {
+            hasher,
+            dedup,
+            memory,
+            seen: match increment {
+                true => Vec::new(),
+                false => bitmaps.clone().collect(),
+            },
+            keep: bitmaps.collect(),
+            counts: PageCounts {
+                total: tracker.pages(),
+                ..PageCounts::default()
+            },
+            judging: Duration::ZERO,
+            writing: Duration::ZERO,
         }
+    }
+
+    /// What makes the repository's ids.
+    pub fn hasher(&self) -> &ContentHasher {
+        &self.hasher
+    }
+
+    /// Stores a batch of ascending pages of block number `block`.
+    pub fn batch(
+        &mut self,
+        tools: &mut Tools<'_, '_>,
+        block: usize,
+        pages: &[Page<'_>],
+    ) -> Result<(), RepoError> {
+        let begin = Instant::now();
+        let judged = tools.judge.batch(&self.hasher, tools.cache, block, pages)?;
+        let judged_at = Instant::now();
+        for (&page, verdict) in pages.iter().zip(judged.verdicts) {
+            let content = self.write(tools.writer, block, page, verdict)?;
+            tools.tracker.note_content(block, page.0, content);
+        }
+        for delta in judged.deltas {
+            self.memory[block].add_delta(tools.writer, delta)?;
+        }
+        self.judging += judged_at - begin;
+        self.writing += judged_at.elapsed();
         Ok(())
     }
-}
 
-/// The content id of each page, `None` for zero pages.
-pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<ContentId>> {
-    let one = |bytes: &[u8]| (!is_zero(bytes)).then(|| hasher.id(bytes));
-    let threads = thread::available_parallelism()
-        .map_or(1, NonZero::get)
-        .min(THREADS_MAX);
-    let share = pages.len().div_ceil(threads).max(SHARE_PAGES_MIN);
-    if pages.len() <= share {
-        return pages.iter().map(|(_, bytes)| one(bytes)).collect();
+    fn write(
+        &mut self,
+        writer: &mut Writer<'_>,
+        block: usize,
+        (page, bytes): Page<'_>,
+        verdict: Verdict,
+    ) -> Result<Content, RepoError> {
+        let index = PageIndex(page);
+        let seen = self.seen.get_mut(block);
+        if seen.is_none_or(|seen| seen.set(index)) {
+            self.counts.captured += 1;
+        }
+        // A page whose delta was of no use leaves the cache: of pages that are always written all
+        // over only every second version is compared in vain.
+        match verdict {
+            Verdict::Zero | Verdict::TooMuch(_) => self.keep[block].clear(index),
+            Verdict::Same | Verdict::Delta | Verdict::Unknown(_) => self.keep[block].set(index),
+        };
+        Ok(match verdict {
+            Verdict::Zero => {
+                self.memory[block].set(page, PageRef::Zero);
+                self.counts.zero += 1;
+                Content::Zero
+            }
+            Verdict::Same => {
+                self.counts.unchanged += 1;
+                Content::Known
+            }
+            Verdict::Delta => {
+                self.counts.delta += 1;
+                Content::New
+            }
+            Verdict::Unknown(id) | Verdict::TooMuch(id) => {
+                let put = match self.dedup {
+                    true => writer.put(id, bytes)?,
+                    false => writer.put_again(id, bytes)?,
+                };
+                self.memory[block].set(page, PageRef::Stored(id));
+                match put {
+                    Put::New => {
+                        self.counts.new += 1;
+                        Content::New
+                    }
+                    Put::Duplicate => {
+                        self.counts.duplicate += 1;
+                        Content::Known
+                    }
+                }
+            }
+        })
     }
-    thread::scope(|scope| {
-        let workers: Vec<_> = pages
-            .chunks(share)
-            .map(|chunk| {
-                scope.spawn(move || {
-                    chunk
-                        .iter()
-                        .map(|(_, bytes)| one(bytes))
-                        .collect::<Vec<_>>()
-                })
-            })
-            .collect();
-        workers
-            .into_iter()
-            .zip(pages.chunks(share))
-            .flat_map(|(worker, chunk)| match worker.join() {
-                Ok(ids) => ids,
-                // A worker cannot panic (it only reads); should it, the work is done here.
-                Err(_) => chunk.iter().map(|(_, bytes)| one(bytes)).collect(),
-            })
-            .collect()
-    })
+
+    /// The blocks, ready to be finished.
+    pub fn take_memory(&mut self) -> Vec<MemoryEditor> {
+        std::mem::take(&mut self.memory)
+    }
+
+    /// To be called when the checkpoint is durable: the cache learns what its pages hold.
+    pub fn remember(&self, stage: &Stage, cache: &mut DeltaCache) {
+        for (block, keep) in self.keep.iter().enumerate() {
+            for (page, bytes) in stage.pages_of(block) {
+                match keep.get(PageIndex(page)) {
+                    true => cache.put(block, page, bytes),
+                    false => cache.remove(block, page),
+                }
+            }
+        }
+    }
 }

@@ -6,11 +6,11 @@
 
 use std::ops::Range;
 
-use super::block::{Block, BlockError, PAGE_BYTES};
+use super::block::{Block, BlockError, PAGE};
 use super::tracker::{Collected, Tracker};
+use super::verdict::Page;
 
 const SLAB_PAGES: u64 = 256;
-const PAGE: usize = PAGE_BYTES as usize;
 /// Slabs kept for the next checkpoint, whatever this one needed: 64 MiB.
 const SLABS_KEPT_MIN: usize = 64;
 
@@ -136,13 +136,12 @@ impl Stage {
     }
 
     /// Every staged page of block `index`, in page order.
-    pub fn pages_of(&self, index: usize) -> impl Iterator<Item = (u64, &[u8])> {
+    pub fn pages_of(&self, index: usize) -> impl Iterator<Item = Page<'_>> {
         self.blocks[index].iter().flat_map(move |extent| {
             extent.pages.clone().map(move |page| {
                 let slot = extent.slot + (page - extent.pages.start);
-                let slab = &self.slabs[(slot / SLAB_PAGES) as usize];
-                let start = (slot % SLAB_PAGES) as usize * PAGE;
-                (page, &slab[start..start + PAGE])
+                let (pages, _) = self.slabs[(slot / SLAB_PAGES) as usize].as_chunks();
+                (page, &pages[(slot % SLAB_PAGES) as usize])
             })
         })
     }

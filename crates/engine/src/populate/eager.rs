@@ -5,19 +5,16 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use stillframe_page::hash::ContentId;
 use stillframe_qemu::monitor::RamBlock;
-use stillframe_repo::table::{self, PageRef};
-use stillframe_repo::{RamTable, Reader, RepoError};
+use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
 use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use stillframe_sys::process::{Process, ProcessError};
 use thiserror::Error;
 
-use crate::capture::block::{Block, BlockError, PAGE_BYTES};
+use crate::capture::block::{Block, BlockError, PAGE, PAGE_BYTES};
 use crate::{Progress, ProgressSink};
 
 /// Pages gathered before they are read, in the order in which they lie in the repository: bounds
@@ -96,21 +93,19 @@ pub fn populate(
     let mut written = 0;
     for (block, table) in blocks.iter().zip(tables) {
         let in_use = in_use(&pagemap, block)?;
-        let mut pages = Vec::with_capacity(table.pages as usize);
-        table::read_table(&*reader, &table.root, table.pages, |_, stored| {
-            pages.push(stored)
-        })?;
-        zero_where_needed(block, &in_use, &pages)?;
-        for window in windows(&pages) {
+        let map = PageMap::read(&*reader, table)?;
+        zero_where_needed(block, &in_use, &map)?;
+        for start in (0..table.pages).step_by(WINDOW_PAGES) {
+            let end = table.pages.min(start + WINDOW_PAGES as u64);
+            let window: Vec<u64> = (start..end).filter(|&page| !map.is_zero(page)).collect();
             written += window.len() as u64;
-            write_window(block, window, reader)?;
+            write_window(block, &map, window)?;
             progress(Progress::Populating {
-                done: done + written.min(table.pages),
+                done: done + end,
                 total,
             });
         }
         done += table.pages;
-        progress(Progress::Populating { done, total });
     }
     Ok(written)
 }
@@ -135,52 +130,28 @@ fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>, PopulateE
 fn zero_where_needed(
     block: &Block,
     in_use: &[Range<u64>],
-    pages: &[PageRef],
+    map: &PageMap<'_>,
 ) -> Result<(), PopulateError> {
-    let zero = [0u8; PAGE_BYTES as usize];
-    for page in in_use.iter().cloned().flatten() {
-        if pages.get(page as usize) == Some(&PageRef::Zero) {
-            block.write(page, &zero)?;
-        }
+    let zero = [0u8; PAGE];
+    let in_use = in_use.iter().cloned().flatten();
+    for page in in_use.filter(|&page| page < map.pages() && map.is_zero(page)) {
+        block.write(page, &zero)?;
     }
     Ok(())
 }
 
-fn windows(pages: &[PageRef]) -> impl Iterator<Item = Vec<(ContentId, u64)>> {
-    pages
-        .chunks(WINDOW_PAGES)
-        .enumerate()
-        .map(|(number, chunk)| {
-            let first = (number * WINDOW_PAGES) as u64;
-            (first..)
-                .zip(chunk)
-                .filter_map(|(page, stored)| match stored {
-                    PageRef::Zero => None,
-                    PageRef::Stored(id) => Some((*id, page)),
-                })
-                .collect()
-        })
-}
-
-fn write_window(
-    block: &Block,
-    window: Vec<(ContentId, u64)>,
-    reader: &Reader<'_>,
-) -> Result<(), PopulateError> {
+fn write_window(block: &Block, map: &PageMap<'_>, window: Vec<u64>) -> Result<(), PopulateError> {
     let threads = thread::available_parallelism()
         .map_or(1, std::num::NonZero::get)
         .min(8);
     // The repository's sink speaks io::Error; the block's own error is kept for the report.
     let failed: Mutex<Option<BlockError>> = Mutex::new(None);
-    let pages_written = AtomicU64::new(0);
-    let read = reader.read_sorted(window, threads, &|page, bytes| {
+    let read = map.read_pages(window, threads, &|page, bytes| {
         block.write(page, bytes).map_err(|error| {
             let text = error.to_string();
             *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             io::Error::other(text)
-        })?;
-        pages_written.fetch_add(1, Ordering::Relaxed);
-        Ok(())
+        })
     });
     if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
         return Err(error.into());

@@ -58,11 +58,10 @@ fn changes() -> impl Strategy<Value = Vec<(u32, Page, Page)>> {
 fn encode(changes: &[(u32, Page, Page)]) -> Vec<u8> {
     let mut encoder = DeltaEncoder::new(1).unwrap();
     for (number, old, new) in changes {
-        assert_eq!(encoder.add(*number, old, new), old != new);
+        let added = encoder.add(*number, [old, new], PAGE_BYTES);
+        assert_eq!(added == Added::Changed, old != new);
     }
-    let mut out = Vec::new();
-    encoder.finish(&mut out).unwrap();
-    out
+    encoder.finish().unwrap().bytes
 }
 
 proptest! {
@@ -85,15 +84,35 @@ proptest! {
     #[test]
     fn an_encoder_begins_anew(first in changes(), second in changes()) {
         let mut encoder = DeltaEncoder::new(1).unwrap();
-        let mut out = Vec::new();
+        let mut last = EncodedDelta::default();
         for changes in [&first, &second] {
-            out.clear();
             for (number, old, new) in changes {
-                encoder.add(*number, old, new);
+                encoder.add(*number, [old, new], PAGE_BYTES);
             }
-            encoder.finish(&mut out).unwrap();
+            last = encoder.finish().unwrap();
+            prop_assert!(encoder.is_empty());
         }
-        prop_assert_eq!(out, encode(&second));
+        prop_assert_eq!(&last.bytes, &encode(&second));
+        prop_assert_eq!(last.pages, Delta::decode(&last.bytes).unwrap().pages().collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_page_that_changed_too_much_leaves_no_trace(changes in changes(), bytes_max in 0..PAGE_BYTES) {
+        let mut encoder = DeltaEncoder::new(1).unwrap();
+        let mut kept = Vec::new();
+        for (number, old, new) in changes {
+            let bytes = difference(&old[..], &new[..]).bytes as usize;
+            let expected = match bytes {
+                0 => Added::Same,
+                bytes if bytes > bytes_max => Added::TooMuch,
+                _ => Added::Changed,
+            };
+            prop_assert_eq!(encoder.add(number, [&old, &new], bytes_max), expected);
+            if expected == Added::Changed {
+                kept.push((number, old, new));
+            }
+        }
+        prop_assert_eq!(encoder.finish().unwrap().bytes, encode(&kept));
     }
 
     #[test]

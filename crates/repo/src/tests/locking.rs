@@ -216,7 +216,7 @@ fn a_writer_whose_lock_was_taken_away_records_nothing() {
     let mut vm = Vm::new("vm", 300);
     vm.run(&mut Dice(5), 100);
     let mut writer = repo.begin(WAIT).unwrap();
-    let (_, manifest) = vm.write(&mut writer, None, Timestamp::now()).unwrap();
+    let manifest = vm.write(&mut writer, None, Timestamp::now()).unwrap();
     for lock in std::fs::read_dir(dir.path().join("locks")).unwrap() {
         std::fs::remove_file(lock.unwrap().path()).unwrap();
     }

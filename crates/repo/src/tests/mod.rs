@@ -7,6 +7,7 @@ mod decoders;
 
 pub(crate) mod faults;
 mod kill;
+mod layers;
 mod locking;
 mod places;
 mod presence;

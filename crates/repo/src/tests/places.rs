@@ -44,7 +44,7 @@ fn a_full_disk_is_named_and_loses_nothing() {
     let mut failures = 0;
     let mut committed = vec![(first, at_first)];
     for _ in 0..20 {
-        vm.run(&mut dice, 150);
+        vm.run(&mut dice, 300);
         match vm.checkpoint(&mut repo) {
             Ok(id) => committed.push((id, vm.clone())),
             Err(error) => {

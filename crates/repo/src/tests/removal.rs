@@ -92,7 +92,7 @@ fn packs_with_much_waste_are_repacked() {
     assert!(report.packs_repacked > 0, "{report:?}");
     let after = tree_bytes(&dir.path().join("packs"));
     assert_eq!(after, report.bytes_after);
-    assert!(after * 3 < before, "{before} {after}");
+    assert!(after * 4 < before * 3, "{before} {after}");
     assert_clean(&mut repo);
     for (id, vm) in &all[28..] {
         assert!(vm.compare(&mut repo, id).unwrap());

@@ -1,17 +1,21 @@
 //! What the tests share: cheap repositories, and a small VM whose memory can be checkpointed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
+use stillframe_page::delta::{Added, DeltaEncoder};
 use stillframe_page::is_zero;
 
 use crate::key_file::Cost;
 use crate::local::LocalStore;
-use crate::table::{PageRef, TableEditor, read_table};
+use crate::table::PageRef;
 use crate::{
-    CheckpointId, Manifest, PageCounts, Password, RamTable, RepoError, Repository, Writer,
+    CheckpointId, Manifest, MemoryEditor, PageCounts, PageMap, Password, RamTable, RepoError,
+    Repository, Writer,
 };
 
 pub(crate) const WAIT: Duration = Duration::from_secs(20);
@@ -68,8 +72,16 @@ pub(crate) struct Vm {
     pub(crate) label: String,
     pub(crate) pages: Vec<Vec<u8>>,
     pub(crate) device_state: Vec<u8>,
-    last: Option<(CheckpointId, stillframe_page::hash::ContentId)>,
-    dirty: Vec<u64>,
+    last: Option<Last>,
+    dirty: BTreeSet<u64>,
+}
+
+/// The last checkpoint.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Last {
+    id: CheckpointId,
+    table: RamTable,
+    pages: Vec<Vec<u8>>,
 }
 
 impl Vm {
@@ -87,12 +99,14 @@ impl Vm {
     pub(crate) fn run(&mut self, dice: &mut Dice, writes: usize) {
         for _ in 0..writes {
             let at = dice.below(self.pages.len() as u64);
-            self.pages[at as usize] = match dice.below(8) {
-                0 => vec![0; PAGE],
-                1 => vec![7; PAGE],
-                _ => dice.bytes(PAGE),
-            };
-            self.dirty.push(at);
+            let page = &mut self.pages[at as usize];
+            match dice.below(8) {
+                0 => page.fill(0),
+                1 => page.fill(7),
+                2..5 => page[dice.below(PAGE as u64) as usize] = dice.next() as u8,
+                _ => *page = dice.bytes(PAGE),
+            }
+            self.dirty.insert(at);
         }
         let at = dice.below(self.device_state.len() as u64);
         self.device_state[at as usize] ^= 1;
@@ -103,7 +117,7 @@ impl Vm {
         self.last = None;
     }
 
-    /// Takes a checkpoint the way the engine does: changed pages only, on the table of the parent.
+    /// Takes a checkpoint the way the engine does: changed pages only, after the parent.
     pub(crate) fn checkpoint(&mut self, repo: &mut Repository) -> Result<CheckpointId, RepoError> {
         self.checkpoint_at(repo, Timestamp::now())
     }
@@ -113,14 +127,19 @@ impl Vm {
         repo: &mut Repository,
         time: Timestamp,
     ) -> Result<CheckpointId, RepoError> {
-        let parent = match self.last {
-            Some((id, root)) if repo.has_manifest(&id)? => Some((id, root)),
+        let parent = match &self.last {
+            Some(last) if repo.has_manifest(&last.id)? => Some(last),
             _ => None,
         };
         let mut writer = repo.begin(WAIT)?;
-        let (root, manifest) = self.write(&mut writer, parent, time)?;
+        let manifest = self.write(&mut writer, parent, time)?;
+        let table = manifest.ram[0].clone();
         let committed = writer.commit(manifest)?;
-        self.last = Some((committed.id, root));
+        self.last = Some(Last {
+            id: committed.id,
+            table,
+            pages: self.pages.clone(),
+        });
         self.dirty.clear();
         Ok(committed.id)
     }
@@ -129,51 +148,55 @@ impl Vm {
     pub(crate) fn write(
         &self,
         writer: &mut Writer<'_>,
-        parent: Option<(CheckpointId, stillframe_page::hash::ContentId)>,
+        parent: Option<&Last>,
         time: Timestamp,
-    ) -> Result<(stillframe_page::hash::ContentId, Manifest), RepoError> {
+    ) -> Result<Manifest, RepoError> {
         let pages = self.pages.len() as u64;
-        let (mut table, captured): (TableEditor, Vec<u64>) = match parent {
-            Some((_, root)) => (
-                TableEditor::from_root(&*writer, root, pages)?,
-                self.dirty.clone(),
-            ),
-            None => (TableEditor::new(pages), (0..pages).collect()),
+        let mut memory = match parent {
+            Some(last) => MemoryEditor::after(&last.table),
+            None => MemoryEditor::new(pages),
         };
+        let captured: Vec<u64> = match parent {
+            Some(_) => self.dirty.iter().copied().collect(),
+            None => (0..pages).collect(),
+        };
+        let mut encoder = DeltaEncoder::new(1)?;
         for page in captured {
             let bytes = &self.pages[page as usize];
-            table.set(
-                page,
-                match is_zero(bytes) {
-                    true => PageRef::Zero,
-                    false => {
-                        let id = writer.hasher().id(bytes);
-                        writer.put(id, bytes)?;
-                        PageRef::Stored(id)
-                    }
-                },
-            );
+            if let Some(last) = parent {
+                let old = &last.pages[page as usize];
+                let versions = [old, bytes].map(|page| page.as_slice().try_into().unwrap());
+                if encoder.add(page as u32, versions, PAGE / 2) != Added::TooMuch {
+                    continue;
+                }
+            }
+            let content = match is_zero(bytes) {
+                true => PageRef::Zero,
+                false => PageRef::Stored(writer.put_unnamed(bytes)?),
+            };
+            memory.set(page, content);
         }
-        let root = table.finish(writer)?;
+        memory.add_delta(writer, encoder.finish()?)?;
+        let written = memory.finish(writer)?;
         let stream = writer.put_whole_stream(&self.device_state)?;
         let ram = RamTable {
             name: "pc.ram".into(),
             page_bytes: PAGE as u32,
             pages,
-            root,
+            root: written.root,
+            layers: written.layers,
         };
-        let manifest = Manifest {
+        Ok(Manifest {
             vm: self.label.clone(),
             time,
-            parent: parent.map(|(id, _)| id),
+            parent: parent.map(|last| last.id),
             ram: vec![ram],
             streams: BTreeMap::from([("device-state".to_owned(), stream)]),
             pages: PageCounts::default(),
             bytes_stored: 0,
             vm_record: serde_json::json!({"label": self.label}),
             downtime_us: serde_json::json!({"total_us": 812}),
-        };
-        Ok((root, manifest))
+        })
     }
 
     /// Whether a checkpoint gives back exactly this VM; the error tells what went wrong instead.
@@ -185,26 +208,17 @@ impl Vm {
         let manifest = repo.manifest(id)?;
         let reader = repo.reader(WAIT)?;
         let state = reader.read_stream(&manifest.streams["device-state"], 1 << 20)?;
-        let table = &manifest.ram[0];
-        let mut wanted = Vec::new();
-        let mut same = state == self.device_state && table.pages == self.pages.len() as u64;
-        read_table(
-            &reader,
-            &table.root,
-            table.pages,
-            |page, content| match content {
-                PageRef::Zero => same &= is_zero(&self.pages[page as usize]),
-                PageRef::Stored(id) => wanted.push((id, page)),
-            },
-        )?;
-        let wrong = std::sync::atomic::AtomicBool::new(!same);
-        reader.read_sorted(wanted, 2, &|page: u64, bytes| {
-            if self.pages[page as usize] != bytes {
-                wrong.store(true, std::sync::atomic::Ordering::Relaxed);
+        let map = PageMap::read(&reader, &manifest.ram[0])?;
+        let same = state == self.device_state && map.pages() == self.pages.len() as u64;
+        let seen = Mutex::new(BTreeSet::new());
+        let wrong = AtomicBool::new(!same);
+        map.read_pages(0..map.pages(), 2, &|page, bytes| {
+            if self.pages[page as usize] != bytes || !seen.lock().unwrap().insert(page) {
+                wrong.store(true, Ordering::Relaxed);
             }
             Ok(())
         })?;
-        Ok(!wrong.into_inner())
+        Ok(!wrong.into_inner() && seen.into_inner().unwrap().len() == self.pages.len())
     }
 }
 

@@ -69,6 +69,8 @@ pub fn take(
         pause_limit: args.pause_limit(),
         lock_wait: args.lock_wait,
         verify: args.verify,
+        delta_cache_bytes: args.delta_cache,
+        dedup: !args.no_dedup,
     };
     let mut meter = Meter::new(context.console);
     interrupts.interruptible(|| {
@@ -104,11 +106,12 @@ fn words(report: &CheckpointReport) -> String {
         total => format!("paused {}", durations::human_us(total)),
     };
     let mut line = format!(
-        "checkpoint {} of {}: {paused}, {} looked at, {} new, {} stored in {}",
+        "checkpoint {} of {}: {paused}, {} looked at, {} new, {} in part, {} stored in {}",
         short(&report.checkpoint),
         printable(&report.vm),
         table::count(pages.captured, "page"),
         pages.new,
+        pages.delta,
         table::bytes(report.bytes_stored),
         durations::human_us(report.total_us),
     );
@@ -148,12 +151,15 @@ mod tests {
                 total: 70_000,
                 captured: 16_412,
                 new: 16_100,
-                duplicate: 312,
+                duplicate: 90,
                 zero: 0,
+                delta: 212,
+                unchanged: 10,
             },
             copied: Default::default(),
             bytes_stored: 67_318_579,
             total_us: 410_000,
+            phases_us: Default::default(),
             missing_packs: Vec::new(),
             verify: None,
         }
@@ -163,7 +169,7 @@ mod tests {
     fn a_checkpoint_in_one_line() {
         assert_eq!(
             words(&report()),
-            "checkpoint 1a2b3c4d of vm1: paused 3.4 ms, 16412 pages looked at, 16100 new, 64.2 MiB stored in 410 ms"
+            "checkpoint 1a2b3c4d of vm1: paused 3.4 ms, 16412 pages looked at, 16100 new, 212 in part, 64.2 MiB stored in 410 ms"
         );
     }
 
@@ -204,7 +210,15 @@ mod tests {
         ] {
             assert!(object["downtime_us"][phase].is_u64(), "{phase}");
         }
-        for kind in ["total", "captured", "new", "duplicate", "zero"] {
+        for kind in [
+            "total",
+            "captured",
+            "new",
+            "duplicate",
+            "zero",
+            "delta",
+            "unchanged",
+        ] {
             assert!(object["pages"][kind].is_u64(), "{kind}");
         }
         assert!(object["bytes_stored"].is_u64());

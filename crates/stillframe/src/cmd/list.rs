@@ -111,6 +111,7 @@ pub(crate) mod tests {
                 new: 7,
                 duplicate: 1,
                 zero: 2,
+                ..PageCounts::default()
             },
             bytes_stored: 2048,
             vm_record: Value::Null,

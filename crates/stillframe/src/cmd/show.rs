@@ -63,8 +63,14 @@ fn head(id: &CheckpointId, manifest: &Manifest) -> Table {
     table.entry(
         "pages",
         format!(
-            "{} in all, {} looked at: {} new, {} duplicate, {} zero",
-            pages.total, pages.captured, pages.new, pages.duplicate, pages.zero
+            "{} in all, {} looked at: {} new, {} in part, {} duplicate, {} zero, {} unchanged",
+            pages.total,
+            pages.captured,
+            pages.new,
+            pages.delta,
+            pages.duplicate,
+            pages.zero,
+            pages.unchanged
         ),
     );
     table.entry("stored", table::bytes(manifest.bytes_stored));
@@ -184,7 +190,7 @@ mod tests {
         let (id, manifest) = sample();
         let text = words(&id, &manifest);
         assert!(
-            text.contains("10 looked at: 7 new, 1 duplicate, 2 zero"),
+            text.contains("10 looked at: 7 new, 0 in part, 1 duplicate, 2 zero, 0 unchanged"),
             "{text}"
         );
         assert!(text.contains("3.4 ms (stop 1.0 ms)"), "{text}");

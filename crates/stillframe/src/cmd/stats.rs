@@ -108,6 +108,8 @@ fn take_two(
         pause_limit: None,
         lock_wait: args.lock_wait,
         verify: false,
+        delta_cache: 0,
+        no_dedup: false,
     };
     let mut take = |repository: &mut Repository| -> anyhow::Result<CheckpointId> {
         let report = capture::take(context, interrupts, vm, repository, &capture_args)??;

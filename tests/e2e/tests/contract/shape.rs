@@ -65,7 +65,7 @@ fn checkpoint() -> Value {
         "parent": "id or null",
         "pages": {
             "total": "count", "captured": "count", "new": "count", "duplicate": "count",
-            "zero": "count",
+            "zero": "count", "delta": "count", "unchanged": "count",
         },
         "bytes_stored": "count",
         "downtime_us": {
@@ -87,9 +87,10 @@ fn taken() -> Value {
     let copied = json!({
         "full_pass": "count", "pre_copy": "count", "pause": "count", "left_open": "count",
     });
+    let phases = json!({ "copy": "count", "judge": "count", "write": "count", "commit": "count" });
     and(
         checkpoint(),
-        json!({ "copied": copied, "total_us": "count" }),
+        json!({ "copied": copied, "total_us": "count", "phases_us": phases }),
     )
 }
 

@@ -1,0 +1,130 @@
+//! The delta cache: what pages held at the last committed checkpoint (FITDOC, section III.C).
+//!
+//! Only a commit changes it, so that a delta against it is always one against the parent. Pages
+//! that were written longest ago make room for others.
+
+use std::num::NonZero;
+
+use lru::LruCache;
+
+use super::block::PAGE;
+
+/// One page of the cache: number of its block, number in the block.
+type Key = (u32, u32);
+
+/// Contents of pages, within a budget.
+#[derive(Debug, Default)]
+pub struct DeltaCache {
+    /// `None` for a budget below one page: nothing is kept.
+    pages: Option<LruCache<Key, Box<[u8; PAGE]>>>,
+}
+
+impl DeltaCache {
+    /// Keeps to `bytes` of page contents from now on; the index takes about 2 % on top.
+    pub fn set_budget(&mut self, bytes: u64) {
+        let pages = usize::try_from(bytes / PAGE as u64).unwrap_or(usize::MAX);
+        self.pages = match (NonZero::new(pages), self.pages.take()) {
+            (None, _) => None,
+            (Some(pages), Some(mut kept)) => {
+                kept.resize(pages);
+                Some(kept)
+            }
+            // Unbounded at first, because a bounded one would take room for all at once.
+            (Some(pages), None) => {
+                let mut new = LruCache::unbounded();
+                new.resize(pages);
+                Some(new)
+            }
+        };
+    }
+
+    /// What the page held at the last committed checkpoint, if that is known.
+    pub fn get(&self, block: usize, page: u64) -> Option<&[u8; PAGE]> {
+        let old = self.pages.as_ref()?.peek(&key(block, page))?;
+        Some(old)
+    }
+
+    /// The page holds this; it makes others leave if need be.
+    pub fn put(&mut self, block: usize, page: u64, bytes: &[u8; PAGE]) {
+        let Some(pages) = &mut self.pages else { return };
+        let key = key(block, page);
+        match pages.get_mut(&key) {
+            Some(kept) => **kept = *bytes,
+            None => drop(pages.push(key, Box::new(*bytes))),
+        }
+    }
+
+    /// The page holds this; kept only while there is room.
+    pub fn put_if_room(&mut self, block: usize, page: u64, bytes: &[u8; PAGE]) {
+        let room = |pages: &LruCache<_, _>| pages.len() < pages.cap().get();
+        if self.pages.as_ref().is_some_and(room) {
+            self.put(block, page, bytes);
+        }
+    }
+
+    /// What the page holds is not to be known any more.
+    pub fn remove(&mut self, block: usize, page: u64) {
+        if let Some(pages) = &mut self.pages {
+            pages.pop(&key(block, page));
+        }
+    }
+
+    /// Nothing is known any more.
+    pub fn clear(&mut self) {
+        if let Some(pages) = &mut self.pages {
+            pages.clear();
+        }
+    }
+}
+
+/// A page table has less than 2^30 pages, and a VM some ten blocks.
+fn key(block: usize, page: u64) -> Key {
+    (block as u32, page as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn full_of(byte: u8) -> [u8; PAGE] {
+        [byte; PAGE]
+    }
+
+    #[test]
+    fn the_page_written_longest_ago_leaves_first() {
+        let mut cache = DeltaCache::default();
+        cache.set_budget(3 * PAGE as u64 + 1);
+        for page in 0..3 {
+            cache.put(0, page, &full_of(page as u8));
+        }
+        // Being looked at does not count, being written does.
+        assert_eq!(cache.get(0, 1), Some(&full_of(1)));
+        cache.put(0, 0, &full_of(10));
+        cache.put(1, 0, &full_of(20));
+        assert_eq!(cache.get(0, 1), None);
+        assert_eq!(cache.get(0, 0), Some(&full_of(10)));
+        assert_eq!(cache.get(1, 0), Some(&full_of(20)));
+        cache.put_if_room(0, 9, &full_of(9));
+        assert_eq!(cache.get(0, 9), None);
+        cache.remove(0, 0);
+        cache.put_if_room(0, 9, &full_of(9));
+        assert_eq!(cache.get(0, 9), Some(&full_of(9)));
+        cache.set_budget(PAGE as u64);
+        let kept = [(0, 0), (0, 1), (0, 2), (0, 9), (1, 0)];
+        let kept = kept.map(|(block, page)| cache.get(block, page).is_some());
+        assert_eq!(kept, [false, false, false, true, false]);
+        cache.clear();
+        assert_eq!(cache.get(0, 9), None);
+    }
+
+    #[test]
+    fn less_than_a_page_is_no_cache() {
+        let mut cache = DeltaCache::default();
+        for bytes in [0, PAGE as u64 - 1] {
+            cache.set_budget(bytes);
+            cache.put(0, 0, &full_of(1));
+            cache.put_if_room(0, 0, &full_of(1));
+            assert_eq!(cache.get(0, 0), None);
+        }
+    }
+}

@@ -1,0 +1,358 @@
+//! What each captured page is to be stored as, found out by several threads at once.
+//!
+//! ```text
+//!   zero?  --> a mark          cached?  --> compared with what it held:  same     --> nothing
+//!                                                                        changed  --> delta
+//!   else   --> hashed, whole                                             too much --> hashed, whole
+//! ```
+//!
+//! A page that a delta settles is never hashed. How much is too much depends on what memory holds:
+//! text compresses well as a whole and badly as a difference, noise not at all. So some pages of each
+//! share are compressed both ways, and that decides for all of it.
+
+use std::num::NonZero;
+use std::thread;
+
+use stillframe_page::delta::{Added, DeltaEncoder, EncodedDelta};
+use stillframe_page::difference::difference;
+use stillframe_page::encoding::{Encoder, EncodingError};
+use stillframe_page::hash::{ContentHasher, ContentId};
+use stillframe_page::is_zero;
+
+use super::block::PAGE;
+use super::cache::DeltaCache;
+
+/// No thread is started for fewer.
+const SHARE_PAGES_MIN: usize = 64;
+
+const THREADS_MAX: usize = 8;
+
+/// Zstandard level of deltas, and of the trial: that of the repository.
+const LEVEL: i32 = 1;
+
+/// Pages that changed less are cheaper as deltas, whatever they hold. In bytes.
+const CHANGED_LITTLE: u32 = 512;
+/// Pages compressed both ways, and pages looked at to find them.
+const TRIAL_PAGES: usize = 16;
+const TRIAL_LOOKS: usize = 64;
+/// What a whole page costs beside its content: its id.
+const ID_BYTES: usize = 32;
+
+/// One page on its way: its number in the block, and its bytes.
+pub type Page<'a> = (u64, &'a [u8; PAGE]);
+
+/// What a page is stored as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is all zero.
+    Zero,
+    /// It is what it was.
+    Same,
+    /// It is in one of the deltas.
+    Delta,
+    /// It is stored under this id, because nothing is known of what it held.
+    Unknown(ContentId),
+    /// It is stored under this id, because too much of it changed.
+    TooMuch(ContentId),
+}
+
+/// What became of a batch of pages.
+#[derive(Debug, Default)]
+pub struct Judged {
+    /// One for each page.
+    pub verdicts: Vec<Verdict>,
+    /// The changes, in the order of the pages.
+    pub deltas: Vec<EncodedDelta>,
+}
+
+/// Finds out; keeps what each thread needs.
+#[derive(Default)]
+pub struct Judge {
+    clerks: Vec<Clerk>,
+}
+
+impl std::fmt::Debug for Judge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Judge({} clerks)", self.clerks.len())
+    }
+}
+
+impl Judge {
+    /// Judges ascending pages of block number `block`, on all processors that the caller may use.
+    pub fn batch(
+        &mut self,
+        hasher: &ContentHasher,
+        cache: &DeltaCache,
+        block: usize,
+        pages: &[Page<'_>],
+    ) -> Result<Judged, EncodingError> {
+        let share = share_of(pages.len());
+        let shares = pages.chunks(share);
+        while self.clerks.len() < shares.len() {
+            self.clerks.push(Clerk::new()?);
+        }
+        let mut clerks = self.clerks.iter_mut().zip(shares);
+        let (Some((clerk, first)), others) = (clerks.next(), clerks) else {
+            return Ok(Judged::default());
+        };
+        thread::scope(|scope| {
+            let others: Vec<_> = others
+                .map(|(clerk, share)| scope.spawn(|| clerk.judge(hasher, cache, block, share)))
+                .collect();
+            let mut all = clerk.judge(hasher, cache, block, first)?;
+            for other in others {
+                let judged = other.join();
+                let judged = judged.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                all.verdicts.extend(judged.verdicts);
+                all.deltas.extend(judged.deltas);
+            }
+            Ok(all)
+        })
+    }
+}
+
+/// Pages for each thread.
+fn share_of(pages: usize) -> usize {
+    let threads = thread::available_parallelism()
+        .map_or(1, NonZero::get)
+        .min(THREADS_MAX);
+    pages.div_ceil(threads).max(SHARE_PAGES_MIN)
+}
+
+/// The content id of each page, `None` for zero pages.
+pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<ContentId>> {
+    let one = |(_, bytes): &Page<'_>| (!is_zero(*bytes)).then(|| hasher.id(*bytes));
+    let all = |share: &[Page<'_>]| share.iter().map(one).collect::<Vec<_>>();
+    let mut shares = pages.chunks(share_of(pages.len()));
+    let first = shares.next().unwrap_or_default();
+    thread::scope(|scope| {
+        let others: Vec<_> = shares
+            .map(|share| scope.spawn(move || all(share)))
+            .collect();
+        let mut ids = all(first);
+        for other in others {
+            let found = other.join();
+            ids.extend(found.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        ids
+    })
+}
+
+/// One thread's tools.
+struct Clerk {
+    encoder: DeltaEncoder,
+    whole: Encoder,
+}
+
+impl Clerk {
+    fn new() -> Result<Clerk, EncodingError> {
+        Ok(Clerk {
+            encoder: DeltaEncoder::new(LEVEL)?,
+            whole: Encoder::new(LEVEL)?,
+        })
+    }
+
+    fn judge(
+        &mut self,
+        hasher: &ContentHasher,
+        cache: &DeltaCache,
+        block: usize,
+        pages: &[Page<'_>],
+    ) -> Result<Judged, EncodingError> {
+        let bytes_max = self.worth(cache, block, pages)?;
+        let mut judged = Judged::default();
+        for &(page, bytes) in pages {
+            let verdict = if is_zero(bytes) {
+                Verdict::Zero
+            } else if let Some(old) = cache.get(block, page) {
+                // A page table has less than 2^30 pages.
+                match self.encoder.add(page as u32, [old, bytes], bytes_max) {
+                    Added::Same => Verdict::Same,
+                    Added::Changed => Verdict::Delta,
+                    Added::TooMuch => Verdict::TooMuch(hasher.id(bytes)),
+                }
+            } else {
+                Verdict::Unknown(hasher.id(bytes))
+            };
+            judged.verdicts.push(verdict);
+            if self.encoder.is_full() {
+                judged.deltas.push(self.encoder.finish()?);
+            }
+        }
+        if !self.encoder.is_empty() {
+            judged.deltas.push(self.encoder.finish()?);
+        }
+        Ok(judged)
+    }
+
+    /// Up to how many changed bytes a page is better stored as a delta, here.
+    fn worth(
+        &mut self,
+        cache: &DeltaCache,
+        block: usize,
+        pages: &[Page<'_>],
+    ) -> Result<usize, EncodingError> {
+        let mut plain = Vec::new();
+        let mut changed = 0;
+        let known = pages
+            .iter()
+            .step_by(pages.len().div_ceil(TRIAL_LOOKS).max(1))
+            .filter_map(|&(page, bytes)| Some((page, cache.get(block, page)?, bytes)));
+        for (page, old, new) in known {
+            let bytes = difference(old, new).bytes;
+            if bytes > CHANGED_LITTLE && !is_zero(new) {
+                self.encoder.add(page as u32, [old, new], PAGE);
+                changed += bytes as usize;
+                plain.extend_from_slice(new);
+            }
+            if plain.len() == TRIAL_PAGES * PAGE {
+                break;
+            }
+        }
+        if plain.is_empty() {
+            return Ok(PAGE);
+        }
+        let as_delta = self.encoder.finish()?.bytes.len();
+        let mut out = Vec::new();
+        self.whole.encode(&plain, &mut out)?;
+        let count = plain.len() / PAGE;
+        let as_whole = out.len() / count + ID_BYTES;
+        Ok((as_whole * changed / as_delta.max(1)).clamp(CHANGED_LITTLE as usize, PAGE))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+    use stillframe_page::delta::Delta;
+
+    use super::*;
+
+    /// Bytes without any pattern.
+    fn noise(mut seed: u64) -> Box<[u8; PAGE]> {
+        let mut page = Box::new([0; PAGE]);
+        for word in page.as_chunks_mut::<8>().0 {
+            seed = seed.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            *word = (seed ^ seed >> 29).to_le_bytes();
+        }
+        page
+    }
+
+    type Memory = BTreeMap<u64, Box<[u8; PAGE]>>;
+
+    fn judge(cache: &DeltaCache, memory: &Memory) -> Judged {
+        let pages: Vec<Page<'_>> = memory
+            .iter()
+            .map(|(&page, bytes)| (page, &**bytes))
+            .collect();
+        let hasher = ContentHasher::keyed([3; 32]);
+        let mut judge = Judge::default();
+        judge.batch(&hasher, cache, 0, &pages).unwrap()
+    }
+
+    fn cached(memory: &Memory) -> DeltaCache {
+        let mut cache = DeltaCache::default();
+        cache.set_budget(1 << 30);
+        for (&page, bytes) in memory {
+            cache.put(0, page, bytes);
+        }
+        cache
+    }
+
+    #[derive(Debug, Clone, Copy)]
+    enum Write {
+        Nothing,
+        Zero,
+        Some(usize),
+        All,
+    }
+
+    fn write() -> impl Strategy<Value = Write> {
+        prop_oneof![
+            2 => Just(Write::Nothing),
+            1 => Just(Write::Zero),
+            4 => (1..3000usize).prop_map(Write::Some),
+            1 => Just(Write::All),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        /// Old contents, verdicts, ids and deltas together give back the new contents.
+        #[test]
+        fn nothing_is_lost_whatever_changed(pages in prop::collection::btree_map(0..5000u64, (any::<bool>(), write()), 0..400)) {
+            let mut old = Memory::new();
+            let mut new = Memory::new();
+            for (&page, &(known, write)) in &pages {
+                let before = noise(page);
+                let mut after = before.clone();
+                match write {
+                    Write::Nothing => {}
+                    Write::Zero => after.fill(0),
+                    Write::Some(bytes) => after[..bytes].copy_from_slice(&noise(page + 9)[..bytes]),
+                    Write::All => after = noise(page + 9),
+                }
+                if known {
+                    old.insert(page, before);
+                }
+                new.insert(page, after);
+            }
+            let judged = judge(&cached(&old), &new);
+            prop_assert_eq!(judged.verdicts.len(), new.len());
+            let hasher = ContentHasher::keyed([3; 32]);
+            let mut made = old.clone();
+            for delta in &judged.deltas {
+                let read = Delta::decode(&delta.bytes).unwrap();
+                for (index, page) in read.pages().enumerate() {
+                    read.apply(index, made.get_mut(&page.into()).unwrap());
+                }
+            }
+            for ((&page, bytes), verdict) in new.iter().zip(&judged.verdicts) {
+                match verdict {
+                    Verdict::Zero => prop_assert!(is_zero(&bytes[..])),
+                    Verdict::Same | Verdict::Delta => prop_assert!(made[&page] == *bytes),
+                    Verdict::Unknown(id) => {
+                        prop_assert!(!old.contains_key(&page));
+                        prop_assert_eq!(*id, hasher.id(&bytes[..]));
+                    }
+                    Verdict::TooMuch(id) => prop_assert_eq!(*id, hasher.id(&bytes[..])),
+                }
+            }
+            let mut expected: Vec<u32> = new.iter().zip(&judged.verdicts)
+                .filter(|(_, verdict)| **verdict == Verdict::Delta)
+                .map(|((&page, _), _)| page as u32)
+                .collect();
+            expected.sort_unstable();
+            let listed: Vec<u32> = judged.deltas.iter().flat_map(|delta| delta.pages.clone()).collect();
+            prop_assert_eq!(listed, expected);
+        }
+    }
+
+    #[test]
+    fn what_compresses_well_is_stored_whole_and_noise_is_not() {
+        let text = |page: u64| {
+            let line = format!("page {page}: the same words again and again. ");
+            let bytes: Vec<u8> = line.bytes().cycle().take(PAGE).collect();
+            Box::<[u8; PAGE]>::try_from(bytes.into_boxed_slice()).unwrap()
+        };
+        let numbers = || 0..300u64;
+        let old: Memory = numbers().map(|page| (page, noise(page))).collect();
+        let texts: Memory = numbers().map(|page| (page, text(page))).collect();
+        let whole = |judged: &Judged| {
+            let whole = |verdict: &&Verdict| matches!(verdict, Verdict::TooMuch(_));
+            judged.verdicts.iter().filter(whole).count()
+        };
+        assert_eq!(whole(&judge(&cached(&old), &texts)), 300);
+        let mostly_noise: Memory = numbers()
+            .map(|page| {
+                let mut bytes = noise(page);
+                bytes[..3500].copy_from_slice(&noise(page + 1000)[..3500]);
+                (page, bytes)
+            })
+            .collect();
+        assert_eq!(whole(&judge(&cached(&old), &mostly_noise)), 0);
+    }
+}

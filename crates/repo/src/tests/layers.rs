@@ -1,0 +1,154 @@
+//! Layers over a page table: as many as it takes, merged, and always the memory they stand for.
+
+use stillframe_page::delta::{DeltaEncoder, EncodedDelta, PAGE_BYTES};
+
+use super::support::{Dice, PAGE, Vm, WAIT, init, open, test_dir};
+use crate::layout::{Cursor, FileKind, header_of_version, read_header};
+use crate::table::PageRef;
+use crate::{Forget, KeepPolicy, MemoryEditor, RamTable, RepoError, Repository, Written, manifest};
+
+/// Long enough that layers of every level are merged, twice into the table.
+#[test]
+fn a_long_watch_keeps_few_layers_and_every_version() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let mut dice = Dice(11);
+    let mut vm = Vm::new("vm", 1100);
+    vm.run(&mut dice, 900);
+    let mut kept = Vec::new();
+    let mut levels = [0; 3];
+    let mut roots = std::collections::BTreeSet::new();
+    for round in 0..600 {
+        vm.run(&mut dice, 4);
+        let id = vm.checkpoint(&mut repo).unwrap();
+        let ram = &repo.manifest(&id).unwrap().ram[0];
+        assert!(ram.layers.len() <= 33, "{}", ram.layers.len());
+        for layer in &ram.layers {
+            levels[usize::from(layer.level)] += 1;
+        }
+        roots.insert(ram.root);
+        if round % 37 == 0 || round > 590 {
+            kept.push((id, vm.clone()));
+        }
+    }
+    assert!(levels.iter().all(|&layers| layers > 0), "{levels:?}");
+    // The first table, and one for each time all layers were merged.
+    assert_eq!(roots.len(), 3);
+    for (id, vm) in &kept {
+        assert!(vm.compare(&mut repo, id).unwrap());
+    }
+    // What the last one needs is in packs of all ages; prune must leave it.
+    let policy = KeepPolicy {
+        last: 1,
+        ..KeepPolicy::default()
+    };
+    let forget = Forget {
+        policy,
+        ..Forget::default()
+    };
+    repo.forget(&forget).unwrap();
+    repo.prune(false, &mut |_| {}).unwrap();
+    let mut repo = open(dir.path());
+    assert_eq!(repo.check(true, &mut |_| {}).unwrap().problems, []);
+    assert!(vm.compare(&mut repo, &kept[kept.len() - 1].0).unwrap());
+}
+
+/// Without a page written there is nothing to merge, and no layer.
+#[test]
+fn an_idle_checkpoint_adds_no_layer() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let mut vm = Vm::new("vm", 20);
+    vm.run(&mut Dice(1), 10);
+    vm.checkpoint(&mut repo).unwrap();
+    for _ in 0..3 {
+        vm.run(&mut Dice(2), 0);
+        let id = vm.checkpoint(&mut repo).unwrap();
+        assert_eq!(repo.manifest(&id).unwrap().ram[0].layers, []);
+        assert!(vm.compare(&mut repo, &id).unwrap());
+    }
+}
+
+fn edit(
+    repo: &mut Repository,
+    after: Option<&RamTable>,
+    what: impl FnOnce(&mut MemoryEditor, &mut crate::Writer<'_>),
+) -> Result<Written, RepoError> {
+    let mut writer = repo.begin(WAIT).unwrap();
+    let mut memory = match after {
+        Some(table) => MemoryEditor::after(table),
+        None => MemoryEditor::new(10),
+    };
+    what(&mut memory, &mut writer);
+    memory.finish(&mut writer)
+}
+
+fn delta(pages: &[u32]) -> EncodedDelta {
+    let mut encoder = DeltaEncoder::new(1).unwrap();
+    for &page in pages {
+        encoder.add(page, [&[0; PAGE], &[1; PAGE]], PAGE_BYTES);
+    }
+    encoder.finish().unwrap()
+}
+
+#[test]
+fn what_an_editor_is_told_must_make_sense() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let mut vm = Vm::new("vm", 10);
+    let id = vm.checkpoint(&mut repo).unwrap();
+    let table = repo.manifest(&id).unwrap().ram[0].clone();
+    let refused = |found: Result<Written, RepoError>, word: &str| match found {
+        Err(RepoError::Table { what }) => assert!(what.contains(word), "{what}"),
+        other => panic!("{other:?}"),
+    };
+    let after = Some(&table);
+    let outside = edit(&mut repo, after, |memory, _| memory.set(10, PageRef::Zero));
+    refused(outside, "outside");
+    let far = edit(&mut repo, after, |memory, _| {
+        memory.set(1 << 40, PageRef::Zero)
+    });
+    refused(far, "outside");
+    let beyond = edit(&mut repo, after, |memory, writer| {
+        memory.add_delta(writer, delta(&[3, 10])).unwrap();
+    });
+    refused(beyond, "outside");
+    let twice = edit(&mut repo, after, |memory, writer| {
+        memory.add_delta(writer, delta(&[3, 5])).unwrap();
+        memory.add_delta(writer, delta(&[4])).unwrap();
+    });
+    refused(twice, "same page");
+    let nothing_below = edit(&mut repo, None, |memory, writer| {
+        memory.add_delta(writer, delta(&[3])).unwrap();
+    });
+    refused(nothing_below, "follow");
+    // The order does not matter, and the last word counts.
+    let fine = edit(&mut repo, after, |memory, writer| {
+        memory.add_delta(writer, delta(&[7])).unwrap();
+        memory.add_delta(writer, delta(&[3, 5])).unwrap();
+        memory.add_delta(writer, delta(&[])).unwrap();
+        let id = writer.put_unnamed(&[9; PAGE]).unwrap();
+        memory.set(8, PageRef::Stored(id));
+        memory.set(1, PageRef::Zero);
+        memory.set(8, PageRef::Zero);
+    });
+    assert_eq!(fine.unwrap().layers.len(), 1);
+}
+
+/// What version 1 wrote: no layers, fewer counts.
+#[test]
+fn the_first_version_is_still_read() {
+    let header = header_of_version(FileKind::Manifest, 1);
+    assert_eq!(
+        read_header(&mut Cursor::new(&header), FileKind::Manifest),
+        Ok(1)
+    );
+    let body = serde_json::json!({
+        "vm": "a", "time": "2026-01-01T00:00:00Z", "parent": null,
+        "ram": [{"name": "pc.ram", "page_bytes": 4096, "pages": 7, "root": "ab".repeat(32)}],
+        "streams": {}, "bytes_stored": 1, "vm_record": {}, "downtime_us": {},
+        "pages": {"total": 7, "captured": 7, "new": 0, "duplicate": 0, "zero": 7},
+    });
+    let read = manifest::decode(body.to_string().as_bytes()).unwrap();
+    assert_eq!((read.ram[0].layers.len(), read.pages.delta), (0, 0));
+}
