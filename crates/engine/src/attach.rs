@@ -18,6 +18,7 @@ use stillframe_repo::{CheckpointId, RamTable};
 use thiserror::Error;
 
 use crate::capture::cache::DeltaCache;
+use crate::capture::schedule::ScheduleKind;
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
 use crate::capture::verdict::Judge;
@@ -70,20 +71,22 @@ pub struct Vm {
     /// What pages held at the parent.
     pub(crate) cache: DeltaCache,
     pub(crate) judge: Judge,
+    pub(crate) schedule: ScheduleKind,
     /// Pages copied in the last pause: what the next one will need room for, about.
     pub(crate) pause_pages_last: u64,
 }
 
 impl Vm {
-    /// Finds the VM, makes sure that it can be checkpointed right, and starts tracking.
-    pub fn attach(selector: &Selector) -> Result<Vm, AttachError> {
+    /// Finds the VM, makes sure that it can be checkpointed right, and starts tracking, in the way that
+    /// the schedule of its checkpoints needs.
+    pub fn attach(selector: &Selector, schedule: ScheduleKind) -> Result<Vm, AttachError> {
         let target = target::find(selector)?;
         let mut monitor = Monitor::connect(&target, GREETING_LIMIT)?;
         suitability::check(&target, &mut monitor)?;
         let guardian = Guardian::start()?;
         guardian.watch(monitor.client().socket())?;
         let ram = monitor.ram_blocks()?;
-        let tracker = track(&target, &guardian, &ram)?;
+        let tracker = track(&target, &guardian, &ram, schedule)?;
         monitor.take_back_leftovers()?;
         Ok(Vm {
             target,
@@ -94,6 +97,7 @@ impl Vm {
             parent: None,
             cache: DeltaCache::default(),
             judge: Judge::default(),
+            schedule,
             pause_pages_last: 0,
         })
     }
@@ -129,7 +133,16 @@ impl Vm {
     }
 }
 
-fn track(target: &Target, guardian: &Guardian, ram: &[RamBlock]) -> Result<Tracker, AttachError> {
+fn track(
+    target: &Target,
+    guardian: &Guardian,
+    ram: &[RamBlock],
+    schedule: ScheduleKind,
+) -> Result<Tracker, AttachError> {
+    let alive = match schedule {
+        ScheduleKind::StopCopy | ScheduleKind::PreCopy => None,
+        ScheduleKind::CopyOnWrite => Some(guardian.watch_over_us()?),
+    };
     let stolen = guardian.steal_userfaultfd(&target.process)?;
-    Ok(Tracker::attach(&target.process, stolen, ram)?)
+    Ok(Tracker::attach(&target.process, stolen, ram, alive)?)
 }

@@ -21,11 +21,14 @@ use crate::ProgressSink;
 use crate::attach::{Parent, Vm};
 use crate::capture::DowntimeRecord;
 use crate::capture::block::BlockError;
-use crate::capture::pause::{Pause, PauseError};
+use crate::capture::pause::{Pause, PauseError, us};
+use crate::capture::schedule::{CopyOnWrite, PreCopy, Schedule, StopCopy};
 use crate::capture::stage::Stage;
-use crate::capture::tracker::{self, Collected, TrackerError};
+use crate::capture::tracker::{self, TrackerError};
 use crate::verify::{Image, VerifyError, VerifyReport};
 use draft::{Draft, Paused};
+
+pub use crate::capture::schedule::{Copied, ScheduleKind};
 
 /// Device state is some hundred KiB; a stream beyond this is not one. In bytes.
 pub(crate) const DEVICE_STATE_BYTES_MAX: u64 = 1 << 30;
@@ -98,20 +101,6 @@ pub struct Phases {
     pub commit: u64,
 }
 
-/// Where the copies of one checkpoint were made, in pages.
-#[derive(Debug, Clone, Copy, Default, Serialize)]
-pub struct Copied {
-    /// In the full pass, the guest running; 0 for an increment.
-    pub full_pass: u64,
-    /// In the pre-copy rounds, the guest running.
-    pub pre_copy: u64,
-    /// In the pause.
-    pub pause: u64,
-    /// Hot pages left open after the pause: the next checkpoint copies them whether they are
-    /// written or not, and writing them costs the guest no fault.
-    pub left_open: u64,
-}
-
 /// Why there is no new checkpoint.
 #[derive(Debug, Error)]
 pub enum CheckpointError {
@@ -174,7 +163,7 @@ impl Vm {
         let captured_at = Instant::now();
         let manifest = draft.manifest(self.tracker.blocks(), &mut writer, &paused)?;
         let committed = writer.commit(manifest.clone())?;
-        draft.phases.commit = micros(captured_at);
+        draft.phases.commit = us(captured_at);
         self.tracker.committed();
         draft.ingested.remember(&self.stage, &mut self.cache);
         drop(aside);
@@ -200,7 +189,7 @@ impl Vm {
             pages: manifest.pages,
             copied: draft.copied,
             bytes_stored: committed.bytes_stored,
-            total_us: micros(begin),
+            total_us: us(begin),
             phases_us: draft.phases(),
             missing_packs: draft.missing_packs,
             verify,
@@ -229,25 +218,37 @@ impl Vm {
         stage.reset(self.tracker.blocks().len());
         if draft.parent.is_none() {
             self.full_pass(writer, draft, progress)?;
-        } else {
-            // Left over from captures that failed.
-            let pending = self.tracker.pending();
-            draft.copied.pre_copy += tracker::count(&pending);
-            stage.reserve(tracker::count(&pending));
-            let found = Collected::written(pending);
-            stage.capture_all(&self.tracker, &found)?;
         }
-        draft.copied.pre_copy += self.pre_copy(stage)?;
-        draft.phases.copy = micros(begin);
-        let paused = self.pause(draft, stage, options)?;
+        let mut schedule = self.schedule();
+        schedule.before(&mut self.tracker, stage, &mut draft.copied)?;
+        draft.phases.copy = us(begin);
+        let paused = match self.pause(draft, stage, schedule.as_mut(), options) {
+            Ok(paused) => paused,
+            Err(error) => {
+                schedule.give_up(&self.tracker);
+                return Err(error);
+            }
+        };
+        let resumed_at = Instant::now();
+        schedule.after(&mut self.tracker, stage, &mut draft.copied)?;
+        draft.phases.copy += us(resumed_at);
         self.ingest(writer, draft, stage, progress)?;
         Ok(paused)
+    }
+
+    fn schedule(&self) -> Box<dyn Schedule> {
+        match self.schedule {
+            ScheduleKind::StopCopy => Box::new(StopCopy),
+            ScheduleKind::PreCopy => Box::new(PreCopy),
+            ScheduleKind::CopyOnWrite => Box::new(CopyOnWrite::default()),
+        }
     }
 
     fn pause(
         &mut self,
         draft: &mut Draft,
         stage: &mut Stage,
+        schedule: &mut dyn Schedule,
         options: &CheckpointOptions,
     ) -> Result<Paused, CheckpointError> {
         let memfd = Memfd::create("stillframe-device-state")?;
@@ -257,7 +258,7 @@ impl Vm {
         let hasher = draft.ingested.hasher();
         let mut image = None;
         let mut look = |tracker: &tracker::Tracker| {
-            let blocks = tracker.blocks().iter().map(|tracked| &tracked.block);
+            let blocks = tracker.blocks().iter().map(|tracked| &*tracked.block);
             image = Some(Image::take(blocks, hasher)?);
             Ok(())
         };
@@ -270,6 +271,8 @@ impl Vm {
             guardian: &self.guardian,
             tracker: &mut self.tracker,
             stage,
+            schedule,
+            copied: &mut draft.copied,
             state_file: &state_file,
             limit: options.pause_limit,
             running,
@@ -281,11 +284,9 @@ impl Vm {
         // Taken back even after a failure, so that repeated failures do not fill QEMU with
         // descriptors; but the failure itself is the better error.
         let ended = self.monitor.end_device_state(state_file);
-        let (downtime, pages) = ran?;
+        let downtime = ran?;
         ended?;
-        self.pause_pages_last = pages;
-        draft.copied.pause = pages;
-        draft.copied.left_open = self.tracker.leave_hot_open();
+        self.pause_pages_last = draft.copied.pause;
         let device_state = memfd.read_all(DEVICE_STATE_BYTES_MAX)?;
         device_state::validate(&device_state)?;
         Ok(Paused {
@@ -295,9 +296,4 @@ impl Vm {
             image,
         })
     }
-}
-
-/// Since an instant, in microseconds.
-fn micros(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

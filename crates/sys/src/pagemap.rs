@@ -153,6 +153,24 @@ impl Pagemap {
         )
     }
 
+    /// As [`Pagemap::peek_written`], of a range that is registered for synchronous write protection:
+    /// the pages that are not protected.
+    pub fn written(
+        &self,
+        range: AddressRange,
+        out: &mut Vec<AddressRange>,
+    ) -> Result<(), PagemapError> {
+        self.scan(
+            range,
+            &Scan {
+                flags: 0,
+                all_of: PAGE_IS_WRITTEN,
+                any_of: 0,
+            },
+            out,
+        )
+    }
+
     /// The pages that are present or swapped out. The protection marker of a page that was never
     /// touched counts as swapped out (kernel: such a page table entry is a swap entry).
     pub fn populated(

@@ -20,6 +20,7 @@ use stillframe_qemu::monitor::{Monitor, MonitorError, StateFile};
 use stillframe_qemu::qmp::QmpError;
 use thiserror::Error;
 
+use super::schedule::{Copied, Schedule};
 use super::stage::Stage;
 use super::tracker::{Tracker, TrackerError};
 use crate::guardian::{Guardian, GuardianError};
@@ -37,7 +38,7 @@ pub struct DowntimeRecord {
     pub stop: u64,
     /// Reading which pages were written since the last pre-copy round, and protecting them again.
     pub scan: u64,
-    /// Copying them.
+    /// Copying them, or making ready for copying them after the pause.
     pub copy: u64,
     /// QEMU saving its device state, from the command to its answer.
     pub device_state: u64,
@@ -90,6 +91,10 @@ pub struct Pause<'a> {
     pub tracker: &'a mut Tracker,
     /// Where their copies go; reserved beforehand.
     pub stage: &'a mut Stage,
+    /// What is to be done about them.
+    pub schedule: &'a mut dyn Schedule,
+    /// Counts them.
+    pub copied: &'a mut Copied,
     /// Where QEMU writes its device state.
     pub state_file: &'a StateFile,
     /// The VM is resumed after this.
@@ -104,14 +109,14 @@ pub struct Pause<'a> {
 }
 
 impl Pause<'_> {
-    /// Stops the VM, captures, resumes it. Returns the phases and how many pages were copied.
-    pub fn run(mut self) -> Result<(DowntimeRecord, u64), PauseError> {
+    /// Stops the VM, captures, resumes it. Returns the phases.
+    pub fn run(mut self) -> Result<DowntimeRecord, PauseError> {
         let mut record = DowntimeRecord::default();
         self.monitor.client().take_events()?;
         if !self.running {
-            let pages = self.capture(&mut record)?;
+            self.capture(&mut record)?;
             return match self.resume_events()? {
-                0 => Ok((record, pages)),
+                0 => Ok(record),
                 _ => Err(PauseError::ResumedByOthers),
             };
         }
@@ -132,10 +137,10 @@ impl Pause<'_> {
                 limit_ms: self.limit.as_millis(),
             });
         }
-        let pages = captured?;
+        captured?;
         resumed?;
         match self.resume_events()? {
-            seen if seen == usize::from(ours) => Ok((record, pages)),
+            seen if seen == usize::from(ours) => Ok(record),
             _ => Err(PauseError::ResumedByOthers),
         }
     }
@@ -166,10 +171,12 @@ impl Pause<'_> {
     }
 
     /// Device state, scan and copy; the guest stands still.
-    fn capture(&mut self, record: &mut DowntimeRecord) -> Result<u64, PauseError> {
+    fn capture(&mut self, record: &mut DowntimeRecord) -> Result<(), PauseError> {
         let state_begin = Instant::now();
         let ticket = self.monitor.send_save_device_state(self.state_file)?;
-        let copied = self.scan_and_copy(record);
+        let copied = self
+            .schedule
+            .stopped(self.tracker, self.stage, record, self.copied);
         (self.beside)();
         let wait_begin = Instant::now();
         // Awaited even when the copy failed: QEMU answers in order, and `cont` comes next.
@@ -178,24 +185,14 @@ impl Pause<'_> {
             .wait_device_state(ticket, self.limit + ANSWER_GRACE);
         record.wait = us(wait_begin);
         record.device_state = us(state_begin);
-        let pages = copied?;
+        copied?;
         saved?;
         if let Some(look) = self.before_resume.as_mut() {
             let begin = Instant::now();
             look(self.tracker)?;
             record.verify = us(begin);
         }
-        Ok(pages)
-    }
-
-    fn scan_and_copy(&mut self, record: &mut DowntimeRecord) -> Result<u64, TrackerError> {
-        let begin = Instant::now();
-        let collected = self.tracker.collect()?;
-        record.scan = us(begin);
-        let begin = Instant::now();
-        self.stage.capture_all(self.tracker, &collected)?;
-        record.copy = us(begin);
-        Ok(collected.pages())
+        Ok(())
     }
 
     /// `RESUME` events since the pause began. Events and answers come in one order, so after the
@@ -206,6 +203,7 @@ impl Pause<'_> {
     }
 }
 
-fn us(since: Instant) -> u64 {
+/// Since an instant, in microseconds.
+pub fn us(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use super::block::{Block, BlockError, PAGE};
+use super::faults::Saved;
 use super::tracker::{Collected, Tracker};
 use super::verdict::Page;
 
@@ -89,6 +90,22 @@ impl Stage {
         pieces.sort_unstable_by_key(|piece| piece.slot);
         for memory in carve(&mut self.slabs, &split_at_slabs(&pieces)) {
             memory.fill(0);
+        }
+    }
+
+    /// Takes pages that were saved already; sorts them.
+    pub fn put_all(&mut self, saved: &mut [Saved]) {
+        saved.sort_unstable_by_key(|saved| (saved.block, saved.page));
+        for of_block in saved.chunk_by(|a, b| a.block == b.block) {
+            let block = of_block[0].block;
+            let runs = of_block.iter().map(|saved| saved.page..saved.page + 1);
+            let mut pieces = self.place(block, &runs.collect::<Vec<_>>());
+            self.reserve(0);
+            pieces.sort_unstable_by_key(|piece| piece.slot);
+            for (memory, piece) in carve(&mut self.slabs, &pieces).into_iter().zip(&pieces) {
+                let at = of_block.partition_point(|saved| saved.page < piece.pages.start);
+                memory.copy_from_slice(&of_block[at].bytes[..]);
+            }
         }
     }
 
@@ -231,6 +248,23 @@ mod tests {
             stage.reserve(0);
             let listed: Vec<u64> = stage.pages_of(0).map(|(page, _)| page).collect();
             prop_assert_eq!(listed, twin.keys().copied().collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn saved_pages_lie_beside_captured_ones(pages in prop::collection::btree_map(0u64..700, any::<bool>(), 0..400)) {
+            let mut stage = Stage::default();
+            stage.reset(2);
+            let on_stage: BTreeSet<u64> = pages.iter().filter(|(_, kept)| **kept).map(|(&page, _)| page).collect();
+            stage.capture_zero(1, &to_ranges(&on_stage));
+            let mut saved: Vec<Saved> = pages.iter().rev().filter(|(_, kept)| !**kept)
+                .map(|(&page, _)| Saved { block: 1, page, bytes: Box::new([page as u8 | 1; PAGE]) })
+                .collect();
+            stage.put_all(&mut saved);
+            let found: Vec<(u64, u8)> = stage.pages_of(1).map(|(page, bytes)| (page, bytes[PAGE - 1])).collect();
+            let expected: Vec<(u64, u8)> = pages.iter()
+                .map(|(&page, &kept)| (page, if kept { 0 } else { page as u8 | 1 }))
+                .collect();
+            prop_assert_eq!(found, expected);
         }
 
         #[test]

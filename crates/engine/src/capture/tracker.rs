@@ -6,7 +6,9 @@
 //! remembered as *pending* until a checkpoint that holds it is committed: a failed capture loses
 //! no dirty page.
 
+use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
@@ -19,6 +21,7 @@ use stillframe_sys::uffd::{Track, Uffd, UffdError, WriteProtectMode};
 use thiserror::Error;
 
 use super::block::{Block, BlockError, PAGE_BYTES};
+use super::faults::{FaultServer, SignOfLife};
 use super::heat::Heat;
 
 /// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
@@ -52,13 +55,32 @@ pub enum TrackerError {
     /// A block cannot be reached.
     #[error(transparent)]
     Block(#[from] BlockError),
+    /// Copy-on-write works on small pages.
+    #[error(
+        "RAM block {block} has pages of {page_bytes} bytes; copy-on-write handles 4096 only: choose another schedule"
+    )]
+    HugePages {
+        /// The block's name.
+        block: String,
+        /// Its page size.
+        page_bytes: u64,
+    },
+    /// No thread to serve faults.
+    #[error("cannot start the thread that serves the VM's write faults")]
+    FaultServer(#[source] io::Error),
+    /// Copy-on-write asked of an attachment without it.
+    #[error("this VM was attached to without copy-on-write")]
+    NoFaultServer,
+    /// A page was let go without being saved.
+    #[error("a page could not be saved before the guest wrote it; this checkpoint is discarded")]
+    NotSaved,
 }
 
 /// A tracked RAM block.
 #[derive(Debug)]
 pub struct Tracked {
     /// Its memory.
-    pub block: Block,
+    pub block: Arc<Block>,
     /// As QEMU describes it; compared to see a hot-plug or a reset that resized it.
     pub ram: RamBlock,
     /// Written since the last committed checkpoint, as far as scans have seen.
@@ -118,48 +140,53 @@ pub fn count(ranges: &PageRanges) -> u64 {
 /// Tracks all RAM blocks of one VM. Dropping it ends tracking; QEMU keeps nothing of it.
 #[derive(Debug)]
 pub struct Tracker {
-    uffd: Uffd,
+    uffd: Arc<Uffd>,
     pagemap: Pagemap,
     blocks: Vec<Tracked>,
+    /// For synchronous tracking.
+    faults: Option<FaultServer>,
 }
 
 impl Tracker {
-    /// Registers and protects every block.
+    /// Registers and protects every block. With `alive`, tracking is synchronous: first writes wait
+    /// for a thread of ours, which calls it a few times a second to show that it is there.
     pub fn attach(
         process: &Process,
         stolen: StolenUffd,
         ram: &[RamBlock],
+        alive: Option<SignOfLife>,
     ) -> Result<Tracker, TrackerError> {
         let uffd_error = |block: &str, source| TrackerError::Uffd {
             block: block.to_owned(),
             source,
         };
-        let uffd = Uffd::handshake(stolen.fd, WriteProtectMode::Async)
-            .map_err(|source| uffd_error("all", source))?;
+        let mode = match alive {
+            Some(_) => WriteProtectMode::Sync,
+            None => WriteProtectMode::Async,
+        };
+        let uffd = Uffd::handshake(stolen.fd, mode).map_err(|source| uffd_error("all", source))?;
+        let uffd = Arc::new(uffd);
         let pagemap = Pagemap::open(process).map_err(TrackerError::Pagemap)?;
-        let mappings = process.mappings().map_err(BlockError::from)?;
-        let mut blocks = Vec::with_capacity(ram.len());
-        for ram in ram {
-            let block = Block::open(process, &mappings, ram, false)?;
-            uffd.register(block.range(), Track::WriteProtect)
-                .map_err(|source| uffd_error(&ram.name, source))?;
-            for step in steps(block.range()) {
-                uffd.protect(step)
-                    .map_err(|source| uffd_error(&ram.name, source))?;
+        let blocks = open_blocks(process, ram, mode)?;
+        // Before anything is protected: whoever writes it then waits for this.
+        let faults = alive.map(|alive| {
+            let blocks = blocks.iter().map(|tracked| tracked.block.clone());
+            FaultServer::start(uffd.clone(), blocks, alive).map_err(TrackerError::FaultServer)
+        });
+        let faults = faults.transpose()?;
+        for tracked in &blocks {
+            let error = |source| uffd_error(tracked.block.name(), source);
+            uffd.register(tracked.block.range(), Track::WriteProtect)
+                .map_err(error)?;
+            for step in steps(tracked.block.range()) {
+                uffd.protect(step).map_err(error)?;
             }
-            let pages = block.pages();
-            blocks.push(Tracked {
-                block,
-                ram: ram.clone(),
-                pending: DirtyBitmap::new(pages),
-                with_content: DirtyBitmap::new(pages),
-                heat: Heat::new(pages),
-            });
         }
         Ok(Tracker {
             uffd,
             pagemap,
             blocks,
+            faults,
         })
     }
 
@@ -212,11 +239,26 @@ impl Tracker {
         };
         for tracked in &mut self.blocks {
             let mut found = Vec::new();
-            let scanned = self.pagemap.take_written(tracked.block.range(), &mut found);
+            let range = tracked.block.range();
+            let scanned = match self.faults {
+                None => self.pagemap.take_written(range, &mut found),
+                Some(_) => self.pagemap.written(range, &mut found),
+            };
             // What a failing scan has already taken is protected again and would be lost.
             let written = to_pages(&tracked.block, &found);
             tracked.add_pending(&written);
             scanned.map_err(|source| scan_error(&tracked.block, source))?;
+            if self.faults.is_some() {
+                // What is written between scan and protection is in the scan already; what becomes
+                // open after the scan stays open for the next.
+                for step in joined(&found).into_iter().flat_map(steps) {
+                    let protected = self.uffd.protect(step);
+                    protected.map_err(|source| TrackerError::Uffd {
+                        block: tracked.block.name().to_owned(),
+                        source,
+                    })?;
+                }
+            }
             let discarded = match tracked.block.data_pages()? {
                 Some(data) => {
                     let content: Vec<Range<u64>> = tracked.with_content.ranges().collect();
@@ -267,23 +309,32 @@ impl Tracker {
     }
 
     /// Lifts the protection of hot pages (see [`super::heat`]) until the next collect, which takes
-    /// them for written. To be called when a pause is over; how many pages it is. Where the kernel
-    /// refuses (parts of huge pages, say) pages stay protected, and nothing is lost but time.
+    /// them for written. To be called when they are copied; how many pages it is.
     pub fn leave_hot_open(&self) -> u64 {
-        let open = |tracked: &Tracked| {
-            let base = tracked.block.range().start;
-            let ranges = tracked.heat.hot(&tracked.pending);
-            let ranges = ranges.ranges().map(|pages| AddressRange {
-                start: base + pages.start * PAGE_BYTES,
-                end: base + pages.end * PAGE_BYTES,
-            });
-            ranges
-                .flat_map(steps)
-                .map_while(|step| self.uffd.unprotect(step).is_ok().then(|| step.len()))
-                .sum::<u64>()
-                / PAGE_BYTES
-        };
-        self.blocks.iter().map(open).sum()
+        let blocks = self.blocks.iter().enumerate();
+        blocks
+            .map(|(number, tracked)| self.open(number, tracked.hot().ranges()))
+            .sum()
+    }
+
+    /// Lifts the protection of pages of block number `block`; of how many. Where the kernel refuses
+    /// (parts of huge pages, say) they stay protected, and nothing is lost but time.
+    pub fn open(&self, block: usize, pages: impl IntoIterator<Item = Range<u64>>) -> u64 {
+        let base = self.blocks[block].block.range().start;
+        let ranges = pages.into_iter().map(|pages| AddressRange {
+            start: base + pages.start * PAGE_BYTES,
+            end: base + pages.end * PAGE_BYTES,
+        });
+        ranges
+            .flat_map(steps)
+            .map_while(|step| self.uffd.unprotect(step).is_ok().then(|| step.len()))
+            .sum::<u64>()
+            / PAGE_BYTES
+    }
+
+    /// Who serves the VM's write faults.
+    pub fn fault_server(&self) -> Result<&FaultServer, TrackerError> {
+        self.faults.as_ref().ok_or(TrackerError::NoFaultServer)
     }
 
     /// Ends tracking and leaves QEMU as it was found.
@@ -301,6 +352,11 @@ impl Tracker {
 }
 
 impl Tracked {
+    /// The pages that are not worth a fault (see [`super::heat`]), of those written.
+    pub fn hot(&self) -> DirtyBitmap {
+        self.heat.hot(&self.pending)
+    }
+
     fn add_pending(&mut self, ranges: &[Range<u64>]) {
         for range in ranges {
             self.pending.set_range(range.clone());
@@ -313,6 +369,45 @@ fn scan_error(block: &Block, source: PagemapError) -> TrackerError {
         block: block.name().to_owned(),
         source,
     }
+}
+
+fn open_blocks(
+    process: &Process,
+    ram: &[RamBlock],
+    mode: WriteProtectMode,
+) -> Result<Vec<Tracked>, TrackerError> {
+    let mappings = process.mappings().map_err(BlockError::from)?;
+    let open = |ram: &RamBlock| {
+        if mode == WriteProtectMode::Sync && ram.page_bytes != PAGE_BYTES {
+            return Err(TrackerError::HugePages {
+                block: ram.name.clone(),
+                page_bytes: ram.page_bytes,
+            });
+        }
+        let block = Block::open(process, &mappings, ram, false)?;
+        let pages = block.pages();
+        Ok(Tracked {
+            block: Arc::new(block),
+            ram: ram.clone(),
+            pending: DirtyBitmap::new(pages),
+            with_content: DirtyBitmap::new(pages),
+            heat: Heat::new(pages),
+        })
+    };
+    ram.iter().map(open).collect()
+}
+
+/// The same pages, and small gaps between them: protecting a page costs a twentieth of a call.
+fn joined(ranges: &[AddressRange]) -> Vec<AddressRange> {
+    const GAP_BYTES_MAX: u64 = 16 * PAGE_BYTES;
+    let mut joined: Vec<AddressRange> = Vec::new();
+    for &range in ranges {
+        match joined.last_mut() {
+            Some(last) if range.start - last.end <= GAP_BYTES_MAX => last.end = range.end,
+            _ => joined.push(range),
+        }
+    }
+    joined
 }
 
 fn steps(range: AddressRange) -> impl Iterator<Item = AddressRange> {
@@ -333,7 +428,7 @@ fn to_pages(block: &Block, found: &[AddressRange]) -> Vec<Range<u64>> {
 }
 
 /// The pages of `from` that are not in `what`; both sorted.
-fn subtract(from: &[Range<u64>], what: &[Range<u64>]) -> Vec<Range<u64>> {
+pub(super) fn subtract(from: &[Range<u64>], what: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut left = Vec::new();
     let mut what = what.iter().peekable();
     for range in from {

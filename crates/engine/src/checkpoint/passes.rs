@@ -1,5 +1,5 @@
-//! The copying beside the pause: all of memory for a first checkpoint, rounds before the pause, and
-//! the way of the copies into the repository.
+//! What surrounds the schedule: the pass over all of memory for a first checkpoint, and the way of the
+//! copies into the repository.
 
 use std::ops::Range;
 
@@ -16,11 +16,6 @@ use crate::capture::stage::Stage;
 use crate::capture::tracker;
 use crate::capture::verdict::Page;
 use crate::{Progress, ProgressSink};
-
-/// Rounds of pre-copy. Each costs a scan of all memory, about 1 ms a GiB.
-const ROUNDS_MAX: u32 = 4;
-/// So few pages are copied in the pause while QEMU saves its device state, and lengthen it little.
-const FEW_PAGES: u64 = 512;
 
 impl Vm {
     /// Reads every page that may have content straight into the repository, a batch at a time, so
@@ -57,25 +52,6 @@ impl Vm {
             }
         }
         Ok(())
-    }
-
-    /// Copies what was written while the guest goes on, then what it wrote during that, and so on,
-    /// as long as it gets fewer. What is left is for the pause. How many pages were copied.
-    pub(super) fn pre_copy(&mut self, stage: &mut Stage) -> Result<u64, CheckpointError> {
-        let mut copied = 0;
-        let mut last = u64::MAX;
-        for _ in 0..ROUNDS_MAX {
-            let found = self.tracker.collect()?;
-            let pages = found.pages();
-            stage.reserve(pages);
-            stage.capture_all(&self.tracker, &found)?;
-            copied += pages;
-            if pages <= FEW_PAGES || pages > last / 2 {
-                break;
-            }
-            last = pages;
-        }
-        Ok(copied)
     }
 
     /// Stores everything on the stage.

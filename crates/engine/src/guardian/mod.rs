@@ -1,4 +1,4 @@
-//! The guardian: a small process of its own that does the two things an engine must not die in.
+//! The guardian: a small process of its own that does what an engine must not die in.
 //!
 //! 1. It injects system calls into QEMU. A tracer killed half-way would leave QEMU's main thread
 //!    with foreign registers; `kill -9` of the engine never hits the tracer, because the tracer is
@@ -8,6 +8,9 @@
 //!    sends `stop`, and holds a copy of the engine's QMP connection, so that it needs no free
 //!    monitor.
 //!
+//! 3. Where writers of the VM wait for the engine (copy-on-write), it ends an engine that shows no
+//!    sign of life, stopped by a signal say: the VM goes on when the engine's userfaultfd closes.
+//!
 //! It never holds the userfaultfd: that closes with the engine, and write tracking ends by itself.
 //!
 //! The guardian is the engine's own executable, started with [`SUBCOMMAND`]; a binary that links
@@ -16,7 +19,8 @@
 mod process;
 mod wire;
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -26,6 +30,8 @@ use std::time::Duration;
 use stillframe_sys::infect::StolenUffd;
 use stillframe_sys::process::Process;
 use thiserror::Error;
+
+use crate::capture::faults::SignOfLife;
 
 pub use process::run;
 use wire::{Reply, Request};
@@ -129,6 +135,20 @@ impl Guardian {
             }),
             (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
         }
+    }
+
+    /// From here on the guardian kills us when what this returns is not called for two seconds.
+    pub fn watch_over_us(&self) -> Result<SignOfLife, GuardianError> {
+        let start = |source| GuardianError::Start {
+            executable: "a pipe to it".to_owned(),
+            source,
+        };
+        let (theirs, ours) = io::pipe().map_err(start)?;
+        rustix::io::ioctl_fionbio(&ours, true).map_err(|error| start(error.into()))?;
+        let ours = File::from(OwnedFd::from(ours));
+        self.expect_ok(&Request::WatchOver, Some(theirs.as_fd()))?;
+        // A full pipe tells as much as one more byte.
+        Ok(Box::new(move || drop((&ours).write(&[1]))))
     }
 
     /// Must return before the VM is stopped; from here on the guardian will resume it.

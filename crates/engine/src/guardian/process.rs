@@ -1,5 +1,6 @@
 //! The guardian's side: what runs in the small process.
 
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -22,9 +23,36 @@ const LEXER_RESET: &[u8] = b"\xff\n";
 /// QEMU may be inside a slow `stop` (it drains its disks first); it reads our `cont` after that.
 const CONT_LIMIT: Duration = Duration::from_secs(60);
 
+/// An engine that VMs wait for shows that it is there four times a second.
+const NO_SIGN_OF_LIFE_LIMIT: Duration = Duration::from_secs(2);
+
 struct Pause {
     deadline: Option<Instant>,
     fired: bool,
+}
+
+/// Signs of life of an engine that the VM's writers wait for.
+struct Pulse {
+    pipe: File,
+    engine: Process,
+    /// The engine is killed when there was none until then.
+    due: Instant,
+}
+
+/// What a wait ended with.
+enum Woken {
+    Request,
+    SignOfLife,
+    PauseTooLong,
+    NoSignOfLife,
+}
+
+/// What the guardian knows.
+struct Watch {
+    engine: UnixStream,
+    qmp: Option<UnixStream>,
+    pause: Option<Pause>,
+    pulse: Option<Pulse>,
 }
 
 /// Serves the engine at the other end of standard input until that end closes. Returns the exit
@@ -38,11 +66,14 @@ pub fn run() -> i32 {
     let Ok(stdin) = io::stdin().as_fd().try_clone_to_owned() else {
         return 1;
     };
-    let engine = UnixStream::from(stdin);
-    let mut qmp: Option<UnixStream> = None;
-    let mut pause: Option<Pause> = None;
-    while let Ok(true) = serve_one(&engine, &mut qmp, &mut pause) {}
-    if let (Some(open), Some(qmp)) = (&pause, &qmp)
+    let mut watch = Watch {
+        engine: UnixStream::from(stdin),
+        qmp: None,
+        pause: None,
+        pulse: None,
+    };
+    while let Ok(true) = watch.serve_one() {}
+    if let (Some(open), Some(qmp)) = (&watch.pause, &watch.qmp)
         && !open.fired
     {
         resume_after_engine_death(qmp);
@@ -50,65 +81,110 @@ pub fn run() -> i32 {
     0
 }
 
-/// Waits for one request or for the watchdog's deadline. `Ok(false)`: the engine is gone.
-fn serve_one(
-    engine: &UnixStream,
-    qmp: &mut Option<UnixStream>,
-    pause: &mut Option<Pause>,
-) -> io::Result<bool> {
-    let deadline = pause.as_ref().and_then(|open| open.deadline);
-    if !wait_readable(engine, deadline)? {
-        if let (Some(open), Some(qmp)) = (pause.as_mut(), qmp.as_mut()) {
-            open.deadline = None;
-            open.fired = qmp.write_all(CONT).is_ok();
+impl Watch {
+    /// Waits for one request, sign of life or deadline. `Ok(false)`: the engine is gone.
+    fn serve_one(&mut self) -> io::Result<bool> {
+        match self.wait()? {
+            Woken::Request => return self.serve_request(),
+            Woken::SignOfLife => self.take_sign_of_life(),
+            Woken::PauseTooLong => {
+                if let (Some(open), Some(qmp)) = (&mut self.pause, &mut self.qmp) {
+                    open.deadline = None;
+                    open.fired = qmp.write_all(CONT).is_ok();
+                }
+            }
+            Woken::NoSignOfLife => {
+                if let Some(pulse) = self.pulse.take() {
+                    // It is gone already, or it will be: then its end of the socket closes.
+                    let _ = pulse.engine.signal(signal_hook::consts::SIGKILL);
+                }
+            }
         }
-        return Ok(true);
+        Ok(true)
     }
-    let Some((request, descriptor)) = wire::receive::<Request>(engine)? else {
-        return Ok(false);
-    };
-    match request {
-        Request::Steal {
-            pid,
-            start_time,
-            limit_ms,
-        } => {
-            steal(engine, pid, start_time, Duration::from_millis(limit_ms))?;
-        }
-        Request::Watch => {
-            *qmp = descriptor.map(UnixStream::from);
-            wire::send(engine, &Reply::Ok, None)?;
-        }
-        Request::Pausing { limit_ms } => {
-            let deadline = Instant::now().checked_add(Duration::from_millis(limit_ms));
-            *pause = Some(Pause {
-                deadline,
-                fired: false,
-            });
-            wire::send(engine, &Reply::Ok, None)?;
-        }
-        Request::Resumed => {
-            let fired = pause.take().is_some_and(|open| open.fired);
-            wire::send(engine, &Reply::Pause { fired }, None)?;
-        }
-    }
-    Ok(true)
-}
 
-/// False when the deadline passed first.
-fn wait_readable(engine: &UnixStream, deadline: Option<Instant>) -> io::Result<bool> {
-    loop {
-        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        let timeout = left.map(|left| Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: i64::from(left.subsec_nanos()),
-        });
-        let mut waited = [PollFd::new(engine, PollFlags::IN)];
-        match poll(&mut waited, timeout.as_ref()) {
-            Ok(0) => return Ok(false),
-            Ok(_) => return Ok(true),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
+    fn serve_request(&mut self) -> io::Result<bool> {
+        let Some((request, descriptor)) = wire::receive::<Request>(&self.engine)? else {
+            return Ok(false);
+        };
+        match request {
+            Request::Steal {
+                pid,
+                start_time,
+                limit_ms,
+            } => {
+                let limit = Duration::from_millis(limit_ms);
+                steal(&self.engine, pid, start_time, limit)?;
+            }
+            Request::Watch => {
+                self.qmp = descriptor.map(UnixStream::from);
+                wire::send(&self.engine, &Reply::Ok, None)?;
+            }
+            Request::Pausing { limit_ms } => {
+                let deadline = Instant::now().checked_add(Duration::from_millis(limit_ms));
+                self.pause = Some(Pause {
+                    deadline,
+                    fired: false,
+                });
+                wire::send(&self.engine, &Reply::Ok, None)?;
+            }
+            Request::Resumed => {
+                let fired = self.pause.take().is_some_and(|open| open.fired);
+                wire::send(&self.engine, &Reply::Pause { fired }, None)?;
+            }
+            Request::WatchOver => {
+                let parent = rustix::process::getppid().map(rustix::process::Pid::as_raw_pid);
+                let engine = Process::open(parent.unwrap_or_default());
+                let reply = match (descriptor, engine) {
+                    (Some(pipe), Ok(engine)) => {
+                        self.pulse = Some(Pulse {
+                            pipe: File::from(pipe),
+                            engine,
+                            due: Instant::now() + NO_SIGN_OF_LIFE_LIMIT,
+                        });
+                        Reply::Ok
+                    }
+                    (_, engine) => Reply::Failed {
+                        reason: engine.err().map(|error| words(&error)).unwrap_or_default(),
+                    },
+                };
+                wire::send(&self.engine, &reply, None)?;
+            }
+        }
+        Ok(true)
+    }
+
+    fn take_sign_of_life(&mut self) {
+        let Some(pulse) = &mut self.pulse else { return };
+        let mut signs = [0; 64];
+        match pulse.pipe.read(&mut signs) {
+            // The engine has let go of the VM.
+            Ok(0) => self.pulse = None,
+            _ => pulse.due = Instant::now() + NO_SIGN_OF_LIFE_LIMIT,
+        }
+    }
+
+    fn wait(&self) -> io::Result<Woken> {
+        let pause = self.pause.as_ref().and_then(|open| open.deadline);
+        let pulse = self.pulse.as_ref().map(|pulse| pulse.due);
+        let first = [pause, pulse].into_iter().flatten().min();
+        loop {
+            let left = first.map(|at| at.saturating_duration_since(Instant::now()));
+            let timeout = left.map(|left| Timespec {
+                tv_sec: left.as_secs() as i64,
+                tv_nsec: i64::from(left.subsec_nanos()),
+            });
+            let mut waited = vec![PollFd::new(&self.engine, PollFlags::IN)];
+            let pipe = self.pulse.as_ref().map(|pulse| &pulse.pipe);
+            waited.extend(pipe.map(|pipe| PollFd::new(pipe, PollFlags::IN)));
+            match poll(&mut waited, timeout.as_ref()) {
+                Ok(0) if pause.is_some() && pause == first => return Ok(Woken::PauseTooLong),
+                Ok(0) => return Ok(Woken::NoSignOfLife),
+                Ok(_) if !waited[0].revents().is_empty() => return Ok(Woken::Request),
+                Ok(_) => return Ok(Woken::SignOfLife),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
         }
     }
 }

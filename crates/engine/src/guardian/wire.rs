@@ -7,6 +7,7 @@
 //!     Watch + QMP socket     -->                        <-- Ok
 //!     Pausing {limit_ms}     -->                        <-- Ok      then the engine stops the VM
 //!     Resumed                -->                        <-- Pause {fired}
+//!     WatchOver + pipe       -->                        <-- Ok      then signs of life, or it kills
 //!     (end of file)          -->      resumes the VM if between Pausing and Resumed, then exits
 //! ```
 
@@ -42,6 +43,9 @@ pub(super) enum Request {
     },
     /// The VM runs again.
     Resumed,
+    /// The engine will show signs of life on a pipe (descriptor beside it), and is to be killed when
+    /// there are none.
+    WatchOver,
 }
 
 /// From the guardian to the engine.

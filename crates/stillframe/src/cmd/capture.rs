@@ -2,7 +2,9 @@
 
 use stillframe_engine::Selector;
 use stillframe_engine::attach::{AttachError, Vm};
-use stillframe_engine::checkpoint::{CheckpointError, CheckpointOptions, CheckpointReport};
+use stillframe_engine::checkpoint::{
+    CheckpointError, CheckpointOptions, CheckpointReport, ScheduleKind,
+};
 use stillframe_repo::Repository;
 
 use super::{CommandError, Context, probe, short};
@@ -18,16 +20,24 @@ pub fn selector(vm: &VmSelector) -> Result<Selector, CommandError> {
 }
 
 /// Attaches, after making sure that this machine lets us.
-pub fn attach(context: &Context, selector: &Selector) -> anyhow::Result<Vm> {
+pub fn attach(
+    context: &Context,
+    selector: &Selector,
+    schedule: ScheduleKind,
+) -> anyhow::Result<Vm> {
     probe::require()?;
-    let vm = Vm::attach(selector)?;
+    let vm = Vm::attach(selector, schedule)?;
     told_attached(context, &vm);
     Ok(vm)
 }
 
 /// Attaches to the same VM once more.
-pub fn attach_again(context: &Context, pid: i32) -> Result<Vm, AttachError> {
-    let vm = Vm::attach(&Selector::Pid(pid))?;
+pub fn attach_again(
+    context: &Context,
+    pid: i32,
+    schedule: ScheduleKind,
+) -> Result<Vm, AttachError> {
+    let vm = Vm::attach(&Selector::Pid(pid), schedule)?;
     told_attached(context, &vm);
     Ok(vm)
 }

@@ -9,7 +9,7 @@ pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
     let mut repository = context.open()?;
     let first = "interrupted: giving the checkpoint up (once more: end at once)";
     let interrupts = context.listen(1, first)?;
-    let mut vm = capture::attach(context, &selector)?;
+    let mut vm = capture::attach(context, &selector, args.capture.schedule)?;
     let taken = capture::take(
         context,
         &interrupts,

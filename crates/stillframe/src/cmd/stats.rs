@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use serde_json::{Value, json};
 use stillframe_engine::attach::Vm;
+use stillframe_engine::checkpoint::ScheduleKind;
 use stillframe_engine::statistics::{self, Statistics};
 use stillframe_repo::{CheckpointId, Password, Repository};
 
@@ -89,7 +90,7 @@ fn live(context: &Context, args: &StatsArgs, over: Duration) -> anyhow::Result<M
         .context("cannot make a folder for two checkpoints")?;
     let place = folder.path().join("repository");
     let mut repository = Repository::init(&place, &Password::random()?)?;
-    let mut vm = capture::attach(context, &selector)?;
+    let mut vm = capture::attach(context, &selector, ScheduleKind::PreCopy)?;
     let taken = take_two(context, &interrupts, &mut vm, &mut repository, args, over);
     capture::detach(context, vm);
     let [older, newer] = taken?;
@@ -108,6 +109,7 @@ fn take_two(
         pause_limit: None,
         lock_wait: args.lock_wait,
         verify: false,
+        schedule: ScheduleKind::PreCopy,
         delta_cache: 0,
         no_dedup: false,
     };

@@ -63,7 +63,7 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
     let repository = context.open()?;
     let first = "interrupted: finishing the running checkpoint, then letting the VM go (once more: give it up)";
     let interrupts = context.listen(2, first)?;
-    let vm = capture::attach(context, &selector)?;
+    let vm = capture::attach(context, &selector, args.capture.schedule)?;
     // A name of our own for the process, which outlives an attachment.
     let process = Process::open(vm.pid()).context("the VM ended while it was attached to")?;
     let mut watch = Watch {
@@ -119,7 +119,11 @@ impl Watch<'_> {
     fn attempt(&mut self) -> Attempt {
         let mut vm = match self.vm.take() {
             Some(vm) => vm,
-            None => match capture::attach_again(self.context, self.process.pid()) {
+            None => match capture::attach_again(
+                self.context,
+                self.process.pid(),
+                self.args.capture.schedule,
+            ) {
                 Ok(vm) => vm,
                 Err(error) => return Attempt::Failed(error.into()),
             },

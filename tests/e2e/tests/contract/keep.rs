@@ -21,7 +21,15 @@ fn forgetting_and_pruning_free_space_and_nothing_else() -> Result<()> {
     let guest = setup.boot()?;
     // Whole pages, because what replaced them frees them; deltas need what they change.
     stillframe.ok(&[
-        "watch", "--vm", "kept", "--every", "400ms", "--count", "6", "--delta-cache", "0",
+        "watch",
+        "--vm",
+        "kept",
+        "--every",
+        "400ms",
+        "--count",
+        "6",
+        "--delta-cache",
+        "0",
     ])?;
     let all = checkpoints(&stillframe)?;
 

@@ -1,0 +1,271 @@
+//! Serving the faults of a VM whose first writes to protected pages wait for us (synchronous
+//! tracking), so that copy-on-write can save a page before it changes.
+//!
+//! One thread does nothing else, and nothing it does waits for another: not for the copier, not for
+//! memory. What it saves goes into buffers made beforehand; when they are used up, a page is left to
+//! the copier, and its writer waits for that.
+//!
+//! A first write costs a message to this thread and back. Writers mostly go on to the next page, so
+//! pages behind one that faults are opened with it, more of them each time that comes true.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use stillframe_sys::process::AddressRange;
+use stillframe_sys::uffd::{Event, Uffd};
+
+use super::block::{Block, PAGE, PAGE_BYTES};
+use super::claim::{Claims, OnFault};
+
+/// Pages that can be saved on a fault before the copier has to take them over: 16 MiB.
+const SAVED_MAX: usize = 4096;
+/// The most pages opened at one fault.
+const AHEAD_MAX: u64 = 64;
+/// How often the thread says that it is alive.
+const SIGN_OF_LIFE: Duration = Duration::from_millis(250);
+
+/// Called by the thread that serves faults, to show that it is there.
+pub type SignOfLife = Box<dyn Fn() + Send>;
+
+/// A page saved because it was about to be written.
+#[derive(Debug)]
+pub struct Saved {
+    /// Number of its block.
+    pub block: usize,
+    /// Its number in the block.
+    pub page: u64,
+    /// What it held.
+    pub bytes: Box<[u8; PAGE]>,
+}
+
+/// A block as the fault server sees it.
+#[derive(Debug)]
+struct Served {
+    range: AddressRange,
+    block: Arc<Block>,
+    claims: Claims,
+}
+
+/// What both sides share.
+#[derive(Debug)]
+struct Shared {
+    uffd: Arc<Uffd>,
+    blocks: Vec<Served>,
+    faults: AtomicU64,
+    failed: AtomicBool,
+    stop: AtomicBool,
+}
+
+/// The thread, and the way to it. Dropped, it ends the thread; waiters are let go by the end of the
+/// userfaultfd.
+#[derive(Debug)]
+pub struct FaultServer {
+    shared: Arc<Shared>,
+    wake: std::os::fd::OwnedFd,
+    thread: Option<JoinHandle<()>>,
+    saved: Receiver<Saved>,
+    empty: Sender<Box<[u8; PAGE]>>,
+}
+
+impl FaultServer {
+    /// Starts serving. `alive` is called a few times a second for as long as faults are served.
+    pub fn start(
+        uffd: Arc<Uffd>,
+        blocks: impl Iterator<Item = Arc<Block>>,
+        alive: SignOfLife,
+    ) -> io::Result<FaultServer> {
+        let blocks = blocks.map(|block| Served {
+            range: block.range(),
+            claims: Claims::new(block.pages()),
+            block,
+        });
+        let shared = Arc::new(Shared {
+            uffd,
+            blocks: blocks.collect(),
+            faults: AtomicU64::new(0),
+            failed: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+        });
+        let (to_copier, saved) = bounded(SAVED_MAX);
+        let (empty, buffers) = bounded(SAVED_MAX);
+        for _ in 0..SAVED_MAX {
+            // Ones, because zeroed memory would come untouched from the allocator.
+            if empty.send(Box::new([1; PAGE])).is_err() {
+                break;
+            }
+        }
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let woken = wake.try_clone()?;
+        let server = Server {
+            shared: shared.clone(),
+            saved: to_copier,
+            buffers,
+            expected: 0,
+            ahead: 1,
+        };
+        let thread = std::thread::Builder::new()
+            .name("fault server".into())
+            .spawn(move || server.run(&woken, &alive))?;
+        Ok(FaultServer {
+            shared,
+            wake,
+            thread: Some(thread),
+            saved,
+            empty,
+        })
+    }
+
+    /// The states of a block's pages.
+    pub fn claims(&self, block: usize) -> &Claims {
+        &self.shared.blocks[block].claims
+    }
+
+    /// A page saved on a fault, if there is one; to be given back with [`FaultServer::recycle`].
+    pub fn take_saved(&self) -> Option<Saved> {
+        self.saved.try_recv().ok()
+    }
+
+    /// The buffer may be used again.
+    pub fn recycle(&self, bytes: Box<[u8; PAGE]>) {
+        // There is room for every buffer there is.
+        let _ = self.empty.try_send(bytes);
+    }
+
+    /// Faults served so far.
+    pub fn faults(&self) -> u64 {
+        self.shared.faults.load(Ordering::Relaxed)
+    }
+
+    /// Whether a page could not be saved since this was last asked: what is being captured is
+    /// worthless.
+    pub fn take_failure(&self) -> bool {
+        self.shared.failed.swap(false, Ordering::AcqRel)
+    }
+}
+
+impl Drop for FaultServer {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        // Cannot fail: the counter is far from full. If it does, the thread looks soon anyway.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The thread.
+struct Server {
+    shared: Arc<Shared>,
+    saved: Sender<Saved>,
+    buffers: Receiver<Box<[u8; PAGE]>>,
+    /// The address behind what was opened last, and how many pages that was.
+    expected: u64,
+    ahead: u64,
+}
+
+impl Server {
+    fn run(mut self, woken: &impl AsFd, alive: &dyn Fn()) {
+        let timeout = Timespec {
+            tv_sec: 0,
+            tv_nsec: SIGN_OF_LIFE.subsec_nanos().into(),
+        };
+        while !self.shared.stop.load(Ordering::Acquire) {
+            alive();
+            let mut waited = [
+                PollFd::new(&*self.shared.uffd, PollFlags::IN),
+                PollFd::new(woken, PollFlags::IN),
+            ];
+            match poll(&mut waited, Some(&timeout)) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                // Without a way to wait there is no way to serve: what is captured is worthless, and
+                // the guest is let go when the descriptor closes.
+                Err(_) => return self.shared.failed.store(true, Ordering::Release),
+            }
+            loop {
+                match self.shared.uffd.next_event() {
+                    Ok(Some(Event::Fault { address, .. })) => self.serve(address),
+                    Ok(None) => break,
+                    Err(_) => {
+                        self.shared.failed.store(true, Ordering::Release);
+                        break;
+                    }
+                }
+            }
+        }
+    }
+
+    fn serve(&mut self, address: u64) {
+        self.shared.faults.fetch_add(1, Ordering::Relaxed);
+        let shared = self.shared.clone();
+        let blocks = shared.blocks.iter().enumerate();
+        let Some((number, served)) = blocks
+            .filter(|(_, served)| served.range.contains(address))
+            .next_back()
+        else {
+            return;
+        };
+        let first = (address - served.range.start) / PAGE_BYTES;
+        self.ahead = match address == self.expected {
+            true => (self.ahead * 2).min(AHEAD_MAX),
+            false => 1,
+        };
+        let end = (first + self.ahead).min(served.block.pages());
+        let mut next = first;
+        while next < end {
+            let room = !self.buffers.is_empty();
+            let what = match next == first {
+                true => served.claims.fault(next, room),
+                false => served.claims.neighbour(next, room),
+            };
+            match what {
+                OnFault::Open => {}
+                OnFault::Save => self.save(number, served, next),
+                OnFault::Leave => break,
+            }
+            next += 1;
+        }
+        if next > first {
+            let start = served.range.start + first * PAGE_BYTES;
+            self.expected = served.range.start + next * PAGE_BYTES;
+            self.open(AddressRange {
+                start,
+                end: self.expected,
+            });
+        }
+    }
+
+    /// Saves a page that was claimed. If that fails, its writer goes on all the same.
+    fn save(&self, number: usize, served: &Served, page: u64) {
+        let saved = self.buffers.try_recv().ok().is_some_and(|mut bytes| {
+            let wanted = page..page + 1;
+            let read = served
+                .block
+                .read(&mut [&mut bytes[..]], std::slice::from_ref(&wanted));
+            let saved = Saved {
+                block: number,
+                page,
+                bytes,
+            };
+            read.is_ok() && self.saved.try_send(saved).is_ok()
+        });
+        if !saved {
+            self.shared.failed.store(true, Ordering::Release);
+        }
+        // Opened by the caller, whether or not somebody else waits for it too.
+        served.claims.done(page);
+    }
+
+    fn open(&self, range: AddressRange) {
+        if self.shared.uffd.unprotect(range).is_err() {
+            // Parts of it may be gone (a hot-unplug); whoever waits for the rest tries again.
+            let _ = self.shared.uffd.wake(range);
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! Schedules: what is copied before the pause, in it, and after it.
+//!
+//! | | guest runs | guest stands still | guest runs again |
+//! | --- | --- | --- | --- |
+//! | stop-copy | | scan, copy all | |
+//! | pre-copy | rounds of scan and copy | scan, copy what is left | |
+//! | copy-on-write | scan and protect | scan, protect what was written since | copy, or save when written |
+//!
+//! (Copy-on-write checkpointing, chapter 4. There is no fourth way: a page is copied before the instant
+//! of the checkpoint, at it, or kept from changing until it is.)
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Instant;
+
+use serde::Serialize;
+use thiserror::Error;
+
+use super::pause::DowntimeRecord;
+use super::stage::Stage;
+use super::tracker::{self, Collected, PageRanges, Tracker, TrackerError};
+
+mod copy_on_write;
+
+pub use copy_on_write::CopyOnWrite;
+
+/// Rounds of pre-copy. Each costs a scan of all memory, about 1 ms a GiB.
+const ROUNDS_MAX: u32 = 4;
+/// So few pages are copied in the pause while QEMU saves its device state, and lengthen it little.
+const FEW_PAGES: u64 = 512;
+
+/// Which schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ScheduleKind {
+    /// Everything in the pause.
+    StopCopy,
+    /// As much as possible before the pause.
+    PreCopy,
+    /// As much as possible after the pause.
+    CopyOnWrite,
+}
+
+impl fmt::Display for ScheduleKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ScheduleKind::StopCopy => "stop-copy",
+            ScheduleKind::PreCopy => "pre-copy",
+            ScheduleKind::CopyOnWrite => "copy-on-write",
+        })
+    }
+}
+
+/// No such schedule.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("there is no schedule '{0}': stop-copy, pre-copy or copy-on-write")]
+pub struct UnknownSchedule(String);
+
+impl FromStr for ScheduleKind {
+    type Err = UnknownSchedule;
+
+    fn from_str(name: &str) -> Result<ScheduleKind, UnknownSchedule> {
+        let all = [
+            ScheduleKind::StopCopy,
+            ScheduleKind::PreCopy,
+            ScheduleKind::CopyOnWrite,
+        ];
+        all.into_iter()
+            .find(|kind| kind.to_string() == name)
+            .ok_or_else(|| UnknownSchedule(name.to_owned()))
+    }
+}
+
+/// Where the copies of one checkpoint were made, in pages.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct Copied {
+    /// In the full pass, the guest running; 0 for an increment.
+    pub full_pass: u64,
+    /// In the pre-copy rounds, the guest running.
+    pub pre_copy: u64,
+    /// In the pause.
+    pub pause: u64,
+    /// After the pause, the guest running.
+    pub after: u64,
+    /// After the pause, because the guest was about to write them and waited for it.
+    pub on_fault: u64,
+    /// Hot pages left open after the pause or their copy: the next checkpoint copies them whether
+    /// they are written or not, and writing them costs the guest no fault.
+    pub left_open: u64,
+}
+
+/// What is copied when. After an error nothing is lost: what was to be copied stays pending.
+pub trait Schedule {
+    /// Before the pause; the guest runs.
+    fn before(
+        &mut self,
+        tracker: &mut Tracker,
+        stage: &mut Stage,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError>;
+
+    /// In the pause, beside QEMU saving its device state.
+    fn stopped(
+        &mut self,
+        tracker: &mut Tracker,
+        stage: &mut Stage,
+        record: &mut DowntimeRecord,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError>;
+
+    /// After the pause; the guest runs again.
+    fn after(
+        &mut self,
+        tracker: &mut Tracker,
+        stage: &mut Stage,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError>;
+
+    /// Instead of [`Schedule::after`], when the pause failed: nothing is to be copied any more.
+    fn give_up(&mut self, _tracker: &Tracker) {}
+}
+
+/// Everything in the pause.
+#[derive(Debug, Default)]
+pub struct StopCopy;
+
+impl Schedule for StopCopy {
+    fn before(
+        &mut self,
+        _tracker: &mut Tracker,
+        _stage: &mut Stage,
+        _copied: &mut Copied,
+    ) -> Result<(), TrackerError> {
+        Ok(())
+    }
+
+    fn stopped(
+        &mut self,
+        tracker: &mut Tracker,
+        stage: &mut Stage,
+        record: &mut DowntimeRecord,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError> {
+        let begin = Instant::now();
+        let mut found = tracker.collect()?;
+        // With what captures that failed have left over.
+        found.written = subtract_all(&tracker.pending(), &found.discarded);
+        record.scan = super::pause::us(begin);
+        let begin = Instant::now();
+        stage.capture_all(tracker, &found)?;
+        record.copy = super::pause::us(begin);
+        copied.pause += found.pages();
+        Ok(())
+    }
+
+    fn after(
+        &mut self,
+        tracker: &mut Tracker,
+        _stage: &mut Stage,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError> {
+        copied.left_open += tracker.leave_hot_open();
+        Ok(())
+    }
+}
+
+/// As much as possible before the pause.
+#[derive(Debug, Default)]
+pub struct PreCopy;
+
+impl Schedule for PreCopy {
+    /// Copies what was written while the guest goes on, then what it wrote during that, and so on,
+    /// as long as it gets fewer. What is left is for the pause.
+    fn before(
+        &mut self,
+        tracker: &mut Tracker,
+        stage: &mut Stage,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError> {
+        // Left over from captures that failed.
+        let pending = Collected::written(tracker.pending());
+        stage.reserve(pending.pages());
+        stage.capture_all(tracker, &pending)?;
+        copied.pre_copy += pending.pages();
+        let mut last = u64::MAX;
+        for _ in 0..ROUNDS_MAX {
+            let found = tracker.collect()?;
+            let pages = found.pages();
+            stage.reserve(pages);
+            stage.capture_all(tracker, &found)?;
+            copied.pre_copy += pages;
+            if pages <= FEW_PAGES || pages > last / 2 {
+                break;
+            }
+            last = pages;
+        }
+        Ok(())
+    }
+
+    fn stopped(
+        &mut self,
+        tracker: &mut Tracker,
+        stage: &mut Stage,
+        record: &mut DowntimeRecord,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError> {
+        let begin = Instant::now();
+        let found = tracker.collect()?;
+        record.scan = super::pause::us(begin);
+        let begin = Instant::now();
+        stage.capture_all(tracker, &found)?;
+        record.copy = super::pause::us(begin);
+        copied.pause += found.pages();
+        Ok(())
+    }
+
+    fn after(
+        &mut self,
+        tracker: &mut Tracker,
+        _stage: &mut Stage,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError> {
+        copied.left_open += tracker.leave_hot_open();
+        Ok(())
+    }
+}
+
+fn subtract_all(from: &PageRanges, what: &PageRanges) -> PageRanges {
+    let both = from.iter().zip(what);
+    both.map(|(from, what)| tracker::subtract(from, what))
+        .collect()
+}

@@ -1,0 +1,155 @@
+//! Copy-on-write: in the pause pages are only protected; they are copied when the guest runs again,
+//! and a page that it is about to write is saved first.
+//!
+//! (Copy-on-write checkpointing, chapter 4.) Protecting what was written costs more than scanning, so
+//! most of it is done just before the pause. Hot pages are opened as soon as they are copied.
+
+use std::time::Instant;
+
+use stillframe_page::PageIndex;
+
+use super::{Copied, Schedule, subtract_all};
+use crate::capture::faults::Saved;
+use crate::capture::pause::{DowntimeRecord, us};
+use crate::capture::stage::Stage;
+use crate::capture::tracker::{Collected, PageRanges, Tracker, TrackerError};
+
+/// Pages claimed and copied together. A writer of one of them waits for all: 64 us.
+const BATCH_PAGES: usize = 256;
+
+/// The schedule, and what is left to be copied.
+#[derive(Debug, Default)]
+pub struct CopyOnWrite {
+    /// Armed in the pause; by block.
+    armed: PageRanges,
+}
+
+impl Schedule for CopyOnWrite {
+    fn before(
+        &mut self,
+        tracker: &mut Tracker,
+        stage: &mut Stage,
+        _copied: &mut Copied,
+    ) -> Result<(), TrackerError> {
+        tracker.collect()?;
+        let pending = Collected::written(tracker.pending());
+        stage.reserve(pending.pages());
+        Ok(())
+    }
+
+    fn stopped(
+        &mut self,
+        tracker: &mut Tracker,
+        stage: &mut Stage,
+        record: &mut DowntimeRecord,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError> {
+        let begin = Instant::now();
+        let found = tracker.collect()?;
+        let discarded = Collected {
+            written: vec![Vec::new(); found.written.len()],
+            discarded: found.discarded,
+        };
+        stage.capture_all(tracker, &discarded)?;
+        copied.pause += discarded.pages();
+        let armed = subtract_all(&tracker.pending(), &discarded.discarded);
+        record.scan = us(begin);
+        let begin = Instant::now();
+        let server = tracker.fault_server()?;
+        server.take_failure();
+        for (block, ranges) in armed.iter().enumerate() {
+            let claims = server.claims(block);
+            for page in ranges.iter().cloned().flatten() {
+                claims.arm(page);
+            }
+        }
+        self.armed = armed;
+        record.copy = us(begin);
+        Ok(())
+    }
+
+    fn after(
+        &mut self,
+        tracker: &mut Tracker,
+        stage: &mut Stage,
+        copied: &mut Copied,
+    ) -> Result<(), TrackerError> {
+        let server = tracker.fault_server()?;
+        let copying = copy_all(tracker, stage, copied, &self.armed);
+        if copying.is_err() {
+            self.give_up(tracker);
+        }
+        let mut saved: Vec<Saved> = std::iter::from_fn(|| server.take_saved()).collect();
+        self.armed.clear();
+        if copying.is_ok() {
+            copied.on_fault += saved.len() as u64;
+            stage.put_all(&mut saved);
+        }
+        for saved in saved {
+            server.recycle(saved.bytes);
+        }
+        copying?;
+        match server.take_failure() {
+            true => Err(TrackerError::NotSaved),
+            false => Ok(()),
+        }
+    }
+
+    fn give_up(&mut self, tracker: &Tracker) {
+        let Ok(server) = tracker.fault_server() else {
+            return;
+        };
+        for (number, ranges) in std::mem::take(&mut self.armed).into_iter().enumerate() {
+            let claims = server.claims(number);
+            for page in ranges.into_iter().flatten() {
+                // One that is being saved right now is opened by who saves it.
+                if claims.claim(page) && claims.done(page) {
+                    tracker.open(number, runs(&[page]));
+                }
+            }
+        }
+        while let Some(saved) = server.take_saved() {
+            server.recycle(saved.bytes);
+        }
+    }
+}
+
+fn copy_all(
+    tracker: &Tracker,
+    stage: &mut Stage,
+    copied: &mut Copied,
+    armed: &PageRanges,
+) -> Result<(), TrackerError> {
+    let server = tracker.fault_server()?;
+    for (number, ranges) in armed.iter().enumerate() {
+        let tracked = &tracker.blocks()[number];
+        let claims = server.claims(number);
+        let hot = tracked.hot();
+        let mut pages = ranges.iter().cloned().flatten().peekable();
+        while pages.peek().is_some() {
+            let batch = pages.by_ref().take(BATCH_PAGES);
+            let claimed: Vec<u64> = batch.filter(|&page| claims.claim(page)).collect();
+            let read = stage.capture(number, &tracked.block, &runs(&claimed));
+            // After a failure too: nobody may wait for a page that is not being saved.
+            let mut open = claimed.clone();
+            open.retain(|&page| claims.done(page) || hot.get(PageIndex(page)));
+            tracker.open(number, runs(&open));
+            read?;
+            copied.left_open += open.len() as u64;
+            copied.after += claimed.len() as u64;
+        }
+    }
+    Ok(())
+}
+
+/// Ascending pages as ranges.
+fn runs(pages: &[u64]) -> Vec<std::ops::Range<u64>> {
+    let mut runs: Vec<std::ops::Range<u64>> = Vec::new();
+    for &page in pages {
+        match runs.last_mut() {
+            Some(run) if run.end == page => run.end += 1,
+            _ => runs.push(page..page + 1),
+        }
+    }
+    runs
+}
