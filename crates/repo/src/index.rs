@@ -342,7 +342,9 @@ impl Index {
                         entry.insert(location);
                     }
                     Entry::Occupied(mut entry) => {
-                        if !missing && self.packs[entry.get().pack as usize].missing {
+                        // A pack may hold a blob twice, and is not in the list yet then.
+                        let found = self.packs.get(entry.get().pack as usize);
+                        if !missing && found.is_some_and(|pack| pack.missing) {
                             entry.insert(location);
                         }
                     }

@@ -32,6 +32,9 @@ enum What {
         /// Checkpoints of each guest.
         #[arg(long, default_value_t = 27)]
         checkpoints: u64,
+        /// Checkpoints of each schedule, with and without deltas and deduplication.
+        #[arg(long, default_value_t = 100)]
+        per_mode: u64,
         /// Only this kind of guest; then nothing is recorded.
         #[arg(long)]
         guest: Option<String>,
@@ -60,9 +63,11 @@ fn main() -> Result<()> {
     match Arguments::parse().what {
         What::Demo { seconds_before } => demo::run(Some(Duration::from_secs(seconds_before))),
         What::Checkpoint { turns } => bench::checkpoint::run(turns),
-        What::Exactness { checkpoints, guest } => {
-            campaign::exactness::run(checkpoints, guest.as_deref())
-        }
+        What::Exactness {
+            checkpoints,
+            per_mode,
+            guest,
+        } => campaign::exactness::run(checkpoints, per_mode, guest.as_deref()),
         What::Kill { kills, seed } => campaign::kill::run(kills, seed),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),
     }

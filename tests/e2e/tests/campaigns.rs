@@ -1,8 +1,10 @@
 //! Short forms of the long campaigns: `cargo xtask bench exactness|kill|flips` runs them at length.
 
+use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use stillframe_e2e::campaign::exactness::Mode;
 use stillframe_e2e::campaign::kill::Random;
 use stillframe_e2e::campaign::{exactness, flips, kill};
 use stillframe_e2e::cli::Stillframe;
@@ -16,12 +18,40 @@ fn exact(kind: Kind) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let guest = Setup::new(kind).boot()?;
-    let (tally, _) = exactness::watch_verified(&stillframe, &guest, "300ms", 3)?;
+    let (tally, _) = exactness::watch_verified(&stillframe, &guest, "300ms", 3, &Mode::new())?;
     ensure!(tally.differing == 0 && tally.pages > 0, "{tally:?}");
     guest.serial.wait_more(2, PATIENCE)?;
-    let twin = exactness::twin(&stillframe, &guest, 4)?;
+    let twin = exactness::twin(&stillframe, &guest, 4, &Mode::new())?;
     ensure!(twin.differing == 0 && twin.pages > 0, "{twin:?}");
     stillframe.ok(&["check", "--read-data"])?;
+    Ok(())
+}
+
+/// One guest that never rests, checkpointed in every way there is.
+#[test]
+fn every_schedule_is_exact() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let guest = exactness::writing_all_the_time().boot()?;
+    for (number, mode) in exactness::modes().iter().enumerate() {
+        let place = folder.path().join(number.to_string());
+        let stillframe = Stillframe::init(&place)?;
+        let (tally, lines) = exactness::watch_verified(&stillframe, &guest, "50ms", 4, mode)?;
+        ensure!(
+            tally.differing == 0 && tally.pages > 0,
+            "{mode:?} {tally:?}"
+        );
+        let last = &lines[3];
+        // That it was the way asked for.
+        let deltas = last["pages"]["delta"] != 0;
+        ensure!(deltas == mode.contains(&"256M"), "{mode:?} {last}");
+        let after = last["copied"]["after"] != 0;
+        ensure!(after == mode.contains(&"copy-on-write"), "{mode:?} {last}");
+        let before = last["copied"]["pre_copy"] != 0;
+        ensure!(before == mode.contains(&"pre-copy"), "{mode:?} {last}");
+        stillframe.ok(&["check", "--read-data"])?;
+        fs::remove_dir_all(&place)?;
+    }
+    guest.serial.wait_more(2, PATIENCE)?;
     Ok(())
 }
 
@@ -75,7 +105,7 @@ fn a_guest_under_kvm_is_exact() -> Result<()> {
 }
 
 /// The first kills of the campaign, at every moment of an engine's life.
-fn survive_kills(kind: Kind, seed: u64) -> Result<()> {
+fn survive_kills(kind: Kind, schedule: &str, seed: u64) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let mut guest = Setup::small(kind, "survivor").boot()?;
@@ -83,9 +113,16 @@ fn survive_kills(kind: Kind, seed: u64) -> Result<()> {
     let mut random = Random::new(seed);
     for number in [0, 3, 4, 6, 7, 9] {
         let moment = kill::moment(number);
-        kill::strike(&stillframe, &guest, &mut monitor, moment, &mut random)
-            .and_then(|_| kill::aftermath(&stillframe, &mut guest))
-            .with_context(|| format!("kill {number}, {moment:?}"))?;
+        kill::strike(
+            &stillframe,
+            &guest,
+            &mut monitor,
+            schedule,
+            moment,
+            &mut random,
+        )
+        .and_then(|_| kill::aftermath(&stillframe, &mut guest))
+        .with_context(|| format!("kill {number}, {moment:?}"))?;
     }
     // The last engine took back what those before it had lent QEMU.
     expect_untouched(&guest, &mut monitor)
@@ -93,12 +130,12 @@ fn survive_kills(kind: Kind, seed: u64) -> Result<()> {
 
 #[test]
 fn a_vm_with_private_memory_survives_kills_of_the_engine() -> Result<()> {
-    survive_kills(Kind::Private, 1)
+    survive_kills(Kind::Private, "pre-copy", 1)
 }
 
 #[test]
 fn a_vm_with_shared_memory_survives_kills_of_the_engine() -> Result<()> {
-    survive_kills(Kind::Memfd, 2)
+    survive_kills(Kind::Memfd, "copy-on-write", 2)
 }
 
 #[test]

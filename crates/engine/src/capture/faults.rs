@@ -204,10 +204,8 @@ impl Server {
     fn serve(&mut self, address: u64) {
         self.shared.faults.fetch_add(1, Ordering::Relaxed);
         let shared = self.shared.clone();
-        let blocks = shared.blocks.iter().enumerate();
-        let Some((number, served)) = blocks
-            .filter(|(_, served)| served.range.contains(address))
-            .next_back()
+        let mut blocks = shared.blocks.iter().enumerate();
+        let Some((number, served)) = blocks.find(|(_, served)| served.range.contains(address))
         else {
             return;
         };

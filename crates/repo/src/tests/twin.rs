@@ -183,3 +183,28 @@ fn empty_and_oversized_blobs_are_refused() {
     writer.commit(empty_manifest()).unwrap();
     assert!(repo.reader(WAIT).unwrap().read(&id).unwrap() == big[1..]);
 }
+
+/// Without deduplication: in one pack twice, and in several packs.
+#[test]
+fn blobs_stored_again_are_read_checked_and_pruned_like_others() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let mut vm = Vm::new("vm", 300);
+    vm.run(&mut Dice(5), 200);
+    let id = vm.checkpoint(&mut repo).unwrap();
+    for _ in 0..3 {
+        let mut writer = repo.begin(WAIT).unwrap();
+        for bytes in vm.pages.iter().chain(&vm.pages) {
+            let id = writer.hasher().id(bytes);
+            assert_eq!(writer.put_again(id, bytes).unwrap(), Put::New);
+        }
+        writer.commit(empty_manifest()).unwrap();
+    }
+    for mut repo in [repo, open(dir.path())] {
+        assert_eq!(repo.check(true, &mut |_| {}).unwrap().problems, []);
+        assert!(vm.compare(&mut repo, &id).unwrap());
+        repo.prune(false, &mut |_| {}).unwrap();
+        assert_eq!(repo.check(true, &mut |_| {}).unwrap().problems, []);
+        assert!(vm.compare(&mut repo, &id).unwrap());
+    }
+}

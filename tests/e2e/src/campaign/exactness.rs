@@ -6,6 +6,7 @@
 //! - the twin: the test pauses the VM itself, reads all memory through `/proc/PID/mem`, has the paused
 //!   VM checkpointed, restores that, and compares the restored VM's memory byte by byte.
 
+use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -16,6 +17,24 @@ use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Restored, Setup};
 use crate::memory::{Difference, Image};
 use crate::results::{self, Claim};
+
+/// How checkpoints are taken: arguments of `watch` and `checkpoint`.
+pub type Mode = Vec<&'static str>;
+
+/// Every schedule, with and without deltas, with and without deduplication.
+pub fn modes() -> Vec<Mode> {
+    let mut modes = Vec::new();
+    for schedule in ["stop-copy", "pre-copy", "copy-on-write"] {
+        for delta_cache in ["256M", "0"] {
+            for dedup in [None, Some("--no-dedup")] {
+                let mut mode = vec!["--schedule", schedule, "--delta-cache", delta_cache];
+                mode.extend(dedup);
+                modes.push(mode);
+            }
+        }
+    }
+    modes
+}
 
 /// What was compared.
 #[derive(Debug, Default, Clone, Copy)]
@@ -34,18 +53,13 @@ pub fn watch_verified(
     guest: &Guest,
     every: &str,
     count: u64,
+    mode: &Mode,
 ) -> Result<(Tally, Vec<Value>)> {
     let (pid, count_text) = (guest.pid_text(), count.to_string());
-    let lines = stillframe.json_lines(&[
-        "watch",
-        "--pid",
-        &pid,
-        "--every",
-        every,
-        "--count",
-        &count_text,
-        "--verify",
-    ])?;
+    let mut watch = vec!["watch", "--pid", &pid, "--every", every];
+    watch.extend(["--count", &count_text, "--verify"]);
+    watch.extend(mode);
+    let lines = stillframe.json_lines(&watch)?;
     let mut tally = Tally::default();
     for line in &lines {
         let verify = line.get("verify").context("no verify in the report")?;
@@ -61,11 +75,14 @@ pub fn watch_verified(
 
 /// Pauses the guest, checkpoints it, restores the checkpoint and compares both memories byte by
 /// byte; then lets both go on, and expects both to find their memory whole.
-pub fn twin(stillframe: &Stillframe, guest: &Guest, ticks: usize) -> Result<Tally> {
+pub fn twin(stillframe: &Stillframe, guest: &Guest, ticks: usize, mode: &Mode) -> Result<Tally> {
     let mut monitor = guest.second_monitor()?;
     monitor.execute("stop", json!({}))?;
     let original = Image::take(guest.pid(), &mut monitor)?;
-    let report = stillframe.json(&["checkpoint", "--pid", &guest.pid_text()])?;
+    let pid = guest.pid_text();
+    let mut checkpoint = vec!["checkpoint", "--pid", &pid];
+    checkpoint.extend(mode);
+    let report = stillframe.json(&checkpoint)?;
     if monitor.status()? != "paused" {
         bail!("a paused VM did not stay paused");
     }
@@ -123,9 +140,9 @@ fn wait_gone(pid: i32) -> Result<()> {
     bail!("QEMU {pid} did not end");
 }
 
-/// The whole campaign over all kinds of guest, or `only` one; the whole one writes
+/// The whole campaign over all kinds of guest and all modes, or `only` one kind; the whole one writes
 /// `docs/results/exactness/`.
-pub fn run(checkpoints_per_guest: u64, only: Option<&str>) -> Result<()> {
+pub fn run(checkpoints_per_guest: u64, per_mode: u64, only: Option<&str>) -> Result<()> {
     let mut total = Tally::default();
     let mut raw = Vec::new();
     let wanted = |kind: &Kind| only.is_none_or(|name| name == kind.name());
@@ -134,25 +151,28 @@ pub fn run(checkpoints_per_guest: u64, only: Option<&str>) -> Result<()> {
             eprintln!("{:16} left out: this machine has no /dev/kvm", kind.name());
             continue;
         }
-        let tally = one_guest(kind, checkpoints_per_guest, &mut raw)?;
-        eprintln!(
-            "{:16} {:4} checkpoints  {:9} pages compared  {} differing",
+        let count = match kind {
+            Kind::FiveGib => checkpoints_per_guest.div_ceil(3),
+            _ => checkpoints_per_guest,
+        };
+        let guest = Setup::new(kind).boot()?;
+        total.add(
             kind.name(),
-            tally.checkpoints,
-            tally.pages,
-            tally.differing
+            one_guest(&guest, count, &Mode::new(), &mut raw)?,
         );
-        total.checkpoints += tally.checkpoints;
-        total.pages += tally.pages;
-        total.differing += tally.differing;
     }
-    println!(
-        "{} checkpoints, {} pages compared, {} differing",
-        total.checkpoints, total.pages, total.differing
-    );
     if only.is_some() {
+        println!("{total}");
         return no_difference(&total);
     }
+    for mode in modes() {
+        let guest = writing_all_the_time().boot()?;
+        total.add(
+            &mode.join(" "),
+            one_guest(&guest, per_mode, &mode, &mut raw)?,
+        );
+    }
+    println!("{total}");
     results::write_raw("exactness", "checkpoints.jsonl", &raw)?;
     results::write_summary(
         "exactness",
@@ -161,12 +181,40 @@ pub fn run(checkpoints_per_guest: u64, only: Option<&str>) -> Result<()> {
             goal: "= 0",
             value: total.differing as f64,
             unit: "pages",
-            holds: total.differing == 0 && total.checkpoints >= 200,
+            holds: total.differing == 0 && total.checkpoints >= 200 && per_mode >= 100,
             command: "cargo xtask bench exactness",
             commit: results::commit(),
         }],
     )?;
     no_difference(&total)
+}
+
+impl Tally {
+    fn add(&mut self, what: &str, more: Tally) {
+        eprintln!("{what:60} {more}");
+        self.checkpoints += more.checkpoints;
+        self.pages += more.pages;
+        self.differing += more.differing;
+    }
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:4} checkpoints, {:9} pages compared, {} differing",
+            self.checkpoints, self.pages, self.differing
+        )
+    }
+}
+
+/// A guest that writes in every phase of a checkpoint: before the pause, around it, and while pages
+/// are copied.
+pub fn writing_all_the_time() -> Setup {
+    let mut setup = Setup::new(Kind::Private);
+    setup.workload.tick_ms = 10;
+    setup.workload.writes_per_tick = 1000;
+    setup
 }
 
 fn no_difference(total: &Tally) -> Result<()> {
@@ -176,25 +224,22 @@ fn no_difference(total: &Tally) -> Result<()> {
     }
 }
 
-fn one_guest(kind: Kind, checkpoints: u64, raw: &mut Vec<Value>) -> Result<Tally> {
+fn one_guest(guest: &Guest, count: u64, mode: &Mode, raw: &mut Vec<Value>) -> Result<Tally> {
     let repository = tempfile::Builder::new()
         .prefix("stillframe-repo-")
         .tempdir()?;
     let stillframe = Stillframe::init(&repository.path().join("repo"))?;
-    let guest = Setup::new(kind).boot()?;
-    let count = if kind == Kind::FiveGib {
-        checkpoints.div_ceil(3)
-    } else {
-        checkpoints
-    };
-    let (mut tally, lines) = watch_verified(&stillframe, &guest, "300ms", count)?;
+    let every = if mode.is_empty() { "300ms" } else { "50ms" };
+    let (mut tally, lines) = watch_verified(&stillframe, guest, every, count, mode)?;
+    let (name, words) = (guest.kind.name(), mode.join(" "));
     for mut line in lines {
-        line["guest"] = json!(kind.name());
+        line["guest"] = json!(name);
+        line["mode"] = json!(words);
         raw.push(line);
     }
     guest.serial.wait_more(2, Duration::from_secs(60))?;
-    let twin = twin(&stillframe, &guest, 4)?;
-    raw.push(json!({"guest": kind.name(), "twin": true, "pages": twin.pages, "differing": twin.differing}));
+    let twin = twin(&stillframe, guest, 4, mode)?;
+    raw.push(json!({"guest": name, "mode": words, "twin": true, "pages": twin.pages, "differing": twin.differing}));
     tally.checkpoints += twin.checkpoints;
     tally.pages += twin.pages;
     tally.differing += twin.differing;

@@ -63,6 +63,7 @@ pub fn strike(
     stillframe: &Stillframe,
     guest: &Guest,
     monitor: &mut Qmp,
+    schedule: &str,
     moment: Moment,
     random: &mut Random,
 ) -> Result<Value> {
@@ -70,7 +71,16 @@ pub fn strike(
     monitor.take_events();
     let pid = guest.pid_text();
     let begin = Instant::now();
-    let mut engine = stillframe.spawn(&["watch", "--pid", &pid, "--every", "100ms", "--quiet"])?;
+    let mut engine = stillframe.spawn(&[
+        "watch",
+        "--pid",
+        &pid,
+        "--every",
+        "100ms",
+        "--quiet",
+        "--schedule",
+        schedule,
+    ])?;
     let delay = match moment {
         Moment::Attach => Duration::from_micros(random.below(250_000)),
         Moment::Any | Moment::Detach => Duration::from_micros(150_000 + random.below(2_500_000)),
@@ -144,7 +154,16 @@ pub fn run(kills: u64, seed: u64) -> Result<()> {
         let mut monitor = guest.second_monitor()?;
         for number in (share as u64..kills).step_by(2) {
             let moment = moment(number / 2);
-            let struck = strike(&stillframe, &guest, &mut monitor, moment, &mut random);
+            // Every moment meets both ways of tracking.
+            let schedule = ["pre-copy", "copy-on-write"][(number / 20 % 2) as usize];
+            let struck = strike(
+                &stillframe,
+                &guest,
+                &mut monitor,
+                schedule,
+                moment,
+                &mut random,
+            );
             let outcome = struck.and_then(|line| aftermath(&stillframe, &mut guest).map(|()| line));
             let mut line = match outcome {
                 Ok(line) => line,
@@ -156,6 +175,7 @@ pub fn run(kills: u64, seed: u64) -> Result<()> {
             };
             line["kill"] = json!(number);
             line["guest"] = json!(kind.name());
+            line["schedule"] = json!(schedule);
             raw.push(line);
             if harmed > 3 {
                 bail!("giving up after {harmed} cases of harm");

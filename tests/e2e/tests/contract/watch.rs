@@ -86,7 +86,8 @@ fn hot_pages_are_left_open_and_not_missed() -> Result<()> {
         let guest = setup.boot()?;
         let mut monitor = guest.second_monitor()?;
         let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
-        let (tally, reports) = exactness::watch_verified(&stillframe, &guest, "500ms", 6)?;
+        let (tally, reports) =
+            exactness::watch_verified(&stillframe, &guest, "500ms", 6, &Vec::new())?;
         ensure!(tally.differing == 0 && tally.pages > 0, "{tally:?}");
         let open = reports[5]["copied"]["left_open"].as_u64();
         // Nearly all of its 1024 pages.
@@ -95,6 +96,34 @@ fn hot_pages_are_left_open_and_not_missed() -> Result<()> {
         expect_untouched(&guest, &mut monitor)?;
     }
     Ok(())
+}
+
+/// With copy-on-write a writing guest waits for the engine, now and then. When the engine hangs, here
+/// stopped by a signal, its guardian ends it, and the guest goes on.
+#[test]
+fn a_guest_does_not_wait_for_an_engine_that_hangs() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "waiting").boot()?;
+    let mut monitor = guest.second_monitor()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let line = [
+        "watch",
+        "--vm",
+        "waiting",
+        "--every",
+        "200ms",
+        "--schedule",
+        "copy-on-write",
+        "--json",
+    ];
+    let mut watch = Running::start(stillframe.command(&line)?)?;
+    watch.wait_results(2)?;
+    watch.signal("STOP")?;
+    // It cannot end by itself: nothing ever wakes it.
+    let ended = watch.end()?;
+    ensure!(ended.code.is_none(), "{ended:?}");
+    guest.serial.wait_more(5, PATIENCE)?;
+    expect_nothing_left(guest.pid(), &mut monitor)?;
+    expect_untouched(&guest, &mut monitor)
 }
 
 /// An idle guest's second full checkpoint finds nearly all in the repository.
