@@ -249,9 +249,10 @@ impl Tracker {
             tracked.add_pending(&written);
             scanned.map_err(|source| scan_error(&tracked.block, source))?;
             if self.faults.is_some() {
-                // What is written between scan and protection is in the scan already; what becomes
-                // open after the scan stays open for the next.
-                for step in joined(&found).into_iter().flat_map(steps) {
+                // A page that is written between scan and protection is in the scan already, or is
+                // opened after it and stays open for the next. So nothing else may be protected,
+                // not even to save calls: it may have been opened meanwhile.
+                for step in found.into_iter().flat_map(steps) {
                     let protected = self.uffd.protect(step);
                     protected.map_err(|source| TrackerError::Uffd {
                         block: tracked.block.name().to_owned(),
@@ -395,19 +396,6 @@ fn open_blocks(
         })
     };
     ram.iter().map(open).collect()
-}
-
-/// The same pages, and small gaps between them: protecting a page costs a twentieth of a call.
-fn joined(ranges: &[AddressRange]) -> Vec<AddressRange> {
-    const GAP_BYTES_MAX: u64 = 16 * PAGE_BYTES;
-    let mut joined: Vec<AddressRange> = Vec::new();
-    for &range in ranges {
-        match joined.last_mut() {
-            Some(last) if range.start - last.end <= GAP_BYTES_MAX => last.end = range.end,
-            _ => joined.push(range),
-        }
-    }
-    joined
 }
 
 fn steps(range: AddressRange) -> impl Iterator<Item = AddressRange> {
