@@ -17,12 +17,15 @@ use std::time::Instant;
 pub enum Bench {
     /// The pause against QEMU's own floor, beside QEMU's own ways to save (about 9 minutes).
     Checkpoint,
-    /// Every page against an image of the same pause, all kinds of guest (about 3 minutes).
+    /// Every page against an image of the same pause, all kinds of guest and all schedules (about 7
+    /// minutes).
     Exactness,
     /// 200 times `kill -9` of the engine (about 6 minutes).
     Kill,
     /// 1000 bit flips and truncations of a repository (about 5 minutes).
     Flips,
+    /// 10 000 checkpoints, one every 100 ms, and 20 of them restored (about 19 minutes).
+    Soak,
     /// The two-level dirty bitmap against a scan bit by bit (seconds; no guest).
     Bitmap,
     /// Size and speed of deltas on the mixes of FITDOC's table I (seconds; no guest).

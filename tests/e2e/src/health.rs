@@ -87,3 +87,11 @@ pub fn processes_with(word: &str) -> Result<usize> {
     }
     Ok(count)
 }
+
+/// A field of `/proc/PID/status` in KiB, such as `VmRSS`; none when the process has ended.
+pub fn memory_kib(pid: u32, field: &str) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let mut lines = status.lines();
+    let value = lines.find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
+    value.split_whitespace().next()?.parse().ok()
+}

@@ -48,6 +48,18 @@ enum What {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
+    /// Checkpoints in quick succession, and some of them restored.
+    Soak {
+        /// How many.
+        #[arg(long, default_value_t = 10_000)]
+        count: u64,
+        /// One every so many milliseconds.
+        #[arg(long, default_value_t = 100)]
+        every_ms: u64,
+        /// Of the choice of those restored.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
     /// Random bit flips and truncations of a repository.
     Flips {
         /// How many.
@@ -69,6 +81,11 @@ fn main() -> Result<()> {
             guest,
         } => campaign::exactness::run(checkpoints, per_mode, guest.as_deref()),
         What::Kill { kills, seed } => campaign::kill::run(kills, seed),
+        What::Soak {
+            count,
+            every_ms,
+            seed,
+        } => campaign::soak::run(count, every_ms, seed),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),
     }
 }

@@ -3,3 +3,4 @@
 pub mod exactness;
 pub mod flips;
 pub mod kill;
+pub mod soak;
