@@ -12,12 +12,14 @@
 use std::time::Duration;
 
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
+use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{self, Unsuitable};
 use stillframe_qemu::target::{self, Selector, Target, TargetError};
 use stillframe_repo::{CheckpointId, RamTable};
 use thiserror::Error;
 
 use crate::capture::cache::DeltaCache;
+use crate::capture::device_state::StateBuffer;
 use crate::capture::schedule::ScheduleKind;
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
@@ -47,6 +49,18 @@ pub enum AttachError {
     Tracker(#[from] TrackerError),
 }
 
+/// Why a VM could not be let go of in good order. What is left in QEMU goes with this process, or with
+/// the next attachment.
+#[derive(Debug, Error)]
+pub enum DetachError {
+    /// Tracking could not be ended.
+    #[error(transparent)]
+    Tracker(#[from] TrackerError),
+    /// A descriptor could not be taken back.
+    #[error("cannot take back what was lent to QEMU")]
+    Monitor(#[from] MonitorError),
+}
+
 /// The checkpoint that the next one is the increment of.
 #[derive(Debug, Clone)]
 pub(crate) struct Parent {
@@ -72,6 +86,10 @@ pub struct Vm {
     pub(crate) cache: DeltaCache,
     pub(crate) judge: Judge,
     pub(crate) schedule: ScheduleKind,
+    /// What checkpoints remember of the VM; taken for the first.
+    pub(crate) record: Option<VmRecord>,
+    /// Where QEMU saves its device state; lent for the first checkpoint.
+    pub(crate) state: Option<StateBuffer>,
     /// Pages copied in the last pause: what the next one will need room for, about.
     pub(crate) pause_pages_last: u64,
 }
@@ -98,6 +116,8 @@ impl Vm {
             cache: DeltaCache::default(),
             judge: Judge::default(),
             schedule,
+            record: None,
+            state: None,
             pause_pages_last: 0,
         })
     }
@@ -128,8 +148,13 @@ impl Vm {
     }
 
     /// Ends tracking; QEMU is left as it was found.
-    pub fn detach(self) -> Result<(), TrackerError> {
-        self.tracker.detach()
+    pub fn detach(mut self) -> Result<(), DetachError> {
+        // First what must not stay.
+        self.tracker.detach()?;
+        match self.state.take() {
+            Some(state) => Ok(state.take_back(&mut self.monitor)?),
+            None => Ok(()),
+        }
     }
 }
 

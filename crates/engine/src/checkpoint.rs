@@ -6,21 +6,19 @@
 mod draft;
 mod passes;
 
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use stillframe_qemu::device_state::{self, DeviceStateError};
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_repo::{PageCounts, RepoError, Repository, Writer};
 use stillframe_sys::affinity::Confined;
-use stillframe_sys::memfd::{Access, Memfd, MemfdError};
 use thiserror::Error;
 
 use crate::ProgressSink;
 use crate::attach::{Parent, Vm};
 use crate::capture::DowntimeRecord;
 use crate::capture::block::BlockError;
+use crate::capture::device_state::{StateBuffer, StateError};
 use crate::capture::pause::{Pause, PauseError, us};
 use crate::capture::schedule::{CopyOnWrite, PreCopy, Schedule, StopCopy};
 use crate::capture::stage::Stage;
@@ -30,8 +28,6 @@ use draft::{Draft, Paused};
 
 pub use crate::capture::schedule::{Copied, ScheduleKind};
 
-/// Device state is some hundred KiB; a stream beyond this is not one. In bytes.
-pub(crate) const DEVICE_STATE_BYTES_MAX: u64 = 1 << 30;
 /// Room on the stage beyond what the last pause needed, in pages.
 const RESERVE_PAGES: u64 = 1024;
 /// The name of the device state among a manifest's streams.
@@ -124,12 +120,9 @@ pub enum CheckpointError {
     /// The repository failed.
     #[error(transparent)]
     Repo(#[from] RepoError),
-    /// No memory file for the device state.
-    #[error("cannot make room for the device state")]
-    Memfd(#[from] MemfdError),
-    /// What QEMU saved is no device state.
-    #[error("QEMU saved a device state that cannot be restored")]
-    DeviceState(#[from] DeviceStateError),
+    /// No device state.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// The comparison could not be made.
     #[error(transparent)]
     Verify(#[from] VerifyError),
@@ -150,7 +143,6 @@ impl Vm {
         let begin = Instant::now();
         let repository_id = repository.id().to_string();
         let mut writer = repository.begin(options.lock_wait)?;
-        self.expect_same_ram()?;
         self.cache.set_budget(options.delta_cache_bytes);
         let mut draft = Draft::begin(self, &writer, &repository_id, options)?;
         // The stage is lent out, so that the rest of `self` stays free; it returns on every path.
@@ -158,7 +150,6 @@ impl Vm {
         let captured = self.capture(&mut writer, &mut draft, &mut stage, options, progress);
         self.stage = stage;
         let paused = captured?;
-        self.expect_same_ram()?;
         let aside = Confined::to(&draft.aside);
         let captured_at = Instant::now();
         let manifest = draft.manifest(self.tracker.blocks(), &mut writer, &paused)?;
@@ -232,6 +223,8 @@ impl Vm {
         let resumed_at = Instant::now();
         schedule.after(&mut self.tracker, stage, &mut draft.copied)?;
         draft.phases.copy += us(resumed_at);
+        // A block that came or went at any time since the attach shows now.
+        self.expect_same_ram()?;
         self.ingest(writer, draft, stage, progress)?;
         Ok(paused)
     }
@@ -251,9 +244,11 @@ impl Vm {
         schedule: &mut dyn Schedule,
         options: &CheckpointOptions,
     ) -> Result<Paused, CheckpointError> {
-        let memfd = Memfd::create("stillframe-device-state")?;
-        let into = memfd.reopen(Access::Write)?;
-        let state_file = self.monitor.begin_device_state(into.as_fd())?;
+        let mut state = match self.state.take() {
+            Some(state) => state,
+            None => StateBuffer::lend(&mut self.monitor)?,
+        };
+        state.empty()?;
         stage.reserve(2 * self.pause_pages_last + RESERVE_PAGES);
         let hasher = draft.ingested.hasher();
         let mut image = None;
@@ -273,7 +268,7 @@ impl Vm {
             stage,
             schedule,
             copied: &mut draft.copied,
-            state_file: &state_file,
+            state_file: state.file(),
             limit: options.pause_limit,
             running,
             // What the guest writes to a disk after this changes the disk, by the restore's account.
@@ -281,14 +276,17 @@ impl Vm {
             before_resume: options.verify.then_some(&mut look),
         };
         let ran = pause.run();
-        // Taken back even after a failure, so that repeated failures do not fill QEMU with
-        // descriptors; but the failure itself is the better error.
-        let ended = self.monitor.end_device_state(state_file);
-        let downtime = ran?;
-        ended?;
+        let downtime = match ran {
+            Ok(downtime) => downtime,
+            Err(error) => {
+                // QEMU may not be done with it. That it cannot be taken back is the lesser error.
+                let _ = state.take_back(&mut self.monitor);
+                return Err(error.into());
+            }
+        };
         self.pause_pages_last = draft.copied.pause;
-        let device_state = memfd.read_all(DEVICE_STATE_BYTES_MAX)?;
-        device_state::validate(&device_state)?;
+        let device_state = state.read()?;
+        self.state = Some(state);
         Ok(Paused {
             downtime,
             time,

@@ -18,7 +18,8 @@ use thiserror::Error;
 
 use crate::ProgressSink;
 use crate::capture::block::BlockError;
-use crate::checkpoint::{DEVICE_STATE, DEVICE_STATE_BYTES_MAX};
+use crate::capture::device_state::BYTES_MAX;
+use crate::checkpoint::DEVICE_STATE;
 use crate::populate::eager::{self, PopulateError};
 use crate::verify::{Image, VerifyError, VerifyReport};
 
@@ -177,7 +178,7 @@ fn device_state(
             checkpoint: id.to_string(),
             what: "it has no device state".to_owned(),
         })?;
-    let raw = reader.read_stream(stream, DEVICE_STATE_BYTES_MAX)?;
+    let raw = reader.read_stream(stream, BYTES_MAX)?;
     Ok(device_state::wrap(&raw, &record.identity.machine)?)
 }
 

@@ -50,6 +50,13 @@ impl VmRecord {
         })
     }
 
+    /// Asks again for what may have changed since the record was taken: the disks. Two round trips. Its
+    /// RAM blocks stay those it was taken with.
+    pub fn refresh(&mut self, monitor: &mut Monitor) -> Result<(), MonitorError> {
+        self.disks = monitor.disks()?;
+        Ok(())
+    }
+
     /// Takes the identity of all disk files again. To be called while the VM is stopped, when the
     /// record was taken before: what the guest wrote in between would else look like a change
     /// after the checkpoint. It does not speak to QEMU and takes microseconds.

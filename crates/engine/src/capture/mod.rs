@@ -12,6 +12,7 @@ pub mod aside;
 pub mod block;
 pub mod cache;
 pub mod claim;
+pub mod device_state;
 pub mod faults;
 pub mod heat;
 pub mod ingest;

@@ -43,7 +43,14 @@ impl Draft {
         repository_id: &str,
         options: &CheckpointOptions,
     ) -> Result<Draft, CheckpointError> {
-        let record = VmRecord::take(&vm.target, &mut vm.monitor)?;
+        let record = match vm.record.take() {
+            Some(mut record) => {
+                record.refresh(&mut vm.monitor)?;
+                record
+            }
+            None => VmRecord::take(&vm.target, &mut vm.monitor)?,
+        };
+        vm.record = Some(record.clone());
         let missing_packs = writer.missing_packs();
         let parent = match vm.parent.clone() {
             Some(parent)

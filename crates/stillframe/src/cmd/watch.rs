@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use stillframe_engine::Process;
 use stillframe_engine::attach::Vm;
+use stillframe_engine::capture::device_state::StateError;
 use stillframe_engine::capture::pause::PauseError;
 use stillframe_engine::checkpoint::{CheckpointError, CheckpointReport};
 use stillframe_repo::Repository;
@@ -223,11 +224,8 @@ fn needs_attaching(error: &CheckpointError) -> bool {
             | PauseError::Tracker(_)
             | PauseError::Guardian(_) => true,
         },
-        CheckpointError::Repo(_)
-        | CheckpointError::Memfd(_)
-        | CheckpointError::DeviceState(_)
-        | CheckpointError::Verify(_)
-        | CheckpointError::Encode(_) => false,
+        CheckpointError::State(error) => matches!(error, StateError::Monitor(_)),
+        CheckpointError::Repo(_) | CheckpointError::Verify(_) | CheckpointError::Encode(_) => false,
     }
 }
 
