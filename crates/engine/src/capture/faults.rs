@@ -1,8 +1,8 @@
 //! Serving the faults of a VM whose first writes to protected pages wait for us (synchronous
 //! tracking), so that copy-on-write can save a page before it changes.
 //!
-//! One thread does nothing else, and nothing it does waits for another: not for the copier, not for
-//! memory. What it saves goes into buffers made beforehand; when they are used up, a page is left to
+//! One thread does nothing else, and while the guest runs nothing it does waits for another: not for the
+//! copier, not for memory. What it saves goes into buffers made beforehand; when they are used up, a page is left to
 //! the copier, and its writer waits for that.
 //!
 //! A first write costs a message to this thread and back. Writers mostly go on to the next page, so
@@ -10,8 +10,8 @@
 
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -60,6 +60,9 @@ struct Shared {
     faults: AtomicU64,
     failed: AtomicBool,
     stop: AtomicBool,
+    /// Held while a fault is served, from looking at the page's state to opening the page; see
+    /// [`FaultServer::gate`].
+    gate: Arc<Mutex<()>>,
 }
 
 /// The thread, and the way to it. Dropped, it ends the thread; waiters are let go by the end of the
@@ -91,6 +94,7 @@ impl FaultServer {
             faults: AtomicU64::new(0),
             failed: AtomicBool::new(false),
             stop: AtomicBool::new(false),
+            gate: Arc::default(),
         });
         let (to_copier, saved) = bounded(SAVED_MAX);
         let (empty, buffers) = bounded(SAVED_MAX);
@@ -124,6 +128,13 @@ impl FaultServer {
     /// The states of a block's pages.
     pub fn claims(&self, block: usize) -> &Claims {
         &self.shared.blocks[block].claims
+    }
+
+    /// Whoever holds this keeps faults from being served. To be held while pages are protected and
+    /// armed in the pause: a fault that was looked at before (its writer may have been let go since, by
+    /// the copier) must not open a page after. No vCPU waits for it, because they all stand still.
+    pub fn gate(&self) -> Arc<Mutex<()>> {
+        self.shared.gate.clone()
     }
 
     /// A page saved on a fault, if there is one; to be given back with [`FaultServer::recycle`].
@@ -204,6 +215,8 @@ impl Server {
     fn serve(&mut self, address: u64) {
         self.shared.faults.fetch_add(1, Ordering::Relaxed);
         let shared = self.shared.clone();
+        // Nothing is behind it that a panic could leave half done.
+        let _open = shared.gate.lock().unwrap_or_else(PoisonError::into_inner);
         let mut blocks = shared.blocks.iter().enumerate();
         let Some((number, served)) = blocks.find(|(_, served)| served.range.contains(address))
         else {

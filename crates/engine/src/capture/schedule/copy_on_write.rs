@@ -4,6 +4,7 @@
 //! (Copy-on-write checkpointing, chapter 4.) Protecting what was written costs more than scanning, so
 //! most of it is done just before the pause. Hot pages are opened as soon as they are copied.
 
+use std::sync::PoisonError;
 use std::time::Instant;
 
 use stillframe_page::PageIndex;
@@ -45,6 +46,8 @@ impl Schedule for CopyOnWrite {
         copied: &mut Copied,
     ) -> Result<(), TrackerError> {
         let begin = Instant::now();
+        let gate = tracker.fault_server()?.gate();
+        let _no_fault_is_served = gate.lock().unwrap_or_else(PoisonError::into_inner);
         let found = tracker.collect()?;
         let discarded = Collected {
             written: vec![Vec::new(); found.written.len()],
