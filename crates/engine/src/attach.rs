@@ -18,12 +18,10 @@ use stillframe_qemu::target::{self, Selector, Target, TargetError};
 use stillframe_repo::{CheckpointId, RamTable};
 use thiserror::Error;
 
-use crate::capture::cache::DeltaCache;
 use crate::capture::device_state::StateBuffer;
 use crate::capture::schedule::ScheduleKind;
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
-use crate::capture::verdict::Judge;
 use crate::guardian::{Guardian, GuardianError};
 
 /// How long a monitor may take to greet; a busy one never does.
@@ -80,11 +78,8 @@ pub struct Vm {
     pub(crate) tracker: Tracker,
     pub(crate) monitor: Monitor,
     pub(crate) guardian: Guardian,
-    pub(crate) stage: Stage,
-    pub(crate) parent: Option<Parent>,
-    /// What pages held at the parent.
-    pub(crate) cache: DeltaCache,
-    pub(crate) judge: Judge,
+    /// Those not in use.
+    pub(crate) stages: Vec<Stage>,
     pub(crate) schedule: ScheduleKind,
     /// What checkpoints remember of the VM; taken for the first.
     pub(crate) record: Option<VmRecord>,
@@ -111,10 +106,7 @@ impl Vm {
             tracker,
             monitor,
             guardian,
-            stage: Stage::default(),
-            parent: None,
-            cache: DeltaCache::default(),
-            judge: Judge::default(),
+            stages: Vec::new(),
             schedule,
             record: None,
             state: None,

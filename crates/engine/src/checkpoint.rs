@@ -1,35 +1,41 @@
 //! The verb *checkpoint*: one exact state of a running VM into the repository.
 //!
-//! A capture that fails at any step leaves the VM running and the repository as it was; what was
-//! written since the last *committed* checkpoint stays pending, so that the next one is complete.
+//! ```text
+//!   Vm::capture     guest, QEMU    rounds, pause: pages on a stage, device state   --> Captured
+//!   Shelf::store    repository     verdicts, deltas, packs, manifest               --> Stored
+//!   Vm::settle      tracking       what is stored need not be captured again
+//! ```
+//!
+//! The halves share nothing, so that one checkpoint may be stored while the next is captured. A first
+//! checkpoint is not an increment of another: all of memory goes into the repository as it is read.
+//!
+//! What fails at any step leaves the VM running and the repository as it was; what was written since
+//! the last *committed* checkpoint stays pending, so that the next one is complete.
 
-mod draft;
-mod passes;
+mod capture;
+mod full;
+mod store;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Serialize;
 use stillframe_qemu::monitor::MonitorError;
-use stillframe_repo::{PageCounts, RepoError, Repository, Writer};
-use stillframe_sys::affinity::Confined;
+use stillframe_repo::{PageCounts, RepoError, Repository};
 use thiserror::Error;
 
 use crate::ProgressSink;
-use crate::attach::{Parent, Vm};
+use crate::attach::Vm;
 use crate::capture::DowntimeRecord;
 use crate::capture::block::BlockError;
-use crate::capture::device_state::{StateBuffer, StateError};
-use crate::capture::pause::{Pause, PauseError, us};
-use crate::capture::schedule::{CopyOnWrite, PreCopy, Schedule, StopCopy};
-use crate::capture::stage::Stage;
-use crate::capture::tracker::{self, TrackerError};
-use crate::verify::{Image, VerifyError, VerifyReport};
-use draft::{Draft, Paused};
+use crate::capture::device_state::StateError;
+use crate::capture::pause::PauseError;
+use crate::capture::tracker::TrackerError;
+use crate::verify::{VerifyError, VerifyReport};
 
 pub use crate::capture::schedule::{Copied, ScheduleKind};
+pub use capture::Captured;
+pub use store::{Shelf, Stored};
 
-/// Room on the stage beyond what the last pause needed, in pages.
-const RESERVE_PAGES: u64 = 1024;
 /// The name of the device state among a manifest's streams.
 pub const DEVICE_STATE: &str = "device-state";
 
@@ -123,6 +129,11 @@ pub enum CheckpointError {
     /// No device state.
     #[error(transparent)]
     State(#[from] StateError),
+    /// An increment of nothing.
+    #[error(
+        "the checkpoint before is gone (forgotten, or pruned): the next one looks at all of memory"
+    )]
+    ParentGone,
     /// The comparison could not be made.
     #[error(transparent)]
     Verify(#[from] VerifyError),
@@ -132,166 +143,44 @@ pub enum CheckpointError {
 }
 
 impl Vm {
-    /// Takes one checkpoint. Incremental when this `Vm` committed the one before to the same
-    /// repository and it still exists there; else every page is looked at.
+    /// Takes one checkpoint: an increment, when `shelf` knows the one before and the repository still
+    /// has it; else every page is looked at.
     pub fn checkpoint(
         &mut self,
+        shelf: &mut Shelf,
         repository: &mut Repository,
         options: &CheckpointOptions,
         progress: ProgressSink<'_>,
     ) -> Result<CheckpointReport, CheckpointError> {
-        let begin = Instant::now();
-        let repository_id = repository.id().to_string();
-        let mut writer = repository.begin(options.lock_wait)?;
-        self.cache.set_budget(options.delta_cache_bytes);
-        let mut draft = Draft::begin(self, &writer, &repository_id, options)?;
-        // The stage is lent out, so that the rest of `self` stays free; it returns on every path.
-        let mut stage = std::mem::take(&mut self.stage);
-        let captured = self.capture(&mut writer, &mut draft, &mut stage, options, progress);
-        self.stage = stage;
-        let paused = captured?;
-        let aside = Confined::to(&draft.aside);
-        let captured_at = Instant::now();
-        let manifest = draft.manifest(self.tracker.blocks(), &mut writer, &paused)?;
-        let committed = writer.commit(manifest.clone())?;
-        draft.phases.commit = us(captured_at);
-        self.tracker.committed();
-        draft.ingested.remember(&self.stage, &mut self.cache);
-        drop(aside);
-        self.parent = Some(Parent {
-            id: committed.id,
-            repository: repository_id,
-            tables: manifest.ram.clone(),
-            missing_packs: draft.missing_packs.clone(),
-        });
-        let verify = match &paused.image {
-            Some(image) => {
-                let reader = repository.reader(options.lock_wait)?;
-                Some(image.compare(&reader, &manifest.ram, progress)?)
+        if shelf.has_parent() {
+            let hasher = repository.hasher();
+            let captured = self.capture(&hasher, options)?;
+            self.launch();
+            let stored = shelf.store(&captured, repository, options, progress);
+            match self.settle(captured, stored) {
+                Err(CheckpointError::ParentGone) => {}
+                other => return other,
             }
-            None => None,
-        };
-        Ok(CheckpointReport {
-            checkpoint: committed.id.to_string(),
-            vm: manifest.vm,
-            time: manifest.time,
-            parent: manifest.parent.map(|id| id.to_string()),
-            downtime_us: paused.downtime,
-            pages: manifest.pages,
-            copied: draft.copied,
-            bytes_stored: committed.bytes_stored,
-            total_us: us(begin),
-            phases_us: draft.phases(),
-            missing_packs: draft.missing_packs,
-            verify,
-        })
-    }
-
-    fn expect_same_ram(&mut self) -> Result<(), CheckpointError> {
-        let ram = self.monitor.ram_blocks()?;
-        match self.tracks(&ram) {
-            true => Ok(()),
-            false => Err(CheckpointError::RamChanged),
         }
+        self.first_checkpoint(shelf, repository, options, progress)
     }
 
-    /// All copying, while the guest runs and in the pause, and the way of the copies into the
-    /// repository.
-    fn capture(
+    /// Takes note of what became of the capture that was launched.
+    pub fn settle(
         &mut self,
-        writer: &mut Writer<'_>,
-        draft: &mut Draft,
-        stage: &mut Stage,
-        options: &CheckpointOptions,
-        progress: ProgressSink<'_>,
-    ) -> Result<Paused, CheckpointError> {
-        let begin = Instant::now();
-        stage.reset(self.tracker.blocks().len());
-        if draft.parent.is_none() {
-            self.full_pass(writer, draft, progress)?;
-        }
-        let mut schedule = self.schedule();
-        schedule.before(&mut self.tracker, stage, &mut draft.copied)?;
-        draft.phases.copy = us(begin);
-        let paused = match self.pause(draft, stage, schedule.as_mut(), options) {
-            Ok(paused) => paused,
-            Err(error) => {
-                schedule.give_up(&self.tracker);
-                return Err(error);
+        captured: Captured,
+        stored: Result<Stored, CheckpointError>,
+    ) -> Result<CheckpointReport, CheckpointError> {
+        self.discard(captured);
+        match stored {
+            Ok(Stored { report, notes }) => {
+                self.tracker.landed(&notes);
+                Ok(report)
             }
-        };
-        let resumed_at = Instant::now();
-        schedule.after(&mut self.tracker, stage, &mut draft.copied)?;
-        draft.phases.copy += us(resumed_at);
-        // A block that came or went at any time since the attach shows now.
-        self.expect_same_ram()?;
-        self.ingest(writer, draft, stage, progress)?;
-        Ok(paused)
-    }
-
-    fn schedule(&self) -> Box<dyn Schedule> {
-        match self.schedule {
-            ScheduleKind::StopCopy => Box::new(StopCopy),
-            ScheduleKind::PreCopy => Box::new(PreCopy),
-            ScheduleKind::CopyOnWrite => Box::new(CopyOnWrite::default()),
-        }
-    }
-
-    fn pause(
-        &mut self,
-        draft: &mut Draft,
-        stage: &mut Stage,
-        schedule: &mut dyn Schedule,
-        options: &CheckpointOptions,
-    ) -> Result<Paused, CheckpointError> {
-        let mut state = match self.state.take() {
-            Some(state) => state,
-            None => StateBuffer::lend(&mut self.monitor)?,
-        };
-        state.empty()?;
-        stage.reserve(2 * self.pause_pages_last + RESERVE_PAGES);
-        let hasher = draft.ingested.hasher();
-        let mut image = None;
-        let mut look = |tracker: &tracker::Tracker| {
-            let blocks = tracker.blocks().iter().map(|tracked| &*tracked.block);
-            image = Some(Image::take(blocks, hasher)?);
-            Ok(())
-        };
-        let running = self.monitor.run_state()?.running;
-        draft.record.was_running = running;
-        let time = jiff::Timestamp::now();
-        let record = &mut draft.record;
-        let pause = Pause {
-            monitor: &mut self.monitor,
-            guardian: &self.guardian,
-            tracker: &mut self.tracker,
-            stage,
-            schedule,
-            copied: &mut draft.copied,
-            state_file: state.file(),
-            limit: options.pause_limit,
-            running,
-            // What the guest writes to a disk after this changes the disk, by the restore's account.
-            beside: &mut || record.look_at_disks_again(),
-            before_resume: options.verify.then_some(&mut look),
-        };
-        let ran = pause.run();
-        let downtime = match ran {
-            Ok(downtime) => downtime,
             Err(error) => {
-                // QEMU may not be done with it. That it cannot be taken back is the lesser error.
-                let _ = state.take_back(&mut self.monitor);
-                return Err(error.into());
+                self.tracker.lost();
+                Err(error)
             }
-        };
-        self.pause_pages_last = draft.copied.pause;
-        let device_state = state.read()?;
-        self.state = Some(state);
-        Ok(Paused {
-            downtime,
-            time,
-            device_state,
-            image,
-        })
+        }
     }
 }

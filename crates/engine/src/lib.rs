@@ -18,6 +18,7 @@ pub mod statistics;
 pub mod verify;
 
 /// What the verbs take and give of the rooms below, so that a user of the engine needs no other.
+pub use stillframe_page::hash::ContentHasher;
 pub use stillframe_qemu::launch::{LaunchError, LaunchOptions, LaunchPlan};
 pub use stillframe_qemu::record::VmRecord;
 pub use stillframe_qemu::target::{Selector, TargetError};

@@ -14,7 +14,7 @@ use stillframe_repo::{MemoryEditor, PageCounts, Put, RepoError, Writer};
 
 use super::cache::DeltaCache;
 use super::stage::Stage;
-use super::tracker::{Content, Tracker};
+use super::tracker::BlockShape;
 use super::verdict::{Judge, Page, Verdict};
 
 /// Pages judged at once: enough to make threads worth their start.
@@ -30,6 +30,8 @@ pub struct Ingested {
     seen: Vec<DirtyBitmap>,
     /// Pages that the delta cache should know the content of, once it is committed; by block.
     keep: Vec<DirtyBitmap>,
+    /// What the pages turned out to hold.
+    pub notes: Vec<Note>,
     /// What happened so far.
     pub counts: PageCounts,
     /// Finding out what pages are to be stored as: comparing, hashing, making deltas.
@@ -38,12 +40,32 @@ pub struct Ingested {
     pub writing: Duration,
 }
 
+/// What a captured page holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Content {
+    /// Only zero bytes.
+    Zero,
+    /// Content that the repository has already.
+    Known,
+    /// Content that it did not have.
+    New,
+}
+
+/// What one captured page turned out to hold.
+#[derive(Debug, Clone, Copy)]
+pub struct Note {
+    /// Number of its block.
+    pub block: usize,
+    /// Its number in the block.
+    pub page: u64,
+    /// What it holds.
+    pub content: Content,
+}
+
 /// What [`Ingested::batch`] works with.
 pub struct Tools<'a, 'r> {
     /// The repository.
     pub writer: &'a mut Writer<'r>,
-    /// Learns what the pages hold.
-    pub tracker: &'a mut Tracker,
     /// What the pages held.
     pub cache: &'a DeltaCache,
     /// Compares, hashes, makes deltas.
@@ -55,13 +77,12 @@ impl Ingested {
     /// a stage. Without `dedup` pages are stored whether or not the repository has them.
     pub fn new(
         memory: Vec<MemoryEditor>,
-        tracker: &Tracker,
+        blocks: &[BlockShape],
         hasher: ContentHasher,
         increment: bool,
         dedup: bool,
     ) -> Ingested {
-        let blocks = tracker.blocks().iter();
-        let bitmaps = blocks.map(|tracked| DirtyBitmap::new(tracked.block.pages()));
+        let bitmaps = blocks.iter().map(|block| DirtyBitmap::new(block.pages));
         Ingested {
             hasher,
             dedup,
@@ -71,18 +92,14 @@ impl Ingested {
                 false => bitmaps.clone().collect(),
             },
             keep: bitmaps.collect(),
+            notes: Vec::new(),
             counts: PageCounts {
-                total: tracker.pages(),
+                total: blocks.iter().map(|block| block.pages).sum(),
                 ..PageCounts::default()
             },
             judging: Duration::ZERO,
             writing: Duration::ZERO,
         }
-    }
-
-    /// What makes the repository's ids.
-    pub fn hasher(&self) -> &ContentHasher {
-        &self.hasher
     }
 
     /// Stores a batch of ascending pages of block number `block`.
@@ -97,7 +114,11 @@ impl Ingested {
         let judged_at = Instant::now();
         for (&page, verdict) in pages.iter().zip(judged.verdicts) {
             let content = self.write(tools.writer, block, page, verdict)?;
-            tools.tracker.note_content(block, page.0, content);
+            self.notes.push(Note {
+                block,
+                page: page.0,
+                content,
+            });
         }
         for delta in judged.deltas {
             self.memory[block].add_delta(tools.writer, delta)?;

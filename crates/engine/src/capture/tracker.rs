@@ -23,6 +23,7 @@ use thiserror::Error;
 use super::block::{Block, BlockError, PAGE_BYTES};
 use super::faults::{FaultServer, SignOfLife};
 use super::heat::Heat;
+use super::ingest::{Content, Note};
 
 /// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
 /// the guest from waiting. 64 MiB take about 1 ms.
@@ -83,23 +84,23 @@ pub struct Tracked {
     pub block: Arc<Block>,
     /// As QEMU describes it; compared to see a hot-plug or a reset that resized it.
     pub ram: RamBlock,
-    /// Written since the last committed checkpoint, as far as scans have seen.
+    /// Written since the last capture, as far as scans have seen, or in captures that failed.
     pending: DirtyBitmap,
-    /// For a shared block: pages that had content when last captured.
+    /// Captured, and not stored yet.
+    under_way: DirtyBitmap,
+    /// For a shared block: pages that may have had content when last captured.
     with_content: DirtyBitmap,
     /// Which pages are not worth a fault.
     heat: Heat,
 }
 
-/// What a captured page holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Content {
-    /// Only zero bytes.
-    Zero,
-    /// Content that the repository has already.
-    Known,
-    /// Content that it did not have.
-    New,
+/// What is known of a block without looking at it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockShape {
+    /// Its name.
+    pub name: String,
+    /// Its length in pages.
+    pub pages: u64,
 }
 
 /// Pages of each block, in block order; each list sorted and without overlap.
@@ -267,6 +268,9 @@ impl Tracker {
                 }
                 None => Vec::new(),
             };
+            for range in &written {
+                tracked.with_content.set_range(range.clone());
+            }
             tracked.add_pending(&discarded);
             all.written.push(written);
             all.discarded.push(discarded);
@@ -282,11 +286,40 @@ impl Tracker {
             .collect()
     }
 
-    /// A checkpoint that holds everything pending is durable.
-    pub fn committed(&mut self) {
+    /// Everything pending is captured and on its way to the repository.
+    pub fn launched(&mut self) {
         for tracked in &mut self.blocks {
+            tracked.under_way.union_with(&tracked.pending);
             tracked.pending.clear_all();
+        }
+    }
+
+    /// What was under way is in a checkpoint that is durable, and holds this.
+    pub fn landed(&mut self, notes: &[Note]) {
+        for note in notes {
+            let tracked = &mut self.blocks[note.block];
+            let page = PageIndex(note.page);
+            match note.content {
+                // One that was written again since may have content now.
+                Content::Zero if tracked.pending.get(page) => {}
+                Content::Zero => drop(tracked.with_content.clear(page)),
+                Content::Known | Content::New => drop(tracked.with_content.set(page)),
+            }
+            if note.content == Content::New {
+                tracked.heat.note_new(note.page);
+            }
+        }
+        for tracked in &mut self.blocks {
+            tracked.under_way.clear_all();
             tracked.heat.committed();
+        }
+    }
+
+    /// What was under way is in no checkpoint: it is to be captured again.
+    pub fn lost(&mut self) {
+        for tracked in &mut self.blocks {
+            tracked.pending.union_with(&tracked.under_way);
+            tracked.under_way.clear_all();
         }
     }
 
@@ -297,16 +330,15 @@ impl Tracker {
         }
     }
 
-    /// Remembers what a captured page turned out to hold.
-    pub fn note_content(&mut self, block: usize, page: u64, content: Content) {
-        let tracked = &mut self.blocks[block];
-        match content {
-            Content::Zero => tracked.with_content.clear(PageIndex(page)),
-            Content::Known | Content::New => tracked.with_content.set(PageIndex(page)),
-        };
-        if content == Content::New {
-            tracked.heat.note_new(page);
-        }
+    /// Names and lengths of the blocks.
+    pub fn shape(&self) -> Vec<BlockShape> {
+        let blocks = self.blocks.iter();
+        blocks
+            .map(|tracked| BlockShape {
+                name: tracked.block.name().to_owned(),
+                pages: tracked.block.pages(),
+            })
+            .collect()
     }
 
     /// Lifts the protection of hot pages (see [`super::heat`]) until the next collect, which takes
@@ -391,6 +423,7 @@ fn open_blocks(
             block: Arc::new(block),
             ram: ram.clone(),
             pending: DirtyBitmap::new(pages),
+            under_way: DirtyBitmap::new(pages),
             with_content: DirtyBitmap::new(pages),
             heat: Heat::new(pages),
         })

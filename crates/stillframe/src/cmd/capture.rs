@@ -3,7 +3,7 @@
 use stillframe_engine::Selector;
 use stillframe_engine::attach::{AttachError, Vm};
 use stillframe_engine::checkpoint::{
-    CheckpointError, CheckpointOptions, CheckpointReport, ScheduleKind,
+    CheckpointError, CheckpointOptions, CheckpointReport, ScheduleKind, Shelf,
 };
 use stillframe_repo::Repository;
 
@@ -67,24 +67,29 @@ pub fn detach(context: &Context, vm: Vm) {
     }
 }
 
-/// Takes one checkpoint, showing how far it is.
-pub fn take(
-    context: &Context,
-    interrupts: &Interrupts,
-    vm: &mut Vm,
-    repository: &mut Repository,
-    args: &CaptureArgs,
-) -> Result<Result<CheckpointReport, CheckpointError>, Interrupted> {
-    let options = CheckpointOptions {
+/// What the command line says about how.
+pub fn options(args: &CaptureArgs) -> CheckpointOptions {
+    CheckpointOptions {
         pause_limit: args.pause_limit(),
         lock_wait: args.lock_wait,
         verify: args.verify,
         delta_cache_bytes: args.delta_cache,
         dedup: !args.no_dedup,
-    };
+    }
+}
+
+/// Takes one checkpoint, showing how far it is.
+pub fn take(
+    context: &Context,
+    interrupts: &Interrupts,
+    vm: &mut Vm,
+    shelf: &mut Shelf,
+    repository: &mut Repository,
+    options: &CheckpointOptions,
+) -> Result<Result<CheckpointReport, CheckpointError>, Interrupted> {
     let mut meter = Meter::new(context.console);
     interrupts.interruptible(|| {
-        vm.checkpoint(repository, &options, &mut |progress| {
+        vm.checkpoint(shelf, repository, options, &mut |progress| {
             meter.show(progress.into());
             interrupts.step();
         })

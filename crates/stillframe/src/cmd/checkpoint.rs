@@ -1,5 +1,7 @@
 //! `checkpoint`: attach, take one, detach.
 
+use stillframe_engine::checkpoint::Shelf;
+
 use super::{Context, capture};
 use crate::args::CheckpointArgs;
 
@@ -14,8 +16,9 @@ pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
         context,
         &interrupts,
         &mut vm,
+        &mut Shelf::default(),
         &mut repository,
-        &args.capture,
+        &capture::options(&args.capture),
     );
     capture::detach(context, vm);
     capture::tell(context, &taken??)

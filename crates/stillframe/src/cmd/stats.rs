@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use serde_json::{Value, json};
 use stillframe_engine::attach::Vm;
-use stillframe_engine::checkpoint::ScheduleKind;
+use stillframe_engine::checkpoint::{ScheduleKind, Shelf};
 use stillframe_engine::statistics::{self, Statistics};
 use stillframe_repo::{CheckpointId, Password, Repository};
 
@@ -113,8 +113,10 @@ fn take_two(
         delta_cache: 0,
         no_dedup: false,
     };
+    let options = capture::options(&capture_args);
+    let mut shelf = Shelf::default();
     let mut take = |repository: &mut Repository| -> anyhow::Result<CheckpointId> {
-        let report = capture::take(context, interrupts, vm, repository, &capture_args)??;
+        let report = capture::take(context, interrupts, vm, &mut shelf, repository, &options)??;
         Ok(repository.resolve(&report.checkpoint, None)?.0)
     };
     let older = take(repository)?;

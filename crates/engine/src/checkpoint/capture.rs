@@ -1,0 +1,176 @@
+//! The capturing half: rounds, the pause, and what it brought home.
+
+use std::time::Instant;
+
+use stillframe_page::hash::ContentHasher;
+use stillframe_qemu::record::VmRecord;
+use stillframe_sys::affinity::Processors;
+
+use super::{CheckpointError, CheckpointOptions, Copied, ScheduleKind};
+use crate::attach::Vm;
+use crate::capture::device_state::StateBuffer;
+use crate::capture::pause::{Pause, us};
+use crate::capture::schedule::{CopyOnWrite, PreCopy, Schedule, StopCopy};
+use crate::capture::stage::Stage;
+use crate::capture::tracker::{BlockShape, Tracker};
+use crate::capture::{DowntimeRecord, aside};
+use crate::verify::Image;
+
+/// Room on the stage beyond what the last pause needed, in pages.
+const RESERVE_PAGES: u64 = 1024;
+
+/// One state of a VM, on its way into the repository.
+#[derive(Debug)]
+pub struct Captured {
+    pub(super) begin: Instant,
+    pub(super) stage: Stage,
+    pub(super) record: VmRecord,
+    pub(super) blocks: Vec<BlockShape>,
+    pub(super) copied: Copied,
+    /// Time spent copying while the guest ran, in microseconds.
+    pub(super) copying: u64,
+    pub(super) downtime: DowntimeRecord,
+    pub(super) time: jiff::Timestamp,
+    pub(super) device_state: Vec<u8>,
+    pub(super) image: Option<Image>,
+    /// Where it is to be stored.
+    pub(super) aside: Processors,
+}
+
+impl Vm {
+    /// Captures what was written since the last [`Vm::launch`], or, after a failure, since the last
+    /// committed checkpoint. The one launched before may be under way still; should it not arrive,
+    /// this one is worth nothing, and goes to [`Vm::discard`].
+    pub fn capture(
+        &mut self,
+        hasher: &ContentHasher,
+        options: &CheckpointOptions,
+    ) -> Result<Captured, CheckpointError> {
+        let mut captured = Captured {
+            begin: Instant::now(),
+            stage: self.stages.pop().unwrap_or_default(),
+            record: self.record()?,
+            blocks: self.tracker.shape(),
+            copied: Copied::default(),
+            copying: 0,
+            downtime: DowntimeRecord::default(),
+            time: jiff::Timestamp::now(),
+            device_state: Vec::new(),
+            image: None,
+            aside: aside::processors(&self.target.process),
+        };
+        match self.fill(&mut captured, hasher, options) {
+            Ok(()) => Ok(captured),
+            Err(error) => {
+                self.discard(captured);
+                Err(error)
+            }
+        }
+    }
+
+    /// The last capture goes to a [`super::Shelf`] now, and none other is under way.
+    pub fn launch(&mut self) {
+        self.tracker.launched();
+    }
+
+    /// A capture is not needed. Nothing is lost: its pages are still pending.
+    pub fn discard(&mut self, captured: Captured) {
+        self.stages.push(captured.stage);
+    }
+
+    fn record(&mut self) -> Result<VmRecord, CheckpointError> {
+        let record = match self.record.take() {
+            Some(mut record) => {
+                record.refresh(&mut self.monitor)?;
+                record
+            }
+            None => VmRecord::take(&self.target, &mut self.monitor)?,
+        };
+        self.record = Some(record.clone());
+        Ok(record)
+    }
+
+    fn fill(
+        &mut self,
+        captured: &mut Captured,
+        hasher: &ContentHasher,
+        options: &CheckpointOptions,
+    ) -> Result<(), CheckpointError> {
+        let begin = Instant::now();
+        captured.stage.reset(captured.blocks.len());
+        let mut schedule: Box<dyn Schedule> = match self.schedule {
+            ScheduleKind::StopCopy => Box::new(StopCopy),
+            ScheduleKind::PreCopy => Box::new(PreCopy),
+            ScheduleKind::CopyOnWrite => Box::new(CopyOnWrite::default()),
+        };
+        let (stage, copied) = (&mut captured.stage, &mut captured.copied);
+        schedule.before(&mut self.tracker, stage, copied)?;
+        captured.copying = us(begin);
+        if let Err(error) = self.pause(captured, schedule.as_mut(), hasher, options) {
+            schedule.give_up(&self.tracker);
+            return Err(error);
+        }
+        let resumed_at = Instant::now();
+        let (stage, copied) = (&mut captured.stage, &mut captured.copied);
+        schedule.after(&mut self.tracker, stage, copied)?;
+        captured.copying += us(resumed_at);
+        // A block that came or went at any time since the attach shows now.
+        let ram = self.monitor.ram_blocks()?;
+        match self.tracks(&ram) {
+            true => Ok(()),
+            false => Err(CheckpointError::RamChanged),
+        }
+    }
+
+    fn pause(
+        &mut self,
+        captured: &mut Captured,
+        schedule: &mut dyn Schedule,
+        hasher: &ContentHasher,
+        options: &CheckpointOptions,
+    ) -> Result<(), CheckpointError> {
+        let mut state = match self.state.take() {
+            Some(state) => state,
+            None => StateBuffer::lend(&mut self.monitor)?,
+        };
+        state.empty()?;
+        let room = 2 * self.pause_pages_last + RESERVE_PAGES;
+        captured.stage.reserve(room);
+        let image = &mut captured.image;
+        let mut look = |tracker: &Tracker| {
+            let blocks = tracker.blocks().iter().map(|tracked| &*tracked.block);
+            *image = Some(Image::take(blocks, hasher)?);
+            Ok(())
+        };
+        let running = self.monitor.run_state()?.running;
+        captured.record.was_running = running;
+        captured.time = jiff::Timestamp::now();
+        let record = &mut captured.record;
+        let pause = Pause {
+            monitor: &mut self.monitor,
+            guardian: &self.guardian,
+            tracker: &mut self.tracker,
+            stage: &mut captured.stage,
+            schedule,
+            copied: &mut captured.copied,
+            state_file: state.file(),
+            limit: options.pause_limit,
+            running,
+            // What the guest writes to a disk after this changes the disk, by the restore's account.
+            beside: &mut || record.look_at_disks_again(),
+            before_resume: options.verify.then_some(&mut look),
+        };
+        captured.downtime = match pause.run() {
+            Ok(downtime) => downtime,
+            Err(error) => {
+                // QEMU may not be done with it. That it cannot be taken back is the lesser error.
+                let _ = state.take_back(&mut self.monitor);
+                return Err(error.into());
+            }
+        };
+        self.pause_pages_last = captured.copied.pause;
+        captured.device_state = state.read()?;
+        self.state = Some(state);
+        Ok(())
+    }
+}

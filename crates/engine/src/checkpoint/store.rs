@@ -1,0 +1,246 @@
+//! The storing half: from the stage into the repository.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use stillframe_repo::{
+    Committed, Manifest, MemoryEditor, RamTable, Reader, RepoError, Repository, Writer,
+};
+use stillframe_sys::affinity::Confined;
+
+use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVICE_STATE, Phases};
+use crate::attach::Parent;
+use crate::capture::block::PAGE_BYTES;
+use crate::capture::cache::DeltaCache;
+use crate::capture::ingest::{BATCH_PAGES, Ingested, Note, Tools};
+use crate::capture::pause::us;
+use crate::capture::verdict::{Judge, Page};
+use crate::{Progress, ProgressSink};
+
+/// What storing knows of the last checkpoint of one attachment.
+#[derive(Debug, Default)]
+pub struct Shelf {
+    pub(super) parent: Option<Parent>,
+    /// What pages held at the parent.
+    pub(super) cache: DeltaCache,
+    pub(super) judge: Judge,
+}
+
+/// A checkpoint that is durable.
+#[derive(Debug)]
+pub struct Stored {
+    pub(super) report: CheckpointReport,
+    /// What its pages turned out to hold.
+    pub(super) notes: Vec<Note>,
+}
+
+/// A checkpoint being written.
+pub(super) struct Draft<'r> {
+    pub(super) writer: Writer<'r>,
+    pub(super) parent: Option<Parent>,
+    pub(super) ingested: Ingested,
+    pub(super) missing_packs: Vec<String>,
+}
+
+impl Shelf {
+    /// Whether an increment can be made.
+    pub fn has_parent(&self) -> bool {
+        self.parent.is_some()
+    }
+
+    /// The next checkpoint has nothing to follow.
+    pub fn forget_parent(&mut self) {
+        self.parent = None;
+        self.cache.clear();
+    }
+
+    /// Stores an increment of the last checkpoint.
+    pub fn store(
+        &mut self,
+        captured: &Captured,
+        repository: &mut Repository,
+        options: &CheckpointOptions,
+        progress: ProgressSink<'_>,
+    ) -> Result<Stored, CheckpointError> {
+        self.cache.set_budget(options.delta_cache_bytes);
+        let id = repository.id().to_string();
+        let writer = repository.begin(options.lock_wait)?;
+        let missing_packs = writer.missing_packs();
+        // The writer's lock keeps the parent from being pruned from here on; but the parent must not
+        // need what the repository has lost since.
+        let parent = match &self.parent {
+            Some(parent)
+                if parent.repository == id
+                    && missing_packs
+                        .iter()
+                        .all(|pack| parent.missing_packs.contains(pack))
+                    && writer.has_manifest(&parent.id)? =>
+            {
+                parent.clone()
+            }
+            _ => {
+                self.forget_parent();
+                return Err(CheckpointError::ParentGone);
+            }
+        };
+        let memory = parent.tables.iter().map(MemoryEditor::after).collect();
+        let hasher = writer.hasher().clone();
+        let draft = Draft {
+            ingested: Ingested::new(memory, &captured.blocks, hasher, true, options.dedup),
+            writer,
+            parent: Some(parent),
+            missing_packs,
+        };
+        let (mut stored, tables) = self.finish(draft, captured, id, progress)?;
+        verify(
+            &mut stored,
+            captured,
+            &tables,
+            repository,
+            options,
+            progress,
+        )?;
+        Ok(stored)
+    }
+
+    /// Stores what is on the stage, and makes a checkpoint of it all.
+    pub(super) fn finish(
+        &mut self,
+        mut draft: Draft<'_>,
+        captured: &Captured,
+        repository: String,
+        progress: ProgressSink<'_>,
+    ) -> Result<(Stored, Vec<RamTable>), CheckpointError> {
+        let _aside = Confined::to(&captured.aside);
+        let total = captured.stage.pages();
+        let mut done = 0;
+        for block in 0..captured.blocks.len() {
+            let mut pages = captured.stage.pages_of(block).peekable();
+            while pages.peek().is_some() {
+                let batch: Vec<Page<'_>> = pages.by_ref().take(BATCH_PAGES).collect();
+                self.put(&mut draft, block, &batch)?;
+                done += batch.len() as u64;
+                progress(Progress::Storing { done, total });
+            }
+        }
+        let begin = Instant::now();
+        let manifest = draft.manifest(captured)?;
+        let committed = draft.writer.commit(manifest.clone())?;
+        let commit = us(begin);
+        draft.ingested.remember(&captured.stage, &mut self.cache);
+        self.parent = Some(Parent {
+            id: committed.id,
+            repository,
+            tables: manifest.ram.clone(),
+            missing_packs: draft.missing_packs.clone(),
+        });
+        let tables = manifest.ram.clone();
+        let stored = Stored {
+            report: report(
+                captured,
+                manifest,
+                committed,
+                commit,
+                &draft.ingested,
+                draft.missing_packs,
+            ),
+            notes: draft.ingested.notes,
+        };
+        Ok((stored, tables))
+    }
+
+    /// Stores a batch of ascending pages of one block.
+    pub(super) fn put(
+        &mut self,
+        draft: &mut Draft<'_>,
+        block: usize,
+        pages: &[Page<'_>],
+    ) -> Result<(), RepoError> {
+        // A first checkpoint follows none, and what the cache knows already is of this one itself.
+        let nothing = DeltaCache::default();
+        let mut tools = Tools {
+            writer: &mut draft.writer,
+            cache: match draft.parent {
+                Some(_) => &self.cache,
+                None => &nothing,
+            },
+            judge: &mut self.judge,
+        };
+        draft.ingested.batch(&mut tools, block, pages)
+    }
+}
+
+impl Draft<'_> {
+    /// Stores what the pages are and the device state, and describes it all.
+    fn manifest(&mut self, captured: &Captured) -> Result<Manifest, CheckpointError> {
+        let mut ram = Vec::with_capacity(captured.blocks.len());
+        for (block, memory) in captured.blocks.iter().zip(self.ingested.take_memory()) {
+            let written = memory.finish(&mut self.writer)?;
+            ram.push(RamTable {
+                name: block.name.clone(),
+                page_bytes: PAGE_BYTES as u32,
+                pages: block.pages,
+                root: written.root,
+                layers: written.layers,
+            });
+        }
+        let stream = self.writer.put_whole_stream(&captured.device_state)?;
+        let json = |value| serde_json::to_value(value).map_err(CheckpointError::Encode);
+        Ok(Manifest {
+            vm: captured.record.label.clone(),
+            time: captured.time,
+            parent: self.parent.as_ref().map(|parent| parent.id),
+            ram,
+            streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
+            pages: self.ingested.counts,
+            bytes_stored: self.writer.bytes_stored(),
+            vm_record: serde_json::to_value(&captured.record).map_err(CheckpointError::Encode)?,
+            downtime_us: json(captured.downtime)?,
+        })
+    }
+}
+
+fn report(
+    captured: &Captured,
+    manifest: Manifest,
+    committed: Committed,
+    commit: u64,
+    ingested: &Ingested,
+    missing_packs: Vec<String>,
+) -> CheckpointReport {
+    CheckpointReport {
+        checkpoint: committed.id.to_string(),
+        vm: manifest.vm,
+        time: manifest.time,
+        parent: manifest.parent.map(|id| id.to_string()),
+        downtime_us: captured.downtime,
+        pages: manifest.pages,
+        copied: captured.copied,
+        bytes_stored: committed.bytes_stored,
+        total_us: us(captured.begin),
+        phases_us: Phases {
+            copy: captured.copying,
+            judge: ingested.judging.as_micros() as u64,
+            write: ingested.writing.as_micros() as u64,
+            commit,
+        },
+        missing_packs,
+        verify: None,
+    }
+}
+
+/// Compares the checkpoint with the image taken in its pause, where there is one.
+pub(super) fn verify(
+    stored: &mut Stored,
+    captured: &Captured,
+    tables: &[RamTable],
+    repository: &mut Repository,
+    options: &CheckpointOptions,
+    progress: ProgressSink<'_>,
+) -> Result<(), CheckpointError> {
+    if let Some(image) = &captured.image {
+        let reader: Reader<'_> = repository.reader(options.lock_wait)?;
+        stored.report.verify = Some(image.compare(&reader, tables, progress)?);
+    }
+    Ok(())
+}
