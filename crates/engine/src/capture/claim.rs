@@ -139,8 +139,8 @@ mod tests {
     //! order of their steps. The page is protected and holds 1; the guest writes 2; what is saved
     //! must be 1, once, and the guest must get to write.
 
-    use loom::sync::Arc;
     use loom::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+    use loom::sync::{Arc, Mutex};
     use loom::thread;
 
     use super::*;
@@ -170,6 +170,8 @@ mod tests {
         open: AtomicBool,
         saved: AtomicU32,
         times_saved: AtomicU32,
+        /// Of who serves faults.
+        gate: Mutex<()>,
     }
 
     impl World {
@@ -180,6 +182,7 @@ mod tests {
                 open: AtomicBool::new(false),
                 saved: AtomicU32::new(0),
                 times_saved: AtomicU32::new(0),
+                gate: Mutex::new(()),
             };
             world.claims.arm(0);
             Arc::new(world)
@@ -197,6 +200,7 @@ mod tests {
 
         /// The guest's write, where it gets to it, and what the one who serves faults does.
         fn write(&self, room: bool) {
+            let gate = self.gate.lock().unwrap();
             match self.claims.fault(0, room) {
                 OnFault::Open => self.open(),
                 OnFault::Save => {
@@ -206,12 +210,14 @@ mod tests {
                 }
                 OnFault::Leave => {}
             }
+            drop(gate);
             // A guest that still waits is let go by the copier; see `finish`.
             if self.open.load(Ordering::Acquire) {
                 self.content.store(2, Ordering::Release);
             }
         }
 
+        /// What the copier does, to its end: then the page must be saved, whoever did it.
         fn copy(&self, hot: bool) {
             if self.claims.claim(0) {
                 self.save();
@@ -219,6 +225,9 @@ mod tests {
                     self.open();
                 }
             }
+            drop(self.gate.lock().unwrap());
+            assert_eq!(self.times_saved.load(Ordering::Acquire), 1);
+            assert_eq!(self.saved.load(Ordering::Acquire), 1);
         }
 
         fn finish(&self) {
@@ -297,15 +306,18 @@ mod tests {
             let world = World::new();
             let server = {
                 let world = world.clone();
-                thread::spawn(move || match world.claims.neighbour(0, true) {
-                    OnFault::Open => {
-                        assert_eq!(world.times_saved.load(Ordering::Acquire), 1);
+                thread::spawn(move || {
+                    let _gate = world.gate.lock().unwrap();
+                    match world.claims.neighbour(0, true) {
+                        OnFault::Open => {
+                            assert_eq!(world.times_saved.load(Ordering::Acquire), 1);
+                        }
+                        OnFault::Save => {
+                            world.save();
+                            world.claims.done(0);
+                        }
+                        OnFault::Leave => {}
                     }
-                    OnFault::Save => {
-                        world.save();
-                        world.claims.done(0);
-                    }
-                    OnFault::Leave => {}
                 })
             };
             world.copy(true);

@@ -137,6 +137,16 @@ impl FaultServer {
         self.shared.gate.clone()
     }
 
+    /// Waits for the fault that is being served, if one is: what it saves can be taken then.
+    pub fn wait_until_idle(&self) {
+        drop(
+            self.shared
+                .gate
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        );
+    }
+
     /// A page saved on a fault, if there is one; to be given back with [`FaultServer::recycle`].
     pub fn take_saved(&self) -> Option<Saved> {
         self.saved.try_recv().ok()

@@ -82,6 +82,8 @@ impl Schedule for CopyOnWrite {
         if copying.is_err() {
             self.give_up(tracker);
         }
+        // A page that is being saved right now is not in the queue yet.
+        server.wait_until_idle();
         let mut saved: Vec<Saved> = std::iter::from_fn(|| server.take_saved()).collect();
         self.armed.clear();
         if copying.is_ok() {
@@ -111,6 +113,7 @@ impl Schedule for CopyOnWrite {
                 }
             }
         }
+        server.wait_until_idle();
         while let Some(saved) = server.take_saved() {
             server.recycle(saved.bytes);
         }
