@@ -90,6 +90,14 @@ impl Deltas {
         pages
     }
 
+    /// The blobs that any page needs.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = &ContentId> {
+        let mut needed: Vec<u32> = self.links.iter().map(|link| link.part).collect();
+        needed.sort_unstable();
+        needed.dedup();
+        needed.into_iter().map(|part| &self.parts[part as usize])
+    }
+
     /// Whether a page has deltas.
     pub(crate) fn has(&self, page: u32) -> bool {
         self.links

@@ -3,15 +3,17 @@
 //! A root, segment or layer is read once however many checkpoints share it, so the walk costs what the
 //! repository holds, not what its checkpoints add up to.
 
+use std::collections::HashSet;
+
 use stillframe_page::delta;
 use stillframe_page::hash::ContentId;
 
 use crate::check::Problem;
 use crate::error::RepoError;
 use crate::index::Mark;
-use crate::layer::Layer;
 use crate::local::Area;
 use crate::manifest::{CheckpointId, Manifest, RamTable};
+use crate::overlay::Overlay;
 use crate::progress::{Phase, Progress};
 use crate::repository::Repository;
 use crate::table::{PageRef, SEGMENT_PAGES, bad_blob, decode_root, decode_segment, segment_pages};
@@ -30,6 +32,7 @@ pub(crate) fn mark_used(
     progress: &mut dyn FnMut(Progress),
 ) -> Result<u64, RepoError> {
     let ids = repository.checkpoint_ids()?;
+    let chains = chains(repository, &ids)?;
     for (done, id) in (0..).zip(&ids) {
         progress(Progress {
             phase: Phase::Checkpoints,
@@ -40,6 +43,7 @@ pub(crate) fn mark_used(
             Ok(Some(manifest)) => Walk {
                 repository,
                 on_problem,
+                chains: &chains,
                 file: label(id),
             }
             .manifest(&manifest)?,
@@ -51,6 +55,31 @@ pub(crate) fn mark_used(
     Ok(ids.len() as u64)
 }
 
+/// Every table with its layers that any checkpoint has.
+fn chains(repository: &Repository, ids: &[CheckpointId]) -> Result<HashSet<Chain>, RepoError> {
+    let mut chains = HashSet::new();
+    for id in ids {
+        // What cannot be read is told of by the walk itself.
+        if let Ok(Some(manifest)) = repository.read_manifest(id) {
+            let layered = manifest.ram.iter().filter(|table| !table.layers.is_empty());
+            chains.extend(layered.map(|table| chain(table, table.layers.len())));
+        }
+    }
+    Ok(chains)
+}
+
+/// A table and the first `layers` layers over it, by their hash.
+type Chain = [u8; 32];
+
+fn chain(table: &RamTable, layers: usize) -> Chain {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&table.root.0);
+    for layer in &table.layers[..layers] {
+        hasher.update(&layer.id.0);
+    }
+    *hasher.finalize().as_bytes()
+}
+
 fn label(id: &CheckpointId) -> String {
     format!("{}/{id}", Area::Manifests.folder())
 }
@@ -58,6 +87,7 @@ fn label(id: &CheckpointId) -> String {
 struct Walk<'a, 'b> {
     repository: &'a mut Repository,
     on_problem: &'a mut (dyn FnMut(Problem) -> Result<(), RepoError> + 'b),
+    chains: &'a HashSet<Chain>,
     /// The manifest under way, which problems are reported for.
     file: String,
 }
@@ -66,9 +96,7 @@ impl Walk<'_, '_> {
     fn manifest(&mut self, manifest: &Manifest) -> Result<(), RepoError> {
         for table in &manifest.ram {
             self.table(table)?;
-            for layer in &table.layers {
-                self.layer(&layer.id, table)?;
-            }
+            self.layers(table)?;
         }
         for (name, stream) in &manifest.streams {
             let mut bytes = 0;
@@ -110,26 +138,42 @@ impl Walk<'_, '_> {
         self.segments(batch, table)
     }
 
-    fn layer(&mut self, id: &ContentId, table: &RamTable) -> Result<(), RepoError> {
-        let Some(bytes) = self.node(id, table)? else {
+    /// What an older layer says of a page and a newer one says again need not be there any more. Where
+    /// another checkpoint has all layers but the last, what those say is marked for it already.
+    fn layers(&mut self, table: &RamTable) -> Result<(), RepoError> {
+        let Some((last, below)) = table.layers.split_last() else {
             return Ok(());
         };
-        let layer = match Layer::decode(&bytes, table.pages) {
-            Ok(layer) => layer,
-            Err(error) => return self.unreadable(&bad_blob(id, &error)),
+        if !table.layers.is_empty() && table.page_bytes as usize != delta::PAGE_BYTES {
+            let (name, bytes) = (&table.name, table.page_bytes);
+            return self.problem(format!(
+                "RAM block '{name}' has layers over pages of {bytes} bytes"
+            ));
+        }
+        let what = format!("a layer of RAM block '{}'", table.name);
+        for layer in below {
+            self.used(&layer.id, &what)?;
+        }
+        if self.used(&last.id, &what)?.is_none() {
+            return Ok(());
+        }
+        let newest = match self.chains.contains(&chain(table, below.len())) {
+            true => std::slice::from_ref(last),
+            false => &table.layers,
         };
-        for &(page, content) in &layer.whole {
+        match Overlay::read(self.repository.blobs(), newest, table.pages) {
+            Ok(overlay) => self.overlay(&overlay, table),
+            Err(error) => self.unreadable(&error),
+        }
+    }
+
+    fn overlay(&mut self, overlay: &Overlay, table: &RamTable) -> Result<(), RepoError> {
+        for &(page, content) in &overlay.whole {
             self.page(page.into(), content, table)?;
         }
-        for part in &layer.parts {
-            let what = format!("the changes of pages of RAM block '{}'", table.name);
-            self.used(&part.id, &what)?;
-        }
-        if !layer.parts.is_empty() && table.page_bytes as usize != delta::PAGE_BYTES {
-            let (name, bytes) = (&table.name, table.page_bytes);
-            self.problem(format!(
-                "RAM block '{name}' has deltas of pages of {bytes} bytes"
-            ))?;
+        let what = format!("the changes of pages of RAM block '{}'", table.name);
+        for part in overlay.deltas.parts() {
+            self.used(part, &what)?;
         }
         Ok(())
     }

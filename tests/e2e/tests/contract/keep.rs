@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use serde_json::Value;
 use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Restored, Setup};
+use stillframe_e2e::guest::{Kind, Restored, Setup, Workload};
 use stillframe_e2e::health::checkpoints;
 use stillframe_e2e::running::PATIENCE;
 
@@ -17,7 +17,14 @@ fn forgetting_and_pruning_free_space_and_nothing_else() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let mut setup = Setup::small(Kind::Private, "kept");
-    setup.workload.pattern = "sequential";
+    // All of little memory, over and over.
+    setup.workload = Workload {
+        mib: 2,
+        pattern: "random",
+        tick_ms: 20,
+        writes_per_tick: 600,
+        share: 4,
+    };
     let guest = setup.boot()?;
     // Whole pages, because what replaced them frees them; deltas need what they change.
     stillframe.ok(&[

@@ -122,6 +122,9 @@ fn a_guest_does_not_wait_for_an_engine_that_hangs() -> Result<()> {
     let ended = watch.end()?;
     ensure!(ended.code.is_none(), "{ended:?}");
     guest.serial.wait_more(5, PATIENCE)?;
+    // The next engine takes back what this one had lent QEMU.
+    let after = stillframe.json(&["checkpoint", "--vm", "waiting", "--verify"])?;
+    ensure!(after["verify"]["differing"] == 0, "{after}");
     expect_nothing_left(guest.pid(), &mut monitor)?;
     expect_untouched(&guest, &mut monitor)
 }
