@@ -3,11 +3,11 @@
 //!
 //! ```text
 //!            arm            claim                done
-//!   IDLE ----------> TODO ----------> BUSY ----------------> IDLE
+//!   IDLE ----------> ARMED ----------> BUSY ----------------> IDLE
 //!                     |  \ fault: claims it too, and saves     ^
 //!        fault, no    |                | fault                 |
 //!        room to save v                v                 done  |
-//!                  TODO_WANTED -> BUSY_WANTED -----------------+  who is done opens the page
+//!                  ARMED_WANTED -> BUSY_WANTED -----------------+  who is done opens the page
 //! ```
 //!
 //! (Copy-on-write checkpointing, section 4.3: each page is saved exactly once.) The states are tried
@@ -18,9 +18,9 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// Nothing is to be saved: the page may be opened.
 const IDLE: u8 = 0;
 /// To be saved before it is opened.
-const TODO: u8 = 1;
+const ARMED: u8 = 1;
 /// The same, and a writer waits.
-const TODO_WANTED: u8 = 2;
+const ARMED_WANTED: u8 = 2;
 /// Being saved.
 const BUSY: u8 = 3;
 /// The same, and a writer waits.
@@ -84,7 +84,7 @@ impl<C: Cell> Claims<C> {
 
     /// The page, which is protected, is to be saved. The guest stands still.
     pub fn arm(&self, page: u64) {
-        self.cells[page as usize].swap(TODO);
+        self.cells[page as usize].swap(ARMED);
     }
 
     /// For the copier: whether the page is now the caller's to save.
@@ -92,9 +92,9 @@ impl<C: Cell> Claims<C> {
         let cell = &self.cells[page as usize];
         loop {
             match cell.load() {
-                TODO if cell.change(TODO, BUSY) => return true,
-                TODO_WANTED if cell.change(TODO_WANTED, BUSY_WANTED) => return true,
-                TODO | TODO_WANTED => {}
+                ARMED if cell.change(ARMED, BUSY) => return true,
+                ARMED_WANTED if cell.change(ARMED_WANTED, BUSY_WANTED) => return true,
+                ARMED | ARMED_WANTED => {}
                 _ => return false,
             }
         }
@@ -112,10 +112,10 @@ impl<C: Cell> Claims<C> {
         loop {
             match cell.load() {
                 IDLE => return OnFault::Open,
-                TODO if room && cell.change(TODO, BUSY) => return OnFault::Save,
-                TODO if !room && cell.change(TODO, TODO_WANTED) => return OnFault::Leave,
+                ARMED if room && cell.change(ARMED, BUSY) => return OnFault::Save,
+                ARMED if !room && cell.change(ARMED, ARMED_WANTED) => return OnFault::Leave,
                 BUSY if cell.change(BUSY, BUSY_WANTED) => return OnFault::Leave,
-                TODO_WANTED | BUSY_WANTED => return OnFault::Leave,
+                ARMED_WANTED | BUSY_WANTED => return OnFault::Leave,
                 _ => {}
             }
         }
@@ -127,7 +127,7 @@ impl<C: Cell> Claims<C> {
         let cell = &self.cells[page as usize];
         match cell.load() {
             IDLE => OnFault::Open,
-            TODO if room && cell.change(TODO, BUSY) => OnFault::Save,
+            ARMED if room && cell.change(ARMED, BUSY) => OnFault::Save,
             _ => OnFault::Leave,
         }
     }

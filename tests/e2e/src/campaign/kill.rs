@@ -190,8 +190,12 @@ pub fn run(kills: u64, seed: u64) -> Result<()> {
         }
         guest.serial.ticks()?;
     }
+    record(&raw, harmed)
+}
+
+fn record(raw: &[Value], harmed: u64) -> Result<()> {
     println!("{} kills, {harmed} did harm", raw.len());
-    results::write_raw("kill", "kills.jsonl", &raw)?;
+    results::write_raw("kill", "kills.jsonl", raw)?;
     results::write_summary(
         "kill",
         &[Claim {
