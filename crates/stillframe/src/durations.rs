@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::quantity;
+
 /// Longer than any pause, wait or interval anyone means; keeps all later arithmetic in range.
 const DURATION_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
@@ -29,15 +31,7 @@ pub fn parse(text: &str) -> Result<Duration, DurationError> {
     if text == "0" {
         return Ok(Duration::ZERO);
     }
-    let digits = text
-        .find(|c: char| !c.is_ascii_digit() && c != '.')
-        .ok_or_else(malformed)?;
-    let (number, unit) = text.split_at(digits);
-    // "1." and ".5" are numbers to Rust, but typing errors here.
-    if number.split('.').any(str::is_empty) {
-        return Err(malformed());
-    }
-    let number: f64 = number.parse().map_err(|_| malformed())?;
+    let (number, unit) = quantity::split(text).ok_or_else(malformed)?;
     let unit_s = match unit {
         "ms" => 0.001,
         "s" => 1.0,

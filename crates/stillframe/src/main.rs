@@ -17,6 +17,7 @@ mod output;
 mod password;
 mod picture;
 mod progress;
+mod quantity;
 mod shell;
 mod sizes;
 mod table;

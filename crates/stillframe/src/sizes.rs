@@ -2,6 +2,8 @@
 
 use thiserror::Error;
 
+use crate::quantity;
+
 /// Why a text is no size.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum SizeError {
@@ -21,15 +23,7 @@ pub fn parse(text: &str) -> Result<u64, SizeError> {
     if text == "0" {
         return Ok(0);
     }
-    let digits = text
-        .find(|c: char| !c.is_ascii_digit() && c != '.')
-        .ok_or_else(malformed)?;
-    let (number, unit) = text.split_at(digits);
-    // "1." and ".5" are numbers to Rust, but typing errors here.
-    if number.split('.').any(str::is_empty) {
-        return Err(malformed());
-    }
-    let number: f64 = number.parse().map_err(|_| malformed())?;
+    let (number, unit) = quantity::split(text).ok_or_else(malformed)?;
     let shift = match unit {
         "K" | "KiB" => 10,
         "M" | "MiB" => 20,

@@ -123,16 +123,7 @@ impl Pagemap {
         range: AddressRange,
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
-        let flags = PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC;
-        self.scan(
-            range,
-            &Scan {
-                flags,
-                all_of: PAGE_IS_WRITTEN,
-                any_of: 0,
-            },
-            out,
-        )
+        self.look_for_written(PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC, range, out)
     }
 
     /// The pages written since they were last protected, without disturbing anything.
@@ -141,16 +132,7 @@ impl Pagemap {
         range: AddressRange,
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
-        let flags = PM_SCAN_CHECK_WPASYNC;
-        self.scan(
-            range,
-            &Scan {
-                flags,
-                all_of: PAGE_IS_WRITTEN,
-                any_of: 0,
-            },
-            out,
-        )
+        self.look_for_written(PM_SCAN_CHECK_WPASYNC, range, out)
     }
 
     /// As [`Pagemap::peek_written`], of a range that is registered for synchronous write protection:
@@ -160,15 +142,21 @@ impl Pagemap {
         range: AddressRange,
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
-        self.scan(
-            range,
-            &Scan {
-                flags: 0,
-                all_of: PAGE_IS_WRITTEN,
-                any_of: 0,
-            },
-            out,
-        )
+        self.look_for_written(0, range, out)
+    }
+
+    fn look_for_written(
+        &self,
+        flags: u32,
+        range: AddressRange,
+        out: &mut Vec<AddressRange>,
+    ) -> Result<(), PagemapError> {
+        let written = Scan {
+            flags,
+            all_of: PAGE_IS_WRITTEN,
+            any_of: 0,
+        };
+        self.scan(range, &written, out)
     }
 
     /// The pages that are present or swapped out. The protection marker of a page that was never

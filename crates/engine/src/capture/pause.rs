@@ -20,8 +20,7 @@ use stillframe_qemu::monitor::{Monitor, MonitorError, StateFile};
 use stillframe_qemu::qmp::QmpError;
 use thiserror::Error;
 
-use super::schedule::{Copied, Schedule};
-use super::stage::Stage;
+use super::schedule::{Schedule, Work};
 use super::tracker::{Tracker, TrackerError};
 use crate::guardian::{Guardian, GuardianError};
 
@@ -87,14 +86,10 @@ pub struct Pause<'a> {
     pub monitor: &'a mut Monitor,
     /// Who resumes the VM when we cannot.
     pub guardian: &'a Guardian,
-    /// Which pages were written.
-    pub tracker: &'a mut Tracker,
-    /// Where their copies go; reserved beforehand.
-    pub stage: &'a mut Stage,
+    /// The pages; the stage has room for those that are expected.
+    pub work: Work<'a>,
     /// What is to be done about them.
     pub schedule: &'a mut dyn Schedule,
-    /// Counts them.
-    pub copied: &'a mut Copied,
     /// Where QEMU writes its device state.
     pub state_file: &'a StateFile,
     /// The VM is resumed after this.
@@ -174,9 +169,7 @@ impl Pause<'_> {
     fn capture(&mut self, record: &mut DowntimeRecord) -> Result<(), PauseError> {
         let state_begin = Instant::now();
         let ticket = self.monitor.send_save_device_state(self.state_file)?;
-        let copied = self
-            .schedule
-            .stopped(self.tracker, self.stage, record, self.copied);
+        let copied = self.schedule.stopped(&mut self.work, record);
         (self.beside)();
         let wait_begin = Instant::now();
         // Awaited even when the copy failed: QEMU answers in order, and `cont` comes next.
@@ -189,7 +182,7 @@ impl Pause<'_> {
         saved?;
         if let Some(look) = self.before_resume.as_mut() {
             let begin = Instant::now();
-            look(self.tracker)?;
+            look(self.work.tracker)?;
             record.verify = us(begin);
         }
         Ok(())

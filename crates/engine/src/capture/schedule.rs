@@ -16,7 +16,7 @@ use std::time::Instant;
 use serde::Serialize;
 use thiserror::Error;
 
-use super::pause::DowntimeRecord;
+use super::pause::{DowntimeRecord, us};
 use super::stage::Stage;
 use super::tracker::{self, Collected, PageRanges, Tracker, TrackerError};
 
@@ -89,32 +89,33 @@ pub struct Copied {
     pub left_open: u64,
 }
 
+/// What a schedule works on.
+pub struct Work<'a> {
+    /// Which pages were written.
+    pub tracker: &'a mut Tracker,
+    /// Where their copies go.
+    pub stage: &'a mut Stage,
+    /// Counts them.
+    pub copied: &'a mut Copied,
+}
+
 /// What is copied when. After an error nothing is lost: what was to be copied stays pending.
 pub trait Schedule {
     /// Before the pause; the guest runs.
-    fn before(
-        &mut self,
-        tracker: &mut Tracker,
-        stage: &mut Stage,
-        copied: &mut Copied,
-    ) -> Result<(), TrackerError>;
+    fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError>;
 
     /// In the pause, beside QEMU saving its device state.
     fn stopped(
         &mut self,
-        tracker: &mut Tracker,
-        stage: &mut Stage,
+        work: &mut Work<'_>,
         record: &mut DowntimeRecord,
-        copied: &mut Copied,
     ) -> Result<(), TrackerError>;
 
-    /// After the pause; the guest runs again.
-    fn after(
-        &mut self,
-        tracker: &mut Tracker,
-        stage: &mut Stage,
-        copied: &mut Copied,
-    ) -> Result<(), TrackerError>;
+    /// After the pause; the guest runs again. Where all is copied, hot pages are left open.
+    fn after(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
+        work.copied.left_open += work.tracker.leave_hot_open();
+        Ok(())
+    }
 
     /// Instead of [`Schedule::after`], when the pause failed: nothing is to be copied any more.
     fn give_up(&mut self, _tracker: &Tracker) {}
@@ -125,42 +126,21 @@ pub trait Schedule {
 pub struct StopCopy;
 
 impl Schedule for StopCopy {
-    fn before(
-        &mut self,
-        _tracker: &mut Tracker,
-        _stage: &mut Stage,
-        _copied: &mut Copied,
-    ) -> Result<(), TrackerError> {
+    fn before(&mut self, _work: &mut Work<'_>) -> Result<(), TrackerError> {
         Ok(())
     }
 
     fn stopped(
         &mut self,
-        tracker: &mut Tracker,
-        stage: &mut Stage,
+        work: &mut Work<'_>,
         record: &mut DowntimeRecord,
-        copied: &mut Copied,
     ) -> Result<(), TrackerError> {
         let begin = Instant::now();
-        let mut found = tracker.collect()?;
+        let mut found = work.tracker.collect()?;
         // With what captures that failed have left over.
-        found.written = subtract_all(&tracker.pending(), &found.discarded);
-        record.scan = super::pause::us(begin);
-        let begin = Instant::now();
-        stage.capture_all(tracker, &found)?;
-        record.copy = super::pause::us(begin);
-        copied.pause += found.pages();
-        Ok(())
-    }
-
-    fn after(
-        &mut self,
-        tracker: &mut Tracker,
-        _stage: &mut Stage,
-        copied: &mut Copied,
-    ) -> Result<(), TrackerError> {
-        copied.left_open += tracker.leave_hot_open();
-        Ok(())
+        found.written = subtract_all(&work.tracker.pending(), &found.discarded);
+        record.scan = us(begin);
+        copy_now(work, record, &found)
     }
 }
 
@@ -171,24 +151,15 @@ pub struct PreCopy;
 impl Schedule for PreCopy {
     /// Copies what was written while the guest goes on, then what it wrote during that, and so on,
     /// as long as it gets fewer. What is left is for the pause.
-    fn before(
-        &mut self,
-        tracker: &mut Tracker,
-        stage: &mut Stage,
-        copied: &mut Copied,
-    ) -> Result<(), TrackerError> {
+    fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
         // Left over from captures that failed.
-        let pending = Collected::written(tracker.pending());
-        stage.reserve(pending.pages());
-        stage.capture_all(tracker, &pending)?;
-        copied.pre_copy += pending.pages();
+        let pending = Collected::written(work.tracker.pending());
+        copy_before(work, &pending)?;
         let mut last = u64::MAX;
         for _ in 0..ROUNDS_MAX {
-            let found = tracker.collect()?;
+            let found = work.tracker.collect()?;
+            copy_before(work, &found)?;
             let pages = found.pages();
-            stage.reserve(pages);
-            stage.capture_all(tracker, &found)?;
-            copied.pre_copy += pages;
             if pages <= FEW_PAGES || pages > last / 2 {
                 break;
             }
@@ -199,30 +170,36 @@ impl Schedule for PreCopy {
 
     fn stopped(
         &mut self,
-        tracker: &mut Tracker,
-        stage: &mut Stage,
+        work: &mut Work<'_>,
         record: &mut DowntimeRecord,
-        copied: &mut Copied,
     ) -> Result<(), TrackerError> {
         let begin = Instant::now();
-        let found = tracker.collect()?;
-        record.scan = super::pause::us(begin);
-        let begin = Instant::now();
-        stage.capture_all(tracker, &found)?;
-        record.copy = super::pause::us(begin);
-        copied.pause += found.pages();
-        Ok(())
+        let found = work.tracker.collect()?;
+        record.scan = us(begin);
+        copy_now(work, record, &found)
     }
+}
 
-    fn after(
-        &mut self,
-        tracker: &mut Tracker,
-        _stage: &mut Stage,
-        copied: &mut Copied,
-    ) -> Result<(), TrackerError> {
-        copied.left_open += tracker.leave_hot_open();
-        Ok(())
-    }
+/// Copies pages while the guest runs.
+fn copy_before(work: &mut Work<'_>, found: &Collected) -> Result<(), TrackerError> {
+    let pages = found.pages();
+    work.stage.reserve(pages);
+    work.stage.capture_all(work.tracker, found)?;
+    work.copied.pre_copy += pages;
+    Ok(())
+}
+
+/// Copies pages in the pause.
+fn copy_now(
+    work: &mut Work<'_>,
+    record: &mut DowntimeRecord,
+    found: &Collected,
+) -> Result<(), TrackerError> {
+    let begin = Instant::now();
+    work.stage.capture_all(work.tracker, found)?;
+    record.copy = us(begin);
+    work.copied.pause += found.pages();
+    Ok(())
 }
 
 fn subtract_all(from: &PageRanges, what: &PageRanges) -> PageRanges {

@@ -10,7 +10,7 @@ use super::{CheckpointError, CheckpointOptions, Copied, ScheduleKind};
 use crate::attach::Vm;
 use crate::capture::device_state::StateBuffer;
 use crate::capture::pause::{Pause, us};
-use crate::capture::schedule::{CopyOnWrite, PreCopy, Schedule, StopCopy};
+use crate::capture::schedule::{CopyOnWrite, PreCopy, Schedule, StopCopy, Work};
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{BlockShape, Tracker};
 use crate::capture::{DowntimeRecord, aside};
@@ -103,22 +103,28 @@ impl Vm {
             ScheduleKind::PreCopy => Box::new(PreCopy),
             ScheduleKind::CopyOnWrite => Box::new(CopyOnWrite::default()),
         };
-        let (stage, copied) = (&mut captured.stage, &mut captured.copied);
-        schedule.before(&mut self.tracker, stage, copied)?;
+        schedule.before(&mut self.work(captured))?;
         captured.copying = us(begin);
         if let Err(error) = self.pause(captured, schedule.as_mut(), hasher, options) {
             schedule.give_up(&self.tracker);
             return Err(error);
         }
         let resumed_at = Instant::now();
-        let (stage, copied) = (&mut captured.stage, &mut captured.copied);
-        schedule.after(&mut self.tracker, stage, copied)?;
+        schedule.after(&mut self.work(captured))?;
         captured.copying += us(resumed_at);
         // A block that came or went at any time since the attach shows now.
         let ram = self.monitor.ram_blocks()?;
         match self.tracks(&ram) {
             true => Ok(()),
             false => Err(CheckpointError::RamChanged),
+        }
+    }
+
+    fn work<'w>(&'w mut self, captured: &'w mut Captured) -> Work<'w> {
+        Work {
+            tracker: &mut self.tracker,
+            stage: &mut captured.stage,
+            copied: &mut captured.copied,
         }
     }
 
@@ -149,10 +155,12 @@ impl Vm {
         let pause = Pause {
             monitor: &mut self.monitor,
             guardian: &self.guardian,
-            tracker: &mut self.tracker,
-            stage: &mut captured.stage,
+            work: Work {
+                tracker: &mut self.tracker,
+                stage: &mut captured.stage,
+                copied: &mut captured.copied,
+            },
             schedule,
-            copied: &mut captured.copied,
             state_file: state.file(),
             limit: options.pause_limit,
             running,

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use stillframe_page::PageIndex;
 
-use super::{Copied, Schedule, subtract_all};
+use super::{Copied, Schedule, Work, subtract_all};
 use crate::capture::faults::Saved;
 use crate::capture::pause::{DowntimeRecord, us};
 use crate::capture::stage::Stage;
@@ -26,25 +26,19 @@ pub struct CopyOnWrite {
 }
 
 impl Schedule for CopyOnWrite {
-    fn before(
-        &mut self,
-        tracker: &mut Tracker,
-        stage: &mut Stage,
-        _copied: &mut Copied,
-    ) -> Result<(), TrackerError> {
-        tracker.collect()?;
-        let pending = Collected::written(tracker.pending());
-        stage.reserve(pending.pages());
+    fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
+        work.tracker.collect()?;
+        let pending = Collected::written(work.tracker.pending());
+        work.stage.reserve(pending.pages());
         Ok(())
     }
 
     fn stopped(
         &mut self,
-        tracker: &mut Tracker,
-        stage: &mut Stage,
+        work: &mut Work<'_>,
         record: &mut DowntimeRecord,
-        copied: &mut Copied,
     ) -> Result<(), TrackerError> {
+        let tracker = &mut *work.tracker;
         let begin = Instant::now();
         let gate = tracker.fault_server()?.gate();
         let _no_fault_is_served = gate.lock().unwrap_or_else(PoisonError::into_inner);
@@ -53,8 +47,8 @@ impl Schedule for CopyOnWrite {
             written: vec![Vec::new(); found.written.len()],
             discarded: found.discarded,
         };
-        stage.capture_all(tracker, &discarded)?;
-        copied.pause += discarded.pages();
+        work.stage.capture_all(tracker, &discarded)?;
+        work.copied.pause += discarded.pages();
         let armed = subtract_all(&tracker.pending(), &discarded.discarded);
         record.scan = us(begin);
         let begin = Instant::now();
@@ -71,14 +65,10 @@ impl Schedule for CopyOnWrite {
         Ok(())
     }
 
-    fn after(
-        &mut self,
-        tracker: &mut Tracker,
-        stage: &mut Stage,
-        copied: &mut Copied,
-    ) -> Result<(), TrackerError> {
+    fn after(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
+        let tracker = &*work.tracker;
         let server = tracker.fault_server()?;
-        let copying = copy_all(tracker, stage, copied, &self.armed);
+        let copying = copy_all(tracker, work.stage, work.copied, &self.armed);
         if copying.is_err() {
             self.give_up(tracker);
         }
@@ -87,8 +77,8 @@ impl Schedule for CopyOnWrite {
         let mut saved: Vec<Saved> = std::iter::from_fn(|| server.take_saved()).collect();
         self.armed.clear();
         if copying.is_ok() {
-            copied.on_fault += saved.len() as u64;
-            stage.put_all(&mut saved);
+            work.copied.on_fault += saved.len() as u64;
+            work.stage.put_all(&mut saved);
         }
         for saved in saved {
             server.recycle(saved.bytes);
