@@ -156,10 +156,11 @@ fn track(
     ram: &[RamBlock],
     schedule: ScheduleKind,
 ) -> Result<Tracker, AttachError> {
+    let stolen = guardian.steal_userfaultfd(&target.process)?;
+    // Last, because signs of life come only when faults are served.
     let alive = match schedule {
         ScheduleKind::StopCopy | ScheduleKind::PreCopy => None,
         ScheduleKind::CopyOnWrite => Some(guardian.watch_over_us()?),
     };
-    let stolen = guardian.steal_userfaultfd(&target.process)?;
     Ok(Tracker::attach(&target.process, stolen, ram, alive)?)
 }

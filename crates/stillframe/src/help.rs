@@ -70,6 +70,10 @@ Examples:
   stillframe -r /srv/checkpoints watch --vm web1 --every 30s
   stillframe -r /srv/checkpoints watch --pid 4711 --every 2s --count 100 --json
 
+One checkpoint is stored while the next is captured; an interval that cannot be kept is lengthened, and
+told. With --schedule copy-on-write the guest waits for this process at some of its first writes: should
+it hang for two seconds, a stop signal included, it is killed for the guest's sake.
+
 One result a checkpoint. A checkpoint that fails is reported, and tried again at the next interval;
 10 failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the
 running checkpoint and detaches, the second gives the checkpoint up, the third exits at once; the VM

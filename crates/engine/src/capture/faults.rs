@@ -13,7 +13,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -27,6 +27,8 @@ use super::claim::{Claims, OnFault};
 const SAVED_MAX: usize = 4096;
 /// The most pages opened at one fault.
 const AHEAD_MAX: u64 = 64;
+/// Faults served before the thread looks up.
+const FAULTS_A_TURN: u32 = 1024;
 /// How often the thread says that it is alive.
 const SIGN_OF_LIFE: Duration = Duration::from_millis(250);
 
@@ -158,9 +160,9 @@ impl FaultServer {
         let _ = self.empty.try_send(bytes);
     }
 
-    /// Faults served so far.
-    pub fn faults(&self) -> u64 {
-        self.shared.faults.load(Ordering::Relaxed)
+    /// Faults served since this was last asked.
+    pub fn take_faults(&self) -> u64 {
+        self.shared.faults.swap(0, Ordering::Relaxed)
     }
 
     /// Whether a page could not be saved since this was last asked: what is being captured is
@@ -197,8 +199,14 @@ impl Server {
             tv_sec: 0,
             tv_nsec: SIGN_OF_LIFE.subsec_nanos().into(),
         };
+        alive();
+        let mut shown = Instant::now();
         while !self.shared.stop.load(Ordering::Acquire) {
-            alive();
+            // Each sign wakes the guardian: not at every fault.
+            if shown.elapsed() >= SIGN_OF_LIFE {
+                alive();
+                shown = Instant::now();
+            }
             let mut waited = [
                 PollFd::new(&*self.shared.uffd, PollFlags::IN),
                 PollFd::new(woken, PollFlags::IN),
@@ -209,7 +217,7 @@ impl Server {
                 // the guest is let go when the descriptor closes.
                 Err(_) => return self.shared.failed.store(true, Ordering::Release),
             }
-            loop {
+            for _ in 0..FAULTS_A_TURN {
                 match self.shared.uffd.next_event() {
                     Ok(Some(Event::Fault { address, .. })) => self.serve(address),
                     Ok(None) => break,
@@ -230,7 +238,10 @@ impl Server {
         let mut blocks = shared.blocks.iter().enumerate();
         let Some((number, served)) = blocks.find(|(_, served)| served.range.contains(address))
         else {
-            return;
+            // Nothing else is registered; should it be, nobody may wait for it.
+            let start = address - address % PAGE_BYTES;
+            let end = start + PAGE_BYTES;
+            return self.open(AddressRange { start, end });
         };
         let first = (address - served.range.start) / PAGE_BYTES;
         self.ahead = match address == self.expected {

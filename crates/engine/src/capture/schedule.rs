@@ -84,6 +84,8 @@ pub struct Copied {
     pub after: u64,
     /// After the pause, because the guest was about to write them and waited for it.
     pub on_fault: u64,
+    /// Writes that the guest waited with since the capture before, for whatever page (copy-on-write).
+    pub faults: u64,
     /// Hot pages left open after the pause or their copy: the next checkpoint copies them whether
     /// they are written or not, and writing them costs the guest no fault.
     pub left_open: u64,

@@ -85,7 +85,8 @@ fn and(mut promise: Value, more: Value) -> Value {
 /// What only the command that took it tells.
 fn taken() -> Value {
     let copied = json!({
-        "full_pass": "count", "pre_copy": "count", "pause": "count", "left_open": "count",
+        "full_pass": "count", "pre_copy": "count", "pause": "count", "after": "count",
+        "on_fault": "count", "faults": "count", "left_open": "count",
     });
     let phases = json!({ "copy": "count", "judge": "count", "write": "count", "commit": "count" });
     and(

@@ -74,6 +74,7 @@ impl Schedule for CopyOnWrite {
         }
         // A page that is being saved right now is not in the queue yet.
         server.wait_until_idle();
+        work.copied.faults += server.take_faults();
         let mut saved: Vec<Saved> = std::iter::from_fn(|| server.take_saved()).collect();
         self.armed.clear();
         if copying.is_ok() {
