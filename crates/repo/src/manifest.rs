@@ -1,21 +1,27 @@
 //! Manifests: what a checkpoint consists of. Written last; until then the checkpoint does not
 //! exist.
 //!
-//! The sealed body is JSON. Unknown fields are refused, because a program that does not know a
+//! The sealed body is JSON, compressed. Unknown fields are refused, because a program that does not know a
 //! field might prune the blobs it refers to; `vm_record` and `downtime_us` are free-form and refer
 //! to nothing.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 
 use jiff::Timestamp;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use stillframe_page::encoding::{Decoder, Encoder};
 use stillframe_page::hash::ContentId;
 
-use crate::layout::FormatError;
+use crate::layout::{Cursor, FormatError};
 
 /// The longest manifest that is read or written.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 << 20;
+
+/// Zstandard level: manifests are short, and many of a watch.
+const LEVEL: i32 = 3;
 
 /// The most layers of a page table; programs of today keep to 33.
 const LAYERS_MAX: usize = 1024;
@@ -138,10 +144,32 @@ pub struct PageCounts {
 
 /// Reads the plain body of a manifest.
 pub fn decode(body: &[u8]) -> Result<Manifest, FormatError> {
-    let manifest: Manifest = serde_json::from_slice(body)
-        .map_err(|error| FormatError::invalid(format!("its body is no manifest: {error}")))?;
+    let manifest: Manifest = from_json(&unpack(body)?)?;
     manifest.check().map_err(FormatError::invalid)?;
     Ok(manifest)
+}
+
+/// The JSON in a body: packed as frames are, or, as version 1 had it, plain.
+fn unpack(body: &[u8]) -> Result<Cow<'_, [u8]>, FormatError> {
+    if body.first() == Some(&b'{') {
+        return Ok(Cow::Borrowed(body));
+    }
+    let mut cursor = Cursor::new(body);
+    let (kind, bytes) = (cursor.u8()?, cursor.u32()?);
+    if u64::from(bytes) > MANIFEST_BYTES_MAX {
+        return Err(FormatError::invalid("its body is too long"));
+    }
+    let mut json = Vec::new();
+    let payload = cursor.take(cursor.left())?;
+    Decoder::new()
+        .and_then(|mut decoder| decoder.decode(kind, payload, bytes as usize, &mut json))
+        .map_err(|error| FormatError::invalid(format!("its body cannot be unpacked: {error}")))?;
+    Ok(Cow::Owned(json))
+}
+
+fn from_json<T: DeserializeOwned>(json: &[u8]) -> Result<T, FormatError> {
+    serde_json::from_slice(json)
+        .map_err(|error| FormatError::invalid(format!("its body is no manifest: {error}")))
 }
 
 /// The two fields by which checkpoints are chosen, read without making the rest.
@@ -152,15 +180,20 @@ pub(crate) struct Headline {
 }
 
 pub(crate) fn decode_headline(body: &[u8]) -> Result<Headline, FormatError> {
-    serde_json::from_slice(body)
-        .map_err(|error| FormatError::invalid(format!("its body is no manifest: {error}")))
+    from_json(&unpack(body)?)
 }
 
 impl Manifest {
     /// Writes the plain body.
     pub(crate) fn encode(&self) -> Result<Vec<u8>, String> {
         self.check()?;
-        serde_json::to_vec(self).map_err(|error| error.to_string())
+        let json = serde_json::to_vec(self).map_err(|error| error.to_string())?;
+        let bytes = u32::try_from(json.len()).map_err(|error| error.to_string())?;
+        let mut body = vec![0];
+        body.extend_from_slice(&bytes.to_le_bytes());
+        let kind = Encoder::new(LEVEL).and_then(|mut encoder| encoder.encode(&json, &mut body));
+        body[0] = kind.map_err(|error| error.to_string())?.number();
+        Ok(body)
     }
 
     /// What a manifest may not say, in words.
