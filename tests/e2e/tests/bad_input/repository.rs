@@ -114,7 +114,7 @@ fn init_never_overwrites_a_repository() -> Result<()> {
 /// No program writes this version of the format yet.
 const FUTURE: u32 = 1000;
 
-/// The same file as a later version would begin it: header of version 2 with its right checksum
+/// The same file as that version would begin it: its header with the right checksum
 /// (docs/format.md).
 fn of_the_future(bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
