@@ -141,12 +141,14 @@ impl Vm {
 
     /// Ends tracking; QEMU is left as it was found.
     pub fn detach(mut self) -> Result<(), DetachError> {
-        // First what must not stay.
-        self.tracker.detach()?;
-        match self.state.take() {
-            Some(state) => Ok(state.take_back(&mut self.monitor)?),
-            None => Ok(()),
-        }
+        // Each whatever comes of the other.
+        let ended = self.tracker.detach();
+        let taken_back = self
+            .state
+            .take()
+            .map_or(Ok(()), |state| state.take_back(&mut self.monitor));
+        ended?;
+        Ok(taken_back?)
     }
 }
 

@@ -173,8 +173,8 @@ impl Vm {
     ) -> Result<CheckpointReport, CheckpointError> {
         self.discard(captured);
         match stored {
-            Ok(Stored { report, notes }) => {
-                self.tracker.landed(&notes);
+            Ok(Stored { report, found }) => {
+                self.tracker.landed(&found);
                 Ok(report)
             }
             Err(error) => {

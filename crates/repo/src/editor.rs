@@ -19,7 +19,7 @@ use stillframe_page::hash::ContentId;
 use crate::error::RepoError;
 use crate::layer::{Layer, Part};
 use crate::manifest::{LayerRef, RamTable};
-use crate::overlay::{Deltas, Overlay};
+use crate::overlay::{Deltas, GROUP_PAGES, Overlay};
 use crate::table::{PageRef, TableEditor};
 use crate::writer::Writer;
 
@@ -31,9 +31,6 @@ const LEVEL_TOP: u8 = 2;
 
 /// Zstandard level of merged deltas, as of all else.
 const COMPRESSION: i32 = 1;
-
-/// Pages whose deltas are merged together: 4 MiB.
-const GROUP_PAGES: usize = 1024;
 
 /// Where the content of a RAM block is written down: what [`MemoryEditor::finish`] makes.
 #[derive(Debug, Clone, PartialEq, Eq)]

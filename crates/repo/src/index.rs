@@ -50,7 +50,7 @@ impl Location {
 pub(crate) enum Mark {
     /// Something refers to it.
     Used = 1 << 31,
-    /// It is a root, segment or layer whose contents have been walked. A mark of its own, because
+    /// It is a root or segment whose contents have been walked. A mark of its own, because
     /// nothing forbids a page to have the bytes of a segment.
     Walked = 1 << 30,
 }

@@ -13,6 +13,9 @@ use crate::layer::Layer;
 use crate::manifest::LayerRef;
 use crate::table::{PageRef, bad_blob};
 
+/// Pages that deltas are applied to together: 4 MiB.
+pub(crate) const GROUP_PAGES: usize = 1024;
+
 /// What several layers say together.
 pub(crate) struct Overlay {
     /// The newest whole content of each page that has one, ascending.

@@ -11,11 +11,8 @@ use stillframe_page::hash::ContentId;
 use crate::blobs::{Blobs, lock};
 use crate::error::RepoError;
 use crate::manifest::RamTable;
-use crate::overlay::{Deltas, Overlay};
+use crate::overlay::{Deltas, GROUP_PAGES, Overlay};
 use crate::table::{PageRef, read_table};
-
-/// Pages that are made out of deltas together: 4 MiB.
-const GROUP_PAGES: usize = 1024;
 
 /// What a page is.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,7 +1,8 @@
 //! The walk from all manifests to everything they refer to, marking it in the index.
 //!
-//! A root, segment or layer is read once however many checkpoints share it, so the walk costs what the
-//! repository holds, not what its checkpoints add up to.
+//! A root or segment is read once however many checkpoints share it, and of a checkpoint whose parent is
+//! there too only the newest layer is read: the walk costs what the repository holds, not what its
+//! checkpoints add up to.
 
 use std::collections::HashSet;
 
@@ -144,7 +145,7 @@ impl Walk<'_, '_> {
         let Some((last, below)) = table.layers.split_last() else {
             return Ok(());
         };
-        if !table.layers.is_empty() && table.page_bytes as usize != delta::PAGE_BYTES {
+        if table.page_bytes as usize != delta::PAGE_BYTES {
             let (name, bytes) = (&table.name, table.page_bytes);
             return self.problem(format!(
                 "RAM block '{name}' has layers over pages of {bytes} bytes"
@@ -236,7 +237,7 @@ impl Walk<'_, '_> {
         }
     }
 
-    /// The bytes of a root or layer, unless it has been walked before.
+    /// The bytes of a root, unless it has been walked before.
     fn node(&mut self, id: &ContentId, table: &RamTable) -> Result<Option<Vec<u8>>, RepoError> {
         if !self.visit(id, table)? {
             return Ok(None);
@@ -247,7 +248,7 @@ impl Walk<'_, '_> {
         }
     }
 
-    /// Marks a root, segment or layer; whether it is there and has not been walked yet.
+    /// Marks a root or segment; whether it is there and has not been walked yet.
     fn visit(&mut self, id: &ContentId, table: &RamTable) -> Result<bool, RepoError> {
         let what = format!("part of the page table of RAM block '{}'", table.name);
         if self.used(id, &what)?.is_none() {

@@ -45,7 +45,7 @@ impl Finder<'_> {
             .iter()
             .any(|start| has_note_above(self.source, *start));
         if !noted {
-            let message = format!("unsafe {what} without a SAFETY comment above it");
+            let message = format!("this {what} needs a SAFETY comment above it");
             self.problems
                 .push(Problem::error(&self.source.place, line, message));
         }
@@ -209,7 +209,7 @@ fn b() {
             let found = messages("crates/sys/src/a.rs", text);
             assert_eq!(found.len(), 1, "{text}: {found:?}");
             assert!(
-                found[0].contains(&format!("unsafe {what} without")),
+                found[0].contains(&format!("this {what} needs a SAFETY comment")),
                 "{found:?}"
             );
         }

@@ -38,24 +38,31 @@ pub trait Cell {
     fn change(&self, current: u8, new: u8) -> bool;
 }
 
-impl Cell for AtomicU8 {
-    fn idle() -> AtomicU8 {
-        AtomicU8::new(IDLE)
-    }
+/// The same for the atomics of the standard library and for those of the model.
+macro_rules! atomic_cell {
+    ($atomic:ty) => {
+        impl Cell for $atomic {
+            fn idle() -> $atomic {
+                <$atomic>::new(IDLE)
+            }
 
-    fn load(&self) -> u8 {
-        AtomicU8::load(self, Ordering::Acquire)
-    }
+            fn load(&self) -> u8 {
+                <$atomic>::load(self, Ordering::Acquire)
+            }
 
-    fn swap(&self, new: u8) -> u8 {
-        AtomicU8::swap(self, new, Ordering::AcqRel)
-    }
+            fn swap(&self, new: u8) -> u8 {
+                <$atomic>::swap(self, new, Ordering::AcqRel)
+            }
 
-    fn change(&self, current: u8, new: u8) -> bool {
-        self.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire)
-            .is_ok()
-    }
+            fn change(&self, current: u8, new: u8) -> bool {
+                self.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire)
+                    .is_ok()
+            }
+        }
+    };
 }
+
+atomic_cell!(AtomicU8);
 
 /// What is to be done about a page that somebody wants to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -145,24 +152,7 @@ mod tests {
 
     use super::*;
 
-    impl Cell for AtomicU8 {
-        fn idle() -> AtomicU8 {
-            AtomicU8::new(IDLE)
-        }
-
-        fn load(&self) -> u8 {
-            AtomicU8::load(self, Ordering::Acquire)
-        }
-
-        fn swap(&self, new: u8) -> u8 {
-            AtomicU8::swap(self, new, Ordering::AcqRel)
-        }
-
-        fn change(&self, current: u8, new: u8) -> bool {
-            self.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire)
-                .is_ok()
-        }
-    }
+    atomic_cell!(AtomicU8);
 
     struct World {
         claims: Claims<AtomicU8>,

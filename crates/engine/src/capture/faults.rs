@@ -213,18 +213,15 @@ impl Server {
             ];
             match poll(&mut waited, Some(&timeout)) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                // Without a way to wait there is no way to serve: what is captured is worthless, and
-                // the guest is let go when the descriptor closes.
+                // Who cannot serve must not look alive: the guardian ends this process then, and the
+                // guest is let go.
                 Err(_) => return self.shared.failed.store(true, Ordering::Release),
             }
             for _ in 0..FAULTS_A_TURN {
                 match self.shared.uffd.next_event() {
                     Ok(Some(Event::Fault { address, .. })) => self.serve(address),
                     Ok(None) => break,
-                    Err(_) => {
-                        self.shared.failed.store(true, Ordering::Release);
-                        break;
-                    }
+                    Err(_) => return self.shared.failed.store(true, Ordering::Release),
                 }
             }
         }
@@ -294,10 +291,16 @@ impl Server {
         served.claims.done(page);
     }
 
+    /// Opens the page at the start of the range, for whom somebody waits, and its neighbours if it can.
     fn open(&self, range: AddressRange) {
-        if self.shared.uffd.unprotect(range).is_err() {
-            // Parts of it may be gone (a hot-unplug); whoever waits for the rest tries again.
-            let _ = self.shared.uffd.wake(range);
+        let first = AddressRange {
+            start: range.start,
+            end: range.start + PAGE_BYTES,
+        };
+        let uffd = &self.shared.uffd;
+        if uffd.unprotect(range).is_err() && uffd.unprotect(first).is_err() {
+            // The page may be gone (a hot-unplug): who waits for it is to find that out.
+            let _ = uffd.wake(first);
         }
     }
 }

@@ -9,14 +9,11 @@
 //!   open, but the content turns out unchanged  ->  protected again after the next checkpoint
 //! ```
 
-use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 
 /// The heat of one block's pages.
 #[derive(Debug)]
 pub struct Heat {
-    /// New content in the checkpoint under way.
-    now: DirtyBitmap,
     /// New content in the last checkpoint.
     last: DirtyBitmap,
     /// New content in the last two checkpoints.
@@ -27,24 +24,16 @@ impl Heat {
     /// All pages of a block of this many pages are cold.
     pub fn new(pages: u64) -> Heat {
         Heat {
-            now: DirtyBitmap::new(pages),
             last: DirtyBitmap::new(pages),
             both: DirtyBitmap::new(pages),
         }
     }
 
-    /// The checkpoint under way holds content of this page that the repository did not have.
-    pub fn note_new(&mut self, page: u64) {
-        self.now.set(PageIndex(page));
-    }
-
-    /// The checkpoint under way is durable; the next one begins.
-    pub fn committed(&mut self) {
-        // Their roles go round: `both` begins as the last checkpoint, and loses what this one has not.
-        std::mem::swap(&mut self.last, &mut self.both);
-        self.both.intersect_with(&self.now);
-        std::mem::swap(&mut self.last, &mut self.now);
-        self.now.clear_all();
+    /// A checkpoint is durable, and holds content of these pages that the repository did not have.
+    pub fn committed(&mut self, new: &DirtyBitmap) {
+        std::mem::swap(&mut self.both, &mut self.last);
+        self.both.intersect_with(new);
+        self.last.clone_from(new);
     }
 
     /// The pages to be left open, of those written in this interval.
@@ -60,6 +49,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use proptest::prelude::*;
+    use stillframe_page::PageIndex;
 
     use super::*;
 
@@ -83,8 +73,7 @@ mod tests {
         fn hot_is_new_twice_and_written_now(history in prop::collection::vec(pages(), 0..6), written in pages()) {
             let mut heat = Heat::new(PAGES);
             for checkpoint in &history {
-                checkpoint.iter().for_each(|&page| heat.note_new(page));
-                heat.committed();
+                heat.committed(&bitmap(checkpoint));
             }
             let expected = match history.as_slice() {
                 [.., before, last] => &(before & last) & &written,
@@ -92,18 +81,5 @@ mod tests {
             };
             prop_assert_eq!(heat.hot(&bitmap(&written)), bitmap(&expected));
         }
-    }
-
-    /// A checkpoint that failed is not counted, and what its next attempt stores is.
-    #[test]
-    fn what_was_noted_before_a_failure_stays_noted() {
-        let mut heat = Heat::new(PAGES);
-        for _ in 0..2 {
-            heat.note_new(7);
-            heat.committed();
-        }
-        heat.note_new(9);
-        let all = bitmap(&(0..PAGES).collect());
-        assert_eq!(heat.hot(&all), bitmap(&BTreeSet::from([7])));
     }
 }

@@ -30,8 +30,8 @@ pub struct Ingested {
     seen: Vec<DirtyBitmap>,
     /// Pages that the delta cache should know the content of, once it is committed; by block.
     keep: Vec<DirtyBitmap>,
-    /// What the pages turned out to hold.
-    pub notes: Vec<Note>,
+    /// What the pages turned out to hold, by block.
+    pub found: Vec<Found>,
     /// What happened so far.
     pub counts: PageCounts,
     /// Finding out what pages are to be stored as: comparing, hashing, making deltas.
@@ -42,7 +42,7 @@ pub struct Ingested {
 
 /// What a captured page holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Content {
+enum Content {
     /// Only zero bytes.
     Zero,
     /// Content that the repository has already.
@@ -51,15 +51,36 @@ pub enum Content {
     New,
 }
 
-/// What one captured page turned out to hold.
-#[derive(Debug, Clone, Copy)]
-pub struct Note {
-    /// Number of its block.
-    pub block: usize,
-    /// Its number in the block.
-    pub page: u64,
-    /// What it holds.
-    pub content: Content,
+/// What the captured pages of a block turned out to hold.
+#[derive(Debug)]
+pub struct Found {
+    /// Only zero bytes.
+    pub zero: DirtyBitmap,
+    /// Anything else.
+    pub content: DirtyBitmap,
+    /// Content that the repository did not have.
+    pub new: DirtyBitmap,
+}
+
+impl Found {
+    fn new(block: &BlockShape) -> Found {
+        Found {
+            zero: DirtyBitmap::new(block.pages),
+            content: DirtyBitmap::new(block.pages),
+            new: DirtyBitmap::new(block.pages),
+        }
+    }
+
+    /// The last word counts: a first checkpoint may capture a page twice.
+    fn note(&mut self, page: PageIndex, content: Content) {
+        let put = |set: &mut DirtyBitmap, belongs| match belongs {
+            true => set.set(page),
+            false => set.clear(page),
+        };
+        put(&mut self.zero, content == Content::Zero);
+        put(&mut self.content, content != Content::Zero);
+        put(&mut self.new, content == Content::New);
+    }
 }
 
 /// What [`Ingested::batch`] works with.
@@ -92,7 +113,7 @@ impl Ingested {
                 false => bitmaps.clone().collect(),
             },
             keep: bitmaps.collect(),
-            notes: Vec::new(),
+            found: blocks.iter().map(Found::new).collect(),
             counts: PageCounts {
                 total: blocks.iter().map(|block| block.pages).sum(),
                 ..PageCounts::default()
@@ -114,11 +135,7 @@ impl Ingested {
         let judged_at = Instant::now();
         for (&page, verdict) in pages.iter().zip(judged.verdicts) {
             let content = self.write(tools.writer, block, page, verdict)?;
-            self.notes.push(Note {
-                block,
-                page: page.0,
-                content,
-            });
+            self.found[block].note(PageIndex(page.0), content);
         }
         for delta in judged.deltas {
             self.memory[block].add_delta(tools.writer, delta)?;

@@ -10,7 +10,6 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_qemu::monitor::RamBlock;
 use stillframe_sys::infect::StolenUffd;
@@ -23,7 +22,7 @@ use thiserror::Error;
 use super::block::{Block, BlockError, PAGE_BYTES};
 use super::faults::{FaultServer, SignOfLife};
 use super::heat::Heat;
-use super::ingest::{Content, Note};
+use super::ingest::Found;
 
 /// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
 /// the guest from waiting. 64 MiB take about 1 ms.
@@ -295,23 +294,15 @@ impl Tracker {
     }
 
     /// What was under way is in a checkpoint that is durable, and holds this.
-    pub fn landed(&mut self, notes: &[Note]) {
-        for note in notes {
-            let tracked = &mut self.blocks[note.block];
-            let page = PageIndex(note.page);
-            match note.content {
-                // One that was written again since may have content now.
-                Content::Zero if tracked.pending.get(page) => {}
-                Content::Zero => drop(tracked.with_content.clear(page)),
-                Content::Known | Content::New => drop(tracked.with_content.set(page)),
-            }
-            if note.content == Content::New {
-                tracked.heat.note_new(note.page);
-            }
-        }
-        for tracked in &mut self.blocks {
+    pub fn landed(&mut self, found: &[Found]) {
+        for (tracked, found) in self.blocks.iter_mut().zip(found) {
+            // A zero page that was written again since may have content now.
+            let mut zero = found.zero.clone();
+            zero.subtract(&tracked.pending);
+            tracked.with_content.subtract(&zero);
+            tracked.with_content.union_with(&found.content);
+            tracked.heat.committed(&found.new);
             tracked.under_way.clear_all();
-            tracked.heat.committed();
         }
     }
 
@@ -479,6 +470,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use proptest::prelude::*;
+    use stillframe_page::PageIndex;
 
     use super::*;
 

@@ -135,9 +135,9 @@ impl Vm {
         hasher: &ContentHasher,
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
-        let mut state = match self.state.take() {
+        let state = match &mut self.state {
             Some(state) => state,
-            None => StateBuffer::lend(&mut self.monitor)?,
+            none => none.insert(StateBuffer::lend(&mut self.monitor)?),
         };
         state.empty()?;
         let room = 2 * self.pause_pages_last + RESERVE_PAGES;
@@ -168,17 +168,19 @@ impl Vm {
             beside: &mut || record.look_at_disks_again(),
             before_resume: options.verify.then_some(&mut look),
         };
-        captured.downtime = match pause.run() {
-            Ok(downtime) => downtime,
-            Err(error) => {
-                // QEMU may not be done with it. That it cannot be taken back is the lesser error.
-                let _ = state.take_back(&mut self.monitor);
-                return Err(error.into());
-            }
-        };
+        let ran = pause.run();
+        if ran.is_err()
+            && let Some(state) = self.state.take()
+        {
+            // QEMU may not be done with it: the next pause has another. That it cannot be taken back is
+            // the lesser error.
+            let _ = state.take_back(&mut self.monitor);
+        }
+        captured.downtime = ran?;
         self.pause_pages_last = captured.copied.pause;
-        captured.device_state = state.read()?;
-        self.state = Some(state);
+        if let Some(state) = &self.state {
+            captured.device_state = state.read()?;
+        }
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use stillframe_repo::{MemoryEditor, Repository};
 use stillframe_sys::affinity::Confined;
 
-use super::store::{Draft, verify};
+use super::store::Draft;
 use super::{CheckpointError, CheckpointOptions, CheckpointReport, Shelf};
 use crate::attach::Vm;
 use crate::capture::aside;
@@ -55,18 +55,9 @@ impl Vm {
         captured.begin = begin;
         captured.copying += copying;
         captured.copied.full_pass = copied;
-        let stored = match shelf.finish(draft, &captured, id, progress) {
-            Ok((mut stored, tables)) => verify(
-                &mut stored,
-                &captured,
-                &tables,
-                repository,
-                options,
-                progress,
-            )
-            .map(|()| stored),
-            Err(error) => Err(error),
-        };
+        let stored = shelf.finish(draft, &captured, id, progress);
+        let stored = stored
+            .and_then(|stored| shelf.verified(stored, &captured, repository, options, progress));
         self.settle(captured, stored)
     }
 

@@ -3,16 +3,14 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use stillframe_repo::{
-    Committed, Manifest, MemoryEditor, RamTable, Reader, RepoError, Repository, Writer,
-};
+use stillframe_repo::{Committed, Manifest, MemoryEditor, RamTable, RepoError, Repository, Writer};
 use stillframe_sys::affinity::Confined;
 
 use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVICE_STATE, Phases};
 use crate::attach::Parent;
 use crate::capture::block::PAGE_BYTES;
 use crate::capture::cache::DeltaCache;
-use crate::capture::ingest::{BATCH_PAGES, Ingested, Note, Tools};
+use crate::capture::ingest::{BATCH_PAGES, Found, Ingested, Tools};
 use crate::capture::pause::us;
 use crate::capture::verdict::{Judge, Page};
 use crate::{Progress, ProgressSink};
@@ -31,7 +29,7 @@ pub struct Shelf {
 pub struct Stored {
     pub(super) report: CheckpointReport,
     /// What its pages turned out to hold.
-    pub(super) notes: Vec<Note>,
+    pub(super) found: Vec<Found>,
 }
 
 /// A checkpoint being written.
@@ -91,16 +89,8 @@ impl Shelf {
             parent: Some(parent),
             missing_packs,
         };
-        let (mut stored, tables) = self.finish(draft, captured, id, progress)?;
-        verify(
-            &mut stored,
-            captured,
-            &tables,
-            repository,
-            options,
-            progress,
-        )?;
-        Ok(stored)
+        let stored = self.finish(draft, captured, id, progress)?;
+        self.verified(stored, captured, repository, options, progress)
     }
 
     /// Stores what is on the stage, and makes a checkpoint of it all.
@@ -110,7 +100,7 @@ impl Shelf {
         captured: &Captured,
         repository: String,
         progress: ProgressSink<'_>,
-    ) -> Result<(Stored, Vec<RamTable>), CheckpointError> {
+    ) -> Result<Stored, CheckpointError> {
         let _aside = Confined::to(&captured.aside);
         let total = captured.stage.pages();
         let mut done = 0;
@@ -134,8 +124,7 @@ impl Shelf {
             tables: manifest.ram.clone(),
             missing_packs: draft.missing_packs.clone(),
         });
-        let tables = manifest.ram.clone();
-        let stored = Stored {
+        Ok(Stored {
             report: report(
                 captured,
                 manifest,
@@ -144,9 +133,24 @@ impl Shelf {
                 &draft.ingested,
                 draft.missing_packs,
             ),
-            notes: draft.ingested.notes,
-        };
-        Ok((stored, tables))
+            found: draft.ingested.found,
+        })
+    }
+
+    /// Compares the checkpoint just made with the image taken in its pause, where there is one.
+    pub(super) fn verified(
+        &self,
+        mut stored: Stored,
+        captured: &Captured,
+        repository: &mut Repository,
+        options: &CheckpointOptions,
+        progress: ProgressSink<'_>,
+    ) -> Result<Stored, CheckpointError> {
+        if let (Some(image), Some(made)) = (&captured.image, &self.parent) {
+            let reader = repository.reader(options.lock_wait)?;
+            stored.report.verify = Some(image.compare(&reader, &made.tables, progress)?);
+        }
+        Ok(stored)
     }
 
     /// Stores a batch of ascending pages of one block.
@@ -185,7 +189,6 @@ impl Draft<'_> {
             });
         }
         let stream = self.writer.put_whole_stream(&captured.device_state)?;
-        let json = |value| serde_json::to_value(value).map_err(CheckpointError::Encode);
         Ok(Manifest {
             vm: captured.record.label.clone(),
             time: captured.time,
@@ -195,7 +198,8 @@ impl Draft<'_> {
             pages: self.ingested.counts,
             bytes_stored: self.writer.bytes_stored(),
             vm_record: serde_json::to_value(&captured.record).map_err(CheckpointError::Encode)?,
-            downtime_us: json(captured.downtime)?,
+            downtime_us: serde_json::to_value(captured.downtime)
+                .map_err(CheckpointError::Encode)?,
         })
     }
 }
@@ -227,20 +231,4 @@ fn report(
         missing_packs,
         verify: None,
     }
-}
-
-/// Compares the checkpoint with the image taken in its pause, where there is one.
-pub(super) fn verify(
-    stored: &mut Stored,
-    captured: &Captured,
-    tables: &[RamTable],
-    repository: &mut Repository,
-    options: &CheckpointOptions,
-    progress: ProgressSink<'_>,
-) -> Result<(), CheckpointError> {
-    if let Some(image) = &captured.image {
-        let reader: Reader<'_> = repository.reader(options.lock_wait)?;
-        stored.report.verify = Some(image.compare(&reader, tables, progress)?);
-    }
-    Ok(())
 }

@@ -25,6 +25,8 @@ const CONT_LIMIT: Duration = Duration::from_secs(60);
 
 /// An engine that VMs wait for shows that it is there four times a second.
 const NO_SIGN_OF_LIFE_LIMIT: Duration = Duration::from_secs(2);
+/// After the first that is missed.
+const SECOND_LOOK: Duration = Duration::from_millis(500);
 
 struct Pause {
     deadline: Option<Instant>,
@@ -35,8 +37,11 @@ struct Pause {
 struct Pulse {
     pipe: File,
     engine: Process,
-    /// The engine is killed when there was none until then.
+    /// When the next is missed.
     due: Instant,
+    /// One was missed. The engine is killed at the second: what kept it from showing one may have kept
+    /// the guardian from looking (a freezer that held both).
+    missed: bool,
 }
 
 /// What a wait ended with.
@@ -94,9 +99,13 @@ impl Watch {
                 }
             }
             Woken::NoSignOfLife => {
-                if let Some(pulse) = self.pulse.take() {
-                    // It is gone already, or it will be: then its end of the socket closes.
-                    let _ = pulse.engine.signal(signal_hook::consts::SIGKILL);
+                if let Some(pulse) = &mut self.pulse {
+                    if pulse.missed {
+                        // It is gone already, or it will be: then its end of the socket closes.
+                        let _ = pulse.engine.signal(signal_hook::consts::SIGKILL);
+                    }
+                    pulse.missed = true;
+                    pulse.due = Instant::now() + SECOND_LOOK;
                 }
             }
         }
@@ -141,6 +150,7 @@ impl Watch {
                             pipe: File::from(pipe),
                             engine,
                             due: Instant::now() + NO_SIGN_OF_LIFE_LIMIT,
+                            missed: false,
                         });
                         Reply::Ok
                     }
@@ -160,7 +170,10 @@ impl Watch {
         match pulse.pipe.read(&mut signs) {
             // The engine has let go of the VM.
             Ok(0) => self.pulse = None,
-            _ => pulse.due = Instant::now() + NO_SIGN_OF_LIFE_LIMIT,
+            _ => {
+                pulse.due = Instant::now() + NO_SIGN_OF_LIFE_LIMIT;
+                pulse.missed = false;
+            }
         }
     }
 

@@ -95,14 +95,21 @@ fn a_checkpoint_that_finds_no_space_fails_clearly_and_the_next_succeeds() -> Res
 
 /// What was written before and during the failures must not be missing from the first checkpoint
 /// that fits again.
-#[test]
-fn a_watch_outlives_a_full_disk_and_misses_no_page() -> Result<()> {
+fn outlives_a_full_disk(every: &str, schedule: &str) -> Result<()> {
     let guest = busy_guest("full-watch")?;
     let mut monitor = guest.second_monitor()?;
     let small = Small::new(&guest.folder().join("small"))?;
     let pid = guest.pid_text();
     let line = [
-        "watch", "--pid", &pid, "--every", "700ms", "--verify", "--json",
+        "watch",
+        "--pid",
+        &pid,
+        "--every",
+        every,
+        "--schedule",
+        schedule,
+        "--verify",
+        "--json",
     ];
     let mut watch = Running::start(small.stillframe.command(&line)?)?;
     watch.wait_results(2)?;
@@ -124,4 +131,15 @@ fn a_watch_outlives_a_full_disk_and_misses_no_page() -> Result<()> {
     expect_untouched(&guest, &mut monitor)?;
     small.stillframe.ok(&["check", "--read-data"])?;
     Ok(())
+}
+
+#[test]
+fn a_watch_outlives_a_full_disk_and_misses_no_page() -> Result<()> {
+    outlives_a_full_disk("700ms", "pre-copy")
+}
+
+/// The next checkpoint is captured while this one finds no space, and must not be taken for complete.
+#[test]
+fn a_watch_without_a_rest_outlives_a_full_disk_too() -> Result<()> {
+    outlives_a_full_disk("50ms", "copy-on-write")
 }
