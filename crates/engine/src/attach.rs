@@ -9,7 +9,7 @@
 //! Until the userfaultfd exists nothing of QEMU has been changed; after it, everything that was
 //! changed hangs on one descriptor, which closes with this process.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::record::VmRecord;
@@ -18,8 +18,9 @@ use stillframe_qemu::target::{self, Selector, Target, TargetError};
 use stillframe_repo::{CheckpointId, RamTable};
 use thiserror::Error;
 
+use crate::capture::block::PAGE_BYTES;
 use crate::capture::device_state::StateBuffer;
-use crate::capture::schedule::ScheduleKind;
+use crate::capture::schedule::{Auto, ScheduleChoice, ScheduleKind};
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
 use crate::guardian::{Guardian, GuardianError};
@@ -59,6 +60,17 @@ pub enum DetachError {
     Monitor(#[from] MonitorError),
 }
 
+/// Why a VM could not be attached to anew.
+#[derive(Debug, Error)]
+pub enum AnewError {
+    /// Letting go failed.
+    #[error("cannot end tracking")]
+    Detach(#[from] DetachError),
+    /// Attaching failed.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+}
+
 /// The checkpoint that the next one is the increment of.
 #[derive(Debug, Clone)]
 pub(crate) struct Parent {
@@ -80,7 +92,11 @@ pub struct Vm {
     pub(crate) guardian: Guardian,
     /// Those not in use.
     pub(crate) stages: Vec<Stage>,
+    /// What writes are tracked for; with `auto`, where it began.
     pub(crate) schedule: ScheduleKind,
+    pub(crate) auto: Option<Auto>,
+    /// When what is tracked now began to be written: the last capture, or the attach.
+    pub(crate) captured_at: Instant,
     /// What checkpoints remember of the VM; taken for the first.
     pub(crate) record: Option<VmRecord>,
     /// Where QEMU saves its device state; lent for the first checkpoint.
@@ -92,7 +108,37 @@ pub struct Vm {
 impl Vm {
     /// Finds the VM, makes sure that it can be checkpointed right, and starts tracking, in the way that
     /// the schedule of its checkpoints needs.
-    pub fn attach(selector: &Selector, schedule: ScheduleKind) -> Result<Vm, AttachError> {
+    pub fn attach(selector: &Selector, choice: ScheduleChoice) -> Result<Vm, AttachError> {
+        match choice {
+            ScheduleChoice::Always(schedule) => Vm::attach_for(selector, schedule, None),
+            ScheduleChoice::Auto => {
+                Vm::attach_for(selector, ScheduleKind::PreCopy, Some(Auto::default()))
+            }
+        }
+    }
+
+    /// With `auto`: the schedule that this VM should be attached to anew for ([`Vm::attach_anew`]).
+    pub fn wants(&self) -> Option<ScheduleKind> {
+        self.auto.as_ref().and_then(Auto::wants)
+    }
+
+    /// Ends tracking and begins anew, in the way that another schedule needs. The next checkpoint looks
+    /// at all of memory. After an error the VM is let go of, and runs on.
+    pub fn attach_anew(mut self, schedule: ScheduleKind) -> Result<Vm, AnewError> {
+        let selector = Selector::Pid(self.pid());
+        let mut auto = self.auto.take();
+        if let Some(auto) = &mut auto {
+            auto.attached_for(schedule);
+        }
+        self.detach()?;
+        Ok(Vm::attach_for(&selector, schedule, auto)?)
+    }
+
+    fn attach_for(
+        selector: &Selector,
+        schedule: ScheduleKind,
+        mut auto: Option<Auto>,
+    ) -> Result<Vm, AttachError> {
         let target = target::find(selector)?;
         let mut monitor = Monitor::connect(&target, GREETING_LIMIT)?;
         suitability::check(&target, &mut monitor)?;
@@ -101,6 +147,11 @@ impl Vm {
         let ram = monitor.ram_blocks()?;
         let tracker = track(&target, &guardian, &ram, schedule)?;
         monitor.take_back_leftovers()?;
+        if let Some(auto) = &mut auto
+            && ram.iter().any(|block| block.page_bytes != PAGE_BYTES)
+        {
+            auto.cannot_copy_on_write();
+        }
         Ok(Vm {
             target,
             tracker,
@@ -108,6 +159,8 @@ impl Vm {
             guardian,
             stages: Vec::new(),
             schedule,
+            auto,
+            captured_at: Instant::now(),
             record: None,
             state: None,
             pause_pages_last: 0,
@@ -126,7 +179,7 @@ impl Vm {
 
     /// All of its guest memory, in bytes: every RAM block.
     pub fn ram_bytes(&self) -> u64 {
-        self.tracker.pages() * crate::capture::block::PAGE_BYTES
+        self.tracker.pages() * PAGE_BYTES
     }
 
     /// Whether the tracked RAM blocks are still the VM's: a hot-plug changes them, and a reset may

@@ -32,7 +32,7 @@ use crate::capture::pause::PauseError;
 use crate::capture::tracker::TrackerError;
 use crate::verify::{VerifyError, VerifyReport};
 
-pub use crate::capture::schedule::{Copied, ScheduleKind};
+pub use crate::capture::schedule::{Copied, Plan, Prediction, ScheduleChoice, ScheduleKind};
 pub use capture::Captured;
 pub use store::{Shelf, Stored};
 
@@ -67,6 +67,11 @@ pub struct CheckpointReport {
     pub time: jiff::Timestamp,
     /// The checkpoint this one is the increment of.
     pub parent: Option<String>,
+    /// How pages were copied.
+    pub schedule: ScheduleKind,
+    /// Why in this way, where the choice was left to `auto` and there was something to choose by.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub plan: Option<Plan>,
     /// The pause and its phases.
     pub downtime_us: DowntimeRecord,
     /// Pages, by what they turned out to hold.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{ArgAction, Args, Parser, Subcommand};
 use stillframe_engine::Selector;
-use stillframe_engine::checkpoint::ScheduleKind;
+use stillframe_engine::checkpoint::ScheduleChoice;
 
 use crate::durations;
 use crate::help;
@@ -144,9 +144,9 @@ pub struct CaptureArgs {
     /// Compare all memory, in the pause, with the checkpoint: a long pause
     #[arg(long)]
     pub verify: bool,
-    /// What is copied when: stop-copy, pre-copy or copy-on-write
-    #[arg(long, value_name = "SCHEDULE", default_value = "pre-copy")]
-    pub schedule: ScheduleKind,
+    /// What is copied when: auto, stop-copy, pre-copy or copy-on-write
+    #[arg(long, value_name = "SCHEDULE", default_value = "auto")]
+    pub schedule: ScheduleChoice,
     /// Remember what so much memory held, to store only what changed in it; 0: store whole pages
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "256M")]
     pub delta_cache: u64,

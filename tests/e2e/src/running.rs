@@ -81,6 +81,13 @@ impl Running {
         self.wait_until(&format!("{words:?}"), |it| Ok(it.err().contains(words)))
     }
 
+    /// Waits until standard error holds `words` once more than it does now.
+    pub fn wait_words_again(&mut self, words: &str) -> Result<()> {
+        let times = |it: &Running| it.err().matches(words).count();
+        let now = times(self);
+        self.wait_until(&format!("{words:?} again"), |it| Ok(times(it) > now))
+    }
+
     /// A signal by name, such as `INT`.
     pub fn signal(&self, name: &str) -> Result<()> {
         signal(self.pid(), name)

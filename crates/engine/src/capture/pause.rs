@@ -41,7 +41,7 @@ pub struct DowntimeRecord {
     pub copy: u64,
     /// QEMU saving its device state, from the command to its answer.
     pub device_state: u64,
-    /// Waiting for the device state after scan and copy were done.
+    /// Waiting for the device state with nothing else to do: after scan and copy, mostly.
     pub wait: u64,
     /// Looking at all of memory, when `--verify` asked for it.
     pub verify: u64,
@@ -92,6 +92,8 @@ pub struct Pause<'a> {
     pub schedule: &'a mut dyn Schedule,
     /// Where QEMU writes its device state.
     pub state_file: &'a StateFile,
+    /// Nothing is done beside saving the device state, to learn how long it takes by itself.
+    pub state_first: bool,
     /// The VM is resumed after this.
     pub limit: Duration,
     /// False for a VM that is paused already, and stays so.
@@ -169,17 +171,25 @@ impl Pause<'_> {
     fn capture(&mut self, record: &mut DowntimeRecord) -> Result<(), PauseError> {
         let state_begin = Instant::now();
         let ticket = self.monitor.send_save_device_state(self.state_file)?;
-        let copied = self.schedule.stopped(&mut self.work, record);
-        (self.beside)();
-        let wait_begin = Instant::now();
-        // Awaited even when the copy failed: QEMU answers in order, and `cont` comes next.
-        let saved = self
-            .monitor
-            .wait_device_state(ticket, self.limit + ANSWER_GRACE);
-        record.wait = us(wait_begin);
-        record.device_state = us(state_begin);
-        copied?;
-        saved?;
+        let limit = self.limit + ANSWER_GRACE;
+        let saved = |record: &mut DowntimeRecord| {
+            let begin = Instant::now();
+            let saved = self.monitor.wait_device_state(ticket, limit);
+            record.wait = us(begin);
+            record.device_state = us(state_begin);
+            saved
+        };
+        if self.state_first {
+            saved(record)?;
+            self.schedule.stopped(&mut self.work, record)?;
+            (self.beside)();
+        } else {
+            let copied = self.schedule.stopped(&mut self.work, record);
+            (self.beside)();
+            // Awaited even when the copy failed: QEMU answers in order, and `cont` comes next.
+            saved(record)?;
+            copied?;
+        }
         if let Some(look) = self.before_resume.as_mut() {
             let begin = Instant::now();
             look(self.work.tracker)?;

@@ -20,13 +20,16 @@ use super::pause::{DowntimeRecord, us};
 use super::stage::Stage;
 use super::tracker::{self, Collected, PageRanges, Tracker, TrackerError};
 
+mod auto;
 mod copy_on_write;
 
+pub use auto::{Auto, Plan, Prediction, Sample};
 pub use copy_on_write::CopyOnWrite;
 
-/// Rounds of pre-copy. Each costs a scan of all memory, about 1 ms a GiB.
+/// Rounds before the pause. Each costs a scan of all memory, about 1 ms a GiB.
 const ROUNDS_MAX: u32 = 4;
-/// So few pages are copied in the pause while QEMU saves its device state, and lengthen it little.
+/// So few pages are copied or protected in the pause while QEMU saves its device state, and lengthen it
+/// little.
 const FEW_PAGES: u64 = 512;
 
 /// Which schedule.
@@ -51,15 +54,27 @@ impl fmt::Display for ScheduleKind {
     }
 }
 
+/// Who says which schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScheduleChoice {
+    /// Whatever suits the VM, by what its last checkpoints took: see [`Auto`].
+    Auto,
+    /// This one.
+    Always(ScheduleKind),
+}
+
 /// No such schedule.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error("there is no schedule '{0}': stop-copy, pre-copy or copy-on-write")]
+#[error("there is no schedule '{0}': auto, stop-copy, pre-copy or copy-on-write")]
 pub struct UnknownSchedule(String);
 
-impl FromStr for ScheduleKind {
+impl FromStr for ScheduleChoice {
     type Err = UnknownSchedule;
 
-    fn from_str(name: &str) -> Result<ScheduleKind, UnknownSchedule> {
+    fn from_str(name: &str) -> Result<ScheduleChoice, UnknownSchedule> {
+        if name == "auto" {
+            return Ok(ScheduleChoice::Auto);
+        }
         let all = [
             ScheduleKind::StopCopy,
             ScheduleKind::PreCopy,
@@ -67,6 +82,7 @@ impl FromStr for ScheduleKind {
         ];
         all.into_iter()
             .find(|kind| kind.to_string() == name)
+            .map(ScheduleChoice::Always)
             .ok_or_else(|| UnknownSchedule(name.to_owned()))
     }
 }
@@ -151,23 +167,11 @@ impl Schedule for StopCopy {
 pub struct PreCopy;
 
 impl Schedule for PreCopy {
-    /// Copies what was written while the guest goes on, then what it wrote during that, and so on,
-    /// as long as it gets fewer. What is left is for the pause.
     fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
         // Left over from captures that failed.
         let pending = Collected::written(work.tracker.pending());
         copy_before(work, &pending)?;
-        let mut last = u64::MAX;
-        for _ in 0..ROUNDS_MAX {
-            let found = work.tracker.collect()?;
-            copy_before(work, &found)?;
-            let pages = found.pages();
-            if pages <= FEW_PAGES || pages > last / 2 {
-                break;
-            }
-            last = pages;
-        }
-        Ok(())
+        rounds(work, copy_before)
     }
 
     fn stopped(
@@ -180,6 +184,25 @@ impl Schedule for PreCopy {
         record.scan = us(begin);
         copy_now(work, record, &found)
     }
+}
+
+/// Collects what was written while the guest goes on, then what it wrote during that, and so on, as long
+/// as it gets fewer. What is left is for the pause.
+fn rounds(
+    work: &mut Work<'_>,
+    each: impl Fn(&mut Work<'_>, &Collected) -> Result<(), TrackerError>,
+) -> Result<(), TrackerError> {
+    let mut last = u64::MAX;
+    for _ in 0..ROUNDS_MAX {
+        let found = work.tracker.collect()?;
+        each(work, &found)?;
+        let pages = found.pages();
+        if pages <= FEW_PAGES || pages > last / 2 {
+            break;
+        }
+        last = pages;
+    }
+    Ok(())
 }
 
 /// Copies pages while the guest runs.

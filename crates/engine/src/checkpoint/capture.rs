@@ -10,7 +10,9 @@ use super::{CheckpointError, CheckpointOptions, Copied, ScheduleKind};
 use crate::attach::Vm;
 use crate::capture::device_state::StateBuffer;
 use crate::capture::pause::{Pause, us};
-use crate::capture::schedule::{CopyOnWrite, PreCopy, Schedule, StopCopy, Work};
+use crate::capture::schedule::{
+    Auto, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
+};
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{BlockShape, Tracker};
 use crate::capture::{DowntimeRecord, aside};
@@ -23,6 +25,9 @@ const RESERVE_PAGES: u64 = 1024;
 #[derive(Debug)]
 pub struct Captured {
     pub(super) begin: Instant,
+    pub(super) schedule: ScheduleKind,
+    /// With `auto`: why this schedule.
+    pub(super) plan: Option<Plan>,
     pub(super) stage: Stage,
     pub(super) record: VmRecord,
     pub(super) blocks: Vec<BlockShape>,
@@ -46,8 +51,14 @@ impl Vm {
         hasher: &ContentHasher,
         options: &CheckpointOptions,
     ) -> Result<Captured, CheckpointError> {
+        let (schedule, plan) = match &self.auto {
+            Some(auto) => auto.next(),
+            None => (self.schedule, None),
+        };
         let mut captured = Captured {
             begin: Instant::now(),
+            schedule,
+            plan,
             stage: self.stages.pop().unwrap_or_default(),
             record: self.record()?,
             blocks: self.tracker.shape(),
@@ -60,7 +71,10 @@ impl Vm {
             aside: aside::processors(&self.target.process),
         };
         match self.fill(&mut captured, hasher, options) {
-            Ok(()) => Ok(captured),
+            Ok(()) => {
+                self.observe(&captured);
+                Ok(captured)
+            }
             Err(error) => {
                 self.discard(captured);
                 Err(error)
@@ -98,7 +112,7 @@ impl Vm {
     ) -> Result<(), CheckpointError> {
         let begin = Instant::now();
         captured.stage.reset(captured.blocks.len());
-        let mut schedule: Box<dyn Schedule> = match self.schedule {
+        let mut schedule: Box<dyn Schedule> = match captured.schedule {
             ScheduleKind::StopCopy => Box::new(StopCopy),
             ScheduleKind::PreCopy => Box::new(PreCopy),
             ScheduleKind::CopyOnWrite => Box::new(CopyOnWrite::default()),
@@ -117,6 +131,20 @@ impl Vm {
         match self.tracks(&ram) {
             true => Ok(()),
             false => Err(CheckpointError::RamChanged),
+        }
+    }
+
+    fn observe(&mut self, captured: &Captured) {
+        let interval = captured.begin.saturating_duration_since(self.captured_at);
+        self.captured_at = captured.begin;
+        if let Some(auto) = &mut self.auto {
+            auto.observe(Sample {
+                kind: captured.schedule,
+                downtime: captured.downtime,
+                copied: captured.copied,
+                pages: captured.stage.pages(),
+                interval_us: interval.as_micros() as u64,
+            });
         }
     }
 
@@ -162,6 +190,10 @@ impl Vm {
             },
             schedule,
             state_file: state.file(),
+            state_first: self
+                .auto
+                .as_ref()
+                .is_some_and(Auto::should_time_device_state),
             limit: options.pause_limit,
             running,
             // What the guest writes to a disk after this changes the disk, by the restore's account.

@@ -217,6 +217,8 @@ fn report(
         vm: manifest.vm,
         time: manifest.time,
         parent: manifest.parent.map(|id| id.to_string()),
+        schedule: captured.schedule,
+        plan: captured.plan,
         downtime_us: captured.downtime,
         pages: manifest.pages,
         copied: captured.copied,

@@ -3,7 +3,7 @@
 use stillframe_engine::Selector;
 use stillframe_engine::attach::{AttachError, Vm};
 use stillframe_engine::checkpoint::{
-    CheckpointError, CheckpointOptions, CheckpointReport, ScheduleKind, Shelf,
+    CheckpointError, CheckpointOptions, CheckpointReport, Plan, ScheduleChoice, ScheduleKind, Shelf,
 };
 use stillframe_repo::Repository;
 
@@ -23,7 +23,7 @@ pub fn selector(vm: &VmSelector) -> Result<Selector, CommandError> {
 pub fn attach(
     context: &Context,
     selector: &Selector,
-    schedule: ScheduleKind,
+    schedule: ScheduleChoice,
 ) -> anyhow::Result<Vm> {
     probe::require()?;
     let vm = Vm::attach(selector, schedule)?;
@@ -35,7 +35,7 @@ pub fn attach(
 pub fn attach_again(
     context: &Context,
     pid: i32,
-    schedule: ScheduleKind,
+    schedule: ScheduleChoice,
 ) -> Result<Vm, AttachError> {
     let vm = Vm::attach(&Selector::Pid(pid), schedule)?;
     told_attached(context, &vm);
@@ -114,11 +114,38 @@ pub fn tell(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> 
     }
 }
 
+/// Why a schedule, in words.
+pub fn why(kind: ScheduleKind, plan: &Plan) -> String {
+    let kinds = [
+        ScheduleKind::StopCopy,
+        ScheduleKind::PreCopy,
+        ScheduleKind::CopyOnWrite,
+    ];
+    let predicted = kinds.map(|kind| {
+        let prediction = plan.of(kind);
+        let (pause, guest) = (prediction.pause_us, prediction.guest_us);
+        format!(
+            "{kind} {} (and {} of first writes)",
+            durations::human_us(pause),
+            durations::human_us(guest)
+        )
+    });
+    format!(
+        "{kind} suits this VM: pauses are expected to take {}; QEMU's own share is {}",
+        predicted.join(", "),
+        durations::human_us(plan.floor_us)
+    )
+}
+
 fn words(report: &CheckpointReport) -> String {
     let pages = &report.pages;
     let paused = match report.downtime_us.total {
         0 => "the VM was paused already".to_owned(),
-        total => format!("paused {}", durations::human_us(total)),
+        total => format!(
+            "paused {} ({})",
+            durations::human_us(total),
+            report.schedule
+        ),
     };
     let mut line = format!(
         "checkpoint {} of {}: {paused}, {} looked at, {} new, {} in part, {} stored in {}",
@@ -158,6 +185,8 @@ mod tests {
             vm: "vm1".to_owned(),
             time: jiff::Timestamp::UNIX_EPOCH,
             parent: None,
+            schedule: ScheduleKind::PreCopy,
+            plan: None,
             downtime_us: DowntimeRecord {
                 total: 3_400,
                 ..DowntimeRecord::default()
@@ -184,7 +213,7 @@ mod tests {
     fn a_checkpoint_in_one_line() {
         assert_eq!(
             words(&report()),
-            "checkpoint 1a2b3c4d of vm1: paused 3.4 ms, 16412 pages looked at, 16100 new, 212 in part, 64.2 MiB stored in 410 ms"
+            "checkpoint 1a2b3c4d of vm1: paused 3.4 ms (pre-copy), 16412 pages looked at, 16100 new, 212 in part, 64.2 MiB stored in 410 ms"
         );
     }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use serde_json::{Value, json};
 use stillframe_engine::attach::Vm;
-use stillframe_engine::checkpoint::{ScheduleKind, Shelf};
+use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind, Shelf};
 use stillframe_engine::statistics::{self, Statistics};
 use stillframe_repo::{CheckpointId, Password, Repository};
 
@@ -90,7 +90,11 @@ fn live(context: &Context, args: &StatsArgs, over: Duration) -> anyhow::Result<M
         .context("cannot make a folder for two checkpoints")?;
     let place = folder.path().join("repository");
     let mut repository = Repository::init(&place, &Password::random()?)?;
-    let mut vm = capture::attach(context, &selector, ScheduleKind::PreCopy)?;
+    let mut vm = capture::attach(
+        context,
+        &selector,
+        ScheduleChoice::Always(ScheduleKind::PreCopy),
+    )?;
     let taken = take_two(context, &interrupts, &mut vm, &mut repository, args, over);
     capture::detach(context, vm);
     let [older, newer] = taken?;
@@ -109,7 +113,7 @@ fn take_two(
         pause_limit: None,
         lock_wait: args.lock_wait,
         verify: false,
-        schedule: ScheduleKind::PreCopy,
+        schedule: ScheduleChoice::Always(ScheduleKind::PreCopy),
         delta_cache: 0,
         no_dedup: false,
     };

@@ -4,7 +4,8 @@
 //!   attach -- first checkpoint -- capture -- wait -- capture -- wait ...     ends: count reached, signal,
 //!     ^                              |                  |                    VM gone, reader gone,
 //!     | RAM changed,                 +- store, commit   +- store, commit     failures in a row
-//!     +- connection lost                beside the rest
+//!     +- connection lost,               beside the rest
+//!     +- other tracking wanted
 //! ```
 //!
 //! One checkpoint is stored while the guest runs on and the next is captured; there are never more than
@@ -19,7 +20,8 @@ use stillframe_engine::capture::device_state::StateError;
 use stillframe_engine::capture::pause::PauseError;
 use stillframe_engine::capture::tracker::TrackerError;
 use stillframe_engine::checkpoint::{
-    Captured, CheckpointError, CheckpointOptions, CheckpointReport, Shelf, Stored,
+    Captured, CheckpointError, CheckpointOptions, CheckpointReport, ScheduleChoice, ScheduleKind,
+    Shelf, Stored,
 };
 use stillframe_engine::{ContentHasher, Process};
 use stillframe_repo::Repository;
@@ -38,8 +40,8 @@ const FAILURES_MAX: u32 = 10;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// A QEMU that closed its monitor may need this long to be gone.
 const EXIT_GRACE: Duration = Duration::from_millis(500);
-/// Intervals that are not kept are told of this often.
-const TELL_LATE_EVERY: Duration = Duration::from_secs(10);
+/// What may happen at every checkpoint is told of this often.
+const TELL_EVERY: Duration = Duration::from_secs(10);
 
 /// Why a watch ended, when it did not fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,6 +79,10 @@ struct Watch<'a> {
     taken: u64,
     failures: u32,
     late: Late,
+    /// What `--schedule` says; without `auto` once that failed.
+    choice: ScheduleChoice,
+    /// The schedule last told of, and when.
+    told_schedule: Option<(ScheduleKind, Instant)>,
 }
 
 /// Intervals that were not kept.
@@ -111,6 +117,8 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
         taken: 0,
         failures: 0,
         late: Late::default(),
+        choice: args.capture.schedule,
+        told_schedule: None,
     };
     let ended = watch.until_the_end();
     let landed = watch.land();
@@ -148,6 +156,14 @@ impl Watch<'_> {
         {
             return self.failed(error);
         }
+        if let Some(schedule) = self.vm.as_ref().and_then(Vm::wants) {
+            if let Some(end) = self.land()? {
+                return Ok(Some(end));
+            }
+            if let Err(error) = self.attach_anew(schedule) {
+                return self.failed(error);
+            }
+        }
         let first = match &self.shore {
             Some(shore) => !shore.shelf.has_parent(),
             None => false,
@@ -160,13 +176,33 @@ impl Watch<'_> {
 
     fn attach_again(&mut self) -> anyhow::Result<()> {
         let pid = self.process.pid();
-        let vm = capture::attach_again(self.context, pid, self.args.capture.schedule)?;
+        let vm = capture::attach_again(self.context, pid, self.choice)?;
+        self.attached(vm);
+        Ok(())
+    }
+
+    /// `auto` found a schedule that takes other tracking.
+    fn attach_anew(&mut self, schedule: ScheduleKind) -> anyhow::Result<()> {
+        let Some(vm) = self.vm.take() else {
+            return Ok(());
+        };
+        self.context.console.note(&format!(
+            "attaching anew for {schedule}: the next checkpoint looks at all of memory"
+        ));
+        // Should this fail it would again.
+        self.choice = ScheduleChoice::Always(ScheduleKind::PreCopy);
+        let vm = vm.attach_anew(schedule)?;
+        self.choice = self.args.capture.schedule;
+        self.attached(vm);
+        Ok(())
+    }
+
+    fn attached(&mut self, vm: Vm) {
         // What it knows is of another attachment.
         if let Some(shore) = &mut self.shore {
             shore.shelf.forget_parent();
         }
         self.vm = Some(vm);
-        Ok(())
     }
 
     fn first(&mut self) -> anyhow::Result<Option<End>> {
@@ -271,6 +307,7 @@ impl Watch<'_> {
             Ok(Ok(report)) => {
                 self.failures = 0;
                 self.taken += 1;
+                self.tell_schedule(&report);
                 capture::tell(self.context, &report)?;
                 Ok((self.args.count == Some(self.taken)).then_some(End::Count))
             }
@@ -316,12 +353,28 @@ impl Watch<'_> {
         self.process.wait_exit(grace)
     }
 
+    /// What `auto` chose, when it is not what it chose before.
+    fn tell_schedule(&mut self, report: &CheckpointReport) {
+        let Some(plan) = &report.plan else {
+            return;
+        };
+        let known = self
+            .told_schedule
+            .is_some_and(|(kind, told)| kind == report.schedule || told.elapsed() < TELL_EVERY);
+        if !known {
+            self.context
+                .console
+                .note(&capture::why(report.schedule, plan));
+            self.told_schedule = Some((report.schedule, Instant::now()));
+        }
+    }
+
     fn tell_late(&mut self, late: Duration) {
         self.late.count += 1;
         if self
             .late
             .told
-            .is_some_and(|told| told.elapsed() < TELL_LATE_EVERY)
+            .is_some_and(|told| told.elapsed() < TELL_EVERY)
         {
             return;
         }

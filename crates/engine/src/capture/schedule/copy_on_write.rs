@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use stillframe_page::PageIndex;
 
-use super::{Copied, Schedule, Work, subtract_all};
+use super::{Copied, Schedule, Work, rounds, subtract_all};
 use crate::capture::faults::Saved;
 use crate::capture::pause::{DowntimeRecord, us};
 use crate::capture::stage::Stage;
@@ -27,7 +27,8 @@ pub struct CopyOnWrite {
 
 impl Schedule for CopyOnWrite {
     fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
-        work.tracker.collect()?;
+        // Collecting protects.
+        rounds(work, |_, _| Ok(()))?;
         let pending = Collected::written(work.tracker.pending());
         work.stage.reserve(pending.pages());
         Ok(())
