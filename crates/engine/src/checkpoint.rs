@@ -6,14 +6,15 @@
 //!   Vm::settle      tracking       what is stored need not be captured again
 //! ```
 //!
-//! The halves share nothing, so that one checkpoint may be stored while the next is captured. A first
-//! checkpoint is not an increment of another: all of memory goes into the repository as it is read.
+//! The halves share nothing, so that one checkpoint may be stored while the next is captured. What is too
+//! much to be held in memory goes into the repository as it is read, before the capture (`long`): all
+//! of memory for a first checkpoint, and what was written where the stage is too small for it.
 //!
 //! What fails at any step leaves the VM running and the repository as it was; what was written since
 //! the last *committed* checkpoint stays pending, so that the next one is complete.
 
 mod capture;
-mod full;
+mod long;
 mod store;
 
 use std::time::Duration;
@@ -29,8 +30,10 @@ use crate::capture::DowntimeRecord;
 use crate::capture::block::BlockError;
 use crate::capture::device_state::StateError;
 use crate::capture::pause::PauseError;
+use crate::capture::stage::StageError;
 use crate::capture::tracker::TrackerError;
 use crate::verify::{VerifyError, VerifyReport};
+use long::Pass;
 
 pub use crate::capture::schedule::{Copied, Plan, Prediction, ScheduleChoice, ScheduleKind};
 pub use capture::Captured;
@@ -54,6 +57,9 @@ pub struct CheckpointOptions {
     pub delta_cache_bytes: u64,
     /// Do not store pages that the repository has.
     pub dedup: bool,
+    /// Memory for captured pages, in bytes: half of it for those being stored, half for those being
+    /// captured meanwhile.
+    pub copy_buffer_bytes: u64,
 }
 
 /// What was done.
@@ -147,9 +153,22 @@ pub enum CheckpointError {
     Encode(#[source] serde_json::Error),
 }
 
+impl CheckpointError {
+    /// Whether more was written than the stage holds. [`Vm::checkpoint`] is the way round.
+    pub fn is_too_much(&self) -> bool {
+        let error = match self {
+            CheckpointError::Tracker(error) => error,
+            CheckpointError::Pause(PauseError::Tracker(error)) => error,
+            _ => return false,
+        };
+        matches!(error, TrackerError::Stage(StageError::Full { .. }))
+    }
+}
+
 impl Vm {
-    /// Takes one checkpoint: an increment, when `shelf` knows the one before and the repository still
-    /// has it; else every page is looked at.
+    /// Takes one checkpoint, however much was written: an increment, when `shelf` knows the one before and
+    /// the repository still has it; else every page is looked at. Pages are read into the repository
+    /// while the guest runs, and those written meanwhile captured: see [`Vm::capture`] for the quicker way.
     pub fn checkpoint(
         &mut self,
         shelf: &mut Shelf,
@@ -157,17 +176,16 @@ impl Vm {
         options: &CheckpointOptions,
         progress: ProgressSink<'_>,
     ) -> Result<CheckpointReport, CheckpointError> {
-        if shelf.has_parent() {
-            let hasher = repository.hasher();
-            let captured = self.capture(&hasher, options)?;
-            self.launch();
-            let stored = shelf.store(&captured, repository, options, progress);
-            match self.settle(captured, stored) {
-                Err(CheckpointError::ParentGone) => {}
-                other => return other,
+        let pass = match shelf.has_parent() {
+            true => Pass::Written,
+            false => Pass::Everything,
+        };
+        match self.long(pass, shelf, repository, options, progress) {
+            Err(CheckpointError::ParentGone) => {
+                self.long(Pass::Everything, shelf, repository, options, progress)
             }
+            other => other,
         }
-        self.first_checkpoint(shelf, repository, options, progress)
     }
 
     /// Takes note of what became of the capture that was launched.

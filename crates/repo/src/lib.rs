@@ -34,6 +34,7 @@ mod local;
 pub mod lock;
 pub mod manifest;
 mod overlay;
+mod pace;
 pub mod pack;
 mod page_map;
 mod presence;

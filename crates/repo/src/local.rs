@@ -13,6 +13,7 @@ use std::time::SystemTime;
 
 use crate::crypto::random;
 use crate::error::RepoError;
+use crate::pace::Pace;
 
 /// The folders of a repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -61,6 +62,7 @@ const PRIVATE_FILE: u32 = 0o600;
 /// The directory of one repository.
 pub(crate) struct LocalStore {
     root: PathBuf,
+    pub(crate) pace: Pace,
     #[cfg(test)]
     pub(crate) faults: crate::tests::faults::Faults,
 }
@@ -83,6 +85,7 @@ impl LocalStore {
     pub(crate) fn new(root: &Path) -> LocalStore {
         LocalStore {
             root: root.to_owned(),
+            pace: Pace::default(),
             #[cfg(test)]
             faults: crate::tests::faults::Faults::default(),
         }
@@ -323,6 +326,7 @@ pub(crate) struct TemporaryFile {
 impl TemporaryFile {
     pub(crate) fn write(&mut self, store: &LocalStore, bytes: &[u8]) -> Result<(), RepoError> {
         store.step(Step::Write(&self.path))?;
+        store.pace.wait(bytes.len());
         self.file
             .write_all(bytes)
             .map_err(|error| RepoError::io("write", &self.path, error))

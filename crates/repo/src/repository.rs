@@ -1,5 +1,6 @@
 //! A repository: made, opened, and the way to everything in it.
 
+use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -109,6 +110,11 @@ impl Repository {
     /// Its directory.
     pub fn dir(&self) -> &Path {
         self.store.root()
+    }
+
+    /// Writes no more than this from now on, on average; `None`: as much as the disk takes.
+    pub fn limit_writes(&self, bytes_per_s: Option<NonZeroU64>) {
+        self.store.pace.limit(bytes_per_s);
     }
 
     /// What makes the ids of this repository's blobs.

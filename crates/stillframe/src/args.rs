@@ -1,5 +1,6 @@
 //! The command line: what can be asked for, and with which words.
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -150,6 +151,12 @@ pub struct CaptureArgs {
     /// Remember what so much memory held, to store only what changed in it; 0: store whole pages
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "256M")]
     pub delta_cache: u64,
+    /// Hold copies of at most so much guest memory; where more was written it is stored before the pause
+    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "1G")]
+    pub copy_buffer: u64,
+    /// Write at most so much to the repository a second
+    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
+    pub limit_write: Option<NonZeroU64>,
     /// Store pages even if the repository has them already
     #[arg(long)]
     pub no_dedup: bool,

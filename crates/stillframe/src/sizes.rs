@@ -1,8 +1,13 @@
 //! Amounts of memory as they are typed: `256M`, `1.5G`, `64MiB`.
 
+use std::num::NonZeroU64;
+
 use thiserror::Error;
 
 use crate::quantity;
+
+/// The smallest copy buffer, in bytes.
+const COPY_BUFFER_MIN: u64 = 16 << 20;
 
 /// Why a text is no size.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -15,6 +20,12 @@ pub enum SizeError {
     /// More than fits 64 bits.
     #[error("'{0}' is more than any machine has")]
     TooLarge(String),
+    /// 0 where something is needed.
+    #[error("0 is too little")]
+    Nothing,
+    /// Less than one pause may need.
+    #[error("'{0}' is too little: at least 16M")]
+    CopyBuffer(String),
 }
 
 /// Reads `64K`, `256M`, `256MiB`, `1.5G`, `1T`, and a bare `0`. In bytes.
@@ -38,9 +49,34 @@ pub fn parse(text: &str) -> Result<u64, SizeError> {
     }
 }
 
+/// As [`parse`], but not nothing.
+pub fn parse_positive(text: &str) -> Result<NonZeroU64, SizeError> {
+    NonZeroU64::new(parse(text)?).ok_or(SizeError::Nothing)
+}
+
+/// As [`parse`], but enough for a pause of a small guest.
+pub fn parse_copy_buffer(text: &str) -> Result<u64, SizeError> {
+    match parse(text)? {
+        bytes if bytes < COPY_BUFFER_MIN => Err(SizeError::CopyBuffer(text.to_owned())),
+        bytes => Ok(bytes),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn less_than_is_of_use_is_refused() {
+        assert_eq!(parse_positive("0"), Err(SizeError::Nothing));
+        assert_eq!(parse_positive("1M"), Ok(NonZeroU64::new(1 << 20).unwrap()));
+        let small = "15M".to_owned();
+        assert_eq!(
+            parse_copy_buffer(&small),
+            Err(SizeError::CopyBuffer(small.clone()))
+        );
+        assert_eq!(parse_copy_buffer("16M"), Ok(COPY_BUFFER_MIN));
+    }
 
     #[test]
     fn sizes_are_read_with_their_units() {

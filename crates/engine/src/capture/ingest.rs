@@ -25,8 +25,8 @@ pub struct Ingested {
     hasher: ContentHasher,
     dedup: bool,
     memory: Vec<MemoryEditor>,
-    /// In a first checkpoint, the pages that its full pass has stored, by block. An increment's pages
-    /// come from the stage, which holds each of them once.
+    /// Where a pass came before the stage, the pages that came already, by block. A stage holds each page
+    /// once.
     seen: Vec<DirtyBitmap>,
     /// Pages that the delta cache should know the content of, once it is committed; by block.
     keep: Vec<DirtyBitmap>,
@@ -71,7 +71,7 @@ impl Found {
         }
     }
 
-    /// The last word counts: a first checkpoint may capture a page twice.
+    /// The last word counts: a page may come twice.
     fn note(&mut self, page: PageIndex, content: Content) {
         let put = |set: &mut DirtyBitmap, belongs| match belongs {
             true => set.set(page),
@@ -94,13 +94,12 @@ pub struct Tools<'a, 'r> {
 }
 
 impl Ingested {
-    /// Nothing so far, of blocks that are written down by `memory`. `increment`: all pages come from
-    /// a stage. Without `dedup` pages are stored whether or not the repository has them.
+    /// Nothing so far, of blocks that are written down by `memory`. Without `dedup` pages are stored whether
+    /// or not the repository has them.
     pub fn new(
         memory: Vec<MemoryEditor>,
         blocks: &[BlockShape],
         hasher: ContentHasher,
-        increment: bool,
         dedup: bool,
     ) -> Ingested {
         let bitmaps = blocks.iter().map(|block| DirtyBitmap::new(block.pages));
@@ -108,10 +107,7 @@ impl Ingested {
             hasher,
             dedup,
             memory,
-            seen: match increment {
-                true => Vec::new(),
-                false => bitmaps.clone().collect(),
-            },
+            seen: Vec::new(),
             keep: bitmaps.collect(),
             found: blocks.iter().map(Found::new).collect(),
             counts: PageCounts {
@@ -121,6 +117,12 @@ impl Ingested {
             judging: Duration::ZERO,
             writing: Duration::ZERO,
         }
+    }
+
+    /// A page may come a second time, and is counted once. (It must not come as a delta then.)
+    pub fn pages_may_come_twice(&mut self, blocks: &[BlockShape]) {
+        let bitmaps = blocks.iter().map(|block| DirtyBitmap::new(block.pages));
+        self.seen = bitmaps.collect();
     }
 
     /// Stores a batch of ascending pages of block number `block`.

@@ -18,7 +18,7 @@ use thiserror::Error;
 
 use super::pause::{DowntimeRecord, us};
 use super::stage::Stage;
-use super::tracker::{self, Collected, PageRanges, Tracker, TrackerError};
+use super::tracker::{self, Collected, Tracker, TrackerError};
 
 mod auto;
 mod copy_on_write;
@@ -156,7 +156,7 @@ impl Schedule for StopCopy {
         let begin = Instant::now();
         let mut found = work.tracker.collect()?;
         // With what captures that failed have left over.
-        found.written = subtract_all(&work.tracker.pending(), &found.discarded);
+        found.written = tracker::subtract_all(&work.tracker.pending(), &found.discarded);
         record.scan = us(begin);
         copy_now(work, record, &found)
     }
@@ -225,10 +225,4 @@ fn copy_now(
     record.copy = us(begin);
     work.copied.pause += found.pages();
     Ok(())
-}
-
-fn subtract_all(from: &PageRanges, what: &PageRanges) -> PageRanges {
-    let both = from.iter().zip(what);
-    both.map(|(from, what)| tracker::subtract(from, what))
-        .collect()
 }

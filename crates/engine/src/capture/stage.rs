@@ -3,8 +3,12 @@
 //! A page captured in a pre-copy round and written again before the pause is overwritten in
 //! place, so that the stage never holds more than one copy of a page. Its memory is touched before
 //! the pause: a first touch costs several times the copy itself.
+//!
+//! It has a limit. What does not fit is not captured at all: see [`crate::checkpoint`] for the way round.
 
 use std::ops::Range;
+
+use thiserror::Error;
 
 use super::block::{Block, BlockError, PAGE};
 use super::faults::Saved;
@@ -22,17 +26,37 @@ struct Extent {
     slot: u64,
 }
 
+/// Why pages could not be staged.
+#[derive(Debug, Error)]
+pub enum StageError {
+    /// They cannot be read.
+    #[error(transparent)]
+    Block(#[from] BlockError),
+    /// There are too many.
+    #[error(
+        "the VM wrote more than the {} MiB that may be held at once while a checkpoint was taken: allow more with --copy-buffer, or give the repository a faster disk", limit_bytes >> 20
+    )]
+    Full {
+        /// How much would have fitted.
+        limit_bytes: u64,
+    },
+}
+
 /// Captured pages of all blocks.
 #[derive(Debug, Default)]
 pub struct Stage {
     slabs: Vec<Box<[u8]>>,
     slots_used: u64,
+    /// No more than this.
+    slots_max: u64,
     blocks: Vec<Vec<Extent>>,
 }
 
 impl Stage {
-    /// Starts anew for `blocks` RAM blocks; keeps memory for about as much as last time.
-    pub fn reset(&mut self, blocks: usize) {
+    /// Starts anew for `blocks` RAM blocks and at most `bytes_max` bytes; keeps memory for about as much
+    /// as last time.
+    pub fn reset(&mut self, blocks: usize, bytes_max: u64) {
+        self.slots_max = bytes_max / PAGE as u64;
         let used_slabs = self.slots_used.div_ceil(SLAB_PAGES) as usize;
         self.slabs.truncate(used_slabs.max(SLABS_KEPT_MIN));
         self.slots_used = 0;
@@ -45,9 +69,20 @@ impl Stage {
         self.slots_used
     }
 
-    /// Has memory ready, touched, for `pages` more pages.
+    /// Makes sure that `pages` more pages fit.
+    pub fn expect_room(&self, pages: u64) -> Result<(), StageError> {
+        match self.slots_used + pages <= self.slots_max {
+            true => Ok(()),
+            false => Err(StageError::Full {
+                limit_bytes: self.slots_max * PAGE as u64,
+            }),
+        }
+    }
+
+    /// Has memory ready, touched, for `pages` more pages, as far as they fit.
     pub fn reserve(&mut self, pages: u64) {
-        let slabs = (self.slots_used + pages).div_ceil(SLAB_PAGES) as usize;
+        let slots = (self.slots_used + pages).min(self.slots_max.max(self.slots_used));
+        let slabs = slots.div_ceil(SLAB_PAGES) as usize;
         while self.slabs.len() < slabs {
             // Ones, because zeroed memory would come untouched from the allocator.
             self.slabs
@@ -56,10 +91,10 @@ impl Stage {
     }
 
     /// Copies everything a scan found.
-    pub fn capture_all(&mut self, tracker: &Tracker, found: &Collected) -> Result<(), BlockError> {
+    pub fn capture_all(&mut self, tracker: &Tracker, found: &Collected) -> Result<(), StageError> {
         for (index, tracked) in tracker.blocks().iter().enumerate() {
             self.capture(index, &tracked.block, &found.written[index])?;
-            self.capture_zero(index, &found.discarded[index]);
+            self.capture_zero(index, &found.discarded[index])?;
         }
         Ok(())
     }
@@ -70,27 +105,30 @@ impl Stage {
         index: usize,
         block: &Block,
         ranges: &[Range<u64>],
-    ) -> Result<(), BlockError> {
+    ) -> Result<(), StageError> {
         if ranges.is_empty() {
             return Ok(());
         }
         let mut pieces = self.place(index, ranges);
+        self.expect_room(0)?;
         self.reserve(0);
         pieces.sort_unstable_by_key(|piece| piece.slot);
         let pieces = split_at_slabs(&pieces);
         let from: Vec<Range<u64>> = pieces.iter().map(|piece| piece.pages.clone()).collect();
         let mut into = carve(&mut self.slabs, &pieces);
-        block.read(&mut into, &from)
+        Ok(block.read(&mut into, &from)?)
     }
 
     /// Stages `ranges` of block number `index` as zero pages, without reading them.
-    pub fn capture_zero(&mut self, index: usize, ranges: &[Range<u64>]) {
+    pub fn capture_zero(&mut self, index: usize, ranges: &[Range<u64>]) -> Result<(), StageError> {
         let mut pieces = self.place(index, ranges);
+        self.expect_room(0)?;
         self.reserve(0);
         pieces.sort_unstable_by_key(|piece| piece.slot);
         for memory in carve(&mut self.slabs, &split_at_slabs(&pieces)) {
             memory.fill(0);
         }
+        Ok(())
     }
 
     /// Takes pages that were saved already; sorts them.
@@ -223,11 +261,24 @@ mod tests {
         ranges
     }
 
+    #[test]
+    fn what_does_not_fit_is_refused_and_takes_no_memory() {
+        let mut stage = Stage::default();
+        stage.reset(1, 10 * PAGE as u64 + 1);
+        stage.capture_zero(0, &[0..4, 6..12]).unwrap();
+        stage.capture_zero(0, &[1..3]).unwrap();
+        assert!(stage.expect_room(1).is_err());
+        stage.reserve(1 << 40);
+        let full = stage.capture_zero(0, &[0..1 << 40]).unwrap_err();
+        assert!(matches!(full, StageError::Full { limit_bytes } if limit_bytes == 10 << 12));
+        assert_eq!(stage.slabs.len(), 1);
+    }
+
     proptest! {
         #[test]
         fn every_page_keeps_one_slot(rounds in prop::collection::vec(prop::collection::btree_set(0u64..600, 0..200), 1..5)) {
             let mut stage = Stage::default();
-            stage.reset(1);
+            stage.reset(1, u64::MAX);
             let mut twin: BTreeMap<u64, u64> = BTreeMap::new();
             for round in &rounds {
                 let pieces = stage.place(0, &to_ranges(round));
@@ -253,9 +304,9 @@ mod tests {
         #[test]
         fn saved_pages_lie_beside_captured_ones(pages in prop::collection::btree_map(0u64..700, any::<bool>(), 0..400)) {
             let mut stage = Stage::default();
-            stage.reset(2);
+            stage.reset(2, u64::MAX);
             let on_stage: BTreeSet<u64> = pages.iter().filter(|(_, kept)| **kept).map(|(&page, _)| page).collect();
-            stage.capture_zero(1, &to_ranges(&on_stage));
+            stage.capture_zero(1, &to_ranges(&on_stage)).unwrap();
             let mut saved: Vec<Saved> = pages.iter().rev().filter(|(_, kept)| !**kept)
                 .map(|(&page, _)| Saved { block: 1, page, bytes: Box::new([page as u8 | 1; PAGE]) })
                 .collect();
@@ -270,7 +321,7 @@ mod tests {
         #[test]
         fn carved_memory_is_the_slot_of_the_page(rounds in prop::collection::vec(prop::collection::btree_set(0u64..700, 0..300), 1..4)) {
             let mut stage = Stage::default();
-            stage.reset(1);
+            stage.reset(1, u64::MAX);
             for round in &rounds {
                 let mut pieces = stage.place(0, &to_ranges(round));
                 stage.reserve(0);

@@ -23,6 +23,7 @@ use super::block::{Block, BlockError, PAGE_BYTES};
 use super::faults::{FaultServer, SignOfLife};
 use super::heat::Heat;
 use super::ingest::Found;
+use super::stage::StageError;
 
 /// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
 /// the guest from waiting. 64 MiB take about 1 ms.
@@ -55,6 +56,9 @@ pub enum TrackerError {
     /// A block cannot be reached.
     #[error(transparent)]
     Block(#[from] BlockError),
+    /// They cannot be captured.
+    #[error(transparent)]
+    Stage(#[from] StageError),
     /// Copy-on-write works on small pages.
     #[error(
         "RAM block {block} has pages of {page_bytes} bytes; copy-on-write handles 4096 only: choose another schedule"
@@ -293,6 +297,18 @@ impl Tracker {
         }
     }
 
+    /// Everything pending was `found`, and goes to the repository in a pass, while the guest runs on.
+    pub fn passed(&mut self, found: &Collected) {
+        self.launched();
+        for (tracked, discarded) in self.blocks.iter_mut().zip(&found.discarded) {
+            let mut gone = DirtyBitmap::new(tracked.block.pages());
+            for range in discarded {
+                gone.set_range(range.clone());
+            }
+            tracked.with_content.subtract(&gone);
+        }
+    }
+
     /// What was under way is in a checkpoint that is durable, and holds this.
     pub fn landed(&mut self, found: &[Found]) {
         for (tracked, found) in self.blocks.iter_mut().zip(found) {
@@ -310,6 +326,8 @@ impl Tracker {
     pub fn lost(&mut self) {
         for tracked in &mut self.blocks {
             tracked.pending.union_with(&tracked.under_way);
+            // So that holes among them are found again.
+            tracked.with_content.union_with(&tracked.under_way);
             tracked.under_way.clear_all();
         }
     }
@@ -440,7 +458,7 @@ fn to_pages(block: &Block, found: &[AddressRange]) -> Vec<Range<u64>> {
 }
 
 /// The pages of `from` that are not in `what`; both sorted.
-pub(super) fn subtract(from: &[Range<u64>], what: &[Range<u64>]) -> Vec<Range<u64>> {
+fn subtract(from: &[Range<u64>], what: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut left = Vec::new();
     let mut what = what.iter().peekable();
     for range in from {
@@ -463,6 +481,12 @@ pub(super) fn subtract(from: &[Range<u64>], what: &[Range<u64>]) -> Vec<Range<u6
         }
     }
     left
+}
+
+/// The same for all blocks.
+pub fn subtract_all(from: &PageRanges, what: &PageRanges) -> PageRanges {
+    let both = from.iter().zip(what);
+    both.map(|(from, what)| subtract(from, what)).collect()
 }
 
 #[cfg(test)]

@@ -111,7 +111,9 @@ impl Vm {
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
         let begin = Instant::now();
-        captured.stage.reset(captured.blocks.len());
+        captured
+            .stage
+            .reset(captured.blocks.len(), options.copy_buffer_bytes / 2);
         let mut schedule: Box<dyn Schedule> = match captured.schedule {
             ScheduleKind::StopCopy => Box::new(StopCopy),
             ScheduleKind::PreCopy => Box::new(PreCopy),

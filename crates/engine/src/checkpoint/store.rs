@@ -12,6 +12,7 @@ use crate::capture::block::PAGE_BYTES;
 use crate::capture::cache::DeltaCache;
 use crate::capture::ingest::{BATCH_PAGES, Found, Ingested, Tools};
 use crate::capture::pause::us;
+use crate::capture::tracker::BlockShape;
 use crate::capture::verdict::{Judge, Page};
 use crate::{Progress, ProgressSink};
 
@@ -38,6 +39,8 @@ pub(super) struct Draft<'r> {
     pub(super) parent: Option<Parent>,
     pub(super) ingested: Ingested,
     pub(super) missing_packs: Vec<String>,
+    /// Deltas against the parent may be made: each page comes once.
+    pub(super) deltas: bool,
 }
 
 impl Shelf {
@@ -63,12 +66,26 @@ impl Shelf {
         self.cache.set_budget(options.delta_cache_bytes);
         let id = repository.id().to_string();
         let writer = repository.begin(options.lock_wait)?;
+        let mut draft = self.draft(writer, &id, &captured.blocks, options)?;
+        draft.deltas = true;
+        let stored = self.finish(draft, captured, id, progress)?;
+        self.verified(stored, captured, repository, options, progress)
+    }
+
+    /// Begins an increment of the last checkpoint.
+    pub(super) fn draft<'r>(
+        &mut self,
+        writer: Writer<'r>,
+        repository: &str,
+        blocks: &[BlockShape],
+        options: &CheckpointOptions,
+    ) -> Result<Draft<'r>, CheckpointError> {
         let missing_packs = writer.missing_packs();
         // The writer's lock keeps the parent from being pruned from here on; but the parent must not
         // need what the repository has lost since.
         let parent = match &self.parent {
             Some(parent)
-                if parent.repository == id
+                if parent.repository == repository
                     && missing_packs
                         .iter()
                         .all(|pack| parent.missing_packs.contains(pack))
@@ -83,14 +100,13 @@ impl Shelf {
         };
         let memory = parent.tables.iter().map(MemoryEditor::after).collect();
         let hasher = writer.hasher().clone();
-        let draft = Draft {
-            ingested: Ingested::new(memory, &captured.blocks, hasher, true, options.dedup),
+        Ok(Draft {
+            ingested: Ingested::new(memory, blocks, hasher, options.dedup),
             writer,
             parent: Some(parent),
             missing_packs,
-        };
-        let stored = self.finish(draft, captured, id, progress)?;
-        self.verified(stored, captured, repository, options, progress)
+            deltas: false,
+        })
     }
 
     /// Stores what is on the stage, and makes a checkpoint of it all.
@@ -160,13 +176,12 @@ impl Shelf {
         block: usize,
         pages: &[Page<'_>],
     ) -> Result<(), RepoError> {
-        // A first checkpoint follows none, and what the cache knows already is of this one itself.
         let nothing = DeltaCache::default();
         let mut tools = Tools {
             writer: &mut draft.writer,
-            cache: match draft.parent {
-                Some(_) => &self.cache,
-                None => &nothing,
+            cache: match draft.deltas {
+                true => &self.cache,
+                false => &nothing,
             },
             judge: &mut self.judge,
         };
@@ -175,6 +190,11 @@ impl Shelf {
 }
 
 impl Draft<'_> {
+    /// A pass comes before the stage.
+    pub(super) fn pages_may_come_twice(&mut self, blocks: &[BlockShape]) {
+        self.ingested.pages_may_come_twice(blocks);
+    }
+
     /// Stores what the pages are and the device state, and describes it all.
     fn manifest(&mut self, captured: &Captured) -> Result<Manifest, CheckpointError> {
         let mut ram = Vec::with_capacity(captured.blocks.len());

@@ -75,6 +75,7 @@ pub fn options(args: &CaptureArgs) -> CheckpointOptions {
         verify: args.verify,
         delta_cache_bytes: args.delta_cache,
         dedup: !args.no_dedup,
+        copy_buffer_bytes: args.copy_buffer,
     }
 }
 

@@ -9,6 +9,7 @@ use crate::args::CheckpointArgs;
 pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
     let mut repository = context.open()?;
+    repository.limit_writes(args.capture.limit_write);
     let first = "interrupted: giving the checkpoint up (once more: end at once)";
     let interrupts = context.listen(1, first)?;
     let mut vm = capture::attach(context, &selector, args.capture.schedule)?;

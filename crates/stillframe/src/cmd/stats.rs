@@ -116,6 +116,8 @@ fn take_two(
         schedule: ScheduleChoice::Always(ScheduleKind::PreCopy),
         delta_cache: 0,
         no_dedup: false,
+        copy_buffer: 1 << 30,
+        limit_write: None,
     };
     let options = capture::options(&capture_args);
     let mut shelf = Shelf::default();

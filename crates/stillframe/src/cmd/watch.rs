@@ -96,6 +96,7 @@ struct Late {
 pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
     let repository = context.open()?;
+    repository.limit_writes(args.capture.limit_write);
     let first = "interrupted: finishing the running checkpoint, then letting the VM go (once more: give it up)";
     let interrupts = context.listen(2, first)?;
     let vm = capture::attach(context, &selector, args.capture.schedule)?;
@@ -169,7 +170,7 @@ impl Watch<'_> {
             None => false,
         };
         match first {
-            true => self.first(),
+            true => self.whole(),
             false => self.next(),
         }
     }
@@ -205,7 +206,8 @@ impl Watch<'_> {
         self.vm = Some(vm);
     }
 
-    fn first(&mut self) -> anyhow::Result<Option<End>> {
+    /// One checkpoint from capture to commit: a first one, or one of more than is held in memory.
+    fn whole(&mut self) -> anyhow::Result<Option<End>> {
         let (Some(vm), Some(shore)) = (&mut self.vm, &mut self.shore) else {
             return Ok(None);
         };
@@ -234,6 +236,7 @@ impl Watch<'_> {
             Err(error) => {
                 return match landed? {
                     Some(end) => Ok(Some(end)),
+                    None if error.is_too_much() => self.whole(),
                     None => self.came_to(Ok(Err(error))),
                 };
             }
@@ -445,6 +448,7 @@ impl Watch<'_> {
 fn needs_attaching(error: &CheckpointError) -> bool {
     match error {
         CheckpointError::Tracker(TrackerError::NotSaved) => false,
+        error if error.is_too_much() => false,
         CheckpointError::RamChanged
         | CheckpointError::Monitor(_)
         | CheckpointError::Tracker(_)

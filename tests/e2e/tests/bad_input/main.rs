@@ -6,6 +6,7 @@ mod deaths;
 mod disks;
 mod host;
 mod locks;
+mod pressure;
 mod repository;
 mod rights;
 mod space;

@@ -9,11 +9,11 @@ use std::time::Instant;
 
 use stillframe_page::PageIndex;
 
-use super::{Copied, Schedule, Work, rounds, subtract_all};
+use super::{Copied, Schedule, Work, rounds};
 use crate::capture::faults::Saved;
 use crate::capture::pause::{DowntimeRecord, us};
 use crate::capture::stage::Stage;
-use crate::capture::tracker::{Collected, PageRanges, Tracker, TrackerError};
+use crate::capture::tracker::{Collected, PageRanges, Tracker, TrackerError, count, subtract_all};
 
 /// Pages claimed and copied together. A writer of one of them waits for all: 64 us.
 const BATCH_PAGES: usize = 256;
@@ -30,6 +30,7 @@ impl Schedule for CopyOnWrite {
         // Collecting protects.
         rounds(work, |_, _| Ok(()))?;
         let pending = Collected::written(work.tracker.pending());
+        work.stage.expect_room(pending.pages())?;
         work.stage.reserve(pending.pages());
         Ok(())
     }
@@ -51,6 +52,7 @@ impl Schedule for CopyOnWrite {
         work.stage.capture_all(tracker, &discarded)?;
         work.copied.pause += discarded.pages();
         let armed = subtract_all(&tracker.pending(), &discarded.discarded);
+        work.stage.expect_room(count(&armed))?;
         record.scan = us(begin);
         let begin = Instant::now();
         let server = tracker.fault_server()?;

@@ -1,0 +1,207 @@
+//! A checkpoint of more than the stage may hold: all of memory, because it follows none, or what a guest
+//! wrote that writes faster than the repository stores. Pages go straight into the repository while
+//! the guest runs, a batch at a time; then what it wrote meanwhile is captured.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use stillframe_repo::{MemoryEditor, Repository};
+use stillframe_sys::affinity::Confined;
+
+use super::store::Draft;
+use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, Shelf};
+use crate::attach::Vm;
+use crate::capture::aside;
+use crate::capture::block::{PAGE, PAGE_BYTES};
+use crate::capture::ingest::{BATCH_PAGES, Ingested};
+use crate::capture::pause::us;
+use crate::capture::tracker::{self, Collected};
+use crate::capture::verdict::Page;
+use crate::{Progress, ProgressSink};
+
+/// Passes after the first.
+const PASSES_MAX: u32 = 8;
+
+/// What is read before the capture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Pass {
+    /// Every page that may have content.
+    Everything,
+    /// What was written since the last checkpoint.
+    Written,
+}
+
+impl Vm {
+    /// Stores a pass while the guest runs, then captures what it wrote meanwhile.
+    pub(super) fn long(
+        &mut self,
+        pass: Pass,
+        shelf: &mut Shelf,
+        repository: &mut Repository,
+        options: &CheckpointOptions,
+        progress: ProgressSink<'_>,
+    ) -> Result<CheckpointReport, CheckpointError> {
+        let begin = Instant::now();
+        if pass == Pass::Everything {
+            // What is pending against an old parent is dropped by the pass, so there can be none any more,
+            // not even when this fails; nor can what is known of it.
+            shelf.forget_parent();
+        }
+        shelf.cache.set_budget(options.delta_cache_bytes);
+        let id = repository.id().to_string();
+        let writer = repository.begin(options.lock_wait)?;
+        let blocks = self.tracker.shape();
+        let mut draft = match pass {
+            Pass::Written => shelf.draft(writer, &id, &blocks, options)?,
+            Pass::Everything => {
+                let memory = blocks.iter().map(|block| MemoryEditor::new(block.pages));
+                let hasher = writer.hasher().clone();
+                Draft {
+                    ingested: Ingested::new(memory.collect(), &blocks, hasher, options.dedup),
+                    parent: None,
+                    missing_packs: writer.missing_packs(),
+                    writer,
+                    deltas: false,
+                }
+            }
+        };
+        draft.pages_may_come_twice(&blocks);
+        let captured = self.pass_and_capture(pass, shelf, &mut draft, options, progress);
+        let mut captured = captured.inspect_err(|_| self.tracker.lost())?;
+        captured.begin = begin;
+        self.launch();
+        let stored = shelf.finish(draft, &captured, id, progress);
+        let stored = stored
+            .and_then(|stored| shelf.verified(stored, &captured, repository, options, progress));
+        self.settle(captured, stored)
+    }
+
+    fn pass_and_capture(
+        &mut self,
+        pass: Pass,
+        shelf: &mut Shelf,
+        draft: &mut Draft<'_>,
+        options: &CheckpointOptions,
+        progress: ProgressSink<'_>,
+    ) -> Result<Captured, CheckpointError> {
+        let begin = Instant::now();
+        let mut wanted = self.wanted(pass)?;
+        let mut copied = self.pass(pass, &wanted, shelf, draft, progress)?;
+        // What a guest wrote during the pass may be too much again; as long as it gets less, go on.
+        let room = options.copy_buffer_bytes / 2 / PAGE_BYTES;
+        for _ in 0..PASSES_MAX {
+            let last = wanted.pages();
+            wanted = self.wanted(Pass::Written)?;
+            let pages = wanted.pages();
+            if pages <= room / 2 || pages > last / 4 * 3 {
+                break;
+            }
+            copied += self.pass(Pass::Written, &wanted, shelf, draft, progress)?;
+        }
+        let copying = us(begin);
+        let mut captured = self.capture(&draft.writer.hasher().clone(), options)?;
+        captured.copying += copying;
+        captured.copied.full_pass = copied;
+        Ok(captured)
+    }
+
+    /// The pages of a pass. What is written from here on is found by the next scan.
+    fn wanted(&mut self, pass: Pass) -> Result<Collected, CheckpointError> {
+        Ok(match pass {
+            Pass::Everything => {
+                // What was written before this pass is read by it.
+                self.tracker.drop_pending();
+                Collected::written(self.tracker.populated()?)
+            }
+            Pass::Written => {
+                let mut wanted = self.tracker.collect()?;
+                wanted.written = tracker::subtract_all(&self.tracker.pending(), &wanted.discarded);
+                wanted
+            }
+        })
+    }
+
+    /// Reads pages straight into the repository, a batch at a time, so that memory stays bounded however
+    /// large the guest is. How many pages it were.
+    fn pass(
+        &mut self,
+        pass: Pass,
+        wanted: &Collected,
+        shelf: &mut Shelf,
+        draft: &mut Draft<'_>,
+        progress: ProgressSink<'_>,
+    ) -> Result<u64, CheckpointError> {
+        let _aside = Confined::to(&aside::processors(&self.target.process));
+        if pass == Pass::Written {
+            self.tracker.passed(wanted);
+        }
+        let total = wanted.pages();
+        let mut done = 0;
+        let mut buffer = vec![0u8; BATCH_PAGES * PAGE];
+        for (index, tracked) in self.tracker.blocks().iter().enumerate() {
+            let read = batches(&wanted.written[index]).into_iter();
+            let zero = batches(&wanted.discarded[index]).into_iter();
+            for (batch, is_zero) in read
+                .map(|batch| (batch, false))
+                .chain(zero.map(|batch| (batch, true)))
+            {
+                let pages = batch.iter().map(|range| range.end - range.start);
+                let bytes = &mut buffer[..(pages.sum::<u64>() * PAGE_BYTES) as usize];
+                match is_zero {
+                    true => bytes.fill(0),
+                    false => tracked.block.read(&mut split(bytes, &batch), &batch)?,
+                }
+                let numbers = batch.iter().flat_map(Clone::clone);
+                let pages: Vec<Page<'_>> = numbers.zip(bytes.as_chunks().0).collect();
+                shelf.put(draft, index, &pages)?;
+                for &(page, bytes) in &pages {
+                    match pass {
+                        Pass::Everything => shelf.cache.put_if_room(index, page, bytes),
+                        // It may change once more before the checkpoint; and a cache that knows nothing of
+                        // a page is never wrong about it.
+                        Pass::Written => shelf.cache.remove(index, page),
+                    }
+                }
+                done += pages.len() as u64;
+                progress(Progress::FullPass { done, total });
+            }
+        }
+        Ok(done)
+    }
+}
+
+/// Cuts ranges into batches of at most [`BATCH_PAGES`] pages.
+fn batches(ranges: &[Range<u64>]) -> Vec<Vec<Range<u64>>> {
+    let mut all = Vec::new();
+    let mut batch: Vec<Range<u64>> = Vec::new();
+    let mut room = BATCH_PAGES as u64;
+    for range in ranges {
+        let mut next = range.start;
+        while next < range.end {
+            let end = range.end.min(next + room);
+            batch.push(next..end);
+            room -= end - next;
+            next = end;
+            if room == 0 {
+                all.push(std::mem::take(&mut batch));
+                room = BATCH_PAGES as u64;
+            }
+        }
+    }
+    if !batch.is_empty() {
+        all.push(batch);
+    }
+    all
+}
+
+/// Divides a buffer among ranges of pages.
+fn split<'b>(bytes: &'b mut [u8], ranges: &[Range<u64>]) -> Vec<&'b mut [u8]> {
+    let mut rest = bytes;
+    let mut parts = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        let (part, tail) = rest.split_at_mut(((range.end - range.start) * PAGE_BYTES) as usize);
+        parts.push(part);
+        rest = tail;
+    }
+    parts
+}

@@ -1,0 +1,68 @@
+//! Keeps writing below a rate, so that checkpoints leave the disk to others.
+
+use std::num::NonZeroU64;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A rate of writing that several threads share; no limit at first.
+#[derive(Debug, Default)]
+pub(crate) struct Pace {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    bytes_per_s: Option<NonZeroU64>,
+    /// What was written so far is paid for from here on.
+    paid: Option<Instant>,
+}
+
+impl Pace {
+    /// Limits what is written from now on.
+    pub(crate) fn limit(&self, bytes_per_s: Option<NonZeroU64>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        *state = State {
+            bytes_per_s,
+            paid: None,
+        };
+    }
+
+    /// Waits until what was written before is paid for.
+    pub(crate) fn wait(&self, bytes: usize) {
+        thread::sleep(self.due(bytes, Instant::now()));
+    }
+
+    /// How long to wait at `now` before writing `bytes` more.
+    fn due(&self, bytes: usize, now: Instant) -> Duration {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(rate) = state.bytes_per_s else {
+            return Duration::ZERO;
+        };
+        let start = state.paid.map_or(now, |paid| paid.max(now));
+        state.paid = Some(start + Duration::from_secs_f64(bytes as f64 / rate.get() as f64));
+        start - now
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_take_their_time() {
+        let pace = Pace::default();
+        let now = Instant::now();
+        assert_eq!(pace.due(1 << 30, now), Duration::ZERO);
+        pace.limit(NonZeroU64::new(1000));
+        assert_eq!(pace.due(500, now), Duration::ZERO);
+        assert_eq!(pace.due(250, now), Duration::from_millis(500));
+        assert_eq!(pace.due(0, now), Duration::from_millis(750));
+        // Time in which nothing was written is not saved up.
+        let later = now + Duration::from_secs(10);
+        assert_eq!(pace.due(2000, later), Duration::ZERO);
+        assert_eq!(pace.due(1, later), Duration::from_secs(2));
+        pace.limit(None);
+        assert_eq!(pace.due(1, later), Duration::ZERO);
+    }
+}
