@@ -59,7 +59,9 @@ fn merge(repository: &mut Repository, lock: &Lock, names: Vec<FileHash>) -> Resu
     repository
         .store
         .create(Area::Index, &name.to_string(), &file)?;
-    repository.index.add_file(name, &merged, file.len() as u64);
+    repository
+        .index
+        .add_file(name, &merged, file.len() as u64)?;
     remove_superseded(repository)
 }
 

@@ -166,7 +166,8 @@ impl<'a> Writer<'a> {
             Some(ingest) => ingest.finish()?,
             None => Vec::new(),
         };
-        if let Err(error) = self.lock.assert_held() {
+        let held = self.lock.assert_held();
+        if let Err(error) = held.and_then(|()| self.repository.index.ensure_room(&packs)) {
             discard(&self.repository.store, &packs);
             return Err(error);
         }
@@ -203,7 +204,7 @@ impl<'a> Writer<'a> {
             self.bytes_stored += file.len() as u64;
             repository
                 .index
-                .add_file(name, &contents, file.len() as u64);
+                .add_file(name, &contents, file.len() as u64)?;
             contents.packs.clear();
             bytes = 0;
         }
