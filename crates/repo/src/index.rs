@@ -14,14 +14,12 @@ use stillframe_page::hash::ContentId;
 use crate::blob_table::BlobTable;
 use crate::crypto::Keys;
 use crate::error::RepoError;
-use crate::index_file::{INDEX_BYTES_MAX, IndexFile, IndexedPack};
-use crate::layout::{FileKind, FormatError};
+use crate::index_file::{IndexFile, IndexedPack, read_index_file};
 use crate::local::{Area, LocalStore};
 use crate::marks::{Mark, Marks};
 use crate::pack::{Directory, FileHash, PREAMBLE_BYTES};
 use crate::places::{FrameInfo, Location, Places};
 use crate::presence::Presence;
-use crate::sealed_file::open_file;
 
 /// Blobs are numbered with 32 bits, copies of one in other packs too.
 const BLOBS_MAX: u64 = u32::MAX as u64;
@@ -312,6 +310,18 @@ impl Index {
         Ok(())
     }
 
+    /// Adds an index file that was put together from others and takes their place: it tells of no
+    /// pack that they did not tell of.
+    pub(crate) fn add_merged(&mut self, name: FileHash, from: &[FileHash], bytes: u64) {
+        let files = from.iter().filter_map(|name| self.seen.get(name));
+        let mut packs: Vec<u32> = files.flat_map(|file| file.packs.iter().copied()).collect();
+        packs.sort_unstable();
+        packs.dedup();
+        let packs = packs.into_boxed_slice();
+        self.superseded.extend(from);
+        self.seen.insert(name, SeenFile { packs, bytes });
+    }
+
     /// An error if there would be more blobs than can be numbered with these packs.
     pub(crate) fn ensure_room(&self, packs: &[IndexedPack]) -> Result<(), RepoError> {
         let unknown = packs
@@ -371,29 +381,4 @@ impl Index {
 /// Names of packs are hashes: the first bytes of one are as good as any made of it.
 fn name_hash(name: &FileHash) -> u64 {
     u64::from_le_bytes(std::array::from_fn(|at| name.0[at]))
-}
-
-/// Reads one index file and checks it against its name; its contents and its length in bytes.
-pub(crate) fn read_index_file(
-    store: &LocalStore,
-    keys: &Keys,
-    name: FileHash,
-) -> Result<(IndexFile, u64), RepoError> {
-    let text = name.to_string();
-    let mut bytes = store.read(Area::Index, &text, INDEX_BYTES_MAX)?;
-    decode_index_file(keys, name, &mut bytes)
-        .map(|file| (file, bytes.len() as u64))
-        .map_err(|error| RepoError::format(store.label(Area::Index, &text), &error))
-}
-
-/// Reads the bytes of an index file called `name`.
-fn decode_index_file(
-    keys: &Keys,
-    name: FileHash,
-    bytes: &mut [u8],
-) -> Result<IndexFile, FormatError> {
-    if FileHash::of(bytes) != name {
-        return Err(FormatError::Mismatch { what: "its name" });
-    }
-    IndexFile::decode(open_file(FileKind::Index, keys, bytes)?)
 }

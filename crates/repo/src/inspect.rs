@@ -8,7 +8,7 @@ use stillframe_page::hash::ContentId;
 
 use crate::config;
 use crate::error::RepoError;
-use crate::index::read_index_file;
+use crate::index_file::read_index_file;
 use crate::layer::Layer;
 use crate::layout::FORMAT_VERSION;
 use crate::local::{Area, CONFIG};
