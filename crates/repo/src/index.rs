@@ -259,11 +259,12 @@ impl Index {
     /// Whether the index knows which packs are missing; if not, it starts over, since blobs of a
     /// missing pack may have been stored again in another.
     fn look_at_packs(&mut self, store: &LocalStore) -> Result<bool, RepoError> {
-        let different = self.presence.look(store, &self.packs)?;
-        if different {
+        let looked = self.presence.look(store, &self.packs);
+        // Nor is what was seen before an error to be taken for all there is.
+        if !matches!(looked, Ok(false)) {
             self.start_over();
         }
-        Ok(!different)
+        looked.map(|different| !different)
     }
 
     /// Forgets all but which files do not count and which packs are missing.
