@@ -6,7 +6,6 @@
 //! [`crate::compact`].
 
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::hash::{BuildHasherDefault, Hasher};
 
 use hashbrown::HashTable;
 use stillframe_page::hash::ContentId;
@@ -41,25 +40,6 @@ impl PackInfo {
         at.frame - self.first_frame
     }
 }
-
-/// Content ids are keyed hashes: uniformly distributed, and nobody without the key can choose
-/// them, so their first bytes are as good a hash as any.
-#[derive(Default)]
-pub(crate) struct IdHasher(u64);
-
-impl Hasher for IdHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        if let Some(first) = bytes.first_chunk() {
-            self.0 = u64::from_le_bytes(*first);
-        }
-    }
-    fn write_usize(&mut self, _length: usize) {}
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
-pub(crate) type IdSet = HashSet<ContentId, BuildHasherDefault<IdHasher>>;
 
 /// An index file that is there.
 #[derive(Debug)]
