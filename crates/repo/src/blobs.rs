@@ -16,10 +16,11 @@ use stillframe_page::hash::{ContentHasher, ContentId};
 
 use crate::crypto::Keys;
 use crate::error::RepoError;
-use crate::index::{FrameInfo, Index, Location};
+use crate::index::Index;
 use crate::layout::FormatError;
 use crate::local::{Area, LocalStore};
 use crate::pack::{FileHash, PREAMBLE_BYTES, PackCipher};
+use crate::places::{FrameInfo, Location};
 
 /// The committed blobs of a repository, as a [`crate::Reader`] or [`crate::Writer`] sees them.
 #[derive(Clone, Copy)]
@@ -74,7 +75,7 @@ impl<'a> Blobs<'a> {
             let at = self.index.get(&id).ok_or(RepoError::MissingBlob { id })?;
             located.push(Wanted { at, id, tag });
         }
-        located.sort_unstable_by_key(|w| (w.at.pack, w.at.frame, w.at.offset));
+        located.sort_unstable_by_key(|wanted| wanted.at.blob);
         let runs = Mutex::new(Runs {
             index: self.index,
             rest: located.into_iter().peekable(),
@@ -141,11 +142,11 @@ impl<T> Runs<'_, T> {
         let Some(first) = self.rest.next() else {
             return run;
         };
-        let pack = first.at.pack;
+        let pack = self.index.pack_of(first.at);
         let (start, mut end) = extent(self.index, first.at);
         run.push(first);
         while let Some(next) = self.rest.next_if(|next| {
-            next.at.pack == pack && {
+            self.index.pack_of(next.at) == pack && {
                 let (next_start, next_end) = extent(self.index, next.at);
                 let near = next_start.saturating_sub(end) <= GAP_BYTES_MAX;
                 next_end == end || (near && next_end - start <= RUN_BYTES_MAX)
@@ -206,7 +207,7 @@ impl<'a> FrameReader<'a> {
         let end = self.from.index.frame(last.at).1;
         // Offsets and lengths of one pack stay below 1 GiB.
         let bytes = (end.offset + end.stored_bytes - start) as usize;
-        self.open_pack(first.at.pack)?;
+        self.open_pack(self.from.index.pack_of(first.at))?;
         self.fetch(start, bytes)?;
         let mut decoded = None;
         let mut verified: Option<(ContentId, Location)> = None;
@@ -255,7 +256,7 @@ impl<'a> FrameReader<'a> {
 
     /// Decodes the frame of `at` out of a fetched run that starts at `run_start` in the file.
     fn decode(&mut self, at: Location, run_start: u32) -> Result<(), RepoError> {
-        let (_, frame) = self.from.index.frame(at);
+        let (info, frame) = self.from.index.frame(at);
         let Some(pack) = &self.pack else {
             return Ok(());
         };
@@ -263,7 +264,7 @@ impl<'a> FrameReader<'a> {
         let sealed = &mut self.sealed[from..from + frame.stored_bytes as usize];
         decode_frame(
             &pack.cipher,
-            at.frame,
+            info.frame_number(at),
             frame,
             sealed,
             &mut self.decoder,
@@ -273,7 +274,7 @@ impl<'a> FrameReader<'a> {
     }
 
     fn slice(&self, at: Location) -> Result<&[u8], RepoError> {
-        let range = at.offset as usize..at.offset as usize + at.bytes() as usize;
+        let range = at.offset as usize..at.offset as usize + at.bytes as usize;
         self.plain
             .get(range)
             .ok_or_else(|| self.damaged("a blob reaches beyond its frame"))

@@ -180,7 +180,7 @@ impl Repository {
                 Ok(())
             })?;
         findings.report.index_files = self.index.files().len() as u64;
-        findings.report.blobs = self.index.blobs().len() as u64;
+        findings.report.blobs = self.index.blobs();
         Ok(())
     }
 

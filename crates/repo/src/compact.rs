@@ -6,11 +6,8 @@
 //! merged again until it is no longer small, so each entry is rewritten a handful of times, and
 //! the number of files grows with the size of the repository, not with the number of checkpoints.
 
-use std::collections::HashSet;
-
 use crate::error::RepoError;
-use crate::index::read_index_file;
-use crate::index_file::{IndexFile, IndexedPack};
+use crate::index_file::{IndexFile, IndexedPack, Merged, read_plain};
 use crate::layout::FileKind;
 use crate::local::Area;
 use crate::lock::Lock;
@@ -27,39 +24,42 @@ const SMALL_BYTES: u64 = 4 << 20;
 /// Merges small index files if there are many. A failure changes nothing and is not reported: the
 /// files are right as they are, and the next commit tries again.
 pub(crate) fn merge_small_index_files(repository: &mut Repository, lock: &Lock) {
-    let mut small: Vec<FileHash> = repository
+    let mut small: Vec<(FileHash, u64)> = repository
         .index
         .live_files()
         .filter(|(_, file)| file.bytes < SMALL_BYTES)
-        .map(|(name, _)| *name)
+        .map(|(name, file)| (*name, file.bytes))
         .collect();
     if small.len() > SMALL_FILES_MAX {
         small.sort_unstable();
-        let _ = merge(repository, lock, small);
+        let bytes: u64 = small.iter().map(|(_, bytes)| bytes).sum();
+        let names: Vec<FileHash> = small.iter().map(|(name, _)| *name).collect();
+        let _ = merge(repository, lock, &names, bytes as usize);
     }
 }
 
 /// Two writers may merge the same files at once: both results tell the truth, twice.
-fn merge(repository: &mut Repository, lock: &Lock, names: Vec<FileHash>) -> Result<(), RepoError> {
-    let mut merged = IndexFile::default();
-    let mut known = HashSet::new();
-    for name in &names {
-        let (file, _) = read_index_file(&repository.store, &repository.keys, *name)?;
-        let new = |entry: &IndexedPack| known.insert(entry.pack);
-        merged.packs.extend(file.packs.into_iter().filter(new));
-    }
+fn merge(
+    repository: &mut Repository,
+    lock: &Lock,
+    names: &[FileHash],
+    bytes: usize,
+) -> Result<(), RepoError> {
+    let mut supersedes = names.to_vec();
     // Also those a killed merge or prune left behind.
-    merged.supersedes = names;
-    merged
-        .supersedes
-        .extend(repository.index.superseded_files());
-    let file = seal_file(FileKind::Index, &repository.keys, merged.encode())?;
+    supersedes.extend(repository.index.superseded_files());
+    let mut merged = Merged::new(supersedes, bytes);
+    for &name in names {
+        let add = |file: &[u8]| merged.add(file);
+        read_plain(&repository.store, &repository.keys, name, add)?;
+    }
+    let file = seal_file(FileKind::Index, &repository.keys, merged.finish())?;
     let name = FileHash::of(&file);
     lock.assert_held()?;
     repository
         .store
         .create(Area::Index, &name.to_string(), &file)?;
-    repository.index.add_file(name, &merged, file.len() as u64);
+    repository.index.add_merged(name, names, file.len() as u64);
     remove_superseded(repository)
 }
 

@@ -139,6 +139,14 @@ pub enum RepoError {
         /// What is wrong.
         what: String,
     },
+    /// There are as many blobs as an index can hold.
+    #[error(
+        "the repository has no room for more than {max} blobs: begin another one, or have `stillframe forget` and `stillframe prune` remove old checkpoints"
+    )]
+    TooManyBlobs {
+        /// How many it can hold.
+        max: u64,
+    },
     /// The file system is full, or a quota is.
     #[error("no space left to write {}: free some on that file system (with a few MiB, `stillframe forget` and `stillframe prune` can free more)", .path.display())]
     NoSpace {
@@ -258,6 +266,7 @@ impl RepoError {
             | RepoError::SeveralVms { .. }
             | RepoError::BlobSize { .. }
             | RepoError::Table { .. }
+            | RepoError::TooManyBlobs { .. }
             | RepoError::BadManifest { .. } => ErrorClass::BadRequest,
             RepoError::WrongPassword { .. } => ErrorClass::WrongPassword,
             RepoError::Damaged { .. } => ErrorClass::Damaged,

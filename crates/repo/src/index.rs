@@ -1,117 +1,63 @@
 //! The index in memory: which pack and frame each blob lies in.
 //!
-//! It holds about 48 bytes a blob and 16 a frame and nothing else that grows. It remembers which
-//! index files it was made from, so bringing it up to date lists one folder and reads only files
-//! it has not seen; the number of those files is kept small by [`crate::compact`].
+//! It holds about 26 bytes a blob ([`crate::blob_table`], [`crate::places`]), 100 a pack, and nothing
+//! else that grows. It remembers which index files it was made from, so bringing it up to date lists
+//! one folder and reads only files it has not seen; the number of those files is kept small by
+//! [`crate::compact`].
 
-use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::hash::{BuildHasherDefault, Hasher};
 
+use hashbrown::HashTable;
 use stillframe_page::hash::ContentId;
 
+use crate::blob_table::BlobTable;
 use crate::crypto::Keys;
 use crate::error::RepoError;
-use crate::index_file::{INDEX_BYTES_MAX, IndexFile};
-use crate::layout::{FileKind, FormatError};
+use crate::index_file::{IndexFile, IndexedPack, read_index_file};
 use crate::local::{Area, LocalStore};
+use crate::marks::{Mark, Marks};
 use crate::pack::{Directory, FileHash, PREAMBLE_BYTES};
+use crate::places::{FrameInfo, Location, Places};
 use crate::presence::Presence;
-use crate::sealed_file::open_file;
 
-/// Where a blob lies.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Location {
-    /// Number of the pack in this index.
-    pub(crate) pack: u32,
-    /// Number of the frame in the pack.
-    pub(crate) frame: u32,
-    /// Where the blob starts in the frame's plain bytes.
-    pub(crate) offset: u32,
-    /// Its length, below 32 MiB; the top bits carry [`Mark`]s, so that marking what is in use
-    /// takes no memory beside the index.
-    bytes_and_marks: u32,
-}
-
-impl Location {
-    /// The blob's length.
-    pub(crate) fn bytes(self) -> u32 {
-        self.bytes_and_marks & !Mark::ALL
-    }
-
-    pub(crate) fn has(self, mark: Mark) -> bool {
-        self.bytes_and_marks & mark as u32 != 0
-    }
-}
-
-/// What a walk over all checkpoints has found out about a blob.
-#[derive(Debug, Clone, Copy)]
-#[repr(u32)]
-pub(crate) enum Mark {
-    /// Something refers to it.
-    Used = 1 << 31,
-    /// It is a root or segment whose contents have been walked. A mark of its own, because
-    /// nothing forbids a page to have the bytes of a segment.
-    Walked = 1 << 30,
-}
-
-impl Mark {
-    const ALL: u32 = Mark::Used as u32 | Mark::Walked as u32;
-}
-
-/// Where a frame lies and how it is encoded.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct FrameInfo {
-    pub(crate) offset: u32,
-    pub(crate) stored_bytes: u32,
-    pub(crate) plain_bytes: u32,
-    pub(crate) kind: u8,
-}
+/// Blobs are numbered with 32 bits, copies of one in other packs too.
+const BLOBS_MAX: u64 = u32::MAX as u64;
 
 /// One pack.
 #[derive(Debug)]
 pub(crate) struct PackInfo {
     pub(crate) name: FileHash,
     pub(crate) file_bytes: u64,
-    pub(crate) frames: Vec<FrameInfo>,
+    /// The number of its first frame; the others follow.
+    first_frame: u32,
     /// It is not on disk, or not whole.
     pub(crate) missing: bool,
 }
 
-/// Content ids are keyed hashes: uniformly distributed, and nobody without the key can choose
-/// them, so their first bytes are as good a hash as any.
-#[derive(Default)]
-pub(crate) struct IdHasher(u64);
-
-impl Hasher for IdHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        if let Some(first) = bytes.first_chunk() {
-            self.0 = u64::from_le_bytes(*first);
-        }
-    }
-    fn write_usize(&mut self, _length: usize) {}
-    fn finish(&self) -> u64 {
-        self.0
+impl PackInfo {
+    /// The number in this pack of the frame of a location.
+    pub(crate) fn frame_number(&self, at: Location) -> u32 {
+        at.frame - self.first_frame
     }
 }
-
-pub(crate) type IdMap<V> = HashMap<ContentId, V, BuildHasherDefault<IdHasher>>;
-pub(crate) type IdSet = HashSet<ContentId, BuildHasherDefault<IdHasher>>;
 
 /// An index file that is there.
 #[derive(Debug)]
 pub(crate) struct SeenFile {
     /// The packs it tells of.
-    pub(crate) packs: Vec<u32>,
+    pub(crate) packs: Box<[u32]>,
     pub(crate) bytes: u64,
 }
 
 /// The index.
 #[derive(Default)]
 pub(crate) struct Index {
-    blobs: IdMap<Location>,
+    blobs: BlobTable,
+    places: Places,
+    marks: Marks,
     packs: Vec<PackInfo>,
-    pack_numbers: HashMap<FileHash, u32>,
+    pack_numbers: HashTable<u32>,
+    any_missing: bool,
     seen: HashMap<FileHash, SeenFile>,
     /// Index files others have taken the place of, as far as they are still there.
     superseded: HashSet<FileHash>,
@@ -120,13 +66,15 @@ pub(crate) struct Index {
 
 impl Index {
     pub(crate) fn get(&self, id: &ContentId) -> Option<Location> {
-        self.blobs.get(id).copied()
+        self.blobs.find(id).map(|blob| self.places.locate(blob))
     }
 
     /// Whether there is a blob of this id, in a pack that is there.
     pub(crate) fn contains(&self, id: &ContentId) -> bool {
-        self.get(id)
-            .is_some_and(|at| !self.packs[at.pack as usize].missing)
+        self.blobs.find(id).is_some_and(|blob| {
+            let pack = || self.places.pack(self.places.frame_of(blob));
+            !self.any_missing || !self.packs[pack() as usize].missing
+        })
     }
 
     /// The packs that the index tells of and that are not there, or not whole.
@@ -134,36 +82,63 @@ impl Index {
         self.presence.missing()
     }
 
-    pub(crate) fn blobs(&self) -> &IdMap<Location> {
-        &self.blobs
+    /// How many different blobs there are.
+    pub(crate) fn blobs(&self) -> u64 {
+        self.blobs.different() as u64
+    }
+
+    /// Where the different blobs lie, in that order.
+    pub(crate) fn locations(&self) -> impl Iterator<Item = Location> {
+        self.blobs.found().map(|blob| self.places.locate(blob))
     }
 
     /// Marks a blob; its location, and whether it did not have the mark before.
     pub(crate) fn mark(&mut self, id: &ContentId, mark: Mark) -> Option<(Location, bool)> {
-        let location = self.blobs.get_mut(id)?;
-        let new = !location.has(mark);
-        location.bytes_and_marks |= mark as u32;
-        Some((*location, new))
+        let location = self.get(id)?;
+        let new = self.marks.set(location.blob, mark);
+        Some((location, new))
+    }
+
+    /// Whether the blob at a location has a mark.
+    pub(crate) fn has(&self, at: Location, mark: Mark) -> bool {
+        self.marks.has(at.blob, mark)
     }
 
     pub(crate) fn clear_marks(&mut self) {
-        for location in self.blobs.values_mut() {
-            location.bytes_and_marks &= !Mark::ALL;
-        }
+        self.marks = Marks::default();
     }
 
     pub(crate) fn packs(&self) -> &[PackInfo] {
         &self.packs
     }
 
+    /// The number of the pack of a location.
+    pub(crate) fn pack_of(&self, at: Location) -> u32 {
+        self.places.pack(at.frame)
+    }
+
     /// The pack and frame of a location made by this index.
     pub(crate) fn frame(&self, at: Location) -> (&PackInfo, FrameInfo) {
-        let pack = &self.packs[at.pack as usize];
-        (pack, pack.frames[at.frame as usize])
+        let pack = &self.packs[self.pack_of(at) as usize];
+        (pack, self.places.frame(at.frame))
+    }
+
+    /// How many frames there are.
+    pub(crate) fn frames(&self) -> u64 {
+        self.places.frames().into()
+    }
+
+    /// The frames of a pack.
+    pub(crate) fn frames_of(&self, pack: u32) -> impl Iterator<Item = FrameInfo> {
+        let first = |pack: u32| self.packs.get(pack as usize).map(|pack| pack.first_frame);
+        let end = first(pack + 1).unwrap_or(self.places.frames());
+        let frames = first(pack).unwrap_or(end)..end;
+        frames.map(|frame| self.places.frame(frame))
     }
 
     pub(crate) fn pack_number(&self, name: &FileHash) -> Option<u32> {
-        self.pack_numbers.get(name).copied()
+        let is_it = |&number: &u32| self.packs[number as usize].name == *name;
+        self.pack_numbers.find(name_hash(name), is_it).copied()
     }
 
     /// The index files there are, superseded ones too.
@@ -242,11 +217,11 @@ impl Index {
         fresh.sort_unstable();
         for name in fresh {
             match read_index_file(store, keys, name) {
-                Ok((file, bytes)) => self.add_file(name, &file, bytes),
+                Ok((file, bytes)) => self.add_file(name, &file, bytes)?,
                 Err(error) if error.is_absent() => return Ok(false),
                 Err(error) => {
                     on_damage(name, error)?;
-                    self.add_file(name, &IndexFile::default(), 0);
+                    self.add_file(name, &IndexFile::default(), 0)?;
                 }
             }
         }
@@ -264,11 +239,12 @@ impl Index {
     /// Whether the index knows which packs are missing; if not, it starts over, since blobs of a
     /// missing pack may have been stored again in another.
     fn look_at_packs(&mut self, store: &LocalStore) -> Result<bool, RepoError> {
-        let different = self.presence.look(store, &self.packs)?;
-        if different {
+        let looked = self.presence.look(store, &self.packs);
+        // Nor is what was seen before an error to be taken for all there is.
+        if !matches!(looked, Ok(false)) {
             self.start_over();
         }
-        Ok(!different)
+        looked.map(|different| !different)
     }
 
     /// Forgets all but which files do not count and which packs are missing.
@@ -286,7 +262,7 @@ impl Index {
     fn has_dead_packs(&self) -> bool {
         let mut live = vec![false; self.packs.len()];
         for (_, file) in self.live_files() {
-            for &pack in &file.packs {
+            for &pack in &file.packs[..] {
                 live[pack as usize] = true;
             }
         }
@@ -295,95 +271,95 @@ impl Index {
 
     /// Adds the contents of an index file. Superseded files are remembered (so that they are not
     /// read again) with no packs: what they tell of may be gone.
-    pub(crate) fn add_file(&mut self, name: FileHash, file: &IndexFile, bytes: u64) {
-        let packs = match self.superseded.contains(&name) {
-            true => Vec::new(),
-            false => file
-                .packs
-                .iter()
-                .map(|entry| self.add_pack(entry.pack, &entry.directory))
-                .collect(),
+    pub(crate) fn add_file(
+        &mut self,
+        name: FileHash,
+        file: &IndexFile,
+        bytes: u64,
+    ) -> Result<(), RepoError> {
+        let told = match self.superseded.contains(&name) {
+            true => &[],
+            false => &file.packs[..],
         };
+        self.ensure_room(told)?;
+        let packs = told
+            .iter()
+            .map(|entry| self.add_pack(entry.pack, &entry.directory))
+            .collect();
         self.superseded.extend(&file.supersedes);
+        self.seen.insert(name, SeenFile { packs, bytes });
+        Ok(())
+    }
+
+    /// Adds an index file that was put together from others and takes their place: it tells of no
+    /// pack that they did not tell of.
+    pub(crate) fn add_merged(&mut self, name: FileHash, from: &[FileHash], bytes: u64) {
+        let files = from.iter().filter_map(|name| self.seen.get(name));
+        let mut packs: Vec<u32> = files.flat_map(|file| file.packs.iter().copied()).collect();
+        packs.sort_unstable();
+        packs.dedup();
+        let packs = packs.into_boxed_slice();
+        self.superseded.extend(from);
         self.seen.insert(name, SeenFile { packs, bytes });
     }
 
-    /// Adds a pack, unless it is known already; its number.
-    pub(crate) fn add_pack(&mut self, name: FileHash, directory: &Directory) -> u32 {
+    /// An error if there would be more blobs than can be numbered with these packs.
+    pub(crate) fn ensure_room(&self, packs: &[IndexedPack]) -> Result<(), RepoError> {
+        let unknown = packs
+            .iter()
+            .filter(|entry| self.pack_number(&entry.pack).is_none());
+        let blobs: usize = unknown.map(|entry| entry.directory.blobs()).sum();
+        match (self.blobs.len() + blobs) as u64 > BLOBS_MAX {
+            true => Err(RepoError::TooManyBlobs { max: BLOBS_MAX }),
+            false => Ok(()),
+        }
+    }
+
+    /// As if packs of this name had been found to be missing.
+    #[cfg(test)]
+    pub(crate) fn lose(&mut self, name: FileHash) {
+        self.presence.lose(name);
+    }
+
+    /// Adds a pack, unless it is known already; its number. There must be room.
+    fn add_pack(&mut self, name: FileHash, directory: &Directory) -> u32 {
         if let Some(number) = self.pack_number(&name) {
             return number;
         }
-        // 2^32 packs of one frame each would be more files than any file system holds.
+        // There are no more packs nor frames than blobs.
         let number = self.packs.len() as u32;
-        let blobs: usize = directory.frames.iter().map(|f| f.blobs.len()).sum();
-        self.blobs.reserve(blobs);
-        let mut frames = Vec::with_capacity(directory.frames.len());
+        let first_frame = self.places.frames();
         let missing = self.presence.missing().contains(&name);
         // A pack is at most 1 GiB long (checked when the directory was read).
-        let mut file_offset = PREAMBLE_BYTES as u32;
-        for (frame, info) in (0_u32..).zip(&directory.frames) {
-            frames.push(FrameInfo {
-                offset: file_offset,
-                stored_bytes: info.stored_bytes,
-                plain_bytes: info.plain_bytes,
-                kind: info.kind,
-            });
-            file_offset += info.stored_bytes;
-            let mut offset = 0;
-            for &(id, bytes) in &info.blobs {
-                let location = Location {
-                    pack: number,
-                    frame,
-                    offset,
-                    bytes_and_marks: bytes,
-                };
-                match self.blobs.entry(id) {
-                    Entry::Vacant(entry) => {
-                        entry.insert(location);
-                    }
-                    Entry::Occupied(mut entry) => {
-                        // A pack may hold a blob twice, and is not in the list yet then.
-                        let found = self.packs.get(entry.get().pack as usize);
-                        if !missing && found.is_some_and(|pack| pack.missing) {
-                            entry.insert(location);
-                        }
-                    }
-                }
-                offset += bytes;
+        let mut offset = PREAMBLE_BYTES as u32;
+        for frame in &directory.frames {
+            self.places.add(number, offset, frame);
+            offset += frame.stored_bytes;
+            for (id, _) in &frame.blobs {
+                let (places, packs) = (&self.places, &self.packs);
+                self.blobs.add(id, |known| {
+                    // A pack may hold a blob twice, and is not in the list yet then.
+                    let pack = packs.get(places.pack(places.frame_of(known)) as usize);
+                    !missing && pack.is_some_and(|pack| pack.missing)
+                });
             }
         }
+        self.any_missing |= missing;
         self.packs.push(PackInfo {
             name,
             file_bytes: directory.file_bytes(),
-            frames,
+            first_frame,
             missing,
         });
-        self.pack_numbers.insert(name, number);
+        let packs = &self.packs;
+        let hash_of = |&number: &u32| name_hash(&packs[number as usize].name);
+        self.pack_numbers
+            .insert_unique(name_hash(&name), number, hash_of);
         number
     }
 }
 
-/// Reads one index file and checks it against its name; its contents and its length in bytes.
-pub(crate) fn read_index_file(
-    store: &LocalStore,
-    keys: &Keys,
-    name: FileHash,
-) -> Result<(IndexFile, u64), RepoError> {
-    let text = name.to_string();
-    let mut bytes = store.read(Area::Index, &text, INDEX_BYTES_MAX)?;
-    decode_index_file(keys, name, &mut bytes)
-        .map(|file| (file, bytes.len() as u64))
-        .map_err(|error| RepoError::format(store.label(Area::Index, &text), &error))
-}
-
-/// Reads the bytes of an index file called `name`.
-fn decode_index_file(
-    keys: &Keys,
-    name: FileHash,
-    bytes: &mut [u8],
-) -> Result<IndexFile, FormatError> {
-    if FileHash::of(bytes) != name {
-        return Err(FormatError::Mismatch { what: "its name" });
-    }
-    IndexFile::decode(open_file(FileKind::Index, keys, bytes)?)
+/// Names of packs are hashes: the first bytes of one are as good as any made of it.
+fn name_hash(name: &FileHash) -> u64 {
+    u64::from_le_bytes(std::array::from_fn(|at| name.0[at]))
 }

@@ -8,7 +8,7 @@ use stillframe_page::hash::ContentId;
 
 use crate::config;
 use crate::error::RepoError;
-use crate::index::read_index_file;
+use crate::index_file::read_index_file;
 use crate::layer::Layer;
 use crate::layout::FORMAT_VERSION;
 use crate::local::{Area, CONFIG};
@@ -50,14 +50,9 @@ impl Repository {
             checkpoints: self.checkpoint_ids()?.len() as u64,
             packs: packs.len() as u64,
             pack_bytes: packs.iter().map(|pack| pack.file_bytes).sum(),
-            frames: packs.iter().map(|pack| pack.frames.len() as u64).sum(),
-            blobs: self.index.blobs().len() as u64,
-            blob_bytes: self
-                .index
-                .blobs()
-                .values()
-                .map(|at| u64::from(at.bytes()))
-                .sum(),
+            frames: self.index.frames(),
+            blobs: self.index.blobs(),
+            blob_bytes: self.index.locations().map(|at| u64::from(at.bytes)).sum(),
             index_files: files.len() as u64,
             index_bytes: files.values().map(|file| file.bytes).sum(),
         })
@@ -173,9 +168,9 @@ impl Repository {
         let mut description = json!({
             "kind": "bytes",
             "blob": id.to_hex(),
-            "bytes": at.bytes(),
+            "bytes": at.bytes,
             "pack": pack.name.to_string(),
-            "frame": at.frame,
+            "frame": pack.frame_number(at),
             "offset_in_frame": at.offset,
             "frame_encoding": encoding(frame.kind),
             "frame_stored_bytes": frame.stored_bytes,

@@ -14,6 +14,7 @@
 //! - Only `forget` and `prune` remove, under an exclusive lock, and each can be killed anywhere.
 //! - Nothing read from disk is believed before its authentication tag or hash has been checked.
 
+mod blob_table;
 mod blobs;
 mod check;
 mod compact;
@@ -33,10 +34,12 @@ pub mod layout;
 mod local;
 pub mod lock;
 pub mod manifest;
+mod marks;
 mod overlay;
 mod pace;
 pub mod pack;
 mod page_map;
+mod places;
 mod presence;
 mod progress;
 mod prune;
@@ -44,6 +47,7 @@ mod rebuild;
 mod repository;
 mod resolve;
 pub mod retention;
+mod rows;
 mod scrub;
 mod sealed_file;
 pub mod table;

@@ -416,9 +416,11 @@ fn read_names(folder: &Path, names: &mut Vec<String>) -> Result<(), RepoError> {
 
 fn read_path(path: &Path, limit_bytes: u64) -> Result<Vec<u8>, RepoError> {
     let read = || {
-        let mut bytes = Vec::new();
-        File::open(path)?
-            .take(limit_bytes.saturating_add(1))
+        let file = File::open(path)?;
+        // One more, so that the end is seen without growing.
+        let expected = file.metadata()?.len().min(limit_bytes).saturating_add(1);
+        let mut bytes = Vec::with_capacity(expected as usize);
+        file.take(limit_bytes.saturating_add(1))
             .read_to_end(&mut bytes)?;
         if bytes.len() as u64 > limit_bytes {
             let what = format!("it is longer than {limit_bytes} bytes");

@@ -138,6 +138,11 @@ impl Directory {
         Ok(directory)
     }
 
+    /// How many blobs there are.
+    pub(crate) fn blobs(&self) -> usize {
+        self.frames.iter().map(|frame| frame.blobs.len()).sum()
+    }
+
     /// How long the pack with this directory is.
     pub fn file_bytes(&self) -> u64 {
         let frames: u64 = self.frames.iter().map(|f| u64::from(f.stored_bytes)).sum();

@@ -33,6 +33,11 @@ impl Presence {
         &self.missing
     }
 
+    #[cfg(test)]
+    pub(crate) fn lose(&mut self, name: FileHash) {
+        self.missing.insert(name);
+    }
+
     /// The index is made anew, and numbers its packs anew.
     pub(crate) fn start_over(&mut self) {
         self.folders.clear();

@@ -23,11 +23,12 @@ use crate::check::Problem;
 use crate::compact::NewIndex;
 use crate::error::RepoError;
 use crate::forget::EXCLUSIVE_WAIT;
-use crate::index::{Index, Mark, PackInfo, read_index_file};
-use crate::index_file::IndexedPack;
+use crate::index::{Index, PackInfo};
+use crate::index_file::{IndexedPack, read_index_file};
 use crate::ingest::Ingest;
 use crate::local::{Area, UNFINISHED_LOCK};
 use crate::lock::{Lock, LockKind, STALE_AFTER};
+use crate::marks::Mark;
 use crate::pack::{FileHash, PACK_BYTES_TARGET};
 use crate::progress::{Phase, Progress};
 use crate::repository::Repository;
@@ -113,11 +114,8 @@ impl Repository {
         let mut plan = Plan::default();
         let mut small = Vec::new();
         for (number, pack) in (0_u32..).zip(self.index.packs()) {
-            let plain: u64 = pack
-                .frames
-                .iter()
-                .map(|frame| u64::from(frame.plain_bytes))
-                .sum();
+            let frames = self.index.frames_of(number);
+            let plain: u64 = frames.map(|frame| u64::from(frame.plain_bytes)).sum();
             let used = used[number as usize];
             report.bytes_before += pack.file_bytes;
             if used == 0 {
@@ -176,9 +174,9 @@ impl Repository {
     /// Bytes in use of each pack. A second copy of a blob is not in use: the index knows one.
     fn used_bytes(&self, report: &mut PruneReport) -> Vec<u64> {
         let mut used = vec![0; self.index.packs().len()];
-        for location in self.index.blobs().values() {
-            if location.has(Mark::Used) {
-                used[location.pack as usize] += u64::from(location.bytes());
+        for location in self.index.locations() {
+            if self.index.has(location, Mark::Used) {
+                used[self.index.pack_of(location) as usize] += u64::from(location.bytes);
                 report.blobs_used += 1;
             } else {
                 report.blobs_unused += 1;
@@ -265,7 +263,9 @@ impl Repository {
         let wanted: Vec<(ContentId, ContentId)> = ids
             .filter(|id| {
                 let at = self.index.get(id);
-                at.is_some_and(|at| at.pack == number && at.has(Mark::Used))
+                at.is_some_and(|at| {
+                    self.index.pack_of(at) == number && self.index.has(at, Mark::Used)
+                })
             })
             .map(|id| (id, id))
             .collect();

@@ -13,10 +13,10 @@ use crate::blobs::{Blobs, decode_frame, open_pack, read_exact_at};
 use crate::check::Problem;
 use crate::crypto::Keys;
 use crate::error::RepoError;
-use crate::index::FrameInfo;
 use crate::layout::FormatError;
 use crate::local::{Area, LocalStore};
 use crate::pack::{Directory, FileHash, PREAMBLE_BYTES, PackCipher, TAIL_BYTES, decode_tail};
+use crate::places::FrameInfo;
 use crate::progress::{Phase, Progress};
 
 /// Packs read at once.
@@ -151,13 +151,11 @@ impl Scrubber<'_> {
         let Some(number) = self.from.index.pack_number(&name) else {
             return Ok(());
         };
-        let indexed = &self.from.index.packs()[number as usize].frames;
-        let same = indexed.len() == directory.frames.len()
-            && indexed.iter().zip(&directory.frames).all(|(known, found)| {
-                (known.kind, known.stored_bytes, known.plain_bytes)
-                    == (found.kind, found.stored_bytes, found.plain_bytes)
-            });
-        match same {
+        let indexed = self.from.index.frames_of(number);
+        let indexed = indexed.map(|known| (known.kind, known.stored_bytes, known.plain_bytes));
+        let found = directory.frames.iter();
+        let found = found.map(|found| (found.kind, found.stored_bytes, found.plain_bytes));
+        match indexed.eq(found) {
             true => Ok(()),
             false => Err(FormatError::invalid(
                 "its directory is not what the index says",

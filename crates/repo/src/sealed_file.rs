@@ -4,7 +4,7 @@
 //! | header 16 | salt 32 | sealed body, the last 16 bytes its authentication tag |
 //! ```
 
-use crate::crypto::{Cipher, Keys, SALT_BYTES, Use, random};
+use crate::crypto::{Cipher, Keys, SALT_BYTES, TAG_BYTES, Use, random};
 use crate::error::RepoError;
 use crate::layout::{Cursor, FileKind, FormatError, HEADER_BYTES, header, read_header};
 
@@ -15,7 +15,8 @@ pub(crate) fn seal_file(
     mut body: Vec<u8>,
 ) -> Result<Vec<u8>, RepoError> {
     let salt = random::<SALT_BYTES>()?;
-    let mut file = header(kind).to_vec();
+    let mut file = Vec::with_capacity(HEADER_BYTES + SALT_BYTES + body.len() + TAG_BYTES);
+    file.extend_from_slice(&header(kind));
     file.extend_from_slice(&salt);
     let bound = file.clone();
     let start = file.len();

@@ -11,9 +11,9 @@ use stillframe_page::hash::ContentId;
 
 use crate::check::Problem;
 use crate::error::RepoError;
-use crate::index::Mark;
 use crate::local::Area;
 use crate::manifest::{CheckpointId, Manifest, RamTable};
+use crate::marks::Mark;
 use crate::overlay::Overlay;
 use crate::progress::{Phase, Progress};
 use crate::repository::Repository;
@@ -223,12 +223,10 @@ impl Walk<'_, '_> {
             return Ok(());
         };
         match self.repository.index.mark(&id, Mark::Used) {
-            Some((at, _)) if at.bytes() == table.page_bytes => Ok(()),
+            Some((at, _)) if at.bytes == table.page_bytes => Ok(()),
             Some((at, _)) => self.problem(format!(
                 "page {page} of RAM block '{}' has {} bytes instead of {}",
-                table.name,
-                at.bytes(),
-                table.page_bytes
+                table.name, at.bytes, table.page_bytes
             )),
             None => self.problem(format!(
                 "page {page} of RAM block '{}' (blob {id}) is not in the repository",
@@ -261,7 +259,7 @@ impl Walk<'_, '_> {
     /// Marks a blob as used; its length.
     fn used(&mut self, id: &ContentId, what: &str) -> Result<Option<u32>, RepoError> {
         match self.repository.index.mark(id, Mark::Used) {
-            Some((at, _)) => Ok(Some(at.bytes())),
+            Some((at, _)) => Ok(Some(at.bytes)),
             None => {
                 self.problem(format!("{what} (blob {id}) is not in the repository"))?;
                 Ok(None)

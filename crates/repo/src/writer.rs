@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use stillframe_page::hash::{ContentHasher, ContentId};
 
+use crate::blob_table::BlobTable;
 use crate::blobs::Blobs;
 use crate::compact::INDEX_FILE_BYTES;
 use crate::error::RepoError;
-use crate::index::IdSet;
 use crate::index_file::{IndexFile, IndexedPack};
 use crate::ingest::{Ingest, discard};
 use crate::layout::FileKind;
@@ -45,7 +45,8 @@ pub struct Writer<'a> {
     repository: &'a mut Repository,
     lock: Lock,
     hasher: ContentHasher,
-    fresh: IdSet,
+    /// What this writer has put.
+    fresh: BlobTable,
     ingest: Option<Ingest>,
     bytes_stored: u64,
 }
@@ -60,7 +61,7 @@ impl<'a> Writer<'a> {
         Ok(Writer {
             hasher: repository.hasher(),
             lock,
-            fresh: IdSet::default(),
+            fresh: BlobTable::default(),
             ingest: None,
             bytes_stored: 0,
             repository,
@@ -74,7 +75,7 @@ impl<'a> Writer<'a> {
 
     /// Whether a blob is in the repository or was put by this writer.
     pub fn contains(&self, id: &ContentId) -> bool {
-        self.fresh.contains(id) || self.repository.index.contains(id)
+        self.fresh.find(id).is_some() || self.repository.index.contains(id)
     }
 
     /// The packs that the index tells of and that are not there, or not whole, by their paths in the
@@ -124,7 +125,9 @@ impl<'a> Writer<'a> {
             )?),
         };
         ingest.add(id, bytes)?;
-        self.fresh.insert(id);
+        if self.fresh.find(&id).is_none() {
+            self.fresh.add(&id, |_| false);
+        }
         Ok(Put::New)
     }
 
@@ -166,7 +169,8 @@ impl<'a> Writer<'a> {
             Some(ingest) => ingest.finish()?,
             None => Vec::new(),
         };
-        if let Err(error) = self.lock.assert_held() {
+        let held = self.lock.assert_held();
+        if let Err(error) = held.and_then(|()| self.repository.index.ensure_room(&packs)) {
             discard(&self.repository.store, &packs);
             return Err(error);
         }
@@ -203,7 +207,7 @@ impl<'a> Writer<'a> {
             self.bytes_stored += file.len() as u64;
             repository
                 .index
-                .add_file(name, &contents, file.len() as u64);
+                .add_file(name, &contents, file.len() as u64)?;
             contents.packs.clear();
             bytes = 0;
         }

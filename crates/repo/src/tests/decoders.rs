@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use stillframe_page::hash::ContentId;
 
-use crate::index_file::{IndexFile, IndexedPack};
+use crate::index_file::{IndexFile, IndexedPack, Merged};
 use crate::layout::{Cursor, FileKind, header, read_header};
 use crate::pack::{Directory, FileHash, Frame, decode_preamble, decode_tail};
 use crate::table::{PageRef, decode_root, decode_segment, encode_root, encode_segment};
@@ -114,6 +114,21 @@ proptest! {
         let bytes = directory.encode();
         prop_assert_eq!(bytes.len(), directory.encoded_bytes());
         prop_assert_eq!(Directory::decode(&bytes).unwrap(), directory);
+    }
+
+    #[test]
+    fn merged_index_files_tell_of_each_pack_once(
+        files in prop::collection::vec(index_file(), 0..4),
+        again in 0..4_usize,
+        supersedes in prop::collection::vec(any::<[u8; 32]>().prop_map(FileHash), 0..4),
+    ) {
+        let mut merged = Merged::new(supersedes.clone(), 100);
+        for file in files.iter().chain(files.get(again)) {
+            merged.add(&file.encode()).unwrap();
+        }
+        let packs = files.into_iter().flat_map(|file| file.packs).collect();
+        let merged = IndexFile::decode(&merged.finish()).unwrap();
+        prop_assert_eq!(merged, IndexFile { supersedes, packs });
     }
 
     #[test]

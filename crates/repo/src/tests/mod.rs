@@ -6,6 +6,8 @@ mod crash;
 mod decoders;
 
 pub(crate) mod faults;
+mod growth;
+mod index_twin;
 mod kill;
 mod layers;
 mod locking;

@@ -113,3 +113,49 @@ fn a_pack_that_comes_back_counts_again() {
     // Only the manifest is new.
     assert_eq!(bench.packs().len(), 1);
 }
+
+#[test]
+fn a_look_that_failed_is_taken_again() {
+    let mut bench = Bench::new();
+    let mut dice = Dice(4);
+    let mut folders: Vec<PathBuf> = Vec::new();
+    // The one that is looked at first loses its pack, the other cannot be looked at.
+    while folders.len() < 2 {
+        bench.vm.run(&mut dice, 10);
+        bench.vm.checkpoint(&mut bench.repo).unwrap();
+        let packs = bench.packs();
+        folders = packs
+            .iter()
+            .filter_map(|pack| pack.parent().map(Path::to_owned))
+            .collect();
+        folders.sort();
+        folders.dedup();
+    }
+    // All packs have been looked at.
+    drop(bench.repo.begin(WAIT).unwrap());
+    let (lost, broken) = (&folders[0], &folders[folders.len() - 1]);
+    let gone: Vec<PathBuf> = bench
+        .packs()
+        .into_iter()
+        .filter(|pack| pack.starts_with(lost))
+        .collect();
+    for pack in &gone {
+        fs::remove_file(pack).unwrap();
+    }
+    let folder = fs::File::open(lost).unwrap();
+    folder
+        .set_modified(SystemTime::now() - Duration::from_secs(60))
+        .unwrap();
+    let aside = bench.dir.path().join("aside");
+    fs::rename(broken, &aside).unwrap();
+    std::os::unix::fs::symlink(broken, broken).unwrap();
+    assert!(bench.repo.begin(WAIT).is_err());
+    fs::remove_file(broken).unwrap();
+    fs::rename(&aside, broken).unwrap();
+    let mut expected: Vec<String> = gone
+        .iter()
+        .map(|pack| relative(bench.dir.path(), pack))
+        .collect();
+    expected.sort();
+    assert_eq!(bench.repo.begin(WAIT).unwrap().missing_packs(), expected);
+}
