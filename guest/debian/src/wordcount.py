@@ -7,6 +7,7 @@ import random
 import sys
 import zlib
 from collections import Counter
+from itertools import accumulate
 
 TEXT_BYTES = 4 << 20
 PARTITIONS = 8
@@ -26,18 +27,19 @@ def write_texts(folder, count):
     """Texts of sentences over a vocabulary in which a few words are frequent; their number of words."""
     letters = "etaoinshrdlucmfw"
     words = ["".join(random.choices(letters, k=random.randint(2, 12))) for _ in range(WORDS)]
-    weights = [1 / rank for rank in range(1, WORDS + 1)]
-    sentences = [
-        " ".join(random.choices(words, weights, k=random.randint(5, 40))) + "\n" for _ in range(SENTENCES)
-    ]
+    weights = list(accumulate(1 / rank for rank in range(1, WORDS + 1)))
+    lengths = {}
+    while len(lengths) < SENTENCES:
+        sentence = random.choices(words, cum_weights=weights, k=random.randint(5, 40))
+        lengths[" ".join(sentence) + "\n"] = len(sentence)
+    sentences = list(lengths)
+    sentences_a_text = TEXT_BYTES * SENTENCES // sum(map(len, sentences))
     total = 0
     for number in range(count):
-        size = 0
+        chosen = random.choices(sentences, k=sentences_a_text)
+        total += sum(map(lengths.get, chosen))
         with open(f"{folder}/text.{number}", "w") as text:
-            while size < TEXT_BYTES:
-                sentence = random.choice(sentences)
-                size += text.write(sentence)
-                total += sentence.count(" ") + 1
+            text.writelines(chosen)
     return total
 
 

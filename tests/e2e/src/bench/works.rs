@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use crate::cli::Stillframe;
-use crate::debian::{DebianSetup, Work};
+use crate::debian::{DebianSetup, READY_LIMIT, Work};
 use crate::guest::Guest;
 use crate::results;
 
@@ -72,7 +72,7 @@ fn measure(work: Work, window: Duration) -> Result<Value> {
         .map(|checkpoint| checkpoint["verify"]["differing"].as_u64())
         .sum();
     // It works on: nothing that was done to it broke it.
-    guest.serial.wait_units(after + 1, window)?;
+    guest.serial.wait_units(after + 1, READY_LIMIT)?;
     Ok(json!({
         "work": work.name(),
         "commit": results::commit(),
