@@ -6,6 +6,8 @@
 mod cpio;
 pub mod elf;
 mod kernel;
+mod modules;
+pub mod rootfs;
 
 use crate::run::{cargo, run};
 use crate::setup::static_busybox;
@@ -98,6 +100,13 @@ fn build_workload(workspace: &Workspace) -> Result<Vec<u8>> {
 }
 
 fn initramfs(init: &[u8], workload: &[u8]) -> Result<Vec<u8>> {
+    let mut archive = started_archive(init)?;
+    archive.program("workload", workload)?;
+    Ok(archive.finish())
+}
+
+/// An initramfs with busybox and this `/init`, to which more may be added.
+fn started_archive(init: &[u8]) -> Result<Archive> {
     let mut archive = Archive::default();
     for folder in ["bin", "dev", "proc", "sys"] {
         archive.folder(folder);
@@ -105,9 +114,8 @@ fn initramfs(init: &[u8], workload: &[u8]) -> Result<Vec<u8>> {
     // The kernel gives it to /init as standard output, before devtmpfs is mounted.
     archive.character_device("dev/console", 5, 1);
     archive.program("bin/busybox", &read(&static_busybox()?)?)?;
-    archive.program("workload", workload)?;
     archive.program("init", init)?;
-    Ok(archive.finish())
+    Ok(archive)
 }
 
 fn build_boot_sector(source: &Path, folder: &Path) -> Result<Vec<u8>> {

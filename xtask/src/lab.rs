@@ -2,7 +2,7 @@
 //! of `tests/e2e`; here everything it needs is built first.
 
 use crate::ci::{build_release, step};
-use crate::guests;
+use crate::guests::{self, rootfs};
 use crate::micro;
 use crate::run::run;
 use crate::setup;
@@ -26,6 +26,9 @@ pub enum Bench {
     Flips,
     /// 10 000 checkpoints, one every 100 ms, and 20 of them restored (about 19 minutes).
     Soak,
+    /// The guests with real software: the pace of each, alone and watched (about 20 minutes; the first
+    /// time some more, to build them).
+    Works,
     /// The two-level dirty bitmap against a scan bit by bit (seconds; no guest).
     Bitmap,
     /// Size and speed of deltas on the mixes of FITDOC's table I (seconds; no guest).
@@ -48,6 +51,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         .unwrap_or_default();
     match bench {
         Bench::Bitmap | Bench::Delta => micro::bench(workspace, "stillframe-page", &name),
+        Bench::Works => run(prepared_with_debian(workspace)?.arg(name).args(more)),
         _ => run(prepared(workspace)?.arg(name).args(more)),
     }
 }
@@ -63,5 +67,12 @@ fn prepared(workspace: &Workspace) -> Result<Command> {
     lab.env("STILLFRAME_GUESTS", &guests.folder)
         .env("STILLFRAME_BIN", release.join("stillframe"))
         .env("STILLFRAME_COMMIT", workspace.commit()?);
+    Ok(lab)
+}
+
+/// The same, for a bench whose guests have real software.
+fn prepared_with_debian(workspace: &Workspace) -> Result<Command> {
+    let lab = prepared(workspace)?;
+    step("Debian guests", || rootfs::build(workspace))?;
     Ok(lab)
 }

@@ -31,7 +31,11 @@ enum Command {
     /// Install what the tests need and this Debian machine lacks (needs root if anything does)
     Setup,
     /// Build the test guests and print where they are
-    Guests,
+    Guests {
+        /// Those with real software instead (some minutes and a gigabyte, once; needs root)
+        #[arg(long)]
+        debian: bool,
+    },
     /// Check the rules of the source tree: layers, unsafe, sizes, words
     Tidy,
     /// Build everything the tests need and run all tests
@@ -56,9 +60,14 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.command {
         Command::Setup => setup::setup(),
-        Command::Guests => Workspace::load().and_then(|workspace| {
+        Command::Guests { debian: false } => Workspace::load().and_then(|workspace| {
             let guests = guests::build(&workspace)?;
             println!("{guests}");
+            Ok(())
+        }),
+        Command::Guests { debian: true } => Workspace::load().and_then(|workspace| {
+            let rootfs = guests::rootfs::build(&workspace)?;
+            println!("{rootfs}");
             Ok(())
         }),
         Command::Tidy => Workspace::load().and_then(|workspace| tidy::tidy(&workspace)),

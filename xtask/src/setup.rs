@@ -15,12 +15,23 @@ use std::process::Command;
 const QEMU_MAJOR_MIN: u32 = 10;
 const QEMU: &str = "qemu-system-x86_64";
 const QEMU_PACKAGE: &str = "qemu-system-x86";
+/// Where apt keeps what it is told.
+const APT: &str = "/etc/apt";
 /// What we add to apt where the release's own QEMU is too old.
 const BACKPORTS_FILE: &str = "/etc/apt/sources.list.d/stillframe-backports.sources";
 
 /// Installs what is missing and says so; quick and silent but for one line when nothing is.
 pub fn setup() -> Result<()> {
-    let missing = missing();
+    install_missing(missing)
+}
+
+/// The same for programs that only a rare job needs; each with the package that has it.
+pub fn need_programs(programs: &[(&str, &'static str)]) -> Result<()> {
+    install_missing(|| missing_programs(programs))
+}
+
+fn install_missing(look: impl Fn() -> Vec<Need>) -> Result<()> {
+    let missing = look();
     if missing.is_empty() {
         println!("setup: all there");
         return Ok(());
@@ -35,20 +46,22 @@ pub fn setup() -> Result<()> {
             packages.join(", ")
         );
     }
-    if fs::metadata("/proc/self")
-        .context("/proc is not mounted")?
-        .uid()
-        != 0
-    {
+    if !is_root()? {
         bail!(
             "packages are missing and only root may install them: run `cargo xtask setup` as root"
         );
     }
     install(&packages)?;
-    match self::missing().first() {
+    match look().first() {
         None => Ok(()),
         Some(Need { why, .. }) => bail!("after the installation still: {why}"),
     }
+}
+
+/// Whether we may do what only root may.
+pub fn is_root() -> Result<bool> {
+    let own = fs::metadata("/proc/self").context("/proc is not mounted")?;
+    Ok(own.uid() == 0)
 }
 
 /// A package to install, and what showed that it must be.
@@ -70,23 +83,28 @@ fn missing() -> Vec<Need> {
             why: format!("{QEMU} is missing"),
         }),
     }
-    for (program, package) in [
+    needs.extend(missing_programs(&[
         ("qemu-img", "qemu-utils"),
         ("as", "binutils"),
         ("ld", "binutils"),
-    ] {
-        if find_program(program).is_none() && needs.iter().all(|need| need.package != package) {
-            needs.push(Need {
-                package,
-                why: format!("{program} is missing"),
-            });
-        }
-    }
+    ]));
     if static_busybox().is_err() {
         needs.push(Need {
             package: "busybox-static",
             why: "a statically linked busybox is missing".to_owned(),
         });
+    }
+    needs
+}
+
+/// A package is named once, however many of its programs are missing.
+fn missing_programs(programs: &[(&str, &'static str)]) -> Vec<Need> {
+    let mut needs: Vec<Need> = Vec::new();
+    for &(program, package) in programs {
+        if find_program(program).is_none() && needs.iter().all(|need| need.package != package) {
+            let why = format!("{program} is missing");
+            needs.push(Need { package, why });
+        }
     }
     needs
 }
@@ -165,14 +183,9 @@ fn major_of_candidate(policy: &str) -> Option<u32> {
 
 /// Makes sure that apt knows the backports of this release; gives their suite.
 fn use_backports() -> Result<String> {
-    let release = fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
-    let codename = release
-        .lines()
-        .find_map(|line| line.strip_prefix("VERSION_CODENAME="))
-        .map(|name| name.trim_matches('"').to_owned())
-        .context("/etc/os-release names no release codename")?;
+    let codename = codename()?;
     let suite = format!("{codename}-backports");
-    let sources = apt_sources::read_all(Path::new("/etc/apt"))?;
+    let sources = apt_sources::read_all(Path::new(APT))?;
     if sources.iter().any(|source| source.has_suite(&suite)) {
         println!("setup: QEMU of {codename} is too old, taking it from {suite}");
         return Ok(suite);
@@ -191,6 +204,27 @@ fn use_backports() -> Result<String> {
         .with_context(|| format!("cannot write {BACKPORTS_FILE}"))?;
     run(&mut apt_get(&["update"]))?;
     Ok(suite)
+}
+
+/// The release that this machine runs.
+fn codename() -> Result<String> {
+    let release = fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
+    release
+        .lines()
+        .find_map(|line| line.strip_prefix("VERSION_CODENAME="))
+        .map(|name| name.trim_matches('"').to_owned())
+        .context("/etc/os-release names no release codename")
+}
+
+/// Where this machine gets packages of that release from or, as all releases lie side by side, those of
+/// its own; none where apt does not say.
+pub fn mirror(suite: &str) -> Result<Option<String>> {
+    let sources = apt_sources::read_all(Path::new(APT))?;
+    let own = codename()?;
+    let of = |suite: &str| sources.iter().find(|source| source.has_suite(suite));
+    Ok(of(suite)
+        .or_else(|| of(&own))
+        .and_then(|source| source.first_uri().map(str::to_owned)))
 }
 
 #[cfg(test)]

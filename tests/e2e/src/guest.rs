@@ -13,6 +13,9 @@ use tempfile::TempDir;
 use crate::qmp::Qmp;
 use crate::serial::Serial;
 
+/// What the kernel is told besides its work; `cargo xtask guests` says why.
+pub(crate) const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 no_timer_check \
+                                           tsc=reliable nowatchdog mitigations=off";
 /// For a guest to boot and tick under TCG, on a busy machine.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(120);
 
@@ -139,28 +142,13 @@ impl Setup {
     }
 
     fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
-        let path = |name: &str| folder.join(name).display().to_string();
-        let mut arguments = vec![
-            "-display".to_owned(),
-            "none".to_owned(),
-            "-no-user-config".to_owned(),
-            "-qmp".to_owned(),
-            format!("unix:{},server=on,wait=off", path("qmp")),
-            "-qmp".to_owned(),
-            format!("unix:{},server=on,wait=off", path("qmp2")),
-            "-serial".to_owned(),
-            format!("file:{}", path("serial")),
-        ];
+        let ram_mib = match self.kind {
+            Kind::FiveGib => 5120,
+            _ => self.ram_mib,
+        };
+        let ram = format!("{ram_mib}M");
+        let mut arguments = surroundings(folder, ram_mib);
         let mut add = |words: &[&str]| arguments.extend(words.iter().map(|&word| word.to_owned()));
-        let ram = format!(
-            "{}M",
-            if self.kind == Kind::FiveGib {
-                5120
-            } else {
-                self.ram_mib
-            }
-        );
-        add(&["-m", &ram]);
         match self.kind {
             Kind::Private | Kind::Console | Kind::FiveGib => add(&["-machine", "q35"]),
             Kind::Memfd => {
@@ -190,14 +178,7 @@ impl Setup {
             }
         }
         if self.kind != Kind::KvmBootSector {
-            add(&["-accel", "tcg"]);
-            let guests = guests()?;
-            add(&["-kernel", &guests.join("vmlinuz").display().to_string()]);
-            add(&[
-                "-initrd",
-                &guests.join("initramfs.cpio").display().to_string(),
-            ]);
-            add(&["-append", &self.kernel_command_line()]);
+            arguments.extend(linux("initramfs.cpio", &self.kernel_command_line())?);
         }
         arguments.extend(self.extra.iter().cloned());
         Ok(arguments)
@@ -217,42 +198,14 @@ impl Setup {
             ""
         };
         format!(
-            "console=ttyS0 quiet loglevel=1 panic=-1 no_timer_check tsc=reliable nowatchdog mitigations=off \
-             sf.args=--mib={mib},--pattern={pattern},--tick-ms={tick_ms},\
+            "{KERNEL_ARGUMENTS} sf.args=--mib={mib},--pattern={pattern},--tick-ms={tick_ms},\
              --writes-per-tick={writes_per_tick},--share={share}{scroll}"
         )
     }
 
     /// Starts it, without waiting for it to boot.
     pub fn start(&self) -> Result<Guest> {
-        let folder = tempfile::Builder::new()
-            .prefix("stillframe-e2e-")
-            .tempdir()?;
-        let arguments = self.arguments(folder.path())?;
-        let log = fs::File::create(folder.path().join("qemu.log"))?;
-        let process = Command::new(&self.program)
-            .args(&arguments)
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()
-            .with_context(|| {
-                let program = self.program.display();
-                format!("cannot start {program}; `cargo xtask setup` installs QEMU")
-            })?;
-        let serial = Serial::new(&folder.path().join("serial"));
-        let mut guest = Guest {
-            kind: self.kind,
-            process,
-            folder,
-            serial,
-        };
-        if let Err(error) = Qmp::connect(&guest.qmp_path()) {
-            let log = fs::read_to_string(guest.folder.path().join("qemu.log")).unwrap_or_default();
-            let _ = guest.process.kill();
-            bail!("QEMU did not start: {error:#}: {log}");
-        }
-        Ok(guest)
+        Guest::start(self.kind, &self.program, |folder| self.arguments(folder))
     }
 
     /// Starts it and waits until the workload has ticked.
@@ -261,6 +214,44 @@ impl Setup {
         guest.serial.wait_ticks(3, BOOT_LIMIT)?;
         Ok(guest)
     }
+}
+
+/// The arguments of every guest: its RAM, its monitors and its serial port, which are in `folder`.
+pub(crate) fn surroundings(folder: &Path, ram_mib: u32) -> Vec<String> {
+    let path = |name: &str| folder.join(name).display().to_string();
+    [
+        "-display",
+        "none",
+        "-no-user-config",
+        "-qmp",
+        &format!("unix:{},server=on,wait=off", path("qmp")),
+        "-qmp",
+        &format!("unix:{},server=on,wait=off", path("qmp2")),
+        "-serial",
+        &format!("file:{}", path("serial")),
+        "-m",
+        &format!("{ram_mib}M"),
+    ]
+    .map(str::to_owned)
+    .to_vec()
+}
+
+/// The arguments of every Linux guest.
+pub(crate) fn linux(initramfs: &str, command_line: &str) -> Result<Vec<String>> {
+    let guests = guests()?;
+    let path = |name: &str| guests.join(name).display().to_string();
+    Ok([
+        "-accel",
+        "tcg",
+        "-kernel",
+        &path("vmlinuz"),
+        "-initrd",
+        &path(initramfs),
+        "-append",
+        command_line,
+    ]
+    .map(str::to_owned)
+    .to_vec())
 }
 
 /// A running guest.
@@ -275,6 +266,42 @@ pub struct Guest {
 }
 
 impl Guest {
+    /// Starts QEMU with the arguments that it gets for its folder, without waiting for it to boot.
+    pub(crate) fn start(
+        kind: Kind,
+        program: &Path,
+        arguments: impl FnOnce(&Path) -> Result<Vec<String>>,
+    ) -> Result<Guest> {
+        let folder = tempfile::Builder::new()
+            .prefix("stillframe-e2e-")
+            .tempdir()?;
+        let arguments = arguments(folder.path())?;
+        let log = fs::File::create(folder.path().join("qemu.log"))?;
+        let process = Command::new(program)
+            .args(&arguments)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .with_context(|| {
+                let program = program.display();
+                format!("cannot start {program}; `cargo xtask setup` installs QEMU")
+            })?;
+        let serial = Serial::new(&folder.path().join("serial"));
+        let mut guest = Guest {
+            kind,
+            process,
+            folder,
+            serial,
+        };
+        if let Err(error) = Qmp::connect(&guest.qmp_path()) {
+            let log = fs::read_to_string(guest.folder.path().join("qemu.log")).unwrap_or_default();
+            let _ = guest.process.kill();
+            bail!("QEMU did not start: {error:#}: {log}");
+        }
+        Ok(guest)
+    }
+
     /// QEMU's process id.
     pub fn pid(&self) -> i32 {
         self.process.id() as i32

@@ -8,6 +8,7 @@
 pub mod bench;
 pub mod campaign;
 pub mod cli;
+pub mod debian;
 pub mod demo;
 pub mod guest;
 pub mod health;

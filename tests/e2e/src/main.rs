@@ -27,6 +27,15 @@ enum What {
         #[arg(long, default_value_t = 10)]
         turns: usize,
     },
+    /// The guests with real software: the pace of each, and every page of it compared.
+    Works {
+        /// The pace is measured over so many seconds.
+        #[arg(long, default_value_t = 60)]
+        seconds: u64,
+        /// Only this one; then nothing is recorded.
+        #[arg(long)]
+        work: Option<String>,
+    },
     /// Every page of every RAM block against an image of the same pause, all kinds of guest.
     Exactness {
         /// Checkpoints of each guest.
@@ -75,6 +84,7 @@ fn main() -> Result<()> {
     match Arguments::parse().what {
         What::Demo { seconds_before } => demo::run(Some(Duration::from_secs(seconds_before))),
         What::Checkpoint { turns } => bench::checkpoint::run(turns),
+        What::Works { seconds, work } => bench::works::run(seconds, work.as_deref()),
         What::Exactness {
             checkpoints,
             per_mode,

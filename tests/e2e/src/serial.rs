@@ -1,10 +1,10 @@
-//! What the workload in a guest says on the serial port.
+//! What the workload in a guest says on the serial port, and what a guest with real software says.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 /// A serial port written to a file.
 #[derive(Debug, Clone)]
@@ -42,11 +42,9 @@ impl Serial {
     /// All ticks so far; an error where the guest found its memory corrupt or went down.
     pub fn ticks(&self) -> Result<Vec<Tick>> {
         let text = self.text();
-        // A line still being written has no end yet.
-        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         let mut ticks = Vec::new();
-        for line in whole.lines().map(str::trim) {
-            if line.contains("CORRUPT") || line.contains("Kernel panic") || line.contains("BUG:") {
+        for line in whole_lines(&text) {
+            if line.contains("CORRUPT") || is_crash(line) {
                 bail!("the guest says: {line}");
             }
             let mut words = line.split_whitespace();
@@ -66,34 +64,109 @@ impl Serial {
 
     /// Waits until `count` ticks have been printed.
     pub fn wait_ticks(&self, count: usize, limit: Duration) -> Result<Vec<Tick>> {
+        let mut seen = 0;
+        self.wait(limit, |serial| {
+            let ticks = serial.ticks()?;
+            seen = ticks.len();
+            Ok((seen >= count).then_some(ticks))
+        })
+        .with_context(|| format!("{seen} ticks instead of {count}"))
+    }
+
+    /// The units of work that a guest with real software has done; none before it is ready, an error
+    /// where it failed or went down. See `guest/debian/serial`.
+    pub fn units(&self) -> Result<Option<u64>> {
+        let text = self.text();
+        let mut units = None;
+        for line in whole_lines(&text) {
+            if line.starts_with("lab failed") || is_crash(line) {
+                bail!("the guest says: {line}; the end of it: {}", self.tail());
+            }
+            if line == "lab ready" {
+                units = Some(0);
+            } else if let Some(number) = line.strip_prefix("lab unit ") {
+                units = Some(number.parse().with_context(|| line.to_owned())?);
+            }
+        }
+        Ok(units)
+    }
+
+    /// Waits until so many units have been done; 0: until the work begins.
+    pub fn wait_units(&self, count: u64, limit: Duration) -> Result<u64> {
+        self.wait(limit, |serial| {
+            Ok(serial.units()?.filter(|&units| units >= count))
+        })
+        .with_context(|| format!("{count} units were waited for"))
+    }
+
+    /// Waits for an answer, or an error that tells the end of what was said.
+    fn wait<T>(
+        &self,
+        limit: Duration,
+        mut answer: impl FnMut(&Serial) -> Result<Option<T>>,
+    ) -> Result<T> {
         let deadline = Instant::now() + limit;
         loop {
-            let ticks = self.ticks()?;
-            if ticks.len() >= count {
-                return Ok(ticks);
+            if let Some(answer) = answer(self)? {
+                return Ok(answer);
             }
             if Instant::now() > deadline {
-                let text = self.text();
-                let tail: String = text
-                    .chars()
-                    .rev()
-                    .take(600)
-                    .collect::<Vec<_>>()
-                    .into_iter()
-                    .rev()
-                    .collect();
-                bail!(
-                    "{} ticks instead of {count} after {limit:?}; the end of it: {tail}",
-                    ticks.len()
-                );
+                bail!("not after {limit:?}; the end of it: {}", self.tail());
             }
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+
+    fn tail(&self) -> String {
+        let text = self.text();
+        let skipped = text.chars().count().saturating_sub(600);
+        text.chars().skip(skipped).collect()
     }
 
     /// Waits for `more` ticks from now on.
     pub fn wait_more(&self, more: usize, limit: Duration) -> Result<Vec<Tick>> {
         let now = self.ticks()?.len();
         self.wait_ticks(now + more, limit)
+    }
+}
+
+/// A line still being written has no end yet.
+fn whole_lines(text: &str) -> impl Iterator<Item = &str> {
+    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+    whole.lines().map(str::trim)
+}
+
+fn is_crash(line: &str) -> bool {
+    line.contains("Kernel panic") || line.contains("BUG:")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn units(text: &str) -> Result<Option<u64>> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("serial");
+        fs::write(&path, text).unwrap();
+        Serial::new(&path).units()
+    }
+
+    #[test]
+    fn units_count_from_ready_on_and_only_in_whole_lines() {
+        assert_eq!(units("").unwrap(), None);
+        assert_eq!(units("booting\nlab ready\nlab un").unwrap(), Some(0));
+        let text = "lab ready\nlab unit 1\nNOTICE: x\nlab unit 2\nlab unit 3";
+        assert_eq!(units(text).unwrap(), Some(2));
+    }
+
+    #[test]
+    fn a_failed_work_is_an_error_with_what_went_before() {
+        let error = units("lab ready\nno space\nlab failed: working: ended with status 1\n");
+        let error = error.unwrap_err().to_string();
+        assert!(
+            error.contains("status 1") && error.contains("no space"),
+            "{error}"
+        );
+        assert!(units("lab unit many\n").is_err());
     }
 }

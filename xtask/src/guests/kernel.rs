@@ -8,14 +8,30 @@ use std::process::Command;
 
 /// The package that always depends on the newest cloud kernel of the release.
 const NEWEST: &str = "linux-image-cloud-amd64";
+/// What is kept of it.
+const KERNEL: &str = "vmlinuz";
+const MODULES: &str = "modules";
 
 /// Puts `vmlinuz` into the folder. Once it is there, nothing is asked of the network again;
 /// remove it for a newer one.
 pub fn fetch(folder: &Path) -> Result<()> {
-    let kernel = folder.join("vmlinuz");
-    if kernel.is_file() {
-        return Ok(());
+    match folder.join(KERNEL).is_file() {
+        true => Ok(()),
+        false => fetch_anew(folder),
     }
+}
+
+/// The same, and its modules: the folder in which they are, with `modules.builtin`.
+pub fn fetch_modules(folder: &Path) -> Result<PathBuf> {
+    let modules = folder.join(MODULES);
+    // Both or none: modules serve the kernel of their own package only.
+    if !modules.is_dir() || !folder.join(KERNEL).is_file() {
+        fetch_anew(folder)?;
+    }
+    Ok(modules)
+}
+
+fn fetch_anew(folder: &Path) -> Result<()> {
     let package = newest_package()?;
     let work = folder.join("kernel");
     if work.exists() {
@@ -32,8 +48,21 @@ pub fn fetch(folder: &Path) -> Result<()> {
     let unpacked = work.join("unpacked");
     run(Command::new("dpkg").arg("-x").args([&archive, &unpacked]))?;
     let image = only_file(&unpacked.join("boot"), |name| name.starts_with("vmlinuz-"))?;
-    fs::rename(&image, &kernel)
-        .with_context(|| format!("cannot put {} in place", kernel.display()))?;
+    // Debian has `/lib` in `/usr` in newer releases.
+    let roots = [
+        unpacked.join("lib/modules"),
+        unpacked.join("usr/lib/modules"),
+    ];
+    let root = roots.iter().find(|root| root.is_dir());
+    let own = only_file(root.context("the kernel has no modules")?, |_| true)?;
+    let modules = folder.join(MODULES);
+    if modules.exists() {
+        fs::remove_dir_all(&modules)
+            .with_context(|| format!("cannot clear {}", modules.display()))?;
+    }
+    for (from, to) in [(&own, modules), (&image, folder.join(KERNEL))] {
+        fs::rename(from, &to).with_context(|| format!("cannot put {} in place", to.display()))?;
+    }
     fs::remove_dir_all(&work).with_context(|| format!("cannot clear {}", work.display()))
 }
 

@@ -21,6 +21,11 @@ impl Source {
         self.suites.iter().any(|own| own == suite)
     }
 
+    /// The place asked first.
+    pub fn first_uri(&self) -> Option<&str> {
+        self.uris.first().map(String::as_str)
+    }
+
     /// The `main` component of another suite at the same place, trusted by the same key.
     pub fn beside(base: &Self, suite: &str) -> Self {
         Self {
@@ -163,6 +168,7 @@ Components: main
         let sources = parse_deb822(STANZAS);
         assert_eq!(sources.len(), 1);
         assert!(sources[0].has_suite("bookworm") && !sources[0].has_suite("bookworm-backports"));
+        assert_eq!(sources[0].first_uri(), Some("http://mirror.test/debian"));
     }
 
     #[test]

@@ -3,3 +3,4 @@
 pub mod checkpoint;
 mod peers;
 mod slowdown;
+pub mod works;

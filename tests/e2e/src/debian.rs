@@ -1,0 +1,93 @@
+//! Guests with real software: Debian on a disk image that QEMU opens read-only, with all that they
+//! write in RAM. What they do stands in `guest/debian`.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use crate::guest::{self, Guest, KERNEL_ARGUMENTS, Kind};
+
+/// For the slowest of them to prepare itself under TCG, on a busy machine.
+pub const READY_LIMIT: Duration = Duration::from_secs(900);
+
+/// What such a guest does. Each says on its serial port when it has done another unit of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// Nothing.
+    Idle,
+    /// A file server's operations on a file system in RAM.
+    Dbench,
+    /// The Linux kernel's build.
+    Compile,
+    /// Sweeps over arrays of doubles in half of RAM.
+    Numeric,
+    /// Map and reduce over texts.
+    Wordcount,
+    /// PostgreSQL under pgbench.
+    Database,
+}
+
+impl Work {
+    /// All of them.
+    pub const ALL: [Work; 6] = [
+        Work::Idle,
+        Work::Dbench,
+        Work::Compile,
+        Work::Numeric,
+        Work::Wordcount,
+        Work::Database,
+    ];
+
+    /// Its script in `guest/debian/works`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Work::Idle => "idle",
+            Work::Dbench => "dbench",
+            Work::Compile => "compile",
+            Work::Numeric => "numeric",
+            Work::Wordcount => "wordcount",
+            Work::Database => "database",
+        }
+    }
+}
+
+/// A Debian guest to be started, of one vCPU.
+#[derive(Debug, Clone)]
+pub struct DebianSetup {
+    /// What it does.
+    pub work: Work,
+    /// MiB of RAM, 512 or more; the works that fill RAM fill as much as there is.
+    pub ram_mib: u32,
+    /// More arguments for QEMU.
+    pub extra: Vec<String>,
+}
+
+impl DebianSetup {
+    /// Starts it and waits until its work begins. From then on, `serial.units()` counts it.
+    pub fn boot(&self) -> Result<Guest> {
+        let program = Path::new("qemu-system-x86_64");
+        let guest = Guest::start(Kind::Private, program, |folder| self.arguments(folder))?;
+        let name = self.work.name();
+        guest
+            .serial
+            .wait_units(0, READY_LIMIT)
+            .with_context(|| format!("the guest of {name} does not get ready"))?;
+        Ok(guest)
+    }
+
+    fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
+        let image = guest::guests()?.join("debian.ext4");
+        if !image.exists() {
+            let image = image.display();
+            bail!("no Debian image at {image}: run `cargo xtask guests --debian`");
+        }
+        let drive = format!("file={},if=virtio,format=raw,readonly=on", image.display());
+        let command_line = format!("{KERNEL_ARGUMENTS} lab.work={}", self.work.name());
+        let mut arguments = guest::surroundings(folder, self.ram_mib);
+        arguments.extend(["-machine", "q35", "-drive", &drive].map(str::to_owned));
+        arguments.extend(guest::linux("debian-initramfs.cpio", &command_line)?);
+        arguments.extend(self.extra.iter().cloned());
+        Ok(arguments)
+    }
+}

@@ -1,0 +1,150 @@
+//! Kernel modules with all that they need, in the order in which they can be loaded.
+//!
+//! Read from the modules themselves: `modules.dep` is made only when a kernel is installed.
+
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What `modinfo -F depends` prints stands in the file as one string after this.
+const DEPENDS: &[u8] = b"\0depends=";
+
+/// The files of these modules and of those they depend on, each after all that it depends on. What is
+/// built into the kernel needs no file.
+pub fn in_order(modules: &Path, wanted: &[&str]) -> Result<Vec<PathBuf>> {
+    let builtin = modules.join("modules.builtin");
+    let builtin = fs::read_to_string(&builtin)
+        .with_context(|| format!("cannot read {}", builtin.display()))?;
+    let mut found = Found {
+        files: BTreeMap::new(),
+        builtin: builtin
+            .lines()
+            .map(|line| name_of(Path::new(line)))
+            .collect(),
+        ordered: Vec::new(),
+    };
+    list(&modules.join("kernel"), &mut found.files)?;
+    for name in wanted {
+        found.add(name, &mut Vec::new())?;
+    }
+    Ok(found.ordered)
+}
+
+struct Found {
+    files: BTreeMap<String, PathBuf>,
+    builtin: Vec<String>,
+    ordered: Vec<PathBuf>,
+}
+
+impl Found {
+    /// `above`: the modules for which this one is added.
+    fn add(&mut self, name: &str, above: &mut Vec<String>) -> Result<()> {
+        if self.builtin.iter().any(|own| own == name) {
+            return Ok(());
+        }
+        if above.iter().any(|own| own == name) {
+            bail!("the kernel module {name} depends on itself");
+        }
+        let path = self.files.get(name).cloned();
+        let path = path.with_context(|| format!("the kernel has no module {name}"))?;
+        if self.ordered.contains(&path) {
+            return Ok(());
+        }
+        let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let needs = depends(&bytes)
+            .with_context(|| format!("{} is no module as it should be", path.display()))?;
+        above.push(name.to_owned());
+        for need in needs {
+            self.add(&need, above)?;
+        }
+        above.pop();
+        self.ordered.push(path);
+        Ok(())
+    }
+}
+
+/// All modules below a folder by their names.
+fn list(folder: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<()> {
+    let entries =
+        fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
+    for entry in entries {
+        let path = entry?.path();
+        if path.is_dir() {
+            list(&path, files)?;
+        } else if path.extension().is_some_and(|ending| ending == "ko") {
+            files.insert(name_of(&path), path);
+        }
+    }
+    Ok(())
+}
+
+/// A module's name has an underscore where its file may have a hyphen.
+fn name_of(path: &Path) -> String {
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    stem.replace('-', "_")
+}
+
+fn depends(module: &[u8]) -> Option<Vec<String>> {
+    let at = module
+        .windows(DEPENDS.len())
+        .position(|window| window == DEPENDS)?;
+    let value = module[at + DEPENDS.len()..]
+        .split(|&byte| byte == 0)
+        .next()?;
+    let value = std::str::from_utf8(value).ok()?;
+    let names = value.split(',').filter(|name| !name.is_empty());
+    Some(names.map(|name| name.replace('-', "_")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder of modules, each with what it depends on.
+    fn modules(of: &[(&str, &str)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir_all(folder.path().join("kernel/drivers")).unwrap();
+        fs::write(
+            folder.path().join("modules.builtin"),
+            "kernel/fs/ext-4.ko\n",
+        )
+        .unwrap();
+        for (name, needs) in of {
+            let bytes = format!("\x7fELF\0license=GPL\0depends={needs}\0name=x\0");
+            let path = folder.path().join(format!("kernel/drivers/{name}.ko"));
+            fs::write(path, bytes).unwrap();
+        }
+        folder
+    }
+
+    fn names(folder: &Path, wanted: &[&str]) -> Result<Vec<String>> {
+        let ordered = in_order(folder, wanted)?;
+        Ok(ordered.iter().map(|path| name_of(path)).collect())
+    }
+
+    #[test]
+    fn each_comes_once_and_after_what_it_needs() {
+        let folder = modules(&[
+            ("disk", "bus,ring"),
+            ("bus", "ring,modern-dev"),
+            ("modern-dev", ""),
+            ("ring", "ext_4"),
+            ("other", ""),
+        ]);
+        assert_eq!(
+            names(folder.path(), &["ext_4", "disk", "bus"]).unwrap(),
+            ["ring", "modern_dev", "bus", "disk"]
+        );
+    }
+
+    #[test]
+    fn what_is_missing_or_needs_itself_is_told() {
+        let folder = modules(&[("a", "b"), ("b", "a"), ("c", "d")]);
+        let told = |name| names(folder.path(), &[name]).unwrap_err().to_string();
+        assert!(told("a").contains("a depends on itself"));
+        assert!(told("c").contains("no module d"));
+        fs::write(folder.path().join("kernel/e.ko"), "\x7fELF").unwrap();
+        assert!(told("e").contains("is no module"));
+    }
+}

@@ -1,0 +1,227 @@
+//! The guests with real software: a Debian on a disk image, and the initramfs that boots it.
+//!
+//! Built only where a bench asks for it: it takes minutes, root, and a gigabyte. What runs in it, and how
+//! it is made once its packages are there, stands in `guest/debian`.
+
+use super::cpio::Archive;
+use super::{KERNEL_ARGUMENTS, kernel, modules, read, replace, started_archive};
+use crate::run::{answer, run};
+use crate::setup;
+use crate::workspace::Workspace;
+use anyhow::{Context, Result, bail};
+use std::fmt::{self, Write};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+
+/// The release, whatever this machine runs.
+const SUITE: &str = "bookworm";
+/// Beyond debootstrap's smallest set: what the works run, or are compiled with.
+const PACKAGES: &[&str] = &[
+    "bc",
+    "bison",
+    "dbench",
+    "flex",
+    "gcc",
+    "libc6-dev",
+    "linux-source-6.1",
+    "make",
+    "postgresql-15",
+    "python3-minimal",
+];
+/// What the guest must load to get at its root file system.
+const MODULES: &[&str] = &["virtio_pci", "virtio_blk", "ext4", "overlay"];
+/// Programs that build it, with their packages.
+const PROGRAMS: &[(&str, &str)] = &[
+    ("debootstrap", "debootstrap"),
+    ("mkfs.ext4", "e2fsprogs"),
+    ("unshare", "util-linux"),
+];
+/// The parts of `guest/debian` that go into the image, under `/lab`.
+const PARTS: &[&str] = &["prepare", "run", "serial", "src", "works"];
+/// For what the file system itself needs besides the files.
+const SPARE_MIB: u64 = 64;
+
+/// What a Debian guest boots from, beside the kernel of all guests.
+pub struct Rootfs {
+    /// An ext4 file system, never written to.
+    pub image: PathBuf,
+    /// The way to it.
+    pub initramfs: PathBuf,
+}
+
+impl fmt::Display for Rootfs {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(out, "{:<12}{}", "image", self.image.display())?;
+        writeln!(out, "{:<12}{}", "initramfs", self.initramfs.display())?;
+        write!(
+            out,
+            "boot with   qemu-system-x86_64 -machine q35 -accel tcg -m 1024 -display none -kernel \
+             vmlinuz -initrd debian-initramfs.cpio -serial file:SERIAL -drive \
+             file=debian.ext4,if=virtio,format=raw,readonly=on -append '{KERNEL_ARGUMENTS} \
+             lab.work=compile'"
+        )
+    }
+}
+
+/// Builds what is missing or no longer what its recipe says.
+pub fn build(workspace: &Workspace) -> Result<Rootfs> {
+    let folder = workspace.target.join("guests");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let sources = workspace.root.join("guest/debian");
+    let rootfs = Rootfs {
+        image: folder.join("debian.ext4"),
+        initramfs: folder.join("debian-initramfs.cpio"),
+    };
+    let initramfs = initramfs(&sources, &kernel::fetch_modules(&folder)?)?;
+    replace(&rootfs.initramfs, &initramfs, 0o644)?;
+    let recipe = recipe(&sources)?;
+    let stamp = folder.join("debian.recipe");
+    let built_from = fs::read_to_string(&stamp).unwrap_or_default();
+    if !rootfs.image.is_file() || built_from != recipe {
+        println!("guests: building a Debian root file system; this takes some minutes, once");
+        build_image(&sources, &folder, &rootfs.image)?;
+        // Last: without it, what was cut short is built again.
+        replace(&stamp, recipe.as_bytes(), 0o644)?;
+    }
+    Ok(rootfs)
+}
+
+fn initramfs(sources: &Path, modules: &Path) -> Result<Vec<u8>> {
+    let mut archive: Archive = started_archive(&read(&sources.join("init"))?)?;
+    archive.folder("modules");
+    for (number, path) in modules::in_order(modules, MODULES)?.iter().enumerate() {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        archive.program(&format!("modules/{number:02}-{name}"), &read(path)?)?;
+    }
+    Ok(archive.finish())
+}
+
+/// All that the image is made from, as one text; the packages' versions apart.
+fn recipe(sources: &Path) -> Result<String> {
+    let mut recipe = format!("{SUITE} {}\n", PACKAGES.join(" "));
+    for part in PARTS {
+        add_to_recipe(&mut recipe, &sources.join(part))?;
+    }
+    Ok(recipe)
+}
+
+fn add_to_recipe(recipe: &mut String, path: &Path) -> Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    // Writing to a String does not fail.
+    let _ = writeln!(recipe, "== {name}");
+    if !path.is_dir() {
+        let text = fs::read_to_string(path);
+        *recipe += &text.with_context(|| format!("cannot read {}", path.display()))?;
+        return Ok(());
+    }
+    let entries = fs::read_dir(path).with_context(|| format!("cannot list {}", path.display()))?;
+    let mut paths = Vec::new();
+    for entry in entries {
+        paths.push(entry?.path());
+    }
+    paths.sort();
+    paths
+        .iter()
+        .try_for_each(|path| add_to_recipe(recipe, path))
+}
+
+fn build_image(sources: &Path, folder: &Path, image: &Path) -> Result<()> {
+    setup::need_programs(PROGRAMS)?;
+    if !setup::is_root()? {
+        bail!("only root may make a Debian root file system");
+    }
+    let root = folder.join("debian");
+    clear(&root)?;
+    let mut debootstrap = in_own_mounts("debootstrap");
+    debootstrap
+        .arg("--variant=minbase")
+        .arg(format!("--include={}", PACKAGES.join(",")))
+        .arg(SUITE)
+        .arg(&root);
+    // Without one, debootstrap takes Debian's own.
+    if let Some(mirror) = setup::mirror(SUITE)? {
+        debootstrap.arg(mirror);
+    }
+    run(&mut debootstrap)?;
+    let lab = root.join("lab");
+    fs::create_dir(&lab).with_context(|| format!("cannot make {}", lab.display()))?;
+    let parts = PARTS.iter().map(|part| sources.join(part));
+    run(Command::new("cp")
+        .args(["--recursive", "--preserve=mode"])
+        .args(parts)
+        .arg(&lab))?;
+    let jobs = thread::available_parallelism().map_or(1, |count| count.get());
+    run(in_own_mounts("chroot")
+        .arg(&root)
+        .args(["/lab/prepare", &jobs.to_string()]))?;
+    make_file_system(&root, image)?;
+    clear(&root)
+}
+
+/// The program in a mount namespace of its own, so that nothing it mounts outlives it: what is left of
+/// the folder can always be removed without removing what was mounted there.
+fn in_own_mounts(program: &str) -> Command {
+    let mut command = Command::new("unshare");
+    command
+        .env("LC_ALL", "C")
+        // A user's PATH often lacks them.
+        .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+        .args(["--mount", program]);
+    command
+}
+
+fn make_file_system(root: &Path, image: &Path) -> Result<()> {
+    let said = answer(Command::new("du").args(["-s", "-B1M"]).arg(root))?;
+    let mib: u64 = said
+        .split_whitespace()
+        .next()
+        .and_then(|word| word.parse().ok())
+        .context("du gave no size")?;
+    // A tenth more for inodes and block lists.
+    let mib = mib + mib / 10 + SPARE_MIB;
+    let new = image.with_extension("new");
+    if new.exists() {
+        fs::remove_file(&new).with_context(|| format!("cannot remove {}", new.display()))?;
+    }
+    run(Command::new("/usr/sbin/mkfs.ext4")
+        // Nobody writes to it: no journal, nothing held back for root.
+        .args(["-q", "-F", "-O", "^has_journal", "-m", "0", "-i", "8192"])
+        .arg("-d")
+        .args([root, &new])
+        .arg(format!("{mib}M")))?;
+    fs::rename(&new, image).with_context(|| format!("cannot put {} in place", image.display()))
+}
+
+fn clear(folder: &Path) -> Result<()> {
+    match folder.exists() {
+        true => {
+            fs::remove_dir_all(folder).with_context(|| format!("cannot clear {}", folder.display()))
+        }
+        false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_recipe_changes_with_any_file_and_not_with_their_order_on_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        for part in ["src", "works"] {
+            fs::create_dir(folder.path().join(part)).unwrap();
+        }
+        for name in ["prepare", "run", "serial", "src/a.c", "works/b", "works/a"] {
+            write(name, name);
+        }
+        let first = recipe(folder.path()).unwrap();
+        fs::remove_file(folder.path().join("works/b")).unwrap();
+        write("works/b", "works/b");
+        assert_eq!(recipe(folder.path()).unwrap(), first);
+        write("works/b", "works/b and more");
+        assert_ne!(recipe(folder.path()).unwrap(), first);
+    }
+}
