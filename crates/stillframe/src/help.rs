@@ -71,8 +71,10 @@ Examples:
   stillframe -r /srv/checkpoints watch --pid 4711 --every 2s --count 100 --json
 
 One checkpoint is stored while the next is captured; an interval that cannot be kept is lengthened, and
-told. With --schedule copy-on-write the guest waits for this process at some of its first writes: should
-it hang for some seconds, a stop signal included, it is killed for the guest's sake.
+told. --schedule auto takes what suits the VM, and says why: stop-copy (all in the pause), pre-copy
+(before it, as far as possible), or copy-on-write (after it). With copy-on-write the guest waits for this
+process at some of its first writes: should it hang for some seconds, a stop signal included, it is
+killed for the guest's sake.
 
 One result a checkpoint. A checkpoint that fails is reported, and tried again at the next interval;
 10 failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the

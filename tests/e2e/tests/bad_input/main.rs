@@ -1,6 +1,7 @@
 //! Bad input and bad surroundings: each gives one clear error and the documented exit code, leaves
 //! the VM running as before, and loses no committed checkpoint.
 
+mod changes;
 mod damage;
 mod deaths;
 mod disks;

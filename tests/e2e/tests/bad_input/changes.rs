@@ -1,0 +1,87 @@
+//! VMs that change under a watch: they reboot, or get more memory.
+
+use anyhow::{Result, ensure};
+use serde_json::{Value, json};
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{BOOT_LIMIT, Kind, Setup};
+use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
+use stillframe_e2e::running::{PATIENCE, Running};
+
+fn watched<'a>(name: &'a str, schedule: &'a str) -> [&'a str; 9] {
+    [
+        "watch",
+        "--vm",
+        name,
+        "--every",
+        "200ms",
+        "--verify",
+        "--json",
+        "--schedule",
+        schedule,
+    ]
+}
+
+fn exact(results: &[Value]) -> bool {
+    let exact = |result: &Value| result["verify"]["differing"] == 0;
+    results.iter().all(exact)
+}
+
+/// The firmware writes its tables anew, and the kernel all of memory: every checkpoint before, during
+/// and after is exact.
+#[test]
+fn a_guest_that_reboots_is_watched_on() -> Result<()> {
+    for schedule in ["auto", "copy-on-write"] {
+        let guest = Setup::small(Kind::Private, "rebooted").boot()?;
+        let mut monitor = guest.second_monitor()?;
+        let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+        let mut watch = Running::start(stillframe.command(&watched("rebooted", schedule))?)?;
+        let before = watch.wait_results(2)?.len();
+        let ticks = guest.serial.ticks()?.len();
+        monitor.execute("system_reset", json!({}))?;
+        watch.wait_results(before + 4)?;
+        // It comes up again under the watch.
+        guest.serial.wait_ticks(ticks + 3, BOOT_LIMIT)?;
+        let booted = watch.results()?.len();
+        let results = watch.wait_results(booted + 2)?;
+        ensure!(exact(&results), "{results:?}");
+        watch.signal("TERM")?;
+        let ended = watch.end()?;
+        ensure!(ended.code == Some(0), "{ended:?}");
+        monitor.take_events();
+        expect_untouched(&guest, &mut monitor)?;
+        stillframe.ok(&["check", "--read-data"])?;
+    }
+    Ok(())
+}
+
+/// A VM with hot-plugged memory cannot be started again from what its command line says: the watch says
+/// so and ends; the VM runs on, and what was taken before stays good.
+#[test]
+fn hot_plugged_memory_ends_a_watch_with_clear_words() -> Result<()> {
+    let mut setup = Setup::small(Kind::Private, "plugged");
+    setup = setup.with(&["-m", "192M,slots=2,maxmem=512M"]);
+    let guest = setup.boot()?;
+    let mut monitor = guest.second_monitor()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let mut watch = Running::start(stillframe.command(&watched("plugged", "auto"))?)?;
+    watch.wait_results(2)?;
+    monitor.execute(
+        "object-add",
+        json!({"qom-type": "memory-backend-ram", "id": "more", "size": 128 << 20}),
+    )?;
+    monitor.execute(
+        "device_add",
+        json!({"driver": "pc-dimm", "id": "dimm", "memdev": "more"}),
+    )?;
+    watch.wait_words("RAM blocks changed")?;
+    let ids = checkpoints(&stillframe)?;
+    let ended = watch.end()?;
+    ensure!(ended.code == Some(1), "{ended:?}");
+    ensure!(ended.err.contains("dimm"), "{}", ended.err);
+    ensure!(exact(&ended.results()?), "{:?}", ended.results()?);
+    guest.serial.wait_more(3, PATIENCE)?;
+    monitor.take_events();
+    expect_untouched(&guest, &mut monitor)?;
+    ensure!(checkpoints(&stillframe)? == ids);
+    expect_whole(&stillframe, &ids)
+}
