@@ -35,6 +35,17 @@ pub(crate) struct PackInfo {
 }
 
 impl PackInfo {
+    /// A pack of which no more is known.
+    #[cfg(test)]
+    pub(crate) fn of_bytes(name: FileHash, file_bytes: u64) -> PackInfo {
+        PackInfo {
+            name,
+            file_bytes,
+            first_frame: 0,
+            missing: false,
+        }
+    }
+
     /// The number in this pack of the frame of a location.
     pub(crate) fn frame_number(&self, at: Location) -> u32 {
         at.frame - self.first_frame

@@ -3,10 +3,12 @@
 //! Nothing may be deduplicated against a pack that was removed or cut short, or a checkpoint that
 //! nobody can restore would be taken for a good one. Looking at every pack before every checkpoint
 //! would cost more than the checkpoint, so a pack is looked at when the index first tells of it,
-//! and again when the folder it lies in has changed.
+//! and again when the folder it lies in has changed. Checkpoints change folders themselves, and the
+//! small ones of a long watch all of them, again and again; so known packs are looked at for a tenth of
+//! the time at most, one folder after the other.
 
 use std::collections::{BTreeSet, HashMap};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::error::RepoError;
 use crate::index::PackInfo;
@@ -17,14 +19,37 @@ use crate::pack::FileHash;
 /// change may not show.
 const COARSE: Duration = Duration::from_secs(1);
 
+/// Looking at a pack takes about two microseconds.
+const LOOKS_A_MS: u128 = 500;
+/// So many known packs may be looked at, however little time has passed.
+const LOOKS_MIN: usize = 1000;
+
 /// What is known of the packs on disk.
-#[derive(Default)]
 pub(crate) struct Presence {
     /// When each folder of packs had last been changed, when its packs were looked at.
     folders: HashMap<u8, SystemTime>,
     /// How many packs of the index, from the first on, have been looked at.
     looked_at: usize,
+    /// When known packs were last looked at.
+    last: Option<Instant>,
+    /// The folder to go on with.
+    next: u8,
+    /// [`LOOKS_MIN`], but for tests.
+    looks_min: usize,
     missing: BTreeSet<FileHash>,
+}
+
+impl Default for Presence {
+    fn default() -> Presence {
+        Presence {
+            folders: HashMap::new(),
+            looked_at: 0,
+            last: None,
+            next: 0,
+            looks_min: LOOKS_MIN,
+            missing: BTreeSet::new(),
+        }
+    }
 }
 
 impl Presence {
@@ -42,6 +67,7 @@ impl Presence {
     pub(crate) fn start_over(&mut self) {
         self.folders.clear();
         self.looked_at = 0;
+        self.last = None;
     }
 
     /// Looks at the packs that are new, and at those whose folder has changed; whether more or
@@ -70,25 +96,85 @@ impl Presence {
         Ok(different)
     }
 
-    /// By the first byte of the packs' names.
+    /// By the first byte of the packs' names; as many as there is time for.
     fn changed_folders(
         &mut self,
         store: &LocalStore,
         packs: &[PackInfo],
     ) -> Result<[bool; 256], RepoError> {
-        let mut used = [false; 256];
+        let mut counts = [0; 256];
         for pack in packs {
-            used[usize::from(pack.name.0[0])] = true;
+            counts[usize::from(pack.name.0[0])] += 1;
         }
+        let mut allowance = self.allowance();
         let mut changed = [false; 256];
-        for folder in (0..=u8::MAX).filter(|&folder| used[usize::from(folder)]) {
+        for folder in (0..=u8::MAX).map(|step| self.next.wrapping_add(step)) {
+            let count = counts[usize::from(folder)];
+            if count == 0 {
+                continue;
+            }
+            if allowance == 0 {
+                self.next = folder;
+                break;
+            }
             let at = store.pack_folder_changed(folder)?;
-            changed[usize::from(folder)] = at.is_none() || at != self.folders.get(&folder).copied();
+            let differs = at.is_none() || at != self.folders.get(&folder).copied();
+            changed[usize::from(folder)] = differs;
+            if differs {
+                allowance = allowance.saturating_sub(count);
+            }
             match at.filter(|at| at.elapsed().is_ok_and(|age| age > COARSE)) {
                 Some(at) => self.folders.insert(folder, at),
                 None => self.folders.remove(&folder),
             };
         }
         Ok(changed)
+    }
+
+    /// How many known packs may be looked at now.
+    fn allowance(&mut self) -> usize {
+        let last = self.last.replace(Instant::now());
+        let tenth_ms = |last: Instant| last.elapsed().as_millis() / 10;
+        last.map_or(usize::MAX, |last| {
+            let looks = usize::try_from(tenth_ms(last) * LOOKS_A_MS).unwrap_or(usize::MAX);
+            looks.max(self.looks_min)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::local::Area;
+
+    /// However little may be looked at a time, a pack that vanished is missed after a while.
+    #[test]
+    fn little_looks_come_round() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = LocalStore::new(folder.path());
+        let packs: Vec<PackInfo> = (0..60u8)
+            .map(|number| {
+                let name = FileHash::of(&[number]);
+                let path = store.path(Area::Packs, &name.to_string());
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                fs::write(path, [number; 9]).unwrap();
+                PackInfo::of_bytes(name, 9)
+            })
+            .collect();
+        let mut presence = Presence {
+            looks_min: 3,
+            ..Presence::default()
+        };
+        assert!(!presence.look(&store, &packs).unwrap());
+        fs::remove_file(store.path(Area::Packs, &packs[50].name.to_string())).unwrap();
+        let looks = (1..).find(|_| presence.look(&store, &packs).unwrap());
+        assert!(looks.is_some_and(|looks| looks <= 60 / 3 + 1), "{looks:?}");
+        assert!(presence.missing().contains(&packs[50].name));
+        // New ones are looked at at once.
+        let mut more = packs;
+        more.push(PackInfo::of_bytes(FileHash::of(b"new"), 1));
+        assert!(presence.look(&store, &more).unwrap());
     }
 }
