@@ -26,6 +26,10 @@ pub enum Bench {
     Flips,
     /// 10 000 checkpoints, one every 100 ms, and 20 of them restored (about 19 minutes).
     Soak,
+    /// An interval of 10 ms for 10 minutes (about 12 minutes).
+    Frequency,
+    /// The pause of a guest of 8 GiB, and of one that writes all of its memory (about 6 minutes).
+    Extremes,
     /// The guests with real software: the pace of each, alone and watched (about 20 minutes; the first
     /// time some more, to build them).
     Works,

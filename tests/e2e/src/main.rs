@@ -27,6 +27,8 @@ enum What {
         #[arg(long, default_value_t = 10)]
         turns: usize,
     },
+    /// The pause of a large guest, and of one that writes all of its memory.
+    Extremes,
     /// The guests with real software: the pace of each, and every page of it compared.
     Works {
         /// The pace is measured over so many seconds.
@@ -69,6 +71,8 @@ enum What {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
+    /// 60 000 checkpoints, one every 10 ms.
+    Frequency,
     /// Random bit flips and truncations of a repository.
     Flips {
         /// How many.
@@ -84,6 +88,7 @@ fn main() -> Result<()> {
     match Arguments::parse().what {
         What::Demo { seconds_before } => demo::run(Some(Duration::from_secs(seconds_before))),
         What::Checkpoint { turns } => bench::checkpoint::run(turns),
+        What::Extremes => bench::extremes::run(),
         What::Works { seconds, work } => bench::works::run(seconds, work.as_deref()),
         What::Exactness {
             checkpoints,
@@ -96,6 +101,7 @@ fn main() -> Result<()> {
             every_ms,
             seed,
         } => campaign::soak::run(count, every_ms, seed),
+        What::Frequency => bench::frequency::run(),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),
     }
 }

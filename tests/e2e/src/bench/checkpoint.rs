@@ -301,8 +301,8 @@ fn peer_raw(name: &str, saved: &[Saved]) -> Value {
 fn summarise(values: [f64; 4]) -> Result<()> {
     let commit = results::commit();
     let promises = [
-        ("pause-p50-ratio", "<= 1.5", 1.5, "ratio"),
-        ("pause-p99-ratio", "<= 3", 3.0, "ratio"),
+        ("pause-p50-ratio", "<= 1.3", 1.3, "ratio"),
+        ("pause-p99-ratio", "<= 2.5", 2.5, "ratio"),
         ("guest-slowdown-2s", "<= 2", 2.0, "percent"),
         ("engine-memory-ratio", "<= 1.2", 1.2, "ratio"),
     ];

@@ -1,6 +1,8 @@
 //! Benches: ratios against a named peer in one run, raw data kept.
 
 pub mod checkpoint;
+pub mod extremes;
+pub mod frequency;
 mod peers;
 mod slowdown;
 pub mod works;

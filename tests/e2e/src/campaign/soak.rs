@@ -58,7 +58,7 @@ fn guest() -> Result<Guest> {
 }
 
 /// The reports, and the engine's resident memory over time.
-fn watch(
+pub fn watch(
     stillframe: &Stillframe,
     guest: &Guest,
     count: u64,
@@ -99,7 +99,7 @@ fn watch(
 }
 
 fn record(reports: &[Value], memory_kib: &[u64], every_ms: u64, wrong: u64) -> Result<()> {
-    let growth = describe(reports, memory_kib, every_ms, wrong);
+    let growth = describe(reports, memory_kib, every_ms, wrong)?;
     let slim: Vec<Value> = reports
         .iter()
         .map(|report| {
@@ -145,16 +145,12 @@ fn record(reports: &[Value], memory_kib: &[u64], every_ms: u64, wrong: u64) -> R
 
 /// Prints what was measured; how much the engine's memory has grown since a fifth of the way, which
 /// fills what is bounded: stages, delta cache.
-fn describe(reports: &[Value], memory_kib: &[u64], every_ms: u64, wrong: u64) -> f64 {
+fn describe(reports: &[Value], memory_kib: &[u64], every_ms: u64, wrong: u64) -> Result<f64> {
     let pauses: Vec<f64> = reports
         .iter()
         .filter_map(|report| Some(report["downtime_us"]["total"].as_f64()? / 1e3))
         .collect();
-    let starts: Vec<f64> = reports
-        .iter()
-        .filter_map(|report| report["time"].as_str()?.parse::<jiff::Timestamp>().ok())
-        .map(|time| time.as_microsecond() as f64 / 1e3)
-        .collect();
+    let starts = starts_ms(reports)?;
     // From the second on: the first checkpoint reads all memory.
     let pairs = starts.windows(2).skip(1);
     let gaps: Vec<f64> = pairs.map(|pair| pair[1] - pair[0]).collect();
@@ -174,5 +170,14 @@ fn describe(reports: &[Value], memory_kib: &[u64], every_ms: u64, wrong: u64) ->
         early / 1024.0,
         last / 1024.0,
     );
-    last / early.max(1.0)
+    Ok(last / early.max(1.0))
+}
+
+/// When the guest stood still, in milliseconds.
+pub fn starts_ms(reports: &[Value]) -> Result<Vec<f64>> {
+    let start = |report: &Value| -> Result<f64> {
+        let time = report["time"].as_str().context("time")?;
+        Ok(time.parse::<jiff::Timestamp>()?.as_microsecond() as f64 / 1e3)
+    };
+    reports.iter().map(start).collect()
 }
