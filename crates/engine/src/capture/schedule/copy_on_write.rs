@@ -27,12 +27,14 @@ pub struct CopyOnWrite {
 
 impl Schedule for CopyOnWrite {
     fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
-        // Collecting protects.
-        rounds(work, |_, _| Ok(()))?;
-        let pending = Collected::written(work.tracker.pending());
-        work.stage.expect_room(pending.pages())?;
-        work.stage.reserve(pending.pages());
-        Ok(())
+        // Collecting protects. Memory for the copies is made ready within the rounds, because that takes
+        // longer than they do, and the guest goes on writing.
+        rounds(work, |work, _| {
+            let pages = count(&work.tracker.pending());
+            work.stage.expect_room(pages)?;
+            work.stage.reserve(pages);
+            Ok(())
+        })
     }
 
     fn stopped(
