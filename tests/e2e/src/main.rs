@@ -36,6 +36,14 @@ enum What {
         #[arg(long)]
         work: Option<String>,
     },
+    /// The evaluations of two papers once more.
+    Papers {
+        /// Whose.
+        paper: bench::papers::Paper,
+        /// A minute of it, to see that it works; nothing is recorded.
+        #[arg(long)]
+        quick: bool,
+    },
     /// Every page of every RAM block against an image of the same pause, all kinds of guest.
     Exactness {
         /// Checkpoints of each guest.
@@ -85,6 +93,7 @@ fn main() -> Result<()> {
         What::Demo { seconds_before } => demo::run(Some(Duration::from_secs(seconds_before))),
         What::Checkpoint { turns } => bench::checkpoint::run(turns),
         What::Works { seconds, work } => bench::works::run(seconds, work.as_deref()),
+        What::Papers { paper, quick } => bench::papers::run(paper, quick),
         What::Exactness {
             checkpoints,
             per_mode,
