@@ -43,6 +43,7 @@ impl Plan {
                 checkpoints: 5,
                 whole_pages: 3,
                 saves: 3,
+                gigabit: 2,
             },
             sizes: [Work::Idle, Work::Compile]
                 .into_iter()
@@ -53,6 +54,7 @@ impl Plan {
                 checkpoints: 3,
                 whole_pages: 0,
                 saves: 2,
+                gigabit: 0,
             },
         }
     }
@@ -63,6 +65,7 @@ impl Plan {
             checkpoints: 3,
             whole_pages: 2,
             saves: 1,
+            gigabit: 2,
         };
         Plan {
             works: vec![Work::Idle, Work::Compile],
@@ -70,6 +73,7 @@ impl Plan {
             sizes: vec![(Work::Idle, 512)],
             sizes_depth: Depth {
                 whole_pages: 0,
+                gigabit: 0,
                 ..depth
             },
         }
@@ -83,6 +87,7 @@ impl Plan {
             checkpoints,
             whole_pages,
             saves,
+            ..
         } = self.depth;
         format!(
             "Guests: Debian with real software, {RAM_MIB} MiB where nothing else is said, one vCPU, TCG; each was \
@@ -135,6 +140,7 @@ pub fn run(quick: bool) -> Result<()> {
     table::add(&mut page, &guests)?;
     time::add_scan(&mut page, &guests)?;
     time::add_time(&mut page, &guests)?;
+    time::add_gigabit(&mut page, &guests)?;
     time::add_sizes(&mut page, &guests, &sized)?;
     size::add(&mut page, &guests)?;
     time::add_share(&mut page, &guests)?;

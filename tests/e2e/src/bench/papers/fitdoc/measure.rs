@@ -17,6 +17,9 @@ use crate::results::percentile;
 /// QEMU's ways to save all of a guest: names, and the capabilities that are switched on.
 const WAYS: [(&str, &[&str]); 2] = [("stream", &[]), ("mapped-ram", &["mapped-ram"])];
 
+/// MiB a second that the paper's network carries, at the most.
+const GIGABIT_MIB: u64 = 119;
+
 /// How long one guest is looked at.
 #[derive(Debug, Clone, Copy)]
 pub struct Depth {
@@ -28,6 +31,8 @@ pub struct Depth {
     pub whole_pages: u32,
     /// How often QEMU saves, each way.
     pub saves: u32,
+    /// Checkpoints of a third watch, through a gigabit; 0: there is none, and no such save.
+    pub gigabit: u32,
 }
 
 /// One guest, measured.
@@ -47,7 +52,16 @@ pub struct Measured {
     pub statistics: Value,
     /// In the order of [`WAYS`].
     saves: Vec<Vec<Saved>>,
+    /// Through a gigabit.
+    gigabit: Option<Gigabit>,
     boot_s: f64,
+}
+
+/// QEMU's stream and increments of ours, neither written faster than the paper's network would.
+#[derive(Debug)]
+struct Gigabit {
+    save: Saved,
+    increments: Vec<Value>,
 }
 
 /// Boots a guest and measures it.
@@ -75,17 +89,14 @@ pub fn measure(work: Work, ram_mib: u32, depth: &Depth) -> Result<Measured> {
     let mut whole_pages = Vec::new();
     if depth.whole_pages > 0 {
         say("watched without deltas and deduplication");
-        // A repository of its own: nothing is there already.
-        let stillframe = Stillframe::init(&folder.path().join("whole-pages"))?;
         let plain = ["--delta-cache", "0", "--no-dedup"];
-        whole_pages = watch(
-            &stillframe,
-            &guest,
-            depth.every_s,
-            depth.whole_pages,
-            &plain,
-        )?;
-        whole_pages.remove(0);
+        let place = folder.path().join("whole-pages");
+        whole_pages = increments_into(&place, &guest, depth.every_s, depth.whole_pages, &plain)?;
+    }
+    let mut gigabit = None;
+    if depth.gigabit > 0 {
+        say("saved and watched through a gigabit");
+        gigabit = Some(through_gigabit(&guest, folder.path(), depth)?);
     }
     // It works on: nothing that was done to it broke it, and what was measured was a working guest.
     let units = guest.serial.units()?.context("the guest is not ready")?;
@@ -98,8 +109,33 @@ pub fn measure(work: Work, ram_mib: u32, depth: &Depth) -> Result<Measured> {
         whole_pages,
         statistics,
         saves,
+        gigabit,
         boot_s,
     })
+}
+
+/// The increments of another watch, into a repository of its own: nothing is there already.
+fn increments_into(
+    place: &Path,
+    guest: &Guest,
+    every_s: u32,
+    count: u32,
+    more: &[&str],
+) -> Result<Vec<Value>> {
+    let mut reports = watch(&Stillframe::init(place)?, guest, every_s, count, more)?;
+    reports.remove(0);
+    Ok(reports)
+}
+
+fn through_gigabit(guest: &Guest, folder: &Path, depth: &Depth) -> Result<Gigabit> {
+    let mut qmp = guest.second_monitor()?;
+    // As Xen does it: the guest stands still.
+    let save = peers::migrate_standing(&mut qmp, &folder.join("migration"), GIGABIT_MIB << 20)
+        .context("QEMU's save through a gigabit")?;
+    let place = folder.join("gigabit");
+    let limit = ["--limit-write", &format!("{GIGABIT_MIB}M")];
+    let increments = increments_into(&place, guest, depth.every_s, depth.gigabit, &limit)?;
+    Ok(Gigabit { save, increments })
 }
 
 /// The reports of a watch, the full checkpoint's first.
@@ -258,6 +294,13 @@ impl Measured {
         })
     }
 
+    /// The times of QEMU's stream and of the median increment through a gigabit.
+    pub fn gigabit_ms(&self) -> Result<(f64, f64)> {
+        let gigabit = self.gigabit.as_ref().context("not measured")?;
+        let totals = Measured::numbers(&gigabit.increments, "/total_us")?;
+        Ok((gigabit.save.total_ms, percentile(&totals, 0.5) / 1e3))
+    }
+
     /// A number that `stats` gave.
     pub fn statistic(&self, place: &str) -> Result<f64> {
         let number = self.statistics.pointer(place).and_then(Value::as_f64);
@@ -270,13 +313,13 @@ impl Measured {
             .iter()
             .zip(&self.saves)
             .map(|((name, _), saves)| {
-                let runs: Vec<Value> = saves
-                    .iter()
-                    .map(|run| json!({"pause_ms": run.pause_ms, "total_ms": run.total_ms, "bytes": run.bytes}))
-                    .collect();
+                let runs: Vec<Value> = saves.iter().map(raw_save).collect();
                 json!({"way": name, "runs": runs})
             })
             .collect();
+        let gigabit = self.gigabit.as_ref().map(
+            |gigabit| json!({"save": raw_save(&gigabit.save), "increments": gigabit.increments}),
+        );
         json!({
             "ram_mib": self.ram_mib,
             "boot_s": self.boot_s,
@@ -285,6 +328,11 @@ impl Measured {
             "whole_pages": self.whole_pages,
             "stats": self.statistics,
             "saves": saves,
+            "gigabit": gigabit,
         })
     }
+}
+
+fn raw_save(run: &Saved) -> Value {
+    json!({"pause_ms": run.pause_ms, "total_ms": run.total_ms, "bytes": run.bytes})
 }

@@ -172,7 +172,7 @@ pub fn add_sizes(page: &mut Page, guests: &[Measured], sized: &[Measured]) -> Re
         title: "Figure 8: time of a checkpoint, by memory size",
         paper: "the time grows by only a small amount with the memory size, because the number of dirty pages does not \
                 change much; Xen's save grows linearly (figure 1).",
-        ours: "the time of an increment follows what is written, not the memory size. QEMU's follows what is not zero.",
+        ours: &growth(&all)?,
         columns: &[
             "guest",
             "MiB",
@@ -187,6 +187,77 @@ pub fn add_sizes(page: &mut Page, guests: &[Measured], sized: &[Measured]) -> Re
         differs: "two guests, whose work does not grow with their memory, instead of six, and fewer checkpoints. Memory \
                   that the guest has never used costs QEMU a look at each page and no byte, so that its time does not \
                   double with the size as Xen's does.",
+    });
+    Ok(())
+}
+
+/// How the times grow from the least memory to the most, of each guest; they are sorted by both.
+fn growth(all: &[&Measured]) -> Result<String> {
+    let mut words = Vec::new();
+    for same in all.chunk_by(|one, other| one.work == other.work) {
+        let [least, .., most] = same else {
+            continue;
+        };
+        words.push(format!(
+            "{}: from {} to {} MiB an increment's time grows to {:.2} of what it was, QEMU's to {:.2}.",
+            least.work.name(),
+            least.ram_mib,
+            most.ram_mib,
+            most.total_ms()? / least.total_ms()?,
+            most.best_save_ms() / least.best_save_ms()
+        ));
+    }
+    Ok(words.join(" "))
+}
+
+/// Figure 8 once more, at the paper's price of a byte.
+pub fn add_gigabit(page: &mut Page, guests: &[Measured]) -> Result<()> {
+    let (mut rows, mut reductions) = (Vec::new(), Vec::new());
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    for guest in guests {
+        let (save_ms, increment_ms) = guest.gigabit_ms()?;
+        let reduction = reduction_percent(increment_ms, save_ms);
+        rows.push(vec![
+            guest.work.name().to_owned(),
+            format!("{save_ms:.0}"),
+            format!("{increment_ms:.0}"),
+            percent(reduction),
+            percent(paper::of(&paper::TIME_REDUCTION, guest.work)),
+        ]);
+        reductions.push(reduction);
+        theirs.push(save_ms);
+        ours.push(increment_ms);
+    }
+    let picture = "figure-8-gigabit.svg";
+    let labels = Labels {
+        title: "Time of a checkpoint, 1 GiB, at a gigabit a second",
+        x: "guest",
+        y: "milliseconds",
+    };
+    let bars = [("QEMU, stream", theirs), ("ours, increment", ours)];
+    chart::bars(&page.picture(picture), labels, &names(guests), &bars)?;
+    page.add(&Figure {
+        title: "Figure 8: time of a checkpoint, at a gigabit a second",
+        paper: "as above; the paper's checkpoints go through a gigabit network.",
+        ours: &format!(
+            "with both held to 119 MiB a second an increment takes {:.2} % less time than QEMU's save (mean; the paper's \
+             mean for these guests is {:.2} %). The promise is on the figure before, without a limit.",
+            mean(&reductions),
+            mean(&of_paper(guests, &paper::TIME_REDUCTION))
+        ),
+        columns: &[
+            "guest",
+            "QEMU stream: ms",
+            "ours, increment: ms",
+            "less time",
+            "paper: less time",
+        ],
+        rows: &rows,
+        pictures: &[picture],
+        differs: "a limit instead of a network: `max-bandwidth` of QEMU's migration, `--limit-write` of ours. The guest \
+                  stands still while QEMU saves it, as under Xen, so that no page is saved twice. One save, and a short \
+                  watch of its own. QEMU still leaves pages of zeros out; Xen's save of 1 GiB would take 8.6 s of such a \
+                  network.",
     });
     Ok(())
 }
