@@ -33,6 +33,9 @@ pub enum Bench {
     /// The guests with real software: the pace of each, alone and watched (about 20 minutes; the first
     /// time some more, to build them).
     Works,
+    /// The evaluations of two papers once more, on guests with real software: `papers fitdoc`, `papers
+    /// cow` (about 25 minutes each; the first time some more, to build the guests).
+    Papers,
     /// The two-level dirty bitmap against a scan bit by bit (seconds; no guest).
     Bitmap,
     /// Size and speed of deltas on the mixes of FITDOC's table I (seconds; no guest).
@@ -55,7 +58,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         .unwrap_or_default();
     match bench {
         Bench::Bitmap | Bench::Delta => micro::bench(workspace, "stillframe-page", &name),
-        Bench::Works => run(prepared_with_debian(workspace)?.arg(name).args(more)),
+        Bench::Works | Bench::Papers => run(prepared_with_debian(workspace)?.arg(name).args(more)),
         _ => run(prepared(workspace)?.arg(name).args(more)),
     }
 }

@@ -7,6 +7,7 @@
 
 pub mod bench;
 pub mod campaign;
+pub mod chart;
 pub mod cli;
 pub mod debian;
 pub mod demo;

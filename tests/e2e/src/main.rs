@@ -38,6 +38,14 @@ enum What {
         #[arg(long)]
         work: Option<String>,
     },
+    /// The evaluations of two papers once more.
+    Papers {
+        /// Whose.
+        paper: bench::papers::Paper,
+        /// A minute of it, to see that it works; nothing is recorded.
+        #[arg(long)]
+        quick: bool,
+    },
     /// Every page of every RAM block against an image of the same pause, all kinds of guest.
     Exactness {
         /// Checkpoints of each guest.
@@ -90,6 +98,7 @@ fn main() -> Result<()> {
         What::Checkpoint { turns } => bench::checkpoint::run(turns),
         What::Extremes => bench::extremes::run(),
         What::Works { seconds, work } => bench::works::run(seconds, work.as_deref()),
+        What::Papers { paper, quick } => bench::papers::run(paper, quick),
         What::Exactness {
             checkpoints,
             per_mode,

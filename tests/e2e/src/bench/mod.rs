@@ -3,6 +3,7 @@
 pub mod checkpoint;
 pub mod extremes;
 pub mod frequency;
+pub mod papers;
 mod peers;
 mod slowdown;
 pub mod works;

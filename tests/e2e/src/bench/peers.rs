@@ -60,11 +60,34 @@ pub fn savevm(qmp: &mut Qmp, disk: &Path) -> Result<Saved> {
 
 /// `migrate file:` with the given capabilities on, and `cont` as soon as it is done.
 pub fn migrate_to_file(qmp: &mut Qmp, file: &Path, capabilities: &[&str]) -> Result<Saved> {
+    migrate(qmp, file, capabilities, None)
+}
+
+/// The same of a guest that stands still meanwhile, at so many bytes a second: one that writes faster
+/// than that might never be saved.
+pub fn migrate_standing(qmp: &mut Qmp, file: &Path, bytes_per_s: u64) -> Result<Saved> {
+    migrate(qmp, file, &[], Some(bytes_per_s))
+}
+
+fn migrate(
+    qmp: &mut Qmp,
+    file: &Path,
+    capabilities: &[&str],
+    standing_at: Option<u64>,
+) -> Result<Saved> {
     let _ = std::fs::remove_file(file);
     set_capabilities(qmp, capabilities, true)?;
-    qmp.execute("migrate-set-parameters", json!({"max-bandwidth": 0}))?;
+    // 0: as many as it can.
+    let bytes_per_s = standing_at.unwrap_or(0);
+    qmp.execute(
+        "migrate-set-parameters",
+        json!({"max-bandwidth": bytes_per_s}),
+    )?;
     qmp.forget_events()?;
     let begin = Instant::now();
+    if standing_at.is_some() {
+        qmp.execute("stop", json!({}))?;
+    }
     qmp.execute(
         "migrate",
         json!({"uri": format!("file:{}", file.display())}),

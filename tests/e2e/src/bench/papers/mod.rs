@@ -1,0 +1,28 @@
+//! `cargo xtask bench papers fitdoc | cow`: the evaluations of two papers once more, on real guests, with
+//! the baselines of the paper in the same run.
+
+mod cow;
+mod fitdoc;
+mod page;
+
+use anyhow::Result;
+use clap::ValueEnum;
+
+/// Whose evaluation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Paper {
+    /// Fast Incremental Checkpointing with Delta Memory Compression.
+    Fitdoc,
+    /// Copy-on-write checkpointing, a thesis.
+    Cow,
+}
+
+/// Runs one and writes `docs/results/papers-<name>/`: a page with the paper's figures, ours and pictures,
+/// and raw data. `quick`: so little of everything that it shows only that it works, and nothing is
+/// written under `docs`.
+pub fn run(paper: Paper, quick: bool) -> Result<()> {
+    match paper {
+        Paper::Fitdoc => fitdoc::run(quick),
+        Paper::Cow => cow::run(quick),
+    }
+}

@@ -1,0 +1,112 @@
+//! A result page: what a paper showed, what we measured, a picture, and what differs and why.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use crate::results;
+
+/// A page being written, and the folder that it and its pictures go to.
+#[derive(Debug)]
+pub struct Page {
+    folder: PathBuf,
+    text: String,
+    raw: Vec<Value>,
+}
+
+/// One table or figure of the paper.
+#[derive(Debug)]
+pub struct Figure<'a> {
+    /// As in `Table I: changed bytes, page by page`.
+    pub title: &'a str,
+    /// What the paper showed, in words and figures.
+    pub paper: &'a str,
+    /// What we found, in a sentence.
+    pub ours: &'a str,
+    /// Names of the columns.
+    pub columns: &'a [&'a str],
+    /// The rows.
+    pub rows: &'a [Vec<String>],
+    /// File names of pictures in the folder.
+    pub pictures: &'a [&'a str],
+    /// What differs from the paper's setting, and why.
+    pub differs: &'a str,
+}
+
+impl Page {
+    /// A page in `docs/results/<bench>`, or in `folder`. `setting`: guests, host, and what is the same
+    /// for all figures.
+    pub fn new(
+        bench: &str,
+        elsewhere: Option<&Path>,
+        title: &str,
+        command: &str,
+        setting: &str,
+    ) -> Result<Page> {
+        let folder = match elsewhere {
+            Some(folder) => folder.to_owned(),
+            None => results::folder(bench)?,
+        };
+        let commit = results::commit();
+        Ok(Page {
+            folder,
+            text: format!(
+                "# {title}\n\n`{command}`, commit {commit}. Raw data: `raw.jsonl`.\n\n{setting}\n"
+            ),
+            raw: Vec::new(),
+        })
+    }
+
+    /// Where a picture goes.
+    pub fn picture(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// Adds one figure.
+    pub fn add(&mut self, figure: &Figure<'_>) {
+        let Figure {
+            title,
+            paper,
+            ours,
+            columns,
+            rows,
+            pictures,
+            differs,
+        } = figure;
+        let mut text = format!("\n## {title}\n\nPaper: {paper}\n\nOurs: {ours}\n\n");
+        if !rows.is_empty() {
+            let _ = writeln!(
+                text,
+                "| {} |\n|{}",
+                columns.join(" | "),
+                " --- |".repeat(columns.len())
+            );
+            for row in *rows {
+                let _ = writeln!(text, "| {} |", row.join(" | "));
+            }
+            text.push('\n');
+        }
+        for picture in *pictures {
+            let _ = writeln!(text, "![{title}]({picture})\n");
+        }
+        let _ = writeln!(text, "What differs: {differs}");
+        self.text += &text;
+    }
+
+    /// Keeps something measured.
+    pub fn keep(&mut self, what: &str, value: Value) {
+        self.raw.push(json!({"what": what, "value": value}));
+    }
+
+    /// Writes page and raw data.
+    pub fn write(self) -> Result<()> {
+        fs::write(self.folder.join("README.md"), &self.text)?;
+        let raw: String = self.raw.iter().map(|line| format!("{line}\n")).collect();
+        fs::write(self.folder.join("raw.jsonl"), raw)?;
+        print!("{}", self.text);
+        Ok(())
+    }
+}
