@@ -60,11 +60,23 @@ pub fn savevm(qmp: &mut Qmp, disk: &Path) -> Result<Saved> {
 
 /// `migrate file:` with the given capabilities on, and `cont` as soon as it is done.
 pub fn migrate_to_file(qmp: &mut Qmp, file: &Path, capabilities: &[&str]) -> Result<Saved> {
+    to_file(qmp, file, capabilities, false)
+}
+
+/// The plainest way: `stop`, `migrate file:`, `cont`.
+pub fn stop_and_migrate(qmp: &mut Qmp, file: &Path) -> Result<Saved> {
+    to_file(qmp, file, &[], true)
+}
+
+fn to_file(qmp: &mut Qmp, file: &Path, capabilities: &[&str], stop: bool) -> Result<Saved> {
     let _ = std::fs::remove_file(file);
     set_capabilities(qmp, capabilities, true)?;
     qmp.execute("migrate-set-parameters", json!({"max-bandwidth": 0}))?;
     qmp.forget_events()?;
     let begin = Instant::now();
+    if stop {
+        qmp.execute("stop", json!({}))?;
+    }
     qmp.execute(
         "migrate",
         json!({"uri": format!("file:{}", file.display())}),
