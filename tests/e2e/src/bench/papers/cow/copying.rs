@@ -58,8 +58,8 @@ fn wrong_pages(page: &mut Page, measured: &Measured) -> Result<()> {
                   booting takes long under TCG, and the guest goes on compiling between two iterations. \
                   Checkpoints every second. The image is taken in the checkpoint's own pause as in the thesis, \
                   and includes the memory of the video adapter, which was the thesis' error. The first \
-                  checkpoints are of all pages because QEMU's background snapshot, taken before, touched \
-                  them all.",
+                  checkpoints are of all pages because QEMU's own ways, tried before, read them all and so \
+                  made them present.",
     });
     Ok(())
 }

@@ -188,7 +188,8 @@ fn copy_on_write_composition(page: &mut Page, measured: &Measured) -> Result<()>
         title: "Table 6.4: what the downtime of copy-on-write is made of, at 2 s",
         paper: "ioctl 18 ms (half of it an error in the code), device states 7 ms (a VGA adapter), disk 1 ms. \
                 The thesis' conclusion: 6 ms without either.",
-        ours: "Arming costs less than QEMU takes for its device state, and is done meanwhile.",
+        ours: "Scanning and arming are done while QEMU saves its device state: the guest waits for the \
+               longer of the two.",
         columns: &["component", SPREAD[0], SPREAD[1], SPREAD[2], SPREAD[3]],
         rows: &rows,
         pictures: &[],
