@@ -63,8 +63,8 @@ pub fn migrate_to_file(qmp: &mut Qmp, file: &Path, capabilities: &[&str]) -> Res
     migrate(qmp, file, capabilities, None)
 }
 
-/// The same of a guest that stands still meanwhile, at so many bytes a second: one that writes faster
-/// than that might never be saved.
+/// The same of a guest that stands still meanwhile, at so many bytes a second (0: as many as QEMU can): one
+/// that writes faster than that might never be saved.
 pub fn migrate_standing(qmp: &mut Qmp, file: &Path, bytes_per_s: u64) -> Result<Saved> {
     migrate(qmp, file, &[], Some(bytes_per_s))
 }

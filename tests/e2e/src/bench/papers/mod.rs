@@ -3,6 +3,7 @@
 
 mod cow;
 mod fitdoc;
+mod numbers;
 mod page;
 
 use anyhow::Result;

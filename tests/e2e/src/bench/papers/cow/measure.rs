@@ -1,0 +1,374 @@
+//! Measuring for the copy-on-write thesis: one stretch of the kernel's build again and again from one
+//! and the same state, alone and watched; verified checkpoints; QEMU's own ways.
+//!
+//! A unit of the guest's work is an object compiled, of some seconds under TCG, and objects differ: units
+//! in a window of time would tell more of the objects than of us. So the guest is checkpointed once, every
+//! run restores it, and the time is taken that the very same objects need.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::bench::papers::numbers::{mean, standard_error};
+use crate::bench::peers::{self, Saved};
+use crate::cli::Stillframe;
+use crate::debian::{DebianSetup, Work};
+use crate::guest::{Guest, Restored};
+use crate::running::Running;
+
+/// MiB of the guest's RAM.
+pub const RAM_MIB: u32 = 1024;
+/// For an object to be compiled, on a busy machine.
+const UNITS_LIMIT: Duration = Duration::from_secs(600);
+/// Between restoring and the stretch: the first checkpoint of a watch, of all memory, is done by then.
+const LEAD: Duration = Duration::from_secs(6);
+/// Between two measurements of the floor, so that the guest does something.
+const BETWEEN_FLOORS: Duration = Duration::from_millis(300);
+
+/// How much of everything.
+#[derive(Debug)]
+pub struct Plan {
+    /// The stretch lasts about so long alone.
+    pub stretch: Duration,
+    /// Interval in seconds and schedules of each round; each begins with a run alone.
+    pub rounds: &'static [(u32, &'static [&'static str])],
+    /// Watches that verify.
+    pub iterations: usize,
+    /// Checkpoints of each of them.
+    pub verified: usize,
+    /// Measurements of the floor after each run, nothing being attached.
+    pub floors: usize,
+    /// How often QEMU's own ways are tried.
+    pub saves: usize,
+}
+
+/// One run of the stretch.
+#[derive(Debug)]
+pub struct Run {
+    /// As `--schedule` names it; none: alone.
+    pub schedule: Option<&'static str>,
+    /// The interval of checkpoints.
+    pub every_s: u32,
+    /// What the stretch took. None where the first checkpoint was not done when it began.
+    pub took_s: Option<f64>,
+    /// The report of the first checkpoint, of all memory.
+    pub first: Option<Value>,
+    /// The reports of those that followed.
+    pub increments: Vec<Value>,
+}
+
+/// Everything measured.
+#[derive(Debug)]
+pub struct Measured {
+    /// The runs, in their order.
+    pub runs: Vec<Run>,
+    /// Objects compiled in the stretch.
+    pub units: u64,
+    /// QEMU's floor, in milliseconds.
+    pub floors_ms: Vec<f64>,
+    /// Reports of the watches that verified.
+    pub verified: Vec<Vec<Value>>,
+    /// QEMU's own ways to save.
+    pub saves: Vec<(&'static str, Vec<Saved>)>,
+}
+
+/// Work that a guest lost, in percent of its work alone.
+#[derive(Debug, Clone, Copy)]
+pub struct Lost {
+    /// So much.
+    pub percent: f64,
+    /// The standard error of that; no number where there were too few runs to tell.
+    pub error_percent: f64,
+}
+
+/// From when the guest has said that it begins one unit until it says so of another.
+#[derive(Debug, Clone, Copy)]
+struct Stretch {
+    first: u64,
+    last: u64,
+}
+
+/// Measures all of it.
+pub fn measure(plan: &Plan) -> Result<Measured> {
+    let folder = folder()?;
+    eprintln!("booting the guest");
+    let guest = DebianSetup {
+        work: Work::Compile,
+        ram_mib: RAM_MIB,
+        extra: Vec::new(),
+    }
+    .boot()?;
+    guest.serial.wait_units(2, UNITS_LIMIT)?;
+    let saves = saves(&guest, plan.saves, folder.path())?;
+    let verified = verified(&guest, plan, folder.path())?;
+    let origin = Stillframe::init(&folder.path().join("origin"))?;
+    origin.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
+    drop(guest);
+    let mut measured = Measured {
+        runs: Vec::new(),
+        units: 0,
+        floors_ms: Vec::new(),
+        verified,
+        saves,
+    };
+    let mut stretch = None;
+    for (number, &(every_s, schedules)) in plan.rounds.iter().enumerate() {
+        let rounds = plan.rounds.len();
+        eprintln!("round {} of {rounds}: every {every_s} s", number + 1);
+        let laid_out = alone(&origin, plan, stretch, every_s, &mut measured)?;
+        stretch = Some(laid_out);
+        measured.units = laid_out.last - laid_out.first;
+        for schedule in schedules {
+            let kind = (*schedule, every_s);
+            watched(&origin, plan, laid_out, kind, &mut measured)?;
+        }
+    }
+    Ok(measured)
+}
+
+fn folder() -> Result<TempDir> {
+    let mut builder = tempfile::Builder::new();
+    Ok(builder.prefix("stillframe-cow-").tempdir()?)
+}
+
+fn tell(run: &Run) {
+    let schedule = run.schedule.unwrap_or("alone");
+    let count = run.increments.len();
+    match run.took_s {
+        Some(took_s) => eprintln!("  {schedule}: {took_s:.2} s, {count} increments"),
+        None => eprintln!("  {schedule}: no time, the first checkpoint came too late"),
+    }
+}
+
+/// QEMU's own ways, in turns.
+fn saves(guest: &Guest, times: usize, folder: &Path) -> Result<Vec<(&'static str, Vec<Saved>)>> {
+    let file = folder.join("migration");
+    let mut qmp = guest.second_monitor()?;
+    let mut saves = vec![
+        ("stop, migrate file:, cont", Vec::new()),
+        ("migrate file: with mapped-ram", Vec::new()),
+        ("background-snapshot", Vec::new()),
+    ];
+    for time in 0..times {
+        eprintln!("QEMU's own ways: {} of {times}", time + 1);
+        saves[0]
+            .1
+            .push(peers::migrate_standing(&mut qmp, &file, 0)?);
+        for (number, capability) in [(1, "mapped-ram"), (2, "background-snapshot")] {
+            let saved = peers::migrate_to_file(&mut qmp, &file, &[capability])?;
+            saves[number].1.push(saved);
+        }
+    }
+    Ok(saves)
+}
+
+/// Watches that compare each checkpoint with an image taken in its pause, each in a repository of its own.
+fn verified(guest: &Guest, plan: &Plan, folder: &Path) -> Result<Vec<Vec<Value>>> {
+    let (pid, count) = (guest.pid_text(), plan.verified.to_string());
+    let mut all = Vec::new();
+    for iteration in 0..plan.iterations {
+        let repository = folder.join("verified");
+        let stillframe = Stillframe::init(&repository)?;
+        let mut watch = vec!["watch", "--pid", &pid, "--every", "1s", "--count", &count];
+        watch.extend(["--schedule", "copy-on-write", "--verify", "--quiet"]);
+        let reports = stillframe.json_lines(&watch)?;
+        std::fs::remove_dir_all(&repository)?;
+        let differing = differing(&reports)?;
+        let total = plan.iterations;
+        eprintln!(
+            "verified: {} of {total}, {differing} pages wrong",
+            iteration + 1
+        );
+        all.push(reports);
+    }
+    Ok(all)
+}
+
+/// Pages that these checkpoints hold wrongly.
+pub fn differing(reports: &[Value]) -> Result<u64> {
+    let each = reports
+        .iter()
+        .map(|report| report["verify"]["differing"].as_u64());
+    each.sum::<Option<u64>>()
+        .context("a checkpoint was not verified")
+}
+
+/// The stretch alone, and the floor on the same guest. The first one says where the stretch is.
+fn alone(
+    origin: &Stillframe,
+    plan: &Plan,
+    stretch: Option<Stretch>,
+    every_s: u32,
+    measured: &mut Measured,
+) -> Result<Stretch> {
+    let folder = folder()?;
+    let guest = Restored::start(origin, "latest", folder.path(), &[])?;
+    let (stretch, took_s) = match stretch {
+        Some(stretch) => (stretch, stretch.time(&guest)?),
+        None => Stretch::lay_out(&guest, plan.stretch)?,
+    };
+    let run = Run {
+        schedule: None,
+        every_s,
+        took_s: Some(took_s),
+        first: None,
+        increments: Vec::new(),
+    };
+    tell(&run);
+    measured.runs.push(run);
+    measured.floors_ms.extend(floors_ms(&guest, plan.floors)?);
+    Ok(stretch)
+}
+
+/// QEMU's floor on a guest that nothing is attached to.
+fn floors_ms(guest: &Restored, times: usize) -> Result<Vec<f64>> {
+    let mut qmp = guest.monitor()?;
+    let file = PathBuf::from(format!("/dev/shm/stillframe-floor-{}", std::process::id()));
+    let mut floors_ms = Vec::new();
+    for _ in 0..times {
+        std::thread::sleep(BETWEEN_FLOORS);
+        floors_ms.push(peers::floor_ms(&mut qmp, &file)?);
+    }
+    let _ = std::fs::remove_file(&file);
+    Ok(floors_ms)
+}
+
+/// The stretch while checkpoints go to an empty repository.
+fn watched(
+    origin: &Stillframe,
+    plan: &Plan,
+
+    stretch: Stretch,
+    (schedule, every_s): (&'static str, u32),
+    measured: &mut Measured,
+) -> Result<()> {
+    let folder = folder()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let guest = Restored::start(origin, "latest", folder.path(), &[])?;
+    let (pid, every) = (guest.pid.to_string(), format!("{every_s}s"));
+    let mut watch = vec!["watch", "--pid", &pid, "--every", &every, "--json"];
+    watch.extend(["--schedule", schedule, "--quiet"]);
+    let mut watch = Running::start(stillframe.command(&watch)?)?;
+    watch.wait_results(1)?;
+    let begun = guest.serial.units()?.unwrap_or_default() >= stretch.first;
+    let took_s = stretch.time(&guest)?;
+    watch.signal("INT")?;
+    let ended = watch.end()?;
+    let mut reports = ended.results()?.into_iter();
+    if ended.code != Some(0) || reports.len() < 2 {
+        let (code, count) = (ended.code, reports.len());
+        bail!(
+            "watch ended with {code:?} after {count} checkpoints: {}",
+            ended.err
+        );
+    }
+    let run = Run {
+        schedule: Some(schedule),
+        every_s,
+        took_s: (!begun).then_some(took_s),
+        first: reports.next(),
+        increments: reports.collect(),
+    };
+    tell(&run);
+    measured.runs.push(run);
+    measured.floors_ms.extend(floors_ms(&guest, plan.floors)?);
+    Ok(())
+}
+
+impl Stretch {
+    /// Finds one of about this length in a guest just restored, and what it took.
+    fn lay_out(guest: &Restored, length: Duration) -> Result<(Stretch, f64)> {
+        // A guest just restored has said nothing yet.
+        let next = || anyhow::Ok(guest.serial.wait_units(1, UNITS_LIMIT)? + 1);
+        std::thread::sleep(LEAD);
+        let first = next()?;
+        guest.serial.wait_units(first, UNITS_LIMIT)?;
+        let begin = Instant::now();
+        std::thread::sleep(length);
+        let last = next()?;
+        guest.serial.wait_units(last, UNITS_LIMIT)?;
+        Ok((Stretch { first, last }, begin.elapsed().as_secs_f64()))
+    }
+
+    /// Seconds that it takes.
+    fn time(self, guest: &Restored) -> Result<f64> {
+        guest.serial.wait_units(self.first, UNITS_LIMIT)?;
+        let begin = Instant::now();
+        guest.serial.wait_units(self.last, UNITS_LIMIT)?;
+        Ok(begin.elapsed().as_secs_f64())
+    }
+}
+
+impl Run {
+    /// As raw data.
+    pub fn raw(&self) -> Value {
+        json!({
+            "schedule": self.schedule,
+            "every_s": self.every_s,
+            "took_s": self.took_s,
+            "first": self.first,
+            "increments": self.increments,
+        })
+    }
+}
+
+impl Measured {
+    /// What the stretch took alone.
+    pub fn alone_s(&self) -> Vec<f64> {
+        let alone = self.runs.iter().filter(|run| run.schedule.is_none());
+        alone.filter_map(|run| run.took_s).collect()
+    }
+
+    /// What the stretch took in each run of this kind.
+    pub fn took_s(&self, schedule: &str, every_s: u32) -> Vec<f64> {
+        self.watched(schedule, every_s)
+            .filter_map(|run| run.took_s)
+            .collect()
+    }
+
+    /// Work lost to being watched, by the means.
+    pub fn lost(&self, schedule: &str, every_s: u32) -> Lost {
+        let (alone, watched) = (self.alone_s(), self.took_s(schedule, every_s));
+        let error_s = standard_error(&alone).hypot(standard_error(&watched));
+        Lost {
+            percent: (1.0 - mean(&alone) / mean(&watched)) * 100.0,
+            error_percent: error_s / mean(&watched) * 100.0,
+        }
+    }
+
+    /// Intervals that were measured, in seconds.
+    pub fn intervals(&self) -> Vec<u32> {
+        let mut all: Vec<u32> = self.runs.iter().map(|run| run.every_s).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    /// Reports of increments, in their order.
+    pub fn increments(&self, schedule: &str, every_s: u32) -> Vec<&Value> {
+        self.watched(schedule, every_s)
+            .flat_map(|run| &run.increments)
+            .collect()
+    }
+
+    /// Reports of first checkpoints.
+    pub fn firsts(&self, schedule: &str, every_s: u32) -> Vec<&Value> {
+        self.watched(schedule, every_s)
+            .filter_map(|run| run.first.as_ref())
+            .collect()
+    }
+
+    /// Pages wrong in all verified checkpoints.
+    pub fn wrong_pages(&self) -> Result<u64> {
+        self.verified.iter().map(|reports| differing(reports)).sum()
+    }
+
+    fn watched(&self, schedule: &str, every_s: u32) -> impl Iterator<Item = &Run> {
+        self.runs
+            .iter()
+            .filter(move |run| run.schedule == Some(schedule) && run.every_s == every_s)
+    }
+}
