@@ -43,7 +43,7 @@ impl Plan {
                 checkpoints: 5,
                 whole_pages: 3,
                 saves: 3,
-                gigabit: 2,
+                gigabit: 3,
             },
             sizes: [Work::Idle, Work::Compile]
                 .into_iter()

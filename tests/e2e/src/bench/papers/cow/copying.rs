@@ -4,8 +4,8 @@
 use anyhow::Result;
 use serde_json::Value;
 
-use super::measure::{Measured, differing};
-use super::{COPY_ON_WRITE, SCHEDULES, STOP_COPY, numbers_of};
+use super::measure::{Every, Measured, TWO_S, differing};
+use super::{AUTO, COPY_ON_WRITE, SCHEDULES, STOP_COPY, numbers_of};
 use crate::bench::papers::numbers::{Spread, cell, least_squares, mean};
 use crate::bench::papers::page::{Figure, Page};
 use crate::chart::{self, Labels, Series, Shape};
@@ -65,31 +65,31 @@ fn wrong_pages(page: &mut Page, measured: &Measured) -> Result<()> {
 }
 
 fn lost_work(page: &mut Page, measured: &Measured) -> Result<()> {
-    let intervals = measured.intervals();
+    let intervals = measured.intervals(AUTO);
     let alone = measured.alone_s();
     let mut rows = vec![work_row(["none", "-"], &alone, ["0", "-", "0"])];
     let mut bars = vec![("no checkpoints", vec![mean(&alone); intervals.len()])];
     for schedule in SCHEDULES {
         let mut means = Vec::new();
-        for &every_s in &intervals {
-            let took = measured.took_s(schedule, every_s);
+        for &every in &intervals {
+            let took = measured.took_s(schedule, every);
             means.push(
                 Some(mean(&took))
                     .filter(|mean| mean.is_finite())
                     .unwrap_or(0.0),
             );
-            let lost = measured.lost(schedule, every_s);
+            if took.is_empty() {
+                continue;
+            }
+            let lost = measured.lost(schedule, every);
             let (percent, error) = (cell(lost.percent, 2), cell(lost.error_percent, 2));
-            let paper = thesis_slowdown(schedule, every_s);
-            let head = [schedule, &format!("{every_s} s")];
+            let paper = thesis_slowdown(schedule, every);
+            let head = [schedule, &format!("{every}")];
             rows.push(work_row(head, &took, [&percent, &error, paper]));
         }
         bars.push((schedule, means));
     }
-    let groups: Vec<String> = intervals
-        .iter()
-        .map(|every_s| format!("{every_s} s"))
-        .collect();
+    let groups: Vec<String> = intervals.iter().map(|every| format!("{every}")).collect();
     let groups: Vec<&str> = groups.iter().map(String::as_str).collect();
     let labels = Labels {
         title: "What the same objects take to compile (figure 6.1)",
@@ -118,14 +118,14 @@ fn lost_work(page: &mut Page, measured: &Measured) -> Result<()> {
     Ok(())
 }
 
-fn thesis_slowdown(schedule: &str, every_s: u32) -> &'static str {
-    match (schedule, every_s) {
-        (STOP_COPY, 2) => "18",
-        (STOP_COPY, 4) => "13",
-        (STOP_COPY, 8) => "11",
-        (COPY_ON_WRITE, 2) => "15",
-        (COPY_ON_WRITE, 4) => "10",
-        (COPY_ON_WRITE, 8) => "8",
+fn thesis_slowdown(schedule: &str, every: Every) -> &'static str {
+    match (schedule, every.0) {
+        (STOP_COPY, 2000) => "18",
+        (STOP_COPY, 4000) => "13",
+        (STOP_COPY, 8000) => "11",
+        (COPY_ON_WRITE, 2000) => "15",
+        (COPY_ON_WRITE, 4000) => "10",
+        (COPY_ON_WRITE, 8000) => "8",
         _ => "-",
     }
 }
@@ -144,7 +144,7 @@ fn copy_time(page: &mut Page, measured: &Measured) -> Result<()> {
     ];
     let (mut series, mut rows) = (Vec::new(), Vec::new());
     for (schedule, field) in ways {
-        let reports = measured.increments(schedule, 2);
+        let reports = measured.increments(schedule, TWO_S);
         let pages = numbers_of(&reports, "/pages/captured")?;
         let us = numbers_of(&reports, field)?;
         let points: Vec<(f64, f64)> = pages
@@ -209,20 +209,20 @@ fn concurrent_percent(reports: &[&Value]) -> Result<(f64, Vec<f64>)> {
 
 /// Of all increments with copy-on-write.
 pub fn concurrent_share(measured: &Measured) -> Result<f64> {
-    let intervals = measured.intervals().into_iter();
+    let intervals = measured.intervals(COPY_ON_WRITE).into_iter();
     let reports: Vec<&Value> = intervals
-        .flat_map(|every_s| measured.increments(COPY_ON_WRITE, every_s))
+        .flat_map(|every| measured.increments(COPY_ON_WRITE, every))
         .collect();
     Ok(concurrent_percent(&reports)?.0)
 }
 
 fn who_copies(page: &mut Page, measured: &Measured) -> Result<()> {
     let (mut rows, mut series) = (Vec::new(), Vec::new());
-    for every_s in measured.intervals() {
-        let reports = measured.increments(COPY_ON_WRITE, every_s);
+    for every in measured.intervals(COPY_ON_WRITE) {
+        let reports = measured.increments(COPY_ON_WRITE, every);
         let (all, each) = concurrent_percent(&reports)?;
         rows.push(vec![
-            format!("{every_s} s"),
+            format!("{every}"),
             cell(all, 2),
             cell(percentile(&each, 0.5), 2),
             cell(percentile(&each, 0.0), 2),
@@ -231,7 +231,7 @@ fn who_copies(page: &mut Page, measured: &Measured) -> Result<()> {
         ]);
         let points = each.iter().enumerate();
         series.push(Series {
-            name: format!("every {every_s} s"),
+            name: format!("every {every}"),
             shape: Shape::Line,
             points: points
                 .map(|(number, &share)| ((number + 1) as f64, 100.0 - share))

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::measure::Measured;
+use super::measure::{EIGHT_S, Every, Measured, TWO_S};
 use super::{COPY_ON_WRITE, STOP_COPY, numbers_of};
 use crate::bench::papers::numbers::{Spread, cell, mean};
 use crate::bench::papers::page::{Figure, Page};
@@ -20,10 +20,10 @@ const SPREAD: [&str; 4] = ["mean ms", "stdev ms", "median ms", "n"];
 fn increments_ms(
     measured: &Measured,
     schedule: &str,
-    every_s: u32,
+    every: Every,
     fields: &[&str],
 ) -> Result<Vec<f64>> {
-    let reports = measured.increments(schedule, every_s);
+    let reports = measured.increments(schedule, every);
     let mut sums = vec![0.0; reports.len()];
     for field in fields {
         for (sum, us) in sums.iter_mut().zip(numbers_of(&reports, field)?) {
@@ -34,8 +34,8 @@ fn increments_ms(
 }
 
 /// The pauses of increments in milliseconds.
-pub fn pauses_ms(measured: &Measured, schedule: &str, every_s: u32) -> Result<Vec<f64>> {
-    increments_ms(measured, schedule, every_s, &[TOTAL])
+pub fn pauses_ms(measured: &Measured, schedule: &str, every: Every) -> Result<Vec<f64>> {
+    increments_ms(measured, schedule, every, &[TOTAL])
 }
 
 fn row<const N: usize>(head: [String; N], samples: &[f64]) -> Vec<String> {
@@ -56,18 +56,15 @@ pub fn add(page: &mut Page, measured: &Measured) -> Result<()> {
 
 fn stop_copy_composition(page: &mut Page, measured: &Measured) -> Result<()> {
     let mut rows = Vec::new();
-    for every_s in measured
-        .intervals()
+    for every in measured
+        .intervals(STOP_COPY)
         .into_iter()
-        .filter(|&every_s| every_s != 4)
+        .filter(|every| [TWO_S, EIGHT_S].contains(every))
     {
         for component in ["stop", "scan", "copy", "device_state", "resume", "total"] {
             let field = format!("/downtime_us/{component}");
-            let samples = increments_ms(measured, STOP_COPY, every_s, &[&field])?;
-            rows.push(row(
-                [format!("{every_s} s"), component.to_owned()],
-                &samples,
-            ));
+            let samples = increments_ms(measured, STOP_COPY, every, &[&field])?;
+            rows.push(row([format!("{every}"), component.to_owned()], &samples));
         }
     }
     page.add(&Figure {
@@ -86,25 +83,22 @@ fn stop_copy_composition(page: &mut Page, measured: &Measured) -> Result<()> {
 }
 
 fn downtimes(page: &mut Page, measured: &Measured) -> Result<()> {
-    let intervals = measured.intervals();
+    let intervals = measured.intervals(COPY_ON_WRITE);
     let mut rows = Vec::new();
     let mut bars = Vec::new();
     for schedule in COMPARED {
         let mut means = Vec::new();
-        for &every_s in &intervals {
-            let samples = pauses_ms(measured, schedule, every_s)?;
+        for &every in &intervals {
+            let samples = pauses_ms(measured, schedule, every)?;
             means.push(mean(&samples));
-            let mut row = row([schedule.to_owned(), format!("{every_s} s")], &samples);
-            let pages = numbers_of(&measured.increments(schedule, every_s), "/pages/captured")?;
+            let mut row = row([schedule.to_owned(), format!("{every}")], &samples);
+            let pages = numbers_of(&measured.increments(schedule, every), "/pages/captured")?;
             row.push(cell(mean(&pages), 0));
             rows.push(row);
         }
         bars.push((schedule, means));
     }
-    let groups: Vec<String> = intervals
-        .iter()
-        .map(|every_s| format!("{every_s} s"))
-        .collect();
+    let groups: Vec<String> = intervals.iter().map(|every| format!("{every}")).collect();
     let groups: Vec<&str> = groups.iter().map(String::as_str).collect();
     let labels = Labels {
         title: "Mean downtime (figure 6.2)",
@@ -129,7 +123,7 @@ fn downtimes(page: &mut Page, measured: &Measured) -> Result<()> {
 fn over_number(page: &mut Page, measured: &Measured) -> Result<()> {
     let mut series = Vec::new();
     for schedule in COMPARED {
-        let pauses = pauses_ms(measured, schedule, 2)?;
+        let pauses = pauses_ms(measured, schedule, TWO_S)?;
         let points = pauses.iter().enumerate();
         series.push(Series {
             name: schedule.to_owned(),
@@ -158,7 +152,7 @@ fn over_number(page: &mut Page, measured: &Measured) -> Result<()> {
 }
 
 fn copy_on_write_composition(page: &mut Page, measured: &Measured) -> Result<()> {
-    let at = |fields: &[&str]| increments_ms(measured, COPY_ON_WRITE, 2, fields);
+    let at = |fields: &[&str]| increments_ms(measured, COPY_ON_WRITE, TWO_S, fields);
     let (total, state) = (at(&[TOTAL])?, at(&["/downtime_us/device_state"])?);
     let rest: Vec<f64> = total
         .iter()
@@ -202,13 +196,13 @@ fn copy_on_write_composition(page: &mut Page, measured: &Measured) -> Result<()>
 fn firsts(page: &mut Page, measured: &Measured) -> Result<()> {
     let mut rows = Vec::new();
     for schedule in COMPARED.into_iter().rev() {
-        for every_s in measured.intervals() {
-            let reports = measured.firsts(schedule, every_s);
+        for every in measured.intervals(schedule) {
+            let reports = measured.firsts(schedule, every);
             let ms = |field| {
                 let us = numbers_of(&reports, field)?;
                 anyhow::Ok(us.into_iter().map(|us| us / 1e3).collect::<Vec<f64>>())
             };
-            let mut row = row([schedule.to_owned(), format!("{every_s} s")], &ms(TOTAL)?);
+            let mut row = row([schedule.to_owned(), format!("{every}")], &ms(TOTAL)?);
             row.push(cell(mean(&ms("/phases_us/copy")?), 0));
             row.push(cell(mean(&ms("/total_us")?), 0));
             rows.push(row);
@@ -260,7 +254,7 @@ fn own_ways(page: &mut Page, measured: &Measured) -> Result<()> {
         ]);
     }
     for schedule in super::SCHEDULES {
-        let reports = measured.increments(schedule, 2);
+        let reports = measured.increments(schedule, TWO_S);
         let median = |field| anyhow::Ok(percentile(&numbers_of(&reports, field)?, 0.5));
         rows.push(vec![
             format!("stillframe, {schedule}, increment every 2 s"),

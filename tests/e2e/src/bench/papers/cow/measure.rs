@@ -5,6 +5,7 @@
 //! in a window of time would tell more of the objects than of us. So the guest is checkpointed once, every
 //! run restores it, and the time is taken that the very same objects need.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -28,13 +29,40 @@ const LEAD: Duration = Duration::from_secs(6);
 /// Between two measurements of the floor, so that the guest does something.
 const BETWEEN_FLOORS: Duration = Duration::from_millis(300);
 
+/// From the start of a checkpoint to the start of the next, in milliseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Every(pub u32);
+
+/// What most figures are about.
+pub const TWO_S: Every = Every(2000);
+/// The longest.
+pub const EIGHT_S: Every = Every(8000);
+/// Not one of the thesis'.
+pub const TENTH_S: Every = Every(100);
+
+impl Every {
+    /// As `watch` wants it.
+    fn argument(self) -> String {
+        format!("{}ms", self.0)
+    }
+}
+
+impl fmt::Display for Every {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 % 1000 {
+            0 => write!(f, "{} s", self.0 / 1000),
+            _ => write!(f, "{} ms", self.0),
+        }
+    }
+}
+
 /// How much of everything.
 #[derive(Debug)]
 pub struct Plan {
     /// The stretch lasts about so long alone.
     pub stretch: Duration,
     /// Interval in seconds and schedules of each round; each begins with a run alone.
-    pub rounds: &'static [(u32, &'static [&'static str])],
+    pub rounds: &'static [(Every, &'static [&'static str])],
     /// Watches that verify.
     pub iterations: usize,
     /// Checkpoints of each of them.
@@ -51,7 +79,7 @@ pub struct Run {
     /// As `--schedule` names it; none: alone.
     pub schedule: Option<&'static str>,
     /// The interval of checkpoints.
-    pub every_s: u32,
+    pub every: Every,
     /// What the stretch took. None where the first checkpoint was not done when it began.
     pub took_s: Option<f64>,
     /// The report of the first checkpoint, of all memory.
@@ -115,14 +143,14 @@ pub fn measure(plan: &Plan) -> Result<Measured> {
         saves,
     };
     let mut stretch = None;
-    for (number, &(every_s, schedules)) in plan.rounds.iter().enumerate() {
+    for (number, &(every, schedules)) in plan.rounds.iter().enumerate() {
         let rounds = plan.rounds.len();
-        eprintln!("round {} of {rounds}: every {every_s} s", number + 1);
-        let laid_out = alone(&origin, plan, stretch, every_s, &mut measured)?;
+        eprintln!("round {} of {rounds}: every {every}", number + 1);
+        let laid_out = alone(&origin, plan, stretch, every, &mut measured)?;
         stretch = Some(laid_out);
         measured.units = laid_out.last - laid_out.first;
         for schedule in schedules {
-            let kind = (*schedule, every_s);
+            let kind = (*schedule, every);
             watched(&origin, plan, laid_out, kind, &mut measured)?;
         }
     }
@@ -201,7 +229,7 @@ fn alone(
     origin: &Stillframe,
     plan: &Plan,
     stretch: Option<Stretch>,
-    every_s: u32,
+    every: Every,
     measured: &mut Measured,
 ) -> Result<Stretch> {
     let folder = folder()?;
@@ -212,7 +240,7 @@ fn alone(
     };
     let run = Run {
         schedule: None,
-        every_s,
+        every,
         took_s: Some(took_s),
         first: None,
         increments: Vec::new(),
@@ -242,14 +270,14 @@ fn watched(
     plan: &Plan,
 
     stretch: Stretch,
-    (schedule, every_s): (&'static str, u32),
+    (schedule, every): (&'static str, Every),
     measured: &mut Measured,
 ) -> Result<()> {
     let folder = folder()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let guest = Restored::start(origin, "latest", folder.path(), &[])?;
-    let (pid, every) = (guest.pid.to_string(), format!("{every_s}s"));
-    let mut watch = vec!["watch", "--pid", &pid, "--every", &every, "--json"];
+    let (pid, interval) = (guest.pid.to_string(), every.argument());
+    let mut watch = vec!["watch", "--pid", &pid, "--every", &interval, "--json"];
     watch.extend(["--schedule", schedule, "--quiet"]);
     let mut watch = Running::start(stillframe.command(&watch)?)?;
     watch.wait_results(1)?;
@@ -267,7 +295,7 @@ fn watched(
     }
     let run = Run {
         schedule: Some(schedule),
-        every_s,
+        every,
         took_s: (!begun).then_some(took_s),
         first: reports.next(),
         increments: reports.collect(),
@@ -307,7 +335,7 @@ impl Run {
     pub fn raw(&self) -> Value {
         json!({
             "schedule": self.schedule,
-            "every_s": self.every_s,
+            "every_ms": self.every.0,
             "took_s": self.took_s,
             "first": self.first,
             "increments": self.increments,
@@ -323,15 +351,15 @@ impl Measured {
     }
 
     /// What the stretch took in each run of this kind.
-    pub fn took_s(&self, schedule: &str, every_s: u32) -> Vec<f64> {
-        self.watched(schedule, every_s)
+    pub fn took_s(&self, schedule: &str, every: Every) -> Vec<f64> {
+        self.watched(schedule, every)
             .filter_map(|run| run.took_s)
             .collect()
     }
 
     /// Work lost to being watched, by the means.
-    pub fn lost(&self, schedule: &str, every_s: u32) -> Lost {
-        let (alone, watched) = (self.alone_s(), self.took_s(schedule, every_s));
+    pub fn lost(&self, schedule: &str, every: Every) -> Lost {
+        let (alone, watched) = (self.alone_s(), self.took_s(schedule, every));
         let error_s = standard_error(&alone).hypot(standard_error(&watched));
         Lost {
             percent: (1.0 - mean(&alone) / mean(&watched)) * 100.0,
@@ -339,24 +367,28 @@ impl Measured {
         }
     }
 
-    /// Intervals that were measured, in seconds.
-    pub fn intervals(&self) -> Vec<u32> {
-        let mut all: Vec<u32> = self.runs.iter().map(|run| run.every_s).collect();
+    /// Intervals that a schedule was measured at, ascending.
+    pub fn intervals(&self, schedule: &str) -> Vec<Every> {
+        let runs = self
+            .runs
+            .iter()
+            .filter(|run| run.schedule == Some(schedule));
+        let mut all: Vec<Every> = runs.map(|run| run.every).collect();
         all.sort_unstable();
         all.dedup();
         all
     }
 
     /// Reports of increments, in their order.
-    pub fn increments(&self, schedule: &str, every_s: u32) -> Vec<&Value> {
-        self.watched(schedule, every_s)
+    pub fn increments(&self, schedule: &str, every: Every) -> Vec<&Value> {
+        self.watched(schedule, every)
             .flat_map(|run| &run.increments)
             .collect()
     }
 
     /// Reports of first checkpoints.
-    pub fn firsts(&self, schedule: &str, every_s: u32) -> Vec<&Value> {
-        self.watched(schedule, every_s)
+    pub fn firsts(&self, schedule: &str, every: Every) -> Vec<&Value> {
+        self.watched(schedule, every)
             .filter_map(|run| run.first.as_ref())
             .collect()
     }
@@ -366,9 +398,9 @@ impl Measured {
         self.verified.iter().map(|reports| differing(reports)).sum()
     }
 
-    fn watched(&self, schedule: &str, every_s: u32) -> impl Iterator<Item = &Run> {
+    fn watched(&self, schedule: &str, every: Every) -> impl Iterator<Item = &Run> {
         self.runs
             .iter()
-            .filter(move |run| run.schedule == Some(schedule) && run.every_s == every_s)
+            .filter(move |run| run.schedule == Some(schedule) && run.every == every)
     }
 }
