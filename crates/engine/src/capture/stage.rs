@@ -266,10 +266,11 @@ mod tests {
         let mut stage = Stage::default();
         stage.reset(1, 10 * PAGE as u64 + 1);
         stage.capture_zero(0, &[0..4, 6..12]).unwrap();
-        stage.capture_zero(0, &[1..3]).unwrap();
+        stage.capture_zero(0, &[1..2, 2..3]).unwrap();
         assert!(stage.expect_room(1).is_err());
         stage.reserve(1 << 40);
-        let full = stage.capture_zero(0, &[0..1 << 40]).unwrap_err();
+        let full = stage.capture_zero(0, &[0..1 << 40, 1 << 41..1 << 42]);
+        let full = full.unwrap_err();
         assert!(matches!(full, StageError::Full { limit_bytes } if limit_bytes == 10 << 12));
         assert_eq!(stage.slabs.len(), 1);
     }
