@@ -28,7 +28,7 @@ fn count(statistics: &Value, field: &str) -> Result<u64> {
 
 #[test]
 fn stats_count_what_two_images_show() -> Result<()> {
-    let mut setup = Setup::small(Kind::Private, "counted");
+    let mut setup = Setup::small(Kind::Private, "summed");
     // Some words of some pages, and pages that come and go.
     setup.workload.pattern = "mixed";
     let guest = setup.boot()?;

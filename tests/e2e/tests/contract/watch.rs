@@ -102,13 +102,13 @@ fn hot_pages_are_left_open_and_not_missed() -> Result<()> {
 /// stopped by a signal, its guardian ends it, and the guest goes on.
 #[test]
 fn a_guest_does_not_wait_for_an_engine_that_hangs() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "waiting").boot()?;
+    let guest = Setup::small(Kind::Private, "hanging").boot()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let line = [
         "watch",
         "--vm",
-        "waiting",
+        "hanging",
         "--every",
         "200ms",
         "--schedule",
@@ -123,7 +123,7 @@ fn a_guest_does_not_wait_for_an_engine_that_hangs() -> Result<()> {
     ensure!(ended.code.is_none(), "{ended:?}");
     guest.serial.wait_more(5, PATIENCE)?;
     // The next engine takes back what this one had lent QEMU.
-    let after = stillframe.json(&["checkpoint", "--vm", "waiting", "--verify"])?;
+    let after = stillframe.json(&["checkpoint", "--vm", "hanging", "--verify"])?;
     ensure!(after["verify"]["differing"] == 0, "{after}");
     expect_nothing_left(guest.pid(), &mut monitor)?;
     expect_untouched(&guest, &mut monitor)
