@@ -34,12 +34,14 @@ pub enum Bench {
     /// time some more, to build them).
     Works,
     /// The evaluations of two papers once more, on guests with real software: `papers fitdoc`, `papers
-    /// cow` (about 25 minutes each; the first time some more, to build the guests).
+    /// cow` (about half an hour each; the first time some more, to build the guests).
     Papers,
     /// The two-level dirty bitmap against a scan bit by bit (seconds; no guest).
     Bitmap,
     /// Size and speed of deltas on the mixes of FITDOC's table I (seconds; no guest).
     Delta,
+    /// What a repository's index takes of memory, and how fast it answers (half a minute; no guest).
+    Index,
 }
 
 /// The main job once, for the user's eyes.
@@ -58,6 +60,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         .unwrap_or_default();
     match bench {
         Bench::Bitmap | Bench::Delta => micro::bench(workspace, "stillframe-page", &name),
+        Bench::Index => micro::bench(workspace, "stillframe-repo", &name),
         Bench::Works | Bench::Papers => run(prepared_with_debian(workspace)?.arg(name).args(more)),
         _ => run(prepared(workspace)?.arg(name).args(more)),
     }

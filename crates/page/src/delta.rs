@@ -49,6 +49,9 @@ pub enum DeltaError {
     Stream(#[from] EncodingError),
 }
 
+/// Kind and lengths of three streams, at the most.
+const STREAM_HEADS_BYTES: usize = 3 * (1 + 5 + 5);
+
 /// Plain bytes at which a delta had better be finished: bounds what a reader holds of it.
 const BYTES_FULL: usize = 1 << 20;
 
@@ -58,7 +61,9 @@ pub struct DeltaEncoder {
     pages: Vec<u32>,
     places: Vec<u8>,
     masks: Vec<u8>,
-    bytes: Vec<u8>,
+    bytes: Gathered,
+    /// The runs of equal masks of one page; what was there before does not matter.
+    mask_runs: Box<[MaskRun; WORDS + 1]>,
 }
 
 /// What became of a page.
@@ -89,7 +94,8 @@ impl DeltaEncoder {
             pages: Vec::new(),
             places: Vec::new(),
             masks: Vec::new(),
-            bytes: Vec::new(),
+            bytes: Gathered::default(),
+            mask_runs: Box::new([0; WORDS + 1]),
         })
     }
 
@@ -100,7 +106,7 @@ impl DeltaEncoder {
 
     /// Whether it is time to finish: after [`PAGES_MAX`] pages no more may be added.
     pub fn is_full(&self) -> bool {
-        self.pages.len() >= PAGES_MAX || self.bytes.len() >= BYTES_FULL
+        self.pages.len() >= PAGES_MAX || self.bytes.filled >= BYTES_FULL
     }
 
     /// Adds what changed in a page, unless more than `bytes_max` bytes did. Page numbers must
@@ -114,43 +120,43 @@ impl DeltaEncoder {
         let last_page = self.pages.last().copied();
         debug_assert!(last_page.is_none_or(|last| page > last));
         debug_assert!(self.pages.len() < PAGES_MAX);
-        let masks_before = self.masks.len();
         let mut runs = Runs::default();
-        let (mut mask, mut mask_words) = (0, 0);
-        // Room for the eight bytes that are written at once behind the last one.
-        let mut bytes = [0; PAGE_BYTES + WORD_BYTES];
+        let mut masks = MaskRuns::default();
+        let bytes = self.bytes.room_for_a_page();
         let mut filled = 0;
-        let mut expected = WORDS;
         let (old, _) = old.as_chunks::<WORD_BYTES>();
         let (new, _) = new.as_chunks::<WORD_BYTES>();
-        for (at, (old, new)) in old.iter().zip(new).enumerate() {
-            let word = u64::from_le_bytes(*old) ^ u64::from_le_bytes(*new);
-            if word == 0 {
-                continue;
+        let word_at = |at: usize| u64::from_le_bytes(old[at]) ^ u64::from_le_bytes(new[at]);
+        let mut at = 0;
+        while at < WORDS {
+            let start = at;
+            let mut word = word_at(at);
+            while word != 0 {
+                let mask = mask_of(word);
+                masks.add(mask, &mut self.mask_runs);
+                filled += store(word, mask, &mut bytes[filled..]);
+                at += 1;
+                word = match at < WORDS {
+                    true => word_at(at),
+                    false => 0,
+                };
             }
-            if at != expected {
-                runs.begin(at, expected);
+            if at > start {
+                runs.add(start, at);
             }
-            expected = at + 1;
-            let next = mask_of(word);
-            if next != mask {
-                put_mask(&mut self.masks, mask, mask_words);
-                (mask, mask_words) = (next, 0);
-            }
-            mask_words += 1;
-            filled += store(word, mask, &mut bytes[filled..]);
+            // Over the word that is the same in both.
+            at += 1;
         }
         if filled == 0 {
             return Added::Same;
         }
         if filled > bytes_max {
-            self.masks.truncate(masks_before);
             return Added::TooMuch;
         }
-        put_mask(&mut self.masks, mask, mask_words);
+        self.bytes.filled += filled;
+        put_masks(&mut self.masks, &self.mask_runs[1..=masks.count]);
         varint::put(&mut self.places, page - last_page.unwrap_or(0));
-        runs.write(expected, &mut self.places);
-        self.bytes.extend_from_slice(&bytes[..filled]);
+        runs.write(&mut self.places);
         self.pages.push(page);
         Added::Changed
     }
@@ -160,10 +166,14 @@ impl DeltaEncoder {
         let pages = std::mem::take(&mut self.pages);
         let mut bytes = Vec::new();
         varint::put(&mut bytes, pages.len() as u32);
-        for stream in [&mut self.places, &mut self.masks, &mut self.bytes] {
+        let streams = [&self.places, &self.masks, self.bytes.all()];
+        bytes.reserve(streams.map(<[u8]>::len).iter().sum::<usize>() + STREAM_HEADS_BYTES);
+        for stream in streams {
             put_stream(&mut self.compressor, stream, &mut bytes)?;
-            stream.clear();
         }
+        self.places.clear();
+        self.masks.clear();
+        self.bytes.filled = 0;
         Ok(EncodedDelta { pages, bytes })
     }
 }
@@ -197,40 +207,82 @@ fn put_stream(
 struct Runs {
     encoded: Vec<u8>,
     count: u32,
-    start: usize,
     /// Where the run before ended.
     before: usize,
 }
 
 impl Runs {
-    /// A run begins at word `start`; the one under way, if there is one, ends at `end`.
-    fn begin(&mut self, start: usize, end: usize) {
-        self.close(end);
+    /// One more run, of words `start` to `end`.
+    fn add(&mut self, start: usize, end: usize) {
         self.count += 1;
-        self.start = start;
+        varint::put(&mut self.encoded, (start - self.before) as u32);
+        varint::put(&mut self.encoded, (end - start) as u32);
+        self.before = end;
     }
 
-    fn close(&mut self, end: usize) {
-        if self.count > 0 {
-            // Word numbers, below 512.
-            varint::put(&mut self.encoded, (self.start - self.before) as u32);
-            varint::put(&mut self.encoded, (end - self.start) as u32);
-            self.before = end;
-        }
-    }
-
-    fn write(mut self, end: usize, out: &mut Vec<u8>) {
-        self.close(end);
+    fn write(self, out: &mut Vec<u8>) {
         varint::put(out, self.count);
         out.extend_from_slice(&self.encoded);
     }
 }
 
-/// So many words of this mask, one behind the other.
-fn put_mask(out: &mut Vec<u8>, mask: u8, words: u32) {
-    if words > 0 {
-        out.push(mask);
-        varint::put(out, words);
+/// The changed bytes of several pages. Words are written whole, one over the useless end of the other.
+#[derive(Default)]
+struct Gathered {
+    /// Longer than what is of use, so that nothing is filled with zeros twice.
+    buffer: Vec<u8>,
+    filled: usize,
+}
+
+impl Gathered {
+    /// Where the bytes of another page go, with room for the last word's useless end.
+    fn room_for_a_page(&mut self) -> &mut [u8] {
+        let end = self.filled + PAGE_BYTES + WORD_BYTES;
+        if self.buffer.len() < end {
+            self.buffer.resize(2 * end, 0);
+        }
+        &mut self.buffer[self.filled..end]
+    }
+
+    fn all(&self) -> &[u8] {
+        &self.buffer[..self.filled]
+    }
+}
+
+/// Words of the same mask, in one number: the mask below, their count above.
+type MaskRun = u32;
+
+const ONE_WORD: MaskRun = 1 << 8;
+
+/// Counts runs of equal masks of one page. Adding a word does not branch: where masks change is
+/// anyone's guess.
+#[derive(Default)]
+struct MaskRuns {
+    /// How many there are.
+    count: usize,
+    last: MaskRun,
+}
+
+impl MaskRuns {
+    /// One more word, of this mask, which is not 0. The first run is `runs[1]`.
+    fn add(&mut self, mask: u8, runs: &mut [MaskRun; WORDS + 1]) {
+        let other = mask != self.last as u8;
+        self.count += usize::from(other);
+        self.last = if other { mask.into() } else { self.last } + ONE_WORD;
+        runs[self.count] = self.last;
+    }
+}
+
+fn put_masks(out: &mut Vec<u8>, runs: &[MaskRun]) {
+    for run in runs {
+        let (mask, words) = (*run as u8, run / ONE_WORD);
+        match words {
+            0..0x80 => out.extend_from_slice(&[mask, words as u8]),
+            _ => {
+                out.push(mask);
+                varint::put(out, words);
+            }
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The index in memory: which pack and frame each blob lies in.
 //!
-//! It holds about 26 bytes a blob ([`crate::blob_table`], [`crate::places`]), 100 a pack, and nothing
+//! It holds about 24 bytes a blob ([`crate::blob_table`], [`crate::places`]), 100 a pack, and nothing
 //! else that grows. It remembers which index files it was made from, so bringing it up to date lists
 //! one folder and reads only files it has not seen; the number of those files is kept small by
 //! [`crate::compact`].

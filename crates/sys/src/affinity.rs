@@ -1,9 +1,10 @@
-//! Which processors threads may run on (sched_setaffinity(2)).
+//! Which processors threads may run on (sched_setaffinity(2)), and which threads go first there
+//! (setpriority(2)).
 
 use std::collections::BTreeSet;
 use std::fs;
 
-use rustix::process::Pid;
+use rustix::process::{Pid, setpriority_process};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::process::Process;
@@ -61,6 +62,17 @@ impl Drop for Confined {
             let _ = sched_setaffinity(None, before);
         }
     }
+}
+
+/// Niceness of threads that let others go first: a tenth of their time.
+const STEPPED_BACK: i32 = 10;
+
+/// The calling thread, and all that it starts from here on, let the other threads of this process go
+/// first. For good: going back would take a privilege. Of threads of other sessions this says nothing
+/// (sched(7), autogroup).
+pub fn step_back() {
+    // Refused to nobody.
+    let _ = setpriority_process(None, STEPPED_BACK);
 }
 
 fn numbers(set: &CpuSet) -> Processors {

@@ -44,6 +44,17 @@ pub struct Series {
     pub points: Vec<(f64, f64)>,
 }
 
+impl Series {
+    /// Values of one after the other, which are numbered from 1.
+    pub fn numbered(name: impl Into<String>, values: impl IntoIterator<Item = f64>) -> Series {
+        Series {
+            name: name.into(),
+            shape: Shape::Line,
+            points: (1u32..).map(f64::from).zip(values).collect(),
+        }
+    }
+}
+
 /// Draws series of points; both axes begin at 0.
 pub fn points(path: &Path, labels: Labels<'_>, series: &[Series]) -> Result<()> {
     let all = || series.iter().flat_map(|series| &series.points);
@@ -83,7 +94,7 @@ pub fn points(path: &Path, labels: Labels<'_>, series: &[Series]) -> Result<()> 
 pub fn bars(
     path: &Path,
     labels: Labels<'_>,
-    groups: &[&str],
+    groups: &[impl AsRef<str>],
     series: &[(&str, Vec<f64>)],
 ) -> Result<()> {
     let x = 0.0..groups.len() as f64;
@@ -100,7 +111,8 @@ pub fn bars(
         }
         Ok(())
     };
-    chart(path, labels, x, y, Some(groups), draw)
+    let groups: Vec<&str> = groups.iter().map(AsRef::as_ref).collect();
+    chart(path, labels, x, y, Some(&groups), draw)
 }
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::cli::Stillframe;
 use crate::guest::{Kind, Restored, Setup, Workload};
-use crate::results::{self, Claim};
+use crate::results::{self, Claim, Goal};
 
 const INCREMENTS: usize = 10;
 
@@ -81,15 +81,13 @@ fn record(took: Duration, checkpoints: &[Value]) -> Result<()> {
     results::write_raw("demo", "checkpoints.jsonl", checkpoints)?;
     results::write_summary(
         "demo",
-        &[Claim {
-            claim: "demo-minutes",
-            goal: "<= 10",
-            value: (minutes * 100.0).round() / 100.0,
-            unit: "minutes",
-            holds: minutes <= 10.0,
-            command: "cargo xtask demo",
-            commit: results::commit(),
-        }],
+        &[Claim::new(
+            "demo-minutes",
+            Goal::AtMost(10.0),
+            minutes,
+            "minutes",
+            "cargo xtask demo",
+        )],
     )
 }
 

@@ -1,10 +1,11 @@
 //! What a bench leaves behind: `docs/results/<bench>/summary.json` beside its raw data.
 
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 /// One promised number of `SPECIFICATION.md`, measured.
@@ -12,8 +13,8 @@ use serde_json::Value;
 pub struct Claim {
     /// Its id there.
     pub claim: &'static str,
-    /// The goal in words, such as `<= 1.5`.
-    pub goal: &'static str,
+    /// The goal.
+    pub goal: Goal,
     /// What was measured.
     pub value: f64,
     /// In this unit.
@@ -24,6 +25,75 @@ pub struct Claim {
     pub command: &'static str,
     /// The commit that was measured.
     pub commit: String,
+}
+
+/// What a value has to be; written as in `SPECIFICATION.md`.
+#[derive(Debug, Clone, Copy)]
+pub enum Goal {
+    /// This or less.
+    AtMost(f64),
+    /// This or more.
+    AtLeast(f64),
+    /// More than this.
+    Above(f64),
+    /// Nothing at all.
+    Zero,
+}
+
+impl Goal {
+    /// What is no number meets no goal.
+    fn is_met_by(self, value: f64) -> bool {
+        match self {
+            Goal::AtMost(most) => value <= most,
+            Goal::AtLeast(least) => value >= least,
+            Goal::Above(bound) => value > bound,
+            Goal::Zero => value == 0.0,
+        }
+    }
+}
+
+impl fmt::Display for Goal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Goal::AtMost(most) => write!(f, "<= {most}"),
+            Goal::AtLeast(least) => write!(f, ">= {least}"),
+            Goal::Above(bound) => write!(f, "> {bound}"),
+            Goal::Zero => write!(f, "= 0"),
+        }
+    }
+}
+
+impl Serialize for Goal {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl Claim {
+    /// A value just measured.
+    pub fn new(
+        claim: &'static str,
+        goal: Goal,
+        value: f64,
+        unit: &'static str,
+        command: &'static str,
+    ) -> Claim {
+        Claim {
+            claim,
+            goal,
+            value: (value * 1000.0).round() / 1000.0,
+            unit,
+            holds: goal.is_met_by(value),
+            command,
+            commit: commit(),
+        }
+    }
+
+    /// It holds only if enough was measured, too.
+    pub fn if_enough(mut self, enough: bool) -> Claim {
+        self.holds &= enough;
+        self
+    }
 }
 
 /// The commit that is measured, as `cargo xtask` says.
@@ -63,4 +133,26 @@ pub fn percentile(samples: &[f64], share: f64) -> f64 {
     }
     let rank = (share * sorted.len() as f64).ceil() as usize;
     sorted[rank.clamp(1, sorted.len()) - 1]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn goals_are_written_as_they_are_judged() {
+        for (goal, words, met, missed) in [
+            (Goal::AtMost(1.3), "<= 1.3", 1.3, 1.301),
+            (Goal::AtLeast(52.88), ">= 52.88", 52.88, 52.8),
+            (Goal::Above(95.0), "> 95", 95.1, 95.0),
+            (Goal::Zero, "= 0", 0.0, 1.0),
+        ] {
+            assert_eq!(goal.to_string(), words);
+            assert!(goal.is_met_by(met) && !goal.is_met_by(missed) && !goal.is_met_by(f64::NAN));
+        }
+        let claim = Claim::new("id", Goal::AtMost(1.0), 1.0004, "ratio", "command");
+        assert_eq!((claim.value, claim.holds), (1.0, false));
+        let claim = Claim::new("id", Goal::Zero, 0.0, "pages", "command");
+        assert!(claim.holds && !claim.if_enough(false).holds);
+    }
 }

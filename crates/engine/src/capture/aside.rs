@@ -8,6 +8,10 @@
 use stillframe_sys::affinity::{self, Processors};
 use stillframe_sys::process::Process;
 
+/// To be called by a thread that only stores: it lets the capturing one and the one that serves faults
+/// go first, for whom the guest may wait.
+pub use stillframe_sys::affinity::step_back;
+
 /// The processors to keep to while pages of this VM are stored.
 pub fn processors(vm: &Process) -> Processors {
     spare(&affinity::of_this_thread(), &affinity::of_process(vm))

@@ -17,6 +17,7 @@ pub mod faults;
 pub mod heat;
 pub mod ingest;
 pub mod pause;
+pub mod ranges;
 pub mod schedule;
 pub mod stage;
 pub mod tracker;

@@ -17,8 +17,9 @@ use serde::Serialize;
 use thiserror::Error;
 
 use super::pause::{DowntimeRecord, us};
+use super::ranges::subtract_all;
 use super::stage::Stage;
-use super::tracker::{self, Collected, Tracker, TrackerError};
+use super::tracker::{Collected, Guest, Tracker, TrackerError};
 
 mod auto;
 mod copy_on_write;
@@ -154,9 +155,9 @@ impl Schedule for StopCopy {
         record: &mut DowntimeRecord,
     ) -> Result<(), TrackerError> {
         let begin = Instant::now();
-        let mut found = work.tracker.collect()?;
+        let mut found = work.tracker.collect(Guest::Stands)?;
         // With what captures that failed have left over.
-        found.written = tracker::subtract_all(&work.tracker.pending(), &found.discarded);
+        found.written = subtract_all(&work.tracker.pending(), &found.discarded);
         record.scan = us(begin);
         copy_now(work, record, &found)
     }
@@ -180,7 +181,7 @@ impl Schedule for PreCopy {
         record: &mut DowntimeRecord,
     ) -> Result<(), TrackerError> {
         let begin = Instant::now();
-        let found = work.tracker.collect()?;
+        let found = work.tracker.collect(Guest::Stands)?;
         record.scan = us(begin);
         copy_now(work, record, &found)
     }
@@ -194,7 +195,7 @@ fn rounds(
 ) -> Result<(), TrackerError> {
     let mut last = u64::MAX;
     for _ in 0..ROUNDS_MAX {
-        let found = work.tracker.collect()?;
+        let found = work.tracker.collect(Guest::Runs)?;
         each(work, &found)?;
         let pages = found.pages();
         if pages <= FEW_PAGES || pages > last / 2 {

@@ -15,7 +15,8 @@ use crate::capture::aside;
 use crate::capture::block::{PAGE, PAGE_BYTES};
 use crate::capture::ingest::{BATCH_PAGES, Ingested};
 use crate::capture::pause::us;
-use crate::capture::tracker::{self, Collected};
+use crate::capture::ranges::subtract_all;
+use crate::capture::tracker::{Collected, Guest};
 use crate::capture::verdict::Page;
 use crate::{Progress, ProgressSink};
 
@@ -114,8 +115,8 @@ impl Vm {
                 Collected::written(self.tracker.populated()?)
             }
             Pass::Written => {
-                let mut wanted = self.tracker.collect()?;
-                wanted.written = tracker::subtract_all(&self.tracker.pending(), &wanted.discarded);
+                let mut wanted = self.tracker.collect(Guest::Runs)?;
+                wanted.written = subtract_all(&self.tracker.pending(), &wanted.discarded);
                 wanted
             }
         })

@@ -6,7 +6,6 @@ mod crash;
 mod decoders;
 
 pub(crate) mod faults;
-mod growth;
 mod index_twin;
 mod kill;
 mod layers;

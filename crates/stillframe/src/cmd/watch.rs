@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use stillframe_engine::attach::Vm;
+use stillframe_engine::capture::aside;
 use stillframe_engine::capture::device_state::StateError;
 use stillframe_engine::capture::pause::PauseError;
 use stillframe_engine::capture::tracker::TrackerError;
@@ -266,6 +267,7 @@ impl Watch<'_> {
         let options = self.options.clone();
         let interrupts = self.interrupts.clone();
         let work = move || {
+            aside::step_back();
             let Shore { repository, shelf } = &mut shore;
             let stored = interrupts.interruptible(|| {
                 shelf.store(&captured, repository, &options, &mut |_| interrupts.step())

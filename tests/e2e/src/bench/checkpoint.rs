@@ -15,7 +15,7 @@ use super::slowdown;
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Setup, Workload};
 use crate::health;
-use crate::results::{self, Claim, percentile};
+use crate::results::{self, Claim, Goal, percentile};
 
 const COMMAND: &str = "cargo xtask bench checkpoint";
 /// In turns: this many floors, then one attach with this many increments.
@@ -299,24 +299,17 @@ fn peer_raw(name: &str, saved: &[Saved]) -> Value {
 }
 
 fn summarise(values: [f64; 4]) -> Result<()> {
-    let commit = results::commit();
     let promises = [
-        ("pause-p50-ratio", "<= 1.3", 1.3, "ratio"),
-        ("pause-p99-ratio", "<= 2.5", 2.5, "ratio"),
-        ("guest-slowdown-2s", "<= 2", 2.0, "percent"),
-        ("engine-memory-ratio", "<= 1.2", 1.2, "ratio"),
+        ("pause-p50-ratio", 1.3, "ratio"),
+        ("pause-p99-ratio", 2.5, "ratio"),
+        ("guest-slowdown-2s", 2.0, "percent"),
+        ("engine-memory-ratio", 1.2, "ratio"),
     ];
     let claims: Vec<Claim> = promises
         .into_iter()
         .zip(values)
-        .map(|((claim, goal, limit, unit), value)| Claim {
-            claim,
-            goal,
-            value: (value * 1000.0).round() / 1000.0,
-            unit,
-            holds: value <= limit,
-            command: COMMAND,
-            commit: commit.clone(),
+        .map(|((claim, most, unit), value)| {
+            Claim::new(claim, Goal::AtMost(most), value, unit, COMMAND)
         })
         .collect();
     results::write_summary("checkpoint", &claims)

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::peers;
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Setup, Workload};
-use crate::results::{self, Claim, percentile};
+use crate::results::{self, Claim, Goal, percentile};
 
 const COMMAND: &str = "cargo xtask bench extremes";
 const STATE_FILE: &str = "/dev/shm/stillframe-extremes";
@@ -173,20 +173,12 @@ fn record(measured: &[(&str, Measured)]) -> Result<()> {
         .collect();
     results::write_raw("extremes", "raw.jsonl", &raw)?;
     let size = percentile(&large.pauses, 0.5) / percentile(&small.pauses, 0.5);
-    let claim = |claim, goal, value: f64, limit| Claim {
-        claim,
-        goal,
-        value: (value * 1000.0).round() / 1000.0,
-        unit: "ratio",
-        holds: value <= limit,
-        command: COMMAND,
-        commit: results::commit(),
-    };
+    let claim = |claim, most, value| Claim::new(claim, Goal::AtMost(most), value, "ratio", COMMAND);
     results::write_summary(
         "extremes",
         &[
-            claim("pause-8-gib", "<= 1.5", size, 1.5),
-            claim("pause-all-dirty-p99", "<= 4", all.ratio(0.99), 4.0),
+            claim("pause-8-gib", 1.5, size),
+            claim("pause-all-dirty-p99", 4.0, all.ratio(0.99)),
         ],
     )
 }

@@ -11,7 +11,7 @@ use super::peers;
 use crate::campaign::soak;
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Setup};
-use crate::results::{self, Claim, percentile};
+use crate::results::{self, Claim, Goal, percentile};
 
 const COMMAND: &str = "cargo xtask bench frequency";
 const EVERY_MS: u64 = 10;
@@ -109,14 +109,12 @@ fn record(
     let gaps_us: Vec<u64> = gaps.iter().map(|gap| (gap * 1e3).round() as u64).collect();
     results::write_raw("frequency", "gaps_us.jsonl", &[json!(gaps_us)])?;
     results::write_raw("frequency", "memory_kib.jsonl", &[json!(memory_kib)])?;
-    let claim = Claim {
-        claim: "interval-10ms",
-        goal: "<= 10.1",
-        value: (mean * 1000.0).round() / 1000.0,
-        unit: "ms, mean",
-        holds: mean <= 10.1,
-        command: COMMAND,
-        commit: results::commit(),
-    };
+    let claim = Claim::new(
+        "interval-10ms",
+        Goal::AtMost(10.1),
+        mean,
+        "ms, mean",
+        COMMAND,
+    );
     results::write_summary("frequency", &[claim])
 }

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Restored, Setup};
 use crate::memory::{Difference, Image};
-use crate::results::{self, Claim};
+use crate::results::{self, Claim, Goal};
 
 /// How checkpoints are taken: arguments of `watch` and `checkpoint`.
 pub type Mode = Vec<&'static str>;
@@ -176,15 +176,14 @@ pub fn run(checkpoints_per_guest: u64, per_mode: u64, only: Option<&str>) -> Res
     results::write_raw("exactness", "checkpoints.jsonl", &raw)?;
     results::write_summary(
         "exactness",
-        &[Claim {
-            claim: "exact-pages",
-            goal: "= 0",
-            value: total.differing as f64,
-            unit: "pages",
-            holds: total.differing == 0 && total.checkpoints >= 200 && per_mode >= 100,
-            command: "cargo xtask bench exactness",
-            commit: results::commit(),
-        }],
+        &[Claim::new(
+            "exact-pages",
+            Goal::Zero,
+            total.differing as f64,
+            "pages",
+            "cargo xtask bench exactness",
+        )
+        .if_enough(total.checkpoints >= 200 && per_mode >= 100)],
     )?;
     no_difference(&total)
 }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::campaign::kill::Random;
 use crate::cli::Stillframe;
 use crate::guest::{Kind, Setup};
-use crate::results::{self, Claim};
+use crate::results::{self, Claim, Goal};
 
 /// A damage done to one file, and how to undo it.
 #[derive(Debug)]
@@ -154,15 +154,14 @@ pub fn run(damages: u64, seed: u64) -> Result<()> {
     results::write_raw("flips", "damages.jsonl", &raw)?;
     results::write_summary(
         "flips",
-        &[Claim {
-            claim: "flips-found",
-            goal: "= 0",
-            value: missed as f64,
-            unit: "cases",
-            holds: missed == 0 && damages >= 1000,
-            command: "cargo xtask bench flips",
-            commit: results::commit(),
-        }],
+        &[Claim::new(
+            "flips-found",
+            Goal::Zero,
+            missed as f64,
+            "cases",
+            "cargo xtask bench flips",
+        )
+        .if_enough(damages >= 1000)],
     )?;
     match missed {
         0 => Ok(()),

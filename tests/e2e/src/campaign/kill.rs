@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Setup};
 use crate::qmp::Qmp;
-use crate::results::{self, Claim};
+use crate::results::{self, Claim, Goal};
 use crate::running::signal;
 
 /// Where a kill strikes.
@@ -198,15 +198,14 @@ fn record(raw: &[Value], harmed: u64) -> Result<()> {
     results::write_raw("kill", "kills.jsonl", raw)?;
     results::write_summary(
         "kill",
-        &[Claim {
-            claim: "kill-survival",
-            goal: "= 0",
-            value: harmed as f64,
-            unit: "cases",
-            holds: harmed == 0 && raw.len() >= 200,
-            command: "cargo xtask bench kill",
-            commit: results::commit(),
-        }],
+        &[Claim::new(
+            "kill-survival",
+            Goal::Zero,
+            harmed as f64,
+            "cases",
+            "cargo xtask bench kill",
+        )
+        .if_enough(raw.len() >= 200)],
     )?;
     match harmed {
         0 => Ok(()),

@@ -12,7 +12,7 @@ use super::kill::Random;
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Restored, Setup};
 use crate::health;
-use crate::results::{self, Claim, percentile};
+use crate::results::{self, Claim, Goal, percentile};
 use crate::running::Running;
 
 /// How often the engine's memory is looked at.
@@ -113,29 +113,11 @@ fn record(reports: &[Value], memory_kib: &[u64], every_ms: u64, wrong: u64) -> R
     results::write_raw("soak", "checkpoints.jsonl", &slim)?;
     results::write_raw("soak", "memory_kib.jsonl", &[json!(memory_kib)])?;
     let enough = reports.len() >= 10_000;
-    let claim = |claim, goal, value, unit, holds| Claim {
-        claim,
-        goal,
-        value,
-        unit,
-        holds: holds && enough,
-        command: "cargo xtask bench soak",
-        commit: results::commit(),
+    let claim = |claim, goal, value, unit| {
+        Claim::new(claim, goal, value, unit, "cargo xtask bench soak").if_enough(enough)
     };
-    let restores = claim(
-        "soak-restores",
-        "= 0",
-        wrong as f64,
-        "wrong restores",
-        wrong == 0,
-    );
-    let memory = claim(
-        "soak-memory",
-        "<= 1.25",
-        growth,
-        "end / a fifth",
-        growth <= 1.25,
-    );
+    let restores = claim("soak-restores", Goal::Zero, wrong as f64, "wrong restores");
+    let memory = claim("soak-memory", Goal::AtMost(1.25), growth, "end / a fifth");
     results::write_summary("soak", &[restores, memory])?;
     match wrong {
         0 => Ok(()),

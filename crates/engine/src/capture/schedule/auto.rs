@@ -39,8 +39,9 @@ const WORTH: f64 = 0.6;
 const GUEST_SHARE_MAX: f64 = 0.1;
 /// A first write under asynchronous tracking, in microseconds.
 const LIFT_US: f64 = 0.85;
-/// A first write under synchronous tracking: 13 with a server awake, 54 with one asleep.
-const FAULT_US: f64 = 30.0;
+/// A first write under synchronous tracking, on a machine that has other things to do: 70 to 100 for a
+/// guest that compiles on two processors. On an idle one it is 13 with a server awake, 54 with one asleep.
+const FAULT_US: f64 = 80.0;
 /// Of pages that a guest writes, one in so many is a fault under copy-on-write: neighbours are opened
 /// with it. Believed until measured.
 const PAGES_A_FAULT: f64 = 8.0;
@@ -428,7 +429,7 @@ mod tests {
             downtime,
             copied,
             pages,
-            interval_us: 2 * SECOND,
+            interval_us: 10 * SECOND,
         }
     }
 

@@ -12,8 +12,9 @@ use stillframe_page::PageIndex;
 use super::{Copied, Schedule, Work, rounds};
 use crate::capture::faults::Saved;
 use crate::capture::pause::{DowntimeRecord, us};
+use crate::capture::ranges::{PageRanges, count, runs, subtract_all};
 use crate::capture::stage::Stage;
-use crate::capture::tracker::{Collected, PageRanges, Tracker, TrackerError, count, subtract_all};
+use crate::capture::tracker::{Collected, Guest, Tracker, TrackerError};
 
 /// Pages claimed and copied together. A writer of one of them waits for all: 64 us.
 const BATCH_PAGES: usize = 256;
@@ -46,7 +47,7 @@ impl Schedule for CopyOnWrite {
         let begin = Instant::now();
         let gate = tracker.fault_server()?.gate();
         let _no_fault_is_served = gate.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = tracker.collect()?;
+        let found = tracker.collect(Guest::Stands)?;
         let discarded = Collected {
             written: vec![Vec::new(); found.written.len()],
             discarded: found.discarded,
@@ -142,16 +143,4 @@ fn copy_all(
         }
     }
     Ok(())
-}
-
-/// Ascending pages as ranges.
-fn runs(pages: &[u64]) -> Vec<std::ops::Range<u64>> {
-    let mut runs: Vec<std::ops::Range<u64>> = Vec::new();
-    for &page in pages {
-        match runs.last_mut() {
-            Some(run) if run.end == page => run.end += 1,
-            _ => runs.push(page..page + 1),
-        }
-    }
-    runs
 }

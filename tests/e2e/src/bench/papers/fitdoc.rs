@@ -147,7 +147,12 @@ pub fn run(quick: bool) -> Result<()> {
     size::add(&mut page, &guests)?;
     time::add_share(&mut page, &guests)?;
     let claims = goals::claims(&guests)?;
-    goals::add(&mut page, &claims);
+    page.add_claims(
+        &claims,
+        "mean reductions of 70.54 % (time), 83.02 % (size, against a full save) and 52.88 % (size, against Remus).",
+        "the goals for the three reductions are the paper's own means; each of ours is the mean over the guests \
+         of the tables above.",
+    );
     page.write()?;
     if !quick {
         results::write_summary(BENCH, &claims)?;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use crate::results;
+use crate::results::{self, Claim};
 
 /// A page being written, and the folder that it and its pictures go to.
 #[derive(Debug)]
@@ -94,6 +94,30 @@ impl Page {
         }
         let _ = writeln!(text, "What differs: {differs}");
         self.text += &text;
+    }
+
+    /// Adds the promises that this evaluation answers.
+    pub fn add_claims(&mut self, claims: &[Claim], paper: &str, differs: &str) {
+        let row = |claim: &Claim| {
+            let holds = if claim.holds { "yes" } else { "**NO**" };
+            let value = format!("{} {}", claim.value, claim.unit);
+            vec![
+                claim.claim.into(),
+                claim.goal.to_string(),
+                value,
+                holds.into(),
+            ]
+        };
+        let failed = claims.iter().filter(|claim| !claim.holds).count();
+        self.add(&Figure {
+            title: "What is promised",
+            paper,
+            ours: &format!("{failed} of {} promises do not hold.", claims.len()),
+            columns: &["promise", "goal", "measured", "holds"],
+            rows: &claims.iter().map(row).collect::<Vec<_>>(),
+            pictures: &[],
+            differs,
+        });
     }
 
     /// Keeps something measured.

@@ -90,7 +90,6 @@ fn lost_work(page: &mut Page, measured: &Measured) -> Result<()> {
         bars.push((schedule, means));
     }
     let groups: Vec<String> = intervals.iter().map(|every| format!("{every}")).collect();
-    let groups: Vec<&str> = groups.iter().map(String::as_str).collect();
     let labels = Labels {
         title: "What the same objects take to compile (figure 6.1)",
         x: "interval",
@@ -104,8 +103,7 @@ fn lost_work(page: &mut Page, measured: &Measured) -> Result<()> {
             "The same {} objects compiled, from one and the same state: restored from one checkpoint for every \
              run. Lost work is 1 - mean alone / mean watched; what is less than \
              about twice its standard error says nothing, and negative figures are such noise.",
-                        measured.units
-
+            measured.units
         ),
         columns: &["schedule", "interval", "mean s", "stdev s", "median s", "n", "lost work %",
             "standard error %", "thesis, longer by %"],
@@ -229,14 +227,8 @@ fn who_copies(page: &mut Page, measured: &Measured) -> Result<()> {
             each.len().to_string(),
             cell(mean(&numbers_of(&reports, "/copied/faults")?), 0),
         ]);
-        let points = each.iter().enumerate();
-        series.push(Series {
-            name: format!("every {every}"),
-            shape: Shape::Line,
-            points: points
-                .map(|(number, &share)| ((number + 1) as f64, 100.0 - share))
-                .collect(),
-        });
+        let on_fault = each.iter().map(|share| 100.0 - share);
+        series.push(Series::numbered(format!("every {every}"), on_fault));
     }
     let labels = Labels {
         title: "Pages copied on fault (figure 6.5, upside down)",

@@ -7,7 +7,7 @@ use super::{COPY_ON_WRITE, STOP_COPY, numbers_of};
 use crate::bench::papers::numbers::{Spread, cell, mean};
 use crate::bench::papers::page::{Figure, Page};
 use crate::bench::peers::Saved;
-use crate::chart::{self, Labels, Series, Shape};
+use crate::chart::{self, Labels, Series};
 use crate::results::percentile;
 
 const MIB: f64 = (1 << 20) as f64;
@@ -99,7 +99,6 @@ fn downtimes(page: &mut Page, measured: &Measured) -> Result<()> {
         bars.push((schedule, means));
     }
     let groups: Vec<String> = intervals.iter().map(|every| format!("{every}")).collect();
-    let groups: Vec<&str> = groups.iter().map(String::as_str).collect();
     let labels = Labels {
         title: "Mean downtime (figure 6.2)",
         x: "interval",
@@ -124,14 +123,7 @@ fn over_number(page: &mut Page, measured: &Measured) -> Result<()> {
     let mut series = Vec::new();
     for schedule in COMPARED {
         let pauses = pauses_ms(measured, schedule, TWO_S)?;
-        let points = pauses.iter().enumerate();
-        series.push(Series {
-            name: schedule.to_owned(),
-            shape: Shape::Line,
-            points: points
-                .map(|(number, &ms)| ((number + 1) as f64, ms))
-                .collect(),
-        });
+        series.push(Series::numbered(schedule, pauses));
     }
     let labels = Labels {
         title: "Downtime over the checkpoint's number, every 2 s (figure 6.3)",

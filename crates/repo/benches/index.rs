@@ -1,0 +1,135 @@
+//! What an open repository's index takes of memory, and how fast it answers: `cargo xtask bench index`.
+//!
+//! Prints one JSON value a line. The repository is filled in one process and opened in another, whose
+//! C library gives freed memory back at once, so that what is left is in use.
+
+use std::ops::Range;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use stillframe_page::hash::ContentId;
+use stillframe_repo::{Manifest, PageCounts, Password, Repository};
+
+const PAGE: usize = 4096;
+/// Different pages: 1 GiB of them, and a quarter.
+const LARGE: u64 = 1 << 18;
+const SMALL: u64 = 1 << 16;
+/// The second process is told of its repository by these variables.
+const PLACE: &str = "STILLFRAME_BENCH_INDEX_PLACE";
+const PAGES: &str = "STILLFRAME_BENCH_INDEX_PAGES";
+/// What a watch finds new at each checkpoint.
+const PAGES_A_CHECKPOINT: u64 = 1 << 12;
+const WAIT: Duration = Duration::from_secs(10);
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// A page like no other, which does not compress.
+fn page(number: u64) -> Vec<u8> {
+    let mut state = number << 32;
+    let words = std::iter::repeat_with(|| {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)).to_le_bytes()
+    });
+    words.take(PAGE / 8).flatten().collect()
+}
+
+fn manifest() -> Manifest {
+    Manifest {
+        vm: "bench".into(),
+        time: jiff::Timestamp::now(),
+        parent: None,
+        ram: Vec::new(),
+        streams: Default::default(),
+        pages: PageCounts::default(),
+        bytes_stored: 0,
+        vm_record: serde_json::Value::Null,
+        downtime_us: serde_json::Value::Null,
+    }
+}
+
+fn fill(place: &Path, pages: u64) -> Result<()> {
+    let mut repo = Repository::init(place, &Password::new("bench"))?;
+    for first in (0..pages).step_by(PAGES_A_CHECKPOINT as usize) {
+        let mut writer = repo.begin(WAIT)?;
+        for number in first..first + PAGES_A_CHECKPOINT {
+            let page = page(number);
+            let id = writer.hasher().id(&page);
+            writer.put(id, &page)?;
+        }
+        writer.commit(manifest())?;
+    }
+    Ok(())
+}
+
+/// Resident memory of this process.
+fn resident_bytes() -> Result<f64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+    Ok(kib.ok_or("no VmRSS")?.trim().parse::<f64>()? * 1024.0)
+}
+
+/// How many of these the index has, and how many it was asked for in a second.
+fn look_up(repo: &mut Repository, numbers: Range<u64>) -> Result<(u64, f64)> {
+    let writer = repo.begin(WAIT)?;
+    let mut ids: Vec<ContentId> = numbers
+        .map(|number| writer.hasher().id(&page(number)))
+        .collect();
+    // In no order that the processor's caches could profit from.
+    ids.sort_unstable_by_key(|id| id.0);
+    let begin = Instant::now();
+    let found = ids.iter().filter(|id| writer.contains(id)).count();
+    Ok((
+        found as u64,
+        ids.len() as f64 / begin.elapsed().as_secs_f64(),
+    ))
+}
+
+/// The second process: prints what a repository of so many pages takes.
+fn open(place: &Path, pages: u64) -> Result<()> {
+    let mut repo = Repository::open(place, &Password::new("bench"))?;
+    let before = resident_bytes()?;
+    let begin = Instant::now();
+    drop(repo.begin(WAIT)?);
+    let read_ms = begin.elapsed().as_secs_f64() * 1e3;
+    let grown_bytes = resident_bytes()? - before;
+    let (found, there) = look_up(&mut repo, 0..pages)?;
+    assert_eq!(found, pages);
+    let (found, absent) = look_up(&mut repo, pages..2 * pages)?;
+    assert_eq!(found, 0);
+    println!(
+        "{{\"blobs\":{pages},\"grown_bytes\":{grown_bytes},\"read_ms\":{read_ms:.1},\"found_a_second\":{there:.0},\"not_found_a_second\":{absent:.0}}}"
+    );
+    Ok(())
+}
+
+/// Memory of an open repository of so many pages.
+fn measure(pages: u64) -> Result<f64> {
+    let dir = tempfile::tempdir()?;
+    let place = dir.path().join("repository");
+    fill(&place, pages)?;
+    let said = Command::new(std::env::current_exe()?)
+        .env(PLACE, &place)
+        .env(PAGES, pages.to_string())
+        .env("MALLOC_MMAP_THRESHOLD_", "65536")
+        .stderr(Stdio::inherit())
+        .output()?
+        .stdout;
+    print!("{}", String::from_utf8_lossy(&said));
+    let said: serde_json::Value = serde_json::from_slice(&said)?;
+    Ok(said["grown_bytes"].as_f64().ok_or("no bytes")?)
+}
+
+fn main() -> Result<()> {
+    if let (Some(place), Ok(pages)) = (std::env::var_os(PLACE), std::env::var(PAGES)) {
+        return open(place.as_ref(), pages.parse()?);
+    }
+    // Two of them, because opening takes some memory whatever is in it.
+    let grown = measure(LARGE)? - measure(SMALL)?;
+    let a_blob = grown / (LARGE - SMALL) as f64;
+    println!("{{\"claim\":\"index-bytes-a-blob\",\"value\":{a_blob:.1}}}");
+    Ok(())
+}
