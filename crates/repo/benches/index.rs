@@ -12,8 +12,8 @@ use stillframe_page::hash::ContentId;
 use stillframe_repo::{Manifest, PageCounts, Password, Repository};
 
 const PAGE: usize = 4096;
-/// Different pages: 1 GiB of them, and a quarter.
-const LARGE: u64 = 1 << 18;
+/// Different pages: 2 GiB of them, and a quarter of one.
+const LARGE: u64 = 1 << 19;
 const SMALL: u64 = 1 << 16;
 /// The second process is told of its repository by these variables.
 const PLACE: &str = "STILLFRAME_BENCH_INDEX_PLACE";
