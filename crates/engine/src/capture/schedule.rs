@@ -172,7 +172,7 @@ impl Schedule for PreCopy {
         // Left over from captures that failed.
         let pending = Collected::written(work.tracker.pending());
         copy_before(work, &pending)?;
-        rounds(work, copy_before)
+        rounds(work)
     }
 
     fn stopped(
@@ -187,16 +187,13 @@ impl Schedule for PreCopy {
     }
 }
 
-/// Collects what was written while the guest goes on, then what it wrote during that, and so on, as long
+/// Copies what was written while the guest goes on, then what it wrote during that, and so on, as long
 /// as it gets fewer. What is left is for the pause.
-fn rounds(
-    work: &mut Work<'_>,
-    each: impl Fn(&mut Work<'_>, &Collected) -> Result<(), TrackerError>,
-) -> Result<(), TrackerError> {
+fn rounds(work: &mut Work<'_>) -> Result<(), TrackerError> {
     let mut last = u64::MAX;
     for _ in 0..ROUNDS_MAX {
         let found = work.tracker.collect(Guest::Runs)?;
-        each(work, &found)?;
+        copy_before(work, &found)?;
         let pages = found.pages();
         if pages <= FEW_PAGES || pages > last / 2 {
             break;

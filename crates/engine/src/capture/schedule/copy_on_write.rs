@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use stillframe_page::PageIndex;
 
-use super::{Copied, Schedule, Work, rounds};
+use super::{Copied, FEW_PAGES, ROUNDS_MAX, Schedule, Work};
 use crate::capture::faults::Saved;
 use crate::capture::pause::{DowntimeRecord, us};
 use crate::capture::ranges::{PageRanges, count, runs, subtract_all};
@@ -28,14 +28,22 @@ pub struct CopyOnWrite {
 
 impl Schedule for CopyOnWrite {
     fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
-        // Collecting protects. Memory for the copies is made ready within the rounds, because that takes
-        // longer than they do, and the guest goes on writing.
-        rounds(work, |work, _| {
+        // Memory for the copies may take longer to be had than all rounds, in which the guest goes on
+        // writing, and waits: so it comes first.
+        let expected = count(&work.tracker.pending()) + work.tracker.written_pages()?;
+        work.stage.reserve(expected);
+        // Collecting protects. How much is left does not tell whether another round is worth it: whatever
+        // it was, in the next the guest has no time to write more than a page a fault.
+        for _ in 0..ROUNDS_MAX {
+            let found = work.tracker.collect(Guest::Runs)?;
             let pages = count(&work.tracker.pending());
             work.stage.expect_room(pages)?;
             work.stage.reserve(pages);
-            Ok(())
-        })
+            if found.pages() <= FEW_PAGES {
+                break;
+            }
+        }
+        Ok(())
     }
 
     fn stopped(
