@@ -43,7 +43,7 @@ pub use store::{Shelf, Stored};
 pub const DEVICE_STATE: &str = "device-state";
 
 /// How to take a checkpoint.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CheckpointOptions {
     /// The watchdog resumes the VM when a pause takes longer.
     pub pause_limit: Duration,
@@ -60,6 +60,20 @@ pub struct CheckpointOptions {
     /// Memory for captured pages, in bytes: half of it for those being stored, half for those being
     /// captured meanwhile.
     pub copy_buffer_bytes: u64,
+}
+
+impl Default for CheckpointOptions {
+    /// As suits most VMs.
+    fn default() -> CheckpointOptions {
+        CheckpointOptions {
+            pause_limit: Duration::from_secs(3),
+            lock_wait: Duration::from_secs(10),
+            verify: false,
+            delta_cache_bytes: 256 << 20,
+            dedup: true,
+            copy_buffer_bytes: 1 << 30,
+        }
+    }
 }
 
 /// What was done.

@@ -3,13 +3,17 @@
 //! Prints one JSON value a line. The repository is filled in one process and opened in another, whose
 //! C library gives freed memory back at once, so that what is left is in use.
 
+mod sample;
+
 use std::ops::Range;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use stillframe_page::hash::ContentId;
-use stillframe_repo::{Manifest, PageCounts, Password, Repository};
+use stillframe_repo::{Password, Repository};
+
+use sample::{manifest, words};
 
 const PAGE: usize = 4096;
 /// Different pages: 2 GiB of them, and a quarter of one.
@@ -26,28 +30,8 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// A page like no other, which does not compress.
 fn page(number: u64) -> Vec<u8> {
-    let mut state = number << 32;
-    let words = std::iter::repeat_with(|| {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)).to_le_bytes()
-    });
-    words.take(PAGE / 8).flatten().collect()
-}
-
-fn manifest() -> Manifest {
-    Manifest {
-        vm: "bench".into(),
-        time: jiff::Timestamp::now(),
-        parent: None,
-        ram: Vec::new(),
-        streams: Default::default(),
-        pages: PageCounts::default(),
-        bytes_stored: 0,
-        vm_record: serde_json::Value::Null,
-        downtime_us: serde_json::Value::Null,
-    }
+    let words = words(number << 32).take(PAGE / 8);
+    words.flat_map(u64::to_le_bytes).collect()
 }
 
 fn fill(place: &Path, pages: u64) -> Result<()> {

@@ -3,11 +3,15 @@
 //! Prints figures, asserts nothing. The first argument may name the directory to work in (default:
 //! the temporary directory), since the disk has a say.
 
+mod sample;
+
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use stillframe_page::hash::ContentId;
-use stillframe_repo::{Manifest, PageCounts, Password, Repository};
+use stillframe_repo::{Password, Repository};
+
+use sample::{manifest, words};
 
 const PAGE: usize = 4096;
 const PAGES: usize = (64 << 20) / PAGE;
@@ -17,30 +21,9 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Bytes that do not compress, or (with `bits` below 8) that do.
 fn memory(seed: u64, bits: u32) -> Vec<u8> {
-    let mut state = seed;
     let mask = u64::from_le_bytes([(u16::MAX >> (16 - bits)) as u8; 8]);
-    let words = std::iter::repeat_with(|| {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) & mask).to_le_bytes()
-    });
+    let words = words(seed).map(|word| (word & mask).to_le_bytes());
     words.take(PAGES * PAGE / 8).flatten().collect()
-}
-
-fn manifest() -> Manifest {
-    Manifest {
-        vm: "bench".into(),
-        time: jiff::Timestamp::now(),
-        parent: None,
-        ram: Vec::new(),
-        streams: Default::default(),
-        pages: PageCounts::default(),
-        bytes_stored: 0,
-        vm_record: serde_json::Value::Null,
-        downtime_us: serde_json::Value::Null,
-    }
 }
 
 fn report(what: &str, bytes: usize, started: Instant) {

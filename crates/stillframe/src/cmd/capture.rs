@@ -180,6 +180,16 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn the_command_line_has_the_engines_defaults() {
+        use clap::Parser as _;
+        let cli = crate::args::Cli::try_parse_from(["stillframe", "checkpoint", "--vm", "web1"]);
+        let crate::args::Command::Checkpoint(args) = cli.unwrap().command else {
+            panic!("not this command");
+        };
+        assert_eq!(options(&args.capture), CheckpointOptions::default());
+    }
+
     fn report() -> CheckpointReport {
         CheckpointReport {
             checkpoint: "1a2b3c4d5e6f".to_owned(),

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use serde_json::{Value, json};
 use stillframe_engine::attach::Vm;
-use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind, Shelf};
+use stillframe_engine::checkpoint::{CheckpointOptions, ScheduleChoice, ScheduleKind, Shelf};
 use stillframe_engine::statistics::{self, Statistics};
 use stillframe_repo::{CheckpointId, Password, Repository};
 
 use super::{CommandError, Context, capture, short};
-use crate::args::{CaptureArgs, StatsArgs};
+use crate::args::StatsArgs;
 use crate::durations;
 use crate::interrupt::{Interrupted, Interrupts};
 use crate::picture;
@@ -109,17 +109,11 @@ fn take_two(
     args: &StatsArgs,
     over: Duration,
 ) -> anyhow::Result<[CheckpointId; 2]> {
-    let capture_args = CaptureArgs {
-        pause_limit: None,
+    let options = CheckpointOptions {
         lock_wait: args.lock_wait,
-        verify: false,
-        schedule: ScheduleChoice::Always(ScheduleKind::PreCopy),
-        delta_cache: 0,
-        no_dedup: false,
-        copy_buffer: 1 << 30,
-        limit_write: None,
+        delta_cache_bytes: 0,
+        ..CheckpointOptions::default()
     };
-    let options = capture::options(&capture_args);
     let mut shelf = Shelf::default();
     let mut take = |repository: &mut Repository| -> anyhow::Result<CheckpointId> {
         let report = capture::take(context, interrupts, vm, &mut shelf, repository, &options)??;
