@@ -168,6 +168,13 @@ mod tests {
             ..Presence::default()
         };
         assert!(!presence.look(&store, &packs).unwrap());
+        // All of these folders have changed just now.
+        presence.last = Some(Instant::now());
+        let changed = presence.changed_folders(&store, &packs).unwrap();
+        let is_changed = |pack: &&PackInfo| changed[usize::from(pack.name.0[0])];
+        let looked_at = packs.iter().filter(is_changed).count();
+        // The last folder is looked at to its end.
+        assert!((3..10).contains(&looked_at), "{looked_at}");
         fs::remove_file(store.path(Area::Packs, &packs[50].name.to_string())).unwrap();
         let looks = (1..).find(|_| presence.look(&store, &packs).unwrap());
         assert!(looks.is_some_and(|looks| looks <= 60 / 3 + 1), "{looks:?}");

@@ -487,6 +487,28 @@ mod tests {
     }
 
     #[test]
+    fn each_change_of_tracking_takes_twice_as_long_as_the_one_before() {
+        let mut auto = Auto::default();
+        let mut took = Vec::new();
+        // The predictions look back further than it takes to learn that the guest has changed.
+        for (pages, left) in [(40_000, 30_000), (10, 0)].into_iter().cycle().take(6) {
+            let (mut checkpoints, mut asked) = (0, 0);
+            let wanted = loop {
+                checkpoints += 1;
+                let wanted = watch(&mut auto, pages, left, 1);
+                asked += u32::from(auto.streak > 0);
+                if let Some(wanted) = wanted {
+                    break wanted;
+                }
+                assert!(checkpoints < 1000);
+            };
+            auto.attached_for(wanted);
+            took.push(asked);
+        }
+        assert_eq!(took, [4, 8, 16, 32, 64, 128]);
+    }
+
+    #[test]
     fn huge_pages_are_never_copied_on_write() {
         let mut auto = Auto::default();
         auto.cannot_copy_on_write();
