@@ -28,7 +28,7 @@ pub enum Bench {
     Soak,
     /// An interval of 10 ms for 10 minutes (about 12 minutes).
     Frequency,
-    /// The pause of a guest of 8 GiB, and of one that writes all of its memory (about 6 minutes).
+    /// The pause of a guest of 8 GiB, and of one that writes all of its memory (about 12 minutes).
     Extremes,
     /// The guests with real software: the pace of each, alone and watched (about 20 minutes; the first
     /// time some more, to build them).

@@ -17,8 +17,10 @@ use crate::results::{self, Claim, Goal, percentile};
 
 const COMMAND: &str = "cargo xtask bench extremes";
 const STATE_FILE: &str = "/dev/shm/stillframe-extremes";
-/// Turns of floors and checkpoints.
+/// Turns of floors and 20 checkpoints.
 const TURNS: usize = 3;
+/// The same where the 99th percentile is promised, which of fewer would be the longest of all.
+const TURNS_P99: usize = 10;
 const FLOORS_A_TURN: usize = 10;
 const LARGE_MIB: u32 = 8192;
 const SMALL_MIB: u32 = 1024;
@@ -74,13 +76,13 @@ pub fn run() -> Result<()> {
     for (name, ram_mib) in [("1 GiB in use", SMALL_MIB), ("8 GiB in use", LARGE_MIB)] {
         eprintln!("{name}");
         let guest = writer(ram_mib, 64, 4500).boot()?;
-        measured.push((name, measure(&guest, "1s", "auto")?));
+        measured.push((name, measure(&guest, "1s", "auto", TURNS)?));
     }
     let name = "512 MiB, nearly all of it written";
     eprintln!("{name}");
     // Its kernel and programs take the rest.
     let guest = writer(512, 420, 40_000).boot()?;
-    measured.push((name, measure(&guest, "2s", "copy-on-write")?));
+    measured.push((name, measure(&guest, "2s", "copy-on-write", TURNS_P99)?));
     drop(guest);
     let _ = std::fs::remove_file(STATE_FILE);
     record(&measured)
@@ -105,7 +107,7 @@ fn writer(ram_mib: u32, mib: u32, writes_per_tick: u32) -> Setup {
     setup
 }
 
-fn measure(guest: &Guest, every: &str, schedule: &str) -> Result<Measured> {
+fn measure(guest: &Guest, every: &str, schedule: &str, turns: usize) -> Result<Measured> {
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let mut qmp = guest.second_monitor()?;
     let mut measured = Measured {
@@ -114,7 +116,7 @@ fn measure(guest: &Guest, every: &str, schedule: &str) -> Result<Measured> {
         reports: Vec::new(),
     };
     let pid = guest.pid_text();
-    for turn in 1..=TURNS {
+    for turn in 1..=turns {
         for _ in 0..FLOORS_A_TURN {
             let floor = peers::floor_ms(&mut qmp, Path::new(STATE_FILE))?;
             measured.floors.push(floor);
@@ -133,7 +135,7 @@ fn measure(guest: &Guest, every: &str, schedule: &str) -> Result<Measured> {
             "--quiet",
         ];
         let reports = stillframe.json_lines(&line)?;
-        eprintln!("turn {turn} of {TURNS}");
+        eprintln!("turn {turn} of {turns}");
         // The first one reads all memory.
         for report in reports.into_iter().skip(1) {
             let pause = report["downtime_us"]["total"].as_f64();
