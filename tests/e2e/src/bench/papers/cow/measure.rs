@@ -268,7 +268,6 @@ fn floors_ms(guest: &Restored, times: usize) -> Result<Vec<f64>> {
 fn watched(
     origin: &Stillframe,
     plan: &Plan,
-
     stretch: Stretch,
     (schedule, every): (&'static str, Every),
     measured: &mut Measured,
