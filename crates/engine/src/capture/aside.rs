@@ -5,7 +5,7 @@
 //! or a service's group (sched(7), autogroup). On half of the processors they meet only the vCPUs
 //! that find no place on the other half.
 
-use stillframe_sys::affinity::{self, Processors};
+use stillframe_sys::affinity::{self, Confined, Processors};
 use stillframe_sys::process::Process;
 
 /// To be called by a thread that only stores: it lets the capturing one and the one that serves faults
@@ -15,6 +15,21 @@ pub use stillframe_sys::affinity::step_back;
 /// The processors to keep to while pages of this VM are stored.
 pub fn processors(vm: &Process) -> Processors {
     spare(&affinity::of_this_thread(), &affinity::of_process(vm))
+}
+
+/// Keeps the calling thread off the processor of QEMU's main thread while this lives: on one of `aside`,
+/// or else of `own`, where there is another.
+///
+/// In the pause both have work, and the vCPUs none; but whoever is told something is often woken on the
+/// processor of who tells it, and there one of the two waits for the other.
+pub fn apart_from(qemu: &Process, own: &Processors, aside: &Processors) -> Option<Confined> {
+    let main = Processors::from([affinity::of_main_thread(qemu)?]);
+    let without =
+        |processors: &Processors| -> Processors { processors.difference(&main).copied().collect() };
+    [without(aside), without(own)]
+        .iter()
+        .find(|processors| !processors.is_empty())
+        .map(Confined::to)
 }
 
 /// Of our own processors, those that the VM is kept from, where there are any (a host whose

@@ -18,8 +18,11 @@ use serde::Serialize;
 use serde_json::json;
 use stillframe_qemu::monitor::{Monitor, MonitorError, StateFile};
 use stillframe_qemu::qmp::QmpError;
+use stillframe_sys::affinity::{self, Confined, Processors};
+use stillframe_sys::process::Process;
 use thiserror::Error;
 
+use super::aside;
 use super::schedule::{Schedule, Work};
 use super::tracker::{Tracker, TrackerError};
 use crate::guardian::{Guardian, GuardianError};
@@ -84,6 +87,10 @@ pub type Look<'l> = dyn FnMut(&Tracker) -> Result<(), TrackerError> + 'l;
 pub struct Pause<'a> {
     /// QEMU.
     pub monitor: &'a mut Monitor,
+    /// Its process.
+    pub qemu: &'a Process,
+    /// Processors that its vCPUs need least, where whoever waits for QEMU is in nobody's way.
+    pub aside: &'a Processors,
     /// Who resumes the VM when we cannot.
     pub guardian: &'a Guardian,
     /// The pages; the stage has room for those that are expected.
@@ -109,9 +116,11 @@ impl Pause<'_> {
     /// Stops the VM, captures, resumes it. Returns the phases.
     pub fn run(mut self) -> Result<DowntimeRecord, PauseError> {
         let mut record = DowntimeRecord::default();
+        let own = affinity::of_this_thread();
+        let _aside = Confined::to(self.aside);
         self.monitor.client().take_events()?;
         if !self.running {
-            self.capture(&mut record)?;
+            self.capture(&mut record, &own)?;
             return match self.resume_events()? {
                 0 => Ok(record),
                 _ => Err(PauseError::ResumedByOthers),
@@ -122,7 +131,7 @@ impl Pause<'_> {
         let stopped = self.stop(&mut record);
         // Somebody may have paused the VM in the instant before: then it is theirs to resume.
         let ours = !matches!(stopped, Ok(false));
-        let captured = stopped.and_then(|_| self.capture(&mut record));
+        let captured = stopped.and_then(|_| self.capture(&mut record, &own));
         let resumed = if ours {
             self.resume(&mut record)
         } else {
@@ -168,7 +177,8 @@ impl Pause<'_> {
     }
 
     /// Device state, scan and copy; the guest stands still.
-    fn capture(&mut self, record: &mut DowntimeRecord) -> Result<(), PauseError> {
+    fn capture(&mut self, record: &mut DowntimeRecord, own: &Processors) -> Result<(), PauseError> {
+        let _apart = aside::apart_from(self.qemu, own, self.aside);
         let state_begin = Instant::now();
         let ticket = self.monitor.send_save_device_state(self.state_file)?;
         let limit = self.limit + ANSWER_GRACE;

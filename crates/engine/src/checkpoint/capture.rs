@@ -184,6 +184,8 @@ impl Vm {
         let record = &mut captured.record;
         let pause = Pause {
             monitor: &mut self.monitor,
+            qemu: &self.target.process,
+            aside: &captured.aside,
             guardian: &self.guardian,
             work: Work {
                 tracker: &mut self.tracker,
