@@ -9,10 +9,6 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::process::Process;
 
-/// Fields of a process' `stat`, as proc_pid_stat(5) numbers them.
-const STATE_FIELD: usize = 3;
-const PROCESSOR_FIELD: usize = 39;
-
 /// Numbers of processors, as the kernel counts them.
 pub type Processors = BTreeSet<usize>;
 
@@ -34,19 +30,6 @@ pub fn of_process(process: &Process) -> Processors {
         .filter_map(|thread| sched_getaffinity(Some(thread)).ok())
         .flat_map(|set| numbers(&set))
         .collect()
-}
-
-/// The processor that a process' main thread is on, or was on when it last ran (proc_pid_stat(5),
-/// `processor`).
-pub fn of_main_thread(process: &Process) -> Option<usize> {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", process.pid())).ok()?;
-    // Behind the name, which may hold anything, come `state` and on.
-    let (_, fields) = stat.rsplit_once(") ")?;
-    fields
-        .split(' ')
-        .nth(PROCESSOR_FIELD - STATE_FIELD)?
-        .parse()
-        .ok()
 }
 
 /// While this lives, the thread that made it keeps to some processors, and so do the threads that
@@ -124,16 +107,11 @@ mod tests {
     }
 
     #[test]
-    fn the_main_thread_is_on_a_processor_it_may_use() {
-        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
-        assert!(of_process(&own).contains(&of_main_thread(&own).unwrap()));
-    }
-
-    #[test]
     fn a_process_may_run_where_one_of_its_threads_may() {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
         let main = of_process(&own);
         let _confined = Confined::to(&Processors::from([*main.first().unwrap()]));
         assert_eq!(of_process(&own), main);
+        assert!(main.contains(&own.main_processor().unwrap()));
     }
 }

@@ -274,6 +274,11 @@ impl Process {
         stat_field(self.pid(), &self.inner.stat()?, 3)
     }
 
+    /// The processor that the main thread is on, or was on when it last ran (proc(5)).
+    pub fn main_processor(&self) -> Result<usize, ProcessError> {
+        stat_field(self.pid(), &self.inner.stat()?, 39)
+    }
+
     /// Everything the process has mapped, in address order (`/proc/PID/maps`).
     pub fn mappings(&self) -> Result<Vec<Mapping>, ProcessError> {
         let bytes = self.read_file("maps", "read the mappings")?;

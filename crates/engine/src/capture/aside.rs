@@ -23,7 +23,7 @@ pub fn processors(vm: &Process) -> Processors {
 /// In the pause both have work, and the vCPUs none; but whoever is told something is often woken on the
 /// processor of who tells it, and there one of the two waits for the other.
 pub fn apart_from(qemu: &Process, own: &Processors, aside: &Processors) -> Option<Confined> {
-    let main = Processors::from([affinity::of_main_thread(qemu)?]);
+    let main = Processors::from([qemu.main_processor().ok()?]);
     let without =
         |processors: &Processors| -> Processors { processors.difference(&main).copied().collect() };
     [without(aside), without(own)]
