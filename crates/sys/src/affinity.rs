@@ -1,10 +1,10 @@
 //! Which processors threads may run on (sched_setaffinity(2)), and which threads go first there
-//! (setpriority(2)).
+//! (nice(2)).
 
 use std::collections::BTreeSet;
 use std::fs;
 
-use rustix::process::{Pid, setpriority_process};
+use rustix::process::{Pid, nice};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::process::Process;
@@ -64,15 +64,15 @@ impl Drop for Confined {
     }
 }
 
-/// Niceness of threads that let others go first: a tenth of their time.
-const STEPPED_BACK: i32 = 10;
+/// So much nicer are threads that let others go first: where both have work they get a tenth of the time.
+const STEP_BACK: i32 = 10;
 
 /// The calling thread, and all that it starts from here on, let the other threads of this process go
 /// first. For good: going back would take a privilege. Of threads of other sessions this says nothing
 /// (sched(7), autogroup).
 pub fn step_back() {
-    // Refused to nobody.
-    let _ = setpriority_process(None, STEPPED_BACK);
+    // Being nicer is refused to nobody.
+    let _ = nice(STEP_BACK);
 }
 
 fn numbers(set: &CpuSet) -> Processors {
@@ -95,6 +95,20 @@ mod tests {
         assert_eq!(child.join().unwrap(), one);
         drop(confined);
         assert_eq!(of_this_thread(), before);
+    }
+
+    #[test]
+    fn a_thread_steps_back_with_its_children_and_no_other_does() {
+        let niceness = || rustix::process::getpriority_process(None).unwrap();
+        let before = niceness();
+        let stepped_back = std::thread::spawn(move || {
+            step_back();
+            [niceness(), std::thread::spawn(niceness).join().unwrap()]
+        });
+        // 19 is the most there is.
+        let expected = (before + STEP_BACK).min(19);
+        assert_eq!(stepped_back.join().unwrap(), [expected; 2]);
+        assert_eq!(niceness(), before);
     }
 
     #[test]

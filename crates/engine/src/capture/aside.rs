@@ -17,19 +17,20 @@ pub fn processors(vm: &Process) -> Processors {
     spare(&affinity::of_this_thread(), &affinity::of_process(vm))
 }
 
-/// Keeps the calling thread off the processor of QEMU's main thread while this lives: on one of `aside`,
-/// or else of `own`, where there is another.
+/// Keeps the calling thread to those of its `own` processors that QEMU's main thread is not on, while this
+/// lives; `None` where there is no other.
 ///
 /// In the pause both have work, and the vCPUs none; but whoever is told something is often woken on the
 /// processor of who tells it, and there one of the two waits for the other.
-pub fn apart_from(qemu: &Process, own: &Processors, aside: &Processors) -> Option<Confined> {
-    let main = Processors::from([qemu.main_processor().ok()?]);
-    let without =
-        |processors: &Processors| -> Processors { processors.difference(&main).copied().collect() };
-    [without(aside), without(own)]
-        .iter()
-        .find(|processors| !processors.is_empty())
-        .map(Confined::to)
+pub fn apart_from(qemu: &Process, own: &Processors) -> Option<Confined> {
+    let main = qemu.main_processor().ok()?;
+    Some(Confined::to(&others(own, main)?))
+}
+
+/// All but one, where that leaves any.
+fn others(own: &Processors, one: usize) -> Option<Processors> {
+    let others: Processors = own.iter().copied().filter(|&other| other != one).collect();
+    (!others.is_empty()).then_some(others)
 }
 
 /// Of our own processors, those that the VM is kept from, where there are any (a host whose
@@ -56,6 +57,14 @@ mod tests {
         assert_eq!(spare(&set([0, 1]), &set([0, 1])), set([1]));
         assert_eq!(spare(&set(0..5), &set(0..5)), set([2, 3, 4]));
         assert_eq!(spare(&set(2..6), &set(0..64)), set([4, 5]));
+    }
+
+    #[test]
+    fn apart_is_anywhere_else() {
+        assert_eq!(others(&set([0, 1]), 0), Some(set([1])));
+        assert_eq!(others(&set(2..6), 4), Some(set([2, 3, 5])));
+        assert_eq!(others(&set([0, 1]), 7), Some(set([0, 1])));
+        assert_eq!(others(&set([3]), 3), None);
     }
 
     #[test]

@@ -116,6 +116,8 @@ impl Pause<'_> {
     /// Stops the VM, captures, resumes it. Returns the phases.
     pub fn run(mut self) -> Result<DowntimeRecord, PauseError> {
         let mut record = DowntimeRecord::default();
+        // What waits for QEMU's answers to `stop` and `cont` stays off the vCPUs' processors: a vCPU that was
+        // let go would keep it from seeing the answer.
         let own = affinity::of_this_thread();
         let _aside = Confined::to(self.aside);
         self.monitor.client().take_events()?;
@@ -178,7 +180,7 @@ impl Pause<'_> {
 
     /// Device state, scan and copy; the guest stands still.
     fn capture(&mut self, record: &mut DowntimeRecord, own: &Processors) -> Result<(), PauseError> {
-        let _apart = aside::apart_from(self.qemu, own, self.aside);
+        let _apart = aside::apart_from(self.qemu, own);
         let state_begin = Instant::now();
         let ticket = self.monitor.send_save_device_state(self.state_file)?;
         let limit = self.limit + ANSWER_GRACE;
@@ -201,6 +203,8 @@ impl Pause<'_> {
             copied?;
         }
         if let Some(look) = self.before_resume.as_mut() {
+            // It takes long, and all the processors there are.
+            let _anywhere = Confined::to(own);
             let begin = Instant::now();
             look(self.work.tracker)?;
             record.verify = us(begin);

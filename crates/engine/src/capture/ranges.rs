@@ -95,6 +95,12 @@ mod tests {
 
     proptest! {
         #[test]
+        fn runs_are_those_of_a_bitmap(pages in prop::collection::btree_set(0u64..300, 0..200)) {
+            let ascending: Vec<u64> = pages.iter().copied().collect();
+            prop_assert_eq!(runs(&ascending), ranges(&pages));
+        }
+
+        #[test]
         fn joined_ranges_have_the_same_pages_and_small_gaps(pages in prop::collection::btree_set(0u64..300, 0..60)) {
             let bytes = |pages: Range<u64>| AddressRange {
                 start: pages.start * PAGE_BYTES,

@@ -249,16 +249,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::capture::ranges::runs;
 
     fn to_ranges(pages: &BTreeSet<u64>) -> Vec<Range<u64>> {
-        let mut ranges: Vec<Range<u64>> = Vec::new();
-        for &page in pages {
-            match ranges.last_mut() {
-                Some(last) if last.end == page => last.end += 1,
-                _ => ranges.push(page..page + 1),
-            }
-        }
-        ranges
+        runs(&pages.iter().copied().collect::<Vec<_>>())
     }
 
     #[test]

@@ -236,15 +236,13 @@ impl Tracker {
             .collect()
     }
 
-    /// How many pages [`Tracker::collect`] would find now. Changes nothing.
+    /// How many pages [`Tracker::collect`] would find now, of memory that is tracked synchronously.
+    /// Changes nothing.
     pub fn written_pages(&self) -> Result<u64, TrackerError> {
         let mut found = Vec::new();
         for tracked in &self.blocks {
             let range = tracked.block.range();
-            let scanned = match self.faults {
-                None => self.pagemap.peek_written(range, &mut found),
-                Some(_) => self.pagemap.written(range, &mut found),
-            };
+            let scanned = self.pagemap.written(range, &mut found);
             scanned.map_err(|source| scan_error(&tracked.block, source))?;
         }
         Ok(found.iter().map(AddressRange::len).sum::<u64>() / PAGE_BYTES)
