@@ -408,8 +408,8 @@ impl Monitor {
         Ok(())
     }
 
-    /// Starts saving the state of all devices, RAM apart. The VM must be stopped before: QEMU would
-    /// otherwise let it run on as soon as the state is saved.
+    /// Starts saving the state of all devices, RAM apart. `stop` must have been sent before: QEMU would
+    /// otherwise let the VM run on as soon as the state is saved.
     pub fn send_save_device_state(&mut self, file: &StateFile) -> Result<Ticket, MonitorError> {
         let arguments = json!({
             "filename": format!("/dev/fdset/{}", file.fdset),

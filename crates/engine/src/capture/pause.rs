@@ -5,6 +5,10 @@
 //!                         └─ scan ─ copy (this thread, beside) ─┘
 //! ```
 //!
+//! QEMU takes 0.2 ms to read a command, with a thread that may have to wait for a processor (ours, while
+//! we scan). So each is sent as early as it can: saving when the vCPUs stand still and QEMU still drains
+//! its disks, `cont` when everything is copied. QEMU carries them out one after the other.
+//!
 //! Ways back to a running guest, each of them written down before `stop` is sent:
 //! - every error in here passes through `resume`;
 //! - the guardian resumes when the limit passes, or when this process dies.
@@ -15,9 +19,9 @@
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use serde_json::json;
+use serde_json::Value;
 use stillframe_qemu::monitor::{Monitor, MonitorError, StateFile};
-use stillframe_qemu::qmp::QmpError;
+use stillframe_qemu::qmp::{QmpError, Ticket};
 use stillframe_sys::affinity::{self, Confined, Processors};
 use stillframe_sys::process::Process;
 use thiserror::Error;
@@ -42,13 +46,13 @@ pub struct DowntimeRecord {
     pub scan: u64,
     /// Copying them, or making ready for copying them after the pause.
     pub copy: u64,
-    /// QEMU saving its device state, from the command to its answer.
+    /// QEMU saving its device state, from the answer to `stop` to the one to this.
     pub device_state: u64,
     /// Waiting for the device state with nothing else to do: after scan and copy, mostly.
     pub wait: u64,
     /// Looking at all of memory, when `--verify` asked for it.
     pub verify: u64,
-    /// `cont`.
+    /// `cont`, once all else is done.
     pub resume: u64,
 }
 
@@ -112,6 +116,17 @@ pub struct Pause<'a> {
     pub before_resume: Option<&'a mut Look<'a>>,
 }
 
+/// Who resumes the VM, and how far that is.
+#[derive(Debug)]
+enum Resume {
+    /// It was somebody else who paused it.
+    Others,
+    /// We: nothing is sent yet.
+    Due,
+    /// We: QEMU has been told, and does it when it is done with what it was told before.
+    Sent(Ticket),
+}
+
 impl Pause<'_> {
     /// Stops the VM, captures, resumes it. Returns the phases.
     pub fn run(mut self) -> Result<DowntimeRecord, PauseError> {
@@ -122,7 +137,9 @@ impl Pause<'_> {
         let _aside = Confined::to(self.aside);
         self.monitor.client().take_events()?;
         if !self.running {
-            self.capture(&mut record, &own)?;
+            let saving = self.monitor.send_save_device_state(self.state_file)?;
+            let _apart = aside::apart_from(self.qemu, &own);
+            self.capture(&mut record, &own, saving, &mut Resume::Others)?;
             return match self.resume_events()? {
                 0 => Ok(record),
                 _ => Err(PauseError::ResumedByOthers),
@@ -130,15 +147,10 @@ impl Pause<'_> {
         }
         self.guardian.pausing(self.limit)?;
         let begin = Instant::now();
-        let stopped = self.stop(&mut record);
-        // Somebody may have paused the VM in the instant before: then it is theirs to resume.
-        let ours = !matches!(stopped, Ok(false));
-        let captured = stopped.and_then(|_| self.capture(&mut record, &own));
-        let resumed = if ours {
-            self.resume(&mut record)
-        } else {
-            Ok(())
-        };
+        let mut resume = Resume::Due;
+        let captured = self.stopped(&mut record, &own, &mut resume);
+        let expected = usize::from(!matches!(resume, Resume::Others));
+        let resumed = self.resume(&mut record, resume);
         record.total = us(begin);
         if self.guardian.resumed()? {
             return Err(PauseError::Overrun {
@@ -148,60 +160,75 @@ impl Pause<'_> {
         captured?;
         resumed?;
         match self.resume_events()? {
-            seen if seen == usize::from(ours) => Ok(record),
+            seen if seen == expected => Ok(record),
             _ => Err(PauseError::ResumedByOthers),
         }
     }
 
-    /// Returns whether it was this command that stopped the VM.
-    fn stop(&mut self, record: &mut DowntimeRecord) -> Result<bool, PauseError> {
+    /// Stops the VM and captures.
+    fn stopped(
+        &mut self,
+        record: &mut DowntimeRecord,
+        own: &Processors,
+        resume: &mut Resume,
+    ) -> Result<(), PauseError> {
         let begin = Instant::now();
         let limit = self.limit + ANSWER_GRACE;
         let client = self.monitor.client();
-        let ticket = client.send("stop", json!({}))?;
-        client.wait(ticket, limit)?;
+        let stopping = client.send("stop", Value::Null)?;
+        // Not before the vCPUs stand still: they may need the processor that QEMU reads with.
+        client.await_event("STOP", &stopping, limit)?;
+        // From here on the vCPUs' processors are free, and QEMU's main thread has much to do.
+        let _apart = aside::apart_from(self.qemu, own);
+        let saving = self.monitor.send_save_device_state(self.state_file)?;
+        let client = self.monitor.client();
+        client.wait(stopping, limit)?;
         record.stop = us(begin);
-        // QEMU queues the event before the answer, so it has been read with it.
-        Ok(client
-            .take_events()?
-            .iter()
-            .any(|event| event.name == "STOP"))
+        // QEMU queues the event before the answer, so it has been read with it. Without one, somebody
+        // paused the VM in the instant before: then it is theirs to resume.
+        let events = client.take_events()?;
+        if !events.iter().any(|event| event.name == "STOP") {
+            *resume = Resume::Others;
+        }
+        self.capture(record, own, saving, resume)
     }
 
-    fn resume(&mut self, record: &mut DowntimeRecord) -> Result<(), PauseError> {
+    fn resume(&mut self, record: &mut DowntimeRecord, resume: Resume) -> Result<(), PauseError> {
         let begin = Instant::now();
-        let limit = self.limit + ANSWER_GRACE;
         let client = self.monitor.client();
-        let ticket = client.send("cont", json!({}))?;
-        client.wait(ticket, limit)?;
+        let ticket = match resume {
+            Resume::Others => return Ok(()),
+            Resume::Due => client.send("cont", Value::Null)?,
+            Resume::Sent(ticket) => ticket,
+        };
+        client.wait(ticket, self.limit + ANSWER_GRACE)?;
         record.resume = us(begin);
         Ok(())
     }
 
-    /// Device state, scan and copy; the guest stands still.
-    fn capture(&mut self, record: &mut DowntimeRecord, own: &Processors) -> Result<(), PauseError> {
-        let _apart = aside::apart_from(self.qemu, own);
-        let state_begin = Instant::now();
-        let ticket = self.monitor.send_save_device_state(self.state_file)?;
+    /// Device state, scan and copy; the guest stands still. Sends `cont` when nothing but the device
+    /// state is missing.
+    fn capture(
+        &mut self,
+        record: &mut DowntimeRecord,
+        own: &Processors,
+        saving: Ticket,
+        resume: &mut Resume,
+    ) -> Result<(), PauseError> {
         let limit = self.limit + ANSWER_GRACE;
-        let saved = |record: &mut DowntimeRecord| {
-            let begin = Instant::now();
-            let saved = self.monitor.wait_device_state(ticket, limit);
-            record.wait = us(begin);
-            record.device_state = us(state_begin);
-            saved
-        };
+        let state_begin = Instant::now();
+        let mut saving = Some(saving);
         if self.state_first {
-            saved(record)?;
-            self.schedule.stopped(&mut self.work, record)?;
-            (self.beside)();
-        } else {
-            let copied = self.schedule.stopped(&mut self.work, record);
-            (self.beside)();
-            // Awaited even when the copy failed: QEMU answers in order, and `cont` comes next.
-            saved(record)?;
-            copied?;
+            self.saved(record, saving.take(), state_begin, limit)?;
         }
+        let copied = self.schedule.stopped(&mut self.work, record);
+        (self.beside)();
+        if copied.is_ok() && self.before_resume.is_none() && matches!(resume, Resume::Due) {
+            *resume = Resume::Sent(self.monitor.client().send("cont", Value::Null)?);
+        }
+        // Awaited even when the copy failed: QEMU answers in order, and `cont` comes next.
+        self.saved(record, saving, state_begin, limit)?;
+        copied?;
         if let Some(look) = self.before_resume.as_mut() {
             // It takes long, and all the processors there are.
             let _anywhere = Confined::to(own);
@@ -210,6 +237,24 @@ impl Pause<'_> {
             record.verify = us(begin);
         }
         Ok(())
+    }
+
+    /// Waits for the device state, where that is not done yet.
+    fn saved(
+        &mut self,
+        record: &mut DowntimeRecord,
+        saving: Option<Ticket>,
+        state_begin: Instant,
+        limit: Duration,
+    ) -> Result<(), PauseError> {
+        let Some(ticket) = saving else {
+            return Ok(());
+        };
+        let begin = Instant::now();
+        let saved = self.monitor.wait_device_state(ticket, limit);
+        record.wait = us(begin);
+        record.device_state = us(state_begin);
+        Ok(saved?)
     }
 
     /// `RESUME` events since the pause began. Events and answers come in one order, so after the

@@ -64,6 +64,7 @@ fn greeted(part: impl FnOnce(&UnixStream, &mut BufReader<UnixStream>) + Send + '
         say(&stream, &format!("{GREETING}\r\n"));
         let negotiation = hear(&mut reader);
         assert_eq!(negotiation["execute"], "qmp_capabilities");
+        assert_eq!(negotiation["arguments"], json!({ "enable": ["oob"] }));
         say(
             &stream,
             &format!("{{\"return\": {{}}, \"id\": {}}}\r\n", negotiation["id"]),
@@ -106,6 +107,64 @@ fn a_reply_between_events_and_other_replies() {
     assert_eq!(events[1].name, "RESUME");
     assert_eq!(events[1].data["b"], 2);
     drop(client);
+    peer.join();
+}
+
+/// QEMU refuses to enable what it did not offer.
+#[test]
+fn nothing_is_enabled_that_is_not_offered() {
+    for capabilities in [json!([]), json!(["later"]), Value::Null] {
+        let greeting = json!({ "QMP": { "version": {}, "capabilities": capabilities } });
+        assert_eq!(to_enable(&greeting), Value::Null);
+    }
+}
+
+#[test]
+fn an_event_is_awaited_before_the_reply_and_the_reply_where_there_is_none() {
+    let (go, gone_on) = std::sync::mpsc::channel();
+    let peer = greeted(move |stream, reader| {
+        let first = hear(reader);
+        say(stream, "{\"event\": \"RESUME\"}\n{\"event\": \"STOP\"}\n");
+        gone_on.recv().expect("the event was seen first");
+        say(
+            stream,
+            &format!("{{\"return\": 1, \"id\": {}}}\n", first["id"]),
+        );
+        let second = hear(reader);
+        let refusal =
+            json!({ "error": { "class": "GenericError", "desc": "no" }, "id": second["id"] });
+        say(stream, &format!("{refusal}\n"));
+        hear(reader);
+        hear_end(reader);
+    });
+    let mut client = peer.connect().expect("connected");
+    let ticket = client.send("stop", Value::Null).expect("sent");
+    client.await_event("STOP", &ticket, LONG).expect("an event");
+    go.send(()).expect("the peer waits");
+    assert_eq!(client.wait(ticket, LONG).expect("answered"), 1);
+    let names: Vec<String> = client
+        .take_events()
+        .expect("events")
+        .into_iter()
+        .map(|event| event.name)
+        .collect();
+    assert_eq!(names, ["RESUME", "STOP"]);
+
+    let ticket = client.send("stop", Value::Null).expect("sent");
+    client
+        .await_event("STOP", &ticket, LONG)
+        .expect("a refusal");
+    assert!(matches!(
+        client.wait(ticket, LONG),
+        Err(QmpError::Command { .. })
+    ));
+
+    let ticket = client.send("stop", Value::Null).expect("sent");
+    client
+        .await_event("STOP", &ticket, SHORT)
+        .expect("no answer is no error yet");
+    drop(client);
+    drop(ticket);
     peer.join();
 }
 
