@@ -99,16 +99,6 @@ struct Scan {
     any_of: u32,
 }
 
-impl Scan {
-    fn written(flags: u32) -> Scan {
-        Scan {
-            flags,
-            all_of: PAGE_IS_WRITTEN,
-            any_of: 0,
-        }
-    }
-}
-
 impl Pagemap {
     /// Opens the page map of this process (needs the right to ptrace it).
     pub fn open(process: &Process) -> Result<Self, PagemapError> {
@@ -133,24 +123,7 @@ impl Pagemap {
         range: AddressRange,
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
-        self.take_written_but(range, &[], out)
-    }
-
-    /// As [`Pagemap::take_written`], but passes over the ranges in `but` (sorted, within `range`, without
-    /// overlap): nothing is said of them, and what is not protected there stays so.
-    pub fn take_written_but(
-        &self,
-        range: AddressRange,
-        but: &[AddressRange],
-        out: &mut Vec<AddressRange>,
-    ) -> Result<(), PagemapError> {
-        let starts = std::iter::once(range.start).chain(but.iter().map(|but| but.end));
-        let ends = but.iter().map(|but| but.start).chain([range.end]);
-        let between = starts
-            .zip(ends)
-            .map(|(start, end)| AddressRange { start, end });
-        let flags = PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC;
-        self.scan(between, &Scan::written(flags), out)
+        self.look_for_written(PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC, range, out)
     }
 
     /// The pages written since they were last protected, without disturbing anything.
@@ -159,7 +132,7 @@ impl Pagemap {
         range: AddressRange,
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
-        self.scan([range], &Scan::written(PM_SCAN_CHECK_WPASYNC), out)
+        self.look_for_written(PM_SCAN_CHECK_WPASYNC, range, out)
     }
 
     /// As [`Pagemap::peek_written`], of a range that is registered for synchronous write protection:
@@ -169,7 +142,21 @@ impl Pagemap {
         range: AddressRange,
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
-        self.scan([range], &Scan::written(0), out)
+        self.look_for_written(0, range, out)
+    }
+
+    fn look_for_written(
+        &self,
+        flags: u32,
+        range: AddressRange,
+        out: &mut Vec<AddressRange>,
+    ) -> Result<(), PagemapError> {
+        let written = Scan {
+            flags,
+            all_of: PAGE_IS_WRITTEN,
+            any_of: 0,
+        };
+        self.scan(range, &written, out)
     }
 
     /// The pages that are present or swapped out. The protection marker of a page that was never
@@ -181,7 +168,7 @@ impl Pagemap {
     ) -> Result<(), PagemapError> {
         let any_of = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
         self.scan(
-            [range],
+            range,
             &Scan {
                 flags: 0,
                 all_of: 0,
@@ -198,7 +185,7 @@ impl Pagemap {
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
         self.scan(
-            [range],
+            range,
             &Scan {
                 flags: 0,
                 all_of: PAGE_IS_PRESENT,
@@ -241,7 +228,7 @@ impl Pagemap {
 
     fn scan(
         &self,
-        ranges: impl IntoIterator<Item = AddressRange>,
+        range: AddressRange,
         scan: &Scan,
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
@@ -254,23 +241,28 @@ impl Pagemap {
             };
             REGIONS_MAX
         ];
-        for range in ranges {
-            let mut at = range.start;
-            while at < range.end {
-                let (found, walk_end) = self
-                    .call(at, range.end, scan, &mut regions)
-                    .map_err(|source| self.failed(range, source))?;
-                let found = &regions[..found.min(REGIONS_MAX)];
-                for &page_region { start, end, .. } in found {
-                    append(out, first, AddressRange { start, end });
-                }
-                // With room left for answers, the walk has come to its end. `walk_end` does not tell:
-                // it may be where the kernel last emptied a buffer of its own (seen on Linux 6.18), and
-                // going on there would report pages twice. So never go back behind an answer either.
-                match found.last() {
-                    Some(last) if found.len() == REGIONS_MAX => at = walk_end.max(last.end),
-                    _ => break,
-                }
+        let mut at = range.start;
+        while at < range.end {
+            let (found, walk_end) = self
+                .call(at, range.end, scan, &mut regions)
+                .map_err(|source| self.failed(range, source))?;
+            let found = &regions[..found.min(REGIONS_MAX)];
+            for region in found {
+                append(
+                    out,
+                    first,
+                    AddressRange {
+                        start: region.start,
+                        end: region.end,
+                    },
+                );
+            }
+            // With room left for answers, the walk has come to its end. `walk_end` does not tell:
+            // it may be where the kernel last emptied a buffer of its own (seen on Linux 6.18), and
+            // going on there would report pages twice. So never go back behind an answer either.
+            match found.last() {
+                Some(last) if found.len() == REGIONS_MAX => at = walk_end.max(last.end),
+                _ => break,
             }
         }
         // The page table of a process that has ended reads as empty, without an error.

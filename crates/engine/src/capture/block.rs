@@ -198,7 +198,8 @@ impl Block {
     pub fn read(&self, into: &mut [&mut [u8]], from: &[Range<u64>]) -> Result<(), BlockError> {
         match &self.backing {
             Backing::PrivateAnonymous(remote) | Backing::PrivateFile(remote) => {
-                let from: Vec<AddressRange> = self.all_addresses(from).collect();
+                let from: Vec<AddressRange> =
+                    from.iter().map(|pages| self.addresses(pages)).collect();
                 remote
                     .read_vectored(into, &from)
                     .map_err(|source| self.memory_error(source))
@@ -243,13 +244,7 @@ impl Block {
         .map_err(|source| self.memory_error(source))
     }
 
-    /// Where these pages are in QEMU's address space.
-    pub fn all_addresses(&self, pages: &[Range<u64>]) -> impl Iterator<Item = AddressRange> {
-        pages.iter().map(|pages| self.addresses(pages))
-    }
-
-    /// Where a run of pages is in QEMU's address space.
-    pub fn addresses(&self, pages: &Range<u64>) -> AddressRange {
+    fn addresses(&self, pages: &Range<u64>) -> AddressRange {
         AddressRange {
             start: self.address + pages.start * PAGE_BYTES,
             end: self.address + pages.end * PAGE_BYTES,

@@ -1,35 +1,29 @@
 //! Which pages are hot: written with new content in one interval after the other.
 //!
 //! A first write to a protected page costs the vCPU a fault. A page that will be written anyway
-//! gains nothing by it, so hot pages stay open where that is cheaper, and the next checkpoint takes
-//! them for written.
+//! gains nothing by it, so hot pages are left open after the pause: the next scan finds them
+//! unprotected, takes them for written, and protects them again until that pause is over.
 //!
 //! ```text
-//!   new content in the last two checkpoints    ->  hot
-//!   hot, but the content turns out unchanged   ->  cold
+//!   new content in the last two checkpoints  AND  written in this interval  ->  hot
+//!   open, but the content turns out unchanged  ->  protected again after the next checkpoint
 //! ```
 //!
-//! What a fault costs depends on who serves it, and what an open page costs on how it comes to be open
-//! (x86: whenever a page becomes writable, or is protected, the kernel interrupts every processor that
-//! runs the VM, for its TLB). With 2 processors that are themselves virtual:
+//! Whether that is worth it depends on who serves the fault: opening interrupts the processors that run
+//! the VM (x86: a page that becomes writable is flushed from their TLBs).
 //!
 //! ```text
 //!   fault served by the kernel (asynchronous tracking)   2.6 us a page
 //!   fault served by a thread (synchronous)               80 us a page
-//!   opening a page while the VM runs                     8 us a run of pages
-//!   passing over it in the scan that protects            8 us a run of pages, in the pause
+//!   opening                                              8 us a run of pages
 //! ```
 
-use std::cmp::Reverse;
 use std::ops::Range;
 
 use stillframe_page::bitmap::DirtyBitmap;
 
-/// So long a run of hot pages is worth being passed over in the pause, in pages.
-const RUN_MIN: u64 = 16;
-
-/// So many runs at most: half a millisecond.
-const RUNS_MAX: usize = 64;
+/// With asynchronous tracking, so long a run of hot pages is worth being opened, in pages.
+const ASYNC_RUN_MIN: u64 = 4;
 
 /// The heat of one block's pages.
 #[derive(Debug)]
@@ -56,26 +50,20 @@ impl Heat {
         self.last.clone_from(new);
     }
 
-    /// The hot pages.
-    pub fn hot(&self) -> &DirtyBitmap {
-        &self.both
+    /// The hot pages, of those written in this interval.
+    pub fn hot(&self, written: &DirtyBitmap) -> DirtyBitmap {
+        let mut hot = self.both.clone();
+        hot.intersect_with(written);
+        hot
     }
 
-    /// Those to be passed over by a scan that protects as it goes: all in long runs, ascending.
-    pub fn long_runs(&self) -> Vec<Range<u64>> {
-        let runs = self.both.ranges();
-        let long = runs.filter(|run| run.end - run.start >= RUN_MIN);
-        longest(long.collect(), RUNS_MAX)
+    /// The hot pages that are worth being opened where the kernel serves faults, as runs.
+    pub fn hot_runs(&self, written: &DirtyBitmap) -> Vec<Range<u64>> {
+        let hot = self.hot(written);
+        let runs = hot.ranges();
+        runs.filter(|run| run.end - run.start >= ASYNC_RUN_MIN)
+            .collect()
     }
-}
-
-fn longest(mut runs: Vec<Range<u64>>, most: usize) -> Vec<Range<u64>> {
-    if runs.len() > most {
-        runs.select_nth_unstable_by_key(most, |run| Reverse(run.end - run.start));
-        runs.truncate(most);
-        runs.sort_unstable_by_key(|run| run.start);
-    }
-    runs
 }
 
 #[cfg(test)]
@@ -104,33 +92,20 @@ mod tests {
     proptest! {
         /// The slow twin: the whole history, looked through anew each time.
         #[test]
-        fn hot_is_new_twice_running(history in prop::collection::vec(pages(), 0..6)) {
+        fn hot_is_new_twice_and_written_now(history in prop::collection::vec(pages(), 0..6), written in pages()) {
             let mut heat = Heat::new(PAGES);
             for checkpoint in &history {
                 heat.committed(&bitmap(checkpoint));
             }
             let expected = match history.as_slice() {
-                [.., before, last] => before & last,
+                [.., before, last] => &(before & last) & &written,
                 _ => BTreeSet::new(),
             };
-            prop_assert_eq!(heat.hot(), &bitmap(&expected));
-            let long = heat.hot().ranges().filter(|run| run.end - run.start >= RUN_MIN);
-            prop_assert_eq!(heat.long_runs(), long.collect::<Vec<_>>());
-        }
-
-        #[test]
-        fn the_longest_runs_are_kept_in_order(pages in pages(), most in 0..60_usize) {
-            let runs: Vec<Range<u64>> = bitmap(&pages).ranges().collect();
-            let kept = longest(runs.clone(), most);
-            prop_assert_eq!(kept.len(), runs.len().min(most));
-            prop_assert!(kept.is_sorted_by_key(|run| run.start));
-            let lengths = |runs: &[Range<u64>]| {
-                let mut lengths: Vec<u64> = runs.iter().map(|run| run.end - run.start).collect();
-                lengths.sort_unstable_by_key(|&length| Reverse(length));
-                lengths
-            };
-            prop_assert!(kept.iter().all(|run| runs.contains(run)));
-            prop_assert_eq!(lengths(&kept), &lengths(&runs)[..kept.len()]);
+            let expected = bitmap(&expected);
+            prop_assert_eq!(&heat.hot(&bitmap(&written)), &expected);
+            let mut runs: Vec<Range<u64>> = expected.ranges().collect();
+            runs.retain(|run| run.clone().count() as u64 >= ASYNC_RUN_MIN);
+            prop_assert_eq!(heat.hot_runs(&bitmap(&written)), runs);
         }
     }
 }

@@ -9,12 +9,11 @@ pub type PageRanges = Vec<Vec<Range<u64>>>;
 
 /// Pages in all blocks of a list.
 pub fn count(ranges: &PageRanges) -> u64 {
-    ranges.iter().map(|ranges| pages_in(ranges)).sum()
-}
-
-/// Pages in a list.
-pub fn pages_in(ranges: &[Range<u64>]) -> u64 {
-    ranges.iter().map(|range| range.end - range.start).sum()
+    ranges
+        .iter()
+        .flatten()
+        .map(|range| range.end - range.start)
+        .sum()
 }
 
 /// Ascending pages as ranges.

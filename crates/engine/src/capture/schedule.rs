@@ -19,7 +19,7 @@ use thiserror::Error;
 use super::pause::{DowntimeRecord, us};
 use super::ranges::subtract_all;
 use super::stage::Stage;
-use super::tracker::{Collected, Guest, Hot, Tracker, TrackerError};
+use super::tracker::{Collected, Guest, Tracker, TrackerError};
 
 mod auto;
 mod copy_on_write;
@@ -103,8 +103,8 @@ pub struct Copied {
     pub on_fault: u64,
     /// Writes that the guest waited with since the capture before, for whatever page (copy-on-write).
     pub faults: u64,
-    /// Hot pages that stayed open in the pause, or were opened with their copy: the next checkpoint
-    /// copies them whether they are written or not, and writing them costs the guest no fault.
+    /// Hot pages left open after the pause or their copy: the next checkpoint copies them whether
+    /// they are written or not, and writing them costs the guest no fault.
     pub left_open: u64,
 }
 
@@ -130,8 +130,9 @@ pub trait Schedule {
         record: &mut DowntimeRecord,
     ) -> Result<(), TrackerError>;
 
-    /// After the pause; the guest runs again.
-    fn after(&mut self, _work: &mut Work<'_>) -> Result<(), TrackerError> {
+    /// After the pause; the guest runs again. Where all is copied, hot pages are left open.
+    fn after(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
+        work.copied.left_open += work.tracker.leave_hot_open();
         Ok(())
     }
 
@@ -154,7 +155,7 @@ impl Schedule for StopCopy {
         record: &mut DowntimeRecord,
     ) -> Result<(), TrackerError> {
         let begin = Instant::now();
-        let mut found = work.tracker.collect(Guest::Stands, Hot::LeftOpen)?;
+        let mut found = work.tracker.collect(Guest::Stands)?;
         // With what captures that failed have left over.
         found.written = subtract_all(&work.tracker.pending(), &found.discarded);
         record.scan = us(begin);
@@ -180,7 +181,7 @@ impl Schedule for PreCopy {
         record: &mut DowntimeRecord,
     ) -> Result<(), TrackerError> {
         let begin = Instant::now();
-        let found = work.tracker.collect(Guest::Stands, Hot::LeftOpen)?;
+        let found = work.tracker.collect(Guest::Stands)?;
         record.scan = us(begin);
         copy_now(work, record, &found)
     }
@@ -191,7 +192,7 @@ impl Schedule for PreCopy {
 fn rounds(work: &mut Work<'_>) -> Result<(), TrackerError> {
     let mut last = u64::MAX;
     for _ in 0..ROUNDS_MAX {
-        let found = work.tracker.collect(Guest::Runs, Hot::LeftOpen)?;
+        let found = work.tracker.collect(Guest::Runs)?;
         copy_before(work, &found)?;
         let pages = found.pages();
         if pages <= FEW_PAGES || pages > last / 2 {
@@ -221,6 +222,5 @@ fn copy_now(
     work.stage.capture_all(work.tracker, found)?;
     record.copy = us(begin);
     work.copied.pause += found.pages();
-    work.copied.left_open += found.left_open;
     Ok(())
 }

@@ -23,7 +23,7 @@ use super::block::{Block, BlockError, PAGE_BYTES};
 use super::faults::{FaultServer, SignOfLife};
 use super::heat::Heat;
 use super::ingest::Found;
-use super::ranges::{self, PageRanges, count, pages_in, subtract};
+use super::ranges::{self, PageRanges, count, subtract};
 use super::stage::StageError;
 
 /// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
@@ -120,16 +120,6 @@ pub enum Guest {
     Stands,
 }
 
-/// What becomes of hot pages (see [`super::heat`]).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Hot {
-    /// They are not protected. While the guest runs they are passed over, for it would write them again;
-    /// where it stands still they are taken for written, unseen.
-    LeftOpen,
-    /// They are protected as all others are.
-    Protected,
-}
-
 /// What one scan found.
 #[derive(Debug)]
 pub struct Collected {
@@ -138,18 +128,13 @@ pub struct Collected {
     /// Holes of a shared file where content was captured before: zero now. Apart from `written`,
     /// because reading them through a mapping would fill the hole that the guest's balloon made.
     pub discarded: PageRanges,
-    /// How many of those written are hot ones left open.
-    pub left_open: u64,
 }
 
 impl Collected {
     /// Pages that are to be read, whatever the reason.
     pub fn written(written: PageRanges) -> Collected {
-        Collected {
-            discarded: vec![Vec::new(); written.len()],
-            written,
-            left_open: 0,
-        }
+        let discarded = vec![Vec::new(); written.len()];
+        Collected { written, discarded }
     }
 
     /// Pages in all.
@@ -265,15 +250,38 @@ impl Tracker {
 
     /// Takes what was written since the last call (or since the attach) and protects it again.
     /// The pages are pending from here on.
-    pub fn collect(&mut self, guest: Guest, hot: Hot) -> Result<Collected, TrackerError> {
-        let mut all = Collected::written(Vec::new());
-        for number in 0..self.blocks.len() {
-            let open = match hot {
-                Hot::LeftOpen => self.left_open(number),
-                Hot::Protected => Vec::new(),
+    pub fn collect(&mut self, guest: Guest) -> Result<Collected, TrackerError> {
+        let mut all = Collected {
+            written: Vec::new(),
+            discarded: Vec::new(),
+        };
+        for tracked in &mut self.blocks {
+            let mut found = Vec::new();
+            let range = tracked.block.range();
+            let scanned = match self.faults {
+                None => self.pagemap.take_written(range, &mut found),
+                Some(_) => self.pagemap.written(range, &mut found),
             };
-            let mut written = self.take_written(number, guest, &open)?;
-            let tracked = &mut self.blocks[number];
+            // What a failing scan has already taken is protected again and would be lost.
+            let written = to_pages(&tracked.block, &found);
+            tracked.add_pending(&written);
+            scanned.map_err(|source| scan_error(&tracked.block, source))?;
+            if self.faults.is_some() {
+                // A page that is written between scan and protection is in the scan already, or is
+                // opened after it and stays open for the next. So nothing else may be protected, not
+                // even to save calls, unless nothing can be opened: then all else is protected already.
+                let found = match guest {
+                    Guest::Runs => found,
+                    Guest::Stands => ranges::join_near(found, NEAR_BYTES),
+                };
+                for step in found.into_iter().flat_map(steps) {
+                    let protected = self.uffd.protect(step);
+                    protected.map_err(|source| TrackerError::Uffd {
+                        block: tracked.block.name().to_owned(),
+                        source,
+                    })?;
+                }
+            }
             let discarded = match tracked.block.data_pages()? {
                 Some(data) => {
                     let content: Vec<Range<u64>> = tracked.with_content.ranges().collect();
@@ -281,12 +289,6 @@ impl Tracker {
                 }
                 None => Vec::new(),
             };
-            if guest == Guest::Stands {
-                all.left_open += pages_in(&open);
-                tracked.add_pending(&open);
-                written.extend(subtract(&open, &discarded));
-                written.sort_unstable_by_key(|run| run.start);
-            }
             for range in &written {
                 tracked.with_content.set_range(range.clone());
             }
@@ -295,58 +297,6 @@ impl Tracker {
             all.discarded.push(discarded);
         }
         Ok(all)
-    }
-
-    /// The pages of a block that are not worth a fault and can stay open.
-    fn left_open(&self, number: usize) -> Vec<Range<u64>> {
-        let tracked = &self.blocks[number];
-        match self.faults {
-            Some(_) => tracked.heat.hot().ranges().collect(),
-            // Of a huge page the kernel protects all or nothing.
-            None if tracked.ram.page_bytes != PAGE_BYTES => Vec::new(),
-            None => tracked.heat.long_runs(),
-        }
-    }
-
-    /// Of block number `number`, all but what is to stay `open`.
-    fn take_written(
-        &mut self,
-        number: usize,
-        guest: Guest,
-        open: &[Range<u64>],
-    ) -> Result<Vec<Range<u64>>, TrackerError> {
-        let tracked = &mut self.blocks[number];
-        let mut found = Vec::new();
-        let range = tracked.block.range();
-        let scanned = match self.faults {
-            None => {
-                let but: Vec<AddressRange> = tracked.block.all_addresses(open).collect();
-                self.pagemap.take_written_but(range, &but, &mut found)
-            }
-            Some(_) => self.pagemap.written(range, &mut found),
-        };
-        // What a failing scan has already taken is protected again and would be lost.
-        let written = subtract(&to_pages(&tracked.block, &found), open);
-        tracked.add_pending(&written);
-        scanned.map_err(|source| scan_error(&tracked.block, source))?;
-        if self.faults.is_some() {
-            let found = tracked.block.all_addresses(&written).collect();
-            // A page that is written between scan and protection is in the scan already, or is
-            // opened after it and stays open for the next. So nothing else may be protected, not
-            // even to save calls, unless nothing can be opened: then all else is protected already.
-            let found = match guest {
-                Guest::Runs => found,
-                Guest::Stands => ranges::join_near(found, NEAR_BYTES),
-            };
-            for step in found.into_iter().flat_map(steps) {
-                let protected = self.uffd.protect(step);
-                protected.map_err(|source| TrackerError::Uffd {
-                    block: tracked.block.name().to_owned(),
-                    source,
-                })?;
-            }
-        }
-        Ok(written)
     }
 
     /// Everything pending, also from captures that failed.
@@ -418,11 +368,27 @@ impl Tracker {
             .collect()
     }
 
+    /// Lifts the protection of hot pages, where that is cheaper than faults (see [`super::heat`]), until
+    /// the next collect, which takes them for written. To be called when they are copied; how many pages
+    /// it is.
+    pub fn leave_hot_open(&self) -> u64 {
+        let blocks = self.blocks.iter().enumerate();
+        blocks
+            .map(|(number, tracked)| match self.faults {
+                Some(_) => self.open(number, tracked.hot().ranges()),
+                None => self.open(number, tracked.heat.hot_runs(&tracked.pending)),
+            })
+            .sum()
+    }
+
     /// Lifts the protection of pages of block number `block`; of how many. Where the kernel refuses
     /// (parts of huge pages, say) they stay protected, and nothing is lost but time.
     pub fn open(&self, block: usize, pages: impl IntoIterator<Item = Range<u64>>) -> u64 {
-        let block = &self.blocks[block].block;
-        let ranges = pages.into_iter().map(|pages| block.addresses(&pages));
+        let base = self.blocks[block].block.range().start;
+        let ranges = pages.into_iter().map(|pages| AddressRange {
+            start: base + pages.start * PAGE_BYTES,
+            end: base + pages.end * PAGE_BYTES,
+        });
         ranges
             .flat_map(steps)
             .map_while(|step| self.uffd.unprotect(step).is_ok().then(|| step.len()))
@@ -450,9 +416,9 @@ impl Tracker {
 }
 
 impl Tracked {
-    /// The pages that are not worth a fault (see [`super::heat`]).
-    pub fn hot(&self) -> &DirtyBitmap {
-        self.heat.hot()
+    /// The pages that are not worth a fault served by us (see [`super::heat`]), of those written.
+    pub fn hot(&self) -> DirtyBitmap {
+        self.heat.hot(&self.pending)
     }
 
     fn add_pending(&mut self, ranges: &[Range<u64>]) {

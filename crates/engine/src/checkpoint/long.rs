@@ -16,7 +16,7 @@ use crate::capture::block::{PAGE, PAGE_BYTES};
 use crate::capture::ingest::{BATCH_PAGES, Ingested};
 use crate::capture::pause::us;
 use crate::capture::ranges::subtract_all;
-use crate::capture::tracker::{Collected, Guest, Hot};
+use crate::capture::tracker::{Collected, Guest};
 use crate::capture::verdict::Page;
 use crate::{Progress, ProgressSink};
 
@@ -115,7 +115,7 @@ impl Vm {
                 Collected::written(self.tracker.populated()?)
             }
             Pass::Written => {
-                let mut wanted = self.tracker.collect(Guest::Runs, Hot::LeftOpen)?;
+                let mut wanted = self.tracker.collect(Guest::Runs)?;
                 wanted.written = subtract_all(&self.tracker.pending(), &wanted.discarded);
                 wanted
             }

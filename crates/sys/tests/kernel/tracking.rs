@@ -181,35 +181,6 @@ fn some_pages() -> impl Strategy<Value = BTreeSet<u64>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Pages passed over are neither reported nor protected; all others are, as without passing over.
-    #[test]
-    fn what_is_passed_over_stays_as_it_is(
-        before in some_pages(),
-        written in some_pages(),
-        but in some_pages(),
-        huge in any::<bool>(),
-    ) {
-        let mut memory = Memory::start(PAGES, if huge { "huge" } else { "small" });
-        memory.act("write", 0, before.iter().copied());
-        let (_uffd, pagemap) = memory.track();
-        memory.act("write", 0, written.iter().copied());
-        let whole = memory.regions[0];
-        let ranges: Vec<AddressRange> = but
-            .iter()
-            .map(|page| AddressRange {
-                start: whole.start + page * PAGE,
-                end: whole.start + (page + 1) * PAGE,
-            })
-            .collect();
-        let mut out = Vec::new();
-        pagemap.take_written_but(whole, &ranges, &mut out).unwrap();
-        prop_assert_eq!(memory.numbers(0, &out), &written - &but);
-        prop_assert_eq!(memory.peek(&pagemap, 0), &written & &but);
-        // Writing them again makes no difference to those that stayed open, and shows on all others.
-        memory.act("write", 0, 0..PAGES);
-        prop_assert_eq!(memory.take(&pagemap, 0), (0..PAGES).collect());
-    }
-
     /// What is taken is exactly what was written since the last time, in any mixture of rounds,
     /// whatever was populated before and however the range is cut into calls.
     #[test]

@@ -14,7 +14,7 @@ use crate::capture::faults::Saved;
 use crate::capture::pause::{DowntimeRecord, us};
 use crate::capture::ranges::{PageRanges, count, runs, subtract_all};
 use crate::capture::stage::Stage;
-use crate::capture::tracker::{Collected, Guest, Hot, Tracker, TrackerError};
+use crate::capture::tracker::{Collected, Guest, Tracker, TrackerError};
 
 /// Pages claimed and copied together. A writer of one of them waits for all: 64 us.
 const BATCH_PAGES: usize = 256;
@@ -35,7 +35,7 @@ impl Schedule for CopyOnWrite {
         // Collecting protects. How much is left does not tell whether another round is worth it: whatever
         // it was, in the next the guest has no time to write more than a page a fault.
         for _ in 0..ROUNDS_MAX {
-            let found = work.tracker.collect(Guest::Runs, Hot::LeftOpen)?;
+            let found = work.tracker.collect(Guest::Runs)?;
             let pages = count(&work.tracker.pending());
             work.stage.expect_room(pages)?;
             work.stage.reserve(pages);
@@ -55,11 +55,10 @@ impl Schedule for CopyOnWrite {
         let begin = Instant::now();
         let gate = tracker.fault_server()?.gate();
         let _no_fault_is_served = gate.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = tracker.collect(Guest::Stands, Hot::Protected)?;
+        let found = tracker.collect(Guest::Stands)?;
         let discarded = Collected {
             written: vec![Vec::new(); found.written.len()],
             discarded: found.discarded,
-            left_open: 0,
         };
         work.stage.capture_all(tracker, &discarded)?;
         work.copied.pause += discarded.pages();
