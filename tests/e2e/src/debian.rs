@@ -8,8 +8,8 @@ use anyhow::{Context, Result, bail};
 
 use crate::guest::{self, Guest, KERNEL_ARGUMENTS, Kind};
 
-/// What managers give a Linux guest. Without it QEMU gives one that takes two thirds of the time in which
-/// device state is saved.
+/// What managers give a Linux guest. Without it q35 has a card whose state takes QEMU half a millisecond
+/// of every pause to save.
 const NETWORK: &str = "user,model=virtio-net-pci";
 
 /// For the slowest of them to prepare itself under TCG, on a busy machine.
