@@ -216,7 +216,7 @@ impl Client {
         let deadline = deadline_after(timeout);
         self.drain()?;
         while !self.replies.contains_key(&ticket.id)
-            && !self.events.iter().any(|event| event.name == name)
+            && !self.has_event(name)
             && Instant::now() < deadline
         {
             if self.receive_until(deadline)? {
@@ -224,6 +224,12 @@ impl Client {
             }
         }
         Ok(())
+    }
+
+    /// Whether an event of this name has come that nobody has taken yet. What lies in the socket does not
+    /// count.
+    pub fn has_event(&self, name: &str) -> bool {
+        self.events.iter().any(|event| event.name == name)
     }
 
     /// Runs a command that takes a file descriptor (`add-fd`, `getfd`).

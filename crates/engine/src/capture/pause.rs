@@ -14,7 +14,8 @@
 //! - the guardian resumes when the limit passes, or when this process dies.
 //!
 //! A guest that was resumed by anyone else before the copies were complete makes the capture
-//! worthless: `RESUME` events inside the pause are counted, and the pause fails.
+//! worthless: `RESUME` events inside the pause are counted, and the pause fails. So it does when the VM
+//! is reset meanwhile, which QEMU does to one that stands still, too.
 
 use std::time::{Duration, Instant};
 
@@ -70,6 +71,11 @@ pub enum PauseError {
     /// Somebody else resumed the VM.
     #[error("the VM was resumed by someone else during the pause; this checkpoint is discarded")]
     ResumedByOthers,
+    /// Reset in the pause.
+    #[error(
+        "the VM was reset during the pause; this checkpoint is discarded, the next one holds all of it"
+    )]
+    Reset,
     /// QEMU did not do as told.
     #[error("QEMU failed a command of the pause; the VM was resumed")]
     Monitor(#[from] MonitorError),
@@ -140,10 +146,8 @@ impl Pause<'_> {
             let saving = self.monitor.send_save_device_state(self.state_file)?;
             let _apart = aside::apart_from(self.qemu, &own);
             self.capture(&mut record, &own, saving, &mut Resume::Others)?;
-            return match self.resume_events()? {
-                0 => Ok(record),
-                _ => Err(PauseError::ResumedByOthers),
-            };
+            self.undisturbed(0)?;
+            return Ok(record);
         }
         self.guardian.pausing(self.limit)?;
         let begin = Instant::now();
@@ -159,10 +163,8 @@ impl Pause<'_> {
         }
         captured?;
         resumed?;
-        match self.resume_events()? {
-            seen if seen == expected => Ok(record),
-            _ => Err(PauseError::ResumedByOthers),
-        }
+        self.undisturbed(expected)?;
+        Ok(record)
     }
 
     /// Stops the VM and captures.
@@ -186,8 +188,7 @@ impl Pause<'_> {
         record.stop = us(begin);
         // QEMU queues the event before the answer, so it has been read with it. Without one, somebody
         // paused the VM in the instant before: then it is theirs to resume.
-        let events = client.take_events()?;
-        if !events.iter().any(|event| event.name == "STOP") {
+        if !client.has_event("STOP") {
             *resume = Resume::Others;
         }
         self.capture(record, own, saving, resume)
@@ -257,15 +258,67 @@ impl Pause<'_> {
         Ok(saved?)
     }
 
-    /// `RESUME` events since the pause began. Events and answers come in one order, so after the
-    /// answer to `cont` none of the pause is outstanding.
-    fn resume_events(&mut self) -> Result<usize, PauseError> {
+    /// Whether nobody else touched the VM during the pause. Events and answers come in one order, so
+    /// after the answer to `cont` none of the pause is outstanding.
+    fn undisturbed(&mut self, resumed: usize) -> Result<(), PauseError> {
         let events = self.monitor.client().take_events()?;
-        Ok(events.iter().filter(|event| event.name == "RESUME").count())
+        let names: Vec<&str> = events.iter().map(|event| event.name.as_str()).collect();
+        judge(&names, resumed)
+    }
+}
+
+/// What the events of a pause, which was to end with so many `RESUME`, say about it.
+fn judge(events: &[&str], resumed: usize) -> Result<(), PauseError> {
+    let begin = events.iter().position(|&name| name == "STOP");
+    let since = &events[begin.map_or(0, |stop| stop + 1)..];
+    let end = since.iter().position(|&name| name == "RESUME");
+    // QEMU resets a VM that stands still, too: it writes firmware into RAM, and all devices are as new.
+    if since[..end.unwrap_or(since.len())].contains(&"RESET") {
+        return Err(PauseError::Reset);
+    }
+    match since.iter().filter(|&&name| name == "RESUME").count() {
+        seen if seen == resumed => Ok(()),
+        _ => Err(PauseError::ResumedByOthers),
     }
 }
 
 /// Since an instant, in microseconds.
 pub fn us(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_else_touched_the_vm_is_told_by_events() {
+        let fine: [(&[&str], usize); 5] = [
+            (&["STOP", "RESUME"], 1),
+            (&["RESET", "STOP", "RESUME"], 1),
+            (&["STOP", "RESUME", "RESET"], 1),
+            (&["RTC_CHANGE", "STOP", "RTC_CHANGE", "RESUME"], 1),
+            (&[], 0),
+        ];
+        for (events, resumed) in fine {
+            assert!(judge(events, resumed).is_ok(), "{events:?}");
+        }
+        let reset: [(&[&str], usize); 2] = [(&["STOP", "RESET", "RESUME"], 1), (&["RESET"], 0)];
+        for (events, resumed) in reset {
+            let judged = judge(events, resumed);
+            assert!(matches!(judged, Err(PauseError::Reset)), "{events:?}");
+        }
+        let resumed: [(&[&str], usize); 3] = [
+            (&["STOP", "RESUME", "RESUME"], 1),
+            (&["RESUME"], 0),
+            (&["STOP"], 1),
+        ];
+        for (events, resumed) in resumed {
+            let judged = judge(events, resumed);
+            assert!(
+                matches!(judged, Err(PauseError::ResumedByOthers)),
+                "{events:?}"
+            );
+        }
+    }
 }

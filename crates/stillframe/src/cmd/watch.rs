@@ -456,7 +456,7 @@ fn needs_attaching(error: &CheckpointError) -> bool {
         | CheckpointError::Tracker(_)
         | CheckpointError::Block(_) => true,
         CheckpointError::Pause(error) => match error {
-            PauseError::Overrun { .. } | PauseError::ResumedByOthers => false,
+            PauseError::Overrun { .. } | PauseError::ResumedByOthers | PauseError::Reset => false,
             PauseError::Monitor(_)
             | PauseError::Qmp(_)
             | PauseError::Tracker(_)
