@@ -206,7 +206,10 @@ impl Client {
     }
 
     /// Waits for the first of these: an event of this name that nobody has taken yet, or the reply to this
-    /// command, good or bad. Takes neither, and says nothing of a timeout, which waiting for the reply tells.
+    /// command, good or bad. Takes neither.
+    ///
+    /// # Errors
+    /// [`QmpError::Timeout`] when neither came; the reply may still come, and can be waited for.
     pub fn await_event(
         &mut self,
         name: &str,
@@ -215,10 +218,13 @@ impl Client {
     ) -> Result<(), QmpError> {
         let deadline = deadline_after(timeout);
         self.drain()?;
-        while !self.replies.contains_key(&ticket.id)
-            && !self.has_event(name)
-            && Instant::now() < deadline
-        {
+        while !self.replies.contains_key(&ticket.id) && !self.has_event(name) {
+            if Instant::now() >= deadline {
+                return Err(QmpError::Timeout {
+                    command: ticket.command.clone(),
+                    limit_ms: timeout.as_millis(),
+                });
+            }
             if self.receive_until(deadline)? {
                 self.sort_in_lines()?;
             }

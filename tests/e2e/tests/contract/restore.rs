@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
+use stillframe_e2e::guest::{Guest, Kind, Restored, Setup, Workload};
 use stillframe_e2e::health::{checkpoints, expect_nothing_left, expect_untouched, processes_with};
 use stillframe_e2e::qmp::Qmp;
 use stillframe_e2e::running::PATIENCE;
@@ -84,6 +84,43 @@ fn first_middle_and_last_go_on_where_they_stood() -> Result<()> {
         expect_continued(&guest, taken, &restored)?;
         expect_untouched(&guest, &mut monitor)?;
         expect_nothing_left(restored.pid, &mut restored.monitor()?)?;
+    }
+    Ok(())
+}
+
+/// The copies are complete before the VM is resumed. `--verify` cannot tell: with it, `cont` is sent
+/// later. A guest that went on while it was copied finds its own memory torn.
+#[test]
+fn a_guest_that_never_rests_is_captured_at_one_instant() -> Result<()> {
+    let mut setup = Setup::small(Kind::Private, "restless");
+    setup.workload = Workload {
+        mib: 48,
+        pattern: "random",
+        tick_ms: 20,
+        writes_per_tick: 3000,
+        share: 8,
+    };
+    for schedule in ["stop-copy", "pre-copy", "copy-on-write"] {
+        let guest = setup.boot()?;
+        let folder = tempfile::tempdir()?;
+        let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+        let line = [
+            "watch",
+            "--every",
+            "500ms",
+            "--count",
+            "6",
+            "--schedule",
+            schedule,
+        ];
+        stillframe.ok(&[line.as_slice(), &["--pid", &guest.pid_text()]].concat())?;
+        // Not beside the restored ones: they are to have the time to look at all their memory.
+        drop(guest);
+        for id in checkpoints(&stillframe)?.iter().skip(3) {
+            let folder = tempfile::tempdir()?;
+            let restored = Restored::start(&stillframe, id, folder.path(), &[])?;
+            restored.serial.wait_ticks(12, PATIENCE)?;
+        }
     }
     Ok(())
 }
