@@ -2,11 +2,13 @@
 //!
 //! Each checkpoint writes one index file; a checkpoint every two seconds would leave 43,200 a day
 //! to be listed by every `begin` and read by every `open`. So when a commit finds more than
-//! [`SMALL_FILES_MAX`] small ones it merges them into one that supersedes them. A merged file is
-//! merged again until it is no longer small, so each entry is rewritten a handful of times, and
-//! the number of files grows with the size of the repository, not with the number of checkpoints.
+//! [`FILES_MAX`] small ones of about one length it merges them into one that supersedes them. A merged
+//! file is merged again with its like until it is no longer small, so each entry is rewritten a handful
+//! of times, most merges are of small files only, and the number of files grows with the size of the
+//! repository, not with the number of checkpoints.
 
 use crate::error::RepoError;
+use crate::index::SeenFile;
 use crate::index_file::{IndexFile, IndexedPack, Merged, read_plain};
 use crate::layout::FileKind;
 use crate::local::Area;
@@ -15,26 +17,32 @@ use crate::pack::FileHash;
 use crate::repository::Repository;
 use crate::sealed_file::seal_file;
 
-/// Small index files that are let be.
-const SMALL_FILES_MAX: usize = 32;
+/// Small index files of about one length that are let be.
+const FILES_MAX: usize = 32;
 
-/// An index file is small below this: the entries of about 100,000 blobs.
-const SMALL_BYTES: u64 = 4 << 20;
+/// Lengths up to which files are merged with each other: those of single checkpoints, and what becomes
+/// of these. Beyond the last, the entries of about 100,000 blobs, a file is no longer small.
+const LENGTHS: [u64; 2] = [64 << 10, 4 << 20];
 
 /// Merges small index files if there are many. A failure changes nothing and is not reported: the
 /// files are right as they are, and the next commit tries again.
 pub(crate) fn merge_small_index_files(repository: &mut Repository, lock: &Lock) {
-    let mut small: Vec<(FileHash, u64)> = repository
-        .index
-        .live_files()
-        .filter(|(_, file)| file.bytes < SMALL_BYTES)
-        .map(|(name, file)| (*name, file.bytes))
-        .collect();
-    if small.len() > SMALL_FILES_MAX {
-        small.sort_unstable();
-        let bytes: u64 = small.iter().map(|(_, bytes)| bytes).sum();
-        let names: Vec<FileHash> = small.iter().map(|(name, _)| *name).collect();
-        let _ = merge(repository, lock, &names, bytes as usize);
+    let mut least = 0;
+    for below in LENGTHS {
+        let alike = |file: &&SeenFile| (least..below).contains(&file.bytes);
+        let mut names: Vec<FileHash> = Vec::new();
+        let mut bytes = 0;
+        for (name, file) in repository.index.live_files() {
+            if alike(&file) {
+                names.push(*name);
+                bytes += file.bytes;
+            }
+        }
+        if names.len() > FILES_MAX {
+            names.sort_unstable();
+            let _ = merge(repository, lock, &names, bytes as usize);
+        }
+        least = below;
     }
 }
 

@@ -4,8 +4,8 @@
 //! nobody can restore would be taken for a good one. Looking at every pack before every checkpoint
 //! would cost more than the checkpoint, so a pack is looked at when the index first tells of it,
 //! and again when the folder it lies in has changed. Checkpoints change folders themselves, and the
-//! small ones of a long watch all of them, again and again; so known packs are looked at for a tenth of
-//! the time at most, one folder after the other.
+//! small ones of a long watch all of them, again and again; so known packs are looked at for a fiftieth
+//! of the time at most, one folder after the other.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant, SystemTime};
@@ -19,10 +19,13 @@ use crate::pack::FileHash;
 /// change may not show.
 const COARSE: Duration = Duration::from_secs(1);
 
-/// Looking at a pack takes about two microseconds.
-const LOOKS_A_MS: u128 = 500;
+/// Looking at a pack, or at a folder, takes about two microseconds; a fiftieth of the time is for that.
+const US_A_LOOK: u128 = 2 * 50;
 /// So many known packs may be looked at, however little time has passed.
-const LOOKS_MIN: usize = 1000;
+const LOOKS_MIN: usize = 100;
+
+/// Packs lie in a folder by the first byte of their name.
+const FOLDERS: usize = 256;
 
 /// What is known of the packs on disk.
 pub(crate) struct Presence {
@@ -30,6 +33,8 @@ pub(crate) struct Presence {
     folders: HashMap<u8, SystemTime>,
     /// How many packs of the index, from the first on, have been looked at.
     looked_at: usize,
+    /// The numbers of these, by folder.
+    known: Vec<Vec<u32>>,
     /// When known packs were last looked at.
     last: Option<Instant>,
     /// The folder to go on with.
@@ -44,6 +49,7 @@ impl Default for Presence {
         Presence {
             folders: HashMap::new(),
             looked_at: 0,
+            known: vec![Vec::new(); FOLDERS],
             last: None,
             next: 0,
             looks_min: LOOKS_MIN,
@@ -67,6 +73,7 @@ impl Presence {
     pub(crate) fn start_over(&mut self) {
         self.folders.clear();
         self.looked_at = 0;
+        self.known.iter_mut().for_each(Vec::clear);
         self.last = None;
     }
 
@@ -77,17 +84,16 @@ impl Presence {
         store: &LocalStore,
         packs: &[PackInfo],
     ) -> Result<bool, RepoError> {
-        let changed = self.changed_folders(store, packs)?;
         let mut different = false;
-        for (number, pack) in packs.iter().enumerate() {
-            if number < self.looked_at && !changed[usize::from(pack.name.0[0])] {
-                continue;
+        for folder in self.changed_folders(store)? {
+            for &number in &self.known[usize::from(folder)] {
+                different |= look_at(store, &packs[number as usize], &mut self.missing)?;
             }
-            let whole = store.pack_bytes(&pack.name.to_string())? == Some(pack.file_bytes);
-            different |= match whole {
-                true => self.missing.remove(&pack.name),
-                false => self.missing.insert(pack.name),
-            };
+        }
+        for (number, pack) in packs.iter().enumerate().skip(self.looked_at) {
+            different |= look_at(store, pack, &mut self.missing)?;
+            // An index has less than 2^32 packs.
+            self.known[usize::from(pack.name.0[0])].push(number as u32);
         }
         self.looked_at = packs.len();
         // Those that the index tells of no more.
@@ -96,20 +102,12 @@ impl Presence {
         Ok(different)
     }
 
-    /// By the first byte of the packs' names; as many as there is time for.
-    fn changed_folders(
-        &mut self,
-        store: &LocalStore,
-        packs: &[PackInfo],
-    ) -> Result<[bool; 256], RepoError> {
-        let mut counts = [0; 256];
-        for pack in packs {
-            counts[usize::from(pack.name.0[0])] += 1;
-        }
+    /// The folders that have changed; as many as there is time for.
+    fn changed_folders(&mut self, store: &LocalStore) -> Result<Vec<u8>, RepoError> {
         let mut allowance = self.allowance();
-        let mut changed = [false; 256];
+        let mut changed = Vec::new();
         for folder in (0..=u8::MAX).map(|step| self.next.wrapping_add(step)) {
-            let count = counts[usize::from(folder)];
+            let count = self.known[usize::from(folder)].len();
             if count == 0 {
                 continue;
             }
@@ -118,9 +116,9 @@ impl Presence {
                 break;
             }
             let at = store.pack_folder_changed(folder)?;
-            let differs = at.is_none() || at != self.folders.get(&folder).copied();
-            changed[usize::from(folder)] = differs;
-            if differs {
+            allowance -= 1;
+            if at.is_none() || at != self.folders.get(&folder).copied() {
+                changed.push(folder);
                 allowance = allowance.saturating_sub(count);
             }
             match at.filter(|at| at.elapsed().is_ok_and(|age| age > COARSE)) {
@@ -134,12 +132,26 @@ impl Presence {
     /// How many known packs may be looked at now.
     fn allowance(&mut self) -> usize {
         let last = self.last.replace(Instant::now());
-        let tenth_ms = |last: Instant| last.elapsed().as_millis() / 10;
         last.map_or(usize::MAX, |last| {
-            let looks = usize::try_from(tenth_ms(last) * LOOKS_A_MS).unwrap_or(usize::MAX);
-            looks.max(self.looks_min)
+            let looks = last.elapsed().as_micros() / US_A_LOOK;
+            usize::try_from(looks)
+                .unwrap_or(usize::MAX)
+                .max(self.looks_min)
         })
     }
+}
+
+/// Whether a pack is missing now and was not, or the other way round.
+fn look_at(
+    store: &LocalStore,
+    pack: &PackInfo,
+    missing: &mut BTreeSet<FileHash>,
+) -> Result<bool, RepoError> {
+    let whole = store.pack_bytes(&pack.name.to_string())? == Some(pack.file_bytes);
+    Ok(match whole {
+        true => missing.remove(&pack.name),
+        false => missing.insert(pack.name),
+    })
 }
 
 #[cfg(test)]
@@ -170,14 +182,14 @@ mod tests {
         assert!(!presence.look(&store, &packs).unwrap());
         // All of these folders have changed just now.
         presence.last = Some(Instant::now());
-        let changed = presence.changed_folders(&store, &packs).unwrap();
-        let is_changed = |pack: &&PackInfo| changed[usize::from(pack.name.0[0])];
+        let changed = presence.changed_folders(&store).unwrap();
+        let is_changed = |pack: &&PackInfo| changed.contains(&pack.name.0[0]);
         let looked_at = packs.iter().filter(is_changed).count();
         // The last folder is looked at to its end.
-        assert!((3..10).contains(&looked_at), "{looked_at}");
+        assert!((1..10).contains(&looked_at), "{looked_at}");
         fs::remove_file(store.path(Area::Packs, &packs[50].name.to_string())).unwrap();
         let looks = (1..).find(|_| presence.look(&store, &packs).unwrap());
-        assert!(looks.is_some_and(|looks| looks <= 60 / 3 + 1), "{looks:?}");
+        assert!(looks.is_some_and(|looks| looks <= 60), "{looks:?}");
         assert!(presence.missing().contains(&packs[50].name));
         // New ones are looked at at once.
         let mut more = packs;
