@@ -202,7 +202,8 @@ impl Vm {
         }
     }
 
-    /// Takes note of what became of the capture that was launched.
+    /// Takes note of what became of the capture that was launched first of those under way. After an
+    /// error the others are worth nothing, and go to [`Vm::discard`].
     pub fn settle(
         &mut self,
         captured: Captured,

@@ -57,6 +57,12 @@ pub struct Image {
 }
 
 impl Image {
+    /// Memory it takes, in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        let ids: usize = self.blocks.iter().map(|(_, ids)| ids.len()).sum();
+        (ids * size_of::<Option<ContentId>>()) as u64
+    }
+
     /// Reads and hashes all pages of `blocks`. The guest must stand still.
     pub fn take<'a>(
         blocks: impl Iterator<Item = &'a Block>,

@@ -170,6 +170,13 @@ impl Lock {
         })
     }
 
+    /// Whether this lock is still held, and nobody waits for its end.
+    pub(crate) fn is_undisputed(&self) -> bool {
+        let LockFile { store, name } = &self.file;
+        let disputed = || conflict(store, LockKind::Shared, name);
+        self.assert_held().is_ok() && matches!(disputed(), Ok(None))
+    }
+
     /// An error if someone took this lock for stale and removed it. To be asked before anything
     /// that relies on nobody having pruned.
     pub(crate) fn assert_held(&self) -> Result<(), RepoError> {

@@ -32,6 +32,9 @@ pub struct Repository {
     pub(crate) keys: Arc<Keys>,
     pub(crate) index: Index,
     id: RepositoryId,
+    keeps_lock: bool,
+    /// The last writer's, for the next.
+    kept_lock: Option<Arc<Lock>>,
 }
 
 impl std::fmt::Debug for Repository {
@@ -99,6 +102,8 @@ impl Repository {
             keys: Arc::new(Keys::derive(master)),
             index: Index::default(),
             id,
+            keeps_lock: false,
+            kept_lock: None,
         }
     }
 
@@ -115,6 +120,27 @@ impl Repository {
     /// Writes no more than this from now on, on average; `None`: as much as the disk takes.
     pub fn limit_writes(&self, bytes_per_s: Option<NonZeroU64>) {
         self.store.pace.limit(bytes_per_s);
+    }
+
+    /// Whether the next writers leave their lock to those after them, so that many a second need not
+    /// make and remove as many files. Whoever wants to remove something has to wait until the next writer
+    /// begins, who gives way, or until this is called with `false`.
+    pub fn keep_lock(&mut self, keep: bool) {
+        self.keeps_lock = keep;
+        if !keep {
+            self.kept_lock = None;
+        }
+    }
+
+    /// The lock for a writer.
+    pub(crate) fn writing_lock(&mut self, wait: Duration) -> Result<Arc<Lock>, RepoError> {
+        let kept = self.kept_lock.take().filter(|lock| lock.is_undisputed());
+        let lock = match kept {
+            Some(lock) => lock,
+            None => Arc::new(Lock::take(&self.store, LockKind::Shared, wait)?),
+        };
+        self.kept_lock = self.keeps_lock.then(|| lock.clone());
+        Ok(lock)
     }
 
     /// What makes the ids of this repository's blobs.

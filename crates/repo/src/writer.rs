@@ -1,5 +1,6 @@
 //! Writing one checkpoint.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use stillframe_page::hash::{ContentHasher, ContentId};
@@ -12,7 +13,7 @@ use crate::index_file::{IndexFile, IndexedPack};
 use crate::ingest::{Ingest, discard};
 use crate::layout::FileKind;
 use crate::local::Area;
-use crate::lock::{Lock, LockKind};
+use crate::lock::Lock;
 use crate::manifest::{CheckpointId, MANIFEST_BYTES_MAX, Manifest, Stream};
 use crate::pack::{BLOB_BYTES_MAX, FileHash};
 use crate::repository::Repository;
@@ -43,7 +44,7 @@ pub struct Committed {
 /// removed, or by the next prune if that fails.
 pub struct Writer<'a> {
     repository: &'a mut Repository,
-    lock: Lock,
+    lock: Arc<Lock>,
     hasher: ContentHasher,
     /// What this writer has put.
     fresh: BlobTable,
@@ -56,7 +57,7 @@ impl<'a> Writer<'a> {
         repository: &'a mut Repository,
         wait: Duration,
     ) -> Result<Writer<'a>, RepoError> {
-        let lock = Lock::take(&repository.store, LockKind::Shared, wait)?;
+        let lock = repository.writing_lock(wait)?;
         repository.refresh_index()?;
         Ok(Writer {
             hasher: repository.hasher(),

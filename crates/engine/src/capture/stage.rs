@@ -18,6 +18,8 @@ use super::verdict::Page;
 const SLAB_PAGES: u64 = 256;
 /// Slabs kept for the next checkpoint, whatever this one needed: 64 MiB.
 const SLABS_KEPT_MIN: usize = 64;
+/// Slabs kept by a stage that is not needed often: 8 MiB.
+const SLABS_FEW: usize = 8;
 
 /// Consecutive pages of a block in consecutive slots.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,6 +64,13 @@ impl Stage {
         self.slots_used = 0;
         self.blocks.clear();
         self.blocks.resize(blocks, Vec::new());
+    }
+
+    /// Gives back most of its memory.
+    pub fn keep_little(&mut self) {
+        self.slabs.truncate(SLABS_FEW);
+        self.slots_used = 0;
+        self.blocks.clear();
     }
 
     /// Pages on the stage.

@@ -6,6 +6,7 @@
 //! remembered as *pending* until a checkpoint that holds it is committed: a failed capture loses
 //! no dirty page.
 
+use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -93,8 +94,10 @@ pub struct Tracked {
     pub ram: RamBlock,
     /// Written since the last capture, as far as scans have seen, or in captures that failed.
     pending: DirtyBitmap,
-    /// Captured, and not stored yet.
-    under_way: DirtyBitmap,
+    /// Captured, and not stored yet; each capture by itself, in their order.
+    under_way: VecDeque<DirtyBitmap>,
+    /// Stored by passes of a checkpoint that is to be captured yet.
+    passed: DirtyBitmap,
     /// For a shared block: pages that may have had content when last captured.
     with_content: DirtyBitmap,
     /// Which pages are not worth a fault.
@@ -307,18 +310,22 @@ impl Tracker {
             .collect()
     }
 
-    /// Everything pending is captured and on its way to the repository.
+    /// Everything pending is captured and on its way to the repository, behind what is under way.
     pub fn launched(&mut self) {
         for tracked in &mut self.blocks {
-            tracked.under_way.union_with(&tracked.pending);
+            let mut pages = tracked.take_passed();
+            pages.union_with(&tracked.pending);
             tracked.pending.clear_all();
+            tracked.under_way.push_back(pages);
         }
     }
 
-    /// Everything pending was `found`, and goes to the repository in a pass, while the guest runs on.
+    /// Everything pending was `found`, and goes to the repository in a pass, while the guest runs on:
+    /// part of what is launched next.
     pub fn passed(&mut self, found: &Collected) {
-        self.launched();
         for (tracked, discarded) in self.blocks.iter_mut().zip(&found.discarded) {
+            tracked.passed.union_with(&tracked.pending);
+            tracked.pending.clear_all();
             let mut gone = DirtyBitmap::new(tracked.block.pages());
             for range in discarded {
                 gone.set_range(range.clone());
@@ -327,26 +334,32 @@ impl Tracker {
         }
     }
 
-    /// What was under way is in a checkpoint that is durable, and holds this.
+    /// What was launched first, of all that is under way, is in a checkpoint that is durable, and holds
+    /// this.
     pub fn landed(&mut self, found: &[Found]) {
         for (tracked, found) in self.blocks.iter_mut().zip(found) {
+            tracked.under_way.pop_front();
             // A zero page that was written again since may have content now.
             let mut zero = found.zero.clone();
             zero.subtract(&tracked.pending);
+            for later in &tracked.under_way {
+                zero.subtract(later);
+            }
             tracked.with_content.subtract(&zero);
             tracked.with_content.union_with(&found.content);
             tracked.heat.committed(&found.new);
-            tracked.under_way.clear_all();
         }
     }
 
-    /// What was under way is in no checkpoint: it is to be captured again.
+    /// Nothing that is under way is in a checkpoint: it is to be captured again.
     pub fn lost(&mut self) {
         for tracked in &mut self.blocks {
-            tracked.pending.union_with(&tracked.under_way);
-            // So that holes among them are found again.
-            tracked.with_content.union_with(&tracked.under_way);
-            tracked.under_way.clear_all();
+            let passed = tracked.take_passed();
+            for pages in tracked.under_way.drain(..).chain([passed]) {
+                tracked.pending.union_with(&pages);
+                // So that holes among them are found again.
+                tracked.with_content.union_with(&pages);
+            }
         }
     }
 
@@ -421,6 +434,11 @@ impl Tracked {
         self.heat.hot(&self.pending)
     }
 
+    fn take_passed(&mut self) -> DirtyBitmap {
+        let none = DirtyBitmap::new(self.block.pages());
+        std::mem::replace(&mut self.passed, none)
+    }
+
     fn add_pending(&mut self, ranges: &[Range<u64>]) {
         for range in ranges {
             self.pending.set_range(range.clone());
@@ -454,7 +472,8 @@ fn open_blocks(
             block: Arc::new(block),
             ram: ram.clone(),
             pending: DirtyBitmap::new(pages),
-            under_way: DirtyBitmap::new(pages),
+            under_way: VecDeque::new(),
+            passed: DirtyBitmap::new(pages),
             with_content: DirtyBitmap::new(pages),
             heat: Heat::new(pages),
         })

@@ -8,6 +8,7 @@ use stillframe_sys::affinity::Processors;
 
 use super::{CheckpointError, CheckpointOptions, Copied, ScheduleKind};
 use crate::attach::Vm;
+use crate::capture::block::PAGE_BYTES;
 use crate::capture::device_state::StateBuffer;
 use crate::capture::pause::{Pause, us};
 use crate::capture::schedule::{
@@ -20,6 +21,9 @@ use crate::verify::Image;
 
 /// Room on the stage beyond what the last pause needed, in pages.
 const RESERVE_PAGES: u64 = 1024;
+
+/// Stages whose memory is kept, so that the next captures find it ready: one to fill, one being stored.
+const STAGES_KEPT: usize = 2;
 
 /// One state of a VM, on its way into the repository.
 #[derive(Debug)]
@@ -42,9 +46,16 @@ pub struct Captured {
     pub(super) aside: Processors,
 }
 
+impl Captured {
+    /// Memory that its pages take, and the image to compare them with, in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.stage.pages() * PAGE_BYTES + self.image.as_ref().map_or(0, Image::bytes)
+    }
+}
+
 impl Vm {
     /// Captures what was written since the last [`Vm::launch`], or, after a failure, since the last
-    /// committed checkpoint. The one launched before may be under way still; should it not arrive,
+    /// committed checkpoint. Those launched before may be under way still; should one of them not arrive,
     /// this one is worth nothing, and goes to [`Vm::discard`].
     pub fn capture(
         &mut self,
@@ -82,14 +93,22 @@ impl Vm {
         }
     }
 
-    /// The last capture goes to a [`super::Shelf`] now, and none other is under way.
+    /// The last capture goes to a [`super::Shelf`] now, after those that are under way.
     pub fn launch(&mut self) {
         self.tracker.launched();
     }
 
-    /// A capture is not needed. Nothing is lost: its pages are still pending.
+    /// A capture is not needed: it was not launched and its pages are still pending, or one before it
+    /// did not arrive.
     pub fn discard(&mut self, captured: Captured) {
-        self.stages.push(captured.stage);
+        let mut stage = captured.stage;
+        match self.stages.len() < STAGES_KEPT {
+            true => self.stages.push(stage),
+            false => {
+                stage.keep_little();
+                self.stages.insert(0, stage);
+            }
+        }
     }
 
     fn record(&mut self) -> Result<VmRecord, CheckpointError> {

@@ -188,6 +188,45 @@ fn removers_wait_for_writers_and_the_other_way_round() {
     );
 }
 
+/// A writer's lock that is kept for the next is one file all along, and goes as soon as a remover wants it.
+#[test]
+fn a_kept_lock_gives_way() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let store = open(dir.path()).store.clone();
+    let locks = || store.names(crate::local::Area::Locks).unwrap();
+    repo.keep_lock(true);
+    assert!(repo.begin(WAIT).is_ok());
+    let kept = locks();
+    assert_eq!(kept.len(), 1);
+    assert!(repo.begin(WAIT).is_ok());
+    assert_eq!(locks(), kept);
+    std::thread::scope(|scope| {
+        let remover = scope.spawn(|| Lock::take(&store, LockKind::Exclusive, WAIT));
+        while locks().len() < 2 {
+            std::thread::yield_now();
+        }
+        // The next writer gives way, and is refused for as long as the remover is there.
+        assert!(matches!(repo.begin(SHORT), Err(RepoError::Locked { .. })));
+        assert!(!locks().contains(&kept[0]));
+        assert!(matches!(
+            (remover.join().unwrap(), repo.begin(SHORT)),
+            (Ok(_), Err(RepoError::Locked { .. }))
+        ));
+    });
+    assert!(repo.begin(SHORT).is_ok());
+    repo.keep_lock(false);
+    assert_eq!(locks().len(), 0);
+    // One that was taken for stale is not kept.
+    repo.keep_lock(true);
+    assert!(repo.begin(SHORT).is_ok());
+    store
+        .remove(crate::local::Area::Locks, &locks()[0])
+        .unwrap();
+    assert!(repo.begin(SHORT).is_ok());
+    assert_eq!(locks().len(), 1);
+}
+
 #[test]
 fn exclusive_means_exclusive() {
     let dir = test_dir();

@@ -8,25 +8,26 @@
 //!     +- other tracking wanted
 //! ```
 //!
-//! One checkpoint is stored while the guest runs on and the next is captured; there are never more than
-//! one stored and one captured at a time, so a slow repository lengthens the interval.
+//! Checkpoints are stored while the guest runs on and others are captured (`storing`). A few may be under
+//! way, as long as memory allows; a repository that is slow for longer than these last lengthens the
+//! interval.
 
-use std::thread::{self, JoinHandle};
+mod storing;
+
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use stillframe_engine::attach::Vm;
-use stillframe_engine::capture::aside;
 use stillframe_engine::capture::device_state::StateError;
 use stillframe_engine::capture::pause::PauseError;
 use stillframe_engine::capture::tracker::TrackerError;
 use stillframe_engine::checkpoint::{
     Captured, CheckpointError, CheckpointOptions, CheckpointReport, ScheduleChoice, ScheduleKind,
-    Shelf, Stored,
+    Shelf,
 };
 use stillframe_engine::{ContentHasher, Process};
-use stillframe_repo::Repository;
 
+use self::storing::{Landing, Shore, Storing};
 use super::{CommandError, Context, capture};
 use crate::args::WatchArgs;
 use crate::durations;
@@ -52,19 +53,6 @@ enum End {
     VmGone,
 }
 
-/// The repository, and what storing knows; in the hands of a thread while a checkpoint is stored.
-struct Shore {
-    repository: Repository,
-    shelf: Shelf,
-}
-
-/// What the thread that stores a checkpoint gives back.
-struct Landing {
-    shore: Shore,
-    captured: Captured,
-    stored: Result<Result<Stored, CheckpointError>, Interrupted>,
-}
-
 struct Watch<'a> {
     context: &'a Context,
     args: &'a WatchArgs,
@@ -74,11 +62,13 @@ struct Watch<'a> {
     process: Process,
     /// `None` between a lost connection and the next attempt.
     vm: Option<Vm>,
-    /// `None` while a checkpoint is under way.
+    /// `None` while captures are stored by another thread.
     shore: Option<Shore>,
-    flight: Option<JoinHandle<Landing>>,
+    storing: Option<Storing>,
     taken: u64,
     failures: u32,
+    /// Captures that could not be stored.
+    lost: u64,
     late: Late,
     /// What `--schedule` says; without `auto` once that failed.
     choice: ScheduleChoice,
@@ -115,9 +105,10 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
             repository,
             shelf: Shelf::default(),
         }),
-        flight: None,
+        storing: None,
         taken: 0,
         failures: 0,
+        lost: 0,
         late: Late::default(),
         choice: args.capture.schedule,
         told_schedule: None,
@@ -140,9 +131,15 @@ impl Watch<'_> {
             }
             next += self.args.every;
             let now = Instant::now();
-            if now > next {
-                self.tell_late(now - next);
-                next = now;
+            if let Some(late) = now
+                .checked_duration_since(next)
+                .filter(|late| !late.is_zero())
+            {
+                self.tell_late(late);
+                // A little late, this one starts at once and those after it when they were to.
+                if late >= self.args.every {
+                    next = now;
+                }
             }
             if let Some(end) = self.wait(next)? {
                 return Ok(end);
@@ -227,33 +224,26 @@ impl Watch<'_> {
         let Some(vm) = &mut self.vm else {
             return Ok(None);
         };
-        let captured = vm.capture(&self.hasher, &self.options);
-        // The one before must be settled first.
-        let taken = self.taken;
-        let under_way = self.flight.is_some();
-        let landed = self.land();
-        let captured = match captured {
+        let captured = match vm.capture(&self.hasher, &self.options) {
             Ok(captured) => captured,
+            // Those before must be settled first.
             Err(error) => {
-                return match landed? {
+                return match self.land()? {
                     Some(end) => Ok(Some(end)),
                     None if error.is_too_much() => self.whole(),
                     None => self.came_to(Ok(Err(error))),
                 };
             }
         };
-        let arrived = !under_way || self.taken > taken;
-        match (&mut self.vm, self.shore.take()) {
-            (Some(vm), Some(shore)) if arrived && matches!(landed, Ok(None)) => {
+        let lost = self.lost;
+        let landed = self.make_room(&captured);
+        let arrived = matches!(landed, Ok(None)) && self.lost == lost;
+        match &mut self.vm {
+            Some(vm) if arrived => {
                 vm.launch();
-                self.flight = Some(self.store(shore, captured)?);
-                match self.args.count == Some(self.taken + 1) {
-                    true => self.land(),
-                    false => Ok(None),
-                }
+                self.store(captured)
             }
-            (vm, shore) => {
-                self.shore = shore;
+            vm => {
                 if let Some(vm) = vm {
                     vm.discard(captured);
                 }
@@ -262,45 +252,87 @@ impl Watch<'_> {
         }
     }
 
-    /// Has a capture stored by a thread of its own.
-    fn store(&self, mut shore: Shore, captured: Captured) -> anyhow::Result<JoinHandle<Landing>> {
-        let options = self.options.clone();
-        let interrupts = self.interrupts.clone();
-        let work = move || {
-            aside::step_back();
-            let Shore { repository, shelf } = &mut shore;
-            let stored = interrupts.interruptible(|| {
-                shelf.store(&captured, repository, &options, &mut |_| interrupts.step())
-            });
-            Landing {
-                shore,
-                captured,
-                stored,
+    /// Takes in what has arrived, and waits for more until one more capture may be under way.
+    fn make_room(&mut self, captured: &Captured) -> anyhow::Result<Option<End>> {
+        while let Some(storing) = &mut self.storing {
+            let landing = match storing.arrived() {
+                None if storing.has_room(captured) => break,
+                None => storing.wait(),
+                landing => landing,
+            };
+            let end = match landing {
+                Some(landing) => self.take_in(landing)?,
+                None => self.land()?,
+            };
+            if end.is_some() {
+                return Ok(end);
             }
-        };
-        thread::Builder::new()
-            .name("store".to_owned())
-            .spawn(work)
-            .context("cannot start a thread to store checkpoints")
+        }
+        Ok(None)
     }
 
-    /// Waits for the checkpoint under way, if there is one, and tells of it.
-    fn land(&mut self) -> anyhow::Result<Option<End>> {
-        let Some(flight) = self.flight.take() else {
+    /// Has a capture stored beside the rest; the last one is waited for.
+    fn store(&mut self, captured: Captured) -> anyhow::Result<Option<End>> {
+        if let Some(shore) = self.shore.take() {
+            let storing = Storing::start(shore, &self.options, &self.interrupts);
+            self.storing = Some(storing.context("cannot start a thread to store checkpoints")?);
+        }
+        let Some(storing) = &mut self.storing else {
             return Ok(None);
         };
-        let landing = flight
-            .join()
-            .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        self.shore = Some(landing.shore);
+        storing.store(captured);
+        match self.args.count == Some(self.taken + storing.under_way()) {
+            true => self.land(),
+            false => Ok(None),
+        }
+    }
+
+    /// Waits for the checkpoints under way and tells of them; the repository is at hand again.
+    fn land(&mut self) -> anyhow::Result<Option<End>> {
+        let Some(mut storing) = self.storing.take() else {
+            return Ok(None);
+        };
+        let mut ended = Ok(None);
+        while let Some(landing) = storing.wait() {
+            let came_to = self.settle(landing);
+            // The first end counts; the others are settled all the same.
+            if matches!(ended, Ok(None)) {
+                ended = came_to;
+            }
+        }
+        self.shore = Some(storing.end());
+        ended
+    }
+
+    /// Settles one that has arrived; and all others, if it failed.
+    fn take_in(&mut self, landing: Landing) -> anyhow::Result<Option<End>> {
+        let well = matches!(landing.stored, Some(Ok(Ok(_))));
+        let end = self.settle(landing);
+        match well {
+            true => end,
+            false => {
+                self.lost += 1;
+                let rest = self.land();
+                end.and_then(|end| Ok(end.or(rest?)))
+            }
+        }
+    }
+
+    fn settle(&mut self, landing: Landing) -> anyhow::Result<Option<End>> {
+        let Landing { captured, stored } = landing;
         let Some(vm) = &mut self.vm else {
             return Ok(None);
         };
-        let taken = match landing.stored {
-            Ok(stored) => Ok(vm.settle(landing.captured, stored)),
-            Err(interrupted) => Err(interrupted),
-        };
-        self.came_to(taken)
+        match stored {
+            None => {
+                vm.discard(captured);
+                Ok(None)
+            }
+            Some(stored) => {
+                let taken = stored.map(|stored| vm.settle(captured, stored));
+                self.came_to(taken)
+            }
+        }
     }
 
     /// Counts and tells what a checkpoint came to.
@@ -410,10 +442,10 @@ impl Watch<'_> {
             if self.process.wait_exit(left.min(LOOK_EVERY)) {
                 return Ok(Some(End::VmGone));
             }
-            if self.flight.as_ref().is_some_and(JoinHandle::is_finished)
-                && let Some(end) = self.land()?
-            {
-                return Ok(Some(end));
+            while let Some(landing) = self.storing.as_mut().and_then(Storing::arrived) {
+                if let Some(end) = self.take_in(landing)? {
+                    return Ok(Some(end));
+                }
             }
             if left <= LOOK_EVERY {
                 return Ok(None);
