@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use serde_json::Value;
@@ -37,6 +38,21 @@ impl Small {
         while file.write_all(&block).is_ok() {}
         let filled = file.metadata()?.len();
         file.set_len(filled.saturating_sub(room))?;
+        Ok(())
+    }
+
+    /// Makes a little room, and takes it away for a moment, again and again.
+    fn flicker(&self, times: u32) -> Result<()> {
+        use std::io::{Seek, SeekFrom, Write};
+        let mut file = fs::File::options().write(true).open(&self.ballast)?;
+        for _ in 0..times {
+            let full = file.metadata()?.len();
+            file.set_len(full.saturating_sub(2 << 20))?;
+            std::thread::sleep(Duration::from_millis(7));
+            file.seek(SeekFrom::End(0))?;
+            while file.write_all(&[1; 1 << 12]).is_ok() {}
+            std::thread::sleep(Duration::from_millis(1));
+        }
         Ok(())
     }
 
@@ -140,8 +156,48 @@ fn a_watch_outlives_a_full_disk_and_misses_no_page() -> Result<()> {
     outlives_a_full_disk("700ms", "pre-copy")
 }
 
-/// The next checkpoint is captured while this one finds no space, and must not be taken for complete.
+/// The next checkpoints are captured while this one finds no space, and must not be taken for complete.
 #[test]
 fn a_watch_without_a_rest_outlives_a_full_disk_too() -> Result<()> {
-    outlives_a_full_disk("50ms", "copy-on-write")
+    outlives_a_full_disk("50ms", "copy-on-write")?;
+    outlives_a_full_disk("10ms", "stop-copy")
+}
+
+/// The disk is full for moments only, so that one checkpoint finds no space and those captured behind it,
+/// which wait because it is slow, would: they are worth nothing all the same.
+#[test]
+fn a_checkpoint_behind_one_that_failed_is_not_stored() -> Result<()> {
+    let guest = busy_guest("full-moments")?;
+    let mut monitor = guest.second_monitor()?;
+    let small = Small::new(&guest.folder().join("small"))?;
+    let pid = guest.pid_text();
+    let line = [
+        "watch",
+        "--pid",
+        &pid,
+        "--every",
+        "10ms",
+        "--schedule",
+        "stop-copy",
+        "--limit-write",
+        "4M",
+        "--verify",
+        "--json",
+    ];
+    let mut watch = Running::start(small.stillframe.command(&line)?)?;
+    watch.wait_results(2)?;
+    small.fill(0)?;
+    small.flicker(300)?;
+    small.free()?;
+    let before = watch.results()?.len();
+    let results = watch.wait_results(before + 3)?;
+    let exact = |result: &Value| result["verify"]["differing"] == 0;
+    ensure!(results.iter().all(exact), "{results:?}");
+    watch.signal("TERM")?;
+    let ended = watch.end()?;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    ensure!(ended.err.contains("no space left"), "{}", ended.err);
+    expect_untouched(&guest, &mut monitor)?;
+    small.stillframe.ok(&["check", "--read-data"])?;
+    Ok(())
 }
