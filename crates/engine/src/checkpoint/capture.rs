@@ -24,6 +24,9 @@ const RESERVE_PAGES: u64 = 1024;
 
 /// Stages whose memory is kept, so that the next captures find it ready: one to fill, one being stored.
 const STAGES_KEPT: usize = 2;
+/// Stages of which some memory is kept. When more were needed, so many had to wait that the next such
+/// time is far.
+const STAGES_MAX: usize = 6;
 
 /// One state of a VM, on its way into the repository.
 #[derive(Debug)]
@@ -102,12 +105,13 @@ impl Vm {
     /// did not arrive.
     pub fn discard(&mut self, captured: Captured) {
         let mut stage = captured.stage;
-        match self.stages.len() < STAGES_KEPT {
-            true => self.stages.push(stage),
-            false => {
+        match self.stages.len() {
+            0..STAGES_KEPT => self.stages.push(stage),
+            STAGES_KEPT..STAGES_MAX => {
                 stage.keep_little();
                 self.stages.insert(0, stage);
             }
+            _ => {}
         }
     }
 

@@ -131,10 +131,8 @@ impl Watch<'_> {
             }
             next += self.args.every;
             let now = Instant::now();
-            if let Some(late) = now
-                .checked_duration_since(next)
-                .filter(|late| !late.is_zero())
-            {
+            let late = now.saturating_duration_since(next);
+            if !late.is_zero() {
                 self.tell_late(late);
                 // A little late, this one starts at once and those after it when they were to.
                 if late >= self.args.every {
