@@ -187,7 +187,15 @@ fn a_checkpoint_behind_one_that_failed_is_not_stored() -> Result<()> {
     let mut watch = Running::start(small.stillframe.command(&line)?)?;
     watch.wait_results(2)?;
     small.fill(0)?;
-    small.flicker(300)?;
+    // How often a moment meets a checkpoint depends on the machine.
+    let failures = |watch: &Running| watch.err().matches("no space left").count();
+    for _ in 0..40 {
+        small.flicker(100)?;
+        if failures(&watch) >= 8 {
+            break;
+        }
+    }
+    ensure!(failures(&watch) >= 3, "{}", watch.err());
     small.free()?;
     let before = watch.results()?.len();
     let results = watch.wait_results(before + 3)?;
@@ -196,7 +204,6 @@ fn a_checkpoint_behind_one_that_failed_is_not_stored() -> Result<()> {
     watch.signal("TERM")?;
     let ended = watch.end()?;
     ensure!(ended.code == Some(0), "{ended:?}");
-    ensure!(ended.err.contains("no space left"), "{}", ended.err);
     expect_untouched(&guest, &mut monitor)?;
     small.stillframe.ok(&["check", "--read-data"])?;
     Ok(())
