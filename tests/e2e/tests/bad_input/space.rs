@@ -112,12 +112,14 @@ fn a_checkpoint_that_finds_no_space_fails_clearly_and_the_next_succeeds() -> Res
     expect_untouched(&guest, &mut monitor)
 }
 
-/// What was written before and during the failures must not be missing from the first checkpoint
-/// that fits again.
-fn outlives_a_full_disk(every: &str, schedule: &str) -> Result<()> {
-    let guest = busy_guest("full-watch")?;
-    let mut monitor = guest.second_monitor()?;
-    let small = Small::new(&guest.folder().join("small"))?;
+/// A watch that compares every checkpoint with all of memory.
+fn watch(
+    small: &Small,
+    guest: &Guest,
+    every: &str,
+    schedule: &str,
+    more: &[&str],
+) -> Result<Running> {
     let pid = guest.pid_text();
     let line = [
         "watch",
@@ -130,7 +132,16 @@ fn outlives_a_full_disk(every: &str, schedule: &str) -> Result<()> {
         "--verify",
         "--json",
     ];
-    let mut watch = Running::start(small.stillframe.command(&line)?)?;
+    Running::start(small.stillframe.command(&[&line, more].concat())?)
+}
+
+/// What was written before and during the failures must not be missing from the first checkpoint
+/// that fits again.
+fn outlives_a_full_disk(every: &str, schedule: &str) -> Result<()> {
+    let guest = busy_guest("full-watch")?;
+    let mut monitor = guest.second_monitor()?;
+    let small = Small::new(&guest.folder().join("small"))?;
+    let mut watch = watch(&small, &guest, every, schedule, &[])?;
     for _ in 0..2 {
         let whole = watch.results()?.len();
         watch.wait_results(whole + 2)?;
@@ -170,32 +181,20 @@ fn a_checkpoint_behind_one_that_failed_is_not_stored() -> Result<()> {
     let guest = busy_guest("full-moments")?;
     let mut monitor = guest.second_monitor()?;
     let small = Small::new(&guest.folder().join("small"))?;
-    let pid = guest.pid_text();
-    let line = [
-        "watch",
-        "--pid",
-        &pid,
-        "--every",
-        "10ms",
-        "--schedule",
-        "stop-copy",
-        "--limit-write",
-        "4M",
-        "--verify",
-        "--json",
-    ];
-    let mut watch = Running::start(small.stillframe.command(&line)?)?;
+    let slow = ["--limit-write", "4M"];
+    let mut watch = watch(&small, &guest, "10ms", "stop-copy", &slow)?;
     watch.wait_results(2)?;
     small.fill(0)?;
     // How often a moment meets a checkpoint depends on the machine.
     let failures = |watch: &Running| watch.err().matches("no space left").count();
-    for _ in 0..40 {
-        small.flicker(100)?;
-        if failures(&watch) >= 8 {
+    for _ in 0..160 {
+        small.flicker(25)?;
+        // Ten in a row would end the watch.
+        if failures(&watch) >= 4 {
             break;
         }
     }
-    ensure!(failures(&watch) >= 3, "{}", watch.err());
+    ensure!(failures(&watch) >= 4, "{}", watch.err());
     small.free()?;
     let before = watch.results()?.len();
     let results = watch.wait_results(before + 3)?;
