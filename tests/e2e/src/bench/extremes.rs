@@ -108,7 +108,6 @@ fn writer(ram_mib: u32, mib: u32, writes_per_tick: u32) -> Setup {
 }
 
 fn measure(guest: &Guest, every: &str, schedule: &str, turns: usize) -> Result<Measured> {
-    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let mut qmp = guest.second_monitor()?;
     let mut measured = Measured {
         floors: Vec::new(),
@@ -122,6 +121,9 @@ fn measure(guest: &Guest, every: &str, schedule: &str, turns: usize) -> Result<M
             measured.floors.push(floor);
             std::thread::sleep(Duration::from_millis(300));
         }
+        // One for each turn: all of them together would take 100 GB.
+        let repository = guest.folder().join("repo");
+        let stillframe = Stillframe::init(&repository)?;
         let line = [
             "watch",
             "--pid",
@@ -144,6 +146,7 @@ fn measure(guest: &Guest, every: &str, schedule: &str, turns: usize) -> Result<M
                 .push(pause.context("a report without a pause")? / 1e3);
             measured.reports.push(report);
         }
+        std::fs::remove_dir_all(&repository)?;
     }
     guest.serial.wait_more(1, Duration::from_secs(60))?;
     Ok(measured)
