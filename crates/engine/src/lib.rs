@@ -49,6 +49,13 @@ pub enum Progress {
         /// Pages to write.
         total: u64,
     },
+    /// Pages gone through behind the running guest of a lazy restore.
+    Filling {
+        /// Pages gone through so far.
+        done: u64,
+        /// Pages to go through.
+        total: u64,
+    },
     /// Pages of two checkpoints compared by `stats`.
     Comparing {
         /// Pages compared so far.
@@ -67,3 +74,14 @@ pub enum Progress {
 
 /// Where a verb reports its progress.
 pub type ProgressSink<'a> = &'a mut dyn FnMut(Progress);
+
+/// An error and its sources in one line.
+pub(crate) fn in_words(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        text = format!("{text}: {inner}");
+        source = inner.source();
+    }
+    text
+}

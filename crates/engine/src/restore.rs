@@ -1,11 +1,16 @@
 //! The verb *restore*: a new QEMU in exactly the state of a checkpoint.
 //!
 //! ```text
-//!   plan (refusals) ── start QEMU, waiting ── populate ── load device state ── [verify] ── cont
-//!                            └────────── any error: this new QEMU is ended ──────┘
+//!   plan (refusals) ── start QEMU, waiting ── populate ── [verify] ── load device state ── cont
+//!                            └──── any error, or our death: this new QEMU is ended ────┘
 //! ```
+//!
+//! [`lazy`] lets the guest run before its memory is there.
 
-use std::path::PathBuf;
+mod lazy;
+
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -13,15 +18,19 @@ use stillframe_qemu::device_state::{self, DeviceStateError};
 use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, LaunchPlan, Launched};
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
-use stillframe_repo::{CheckpointId, Manifest, Reader, RepoError, Repository};
+use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, RepoError, Repository};
+use stillframe_sys::process::Process;
 use thiserror::Error;
 
-use crate::ProgressSink;
-use crate::capture::block::BlockError;
+use crate::capture::block::{Block, BlockError};
 use crate::capture::device_state::BYTES_MAX;
 use crate::checkpoint::DEVICE_STATE;
+use crate::guardian::{Guardian, GuardianError, LastDuty};
 use crate::populate::eager::{self, PopulateError};
+use crate::populate::lazy::record::{Files, RecordError};
 use crate::verify::{Image, VerifyError, VerifyReport};
+use lazy::Job;
+pub use lazy::{LazyEvent, LazyReport, LazySink};
 
 /// For QEMU to open its monitor.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -31,12 +40,18 @@ const LOAD_LIMIT: Duration = Duration::from_secs(60);
 /// How to restore.
 #[derive(Debug, Clone)]
 pub struct RestoreOptions {
+    /// When the user asked for it: times count from here.
+    pub asked_at: Instant,
     /// How the new QEMU is started.
     pub launch: LaunchOptions,
     /// Leave the guest paused, ready to run.
     pub paused: bool,
     /// Compare all of memory with the checkpoint before the guest runs.
     pub verify: bool,
+    /// Let the guest run before its memory is there.
+    pub lazy: bool,
+    /// With `lazy`: fill no more than so many bytes a second that the guest does not ask for.
+    pub limit_fill: Option<NonZeroU64>,
     /// How long to wait for another process' exclusive lock on the repository.
     pub lock_wait: Duration,
 }
@@ -56,16 +71,70 @@ pub struct RestoreReport {
     pub running: bool,
     /// Pages written; all others are zero.
     pub pages: u64,
-    /// From the call to the running guest, in microseconds.
+    /// From the call to the running guest with all its memory, in microseconds.
     pub total_us: u64,
+    /// What the time until the guest was there went into.
+    pub phases_us: RestorePhases,
     /// What differs from the recorded command line, in words.
     pub changes: Vec<String>,
+    /// What a lazy restore did besides.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lazy: Option<LazyReport>,
     /// The comparison, where `--verify` asked for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<VerifyReport>,
 }
 
-/// Why nothing was restored. No QEMU is left behind.
+/// What the time until the guest was there went into, one after the other, in microseconds.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct RestorePhases {
+    /// Until QEMU was started: opening the repository, finding the checkpoint, planning.
+    pub before: u64,
+    /// Reading from the repository while QEMU started.
+    pub repository: u64,
+    /// What more QEMU took until its monitor answered.
+    pub qemu: u64,
+    /// Memory: all of it, or, lazily, what cannot wait.
+    pub memory: u64,
+    /// Loading the device state.
+    pub device_state: u64,
+    /// Resuming, if so asked.
+    pub cont: u64,
+}
+
+/// Measures them.
+struct PhaseClock {
+    phases: RestorePhases,
+    asked_at: Instant,
+    lap: Instant,
+}
+
+impl PhaseClock {
+    /// What has passed since the user asked is the first phase.
+    fn new(asked_at: Instant) -> PhaseClock {
+        let mut clock = PhaseClock {
+            phases: RestorePhases::default(),
+            asked_at,
+            lap: asked_at,
+        };
+        clock.phases.before = clock.lap();
+        clock
+    }
+
+    /// What has passed since the last lap.
+    fn lap(&mut self) -> u64 {
+        let now = Instant::now();
+        let lap = now.duration_since(self.lap);
+        self.lap = now;
+        micros(lap)
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Why nothing was restored. Unless it says otherwise, no QEMU is left behind.
 #[derive(Debug, Error)]
 pub enum RestoreError {
     /// The repository failed.
@@ -83,6 +152,41 @@ pub enum RestoreError {
     /// QEMU failed a command.
     #[error("the new QEMU failed a command")]
     Monitor(#[from] MonitorError),
+    /// No guardian.
+    #[error(transparent)]
+    Guardian(#[from] GuardianError),
+    /// What a lazy restore leaves for a successor cannot be read or written.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// QEMU may not have faults of the kernel served.
+    #[error(
+        "the new QEMU may not serve page faults of the kernel, so its memory cannot be filled while it runs: restore without --lazy, or set vm.unprivileged_userfaultfd=1"
+    )]
+    Unprivileged,
+    /// The VM that was to be filled has ended.
+    #[error("the VM of {qmp} (process {pid}) has ended: restore it again")]
+    Ended {
+        /// Its monitor.
+        qmp: PathBuf,
+        /// Its process.
+        pid: i32,
+    },
+    /// The VM has ended while its memory was filled.
+    #[error("the VM (process {pid}) ended before its memory was complete")]
+    EndedMeanwhile {
+        /// Its process.
+        pid: i32,
+    },
+    /// Another repository than that of the checkpoint.
+    #[error("the VM of {qmp} is filled from repository {wanted}, not from this one ({found})")]
+    OtherRepository {
+        /// Its monitor.
+        qmp: PathBuf,
+        /// The repository's id.
+        wanted: String,
+        /// The id of the one given.
+        found: String,
+    },
     /// The stored device state is none.
     #[error("the checkpoint's device state cannot be loaded")]
     DeviceState(#[from] DeviceStateError),
@@ -126,43 +230,115 @@ pub fn plan(
     Ok(launch::plan(&vm_record(id, manifest)?, options)?)
 }
 
-/// Restores `id` into a new QEMU, which goes on by itself when this returns.
+/// Restores a checkpoint into a new QEMU as planned. It goes on by itself when this returns.
 pub fn restore(
     repository: &mut Repository,
-    id: &CheckpointId,
+    (id, manifest): (&CheckpointId, &Manifest),
+    plan: &LaunchPlan,
     options: &RestoreOptions,
-    progress: ProgressSink<'_>,
+    events: LazySink<'_>,
 ) -> Result<RestoreReport, RestoreError> {
-    let begin = Instant::now();
+    let record = vm_record(id, manifest)?;
+    let guardian = Guardian::start()?;
+    let mut clock = PhaseClock::new(options.asked_at);
+    // From here on any error ends the new QEMU.
+    let mut starting = launch::start(plan, &options.launch)?;
+    guardian.last_duty(LastDuty::End {
+        pid: starting.process.pid(),
+        start_time: starting.process.start_time(),
+    })?;
+    starting.go();
+    // What can be read while QEMU starts.
     let hasher = repository.hasher();
-    let mut reader = repository.reader(options.lock_wait)?;
-    let manifest = reader.manifest(id)?;
-    let record = vm_record(id, &manifest)?;
-    let state = device_state(id, &manifest, &record, &reader)?;
-    let plan = launch::plan(&record, &options.launch)?;
-    let mut launched = launch::start(&plan, &options.launch, START_LIMIT)?;
-    // Dropped on an error, it ends the new QEMU.
-    let (pages, verify) = fill(
-        &mut launched,
-        &manifest,
-        &state,
-        &mut reader,
+    let repository_id = repository.id().to_string();
+    // A hint: `check` tells of one that cannot be read.
+    let working_set = repository.working_set(id).unwrap_or_default();
+    let reader = repository.reader(options.lock_wait)?;
+    let state = device_state(id, manifest, &record, &reader)?;
+    let tables = manifest.ram.iter();
+    let maps = tables
+        .map(|table| PageMap::open(&reader, table))
+        .collect::<Result<_, _>>()?;
+    clock.phases.repository = clock.lap();
+    let launched = starting.wait(START_LIMIT)?;
+    clock.phases.qemu = clock.lap();
+    let job = Job {
+        id,
+        manifest,
+        reader: &reader,
+        repository: repository_id,
         options,
-        &hasher,
-        progress,
-    )?;
-    let (process, _) = launched.keep();
+        state: &state,
+        hasher,
+        working_set,
+    };
+    let done = match options.lazy {
+        true => job.run(launched, guardian, maps, clock, events)?,
+        false => job.run_eagerly(launched, &guardian, maps, clock, events)?,
+    };
     Ok(RestoreReport {
         checkpoint: id.to_string(),
-        vm: manifest.vm,
-        pid: process.pid(),
+        vm: manifest.vm.clone(),
+        pid: done.process.pid(),
         qmp: options.launch.qmp.clone(),
         running: !options.paused,
-        pages,
-        total_us: u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX),
-        changes: plan.changes,
-        verify,
+        pages: done.pages,
+        total_us: micros(options.asked_at.elapsed()),
+        phases_us: done.phases,
+        changes: plan.changes.clone(),
+        lazy: done.lazy,
+        verify: done.verify,
     })
+}
+
+/// Goes on with the lazy restore of the VM with this monitor, whose process was killed. Returns when the
+/// VM's memory is complete.
+pub fn resume(
+    repository: &mut Repository,
+    qmp: &Path,
+    lock_wait: Duration,
+    limit_fill: Option<NonZeroU64>,
+    events: LazySink<'_>,
+) -> Result<RestoreReport, RestoreError> {
+    let clock = PhaseClock::new(Instant::now());
+    let files = Files::beside(qmp);
+    let record = files.read()?;
+    let found = repository.id().to_string();
+    if record.repository != found {
+        return Err(RestoreError::OtherRepository {
+            qmp: qmp.to_owned(),
+            wanted: record.repository,
+            found,
+        });
+    }
+    let reader = repository.reader(lock_wait)?;
+    let (checkpoint, vm) = (record.checkpoint.to_string(), record.vm.clone());
+    let running = record.running;
+    let begin = clock.asked_at;
+    let done = lazy::resume(record, files, qmp, &reader, limit_fill, clock, events)?;
+    Ok(RestoreReport {
+        checkpoint,
+        vm,
+        pid: done.process.pid(),
+        qmp: qmp.to_owned(),
+        running,
+        pages: done.pages,
+        total_us: micros(begin.elapsed()),
+        phases_us: done.phases,
+        changes: Vec::new(),
+        lazy: done.lazy,
+        verify: None,
+    })
+}
+
+/// What became of a VM.
+struct Done {
+    process: Process,
+    /// Pages with content that were filled.
+    pages: u64,
+    phases: RestorePhases,
+    lazy: Option<LazyReport>,
+    verify: Option<VerifyReport>,
 }
 
 fn device_state(
@@ -182,35 +358,62 @@ fn device_state(
     Ok(device_state::wrap(&raw, &record.identity.machine)?)
 }
 
-fn fill(
-    launched: &mut Launched,
-    manifest: &Manifest,
-    state: &[u8],
-    reader: &mut Reader<'_>,
-    options: &RestoreOptions,
-    hasher: &stillframe_page::hash::ContentHasher,
-    progress: ProgressSink<'_>,
-) -> Result<(u64, Option<VerifyReport>), RestoreError> {
-    let ram = launched.monitor.ram_blocks()?;
-    let blocks = eager::open_blocks(&launched.process, &ram, &manifest.ram)?;
-    let pages = eager::populate(&launched.process, &blocks, &manifest.ram, reader, progress)?;
-    // Before the device state, because loading it may rightly change memory: KVM writes each vCPU's
-    // paravirtual clock anew when QEMU hands it the clock's address.
-    let verify = match options.verify {
-        true => {
-            Some(Image::take(blocks.iter(), hasher)?.compare(&*reader, &manifest.ram, progress)?)
+impl Job<'_> {
+    /// Fills all memory before the guest runs.
+    fn run_eagerly(
+        &self,
+        mut launched: Launched,
+        guardian: &Guardian,
+        maps: Vec<PageMap<'_>>,
+        mut clock: PhaseClock,
+        events: LazySink<'_>,
+    ) -> Result<Done, RestoreError> {
+        let ram = launched.monitor.ram_blocks()?;
+        let blocks = eager::open_blocks(&launched.process, &ram, &self.manifest.ram)?;
+        let blocks: Vec<&Block> = blocks.iter().collect();
+        let progress = &mut |progress| events(LazyEvent::Progress(progress));
+        let pages = eager::populate(&launched.process, &blocks, maps, progress)?;
+        // Before the device state, because loading it may rightly change memory: KVM writes each vCPU's
+        // paravirtual clock anew when QEMU hands it the clock's address.
+        let verify = match self.options.verify {
+            true => Some(self.verify(&blocks, events)?),
+            false => None,
+        };
+        clock.phases.memory = clock.lap();
+        launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
+        clock.phases.device_state = clock.lap();
+        // Before it runs: a VM that has run is nobody's to end.
+        guardian.last_duty(LastDuty::Nothing)?;
+        if !self.options.paused {
+            launched.monitor.cont()?;
         }
-        false => None,
-    };
-    if let Some(report) = verify.as_ref().filter(|report| report.differing > 0) {
-        return Err(RestoreError::Differs {
-            differing: report.differing,
-            first: report.first.join(", "),
-        });
+        clock.phases.cont = clock.lap();
+        let (process, _) = launched.keep();
+        Ok(Done {
+            process,
+            pages,
+            phases: clock.phases,
+            lazy: None,
+            verify,
+        })
     }
-    launch::load_device_state(launched, state, LOAD_LIMIT)?;
-    if !options.paused {
-        launched.monitor.cont()?;
+
+    /// Compares all of memory with the checkpoint; an error if it differs.
+    fn verify(
+        &self,
+        blocks: &[&Block],
+        events: LazySink<'_>,
+    ) -> Result<VerifyReport, RestoreError> {
+        let image = Image::take(blocks.iter().copied(), &self.hasher)?;
+        let report = image.compare(self.reader, &self.manifest.ram, &mut |progress| {
+            events(LazyEvent::Progress(progress));
+        })?;
+        match report.differing {
+            0 => Ok(report),
+            differing => Err(RestoreError::Differs {
+                differing,
+                first: report.first.join(", "),
+            }),
+        }
     }
-    Ok((pages, verify))
 }

@@ -174,9 +174,9 @@ pub fn between(
         ];
         let mut changed = Vec::new();
         for page in 0..table.pages {
-            let [old, new] = [&maps[0], &maps[1]].map(|map| map.version(page));
+            let (old, new) = (maps[0].version(page)?, maps[1].version(page)?);
             statistics.pages += 1;
-            statistics.zero_pages += u64::from(maps[1].is_zero(page));
+            statistics.zero_pages += u64::from(maps[1].is_zero(page)?);
             match old == new {
                 true => statistics.unchanged_pages += 1,
                 false => changed.push(page),

@@ -140,16 +140,18 @@ impl Image {
         };
         let mut made = Vec::new();
         for (page, id) in (0..).zip(ids) {
-            match (map.is_zero(page), map.whole_id(page)) {
+            match (map.is_zero(page)?, map.whole_id(page)?) {
                 (false, None) => made.push(page),
                 (_, found) if found != *id => differs(page),
                 _ => {}
             }
         }
-        map.read_pages(made, 1, &|page, bytes| {
-            let found = (!is_zero(bytes)).then(|| self.hasher.id(bytes));
-            if found != ids[page as usize] {
-                differs(page);
+        map.read_pages(made, 1, &|first, bytes| {
+            for (page, bytes) in (first..).zip(bytes.chunks(PAGE)) {
+                let found = (!is_zero(bytes)).then(|| self.hasher.id(bytes));
+                if found != ids[page as usize] {
+                    differs(page);
+                }
             }
             Ok(())
         })?;

@@ -448,6 +448,14 @@ impl Delta {
         Ok(words)
     }
 
+    /// About how much memory it takes, in bytes.
+    pub fn memory_bytes(&self) -> usize {
+        size_of_val(&self.pages[..])
+            + size_of_val(&self.runs[..])
+            + self.masks.len()
+            + self.bytes.len()
+    }
+
     /// The numbers of the pages it changes, ascending.
     pub fn pages(&self) -> impl Iterator<Item = u32> + '_ {
         self.pages.iter().map(|changed| changed.page)

@@ -1,7 +1,7 @@
 //! Starting a second QEMU that takes the state of a recorded VM over.
 //!
 //! [`plan`] turns the recorded command line into one for the new process and refuses what cannot
-//! be right; it changes nothing on the host. [`start`] runs it, waiting for incoming state. The
+//! be right; it changes nothing on the host. [`start`] runs it, and [`Starting::wait`] waits until it waits for incoming state. The
 //! caller then fills the RAM blocks and ends with [`load_device_state`]; `cont` sets the guest
 //! going. Until [`Launched::keep`] the new QEMU belongs to this process: whatever fails, it is
 //! killed and reaped, because half a guest is no guest.
@@ -14,7 +14,7 @@ mod start;
 use std::io;
 use std::path::PathBuf;
 
-pub use start::{Launched, load_device_state, start};
+pub use start::{Launched, Starting, load_device_state, start};
 
 use crate::device_state::DeviceStateError;
 use crate::monitor::MonitorError;
@@ -39,6 +39,8 @@ pub struct LaunchOptions {
 pub struct LaunchPlan {
     /// The program.
     pub exe: PathBuf,
+    /// The version that it must be.
+    pub version: String,
     /// Its arguments, `argv[0]` included.
     pub arguments: Vec<String>,
     /// Its working directory.
@@ -264,7 +266,8 @@ pub enum LaunchError {
 /// Works out how to start the recorded VM again.
 ///
 /// # Errors
-/// Whatever would make the new VM wrong, or destroy something of another process.
+/// Whatever would make the new VM wrong, or destroy something of another process; but that the program is
+/// another version is found when it runs.
 pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, LaunchError> {
     checks::program(record)?;
     let busy = holders::is_listened_on;
@@ -279,6 +282,7 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
     checks::shared_ram(&rewritten.arguments, &record.cwd)?;
     Ok(LaunchPlan {
         exe: record.exe.clone(),
+        version: record.identity.qemu_version.clone(),
         arguments: rewritten.arguments,
         cwd: record.cwd.clone(),
         changes: rewritten.changes,

@@ -152,6 +152,26 @@ pub(crate) struct Peripheral {
     pub(crate) driver: String,
 }
 
+/// `query-version`.
+#[derive(Deserialize)]
+struct Version {
+    qemu: Numbers,
+    package: String,
+}
+
+#[derive(Deserialize)]
+struct Numbers {
+    major: u32,
+    minor: u32,
+    micro: u32,
+}
+
+impl std::fmt::Display for Numbers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
+    }
+}
+
 /// A connection to a VM.
 #[derive(Debug)]
 pub struct Monitor {
@@ -212,6 +232,25 @@ impl Monitor {
         Monitor { client, pid, cwd }
     }
 
+    /// Connects to the one monitor of a VM that we started; waits for another client to leave.
+    pub fn connect_to(
+        path: &std::path::Path,
+        pid: i32,
+        timeout: Duration,
+    ) -> Result<Monitor, MonitorError> {
+        let client = Client::connect(path, timeout)?;
+        let other_pid = client.peer_pid()?;
+        match other_pid == pid {
+            // Paths are only made of it for VMs that were not started by us.
+            true => Ok(Monitor::new(client, pid, PathBuf::from("/"))),
+            false => Err(MonitorError::OtherVm {
+                path: path.to_owned(),
+                pid,
+                other_pid,
+            }),
+        }
+    }
+
     /// The connection itself, for commands of one's own, events, and the guardian.
     pub fn client(&mut self) -> &mut Client {
         &mut self.client
@@ -232,6 +271,23 @@ impl Monitor {
         self.slow("cont")
     }
 
+    /// Has the VM pause, without waiting for it.
+    pub fn send_stop(&mut self) -> Result<Ticket, MonitorError> {
+        Ok(self.client.send("stop", Value::Null)?)
+    }
+
+    /// Waits until the VM has paused.
+    pub fn wait_stopped(&mut self, ticket: Ticket) -> Result<(), MonitorError> {
+        let limit = Duration::from_secs(STOP_LIMIT_SECONDS);
+        Ok(self.client.wait(ticket, limit).map(drop)?)
+    }
+
+    /// QEMU's version (`query-version`), such as `10.0.2`.
+    pub fn version(&mut self) -> Result<String, MonitorError> {
+        let version: Version = self.query("query-version")?;
+        Ok(version.qemu.to_string())
+    }
+
     /// All RAM blocks (`info ramblock`).
     pub fn ram_blocks(&mut self) -> Result<Vec<RamBlock>, MonitorError> {
         let table = self.human("info ramblock")?;
@@ -240,17 +296,6 @@ impl Monitor {
 
     /// What the VM is.
     pub fn identity(&mut self) -> Result<Identity, MonitorError> {
-        #[derive(Deserialize)]
-        struct Version {
-            qemu: Numbers,
-            package: String,
-        }
-        #[derive(Deserialize)]
-        struct Numbers {
-            major: u32,
-            minor: u32,
-            micro: u32,
-        }
         #[derive(Deserialize)]
         struct Name {
             name: Option<String>,
@@ -264,13 +309,13 @@ impl Monitor {
         struct Kvm {
             enabled: bool,
         }
-        let Version { qemu, package } = self.query("query-version")?;
+        let version: Version = self.query("query-version")?;
         let name: Name = self.query("query-name")?;
         let uuid: Uuid = self.query("query-uuid")?;
         let kvm: Kvm = self.query("query-kvm")?;
         Ok(Identity {
-            qemu_version: format!("{}.{}.{}", qemu.major, qemu.minor, qemu.micro),
-            package,
+            qemu_version: version.qemu.to_string(),
+            package: version.package,
             machine: self.machine()?,
             architecture: self.architecture()?,
             uuid: uuid.uuid,
@@ -436,9 +481,7 @@ impl Monitor {
 
     fn slow(&mut self, command: &'static str) -> Result<(), MonitorError> {
         let ticket = self.client.send(command, Value::Null)?;
-        self.client
-            .wait(ticket, Duration::from_secs(STOP_LIMIT_SECONDS))?;
-        Ok(())
+        self.wait_stopped(ticket)
     }
 
     fn query<T: DeserializeOwned>(&mut self, command: &'static str) -> Result<T, MonitorError> {

@@ -122,6 +122,7 @@ impl Repository {
         self.check_names(&mut findings, Area::Manifests, |name| {
             CheckpointId::from_hex(name).is_some()
         })?;
+        self.check_working_sets(&mut findings)?;
         let problems = &mut findings.problems;
         let note = &mut |problem| {
             problems.insert(problem);
@@ -162,6 +163,18 @@ impl Repository {
         for name in names {
             if let Err(error) = read_key(&self.store, &name) {
                 findings.add_error(self.store.label(Area::Keys, &name), &error);
+            }
+        }
+        Ok(())
+    }
+
+    fn check_working_sets(&self, findings: &mut Findings) -> Result<(), RepoError> {
+        for name in self.store.names(Area::WorkingSets)? {
+            let label = self.store.label(Area::WorkingSets, &name);
+            match CheckpointId::from_hex(&name).map(|id| self.working_set(&id)) {
+                None => findings.add(label, "its name is not one of this repository's"),
+                Some(Err(error)) => findings.add_error(label, &error),
+                Some(Ok(_)) => {}
             }
         }
         Ok(())

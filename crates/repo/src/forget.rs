@@ -64,6 +64,8 @@ impl Repository {
         let Some(lock) = lock else { return Ok(report) };
         for gone in &report.forgotten {
             lock.assert_held()?;
+            // First what needs the other to be found.
+            self.store.remove(Area::WorkingSets, &gone.id.to_hex())?;
             self.store.remove(Area::Manifests, &gone.id.to_hex())?;
         }
         // Prune relies on it: a manifest that came back after a crash would miss its pages.

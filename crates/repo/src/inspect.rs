@@ -75,6 +75,7 @@ impl Repository {
             ["packs", _, name] | ["packs", name] => self.inspect_pack(name),
             ["index", name] => self.inspect_index(name),
             ["manifests", name] => self.inspect_manifest(name),
+            ["working-sets", name] => self.inspect_working_set(name),
             ["locks", name] => self.inspect_lock(name),
             _ => Err(not_ours(path)),
         }
@@ -143,6 +144,16 @@ impl Repository {
         })?;
         Ok(
             json!({ "kind": "manifest", "format_version": FORMAT_VERSION, "checkpoint": name, "body": body }),
+        )
+    }
+
+    fn inspect_working_set(&self, name: &str) -> Result<Value, RepoError> {
+        let id = CheckpointId::from_hex(name).ok_or_else(|| not_ours(name.as_ref()))?;
+        let set = self
+            .working_set(&id)?
+            .ok_or_else(|| not_ours(name.as_ref()))?;
+        Ok(
+            json!({ "kind": "working set", "format_version": FORMAT_VERSION, "checkpoint": name, "pages": set.pages }),
         )
     }
 

@@ -47,6 +47,19 @@ impl Layer {
         self.whole.is_empty() && self.parts.is_empty()
     }
 
+    /// The pages it tells of, ascending.
+    pub(crate) fn pages(&self) -> Vec<u32> {
+        let whole = self.whole.iter().map(|&(page, _)| page);
+        let changed = self
+            .parts
+            .iter()
+            .flat_map(|part| part.pages.iter().copied());
+        let mut pages: Vec<u32> = whole.chain(changed).collect();
+        pages.sort_unstable();
+        pages.dedup();
+        pages
+    }
+
     /// Writes the layer of a block of `pages` pages.
     pub fn encode(&self, pages: u64) -> Vec<u8> {
         let mut out = LAYER_MAGIC.to_vec();

@@ -28,6 +28,8 @@ pub enum FileKind {
     Index,
     /// A checkpoint.
     Manifest,
+    /// The pages that a restored VM asks for first.
+    WorkingSet,
 }
 
 impl FileKind {
@@ -38,6 +40,7 @@ impl FileKind {
             FileKind::Pack => b"PACK",
             FileKind::Index => b"INDX",
             FileKind::Manifest => b"MANI",
+            FileKind::WorkingSet => b"WSET",
         }
     }
 }

@@ -5,7 +5,7 @@
 //! Blobs lie in *packs*; *index* files tell in which. `docs/format.md` specifies every byte.
 //!
 //! ```text
-//! config      keys/...      packs/ab/abcd...      index/...      manifests/...      locks/...   tmp/
+//! config      keys/...      packs/ab/abcd...      index/...   manifests/...   working-sets/...   locks/...   tmp/
 //! ```
 //!
 //! Invariants:
@@ -23,6 +23,7 @@ mod crypto;
 mod editor;
 mod error;
 mod forget;
+mod frames;
 mod holder;
 mod index;
 pub mod index_file;
@@ -39,6 +40,7 @@ mod overlay;
 mod pace;
 pub mod pack;
 mod page_map;
+mod page_reader;
 mod places;
 mod presence;
 mod progress;
@@ -52,6 +54,7 @@ mod scrub;
 mod sealed_file;
 pub mod table;
 mod walk;
+pub mod working_set;
 mod writer;
 
 #[cfg(test)]
@@ -67,9 +70,11 @@ pub use forget::{Forget, ForgetReport, Summary};
 pub use inspect::Stats;
 pub use manifest::{CheckpointId, LayerRef, Manifest, PageCounts, RamTable, Stream};
 pub use page_map::{PageMap, PageSink, PageVersion};
+pub use page_reader::{NearSink, PageReader};
 pub use progress::{Phase, Progress};
 pub use prune::PruneReport;
 pub use rebuild::RebuildReport;
-pub use repository::{Reader, Repository};
+pub use repository::{Reader, Repository, UnlockedKey};
 pub use retention::{KeepPolicy, KeepReason};
+pub use working_set::WorkingSet;
 pub use writer::{Committed, Put, Writer};

@@ -22,16 +22,18 @@ pub(crate) enum Area {
     Packs,
     Index,
     Manifests,
+    WorkingSets,
     Locks,
     Temporary,
 }
 
 impl Area {
-    pub(crate) const ALL: [Area; 6] = [
+    pub(crate) const ALL: [Area; 7] = [
         Area::Keys,
         Area::Packs,
         Area::Index,
         Area::Manifests,
+        Area::WorkingSets,
         Area::Locks,
         Area::Temporary,
     ];
@@ -43,6 +45,7 @@ impl Area {
             Area::Packs => "packs",
             Area::Index => "index",
             Area::Manifests => "manifests",
+            Area::WorkingSets => "working-sets",
             Area::Locks => "locks",
             Area::Temporary => "tmp",
         }

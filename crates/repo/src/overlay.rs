@@ -1,13 +1,14 @@
 //! Layers laid over each other, and the deltas that are left of them.
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
 use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::delta::{Delta, PAGE_BYTES};
 use stillframe_page::hash::ContentId;
 
-use crate::blobs::Blobs;
+use crate::blobs::{Blobs, lock};
 use crate::error::RepoError;
 use crate::layer::Layer;
 use crate::manifest::LayerRef;
@@ -16,12 +17,17 @@ use crate::table::{PageRef, bad_blob};
 /// Pages that deltas are applied to together: 4 MiB.
 pub(crate) const GROUP_PAGES: usize = 1024;
 
+/// How much of parts is kept in memory for those who come for other pages of them.
+const RECENT_BYTES_MAX: usize = 16 << 20;
+
 /// What several layers say together.
 pub(crate) struct Overlay {
     /// The newest whole content of each page that has one, ascending.
     pub(crate) whole: Vec<(u32, PageRef)>,
     /// Deltas newer than that.
     pub(crate) deltas: Deltas,
+    /// The pages that the newest layer tells of, ascending.
+    pub(crate) newest: Vec<u32>,
 }
 
 /// Which deltas make the current version of which page.
@@ -31,6 +37,14 @@ pub(crate) struct Deltas {
     links: Vec<Link>,
     /// Oldest first.
     parts: Vec<ContentId>,
+    recent: Mutex<Recent>,
+}
+
+/// Parts read lately, for pages that have their changes in the same: the last one used is the last.
+#[derive(Default)]
+struct Recent {
+    parts: Vec<(u32, Arc<Delta>)>,
+    bytes: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,6 +62,7 @@ impl Overlay {
     ) -> Result<Overlay, RepoError> {
         let mut whole = Vec::new();
         let mut deltas = Deltas::default();
+        let mut newest = None;
         // Newest first: what is older than a whole content does not count.
         let mut settled = DirtyBitmap::new(match layers {
             [] => 0,
@@ -56,6 +71,7 @@ impl Overlay {
         for layer in layers.iter().rev() {
             let layer = Layer::decode(&blobs.read(&layer.id)?, pages)
                 .map_err(|error| bad_blob(&layer.id, &error))?;
+            newest.get_or_insert_with(|| layer.pages());
             for part in layer.parts {
                 // Each has a page at least, and pages fit 32 bits.
                 let number = deltas.parts.len() as u32;
@@ -66,12 +82,16 @@ impl Overlay {
                     .links
                     .extend(pages.map(|page| Link { page, part: number }));
             }
-            let newest = |&(page, _): &(u32, PageRef)| settled.set(PageIndex(page.into()));
-            whole.extend(layer.whole.into_iter().filter(newest));
+            let is_newest = |&(page, _): &(u32, PageRef)| settled.set(PageIndex(page.into()));
+            whole.extend(layer.whole.into_iter().filter(is_newest));
         }
         whole.sort_unstable_by_key(|&(page, _)| page);
         deltas.turn();
-        Ok(Overlay { whole, deltas })
+        Ok(Overlay {
+            whole,
+            deltas,
+            newest: newest.unwrap_or_default(),
+        })
     }
 }
 
@@ -122,7 +142,7 @@ impl Deltas {
     }
 
     /// Makes the current version of each of `pages` out of what lies in `memory`, one behind the
-    /// other. Holds one delta at a time.
+    /// other.
     pub(crate) fn apply(
         &self,
         blobs: Blobs<'_>,
@@ -137,21 +157,54 @@ impl Deltas {
         }
         let (memory, _) = memory.as_chunks_mut::<PAGE_BYTES>();
         for (part, slots) in by_part {
-            let id = &self.parts[part as usize];
-            let damaged = |what: String| RepoError::Damaged {
-                file: format!("blob {id}"),
-                what,
-            };
-            let delta =
-                Delta::decode(&blobs.read(id)?).map_err(|error| damaged(error.to_string()))?;
+            let delta = self.part(blobs, part)?;
             for slot in slots {
                 let page = pages[slot];
                 let index = delta.index_of(page).ok_or_else(|| {
-                    damaged(format!("it does not hold the change of page {page}"))
+                    self.damaged(part, format!("it does not hold the change of page {page}"))
                 })?;
                 delta.apply(index, &mut memory[slot]);
             }
         }
         Ok(())
+    }
+
+    /// One of the parts, from memory if it was read lately.
+    fn part(&self, blobs: Blobs<'_>, part: u32) -> Result<Arc<Delta>, RepoError> {
+        if let Some(found) = lock(&self.recent).take(part) {
+            return Ok(found);
+        }
+        let read = Delta::decode(&blobs.read(&self.parts[part as usize])?);
+        let delta = Arc::new(read.map_err(|error| self.damaged(part, error.to_string()))?);
+        lock(&self.recent).add(part, delta.clone());
+        Ok(delta)
+    }
+
+    fn damaged(&self, part: u32, what: String) -> RepoError {
+        let id = &self.parts[part as usize];
+        RepoError::Damaged {
+            file: format!("blob {id}"),
+            what,
+        }
+    }
+}
+
+impl Recent {
+    fn take(&mut self, part: u32) -> Option<Arc<Delta>> {
+        let at = self.parts.iter().position(|&(number, _)| number == part)?;
+        let found = self.parts.remove(at);
+        let delta = found.1.clone();
+        self.parts.push(found);
+        Some(delta)
+    }
+
+    fn add(&mut self, part: u32, delta: Arc<Delta>) {
+        self.bytes += delta.memory_bytes();
+        self.parts.push((part, delta));
+        // Two threads may have read the same: then it is there twice for a while.
+        while self.bytes > RECENT_BYTES_MAX && self.parts.len() > 1 {
+            let (_, oldest) = self.parts.remove(0);
+            self.bytes -= oldest.memory_bytes();
+        }
     }
 }

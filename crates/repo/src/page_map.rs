@@ -1,9 +1,8 @@
 //! What every page of a RAM block is at one checkpoint: its page table, and the layers over it.
 
-use std::collections::HashMap;
 use std::io;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock};
 
 use stillframe_page::delta::PAGE_BYTES;
 use stillframe_page::hash::ContentId;
@@ -12,7 +11,8 @@ use crate::blobs::{Blobs, lock};
 use crate::error::RepoError;
 use crate::manifest::RamTable;
 use crate::overlay::{Deltas, GROUP_PAGES, Overlay};
-use crate::table::{PageRef, read_table};
+use crate::places::Location;
+use crate::table::{BATCH, PageRef, SEGMENT_PAGES, read_root, read_segments};
 
 /// What a page is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,59 +24,162 @@ pub struct PageVersion {
     pub deltas: Vec<ContentId>,
 }
 
-/// Where a page's content goes: its number and its bytes.
+/// Where contents go: the number of a page, and its bytes, and behind them those of the pages after it.
 pub type PageSink<'s> = &'s (dyn Fn(u64, &[u8]) -> io::Result<()> + Sync);
 
-/// All pages of a RAM block at one checkpoint. Takes 33 bytes a page.
+/// All pages of a RAM block at one checkpoint. The table is read where it is needed, a segment (2 MiB of
+/// memory) at a time, and kept: 33 bytes a page.
 pub struct PageMap<'a> {
     blobs: Blobs<'a>,
-    base: Vec<PageRef>,
+    pages: u64,
+    root: Vec<PageRef>,
+    segments: Vec<OnceLock<Box<[PageRef]>>>,
+    /// What the layers say takes the place of the table, ascending.
+    whole: Vec<(u32, PageRef)>,
     deltas: Deltas,
+    /// Pages of the newest layer.
+    newest: Vec<u32>,
 }
 
 impl<'a> PageMap<'a> {
-    /// Reads the table and its layers.
-    pub fn read(from: impl Into<Blobs<'a>>, table: &RamTable) -> Result<PageMap<'a>, RepoError> {
+    /// Reads the root of the table, and the layers.
+    pub fn open(from: impl Into<Blobs<'a>>, table: &RamTable) -> Result<PageMap<'a>, RepoError> {
         let blobs = from.into();
-        let mut base = Vec::with_capacity(table.pages as usize);
-        read_table(blobs, &table.root, table.pages, |_, content| {
-            base.push(content)
-        })?;
-        let Overlay { whole, deltas } = Overlay::read(blobs, &table.layers, table.pages)?;
-        for (page, content) in whole {
-            base[page as usize] = content;
-        }
+        let root = read_root(blobs, &table.root, table.pages)?;
+        let Overlay {
+            whole,
+            deltas,
+            newest,
+        } = Overlay::read(blobs, &table.layers, table.pages)?;
         Ok(PageMap {
             blobs,
-            base,
+            pages: table.pages,
+            segments: root.iter().map(|_| OnceLock::new()).collect(),
+            root,
+            whole,
             deltas,
+            newest,
         })
+    }
+
+    /// Reads all of the table too.
+    pub fn read(from: impl Into<Blobs<'a>>, table: &RamTable) -> Result<PageMap<'a>, RepoError> {
+        let map = PageMap::open(from, table)?;
+        map.read_rest()?;
+        Ok(map)
+    }
+
+    /// Reads what was not read yet of the table, neighbours together.
+    pub fn read_rest(&self) -> Result<(), RepoError> {
+        let numbers = 0..self.root.len() as u64;
+        let missing: Vec<u64> = numbers
+            .filter(|&number| self.segments[number as usize].get().is_none())
+            .collect();
+        for batch in missing.chunks(BATCH) {
+            let read = read_segments(self.blobs, self.pages, &self.root, batch)?;
+            for (&number, entries) in batch.iter().zip(read) {
+                self.keep(number, entries);
+            }
+        }
+        Ok(())
     }
 
     /// The number of pages.
     pub fn pages(&self) -> u64 {
-        self.base.len() as u64
+        self.pages
+    }
+
+    /// The pages that changed in the last interval before the checkpoint, ascending; none if it was a
+    /// first one.
+    pub fn newest_changes(&self) -> &[u32] {
+        &self.newest
     }
 
     /// What a page is.
-    pub fn version(&self, page: u64) -> PageVersion {
-        PageVersion {
-            base: self.base[page as usize],
+    pub fn version(&self, page: u64) -> Result<PageVersion, RepoError> {
+        Ok(PageVersion {
+            base: self.base(page)?,
             deltas: self.deltas.of(page as u32),
-        }
+        })
     }
 
     /// Whether nothing is stored for a page: it is all zero.
-    pub fn is_zero(&self, page: u64) -> bool {
-        self.base[page as usize] == PageRef::Zero && !self.deltas.has(page as u32)
+    pub fn is_zero(&self, page: u64) -> Result<bool, RepoError> {
+        Ok(self.base(page)? == PageRef::Zero && !self.deltas.has(page as u32))
+    }
+
+    /// As [`PageMap::is_zero`], where that takes no reading; else `false`.
+    pub fn is_known_zero(&self, page: u64) -> bool {
+        self.known_base(page) == Some(PageRef::Zero) && !self.deltas.has(page as u32)
     }
 
     /// The content id of a page that is stored as a whole.
-    pub fn whole_id(&self, page: u64) -> Option<ContentId> {
-        match self.base[page as usize] {
+    pub fn whole_id(&self, page: u64) -> Result<Option<ContentId>, RepoError> {
+        Ok(match self.base(page)? {
             PageRef::Stored(id) if !self.deltas.has(page as u32) => Some(id),
             _ => None,
+        })
+    }
+
+    /// What a page is, but for its deltas.
+    pub(crate) fn base(&self, page: u64) -> Result<PageRef, RepoError> {
+        let number = page / SEGMENT_PAGES;
+        let outside = || RepoError::Table {
+            what: format!("page {page} is outside a table of {} pages", self.pages),
+        };
+        let segment = self.segments.get(number as usize).ok_or_else(outside)?;
+        let entries = match segment.get() {
+            Some(entries) => entries,
+            None => {
+                let mut read = read_segments(self.blobs, self.pages, &self.root, &[number])?;
+                self.keep(number, read.pop().unwrap_or_default())
+            }
+        };
+        let entry = entries.get((page % SEGMENT_PAGES) as usize);
+        entry.copied().ok_or_else(outside)
+    }
+
+    /// As [`PageMap::base`], where it takes no reading.
+    pub(crate) fn known_base(&self, page: u64) -> Option<PageRef> {
+        let segment = self.segments.get((page / SEGMENT_PAGES) as usize)?.get()?;
+        segment.get((page % SEGMENT_PAGES) as usize).copied()
+    }
+
+    /// Whether there are deltas for a page.
+    pub(crate) fn is_changed(&self, page: u64) -> bool {
+        self.deltas.has(page as u32)
+    }
+
+    /// Whether a page is made of the same deltas as another, which has some, and of what is read already
+    /// of the table.
+    pub(crate) fn has_deltas_of(&self, page: u64, other: u64) -> bool {
+        self.known_base(page).is_some()
+            && self.deltas.of(page as u32) == self.deltas.of(other as u32)
+    }
+
+    pub(crate) fn locate(&self, id: &ContentId) -> Result<Location, RepoError> {
+        let found = self.blobs.index.get(id);
+        found.ok_or(RepoError::MissingBlob { id: *id })
+    }
+
+    /// Makes the current versions of pages of what their tables say.
+    pub(crate) fn apply_deltas(&self, pages: &[u64], memory: &mut [u8]) -> Result<(), RepoError> {
+        let pages: Vec<u32> = pages.iter().map(|&page| page as u32).collect();
+        self.deltas.apply(self.blobs, &pages, memory)
+    }
+
+    /// Keeps a segment, with what the layers say.
+    fn keep(&self, number: u64, mut entries: Vec<PageRef>) -> &[PageRef] {
+        let first = number * SEGMENT_PAGES;
+        let end = first + entries.len() as u64;
+        let above = |limit: u64| {
+            self.whole
+                .partition_point(|&(page, _)| u64::from(page) < limit)
+        };
+        for &(page, content) in &self.whole[above(first)..above(end)] {
+            entries[(u64::from(page) - first) as usize] = content;
         }
+        self.segments[number as usize].get_or_init(|| entries.into())
     }
 
     /// Hands each of the wanted pages to `sink`, in no order, from up to `threads` threads at once.
@@ -91,7 +194,7 @@ impl<'a> PageMap<'a> {
         let mut whole = Vec::new();
         let mut changed = Vec::new();
         for page in wanted {
-            match self.base[page as usize] {
+            match self.base(page)? {
                 // A table has less than 2^30 pages.
                 _ if self.deltas.has(page as u32) => changed.push(page as u32),
                 PageRef::Stored(id) => whole.push((id, page)),
@@ -101,19 +204,20 @@ impl<'a> PageMap<'a> {
                 }
             }
         }
-        self.blobs.read_sorted(whole, threads, sink)?;
+        let next = |page: u64, other: u64| page + 1 == other;
+        self.blobs.read_joined(whole, threads, next, sink)?;
         // Neighbours have their changes in the same deltas.
         changed.sort_unstable();
         self.read_changed(&changed, threads, sink)
     }
 
-    /// The contents of these pages, one behind the other.
+    /// The contents of these pages, which ascend, one behind the other.
     pub fn read_together(&self, wanted: &[u64]) -> Result<Vec<u8>, RepoError> {
-        let place: HashMap<u64, usize> = wanted.iter().copied().zip(0..).collect();
         let all = Mutex::new(vec![0; wanted.len() * PAGE_BYTES]);
         self.read_pages(wanted.iter().copied(), 1, &|page, bytes| {
-            let slot = place.get(&page).copied().unwrap_or_default();
-            copy_page(&mut lock(&all), slot, bytes)
+            // Those behind it in memory are behind it in the list.
+            let slot = wanted.partition_point(|&other| other < page);
+            copy_pages(&mut lock(&all), slot, bytes)
         })?;
         Ok(all
             .into_inner()
@@ -162,31 +266,32 @@ impl<'a> PageMap<'a> {
     ) -> Result<(), RepoError> {
         memory.clear();
         memory.resize(group.len() * PAGE_BYTES, 0);
-        let stored =
-            group
-                .iter()
-                .enumerate()
-                .filter_map(|(slot, &page)| match self.base[page as usize] {
-                    PageRef::Zero => None,
-                    PageRef::Stored(id) => Some((id, slot)),
-                });
+        let mut stored = Vec::new();
+        for (slot, &page) in group.iter().enumerate() {
+            if let PageRef::Stored(id) = self.base(page.into())? {
+                stored.push((id, slot));
+            }
+        }
         let into = Mutex::new(&mut *memory);
-        self.blobs
-            .read_sorted(stored.collect(), 1, &|slot: usize, bytes| {
-                copy_page(&mut lock(&into), slot, bytes)
-            })?;
+        self.blobs.read_sorted(stored, 1, &|slot: usize, bytes| {
+            copy_pages(&mut lock(&into), slot, bytes)
+        })?;
         self.deltas.apply(self.blobs, group, memory)?;
-        for (&page, bytes) in group.iter().zip(memory.chunks_exact(PAGE_BYTES)) {
-            let page = page.into();
+        let mut rest = &memory[..];
+        for together in group.chunk_by(|page, next| page + 1 == *next) {
+            let (bytes, behind) = rest.split_at(together.len() * PAGE_BYTES);
+            rest = behind;
+            let page = together[0].into();
             sink(page, bytes).map_err(|source| RepoError::PageSink { page, source })?;
         }
         Ok(())
     }
 }
 
-fn copy_page(into: &mut [u8], slot: usize, bytes: &[u8]) -> io::Result<()> {
-    match into.get_mut(slot * PAGE_BYTES..(slot + 1) * PAGE_BYTES) {
-        Some(page) if bytes.len() == PAGE_BYTES => page.copy_from_slice(bytes),
+fn copy_pages(into: &mut [u8], slot: usize, bytes: &[u8]) -> io::Result<()> {
+    let start = slot * PAGE_BYTES;
+    match into.get_mut(start..start + bytes.len()) {
+        Some(pages) if bytes.len().is_multiple_of(PAGE_BYTES) => pages.copy_from_slice(bytes),
         _ => return Err(io::Error::other("it has not the length of a page")),
     }
     Ok(())

@@ -211,6 +211,7 @@ impl Repository {
         lock.assert_held()?;
         self.remove_packs(plan, progress)?;
         self.remove_leftovers()?;
+        self.remove_orphaned_working_sets()?;
         let kept = plan
             .keep
             .iter()

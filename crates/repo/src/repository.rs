@@ -84,16 +84,29 @@ impl Repository {
     }
 
     pub(crate) fn open_at(store: LocalStore, password: &Password) -> Result<Repository, RepoError> {
-        let config = match store.read_config() {
-            Err(error) if error.is_absent() => {
-                let dir = store.root().to_owned();
-                return Err(RepoError::NotARepository { dir });
-            }
-            other => other?,
-        };
-        let id = config::decode(&config).map_err(|error| RepoError::format(CONFIG, &error))?;
+        let id = read_id(&store)?;
         let master = unlock(&store, password, id)?;
         Ok(Repository::assemble(store, id, &master))
+    }
+
+    /// Tries the password; the key that it opens, for [`Repository::open_with`].
+    pub fn unlock(dir: &Path, password: &Password) -> Result<UnlockedKey, RepoError> {
+        let store = LocalStore::new(dir);
+        let id = read_id(&store)?;
+        Ok(UnlockedKey(unlock(&store, password, id)?))
+    }
+
+    /// The identity of the repository in a directory; no password is needed to see it.
+    pub fn id_of(dir: &Path) -> Result<RepositoryId, RepoError> {
+        read_id(&LocalStore::new(dir))
+    }
+
+    /// Opens a repository with a key that a password has opened before. Takes the caller's word for it
+    /// that it is this repository's: with another, nothing in it can be read.
+    pub fn open_with(dir: &Path, key: &UnlockedKey) -> Result<Repository, RepoError> {
+        let store = LocalStore::new(dir);
+        let id = read_id(&store)?;
+        Ok(Repository::assemble(store, id, &key.0))
     }
 
     fn assemble(store: LocalStore, id: RepositoryId, master: &MasterKey) -> Repository {
@@ -270,6 +283,10 @@ pub struct Reader<'a> {
 }
 
 impl Reader<'_> {
+    pub(crate) fn repository(&self) -> &Repository {
+        self.repository
+    }
+
     /// The blobs, in the form the functions on page tables take.
     pub fn blobs(&self) -> Blobs<'_> {
         self.repository.blobs()
@@ -292,7 +309,7 @@ impl Reader<'_> {
 
     /// Hands each wanted blob to `sink`, in the order they lie in the repository, from up to
     /// `threads` threads at once, each verified against its id. See [`Blobs::read_sorted`].
-    pub fn read_sorted<T: Send>(
+    pub fn read_sorted<T: Copy + Send>(
         &self,
         wanted: Vec<(ContentId, T)>,
         threads: usize,
@@ -331,6 +348,33 @@ impl<'a> From<&'a Reader<'_>> for Blobs<'a> {
     fn from(reader: &'a Reader<'_>) -> Blobs<'a> {
         reader.blobs()
     }
+}
+
+/// The key of a repository, out of its key file. Whoever has it needs no password; wiped when dropped.
+pub struct UnlockedKey(MasterKey);
+
+impl UnlockedKey {
+    /// What [`UnlockedKey::from_bytes`] takes. As secret as the password.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0[..]
+    }
+
+    /// `None` when these cannot be a key.
+    pub fn from_bytes(bytes: &[u8]) -> Option<UnlockedKey> {
+        let key = bytes.try_into().ok()?;
+        Some(UnlockedKey(Zeroizing::new(key)))
+    }
+}
+
+fn read_id(store: &LocalStore) -> Result<RepositoryId, RepoError> {
+    let config = match store.read_config() {
+        Err(error) if error.is_absent() => {
+            let dir = store.root().to_owned();
+            return Err(RepoError::NotARepository { dir });
+        }
+        other => other?,
+    };
+    config::decode(&config).map_err(|error| RepoError::format(CONFIG, &error))
 }
 
 /// Tries the password on every key file. A damaged one matters only if no other opens.

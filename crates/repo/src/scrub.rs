@@ -9,10 +9,11 @@ use std::sync::mpsc::{Sender, channel};
 use stillframe_page::encoding::Decoder;
 use stillframe_page::hash::ContentHasher;
 
-use crate::blobs::{Blobs, decode_frame, open_pack, read_exact_at};
+use crate::blobs::Blobs;
 use crate::check::Problem;
 use crate::crypto::Keys;
 use crate::error::RepoError;
+use crate::frames::{decode_frame, open_pack, read_exact_at};
 use crate::layout::FormatError;
 use crate::local::{Area, LocalStore};
 use crate::pack::{Directory, FileHash, PREAMBLE_BYTES, PackCipher, TAIL_BYTES, decode_tail};

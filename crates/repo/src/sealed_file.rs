@@ -1,4 +1,4 @@
-//! Files that are one sealed body: index files and manifests.
+//! Files that are one sealed body: index files, manifests, working sets.
 //!
 //! ```text
 //! | header 16 | salt 32 | sealed body, the last 16 bytes its authentication tag |
@@ -40,7 +40,8 @@ pub(crate) fn open_file<'a>(
 
 fn file_cipher(kind: FileKind, keys: &Keys, salt: &[u8; SALT_BYTES]) -> Cipher {
     match kind {
-        FileKind::Manifest => keys.manifest_cipher(salt),
+        // A working set has a salt of its own, and its header says what it is.
+        FileKind::Manifest | FileKind::WorkingSet => keys.manifest_cipher(salt),
         _ => keys.index_cipher(salt),
     }
 }

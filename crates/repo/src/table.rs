@@ -24,7 +24,7 @@ pub const SEGMENT_PAGES: u64 = 512;
 pub const PAGES_MAX: u64 = 1 << 29;
 
 /// Segments read or written per batch: bounds memory, and lets neighbours be read together.
-const BATCH: usize = 256;
+pub(crate) const BATCH: usize = 256;
 
 const ENTRY_ZERO: u8 = 0;
 const ENTRY_STORED: u8 = 1;
@@ -239,26 +239,6 @@ fn put_segment(writer: &mut Writer<'_>, entries: &[PageRef]) -> Result<PageRef, 
         .map(PageRef::Stored)
 }
 
-/// Hands over every page of a table, ascending.
-pub(crate) fn read_table(
-    blobs: Blobs<'_>,
-    root: &ContentId,
-    pages: u64,
-    mut each: impl FnMut(u64, PageRef),
-) -> Result<(), RepoError> {
-    let segments = read_root(blobs, root, pages)?;
-    let numbers: Vec<u64> = (0..segments.len() as u64).collect();
-    for batch in numbers.chunks(BATCH) {
-        let entries = read_segments(blobs, pages, &segments, batch)?;
-        for (number, entries) in batch.iter().zip(entries) {
-            for (page, entry) in (number * SEGMENT_PAGES..).zip(entries) {
-                each(page, entry);
-            }
-        }
-    }
-    Ok(())
-}
-
 pub(crate) fn read_root(
     blobs: Blobs<'_>,
     root: &ContentId,
@@ -268,7 +248,7 @@ pub(crate) fn read_root(
 }
 
 /// Reads the segments of these numbers, all-zero ones too.
-fn read_segments(
+pub(crate) fn read_segments(
     blobs: Blobs<'_>,
     pages: u64,
     segments: &[PageRef],

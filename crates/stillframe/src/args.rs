@@ -70,6 +70,9 @@ pub enum Command {
     /// Create a repository
     #[command(after_help = help::INIT)]
     Init,
+    /// Need no password for a while
+    #[command(after_help = help::UNLOCK)]
+    Unlock(UnlockArgs),
     /// Take one checkpoint of a running VM
     #[command(after_help = help::CHECKPOINT)]
     Checkpoint(CheckpointArgs),
@@ -220,9 +223,12 @@ pub struct NamedCheckpoint {
 /// `restore`
 #[derive(Debug, Args)]
 pub struct RestoreArgs {
-    /// Which.
-    #[command(flatten)]
-    pub checkpoint: NamedCheckpoint,
+    /// The checkpoint: its id, the first digits of it, `latest`, or `latest~2` (two before)
+    #[arg(value_name = "ID", required_unless_present = "resume")]
+    pub id: Option<String>,
+    /// Only look among the checkpoints of this VM
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
     /// Where the new QEMU's QMP monitor listens: a unix socket
     #[arg(long, value_name = "PATH")]
     pub qmp: PathBuf,
@@ -232,9 +238,22 @@ pub struct RestoreArgs {
     /// Leave the guest paused, ready to run
     #[arg(long)]
     pub paused: bool,
-    /// Compare all memory with the checkpoint before the guest runs
+    /// Compare all memory with the checkpoint before the guest runs; with --lazy only together with
+    /// --paused
     #[arg(long)]
     pub verify: bool,
+    /// Let the guest run at once, and fill its memory meanwhile
+    #[arg(long)]
+    pub lazy: bool,
+    /// With --lazy: fill at most so much a second of what the guest has not asked for
+    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
+    pub limit_fill: Option<NonZeroU64>,
+    /// Go on with a lazy restore that was killed, of the VM with this --qmp
+    #[arg(
+        long,
+        conflicts_with_all = ["id", "vm", "serial", "paused", "verify", "lazy", "disks_as_they_are", "log", "print_command"]
+    )]
+    pub resume: bool,
     /// Go on although a disk is no longer what the guest remembers
     #[arg(long)]
     pub disks_as_they_are: bool,
@@ -247,6 +266,17 @@ pub struct RestoreArgs {
     /// Wait so long for another process' lock on the repository
     #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
     pub lock_wait: Duration,
+}
+
+/// `unlock`
+#[derive(Debug, Args)]
+pub struct UnlockArgs {
+    /// For so long
+    #[arg(long = "for", value_name = "TIME", value_parser = durations::parse_positive, default_value = "8h")]
+    pub time: Duration,
+    /// Need the password again from now on
+    #[arg(long, conflicts_with = "time")]
+    pub end: bool,
 }
 
 /// `check`

@@ -6,6 +6,7 @@ use stillframe_engine::attach::AttachError;
 use stillframe_engine::checkpoint::CheckpointError;
 use stillframe_engine::guardian::GuardianError;
 use stillframe_engine::populate::eager::PopulateError;
+use stillframe_engine::populate::lazy::FillError;
 use stillframe_engine::restore::RestoreError;
 use stillframe_engine::verify::VerifyError;
 use stillframe_repo::{ErrorClass, RepoError};
@@ -72,6 +73,9 @@ fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
         (Some(CheckpointError::Verify(VerifyError::Repo(error))), _) => Some(error),
         (_, Some(RestoreError::Repo(error))) => Some(error),
         (_, Some(RestoreError::Populate(PopulateError::Repo(error)))) => Some(error),
+        (_, Some(RestoreError::Populate(PopulateError::Fill(FillError::Repo(error))))) => {
+            Some(error)
+        }
         (_, Some(RestoreError::Verify(VerifyError::Repo(error)))) => Some(error),
         _ => None,
     };

@@ -115,12 +115,34 @@ Examples:
   stillframe -r /srv/checkpoints restore latest --vm web1 --qmp /run/web1-again.qmp
   stillframe -r /srv/checkpoints restore 1a2b3c4d --qmp /run/x.qmp --serial file:/run/x.serial --paused
   stillframe -r /srv/checkpoints restore latest --qmp /run/x.qmp --print-command
+  stillframe -r /srv/checkpoints restore latest --qmp /run/x.qmp --lazy
+  stillframe -r /srv/checkpoints restore --resume --qmp /run/x.qmp
 
 The new QEMU runs in the background with the command line the checkpoint recorded, in the recorded
 directory; what had to be changed in it is told. It returns when the guest runs, and prints the new
 QEMU's process id. The checkpoint holds memory and device state, not the contents of disks: with
 --disks-as-they-are the guest goes on with disks that were written to since, or (snapshot=on) lost
 what it wrote, and may damage what is on them.
+
+With --lazy the guest runs within milliseconds and gets each page of its memory when it touches it, the
+others in the background; the command returns when memory is complete. Until then the VM needs this
+process and the repository: when a page cannot be read the VM is paused until it can, and when this
+process is killed it is paused until `restore --resume` goes on. Both are told.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe unlock --help`
+pub const UNLOCK: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints unlock --for 12h
+  stillframe -r /srv/checkpoints unlock --end
+
+The repository's key lies in the kernel's keyring of this user: processes of this user, and root, need no
+password for the repository until the time is over, and no command spends a tenth of a second on
+deriving the key from it. Nothing is written to disk; the machine's next start ends it.
 
 ",
     exit_codes!()

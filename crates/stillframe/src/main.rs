@@ -5,6 +5,7 @@
 //!   args, help      what can be asked for        password, durations   what is read
 //!   cmd/            one file a subcommand        output, progress, table, shell   what is written
 //!   interrupt       Ctrl-C and SIGTERM           exit                  how it ends
+//!   unlocked        keys in the kernel
 //! ```
 
 mod args;
@@ -21,6 +22,7 @@ mod quantity;
 mod shell;
 mod sizes;
 mod table;
+mod unlocked;
 
 use std::process;
 

@@ -30,7 +30,7 @@ mod watch;
 pub use error::InfectError;
 
 use crate::process::{Process, status_line};
-use seizure::Seizure;
+use seizure::{Left, Seizure};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -42,9 +42,11 @@ const GRACE: Duration = Duration::from_millis(100);
 /// A userfaultfd of another process' address space.
 #[derive(Debug)]
 pub struct StolenUffd {
-    /// Close-on-exec, non-blocking, before its handshake ([`crate::uffd::Uffd::handshake`]). The
-    /// only copy: closing it lifts every protection.
+    /// Close-on-exec, non-blocking, before its handshake ([`crate::uffd::Uffd::handshake`]). When
+    /// its last copy is closed, every protection is lifted and missing pages become zero.
     pub fd: OwnedFd,
+    /// The number of the process' own copy; none is open after [`steal_userfaultfd`].
+    pub remote_fd: i32,
     /// The process was not allowed a full one (EPERM): faults that the *kernel* takes on watched
     /// memory fail instead of waiting for us. Asynchronous write protection is not affected; the
     /// synchronous mode and missing pages must not be used on guest memory.
@@ -63,6 +65,48 @@ pub struct StolenUffd {
 /// The process is left as it was in every case; see [`InfectError`]. At the latest a tenth of a
 /// second after `limit` this returns.
 pub fn steal_userfaultfd(process: &Process, limit: Duration) -> Result<StolenUffd, InfectError> {
+    open_userfaultfd(process, limit, Left::Nothing)
+}
+
+/// As [`steal_userfaultfd`], but the process keeps a copy: should all others be closed, whoever touches
+/// a missing page waits until somebody has fetched that copy and serves it. (Without it, that page would
+/// become zero.) [`close_fd`] closes it.
+///
+/// # Errors
+/// As [`steal_userfaultfd`].
+pub fn share_userfaultfd(process: &Process, limit: Duration) -> Result<StolenUffd, InfectError> {
+    open_userfaultfd(process, limit, Left::TheUserfaultfd)
+}
+
+/// Has the process close one of its descriptors. The rest is as with [`steal_userfaultfd`].
+///
+/// # Errors
+/// As [`steal_userfaultfd`]; [`InfectError::Refused`] with EBADF when there is no such descriptor.
+pub fn close_fd(process: &Process, remote_fd: i32, limit: Duration) -> Result<(), InfectError> {
+    hold(process, limit, move |seizure| seizure.close(remote_fd)).map(|((), _)| ())
+}
+
+fn open_userfaultfd(
+    process: &Process,
+    limit: Duration,
+    left: Left,
+) -> Result<StolenUffd, InfectError> {
+    let (opened, stopped_us) = hold(process, limit, move |seizure| seizure.open_and_fetch(left))?;
+    Ok(StolenUffd {
+        fd: opened.fd,
+        remote_fd: opened.remote,
+        user_mode_only: opened.limited,
+        stopped_us,
+    })
+}
+
+/// Does something while the main thread is held, on a thread of its own; also says how long it was
+/// held, in microseconds.
+fn hold<T: Send + 'static>(
+    process: &Process,
+    limit: Duration,
+    what: impl FnOnce(&mut Seizure<'_>) -> Result<T, InfectError> + Send + 'static,
+) -> Result<(T, u64), InfectError> {
     let started = Instant::now();
     // A limit beyond what the clock can hold is no limit worth the name: a day.
     let deadline = started
@@ -73,7 +117,7 @@ pub fn steal_userfaultfd(process: &Process, limit: Duration) -> Result<StolenUff
     let thread = std::thread::Builder::new()
         .name("infect".into())
         .spawn(move || {
-            let result = steal(&target, deadline, limit);
+            let result = trace(&target, deadline, limit, what);
             // A caller that has left drops the descriptor, which is all the tidying it needs.
             let _ = to_caller.send((rustix::thread::gettid(), result));
         })
@@ -106,7 +150,12 @@ fn await_detached(process: &Process, tracer: i32) {
 }
 
 /// The whole of it, on the tracing thread.
-fn steal(process: &Process, deadline: Instant, limit: Duration) -> Result<StolenUffd, InfectError> {
+fn trace<T>(
+    process: &Process,
+    deadline: Instant,
+    limit: Duration,
+    what: impl FnOnce(&mut Seizure<'_>) -> Result<T, InfectError>,
+) -> Result<(T, u64), InfectError> {
     let mut stranger = None;
     let mut seizure = loop {
         match Seizure::begin(process, deadline, limit) {
@@ -121,14 +170,9 @@ fn steal(process: &Process, deadline: Instant, limit: Duration) -> Result<Stolen
             other => break other?,
         }
     };
-    let outcome = seizure.prepare().and_then(|()| seizure.open_and_fetch());
+    let outcome = seizure.prepare().and_then(|()| what(&mut seizure));
     let stopped_us = seizure.release();
-    let (fd, user_mode_only) = outcome?;
-    Ok(StolenUffd {
-        fd,
-        user_mode_only,
-        stopped_us,
-    })
+    Ok((outcome?, stopped_us))
 }
 
 fn is_own_thread(tid: i32) -> bool {

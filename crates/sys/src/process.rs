@@ -233,6 +233,16 @@ impl Process {
         })
     }
 
+    /// Whether a descriptor of the process is open, and a userfaultfd.
+    pub fn has_userfaultfd(&self, remote_fd: i32) -> Result<bool, ProcessError> {
+        let name = format!("fd/{remote_fd}");
+        match rustix::fs::readlinkat(&self.inner.directory, name, Vec::new()) {
+            Ok(target) => Ok(target.as_bytes() == b"anon_inode:[userfaultfd]"),
+            Err(rustix::io::Errno::NOENT) => Ok(false),
+            Err(errno) => Err(self.failed("look at a file descriptor", errno.into())),
+        }
+    }
+
     /// The running program. As proc(5) says, ` (deleted)` is appended when the file was replaced.
     pub fn exe(&self) -> Result<PathBuf, ProcessError> {
         self.read_link("exe", "read the program path")

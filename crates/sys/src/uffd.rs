@@ -150,10 +150,20 @@ impl Uffd {
 
     /// Takes a fresh userfaultfd into use for serving missing pages.
     ///
+    /// A page that was filled and then discarded (by a balloon, say) is missing again, and is reported
+    /// once more: its content is zero then.
+    ///
     /// # Errors
     /// As [`Uffd::handshake`].
     pub fn handshake_missing(fd: OwnedFd) -> Result<Uffd, UffdError> {
         Self::start(fd, Features::MISSING)
+    }
+
+    /// Goes on with a userfaultfd that another process took into use, with what it registered.
+    pub fn adopt(fd: OwnedFd) -> Uffd {
+        Uffd {
+            file: File::from(fd),
+        }
     }
 
     fn start(fd: OwnedFd, wanted: Features) -> Result<Uffd, UffdError> {

@@ -11,6 +11,9 @@
 //! 3. Where writers of the VM wait for the engine (copy-on-write), it ends an engine that shows no
 //!    sign of life, stopped by a signal say: the VM goes on when the engine's userfaultfd closes.
 //!
+//! 4. It ends a QEMU that was started for a restore and has not run yet, and pauses one that runs while
+//!    its memory is filled, when the engine is gone ([`LastDuty`]).
+//!
 //! It never holds the userfaultfd: that closes with the engine, and write tracking ends by itself.
 //!
 //! The guardian is the engine's own executable, started with [`SUBCOMMAND`]; a binary that links
@@ -34,6 +37,7 @@ use thiserror::Error;
 use crate::capture::faults::SignOfLife;
 
 pub use process::run;
+pub use wire::LastDuty;
 use wire::{Reply, Request};
 
 /// The hidden subcommand under which the executable acts as guardian.
@@ -62,8 +66,8 @@ pub enum GuardianError {
     /// It answered something that does not fit the question.
     #[error("the guardian process gave an unexpected answer: {0}")]
     Unexpected(String),
-    /// It could not put a userfaultfd into QEMU.
-    #[error("cannot track the memory of process {pid}: {reason}")]
+    /// A call inside QEMU failed.
+    #[error("cannot reach into process {pid}: {reason}")]
     Injection {
         /// QEMU's process id.
         pid: i32,
@@ -112,29 +116,60 @@ impl Guardian {
 
     /// Has a userfaultfd opened inside `process`.
     pub fn steal_userfaultfd(&self, process: &Process) -> Result<StolenUffd, GuardianError> {
+        self.open_userfaultfd(process, false)
+    }
+
+    /// As [`Guardian::steal_userfaultfd`], but the process keeps a copy (`infect::share_userfaultfd`).
+    pub fn share_userfaultfd(&self, process: &Process) -> Result<StolenUffd, GuardianError> {
+        self.open_userfaultfd(process, true)
+    }
+
+    fn open_userfaultfd(
+        &self,
+        process: &Process,
+        share: bool,
+    ) -> Result<StolenUffd, GuardianError> {
         let request = Request::Steal {
             pid: process.pid(),
             start_time: process.start_time(),
             limit_ms: INJECTION_LIMIT.as_millis() as u64,
+            share,
         };
         match self.ask(&request, None)? {
             (
                 Reply::Stolen {
+                    remote_fd,
                     user_mode_only,
                     stopped_us,
                 },
                 Some(fd),
             ) => Ok(StolenUffd {
                 fd,
+                remote_fd,
                 user_mode_only,
                 stopped_us,
             }),
-            (Reply::Failed { reason }, _) => Err(GuardianError::Injection {
-                pid: process.pid(),
-                reason,
-            }),
-            (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
+            (reply, _) => Err(not_done(process, reply)),
         }
+    }
+
+    /// Has `process` close one of its descriptors.
+    pub fn close_fd(&self, process: &Process, fd: i32) -> Result<(), GuardianError> {
+        let request = Request::Close {
+            pid: process.pid(),
+            start_time: process.start_time(),
+            fd,
+            limit_ms: INJECTION_LIMIT.as_millis() as u64,
+        };
+        match self.ask(&request, None)? {
+            (Reply::Ok, _) => Ok(()),
+            (reply, _) => Err(not_done(process, reply)),
+        }
+    }
+
+    /// What the guardian does should this process end, from here on.
+    pub fn last_duty(&self, duty: LastDuty) -> Result<(), GuardianError> {
+        self.expect_ok(&Request::LastDuty { duty }, None)
     }
 
     /// From here on the guardian kills us when what this returns is not called for two seconds.
@@ -187,6 +222,16 @@ impl Guardian {
             Some(answer) => Ok(answer),
             None => Err(GuardianError::Silent(io::ErrorKind::UnexpectedEof.into())),
         }
+    }
+}
+
+fn not_done(process: &Process, reply: Reply) -> GuardianError {
+    match reply {
+        Reply::Failed { reason } => GuardianError::Injection {
+            pid: process.pid(),
+            reason,
+        },
+        other => GuardianError::Unexpected(format!("{other:?}")),
     }
 }
 

@@ -9,19 +9,23 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use stillframe_sys::infect;
+use stillframe_sys::infect::{self, StolenUffd};
 use stillframe_sys::process::Process;
 
-use super::wire::{self, Reply, Request};
+use crate::in_words;
+
+use super::wire::{self, LastDuty, Reply, Request};
 
 /// The line that resumes a VM. The id is one the engine never uses, so that the engine skips the
 /// answer. (QEMU docs/interop/qmp-spec: ids are echoed.)
 const CONT: &[u8] = b"{\"execute\":\"cont\",\"id\":\"guardian\"}\n";
+/// The line that pauses one.
+const STOP: &[u8] = b"{\"execute\":\"stop\",\"id\":\"guardian\"}\n";
 /// Resets QEMU's JSON lexer, in case the engine died in the middle of a command (qmp-spec 3.4:
 /// a 0xFF byte flushes the parser).
 const LEXER_RESET: &[u8] = b"\xff\n";
 /// QEMU may be inside a slow `stop` (it drains its disks first); it reads our `cont` after that.
-const CONT_LIMIT: Duration = Duration::from_secs(60);
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// An engine that VMs wait for shows that it is there four times a second.
 const NO_SIGN_OF_LIFE_LIMIT: Duration = Duration::from_secs(2);
@@ -58,6 +62,7 @@ struct Watch {
     qmp: Option<UnixStream>,
     pause: Option<Pause>,
     pulse: Option<Pulse>,
+    last_duty: LastDuty,
 }
 
 /// Serves the engine at the other end of standard input until that end closes. Returns the exit
@@ -76,12 +81,22 @@ pub fn run() -> i32 {
         qmp: None,
         pause: None,
         pulse: None,
+        last_duty: LastDuty::Nothing,
     };
     while let Ok(true) = watch.serve_one() {}
     if let (Some(open), Some(qmp)) = (&watch.pause, &watch.qmp)
         && !open.fired
     {
-        resume_after_engine_death(qmp);
+        say_after_engine_death(qmp, CONT);
+    }
+    match (watch.last_duty, &watch.qmp) {
+        (LastDuty::End { pid, start_time }, _) => {
+            // Whoever has ended already needs no ending.
+            let _ = the_process(pid, start_time)
+                .map(|process| process.signal(signal_hook::consts::SIGKILL));
+        }
+        (LastDuty::Pause, Some(qmp)) => say_after_engine_death(qmp, STOP),
+        (LastDuty::Pause, None) | (LastDuty::Nothing, _) => {}
     }
     0
 }
@@ -116,18 +131,37 @@ impl Watch {
         let Some((request, descriptor)) = wire::receive::<Request>(&self.engine)? else {
             return Ok(false);
         };
-        match request {
+        let mut handed_over = None;
+        let reply = match request {
             Request::Steal {
                 pid,
                 start_time,
                 limit_ms,
-            } => {
-                let limit = Duration::from_millis(limit_ms);
-                steal(&self.engine, pid, start_time, limit)?;
+                share,
+            } => match open_userfaultfd(pid, start_time, limit_ms, share) {
+                Ok(opened) => {
+                    handed_over = Some(opened.fd);
+                    Reply::Stolen {
+                        remote_fd: opened.remote_fd,
+                        user_mode_only: opened.user_mode_only,
+                        stopped_us: opened.stopped_us,
+                    }
+                }
+                Err(reason) => Reply::Failed { reason },
+            },
+            Request::Close {
+                pid,
+                start_time,
+                fd,
+                limit_ms,
+            } => ok_or_failed(close(pid, start_time, fd, limit_ms)),
+            Request::LastDuty { duty } => {
+                self.last_duty = duty;
+                Reply::Ok
             }
             Request::Watch => {
                 self.qmp = descriptor.map(UnixStream::from);
-                wire::send(&self.engine, &Reply::Ok, None)?;
+                Reply::Ok
             }
             Request::Pausing { limit_ms } => {
                 let deadline = Instant::now().checked_add(Duration::from_millis(limit_ms));
@@ -135,33 +169,30 @@ impl Watch {
                     deadline,
                     fired: false,
                 });
-                wire::send(&self.engine, &Reply::Ok, None)?;
+                Reply::Ok
             }
             Request::Resumed => {
                 let fired = self.pause.take().is_some_and(|open| open.fired);
-                wire::send(&self.engine, &Reply::Pause { fired }, None)?;
+                Reply::Pause { fired }
             }
-            Request::WatchOver => {
-                let parent = rustix::process::getppid().map(rustix::process::Pid::as_raw_pid);
-                let engine = Process::open(parent.unwrap_or_default());
-                let reply = match (descriptor, engine) {
-                    (Some(pipe), Ok(engine)) => {
-                        self.pulse = Some(Pulse {
-                            pipe: File::from(pipe),
-                            engine,
-                            due: Instant::now() + NO_SIGN_OF_LIFE_LIMIT,
-                            missed: false,
-                        });
-                        Reply::Ok
-                    }
-                    (_, engine) => Reply::Failed {
-                        reason: engine.err().map(|error| words(&error)).unwrap_or_default(),
-                    },
-                };
-                wire::send(&self.engine, &reply, None)?;
-            }
-        }
+            Request::WatchOver => ok_or_failed(self.watch_over(descriptor)),
+        };
+        let descriptor = handed_over.as_ref().map(AsFd::as_fd);
+        wire::send(&self.engine, &reply, descriptor)?;
         Ok(true)
+    }
+
+    fn watch_over(&mut self, pipe: Option<OwnedFd>) -> Result<(), String> {
+        let parent = rustix::process::getppid().map(rustix::process::Pid::as_raw_pid);
+        let engine = Process::open(parent.unwrap_or_default()).map_err(|error| in_words(&error))?;
+        let pipe = pipe.ok_or("no pipe came with the request")?;
+        self.pulse = Some(Pulse {
+            pipe: File::from(pipe),
+            engine,
+            due: Instant::now() + NO_SIGN_OF_LIFE_LIMIT,
+            missed: false,
+        });
+        Ok(())
     }
 
     fn take_sign_of_life(&mut self) {
@@ -202,48 +233,51 @@ impl Watch {
     }
 }
 
-fn steal(engine: &UnixStream, pid: i32, start_time: u64, limit: Duration) -> io::Result<()> {
-    let stolen = Process::open(pid)
-        .map_err(|error| words(&error))
-        .and_then(|process| {
-            if process.start_time() != start_time {
-                return Err("the process has ended and its pid was reused".to_owned());
-            }
-            infect::steal_userfaultfd(&process, limit).map_err(|error| words(&error))
-        });
-    match stolen {
-        Ok(stolen) => {
-            let reply = Reply::Stolen {
-                user_mode_only: stolen.user_mode_only,
-                stopped_us: stolen.stopped_us,
-            };
-            let fd: OwnedFd = stolen.fd;
-            wire::send(engine, &reply, Some(fd.as_fd()))
-        }
-        Err(reason) => wire::send(engine, &Reply::Failed { reason }, None),
+/// The process that the engine means; why it is not to be had, in words.
+fn the_process(pid: i32, start_time: u64) -> Result<Process, String> {
+    let process = Process::open(pid).map_err(|error| in_words(&error))?;
+    match process.start_time() == start_time {
+        true => Ok(process),
+        false => Err("the process has ended and its pid was reused".to_owned()),
     }
 }
 
-/// An error and its sources in one line: only text crosses the socket.
-fn words(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        text = format!("{text}: {inner}");
-        source = inner.source();
-    }
-    text
+fn open_userfaultfd(
+    pid: i32,
+    start_time: u64,
+    limit_ms: u64,
+    share: bool,
+) -> Result<StolenUffd, String> {
+    let open = match share {
+        true => infect::share_userfaultfd,
+        false => infect::steal_userfaultfd,
+    };
+    let process = the_process(pid, start_time)?;
+    open(&process, Duration::from_millis(limit_ms)).map_err(|error| in_words(&error))
 }
 
-/// The engine died inside a pause. Its QMP connection is ours alone now: resume, and wait for
-/// QEMU to say so, because closing the connection with the command unread could lose it.
-fn resume_after_engine_death(qmp: &UnixStream) {
+fn close(pid: i32, start_time: u64, fd: i32, limit_ms: u64) -> Result<(), String> {
+    let process = the_process(pid, start_time)?;
+    infect::close_fd(&process, fd, Duration::from_millis(limit_ms))
+        .map_err(|error| in_words(&error))
+}
+
+fn ok_or_failed(done: Result<(), String>) -> Reply {
+    match done {
+        Ok(()) => Reply::Ok,
+        Err(reason) => Reply::Failed { reason },
+    }
+}
+
+/// The engine died. Its QMP connection is ours alone now: say what is to be done, and wait for QEMU to
+/// answer, because closing the connection with the command unread could lose it.
+fn say_after_engine_death(qmp: &UnixStream, line: &[u8]) {
     let mut qmp = qmp;
-    let deadline = Instant::now() + CONT_LIMIT;
-    // QEMU gone, or never reading: nothing is left to resume, or nothing more can be done.
+    let deadline = Instant::now() + ANSWER_LIMIT;
+    // QEMU gone, or never reading: there is no VM any more, or nothing more can be done.
     if qmp
         .write_all(LEXER_RESET)
-        .and_then(|()| qmp.write_all(CONT))
+        .and_then(|()| qmp.write_all(line))
         .is_err()
     {
         return;

@@ -8,7 +8,9 @@
 //!     Pausing {limit_ms}     -->                        <-- Ok      then the engine stops the VM
 //!     Resumed                -->                        <-- Pause {fired}
 //!     WatchOver + pipe       -->                        <-- Ok      then signs of life, or it kills
-//!     (end of file)          -->      resumes the VM if between Pausing and Resumed, then exits
+//!     Close {pid, ..}        -->      (ptrace)          <-- Ok | Failed
+//!     LastDuty {duty}        -->                        <-- Ok
+//!     (end of file)          -->      resumes the VM if between Pausing and Resumed, does its last duty, exits
 //! ```
 
 use std::io;
@@ -33,6 +35,24 @@ pub(super) enum Request {
         start_time: u64,
         /// Bound for the whole injection.
         limit_ms: u64,
+        /// Whether the process keeps a copy.
+        share: bool,
+    },
+    /// Close a descriptor of this process.
+    Close {
+        /// Process id of QEMU.
+        pid: i32,
+        /// Its start time.
+        start_time: u64,
+        /// The descriptor.
+        fd: i32,
+        /// Bound for the whole injection.
+        limit_ms: u64,
+    },
+    /// What to do when the engine is gone.
+    LastDuty {
+        /// That.
+        duty: LastDuty,
     },
     /// The QMP socket (descriptor beside it) on which a paused VM is resumed.
     Watch,
@@ -48,6 +68,22 @@ pub(super) enum Request {
     WatchOver,
 }
 
+/// What the guardian does when the engine is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LastDuty {
+    /// Nothing.
+    Nothing,
+    /// End a QEMU that was started for a restore and has not run yet.
+    End {
+        /// Its process id.
+        pid: i32,
+        /// Its start time.
+        start_time: u64,
+    },
+    /// Pause the VM: the memory it runs on is not complete.
+    Pause,
+}
+
 /// From the guardian to the engine.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
@@ -55,6 +91,8 @@ pub(super) enum Reply {
     Ok,
     /// The userfaultfd lies beside this message.
     Stolen {
+        /// The number of the process' own copy.
+        remote_fd: i32,
         /// Kernel-mode faults are not delivered (unprivileged QEMU).
         user_mode_only: bool,
         /// How long QEMU's main thread stood still.

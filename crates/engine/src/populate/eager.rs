@@ -9,17 +9,19 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use stillframe_qemu::monitor::RamBlock;
-use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
+use stillframe_repo::{PageMap, RamTable, RepoError};
 use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use stillframe_sys::process::{Process, ProcessError};
+use stillframe_sys::uffd::UffdError;
 use thiserror::Error;
 
+use super::lazy::FillError;
 use crate::capture::block::{Block, BlockError, PAGE, PAGE_BYTES};
 use crate::{Progress, ProgressSink};
 
 /// Pages gathered before they are read, in the order in which they lie in the repository: bounds
 /// memory at about 70 MiB, whatever the guest's size.
-const WINDOW_PAGES: usize = 1 << 20;
+const WINDOW_PAGES: u64 = 1 << 20;
 
 /// Why memory could not be populated. The VM has not run.
 #[derive(Debug, Error)]
@@ -41,6 +43,15 @@ pub enum PopulateError {
     /// Its memory cannot be looked at.
     #[error("cannot see the new VM's memory")]
     Process(#[from] ProcessError),
+    /// Missing pages cannot be served.
+    #[error("cannot serve the missing pages of the new VM")]
+    Uffd(#[from] UffdError),
+    /// A page could not be filled.
+    #[error("cannot fill the VM's memory")]
+    Fill(#[from] FillError),
+    /// The threads that fill memory could not be started.
+    #[error("cannot start the threads that fill the VM's memory")]
+    Threads(#[source] io::Error),
     /// Its page map cannot be read.
     #[error("cannot see which pages of the new VM are in use")]
     Pagemap(#[from] PagemapError),
@@ -82,36 +93,39 @@ pub fn open_blocks(
 /// Writes all pages of the checkpoint. Returns how many had content.
 pub fn populate(
     process: &Process,
-    blocks: &[Block],
-    tables: &[RamTable],
-    reader: &mut Reader<'_>,
+    blocks: &[&Block],
+    maps: Vec<PageMap<'_>>,
     progress: ProgressSink<'_>,
 ) -> Result<u64, PopulateError> {
     let pagemap = Pagemap::open(process)?;
-    let total = tables.iter().map(|table| table.pages).sum();
+    let total = maps.iter().map(PageMap::pages).sum();
     let mut done = 0;
     let mut written = 0;
-    for (block, table) in blocks.iter().zip(tables) {
+    // One after the other, because a table that was read takes 33 bytes a page.
+    for (block, map) in blocks.iter().zip(maps) {
         let in_use = in_use(&pagemap, block)?;
-        let map = PageMap::read(&*reader, table)?;
-        zero_where_needed(block, &in_use, &map)?;
-        for start in (0..table.pages).step_by(WINDOW_PAGES) {
-            let end = table.pages.min(start + WINDOW_PAGES as u64);
-            let window: Vec<u64> = (start..end).filter(|&page| !map.is_zero(page)).collect();
-            written += window.len() as u64;
-            write_window(block, &map, window)?;
+        map.read_rest()?;
+        let mut used = in_use.into_iter().flatten().peekable();
+        for start in (0..map.pages()).step_by(WINDOW_PAGES as usize) {
+            let end = map.pages().min(start + WINDOW_PAGES);
+            // Zeros where something is, content everywhere.
+            let is_used = |page: u64| {
+                while used.next_if(|&used| used < page).is_some() {}
+                used.peek() == Some(&page)
+            };
+            written += write_pages(block, &map, start..end, is_used)?;
             progress(Progress::Populating {
                 done: done + end,
                 total,
             });
         }
-        done += table.pages;
+        done += map.pages();
     }
     Ok(written)
 }
 
 /// Pages of a fresh QEMU that may be other than zero.
-fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>, PopulateError> {
+pub(super) fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>, PopulateError> {
     if let Some(data) = block.data_pages()? {
         return Ok(data);
     }
@@ -127,26 +141,29 @@ fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>, PopulateE
         .collect())
 }
 
-fn zero_where_needed(
+/// Writes those of the pages that have content, and zeros where `is_used` says that something is.
+/// Returns how many had content. Only memory is touched that `is_used`, or that gets content.
+pub(super) fn write_pages(
     block: &Block,
-    in_use: &[Range<u64>],
     map: &PageMap<'_>,
-) -> Result<(), PopulateError> {
-    let zero = [0u8; PAGE];
-    let in_use = in_use.iter().cloned().flatten();
-    for page in in_use.filter(|&page| page < map.pages() && map.is_zero(page)) {
-        block.write(page, &zero)?;
+    pages: impl IntoIterator<Item = u64>,
+    mut is_used: impl FnMut(u64) -> bool,
+) -> Result<u64, PopulateError> {
+    let mut with_content = Vec::new();
+    for page in pages.into_iter().filter(|&page| page < map.pages()) {
+        match map.is_zero(page)? {
+            false => with_content.push(page),
+            true if is_used(page) => block.write(page, &[0; PAGE])?,
+            true => {}
+        }
     }
-    Ok(())
-}
-
-fn write_window(block: &Block, map: &PageMap<'_>, window: Vec<u64>) -> Result<(), PopulateError> {
+    let written = with_content.len() as u64;
     let threads = thread::available_parallelism()
         .map_or(1, std::num::NonZero::get)
         .min(8);
     // The repository's sink speaks io::Error; the block's own error is kept for the report.
     let failed: Mutex<Option<BlockError>> = Mutex::new(None);
-    let read = map.read_pages(window, threads, &|page, bytes| {
+    let read = map.read_pages(with_content, threads, &|page, bytes| {
         block.write(page, bytes).map_err(|error| {
             let text = error.to_string();
             *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
@@ -156,5 +173,6 @@ fn write_window(block: &Block, map: &PageMap<'_>, window: Vec<u64>) -> Result<()
     if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
         return Err(error.into());
     }
-    Ok(read?)
+    read?;
+    Ok(written)
 }

@@ -1,3 +1,4 @@
-//! The populate half: a checkpoint's pages into the memory of a QEMU that has not run yet.
+//! The populate half: a checkpoint's pages into the memory of a new QEMU, before it runs or while it does.
 
 pub mod eager;
+pub mod lazy;

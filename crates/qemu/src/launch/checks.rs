@@ -4,39 +4,50 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use super::LaunchError;
 use super::holders::holder_of;
+use super::{LaunchError, LaunchPlan};
 use crate::arguments::{CommandLine, Properties};
 use crate::monitor::{Disk, FileIdentity};
 use crate::record::VmRecord;
 
-/// The recorded program must be there and still be the recorded version.
+/// The recorded program must be there.
 pub(super) fn program(record: &VmRecord) -> Result<(), LaunchError> {
-    let exe = &record.exe;
-    let recorded = record.identity.qemu_version.clone();
-    if !exe.is_file() {
-        return Err(LaunchError::ProgramMissing {
-            exe: exe.clone(),
-            version: recorded,
-        });
+    match record.exe.is_file() {
+        true => Ok(()),
+        false => Err(LaunchError::ProgramMissing {
+            exe: record.exe.clone(),
+            version: record.identity.qemu_version.clone(),
+        }),
     }
-    let output = Command::new(exe)
-        .arg("--version")
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|source| LaunchError::Run {
-            program: exe.clone(),
-            source,
-        })?;
-    let found = version_in(&String::from_utf8_lossy(&output.stdout));
-    if found == recorded {
-        Ok(())
-    } else {
-        Err(LaunchError::VersionDiffers {
-            exe: exe.clone(),
-            found,
-            recorded,
-        })
+}
+
+impl LaunchPlan {
+    /// Asks the program for its version, which must be the recorded one. That takes 20 ms; a QEMU that
+    /// was started tells by itself ([`super::Starting::wait`]).
+    ///
+    /// # Errors
+    /// [`LaunchError::VersionDiffers`], [`LaunchError::Run`].
+    pub fn check_version(&self) -> Result<(), LaunchError> {
+        let output = Command::new(&self.exe)
+            .arg("--version")
+            .stdin(Stdio::null())
+            .output()
+            .map_err(|source| LaunchError::Run {
+                program: self.exe.clone(),
+                source,
+            })?;
+        self.expect_version(version_in(&String::from_utf8_lossy(&output.stdout)))
+    }
+
+    pub(super) fn expect_version(&self, found: String) -> Result<(), LaunchError> {
+        match found == self.version {
+            true => Ok(()),
+            false => Err(LaunchError::VersionDiffers {
+                exe: self.exe.clone(),
+                found,
+                recorded: self.version.clone(),
+            }),
+        }
     }
 }
 

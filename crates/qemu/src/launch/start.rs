@@ -1,10 +1,10 @@
 //! Running the new QEMU and handing it the device state.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -17,6 +17,10 @@ use crate::qmp::{Client, QmpError};
 
 /// Pause between two looks at whether QEMU is ready, in milliseconds.
 const LOOK_AGAIN_MS: u64 = 2;
+
+/// Pause between two looks at whether the device state is loaded, which takes 2 ms and is waited for by
+/// whoever wants the VM back.
+const LOADED_LOOK_AGAIN: Duration = Duration::from_micros(200);
 
 /// How long a QEMU that closed its monitor may take to end, in seconds.
 const END_LIMIT_SECONDS: u64 = 5;
@@ -139,48 +143,96 @@ fn last_words(log: &Path, start: u64) -> std::io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
 }
 
-/// Starts the planned QEMU and waits up to `timeout` until its monitor answers. It waits for
-/// incoming state then, with all its memory empty.
+/// A process that is to become the new QEMU. It is killed when this is dropped.
+#[derive(Debug)]
+pub struct Starting {
+    /// Its process.
+    pub process: Process,
+    /// Tells it to go on; closed without a word it ends.
+    go: Option<ChildStdin>,
+    owned: OwnedQemu,
+    qmp: PathBuf,
+    plan: LaunchPlan,
+}
+
+/// Starts a process that becomes the planned QEMU when it is told to ([`Starting::go`]), and ends should
+/// this process end before.
 ///
 /// # Errors
-/// Whatever keeps QEMU from starting, with its own words from the log.
-pub fn start(
-    plan: &LaunchPlan,
-    options: &LaunchOptions,
-    timeout: Duration,
-) -> Result<Launched, LaunchError> {
-    const DOING: &str = "starting";
+/// [`LaunchError::Run`] and others, when there is no process.
+pub fn start(plan: &LaunchPlan, options: &LaunchOptions) -> Result<Starting, LaunchError> {
     let mut owned = spawn(plan, options)?;
-    let pid = owned.child.as_ref().map_or(0, Child::id);
-    let process = Process::open(i32::try_from(pid).unwrap_or(0))?;
-    let qmp = plan.cwd.join(&options.qmp);
-    let deadline = Instant::now() + timeout;
-    loop {
-        if let Some(status) = owned.has_ended() {
-            return Err(owned.exited(DOING, status));
+    let child = owned.child.as_mut();
+    let pid = child.as_ref().map_or(0, |child| child.id());
+    let go = child.and_then(|child| child.stdin.take());
+    Ok(Starting {
+        process: Process::open(i32::try_from(pid).unwrap_or(0))?,
+        go,
+        owned,
+        qmp: plan.cwd.join(&options.qmp),
+        plan: plan.clone(),
+    })
+}
+
+impl Starting {
+    /// Lets it become QEMU.
+    pub fn go(&mut self) {
+        if let Some(mut go) = self.go.take() {
+            // It fails only where the process has ended, which is found out by waiting for it.
+            let _ = go.write_all(b"go\n");
         }
-        let left = deadline.saturating_duration_since(Instant::now());
-        match Client::connect(&qmp, left) {
-            // A path that another QEMU left behind and still listens on is not ours.
-            Ok(client) => match client.peer_pid() {
-                Ok(peer) if peer == process.pid() => {
-                    let monitor = Monitor::new(client, peer, plan.cwd.clone());
-                    return Ok(Launched {
-                        process,
-                        monitor,
-                        owned,
-                    });
+    }
+
+    /// Lets it go and waits up to `timeout` until the monitor answers. QEMU waits for incoming state then, with all its
+    /// memory empty.
+    ///
+    /// # Errors
+    /// Whatever keeps QEMU from starting, with its own words from the log.
+    pub fn wait(mut self, timeout: Duration) -> Result<Launched, LaunchError> {
+        const DOING: &str = "starting";
+        self.go();
+        let Starting {
+            process,
+            mut owned,
+            qmp,
+            plan,
+            ..
+        } = self;
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(status) = owned.has_ended() {
+                // Another version may not understand the command line.
+                plan.check_version()?;
+                return Err(owned.exited(DOING, status));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            match Client::connect(&qmp, left) {
+                // A path that another QEMU left behind and still listens on is not ours.
+                Ok(client) => match client.peer_pid() {
+                    Ok(peer) if peer == process.pid() => {
+                        let mut monitor = Monitor::new(client, peer, plan.cwd.clone());
+                        let version = monitor.version();
+                        let version = version.map_err(|error| owned.fail(DOING, error))?;
+                        plan.expect_version(version)?;
+                        return Ok(Launched {
+                            process,
+                            monitor,
+                            owned,
+                        });
+                    }
+                    Ok(_) => return Err(LaunchError::MonitorInUse { path: qmp }),
+                    Err(error) => return Err(owned.fail(DOING, error.into())),
+                },
+                Err(QmpError::Refused { .. } | QmpError::Closed) if !left.is_zero() => {
+                    std::thread::sleep(Duration::from_millis(LOOK_AGAIN_MS));
                 }
-                Ok(_) => return Err(LaunchError::MonitorInUse { path: qmp }),
+                Err(
+                    QmpError::Refused { .. } | QmpError::Busy { .. } | QmpError::Timeout { .. },
+                ) => {
+                    return Err(owned.timed_out(DOING, timeout));
+                }
                 Err(error) => return Err(owned.fail(DOING, error.into())),
-            },
-            Err(QmpError::Refused { .. } | QmpError::Closed) if !left.is_zero() => {
-                std::thread::sleep(Duration::from_millis(LOOK_AGAIN_MS));
             }
-            Err(QmpError::Refused { .. } | QmpError::Busy { .. } | QmpError::Timeout { .. }) => {
-                return Err(owned.timed_out(DOING, timeout));
-            }
-            Err(error) => return Err(owned.fail(DOING, error.into())),
         }
     }
 }
@@ -188,7 +240,10 @@ pub fn start(
 /// Runs QEMU in a session of its own, so that neither the end of this process nor that of its
 /// terminal reaches the VM.
 fn spawn(plan: &LaunchPlan, options: &LaunchOptions) -> Result<OwnedQemu, LaunchError> {
-    const SESSION_PROGRAM: &str = "setsid";
+    const SHELL: &str = "sh";
+    // Whoever is to end QEMU should we die must know the process first. setsid(1) and the shell replace
+    // themselves: the pid stays the same.
+    const WAIT_FOR_GO: &str = "read -r go && exec setsid \"$0\" \"$@\" </dev/null";
     let log_failed = |source| LaunchError::Log {
         path: options.log.clone(),
         source,
@@ -202,8 +257,8 @@ fn spawn(plan: &LaunchPlan, options: &LaunchOptions) -> Result<OwnedQemu, Launch
     let log_start = log.metadata().map_err(log_failed)?.len();
     let path = fs::canonicalize(&options.log).map_err(log_failed)?;
     let errors = log.try_clone().map_err(log_failed)?;
-    // setsid(1) replaces itself by QEMU: the pid stays the same.
-    let child = Command::new(SESSION_PROGRAM)
+    let child = Command::new(SHELL)
+        .args(["-c", WAIT_FOR_GO])
         .arg(&plan.exe)
         .args(plan.arguments.iter().skip(1))
         .current_dir(&plan.cwd)
@@ -211,12 +266,12 @@ fn spawn(plan: &LaunchPlan, options: &LaunchOptions) -> Result<OwnedQemu, Launch
         .env_remove("STILLFRAME_PASSWORD")
         .env_remove("STILLFRAME_PASSWORD_FILE")
         .env_remove("STILLFRAME_PASSWORD_COMMAND")
-        .stdin(Stdio::null())
+        .stdin(Stdio::piped())
         .stdout(log)
         .stderr(errors)
         .spawn()
         .map_err(|source| LaunchError::Run {
-            program: SESSION_PROGRAM.into(),
+            program: SHELL.into(),
             source,
         })?;
     Ok(OwnedQemu {
@@ -292,7 +347,7 @@ fn await_load(monitor: &mut Monitor, timeout: Duration) -> Result<Option<String>
                 return Ok(Some(words));
             }
             _ if Instant::now() >= deadline => return Ok(None),
-            _ => std::thread::sleep(Duration::from_millis(LOOK_AGAIN_MS)),
+            _ => std::thread::sleep(LOADED_LOOK_AGAIN),
         }
     }
 }

@@ -265,7 +265,9 @@ fn device_state_that_does_not_fit_ends_the_new_vm_with_its_own_words() {
     let cut = good[..good.len() / 2].to_vec();
     let noise = b"QEVM\0\0\0\x03 and then nothing of use".to_vec();
     for wrapped in [other_machine, cut, noise] {
-        let mut launched = start(&plan, &options, LONG).expect("started");
+        let mut launched = start(&plan, &options)
+            .and_then(|starting| starting.wait(LONG))
+            .expect("started");
         let process = launched.process.clone();
         let error = load_device_state(&mut launched, &wrapped, LONG).expect_err("refused");
         assert!(!process.is_alive());
@@ -284,7 +286,7 @@ fn a_vm_that_cannot_start_tells_why() {
     plan.arguments
         .extend(["-device".into(), "no-such-device".into()]);
     fs::write(&options.log, "older words\n").expect("written");
-    match start(&plan, &options, LONG) {
+    match start(&plan, &options).and_then(|starting| starting.wait(LONG)) {
         Err(LaunchError::Exited { log, .. }) => {
             assert!(log.contains("no-such-device"), "{log}");
             assert!(!log.contains("older words"), "{log}");

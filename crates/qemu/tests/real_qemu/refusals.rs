@@ -5,11 +5,11 @@ use std::io::Write;
 use std::process::Command;
 
 use serde_json::json;
-use stillframe_qemu::launch::{LaunchError, LaunchOptions, plan};
+use stillframe_qemu::launch::{LaunchError, LaunchOptions, plan, start};
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{Unsuitable, check};
 
-use crate::vm::{Vm, wait_until, write_boot_disk};
+use crate::vm::{LONG, Vm, wait_until, write_boot_disk};
 
 const SMALL: &[&str] = &["-machine", "q35", "-m", "64", "-display", "none"];
 
@@ -320,10 +320,14 @@ fn other_programs_and_paths() {
 
     let mut older = record.clone();
     older.identity.qemu_version = "7.2.0".into();
-    assert!(matches!(
-        plan(&older, &options),
-        Err(LaunchError::VersionDiffers { recorded, .. }) if recorded == "7.2.0"
-    ));
+    let older = plan(&older, &options).expect("planned");
+    let started = start(&older, &options).and_then(|starting| starting.wait(LONG));
+    for differs in [older.check_version(), started.map(drop)] {
+        assert!(matches!(
+            differs,
+            Err(LaunchError::VersionDiffers { recorded, .. }) if recorded == "7.2.0"
+        ));
+    }
     let mut elsewhere = record.clone();
     elsewhere.exe = "/nowhere/qemu-system-x86_64".into();
     assert!(matches!(

@@ -207,7 +207,7 @@ pub fn checkpoint(target: &Target, monitor: &mut Monitor) -> Checkpoint {
 /// Starts a new VM from a checkpoint; it is paused then.
 pub fn restore(saved: &Checkpoint, options: &LaunchOptions) -> Result<Launched, LaunchError> {
     let plan = plan(&saved.record, options)?;
-    let mut launched = start(&plan, options, LONG)?;
+    let mut launched = start(&plan, options)?.wait(LONG)?;
     let blocks = launched.monitor.ram_blocks().expect("blocks");
     assert_eq!(blocks.len(), saved.record.ram_blocks.len());
     for (name, bytes) in &saved.ram {

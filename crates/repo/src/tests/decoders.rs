@@ -8,7 +8,7 @@ use crate::index_file::{IndexFile, IndexedPack, Merged};
 use crate::layout::{Cursor, FileKind, header, read_header};
 use crate::pack::{Directory, FileHash, Frame, decode_preamble, decode_tail};
 use crate::table::{PageRef, decode_root, decode_segment, encode_root, encode_segment};
-use crate::{config, key_file, lock, manifest};
+use crate::{WorkingSet, config, key_file, lock, manifest};
 
 fn id() -> impl Strategy<Value = ContentId> {
     any::<[u8; 32]>().prop_map(ContentId)
@@ -51,6 +51,7 @@ fn decode_all(bytes: &[u8]) {
     let _ = IndexFile::decode(bytes);
     let _ = manifest::decode(bytes);
     let _ = lock::decode(bytes);
+    let _ = WorkingSet::decode(bytes);
     let _ = decode_preamble(bytes);
     let _ = read_header(&mut Cursor::new(bytes), FileKind::Pack);
     for pages in [0, 1, bytes.len() as u64, 512, u64::MAX] {
@@ -129,6 +130,12 @@ proptest! {
         let packs = files.into_iter().flat_map(|file| file.packs).collect();
         let merged = IndexFile::decode(&merged.finish()).unwrap();
         prop_assert_eq!(merged, IndexFile { supersedes, packs });
+    }
+
+    #[test]
+    fn working_sets_come_back(pages in prop::collection::vec((any::<u32>(), any::<u32>()), 0..300)) {
+        let set = WorkingSet { pages };
+        prop_assert_eq!(WorkingSet::decode(&set.encode()).unwrap(), set);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use stillframe_page::delta::{DeltaEncoder, EncodedDelta, PAGE_BYTES};
 
-use super::support::{Dice, PAGE, Vm, WAIT, init, open, test_dir};
+use super::support::{Dice, PAGE, Vm, WAIT, compare_one_by_one, init, open, test_dir};
 use crate::layout::{Cursor, FileKind, header_of_version, read_header};
 use crate::table::PageRef;
 use crate::{Forget, KeepPolicy, MemoryEditor, RamTable, RepoError, Repository, Written, manifest};
@@ -36,6 +36,7 @@ fn a_long_watch_keeps_few_layers_and_every_version() {
     assert_eq!(roots.len(), 3);
     for (id, vm) in &kept {
         assert!(vm.compare(&mut repo, id).unwrap());
+        assert!(compare_one_by_one(vm, &mut repo, id, &mut dice, 15) > 0);
     }
     // What the last one needs is in packs of all ages; prune must leave it.
     let policy = KeepPolicy {

@@ -14,8 +14,8 @@ use crate::key_file::Cost;
 use crate::local::LocalStore;
 use crate::table::PageRef;
 use crate::{
-    CheckpointId, Manifest, MemoryEditor, PageCounts, PageMap, Password, RamTable, RepoError,
-    Repository, Writer,
+    CheckpointId, Manifest, MemoryEditor, PageCounts, PageMap, PageReader, Password, RamTable,
+    RepoError, Repository, Writer,
 };
 
 pub(crate) const WAIT: Duration = Duration::from_secs(20);
@@ -212,14 +212,53 @@ impl Vm {
         let same = state == self.device_state && map.pages() == self.pages.len() as u64;
         let seen = Mutex::new(BTreeSet::new());
         let wrong = AtomicBool::new(!same);
-        map.read_pages(0..map.pages(), 2, &|page, bytes| {
-            if self.pages[page as usize] != bytes || !seen.lock().unwrap().insert(page) {
-                wrong.store(true, Ordering::Relaxed);
+        map.read_pages(0..map.pages(), 2, &|first, bytes| {
+            for (page, bytes) in (first..).zip(bytes.chunks(PAGE)) {
+                if self.pages[page as usize] != bytes || !seen.lock().unwrap().insert(page) {
+                    wrong.store(true, Ordering::Relaxed);
+                }
             }
             Ok(())
         })?;
         Ok(!wrong.into_inner() && seen.into_inner().unwrap().len() == self.pages.len())
     }
+}
+
+/// Reads every page of a checkpoint by itself, in any order, with up to `reach` neighbours on each side:
+/// slowly, but the same must come out. Returns how many pages came along.
+pub(crate) fn compare_one_by_one(
+    vm: &Vm,
+    repo: &mut Repository,
+    id: &CheckpointId,
+    dice: &mut Dice,
+    reach: u64,
+) -> u64 {
+    let manifest = repo.manifest(id).unwrap();
+    let reader = repo.reader(WAIT).unwrap();
+    let map = PageMap::open(&reader, &manifest.ram[0]).unwrap();
+    let mut pages = PageReader::new(&reader).unwrap();
+    let mut came_along = 0;
+    for _ in 0..map.pages() {
+        let page = dice.below(map.pages());
+        let near = page.saturating_sub(reach)..map.pages().min(page + reach + 1);
+        let near: Vec<u64> = near.filter(|&other| other != page).collect();
+        let mut seen = Vec::new();
+        pages
+            .read_near(&map, page, &near, &mut |first, bytes| {
+                for (at, bytes) in (first..).zip(bytes.chunks(PAGE)) {
+                    assert_eq!(vm.pages[at as usize], bytes, "page {at}, with {page}");
+                    seen.push(at);
+                }
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(seen[0], page);
+        assert!(seen[1..].iter().all(|other| near.contains(other)));
+        // A delta may make zeros too.
+        assert!(!map.is_zero(page).unwrap() || is_zero(&vm.pages[page as usize]));
+        came_along += seen.len() as u64 - 1;
+    }
+    came_along
 }
 
 /// Copies a folder and everything in it.

@@ -22,7 +22,7 @@ pub fn run(context: &Context, args: &InspectArgs) -> anyhow::Result<()> {
             let object = checkpoint(&id, &manifest);
             context
                 .console
-                .result(&object, || show::words(&id, &manifest))?;
+                .result(&object, || show::words(&id, &manifest, None))?;
             return Ok(());
         }
     };

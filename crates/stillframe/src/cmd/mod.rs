@@ -13,6 +13,7 @@ mod rebuild_index;
 mod restore;
 mod show;
 mod stats;
+mod unlock;
 mod watch;
 
 use std::path::Path;
@@ -27,6 +28,7 @@ use crate::interrupt::{AtLast, Interrupts};
 use crate::output::Console;
 use crate::password;
 use crate::table;
+use crate::unlocked;
 
 /// Digits of a checkpoint id that are shown where a line has to stay short.
 const SHORT_ID_DIGITS: usize = 8;
@@ -112,9 +114,15 @@ impl Context {
             .ok_or(CommandError::NoRepository)
     }
 
-    /// Opens the repository; asks for the password where it has to be typed.
+    /// Opens the repository; asks for the password where it is locked and has to be typed.
     pub fn open(&self) -> anyhow::Result<Repository> {
         let directory = self.directory()?;
+        // Unlocked, it needs no password; deriving a key from one takes a tenth of a second.
+        if let Ok(id) = Repository::id_of(directory)
+            && let Some(key) = unlocked::find(id)
+        {
+            return Ok(Repository::open_with(directory, &key)?);
+        }
         let password = password::of_existing(&self.global.password)?;
         Ok(Repository::open(directory, &password)?)
     }
@@ -135,6 +143,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
     };
     match &cli.command {
         Command::Init => init::run(&context),
+        Command::Unlock(args) => unlock::run(&context, args),
         Command::Checkpoint(args) => checkpoint::run(&context, args),
         Command::Watch(args) => watch::run(&context, args),
         Command::List(args) => list::run(&context, args),

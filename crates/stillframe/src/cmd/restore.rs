@@ -1,10 +1,13 @@
 //! `restore`: a new QEMU in the state of a checkpoint.
 
 use std::path::{Path, PathBuf, absolute};
+use std::time::Instant;
 
 use anyhow::Context as _;
 use serde_json::json;
-use stillframe_engine::restore::{self, RestoreError, RestoreOptions, RestoreReport};
+use stillframe_engine::restore::{
+    self, LazyEvent, LazySink, RestoreError, RestoreOptions, RestoreReport,
+};
 use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan};
 use stillframe_repo::Repository;
 
@@ -18,9 +21,16 @@ use crate::table::{self, printable};
 
 /// Restores, or only prints how QEMU would be started.
 pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
+    let asked_at = Instant::now();
     let mut repository = context.open()?;
-    let name = &args.checkpoint;
-    let (id, manifest) = repository.resolve(&name.id, name.vm.as_deref())?;
+    // Without --resume there is an id; clap sees to that.
+    let Some(name) = &args.id else {
+        return resume(context, args, &mut repository);
+    };
+    if args.verify && args.lazy && !args.paused {
+        anyhow::bail!("--verify compares before the guest runs: with --lazy, add --paused");
+    }
+    let (id, manifest) = repository.resolve(name, args.vm.as_deref())?;
     let launch = launch_options(args)?;
     // Planned before anything starts, so that the changes are known even if the start fails.
     let plan = restore::plan(&id, &manifest, &launch).inspect_err(|error| {
@@ -33,37 +43,89 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
         context.console.note(&format!("changed: {change}"));
     }
     if args.print_command {
+        plan.check_version()?;
         return print_command(context, &plan);
     }
     let options = RestoreOptions {
+        asked_at,
         launch,
         paused: args.paused,
         verify: args.verify,
+        lazy: args.lazy,
+        limit_fill: args.limit_fill,
         lock_wait: args.lock_wait,
     };
-    let report = perform(context, &mut repository, &id, &options)?;
+    let (patience, first) = match args.lazy {
+        false => (1, "interrupted: giving the restore up"),
+        true => (2, INTERRUPTED_LAZY),
+    };
+    let report = perform(context, patience, first, |events| {
+        restore::restore(&mut repository, (&id, &manifest), &plan, &options, events)
+    })?;
     context.console.result(&report, || words(&report))?;
     Ok(())
 }
 
+/// What the user is told at the first signal.
+const INTERRUPTED_LAZY: &str = "interrupted, but the VM needs this process until its memory is complete; interrupt again to leave: \
+     a VM that does not run yet is ended then, one that does is paused, and `restore --resume` goes on";
+
+fn resume(
+    context: &Context,
+    args: &RestoreArgs,
+    repository: &mut Repository,
+) -> anyhow::Result<()> {
+    let qmp = here(&args.qmp)?;
+    let report = perform(context, 2, INTERRUPTED_LAZY, |events| {
+        restore::resume(repository, &qmp, args.lock_wait, args.limit_fill, events)
+    })?;
+    context.console.result(&report, || words(&report))?;
+    Ok(())
+}
+
+/// Given up between two steps, a QEMU that has not run yet is dropped, and with that ended.
 fn perform(
     context: &Context,
-    repository: &mut Repository,
-    id: &stillframe_repo::CheckpointId,
-    options: &RestoreOptions,
+    patience: u32,
+    first: &'static str,
+    work: impl FnOnce(LazySink<'_>) -> Result<RestoreReport, RestoreError>,
 ) -> anyhow::Result<RestoreReport> {
-    let first = "interrupted: giving the restore up";
-    let interrupts = Interrupts::listen(context.console, 1, first, AtLast::Wait)
+    let interrupts = Interrupts::listen(context.console, patience, first, AtLast::Wait)
         .context("cannot listen to signals")?;
     let mut meter = Meter::new(context.console);
-    // Given up between two steps, the new QEMU is dropped, and with that ended.
+    let console = context.console;
+    let mut is_there = false;
     let restored = interrupts.interruptible(|| {
-        restore::restore(repository, id, options, &mut |progress| {
-            meter.show(progress.into());
+        work(&mut |event| {
+            is_there |= matches!(event, LazyEvent::Runs { .. });
+            match event {
+                LazyEvent::Progress(progress) => meter.show(progress.into()),
+                LazyEvent::Runs { after_us } => console.note(&format!(
+                    "the VM is there after {}; filling its memory",
+                    durations::human_us(after_us)
+                )),
+                LazyEvent::Waits { reason } => console.note(&format!(
+                    "the guest waits for a page that cannot be read ({reason}); it is paused, and goes on when \
+                     the page can be read"
+                )),
+                LazyEvent::GoesOn => console.note("all pages can be read again; the guest goes on"),
+                LazyEvent::CannotFill { reason } => console.note(&format!(
+                    "some pages cannot be read now ({reason}); the guest runs on without them, and they are \
+                     tried again"
+                )),
+            }
             interrupts.step();
         })
     });
-    Ok(restored??)
+    let report = restored
+        .map_err(anyhow::Error::from)
+        .and_then(|done| Ok(done?));
+    if report.is_err() && is_there {
+        console.note(
+            "if the VM still exists, it is paused, and its memory is not complete: `restore --resume` with this --qmp goes on",
+        );
+    }
+    report
 }
 
 /// Whether the user may decide to go on: not where a disk has another user.
@@ -78,11 +140,12 @@ fn disks_stand_in_the_way(error: &RestoreError) -> bool {
     )
 }
 
+/// QEMU runs in the recorded directory, not in this one.
+fn here(path: &Path) -> anyhow::Result<PathBuf> {
+    absolute(path).with_context(|| format!("{} is no path", path.display()))
+}
+
 fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
-    let here = |path: &Path| {
-        // QEMU runs in the recorded directory, not in this one.
-        absolute(path).with_context(|| format!("{} is no path", path.display()))
-    };
     let qmp = here(&args.qmp)?;
     let log = match &args.log {
         Some(log) => here(log)?,
@@ -154,6 +217,16 @@ fn words(report: &RestoreReport) -> String {
         table::count(report.pages, "page"),
         printable(&report.qmp.display().to_string()),
     );
+    if let Some(lazy) = &report.lazy {
+        line += &format!(
+            "; the guest was there after {} and waited for a page {}",
+            durations::human_us(lazy.runs_after_us),
+            match lazy.faults {
+                1 => "once".to_owned(),
+                faults => format!("{faults} times"),
+            }
+        );
+    }
     if let Some(verify) = &report.verify {
         line += &format!(", all {} verified", table::count(verify.pages, "page"));
     }
@@ -166,6 +239,7 @@ fn words(report: &RestoreReport) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use stillframe_engine::restore::RestorePhases;
 
     #[test]
     fn the_log_lies_beside_the_monitor() {
@@ -196,6 +270,7 @@ mod tests {
     fn the_command_can_be_pasted() {
         let plan = LaunchPlan {
             exe: "/usr/bin/qemu".into(),
+            version: "10.0.2".to_owned(),
             arguments: ["qemu", "-append", "a b"].map(str::to_owned).to_vec(),
             cwd: "/my vms".into(),
             changes: Vec::new(),
@@ -216,7 +291,9 @@ mod tests {
             running: false,
             pages: 1,
             total_us: 800_000,
+            phases_us: RestorePhases::default(),
             changes: Vec::new(),
+            lazy: None,
             verify: None,
         };
         assert_eq!(

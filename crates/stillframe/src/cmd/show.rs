@@ -13,10 +13,15 @@ use crate::table::{self, Align, Table};
 
 /// Shows the checkpoint of that name.
 pub fn run(context: &Context, args: &NamedCheckpoint) -> anyhow::Result<()> {
-    let (id, manifest) = context.open()?.resolve(&args.id, args.vm.as_deref())?;
+    let repository = context.open()?;
+    let (id, manifest) = repository.resolve(&args.id, args.vm.as_deref())?;
+    let working_set = repository.working_set(&id)?;
+    let working_set = working_set.map(|set| set.pages.len() as u64);
+    let mut object = object(&id, &manifest);
+    object["working_set_pages"] = json!(working_set);
     context
         .console
-        .result(&object(&id, &manifest), || words(&id, &manifest))?;
+        .result(&object, || words(&id, &manifest, working_set))?;
     Ok(())
 }
 
@@ -33,8 +38,8 @@ fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
 }
 
 /// Sections of aligned lines.
-pub fn words(id: &CheckpointId, manifest: &Manifest) -> String {
-    let mut sections = vec![head(id, manifest).render()];
+pub fn words(id: &CheckpointId, manifest: &Manifest, working_set: Option<u64>) -> String {
+    let mut sections = vec![head(id, manifest, working_set).render()];
     // A record of another version is left out here; `--json` has it as it is.
     if let Ok(record) = restore::vm_record(id, manifest) {
         sections.push(vm(&record).render());
@@ -46,7 +51,7 @@ pub fn words(id: &CheckpointId, manifest: &Manifest) -> String {
     sections.join("\n\n")
 }
 
-fn head(id: &CheckpointId, manifest: &Manifest) -> Table {
+fn head(id: &CheckpointId, manifest: &Manifest, working_set: Option<u64>) -> Table {
     let pages = &manifest.pages;
     let parent = manifest
         .parent
@@ -77,6 +82,9 @@ fn head(id: &CheckpointId, manifest: &Manifest) -> Table {
     table.entry("pause", phases(manifest));
     for (name, stream) in &manifest.streams {
         table.entry(name, table::bytes(stream.bytes));
+    }
+    if let Some(pages) = working_set {
+        table.entry("working set", table::count(pages, "page"));
     }
     table
 }
@@ -188,14 +196,17 @@ mod tests {
     #[test]
     fn a_checkpoint_with_a_foreign_record_is_shown_without_it() {
         let (id, manifest) = sample();
-        let text = words(&id, &manifest);
+        let text = words(&id, &manifest, Some(7));
         assert!(
             text.contains("10 looked at: 7 new, 0 in part, 1 duplicate, 2 zero, 0 unchanged"),
             "{text}"
         );
         assert!(text.contains("3.4 ms (stop 1.0 ms)"), "{text}");
         assert!(text.ends_with("pc.ram     256.0 MiB  65536"), "{text}");
-        assert!(!text.contains("command"));
+        assert!(
+            !text.contains("command") && text.contains("7 pages"),
+            "{text}"
+        );
         assert_eq!(object(&id, &manifest)["ram"][0]["name"], "pc.ram");
     }
 }

@@ -34,6 +34,22 @@ const fn bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
 
+/// What is left in the victim of what was opened there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Left {
+    Nothing,
+    TheUserfaultfd,
+}
+
+/// A userfaultfd of the victim.
+pub(super) struct Opened {
+    pub(super) fd: OwnedFd,
+    /// Its number in the victim.
+    pub(super) remote: c_int,
+    /// The victim was only allowed one for faults of user mode.
+    pub(super) limited: bool,
+}
+
 /// The main thread of a process, stopped by us. Put back and let go by [`Seizure::release`], or on
 /// drop.
 pub(super) struct Seizure<'a> {
@@ -176,12 +192,10 @@ impl<'a> Seizure<'a> {
         Ok(())
     }
 
-    /// Opens a userfaultfd in the victim, copies it out and closes the victim's. Says, too, whether
-    /// the victim was only allowed one for faults of user mode.
-    pub(super) fn open_and_fetch(&mut self) -> Result<(OwnedFd, bool), InfectError> {
-        // A fault's signal that the victim blocks stays blocked: it could be pending.
-        let mask = !OF_FAULTS | self.interrupted.own_mask;
-        self.set_mask(mask)?;
+    /// Opens a userfaultfd in the victim, copies it out and closes the victim's if nothing is to be
+    /// left there.
+    pub(super) fn open_and_fetch(&mut self, left: Left) -> Result<Opened, InfectError> {
+        self.block_signals()?;
         let name = "userfaultfd";
         let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
         let user_mode_only = u64::from(linux_raw_sys::general::UFFD_USER_MODE_ONLY);
@@ -200,8 +214,26 @@ impl<'a> Seizure<'a> {
         let remote = c_int::try_from(opened?)
             .map_err(|_| InfectError::unsupported(self.process, "returned no file descriptor"))?;
         let fetched = self.process.fetch_fd(remote);
-        self.call("close", libc::SYS_close, remote as u64)?;
-        Ok((fetched?, limited))
+        if left == Left::Nothing || fetched.is_err() {
+            self.call("close", libc::SYS_close, remote as u64)?;
+        }
+        Ok(Opened {
+            fd: fetched?,
+            remote,
+            limited,
+        })
+    }
+
+    /// Closes a descriptor of the victim.
+    pub(super) fn close(&mut self, remote: c_int) -> Result<(), InfectError> {
+        self.block_signals()?;
+        let number = u64::try_from(remote).unwrap_or(u64::MAX);
+        self.call("close", libc::SYS_close, number).map(drop)
+    }
+
+    /// A fault's signal that the victim blocks stays blocked: it could be pending.
+    fn block_signals(&self) -> Result<(), InfectError> {
+        self.set_mask(!OF_FAULTS | self.interrupted.own_mask)
     }
 
     /// Has the victim make one system call and returns its result.

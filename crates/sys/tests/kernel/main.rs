@@ -14,5 +14,7 @@ mod infect_calls;
 mod infect_limits;
 mod infect_signals;
 mod infect_state;
+mod missing;
+mod ram;
 mod tracking;
 mod victim;

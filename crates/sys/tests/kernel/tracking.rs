@@ -1,130 +1,18 @@
-//! Write tracking and missing pages in the memory of a child, all the way: steal, handshake,
-//! register, protect; against the record of what the child was told to do.
+//! Write tracking in the memory of a child, all the way: steal, handshake, register, protect; against
+//! the record of what the child was told to do.
 
-use crate::calls::call;
-use crate::victim::{Victim, hear, say, steal};
+use crate::ram::{Memory, PAGE, wait_for_event};
+use crate::victim::steal;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use stillframe_sys::infect::steal_userfaultfd;
 use stillframe_sys::memory::RemoteMemory;
 use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Track, Uffd, UffdError, WriteProtectMode};
 
-const PAGE: u64 = 4096;
-
-/// The victim: some private anonymous memory and a shared memfd. It writes, reads or discards the
-/// pages it is told.
-pub fn play(argument: &str) {
-    let mut words = argument.split(' ');
-    let pages: u64 = words.next().unwrap().parse().unwrap();
-    let bytes = (pages * PAGE) as libc::c_long;
-    let advice = if words.next() == Some("huge") {
-        libc::MADV_HUGEPAGE
-    } else {
-        libc::MADV_NOHUGEPAGE
-    };
-    let file = call(libc::SYS_memfd_create, [c"ram".as_ptr() as i64, 0]);
-    call(libc::SYS_ftruncate, [file, bytes]);
-    let access = i64::from(libc::PROT_READ | libc::PROT_WRITE);
-    let private = i64::from(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    let regions = [
-        call(libc::SYS_mmap, [0, bytes, access, private, -1, 0]),
-        call(
-            libc::SYS_mmap,
-            [0, bytes, access, libc::MAP_SHARED.into(), file, 0],
-        ),
-    ];
-    for region in regions {
-        call(libc::SYS_madvise, [region, bytes, advice.into()]);
-    }
-    say(format!("ready {} {}", regions[0], regions[1]));
-    while let Some(line) = hear() {
-        let mut words = line.split(' ');
-        let verb = words.next().unwrap().to_owned();
-        let region = regions[words.next().unwrap().parse::<usize>().unwrap()];
-        let mut sum = 0_u64;
-        for page in words {
-            let address = region + page.parse::<i64>().unwrap() * PAGE as i64;
-            // SAFETY: an address within one of our mappings, which nothing else uses.
-            unsafe {
-                match verb.as_str() {
-                    "write" => (address as *mut u64).write_volatile(address as u64),
-                    "read" => sum = sum.wrapping_add((address as *const u64).read_volatile()),
-                    "discard" => drop(call(
-                        libc::SYS_madvise,
-                        [address, PAGE as i64, libc::MADV_DONTNEED.into()],
-                    )),
-                    // The kernel writes: 8 bytes of random.
-                    "system-write" => drop(call(libc::SYS_getrandom, [address, 8, 0])),
-                    _ => panic!("no verb {verb}"),
-                }
-            }
-        }
-        say(format!("done {sum}"));
-    }
-}
-
-/// Private memory is region 0, the shared memfd is region 1.
-struct Memory {
-    victim: Victim,
-    pages: u64,
-    regions: [AddressRange; 2],
-}
-
 impl Memory {
-    fn start(pages: u64, option: &str) -> Memory {
-        let victim = Victim::start(&format!("memory {pages} {option}"));
-        let mut starts = victim
-            .ready
-            .split(' ')
-            .map(|start| start.parse::<u64>().unwrap());
-        let mut region = || {
-            let start = starts.next().unwrap();
-            AddressRange {
-                start,
-                end: start + pages * PAGE,
-            }
-        };
-        Memory {
-            regions: [region(), region()],
-            victim,
-            pages,
-        }
-    }
-
-    fn begin(&mut self, verb: &str, region: usize, pages: impl IntoIterator<Item = u64>) {
-        let list: Vec<_> = pages.into_iter().map(|page| page.to_string()).collect();
-        if !list.is_empty() {
-            self.victim
-                .tell(&format!("{verb} {region} {}", list.join(" ")));
-        } else {
-            self.victim.tell(&format!("{verb} {region}"));
-        }
-    }
-
-    fn act(&mut self, verb: &str, region: usize, pages: impl IntoIterator<Item = u64>) -> u64 {
-        self.begin(verb, region, pages);
-        self.done()
-    }
-
-    fn done(&mut self) -> u64 {
-        let line = self.victim.line();
-        line.strip_prefix("done ")
-            .unwrap_or_else(|| panic!("{line}"))
-            .parse()
-            .unwrap()
-    }
-
-    fn page(&self, region: usize, page: u64) -> AddressRange {
-        let start = self.regions[region].start + page * PAGE;
-        AddressRange {
-            start,
-            end: start + PAGE,
-        }
-    }
-
     fn steal(&self, mode: WriteProtectMode) -> Uffd {
         Uffd::handshake(steal(&self.victim.process).unwrap().fd, mode).unwrap()
     }
@@ -342,17 +230,6 @@ fn closing_the_descriptor_frees_the_child() {
     assert_eq!(memory.take(&pagemap, 1), BTreeSet::from([3]));
 }
 
-fn wait_for_event(uffd: &Uffd) -> Event {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    loop {
-        match uffd.next_event().unwrap() {
-            Some(event) => return event,
-            None => std::thread::sleep(Duration::from_millis(1)),
-        }
-        assert!(Instant::now() < deadline, "no fault was reported");
-    }
-}
-
 /// Each first write waits for us, with the old content still in place.
 #[test]
 fn synchronous_protection_shows_the_old_content() {
@@ -398,68 +275,6 @@ fn synchronous_protection_shows_the_old_content() {
         memory.act("write", region, [2, 6]);
         assert_eq!(uffd.next_event().unwrap(), None);
     }
-}
-
-/// Lazy restore in small: pages are filled when they are first touched.
-#[test]
-fn missing_pages_are_served() {
-    let mut memory = Memory::start(8, "small");
-    for region in [0, 1] {
-        let fd = steal(&memory.victim.process).unwrap().fd;
-        let uffd = Uffd::handshake_missing(fd).unwrap();
-        uffd.register(memory.regions[region], Track::Missing)
-            .unwrap();
-        memory.begin("read", region, [3]);
-        let event = wait_for_event(&uffd);
-        let address = memory.page(region, 3).start;
-        assert_eq!(
-            event,
-            Event::Fault {
-                address,
-                write: false,
-                protected: false
-            }
-        );
-        let content: Vec<u8> = (0..2 * PAGE).map(|at| (at / PAGE) as u8 + 1).collect();
-        uffd.copy(address, &content).unwrap();
-        assert_eq!(memory.done(), 0x0101_0101_0101_0101);
-        // Its neighbour came with it, without a fault.
-        assert_eq!(memory.act("read", region, [4]), 0x0202_0202_0202_0202);
-        let again = uffd.copy(address, &content);
-        assert!(matches!(again, Err(UffdError::Exists { .. })), "{again:?}");
-        let partly = uffd.copy(memory.page(region, 2).start, &content);
-        let Err(UffdError::Exists { range }) = partly else {
-            panic!("{partly:?}")
-        };
-        assert_eq!(range.start, address);
-        assert_eq!(memory.act("read", region, [2]), 0x0101_0101_0101_0101);
-        memory.begin("write", region, [0]);
-        wait_for_event(&uffd);
-        uffd.zero(AddressRange {
-            end: memory.page(region, 2).start,
-            ..memory.regions[region]
-        })
-        .unwrap();
-        memory.done();
-        assert_eq!(
-            memory.act("read", region, [0, 1]),
-            memory.page(region, 0).start
-        );
-        // Waking without filling: the thread tries again, and faults again.
-        memory.begin("read", region, [7]);
-        assert_eq!(
-            wait_for_event(&uffd),
-            wait_after_wake(&uffd, memory.page(region, 7))
-        );
-        // Without the descriptor missing pages are zero.
-        drop(uffd);
-        assert_eq!(memory.done(), 0);
-    }
-}
-
-fn wait_after_wake(uffd: &Uffd, page: AddressRange) -> Event {
-    uffd.wake(page).unwrap();
-    wait_for_event(uffd)
 }
 
 #[test]

@@ -30,7 +30,7 @@ extern "C" fn play_role() {
         "state" => crate::infect_state::play(argument),
         "limits" => crate::infect_limits::play(argument),
         "identity" => crate::identity::play(argument),
-        "memory" => crate::tracking::play(argument),
+        "memory" => crate::ram::play(argument),
         _ => panic!("no role {role}"),
     }
     std::process::exit(0);

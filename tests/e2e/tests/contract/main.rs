@@ -2,9 +2,11 @@
 //! streams, exit codes, signals, and what becomes of the VM in each case.
 
 mod keep;
+mod lazy;
 mod names;
 mod restore;
 mod shape;
 mod stats;
+mod unlock;
 mod usage;
 mod watch;

@@ -1,0 +1,275 @@
+//! Lazy population: the guest runs before its memory is there.
+//!
+//! ```text
+//!   guest touches a page --> fault servers --+
+//!                                            +--> repository --> UFFDIO_COPY --> the page
+//!   likely pages, then all --> filler -------+
+//! ```
+//!
+//! A userfaultfd in QEMU reports pages that are missing. QEMU keeps a copy of it for as long as its memory
+//! is not complete: should this process be killed, whoever touches a missing page waits (with no copy left
+//! he would find zeros), the guardian pauses the VM, and another process can go on ([`record`]).
+//! Nothing of it remains in QEMU when the last page was filled.
+
+mod filler;
+mod memory;
+pub mod record;
+mod server;
+mod trouble;
+
+use std::fs::File;
+use std::num::NonZeroU64;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread::Scope;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
+use rustix::event::{EventfdFlags, eventfd};
+use stillframe_repo::{PageMap, PageReader, Reader};
+use stillframe_sys::affinity;
+use stillframe_sys::pagemap::Pagemap;
+use stillframe_sys::process::Process;
+use stillframe_sys::uffd::{Track, Uffd, UffdError};
+
+use super::eager::{self, PopulateError};
+use crate::capture::block::{Block, PAGE_BYTES};
+use filler::Filler;
+use memory::LazyMemory;
+pub use memory::{FillError, Filling};
+use server::Server;
+use trouble::Trouble;
+
+/// Threads that serve faults: each waits for the repository by itself.
+const SERVERS_MAX: usize = 4;
+/// Pages that are likely to be asked for, at most: 256 MiB.
+const LIKELY_MAX: usize = 1 << 16;
+
+/// What a thread ended with.
+enum Ended {
+    Server(Result<(), FillError>),
+    /// Whether all pages were filled.
+    Filler(Result<bool, FillError>),
+}
+
+/// What there is to look at while memory is filled.
+pub enum News {
+    /// Nothing in particular.
+    None,
+    /// All pages are there.
+    Complete,
+}
+
+/// The memory of a QEMU, being filled.
+pub struct Lazy<'a> {
+    memory: LazyMemory<'a>,
+    likely: Vec<(usize, u64)>,
+    trouble: Trouble,
+    /// Why some pages cannot be filled, though nobody waits for them.
+    problem: Mutex<Option<String>>,
+    end: AtomicBool,
+    end_event: OwnedFd,
+    to_keeper: Sender<Ended>,
+    ended: Receiver<Ended>,
+}
+
+/// Ends the threads when dropped; what is missing then stays missing.
+pub struct EndOnDrop<'l, 'a>(&'l Lazy<'a>);
+
+impl Drop for EndOnDrop<'_, '_> {
+    fn drop(&mut self) {
+        self.0.end.store(true, Ordering::Relaxed);
+        // Cannot fail: the counter is far from full.
+        let _ = rustix::io::write(&self.0.end_event, &1u64.to_ne_bytes());
+    }
+}
+
+/// Whether a block can be filled lazily with this userfaultfd; registers it if so. Missing pages can be
+/// served of anonymous and shared memory, but not of files on disk; and huge pages are filled at once.
+pub fn register(uffd: &Uffd, block: &Block, page_bytes: u64) -> Result<bool, UffdError> {
+    if page_bytes != PAGE_BYTES || !block.absent_is_zero() {
+        return Ok(false);
+    }
+    match uffd.register(block.range(), Track::Missing) {
+        Ok(()) => Ok(true),
+        Err(UffdError::Unsupported { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+impl<'a> Lazy<'a> {
+    /// For blocks that are registered with `uffd`. Pages that are there already are left alone. First
+    /// filled is what was asked for `last_time`: numbers of blocks here, and pages.
+    pub fn new(
+        uffd: Uffd,
+        blocks: &[&Block],
+        maps: Vec<PageMap<'a>>,
+        last_time: Vec<(usize, u64)>,
+        marks: File,
+    ) -> Result<Lazy<'a>, PopulateError> {
+        let mut lazy = Vec::new();
+        let mut likely = last_time;
+        likely.retain(|&(block, page)| maps.get(block).is_some_and(|map| page < map.pages()));
+        for (number, (block, map)) in blocks.iter().zip(maps).enumerate() {
+            // What was written in the last interval before the checkpoint is likely to be used again.
+            let newest = map.newest_changes().iter();
+            likely.extend(newest.map(|&page| (number, u64::from(page))));
+            lazy.push((block.range(), map));
+        }
+        likely.truncate(LIKELY_MAX);
+        let (to_keeper, ended) = unbounded();
+        Ok(Lazy {
+            memory: LazyMemory::new(uffd, lazy, marks)?,
+            likely,
+            trouble: Trouble::default(),
+            problem: Mutex::default(),
+            end: AtomicBool::new(false),
+            end_event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(|errno| PopulateError::Threads(errno.into()))?,
+            to_keeper,
+            ended,
+        })
+    }
+
+    /// Fills the pages that a fresh QEMU has put something into, which are never asked for.
+    pub fn settle_used(&self, process: &Process, blocks: &[&Block]) -> Result<(), PopulateError> {
+        let pagemap = Pagemap::open(process)?;
+        for (lazy, block) in self.memory.blocks.iter().zip(blocks) {
+            let in_use = eager::in_use(&pagemap, block)?;
+            let used = in_use.iter().cloned().flatten();
+            eager::write_pages(block, &lazy.map, used, |_| true)?;
+            for pages in in_use {
+                lazy.settle(pages);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the pages that are there for filled: after another process was killed filling them.
+    pub fn settle_present(
+        &self,
+        process: &Process,
+        blocks: &[&Block],
+    ) -> Result<(), PopulateError> {
+        let pagemap = Pagemap::open(process)?;
+        for (lazy, block) in self.memory.blocks.iter().zip(blocks) {
+            for pages in eager::in_use(&pagemap, block)? {
+                lazy.settle(pages);
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets all who wait for a page ask again.
+    pub fn wake_all(&self) -> Result<(), FillError> {
+        for block in &self.memory.blocks {
+            self.memory.uffd.wake(block.range)?;
+        }
+        Ok(())
+    }
+
+    /// Makes sure that the threads end with the scope they are started in.
+    pub fn end_on_drop(&self) -> EndOnDrop<'_, 'a> {
+        EndOnDrop(self)
+    }
+
+    /// Starts serving faults.
+    pub fn serve<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        reader: &'s Reader<'_>,
+    ) -> Result<(), PopulateError> {
+        let processors = affinity::of_this_thread().len();
+        for _ in 0..processors.clamp(2, SERVERS_MAX) {
+            let server = Server {
+                memory: &self.memory,
+                reader: PageReader::new(reader)?,
+                trouble: &self.trouble,
+                end: &self.end_event,
+            };
+            let ended = self.to_keeper.clone();
+            std::thread::Builder::new()
+                .name("fault server".into())
+                .spawn_scoped(scope, move || {
+                    // Nobody listens any more when the scope is being left.
+                    let _ = ended.send(Ended::Server(server.run()));
+                })
+                .map_err(PopulateError::Threads)?;
+        }
+        Ok(())
+    }
+
+    /// Starts filling what nobody asks for, no more than `bytes_per_s` of it.
+    pub fn fill<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        bytes_per_s: Option<NonZeroU64>,
+    ) -> Result<(), PopulateError> {
+        let filler = Filler {
+            memory: &self.memory,
+            threads: affinity::of_this_thread().len().div_ceil(2),
+            bytes_per_s,
+            end: &self.end,
+            problem: &self.problem,
+        };
+        let ended = self.to_keeper.clone();
+        std::thread::Builder::new()
+            .name("filler".into())
+            .spawn_scoped(scope, move || {
+                affinity::step_back();
+                let _ = ended.send(Ended::Filler(filler.run(&self.likely)));
+            })
+            .map_err(PopulateError::Threads)?;
+        Ok(())
+    }
+
+    /// The pages that were asked for so far and those that came along, in that order.
+    pub fn take_asked(&self) -> Vec<(usize, u64)> {
+        self.memory.take_asked()
+    }
+
+    /// How many faults there were in each of the first steps of 10 ms, up to the last.
+    pub fn faults_by_step(&self) -> Vec<u64> {
+        self.memory.faults_by_step()
+    }
+
+    /// Waits for news, for no longer than `limit`.
+    pub fn news(&self, limit: Duration) -> Result<News, PopulateError> {
+        match self.ended.recv_timeout(limit) {
+            Ok(Ended::Filler(all)) => match all? {
+                true => Ok(News::Complete),
+                false => Ok(News::None),
+            },
+            Ok(Ended::Server(ended)) => {
+                ended?;
+                Ok(News::None)
+            }
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Ok(News::None),
+        }
+    }
+
+    /// For how long the guest has been waiting for a page that cannot be had, and why.
+    pub fn trouble(&self) -> Option<(Duration, String)> {
+        self.trouble.for_how_long()
+    }
+
+    /// Why a page could not be filled that nobody waits for; told once.
+    pub fn take_problem(&self) -> Option<String> {
+        let mut problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        problem.take()
+    }
+
+    /// How far it is.
+    pub fn filling(&self) -> Filling {
+        self.memory.filling()
+    }
+
+    /// Ends it when all is filled: what is still missing is zero from now on.
+    pub fn finish(&self) -> Result<(), FillError> {
+        for block in &self.memory.blocks {
+            self.memory.uffd.unregister(block.range)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,175 @@
+//! Filling what nobody has asked for yet, in the background: first what is likely to be asked for, then
+//! everything, as it lies in the repository.
+//!
+//! What cannot be had is gone around and tried again until it can: the guest may never ask for it, and if
+//! it does, that is the fault servers' trouble.
+
+use std::io;
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use stillframe_repo::RepoError;
+
+use super::memory::{FillError, LazyMemory};
+use crate::capture::block::PAGE_BYTES;
+use crate::in_words;
+
+/// Pages that are likely to be asked for are read in groups of this many: small, because only within a
+/// group they are read as they lie in the repository.
+const LIKELY_PAGES: usize = 512;
+/// Other pages: 128 MiB.
+const WINDOW_PAGES: u64 = 1 << 15;
+/// What a window is cut into where it cannot be read as a whole.
+const PIECE_PAGES: usize = 256;
+/// How long until what could not be had is tried again.
+const AGAIN: Duration = Duration::from_secs(1);
+/// How often a wait looks whether to end.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// The background work.
+pub(super) struct Filler<'m, 'a> {
+    pub(super) memory: &'m LazyMemory<'a>,
+    pub(super) threads: usize,
+    /// No more than this is filled.
+    pub(super) bytes_per_s: Option<NonZeroU64>,
+    pub(super) end: &'m AtomicBool,
+    /// What could not be had last, in words.
+    pub(super) problem: &'m Mutex<Option<String>>,
+}
+
+impl Filler<'_, '_> {
+    /// Fills all pages with content, the `likely` ones (block, page) first; `false` when it was ended
+    /// before.
+    pub(super) fn run(&self, likely: &[(usize, u64)]) -> Result<bool, FillError> {
+        let mut failed = Vec::new();
+        for group in likely.chunks(LIKELY_PAGES) {
+            self.fill_group(group, &mut failed)?;
+            self.pace(group.len());
+        }
+        for number in 0..self.memory.blocks.len() {
+            self.fill_block(number, &mut failed)?;
+        }
+        while !failed.is_empty() && self.wait(AGAIN) {
+            let mut still = Vec::new();
+            for group in std::mem::take(&mut failed) {
+                self.fill_group(&group, &mut still)?;
+            }
+            failed = still;
+        }
+        Ok(!self.has_ended())
+    }
+
+    fn fill_block(
+        &self,
+        number: usize,
+        failed: &mut Vec<Vec<(usize, u64)>>,
+    ) -> Result<(), FillError> {
+        let block = &self.memory.blocks[number];
+        // Where this fails, reading single pages will tell.
+        let _ = block.map.read_rest();
+        let pages = block.map.pages();
+        let at_once = match self.bytes_per_s {
+            None => WINDOW_PAGES,
+            Some(_) => PIECE_PAGES as u64,
+        };
+        for start in (0..pages).step_by(at_once as usize) {
+            let window = start..pages.min(start + at_once);
+            let group: Vec<(usize, u64)> = window
+                .clone()
+                .filter(|&page| !block.is_settled(page) && !block.map.is_known_zero(page))
+                .map(|page| (number, page))
+                .collect();
+            self.fill_group(&group, failed)?;
+            self.memory.passed(window);
+            self.pace(group.len());
+        }
+        Ok(())
+    }
+
+    /// Fills pages, and remembers those that cannot be had.
+    fn fill_group(
+        &self,
+        group: &[(usize, u64)],
+        failed: &mut Vec<Vec<(usize, u64)>>,
+    ) -> Result<(), FillError> {
+        if self.has_ended() || self.try_fill(group)? {
+            return Ok(());
+        }
+        for piece in group.chunks(PIECE_PAGES) {
+            if !self.has_ended() && !self.try_fill(piece)? {
+                failed.push(piece.to_vec());
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills those of the pages that are not there yet; `false` when some cannot be had.
+    fn try_fill(&self, group: &[(usize, u64)]) -> Result<bool, FillError> {
+        for (number, block) in self.memory.blocks.iter().enumerate() {
+            let mut wanted = Vec::new();
+            for &(_, page) in group.iter().filter(|(of, _)| *of == number) {
+                if block.is_settled(page) {
+                    continue;
+                }
+                match block.map.is_zero(page) {
+                    Ok(false) => wanted.push(page),
+                    // In the list only where it was asked for the last time.
+                    Ok(true) => self.memory.put_zeros(number, page..page + 1)?,
+                    Err(error) => return Ok(self.cannot(&error)),
+                }
+            }
+            let failure: Mutex<Option<FillError>> = Mutex::new(None);
+            let read = block.map.read_pages(wanted, self.threads, &|page, bytes| {
+                if self.has_ended() {
+                    return Err(io::ErrorKind::Interrupted.into());
+                }
+                self.memory.put(number, page, bytes).map_err(|error| {
+                    let text = error.to_string();
+                    *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                    io::Error::other(text)
+                })
+            });
+            if let Some(failure) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+                return Err(failure);
+            }
+            match read {
+                Err(error) if !self.has_ended() => return Ok(self.cannot(&error)),
+                _ => {}
+            }
+        }
+        Ok(true)
+    }
+
+    fn cannot(&self, error: &RepoError) -> bool {
+        let mut problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        *problem = Some(in_words(error));
+        false
+    }
+
+    fn has_ended(&self) -> bool {
+        self.end.load(Ordering::Relaxed)
+    }
+
+    /// Waits for as long as so many pages may take.
+    fn pace(&self, pages: usize) {
+        if let Some(rate) = self.bytes_per_s {
+            let bytes = pages as u64 * PAGE_BYTES;
+            self.wait(Duration::from_secs_f64(bytes as f64 / rate.get() as f64));
+        }
+    }
+
+    /// Waits; `false` when it is time to end.
+    fn wait(&self, time: Duration) -> bool {
+        let until = Instant::now() + time;
+        while !self.has_ended() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            std::thread::sleep(LOOK.min(left));
+        }
+        !self.has_ended()
+    }
+}

@@ -1,0 +1,325 @@
+//! Memory that is being filled: which pages are there, and how one gets there.
+//!
+//! A page is *settled* once it was filled. Should it be missing again later, its owner has discarded
+//! it (a balloon, free page reporting), and it is zero from then on. What is settled is noted in a file
+//! too, so that whoever goes on after this process was killed knows it: one byte a page, because threads
+//! that write bytes do not overwrite each other's.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
+use stillframe_repo::{PageMap, RepoError, working_set};
+use stillframe_sys::process::AddressRange;
+use stillframe_sys::uffd::{Uffd, UffdError};
+use thiserror::Error;
+
+use crate::capture::block::PAGE_BYTES;
+
+/// Faults are counted in steps of this.
+const STEP: Duration = Duration::from_millis(10);
+/// For so many steps.
+const STEPS: usize = 1000;
+
+/// Why a page was not filled.
+#[derive(Debug, Error)]
+pub enum FillError {
+    /// The repository failed.
+    #[error(transparent)]
+    Repo(#[from] RepoError),
+    /// The kernel did not take it.
+    #[error("cannot put pages into the VM's memory")]
+    Uffd(#[from] UffdError),
+    /// It cannot be noted that a page was filled.
+    #[error("cannot note which pages are filled")]
+    Marks(#[source] io::Error),
+}
+
+/// One RAM block that is being filled.
+pub(super) struct LazyBlock<'a> {
+    pub(super) range: AddressRange,
+    pub(super) map: PageMap<'a>,
+    settled: Vec<AtomicU64>,
+    /// Where its marks begin in the file.
+    first_mark: u64,
+}
+
+/// How far filling is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Filling {
+    /// Pages that were gone through in the background.
+    pub done: u64,
+    /// All pages.
+    pub total: u64,
+    /// How often the guest had to wait for a page.
+    pub faults: u64,
+    /// Pages with content that were filled, because they were asked for or not.
+    pub filled: u64,
+}
+
+/// All RAM blocks that are being filled.
+pub(super) struct LazyMemory<'a> {
+    pub(super) uffd: Uffd,
+    pub(super) blocks: Vec<LazyBlock<'a>>,
+    marks: File,
+    since: Instant,
+    /// The first pages filled because they were asked for, or came along with those: block and page.
+    asked: Mutex<Vec<(usize, u64)>>,
+    faults: AtomicU64,
+    /// The first of them by when they were.
+    faults_by_step: Vec<AtomicU64>,
+    filled: AtomicU64,
+    passed: AtomicU64,
+}
+
+impl<'a> LazyMemory<'a> {
+    /// `marks` is empty, or what is left of a process that was killed.
+    pub(super) fn new(
+        uffd: Uffd,
+        blocks: impl IntoIterator<Item = (AddressRange, PageMap<'a>)>,
+        marks: File,
+    ) -> Result<LazyMemory<'a>, FillError> {
+        let mut first_mark = 0;
+        let mut lazy = Vec::new();
+        for (range, map) in blocks {
+            let block = LazyBlock {
+                settled: (0..map.pages().div_ceil(64))
+                    .map(|_| AtomicU64::new(0))
+                    .collect(),
+                first_mark,
+                range,
+                map,
+            };
+            first_mark += block.map.pages();
+            block.read_marks(&marks).map_err(FillError::Marks)?;
+            lazy.push(block);
+        }
+        // A full disk must show before the guest runs. Where room cannot be had in advance it is as well.
+        match fallocate(&marks, FallocateFlags::empty(), 0, first_mark.max(1)) {
+            Err(Errno::OPNOTSUPP) | Ok(()) => {}
+            Err(errno) => return Err(FillError::Marks(errno.into())),
+        }
+        Ok(LazyMemory {
+            uffd,
+            blocks: lazy,
+            marks,
+            since: Instant::now(),
+            asked: Mutex::default(),
+            faults: AtomicU64::new(0),
+            faults_by_step: (0..STEPS).map(|_| AtomicU64::new(0)).collect(),
+            filled: AtomicU64::new(0),
+            passed: AtomicU64::new(0),
+        })
+    }
+
+    /// The block and page at an address.
+    pub(super) fn find(&self, address: u64) -> Option<(usize, u64)> {
+        let mut blocks = self.blocks.iter();
+        let number = blocks.position(|block| block.range.contains(address))?;
+        let start = self.blocks[number].range.start;
+        Some((number, (address - start) / PAGE_BYTES))
+    }
+
+    /// Notes that the guest waits for a page.
+    pub(super) fn note_fault(&self) {
+        self.faults.fetch_add(1, Ordering::Relaxed);
+        let step = self.since.elapsed().as_millis() / STEP.as_millis();
+        let step = usize::try_from(step).ok();
+        if let Some(count) = step.and_then(|step| self.faults_by_step.get(step)) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes pages that were filled because one of them was asked for.
+    pub(super) fn note_asked(&self, block: usize, pages: Range<u64>) {
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        if asked.len() < working_set::PAGES_MAX {
+            asked.extend(pages.map(|page| (block, page)));
+        }
+    }
+
+    /// Those pages, each once, in that order.
+    pub(super) fn take_asked(&self) -> Vec<(usize, u64)> {
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pages = std::mem::take(&mut *asked);
+        let mut seen = HashSet::new();
+        pages.retain(|page| seen.insert(*page));
+        pages
+    }
+
+    /// How many faults there were in each of the first steps of 10 ms, up to the last.
+    pub(super) fn faults_by_step(&self) -> Vec<u64> {
+        let counts = self.faults_by_step.iter();
+        let mut counts: Vec<u64> = counts.map(|count| count.load(Ordering::Relaxed)).collect();
+        let end = counts
+            .iter()
+            .rposition(|&count| count > 0)
+            .map_or(0, |last| last + 1);
+        counts.truncate(end);
+        counts
+    }
+
+    /// Notes that all pages of a range are filled, or zero, or cannot be had.
+    pub(super) fn passed(&self, pages: Range<u64>) {
+        let pages = pages.end - pages.start;
+        self.passed.fetch_add(pages, Ordering::Relaxed);
+    }
+
+    /// How far it is.
+    pub(super) fn filling(&self) -> Filling {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Filling {
+            done: count(&self.passed),
+            total: self.blocks.iter().map(|block| block.map.pages()).sum(),
+            faults: count(&self.faults),
+            filled: count(&self.filled),
+        }
+    }
+
+    /// Fills consecutive pages; those that were filled before, or are not to be filled any more, are left
+    /// as they are.
+    pub(super) fn put(&self, block: usize, first: u64, bytes: &[u8]) -> Result<(), FillError> {
+        let to = self.blocks[block].address(first);
+        let filled = self.settle_each(block, first, bytes.len() as u64, |done, rest| {
+            let range = done as usize..(done + rest) as usize;
+            self.uffd.copy(to + done, &bytes[range])
+        })?;
+        self.filled.fetch_add(filled, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// As [`LazyMemory::put`], with zeros.
+    pub(super) fn put_zeros(&self, block: usize, pages: Range<u64>) -> Result<(), FillError> {
+        let to = self.blocks[block].address(pages.start);
+        let bytes = (pages.end - pages.start) * PAGE_BYTES;
+        self.settle_each(block, pages.start, bytes, |done, rest| {
+            self.uffd.zero(AddressRange {
+                start: to + done,
+                end: to + done + rest,
+            })
+        })?;
+        Ok(())
+    }
+
+    /// A page that was filled and is asked for once more: it is there by now, or it was discarded, and
+    /// is zero from now on.
+    pub(super) fn put_discarded(&self, block: usize, page: u64) -> Result<(), FillError> {
+        let start = self.blocks[block].address(page);
+        let end = start + PAGE_BYTES;
+        match self.uffd.zero(AddressRange { start, end }) {
+            Ok(()) | Err(UffdError::Exists { .. } | UffdError::NotRegistered { .. }) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Fills from `first` on with `fill`, which is given what is done and how much to do, in bytes. Returns
+    /// how many pages were filled.
+    fn settle_each(
+        &self,
+        number: usize,
+        first: u64,
+        bytes: u64,
+        fill: impl Fn(u64, u64) -> Result<(), UffdError>,
+    ) -> Result<u64, FillError> {
+        let block = &self.blocks[number];
+        let start = block.address(first);
+        let end = first + bytes / PAGE_BYTES;
+        let (mut page, mut filled) = (first, 0);
+        // What one call may fill: where part of the range is not registered (any more), a page.
+        let mut at_once = u64::MAX;
+        while page < end {
+            // Asked right before: since this page was wanted it may have been filled, written and
+            // discarded, and what is at hand is not what it holds then.
+            if block.is_settled(page) {
+                page += 1;
+                continue;
+            }
+            let rest = (page + 1..end).take_while(|&next| !block.is_settled(next));
+            let pages = at_once.min(1 + rest.count() as u64);
+            let done = (page - first) * PAGE_BYTES;
+            let (there, settled) = match fill(done, pages * PAGE_BYTES) {
+                Ok(()) => (pages, pages),
+                Err(UffdError::Exists { range }) => {
+                    let there = (range.start - start - done) / PAGE_BYTES;
+                    (there, there + 1)
+                }
+                Err(UffdError::NotRegistered { .. }) if pages > 1 => {
+                    at_once = 1;
+                    continue;
+                }
+                Err(UffdError::NotRegistered { .. }) => (0, 1),
+                Err(error) => return Err(error.into()),
+            };
+            self.settle(block, page..page + settled)?;
+            filled += there;
+            page += settled;
+        }
+        Ok(filled)
+    }
+
+    /// Notes pages as filled. In the file last: should this process be killed between the two, whoever goes
+    /// on sees in the page map that the pages are there.
+    fn settle(&self, block: &LazyBlock<'_>, pages: Range<u64>) -> Result<(), FillError> {
+        block.settle(pages.clone());
+        let marks = vec![1; (pages.end - pages.start) as usize];
+        self.marks
+            .write_all_at(&marks, block.first_mark + pages.start)
+            .map_err(FillError::Marks)
+    }
+
+    /// Lets those who wait for a page try again.
+    pub(super) fn wake(&self, block: usize, page: u64) -> Result<(), FillError> {
+        let start = self.blocks[block].address(page);
+        Ok(self.uffd.wake(AddressRange {
+            start,
+            end: start + PAGE_BYTES,
+        })?)
+    }
+}
+
+impl LazyBlock<'_> {
+    /// Where a page lies in QEMU.
+    fn address(&self, page: u64) -> u64 {
+        self.range.start + page * PAGE_BYTES
+    }
+
+    /// Whether a page was filled once.
+    pub(super) fn is_settled(&self, page: u64) -> bool {
+        let word = self.settled.get((page / 64) as usize);
+        word.is_none_or(|word| word.load(Ordering::Acquire) >> (page % 64) & 1 == 1)
+    }
+
+    /// Notes pages as filled, in memory only.
+    pub(super) fn settle(&self, pages: Range<u64>) {
+        for page in pages {
+            if let Some(word) = self.settled.get((page / 64) as usize) {
+                word.fetch_or(1 << (page % 64), Ordering::AcqRel);
+            }
+        }
+    }
+
+    fn read_marks(&self, file: &File) -> io::Result<()> {
+        let mut marks = vec![0; self.map.pages() as usize];
+        let mut filled = 0;
+        while filled < marks.len() {
+            match file.read_at(&mut marks[filled..], self.first_mark + filled as u64) {
+                // What is behind the end was never noted.
+                Ok(0) => break,
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        for (page, _) in (0..).zip(&marks).filter(|(_, mark)| **mark != 0) {
+            self.settle(page..page + 1);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,476 @@
+//! Restoring lazily: the guest runs at once, and is looked after until its memory is complete.
+//!
+//! ```text
+//!   start QEMU ── share a userfaultfd ── serve faults ── load device state ── cont ── fill ── let go
+//!   └─ an error, or our death: this QEMU is ended ─┘     └─ the VM is paused; `resume` goes on ─┘
+//! ```
+
+use std::num::NonZeroU64;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use stillframe_page::hash::ContentHasher;
+use stillframe_qemu::launch::{self, Launched};
+use stillframe_qemu::monitor::{Monitor, RamBlock};
+use stillframe_qemu::qmp::Ticket;
+use stillframe_repo::{CheckpointId, Manifest, PageMap, RamTable, Reader, WorkingSet};
+use stillframe_sys::process::{Process, ProcessError};
+use stillframe_sys::uffd::{Uffd, UffdError};
+
+use super::{Done, LOAD_LIMIT, PhaseClock, RestoreError, RestoreOptions, micros};
+use crate::Progress;
+use crate::capture::block::Block;
+use crate::guardian::{Guardian, LastDuty};
+use crate::populate::eager::{self, PopulateError};
+use crate::populate::lazy::record::{Files, FillingRecord};
+use crate::populate::lazy::{self, FillError, Filling, Lazy, News};
+use crate::verify::VerifyReport;
+
+/// How often the VM is looked after while its memory is filled.
+const LOOK: Duration = Duration::from_millis(50);
+/// The guest may wait for a page for this long before it is paused, so that its clocks stand still too.
+const WAITED_MAX: Duration = Duration::from_secs(1);
+/// For a monitor that the guardian of a killed process may still hold.
+const MONITOR_LIMIT: Duration = Duration::from_secs(90);
+/// How often it is told why a page cannot be filled.
+const TOLD_EVERY: Duration = Duration::from_secs(10);
+
+/// What happens while memory is filled.
+#[derive(Debug, Clone)]
+pub enum LazyEvent {
+    /// How far it is.
+    Progress(Progress),
+    /// The guest runs (or is ready, paused), so many microseconds after the call.
+    Runs {
+        /// That.
+        after_us: u64,
+    },
+    /// The guest waits for a page that cannot be had: it was paused.
+    Waits {
+        /// Why.
+        reason: String,
+    },
+    /// All pages are to be had again: the guest was resumed.
+    GoesOn,
+    /// Pages that nobody waits for cannot be had now; they are tried again.
+    CannotFill {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Where [`LazyEvent`]s go.
+pub type LazySink<'a> = &'a mut dyn FnMut(LazyEvent);
+
+/// What a lazy restore did.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct LazyReport {
+    /// From the call to the running guest, in microseconds.
+    pub runs_after_us: u64,
+    /// How often the guest had to wait for a page.
+    pub faults: u64,
+    /// The same in each of the first steps of 10 ms, up to the last in which it had to.
+    pub faults_each_10_ms: Vec<u64>,
+    /// Pages of the working set that was filled first, if one was recorded when the checkpoint was last
+    /// restored.
+    pub working_set: Option<usize>,
+    /// Pages of the working set that was recorded now.
+    pub recorded: usize,
+}
+
+/// What is to be restored.
+pub(super) struct Job<'j> {
+    pub(super) id: &'j CheckpointId,
+    pub(super) manifest: &'j Manifest,
+    pub(super) reader: &'j Reader<'j>,
+    pub(super) repository: String,
+    pub(super) options: &'j RestoreOptions,
+    pub(super) state: &'j [u8],
+    pub(super) hasher: ContentHasher,
+    /// What the VM asked for when it was last restored from this checkpoint.
+    pub(super) working_set: Option<WorkingSet>,
+}
+
+/// RAM blocks.
+struct Memory<'j> {
+    /// Those that are filled lazily, with what they are to hold and what QEMU says of them.
+    blocks: Vec<Block>,
+    maps: Vec<PageMap<'j>>,
+    tables: Vec<RamTable>,
+    ram: Vec<RamBlock>,
+    /// Their places in the manifest.
+    places: Vec<u32>,
+    /// The others, which are filled.
+    filled: Vec<Block>,
+}
+
+impl Job<'_> {
+    /// Restores into a QEMU that was just started, which is ended should anything fail before the guest
+    /// runs. Returns when memory is complete.
+    pub(super) fn run(
+        &self,
+        mut launched: Launched,
+        guardian: Guardian,
+        maps: Vec<PageMap<'_>>,
+        mut clock: PhaseClock,
+        events: LazySink<'_>,
+    ) -> Result<Done, RestoreError> {
+        let process = launched.process.clone();
+        guardian.watch(launched.monitor.client().socket())?;
+        let shared = guardian.share_userfaultfd(&process)?;
+        if shared.user_mode_only {
+            return Err(RestoreError::Unprivileged);
+        }
+        let uffd = Uffd::handshake_missing(shared.fd).map_err(PopulateError::from)?;
+        let mut memory = self.split(&mut launched, &uffd, maps, events)?;
+        let files = Files::beside(&self.options.launch.qmp);
+        let blocks: Vec<&Block> = memory.blocks.iter().collect();
+        let maps = std::mem::take(&mut memory.maps);
+        let last_time = self.last_time(&memory.places);
+        let lazy = Lazy::new(uffd, &blocks, maps, last_time, files.create_marks()?)?;
+        lazy.settle_used(&process, &blocks)?;
+        let record = FillingRecord::new(
+            [process.pid(), shared.remote_fd],
+            process.start_time(),
+            (*self.id, self.manifest.vm.clone(), self.repository.clone()),
+            !self.options.paused,
+            (memory.ram, memory.tables),
+        );
+        thread::scope(|scope| {
+            let _end = lazy.end_on_drop();
+            lazy.serve(scope, self.reader)?;
+            clock.phases.memory = clock.lap();
+            launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
+            clock.phases.device_state = clock.lap();
+            files.write(&record)?;
+            guardian.last_duty(LastDuty::Pause)?;
+            let (process, monitor) = launched.keep();
+            // Dropped before the threads end: the guardian pauses the VM while pages still come.
+            let mut keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
+            if !self.options.paused {
+                keeper.monitor.cont()?;
+            }
+            clock.phases.cont = clock.lap();
+            let runs_after_us = micros(clock.asked_at.elapsed());
+            events(LazyEvent::Runs {
+                after_us: runs_after_us,
+            });
+            lazy.fill(scope, self.options.limit_fill)?;
+            keeper.until_complete(events)?;
+            let verify = match self.options.verify {
+                true => {
+                    let all = memory.blocks.iter().chain(&memory.filled);
+                    let verified = self.verify(&all.collect::<Vec<_>>(), events);
+                    // As when it is compared before: a VM that is not the checkpoint does not stay.
+                    Some(verified.inspect_err(|_| keeper.end_vm())?)
+                }
+                false => None,
+            };
+            let mut done = keeper.done(clock, runs_after_us, verify);
+            if let Some(report) = &mut done.lazy {
+                report.working_set = self.working_set.as_ref().map(|set| set.pages.len());
+                report.recorded = self.record(&lazy, &memory.places);
+            }
+            Ok(done)
+        })
+    }
+
+    /// The pages of the working set: numbers among these blocks, and pages.
+    fn last_time(&self, places: &[u32]) -> Vec<(usize, u64)> {
+        let pages = self.working_set.iter().flat_map(|set| &set.pages);
+        pages
+            .filter_map(|&(place, page)| {
+                let number = places.iter().position(|&other| other == place)?;
+                Some((number, page.into()))
+            })
+            .collect()
+    }
+
+    /// Records what the guest has asked for, for the next time; how many pages. It is a hint only: that
+    /// it cannot be recorded (a repository that is read-only, say) is no error.
+    fn record(&self, lazy: &Lazy<'_>, places: &[u32]) -> usize {
+        if self.options.paused || self.working_set.is_some() {
+            return 0;
+        }
+        let asked = lazy.take_asked().into_iter();
+        // A block has less than 2^30 pages.
+        let pages: Vec<(u32, u32)> = asked
+            .filter_map(|(number, page)| Some((*places.get(number)?, page as u32)))
+            .collect();
+        let set = WorkingSet { pages };
+        match self.reader.record_working_set(self.id, &set) {
+            Ok(true) => set.pages.len(),
+            Ok(false) | Err(_) => 0,
+        }
+    }
+
+    /// Registers the blocks that can be filled lazily, and fills the others.
+    fn split<'m>(
+        &self,
+        launched: &mut Launched,
+        uffd: &Uffd,
+        maps: Vec<PageMap<'m>>,
+        events: LazySink<'_>,
+    ) -> Result<Memory<'m>, RestoreError> {
+        let ram = launched.monitor.ram_blocks()?;
+        let blocks = eager::open_blocks(&launched.process, &ram, &self.manifest.ram)?;
+        let mut lazily = Memory {
+            blocks: Vec::new(),
+            maps: Vec::new(),
+            tables: Vec::new(),
+            ram: Vec::new(),
+            places: Vec::new(),
+            filled: Vec::new(),
+        };
+        let mut at_once = Vec::new();
+        let blocks = blocks.into_iter().zip(maps);
+        for (place, ((block, map), table)) in (0..).zip(blocks.zip(&self.manifest.ram)) {
+            // `open_blocks` has found one for each table.
+            let found = ram.iter().find(|ram| ram.name == table.name);
+            match found {
+                Some(ram)
+                    if lazy::register(uffd, &block, ram.page_bytes)
+                        .map_err(PopulateError::from)? =>
+                {
+                    lazily.blocks.push(block);
+                    lazily.maps.push(map);
+                    lazily.tables.push(table.clone());
+                    lazily.places.push(place);
+                    lazily.ram.push(ram.clone());
+                }
+                _ => {
+                    lazily.filled.push(block);
+                    at_once.push(map);
+                }
+            }
+        }
+        eager::populate(
+            &launched.process,
+            &lazily.filled.iter().collect::<Vec<_>>(),
+            at_once,
+            &mut |progress| events(LazyEvent::Progress(progress)),
+        )?;
+        Ok(lazily)
+    }
+}
+
+/// Goes on filling the memory of a VM whose restore was killed.
+pub(super) fn resume(
+    record: FillingRecord,
+    files: Files,
+    qmp: &Path,
+    reader: &Reader<'_>,
+    limit_fill: Option<NonZeroU64>,
+    mut clock: PhaseClock,
+    events: LazySink<'_>,
+) -> Result<Done, RestoreError> {
+    let marks = files.open_marks()?;
+    let process = the_vm(&record, &files, qmp)?;
+    let unfinished = process.has_userfaultfd(record.remote_fd);
+    if !unfinished.map_err(PopulateError::from)? {
+        return complete_already(process, &record, &files, qmp, clock);
+    }
+    let uffd = Uffd::adopt(
+        process
+            .fetch_fd(record.remote_fd)
+            .map_err(PopulateError::from)?,
+    );
+    let blocks = eager::open_blocks(&process, &record.blocks, &record.tables)?;
+    let blocks: Vec<&Block> = blocks.iter().collect();
+    let tables = record.tables.iter();
+    let maps = tables
+        .map(|table| PageMap::open(reader, table))
+        .collect::<Result<_, _>>()?;
+    let lazy = Lazy::new(uffd, &blocks, maps, Vec::new(), marks)?;
+    lazy.settle_present(&process, &blocks)?;
+    thread::scope(|scope| {
+        let _end = lazy.end_on_drop();
+        lazy.serve(scope, reader)?;
+        // The one that was killed may have heard of them and not answered.
+        lazy.wake_all().map_err(PopulateError::from)?;
+        // Only now: QEMU's main thread may have been waiting for a page itself.
+        let monitor = Monitor::connect_to(qmp, process.pid(), MONITOR_LIMIT)?;
+        let guardian = Guardian::start()?;
+        let mut keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
+        keeper.guardian.watch(keeper.monitor.client().socket())?;
+        keeper.guardian.last_duty(LastDuty::Pause)?;
+        if keeper.record.running && keeper.monitor.run_state()?.status == "paused" {
+            keeper.monitor.cont()?;
+        }
+        clock.phases.cont = clock.lap();
+        let runs_after_us = micros(clock.asked_at.elapsed());
+        events(LazyEvent::Runs {
+            after_us: runs_after_us,
+        });
+        lazy.fill(scope, limit_fill)?;
+        keeper.until_complete(events)?;
+        Ok(keeper.done(clock, runs_after_us, None))
+    })
+}
+
+/// The one that was killed had filled all of memory, and let go of it.
+fn complete_already(
+    process: Process,
+    record: &FillingRecord,
+    files: &Files,
+    qmp: &Path,
+    clock: PhaseClock,
+) -> Result<Done, RestoreError> {
+    let mut monitor = Monitor::connect_to(qmp, process.pid(), MONITOR_LIMIT)?;
+    if record.running && monitor.run_state()?.status == "paused" {
+        monitor.cont()?;
+    }
+    files.remove()?;
+    Ok(Done {
+        process,
+        pages: 0,
+        phases: clock.phases,
+        lazy: Some(LazyReport {
+            runs_after_us: micros(clock.asked_at.elapsed()),
+            ..LazyReport::default()
+        }),
+        verify: None,
+    })
+}
+
+/// The process of the record, if it still is.
+fn the_vm(record: &FillingRecord, files: &Files, qmp: &Path) -> Result<Process, RestoreError> {
+    match Process::open(record.pid) {
+        Ok(process) if process.start_time() == record.start_time => Ok(process),
+        Err(error) if !matches!(error, ProcessError::NotFound { .. }) => {
+            Err(PopulateError::from(error).into())
+        }
+        _ => {
+            files.remove()?;
+            Err(RestoreError::Ended {
+                qmp: qmp.to_owned(),
+                pid: record.pid,
+            })
+        }
+    }
+}
+
+/// Looks after a VM whose memory is being filled. Dropped before that is complete, it has the guardian
+/// pause the VM.
+struct Keeper<'l, 'a> {
+    process: Process,
+    monitor: Monitor,
+    guardian: Guardian,
+    files: Files,
+    lazy: &'l Lazy<'a>,
+    record: FillingRecord,
+    /// The guest was paused by us, with this command.
+    paused: Option<Ticket>,
+    told: Option<Instant>,
+}
+
+impl<'l, 'a> Keeper<'l, 'a> {
+    fn new(
+        process: Process,
+        monitor: Monitor,
+        guardian: Guardian,
+        files: Files,
+        lazy: &'l Lazy<'a>,
+        record: FillingRecord,
+    ) -> Keeper<'l, 'a> {
+        Keeper {
+            process,
+            monitor,
+            guardian,
+            files,
+            lazy,
+            record,
+            paused: None,
+            told: None,
+        }
+    }
+
+    fn until_complete(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
+        loop {
+            let news = self.lazy.news(LOOK);
+            if !self.process.is_alive() {
+                self.files.remove()?;
+                return Err(RestoreError::EndedMeanwhile {
+                    pid: self.process.pid(),
+                });
+            }
+            self.look_after(events)?;
+            if let News::Complete = news? {
+                break;
+            }
+            let Filling { done, total, .. } = self.lazy.filling();
+            events(LazyEvent::Progress(Progress::Filling { done, total }));
+        }
+        // The page that the guest waited for may have come with the others, before its fault server tried
+        // again: then that one still tells of trouble.
+        if let Some(ticket) = self.paused.take() {
+            self.go_on(ticket, events)?;
+        }
+        self.let_go()
+    }
+
+    /// Pauses a guest that waits too long, and resumes it when it need not wait any more.
+    fn look_after(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
+        match (self.lazy.trouble(), self.paused.take()) {
+            (Some((waited, reason)), None) if waited > WAITED_MAX && self.record.running => {
+                // Not waited for: a processor that waits for the page itself cannot stop before it is there.
+                let ticket = self.monitor.send_stop()?;
+                self.paused = Some(ticket);
+                events(LazyEvent::Waits { reason });
+            }
+            (None, Some(ticket)) => self.go_on(ticket, events)?,
+            (_, paused) => self.paused = paused,
+        }
+        let due = self.told.is_none_or(|told| told.elapsed() >= TOLD_EVERY);
+        if due && let Some(reason) = self.lazy.take_problem() {
+            self.told = Some(Instant::now());
+            if self.paused.is_none() {
+                events(LazyEvent::CannotFill { reason });
+            }
+        }
+        Ok(())
+    }
+
+    fn go_on(&mut self, stopped: Ticket, events: LazySink<'_>) -> Result<(), RestoreError> {
+        self.monitor.wait_stopped(stopped)?;
+        self.monitor.cont()?;
+        events(LazyEvent::GoesOn);
+        Ok(())
+    }
+
+    fn done(self, clock: PhaseClock, runs_after_us: u64, verify: Option<VerifyReport>) -> Done {
+        let Filling { faults, filled, .. } = self.lazy.filling();
+        Done {
+            process: self.process,
+            pages: filled,
+            phases: clock.phases,
+            lazy: Some(LazyReport {
+                runs_after_us,
+                faults,
+                faults_each_10_ms: self.lazy.faults_by_step(),
+                ..LazyReport::default()
+            }),
+            verify,
+        }
+    }
+
+    /// Ends the VM, which has not run.
+    fn end_vm(&self) {
+        // Whoever has ended already needs no ending.
+        let _ = self.process.signal(signal_hook::consts::SIGKILL);
+    }
+
+    /// Memory is complete: nothing of us remains.
+    fn let_go(&mut self) -> Result<(), RestoreError> {
+        match self.lazy.finish() {
+            Ok(()) | Err(FillError::Uffd(UffdError::NotRegistered { .. })) => {}
+            Err(error) => return Err(PopulateError::from(error).into()),
+        }
+        self.guardian
+            .close_fd(&self.process, self.record.remote_fd)?;
+        self.guardian.last_duty(LastDuty::Nothing)?;
+        Ok(self.files.remove()?)
+    }
+}

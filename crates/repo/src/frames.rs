@@ -1,0 +1,258 @@
+//! Frames: fetched from their packs, opened, decoded, and cut into blobs again.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use stillframe_page::encoding::Decoder;
+use stillframe_page::hash::{ContentHasher, ContentId};
+
+use crate::blobs::{Blobs, Wanted};
+use crate::crypto::Keys;
+use crate::error::RepoError;
+use crate::layout::FormatError;
+use crate::local::{Area, LocalStore};
+use crate::pack::{FileHash, PREAMBLE_BYTES, PackCipher};
+use crate::places::{FrameInfo, Location};
+
+/// Packs kept open: enough for 2 GiB of them, should reads jump about.
+const PACKS_OPEN: usize = 32;
+
+/// Reads and decodes frames; the state of one thread.
+pub(crate) struct FrameReader<'a> {
+    from: Blobs<'a>,
+    hasher: ContentHasher,
+    decoder: Decoder,
+    /// The last one is the one in use.
+    packs: Vec<OpenPack>,
+    sealed: Vec<u8>,
+    /// What [`FrameReader::decode`] made last, and of which frame.
+    plain: Vec<u8>,
+    decoded: Option<u32>,
+}
+
+struct OpenPack {
+    number: u32,
+    file: File,
+    label: String,
+    cipher: PackCipher,
+}
+
+impl<'a> FrameReader<'a> {
+    pub(crate) fn new(from: Blobs<'a>) -> Result<FrameReader<'a>, RepoError> {
+        Ok(FrameReader {
+            from,
+            hasher: from.keys.hasher(),
+            decoder: Decoder::new()?,
+            packs: Vec::new(),
+            sealed: Vec::new(),
+            plain: Vec::new(),
+            decoded: None,
+        })
+    }
+
+    /// Reads a run of neighbouring frames and hands over the blobs wanted from them, those together
+    /// that lie one behind the other and belong together.
+    pub(crate) fn read_run<T: Copy>(
+        &mut self,
+        run: &[Wanted<T>],
+        joins: fn(T, T) -> bool,
+        sink: &dyn Fn(T, &[u8]) -> io::Result<()>,
+    ) -> Result<(), RepoError> {
+        let (Some(first), Some(last)) = (run.first(), run.last()) else {
+            return Ok(());
+        };
+        let start = self.from.index.frame(first.at).1.offset;
+        let end = self.from.index.frame(last.at).1;
+        // Offsets and lengths of one pack stay below 1 GiB.
+        let bytes = (end.offset + end.stored_bytes - start) as usize;
+        self.open_pack(self.from.index.pack_of(first.at))?;
+        self.fetch(start, bytes)?;
+        let follows = |a: &Wanted<T>, b: &Wanted<T>| {
+            a.at.frame == b.at.frame
+                && a.at.offset + a.at.bytes == b.at.offset
+                && joins(a.tag, b.tag)
+        };
+        let mut verified: Option<(ContentId, Location)> = None;
+        for group in run.chunk_by(follows) {
+            let ([first, .., last] | [first @ last]) = group else {
+                continue;
+            };
+            if self.decoded != Some(first.at.frame) {
+                self.decode(first.at, start)?;
+            }
+            for wanted in group {
+                // The same blob wanted many times over is hashed once.
+                if verified.is_none_or(|(id, at)| id != wanted.id || at.frame != wanted.at.frame) {
+                    self.verify(&wanted.id, self.slice(wanted.at)?)?;
+                    verified = Some((wanted.id, wanted.at));
+                }
+            }
+            let bytes = last.at.offset + last.at.bytes - first.at.offset;
+            let together = self.slice(Location { bytes, ..first.at })?;
+            sink(first.tag, together).map_err(|source| RepoError::Sink {
+                id: first.id,
+                source,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Reads and decodes the one frame that `at` lies in, unless it was the last one.
+    pub(crate) fn read_frame(&mut self, at: Location) -> Result<(), RepoError> {
+        let (_, frame) = self.from.index.frame(at);
+        // Also where it is decoded already: errors name the pack in use.
+        self.open_pack(self.from.index.pack_of(at))?;
+        if self.decoded == Some(at.frame) {
+            return Ok(());
+        }
+        self.fetch(frame.offset, frame.stored_bytes as usize)?;
+        self.decode(at, frame.offset)
+    }
+
+    /// A blob of the frame decoded last, which `at` must lie in, verified against its id.
+    pub(crate) fn blob(&self, at: Location, id: &ContentId) -> Result<&[u8], RepoError> {
+        let blob = self.slice(at)?;
+        self.verify(id, blob)?;
+        Ok(blob)
+    }
+
+    /// Several blobs that were verified and lie one behind the other.
+    pub(crate) fn together(&self, first: Location, bytes: u32) -> Result<&[u8], RepoError> {
+        self.slice(Location { bytes, ..first })
+    }
+
+    /// Closes the packs: after a failure they may be of a file system that is gone.
+    pub(crate) fn close_packs(&mut self) {
+        self.decoded = None;
+        self.packs.clear();
+    }
+
+    fn open_pack(&mut self, number: u32) -> Result<(), RepoError> {
+        if let Some(at) = self.packs.iter().position(|pack| pack.number == number) {
+            let pack = self.packs.remove(at);
+            self.packs.push(pack);
+            return Ok(());
+        }
+        if self.packs.len() >= PACKS_OPEN {
+            self.packs.remove(0);
+        }
+        let name = self.from.index.packs()[number as usize].name;
+        let (file, cipher, label) = open_pack(self.from.store, self.from.keys, name)?;
+        self.packs.push(OpenPack {
+            number,
+            file,
+            label,
+            cipher,
+        });
+        Ok(())
+    }
+
+    fn fetch(&mut self, offset: u32, bytes: usize) -> Result<(), RepoError> {
+        let Some(pack) = self.packs.last() else {
+            return Ok(());
+        };
+        self.sealed.resize(bytes, 0);
+        read_exact_at(&pack.file, &mut self.sealed, offset.into(), &pack.label)
+    }
+
+    /// Decodes the frame of `at` out of a fetched run that starts at `run_start` in the file.
+    fn decode(&mut self, at: Location, run_start: u32) -> Result<(), RepoError> {
+        let (info, frame) = self.from.index.frame(at);
+        let Some(pack) = self.packs.last() else {
+            return Ok(());
+        };
+        self.decoded = None;
+        let from = (frame.offset - run_start) as usize;
+        let sealed = &mut self.sealed[from..from + frame.stored_bytes as usize];
+        decode_frame(
+            &pack.cipher,
+            info.frame_number(at),
+            frame,
+            sealed,
+            &mut self.decoder,
+            &mut self.plain,
+        )
+        .map_err(|error| RepoError::format(&pack.label, &error))?;
+        self.decoded = Some(at.frame);
+        Ok(())
+    }
+
+    fn slice(&self, at: Location) -> Result<&[u8], RepoError> {
+        let range = at.offset as usize..at.offset as usize + at.bytes as usize;
+        self.plain
+            .get(range)
+            .ok_or_else(|| self.damaged("a blob reaches beyond its frame"))
+    }
+
+    fn verify(&self, id: &ContentId, blob: &[u8]) -> Result<(), RepoError> {
+        match self.hasher.id(blob) == *id {
+            true => Ok(()),
+            false => Err(self.damaged(&format!("blob {id} has other contents"))),
+        }
+    }
+
+    fn damaged(&self, what: &str) -> RepoError {
+        let label = self.packs.last().map(|pack| pack.label.clone());
+        RepoError::Damaged {
+            file: label.unwrap_or_default(),
+            what: what.into(),
+        }
+    }
+}
+
+/// Opens a pack and reads its start.
+pub(crate) fn open_pack(
+    store: &LocalStore,
+    keys: &Keys,
+    name: FileHash,
+) -> Result<(File, PackCipher, String), RepoError> {
+    let text = name.to_string();
+    let label = store.label(Area::Packs, &text);
+    let file = match store.open(Area::Packs, &text) {
+        Err(error) if error.is_absent() => {
+            return Err(RepoError::Damaged {
+                file: label,
+                what: "it is missing".into(),
+            });
+        }
+        other => other?,
+    };
+    let mut preamble = [0; PREAMBLE_BYTES];
+    read_exact_at(&file, &mut preamble, 0, &label)?;
+    let cipher =
+        PackCipher::new(keys, preamble).map_err(|error| RepoError::format(&label, &error))?;
+    Ok((file, cipher, label))
+}
+
+/// Opens a sealed frame and decodes it into `plain`.
+pub(crate) fn decode_frame(
+    cipher: &PackCipher,
+    number: u32,
+    frame: FrameInfo,
+    sealed: &mut [u8],
+    decoder: &mut Decoder,
+    plain: &mut Vec<u8>,
+) -> Result<(), FormatError> {
+    let payload = cipher.open_frame(number, frame.kind, frame.plain_bytes, sealed)?;
+    decoder
+        .decode(frame.kind, payload, frame.plain_bytes as usize, plain)
+        .map_err(|error| FormatError::invalid(format!("frame {number}: {error}")))
+}
+
+/// Reads exactly, telling a file that is too short from one that cannot be read.
+pub(crate) fn read_exact_at(
+    file: &File,
+    into: &mut [u8],
+    offset: u64,
+    label: &str,
+) -> Result<(), RepoError> {
+    file.read_exact_at(into, offset)
+        .map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => RepoError::Damaged {
+                file: label.into(),
+                what: "it is too short".into(),
+            },
+            _ => RepoError::io("read", label.as_ref(), error),
+        })
+}

@@ -1,0 +1,124 @@
+//! Single pages out of page maps, for somebody who cannot wait for many: a guest that touches a page
+//! which is not there yet.
+
+use std::io;
+
+use stillframe_page::delta::PAGE_BYTES;
+
+use crate::blobs::Blobs;
+use crate::error::RepoError;
+use crate::frames::FrameReader;
+use crate::page_map::PageMap;
+use crate::places::Location;
+use crate::table::PageRef;
+
+/// Where pages go: the number of the first, and the bytes of all.
+pub type NearSink<'s> = &'s mut dyn FnMut(u64, &[u8]) -> io::Result<()>;
+
+/// Reads pages one at a time, with what comes with them at little cost. The state of one thread; takes
+/// up to 5 MiB, and keeps a few packs open.
+pub struct PageReader<'a> {
+    frames: FrameReader<'a>,
+}
+
+impl<'a> PageReader<'a> {
+    /// For page maps of the same repository.
+    pub fn new(from: impl Into<Blobs<'a>>) -> Result<PageReader<'a>, RepoError> {
+        Ok(PageReader {
+            frames: FrameReader::new(from.into())?,
+        })
+    }
+
+    /// Hands over a page, and then those of `neighbours` (which ascend) that are now quickly made: they
+    /// lie in the same frame, or have their changes in the same deltas. Every blob is verified against
+    /// its id.
+    pub fn read_near(
+        &mut self,
+        map: &PageMap<'_>,
+        page: u64,
+        neighbours: &[u64],
+        sink: NearSink<'_>,
+    ) -> Result<(), RepoError> {
+        let read = self.try_read_near(map, page, neighbours, sink);
+        if read.is_err() {
+            self.frames.close_packs();
+        }
+        read
+    }
+
+    fn try_read_near(
+        &mut self,
+        map: &PageMap<'_>,
+        page: u64,
+        neighbours: &[u64],
+        sink: NearSink<'_>,
+    ) -> Result<(), RepoError> {
+        let mut hand_over = |page: u64, bytes: &[u8]| {
+            sink(page, bytes).map_err(|source| RepoError::PageSink { page, source })
+        };
+        if map.is_changed(page) {
+            hand_over(page, &self.changed(map, &[page])?)?;
+            let others = neighbours.iter().copied();
+            let others: Vec<u64> = others
+                .filter(|&other| map.has_deltas_of(other, page))
+                .collect();
+            let memory = self.changed(map, &others)?;
+            let mut rest = &memory[..];
+            for together in others.chunk_by(|page, next| page + 1 == *next) {
+                let (bytes, behind) = rest.split_at(together.len() * PAGE_BYTES);
+                rest = behind;
+                hand_over(together[0], bytes)?;
+            }
+            return Ok(());
+        }
+        let PageRef::Stored(id) = map.base(page)? else {
+            return hand_over(page, &[0; PAGE_BYTES]);
+        };
+        let at = map.locate(&id)?;
+        self.frames.read_frame(at)?;
+        hand_over(page, self.frames.blob(at, &id)?)?;
+        let mut found: Vec<(u64, Location)> = Vec::new();
+        for &page in neighbours {
+            // Only what is known to lie there: else more of the table would have to be read.
+            if !map.is_changed(page)
+                && let Some(PageRef::Stored(id)) = map.known_base(page)
+                && let Ok(other) = map.locate(&id)
+                && other.frame == at.frame
+            {
+                self.frames.blob(other, &id)?;
+                found.push((page, other));
+            }
+        }
+        let follows = |&(page, at): &(u64, Location), &(next, behind): &(u64, Location)| {
+            page + 1 == next && at.offset + at.bytes == behind.offset
+        };
+        for together in found.chunk_by(follows) {
+            let (page, first) = together[0];
+            let bytes = together.iter().map(|(_, at)| at.bytes).sum();
+            hand_over(page, self.frames.together(first, bytes)?)?;
+        }
+        Ok(())
+    }
+
+    /// The contents of pages that have deltas, one behind the other.
+    fn changed(&mut self, map: &PageMap<'_>, pages: &[u64]) -> Result<Vec<u8>, RepoError> {
+        let mut memory = vec![0; pages.len() * PAGE_BYTES];
+        let (slots, _) = memory.as_chunks_mut::<PAGE_BYTES>();
+        for (&page, slot) in pages.iter().zip(slots) {
+            let PageRef::Stored(id) = map.base(page)? else {
+                continue;
+            };
+            let at = map.locate(&id)?;
+            self.frames.read_frame(at)?;
+            let whole = self.frames.blob(at, &id)?;
+            slot.copy_from_slice(whole.first_chunk::<PAGE_BYTES>().ok_or_else(|| {
+                RepoError::Damaged {
+                    file: format!("blob {id}"),
+                    what: "it has not the length of a page".into(),
+                }
+            })?);
+        }
+        map.apply_deltas(pages, &mut memory)?;
+        Ok(memory)
+    }
+}

@@ -1,0 +1,105 @@
+//! Working sets: the pages that a restored VM asked for first, in that order. A lazy restore records them,
+//! and the next one of the same checkpoint fills them first.
+//!
+//! One is a hint beside its checkpoint and nothing depends on it: it is written once, in a file named like
+//! the manifest, and goes with it.
+//!
+//! ```text
+//! body   | varint pages | for each: varint place of its RAM block in the manifest, varint number there |
+//! ```
+
+use stillframe_page::varint;
+
+use crate::error::RepoError;
+use crate::layout::{Cursor, FileKind, FormatError};
+use crate::local::Area;
+use crate::manifest::CheckpointId;
+use crate::repository::{Reader, Repository};
+use crate::sealed_file::{open_file, seal_file};
+
+/// The most pages in one: 256 MiB of memory.
+pub const PAGES_MAX: usize = 1 << 16;
+
+/// The longest file that is read.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Pages in the order in which they were asked for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WorkingSet {
+    /// The place of each page's RAM block in the manifest, and its number there.
+    pub pages: Vec<(u32, u32)>,
+}
+
+impl WorkingSet {
+    /// Writes the plain body; what is beyond [`PAGES_MAX`] is left out.
+    pub fn encode(&self) -> Vec<u8> {
+        let pages = &self.pages[..self.pages.len().min(PAGES_MAX)];
+        let mut out = Vec::new();
+        varint::put(&mut out, pages.len() as u32);
+        for &(block, page) in pages {
+            varint::put(&mut out, block);
+            varint::put(&mut out, page);
+        }
+        out
+    }
+
+    /// Reads the plain body.
+    pub fn decode(body: &[u8]) -> Result<WorkingSet, FormatError> {
+        let mut cursor = Cursor::new(body);
+        let count = cursor.varint()? as usize;
+        if count > PAGES_MAX {
+            return Err(FormatError::invalid("it has more pages than allowed"));
+        }
+        let mut pages = Vec::new();
+        for _ in 0..count {
+            pages.push((cursor.varint()?, cursor.varint()?));
+        }
+        cursor.finish()?;
+        Ok(WorkingSet { pages })
+    }
+}
+
+impl Repository {
+    /// The working set of a checkpoint, if one was recorded.
+    pub fn working_set(&self, id: &CheckpointId) -> Result<Option<WorkingSet>, RepoError> {
+        let name = id.to_hex();
+        let mut bytes = match self.store.read(Area::WorkingSets, &name, FILE_BYTES_MAX) {
+            Err(error) if error.is_absent() => return Ok(None),
+            other => other?,
+        };
+        open_file(FileKind::WorkingSet, &self.keys, &mut bytes)
+            .and_then(WorkingSet::decode)
+            .map(Some)
+            .map_err(|error| RepoError::format(self.store.label(Area::WorkingSets, &name), &error))
+    }
+
+    /// Removes those whose checkpoints are gone. Under the exclusive lock.
+    pub(crate) fn remove_orphaned_working_sets(&self) -> Result<(), RepoError> {
+        for name in self.store.names(Area::WorkingSets)? {
+            let manifest = self.store.length(Area::Manifests, &name)?;
+            if manifest.is_none() {
+                self.store.remove(Area::WorkingSets, &name)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Reader<'_> {
+    /// Records the working set of a checkpoint, unless there is one; whether it did.
+    pub fn record_working_set(
+        &self,
+        id: &CheckpointId,
+        set: &WorkingSet,
+    ) -> Result<bool, RepoError> {
+        let repository = self.repository();
+        let name = id.to_hex();
+        let there = repository.store.length(Area::WorkingSets, &name)?.is_some();
+        if there || set.pages.is_empty() || !repository.has_manifest(id)? {
+            return Ok(false);
+        }
+        let file = seal_file(FileKind::WorkingSet, &repository.keys, set.encode())?;
+        repository.store.create(Area::WorkingSets, &name, &file)?;
+        Ok(true)
+    }
+}

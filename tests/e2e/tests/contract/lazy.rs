@@ -1,0 +1,311 @@
+//! `restore --lazy`: the guest runs before its memory is there, and never on anything else.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
+use stillframe_e2e::health::{expect_nothing_left, processes_with};
+use stillframe_e2e::memory::Image;
+use stillframe_e2e::qmp::Qmp;
+use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_e2e::serial::Serial;
+
+/// The files that a lazy restore keeps beside the monitor until it is done.
+fn files_beside(qmp: &Path) -> Result<usize> {
+    let folder = qmp.parent().context("no folder")?;
+    let name = qmp.file_name().context("no name")?.to_string_lossy();
+    let mut count = 0;
+    for entry in std::fs::read_dir(folder)? {
+        let other = entry?.file_name();
+        count += usize::from(
+            other
+                .to_string_lossy()
+                .starts_with(&format!("{name}.filling")),
+        );
+    }
+    Ok(count)
+}
+
+/// The guest ticks on from where the checkpoint was taken, checks all its memory, and QEMU is alone again.
+fn expect_complete(restored: &Restored, ticks: usize) -> Result<()> {
+    restored.serial.wait_ticks(ticks, PATIENCE)?;
+    expect_nothing_left(restored.pid, &mut restored.monitor()?)?;
+    ensure!(files_beside(&restored.qmp)? == 0, "files are left");
+    Ok(())
+}
+
+/// Whole pages, pages made of deltas, and zeros, in all kinds of memory.
+#[test]
+fn a_guest_of_every_kind_goes_on() -> Result<()> {
+    for kind in [
+        Kind::Private,
+        Kind::Memfd,
+        Kind::FileShared,
+        Kind::Pc,
+        Kind::TwoCpus,
+        Kind::Console,
+        Kind::Sandbox,
+    ] {
+        let mut guest = Setup::small(kind, "lazy").boot()?;
+        let folder = tempfile::tempdir()?;
+        let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+        let pid = guest.pid_text();
+        stillframe.ok(&["watch", "--pid", &pid, "--every", "300ms", "--count", "4"])?;
+        if kind == Kind::FileShared {
+            // Two VMs in one file of RAM would be none.
+            guest.kill()?;
+        }
+        let restored = Restored::start(&stillframe, "latest", folder.path(), &["--lazy"])?;
+        expect_complete(&restored, 12).with_context(|| kind.name())?;
+    }
+    Ok(())
+}
+
+/// Every page of every block, by an oracle that knows nothing of us: the original and the restored VM
+/// stand still at the same instant.
+#[test]
+fn complete_memory_is_that_of_the_pause() -> Result<()> {
+    for kind in [Kind::Private, Kind::Memfd] {
+        let guest = Setup::small(kind, "frozen").boot()?;
+        let folder = tempfile::tempdir()?;
+        let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+        let pid = guest.pid_text();
+        stillframe.ok(&["watch", "--pid", &pid, "--every", "200ms", "--count", "5"])?;
+        let mut monitor = guest.second_monitor()?;
+        monitor.execute("stop", json!({}))?;
+        stillframe.ok(&["checkpoint", "--pid", &pid])?;
+        let original = Image::take(guest.pid(), &mut monitor)?;
+        let options = ["--lazy", "--paused", "--verify"];
+        let restored = Restored::start(&stillframe, "latest", folder.path(), &options)?;
+        let image = Image::take(restored.pid, &mut restored.monitor()?)?;
+        let differing = original.differing(&image)?;
+        ensure!(differing.is_empty(), "{}: {differing:?}", kind.name());
+    }
+    Ok(())
+}
+
+/// A lazy restore that fills next to nothing by itself: the guest gets what it asks for.
+struct Slow {
+    running: Running,
+    qmp: std::path::PathBuf,
+    serial: Serial,
+}
+
+fn start_slowly(stillframe: &Stillframe, folder: &Path) -> Result<Slow> {
+    let (qmp, serial) = (folder.join("restored.qmp"), folder.join("restored.serial"));
+    let spec = format!("file:{}", serial.display());
+    let line = [
+        "restore",
+        "latest",
+        "--lazy",
+        "--limit-fill",
+        "256K",
+        "--qmp",
+        &qmp.display().to_string(),
+        "--serial",
+        &spec,
+        "--json",
+    ];
+    let mut running = Running::start(stillframe.command(&line)?)?;
+    running.wait_words("filling its memory")?;
+    Ok(Slow {
+        running,
+        qmp,
+        serial: Serial::new(&serial),
+    })
+}
+
+fn checkpointed(kind: Kind, name: &str, folder: &Path) -> Result<(Guest, Stillframe)> {
+    let guest = Setup::small(kind, name).boot()?;
+    let stillframe = Stillframe::init(&folder.join("repo"))?;
+    let pid = guest.pid_text();
+    stillframe.ok(&["watch", "--pid", &pid, "--every", "300ms", "--count", "3"])?;
+    Ok((guest, stillframe))
+}
+
+fn resume(stillframe: &Stillframe, slow: &Slow) -> Result<Restored> {
+    let qmp = slow.qmp.display().to_string();
+    let report = stillframe.json(&["restore", "--resume", "--qmp", &qmp])?;
+    Ok(Restored {
+        pid: report["pid"].as_i64().context("no pid")? as i32,
+        qmp: slow.qmp.clone(),
+        serial: slow.serial.clone(),
+    })
+}
+
+#[test]
+fn the_guest_runs_long_before_its_memory_is_there() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (_guest, stillframe) = checkpointed(Kind::Private, "early", folder.path())?;
+    let mut slow = start_slowly(&stillframe, folder.path())?;
+    slow.serial.wait_ticks(10, PATIENCE)?;
+    ensure!(files_beside(&slow.qmp)? == 2, "it is complete already");
+    // Nobody else may fill it meanwhile, nor begin again at this monitor.
+    let qmp = slow.qmp.display().to_string();
+    let said = stillframe.fails(&["restore", "--resume", "--qmp", &qmp], 1)?;
+    ensure!(said.contains("by another process"), "{said}");
+    // Told to end, it says what that means; told again it leaves a paused VM that goes on.
+    slow.running.signal("INT")?;
+    slow.running.wait_words("interrupt again")?;
+    slow.serial.wait_more(2, PATIENCE)?;
+    slow.running.signal("INT")?;
+    let Slow {
+        running,
+        qmp,
+        serial,
+    } = slow;
+    let ended = running.end()?;
+    ensure!(ended.code == Some(1), "{ended:?}");
+    ensure!(Qmp::connect(&qmp)?.status()? == "paused");
+    let running = Running::start(stillframe.command(&["--version"])?)?;
+    let slow = Slow {
+        running,
+        qmp,
+        serial,
+    };
+    let restored = resume(&stillframe, &slow)?;
+    restored.serial.wait_more(10, PATIENCE)?;
+    expect_complete(&restored, 10)
+}
+
+#[test]
+fn another_process_goes_on_after_a_kill() -> Result<()> {
+    for kind in [Kind::Private, Kind::Memfd] {
+        let folder = tempfile::tempdir()?;
+        let (_guest, stillframe) = checkpointed(kind, "killed", folder.path())?;
+        let slow = start_slowly(&stillframe, folder.path())?;
+        slow.serial.wait_ticks(3, PATIENCE)?;
+        slow.running.signal("KILL")?;
+        let restored = resume(&stillframe, &slow)?;
+        restored.serial.wait_more(10, PATIENCE)?;
+        expect_complete(&restored, 10)?;
+        // Once is enough.
+        let qmp = slow.qmp.display().to_string();
+        let said = stillframe.fails(&["restore", "--resume", "--qmp", &qmp], 1)?;
+        ensure!(said.contains("no lazy restore is under way"), "{said}");
+    }
+    Ok(())
+}
+
+/// The VM waits for its repository, and goes on with it.
+#[test]
+fn a_repository_that_is_gone_for_a_while() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (_guest, stillframe) = checkpointed(Kind::Private, "unplugged", folder.path())?;
+    let mut slow = start_slowly(&stillframe, folder.path())?;
+    slow.serial.wait_ticks(2, PATIENCE)?;
+    let (there, away) = (folder.path().join("repo"), folder.path().join("away"));
+    std::fs::rename(&there, &away)?;
+    slow.running.wait_words("it is paused, and goes on when")?;
+    std::fs::rename(&away, &there)?;
+    slow.running.wait_words("the guest goes on")?;
+    slow.serial.wait_more(5, PATIENCE)?;
+    slow.running.signal("KILL")?;
+    let restored = resume(&stillframe, &slow)?;
+    restored.serial.wait_more(10, PATIENCE)?;
+    expect_complete(&restored, 10)
+}
+
+/// All packs of a repository, and what is in them.
+fn packs(repository: &Path) -> Result<Vec<(std::path::PathBuf, Vec<u8>)>> {
+    let mut packs = Vec::new();
+    for folder in std::fs::read_dir(repository.join("packs"))? {
+        for file in std::fs::read_dir(folder?.path())? {
+            let path = file?.path();
+            let bytes = std::fs::read(&path)?;
+            packs.push((path, bytes));
+        }
+    }
+    Ok(packs)
+}
+
+/// A damaged page is not for the guest: it waits until the page is whole.
+#[test]
+fn damage_that_is_met_on_demand() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (_guest, stillframe) = checkpointed(Kind::Memfd, "damaged", folder.path())?;
+    let mut slow = start_slowly(&stillframe, folder.path())?;
+    slow.serial.wait_ticks(2, PATIENCE)?;
+    let whole = packs(stillframe.repository())?;
+    for (path, bytes) in &whole {
+        let mut damaged = bytes.clone();
+        damaged.iter_mut().step_by(512).for_each(|byte| *byte ^= 1);
+        std::fs::write(path, damaged)?;
+    }
+    slow.running.wait_words("it is paused, and goes on when")?;
+    let said = slow.running.err();
+    ensure!(said.contains("packs/"), "the pack is not named: {said}");
+    let ticks = slow.serial.ticks()?.len();
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    ensure!(slow.serial.ticks()?.len() <= ticks + 1, "the guest runs on");
+    for (path, bytes) in &whole {
+        std::fs::write(path, bytes)?;
+    }
+    slow.running.wait_words("the guest goes on")?;
+    slow.serial.wait_more(10, PATIENCE)?;
+    slow.running.signal("KILL")?;
+    expect_complete(&resume(&stillframe, &slow)?, 10)
+}
+
+/// What a VM asks for first is recorded, shown, used the next time, and goes with its checkpoint.
+#[test]
+fn a_working_set_is_recorded_once() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (guest, stillframe) = checkpointed(Kind::Private, "habits", folder.path())?;
+    let pid = guest.pid_text();
+    let restore = || -> Result<serde_json::Value> {
+        let qmp = folder.path().join("x.qmp").display().to_string();
+        let report = stillframe.json(&["restore", "latest", "--lazy", "--qmp", &qmp])?;
+        let restored = Restored {
+            pid: report["pid"].as_i64().context("no pid")? as i32,
+            qmp: qmp.into(),
+            serial: Serial::new(&folder.path().join("none")),
+        };
+        drop(restored);
+        Ok(report["lazy"].clone())
+    };
+    let first = restore()?;
+    let recorded = first["recorded"].as_u64().context("no record")?;
+    ensure!(recorded > 0 && first["working_set"].is_null(), "{first}");
+    let second = restore()?;
+    ensure!(
+        second["working_set"] == recorded && second["recorded"] == 0,
+        "{second}"
+    );
+    let shown = stillframe.json(&["show", "latest"])?;
+    ensure!(shown["working_set_pages"] == recorded, "{shown}");
+    ensure!(stillframe.json(&["check"])?["clean"] == true);
+    let sets = || std::fs::read_dir(stillframe.repository().join("working-sets"));
+    ensure!(sets()?.count() == 1);
+    stillframe.ok(&["checkpoint", "--pid", &pid])?;
+    stillframe.ok(&["forget", "--keep-last", "1"])?;
+    ensure!(sets()?.count() == 0, "it outlives its checkpoint");
+    Ok(())
+}
+
+/// Killed before the guest has run, a restore leaves nothing behind.
+#[test]
+fn a_restore_that_dies_early_takes_its_qemu_along() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (_guest, stillframe) = checkpointed(Kind::Private, "early-death", folder.path())?;
+    let qmp = folder.path().join("x.qmp");
+    let qmp_text = qmp.display().to_string();
+    for lazily in [true, false] {
+        let mut line = vec!["restore", "latest", "--qmp", &qmp_text];
+        line.extend(lazily.then_some("--lazy"));
+        let mut engine = stillframe.spawn(&line)?;
+        let begin = std::time::Instant::now();
+        while processes_with(&qmp_text)? == 0 {
+            ensure!(begin.elapsed() < PATIENCE, "no QEMU was started");
+        }
+        engine.kill()?;
+        engine.wait()?;
+        while processes_with(&qmp_text)? > 0 {
+            ensure!(begin.elapsed() < PATIENCE, "a QEMU is left behind");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    }
+    Ok(())
+}
