@@ -30,6 +30,8 @@ pub enum Bench {
     Frequency,
     /// The pause of a guest of 8 GiB, and of one that writes all of its memory (about 12 minutes).
     Extremes,
+    /// How soon a VM of 1 to 8 GiB is back, lazily and eagerly, against QEMU's own way (about 7 minutes).
+    Restore,
     /// The guests with real software: the pace of each, alone and watched (about 20 minutes; the first
     /// time some more, to build them).
     Works,

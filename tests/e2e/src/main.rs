@@ -81,6 +81,8 @@ enum What {
     },
     /// 60 000 checkpoints, one every 10 ms.
     Frequency,
+    /// How soon a VM is back, against QEMU's own way.
+    Restore,
     /// Random bit flips and truncations of a repository.
     Flips {
         /// How many.
@@ -111,6 +113,7 @@ fn main() -> Result<()> {
             seed,
         } => campaign::soak::run(count, every_ms, seed),
         What::Frequency => bench::frequency::run(),
+        What::Restore => bench::restore::run(),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),
     }
 }

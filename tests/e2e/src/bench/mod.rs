@@ -5,5 +5,6 @@ pub mod extremes;
 pub mod frequency;
 pub mod papers;
 mod peers;
+pub mod restore;
 mod slowdown;
 pub mod works;

@@ -111,6 +111,28 @@ fn migrate(
     })
 }
 
+/// Saves a guest that stands still into a mapped-ram file, which stays; the guest stays paused.
+pub fn save_mapped_ram(qmp: &mut Qmp, file: &Path) -> Result<()> {
+    set_capabilities(qmp, &["mapped-ram"], true)?;
+    qmp.execute("migrate-set-parameters", json!({"max-bandwidth": 0}))?;
+    qmp.execute("stop", json!({}))?;
+    qmp.execute(
+        "migrate",
+        json!({"uri": format!("file:{}", file.display())}),
+    )?;
+    wait_completed(qmp)
+}
+
+/// Has a waiting QEMU load such a file.
+pub fn load_mapped_ram(qmp: &mut Qmp, file: &Path) -> Result<()> {
+    set_capabilities(qmp, &["mapped-ram"], true)?;
+    qmp.execute(
+        "migrate-incoming",
+        json!({"uri": format!("file:{}", file.display())}),
+    )?;
+    wait_completed(qmp)
+}
+
 fn set_capabilities(qmp: &mut Qmp, names: &[&str], on: bool) -> Result<()> {
     let list: Vec<Value> = names
         .iter()

@@ -125,6 +125,20 @@ fn checkpointed(kind: Kind, name: &str, folder: &Path) -> Result<(Guest, Stillfr
     Ok((guest, stillframe))
 }
 
+/// As [`checkpointed`], with a guest that goes on asking for pages for half a minute: it has 24,000, and
+/// touches few in each tick.
+fn checkpointed_asking(kind: Kind, name: &str, folder: &Path) -> Result<(Guest, Stillframe)> {
+    let mut setup = Setup::small(kind, name);
+    setup.ram_mib = 192;
+    setup.workload.mib = 96;
+    setup.workload.writes_per_tick = 2;
+    setup.workload.share = 512;
+    let guest = setup.boot()?;
+    let stillframe = Stillframe::init(&folder.join("repo"))?;
+    stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
+    Ok((guest, stillframe))
+}
+
 fn resume(stillframe: &Stillframe, slow: &Slow) -> Result<Restored> {
     let qmp = slow.qmp.display().to_string();
     let report = stillframe.json(&["restore", "--resume", "--qmp", &qmp])?;
@@ -193,12 +207,20 @@ fn another_process_goes_on_after_a_kill() -> Result<()> {
 #[test]
 fn a_repository_that_is_gone_for_a_while() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let (_guest, stillframe) = checkpointed(Kind::Private, "unplugged", folder.path())?;
+    let (_guest, stillframe) = checkpointed_asking(Kind::Private, "unplugged", folder.path())?;
     let mut slow = start_slowly(&stillframe, folder.path())?;
     slow.serial.wait_ticks(2, PATIENCE)?;
     let (there, away) = (folder.path().join("repo"), folder.path().join("away"));
+    // Emptied too: packs that are open already would still be read.
+    let whole = packs(&there)?;
     std::fs::rename(&there, &away)?;
+    for (path, _) in &whole {
+        std::fs::write(away.join(path.strip_prefix(&there)?), [])?;
+    }
     slow.running.wait_words("it is paused, and goes on when")?;
+    for (path, bytes) in &whole {
+        std::fs::write(away.join(path.strip_prefix(&there)?), bytes)?;
+    }
     std::fs::rename(&away, &there)?;
     slow.running.wait_words("the guest goes on")?;
     slow.serial.wait_more(5, PATIENCE)?;
@@ -225,7 +247,7 @@ fn packs(repository: &Path) -> Result<Vec<(std::path::PathBuf, Vec<u8>)>> {
 #[test]
 fn damage_that_is_met_on_demand() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let (_guest, stillframe) = checkpointed(Kind::Memfd, "damaged", folder.path())?;
+    let (_guest, stillframe) = checkpointed_asking(Kind::Memfd, "damaged", folder.path())?;
     let mut slow = start_slowly(&stillframe, folder.path())?;
     slow.serial.wait_ticks(2, PATIENCE)?;
     let whole = packs(stillframe.repository())?;

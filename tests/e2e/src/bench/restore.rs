@@ -1,0 +1,243 @@
+//! `cargo xtask bench restore`: how soon a VM is back, against QEMU restoring the same VM from its own
+//! mapped-ram file, and for guests of different size.
+//!
+//! QEMU's start, which both sides need, is measured by itself, and left out of the ratios. What both
+//! read is in the page cache.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use super::peers;
+use crate::cli::Stillframe;
+use crate::guest::{Guest, Kind, Setup, Workload};
+use crate::qmp::Qmp;
+use crate::results::{self, Claim, Goal, percentile};
+
+const COMMAND: &str = "cargo xtask bench restore";
+const TURNS: usize = 5;
+/// For a guest to fill its memory under TCG.
+const FILL_LIMIT: Duration = Duration::from_secs(600);
+
+/// RAM and how much of it the workload has filled, in MiB.
+const SMALL: (u32, u32) = (1024, 640);
+const MIDDLE: (u32, u32) = (4096, 2560);
+const LARGE: (u32, u32) = (8192, 5120);
+
+/// Times in milliseconds, one a turn.
+#[derive(Default)]
+struct Measured {
+    qemu_start: Vec<f64>,
+    lazy: Vec<f64>,
+    eager: Vec<f64>,
+    mapped_ram: Vec<f64>,
+    reports: Vec<Value>,
+}
+
+impl Measured {
+    fn start(&self) -> f64 {
+        percentile(&self.qemu_start, 0.5)
+    }
+
+    /// A median without QEMU's start.
+    fn without_start(&self, times: &[f64]) -> f64 {
+        percentile(times, 0.5) - self.start()
+    }
+}
+
+/// Runs the bench and writes `docs/results/restore/`.
+pub fn run() -> Result<()> {
+    let mut all = Vec::new();
+    for (size, with_peer) in [(SMALL, false), (MIDDLE, true), (LARGE, false)] {
+        eprintln!("{} MiB, {} MiB of it filled", size.0, size.1);
+        all.push((size, measure(size, with_peer)?));
+    }
+    record(&all)
+}
+
+fn measure((ram_mib, mib): (u32, u32), with_peer: bool) -> Result<Measured> {
+    let folder = tempfile::Builder::new()
+        .prefix("stillframe-restore-")
+        .tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let file = folder.path().join("mapped-ram");
+    let guest = full_guest(ram_mib, mib)?;
+    let pid = guest.pid_text();
+    stillframe.ok(&[
+        "watch", "--pid", &pid, "--every", "1s", "--count", "3", "--quiet",
+    ])?;
+    if with_peer {
+        peers::save_mapped_ram(&mut guest.second_monitor()?, &file)?;
+    }
+    drop(guest);
+    let qmp = folder.path().join("x.qmp");
+    let mut measured = Measured::default();
+    for turn in 1..=TURNS {
+        let line = waiting_qemu(&stillframe, &qmp)?;
+        measured.qemu_start.push(start_ms(&line, &qmp)?);
+        for (options, times) in [
+            (&["--lazy"][..], &mut measured.lazy),
+            (&[][..], &mut measured.eager),
+        ] {
+            let report = restored(&stillframe, &qmp, options)?;
+            let us = report["lazy"]["runs_after_us"].as_f64();
+            let us = us.or(report["total_us"].as_f64()).context("no time")?;
+            times.push(us / 1e3);
+            measured.reports.push(report);
+        }
+        if with_peer {
+            measured.mapped_ram.push(mapped_ram_ms(&line, &qmp, &file)?);
+        }
+        eprintln!("turn {turn} of {TURNS}");
+    }
+    Ok(measured)
+}
+
+/// A guest whose workload has filled its memory.
+fn full_guest(ram_mib: u32, mib: u32) -> Result<Guest> {
+    let workload = Workload {
+        mib,
+        pattern: "random",
+        tick_ms: 200,
+        writes_per_tick: 2000,
+        share: 512,
+    };
+    let setup = Setup {
+        ram_mib,
+        workload,
+        ..Setup::new(Kind::Private)
+    };
+    let guest = setup.start()?;
+    guest.serial.wait_ticks(2, FILL_LIMIT)?;
+    Ok(guest)
+}
+
+/// The command that starts a QEMU which waits for the checkpoint's state.
+fn waiting_qemu(stillframe: &Stillframe, qmp: &Path) -> Result<String> {
+    let qmp = qmp.display().to_string();
+    let line = stillframe.ok(&["restore", "latest", "--qmp", &qmp, "--print-command"])?;
+    Ok(line.trim().replacen("&& ", "&& exec ", 1))
+}
+
+fn spawn(line: &str) -> Result<Child> {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", line]).stdin(Stdio::null());
+    Ok(shell.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?)
+}
+
+/// Starts that QEMU, hands it over with the time that it took to answer, and ends it.
+fn with_qemu<T>(
+    line: &str,
+    qmp: &Path,
+    work: impl FnOnce(&mut Qmp, Duration) -> Result<T>,
+) -> Result<T> {
+    let _ = std::fs::remove_file(qmp);
+    let begin = Instant::now();
+    let mut qemu = spawn(line)?;
+    let done = Qmp::connect(qmp).and_then(|mut monitor| {
+        let done = work(&mut monitor, begin.elapsed());
+        let _ = monitor.execute("quit", json!({}));
+        done
+    });
+    if done.is_err() {
+        let _ = qemu.kill();
+    }
+    qemu.wait()?;
+    done
+}
+
+fn start_ms(line: &str, qmp: &Path) -> Result<f64> {
+    with_qemu(line, qmp, |_, took| Ok(took.as_secs_f64() * 1e3))
+}
+
+/// QEMU's own way, its start included.
+fn mapped_ram_ms(line: &str, qmp: &Path, file: &Path) -> Result<f64> {
+    with_qemu(line, qmp, |monitor, started| {
+        let begin = Instant::now();
+        peers::load_mapped_ram(monitor, file)?;
+        monitor.execute("cont", json!({}))?;
+        Ok((started + begin.elapsed()).as_secs_f64() * 1e3)
+    })
+}
+
+/// Restores, and ends the VM.
+fn restored(stillframe: &Stillframe, qmp: &PathBuf, options: &[&str]) -> Result<Value> {
+    let _ = std::fs::remove_file(qmp);
+    let text = qmp.display().to_string();
+    let line = [&["restore", "latest", "--qmp", &text], options].concat();
+    let report = stillframe.json(&line)?;
+    let pid = report["pid"].as_i64().context("no pid")?;
+    Qmp::connect(qmp)?.execute("quit", json!({}))?;
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while Path::new(&format!("/proc/{pid}")).exists() {
+        if Instant::now() > deadline {
+            bail!("QEMU does not end");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(report)
+}
+
+fn record(all: &[((u32, u32), Measured)]) -> Result<()> {
+    let [(_, small), (_, middle), (_, large)] = all else {
+        bail!("a guest is missing");
+    };
+    let mut table = "| guest | QEMU's start | lazy: guest runs | eager | QEMU, mapped-ram | lazy, start left out | eager, start left out | QEMU, start left out |\n\
+                     | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        .to_owned();
+    for ((ram_mib, mib), measured) in all {
+        let ms = |value: f64| match value.is_finite() {
+            true => format!("{value:.0} ms"),
+            false => "-".to_owned(),
+        };
+        table += &format!(
+            "| {ram_mib} MiB, {mib} MiB filled | {} | {} | {} | {} | {} | {} | {} |\n",
+            ms(measured.start()),
+            ms(percentile(&measured.lazy, 0.5)),
+            ms(percentile(&measured.eager, 0.5)),
+            ms(percentile(&measured.mapped_ram, 0.5)),
+            ms(measured.without_start(&measured.lazy)),
+            ms(measured.without_start(&measured.eager)),
+            ms(measured.without_start(&measured.mapped_ram)),
+        );
+    }
+    println!("{table}");
+    let head = format!(
+        "# Bench: restore\n\n`{COMMAND}`, commit {}. Medians of {TURNS} turns; TCG; everything in the page cache.\n\n",
+        results::commit()
+    );
+    std::fs::write(results::folder("restore")?.join("README.md"), head + &table)?;
+    let raw: Vec<Value> = all
+        .iter()
+        .map(|((ram_mib, mib), measured)| {
+            json!({
+                "ram_mib": ram_mib, "filled_mib": mib, "qemu_start_ms": measured.qemu_start,
+                "lazy_ms": measured.lazy, "eager_ms": measured.eager,
+                "mapped_ram_ms": measured.mapped_ram, "reports": measured.reports,
+            })
+        })
+        .collect();
+    results::write_raw("restore", "raw.jsonl", &raw)?;
+    let lazily = |measured: &Measured| measured.without_start(&measured.lazy);
+    let peer = middle.without_start(&middle.mapped_ram);
+    let claim = |id, goal, value| Claim::new(id, goal, value, "ratio", COMMAND);
+    results::write_summary(
+        "restore",
+        &[
+            claim("resume-speedup", Goal::AtLeast(20.0), peer / lazily(middle)),
+            claim(
+                "resume-flat",
+                Goal::AtMost(1.3),
+                lazily(large) / lazily(small),
+            ),
+            claim(
+                "eager-speedup",
+                Goal::AtLeast(1.0),
+                peer / middle.without_start(&middle.eager),
+            ),
+        ],
+    )
+}
