@@ -14,6 +14,7 @@ pub mod checkpoint;
 pub mod guardian;
 pub mod populate;
 pub mod restore;
+pub mod rewind;
 pub mod statistics;
 pub mod verify;
 
@@ -54,6 +55,13 @@ pub enum Progress {
         /// Pages gone through so far.
         done: u64,
         /// Pages to go through.
+        total: u64,
+    },
+    /// RAM compared with a checkpoint that the VM goes back to, while the guest runs.
+    Rewinding {
+        /// Pages compared so far.
+        done: u64,
+        /// Pages to compare.
         total: u64,
     },
     /// Pages of two checkpoints compared by `stats`.

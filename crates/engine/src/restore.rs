@@ -341,10 +341,30 @@ struct Done {
     verify: Option<VerifyReport>,
 }
 
-fn device_state(
+/// The device state of a checkpoint, as a stream that QEMU loads.
+pub(crate) fn device_state(
     id: &CheckpointId,
     manifest: &Manifest,
     record: &VmRecord,
+    reader: &Reader<'_>,
+) -> Result<Vec<u8>, RestoreError> {
+    let raw = saved_device_state(id, manifest, reader)?;
+    Ok(device_state::wrap(&raw, &record.identity.machine)?)
+}
+
+/// The names of the sections that the device state of a checkpoint consists of.
+pub(crate) fn device_sections(
+    id: &CheckpointId,
+    manifest: &Manifest,
+    reader: &Reader<'_>,
+) -> Result<Vec<String>, RestoreError> {
+    let raw = saved_device_state(id, manifest, reader)?;
+    Ok(device_state::validate(&raw)?.sections)
+}
+
+fn saved_device_state(
+    id: &CheckpointId,
+    manifest: &Manifest,
     reader: &Reader<'_>,
 ) -> Result<Vec<u8>, RestoreError> {
     let stream = manifest
@@ -354,8 +374,7 @@ fn device_state(
             checkpoint: id.to_string(),
             what: "it has no device state".to_owned(),
         })?;
-    let raw = reader.read_stream(stream, BYTES_MAX)?;
-    Ok(device_state::wrap(&raw, &record.identity.machine)?)
+    Ok(reader.read_stream(stream, BYTES_MAX)?)
 }
 
 impl Job<'_> {

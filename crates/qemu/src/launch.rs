@@ -288,3 +288,15 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
         changes: rewritten.changes,
     })
 }
+
+/// Makes sure that the disks of a VM that runs, `now`, are what they were `then`.
+///
+/// # Errors
+/// [`LaunchError::DiskChanged`]; none with `as_they_are`.
+pub fn check_running_disks(
+    then: &VmRecord,
+    now: &VmRecord,
+    as_they_are: bool,
+) -> Result<(), LaunchError> {
+    checks::running_disks(then, now, as_they_are)
+}

@@ -14,6 +14,8 @@ pub mod launch;
 pub mod monitor;
 pub mod qmp;
 pub mod record;
+pub mod reload;
 pub mod suitability;
 pub mod target;
 mod unix_sockets;
+mod vmstate_image;

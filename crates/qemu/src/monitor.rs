@@ -400,6 +400,12 @@ impl Monitor {
         self.run("human-monitor-command", json!({ "command-line": command }))
     }
 
+    /// What QEMU copies into the guest's memory anew at each reset, by name (`info roms`): kernels and
+    /// files that the command line has it load, never firmware.
+    pub fn roms_in_ram(&mut self) -> Result<Vec<String>, MonitorError> {
+        Ok(roms_in_ram(&self.human("info roms")?))
+    }
+
     /// Lends QEMU the descriptor that device state is to be saved into. It must be open for writing
     /// only: QEMU takes it only when its access mode is exactly the one it needs. Done before the
     /// pause, because it takes a round trip.
@@ -484,7 +490,7 @@ impl Monitor {
         self.wait_stopped(ticket)
     }
 
-    fn query<T: DeserializeOwned>(&mut self, command: &'static str) -> Result<T, MonitorError> {
+    pub(crate) fn query<T: DeserializeOwned>(&mut self, command: &'static str) -> Result<T, MonitorError> {
         self.run(command, Value::Null)
     }
 
@@ -510,10 +516,34 @@ pub(crate) struct Migration {
     pub(crate) error: Option<String>,
 }
 
+/// The names of those in RAM, in lines like `addr=00100000 size=0x040000 mem=ram name="kernel"`.
+fn roms_in_ram(table: &str) -> Vec<String> {
+    let in_ram = table.lines().filter(|line| line.contains(" mem=ram "));
+    in_ram
+        .map(|line| match line.split_once("name=") {
+            Some((_, name)) => name.trim().trim_matches('"').to_owned(),
+            None => line.trim().to_owned(),
+        })
+        .collect()
+}
+
 fn typed<T: DeserializeOwned>(command: &'static str, reply: Value) -> Result<T, MonitorError> {
     serde_json::from_value(reply).map_err(|error| unexpected(command, error.to_string()))
 }
 
 fn unexpected(command: &'static str, what: String) -> MonitorError {
     MonitorError::Unexpected { command, what }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_lies_in_ram_is_named() {
+        let table = "addr=00000000fffc0000 size=0x040000 mem=rom name=\"bios-256k.bin\"\n\
+            addr=0000000000100000 size=0x001000 mem=ram name=\"loaded.bin\"\n\
+            /rom@etc/acpi/tables size=0x200000 name=\"etc/acpi/tables\"\n";
+        assert_eq!(roms_in_ram(table), ["loaded.bin"]);
+    }
 }

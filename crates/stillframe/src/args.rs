@@ -1,5 +1,7 @@
 //! The command line: what can be asked for, and with which words.
 
+mod rewind;
+
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,6 +13,7 @@ use stillframe_engine::checkpoint::ScheduleChoice;
 use crate::durations;
 use crate::help;
 use crate::sizes;
+pub use rewind::RewindArgs;
 
 /// Checkpoints and restores running QEMU VMs, from outside and without their help.
 #[derive(Debug, Parser)]
@@ -88,6 +91,9 @@ pub enum Command {
     /// Start a new QEMU in the state of a checkpoint
     #[command(after_help = help::RESTORE)]
     Restore(RestoreArgs),
+    /// Take a running VM back to one of its checkpoints, in the same QEMU
+    #[command(after_help = help::REWIND)]
+    Rewind(RewindArgs),
     /// Look for damage in the repository
     #[command(after_help = help::CHECK)]
     Check(CheckArgs),

@@ -8,6 +8,7 @@ use stillframe_engine::guardian::GuardianError;
 use stillframe_engine::populate::eager::PopulateError;
 use stillframe_engine::populate::lazy::FillError;
 use stillframe_engine::restore::RestoreError;
+use stillframe_engine::rewind::RewindError;
 use stillframe_engine::verify::VerifyError;
 use stillframe_repo::{ErrorClass, RepoError};
 
@@ -58,6 +59,9 @@ fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
     if let Some(error) = error.downcast_ref::<AttachError>() {
         return Some(of_attach(error));
     }
+    if let Some(error) = error.downcast_ref::<RewindError>() {
+        return of_rewind(error);
+    }
     if let Some(OutputError::ReaderGone) = error.downcast_ref() {
         return Some(Exit::Done);
     }
@@ -103,6 +107,22 @@ fn of_repo(error: &RepoError) -> Exit {
         | ErrorClass::NoSpace
         | ErrorClass::ReadOnly
         | ErrorClass::System => Exit::Failed,
+    }
+}
+
+/// What it passes on as its own; and a VM that cannot be rewound.
+fn of_rewind(error: &RewindError) -> Option<Exit> {
+    match error {
+        RewindError::Repo(error) | RewindError::Verify(VerifyError::Repo(error)) => {
+            Some(of_repo(error))
+        }
+        RewindError::Checkpoint(error) => judge(error),
+        RewindError::OtherVm { .. } => Some(Exit::Usage),
+        RewindError::OtherMachine { .. }
+        | RewindError::OtherDevices { .. }
+        | RewindError::RomInRam { .. }
+        | RewindError::Halted { .. } => Some(Exit::Unsuitable),
+        _ => None,
     }
 }
 

@@ -133,6 +133,25 @@ process is killed it is paused until `restore --resume` goes on. Both are told.
     exit_codes!()
 );
 
+/// `stillframe rewind --help`
+pub const REWIND: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints rewind latest --vm web1
+  stillframe -r /srv/checkpoints rewind 1a2b3c4d --pid 4711 --paused --json
+
+The VM goes back to what it was at the checkpoint, in the QEMU that it runs in: same process, same monitor,
+same connections. What differs is sought while the guest runs; it is paused for writing that and for loading
+the device state. The checkpoint holds no disks: one that was written to since is refused, unless told
+--disks-as-they-are, which may damage what is on it.
+
+If anything fails, the VM goes on as it was. If this process is killed while memory is exchanged, the VM stays
+paused, and has to be rewound again before it is resumed. A VM that was paused stays so.
+
+",
+    exit_codes!()
+);
+
 /// `stillframe unlock --help`
 pub const UNLOCK: &str = concat!(
     "\

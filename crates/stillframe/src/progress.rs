@@ -70,6 +70,7 @@ impl From<Progress> for Step {
             Progress::FullPass { done, total } => ("reading all memory", done, total),
             Progress::Storing { done, total } => ("storing", done, total),
             Progress::Populating { done, total } => ("filling memory", done, total),
+            Progress::Rewinding { done, total } => ("comparing with the checkpoint", done, total),
             Progress::Filling { done, total } => ("the guest runs; filling memory", done, total),
             Progress::Comparing { done, total } => ("comparing", done, total),
             Progress::Verifying { done, total } => ("verifying", done, total),

@@ -34,6 +34,8 @@ pub enum Access {
     Read,
     /// O_WRONLY.
     Write,
+    /// O_RDWR.
+    ReadWrite,
 }
 
 /// An anonymous file in memory, freed when its last descriptor is closed.
@@ -58,6 +60,7 @@ impl Memfd {
         let mode = match access {
             Access::Read => OFlags::RDONLY,
             Access::Write => OFlags::WRONLY,
+            Access::ReadWrite => OFlags::RDWR,
         };
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         rustix::fs::open(path, mode | OFlags::CLOEXEC, Mode::empty())

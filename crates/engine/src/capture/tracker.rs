@@ -239,6 +239,15 @@ impl Tracker {
             .collect()
     }
 
+    /// These pages may have content: should one become a hole of a shared file, [`Tracker::collect`] tells.
+    pub fn expect_content(&mut self, pages: &PageRanges) {
+        for (tracked, pages) in self.blocks.iter_mut().zip(pages) {
+            for range in pages {
+                tracked.with_content.set_range(range.clone());
+            }
+        }
+    }
+
     /// How many pages [`Tracker::collect`] would find now, of memory that is tracked synchronously.
     /// Changes nothing.
     pub fn written_pages(&self) -> Result<u64, TrackerError> {

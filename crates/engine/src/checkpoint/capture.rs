@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use stillframe_page::hash::ContentHasher;
+use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
 use stillframe_sys::affinity::Processors;
 
@@ -115,7 +116,7 @@ impl Vm {
         }
     }
 
-    fn record(&mut self) -> Result<VmRecord, CheckpointError> {
+    pub(crate) fn record(&mut self) -> Result<VmRecord, MonitorError> {
         let record = match self.record.take() {
             Some(mut record) => {
                 record.refresh(&mut self.monitor)?;

@@ -5,7 +5,6 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use stillframe_qemu::monitor::RamBlock;
@@ -161,18 +160,8 @@ pub(super) fn write_pages(
     let threads = thread::available_parallelism()
         .map_or(1, std::num::NonZero::get)
         .min(8);
-    // The repository's sink speaks io::Error; the block's own error is kept for the report.
-    let failed: Mutex<Option<BlockError>> = Mutex::new(None);
-    let read = map.read_pages(with_content, threads, &|page, bytes| {
-        block.write(page, bytes).map_err(|error| {
-            let text = error.to_string();
-            *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            io::Error::other(text)
-        })
-    });
-    if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        return Err(error.into());
-    }
-    read?;
+    super::read_pages(map, with_content, threads, |page, bytes| {
+        block.write(page, bytes).map_err(PopulateError::from)
+    })?;
     Ok(written)
 }

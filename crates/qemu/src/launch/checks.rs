@@ -86,6 +86,33 @@ pub(super) fn disks(record: &VmRecord, as_they_are: bool) -> Result<(), LaunchEr
     Ok(())
 }
 
+/// The disks of a VM that runs must be those that were recorded, unchanged.
+pub(super) fn running_disks(
+    then: &VmRecord,
+    now: &VmRecord,
+    as_they_are: bool,
+) -> Result<(), LaunchError> {
+    if as_they_are {
+        return Ok(());
+    }
+    let find = |disk: &Disk| {
+        let mut disks = now.disks.iter();
+        disks.find(|other| (&other.device, &other.path) == (&disk.device, &disk.path))
+    };
+    for disk in &then.disks {
+        let changed = |what| LaunchError::DiskChanged {
+            device: disk.device.clone(),
+            path: disk.path.clone(),
+            what,
+        };
+        let there = find(disk).ok_or_else(|| changed("is not a disk of this VM any more"))?;
+        if let Some(what) = difference(disk.identity, there.identity) {
+            return Err(changed(what));
+        }
+    }
+    Ok(())
+}
+
 /// The file of a disk must be named by the command line, or the command line describes another VM
 /// than the one that was recorded: its disk was exchanged by a monitor command.
 fn in_arguments(record: &VmRecord, disk: &Disk) -> Result<(), LaunchError> {

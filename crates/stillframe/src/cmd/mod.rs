@@ -11,6 +11,7 @@ mod probe;
 mod prune;
 mod rebuild_index;
 mod restore;
+mod rewind;
 mod show;
 mod stats;
 mod unlock;
@@ -149,6 +150,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::List(args) => list::run(&context, args),
         Command::Show(args) => show::run(&context, args),
         Command::Restore(args) => restore::run(&context, args),
+        Command::Rewind(args) => rewind::run(&context, args),
         Command::Check(args) => check::run(&context, args),
         Command::Forget(args) => forget::run(&context, args),
         Command::Prune(args) => prune::run(&context, args),

@@ -4,7 +4,6 @@
 //! What cannot be had is gone around and tried again until it can: the guest may never ask for it, and if
 //! it does, that is the fault servers' trouble.
 
-use std::io;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -14,7 +13,7 @@ use stillframe_repo::RepoError;
 
 use super::memory::{FillError, LazyMemory};
 use crate::capture::block::PAGE_BYTES;
-use crate::in_words;
+use crate::{in_words, populate};
 
 /// Pages that are likely to be asked for are read in groups of this many: small, because only within a
 /// group they are read as they lie in the repository.
@@ -120,23 +119,16 @@ impl Filler<'_, '_> {
                     Err(error) => return Ok(self.cannot(&error)),
                 }
             }
-            let failure: Mutex<Option<FillError>> = Mutex::new(None);
-            let read = block.map.read_pages(wanted, self.threads, &|page, bytes| {
-                if self.has_ended() {
-                    return Err(io::ErrorKind::Interrupted.into());
+            let read = populate::read_pages(&block.map, wanted, self.threads, |page, bytes| {
+                match self.has_ended() {
+                    true => Err(FillError::Ended),
+                    false => self.memory.put(number, page, bytes),
                 }
-                self.memory.put(number, page, bytes).map_err(|error| {
-                    let text = error.to_string();
-                    *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                    io::Error::other(text)
-                })
             });
-            if let Some(failure) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                return Err(failure);
-            }
             match read {
-                Err(error) if !self.has_ended() => return Ok(self.cannot(&error)),
-                _ => {}
+                Err(FillError::Repo(error)) => return Ok(self.cannot(&error)),
+                Ok(()) | Err(FillError::Ended) => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(true)

@@ -37,6 +37,9 @@ pub enum FillError {
     /// The kernel did not take it.
     #[error("cannot put pages into the VM's memory")]
     Uffd(#[from] UffdError),
+    /// Nobody wants it any more.
+    #[error("filling was ended")]
+    Ended,
     /// It cannot be noted that a page was filled.
     #[error("cannot note which pages are filled")]
     Marks(#[source] io::Error),

@@ -1,0 +1,612 @@
+//! The verb *rewind*: a running VM goes back to one of its checkpoints, in the same QEMU.
+//!
+//! ```text
+//!   guest runs:    compare all of memory ── gather what differs ── gather what is written meanwhile
+//!   pause:         what it is now (device state) ── the same devices? disks? ── the last pages written
+//!                  ── exchange pages ── load device state ── cont
+//!                     └─ an error: pages and device state as they were, cont ─┘
+//! ```
+//!
+//! Only pages that differ are written, and what the guest writes while they are sought is found by the
+//! same tracking as for a checkpoint. Until the first page is exchanged every way out leads to the guest
+//! going on as if nothing had been; after it, errors put everything back. Should this process be killed
+//! between the two, the VM stays paused, and can be rewound again.
+
+mod staged;
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use stillframe_page::hash::ContentHasher;
+use stillframe_qemu::device_state::{self, DeviceStateError};
+use stillframe_qemu::launch::{self, LaunchError};
+use stillframe_qemu::monitor::MonitorError;
+use stillframe_qemu::qmp::QmpError;
+use stillframe_qemu::record::VmRecord;
+use stillframe_qemu::reload::{self, ReloadError};
+use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, RepoError, Repository};
+use thiserror::Error;
+
+use crate::attach::Vm;
+use crate::capture::block::{Block, BlockError, PAGE_BYTES};
+use crate::capture::device_state::{StateBuffer, StateError};
+use crate::capture::pause::us;
+use crate::capture::tracker::{BlockShape, Collected, Guest, TrackerError};
+use crate::guardian::{GuardianError, LastDuty};
+use crate::populate::eager::{self, PopulateError};
+use crate::restore::{self, RestoreError};
+use crate::verify::{Image, VerifyError, VerifyReport};
+use crate::{Progress, ProgressSink};
+use staged::{Room, StagedBlock};
+
+/// Rounds in which is gathered what was written in the one before.
+const ROUNDS_MAX: usize = 10;
+/// So few pages are left to the pause.
+const FEW_PAGES: u64 = 64;
+/// For QEMU to load a device state; usually some ten milliseconds.
+const LOAD_LIMIT: Duration = Duration::from_secs(60);
+/// For QEMU to save one.
+const SAVE_LIMIT: Duration = Duration::from_secs(30);
+/// RAM blocks that QEMU fills anew when the machine is reset, which loading a device state begins with.
+const FIRMWARE_PREFIX: &str = "/rom@";
+
+/// How to go back.
+#[derive(Debug, Clone)]
+pub struct RewindOptions {
+    /// Leave the guest paused, ready to run.
+    pub paused: bool,
+    /// Compare all of memory with the checkpoint before the guest runs.
+    pub verify: bool,
+    /// Give up, and resume the VM, when the part of the pause in which nothing was changed yet takes longer.
+    pub pause_limit: Duration,
+    /// The most that may differ, in bytes: so much is held in memory.
+    pub copy_buffer_bytes: u64,
+    /// Go on although a disk is not what it was at the checkpoint.
+    pub disks_as_they_are: bool,
+    /// The label of the checkpoint's VM, where that is not this VM's.
+    pub of_vm: Option<String>,
+    /// How long to wait for another process' exclusive lock on the repository.
+    pub lock_wait: Duration,
+}
+
+/// What was done.
+#[derive(Debug, Clone, Serialize)]
+pub struct RewindReport {
+    /// The checkpoint.
+    pub checkpoint: String,
+    /// The VM's name.
+    pub vm: String,
+    /// Its QEMU.
+    pub pid: i32,
+    /// Whether the guest runs now; one that was paused before stays so.
+    pub running: bool,
+    /// Pages compared: all of memory.
+    pub compared: u64,
+    /// Of these, pages that differed and were written.
+    pub written: u64,
+    /// The pause.
+    pub downtime_us: RewindDowntime,
+    /// From the call to the running guest, in microseconds.
+    pub total_us: u64,
+    /// The comparison, where `--verify` asked for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub verify: Option<VerifyReport>,
+}
+
+/// The phases of the pause, one after the other, in microseconds.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct RewindDowntime {
+    /// All of it.
+    pub total: u64,
+    /// `stop`.
+    pub stop: u64,
+    /// Saving what the devices are now, and looking at the disks.
+    pub save: u64,
+    /// Reading what was written last.
+    pub gather: u64,
+    /// Writing the pages that differ.
+    pub write: u64,
+    /// Comparing, where asked for.
+    pub verify: u64,
+    /// Loading the device state.
+    pub device_state: u64,
+    /// `cont`.
+    pub resume: u64,
+}
+
+/// Why the VM was not rewound. Unless it says otherwise, it goes on as if nothing had been.
+#[derive(Debug, Error)]
+pub enum RewindError {
+    /// Not its checkpoint.
+    #[error(
+        "checkpoint {checkpoint} is one of VM {found}, this is {vm}: name another checkpoint, or, if it is the same VM under another name, add --of-vm {found}"
+    )]
+    OtherVm {
+        /// The checkpoint.
+        checkpoint: String,
+        /// Its VM.
+        found: String,
+        /// This one.
+        vm: String,
+    },
+    /// Another machine.
+    #[error(
+        "the VM is not the one of the checkpoint: {what} is {now} and was {then}; `stillframe restore` starts one as it was"
+    )]
+    OtherMachine {
+        /// What differs.
+        what: &'static str,
+        /// What it is.
+        now: String,
+        /// What it was.
+        then: String,
+    },
+    /// Other devices.
+    #[error(
+        "the VM has not the devices that it had at the checkpoint ({missing} is missing); `stillframe restore` starts one that has"
+    )]
+    OtherDevices {
+        /// The first of them.
+        missing: String,
+    },
+    /// QEMU would overwrite memory.
+    #[error(
+        "QEMU copies {name} into the guest's memory whenever its state is loaded, over what the guest has there: `stillframe restore` the checkpoint instead"
+    )]
+    RomInRam {
+        /// What is copied.
+        name: String,
+    },
+    /// A VM that cannot be resumed.
+    #[error(
+        "the VM is {status} and cannot be resumed like this: reset it first (`system_reset` on its monitor), then rewind it"
+    )]
+    Halted {
+        /// QEMU's word for its state.
+        status: String,
+    },
+    /// More differs than fits.
+    #[error(
+        "more than {limit_bytes} bytes of memory differ from the checkpoint: allow more with --copy-buffer, or `stillframe restore` it"
+    )]
+    TooMuch {
+        /// What was allowed.
+        limit_bytes: u64,
+    },
+    /// A disk.
+    #[error(transparent)]
+    Disk(#[from] LaunchError),
+    /// The pause was too long.
+    #[error(
+        "the pause overran its limit of {limit_ms} ms before anything was changed, and the watchdog resumed the VM: allow longer with --pause-limit"
+    )]
+    Overrun {
+        /// The limit.
+        limit_ms: u128,
+    },
+    /// Somebody let the VM run while its memory was exchanged.
+    #[error(
+        "the VM was resumed by someone else while it was being rewound: its memory is undefined; it is paused, rewind it again"
+    )]
+    ResumedByOthers,
+    /// The checkpoint cannot be read.
+    #[error(transparent)]
+    Repo(#[from] RepoError),
+    /// It is not what a checkpoint should be.
+    #[error(transparent)]
+    Checkpoint(#[from] RestoreError),
+    /// Its memory does not match.
+    #[error(transparent)]
+    Populate(#[from] PopulateError),
+    /// Memory cannot be read or written.
+    #[error("cannot reach the VM's memory")]
+    Block(#[from] BlockError),
+    /// Tracking failed.
+    #[error("cannot track the VM's memory")]
+    Tracker(#[from] TrackerError),
+    /// QEMU failed a command.
+    #[error("QEMU failed a command")]
+    Monitor(#[from] MonitorError),
+    /// The connection failed.
+    #[error("the connection to QEMU failed")]
+    Qmp(#[from] QmpError),
+    /// No device state.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// A device state is none.
+    #[error("a device state cannot be used")]
+    DeviceState(#[from] DeviceStateError),
+    /// No guardian.
+    #[error(transparent)]
+    Guardian(#[from] GuardianError),
+    /// The comparison could not be made.
+    #[error(transparent)]
+    Verify(#[from] VerifyError),
+    /// The comparison found differences.
+    #[error("{differing} pages differ from the checkpoint after they were written (first: {first})")]
+    Differs {
+        /// How many.
+        differing: u64,
+        /// The first of them.
+        first: String,
+    },
+    /// The device state was not taken.
+    #[error(transparent)]
+    Reload(#[from] ReloadError),
+    /// Something failed in the middle, and so did the way back.
+    #[error(
+        "{what}; and what the VM was before could not be put back ({why}): it is paused, do not resume it: rewind it again, or restore the checkpoint"
+    )]
+    Stuck {
+        /// What failed first.
+        what: String,
+        /// What failed then.
+        why: String,
+    },
+}
+
+/// What is at hand in the pause.
+struct Job<'j, 'a> {
+    then: &'j VmRecord,
+    options: &'j RewindOptions,
+    reader: &'j Reader<'a>,
+    manifest: &'j Manifest,
+    hasher: ContentHasher,
+    /// The checkpoint's device state, as saved and as it is loaded.
+    state: (Vec<String>, Vec<u8>),
+    /// What differs, in the order of the tracked blocks.
+    staged: Vec<StagedBlock<'a>>,
+    firmware: Vec<StagedBlock<'a>>,
+    room: Room,
+}
+
+/// What the VM was before.
+struct Before {
+    device_state: Vec<u8>,
+    /// Pieces of each block that were exchanged.
+    exchanged: Vec<usize>,
+}
+
+impl Vm {
+    /// Takes the VM back to a checkpoint. It stays attached; the next checkpoint is a first one.
+    pub fn rewind(
+        &mut self,
+        repository: &mut Repository,
+        (id, manifest): (&CheckpointId, &Manifest),
+        options: &RewindOptions,
+        progress: ProgressSink<'_>,
+    ) -> Result<RewindReport, RewindError> {
+        let begin = Instant::now();
+        let then = restore::vm_record(id, manifest)?;
+        let now = self.record()?;
+        same_machine(id, manifest, &then, &now, options)?;
+        launch::check_running_disks(&then, &now, options.disks_as_they_are)?;
+        self.can_be_reset()?;
+        let hasher = repository.hasher();
+        let reader = repository.reader(options.lock_wait)?;
+        let blocks = self.writable_blocks(manifest)?;
+        let (staged, firmware) = stages(&blocks, &self.tracker.shape(), manifest, &reader)?;
+        let mut job = Job {
+            then: &then,
+            options,
+            reader: &reader,
+            manifest,
+            hasher,
+            state: (
+                restore::device_sections(id, manifest, &reader)?,
+                restore::device_state(id, manifest, &then, &reader)?,
+            ),
+            staged,
+            firmware,
+            room: Room {
+                taken_bytes: 0,
+                limit_bytes: options.copy_buffer_bytes,
+            },
+        };
+        self.gather(&mut job, progress)?;
+        let mut report = RewindReport {
+            checkpoint: id.to_string(),
+            vm: now.label.clone(),
+            pid: self.pid(),
+            running: false,
+            compared: self.tracker.pages(),
+            written: 0,
+            downtime_us: RewindDowntime::default(),
+            total_us: 0,
+            verify: None,
+        };
+        self.turn_back(&mut job, now, &mut report)?;
+        report.total_us = us(begin);
+        Ok(report)
+    }
+
+    /// The memory of the VM, to be written; in the order of the checkpoint's tables.
+    fn writable_blocks(&mut self, manifest: &Manifest) -> Result<Vec<Block>, RewindError> {
+        let ram = self.monitor.ram_blocks()?;
+        Ok(eager::open_blocks(
+            &self.target.process,
+            &ram,
+            &manifest.ram,
+        )?)
+    }
+
+    /// Whether QEMU, which resets the machine before it loads a state, leaves memory alone, and can resume
+    /// the VM afterwards.
+    fn can_be_reset(&mut self) -> Result<(), RewindError> {
+        const HALTED: [&str; 4] = ["shutdown", "internal-error", "guest-panicked", "io-error"];
+        let state = self.monitor.run_state()?;
+        if HALTED.contains(&state.status.as_str()) {
+            return Err(RewindError::Halted {
+                status: state.status,
+            });
+        }
+        match self.monitor.roms_in_ram()?.pop() {
+            Some(name) => Err(RewindError::RomInRam { name }),
+            None => Ok(()),
+        }
+    }
+
+    /// While the guest runs: everything that differs, and then what it writes meanwhile, until that is little.
+    fn gather(
+        &mut self,
+        job: &mut Job<'_, '_>,
+        progress: ProgressSink<'_>,
+    ) -> Result<(), RewindError> {
+        let populated = self.tracker.populated()?;
+        self.tracker.expect_content(&populated);
+        let total = self.tracker.pages();
+        let mut done = 0;
+        for (staged, populated) in job.staged.iter_mut().zip(&populated) {
+            staged.compare(populated, &job.hasher, &mut job.room)?;
+            done += staged.map.pages();
+            progress(Progress::Rewinding { done, total });
+        }
+        for _ in 0..ROUNDS_MAX {
+            let collected = self.tracker.collect(Guest::Runs)?;
+            let before = job.room.taken_bytes;
+            job.gather(&collected)?;
+            let pages = (job.room.taken_bytes - before) / PAGE_BYTES;
+            if pages <= FEW_PAGES {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The pause.
+    fn turn_back(
+        &mut self,
+        job: &mut Job<'_, '_>,
+        now: VmRecord,
+        report: &mut RewindReport,
+    ) -> Result<(), RewindError> {
+        let running = self.monitor.run_state()?.running;
+        let begin = Instant::now();
+        if running {
+            self.guardian.pausing(job.options.pause_limit)?;
+            self.monitor.stop()?;
+        }
+        report.downtime_us.stop = us(begin);
+        self.monitor.client().take_events()?;
+        let prepared = self.prepare(job, now, &mut report.downtime_us);
+        // From here on nobody is to resume it should we die, unless nothing was changed.
+        let committed = prepared.and_then(|state| {
+            self.guardian.last_duty(LastDuty::Pause)?;
+            match running && self.guardian.resumed()? {
+                true => Err(RewindError::Overrun {
+                    limit_ms: job.options.pause_limit.as_millis(),
+                }),
+                false => Ok(state),
+            }
+        });
+        let done = committed.and_then(|device_state| {
+            let mut before = Before {
+                device_state,
+                exchanged: vec![0; job.staged.len()],
+            };
+            let changed = self.change(job, &mut before, report);
+            changed.or_else(|error| self.undo(job, &before, error))
+        });
+        if let Err(RewindError::Stuck { .. } | RewindError::ResumedByOthers) = done {
+            return done;
+        }
+        let resume = Instant::now();
+        report.running = running && (done.is_err() || !job.options.paused);
+        // The VM is whole, one way or the other: should we die now, it is to run.
+        if report.running {
+            self.guardian.pausing(job.options.pause_limit)?;
+        }
+        self.guardian.last_duty(LastDuty::Nothing)?;
+        if report.running {
+            self.monitor.cont()?;
+            self.guardian.resumed()?;
+        }
+        report.downtime_us.resume = us(resume);
+        report.downtime_us.total = us(begin);
+        done
+    }
+
+    /// All that can fail without harm. Returns the device state of now, to be loaded if need be.
+    fn prepare(
+        &mut self,
+        job: &mut Job<'_, '_>,
+        mut now: VmRecord,
+        downtime: &mut RewindDowntime,
+    ) -> Result<Vec<u8>, RewindError> {
+        let save = Instant::now();
+        let mut buffer = StateBuffer::lend(&mut self.monitor)?;
+        let saved = buffer.empty().map_err(RewindError::from).and_then(|()| {
+            let ticket = self.monitor.send_save_device_state(buffer.file())?;
+            self.monitor.wait_device_state(ticket, SAVE_LIMIT)?;
+            Ok(buffer.read()?)
+        });
+        buffer.take_back(&mut self.monitor)?;
+        let raw = saved?;
+        let sections = device_state::validate(&raw)?.sections;
+        let missing = job.state.0.iter().find(|name| !sections.contains(name));
+        if let Some(missing) = missing {
+            return Err(RewindError::OtherDevices {
+                missing: missing.clone(),
+            });
+        }
+        now.look_at_disks_again();
+        launch::check_running_disks(job.then, &now, job.options.disks_as_they_are)?;
+        downtime.save = us(save);
+        let gather = Instant::now();
+        let collected = self.tracker.collect(Guest::Stands)?;
+        job.gather(&collected)?;
+        downtime.gather = us(gather);
+        Ok(device_state::wrap(&raw, &now.identity.machine)?)
+    }
+
+    /// Memory and devices become those of the checkpoint.
+    fn change(
+        &mut self,
+        job: &mut Job<'_, '_>,
+        before: &mut Before,
+        report: &mut RewindReport,
+    ) -> Result<(), RewindError> {
+        let downtime = &mut report.downtime_us;
+        let write = Instant::now();
+        for (staged, exchanged) in job.staged.iter_mut().zip(&mut before.exchanged) {
+            report.written += staged.exchange(exchanged)?;
+        }
+        downtime.write = us(write);
+        let verify = Instant::now();
+        if job.options.verify {
+            report.verify = Some(job.verify()?);
+            downtime.verify = us(verify);
+        }
+        let load = Instant::now();
+        reload::load(&mut self.monitor, &job.state.1, LOAD_LIMIT)?;
+        for firmware in &mut job.firmware {
+            firmware.exchange(&mut 0)?;
+        }
+        downtime.device_state = us(load);
+        let events = self.monitor.client().take_events()?;
+        match events.iter().any(|event| event.name == "RESUME") {
+            true => {
+                self.monitor.stop()?;
+                Err(RewindError::ResumedByOthers)
+            }
+            false => Ok(()),
+        }
+    }
+
+    /// Memory and devices become what they were; returns the error that made it necessary.
+    fn undo(
+        &mut self,
+        job: &mut Job<'_, '_>,
+        before: &Before,
+        error: RewindError,
+    ) -> Result<(), RewindError> {
+        if matches!(error, RewindError::ResumedByOthers) {
+            return Err(error);
+        }
+        let stuck = |why: &dyn std::error::Error| RewindError::Stuck {
+            what: crate::in_words(&error),
+            why: crate::in_words(why),
+        };
+        for (staged, &exchanged) in job.staged.iter_mut().zip(&before.exchanged) {
+            staged.put_back(exchanged).map_err(|why| stuck(&why))?;
+        }
+        let harmless = !matches!(&error, RewindError::Reload(reload) if !reload.is_harmless());
+        if !harmless {
+            let loaded = reload::load(&mut self.monitor, &before.device_state, LOAD_LIMIT);
+            loaded.map_err(|why| stuck(&why))?;
+        }
+        Err(error)
+    }
+}
+
+impl Job<'_, '_> {
+    /// Gathers those of the pages that differ.
+    fn gather(&mut self, collected: &Collected) -> Result<(), RewindError> {
+        let found = collected.written.iter().zip(&collected.discarded);
+        for (staged, (written, discarded)) in self.staged.iter_mut().zip(found) {
+            let pages = written.iter().chain(discarded).cloned().flatten();
+            staged.gather(pages, &mut self.room)?;
+        }
+        Ok(())
+    }
+
+    /// Compares all of memory with the checkpoint.
+    fn verify(&self) -> Result<VerifyReport, RewindError> {
+        let blocks = self.staged.iter().map(|staged| staged.block);
+        let image = Image::take(blocks, &self.hasher)?;
+        let report = image.compare(self.reader, &self.manifest.ram, &mut |_| ())?;
+        match report.differing {
+            0 => Ok(report),
+            differing => Err(RewindError::Differs {
+                differing,
+                first: report.first.join(", "),
+            }),
+        }
+    }
+}
+
+/// What is to be put in place, for each of the tracked blocks; and for those that QEMU overwrites, once more.
+fn stages<'a>(
+    blocks: &'a [Block],
+    tracked: &[BlockShape],
+    manifest: &Manifest,
+    reader: &'a Reader<'_>,
+) -> Result<(Vec<StagedBlock<'a>>, Vec<StagedBlock<'a>>), RewindError> {
+    let (mut staged, mut firmware) = (Vec::new(), Vec::new());
+    for shape in tracked {
+        // They are those of the tables; `open_blocks` has made sure.
+        let both = blocks.iter().zip(&manifest.ram);
+        let found = both
+            .clone()
+            .find(|(block, _)| block.name() == shape.name && block.pages() == shape.pages);
+        let Some((block, table)) = found else {
+            return Err(PopulateError::Blocks {
+                difference: format!("{} was resized since", shape.name),
+            }
+            .into());
+        };
+        staged.push(StagedBlock::new(block, PageMap::read(reader, table)?));
+        if shape.name.starts_with(FIRMWARE_PREFIX) {
+            let mut copy = StagedBlock::new(block, PageMap::read(reader, table)?);
+            copy.gather_all()?;
+            firmware.push(copy);
+        }
+    }
+    Ok((staged, firmware))
+}
+
+/// Whether the VM is the one of the checkpoint, as far as words can tell; its blocks and devices are looked at
+/// besides.
+fn same_machine(
+    id: &CheckpointId,
+    manifest: &Manifest,
+    then: &VmRecord,
+    now: &VmRecord,
+    options: &RewindOptions,
+) -> Result<(), RewindError> {
+    let expected = options.of_vm.as_ref().unwrap_or(&now.label);
+    if manifest.vm != *expected {
+        return Err(RewindError::OtherVm {
+            checkpoint: id.to_string(),
+            found: manifest.vm.clone(),
+            vm: now.label.clone(),
+        });
+    }
+    let (a, b) = (&then.identity, &now.identity);
+    let words = [
+        ("its QEMU", &a.qemu_version, &b.qemu_version),
+        ("its machine type", &a.machine, &b.machine),
+        ("its architecture", &a.architecture, &b.architecture),
+    ];
+    let accelerators = [a, b].map(|identity| format!("{:?}", identity.accelerator));
+    let accelerator = ("its accelerator", &accelerators[0], &accelerators[1]);
+    let mut all = words.into_iter().chain([accelerator]);
+    match all.find(|(_, then, now)| then != now) {
+        Some((what, then, now)) => Err(RewindError::OtherMachine {
+            what,
+            now: now.clone(),
+            then: then.clone(),
+        }),
+        None => Ok(()),
+    }
+}

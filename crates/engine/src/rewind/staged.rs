@@ -1,0 +1,203 @@
+//! What is to be put in place: the pages that differ from the checkpoint, as the checkpoint has them.
+//!
+//! Gathered while the guest runs; then each is exchanged with what the guest has, so that what was there
+//! before is at hand should something go wrong.
+
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use stillframe_page::PageIndex;
+use stillframe_page::bitmap::DirtyBitmap;
+use stillframe_page::hash::ContentHasher;
+use stillframe_repo::PageMap;
+use stillframe_sys::affinity;
+
+use super::RewindError;
+use crate::capture::block::{Block, BlockError, PAGE, PAGE_BYTES};
+use crate::capture::verdict::{Page, hash_all};
+use crate::populate;
+
+/// Pages of a VM that are read at once.
+const CHUNK_PAGES: u64 = 2048;
+
+/// Consecutive pages, and what is to be put there; or what was there, once it is.
+#[derive(Debug)]
+struct Piece {
+    first: u64,
+    bytes: Vec<u8>,
+}
+
+/// One RAM block.
+pub(super) struct StagedBlock<'a> {
+    pub(super) block: &'a Block,
+    pub(super) map: PageMap<'a>,
+    held: DirtyBitmap,
+    pieces: Vec<Piece>,
+}
+
+impl<'a> StagedBlock<'a> {
+    pub(super) fn new(block: &'a Block, map: PageMap<'a>) -> StagedBlock<'a> {
+        StagedBlock {
+            held: DirtyBitmap::new(map.pages()),
+            pieces: Vec::new(),
+            block,
+            map,
+        }
+    }
+
+    /// Gathers what differs, in all of the block. `populated` are the pages that may be other than zero.
+    pub(super) fn compare(
+        &mut self,
+        populated: &[Range<u64>],
+        hasher: &ContentHasher,
+        room: &mut Room,
+    ) -> Result<(), RewindError> {
+        let mut candidates = Vec::new();
+        let mut next = 0;
+        for range in populated {
+            self.not_zero(next..range.start, &mut candidates)?;
+            for start in (range.start..range.end).step_by(CHUNK_PAGES as usize) {
+                let chunk = start..range.end.min(start + CHUNK_PAGES);
+                self.other_content(chunk, hasher, &mut candidates)?;
+            }
+            next = range.end;
+        }
+        self.not_zero(next..self.map.pages(), &mut candidates)?;
+        self.gather(candidates, room)
+    }
+
+    /// Those of the pages that are not zero in the checkpoint.
+    fn not_zero(&self, pages: Range<u64>, into: &mut Vec<u64>) -> Result<(), RewindError> {
+        for page in pages {
+            if !self.map.is_zero(page)? {
+                into.push(page);
+            }
+        }
+        Ok(())
+    }
+
+    /// Those of the pages that are something else in the checkpoint, or may be: what is made of deltas
+    /// has no content id.
+    fn other_content(
+        &self,
+        pages: Range<u64>,
+        hasher: &ContentHasher,
+        into: &mut Vec<u64>,
+    ) -> Result<(), RewindError> {
+        let bytes = self.read(pages.start, (pages.end - pages.start) as usize * PAGE)?;
+        let chunk: Vec<Page<'_>> = (pages.start..).zip(bytes.as_chunks::<PAGE>().0).collect();
+        for (page, id) in pages.zip(hash_all(hasher, &chunk)) {
+            let wanted = self.map.whole_id(page)?;
+            if wanted != id || (id.is_none() && !self.map.is_zero(page)?) {
+                into.push(page);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gathers those of the pages that differ and are not gathered yet; the guest may run.
+    pub(super) fn gather(
+        &mut self,
+        pages: impl IntoIterator<Item = u64>,
+        room: &mut Room,
+    ) -> Result<(), RewindError> {
+        let mut wanted: Vec<u64> = pages.into_iter().collect();
+        wanted.retain(|&page| !self.held.get(PageIndex(page)));
+        let found = Mutex::new((Vec::new(), room));
+        populate::read_pages(&self.map, wanted, threads(), |first, bytes| {
+            let there = self.read(first, bytes.len())?;
+            let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+            let (pieces, room) = &mut *found;
+            let both = there.chunks(PAGE).zip(bytes.chunks(PAGE));
+            for (page, (_, wanted)) in (first..).zip(both).filter(|(_, (a, b))| a != b) {
+                room.take(PAGE)?;
+                append(pieces, page, wanted);
+            }
+            Ok::<(), RewindError>(())
+        })?;
+        let (pieces, _) = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for piece in &pieces {
+            let end = piece.first + piece.bytes.len() as u64 / PAGE_BYTES;
+            self.held.set_range(piece.first..end);
+        }
+        self.pieces.extend(pieces);
+        Ok(())
+    }
+
+    /// Gathers all pages, whether they differ or not: QEMU will have overwritten them.
+    pub(super) fn gather_all(&mut self) -> Result<(), RewindError> {
+        let pages: Vec<u64> = (0..self.map.pages()).collect();
+        self.pieces = vec![Piece {
+            first: 0,
+            bytes: self.map.read_together(&pages)?,
+        }];
+        Ok(())
+    }
+
+    /// Exchanges what is gathered, from piece number `from` on, with what is there. Returns how many pages
+    /// that changed, and moves `from` to the first piece that was not exchanged.
+    pub(super) fn exchange(&mut self, from: &mut usize) -> Result<u64, BlockError> {
+        let mut pages = 0;
+        for piece in self.pieces.iter_mut().skip(*from) {
+            let mut there = vec![0; piece.bytes.len()];
+            self.block.read_slowly(piece.first, &mut there)?;
+            if there != piece.bytes {
+                self.block.write(piece.first, &piece.bytes)?;
+                piece.bytes = there;
+                pages += piece.bytes.len() as u64 / PAGE_BYTES;
+            }
+            *from += 1;
+        }
+        Ok(pages)
+    }
+
+    /// Puts back what was there, of the first `exchanged` pieces.
+    pub(super) fn put_back(&mut self, exchanged: usize) -> Result<(), BlockError> {
+        for piece in &self.pieces[..exchanged] {
+            self.block.write(piece.first, &piece.bytes)?;
+        }
+        Ok(())
+    }
+
+    fn read(&self, first: u64, bytes: usize) -> Result<Vec<u8>, BlockError> {
+        let mut there = vec![0; bytes];
+        self.block.read_slowly(first, &mut there)?;
+        Ok(there)
+    }
+}
+
+fn append(pieces: &mut Vec<Piece>, page: u64, bytes: &[u8]) {
+    if let Some(last) = pieces.last_mut()
+        && last.first + last.bytes.len() as u64 / PAGE_BYTES == page
+    {
+        last.bytes.extend_from_slice(bytes);
+        return;
+    }
+    pieces.push(Piece {
+        first: page,
+        bytes: bytes.to_vec(),
+    });
+}
+
+fn threads() -> usize {
+    affinity::of_this_thread().len()
+}
+
+/// How much may be gathered.
+#[derive(Debug)]
+pub(super) struct Room {
+    pub(super) taken_bytes: u64,
+    pub(super) limit_bytes: u64,
+}
+
+impl Room {
+    fn take(&mut self, bytes: usize) -> Result<(), RewindError> {
+        self.taken_bytes += bytes as u64;
+        match self.taken_bytes <= self.limit_bytes {
+            true => Ok(()),
+            false => Err(RewindError::TooMuch {
+                limit_bytes: self.limit_bytes,
+            }),
+        }
+    }
+}
