@@ -223,7 +223,9 @@ pub enum RewindError {
     #[error(transparent)]
     Verify(#[from] VerifyError),
     /// The comparison found differences.
-    #[error("{differing} pages differ from the checkpoint after they were written (first: {first})")]
+    #[error(
+        "{differing} pages differ from the checkpoint after they were written (first: {first})"
+    )]
     Differs {
         /// How many.
         differing: u64,

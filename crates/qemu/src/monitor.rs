@@ -490,7 +490,10 @@ impl Monitor {
         self.wait_stopped(ticket)
     }
 
-    pub(crate) fn query<T: DeserializeOwned>(&mut self, command: &'static str) -> Result<T, MonitorError> {
+    pub(crate) fn query<T: DeserializeOwned>(
+        &mut self,
+        command: &'static str,
+    ) -> Result<T, MonitorError> {
         self.run(command, Value::Null)
     }
 

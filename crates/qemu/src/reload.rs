@@ -41,7 +41,9 @@ pub enum ReloadError {
     #[error("QEMU does not take the device state")]
     Refused(#[source] MonitorError),
     /// QEMU lost its way in the middle.
-    #[error("QEMU failed to load the device state: {reason}; the state of its devices is undefined")]
+    #[error(
+        "QEMU failed to load the device state: {reason}; the state of its devices is undefined"
+    )]
     Failed {
         /// QEMU's words.
         reason: String,

@@ -5,6 +5,7 @@ mod keep;
 mod lazy;
 mod names;
 mod restore;
+mod rewind;
 mod shape;
 mod stats;
 mod unlock;

@@ -87,11 +87,14 @@ fn hot_pages_are_left_open_and_not_missed() -> Result<()> {
         let mut monitor = guest.second_monitor()?;
         let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
         let (tally, reports) =
-            exactness::watch_verified(&stillframe, &guest, "500ms", 6, &Vec::new())?;
+            exactness::watch_verified(&stillframe, &guest, "500ms", 8, &Vec::new())?;
         ensure!(tally.differing == 0 && tally.pages > 0, "{tally:?}");
-        let open = reports[5]["copied"]["left_open"].as_u64();
-        // Nearly all of its 1024 pages.
-        ensure!(open > Some(700), "{kind:?}: {}", reports[5]);
+        let open = reports
+            .iter()
+            .filter_map(|report| report["copied"]["left_open"].as_u64());
+        // Nearly all of its 1024 pages; not each time, because a machine that is busy with other things
+        // may let the guest write little in an interval.
+        ensure!(open.max() > Some(700), "{kind:?}: {reports:?}");
         expect_nothing_left(guest.pid(), &mut monitor)?;
         expect_untouched(&guest, &mut monitor)?;
     }

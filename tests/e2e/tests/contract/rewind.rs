@@ -1,0 +1,275 @@
+//! `rewind`: the same QEMU, in the state of a checkpoint; or, whatever goes wrong, as it was.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Guest, Kind, Setup};
+use stillframe_e2e::health::{expect_nothing_left, expect_untouched};
+use stillframe_e2e::memory::Image;
+use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_e2e::serial::{Serial, Tick};
+
+/// Waits until the guest, which was rewound to before tick `after` when it had ticked `seen` times, has
+/// ticked on. Each tick must say what it said the first time.
+fn expect_again(serial: &Serial, seen: usize, after: u64) -> Result<()> {
+    let ticks = serial.wait_ticks(seen + 5, PATIENCE)?;
+    // One may have been printed while the checkpoint was taken, or the guest was about to be stopped.
+    let back = ticks
+        .windows(2)
+        .position(|pair| pair[1].number <= pair[0].number);
+    let back = back.context("it never went back")? + 1;
+    ensure!(
+        ticks[back].number.abs_diff(after) <= 1,
+        "went on with tick {}, not after {after}",
+        ticks[back].number
+    );
+    let mut first: HashMap<u64, &Tick> = HashMap::new();
+    for tick in &ticks {
+        let before = first.entry(tick.number).or_insert(tick);
+        ensure!(before.sum == tick.sum, "tick {} differs", tick.number);
+    }
+    Ok(())
+}
+
+fn repository(folder: &Path) -> Result<Stillframe> {
+    Stillframe::init(&folder.join("repo"))
+}
+
+/// Memory by an oracle that knows nothing of us; and the guest goes on from there, as the first time.
+#[test]
+fn a_guest_of_every_kind_goes_back() -> Result<()> {
+    for kind in [
+        Kind::Private,
+        Kind::Memfd,
+        Kind::FileShared,
+        Kind::Pc,
+        Kind::TwoCpus,
+        Kind::Console,
+        Kind::Sandbox,
+    ] {
+        let guest = Setup::small(kind, "back").boot()?;
+        let folder = tempfile::tempdir()?;
+        let stillframe = repository(folder.path())?;
+        let pid = guest.pid_text();
+        // So that some pages are whole, some deltas, and some were never written.
+        stillframe.ok(&["watch", "--pid", &pid, "--every", "200ms", "--count", "4"])?;
+        let mut monitor = guest.second_monitor()?;
+        monitor.execute("stop", json!({}))?;
+        stillframe.ok(&["checkpoint", "--pid", &pid])?;
+        let after = guest.serial.ticks()?.last().context("no tick")?.number;
+        let then = Image::take(guest.pid(), &mut monitor)?;
+        for _ in 0..2 {
+            monitor.execute("cont", json!({}))?;
+            guest.serial.wait_more(6, PATIENCE)?;
+            let report = stillframe.json(&["rewind", "latest", "--pid", &pid, "--paused"])?;
+            ensure!(report["running"] == json!(false), "{report}");
+            ensure!(report["written"].as_u64() > Some(0), "{report}");
+            let now = Image::take(guest.pid(), &mut monitor)?;
+            let differing = then.differing(&now)?;
+            ensure!(differing.is_empty(), "{}: {differing:?}", kind.name());
+        }
+        let seen = guest.serial.ticks()?.len();
+        monitor.execute("cont", json!({}))?;
+        expect_again(&guest.serial, seen, after).with_context(|| kind.name())?;
+        expect_untouched(&guest, &mut monitor)?;
+        // It can be tracked on, and what is taken of it now is right.
+        stillframe.ok(&["checkpoint", "--pid", &pid, "--verify"])?;
+    }
+    Ok(())
+}
+
+/// Other code lies where that of now lies: nothing of what QEMU has translated may be used.
+#[test]
+fn a_guest_goes_back_to_its_boot() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "young").boot()?;
+    let folder = tempfile::tempdir()?;
+    let stillframe = repository(folder.path())?;
+    let pid = guest.pid_text();
+    let mut monitor = guest.second_monitor()?;
+    monitor.execute("system_reset", json!({}))?;
+    let mut seen = guest.serial.ticks()?.len();
+    let report = stillframe.json(&["checkpoint", "--pid", &pid])?;
+    let early = report["checkpoint"].as_str().context("no id")?.to_owned();
+    for _ in 0..3 {
+        let ticks = guest.serial.wait_ticks(seen + 4, PATIENCE)?;
+        ensure!(
+            ticks[seen].number <= 1,
+            "it did not boot: {:?}",
+            ticks[seen]
+        );
+        // Nearly all of it differs.
+        let line = ["rewind", &early, "--pid", &pid, "--copy-buffer", "16M"];
+        let said = stillframe.fails(&line, 1)?;
+        ensure!(said.contains("more with --copy-buffer"), "{said}");
+        expect_untouched(&guest, &mut monitor)?;
+        stillframe.ok(&["rewind", &early, "--pid", &pid, "--verify"])?;
+        seen = guest.serial.ticks()?.len();
+    }
+    expect_untouched(&guest, &mut monitor)
+}
+
+/// The VM of a checkpoint, restored: another process, the same VM.
+#[test]
+fn a_restored_vm_goes_back_too() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let mut guest = Setup::small(Kind::Private, "again").boot()?;
+    let stillframe = repository(folder.path())?;
+    stillframe.ok(&["checkpoint", "--vm", "again"])?;
+    guest.kill()?;
+    let restored =
+        stillframe_e2e::guest::Restored::start(&stillframe, "latest", folder.path(), &[])?;
+    restored.serial.wait_ticks(5, PATIENCE)?;
+    stillframe.ok(&["rewind", "latest", "--vm", "again"])?;
+    let seen = restored.serial.ticks()?.len();
+    let first = restored.serial.ticks()?[0].number;
+    expect_again(&restored.serial, seen, first - 1)?;
+    expect_nothing_left(restored.pid, &mut restored.monitor()?)
+}
+
+/// Refused: the guest runs on, and nothing of us is left.
+#[test]
+fn what_cannot_be_rewound_goes_on() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let disk = folder.path().join("disk.img");
+    std::fs::File::create(&disk)?.set_len(4 << 20)?;
+    let drive = format!("file={},format=raw,if=virtio", disk.display());
+    let guest = Setup::small(Kind::Private, "mine")
+        .with(&["-drive", &drive])
+        .boot()?;
+    let other = Setup::small(Kind::Private, "other")
+        .with(&["-device", "virtio-rng-pci"])
+        .boot()?;
+    let larger = Setup::new(Kind::Private).with(&["-name", "mine"]).boot()?;
+    let stillframe = repository(folder.path())?;
+    let mut ids = Vec::new();
+    for guest in [&other, &larger, &guest] {
+        let report = stillframe.json(&["checkpoint", "--pid", &guest.pid_text()])?;
+        ids.push(report["checkpoint"].as_str().context("no id")?.to_owned());
+    }
+    let pid = guest.pid_text();
+    let mut monitor = guest.second_monitor()?;
+    let mut refused = |line: &[&str], code: i32, words: &str| -> Result<()> {
+        let line = [&["rewind", "--pid", &pid], line].concat();
+        let said = stillframe.fails(&line, code)?;
+        ensure!(said.contains(words), "{line:?}: {said}");
+        expect_untouched(&guest, &mut monitor)
+    };
+    refused(&[&ids[0]], 2, "is one of VM other")?;
+    refused(&[&ids[0], "--of-vm", "other"], 5, "is missing")?;
+    refused(&[&ids[1]], 1, "RAM blocks differ")?;
+    refused(&["0123456789"], 1, "no checkpoint")?;
+    guest.serial.wait_more(3, PATIENCE)?;
+    std::fs::OpenOptions::new()
+        .append(true)
+        .open(&disk)?
+        .set_len(8 << 20)?;
+    refused(&[&ids[2]], 1, "disk")?;
+    let pid = guest.pid_text();
+    stillframe.ok(&["rewind", &ids[2], "--pid", &pid, "--disks-as-they-are"])?;
+    expect_untouched(&guest, &mut monitor)
+}
+
+/// QEMU gives up in the middle, over a feature of a device that it was started without: the guest goes on
+/// where it stood, with its own memory and devices.
+#[test]
+fn a_state_that_qemu_does_not_take_is_undone() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let device = |more: &str| format!("virtio-rng-pci{more}");
+    let boot = |more: &str| {
+        let setup = Setup::small(Kind::Private, "twin");
+        setup.with(&["-device", &device(more)]).boot()
+    };
+    let stillframe = repository(folder.path())?;
+    let mut one = boot("")?;
+    stillframe.ok(&["checkpoint", "--pid", &one.pid_text()])?;
+    one.kill()?;
+    let two = boot(",disable-legacy=on")?;
+    let mut monitor = two.second_monitor()?;
+    let pid = two.pid_text();
+    stillframe.ok(&["checkpoint", "--pid", &pid])?;
+    for _ in 0..2 {
+        two.serial.wait_more(2, PATIENCE)?;
+        let said = stillframe.fails(&["rewind", "latest~1", "--pid", &pid], 1)?;
+        ensure!(said.contains("failed to load the device state"), "{said}");
+        // The guest checks all its memory in eight ticks.
+        let ticks = two.serial.wait_more(9, PATIENCE)?;
+        let numbers: Vec<u64> = ticks.iter().map(|tick| tick.number).collect();
+        ensure!(numbers.is_sorted(), "it went back: {numbers:?}");
+        expect_untouched(&two, &mut monitor)?;
+    }
+    stillframe.ok(&["rewind", "latest", "--pid", &pid])?;
+    expect_untouched(&two, &mut monitor)
+}
+
+/// Killed before anything was changed, the guest runs on; killed after that, it stays paused until it is
+/// rewound again.
+#[test]
+fn a_kill_leaves_a_guest_that_can_be_rewound() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "killed").boot()?;
+    let folder = tempfile::tempdir()?;
+    let stillframe = repository(folder.path())?;
+    let pid = guest.pid_text();
+    let mut monitor = guest.second_monitor()?;
+    stillframe.ok(&["checkpoint", "--pid", &pid])?;
+    let (mut paused, mut ran) = (0, 0);
+    for turn in 0..40 {
+        guest.serial.wait_more(2, PATIENCE)?;
+        // Comparing makes the time long in which pages are exchanged and devices are not.
+        let line = ["rewind", "latest", "--pid", &pid, "--verify"];
+        let running = Running::start(stillframe.command(&line)?)?;
+        let before_pause = turn % 4 == 3;
+        wait_paused(&mut monitor, before_pause)?;
+        std::thread::sleep(std::time::Duration::from_millis(turn * 2));
+        running.signal("KILL")?;
+        running.end()?;
+        if monitor.status()? == "paused" {
+            paused += 1;
+            stillframe.ok(&["rewind", "latest", "--pid", &pid, "--verify"])?;
+            ensure!(monitor.status()? == "paused", "it was let go");
+            monitor.execute("cont", json!({}))?;
+        } else {
+            ran += 1;
+        }
+        guest.serial.wait_more(1, PATIENCE)?;
+        if turn >= 11 && paused > 0 && ran > 0 {
+            break;
+        }
+    }
+    ensure!(paused > 0 && ran > 0, "{paused} paused, {ran} ran on");
+    // The guest checks all its memory in eight ticks.
+    guest.serial.wait_more(9, PATIENCE)?;
+    expect_untouched(&guest, &mut monitor)
+}
+
+fn wait_paused(monitor: &mut stillframe_e2e::qmp::Qmp, not_at_all: bool) -> Result<()> {
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while !not_at_all && monitor.status()? != "paused" {
+        ensure!(std::time::Instant::now() < deadline, "it is never paused");
+    }
+    Ok(())
+}
+
+/// A guest that is paused stays so, and is back all the same.
+#[test]
+fn a_paused_guest_stays_paused() -> Result<()> {
+    let guest: Guest = Setup::small(Kind::Memfd, "standing").boot()?;
+    let folder = tempfile::tempdir()?;
+    let stillframe = repository(folder.path())?;
+    let mut monitor = guest.second_monitor()?;
+    let pid = guest.pid_text();
+    stillframe.ok(&["checkpoint", "--pid", &pid])?;
+    guest.serial.wait_more(3, PATIENCE)?;
+    monitor.execute("stop", json!({}))?;
+    let report = stillframe.json(&["rewind", "latest", "--pid", &pid])?;
+    ensure!(report["running"] == json!(false), "{report}");
+    ensure!(monitor.status()? == "paused");
+    let ticks = guest.serial.ticks()?;
+    monitor.execute("cont", json!({}))?;
+    let back = guest.serial.wait_ticks(ticks.len() + 1, PATIENCE)?;
+    let last = ticks.last().context("no tick")?.number;
+    ensure!(back[ticks.len()].number <= last, "it did not go back");
+    expect_untouched(&guest, &mut monitor)
+}
