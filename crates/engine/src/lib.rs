@@ -11,6 +11,7 @@
 pub mod attach;
 pub mod capture;
 pub mod checkpoint;
+pub mod clones;
 pub mod guardian;
 pub mod populate;
 pub mod restore;
@@ -20,7 +21,7 @@ pub mod verify;
 
 /// What the verbs take and give of the rooms below, so that a user of the engine needs no other.
 pub use stillframe_page::hash::ContentHasher;
-pub use stillframe_qemu::launch::{LaunchError, LaunchOptions, LaunchPlan};
+pub use stillframe_qemu::launch::{CloneOptions, LaunchError, LaunchOptions, LaunchPlan};
 pub use stillframe_qemu::record::VmRecord;
 pub use stillframe_qemu::target::{Selector, TargetError};
 pub use stillframe_sys::probe;

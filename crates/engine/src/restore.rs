@@ -7,6 +7,7 @@
 //!
 //! [`lazy`] lets the guest run before its memory is there.
 
+mod job;
 mod lazy;
 
 use std::num::NonZeroU64;
@@ -15,25 +16,24 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use stillframe_qemu::device_state::{self, DeviceStateError};
-use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, LaunchPlan, Launched};
+use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, LaunchPlan, Starting};
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, RepoError, Repository};
-use stillframe_sys::process::Process;
 use thiserror::Error;
 
-use crate::capture::block::{Block, BlockError};
+use crate::capture::block::BlockError;
 use crate::capture::device_state::BYTES_MAX;
 use crate::checkpoint::DEVICE_STATE;
 use crate::guardian::{Guardian, GuardianError, LastDuty};
-use crate::populate::eager::{self, PopulateError};
+use crate::populate::eager::PopulateError;
 use crate::populate::lazy::record::{Files, RecordError};
-use crate::verify::{Image, VerifyError, VerifyReport};
-use lazy::Job;
+use crate::verify::{VerifyError, VerifyReport};
+pub(crate) use job::{Job, PhaseClock, micros};
 pub use lazy::{LazyEvent, LazyReport, LazySink};
 
 /// For QEMU to open its monitor.
-const START_LIMIT: Duration = Duration::from_secs(30);
+pub(crate) const START_LIMIT: Duration = Duration::from_secs(30);
 /// For QEMU to load a device state; usually milliseconds.
 const LOAD_LIMIT: Duration = Duration::from_secs(60);
 
@@ -100,38 +100,6 @@ pub struct RestorePhases {
     pub device_state: u64,
     /// Resuming, if so asked.
     pub cont: u64,
-}
-
-/// Measures them.
-struct PhaseClock {
-    phases: RestorePhases,
-    asked_at: Instant,
-    lap: Instant,
-}
-
-impl PhaseClock {
-    /// What has passed since the user asked is the first phase.
-    fn new(asked_at: Instant) -> PhaseClock {
-        let mut clock = PhaseClock {
-            phases: RestorePhases::default(),
-            asked_at,
-            lap: asked_at,
-        };
-        clock.phases.before = clock.lap();
-        clock
-    }
-
-    /// What has passed since the last lap.
-    fn lap(&mut self) -> u64 {
-        let now = Instant::now();
-        let lap = now.duration_since(self.lap);
-        self.lap = now;
-        micros(lap)
-    }
-}
-
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Why nothing was restored. Unless it says otherwise, no QEMU is left behind.
@@ -241,12 +209,7 @@ pub fn restore(
     let record = vm_record(id, manifest)?;
     let guardian = Guardian::start()?;
     let mut clock = PhaseClock::new(options.asked_at);
-    // From here on any error ends the new QEMU.
-    let mut starting = launch::start(plan, &options.launch)?;
-    guardian.last_duty(LastDuty::End {
-        pid: starting.process.pid(),
-        start_time: starting.process.start_time(),
-    })?;
+    let mut starting = start(plan, options, &guardian)?;
     starting.go();
     // What can be read while QEMU starts.
     let hasher = repository.hasher();
@@ -271,24 +234,27 @@ pub fn restore(
         state: &state,
         hasher,
         working_set,
+        base: None,
     };
     let done = match options.lazy {
         true => job.run(launched, guardian, maps, clock, events)?,
         false => job.run_eagerly(launched, &guardian, maps, clock, events)?,
     };
-    Ok(RestoreReport {
-        checkpoint: id.to_string(),
-        vm: manifest.vm.clone(),
-        pid: done.process.pid(),
-        qmp: options.launch.qmp.clone(),
-        running: !options.paused,
-        pages: done.pages,
-        total_us: micros(options.asked_at.elapsed()),
-        phases_us: done.phases,
-        changes: plan.changes.clone(),
-        lazy: done.lazy,
-        verify: done.verify,
-    })
+    Ok(job.report(done, plan, options.asked_at))
+}
+
+/// Starts the new QEMU, as far as its process; from here on any error ends it, and so does our end.
+pub(crate) fn start(
+    plan: &LaunchPlan,
+    options: &RestoreOptions,
+    guardian: &Guardian,
+) -> Result<Starting, RestoreError> {
+    let starting = launch::start(plan, &options.launch)?;
+    guardian.last_duty(LastDuty::End {
+        pid: starting.process.pid(),
+        start_time: starting.process.start_time(),
+    })?;
+    Ok(starting)
 }
 
 /// Goes on with the lazy restore of the VM with this monitor, whose process was killed. Returns when the
@@ -331,16 +297,6 @@ pub fn resume(
     })
 }
 
-/// What became of a VM.
-struct Done {
-    process: Process,
-    /// Pages with content that were filled.
-    pages: u64,
-    phases: RestorePhases,
-    lazy: Option<LazyReport>,
-    verify: Option<VerifyReport>,
-}
-
 /// The device state of a checkpoint, as a stream that QEMU loads.
 pub(crate) fn device_state(
     id: &CheckpointId,
@@ -375,64 +331,4 @@ fn saved_device_state(
             what: "it has no device state".to_owned(),
         })?;
     Ok(reader.read_stream(stream, BYTES_MAX)?)
-}
-
-impl Job<'_> {
-    /// Fills all memory before the guest runs.
-    fn run_eagerly(
-        &self,
-        mut launched: Launched,
-        guardian: &Guardian,
-        maps: Vec<PageMap<'_>>,
-        mut clock: PhaseClock,
-        events: LazySink<'_>,
-    ) -> Result<Done, RestoreError> {
-        let ram = launched.monitor.ram_blocks()?;
-        let blocks = eager::open_blocks(&launched.process, &ram, &self.manifest.ram)?;
-        let blocks: Vec<&Block> = blocks.iter().collect();
-        let progress = &mut |progress| events(LazyEvent::Progress(progress));
-        let pages = eager::populate(&launched.process, &blocks, maps, progress)?;
-        // Before the device state, because loading it may rightly change memory: KVM writes each vCPU's
-        // paravirtual clock anew when QEMU hands it the clock's address.
-        let verify = match self.options.verify {
-            true => Some(self.verify(&blocks, events)?),
-            false => None,
-        };
-        clock.phases.memory = clock.lap();
-        launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
-        clock.phases.device_state = clock.lap();
-        // Before it runs: a VM that has run is nobody's to end.
-        guardian.last_duty(LastDuty::Nothing)?;
-        if !self.options.paused {
-            launched.monitor.cont()?;
-        }
-        clock.phases.cont = clock.lap();
-        let (process, _) = launched.keep();
-        Ok(Done {
-            process,
-            pages,
-            phases: clock.phases,
-            lazy: None,
-            verify,
-        })
-    }
-
-    /// Compares all of memory with the checkpoint; an error if it differs.
-    fn verify(
-        &self,
-        blocks: &[&Block],
-        events: LazySink<'_>,
-    ) -> Result<VerifyReport, RestoreError> {
-        let image = Image::take(blocks.iter().copied(), &self.hasher)?;
-        let report = image.compare(self.reader, &self.manifest.ram, &mut |progress| {
-            events(LazyEvent::Progress(progress));
-        })?;
-        match report.differing {
-            0 => Ok(report),
-            differing => Err(RestoreError::Differs {
-                differing,
-                first: report.first.join(", "),
-            }),
-        }
-    }
 }

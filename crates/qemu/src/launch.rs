@@ -32,6 +32,30 @@ pub struct LaunchOptions {
     pub disks_as_they_are: bool,
     /// File that QEMU's own messages are appended to.
     pub log: PathBuf,
+    /// What makes it one of several.
+    pub clone: Option<CloneOptions>,
+}
+
+/// What makes a VM one of several that start from the same checkpoint.
+#[derive(Debug, Clone, Default)]
+pub struct CloneOptions {
+    /// Which of them.
+    pub number: u32,
+    /// Memory that it begins with.
+    pub memory: Vec<CloneMemory>,
+    /// Words of the command line to be replaced by others, wherever they stand in an option's value.
+    pub replace: Vec<(String, String)>,
+}
+
+/// A RAM block that begins as a private view of a file.
+#[derive(Debug, Clone)]
+pub struct CloneMemory {
+    /// The block.
+    pub block: String,
+    /// Its length.
+    pub bytes: u64,
+    /// The file.
+    pub file: PathBuf,
 }
 
 /// How the new QEMU will be started.
@@ -94,6 +118,20 @@ pub enum LaunchError {
     /// The machine was put together by monitor commands before it started.
     #[error("the VM was put together by monitor commands (-preconfig), which are not recorded")]
     Preconfig,
+    /// Its disks would not be its own.
+    #[error(
+        "`{option}` is a disk that all clones would write to: start the VM with -drive, or with the disk read-only, to clone it"
+    )]
+    BlockdevOfClone {
+        /// The option.
+        option: String,
+    },
+    /// A word that is not there.
+    #[error("nothing to replace: {word:?} does not stand in the VM's command line")]
+    NothingToReplace {
+        /// The word.
+        word: String,
+    },
     /// A serial port was asked for that the VM does not have.
     #[error("the VM has no serial port to connect to {spec:?}, and adding one would change the VM")]
     NoSerialPort {
@@ -299,4 +337,9 @@ pub fn check_running_disks(
     as_they_are: bool,
 ) -> Result<(), LaunchError> {
     checks::running_disks(then, now, as_they_are)
+}
+
+/// The RAM blocks of a VM that can begin as a view of a file ([`CloneMemory`]): its main memory.
+pub fn memory_blocks(record: &VmRecord) -> Vec<String> {
+    rewrite::memory_blocks(record)
 }

@@ -1,5 +1,6 @@
 //! The command line: what can be asked for, and with which words.
 
+mod clone;
 mod rewind;
 
 use std::num::NonZeroU64;
@@ -13,6 +14,7 @@ use stillframe_engine::checkpoint::ScheduleChoice;
 use crate::durations;
 use crate::help;
 use crate::sizes;
+pub use clone::CloneArgs;
 pub use rewind::RewindArgs;
 
 /// Checkpoints and restores running QEMU VMs, from outside and without their help.
@@ -91,6 +93,9 @@ pub enum Command {
     /// Start a new QEMU in the state of a checkpoint
     #[command(after_help = help::RESTORE)]
     Restore(RestoreArgs),
+    /// Start several VMs from one checkpoint, which share its memory
+    #[command(after_help = help::CLONE)]
+    Clone(CloneArgs),
     /// Take a running VM back to one of its checkpoints, in the same QEMU
     #[command(after_help = help::REWIND)]
     Rewind(RewindArgs),

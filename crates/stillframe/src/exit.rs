@@ -4,7 +4,9 @@ use std::error::Error;
 
 use stillframe_engine::attach::AttachError;
 use stillframe_engine::checkpoint::CheckpointError;
+use stillframe_engine::clones::CloneError;
 use stillframe_engine::guardian::GuardianError;
+use stillframe_engine::populate::base::BaseError;
 use stillframe_engine::populate::eager::PopulateError;
 use stillframe_engine::populate::lazy::FillError;
 use stillframe_engine::restore::RestoreError;
@@ -58,6 +60,11 @@ fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
     }
     if let Some(error) = error.downcast_ref::<AttachError>() {
         return Some(of_attach(error));
+    }
+    match error.downcast_ref() {
+        Some(CloneError::Restore(error)) => return judge(error),
+        Some(CloneError::Base(BaseError::Repo(error))) => return Some(of_repo(error)),
+        Some(CloneError::Base(_)) | None => {}
     }
     if let Some(error) = error.downcast_ref::<RewindError>() {
         return of_rewind(error);

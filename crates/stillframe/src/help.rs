@@ -133,6 +133,26 @@ process is killed it is paused until `restore --resume` goes on. Both are told.
     exit_codes!()
 );
 
+/// `stillframe clone --help`
+pub const CLONE: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints clone latest --vm web1 -n 10 --qmp /run/web1-{}.qmp
+  stillframe -r /srv/checkpoints clone 1a2b3c4d -n 2 --first 11 --qmp /run/x-{}.qmp --serial file:/tmp/x-{}.log
+  stillframe -r /srv/checkpoints clone latest -n 3 --qmp /run/x-{}.qmp --replace tap0=tap{} --replace tcp::2200=tcp::220{}
+
+The first time, the memory of the checkpoint is written to --base-dir; each clone maps it, and has only
+those pages to itself that it writes. That memory is in the clear: keep the directory in memory, or on a
+disk that is encrypted. Each clone has a monitor and a name of its own (web1-3), sockets that it listens on
+with its number behind (/run/web1.agent-3), a new generation id where the machine has one, and what it
+writes to disks goes into a temporary file of its own. What else the host has only once (a tap, a port)
+is replaced with --replace. Inside, clones are twins until they are told otherwise: same MAC addresses, same
+keys, same random state.
+
+",
+    exit_codes!()
+);
+
 /// `stillframe rewind --help`
 pub const REWIND: &str = concat!(
     "\

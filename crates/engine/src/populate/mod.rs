@@ -1,5 +1,6 @@
 //! The populate half: a checkpoint's pages into the memory of a new QEMU, before it runs or while it does.
 
+pub mod base;
 pub mod eager;
 pub mod lazy;
 

@@ -11,15 +11,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::launch::{self, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock};
 use stillframe_qemu::qmp::Ticket;
-use stillframe_repo::{CheckpointId, Manifest, PageMap, RamTable, Reader, WorkingSet};
+use stillframe_repo::{PageMap, RamTable, Reader, WorkingSet};
 use stillframe_sys::process::{Process, ProcessError};
 use stillframe_sys::uffd::{Uffd, UffdError};
 
-use super::{Done, LOAD_LIMIT, PhaseClock, RestoreError, RestoreOptions, micros};
+use super::job::{Done, Job, PhaseClock, micros};
+use super::{LOAD_LIMIT, RestoreError};
 use crate::Progress;
 use crate::capture::block::Block;
 use crate::guardian::{Guardian, LastDuty};
@@ -78,19 +78,6 @@ pub struct LazyReport {
     pub working_set: Option<usize>,
     /// Pages of the working set that was recorded now.
     pub recorded: usize,
-}
-
-/// What is to be restored.
-pub(super) struct Job<'j> {
-    pub(super) id: &'j CheckpointId,
-    pub(super) manifest: &'j Manifest,
-    pub(super) reader: &'j Reader<'j>,
-    pub(super) repository: String,
-    pub(super) options: &'j RestoreOptions,
-    pub(super) state: &'j [u8],
-    pub(super) hasher: ContentHasher,
-    /// What the VM asked for when it was last restored from this checkpoint.
-    pub(super) working_set: Option<WorkingSet>,
 }
 
 /// RAM blocks.

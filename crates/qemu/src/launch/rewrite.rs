@@ -4,6 +4,8 @@
 //! added or taken away, only the host's ends of them change. And nothing of the old process or of
 //! a third one may be overwritten or taken over: output files, listening sockets, the terminal.
 
+mod twin;
+
 use std::path::Path;
 
 use super::holders::Endpoint;
@@ -37,6 +39,8 @@ const BACKGROUND_DISPLAYS: &[&str] = &["none", "egl-headless", "dbus", "vnc"];
 /// First port of VNC display 0.
 const VNC_PORT: u16 = 5900;
 
+pub(super) use twin::memory_blocks;
+
 /// The new command line and what was changed.
 #[derive(Debug)]
 pub(super) struct Rewritten {
@@ -59,6 +63,9 @@ pub(super) fn rewrite(
     };
     if rewriter.line.has("preconfig") {
         return Err(LaunchError::Preconfig);
+    }
+    if let Some(clone) = &options.clone {
+        rewriter.make_twin(clone)?;
     }
     rewriter.drop_process_options();
     rewriter.replace_nographic();

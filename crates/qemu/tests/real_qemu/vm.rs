@@ -98,6 +98,7 @@ impl Vm {
             serial: None,
             disks_as_they_are: false,
             log: self.path("new.log"),
+            clone: None,
         }
     }
 }

@@ -3,6 +3,7 @@
 mod capture;
 mod check;
 mod checkpoint;
+mod clone;
 mod forget;
 mod init;
 mod inspect;
@@ -46,6 +47,9 @@ pub enum CommandError {
     /// No id and no rule.
     #[error("nothing to forget: name checkpoints, or give a --keep rule")]
     NothingToForget,
+    /// Several VMs with one monitor.
+    #[error("each clone needs a monitor of its own: --qmp /run/web-{{}}.qmp, for example")]
+    SameMonitor,
     /// Neither of the two things `stats` can look at, or both.
     #[error("stats of what? Name two checkpoints, or a running VM and --over TIME")]
     StatsOfWhat,
@@ -86,6 +90,7 @@ impl CommandError {
             CommandError::NoRepository
             | CommandError::NoVm
             | CommandError::NothingToForget
+            | CommandError::SameMonitor
             | CommandError::StatsOfWhat => Exit::Usage,
             CommandError::Problems(_) => Exit::Damaged,
             CommandError::MissingAbility(_)
@@ -150,6 +155,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::List(args) => list::run(&context, args),
         Command::Show(args) => show::run(&context, args),
         Command::Restore(args) => restore::run(&context, args),
+        Command::Clone(args) => clone::run(&context, args),
         Command::Rewind(args) => rewind::run(&context, args),
         Command::Check(args) => check::run(&context, args),
         Command::Forget(args) => forget::run(&context, args),

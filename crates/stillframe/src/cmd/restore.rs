@@ -1,10 +1,12 @@
 //! `restore`: a new QEMU in the state of a checkpoint.
 
+use std::error::Error;
 use std::path::{Path, PathBuf, absolute};
 use std::time::Instant;
 
 use anyhow::Context as _;
 use serde_json::json;
+use stillframe_engine::clones::CloneError;
 use stillframe_engine::restore::{
     self, LazyEvent, LazySink, RestoreError, RestoreOptions, RestoreReport,
 };
@@ -33,12 +35,8 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
     let (id, manifest) = repository.resolve(name, args.vm.as_deref())?;
     let launch = launch_options(args)?;
     // Planned before anything starts, so that the changes are known even if the start fails.
-    let plan = restore::plan(&id, &manifest, &launch).inspect_err(|error| {
-        if disks_stand_in_the_way(error) {
-            let option = "--disks-as-they-are restores all the same, at the risk of damaging them";
-            context.console.note(option);
-        }
-    })?;
+    let plan = restore::plan(&id, &manifest, &launch)
+        .inspect_err(|error| stands_in_the_way(context, error))?;
     for change in &plan.changes {
         context.console.note(&format!("changed: {change}"));
     }
@@ -128,20 +126,30 @@ fn perform(
     report
 }
 
-/// Whether the user may decide to go on: not where a disk has another user.
-fn disks_stand_in_the_way(error: &RestoreError) -> bool {
-    matches!(
-        error,
-        RestoreError::Launch(
-            LaunchError::DiskChanged { .. }
-                | LaunchError::DiskTemporary { .. }
-                | LaunchError::DiskUnknown { .. }
+/// Tells of the option, where the user may decide to go on: not where a disk has another user.
+pub(super) fn stands_in_the_way(context: &Context, error: &(dyn Error + 'static)) {
+    let may_go_on = |error: &(dyn Error + 'static)| {
+        matches!(
+            error.downcast_ref(),
+            Some(RestoreError::Launch(
+                LaunchError::DiskChanged { .. }
+                    | LaunchError::DiskTemporary { .. }
+                    | LaunchError::DiskUnknown { .. }
+            ))
         )
-    )
+    };
+    let inner = match error.downcast_ref() {
+        Some(CloneError::Restore(error)) => may_go_on(error),
+        _ => may_go_on(error),
+    };
+    if inner {
+        let option = "--disks-as-they-are goes on all the same, at the risk of damaging them";
+        context.console.note(option);
+    }
 }
 
 /// QEMU runs in the recorded directory, not in this one.
-fn here(path: &Path) -> anyhow::Result<PathBuf> {
+pub(super) fn here(path: &Path) -> anyhow::Result<PathBuf> {
     absolute(path).with_context(|| format!("{} is no path", path.display()))
 }
 
@@ -161,18 +169,19 @@ fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
         serial,
         disks_as_they_are: args.disks_as_they_are,
         log,
+        clone: None,
     })
 }
 
 /// `/run/x.qmp` logs to `/run/x.qmp.log`.
-fn default_log(qmp: &Path) -> PathBuf {
+pub(super) fn default_log(qmp: &Path) -> PathBuf {
     let mut log = qmp.to_owned().into_os_string();
     log.push(".log");
     log.into()
 }
 
 /// A serial port's file or socket, named relative to where the user is.
-fn serial_from_here(
+pub(super) fn serial_from_here(
     spec: &str,
     here: impl Fn(&Path) -> anyhow::Result<PathBuf>,
 ) -> anyhow::Result<String> {

@@ -14,6 +14,7 @@ fn options(serial: Option<&str>) -> LaunchOptions {
         serial: serial.map(str::to_owned),
         disks_as_they_are: false,
         log: "/new.log".into(),
+        clone: None,
     }
 }
 

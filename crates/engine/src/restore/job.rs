@@ -1,0 +1,155 @@
+//! One VM being restored, and how it is when all its memory comes before the guest runs.
+
+use std::time::{Duration, Instant};
+
+use stillframe_page::hash::ContentHasher;
+use stillframe_qemu::launch::{self, LaunchPlan, Launched};
+use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, WorkingSet};
+use stillframe_sys::process::Process;
+
+use super::{
+    LOAD_LIMIT, LazyEvent, LazyReport, LazySink, RestoreError, RestoreOptions, RestorePhases,
+    RestoreReport,
+};
+use crate::capture::block::Block;
+use crate::guardian::{Guardian, LastDuty};
+use crate::populate::base::Base;
+use crate::populate::eager;
+use crate::verify::{Image, VerifyReport};
+
+/// Measures them.
+pub(crate) struct PhaseClock {
+    pub(crate) phases: RestorePhases,
+    pub(crate) asked_at: Instant,
+    lap: Instant,
+}
+
+impl PhaseClock {
+    /// What has passed since the user asked is the first phase.
+    pub(crate) fn new(asked_at: Instant) -> PhaseClock {
+        let mut clock = PhaseClock {
+            phases: RestorePhases::default(),
+            asked_at,
+            lap: asked_at,
+        };
+        clock.phases.before = clock.lap();
+        clock
+    }
+
+    /// What has passed since the last lap.
+    pub(crate) fn lap(&mut self) -> u64 {
+        let now = Instant::now();
+        let lap = now.duration_since(self.lap);
+        self.lap = now;
+        micros(lap)
+    }
+}
+
+pub(crate) fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// What became of a VM.
+pub(crate) struct Done {
+    pub(super) process: Process,
+    /// Pages with content that were filled.
+    pub(super) pages: u64,
+    pub(super) phases: RestorePhases,
+    pub(super) lazy: Option<LazyReport>,
+    pub(super) verify: Option<VerifyReport>,
+}
+
+/// What is to be restored.
+pub(crate) struct Job<'j> {
+    pub(crate) id: &'j CheckpointId,
+    pub(crate) manifest: &'j Manifest,
+    pub(crate) reader: &'j Reader<'j>,
+    pub(crate) repository: String,
+    pub(crate) options: &'j RestoreOptions,
+    pub(crate) state: &'j [u8],
+    pub(crate) hasher: ContentHasher,
+    /// What the VM asked for when it was last restored from this checkpoint.
+    pub(crate) working_set: Option<WorkingSet>,
+    /// For a clone: the memory it begins with.
+    pub(crate) base: Option<&'j Base>,
+}
+
+impl Job<'_> {
+    /// Fills all memory before the guest runs.
+    pub(crate) fn run_eagerly(
+        &self,
+        mut launched: Launched,
+        guardian: &Guardian,
+        maps: Vec<PageMap<'_>>,
+        mut clock: PhaseClock,
+        events: LazySink<'_>,
+    ) -> Result<Done, RestoreError> {
+        let ram = launched.monitor.ram_blocks()?;
+        let blocks = eager::open_blocks(&launched.process, &ram, &self.manifest.ram)?;
+        let blocks: Vec<&Block> = blocks.iter().collect();
+        let progress = &mut |progress| events(LazyEvent::Progress(progress));
+        let pages = match self.base {
+            Some(base) => base.complete(&launched.process, &blocks, maps, progress)?,
+            None => eager::populate(&launched.process, &blocks, maps, progress)?,
+        };
+        // Before the device state, because loading it may rightly change memory: KVM writes each vCPU's
+        // paravirtual clock anew when QEMU hands it the clock's address.
+        let verify = match self.options.verify {
+            true => Some(self.verify(&blocks, events)?),
+            false => None,
+        };
+        clock.phases.memory = clock.lap();
+        launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
+        clock.phases.device_state = clock.lap();
+        // Before it runs: a VM that has run is nobody's to end.
+        guardian.last_duty(LastDuty::Nothing)?;
+        if !self.options.paused {
+            launched.monitor.cont()?;
+        }
+        clock.phases.cont = clock.lap();
+        let (process, _) = launched.keep();
+        Ok(Done {
+            process,
+            pages,
+            phases: clock.phases,
+            lazy: None,
+            verify,
+        })
+    }
+
+    /// Compares all of memory with the checkpoint; an error if it differs.
+    pub(super) fn verify(
+        &self,
+        blocks: &[&Block],
+        events: LazySink<'_>,
+    ) -> Result<VerifyReport, RestoreError> {
+        let image = Image::take(blocks.iter().copied(), &self.hasher)?;
+        let report = image.compare(self.reader, &self.manifest.ram, &mut |progress| {
+            events(LazyEvent::Progress(progress));
+        })?;
+        match report.differing {
+            0 => Ok(report),
+            differing => Err(RestoreError::Differs {
+                differing,
+                first: report.first.join(", "),
+            }),
+        }
+    }
+
+    /// What is told of it.
+    pub(crate) fn report(&self, done: Done, plan: &LaunchPlan, asked_at: Instant) -> RestoreReport {
+        RestoreReport {
+            checkpoint: self.id.to_string(),
+            vm: self.manifest.vm.clone(),
+            pid: done.process.pid(),
+            qmp: self.options.launch.qmp.clone(),
+            running: !self.options.paused,
+            pages: done.pages,
+            total_us: micros(asked_at.elapsed()),
+            phases_us: done.phases,
+            changes: plan.changes.clone(),
+            lazy: done.lazy,
+            verify: done.verify,
+        }
+    }
+}

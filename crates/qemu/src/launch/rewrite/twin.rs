@@ -1,0 +1,222 @@
+//! What else is changed in the command line of one of several VMs that start from the same checkpoint: its
+//! memory begins as a private view of a file that all of them share, and what belongs to the host must
+//! be another for each.
+
+use super::{Argument, CommandLine, LaunchError, Properties, Rewriter};
+use crate::launch::CloneOptions;
+use crate::record::VmRecord;
+
+/// The machine's own memory, where the command line names none (QEMU, `MachineClass::default_ram_id`).
+const DEFAULT_RAM: &str = "pc.ram";
+/// What a memory backend of another kind may say that one of a file cannot, or must not here.
+const DROPPED_PROPERTIES: &[&str] = &[
+    "align",
+    "hugetlb",
+    "hugetlbsize",
+    "mem-path",
+    "pmem",
+    "prealloc",
+    "prealloc-threads",
+    "readonly",
+    "reserve",
+    "rom",
+    "seal",
+    "share",
+];
+/// Options that name the image of a disk and nothing else.
+const IMAGE_OPTIONS: &[&str] = &["hda", "hdb", "hdc", "hdd", "sd", "mtdblock", "pflash"];
+
+/// The RAM blocks that can begin as a view of a file: those made by a memory backend.
+pub(in crate::launch) fn memory_blocks(record: &VmRecord) -> Vec<String> {
+    let line = CommandLine::parse(&record.arguments);
+    let blocks = record.ram_blocks.iter().map(|block| &block.name);
+    let backed = blocks.filter(|name| {
+        backend_of(&line, name).is_some() || (*name == DEFAULT_RAM && !names_memory(&line))
+    });
+    backed.cloned().collect()
+}
+
+/// The place of the `-object` that makes a RAM block.
+fn backend_of(line: &CommandLine, block: &str) -> Option<usize> {
+    let id = block.strip_prefix("/objects/").unwrap_or(block);
+    line.options.iter().position(|option| {
+        let Some(value) = option.value().filter(|_| option.is("object")) else {
+            return false;
+        };
+        let properties = Properties::parse(value, "qom-type");
+        let kind = properties.get("qom-type").unwrap_or_default();
+        kind.starts_with("memory-backend-") && properties.get("id") == Some(id)
+    })
+}
+
+/// Whether the machine is told of which memory it consists.
+fn names_memory(line: &CommandLine) -> bool {
+    let has = |value: &str, key| Properties::parse(value, "type").get(key).is_some();
+    let mut machines = line.values("machine").chain(line.values("M"));
+    machines.any(|value| has(value, "memory-backend"))
+        || line.values("numa").any(|value| has(value, "memdev"))
+}
+
+impl Rewriter<'_> {
+    pub(super) fn make_twin(&mut self, clone: &CloneOptions) -> Result<(), LaunchError> {
+        self.replace_words(clone)?;
+        self.share_memory(clone)?;
+        self.overlay_disks()?;
+        self.rename(clone.number);
+        self.number_sockets(clone.number);
+        self.new_generation();
+        Ok(())
+    }
+
+    /// What the user wants to be another for each.
+    fn replace_words(&mut self, clone: &CloneOptions) -> Result<(), LaunchError> {
+        for (old, new) in &clone.replace {
+            let mut found = false;
+            for option in &mut self.line.options {
+                let Argument::Valued { value, .. } = option else {
+                    continue;
+                };
+                if value.contains(old) {
+                    *value = value.replace(old, new);
+                    found = true;
+                }
+            }
+            if !found {
+                return Err(LaunchError::NothingToReplace { word: old.clone() });
+            }
+            self.note(format!("`{old}` became `{new}`, as asked for"));
+        }
+        Ok(())
+    }
+
+    fn share_memory(&mut self, clone: &CloneOptions) -> Result<(), LaunchError> {
+        for word in ["mem-path", "mem-prealloc"] {
+            self.line.options.retain(|option| !option.is(word));
+        }
+        for memory in &clone.memory {
+            let path = memory.file.to_str().ok_or_else(|| LaunchError::NotUtf8 {
+                path: memory.file.clone(),
+            })?;
+            let mut properties = match backend_of(&self.line, &memory.block) {
+                Some(at) => {
+                    let old = self.line.options.remove(at);
+                    Properties::parse(old.value().unwrap_or_default(), "qom-type")
+                }
+                None => {
+                    let mut new = Properties::default();
+                    new.set("qom-type", "memory-backend-file");
+                    new.set("id", &memory.block);
+                    new.set("x-use-canonical-path-for-ramblock-id", "off");
+                    self.push("machine", &format!("memory-backend={}", memory.block));
+                    new
+                }
+            };
+            for key in DROPPED_PROPERTIES {
+                properties.remove(key);
+            }
+            properties.set("qom-type", "memory-backend-file");
+            properties.set("size", &memory.bytes.to_string());
+            properties.set("mem-path", path);
+            properties.set("share", "off");
+            // Opened for reading only, and yet memory: a private view of it.
+            properties.set("readonly", "on");
+            properties.set("rom", "off");
+            self.push("object", &properties.render("qom-type"));
+            self.note(format!(
+                "memory {} is a private view of {path}, which all clones share",
+                memory.block
+            ));
+        }
+        Ok(())
+    }
+
+    /// What each writes to disks is its own, and goes with it (`snapshot=on`).
+    fn overlay_disks(&mut self) -> Result<(), LaunchError> {
+        let writable = |properties: &Properties| {
+            let reads_only = properties.is_on("readonly") || properties.is_on("read-only");
+            !reads_only && properties.get("media") != Some("cdrom")
+        };
+        for option in self
+            .line
+            .options
+            .iter()
+            .filter(|option| option.is("blockdev"))
+        {
+            let properties = Properties::parse(option.value().unwrap_or_default(), "driver");
+            if writable(&properties) {
+                return Err(LaunchError::BlockdevOfClone {
+                    option: option.words(),
+                });
+            }
+        }
+        self.change_each("drive", "file", |properties| {
+            let change = writable(properties) && !properties.is_on("snapshot");
+            change.then(|| properties.set("snapshot", "on"))
+        });
+        let mut options = self.line.options.iter();
+        let images = options.any(|option| match option.name() {
+            Some(name) => IMAGE_OPTIONS.contains(&name),
+            None => true,
+        });
+        if images && !self.line.has("snapshot") {
+            self.line
+                .options
+                .push(Argument::Flag("snapshot".to_owned()));
+            self.note(
+                "`-snapshot` added: what the clone writes to disks is its own, and goes with it"
+                    .to_owned(),
+            );
+        }
+        Ok(())
+    }
+
+    fn rename(&mut self, number: u32) {
+        self.change_each("name", "guest", |properties| {
+            let name = format!("{}-{number}", properties.get("guest")?);
+            properties.set("guest", &name);
+            Some(())
+        });
+    }
+
+    /// Sockets that it listens on.
+    fn number_sockets(&mut self, number: u32) {
+        self.change_each("chardev", "backend", |properties| {
+            let listens = properties.is_on("server");
+            let path = properties.get("path").filter(|_| listens)?;
+            let path = format!("{path}-{number}");
+            properties.set("path", &path);
+            Some(())
+        });
+    }
+
+    /// The guest is told that it is not the only one any more (QEMU, `docs/specs/vmgenid.rst`).
+    fn new_generation(&mut self) {
+        self.change_each("device", "driver", |properties| {
+            let is_it = properties.get("driver") == Some("vmgenid");
+            is_it.then(|| properties.set("guid", "auto"))
+        });
+    }
+
+    /// Changes the properties of every option of a name, where `change` has something to change.
+    fn change_each(
+        &mut self,
+        option: &str,
+        implied: &str,
+        change: impl Fn(&mut Properties) -> Option<()>,
+    ) {
+        for at in 0..self.line.options.len() {
+            let old = &self.line.options[at];
+            let Some(value) = old.value().filter(|_| old.is(option)) else {
+                continue;
+            };
+            let mut properties = Properties::parse(value, implied);
+            if change(&mut properties).is_none() {
+                continue;
+            }
+            let new = Argument::new(option, properties.render(implied));
+            let words = format!("`{}` became `{}`", old.words(), new.words());
+            self.line.options[at] = new;
+            self.note(words);
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! `clone`: several VMs from one checkpoint.
+
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::Context as _;
+use stillframe_engine::clones::{self, CloneReport, ClonesOptions};
+use stillframe_engine::populate::base::BaseOptions;
+use stillframe_engine::restore::{LazyEvent, RestoreOptions};
+use stillframe_engine::{CloneOptions, LaunchOptions};
+
+use super::restore::{default_log, here, serial_from_here, stands_in_the_way};
+use super::{CommandError, Context, short};
+use crate::args::CloneArgs;
+use crate::durations;
+use crate::interrupt::{AtLast, Interrupts};
+use crate::progress::Meter;
+use crate::table::{self, printable};
+
+/// What stands for a clone's number.
+const NUMBER: &str = "{}";
+
+/// Starts the clones, telling of each as soon as it runs.
+pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
+    let asked_at = Instant::now();
+    if args.count > 1 && !args.qmp.contains(NUMBER) {
+        return Err(CommandError::SameMonitor.into());
+    }
+    let mut repository = context.open()?;
+    let (id, manifest) = repository.resolve(&args.id, args.vm.as_deref())?;
+    let numbers = args.first..args.first + args.count;
+    let each: Vec<_> = numbers
+        .map(|number| each(args, number))
+        .collect::<Result<_, _>>()?;
+    let Some((first, _)) = each.first() else {
+        return Ok(());
+    };
+    let options = ClonesOptions {
+        restore: RestoreOptions {
+            asked_at,
+            launch: first.clone(),
+            paused: args.paused,
+            verify: args.verify,
+            lazy: false,
+            limit_fill: None,
+            lock_wait: args.lock_wait,
+        },
+        each,
+        base: BaseOptions {
+            folder: here(&args.base_dir)?,
+            budget_bytes: args.base_budget,
+        },
+    };
+    let interrupted = "interrupted: no more clones";
+    let interrupts = Interrupts::listen(context.console, 1, interrupted, AtLast::Wait)
+        .context("cannot listen to signals")?;
+    let mut meter = Meter::new(context.console);
+    let mut told = Ok(());
+    let cloned = interrupts.interruptible(|| {
+        let mut done = |report: CloneReport| {
+            let shown = show(context, &report, report.clone == args.first);
+            told = std::mem::replace(&mut told, Ok(())).and(shown);
+        };
+        let mut events = |event| {
+            if let LazyEvent::Progress(progress) = event {
+                meter.show(progress.into());
+            }
+            interrupts.step();
+        };
+        clones::clones(
+            &mut repository,
+            (&id, &manifest),
+            &options,
+            &mut events,
+            &mut done,
+        )
+    });
+    cloned?.inspect_err(|error| stands_in_the_way(context, error))?;
+    told
+}
+
+fn show(context: &Context, report: &CloneReport, is_first: bool) -> anyhow::Result<()> {
+    for change in report.restored.changes.iter().filter(|_| is_first) {
+        context.console.note(&format!("changed: {change}"));
+    }
+    context.console.result(report, || words(report))?;
+    Ok(())
+}
+
+fn each(args: &CloneArgs, number: u32) -> anyhow::Result<(LaunchOptions, CloneOptions)> {
+    let numbered = |text: &str| text.replace(NUMBER, &number.to_string());
+    let qmp = here(Path::new(&numbered(&args.qmp)))?;
+    let serial = args.serial.as_deref().map(numbered);
+    let launch = LaunchOptions {
+        log: default_log(&qmp),
+        qmp,
+        serial: serial
+            .map(|spec| serial_from_here(&spec, here))
+            .transpose()?,
+        disks_as_they_are: args.disks_as_they_are,
+        clone: None,
+    };
+    let replace = args.replace.iter();
+    let twin = CloneOptions {
+        number,
+        memory: Vec::new(),
+        replace: replace
+            .map(|(old, new)| (old.clone(), numbered(new)))
+            .collect(),
+    };
+    Ok((launch, twin))
+}
+
+fn words(report: &CloneReport) -> String {
+    let restored = &report.restored;
+    let mut line = format!(
+        "clone {} of {} ({}) in {}: process {}, monitor at {}",
+        report.clone,
+        short(&restored.checkpoint),
+        printable(&restored.vm),
+        durations::human_us(restored.total_us),
+        restored.pid,
+        printable(&restored.qmp.display().to_string()),
+    );
+    if report.base_us > 0 {
+        line += &format!(
+            "; the memory that all share was made in {}",
+            durations::human_us(report.base_us)
+        );
+    }
+    if let Some(verify) = &restored.verify {
+        line += &format!(", all {} verified", table::count(verify.pages, "page"));
+    }
+    if !restored.running {
+        line += "; the guest is paused, `cont` on the monitor lets it run";
+    }
+    line
+}
