@@ -32,7 +32,7 @@ use crate::capture::block::{Block, BlockError, PAGE_BYTES};
 use crate::capture::device_state::{StateBuffer, StateError};
 use crate::capture::pause::us;
 use crate::capture::tracker::{BlockShape, Collected, Guest, TrackerError};
-use crate::guardian::{GuardianError, LastDuty};
+use crate::guardian::GuardianError;
 use crate::populate::eager::{self, PopulateError};
 use crate::restore::{self, RestoreError};
 use crate::verify::{Image, VerifyError, VerifyReport};
@@ -391,15 +391,12 @@ impl Vm {
         report.downtime_us.stop = us(begin);
         self.monitor.client().take_events()?;
         let prepared = self.prepare(job, now, &mut report.downtime_us);
-        // From here on nobody is to resume it should we die, unless nothing was changed.
-        let committed = prepared.and_then(|state| {
-            self.guardian.last_duty(LastDuty::Pause)?;
-            match running && self.guardian.resumed()? {
-                true => Err(RewindError::Overrun {
-                    limit_ms: job.options.pause_limit.as_millis(),
-                }),
-                false => Ok(state),
-            }
+        // From here on the guardian must not resume it, should we die.
+        let committed = prepared.and_then(|state| match running && self.guardian.resumed()? {
+            true => Err(RewindError::Overrun {
+                limit_ms: job.options.pause_limit.as_millis(),
+            }),
+            false => Ok(state),
         });
         let done = committed.and_then(|device_state| {
             let mut before = Before {
@@ -414,12 +411,9 @@ impl Vm {
         }
         let resume = Instant::now();
         report.running = running && (done.is_err() || !job.options.paused);
-        // The VM is whole, one way or the other: should we die now, it is to run.
         if report.running {
+            // The VM is whole, one way or the other: should we die now, it is to run.
             self.guardian.pausing(job.options.pause_limit)?;
-        }
-        self.guardian.last_duty(LastDuty::Nothing)?;
-        if report.running {
             self.monitor.cont()?;
             self.guardian.resumed()?;
         }

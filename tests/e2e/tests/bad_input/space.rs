@@ -207,3 +207,24 @@ fn a_checkpoint_behind_one_that_failed_is_not_stored() -> Result<()> {
     small.stillframe.ok(&["check", "--read-data"])?;
     Ok(())
 }
+
+/// Memory that clones share, on a file system that is too small for it: no clone, and nothing left.
+#[test]
+fn clones_without_room() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "large").boot()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let pid = guest.pid_text();
+    stillframe.ok(&["checkpoint", "--pid", &pid])?;
+    let base = guest.folder().join("base");
+    let _mount = Mount::tmpfs(&base, 64)?;
+    let qmp = guest.folder().join("clone.qmp").display().to_string();
+    let base_text = base.display().to_string();
+    let line = ["clone", "latest", "--qmp", &qmp, "--base-dir", &base_text];
+    let said = stillframe.fails(&line, 1)?;
+    ensure!(said.contains("has no room for"), "{said}");
+    let left = fs::read_dir(&base)?
+        .flatten()
+        .filter(|entry| entry.path().is_dir());
+    ensure!(left.count() == 0, "part of it is left");
+    expect_untouched(&guest, &mut guest.second_monitor()?)
+}

@@ -304,3 +304,68 @@ fn commas_in_the_monitor_path() {
     let qmp = "unix:/a,,b,server=on,wait=off".to_owned();
     assert!(rewritten.arguments.contains(&qmp));
 }
+
+/// A clone of number 3, whose memory `mem` (or what the machine makes by itself) lies in a file.
+fn clone_of(before: &str, block: &str) -> Result<Vec<String>, LaunchError> {
+    let memory = crate::launch::CloneMemory {
+        block: block.to_owned(),
+        bytes: 1 << 20,
+        file: "/base/0.ram".into(),
+    };
+    let mut options = options(None);
+    options.clone = Some(crate::launch::CloneOptions {
+        number: 3,
+        memory: vec![memory],
+        replace: vec![("tap0".to_owned(), "tap3".to_owned())],
+    });
+    let argv = words(&format!("qemu -netdev tap,ifname=tap0 {before}"));
+    Ok(rewrite(&argv, Path::new("/"), &options, &busy)?.arguments)
+}
+
+#[test]
+fn a_clone_has_its_own_ends() {
+    const VIEW: &str = "size=1048576,mem-path=/base/0.ram,share=off,readonly=on,rom=off";
+    let table = [
+        (
+            "pc.ram",
+            "-nodefaults -display none -m 1",
+            format!(
+                "-nodefaults -display none -m 1 -machine memory-backend=pc.ram -object \
+                 memory-backend-file,id=pc.ram,x-use-canonical-path-for-ramblock-id=off,{VIEW}"
+            ),
+        ),
+        (
+            "/objects/mem",
+            "-nodefaults -display none -machine q35,memory-backend=mem -mem-prealloc -object \
+             memory-backend-memfd,id=mem,size=1M,share=on,merge=off",
+            format!(
+                "-nodefaults -display none -machine q35,memory-backend=mem -object \
+                 memory-backend-file,id=mem,{},merge=off,mem-path=/base/0.ram,share=off,readonly=on,rom=off",
+                "size=1048576"
+            ),
+        ),
+        (
+            "pc.ram",
+            "-nodefaults -display none -name guest=a,process=p -drive file=d,format=raw -drive \
+             file=c,media=cdrom -device vmgenid,guid=1 -chardev socket,id=c,path=/s,server=on",
+            format!(
+                "-nodefaults -display none -name a-3,process=p -drive file=d,format=raw,snapshot=on -drive \
+                 file=c,media=cdrom -device vmgenid,guid=auto -chardev socket,id=c,path=/s-3,server=on \
+                 -machine memory-backend=pc.ram -object \
+                 memory-backend-file,id=pc.ram,x-use-canonical-path-for-ramblock-id=off,{VIEW}"
+            ),
+        ),
+    ];
+    for (block, before, after) in table {
+        let expected = words(&format!("qemu -netdev tap,ifname=tap3 {after} {ADDED}"));
+        assert_eq!(clone_of(before, block).expect(before), expected, "{before}");
+    }
+}
+
+#[test]
+fn disks_that_clones_would_share_are_refused() {
+    let line = "-blockdev driver=file,node-name=d,filename=/d";
+    let refused = clone_of(line, "pc.ram");
+    assert!(matches!(refused, Err(LaunchError::BlockdevOfClone { .. })));
+    assert!(clone_of(&format!("{line},read-only=on"), "pc.ram").is_ok());
+}

@@ -149,7 +149,7 @@ impl Rewriter<'_> {
                 });
             }
         }
-        self.change_each("drive", "file", |properties| {
+        self.change_each("drive", "", |properties| {
             let change = writable(properties) && !properties.is_on("snapshot");
             change.then(|| properties.set("snapshot", "on"))
         });
