@@ -316,7 +316,7 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
         });
     }
     let rewritten = rewrite::rewrite(&record.arguments, &record.cwd, options, &busy)?;
-    checks::disks(record, options.disks_as_they_are)?;
+    checks::disks(record, options)?;
     checks::shared_ram(&rewritten.arguments, &record.cwd)?;
     Ok(LaunchPlan {
         exe: record.exe.clone(),

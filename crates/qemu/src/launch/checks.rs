@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use super::holders::holder_of;
-use super::{LaunchError, LaunchPlan};
+use super::holders::{Use, holder_of};
+use super::{LaunchError, LaunchOptions, LaunchPlan};
 use crate::arguments::{CommandLine, Properties};
 use crate::monitor::{Disk, FileIdentity};
 use crate::record::VmRecord;
@@ -58,8 +58,14 @@ fn version_in(text: &str) -> String {
     words.next().unwrap_or("of unknown version").to_owned()
 }
 
-/// Every disk must be the recorded one, unchanged, and nobody else's.
-pub(super) fn disks(record: &VmRecord, as_they_are: bool) -> Result<(), LaunchError> {
+/// Every disk must be the recorded one, unchanged, and nobody else's; clones only read it, so others may
+/// do that too.
+pub(super) fn disks(record: &VmRecord, options: &LaunchOptions) -> Result<(), LaunchError> {
+    let as_they_are = options.disks_as_they_are;
+    let counts = match options.clone {
+        Some(_) => Use::Writing,
+        None => Use::Any,
+    };
     for (index, disk) in record.disks.iter().enumerate() {
         // Of the files of one device the first is the image, the others are what it is based on.
         let earlier = &record.disks[..index];
@@ -75,7 +81,7 @@ pub(super) fn disks(record: &VmRecord, as_they_are: bool) -> Result<(), LaunchEr
                 });
             }
         } else if disk.path.is_absolute() {
-            file(disk, as_they_are)?;
+            file(disk, as_they_are, counts)?;
         } else if !as_they_are {
             return Err(LaunchError::DiskUnknown {
                 device: disk.device.clone(),
@@ -132,7 +138,7 @@ fn in_arguments(record: &VmRecord, disk: &Disk) -> Result<(), LaunchError> {
     })
 }
 
-fn file(disk: &Disk, as_they_are: bool) -> Result<(), LaunchError> {
+fn file(disk: &Disk, as_they_are: bool, counts: Use) -> Result<(), LaunchError> {
     let metadata = fs::metadata(&disk.path).map_err(|source| LaunchError::DiskMissing {
         device: disk.device.clone(),
         path: disk.path.clone(),
@@ -140,7 +146,7 @@ fn file(disk: &Disk, as_they_are: bool) -> Result<(), LaunchError> {
     })?;
     // Even a disk used as it is must not have two users.
     if !disk.read_only
-        && let Some(holder) = holder_of(&metadata)
+        && let Some(holder) = holder_of(&metadata, counts)
     {
         return Err(LaunchError::DiskInUse {
             device: disk.device.clone(),
@@ -187,7 +193,7 @@ pub(super) fn shared_ram(arguments: &[String], cwd: &Path) -> Result<(), LaunchE
         };
         let path = cwd.join(file);
         let metadata = fs::metadata(&path).ok().filter(fs::Metadata::is_file);
-        if let Some(holder) = metadata.as_ref().and_then(holder_of) {
+        if let Some(holder) = metadata.as_ref().and_then(|file| holder_of(file, Use::Any)) {
             return Err(LaunchError::RamInUse {
                 path,
                 pid: holder.pid,

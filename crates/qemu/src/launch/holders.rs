@@ -46,16 +46,25 @@ impl Key {
     }
 }
 
-/// Some process other than this one that has the file open or mapped. Processes that may not be
-/// examined are passed over.
-pub(super) fn holder_of(file: &Metadata) -> Option<Holder> {
+/// Which holders of a file count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Use {
+    /// All.
+    Any,
+    /// Those that have it open for writing.
+    Writing,
+}
+
+/// Some process other than this one that has the file open or mapped, or, where only writing counts, open for
+/// that. Processes that may not be examined are passed over.
+pub(super) fn holder_of(file: &Metadata, counts: Use) -> Option<Holder> {
     let key = Key::of(file);
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let mut others = pids.filter(|pid| *pid != std::process::id());
     let pid = others.find(|pid| {
         let process = Path::new("/proc").join(pid.to_string());
-        has_open(&process, key) || has_mapped(&process, key)
+        has_open(&process, key, counts) || (counts == Use::Any && has_mapped(&process, key))
     })?;
     let program = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     Some(Holder {
@@ -64,12 +73,25 @@ pub(super) fn holder_of(file: &Metadata) -> Option<Holder> {
     })
 }
 
-fn has_open(process: &Path, key: Key) -> bool {
+fn has_open(process: &Path, key: Key, counts: Use) -> bool {
     let descriptors = fs::read_dir(process.join("fd")).into_iter().flatten();
-    let files = descriptors
-        .flatten()
-        .filter_map(|descriptor| fs::metadata(descriptor.path()).ok());
-    files.into_iter().any(|file| Key::of(&file) == key)
+    descriptors.flatten().any(|descriptor| {
+        let is_it = fs::metadata(descriptor.path()).is_ok_and(|file| Key::of(&file) == key);
+        let number = descriptor.file_name();
+        is_it && (counts == Use::Any || writes(&process.join("fdinfo").join(number)))
+    })
+}
+
+/// Whether a descriptor is open for writing, by its `flags` in `/proc/PID/fdinfo` (octal; proc(5)).
+fn writes(info: &Path) -> bool {
+    const ACCESS_MODE: u32 = 0o3;
+    let text = fs::read_to_string(info).unwrap_or_default();
+    let mut flags = text.lines().filter_map(|line| line.strip_prefix("flags:"));
+    let flags = flags
+        .next()
+        .map(|flags| u32::from_str_radix(flags.trim(), 8));
+    // Whoever cannot be asked may write.
+    !matches!(flags, Some(Ok(flags)) if flags & ACCESS_MODE == 0)
 }
 
 /// A mapping outlives the descriptor it was made with. `maps` is searched for the inode number
@@ -114,17 +136,35 @@ mod tests {
     fn a_reader_of_a_file_is_found_and_gone_after_its_end() {
         let file = tempfile::NamedTempFile::new().expect("temporary file");
         let metadata = file.as_file().metadata().expect("metadata");
-        assert!(soon(|| holder_of(&metadata).is_none()));
+        assert!(soon(|| holder_of(&metadata, Use::Any).is_none()));
         let mut reader = Command::new("sleep")
             .arg("60")
             .stdin(Stdio::from(file.reopen().expect("reopened")))
             .spawn()
             .expect("sleep");
-        let holder = holder_of(&metadata).expect("the reader");
+        let holder = holder_of(&metadata, Use::Any).expect("the reader");
         assert_eq!(u32::try_from(holder.pid).expect("positive"), reader.id());
+        // It has its standard input for reading and writing, as a reopened temporary file is.
+        assert!(holder_of(&metadata, Use::Writing).is_some());
         reader.kill().expect("killed");
         reader.wait().expect("reaped");
-        assert!(soon(|| holder_of(&metadata).is_none()));
+        assert!(soon(|| holder_of(&metadata, Use::Any).is_none()));
+    }
+
+    #[test]
+    fn who_only_reads_does_not_write() {
+        let file = tempfile::NamedTempFile::new().expect("temporary file");
+        let metadata = file.as_file().metadata().expect("metadata");
+        let mut reader = Command::new("sleep")
+            .arg("60")
+            .stdin(Stdio::from(fs::File::open(file.path()).expect("opened")))
+            .spawn()
+            .expect("sleep");
+        assert!(holder_of(&metadata, Use::Any).is_some());
+        // A child that another test starts has our files too, until it becomes its program.
+        assert!(soon(|| holder_of(&metadata, Use::Writing).is_none()));
+        reader.kill().expect("killed");
+        reader.wait().expect("reaped");
     }
 
     #[test]

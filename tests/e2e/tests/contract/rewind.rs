@@ -220,7 +220,15 @@ fn a_kill_leaves_a_guest_that_can_be_rewound() -> Result<()> {
     let then = Image::take(guest.pid(), &mut monitor)?;
     monitor.execute("cont", json!({}))?;
     // Comparing makes the time long in which pages are exchanged and devices are not.
-    let line = ["rewind", "latest", "--pid", &pid, "--verify", "--pause-limit", "5m"];
+    let line = [
+        "rewind",
+        "latest",
+        "--pid",
+        &pid,
+        "--verify",
+        "--pause-limit",
+        "5m",
+    ];
     let (mut changed, mut ran, mut ran_changed) = (0, 0, 0);
     for turn in 0..60 {
         guest.serial.wait_more(2, PATIENCE)?;
