@@ -17,7 +17,7 @@ use std::path::PathBuf;
 pub use start::{Launched, Starting, load_device_state, start};
 
 use crate::device_state::DeviceStateError;
-use crate::monitor::MonitorError;
+use crate::monitor::{FeatureWord, MonitorError};
 use crate::record::VmRecord;
 
 /// What the user decides about the new VM.
@@ -65,6 +65,8 @@ pub struct LaunchPlan {
     pub exe: PathBuf,
     /// The version that it must be.
     pub version: String,
+    /// What its processors must be able to do.
+    pub cpu_features: Vec<FeatureWord>,
     /// Its arguments, `argv[0]` included.
     pub arguments: Vec<String>,
     /// Its working directory.
@@ -96,6 +98,14 @@ pub enum LaunchError {
         found: String,
         /// The version of the record.
         recorded: String,
+    },
+    /// The guest would not find what it relies on.
+    #[error(
+        "the processors of the new VM lack what the guest was started with ({missing}): this host cannot run it, or -cpu names another model"
+    )]
+    CpuFeatures {
+        /// The features.
+        missing: String,
     },
     /// The program cannot be run.
     #[error("cannot run {program}")]
@@ -321,6 +331,7 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
     Ok(LaunchPlan {
         exe: record.exe.clone(),
         version: record.identity.qemu_version.clone(),
+        cpu_features: record.cpu_features.clone(),
         arguments: rewritten.arguments,
         cwd: record.cwd.clone(),
         changes: rewritten.changes,

@@ -1,5 +1,6 @@
 //! The monitor commands Stillframe uses, with typed arguments and replies.
 
+mod cpu;
 mod disks;
 mod host_files;
 mod ram_blocks;
@@ -12,6 +13,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+pub use cpu::FeatureWord;
+pub(crate) use cpu::missing as missing_features;
 pub use disks::Disk;
 pub use host_files::FileIdentity;
 pub(crate) use host_files::HostView;
@@ -362,6 +365,32 @@ impl Monitor {
         let host = HostView::new(self.pid, &self.cwd);
         let open = host_files::OpenFiles::of(self.pid);
         Ok(disks::gather(drives, &nodes, &host, &open))
+    }
+
+    /// What the guest's first processor can do; nothing where QEMU does not tell.
+    pub fn cpu_features(&mut self) -> Result<Vec<FeatureWord>, MonitorError> {
+        #[derive(Deserialize)]
+        struct Cpu {
+            #[serde(rename = "qom-path")]
+            path: String,
+        }
+        let cpus: Vec<Cpu> = self.query("query-cpus-fast")?;
+        let Some(cpu) = cpus.first() else {
+            return Ok(Vec::new());
+        };
+        let arguments = json!({ "path": cpu.path, "property": "feature-words" });
+        match self.run("qom-get", arguments) {
+            Err(MonitorError::Qmp(QmpError::Command { .. })) => Ok(Vec::new()),
+            other => other,
+        }
+    }
+
+    /// Has the guest's network cards tell the network where they are now (`announce-self`), five times
+    /// within a second.
+    pub fn announce(&mut self) -> Result<(), MonitorError> {
+        let arguments = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
+        self.client.execute("announce-self", arguments)?;
+        Ok(())
     }
 
     /// `query-migrate`, of which two members are looked at.

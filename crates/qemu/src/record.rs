@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::monitor::{Disk, HostView, Identity, Monitor, MonitorError, RamBlock};
+use crate::monitor::{Disk, FeatureWord, HostView, Identity, Monitor, MonitorError, RamBlock};
 use crate::target::Target;
 
 /// A VM as it was when a checkpoint was taken.
@@ -25,6 +25,9 @@ pub struct VmRecord {
     pub ram_blocks: Vec<RamBlock>,
     /// All files of all disks.
     pub disks: Vec<Disk>,
+    /// What its processors can do; nothing where QEMU, or a record of before, does not tell.
+    #[serde(default)]
+    pub cpu_features: Vec<FeatureWord>,
     /// Whether the VM ran when the record was taken.
     pub was_running: bool,
     /// The QEMU process.
@@ -44,6 +47,7 @@ impl VmRecord {
             identity: monitor.identity()?,
             ram_blocks: monitor.ram_blocks()?,
             disks: monitor.disks()?,
+            cpu_features: monitor.cpu_features()?,
             was_running: monitor.run_state()?.running,
             pid: target.process.pid(),
             process_start_time: target.process.start_time(),

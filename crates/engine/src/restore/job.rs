@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::launch::{self, LaunchPlan, Launched};
+use stillframe_qemu::monitor::Monitor;
 use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, WorkingSet};
 use stillframe_sys::process::Process;
 
@@ -105,6 +106,7 @@ impl Job<'_> {
         guardian.last_duty(LastDuty::Nothing)?;
         if !self.options.paused {
             launched.monitor.cont()?;
+            announce(&mut launched.monitor);
         }
         clock.phases.cont = clock.lap();
         let (process, _) = launched.keep();
@@ -152,4 +154,9 @@ impl Job<'_> {
             verify: done.verify,
         }
     }
+}
+
+/// Tells the network where the VM is now. It runs already: that it cannot be told is no reason to end it.
+pub(super) fn announce(monitor: &mut Monitor) {
+    let _ = monitor.announce();
 }

@@ -18,7 +18,7 @@ use stillframe_repo::{PageMap, RamTable, Reader, WorkingSet};
 use stillframe_sys::process::{Process, ProcessError};
 use stillframe_sys::uffd::{Uffd, UffdError};
 
-use super::job::{Done, Job, PhaseClock, micros};
+use super::job::{Done, Job, PhaseClock, announce, micros};
 use super::{LOAD_LIMIT, RestoreError};
 use crate::Progress;
 use crate::capture::block::Block;
@@ -144,6 +144,9 @@ impl Job<'_> {
             events(LazyEvent::Runs {
                 after_us: runs_after_us,
             });
+            if !self.options.paused {
+                announce(&mut keeper.monitor);
+            }
             lazy.fill(scope, self.options.limit_fill)?;
             keeper.until_complete(events)?;
             let verify = match self.options.verify {

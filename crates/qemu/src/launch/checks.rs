@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use super::holders::{Use, holder_of};
 use super::{LaunchError, LaunchOptions, LaunchPlan};
 use crate::arguments::{CommandLine, Properties};
-use crate::monitor::{Disk, FileIdentity};
+use crate::monitor::{Disk, FeatureWord, FileIdentity, missing_features};
 use crate::record::VmRecord;
 
 /// The recorded program must be there.
@@ -37,6 +37,17 @@ impl LaunchPlan {
                 source,
             })?;
         self.expect_version(version_in(&String::from_utf8_lossy(&output.stdout)))
+    }
+
+    /// What the new VM's processors can do must be all that the guest knows of.
+    pub(super) fn expect_features(&self, now: &[FeatureWord]) -> Result<(), LaunchError> {
+        let missing = missing_features(&self.cpu_features, now);
+        match missing.is_empty() {
+            true => Ok(()),
+            false => Err(LaunchError::CpuFeatures {
+                missing: missing.join(", "),
+            }),
+        }
     }
 
     pub(super) fn expect_version(&self, found: String) -> Result<(), LaunchError> {

@@ -214,6 +214,9 @@ impl Starting {
                         let version = monitor.version();
                         let version = version.map_err(|error| owned.fail(DOING, error))?;
                         plan.expect_version(version)?;
+                        let features = monitor.cpu_features();
+                        let features = features.map_err(|error| owned.fail(DOING, error))?;
+                        plan.expect_features(&features)?;
                         return Ok(Launched {
                             process,
                             monitor,

@@ -280,6 +280,7 @@ mod tests {
         let plan = LaunchPlan {
             exe: "/usr/bin/qemu".into(),
             version: "10.0.2".to_owned(),
+            cpu_features: Vec::new(),
             arguments: ["qemu", "-append", "a b"].map(str::to_owned).to_vec(),
             cwd: "/my vms".into(),
             changes: Vec::new(),

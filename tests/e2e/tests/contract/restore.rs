@@ -255,3 +255,38 @@ fn paths_are_taken_from_where_the_user_is() -> Result<()> {
     guest.serial.wait_more(1, PATIENCE)?;
     Ok(())
 }
+
+/// The guest relies on what its processors could do; where that is missing, nothing is loaded.
+#[test]
+fn processors_that_lack_something_are_refused() -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir()?;
+    let program = folder.path().join("qemu-system-x86_64");
+    std::fs::copy(which("qemu-system-x86_64")?, &program)?;
+    let mut setup = Setup::small(Kind::Private, "able");
+    setup = setup.with(&["-L", "/usr/share/qemu", "-L", "/usr/share/seabios"]);
+    setup.program = program.clone();
+    let mut guest = setup.boot()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
+    guest.kill()?;
+    // The same QEMU on a host of other processors.
+    std::fs::remove_file(&program)?;
+    let script = "#!/bin/sh\nexec qemu-system-x86_64 \"$@\" -cpu qemu64,-sse3,-popcnt\n";
+    std::fs::write(&program, script)?;
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755))?;
+    let qmp = folder.path().join("new.qmp").display().to_string();
+    for more in [&[][..], &["--lazy"]] {
+        let line = [&["restore", "latest", "--qmp", &qmp], more].concat();
+        let said = stillframe.fails(&line, 1)?;
+        ensure!(said.contains("lack") && said.contains("sse3"), "{said}");
+        ensure!(processes_with(&qmp)? == 0, "a QEMU is left");
+    }
+    Ok(())
+}
+
+fn which(program: &str) -> Result<std::path::PathBuf> {
+    let path = std::env::var_os("PATH").context("no PATH")?;
+    let mut places = std::env::split_paths(&path).map(|folder| folder.join(program));
+    places.find(|place| place.is_file()).context("not there")
+}
