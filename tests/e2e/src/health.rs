@@ -36,13 +36,21 @@ pub fn expect_nothing_left(pid: i32, monitor: &mut Qmp) -> Result<()> {
     Ok(())
 }
 
-fn nothing_left(pid: i32, monitor: &mut Qmp) -> Result<()> {
+/// Whether a process has a userfaultfd open; a QEMU has one while its memory is being filled.
+pub fn has_userfaultfd(pid: i32) -> Result<bool> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         // A descriptor that was closed since the folder was listed is none.
         let file = fs::read_link(entry?.path()).unwrap_or_default();
         if file.to_string_lossy().contains("userfaultfd") {
-            bail!("QEMU has a userfaultfd open");
+            return Ok(true);
         }
+    }
+    Ok(false)
+}
+
+fn nothing_left(pid: i32, monitor: &mut Qmp) -> Result<()> {
+    if has_userfaultfd(pid)? {
+        bail!("QEMU has a userfaultfd open");
     }
     let lent = monitor.execute("query-fdsets", json!({}))?;
     if lent != json!([]) {
@@ -78,14 +86,44 @@ pub fn expect_whole(stillframe: &Stillframe, ids: &[String]) -> Result<()> {
 
 /// How many processes have `word` on their command line: QEMUs that were to be none.
 pub fn processes_with(word: &str) -> Result<usize> {
-    let mut count = 0;
+    Ok(pids_with(word)?.len())
+}
+
+/// The QEMUs that have `word` on their command line.
+pub fn pids_with(word: &str) -> Result<Vec<i32>> {
+    let mut pids = Vec::new();
     for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
         // A process that has ended meanwhile has no command line.
-        let line = fs::read(entry?.path().join("cmdline")).unwrap_or_default();
+        let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line);
-        count += usize::from(line.contains("qemu-system") && line.contains(word));
+        if line.contains("qemu-system") && line.contains(word) {
+            pids.extend(entry.file_name().to_string_lossy().parse::<i32>());
+        }
     }
-    Ok(count)
+    Ok(pids)
+}
+
+/// Whether a process has not ended; one that nobody has waited for has.
+pub fn is_alive(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    !stat.is_empty() && !stat.contains(") Z ")
+}
+
+/// The children of a process that have this name.
+pub fn children(parent: u32, name: &str) -> Result<Vec<i32>> {
+    let (name, parent) = (format!("({name}) "), parent.to_string());
+    let mut pids = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        // pid (name) state parent
+        let behind = stat.split_once(&name).map_or("", |(_, behind)| behind);
+        if behind.split_whitespace().nth(1) == Some(&parent) {
+            pids.extend(entry.file_name().to_string_lossy().parse::<i32>());
+        }
+    }
+    Ok(pids)
 }
 
 /// A field of `/proc/PID/status` in KiB, such as `VmRSS`; none when the process has ended.

@@ -11,6 +11,7 @@ pub mod chart;
 pub mod cli;
 pub mod debian;
 pub mod demo;
+pub mod filling;
 pub mod guest;
 pub mod health;
 pub mod memory;

@@ -83,6 +83,24 @@ enum What {
     Frequency,
     /// How soon a VM is back, against QEMU's own way.
     Restore,
+    /// Checkpoints taken in every way, each restored eagerly and lazily, against an image of the original.
+    RestoreExact {
+        /// Of two checkpoints each, for every kind of guest and every way.
+        #[arg(long, default_value_t = 3)]
+        rounds: u64,
+        /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// `kill -9` of lazy restores at random moments.
+    RestoreKill {
+        /// How many.
+        #[arg(long, default_value_t = 150)]
+        kills: u64,
+        /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
     /// Random bit flips and truncations of a repository.
     Flips {
         /// How many.
@@ -114,6 +132,8 @@ fn main() -> Result<()> {
         } => campaign::soak::run(count, every_ms, seed),
         What::Frequency => bench::frequency::run(),
         What::Restore => bench::restore::run(),
+        What::RestoreExact { rounds, seed } => campaign::restore_exact::run(rounds, seed),
+        What::RestoreKill { kills, seed } => campaign::restore_kill::run(kills, seed),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),
     }
 }

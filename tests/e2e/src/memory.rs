@@ -3,10 +3,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::io::IoSliceMut;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, bail};
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
 
 use crate::qmp::Qmp;
 
@@ -121,6 +124,19 @@ impl Image {
             .sum()
     }
 
+    /// A page of a RAM block; none where there is no such page.
+    pub fn page(&self, block: &str, page: usize) -> Option<&[u8]> {
+        let block = self.blocks.iter().find(|other| other.name == block)?;
+        (page < block.pages).then(|| block.page(page))
+    }
+
+    /// The largest RAM block: its name and its pages.
+    pub fn largest(&self) -> Result<(&str, usize)> {
+        let largest = self.blocks.iter().max_by_key(|block| block.pages);
+        let largest = largest.context("an image without blocks")?;
+        Ok((&largest.name, largest.pages))
+    }
+
     /// Pages that differ.
     pub fn differing(&self, other: &Image) -> Result<Vec<Difference>> {
         let shape = |image: &Image| -> Vec<(String, usize)> {
@@ -154,6 +170,44 @@ impl Image {
             }
         }
         Ok(differing)
+    }
+}
+
+/// Where a process has its one mapping of exactly so many bytes: a QEMU's RAM, whose monitor is not to be
+/// had.
+pub fn mapping_of(pid: i32, bytes: usize) -> Result<usize> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let mut found = Vec::new();
+    for line in maps.lines() {
+        let range = line.split_whitespace().next().unwrap_or_default();
+        let (start, end) = range.split_once('-').context("a mapping without range")?;
+        let (start, end) = (hex(start)? as usize, hex(end)? as usize);
+        if end - start == bytes {
+            found.push(start);
+        }
+    }
+    match found[..] {
+        [start] => Ok(start),
+        _ => bail!("{} mappings have {bytes} bytes", found.len()),
+    }
+}
+
+/// Reads a page of another process as that process would: where it is missing, and somebody is to fill
+/// it, this waits until it is there. (Reading `/proc/PID/mem` does not.)
+pub fn ask_for(pid: i32, address: usize) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; PAGE_BYTES];
+    let from = RemoteIoVec {
+        base: address,
+        len: PAGE_BYTES,
+    };
+    let read = process_vm_readv(
+        Pid::from_raw(pid),
+        &mut [IoSliceMut::new(&mut bytes)],
+        &[from],
+    )?;
+    match read {
+        PAGE_BYTES => Ok(bytes),
+        read => bail!("{read} bytes of a page at {address:#x}"),
     }
 }
 

@@ -70,6 +70,26 @@ impl Qmp {
         Ok(status["status"].as_str().unwrap_or_default().to_owned())
     }
 
+    /// What a VM says of its state within `limit`; none where QEMU does not answer, because its main
+    /// thread waits for something.
+    pub fn status_within(path: &Path, limit: Duration) -> Result<Option<String>> {
+        let stream = UnixStream::connect(path)?;
+        stream.set_read_timeout(Some(limit))?;
+        let mut qmp = Qmp {
+            reader: BufReader::new(stream),
+            events: Vec::new(),
+        };
+        let asked = qmp.line().and_then(|_| {
+            qmp.execute("qmp_capabilities", json!({}))?;
+            qmp.status()
+        });
+        match asked {
+            Ok(status) => Ok(Some(status)),
+            Err(error) if is_late(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// The next event of this name, or an error after `limit`.
     pub fn wait_event(&mut self, name: &str, limit: Duration) -> Result<Value> {
         let deadline = Instant::now() + limit;
@@ -113,6 +133,12 @@ impl Qmp {
         }
         Ok(serde_json::from_str(&text)?)
     }
+}
+
+fn is_late(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<std::io::Error>();
+    // What a read that takes too long ends with on a socket.
+    error.is_some_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
 }
 
 /// Seconds since the epoch of an event.

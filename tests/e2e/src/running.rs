@@ -93,6 +93,11 @@ impl Running {
         signal(self.pid(), name)
     }
 
+    /// Whether it has ended.
+    pub fn has_ended(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait()?.is_some())
+    }
+
     /// Waits for its end.
     pub fn end(mut self) -> Result<Ended> {
         let deadline = Instant::now() + PATIENCE;

@@ -3,4 +3,6 @@
 pub mod exactness;
 pub mod flips;
 pub mod kill;
+pub mod restore_exact;
+pub mod restore_kill;
 pub mod soak;

@@ -1,0 +1,389 @@
+//! `kill -9` of a lazy restore at random moments: its VM must never run on wrong memory, and either be gone,
+//! because the guest had not run yet, or be there to be completed by `restore --resume`.
+//!
+//! Moments drawn at random alone would rarely fall into the milliseconds before the guest runs, or those in
+//! which the engine lets go of QEMU. So a third of the kills strike before the guest runs, and a third
+//! shortly before memory is complete, half of these right when QEMU has been told to close its userfaultfd.
+//! Every fourth restore that can be resumed is killed once more while it is.
+//!
+//! Everything is restored from the checkpoint of a VM that stands still, whose memory was imaged. Half of
+//! the restored VMs stay paused, and every page of them is compared with the image in the end; the other
+//! half run, and check themselves.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::kill::Random;
+use super::restore_exact::setup;
+use crate::cli::Stillframe;
+use crate::filling::{Filling, expect_alone, files_beside};
+use crate::guest::{Kind, Restored};
+use crate::health::{children, has_userfaultfd, is_alive, pids_with};
+use crate::memory::Image;
+use crate::qmp::Qmp;
+use crate::results::{self, Claim, Goal, percentile};
+use crate::running::{PATIENCE, Running};
+
+/// Ticks that a guest must survive once its memory is complete.
+const TICKS: usize = 10;
+/// Filled a second, so that there is a while to strike in.
+const LIMIT_FILL: [&str; 2] = ["--limit-fill", "32M"];
+/// For the guardian to do its last duty, on a busy machine.
+const DUTY_LIMIT: Duration = Duration::from_secs(30);
+/// A main thread that does not answer for this long waits for a page.
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+/// So many cases of harm are enough to know.
+const HARM_MAX: u64 = 3;
+/// Kills of each guest.
+const KINDS: [Kind; 3] = [Kind::Private, Kind::Memfd, Kind::TwoCpus];
+
+/// Where a kill is meant to strike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Moment {
+    /// Before the guest runs.
+    Early,
+    /// While its memory is filled.
+    Filling,
+    /// Shortly before memory is complete, or after.
+    Late,
+    /// When QEMU has closed its userfaultfd.
+    LettingGo,
+}
+
+/// The n-th kill's moment.
+pub fn moment(number: u64) -> Moment {
+    match number % 6 {
+        0 | 3 => Moment::Early,
+        1 | 4 => Moment::Filling,
+        2 => Moment::Late,
+        _ => Moment::LettingGo,
+    }
+}
+
+/// How long what takes, when nobody is killed, in milliseconds.
+#[derive(Debug, Clone, Copy)]
+struct Usual {
+    /// Until the guest runs.
+    runs: u64,
+    /// From then on until memory is complete.
+    filled: u64,
+}
+
+/// A checkpoint of a VM that stood still, and what it holds.
+pub struct Case {
+    stillframe: Stillframe,
+    kind: Kind,
+    image: Image,
+    usual: Usual,
+    folder: tempfile::TempDir,
+}
+
+impl Case {
+    /// Takes the checkpoint, and sees how long its restore usually takes.
+    pub fn begin(kind: Kind) -> Result<Case> {
+        let folder = tempfile::Builder::new()
+            .prefix("stillframe-restore-kill-")
+            .tempdir()?;
+        let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+        let guest = setup(kind).boot()?;
+        let pid = guest.pid_text();
+        stillframe.ok(&["watch", "--pid", &pid, "--every", "200ms", "--count", "4"])?;
+        let mut monitor = guest.second_monitor()?;
+        monitor.execute("stop", json!({}))?;
+        stillframe.ok(&["checkpoint", "--pid", &pid])?;
+        let image = Image::take(guest.pid(), &mut monitor)?;
+        drop(guest);
+        let usual = Usual { runs: 0, filled: 0 };
+        let mut case = Case {
+            stillframe,
+            kind,
+            image,
+            usual,
+            folder,
+        };
+        case.usual = case.measure()?;
+        Ok(case)
+    }
+
+    /// The median of three.
+    fn measure(&self) -> Result<Usual> {
+        let (mut runs, mut filled) = (Vec::new(), Vec::new());
+        for _ in 0..3 {
+            let begin = Instant::now();
+            let mut filling = self.start(false)?;
+            filling.wait_runs()?;
+            runs.push(begin.elapsed().as_secs_f64() * 1e3);
+            let (restored, _) = filling.complete()?;
+            filled.push(begin.elapsed().as_secs_f64() * 1e3 - runs[runs.len() - 1]);
+            expect_alone(&restored)?;
+        }
+        Ok(Usual {
+            runs: percentile(&runs, 0.5) as u64,
+            filled: percentile(&filled, 0.5) as u64,
+        })
+    }
+
+    fn start(&self, paused: bool) -> Result<Filling> {
+        let mut more = LIMIT_FILL.to_vec();
+        more.extend(paused.then_some("--paused"));
+        Filling::start(&self.stillframe, "latest", self.folder.path(), &more)
+    }
+
+    /// One restore, killed at this moment, and what becomes of its VM.
+    pub fn strike(
+        &self,
+        moment: Moment,
+        (paused, again): (bool, bool),
+        random: &mut Random,
+    ) -> Result<Value> {
+        let mut filling = self.start(paused)?;
+        self.wait_for(moment, &mut filling, random)?;
+        let mut line = json!({"moment": format!("{moment:?}"), "paused": paused});
+        let restored = match self.kill(&mut filling, &mut line)? {
+            Left::Nothing => {
+                // It can be restored as if nothing had been.
+                drop(filling);
+                self.start(paused)?.complete()?.0
+            }
+            Left::Complete(pid) => Restored {
+                pid,
+                qmp: filling.qmp.clone(),
+                serial: filling.serial.clone(),
+            },
+            Left::Unfinished => {
+                let mut filling = Filling::resume(&self.stillframe, filling, &LIMIT_FILL)?;
+                if again {
+                    self.wait_for(Moment::Filling, &mut filling, random)?;
+                    filling = self.kill_again(filling, &mut line)?;
+                }
+                self.resumed(filling)?
+            }
+        };
+        self.expect_whole(&restored, paused)?;
+        Ok(line)
+    }
+
+    /// Waits for the moment.
+    fn wait_for(&self, moment: Moment, filling: &mut Filling, random: &mut Random) -> Result<()> {
+        let Usual { runs, filled } = self.usual;
+        let mut sleep = |ms: u64| {
+            let us = random.below(ms.max(1) * 1000);
+            std::thread::sleep(Duration::from_micros(us));
+        };
+        match moment {
+            Moment::Early => sleep(runs),
+            Moment::Filling => {
+                filling.wait_runs()?;
+                sleep(filled);
+            }
+            Moment::Late => {
+                filling.wait_runs()?;
+                std::thread::sleep(Duration::from_millis(filled.saturating_sub(100)));
+                sleep(130);
+            }
+            Moment::LettingGo => {
+                filling.wait_runs()?;
+                let begin = Instant::now();
+                let qemus = pids_with(&filling.qmp.display().to_string())?;
+                while qemus.iter().any(|&qemu| has_userfaultfd(qemu).unwrap_or(false)) {
+                    ensure!(begin.elapsed() < PATIENCE, "memory is never complete");
+                }
+                std::thread::sleep(Duration::from_micros(random.below(3000)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Kills it, and sees what is left: of a guest that has not run nothing, of one that has a VM that does not
+    /// run before its memory is complete.
+    fn kill(&self, filling: &mut Filling, line: &mut Value) -> Result<Left> {
+        let guardians = children(filling.running.pid(), "stillframe")?;
+        kill_and_reap(&mut filling.running)?;
+        let ran = filling.runs();
+        line["ran"] = json!(ran);
+        if !ran {
+            // It may have been told to end the VM, or to pause it.
+            wait_gone(&guardians)?;
+        }
+        let qmp = filling.qmp.display().to_string();
+        let recorded = self.folder.path().join("restored.qmp.filling").exists();
+        let &[pid] = &pids_with(&qmp)?[..] else {
+            ensure!(!ran, "a VM that has run was ended");
+            line["phase"] = json!("before it ran");
+            return self.expect_gone(&qmp);
+        };
+        let complete = !has_userfaultfd(pid)?;
+        line["phase"] = json!(match (recorded, complete, ran) {
+            (false, true, true) => "after it was complete",
+            (false, _, _) => "before it ran",
+            (true, true, _) => "letting go",
+            (true, false, true) => "filling",
+            (true, false, false) => "about to run",
+        });
+        match (recorded, complete && ran) {
+            (true, _) => self.settles(pid, complete, filling, line),
+            (false, true) => Ok(Left::Complete(pid)),
+            (false, false) => self.expect_gone(&qmp),
+        }
+    }
+
+    /// Waits until the guardian has paused the VM, unless it waits for a page.
+    fn settles(
+        &self,
+        pid: i32,
+        complete: bool,
+        filling: &Filling,
+        line: &mut Value,
+    ) -> Result<Left> {
+        let begin = Instant::now();
+        while begin.elapsed() < DUTY_LIMIT {
+            let status = Qmp::status_within(&filling.qmp, ANSWER_LIMIT)?;
+            let status = status.as_deref().unwrap_or("waiting");
+            line["found"] = json!(status);
+            if complete {
+                return Ok(Left::Unfinished);
+            }
+            ensure!(has_userfaultfd(pid)?, "its missing pages are zeros");
+            if status != "running" {
+                return Ok(Left::Unfinished);
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        bail!("the VM runs on without its memory")
+    }
+
+    fn expect_gone(&self, qmp: &str) -> Result<Left> {
+        wait_gone(&pids_with(qmp)?).context("a QEMU is left behind")?;
+        Ok(Left::Nothing)
+    }
+
+    /// Kills a process that goes on, and starts another.
+    fn kill_again(&self, mut filling: Filling, line: &mut Value) -> Result<Filling> {
+        let mut second = json!({});
+        let left = self.kill(&mut filling, &mut second)?;
+        line["again"] = second;
+        match left {
+            Left::Nothing => bail!("a VM that has run was ended"),
+            Left::Unfinished => Filling::resume(&self.stillframe, filling, &LIMIT_FILL),
+            // It was faster: as if it had not been killed.
+            Left::Complete(_) => Ok(filling),
+        }
+    }
+
+    fn resumed(&self, filling: Filling) -> Result<Restored> {
+        if files_beside(&filling.qmp)? == 0
+            && let [pid] = pids_with(&filling.qmp.display().to_string())?[..]
+        {
+            let Filling { qmp, serial, .. } = filling;
+            return Ok(Restored { pid, qmp, serial });
+        }
+        Ok(filling.complete()?.0)
+    }
+
+    /// Complete, right, and alone.
+    fn expect_whole(&self, restored: &Restored, paused: bool) -> Result<()> {
+        expect_alone(restored)?;
+        let mut monitor = restored.monitor()?;
+        if paused {
+            ensure!(monitor.status()? == "paused", "it was to stay paused");
+            let differing = self.image.differing(&Image::take(restored.pid, &mut monitor)?)?;
+            ensure!(differing.is_empty(), "{} pages differ", differing.len());
+            monitor.execute("cont", json!({}))?;
+        }
+        ensure!(monitor.status()? == "running", "it does not run");
+        restored.serial.wait_more(TICKS, PATIENCE)?;
+        Ok(())
+    }
+}
+
+/// Kills a process, unless it has ended by itself, and waits for its end.
+fn kill_and_reap(running: &mut Running) -> Result<()> {
+    if !running.has_ended()? {
+        running.signal("KILL")?;
+    }
+    let begin = Instant::now();
+    while !running.has_ended()? {
+        ensure!(begin.elapsed() < PATIENCE, "it does not die");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+fn wait_gone(pids: &[i32]) -> Result<()> {
+    let begin = Instant::now();
+    while let Some(pid) = pids.iter().find(|&&pid| is_alive(pid)) {
+        ensure!(begin.elapsed() < DUTY_LIMIT, "process {pid} does not end");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+/// What a killed restore left.
+enum Left {
+    /// No VM.
+    Nothing,
+    /// A VM whose memory is complete, as if the restore had not been killed.
+    Complete(i32),
+    /// A VM to go on with.
+    Unfinished,
+}
+
+/// `kills` restores killed, of three guests; writes `docs/results/restore-kill/`.
+pub fn run(kills: u64, seed: u64) -> Result<()> {
+    let mut random = Random::new(seed);
+    let mut raw = Vec::new();
+    let mut harmed = 0u64;
+    for (share, kind) in KINDS.into_iter().enumerate() {
+        let case = Case::begin(kind)?;
+        eprintln!("{:10} usually {:?} ms", kind.name(), case.usual);
+        for number in (share as u64..kills).step_by(KINDS.len()) {
+            let turn = number / KINDS.len() as u64;
+            let moment = moment(turn);
+            // Every moment meets both, and each of them is killed twice now and then.
+            let (paused, again) = (turn / 6 % 2 == 0, turn % 4 == 1);
+            let mut line = case
+                .strike(moment, (paused, again), &mut random)
+                .unwrap_or_else(|error| {
+                    harmed += 1;
+                    eprintln!("kill {number} ({moment:?}) did harm: {error:#}");
+                    json!({"moment": format!("{moment:?}"), "harm": format!("{error:#}")})
+                });
+            line["kill"] = json!(number);
+            line["guest"] = json!(case.kind.name());
+            raw.push(line);
+            ensure!(harmed <= HARM_MAX, "giving up after {harmed} cases of harm");
+        }
+        case.stillframe.ok(&["check", "--read-data"])?;
+        eprintln!("{:10} {} of {kills} kills, {harmed} did harm", kind.name(), raw.len());
+    }
+    record(&raw, harmed)
+}
+
+fn record(raw: &[Value], harmed: u64) -> Result<()> {
+    let mut phases: BTreeMap<&str, u64> = BTreeMap::new();
+    for line in raw {
+        let phase = line["phase"].as_str().unwrap_or("harm");
+        *phases.entry(phase).or_default() += 1;
+    }
+    let twice = raw.iter().filter(|line| !line["again"].is_null()).count();
+    println!("{} kills, {harmed} did harm; {phases:?}; {twice} killed twice", raw.len());
+    results::write_raw("restore-kill", "kills.jsonl", raw)?;
+    results::write_summary(
+        "restore-kill",
+        &[Claim::new(
+            "restore-kill-survival",
+            Goal::Zero,
+            harmed as f64,
+            "cases",
+            "cargo xtask bench restore-kill",
+        )
+        .if_enough(raw.len() >= 100)],
+    )?;
+    match harmed {
+        0 => Ok(()),
+        harmed => bail!("{harmed} kills did harm"),
+    }
+}

@@ -1,0 +1,144 @@
+//! A lazy restore that runs beside the test: disturbed, killed, gone on with, and looked at from outside.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::campaign::kill::Random;
+use crate::cli::Stillframe;
+use crate::guest::Restored;
+use crate::health::expect_nothing_left;
+use crate::running::{PATIENCE, Running};
+use crate::serial::Serial;
+
+/// What it says when the guest runs, or is ready to.
+const RUNS: &str = "filling its memory";
+/// At most so long between two stops, and at most so long each of them, in milliseconds.
+const BETWEEN_STOPS_MS: u64 = 120;
+const STOP_MS: u64 = 200;
+
+/// A lazy restore, or one that goes on with it.
+#[derive(Debug)]
+pub struct Filling {
+    /// The process, which is the source of all pages.
+    pub running: Running,
+    /// The monitor of its VM.
+    pub qmp: PathBuf,
+    /// The serial port of its VM.
+    pub serial: Serial,
+}
+
+/// How it was stopped and told to go on.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Stops {
+    /// How often.
+    pub count: u64,
+    /// For how long in all.
+    pub ms: u64,
+}
+
+impl Filling {
+    /// Starts to restore `checkpoint` with monitor and serial port in `folder`.
+    pub fn start(
+        stillframe: &Stillframe,
+        checkpoint: &str,
+        folder: &Path,
+        more: &[&str],
+    ) -> Result<Filling> {
+        let (qmp, serial) = (folder.join("restored.qmp"), folder.join("restored.serial"));
+        // What a VM said that was restored here before is not for this one.
+        let _ = std::fs::remove_file(&serial);
+        let spec = format!("file:{}", serial.display());
+        let qmp_text = qmp.display().to_string();
+        let mut line = vec!["restore", checkpoint, "--lazy", "--json"];
+        line.extend(["--qmp", &qmp_text, "--serial", &spec]);
+        line.extend(more);
+        Ok(Filling {
+            running: Running::start(stillframe.command(&line)?)?,
+            qmp,
+            serial: Serial::new(&serial),
+        })
+    }
+
+    /// Starts to go on where another process was killed.
+    pub fn resume(stillframe: &Stillframe, killed: Filling, more: &[&str]) -> Result<Filling> {
+        let Filling { qmp, serial, .. } = killed;
+        let qmp_text = qmp.display().to_string();
+        let mut line = vec!["restore", "--resume", "--json", "--qmp", &qmp_text];
+        line.extend(more);
+        Ok(Filling {
+            running: Running::start(stillframe.command(&line)?)?,
+            qmp,
+            serial,
+        })
+    }
+
+    /// Waits until the guest runs, or is ready to.
+    pub fn wait_runs(&mut self) -> Result<()> {
+        self.running.wait_words(RUNS)
+    }
+
+    /// Whether it has said so.
+    pub fn runs(&self) -> bool {
+        self.running.err().contains(RUNS)
+    }
+
+    /// Stops it at random moments, until it has ended.
+    pub fn disturb(&mut self, random: &mut Random) -> Result<Stops> {
+        let mut stops = Stops::default();
+        let deadline = Instant::now() + 2 * PATIENCE;
+        while !self.running.has_ended()? {
+            ensure!(Instant::now() < deadline, "it does not end");
+            std::thread::sleep(Duration::from_millis(random.below(BETWEEN_STOPS_MS)));
+            if self.running.has_ended()? {
+                break;
+            }
+            let ms = 1 + random.below(STOP_MS);
+            self.running.signal("STOP")?;
+            std::thread::sleep(Duration::from_millis(ms));
+            self.running.signal("CONT")?;
+            stops.count += 1;
+            stops.ms += ms;
+        }
+        Ok(stops)
+    }
+
+    /// Waits for its end, which must be a good one: the VM, and what was told of it.
+    pub fn complete(self) -> Result<(Restored, Value)> {
+        let Filling {
+            running,
+            qmp,
+            serial,
+        } = self;
+        let ended = running.end()?;
+        ensure!(ended.code == Some(0), "it failed: {ended:?}");
+        let report = ended.results()?.pop().context("it told nothing")?;
+        let pid = report["pid"].as_i64().context("no pid")? as i32;
+        Ok((Restored { pid, qmp, serial }, report))
+    }
+}
+
+/// How many files a lazy restore keeps beside this monitor; none once memory is complete.
+pub fn files_beside(qmp: &Path) -> Result<usize> {
+    let folder = qmp.parent().context("no folder")?;
+    let name = qmp.file_name().context("no name")?.to_string_lossy();
+    let mut count = 0;
+    for entry in std::fs::read_dir(folder)? {
+        let other = entry?.file_name();
+        count += usize::from(
+            other
+                .to_string_lossy()
+                .starts_with(&format!("{name}.filling")),
+        );
+    }
+    Ok(count)
+}
+
+/// Its memory is complete, and QEMU is alone again.
+pub fn expect_alone(restored: &Restored) -> Result<()> {
+    expect_nothing_left(restored.pid, &mut restored.monitor()?)?;
+    ensure!(files_beside(&restored.qmp)? == 0, "files are left");
+    Ok(())
+}
