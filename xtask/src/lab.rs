@@ -32,6 +32,14 @@ pub enum Bench {
     Extremes,
     /// How soon a VM of 1 to 8 GiB is back, lazily and eagerly, against QEMU's own way (about 7 minutes).
     Restore,
+    /// Checkpoints taken in every way, each restored eagerly and lazily and compared with the original
+    /// (about 12 minutes).
+    RestoreExact,
+    /// 150 times `kill -9` of a lazy restore (about 12 minutes).
+    RestoreKill,
+    /// How soon a restored VM works as one that was never saved (about 6 minutes; the first time some more,
+    /// to build the guest).
+    Responsive,
     /// The guests with real software: the pace of each, alone and watched (about 20 minutes; the first
     /// time some more, to build them).
     Works,
@@ -63,7 +71,9 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
     match bench {
         Bench::Bitmap | Bench::Delta => micro::bench(workspace, "stillframe-page", &name),
         Bench::Index => micro::bench(workspace, "stillframe-repo", &name),
-        Bench::Works | Bench::Papers => run(prepared_with_debian(workspace)?.arg(name).args(more)),
+        Bench::Works | Bench::Papers | Bench::Responsive => {
+            run(prepared_with_debian(workspace)?.arg(name).args(more))
+        }
         _ => run(prepared(workspace)?.arg(name).args(more)),
     }
 }

@@ -30,17 +30,30 @@ pub enum Work {
     Wordcount,
     /// PostgreSQL under pgbench.
     Database,
+    /// Redis, whose client reads all values over and over.
+    Redis,
 }
 
 impl Work {
-    /// All of them.
-    pub const ALL: [Work; 6] = [
+    /// Those of the evaluations of papers.
+    pub const OF_PAPERS: [Work; 6] = [
         Work::Idle,
         Work::Dbench,
         Work::Compile,
         Work::Numeric,
         Work::Wordcount,
         Work::Database,
+    ];
+
+    /// All of them.
+    pub const ALL: [Work; 7] = [
+        Work::Idle,
+        Work::Dbench,
+        Work::Compile,
+        Work::Numeric,
+        Work::Wordcount,
+        Work::Database,
+        Work::Redis,
     ];
 
     /// Its script in `guest/debian/works`.
@@ -52,6 +65,7 @@ impl Work {
             Work::Numeric => "numeric",
             Work::Wordcount => "wordcount",
             Work::Database => "database",
+            Work::Redis => "redis",
         }
     }
 }

@@ -40,8 +40,23 @@ pub struct Stops {
 }
 
 impl Filling {
-    /// Starts to restore `checkpoint` with monitor and serial port in `folder`.
+    /// Starts to restore `checkpoint` lazily, with monitor and serial port in `folder`.
     pub fn start(
+        stillframe: &Stillframe,
+        checkpoint: &str,
+        folder: &Path,
+        more: &[&str],
+    ) -> Result<Filling> {
+        Filling::begin(
+            stillframe,
+            checkpoint,
+            folder,
+            &[&["--lazy"], more].concat(),
+        )
+    }
+
+    /// The same, lazily or not.
+    pub fn begin(
         stillframe: &Stillframe,
         checkpoint: &str,
         folder: &Path,
@@ -52,7 +67,7 @@ impl Filling {
         let _ = std::fs::remove_file(&serial);
         let spec = format!("file:{}", serial.display());
         let qmp_text = qmp.display().to_string();
-        let mut line = vec!["restore", checkpoint, "--lazy", "--json"];
+        let mut line = vec!["restore", checkpoint, "--json"];
         line.extend(["--qmp", &qmp_text, "--serial", &spec]);
         line.extend(more);
         Ok(Filling {

@@ -83,6 +83,12 @@ enum What {
     Frequency,
     /// How soon a VM is back, against QEMU's own way.
     Restore,
+    /// How soon a restored VM works as one that was never saved.
+    Responsive {
+        /// Checkpoints, each restored in every way.
+        #[arg(long, default_value_t = 5)]
+        turns: usize,
+    },
     /// Checkpoints taken in every way, each restored eagerly and lazily, against an image of the original.
     RestoreExact {
         /// Of two checkpoints each, for every kind of guest and every way.
@@ -132,6 +138,7 @@ fn main() -> Result<()> {
         } => campaign::soak::run(count, every_ms, seed),
         What::Frequency => bench::frequency::run(),
         What::Restore => bench::restore::run(),
+        What::Responsive { turns } => bench::responsive::run(turns),
         What::RestoreExact { rounds, seed } => campaign::restore_exact::run(rounds, seed),
         What::RestoreKill { kills, seed } => campaign::restore_kill::run(kills, seed),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),

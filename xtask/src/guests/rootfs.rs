@@ -29,6 +29,8 @@ const PACKAGES: &[&str] = &[
     "make",
     "postgresql-15",
     "python3-minimal",
+    "redis-server",
+    "redis-tools",
 ];
 /// What the guest must load to get at its root file system.
 const MODULES: &[&str] = &["virtio_pci", "virtio_blk", "ext4", "overlay"];

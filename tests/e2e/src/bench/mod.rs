@@ -5,6 +5,7 @@ pub mod extremes;
 pub mod frequency;
 pub mod papers;
 mod peers;
+pub mod responsive;
 pub mod restore;
 mod slowdown;
 pub mod works;

@@ -38,6 +38,8 @@ const TICKS: usize = 10;
 const ASKED_MAX: u64 = 2000;
 /// Tries to pause a VM that the engine pauses and resumes, too.
 const PAUSES_MAX: u32 = 20;
+/// For the engine to end a pause of its own, on a busy machine.
+const RESUMED_WITHIN: Duration = Duration::from_millis(1500);
 /// So many wrong restores are enough to know.
 const WRONG_MAX: u64 = 3;
 
@@ -154,12 +156,6 @@ impl Case {
         self.compare_sums(&ticks)
     }
 
-    /// All of the repository is whole.
-    pub fn end(&self) -> Result<()> {
-        self.stillframe.ok(&["check", "--read-data"])?;
-        Ok(())
-    }
-
     /// Watches the guest and pauses it meanwhile: a checkpoint taken before, and the first of the pause.
     fn take(&mut self, mode: &Mode) -> Result<(String, String)> {
         let pid = self.guest.pid_text();
@@ -192,10 +188,11 @@ impl Case {
     fn pause(&mut self) -> Result<jiff::Timestamp> {
         for _ in 0..PAUSES_MAX {
             self.monitor.execute("stop", json!({}))?;
-            // In a pause of the engine this is nothing new, and the engine resumes the VM after it.
-            std::thread::sleep(Duration::from_millis(100));
-            if self.monitor.status()? == "paused" {
-                return Ok(jiff::Timestamp::now());
+            let paused_at = jiff::Timestamp::now();
+            self.monitor.forget_events()?;
+            // In a pause of the engine this was nothing new, and the engine resumes the VM after it.
+            if self.monitor.wait_event("RESUME", RESUMED_WITHIN).is_err() {
+                return Ok(paused_at);
             }
         }
         bail!("the VM cannot be paused while it is watched")
@@ -402,19 +399,33 @@ fn id_of(report: &Value) -> Result<String> {
 pub fn run(rounds: u64, seed: u64) -> Result<()> {
     let mut total = Tally::default();
     let mut raw = Vec::new();
-    for (number, kind) in (1..).zip(KINDS) {
-        let mut case = Case::begin(kind, seed + number)?;
-        for mode in modes() {
-            for _ in 0..rounds {
-                case.round(&mode)?;
-            }
-            eprintln!("{:10} {:48} {}", kind.name(), mode.join(" "), case.tally);
-        }
-        case.end()?;
+    let cases = std::thread::scope(|scope| {
+        // Side by side: most of the time is waiting.
+        let started: Vec<_> = (1..)
+            .zip(KINDS)
+            .map(|(number, kind)| scope.spawn(move || one_guest(kind, rounds, seed + number)))
+            .collect();
+        let ended = started.into_iter().map(|case| case.join());
+        let cases = ended.map(|case| case.ok().context("a case panicked")?);
+        cases.collect::<Result<Vec<Case>>>()
+    })?;
+    for mut case in cases {
         total.add(case.tally);
         raw.append(&mut case.raw);
     }
     record(&raw, total)
+}
+
+fn one_guest(kind: Kind, rounds: u64, seed: u64) -> Result<Case> {
+    let mut case = Case::begin(kind, seed)?;
+    for mode in modes() {
+        for _ in 0..rounds {
+            case.round(&mode).with_context(|| kind.name())?;
+        }
+        eprintln!("{:10} {:48} {}", kind.name(), mode.join(" "), case.tally);
+    }
+    case.stillframe.ok(&["check", "--read-data"])?;
+    Ok(case)
 }
 
 impl Tally {
@@ -432,8 +443,7 @@ fn record(raw: &[Value], total: Tally) -> Result<()> {
     results::write_raw("restore-exact", "restores.jsonl", raw)?;
     let claim = |id, value: u64, unit| {
         let command = "cargo xtask bench restore-exact";
-        Claim::new(id, Goal::Zero, value as f64, unit, command)
-            .if_enough(total.checkpoints >= 100)
+        Claim::new(id, Goal::Zero, value as f64, unit, command).if_enough(total.checkpoints >= 100)
     };
     results::write_summary(
         "restore-exact",

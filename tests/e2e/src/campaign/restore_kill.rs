@@ -75,7 +75,6 @@ struct Usual {
 /// A checkpoint of a VM that stood still, and what it holds.
 pub struct Case {
     stillframe: Stillframe,
-    kind: Kind,
     image: Image,
     usual: Usual,
     folder: tempfile::TempDir,
@@ -99,7 +98,6 @@ impl Case {
         let usual = Usual { runs: 0, filled: 0 };
         let mut case = Case {
             stillframe,
-            kind,
             image,
             usual,
             folder,
@@ -188,7 +186,10 @@ impl Case {
                 filling.wait_runs()?;
                 let begin = Instant::now();
                 let qemus = pids_with(&filling.qmp.display().to_string())?;
-                while qemus.iter().any(|&qemu| has_userfaultfd(qemu).unwrap_or(false)) {
+                while qemus
+                    .iter()
+                    .any(|&qemu| has_userfaultfd(qemu).unwrap_or(false))
+                {
                     ensure!(begin.elapsed() < PATIENCE, "memory is never complete");
                 }
                 std::thread::sleep(Duration::from_micros(random.below(3000)));
@@ -289,7 +290,9 @@ impl Case {
         let mut monitor = restored.monitor()?;
         if paused {
             ensure!(monitor.status()? == "paused", "it was to stay paused");
-            let differing = self.image.differing(&Image::take(restored.pid, &mut monitor)?)?;
+            let differing = self
+                .image
+                .differing(&Image::take(restored.pid, &mut monitor)?)?;
             ensure!(differing.is_empty(), "{} pages differ", differing.len());
             monitor.execute("cont", json!({}))?;
         }
@@ -333,43 +336,61 @@ enum Left {
 
 /// `kills` restores killed, of three guests; writes `docs/results/restore-kill/`.
 pub fn run(kills: u64, seed: u64) -> Result<()> {
-    let mut random = Random::new(seed);
-    let mut raw = Vec::new();
-    let mut harmed = 0u64;
-    for (share, kind) in KINDS.into_iter().enumerate() {
-        let case = Case::begin(kind)?;
-        eprintln!("{:10} usually {:?} ms", kind.name(), case.usual);
-        for number in (share as u64..kills).step_by(KINDS.len()) {
-            let turn = number / KINDS.len() as u64;
-            let moment = moment(turn);
-            // Every moment meets both, and each of them is killed twice now and then.
-            let (paused, again) = (turn / 6 % 2 == 0, turn % 4 == 1);
-            let mut line = case
-                .strike(moment, (paused, again), &mut random)
-                .unwrap_or_else(|error| {
-                    harmed += 1;
-                    eprintln!("kill {number} ({moment:?}) did harm: {error:#}");
-                    json!({"moment": format!("{moment:?}"), "harm": format!("{error:#}")})
-                });
-            line["kill"] = json!(number);
-            line["guest"] = json!(case.kind.name());
-            raw.push(line);
-            ensure!(harmed <= HARM_MAX, "giving up after {harmed} cases of harm");
-        }
-        case.stillframe.ok(&["check", "--read-data"])?;
-        eprintln!("{:10} {} of {kills} kills, {harmed} did harm", kind.name(), raw.len());
-    }
-    record(&raw, harmed)
+    let lines = std::thread::scope(|scope| {
+        // Side by side: most of the time is waiting.
+        let started: Vec<_> = (0..)
+            .zip(KINDS)
+            .map(|(share, kind)| scope.spawn(move || one_guest(kind, share, kills, seed)))
+            .collect();
+        let ended = started.into_iter().map(|case| case.join());
+        let lines = ended.map(|case| case.ok().context("a case panicked")?);
+        lines.collect::<Result<Vec<Vec<Value>>>>()
+    })?;
+    record(&lines.concat())
 }
 
-fn record(raw: &[Value], harmed: u64) -> Result<()> {
+/// A guest's share of the kills.
+fn one_guest(kind: Kind, share: u64, kills: u64, seed: u64) -> Result<Vec<Value>> {
+    let mut random = Random::new(seed + share);
+    let case = Case::begin(kind)?;
+    eprintln!("{:10} usually {:?} ms", kind.name(), case.usual);
+    let mut raw = Vec::new();
+    let mut harmed = 0;
+    for number in (share..kills).step_by(KINDS.len()) {
+        let turn = number / KINDS.len() as u64;
+        let moment = moment(turn);
+        // Every moment meets both, and each of them is killed twice now and then.
+        let (paused, again) = (turn / 6 % 2 == 0, turn % 4 == 1);
+        let struck = case.strike(moment, (paused, again), &mut random);
+        let mut line = struck.unwrap_or_else(|error| {
+            harmed += 1;
+            eprintln!("{} {number} ({moment:?}) did harm: {error:#}", kind.name());
+            json!({"moment": format!("{moment:?}"), "harm": format!("{error:#}")})
+        });
+        line["kill"] = json!(number);
+        line["guest"] = json!(kind.name());
+        raw.push(line);
+        ensure!(harmed <= HARM_MAX, "giving up after {harmed} cases of harm");
+        if turn % 12 == 11 {
+            eprintln!("{:10} {} kills, {harmed} did harm", kind.name(), raw.len());
+        }
+    }
+    case.stillframe.ok(&["check", "--read-data"])?;
+    Ok(raw)
+}
+
+fn record(raw: &[Value]) -> Result<()> {
+    let harmed = raw.iter().filter(|line| !line["harm"].is_null()).count();
     let mut phases: BTreeMap<&str, u64> = BTreeMap::new();
     for line in raw {
         let phase = line["phase"].as_str().unwrap_or("harm");
         *phases.entry(phase).or_default() += 1;
     }
     let twice = raw.iter().filter(|line| !line["again"].is_null()).count();
-    println!("{} kills, {harmed} did harm; {phases:?}; {twice} killed twice", raw.len());
+    println!(
+        "{} kills, {harmed} did harm; {phases:?}; {twice} killed twice",
+        raw.len()
+    );
     results::write_raw("restore-kill", "kills.jsonl", raw)?;
     results::write_summary(
         "restore-kill",

@@ -37,7 +37,7 @@ struct Plan {
 impl Plan {
     fn whole() -> Plan {
         Plan {
-            works: Work::ALL.to_vec(),
+            works: Work::OF_PAPERS.to_vec(),
             depth: Depth {
                 every_s: 10,
                 // Increments enough that their layers are merged once.

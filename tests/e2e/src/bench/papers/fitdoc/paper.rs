@@ -1,4 +1,4 @@
-//! What FITDOC's authors measured. In each row one number a guest, in the order of [`Work::ALL`]:
+//! What FITDOC's authors measured. In each row one number a guest, in the order of [`Work::OF_PAPERS`]:
 //! underload, Dbench, K-Compile, NPB LU.B, Hadoop, TPC-W.
 
 use crate::debian::Work;
@@ -71,6 +71,6 @@ pub const COMPRESSION_SHARE: [f64; 6] = [34.71, 32.19, 33.40, 38.23, 35.66, 31.1
 
 /// The number of the guest that does this work.
 pub fn of(numbers: &[f64; 6], work: Work) -> f64 {
-    let place = Work::ALL.iter().position(|&other| other == work);
+    let place = Work::OF_PAPERS.iter().position(|&other| other == work);
     place.map_or(f64::NAN, |place| numbers[place])
 }
