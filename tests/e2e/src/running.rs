@@ -98,6 +98,11 @@ impl Running {
         Ok(self.child.try_wait()?.is_some())
     }
 
+    /// Ends it as a crash would; unlike [`Running::signal`] at once, without a process to do it.
+    pub fn kill(&mut self) -> Result<()> {
+        Ok(self.child.kill()?)
+    }
+
     /// Waits for its end.
     pub fn end(mut self) -> Result<Ended> {
         let deadline = Instant::now() + PATIENCE;
