@@ -77,16 +77,20 @@ impl Filling {
         })
     }
 
-    /// Starts to go on where another process was killed.
-    pub fn resume(stillframe: &Stillframe, killed: Filling, more: &[&str]) -> Result<Filling> {
-        let Filling { qmp, serial, .. } = killed;
+    /// Starts to go on where another process was killed, with the VM of this monitor and serial port.
+    pub fn resume(
+        stillframe: &Stillframe,
+        qmp: &Path,
+        serial: &Serial,
+        more: &[&str],
+    ) -> Result<Filling> {
         let qmp_text = qmp.display().to_string();
         let mut line = vec!["restore", "--resume", "--json", "--qmp", &qmp_text];
         line.extend(more);
         Ok(Filling {
             running: Running::start(stillframe.command(&line)?)?,
-            qmp,
-            serial,
+            qmp: qmp.to_owned(),
+            serial: serial.clone(),
         })
     }
 

@@ -130,6 +130,10 @@ impl Case {
         Filling::start(&self.stillframe, "latest", self.folder.path(), &more)
     }
 
+    fn resume(&self, killed: &Filling) -> Result<Filling> {
+        Filling::resume(&self.stillframe, &killed.qmp, &killed.serial, &LIMIT_FILL)
+    }
+
     /// One restore, killed at this moment, and what becomes of its VM.
     pub fn strike(
         &self,
@@ -152,7 +156,7 @@ impl Case {
                 serial: filling.serial.clone(),
             },
             Left::Unfinished => {
-                let mut filling = Filling::resume(&self.stillframe, filling, &LIMIT_FILL)?;
+                let mut filling = self.resume(&filling)?;
                 if again {
                     self.wait_for(Moment::Filling, &mut filling, random)?;
                     filling = self.kill_again(filling, &mut line)?;
@@ -274,7 +278,7 @@ impl Case {
         line["again"] = second;
         match left {
             Left::Nothing => bail!("a VM that has run was ended"),
-            Left::Unfinished => Filling::resume(&self.stillframe, filling, &LIMIT_FILL),
+            Left::Unfinished => self.resume(&filling),
             // It was faster: as if it had not been killed.
             Left::Complete(_) => Ok(filling),
         }

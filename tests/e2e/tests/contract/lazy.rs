@@ -5,35 +5,18 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::filling::{Filling, expect_alone, files_beside};
 use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::{expect_nothing_left, processes_with};
+use stillframe_e2e::health::processes_with;
 use stillframe_e2e::memory::Image;
 use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_e2e::running::PATIENCE;
 use stillframe_e2e::serial::Serial;
-
-/// The files that a lazy restore keeps beside the monitor until it is done.
-fn files_beside(qmp: &Path) -> Result<usize> {
-    let folder = qmp.parent().context("no folder")?;
-    let name = qmp.file_name().context("no name")?.to_string_lossy();
-    let mut count = 0;
-    for entry in std::fs::read_dir(folder)? {
-        let other = entry?.file_name();
-        count += usize::from(
-            other
-                .to_string_lossy()
-                .starts_with(&format!("{name}.filling")),
-        );
-    }
-    Ok(count)
-}
 
 /// The guest ticks on from where the checkpoint was taken, checks all its memory, and QEMU is alone again.
 fn expect_complete(restored: &Restored, ticks: usize) -> Result<()> {
     restored.serial.wait_ticks(ticks, PATIENCE)?;
-    expect_nothing_left(restored.pid, &mut restored.monitor()?)?;
-    ensure!(files_beside(&restored.qmp)? == 0, "files are left");
-    Ok(())
+    expect_alone(restored)
 }
 
 /// Whole pages, pages made of deltas, and zeros, in all kinds of memory.
@@ -87,34 +70,11 @@ fn complete_memory_is_that_of_the_pause() -> Result<()> {
 }
 
 /// A lazy restore that fills next to nothing by itself: the guest gets what it asks for.
-struct Slow {
-    running: Running,
-    qmp: std::path::PathBuf,
-    serial: Serial,
-}
-
-fn start_slowly(stillframe: &Stillframe, folder: &Path) -> Result<Slow> {
-    let (qmp, serial) = (folder.join("restored.qmp"), folder.join("restored.serial"));
-    let spec = format!("file:{}", serial.display());
-    let line = [
-        "restore",
-        "latest",
-        "--lazy",
-        "--limit-fill",
-        "256K",
-        "--qmp",
-        &qmp.display().to_string(),
-        "--serial",
-        &spec,
-        "--json",
-    ];
-    let mut running = Running::start(stillframe.command(&line)?)?;
-    running.wait_words("filling its memory")?;
-    Ok(Slow {
-        running,
-        qmp,
-        serial: Serial::new(&serial),
-    })
+fn start_slowly(stillframe: &Stillframe, folder: &Path) -> Result<Filling> {
+    let options = ["--limit-fill", "256K"];
+    let mut slow = Filling::start(stillframe, "latest", folder, &options)?;
+    slow.wait_runs()?;
+    Ok(slow)
 }
 
 fn checkpointed(kind: Kind, name: &str, folder: &Path) -> Result<(Guest, Stillframe)> {
@@ -139,14 +99,8 @@ fn checkpointed_asking(kind: Kind, name: &str, folder: &Path) -> Result<(Guest, 
     Ok((guest, stillframe))
 }
 
-fn resume(stillframe: &Stillframe, slow: &Slow) -> Result<Restored> {
-    let qmp = slow.qmp.display().to_string();
-    let report = stillframe.json(&["restore", "--resume", "--qmp", &qmp])?;
-    Ok(Restored {
-        pid: report["pid"].as_i64().context("no pid")? as i32,
-        qmp: slow.qmp.clone(),
-        serial: slow.serial.clone(),
-    })
+fn resume(stillframe: &Stillframe, qmp: &Path, serial: &Serial) -> Result<Restored> {
+    Ok(Filling::resume(stillframe, qmp, serial, &[])?.complete()?.0)
 }
 
 #[test]
@@ -165,7 +119,7 @@ fn the_guest_runs_long_before_its_memory_is_there() -> Result<()> {
     slow.running.wait_words("interrupt again")?;
     slow.serial.wait_more(2, PATIENCE)?;
     slow.running.signal("INT")?;
-    let Slow {
+    let Filling {
         running,
         qmp,
         serial,
@@ -173,13 +127,7 @@ fn the_guest_runs_long_before_its_memory_is_there() -> Result<()> {
     let ended = running.end()?;
     ensure!(ended.code == Some(1), "{ended:?}");
     ensure!(Qmp::connect(&qmp)?.status()? == "paused");
-    let running = Running::start(stillframe.command(&["--version"])?)?;
-    let slow = Slow {
-        running,
-        qmp,
-        serial,
-    };
-    let restored = resume(&stillframe, &slow)?;
+    let restored = resume(&stillframe, &qmp, &serial)?;
     restored.serial.wait_more(10, PATIENCE)?;
     expect_complete(&restored, 10)
 }
@@ -192,7 +140,7 @@ fn another_process_goes_on_after_a_kill() -> Result<()> {
         let slow = start_slowly(&stillframe, folder.path())?;
         slow.serial.wait_ticks(3, PATIENCE)?;
         slow.running.signal("KILL")?;
-        let restored = resume(&stillframe, &slow)?;
+        let restored = resume(&stillframe, &slow.qmp, &slow.serial)?;
         restored.serial.wait_more(10, PATIENCE)?;
         expect_complete(&restored, 10)?;
         // Once is enough.
@@ -225,7 +173,7 @@ fn a_repository_that_is_gone_for_a_while() -> Result<()> {
     slow.running.wait_words("the guest goes on")?;
     slow.serial.wait_more(5, PATIENCE)?;
     slow.running.signal("KILL")?;
-    let restored = resume(&stillframe, &slow)?;
+    let restored = resume(&stillframe, &slow.qmp, &slow.serial)?;
     restored.serial.wait_more(10, PATIENCE)?;
     expect_complete(&restored, 10)
 }
@@ -268,7 +216,7 @@ fn damage_that_is_met_on_demand() -> Result<()> {
     slow.running.wait_words("the guest goes on")?;
     slow.serial.wait_more(10, PATIENCE)?;
     slow.running.signal("KILL")?;
-    expect_complete(&resume(&stillframe, &slow)?, 10)
+    expect_complete(&resume(&stillframe, &slow.qmp, &slow.serial)?, 10)
 }
 
 /// What a VM asks for first is recorded, shown, used the next time, and goes with its checkpoint.
