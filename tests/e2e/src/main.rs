@@ -92,7 +92,7 @@ enum What {
     /// Checkpoints taken in every way, each restored eagerly and lazily, against an image of the original.
     RestoreExact {
         /// Of two checkpoints each, for every kind of guest and every way.
-        #[arg(long, default_value_t = 3)]
+        #[arg(long, default_value_t = 2)]
         rounds: u64,
         /// Of the random moments.
         #[arg(long, default_value_t = 1)]

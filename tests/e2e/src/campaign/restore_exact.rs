@@ -44,7 +44,7 @@ const RESUMED_WITHIN: Duration = Duration::from_millis(1500);
 const WRONG_MAX: u64 = 3;
 
 /// The kinds of guest.
-const KINDS: [Kind; 3] = [Kind::Private, Kind::Memfd, Kind::TwoCpus];
+const KINDS: [Kind; 4] = [Kind::Private, Kind::Memfd, Kind::TwoCpus, Kind::Pc];
 
 /// Every schedule, with and without deltas.
 pub fn modes() -> Vec<Mode> {
@@ -187,11 +187,12 @@ impl Case {
     /// Pauses the guest, whatever the engine does; the time from which on it stands still.
     fn pause(&mut self) -> Result<jiff::Timestamp> {
         for _ in 0..PAUSES_MAX {
+            self.monitor.forget_events()?;
             self.monitor.execute("stop", json!({}))?;
             let paused_at = jiff::Timestamp::now();
-            self.monitor.forget_events()?;
             // In a pause of the engine this was nothing new, and the engine resumes the VM after it.
-            if self.monitor.wait_event("RESUME", RESUMED_WITHIN).is_err() {
+            let resumed = self.monitor.wait_event("RESUME", RESUMED_WITHIN);
+            if resumed.is_err() && self.monitor.status()? == "paused" {
                 return Ok(paused_at);
             }
         }
