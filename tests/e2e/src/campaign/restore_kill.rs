@@ -191,7 +191,10 @@ impl Case {
                 filling.wait_runs()?;
                 let begin = Instant::now();
                 let qemus = pids_with(&filling.qmp.display().to_string())?;
-                while qemus.iter().any(|&qemu| has_userfaultfd(qemu).unwrap_or(false)) {
+                while qemus
+                    .iter()
+                    .any(|&qemu| has_userfaultfd(qemu).unwrap_or(false))
+                {
                     let late = begin.elapsed() > 2 * PATIENCE;
                     ensure!(!late, "never complete: {}", filling.running.err());
                     // Without it this thread takes the processor that filling needs.
