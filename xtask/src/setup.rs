@@ -87,6 +87,7 @@ fn missing() -> Vec<Need> {
         ("qemu-img", "qemu-utils"),
         ("as", "binutils"),
         ("ld", "binutils"),
+        ("gdb", "gdb-minimal"),
     ]));
     if static_busybox().is_err() {
         needs.push(Need {

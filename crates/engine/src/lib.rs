@@ -12,7 +12,9 @@ pub mod attach;
 pub mod capture;
 pub mod checkpoint;
 pub mod clones;
+pub mod export;
 pub mod guardian;
+pub mod import;
 pub mod populate;
 pub mod restore;
 pub mod rewind;
@@ -70,6 +72,20 @@ pub enum Progress {
         /// Pages compared so far.
         done: u64,
         /// Pages to compare.
+        total: u64,
+    },
+    /// Pages written by `export`.
+    Exporting {
+        /// Pages written so far.
+        done: u64,
+        /// Pages to write.
+        total: u64,
+    },
+    /// Pages of a file gone through by `import`.
+    Importing {
+        /// Pages gone through so far.
+        done: u64,
+        /// Pages that the file is as long as.
         total: u64,
     },
     /// Pages compared by `--verify`.

@@ -304,7 +304,7 @@ pub(crate) fn device_state(
     record: &VmRecord,
     reader: &Reader<'_>,
 ) -> Result<Vec<u8>, RestoreError> {
-    let raw = saved_device_state(id, manifest, reader)?;
+    let raw = raw_device_state(id, manifest, reader)?;
     Ok(device_state::wrap(&raw, &record.identity.machine)?)
 }
 
@@ -314,11 +314,12 @@ pub(crate) fn device_sections(
     manifest: &Manifest,
     reader: &Reader<'_>,
 ) -> Result<Vec<String>, RestoreError> {
-    let raw = saved_device_state(id, manifest, reader)?;
+    let raw = raw_device_state(id, manifest, reader)?;
     Ok(device_state::validate(&raw)?.sections)
 }
 
-fn saved_device_state(
+/// The device state as QEMU saved it.
+pub(crate) fn raw_device_state(
     id: &CheckpointId,
     manifest: &Manifest,
     reader: &Reader<'_>,

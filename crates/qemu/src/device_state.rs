@@ -16,6 +16,7 @@
 //! Format: QEMU, `docs/devel/migration/main.rst` and `migration/savevm.c`.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 const MAGIC: &[u8; 4] = b"QEVM";
 const VERSION: u32 = 3;
@@ -28,6 +29,9 @@ const CONFIGURATION: u8 = 0x07;
 const FOOTER: u8 = 0x7e;
 /// A footer: its type and the section's number.
 const FOOTER_BYTES: usize = 5;
+
+/// A description of the sections that describes none: what QEMU reads past when it loads a stream.
+pub(crate) const DESCRIPTION: &[u8] = b"\x06\0\0\0\x02{}";
 
 /// Longest name of a machine type accepted.
 const MACHINE_BYTES_MAX: usize = 128;
@@ -80,8 +84,55 @@ pub struct Summary {
     pub bytes: u64,
 }
 
+/// The state of one device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceSection {
+    /// Its number in the stream.
+    pub number: u32,
+    /// The device, such as `cpu`.
+    pub name: String,
+    /// Which of several devices of that name.
+    pub instance: u32,
+    /// The version of what it holds.
+    pub version: u32,
+    /// Where in the stream that is.
+    pub data: Range<usize>,
+}
+
 /// Checks that `raw` is a whole stream.
 pub fn validate(raw: &[u8]) -> Result<Summary, DeviceStateError> {
+    let (path, _) = follow(raw, |rest| rest == [EOF])?;
+    Ok(Summary {
+        sections: path.iter().map(|section| section.name.to_owned()).collect(),
+        bytes: raw.len() as u64,
+    })
+}
+
+/// The sections of a whole stream, in their order.
+pub fn sections(raw: &[u8]) -> Result<Vec<DeviceSection>, DeviceStateError> {
+    let (path, _) = follow(raw, |rest| rest == [EOF])?;
+    Ok(path.iter().map(|section| section.describe(raw)).collect())
+}
+
+/// What is left of a stream when the description of it is taken off, if there is one: a stream that
+/// [`validate`] takes. The inverse of what a migration file adds behind the device state.
+pub fn unwrap(mut raw: Vec<u8>) -> Result<Vec<u8>, DeviceStateError> {
+    let (_, end) = follow(&raw, |rest| match rest {
+        [EOF] => true,
+        [EOF, VMDESCRIPTION, a, b, c, d, text @ ..] => {
+            u32::from_be_bytes([*a, *b, *c, *d]) as usize == text.len()
+        }
+        _ => false,
+    })?;
+    raw.truncate(end + 1);
+    Ok(raw)
+}
+
+/// The sections up to the end, which begins where it is said to by `is_end`.
+fn follow(
+    raw: &[u8],
+    is_end: fn(&[u8]) -> bool,
+) -> Result<(Vec<Section<'_>>, usize), DeviceStateError> {
     let header = [MAGIC.as_slice(), &VERSION.to_be_bytes()].concat();
     if !raw.starts_with(&header) {
         return Err(DeviceStateError::NotQemu {
@@ -90,7 +141,7 @@ pub fn validate(raw: &[u8]) -> Result<Summary, DeviceStateError> {
     }
     match raw.get(HEADER_BYTES) {
         Some(&kind) if kind != SECTION_FULL => Err(DeviceStateError::OtherSection { kind }),
-        _ => walk(raw),
+        _ => walk(raw, is_end),
     }
 }
 
@@ -106,7 +157,6 @@ pub fn wrap(raw: &[u8], machine: &str) -> Result<Vec<u8>, DeviceStateError> {
         return Err(refused());
     }
     let machine_bytes = u32::try_from(machine.len()).map_err(|_| refused())?;
-    let description = b"{}";
     let (header, sections) = raw.split_at(HEADER_BYTES);
     Ok([
         header,
@@ -114,18 +164,21 @@ pub fn wrap(raw: &[u8], machine: &str) -> Result<Vec<u8>, DeviceStateError> {
         &machine_bytes.to_be_bytes(),
         machine.as_bytes(),
         sections,
-        &[VMDESCRIPTION],
-        &2u32.to_be_bytes(),
-        description,
+        DESCRIPTION,
     ]
     .concat())
 }
+
+/// Instance and version of a section, behind its name.
+const VERSIONS_BYTES: usize = 8;
 
 /// One section on the way through the stream.
 struct Section<'a> {
     name: &'a str,
     footer: [u8; FOOTER_BYTES],
-    /// Where the next footer is looked for.
+    /// Where what the device saved begins.
+    data_at: usize,
+    /// Where the next footer is looked for; once one was found, a byte behind its begin.
     search_from: usize,
     start: usize,
 }
@@ -134,7 +187,6 @@ impl<'a> Section<'a> {
     /// The section that starts at `start`, if one does.
     fn read(raw: &'a [u8], start: usize) -> Option<Section<'a>> {
         const NAME_AT: usize = 6;
-        const VERSIONS_BYTES: usize = 8;
         let head = raw.get(start..)?;
         if *head.first()? != SECTION_FULL {
             return None;
@@ -149,12 +201,30 @@ impl<'a> Section<'a> {
         {
             return None;
         }
+        let data_at = start + NAME_AT + name_bytes + VERSIONS_BYTES;
         Some(Section {
             name,
             footer: [FOOTER, number[0], number[1], number[2], number[3]],
-            search_from: start + NAME_AT + name_bytes + VERSIONS_BYTES,
+            data_at,
+            search_from: data_at,
             start,
         })
+    }
+
+    /// What it is, once its end was found.
+    fn describe(&self, raw: &[u8]) -> DeviceSection {
+        let data_at = self.data_at;
+        let word = |at: usize| {
+            let bytes = raw.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
+            u32::from_be_bytes(bytes.unwrap_or_default())
+        };
+        DeviceSection {
+            number: word(self.start + 1),
+            name: self.name.to_owned(),
+            instance: word(data_at - VERSIONS_BYTES),
+            version: word(data_at - VERSIONS_BYTES / 2),
+            data: data_at..self.search_from - 1,
+        }
     }
 
     /// Where what follows this section begins, judged by the next footer not yet tried.
@@ -172,7 +242,10 @@ impl<'a> Section<'a> {
     }
 }
 
-fn walk(raw: &[u8]) -> Result<Summary, DeviceStateError> {
+fn walk(
+    raw: &[u8],
+    is_end: fn(&[u8]) -> bool,
+) -> Result<(Vec<Section<'_>>, usize), DeviceStateError> {
     let mut path: Vec<Section<'_>> = Vec::new();
     // Starts from which the end cannot be reached; each is followed once only.
     let mut dead_ends: BTreeSet<usize> = BTreeSet::new();
@@ -191,11 +264,8 @@ fn walk(raw: &[u8]) -> Result<Summary, DeviceStateError> {
             path.pop();
             continue;
         };
-        if raw.get(end..) == Some(&[EOF]) {
-            return Ok(Summary {
-                sections: path.iter().map(|section| section.name.to_owned()).collect(),
-                bytes: raw.len() as u64,
-            });
+        if raw.get(end..).is_some_and(is_end) {
+            return Ok((path, end));
         }
         if let Some(next) = Section::read(raw, end)
             && !dead_ends.contains(&end)

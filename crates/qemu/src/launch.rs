@@ -14,6 +14,7 @@ mod start;
 use std::io;
 use std::path::PathBuf;
 
+pub use checks::version_of;
 pub use start::{Launched, Starting, load_device_state, start};
 
 use crate::device_state::DeviceStateError;

@@ -9,9 +9,14 @@
 //! 3. A QEMU started here is either handed over running or killed and reaped.
 
 pub mod arguments;
+pub mod cpu_state;
 pub mod device_state;
+pub mod elf_core;
 pub mod launch;
+pub mod migration_file;
 pub mod monitor;
+pub mod page_tables;
+pub mod physical_memory;
 pub mod qmp;
 pub mod record;
 pub mod reload;

@@ -4,7 +4,12 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::monitor::{Disk, FeatureWord, HostView, Identity, Monitor, MonitorError, RamBlock};
+use stillframe_sys::process::Process;
+
+use crate::arguments::CommandLine;
+use crate::monitor::{
+    Accelerator, Disk, FeatureWord, HostView, Identity, Monitor, MonitorError, RamBlock,
+};
 use crate::target::Target;
 
 /// A VM as it was when a checkpoint was taken.
@@ -69,6 +74,70 @@ impl VmRecord {
         for disk in &mut self.disks {
             host.look_again(disk);
         }
+    }
+}
+
+/// A VM that is known by its command line alone: nobody has seen it run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Described {
+    /// What it is called; else as its command line says.
+    pub label: Option<String>,
+    /// The QEMU program.
+    pub exe: PathBuf,
+    /// That program's version.
+    pub qemu_version: String,
+    /// Its arguments, `argv[0]` included.
+    pub arguments: Vec<String>,
+    /// Its working directory.
+    pub cwd: PathBuf,
+}
+
+impl VmRecord {
+    /// As much of a record as its command line tells.
+    pub fn described(vm: Described) -> VmRecord {
+        let name = CommandLine::parse(&vm.arguments).guest_name();
+        VmRecord {
+            label: vm
+                .label
+                .unwrap_or_else(|| label(name.as_deref(), &vm.arguments)),
+            exe: vm.exe,
+            arguments: vm.arguments,
+            cwd: vm.cwd,
+            identity: Identity {
+                qemu_version: vm.qemu_version,
+                package: String::new(),
+                machine: String::new(),
+                architecture: String::new(),
+                uuid: String::new(),
+                name,
+                accelerator: Accelerator::Tcg,
+            },
+            ram_blocks: Vec::new(),
+            disks: Vec::new(),
+            cpu_features: Vec::new(),
+            was_running: true,
+            pid: 0,
+            process_start_time: 0,
+        }
+    }
+
+    /// Takes from a QEMU that was started with this command line, and never ran, what only it knows. What its
+    /// disks held when the VM ran nobody knows, so they get no identity.
+    pub fn complete(
+        &mut self,
+        process: &Process,
+        monitor: &mut Monitor,
+    ) -> Result<(), MonitorError> {
+        self.identity = monitor.identity()?;
+        self.ram_blocks = monitor.ram_blocks()?;
+        self.cpu_features = monitor.cpu_features()?;
+        self.disks = monitor.disks()?;
+        for disk in &mut self.disks {
+            disk.identity = None;
+        }
+        self.pid = process.pid();
+        self.process_start_time = process.start_time();
+        Ok(())
     }
 }
 

@@ -1,6 +1,7 @@
 //! The command line: what can be asked for, and with which words.
 
 mod clone;
+mod interchange;
 mod rewind;
 
 use std::num::NonZeroU64;
@@ -15,6 +16,7 @@ use crate::durations;
 use crate::help;
 use crate::sizes;
 pub use clone::CloneArgs;
+pub use interchange::{ExportArgs, ImportArgs};
 pub use rewind::RewindArgs;
 
 /// Checkpoints and restores running QEMU VMs, from outside and without their help.
@@ -99,6 +101,12 @@ pub enum Command {
     /// Take a running VM back to one of its checkpoints, in the same QEMU
     #[command(after_help = help::REWIND)]
     Rewind(RewindArgs),
+    /// Write a checkpoint as a file that QEMU, gdb or crash can read
+    #[command(after_help = help::EXPORT)]
+    Export(ExportArgs),
+    /// Make a checkpoint of a migration file that QEMU wrote
+    #[command(after_help = help::IMPORT)]
+    Import(ImportArgs),
     /// Look for damage in the repository
     #[command(after_help = help::CHECK)]
     Check(CheckArgs),

@@ -5,7 +5,9 @@ use std::error::Error;
 use stillframe_engine::attach::AttachError;
 use stillframe_engine::checkpoint::CheckpointError;
 use stillframe_engine::clones::CloneError;
+use stillframe_engine::export::ExportError;
 use stillframe_engine::guardian::GuardianError;
+use stillframe_engine::import::ImportError;
 use stillframe_engine::populate::base::BaseError;
 use stillframe_engine::populate::eager::PopulateError;
 use stillframe_engine::populate::lazy::FillError;
@@ -78,6 +80,14 @@ fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
         } else {
             Exit::Failed
         });
+    }
+    if let Some(ExportError::Repo(error) | ExportError::Checkpoint(RestoreError::Repo(error))) =
+        error.downcast_ref()
+    {
+        return Some(of_repo(error));
+    }
+    if let Some(ImportError::Repo(error)) = error.downcast_ref() {
+        return Some(of_repo(error));
     }
     let hidden = match (error.downcast_ref(), error.downcast_ref()) {
         (Some(CheckpointError::Repo(error)), _) => Some(error),
@@ -196,6 +206,10 @@ mod tests {
         assert_eq!(exit(RestoreError::Verify(verify())), Exit::Damaged);
         let populate = PopulateError::Repo(damaged());
         assert_eq!(exit(RestoreError::Populate(populate)), Exit::Damaged);
+        assert_eq!(exit(ExportError::Repo(damaged())), Exit::Damaged);
+        let checkpoint = ExportError::Checkpoint(RestoreError::Repo(damaged()));
+        assert_eq!(exit(checkpoint), Exit::Damaged);
+        assert_eq!(exit(ImportError::Repo(damaged())), Exit::Damaged);
     }
 
     #[test]

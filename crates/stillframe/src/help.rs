@@ -187,6 +187,39 @@ deriving the key from it. Nothing is written to disk; the machine's next start e
     exit_codes!()
 );
 
+/// `stillframe export --help`
+pub const EXPORT: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints export latest --vm web1 --format mapped-ram -o web1.mapped
+  stillframe -r /srv/checkpoints export 1a2b3c4d --format migration -o - | ssh other 'cat > web1.stream'
+  stillframe -r /srv/checkpoints export latest --vm web1 --format elf -o web1.core
+
+mapped-ram and migration are QEMU's own files; the command that loads them is printed. raw is main RAM,
+each byte at its physical address, with a hole below 4 GiB where the machine has one. elf is a core for
+gdb and crash: main RAM by physical address and by the addresses of the guest's kernel, and the
+registers of its vCPUs. Zero pages are holes, but in migration. The file holds all secrets that the
+guest had in memory, unencrypted; it is for its owner alone (0600).
+
+",
+    exit_codes!()
+);
+
+/// `stillframe import --help`
+pub const IMPORT: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints import web1.mapped -- qemu-system-x86_64 -machine pc-q35-10.0 -m 4G ...
+  stillframe -r /srv/checkpoints import web1.stream --vm web1 -- qemu-system-x86_64 ...
+
+The command line is that of the QEMU that wrote the file, with its versioned machine type; relative
+paths in it are taken from here. QEMU is started with it, asked, and ended before the guest runs. What
+the disks held is not in the file: restore asks for --disks-as-they-are.
+
+",
+    exit_codes!()
+);
+
 /// `stillframe check --help`
 pub const CHECK: &str = concat!(
     "\

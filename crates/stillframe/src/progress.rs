@@ -73,6 +73,8 @@ impl From<Progress> for Step {
             Progress::Rewinding { done, total } => ("comparing with the checkpoint", done, total),
             Progress::Filling { done, total } => ("the guest runs; filling memory", done, total),
             Progress::Comparing { done, total } => ("comparing", done, total),
+            Progress::Exporting { done, total } => ("exporting", done, total),
+            Progress::Importing { done, total } => ("importing", done, total),
             Progress::Verifying { done, total } => ("verifying", done, total),
         };
         let bytes = |pages: u64| pages.saturating_mul(PAGE_BYTES);

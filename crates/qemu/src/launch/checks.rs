@@ -28,15 +28,7 @@ impl LaunchPlan {
     /// # Errors
     /// [`LaunchError::VersionDiffers`], [`LaunchError::Run`].
     pub fn check_version(&self) -> Result<(), LaunchError> {
-        let output = Command::new(&self.exe)
-            .arg("--version")
-            .stdin(Stdio::null())
-            .output()
-            .map_err(|source| LaunchError::Run {
-                program: self.exe.clone(),
-                source,
-            })?;
-        self.expect_version(version_in(&String::from_utf8_lossy(&output.stdout)))
+        self.expect_version(version_of(&self.exe)?)
     }
 
     /// What the new VM's processors can do must be all that the guest knows of.
@@ -60,6 +52,22 @@ impl LaunchPlan {
             }),
         }
     }
+}
+
+/// Asks a program for its version.
+///
+/// # Errors
+/// [`LaunchError::Run`].
+pub fn version_of(program: &Path) -> Result<String, LaunchError> {
+    let output = Command::new(program)
+        .arg("--version")
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|source| LaunchError::Run {
+            program: program.to_owned(),
+            source,
+        })?;
+    Ok(version_in(&String::from_utf8_lossy(&output.stdout)))
 }
 
 /// The version in `QEMU emulator version 10.0.2 (Debian ...)`.

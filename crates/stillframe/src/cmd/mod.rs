@@ -4,7 +4,9 @@ mod capture;
 mod check;
 mod checkpoint;
 mod clone;
+mod export;
 mod forget;
+mod import;
 mod init;
 mod inspect;
 mod list;
@@ -157,6 +159,8 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::Restore(args) => restore::run(&context, args),
         Command::Clone(args) => clone::run(&context, args),
         Command::Rewind(args) => rewind::run(&context, args),
+        Command::Export(args) => export::run(&context, args),
+        Command::Import(args) => import::run(&context, args),
         Command::Check(args) => check::run(&context, args),
         Command::Forget(args) => forget::run(&context, args),
         Command::Prune(args) => prune::run(&context, args),

@@ -228,3 +228,26 @@ fn clones_without_room() -> Result<()> {
     ensure!(left.count() == 0, "part of it is left");
     expect_untouched(&guest, &mut guest.second_monitor()?)
 }
+
+#[test]
+fn an_export_that_finds_no_space_leaves_no_half_file() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "no-room").boot()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
+    let at = guest.folder().join("small");
+    let _mount = Mount::tmpfs(&at, 8)?;
+    for format in ["mapped-ram", "migration", "raw", "elf"] {
+        let file = at.join("export").display().to_string();
+        let line = ["export", "latest", "--format", format, "-o", &file];
+        let said = stillframe.fails(&line, 1)?;
+        ensure!(
+            said.contains("cannot write") && said.contains("No space left"),
+            "{format}: {said}"
+        );
+        ensure!(
+            fs::read_dir(&at)?.next().is_none(),
+            "{format}: something is left"
+        );
+    }
+    Ok(())
+}

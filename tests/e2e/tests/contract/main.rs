@@ -2,6 +2,7 @@
 //! streams, exit codes, signals, and what becomes of the VM in each case.
 
 mod clones;
+mod interchange;
 mod keep;
 mod lazy;
 mod names;

@@ -23,13 +23,15 @@ fn bare(arguments: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
-const COMMANDS: [&str; 13] = [
+const COMMANDS: [&str; 15] = [
     "init",
     "checkpoint",
     "watch",
     "list",
     "show",
     "restore",
+    "export",
+    "import",
     "check",
     "forget",
     "prune",

@@ -1,0 +1,387 @@
+//! The verb *import*: a migration file that QEMU wrote becomes a checkpoint.
+//!
+//! ```text
+//!   head of the file ── QEMU, started with the command line, never runs ── do they agree? ── pages ── commit
+//! ```
+//!
+//! A migration file holds RAM and device state, and of the machine little more than its name. All else a
+//! checkpoint needs is found out from a QEMU that is started with the given command line as a restore would start it,
+//! is asked for its RAM blocks, disks and version, and is ended without having run. What disks held when
+//! the file was written nobody knows; a restore asks the user about them.
+//!
+//! Nothing in the file is believed: it is decoded with bounds, RAM blocks may be no larger than those of
+//! that QEMU, and nothing is committed before the end of it was reached.
+
+mod machine;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+use serde::Serialize;
+use stillframe_qemu::device_state::{self, DeviceStateError};
+use stillframe_qemu::launch::LaunchError;
+use stillframe_qemu::migration_file::{
+    FileBlock, Form, FoundPage, MigrationFile, MigrationFileError, PAGE, PAGE_BYTES,
+};
+use stillframe_qemu::monitor::MonitorError;
+use stillframe_qemu::record::VmRecord;
+use stillframe_repo::{
+    Manifest, MemoryEditor, PageCounts, RamTable, RepoError, Repository, Writer,
+};
+use thiserror::Error;
+
+use crate::capture::cache::DeltaCache;
+use crate::capture::device_state::BYTES_MAX;
+use crate::capture::ingest::{BATCH_PAGES, Ingested, Tools};
+use crate::capture::tracker::BlockShape;
+use crate::capture::verdict::{Judge, Page};
+use crate::checkpoint::DEVICE_STATE;
+use crate::guardian::GuardianError;
+use crate::{Progress, ProgressSink};
+
+/// Read at once from the file.
+const BUFFER_BYTES: usize = 1 << 20;
+
+/// What to import, and as what.
+#[derive(Debug, Clone)]
+pub struct ImportOptions {
+    /// The migration file.
+    pub file: PathBuf,
+    /// The VM's label; else as its command line says.
+    pub vm: Option<String>,
+    /// The command line of the QEMU that wrote the file, program first.
+    pub command: Vec<String>,
+    /// The folder that relative paths in it refer to.
+    pub cwd: PathBuf,
+    /// A folder of our own, for the monitor and the log of a QEMU that is asked.
+    pub scratch: PathBuf,
+    /// How long to wait for another process' exclusive lock on the repository.
+    pub lock_wait: Duration,
+}
+
+/// What was made of it.
+#[derive(Debug, Clone, Serialize)]
+pub struct ImportReport {
+    /// The checkpoint.
+    pub checkpoint: String,
+    /// The VM's name.
+    pub vm: String,
+    /// When the file was last written: about when the VM was stopped for it.
+    pub time: Timestamp,
+    /// The file.
+    pub file: PathBuf,
+    /// How RAM lay in it: `mapped-ram` or `migration`.
+    pub format: &'static str,
+    /// The versioned machine type.
+    pub machine: String,
+    /// The version of the QEMU that will restore it.
+    pub qemu_version: String,
+    /// What the pages were.
+    pub pages: PageCounts,
+    /// Bytes the repository grew by.
+    pub bytes_stored: u64,
+    /// How long it took, in microseconds.
+    pub total_us: u64,
+    /// What is good to know about it.
+    pub notes: Vec<String>,
+}
+
+/// Why nothing was imported. The repository has no new checkpoint.
+#[derive(Debug, Error)]
+pub enum ImportError {
+    /// The repository failed.
+    #[error(transparent)]
+    Repo(#[from] RepoError),
+    /// The file cannot be opened.
+    #[error("cannot open {file}")]
+    Open {
+        /// The file.
+        file: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// It is something else.
+    #[error("{file} is no file; a migration from a pipe or socket has to be put into a file first")]
+    NoFile {
+        /// What was named.
+        file: PathBuf,
+    },
+    /// It cannot be read.
+    #[error("cannot import {file}")]
+    File {
+        /// The file.
+        file: PathBuf,
+        /// Why.
+        #[source]
+        source: MigrationFileError,
+    },
+    /// Its device state is none.
+    #[error("the device state in {file} cannot be restored")]
+    DeviceState {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong.
+        #[source]
+        source: DeviceStateError,
+    },
+    /// There is no such program.
+    #[error("there is no program {program}: name the QEMU that wrote the file, with its path")]
+    NoProgram {
+        /// What was named.
+        program: String,
+    },
+    /// The command line starts no VM.
+    #[error("QEMU cannot be started with this command line to ask it about the VM")]
+    Launch(#[from] LaunchError),
+    /// It cannot be asked.
+    #[error("the QEMU that was started to be asked does not answer")]
+    Monitor(#[from] MonitorError),
+    /// No guardian.
+    #[error(transparent)]
+    Guardian(#[from] GuardianError),
+    /// Another architecture.
+    #[error("{program} runs {architecture} guests; only x86_64 guests are supported")]
+    Architecture {
+        /// The program.
+        program: PathBuf,
+        /// What it emulates.
+        architecture: String,
+    },
+    /// File and command line speak of different machines.
+    #[error(
+        "the file is of a machine {file}, the command line makes a {command_line}; give the command line of the QEMU \
+         that wrote the file, with its versioned machine type (-machine {file},...)"
+    )]
+    Machine {
+        /// The file's machine type.
+        file: String,
+        /// The command line's.
+        command_line: String,
+    },
+    /// File and command line speak of different RAM.
+    #[error(
+        "the file's RAM blocks are not those of the command line: {difference}; give the command line of the QEMU that \
+         wrote the file, with the same memory, devices and firmware"
+    )]
+    Blocks {
+        /// What differs.
+        difference: String,
+    },
+    /// The record cannot be encoded.
+    #[error("cannot write the VM's record")]
+    Encode(#[source] serde_json::Error),
+}
+
+/// Makes a checkpoint of a migration file.
+///
+/// # Errors
+/// [`ImportError`]; there is no new checkpoint then.
+pub fn import(
+    repository: &mut Repository,
+    options: &ImportOptions,
+    progress: ProgressSink<'_>,
+) -> Result<ImportReport, ImportError> {
+    let begin = Instant::now();
+    let wrong = |source| ImportError::File {
+        file: options.file.clone(),
+        source,
+    };
+    let (file, time) = open(&options.file)?;
+    let mut file =
+        MigrationFile::open(BufReader::with_capacity(BUFFER_BYTES, file)).map_err(wrong)?;
+    let mut record = machine::ask(options)?;
+    machine::expect_same(&record, file.machine(), file.blocks())?;
+    let (form, machine, blocks) = (
+        file.form(),
+        file.machine().to_owned(),
+        file.blocks().to_vec(),
+    );
+    let mut draft = Draft::new(repository.begin(options.lock_wait)?, &blocks);
+    let mut batch = Batch::new();
+    while batch.fill(&mut file).map_err(wrong)? {
+        draft.put(&batch)?;
+        let (done, total) = file.progress();
+        progress(Progress::Importing {
+            done: done / PAGE_BYTES,
+            total: total / PAGE_BYTES,
+        });
+    }
+    let raw = file.device_state(BYTES_MAX).map_err(wrong)?;
+    let unusable = |source| ImportError::DeviceState {
+        file: options.file.clone(),
+        source,
+    };
+    // As a restore will do it.
+    device_state::wrap(&raw, &machine).map_err(unusable)?;
+    record.was_running = machine::ran(&raw).map_err(unusable)?;
+    let (id, counts, bytes_stored) = draft.commit(&record, &blocks, &raw, time)?;
+    let writable = record.disks.iter().any(|disk| !disk.read_only);
+    let note = "what the disks held when the file was written is not known: restore asks for --disks-as-they-are";
+    Ok(ImportReport {
+        checkpoint: id,
+        vm: record.label,
+        time,
+        file: options.file.clone(),
+        format: match form {
+            Form::Stream => "migration",
+            Form::Mapped => "mapped-ram",
+        },
+        machine,
+        qemu_version: record.identity.qemu_version,
+        pages: counts,
+        bytes_stored,
+        total_us: u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX),
+        notes: writable.then(|| note.to_owned()).into_iter().collect(),
+    })
+}
+
+/// The file, and when it was last written: never later than now, or it would be the latest checkpoint for
+/// ever.
+fn open(path: &Path) -> Result<(File, Timestamp), ImportError> {
+    let wrong = |source| ImportError::Open {
+        file: path.to_owned(),
+        source,
+    };
+    // A pipe would be waited for.
+    let metadata = std::fs::metadata(path).map_err(wrong)?;
+    if !metadata.is_file() {
+        return Err(ImportError::NoFile {
+            file: path.to_owned(),
+        });
+    }
+    let now = Timestamp::now();
+    let modified = metadata.modified().map_err(wrong)?;
+    let time = Timestamp::try_from(modified).map_or(now, |time| time.min(now));
+    Ok((File::open(path).map_err(wrong)?, time))
+}
+
+/// Pages on their way from the file into the repository.
+struct Batch {
+    bytes: Vec<[u8; PAGE]>,
+    /// Block, number, and where its bytes are.
+    pages: Vec<(usize, u64, usize)>,
+}
+
+impl Batch {
+    fn new() -> Batch {
+        Batch {
+            bytes: vec![[0; PAGE]; BATCH_PAGES],
+            pages: Vec::with_capacity(BATCH_PAGES),
+        }
+    }
+
+    /// Takes the next pages, sorted, each once. Whether there were any.
+    fn fill(
+        &mut self,
+        file: &mut MigrationFile<BufReader<File>>,
+    ) -> Result<bool, MigrationFileError> {
+        self.pages.clear();
+        for (slot, bytes) in self.bytes.iter_mut().enumerate() {
+            let Some(FoundPage {
+                block,
+                page,
+                is_zero,
+            }) = file.next_page(bytes)?
+            else {
+                break;
+            };
+            if is_zero {
+                bytes.fill(0);
+            }
+            self.pages.push((block, page, slot));
+        }
+        // Of a page that came several times the last counts: it is in the highest slot.
+        self.pages
+            .sort_unstable_by_key(|&(block, page, slot)| (block, page, std::cmp::Reverse(slot)));
+        self.pages
+            .dedup_by_key(|&mut (block, page, _)| (block, page));
+        Ok(!self.pages.is_empty())
+    }
+}
+
+/// A checkpoint being written.
+struct Draft<'r> {
+    writer: Writer<'r>,
+    ingested: Ingested,
+    judge: Judge,
+    nothing: DeltaCache,
+}
+
+impl Draft<'_> {
+    fn new<'r>(writer: Writer<'r>, blocks: &[FileBlock]) -> Draft<'r> {
+        let shapes: Vec<BlockShape> = blocks
+            .iter()
+            .map(|block| BlockShape {
+                name: block.name.clone(),
+                pages: block.pages(),
+            })
+            .collect();
+        let memory = shapes.iter().map(|block| MemoryEditor::new(block.pages));
+        let hasher = writer.hasher().clone();
+        let mut ingested = Ingested::new(memory.collect(), &shapes, hasher, true);
+        ingested.pages_may_come_twice(&shapes);
+        Draft {
+            writer,
+            ingested,
+            judge: Judge::default(),
+            nothing: DeltaCache::default(),
+        }
+    }
+
+    fn put(&mut self, batch: &Batch) -> Result<(), RepoError> {
+        let mut tools = Tools {
+            writer: &mut self.writer,
+            cache: &self.nothing,
+            judge: &mut self.judge,
+        };
+        for of_block in batch.pages.chunk_by(|one, other| one.0 == other.0) {
+            let pages: Vec<Page<'_>> = of_block
+                .iter()
+                .map(|&(_, page, slot)| (page, &batch.bytes[slot]))
+                .collect();
+            self.ingested.batch(&mut tools, of_block[0].0, &pages)?;
+        }
+        Ok(())
+    }
+
+    /// Its id, what the pages were, and by how many bytes the repository grew.
+    fn commit(
+        mut self,
+        record: &VmRecord,
+        blocks: &[FileBlock],
+        raw: &[u8],
+        time: Timestamp,
+    ) -> Result<(String, PageCounts, u64), ImportError> {
+        let mut ram = Vec::with_capacity(blocks.len());
+        for (block, memory) in blocks.iter().zip(self.ingested.take_memory()) {
+            let written = memory.finish(&mut self.writer)?;
+            ram.push(RamTable {
+                name: block.name.clone(),
+                page_bytes: PAGE as u32,
+                pages: block.pages(),
+                root: written.root,
+                layers: written.layers,
+            });
+        }
+        let stream = self.writer.put_whole_stream(raw)?;
+        let counts = self.ingested.counts;
+        let committed = self.writer.commit(Manifest {
+            vm: record.label.clone(),
+            time,
+            parent: None,
+            ram,
+            streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
+            pages: counts,
+            bytes_stored: 0,
+            vm_record: serde_json::to_value(record).map_err(ImportError::Encode)?,
+            // Nobody has measured the pause.
+            downtime_us: serde_json::json!({}),
+        })?;
+        Ok((committed.id.to_string(), counts, committed.bytes_stored))
+    }
+}

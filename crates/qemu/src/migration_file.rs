@@ -1,0 +1,161 @@
+//! QEMU's own migration files: a VM's RAM and device state in one file, which a stock QEMU writes with
+//! `migrate` and loads with `-incoming`. Two forms of it, the stream and the mapped one:
+//!
+//! ```text
+//! head:    "QEVM" be32 3 | 0x07 be32 n, machine type [ 0x05 subsection ]... | RAM's setup
+//! setup:   0x01 be32 number, "ram", be32 0, be32 4 | be64 bytes-in-all+0x04 | block... | be64 0x10 | footer
+//! block:   u8 n, name, be64 bytes [ mapped: be32 1, be64 page-bytes, be64 bitmap-at, be64 pages-at | bitmap | pages ]
+//! part:    0x02 (the last: 0x03) be32 number | record... | be64 0x10 | footer
+//! record:  be64 offset+flags [ u8 n, name: unless it is the block of the record before ] | page, or one byte 0
+//! devices: the sections of `device_state` | 0x00 | 0x06 be32 n, description in JSON
+//! footer:  0x7e be32 number
+//! ```
+//!
+//! A mapped file has no records: a bit for each page that has content, and a fixed place for every page,
+//! at a multiple of 1 MiB for each block. Zero pages are holes.
+//!
+//! Format: QEMU, `docs/devel/migration/{main,mapped-ram}.rst`, and files that QEMU 10.0 wrote. The
+//! bytes of a file are outside input: lengths are bounded and checked before they are believed.
+
+mod decode;
+mod encode;
+mod input;
+#[cfg(test)]
+mod tests;
+
+pub use decode::{Form, FoundPage, MigrationFile};
+pub use encode::{MappedLayout, StreamEncoder, mapped_layout};
+
+use std::io;
+
+use crate::device_state::DeviceStateError;
+
+/// Bytes of a page of the guest.
+pub const PAGE_BYTES: u64 = 4096;
+/// The same as a length in memory.
+pub const PAGE: usize = 4096;
+
+/// Where a mapped block's pages begin: a multiple of this, in bytes.
+const MAPPED_ALIGNMENT: u64 = 1 << 20;
+/// Version of a mapped block's header.
+const MAPPED_VERSION: u32 = 1;
+/// Bytes of a mapped block's header.
+const MAPPED_HEADER_BYTES: u64 = 28;
+
+const HEADER: [u8; 8] = *b"QEVM\0\0\0\x03";
+
+const SECTION_START: u8 = 0x01;
+const SECTION_PART: u8 = 0x02;
+const SECTION_END: u8 = 0x03;
+const SECTION_FULL: u8 = 0x04;
+const SUBSECTION: u8 = 0x05;
+const CONFIGURATION: u8 = 0x07;
+const COMMAND: u8 = 0x08;
+const FOOTER: u8 = 0x7e;
+
+const RAM: &str = "ram";
+const RAM_VERSION: u32 = 4;
+
+/// Flags in the low bits of a record's first word.
+const FLAG_ZERO: u64 = 0x02;
+const FLAG_MEM_SIZE: u64 = 0x04;
+const FLAG_PAGE: u64 = 0x08;
+const FLAG_EOS: u64 = 0x10;
+const FLAG_CONTINUE: u64 = 0x20;
+
+const CAPABILITIES: &str = "configuration/capabilities";
+const MAPPED_RAM: &str = "mapped-ram";
+
+/// A RAM block of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FileBlock {
+    /// QEMU's name of it.
+    pub name: String,
+    /// Its length in use, in bytes; for tables that QEMU may enlarge less than it may become.
+    pub used_bytes: u64,
+}
+
+impl FileBlock {
+    /// Its length in pages.
+    pub fn pages(&self) -> u64 {
+        self.used_bytes / PAGE_BYTES
+    }
+}
+
+/// Why a migration file cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum MigrationFileError {
+    /// The file cannot be read.
+    #[error("cannot read the file at byte {at}")]
+    Read {
+        /// Where.
+        at: u64,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// It cannot be written.
+    #[error("cannot write the migration file")]
+    Write(#[source] io::Error),
+    /// It ends too soon.
+    #[error(
+        "the file ends at byte {at}, in the middle of {what}: it is cut off; write or copy it again"
+    )]
+    Truncated {
+        /// Where it ends.
+        at: u64,
+        /// What was being read.
+        what: &'static str,
+    },
+    /// It is something else.
+    #[error(
+        "it is no migration file of QEMU: it begins with {start:02x?}, not with \"QEVM\" and version 3{hint}"
+    )]
+    Foreign {
+        /// Its first bytes.
+        start: Vec<u8>,
+        /// What it may be instead.
+        hint: &'static str,
+    },
+    /// It is one, and holds what this program does not understand.
+    #[error("{what} at byte {at} is not understood; {mend}")]
+    Unsupported {
+        /// What.
+        what: String,
+        /// Where.
+        at: u64,
+        /// What can be done about it.
+        mend: &'static str,
+    },
+    /// It contradicts itself.
+    #[error("the file is damaged at byte {at}: {what}")]
+    Damaged {
+        /// What is wrong.
+        what: String,
+        /// Where.
+        at: u64,
+    },
+    /// What follows RAM is no device state.
+    #[error("the device state in the file, from byte {at} on, cannot be used")]
+    DeviceState {
+        /// Where it begins.
+        at: u64,
+        /// What is wrong.
+        #[source]
+        source: DeviceStateError,
+    },
+    /// More device state than any VM has.
+    #[error("there are {bytes} bytes behind the RAM where {limit} are allowed for device state")]
+    DeviceStateTooLong {
+        /// How many.
+        bytes: u64,
+        /// How many may be.
+        limit: u64,
+    },
+    /// A name cannot be written.
+    #[error("{name:?} cannot be written into a migration file: it has more than 255 bytes")]
+    Name {
+        /// The name.
+        name: String,
+    },
+}

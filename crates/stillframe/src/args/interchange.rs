@@ -1,0 +1,78 @@
+//! The arguments of `export` and `import`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use stillframe_engine::export::Format;
+
+use super::NamedCheckpoint;
+use crate::durations;
+
+/// `export`
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// Which checkpoint.
+    #[command(flatten)]
+    pub checkpoint: NamedCheckpoint,
+    /// What the file is to be: mapped-ram, migration, raw or elf
+    #[arg(long, value_name = "FORMAT")]
+    pub format: Format,
+    /// The file, or - for standard output (migration only)
+    #[arg(short, long, value_name = "FILE")]
+    pub output: PathBuf,
+    /// Replace the file if it exists
+    #[arg(long)]
+    pub force: bool,
+    /// Wait so long for another process' lock on the repository
+    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
+    pub lock_wait: Duration,
+}
+
+/// `import`
+#[derive(Debug, Args)]
+pub struct ImportArgs {
+    /// A migration file that QEMU wrote, as a stream or with mapped-ram
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// The VM's name in the repository [default: its -name]
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+    /// Wait so long for another process' lock on the repository
+    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
+    pub lock_wait: Duration,
+    /// The command line of the QEMU that wrote the file
+    #[arg(last = true, required = true, num_args = 1.., value_name = "QEMU ARGS")]
+    pub command: Vec<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use clap::error::ErrorKind;
+
+    use crate::args::{Cli, Command};
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(["stillframe"].into_iter().chain(line.split_whitespace()))
+    }
+
+    #[test]
+    fn what_is_exported_and_imported() {
+        let refused = |line: &str| parse(line).unwrap_err().kind();
+        assert_eq!(
+            refused("export latest -o f"),
+            ErrorKind::MissingRequiredArgument
+        );
+        assert_eq!(
+            refused("export latest --format vmdk -o f"),
+            ErrorKind::ValueValidation
+        );
+        assert!(parse("export latest --format elf -o f --force --vm a").is_ok());
+        assert_eq!(refused("import f"), ErrorKind::MissingRequiredArgument);
+        match parse("import f --vm a -- qemu -vm -m 64").unwrap().command {
+            Command::Import(args) => assert_eq!(args.command, ["qemu", "-vm", "-m", "64"]),
+            other => panic!("{other:?}"),
+        }
+    }
+}

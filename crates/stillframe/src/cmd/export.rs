@@ -1,0 +1,83 @@
+//! `export`: a checkpoint as a file for other programs.
+
+use std::path::absolute;
+
+use anyhow::Context as _;
+use stillframe_engine::export::{self, Destination, ExportReport, LoadCommand};
+
+use super::{Context, short};
+use crate::args::ExportArgs;
+use crate::progress::Meter;
+use crate::shell;
+use crate::table::{self, printable};
+
+/// Exports the checkpoint of that name.
+pub fn run(context: &Context, args: &ExportArgs) -> anyhow::Result<()> {
+    let mut repository = context.open()?;
+    let (id, manifest) = repository.resolve(&args.checkpoint.id, args.checkpoint.vm.as_deref())?;
+    let mut pipe = std::io::stdout();
+    let to_pipe = args.output.as_os_str() == "-";
+    let to = match to_pipe {
+        true => Destination::Pipe(&mut pipe),
+        false => Destination::File {
+            path: absolute(&args.output)
+                .with_context(|| format!("{} is no path", args.output.display()))?,
+            replace: args.force,
+        },
+    };
+    let interrupts = context.listen(1, "interrupted: giving the export up")?;
+    let mut meter = Meter::new(context.console);
+    let report = interrupts.interruptible(|| {
+        export::export(
+            &mut repository,
+            (&id, &manifest),
+            args.format,
+            to,
+            args.lock_wait,
+            &mut |progress| {
+                meter.show(progress.into());
+                interrupts.step();
+            },
+        )
+    })??;
+    drop(meter);
+    for note in &report.notes {
+        context.console.note(&format!("note: {note}"));
+    }
+    // The stream has standard output for itself.
+    match to_pipe {
+        true => context.console.note(&words(&report)),
+        false => context.console.result(&report, || words(&report))?,
+    }
+    Ok(())
+}
+
+fn words(report: &ExportReport) -> String {
+    let place = match &report.file {
+        Some(file) => printable(&file.display().to_string()),
+        None => "standard output".to_owned(),
+    };
+    let mut text = format!(
+        "exported {} of {} to {place}: {}, {} with content, {} zero",
+        short(&report.checkpoint),
+        printable(&report.vm),
+        table::bytes(report.bytes),
+        table::count(report.pages, "page"),
+        report.zero_pages,
+    );
+    if let Some(load) = &report.load {
+        text += &format!("\nto load it: {}", command(load));
+    }
+    text
+}
+
+/// One line for a shell. The recorded `argv[0]` is left to the shell.
+fn command(load: &LoadCommand) -> String {
+    let (cwd, exe) = (
+        load.cwd.display().to_string(),
+        load.exe.display().to_string(),
+    );
+    let arguments = load.arguments.iter().skip(1).map(String::as_str);
+    let start = shell::join(std::iter::once(exe.as_str()).chain(arguments));
+    printable(&format!("{} && {start}", shell::join(["cd", &cwd])))
+}
