@@ -1,4 +1,4 @@
-//! Fuzz target: index files.
+//! Fuzz target: index files of the versions before 3.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -127,8 +127,13 @@ impl Decoder {
         plain_bytes: usize,
         out: &mut Vec<u8>,
     ) -> Result<(), EncodingError> {
-        out.clear();
-        match Kind::from_number(kind)? {
+        let kind = Kind::from_number(kind).inspect_err(|_| out.clear())?;
+        // What is decompressed is written over what the buffer holds: clearing it would fill it with
+        // zeros first, again for each frame.
+        if kind != Kind::Zstd {
+            out.clear();
+        }
+        match kind {
             Kind::Zero if !payload.is_empty() => {
                 return Err(EncodingError::PayloadOnZero {
                     bytes: payload.len(),

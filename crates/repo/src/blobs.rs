@@ -14,16 +14,15 @@ use stillframe_page::hash::ContentId;
 use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::frames::FrameReader;
-use crate::index::Index;
 use crate::local::LocalStore;
-use crate::places::Location;
+use crate::lookup::{Lookup, Place};
 
 /// The committed blobs of a repository, as a [`crate::Reader`] or [`crate::Writer`] sees them.
 #[derive(Clone, Copy)]
 pub struct Blobs<'a> {
     pub(crate) store: &'a LocalStore,
     pub(crate) keys: &'a Keys,
-    pub(crate) index: &'a Index,
+    pub(crate) index: Lookup<'a>,
 }
 
 /// One read call fetches at most this much, and skips over no gap longer than [`GAP_BYTES_MAX`].
@@ -32,7 +31,7 @@ const GAP_BYTES_MAX: u32 = 64 << 10;
 
 /// A blob to read and what the caller calls it.
 pub(crate) struct Wanted<T> {
-    pub(crate) at: Location,
+    pub(crate) at: Place,
     pub(crate) id: ContentId,
     pub(crate) tag: T,
 }
@@ -81,14 +80,12 @@ impl<'a> Blobs<'a> {
         joins: fn(T, T) -> bool,
         sink: Sink<'_, T>,
     ) -> Result<(), RepoError> {
-        let mut located = Vec::with_capacity(wanted.len());
-        for (id, tag) in wanted {
-            let at = self.index.get(&id).ok_or(RepoError::MissingBlob { id })?;
-            located.push(Wanted { at, id, tag });
-        }
-        located.sort_unstable_by_key(|wanted| wanted.at.blob);
+        let at = Place::default();
+        let wanted = wanted.into_iter().map(|(id, tag)| Wanted { at, id, tag });
+        let mut located: Vec<Wanted<T>> = wanted.collect();
+        self.index.find_all(&mut located)?;
+        located.sort_unstable_by_key(|wanted| wanted.at.order());
         let runs = Mutex::new(Runs {
-            index: self.index,
             rest: located.into_iter().peekable(),
         });
         let failed = AtomicBool::new(false);
@@ -116,7 +113,7 @@ impl<'a> Blobs<'a> {
     /// Takes runs until there are none left or another thread failed.
     fn read_runs<T: Copy>(
         &self,
-        runs: &Mutex<Runs<'_, T>>,
+        runs: &Mutex<Runs<T>>,
         failed: &AtomicBool,
         joins: fn(T, T) -> bool,
         sink: Sink<'_, T>,
@@ -134,39 +131,30 @@ impl<'a> Blobs<'a> {
 }
 
 /// Wanted blobs in the order they lie, handed out in runs that one read call serves.
-struct Runs<'a, T> {
-    index: &'a Index,
+struct Runs<T> {
     rest: Peekable<std::vec::IntoIter<Wanted<T>>>,
 }
 
-impl<T> Runs<'_, T> {
+impl<T> Runs<T> {
     /// The next blobs that lie close enough together; none when there are none left.
     fn next_run(&mut self) -> Vec<Wanted<T>> {
         let mut run = Vec::new();
         let Some(first) = self.rest.next() else {
             return run;
         };
-        let pack = self.index.pack_of(first.at);
-        let (start, mut end) = extent(self.index, first.at);
+        let (pack, start, mut end) = (first.at.pack, first.at.info.offset, first.at.frame_end());
         run.push(first);
-        while let Some(next) = self.rest.next_if(|next| {
-            self.index.pack_of(next.at) == pack && {
-                let (next_start, next_end) = extent(self.index, next.at);
-                let near = next_start.saturating_sub(end) <= GAP_BYTES_MAX;
-                next_end == end || (near && next_end - start <= RUN_BYTES_MAX)
+        while let Some(next) = self.rest.next_if(|Wanted { at, .. }| {
+            at.pack == pack && {
+                let near = at.info.offset.saturating_sub(end) <= GAP_BYTES_MAX;
+                at.frame_end() == end || (near && at.frame_end() - start <= RUN_BYTES_MAX)
             }
         }) {
-            (_, end) = extent(self.index, next.at);
+            end = next.at.frame_end();
             run.push(next);
         }
         run
     }
-}
-
-/// Where the frame of a blob begins and ends in its pack.
-fn extent(index: &Index, at: Location) -> (u32, u32) {
-    let (_, frame) = index.frame(at);
-    (frame.offset, frame.offset + frame.stored_bytes)
 }
 
 /// Takes a lock whose data stays whole even if another thread panicked while holding it.

@@ -10,6 +10,7 @@ use crate::config;
 use crate::error::RepoError;
 use crate::forget::EXCLUSIVE_WAIT;
 use crate::index::Index;
+use crate::index_file::check_sections;
 use crate::local::{Area, CONFIG, LocalStore};
 use crate::manifest::CheckpointId;
 use crate::pack::FileHash;
@@ -131,7 +132,7 @@ impl Repository {
         findings.report.checkpoints = mark_used(self, note, progress)?;
         self.index.clear_marks();
         if read_data {
-            let (found, bytes_read) = scrub_packs(self.blobs(), packs, progress)?;
+            let (found, bytes_read) = scrub_packs(self, packs, progress)?;
             findings.problems.extend(found);
             findings.report.bytes_read = bytes_read;
         }
@@ -192,6 +193,14 @@ impl Repository {
                 findings.add_error(store.label(Area::Index, &name.to_string()), &error);
                 Ok(())
             })?;
+        for (&name, _) in self.index.live_files() {
+            // One that is gone was merged into another meanwhile.
+            if let Err(error) = check_sections(store, &self.keys, name)
+                && !error.is_absent()
+            {
+                findings.add_error(store.label(Area::Index, &name.to_string()), &error);
+            }
+        }
         findings.report.index_files = self.index.files().len() as u64;
         findings.report.blobs = self.index.blobs();
         Ok(())

@@ -9,13 +9,11 @@
 
 use crate::error::RepoError;
 use crate::index::SeenFile;
-use crate::index_file::{IndexFile, IndexedPack, Merged, read_plain};
-use crate::layout::FileKind;
+use crate::index_file::{IndexBuilder, IndexFile, IndexedPack, visit_index_file};
 use crate::local::Area;
 use crate::lock::Lock;
 use crate::pack::FileHash;
 use crate::repository::Repository;
-use crate::sealed_file::seal_file;
 
 /// Small index files of about one length that are let be.
 const FILES_MAX: usize = 32;
@@ -31,37 +29,31 @@ pub(crate) fn merge_small_index_files(repository: &mut Repository, lock: &Lock) 
     for below in LENGTHS {
         let alike = |file: &&SeenFile| (least..below).contains(&file.bytes);
         let mut names: Vec<FileHash> = Vec::new();
-        let mut bytes = 0;
         for (name, file) in repository.index.live_files() {
             if alike(&file) {
                 names.push(*name);
-                bytes += file.bytes;
             }
         }
         if names.len() > FILES_MAX {
             names.sort_unstable();
-            let _ = merge(repository, lock, &names, bytes as usize);
+            let _ = merge(repository, lock, &names);
         }
         least = below;
     }
 }
 
 /// Two writers may merge the same files at once: both results tell the truth, twice.
-fn merge(
-    repository: &mut Repository,
-    lock: &Lock,
-    names: &[FileHash],
-    bytes: usize,
-) -> Result<(), RepoError> {
+fn merge(repository: &mut Repository, lock: &Lock, names: &[FileHash]) -> Result<(), RepoError> {
     let mut supersedes = names.to_vec();
     // Also those a killed merge or prune left behind.
     supersedes.extend(repository.index.superseded_files());
-    let mut merged = Merged::new(supersedes, bytes);
+    let mut merged = IndexBuilder::new(&repository.keys, supersedes)?;
     for &name in names {
-        let add = |file: &[u8]| merged.add(file);
-        read_plain(&repository.store, &repository.keys, name, add)?;
+        visit_index_file(&repository.store, &repository.keys, name, |entry| {
+            merged.add(&entry);
+        })?;
     }
-    let file = seal_file(FileKind::Index, &repository.keys, merged.finish())?;
+    let file = merged.finish();
     let name = FileHash::of(&file);
     lock.assert_held()?;
     repository
@@ -114,7 +106,7 @@ impl<'a> NewIndex<'a> {
 
     fn write(&mut self) -> Result<(), RepoError> {
         let Repository { store, keys, .. } = self.repository;
-        let file = seal_file(FileKind::Index, keys, self.file.encode())?;
+        let file = self.file.seal(keys)?;
         store.create(Area::Index, &FileHash::of(&file).to_string(), &file)?;
         self.file.packs.clear();
         self.bytes = 0;

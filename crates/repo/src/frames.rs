@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use stillframe_page::encoding::Decoder;
+use stillframe_page::encoding::{Decoder, Kind};
 use stillframe_page::hash::{ContentHasher, ContentId};
 
 use crate::blobs::{Blobs, Wanted};
@@ -12,8 +12,9 @@ use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::layout::FormatError;
 use crate::local::{Area, LocalStore};
+use crate::lookup::Place;
 use crate::pack::{FileHash, PREAMBLE_BYTES, PackCipher};
-use crate::places::{FrameInfo, Location};
+use crate::places::FrameInfo;
 
 /// Packs kept open: enough for 2 GiB of them, should reads jump about.
 const PACKS_OPEN: usize = 32;
@@ -26,9 +27,18 @@ pub(crate) struct FrameReader<'a> {
     /// The last one is the one in use.
     packs: Vec<OpenPack>,
     sealed: Vec<u8>,
-    /// What [`FrameReader::decode`] made last, and of which frame.
+    /// What [`FrameReader::decode`] made last, where it lies, and of which frame.
     plain: Vec<u8>,
-    decoded: Option<u32>,
+    plain_at: PlainAt,
+    decoded: Option<Place>,
+}
+
+/// Where the plain bytes of a frame are.
+enum PlainAt {
+    /// In the buffer for them.
+    Plain,
+    /// Where they were decrypted, from there on: what is stored as it is need not be copied.
+    Sealed(usize),
 }
 
 struct OpenPack {
@@ -47,6 +57,7 @@ impl<'a> FrameReader<'a> {
             packs: Vec::new(),
             sealed: Vec::new(),
             plain: Vec::new(),
+            plain_at: PlainAt::Plain,
             decoded: None,
         })
     }
@@ -62,34 +73,30 @@ impl<'a> FrameReader<'a> {
         let (Some(first), Some(last)) = (run.first(), run.last()) else {
             return Ok(());
         };
-        let start = self.from.index.frame(first.at).1.offset;
-        let end = self.from.index.frame(last.at).1;
-        // Offsets and lengths of one pack stay below 1 GiB.
-        let bytes = (end.offset + end.stored_bytes - start) as usize;
-        self.open_pack(self.from.index.pack_of(first.at))?;
+        let start = first.at.info.offset;
+        let bytes = (last.at.frame_end() - start) as usize;
+        self.open_pack(first.at.pack)?;
         self.fetch(start, bytes)?;
         let follows = |a: &Wanted<T>, b: &Wanted<T>| {
-            a.at.frame == b.at.frame
-                && a.at.offset + a.at.bytes == b.at.offset
-                && joins(a.tag, b.tag)
+            a.at.same_frame(&b.at) && a.at.offset + a.at.bytes == b.at.offset && joins(a.tag, b.tag)
         };
-        let mut verified: Option<(ContentId, Location)> = None;
+        let mut verified: Option<(ContentId, Place)> = None;
         for group in run.chunk_by(follows) {
             let ([first, .., last] | [first @ last]) = group else {
                 continue;
             };
-            if self.decoded != Some(first.at.frame) {
-                self.decode(first.at, start)?;
+            if !self.is_decoded(&first.at) {
+                self.decode(&first.at, start)?;
             }
             for wanted in group {
                 // The same blob wanted many times over is hashed once.
-                if verified.is_none_or(|(id, at)| id != wanted.id || at.frame != wanted.at.frame) {
-                    self.verify(&wanted.id, self.slice(wanted.at)?)?;
+                if verified.is_none_or(|(id, at)| id != wanted.id || !at.same_frame(&wanted.at)) {
+                    self.verify(&wanted.id, self.slice(&wanted.at)?)?;
                     verified = Some((wanted.id, wanted.at));
                 }
             }
             let bytes = last.at.offset + last.at.bytes - first.at.offset;
-            let together = self.slice(Location { bytes, ..first.at })?;
+            let together = self.slice(&Place { bytes, ..first.at })?;
             sink(first.tag, together).map_err(|source| RepoError::Sink {
                 id: first.id,
                 source,
@@ -99,27 +106,30 @@ impl<'a> FrameReader<'a> {
     }
 
     /// Reads and decodes the one frame that `at` lies in, unless it was the last one.
-    pub(crate) fn read_frame(&mut self, at: Location) -> Result<(), RepoError> {
-        let (_, frame) = self.from.index.frame(at);
+    pub(crate) fn read_frame(&mut self, at: &Place) -> Result<(), RepoError> {
         // Also where it is decoded already: errors name the pack in use.
-        self.open_pack(self.from.index.pack_of(at))?;
-        if self.decoded == Some(at.frame) {
+        self.open_pack(at.pack)?;
+        if self.is_decoded(at) {
             return Ok(());
         }
-        self.fetch(frame.offset, frame.stored_bytes as usize)?;
-        self.decode(at, frame.offset)
+        self.fetch(at.info.offset, at.info.stored_bytes as usize)?;
+        self.decode(at, at.info.offset)
+    }
+
+    fn is_decoded(&self, at: &Place) -> bool {
+        self.decoded.is_some_and(|decoded| decoded.same_frame(at))
     }
 
     /// A blob of the frame decoded last, which `at` must lie in, verified against its id.
-    pub(crate) fn blob(&self, at: Location, id: &ContentId) -> Result<&[u8], RepoError> {
+    pub(crate) fn blob(&self, at: &Place, id: &ContentId) -> Result<&[u8], RepoError> {
         let blob = self.slice(at)?;
         self.verify(id, blob)?;
         Ok(blob)
     }
 
     /// Several blobs that were verified and lie one behind the other.
-    pub(crate) fn together(&self, first: Location, bytes: u32) -> Result<&[u8], RepoError> {
-        self.slice(Location { bytes, ..first })
+    pub(crate) fn together(&self, first: &Place, bytes: u32) -> Result<&[u8], RepoError> {
+        self.slice(&Place { bytes, ..*first })
     }
 
     /// Closes the packs: after a failure they may be of a file system that is gone.
@@ -137,7 +147,7 @@ impl<'a> FrameReader<'a> {
         if self.packs.len() >= PACKS_OPEN {
             self.packs.remove(0);
         }
-        let name = self.from.index.packs()[number as usize].name;
+        let name = self.from.index.pack_name(number);
         let (file, cipher, label) = open_pack(self.from.store, self.from.keys, name)?;
         self.packs.push(OpenPack {
             number,
@@ -152,35 +162,46 @@ impl<'a> FrameReader<'a> {
         let Some(pack) = self.packs.last() else {
             return Ok(());
         };
+        self.decoded = None;
         self.sealed.resize(bytes, 0);
         read_exact_at(&pack.file, &mut self.sealed, offset.into(), &pack.label)
     }
 
     /// Decodes the frame of `at` out of a fetched run that starts at `run_start` in the file.
-    fn decode(&mut self, at: Location, run_start: u32) -> Result<(), RepoError> {
-        let (info, frame) = self.from.index.frame(at);
+    fn decode(&mut self, at: &Place, run_start: u32) -> Result<(), RepoError> {
+        let frame = at.info;
         let Some(pack) = self.packs.last() else {
             return Ok(());
         };
         self.decoded = None;
         let from = (frame.offset - run_start) as usize;
         let sealed = &mut self.sealed[from..from + frame.stored_bytes as usize];
-        decode_frame(
-            &pack.cipher,
-            info.frame_number(at),
-            frame,
-            sealed,
-            &mut self.decoder,
-            &mut self.plain,
-        )
-        .map_err(|error| RepoError::format(&pack.label, &error))?;
-        self.decoded = Some(at.frame);
+        let wrong = |error: FormatError| RepoError::format(&pack.label, &error);
+        let opened = pack
+            .cipher
+            .open_frame(at.frame, frame.kind, frame.plain_bytes, sealed);
+        let payload = opened.map_err(wrong)?;
+        let as_it_is = payload.len() == frame.plain_bytes as usize;
+        self.plain_at = match as_it_is && frame.kind == Kind::Raw.number() {
+            true => PlainAt::Sealed(from),
+            false => {
+                let decoder = &mut self.decoder;
+                decode_payload(decoder, at.frame, frame, payload, &mut self.plain)
+                    .map_err(wrong)?;
+                PlainAt::Plain
+            }
+        };
+        self.decoded = Some(*at);
         Ok(())
     }
 
-    fn slice(&self, at: Location) -> Result<&[u8], RepoError> {
+    fn slice(&self, at: &Place) -> Result<&[u8], RepoError> {
         let range = at.offset as usize..at.offset as usize + at.bytes as usize;
-        self.plain
+        let plain = match self.plain_at {
+            PlainAt::Plain => &self.plain[..],
+            PlainAt::Sealed(from) => &self.sealed[from..from + at.info.plain_bytes as usize],
+        };
+        plain
             .get(range)
             .ok_or_else(|| self.damaged("a blob reaches beyond its frame"))
     }
@@ -235,6 +256,16 @@ pub(crate) fn decode_frame(
     plain: &mut Vec<u8>,
 ) -> Result<(), FormatError> {
     let payload = cipher.open_frame(number, frame.kind, frame.plain_bytes, sealed)?;
+    decode_payload(decoder, number, frame, payload, plain)
+}
+
+fn decode_payload(
+    decoder: &mut Decoder,
+    number: u32,
+    frame: FrameInfo,
+    payload: &[u8],
+    plain: &mut Vec<u8>,
+) -> Result<(), FormatError> {
     decoder
         .decode(frame.kind, payload, frame.plain_bytes as usize, plain)
         .map_err(|error| FormatError::invalid(format!("frame {number}: {error}")))

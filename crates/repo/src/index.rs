@@ -15,6 +15,7 @@ use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::index_file::{IndexFile, IndexedPack, read_index_file};
 use crate::local::{Area, LocalStore};
+use crate::lookup::Place;
 use crate::marks::{Mark, Marks};
 use crate::pack::{Directory, FileHash, PREAMBLE_BYTES};
 use crate::places::{FrameInfo, Location, Places};
@@ -78,6 +79,20 @@ pub(crate) struct Index {
 impl Index {
     pub(crate) fn get(&self, id: &ContentId) -> Option<Location> {
         self.blobs.find(id).map(|blob| self.places.locate(blob))
+    }
+
+    /// As [`Index::get`], in the words of whoever reads.
+    pub(crate) fn place(&self, id: &ContentId) -> Option<Place> {
+        let at = self.get(id)?;
+        let (pack, info) = self.frame(at);
+        Some(Place {
+            pack: self.pack_of(at),
+            frame: pack.frame_number(at),
+            info,
+            offset: at.offset,
+            bytes: at.bytes,
+            part: 0,
+        })
     }
 
     /// Whether there is a blob of this id, in a pack that is there.

@@ -10,7 +10,9 @@ use zeroize::Zeroizing;
 use crate::config::RepositoryId;
 use crate::crypto::{Cipher, MasterKey, Password, TAG_BYTES, Use, random};
 use crate::error::RepoError;
-use crate::layout::{Cursor, FileKind, FormatError, header, read_header};
+use crate::layout::{
+    Cursor, FORMAT_VERSION, FileKind, FormatError, header_of_version, read_header,
+};
 
 /// What one guess of the password costs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +55,7 @@ impl Cost {
 /// The decoded file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyFile {
+    version: u32,
     /// The cost of the password.
     pub cost: Cost,
     salt: [u8; 32],
@@ -62,7 +65,7 @@ pub struct KeyFile {
 /// Reads a key file without opening it.
 pub fn decode(bytes: &[u8]) -> Result<KeyFile, FormatError> {
     let mut cursor = Cursor::new(bytes);
-    read_header(&mut cursor, FileKind::Key)?;
+    let version = read_header(&mut cursor, FileKind::Key)?;
     let cost = Cost {
         memory_kib: cursor.u32()?,
         passes: cursor.u32()?,
@@ -79,6 +82,7 @@ pub fn decode(bytes: &[u8]) -> Result<KeyFile, FormatError> {
     cursor.finish()?;
     cost.check()?;
     Ok(KeyFile {
+        version,
         cost,
         salt,
         wrapped,
@@ -92,16 +96,22 @@ pub(crate) fn wrap(
     cost: Cost,
     repository: RepositoryId,
 ) -> Result<Vec<u8>, RepoError> {
+    wrap_as_of(FORMAT_VERSION, master, password, cost, repository)
+}
+
+fn wrap_as_of(
+    version: u32,
+    master: &MasterKey,
+    password: &Password,
+    cost: Cost,
+    repository: RepositoryId,
+) -> Result<Vec<u8>, RepoError> {
     let salt = random::<32>()?;
     let mut wrapped = master.to_vec();
     let cipher = wrapping_cipher(password, &salt, cost)?;
-    cipher.seal(
-        (Use::Body, 0),
-        &bound(cost, &salt, repository),
-        &mut wrapped,
-        0,
-    );
-    let mut bytes = header(FileKind::Key).to_vec();
+    let bound = bound(version, cost, &salt, repository);
+    cipher.seal((Use::Body, 0), &bound, &mut wrapped, 0);
+    let mut bytes = header_of_version(FileKind::Key, version).to_vec();
     bytes.extend_from_slice(&cost_bytes(cost));
     bytes.extend_from_slice(&salt);
     bytes.extend_from_slice(&wrapped);
@@ -119,7 +129,7 @@ impl KeyFile {
     ) -> Result<Option<MasterKey>, RepoError> {
         let cipher = wrapping_cipher(password, &self.salt, self.cost)?;
         let mut sealed = Zeroizing::new(self.wrapped);
-        let bound = bound(self.cost, &self.salt, repository);
+        let bound = bound(self.version, self.cost, &self.salt, repository);
         let Ok(plain) = cipher.open((Use::Body, 0), &bound, &mut sealed[..]) else {
             return Ok(None);
         };
@@ -148,8 +158,8 @@ fn cost_bytes(cost: Cost) -> [u8; 12] {
 }
 
 /// The wrapped key is tied to everything before it and to the repository it opens.
-fn bound(cost: Cost, salt: &[u8], repository: RepositoryId) -> Vec<u8> {
-    let mut bytes = header(FileKind::Key).to_vec();
+fn bound(version: u32, cost: Cost, salt: &[u8], repository: RepositoryId) -> Vec<u8> {
+    let mut bytes = header_of_version(FileKind::Key, version).to_vec();
     bytes.extend_from_slice(&cost_bytes(cost));
     bytes.extend_from_slice(salt);
     bytes.extend_from_slice(&repository.0);
@@ -159,6 +169,7 @@ fn bound(cost: Cost, salt: &[u8], repository: RepositoryId) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::layout::FORMAT_VERSION_OLDEST;
 
     const CHEAP: Cost = Cost {
         memory_kib: 8,
@@ -177,6 +188,22 @@ mod tests {
         assert_eq!(open("wrong", here), None);
         assert_eq!(open("", here), None);
         assert_eq!(open("right", RepositoryId([2; 16])), None);
+    }
+
+    /// The key is tied to the header that its file has, not to the one that would be written now.
+    #[test]
+    fn keys_of_every_version_open() {
+        let master = Zeroizing::new([9; 32]);
+        let (password, here) = (Password::new("p"), RepositoryId([1; 16]));
+        for version in FORMAT_VERSION_OLDEST..=FORMAT_VERSION {
+            let file = wrap_as_of(version, &master, &password, CHEAP, here).unwrap();
+            let key = decode(&file).unwrap();
+            assert_eq!(key.unwrap(&password, here).unwrap(), Some(master.clone()));
+            let bound = [&file[..60], &here.0].concat();
+            let cipher = wrapping_cipher(&password, &file[28..60], CHEAP).unwrap();
+            let mut wrapped = file[60..108].to_vec();
+            assert!(cipher.open((Use::Body, 0), &bound, &mut wrapped).is_ok());
+        }
     }
 
     #[test]
@@ -208,7 +235,7 @@ mod tests {
             Cost { lanes: 0, ..CHEAP },
             Cost { lanes: 65, ..CHEAP },
         ] {
-            let mut bytes = header(FileKind::Key).to_vec();
+            let mut bytes = header_of_version(FileKind::Key, FORMAT_VERSION).to_vec();
             bytes.extend_from_slice(&cost_bytes(cost));
             bytes.extend_from_slice(&[0; 80]);
             let checksum = *blake3::hash(&bytes).as_bytes();

@@ -5,7 +5,7 @@ use stillframe_page::varint;
 use thiserror::Error;
 
 /// The version written by this program, and the newest one it reads.
-pub const FORMAT_VERSION: u32 = 2;
+pub const FORMAT_VERSION: u32 = 3;
 
 /// The oldest version this program reads.
 pub const FORMAT_VERSION_OLDEST: u32 = 1;

@@ -16,6 +16,7 @@
 
 mod blob_table;
 mod blobs;
+mod catalog;
 mod check;
 mod compact;
 pub mod config;
@@ -27,6 +28,7 @@ mod frames;
 mod holder;
 mod index;
 pub mod index_file;
+pub mod index_format;
 mod ingest;
 mod inspect;
 pub mod key_file;
@@ -34,6 +36,7 @@ pub mod layer;
 pub mod layout;
 mod local;
 pub mod lock;
+mod lookup;
 pub mod manifest;
 mod marks;
 mod overlay;

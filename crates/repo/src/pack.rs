@@ -85,7 +85,8 @@ pub struct Directory {
     pub frames: Vec<Frame>,
 }
 
-const FRAME_ENTRY_BYTES: usize = 1 + 4 + 4 + 4;
+/// Bytes a frame takes in the directory, but for its blobs.
+pub(crate) const FRAME_ENTRY_BYTES: usize = 1 + 4 + 4 + 4;
 const BLOB_ENTRY_BYTES: usize = 32 + 4;
 
 /// Bytes a frame of so many blobs takes in the directory.
@@ -99,14 +100,7 @@ impl Directory {
         let mut bytes = Vec::with_capacity(self.encoded_bytes());
         bytes.extend_from_slice(&(self.frames.len() as u32).to_le_bytes());
         for frame in &self.frames {
-            bytes.push(frame.kind);
-            bytes.extend_from_slice(&frame.stored_bytes.to_le_bytes());
-            bytes.extend_from_slice(&frame.plain_bytes.to_le_bytes());
-            bytes.extend_from_slice(&(frame.blobs.len() as u32).to_le_bytes());
-            for (id, length) in &frame.blobs {
-                bytes.extend_from_slice(&id.0);
-                bytes.extend_from_slice(&length.to_le_bytes());
-            }
+            encode_frame(frame, &mut bytes);
         }
         bytes
     }
@@ -150,7 +144,20 @@ impl Directory {
     }
 }
 
-fn decode_frame(cursor: &mut Cursor<'_>) -> Result<Frame, FormatError> {
+/// Appends what a directory says of a frame.
+pub(crate) fn encode_frame(frame: &Frame, bytes: &mut Vec<u8>) {
+    bytes.push(frame.kind);
+    bytes.extend_from_slice(&frame.stored_bytes.to_le_bytes());
+    bytes.extend_from_slice(&frame.plain_bytes.to_le_bytes());
+    bytes.extend_from_slice(&(frame.blobs.len() as u32).to_le_bytes());
+    for (id, length) in &frame.blobs {
+        bytes.extend_from_slice(&id.0);
+        bytes.extend_from_slice(&length.to_le_bytes());
+    }
+}
+
+/// The inverse of [`encode_frame`]; the lengths add up.
+pub(crate) fn decode_frame(cursor: &mut Cursor<'_>) -> Result<Frame, FormatError> {
     let kind = cursor.u8()?;
     let stored_bytes = cursor.u32()?;
     let plain_bytes = cursor.u32()?;

@@ -9,9 +9,9 @@ use stillframe_page::hash::ContentId;
 
 use crate::blobs::{Blobs, lock};
 use crate::error::RepoError;
+use crate::lookup::Place;
 use crate::manifest::RamTable;
 use crate::overlay::{Deltas, GROUP_PAGES, Overlay};
-use crate::places::Location;
 use crate::table::{BATCH, PageRef, SEGMENT_PAGES, read_root, read_segments};
 
 /// What a page is.
@@ -157,9 +157,13 @@ impl<'a> PageMap<'a> {
             && self.deltas.of(page as u32) == self.deltas.of(other as u32)
     }
 
-    pub(crate) fn locate(&self, id: &ContentId) -> Result<Location, RepoError> {
-        let found = self.blobs.index.get(id);
-        found.ok_or(RepoError::MissingBlob { id: *id })
+    pub(crate) fn locate(&self, id: &ContentId) -> Result<Place, RepoError> {
+        self.blobs.index.find(id)
+    }
+
+    /// Where a blob lies, if that is in the frame of a place found before.
+    pub(crate) fn locate_in_frame(&self, at: &Place, id: &ContentId) -> Option<Place> {
+        self.blobs.index.find_in_frame(at, id)
     }
 
     /// Makes the current versions of pages of what their tables say.
@@ -184,7 +188,7 @@ impl<'a> PageMap<'a> {
 
     /// Hands each of the wanted pages to `sink`, in no order, from up to `threads` threads at once.
     /// Every blob they are made of is verified against its id. The first error ends it; some pages
-    /// have been handed over by then. Takes about 70 bytes a page, and 5 MiB a thread.
+    /// have been handed over by then. Takes about 130 bytes a page, and 5 MiB a thread.
     pub fn read_pages(
         &self,
         wanted: impl IntoIterator<Item = u64>,

@@ -8,8 +8,8 @@ use stillframe_page::delta::PAGE_BYTES;
 use crate::blobs::Blobs;
 use crate::error::RepoError;
 use crate::frames::FrameReader;
+use crate::lookup::Place;
 use crate::page_map::PageMap;
-use crate::places::Location;
 use crate::table::PageRef;
 
 /// Where pages go: the number of the first, and the bytes of all.
@@ -75,27 +75,26 @@ impl<'a> PageReader<'a> {
             return hand_over(page, &[0; PAGE_BYTES]);
         };
         let at = map.locate(&id)?;
-        self.frames.read_frame(at)?;
-        hand_over(page, self.frames.blob(at, &id)?)?;
-        let mut found: Vec<(u64, Location)> = Vec::new();
+        self.frames.read_frame(&at)?;
+        hand_over(page, self.frames.blob(&at, &id)?)?;
+        let mut found: Vec<(u64, Place)> = Vec::new();
         for &page in neighbours {
             // Only what is known to lie there: else more of the table would have to be read.
             if !map.is_changed(page)
                 && let Some(PageRef::Stored(id)) = map.known_base(page)
-                && let Ok(other) = map.locate(&id)
-                && other.frame == at.frame
+                && let Some(other) = map.locate_in_frame(&at, &id)
             {
-                self.frames.blob(other, &id)?;
+                self.frames.blob(&other, &id)?;
                 found.push((page, other));
             }
         }
-        let follows = |&(page, at): &(u64, Location), &(next, behind): &(u64, Location)| {
+        let follows = |&(page, at): &(u64, Place), &(next, behind): &(u64, Place)| {
             page + 1 == next && at.offset + at.bytes == behind.offset
         };
         for together in found.chunk_by(follows) {
-            let (page, first) = together[0];
+            let (page, first) = &together[0];
             let bytes = together.iter().map(|(_, at)| at.bytes).sum();
-            hand_over(page, self.frames.together(first, bytes)?)?;
+            hand_over(*page, self.frames.together(first, bytes)?)?;
         }
         Ok(())
     }
@@ -109,8 +108,8 @@ impl<'a> PageReader<'a> {
                 continue;
             };
             let at = map.locate(&id)?;
-            self.frames.read_frame(at)?;
-            let whole = self.frames.blob(at, &id)?;
+            self.frames.read_frame(&at)?;
+            let whole = self.frames.blob(&at, &id)?;
             slot.copy_from_slice(whole.first_chunk::<PAGE_BYTES>().ok_or_else(|| {
                 RepoError::Damaged {
                     file: format!("blob {id}"),

@@ -32,7 +32,7 @@ pub(crate) struct Location {
 }
 
 /// Where a frame lies and how it is encoded.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct FrameInfo {
     pub(crate) offset: u32,
     pub(crate) stored_bytes: u32,

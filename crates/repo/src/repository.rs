@@ -9,6 +9,7 @@ use stillframe_page::hash::{ContentHasher, ContentId};
 use zeroize::Zeroizing;
 
 use crate::blobs::Blobs;
+use crate::catalog::Catalog;
 use crate::config::{self, RepositoryId};
 use crate::crypto::{Keys, MasterKey, Password, random};
 use crate::error::RepoError;
@@ -18,6 +19,7 @@ use crate::key_file::{self, Cost};
 use crate::layout::{FileKind, FormatError};
 use crate::local::{Area, CONFIG, LocalStore};
 use crate::lock::{Lock, LockKind};
+use crate::lookup::Lookup;
 use crate::manifest::{self, CheckpointId, Headline, MANIFEST_BYTES_MAX, Manifest, Stream};
 use crate::pack::FileHash;
 use crate::sealed_file::open_file;
@@ -168,12 +170,21 @@ impl Repository {
     }
 
     /// Begins reading: as [`Repository::begin`]. On a read-only file system, where nobody can
-    /// leave a lock, and on a full one, it reads without.
+    /// leave a lock, and on a full one, it reads without. Takes the same time however much is in the
+    /// repository, unless it has index files of an older version or this process has begun a checkpoint.
     pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
         let lock = self.reading_lock(wait)?;
-        self.refresh_index()?;
+        let catalog = match self.index.files().is_empty() {
+            true => Catalog::open(&self.store, &self.keys)?,
+            // It has all of it in memory already.
+            false => None,
+        };
+        if catalog.is_none() {
+            self.refresh_index()?;
+        }
         Ok(Reader {
             repository: self,
+            catalog,
             _lock: lock,
         })
     }
@@ -196,7 +207,7 @@ impl Repository {
         Blobs {
             store: &self.store,
             keys: &self.keys,
-            index: &self.index,
+            index: Lookup::Loaded(&self.index),
         }
     }
 
@@ -279,6 +290,8 @@ impl Repository {
 /// Reads blobs. Holds a shared lock, so that nothing is pruned away meanwhile.
 pub struct Reader<'a> {
     repository: &'a Repository,
+    /// `None` where the repository has its index in memory.
+    catalog: Option<Catalog>,
     _lock: Option<Lock>,
 }
 
@@ -289,7 +302,14 @@ impl Reader<'_> {
 
     /// The blobs, in the form the functions on page tables take.
     pub fn blobs(&self) -> Blobs<'_> {
-        self.repository.blobs()
+        let blobs = self.repository.blobs();
+        match &self.catalog {
+            Some(catalog) => Blobs {
+                index: Lookup::Sectioned(catalog),
+                ..blobs
+            },
+            None => blobs,
+        }
     }
 
     /// The checkpoint of this id.
@@ -298,8 +318,11 @@ impl Reader<'_> {
     }
 
     /// Whether the repository has a blob of this id.
-    pub fn contains(&self, id: &ContentId) -> bool {
-        self.repository.index.contains(id)
+    pub fn contains(&self, id: &ContentId) -> Result<bool, RepoError> {
+        match &self.catalog {
+            Some(catalog) => Ok(catalog.get(id)?.is_some_and(|found| found.whole)),
+            None => Ok(self.repository.index.contains(id)),
+        }
     }
 
     /// The bytes of one blob, verified against its id.

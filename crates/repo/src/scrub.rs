@@ -9,7 +9,6 @@ use std::sync::mpsc::{Sender, channel};
 use stillframe_page::encoding::Decoder;
 use stillframe_page::hash::ContentHasher;
 
-use crate::blobs::Blobs;
 use crate::check::Problem;
 use crate::crypto::Keys;
 use crate::error::RepoError;
@@ -19,6 +18,7 @@ use crate::local::{Area, LocalStore};
 use crate::pack::{Directory, FileHash, PREAMBLE_BYTES, PackCipher, TAIL_BYTES, decode_tail};
 use crate::places::FrameInfo;
 use crate::progress::{Phase, Progress};
+use crate::repository::Repository;
 
 /// Packs read at once.
 const THREADS: usize = 2;
@@ -31,7 +31,7 @@ pub(crate) struct PackFile {
 
 /// Reads the given packs; what is wrong with them, and how many bytes were read.
 pub(crate) fn scrub_packs(
-    from: Blobs<'_>,
+    from: &Repository,
     packs: Vec<PackFile>,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<(Vec<Problem>, u64), RepoError> {
@@ -86,7 +86,7 @@ pub(crate) fn scrub_packs(
 }
 
 struct Scrubber<'a> {
-    from: Blobs<'a>,
+    from: &'a Repository,
     hasher: ContentHasher,
     decoder: Decoder,
     sealed: Vec<u8>,
@@ -95,7 +95,7 @@ struct Scrubber<'a> {
 
 impl Scrubber<'_> {
     fn scrub(&mut self, pack: &PackFile) -> Result<(), RepoError> {
-        let opened = open_directory(self.from.store, self.from.keys, pack.name, pack.bytes)?;
+        let opened = open_directory(&self.from.store, &self.from.keys, pack.name, pack.bytes)?;
         let OpenedPack {
             file,
             cipher,

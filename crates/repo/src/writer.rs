@@ -200,7 +200,7 @@ impl<'a> Writer<'a> {
             if bytes < INDEX_FILE_BYTES && packs.peek().is_some() {
                 continue;
             }
-            let file = seal_file(FileKind::Index, &repository.keys, contents.encode())?;
+            let file = contents.seal(&repository.keys)?;
             let name = FileHash::of(&file);
             repository
                 .store

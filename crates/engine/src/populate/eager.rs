@@ -20,7 +20,7 @@ use crate::{Progress, ProgressSink};
 
 /// Pages gathered before they are read, in the order in which they lie in the repository: bounds
 /// memory at about 70 MiB, whatever the guest's size.
-const WINDOW_PAGES: u64 = 1 << 20;
+const WINDOW_PAGES: u64 = 1 << 19;
 
 /// Why memory could not be populated. The VM has not run.
 #[derive(Debug, Error)]

@@ -4,8 +4,13 @@
 use proptest::prelude::*;
 use stillframe_page::hash::ContentId;
 
-use crate::index_file::{IndexFile, IndexedPack, Merged};
+use super::support::{init, old_index_body, test_dir};
+use crate::index_file::{IndexBuilder, IndexFile, IndexedPack, check_sections, read_index_file};
+use crate::index_format::{
+    Entry, Head, HeadPack, Part, decode_section, encode_section as encode_index_section,
+};
 use crate::layout::{Cursor, FileKind, header, read_header};
+use crate::local::Area;
 use crate::pack::{Directory, FileHash, Frame, decode_preamble, decode_tail};
 use crate::table::{PageRef, decode_root, decode_segment, encode_root, encode_segment};
 use crate::{WorkingSet, config, key_file, lock, manifest};
@@ -38,6 +43,46 @@ fn index_file() -> impl Strategy<Value = IndexFile> {
         .prop_map(|(supersedes, packs)| IndexFile { supersedes, packs })
 }
 
+fn head() -> impl Strategy<Value = Head> {
+    let pack =
+        (any::<[u8; 32]>(), 0..1_u32 << 30, 0..4_u32).prop_map(|(name, file_bytes, parts)| {
+            HeadPack {
+                pack: FileHash(name),
+                file_bytes,
+                parts,
+            }
+        });
+    let names = prop::collection::vec(any::<[u8; 32]>().prop_map(FileHash), 0..4);
+    let lengths = || prop::collection::vec(16..60_000_u32, 12);
+    let packs = prop::collection::vec(pack, 0..4);
+    (names, packs, lengths(), lengths()).prop_map(|(supersedes, packs, mut parts, sections)| {
+        parts.truncate(packs.iter().map(|pack| pack.parts as usize).sum());
+        Head {
+            supersedes,
+            packs,
+            parts,
+            sections,
+        }
+    })
+}
+
+fn part() -> impl Strategy<Value = Part> {
+    let directory = directory().prop_filter("a part has frames", |it| !it.frames.is_empty());
+    (0..1000_u32, 48..1_u32 << 29, directory).prop_map(|(first_frame, offset, directory)| Part {
+        first_frame,
+        offset,
+        frames: directory.frames,
+    })
+}
+
+fn section() -> impl Strategy<Value = Vec<Entry>> {
+    let entries = prop::collection::btree_set((any::<u32>(), any::<u32>()), 1..20);
+    entries.prop_map(|entries| {
+        let entries = entries.into_iter();
+        entries.map(|(key, part)| Entry { key, part }).collect()
+    })
+}
+
 fn entries(count: usize) -> impl Strategy<Value = Vec<PageRef>> {
     let entry = prop_oneof![Just(PageRef::Zero), id().prop_map(PageRef::Stored)];
     prop::collection::vec(entry, count)
@@ -49,6 +94,9 @@ fn decode_all(bytes: &[u8]) {
     let _ = key_file::decode(bytes);
     let _ = Directory::decode(bytes);
     let _ = IndexFile::decode(bytes);
+    let _ = Head::decode(bytes);
+    let _ = Part::decode(bytes);
+    let _ = decode_section(bytes);
     let _ = manifest::decode(bytes);
     let _ = lock::decode(bytes);
     let _ = WorkingSet::decode(bytes);
@@ -78,7 +126,10 @@ fn good_bytes() -> impl Strategy<Value = Vec<u8>> {
     assert!(manifest::decode(manifest.as_bytes()).is_ok());
     prop_oneof![
         directory().prop_map(|directory| directory.encode()),
-        index_file().prop_map(|file| file.encode()),
+        index_file().prop_map(|file| old_index_body(&file)),
+        head().prop_map(|head| head.encode()),
+        part().prop_map(|part| part.encode()),
+        section().prop_map(|entries| encode_index_section(&entries)),
         entries(9).prop_map(|entries| encode_segment(&entries)),
         entries(2).prop_map(|entries| encode_root(600, &entries)),
         Just(lock.as_bytes().to_vec()),
@@ -118,18 +169,32 @@ proptest! {
     }
 
     #[test]
-    fn merged_index_files_tell_of_each_pack_once(
+    fn heads_parts_and_sections_come_back(head in head(), part in part(), section in section()) {
+        prop_assert_eq!(Head::decode(&head.encode()).unwrap(), head);
+        prop_assert_eq!(Part::decode(&part.encode()).unwrap(), part);
+        prop_assert_eq!(decode_section(&encode_index_section(&section)).unwrap(), section);
+    }
+
+    #[test]
+    fn index_files_tell_of_each_pack_once(
         files in prop::collection::vec(index_file(), 0..4),
         again in 0..4_usize,
         supersedes in prop::collection::vec(any::<[u8; 32]>().prop_map(FileHash), 0..4),
     ) {
-        let mut merged = Merged::new(supersedes.clone(), 100);
+        let dir = test_dir();
+        let repo = init(dir.path());
+        let mut merged = IndexBuilder::new(&repo.keys, supersedes.clone()).unwrap();
         for file in files.iter().chain(files.get(again)) {
-            merged.add(&file.encode()).unwrap();
+            file.packs.iter().for_each(|entry| merged.add(entry));
         }
+        let sealed = merged.finish();
+        let name = FileHash::of(&sealed);
+        repo.store.create(Area::Index, &name.to_string(), &sealed).unwrap();
         let packs = files.into_iter().flat_map(|file| file.packs).collect();
-        let merged = IndexFile::decode(&merged.finish()).unwrap();
-        prop_assert_eq!(merged, IndexFile { supersedes, packs });
+        let (read, bytes) = read_index_file(&repo.store, &repo.keys, name).unwrap();
+        prop_assert_eq!(read, IndexFile { supersedes, packs });
+        prop_assert_eq!(bytes, sealed.len() as u64);
+        check_sections(&repo.store, &repo.keys, name).unwrap();
     }
 
     #[test]
@@ -139,8 +204,8 @@ proptest! {
     }
 
     #[test]
-    fn index_files_come_back(file in index_file()) {
-        prop_assert_eq!(IndexFile::decode(&file.encode()).unwrap(), file);
+    fn old_index_files_come_back(file in index_file()) {
+        prop_assert_eq!(IndexFile::decode(&old_index_body(&file)).unwrap(), file);
     }
 
     #[test]
@@ -160,6 +225,50 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn an_index_file_that_contradicts_itself_is_refused() {
+    let pack = |parts| HeadPack {
+        pack: FileHash([1; 32]),
+        file_bytes: 99,
+        parts,
+    };
+    let head = |parts: &[u32], told| Head {
+        packs: vec![pack(told)],
+        parts: parts.to_vec(),
+        ..Head::default()
+    };
+    assert!(Head::decode(&head(&[16, 17], 2).encode()).is_ok());
+    assert!(Head::decode(&head(&[16, 17], 1).encode()).is_err());
+    assert!(Head::decode(&head(&[16, 17], 3).encode()).is_err());
+    assert!(Head::decode(&head(&[16, 15], 2).encode()).is_err());
+    let mut large = head(&[16], 1);
+    large.packs[0].file_bytes = 1 << 31;
+    assert!(Head::decode(&large.encode()).is_err());
+    let frame = Frame {
+        kind: 1,
+        stored_bytes: 20,
+        plain_bytes: 4,
+        blobs: vec![(ContentId([3; 32]), 4)],
+    };
+    let part = |offset, frames: &[Frame]| Part {
+        first_frame: 0,
+        offset,
+        frames: frames.to_vec(),
+    };
+    assert!(Part::decode(&part(48, std::slice::from_ref(&frame)).encode()).is_ok());
+    assert!(Part::decode(&part(47, std::slice::from_ref(&frame)).encode()).is_err());
+    assert!(Part::decode(&part(1 << 30, &[frame]).encode()).is_err());
+    assert!(Part::decode(&part(48, &[]).encode()).is_err());
+    let entry = |key, part| Entry { key, part };
+    let sections = [
+        [entry(1, 2), entry(1, 3)],
+        [entry(1, 3), entry(1, 2)],
+        [entry(2, 2); 2],
+    ];
+    let read = sections.map(|entries| decode_section(&encode_index_section(&entries)).is_ok());
+    assert_eq!(read, [true, false, false]);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Tests of the repository as a whole.
 
 mod access;
+mod catalog;
 mod corruption;
 mod crash;
 mod decoders;

@@ -1,0 +1,94 @@
+//! Where blobs are found: in an index that is in memory, or by way of the sections of the index files.
+//!
+//! Who writes, prunes or checks asks for many blobs, of which some are not there, and has the whole index
+//! in memory ([`Index`]). Who reads asks for blobs that are there, and begins at once ([`Catalog`]).
+
+use stillframe_page::hash::ContentId;
+
+use crate::blobs::Wanted;
+use crate::catalog::Catalog;
+use crate::error::RepoError;
+use crate::index::Index;
+use crate::pack::FileHash;
+use crate::places::FrameInfo;
+
+/// Where a blob lies, and its frame.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// The number of the pack, in the one place that was asked.
+    pub(crate) pack: u32,
+    /// The number of the frame in the pack.
+    pub(crate) frame: u32,
+    pub(crate) info: FrameInfo,
+    /// Where the blob starts in the frame's plain bytes.
+    pub(crate) offset: u32,
+    /// Its length, which is not 0.
+    pub(crate) bytes: u32,
+    /// The part of the index that tells of it, where it has parts.
+    pub(crate) part: u32,
+}
+
+impl Place {
+    /// What blobs are sorted by, so that neighbours are read together.
+    pub(crate) fn order(&self) -> (u32, u32, u32) {
+        (self.pack, self.frame, self.offset)
+    }
+
+    pub(crate) fn same_frame(&self, other: &Place) -> bool {
+        (self.pack, self.frame) == (other.pack, other.frame)
+    }
+
+    /// Where the frame ends in its pack.
+    pub(crate) fn frame_end(&self) -> u32 {
+        // Offsets and lengths of one pack stay below 1 GiB.
+        self.info.offset + self.info.stored_bytes
+    }
+}
+
+/// One of the two.
+#[derive(Clone, Copy)]
+pub(crate) enum Lookup<'a> {
+    Loaded(&'a Index),
+    Sectioned(&'a Catalog),
+}
+
+impl Lookup<'_> {
+    /// Where a blob lies, in a pack that is there whole if there is such a one.
+    pub(crate) fn find(self, id: &ContentId) -> Result<Place, RepoError> {
+        let found = match self {
+            Lookup::Loaded(index) => index.place(id),
+            Lookup::Sectioned(catalog) => catalog.get(id)?.map(|found| found.place),
+        };
+        found.ok_or(RepoError::MissingBlob { id: *id })
+    }
+
+    /// Finds all of these.
+    pub(crate) fn find_all<T: Copy>(self, wanted: &mut [Wanted<T>]) -> Result<(), RepoError> {
+        match self {
+            Lookup::Loaded(_) => {
+                for blob in wanted {
+                    blob.at = self.find(&blob.id)?;
+                }
+                Ok(())
+            }
+            Lookup::Sectioned(catalog) => catalog.find_all(wanted),
+        }
+    }
+
+    /// Where a blob lies, if that is in the frame of a place found before.
+    pub(crate) fn find_in_frame(self, at: &Place, id: &ContentId) -> Option<Place> {
+        let found = match self {
+            Lookup::Loaded(index) => index.place(id),
+            Lookup::Sectioned(catalog) => catalog.get_in_part(at.part, id),
+        };
+        found.filter(|found| found.same_frame(at))
+    }
+
+    /// The name of a pack by its number.
+    pub(crate) fn pack_name(self, pack: u32) -> FileHash {
+        match self {
+            Lookup::Loaded(index) => index.packs()[pack as usize].name,
+            Lookup::Sectioned(catalog) => catalog.pack_name(pack),
+        }
+    }
+}
