@@ -32,6 +32,8 @@ pub enum Bench {
     Extremes,
     /// How soon a VM of 1 to 8 GiB is back, lazily and eagerly, against QEMU's own way (about 7 minutes).
     Restore,
+    /// How soon a clone runs, against QEMU's own way, and the memory of ten (about 4 minutes).
+    Clones,
     /// Checkpoints taken in every way, each restored eagerly and lazily and compared with the original
     /// (about 12 minutes).
     RestoreExact,

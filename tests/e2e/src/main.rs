@@ -83,6 +83,8 @@ enum What {
     Frequency,
     /// How soon a VM is back, against QEMU's own way.
     Restore,
+    /// How soon a clone runs, and what ten of them take in memory.
+    Clones,
     /// How soon a restored VM works as one that was never saved.
     Responsive {
         /// Checkpoints, each restored in every way.
@@ -138,6 +140,7 @@ fn main() -> Result<()> {
         } => campaign::soak::run(count, every_ms, seed),
         What::Frequency => bench::frequency::run(),
         What::Restore => bench::restore::run(),
+        What::Clones => bench::clones::run(),
         What::Responsive { turns } => bench::responsive::run(turns),
         What::RestoreExact { rounds, seed } => campaign::restore_exact::run(rounds, seed),
         What::RestoreKill { kills, seed } => campaign::restore_kill::run(kills, seed),

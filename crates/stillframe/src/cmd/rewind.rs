@@ -91,7 +91,7 @@ mod tests {
         };
         assert_eq!(
             words(&report),
-            "rewound process 4711 to 1a2b3c4d of vm1 in 800 ms: 1 page of 4096 pages written; paused 24.0 ms; the guest is paused, `cont` on the monitor lets it run"
+            "rewound process 4711 to 1a2b3c4d of vm1 in 800 ms: 1 page of 4096 pages written; paused 24 ms; the guest is paused, `cont` on the monitor lets it run"
         );
     }
 }

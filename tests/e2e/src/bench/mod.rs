@@ -1,6 +1,7 @@
 //! Benches: ratios against a named peer in one run, raw data kept.
 
 pub mod checkpoint;
+pub mod clones;
 pub mod extremes;
 pub mod frequency;
 pub mod papers;

@@ -24,7 +24,7 @@ const FILL_LIMIT: Duration = Duration::from_secs(600);
 
 /// RAM and how much of it the workload has filled, in MiB.
 const SMALL: (u32, u32) = (1024, 640);
-const MIDDLE: (u32, u32) = (4096, 2560);
+pub(super) const MIDDLE: (u32, u32) = (4096, 2560);
 const LARGE: (u32, u32) = (8192, 5120);
 
 /// Times in milliseconds, one a turn.
@@ -64,7 +64,7 @@ fn measure((ram_mib, mib): (u32, u32), with_peer: bool) -> Result<Measured> {
         .tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let file = folder.path().join("mapped-ram");
-    let guest = full_guest(ram_mib, mib)?;
+    let guest = full_guest((ram_mib, mib), (200, 2000))?;
     let pid = guest.pid_text();
     stillframe.ok(&[
         "watch", "--pid", &pid, "--every", "1s", "--count", "3", "--quiet",
@@ -96,13 +96,17 @@ fn measure((ram_mib, mib): (u32, u32), with_peer: bool) -> Result<Measured> {
     Ok(measured)
 }
 
-/// A guest whose workload has filled its memory.
-fn full_guest(ram_mib: u32, mib: u32) -> Result<Guest> {
+/// A guest whose workload has filled so much of its memory, and ticks every so many milliseconds with so many
+/// writes.
+pub(super) fn full_guest(
+    (ram_mib, mib): (u32, u32),
+    (tick_ms, writes_per_tick): (u32, u32),
+) -> Result<Guest> {
     let workload = Workload {
         mib,
         pattern: "random",
-        tick_ms: 200,
-        writes_per_tick: 2000,
+        tick_ms,
+        writes_per_tick,
         share: 512,
     };
     let setup = Setup {
@@ -116,7 +120,7 @@ fn full_guest(ram_mib: u32, mib: u32) -> Result<Guest> {
 }
 
 /// The command that starts a QEMU which waits for the checkpoint's state.
-fn waiting_qemu(stillframe: &Stillframe, qmp: &Path) -> Result<String> {
+pub(super) fn waiting_qemu(stillframe: &Stillframe, qmp: &Path) -> Result<String> {
     let qmp = qmp.display().to_string();
     let line = stillframe.ok(&["restore", "latest", "--qmp", &qmp, "--print-command"])?;
     Ok(line.trim().replacen("&& ", "&& exec ", 1))
@@ -149,12 +153,12 @@ fn with_qemu<T>(
     done
 }
 
-fn start_ms(line: &str, qmp: &Path) -> Result<f64> {
+pub(super) fn start_ms(line: &str, qmp: &Path) -> Result<f64> {
     with_qemu(line, qmp, |_, took| Ok(took.as_secs_f64() * 1e3))
 }
 
 /// QEMU's own way, its start included.
-fn mapped_ram_ms(line: &str, qmp: &Path, file: &Path) -> Result<f64> {
+pub(super) fn mapped_ram_ms(line: &str, qmp: &Path, file: &Path) -> Result<f64> {
     with_qemu(line, qmp, |monitor, started| {
         let begin = Instant::now();
         peers::load_mapped_ram(monitor, file)?;
