@@ -12,31 +12,29 @@
 //! going on as if nothing had been; after it, errors put everything back. Should this process be killed
 //! between the two, the VM stays paused, and can be rewound again.
 
+mod error;
 mod staged;
 
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::device_state::{self, DeviceStateError};
-use stillframe_qemu::launch::{self, LaunchError};
-use stillframe_qemu::monitor::MonitorError;
-use stillframe_qemu::qmp::QmpError;
+use stillframe_qemu::device_state;
+use stillframe_qemu::launch;
 use stillframe_qemu::record::VmRecord;
-use stillframe_qemu::reload::{self, ReloadError};
-use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, RepoError, Repository};
-use thiserror::Error;
+use stillframe_qemu::reload;
+use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, Repository};
 
 use crate::attach::Vm;
-use crate::capture::block::{Block, BlockError, PAGE_BYTES};
-use crate::capture::device_state::{StateBuffer, StateError};
+use crate::capture::block::{Block, PAGE_BYTES};
+use crate::capture::device_state::StateBuffer;
 use crate::capture::pause::us;
-use crate::capture::tracker::{BlockShape, Collected, Guest, TrackerError};
-use crate::guardian::GuardianError;
+use crate::capture::tracker::{BlockShape, Collected, Guest};
 use crate::populate::eager::{self, PopulateError};
-use crate::restore::{self, RestoreError};
-use crate::verify::{Image, VerifyError, VerifyReport};
+use crate::restore;
+use crate::verify::{Image, VerifyReport};
 use crate::{Progress, ProgressSink};
+pub use error::RewindError;
 use staged::{Room, StagedBlock};
 
 /// Rounds in which is gathered what was written in the one before.
@@ -112,139 +110,6 @@ pub struct RewindDowntime {
     pub device_state: u64,
     /// `cont`.
     pub resume: u64,
-}
-
-/// Why the VM was not rewound. Unless it says otherwise, it goes on as if nothing had been.
-#[derive(Debug, Error)]
-pub enum RewindError {
-    /// Not its checkpoint.
-    #[error(
-        "checkpoint {checkpoint} is one of VM {found}, this is {vm}: name another checkpoint, or, if it is the same VM under another name, add --of-vm {found}"
-    )]
-    OtherVm {
-        /// The checkpoint.
-        checkpoint: String,
-        /// Its VM.
-        found: String,
-        /// This one.
-        vm: String,
-    },
-    /// Another machine.
-    #[error(
-        "the VM is not the one of the checkpoint: {what} is {now} and was {then}; `stillframe restore` starts one as it was"
-    )]
-    OtherMachine {
-        /// What differs.
-        what: &'static str,
-        /// What it is.
-        now: String,
-        /// What it was.
-        then: String,
-    },
-    /// Other devices.
-    #[error(
-        "the VM has not the devices that it had at the checkpoint ({missing} is missing); `stillframe restore` starts one that has"
-    )]
-    OtherDevices {
-        /// The first of them.
-        missing: String,
-    },
-    /// QEMU would overwrite memory.
-    #[error(
-        "QEMU copies {name} into the guest's memory whenever its state is loaded, over what the guest has there: `stillframe restore` the checkpoint instead"
-    )]
-    RomInRam {
-        /// What is copied.
-        name: String,
-    },
-    /// A VM that cannot be resumed.
-    #[error(
-        "the VM is {status} and cannot be resumed like this: reset it first (`system_reset` on its monitor), then rewind it"
-    )]
-    Halted {
-        /// QEMU's word for its state.
-        status: String,
-    },
-    /// More differs than fits.
-    #[error(
-        "more than {limit_bytes} bytes of memory differ from the checkpoint: allow more with --copy-buffer, or `stillframe restore` it"
-    )]
-    TooMuch {
-        /// What was allowed.
-        limit_bytes: u64,
-    },
-    /// A disk.
-    #[error(transparent)]
-    Disk(#[from] LaunchError),
-    /// The pause was too long.
-    #[error(
-        "the pause overran its limit of {limit_ms} ms before anything was changed, and the watchdog resumed the VM: allow longer with --pause-limit"
-    )]
-    Overrun {
-        /// The limit.
-        limit_ms: u128,
-    },
-    /// Somebody let the VM run while its memory was exchanged.
-    #[error(
-        "the VM was resumed by someone else while it was being rewound: its memory is undefined; it is paused, rewind it again"
-    )]
-    ResumedByOthers,
-    /// The checkpoint cannot be read.
-    #[error(transparent)]
-    Repo(#[from] RepoError),
-    /// It is not what a checkpoint should be.
-    #[error(transparent)]
-    Checkpoint(#[from] RestoreError),
-    /// Its memory does not match.
-    #[error(transparent)]
-    Populate(#[from] PopulateError),
-    /// Memory cannot be read or written.
-    #[error("cannot reach the VM's memory")]
-    Block(#[from] BlockError),
-    /// Tracking failed.
-    #[error("cannot track the VM's memory")]
-    Tracker(#[from] TrackerError),
-    /// QEMU failed a command.
-    #[error("QEMU failed a command")]
-    Monitor(#[from] MonitorError),
-    /// The connection failed.
-    #[error("the connection to QEMU failed")]
-    Qmp(#[from] QmpError),
-    /// No device state.
-    #[error(transparent)]
-    State(#[from] StateError),
-    /// A device state is none.
-    #[error("a device state cannot be used")]
-    DeviceState(#[from] DeviceStateError),
-    /// No guardian.
-    #[error(transparent)]
-    Guardian(#[from] GuardianError),
-    /// The comparison could not be made.
-    #[error(transparent)]
-    Verify(#[from] VerifyError),
-    /// The comparison found differences.
-    #[error(
-        "{differing} pages differ from the checkpoint after they were written (first: {first})"
-    )]
-    Differs {
-        /// How many.
-        differing: u64,
-        /// The first of them.
-        first: String,
-    },
-    /// The device state was not taken.
-    #[error(transparent)]
-    Reload(#[from] ReloadError),
-    /// Something failed in the middle, and so did the way back.
-    #[error(
-        "{what}; and what the VM was before could not be put back ({why}): it is paused, do not resume it: rewind it again, or restore the checkpoint"
-    )]
-    Stuck {
-        /// What failed first.
-        what: String,
-        /// What failed then.
-        why: String,
-    },
 }
 
 /// What is at hand in the pause.
