@@ -130,8 +130,12 @@ struct Job<'j, 'a> {
 /// What the VM was before.
 struct Before {
     device_state: Vec<u8>,
+    /// What the blocks held that QEMU overwrites when it loads that.
+    firmware: Vec<Vec<u8>>,
     /// Pieces of each block that were exchanged.
     exchanged: Vec<usize>,
+    /// Whether the devices may be others than they were.
+    devices_touched: bool,
 }
 
 impl Vm {
@@ -257,17 +261,13 @@ impl Vm {
         self.monitor.client().take_events()?;
         let prepared = self.prepare(job, now, &mut report.downtime_us);
         // From here on the guardian must not resume it, should we die.
-        let committed = prepared.and_then(|state| match running && self.guardian.resumed()? {
+        let committed = prepared.and_then(|before| match running && self.guardian.resumed()? {
             true => Err(RewindError::Overrun {
                 limit_ms: job.options.pause_limit.as_millis(),
             }),
-            false => Ok(state),
+            false => Ok(before),
         });
-        let done = committed.and_then(|device_state| {
-            let mut before = Before {
-                device_state,
-                exchanged: vec![0; job.staged.len()],
-            };
+        let done = committed.and_then(|mut before| {
             let changed = self.change(job, &mut before, report);
             changed.or_else(|error| self.undo(job, &before, error))
         });
@@ -277,9 +277,11 @@ impl Vm {
         let resume = Instant::now();
         report.running = running && (done.is_err() || !job.options.paused);
         if report.running {
-            // The VM is whole, one way or the other: should we die now, it is to run.
-            self.guardian.pausing(job.options.pause_limit)?;
+            // The VM is whole, one way or the other: should we die now, it is to run. And it is to run
+            // without a guardian too.
+            let told = self.guardian.pausing(job.options.pause_limit);
             self.monitor.cont()?;
+            told?;
             self.guardian.resumed()?;
         }
         report.downtime_us.resume = us(resume);
@@ -287,13 +289,13 @@ impl Vm {
         done
     }
 
-    /// All that can fail without harm. Returns the device state of now, to be loaded if need be.
+    /// All that can fail without harm. Returns what the VM is now, to be put back if need be.
     fn prepare(
         &mut self,
         job: &mut Job<'_, '_>,
         mut now: VmRecord,
         downtime: &mut RewindDowntime,
-    ) -> Result<Vec<u8>, RewindError> {
+    ) -> Result<Before, RewindError> {
         let save = Instant::now();
         let mut buffer = StateBuffer::lend(&mut self.monitor)?;
         let saved = buffer.empty().map_err(RewindError::from).and_then(|()| {
@@ -317,7 +319,13 @@ impl Vm {
         let collected = self.tracker.collect(Guest::Stands)?;
         job.gather(&collected)?;
         downtime.gather = us(gather);
-        Ok(device_state::wrap(&raw, &now.identity.machine)?)
+        let firmware = job.firmware.iter().map(StagedBlock::read_all);
+        Ok(Before {
+            device_state: device_state::wrap(&raw, &now.identity.machine)?,
+            firmware: firmware.collect::<Result<_, _>>()?,
+            exchanged: vec![0; job.staged.len()],
+            devices_touched: false,
+        })
     }
 
     /// Memory and devices become those of the checkpoint.
@@ -339,7 +347,11 @@ impl Vm {
             downtime.verify = us(verify);
         }
         let load = Instant::now();
-        reload::load(&mut self.monitor, &job.state.1, LOAD_LIMIT)?;
+        let loaded = reload::load(&mut self.monitor, &job.state.1, LOAD_LIMIT);
+        before.devices_touched = loaded
+            .as_ref()
+            .map_or_else(|error| !error.is_harmless(), |()| true);
+        loaded?;
         for firmware in &mut job.firmware {
             firmware.exchange(&mut 0)?;
         }
@@ -371,10 +383,12 @@ impl Vm {
         for (staged, &exchanged) in job.staged.iter_mut().zip(&before.exchanged) {
             staged.put_back(exchanged).map_err(|why| stuck(&why))?;
         }
-        let harmless = !matches!(&error, RewindError::Reload(reload) if !reload.is_harmless());
-        if !harmless {
+        if before.devices_touched {
             let loaded = reload::load(&mut self.monitor, &before.device_state, LOAD_LIMIT);
             loaded.map_err(|why| stuck(&why))?;
+            for (block, bytes) in job.firmware.iter().zip(&before.firmware) {
+                block.block.write(0, bytes).map_err(|why| stuck(&why))?;
+            }
         }
         Err(error)
     }

@@ -122,7 +122,8 @@ The new QEMU runs in the background with the command line the checkpoint recorde
 directory; what had to be changed in it is told. It returns when the guest runs, and prints the new
 QEMU's process id. The checkpoint holds memory and device state, not the contents of disks: with
 --disks-as-they-are the guest goes on with disks that were written to since, or (snapshot=on) lost
-what it wrote, and may damage what is on them.
+what it wrote, and may damage what is on them. It is refused where the processors lack what the guest was
+started with; a guest that runs has its network cards tell the network where it is now.
 
 With --lazy the guest runs within milliseconds and gets each page of its memory when it touches it, the
 others in the background; the command returns when memory is complete. Until then the VM needs this

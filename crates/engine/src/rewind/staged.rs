@@ -159,6 +159,11 @@ impl<'a> StagedBlock<'a> {
         Ok(())
     }
 
+    /// What is there now, all of it.
+    pub(super) fn read_all(&self) -> Result<Vec<u8>, BlockError> {
+        self.read(0, self.map.pages() as usize * PAGE)
+    }
+
     fn read(&self, first: u64, bytes: usize) -> Result<Vec<u8>, BlockError> {
         let mut there = vec![0; bytes];
         self.block.read_slowly(first, &mut there)?;

@@ -10,12 +10,12 @@ use stillframe_engine::restore::{LazyEvent, RestoreOptions};
 use stillframe_engine::{CloneOptions, LaunchOptions};
 
 use super::restore::{default_log, here, serial_from_here, stands_in_the_way};
-use super::{CommandError, Context, short};
+use super::{CommandError, Context, how_it_ended, short};
 use crate::args::CloneArgs;
 use crate::durations;
 use crate::interrupt::{AtLast, Interrupts};
 use crate::progress::Meter;
-use crate::table::{self, printable};
+use crate::table::printable;
 
 /// What stands for a clone's number.
 const NUMBER: &str = "{}";
@@ -128,11 +128,5 @@ fn words(report: &CloneReport) -> String {
             durations::human_us(report.base_us)
         );
     }
-    if let Some(verify) = &restored.verify {
-        line += &format!(", all {} verified", table::count(verify.pages, "page"));
-    }
-    if !restored.running {
-        line += "; the guest is paused, `cont` on the monitor lets it run";
-    }
-    line
+    line + &how_it_ended(restored.verify.as_ref(), restored.running)
 }

@@ -23,6 +23,7 @@ mod watch;
 use std::path::Path;
 
 use anyhow::Context as _;
+use stillframe_engine::verify::VerifyReport;
 use stillframe_repo::Repository;
 use thiserror::Error;
 
@@ -170,6 +171,16 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::Probe => probe::run(&context),
     }?;
     Ok(Exit::Done)
+}
+
+/// The end of a line that tells of a VM brought to a checkpoint.
+fn how_it_ended(verify: Option<&VerifyReport>, running: bool) -> String {
+    let verified = verify.map(|verify| table::count(verify.pages, "page"));
+    let mut words = verified.map_or_else(String::new, |pages| format!(", all {pages} verified"));
+    if !running {
+        words += "; the guest is paused, `cont` on the monitor lets it run";
+    }
+    words
 }
 
 /// The first digits of an id.

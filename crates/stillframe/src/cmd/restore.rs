@@ -13,7 +13,7 @@ use stillframe_engine::restore::{
 use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan};
 use stillframe_repo::Repository;
 
-use super::{Context, short};
+use super::{Context, how_it_ended, short};
 use crate::args::RestoreArgs;
 use crate::durations;
 use crate::interrupt::{AtLast, Interrupts};
@@ -236,13 +236,7 @@ fn words(report: &RestoreReport) -> String {
             }
         );
     }
-    if let Some(verify) = &report.verify {
-        line += &format!(", all {} verified", table::count(verify.pages, "page"));
-    }
-    if !report.running {
-        line += "; the guest is paused, `cont` on the monitor lets it run";
-    }
-    line
+    line + &how_it_ended(report.verify.as_ref(), report.running)
 }
 
 #[cfg(test)]

@@ -1,12 +1,14 @@
 //! `rewind`: a running VM back to one of its checkpoints.
 
+use anyhow::Context as _;
 use stillframe_engine::LaunchError;
 use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind};
 use stillframe_engine::rewind::{RewindError, RewindOptions, RewindReport};
 
-use super::{Context, capture, short};
+use super::{Context, capture, how_it_ended, short};
 use crate::args::RewindArgs;
 use crate::durations;
+use crate::interrupt::{AtLast, Interrupts};
 use crate::progress::Meter;
 use crate::table::{self, printable};
 
@@ -14,7 +16,10 @@ use crate::table::{self, printable};
 pub fn run(context: &Context, args: &RewindArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
     let mut repository = context.open()?;
-    let interrupts = context.listen(1, "interrupted: leaving the VM as it is")?;
+    // While pages are exchanged this process must not end.
+    let interrupted = "interrupted: leaving the VM as it is";
+    let interrupts = Interrupts::listen(context.console, 1, interrupted, AtLast::Wait)
+        .context("cannot listen to signals")?;
     let label = args.of_vm.as_ref().or(args.vm.vm.as_ref());
     let (id, manifest) = repository.resolve(&args.id, label.map(String::as_str))?;
     let schedule = ScheduleChoice::Always(ScheduleKind::PreCopy);
@@ -49,7 +54,7 @@ pub fn run(context: &Context, args: &RewindArgs) -> anyhow::Result<()> {
 
 fn words(report: &RewindReport) -> String {
     let downtime = &report.downtime_us;
-    let mut line = format!(
+    let line = format!(
         "rewound process {} to {} of {} in {}: {} of {} written; paused {}",
         report.pid,
         short(&report.checkpoint),
@@ -59,13 +64,7 @@ fn words(report: &RewindReport) -> String {
         table::count(report.compared, "page"),
         durations::human_us(downtime.total),
     );
-    if let Some(verify) = &report.verify {
-        line += &format!(", all {} verified", table::count(verify.pages, "page"));
-    }
-    if !report.running {
-        line += "; the guest is paused, `cont` on the monitor lets it run";
-    }
-    line
+    line + &how_it_ended(report.verify.as_ref(), report.running)
 }
 
 #[cfg(test)]
