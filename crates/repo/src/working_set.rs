@@ -1,8 +1,8 @@
-//! Working sets: the pages that a restored VM asked for first, in that order. A lazy restore records them,
+//! Working sets: the pages that restored VMs asked for first, in that order. A lazy restore records them,
 //! and the next one of the same checkpoint fills them first.
 //!
-//! One is a hint beside its checkpoint and nothing depends on it: it is written once, in a file named like
-//! the manifest, and goes with it.
+//! One is a hint beside its checkpoint and nothing depends on it. It is in a file named like the manifest,
+//! which is replaced as a whole when it has grown, and goes with the checkpoint.
 //!
 //! ```text
 //! body   | varint pages | for each: varint place of its RAM block in the manifest, varint number there |
@@ -17,7 +17,7 @@ use crate::manifest::CheckpointId;
 use crate::repository::{Reader, Repository};
 use crate::sealed_file::{open_file, seal_file};
 
-/// The most pages in one: 256 MiB of memory.
+/// The most pages in one. Those in the same frame need not be in it: they come along.
 pub const PAGES_MAX: usize = 1 << 16;
 
 /// The longest file that is read.
@@ -86,7 +86,8 @@ impl Repository {
 }
 
 impl Reader<'_> {
-    /// Records the working set of a checkpoint, unless there is one; whether it did.
+    /// Records the working set of a checkpoint, in place of the one before; whether it did. Of two that do so
+    /// at the same time the last one counts.
     pub fn record_working_set(
         &self,
         id: &CheckpointId,
@@ -94,8 +95,7 @@ impl Reader<'_> {
     ) -> Result<bool, RepoError> {
         let repository = self.repository();
         let name = id.to_hex();
-        let there = repository.store.length(Area::WorkingSets, &name)?.is_some();
-        if there || set.pages.is_empty() || !repository.has_manifest(id)? {
+        if set.pages.is_empty() || !repository.has_manifest(id)? {
             return Ok(false);
         }
         let file = seal_file(FileKind::WorkingSet, &repository.keys, set.encode())?;

@@ -1,9 +1,9 @@
 //! Lazy population: the guest runs before its memory is there.
 //!
 //! ```text
-//!   guest touches a page --> fault servers --+
-//!                                            +--> repository --> UFFDIO_COPY --> the page
-//!   likely pages, then all --> filler -------+
+//!   guest touches a page ----------------------> fault servers --+
+//!                                                                +--> repository --> UFFDIO_COPY --> the page
+//!   working set, last changes, then all -------> filler ---------+
 //! ```
 //!
 //! A userfaultfd in QEMU reports pages that are missing. QEMU keeps a copy of it for as long as its memory
@@ -11,8 +11,10 @@
 //! he would find zeros), the guardian pauses the VM, and another process can go on ([`record`]).
 //! Nothing of it remains in QEMU when the last page was filled.
 
+mod asked;
 mod filler;
 mod memory;
+mod near;
 pub mod record;
 mod server;
 mod trouble;
@@ -27,7 +29,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
 use rustix::event::{EventfdFlags, eventfd};
-use stillframe_repo::{PageMap, PageReader, Reader};
+use stillframe_repo::{PageMap, Reader};
 use stillframe_sys::affinity;
 use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::Process;
@@ -35,16 +37,18 @@ use stillframe_sys::uffd::{Track, Uffd, UffdError};
 
 use super::eager::{self, PopulateError};
 use crate::capture::block::{Block, PAGE_BYTES};
+use asked::Page;
 use filler::Filler;
 use memory::LazyMemory;
 pub use memory::{FillError, Filling};
+use near::Near;
 use server::Server;
 use trouble::Trouble;
 
 /// Threads that serve faults: each waits for the repository by itself.
 const SERVERS_MAX: usize = 4;
-/// Pages that are likely to be asked for, at most: 256 MiB.
-const LIKELY_MAX: usize = 1 << 16;
+/// Pages of the last interval before the checkpoint that are filled early, at most: 256 MiB.
+const NEWEST_MAX: usize = 1 << 16;
 
 /// What a thread ended with.
 enum Ended {
@@ -64,7 +68,10 @@ pub enum News {
 /// The memory of a QEMU, being filled.
 pub struct Lazy<'a> {
     memory: LazyMemory<'a>,
-    likely: Vec<(usize, u64)>,
+    /// What was asked for the last time.
+    working_set: Vec<Page>,
+    /// What was written in the last interval before the checkpoint, and so is likely to be used again.
+    newest: Vec<Page>,
     trouble: Trouble,
     /// Why some pages cannot be filled, though nobody waits for them.
     problem: Mutex<Option<String>>,
@@ -100,28 +107,28 @@ pub fn register(uffd: &Uffd, block: &Block, page_bytes: u64) -> Result<bool, Uff
 
 impl<'a> Lazy<'a> {
     /// For blocks that are registered with `uffd`. Pages that are there already are left alone. First
-    /// filled is what was asked for `last_time`: numbers of blocks here, and pages.
+    /// filled is the `working_set`: numbers of blocks here, and pages.
     pub fn new(
         uffd: Uffd,
         blocks: &[&Block],
         maps: Vec<PageMap<'a>>,
-        last_time: Vec<(usize, u64)>,
+        mut working_set: Vec<(usize, u64)>,
         marks: File,
     ) -> Result<Lazy<'a>, PopulateError> {
         let mut lazy = Vec::new();
-        let mut likely = last_time;
-        likely.retain(|&(block, page)| maps.get(block).is_some_and(|map| page < map.pages()));
+        let mut newest = Vec::new();
+        working_set.retain(|&(block, page)| maps.get(block).is_some_and(|map| page < map.pages()));
         for (number, (block, map)) in blocks.iter().zip(maps).enumerate() {
-            // What was written in the last interval before the checkpoint is likely to be used again.
-            let newest = map.newest_changes().iter();
-            likely.extend(newest.map(|&page| (number, u64::from(page))));
+            let changes = map.newest_changes().iter();
+            newest.extend(changes.map(|&page| (number, u64::from(page))));
             lazy.push((block.range(), map));
         }
-        likely.truncate(LIKELY_MAX);
+        newest.truncate(NEWEST_MAX);
         let (to_keeper, ended) = unbounded();
         Ok(Lazy {
             memory: LazyMemory::new(uffd, lazy, marks)?,
-            likely,
+            working_set,
+            newest,
             trouble: Trouble::default(),
             problem: Mutex::default(),
             end: AtomicBool::new(false),
@@ -184,7 +191,7 @@ impl<'a> Lazy<'a> {
         for _ in 0..processors.clamp(2, SERVERS_MAX) {
             let server = Server {
                 memory: &self.memory,
-                reader: PageReader::new(reader)?,
+                near: Near::new(&self.memory, reader)?,
                 trouble: &self.trouble,
                 end: &self.end_event,
             };
@@ -204,10 +211,12 @@ impl<'a> Lazy<'a> {
     pub fn fill<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
+        reader: &'s Reader<'_>,
         bytes_per_s: Option<NonZeroU64>,
     ) -> Result<(), PopulateError> {
         let filler = Filler {
             memory: &self.memory,
+            reader,
             threads: affinity::of_this_thread().len().div_ceil(2),
             bytes_per_s,
             end: &self.end,
@@ -218,15 +227,15 @@ impl<'a> Lazy<'a> {
             .name("filler".into())
             .spawn_scoped(scope, move || {
                 affinity::step_back();
-                let _ = ended.send(Ended::Filler(filler.run(&self.likely)));
+                let _ = ended.send(Ended::Filler(filler.run(&self.working_set, &self.newest)));
             })
             .map_err(PopulateError::Threads)?;
         Ok(())
     }
 
-    /// The pages that were asked for so far and those that came along, in that order.
-    pub fn take_asked(&self) -> Vec<(usize, u64)> {
-        self.memory.take_asked()
+    /// The working set for the next time, if that of this time did not hold all that was asked for.
+    pub fn grown_working_set(&self) -> Option<Vec<(usize, u64)>> {
+        self.memory.asked.grown(&self.working_set)
     }
 
     /// How many faults there were in each of the first steps of 10 ms, up to the last.

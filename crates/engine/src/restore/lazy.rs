@@ -76,8 +76,9 @@ pub struct LazyReport {
     /// Pages of the working set that was filled first, if one was recorded when the checkpoint was last
     /// restored.
     pub working_set: Option<usize>,
-    /// Pages of the working set that was recorded now.
-    pub recorded: usize,
+    /// Pages of the working set that was recorded now, because the guest asked for pages that were not in
+    /// the one before.
+    pub recorded: Option<usize>,
 }
 
 /// RAM blocks.
@@ -115,8 +116,8 @@ impl Job<'_> {
         let files = Files::beside(&self.options.launch.qmp);
         let blocks: Vec<&Block> = memory.blocks.iter().collect();
         let maps = std::mem::take(&mut memory.maps);
-        let last_time = self.last_time(&memory.places);
-        let lazy = Lazy::new(uffd, &blocks, maps, last_time, files.create_marks()?)?;
+        let working_set = self.working_set(&memory.places);
+        let lazy = Lazy::new(uffd, &blocks, maps, working_set, files.create_marks()?)?;
         lazy.settle_used(&process, &blocks)?;
         let record = FillingRecord::new(
             [process.pid(), shared.remote_fd],
@@ -147,7 +148,7 @@ impl Job<'_> {
             if !self.options.paused {
                 announce(&mut keeper.monitor);
             }
-            lazy.fill(scope, self.options.limit_fill)?;
+            lazy.fill(scope, self.reader, self.options.limit_fill)?;
             keeper.until_complete(events)?;
             let verify = match self.options.verify {
                 true => {
@@ -168,7 +169,7 @@ impl Job<'_> {
     }
 
     /// The pages of the working set: numbers among these blocks, and pages.
-    fn last_time(&self, places: &[u32]) -> Vec<(usize, u64)> {
+    fn working_set(&self, places: &[u32]) -> Vec<(usize, u64)> {
         let pages = self.working_set.iter().flat_map(|set| &set.pages);
         pages
             .filter_map(|&(place, page)| {
@@ -178,22 +179,20 @@ impl Job<'_> {
             .collect()
     }
 
-    /// Records what the guest has asked for, for the next time; how many pages. It is a hint only: that
-    /// it cannot be recorded (a repository that is read-only, say) is no error.
-    fn record(&self, lazy: &Lazy<'_>, places: &[u32]) -> usize {
-        if self.options.paused || self.working_set.is_some() {
-            return 0;
+    /// Records the working set for the next time, where it has grown; how many pages it has now. It is a
+    /// hint only: that it cannot be recorded (a repository that is read-only, say) is no error.
+    fn record(&self, lazy: &Lazy<'_>, places: &[u32]) -> Option<usize> {
+        if self.options.paused {
+            return None;
         }
-        let asked = lazy.take_asked().into_iter();
+        let grown = lazy.grown_working_set()?.into_iter();
         // A block has less than 2^30 pages.
-        let pages: Vec<(u32, u32)> = asked
+        let pages: Vec<(u32, u32)> = grown
             .filter_map(|(number, page)| Some((*places.get(number)?, page as u32)))
             .collect();
         let set = WorkingSet { pages };
-        match self.reader.record_working_set(self.id, &set) {
-            Ok(true) => set.pages.len(),
-            Ok(false) | Err(_) => 0,
-        }
+        let recorded = self.reader.record_working_set(self.id, &set);
+        matches!(recorded, Ok(true)).then_some(set.pages.len())
     }
 
     /// Registers the blocks that can be filled lazily, and fills the others.
@@ -294,7 +293,7 @@ pub(super) fn resume(
         events(LazyEvent::Runs {
             after_us: runs_after_us,
         });
-        lazy.fill(scope, limit_fill)?;
+        lazy.fill(scope, reader, limit_fill)?;
         keeper.until_complete(events)?;
         Ok(keeper.done(clock, runs_after_us, None))
     })

@@ -5,19 +5,22 @@
 //! it does, that is the fault servers' trouble.
 
 use std::num::NonZeroU64;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use stillframe_repo::RepoError;
+use stillframe_repo::{Reader, RepoError};
 
+use super::asked::Page;
 use super::memory::{FillError, LazyMemory};
+use super::near::Near;
 use crate::capture::block::PAGE_BYTES;
 use crate::{in_words, populate};
 
-/// Pages that are likely to be asked for are read in groups of this many: small, because only within a
-/// group they are read as they lie in the repository.
-const LIKELY_PAGES: usize = 512;
+/// Pages of the last interval are read in groups of this many: small, because only within a group they are
+/// read as they lie in the repository.
+const NEWEST_PAGES: usize = 512;
 /// Other pages: 128 MiB.
 const WINDOW_PAGES: u64 = 1 << 15;
 /// What a window is cut into where it cannot be read as a whole.
@@ -30,6 +33,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// The background work.
 pub(super) struct Filler<'m, 'a> {
     pub(super) memory: &'m LazyMemory<'a>,
+    pub(super) reader: &'m Reader<'m>,
     pub(super) threads: usize,
     /// No more than this is filled.
     pub(super) bytes_per_s: Option<NonZeroU64>,
@@ -39,13 +43,13 @@ pub(super) struct Filler<'m, 'a> {
 }
 
 impl Filler<'_, '_> {
-    /// Fills all pages with content, the `likely` ones (block, page) first; `false` when it was ended
-    /// before.
-    pub(super) fn run(&self, likely: &[(usize, u64)]) -> Result<bool, FillError> {
-        let mut failed = Vec::new();
-        for group in likely.chunks(LIKELY_PAGES) {
+    /// Fills all pages with content: first the working set, with what comes along, then the newest changes;
+    /// `false` when it was ended before.
+    pub(super) fn run(&self, working_set: &[Page], newest: &[Page]) -> Result<bool, FillError> {
+        let mut failed = self.fill_working_set(working_set)?;
+        for group in newest.chunks(NEWEST_PAGES) {
             self.fill_group(group, &mut failed)?;
-            self.pace(group.len());
+            self.pace(group.len() as u64);
         }
         for number in 0..self.memory.blocks.len() {
             self.fill_block(number, &mut failed)?;
@@ -60,11 +64,48 @@ impl Filler<'_, '_> {
         Ok(!self.has_ended())
     }
 
-    fn fill_block(
-        &self,
-        number: usize,
-        failed: &mut Vec<Vec<(usize, u64)>>,
-    ) -> Result<(), FillError> {
+    /// In its order, each page with those near it. Returns groups of pages that cannot be had.
+    fn fill_working_set(&self, pages: &[Page]) -> Result<Vec<Vec<Page>>, FillError> {
+        let next = AtomicUsize::new(0);
+        let failed = Mutex::new(Vec::new());
+        let work = || -> Result<(), FillError> {
+            let mut near = Near::new(self.memory, self.reader)?;
+            while !self.has_ended() {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                let Some(&page) = pages.get(at) else {
+                    break;
+                };
+                self.memory.asked.filled(at);
+                if self.memory.blocks[page.0].is_settled(page.1) {
+                    continue;
+                }
+                match near.fill(page.0, page.1) {
+                    Ok(pages) => self.pace(pages),
+                    Err(FillError::Repo(error)) => {
+                        self.cannot(&error);
+                        let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                        failed.push(page);
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let helpers: Vec<_> = (1..self.threads).map(|_| scope.spawn(work)).collect();
+            let own = work();
+            let theirs = helpers.into_iter().map(|helper| match helper.join() {
+                Ok(done) => done,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            theirs.fold(own, Result::and)
+        })?;
+        self.memory.asked.filled(pages.len());
+        let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(failed.chunks(PIECE_PAGES).map(<[Page]>::to_vec).collect())
+    }
+
+    fn fill_block(&self, number: usize, failed: &mut Vec<Vec<Page>>) -> Result<(), FillError> {
         let block = &self.memory.blocks[number];
         // Where this fails, reading single pages will tell.
         let _ = block.map.read_rest();
@@ -75,24 +116,20 @@ impl Filler<'_, '_> {
         };
         for start in (0..pages).step_by(at_once as usize) {
             let window = start..pages.min(start + at_once);
-            let group: Vec<(usize, u64)> = window
+            let group: Vec<Page> = window
                 .clone()
                 .filter(|&page| !block.is_settled(page) && !block.map.is_known_zero(page))
                 .map(|page| (number, page))
                 .collect();
             self.fill_group(&group, failed)?;
             self.memory.passed(window);
-            self.pace(group.len());
+            self.pace(group.len() as u64);
         }
         Ok(())
     }
 
     /// Fills pages, and remembers those that cannot be had.
-    fn fill_group(
-        &self,
-        group: &[(usize, u64)],
-        failed: &mut Vec<Vec<(usize, u64)>>,
-    ) -> Result<(), FillError> {
+    fn fill_group(&self, group: &[Page], failed: &mut Vec<Vec<Page>>) -> Result<(), FillError> {
         if self.has_ended() || self.try_fill(group)? {
             return Ok(());
         }
@@ -105,7 +142,7 @@ impl Filler<'_, '_> {
     }
 
     /// Fills those of the pages that are not there yet; `false` when some cannot be had.
-    fn try_fill(&self, group: &[(usize, u64)]) -> Result<bool, FillError> {
+    fn try_fill(&self, group: &[Page]) -> Result<bool, FillError> {
         for (number, block) in self.memory.blocks.iter().enumerate() {
             let mut wanted = Vec::new();
             for &(_, page) in group.iter().filter(|(of, _)| *of == number) {
@@ -145,9 +182,9 @@ impl Filler<'_, '_> {
     }
 
     /// Waits for as long as so many pages may take.
-    fn pace(&self, pages: usize) {
+    fn pace(&self, pages: u64) {
         if let Some(rate) = self.bytes_per_s {
-            let bytes = pages as u64 * PAGE_BYTES;
+            let bytes = pages * PAGE_BYTES;
             self.wait(Duration::from_secs_f64(bytes as f64 / rate.get() as f64));
         }
     }
@@ -160,7 +197,7 @@ impl Filler<'_, '_> {
             if left.is_zero() {
                 break;
             }
-            std::thread::sleep(LOOK.min(left));
+            thread::sleep(LOOK.min(left));
         }
         !self.has_ended()
     }

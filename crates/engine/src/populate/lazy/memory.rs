@@ -5,22 +5,21 @@
 //! too, so that whoever goes on after this process was killed knows it: one byte a page, because threads
 //! that write bytes do not overwrite each other's.
 
-use std::collections::HashSet;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
-use stillframe_repo::{PageMap, RepoError, working_set};
+use stillframe_repo::{PageMap, RepoError};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Uffd, UffdError};
 use thiserror::Error;
 
+use super::asked::Asked;
 use crate::capture::block::PAGE_BYTES;
 
 /// Faults are counted in steps of this.
@@ -73,8 +72,7 @@ pub(super) struct LazyMemory<'a> {
     pub(super) blocks: Vec<LazyBlock<'a>>,
     marks: File,
     since: Instant,
-    /// The first pages filled because they were asked for, or came along with those: block and page.
-    asked: Mutex<Vec<(usize, u64)>>,
+    pub(super) asked: Asked,
     faults: AtomicU64,
     /// The first of them by when they were.
     faults_by_step: Vec<AtomicU64>,
@@ -114,7 +112,7 @@ impl<'a> LazyMemory<'a> {
             blocks: lazy,
             marks,
             since: Instant::now(),
-            asked: Mutex::default(),
+            asked: Asked::default(),
             faults: AtomicU64::new(0),
             faults_by_step: (0..STEPS).map(|_| AtomicU64::new(0)).collect(),
             filled: AtomicU64::new(0),
@@ -138,23 +136,6 @@ impl<'a> LazyMemory<'a> {
         if let Some(count) = step.and_then(|step| self.faults_by_step.get(step)) {
             count.fetch_add(1, Ordering::Relaxed);
         }
-    }
-
-    /// Notes pages that were filled because one of them was asked for.
-    pub(super) fn note_asked(&self, block: usize, pages: Range<u64>) {
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        if asked.len() < working_set::PAGES_MAX {
-            asked.extend(pages.map(|page| (block, page)));
-        }
-    }
-
-    /// Those pages, each once, in that order.
-    pub(super) fn take_asked(&self) -> Vec<(usize, u64)> {
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut pages = std::mem::take(&mut *asked);
-        let mut seen = HashSet::new();
-        pages.retain(|page| seen.insert(*page));
-        pages
     }
 
     /// How many faults there were in each of the first steps of 10 ms, up to the last.

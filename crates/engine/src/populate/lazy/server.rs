@@ -1,31 +1,24 @@
 //! Answering those who touch a page that is not there yet.
 //!
-//! A few threads do nothing else, each with what it needs to read from the repository. Behind a page comes
-//! what is quickly made along with it.
+//! A few threads do nothing else, each with what it needs to read from the repository.
 
-use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use stillframe_repo::PageReader;
 use stillframe_sys::uffd::{Event, UffdError};
 
 use super::memory::{FillError, LazyMemory};
+use super::near::Near;
 use super::trouble::Trouble;
-use crate::capture::block::PAGE_BYTES;
 
-/// Pages on each side that may come with one: frames are 16 pages.
-const REACH: u64 = 15;
-/// Zero pages that come with one.
-const ZEROS_TOGETHER: u64 = 16;
 /// How long until a page that could not be had is tried again.
 const AGAIN: Duration = Duration::from_millis(200);
 
 /// One of the threads.
 pub(super) struct Server<'m, 'a> {
     pub(super) memory: &'m LazyMemory<'a>,
-    pub(super) reader: PageReader<'a>,
+    pub(super) near: Near<'m, 'a>,
     pub(super) trouble: &'m Trouble,
     /// Readable when it is time to end.
     pub(super) end: &'m OwnedFd,
@@ -95,46 +88,12 @@ impl Server<'_, '_> {
 
     fn fill(&mut self, number: usize, page: u64) -> Result<(), FillError> {
         let memory = self.memory;
-        let block = &memory.blocks[number];
-        if block.is_settled(page) {
+        if memory.blocks[number].is_settled(page) {
             memory.put_discarded(number, page)?;
             return memory.wake(number, page);
         }
-        if block.map.is_zero(page)? {
-            let mut end = page + 1;
-            while end < block.map.pages().min(page + ZEROS_TOGETHER)
-                && !block.is_settled(end)
-                && block.map.is_known_zero(end)
-            {
-                end += 1;
-            }
-            memory.put_zeros(number, page..end)?;
-            memory.note_asked(number, page..end);
-            return memory.wake(number, page);
-        }
-        let first = page.saturating_sub(REACH);
-        let end = block.map.pages().min(page + REACH + 1);
-        let near: Vec<u64> = (first..end)
-            .filter(|&other| other != page && !block.is_settled(other))
-            .collect();
-        let mut failure = None;
-        let mut sink = |first: u64, bytes: &[u8]| {
-            let put = memory.put(number, first, bytes);
-            memory.note_asked(number, first..first + bytes.len() as u64 / PAGE_BYTES);
-            let put = put.and_then(|()| match first == page {
-                true => memory.wake(number, page),
-                false => Ok(()),
-            });
-            put.map_err(|error| {
-                let text = error.to_string();
-                failure = Some(error);
-                io::Error::other(text)
-            })
-        };
-        let read = self.reader.read_near(&block.map, page, &near, &mut sink);
-        match failure {
-            Some(failure) => Err(failure),
-            None => Ok(read?),
-        }
+        memory.asked.note((number, page));
+        self.near.fill(number, page)?;
+        Ok(())
     }
 }

@@ -1,0 +1,115 @@
+//! What the guest asks for, and when: the working set, that the next restore of the checkpoint fills first.
+//!
+//! Pages that were filled before the guest touched them are never asked for. So a working set grows with
+//! each restore: a page that is asked for though it is in none yet, or too late in it, takes the place that
+//! filling had reached by then.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use stillframe_repo::working_set::PAGES_MAX;
+
+/// The number of a block, and a page of it.
+pub(super) type Page = (usize, u64);
+
+/// The pages that the guest has asked for.
+#[derive(Debug, Default)]
+pub(super) struct Asked {
+    /// How much of the working set had been filled by then, and the page; in the order of asking.
+    pages: Mutex<Vec<(usize, Page)>>,
+    filled: AtomicUsize,
+}
+
+impl Asked {
+    /// Notes a page.
+    pub(super) fn note(&self, page: Page) {
+        let filled = self.filled.load(Ordering::Relaxed);
+        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        if pages.len() < PAGES_MAX {
+            pages.push((filled, page));
+        }
+    }
+
+    /// Notes that so many pages of the working set are filled.
+    pub(super) fn filled(&self, count: usize) {
+        self.filled.fetch_max(count, Ordering::Relaxed);
+    }
+
+    /// What is to be filled first the next time, where `before` was this time; nothing where that holds all
+    /// that was asked for.
+    pub(super) fn grown(&self, before: &[Page]) -> Option<Vec<Page>> {
+        let pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        let known: HashSet<Page> = before.iter().copied().collect();
+        let news = pages.iter().any(|(_, page)| !known.contains(page));
+        news.then(|| merge(before, pages.clone()))
+    }
+}
+
+/// Each page once, where it comes first: those asked for before the page at whose place filling was.
+fn merge(before: &[Page], mut asked: Vec<(usize, Page)>) -> Vec<Page> {
+    // Noted by several threads.
+    asked.sort_by_key(|(place, _)| *place);
+    let mut asked = asked.into_iter().peekable();
+    let mut merged = Vec::new();
+    let mut seen = HashSet::new();
+    let mut add = |page| {
+        if merged.len() < PAGES_MAX && seen.insert(page) {
+            merged.push(page);
+        }
+    };
+    for (place, &page) in before.iter().enumerate() {
+        while let Some((_, earlier)) = asked.next_if(|(reached, _)| *reached <= place) {
+            add(earlier);
+        }
+        add(page);
+    }
+    asked.for_each(|(_, page)| add(page));
+    merged
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(pages: &[(usize, Page)]) -> Asked {
+        let asked = Asked::default();
+        for &(filled, page) in pages {
+            asked.filled(filled);
+            asked.note(page);
+        }
+        asked
+    }
+
+    #[test]
+    fn the_first_set_is_what_was_asked_for_in_that_order() {
+        let asked = asked(&[(0, (0, 9)), (0, (1, 2)), (0, (0, 9)), (0, (0, 3))]);
+        assert_eq!(asked.grown(&[]), Some(vec![(0, 9), (1, 2), (0, 3)]));
+        assert_eq!(Asked::default().grown(&[]), None);
+    }
+
+    #[test]
+    fn what_was_missed_goes_where_filling_was() {
+        let before = [(0, 1), (0, 2), (0, 3), (0, 4)];
+        // The first comes although it is the next one; the second although nobody knew of it.
+        let asked = asked(&[(0, (0, 2)), (2, (0, 7)), (4, (0, 8))]);
+        let grown = vec![(0, 2), (0, 1), (0, 7), (0, 3), (0, 4), (0, 8)];
+        assert_eq!(asked.grown(&before), Some(grown));
+    }
+
+    #[test]
+    fn a_set_that_holds_all_stays_as_it_is() {
+        let asked = asked(&[(0, (0, 2)), (1, (0, 1))]);
+        assert_eq!(asked.grown(&[(0, 1), (0, 2)]), None);
+    }
+
+    #[test]
+    fn it_is_bounded_and_keeps_what_comes_first() {
+        let before: Vec<Page> = (0..PAGES_MAX as u64).map(|page| (0, page)).collect();
+        let asked = asked(&[(10, (1, 1)), (PAGES_MAX, (1, 2))]);
+        let grown = asked.grown(&before).unwrap();
+        assert_eq!(grown.len(), PAGES_MAX);
+        assert_eq!(grown[9..12], [(0, 9), (1, 1), (0, 10)]);
+        assert!(!grown.contains(&(1, 2)));
+    }
+}

@@ -1,0 +1,79 @@
+//! Filling a page that somebody waits for, or is about to, and behind it what is quickly made along with it.
+
+use std::io;
+
+use stillframe_repo::{PageReader, Reader, RepoError};
+
+use super::memory::{FillError, LazyMemory};
+use crate::capture::block::PAGE_BYTES;
+
+/// Pages on each side that may come with one: frames are 16 pages.
+const REACH: u64 = 15;
+/// Zero pages that come with one.
+const ZEROS_TOGETHER: u64 = 16;
+
+/// Fills single pages. The state of one thread.
+pub(super) struct Near<'m, 'a> {
+    memory: &'m LazyMemory<'a>,
+    reader: PageReader<'m>,
+}
+
+impl<'m, 'a> Near<'m, 'a> {
+    pub(super) fn new(
+        memory: &'m LazyMemory<'a>,
+        reader: &'m Reader<'_>,
+    ) -> Result<Near<'m, 'a>, RepoError> {
+        Ok(Near {
+            memory,
+            reader: PageReader::new(reader)?,
+        })
+    }
+
+    /// Fills a page that is not settled, wakes those who wait for it, and then fills others near it. Returns
+    /// how many pages that were.
+    pub(super) fn fill(&mut self, number: usize, page: u64) -> Result<u64, FillError> {
+        let memory = self.memory;
+        let block = &memory.blocks[number];
+        if block.map.is_zero(page)? {
+            let mut end = page + 1;
+            while end < block.map.pages().min(page + ZEROS_TOGETHER)
+                && !block.is_settled(end)
+                && block.map.is_known_zero(end)
+            {
+                end += 1;
+            }
+            memory.put_zeros(number, page..end)?;
+            memory.wake(number, page)?;
+            return Ok(end - page);
+        }
+        let first = page.saturating_sub(REACH);
+        let end = block.map.pages().min(page + REACH + 1);
+        let near: Vec<u64> = (first..end)
+            .filter(|&other| other != page && !block.is_settled(other))
+            .collect();
+        let mut failure = None;
+        let mut pages = 0;
+        let mut sink = |first: u64, bytes: &[u8]| {
+            pages += bytes.len() as u64 / PAGE_BYTES;
+            let put = memory
+                .put(number, first, bytes)
+                .and_then(|()| match first == page {
+                    true => memory.wake(number, page),
+                    false => Ok(()),
+                });
+            put.map_err(|error| {
+                let text = error.to_string();
+                failure = Some(error);
+                io::Error::other(text)
+            })
+        };
+        let read = self.reader.read_near(&block.map, page, &near, &mut sink);
+        match failure {
+            Some(failure) => Err(failure),
+            None => {
+                read?;
+                Ok(pages)
+            }
+        }
+    }
+}
