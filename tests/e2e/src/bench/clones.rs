@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::peers;
 use super::restore::{MIDDLE, full_guest, mapped_ram_ms, start_ms, waiting_qemu};
+use super::{host_memory, peers};
 use crate::cli::Stillframe;
 use crate::guest::Restored;
 use crate::results::{self, Claim, Goal, percentile};
@@ -46,9 +46,11 @@ pub fn run() -> Result<()> {
     for turn in 1..=TURNS {
         let line = waiting_qemu(&stillframe, &qmp)?;
         starts.push(start_ms(&line, &qmp)?);
+        host_memory::touch(mib);
         let clone = clones(&stillframe, folder.path(), &base.0, 1)?;
         ours.push(clone[0].1["total_us"].as_f64().context("no time")? / 1e3);
         drop(clone);
+        host_memory::touch(mib);
         theirs.push(mapped_ram_ms(&line, &qmp, &file)?);
         eprintln!("turn {turn} of {TURNS}");
     }

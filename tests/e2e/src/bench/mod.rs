@@ -4,6 +4,7 @@ pub mod checkpoint;
 pub mod clones;
 pub mod extremes;
 pub mod frequency;
+pub mod host_memory;
 pub mod papers;
 mod peers;
 pub mod responsive;
