@@ -3,10 +3,12 @@
 //! The kernel is fetched once; everything else is built from this repository each time, which
 //! takes a moment and no network, and replaced only where it differs.
 
+mod agent;
 mod cpio;
 pub mod elf;
 mod kernel;
 mod modules;
+mod package;
 pub mod rootfs;
 
 use crate::run::{cargo, run};
@@ -41,6 +43,7 @@ impl fmt::Display for Guests {
         for (what, name) in [
             ("kernel", "vmlinuz"),
             ("initramfs", "initramfs.cpio"),
+            ("with agent", "agent-initramfs.cpio"),
             ("boot sector", "boot-sector.img"),
             ("workload", "workload"),
         ] {
@@ -68,12 +71,20 @@ pub fn build(workspace: &Workspace) -> Result<Guests> {
     };
     fs::create_dir_all(&guests.folder)
         .with_context(|| format!("cannot make {}", guests.folder.display()))?;
-    kernel::fetch(&guests.folder)?;
+    let modules = kernel::fetch(&guests.folder)?;
+    let agent = agent::fetch(&guests.folder)?;
     let workload = build_workload(workspace)?;
     replace(&guests.path("workload"), &workload, 0o755)?;
     let sources = workspace.root.join("guest");
-    let initramfs = initramfs(&read(&sources.join("init"))?, &workload)?;
-    replace(&guests.path("initramfs.cpio"), &initramfs, 0o644)?;
+    let init = read(&sources.join("init"))?;
+    let mut plain = started_archive(&init)?;
+    plain.program("workload", &workload)?;
+    replace(&guests.path("initramfs.cpio"), &plain.finish(), 0o644)?;
+    let mut with_agent = started_archive(&init)?;
+    with_agent.program("workload", &workload)?;
+    agent::add(&mut with_agent, &agent, &modules)?;
+    let with_agent = with_agent.finish();
+    replace(&guests.path("agent-initramfs.cpio"), &with_agent, 0o644)?;
     let sector = build_boot_sector(&sources.join("boot-sector/boot-sector.s"), &guests.folder)?;
     replace(&guests.path("boot-sector.img"), &sector, 0o644)?;
     Ok(guests)
@@ -97,12 +108,6 @@ fn build_workload(workspace: &Workspace) -> Result<Vec<u8>> {
         bail!("{} is not static", path.display());
     }
     Ok(workload)
-}
-
-fn initramfs(init: &[u8], workload: &[u8]) -> Result<Vec<u8>> {
-    let mut archive = started_archive(init)?;
-    archive.program("workload", workload)?;
-    Ok(archive.finish())
 }
 
 /// An initramfs with busybox and this `/init`, to which more may be added.

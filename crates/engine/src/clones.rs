@@ -102,6 +102,7 @@ pub fn clones(
             state: &state,
             hasher: hasher.clone(),
             working_set: None,
+            agent: restore::agent(&plan, &restore),
             base: Some(&base),
         };
         let clock = PhaseClock::new(asked_at);

@@ -8,6 +8,7 @@
 //! The engine works on QEMU from outside and may die at any instant; the guest must not notice.
 //! Who resumes a paused guest, and when, is told in [`guardian`].
 
+pub mod aftercare;
 pub mod attach;
 pub mod capture;
 pub mod checkpoint;

@@ -22,6 +22,7 @@ use stillframe_qemu::record::VmRecord;
 use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, RepoError, Repository};
 use thiserror::Error;
 
+use crate::aftercare::ClockReport;
 use crate::capture::block::BlockError;
 use crate::capture::device_state::BYTES_MAX;
 use crate::checkpoint::DEVICE_STATE;
@@ -46,6 +47,8 @@ pub struct RestoreOptions {
     pub launch: LaunchOptions,
     /// Leave the guest paused, ready to run.
     pub paused: bool,
+    /// Leave the guest's clock as it was at the checkpoint.
+    pub keep_clock: bool,
     /// Compare all of memory with the checkpoint before the guest runs.
     pub verify: bool,
     /// Let the guest run before its memory is there.
@@ -80,6 +83,9 @@ pub struct RestoreReport {
     /// What a lazy restore did besides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy: Option<LazyReport>,
+    /// What was done about the guest's clock, where it has a channel for an agent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clock: Option<ClockReport>,
     /// The comparison, where `--verify` asked for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<VerifyReport>,
@@ -234,6 +240,7 @@ pub fn restore(
         state: &state,
         hasher,
         working_set,
+        agent: agent(plan, options),
         base: None,
     };
     let done = match options.lazy {
@@ -241,6 +248,12 @@ pub fn restore(
         false => job.run_eagerly(launched, &guardian, maps, clock, events)?,
     };
     Ok(job.report(done, plan, options.asked_at))
+}
+
+/// Where to set the guest's clock, if it is to be set.
+pub(crate) fn agent(plan: &LaunchPlan, options: &RestoreOptions) -> Option<PathBuf> {
+    let to_be_set = !options.paused && !options.keep_clock;
+    to_be_set.then(|| plan.guest_agent()).flatten()
 }
 
 /// Starts the new QEMU, as far as its process; from here on any error ends it, and so does our end.
@@ -293,6 +306,7 @@ pub fn resume(
         phases_us: done.phases,
         changes: Vec::new(),
         lazy: done.lazy,
+        clock: done.clock,
         verify: None,
     })
 }

@@ -20,11 +20,13 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::device_state;
+use stillframe_qemu::guest_agent;
 use stillframe_qemu::launch;
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::reload;
 use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, Repository};
 
+use crate::aftercare::{self, ClockReport};
 use crate::attach::Vm;
 use crate::capture::block::{Block, PAGE_BYTES};
 use crate::capture::device_state::StateBuffer;
@@ -53,6 +55,8 @@ const FIRMWARE_PREFIX: &str = "/rom@";
 pub struct RewindOptions {
     /// Leave the guest paused, ready to run.
     pub paused: bool,
+    /// Leave the guest's clock as it was at the checkpoint.
+    pub keep_clock: bool,
     /// Compare all of memory with the checkpoint before the guest runs.
     pub verify: bool,
     /// Give up, and resume the VM, when the part of the pause in which nothing was changed yet takes longer.
@@ -86,6 +90,9 @@ pub struct RewindReport {
     pub downtime_us: RewindDowntime,
     /// From the call to the running guest, in microseconds.
     pub total_us: u64,
+    /// What was done about the guest's clock, where it has a channel for an agent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clock: Option<ClockReport>,
     /// The comparison, where `--verify` asked for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<VerifyReport>,
@@ -184,10 +191,15 @@ impl Vm {
             written: 0,
             downtime_us: RewindDowntime::default(),
             total_us: 0,
+            clock: None,
             verify: None,
         };
+        let agent = guest_agent::socket_path(&now.arguments, &now.cwd);
         self.turn_back(&mut job, now, &mut report)?;
         report.total_us = us(begin);
+        if report.running && !options.keep_clock {
+            report.clock = agent.as_deref().map(aftercare::set_clock);
+        }
         Ok(report)
     }
 

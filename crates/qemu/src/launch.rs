@@ -18,6 +18,7 @@ pub use checks::version_of;
 pub use start::{Launched, Starting, load_device_state, start};
 
 use crate::device_state::DeviceStateError;
+use crate::guest_agent;
 use crate::monitor::{FeatureWord, MonitorError};
 use crate::record::VmRecord;
 
@@ -74,6 +75,13 @@ pub struct LaunchPlan {
     pub cwd: PathBuf,
     /// What differs from the recorded command line and why, in words for the user.
     pub changes: Vec<String>,
+}
+
+impl LaunchPlan {
+    /// Where the new VM's guest agent is spoken to, if it has a channel for one.
+    pub fn guest_agent(&self) -> Option<PathBuf> {
+        guest_agent::socket_path(&self.arguments, &self.cwd)
+    }
 }
 
 /// Why a VM cannot be started again, or failed to.

@@ -12,6 +12,7 @@ pub mod arguments;
 pub mod cpu_state;
 pub mod device_state;
 pub mod elf_core;
+pub mod guest_agent;
 pub mod launch;
 pub mod migration_file;
 pub mod monitor;

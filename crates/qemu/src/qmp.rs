@@ -8,6 +8,7 @@
 //!
 //! Format: QEMU, `docs/interop/qmp-spec.rst`.
 
+mod agent;
 mod lines;
 mod socket;
 #[cfg(test)]
@@ -144,19 +145,23 @@ impl Client {
     /// [`QmpError::Refused`], [`QmpError::Busy`] when no greeting comes, [`QmpError::NotQmp`].
     pub fn connect(path: &Path, timeout: Duration) -> Result<Client, QmpError> {
         let deadline = deadline_after(timeout);
-        let mut client = Client {
-            socket: socket::connect(path, deadline)?,
-            lines: Lines::default(),
-            next_id: 1,
-            outstanding: BTreeSet::new(),
-            replies: BTreeMap::new(),
-            events: VecDeque::new(),
-        };
+        let mut client = Client::on(socket::connect(path, deadline)?);
         let greeting = client.await_greeting(path, deadline)?;
         let left = deadline.saturating_duration_since(Instant::now());
         let ticket = client.send("qmp_capabilities", to_enable(&greeting))?;
         client.wait(ticket, left)?;
         Ok(client)
+    }
+
+    fn on(socket: UnixStream) -> Client {
+        Client {
+            socket,
+            lines: Lines::default(),
+            next_id: 1,
+            outstanding: BTreeSet::new(),
+            replies: BTreeMap::new(),
+            events: VecDeque::new(),
+        }
     }
 
     /// Runs a command and waits up to [`REPLY_LIMIT_SECONDS`] for its reply. `arguments` is an

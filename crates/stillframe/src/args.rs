@@ -257,6 +257,9 @@ pub struct RestoreArgs {
     /// Leave the guest paused, ready to run
     #[arg(long)]
     pub paused: bool,
+    /// Leave the guest's clock as at the checkpoint; else guest agents are asked to set them
+    #[arg(long)]
+    pub keep_guest_clock: bool,
     /// Compare all memory with the checkpoint before the guest runs; with --lazy only together with
     /// --paused
     #[arg(long)]
@@ -270,7 +273,7 @@ pub struct RestoreArgs {
     /// Go on with a lazy restore that was killed, of the VM with this --qmp
     #[arg(
         long,
-        conflicts_with_all = ["id", "vm", "serial", "paused", "verify", "lazy", "disks_as_they_are", "log", "print_command"]
+        conflicts_with_all = ["id", "vm", "serial", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "log", "print_command"]
     )]
     pub resume: bool,
     /// Go on although a disk is no longer what the guest remembers

@@ -123,7 +123,8 @@ directory; what had to be changed in it is told. It returns when the guest runs,
 QEMU's process id. The checkpoint holds memory and device state, not the contents of disks: with
 --disks-as-they-are the guest goes on with disks that were written to since, or (snapshot=on) lost
 what it wrote, and may damage what is on them. It is refused where the processors lack what the guest was
-started with; a guest that runs has its network cards tell the network where it is now.
+started with; a guest that runs has its network cards tell the network where it is now, and its clock
+set, where its command line has a channel to a guest agent (org.qemu.guest_agent.0, a unix socket).
 
 With --lazy the guest runs within milliseconds and gets each page of its memory when it touches it, the
 others in the background; the command returns when memory is complete. Until then the VM needs this

@@ -18,6 +18,8 @@ pub(crate) const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=
                                            tsc=reliable nowatchdog mitigations=off";
 /// For a guest to boot and tick under TCG, on a busy machine.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(120);
+/// The end of an agent's channel, in the guest's folder.
+const AGENT: &str = "agent";
 
 /// A kind of guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,6 +112,8 @@ pub struct Setup {
     pub ram_mib: u32,
     /// What it does.
     pub workload: Workload,
+    /// Whether it has a guest agent, and QEMU a channel to it.
+    pub agent: bool,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
@@ -122,6 +126,7 @@ impl Setup {
             program: "qemu-system-x86_64".into(),
             ram_mib: 192,
             workload: Workload::default(),
+            agent: false,
             extra: Vec::new(),
         }
     }
@@ -138,6 +143,12 @@ impl Setup {
     pub fn with(mut self, arguments: &[&str]) -> Setup {
         self.extra
             .extend(arguments.iter().map(|&word| word.to_owned()));
+        self
+    }
+
+    /// With a guest agent.
+    pub fn with_agent(mut self) -> Setup {
+        self.agent = true;
         self
     }
 
@@ -178,7 +189,14 @@ impl Setup {
             }
         }
         if self.kind != Kind::KvmBootSector {
-            arguments.extend(linux("initramfs.cpio", &self.kernel_command_line())?);
+            let initramfs = match self.agent {
+                true => "agent-initramfs.cpio",
+                false => "initramfs.cpio",
+            };
+            arguments.extend(linux(initramfs, &self.kernel_command_line())?);
+        }
+        if self.agent {
+            arguments.extend(agent_channel(folder));
         }
         arguments.extend(self.extra.iter().cloned());
         Ok(arguments)
@@ -234,6 +252,21 @@ pub(crate) fn surroundings(folder: &Path, ram_mib: u32) -> Vec<String> {
     ]
     .map(str::to_owned)
     .to_vec()
+}
+
+fn agent_channel(folder: &Path) -> [String; 6] {
+    let path = folder.join(AGENT);
+    let backend = format!("socket,id=agent,path={},server=on,wait=off", path.display());
+    let port = "virtserialport,chardev=agent,name=org.qemu.guest_agent.0";
+    [
+        "-chardev",
+        &backend,
+        "-device",
+        "virtio-serial-pci",
+        "-device",
+        port,
+    ]
+    .map(str::to_owned)
 }
 
 /// The arguments of every Linux guest.
@@ -315,6 +348,11 @@ impl Guest {
     /// The monitor that Stillframe takes.
     pub fn qmp_path(&self) -> PathBuf {
         self.folder.path().join("qmp")
+    }
+
+    /// The channel of its agent, if it has one.
+    pub fn agent_path(&self) -> PathBuf {
+        self.folder.path().join(AGENT)
     }
 
     /// A folder for the test's own files, that ends with the guest.

@@ -5,6 +5,7 @@
 //! The tests are in `tests/`; the demo, the benches and the long campaigns are subcommands of the
 //! binary, which `cargo xtask` starts.
 
+pub mod agent;
 pub mod bench;
 pub mod campaign;
 pub mod chart;

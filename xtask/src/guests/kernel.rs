@@ -1,7 +1,8 @@
 //! The kernel of the Linux guests: Debian's cloud kernel, unpacked and not installed.
 
+use super::package::{self, only_file};
 use crate::run::{answer, run};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,17 +13,9 @@ const NEWEST: &str = "linux-image-cloud-amd64";
 const KERNEL: &str = "vmlinuz";
 const MODULES: &str = "modules";
 
-/// Puts `vmlinuz` into the folder. Once it is there, nothing is asked of the network again;
-/// remove it for a newer one.
-pub fn fetch(folder: &Path) -> Result<()> {
-    match folder.join(KERNEL).is_file() {
-        true => Ok(()),
-        false => fetch_anew(folder),
-    }
-}
-
-/// The same, and its modules: the folder in which they are, with `modules.builtin`.
-pub fn fetch_modules(folder: &Path) -> Result<PathBuf> {
+/// Puts `vmlinuz` and its modules into the folder, and gives the folder in which these are, with
+/// `modules.builtin`. Once they are there, nothing is asked of the network again; remove them for newer ones.
+pub fn fetch(folder: &Path) -> Result<PathBuf> {
     let modules = folder.join(MODULES);
     // Both or none: modules serve the kernel of their own package only.
     if !modules.is_dir() || !folder.join(KERNEL).is_file() {
@@ -32,21 +25,8 @@ pub fn fetch_modules(folder: &Path) -> Result<PathBuf> {
 }
 
 fn fetch_anew(folder: &Path) -> Result<()> {
-    let package = newest_package()?;
-    let work = folder.join("kernel");
-    if work.exists() {
-        // Left over from a run that was cut short.
-        fs::remove_dir_all(&work).with_context(|| format!("cannot clear {}", work.display()))?;
-    }
-    fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
-    run(Command::new("apt-get")
-        .current_dir(&work)
-        // apt's own user may not write into our folder.
-        .args(["--quiet", "--option", "APT::Sandbox::User=root"])
-        .args(["download", &package]))?;
-    let archive = only_file(&work, |name| name.ends_with(".deb"))?;
-    let unpacked = work.join("unpacked");
-    run(Command::new("dpkg").arg("-x").args([&archive, &unpacked]))?;
+    let unpacked = package::unpack(folder, &newest_package()?)?;
+    let unpacked = &unpacked.root;
     let image = only_file(&unpacked.join("boot"), |name| name.starts_with("vmlinuz-"))?;
     // Debian has `/lib` in `/usr` in newer releases.
     let roots = [
@@ -63,7 +43,7 @@ fn fetch_anew(folder: &Path) -> Result<()> {
     for (from, to) in [(&own, modules), (&image, folder.join(KERNEL))] {
         fs::rename(from, &to).with_context(|| format!("cannot put {} in place", to.display()))?;
     }
-    fs::remove_dir_all(&work).with_context(|| format!("cannot clear {}", work.display()))
+    Ok(())
 }
 
 /// The versioned package behind [`NEWEST`].
@@ -90,23 +70,6 @@ fn versioned_dependency(show: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-fn only_file(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<PathBuf> {
-    let found: Vec<PathBuf> = fs::read_dir(folder)
-        .with_context(|| format!("cannot list {}", folder.display()))?
-        .flatten()
-        .filter(|entry| entry.file_name().to_str().is_some_and(&wanted))
-        .map(|entry| entry.path())
-        .collect();
-    match <[PathBuf; 1]>::try_from(found) {
-        Ok([path]) => Ok(path),
-        Err(found) => bail!(
-            "{} holds {} files of the kind looked for, not one",
-            folder.display(),
-            found.len()
-        ),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -118,15 +81,5 @@ mod tests {
         let found = versioned_dependency(show);
         assert_eq!(found.as_deref(), Some("linux-image-6.1.0-56-cloud-amd64"));
         assert_eq!(versioned_dependency("Package: x\n"), None);
-    }
-
-    #[test]
-    fn several_files_are_not_guessed_among() {
-        let folder = tempfile::tempdir().unwrap();
-        assert!(only_file(folder.path(), |_| true).is_err());
-        fs::write(folder.path().join("a"), "").unwrap();
-        assert!(only_file(folder.path(), |name| name == "a").is_ok());
-        fs::write(folder.path().join("b"), "").unwrap();
-        assert!(only_file(folder.path(), |_| true).is_err());
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! Read from the modules themselves: `modules.dep` is made only when a kernel is installed.
 
+use super::cpio::Archive;
+use super::read;
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,9 +12,19 @@ use std::path::{Path, PathBuf};
 /// What `modinfo -F depends` prints stands in the file as one string after this.
 const DEPENDS: &[u8] = b"\0depends=";
 
+/// Puts these modules into `modules/` of an archive, named in the order in which they are to be loaded.
+pub fn add(archive: &mut Archive, modules: &Path, wanted: &[&str]) -> Result<()> {
+    archive.folder("modules");
+    for (number, path) in in_order(modules, wanted)?.iter().enumerate() {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        archive.program(&format!("modules/{number:02}-{name}"), &read(path)?)?;
+    }
+    Ok(())
+}
+
 /// The files of these modules and of those they depend on, each after all that it depends on. What is
 /// built into the kernel needs no file.
-pub fn in_order(modules: &Path, wanted: &[&str]) -> Result<Vec<PathBuf>> {
+fn in_order(modules: &Path, wanted: &[&str]) -> Result<Vec<PathBuf>> {
     let builtin = modules.join("modules.builtin");
     let builtin = fs::read_to_string(&builtin)
         .with_context(|| format!("cannot read {}", builtin.display()))?;

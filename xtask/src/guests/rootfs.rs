@@ -76,7 +76,7 @@ pub fn build(workspace: &Workspace) -> Result<Rootfs> {
         image: folder.join("debian.ext4"),
         initramfs: folder.join("debian-initramfs.cpio"),
     };
-    let initramfs = initramfs(&sources, &kernel::fetch_modules(&folder)?)?;
+    let initramfs = initramfs(&sources, &kernel::fetch(&folder)?)?;
     replace(&rootfs.initramfs, &initramfs, 0o644)?;
     let recipe = recipe(&sources)?;
     let stamp = folder.join("debian.recipe");
@@ -92,11 +92,7 @@ pub fn build(workspace: &Workspace) -> Result<Rootfs> {
 
 fn initramfs(sources: &Path, modules: &Path) -> Result<Vec<u8>> {
     let mut archive: Archive = started_archive(&read(&sources.join("init"))?)?;
-    archive.folder("modules");
-    for (number, path) in modules::in_order(modules, MODULES)?.iter().enumerate() {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        archive.program(&format!("modules/{number:02}-{name}"), &read(path)?)?;
-    }
+    modules::add(&mut archive, modules, MODULES)?;
     Ok(archive.finish())
 }
 

@@ -1,10 +1,10 @@
 //! One VM being restored, and how it is when all its memory comes before the guest runs.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::launch::{self, LaunchPlan, Launched};
-use stillframe_qemu::monitor::Monitor;
 use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, WorkingSet};
 use stillframe_sys::process::Process;
 
@@ -12,6 +12,7 @@ use super::{
     LOAD_LIMIT, LazyEvent, LazyReport, LazySink, RestoreError, RestoreOptions, RestorePhases,
     RestoreReport,
 };
+use crate::aftercare::{self, ClockReport};
 use crate::capture::block::Block;
 use crate::guardian::{Guardian, LastDuty};
 use crate::populate::base::Base;
@@ -57,6 +58,7 @@ pub(crate) struct Done {
     pub(super) pages: u64,
     pub(super) phases: RestorePhases,
     pub(super) lazy: Option<LazyReport>,
+    pub(super) clock: Option<ClockReport>,
     pub(super) verify: Option<VerifyReport>,
 }
 
@@ -71,6 +73,8 @@ pub(crate) struct Job<'j> {
     pub(crate) hasher: ContentHasher,
     /// What the VM asked for when it was last restored from this checkpoint.
     pub(crate) working_set: Option<WorkingSet>,
+    /// Through which the guest's clock is set, if it is to be.
+    pub(crate) agent: Option<PathBuf>,
     /// For a clone: the memory it begins with.
     pub(crate) base: Option<&'j Base>,
 }
@@ -106,7 +110,7 @@ impl Job<'_> {
         guardian.last_duty(LastDuty::Nothing)?;
         if !self.options.paused {
             launched.monitor.cont()?;
-            announce(&mut launched.monitor);
+            aftercare::announce(&mut launched.monitor);
         }
         clock.phases.cont = clock.lap();
         let (process, _) = launched.keep();
@@ -115,8 +119,14 @@ impl Job<'_> {
             pages,
             phases: clock.phases,
             lazy: None,
+            clock: self.set_clock(),
             verify,
         })
+    }
+
+    /// Sets the clock of the guest, which runs.
+    pub(super) fn set_clock(&self) -> Option<ClockReport> {
+        self.agent.as_deref().map(aftercare::set_clock)
     }
 
     /// Compares all of memory with the checkpoint; an error if it differs.
@@ -151,12 +161,8 @@ impl Job<'_> {
             phases_us: done.phases,
             changes: plan.changes.clone(),
             lazy: done.lazy,
+            clock: done.clock,
             verify: done.verify,
         }
     }
-}
-
-/// Tells the network where the VM is now. It runs already: that it cannot be told is no reason to end it.
-pub(super) fn announce(monitor: &mut Monitor) {
-    let _ = monitor.announce();
 }

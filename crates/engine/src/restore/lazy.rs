@@ -7,7 +7,7 @@
 
 use std::num::NonZeroU64;
 use std::path::Path;
-use std::thread;
+use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -18,9 +18,10 @@ use stillframe_repo::{PageMap, RamTable, Reader, WorkingSet};
 use stillframe_sys::process::{Process, ProcessError};
 use stillframe_sys::uffd::{Uffd, UffdError};
 
-use super::job::{Done, Job, PhaseClock, announce, micros};
+use super::job::{Done, Job, PhaseClock, micros};
 use super::{LOAD_LIMIT, RestoreError};
 use crate::Progress;
+use crate::aftercare;
 use crate::capture::block::Block;
 use crate::guardian::{Guardian, LastDuty};
 use crate::populate::eager::{self, PopulateError};
@@ -83,11 +84,11 @@ pub struct LazyReport {
 
 /// RAM blocks.
 struct Memory<'j> {
-    /// Those that are filled lazily, with what they are to hold and what QEMU says of them.
+    /// Those that are filled lazily, and what they are to hold.
     blocks: Vec<Block>,
     maps: Vec<PageMap<'j>>,
-    tables: Vec<RamTable>,
-    ram: Vec<RamBlock>,
+    /// The same for a successor: what QEMU says of them, and their page tables.
+    described: (Vec<RamBlock>, Vec<RamTable>),
     /// Their places in the manifest.
     places: Vec<u32>,
     /// The others, which are filled.
@@ -124,7 +125,7 @@ impl Job<'_> {
             process.start_time(),
             (*self.id, self.manifest.vm.clone(), self.repository.clone()),
             !self.options.paused,
-            (memory.ram, memory.tables),
+            std::mem::take(&mut memory.described),
         );
         thread::scope(|scope| {
             let _end = lazy.end_on_drop();
@@ -136,36 +137,53 @@ impl Job<'_> {
             guardian.last_duty(LastDuty::Pause)?;
             let (process, monitor) = launched.keep();
             // Dropped before the threads end: the guardian pauses the VM while pages still come.
-            let mut keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
-            if !self.options.paused {
-                keeper.monitor.cont()?;
-            }
-            clock.phases.cont = clock.lap();
-            let runs_after_us = micros(clock.asked_at.elapsed());
-            events(LazyEvent::Runs {
-                after_us: runs_after_us,
-            });
-            if !self.options.paused {
-                announce(&mut keeper.monitor);
-            }
-            lazy.fill(scope, self.reader, self.options.limit_fill)?;
-            keeper.until_complete(events)?;
-            let verify = match self.options.verify {
-                true => {
-                    let all = memory.blocks.iter().chain(&memory.filled);
-                    let verified = self.verify(&all.collect::<Vec<_>>(), events);
-                    // As when it is compared before: a VM that is not the checkpoint does not stay.
-                    Some(verified.inspect_err(|_| keeper.end_vm())?)
-                }
-                false => None,
-            };
-            let mut done = keeper.done(clock, runs_after_us, verify);
-            if let Some(report) = &mut done.lazy {
-                report.working_set = self.working_set.as_ref().map(|set| set.pages.len());
-                report.recorded = self.record(&lazy, &memory.places);
-            }
-            Ok(done)
+            let keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
+            self.look_after(scope, keeper, &memory, clock, events)
         })
+    }
+
+    /// Lets the guest run, and looks after it until its memory is complete.
+    fn look_after<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        mut keeper: Keeper<'s, '_>,
+        memory: &Memory<'_>,
+        mut clock: PhaseClock,
+        events: LazySink<'_>,
+    ) -> Result<Done, RestoreError> {
+        let lazy = keeper.lazy;
+        if !self.options.paused {
+            keeper.monitor.cont()?;
+        }
+        clock.phases.cont = clock.lap();
+        let runs_after_us = micros(clock.asked_at.elapsed());
+        events(LazyEvent::Runs {
+            after_us: runs_after_us,
+        });
+        if !self.options.paused {
+            aftercare::announce(&mut keeper.monitor);
+        }
+        let set_clock = scope.spawn(|| self.set_clock());
+        lazy.fill(scope, self.reader, self.options.limit_fill)?;
+        keeper.until_complete(events)?;
+        let verify = match self.options.verify {
+            true => {
+                let all = memory.blocks.iter().chain(&memory.filled);
+                let verified = self.verify(&all.collect::<Vec<_>>(), events);
+                // As when it is compared before: a VM that is not the checkpoint does not stay.
+                Some(verified.inspect_err(|_| keeper.end_vm())?)
+            }
+            false => None,
+        };
+        let mut done = keeper.done(clock, runs_after_us, verify);
+        done.clock = set_clock
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        if let Some(report) = &mut done.lazy {
+            report.working_set = self.working_set.as_ref().map(|set| set.pages.len());
+            report.recorded = self.record(lazy, &memory.places);
+        }
+        Ok(done)
     }
 
     /// The pages of the working set: numbers among these blocks, and pages.
@@ -208,8 +226,7 @@ impl Job<'_> {
         let mut lazily = Memory {
             blocks: Vec::new(),
             maps: Vec::new(),
-            tables: Vec::new(),
-            ram: Vec::new(),
+            described: (Vec::new(), Vec::new()),
             places: Vec::new(),
             filled: Vec::new(),
         };
@@ -225,9 +242,9 @@ impl Job<'_> {
                 {
                     lazily.blocks.push(block);
                     lazily.maps.push(map);
-                    lazily.tables.push(table.clone());
+                    lazily.described.1.push(table.clone());
                     lazily.places.push(place);
-                    lazily.ram.push(ram.clone());
+                    lazily.described.0.push(ram.clone());
                 }
                 _ => {
                     lazily.filled.push(block);
@@ -320,6 +337,7 @@ fn complete_already(
             runs_after_us: micros(clock.asked_at.elapsed()),
             ..LazyReport::default()
         }),
+        clock: None,
         verify: None,
     })
 }
@@ -441,6 +459,7 @@ impl<'l, 'a> Keeper<'l, 'a> {
                 faults_each_10_ms: self.lazy.faults_by_step(),
                 ..LazyReport::default()
             }),
+            clock: None,
             verify,
         }
     }

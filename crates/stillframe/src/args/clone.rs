@@ -34,6 +34,9 @@ pub struct CloneArgs {
     /// Leave the guests paused, ready to run
     #[arg(long)]
     pub paused: bool,
+    /// Leave the guests' clocks as at the checkpoint; else guest agents are asked to set them
+    #[arg(long)]
+    pub keep_guest_clock: bool,
     /// Compare all memory of each with the checkpoint before it runs
     #[arg(long)]
     pub verify: bool,

@@ -22,6 +22,9 @@ pub struct RewindArgs {
     /// Leave the guest paused, ready to run
     #[arg(long)]
     pub paused: bool,
+    /// Leave the guest's clock as at the checkpoint; else guest agents are asked to set them
+    #[arg(long)]
+    pub keep_guest_clock: bool,
     /// Compare all memory with the checkpoint before the guest runs: a long pause
     #[arg(long)]
     pub verify: bool,

@@ -40,6 +40,7 @@ pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
             asked_at,
             launch: first.clone(),
             paused: args.paused,
+            keep_clock: args.keep_guest_clock,
             verify: args.verify,
             lazy: false,
             limit_fill: None,
@@ -128,5 +129,9 @@ fn words(report: &CloneReport) -> String {
             durations::human_us(report.base_us)
         );
     }
-    line + &how_it_ended(restored.verify.as_ref(), restored.running)
+    line + &how_it_ended(
+        restored.verify.as_ref(),
+        restored.clock.as_ref(),
+        restored.running,
+    )
 }

@@ -21,18 +21,21 @@ mod unlock;
 mod watch;
 
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::Context as _;
+use stillframe_engine::aftercare::ClockReport;
 use stillframe_engine::verify::VerifyReport;
 use stillframe_repo::Repository;
 use thiserror::Error;
 
 use crate::args::{Cli, Command, GlobalArgs};
+use crate::durations;
 use crate::exit::Exit;
 use crate::interrupt::{AtLast, Interrupts};
 use crate::output::Console;
 use crate::password;
-use crate::table;
+use crate::table::{self, printable};
 use crate::unlocked;
 
 /// Digits of a checkpoint id that are shown where a line has to stay short.
@@ -174,13 +177,30 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
 }
 
 /// The end of a line that tells of a VM brought to a checkpoint.
-fn how_it_ended(verify: Option<&VerifyReport>, running: bool) -> String {
+fn how_it_ended(
+    verify: Option<&VerifyReport>,
+    clock: Option<&ClockReport>,
+    running: bool,
+) -> String {
     let verified = verify.map(|verify| table::count(verify.pages, "page"));
     let mut words = verified.map_or_else(String::new, |pages| format!(", all {pages} verified"));
+    words += &clock.map_or_else(String::new, clock_words);
     if !running {
         words += "; the guest is paused, `cont` on the monitor lets it run";
     }
     words
+}
+
+fn clock_words(clock: &ClockReport) -> String {
+    if let Some(why) = &clock.not_set {
+        return format!("; the guest's clock is not set: {}", printable(why));
+    }
+    let Some(behind_ms) = clock.was_behind_ms else {
+        return "; the guest's clock is set".to_owned();
+    };
+    let time = durations::human(Duration::from_millis(behind_ms.unsigned_abs()));
+    let word = if behind_ms < 0 { "ahead" } else { "behind" };
+    format!("; the guest's clock was {time} {word} and is set")
 }
 
 /// The first digits of an id.

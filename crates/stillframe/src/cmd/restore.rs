@@ -48,6 +48,7 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
         asked_at,
         launch,
         paused: args.paused,
+        keep_clock: args.keep_guest_clock,
         verify: args.verify,
         lazy: args.lazy,
         limit_fill: args.limit_fill,
@@ -236,7 +237,11 @@ fn words(report: &RestoreReport) -> String {
             }
         );
     }
-    line + &how_it_ended(report.verify.as_ref(), report.running)
+    line + &how_it_ended(
+        report.verify.as_ref(),
+        report.clock.as_ref(),
+        report.running,
+    )
 }
 
 #[cfg(test)]
@@ -298,6 +303,7 @@ mod tests {
             phases_us: RestorePhases::default(),
             changes: Vec::new(),
             lazy: None,
+            clock: None,
             verify: None,
         };
         assert_eq!(

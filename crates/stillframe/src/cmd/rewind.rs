@@ -26,6 +26,7 @@ pub fn run(context: &Context, args: &RewindArgs) -> anyhow::Result<()> {
     let mut vm = capture::attach(context, &selector, schedule)?;
     let options = RewindOptions {
         paused: args.paused,
+        keep_clock: args.keep_guest_clock,
         verify: args.verify,
         pause_limit: args.pause_limit,
         copy_buffer_bytes: args.copy_buffer,
@@ -64,7 +65,11 @@ fn words(report: &RewindReport) -> String {
         table::count(report.compared, "page"),
         durations::human_us(downtime.total),
     );
-    line + &how_it_ended(report.verify.as_ref(), report.running)
+    line + &how_it_ended(
+        report.verify.as_ref(),
+        report.clock.as_ref(),
+        report.running,
+    )
 }
 
 #[cfg(test)]
@@ -86,6 +91,7 @@ mod tests {
                 ..RewindDowntime::default()
             },
             total_us: 800_000,
+            clock: None,
             verify: None,
         };
         assert_eq!(

@@ -197,10 +197,7 @@ fn restored(stillframe: &Stillframe, qmp: &PathBuf, options: &[&str]) -> Result<
     Ok(report)
 }
 
-fn record(all: &[((u32, u32), Measured)]) -> Result<()> {
-    let [(_, small), (_, middle), (_, large)] = all else {
-        bail!("a guest is missing");
-    };
+fn table(all: &[((u32, u32), Measured)]) -> String {
     let mut table = "| guest | QEMU's start | lazy: guest runs | lazy, unlocked | eager | QEMU, mapped-ram | lazy, start left out | lazy, unlocked, start left out | eager, start left out | QEMU, start left out |\n\
                      | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
         .to_owned();
@@ -222,6 +219,14 @@ fn record(all: &[((u32, u32), Measured)]) -> Result<()> {
             ms(measured.without_start(&measured.mapped_ram)),
         );
     }
+    table
+}
+
+fn record(all: &[((u32, u32), Measured)]) -> Result<()> {
+    let [(_, small), (_, middle), (_, large)] = all else {
+        bail!("a guest is missing");
+    };
+    let table = table(all);
     println!("{table}");
     let head = format!(
         "# Bench: restore\n\n`{COMMAND}`, commit {}. Medians of {TURNS} turns; TCG; everything in the page cache, and free memory touched before.\n\n",

@@ -1,0 +1,79 @@
+//! What is done for a guest that runs again after a while in a repository: the network is told where it
+//! is, and its clock is set by the agent in it, if there is one.
+//!
+//! The guest runs already, on the right memory: that something of this fails is told, and is no error.
+
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+use stillframe_qemu::guest_agent::GuestAgent;
+use stillframe_qemu::monitor::Monitor;
+use stillframe_qemu::qmp::QmpError;
+
+use crate::in_words;
+
+/// For the agent to answer at all: the guest has just begun to run.
+const CONNECT_LIMIT: Duration = Duration::from_secs(3);
+/// For each command; setting the clock starts a program in the guest, whose memory may still be filled.
+const COMMAND_LIMIT: Duration = Duration::from_secs(10);
+/// A clock that is no further off than this is set, whatever the agent could not do besides.
+const SET_WITHIN_MS: i64 = 1000;
+
+/// The guest's clock.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct ClockReport {
+    /// By how many milliseconds it was behind this host's when the guest ran again; negative: ahead.
+    pub was_behind_ms: Option<i64>,
+    /// By how many it is now.
+    pub behind_ms: Option<i64>,
+    /// Why it was not set.
+    pub not_set: Option<String>,
+}
+
+/// Tells the network where the VM is now.
+pub(crate) fn announce(monitor: &mut Monitor) {
+    let _ = monitor.announce();
+}
+
+/// Sets the clock of a guest that runs to this host's, through the channel of its agent.
+pub(crate) fn set_clock(agent: &Path) -> ClockReport {
+    let mut report = ClockReport::default();
+    let mut agent = match GuestAgent::connect(agent, CONNECT_LIMIT) {
+        Ok(agent) => agent,
+        Err(error) => {
+            report.not_set = Some(why_not(&error));
+            return report;
+        }
+    };
+    report.was_behind_ms = behind_ms(&mut agent).ok();
+    let set = agent.set_time_ns(now_ns(), COMMAND_LIMIT);
+    report.behind_ms = behind_ms(&mut agent).ok();
+    let is_right = report
+        .behind_ms
+        .is_some_and(|behind| behind.abs() < SET_WITHIN_MS);
+    if let (Err(error), false) = (set, is_right) {
+        report.not_set = Some(why_not(&error));
+    }
+    report
+}
+
+fn behind_ms(agent: &mut GuestAgent) -> Result<i64, QmpError> {
+    let guest = agent.time_ns(COMMAND_LIMIT)?;
+    Ok(now_ns().saturating_sub(guest) / 1_000_000)
+}
+
+/// Since 1970; until 2262.
+fn now_ns() -> i64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |time| i64::try_from(time.as_nanos()).unwrap_or(i64::MAX))
+}
+
+fn why_not(error: &QmpError) -> String {
+    match error {
+        QmpError::Timeout { .. } => "its agent does not answer".to_owned(),
+        QmpError::Refused { path, .. } => format!("nobody listens on {}", path.display()),
+        QmpError::Command { desc, .. } => format!("its agent says: {desc}"),
+        _ => in_words(error),
+    }
+}

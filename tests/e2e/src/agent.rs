@@ -1,0 +1,76 @@
+//! A guest's agent, spoken to without Stillframe.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::running::PATIENCE;
+
+/// A connection.
+#[derive(Debug)]
+pub struct Agent {
+    stream: BufReader<UnixStream>,
+}
+
+impl Agent {
+    /// Connects to the agent of a guest, which may only be booting.
+    pub fn connect(path: &Path) -> Result<Agent> {
+        let stream = UnixStream::connect(path).with_context(|| path.display().to_string())?;
+        stream.set_read_timeout(Some(Duration::from_secs(1)))?;
+        // A guest that does not read yet takes little in.
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let mut agent = Agent {
+            stream: BufReader::new(stream),
+        };
+        let begin = Instant::now();
+        for number in 1.. {
+            ensure!(begin.elapsed() < PATIENCE, "no agent answers");
+            agent.send(&json!({"execute": "guest-sync", "arguments": {"id": number}}))?;
+            let answer = agent.receive();
+            if answer.is_ok_and(|answer| answer["return"] == number) {
+                break;
+            }
+        }
+        agent.stream.get_ref().set_read_timeout(Some(PATIENCE))?;
+        Ok(agent)
+    }
+
+    /// By how many seconds the guest's clock is behind this machine's.
+    pub fn behind_s(&mut self) -> Result<f64> {
+        let guest = self.execute(&json!({"execute": "guest-get-time"}))?;
+        let guest = guest.as_f64().context("no time")? / 1e9;
+        Ok(now_s()? - guest)
+    }
+
+    /// Sets the guest's clock to so many seconds behind.
+    pub fn set_behind(&mut self, seconds: f64) -> Result<()> {
+        let time = ((now_s()? - seconds) * 1e9) as i64;
+        self.execute(&json!({"execute": "guest-set-time", "arguments": {"time": time}}))?;
+        Ok(())
+    }
+
+    fn execute(&mut self, command: &Value) -> Result<Value> {
+        self.send(command)?;
+        let mut answer = self.receive()?;
+        ensure!(answer.get("return").is_some(), "{command}: {answer}");
+        Ok(answer["return"].take())
+    }
+
+    fn send(&mut self, command: &Value) -> Result<()> {
+        Ok(writeln!(self.stream.get_mut(), "{command}")?)
+    }
+
+    fn receive(&mut self) -> Result<Value> {
+        let mut line = Vec::new();
+        self.stream.read_until(b'\n', &mut line)?;
+        Ok(serde_json::from_slice(&line)?)
+    }
+}
+
+fn now_s() -> Result<f64> {
+    Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64())
+}

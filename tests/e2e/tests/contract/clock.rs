@@ -1,0 +1,126 @@
+//! The clock of a guest that was in a repository for a while: set by its agent, the real one.
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use stillframe_e2e::agent::Agent;
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Kind, Restored, Setup};
+use stillframe_e2e::health::expect_nothing_left;
+use stillframe_e2e::running::PATIENCE;
+use stillframe_e2e::serial::Serial;
+
+/// The guest's clock is as wrong as if it had been away for so long.
+const AWAY_S: f64 = 3600.0;
+
+fn is_right(behind_s: f64) -> bool {
+    behind_s.abs() < 2.0
+}
+
+fn is_as_it_was(behind_s: f64) -> bool {
+    (AWAY_S - 2.0..AWAY_S + 600.0).contains(&behind_s)
+}
+
+/// What Stillframe says of it.
+fn expect_set(report: &Value) -> Result<()> {
+    let ms = |name: &str| report["clock"][name].as_f64().context("no clock");
+    let [was, is] = [ms("was_behind_ms")?, ms("behind_ms")?].map(|ms| ms / 1e3);
+    ensure!(is_as_it_was(was) && is_right(is), "{report}");
+    ensure!(report["clock"]["not_set"].is_null(), "{report}");
+    Ok(())
+}
+
+#[test]
+fn a_guest_with_an_agent_gets_the_right_time() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let mut guest = Setup::small(Kind::Private, "late").with_agent().boot()?;
+    let channel = guest.agent_path();
+    Agent::connect(&channel)?.set_behind(AWAY_S)?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
+    guest.kill()?;
+    let qmp = folder.path().join("x.qmp").display().to_string();
+    let serial = folder.path().join("serial");
+    let spec = format!("file:{}", serial.display());
+    let restore = |more: &[&str]| -> Result<(Restored, Value)> {
+        let line = ["restore", "latest", "--qmp", &qmp, "--serial", &spec];
+        let report = stillframe.json(&[&line, more].concat())?;
+        let restored = Restored {
+            pid: report["pid"].as_i64().context("no pid")? as i32,
+            qmp: (&qmp).into(),
+            serial: Serial::new(&serial),
+        };
+        Ok((restored, report))
+    };
+    for way in [&[][..], &["--lazy"]] {
+        let (restored, report) = restore(way)?;
+        expect_set(&report)?;
+        let behind_s = Agent::connect(&channel)?.behind_s()?;
+        ensure!(is_right(behind_s), "{way:?}: {behind_s} s behind");
+        restored.serial.wait_ticks(9, PATIENCE)?;
+        expect_nothing_left(restored.pid, &mut restored.monitor()?)?;
+    }
+    let (paused, report) = restore(&["--paused"])?;
+    ensure!(report["clock"].is_null(), "{report}");
+    drop(paused);
+    let (restored, report) = restore(&["--keep-guest-clock"])?;
+    ensure!(report["clock"].is_null(), "{report}");
+    let mut agent = Agent::connect(&channel)?;
+    ensure!(is_as_it_was(agent.behind_s()?), "it was set");
+    agent.set_behind(0.0)?;
+    // The channel serves one at a time.
+    let pid = restored.pid.to_string();
+    let rewind = ["rewind", "latest", "--pid", &pid];
+    let said = stillframe.ok(&rewind)?;
+    ensure!(said.contains("its agent does not answer"), "{said}");
+    ensure!(is_as_it_was(agent.behind_s()?), "it was set");
+    drop(agent);
+    expect_set(&stillframe.json(&rewind)?)?;
+    restored.serial.wait_more(2, PATIENCE)?;
+    drop(restored);
+    // A clone has a channel of its own.
+    let base = folder.path().join("base").display().to_string();
+    let numbered = qmp.replace("x.qmp", "{}.qmp");
+    let line = ["clone", "latest", "--qmp", &numbered, "--base-dir", &base];
+    let report = stillframe.json(&line)?;
+    let clone = Restored {
+        pid: report["pid"].as_i64().context("no pid")? as i32,
+        qmp: numbered.replace("{}", "1").into(),
+        serial: Serial::new(&serial),
+    };
+    expect_set(&report)?;
+    expect_nothing_left(clone.pid, &mut clone.monitor()?)
+}
+
+/// A guest whose channel nobody in it listens to runs all the same, and it is told.
+#[test]
+fn a_guest_whose_agent_is_silent_runs() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let channel = folder.path().join("agent").display().to_string();
+    let backend = format!("socket,id=agent,path={channel},server=on,wait=off");
+    let mut guest = Setup::small(Kind::Private, "silent")
+        .with(&["-chardev", &backend, "-device", "virtio-serial-pci"])
+        .with(&[
+            "-device",
+            "virtserialport,chardev=agent,name=org.qemu.guest_agent.0",
+        ])
+        .boot()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
+    guest.kill()?;
+    let qmp = folder.path().join("x.qmp").display().to_string();
+    let serial = folder.path().join("serial");
+    let spec = format!("file:{}", serial.display());
+    let line = ["restore", "latest", "--qmp", &qmp, "--serial", &spec];
+    let said = stillframe.ok(&line)?;
+    let told = "the guest's clock is not set: its agent does not answer";
+    ensure!(said.contains(told), "{said}");
+    let pid = said.split("process ").nth(1).context("no process")?;
+    let pid: i32 = pid.split(',').next().unwrap_or_default().parse()?;
+    let restored = Restored {
+        pid,
+        qmp: qmp.into(),
+        serial: Serial::new(&serial),
+    };
+    restored.serial.wait_ticks(5, PATIENCE)?;
+    expect_nothing_left(restored.pid, &mut restored.monitor()?)
+}

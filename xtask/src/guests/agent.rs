@@ -1,0 +1,87 @@
+//! QEMU's guest agent, with the libraries that it needs, for the Linux guest that has one.
+
+use super::cpio::Archive;
+use super::{modules, package, read};
+use crate::run::answer;
+use anyhow::{Context, Result, bail};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const PACKAGE: &str = "qemu-guest-agent";
+/// Where it lies in its package, and what is kept of that.
+const PROGRAM: &str = "usr/sbin/qemu-ga";
+const KEPT: &str = "qemu-ga";
+/// What the guest must load to find the agent's channel.
+const MODULES: &[&str] = &["virtio_pci", "virtio_console"];
+
+/// Puts `qemu-ga` into the folder. Once it is there, nothing is asked of the network again.
+pub fn fetch(folder: &Path) -> Result<PathBuf> {
+    let kept = folder.join(KEPT);
+    if !kept.is_file() {
+        let unpacked = package::unpack(folder, PACKAGE)?;
+        fs::rename(unpacked.root.join(PROGRAM), &kept)
+            .with_context(|| format!("cannot put {} in place", kept.display()))?;
+    }
+    Ok(kept)
+}
+
+/// Adds it to an initramfs, with its libraries, which are this machine's, and the modules.
+pub fn add(archive: &mut Archive, program: &Path, modules: &Path) -> Result<()> {
+    modules::add(archive, modules, MODULES)?;
+    archive.program(KEPT, &read(program)?)?;
+    let said = answer(Command::new("ldd").arg(program))?;
+    let libraries = libraries(&said)?;
+    for folder in folders(&libraries) {
+        archive.folder(&folder);
+    }
+    for library in &libraries {
+        archive.program(library.trim_start_matches('/'), &read(Path::new(library))?)?;
+    }
+    Ok(())
+}
+
+/// Reads `libm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x...)`, and the loader's line, which has one path.
+fn libraries(ldd: &str) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for line in ldd.lines() {
+        if line.contains("not found") {
+            bail!("the guest agent needs a library that is not here: {line}");
+        }
+        let path = line.split_whitespace().find(|word| word.starts_with('/'));
+        found.extend(path.map(str::to_owned));
+    }
+    Ok(found)
+}
+
+/// The folders of these files, each after the one that it lies in.
+fn folders(files: &[String]) -> Vec<String> {
+    let mut folders = Vec::new();
+    for file in files {
+        let mut above: Vec<_> = Path::new(file).ancestors().skip(1).collect();
+        above.reverse();
+        for folder in above {
+            let name = folder.display().to_string();
+            let name = name.trim_start_matches('/').to_owned();
+            if !name.is_empty() && !folders.contains(&name) {
+                folders.push(name);
+            }
+        }
+    }
+    folders
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_and_their_folders_are_read() {
+        let said = "\tlinux-vdso.so.1 (0x00007ffe)\n\tlibm.so.6 => /lib/x86/libm.so.6 (0x00007f)\n\
+                    \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
+        let found = libraries(said).unwrap();
+        assert_eq!(found, ["/lib/x86/libm.so.6", "/lib64/ld-linux-x86-64.so.2"]);
+        assert_eq!(folders(&found), ["lib", "lib/x86", "lib64"]);
+        assert!(libraries("\tlibx.so.1 => not found\n").is_err());
+    }
+}
