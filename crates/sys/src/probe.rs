@@ -7,7 +7,7 @@ use crate::memfd::{Access, Memfd};
 use crate::memory::{RemoteMemory, SharedMapping};
 use crate::pagemap::Pagemap;
 use crate::process::AddressRange;
-use crate::uffd::{Event, Track, Uffd, WriteProtectMode};
+use crate::uffd::{Event, Track, Uffd, Waiters, WriteProtectMode};
 use child::{Child, PAGE, PAGES};
 use std::error::Error;
 use std::time::Duration;
@@ -280,7 +280,7 @@ fn try_missing(child: &Child) -> Result<String, Box<dyn Error>> {
                 protected: false,
             },
         )?;
-        uffd.copy(page.start, &[0; PAGE as usize])?;
+        uffd.copy(page.start, &[0; PAGE as usize], Waiters::Wake)?;
         child.await_answer(LIMIT)?;
     }
     Ok("pages were supplied on demand".into())

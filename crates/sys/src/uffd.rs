@@ -115,6 +115,15 @@ pub enum Track {
     Missing,
 }
 
+/// What becomes of those who wait for a page that is filled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waiters {
+    /// They go on.
+    Wake,
+    /// They wait on, until they are woken.
+    Leave,
+}
+
 /// Something a thread of the process waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
@@ -260,11 +269,16 @@ impl Uffd {
         })
     }
 
-    /// Fills missing pages from `to` on with these bytes (whole pages) and wakes their waiters.
+    /// Fills missing pages from `to` on with these bytes (whole pages), and wakes their waiters or leaves that
+    /// to a later [`Uffd::wake`].
     ///
     /// # Errors
     /// [`UffdError::Exists`] when a page is there already; the pages before it are filled.
-    pub fn copy(&self, to: u64, from: &[u8]) -> Result<(), UffdError> {
+    pub fn copy(&self, to: u64, from: &[u8], waiters: Waiters) -> Result<(), UffdError> {
+        let mode = match waiters {
+            Waiters::Wake => 0,
+            Waiters::Leave => kernel::UFFDIO_COPY_MODE_DONTWAKE.into(),
+        };
         let end = to.saturating_add(from.len() as u64);
         let mut done = 0;
         while done < from.len() {
@@ -277,7 +291,7 @@ impl Uffd {
                 dst: left.start,
                 src: rest.as_ptr() as u64,
                 len: rest.len() as u64,
-                mode: 0,
+                mode,
                 copy: 0,
             };
             // SAFETY: UFFDIO_COPY reads and writes one `uffdio_copy`, and reads `len` bytes at

@@ -11,6 +11,7 @@
 //! he would find zeros), the guardian pauses the VM, and another process can go on ([`record`]).
 //! Nothing of it remains in QEMU when the last page was filled.
 
+mod ahead;
 mod asked;
 mod filler;
 mod memory;
@@ -37,6 +38,7 @@ use stillframe_sys::uffd::{Track, Uffd, UffdError};
 
 use super::eager::{self, PopulateError};
 use crate::capture::block::{Block, PAGE_BYTES};
+use ahead::Ahead;
 use asked::Page;
 use filler::Filler;
 use memory::LazyMemory;
@@ -68,10 +70,12 @@ pub enum News {
 /// The memory of a QEMU, being filled.
 pub struct Lazy<'a> {
     memory: LazyMemory<'a>,
-    /// What was asked for the last time.
-    working_set: Vec<Page>,
+    /// What was asked for the last times.
+    working_set: Ahead,
     /// What was written in the last interval before the checkpoint, and so is likely to be used again.
     newest: Vec<Page>,
+    /// No more than this is filled of what nobody has asked for.
+    bytes_per_s: Option<NonZeroU64>,
     trouble: Trouble,
     /// Why some pages cannot be filled, though nobody waits for them.
     problem: Mutex<Option<String>>,
@@ -107,12 +111,14 @@ pub fn register(uffd: &Uffd, block: &Block, page_bytes: u64) -> Result<bool, Uff
 
 impl<'a> Lazy<'a> {
     /// For blocks that are registered with `uffd`. Pages that are there already are left alone. First
-    /// filled is the `working_set`: numbers of blocks here, and pages.
+    /// filled is the `working_set`: numbers of blocks here, and pages. No more than `bytes_per_s` is filled of
+    /// what nobody asks for.
     pub fn new(
         uffd: Uffd,
         blocks: &[&Block],
         maps: Vec<PageMap<'a>>,
         mut working_set: Vec<(usize, u64)>,
+        bytes_per_s: Option<NonZeroU64>,
         marks: File,
     ) -> Result<Lazy<'a>, PopulateError> {
         let mut lazy = Vec::new();
@@ -127,8 +133,9 @@ impl<'a> Lazy<'a> {
         let (to_keeper, ended) = unbounded();
         Ok(Lazy {
             memory: LazyMemory::new(uffd, lazy, marks)?,
-            working_set,
+            working_set: Ahead::new(working_set),
             newest,
+            bytes_per_s,
             trouble: Trouble::default(),
             problem: Mutex::default(),
             end: AtomicBool::new(false),
@@ -192,6 +199,8 @@ impl<'a> Lazy<'a> {
             let server = Server {
                 memory: &self.memory,
                 near: Near::new(&self.memory, reader)?,
+                ahead: &self.working_set,
+                read_ahead: self.bytes_per_s.is_none(),
                 trouble: &self.trouble,
                 end: &self.end_event,
             };
@@ -207,18 +216,19 @@ impl<'a> Lazy<'a> {
         Ok(())
     }
 
-    /// Starts filling what nobody asks for, no more than `bytes_per_s` of it.
+    /// Starts filling what nobody asks for.
     pub fn fill<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
         reader: &'s Reader<'_>,
-        bytes_per_s: Option<NonZeroU64>,
     ) -> Result<(), PopulateError> {
         let filler = Filler {
             memory: &self.memory,
             reader,
+            // The other half is the guest's: measured, more threads take from it what they gain.
             threads: affinity::of_this_thread().len().div_ceil(2),
-            bytes_per_s,
+            bytes_per_s: self.bytes_per_s,
+            ahead: &self.working_set,
             end: &self.end,
             problem: &self.problem,
         };
@@ -227,7 +237,7 @@ impl<'a> Lazy<'a> {
             .name("filler".into())
             .spawn_scoped(scope, move || {
                 affinity::step_back();
-                let _ = ended.send(Ended::Filler(filler.run(&self.working_set, &self.newest)));
+                let _ = ended.send(Ended::Filler(filler.run(&self.newest)));
             })
             .map_err(PopulateError::Threads)?;
         Ok(())
@@ -235,7 +245,7 @@ impl<'a> Lazy<'a> {
 
     /// The working set for the next time, if that of this time did not hold all that was asked for.
     pub fn grown_working_set(&self) -> Option<Vec<(usize, u64)>> {
-        self.memory.asked.grown(&self.working_set)
+        self.memory.asked.grown(self.working_set.pages())
     }
 
     /// How many faults there were in each of the first steps of 10 ms, up to the last.

@@ -118,7 +118,15 @@ impl Job<'_> {
         let blocks: Vec<&Block> = memory.blocks.iter().collect();
         let maps = std::mem::take(&mut memory.maps);
         let working_set = self.working_set(&memory.places);
-        let lazy = Lazy::new(uffd, &blocks, maps, working_set, files.create_marks()?)?;
+        let limit = self.options.limit_fill;
+        let lazy = Lazy::new(
+            uffd,
+            &blocks,
+            maps,
+            working_set,
+            limit,
+            files.create_marks()?,
+        )?;
         lazy.settle_used(&process, &blocks)?;
         let record = FillingRecord::new(
             [process.pid(), shared.remote_fd],
@@ -164,7 +172,7 @@ impl Job<'_> {
             aftercare::announce(&mut keeper.monitor);
         }
         let set_clock = scope.spawn(|| self.set_clock());
-        lazy.fill(scope, self.reader, self.options.limit_fill)?;
+        lazy.fill(scope, self.reader)?;
         keeper.until_complete(events)?;
         let verify = match self.options.verify {
             true => {
@@ -289,7 +297,7 @@ pub(super) fn resume(
     let maps = tables
         .map(|table| PageMap::open(reader, table))
         .collect::<Result<_, _>>()?;
-    let lazy = Lazy::new(uffd, &blocks, maps, Vec::new(), marks)?;
+    let lazy = Lazy::new(uffd, &blocks, maps, Vec::new(), limit_fill, marks)?;
     lazy.settle_present(&process, &blocks)?;
     thread::scope(|scope| {
         let _end = lazy.end_on_drop();
@@ -310,7 +318,7 @@ pub(super) fn resume(
         events(LazyEvent::Runs {
             after_us: runs_after_us,
         });
-        lazy.fill(scope, reader, limit_fill)?;
+        lazy.fill(scope, reader)?;
         keeper.until_complete(events)?;
         Ok(keeper.done(clock, runs_after_us, None))
     })

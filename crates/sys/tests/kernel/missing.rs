@@ -5,7 +5,7 @@ use crate::victim::steal;
 use std::time::Duration;
 use stillframe_sys::infect::{InfectError, close_fd, share_userfaultfd};
 use stillframe_sys::process::AddressRange;
-use stillframe_sys::uffd::{Event, Track, Uffd, UffdError};
+use stillframe_sys::uffd::{Event, Track, Uffd, UffdError, Waiters};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -30,13 +30,13 @@ fn missing_pages_are_served() {
             }
         );
         let content: Vec<u8> = (0..2 * PAGE).map(|at| (at / PAGE) as u8 + 1).collect();
-        uffd.copy(address, &content).unwrap();
+        uffd.copy(address, &content, Waiters::Wake).unwrap();
         assert_eq!(memory.done(), 0x0101_0101_0101_0101);
         // Its neighbour came with it, without a fault.
         assert_eq!(memory.act("read", region, [4]), 0x0202_0202_0202_0202);
-        let again = uffd.copy(address, &content);
+        let again = uffd.copy(address, &content, Waiters::Wake);
         assert!(matches!(again, Err(UffdError::Exists { .. })), "{again:?}");
-        let partly = uffd.copy(memory.page(region, 2).start, &content);
+        let partly = uffd.copy(memory.page(region, 2).start, &content, Waiters::Wake);
         let Err(UffdError::Exists { range }) = partly else {
             panic!("{partly:?}")
         };
@@ -71,6 +71,26 @@ fn wait_after_wake(uffd: &Uffd, page: AddressRange) -> Event {
     wait_for_event(uffd)
 }
 
+/// Whoever waits for a page can be left waiting when it is there.
+#[test]
+fn a_waiter_may_be_held() {
+    let mut memory = Memory::start(8, "small");
+    let fd = steal(&memory.victim.process).unwrap().fd;
+    let uffd = Uffd::handshake_missing(fd).unwrap();
+    uffd.register(memory.regions[0], Track::Missing).unwrap();
+    let page = memory.page(0, 3);
+    memory.begin("read", 0, [3]);
+    wait_for_event(&uffd);
+    uffd.copy(page.start, &[1; PAGE as usize], Waiters::Leave)
+        .unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    let pid = memory.victim.process.pid();
+    let waits_in = std::fs::read_to_string(format!("/proc/{pid}/wchan")).unwrap();
+    assert_eq!(waits_in, "handle_userfault");
+    uffd.wake(page).unwrap();
+    assert_eq!(memory.done(), 0x0101_0101_0101_0101);
+}
+
 /// A page that is given up after it was filled is reported as missing again, and its discarding waits
 /// for nobody.
 #[test]
@@ -80,7 +100,8 @@ fn a_discarded_page_is_missing_again() {
     let uffd = Uffd::handshake_missing(fd).unwrap();
     uffd.register(memory.regions[0], Track::Missing).unwrap();
     let page = memory.page(0, 3);
-    uffd.copy(page.start, &[1; PAGE as usize]).unwrap();
+    uffd.copy(page.start, &[1; PAGE as usize], Waiters::Wake)
+        .unwrap();
     assert_eq!(memory.act("read", 0, [3]), 0x0101_0101_0101_0101);
     memory.act("discard", 0, [3]);
     memory.begin("read", 0, [3]);
@@ -109,7 +130,11 @@ fn a_successor_serves_what_is_left() {
         second.wake(memory.regions[region]).unwrap();
         assert_eq!(wait_for_event(&second), asked);
         second
-            .copy(memory.page(region, 3).start, &[1; PAGE as usize])
+            .copy(
+                memory.page(region, 3).start,
+                &[1; PAGE as usize],
+                Waiters::Wake,
+            )
             .unwrap();
         assert_eq!(memory.done(), 0x0101_0101_0101_0101);
         second.unregister(memory.regions[region]).unwrap();

@@ -1,8 +1,8 @@
 //! `cargo xtask bench responsive`: how soon a restored VM works as one that was never saved. Redis in a Debian
 //! guest, whose client reads all values over and over and says after each hundred of them that it did.
 //!
-//! Each checkpoint is restored lazily twice (the first time nobody knows what the guest will ask for, the second
-//! time that is recorded) and once eagerly. Times are the host's and count from the command, QEMU's start
+//! Each checkpoint is restored lazily several times (the first time nobody knows what the guest will ask for;
+//! each time more of that is recorded) and once eagerly. Times are the host's and count from the command, QEMU's start
 //! included. What is read is in the page cache, and free memory is touched before ([`host_memory`]).
 
 use std::fmt::Write as _;
@@ -46,18 +46,36 @@ const LOOK: Duration = Duration::from_millis(3);
 enum Way {
     NeverSaved,
     Lazy,
+    /// Before the working set holds all that it comes to hold.
+    Learning,
     WorkingSet,
     Eager,
 }
 
 impl Way {
-    const ALL: [Way; 4] = [Way::NeverSaved, Way::Lazy, Way::WorkingSet, Way::Eager];
+    const ALL: [Way; 5] = [
+        Way::NeverSaved,
+        Way::Lazy,
+        Way::Learning,
+        Way::WorkingSet,
+        Way::Eager,
+    ];
+    /// Of a checkpoint, in this order.
+    const EACH: [Way; 6] = [
+        Way::Lazy,
+        Way::Learning,
+        Way::Learning,
+        Way::Learning,
+        Way::WorkingSet,
+        Way::Eager,
+    ];
 
     fn words(self) -> &'static str {
         match self {
             Way::NeverSaved => "never saved",
             Way::Lazy => "lazy, nothing recorded",
-            Way::WorkingSet => "lazy, working set recorded",
+            Way::Learning => "lazy, recorded once to three times",
+            Way::WorkingSet => "lazy, recorded four times",
             Way::Eager => "eager",
         }
     }
@@ -179,7 +197,7 @@ pub fn run(turns: usize) -> Result<()> {
     let checkpoints = take(&stillframe, &guest, turns)?;
     drop(guest);
     for (number, id) in checkpoints.iter().enumerate() {
-        for way in [Way::Lazy, Way::WorkingSet, Way::Eager] {
+        for way in Way::EACH {
             let run = restored(&stillframe, folder.path(), id, way)?;
             eprintln!(
                 "turn {} of {turns}, {}: {:.0} faults, a sweep in {:.2} s",
@@ -250,7 +268,7 @@ fn restored(stillframe: &Stillframe, folder: &Path, id: &str, way: Way) -> Resul
     drop(restored);
     let recorded = !report["lazy"]["working_set"].is_null();
     ensure!(
-        recorded == (way == Way::WorkingSet),
+        recorded == matches!(way, Way::Learning | Way::WorkingSet),
         "{}: working set {}",
         way.words(),
         report["lazy"]["working_set"]
@@ -402,7 +420,7 @@ fn page(measured: &Measured, claims: &[Claim]) -> String {
 }
 
 fn draw_faults(path: &Path, measured: &Measured) -> Result<()> {
-    let series: Vec<Series> = [Way::Lazy, Way::WorkingSet]
+    let series: Vec<Series> = [Way::Lazy, Way::Learning, Way::WorkingSet]
         .into_iter()
         .filter_map(|way| {
             let run = measured.of(way).next()?;

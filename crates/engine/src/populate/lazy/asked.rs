@@ -5,7 +5,6 @@
 //! filling had reached by then.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use stillframe_repo::working_set::PAGES_MAX;
@@ -18,22 +17,15 @@ pub(super) type Page = (usize, u64);
 pub(super) struct Asked {
     /// How much of the working set had been filled by then, and the page; in the order of asking.
     pages: Mutex<Vec<(usize, Page)>>,
-    filled: AtomicUsize,
 }
 
 impl Asked {
-    /// Notes a page.
-    pub(super) fn note(&self, page: Page) {
-        let filled = self.filled.load(Ordering::Relaxed);
+    /// Notes a page, asked for when so many pages of the working set had been filled.
+    pub(super) fn note(&self, filled: usize, page: Page) {
         let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
         if pages.len() < PAGES_MAX {
             pages.push((filled, page));
         }
-    }
-
-    /// Notes that so many pages of the working set are filled.
-    pub(super) fn filled(&self, count: usize) {
-        self.filled.fetch_max(count, Ordering::Relaxed);
     }
 
     /// What is to be filled first the next time, where `before` was this time; nothing where that holds all
@@ -75,8 +67,7 @@ mod tests {
     fn asked(pages: &[(usize, Page)]) -> Asked {
         let asked = Asked::default();
         for &(filled, page) in pages {
-            asked.filled(filled);
-            asked.note(page);
+            asked.note(filled, page);
         }
         asked
     }

@@ -5,13 +5,15 @@
 //! it does, that is the fault servers' trouble.
 
 use std::num::NonZeroU64;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use stillframe_repo::{Reader, RepoError};
+use stillframe_sys::uffd::Waiters;
 
+use super::ahead::Ahead;
 use super::asked::Page;
 use super::memory::{FillError, LazyMemory};
 use super::near::Near;
@@ -34,6 +36,7 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(super) struct Filler<'m, 'a> {
     pub(super) memory: &'m LazyMemory<'a>,
     pub(super) reader: &'m Reader<'m>,
+    pub(super) ahead: &'m Ahead,
     pub(super) threads: usize,
     /// No more than this is filled.
     pub(super) bytes_per_s: Option<NonZeroU64>,
@@ -43,10 +46,11 @@ pub(super) struct Filler<'m, 'a> {
 }
 
 impl Filler<'_, '_> {
-    /// Fills all pages with content: first the working set, with what comes along, then the newest changes;
-    /// `false` when it was ended before.
-    pub(super) fn run(&self, working_set: &[Page], newest: &[Page]) -> Result<bool, FillError> {
-        let mut failed = self.fill_working_set(working_set)?;
+    /// Fills all pages with content: first the working set, then the newest changes; `false` when it was
+    /// ended before.
+    pub(super) fn run(&self, newest: &[Page]) -> Result<bool, FillError> {
+        self.fill_working_set()?;
+        let mut failed = Vec::new();
         for group in newest.chunks(NEWEST_PAGES) {
             self.fill_group(group, &mut failed)?;
             self.pace(group.len() as u64);
@@ -64,28 +68,15 @@ impl Filler<'_, '_> {
         Ok(!self.has_ended())
     }
 
-    /// In its order, each page with those near it. Returns groups of pages that cannot be had.
-    fn fill_working_set(&self, pages: &[Page]) -> Result<Vec<Vec<Page>>, FillError> {
-        let next = AtomicUsize::new(0);
-        let failed = Mutex::new(Vec::new());
+    /// In its order, each page with those near it. What cannot be had is tried again with all the others.
+    fn fill_working_set(&self) -> Result<(), FillError> {
         let work = || -> Result<(), FillError> {
             let mut near = Near::new(self.memory, self.reader)?;
             while !self.has_ended() {
-                let at = next.fetch_add(1, Ordering::Relaxed);
-                let Some(&page) = pages.get(at) else {
-                    break;
-                };
-                self.memory.asked.filled(at);
-                if self.memory.blocks[page.0].is_settled(page.1) {
-                    continue;
-                }
-                match near.fill(page.0, page.1) {
-                    Ok(pages) => self.pace(pages),
-                    Err(FillError::Repo(error)) => {
-                        self.cannot(&error);
-                        let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
-                        failed.push(page);
-                    }
+                match near.fill_ahead(self.ahead) {
+                    Ok(Some(pages)) => self.pace(pages),
+                    Ok(None) => break,
+                    Err(FillError::Repo(error)) => _ = self.cannot(&error),
                     Err(error) => return Err(error),
                 }
             }
@@ -99,10 +90,7 @@ impl Filler<'_, '_> {
                 Err(panic) => std::panic::resume_unwind(panic),
             });
             theirs.fold(own, Result::and)
-        })?;
-        self.memory.asked.filled(pages.len());
-        let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
-        Ok(failed.chunks(PIECE_PAGES).map(<[Page]>::to_vec).collect())
+        })
     }
 
     fn fill_block(&self, number: usize, failed: &mut Vec<Vec<Page>>) -> Result<(), FillError> {
@@ -159,7 +147,7 @@ impl Filler<'_, '_> {
             let read = populate::read_pages(&block.map, wanted, self.threads, |page, bytes| {
                 match self.has_ended() {
                     true => Err(FillError::Ended),
-                    false => self.memory.put(number, page, bytes),
+                    false => self.memory.put(number, page, bytes, Waiters::Wake),
                 }
             });
             match read {

@@ -16,7 +16,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use stillframe_repo::{PageMap, RepoError};
 use stillframe_sys::process::AddressRange;
-use stillframe_sys::uffd::{Uffd, UffdError};
+use stillframe_sys::uffd::{Uffd, UffdError, Waiters};
 use thiserror::Error;
 
 use super::asked::Asked;
@@ -169,11 +169,17 @@ impl<'a> LazyMemory<'a> {
 
     /// Fills consecutive pages; those that were filled before, or are not to be filled any more, are left
     /// as they are.
-    pub(super) fn put(&self, block: usize, first: u64, bytes: &[u8]) -> Result<(), FillError> {
+    pub(super) fn put(
+        &self,
+        block: usize,
+        first: u64,
+        bytes: &[u8],
+        waiters: Waiters,
+    ) -> Result<(), FillError> {
         let to = self.blocks[block].address(first);
         let filled = self.settle_each(block, first, bytes.len() as u64, |done, rest| {
             let range = done as usize..(done + rest) as usize;
-            self.uffd.copy(to + done, &bytes[range])
+            self.uffd.copy(to + done, &bytes[range], waiters)
         })?;
         self.filled.fetch_add(filled, Ordering::Relaxed);
         Ok(())

@@ -3,7 +3,10 @@
 use std::io;
 
 use stillframe_repo::{PageReader, Reader, RepoError};
+use stillframe_sys::uffd::Waiters;
 
+use super::ahead::Ahead;
+use super::asked::Page;
 use super::memory::{FillError, LazyMemory};
 use crate::capture::block::PAGE_BYTES;
 
@@ -29,10 +32,18 @@ impl<'m, 'a> Near<'m, 'a> {
         })
     }
 
-    /// Fills a page that is not settled, wakes those who wait for it, and then fills others near it. Returns
-    /// how many pages that were.
-    pub(super) fn fill(&mut self, number: usize, page: u64) -> Result<u64, FillError> {
+    /// Fills a page that is not settled, and then others near it. Returns how many pages that were. Those who
+    /// wait for the page are woken as soon as it is there, or left to the caller.
+    pub(super) fn fill(
+        &mut self,
+        (number, page): Page,
+        waiters: Waiters,
+    ) -> Result<u64, FillError> {
         let memory = self.memory;
+        let wake = || match waiters {
+            Waiters::Wake => memory.wake(number, page),
+            Waiters::Leave => Ok(()),
+        };
         let block = &memory.blocks[number];
         if block.map.is_zero(page)? {
             let mut end = page + 1;
@@ -43,7 +54,7 @@ impl<'m, 'a> Near<'m, 'a> {
                 end += 1;
             }
             memory.put_zeros(number, page..end)?;
-            memory.wake(number, page)?;
+            wake()?;
             return Ok(end - page);
         }
         let first = page.saturating_sub(REACH);
@@ -55,12 +66,12 @@ impl<'m, 'a> Near<'m, 'a> {
         let mut pages = 0;
         let mut sink = |first: u64, bytes: &[u8]| {
             pages += bytes.len() as u64 / PAGE_BYTES;
-            let put = memory
-                .put(number, first, bytes)
-                .and_then(|()| match first == page {
-                    true => memory.wake(number, page),
-                    false => Ok(()),
-                });
+            let put = match first == page {
+                true => memory
+                    .put(number, first, bytes, waiters)
+                    .and_then(|()| wake()),
+                false => memory.put(number, first, bytes, Waiters::Wake),
+            };
             put.map_err(|error| {
                 let text = error.to_string();
                 failure = Some(error);
@@ -74,6 +85,18 @@ impl<'m, 'a> Near<'m, 'a> {
                 read?;
                 Ok(pages)
             }
+        }
+    }
+
+    /// Fills the next page of the working set, if it is not settled. Returns how many pages that were, or
+    /// nothing when the working set has come to its end.
+    pub(super) fn fill_ahead(&mut self, ahead: &Ahead) -> Result<Option<u64>, FillError> {
+        match ahead.take() {
+            Some((number, page)) if !self.memory.blocks[number].is_settled(page) => {
+                self.fill((number, page), Waiters::Wake).map(Some)
+            }
+            Some(_) => Ok(Some(0)),
+            None => Ok(None),
         }
     }
 }

@@ -3,15 +3,19 @@
 //! A few threads do nothing else, each with what it needs to read from the repository.
 
 use std::os::fd::OwnedFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use stillframe_sys::uffd::{Event, UffdError};
+use stillframe_sys::uffd::{Event, UffdError, Waiters};
 
+use super::ahead::Ahead;
 use super::memory::{FillError, LazyMemory};
 use super::near::Near;
 use super::trouble::Trouble;
 
+/// Whoever asks for a page of the working set gets it together with the next ones, and waits for no longer
+/// than this: a fault costs about as much as a page, and he would wait for each of them.
+const HELD: Duration = Duration::from_millis(1);
 /// How long until a page that could not be had is tried again.
 const AGAIN: Duration = Duration::from_millis(200);
 
@@ -19,6 +23,9 @@ const AGAIN: Duration = Duration::from_millis(200);
 pub(super) struct Server<'m, 'a> {
     pub(super) memory: &'m LazyMemory<'a>,
     pub(super) near: Near<'m, 'a>,
+    pub(super) ahead: &'m Ahead,
+    /// Whether those who wait may be held a little, for pages that they are about to ask for.
+    pub(super) read_ahead: bool,
     pub(super) trouble: &'m Trouble,
     /// Readable when it is time to end.
     pub(super) end: &'m OwnedFd,
@@ -87,13 +94,20 @@ impl Server<'_, '_> {
     }
 
     fn fill(&mut self, number: usize, page: u64) -> Result<(), FillError> {
-        let memory = self.memory;
-        if memory.blocks[number].is_settled(page) {
-            memory.put_discarded(number, page)?;
-            return memory.wake(number, page);
+        let (memory, page) = (self.memory, (number, page));
+        if memory.blocks[number].is_settled(page.1) {
+            memory.put_discarded(number, page.1)?;
+            return memory.wake(number, page.1);
         }
-        memory.asked.note((number, page));
-        self.near.fill(number, page)?;
-        Ok(())
+        memory.asked.note(self.ahead.taken(), page);
+        if !self.read_ahead || !self.ahead.foretells(page) {
+            self.near.fill(page, Waiters::Wake)?;
+            return Ok(());
+        }
+        let begin = Instant::now();
+        self.near.fill(page, Waiters::Leave)?;
+        // What cannot be had now will be had later; nobody has asked for it.
+        while begin.elapsed() < HELD && matches!(self.near.fill_ahead(self.ahead), Ok(Some(_))) {}
+        memory.wake(number, page.1)
     }
 }
