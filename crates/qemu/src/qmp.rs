@@ -145,12 +145,23 @@ impl Client {
     /// [`QmpError::Refused`], [`QmpError::Busy`] when no greeting comes, [`QmpError::NotQmp`].
     pub fn connect(path: &Path, timeout: Duration) -> Result<Client, QmpError> {
         let deadline = deadline_after(timeout);
-        let mut client = Client::on(socket::connect(path, deadline)?);
-        let greeting = client.await_greeting(path, deadline)?;
+        Client::on(socket::connect(path, deadline)?).negotiated(path, deadline)
+    }
+
+    /// Negotiates over a connection that is there already, all of it within `timeout`.
+    ///
+    /// # Errors
+    /// As [`Client::connect`]; [`QmpError::Closed`] when the other end is closed.
+    pub fn over(socket: UnixStream, timeout: Duration) -> Result<Client, QmpError> {
+        Client::on(socket).negotiated(Path::new("of our own"), deadline_after(timeout))
+    }
+
+    fn negotiated(mut self, path: &Path, deadline: Instant) -> Result<Client, QmpError> {
+        let greeting = self.await_greeting(path, deadline)?;
         let left = deadline.saturating_duration_since(Instant::now());
-        let ticket = client.send("qmp_capabilities", to_enable(&greeting))?;
-        client.wait(ticket, left)?;
-        Ok(client)
+        let ticket = self.send("qmp_capabilities", to_enable(&greeting))?;
+        self.wait(ticket, left)?;
+        Ok(self)
     }
 
     fn on(socket: UnixStream) -> Client {

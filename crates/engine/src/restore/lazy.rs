@@ -378,6 +378,8 @@ struct Keeper<'l, 'a> {
     record: FillingRecord,
     /// The guest was paused by us, with this command.
     paused: Option<Ticket>,
+    /// It was paused by somebody else, who has a monitor too, and is not for us to resume.
+    stands: bool,
     told: Option<Instant>,
 }
 
@@ -398,6 +400,7 @@ impl<'l, 'a> Keeper<'l, 'a> {
             lazy,
             record,
             paused: None,
+            stands: false,
             told: None,
         }
     }
@@ -428,8 +431,10 @@ impl<'l, 'a> Keeper<'l, 'a> {
 
     /// Pauses a guest that waits too long, and resumes it when it need not wait any more.
     fn look_after(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
+        self.note_others();
+        let may_be_paused = self.record.running && !self.stands;
         match (self.lazy.trouble(), self.paused.take()) {
-            (Some((waited, reason)), None) if waited > WAITED_MAX && self.record.running => {
+            (Some((waited, reason)), None) if waited > WAITED_MAX && may_be_paused => {
                 // Not waited for: a processor that waits for the page itself cannot stop before it is there.
                 let ticket = self.monitor.send_stop()?;
                 self.paused = Some(ticket);
@@ -446,6 +451,21 @@ impl<'l, 'a> Keeper<'l, 'a> {
             }
         }
         Ok(())
+    }
+
+    /// What others did to the VM, while it is not paused by us. What QEMU has told is looked at without asking it:
+    /// it may be waiting for a page itself.
+    fn note_others(&mut self) {
+        if self.paused.is_none() {
+            // A monitor that is closed shows in the process, too.
+            for event in self.monitor.client().take_events().unwrap_or_default() {
+                match event.name.as_str() {
+                    "STOP" => self.stands = true,
+                    "RESUME" => self.stands = false,
+                    _ => {}
+                }
+            }
+        }
     }
 
     fn go_on(&mut self, stopped: Ticket, events: LazySink<'_>) -> Result<(), RestoreError> {

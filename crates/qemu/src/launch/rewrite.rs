@@ -27,6 +27,9 @@ const DROPPED: &[(&str, &str)] = &[
     ("s", "debugger connections are not taken over"),
 ];
 
+/// The character device of the monitor that [`super::start`] adds for itself.
+const OWN_MONITOR: &str = "stillframe-monitor";
+
 /// Options whose value is the backend of a character device.
 const BACKEND_OPTIONS: &[&str] = &["serial", "parallel", "debugcon"];
 
@@ -40,6 +43,26 @@ const BACKGROUND_DISPLAYS: &[&str] = &["none", "egl-headless", "dbus", "vnc"];
 const VNC_PORT: u16 = 5900;
 
 pub(super) use twin::memory_blocks;
+
+/// A monitor on a descriptor that the new QEMU inherits. It is not part of the plan, and nobody misses it
+/// when the VM is started once more.
+pub(super) fn own_monitor(descriptor: u32) -> [String; 4] {
+    [
+        "-chardev".to_owned(),
+        format!("socket,id={OWN_MONITOR},fd={descriptor}"),
+        "-mon".to_owned(),
+        format!("chardev={OWN_MONITOR},mode=control"),
+    ]
+}
+
+fn is_own_monitor(option: &Argument) -> bool {
+    let value = option.value().unwrap_or_default();
+    match option.name() {
+        Some("mon") => monitor_device(option).as_deref() == Some(OWN_MONITOR),
+        Some("chardev") => chardev_is(value, OWN_MONITOR),
+        _ => false,
+    }
+}
 
 /// The new command line and what was changed.
 #[derive(Debug)]
@@ -105,6 +128,7 @@ impl Rewriter<'_> {
     fn drop_process_options(&mut self) {
         let mut monitor_devices: Vec<String> = Vec::new();
         let mut kept = Vec::new();
+        self.line.options.retain(|option| !is_own_monitor(option));
         for option in std::mem::take(&mut self.line.options) {
             let reason = DROPPED.iter().find(|(name, _)| option.is(name));
             let Some((_, reason)) = reason else {

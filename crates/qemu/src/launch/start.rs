@@ -2,15 +2,18 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use stillframe_sys::memfd::{Access, Memfd};
 use stillframe_sys::process::Process;
 
+use super::rewrite::own_monitor;
 use super::{LaunchError, LaunchOptions, LaunchPlan};
 use crate::monitor::{Monitor, MonitorError};
 use crate::qmp::{Client, QmpError};
@@ -21,6 +24,12 @@ const LOOK_AGAIN_MS: u64 = 2;
 /// Pause between two looks at whether the device state is loaded, which takes 2 ms and is waited for by
 /// whoever wants the VM back.
 const LOADED_LOOK_AGAIN: Duration = Duration::from_micros(200);
+
+/// What becomes QEMU.
+const SHELL: &str = "sh";
+
+/// Under which number QEMU finds the connection of our monitor.
+const MONITOR_DESCRIPTOR: u32 = 3;
 
 /// How long a QEMU that closed its monitor may take to end, in seconds.
 const END_LIMIT_SECONDS: u64 = 5;
@@ -35,7 +44,8 @@ const LAST_WORDS_BYTES: u64 = 4096;
 pub struct Launched {
     /// Its process.
     pub process: Process,
-    /// Its monitor.
+    /// A monitor of our own, over a connection that ends with this process; the user's is free from the
+    /// beginning.
     pub monitor: Monitor,
     owned: OwnedQemu,
 }
@@ -148,10 +158,10 @@ fn last_words(log: &Path, start: u64) -> std::io::Result<String> {
 pub struct Starting {
     /// Its process.
     pub process: Process,
-    /// Tells it to go on; closed without a word it ends.
-    go: Option<ChildStdin>,
+    /// Tells it to go on, and is its monitor's connection then; closed without a word it ends.
+    ours: UnixStream,
+    gone: bool,
     owned: OwnedQemu,
-    qmp: PathBuf,
     plan: LaunchPlan,
 }
 
@@ -161,15 +171,17 @@ pub struct Starting {
 /// # Errors
 /// [`LaunchError::Run`] and others, when there is no process.
 pub fn start(plan: &LaunchPlan, options: &LaunchOptions) -> Result<Starting, LaunchError> {
-    let mut owned = spawn(plan, options)?;
-    let child = owned.child.as_mut();
-    let pid = child.as_ref().map_or(0, |child| child.id());
-    let go = child.and_then(|child| child.stdin.take());
+    let (ours, theirs) = UnixStream::pair().map_err(|source| LaunchError::Run {
+        program: SHELL.into(),
+        source,
+    })?;
+    let owned = spawn(plan, options, theirs.into())?;
+    let pid = owned.child.as_ref().map_or(0, Child::id);
     Ok(Starting {
         process: Process::open(i32::try_from(pid).unwrap_or(0))?,
-        go,
+        ours,
+        gone: false,
         owned,
-        qmp: plan.cwd.join(&options.qmp),
         plan: plan.clone(),
     })
 }
@@ -177,9 +189,9 @@ pub fn start(plan: &LaunchPlan, options: &LaunchOptions) -> Result<Starting, Lau
 impl Starting {
     /// Lets it become QEMU.
     pub fn go(&mut self) {
-        if let Some(mut go) = self.go.take() {
+        if !std::mem::replace(&mut self.gone, true) {
             // It fails only where the process has ended, which is found out by waiting for it.
-            let _ = go.write_all(b"go\n");
+            let _ = self.ours.write_all(b"go\n");
         }
     }
 
@@ -193,60 +205,53 @@ impl Starting {
         self.go();
         let Starting {
             process,
+            ours,
             mut owned,
-            qmp,
             plan,
             ..
         } = self;
-        let deadline = Instant::now() + timeout;
-        loop {
-            if let Some(status) = owned.has_ended() {
+        let client = match Client::over(ours, timeout) {
+            Ok(client) => client,
+            Err(QmpError::Closed) => {
+                let limit = Duration::from_secs(END_LIMIT_SECONDS);
+                let Some(status) = owned.has_ended_within(limit) else {
+                    return Err(owned.fail(DOING, QmpError::Closed.into()));
+                };
                 // Another version may not understand the command line.
                 plan.check_version()?;
                 return Err(owned.exited(DOING, status));
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            match Client::connect(&qmp, left) {
-                // A path that another QEMU left behind and still listens on is not ours.
-                Ok(client) => match client.peer_pid() {
-                    Ok(peer) if peer == process.pid() => {
-                        let mut monitor = Monitor::new(client, peer, plan.cwd.clone());
-                        let version = monitor.version();
-                        let version = version.map_err(|error| owned.fail(DOING, error))?;
-                        plan.expect_version(version)?;
-                        let features = monitor.cpu_features();
-                        let features = features.map_err(|error| owned.fail(DOING, error))?;
-                        plan.expect_features(&features)?;
-                        return Ok(Launched {
-                            process,
-                            monitor,
-                            owned,
-                        });
-                    }
-                    Ok(_) => return Err(LaunchError::MonitorInUse { path: qmp }),
-                    Err(error) => return Err(owned.fail(DOING, error.into())),
-                },
-                Err(QmpError::Refused { .. } | QmpError::Closed) if !left.is_zero() => {
-                    std::thread::sleep(Duration::from_millis(LOOK_AGAIN_MS));
-                }
-                Err(
-                    QmpError::Refused { .. } | QmpError::Busy { .. } | QmpError::Timeout { .. },
-                ) => {
-                    return Err(owned.timed_out(DOING, timeout));
-                }
-                Err(error) => return Err(owned.fail(DOING, error.into())),
+            Err(QmpError::Busy { .. } | QmpError::Timeout { .. }) => {
+                return Err(owned.timed_out(DOING, timeout));
             }
-        }
+            Err(error) => return Err(owned.fail(DOING, error.into())),
+        };
+        let mut monitor = Monitor::new(client, process.pid(), plan.cwd.clone());
+        let version = monitor.version();
+        let version = version.map_err(|error| owned.fail(DOING, error))?;
+        plan.expect_version(version)?;
+        let features = monitor.cpu_features();
+        let features = features.map_err(|error| owned.fail(DOING, error))?;
+        plan.expect_features(&features)?;
+        Ok(Launched {
+            process,
+            monitor,
+            owned,
+        })
     }
 }
 
 /// Runs QEMU in a session of its own, so that neither the end of this process nor that of its
 /// terminal reaches the VM.
-fn spawn(plan: &LaunchPlan, options: &LaunchOptions) -> Result<OwnedQemu, LaunchError> {
-    const SHELL: &str = "sh";
+fn spawn(
+    plan: &LaunchPlan,
+    options: &LaunchOptions,
+    monitor: OwnedFd,
+) -> Result<OwnedQemu, LaunchError> {
     // Whoever is to end QEMU should we die must know the process first. setsid(1) and the shell replace
-    // themselves: the pid stays the same.
-    const WAIT_FOR_GO: &str = "read -r go && exec setsid \"$0\" \"$@\" </dev/null";
+    // themselves: the pid stays the same. The shell reads a line, and no byte more.
+    let wait_for_go =
+        format!("read -r go && exec setsid \"$0\" \"$@\" {MONITOR_DESCRIPTOR}<&0 </dev/null");
     let log_failed = |source| LaunchError::Log {
         path: options.log.clone(),
         source,
@@ -261,15 +266,16 @@ fn spawn(plan: &LaunchPlan, options: &LaunchOptions) -> Result<OwnedQemu, Launch
     let path = fs::canonicalize(&options.log).map_err(log_failed)?;
     let errors = log.try_clone().map_err(log_failed)?;
     let child = Command::new(SHELL)
-        .args(["-c", WAIT_FOR_GO])
+        .args(["-c", &wait_for_go])
         .arg(&plan.exe)
         .args(plan.arguments.iter().skip(1))
+        .args(own_monitor(MONITOR_DESCRIPTOR))
         .current_dir(&plan.cwd)
         // A guest that breaks out of QEMU must not find the repository's password there.
         .env_remove("STILLFRAME_PASSWORD")
         .env_remove("STILLFRAME_PASSWORD_FILE")
         .env_remove("STILLFRAME_PASSWORD_COMMAND")
-        .stdin(Stdio::piped())
+        .stdin(monitor)
         .stdout(log)
         .stderr(errors)
         .spawn()

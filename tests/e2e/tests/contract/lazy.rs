@@ -110,6 +110,13 @@ fn the_guest_runs_long_before_its_memory_is_there() -> Result<()> {
     let mut slow = start_slowly(&stillframe, folder.path())?;
     slow.serial.wait_ticks(10, PATIENCE)?;
     ensure!(files_beside(&slow.qmp)? == 2, "it is complete already");
+    // Its monitor is the user's.
+    let mut monitor = Qmp::connect(&slow.qmp)?;
+    monitor.execute("stop", json!({}))?;
+    ensure!(monitor.status()? == "paused");
+    monitor.execute("cont", json!({}))?;
+    drop(monitor);
+    slow.serial.wait_more(2, PATIENCE)?;
     // Nobody else may fill it meanwhile, nor begin again at this monitor.
     let qmp = slow.qmp.display().to_string();
     let said = stillframe.fails(&["restore", "--resume", "--qmp", &qmp], 1)?;

@@ -296,11 +296,12 @@ impl LazyBlock<'_> {
     }
 
     fn read_marks(&self, file: &File) -> io::Result<()> {
-        let mut marks = vec![0; self.map.pages() as usize];
+        // What is behind the end was never noted: of a new VM, everything.
+        let there = file.metadata()?.len().saturating_sub(self.first_mark);
+        let mut marks = vec![0; self.map.pages().min(there) as usize];
         let mut filled = 0;
         while filled < marks.len() {
             match file.read_at(&mut marks[filled..], self.first_mark + filled as u64) {
-                // What is behind the end was never noted.
                 Ok(0) => break,
                 Ok(read) => filled += read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

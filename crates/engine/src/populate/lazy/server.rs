@@ -15,7 +15,7 @@ use super::trouble::Trouble;
 
 /// Whoever asks for a page of the working set gets it together with the next ones, and waits for no longer
 /// than this: a fault costs about as much as a page, and he would wait for each of them.
-const HELD: Duration = Duration::from_millis(1);
+const HELD: Duration = Duration::from_millis(2);
 /// How long until a page that could not be had is tried again.
 const AGAIN: Duration = Duration::from_millis(200);
 

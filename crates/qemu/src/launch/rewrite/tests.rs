@@ -369,3 +369,17 @@ fn disks_that_clones_would_share_are_refused() {
     assert!(matches!(refused, Err(LaunchError::BlockdevOfClone { .. })));
     assert!(clone_of(&format!("{line},read-only=on"), "pc.ram").is_ok());
 }
+
+/// A VM that was restored before is started again without a word about that.
+#[test]
+fn our_own_monitor_goes_unseen() {
+    let own = own_monitor(3).join(" ");
+    let plain = "-nodefaults -display none";
+    check(None, &[(&format!("{plain} {own}"), plain)]);
+    let rewritten = run(&format!("{plain} {own}"), None).expect("a plan");
+    assert_eq!(rewritten.changes, [""; 0]);
+    // One of the user's on a descriptor is refused as ever.
+    let theirs = own.replace("stillframe-monitor", "theirs");
+    let theirs = format!("{plain} {theirs} -device virtserialport,chardev=theirs");
+    assert!(run(&theirs, None).is_err());
+}
