@@ -1,5 +1,7 @@
 //! The clock of a guest that was in a repository for a while: set by its agent, the real one.
 
+use std::path::{Path, PathBuf};
+
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use stillframe_e2e::agent::Agent;
@@ -20,6 +22,13 @@ fn is_as_it_was(behind_s: f64) -> bool {
     (AWAY_S - 2.0..AWAY_S + 600.0).contains(&behind_s)
 }
 
+/// Where a restored VM has its monitor, and its serial port: the file, and what QEMU is told.
+fn host_ends(folder: &Path) -> (String, PathBuf, String) {
+    let serial = folder.join("serial");
+    let spec = format!("file:{}", serial.display());
+    (folder.join("x.qmp").display().to_string(), serial, spec)
+}
+
 /// What Stillframe says of it.
 fn expect_set(report: &Value) -> Result<()> {
     let ms = |name: &str| report["clock"][name].as_f64().context("no clock");
@@ -38,9 +47,7 @@ fn a_guest_with_an_agent_gets_the_right_time() -> Result<()> {
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     guest.kill()?;
-    let qmp = folder.path().join("x.qmp").display().to_string();
-    let serial = folder.path().join("serial");
-    let spec = format!("file:{}", serial.display());
+    let (qmp, serial, spec) = host_ends(folder.path());
     let restore = |more: &[&str]| -> Result<(Restored, Value)> {
         let line = ["restore", "latest", "--qmp", &qmp, "--serial", &spec];
         let report = stillframe.json(&[&line, more].concat())?;
@@ -107,9 +114,7 @@ fn a_guest_whose_agent_is_silent_runs() -> Result<()> {
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     guest.kill()?;
-    let qmp = folder.path().join("x.qmp").display().to_string();
-    let serial = folder.path().join("serial");
-    let spec = format!("file:{}", serial.display());
+    let (qmp, serial, spec) = host_ends(folder.path());
     let line = ["restore", "latest", "--qmp", &qmp, "--serial", &spec];
     let said = stillframe.ok(&line)?;
     let told = "the guest's clock is not set: its agent does not answer";
