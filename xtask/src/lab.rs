@@ -30,7 +30,7 @@ pub enum Bench {
     Frequency,
     /// The pause of a guest of 8 GiB, and of one that writes all of its memory (about 12 minutes).
     Extremes,
-    /// How soon a VM of 1 to 8 GiB is back, lazily and eagerly, against QEMU's own way (about 7 minutes).
+    /// How soon a VM of 1 to 8 GiB is back, lazily and eagerly, against QEMU's own way (about 11 minutes).
     Restore,
     /// How soon a clone runs, against QEMU's own way, and the memory of ten (about 4 minutes).
     Clones,
@@ -39,7 +39,7 @@ pub enum Bench {
     RestoreExact,
     /// 150 times `kill -9` of a lazy restore (about 12 minutes).
     RestoreKill,
-    /// How soon a restored VM works as one that was never saved (about 6 minutes; the first time some more,
+    /// How soon a restored VM works as one that was never saved (about 12 minutes; the first time some more,
     /// to build the guest).
     Responsive,
     /// The guests with real software: the pace of each, alone and watched (about 20 minutes; the first

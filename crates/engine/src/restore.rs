@@ -20,6 +20,7 @@ use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, LaunchPlan, Star
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, RepoError, Repository};
+use stillframe_sys::affinity;
 use thiserror::Error;
 
 use crate::aftercare::ClockReport;
@@ -28,6 +29,7 @@ use crate::capture::device_state::BYTES_MAX;
 use crate::checkpoint::DEVICE_STATE;
 use crate::guardian::{Guardian, GuardianError, LastDuty};
 use crate::populate::eager::PopulateError;
+use crate::populate::lazy::prefetch::{self, Prefetched};
 use crate::populate::lazy::record::{Files, RecordError};
 use crate::verify::{VerifyError, VerifyReport};
 pub(crate) use job::{Job, PhaseClock, micros};
@@ -57,6 +59,14 @@ pub struct RestoreOptions {
     pub limit_fill: Option<NonZeroU64>,
     /// How long to wait for another process' exclusive lock on the repository.
     pub lock_wait: Duration,
+}
+
+impl RestoreOptions {
+    /// Whether memory is read while QEMU starts: not where that would take the processor that QEMU
+    /// starts on.
+    fn reads_ahead(&self) -> bool {
+        self.lazy && self.limit_fill.is_none() && affinity::of_this_thread().len() > 1
+    }
 }
 
 /// What was done.
@@ -227,9 +237,17 @@ pub fn restore(
     let tables = manifest.ram.iter();
     let maps = tables
         .map(|table| PageMap::open(&reader, table))
-        .collect::<Result<_, _>>()?;
+        .collect::<Result<Vec<_>, _>>()?;
     clock.phases.repository = clock.lap();
-    let launched = starting.wait(START_LIMIT)?;
+    let wait = || starting.wait(START_LIMIT);
+    let (launched, prefetched) = match options.reads_ahead() {
+        true => {
+            let known = job::known_pages(working_set.as_ref());
+            prefetch::while_waiting(wait, &reader, &maps, known)
+        }
+        false => (wait(), Prefetched::default()),
+    };
+    let launched = launched?;
     clock.phases.qemu = clock.lap();
     let job = Job {
         id,
@@ -244,7 +262,7 @@ pub fn restore(
         base: None,
     };
     let done = match options.lazy {
-        true => job.run(launched, guardian, maps, clock, events)?,
+        true => job.run(launched, guardian, (maps, prefetched), clock, events)?,
         false => job.run_eagerly(launched, &guardian, maps, clock, events)?,
     };
     Ok(job.report(done, plan, options.asked_at))

@@ -50,6 +50,9 @@ const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// RAM blocks that QEMU fills anew when the machine is reset, which loading a device state begins with.
 const FIRMWARE_PREFIX: &str = "/rom@";
 
+/// Sections of a device state that QEMU writes or not for the same devices (migration/global_state.c).
+const SOMETIMES: [&str; 1] = ["globalstate"];
+
 /// How to go back.
 #[derive(Debug, Clone)]
 pub struct RewindOptions {
@@ -318,12 +321,7 @@ impl Vm {
         buffer.take_back(&mut self.monitor)?;
         let raw = saved?;
         let sections = device_state::validate(&raw)?.sections;
-        let missing = job.state.0.iter().find(|name| !sections.contains(name));
-        if let Some(missing) = missing {
-            return Err(RewindError::OtherDevices {
-                missing: missing.clone(),
-            });
-        }
+        same_devices(&job.state.0, &sections)?;
         now.look_at_disks_again();
         launch::check_running_disks(job.then, &now, job.options.disks_as_they_are)?;
         downtime.save = us(save);
@@ -462,6 +460,22 @@ fn stages<'a>(
     Ok((staged, firmware))
 }
 
+/// Whether the VM has the devices that it had, by the sections of its device state: several devices may have one
+/// name, such as processors.
+fn same_devices(then: &[String], now: &[String]) -> Result<(), RewindError> {
+    let more = |some: &[String], others: &[String]| {
+        let count = |list: &[String], name| list.iter().filter(|other| *other == name).count();
+        let found = some.iter().find(|&name| {
+            !SOMETIMES.contains(&name.as_str()) && count(some, name) > count(others, name)
+        });
+        found.cloned()
+    };
+    if let Some(missing) = more(then, now) {
+        return Err(RewindError::OtherDevices { missing });
+    }
+    more(now, then).map_or(Ok(()), |added| Err(RewindError::MoreDevices { added }))
+}
+
 /// Whether the VM is the one of the checkpoint, as far as words can tell; its blocks and devices are looked at
 /// besides.
 fn same_machine(
@@ -495,5 +509,36 @@ fn same_machine(
             then: then.clone(),
         }),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn judged(then: &[&str], now: &[&str]) -> Option<String> {
+        let [then, now] = [then, now].map(|names| {
+            names
+                .iter()
+                .map(|&name| name.to_owned())
+                .collect::<Vec<_>>()
+        });
+        match same_devices(&then, &now) {
+            Ok(()) => None,
+            Err(RewindError::OtherDevices { missing }) => Some(format!("-{missing}")),
+            Err(RewindError::MoreDevices { added }) => Some(format!("+{added}")),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    #[test]
+    fn devices_are_counted_by_name() {
+        let told = |told: &str| Some(told.to_owned());
+        assert_eq!(judged(&["cpu", "cpu", "rtc"], &["rtc", "cpu", "cpu"]), None);
+        assert_eq!(judged(&["cpu", "cpu"], &["cpu", "rng"]), told("-cpu"));
+        assert_eq!(judged(&["cpu"], &["cpu", "cpu"]), told("+cpu"));
+        assert_eq!(judged(&["cpu"], &["cpu", "rng"]), told("+rng"));
+        assert_eq!(judged(&["cpu"], &["cpu", "globalstate"]), None);
+        assert_eq!(judged(&["cpu", "globalstate"], &["cpu"]), None);
     }
 }

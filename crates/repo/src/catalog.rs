@@ -26,15 +26,15 @@ use stillframe_page::hash::ContentId;
 use crate::blobs::{Wanted, lock};
 use crate::crypto::Keys;
 use crate::error::RepoError;
+use crate::found_part::FoundPart;
 use crate::frames::read_exact_at;
 use crate::index_file::{FRONT_BYTES, INDEX_BYTES_MAX, OpenIndex, head_bytes};
-use crate::index_format::{Entry, Part, key, order, parts_of, section_of};
+use crate::index_format::{Entry, key, order, parts_of, section_of};
 use crate::layout::FormatError;
 use crate::local::{Area, LocalStore};
 use crate::lookup::Place;
 use crate::marks::Bits;
 use crate::pack::FileHash;
-use crate::places::FrameInfo;
 
 /// Memory for parts: about 700,000 blobs.
 const PARTS_BYTES_MAX: usize = 32 << 20;
@@ -100,79 +100,6 @@ struct Cache {
     recent: Vec<Arc<FoundPart>>,
     /// The packs that were seen to be whole.
     whole: Bits,
-}
-
-/// A part, made ready for lookups.
-struct FoundPart {
-    number: u32,
-    pack: u32,
-    first_frame: u32,
-    frames: Vec<FrameInfo>,
-    /// By id.
-    blobs: Vec<PartBlob>,
-}
-
-struct PartBlob {
-    id: ContentId,
-    /// Its place among the frames of the part.
-    frame: u32,
-    offset: u32,
-    bytes: u32,
-}
-
-impl FoundPart {
-    fn new(number: u32, pack: u32, part: &Part) -> FoundPart {
-        let mut frames = Vec::with_capacity(part.frames.len());
-        let count = part.frames.iter().map(|frame| frame.blobs.len()).sum();
-        let mut blobs = Vec::with_capacity(count);
-        // That they end below 1 GiB was checked when the part was decoded.
-        let mut at = part.offset;
-        for frame in &part.frames {
-            let mut offset = 0;
-            for &(id, bytes) in &frame.blobs {
-                blobs.push(PartBlob {
-                    id,
-                    frame: frames.len() as u32,
-                    offset,
-                    bytes,
-                });
-                offset += bytes;
-            }
-            frames.push(FrameInfo {
-                offset: at,
-                stored_bytes: frame.stored_bytes,
-                plain_bytes: frame.plain_bytes,
-                kind: frame.kind,
-            });
-            at += frame.stored_bytes;
-        }
-        // Of two copies the first is found.
-        blobs.sort_by_key(|blob| blob.id);
-        FoundPart {
-            number,
-            pack,
-            first_frame: part.first_frame,
-            frames,
-            blobs,
-        }
-    }
-
-    fn find(&self, id: &ContentId) -> Option<Place> {
-        let at = self.blobs.partition_point(|blob| blob.id < *id);
-        let blob = self.blobs.get(at).filter(|blob| blob.id == *id)?;
-        Some(Place {
-            pack: self.pack,
-            frame: self.first_frame + blob.frame,
-            info: self.frames[blob.frame as usize],
-            offset: blob.offset,
-            bytes: blob.bytes,
-            part: self.number,
-        })
-    }
-
-    fn memory_bytes(&self) -> usize {
-        size_of_val(&self.frames[..]) + size_of_val(&self.blobs[..])
-    }
 }
 
 impl Cache {
@@ -337,10 +264,9 @@ impl Catalog {
         Ok(found)
     }
 
-    /// Where a blob lies, if a part that was read before tells of it.
-    pub(crate) fn get_in_part(&self, part: u32, id: &ContentId) -> Option<Place> {
-        let part = lock(&self.cache).parts.get(&part).cloned();
-        part.and_then(|part| part.find(id))
+    /// A part that was read before, if it is still at hand.
+    pub(crate) fn known_part(&self, part: u32) -> Option<Arc<FoundPart>> {
+        lock(&self.cache).parts.get(&part).cloned()
     }
 
     /// Finds all of these, of which each must be there.

@@ -24,6 +24,7 @@ mod crypto;
 mod editor;
 mod error;
 mod forget;
+mod found_part;
 mod frames;
 mod holder;
 mod index;

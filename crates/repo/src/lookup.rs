@@ -3,11 +3,14 @@
 //! Who writes, prunes or checks asks for many blobs, of which some are not there, and has the whole index
 //! in memory ([`Index`]). Who reads asks for blobs that are there, and begins at once ([`Catalog`]).
 
+use std::sync::Arc;
+
 use stillframe_page::hash::ContentId;
 
 use crate::blobs::Wanted;
 use crate::catalog::Catalog;
 use crate::error::RepoError;
+use crate::found_part::FoundPart;
 use crate::index::Index;
 use crate::pack::FileHash;
 use crate::places::FrameInfo;
@@ -75,20 +78,43 @@ impl Lookup<'_> {
         }
     }
 
-    /// Where a blob lies, if that is in the frame of a place found before.
-    pub(crate) fn find_in_frame(self, at: &Place, id: &ContentId) -> Option<Place> {
-        let found = match self {
-            Lookup::Loaded(index) => index.place(id),
-            Lookup::Sectioned(catalog) => catalog.get_in_part(at.part, id),
-        };
-        found.filter(|found| found.same_frame(at))
-    }
-
     /// The name of a pack by its number.
     pub(crate) fn pack_name(self, pack: u32) -> FileHash {
         match self {
             Lookup::Loaded(index) => index.packs()[pack as usize].name,
             Lookup::Sectioned(catalog) => catalog.pack_name(pack),
         }
+    }
+}
+
+/// What is asked for the other blobs of a frame.
+pub(crate) struct FrameLookup<'a> {
+    frame: Place,
+    from: FrameSource<'a>,
+}
+
+enum FrameSource<'a> {
+    Index(&'a Index),
+    /// Nothing where it is not at hand any more: asking by section would take reading.
+    Part(Option<Arc<FoundPart>>),
+}
+
+impl<'a> FrameLookup<'a> {
+    /// In the frame of a place found before.
+    pub(crate) fn new(index: Lookup<'a>, frame: Place) -> FrameLookup<'a> {
+        let from = match index {
+            Lookup::Loaded(index) => FrameSource::Index(index),
+            Lookup::Sectioned(catalog) => FrameSource::Part(catalog.known_part(frame.part)),
+        };
+        FrameLookup { frame, from }
+    }
+
+    /// Where a blob lies, if that is in this frame.
+    pub(crate) fn find(&self, id: &ContentId) -> Option<Place> {
+        let found = match &self.from {
+            FrameSource::Index(index) => index.place(id),
+            FrameSource::Part(part) => part.as_ref()?.find(id),
+        };
+        found.filter(|found| found.same_frame(&self.frame))
     }
 }

@@ -9,7 +9,7 @@ use stillframe_page::hash::ContentId;
 
 use crate::blobs::{Blobs, lock};
 use crate::error::RepoError;
-use crate::lookup::Place;
+use crate::lookup::{FrameLookup, Place};
 use crate::manifest::RamTable;
 use crate::overlay::{Deltas, GROUP_PAGES, Overlay};
 use crate::table::{BATCH, PageRef, SEGMENT_PAGES, read_root, read_segments};
@@ -161,9 +161,9 @@ impl<'a> PageMap<'a> {
         self.blobs.index.find(id)
     }
 
-    /// Where a blob lies, if that is in the frame of a place found before.
-    pub(crate) fn locate_in_frame(&self, at: &Place, id: &ContentId) -> Option<Place> {
-        self.blobs.index.find_in_frame(at, id)
+    /// Where the other blobs of a frame lie.
+    pub(crate) fn frame_of(&self, at: Place) -> FrameLookup<'a> {
+        FrameLookup::new(self.blobs.index, at)
     }
 
     /// Makes the current versions of pages of what their tables say.

@@ -137,6 +137,7 @@ fn of_rewind(error: &RewindError) -> Option<Exit> {
         RewindError::OtherVm { .. } => Some(Exit::Usage),
         RewindError::OtherMachine { .. }
         | RewindError::OtherDevices { .. }
+        | RewindError::MoreDevices { .. }
         | RewindError::RomInRam { .. }
         | RewindError::Halted { .. } => Some(Exit::Unsuitable),
         _ => None,

@@ -129,7 +129,8 @@ set, where its command line has a channel to a guest agent (org.qemu.guest_agent
 With --lazy the guest runs within milliseconds and gets each page of its memory when it touches it, the
 others in the background; the command returns when memory is complete. Until then the VM needs this
 process and the repository: when a page cannot be read the VM is paused until it can, and when this
-process is killed it is paused until `restore --resume` goes on. Both are told.
+process is killed it is paused until `restore --resume` goes on, which sets the guest's clock too. Both are
+told.
 
 ",
     exit_codes!()
@@ -165,7 +166,7 @@ Examples:
 The VM goes back to what it was at the checkpoint, in the QEMU that it runs in: same process, same monitor,
 same connections. What differs is sought while the guest runs; it is paused for writing that and for loading
 the device state. The checkpoint holds no disks: one that was written to since is refused, unless told
---disks-as-they-are, which may damage what is on it.
+--disks-as-they-are, which may damage what is on it. So is a VM with other devices than it had then.
 
 If anything fails, the VM goes on as it was. If this process is killed while memory is exchanged, the VM stays
 paused, and has to be rewound again before it is resumed. A VM that was paused stays so.

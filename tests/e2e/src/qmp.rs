@@ -18,7 +18,7 @@ pub struct Qmp {
 impl Qmp {
     /// Connects, waiting for QEMU to open the socket.
     pub fn connect(path: &Path) -> Result<Qmp> {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(60);
         let stream = loop {
             match UnixStream::connect(path) {
                 Ok(stream) => break stream,

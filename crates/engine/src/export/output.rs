@@ -1,12 +1,16 @@
-//! The file that is written: for its owner alone, under another name until it is whole.
+//! The file that is written: for its owner alone, and without a name until it is whole, so that nothing is left
+//! of it should this process be killed. Where the file system knows no such files (open(2), `O_TMPFILE`) it is
+//! hidden under another name instead.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, RenameFlags};
+use rustix::fs::{AtFlags, CWD, OFlags, RenameFlags, linkat, renameat_with};
+use rustix::io::Errno;
 use stillframe_qemu::migration_file::MigrationFileError;
 use stillframe_repo::RepoError;
 
@@ -16,12 +20,15 @@ use super::ExportError;
 const MODE: u32 = 0o600;
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// A file on its way. It is removed when dropped without [`Output::finish`].
+/// A file on its way. It is gone when dropped without [`Output::finish`].
 #[derive(Debug)]
 pub(super) struct Output {
     file: File,
     path: PathBuf,
-    temporary: Option<PathBuf>,
+    /// Its name meanwhile.
+    hidden: PathBuf,
+    /// Whether it has that name.
+    named: bool,
     replace: bool,
 }
 
@@ -47,18 +54,19 @@ impl Output {
         let mut hidden = OsString::from(".");
         hidden.push(name);
         hidden.push(format!(".{}.partial", std::process::id()));
-        let temporary = path.with_file_name(hidden);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(MODE)
-            .open(&temporary)
-            .map_err(wrong)?;
+        let hidden = path.with_file_name(hidden);
+        let (file, named) = match nameless(folder(path)) {
+            Some(file) => (file, false),
+            None => (
+                options().create_new(true).open(&hidden).map_err(wrong)?,
+                true,
+            ),
+        };
         Ok(Output {
             file,
             path: path.to_owned(),
-            temporary: Some(temporary),
+            hidden,
+            named,
             replace,
         })
     }
@@ -105,38 +113,69 @@ impl Output {
     /// It is whole: makes it durable and gives it its name, which it returns.
     pub(super) fn finish(mut self) -> Result<PathBuf, ExportError> {
         self.file.sync_all().map_err(|error| self.wrong(error))?;
-        let Some(temporary) = &self.temporary else {
-            return Ok(self.path.clone());
-        };
-        let flags = match self.replace {
-            true => RenameFlags::empty(),
-            // Somebody may have made one meanwhile.
-            false => RenameFlags::NOREPLACE,
-        };
-        match rustix::fs::renameat_with(CWD, temporary, CWD, &self.path, flags) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::EXIST) => return Err(exists(&self.path)),
-            Err(error) => return Err(self.wrong(error.into())),
+        match (self.named, self.replace) {
+            (false, false) => self.link(&self.path)?,
+            (false, true) => {
+                // A link takes no other's place.
+                self.link(&self.hidden)?;
+                self.named = true;
+                self.rename(RenameFlags::empty())?;
+            }
+            (true, true) => self.rename(RenameFlags::empty())?,
+            (true, false) => self.rename(RenameFlags::NOREPLACE)?,
         }
-        self.temporary = None;
-        let folder = self
-            .path
-            .parent()
-            .filter(|path| !path.as_os_str().is_empty());
-        let folder = File::open(folder.unwrap_or(Path::new(".")));
-        let synced = folder.and_then(|folder| folder.sync_all());
+        self.named = false;
+        let synced = File::open(folder(&self.path)).and_then(|folder| folder.sync_all());
         synced.map_err(|error| self.wrong(error))?;
         Ok(self.path.clone())
+    }
+
+    /// Gives the nameless file a name.
+    fn link(&self, name: &Path) -> Result<(), ExportError> {
+        let file = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        self.judge(linkat(CWD, file, CWD, name, AtFlags::SYMLINK_FOLLOW))
+    }
+
+    fn rename(&self, flags: RenameFlags) -> Result<(), ExportError> {
+        self.judge(renameat_with(CWD, &self.hidden, CWD, &self.path, flags))
+    }
+
+    /// Somebody may have made a file of that name meanwhile.
+    fn judge(&self, named: rustix::io::Result<()>) -> Result<(), ExportError> {
+        match named {
+            Ok(()) => Ok(()),
+            Err(Errno::EXIST) => Err(exists(&self.path)),
+            Err(error) => Err(self.wrong(error.into())),
+        }
     }
 }
 
 impl Drop for Output {
     fn drop(&mut self) {
-        if let Some(temporary) = &self.temporary {
+        if self.named {
             // Nothing better can be done about a file that cannot be removed.
-            let _ = fs::remove_file(temporary);
+            let _ = fs::remove_file(&self.hidden);
         }
     }
+}
+
+/// For reading and writing, by its owner alone.
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(MODE);
+    options
+}
+
+/// A file without a name; nothing where that cannot be had.
+fn nameless(folder: &Path) -> Option<File> {
+    let flags = OFlags::TMPFILE.bits() as i32;
+    options().custom_flags(flags).open(folder).ok()
+}
+
+/// The folder of a file.
+fn folder(path: &Path) -> &Path {
+    let folder = path.parent().filter(|path| !path.as_os_str().is_empty());
+    folder.unwrap_or(Path::new("."))
 }
 
 fn exists(path: &Path) -> ExportError {

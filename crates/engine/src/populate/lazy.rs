@@ -14,8 +14,11 @@
 mod ahead;
 mod asked;
 mod filler;
+mod first;
+mod hold;
 mod memory;
 mod near;
+pub mod prefetch;
 pub mod record;
 mod server;
 mod trouble;
@@ -41,9 +44,12 @@ use crate::capture::block::{Block, PAGE_BYTES};
 use ahead::Ahead;
 use asked::Page;
 use filler::Filler;
+pub use first::First;
+use hold::Holding;
 use memory::LazyMemory;
 pub use memory::{FillError, Filling};
 use near::Near;
+use prefetch::Piece;
 use server::Server;
 use trouble::Trouble;
 
@@ -72,6 +78,10 @@ pub struct Lazy<'a> {
     memory: LazyMemory<'a>,
     /// What was asked for the last times.
     working_set: Ahead,
+    holding: Holding,
+    /// What was read already, until it is filled.
+    prefetched: Mutex<Vec<Piece>>,
+    prefetched_pages: u64,
     /// What was written in the last interval before the checkpoint, and so is likely to be used again.
     newest: Vec<Page>,
     /// No more than this is filled of what nobody has asked for.
@@ -110,20 +120,18 @@ pub fn register(uffd: &Uffd, block: &Block, page_bytes: u64) -> Result<bool, Uff
 }
 
 impl<'a> Lazy<'a> {
-    /// For blocks that are registered with `uffd`. Pages that are there already are left alone. First
-    /// filled is the `working_set`: numbers of blocks here, and pages. No more than `bytes_per_s` is filled of
-    /// what nobody asks for.
+    /// For blocks that are registered with `uffd`. Pages that are there already are left alone. No more than
+    /// `bytes_per_s` is filled of what nobody asks for.
     pub fn new(
         uffd: Uffd,
         blocks: &[&Block],
         maps: Vec<PageMap<'a>>,
-        mut working_set: Vec<(usize, u64)>,
+        mut first: First,
         bytes_per_s: Option<NonZeroU64>,
         marks: File,
     ) -> Result<Lazy<'a>, PopulateError> {
         let mut lazy = Vec::new();
         let mut newest = Vec::new();
-        working_set.retain(|&(block, page)| maps.get(block).is_some_and(|map| page < map.pages()));
         for (number, (block, map)) in blocks.iter().zip(maps).enumerate() {
             let changes = map.newest_changes().iter();
             newest.extend(changes.map(|&page| (number, u64::from(page))));
@@ -133,7 +141,10 @@ impl<'a> Lazy<'a> {
         let (to_keeper, ended) = unbounded();
         Ok(Lazy {
             memory: LazyMemory::new(uffd, lazy, marks)?,
-            working_set: Ahead::new(working_set),
+            prefetched: Mutex::new(std::mem::take(&mut first.pieces)),
+            prefetched_pages: first.prefetched_pages,
+            working_set: first.ahead(),
+            holding: Holding::default(),
             newest,
             bytes_per_s,
             trouble: Trouble::default(),
@@ -200,7 +211,7 @@ impl<'a> Lazy<'a> {
                 memory: &self.memory,
                 near: Near::new(&self.memory, reader)?,
                 ahead: &self.working_set,
-                read_ahead: self.bytes_per_s.is_none(),
+                holding: self.bytes_per_s.is_none().then_some(&self.holding),
                 trouble: &self.trouble,
                 end: &self.end_event,
             };
@@ -232,20 +243,30 @@ impl<'a> Lazy<'a> {
             end: &self.end,
             problem: &self.problem,
         };
+        let mut prefetched = self
+            .prefetched
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let prefetched = std::mem::take(&mut *prefetched);
         let ended = self.to_keeper.clone();
         std::thread::Builder::new()
             .name("filler".into())
             .spawn_scoped(scope, move || {
                 affinity::step_back();
-                let _ = ended.send(Ended::Filler(filler.run(&self.newest)));
+                let _ = ended.send(Ended::Filler(filler.run(prefetched, &self.newest)));
             })
             .map_err(PopulateError::Threads)?;
         Ok(())
     }
 
-    /// The working set for the next time, if that of this time did not hold all that was asked for.
-    pub fn grown_working_set(&self) -> Option<Vec<(usize, u64)>> {
-        self.memory.asked.grown(self.working_set.pages())
+    /// The working set for the next time, if there is anything to learn from this time.
+    pub fn learned_working_set(&self) -> Option<Vec<(usize, u64)>> {
+        self.memory.asked.learned(self.working_set.pages())
+    }
+
+    /// How many pages had been read before there was memory to fill.
+    pub fn prefetched(&self) -> u64 {
+        self.prefetched_pages
     }
 
     /// How many faults there were in each of the first steps of 10 ms, up to the last.

@@ -62,6 +62,11 @@ pub(crate) struct Done {
     pub(super) verify: Option<VerifyReport>,
 }
 
+/// The pages of a working set, if one was recorded.
+pub(super) fn known_pages(working_set: Option<&WorkingSet>) -> &[(u32, u32)] {
+    working_set.map_or(&[], |set| &set.pages)
+}
+
 /// What is to be restored.
 pub(crate) struct Job<'j> {
     pub(crate) id: &'j CheckpointId,

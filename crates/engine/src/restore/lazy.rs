@@ -7,7 +7,7 @@
 
 use std::num::NonZeroU64;
 use std::path::Path;
-use std::thread::{self, Scope};
+use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -18,15 +18,16 @@ use stillframe_repo::{PageMap, RamTable, Reader, WorkingSet};
 use stillframe_sys::process::{Process, ProcessError};
 use stillframe_sys::uffd::{Uffd, UffdError};
 
-use super::job::{Done, Job, PhaseClock, micros};
+use super::job::{Done, Job, PhaseClock, known_pages, micros};
 use super::{LOAD_LIMIT, RestoreError};
 use crate::Progress;
-use crate::aftercare;
+use crate::aftercare::{self, ClockReport};
 use crate::capture::block::Block;
 use crate::guardian::{Guardian, LastDuty};
 use crate::populate::eager::{self, PopulateError};
+use crate::populate::lazy::prefetch::Prefetched;
 use crate::populate::lazy::record::{Files, FillingRecord};
-use crate::populate::lazy::{self, FillError, Filling, Lazy, News};
+use crate::populate::lazy::{self, FillError, Filling, First, Lazy, News};
 use crate::verify::VerifyReport;
 
 /// How often the VM is looked after while its memory is filled.
@@ -78,8 +79,10 @@ pub struct LazyReport {
     /// restored.
     pub working_set: Option<usize>,
     /// Pages of the working set that was recorded now, because the guest asked for pages that were not in
-    /// the one before.
+    /// the one before, or came too late.
     pub recorded: Option<usize>,
+    /// Pages that were read while QEMU started.
+    pub prefetched: u64,
 }
 
 /// RAM blocks.
@@ -102,7 +105,7 @@ impl Job<'_> {
         &self,
         mut launched: Launched,
         guardian: Guardian,
-        maps: Vec<PageMap<'_>>,
+        (maps, prefetched): (Vec<PageMap<'_>>, Prefetched),
         mut clock: PhaseClock,
         events: LazySink<'_>,
     ) -> Result<Done, RestoreError> {
@@ -114,30 +117,26 @@ impl Job<'_> {
         }
         let uffd = Uffd::handshake_missing(shared.fd).map_err(PopulateError::from)?;
         let mut memory = self.split(&mut launched, &uffd, maps, events)?;
-        let files = Files::beside(&self.options.launch.qmp);
+        let mut files = Files::beside(&self.options.launch.qmp);
         let blocks: Vec<&Block> = memory.blocks.iter().collect();
         let maps = std::mem::take(&mut memory.maps);
-        let working_set = self.working_set(&memory.places);
+        let marks = files.create_marks(maps.iter().map(PageMap::pages).sum())?;
+        let known = known_pages(self.working_set.as_ref());
+        let first = First::new((&memory.places, &maps), known, prefetched);
         let limit = self.options.limit_fill;
-        let lazy = Lazy::new(
-            uffd,
-            &blocks,
-            maps,
-            working_set,
-            limit,
-            files.create_marks()?,
-        )?;
+        let lazy = Lazy::new(uffd, &blocks, maps, first, limit, marks)?;
         lazy.settle_used(&process, &blocks)?;
         let record = FillingRecord::new(
             [process.pid(), shared.remote_fd],
             process.start_time(),
             (*self.id, self.manifest.vm.clone(), self.repository.clone()),
-            !self.options.paused,
+            (!self.options.paused, self.agent.clone()),
             std::mem::take(&mut memory.described),
         );
         thread::scope(|scope| {
             let _end = lazy.end_on_drop();
             lazy.serve(scope, self.reader)?;
+            lazy.fill(scope, self.reader)?;
             clock.phases.memory = clock.lap();
             launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
             clock.phases.device_state = clock.lap();
@@ -172,7 +171,6 @@ impl Job<'_> {
             aftercare::announce(&mut keeper.monitor);
         }
         let set_clock = scope.spawn(|| self.set_clock());
-        lazy.fill(scope, self.reader)?;
         keeper.until_complete(events)?;
         let verify = match self.options.verify {
             true => {
@@ -184,36 +182,24 @@ impl Job<'_> {
             false => None,
         };
         let mut done = keeper.done(clock, runs_after_us, verify);
-        done.clock = set_clock
-            .join()
-            .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        done.clock = joined(set_clock);
         if let Some(report) = &mut done.lazy {
             report.working_set = self.working_set.as_ref().map(|set| set.pages.len());
             report.recorded = self.record(lazy, &memory.places);
+            report.prefetched = lazy.prefetched();
         }
         Ok(done)
     }
 
-    /// The pages of the working set: numbers among these blocks, and pages.
-    fn working_set(&self, places: &[u32]) -> Vec<(usize, u64)> {
-        let pages = self.working_set.iter().flat_map(|set| &set.pages);
-        pages
-            .filter_map(|&(place, page)| {
-                let number = places.iter().position(|&other| other == place)?;
-                Some((number, page.into()))
-            })
-            .collect()
-    }
-
-    /// Records the working set for the next time, where it has grown; how many pages it has now. It is a
-    /// hint only: that it cannot be recorded (a repository that is read-only, say) is no error.
+    /// Records the working set for the next time, where anything was learned; how many pages it has now. It
+    /// is a hint only: that it cannot be recorded (a repository that is read-only, say) is no error.
     fn record(&self, lazy: &Lazy<'_>, places: &[u32]) -> Option<usize> {
         if self.options.paused {
             return None;
         }
-        let grown = lazy.grown_working_set()?.into_iter();
+        let learned = lazy.learned_working_set()?.into_iter();
         // A block has less than 2^30 pages.
-        let pages: Vec<(u32, u32)> = grown
+        let pages: Vec<(u32, u32)> = learned
             .filter_map(|(number, page)| Some((*places.get(number)?, page as u32)))
             .collect();
         let set = WorkingSet { pages };
@@ -297,7 +283,7 @@ pub(super) fn resume(
     let maps = tables
         .map(|table| PageMap::open(reader, table))
         .collect::<Result<_, _>>()?;
-    let lazy = Lazy::new(uffd, &blocks, maps, Vec::new(), limit_fill, marks)?;
+    let lazy = Lazy::new(uffd, &blocks, maps, First::default(), limit_fill, marks)?;
     lazy.settle_present(&process, &blocks)?;
     thread::scope(|scope| {
         let _end = lazy.end_on_drop();
@@ -307,6 +293,7 @@ pub(super) fn resume(
         // Only now: QEMU's main thread may have been waiting for a page itself.
         let monitor = Monitor::connect_to(qmp, process.pid(), MONITOR_LIMIT)?;
         let guardian = Guardian::start()?;
+        let agent = record.agent.clone();
         let mut keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
         keeper.guardian.watch(keeper.monitor.client().socket())?;
         keeper.guardian.last_duty(LastDuty::Pause)?;
@@ -318,10 +305,20 @@ pub(super) fn resume(
         events(LazyEvent::Runs {
             after_us: runs_after_us,
         });
+        // It has stood still since the other process was killed.
+        let set_clock = scope.spawn(move || agent.as_deref().map(aftercare::set_clock));
         lazy.fill(scope, reader)?;
         keeper.until_complete(events)?;
-        Ok(keeper.done(clock, runs_after_us, None))
+        let mut done = keeper.done(clock, runs_after_us, None);
+        done.clock = joined(set_clock);
+        Ok(done)
     })
+}
+
+/// What came of setting the clock.
+fn joined(set_clock: ScopedJoinHandle<'_, Option<ClockReport>>) -> Option<ClockReport> {
+    let report = set_clock.join();
+    report.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// The one that was killed had filled all of memory, and let go of it.
@@ -345,7 +342,7 @@ fn complete_already(
             runs_after_us: micros(clock.asked_at.elapsed()),
             ..LazyReport::default()
         }),
-        clock: None,
+        clock: record.agent.as_deref().map(aftercare::set_clock),
         verify: None,
     })
 }

@@ -51,6 +51,14 @@ pub enum RewindError {
         /// The first of them.
         missing: String,
     },
+    /// More devices.
+    #[error(
+        "the VM has a device that it had not at the checkpoint ({added}), of which the guest would know nothing; `stillframe restore` starts one without it"
+    )]
+    MoreDevices {
+        /// The first of them.
+        added: String,
+    },
     /// QEMU would overwrite memory.
     #[error(
         "QEMU copies {name} into the guest's memory whenever its state is loaded, over what the guest has there: `stillframe restore` the checkpoint instead"

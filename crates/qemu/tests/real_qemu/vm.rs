@@ -16,7 +16,7 @@ use stillframe_sys::memory::RemoteMemory;
 use stillframe_sys::process::{AddressRange, Process};
 
 /// Long enough for the slowest machine; tests never wait for it unless they fail.
-pub const LONG: Duration = Duration::from_secs(60);
+pub const LONG: Duration = Duration::from_secs(120);
 
 /// Where the counting guest keeps its counter, a guest-physical address below 640 KiB and thus the
 /// same offset in `pc.ram`.

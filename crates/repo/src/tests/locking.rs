@@ -194,7 +194,12 @@ fn a_kept_lock_gives_way() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let store = open(dir.path()).store.clone();
-    let locks = || store.names(crate::local::Area::Locks).unwrap();
+    // One that is still being written has another name, and stops nobody.
+    let locks = || {
+        let mut names = store.names(crate::local::Area::Locks).unwrap();
+        names.retain(|name| name.ends_with(".lock"));
+        names
+    };
     repo.keep_lock(true);
     assert!(repo.begin(WAIT).is_ok());
     let kept = locks();

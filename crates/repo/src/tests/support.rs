@@ -19,7 +19,7 @@ use crate::{
     RepoError, Repository, Writer,
 };
 
-pub(crate) const WAIT: Duration = Duration::from_secs(20);
+pub(crate) const WAIT: Duration = Duration::from_secs(60);
 pub(crate) const PAGE: usize = 4096;
 
 pub(crate) fn password() -> Password {
@@ -226,7 +226,7 @@ impl Vm {
 }
 
 /// Reads every page of a checkpoint by itself, in any order, with up to `reach` neighbours on each side:
-/// slowly, but the same must come out. Returns how many pages came along.
+/// slowly, but the same must come out, first or in its place. Returns how many pages came along.
 pub(crate) fn compare_one_by_one(
     vm: &Vm,
     repo: &mut Repository,
@@ -244,15 +244,33 @@ pub(crate) fn compare_one_by_one(
         let near = page.saturating_sub(reach)..map.pages().min(page + reach + 1);
         let near: Vec<u64> = near.filter(|&other| other != page).collect();
         let mut seen = Vec::new();
-        pages
-            .read_near(&map, page, &near, &mut |first, bytes| {
-                for (at, bytes) in (first..).zip(bytes.chunks(PAGE)) {
-                    assert_eq!(vm.pages[at as usize], bytes, "page {at}, with {page}");
-                    seen.push(at);
-                }
+        let mut compare = |first: u64, bytes: &[u8]| {
+            for (at, bytes) in (first..).zip(bytes.chunks(PAGE)) {
+                assert_eq!(vm.pages[at as usize], bytes, "page {at}, with {page}");
+                seen.push(at);
+            }
+            Ok(())
+        };
+        let together = dice.below(2) == 0;
+        let read = match together {
+            true => pages.read_together(&map, page, &near, &mut compare),
+            false => pages.read_near(&map, page, &near, &mut compare),
+        };
+        read.unwrap();
+        if together {
+            assert!(seen.is_sorted_by(|one, next| one < next));
+            // The same pages, in another order.
+            let mut first = Vec::new();
+            let mut note = |from: u64, bytes: &[u8]| {
+                first.extend(from..from + (bytes.len() / PAGE) as u64);
                 Ok(())
-            })
-            .unwrap();
+            };
+            pages.read_near(&map, page, &near, &mut note).unwrap();
+            first.sort_unstable();
+            assert_eq!(first, seen);
+            seen.retain(|&other| other != page);
+            seen.insert(0, page);
+        }
         assert_eq!(seen[0], page);
         assert!(seen[1..].iter().all(|other| near.contains(other)));
         // A delta may make zeros too.

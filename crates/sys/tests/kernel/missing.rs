@@ -7,7 +7,7 @@ use stillframe_sys::infect::{InfectError, close_fd, share_userfaultfd};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Track, Uffd, UffdError, Waiters};
 
-const LIMIT: Duration = Duration::from_secs(10);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Pages are filled when they are first touched.
 #[test]

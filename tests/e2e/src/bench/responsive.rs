@@ -1,10 +1,13 @@
 //! `cargo xtask bench responsive`: how soon a restored VM works as one that was never saved. Redis in a Debian
 //! guest, whose client reads all values over and over and says after each hundred of them that it did.
 //!
-//! Each checkpoint is restored lazily several times (the first time nobody knows what the guest will ask for;
-//! each time more of that is recorded) and once eagerly. Times are the host's and count from the command, QEMU's start
-//! included. What is read is in the page cache, and free memory is touched before ([`host_memory`]).
+//! Each checkpoint is restored lazily before anybody knows what the guest will ask for; then some times more, each of
+//! which records more of that; then lazily again, and eagerly. Before and after these, the VM that was never saved
+//! works on for a while, since this machine's speed drifts: it stands still meanwhile. Times are the host's and
+//! count from the command, QEMU's start included. What is read is in the page cache; before each timed run
+//! nothing else works on this machine, and free memory is touched ([`host_memory`]).
 
+use std::cell::RefCell;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::Read;
@@ -20,6 +23,7 @@ use crate::cli::Stillframe;
 use crate::debian::{DebianSetup, Work};
 use crate::filling::Filling;
 use crate::guest::Guest;
+use crate::qmp::Qmp;
 use crate::results::{self, Claim, Goal, percentile};
 
 const BENCH: &str = "responsive";
@@ -28,13 +32,17 @@ const RAM_MIB: u32 = 1024;
 /// Values a MiB of RAM, and values a unit, as in `guest/debian/works/redis`.
 const VALUES_A_MIB: f64 = 64.0;
 const VALUES_A_UNIT: f64 = 100.0;
+/// Restores that only record what the guest asks for.
+const LESSONS: usize = 15;
+/// For a VM that has stood still to come into step again.
+const WARM_UP: Duration = Duration::from_secs(2);
 /// Of RAM; the kernel keeps the rest for itself.
 const RAM_SHARE: f64 = 0.97;
 /// Rates are of windows of this.
 const WINDOW_S: f64 = 0.25;
 /// Of the steady rate.
 const RESPONSIVE: f64 = 0.9;
-/// Watched of each VM.
+/// Watched of each VM that is timed.
 const SWEEPS: usize = 4;
 /// For all of them, on a busy machine.
 const SWEEPS_LIMIT: Duration = Duration::from_secs(300);
@@ -46,36 +54,18 @@ const LOOK: Duration = Duration::from_millis(3);
 enum Way {
     NeverSaved,
     Lazy,
-    /// Before the working set holds all that it comes to hold.
-    Learning,
     WorkingSet,
     Eager,
 }
 
 impl Way {
-    const ALL: [Way; 5] = [
-        Way::NeverSaved,
-        Way::Lazy,
-        Way::Learning,
-        Way::WorkingSet,
-        Way::Eager,
-    ];
-    /// Of a checkpoint, in this order.
-    const EACH: [Way; 6] = [
-        Way::Lazy,
-        Way::Learning,
-        Way::Learning,
-        Way::Learning,
-        Way::WorkingSet,
-        Way::Eager,
-    ];
+    const ALL: [Way; 4] = [Way::NeverSaved, Way::Lazy, Way::WorkingSet, Way::Eager];
 
     fn words(self) -> &'static str {
         match self {
             Way::NeverSaved => "never saved",
             Way::Lazy => "lazy, nothing recorded",
-            Way::Learning => "lazy, recorded once to three times",
-            Way::WorkingSet => "lazy, recorded four times",
+            Way::WorkingSet => "lazy, recorded sixteen times",
             Way::Eager => "eager",
         }
     }
@@ -187,22 +177,19 @@ pub fn run(turns: usize) -> Result<()> {
         extra: Vec::new(),
     };
     let guest = setup.boot()?;
-    let mut runs = Vec::new();
-    for turn in 0..=turns {
-        let run = never_saved(&guest)?;
-        eprintln!("never saved: a sweep in {:.2} s", run.curve.sweep_s());
-        // The first is for warming up.
-        runs.extend((turn > 0).then_some(run));
-    }
     let checkpoints = take(&stillframe, &guest, turns)?;
-    drop(guest);
+    let bench = Bench {
+        stillframe,
+        folder: folder.path(),
+        guest: Standing::new(guest)?,
+    };
+    let mut runs = Vec::new();
     for (number, id) in checkpoints.iter().enumerate() {
-        for way in Way::EACH {
-            let run = restored(&stillframe, folder.path(), id, way)?;
+        for run in bench.turn(id)? {
             eprintln!(
                 "turn {} of {turns}, {}: {:.0} faults, a sweep in {:.2} s",
                 number + 1,
-                way.words(),
+                run.way.words(),
                 run.faults(),
                 run.curve.sweep_s()
             );
@@ -233,47 +220,96 @@ fn take(stillframe: &Stillframe, guest: &Guest, count: usize) -> Result<Vec<Stri
     .collect()
 }
 
-fn never_saved(guest: &Guest) -> Result<Run> {
-    let mut units = Units::open(guest.serial.path())?;
-    units.read()?;
-    Ok(Run {
-        way: Way::NeverSaved,
-        curve: units.curve(Instant::now(), || Ok(()))?,
-        report: Value::Null,
-    })
+/// A guest that works only when it is told to.
+struct Standing {
+    guest: Guest,
+    monitor: RefCell<Qmp>,
 }
 
-fn restored(stillframe: &Stillframe, folder: &Path, id: &str, way: Way) -> Result<Run> {
-    let options: &[&str] = match way {
-        Way::Eager => &[],
-        _ => &["--lazy"],
-    };
-    host_memory::touch(RAM_MIB);
-    let begin = Instant::now();
-    let mut filling = Filling::begin(stillframe, id, folder, options)?;
-    let mut units = Units::open_late(filling.serial.path())?;
-    let mut done = false;
-    let curve = units.curve(begin, || {
-        if !done {
-            done = filling.running.has_ended()?;
-            ensure!(
-                !done || !filling.running.results()?.is_empty(),
-                "the restore failed: {}",
-                filling.running.err()
-            );
+impl Standing {
+    fn new(guest: Guest) -> Result<Standing> {
+        let mut monitor = guest.second_monitor()?;
+        monitor.execute("stop", json!({}))?;
+        Ok(Standing {
+            guest,
+            monitor: RefCell::new(monitor),
+        })
+    }
+
+    fn works(&self) -> Result<Run> {
+        host_memory::settle();
+        self.monitor.borrow_mut().execute("cont", json!({}))?;
+        std::thread::sleep(WARM_UP);
+        let mut units = Units::open(self.guest.serial.path())?;
+        units.read()?;
+        let curve = units.curve(Instant::now(), SWEEPS, || Ok(()))?;
+        self.monitor.borrow_mut().execute("stop", json!({}))?;
+        Ok(Run {
+            way: Way::NeverSaved,
+            curve,
+            report: Value::Null,
+        })
+    }
+}
+
+/// What each turn needs.
+struct Bench<'b> {
+    stillframe: Stillframe,
+    folder: &'b Path,
+    guest: Standing,
+}
+
+impl Bench<'_> {
+    /// All that is done with one checkpoint.
+    fn turn(&self, id: &str) -> Result<Vec<Run>> {
+        let mut runs = vec![self.guest.works()?, self.timed(id, Way::Lazy)?];
+        for _ in 0..LESSONS {
+            self.restored(id, Way::WorkingSet, 1)?;
         }
-        Ok(())
-    })?;
-    let (restored, report) = filling.complete()?;
-    drop(restored);
-    let recorded = !report["lazy"]["working_set"].is_null();
-    ensure!(
-        recorded == matches!(way, Way::Learning | Way::WorkingSet),
-        "{}: working set {}",
-        way.words(),
-        report["lazy"]["working_set"]
-    );
-    Ok(Run { way, curve, report })
+        runs.push(self.timed(id, Way::WorkingSet)?);
+        runs.push(self.timed(id, Way::Eager)?);
+        runs.push(self.guest.works()?);
+        Ok(runs)
+    }
+
+    fn timed(&self, id: &str, way: Way) -> Result<Run> {
+        host_memory::settle();
+        host_memory::touch(RAM_MIB);
+        self.restored(id, way, SWEEPS)
+    }
+
+    /// Restores a checkpoint, and watches some sweeps of its guest.
+    fn restored(&self, id: &str, way: Way, sweeps: usize) -> Result<Run> {
+        let options: &[&str] = match way {
+            Way::Eager => &[],
+            _ => &["--lazy"],
+        };
+        let begin = Instant::now();
+        let mut filling = Filling::begin(&self.stillframe, id, self.folder, options)?;
+        let mut units = Units::open_late(filling.serial.path())?;
+        let mut done = false;
+        let curve = units.curve(begin, sweeps, || {
+            if !done {
+                done = filling.running.has_ended()?;
+                ensure!(
+                    !done || !filling.running.results()?.is_empty(),
+                    "the restore failed: {}",
+                    filling.running.err()
+                );
+            }
+            Ok(())
+        })?;
+        let (restored, report) = filling.complete()?;
+        drop(restored);
+        let recorded = !report["lazy"]["working_set"].is_null();
+        ensure!(
+            recorded == (way == Way::WorkingSet),
+            "{}: working set {}",
+            way.words(),
+            report["lazy"]["working_set"]
+        );
+        Ok(Run { way, curve, report })
+    }
 }
 
 /// The units that a guest tells of, read as they are told.
@@ -316,9 +352,14 @@ impl Units {
     }
 
     /// The units of some sweeps; `look` is called meanwhile, and may end it.
-    fn curve(&mut self, begin: Instant, mut look: impl FnMut() -> Result<()>) -> Result<Curve> {
+    fn curve(
+        &mut self,
+        begin: Instant,
+        sweeps: usize,
+        mut look: impl FnMut() -> Result<()>,
+    ) -> Result<Curve> {
         let mut curve = Curve::default();
-        while curve.0.len() < SWEEPS * units_a_sweep() {
+        while curve.0.len() < sweeps * units_a_sweep() {
             ensure!(begin.elapsed() < SWEEPS_LIMIT, "{} units", curve.0.len());
             let more = self.read()?;
             let now = begin.elapsed().as_secs_f64();
@@ -368,8 +409,8 @@ fn page(measured: &Measured, claims: &[Claim]) -> String {
         "# Bench: responsive\n\n`{COMMAND}`, commit {}. Raw data: `raw.jsonl`.\n\n\
          Redis in a Debian guest of {RAM_MIB} MiB under TCG, one vCPU; its client reads a piece of every value \
          in turn ({} units of {VALUES_A_UNIT} values a sweep), and checks it. Medians of {turns} turns; times \
-         count from the command, QEMU's start included; everything in the page cache, and free memory touched before. Never saved: {:.1} units \
-         a second.\n\n\
+         count from the command, QEMU's start included; everything in the page cache, and free memory touched before. \
+         Never saved, twice a turn: {:.1} units a second.\n\n\
          | VM | guest runs | {:.0} % of the steady rate | a whole sweep | over never saved | a sweep since it runs | waited for a page | memory complete |\n\
          | --- | --- | --- | --- | --- | --- | --- | --- |\n",
         results::commit(),
@@ -420,7 +461,7 @@ fn page(measured: &Measured, claims: &[Claim]) -> String {
 }
 
 fn draw_faults(path: &Path, measured: &Measured) -> Result<()> {
-    let series: Vec<Series> = [Way::Lazy, Way::Learning, Way::WorkingSet]
+    let series: Vec<Series> = [Way::Lazy, Way::WorkingSet]
         .into_iter()
         .filter_map(|way| {
             let run = measured.of(way).next()?;

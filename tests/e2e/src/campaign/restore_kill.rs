@@ -31,8 +31,9 @@ use crate::running::{PATIENCE, Running, signal};
 const TICKS: usize = 10;
 /// Filled a second, so that there is a while to strike in.
 const LIMIT_FILL: [&str; 2] = ["--limit-fill", "32M"];
-/// For the guardian to do its last duty, on a busy machine.
-const DUTY_LIMIT: Duration = Duration::from_secs(30);
+/// For the guardian to do its last duty, on a busy machine: it may wait a minute for a QEMU whose vCPU waits
+/// for a page while `cont` is answered.
+const GUARDIAN_LIMIT: Duration = Duration::from_secs(90);
 /// A main thread that does not answer for this long waits for a page.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// So many cases of harm are enough to know.
@@ -253,7 +254,7 @@ impl Case {
         line: &mut Value,
     ) -> Result<Left> {
         let begin = Instant::now();
-        while begin.elapsed() < DUTY_LIMIT {
+        while begin.elapsed() < GUARDIAN_LIMIT {
             let status = Qmp::status_within(&filling.qmp, ANSWER_LIMIT)?;
             let status = status.as_deref().unwrap_or("waiting");
             line["found"] = json!(status);
@@ -345,7 +346,10 @@ fn kill_and_reap(running: &mut Running) -> Result<()> {
 fn wait_gone(pids: &[i32]) -> Result<()> {
     let begin = Instant::now();
     while let Some(pid) = pids.iter().find(|&&pid| is_alive(pid)) {
-        ensure!(begin.elapsed() < DUTY_LIMIT, "process {pid} does not end");
+        ensure!(
+            begin.elapsed() < GUARDIAN_LIMIT,
+            "process {pid} does not end"
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
     Ok(())

@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 use serde_json::Value;
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::guest::{Guest, Kind, Setup};
-use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
+use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole, processes_with};
 use stillframe_e2e::running::{PATIENCE, Running};
 
 use crate::host::Mount;
@@ -226,6 +226,29 @@ fn clones_without_room() -> Result<()> {
         .flatten()
         .filter(|entry| entry.path().is_dir());
     ensure!(left.count() == 0, "part of it is left");
+    expect_untouched(&guest, &mut guest.second_monitor()?)
+}
+
+/// A byte a page beside the monitor is what another process would need to go on: without room for it no VM is
+/// started, and the file is named.
+#[test]
+fn a_lazy_restore_without_room_for_its_notes() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "notes").boot()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
+    let small = guest.folder().join("small");
+    let _mount = Mount::tmpfs(&small, 1)?;
+    // All but a page of it: for the monitor's socket there is room.
+    fs::write(small.join("ballast"), vec![1; (1 << 20) - (8 << 10)])?;
+    let qmp = small.join("x.qmp").display().to_string();
+    let said = stillframe.fails(&["restore", "latest", "--lazy", "--qmp", &qmp], 1)?;
+    ensure!(
+        said.contains("cannot make room in") && said.contains("x.qmp.filling-pages"),
+        "{said}"
+    );
+    ensure!(said.contains("No space left"), "{said}");
+    ensure!(processes_with(&qmp)? == 0, "a QEMU is left behind");
+    ensure!(!small.join("x.qmp.filling-pages").exists(), "it is left");
     expect_untouched(&guest, &mut guest.second_monitor()?)
 }
 

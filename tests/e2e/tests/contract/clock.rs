@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use stillframe_e2e::agent::Agent;
 use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::filling::Filling;
 use stillframe_e2e::guest::{Kind, Restored, Setup};
 use stillframe_e2e::health::expect_nothing_left;
 use stillframe_e2e::running::PATIENCE;
@@ -66,6 +67,17 @@ fn a_guest_with_an_agent_gets_the_right_time() -> Result<()> {
         restored.serial.wait_ticks(9, PATIENCE)?;
         expect_nothing_left(restored.pid, &mut restored.monitor()?)?;
     }
+    // Another process that goes on with a restore sets it too: the guest has stood still.
+    let limit = ["--limit-fill", "1M"];
+    let mut slow = Filling::start(&stillframe, "latest", folder.path(), &limit)?;
+    slow.wait_runs()?;
+    Agent::connect(&channel)?.set_behind(AWAY_S)?;
+    slow.running.signal("KILL")?;
+    let resumed = Filling::resume(&stillframe, &slow.qmp, &slow.serial, &[])?;
+    let (restored, report) = resumed.complete()?;
+    expect_set(&report)?;
+    restored.serial.wait_more(2, PATIENCE)?;
+    drop(restored);
     let (paused, report) = restore(&["--paused"])?;
     ensure!(report["clock"].is_null(), "{report}");
     drop(paused);

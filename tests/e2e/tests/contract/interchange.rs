@@ -15,7 +15,7 @@ use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
 use stillframe_e2e::health::{checkpoints, expect_nothing_left};
 use stillframe_e2e::memory::Image;
 use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::PATIENCE;
+use stillframe_e2e::running::{PATIENCE, Running};
 use stillframe_e2e::serial::Serial;
 
 /// A QEMU that nobody of ours has started.
@@ -366,6 +366,35 @@ fn a_file_that_exists_is_not_written_over() -> Result<()> {
     let left = fs::read_dir(frozen.guest.folder())?.flatten();
     let left = left.filter(|entry| entry.file_name().to_string_lossy().contains("partial"));
     ensure!(left.count() == 0);
+    Ok(())
+}
+
+/// Killed at any moment, an export leaves the whole file or nothing.
+#[test]
+fn a_killed_export_leaves_no_half_file() -> Result<()> {
+    let frozen = frozen(Kind::Private, "cut")?;
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("cut.raw");
+    let path = file.display().to_string();
+    let line = ["export", "latest", "--format", "raw", "-o", &path];
+    let mut cut = 0;
+    for turn in 0..20 {
+        let export = Running::start(frozen.stillframe.command(&line)?)?;
+        std::thread::sleep(Duration::from_millis(20 * turn));
+        export.signal("KILL")?;
+        export.end()?;
+        let left = fs::read_dir(folder.path())?.flatten();
+        let left: Vec<PathBuf> = left.map(|entry| entry.path()).collect();
+        match &left[..] {
+            [] => cut += 1,
+            [whole] if *whole == file => {
+                ensure!(fs::metadata(&file)?.len() == 128 << 20, "it is not whole");
+                fs::remove_file(&file)?;
+            }
+            _ => bail!("left behind: {left:?}"),
+        }
+    }
+    ensure!(cut > 0, "none was killed on its way");
     Ok(())
 }
 

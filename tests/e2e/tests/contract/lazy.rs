@@ -1,6 +1,6 @@
 //! `restore --lazy`: the guest runs before its memory is there, and never on anything else.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
@@ -60,11 +60,24 @@ fn complete_memory_is_that_of_the_pause() -> Result<()> {
         monitor.execute("stop", json!({}))?;
         stillframe.ok(&["checkpoint", "--pid", &pid])?;
         let original = Image::take(guest.pid(), &mut monitor)?;
-        let options = ["--lazy", "--paused", "--verify"];
-        let restored = Restored::start(&stillframe, "latest", folder.path(), &options)?;
-        let image = Image::take(restored.pid, &mut restored.monitor()?)?;
-        let differing = original.differing(&image)?;
-        ensure!(differing.is_empty(), "{}: {differing:?}", kind.name());
+        // Once so that there is a working set, then with what is read of it while QEMU starts: on a busy
+        // machine QEMU may be there before anything is.
+        let running = Filling::start(&stillframe, "latest", folder.path(), &[])?;
+        drop(running.complete()?);
+        let mut prefetched = 0;
+        for _ in 0..5 {
+            let options = ["--paused", "--verify"];
+            let filling = Filling::start(&stillframe, "latest", folder.path(), &options)?;
+            let (restored, report) = filling.complete()?;
+            let image = Image::take(restored.pid, &mut restored.monitor()?)?;
+            let differing = original.differing(&image)?;
+            ensure!(differing.is_empty(), "{}: {differing:?}", kind.name());
+            prefetched += report["lazy"]["prefetched"].as_u64().context("no count")?;
+            if prefetched > 0 {
+                break;
+            }
+        }
+        ensure!(prefetched > 0, "nothing was read while QEMU started");
     }
     Ok(())
 }
@@ -158,35 +171,64 @@ fn another_process_goes_on_after_a_kill() -> Result<()> {
     Ok(())
 }
 
-/// The VM waits for its repository, and goes on with it.
+/// The VM waits for its repository, and goes on with it; also with another process, which must wake who asked
+/// the one that was killed.
 #[test]
 fn a_repository_that_is_gone_for_a_while() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let (_guest, stillframe) = checkpointed_asking(Kind::Private, "unplugged", folder.path())?;
     let mut slow = start_slowly(&stillframe, folder.path())?;
     slow.serial.wait_ticks(2, PATIENCE)?;
-    let (there, away) = (folder.path().join("repo"), folder.path().join("away"));
-    // Emptied too: packs that are open already would still be read.
-    let whole = packs(&there)?;
-    std::fs::rename(&there, &away)?;
-    for (path, _) in &whole {
-        std::fs::write(away.join(path.strip_prefix(&there)?), [])?;
-    }
+    let unplugged = Unplugged::new(folder.path())?;
     slow.running.wait_words("it is paused, and goes on when")?;
-    for (path, bytes) in &whole {
-        std::fs::write(away.join(path.strip_prefix(&there)?), bytes)?;
-    }
-    std::fs::rename(&away, &there)?;
+    unplugged.plug()?;
     slow.running.wait_words("the guest goes on")?;
     slow.serial.wait_more(5, PATIENCE)?;
+    let unplugged = Unplugged::new(folder.path())?;
+    slow.running
+        .wait_words_again("it is paused, and goes on when")?;
     slow.running.signal("KILL")?;
+    unplugged.plug()?;
+    let options = ["--limit-fill", "256K"];
+    let again = Filling::resume(&stillframe, &slow.qmp, &slow.serial, &options)?;
+    again.serial.wait_more(5, PATIENCE)?;
+    again.running.signal("KILL")?;
     let restored = resume(&stillframe, &slow.qmp, &slow.serial)?;
     restored.serial.wait_more(10, PATIENCE)?;
     expect_complete(&restored, 10)
 }
 
+/// A repository that is away, with packs that are emptied: those that are open already would still be read.
+struct Unplugged {
+    there: PathBuf,
+    away: PathBuf,
+    /// Where they are meanwhile, and what was in them.
+    packs: Vec<(PathBuf, Vec<u8>)>,
+}
+
+impl Unplugged {
+    /// The one in this folder.
+    fn new(folder: &Path) -> Result<Unplugged> {
+        let (there, away) = (folder.join("repo"), folder.join("away"));
+        let mut packs = packs(&there)?;
+        std::fs::rename(&there, &away)?;
+        for (path, _) in &mut packs {
+            *path = away.join(path.strip_prefix(&there)?);
+            std::fs::write(path, [])?;
+        }
+        Ok(Unplugged { there, away, packs })
+    }
+
+    fn plug(self) -> Result<()> {
+        for (path, bytes) in &self.packs {
+            std::fs::write(path, bytes)?;
+        }
+        Ok(std::fs::rename(&self.away, &self.there)?)
+    }
+}
+
 /// All packs of a repository, and what is in them.
-fn packs(repository: &Path) -> Result<Vec<(std::path::PathBuf, Vec<u8>)>> {
+fn packs(repository: &Path) -> Result<Vec<(PathBuf, Vec<u8>)>> {
     let mut packs = Vec::new();
     for folder in std::fs::read_dir(repository.join("packs"))? {
         for file in std::fs::read_dir(folder?.path())? {
@@ -249,10 +291,13 @@ fn a_working_set_is_recorded_and_grows() -> Result<()> {
     for _ in 0..3 {
         let next = restore()?;
         ensure!(next["working_set"] == recorded, "{recorded}: {next}");
-        // None where the guest asked for nothing that was not in it.
-        let grown = next["recorded"].as_u64().unwrap_or(recorded + 1);
-        ensure!(grown > recorded, "{recorded}: {next}");
-        recorded = next["recorded"].as_u64().unwrap_or(recorded);
+        // Where the guest asked for nothing there is nothing to record; what came too late only moves.
+        if next["faults"] == 0 {
+            ensure!(next["recorded"].is_null(), "{next}");
+        }
+        let learned = next["recorded"].as_u64().unwrap_or(recorded);
+        ensure!(learned >= recorded, "{recorded}: {next}");
+        recorded = learned;
     }
     let shown = stillframe.json(&["show", "latest"])?;
     ensure!(shown["working_set_pages"] == recorded, "{shown}");

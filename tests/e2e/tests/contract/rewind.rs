@@ -174,6 +174,24 @@ fn what_cannot_be_rewound_goes_on() -> Result<()> {
     expect_untouched(&guest, &mut monitor)
 }
 
+/// Started anew with one device more, the VM is not the one that the guest of the checkpoint knows.
+#[test]
+fn a_vm_with_more_devices_goes_on() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = repository(folder.path())?;
+    let mut one = Setup::small(Kind::Private, "grown").boot()?;
+    stillframe.ok(&["checkpoint", "--pid", &one.pid_text()])?;
+    one.kill()?;
+    let more = Setup::small(Kind::Private, "grown").with(&["-device", "virtio-rng-pci"]);
+    let two = more.boot()?;
+    let mut monitor = two.second_monitor()?;
+    let said = stillframe.fails(&["rewind", "latest", "--pid", &two.pid_text()], 5)?;
+    ensure!(said.contains("had not at the checkpoint"), "{said}");
+    ensure!(said.contains("virtio-rng"), "{said}");
+    two.serial.wait_more(9, PATIENCE)?;
+    expect_untouched(&two, &mut monitor)
+}
+
 /// QEMU gives up in the middle, over a feature of a device that it was started without: the guest goes on
 /// where it stood, with its own memory and devices.
 #[test]

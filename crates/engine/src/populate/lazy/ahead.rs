@@ -1,7 +1,6 @@
 //! The working set on its way into memory: the filler and the fault servers take its pages one after the
 //! other, each page once.
 
-use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::asked::Page;
@@ -13,15 +12,16 @@ const GROUP_PAGES: u64 = 16;
 #[derive(Debug)]
 pub(super) struct Ahead {
     pages: Vec<Page>,
-    groups: HashSet<Page>,
+    groups: Groups,
     next: AtomicUsize,
 }
 
 impl Ahead {
-    pub(super) fn new(pages: Vec<Page>) -> Ahead {
+    /// Of which so many, from the beginning, are taken already.
+    pub(super) fn new(pages: Vec<Page>, taken: usize) -> Ahead {
         Ahead {
-            groups: pages.iter().map(group).collect(),
-            next: AtomicUsize::new(0),
+            groups: Groups::of(&pages),
+            next: AtomicUsize::new(taken),
             pages,
         }
     }
@@ -48,21 +48,71 @@ impl Ahead {
 
     /// Whether the guest does as it did before when it asks for this page: then what comes next is known.
     pub(super) fn foretells(&self, page: Page) -> bool {
-        self.taken() < self.pages.len() && self.groups.contains(&group(&page))
+        self.taken() < self.pages.len() && self.groups.has(page)
     }
 }
 
-fn group(&(block, page): &Page) -> Page {
-    (block, page / GROUP_PAGES)
+/// Which groups hold pages of a set: a bit each, for each block. The guest waits while they are made.
+#[derive(Debug, Default)]
+struct Groups(Vec<Vec<u64>>);
+
+impl Groups {
+    fn of(pages: &[Page]) -> Groups {
+        let mut groups = Groups::default();
+        for &page in pages {
+            let (block, word, bit) = place(page);
+            if groups.0.len() <= block {
+                groups.0.resize_with(block + 1, Vec::new);
+            }
+            let words = &mut groups.0[block];
+            if words.len() <= word {
+                words.resize(word + 1, 0);
+            }
+            words[word] |= bit;
+        }
+        groups
+    }
+
+    fn has(&self, page: Page) -> bool {
+        let (block, word, bit) = place(page);
+        let words = self.0.get(block).and_then(|words| words.get(word));
+        words.is_some_and(|word| word & bit != 0)
+    }
+}
+
+/// Where a page's group has its bit: the block, the word, and the bit in it.
+fn place((block, page): Page) -> (usize, usize, u64) {
+    let group = page / GROUP_PAGES;
+    (block, (group / 64) as usize, 1 << (group % 64))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        /// Against a set of them.
+        #[test]
+        fn groups_are_those_of_the_pages(
+            pages in prop::collection::vec((0..4_usize, 0..40_000_u64), 0..60),
+            others in prop::collection::vec((0..6_usize, 0..50_000_u64), 0..200),
+        ) {
+            let group = |&(block, page): &Page| (block, page / GROUP_PAGES);
+            let slow: HashSet<Page> = pages.iter().map(group).collect();
+            let groups = Groups::of(&pages);
+            for page in pages.iter().chain(&others) {
+                prop_assert_eq!(groups.has(*page), slow.contains(&group(page)));
+            }
+        }
+    }
 
     #[test]
     fn each_page_is_taken_once() {
-        let ahead = Ahead::new((0..1000).map(|page| (0, page)).collect());
+        let ahead = Ahead::new((0..1000).map(|page| (0, page)).collect(), 0);
         let mut taken: Vec<Page> = std::thread::scope(|scope| {
             let take_all = || std::iter::from_fn(|| ahead.take()).collect::<Vec<_>>();
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(take_all)).collect();
@@ -78,7 +128,7 @@ mod tests {
 
     #[test]
     fn what_lies_near_is_foretold_until_all_is_taken() {
-        let ahead = Ahead::new(vec![(1, 40), (1, 100)]);
+        let ahead = Ahead::new(vec![(0, 7), (1, 40), (1, 100)], 1);
         assert!(ahead.foretells((1, 32)) && ahead.foretells((1, 47)));
         assert!(!ahead.foretells((0, 40)) && !ahead.foretells((1, 48)));
         assert_eq!(ahead.take(), Some((1, 40)));

@@ -1,8 +1,9 @@
 //! What the guest asks for, and when: the working set, that the next restore of the checkpoint fills first.
 //!
 //! Pages that were filled before the guest touched them are never asked for. So a working set grows with
-//! each restore: a page that is asked for though it is in none yet, or too late in it, takes the place that
-//! filling had reached by then.
+//! each restore: a page that is in none yet takes the place that filling had reached when it was asked for.
+//! One that is in it came too late, and moves forward: to half of that place, so that it is there also
+//! where the guest is faster than this time.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
@@ -28,19 +29,23 @@ impl Asked {
         }
     }
 
-    /// What is to be filled first the next time, where `before` was this time; nothing where that holds all
-    /// that was asked for.
-    pub(super) fn grown(&self, before: &[Page]) -> Option<Vec<Page>> {
+    /// What is to be filled first the next time, where `before` was this time; nothing where the guest asked
+    /// for nothing.
+    pub(super) fn learned(&self, before: &[Page]) -> Option<Vec<Page>> {
         let pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
-        let known: HashSet<Page> = before.iter().copied().collect();
-        let news = pages.iter().any(|(_, page)| !known.contains(page));
-        news.then(|| merge(before, pages.clone()))
+        (!pages.is_empty()).then(|| merge(before, pages.clone()))
     }
 }
 
-/// Each page once, where it comes first: those asked for before the page at whose place filling was.
+/// Each page once, where it comes first: those asked for before the page at whose place they are to be.
 fn merge(before: &[Page], mut asked: Vec<(usize, Page)>) -> Vec<Page> {
-    // Noted by several threads.
+    let known: HashSet<Page> = before.iter().copied().collect();
+    for (place, page) in &mut asked {
+        if known.contains(page) {
+            *place /= 2;
+        }
+    }
+    // Stable: those of one place stay in the order of asking.
     asked.sort_by_key(|(place, _)| *place);
     let mut asked = asked.into_iter().peekable();
     let mut merged = Vec::new();
@@ -75,32 +80,35 @@ mod tests {
     #[test]
     fn the_first_set_is_what_was_asked_for_in_that_order() {
         let asked = asked(&[(0, (0, 9)), (0, (1, 2)), (0, (0, 9)), (0, (0, 3))]);
-        assert_eq!(asked.grown(&[]), Some(vec![(0, 9), (1, 2), (0, 3)]));
-        assert_eq!(Asked::default().grown(&[]), None);
+        assert_eq!(asked.learned(&[]), Some(vec![(0, 9), (1, 2), (0, 3)]));
+        assert_eq!(Asked::default().learned(&[(0, 1)]), None);
     }
 
     #[test]
     fn what_was_missed_goes_where_filling_was() {
         let before = [(0, 1), (0, 2), (0, 3), (0, 4)];
-        // The first comes although it is the next one; the second although nobody knew of it.
-        let asked = asked(&[(0, (0, 2)), (2, (0, 7)), (4, (0, 8))]);
-        let grown = vec![(0, 2), (0, 1), (0, 7), (0, 3), (0, 4), (0, 8)];
-        assert_eq!(asked.grown(&before), Some(grown));
+        let asked = asked(&[(2, (0, 7)), (4, (0, 8))]);
+        let learned = vec![(0, 1), (0, 2), (0, 7), (0, 3), (0, 4), (0, 8)];
+        assert_eq!(asked.learned(&before), Some(learned));
     }
 
     #[test]
-    fn a_set_that_holds_all_stays_as_it_is() {
-        let asked = asked(&[(0, (0, 2)), (1, (0, 1))]);
-        assert_eq!(asked.grown(&[(0, 1), (0, 2)]), None);
+    fn what_came_too_late_goes_to_half_of_where_filling_was() {
+        let before: Vec<Page> = (0..10).map(|page| (0, page)).collect();
+        // Ahead of that already, the last one stays.
+        let asked = asked(&[(4, (0, 9)), (4, (0, 8)), (6, (0, 2))]);
+        let order = [0, 1, 9, 8, 2, 3, 4, 5, 6, 7];
+        let learned = order.map(|page| (0, page)).to_vec();
+        assert_eq!(asked.learned(&before), Some(learned));
     }
 
     #[test]
     fn it_is_bounded_and_keeps_what_comes_first() {
         let before: Vec<Page> = (0..PAGES_MAX as u64).map(|page| (0, page)).collect();
         let asked = asked(&[(10, (1, 1)), (PAGES_MAX, (1, 2))]);
-        let grown = asked.grown(&before).unwrap();
-        assert_eq!(grown.len(), PAGES_MAX);
-        assert_eq!(grown[9..12], [(0, 9), (1, 1), (0, 10)]);
-        assert!(!grown.contains(&(1, 2)));
+        let learned = asked.learned(&before).unwrap();
+        assert_eq!(learned.len(), PAGES_MAX);
+        assert_eq!(learned[9..12], [(0, 9), (1, 1), (0, 10)]);
+        assert!(!learned.contains(&(1, 2)));
     }
 }

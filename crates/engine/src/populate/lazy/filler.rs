@@ -5,6 +5,7 @@
 //! it does, that is the fault servers' trouble.
 
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -17,6 +18,7 @@ use super::ahead::Ahead;
 use super::asked::Page;
 use super::memory::{FillError, LazyMemory};
 use super::near::Near;
+use super::prefetch::Piece;
 use crate::capture::block::PAGE_BYTES;
 use crate::{in_words, populate};
 
@@ -46,9 +48,10 @@ pub(super) struct Filler<'m, 'a> {
 }
 
 impl Filler<'_, '_> {
-    /// Fills all pages with content: first the working set, then the newest changes; `false` when it was
-    /// ended before.
-    pub(super) fn run(&self, newest: &[Page]) -> Result<bool, FillError> {
+    /// Fills all pages with content: first what was read already, then the working set, then the newest
+    /// changes; `false` when it was ended before.
+    pub(super) fn run(&self, prefetched: Vec<Piece>, newest: &[Page]) -> Result<bool, FillError> {
+        self.put(prefetched)?;
         self.fill_working_set()?;
         let mut failed = Vec::new();
         for group in newest.chunks(NEWEST_PAGES) {
@@ -66,6 +69,25 @@ impl Filler<'_, '_> {
             failed = still;
         }
         Ok(!self.has_ended())
+    }
+
+    /// Puts what was read already. Blocks are numbered as here.
+    fn put(&self, prefetched: Vec<Piece>) -> Result<(), FillError> {
+        for Piece {
+            block,
+            pages,
+            bytes,
+        } in prefetched
+        {
+            if self.has_ended() {
+                break;
+            }
+            match bytes.is_empty() {
+                true => self.memory.put_zeros(block, pages)?,
+                false => (self.memory).put(block, pages.start, &bytes, Waiters::Wake)?,
+            }
+        }
+        Ok(())
     }
 
     /// In its order, each page with those near it. What cannot be had is tried again with all the others.
@@ -102,8 +124,7 @@ impl Filler<'_, '_> {
             None => WINDOW_PAGES,
             Some(_) => PIECE_PAGES as u64,
         };
-        for start in (0..pages).step_by(at_once as usize) {
-            let window = start..pages.min(start + at_once);
+        for window in windows(pages, at_once, !self.ahead.pages().is_empty()) {
             let group: Vec<Page> = window
                 .clone()
                 .filter(|&page| !block.is_settled(page) && !block.map.is_known_zero(page))
@@ -188,5 +209,33 @@ impl Filler<'_, '_> {
             thread::sleep(LOOK.min(left));
         }
         !self.has_ended()
+    }
+}
+
+/// All pages, so many at a time: from the last ones on where a working set is known. A guest that runs through
+/// its memory asks for what that lacks then, and the next set has it; else the filler would run ahead of it.
+fn windows(pages: u64, at_once: u64, backwards: bool) -> impl Iterator<Item = Range<u64>> {
+    let count = pages.div_ceil(at_once);
+    (0..count).map(move |number| {
+        let number = match backwards {
+            true => count - 1 - number,
+            false => number,
+        };
+        number * at_once..pages.min((number + 1) * at_once)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_hold_every_page_once() {
+        let forwards: Vec<_> = windows(25, 10, false).collect();
+        assert_eq!(forwards, [0..10, 10..20, 20..25]);
+        let mut backwards: Vec<_> = windows(25, 10, true).collect();
+        backwards.reverse();
+        assert_eq!(backwards, forwards);
+        assert_eq!(windows(0, 10, true).count(), 0);
     }
 }

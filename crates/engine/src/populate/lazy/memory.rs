@@ -12,8 +12,6 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FallocateFlags, fallocate};
-use rustix::io::Errno;
 use stillframe_repo::{PageMap, RepoError};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Uffd, UffdError, Waiters};
@@ -81,7 +79,7 @@ pub(super) struct LazyMemory<'a> {
 }
 
 impl<'a> LazyMemory<'a> {
-    /// `marks` is empty, or what is left of a process that was killed.
+    /// `marks` has room for a byte a page, and what is left of a process that was killed.
     pub(super) fn new(
         uffd: Uffd,
         blocks: impl IntoIterator<Item = (AddressRange, PageMap<'a>)>,
@@ -101,11 +99,6 @@ impl<'a> LazyMemory<'a> {
             first_mark += block.map.pages();
             block.read_marks(&marks).map_err(FillError::Marks)?;
             lazy.push(block);
-        }
-        // A full disk must show before the guest runs. Where room cannot be had in advance it is as well.
-        match fallocate(&marks, FallocateFlags::empty(), 0, first_mark.max(1)) {
-            Err(Errno::OPNOTSUPP) | Ok(()) => {}
-            Err(errno) => return Err(FillError::Marks(errno.into())),
         }
         Ok(LazyMemory {
             uffd,

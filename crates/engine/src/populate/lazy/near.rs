@@ -2,7 +2,7 @@
 
 use std::io;
 
-use stillframe_repo::{PageReader, Reader, RepoError};
+use stillframe_repo::{NearSink, PageMap, PageReader, Reader, RepoError};
 use stillframe_sys::uffd::Waiters;
 
 use super::ahead::Ahead;
@@ -14,6 +14,10 @@ use crate::capture::block::PAGE_BYTES;
 const REACH: u64 = 15;
 /// Zero pages that come with one.
 const ZEROS_TOGETHER: u64 = 16;
+
+/// One of the two ways to read a page with others near it.
+type ReadPages<'m> =
+    fn(&mut PageReader<'m>, &PageMap<'_>, u64, &[u64], NearSink<'_>) -> Result<(), RepoError>;
 
 /// Fills single pages. The state of one thread.
 pub(super) struct Near<'m, 'a> {
@@ -32,59 +36,82 @@ impl<'m, 'a> Near<'m, 'a> {
         })
     }
 
-    /// Fills a page that is not settled, and then others near it. Returns how many pages that were. Those who
-    /// wait for the page are woken as soon as it is there, or left to the caller.
-    pub(super) fn fill(
-        &mut self,
-        (number, page): Page,
-        waiters: Waiters,
-    ) -> Result<u64, FillError> {
+    /// Fills a page that somebody waits for and that is not settled, and then others near it. Who waits is woken
+    /// as soon as it is there, or left to the caller.
+    pub(super) fn fill(&mut self, page: Page, waiters: Waiters) -> Result<(), FillError> {
         let memory = self.memory;
         let wake = || match waiters {
-            Waiters::Wake => memory.wake(number, page),
+            Waiters::Wake => memory.wake(page.0, page.1),
             Waiters::Leave => Ok(()),
         };
-        let block = &memory.blocks[number];
-        if block.map.is_zero(page)? {
-            let mut end = page + 1;
-            while end < block.map.pages().min(page + ZEROS_TOGETHER)
-                && !block.is_settled(end)
-                && block.map.is_known_zero(end)
-            {
-                end += 1;
-            }
-            memory.put_zeros(number, page..end)?;
-            wake()?;
-            return Ok(end - page);
+        if self.fill_zeros(page)? > 0 {
+            return wake();
         }
-        let first = page.saturating_sub(REACH);
-        let end = block.map.pages().min(page + REACH + 1);
-        let near: Vec<u64> = (first..end)
-            .filter(|&other| other != page && !block.is_settled(other))
-            .collect();
-        let mut failure = None;
+        let put = |first: u64, bytes: &[u8]| match first == page.1 {
+            true => memory
+                .put(page.0, first, bytes, waiters)
+                .and_then(|()| wake()),
+            false => memory.put(page.0, first, bytes, Waiters::Wake),
+        };
+        self.read(page, PageReader::read_near, put)
+    }
+
+    /// Fills a page that nobody waits for, together with others near it. Returns how many pages that were.
+    fn fill_together(&mut self, page: Page) -> Result<u64, FillError> {
+        let zeros = self.fill_zeros(page)?;
+        if zeros > 0 {
+            return Ok(zeros);
+        }
+        let memory = self.memory;
         let mut pages = 0;
-        let mut sink = |first: u64, bytes: &[u8]| {
+        let put = |first: u64, bytes: &[u8]| {
             pages += bytes.len() as u64 / PAGE_BYTES;
-            let put = match first == page {
-                true => memory
-                    .put(number, first, bytes, waiters)
-                    .and_then(|()| wake()),
-                false => memory.put(number, first, bytes, Waiters::Wake),
-            };
-            put.map_err(|error| {
+            memory.put(page.0, first, bytes, Waiters::Wake)
+        };
+        self.read(page, PageReader::read_together, put)?;
+        Ok(pages)
+    }
+
+    /// Fills a page that is zero, with zeros behind it. Returns how many pages that were: none where it has
+    /// content.
+    fn fill_zeros(&self, (number, page): Page) -> Result<u64, FillError> {
+        let block = &self.memory.blocks[number];
+        if !block.map.is_zero(page)? {
+            return Ok(0);
+        }
+        let mut end = page + 1;
+        while end < block.map.pages().min(page + ZEROS_TOGETHER)
+            && !block.is_settled(end)
+            && block.map.is_known_zero(end)
+        {
+            end += 1;
+        }
+        self.memory.put_zeros(number, page..end)?;
+        Ok(end - page)
+    }
+
+    /// Reads a page and those near it that are not there yet, and puts them into memory.
+    fn read(
+        &mut self,
+        (number, page): Page,
+        read: ReadPages<'m>,
+        mut put: impl FnMut(u64, &[u8]) -> Result<(), FillError>,
+    ) -> Result<(), FillError> {
+        let block = &self.memory.blocks[number];
+        let mut near = beside(page, block.map.pages());
+        near.retain(|&other| !block.is_settled(other));
+        let mut failure = None;
+        let mut sink = |first: u64, bytes: &[u8]| {
+            put(first, bytes).map_err(|error| {
                 let text = error.to_string();
                 failure = Some(error);
                 io::Error::other(text)
             })
         };
-        let read = self.reader.read_near(&block.map, page, &near, &mut sink);
+        let read = read(&mut self.reader, &block.map, page, &near, &mut sink);
         match failure {
             Some(failure) => Err(failure),
-            None => {
-                read?;
-                Ok(pages)
-            }
+            None => Ok(read?),
         }
     }
 
@@ -93,10 +120,16 @@ impl<'m, 'a> Near<'m, 'a> {
     pub(super) fn fill_ahead(&mut self, ahead: &Ahead) -> Result<Option<u64>, FillError> {
         match ahead.take() {
             Some((number, page)) if !self.memory.blocks[number].is_settled(page) => {
-                self.fill((number, page), Waiters::Wake).map(Some)
+                self.fill_together((number, page)).map(Some)
             }
             Some(_) => Ok(Some(0)),
             None => Ok(None),
         }
     }
+}
+
+/// The pages that may come with one, of a block of so many.
+pub(super) fn beside(page: u64, pages: u64) -> Vec<u64> {
+    let all = page.saturating_sub(REACH)..pages.min(page + REACH + 1);
+    all.filter(|&other| other != page).collect()
 }

@@ -11,7 +11,8 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use stillframe_qemu::monitor::RamBlock;
 use stillframe_repo::{CheckpointId, RamTable};
@@ -81,6 +82,9 @@ pub struct FillingRecord {
     pub repository: String,
     /// Whether the guest is to run.
     pub running: bool,
+    /// The channel through which its clock is set when it does, if it is to be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<PathBuf>,
     /// The RAM blocks that are being filled.
     pub blocks: Vec<RamBlock>,
     /// What they hold, in the same order.
@@ -93,7 +97,7 @@ impl FillingRecord {
         [pid, remote_fd]: [i32; 2],
         start_time: u64,
         (checkpoint, vm, repository): (CheckpointId, String, String),
-        running: bool,
+        (running, agent): (bool, Option<PathBuf>),
         (blocks, tables): (Vec<RamBlock>, Vec<RamTable>),
     ) -> FillingRecord {
         FillingRecord {
@@ -105,18 +109,30 @@ impl FillingRecord {
             vm,
             repository,
             running,
+            agent,
             blocks,
             tables,
         }
     }
 }
 
-/// The two files.
+/// The two files. Marks that were made and have no record yet are removed when this is dropped: nobody could
+/// go on with them.
 #[derive(Debug)]
 pub struct Files {
     qmp: PathBuf,
     record: PathBuf,
     marks: PathBuf,
+    fresh: bool,
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        if self.fresh {
+            // Left behind, they are taken over by the next restore.
+            let _ = fs::remove_file(&self.marks);
+        }
+    }
 }
 
 impl Files {
@@ -131,11 +147,13 @@ impl Files {
             qmp: qmp.to_owned(),
             record: with(".filling"),
             marks: with(".filling-pages"),
+            fresh: false,
         }
     }
 
-    /// Makes an empty file of marks, and locks it.
-    pub fn create_marks(&self) -> Result<File, RecordError> {
+    /// Makes an empty file of marks with room for so many pages, and locks it: a full disk must show before the
+    /// guest runs.
+    pub fn create_marks(&mut self, pages: u64) -> Result<File, RecordError> {
         // One that is left of a VM that has ended says nothing about this one.
         self.remove()?;
         let mut options = OpenOptions::new();
@@ -144,7 +162,13 @@ impl Files {
             .open(&self.marks)
             .map_err(|source| failed("create", &self.marks, source))?;
         self.lock(&marks)?;
-        Ok(marks)
+        self.fresh = true;
+        // Its length stays 0: what lies behind the end was never marked, and need not be read.
+        match fallocate(&marks, FallocateFlags::KEEP_SIZE, 0, pages.max(1)) {
+            // Where room cannot be had in advance it is as well.
+            Err(Errno::OPNOTSUPP) | Ok(()) => Ok(marks),
+            Err(errno) => Err(failed("make room in", &self.marks, errno.into())),
+        }
     }
 
     /// Opens and locks the marks that another process has left.
@@ -170,7 +194,7 @@ impl Files {
     }
 
     /// Writes the record: from here on somebody else can go on.
-    pub fn write(&self, record: &FillingRecord) -> Result<(), RecordError> {
+    pub fn write(&mut self, record: &FillingRecord) -> Result<(), RecordError> {
         let json = serde_json::to_vec_pretty(record)
             .map_err(|error| failed("write", &self.record, error.into()))?;
         // Under its name it is whole.
@@ -183,7 +207,13 @@ impl Files {
             .open(&new)
             .and_then(|mut file| file.write_all(&json))
             .and_then(|()| fs::rename(&new, &self.record));
-        written.map_err(|source| failed("write", &self.record, source))
+        if let Err(source) = written {
+            // Half of it helps nobody.
+            let _ = fs::remove_file(&new);
+            return Err(failed("write", &self.record, source));
+        }
+        self.fresh = false;
+        Ok(())
     }
 
     /// Reads the record.

@@ -9,13 +9,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use stillframe_sys::uffd::{Event, UffdError, Waiters};
 
 use super::ahead::Ahead;
+use super::hold::Holding;
 use super::memory::{FillError, LazyMemory};
 use super::near::Near;
 use super::trouble::Trouble;
 
-/// Whoever asks for a page of the working set gets it together with the next ones, and waits for no longer
-/// than this: a fault costs about as much as a page, and he would wait for each of them.
-const HELD: Duration = Duration::from_millis(2);
 /// How long until a page that could not be had is tried again.
 const AGAIN: Duration = Duration::from_millis(200);
 
@@ -24,8 +22,9 @@ pub(super) struct Server<'m, 'a> {
     pub(super) memory: &'m LazyMemory<'a>,
     pub(super) near: Near<'m, 'a>,
     pub(super) ahead: &'m Ahead,
-    /// Whether those who wait may be held a little, for pages that they are about to ask for.
-    pub(super) read_ahead: bool,
+    /// For how long those who wait may be held, for pages that they are about to ask for; not at all where
+    /// no more than asked for is to be filled at once.
+    pub(super) holding: Option<&'m Holding>,
     pub(super) trouble: &'m Trouble,
     /// Readable when it is time to end.
     pub(super) end: &'m OwnedFd,
@@ -100,14 +99,16 @@ impl Server<'_, '_> {
             return memory.wake(number, page.1);
         }
         memory.asked.note(self.ahead.taken(), page);
-        if !self.read_ahead || !self.ahead.foretells(page) {
-            self.near.fill(page, Waiters::Wake)?;
-            return Ok(());
-        }
+        let holding = self.holding.filter(|_| self.ahead.foretells(page));
+        let Some(holding) = holding else {
+            return self.near.fill(page, Waiters::Wake);
+        };
         let begin = Instant::now();
+        let time = holding.time(begin);
         self.near.fill(page, Waiters::Leave)?;
         // What cannot be had now will be had later; nobody has asked for it.
-        while begin.elapsed() < HELD && matches!(self.near.fill_ahead(self.ahead), Ok(Some(_))) {}
+        while begin.elapsed() < time && matches!(self.near.fill_ahead(self.ahead), Ok(Some(_))) {}
+        holding.let_go(Instant::now());
         memory.wake(number, page.1)
     }
 }

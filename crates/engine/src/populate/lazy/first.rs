@@ -1,0 +1,52 @@
+//! What is filled first, in the numbers of the blocks that are filled lazily: those of the manifest may
+//! be others.
+
+use stillframe_repo::PageMap;
+
+use super::ahead::Ahead;
+use super::asked::Page;
+use super::prefetch::{Piece, Prefetched};
+
+/// What is filled first.
+#[derive(Debug, Default)]
+pub struct First {
+    working_set: Vec<Page>,
+    /// So many of these, from the beginning, are among the pieces.
+    taken: usize,
+    pub(super) pieces: Vec<Piece>,
+    pub(super) prefetched_pages: u64,
+}
+
+impl First {
+    /// What was read already, and then the rest of the working set. `blocks` are the numbers in the manifest
+    /// of those that are filled lazily, which hold what `maps` say; both are in the same order.
+    pub fn new(
+        (blocks, maps): (&[u32], &[PageMap<'_>]),
+        working_set: &[(u32, u32)],
+        prefetched: Prefetched,
+    ) -> First {
+        let number = |block: u32| blocks.iter().position(|&other| other == block);
+        let here = |&(block, page): &(u32, u32)| {
+            let number = number(block)?;
+            let there = u64::from(page) < maps.get(number)?.pages();
+            there.then_some((number, page.into()))
+        };
+        let prefetched_pages = prefetched.pages();
+        let of_them = working_set.iter().take(prefetched.of_working_set);
+        let pieces = prefetched.pieces.into_iter().filter_map(|piece| {
+            let block = number(piece.block as u32)?;
+            Some(Piece { block, ..piece })
+        });
+        First {
+            prefetched_pages,
+            taken: of_them.filter_map(here).count(),
+            pieces: pieces.collect(),
+            working_set: working_set.iter().filter_map(here).collect(),
+        }
+    }
+
+    /// The working set on its way into memory.
+    pub(super) fn ahead(self) -> Ahead {
+        Ahead::new(self.working_set, self.taken)
+    }
+}

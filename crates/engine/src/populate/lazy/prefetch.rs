@@ -1,0 +1,149 @@
+//! Reading before there is memory to read into: while QEMU starts, this process has nothing else to do.
+//!
+//! What is likely to be asked for first is read into memory of ours, and put into the VM's as soon as that is
+//! there: the beginning of the working set, or, where none was recorded, what was written last before the
+//! checkpoint.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use stillframe_repo::{PageMap, PageReader, Reader, RepoError};
+
+use super::near::beside;
+use crate::capture::block::PAGE_BYTES;
+
+/// So much is enough.
+const BYTES_MAX: u64 = 64 << 20;
+
+/// The number of a RAM block in the manifest, and a page of it.
+type Place = (usize, u64);
+
+/// Pages that were read, and not put anywhere yet.
+#[derive(Debug, Default)]
+pub struct Prefetched {
+    pub(super) pieces: Vec<Piece>,
+    /// So many pages of the working set, from its beginning, are among them.
+    pub(super) of_working_set: usize,
+    pages: u64,
+}
+
+/// Pages that lie one behind the other.
+#[derive(Debug)]
+pub(super) struct Piece {
+    /// The number of the block in the manifest.
+    pub(super) block: usize,
+    pub(super) pages: Range<u64>,
+    /// Their contents; none where all are zero.
+    pub(super) bytes: Vec<u8>,
+}
+
+impl Prefetched {
+    /// How many pages that are.
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    fn add(&mut self, block: usize, pages: Range<u64>, bytes: &[u8]) {
+        self.pages += pages.end - pages.start;
+        self.pieces.push(Piece {
+            block,
+            pages,
+            bytes: bytes.to_vec(),
+        });
+    }
+}
+
+/// Reads for as long as `wait` takes. Blocks are those of the manifest.
+pub fn while_waiting<T>(
+    wait: impl FnOnce() -> T,
+    reader: &Reader<'_>,
+    maps: &[PageMap<'_>],
+    working_set: &[(u32, u32)],
+) -> (T, Prefetched) {
+    let enough = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let builder = thread::Builder::new().name("prefetch".into());
+        let read = || read(reader, maps, working_set, &enough);
+        // Without it nothing is missing but time.
+        let reading = builder.spawn_scoped(scope, read).ok();
+        let waited = wait();
+        enough.store(true, Ordering::Relaxed);
+        let read = reading.map(|reading| reading.join());
+        let prefetched = match read {
+            Some(Ok(prefetched)) => prefetched,
+            Some(Err(panic)) => std::panic::resume_unwind(panic),
+            None => Prefetched::default(),
+        };
+        (waited, prefetched)
+    })
+}
+
+/// Reads until it is `enough`, or there is nothing more to read ahead, or something cannot be read: then
+/// whoever fills memory will meet it again, and tell.
+fn read(
+    reader: &Reader<'_>,
+    maps: &[PageMap<'_>],
+    working_set: &[(u32, u32)],
+    enough: &AtomicBool,
+) -> Prefetched {
+    let mut prefetched = Prefetched::default();
+    let Ok(mut pages) = PageReader::new(reader) else {
+        return prefetched;
+    };
+    let mut seen = HashSet::new();
+    let mut go_on = |place: Place, prefetched: &mut Prefetched| {
+        !enough.load(Ordering::Relaxed)
+            && prefetched.pages * PAGE_BYTES < BYTES_MAX
+            && read_near(&mut pages, maps, place, &mut seen, prefetched).is_ok()
+    };
+    if working_set.is_empty() {
+        let newest = (0..).zip(maps).flat_map(|(block, map)| {
+            let changes = map.newest_changes().iter();
+            changes.map(move |&page| (block, u64::from(page)))
+        });
+        for place in newest {
+            if !go_on(place, &mut prefetched) {
+                break;
+            }
+        }
+    }
+    for &(block, page) in working_set {
+        if !go_on((block as usize, page.into()), &mut prefetched) {
+            break;
+        }
+        prefetched.of_working_set += 1;
+    }
+    prefetched
+}
+
+/// Reads a page and what comes along with it, unless it was read before.
+fn read_near(
+    reader: &mut PageReader<'_>,
+    maps: &[PageMap<'_>],
+    (block, page): Place,
+    seen: &mut HashSet<Place>,
+    prefetched: &mut Prefetched,
+) -> Result<(), RepoError> {
+    // A working set of a form that this checkpoint cannot have is of no use, and does no harm.
+    let Some(map) = maps.get(block).filter(|map| page < map.pages()) else {
+        return Ok(());
+    };
+    if seen.contains(&(block, page)) {
+        return Ok(());
+    }
+    if map.is_zero(page)? {
+        seen.insert((block, page));
+        prefetched.add(block, page..page + 1, &[]);
+        return Ok(());
+    }
+    let mut near = beside(page, map.pages());
+    near.retain(|&other| !seen.contains(&(block, other)));
+    reader.read_together(map, page, &near, &mut |first, bytes| {
+        let pages = first..first + bytes.len() as u64 / PAGE_BYTES;
+        seen.extend(pages.clone().map(|page| (block, page)));
+        prefetched.add(block, pages, bytes);
+        Ok(())
+    })
+}
