@@ -186,7 +186,7 @@ impl Files {
     fn lock(&self, marks: &File) -> Result<(), RecordError> {
         match flock(marks, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(()),
-            Err(rustix::io::Errno::WOULDBLOCK) => Err(RecordError::Busy {
+            Err(Errno::WOULDBLOCK) => Err(RecordError::Busy {
                 qmp: self.qmp.clone(),
             }),
             Err(errno) => Err(failed("lock", &self.marks, errno.into())),
