@@ -30,9 +30,9 @@ pub enum Bench {
     Frequency,
     /// The pause of a guest of 8 GiB, and of one that writes all of its memory (about 12 minutes).
     Extremes,
-    /// How soon a VM of 1 to 8 GiB is back, lazily and eagerly, against QEMU's own way (about 11 minutes).
+    /// How soon a VM of 1 to 8 GiB is back, lazily and eagerly, against QEMU's own way (about 20 minutes).
     Restore,
-    /// How soon a clone runs, against QEMU's own way, and the memory of ten (about 4 minutes).
+    /// How soon a clone runs, against QEMU's own way, and the memory of ten (about 6 minutes).
     Clones,
     /// Checkpoints taken in every way, each restored eagerly and lazily and compared with the original
     /// (about 12 minutes).

@@ -45,12 +45,13 @@ pub fn run() -> Result<()> {
     let qmp = folder.path().join("x.qmp");
     for turn in 1..=TURNS {
         let line = waiting_qemu(&stillframe, &qmp)?;
+        host_memory::settle();
         starts.push(start_ms(&line, &qmp)?);
-        host_memory::touch(mib);
+        host_memory::prepare(mib);
         let clone = clones(&stillframe, folder.path(), &base.0, 1)?;
         ours.push(clone[0].1["total_us"].as_f64().context("no time")? / 1e3);
         drop(clone);
-        host_memory::touch(mib);
+        host_memory::prepare(mib);
         theirs.push(mapped_ram_ms(&line, &qmp, &file)?);
         eprintln!("turn {turn} of {TURNS}");
     }
@@ -148,7 +149,7 @@ fn record(
     let (ram_mib, mib) = MIDDLE;
     let page = format!(
         "# Bench: clones\n\n`{COMMAND}`, commit {}. Medians of {TURNS} turns; TCG; {ram_mib} MiB, {mib} MiB of it filled; \
-         everything in the page cache.\n\n\
+         everything in the page cache, nothing else running, and free memory touched before.\n\n\
          | | with QEMU's start | without |\n| --- | --- | --- |\n\
          | QEMU's start alone | {:.0} ms | - |\n\
          | clone, from the command to the running guest | {:.0} ms | {:.0} ms |\n\

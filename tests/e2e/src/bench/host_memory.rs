@@ -13,8 +13,14 @@ use std::time::{Duration, Instant};
 /// More than the VM itself: what is read from files needs some too.
 const MORE_MIB: u32 = 512;
 
+/// Leaves a machine that does nothing else, and free memory for a VM that fills so much.
+pub fn prepare(mib: u32) {
+    settle();
+    touch(mib);
+}
+
 /// Uses as much free memory as a VM does that fills so much, and gives it back.
-pub fn touch(mib: u32) {
+fn touch(mib: u32) {
     let bytes = ((mib + MORE_MIB) as usize) << 20;
     // Not zero: zeros need no memory.
     black_box(vec![1u8; bytes]);

@@ -273,8 +273,7 @@ impl Bench<'_> {
     }
 
     fn timed(&self, id: &str, way: Way) -> Result<Run> {
-        host_memory::settle();
-        host_memory::touch(RAM_MIB);
+        host_memory::prepare(RAM_MIB);
         self.restored(id, way, SWEEPS)
     }
 

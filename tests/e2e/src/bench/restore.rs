@@ -3,7 +3,8 @@
 //!
 //! QEMU's start, which both sides need, is measured by itself, and left out of the ratios. What both
 //! read is in the page cache. The key is made from the password each time, but for the restores that are
-//! called unlocked. Before each, free memory is touched once ([`host_memory`]).
+//! called unlocked. Before each, nothing else works on this machine, and free memory is touched once
+//! ([`host_memory`]).
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -93,6 +94,7 @@ fn measure((ram_mib, mib): (u32, u32), with_peer: bool) -> Result<Measured> {
     let mut measured = Measured::default();
     for turn in 1..=TURNS {
         let line = waiting_qemu(&stillframe, &qmp)?;
+        host_memory::settle();
         measured.qemu_start.push(start_ms(&line, &qmp)?);
         for (options, unlocked, times) in [
             (&["--lazy"][..], false, &mut measured.lazy),
@@ -105,7 +107,7 @@ fn measure((ram_mib, mib): (u32, u32), with_peer: bool) -> Result<Measured> {
                 &["--end"]
             };
             stillframe.ok(&[&["unlock"], lock].concat())?;
-            host_memory::touch(mib);
+            host_memory::prepare(mib);
             let report = restored(&stillframe, &qmp, options)?;
             let us = report["lazy"]["runs_after_us"].as_f64();
             let us = us.or(report["total_us"].as_f64()).context("no time")?;
@@ -116,7 +118,7 @@ fn measure((ram_mib, mib): (u32, u32), with_peer: bool) -> Result<Measured> {
             }
         }
         if with_peer {
-            host_memory::touch(mib);
+            host_memory::prepare(mib);
             measured.mapped_ram.push(mapped_ram_ms(&line, &qmp, &file)?);
         }
         eprintln!("turn {turn} of {TURNS}");
@@ -245,7 +247,7 @@ fn record(all: &[((u32, u32), Measured)]) -> Result<()> {
     let table = table(all);
     println!("{table}");
     let head = format!(
-        "# Bench: restore\n\n`{COMMAND}`, commit {}. Medians of {TURNS} turns; TCG; everything in the page cache, and free memory touched before.\n\n",
+        "# Bench: restore\n\n`{COMMAND}`, commit {}. Medians of {TURNS} turns; TCG; everything in the page cache, nothing else running, and free memory touched before.\n\n",
         results::commit()
     );
     std::fs::write(results::folder("restore")?.join("README.md"), head + &table)?;
