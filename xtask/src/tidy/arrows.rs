@@ -5,13 +5,15 @@ use crate::workspace::Package;
 
 /// Every crate of the workspace with the crates of ours that it may use.
 const RULES: &[(&str, &[&str])] = &[
+    ("stillframe-fault", &[]),
     ("stillframe-sys", &[]),
     ("stillframe-page", &[]),
     ("stillframe-qemu", &["stillframe-sys"]),
-    ("stillframe-repo", &["stillframe-page"]),
+    ("stillframe-repo", &["stillframe-fault", "stillframe-page"]),
     (
         "stillframe-engine",
         &[
+            "stillframe-fault",
             "stillframe-sys",
             "stillframe-qemu",
             "stillframe-page",

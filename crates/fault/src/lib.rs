@@ -1,0 +1,207 @@
+//! Named fault points: places in engine and repository at which a test makes the process fail.
+//!
+//! ```text
+//!   STILLFRAME_FAULT=pause.stopped:kill       kill -9 at the first pass of this point
+//!   STILLFRAME_FAULT=store.pack:error:3       an I/O error at the third pass
+//! ```
+//!
+//! Without the feature `points`, which only tests turn on, every point compiles to nothing. A point
+//! that was reached creates the file that `STILLFRAME_FAULT_REACHED` names, so that a test can tell a
+//! fault that was survived from one that never happened.
+
+/// Declares the points, their names, and the list of all of them.
+macro_rules! points {
+    ($($(#[doc = $doc:literal])+ $point:ident = $name:literal,)+) => {
+        /// Where something can be made to fail.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum Point {
+            $($(#[doc = $doc])+ $point,)+
+        }
+
+        impl Point {
+            /// All points, in the order in which a checkpoint passes them.
+            pub const ALL: &[Point] = &[$(Point::$point),+];
+
+            /// The name under which tests ask for it.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Point::$point => $name,)+
+                }
+            }
+        }
+    };
+}
+
+points! {
+    /// The userfaultfd is open in QEMU, and nothing is protected yet.
+    AttachInjected = "attach.injected",
+    /// All of guest memory is protected.
+    AttachProtected = "attach.protected",
+    /// The guardian expects a pause, and `stop` is not sent yet.
+    PauseBeforeStop = "pause.before-stop",
+    /// The guest is stopped.
+    PauseStopped = "pause.stopped",
+    /// Written pages are found and copied, or armed; `cont` is not sent yet.
+    PauseBeforeCont = "pause.before-cont",
+    /// The guest runs again, and the guardian does not know it yet.
+    PauseAfterCont = "pause.after-cont",
+    /// Copy-on-write: a batch of armed pages is about to be copied.
+    CopyOnWriteBatch = "copy-on-write.batch",
+    /// Copy-on-write: a write fault is about to be served.
+    CopyOnWriteFault = "copy-on-write.fault",
+    /// The capture is complete and about to be stored.
+    StoreBegin = "store.begin",
+}
+
+/// Passes a fault point.
+///
+/// # Errors
+/// An I/O error where the test asked for one; never without the feature `points`.
+#[cfg(not(feature = "points"))]
+#[inline(always)]
+pub fn at(_point: Point) -> std::io::Result<()> {
+    Ok(())
+}
+
+#[cfg(feature = "points")]
+pub use active::at;
+
+#[cfg(feature = "points")]
+mod active {
+    //! What happens at a point that was asked for.
+
+    use std::io;
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::thread;
+    use std::time::Duration;
+
+    use rustix::process::{Signal, getpid, kill_process};
+
+    use super::Point;
+
+    /// How long a point hangs: longer than every limit of engine and guardian for a single step.
+    const HANG: Duration = Duration::from_secs(5);
+    /// How long each pass of a slow point takes.
+    const SLOW: Duration = Duration::from_millis(200);
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    enum Action {
+        Error,
+        Kill,
+        Stop,
+        Hang,
+        Slow,
+    }
+
+    struct Fault {
+        point: String,
+        action: Action,
+        /// The pass at which it happens, counted from 1; slow points are slow from then on.
+        pass: u64,
+        passes: AtomicU64,
+    }
+
+    impl Fault {
+        fn parse(text: &str) -> Option<Fault> {
+            let mut words = text.split(':');
+            let point = words.next()?.to_owned();
+            let action = match words.next()? {
+                "error" => Action::Error,
+                "kill" => Action::Kill,
+                "stop" => Action::Stop,
+                "hang" => Action::Hang,
+                "slow" => Action::Slow,
+                _ => return None,
+            };
+            let pass = words.next().map_or(Some(1), |pass| pass.parse().ok())?;
+            Some(Fault {
+                point,
+                action,
+                pass,
+                passes: AtomicU64::new(0),
+            })
+        }
+    }
+
+    fn wanted() -> Option<&'static Fault> {
+        static FAULT: OnceLock<Option<Fault>> = OnceLock::new();
+        let fault = FAULT.get_or_init(|| {
+            let text = std::env::var("STILLFRAME_FAULT").ok()?;
+            let fault = Fault::parse(&text);
+            // A test with a misspelt fault would pass without testing anything.
+            if !fault
+                .as_ref()
+                .is_some_and(|fault| Point::ALL.iter().any(|point| point.name() == fault.point))
+            {
+                eprintln!("STILLFRAME_FAULT={text}: no such fault point or action");
+                std::process::exit(2);
+            }
+            fault
+        });
+        fault.as_ref()
+    }
+
+    /// Passes a fault point; see the module for what a test can ask for.
+    ///
+    /// # Errors
+    /// An I/O error where the test asked for one.
+    pub fn at(point: Point) -> io::Result<()> {
+        let Some(fault) = wanted().filter(|fault| fault.point == point.name()) else {
+            return Ok(());
+        };
+        let pass = fault.passes.fetch_add(1, Ordering::Relaxed) + 1;
+        let due = match fault.action {
+            Action::Slow => pass >= fault.pass,
+            _ => pass == fault.pass,
+        };
+        if !due {
+            return Ok(());
+        }
+        if let Some(path) = std::env::var_os("STILLFRAME_FAULT_REACHED") {
+            std::fs::write(path, point.name())?;
+        }
+        match fault.action {
+            Action::Error => {
+                let words = format!("injected fault at {}", point.name());
+                return Err(io::Error::other(words));
+            }
+            Action::Kill => kill_process(getpid(), Signal::KILL)?,
+            Action::Stop => kill_process(getpid(), Signal::STOP)?,
+            Action::Hang => thread::sleep(HANG),
+            Action::Slow => thread::sleep(SLOW),
+        }
+        Ok(())
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn faults_are_read_and_misspelt_ones_refused() {
+            let fault = Fault::parse("pause.stopped:kill:3").unwrap();
+            assert_eq!(
+                (fault.point.as_str(), fault.action, fault.pass),
+                ("pause.stopped", Action::Kill, 3)
+            );
+            assert_eq!(Fault::parse("pause.stopped:slow").unwrap().pass, 1);
+            for wrong in ["pause.stopped", "pause.stopped:dance", "a:kill:x"] {
+                assert!(Fault::parse(wrong).is_none(), "{wrong}");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique() {
+        for (index, point) in Point::ALL.iter().enumerate() {
+            let others = &Point::ALL[index + 1..];
+            assert!(others.iter().all(|other| other.name() != point.name()));
+        }
+    }
+}
