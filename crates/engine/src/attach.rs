@@ -16,10 +16,11 @@ use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{self, Unsuitable};
 use stillframe_qemu::target::{self, Selector, Target, TargetError};
 use stillframe_repo::{CheckpointId, RamTable};
+use stillframe_sys::system;
 use thiserror::Error;
 
 use crate::capture::block::PAGE_BYTES;
-use crate::capture::device_state::StateBuffer;
+use crate::capture::device_state::StateStream;
 use crate::capture::schedule::{Auto, ScheduleChoice, ScheduleKind};
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
@@ -100,7 +101,7 @@ pub struct Vm {
     /// What checkpoints remember of the VM; taken for the first.
     pub(crate) record: Option<VmRecord>,
     /// Where QEMU saves its device state; lent for the first checkpoint.
-    pub(crate) state: Option<StateBuffer>,
+    pub(crate) state: Option<StateStream>,
     /// Pages copied in the last pause: what the next one will need room for, about.
     pub(crate) pause_pages_last: u64,
 }
@@ -145,10 +146,11 @@ impl Vm {
         let guardian = Guardian::start()?;
         guardian.watch(monitor.client().socket())?;
         let ram = monitor.ram_blocks()?;
-        let tracker = track(&target, &guardian, &ram, schedule)?;
+        let (tracker, user_mode_only) = track(&target, &guardian, &ram, schedule)?;
         monitor.take_back_leftovers()?;
+        let huge_pages = ram.iter().any(|block| block.page_bytes != PAGE_BYTES);
         if let Some(auto) = &mut auto
-            && ram.iter().any(|block| block.page_bytes != PAGE_BYTES)
+            && (huge_pages || user_mode_only || system::merges_pages())
         {
             auto.cannot_copy_on_write();
         }
@@ -205,17 +207,20 @@ impl Vm {
     }
 }
 
+/// Starts tracking; and whether faults of the kernel would not be served, were tracking synchronous.
 fn track(
     target: &Target,
     guardian: &Guardian,
     ram: &[RamBlock],
     schedule: ScheduleKind,
-) -> Result<Tracker, AttachError> {
+) -> Result<(Tracker, bool), AttachError> {
     let stolen = guardian.steal_userfaultfd(&target.process)?;
     // Last, because signs of life come only when faults are served.
     let alive = match schedule {
         ScheduleKind::StopCopy | ScheduleKind::PreCopy => None,
         ScheduleKind::CopyOnWrite => Some(guardian.watch_over_us()?),
     };
-    Ok(Tracker::attach(&target.process, stolen, ram, alive)?)
+    let user_mode_only = stolen.user_mode_only;
+    let tracker = Tracker::attach(&target.process, stolen, ram, alive)?;
+    Ok((tracker, user_mode_only))
 }

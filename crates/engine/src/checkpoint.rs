@@ -136,6 +136,19 @@ pub enum CheckpointError {
         "the VM's RAM blocks changed while it was tracked (hot-plug, or a reset); attach again to go on"
     )]
     RamChanged,
+    /// A migration by somebody else is under way.
+    #[error(
+        "the VM is being migrated by someone else ({status}): no checkpoint until that has ended"
+    )]
+    Migrating {
+        /// QEMU's word for how far it is.
+        status: String,
+    },
+    /// A migration by somebody else has taken the VM away.
+    #[error(
+        "the VM was migrated to another host or into a file: what is left here is not the VM any more, so no checkpoint of it is taken"
+    )]
+    MigratedAway,
     /// QEMU refused something.
     #[error("QEMU failed a command")]
     Monitor(#[from] MonitorError),

@@ -29,9 +29,10 @@ use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, Repository};
 use crate::aftercare::{self, ClockReport};
 use crate::attach::Vm;
 use crate::capture::block::{Block, PAGE_BYTES};
-use crate::capture::device_state::StateBuffer;
+use crate::capture::device_state::StateStream;
 use crate::capture::pause::us;
-use crate::capture::tracker::{BlockShape, Collected, Guest};
+use crate::capture::tracker::{BlockShape, Collected};
+use crate::guardian::WayBack;
 use crate::populate::eager::{self, PopulateError};
 use crate::restore;
 use crate::verify::{Image, VerifyReport};
@@ -238,7 +239,11 @@ impl Vm {
         job: &mut Job<'_, '_>,
         progress: ProgressSink<'_>,
     ) -> Result<(), RewindError> {
-        let populated = self.tracker.populated()?;
+        let populated = self
+            .tracker
+            .populated()?
+            .drained(&mut self.monitor)?
+            .written;
         self.tracker.expect_content(&populated);
         let total = self.tracker.pages();
         let mut done = 0;
@@ -248,7 +253,8 @@ impl Vm {
             progress(Progress::Rewinding { done, total });
         }
         for _ in 0..ROUNDS_MAX {
-            let collected = self.tracker.collect(Guest::Runs)?;
+            let found = self.tracker.collect_running()?;
+            let collected = found.drained(&mut self.monitor)?;
             let before = job.room.taken_bytes;
             job.gather(&collected)?;
             let pages = (job.room.taken_bytes - before) / PAGE_BYTES;
@@ -269,7 +275,8 @@ impl Vm {
         let running = self.monitor.run_state()?.running;
         let begin = Instant::now();
         if running {
-            self.guardian.pausing(job.options.pause_limit)?;
+            self.guardian
+                .pausing(job.options.pause_limit, WayBack::Command)?;
             self.monitor.stop()?;
         }
         report.downtime_us.stop = us(begin);
@@ -294,7 +301,9 @@ impl Vm {
         if report.running {
             // The VM is whole, one way or the other: should we die now, it is to run. And it is to run
             // without a guardian too.
-            let told = self.guardian.pausing(job.options.pause_limit);
+            let told = self
+                .guardian
+                .pausing(job.options.pause_limit, WayBack::Command);
             self.monitor.cont()?;
             told?;
             self.guardian.resumed()?;
@@ -312,13 +321,9 @@ impl Vm {
         downtime: &mut RewindDowntime,
     ) -> Result<Before, RewindError> {
         let save = Instant::now();
-        let mut buffer = StateBuffer::lend(&mut self.monitor)?;
-        let saved = buffer.empty().map_err(RewindError::from).and_then(|()| {
-            let ticket = self.monitor.send_save_device_state(buffer.file())?;
-            self.monitor.wait_device_state(ticket, SAVE_LIMIT)?;
-            Ok(buffer.read()?)
-        });
-        buffer.take_back(&mut self.monitor)?;
+        let mut stream = StateStream::lend(&mut self.monitor, &self.target.process)?;
+        let saved = stream.save(&mut self.monitor, SAVE_LIMIT);
+        stream.take_back(&mut self.monitor)?;
         let raw = saved?;
         let sections = device_state::validate(&raw)?.sections;
         same_devices(&job.state.0, &sections)?;
@@ -326,7 +331,7 @@ impl Vm {
         launch::check_running_disks(job.then, &now, job.options.disks_as_they_are)?;
         downtime.save = us(save);
         let gather = Instant::now();
-        let collected = self.tracker.collect(Guest::Stands)?;
+        let collected = self.tracker.collect_stopped()?;
         job.gather(&collected)?;
         downtime.gather = us(gather);
         let firmware = job.firmware.iter().map(StagedBlock::read_all);

@@ -144,6 +144,8 @@ pub struct Identity {
 #[must_use = "end_device_state takes the descriptor back from QEMU"]
 pub struct StateFile {
     fdset: i64,
+    /// Its number inside QEMU.
+    fd: i32,
 }
 
 /// A device or network backend of the VM, as [`crate::suitability`] looks at it.
@@ -181,6 +183,8 @@ pub struct Monitor {
     client: Client,
     pid: i32,
     cwd: PathBuf,
+    /// A block node by whose name disks can be drained.
+    drain_node: Option<String>,
 }
 
 impl Monitor {
@@ -232,7 +236,12 @@ impl Monitor {
     }
 
     pub(crate) fn new(client: Client, pid: i32, cwd: PathBuf) -> Monitor {
-        Monitor { client, pid, cwd }
+        Monitor {
+            client,
+            pid,
+            cwd,
+            drain_node: None,
+        }
     }
 
     /// Connects to the one monitor of a VM that we started; waits for another client to leave.
@@ -262,6 +271,49 @@ impl Monitor {
     /// Whether the VM runs (`query-status`).
     pub fn run_state(&mut self) -> Result<RunState, MonitorError> {
         self.query("query-status")
+    }
+
+    /// Waits until every request to a disk that was under way when this was called is done. New ones
+    /// may be under way when it returns. The vCPUs run on, but wait where they need QEMU's main loop.
+    ///
+    /// What a scan protects while a request with O_DIRECT, native AIO or io_uring is under way is
+    /// written by that request without a fault, because its pages are pinned. After this they hold
+    /// what they will hold until their next fault.
+    pub fn drain_disks(&mut self) -> Result<(), MonitorError> {
+        // Twice, because the node may have gone with its disk.
+        for attempt in 0..2 {
+            let node = match self.drain_node.take() {
+                Some(node) => node,
+                None => match self.any_block_node()? {
+                    Some(node) => node,
+                    None => return Ok(()),
+                },
+            };
+            // `aio_flush` "completes all outstanding aio requests", of all disks (qemu-io-cmds.c).
+            let command = format!("qemu-io {node} aio_flush");
+            let arguments = json!({ "command-line": command });
+            let said: String = self.run("human-monitor-command", arguments)?;
+            if said.trim().is_empty() {
+                self.drain_node = Some(node);
+                return Ok(());
+            }
+            if attempt == 1 {
+                return Err(unexpected("qemu-io", said));
+            }
+        }
+        Ok(())
+    }
+
+    /// The name of a node that has requests, if there is any disk.
+    fn any_block_node(&mut self) -> Result<Option<String>, MonitorError> {
+        #[derive(Deserialize)]
+        struct Node {
+            #[serde(rename = "node-name")]
+            name: String,
+        }
+        let arguments = json!({ "flat": true });
+        let nodes: Vec<Node> = self.run("query-named-block-nodes", arguments)?;
+        Ok(nodes.into_iter().next().map(|node| node.name))
     }
 
     /// Pauses the VM: the CPUs halt, requests in flight are finished, images flushed.
@@ -393,6 +445,13 @@ impl Monitor {
         Ok(())
     }
 
+    /// QEMU's word for how far a migration is that somebody has begun and that has not ended; `None`
+    /// without one.
+    pub fn migration_under_way(&mut self) -> Result<Option<String>, MonitorError> {
+        let status = self.migration()?.status;
+        Ok(status.filter(|status| !Migration::ENDS.contains(&status.as_str())))
+    }
+
     /// `query-migrate`, of which two members are looked at.
     pub(crate) fn migration(&mut self) -> Result<Migration, MonitorError> {
         self.query("query-migrate")
@@ -435,24 +494,23 @@ impl Monitor {
         Ok(roms_in_ram(&self.human("info roms")?))
     }
 
-    /// Lends QEMU the descriptor that device state is to be saved into. It must be open for writing
-    /// only: QEMU takes it only when its access mode is exactly the one it needs. Done before the
-    /// pause, because it takes a round trip.
+    /// Lends QEMU the file, or the end of a pipe, that device state is to be saved into. QEMU opens it
+    /// anew through its own `/proc/self/fd`, so its user must be allowed to write to it. Done before
+    /// the pause, because it takes a round trip.
     pub fn begin_device_state(&mut self, into: BorrowedFd<'_>) -> Result<StateFile, MonitorError> {
-        self.lend(into).map(|fdset| StateFile { fdset })
+        let Added { fdset, fd } = self.add_fd(into)?;
+        Ok(StateFile { fdset, fd })
     }
 
     /// Adds a descriptor to a new set of QEMU's; QEMU opens it as `/dev/fdset/NUMBER`.
     pub(crate) fn lend(&mut self, fd: BorrowedFd<'_>) -> Result<i64, MonitorError> {
-        #[derive(Deserialize)]
-        struct Added {
-            #[serde(rename = "fdset-id")]
-            fdset: i64,
-        }
+        Ok(self.add_fd(fd)?.fdset)
+    }
+
+    fn add_fd(&mut self, fd: BorrowedFd<'_>) -> Result<Added, MonitorError> {
         let arguments = json!({ "opaque": LENDER });
         let reply = self.client.execute_with_fd("add-fd", arguments, fd)?;
-        let added: Added = typed("add-fd", reply)?;
-        Ok(added.fdset)
+        typed("add-fd", reply)
     }
 
     /// Takes back what an engine that died has lent: QEMU gives such descriptors up by itself only
@@ -488,11 +546,14 @@ impl Monitor {
         Ok(())
     }
 
-    /// Starts saving the state of all devices, RAM apart. `stop` must have been sent before: QEMU would
-    /// otherwise let the VM run on as soon as the state is saved.
+    /// Starts saving the state of all devices, RAM apart. QEMU stops a running VM for it, with its
+    /// disks drained, and resumes the VM in the same command: no other command and no migration can
+    /// come in between (`qmp_xen_save_devices_state` in QEMU's migration/savevm.c). A VM that was
+    /// paused stays so; one that was suspended is left in `save-vm`, which `cont` ends.
     pub fn send_save_device_state(&mut self, file: &StateFile) -> Result<Ticket, MonitorError> {
         let arguments = json!({
-            "filename": format!("/dev/fdset/{}", file.fdset),
+            // Not `/dev/fdset`, which QEMU truncates: that fails for a pipe.
+            "filename": format!("/proc/self/fd/{}", file.fd),
             // The default, true, gives up the locks of the disk images of a stopped VM.
             "live": false,
         });
@@ -535,6 +596,14 @@ impl Monitor {
     }
 }
 
+/// `add-fd`.
+#[derive(Deserialize)]
+struct Added {
+    #[serde(rename = "fdset-id")]
+    fdset: i64,
+    fd: i32,
+}
+
 /// What `query-migrate` says; both members are missing when there is nothing to say.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub(crate) struct Migration {
@@ -546,6 +615,11 @@ pub(crate) struct Migration {
     /// QEMU's words about a failure.
     #[serde(rename = "error-desc")]
     pub(crate) error: Option<String>,
+}
+
+impl Migration {
+    /// What the status is when none is under way.
+    pub(crate) const ENDS: [&str; 4] = ["none", "completed", "failed", "cancelled"];
 }
 
 /// The names of those in RAM, in lines like `addr=00100000 size=0x040000 mem=ram name="kernel"`.

@@ -248,6 +248,18 @@ impl Client {
         Ok(())
     }
 
+    /// Whether the reply to this command has come, good or bad. Waits for nothing.
+    ///
+    /// # Errors
+    /// Those of the connection, unless the reply came before.
+    pub fn has_reply(&mut self, ticket: &Ticket) -> Result<bool, QmpError> {
+        let drained = self.drain();
+        match self.replies.contains_key(&ticket.id) {
+            true => Ok(true),
+            false => drained.map(|()| false),
+        }
+    }
+
     /// Whether an event of this name has come that nobody has taken yet. What lies in the socket does not
     /// count.
     pub fn has_event(&self, name: &str) -> bool {

@@ -12,6 +12,12 @@ pub fn has_swap() -> bool {
     }
 }
 
+/// Whether the kernel merges equal pages of programs that allow it, as QEMU does (KSM:
+/// `/sys/kernel/mm/ksm/run`, Documentation/admin-guide/mm/ksm.rst). No where the kernel lacks it.
+pub fn merges_pages() -> bool {
+    fs::read_to_string("/sys/kernel/mm/ksm/run").is_ok_and(|run| run.trim() == "1")
+}
+
 /// A value that is new with every boot of this machine (`/proc/sys/kernel/random/boot_id`), or
 /// nothing when the kernel does not give one.
 pub fn boot_id() -> String {

@@ -194,6 +194,29 @@ impl Block {
         ))
     }
 
+    /// Whether none of these pages is a hole of a shared file; true for private blocks.
+    pub fn has_data(&self, pages: &[Range<u64>]) -> Result<bool, BlockError> {
+        let Backing::Shared {
+            file, file_offset, ..
+        } = &self.backing
+        else {
+            return Ok(true);
+        };
+        for range in pages {
+            let (start, bytes) = (
+                file_offset + range.start * PAGE_BYTES,
+                (range.end - range.start) * PAGE_BYTES,
+            );
+            let extents = memory::data_extents(file, start, bytes)
+                .map_err(|source| self.memory_error(source))?;
+            let data: u64 = extents.iter().map(|extent| extent.end - extent.start).sum();
+            if data < bytes {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Copies pages out. `into[i]` receives the pages `from[i]`; lengths must agree.
     pub fn read(&self, into: &mut [&mut [u8]], from: &[Range<u64>]) -> Result<(), BlockError> {
         match &self.backing {
@@ -244,7 +267,8 @@ impl Block {
         .map_err(|source| self.memory_error(source))
     }
 
-    fn addresses(&self, pages: &Range<u64>) -> AddressRange {
+    /// Where pages lie in QEMU's address space.
+    pub fn addresses(&self, pages: &Range<u64>) -> AddressRange {
         AddressRange {
             start: self.address + pages.start * PAGE_BYTES,
             end: self.address + pages.end * PAGE_BYTES,

@@ -1,73 +1,355 @@
-//! Where QEMU puts its device state: a memory file of ours, lent to QEMU for as long as we are
-//! attached, because lending and taking back cost a round trip each.
+//! QEMU's device state, and with it the pause: a pipe that QEMU saves into, and that holds QEMU for
+//! as long as it is full.
+//!
+//! ```text
+//!   QEMU   stop, drain │ save ─ save ─ save ─ (pipe full) ......................... save │ resume
+//!   pipe   [ filler    │▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓]
+//!   engine             └ first byte: the guest is stopped ─ scan ─ copy ─ read all ┘
+//! ```
+//!
+//! One command stops the VM, saves its devices and resumes it, and QEMU carries out nothing else
+//! meanwhile: a `stop`, a `cont`, a reset or a migration of somebody else comes before it or after it.
+//! The command cannot end before the engine has read the pipe; and where the engine ends instead, the
+//! write fails, and QEMU resumes the VM all the same.
+//!
+//! The pipe is filled beforehand up to a little less than the last device states took, so that QEMU
+//! does nearly all of its work while the engine does its own. Where the state turns out smaller than
+//! the room that was left, QEMU was not held, and the capture is discarded ([`Saved::held`]).
 
-use std::fs::File;
-use std::io::{self, Seek};
-use std::os::fd::AsFd;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::io::Errno;
+use rustix::pipe::PipeFlags;
 use stillframe_qemu::device_state::{self, DeviceStateError};
 use stillframe_qemu::monitor::{Monitor, MonitorError, StateFile};
-use stillframe_sys::memfd::{Access, Memfd, MemfdError};
+use stillframe_qemu::qmp::{QmpError, Ticket};
+use stillframe_sys::process::Process;
 use thiserror::Error;
 
 /// Device state is some hundred KiB; a stream beyond this is not one. In bytes.
 pub const BYTES_MAX: u64 = 1 << 30;
 
+/// A pipe's room is counted in pages. In bytes.
+const SLOT: usize = 4096;
+/// By how much a device state may be smaller than the smallest of the last ones without ending
+/// the pause too early, in bytes.
+const SLACK: usize = 8 << 10;
+/// The largest pipe that is asked for, in bytes: what any user may have (`pipe-max-size`).
+const PIPE_MAX: usize = 1 << 20;
+/// Sizes that are remembered.
+const SIZES_KEPT: usize = 8;
+/// Bytes read with one call.
+const READ_BYTES: usize = 64 << 10;
+
 /// Why there is no device state.
 #[derive(Debug, Error)]
 pub enum StateError {
-    /// No memory file.
-    #[error("cannot make room for the device state")]
-    Memfd(#[from] MemfdError),
-    /// It cannot be emptied.
-    #[error("cannot empty the room for the device state")]
-    Rewind(#[source] io::Error),
-    /// QEMU does not take it.
-    #[error("QEMU does not take the room for its device state")]
+    /// The pipe failed.
+    #[error("cannot {action} the pipe for the device state")]
+    Pipe {
+        /// What was tried.
+        action: &'static str,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// QEMU refused it.
+    #[error("QEMU does not save its device state into our pipe")]
     Monitor(#[from] MonitorError),
+    /// The connection failed.
+    #[error("the connection to QEMU failed while it saved its device state")]
+    Qmp(#[from] QmpError),
+    /// It takes too long.
+    #[error("QEMU did not {what} within {limit_ms} ms")]
+    Timeout {
+        /// What was awaited.
+        what: &'static str,
+        /// The limit.
+        limit_ms: u128,
+    },
+    /// It never ends.
+    #[error("QEMU's device state is longer than {limit_bytes} bytes")]
+    TooLong {
+        /// What was allowed.
+        limit_bytes: u64,
+    },
     /// What QEMU saved is no device state.
     #[error("QEMU saved a device state that cannot be restored")]
     Invalid(#[from] DeviceStateError),
 }
 
-/// The memory file.
+/// What QEMU saved.
 #[derive(Debug)]
-pub struct StateBuffer {
-    memfd: Memfd,
-    /// What QEMU has; its position is QEMU's too.
-    lent: File,
-    file: StateFile,
+pub struct Saved {
+    /// The device state; not looked at yet ([`device_state::validate`]).
+    pub bytes: Vec<u8>,
+    /// Bytes of it that were in the pipe when [`StateStream::finish`] was called.
+    pub written_before: u64,
 }
 
-impl StateBuffer {
-    /// Makes one and lends it.
-    pub fn lend(monitor: &mut Monitor) -> Result<StateBuffer, StateError> {
-        let memfd = Memfd::create("stillframe-device-state")?;
-        let lent = File::from(memfd.reopen(Access::Write)?);
-        let file = monitor.begin_device_state(lent.as_fd())?;
-        Ok(StateBuffer { memfd, lent, file })
+impl Saved {
+    /// Whether QEMU was still waiting for us when [`StateStream::finish`] was called: only then the
+    /// guest was stopped until that moment.
+    pub fn held(&self) -> bool {
+        self.written_before < self.bytes.len() as u64
     }
+}
 
-    /// Has it empty, for QEMU to write from the start.
-    pub fn empty(&mut self) -> Result<(), StateError> {
-        self.memfd.write_all(&[])?;
-        self.lent.rewind().map_err(StateError::Rewind)
+/// The pipe, lent to QEMU for as long as we are attached.
+#[derive(Debug)]
+pub struct StateStream {
+    read: OwnedFd,
+    write: OwnedFd,
+    /// Wakes at each write of QEMU's into the pipe, and while its monitor has something to say.
+    wakes: OwnedFd,
+    lent: StateFile,
+    /// Sizes of the last device states, in bytes.
+    sizes: VecDeque<usize>,
+    /// What lies in the pipe before the device state, in bytes.
+    filler: usize,
+}
+
+impl StateStream {
+    /// Makes the pipe and lends it to this QEMU.
+    pub fn lend(monitor: &mut Monitor, qemu: &Process) -> Result<StateStream, StateError> {
+        let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).map_err(failed("make"))?;
+        rustix::io::ioctl_fionbio(&read, true).map_err(failed("configure"))?;
+        give_to(qemu, &write)?;
+        let wakes = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed("watch"))?;
+        let edges = EventFlags::IN | EventFlags::ET;
+        epoll::add(&wakes, &read, EventData::new_u64(0), edges).map_err(failed("watch"))?;
+        let socket = monitor.client().socket();
+        epoll::add(&wakes, socket, EventData::new_u64(1), EventFlags::IN)
+            .map_err(failed("watch"))?;
+        let lent = monitor.begin_device_state(write.as_fd())?;
+        Ok(StateStream {
+            read,
+            write,
+            wakes,
+            lent,
+            sizes: VecDeque::new(),
+            filler: 0,
+        })
     }
 
     /// How QEMU calls it.
     pub fn file(&self) -> &StateFile {
-        &self.file
+        &self.lent
     }
 
-    /// What QEMU has saved.
-    pub fn read(&self) -> Result<Vec<u8>, StateError> {
-        let saved = self.memfd.read_all(BYTES_MAX)?;
-        device_state::validate(&saved)?;
-        Ok(saved)
+    /// The end that holds QEMU; whoever reads it lets the VM go.
+    pub fn reading_end(&self) -> BorrowedFd<'_> {
+        self.read.as_fd()
+    }
+
+    /// Forgets how long device states were: the next one is held at its beginning, which is certain.
+    pub fn forget_sizes(&mut self) {
+        self.sizes.clear();
+    }
+
+    /// Has the pipe empty but for filler, which leaves room for a little less than QEMU will write.
+    /// To be called while QEMU does not write.
+    pub fn prepare(&mut self) -> Result<(), StateError> {
+        self.read_now(&mut Vec::new())?;
+        let room = room(self.sizes.iter().copied().min().unwrap_or(0));
+        let capacity = room.next_power_of_two();
+        rustix::pipe::fcntl_setpipe_size(&self.write, capacity).map_err(failed("resize"))?;
+        self.filler = 0;
+        let page = [0; SLOT];
+        while self.filler < capacity - room {
+            self.filler += rustix::io::write(&self.write, &page).map_err(failed("fill"))?;
+        }
+        // What the filler has woken.
+        self.sleep(Duration::ZERO)
+    }
+
+    /// Waits until QEMU writes, or has answered without having written.
+    pub fn await_stopped(
+        &mut self,
+        monitor: &mut Monitor,
+        ticket: &Ticket,
+        limit: Duration,
+    ) -> Result<(), StateError> {
+        let deadline = Instant::now() + limit;
+        while self.written()? == 0 && !monitor.client().has_reply(ticket)? {
+            self.sleep_until(deadline, "stop the VM", limit)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the pipe is full: QEMU has done what it can before it is let go.
+    pub fn await_full(
+        &mut self,
+        monitor: &mut Monitor,
+        ticket: &Ticket,
+        limit: Duration,
+    ) -> Result<(), StateError> {
+        let deadline = Instant::now() + limit;
+        let full = rustix::pipe::fcntl_getpipe_size(&self.write).map_err(failed("examine"))?;
+        while self.filler as u64 + self.written()? < full as u64
+            && !monitor.client().has_reply(ticket)?
+        {
+            self.sleep_until(deadline, "save its devices", limit)?;
+        }
+        Ok(())
+    }
+
+    /// Lets QEMU go on, and returns the state when it has answered.
+    pub fn finish(
+        &mut self,
+        monitor: &mut Monitor,
+        ticket: Ticket,
+        limit: Duration,
+    ) -> Result<Saved, StateError> {
+        let deadline = Instant::now() + limit;
+        let written_before = self.written()?;
+        let mut bytes = Vec::new();
+        loop {
+            // What is there when the answer has come is all there is.
+            let answered = monitor.client().has_reply(&ticket)?;
+            self.read_now(&mut bytes)?;
+            if answered {
+                break;
+            }
+            self.sleep_until(deadline, "save its devices", limit)?;
+        }
+        monitor.wait_device_state(ticket, limit)?;
+        bytes.drain(..self.filler.min(bytes.len()));
+        self.filler = 0;
+        if self.sizes.len() == SIZES_KEPT {
+            self.sizes.pop_front();
+        }
+        self.sizes.push_back(bytes.len());
+        Ok(Saved {
+            bytes,
+            written_before,
+        })
+    }
+
+    /// Saves the state of a VM that stands still anyway.
+    pub fn save(&mut self, monitor: &mut Monitor, limit: Duration) -> Result<Vec<u8>, StateError> {
+        self.prepare()?;
+        let ticket = monitor.send_save_device_state(&self.lent)?;
+        let saved = self.finish(monitor, ticket, limit)?;
+        device_state::validate(&saved.bytes)?;
+        Ok(saved.bytes)
     }
 
     /// Takes it back from QEMU.
     pub fn take_back(self, monitor: &mut Monitor) -> Result<(), MonitorError> {
-        monitor.end_device_state(self.file)
+        monitor.end_device_state(self.lent)
+    }
+
+    /// Bytes of device state that lie in the pipe.
+    fn written(&self) -> Result<u64, StateError> {
+        let there = rustix::io::ioctl_fionread(&self.read).map_err(failed("examine"))?;
+        Ok(there.saturating_sub(self.filler as u64))
+    }
+
+    fn read_now(&self, into: &mut Vec<u8>) -> Result<(), StateError> {
+        let mut piece = vec![0; READ_BYTES];
+        loop {
+            match rustix::io::read(&self.read, &mut piece[..]) {
+                Ok(0) | Err(Errno::AGAIN) => return Ok(()),
+                Ok(read) => into.extend_from_slice(&piece[..read]),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(failed("read")(errno)),
+            }
+            if into.len() as u64 > BYTES_MAX {
+                return Err(StateError::TooLong {
+                    limit_bytes: BYTES_MAX,
+                });
+            }
+        }
+    }
+
+    fn sleep_until(
+        &self,
+        deadline: Instant,
+        what: &'static str,
+        limit: Duration,
+    ) -> Result<(), StateError> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(StateError::Timeout {
+                what,
+                limit_ms: limit.as_millis(),
+            });
+        }
+        self.sleep(left)
+    }
+
+    fn sleep(&self, limit: Duration) -> Result<(), StateError> {
+        let timeout = Timespec {
+            tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: limit.subsec_nanos().into(),
+        };
+        let mut events = Vec::with_capacity(2);
+        match epoll::wait(
+            &self.wakes,
+            rustix::buffer::spare_capacity(&mut events),
+            Some(&timeout),
+        ) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(failed("watch")(errno)),
+        }
+    }
+}
+
+/// The room that is left for a device state of this size, in bytes: whole slots, at least one, because
+/// an empty one shows when QEMU begins to write.
+fn room(size: usize) -> usize {
+    let slots = size.saturating_sub(SLACK) / SLOT;
+    slots.max(1).min(PIPE_MAX / SLOT) * SLOT
+}
+
+/// QEMU opens the pipe anew, as its own user.
+fn give_to(qemu: &Process, pipe: &OwnedFd) -> Result<(), StateError> {
+    let own = rustix::process::geteuid();
+    match qemu.uid() {
+        Ok(uid) if uid != own.as_raw() => {
+            let owner = rustix::process::Uid::from_raw(uid);
+            rustix::fs::fchown(pipe, Some(owner), None).map_err(failed("hand over"))
+        }
+        // Where it cannot be told, opening fails, and QEMU says so.
+        _ => Ok(()),
+    }
+}
+
+fn failed(action: &'static str) -> impl Fn(Errno) -> StateError {
+    move |errno| StateError::Pipe {
+        action,
+        source: errno.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_room_is_a_little_less_than_the_state() {
+        assert_eq!(room(0), SLOT);
+        assert_eq!(room(13_031), SLOT);
+        assert_eq!(room(170_000), 39 * SLOT);
+        assert_eq!(room(64 << 20), PIPE_MAX);
+        for size in (SLACK + SLOT..PIPE_MAX).step_by(1111) {
+            assert!(room(size) + SLACK <= size, "{size}");
+        }
+    }
+
+    #[test]
+    fn who_had_written_all_was_not_held() {
+        let saved = |written_before| Saved {
+            bytes: vec![0; 100],
+            written_before,
+        };
+        assert!(saved(0).held() && saved(99).held());
+        assert!(!saved(100).held());
     }
 }

@@ -14,12 +14,13 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use serde::Serialize;
+use stillframe_qemu::monitor::Monitor;
 use thiserror::Error;
 
 use super::pause::{DowntimeRecord, us};
-use super::ranges::subtract_all;
+use super::ranges::{count, subtract_all};
 use super::stage::Stage;
-use super::tracker::{Collected, Guest, Tracker, TrackerError};
+use super::tracker::{Collected, Tracker, TrackerError};
 
 mod auto;
 mod copy_on_write;
@@ -120,8 +121,8 @@ pub struct Work<'a> {
 
 /// What is copied when. After an error nothing is lost: what was to be copied stays pending.
 pub trait Schedule {
-    /// Before the pause; the guest runs.
-    fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError>;
+    /// Before the pause; the guest runs. What is copied is first drained by `monitor`.
+    fn before(&mut self, work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), TrackerError>;
 
     /// In the pause, beside QEMU saving its device state.
     fn stopped(
@@ -145,7 +146,7 @@ pub trait Schedule {
 pub struct StopCopy;
 
 impl Schedule for StopCopy {
-    fn before(&mut self, _work: &mut Work<'_>) -> Result<(), TrackerError> {
+    fn before(&mut self, _work: &mut Work<'_>, _monitor: &mut Monitor) -> Result<(), TrackerError> {
         Ok(())
     }
 
@@ -155,7 +156,7 @@ impl Schedule for StopCopy {
         record: &mut DowntimeRecord,
     ) -> Result<(), TrackerError> {
         let begin = Instant::now();
-        let mut found = work.tracker.collect(Guest::Stands)?;
+        let mut found = work.tracker.collect_stopped()?;
         // With what captures that failed have left over.
         found.written = subtract_all(&work.tracker.pending(), &found.discarded);
         record.scan = us(begin);
@@ -168,11 +169,8 @@ impl Schedule for StopCopy {
 pub struct PreCopy;
 
 impl Schedule for PreCopy {
-    fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
-        // Left over from captures that failed.
-        let pending = Collected::written(work.tracker.pending());
-        copy_before(work, &pending)?;
-        rounds(work)
+    fn before(&mut self, work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), TrackerError> {
+        rounds(work, monitor)
     }
 
     fn stopped(
@@ -181,7 +179,7 @@ impl Schedule for PreCopy {
         record: &mut DowntimeRecord,
     ) -> Result<(), TrackerError> {
         let begin = Instant::now();
-        let found = work.tracker.collect(Guest::Stands)?;
+        let found = work.tracker.collect_stopped()?;
         record.scan = us(begin);
         copy_now(work, record, &found)
     }
@@ -189,10 +187,15 @@ impl Schedule for PreCopy {
 
 /// Copies what was written while the guest goes on, then what it wrote during that, and so on, as long
 /// as it gets fewer. What is left is for the pause.
-fn rounds(work: &mut Work<'_>) -> Result<(), TrackerError> {
+fn rounds(work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), TrackerError> {
+    // Left over from captures that failed: the first round copies them too.
+    let mut pending = Some(work.tracker.pending());
     let mut last = u64::MAX;
     for _ in 0..ROUNDS_MAX {
-        let found = work.tracker.collect(Guest::Runs)?;
+        let mut found = work.tracker.collect_running()?.drained(monitor)?;
+        if pending.take().is_some_and(|pending| count(&pending) > 0) {
+            found.written = subtract_all(&work.tracker.pending(), &found.discarded);
+        }
         copy_before(work, &found)?;
         let pages = found.pages();
         if pages <= FEW_PAGES || pages > last / 2 {

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use stillframe_page::bitmap::DirtyBitmap;
-use stillframe_qemu::monitor::RamBlock;
+use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_sys::infect::StolenUffd;
 use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use stillframe_sys::process::{AddressRange, Process};
@@ -74,12 +74,28 @@ pub enum TrackerError {
         /// Its page size.
         page_bytes: u64,
     },
+    /// The disks do not become quiet.
+    #[error("cannot wait for the disk requests of the VM")]
+    Drain(#[source] MonitorError),
+    /// QEMU may not have faults of the kernel served.
+    #[error(
+        "QEMU runs as a user who may not have page faults of the kernel served, so copy-on-write would fail its disk requests: choose another schedule, or set vm.unprivileged_userfaultfd=1 and start the VM anew"
+    )]
+    UserModeOnly,
     /// No thread to serve faults.
     #[error("cannot start the thread that serves the VM's write faults")]
     FaultServer(#[source] io::Error),
     /// Copy-on-write asked of an attachment without it.
     #[error("this VM was attached to without copy-on-write")]
     NoFaultServer,
+    /// The kernel or QEMU took write protection away.
+    #[error(
+        "pages lost their write protection before they were copied (the host's KSM merged them, or the balloon took them); this checkpoint is discarded. If that goes on, choose another schedule, or start the VM with -machine mem-merge=off"
+    )]
+    ProtectionLost,
+    /// A fault that a test injected.
+    #[error("a step of the capture failed")]
+    Injected(#[source] io::Error),
     /// A page was let go without being saved.
     #[error("a page could not be saved before the guest wrote it; this checkpoint is discarded")]
     NotSaved,
@@ -115,12 +131,30 @@ pub struct BlockShape {
 
 /// Whether the guest may write while its pages are looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Guest {
-    /// It may.
-    Runs,
-    /// It stands still, and with synchronous tracking the fault server's gate is held: nothing is
-    /// opened meanwhile.
-    Stands,
+enum Guest {
+    Running,
+    Stopped,
+}
+
+/// Pages that were protected while the guest ran. A disk request that was under way then still writes
+/// to its pages, without a fault, because they are pinned (O_DIRECT, native AIO, io_uring: see
+/// docs/memory-writers.md). So these pages are not to be had before such requests are done.
+#[derive(Debug)]
+#[must_use]
+pub struct InFlight(Collected);
+
+impl InFlight {
+    /// How many pages.
+    pub fn pages(&self) -> u64 {
+        self.0.pages()
+    }
+
+    /// Waits for all requests that were under way. What the pages hold now is what they will hold
+    /// until the next fault on them, which the next scan reports.
+    pub fn drained(self, monitor: &mut Monitor) -> Result<Collected, TrackerError> {
+        monitor.drain_disks().map_err(TrackerError::Drain)?;
+        Ok(self.0)
+    }
 }
 
 /// What one scan found.
@@ -170,6 +204,7 @@ impl Tracker {
             source,
         };
         let mode = match alive {
+            Some(_) if stolen.user_mode_only => return Err(TrackerError::UserModeOnly),
             Some(_) => WriteProtectMode::Sync,
             None => WriteProtectMode::Async,
         };
@@ -213,33 +248,33 @@ impl Tracker {
     }
 
     /// The pages that may be other than zero. Everything is protected before this is asked, so a
-    /// page that turns up later is reported by [`Tracker::collect`].
-    pub fn populated(&self) -> Result<PageRanges, TrackerError> {
+    /// page that turns up later is reported by the next scan.
+    pub fn populated(&self) -> Result<InFlight, TrackerError> {
         let swap = system::has_swap();
-        self.blocks
-            .iter()
-            .map(|tracked| {
-                let block = &tracked.block;
-                if let Some(data) = block.data_pages()? {
-                    return Ok(data);
-                }
-                if !block.absent_is_zero() {
-                    return Ok(block.whole());
-                }
-                let mut found = Vec::new();
-                // The marker of an untouched page looks much like a page in swap: with swap on, all
-                // are read, at the price of reading the untouched ones too.
-                let scanned = match swap {
-                    true => self.pagemap.populated(block.range(), &mut found),
-                    false => self.pagemap.may_have_content(block.range(), &mut found),
-                };
-                scanned.map_err(|source| scan_error(block, source))?;
-                Ok(to_pages(block, &found))
-            })
-            .collect()
+        let blocks = self.blocks.iter();
+        let populated = blocks.map(|tracked| {
+            let block = &tracked.block;
+            if let Some(data) = block.data_pages()? {
+                return Ok(data);
+            }
+            if !block.absent_is_zero() {
+                return Ok(block.whole());
+            }
+            let mut found = Vec::new();
+            // The marker of an untouched page looks much like a page in swap: with swap on, all
+            // are read, at the price of reading the untouched ones too.
+            let scanned = match swap {
+                true => self.pagemap.populated(block.range(), &mut found),
+                false => self.pagemap.may_have_content(block.range(), &mut found),
+            };
+            scanned.map_err(|source| scan_error(block, source))?;
+            Ok(to_pages(block, &found))
+        });
+        let populated = populated.collect::<Result<_, TrackerError>>()?;
+        Ok(InFlight(Collected::written(populated)))
     }
 
-    /// These pages may have content: should one become a hole of a shared file, [`Tracker::collect`] tells.
+    /// These pages may have content: should one become a hole of a shared file, the next scan tells.
     pub fn expect_content(&mut self, pages: &PageRanges) {
         for (tracked, pages) in self.blocks.iter_mut().zip(pages) {
             for range in pages {
@@ -248,7 +283,7 @@ impl Tracker {
         }
     }
 
-    /// How many pages [`Tracker::collect`] would find now, of memory that is tracked synchronously.
+    /// How many pages a scan would find now, of memory that is tracked synchronously.
     /// Changes nothing.
     pub fn written_pages(&self) -> Result<u64, TrackerError> {
         let mut found = Vec::new();
@@ -260,9 +295,19 @@ impl Tracker {
         Ok(found.iter().map(AddressRange::len).sum::<u64>() / PAGE_BYTES)
     }
 
-    /// Takes what was written since the last call (or since the attach) and protects it again.
-    /// The pages are pending from here on.
-    pub fn collect(&mut self, guest: Guest) -> Result<Collected, TrackerError> {
+    /// Takes what was written since the last scan (or since the attach) and protects it again, while the
+    /// guest runs. The pages are pending from here on.
+    pub fn collect_running(&mut self) -> Result<InFlight, TrackerError> {
+        Ok(InFlight(self.collect(Guest::Running)?))
+    }
+
+    /// The same while the guest is stopped, its disks drained, and, with synchronous tracking, the fault
+    /// server's gate held: nothing is opened meanwhile.
+    pub fn collect_stopped(&mut self) -> Result<Collected, TrackerError> {
+        self.collect(Guest::Stopped)
+    }
+
+    fn collect(&mut self, guest: Guest) -> Result<Collected, TrackerError> {
         let mut all = Collected {
             written: Vec::new(),
             discarded: Vec::new(),
@@ -283,8 +328,8 @@ impl Tracker {
                 // opened after it and stays open for the next. So nothing else may be protected, not
                 // even to save calls, unless nothing can be opened: then all else is protected already.
                 let found = match guest {
-                    Guest::Runs => found,
-                    Guest::Stands => ranges::join_near(found, NEAR_BYTES),
+                    Guest::Running => found,
+                    Guest::Stopped => ranges::join_near(found, NEAR_BYTES),
                 };
                 for step in found.into_iter().flat_map(steps) {
                     let protected = self.uffd.protect(step);
@@ -416,6 +461,25 @@ impl Tracker {
             .map_while(|step| self.uffd.unprotect(step).is_ok().then(|| step.len()))
             .sum::<u64>()
             / PAGE_BYTES
+    }
+
+    /// Whether these pages of block number `block`, which were protected in the pause and read since, hold
+    /// what they held then. Two things take protection away without a fault: KSM, which replaces a
+    /// page by a shared one (`replace_page` in the kernel's mm/ksm.c), and a discard (balloon, free
+    /// page reporting).
+    pub fn still_protected(
+        &self,
+        block: usize,
+        pages: &[Range<u64>],
+    ) -> Result<bool, TrackerError> {
+        let block = &self.blocks[block].block;
+        let mut written = Vec::new();
+        for range in pages {
+            let addresses = block.addresses(range);
+            let scanned = self.pagemap.written(addresses, &mut written);
+            scanned.map_err(|source| scan_error(block, source))?;
+        }
+        Ok(written.is_empty() && block.has_data(pages)?)
     }
 
     /// Who serves the VM's write faults.

@@ -3,20 +3,20 @@
 use std::time::Instant;
 
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::monitor::MonitorError;
+use stillframe_qemu::monitor::{MonitorError, RunState};
 use stillframe_qemu::record::VmRecord;
 use stillframe_sys::affinity::Processors;
 
 use super::{CheckpointError, CheckpointOptions, Copied, ScheduleKind};
 use crate::attach::Vm;
 use crate::capture::block::PAGE_BYTES;
-use crate::capture::device_state::StateBuffer;
-use crate::capture::pause::{Pause, us};
+use crate::capture::device_state::StateStream;
+use crate::capture::pause::{Pause, PauseError, us};
 use crate::capture::schedule::{
     Auto, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
 };
 use crate::capture::stage::Stage;
-use crate::capture::tracker::{BlockShape, Tracker};
+use crate::capture::tracker::{BlockShape, Tracker, TrackerError};
 use crate::capture::{DowntimeRecord, aside};
 use crate::verify::Image;
 
@@ -85,7 +85,19 @@ impl Vm {
             image: None,
             aside: aside::processors(&self.target.process),
         };
-        match self.fill(&mut captured, hasher, options) {
+        let filled = match self.fill(&mut captured, hasher, options) {
+            // The next pause waits for the first byte of the device state, however long that is.
+            Err(CheckpointError::Pause(PauseError::NotHeld { .. })) => {
+                self.fill(&mut captured, hasher, options)
+            }
+            filled => filled,
+        };
+        if let (Err(CheckpointError::Tracker(TrackerError::ProtectionLost)), Some(auto)) =
+            (&filled, &mut self.auto)
+        {
+            auto.cannot_copy_on_write();
+        }
+        match filled {
             Ok(()) => {
                 self.observe(&captured);
                 Ok(captured)
@@ -135,6 +147,7 @@ impl Vm {
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
         let begin = Instant::now();
+        captured.copied = Copied::default();
         captured
             .stage
             .reset(captured.blocks.len(), options.copy_buffer_bytes / 2);
@@ -143,14 +156,14 @@ impl Vm {
             ScheduleKind::PreCopy => Box::new(PreCopy),
             ScheduleKind::CopyOnWrite => Box::new(CopyOnWrite::default()),
         };
-        schedule.before(&mut self.work(captured))?;
+        schedule.before(&mut work(&mut self.tracker, captured), &mut self.monitor)?;
         captured.copying = us(begin);
         if let Err(error) = self.pause(captured, schedule.as_mut(), hasher, options) {
             schedule.give_up(&self.tracker);
             return Err(error);
         }
         let resumed_at = Instant::now();
-        schedule.after(&mut self.work(captured))?;
+        schedule.after(&mut work(&mut self.tracker, captured))?;
         captured.copying += us(resumed_at);
         // A block that came or went at any time since the attach shows now.
         let ram = self.monitor.ram_blocks()?;
@@ -174,14 +187,6 @@ impl Vm {
         }
     }
 
-    fn work<'w>(&'w mut self, captured: &'w mut Captured) -> Work<'w> {
-        Work {
-            tracker: &mut self.tracker,
-            stage: &mut captured.stage,
-            copied: &mut captured.copied,
-        }
-    }
-
     fn pause(
         &mut self,
         captured: &mut Captured,
@@ -189,11 +194,6 @@ impl Vm {
         hasher: &ContentHasher,
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
-        let state = match &mut self.state {
-            Some(state) => state,
-            none => none.insert(StateBuffer::lend(&mut self.monitor)?),
-        };
-        state.empty()?;
         let room = 2 * self.pause_pages_last + RESERVE_PAGES;
         captured.stage.reserve(room);
         let image = &mut captured.image;
@@ -202,10 +202,19 @@ impl Vm {
             *image = Some(Image::take(blocks, hasher)?);
             Ok(())
         };
-        let running = self.monitor.run_state()?.running;
-        captured.record.was_running = running;
+        let before = self.fit_for_a_pause()?;
         captured.time = jiff::Timestamp::now();
         let record = &mut captured.record;
+        let state = match &mut self.state {
+            Some(state) => state,
+            none => {
+                let state = StateStream::lend(&mut self.monitor, &self.target.process)?;
+                self.guardian
+                    .stream(state.reading_end())
+                    .map_err(PauseError::from)?;
+                none.insert(state)
+            }
+        };
         let pause = Pause {
             monitor: &mut self.monitor,
             qemu: &self.target.process,
@@ -217,30 +226,52 @@ impl Vm {
                 copied: &mut captured.copied,
             },
             schedule,
-            state_file: state.file(),
+            state,
             state_first: self
                 .auto
                 .as_ref()
                 .is_some_and(Auto::should_time_device_state),
             limit: options.pause_limit,
-            running,
+            before,
             // What the guest writes to a disk after this changes the disk, by the restore's account.
             beside: &mut || record.look_at_disks_again(),
             before_resume: options.verify.then_some(&mut look),
         };
         let ran = pause.run();
-        if ran.is_err()
+        if matches!(ran, Err(PauseError::State(_) | PauseError::Overrun { .. }))
             && let Some(state) = self.state.take()
         {
             // QEMU may not be done with it: the next pause has another. That it cannot be taken back is
             // the lesser error.
             let _ = state.take_back(&mut self.monitor);
         }
-        captured.downtime = ran?;
+        let paused = ran?;
+        captured.record.was_running = paused.running;
+        captured.downtime = paused.downtime;
+        captured.device_state = paused.device_state;
         self.pause_pages_last = captured.copied.pause;
-        if let Some(state) = &self.state {
-            captured.device_state = state.read()?;
-        }
         Ok(())
+    }
+
+    /// Whether the VM is one that may be paused now; what it is.
+    fn fit_for_a_pause(&mut self) -> Result<RunState, CheckpointError> {
+        let migration = self.monitor.migration_under_way()?;
+        let state = self.monitor.run_state()?;
+        if state.status == "postmigrate" {
+            return Err(CheckpointError::MigratedAway);
+        }
+        match migration {
+            Some(status) => Err(CheckpointError::Migrating { status }),
+            None => Ok(state),
+        }
+    }
+}
+
+/// What a schedule works on.
+fn work<'w>(tracker: &'w mut Tracker, captured: &'w mut Captured) -> Work<'w> {
+    Work {
+        tracker,
+        stage: &mut captured.stage,
+        copied: &mut captured.copied,
     }
 }

@@ -16,7 +16,7 @@ use crate::capture::block::{PAGE, PAGE_BYTES};
 use crate::capture::ingest::{BATCH_PAGES, Ingested};
 use crate::capture::pause::us;
 use crate::capture::ranges::subtract_all;
-use crate::capture::tracker::{Collected, Guest};
+use crate::capture::tracker::Collected;
 use crate::capture::verdict::Page;
 use crate::{Progress, ProgressSink};
 
@@ -112,10 +112,11 @@ impl Vm {
             Pass::Everything => {
                 // What was written before this pass is read by it.
                 self.tracker.drop_pending();
-                Collected::written(self.tracker.populated()?)
+                self.tracker.populated()?.drained(&mut self.monitor)?
             }
             Pass::Written => {
-                let mut wanted = self.tracker.collect(Guest::Runs)?;
+                let found = self.tracker.collect_running()?;
+                let mut wanted = found.drained(&mut self.monitor)?;
                 wanted.written = subtract_all(&self.tracker.pending(), &wanted.discarded);
                 wanted
             }

@@ -37,7 +37,7 @@ use thiserror::Error;
 use crate::capture::faults::SignOfLife;
 
 pub use process::run;
-pub use wire::LastDuty;
+pub use wire::{LastDuty, WayBack};
 use wire::{Reply, Request};
 
 /// The hidden subcommand under which the executable acts as guardian.
@@ -186,10 +186,20 @@ impl Guardian {
         Ok(Box::new(move || drop((&ours).write(&[1]))))
     }
 
+    /// Gives the guardian the end of the pipe that QEMU is held by in a pause.
+    pub fn stream(&self, pipe: BorrowedFd<'_>) -> Result<(), GuardianError> {
+        self.expect_ok(&Request::Stream, Some(pipe))
+    }
+
     /// Must return before the VM is stopped; from here on the guardian will resume it.
-    pub fn pausing(&self, limit: Duration) -> Result<(), GuardianError> {
+    pub fn pausing(&self, limit: Duration, way_back: WayBack) -> Result<(), GuardianError> {
         let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
-        self.expect_ok(&Request::Pausing { limit_ms }, None)
+        self.expect_ok(&Request::Pausing { limit_ms, way_back }, None)
+    }
+
+    /// Lets QEMU go, whatever it still writes into the pipe.
+    pub fn release(&self) -> Result<(), GuardianError> {
+        self.expect_ok(&Request::Release, None)
     }
 
     /// The VM runs again. Returns whether the watchdog had to resume it before.

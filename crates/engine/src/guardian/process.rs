@@ -14,7 +14,7 @@ use stillframe_sys::process::Process;
 
 use crate::in_words;
 
-use super::wire::{self, LastDuty, Reply, Request};
+use super::wire::{self, LastDuty, Reply, Request, WayBack};
 
 /// The line that resumes a VM. The id is one the engine never uses, so that the engine skips the
 /// answer. (QEMU docs/interop/qmp-spec: ids are echoed.)
@@ -29,12 +29,15 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// An engine that VMs wait for shows that it is there four times a second.
 const NO_SIGN_OF_LIFE_LIMIT: Duration = Duration::from_secs(2);
+/// A QEMU that has not written for so long is done, or does not write for other reasons.
+const STREAM_IDLE: Duration = Duration::from_secs(5);
 /// After the first that is missed.
 const SECOND_LOOK: Duration = Duration::from_millis(500);
 
 struct Pause {
     deadline: Option<Instant>,
     fired: bool,
+    way_back: WayBack,
 }
 
 /// Signs of life of an engine that the VM's writers wait for.
@@ -54,6 +57,7 @@ enum Woken {
     SignOfLife,
     PauseTooLong,
     NoSignOfLife,
+    Stream,
 }
 
 /// What the guardian knows.
@@ -63,6 +67,9 @@ struct Watch {
     pause: Option<Pause>,
     pulse: Option<Pulse>,
     last_duty: LastDuty,
+    /// What holds QEMU in a pause, and whether it is to be let go.
+    stream: Option<OwnedFd>,
+    releasing: bool,
 }
 
 /// Serves the engine at the other end of standard input until that end closes. Returns the exit
@@ -82,12 +89,14 @@ pub fn run() -> i32 {
         pause: None,
         pulse: None,
         last_duty: LastDuty::Nothing,
+        stream: None,
+        releasing: false,
     };
     while let Ok(true) = watch.serve_one() {}
-    if let (Some(open), Some(qmp)) = (&watch.pause, &watch.qmp)
-        && !open.fired
-    {
-        say_after_engine_death(qmp, CONT);
+    match (&watch.pause, &watch.qmp) {
+        (Some(open), _) if open.way_back == WayBack::Stream => watch.read_stream_to_the_end(),
+        (Some(open), Some(qmp)) if !open.fired => say_after_engine_death(qmp, CONT),
+        _ => {}
     }
     match (watch.last_duty, &watch.qmp) {
         (LastDuty::End { pid, start_time }, _) => {
@@ -110,9 +119,14 @@ impl Watch {
             Woken::PauseTooLong => {
                 if let (Some(open), Some(qmp)) = (&mut self.pause, &mut self.qmp) {
                     open.deadline = None;
-                    open.fired = qmp.write_all(CONT).is_ok();
+                    open.fired = match open.way_back {
+                        WayBack::Command => qmp.write_all(CONT).is_ok(),
+                        WayBack::Stream => true,
+                    };
+                    self.releasing = open.way_back == WayBack::Stream;
                 }
             }
+            Woken::Stream => self.read_stream(),
             Woken::NoSignOfLife => {
                 if let Some(pulse) = &mut self.pulse {
                     if pulse.missed {
@@ -163,16 +177,27 @@ impl Watch {
                 self.qmp = descriptor.map(UnixStream::from);
                 Reply::Ok
             }
-            Request::Pausing { limit_ms } => {
+            Request::Stream => {
+                self.stream = descriptor;
+                Reply::Ok
+            }
+            Request::Release => {
+                self.releasing = true;
+                Reply::Ok
+            }
+            Request::Pausing { limit_ms, way_back } => {
                 let deadline = Instant::now().checked_add(Duration::from_millis(limit_ms));
                 self.pause = Some(Pause {
                     deadline,
                     fired: false,
+                    way_back,
                 });
+                self.releasing = false;
                 Reply::Ok
             }
             Request::Resumed => {
                 let fired = self.pause.take().is_some_and(|open| open.fired);
+                self.releasing = false;
                 Reply::Pause { fired }
             }
             Request::WatchOver => ok_or_failed(self.watch_over(descriptor)),
@@ -180,6 +205,29 @@ impl Watch {
         let descriptor = handed_over.as_ref().map(AsFd::as_fd);
         wire::send(&self.engine, &reply, descriptor)?;
         Ok(true)
+    }
+
+    /// Reads what lies in the pipe, so that QEMU can go on. It is nobody's.
+    fn read_stream(&self) {
+        let mut piece = [0; 4096];
+        while let Some(stream) = &self.stream
+            && rustix::io::read(stream, &mut piece).is_ok_and(|read| read > 0)
+        {}
+    }
+
+    /// The engine is gone, or as good as gone: a thread of it that hangs may keep its end of the pipe open.
+    fn read_stream_to_the_end(&self) {
+        let Some(stream) = &self.stream else { return };
+        let idle = Timespec {
+            tv_sec: STREAM_IDLE.as_secs() as i64,
+            tv_nsec: 0,
+        };
+        let mut waited = [PollFd::new(stream, PollFlags::IN)];
+        while matches!(poll(&mut waited, Some(&idle)), Ok(1))
+            && waited[0].revents() == PollFlags::IN
+        {
+            self.read_stream();
+        }
     }
 
     fn watch_over(&mut self, pipe: Option<OwnedFd>) -> Result<(), String> {
@@ -221,10 +269,16 @@ impl Watch {
             let mut waited = vec![PollFd::new(&self.engine, PollFlags::IN)];
             let pipe = self.pulse.as_ref().map(|pulse| &pulse.pipe);
             waited.extend(pipe.map(|pipe| PollFd::new(pipe, PollFlags::IN)));
+            let signs = waited.len();
+            let stream = self.stream.as_ref().filter(|_| self.releasing);
+            waited.extend(stream.map(|stream| PollFd::new(stream, PollFlags::IN)));
             match poll(&mut waited, timeout.as_ref()) {
                 Ok(0) if pause.is_some() && pause == first => return Ok(Woken::PauseTooLong),
                 Ok(0) => return Ok(Woken::NoSignOfLife),
                 Ok(_) if !waited[0].revents().is_empty() => return Ok(Woken::Request),
+                Ok(_) if waited[signs..].iter().any(|fd| !fd.revents().is_empty()) => {
+                    return Ok(Woken::Stream);
+                }
                 Ok(_) => return Ok(Woken::SignOfLife),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error.into()),

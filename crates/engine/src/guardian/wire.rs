@@ -5,7 +5,9 @@
 //!   engine                          guardian
 //!     Steal {pid, ..}        -->      (ptrace)          <-- Stolen + userfaultfd | Failed
 //!     Watch + QMP socket     -->                        <-- Ok
-//!     Pausing {limit_ms}     -->                        <-- Ok      then the engine stops the VM
+//!     Stream + pipe          -->                        <-- Ok      the end that holds QEMU in a pause
+//!     Pausing {limit_ms, ..} -->                        <-- Ok      then the engine stops the VM
+//!     Release                -->                        <-- Ok      QEMU is not to be held any longer
 //!     Resumed                -->                        <-- Pause {fired}
 //!     WatchOver + pipe       -->                        <-- Ok      then signs of life, or it kills
 //!     Close {pid, ..}        -->      (ptrace)          <-- Ok | Failed
@@ -56,16 +58,31 @@ pub(super) enum Request {
     },
     /// The QMP socket (descriptor beside it) on which a paused VM is resumed.
     Watch,
+    /// The pipe (descriptor beside it) that QEMU saves its device state into, and waits for.
+    Stream,
     /// The engine is about to stop the VM.
     Pausing {
         /// The VM is resumed when this has passed without a `Resumed`.
         limit_ms: u64,
+        /// How.
+        way_back: WayBack,
     },
+    /// Whatever QEMU still writes into the pipe is to be read.
+    Release,
     /// The VM runs again.
     Resumed,
     /// The engine will show signs of life on a pipe (descriptor beside it), and is to be killed when
     /// there are none.
     WatchOver,
+}
+
+/// How a VM that was stopped comes to run again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WayBack {
+    /// QEMU resumes it by itself, as soon as the pipe that holds it is read or closed.
+    Stream,
+    /// By the command `cont`.
+    Command,
 }
 
 /// What the guardian does when the engine is gone.

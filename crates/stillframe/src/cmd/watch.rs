@@ -51,6 +51,7 @@ enum End {
     Count,
     Signal,
     VmGone,
+    MigratedAway,
 }
 
 struct Watch<'a> {
@@ -72,6 +73,8 @@ struct Watch<'a> {
     late: Late,
     /// What `--schedule` says; without `auto` once that failed.
     choice: ScheduleChoice,
+    /// When a migration was last told of.
+    told_migrating: Option<Instant>,
     /// The schedule last told of, and when.
     told_schedule: Option<(ScheduleKind, Instant)>,
 }
@@ -111,6 +114,7 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
         lost: 0,
         late: Late::default(),
         choice: args.capture.schedule,
+        told_migrating: None,
         told_schedule: None,
     };
     let ended = watch.until_the_end();
@@ -351,6 +355,11 @@ impl Watch<'_> {
                 self.context.console.note(&error.to_string());
                 Ok(None)
             }
+            Ok(Err(error @ CheckpointError::Migrating { .. })) => {
+                self.tell_migrating(&error);
+                Ok(None)
+            }
+            Ok(Err(CheckpointError::MigratedAway)) => Ok(Some(End::MigratedAway)),
             Ok(Err(error)) => {
                 if needs_attaching(&error)
                     && let Some(vm) = self.vm.take()
@@ -401,6 +410,15 @@ impl Watch<'_> {
                 .console
                 .note(&capture::why(report.schedule, plan));
             self.told_schedule = Some((report.schedule, Instant::now()));
+        }
+    }
+
+    /// No failure: the migration ends, one way or the other.
+    fn tell_migrating(&mut self, error: &CheckpointError) {
+        let told = self.told_migrating;
+        if told.is_none_or(|told| told.elapsed() >= TELL_EVERY) {
+            self.context.console.note(&error.to_string());
+            self.told_migrating = Some(Instant::now());
         }
     }
 
@@ -458,6 +476,7 @@ impl Watch<'_> {
             End::Count => return Ok(()),
             End::Signal => "interrupted",
             End::VmGone => "the VM ended",
+            End::MigratedAway => "the VM was migrated away by someone else",
         };
         match self.args.count {
             Some(count) => Err(CommandError::CountNotReached {
@@ -479,14 +498,20 @@ impl Watch<'_> {
 /// once, so everything that leaves tracking and the connection intact keeps it.
 fn needs_attaching(error: &CheckpointError) -> bool {
     match error {
-        CheckpointError::Tracker(TrackerError::NotSaved) => false,
+        CheckpointError::Tracker(
+            TrackerError::NotSaved | TrackerError::ProtectionLost | TrackerError::Injected(_),
+        ) => false,
         error if error.is_too_much() => false,
         CheckpointError::RamChanged
         | CheckpointError::Monitor(_)
         | CheckpointError::Tracker(_)
         | CheckpointError::Block(_) => true,
         CheckpointError::Pause(error) => match error {
-            PauseError::Overrun { .. } | PauseError::ResumedByOthers | PauseError::Reset => false,
+            PauseError::Overrun { .. }
+            | PauseError::NotHeld { .. }
+            | PauseError::StateChanged { .. }
+            | PauseError::Injected(_) => false,
+            PauseError::State(error) => !matches!(error, StateError::Invalid(_)),
             PauseError::Monitor(_)
             | PauseError::Qmp(_)
             | PauseError::Tracker(_)
@@ -494,6 +519,8 @@ fn needs_attaching(error: &CheckpointError) -> bool {
         },
         CheckpointError::State(error) => matches!(error, StateError::Monitor(_)),
         CheckpointError::Repo(_)
+        | CheckpointError::Migrating { .. }
+        | CheckpointError::MigratedAway
         | CheckpointError::ParentGone
         | CheckpointError::Verify(_)
         | CheckpointError::Encode(_) => false,

@@ -156,9 +156,13 @@ impl Default for Auto {
 }
 
 impl Auto {
-    /// Memory has pages that copy-on-write cannot handle.
+    /// Copy-on-write does not suit this VM: its memory has huge pages, faults of the kernel are not
+    /// served, or pages lose their protection. Where it is in use, other tracking is wanted at once.
     pub fn cannot_copy_on_write(&mut self) {
         self.asynchronous_only = true;
+        if self.tracking == Tracking::Synchronous {
+            self.streak = self.streak_needed;
+        }
     }
 
     /// Whether the next pause should save the device state before anything else, because it is not
@@ -513,6 +517,21 @@ mod tests {
         let mut auto = Auto::default();
         auto.cannot_copy_on_write();
         assert_eq!(watch(&mut auto, 40_000, 30_000, 100), None);
+    }
+
+    #[test]
+    fn copy_on_write_that_fails_is_left_at_once() {
+        let mut auto = Auto::default();
+        let wanted = watch(&mut auto, 40_000, 30_000, 100);
+        assert_eq!(wanted, Some(ScheduleKind::CopyOnWrite));
+        auto.attached_for(ScheduleKind::CopyOnWrite);
+        auto.observe(sample(ScheduleKind::CopyOnWrite, 40_000, 30_000));
+        assert_eq!(auto.wants(), None);
+        auto.cannot_copy_on_write();
+        assert!(matches!(
+            auto.wants(),
+            Some(ScheduleKind::StopCopy | ScheduleKind::PreCopy)
+        ));
     }
 
     #[test]

@@ -7,14 +7,16 @@
 use std::sync::PoisonError;
 use std::time::Instant;
 
+use stillframe_fault::{self as fault, Point};
 use stillframe_page::PageIndex;
+use stillframe_qemu::monitor::Monitor;
 
 use super::{Copied, FEW_PAGES, ROUNDS_MAX, Schedule, Work};
 use crate::capture::faults::Saved;
 use crate::capture::pause::{DowntimeRecord, us};
 use crate::capture::ranges::{PageRanges, count, runs, subtract_all};
 use crate::capture::stage::Stage;
-use crate::capture::tracker::{Collected, Guest, Tracker, TrackerError};
+use crate::capture::tracker::{Collected, Tracker, TrackerError};
 
 /// Pages claimed and copied together. A writer of one of them waits for all: 64 us.
 const BATCH_PAGES: usize = 256;
@@ -27,7 +29,7 @@ pub struct CopyOnWrite {
 }
 
 impl Schedule for CopyOnWrite {
-    fn before(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
+    fn before(&mut self, work: &mut Work<'_>, _monitor: &mut Monitor) -> Result<(), TrackerError> {
         // Memory for the copies may take longer to be had than all rounds, in which the guest goes on
         // writing, and waits: so it comes first.
         let expected = count(&work.tracker.pending()) + work.tracker.written_pages()?;
@@ -35,7 +37,8 @@ impl Schedule for CopyOnWrite {
         // Collecting protects. How much is left does not tell whether another round is worth it: whatever
         // it was, in the next the guest has no time to write more than a page a fault.
         for _ in 0..ROUNDS_MAX {
-            let found = work.tracker.collect(Guest::Runs)?;
+            // Copied after the pause, whose stop drains the disks.
+            let found = work.tracker.collect_running()?;
             let pages = count(&work.tracker.pending());
             work.stage.expect_room(pages)?;
             work.stage.reserve(pages);
@@ -55,7 +58,7 @@ impl Schedule for CopyOnWrite {
         let begin = Instant::now();
         let gate = tracker.fault_server()?.gate();
         let _no_fault_is_served = gate.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = tracker.collect(Guest::Stands)?;
+        let found = tracker.collect_stopped()?;
         let discarded = Collected {
             written: vec![Vec::new(); found.written.len()],
             discarded: found.discarded,
@@ -140,12 +143,18 @@ fn copy_all(
         while pages.peek().is_some() {
             let batch = pages.by_ref().take(BATCH_PAGES);
             let claimed: Vec<u64> = batch.filter(|&page| claims.claim(page)).collect();
-            let read = stage.capture(number, &tracked.block, &runs(&claimed));
+            let runs_claimed = runs(&claimed);
+            let read = fault::at(Point::CopyOnWriteBatch)
+                .map_err(TrackerError::Injected)
+                .and_then(|()| Ok(stage.capture(number, &tracked.block, &runs_claimed)?))
+                .and_then(|()| tracker.still_protected(number, &runs_claimed));
             // After a failure too: nobody may wait for a page that is not being saved.
             let mut open = claimed.clone();
             open.retain(|&page| claims.done(page) || hot.get(PageIndex(page)));
             tracker.open(number, runs(&open));
-            read?;
+            if !read? {
+                return Err(TrackerError::ProtectionLost);
+            }
             copied.left_open += open.len() as u64;
             copied.after += claimed.len() as u64;
         }
