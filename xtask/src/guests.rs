@@ -44,6 +44,7 @@ impl fmt::Display for Guests {
             ("kernel", "vmlinuz"),
             ("initramfs", "initramfs.cpio"),
             ("with agent", "agent-initramfs.cpio"),
+            ("with drivers", "drivers-initramfs.cpio"),
             ("boot sector", "boot-sector.img"),
             ("workload", "workload"),
         ] {
@@ -57,6 +58,9 @@ impl fmt::Display for Guests {
         )
     }
 }
+
+/// What a guest loads that uses its devices: disk, balloon, network card.
+const DRIVERS: &[&str] = &["virtio_pci", "virtio_blk", "virtio_balloon", "virtio_net"];
 
 /// What the kernel is told besides the workload's arguments. On a busy host an emulated timer comes
 /// late: the kernel would doubt its wiring (`no_timer_check`), its clock (`tsc=reliable`) and its own
@@ -85,6 +89,11 @@ pub fn build(workspace: &Workspace) -> Result<Guests> {
     agent::add(&mut with_agent, &agent, &modules)?;
     let with_agent = with_agent.finish();
     replace(&guests.path("agent-initramfs.cpio"), &with_agent, 0o644)?;
+    let mut with_drivers = started_archive(&init)?;
+    with_drivers.program("workload", &workload)?;
+    modules::add(&mut with_drivers, &modules, DRIVERS)?;
+    let with_drivers = with_drivers.finish();
+    replace(&guests.path("drivers-initramfs.cpio"), &with_drivers, 0o644)?;
     let sector = build_boot_sector(&sources.join("boot-sector/boot-sector.s"), &guests.folder)?;
     replace(&guests.path("boot-sector.img"), &sector, 0o644)?;
     Ok(guests)

@@ -114,6 +114,8 @@ pub struct Setup {
     pub workload: Workload,
     /// Whether it has a guest agent, and QEMU a channel to it.
     pub agent: bool,
+    /// Whether it has drivers for a disk, a balloon and a network card; more words for its kernel.
+    pub drivers: Option<String>,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
@@ -127,6 +129,7 @@ impl Setup {
             ram_mib: 192,
             workload: Workload::default(),
             agent: false,
+            drivers: None,
             extra: Vec::new(),
         }
     }
@@ -149,6 +152,13 @@ impl Setup {
     /// With a guest agent.
     pub fn with_agent(mut self) -> Setup {
         self.agent = true;
+        self
+    }
+
+    /// With drivers for virtio devices, and more words for its kernel: `sf.disk=vda` reads that disk for
+    /// ever, `sf.suspend=3` goes to sleep after three seconds.
+    pub fn with_drivers(mut self, words: &str) -> Setup {
+        self.drivers = Some(words.to_owned());
         self
     }
 
@@ -189,9 +199,10 @@ impl Setup {
             }
         }
         if self.kind != Kind::KvmBootSector {
-            let initramfs = match self.agent {
-                true => "agent-initramfs.cpio",
-                false => "initramfs.cpio",
+            let initramfs = match (self.agent, &self.drivers) {
+                (true, _) => "agent-initramfs.cpio",
+                (false, Some(_)) => "drivers-initramfs.cpio",
+                (false, None) => "initramfs.cpio",
             };
             arguments.extend(linux(initramfs, &self.kernel_command_line())?);
         }
@@ -217,7 +228,8 @@ impl Setup {
         };
         format!(
             "{KERNEL_ARGUMENTS} sf.args=--mib={mib},--pattern={pattern},--tick-ms={tick_ms},\
-             --writes-per-tick={writes_per_tick},--share={share}{scroll}"
+             --writes-per-tick={writes_per_tick},--share={share}{scroll} {}",
+            self.drivers.as_deref().unwrap_or_default()
         )
     }
 

@@ -20,3 +20,4 @@ pub mod qmp;
 pub mod results;
 pub mod running;
 pub mod serial;
+pub mod slow_disk;

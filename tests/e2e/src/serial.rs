@@ -44,7 +44,7 @@ impl Serial {
         let text = self.text();
         let mut ticks = Vec::new();
         for line in whole_lines(&text) {
-            if line.contains("CORRUPT") || is_crash(line) {
+            if line.contains("CORRUPT") || line.contains("WORKLOAD FAILED") || is_crash(line) {
                 bail!("the guest says: {line}");
             }
             let mut words = line.split_whitespace();
@@ -71,6 +71,16 @@ impl Serial {
             Ok((seen >= count).then_some(ticks))
         })
         .with_context(|| format!("{seen} ticks instead of {count}"))
+    }
+
+    /// Waits until it has said a line.
+    pub fn wait_line(&self, wanted: &str, limit: Duration) -> Result<()> {
+        let said = self.wait(limit, |serial| {
+            serial.ticks()?;
+            let text = serial.text();
+            Ok(whole_lines(&text).any(|line| line == wanted).then_some(()))
+        });
+        said.with_context(|| format!("{wanted:?} was waited for"))
     }
 
     /// The units of work that a guest with real software has done; none before it is ready, an error

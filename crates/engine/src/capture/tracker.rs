@@ -79,7 +79,7 @@ pub enum TrackerError {
     Drain(#[source] MonitorError),
     /// QEMU may not have faults of the kernel served.
     #[error(
-        "QEMU runs as a user who may not have page faults of the kernel served, so copy-on-write would fail its disk requests: choose another schedule, or set vm.unprivileged_userfaultfd=1 and start the VM anew"
+        "QEMU runs as a user who may not have page faults of the kernel served, so copy-on-write would fail its disk requests: choose another schedule, or set vm.unprivileged_userfaultfd=1"
     )]
     UserModeOnly,
     /// No thread to serve faults.

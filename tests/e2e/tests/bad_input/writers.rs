@@ -1,0 +1,111 @@
+//! Who else writes guest memory: devices by DMA, and a QEMU whose faults may not be served. See
+//! docs/memory-writers.md.
+
+use anyhow::{Result, ensure};
+use serde_json::{Value, json};
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Guest, Kind, Setup};
+use stillframe_e2e::health::expect_untouched;
+use stillframe_e2e::running::PATIENCE;
+use stillframe_e2e::slow_disk::SlowDisk;
+
+/// How fast the disk is: its requests, of up to 2 MiB, take a tenth of a second.
+const MIB_PER_SECOND: u64 = 20;
+
+fn exact(reports: &[Value]) -> bool {
+    let exact = |report: &Value| report["verify"]["differing"] == 0;
+    reports.iter().all(exact)
+}
+
+/// A guest that reads a disk for ever, past the host's page cache.
+fn reader(name: &str, aio: &str, disk: &SlowDisk) -> Result<Guest> {
+    let setup = Setup::small(Kind::Pc, name)
+        .with_drivers("sf.disk=vda")
+        .with(&["-drive", &disk.drive(aio)]);
+    let guest = setup.boot()?;
+    guest.serial.wait_line("disk read 1", PATIENCE)?;
+    Ok(guest)
+}
+
+/// What the disk sends arrives long after the fault that the request began with: a page that was
+/// protected in between is not reported once more.
+#[test]
+fn what_a_disk_writes_by_dma_is_in_the_checkpoint() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let mut disk = SlowDisk::new(folder.path(), 64)?;
+    let guest = reader("dma", "native", &disk)?;
+    disk.hold_back(guest.pid(), MIB_PER_SECOND)?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    // The first ones read all of memory while the guest runs; so does a buffer that is too small.
+    for _ in 0..4 {
+        let report = stillframe.json(&["checkpoint", "--vm", "dma", "--verify"])?;
+        ensure!(exact(std::slice::from_ref(&report)), "{report}");
+    }
+    for (schedule, buffer) in [
+        ("pre-copy", "1G"),
+        ("stop-copy", "16M"),
+        ("copy-on-write", "16M"),
+    ] {
+        let line = [
+            "watch",
+            "--vm",
+            "dma",
+            "--every",
+            "200ms",
+            "--count",
+            "5",
+            "--verify",
+            "--schedule",
+            schedule,
+            "--copy-buffer",
+            buffer,
+        ];
+        let reports = stillframe.json_lines(&line)?;
+        ensure!(exact(&reports), "{schedule}: {reports:?}");
+    }
+    let mut monitor = guest.second_monitor()?;
+    expect_untouched(&guest, &mut monitor)
+}
+
+/// The kernel's own writes into protected pages fail there, and the guest would get I/O errors.
+#[test]
+fn copy_on_write_is_refused_where_the_kernels_faults_are_not_served() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let disk = SlowDisk::new(folder.path(), 16)?;
+    let setup = Setup::small(Kind::Pc, "user-mode")
+        .with_drivers("sf.disk=vda")
+        .with(&["-drive", &disk.drive("threads").replace("cache=none,", "")])
+        .with(&["-run-with", "user=nobody"]);
+    let guest = setup.boot()?;
+    let mut monitor = guest.second_monitor()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let watch = |schedule| {
+        [
+            "watch",
+            "--vm",
+            "user-mode",
+            "--every",
+            "100ms",
+            "--count",
+            "6",
+            "--schedule",
+            schedule,
+        ]
+    };
+    let said = stillframe.fails(&watch("copy-on-write"), 5)?;
+    ensure!(said.contains("unprivileged_userfaultfd"), "{said}");
+    stillframe.ok(&watch("auto"))?;
+    let rounds = guest.serial.text().matches("disk read").count();
+    guest
+        .serial
+        .wait_line(&format!("disk read {}", rounds + 2), PATIENCE)?;
+    monitor.execute("query-status", json!({}))?;
+    let events = monitor.take_events();
+    ensure!(
+        events
+            .iter()
+            .all(|event| event["event"] != "BLOCK_IO_ERROR"),
+        "{events:?}"
+    );
+    expect_untouched(&guest, &mut monitor)
+}
