@@ -7,9 +7,8 @@ use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
-use stillframe_qemu::guest_agent::GuestAgent;
+use stillframe_qemu::guest_agent::{AgentError, GuestAgent};
 use stillframe_qemu::monitor::Monitor;
-use stillframe_qemu::qmp::QmpError;
 
 use crate::in_words;
 
@@ -47,9 +46,18 @@ pub(crate) fn set_clock(agent: &Path) -> ClockReport {
             return report;
         }
     };
-    report.was_behind_ms = behind_ms(&mut agent).ok();
+    match behind_ms(&mut agent) {
+        Ok(behind) => report.was_behind_ms = Some(behind),
+        Err(error) if error.is_final() => {
+            report.not_set = Some(why_not(&error));
+            return report;
+        }
+        Err(_) => {}
+    }
     let set = agent.set_time_ns(now_ns(), COMMAND_LIMIT);
-    report.behind_ms = behind_ms(&mut agent).ok();
+    if !set.as_ref().is_err_and(AgentError::is_final) {
+        report.behind_ms = behind_ms(&mut agent).ok();
+    }
     let is_right = report
         .behind_ms
         .is_some_and(|behind| behind.abs() < SET_WITHIN_MS);
@@ -64,7 +72,7 @@ pub(crate) fn set_clock(agent: &Path) -> ClockReport {
     report
 }
 
-fn behind_ms(agent: &mut GuestAgent) -> Result<i64, QmpError> {
+fn behind_ms(agent: &mut GuestAgent) -> Result<i64, AgentError> {
     let guest = agent.time_ns(COMMAND_LIMIT)?;
     Ok(now_ns().saturating_sub(guest) / 1_000_000)
 }
@@ -75,11 +83,14 @@ fn now_ns() -> i64 {
     now.map_or(0, |time| i64::try_from(time.as_nanos()).unwrap_or(i64::MAX))
 }
 
-fn why_not(error: &QmpError) -> String {
+fn why_not(error: &AgentError) -> String {
     match error {
-        QmpError::Timeout { .. } => "its agent does not answer".to_owned(),
-        QmpError::Refused { path, .. } => format!("nobody listens on {}", path.display()),
-        QmpError::Command { desc, .. } => format!("its agent says: {desc}"),
+        AgentError::Timeout { .. } => "its agent does not answer".to_owned(),
+        AgentError::Refused { path, .. } => format!("nobody listens on {}", path.display()),
+        AgentError::TooMuch { limit_bytes, .. } => {
+            format!("its agent sent {limit_bytes} bytes and no answer")
+        }
+        AgentError::Command { desc, .. } => format!("its agent says: {desc}"),
         _ => in_words(error),
     }
 }

@@ -6,7 +6,11 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::arguments::{Backend, CommandLine, Properties};
-use crate::qmp::{Client, QmpError};
+
+mod channel;
+
+pub use channel::AgentError;
+use channel::Channel;
 
 /// The name of the port at which an agent listens, unless told otherwise (qemu-ga(8)).
 const PORT: &str = "org.qemu.guest_agent.0";
@@ -27,46 +31,33 @@ pub fn socket_path(arguments: &[String], cwd: &Path) -> Option<PathBuf> {
     Some(cwd.join(path))
 }
 
-/// A connection to an agent.
+/// A connection to an agent. What it says is the guest's word.
 #[derive(Debug)]
 pub struct GuestAgent {
-    client: Client,
+    channel: Channel,
 }
 
 impl GuestAgent {
     /// Connects, and makes sure that it answers.
     ///
     /// # Errors
-    /// [`QmpError::Timeout`] after `limit`: there is no agent in the guest, or it has another client.
-    pub fn connect(path: &Path, limit: Duration) -> Result<GuestAgent, QmpError> {
+    /// [`AgentError::Timeout`] after `limit`: there is no agent in the guest, or it has another client.
+    pub fn connect(path: &Path, limit: Duration) -> Result<GuestAgent, AgentError> {
         Ok(GuestAgent {
-            client: Client::connect_to_agent(path, limit)?,
+            channel: Channel::connect(path, limit)?,
         })
     }
 
     /// The guest's clock, in nanoseconds since 1970.
-    pub fn time_ns(&mut self, limit: Duration) -> Result<i64, QmpError> {
-        let answer = self.execute("guest-get-time", Value::Null, limit)?;
-        answer.as_i64().ok_or_else(|| QmpError::Garbled {
-            start: answer.to_string(),
-        })
+    pub fn time_ns(&mut self, limit: Duration) -> Result<i64, AgentError> {
+        self.channel.execute("guest-get-time", &Value::Null, limit)
     }
 
     /// Sets it. The agent sets its hardware clock too, and says so where it cannot: then the guest's own
     /// clock may have been set all the same.
-    pub fn set_time_ns(&mut self, time_ns: i64, limit: Duration) -> Result<(), QmpError> {
-        self.execute("guest-set-time", json!({ "time": time_ns }), limit)?;
-        Ok(())
-    }
-
-    fn execute(
-        &mut self,
-        command: &str,
-        arguments: Value,
-        limit: Duration,
-    ) -> Result<Value, QmpError> {
-        let ticket = self.client.send(command, arguments)?;
-        self.client.wait(ticket, limit)
+    pub fn set_time_ns(&mut self, time_ns: i64, limit: Duration) -> Result<(), AgentError> {
+        let arguments = json!({ "time": time_ns });
+        self.channel.execute("guest-set-time", &arguments, limit)
     }
 }
 

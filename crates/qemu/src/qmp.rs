@@ -8,13 +8,12 @@
 //!
 //! Format: QEMU, `docs/interop/qmp-spec.rst`.
 
-mod agent;
-mod lines;
-mod socket;
+mod inbox;
+pub(crate) mod lines;
+pub(crate) mod socket;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -25,13 +24,12 @@ use rustix::net::{RecvFlags, SendFlags};
 use serde_json::{Value, json};
 use stillframe_sys::fdpass;
 
+pub(crate) use inbox::object;
+use inbox::{Inbox, Lookup, Reply};
 use lines::Lines;
 
 /// How long [`Client::execute`] waits for a reply, in seconds.
 pub const REPLY_LIMIT_SECONDS: u64 = 30;
-
-/// Events kept until [`Client::take_events`]; of more, the oldest are dropped.
-const EVENTS_MAX: usize = 16_384;
 
 /// Bytes received with one call.
 const RECEIVE_BYTES: usize = 64 << 10;
@@ -101,6 +99,20 @@ pub enum QmpError {
         /// The limit in bytes.
         limit_bytes: usize,
     },
+    /// A reply of more values than fit the memory set aside for one.
+    #[error("QEMU's answer to {command} cannot be read: {reason}")]
+    Unreadable {
+        /// The command.
+        command: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The reply was dropped: too many others were kept meanwhile.
+    #[error("QEMU's answer to {command} was dropped: nobody waited for it before many others came")]
+    Dropped {
+        /// The command.
+        command: String,
+    },
     /// The socket failed.
     #[error("the monitor socket failed")]
     Io(#[from] io::Error),
@@ -108,24 +120,20 @@ pub enum QmpError {
 
 /// A command that was sent and whose reply is awaited with [`Client::wait`].
 #[derive(Debug)]
-#[must_use = "a reply nobody waits for is kept until the client goes"]
+#[must_use = "a reply nobody waits for takes the place of others"]
 pub struct Ticket {
     id: u64,
     command: String,
 }
 
-/// Something QEMU reports on its own.
-#[derive(Debug, Clone, PartialEq)]
+/// Something QEMU reports on its own. What else it says of it is not kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
     /// `STOP`, `RESUME`, `SHUTDOWN`, ...
     pub name: String,
-    /// The event's own data; null when it has none.
-    pub data: Value,
     /// QEMU's clock when it happened, since the epoch.
     pub at: Duration,
 }
-
-type Reply = Result<Value, (String, String)>;
 
 /// One connection to one monitor.
 #[derive(Debug)]
@@ -133,9 +141,7 @@ pub struct Client {
     socket: UnixStream,
     lines: Lines,
     next_id: u64,
-    outstanding: BTreeSet<u64>,
-    replies: BTreeMap<u64, Reply>,
-    events: VecDeque<Event>,
+    inbox: Inbox,
 }
 
 impl Client {
@@ -167,11 +173,9 @@ impl Client {
     fn on(socket: UnixStream) -> Client {
         Client {
             socket,
-            lines: Lines::default(),
+            lines: Lines::new(lines::LINE_BYTES_MAX),
             next_id: 1,
-            outstanding: BTreeSet::new(),
-            replies: BTreeMap::new(),
-            events: VecDeque::new(),
+            inbox: Inbox::default(),
         }
     }
 
@@ -187,7 +191,7 @@ impl Client {
     pub fn send(&mut self, command: &str, arguments: Value) -> Result<Ticket, QmpError> {
         let (ticket, line) = self.compose(command, arguments);
         self.transmit(&line)?;
-        self.outstanding.insert(ticket.id);
+        self.inbox.expect(ticket.id);
         Ok(ticket)
     }
 
@@ -198,16 +202,18 @@ impl Client {
         // A reply that came counts, whatever came after it.
         let mut received = self.drain();
         loop {
-            if let Some(reply) = self.replies.remove(&ticket.id) {
-                return reply.map_err(|(class, desc)| QmpError::Command {
-                    command: ticket.command,
-                    class,
-                    desc,
-                });
+            match self.inbox.take(ticket.id) {
+                Lookup::Here(reply) => return read_reply(reply, ticket.command),
+                Lookup::Outstanding => {}
+                Lookup::Dropped => {
+                    return Err(QmpError::Dropped {
+                        command: ticket.command,
+                    });
+                }
             }
             received?;
             if Instant::now() >= deadline {
-                self.outstanding.remove(&ticket.id);
+                self.inbox.forget(ticket.id);
                 return Err(QmpError::Timeout {
                     command: ticket.command,
                     limit_ms: timeout.as_millis(),
@@ -234,7 +240,7 @@ impl Client {
     ) -> Result<(), QmpError> {
         let deadline = deadline_after(timeout);
         self.drain()?;
-        while !self.replies.contains_key(&ticket.id) && !self.has_event(name) {
+        while self.inbox.is_outstanding(ticket.id) && !self.has_event(name) {
             if Instant::now() >= deadline {
                 return Err(QmpError::Timeout {
                     command: ticket.command.clone(),
@@ -254,16 +260,16 @@ impl Client {
     /// Those of the connection, unless the reply came before.
     pub fn has_reply(&mut self, ticket: &Ticket) -> Result<bool, QmpError> {
         let drained = self.drain();
-        match self.replies.contains_key(&ticket.id) {
-            true => Ok(true),
-            false => drained.map(|()| false),
+        match self.inbox.is_outstanding(ticket.id) {
+            false => Ok(true),
+            true => drained.map(|()| false),
         }
     }
 
     /// Whether an event of this name has come that nobody has taken yet. What lies in the socket does not
     /// count.
     pub fn has_event(&self, name: &str) -> bool {
-        self.events.iter().any(|event| event.name == name)
+        self.inbox.has_event(name)
     }
 
     /// Runs a command that takes a file descriptor (`add-fd`, `getfd`).
@@ -275,7 +281,7 @@ impl Client {
     ) -> Result<Value, QmpError> {
         let (ticket, line) = self.compose(command, arguments);
         fdpass::send(&self.socket, &line, &[fd]).map_err(closed_or_io)?;
-        self.outstanding.insert(ticket.id);
+        self.inbox.expect(ticket.id);
         self.wait(ticket, Duration::from_secs(REPLY_LIMIT_SECONDS))
     }
 
@@ -283,7 +289,7 @@ impl Client {
     /// gone, its last events are handed out first and [`QmpError::Closed`] with the next call.
     pub fn take_events(&mut self) -> Result<Vec<Event>, QmpError> {
         let drained = self.drain();
-        let events: Vec<Event> = self.events.drain(..).collect();
+        let events = self.inbox.take_events();
         match drained {
             Err(error) if events.is_empty() => Err(error),
             _ => Ok(events),
@@ -344,12 +350,12 @@ impl Client {
             greeting: greeting.to_owned(),
         };
         loop {
-            match self.next_line() {
-                Ok(Some(greeting)) if greeting.get("QMP").is_some() => return Ok(greeting),
-                Ok(Some(other)) => return Err(not_qmp(&excerpt(other.to_string().as_bytes()))),
-                Err(QmpError::Garbled { start }) => return Err(not_qmp(&start)),
-                Err(other) => return Err(other),
-                Ok(None) => {}
+            if let Some(line) = next_line(&mut self.lines)? {
+                let greeting = inbox::value(line).unwrap_or_default();
+                return match greeting.get("QMP") {
+                    Some(_) => Ok(greeting),
+                    None => Err(not_qmp(&excerpt(line))),
+                };
             }
             if !self.receive_until(deadline)? {
                 if Instant::now() < deadline {
@@ -380,8 +386,10 @@ impl Client {
     }
 
     fn sort_in_lines(&mut self) -> Result<(), QmpError> {
-        while let Some(line) = self.next_line()? {
-            self.sort_in(line);
+        while let Some(line) = next_line(&mut self.lines)? {
+            self.inbox.sort_in(line).map_err(|_| QmpError::Garbled {
+                start: excerpt(line),
+            })?;
         }
         Ok(())
     }
@@ -411,51 +419,32 @@ impl Client {
             }
         }
     }
+}
 
-    /// The next line as a JSON object; empty lines (they end a half line of a guardian) are none.
-    fn next_line(&mut self) -> Result<Option<Value>, QmpError> {
-        loop {
-            let line = self.lines.next_line().map_err(|_| QmpError::LineTooLong {
-                limit_bytes: lines::LINE_BYTES_MAX,
-            })?;
-            let Some(line) = line else { return Ok(None) };
-            if line.trim_ascii().is_empty() {
-                continue;
+/// The next line that is not empty; empty lines end a half line of a guardian.
+fn next_line(lines: &mut Lines) -> Result<Option<&[u8]>, QmpError> {
+    loop {
+        match lines.next_line() {
+            Ok(Some(range)) if lines.at(&range).trim_ascii().is_empty() => {}
+            Ok(found) => return Ok(found.map(|range| lines.at(&range))),
+            Err(lines::LineTooLong) => {
+                return Err(QmpError::LineTooLong {
+                    limit_bytes: lines::LINE_BYTES_MAX,
+                });
             }
-            return match serde_json::from_slice::<Value>(line) {
-                Ok(value) if value.is_object() => Ok(Some(value)),
-                _ => Err(QmpError::Garbled {
-                    start: excerpt(line),
-                }),
-            };
         }
     }
+}
 
-    fn sort_in(&mut self, mut line: Value) {
-        if let Some(event) = line.get("event").and_then(Value::as_str) {
-            let event = Event {
-                name: event.to_owned(),
-                at: timestamp(&line["timestamp"]),
-                data: line["data"].take(),
-            };
-            if self.events.len() == EVENTS_MAX {
-                self.events.pop_front();
-            }
-            self.events.push_back(event);
-            return;
-        }
-        let Some(id) = line.get("id").and_then(Value::as_u64) else {
-            return;
-        };
-        if !self.outstanding.remove(&id) {
-            return;
-        }
-        let text = |value: &Value| value.as_str().unwrap_or("unspecified").to_owned();
-        let reply = match line.get("error") {
-            Some(error) => Err((text(&error["class"]), text(&error["desc"]))),
-            None => Ok(line["return"].take()),
-        };
-        self.replies.insert(id, reply);
+fn read_reply(reply: Reply, command: String) -> Result<Value, QmpError> {
+    match reply {
+        Reply::Return(text) => inbox::value(text.get().as_bytes())
+            .map_err(|reason| QmpError::Unreadable { command, reason }),
+        Reply::Error { class, desc } => Err(QmpError::Command {
+            command,
+            class,
+            desc,
+        }),
     }
 }
 
@@ -470,7 +459,7 @@ fn to_enable(greeting: &Value) -> Value {
 }
 
 /// `Instant::now() + limit`, however large the limit.
-fn deadline_after(limit: Duration) -> Instant {
+pub(crate) fn deadline_after(limit: Duration) -> Instant {
     const FAR_AWAY_SECONDS: u64 = 100 * 365 * 24 * 3600;
     let now = Instant::now();
     now.checked_add(limit)
@@ -482,12 +471,6 @@ fn closed_or_io(error: io::Error) -> QmpError {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => QmpError::Closed,
         _ => QmpError::Io(error),
     }
-}
-
-fn timestamp(value: &Value) -> Duration {
-    let part = |name: &str| value[name].as_u64().unwrap_or(0);
-    let micros = part("microseconds").min(999_999);
-    Duration::from_secs(part("seconds")) + Duration::from_micros(micros)
 }
 
 /// The first bytes of a line, fit for a message.

@@ -21,13 +21,13 @@ const RETRY_MS: u64 = 5;
 
 /// What to wait for.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Ready {
+pub(crate) enum Ready {
     Read,
     Write,
 }
 
 /// Connects to `path`. A queue full of other waiting clients counts as busy.
-pub(super) fn connect(path: &Path, deadline: Instant) -> Result<UnixStream, QmpError> {
+pub(crate) fn connect(path: &Path, deadline: Instant) -> Result<UnixStream, QmpError> {
     let refused = |source: io::Error| QmpError::Refused {
         path: path.to_owned(),
         source,
@@ -56,7 +56,7 @@ pub(super) fn connect(path: &Path, deadline: Instant) -> Result<UnixStream, QmpE
     Ok(UnixStream::from(socket))
 }
 
-pub(super) fn address(path: &Path) -> io::Result<(SocketAddrUnix, Option<File>)> {
+pub(crate) fn address(path: &Path) -> io::Result<(SocketAddrUnix, Option<File>)> {
     if path.as_os_str().len() <= ADDRESS_PATH_BYTES_MAX {
         return Ok((SocketAddrUnix::new(path)?, None));
     }
@@ -72,7 +72,7 @@ pub(super) fn address(path: &Path) -> io::Result<(SocketAddrUnix, Option<File>)>
 
 /// Waits until `socket` is ready or `deadline` has passed (false). A hang-up counts as ready: the
 /// next call on the socket tells.
-pub(super) fn wait_ready(
+pub(crate) fn wait_ready(
     socket: &impl AsFd,
     ready: Ready,
     deadline: Instant,
