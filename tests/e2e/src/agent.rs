@@ -1,11 +1,12 @@
-//! A guest's agent, spoken to without Stillframe.
+//! A guest's agent, spoken to without Stillframe; and one that lies.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::{Value, json};
 
 use crate::running::PATIENCE;
@@ -69,6 +70,47 @@ impl Agent {
         self.stream.read_until(b'\n', &mut line)?;
         Ok(serde_json::from_slice(&line)?)
     }
+}
+
+/// An agent as a hostile guest may have one: it answers the first question, and then sends events without end.
+#[derive(Debug)]
+pub struct LyingAgent {
+    thread: JoinHandle<Result<usize>>,
+}
+
+impl LyingAgent {
+    /// Listens at `path`, where QEMU did so for the guest.
+    pub fn in_place_of(path: &Path) -> Result<LyingAgent> {
+        std::fs::remove_file(path).with_context(|| path.display().to_string())?;
+        let listener = UnixListener::bind(path)?;
+        let thread = std::thread::spawn(move || lie(listener.accept()?.0));
+        Ok(LyingAgent { thread })
+    }
+
+    /// How many bytes were taken from it until its client had enough.
+    pub fn end(self) -> Result<usize> {
+        self.thread.join().map_err(|_| anyhow!("it panicked"))?
+    }
+}
+
+fn lie(mut stream: UnixStream) -> Result<usize> {
+    let mut asked = Vec::new();
+    BufReader::new(stream.try_clone()?).read_until(b'\n', &mut asked)?;
+    let text = asked.strip_prefix(b"\xff").unwrap_or(&asked);
+    let asked: Value = serde_json::from_slice(text)?;
+    let answer = json!({ "return": asked["arguments"]["id"] });
+    stream.write_all(b"\xff")?;
+    writeln!(stream, "{answer}")?;
+    let event = format!(
+        "{{\"event\":\"x\",\"data\":[{}[]]}}\n",
+        "[],".repeat(700_000)
+    );
+    let mut taken = 0;
+    // Ends with an error when the client closes.
+    while let Ok(bytes) = stream.write(&event.as_bytes()[taken % event.len()..]) {
+        taken += bytes;
+    }
+    Ok(taken)
 }
 
 fn now_s() -> Result<f64> {

@@ -6,6 +6,7 @@ mod damage;
 mod deaths;
 mod disks;
 mod host;
+mod liars;
 mod locks;
 mod others;
 mod pressure;

@@ -1,0 +1,63 @@
+//! Guests that lie to what they are asked: an agent that answers, and then sends without end.
+
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use stillframe_e2e::agent::LyingAgent;
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Kind, Setup};
+use stillframe_e2e::health::{expect_untouched, memory_kib};
+use stillframe_e2e::running::Running;
+
+/// What a lying agent may cost the engine, in MiB.
+const COST_MIB: u64 = 64;
+
+/// Rewinds, and returns the report with the engine's largest memory in MiB.
+fn rewind(stillframe: &Stillframe, pid: &str, more: &[&str]) -> Result<(Value, u64)> {
+    let line = ["rewind", "latest", "--pid", pid, "--json"];
+    let mut running = Running::start(stillframe.command(&[&line, more].concat())?)?;
+    let mut peak_kib = 0;
+    while !running.has_ended()? {
+        peak_kib = memory_kib(running.pid(), "VmHWM").unwrap_or(peak_kib);
+        thread::sleep(Duration::from_millis(5));
+    }
+    let ended = running.end()?;
+    ensure!(ended.code == Some(0), "{:?}: {}", ended.code, ended.err);
+    let report = ended.results()?.pop().context("no report")?;
+    Ok((report, peak_kib >> 10))
+}
+
+/// Seen before: 5 GiB in 22 s, and an engine that was aborted.
+#[test]
+fn an_agent_that_sends_without_end_takes_no_memory_of_the_host() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let channel = folder.path().join("agent");
+    let backend = format!(
+        "socket,id=agent,path={},server=on,wait=off",
+        channel.display()
+    );
+    let port = "virtserialport,chardev=agent,name=org.qemu.guest_agent.0";
+    let guest = Setup::small(Kind::Private, "liar")
+        .with(&["-chardev", &backend, "-device", "virtio-serial-pci"])
+        .with(&["-device", port])
+        .boot()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let pid = guest.pid_text();
+    stillframe.ok(&["checkpoint", "--pid", &pid])?;
+    let (report, usual_mib) = rewind(&stillframe, &pid, &["--keep-guest-clock"])?;
+    ensure!(report["clock"].is_null(), "{report}");
+
+    let liar = LyingAgent::in_place_of(&channel)?;
+    let (report, peak_mib) = rewind(&stillframe, &pid, &[])?;
+    ensure!(
+        peak_mib < usual_mib + COST_MIB,
+        "{peak_mib} MiB instead of {usual_mib}"
+    );
+    let why = report["clock"]["not_set"].as_str().unwrap_or_default();
+    ensure!(why.contains("bytes and no answer"), "{report}");
+    let taken = liar.end()?;
+    ensure!(taken < 8 << 20, "{taken} bytes were taken from it");
+    expect_untouched(&guest, &mut guest.second_monitor()?)
+}
