@@ -325,7 +325,7 @@ impl Vm {
         let saved = stream.save(&mut self.monitor, SAVE_LIMIT);
         stream.take_back(&mut self.monitor)?;
         let raw = saved?;
-        let sections = device_state::validate(&raw)?.sections;
+        let sections = device_state::validate_like(&raw, &job.state.0)?.sections;
         same_devices(&job.state.0, &sections)?;
         now.look_at_disks_again();
         launch::check_running_disks(job.then, &now, job.options.disks_as_they_are)?;
