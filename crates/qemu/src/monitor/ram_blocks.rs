@@ -5,6 +5,10 @@ use super::RamBlock;
 /// More lines than any VM has blocks.
 const BLOCKS_MAX: usize = 4096;
 
+/// Upper bound on the bytes of all blocks: what the engine keeps is in proportion to them (a byte a page, at
+/// most). Four times the memory of the largest machines of today.
+const BYTES_MAX: u64 = 64 << 40;
+
 /// Reads the table; `Err` holds what was not understood.
 ///
 /// A line is `NAME  4 KiB  0xOFFSET 0xUSED 0xTOTAL 0xHVA rw` (QEMU: `system/physmem.c`,
@@ -17,6 +21,7 @@ pub(super) fn parse(table: &str) -> Result<Vec<RamBlock>, String> {
         return Err(format!("heading {heading:?}"));
     }
     let mut blocks: Vec<RamBlock> = Vec::new();
+    let mut bytes: u64 = 0;
     for line in lines.filter(|line| !line.trim().is_empty()) {
         if blocks.len() == BLOCKS_MAX {
             return Err(format!("more than {BLOCKS_MAX} blocks"));
@@ -27,6 +32,10 @@ pub(super) fn parse(table: &str) -> Result<Vec<RamBlock>, String> {
         }
         if blocks.iter().any(|other| other.name == block.name) {
             return Err(format!("two blocks named {:?}", block.name));
+        }
+        bytes = bytes.saturating_add(block.total_bytes);
+        if bytes > BYTES_MAX {
+            return Err(format!("blocks of more than {BYTES_MAX} bytes"));
         }
         blocks.push(block);
     }
@@ -154,6 +163,15 @@ mod tests {
             table.push_str(&format!("b{number} 4 KiB 0x0 0x1000 0x1000 0x1000 rw\n"));
         }
         assert!(parse(&table).is_err());
+    }
+
+    #[test]
+    fn more_memory_than_any_machine_has_is_refused() {
+        let line = |name: &str, bytes: u64| format!("{name} 4 KiB 0x0 0x1000 {bytes:#x} 0x1000\n");
+        let table = |lines: &[String]| format!("Block Name HVA\n{}", lines.concat());
+        assert!(parse(&table(&[line("a", BYTES_MAX)])).is_ok());
+        assert!(parse(&table(&[line("a", BYTES_MAX), line("b", 4096)])).is_err());
+        assert!(parse(&table(&[line("a", 1 << 62)])).is_err());
     }
 
     proptest! {
