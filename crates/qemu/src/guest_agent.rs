@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::arguments::{Backend, CommandLine, Properties};
 
-mod channel;
+pub(crate) mod channel;
 
 pub use channel::AgentError;
 use channel::Channel;

@@ -7,6 +7,9 @@
 //! killed and reaped, because half a guest is no guest.
 
 mod checks;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod holders;
 mod rewrite;
 mod start;

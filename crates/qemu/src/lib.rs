@@ -12,6 +12,9 @@ pub mod arguments;
 pub mod cpu_state;
 pub mod device_state;
 pub mod elf_core;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod guest_agent;
 pub mod launch;
 pub mod migration_file;

@@ -3,7 +3,7 @@
 mod cpu;
 mod disks;
 mod host_files;
-mod ram_blocks;
+pub(crate) mod ram_blocks;
 
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
@@ -623,7 +623,7 @@ impl Migration {
 }
 
 /// The names of those in RAM, in lines like `addr=00100000 size=0x040000 mem=ram name="kernel"`.
-fn roms_in_ram(table: &str) -> Vec<String> {
+pub(crate) fn roms_in_ram(table: &str) -> Vec<String> {
     let in_ram = table.lines().filter(|line| line.contains(" mem=ram "));
     in_ram
         .map(|line| match line.split_once("name=") {

@@ -8,7 +8,7 @@
 //!
 //! Format: QEMU, `docs/interop/qmp-spec.rst`.
 
-mod inbox;
+pub(crate) mod inbox;
 pub(crate) mod lines;
 pub(crate) mod socket;
 #[cfg(test)]

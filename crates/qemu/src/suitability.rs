@@ -131,7 +131,7 @@ fn check_devices(peripherals: &[Peripheral]) -> Result<(), Unsuitable> {
 }
 
 /// The network card looks the same whatever stands behind it; `info network` tells what does.
-fn check_network(table: &str) -> Result<(), Unsuitable> {
+pub(crate) fn check_network(table: &str) -> Result<(), Unsuitable> {
     for line in table.lines() {
         let device = line
             .trim_matches(|c: char| c.is_whitespace() || c == '\\')

@@ -13,6 +13,10 @@
 //! others to believe it; what is in them is told in [`crate::index_format`]. Files of versions before
 //! [`VERSION_SECTIONED`] are one sealed body; they can only be read as a whole.
 
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
+
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -355,29 +359,30 @@ pub(crate) fn check_sections(
     keys: &Keys,
     name: FileHash,
 ) -> Result<(), RepoError> {
-    let compare = |open: &OpenIndex, file: &mut [u8]| {
-        let mut expected = Sections::default();
-        for number in 0..open.head.parts.len() as u32 {
-            expected.add(number, &open.part_of(file, number)?);
-        }
-        let expected = expected.finish();
-        let mut same = expected.len() == open.head.sections.len();
-        for (number, entries) in (0..open.head.sections.len() as u32).zip(expected) {
-            let Range { start, end } = open.section(number);
-            let sealed = &mut file[start as usize..end as usize];
-            same &= open.open_section(number, sealed)? == entries;
-        }
-        match same {
-            true => Ok(()),
-            false => Err(FormatError::invalid(
-                "its sections do not tell of the blobs that it holds; rebuild the index",
-            )),
-        }
-    };
     with_file(store, keys, name, |file, open| {
-        open.map_or(Ok(()), |open| compare(&open, file))
+        open.map_or(Ok(()), |open| compare_sections(&open, file))
     })
     .map(|_| ())
+}
+
+fn compare_sections(open: &OpenIndex, file: &mut [u8]) -> Result<(), FormatError> {
+    let mut expected = Sections::default();
+    for number in 0..open.head.parts.len() as u32 {
+        expected.add(number, &open.part_of(file, number)?);
+    }
+    let expected = expected.finish();
+    let mut same = expected.len() == open.head.sections.len();
+    for (number, entries) in (0..open.head.sections.len() as u32).zip(expected) {
+        let Range { start, end } = open.section(number);
+        let sealed = &mut file[start as usize..end as usize];
+        same &= open.open_section(number, sealed)? == entries;
+    }
+    match same {
+        true => Ok(()),
+        false => Err(FormatError::invalid(
+            "its sections do not tell of the blobs that it holds; rebuild the index",
+        )),
+    }
 }
 
 /// Reads a whole index file and checks it against its name; what `work` makes of it, with its head where

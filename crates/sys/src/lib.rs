@@ -18,6 +18,9 @@ compile_error!(
 
 pub mod affinity;
 pub mod fdpass;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod infect;
 pub mod memfd;
 pub mod memory;

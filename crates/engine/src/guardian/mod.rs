@@ -19,6 +19,9 @@
 //! The guardian is the engine's own executable, started with [`SUBCOMMAND`]; a binary that links
 //! the engine must call [`run`] for it.
 
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod process;
 mod wire;
 

@@ -256,7 +256,7 @@ impl Channel {
 }
 
 /// What is made of the member `return` of an answer.
-pub(super) trait FromAnswer: Sized {
+pub(crate) trait FromAnswer: Sized {
     fn from_answer(done: &RawValue) -> Option<Self>;
 }
 
@@ -273,7 +273,7 @@ impl FromAnswer for i64 {
 }
 
 /// What `line` says, if it is the answer to command number `id`.
-pub(super) fn read_answer<T: FromAnswer>(
+pub(crate) fn read_answer<T: FromAnswer>(
     line: &[u8],
     id: u64,
     command: &'static str,
@@ -325,5 +325,4 @@ fn closed_or_io(errno: Errno) -> AgentError {
 }
 
 #[cfg(test)]
-#[path = "tests.rs"]
 mod tests;

@@ -14,7 +14,7 @@ const BYTES_MAX: u64 = 64 << 40;
 /// A line is `NAME  4 KiB  0xOFFSET 0xUSED 0xTOTAL 0xHVA rw` (QEMU: `system/physmem.c`,
 /// `ram_block_format`; the last column is missing before 8.0). Blocks without a name are not part
 /// of QEMU's migration stream either (`memory_region_init_ram_nomigrate`) and are passed over.
-pub(super) fn parse(table: &str) -> Result<Vec<RamBlock>, String> {
+pub(crate) fn parse(table: &str) -> Result<Vec<RamBlock>, String> {
     let mut lines = table.lines();
     let heading = lines.next().unwrap_or_default();
     if !(heading.contains("Block Name") && heading.contains("HVA")) {

@@ -16,13 +16,13 @@ use super::lines::LINE_BYTES_MAX;
 use super::{Event, excerpt};
 
 /// Upper bound on the bytes of events kept until they are taken; of more, the oldest are dropped.
-pub(super) const EVENT_BYTES_MAX: usize = 1 << 20;
+pub(crate) const EVENT_BYTES_MAX: usize = 1 << 20;
 /// Longest name of an event. QEMU's longest has 32 bytes.
 const EVENT_NAME_BYTES_MAX: usize = 128;
 /// Upper bound on the bytes of replies kept until they are waited for; of more, the oldest are dropped.
-const REPLY_BYTES_MAX: usize = LINE_BYTES_MAX;
+pub(crate) const REPLY_BYTES_MAX: usize = LINE_BYTES_MAX;
 /// Commands whose replies are awaited at a time; of more, the oldest are given up.
-pub(super) const OUTSTANDING_MAX: usize = 64;
+pub(crate) const OUTSTANDING_MAX: usize = 64;
 /// Upper bound on the bytes kept of each of the two words of an error.
 const ERROR_BYTES_MAX: usize = 4 << 10;
 /// Upper bound on the values in one reply; `query-qmp-schema` has some 30,000. About 60 MiB of memory at worst.
@@ -30,7 +30,7 @@ const VALUES_MAX: usize = 1 << 18;
 
 /// The answer to one command, as QEMU worded it.
 #[derive(Debug)]
-pub(super) enum Reply {
+pub(crate) enum Reply {
     /// Done, with this JSON text.
     Return(Box<RawValue>),
     /// Refused.
@@ -53,7 +53,7 @@ impl Reply {
 
 /// Where an answer is.
 #[derive(Debug)]
-pub(super) enum Lookup {
+pub(crate) enum Lookup {
     /// It came.
     Here(Reply),
     /// It may still come.
@@ -105,7 +105,7 @@ struct Refusal<'a> {
 
 /// Replies and events, and the commands that wait for one.
 #[derive(Debug, Default)]
-pub(super) struct Inbox {
+pub(crate) struct Inbox {
     outstanding: BTreeSet<u64>,
     replies: BTreeMap<u64, Reply>,
     reply_bytes: usize,
@@ -115,7 +115,7 @@ pub(super) struct Inbox {
 
 impl Inbox {
     /// A command was sent: its reply is kept when it comes.
-    pub(super) fn expect(&mut self, id: u64) {
+    pub(crate) fn expect(&mut self, id: u64) {
         self.outstanding.insert(id);
         while self.outstanding.len() + self.replies.len() > OUTSTANDING_MAX {
             let oldest = self.outstanding.first().copied();
@@ -128,12 +128,12 @@ impl Inbox {
     }
 
     /// A command's reply is skipped when it comes.
-    pub(super) fn forget(&mut self, id: u64) {
+    pub(crate) fn forget(&mut self, id: u64) {
         self.outstanding.remove(&id);
     }
 
     /// The reply to a command, handed out once.
-    pub(super) fn take(&mut self, id: u64) -> Lookup {
+    pub(crate) fn take(&mut self, id: u64) -> Lookup {
         match self.replies.remove(&id) {
             Some(reply) => {
                 self.reply_bytes -= reply.bytes();
@@ -145,23 +145,23 @@ impl Inbox {
     }
 
     /// Whether the reply to a command may still come.
-    pub(super) fn is_outstanding(&self, id: u64) -> bool {
+    pub(crate) fn is_outstanding(&self, id: u64) -> bool {
         self.outstanding.contains(&id)
     }
 
     /// Whether an event of this name is kept.
-    pub(super) fn has_event(&self, name: &str) -> bool {
+    pub(crate) fn has_event(&self, name: &str) -> bool {
         self.events.iter().any(|event| event.name == name)
     }
 
     /// All events kept, the oldest first.
-    pub(super) fn take_events(&mut self) -> Vec<Event> {
+    pub(crate) fn take_events(&mut self) -> Vec<Event> {
         self.event_bytes = 0;
         self.events.drain(..).collect()
     }
 
     /// Keeps what `line` says if somebody waits for it.
-    pub(super) fn sort_in(&mut self, line: &[u8]) -> Result<(), NotQmp> {
+    pub(crate) fn sort_in(&mut self, line: &[u8]) -> Result<(), NotQmp> {
         let line: Line<'_> = object(line)?;
         if let Some(name) = line.event {
             let at = line.timestamp.map_or(Duration::ZERO, |at| at.since_epoch());
@@ -205,8 +205,8 @@ impl Inbox {
         }
     }
 
-    #[cfg(test)]
-    pub(super) fn kept_bytes(&self) -> (usize, usize) {
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn kept_bytes(&self) -> (usize, usize) {
         let events = self.events.iter().map(|event| event_bytes(&event.name));
         let replies = self.replies.values().map(Reply::bytes);
         assert_eq!(self.event_bytes, events.sum::<usize>());
@@ -241,7 +241,7 @@ pub(crate) fn object<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, NotQmp
 }
 
 /// What `text` says, if it is JSON of a bounded number of values.
-pub(super) fn value(text: &[u8]) -> Result<Value, String> {
+pub(crate) fn value(text: &[u8]) -> Result<Value, String> {
     if values(text) > VALUES_MAX {
         return Err(format!("more than {VALUES_MAX} values"));
     }

@@ -90,7 +90,7 @@ impl Lines {
     }
 
     /// Bytes that are kept for the next lines.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn kept_bytes(&self) -> usize {
         self.bytes.len()
     }

@@ -72,7 +72,7 @@ pub struct Mapping {
 
 impl Mapping {
     /// Reads `START-END PERMS OFFSET MAJOR:MINOR INODE   PATH`, numbers hexadecimal but the inode.
-    pub(super) fn parse(line: &[u8]) -> Option<Mapping> {
+    pub(crate) fn parse(line: &[u8]) -> Option<Mapping> {
         let (addresses, rest) = split_blank(line)?;
         let (permissions, rest) = split_blank(rest)?;
         let (offset, rest) = split_blank(rest)?;

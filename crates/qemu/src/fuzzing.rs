@@ -1,0 +1,69 @@
+//! What the fuzz targets reach of the crate's inside.
+
+use std::path::Path;
+
+use crate::guest_agent::channel::{AgentError, read_answer};
+use crate::monitor::{RamBlock, ram_blocks, roms_in_ram};
+use crate::qmp::inbox::{EVENT_BYTES_MAX, Inbox, Lookup, REPLY_BYTES_MAX, Reply, value};
+use crate::qmp::lines::Lines;
+use crate::{suitability, unix_sockets, vmstate_image};
+
+/// What a monitor sends, received in pieces, while commands 1 to 9 wait for an answer.
+pub fn monitor_lines(bytes: &[u8], piece_bytes: usize) {
+    const LINE_BYTES_MAX: usize = 256;
+    let mut lines = Lines::new(LINE_BYTES_MAX);
+    let mut inbox = Inbox::default();
+    for id in 1..10 {
+        inbox.expect(id);
+    }
+    for piece in bytes.chunks(piece_bytes.max(1)) {
+        lines.push(piece);
+        assert!(lines.kept_bytes() <= LINE_BYTES_MAX + piece.len());
+        loop {
+            match lines.next_line() {
+                Ok(Some(line)) => drop(inbox.sort_in(lines.at(&line))),
+                Ok(None) => break,
+                Err(_) => lines.skip_long(),
+            }
+        }
+        let (events, replies) = inbox.kept_bytes();
+        assert!(events <= EVENT_BYTES_MAX && replies <= REPLY_BYTES_MAX);
+    }
+    for id in 1..10 {
+        if let Lookup::Here(Reply::Return(text)) = inbox.take(id) {
+            let _ = value(text.get().as_bytes());
+        }
+    }
+}
+
+/// A line that a guest agent sends: as the answer to a question with a number for an answer, and one without.
+pub fn agent_answer(line: &[u8]) -> Option<Result<i64, AgentError>> {
+    let number = read_answer::<i64>(line, 1, "guest-get-time");
+    let anything = read_answer::<()>(line, 1, "guest-set-time");
+    assert_eq!(number.is_some(), anything.is_some());
+    number
+}
+
+/// `info ramblock`.
+pub fn blocks(table: &str) -> Option<Vec<RamBlock>> {
+    ram_blocks::parse(table).ok()
+}
+
+/// `info roms`, and `info network`.
+pub fn other_tables(table: &str) {
+    let _ = roms_in_ram(table);
+    let _ = suitability::check_network(table);
+}
+
+/// `/proc/net/unix`.
+pub fn sockets(table: &str, path: &Path) {
+    let _ = unix_sockets::is_listening(table, path);
+    for inode in ["", "0", "12"] {
+        let _ = unix_sockets::bound_path(table, inode);
+    }
+}
+
+/// The disk image that holds a device state.
+pub fn state_image(state: &[u8], tag: &str) -> Option<Vec<u8>> {
+    vmstate_image::encode(state, tag)
+}
