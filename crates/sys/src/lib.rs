@@ -2,7 +2,8 @@
 //!
 //! Everything here works on *another* process, from outside: its identity ([`process`]), its bytes
 //! ([`memory`]), its write tracking ([`uffd`], [`pagemap`]) and the one system call that has to be
-//! made inside it ([`infect`]). Nothing here knows QEMU, checkpoints or repositories.
+//! made inside it ([`infect`]). [`private_dir`] is for what this process itself leaves on the host. Nothing here
+//! knows QEMU, checkpoints or repositories.
 //!
 //! Rules of the room:
 //! 1. Every `unsafe` block carries a `SAFETY:` note that names why the kernel or the compiler cannot
@@ -25,6 +26,7 @@ pub mod infect;
 pub mod memfd;
 pub mod memory;
 pub mod pagemap;
+pub mod private_dir;
 pub mod probe;
 pub mod process;
 pub mod system;
