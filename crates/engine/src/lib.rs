@@ -19,6 +19,7 @@ pub mod import;
 pub mod populate;
 pub mod restore;
 pub mod rewind;
+pub mod runtime;
 pub mod statistics;
 pub mod verify;
 

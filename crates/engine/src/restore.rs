@@ -31,6 +31,7 @@ use crate::guardian::{Guardian, GuardianError, LastDuty};
 use crate::populate::eager::PopulateError;
 use crate::populate::lazy::prefetch::{self, Prefetched};
 use crate::populate::lazy::record::{Files, RecordError};
+use crate::runtime;
 use crate::verify::{VerifyError, VerifyReport};
 pub(crate) use job::{Job, PhaseClock, micros};
 pub use lazy::{LazyEvent, LazyReport, LazySink};
@@ -280,6 +281,9 @@ pub(crate) fn start(
     options: &RestoreOptions,
     guardian: &Guardian,
 ) -> Result<Starting, RestoreError> {
+    if options.launch.log.starts_with(runtime::directory()) {
+        runtime::open().map_err(RecordError::from)?;
+    }
     let starting = launch::start(plan, &options.launch)?;
     guardian.last_duty(LastDuty::End {
         pid: starting.process.pid(),
@@ -298,7 +302,7 @@ pub fn resume(
     events: LazySink<'_>,
 ) -> Result<RestoreReport, RestoreError> {
     let clock = PhaseClock::new(Instant::now());
-    let files = Files::beside(qmp);
+    let files = Files::of(qmp)?;
     let record = files.read()?;
     let found = repository.id().to_string();
     if record.repository != found {

@@ -24,6 +24,7 @@ use crate::device_state::DeviceStateError;
 use crate::guest_agent;
 use crate::monitor::{FeatureWord, MonitorError};
 use crate::record::VmRecord;
+use stillframe_sys::private_dir::PrivateError;
 
 /// What the user decides about the new VM.
 #[derive(Debug, Clone)]
@@ -273,6 +274,9 @@ pub enum LaunchError {
         #[source]
         source: io::Error,
     },
+    /// The log file could be another user's.
+    #[error("cannot write QEMU's log")]
+    LogNotOurs(#[from] PrivateError),
     /// The new QEMU ended.
     #[error("the new QEMU ended while {doing} ({status}); its last words:\n{log}")]
     Exited {

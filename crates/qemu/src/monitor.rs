@@ -187,6 +187,23 @@ pub struct Monitor {
     drain_node: Option<String>,
 }
 
+/// A connection to the monitor of a certain process, over which nothing was said yet.
+#[derive(Debug)]
+pub struct Reached {
+    client: Client,
+    path: PathBuf,
+    pid: i32,
+}
+
+impl Reached {
+    /// Waits for another client to leave, and for QEMU's greeting.
+    pub fn negotiate(self, timeout: Duration) -> Result<Monitor, MonitorError> {
+        let client = self.client.negotiate(&self.path, timeout)?;
+        // Paths are only made of it for VMs that were not started by us.
+        Ok(Monitor::new(client, self.pid, PathBuf::from("/")))
+    }
+}
+
 impl Monitor {
     /// Connects to the first monitor of the VM that has no other client; `timeout` is shared among
     /// all of them.
@@ -244,17 +261,24 @@ impl Monitor {
         }
     }
 
-    /// Connects to the one monitor of a VM that we started; waits for another client to leave.
-    pub fn connect_to(
+    /// Connects to the monitor of a VM that we started, and makes sure that it is the VM's. Nothing is said
+    /// yet: QEMU may not be able to answer.
+    ///
+    /// # Errors
+    /// [`MonitorError::OtherVm`] when another process listens there.
+    pub fn reach(
         path: &std::path::Path,
         pid: i32,
         timeout: Duration,
-    ) -> Result<Monitor, MonitorError> {
-        let client = Client::connect(path, timeout)?;
+    ) -> Result<Reached, MonitorError> {
+        let client = Client::reach(path, timeout)?;
         let other_pid = client.peer_pid()?;
         match other_pid == pid {
-            // Paths are only made of it for VMs that were not started by us.
-            true => Ok(Monitor::new(client, pid, PathBuf::from("/"))),
+            true => Ok(Reached {
+                client,
+                path: path.to_owned(),
+                pid,
+            }),
             false => Err(MonitorError::OtherVm {
                 path: path.to_owned(),
                 pid,

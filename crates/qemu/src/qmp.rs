@@ -154,6 +154,22 @@ impl Client {
         Client::on(socket::connect(path, deadline)?).negotiated(path, deadline)
     }
 
+    /// Connects without negotiating ([`Client::negotiate`]).
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub fn reach(path: &Path, timeout: Duration) -> Result<Client, QmpError> {
+        Ok(Client::on(socket::connect(path, deadline_after(timeout))?))
+    }
+
+    /// Negotiates over a connection of [`Client::reach`].
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub fn negotiate(self, path: &Path, timeout: Duration) -> Result<Client, QmpError> {
+        self.negotiated(path, deadline_after(timeout))
+    }
+
     /// Negotiates over a connection that is there already, all of it within `timeout`.
     ///
     /// # Errors

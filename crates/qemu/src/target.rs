@@ -224,7 +224,7 @@ fn is_qemu_system(exe: &Path) -> bool {
 }
 
 /// Whether a process is a QEMU system emulator; one that cannot be examined counts as none.
-pub(crate) fn is_qemu_process(pid: i32) -> bool {
+pub fn is_qemu_process(pid: i32) -> bool {
     let exe = Process::open(pid).and_then(|process| process.exe());
     exe.is_ok_and(|exe| is_qemu_system(&replaced_file(exe)))
 }

@@ -279,7 +279,7 @@ pub struct RestoreArgs {
     /// Go on although a disk is no longer what the guest remembers
     #[arg(long)]
     pub disks_as_they_are: bool,
-    /// What the new QEMU writes to its standard error [default: the QMP path with .log]
+    /// What the new QEMU writes to its standard error [default: a file in the runtime directory]
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,
     /// Only print the command that would start QEMU

@@ -10,7 +10,7 @@
 //! A name in a sticky directory (`/tmp`, `/dev/shm`) can be taken by somebody else first. That is noticed and
 //! refused; it is never used.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -458,20 +458,19 @@ fn failed(action: &'static str, path: &Path, source: io::Error) -> PrivateError 
     }
 }
 
-/// A path as one file name: `/` becomes `!`, and what would be ambiguous then is written as `%XX`.
-pub fn as_file_name(path: &Path) -> OsString {
-    use std::os::unix::ffi::OsStringExt;
+/// A path as one file name: `/` becomes `!`; what would be ambiguous then, or is not ASCII, is written as `%XX`.
+pub fn as_file_name(path: &Path) -> String {
     let bytes = path.as_os_str().as_bytes();
     let bytes = bytes.strip_prefix(b"/").unwrap_or(bytes);
-    let mut name = Vec::new();
+    let mut name = String::new();
     for &byte in bytes {
         match byte {
-            b'/' => name.push(b'!'),
-            b'!' | b'%' | 0x80.. => name.extend(format!("%{byte:02X}").into_bytes()),
-            _ => name.push(byte),
+            b'/' => name.push('!'),
+            b'!' | b'%' | 0x80.. => name.push_str(&format!("%{byte:02X}")),
+            _ => name.push(char::from(byte)),
         }
     }
-    OsString::from_vec(name)
+    name
 }
 
 #[cfg(test)]
@@ -587,7 +586,7 @@ mod tests {
 
     #[test]
     fn each_path_has_a_name_of_its_own() {
-        let name = |path: &str| as_file_name(Path::new(path)).into_string().unwrap();
+        let name = |path: &str| as_file_name(Path::new(path));
         assert_eq!(name("/run/vm/x.qmp"), "run!vm!x.qmp");
         assert_eq!(name("/run/a!b%"), "run!a%21b%25");
     }

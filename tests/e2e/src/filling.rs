@@ -139,25 +139,30 @@ impl Filling {
     }
 }
 
-/// How many files a lazy restore keeps beside this monitor; none once memory is complete.
-pub fn files_beside(qmp: &Path) -> Result<usize> {
-    let folder = qmp.parent().context("no folder")?;
-    let name = qmp.file_name().context("no name")?.to_string_lossy();
-    let mut count = 0;
-    for entry in std::fs::read_dir(folder)? {
-        let other = entry?.file_name();
-        count += usize::from(
-            other
-                .to_string_lossy()
-                .starts_with(&format!("{name}.filling")),
-        );
-    }
-    Ok(count)
+/// A file that the engine keeps for the VM with this monitor, when root runs it.
+pub fn runtime_file(qmp: &Path, suffix: &str) -> Result<PathBuf> {
+    let folder = qmp.parent().context("no folder")?.canonicalize()?;
+    let path = folder.join(qmp.file_name().context("no name")?);
+    let name = path.to_str().context("not UTF-8")?;
+    let name = name.trim_start_matches('/').replace('/', "!");
+    Ok(Path::new("/run/stillframe").join(name + suffix))
+}
+
+/// How many files a lazy restore keeps for the VM with this monitor; none once memory is complete.
+pub fn files_kept(qmp: &Path) -> Result<usize> {
+    let start = runtime_file(qmp, ".filling")?;
+    let start = start.to_str().context("not UTF-8")?;
+    let entries = std::fs::read_dir("/run/stillframe")?;
+    let mut paths = entries.flatten().map(|entry| entry.path());
+    Ok(paths
+        .by_ref()
+        .filter(|path| path.to_string_lossy().starts_with(start))
+        .count())
 }
 
 /// Its memory is complete, and QEMU is alone again.
 pub fn expect_alone(restored: &Restored) -> Result<()> {
     expect_nothing_left(restored.pid, &mut restored.monitor()?)?;
-    ensure!(files_beside(&restored.qmp)? == 0, "files are left");
+    ensure!(files_kept(&restored.qmp)? == 0, "files are left");
     Ok(())
 }

@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use stillframe_qemu::launch::{self, Launched};
-use stillframe_qemu::monitor::{Monitor, RamBlock};
+use stillframe_qemu::monitor::{Monitor, RamBlock, Reached};
 use stillframe_qemu::qmp::Ticket;
+use stillframe_qemu::target;
 use stillframe_repo::{PageMap, RamTable, Reader, WorkingSet};
-use stillframe_sys::process::{Process, ProcessError};
+use stillframe_sys::process::Process;
 use stillframe_sys::uffd::{Uffd, UffdError};
 
 use super::job::{Done, Job, PhaseClock, known_pages, micros};
@@ -90,8 +91,8 @@ struct Memory<'j> {
     /// Those that are filled lazily, and what they are to hold.
     blocks: Vec<Block>,
     maps: Vec<PageMap<'j>>,
-    /// The same for a successor: what QEMU says of them, and their page tables.
-    described: (Vec<RamBlock>, Vec<RamTable>),
+    /// The same for a successor: what QEMU says of them.
+    described: Vec<RamBlock>,
     /// Their places in the manifest.
     places: Vec<u32>,
     /// The others, which are filled.
@@ -117,7 +118,7 @@ impl Job<'_> {
         }
         let uffd = Uffd::handshake_missing(shared.fd).map_err(PopulateError::from)?;
         let mut memory = self.split(&mut launched, &uffd, maps, events)?;
-        let mut files = Files::beside(&self.options.launch.qmp);
+        let mut files = Files::of(&self.options.launch.qmp)?;
         let blocks: Vec<&Block> = memory.blocks.iter().collect();
         let maps = std::mem::take(&mut memory.maps);
         let marks = files.create_marks(maps.iter().map(PageMap::pages).sum())?;
@@ -127,12 +128,12 @@ impl Job<'_> {
         let lazy = Lazy::new(uffd, &blocks, maps, first, limit, marks)?;
         lazy.settle_used(&process, &blocks)?;
         let record = FillingRecord::new(
-            [process.pid(), shared.remote_fd],
-            process.start_time(),
+            (&process, shared.remote_fd),
             (*self.id, self.manifest.vm.clone(), self.repository.clone()),
             (!self.options.paused, self.agent.clone()),
             std::mem::take(&mut memory.described),
-        );
+        )
+        .map_err(PopulateError::from)?;
         thread::scope(|scope| {
             let _end = lazy.end_on_drop();
             lazy.serve(scope, self.reader)?;
@@ -220,7 +221,7 @@ impl Job<'_> {
         let mut lazily = Memory {
             blocks: Vec::new(),
             maps: Vec::new(),
-            described: (Vec::new(), Vec::new()),
+            described: Vec::new(),
             places: Vec::new(),
             filled: Vec::new(),
         };
@@ -236,9 +237,8 @@ impl Job<'_> {
                 {
                     lazily.blocks.push(block);
                     lazily.maps.push(map);
-                    lazily.described.1.push(table.clone());
                     lazily.places.push(place);
-                    lazily.described.0.push(ram.clone());
+                    lazily.described.push(ram.clone());
                 }
                 _ => {
                     lazily.filled.push(block);
@@ -267,20 +267,21 @@ pub(super) fn resume(
     events: LazySink<'_>,
 ) -> Result<Done, RestoreError> {
     let marks = files.open_marks()?;
-    let process = the_vm(&record, &files, qmp)?;
+    let (process, monitor) = the_vm(&record, &files, qmp)?;
     let unfinished = process.has_userfaultfd(record.remote_fd);
     if !unfinished.map_err(PopulateError::from)? {
-        return complete_already(process, &record, &files, qmp, clock);
+        return complete_already((process, monitor), &record, &files, clock);
     }
     let uffd = Uffd::adopt(
         process
             .fetch_fd(record.remote_fd)
             .map_err(PopulateError::from)?,
     );
-    let blocks = eager::open_blocks(&process, &record.blocks, &record.tables)?;
+    let tables = tables_of(&record, &files, reader)?;
+    let blocks = eager::open_blocks(&process, &record.blocks, &tables)?;
     let blocks: Vec<&Block> = blocks.iter().collect();
-    let tables = record.tables.iter();
     let maps = tables
+        .iter()
         .map(|table| PageMap::open(reader, table))
         .collect::<Result<_, _>>()?;
     let lazy = Lazy::new(uffd, &blocks, maps, First::default(), limit_fill, marks)?;
@@ -291,7 +292,7 @@ pub(super) fn resume(
         // The one that was killed may have heard of them and not answered.
         lazy.wake_all().map_err(PopulateError::from)?;
         // Only now: QEMU's main thread may have been waiting for a page itself.
-        let monitor = Monitor::connect_to(qmp, process.pid(), MONITOR_LIMIT)?;
+        let monitor = monitor.negotiate(MONITOR_LIMIT)?;
         let guardian = Guardian::start()?;
         let agent = record.agent.clone();
         let mut keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
@@ -323,13 +324,12 @@ fn joined(set_clock: ScopedJoinHandle<'_, Option<ClockReport>>) -> Option<ClockR
 
 /// The one that was killed had filled all of memory, and let go of it.
 fn complete_already(
-    process: Process,
+    (process, monitor): (Process, Reached),
     record: &FillingRecord,
     files: &Files,
-    qmp: &Path,
     clock: PhaseClock,
 ) -> Result<Done, RestoreError> {
-    let mut monitor = Monitor::connect_to(qmp, process.pid(), MONITOR_LIMIT)?;
+    let mut monitor = monitor.negotiate(MONITOR_LIMIT)?;
     if record.running && monitor.run_state()?.status == "paused" {
         monitor.cont()?;
     }
@@ -347,21 +347,52 @@ fn complete_already(
     })
 }
 
-/// The process of the record, if it still is.
-fn the_vm(record: &FillingRecord, files: &Files, qmp: &Path) -> Result<Process, RestoreError> {
-    match Process::open(record.pid) {
-        Ok(process) if process.start_time() == record.start_time => Ok(process),
-        Err(error) if !matches!(error, ProcessError::NotFound { .. }) => {
-            Err(PopulateError::from(error).into())
-        }
-        _ => {
-            files.remove()?;
-            Err(RestoreError::Ended {
-                qmp: qmp.to_owned(),
-                pid: record.pid,
-            })
-        }
+/// The process of the record, if it still is, and its monitor. No page is served before it is certain that
+/// this is the VM: pages hold the guest's secrets.
+fn the_vm(
+    record: &FillingRecord,
+    files: &Files,
+    qmp: &Path,
+) -> Result<(Process, Reached), RestoreError> {
+    let Some(process) = record.process().map_err(PopulateError::from)? else {
+        files.remove()?;
+        return Err(RestoreError::Ended {
+            qmp: qmp.to_owned(),
+            pid: record.pid,
+        });
+    };
+    let pid = process.pid();
+    let uid = process.uid().map_err(PopulateError::from)?;
+    if uid != record.uid {
+        let what = format!("process {pid} runs as user {uid}, not {}", record.uid);
+        return Err(files.malformed(what).into());
     }
+    if !target::is_qemu_process(pid) {
+        let what = format!("process {pid} is no QEMU system emulator");
+        return Err(files.malformed(what).into());
+    }
+    // Not negotiated yet: QEMU's main thread may be waiting for a page itself.
+    let monitor = Monitor::reach(qmp, pid, MONITOR_LIMIT)?;
+    Ok((process, monitor))
+}
+
+/// What the blocks of the record hold: as the manifest says, which is authenticated.
+fn tables_of(
+    record: &FillingRecord,
+    files: &Files,
+    reader: &Reader<'_>,
+) -> Result<Vec<RamTable>, RestoreError> {
+    let manifest = reader.manifest(&record.checkpoint)?;
+    let names = record.blocks.iter().map(|block| &block.name);
+    let tables = names.map(|name| {
+        let table = manifest.ram.iter().find(|table| table.name == *name);
+        let what = || format!("the checkpoint has no memory {name:?}");
+        Ok(table
+            .ok_or_else(|| files.malformed(what()))
+            .map_err(RestoreError::from)?
+            .clone())
+    });
+    tables.collect()
 }
 
 /// Looks after a VM whose memory is being filled. Dropped before that is complete, it has the guardian

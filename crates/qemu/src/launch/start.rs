@@ -1,16 +1,18 @@
 //! Running the new QEMU and handing it the device state.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
+use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 use stillframe_sys::memfd::{Access, Memfd};
+use stillframe_sys::private_dir;
 use stillframe_sys::process::Process;
 
 use super::rewrite::own_monitor;
@@ -241,6 +243,23 @@ impl Starting {
     }
 }
 
+/// Opens QEMU's log, locked for as long as QEMU has it open: so it can be told whether it is in use.
+fn open_log(path: &Path) -> Result<File, LaunchError> {
+    loop {
+        let log = private_dir::open_to_append(path)?;
+        // Where there are no locks nothing is told by one, and nothing is removed.
+        let _ = flock(&log, FlockOperation::NonBlockingLockShared);
+        let metadata = log.metadata().map_err(|source| LaunchError::Log {
+            path: path.to_owned(),
+            source,
+        })?;
+        // Removed between the two, as the log of a QEMU that has ended?
+        if metadata.nlink() > 0 {
+            return Ok(log);
+        }
+    }
+}
+
 /// Runs QEMU in a session of its own, so that neither the end of this process nor that of its
 /// terminal reaches the VM.
 fn spawn(
@@ -256,12 +275,7 @@ fn spawn(
         path: options.log.clone(),
         source,
     };
-    let log = OpenOptions::new()
-        .append(true)
-        .create(true)
-        .mode(0o600)
-        .open(&options.log)
-        .map_err(log_failed)?;
+    let log = open_log(&options.log)?;
     let log_start = log.metadata().map_err(log_failed)?.len();
     let path = fs::canonicalize(&options.log).map_err(log_failed)?;
     let errors = log.try_clone().map_err(log_failed)?;

@@ -7,9 +7,10 @@ use anyhow::Context as _;
 use stillframe_engine::clones::{self, CloneReport, ClonesOptions};
 use stillframe_engine::populate::base::BaseOptions;
 use stillframe_engine::restore::{LazyEvent, RestoreOptions};
+use stillframe_engine::runtime;
 use stillframe_engine::{CloneOptions, LaunchOptions};
 
-use super::restore::{default_log, here, serial_from_here, stands_in_the_way};
+use super::restore::{here, serial_from_here, stands_in_the_way};
 use super::{CommandError, Context, how_it_ended, short};
 use crate::args::CloneArgs;
 use crate::durations;
@@ -93,7 +94,7 @@ fn each(args: &CloneArgs, number: u32) -> anyhow::Result<(LaunchOptions, CloneOp
     let qmp = here(Path::new(&numbered(&args.qmp)))?;
     let serial = args.serial.as_deref().map(numbered);
     let launch = LaunchOptions {
-        log: default_log(&qmp),
+        log: runtime::default_log(&qmp),
         qmp,
         serial: serial
             .map(|spec| serial_from_here(&spec, here))

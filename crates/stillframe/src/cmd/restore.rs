@@ -10,6 +10,7 @@ use stillframe_engine::clones::CloneError;
 use stillframe_engine::restore::{
     self, LazyEvent, LazySink, RestoreError, RestoreOptions, RestoreReport,
 };
+use stillframe_engine::runtime;
 use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan};
 use stillframe_repo::Repository;
 
@@ -158,7 +159,7 @@ fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
     let qmp = here(&args.qmp)?;
     let log = match &args.log {
         Some(log) => here(log)?,
-        None => default_log(&qmp),
+        None => runtime::default_log(&qmp),
     };
     let serial = args
         .serial
@@ -172,13 +173,6 @@ fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
         log,
         clone: None,
     })
-}
-
-/// `/run/x.qmp` logs to `/run/x.qmp.log`.
-pub(super) fn default_log(qmp: &Path) -> PathBuf {
-    let mut log = qmp.to_owned().into_os_string();
-    log.push(".log");
-    log.into()
 }
 
 /// A serial port's file or socket, named relative to where the user is.
@@ -248,14 +242,6 @@ fn words(report: &RestoreReport) -> String {
 mod tests {
     use super::*;
     use stillframe_engine::restore::RestorePhases;
-
-    #[test]
-    fn the_log_lies_beside_the_monitor() {
-        assert_eq!(
-            default_log(Path::new("/run/x.qmp")),
-            Path::new("/run/x.qmp.log")
-        );
-    }
 
     #[test]
     fn a_serial_file_is_named_from_where_the_user_is() {

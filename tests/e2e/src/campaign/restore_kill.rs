@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use super::kill::Random;
 use super::restore_exact::setup;
 use crate::cli::Stillframe;
-use crate::filling::{Filling, expect_alone, files_beside};
+use crate::filling::{Filling, expect_alone, files_kept, runtime_file};
 use crate::guest::{Kind, Restored};
 use crate::health::{children, has_userfaultfd, is_alive, pids_with};
 use crate::memory::Image;
@@ -224,7 +224,7 @@ impl Case {
             wait_gone(&guardians)?;
         }
         let qmp = filling.qmp.display().to_string();
-        let recorded = self.folder.path().join("restored.qmp.filling").exists();
+        let recorded = runtime_file(&filling.qmp, ".filling")?.exists();
         let &[pid] = &pids_with(&qmp)?[..] else {
             ensure!(!ran, "a VM that has run was ended");
             line["phase"] = json!("before it ran");
@@ -299,7 +299,7 @@ impl Case {
     }
 
     fn resumed(&self, filling: Filling) -> Result<Restored> {
-        if files_beside(&filling.qmp)? == 0
+        if files_kept(&filling.qmp)? == 0
             && let [pid] = pids_with(&filling.qmp.display().to_string())?[..]
         {
             let Filling { qmp, serial, .. } = filling;

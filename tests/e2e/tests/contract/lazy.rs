@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::filling::{Filling, expect_alone, files_beside};
+use stillframe_e2e::filling::{Filling, expect_alone, files_kept};
 use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
 use stillframe_e2e::health::processes_with;
 use stillframe_e2e::memory::Image;
@@ -122,7 +122,7 @@ fn the_guest_runs_long_before_its_memory_is_there() -> Result<()> {
     let (_guest, stillframe) = checkpointed(Kind::Private, "early", folder.path())?;
     let mut slow = start_slowly(&stillframe, folder.path())?;
     slow.serial.wait_ticks(10, PATIENCE)?;
-    ensure!(files_beside(&slow.qmp)? == 2, "it is complete already");
+    ensure!(files_kept(&slow.qmp)? == 2, "it is complete already");
     // Its monitor is the user's.
     let mut monitor = Qmp::connect(&slow.qmp)?;
     monitor.execute("stop", json!({}))?;

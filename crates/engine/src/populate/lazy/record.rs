@@ -1,25 +1,36 @@
-//! What is left for whoever goes on filling a VM's memory after this process was killed: two files
-//! beside the VM's monitor, gone when its memory is complete. They hold no content and no key.
+//! What is left for a process that goes on filling a VM's memory after this one was killed: two files
+//! in the runtime directory ([`crate::runtime`]), gone when its memory is complete. They hold no content and
+//! no key.
 //!
 //! ```text
 //! vm.qmp.filling         which process, checkpoint and repository; where its RAM blocks lie
-//! vm.qmp.filling-pages   which pages were filled, a byte each; locked by who fills
+//! vm.qmp.filling-pages   which pages were filled, a byte each; locked by the process that fills
 //! ```
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use stillframe_qemu::monitor::RamBlock;
-use stillframe_repo::{CheckpointId, RamTable};
+use stillframe_repo::CheckpointId;
+use stillframe_sys::private_dir::{Access, PrivateDir, PrivateError};
+use stillframe_sys::process::{Process, ProcessError};
+use stillframe_sys::system;
 use thiserror::Error;
 
+use crate::runtime;
+
 /// Of the files' form.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// What the record's name ends with.
+const RECORD: &str = ".filling";
+/// What the name of the marks ends with.
+const MARKS: &str = ".filling-pages";
+/// Upper bound on the record's length, in bytes. One of 10 000 RAM blocks has 2 MiB.
+const RECORD_BYTES_MAX: u64 = 16 << 20;
 
 /// Why there is nothing to go on with.
 #[derive(Debug, Error)]
@@ -42,6 +53,16 @@ pub enum RecordError {
         /// The monitor.
         qmp: PathBuf,
     },
+    /// A VM of an earlier restore with this monitor still needs its files.
+    #[error(
+        "a lazy restore at {qmp} is not complete, and its VM (process {pid}) still exists: go on with `restore --resume`, or end it"
+    )]
+    Unfinished {
+        /// The monitor.
+        qmp: PathBuf,
+        /// The VM's process.
+        pid: i32,
+    },
     /// A file that is not understood.
     #[error("{file} is not understood ({what}); end the VM and restore it again")]
     Malformed {
@@ -50,6 +71,12 @@ pub enum RecordError {
         /// Why.
         what: String,
     },
+    /// The runtime directory, or a file in it, is not ours alone or cannot be used.
+    #[error(
+        "restores keep files in a runtime directory (another: {})",
+        runtime::DIRECTORY_VARIABLE
+    )]
+    Runtime(#[from] PrivateError),
     /// A file that cannot be read or written.
     #[error("cannot {action} {file}")]
     Io {
@@ -63,15 +90,19 @@ pub enum RecordError {
     },
 }
 
-/// A VM whose memory is being filled.
+/// A VM whose memory is being filled. What its pages hold the checkpoint's manifest tells.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FillingRecord {
     version: u32,
+    /// The boot of this machine in which QEMU was started: pids are used again.
+    boot: String,
     /// QEMU.
     pub pid: i32,
-    /// When it started: pids are used again.
+    /// When it started, in clock ticks since boot.
     pub start_time: u64,
+    /// The user that it runs as.
+    pub uid: u32,
     /// QEMU's own copy of the userfaultfd.
     pub remote_fd: i32,
     /// The checkpoint.
@@ -87,23 +118,25 @@ pub struct FillingRecord {
     pub agent: Option<PathBuf>,
     /// The RAM blocks that are being filled.
     pub blocks: Vec<RamBlock>,
-    /// What they hold, in the same order.
-    pub tables: Vec<RamTable>,
 }
 
 impl FillingRecord {
     /// A record of the present form.
+    ///
+    /// # Errors
+    /// When the process has ended.
     pub fn new(
-        [pid, remote_fd]: [i32; 2],
-        start_time: u64,
+        (process, remote_fd): (&Process, i32),
         (checkpoint, vm, repository): (CheckpointId, String, String),
         (running, agent): (bool, Option<PathBuf>),
-        (blocks, tables): (Vec<RamBlock>, Vec<RamTable>),
-    ) -> FillingRecord {
-        FillingRecord {
+        blocks: Vec<RamBlock>,
+    ) -> Result<FillingRecord, ProcessError> {
+        Ok(FillingRecord {
             version: VERSION,
-            pid,
-            start_time,
+            boot: system::boot_id(),
+            pid: process.pid(),
+            start_time: process.start_time(),
+            uid: process.uid()?,
             remote_fd,
             checkpoint,
             vm,
@@ -111,7 +144,21 @@ impl FillingRecord {
             running,
             agent,
             blocks,
-            tables,
+        })
+    }
+
+    /// The process of the record; `None` when it has ended.
+    ///
+    /// # Errors
+    /// When the process may not be examined.
+    pub fn process(&self) -> Result<Option<Process>, ProcessError> {
+        if self.boot != system::boot_id() {
+            return Ok(None);
+        }
+        match Process::open(self.pid) {
+            Ok(process) => Ok(Some(process).filter(|found| found.start_time() == self.start_time)),
+            Err(ProcessError::NotFound { .. }) => Ok(None),
+            Err(error) => Err(error),
         }
     }
 }
@@ -121,8 +168,9 @@ impl FillingRecord {
 #[derive(Debug)]
 pub struct Files {
     qmp: PathBuf,
-    record: PathBuf,
-    marks: PathBuf,
+    directory: PrivateDir,
+    record: String,
+    marks: String,
     fresh: bool,
 }
 
@@ -130,23 +178,26 @@ impl Drop for Files {
     fn drop(&mut self) {
         if self.fresh {
             // Left behind, they are taken over by the next restore.
-            let _ = fs::remove_file(&self.marks);
+            let _ = self.directory.remove(&self.marks);
         }
     }
 }
 
 impl Files {
     /// Of the VM with this monitor.
-    pub fn beside(qmp: &Path) -> Files {
-        let with = |suffix: &str| {
-            let mut name = qmp.to_owned().into_os_string();
-            name.push(suffix);
-            PathBuf::from(name)
-        };
+    ///
+    /// # Errors
+    /// When the runtime directory is not ours alone, or cannot be made.
+    pub fn of(qmp: &Path) -> Result<Files, RecordError> {
+        Ok(Files::in_directory(runtime::open()?, qmp))
+    }
+
+    fn in_directory(directory: PrivateDir, qmp: &Path) -> Files {
         Files {
             qmp: qmp.to_owned(),
-            record: with(".filling"),
-            marks: with(".filling-pages"),
+            directory,
+            record: runtime::file_name(qmp, RECORD),
+            marks: runtime::file_name(qmp, MARKS),
             fresh: false,
         }
     }
@@ -154,112 +205,204 @@ impl Files {
     /// Makes an empty file of marks with room for so many pages, and locks it: a full disk must show before the
     /// guest runs.
     pub fn create_marks(&mut self, pages: u64) -> Result<File, RecordError> {
+        self.expect_ended()?;
         // One that is left of a VM that has ended says nothing about this one.
         self.remove()?;
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).mode(0o600);
-        let marks = options
-            .open(&self.marks)
-            .map_err(|source| failed("create", &self.marks, source))?;
-        self.lock(&marks)?;
+        let marks = self.directory.lock_file(&self.marks, false)?;
+        let marks = marks.ok_or_else(|| self.busy())?;
         self.fresh = true;
         // Its length stays 0: what lies behind the end was never marked, and need not be read.
         match fallocate(&marks, FallocateFlags::KEEP_SIZE, 0, pages.max(1)) {
             // Where room cannot be had in advance it is as well.
             Err(Errno::OPNOTSUPP) | Ok(()) => Ok(marks),
-            Err(errno) => Err(failed("make room in", &self.marks, errno.into())),
+            Err(errno) => Err(self.failed("make room in", &self.marks, errno.into())),
+        }
+    }
+
+    /// That no VM needs the files of an earlier restore.
+    fn expect_ended(&self) -> Result<(), RecordError> {
+        match self.read().map(|record| record.process()) {
+            Ok(Ok(Some(process))) => Err(RecordError::Unfinished {
+                qmp: self.qmp.clone(),
+                pid: process.pid(),
+            }),
+            // A record that is not understood belongs to another version: no VM of this one.
+            _ => Ok(()),
         }
     }
 
     /// Opens and locks the marks that another process has left.
     pub fn open_marks(&self) -> Result<File, RecordError> {
-        let mut options = OpenOptions::new();
-        let marks = options
-            .read(true)
-            .write(true)
-            .open(&self.marks)
-            .map_err(|source| failed("open", &self.marks, source))?;
-        self.lock(&marks)?;
-        Ok(marks)
-    }
-
-    fn lock(&self, marks: &File) -> Result<(), RecordError> {
-        match flock(marks, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(()),
-            Err(Errno::WOULDBLOCK) => Err(RecordError::Busy {
-                qmp: self.qmp.clone(),
-            }),
-            Err(errno) => Err(failed("lock", &self.marks, errno.into())),
+        let missing = || self.failed("open", &self.marks, io::ErrorKind::NotFound.into());
+        let marks = self.directory.file(&self.marks, Access::Write)?;
+        let marks = marks.ok_or_else(missing)?;
+        match flock(&marks, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(marks),
+            Err(Errno::WOULDBLOCK) => Err(self.busy()),
+            Err(errno) => Err(self.failed("lock", &self.marks, errno.into())),
         }
     }
 
-    /// Writes the record: from here on somebody else can go on.
+    /// Writes the record: from here on another process can go on.
     pub fn write(&mut self, record: &FillingRecord) -> Result<(), RecordError> {
         let json = serde_json::to_vec_pretty(record)
-            .map_err(|error| failed("write", &self.record, error.into()))?;
-        // Under its name it is whole.
-        let mut new = self.record.clone().into_os_string();
-        new.push(".new");
-        let new = PathBuf::from(new);
-        let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(true).mode(0o600);
-        let written = options
-            .open(&new)
-            .and_then(|mut file| file.write_all(&json))
-            .and_then(|()| fs::rename(&new, &self.record));
-        if let Err(source) = written {
-            // Half of it helps nobody.
-            let _ = fs::remove_file(&new);
-            return Err(failed("write", &self.record, source));
-        }
+            .map_err(|error| self.failed("write", &self.record, error.into()))?;
+        self.directory.write(&self.record, &json)?;
         self.fresh = false;
         Ok(())
     }
 
     /// Reads the record.
     pub fn read(&self) -> Result<FillingRecord, RecordError> {
-        let malformed = |what: String| RecordError::Malformed {
-            file: self.record.clone(),
-            what,
-        };
-        let json = match fs::read(&self.record) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(RecordError::None {
-                    qmp: self.qmp.clone(),
-                    file: self.record.clone(),
-                });
-            }
-            other => other.map_err(|source| failed("read", &self.record, source))?,
-        };
-        let record: FillingRecord =
-            serde_json::from_slice(&json).map_err(|error| malformed(error.to_string()))?;
-        if record.version != VERSION {
-            return Err(malformed(format!("it has version {}", record.version)));
+        match read(&self.directory, &self.record)? {
+            Some(record) => Ok(record),
+            None => Err(RecordError::None {
+                qmp: self.qmp.clone(),
+                file: self.directory.path().join(&self.record),
+            }),
         }
-        if record.blocks.len() != record.tables.len() {
-            return Err(malformed("a block has no table".to_owned()));
-        }
-        Ok(record)
+    }
+
+    /// Why the record cannot be relied on.
+    pub fn malformed(&self, what: String) -> RecordError {
+        malformed(&self.directory, &self.record, what)
     }
 
     /// Removes both: the record first, so that there is never one without marks.
     pub fn remove(&self) -> Result<(), RecordError> {
-        for file in [&self.record, &self.marks] {
-            match fs::remove_file(file) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(failed("remove", file, error));
-                }
-                _ => {}
-            }
+        self.directory.remove(&self.record)?;
+        Ok(self.directory.remove(&self.marks)?)
+    }
+
+    fn busy(&self) -> RecordError {
+        RecordError::Busy {
+            qmp: self.qmp.clone(),
         }
-        Ok(())
+    }
+
+    fn failed(&self, action: &'static str, name: &str, source: io::Error) -> RecordError {
+        RecordError::Io {
+            action,
+            file: self.directory.path().join(name),
+            source,
+        }
     }
 }
 
-fn failed(action: &'static str, file: &Path, source: io::Error) -> RecordError {
-    RecordError::Io {
-        action,
-        file: file.to_owned(),
+fn read(directory: &PrivateDir, name: &str) -> Result<Option<FillingRecord>, RecordError> {
+    let Some(file) = directory.file(name, Access::Read)? else {
+        return Ok(None);
+    };
+    let mut json = Vec::new();
+    let read = file.take(RECORD_BYTES_MAX).read_to_end(&mut json);
+    read.map_err(|source| RecordError::Io {
+        action: "read",
+        file: directory.path().join(name),
         source,
+    })?;
+    let malformed = |what| malformed(directory, name, what);
+    let record: FillingRecord =
+        serde_json::from_slice(&json).map_err(|error| malformed(error.to_string()))?;
+    match record.version {
+        VERSION => Ok(Some(record)),
+        other => Err(malformed(format!("it has version {other}"))),
+    }
+}
+
+fn malformed(directory: &PrivateDir, name: &str, what: String) -> RecordError {
+    RecordError::Malformed {
+        file: directory.path().join(name),
+        what,
+    }
+}
+
+/// Removes the files of VMs that have ended.
+pub(crate) fn remove_ended(directory: &PrivateDir) {
+    for name in directory.names().unwrap_or_default() {
+        // What cannot be removed now is removed another time.
+        if let Some(vm) = name.strip_suffix(MARKS) {
+            let _ = remove_if_ended(directory, vm);
+        }
+    }
+}
+
+fn remove_if_ended(directory: &PrivateDir, vm: &str) -> Result<(), RecordError> {
+    let (record, marks) = (format!("{vm}{RECORD}"), format!("{vm}{MARKS}"));
+    // Without a record yet, the process that made the marks has them locked.
+    let Some(_locked) = directory.lock_file(&marks, false)? else {
+        return Ok(());
+    };
+    let lives = read(directory, &record)?.is_some_and(|record| {
+        // One that may not be examined may live.
+        !matches!(record.process(), Ok(None))
+    });
+    if !lives {
+        directory.remove(&record)?;
+        directory.remove(&marks)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(process: &Process) -> FillingRecord {
+        FillingRecord::new(
+            (process, 7),
+            (CheckpointId([1; 32]), "vm".to_owned(), "repo".to_owned()),
+            (true, None),
+            Vec::new(),
+        )
+        .unwrap()
+    }
+
+    fn files(root: &Path) -> Files {
+        let directory = PrivateDir::create(&root.join("run")).unwrap();
+        Files::in_directory(directory, &root.join("x.qmp"))
+    }
+
+    #[test]
+    fn what_was_written_is_read_and_only_once_there() {
+        let root = tempfile::tempdir().unwrap();
+        let mut files = files(root.path());
+        assert!(matches!(files.read(), Err(RecordError::None { .. })));
+        let marks = files.create_marks(10).unwrap();
+        assert!(matches!(files.open_marks(), Err(RecordError::Busy { .. })));
+        let process = Process::open(std::process::id() as i32).unwrap();
+        files.write(&record(&process)).unwrap();
+        assert_eq!(files.read().unwrap(), record(&process));
+        drop(marks);
+        files.open_marks().unwrap();
+        // The process lives: its files are not for another restore.
+        let again = files.create_marks(10);
+        assert!(matches!(again, Err(RecordError::Unfinished { .. })));
+        remove_ended(&files.directory);
+        assert!(files.read().is_ok());
+    }
+
+    #[test]
+    fn files_of_ended_vms_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let mut files = files(root.path());
+        let process = Process::open(std::process::id() as i32).unwrap();
+        for ended in [
+            FillingRecord {
+                start_time: process.start_time() + 1,
+                ..record(&process)
+            },
+            FillingRecord {
+                boot: "another".to_owned(),
+                ..record(&process)
+            },
+        ] {
+            let marks = files.create_marks(10).unwrap();
+            files.write(&ended).unwrap();
+            remove_ended(&files.directory);
+            assert!(files.read().is_ok(), "the marks are in use");
+            drop(marks);
+            remove_ended(&files.directory);
+            assert!(files.directory.names().unwrap().is_empty());
+        }
     }
 }

@@ -1,0 +1,146 @@
+//! Where the engine keeps files on the host while VMs live, outside of repositories:
+//!
+//! ```text
+//!   /run/stillframe/                 root; $XDG_RUNTIME_DIR/stillframe for other users
+//!     run!vm!x.qmp.log               what the QEMU with the monitor /run/vm/x.qmp says
+//!     run!vm!x.qmp.filling           a lazy restore that is not complete (populate::lazy::record)
+//!     run!vm!x.qmp.filling-pages
+//!   /dev/shm/stillframe-UID/         memory templates of clones (populate::base)
+//! ```
+//!
+//! No file lies beside the monitor, whose directory may be one that other users can write. Both directories are
+//! for their owner alone, and are refused where somebody else made them ([`PrivateDir`]).
+//!
+//! Templates do not lie under `/run`: that is often a tmpfs of a tenth of the machine's memory, `/dev/shm` one
+//! of half of it. A mount of our own would need CAP_SYS_ADMIN, and would not be seen from other mount namespaces.
+
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{FlockOperation, flock};
+use stillframe_sys::private_dir::{self, Access, PrivateDir, PrivateError};
+
+use crate::populate::lazy::record;
+
+/// The environment variable that names another runtime directory.
+pub const DIRECTORY_VARIABLE: &str = "STILLFRAME_RUNTIME_DIR";
+/// The directory's name in one that is made for such directories.
+const NAME: &str = "stillframe";
+/// What the log of a QEMU ends with.
+const LOG: &str = ".log";
+/// The log of a QEMU that has ended is kept for this long if it said anything: a week.
+const LOG_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// Where files for VMs that live lie.
+pub fn directory() -> PathBuf {
+    let absolute = |variable| std::env::var_os(variable).map(PathBuf::from);
+    let absolute = |variable| absolute(variable).filter(|path| path.is_absolute());
+    if let Some(named) = absolute(DIRECTORY_VARIABLE) {
+        return named;
+    }
+    let user = rustix::process::geteuid();
+    if user.is_root() {
+        return Path::new("/run").join(NAME);
+    }
+    let of_session = Path::new("/run/user").join(user.as_raw().to_string());
+    match absolute("XDG_RUNTIME_DIR") {
+        Some(runtime) => runtime.join(NAME),
+        None if of_session.is_dir() => of_session.join(NAME),
+        None => PathBuf::from(format!("/tmp/{NAME}-{}", user.as_raw())),
+    }
+}
+
+/// Where the memory templates of clones lie, unless the user names another directory.
+pub fn templates() -> PathBuf {
+    let user = rustix::process::geteuid().as_raw();
+    PathBuf::from(format!("/dev/shm/{NAME}-{user}"))
+}
+
+/// Where the QEMU with this monitor writes its messages, unless the user names another file.
+pub fn default_log(qmp: &Path) -> PathBuf {
+    directory().join(file_name(qmp, LOG))
+}
+
+/// The name of a file that belongs to the VM with this monitor.
+pub(crate) fn file_name(qmp: &Path, suffix: &str) -> String {
+    // The same directory under two names is one.
+    let parent = qmp.parent().and_then(|parent| parent.canonicalize().ok());
+    let real = match (parent, qmp.file_name()) {
+        (Some(parent), Some(name)) => parent.join(name),
+        _ => qmp.to_owned(),
+    };
+    format!("{}{suffix}", private_dir::as_file_name(&real))
+}
+
+/// Makes the runtime directory, if need be, and opens it. The first time, files of VMs that have ended are
+/// removed.
+pub(crate) fn open() -> Result<PrivateDir, PrivateError> {
+    static SWEPT: Once = Once::new();
+    let directory = PrivateDir::create(&directory())?;
+    SWEPT.call_once(|| remove_ended(&directory));
+    Ok(directory)
+}
+
+/// What cannot be removed now is removed another time.
+fn remove_ended(directory: &PrivateDir) {
+    record::remove_ended(directory);
+    for name in directory.names().unwrap_or_default() {
+        if name.ends_with(LOG) {
+            let _ = remove_log(directory, &name);
+        }
+    }
+}
+
+/// QEMU has the lock of its log for as long as it lives (`qemu::launch`).
+fn remove_log(directory: &PrivateDir, name: &str) -> Result<(), PrivateError> {
+    let Some(log) = directory.file(name, Access::Read)? else {
+        return Ok(());
+    };
+    if flock(&log, FlockOperation::NonBlockingLockExclusive).is_err() {
+        return Ok(());
+    }
+    let metadata = log.metadata().ok();
+    let said_lately = metadata.is_some_and(|metadata| {
+        let modified = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+        let age = SystemTime::now().duration_since(modified);
+        metadata.len() > 0 && age.unwrap_or_default() < LOG_KEPT
+    });
+    match said_lately {
+        true => Ok(()),
+        false => directory.remove(name),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn a_directory_under_two_names_is_one() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir(root.path().join("real")).unwrap();
+        symlink("real", root.path().join("link")).unwrap();
+        let name = |path: &str| file_name(&root.path().join(path), ".log");
+        assert_eq!(name("link/x.qmp"), name("real/x.qmp"));
+        assert_ne!(name("real/x.qmp"), name("x.qmp"));
+        assert!(name("x.qmp").ends_with("!x.qmp.log"));
+    }
+
+    #[test]
+    fn logs_go_when_their_qemu_has_ended_and_said_nothing() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = PrivateDir::create(&root.path().join("run")).unwrap();
+        directory.write("silent.log", b"").unwrap();
+        directory.write("spoke.log", b"words").unwrap();
+        directory.write("other", b"").unwrap();
+        directory.write("lives.log", b"").unwrap();
+        let lives = directory.file("lives.log", Access::Write).unwrap().unwrap();
+        flock(&lives, FlockOperation::LockShared).unwrap();
+        remove_ended(&directory);
+        let mut left = directory.names().unwrap();
+        left.sort();
+        assert_eq!(left, ["lives.log", "other", "spoke.log"]);
+    }
+}
