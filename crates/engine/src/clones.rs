@@ -9,12 +9,12 @@
 use std::time::Instant;
 
 use serde::Serialize;
-use stillframe_qemu::launch::{self, CloneOptions, LaunchOptions, LaunchPlan};
+use stillframe_qemu::launch::{self, CloneMemory, CloneOptions, LaunchOptions, LaunchPlan};
 use stillframe_repo::{CheckpointId, Manifest, PageMap, RamTable, Repository};
 use thiserror::Error;
 
 use crate::guardian::Guardian;
-use crate::populate::base::{Base, BaseError, BaseOptions};
+use crate::populate::base::{Base, BaseError, BaseOptions, KeptTemplate};
 use crate::restore::{
     self, Job, LazyEvent, LazySink, PhaseClock, RestoreError, RestoreOptions, RestoreReport,
 };
@@ -74,8 +74,13 @@ pub fn clones(
         .reader(options.restore.lock_wait)
         .map_err(RestoreError::from)?;
     let state = restore::device_state(id, manifest, &record, &reader)?;
+    let key = KeptTemplate::name_of(&repository_id, &id.to_string());
+    let memory = options.base.memory(&key, &tables);
+    // All that can be refused is, before a byte of the guest's memory lies anywhere.
+    for each in &options.each {
+        restore::plan(id, manifest, &planned(each, &memory))?;
+    }
     let begin = Instant::now();
-    let key = format!("{repository_id}-{id}");
     let mut progress = |progress| events(LazyEvent::Progress(progress));
     let base = Base::of(&key, &tables, &reader, &options.base, &mut progress)?;
     let mut base_us = match base.made {
@@ -84,12 +89,9 @@ pub fn clones(
     };
     // Opening the repository is part of the first one's time.
     let mut asked_at = options.restore.asked_at;
-    for (launch, twin) in &options.each {
-        let mut launch = launch.clone();
-        launch.clone = Some(CloneOptions {
-            memory: base.memory(),
-            ..twin.clone()
-        });
+    let mut start = |each: &(LaunchOptions, CloneOptions)| -> Result<(), RestoreError> {
+        // Disks and monitors may have changed since: planned once more.
+        let launch = planned(each, &memory);
         let plan = restore::plan(id, manifest, &launch)?;
         let mut restore = options.restore.clone();
         restore.launch = launch;
@@ -109,12 +111,36 @@ pub fn clones(
         let restored = one(&job, &plan, clock, events)?;
         asked_at = Instant::now();
         done(CloneReport {
-            clone: twin.number,
+            clone: each.1.number,
             base_us: std::mem::take(&mut base_us),
             restored,
         });
+        Ok(())
+    };
+    for (number, each) in options.each.iter().enumerate() {
+        if let Err(error) = start(each) {
+            if number == 0 {
+                // The error that is told is the first; what is left is removed with the next template.
+                let _ = base.discard();
+            }
+            return Err(error.into());
+        }
     }
     Ok(base.release()?)
+}
+
+/// The host's ends of a clone, with the memory that it begins with.
+fn planned(
+    (launch, clone): &(LaunchOptions, CloneOptions),
+    memory: &[CloneMemory],
+) -> LaunchOptions {
+    LaunchOptions {
+        clone: Some(CloneOptions {
+            memory: memory.to_vec(),
+            ..clone.clone()
+        }),
+        ..launch.clone()
+    }
 }
 
 fn one(

@@ -1,41 +1,63 @@
-//! The memory of a checkpoint as files, which several VMs map privately: what none of them has written,
-//! they share. Made once a checkpoint and kept, within a budget, for the next clones.
+//! Memory templates: the memory of a checkpoint as files, which several VMs map privately. Pages that none of
+//! them has written they share. Made once a checkpoint and kept, within a budget, for the next clones.
 //!
 //! ```text
 //!   DIR/lock
 //!   DIR/<repository>-<checkpoint>/0.ram 1.ram ...        (whole: it got its name last)
-//!   DIR/partial-<pid>/...                                (being made, or left by who was killed)
+//!                                 template.json          what the files were when they were written
+//!   DIR/partial-<pid>/...                                (being made, or left by a process that was killed)
 //! ```
 //!
-//! The files hold the guest's memory in the clear. That is why DIR should be in memory (`/dev/shm`), and why
-//! nobody but the owner may read it.
+//! The files hold the guest's memory in the clear, and decide what later clones run on. That is why DIR should
+//! be in memory (`/dev/shm`), and must be its owner's alone ([`PrivateDir`]). Before a template is used again
+//! owner, mode, inode, size and time of change of each file are compared with its record. Hashing the content
+//! would take longer than starting a clone: 0.3 s a GiB.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+mod kept;
+
+use std::fs::{File, Permissions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
-use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock, fstatfs};
+use rustix::fs::{FallocateFlags, fallocate, fstatfs};
 use stillframe_qemu::launch::CloneMemory;
 use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
 use stillframe_sys::affinity;
 use stillframe_sys::pagemap::Pagemap;
+use stillframe_sys::private_dir::{PrivateDir, PrivateError};
 use stillframe_sys::process::{Mapping, Process};
 use thiserror::Error;
 
 use super::eager::{self, PopulateError};
 use crate::capture::block::{Block, PAGE, PAGE_BYTES};
 use crate::{Progress, ProgressSink};
+pub use kept::{KeptTemplate, drop_kept, kept};
 
 /// `statfs(2)`: TMPFS_MAGIC.
 const TMPFS: i64 = 0x0102_1994;
+/// Held while clones are started, and while templates are removed.
+const LOCK: &str = "lock";
 /// Pages read for one round of writing.
 const WINDOW_PAGES: u64 = 1 << 18;
 
 /// Why there is no base.
 #[derive(Debug, Error)]
 pub enum BaseError {
+    /// The directory, or a file in it, is not its owner's alone, or cannot be used.
+    #[error(
+        "memory templates of clones are kept in a directory of their own (another: --base-dir)"
+    )]
+    Private(#[from] PrivateError),
+    /// Clones are being started from templates of this directory.
+    #[error(
+        "memory templates in {path} are in use by another process: try again when its clones run"
+    )]
+    Busy {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The file system refused.
     #[error("cannot {action} {path}, where the memory of clones is kept (--base-dir)")]
     File {
@@ -70,6 +92,21 @@ pub struct BaseOptions {
     /// Bases that were used longest ago go when all take more than this, in bytes. One that is mapped lives on
     /// without a name.
     pub budget_bytes: u64,
+    /// Those that were used longer ago than this go too.
+    pub age_limit: Option<Duration>,
+}
+
+impl BaseOptions {
+    /// Where the files of a template will lie, known before they are made.
+    pub fn memory(&self, key: &str, tables: &[&RamTable]) -> Vec<CloneMemory> {
+        let numbered = (0..).zip(tables);
+        let memory = numbered.map(|(number, table)| CloneMemory {
+            block: table.name.clone(),
+            bytes: table.pages * u64::from(table.page_bytes),
+            file: self.folder.join(key).join(file_name(number)),
+        });
+        memory.collect()
+    }
 }
 
 /// One block of a base.
@@ -86,14 +123,15 @@ pub struct Base {
     /// Whether it was made now.
     pub made: bool,
     options: BaseOptions,
-    folder: PathBuf,
+    folder: PrivateDir,
+    key: String,
     // Unlocked when closed.
     lock: File,
 }
 
 impl Base {
-    /// Finds the base of a checkpoint, or makes it. `key` tells the checkpoint from all others, `tables` are
-    /// those of its blocks that are to be in it.
+    /// Finds the base of a checkpoint, or makes it. `key` tells the checkpoint from all others
+    /// ([`KeptTemplate::name`]), `tables` are those of its blocks that are to be in it.
     pub fn of(
         key: &str,
         tables: &[&RamTable],
@@ -101,45 +139,39 @@ impl Base {
         options: &BaseOptions,
         progress: ProgressSink<'_>,
     ) -> Result<Base, BaseError> {
-        let folder = &options.folder;
-        let mut builder = DirBuilder::new();
-        builder.recursive(true).mode(0o700);
-        builder.create(folder).map_err(failed("create", folder))?;
-        let lock = locked(&folder.join("lock"))?;
-        let whole = folder.join(key);
-        let made = !whole.is_dir();
-        if made {
-            remove_leftovers(folder);
-            make(&whole, tables, reader, progress)?;
-        }
-        // The time of its last use.
-        let now = File::open(&whole).and_then(|folder| folder.set_modified(SystemTime::now()));
-        now.map_err(failed("touch", &whole))?;
-        let files = (0..).zip(tables).map(|(number, table)| {
-            let path = file_of(&whole, number);
-            let metadata = fs::metadata(&path).map_err(failed("examine", &path))?;
-            Ok(BaseFile {
-                memory: CloneMemory {
-                    block: table.name.clone(),
-                    bytes: table.pages * u64::from(table.page_bytes),
-                    file: path,
-                },
-                inode: metadata.ino(),
-            })
-        });
-        let base = Base {
-            files: files.collect::<Result<_, BaseError>>()?,
+        let folder = PrivateDir::create(&options.folder)?;
+        let lock = folder.lock_file(LOCK, true)?;
+        let busy = || BaseError::Busy {
+            path: options.folder.clone(),
+        };
+        let lock = lock.ok_or_else(busy)?;
+        kept::remove_leftovers(&folder)?;
+        let found = kept::unchanged(&folder, key, tables)?;
+        let made = found.is_none();
+        let (whole, inodes) = match found {
+            Some(found) => found,
+            None => {
+                folder.remove_directory(key)?;
+                make(&folder, key, tables, reader, progress)?;
+                let made = kept::unchanged(&folder, key, tables)?;
+                made.ok_or_else(|| {
+                    failed("find", &options.folder.join(key))(io::ErrorKind::NotFound.into())
+                })?
+            }
+        };
+        kept::touch(&whole)?;
+        let memory = options.memory(key, tables).into_iter();
+        let files = memory.zip(inodes);
+        Ok(Base {
+            files: files
+                .map(|(memory, inode)| BaseFile { memory, inode })
+                .collect(),
             made,
             options: options.clone(),
-            folder: whole,
+            folder,
+            key: key.to_owned(),
             lock,
-        };
-        Ok(base)
-    }
-
-    /// What a clone is told of it.
-    pub fn memory(&self) -> Vec<CloneMemory> {
-        self.files.iter().map(|file| file.memory.clone()).collect()
+        })
     }
 
     /// Fills the memory of a fresh QEMU that was started with this: the blocks that are not in it, and what
@@ -173,30 +205,31 @@ impl Base {
         Ok(written + eager::populate(process, &others, their_maps, progress)?)
     }
 
-    /// Lets others take it away, and takes away what is over the budget.
+    /// Lets others take it away, and takes away what is over the budget or too old.
     pub fn release(self) -> Result<(), BaseError> {
-        let mut all = Vec::new();
-        let folder = &self.options.folder;
-        for entry in fs::read_dir(folder).map_err(failed("list", folder))? {
-            let path = entry.map_err(failed("list", folder))?.path();
-            if path.is_dir() {
-                let metadata = fs::metadata(&path).map_err(failed("examine", &path))?;
-                let used = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-                all.push((used, bytes_in(&path), path));
-            }
-        }
+        let mut all = kept::all_in(&self.folder)?;
         // The one in use last of all.
-        all.sort_by_key(|(used, _, path)| (*path == self.folder, *used));
-        let mut total: u64 = all.iter().map(|(_, bytes, _)| bytes).sum();
-        for (_, bytes, path) in all {
-            if total <= self.options.budget_bytes {
-                break;
+        all.sort_by_key(|template| (template.name == self.key, template.used));
+        let mut total: u64 = all.iter().map(|template| template.bytes).sum();
+        let now = SystemTime::now();
+        for template in all {
+            let age = now.duration_since(template.used).unwrap_or_default();
+            let too_old = self.options.age_limit.is_some_and(|limit| age > limit);
+            if total > self.options.budget_bytes || too_old {
+                self.folder.remove_directory(&template.name)?;
+                total -= template.bytes;
             }
-            fs::remove_dir_all(&path).map_err(failed("remove", &path))?;
-            total -= bytes;
         }
         drop(self.lock);
         Ok(())
+    }
+
+    /// Takes away what was made now: no clone came of it.
+    pub fn discard(self) -> Result<(), BaseError> {
+        match self.made {
+            true => Ok(self.folder.remove_directory(&self.key)?),
+            false => Ok(()),
+        }
     }
 }
 
@@ -245,38 +278,38 @@ fn put_right(
 }
 
 fn make(
-    whole: &Path,
+    folder: &PrivateDir,
+    key: &str,
     tables: &[&RamTable],
     reader: &Reader<'_>,
     progress: ProgressSink<'_>,
 ) -> Result<(), BaseError> {
-    let partial = whole.with_file_name(format!("partial-{}", std::process::id()));
-    let mut builder = DirBuilder::new();
-    builder.mode(0o700);
-    builder
-        .create(&partial)
-        .map_err(failed("create", &partial))?;
-    let made = fill(&partial, tables, reader, progress)
-        .and_then(|()| fs::rename(&partial, whole).map_err(failed("rename", &partial)));
+    let partial = format!("{}{}", kept::PARTIAL, std::process::id());
+    let made = folder
+        .make_directory(&partial)
+        .map_err(BaseError::from)
+        .and_then(|partial| fill(&partial, tables, reader, progress))
+        .and_then(|()| Ok(folder.rename(&partial, key)?));
     if made.is_err() {
         // What cannot be removed now is removed the next time.
-        let _ = fs::remove_dir_all(&partial);
+        let _ = folder.remove_directory(&partial);
     }
     made
 }
 
 fn fill(
-    folder: &Path,
+    folder: &PrivateDir,
     tables: &[&RamTable],
     reader: &Reader<'_>,
     progress: ProgressSink<'_>,
 ) -> Result<(), BaseError> {
     let total = tables.iter().map(|table| table.pages).sum();
     let mut done = 0;
+    let mut files = Vec::new();
     for (number, table) in (0..).zip(tables) {
-        let path = file_of(folder, number);
-        let bytes = table.pages * PAGE_BYTES;
-        let file = room(&path, bytes)?;
+        let path = folder.path().join(file_name(number));
+        let file = folder.create_file(&file_name(number))?;
+        make_room(&file, &path, table.pages * PAGE_BYTES)?;
         let map = PageMap::read(reader, table)?;
         for start in (0..table.pages).step_by(WINDOW_PAGES as usize) {
             let end = table.pages.min(start + WINDOW_PAGES);
@@ -300,23 +333,23 @@ fn fill(
         // Whoever finds it under its name finds it whole.
         file.sync_all().map_err(failed("write", &path))?;
         let read_only = Permissions::from_mode(0o400);
-        fs::set_permissions(&path, read_only).map_err(failed("protect", &path))?;
+        file.set_permissions(read_only)
+            .map_err(failed("protect", &path))?;
+        files.push(file);
     }
-    Ok(())
+    kept::record(folder, tables, &files)
 }
 
-/// A file of zeros. In memory all of it is reserved: a page that could not be had later would end the VM.
-fn room(path: &Path, bytes: u64) -> Result<File, BaseError> {
-    let mut options = OpenOptions::new();
-    options.write(true).create_new(true).mode(0o600);
-    let file = options.open(path).map_err(failed("create", path))?;
+/// Makes it a file of zeros. In memory all of it is reserved: a page that could not be had later would end the
+/// VM.
+fn make_room(file: &File, path: &Path, bytes: u64) -> Result<(), BaseError> {
     file.set_len(bytes).map_err(failed("extend", path))?;
-    let status = fstatfs(&file).map_err(|errno| failed("examine", path)(errno.into()))?;
+    let status = fstatfs(file).map_err(|errno| failed("examine", path)(errno.into()))?;
     if status.f_type == TMPFS {
-        fallocate(&file, FallocateFlags::empty(), 0, bytes)
+        fallocate(file, FallocateFlags::empty(), 0, bytes)
             .map_err(|errno| no_space(path, bytes, "reserve", errno.into()))?;
     }
-    Ok(file)
+    Ok(())
 }
 
 fn no_space(path: &Path, bytes: u64, action: &'static str, source: io::Error) -> BaseError {
@@ -329,32 +362,8 @@ fn no_space(path: &Path, bytes: u64, action: &'static str, source: io::Error) ->
     }
 }
 
-fn file_of(folder: &Path, number: usize) -> PathBuf {
-    folder.join(format!("{number}.ram"))
-}
-
-fn locked(path: &Path) -> Result<File, BaseError> {
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(false).mode(0o600);
-    let file = options.open(path).map_err(failed("create", path))?;
-    flock(&file, FlockOperation::LockExclusive)
-        .map_err(|errno| failed("lock", path)(errno.into()))?;
-    Ok(file)
-}
-
-/// What those who were killed have left. The lock is held.
-fn remove_leftovers(folder: &Path) {
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        if entry.file_name().to_string_lossy().starts_with("partial-") {
-            let _ = fs::remove_dir_all(entry.path());
-        }
-    }
-}
-
-fn bytes_in(folder: &Path) -> u64 {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let blocks = entries.filter_map(|entry| Some(entry.metadata().ok()?.blocks()));
-    blocks.sum::<u64>() * 512
+fn file_name(number: usize) -> String {
+    format!("{number}.ram")
 }
 
 fn failed<'p>(action: &'static str, path: &'p Path) -> impl Fn(io::Error) -> BaseError + 'p {

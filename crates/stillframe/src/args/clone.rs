@@ -11,8 +11,8 @@ use crate::{durations, sizes};
 #[derive(Debug, Args)]
 pub struct CloneArgs {
     /// The checkpoint: its id, the first digits of it, `latest`, or `latest~2` (two before)
-    #[arg(value_name = "ID")]
-    pub id: String,
+    #[arg(value_name = "ID", required_unless_present_any = ["templates", "drop_templates"])]
+    pub id: Option<String>,
     /// Only look among the checkpoints of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
@@ -23,8 +23,8 @@ pub struct CloneArgs {
     #[arg(long, value_name = "K", default_value = "1", value_parser = clap::value_parser!(u32).range(..1_000_000))]
     pub first: u32,
     /// Where each new QEMU's QMP monitor listens: a unix socket; {} stands for the clone's number
-    #[arg(long, value_name = "PATH")]
-    pub qmp: String,
+    #[arg(long, value_name = "PATH", required_unless_present_any = ["templates", "drop_templates"])]
+    pub qmp: Option<String>,
     /// The first serial port of each, as for QEMU's -serial; {} stands for the number [default: null]
     #[arg(long, value_name = "SPEC")]
     pub serial: Option<String>,
@@ -43,12 +43,22 @@ pub struct CloneArgs {
     /// Go on although a disk is no longer what the guests remember
     #[arg(long)]
     pub disks_as_they_are: bool,
-    /// Where the memory that the clones share is kept, in the clear
-    #[arg(long, value_name = "DIR", default_value = "/dev/shm/stillframe-clones")]
-    pub base_dir: PathBuf,
+    /// Where the memory that the clones share is kept, in the clear (memory templates) [default:
+    /// /dev/shm/stillframe-UID]
+    #[arg(long, value_name = "DIR")]
+    pub base_dir: Option<PathBuf>,
     /// Of such memory, keep so much for the next clones; 0: none, it goes with the last clone
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "4G")]
     pub base_budget: u64,
+    /// Keep such memory no longer than this after its last use; what is older goes after the clones have started
+    #[arg(long, value_name = "TIME", value_parser = durations::parse)]
+    pub base_age: Option<Duration>,
+    /// Only list the memory templates in --base-dir
+    #[arg(long, conflicts_with_all = ["id", "qmp", "drop_templates"])]
+    pub templates: bool,
+    /// Only remove the memory templates in --base-dir; clones that run keep their memory
+    #[arg(long, conflicts_with_all = ["id", "qmp"])]
+    pub drop_templates: bool,
     /// Wait so long for another process' lock on the repository
     #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
     pub lock_wait: Duration,

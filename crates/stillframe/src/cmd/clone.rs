@@ -11,7 +11,7 @@ use stillframe_engine::runtime;
 use stillframe_engine::{CloneOptions, LaunchOptions};
 
 use super::restore::{here, serial_from_here, stands_in_the_way};
-use super::{CommandError, Context, how_it_ended, short};
+use super::{CommandError, Context, how_it_ended, short, templates};
 use crate::args::CloneArgs;
 use crate::durations;
 use crate::interrupt::{AtLast, Interrupts};
@@ -24,14 +24,18 @@ const NUMBER: &str = "{}";
 /// Starts the clones, telling of each as soon as it runs.
 pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
     let asked_at = Instant::now();
-    if args.count > 1 && !args.qmp.contains(NUMBER) {
+    // Clap sees to it that there are both, unless it is about templates only.
+    let (Some(id), Some(qmp)) = (&args.id, &args.qmp) else {
+        return templates::run(context, args);
+    };
+    if args.count > 1 && !qmp.contains(NUMBER) {
         return Err(CommandError::SameMonitor.into());
     }
     let mut repository = context.open()?;
-    let (id, manifest) = repository.resolve(&args.id, args.vm.as_deref())?;
+    let (id, manifest) = repository.resolve(id, args.vm.as_deref())?;
     let numbers = args.first..args.first + args.count;
     let each: Vec<_> = numbers
-        .map(|number| each(args, number))
+        .map(|number| each(args, qmp, number))
         .collect::<Result<_, _>>()?;
     let Some((first, _)) = each.first() else {
         return Ok(());
@@ -49,8 +53,9 @@ pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
         },
         each,
         base: BaseOptions {
-            folder: here(&args.base_dir)?,
+            folder: templates::folder(args)?,
             budget_bytes: args.base_budget,
+            age_limit: args.base_age,
         },
     };
     let interrupted = "interrupted: no more clones";
@@ -89,9 +94,9 @@ fn show(context: &Context, report: &CloneReport, is_first: bool) -> anyhow::Resu
     Ok(())
 }
 
-fn each(args: &CloneArgs, number: u32) -> anyhow::Result<(LaunchOptions, CloneOptions)> {
+fn each(args: &CloneArgs, qmp: &str, number: u32) -> anyhow::Result<(LaunchOptions, CloneOptions)> {
     let numbered = |text: &str| text.replace(NUMBER, &number.to_string());
-    let qmp = here(Path::new(&numbered(&args.qmp)))?;
+    let qmp = here(Path::new(&numbered(qmp)))?;
     let serial = args.serial.as_deref().map(numbered);
     let launch = LaunchOptions {
         log: runtime::default_log(&qmp),

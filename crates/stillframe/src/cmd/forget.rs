@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use stillframe_repo::{Forget, ForgetReport, KeepPolicy, KeepReason, Repository, Summary};
 
-use super::{CommandError, Context, local_time, prune, short};
+use super::{CommandError, Context, local_time, prune, short, templates};
 use crate::args::{ForgetArgs, KeepArgs};
 use crate::table::{self, Align, Table};
 
@@ -21,6 +21,9 @@ pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
         dry_run: args.dry_run,
     };
     let report = repository.forget(&what)?;
+    if !args.dry_run {
+        templates::drop_forgotten(context, &repository);
+    }
     let mut object = object(&report, args.dry_run);
     let told = || words(&report, args.dry_run);
     if !args.prune {

@@ -17,6 +17,7 @@ mod restore;
 mod rewind;
 mod show;
 mod stats;
+mod templates;
 mod unlock;
 mod watch;
 

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use stillframe_repo::{Progress, PruneReport, Repository};
 
-use super::Context;
+use super::{Context, templates};
 use crate::args::PruneArgs;
 use crate::progress::Meter;
 use crate::table;
@@ -12,6 +12,9 @@ use crate::table;
 pub fn run(context: &Context, args: &PruneArgs) -> anyhow::Result<()> {
     let mut repository = context.open()?;
     let report = perform(context, &mut repository, args.dry_run)?;
+    if !args.dry_run {
+        templates::drop_forgotten(context, &repository);
+    }
     context.console.result(&object(&report, args.dry_run), || {
         words(&report, args.dry_run)
     })?;
