@@ -39,7 +39,13 @@ impl fmt::Display for Holder {
 impl Holder {
     pub(crate) fn of_this_process() -> Holder {
         let pid = std::process::id();
-        let program = std::env::current_exe().unwrap_or_default();
+        let started = stat(pid).map(|(_, started)| started).unwrap_or_default();
+        Holder::of(pid, started)
+    }
+
+    /// A process of this machine, by its number and when it started (in clock ticks since boot).
+    pub(crate) fn of(pid: u32, start_time: u64) -> Holder {
+        let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
         Holder {
             host: rustix::system::uname()
                 .nodename()
@@ -49,37 +55,59 @@ impl Holder {
             boot: boot(),
             pid_namespace: pid_namespace(),
             pid,
-            start_time: stat(pid).map(|(_, started)| started).unwrap_or_default(),
+            start_time,
             program: program.display().to_string(),
         }
     }
 }
 
-/// Whether the holder certainly is gone. Unsure (another machine, another container) counts as
-/// there: the age of its last refresh decides then.
-pub(crate) fn is_gone(holder: &Holder) -> bool {
-    let here = Holder::of_this_process();
-    let known = [&here.host, &here.machine, &here.boot, &here.pid_namespace];
-    if known.iter().any(|text| text.is_empty()) {
-        return false;
-    }
-    if holder.boot != here.boot {
-        return holder.host == here.host && holder.machine == here.machine;
-    }
-    holder.pid_namespace == here.pid_namespace && !is_alive(holder)
+/// What can be known of a process from here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Life {
+    /// It is there.
+    Alive,
+    /// It has ended, or its machine was started anew.
+    Gone,
+    /// It is a process of another machine or container.
+    Unknown,
 }
 
-/// Whether the process is there, in this boot and namespace. Asks by signal 0, because /proc may
-/// hide other users' processes.
-fn is_alive(holder: &Holder) -> bool {
+impl Holder {
+    /// Whether the process is there, as far as can be known from here.
+    pub(crate) fn life(&self) -> Life {
+        let here = Holder::of_this_process();
+        let known = [&here.host, &here.machine, &here.boot, &here.pid_namespace];
+        if known.iter().any(|text| text.is_empty()) {
+            return Life::Unknown;
+        }
+        if self.boot != here.boot {
+            let same_machine = self.host == here.host && self.machine == here.machine;
+            return if same_machine {
+                Life::Gone
+            } else {
+                Life::Unknown
+            };
+        }
+        match self.pid_namespace == here.pid_namespace {
+            true => life_here(self),
+            false => Life::Unknown,
+        }
+    }
+}
+
+/// Of a process of this boot and namespace. Asks by signal 0, because /proc may hide the processes of
+/// other users.
+fn life_here(holder: &Holder) -> Life {
     let pid = i32::try_from(holder.pid).ok().and_then(Pid::from_raw);
-    let Some(pid) = pid else { return false };
+    let Some(pid) = pid else { return Life::Gone };
     if test_kill_process(pid) == Err(rustix::io::Errno::SRCH) {
-        return false;
+        return Life::Gone;
     }
     match stat(holder.pid) {
-        Some((state, started)) => state != "Z" && started == holder.start_time,
-        None => true,
+        Some((state, started)) if state != "Z" && started == holder.start_time => Life::Alive,
+        Some(_) => Life::Gone,
+        // Another process may have its number by now.
+        None => Life::Unknown,
     }
 }
 

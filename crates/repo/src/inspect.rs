@@ -1,6 +1,7 @@
 //! Showing what is in any file of a repository, and in any blob, as JSON.
 
 use std::path::{Component, Path};
+use std::time::SystemTime;
 
 use serde_json::{Value, json};
 use stillframe_page::encoding::Kind;
@@ -161,7 +162,9 @@ impl Repository {
         let label = self.store.label(Area::Locks, name);
         let bytes = self.store.read(Area::Locks, name, lock::LOCK_BYTES_MAX)?;
         let record = lock::decode(&bytes).map_err(|error| RepoError::format(&label, &error))?;
-        let stale = record.is_stale();
+        // By this machine's clock: what is only looked at gets no fresh file to compare with.
+        let age = lock::age(&self.store, Area::Locks, name, SystemTime::now())?;
+        let stale = record.is_stale(age);
         let body = serde_json::to_value(record).unwrap_or_default();
         Ok(json!({ "kind": "lock", "stale": stale, "body": body }))
     }

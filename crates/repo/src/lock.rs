@@ -9,28 +9,30 @@
 //! ```
 //!
 //! Writing before looking is what makes it safe: of two that want the lock at once at least one
-//! sees the other. A lock is stale when its process is gone (same boot, same process numbers) or
-//! when it has not been refreshed for half an hour; stale ones are removed by whoever meets them.
+//! sees the other. A lock is stale when its process is gone (same boot, same process numbers). A lock
+//! whose process is known to be alive is never stale. Where neither can be known (another machine,
+//! another container), a lock is stale half an hour after its file was last written, by the clock of
+//! the file system. Stale locks are removed by the process that finds them.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::crypto::random;
 use crate::error::RepoError;
-use crate::holder::{Holder, is_gone};
+use crate::holder::{Holder, Life};
 use crate::layout::FormatError;
 use crate::local::{Area, LocalStore};
 
 /// How often a holder shows that it lives.
 const REFRESH: Duration = Duration::from_secs(5 * 60);
 
-/// After this long without a refresh a lock is stale whoever holds it.
+/// After this long without a refresh a lock is stale, unless its holder is known to be alive.
 pub(crate) const STALE_AFTER: Duration = Duration::from_secs(30 * 60);
 
 pub(crate) const LOCK_BYTES_MAX: u64 = 64 << 10;
@@ -58,7 +60,8 @@ pub struct LockRecord {
     pub holder: Holder,
     /// When it was taken (RFC 3339).
     pub since: String,
-    /// When the holder last showed that it lives (RFC 3339).
+    /// When the holder last showed that it lives (RFC 3339), by its own clock: for people. Ages are
+    /// taken from the file's modification time.
     pub refreshed: String,
 }
 
@@ -96,6 +99,8 @@ pub(crate) struct Lock {
 struct LockFile {
     store: Arc<LocalStore>,
     name: String,
+    /// When it was written: by the file system's clock, and by this process' own.
+    written: (SystemTime, Instant),
 }
 
 impl Drop for LockFile {
@@ -117,10 +122,12 @@ impl Lock {
         let mut own: Option<LockFile> = None;
         loop {
             let file = match own.take() {
-                Some(file) => file,
+                // Waiting can take longer than a lock lasts that is not refreshed.
+                Some(file) if file.written.1.elapsed() < REFRESH => file,
+                Some(file) => file.again(&record)?,
                 None => LockFile::write(store, &record)?,
             };
-            let Some(other) = conflict(store, kind, &file.name)? else {
+            let Some(other) = conflict(&file, kind)? else {
                 return Lock::hold(file, record);
             };
             let left = deadline.saturating_duration_since(Instant::now());
@@ -172,20 +179,26 @@ impl Lock {
 
     /// Whether this lock is still held, and nobody waits for its end.
     pub(crate) fn is_undisputed(&self) -> bool {
-        let LockFile { store, name } = &self.file;
-        let disputed = || conflict(store, LockKind::Shared, name);
+        let disputed = || conflict(&self.file, LockKind::Shared);
         self.assert_held().is_ok() && matches!(disputed(), Ok(None))
     }
 
-    /// An error if someone took this lock for stale and removed it. To be asked before anything
-    /// that relies on nobody having pruned.
+    /// An error if another process took this lock for stale and removed it. Called before anything
+    /// that relies on no prune having run.
     pub(crate) fn assert_held(&self) -> Result<(), RepoError> {
-        match self.file.store.length(Area::Locks, &self.file.name)? {
-            Some(_) => Ok(()),
-            None => Err(RepoError::LockLost {
+        // Opened, not only examined: a network file system may answer the latter from its cache.
+        match self.file.store.open(Area::Locks, &self.file.name) {
+            Ok(_) => Ok(()),
+            Err(error) if error.is_absent() => Err(RepoError::LockLost {
                 file: self.file.store.label(Area::Locks, &self.file.name),
             }),
+            Err(error) => Err(error),
         }
+    }
+
+    /// The time by the file system's clock, which the ages of its files are counted by.
+    pub(crate) fn now(&self) -> SystemTime {
+        self.file.now()
     }
 }
 
@@ -205,9 +218,29 @@ impl LockFile {
         let file = LockFile {
             store: store.clone(),
             name,
+            written: (SystemTime::UNIX_EPOCH, Instant::now()),
         };
-        store.create_lock(&file.name, &record.encode())?;
-        Ok(file)
+        file.again(record)
+    }
+
+    /// Writes it, also where it is there already.
+    fn again(mut self, record: &LockRecord) -> Result<LockFile, RepoError> {
+        self.store.create_lock(&self.name, &record.encode())?;
+        match self.store.modified(Area::Locks, &self.name)? {
+            Some(at) => self.written = (at, Instant::now()),
+            None => {
+                return Err(RepoError::LockLost {
+                    file: self.store.label(Area::Locks, &self.name),
+                });
+            }
+        }
+        Ok(self)
+    }
+
+    /// The time by the file system's clock. After the machine slept it is early, so that files seem
+    /// younger than they are.
+    fn now(&self) -> SystemTime {
+        self.written.0 + self.written.1.elapsed()
     }
 }
 
@@ -228,44 +261,40 @@ impl LockRecord {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    pub(crate) fn is_stale(&self) -> bool {
-        if is_gone(&self.holder) {
-            return true;
+    /// Whether a lock counts no more, whose file was last written `age` ago.
+    pub(crate) fn is_stale(&self, age: Duration) -> bool {
+        match self.holder.life() {
+            Life::Gone => true,
+            Life::Alive => false,
+            Life::Unknown => age > STALE_AFTER,
         }
-        let refreshed: Result<Timestamp, _> = self.refreshed.parse();
-        refreshed.is_ok_and(|at| Timestamp::now().duration_since(at) > to_signed(STALE_AFTER))
     }
 }
 
-fn to_signed(duration: Duration) -> jiff::SignedDuration {
-    jiff::SignedDuration::from_secs(duration.as_secs() as i64)
-}
-
 /// A live lock of someone else that conflicts with one of `kind`. Removes stale ones it meets.
-fn conflict(
-    store: &LocalStore,
-    kind: LockKind,
-    own: &str,
-) -> Result<Option<LockRecord>, RepoError> {
+fn conflict(own: &LockFile, kind: LockKind) -> Result<Option<LockRecord>, RepoError> {
+    let store = &own.store;
     let mut found = None;
     for name in store.names(Area::Locks)? {
-        if name == own || !name.ends_with(".lock") {
+        if name == own.name || !name.ends_with(".lock") {
             continue;
         }
         let bytes = match store.read(Area::Locks, &name, LOCK_BYTES_MAX) {
             Err(error) if error.is_absent() => continue,
             other => other?,
         };
+        // After reading: it may have been refreshed since.
+        let age = age(store, Area::Locks, &name, own.now())?;
         let record = match decode(&bytes) {
             Ok(record) => record,
             // Half a lock is what a crash of the machine leaves; a new one appears whole.
-            Err(FormatError::Invalid { .. }) if is_old(store, &name)? => {
+            Err(FormatError::Invalid { .. }) if age > STALE_AFTER => {
                 store.remove(Area::Locks, &name)?;
                 continue;
             }
             Err(error) => return Err(RepoError::format(store.label(Area::Locks, &name), &error)),
         };
-        if record.is_stale() {
+        if record.is_stale(age) {
             store.remove(Area::Locks, &name)?;
         } else if kind == LockKind::Exclusive || record.kind == LockKind::Exclusive {
             // An exclusive one matters more: it decides how to wait.
@@ -277,9 +306,16 @@ fn conflict(
     Ok(found)
 }
 
-fn is_old(store: &LocalStore, name: &str) -> Result<bool, RepoError> {
-    let changed = store.modified(Area::Locks, name)?;
-    Ok(changed.is_some_and(|at| at.elapsed().is_ok_and(|age| age > STALE_AFTER)))
+/// How long ago a file was last written; no time where it is gone, or was written since `now`.
+pub(crate) fn age(
+    store: &LocalStore,
+    area: Area,
+    name: &str,
+    now: SystemTime,
+) -> Result<Duration, RepoError> {
+    let written = store.modified(area, name)?;
+    let age = written.and_then(|at| now.duration_since(at).ok());
+    Ok(age.unwrap_or_default())
 }
 
 /// How long to wait before looking again: random, so that two that collide part.

@@ -27,7 +27,7 @@ use crate::index::{Index, PackInfo};
 use crate::index_file::{IndexedPack, read_index_file};
 use crate::ingest::Ingest;
 use crate::local::{Area, UNFINISHED_LOCK};
-use crate::lock::{Lock, LockKind, STALE_AFTER};
+use crate::lock::{Lock, LockKind, STALE_AFTER, age};
 use crate::marks::Mark;
 use crate::pack::{FileHash, PACK_BYTES_TARGET};
 use crate::progress::{Phase, Progress};
@@ -210,7 +210,7 @@ impl Repository {
         }
         lock.assert_held()?;
         self.remove_packs(plan, progress)?;
-        self.remove_leftovers()?;
+        self.remove_leftovers(lock)?;
         self.remove_orphaned_working_sets()?;
         let kept = plan
             .keep
@@ -336,14 +336,13 @@ impl Repository {
 
     /// Under the exclusive lock every unfinished file is one a dead process left, but for the
     /// locks of those who wait for us.
-    fn remove_leftovers(&self) -> Result<(), RepoError> {
+    fn remove_leftovers(&self, lock: &Lock) -> Result<(), RepoError> {
         for name in self.store.names(Area::Temporary)? {
             self.store.remove(Area::Temporary, &name)?;
         }
         for name in self.store.names(Area::Locks)? {
-            let changed = self.store.modified(Area::Locks, &name)?;
-            let old = changed.is_some_and(|at| at.elapsed().is_ok_and(|age| age > STALE_AFTER));
-            if old && name.ends_with(UNFINISHED_LOCK) {
+            let age = age(&self.store, Area::Locks, &name, lock.now())?;
+            if age > STALE_AFTER && name.ends_with(UNFINISHED_LOCK) {
                 self.store.remove(Area::Locks, &name)?;
             }
         }

@@ -228,9 +228,15 @@ impl<'a> Writer<'a> {
         }
         let id = CheckpointId(repository.keys.checkpoint_id(&file));
         self.lock.assert_held()?;
-        repository
-            .store
-            .create(Area::Manifests, &id.to_hex(), &file)?;
+        let (store, name) = (&repository.store, id.to_hex());
+        store.create(Area::Manifests, &name, &file)?;
+        // A lock that was lost in between let a prune run, which may have removed what this manifest
+        // relies on. One that began later has seen the manifest.
+        if let Err(error) = self.lock.assert_held() {
+            store.remove(Area::Manifests, &name)?;
+            store.sync_area(Area::Manifests)?;
+            return Err(error);
+        }
         Ok(id)
     }
 }

@@ -18,9 +18,13 @@ pub(crate) enum Event {
     SyncFolder(PathBuf),
 }
 
+/// What happens just before a step.
+type Hook = Box<dyn FnMut(&Step<'_>) + Send>;
+
 #[derive(Clone, Default)]
 pub(crate) struct Faults {
     state: Arc<Mutex<State>>,
+    hook: Arc<Mutex<Option<Hook>>>,
 }
 
 #[derive(Default)]
@@ -50,6 +54,11 @@ impl Faults {
         self.state.lock().unwrap().fired
     }
 
+    /// Calls this before each step from now on.
+    pub(crate) fn before_each(&self, hook: impl FnMut(&Step<'_>) + Send + 'static) {
+        *self.hook.lock().unwrap() = Some(Box::new(hook));
+    }
+
     /// Begins to record.
     pub(crate) fn record(&self) {
         self.state.lock().unwrap().record = true;
@@ -64,6 +73,9 @@ impl Faults {
     }
 
     pub(crate) fn step(&self, step: Step<'_>) -> Result<(), RepoError> {
+        if let Some(hook) = &mut *self.hook.lock().unwrap() {
+            hook(&step);
+        }
         let mut state = self.state.lock().unwrap();
         let state = &mut *state;
         match &mut state.steps_left {

@@ -1,19 +1,22 @@
 //! Locks: who waits for whom, and which ones are stale.
 
+use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 
 use super::support::{Dice, Vm, WAIT, init, open, test_dir};
+use crate::local::Step;
 use crate::lock::{Lock, LockKind, LockRecord};
 use crate::{ErrorClass, RepoError, Repository};
 
 const SHORT: Duration = Duration::from_millis(150);
 
-/// The lock of this process, changed, put there as if someone else held it.
-fn plant(repo: &Repository, kind: &str, change: &dyn Fn(&mut Value)) {
+/// The lock of this process, changed, put there as if another process held it, and as if it had been
+/// written `minutes` ago by the clock of the file system.
+fn plant(repo: &Repository, kind: &str, minutes: u64, change: &dyn Fn(&mut Value)) {
     let lock = Lock::take(&repo.store, LockKind::Shared, WAIT).unwrap();
     let folder = repo.dir().join("locks");
     let own = std::fs::read_dir(&folder)
@@ -27,7 +30,15 @@ fn plant(repo: &Repository, kind: &str, change: &dyn Fn(&mut Value)) {
     record["kind"] = json!(kind);
     change(&mut record);
     serde_json::from_value::<LockRecord>(record.clone()).unwrap();
-    std::fs::write(folder.join("0123.lock"), record.to_string()).unwrap();
+    let path = folder.join("0123.lock");
+    std::fs::write(&path, record.to_string()).unwrap();
+    age(&path, minutes);
+}
+
+fn age(path: &Path, minutes: u64) {
+    let old = SystemTime::now() - Duration::from_secs(minutes * 60);
+    let file = std::fs::File::options().append(true).open(path);
+    file.unwrap().set_modified(old).unwrap();
 }
 
 fn ago(minutes: i64) -> Value {
@@ -36,9 +47,14 @@ fn ago(minutes: i64) -> Value {
 
 /// Whether a planted exclusive lock stops a writer.
 fn stops(change: &dyn Fn(&mut Value)) -> bool {
+    stops_after(0, change)
+}
+
+/// The same for one that was not refreshed for so long.
+fn stops_after(minutes: u64, change: &dyn Fn(&mut Value)) -> bool {
     let dir = test_dir();
     let mut repo = init(dir.path());
-    plant(&repo, "exclusive", change);
+    plant(&repo, "exclusive", minutes, change);
     let stopped = match repo.begin(SHORT) {
         Ok(_) => false,
         Err(RepoError::Locked { by }) => {
@@ -56,6 +72,8 @@ fn stops(change: &dyn Fn(&mut Value)) -> bool {
 fn a_living_holder_is_respected() {
     assert!(stops(&|_| {}));
     assert!(stops(&|record| record["refreshed"] = ago(29)));
+    // Halted, or on a machine that slept: it may go on at any moment.
+    assert!(stops_after(31, &|record| record["refreshed"] = ago(31)));
 }
 
 #[test]
@@ -68,7 +86,6 @@ fn a_dead_holder_is_not() {
     assert!(!stops(&|record| record["start_time"] = json!(1)));
     // A boot of this machine that is over.
     assert!(!stops(&|record| record["boot"] = json!("another boot")));
-    assert!(!stops(&|record| record["refreshed"] = ago(31)));
 }
 
 #[test]
@@ -116,9 +133,15 @@ fn what_cannot_be_judged_counts_as_alive_until_it_is_old() {
             other(record);
         };
         assert!(stops(&gone_here));
-        assert!(!stops(&|record| {
+        assert!(!stops_after(31, &gone_here));
+        // The clock of the other machine may be anything, and so may what a forger writes.
+        assert!(stops_after(29, &|record| {
             gone_here(record);
             record["refreshed"] = ago(31);
+        }));
+        assert!(!stops_after(31, &|record| {
+            gone_here(record);
+            record["refreshed"] = json!("9999-12-30T00:00:00Z");
         }));
     }
 }
@@ -133,13 +156,7 @@ fn half_a_lock_file_blocks_until_it_is_old() {
         repo.begin(SHORT).err().unwrap().class(),
         ErrorClass::Damaged
     );
-    let old = std::time::SystemTime::now() - Duration::from_secs(31 * 60);
-    std::fs::File::options()
-        .append(true)
-        .open(&path)
-        .unwrap()
-        .set_modified(old)
-        .unwrap();
+    age(&path, 31);
     assert!(repo.begin(SHORT).is_ok());
     assert!(!path.exists());
 }
@@ -268,6 +285,27 @@ fn a_writer_whose_lock_was_taken_away_records_nothing() {
     assert!(matches!(error, RepoError::LockLost { .. }), "{error}");
     assert!(repo.manifests().unwrap().is_empty());
     assert!(vm.checkpoint(&mut repo).is_ok());
+}
+
+/// The lock goes at the last moment: after it was looked at, before the manifest has its name.
+#[test]
+fn a_manifest_written_without_a_lock_is_taken_back() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let mut vm = Vm::new("vm", 300);
+    vm.run(&mut Dice(5), 100);
+    let locks = dir.path().join("locks");
+    repo.store.faults.before_each(move |step| {
+        if matches!(step, Step::Rename(_, to) if to.parent().unwrap().ends_with("manifests")) {
+            std::fs::remove_dir_all(&locks).unwrap();
+        }
+    });
+    let error = vm.checkpoint(&mut repo).unwrap_err();
+    assert!(matches!(error, RepoError::LockLost { .. }), "{error}");
+    assert!(repo.manifests().unwrap().is_empty());
+    repo.store.faults.before_each(|_| {});
+    let id = vm.checkpoint(&mut repo).unwrap();
+    assert!(vm.compare(&mut repo, &id).unwrap());
 }
 
 #[test]
