@@ -19,8 +19,9 @@ use stillframe_qemu::device_state::{self, DeviceStateError};
 use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, LaunchPlan, Starting};
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
-use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, RepoError, Repository};
+use stillframe_repo::{CheckpointId, Lease, Manifest, PageMap, Reader, RepoError, Repository};
 use stillframe_sys::affinity;
+use stillframe_sys::process::Process;
 use thiserror::Error;
 
 use crate::aftercare::ClockReport;
@@ -30,7 +31,7 @@ use crate::checkpoint::DEVICE_STATE;
 use crate::guardian::{Guardian, GuardianError, LastDuty};
 use crate::populate::eager::PopulateError;
 use crate::populate::lazy::prefetch::{self, Prefetched};
-use crate::populate::lazy::record::{Files, RecordError};
+use crate::populate::lazy::record::{Files, FillingRecord, RecordError};
 use crate::runtime;
 use crate::verify::{VerifyError, VerifyReport};
 pub(crate) use job::{Job, PhaseClock, micros};
@@ -234,6 +235,10 @@ pub fn restore(
     // A hint: `check` tells of one that cannot be read.
     let working_set = repository.working_set(id).unwrap_or_default();
     let reader = repository.reader(options.lock_wait)?;
+    let lease = match options.lazy {
+        true => lease(&reader, id, &starting.process, events)?,
+        false => None,
+    };
     let state = device_state(id, manifest, &record, &reader)?;
     let tables = manifest.ram.iter();
     let maps = tables
@@ -266,7 +271,28 @@ pub fn restore(
         true => job.run(launched, guardian, (maps, prefetched), clock, events)?,
         false => job.run_eagerly(launched, &guardian, maps, clock, events)?,
     };
+    lease.map_or(Ok(()), Lease::end)?;
     Ok(job.report(done, plan, options.asked_at))
+}
+
+/// Keeps the checkpoint from being removed while a VM has only part of it; warns where that cannot be.
+fn lease(
+    reader: &Reader<'_>,
+    id: &CheckpointId,
+    process: &Process,
+    events: LazySink<'_>,
+) -> Result<Option<Lease>, RestoreError> {
+    // Pids are positive.
+    let lease = reader.lease(id, process.pid().unsigned_abs(), process.start_time());
+    match lease {
+        Ok(lease) => Ok(Some(lease)),
+        Err(error @ (RepoError::ReadOnly { .. } | RepoError::NoSpace { .. })) => {
+            let reason = error.to_string();
+            events(LazyEvent::NotLeased { reason });
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Where to set the guest's clock, if it is to be set.
@@ -290,6 +316,21 @@ pub(crate) fn start(
         start_time: starting.process.start_time(),
     })?;
     Ok(starting)
+}
+
+/// Takes up the lease of a VM whose restore was killed. The VM waits, so it goes on also without one.
+fn lease_again(reader: &Reader<'_>, record: &FillingRecord, events: LazySink<'_>) -> Option<Lease> {
+    let lease = reader.lease(
+        &record.checkpoint,
+        record.pid.unsigned_abs(),
+        record.start_time,
+    );
+    lease
+        .inspect_err(|error| {
+            let reason = error.to_string();
+            events(LazyEvent::NotLeased { reason });
+        })
+        .ok()
 }
 
 /// Goes on with the lazy restore of the VM with this monitor, whose process was killed. Returns when the
@@ -316,7 +357,9 @@ pub fn resume(
     let (checkpoint, vm) = (record.checkpoint.to_string(), record.vm.clone());
     let running = record.running;
     let begin = clock.asked_at;
+    let lease = lease_again(&reader, &record, events);
     let done = lazy::resume(record, files, qmp, &reader, limit_fill, clock, events)?;
+    lease.map_or(Ok(()), Lease::end)?;
     Ok(RestoreReport {
         checkpoint,
         vm,

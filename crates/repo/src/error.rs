@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use crate::layout::FormatError;
+use crate::lease::LeaseRecord;
 use crate::lock::LockRecord;
 use crate::manifest::CheckpointId;
 use stillframe_page::encoding::EncodingError;
@@ -62,6 +63,16 @@ pub enum RepoError {
     Locked {
         /// The holder.
         by: Box<LockRecord>,
+    },
+    /// A VM that is lazily restored still reads a checkpoint.
+    #[error(
+        "checkpoint {checkpoint} cannot be forgotten: a VM restored from it does not have all its memory yet, {by}; let the restore finish (`stillframe restore --resume`) or end the VM; if it is gone, give --break-leases"
+    )]
+    Leased {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The VM.
+        by: Box<LeaseRecord>,
     },
     /// This process' own lock was removed, for instance because the machine slept too long.
     #[error(
@@ -271,7 +282,9 @@ impl RepoError {
             RepoError::WrongPassword { .. } => ErrorClass::WrongPassword,
             RepoError::Damaged { .. } => ErrorClass::Damaged,
             RepoError::FutureVersion { .. } => ErrorClass::FutureVersion,
-            RepoError::Locked { .. } | RepoError::LockLost { .. } => ErrorClass::Locked,
+            RepoError::Locked { .. } | RepoError::Leased { .. } | RepoError::LockLost { .. } => {
+                ErrorClass::Locked
+            }
             RepoError::NoSpace { .. } => ErrorClass::NoSpace,
             RepoError::ReadOnly { .. } => ErrorClass::ReadOnly,
             RepoError::ContentMismatch { .. }

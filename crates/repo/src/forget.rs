@@ -6,6 +6,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 
 use crate::error::RepoError;
+use crate::lease::{self, LeaseRecord};
 use crate::local::Area;
 use crate::lock::{Lock, LockKind};
 use crate::manifest::CheckpointId;
@@ -24,6 +25,8 @@ pub struct Forget {
     pub policy: KeepPolicy,
     /// The policy is applied to the VM of this label only; to each VM on its own without.
     pub vm: Option<String>,
+    /// Also forget what VMs that are being restored lazily still need, and take their leases away.
+    pub break_leases: bool,
     /// Only tell.
     pub dry_run: bool,
 }
@@ -46,11 +49,16 @@ pub struct ForgetReport {
     pub forgotten: Vec<Summary>,
     /// Kept, oldest first; without a reason those no policy was applied to.
     pub kept: Vec<(Summary, Vec<KeepReason>)>,
+    /// Those that no rule keeps, but a VM which does not have all its memory yet; oldest first.
+    pub leased: Vec<(Summary, LeaseRecord)>,
+    /// The leases that were broken, or would be.
+    pub broken: Vec<LeaseRecord>,
 }
 
 impl Repository {
-    /// Forgets checkpoints, durably. Fails before anything is removed if one of `what.ids` does
-    /// not exist. Takes the exclusive lock, except to dry-run.
+    /// Forgets checkpoints, durably; but for those that VMs which are being restored still need. Fails
+    /// before anything is removed if one of `what.ids` is such a one or does not exist. Takes the exclusive
+    /// lock, except to dry-run.
     pub fn forget(&mut self, what: &Forget) -> Result<ForgetReport, RepoError> {
         let lock = match what.dry_run {
             true => None,
@@ -60,8 +68,13 @@ impl Repository {
                 EXCLUSIVE_WAIT,
             )?),
         };
-        let report = plan(self.summaries()?, what)?;
+        let leases = lease::that_hold(&self.store, lock.as_ref())?;
+        let mut report = plan(self.summaries()?, what)?;
+        let broken = report.leave_out(leases, what)?;
         let Some(lock) = lock else { return Ok(report) };
+        for name in broken {
+            self.store.remove(Area::Leases, &name)?;
+        }
         for gone in &report.forgotten {
             lock.assert_held()?;
             // First what needs the other to be found.
@@ -71,6 +84,41 @@ impl Repository {
         // Prune relies on it: a manifest that came back after a crash would miss its pages.
         self.store.sync_area(Area::Manifests)?;
         Ok(report)
+    }
+}
+
+impl ForgetReport {
+    /// Moves what is leased from what is forgotten to what is left; the leases to be broken instead, by the
+    /// names of their files.
+    fn leave_out(
+        &mut self,
+        leases: Vec<(String, LeaseRecord)>,
+        what: &Forget,
+    ) -> Result<Vec<String>, RepoError> {
+        let mut names = Vec::new();
+        for (name, lease) in leases {
+            let at = self
+                .forgotten
+                .iter()
+                .position(|gone| gone.id == lease.checkpoint);
+            match at {
+                Some(_) if what.break_leases => {
+                    names.push(name);
+                    self.broken.push(lease);
+                }
+                Some(_) if what.ids.contains(&lease.checkpoint) => {
+                    return Err(RepoError::Leased {
+                        checkpoint: lease.checkpoint,
+                        by: Box::new(lease),
+                    });
+                }
+                Some(at) => self.leased.push((self.forgotten.remove(at), lease)),
+                None => {}
+            }
+        }
+        self.leased
+            .sort_by_key(|(summary, _)| (summary.time, summary.id));
+        Ok(names)
     }
 }
 

@@ -12,6 +12,7 @@ use crate::error::RepoError;
 use crate::index_file::read_index_file;
 use crate::layer::Layer;
 use crate::layout::FORMAT_VERSION;
+use crate::lease;
 use crate::local::{Area, CONFIG};
 use crate::lock;
 use crate::manifest::CheckpointId;
@@ -78,6 +79,7 @@ impl Repository {
             ["manifests", name] => self.inspect_manifest(name),
             ["working-sets", name] => self.inspect_working_set(name),
             ["locks", name] => self.inspect_lock(name),
+            ["leases", name] => self.inspect_lease(name),
             _ => Err(not_ours(path)),
         }
     }
@@ -167,6 +169,17 @@ impl Repository {
         let stale = record.is_stale(age);
         let body = serde_json::to_value(record).unwrap_or_default();
         Ok(json!({ "kind": "lock", "stale": stale, "body": body }))
+    }
+
+    fn inspect_lease(&self, name: &str) -> Result<Value, RepoError> {
+        let label = self.store.label(Area::Leases, name);
+        let bytes = self
+            .store
+            .read(Area::Leases, name, lease::LEASE_BYTES_MAX)?;
+        let record = lease::decode(&bytes).map_err(|error| RepoError::format(&label, &error))?;
+        let over = record.is_over();
+        let body = serde_json::to_value(record).unwrap_or_default();
+        Ok(json!({ "kind": "lease", "over": over, "body": body }))
     }
 
     /// Describes a blob: where it lies, and what it is. Layers, and roots and segments of page tables,

@@ -5,7 +5,7 @@
 //! Blobs lie in *packs*; *index* files tell in which. `docs/format.md` specifies every byte.
 //!
 //! ```text
-//! config      keys/...      packs/ab/abcd...      index/...   manifests/...   working-sets/...   locks/...   tmp/
+//! config      keys/...      packs/ab/abcd...      index/...   manifests/...   working-sets/...   locks/...   leases/...   tmp/
 //! ```
 //!
 //! Invariants:
@@ -35,6 +35,7 @@ mod inspect;
 pub mod key_file;
 pub mod layer;
 pub mod layout;
+pub mod lease;
 mod local;
 pub mod lock;
 mod lookup;
@@ -72,6 +73,7 @@ pub use editor::{MemoryEditor, Written};
 pub use error::{ErrorClass, RepoError};
 pub use forget::{Forget, ForgetReport, Summary};
 pub use inspect::Stats;
+pub use lease::{Lease, LeaseRecord};
 pub use manifest::{CheckpointId, LayerRef, Manifest, PageCounts, RamTable, Stream};
 pub use page_map::{PageMap, PageSink, PageVersion};
 pub use page_reader::{NearSink, PageReader};

@@ -24,17 +24,19 @@ pub(crate) enum Area {
     Manifests,
     WorkingSets,
     Locks,
+    Leases,
     Temporary,
 }
 
 impl Area {
-    pub(crate) const ALL: [Area; 7] = [
+    pub(crate) const ALL: [Area; 8] = [
         Area::Keys,
         Area::Packs,
         Area::Index,
         Area::Manifests,
         Area::WorkingSets,
         Area::Locks,
+        Area::Leases,
         Area::Temporary,
     ];
 
@@ -47,6 +49,7 @@ impl Area {
             Area::Manifests => "manifests",
             Area::WorkingSets => "working-sets",
             Area::Locks => "locks",
+            Area::Leases => "leases",
             Area::Temporary => "tmp",
         }
     }
@@ -55,7 +58,7 @@ impl Area {
 /// The name of the file that makes a directory a repository.
 pub(crate) const CONFIG: &str = "config";
 
-/// What an unfinished lock file ends in.
+/// What an unfinished lock or lease file ends in.
 pub(crate) const UNFINISHED_LOCK: &str = "new";
 
 /// Key files can be tried against guessed passwords by whoever can read them.
@@ -220,10 +223,16 @@ impl LocalStore {
         file.publish(self, area, name)
     }
 
-    /// Writes a lock file: whole, but not forced to disk, since after a crash of the machine its
-    /// holder is gone anyway. Not by way of `tmp/`, which prune clears while others wait for it.
-    pub(crate) fn create_lock(&self, name: &str, bytes: &[u8]) -> Result<(), RepoError> {
-        let path = self.path(Area::Locks, name);
+    /// Writes the file of a lock or lease: whole, but not forced to disk, since after a crash of the
+    /// machine its holder is gone anyway. Not by way of `tmp/`, which prune clears while others wait for
+    /// it.
+    pub(crate) fn create_passing(
+        &self,
+        area: Area,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<(), RepoError> {
+        let path = self.path(area, name);
         let mut file = self.create_unpublished(path.with_extension(UNFINISHED_LOCK))?;
         file.write(self, bytes)?;
         file.rename(self, &path)

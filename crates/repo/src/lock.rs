@@ -159,7 +159,7 @@ impl Lock {
                     .length(Area::Locks, &name)
                     .is_ok_and(|len| len.is_some())
                 {
-                    let _ = store.create_lock(&name, &record.encode());
+                    let _ = store.create_passing(Area::Locks, &name, &record.encode());
                 }
             }
         };
@@ -225,7 +225,8 @@ impl LockFile {
 
     /// Writes it, also where it is there already.
     fn again(mut self, record: &LockRecord) -> Result<LockFile, RepoError> {
-        self.store.create_lock(&self.name, &record.encode())?;
+        self.store
+            .create_passing(Area::Locks, &self.name, &record.encode())?;
         match self.store.modified(Area::Locks, &self.name)? {
             Some(at) => self.written = (at, Instant::now()),
             None => {

@@ -26,6 +26,7 @@ use crate::forget::EXCLUSIVE_WAIT;
 use crate::index::{Index, PackInfo};
 use crate::index_file::{IndexedPack, read_index_file};
 use crate::ingest::Ingest;
+use crate::lease;
 use crate::local::{Area, UNFINISHED_LOCK};
 use crate::lock::{Lock, LockKind, STALE_AFTER, age};
 use crate::marks::Mark;
@@ -340,6 +341,8 @@ impl Repository {
         for name in self.store.names(Area::Temporary)? {
             self.store.remove(Area::Temporary, &name)?;
         }
+        // What they name has its manifest; those of VMs that have ended go.
+        lease::that_hold(&self.store, Some(lock))?;
         for name in self.store.names(Area::Locks)? {
             let age = age(&self.store, Area::Locks, &name, lock.now())?;
             if age > STALE_AFTER && name.ends_with(UNFINISHED_LOCK) {

@@ -324,6 +324,9 @@ pub struct ForgetArgs {
     /// Free the space afterwards, like prune
     #[arg(long, action = ArgAction::SetTrue)]
     pub prune: bool,
+    /// Also forget what VMs that are being restored lazily still need: each of them is lost
+    #[arg(long)]
+    pub break_leases: bool,
     /// Only tell what would be forgotten
     #[arg(long)]
     pub dry_run: bool,

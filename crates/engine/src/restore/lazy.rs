@@ -55,6 +55,11 @@ pub enum LazyEvent {
         /// Why.
         reason: String,
     },
+    /// The repository takes no lease: `forget` and `prune` on another host may remove what is not read yet.
+    NotLeased {
+        /// Why.
+        reason: String,
+    },
     /// All pages are to be had again: the guest was resumed.
     GoesOn,
     /// Pages that nobody waits for cannot be had now; they are tried again.

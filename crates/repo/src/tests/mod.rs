@@ -10,6 +10,7 @@ pub(crate) mod faults;
 mod index_twin;
 mod kill;
 mod layers;
+mod leases;
 mod locking;
 mod places;
 mod presence;

@@ -5,7 +5,7 @@ use stillframe_repo::{Forget, ForgetReport, KeepPolicy, KeepReason, Repository, 
 
 use super::{CommandError, Context, local_time, prune, short, templates};
 use crate::args::{ForgetArgs, KeepArgs};
-use crate::table::{self, Align, Table};
+use crate::table::{self, Align, Table, printable};
 
 /// Forgets, and prunes afterwards where that was asked for.
 pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
@@ -18,11 +18,18 @@ pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
         ids: resolve(&repository, args)?,
         policy,
         vm: args.vm.clone(),
+        break_leases: args.break_leases,
         dry_run: args.dry_run,
     };
     let report = repository.forget(&what)?;
     if !args.dry_run {
         templates::drop_forgotten(context, &repository);
+    }
+    for lease in &report.broken {
+        context.console.note(&format!(
+            "lease broken: {}; if that VM lives, what it has not read yet is lost to it",
+            printable(&lease.to_string())
+        ));
     }
     let mut object = object(&report, args.dry_run);
     let told = || words(&report, args.dry_run);
@@ -92,7 +99,18 @@ fn object(report: &ForgetReport, dry_run: bool) -> Value {
         kept["reasons"] = json!(reasons(why));
         kept
     });
-    json!({ "dry_run": dry_run, "forgotten": forgotten, "kept": kept.collect::<Vec<Value>>() })
+    let leased = report.leased.iter().map(|(left, lease)| {
+        let mut left = summary(left);
+        left["lease"] = json!(lease);
+        left
+    });
+    json!({
+        "dry_run": dry_run,
+        "forgotten": forgotten,
+        "kept": kept.collect::<Vec<Value>>(),
+        "leased": leased.collect::<Vec<Value>>(),
+        "leases_broken": report.broken,
+    })
 }
 
 fn words(report: &ForgetReport, dry_run: bool) -> String {
@@ -109,8 +127,17 @@ fn words(report: &ForgetReport, dry_run: bool) -> String {
     for (kept, why) in &report.kept {
         row("keep", kept, reasons(why).join(", "));
     }
+    let mut needed = String::new();
+    for (left, lease) in &report.leased {
+        row("leased", left, String::new());
+        needed += &format!(
+            "\n{} is left: a VM restored from it does not have all its memory yet, {}",
+            short(&left.id.to_string()),
+            printable(&lease.to_string()),
+        );
+    }
     format!(
-        "{}\n{} {}, {} kept",
+        "{}\n{} {}, {} kept{needed}",
         table.render(),
         table::count(report.forgotten.len() as u64, "checkpoint"),
         if dry_run {
@@ -118,7 +145,7 @@ fn words(report: &ForgetReport, dry_run: bool) -> String {
         } else {
             "forgotten"
         },
-        report.kept.len(),
+        report.kept.len() + report.leased.len(),
     )
 }
 
@@ -140,6 +167,7 @@ mod tests {
                 summary("5e6f7a8b"),
                 vec![KeepReason::Last, KeepReason::Daily],
             )],
+            ..ForgetReport::default()
         }
     }
 

@@ -108,6 +108,10 @@ fn perform(
                     "the guest waits for a page that cannot be read ({reason}); it is paused, and goes on when \
                      the page can be read"
                 )),
+                LazyEvent::NotLeased { reason } => console.note(&format!(
+                    "no lease can be left in the repository ({reason}): until the VM has all its memory, see that \
+                     its checkpoint is not forgotten or pruned elsewhere"
+                )),
                 LazyEvent::GoesOn => console.note("all pages can be read again; the guest goes on"),
                 LazyEvent::CannotFill { reason } => console.note(&format!(
                     "some pages cannot be read now ({reason}); the guest runs on without them, and they are \

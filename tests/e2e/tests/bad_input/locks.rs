@@ -3,8 +3,10 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::json;
 use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::filling::{Filling, expect_alone};
 use stillframe_e2e::guest::{Guest, Kind, Setup};
 use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
 use stillframe_e2e::running::{PATIENCE, Running};
@@ -112,5 +114,33 @@ fn the_lock_of_a_dead_process_is_removed() -> Result<()> {
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     ensure!(monitor.status()? == "running");
     stillframe.ok(&["check", "--read-data"])?;
+    Ok(())
+}
+
+/// The process of a lazy restore was killed, and its VM waits for another one to go on: what that will read
+/// stays, also while `forget` and `prune` run; and is nobody's any more when it was read.
+#[test]
+fn what_a_waiting_vm_needs_is_not_removed() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "leased").boot()?;
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let pid = guest.pid_text();
+    stillframe.ok(&["watch", "--pid", &pid, "--every", "300ms", "--count", "2"])?;
+    let older = stillframe.json(&["show", "latest~1"])?;
+    let older = older["checkpoint"].as_str().context("no id")?;
+    let mut slow = Filling::start(&stillframe, older, folder.path(), &["--limit-fill", "256K"])?;
+    slow.wait_runs()?;
+    slow.running.signal("KILL")?;
+    let said = stillframe.fails(&["forget", older], 6)?;
+    ensure!(said.contains("does not have all its memory yet"), "{said}");
+    let done = stillframe.json(&["forget", "--keep-last", "1", "--prune"])?;
+    ensure!(done["leased"][0]["checkpoint"] == older, "{done}");
+    ensure!(done["forgotten"] == json!([]), "{done}");
+    let again = Filling::resume(&stillframe, &slow.qmp, &slow.serial, &[])?;
+    let (restored, _) = again.complete()?;
+    restored.serial.wait_more(10, PATIENCE)?;
+    expect_alone(&restored)?;
+    // The VM still runs, and needs nothing of it any more.
+    stillframe.ok(&["forget", older, "--prune"])?;
     Ok(())
 }

@@ -1,0 +1,118 @@
+//! `key`: the passwords of a repository.
+
+use serde_json::{Value, json};
+use stillframe_repo::{KeyInfo, Keyring};
+
+use super::{Context, local_time, short};
+use crate::args::{KeyArgs, KeyCommand};
+use crate::password;
+use crate::table::{Align, Table, printable};
+
+/// What a removed password still gives.
+const NOT_ENCRYPTED_ANEW: &str = "nothing was encrypted anew: an old copy of the removed key file, with its password, or a key \
+     kept by `unlock`, still opens the repository; if either may be in wrong hands, `copy` to a new repository";
+
+/// Does one of the four.
+pub fn run(context: &Context, args: &KeyArgs) -> anyhow::Result<()> {
+    let directory = context.directory()?;
+    // Also where the repository is unlocked: who changes passwords has to know one.
+    let password = password::of_existing(&context.global.password)?;
+    let keyring = Keyring::open(directory, &password)?;
+    match &args.command {
+        KeyCommand::List => list(context, &keyring),
+        KeyCommand::Add(new) => {
+            let added = keyring.add(&password::of_new_key(&new.password())?)?;
+            context.console.result(&json!({ "added": added }), || {
+                format!("added key {}", short(&added))
+            })?;
+            Ok(())
+        }
+        KeyCommand::Remove(name) => {
+            let removed = keyring.remove(&name.key)?;
+            context.console.result(&json!({ "removed": removed }), || {
+                format!("removed key {}", short(&removed))
+            })?;
+            context.console.note(NOT_ENCRYPTED_ANEW);
+            Ok(())
+        }
+        KeyCommand::Passwd(new) => {
+            let (added, removed) = keyring.change(&password::of_new_key(&new.password())?)?;
+            let object = json!({ "added": added, "removed": removed });
+            context.console.result(&object, || {
+                format!(
+                    "changed the password: key {} in place of {}",
+                    short(&added),
+                    short(&removed)
+                )
+            })?;
+            context.console.note(NOT_ENCRYPTED_ANEW);
+            Ok(())
+        }
+    }
+}
+
+fn list(context: &Context, keyring: &Keyring) -> anyhow::Result<()> {
+    let keys = keyring.list()?;
+    let objects: Vec<Value> = keys.iter().map(object).collect();
+    context.console.result(&objects, || words(&keys))?;
+    Ok(())
+}
+
+fn object(key: &KeyInfo) -> Value {
+    json!({
+        "key": key.id,
+        "created": key.label.as_ref().map(|label| label.created.to_string()),
+        "host": key.label.as_ref().map(|label| &label.host),
+        "user": key.label.as_ref().map(|label| &label.user),
+        "used": key.used,
+        "damage": key.damage,
+    })
+}
+
+fn words(keys: &[KeyInfo]) -> String {
+    let columns = ["", "KEY", "CREATED", "BY", ""].map(|name| (name, Align::Left));
+    let mut table = Table::new(&columns);
+    for key in keys {
+        let label = key.label.as_ref();
+        table.row([
+            if key.used { "*" } else { "" }.to_owned(),
+            short(&key.id).to_owned(),
+            label.map_or_else(|| "-".to_owned(), |label| local_time(label.created)),
+            label.map_or_else(
+                || "-".to_owned(),
+                |label| printable(&format!("{}@{}", label.user, label.host)),
+            ),
+            key.damage.as_deref().map(printable).unwrap_or_default(),
+        ]);
+    }
+    format!(
+        "{}\n* opened with the password given now",
+        table.render().trim_end()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use stillframe_repo::Label;
+
+    use super::*;
+
+    #[test]
+    fn the_key_in_use_is_marked() {
+        let key = |digits: &str, used| KeyInfo {
+            id: digits.repeat(8),
+            label: used.then(|| Label {
+                created: jiff::Timestamp::UNIX_EPOCH,
+                host: "h\u{1b}[2J".to_owned(),
+                user: "root".to_owned(),
+            }),
+            used,
+            damage: None,
+        };
+        let text = words(&[key("1a2b3c4d", true), key("5e6f7a8b", false)]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[1].starts_with("*  1a2b3c4d  "), "{text}");
+        assert!(lines[2].starts_with("   5e6f7a8b  "), "{text}");
+        assert!(!text.contains('\u{1b}'), "{text}");
+    }
+}
