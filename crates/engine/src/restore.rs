@@ -235,10 +235,6 @@ pub fn restore(
     // A hint: `check` tells of one that cannot be read.
     let working_set = repository.working_set(id).unwrap_or_default();
     let reader = repository.reader(options.lock_wait)?;
-    let lease = match options.lazy {
-        true => lease(&reader, id, &starting.process, events)?,
-        false => None,
-    };
     let state = device_state(id, manifest, &record, &reader)?;
     let tables = manifest.ram.iter();
     let maps = tables
@@ -254,6 +250,10 @@ pub fn restore(
         false => (wait(), Prefetched::default()),
     };
     let launched = launched?;
+    let lease = match options.lazy {
+        true => lease(&reader, id, &launched.process, events)?,
+        false => None,
+    };
     clock.phases.qemu = clock.lap();
     let job = Job {
         id,

@@ -58,6 +58,35 @@ pub enum RepoError {
         /// How many key files were tried.
         keys: usize,
     },
+    /// No key of that name.
+    #[error("no key of the repository is called '{start}' (`stillframe key list` shows them)")]
+    NoSuchKey {
+        /// What was asked for.
+        start: String,
+    },
+    /// The start of the names of several keys.
+    #[error("'{start}' is the start of several keys' ids: give more digits")]
+    AmbiguousKey {
+        /// What was asked for.
+        start: String,
+    },
+    /// The key that is to be removed is the one that this process was let in with.
+    #[error(
+        "key {name} stays: it belongs to the password given now, and a password that is known to be right must be left; add another one first (`stillframe key add`) and give that, or change this one (`stillframe key passwd`)"
+    )]
+    KeyInUse {
+        /// The key.
+        name: String,
+    },
+    /// There are too many key files.
+    #[error(
+        "the repository has {keys} or more key files, the limit is {}: remove some",
+        crate::keyring::KEYS_MAX
+    )]
+    TooManyKeys {
+        /// How many were seen.
+        keys: usize,
+    },
     /// Another process holds a conflicting lock.
     #[error("the repository is locked by {by}: wait for it to finish")]
     Locked {
@@ -270,6 +299,7 @@ impl RepoError {
             RepoError::NotARepository { .. }
             | RepoError::NotFound { .. }
             | RepoError::NoSuchFile { .. }
+            | RepoError::NoSuchKey { .. }
             | RepoError::MissingBlob { .. } => ErrorClass::NotFound,
             RepoError::NotEmpty { .. }
             | RepoError::BadName { .. }
@@ -278,6 +308,9 @@ impl RepoError {
             | RepoError::BlobSize { .. }
             | RepoError::Table { .. }
             | RepoError::TooManyBlobs { .. }
+            | RepoError::AmbiguousKey { .. }
+            | RepoError::KeyInUse { .. }
+            | RepoError::TooManyKeys { .. }
             | RepoError::BadManifest { .. } => ErrorClass::BadRequest,
             RepoError::WrongPassword { .. } => ErrorClass::WrongPassword,
             RepoError::Damaged { .. } => ErrorClass::Damaged,

@@ -101,6 +101,7 @@ impl Repository {
             "memory_kib": key.cost.memory_kib,
             "passes": key.cost.passes,
             "lanes": key.cost.lanes,
+            "label": key.label,
         }))
     }
 

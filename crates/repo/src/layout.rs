@@ -4,8 +4,12 @@
 use stillframe_page::varint;
 use thiserror::Error;
 
-/// The version written by this program, and the newest one it reads.
+/// The version written by this program, and the newest one it reads; but for key files.
 pub const FORMAT_VERSION: u32 = 3;
+
+/// The same of key files. Each is read by itself, so that an older program can still use those that it
+/// knows.
+pub const KEY_VERSION: u32 = 4;
 
 /// The oldest version this program reads.
 pub const FORMAT_VERSION_OLDEST: u32 = 1;
@@ -41,6 +45,14 @@ impl FileKind {
             FileKind::Index => b"INDX",
             FileKind::Manifest => b"MANI",
             FileKind::WorkingSet => b"WSET",
+        }
+    }
+
+    /// The newest version that this program reads.
+    fn newest(self) -> u32 {
+        match self {
+            FileKind::Key => KEY_VERSION,
+            _ => FORMAT_VERSION,
         }
     }
 }
@@ -132,10 +144,10 @@ pub fn read_header(bytes: &mut Cursor<'_>, kind: FileKind) -> Result<u32, Format
             what: "its header checksum",
         });
     }
-    if version > FORMAT_VERSION {
+    if version > kind.newest() {
         return Err(FormatError::FutureVersion {
             found: version,
-            known: FORMAT_VERSION,
+            known: kind.newest(),
         });
     }
     if version < FORMAT_VERSION_OLDEST {

@@ -97,6 +97,14 @@ impl LocalStore {
         }
     }
 
+    #[cfg(test)]
+    pub(crate) fn with_faults(root: &Path, faults: crate::tests::faults::Faults) -> LocalStore {
+        LocalStore {
+            faults,
+            ..LocalStore::new(root)
+        }
+    }
+
     pub(crate) fn root(&self) -> &Path {
         &self.root
     }

@@ -15,7 +15,8 @@ use crate::crypto::{Keys, MasterKey, Password, random};
 use crate::error::RepoError;
 use crate::forget::Summary;
 use crate::index::Index;
-use crate::key_file::{self, Cost};
+use crate::key_file::{self, Cost, Label};
+use crate::keyring::KEYS_MAX;
 use crate::layout::{FileKind, FormatError};
 use crate::local::{Area, CONFIG, LocalStore};
 use crate::lock::{Lock, LockKind};
@@ -25,7 +26,7 @@ use crate::pack::FileHash;
 use crate::sealed_file::open_file;
 use crate::writer::Writer;
 
-/// Key files are 140 bytes long; other versions may need more.
+/// Key files are up to 1.2 KB long; other versions may need more.
 const KEY_BYTES_MAX: u64 = 4096;
 
 /// An open repository in a local directory.
@@ -65,7 +66,7 @@ impl Repository {
         store.create_folders()?;
         let id = RepositoryId(random()?);
         let master: MasterKey = Zeroizing::new(random()?);
-        let key = key_file::wrap(&master, password, cost, id)?;
+        let key = key_file::wrap(&master, password, cost, id, &Label::of_now())?;
         let key_name = FileHash::of(&key).to_string();
         store.create(Area::Keys, &key_name, &key)?;
         // Last, because it is what makes this a repository.
@@ -87,15 +88,15 @@ impl Repository {
 
     pub(crate) fn open_at(store: LocalStore, password: &Password) -> Result<Repository, RepoError> {
         let id = read_id(&store)?;
-        let master = unlock(&store, password, id)?;
-        Ok(Repository::assemble(store, id, &master))
+        let unlocked = unlock(&store, password, id)?;
+        Ok(Repository::assemble(store, id, &unlocked.master))
     }
 
     /// Tries the password; the key that it opens, for [`Repository::open_with`].
     pub fn unlock(dir: &Path, password: &Password) -> Result<UnlockedKey, RepoError> {
         let store = LocalStore::new(dir);
         let id = read_id(&store)?;
-        Ok(UnlockedKey(unlock(&store, password, id)?))
+        Ok(UnlockedKey(unlock(&store, password, id)?.master))
     }
 
     /// The identity of the repository in a directory; no password is needed to see it.
@@ -389,7 +390,7 @@ impl UnlockedKey {
     }
 }
 
-fn read_id(store: &LocalStore) -> Result<RepositoryId, RepoError> {
+pub(crate) fn read_id(store: &LocalStore) -> Result<RepositoryId, RepoError> {
     let config = match store.read_config() {
         Err(error) if error.is_absent() => {
             let dir = store.root().to_owned();
@@ -400,20 +401,31 @@ fn read_id(store: &LocalStore) -> Result<RepositoryId, RepoError> {
     config::decode(&config).map_err(|error| RepoError::format(CONFIG, &error))
 }
 
+/// What a password opened.
+pub(crate) struct Unlocked {
+    pub(crate) master: MasterKey,
+    /// The name of the key file.
+    pub(crate) key: String,
+}
+
 /// Tries the password on every key file. A damaged one matters only if no other opens.
-fn unlock(
+pub(crate) fn unlock(
     store: &LocalStore,
     password: &Password,
     id: RepositoryId,
-) -> Result<MasterKey, RepoError> {
+) -> Result<Unlocked, RepoError> {
     let mut damaged = None;
     let mut tried = 0;
-    for name in store.names(Area::Keys)? {
-        match read_key(store, &name) {
-            Ok(key) => {
+    let mut names = store.names(Area::Keys)?;
+    names.sort_unstable();
+    for key in names {
+        match read_key(store, &key) {
+            // Each costs as much time and memory as its file says, and whoever can write there can add some.
+            Ok(_) if tried == KEYS_MAX => return Err(RepoError::TooManyKeys { keys: tried + 1 }),
+            Ok(file) => {
                 tried += 1;
-                if let Some(master) = key.unwrap(password, id)? {
-                    return Ok(master);
+                if let Some(master) = file.unwrap(password, id)? {
+                    return Ok(Unlocked { master, key });
                 }
             }
             Err(error) => damaged = Some(error),

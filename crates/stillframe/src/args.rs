@@ -2,6 +2,7 @@
 
 mod clone;
 mod interchange;
+mod key;
 mod rewind;
 
 use std::num::NonZeroU64;
@@ -17,6 +18,7 @@ use crate::help;
 use crate::sizes;
 pub use clone::CloneArgs;
 pub use interchange::{ExportArgs, ImportArgs};
+pub use key::{KeyArgs, KeyCommand};
 pub use rewind::RewindArgs;
 
 /// Checkpoints and restores running QEMU VMs, from outside and without their help.
@@ -80,6 +82,9 @@ pub enum Command {
     /// Need no password for a while
     #[command(after_help = help::UNLOCK)]
     Unlock(UnlockArgs),
+    /// Add, remove, list and change the passwords of the repository
+    #[command(after_help = help::KEY)]
+    Key(KeyArgs),
     /// Take one checkpoint of a running VM
     #[command(after_help = help::CHECKPOINT)]
     Checkpoint(CheckpointArgs),
@@ -566,6 +571,10 @@ mod tests {
             "list --json",
             "show latest",
             "init -q",
+            "key list",
+            "key add --new-password-file /p",
+            "key remove 1a2b",
+            "key passwd --new-password-command c --password-file /p",
         ] {
             assert!(parse(line).is_ok(), "{line}");
         }

@@ -47,6 +47,26 @@ Keep the password: without it nothing in the repository can be read again.
     exit_codes!()
 );
 
+/// `stillframe key --help`
+pub const KEY: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints key list
+  stillframe -r /srv/checkpoints key add --new-password-file /etc/stillframe.other
+  stillframe -r /srv/checkpoints key passwd
+  stillframe -r /srv/checkpoints --password-file /etc/stillframe.other key remove 1a2b3c4d
+
+Every password opens the same master key, each by a file of its own. A password must be given in any case,
+also where the repository is unlocked; that one's own key is not removed, so one that works is always left.
+
+Removing or changing a password encrypts nothing anew. An older copy of its key file (a backup, say) together
+with that password still gives the master key, and so does a key that `unlock` keeps. Where that may be
+in wrong hands, make a new repository, `copy` the checkpoints there, and remove the old one.
+
+",
+    exit_codes!()
+);
+
 /// `stillframe checkpoint --help`
 pub const CHECKPOINT: &str = concat!(
     "\

@@ -9,6 +9,7 @@ use std::process::{Command, ExitStatus, Stdio};
 
 use stillframe_repo::Password;
 use thiserror::Error;
+use zeroize::Zeroizing;
 
 use crate::args::PasswordArgs;
 
@@ -16,6 +17,16 @@ use crate::args::PasswordArgs;
 pub const PLAIN: &str = "STILLFRAME_PASSWORD";
 const FILE: &str = "STILLFRAME_PASSWORD_FILE";
 const COMMAND: &str = "STILLFRAME_PASSWORD_COMMAND";
+
+/// The variables that one password can come from: itself, a file, a command.
+type Variables = [&'static str; 3];
+
+const OF_REPOSITORY: Variables = [PLAIN, FILE, COMMAND];
+const OF_NEW_KEY: Variables = [
+    "STILLFRAME_NEW_PASSWORD",
+    "STILLFRAME_NEW_PASSWORD_FILE",
+    "STILLFRAME_NEW_PASSWORD_COMMAND",
+];
 
 /// No password is longer; a file that is was named by mistake.
 const PASSWORD_BYTES_MAX: u64 = 64 << 10;
@@ -25,7 +36,7 @@ const PASSWORD_BYTES_MAX: u64 = 64 << 10;
 pub enum PasswordError {
     /// Nothing was given, and nobody can be asked.
     #[error(
-        "no password: give --password-file or --password-command, set STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE or STILLFRAME_PASSWORD_COMMAND, or run this on a terminal"
+        "no password: give --password-file or --password-command, set STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE or STILLFRAME_PASSWORD_COMMAND, or run this on a terminal (for a new password the same with --new- and STILLFRAME_NEW_)"
     )]
     NoSource,
     /// The environment says two things.
@@ -56,7 +67,7 @@ pub enum PasswordError {
     #[error("cannot ask for the password")]
     Prompt(#[source] io::Error),
     /// Typed differently the second time.
-    #[error("the two passwords differ; nothing was created")]
+    #[error("the two passwords differ; nothing was changed")]
     Mismatch,
 }
 
@@ -81,7 +92,7 @@ enum Source {
 
 /// The password of an existing repository.
 pub fn of_existing(args: &PasswordArgs) -> Result<Password, PasswordError> {
-    match choose(args, |name| std::env::var_os(name))? {
+    match choose(args, OF_REPOSITORY, |name| std::env::var_os(name))? {
         Source::Prompt => prompt("Password of the repository: "),
         source => read(source),
     }
@@ -89,11 +100,25 @@ pub fn of_existing(args: &PasswordArgs) -> Result<Password, PasswordError> {
 
 /// The password for a new repository; typed twice where it is typed.
 pub fn for_new(args: &PasswordArgs) -> Result<Password, PasswordError> {
-    match choose(args, |name| std::env::var_os(name))? {
+    new(args, OF_REPOSITORY, "Password for the new repository: ")
+}
+
+/// One more password of a repository, or a new one in place of another.
+pub fn of_new_key(args: &PasswordArgs) -> Result<Password, PasswordError> {
+    new(args, OF_NEW_KEY, "New password: ")
+}
+
+fn new(
+    args: &PasswordArgs,
+    variables: Variables,
+    question: &str,
+) -> Result<Password, PasswordError> {
+    match choose(args, variables, |name| std::env::var_os(name))? {
         Source::Prompt => {
-            let first = ask("Password for the new repository: ")?;
-            match first == ask("The same again: ")? {
-                true => not_empty(first.into_bytes(), "the terminal"),
+            let first = Zeroizing::new(ask(question)?);
+            let again = Zeroizing::new(ask("The same again: ")?);
+            match first == again {
+                true => not_empty(first.as_bytes().to_vec(), "the terminal"),
                 false => Err(PasswordError::Mismatch),
             }
         }
@@ -104,6 +129,7 @@ pub fn for_new(args: &PasswordArgs) -> Result<Password, PasswordError> {
 /// Options first, then the environment, then the terminal. An empty variable counts as unset.
 fn choose(
     args: &PasswordArgs,
+    [plain, file, command]: Variables,
     variable: impl Fn(&str) -> Option<OsString>,
 ) -> Result<Source, PasswordError> {
     if let Some(path) = &args.password_file {
@@ -113,10 +139,10 @@ fn choose(
         return Ok(Source::Command(command.into()));
     }
     let set = |name| variable(name).filter(|value| !value.is_empty());
-    match (set(PLAIN), set(FILE), set(COMMAND)) {
-        (Some(_), Some(_), _) => Err(PasswordError::SeveralSources(PLAIN, FILE)),
-        (Some(_), _, Some(_)) => Err(PasswordError::SeveralSources(PLAIN, COMMAND)),
-        (_, Some(_), Some(_)) => Err(PasswordError::SeveralSources(FILE, COMMAND)),
+    match (set(plain), set(file), set(command)) {
+        (Some(_), Some(_), _) => Err(PasswordError::SeveralSources(plain, file)),
+        (Some(_), _, Some(_)) => Err(PasswordError::SeveralSources(plain, command)),
+        (_, Some(_), Some(_)) => Err(PasswordError::SeveralSources(file, command)),
         (Some(password), None, None) => Ok(Source::Plain(password)),
         (None, Some(path), None) => Ok(Source::File(path.into())),
         (None, None, Some(command)) => Ok(Source::Command(command)),
@@ -206,7 +232,7 @@ mod tests {
     use super::*;
 
     fn chosen(args: &PasswordArgs, environment: &[(&str, &str)]) -> Result<Source, PasswordError> {
-        choose(args, |name| {
+        choose(args, OF_REPOSITORY, |name| {
             environment
                 .iter()
                 .find(|(set, _)| *set == name)

@@ -126,18 +126,29 @@ fn fail_at(
 /// What a name stands for from now on: a file of these bytes, or none.
 type Change = (PathBuf, Option<Arc<Vec<u8>>>);
 
+/// Files by their paths.
+pub(super) type Files = BTreeMap<PathBuf, Arc<Vec<u8>>>;
+
 /// The disk after a crash: what was forced to it, and of the rest what chance kept.
 #[derive(Default)]
-struct Disk {
+pub(super) struct Disk {
     /// Files whose names are durable.
-    files: BTreeMap<PathBuf, Arc<Vec<u8>>>,
+    files: Files,
     synced: Vec<PathBuf>,
     /// Name changes not yet forced to disk, by folder.
     pending: BTreeMap<PathBuf, Vec<Change>>,
 }
 
 impl Disk {
-    fn apply(&mut self, event: &Event) {
+    /// One that has these files to begin with.
+    pub(super) fn with(files: Files) -> Disk {
+        Disk {
+            files,
+            ..Disk::default()
+        }
+    }
+
+    pub(super) fn apply(&mut self, event: &Event) {
         match event {
             Event::SyncFile(path) => self.synced.push(path.clone()),
             Event::Rename(from, to, bytes) => {
@@ -166,7 +177,7 @@ impl Disk {
     }
 
     /// What a crash now could leave: any of the changes not forced to disk, in any combination.
-    fn crash(&self, keep: &mut dyn FnMut() -> bool) -> BTreeMap<PathBuf, Arc<Vec<u8>>> {
+    pub(super) fn crash(&self, keep: &mut dyn FnMut() -> bool) -> Files {
         let mut files = self.files.clone();
         for (path, bytes) in self.pending.values().flatten() {
             if keep() {
@@ -177,11 +188,7 @@ impl Disk {
     }
 }
 
-fn apply_change(
-    files: &mut BTreeMap<PathBuf, Arc<Vec<u8>>>,
-    path: PathBuf,
-    bytes: Option<Arc<Vec<u8>>>,
-) {
+fn apply_change(files: &mut Files, path: PathBuf, bytes: Option<Arc<Vec<u8>>>) {
     match bytes {
         Some(bytes) => files.insert(path, bytes),
         None => files.remove(&path),
@@ -233,12 +240,27 @@ fn record_life(dir: &Path, seed: u64) -> (Vec<Event>, Vec<Milestone>) {
     (faults.events(), milestones)
 }
 
+/// All files in a folder.
+pub(super) fn files_below(folder: &Path) -> Files {
+    let mut files = Files::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => files.append(&mut files_below(&path)),
+            false => drop(files.insert(path.clone(), Arc::new(std::fs::read(path).unwrap()))),
+        }
+    }
+    files
+}
+
+/// Lays out a disk as files.
+pub(super) fn lay_out_anew(files: &Files, live: &Path) -> tempfile::TempDir {
+    let empty = test_dir();
+    lay_out(files, live, empty.path())
+}
+
 /// Lays out a disk as files, on top of an empty repository.
-fn lay_out(
-    files: &BTreeMap<PathBuf, Arc<Vec<u8>>>,
-    live: &Path,
-    fresh: &Path,
-) -> tempfile::TempDir {
+fn lay_out(files: &Files, live: &Path, fresh: &Path) -> tempfile::TempDir {
     let dir = test_dir();
     copy_tree(fresh, dir.path());
     for (path, bytes) in files {

@@ -8,6 +8,7 @@ mod decoders;
 
 pub(crate) mod faults;
 mod index_twin;
+mod keys;
 mod kill;
 mod layers;
 mod leases;

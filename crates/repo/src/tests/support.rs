@@ -26,14 +26,16 @@ pub(crate) fn password() -> Password {
     Password::new("correct horse")
 }
 
-/// A repository whose password costs next to nothing to try.
+/// What a password costs that costs next to nothing to try.
+pub(crate) const CHEAP: Cost = Cost {
+    memory_kib: 8,
+    passes: 1,
+    lanes: 1,
+};
+
+/// A repository with such a password.
 pub(crate) fn init(dir: &Path) -> Repository {
-    let cost = Cost {
-        memory_kib: 8,
-        passes: 1,
-        lanes: 1,
-    };
-    Repository::init_at(LocalStore::new(dir), &password(), cost).unwrap()
+    Repository::init_at(LocalStore::new(dir), &password(), CHEAP).unwrap()
 }
 
 pub(crate) fn open(dir: &Path) -> Repository {

@@ -6,32 +6,32 @@ use stillframe_repo::{KeyInfo, Keyring};
 use super::{Context, local_time, short};
 use crate::args::{KeyArgs, KeyCommand};
 use crate::password;
-use crate::table::{Align, Table, printable};
+use crate::table::{Align, Table};
 
-/// What a removed password still gives.
+/// What a password that was taken away still gives.
 const NOT_ENCRYPTED_ANEW: &str = "nothing was encrypted anew: an old copy of the removed key file, with its password, or a key \
      kept by `unlock`, still opens the repository; if either may be in wrong hands, `copy` to a new repository";
 
 /// Does one of the four.
 pub fn run(context: &Context, args: &KeyArgs) -> anyhow::Result<()> {
     let directory = context.directory()?;
-    // Also where the repository is unlocked: who changes passwords has to know one.
+    // Also where the repository is unlocked: a user who changes passwords has to know one.
     let password = password::of_existing(&context.global.password)?;
     let keyring = Keyring::open(directory, &password)?;
     match &args.command {
         KeyCommand::List => list(context, &keyring),
         KeyCommand::Add(new) => {
             let added = keyring.add(&password::of_new_key(&new.password())?)?;
-            context.console.result(&json!({ "added": added }), || {
-                format!("added key {}", short(&added))
-            })?;
+            let words = || format!("added key {}", short(&added));
+            context.console.result(&json!({ "added": added }), words)?;
             Ok(())
         }
         KeyCommand::Remove(name) => {
             let removed = keyring.remove(&name.key)?;
-            context.console.result(&json!({ "removed": removed }), || {
-                format!("removed key {}", short(&removed))
-            })?;
+            let words = || format!("removed key {}", short(&removed));
+            context
+                .console
+                .result(&json!({ "removed": removed }), words)?;
             context.console.note(NOT_ENCRYPTED_ANEW);
             Ok(())
         }
@@ -59,11 +59,12 @@ fn list(context: &Context, keyring: &Keyring) -> anyhow::Result<()> {
 }
 
 fn object(key: &KeyInfo) -> Value {
+    let label = key.label.as_ref();
     json!({
         "key": key.id,
-        "created": key.label.as_ref().map(|label| label.created.to_string()),
-        "host": key.label.as_ref().map(|label| &label.host),
-        "user": key.label.as_ref().map(|label| &label.user),
+        "created": label.map(|label| label.created.to_string()),
+        "host": label.map(|label| &label.host),
+        "user": label.map(|label| &label.user),
         "used": key.used,
         "damage": key.damage,
     })
@@ -73,16 +74,14 @@ fn words(keys: &[KeyInfo]) -> String {
     let columns = ["", "KEY", "CREATED", "BY", ""].map(|name| (name, Align::Left));
     let mut table = Table::new(&columns);
     for key in keys {
+        let unknown = || "-".to_owned();
         let label = key.label.as_ref();
         table.row([
             if key.used { "*" } else { "" }.to_owned(),
             short(&key.id).to_owned(),
-            label.map_or_else(|| "-".to_owned(), |label| local_time(label.created)),
-            label.map_or_else(
-                || "-".to_owned(),
-                |label| printable(&format!("{}@{}", label.user, label.host)),
-            ),
-            key.damage.as_deref().map(printable).unwrap_or_default(),
+            label.map_or_else(unknown, |label| local_time(label.created)),
+            label.map_or_else(unknown, |label| format!("{}@{}", label.user, label.host)),
+            key.damage.clone().unwrap_or_default(),
         ]);
     }
     format!(
@@ -99,7 +98,7 @@ mod tests {
 
     #[test]
     fn the_key_in_use_is_marked() {
-        let key = |digits: &str, used| KeyInfo {
+        let key = |digits: &str, used: bool| KeyInfo {
             id: digits.repeat(8),
             label: used.then(|| Label {
                 created: jiff::Timestamp::UNIX_EPOCH,

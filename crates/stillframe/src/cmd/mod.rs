@@ -9,6 +9,7 @@ mod forget;
 mod import;
 mod init;
 mod inspect;
+mod key;
 mod list;
 mod probe;
 mod prune;
@@ -156,6 +157,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
     };
     match &cli.command {
         Command::Init => init::run(&context),
+        Command::Key(args) => key::run(&context, args),
         Command::Unlock(args) => unlock::run(&context, args),
         Command::Checkpoint(args) => checkpoint::run(&context, args),
         Command::Watch(args) => watch::run(&context, args),

@@ -1,0 +1,168 @@
+//! The key files of a repository: one for each password, all of the same master key.
+//!
+//! Adding, removing and changing a password touches key files only. What is stored stays encrypted under
+//! the same master key: a password that was removed opens nothing any more *here*, but an older copy of its
+//! key file still gives the master key to whoever knows the password.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::config::RepositoryId;
+use crate::crypto::{MasterKey, Password};
+use crate::error::RepoError;
+use crate::forget::EXCLUSIVE_WAIT;
+use crate::key_file::{self, Cost, Label};
+use crate::local::{Area, LocalStore};
+use crate::lock::{Lock, LockKind};
+use crate::pack::FileHash;
+use crate::repository::{Unlocked, read_id, read_key, unlock};
+
+/// The most key files of a repository: each is tried in turn, for a tenth of a second or more.
+pub const KEYS_MAX: usize = 64;
+
+/// A repository opened to look at its passwords, or to change them.
+pub struct Keyring {
+    pub(crate) store: Arc<LocalStore>,
+    id: RepositoryId,
+    master: MasterKey,
+    used: String,
+    cost: Cost,
+}
+
+/// One key file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyInfo {
+    /// Its name: the hash of the file.
+    pub id: String,
+    /// When, where and by whom it was made. Keys of programs before this was recorded have none.
+    pub label: Option<Label>,
+    /// Whether it is the one that the password opened.
+    pub used: bool,
+    /// Why it cannot be read.
+    pub damage: Option<String>,
+}
+
+impl Keyring {
+    /// Opens it with any of its passwords.
+    pub fn open(dir: &Path, password: &Password) -> Result<Keyring, RepoError> {
+        Keyring::open_at(LocalStore::new(dir), password, Cost::STANDARD)
+    }
+
+    pub(crate) fn open_at(
+        store: LocalStore,
+        password: &Password,
+        cost: Cost,
+    ) -> Result<Keyring, RepoError> {
+        let id = read_id(&store)?;
+        let Unlocked { master, key } = unlock(&store, password, id)?;
+        Ok(Keyring {
+            store: Arc::new(store),
+            id,
+            master,
+            used: key,
+            cost,
+        })
+    }
+
+    /// All key files, by name.
+    pub fn list(&self) -> Result<Vec<KeyInfo>, RepoError> {
+        let mut names = self.store.names(Area::Keys)?;
+        names.sort_unstable();
+        let info = |id: String| {
+            let (label, damage) = match read_key(&self.store, &id) {
+                Ok(key) => (key.label, None),
+                Err(error) => (None, Some(error.to_string())),
+            };
+            KeyInfo {
+                used: id == self.used,
+                id,
+                label,
+                damage,
+            }
+        };
+        Ok(names.into_iter().map(info).collect())
+    }
+
+    /// Adds a password, durably; the name of its key.
+    pub fn add(&self, password: &Password) -> Result<String, RepoError> {
+        // So that no prune removes the file while it is being written.
+        let lock = Lock::take(&self.store, LockKind::Shared, EXCLUSIVE_WAIT)?;
+        let name = self.write(password)?;
+        lock.assert_held()?;
+        Ok(name)
+    }
+
+    /// Takes a password away, durably: that of the key whose name begins with `start`. The key that the
+    /// password opened stays, so that a password that is known to be right is always left.
+    pub fn remove(&self, start: &str) -> Result<String, RepoError> {
+        let lock = Lock::take(&self.store, LockKind::Exclusive, EXCLUSIVE_WAIT)?;
+        let name = self.find(start)?;
+        if name == self.used {
+            return Err(RepoError::KeyInUse { name });
+        }
+        self.remove_but_used(&name, &lock)?;
+        Ok(name)
+    }
+
+    /// Puts a new password in the place of the one it was opened with: adds, then removes. Killed in
+    /// between, both open the repository. Returns the names of the new key and of the old one.
+    pub fn change(self, password: &Password) -> Result<(String, String), RepoError> {
+        let lock = Lock::take(&self.store, LockKind::Exclusive, EXCLUSIVE_WAIT)?;
+        let new = self.write(password)?;
+        let old = self.used.clone();
+        let now = Keyring {
+            used: new.clone(),
+            ..self
+        };
+        now.remove_but_used(&old, &lock)?;
+        Ok((new, old))
+    }
+
+    /// Writes a key file, and sees that it opens.
+    fn write(&self, password: &Password) -> Result<String, RepoError> {
+        let keys = self.store.names(Area::Keys)?.len();
+        if keys >= KEYS_MAX {
+            return Err(RepoError::TooManyKeys { keys });
+        }
+        let label = Label::of_now();
+        let file = key_file::wrap(&self.master, password, self.cost, self.id, &label)?;
+        let name = FileHash::of(&file).to_string();
+        self.store.create(Area::Keys, &name, &file)?;
+        let master = read_key(&self.store, &name)?.unwrap(password, self.id)?;
+        match master {
+            Some(master) if master == self.master => Ok(name),
+            _ => Err(RepoError::Damaged {
+                file: self.store.label(Area::Keys, &name),
+                what: "it was just written, and does not open with its password".into(),
+            }),
+        }
+    }
+
+    /// Removes a key file, if the one in use is still there and whole.
+    fn remove_but_used(&self, name: &str, lock: &Lock) -> Result<(), RepoError> {
+        read_key(&self.store, &self.used)?;
+        lock.assert_held()?;
+        self.store.remove(Area::Keys, name)?;
+        self.store.sync_area(Area::Keys)
+    }
+
+    fn find(&self, start: &str) -> Result<String, RepoError> {
+        let mut found = self.store.names(Area::Keys)?;
+        found.retain(|name| !start.is_empty() && name.starts_with(start));
+        match (found.pop(), found.is_empty()) {
+            (Some(name), true) => Ok(name),
+            (Some(_), false) => Err(RepoError::AmbiguousKey {
+                start: start.to_owned(),
+            }),
+            (None, _) => Err(RepoError::NoSuchKey {
+                start: start.to_owned(),
+            }),
+        }
+    }
+}
+
+impl std::fmt::Debug for Keyring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Keyring({})", self.id)
+    }
+}
