@@ -243,7 +243,9 @@ impl Uffd {
     pub fn unregister(&self, range: AddressRange) -> Result<(), UffdError> {
         // SAFETY: UFFDIO_UNREGISTER reads one `uffdio_range`.
         unsafe { self.ioctl(UFFDIO_UNREGISTER, &mut bounds(range)) }
-            .map_err(|source| UffdError::of("unregister", range, source))
+            .map_err(|source| UffdError::of("unregister", range, source))?;
+        // The kernel wakes those who wait for a missing page only (mm/userfaultfd.c).
+        self.wake(range)
     }
 
     /// Write-protects every page of a registered range, also those that do not exist yet.

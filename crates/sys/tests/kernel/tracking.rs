@@ -230,6 +230,28 @@ fn closing_the_descriptor_frees_the_child() {
     assert_eq!(memory.take(&pagemap, 1), BTreeSet::from([3]));
 }
 
+/// What a second holder of the descriptor does when the first hangs: the child goes on, though copies stay
+/// open.
+#[test]
+fn unregistering_frees_the_child() {
+    let mut memory = Memory::start(8, "small");
+    let stolen = steal(&memory.victim.process).unwrap();
+    let other = Uffd::adopt(stolen.fd.try_clone().unwrap());
+    let uffd = Uffd::handshake(stolen.fd, WriteProtectMode::Sync).unwrap();
+    for region in [0, 1] {
+        uffd.register(memory.regions[region], Track::WriteProtect)
+            .unwrap();
+        uffd.protect(memory.regions[region]).unwrap();
+        memory.begin("write", region, 0..8);
+        wait_for_event(&uffd);
+        assert_eq!(memory.victim.word(), None, "the writer did not wait");
+        other.unregister(memory.regions[region]).unwrap();
+        memory.done();
+        // Once more does no harm.
+        other.unregister(memory.regions[region]).unwrap();
+    }
+}
+
 /// Each first write waits for us, with the old content still in place.
 #[test]
 fn synchronous_protection_shows_the_old_content() {
