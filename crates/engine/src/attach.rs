@@ -9,6 +9,7 @@
 //! Until the userfaultfd exists nothing of QEMU has been changed; after it, everything that was
 //! changed hangs on one descriptor, which closes with this process.
 
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
@@ -16,6 +17,7 @@ use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{self, Unsuitable};
 use stillframe_qemu::target::{self, Selector, Target, TargetError};
 use stillframe_repo::{CheckpointId, RamTable};
+use stillframe_sys::process::AddressRange;
 use stillframe_sys::system;
 use thiserror::Error;
 
@@ -215,12 +217,21 @@ fn track(
     schedule: ScheduleKind,
 ) -> Result<(Tracker, bool), AttachError> {
     let stolen = guardian.steal_userfaultfd(&target.process)?;
-    // Last, because signs of life come only when faults are served.
-    let alive = match schedule {
+    // Last, because heartbeats come only when faults are served.
+    let heartbeat = match schedule {
         ScheduleKind::StopCopy | ScheduleKind::PreCopy => None,
-        ScheduleKind::CopyOnWrite => Some(guardian.watch_over_us()?),
+        ScheduleKind::CopyOnWrite => {
+            let ranges: Vec<AddressRange> = ram
+                .iter()
+                .map(|block| AddressRange {
+                    start: block.address,
+                    end: block.address.saturating_add(block.used_bytes),
+                })
+                .collect();
+            Some(guardian.heartbeat(Some((stolen.fd.as_fd(), &ranges)))?)
+        }
     };
     let user_mode_only = stolen.user_mode_only;
-    let tracker = Tracker::attach(&target.process, stolen, ram, alive)?;
+    let tracker = Tracker::attach(&target.process, stolen, ram, heartbeat)?;
     Ok((tracker, user_mode_only))
 }

@@ -17,11 +17,14 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use stillframe_fault::{self as fault, Point};
 use stillframe_sys::process::AddressRange;
-use stillframe_sys::uffd::{Event, Uffd, UffdError};
+use stillframe_sys::uffd::{Event, Uffd};
 
 use super::block::{Block, PAGE, PAGE_BYTES};
 use super::claim::{Claims, OnFault};
+use super::tracker::TrackerError;
+use crate::guardian::{HEARTBEAT, Heartbeat};
 
 /// Pages that can be saved on a fault before the copier has to take them over: 16 MiB.
 const SAVED_MAX: usize = 4096;
@@ -32,11 +35,6 @@ const FAULTS_A_TURN: u32 = 1024;
 /// How long the thread stays awake for the next fault: one that finds it so takes 13 us, one that has
 /// to wake it 54. The next of a guest that writes much comes within this.
 const AWAKE: Duration = Duration::from_micros(60);
-/// How often the thread says that it is alive.
-const SIGN_OF_LIFE: Duration = Duration::from_millis(250);
-
-/// Called by the thread that serves faults, to show that it is there.
-pub type SignOfLife = Box<dyn Fn() + Send>;
 
 /// A page saved because it was about to be written.
 #[derive(Debug)]
@@ -64,14 +62,15 @@ struct Shared {
     blocks: Vec<Served>,
     faults: AtomicU64,
     failed: AtomicBool,
+    /// The thread has ended by itself: pages change unsaved from then on.
+    ended: AtomicBool,
     stop: AtomicBool,
     /// Held while a fault is served, from looking at the page's state to opening the page; see
     /// [`FaultServer::gate`].
     gate: Arc<Mutex<()>>,
 }
 
-/// The thread, and the way to it. Dropped, it ends the thread; waiters are let go by the end of the
-/// userfaultfd.
+/// The thread, and the way to it. Dropped, it ends the thread, which unregisters all ranges.
 #[derive(Debug)]
 pub struct FaultServer {
     shared: Arc<Shared>,
@@ -82,11 +81,11 @@ pub struct FaultServer {
 }
 
 impl FaultServer {
-    /// Starts serving. `alive` is called a few times a second for as long as faults are served.
+    /// Starts serving, with heartbeats for as long as faults are served.
     pub fn start(
         uffd: Arc<Uffd>,
         blocks: impl Iterator<Item = Arc<Block>>,
-        alive: SignOfLife,
+        heartbeat: Heartbeat,
     ) -> io::Result<FaultServer> {
         let blocks = blocks.map(|block| Served {
             range: block.range(),
@@ -98,6 +97,7 @@ impl FaultServer {
             blocks: blocks.collect(),
             faults: AtomicU64::new(0),
             failed: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             gate: Arc::default(),
         });
@@ -120,7 +120,7 @@ impl FaultServer {
         };
         let thread = std::thread::Builder::new()
             .name("fault server".into())
-            .spawn(move || server.run(&woken, &alive))?;
+            .spawn(move || server.run(&woken, heartbeat))?;
         Ok(FaultServer {
             shared,
             wake,
@@ -168,10 +168,25 @@ impl FaultServer {
         self.shared.faults.swap(0, Ordering::Relaxed)
     }
 
-    /// Whether a page could not be saved since this was last asked: what is being captured is
-    /// worthless.
-    pub fn take_failure(&self) -> bool {
-        self.shared.failed.swap(false, Ordering::AcqRel)
+    /// A page that could not be saved up to now was not to be.
+    pub fn forget_failure(&self) {
+        self.shared.failed.store(false, Ordering::Release);
+    }
+
+    /// Whether every page that was written since this was last asked had been saved; otherwise what is
+    /// being captured is worthless.
+    ///
+    /// # Errors
+    /// [`TrackerError::NotSaved`] for a page, [`TrackerError::HandlerEnded`] for all pages from now on.
+    pub fn take_failure(&self) -> Result<(), TrackerError> {
+        let failed = self.shared.failed.swap(false, Ordering::AcqRel);
+        if self.shared.ended.load(Ordering::Acquire) {
+            return Err(TrackerError::HandlerEnded);
+        }
+        match failed {
+            true => Err(TrackerError::NotSaved),
+            false => Ok(()),
+        }
     }
 }
 
@@ -197,18 +212,23 @@ struct Server {
 }
 
 impl Server {
-    fn run(mut self, woken: &impl AsFd, alive: &dyn Fn()) {
+    fn run(mut self, woken: &impl AsFd, heartbeat: Heartbeat) {
         let timeout = Timespec {
             tv_sec: 0,
-            tv_nsec: SIGN_OF_LIFE.subsec_nanos().into(),
+            tv_nsec: HEARTBEAT.subsec_nanos().into(),
         };
-        alive();
-        let mut shown = Instant::now();
+        heartbeat.beat();
+        let mut beaten = Instant::now();
+        // However this ends.
+        let _release = Release {
+            shared: self.shared.clone(),
+            heartbeat: &heartbeat,
+        };
         while !self.shared.stop.load(Ordering::Acquire) {
-            // Each sign wakes the guardian: not at every fault.
-            if shown.elapsed() >= SIGN_OF_LIFE {
-                alive();
-                shown = Instant::now();
+            // Each heartbeat wakes the guardian: not at every fault.
+            if beaten.elapsed() >= HEARTBEAT {
+                heartbeat.beat();
+                beaten = Instant::now();
             }
             let mut waited = [
                 PollFd::new(&*self.shared.uffd, PollFlags::IN),
@@ -216,23 +236,22 @@ impl Server {
             ];
             match poll(&mut waited, Some(&timeout)) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                // Who cannot serve must not look alive: the guardian ends this process then, and the
-                // guest is let go.
-                Err(_) => return self.shared.failed.store(true, Ordering::Release),
+                Err(_) => return,
             }
             if self.turn().is_err() {
-                return self.shared.failed.store(true, Ordering::Release);
+                return;
             }
         }
     }
 
     /// Serves the faults there are, and those that follow soon.
-    fn turn(&mut self) -> Result<(), UffdError> {
+    fn turn(&mut self) -> io::Result<()> {
         let mut served = 0;
         let mut last = None;
         while served < FAULTS_A_TURN {
-            match self.shared.uffd.next_event()? {
+            match self.shared.uffd.next_event().map_err(io::Error::other)? {
                 Some(Event::Fault { address, .. }) => {
+                    fault::at(Point::CopyOnWriteFault)?;
                     self.serve(address);
                     served += 1;
                     last = Some(Instant::now());
@@ -318,6 +337,88 @@ impl Server {
         if uffd.unprotect(range).is_err() && uffd.unprotect(first).is_err() {
             // The page may be gone (a hot-unplug): who waits for it is to find that out.
             let _ = uffd.wake(first);
+        }
+    }
+}
+
+/// The end of the thread, whatever brought it: told to stop, an error, a panic. Nothing serves faults from
+/// here on, so nothing may be protected.
+struct Release<'h> {
+    shared: Arc<Shared>,
+    heartbeat: &'h Heartbeat,
+}
+
+impl Drop for Release<'_> {
+    fn drop(&mut self) {
+        let shared = &self.shared;
+        // Before a page can change unsaved.
+        if !shared.stop.load(Ordering::Acquire) {
+            shared.ended.store(true, Ordering::SeqCst);
+        }
+        // All of them, whatever comes of one.
+        let blocks = shared.blocks.iter();
+        let kept = blocks.fold(false, |kept, served| {
+            kept | shared.uffd.unregister(served.range).is_err()
+        });
+        // Otherwise heartbeats stop, and the guardian ends this process: the VM waits for it.
+        if !kept {
+            self.heartbeat.let_go();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{Read, Write};
+
+    use stillframe_qemu::monitor::RamBlock;
+    use stillframe_sys::process::Process;
+
+    use super::*;
+    use crate::guardian::LET_GO;
+
+    /// A block of this process' own memory, in which nothing is registered.
+    fn block(memory: &[u8]) -> Arc<Block> {
+        let process = Process::open(std::process::id() as i32).unwrap();
+        let ram = RamBlock {
+            name: "ram".to_owned(),
+            page_bytes: PAGE_BYTES,
+            offset: 0,
+            used_bytes: PAGE_BYTES,
+            total_bytes: PAGE_BYTES,
+            address: (memory.as_ptr() as u64).next_multiple_of(PAGE_BYTES),
+        };
+        let mappings = process.mappings().unwrap();
+        Arc::new(Block::open(&process, &mappings, &ram, false).unwrap())
+    }
+
+    /// A handler that reads something other than a fault ends. Only when everything is unregistered it says
+    /// that it has let go; in any case nothing that is being captured is worth anything.
+    #[test]
+    fn a_handler_that_fails_lets_go_or_falls_silent() {
+        let memory = vec![1; 2 * PAGE];
+        // A pipe cannot unregister a block's range.
+        for (blocks, lets_go) in [(vec![], true), (vec![block(&memory)], false)] {
+            let (events, mut garbage) = io::pipe().unwrap();
+            rustix::io::ioctl_fionbio(&events, true).unwrap();
+            let (theirs, heartbeat) = Heartbeat::pipe().unwrap();
+            let uffd = Arc::new(Uffd::adopt(events.into()));
+            let server = FaultServer::start(uffd, blocks.into_iter(), heartbeat).unwrap();
+            assert!(server.take_failure().is_ok());
+            garbage.write_all(&[7; 31]).unwrap();
+            let mut said = Vec::new();
+            rustix::io::ioctl_fionbio(&theirs, false).unwrap();
+            // Up to the end of the thread.
+            File::from(theirs).read_to_end(&mut said).unwrap();
+            assert_eq!(said.contains(&LET_GO), lets_go, "{said:?}");
+            for _ in 0..2 {
+                let failure = server.take_failure();
+                assert!(
+                    matches!(failure, Err(TrackerError::HandlerEnded)),
+                    "{failure:?}"
+                );
+            }
         }
     }
 }

@@ -21,11 +21,12 @@ use stillframe_sys::uffd::{Track, Uffd, UffdError, WriteProtectMode};
 use thiserror::Error;
 
 use super::block::{Block, BlockError, PAGE_BYTES};
-use super::faults::{FaultServer, SignOfLife};
+use super::faults::FaultServer;
 use super::heat::Heat;
 use super::ingest::Found;
 use super::ranges::{self, PageRanges, count, subtract};
 use super::stage::StageError;
+use crate::guardian::Heartbeat;
 
 /// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
 /// the guest from waiting. 64 MiB take about 1 ms.
@@ -99,6 +100,11 @@ pub enum TrackerError {
     /// A page was let go without being saved.
     #[error("a page could not be saved before the guest wrote it; this checkpoint is discarded")]
     NotSaved,
+    /// Nothing serves write faults any more; nothing is protected.
+    #[error(
+        "the thread that serves the VM's write faults has ended; the VM runs on, and this checkpoint is discarded"
+    )]
+    HandlerEnded,
 }
 
 /// A tracked RAM block.
@@ -191,19 +197,19 @@ pub struct Tracker {
 }
 
 impl Tracker {
-    /// Registers and protects every block. With `alive`, tracking is synchronous: first writes wait
-    /// for a thread of ours, which calls it a few times a second to show that it is there.
+    /// Registers and protects every block. With a heartbeat, tracking is synchronous: first writes wait
+    /// for a thread of ours.
     pub fn attach(
         process: &Process,
         stolen: StolenUffd,
         ram: &[RamBlock],
-        alive: Option<SignOfLife>,
+        heartbeat: Option<Heartbeat>,
     ) -> Result<Tracker, TrackerError> {
         let uffd_error = |block: &str, source| TrackerError::Uffd {
             block: block.to_owned(),
             source,
         };
-        let mode = match alive {
+        let mode = match heartbeat {
             Some(_) if stolen.user_mode_only => return Err(TrackerError::UserModeOnly),
             Some(_) => WriteProtectMode::Sync,
             None => WriteProtectMode::Async,
@@ -213,9 +219,9 @@ impl Tracker {
         let pagemap = Pagemap::open(process).map_err(TrackerError::Pagemap)?;
         let blocks = open_blocks(process, ram, mode)?;
         // Before anything is protected: whoever writes it then waits for this.
-        let faults = alive.map(|alive| {
+        let faults = heartbeat.map(|heartbeat| {
             let blocks = blocks.iter().map(|tracked| tracked.block.clone());
-            FaultServer::start(uffd.clone(), blocks, alive).map_err(TrackerError::FaultServer)
+            FaultServer::start(uffd.clone(), blocks, heartbeat).map_err(TrackerError::FaultServer)
         });
         let faults = faults.transpose()?;
         for tracked in &blocks {

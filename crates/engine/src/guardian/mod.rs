@@ -3,30 +3,34 @@
 //! 1. It injects system calls into QEMU. A tracer killed half-way would leave QEMU's main thread
 //!    with foreign registers; `kill -9` of the engine never hits the tracer, because the tracer is
 //!    this other process.
-//! 2. It resumes the VM: when a pause overruns its limit (watchdog), and when the engine's end of
-//!    the socket closes inside a pause (the engine died). It is told of a pause *before* the engine
-//!    sends `stop`, and holds a copy of the engine's QMP connection, so that it needs no free
-//!    monitor.
-//!
-//! 3. Where writers of the VM wait for the engine (copy-on-write), it ends an engine that shows no
-//!    sign of life, stopped by a signal say: the VM goes on when the engine's userfaultfd closes.
-//!
-//! 4. It ends a QEMU that was started for a restore and has not run yet, and pauses one that runs while
+//! 2. It resumes the VM ([`resume`]): each time a pause overruns its limit (watchdog), and when the engine
+//!    died inside a pause. It is told of a pause *before* the engine sends `stop`, and holds a copy of the
+//!    engine's QMP connection, so that it needs no free monitor.
+//! 3. Where threads of the VM wait for the engine (copy-on-write, lazy restore), it expects heartbeats
+//!    ([`heartbeat`]), and kills an engine that has none: one stopped by a signal, say.
+//! 4. With copy-on-write it holds a copy of the userfaultfd and the registered address ranges, and
+//!    unregisters them when the engine is gone or was killed. An engine with a thread in uninterruptible
+//!    sleep (hung storage) does not die of `kill -9`: its descriptors stay open, and the VM would wait.
+//! 5. It ends a QEMU that was started for a restore and has not run yet, and pauses one that runs while
 //!    its memory is filled, when the engine is gone ([`LastDuty`]).
 //!
-//! It never holds the userfaultfd: that closes with the engine, and write tracking ends by itself.
+//! With asynchronous tracking it never holds the userfaultfd: no thread of the VM ever waits for the engine,
+//! and tracking ends with the engine's copy. QEMU itself keeps no copy, so that the VM runs on when engine
+//! and guardian die together: the last copy closes.
 //!
-//! The guardian is the engine's own executable, started with [`SUBCOMMAND`]; a binary that links
-//! the engine must call [`run`] for it.
+//! The guardian does no storage I/O. It is the engine's own executable, started with [`SUBCOMMAND`] from
+//! `/proc/self/exe`, so that it is the same program where that was replaced or deleted since. A binary that
+//! links the engine must call [`run`] for it.
 
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+mod heartbeat;
 mod process;
+mod resume;
 mod wire;
 
-use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -34,17 +38,23 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use stillframe_sys::infect::StolenUffd;
-use stillframe_sys::process::Process;
+use stillframe_sys::process::{AddressRange, Process};
 use thiserror::Error;
 
-use crate::capture::faults::SignOfLife;
-
+#[cfg(test)]
+pub(crate) use heartbeat::LET_GO;
+pub use heartbeat::{HEARTBEAT, Heartbeat};
 pub use process::run;
 pub use wire::{LastDuty, WayBack};
 use wire::{Reply, Request};
 
 /// The hidden subcommand under which the executable acts as guardian.
 pub const SUBCOMMAND: &str = "guardian";
+
+/// The running program, whatever became of the file that it was started from.
+const EXECUTABLE: &str = "/proc/self/exe";
+/// Variables of the environment that the guardian does not inherit: passwords are among them.
+const PRIVATE_PREFIX: &str = "STILLFRAME_";
 
 /// The guardian answers at once, except for an injection; silence this long means it is gone.
 const REPLY_LIMIT: Duration = Duration::from_secs(10);
@@ -90,16 +100,28 @@ pub struct Guardian {
 impl Guardian {
     /// Starts the guardian in a process group of its own, so that Ctrl-C does not reach it.
     pub fn start() -> Result<Guardian, GuardianError> {
-        let executable = std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into());
         let start_error = |source| GuardianError::Start {
-            executable: executable.display().to_string(),
+            executable: EXECUTABLE.to_owned(),
             source,
         };
         let (ours, theirs) = UnixStream::pair().map_err(start_error)?;
         ours.set_read_timeout(Some(REPLY_LIMIT))
             .map_err(start_error)?;
-        let child = Command::new(&executable)
+        let mut command = Command::new(EXECUTABLE);
+        if let Some(name) = std::env::args_os().next() {
+            command.arg0(name);
+        }
+        for (name, _) in std::env::vars_os() {
+            if name
+                .as_encoded_bytes()
+                .starts_with(PRIVATE_PREFIX.as_bytes())
+            {
+                command.env_remove(name);
+            }
+        }
+        let child = command
             .arg(SUBCOMMAND)
+            .current_dir("/")
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -138,7 +160,7 @@ impl Guardian {
             limit_ms: INJECTION_LIMIT.as_millis() as u64,
             share,
         };
-        match self.ask(&request, None)? {
+        match self.ask(&request, &[])? {
             (
                 Reply::Stolen {
                     remote_fd,
@@ -164,7 +186,7 @@ impl Guardian {
             fd,
             limit_ms: INJECTION_LIMIT.as_millis() as u64,
         };
-        match self.ask(&request, None)? {
+        match self.ask(&request, &[])? {
             (Reply::Ok, _) => Ok(()),
             (reply, _) => Err(not_done(process, reply)),
         }
@@ -175,18 +197,26 @@ impl Guardian {
         self.expect_ok(&Request::LastDuty { duty }, None)
     }
 
-    /// From here on the guardian kills us when what this returns is not called for two seconds.
-    pub fn watch_over_us(&self) -> Result<SignOfLife, GuardianError> {
-        let start = |source| GuardianError::Start {
+    /// From here on the guardian kills this process when it misses the heartbeats. `registered`: the
+    /// userfaultfd that threads of the VM wait on, and its ranges, which the guardian unregisters then.
+    pub fn heartbeat(
+        &self,
+        registered: Option<(BorrowedFd<'_>, &[AddressRange])>,
+    ) -> Result<Heartbeat, GuardianError> {
+        let (theirs, ours) = Heartbeat::pipe().map_err(|source| GuardianError::Start {
             executable: "a pipe to it".to_owned(),
             source,
+        })?;
+        let (uffd, ranges) = registered.unzip();
+        let ranges = ranges.unwrap_or_default().iter();
+        let request = Request::Heartbeat {
+            ranges: ranges.map(|range| (range.start, range.end)).collect(),
         };
-        let (theirs, ours) = io::pipe().map_err(start)?;
-        rustix::io::ioctl_fionbio(&ours, true).map_err(|error| start(error.into()))?;
-        let ours = File::from(OwnedFd::from(ours));
-        self.expect_ok(&Request::WatchOver, Some(theirs.as_fd()))?;
-        // A full pipe tells as much as one more byte.
-        Ok(Box::new(move || drop((&ours).write(&[1]))))
+        let descriptors: Vec<_> = [theirs.as_fd()].into_iter().chain(uffd).collect();
+        match self.ask(&request, &descriptors)? {
+            (Reply::Ok, _) => Ok(ours),
+            (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
+        }
     }
 
     /// Gives the guardian the end of the pipe that QEMU is held by in a pause.
@@ -207,7 +237,7 @@ impl Guardian {
 
     /// The VM runs again. Returns whether the watchdog had to resume it before.
     pub fn resumed(&self) -> Result<bool, GuardianError> {
-        match self.ask(&Request::Resumed, None)? {
+        match self.ask(&Request::Resumed, &[])? {
             (Reply::Pause { fired }, _) => Ok(fired),
             (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
         }
@@ -218,7 +248,7 @@ impl Guardian {
         request: &Request,
         fd: Option<BorrowedFd<'_>>,
     ) -> Result<(), GuardianError> {
-        match self.ask(request, fd)? {
+        match self.ask(request, fd.as_slice())? {
             (Reply::Ok, _) => Ok(()),
             (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
         }
@@ -227,12 +257,11 @@ impl Guardian {
     fn ask(
         &self,
         request: &Request,
-        fd: Option<BorrowedFd<'_>>,
+        descriptors: &[BorrowedFd<'_>],
     ) -> Result<(Reply, Option<OwnedFd>), GuardianError> {
-        wire::send(&self.socket, request, fd.as_ref().map(AsFd::as_fd))
-            .map_err(GuardianError::Silent)?;
+        wire::send(&self.socket, request, descriptors).map_err(GuardianError::Silent)?;
         match wire::receive(&self.socket).map_err(GuardianError::Silent)? {
-            Some(answer) => Ok(answer),
+            Some((reply, mut descriptors)) => Ok((reply, descriptors.pop())),
             None => Err(GuardianError::Silent(io::ErrorKind::UnexpectedEof.into())),
         }
     }

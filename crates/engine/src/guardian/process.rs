@@ -1,7 +1,6 @@
 //! The guardian's side: what runs in the small process.
 
-use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -9,77 +8,53 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::mm::MlockAllFlags;
+use rustix::process::{DumpableBehavior, Resource, Rlimit};
 use stillframe_sys::infect::{self, StolenUffd};
 use stillframe_sys::process::Process;
 
 use crate::in_words;
 
-use super::wire::{self, LastDuty, Reply, Request, WayBack};
+use super::heartbeat::{Missed, Watched};
+use super::resume::{self, Connection, Pause};
+use super::wire::{self, LastDuty, Reply, Request};
 
-/// The line that resumes a VM. The id is one the engine never uses, so that the engine skips the
-/// answer. (QEMU docs/interop/qmp-spec: ids are echoed.)
-const CONT: &[u8] = b"{\"execute\":\"cont\",\"id\":\"guardian\"}\n";
-/// The line that pauses one.
-const STOP: &[u8] = b"{\"execute\":\"stop\",\"id\":\"guardian\"}\n";
-/// Resets QEMU's JSON lexer, in case the engine died in the middle of a command (qmp-spec 3.4:
-/// a 0xFF byte flushes the parser).
-const LEXER_RESET: &[u8] = b"\xff\n";
-/// QEMU may be inside a slow `stop` (it drains its disks first); it reads our `cont` after that.
+/// QEMU may be inside a slow `stop` (it drains its disks first); it reads our commands after that.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-
-/// An engine that VMs wait for shows that it is there four times a second.
-const NO_SIGN_OF_LIFE_LIMIT: Duration = Duration::from_secs(2);
-/// A QEMU that has not written for so long is done, or does not write for other reasons.
-const STREAM_IDLE: Duration = Duration::from_secs(5);
-/// After the first that is missed.
-const SECOND_LOOK: Duration = Duration::from_millis(500);
-
-struct Pause {
-    deadline: Option<Instant>,
-    fired: bool,
-    way_back: WayBack,
-}
-
-/// Signs of life of an engine that the VM's writers wait for.
-struct Pulse {
-    pipe: File,
-    engine: Process,
-    /// When the next is missed.
-    due: Instant,
-    /// One was missed. The engine is killed at the second: what kept it from showing one may have kept
-    /// the guardian from looking (a freezer that held both).
-    missed: bool,
-}
+/// The same where a thread of the engine that cannot end keeps open what the end of the guardian alone would
+/// otherwise close: the pipe that holds QEMU.
+const UNDEAD_LIMIT: Duration = Duration::from_secs(3600);
 
 /// What a wait ended with.
 enum Woken {
     Request,
-    SignOfLife,
-    PauseTooLong,
-    NoSignOfLife,
+    Heartbeat,
+    PauseDue,
+    NoHeartbeat,
     Stream,
 }
 
 /// What the guardian knows.
 struct Watch {
     engine: UnixStream,
-    qmp: Option<UnixStream>,
+    qmp: Option<Connection>,
     pause: Option<Pause>,
-    pulse: Option<Pulse>,
+    heartbeat: Option<Watched>,
     last_duty: LastDuty,
     /// What holds QEMU in a pause, and whether it is to be let go.
     stream: Option<OwnedFd>,
     releasing: bool,
 }
 
-/// Serves the engine at the other end of standard input until that end closes. Returns the exit
-/// code of the guardian process.
+/// Serves the engine at the other end of standard input until that end closes, or the engine was killed.
+/// Returns the exit code of the guardian process.
 ///
 /// A panic or error here must not lose a paused VM: everything that can fail is answered or
-/// ignored, and the way out of the loop always passes through the final resume.
+/// ignored, and the way out of the loop always passes through [`Watch::engine_is_gone`].
 pub fn run() -> i32 {
     ignore_signals();
     protect_from_oom();
+    keep_private();
     let Ok(stdin) = io::stdin().as_fd().try_clone_to_owned() else {
         return 1;
     };
@@ -87,65 +62,94 @@ pub fn run() -> i32 {
         engine: UnixStream::from(stdin),
         qmp: None,
         pause: None,
-        pulse: None,
+        heartbeat: None,
         last_duty: LastDuty::Nothing,
         stream: None,
         releasing: false,
     };
     while let Ok(true) = watch.serve_one() {}
-    match (&watch.pause, &watch.qmp) {
-        (Some(open), _) if open.way_back == WayBack::Stream => watch.read_stream_to_the_end(),
-        (Some(open), Some(qmp)) if !open.fired => say_after_engine_death(qmp, CONT),
-        _ => {}
-    }
-    match (watch.last_duty, &watch.qmp) {
-        (LastDuty::End { pid, start_time }, _) => {
-            // Whoever has ended already needs no ending.
-            let _ = the_process(pid, start_time)
-                .map(|process| process.signal(signal_hook::consts::SIGKILL));
-        }
-        (LastDuty::Pause, Some(qmp)) => say_after_engine_death(qmp, STOP),
-        (LastDuty::Pause, None) | (LastDuty::Nothing, _) => {}
-    }
+    watch.engine_is_gone(ANSWER_LIMIT);
     0
 }
 
 impl Watch {
-    /// Waits for one request, sign of life or deadline. `Ok(false)`: the engine is gone.
+    /// Waits for one request, heartbeat or deadline. `Ok(false)`: the engine is gone.
     fn serve_one(&mut self) -> io::Result<bool> {
         match self.wait()? {
             Woken::Request => return self.serve_request(),
-            Woken::SignOfLife => self.take_sign_of_life(),
-            Woken::PauseTooLong => {
-                if let (Some(open), Some(qmp)) = (&mut self.pause, &mut self.qmp) {
-                    open.deadline = None;
-                    open.fired = match open.way_back {
-                        WayBack::Command => qmp.write_all(CONT).is_ok(),
-                        WayBack::Stream => true,
-                    };
-                    self.releasing = open.way_back == WayBack::Stream;
+            Woken::Heartbeat => {
+                let let_go = self.heartbeat.as_mut().is_some_and(Watched::read);
+                if let_go {
+                    self.heartbeat = None;
+                }
+            }
+            Woken::PauseDue => {
+                // Until the engine says that the pause is over, also where QEMU begins to write later.
+                self.releasing = true;
+                if let (Some(pause), Some(qmp)) = (&mut self.pause, &mut self.qmp) {
+                    pause.look(qmp);
                 }
             }
             Woken::Stream => self.read_stream(),
-            Woken::NoSignOfLife => {
-                if let Some(pulse) = &mut self.pulse {
-                    if pulse.missed {
-                        // It is gone already, or it will be: then its end of the socket closes.
-                        let _ = pulse.engine.signal(signal_hook::consts::SIGKILL);
-                    }
-                    pulse.missed = true;
-                    pulse.due = Instant::now() + SECOND_LOOK;
-                }
-            }
+            Woken::NoHeartbeat => return Ok(!self.kill_if_it_hangs()),
         }
         Ok(true)
     }
 
+    /// The engine has missed a heartbeat. Whether it was killed.
+    fn kill_if_it_hangs(&mut self) -> bool {
+        let Some(heartbeat) = &mut self.heartbeat else {
+            return false;
+        };
+        if heartbeat.miss() == Missed::Once {
+            return false;
+        }
+        // With memory complete, or nothing protected, nothing waits for the engine.
+        let waited_for = heartbeat.holds_userfaultfd() || self.last_duty != LastDuty::Nothing;
+        if !waited_for {
+            self.heartbeat = None;
+            return false;
+        }
+        heartbeat.kill();
+        self.engine_is_gone(UNDEAD_LIMIT);
+        // What a thread of it in uninterruptible sleep keeps open is nobody's any more.
+        if let Some(qmp) = &self.qmp {
+            qmp.shut_down();
+        }
+        true
+    }
+
+    /// Does what is left to be done, once; QEMU's answers are awaited for so long.
+    fn engine_is_gone(&mut self, limit: Duration) {
+        // First: QEMU's main thread may wait for a page, and answer nothing before it has it.
+        if let Some(mut heartbeat) = self.heartbeat.take()
+            && !heartbeat.read()
+        {
+            heartbeat.release();
+        }
+        let deadline = Instant::now() + limit;
+        if let (Some(pause), Some(qmp)) = (self.pause.take(), &mut self.qmp) {
+            let stream = self.stream.as_ref().map(AsFd::as_fd);
+            qmp.resume_alone(pause.way_back(), stream, deadline);
+        }
+        let duty = std::mem::replace(&mut self.last_duty, LastDuty::Nothing);
+        match (duty, &mut self.qmp) {
+            (LastDuty::End { pid, start_time }, _) => {
+                // Whoever has ended already needs no ending.
+                let _ = the_process(pid, start_time)
+                    .map(|process| process.signal(signal_hook::consts::SIGKILL));
+            }
+            (LastDuty::Pause, Some(qmp)) => qmp.stop_alone(deadline),
+            (LastDuty::Pause, None) | (LastDuty::Nothing, _) => {}
+        }
+    }
+
     fn serve_request(&mut self) -> io::Result<bool> {
-        let Some((request, descriptor)) = wire::receive::<Request>(&self.engine)? else {
+        let Some((request, mut descriptors)) = wire::receive::<Request>(&self.engine)? else {
             return Ok(false);
         };
         let mut handed_over = None;
+        let heartbeats = matches!(request, Request::Heartbeat { .. });
         let reply = match request {
             Request::Steal {
                 pid,
@@ -174,11 +178,11 @@ impl Watch {
                 Reply::Ok
             }
             Request::Watch => {
-                self.qmp = descriptor.map(UnixStream::from);
+                self.qmp = descriptors.pop().map(UnixStream::from).map(Connection::new);
                 Reply::Ok
             }
             Request::Stream => {
-                self.stream = descriptor;
+                self.stream = descriptors.pop();
                 Reply::Ok
             }
             Request::Release => {
@@ -186,80 +190,41 @@ impl Watch {
                 Reply::Ok
             }
             Request::Pausing { limit_ms, way_back } => {
-                let deadline = Instant::now().checked_add(Duration::from_millis(limit_ms));
-                self.pause = Some(Pause {
-                    deadline,
-                    fired: false,
-                    way_back,
-                });
+                let limit = Duration::from_millis(limit_ms);
+                self.pause = Some(Pause::new(limit, way_back));
                 self.releasing = false;
                 Reply::Ok
             }
             Request::Resumed => {
-                let fired = self.pause.take().is_some_and(|open| open.fired);
+                let pause = self.pause.take();
+                let fired = pause.is_some_and(|pause| pause.was_resumed());
                 self.releasing = false;
                 Reply::Pause { fired }
             }
-            Request::WatchOver => ok_or_failed(self.watch_over(descriptor)),
+            Request::Heartbeat { ranges } => {
+                let watched = Watched::new(&self.engine, descriptors, ranges);
+                ok_or_failed(watched.map(|watched| self.heartbeat = Some(watched)))
+            }
         };
         let descriptor = handed_over.as_ref().map(AsFd::as_fd);
-        wire::send(&self.engine, &reply, descriptor)?;
+        wire::send(&self.engine, &reply, descriptor.as_slice())?;
+        if heartbeats {
+            stay_in_memory();
+        }
         Ok(true)
     }
 
-    /// Reads what lies in the pipe, so that QEMU can go on. It is nobody's.
+    /// Reads what QEMU wrote into the pipe that holds it, so that it goes on.
     fn read_stream(&self) {
-        let mut piece = [0; 4096];
-        while let Some(stream) = &self.stream
-            && rustix::io::read(stream, &mut piece).is_ok_and(|read| read > 0)
-        {}
-    }
-
-    /// The engine is gone, or as good as gone: a thread of it that hangs may keep its end of the pipe open.
-    fn read_stream_to_the_end(&self) {
-        let Some(stream) = &self.stream else { return };
-        let idle = Timespec {
-            tv_sec: STREAM_IDLE.as_secs() as i64,
-            tv_nsec: 0,
-        };
-        let mut waited = [PollFd::new(stream, PollFlags::IN)];
-        while matches!(poll(&mut waited, Some(&idle)), Ok(1))
-            && waited[0].revents() == PollFlags::IN
-        {
-            self.read_stream();
-        }
-    }
-
-    fn watch_over(&mut self, pipe: Option<OwnedFd>) -> Result<(), String> {
-        let parent = rustix::process::getppid().map(rustix::process::Pid::as_raw_pid);
-        let engine = Process::open(parent.unwrap_or_default()).map_err(|error| in_words(&error))?;
-        let pipe = pipe.ok_or("no pipe came with the request")?;
-        self.pulse = Some(Pulse {
-            pipe: File::from(pipe),
-            engine,
-            due: Instant::now() + NO_SIGN_OF_LIFE_LIMIT,
-            missed: false,
-        });
-        Ok(())
-    }
-
-    fn take_sign_of_life(&mut self) {
-        let Some(pulse) = &mut self.pulse else { return };
-        let mut signs = [0; 64];
-        match pulse.pipe.read(&mut signs) {
-            // The engine has let go of the VM.
-            Ok(0) => self.pulse = None,
-            _ => {
-                pulse.due = Instant::now() + NO_SIGN_OF_LIFE_LIMIT;
-                pulse.missed = false;
-            }
+        if let Some(stream) = &self.stream {
+            resume::drain(stream.as_fd());
         }
     }
 
     fn wait(&self) -> io::Result<Woken> {
-        let pause = self.pause.as_ref().and_then(|open| open.deadline);
-        let pulse = self.pulse.as_ref().map(|pulse| pulse.due);
-        let first = [pause, pulse].into_iter().flatten().min();
+        let pause = self.pause.as_ref().and_then(Pause::due);
+        let heartbeat = self.heartbeat.as_ref().map(Watched::due);
+        let first = [pause, heartbeat].into_iter().flatten().min();
         loop {
             let left = first.map(|at| at.saturating_duration_since(Instant::now()));
             let timeout = left.map(|left| Timespec {
@@ -267,19 +232,23 @@ impl Watch {
                 tv_nsec: i64::from(left.subsec_nanos()),
             });
             let mut waited = vec![PollFd::new(&self.engine, PollFlags::IN)];
-            let pipe = self.pulse.as_ref().map(|pulse| &pulse.pipe);
-            waited.extend(pipe.map(|pipe| PollFd::new(pipe, PollFlags::IN)));
-            let signs = waited.len();
+            let pipe = self.heartbeat.as_ref().and_then(Watched::pipe);
+            waited.extend(pipe.map(|pipe| PollFd::from_borrowed_fd(pipe, PollFlags::IN)));
+            let heartbeats = waited.len();
             let stream = self.stream.as_ref().filter(|_| self.releasing);
             waited.extend(stream.map(|stream| PollFd::new(stream, PollFlags::IN)));
             match poll(&mut waited, timeout.as_ref()) {
-                Ok(0) if pause.is_some() && pause == first => return Ok(Woken::PauseTooLong),
-                Ok(0) => return Ok(Woken::NoSignOfLife),
+                Ok(0) if pause.is_some() && pause == first => return Ok(Woken::PauseDue),
+                Ok(0) => return Ok(Woken::NoHeartbeat),
                 Ok(_) if !waited[0].revents().is_empty() => return Ok(Woken::Request),
-                Ok(_) if waited[signs..].iter().any(|fd| !fd.revents().is_empty()) => {
+                Ok(_)
+                    if waited[heartbeats..]
+                        .iter()
+                        .any(|fd| !fd.revents().is_empty()) =>
+                {
                     return Ok(Woken::Stream);
                 }
-                Ok(_) => return Ok(Woken::SignOfLife),
+                Ok(_) => return Ok(Woken::Heartbeat),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -323,45 +292,6 @@ fn ok_or_failed(done: Result<(), String>) -> Reply {
     }
 }
 
-/// The engine died. Its QMP connection is ours alone now: say what is to be done, and wait for QEMU to
-/// answer, because closing the connection with the command unread could lose it.
-fn say_after_engine_death(qmp: &UnixStream, line: &[u8]) {
-    let mut qmp = qmp;
-    let deadline = Instant::now() + ANSWER_LIMIT;
-    // QEMU gone, or never reading: there is no VM any more, or nothing more can be done.
-    if qmp
-        .write_all(LEXER_RESET)
-        .and_then(|()| qmp.write_all(line))
-        .is_err()
-    {
-        return;
-    }
-    let mut seen = Vec::new();
-    let mut piece = [0u8; 4096];
-    while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-        if qmp
-            .set_read_timeout(Some(left.max(Duration::from_millis(1))))
-            .is_err()
-        {
-            return;
-        }
-        match qmp.read(&mut piece) {
-            Ok(0) => return,
-            Ok(read) => seen.extend_from_slice(&piece[..read]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(_) => return,
-        }
-        if seen.split(|&byte| byte == b'\n').any(is_our_answer) {
-            return;
-        }
-    }
-}
-
-fn is_our_answer(line: &[u8]) -> bool {
-    serde_json::from_slice::<serde_json::Value>(line)
-        .is_ok_and(|value| value.get("id").and_then(|id| id.as_str()) == Some("guardian"))
-}
-
 /// Signals meant for the engine (a closed terminal, a polite stop of the whole group) must not end
 /// the one that cleans up behind it. A handler that only sets a flag is as good as ignoring.
 fn ignore_signals() {
@@ -376,4 +306,50 @@ fn ignore_signals() {
 /// A few hundred KiB must not be what the kernel frees by killing us in an injection.
 fn protect_from_oom() {
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+}
+
+/// It holds what opens a VM's memory: no core dump, and nobody but root may look inside. To be called after
+/// what only the owner of `/proc/self` may write.
+fn keep_private() {
+    let none = Rlimit {
+        current: Some(0),
+        maximum: Some(0),
+    };
+    // Both work for every process, of itself.
+    let _ = rustix::process::setrlimit(Resource::Core, none);
+    let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    // The program was started through a link, and would be called by its name.
+    let _ = rustix::thread::set_name(c"stillframe");
+}
+
+/// The program may lie on the storage that hangs: its pages must not have to be read again.
+fn stay_in_memory() {
+    // Without the right to, they stay for as long as the kernel likes.
+    let _ = rustix::mm::mlockall(MlockAllFlags::CURRENT);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    const CHILD: &str = "TEST_GUARDIAN_KEEPS_PRIVATE";
+
+    /// In a process of its own, because it cannot be undone.
+    #[test]
+    fn it_cannot_be_dumped() {
+        if std::env::var_os(CHILD).is_some() {
+            keep_private();
+            let behavior = rustix::process::dumpable_behavior().unwrap();
+            assert_eq!(behavior, DumpableBehavior::NotDumpable);
+            assert_eq!(rustix::process::getrlimit(Resource::Core).current, Some(0));
+            return;
+        }
+        let status = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "guardian::process::tests::it_cannot_be_dumped"])
+            .env(CHILD, "1")
+            .status();
+        assert!(status.unwrap().success());
+    }
 }

@@ -9,10 +9,11 @@
 //!     Pausing {limit_ms, ..} -->                        <-- Ok      then the engine stops the VM
 //!     Release                -->                        <-- Ok      QEMU is not to be held any longer
 //!     Resumed                -->                        <-- Pause {fired}
-//!     WatchOver + pipe       -->                        <-- Ok      then signs of life, or it kills
+//!     Heartbeat + pipe, uffd -->                        <-- Ok      then heartbeats, or it kills and lets the VM go
 //!     Close {pid, ..}        -->      (ptrace)          <-- Ok | Failed
 //!     LastDuty {duty}        -->                        <-- Ok
-//!     (end of file)          -->      resumes the VM if between Pausing and Resumed, does its last duty, exits
+//!     (end of file)          -->      lets the VM go unless told that it was, resumes it if between Pausing and
+//!                                     Resumed, does its last duty, exits
 //! ```
 
 use std::io;
@@ -23,8 +24,11 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use stillframe_sys::fdpass;
 
-/// Longest message either side sends; both sides are ours, so this only bounds a bug.
-const MESSAGE_BYTES_MAX: usize = 4096;
+/// Longest message either side sends, in bytes; both sides are ours, so this only bounds a bug. The address
+/// ranges of 4096 RAM blocks take 140 KiB.
+const MESSAGE_BYTES_MAX: usize = 256 << 10;
+/// Bytes received with one call.
+const RECEIVE_BYTES: usize = 4096;
 
 /// From the engine to the guardian.
 #[derive(Debug, Serialize, Deserialize)]
@@ -71,9 +75,12 @@ pub(super) enum Request {
     Release,
     /// The VM runs again.
     Resumed,
-    /// The engine will show signs of life on a pipe (descriptor beside it), and is to be killed when
-    /// there are none.
-    WatchOver,
+    /// The engine will write heartbeats into a pipe (the first descriptor beside this), and is to be killed
+    /// when it does not. Where vCPUs wait for the engine, a copy of its userfaultfd is the second descriptor.
+    Heartbeat {
+        /// The address ranges that are registered with that userfaultfd: start and end of each.
+        ranges: Vec<(u64, u64)>,
+    },
 }
 
 /// How a VM that was stopped comes to run again.
@@ -127,26 +134,23 @@ pub(super) enum Reply {
     },
 }
 
-/// Sends one message, with at most one descriptor.
+/// Sends one message, and descriptors with it.
 pub(super) fn send<M: Serialize>(
     socket: &UnixStream,
     message: &M,
-    descriptor: Option<BorrowedFd<'_>>,
+    descriptors: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
     let mut line = serde_json::to_vec(message)?;
     line.push(b'\n');
-    match descriptor {
-        Some(fd) => fdpass::send(socket, &line, &[fd]),
-        None => fdpass::send(socket, &line, &[]),
-    }
+    fdpass::send(socket, &line, descriptors)
 }
 
-/// Receives one message; `Ok(None)` at the end of file.
+/// Receives one message and its descriptors; `Ok(None)` at the end of file.
 pub(super) fn receive<M: DeserializeOwned>(
     socket: &UnixStream,
-) -> io::Result<Option<(M, Option<OwnedFd>)>> {
+) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
     let mut line = Vec::new();
-    let mut descriptor = None;
+    let mut descriptors = Vec::new();
     while line.last() != Some(&b'\n') {
         if line.len() >= MESSAGE_BYTES_MAX {
             return Err(io::Error::new(
@@ -156,11 +160,9 @@ pub(super) fn receive<M: DeserializeOwned>(
         }
         // One message is in flight at a time (every request is answered before the next), so
         // reading past the line end cannot swallow a second one.
-        let mut piece = [0u8; MESSAGE_BYTES_MAX];
-        let (read, mut descriptors) = fdpass::receive(socket, &mut piece)?;
-        if let Some(fd) = descriptors.pop() {
-            descriptor = Some(fd);
-        }
+        let mut piece = [0u8; RECEIVE_BYTES];
+        let (read, received) = fdpass::receive(socket, &mut piece)?;
+        descriptors.extend(received);
         if read == 0 {
             return match line.is_empty() {
                 true => Ok(None),
@@ -169,5 +171,31 @@ pub(super) fn receive<M: DeserializeOwned>(
         }
         line.extend_from_slice(&piece[..read]);
     }
-    Ok(Some((serde_json::from_slice(&line)?, descriptor)))
+    Ok(Some((serde_json::from_slice(&line)?, descriptors)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    /// More RAM blocks than one receive call returns.
+    #[test]
+    fn long_messages_and_several_descriptors_arrive() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let ranges: Vec<(u64, u64)> = (0..4096).map(|n| (n << 44, (n << 44) + 4096)).collect();
+        let sent = Request::Heartbeat {
+            ranges: ranges.clone(),
+        };
+        let sender = std::thread::spawn(move || {
+            send(&near, &sent, &[near.as_fd(), near.as_fd()]).unwrap();
+        });
+        let (received, descriptors) = receive::<Request>(&far).unwrap().unwrap();
+        sender.join().unwrap();
+        assert!(matches!(received, Request::Heartbeat { ranges: got } if got == ranges));
+        assert_eq!(descriptors.len(), 2);
+        // They are copies of the sender's end.
+        drop(descriptors);
+        assert!(receive::<Request>(&far).unwrap().is_none());
+    }
 }

@@ -70,7 +70,7 @@ impl Schedule for CopyOnWrite {
         record.scan = us(begin);
         let begin = Instant::now();
         let server = tracker.fault_server()?;
-        server.take_failure();
+        server.forget_failure();
         for (block, ranges) in armed.iter().enumerate() {
             let claims = server.claims(block);
             for page in ranges.iter().cloned().flatten() {
@@ -102,10 +102,7 @@ impl Schedule for CopyOnWrite {
             server.recycle(saved.bytes);
         }
         copying?;
-        match server.take_failure() {
-            true => Err(TrackerError::NotSaved),
-            false => Ok(()),
-        }
+        server.take_failure()
     }
 
     fn give_up(&mut self, tracker: &Tracker) {
