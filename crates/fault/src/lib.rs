@@ -51,6 +51,8 @@ points! {
     CopyOnWriteFault = "copy-on-write.fault",
     /// The capture is complete and about to be stored.
     StoreBegin = "store.begin",
+    /// Lazy restore: a page that the guest waits for is about to be filled.
+    LazyFault = "lazy.fault",
 }
 
 /// Passes a fault point.

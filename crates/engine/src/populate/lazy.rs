@@ -32,7 +32,7 @@ use std::thread::Scope;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use stillframe_repo::{PageMap, Reader};
 use stillframe_sys::affinity;
 use stillframe_sys::pagemap::Pagemap;
@@ -41,6 +41,7 @@ use stillframe_sys::uffd::{Track, Uffd, UffdError};
 
 use super::eager::{self, PopulateError};
 use crate::capture::block::{Block, PAGE_BYTES};
+use crate::guardian::{HEARTBEAT, Heartbeat};
 use ahead::Ahead;
 use asked::Page;
 use filler::Filler;
@@ -147,7 +148,7 @@ impl<'a> Lazy<'a> {
             holding: Holding::default(),
             newest,
             bytes_per_s,
-            trouble: Trouble::default(),
+            trouble: Trouble::new(SERVERS_MAX),
             problem: Mutex::default(),
             end: AtomicBool::new(false),
             end_event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -206,8 +207,9 @@ impl<'a> Lazy<'a> {
         reader: &'s Reader<'_>,
     ) -> Result<(), PopulateError> {
         let processors = affinity::of_this_thread().len();
-        for _ in 0..processors.clamp(2, SERVERS_MAX) {
+        for number in 0..processors.clamp(2, SERVERS_MAX) {
             let server = Server {
+                number,
                 memory: &self.memory,
                 near: Near::new(&self.memory, reader)?,
                 ahead: &self.working_set,
@@ -224,6 +226,32 @@ impl<'a> Lazy<'a> {
                 })
                 .map_err(PopulateError::Threads)?;
         }
+        Ok(())
+    }
+
+    /// Starts heartbeats: without them the guardian ends this process, and pauses the VM. They come from a
+    /// thread of their own, because each of the others waits for storage or for QEMU now and then; that the
+    /// storage hangs is for who looks after the VM.
+    pub fn beat<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        heartbeat: Heartbeat,
+    ) -> Result<(), PopulateError> {
+        let timeout = Timespec {
+            tv_sec: 0,
+            tv_nsec: HEARTBEAT.subsec_nanos().into(),
+        };
+        std::thread::Builder::new()
+            .name("heartbeat".into())
+            .spawn_scoped(scope, move || {
+                while !self.end.load(Ordering::Relaxed) {
+                    heartbeat.beat();
+                    let mut waited = [PollFd::new(&self.end_event, PollFlags::IN)];
+                    // Whatever it ends with, the next heartbeat is due or it is over.
+                    let _ = poll(&mut waited, Some(&timeout));
+                }
+            })
+            .map_err(PopulateError::Threads)?;
         Ok(())
     }
 

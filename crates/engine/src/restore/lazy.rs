@@ -148,6 +148,7 @@ impl Job<'_> {
             clock.phases.device_state = clock.lap();
             files.write(&record)?;
             guardian.last_duty(LastDuty::Pause)?;
+            lazy.beat(scope, guardian.heartbeat(None)?)?;
             let (process, monitor) = launched.keep();
             // Dropped before the threads end: the guardian pauses the VM while pages still come.
             let keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
@@ -303,6 +304,7 @@ pub(super) fn resume(
         let mut keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
         keeper.guardian.watch(keeper.monitor.client().socket())?;
         keeper.guardian.last_duty(LastDuty::Pause)?;
+        lazy.beat(scope, keeper.guardian.heartbeat(None)?)?;
         if keeper.record.running && keeper.monitor.run_state()?.status == "paused" {
             keeper.monitor.cont()?;
         }

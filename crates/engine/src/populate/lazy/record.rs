@@ -7,8 +7,9 @@
 //! vm.qmp.filling-pages   which pages were filled, a byte each; locked by the process that fills
 //! ```
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
@@ -52,6 +53,16 @@ pub enum RecordError {
     Busy {
         /// The monitor.
         qmp: PathBuf,
+    },
+    /// The process that filled it cannot end.
+    #[error(
+        "the memory of the VM at {qmp} was being filled by process {pid}, which sleeps in the kernel and cannot end: the storage it reads does not answer. The VM waits, and nothing is lost; try again when that process is gone"
+    )]
+    Hanging {
+        /// The monitor.
+        qmp: PathBuf,
+        /// The process.
+        pid: i32,
     },
     /// A VM of an earlier restore with this monitor still needs its files.
     #[error(
@@ -238,7 +249,13 @@ impl Files {
         let marks = marks.ok_or_else(missing)?;
         match flock(&marks, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(marks),
-            Err(Errno::WOULDBLOCK) => Err(self.busy()),
+            Err(Errno::WOULDBLOCK) => Err(match hanging_holder(&marks) {
+                Some(pid) => RecordError::Hanging {
+                    qmp: self.qmp.clone(),
+                    pid,
+                },
+                None => self.busy(),
+            }),
             Err(errno) => Err(self.failed("lock", &self.marks, errno.into())),
         }
     }
@@ -287,6 +304,28 @@ impl Files {
             source,
         }
     }
+}
+
+/// The process that has a file locked, if it was killed and cannot end, or sleeps uninterruptibly.
+fn hanging_holder(file: &File) -> Option<i32> {
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let inode = file.metadata().ok()?.ino();
+    let pid = holder(&locks, inode)?;
+    let state = Process::open(pid).ok()?.run_state().ok()?;
+    // The main thread of a killed process is a zombie for as long as another thread sleeps.
+    matches!(state, 'Z' | 'D').then_some(pid)
+}
+
+/// Who has locked an inode whole, by proc_locks(5): `1: FLOCK  ADVISORY  WRITE 708 08:01:1234 0 EOF`.
+fn holder(locks: &str, inode: u64) -> Option<i32> {
+    let suffix = format!(":{inode}");
+    locks.lines().find_map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words[..] {
+            [_, "FLOCK", _, _, pid, place, ..] if place.ends_with(&suffix) => pid.parse().ok(),
+            _ => None,
+        }
+    })
 }
 
 fn read(directory: &PrivateDir, name: &str) -> Result<Option<FillingRecord>, RecordError> {
@@ -379,6 +418,22 @@ mod tests {
         assert!(matches!(again, Err(RecordError::Unfinished { .. })));
         remove_ended(&files.directory);
         assert!(files.read().is_ok());
+    }
+
+    #[test]
+    fn the_holder_of_a_lock_is_found() {
+        let file = tempfile::tempfile().unwrap();
+        let inode = file.metadata().unwrap().ino();
+        let locked = |locks: &str| holder(locks, inode);
+        flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let locks = fs::read_to_string("/proc/locks").unwrap();
+        assert_eq!(locked(&locks), Some(std::process::id() as i32));
+        // Which lives.
+        assert_eq!(hanging_holder(&file), None);
+        let waiter = format!("1: -> FLOCK ADVISORY WRITE 7 08:01:{inode} 0 EOF");
+        for other in ["", &waiter, "1: POSIX ADVISORY WRITE 7 08:01:1 0 EOF"] {
+            assert_eq!(locked(other), None, "{other}");
+        }
     }
 
     #[test]

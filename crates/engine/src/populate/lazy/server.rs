@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use stillframe_fault::{self as fault, Point};
 use stillframe_sys::uffd::{Event, UffdError, Waiters};
 
 use super::ahead::Ahead;
@@ -19,6 +20,8 @@ const AGAIN: Duration = Duration::from_millis(200);
 
 /// One of the threads.
 pub(super) struct Server<'m, 'a> {
+    /// Its number among them.
+    pub(super) number: usize,
     pub(super) memory: &'m LazyMemory<'a>,
     pub(super) near: Near<'m, 'a>,
     pub(super) ahead: &'m Ahead,
@@ -36,7 +39,11 @@ impl Server<'_, '_> {
         while self.wait()? {
             // Another thread may have been faster.
             if let Some(Event::Fault { address, .. }) = self.memory.uffd.next_event()? {
+                self.trouble.begins(self.number);
+                // It only hangs there: a fault that is not served waits for ever.
+                let _ = fault::at(Point::LazyFault);
                 self.serve(address)?;
+                self.trouble.ends(self.number);
             }
         }
         Ok(())

@@ -1,5 +1,6 @@
 //! Whether the guest waits for pages that cannot be had.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -7,10 +8,16 @@ use stillframe_repo::RepoError;
 
 use crate::in_words;
 
+/// A page takes this long on storage that is slow; on one that hangs, longer.
+const SLOW: Duration = Duration::from_millis(500);
+
 /// What the threads that serve faults tell the one that looks after the VM.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Trouble {
     now: Mutex<Now>,
+    begun: Instant,
+    /// For each thread, since when it serves its fault, in microseconds from `begun`; 0 for none.
+    serving: Vec<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
@@ -22,6 +29,35 @@ struct Now {
 }
 
 impl Trouble {
+    /// For so many threads.
+    pub(super) fn new(threads: usize) -> Trouble {
+        Trouble {
+            now: Mutex::default(),
+            begun: Instant::now(),
+            serving: (0..threads).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    /// A thread serves a fault from here on. It may be that it never says anything more: a read from storage
+    /// that hangs does not return.
+    pub(super) fn begins(&self, thread: usize) {
+        let now = self.begun.elapsed().as_micros() as u64;
+        self.serving[thread].store(now.max(1), Ordering::Relaxed);
+    }
+
+    /// It is done with it.
+    pub(super) fn ends(&self, thread: usize) {
+        self.serving[thread].store(0, Ordering::Relaxed);
+    }
+
+    /// For how long the thread has served its fault that has done so for longest.
+    fn slowest(&self) -> Option<Duration> {
+        let begun = self.serving.iter().map(|at| at.load(Ordering::Relaxed));
+        let first = begun.filter(|&at| at > 0).min()?;
+        let time = self.begun.elapsed();
+        Some(time.saturating_sub(Duration::from_micros(first)))
+    }
+
     /// A thread cannot have a page. `told` is whether it has said so before, for this page.
     pub(super) fn of_a_page(&self, error: &RepoError, told: &mut bool) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
@@ -44,6 +80,31 @@ impl Trouble {
     /// The guest has waited for a page for this long, because of this.
     pub(super) fn for_how_long(&self) -> Option<(Duration, String)> {
         let now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        now.since.map(|since| (since.elapsed(), now.words.clone()))
+        if let Some(since) = now.since {
+            return Some((since.elapsed(), now.words.clone()));
+        }
+        let slow = self.slowest().filter(|&time| time > SLOW)?;
+        Some((slow, "the repository does not answer".to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_that_does_not_return_is_trouble_until_it_does() {
+        let trouble = Trouble::new(2);
+        trouble.begins(1);
+        assert!(
+            trouble.for_how_long().is_none(),
+            "every page takes a moment"
+        );
+        std::thread::sleep(SLOW + Duration::from_millis(20));
+        trouble.begins(0);
+        let (time, _) = trouble.for_how_long().unwrap();
+        assert!(time > SLOW);
+        trouble.ends(1);
+        assert!(trouble.for_how_long().is_none());
     }
 }
