@@ -4,8 +4,8 @@
 //!    with foreign registers; `kill -9` of the engine never hits the tracer, because the tracer is
 //!    this other process.
 //! 2. It resumes the VM ([`resume`]): each time a pause overruns its limit (watchdog), and when the engine
-//!    died inside a pause. It is told of a pause *before* the engine sends `stop`, and holds a copy of the
-//!    engine's QMP connection, so that it needs no free monitor.
+//!    died inside a pause. It is told of a pause *before* the engine stops the VM, and holds a copy of the
+//!    pipe that holds QEMU, and of the engine's QMP connection, so that it needs no free monitor.
 //! 3. Where threads of the VM wait for the engine (copy-on-write, lazy restore), it expects heartbeats
 //!    ([`heartbeat`]), and kills an engine that has none: one stopped by a signal, say.
 //! 4. With copy-on-write it holds a copy of the userfaultfd and the registered address ranges, and

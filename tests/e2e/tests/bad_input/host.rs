@@ -36,6 +36,18 @@ impl Mount {
         Ok(mount)
     }
 
+    /// An ext4 file system of so many MiB in a file beside it.
+    pub fn image(at: &Path, mib: u64) -> Result<Mount> {
+        std::fs::create_dir_all(at)?;
+        let image = at.with_extension("img");
+        std::fs::File::create(&image)?.set_len(mib << 20)?;
+        let status = Command::new("mkfs.ext4").arg("-q").arg(&image).status()?;
+        if !status.success() {
+            bail!("mkfs.ext4 ended with {status}");
+        }
+        Mount::new(at, &["-o", "loop", &image.display().to_string()])
+    }
+
     fn new(at: &Path, arguments: &[&str]) -> Result<Mount> {
         mount_command(at, arguments)?;
         Ok(Mount { at: at.to_owned() })

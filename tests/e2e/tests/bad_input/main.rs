@@ -5,6 +5,7 @@ mod changes;
 mod damage;
 mod deaths;
 mod disks;
+mod hangs;
 mod host;
 mod liars;
 mod locks;
