@@ -16,6 +16,10 @@ pub struct Disk {
     /// The drive or device it belongs to, such as `virtio0`; empty for a file that QEMU has open
     /// without showing it at a device, such as the data file beside an image.
     pub device: String,
+    /// QEMU's name for the node of an image that a device uses, such as `#block123` or the name that
+    /// `-blockdev` gave it; empty for backing files, for hidden files, and in older records.
+    #[serde(default)]
+    pub node: String,
     /// Absolute path of the file on the host; for what is no file (`nbd://...`) QEMU's name for it.
     pub path: PathBuf,
     /// Image format or block driver, such as `qcow2`, `raw`, `file`.
@@ -81,6 +85,7 @@ pub(super) fn gather(
         let written = identity.and_then(|identity| open.is_written(&identity));
         Disk {
             device: device.to_owned(),
+            node: String::new(),
             format: image.format.clone(),
             read_only: read_only && !written.unwrap_or(false),
             temporary,
@@ -96,9 +101,12 @@ pub(super) fn gather(
             continue;
         };
         let mut read_only = inserted.ro;
+        let mut node = inserted.node_name;
         let mut image = Some(&inserted.image);
         while let Some(this) = image {
-            disks.push(disk_of(&device, this, read_only));
+            let disk = disk_of(&device, this, read_only);
+            disks.push(Disk { node, ..disk });
+            node = String::new();
             read_only = true;
             image = this.backing.as_deref();
         }
@@ -228,14 +236,17 @@ mod tests {
         let disks = gather(drives, &nodes, &host, &OpenFiles::default());
         let seen: Vec<_> = disks
             .iter()
-            .map(|disk| (&*disk.device, disk.path.to_str(), disk.read_only))
+            .map(|disk| {
+                let path = disk.path.to_str();
+                (&*disk.device, &*disk.node, path, disk.read_only)
+            })
             .collect();
         assert_eq!(
             seen,
             [
-                ("d0", Some("/cwd/top.qcow2"), false),
-                ("d0", Some("/base"), true),
-                ("", Some("/data"), true),
+                ("d0", "top", Some("/cwd/top.qcow2"), false),
+                ("d0", "", Some("/base"), true),
+                ("", "", Some("/data"), true),
             ]
         );
     }
