@@ -19,7 +19,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
-use stillframe_qemu::arguments::{Argument, CommandLine};
+use stillframe_qemu::arguments::Argument;
 use stillframe_qemu::device_state::DeviceStateError;
 use stillframe_qemu::migration_file::{
     FileBlock, MigrationFileError, PAGE, PAGE_BYTES, StreamEncoder, mapped_layout,
@@ -373,7 +373,7 @@ fn load_command(
     if !matches!(format, Format::MappedRam | Format::Migration) {
         return None;
     }
-    let mut line = CommandLine::parse(&record.arguments);
+    let mut line = record.command_line();
     let is_other = |option: &Argument| OTHER_SOURCES.iter().any(|name| option.is(name));
     line.options.retain(|option| !is_other(option));
     if format == Format::MappedRam {

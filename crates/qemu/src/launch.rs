@@ -341,7 +341,8 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
             path: options.qmp.clone(),
         });
     }
-    let rewritten = rewrite::rewrite(&record.arguments, &record.cwd, options, &busy)?;
+    let arguments = record.command_line().to_argv();
+    let rewritten = rewrite::rewrite(&arguments, &record.cwd, options, &busy)?;
     checks::disks(record, options)?;
     checks::shared_ram(&rewritten.arguments, &record.cwd)?;
     Ok(LaunchPlan {
@@ -350,7 +351,7 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
         cpu_features: record.cpu_features.clone(),
         arguments: rewritten.arguments,
         cwd: record.cwd.clone(),
-        changes: rewritten.changes,
+        changes: [record.hot_plug.changes(), rewritten.changes].concat(),
     })
 }
 

@@ -11,6 +11,7 @@
 pub mod arguments;
 pub mod cpu_state;
 pub mod device_state;
+pub mod devices;
 pub mod elf_core;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

@@ -1,6 +1,7 @@
 //! The monitor commands Stillframe uses, with typed arguments and replies.
 
 mod cpu;
+mod devices;
 mod disks;
 mod host_files;
 pub(crate) mod ram_blocks;
@@ -15,6 +16,7 @@ use serde_json::{Value, json};
 
 pub use cpu::FeatureWord;
 pub(crate) use cpu::missing as missing_features;
+pub(crate) use devices::DeviceProperty;
 pub use disks::Disk;
 pub use host_files::FileIdentity;
 pub(crate) use host_files::HostView;
@@ -148,13 +150,26 @@ pub struct StateFile {
     fd: i32,
 }
 
-/// A device or network backend of the VM, as [`crate::suitability`] looks at it.
+/// A device of the VM that was added by option or by hot-plug.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Peripheral {
     /// Its id; `device[0]` and the like for those without.
     pub(crate) id: String,
     /// Its type, such as `virtio-net-pci`.
     pub(crate) driver: String,
+    /// Whether it has no id of its own.
+    pub(crate) anonymous: bool,
+}
+
+impl Peripheral {
+    /// Its place in QEMU's tree of objects.
+    pub(crate) fn path(&self) -> String {
+        let folder = match self.anonymous {
+            true => "peripheral-anon",
+            false => "peripheral",
+        };
+        format!("/machine/{folder}/{}", self.id)
+    }
 }
 
 /// `query-version`.
@@ -500,6 +515,7 @@ impl Monitor {
                     peripherals.push(Peripheral {
                         id: name,
                         driver: driver.to_owned(),
+                        anonymous: path.ends_with("-anon"),
                     });
                 }
             }
@@ -611,7 +627,7 @@ impl Monitor {
         self.run(command, Value::Null)
     }
 
-    fn run<T: DeserializeOwned>(
+    pub(crate) fn run<T: DeserializeOwned>(
         &mut self,
         command: &'static str,
         arguments: Value,

@@ -288,6 +288,12 @@ impl Client {
         self.inbox.has_event(name)
     }
 
+    /// The events that have come and that nobody has taken yet, oldest first. What lies in the socket does
+    /// not count.
+    pub fn events(&self) -> impl Iterator<Item = &Event> {
+        self.events.iter()
+    }
+
     /// Runs a command that takes a file descriptor (`add-fd`, `getfd`).
     pub fn execute_with_fd(
         &mut self,

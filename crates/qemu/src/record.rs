@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use stillframe_sys::process::Process;
 
 use crate::arguments::CommandLine;
+use crate::devices::HotPlug;
 use crate::monitor::{
     Accelerator, Disk, FeatureWord, HostView, Identity, Monitor, MonitorError, RamBlock,
 };
@@ -26,6 +27,9 @@ pub struct VmRecord {
     pub cwd: PathBuf,
     /// QEMU's version, machine type and the like.
     pub identity: Identity,
+    /// How its devices differ from those of the arguments.
+    #[serde(default, skip_serializing_if = "HotPlug::is_empty")]
+    pub hot_plug: HotPlug,
     /// All RAM blocks.
     pub ram_blocks: Vec<RamBlock>,
     /// All files of all disks.
@@ -42,7 +46,8 @@ pub struct VmRecord {
 }
 
 impl VmRecord {
-    /// Asks the VM for everything. About ten round trips; the VM runs on meanwhile.
+    /// Asks the VM for everything but what was plugged in and unplugged since its start, which
+    /// [`crate::suitability::check`] finds. About ten round trips; the VM runs on meanwhile.
     pub fn take(target: &Target, monitor: &mut Monitor) -> Result<VmRecord, MonitorError> {
         Ok(VmRecord {
             label: label(target.name.as_deref(), &target.arguments),
@@ -50,6 +55,7 @@ impl VmRecord {
             arguments: target.arguments.clone(),
             cwd: target.cwd.clone(),
             identity: monitor.identity()?,
+            hot_plug: HotPlug::default(),
             ram_blocks: monitor.ram_blocks()?,
             disks: monitor.disks()?,
             cpu_features: monitor.cpu_features()?,
@@ -64,6 +70,14 @@ impl VmRecord {
     pub fn refresh(&mut self, monitor: &mut Monitor) -> Result<(), MonitorError> {
         self.disks = monitor.disks()?;
         Ok(())
+    }
+
+    /// The command line that makes the VM as it was recorded: that of its start, and what was plugged in
+    /// and unplugged since.
+    pub fn command_line(&self) -> CommandLine {
+        let mut line = CommandLine::parse(&self.arguments);
+        self.hot_plug.apply(&mut line);
+        line
     }
 
     /// Takes the identity of all disk files again. To be called while the VM is stopped, when the
@@ -112,6 +126,7 @@ impl VmRecord {
                 name,
                 accelerator: Accelerator::Tcg,
             },
+            hot_plug: HotPlug::default(),
             ram_blocks: Vec::new(),
             disks: Vec::new(),
             cpu_features: Vec::new(),

@@ -141,14 +141,15 @@ pub(super) fn running_disks(
 /// The file of a disk must be named by the command line, or the command line describes another VM
 /// than the one that was recorded: its disk was exchanged by a monitor command.
 fn in_arguments(record: &VmRecord, disk: &Disk) -> Result<(), LaunchError> {
-    let elsewhere = CommandLine::parse(&record.arguments).has("readconfig");
+    let line = record.command_line();
+    let elsewhere = line.has("readconfig");
     let name = disk.path.file_name().and_then(|name| name.to_str());
     let (Some(name), false, true) = (name, elsewhere, disk.path.is_absolute()) else {
         return Ok(());
     };
     let escaped = name.replace(',', ",,");
     let named = |word: &String| word.contains(name) || word.contains(&escaped);
-    if disk.temporary || record.arguments.iter().any(named) {
+    if disk.temporary || line.to_argv().iter().any(named) {
         return Ok(());
     }
     Err(LaunchError::DiskNotInArguments {

@@ -28,7 +28,7 @@ const IMAGE_OPTIONS: &[&str] = &["hda", "hdb", "hdc", "hdd", "sd", "mtdblock", "
 
 /// The RAM blocks that can begin as a view of a file: those made by a memory backend.
 pub(in crate::launch) fn memory_blocks(record: &VmRecord) -> Vec<String> {
-    let line = CommandLine::parse(&record.arguments);
+    let line = record.command_line();
     let blocks = record.ram_blocks.iter().map(|block| &block.name);
     let backed = blocks.filter(|name| {
         backend_of(&line, name).is_some() || (*name == DEFAULT_RAM && !names_memory(&line))

@@ -1,0 +1,77 @@
+//! Commands about devices: several at once, and QEMU's tree of objects.
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{Monitor, MonitorError};
+use crate::qmp::{QmpError, REPLY_LIMIT_SECONDS};
+
+/// Commands in flight at a time. QEMU queues eight (`monitor/qmp.c`, `QMP_REQ_QUEUE_LEN_MAX`).
+const IN_FLIGHT: usize = 8;
+
+/// A property that a type of device can be given.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(crate) struct DeviceProperty {
+    /// Its name.
+    pub(crate) name: String,
+    /// QEMU's word for its type, such as `bool`, `str` or `link<iothread>`.
+    #[serde(rename = "type")]
+    pub(crate) kind: String,
+    /// What it is when nothing is said; many have none.
+    #[serde(rename = "default-value")]
+    pub(crate) default: Option<Value>,
+}
+
+impl Monitor {
+    /// Runs commands without a wait between them. The first that fails decides.
+    pub(crate) fn run_all(
+        &mut self,
+        commands: Vec<(&'static str, Value)>,
+    ) -> Result<Vec<Value>, MonitorError> {
+        let replies = self.try_all(commands)?;
+        Ok(replies.into_iter().collect::<Result<Vec<Value>, _>>()?)
+    }
+
+    /// The values of properties of one object, in the order of their names; nothing for those that
+    /// cannot be read.
+    pub(crate) fn properties(
+        &mut self,
+        path: &str,
+        names: &[&str],
+    ) -> Result<Vec<Option<Value>>, MonitorError> {
+        let get = |name: &&str| ("qom-get", json!({ "path": path, "property": name }));
+        let replies = self.try_all(names.iter().map(get).collect())?;
+        Ok(replies.into_iter().map(Result::ok).collect())
+    }
+
+    /// What a type of device can be given (`device-list-properties`).
+    pub(crate) fn device_properties(
+        &mut self,
+        driver: &str,
+    ) -> Result<Vec<DeviceProperty>, MonitorError> {
+        self.run("device-list-properties", json!({ "typename": driver }))
+    }
+
+    /// Replies, and errors of single commands; fails when the connection does.
+    fn try_all(
+        &mut self,
+        commands: Vec<(&'static str, Value)>,
+    ) -> Result<Vec<Result<Value, QmpError>>, MonitorError> {
+        let limit = std::time::Duration::from_secs(REPLY_LIMIT_SECONDS);
+        let mut replies = Vec::with_capacity(commands.len());
+        let mut commands = commands.into_iter().peekable();
+        while commands.peek().is_some() {
+            let mut tickets = Vec::with_capacity(IN_FLIGHT);
+            for (command, arguments) in commands.by_ref().take(IN_FLIGHT) {
+                tickets.push(self.client.send(command, arguments)?);
+            }
+            for ticket in tickets {
+                match self.client.wait(ticket, limit) {
+                    Err(error @ QmpError::Command { .. }) => replies.push(Err(error)),
+                    other => replies.push(Ok(other?)),
+                }
+            }
+        }
+        Ok(replies)
+    }
+}
