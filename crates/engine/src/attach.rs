@@ -23,6 +23,7 @@ use thiserror::Error;
 
 use crate::capture::block::PAGE_BYTES;
 use crate::capture::device_state::StateStream;
+use crate::capture::devices::Devices;
 use crate::capture::schedule::{Auto, ScheduleChoice, ScheduleKind};
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
@@ -102,6 +103,8 @@ pub struct Vm {
     pub(crate) captured_at: Instant,
     /// What checkpoints remember of the VM; taken for the first.
     pub(crate) record: Option<VmRecord>,
+    /// What tells that devices came or went.
+    pub(crate) devices: Devices,
     /// Where QEMU saves its device state; lent for the first checkpoint.
     pub(crate) state: Option<StateStream>,
     /// Pages copied in the last pause: what the next one will need room for, about.
@@ -166,6 +169,7 @@ impl Vm {
             auto,
             captured_at: Instant::now(),
             record: None,
+            devices: Devices::default(),
             state: None,
             pause_pages_last: 0,
         })

@@ -29,6 +29,7 @@ use crate::attach::Vm;
 use crate::capture::DowntimeRecord;
 use crate::capture::block::BlockError;
 use crate::capture::device_state::StateError;
+use crate::capture::devices::DevicesError;
 use crate::capture::pause::PauseError;
 use crate::capture::stage::StageError;
 use crate::capture::tracker::TrackerError;
@@ -149,6 +150,9 @@ pub enum CheckpointError {
         "the VM was migrated to another host or into a file: what is left here is not the VM any more, so no checkpoint of it is taken"
     )]
     MigratedAway,
+    /// Devices came or went.
+    #[error(transparent)]
+    Devices(#[from] DevicesError),
     /// QEMU refused something.
     #[error("QEMU failed a command")]
     Monitor(#[from] MonitorError),

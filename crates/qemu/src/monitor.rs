@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 pub use cpu::FeatureWord;
 pub(crate) use cpu::missing as missing_features;
-pub(crate) use devices::DeviceProperty;
+pub(crate) use devices::{BlockNode, DeviceProperty};
 pub use disks::Disk;
 pub use host_files::FileIdentity;
 pub(crate) use host_files::HostView;

@@ -129,6 +129,8 @@ pub struct Ticket {
 /// Something QEMU reports on its own. What else it says of it is not kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
+    /// The device that it is about, by its place in QEMU's tree, where it is about one.
+    pub path: Option<String>,
     /// `STOP`, `RESUME`, `SHUTDOWN`, ...
     pub name: String,
     /// QEMU's clock when it happened, since the epoch.
@@ -291,7 +293,7 @@ impl Client {
     /// The events that have come and that nobody has taken yet, oldest first. What lies in the socket does
     /// not count.
     pub fn events(&self) -> impl Iterator<Item = &Event> {
-        self.events.iter()
+        self.inbox.events()
     }
 
     /// Runs a command that takes a file descriptor (`add-fd`, `getfd`).

@@ -1,10 +1,9 @@
 //! Whether a VM can be checkpointed rightly at all. What cannot be is refused with its cause,
 //! before anything is done to the VM.
 
-use std::collections::BTreeSet;
-
-use crate::arguments::{Argument, CommandLine, Properties};
-use crate::monitor::{Monitor, MonitorError, Peripheral};
+use crate::arguments::CommandLine;
+use crate::devices::{self, FollowError, HotPlug};
+use crate::monitor::{BlockNode, Monitor, MonitorError, Peripheral};
 use crate::target::Target;
 
 /// Why a VM is refused.
@@ -55,24 +54,17 @@ pub enum Unsuitable {
         /// Its architecture.
         architecture: String,
     },
-    /// The devices are no longer those of the command line.
-    #[error(
-        "device {device} was {what} after the start, so the command line no longer describes the \
-         VM and it could not be started again from a checkpoint; undo that first"
-    )]
-    HotPlugged {
-        /// The device's id.
-        device: String,
-        /// `added` or `removed`.
-        what: &'static str,
-    },
+    /// The devices are no longer those of the command line, and cannot be described either.
+    #[error(transparent)]
+    Devices(#[from] FollowError),
     /// The VM could not be asked.
     #[error("cannot find out whether the VM can be checkpointed")]
     Monitor(#[from] MonitorError),
 }
 
-/// Says whether the VM can be checkpointed, and if not, why.
-pub fn check(target: &Target, monitor: &mut Monitor) -> Result<(), Unsuitable> {
+/// Says whether the VM can be checkpointed, and if not, why. Returns how its devices differ from those of
+/// its command line.
+pub fn check(target: &Target, monitor: &mut Monitor) -> Result<HotPlug, Unsuitable> {
     let architecture = monitor.architecture()?;
     if architecture != "x86_64" {
         return Err(Unsuitable::OtherArchitecture { architecture });
@@ -82,9 +74,11 @@ pub fn check(target: &Target, monitor: &mut Monitor) -> Result<(), Unsuitable> {
     let peripherals = monitor.peripherals()?;
     check_devices(&peripherals)?;
     check_network(&monitor.human("info network")?)?;
+    check_block_drivers(&monitor.block_nodes()?)?;
     let migration = monitor.migration()?;
     check_migration(migration.status, migration.blocked_reasons)?;
-    check_hot_plug(&CommandLine::parse(&target.arguments), &peripherals)
+    let line = CommandLine::parse(&target.arguments);
+    Ok(devices::follow(&line, monitor)?)
 }
 
 fn check_run_state(status: String) -> Result<(), Unsuitable> {
@@ -146,44 +140,19 @@ pub(crate) fn check_network(table: &str) -> Result<(), Unsuitable> {
     Ok(())
 }
 
-/// Compares the ids of the devices there are with those of the command line. Devices without an
-/// id cannot be compared; a configuration file may name devices that are not seen here.
-fn check_hot_plug(
-    command_line: &CommandLine,
-    peripherals: &[Peripheral],
-) -> Result<(), Unsuitable> {
-    if command_line.has("readconfig") {
-        return Ok(());
-    }
-    let id = |value: &str| {
-        Properties::parse(value, "driver")
-            .get("id")
-            .map(str::to_owned)
-    };
-    let started: BTreeSet<String> = command_line.values("device").filter_map(id).collect();
-    // `-drive if=virtio,id=x`, `-virtfs` and others make devices of their own; their ids are
-    // somewhere in the command line.
-    let named = |id: &str| {
-        let values = command_line.options.iter().filter_map(Argument::value);
-        values.into_iter().any(|value| value.contains(id))
-    };
-    for peripheral in peripherals {
-        let anonymous = peripheral.id.starts_with("device[");
-        if !anonymous && !started.contains(&peripheral.id) && !named(&peripheral.id) {
-            return Err(Unsuitable::HotPlugged {
-                device: peripheral.id.clone(),
-                what: "added",
-            });
+/// Block drivers that have hardware, or another process, read into guest memory.
+fn check_block_drivers(nodes: &[BlockNode]) -> Result<(), Unsuitable> {
+    for node in nodes {
+        let device = format!("disk node {} ({})", node.name, node.driver);
+        match node.driver.as_str() {
+            "nvme" | "virtio-blk-vfio-pci" | "virtio-blk-vhost-vdpa" => {
+                return Err(Unsuitable::Vfio { device });
+            }
+            "virtio-blk-vhost-user" => return Err(Unsuitable::VhostUser { device }),
+            _ => {}
         }
     }
-    let gone = |id: &&String| !peripherals.iter().any(|there| there.id == **id);
-    match started.iter().find(gone) {
-        Some(device) => Err(Unsuitable::HotPlugged {
-            device: device.clone(),
-            what: "removed",
-        }),
-        None => Ok(()),
-    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -194,6 +163,7 @@ mod tests {
         Peripheral {
             id: id.into(),
             driver: driver.into(),
+            anonymous: false,
         }
     }
 
@@ -250,29 +220,17 @@ mod tests {
     }
 
     #[test]
-    fn hot_plug() {
-        let argv = [
-            "q",
-            "-device",
-            "virtio-net-pci,id=net0",
-            "-device",
-            r#"{"driver":"isa-serial","id":"s0"}"#,
-        ];
-        let line = CommandLine::parse(&argv.map(str::to_owned));
-        let (net, serial) = (
-            peripheral("net0", "virtio-net-pci"),
-            peripheral("s0", "isa-serial"),
-        );
-        let anonymous = peripheral("device[0]", "virtio-blk-pci");
-        let all = [net.clone(), serial.clone(), anonymous];
-        assert!(check_hot_plug(&line, &all).is_ok());
-        assert!(matches!(
-            check_hot_plug(&line, &[net.clone(), serial, peripheral("new", "e1000")]),
-            Err(Unsuitable::HotPlugged { device, what: "added" }) if device == "new"
-        ));
-        assert!(matches!(
-            check_hot_plug(&line, &[net]),
-            Err(Unsuitable::HotPlugged { device, what: "removed" }) if device == "s0"
-        ));
+    fn block_drivers() {
+        let node = |driver: &str| BlockNode {
+            name: "n".into(),
+            driver: driver.into(),
+        };
+        assert!(check_block_drivers(&[node("file"), node("qcow2")]).is_ok());
+        for driver in ["nvme", "virtio-blk-vhost-vdpa"] {
+            let checked = check_block_drivers(&[node("raw"), node(driver)]);
+            assert!(matches!(checked, Err(Unsuitable::Vfio { .. })), "{driver}");
+        }
+        let checked = check_block_drivers(&[node("virtio-blk-vhost-user")]);
+        assert!(matches!(checked, Err(Unsuitable::VhostUser { .. })));
     }
 }

@@ -3,6 +3,7 @@
 use std::error::Error;
 
 use stillframe_engine::attach::AttachError;
+use stillframe_engine::capture::devices::DevicesError;
 use stillframe_engine::checkpoint::CheckpointError;
 use stillframe_engine::clones::CloneError;
 use stillframe_engine::export::ExportError;
@@ -88,6 +89,9 @@ fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
     }
     if let Some(ImportError::Repo(error)) = error.downcast_ref() {
         return Some(of_repo(error));
+    }
+    if let Some(CheckpointError::Devices(DevicesError::Unsuitable(_))) = error.downcast_ref() {
+        return Some(Exit::Unsuitable);
     }
     let hidden = match (error.downcast_ref(), error.downcast_ref()) {
         (Some(CheckpointError::Repo(error)), _) => Some(error),

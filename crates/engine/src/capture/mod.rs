@@ -13,6 +13,7 @@ pub mod block;
 pub mod cache;
 pub mod claim;
 pub mod device_state;
+pub mod devices;
 pub mod faults;
 pub mod heat;
 pub mod ingest;

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::monitor::{MonitorError, RunState};
+use stillframe_qemu::monitor::RunState;
 use stillframe_qemu::record::VmRecord;
 use stillframe_sys::affinity::Processors;
 
@@ -11,6 +11,7 @@ use super::{CheckpointError, CheckpointOptions, Copied, ScheduleKind};
 use crate::attach::Vm;
 use crate::capture::block::PAGE_BYTES;
 use crate::capture::device_state::StateStream;
+use crate::capture::devices::DevicesError;
 use crate::capture::pause::{Pause, PauseError, us};
 use crate::capture::schedule::{
     Auto, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
@@ -28,6 +29,9 @@ const STAGES_KEPT: usize = 2;
 /// Stages of which some memory is kept. When more were needed, so many had to wait that the next such
 /// time is far.
 const STAGES_MAX: usize = 6;
+
+/// Captures begun anew because a device came or went in the middle.
+const PLUGS_MAX: u32 = 3;
 
 /// One state of a VM, on its way into the repository.
 #[derive(Debug)]
@@ -62,6 +66,20 @@ impl Vm {
     /// committed checkpoint. Those launched before may be under way still; should one of them not arrive,
     /// this one is worth nothing, and goes to [`Vm::discard`].
     pub fn capture(
+        &mut self,
+        hasher: &ContentHasher,
+        options: &CheckpointOptions,
+    ) -> Result<Captured, CheckpointError> {
+        for _ in 0..PLUGS_MAX {
+            match self.capture_once(hasher, options) {
+                Err(CheckpointError::Devices(DevicesError::Changed)) => {}
+                other => return other,
+            }
+        }
+        self.capture_once(hasher, options)
+    }
+
+    fn capture_once(
         &mut self,
         hasher: &ContentHasher,
         options: &CheckpointOptions,
@@ -128,14 +146,11 @@ impl Vm {
         }
     }
 
-    pub(crate) fn record(&mut self) -> Result<VmRecord, MonitorError> {
-        let record = match self.record.take() {
-            Some(mut record) => {
-                record.refresh(&mut self.monitor)?;
-                record
-            }
-            None => VmRecord::take(&self.target, &mut self.monitor)?,
-        };
+    pub(crate) fn record(&mut self) -> Result<VmRecord, DevicesError> {
+        let known = self.record.take();
+        let record = self
+            .devices
+            .update(&self.target, &mut self.monitor, known)?;
         self.record = Some(record.clone());
         Ok(record)
     }
@@ -167,10 +182,12 @@ impl Vm {
         captured.copying += us(resumed_at);
         // A block that came or went at any time since the attach shows now.
         let ram = self.monitor.ram_blocks()?;
-        match self.tracks(&ram) {
-            true => Ok(()),
-            false => Err(CheckpointError::RamChanged),
+        if !self.tracks(&ram) {
+            return Err(CheckpointError::RamChanged);
         }
+        // And so does a device.
+        let state = &captured.device_state;
+        Ok(self.devices.check(&mut self.monitor, state)?)
     }
 
     fn observe(&mut self, captured: &Captured) {
@@ -203,6 +220,8 @@ impl Vm {
             Ok(())
         };
         let before = self.fit_for_a_pause()?;
+        // The pause begins with taking all events.
+        self.devices.notice(&mut self.monitor)?;
         captured.time = jiff::Timestamp::now();
         let record = &mut captured.record;
         let state = match &mut self.state {

@@ -10,6 +10,7 @@ use thiserror::Error;
 
 use crate::capture::block::BlockError;
 use crate::capture::device_state::StateError;
+use crate::capture::devices::DevicesError;
 use crate::capture::tracker::TrackerError;
 use crate::guardian::GuardianError;
 use crate::populate::eager::PopulateError;
@@ -117,6 +118,9 @@ pub enum RewindError {
     /// QEMU failed a command.
     #[error("QEMU failed a command")]
     Monitor(#[from] MonitorError),
+    /// Its devices cannot be described.
+    #[error(transparent)]
+    Devices(#[from] DevicesError),
     /// The connection failed.
     #[error("the connection to QEMU failed")]
     Qmp(#[from] QmpError),

@@ -22,7 +22,23 @@ pub(crate) struct DeviceProperty {
     pub(crate) default: Option<Value>,
 }
 
+/// A node of QEMU's block layer: an image format, a file, a filter.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(crate) struct BlockNode {
+    /// Its name.
+    #[serde(rename = "node-name", default)]
+    pub(crate) name: String,
+    /// Its driver, such as `qcow2`.
+    #[serde(rename = "drv")]
+    pub(crate) driver: String,
+}
+
 impl Monitor {
+    /// All nodes of the block layer.
+    pub(crate) fn block_nodes(&mut self) -> Result<Vec<BlockNode>, MonitorError> {
+        self.run("query-named-block-nodes", json!({ "flat": true }))
+    }
+
     /// Runs commands without a wait between them. The first that fails decides.
     pub(crate) fn run_all(
         &mut self,

@@ -19,6 +19,8 @@ use super::{Event, excerpt};
 pub(crate) const EVENT_BYTES_MAX: usize = 1 << 20;
 /// Longest name of an event. QEMU's longest has 32 bytes.
 const EVENT_NAME_BYTES_MAX: usize = 128;
+/// Longest path of a device kept with an event.
+const EVENT_PATH_BYTES_MAX: usize = 512;
 /// Upper bound on the bytes of replies kept until they are waited for; of more, the oldest are dropped.
 pub(crate) const REPLY_BYTES_MAX: usize = LINE_BYTES_MAX;
 /// Commands whose replies are awaited at a time; of more, the oldest are given up.
@@ -73,6 +75,8 @@ struct Line<'a> {
     event: Option<Cow<'a, str>>,
     timestamp: Option<Timestamp>,
     #[serde(borrow)]
+    data: Option<&'a RawValue>,
+    #[serde(borrow)]
     id: Option<&'a RawValue>,
     #[serde(borrow)]
     error: Option<&'a RawValue>,
@@ -93,6 +97,13 @@ impl Timestamp {
         let micros = u64::try_from(self.microseconds).unwrap_or(0).min(999_999);
         Duration::from_secs(seconds) + Duration::from_micros(micros)
     }
+}
+
+/// What is kept of an event's data.
+#[derive(Deserialize)]
+struct EventData<'a> {
+    #[serde(borrow)]
+    path: Option<Cow<'a, str>>,
 }
 
 #[derive(Deserialize)]
@@ -154,6 +165,11 @@ impl Inbox {
         self.events.iter().any(|event| event.name == name)
     }
 
+    /// The events kept, the oldest first; they stay.
+    pub(crate) fn events(&self) -> impl Iterator<Item = &Event> {
+        self.events.iter()
+    }
+
     /// All events kept, the oldest first.
     pub(crate) fn take_events(&mut self) -> Vec<Event> {
         self.event_bytes = 0;
@@ -165,7 +181,10 @@ impl Inbox {
         let line: Line<'_> = object(line)?;
         if let Some(name) = line.event {
             let at = line.timestamp.map_or(Duration::ZERO, |at| at.since_epoch());
-            self.keep_event(&name, at);
+            let data = line.data.map(RawValue::get).unwrap_or_default();
+            let path = serde_json::from_str::<EventData<'_>>(data).ok();
+            let path = path.and_then(|data| data.path).map(Cow::into_owned);
+            self.keep_event(&name, at, path);
             return Ok(());
         }
         // A guardian's ids are words; this client's are numbers.
@@ -191,23 +210,27 @@ impl Inbox {
         }
     }
 
-    fn keep_event(&mut self, name: &str, at: Duration) {
+    fn keep_event(&mut self, name: &str, at: Duration, path: Option<String>) {
         if name.len() > EVENT_NAME_BYTES_MAX {
             return;
         }
-        let name = name.to_owned();
-        self.event_bytes += event_bytes(&name);
-        self.events.push_back(Event { name, at });
+        let event = Event {
+            name: name.to_owned(),
+            at,
+            path: path.filter(|path| path.len() <= EVENT_PATH_BYTES_MAX),
+        };
+        self.event_bytes += event_bytes(&event);
+        self.events.push_back(event);
         while self.event_bytes > EVENT_BYTES_MAX
             && let Some(dropped) = self.events.pop_front()
         {
-            self.event_bytes -= event_bytes(&dropped.name);
+            self.event_bytes -= event_bytes(&dropped);
         }
     }
 
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn kept_bytes(&self) -> (usize, usize) {
-        let events = self.events.iter().map(|event| event_bytes(&event.name));
+        let events = self.events.iter().map(event_bytes);
         let replies = self.replies.values().map(Reply::bytes);
         assert_eq!(self.event_bytes, events.sum::<usize>());
         assert_eq!(self.reply_bytes, replies.sum::<usize>());
@@ -215,8 +238,9 @@ impl Inbox {
     }
 }
 
-fn event_bytes(name: &str) -> usize {
-    size_of::<Event>() + name.len()
+fn event_bytes(event: &Event) -> usize {
+    let path = event.path.as_ref().map_or(0, String::len);
+    size_of::<Event>() + event.name.len() + path
 }
 
 fn refusal(error: &RawValue) -> Reply {

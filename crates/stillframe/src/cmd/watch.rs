@@ -506,6 +506,7 @@ fn needs_attaching(error: &CheckpointError) -> bool {
         | CheckpointError::Monitor(_)
         | CheckpointError::Tracker(_)
         | CheckpointError::Block(_) => true,
+        CheckpointError::Devices(error) => error.ends_tracking(),
         CheckpointError::Pause(error) => match error {
             PauseError::Overrun { .. }
             | PauseError::NotHeld { .. }

@@ -1,0 +1,217 @@
+//! Notices that devices came or went while a VM is tracked.
+//!
+//! ```text
+//!   before the capture   look at the tree of devices, now and then   changed -> describe the VM anew
+//!   after the pause      compare the sections of the device state     changed -> look at the tree again
+//! ```
+//!
+//! A checkpoint is good when the devices after the pause are those that its record describes. Sections
+//! cost nothing, because the device state is parsed anyway; the tree costs one round trip.
+
+use std::time::{Duration, Instant};
+
+use stillframe_qemu::device_state::DeviceStateError;
+use stillframe_qemu::devices::{Glance, Sections};
+use stillframe_qemu::monitor::{Monitor, MonitorError};
+use stillframe_qemu::record::VmRecord;
+use stillframe_qemu::suitability::{self, Unsuitable};
+use stillframe_qemu::target::Target;
+use thiserror::Error;
+
+/// Time between two looks at the tree, where nothing hints at a change.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Longest device state that is kept to be compared with later ones, in bytes.
+const KEPT_BYTES_MAX: usize = 16 << 20;
+
+/// Why a checkpoint would not be one of the VM as it is.
+#[derive(Debug, Error)]
+pub enum DevicesError {
+    /// Something was plugged in or unplugged in the middle.
+    #[error(
+        "the VM's devices changed while it was captured; this checkpoint is discarded, the next one is of the VM as it is then"
+    )]
+    Changed,
+    /// Plugged in and unplugged unseen.
+    #[error(
+        "device {device} was plugged in and unplugged between two checkpoints; it may have written guest memory unseen, so all of it is looked at again"
+    )]
+    CameAndWent {
+        /// Its id.
+        device: String,
+    },
+    /// The device state is of other devices.
+    #[error(
+        "QEMU saved other devices than the VM has by its own account (section {section:?} came or went); this checkpoint is discarded, because it could not be restored"
+    )]
+    Unexplained {
+        /// A section that only one of the two device states has.
+        section: String,
+    },
+    /// The VM can no longer be checkpointed right.
+    #[error(transparent)]
+    Unsuitable(#[from] Unsuitable),
+    /// The device state is none.
+    #[error("QEMU saved a device state that cannot be restored")]
+    State(#[from] DeviceStateError),
+    /// QEMU does not answer.
+    #[error("cannot find out which devices the VM has")]
+    Monitor(#[from] MonitorError),
+}
+
+impl DevicesError {
+    /// Whether tracking is of no more use after this: memory may have been written unseen, or what the VM
+    /// is made of is not understood.
+    pub fn ends_tracking(&self) -> bool {
+        match self {
+            DevicesError::Changed | DevicesError::Unsuitable(Unsuitable::Devices(_)) => false,
+            DevicesError::CameAndWent { .. }
+            | DevicesError::Unexplained { .. }
+            | DevicesError::Unsuitable(_)
+            | DevicesError::State(_)
+            | DevicesError::Monitor(_) => true,
+        }
+    }
+}
+
+/// What is known of the devices of a VM.
+#[derive(Debug, Default)]
+pub struct Devices {
+    /// The tree that the record describes.
+    glance: Option<Glance>,
+    looked_at: Option<Instant>,
+    /// Whether the record may describe other devices than there are.
+    outdated: bool,
+    /// The first device state of these devices.
+    first: Option<(Sections, Vec<u8>)>,
+    /// Sections and their lengths in the last one.
+    last: Option<Sections>,
+    /// QEMU's time of the last `DEVICE_DELETED` event that was looked at.
+    seen_until: Duration,
+}
+
+impl Devices {
+    /// Brings a record up to date; makes the first one. To be called before a capture.
+    pub fn update(
+        &mut self,
+        target: &Target,
+        monitor: &mut Monitor,
+        record: Option<VmRecord>,
+    ) -> Result<VmRecord, DevicesError> {
+        let mut record = match record {
+            Some(mut record) => {
+                record.refresh(monitor)?;
+                record
+            }
+            None => {
+                self.outdated = true;
+                VmRecord::take(target, monitor)?
+            }
+        };
+        self.notice(monitor)?;
+        if !self.outdated && self.looked_lately() {
+            return Ok(record);
+        }
+        // Before the description: what changes while that is made shows at the next look.
+        let glance = self.look(monitor)?;
+        if self.outdated || self.glance.as_ref() != Some(&glance) {
+            self.outdated = true;
+            record.hot_plug = suitability::check(target, monitor)?;
+            record.refresh(monitor)?;
+            (self.glance, self.first, self.last) = (Some(glance), None, None);
+            self.outdated = false;
+        }
+        Ok(record)
+    }
+
+    /// Takes note of the devices that QEMU says are gone, as far as it has said so.
+    pub fn notice(&mut self, monitor: &mut Monitor) -> Result<(), DevicesError> {
+        let events = monitor.client().events();
+        let mut unknown = None;
+        for event in events.filter(|event| event.name == "DEVICE_DELETED") {
+            if event.at <= self.seen_until {
+                continue;
+            }
+            self.seen_until = event.at;
+            self.outdated = true;
+            let known = |id: &str| self.glance.as_ref().is_none_or(|glance| glance.has(id));
+            unknown = event
+                .path
+                .as_deref()
+                .and_then(device)
+                .filter(|id| !known(id))
+                .or(unknown);
+        }
+        match unknown {
+            Some(device) => Err(DevicesError::CameAndWent { device }),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes sure that a device state is of the devices that the record describes. To be called after the
+    /// pause that it was saved in.
+    pub fn check(&mut self, monitor: &mut Monitor, raw: &[u8]) -> Result<(), DevicesError> {
+        let sections = Sections::of(raw)?;
+        if !self.outdated && self.looked_lately() && self.last.as_ref() == Some(&sections) {
+            return Ok(());
+        }
+        let glance = self.look(monitor)?;
+        if self.outdated || self.glance.as_ref() != Some(&glance) {
+            self.outdated = true;
+            return Err(DevicesError::Changed);
+        }
+        match &self.first {
+            None => {
+                let kept = if raw.len() <= KEPT_BYTES_MAX {
+                    raw
+                } else {
+                    &[]
+                };
+                self.first = Some((sections.clone(), kept.to_vec()));
+            }
+            Some((first, first_raw)) => {
+                // A guest can have a device state read wrongly, but not so that no other reading is left.
+                let differs = first.difference(&sections);
+                let differs = differs.filter(|_| !first.could_be_of(raw));
+                if let Some(section) = differs.filter(|_| !sections.could_be_of(first_raw)) {
+                    return Err(DevicesError::Unexplained {
+                        section: section.to_owned(),
+                    });
+                }
+            }
+        }
+        self.last = Some(sections);
+        Ok(())
+    }
+
+    fn look(&mut self, monitor: &mut Monitor) -> Result<Glance, MonitorError> {
+        let begin = Instant::now();
+        let glance = Glance::take(monitor)?;
+        self.looked_at = Some(begin);
+        Ok(glance)
+    }
+
+    fn looked_lately(&self) -> bool {
+        self.looked_at.is_some_and(|at| at.elapsed() < LOOK_EVERY)
+    }
+}
+
+/// The id in the path of a `DEVICE_DELETED` event, of which there are others for the parts of a device.
+fn device(path: &str) -> Option<String> {
+    let id = ["/machine/peripheral/", "/machine/peripheral-anon/"]
+        .iter()
+        .find_map(|root| path.strip_prefix(root))?;
+    (!id.contains('/')).then(|| id.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_device_are_no_devices() {
+        assert_eq!(device("/machine/peripheral/hot").as_deref(), Some("hot"));
+        let anonymous = device("/machine/peripheral-anon/device[3]");
+        assert_eq!(anonymous.as_deref(), Some("device[3]"));
+        assert_eq!(device("/machine/peripheral/hot/virtio-backend"), None);
+    }
+}
