@@ -159,6 +159,11 @@ impl CommandLine {
         argv
     }
 
+    /// Adds an option at the end.
+    pub(crate) fn push(&mut self, name: &str, value: &str) {
+        self.options.push(Argument::new(name, value));
+    }
+
     /// Whether the option `name` stands in the command line.
     pub fn has(&self, name: &str) -> bool {
         self.options.iter().any(|option| option.is(name))

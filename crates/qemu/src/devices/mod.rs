@@ -9,6 +9,7 @@
 
 mod backends;
 mod blocks;
+mod defaults;
 mod follow;
 mod glance;
 mod properties;
@@ -74,6 +75,7 @@ impl HotPlug {
 
     /// Makes of the command line that a VM was started with one of the VM as it was recorded.
     pub fn apply(&self, line: &mut CommandLine) {
+        let before = line.clone();
         line.options.retain(|option| {
             let gone = |gone: &UnpluggedOption| {
                 option.is(&gone.option) && id_of(option).as_deref() == Some(&*gone.id)
@@ -94,6 +96,7 @@ impl HotPlug {
         let plugged = self.plugged.iter();
         line.options
             .extend(plugged.map(|plugged| Argument::new(&plugged.option, &plugged.value)));
+        defaults::keep(&before, line);
     }
 
     /// What [`HotPlug::apply`] changes, in words for the user.

@@ -63,10 +63,9 @@ fn a_guest_that_reboots_is_watched_on() -> Result<()> {
     Ok(())
 }
 
-/// A VM with hot-plugged memory cannot be started again from what its command line says: the watch says
-/// so and ends; the VM runs on, and what was taken before stays good.
+/// Plugged memory is a RAM block that was not tracked: the watch attaches anew, and goes on exactly.
 #[test]
-fn hot_plugged_memory_ends_a_watch_with_clear_words() -> Result<()> {
+fn memory_plugged_in_during_a_watch_is_captured() -> Result<()> {
     let mut setup = Setup::small(Kind::Private, "plugged");
     setup = setup.with(&["-m", "192M,slots=2,maxmem=512M"]);
     let guest = setup.boot()?;
@@ -83,14 +82,20 @@ fn hot_plugged_memory_ends_a_watch_with_clear_words() -> Result<()> {
         json!({"driver": "pc-dimm", "id": "dimm", "memdev": "more"}),
     )?;
     watch.wait_words("RAM blocks changed")?;
-    let ids = checkpoints(&stillframe)?;
+    let pages = |results: &[Value]| {
+        results
+            .last()
+            .and_then(|last| last["pages"]["total"].as_u64())
+    };
+    let before = watch.results()?;
+    let results = watch.wait_results(before.len() + 2)?;
+    ensure!(pages(&results) > pages(&before), "{results:?}");
+    watch.signal("TERM")?;
     let ended = watch.end()?;
-    ensure!(ended.code == Some(1), "{ended:?}");
-    ensure!(ended.err.contains("dimm"), "{}", ended.err);
+    ensure!(ended.code == Some(0), "{ended:?}");
     ensure!(exact(&ended.results()?), "{:?}", ended.results()?);
-    guest.serial.wait_more(3, PATIENCE)?;
+    let ids = checkpoints(&stillframe)?;
     monitor.take_events();
     expect_untouched(&guest, &mut monitor)?;
-    ensure!(checkpoints(&stillframe)? == ids);
     expect_whole(&stillframe, &ids)
 }

@@ -3,6 +3,7 @@
 
 mod clock;
 mod clones;
+mod hotplug;
 mod interchange;
 mod keep;
 mod lazy;
