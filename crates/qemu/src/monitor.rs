@@ -4,9 +4,9 @@ mod cpu;
 mod devices;
 mod disks;
 mod host_files;
+mod lent;
 pub(crate) mod ram_blocks;
 
-use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -20,6 +20,7 @@ pub(crate) use devices::{BlockNode, DeviceProperty};
 pub use disks::Disk;
 pub use host_files::FileIdentity;
 pub(crate) use host_files::HostView;
+pub use lent::StateFile;
 
 use crate::qmp::{Client, QmpError, Ticket};
 use crate::target::{Target, is_qemu_process};
@@ -139,15 +140,6 @@ pub struct Identity {
     pub name: Option<String>,
     /// How guest instructions are run.
     pub accelerator: Accelerator,
-}
-
-/// A descriptor lent to QEMU as the file that device state is saved into.
-#[derive(Debug)]
-#[must_use = "end_device_state takes the descriptor back from QEMU"]
-pub struct StateFile {
-    fdset: i64,
-    /// Its number inside QEMU.
-    fd: i32,
 }
 
 /// A device of the VM that was added by option or by hot-plug.
@@ -310,49 +302,6 @@ impl Monitor {
     /// Whether the VM runs (`query-status`).
     pub fn run_state(&mut self) -> Result<RunState, MonitorError> {
         self.query("query-status")
-    }
-
-    /// Waits until every request to a disk that was under way when this was called is done. New ones
-    /// may be under way when it returns. The vCPUs run on, but wait where they need QEMU's main loop.
-    ///
-    /// What a scan protects while a request with O_DIRECT, native AIO or io_uring is under way is
-    /// written by that request without a fault, because its pages are pinned. After this they hold
-    /// what they will hold until their next fault.
-    pub fn drain_disks(&mut self) -> Result<(), MonitorError> {
-        // Twice, because the node may have gone with its disk.
-        for attempt in 0..2 {
-            let node = match self.drain_node.take() {
-                Some(node) => node,
-                None => match self.any_block_node()? {
-                    Some(node) => node,
-                    None => return Ok(()),
-                },
-            };
-            // `aio_flush` "completes all outstanding aio requests", of all disks (qemu-io-cmds.c).
-            let command = format!("qemu-io {node} aio_flush");
-            let arguments = json!({ "command-line": command });
-            let said: String = self.run("human-monitor-command", arguments)?;
-            if said.trim().is_empty() {
-                self.drain_node = Some(node);
-                return Ok(());
-            }
-            if attempt == 1 {
-                return Err(unexpected("qemu-io", said));
-            }
-        }
-        Ok(())
-    }
-
-    /// The name of a node that has requests, if there is any disk.
-    fn any_block_node(&mut self) -> Result<Option<String>, MonitorError> {
-        #[derive(Deserialize)]
-        struct Node {
-            #[serde(rename = "node-name")]
-            name: String,
-        }
-        let arguments = json!({ "flat": true });
-        let nodes: Vec<Node> = self.run("query-named-block-nodes", arguments)?;
-        Ok(nodes.into_iter().next().map(|node| node.name))
     }
 
     /// Pauses the VM: the CPUs halt, requests in flight are finished, images flushed.
@@ -534,87 +483,6 @@ impl Monitor {
         Ok(roms_in_ram(&self.human("info roms")?))
     }
 
-    /// Lends QEMU the file, or the end of a pipe, that device state is to be saved into. QEMU opens it
-    /// anew through its own `/proc/self/fd`, so its user must be allowed to write to it. Done before
-    /// the pause, because it takes a round trip.
-    pub fn begin_device_state(&mut self, into: BorrowedFd<'_>) -> Result<StateFile, MonitorError> {
-        let Added { fdset, fd } = self.add_fd(into)?;
-        Ok(StateFile { fdset, fd })
-    }
-
-    /// Adds a descriptor to a new set of QEMU's; QEMU opens it as `/dev/fdset/NUMBER`.
-    pub(crate) fn lend(&mut self, fd: BorrowedFd<'_>) -> Result<i64, MonitorError> {
-        Ok(self.add_fd(fd)?.fdset)
-    }
-
-    fn add_fd(&mut self, fd: BorrowedFd<'_>) -> Result<Added, MonitorError> {
-        let arguments = json!({ "opaque": LENDER });
-        let reply = self.client.execute_with_fd("add-fd", arguments, fd)?;
-        typed("add-fd", reply)
-    }
-
-    /// Takes back what an engine that died has lent: QEMU gives such descriptors up by itself only
-    /// when no monitor at all is connected any more. To be called by an engine that is attached,
-    /// because then no other one is.
-    pub fn take_back_leftovers(&mut self) -> Result<(), MonitorError> {
-        #[derive(Deserialize)]
-        struct Set {
-            #[serde(rename = "fdset-id")]
-            fdset: i64,
-            fds: Vec<Lent>,
-        }
-        #[derive(Deserialize)]
-        struct Lent {
-            opaque: Option<String>,
-        }
-        let sets: Vec<Set> = self.query("query-fdsets")?;
-        let ours = |set: &Set| {
-            set.fds
-                .iter()
-                .any(|fd| fd.opaque.as_deref() == Some(LENDER))
-        };
-        for set in sets.iter().filter(|set| ours(set)) {
-            self.take_back(set.fdset)?;
-        }
-        Ok(())
-    }
-
-    /// Takes a lent descriptor back.
-    pub(crate) fn take_back(&mut self, fdset: i64) -> Result<(), MonitorError> {
-        let arguments = json!({ "fdset-id": fdset });
-        self.client.execute("remove-fd", arguments)?;
-        Ok(())
-    }
-
-    /// Starts saving the state of all devices, RAM apart. QEMU stops a running VM for it, with its
-    /// disks drained, and resumes the VM in the same command: no other command and no migration can
-    /// come in between (`qmp_xen_save_devices_state` in QEMU's migration/savevm.c). A VM that was
-    /// paused stays so; one that was suspended is left in `save-vm`, which `cont` ends.
-    pub fn send_save_device_state(&mut self, file: &StateFile) -> Result<Ticket, MonitorError> {
-        let arguments = json!({
-            // Not `/dev/fdset`, which QEMU truncates: that fails for a pipe.
-            "filename": format!("/proc/self/fd/{}", file.fd),
-            // The default, true, gives up the locks of the disk images of a stopped VM.
-            "live": false,
-        });
-        Ok(self.client.send("xen-save-devices-state", arguments)?)
-    }
-
-    /// Waits until the device state is saved.
-    pub fn wait_device_state(
-        &mut self,
-        ticket: Ticket,
-        timeout: Duration,
-    ) -> Result<(), MonitorError> {
-        self.client.wait(ticket, timeout)?;
-        Ok(())
-    }
-
-    /// Takes the descriptor back from QEMU.
-    pub fn end_device_state(&mut self, file: StateFile) -> Result<(), MonitorError> {
-        self.take_back(file.fdset)
-    }
-
     fn slow(&mut self, command: &'static str) -> Result<(), MonitorError> {
         let ticket = self.client.send(command, Value::Null)?;
         self.wait_stopped(ticket)
@@ -634,14 +502,6 @@ impl Monitor {
     ) -> Result<T, MonitorError> {
         typed(command, self.client.execute(command, arguments)?)
     }
-}
-
-/// `add-fd`.
-#[derive(Deserialize)]
-struct Added {
-    #[serde(rename = "fdset-id")]
-    fdset: i64,
-    fd: i32,
 }
 
 /// What `query-migrate` says; both members are missing when there is nothing to say.

@@ -305,7 +305,7 @@ impl StateStream {
 /// an empty one shows when QEMU begins to write.
 fn room(size: usize) -> usize {
     let slots = size.saturating_sub(SLACK) / SLOT;
-    slots.max(1).min(PIPE_MAX / SLOT) * SLOT
+    slots.clamp(1, PIPE_MAX / SLOT) * SLOT
 }
 
 /// QEMU opens the pipe anew, as its own user.
