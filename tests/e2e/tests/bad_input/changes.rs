@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::guest::{BOOT_LIMIT, Kind, Setup};
 use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
-use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_e2e::running::Running;
 
 fn watched<'a>(name: &'a str, schedule: &'a str) -> [&'a str; 9] {
     [
