@@ -18,12 +18,14 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, bounded};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use stillframe_fault::{self as fault, Point};
+use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Uffd};
 
 use super::block::{Block, PAGE, PAGE_BYTES};
 use super::claim::{Claims, OnFault};
-use super::tracker::TrackerError;
+
+use super::tracker::{TrackerError, still_protected};
 use crate::guardian::{HEARTBEAT, Heartbeat};
 
 /// Pages that can be saved on a fault before the copier has to take them over: 16 MiB.
@@ -59,6 +61,7 @@ struct Served {
 #[derive(Debug)]
 struct Shared {
     uffd: Arc<Uffd>,
+    pagemap: Arc<Pagemap>,
     blocks: Vec<Served>,
     faults: AtomicU64,
     failed: AtomicBool,
@@ -83,7 +86,7 @@ pub struct FaultServer {
 impl FaultServer {
     /// Starts serving, with heartbeats for as long as faults are served.
     pub fn start(
-        uffd: Arc<Uffd>,
+        (uffd, pagemap): (Arc<Uffd>, Arc<Pagemap>),
         blocks: impl Iterator<Item = Arc<Block>>,
         heartbeat: Heartbeat,
     ) -> io::Result<FaultServer> {
@@ -94,6 +97,7 @@ impl FaultServer {
         });
         let shared = Arc::new(Shared {
             uffd,
+            pagemap,
             blocks: blocks.collect(),
             faults: AtomicU64::new(0),
             failed: AtomicBool::new(false),
@@ -291,7 +295,8 @@ impl Server {
             };
             match what {
                 OnFault::Open => {}
-                OnFault::Save => self.save(number, served, next),
+                // A fault proves that its own page was protected.
+                OnFault::Save => self.save(number, served, next, next == first),
                 OnFault::Leave => break,
             }
             next += 1;
@@ -306,19 +311,24 @@ impl Server {
         }
     }
 
-    /// Saves a page that was claimed. If that fails, its writer goes on all the same.
-    fn save(&self, number: usize, served: &Served, page: u64) {
+    /// Saves a page that was claimed. If that fails, its writer goes on all the same. One that is not
+    /// known to have been protected is looked at, for [`still_protected`] has the reasons.
+    fn save(&self, number: usize, served: &Served, page: u64, protected: bool) {
         let saved = self.buffers.try_recv().ok().is_some_and(|mut bytes| {
             let wanted = page..page + 1;
             let read = served
                 .block
                 .read(&mut [&mut bytes[..]], std::slice::from_ref(&wanted));
+            let pagemap = &self.shared.pagemap;
+            let unchanged = protected
+                || still_protected(pagemap, &served.block, std::slice::from_ref(&wanted))
+                    .unwrap_or(false);
             let saved = Saved {
                 block: number,
                 page,
                 bytes,
             };
-            read.is_ok() && self.saved.try_send(saved).is_ok()
+            read.is_ok() && unchanged && self.saved.try_send(saved).is_ok()
         });
         if !saved {
             self.shared.failed.store(true, Ordering::Release);
@@ -404,7 +414,10 @@ mod tests {
             rustix::io::ioctl_fionbio(&events, true).unwrap();
             let (theirs, heartbeat) = Heartbeat::pipe().unwrap();
             let uffd = Arc::new(Uffd::adopt(events.into()));
-            let server = FaultServer::start(uffd, blocks.into_iter(), heartbeat).unwrap();
+            let own = Process::open(std::process::id() as i32).unwrap();
+            let pagemap = Arc::new(Pagemap::open(&own).unwrap());
+            let memory = (uffd, pagemap);
+            let server = FaultServer::start(memory, blocks.into_iter(), heartbeat).unwrap();
             assert!(server.take_failure().is_ok());
             garbage.write_all(&[7; 31]).unwrap();
             let mut said = Vec::new();

@@ -190,7 +190,7 @@ impl Collected {
 #[derive(Debug)]
 pub struct Tracker {
     uffd: Arc<Uffd>,
-    pagemap: Pagemap,
+    pagemap: Arc<Pagemap>,
     blocks: Vec<Tracked>,
     /// For synchronous tracking.
     faults: Option<FaultServer>,
@@ -216,12 +216,13 @@ impl Tracker {
         };
         let uffd = Uffd::handshake(stolen.fd, mode).map_err(|source| uffd_error("all", source))?;
         let uffd = Arc::new(uffd);
-        let pagemap = Pagemap::open(process).map_err(TrackerError::Pagemap)?;
+        let pagemap = Arc::new(Pagemap::open(process).map_err(TrackerError::Pagemap)?);
         let blocks = open_blocks(process, ram, mode)?;
         // Before anything is protected: whoever writes it then waits for this.
         let faults = heartbeat.map(|heartbeat| {
             let blocks = blocks.iter().map(|tracked| tracked.block.clone());
-            FaultServer::start(uffd.clone(), blocks, heartbeat).map_err(TrackerError::FaultServer)
+            FaultServer::start((uffd.clone(), pagemap.clone()), blocks, heartbeat)
+                .map_err(TrackerError::FaultServer)
         });
         let faults = faults.transpose()?;
         for tracked in &blocks {
@@ -469,23 +470,14 @@ impl Tracker {
             / PAGE_BYTES
     }
 
-    /// Whether these pages of block number `block`, which were protected in the pause and read since, hold
-    /// what they held then. Two things take protection away without a fault: KSM, which replaces a
-    /// page by a shared one (`replace_page` in the kernel's mm/ksm.c), and a discard (balloon, free
-    /// page reporting).
+    /// Whether these pages of block number `block` hold what they held in the pause, in which they were
+    /// protected.
     pub fn still_protected(
         &self,
         block: usize,
         pages: &[Range<u64>],
     ) -> Result<bool, TrackerError> {
-        let block = &self.blocks[block].block;
-        let mut written = Vec::new();
-        for range in pages {
-            let addresses = block.addresses(range);
-            let scanned = self.pagemap.written(addresses, &mut written);
-            scanned.map_err(|source| scan_error(block, source))?;
-        }
-        Ok(written.is_empty() && block.has_data(pages)?)
+        still_protected(&self.pagemap, &self.blocks[block].block, pages)
     }
 
     /// Who serves the VM's write faults.
@@ -523,6 +515,22 @@ impl Tracked {
             self.pending.set_range(range.clone());
         }
     }
+}
+
+/// Whether pages that were protected in the pause, and read since, hold what they held then. Two things
+/// take protection away without a fault: KSM, which replaces a page by a shared one (`replace_page` in the
+/// kernel's mm/ksm.c), and a discard (balloon, free page reporting).
+pub(super) fn still_protected(
+    pagemap: &Pagemap,
+    block: &Block,
+    pages: &[Range<u64>],
+) -> Result<bool, TrackerError> {
+    let mut written = Vec::new();
+    for range in pages {
+        let scanned = pagemap.written(block.addresses(range), &mut written);
+        scanned.map_err(|source| scan_error(block, source))?;
+    }
+    Ok(written.is_empty() && block.has_data(pages)?)
 }
 
 fn scan_error(block: &Block, source: PagemapError) -> TrackerError {

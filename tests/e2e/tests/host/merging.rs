@@ -1,0 +1,156 @@
+//! What takes write protection away behind copy-on-write: the kernel merges equal pages (KSM), and a
+//! balloon discards pages. A checkpoint is exact, or there is none.
+
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Guest, Kind, Setup};
+use stillframe_e2e::health::expect_untouched;
+use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_e2e::slow_disk::SlowDisk;
+
+/// Checkpoints, or refusals of one, that a run consists of.
+const ATTEMPTS: usize = 12;
+const KSM: &str = "/sys/kernel/mm/ksm";
+/// What is set, and back.
+const SETTINGS: [&str; 3] = ["run", "pages_to_scan", "sleep_millisecs"];
+
+/// KSM as it was, put back when dropped.
+struct Merging {
+    before: Vec<(&'static str, String)>,
+}
+
+impl Merging {
+    /// Has the kernel merge as fast as it can.
+    fn start() -> Result<Merging> {
+        let read = |name| {
+            let value = fs::read_to_string(Path::new(KSM).join(name));
+            Ok((name, value.context("this kernel has no KSM")?))
+        };
+        let before = SETTINGS.into_iter().map(read).collect::<Result<_>>()?;
+        let merging = Merging { before };
+        for (name, value) in [
+            ("pages_to_scan", "20000"),
+            ("sleep_millisecs", "2"),
+            ("run", "1"),
+        ] {
+            fs::write(Path::new(KSM).join(name), value)?;
+        }
+        Ok(merging)
+    }
+}
+
+impl Drop for Merging {
+    fn drop(&mut self) {
+        // 2: what was merged is made private again.
+        let _ = fs::write(Path::new(KSM).join("run"), "2");
+        for (name, value) in &self.before {
+            let _ = fs::write(Path::new(KSM).join(name), value);
+        }
+    }
+}
+
+fn reader(name: &str, disk: &SlowDisk, more: &[&str]) -> Result<Guest> {
+    let mut setup = Setup::small(Kind::Pc, name)
+        .with_drivers("sf.disk=vda init_on_alloc=0")
+        .with(&["-drive", &disk.drive("threads").replace("cache=none,", "")])
+        .with(more);
+    setup.ram_mib = 192;
+    let guest = setup.boot()?;
+    guest.serial.wait_line("disk read 1", PATIENCE)?;
+    Ok(guest)
+}
+
+/// Checkpoints by copy-on-write until so many were taken or refused for lost protection; each that was taken
+/// is exact.
+fn exact_or_none(stillframe: &Stillframe, name: &str) -> Result<usize> {
+    let line = [
+        "watch",
+        "--vm",
+        name,
+        "--every",
+        "100ms",
+        "--schedule",
+        "copy-on-write",
+        "--verify",
+        "--json",
+    ];
+    let refusals = |watch: &Running| watch.err().matches("lost their write protection").count();
+    let (mut taken, mut refused) = (0, 0);
+    // A watch ends after ten refusals in a row.
+    while taken + refused < ATTEMPTS {
+        let mut watch = Running::start(stillframe.command(&line)?)?;
+        while !watch.has_ended()? {
+            if taken + refused + watch.results()?.len() + refusals(&watch) >= ATTEMPTS {
+                watch.signal("TERM")?;
+                break;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        refused += refusals(&watch);
+        let ended = watch.end()?;
+        let exact = |result: &Value| result["verify"]["differing"] == 0;
+        ensure!(ended.results()?.iter().all(exact), "{ended:?}");
+        taken += ended.results()?.len();
+    }
+    Ok(refused)
+}
+
+#[test]
+fn pages_that_the_kernel_merges_are_never_saved_wrong() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let disk = SlowDisk::new(folder.path(), 48)?;
+    let guest = reader("merged", &disk, &[])?;
+    let twin = reader("twin", &disk, &[])?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let merging = Merging::start()?;
+    exact_or_none(&stillframe, "merged")?;
+    // `auto` keeps away from copy-on-write where pages are merged.
+    let line = [
+        "watch", "--vm", "merged", "--every", "100ms", "--count", "5", "--verify",
+    ];
+    for report in stillframe.json_lines(&line)? {
+        ensure!(report["verify"]["differing"] == 0, "{report}");
+        ensure!(report["schedule"] != "copy-on-write", "{report}");
+    }
+    drop(merging);
+    drop(twin);
+    let mut monitor = guest.second_monitor()?;
+    expect_untouched(&guest, &mut monitor)
+}
+
+#[test]
+fn pages_that_a_balloon_takes_are_never_saved_as_zeros() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let disk = SlowDisk::new(folder.path(), 48)?;
+    let guest = reader("balloon", &disk, &["-device", "virtio-balloon-pci"])?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let mut monitor = guest.second_monitor()?;
+    let done = AtomicBool::new(false);
+    let balloon = &mut monitor;
+    thread::scope(|scope| {
+        let moving = scope.spawn(|| -> Result<()> {
+            while !done.load(Ordering::Relaxed) {
+                for mib in [110, 192] {
+                    balloon.execute("balloon", json!({ "value": mib << 20 }))?;
+                    thread::sleep(Duration::from_millis(150));
+                }
+            }
+            Ok(())
+        });
+        let refused = exact_or_none(&stillframe, "balloon");
+        done.store(true, Ordering::Relaxed);
+        moving
+            .join()
+            .map_err(|_| anyhow::anyhow!("the balloon panicked"))??;
+        refused
+    })?;
+    monitor.take_events();
+    expect_untouched(&guest, &mut monitor)
+}
