@@ -122,7 +122,9 @@ pub struct CommandLine {
 }
 
 impl CommandLine {
-    /// Splits `argv`. Never fails: what QEMU itself would refuse is kept as it stands.
+    /// Splits `argv`. Never fails: what QEMU itself would refuse is kept as it stands, but for a last option
+    /// without its value, which gets an empty one: it would take the option behind it for its value, should there
+    /// be one later.
     pub fn parse(argv: &[String]) -> CommandLine {
         let mut words = argv.iter();
         let program = words.next().cloned().unwrap_or_default();
@@ -132,13 +134,10 @@ impl CommandLine {
                 options.push(Argument::Image(word.clone()));
                 continue;
             };
-            if OPTIONS_WITHOUT_VALUE.contains(&name) {
-                options.push(Argument::Flag(name.to_owned()));
-            } else if let Some(value) = words.next() {
-                options.push(Argument::new(name, value));
-            } else {
-                options.push(Argument::Flag(name.to_owned()));
-            }
+            options.push(match OPTIONS_WITHOUT_VALUE.contains(&name) {
+                true => Argument::Flag(name.to_owned()),
+                false => Argument::new(name, words.next().cloned().unwrap_or_default()),
+            });
         }
         CommandLine { program, options }
     }
@@ -148,9 +147,9 @@ impl CommandLine {
         let mut argv = vec![self.program.clone()];
         for option in &self.options {
             match option {
-                Argument::Flag(name) => argv.push(format!("-{name}")),
+                Argument::Flag(name) => argv.push(dashed(name)),
                 Argument::Valued { name, value } => {
-                    argv.push(format!("-{name}"));
+                    argv.push(dashed(name));
                     argv.push(value.clone());
                 }
                 Argument::Image(path) => argv.push(path.clone()),
@@ -192,6 +191,15 @@ impl CommandLine {
     }
 }
 
+/// The word for an option of this name. One that begins with a dash was written with three; with two it would
+/// be another option.
+fn dashed(name: &str) -> String {
+    match name.starts_with('-') {
+        true => format!("--{name}"),
+        false => format!("-{name}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -221,6 +229,17 @@ mod tests {
             line.to_argv(),
             argv("qemu -S -nographic -append -quiet disk.img -m 64 -snapshot -name foo")
         );
+    }
+
+    /// QEMU refuses both; but a process may have changed what it shows as its command line.
+    #[test]
+    fn an_option_never_becomes_another_one() {
+        let line = CommandLine::parse(&argv("qemu ---qmp unix:/x -name"));
+        assert!(!line.has("qmp"));
+        let mut words = argv("qemu ---qmp unix:/x -name");
+        words.push(String::new());
+        assert_eq!(line.to_argv(), words);
+        assert_eq!(CommandLine::parse(&words), line);
     }
 
     #[test]
