@@ -4,6 +4,7 @@
 
 mod ci;
 mod claims;
+mod fuzz;
 mod guests;
 mod lab;
 mod micro;
@@ -52,6 +53,14 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         more: Vec<String>,
     },
+    /// Run the fuzz targets, and add the executions to docs/results/fuzz (builds with a nightly compiler)
+    Fuzz {
+        /// Which; all of them when none is given
+        target: Option<String>,
+        /// How long each is run
+        #[arg(long, default_value_t = fuzz::SECONDS)]
+        seconds: u64,
+    },
     /// Print every promised number with its last measurement; fail if one does not hold
     Claims,
 }
@@ -77,6 +86,8 @@ fn main() -> ExitCode {
         Command::Bench { bench, more } => {
             Workspace::load().and_then(|workspace| lab::bench(&workspace, bench, &more))
         }
+        Command::Fuzz { target, seconds } => Workspace::load()
+            .and_then(|workspace| fuzz::fuzz(&workspace, target.as_deref(), seconds)),
         Command::Claims => Workspace::load().and_then(|workspace| claims::claims(&workspace)),
     };
     match done {
