@@ -40,13 +40,20 @@ fn plug(monitor: &mut Qmp, device: Value) -> Result<()> {
     monitor.execute("device_add", device).map(drop)
 }
 
-/// The next checkpoint that began after now.
+/// The first checkpoint of a moment after now.
 fn next(watch: &mut Running) -> Result<String> {
-    // The next one may be under way.
-    let taken = watch.results()?.len();
-    let results = watch.wait_results(taken + 2)?;
-    let id = results.last().and_then(|last| last["checkpoint"].as_str());
-    Ok(id.context("no id")?.to_owned())
+    let now = jiff::Timestamp::now();
+    loop {
+        let results = watch.results()?;
+        for result in &results {
+            let time = result["time"].as_str().context("no time")?;
+            if time.parse::<jiff::Timestamp>()? > now {
+                let id = result["checkpoint"].as_str().context("no id")?;
+                return Ok(id.to_owned());
+            }
+        }
+        watch.wait_results(results.len() + 1)?;
+    }
 }
 
 fn devices(monitor: &mut Qmp) -> Result<Vec<String>> {
