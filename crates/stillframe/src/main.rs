@@ -34,6 +34,9 @@ use crate::exit::Exit;
 use crate::output::{Console, OutputError};
 
 fn main() {
+    // Keys and guest memory are to be in no core dump, nor in reach of this user's other processes. Going on
+    // without helps more than refusing: no kernel that the engine works on lacks it.
+    let _ = stillframe_engine::forbid_dumps();
     // Before anything else: the guardian talks over standard input, and must start even where the
     // environment holds something that the command line's definitions refuse.
     if std::env::args_os()

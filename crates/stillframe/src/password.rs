@@ -29,7 +29,7 @@ const OF_NEW_KEY: Variables = [
 ];
 
 /// No password is longer; a file that is was named by mistake.
-const PASSWORD_BYTES_MAX: u64 = 64 << 10;
+const PASSWORD_BYTES_MAX: usize = 64 << 10;
 
 /// Why there is no password.
 #[derive(Debug, Error)]
@@ -115,9 +115,8 @@ fn new(
 ) -> Result<Password, PasswordError> {
     match choose(args, variables, |name| std::env::var_os(name))? {
         Source::Prompt => {
-            let first = Zeroizing::new(ask(question)?);
-            let again = Zeroizing::new(ask("The same again: ")?);
-            match first == again {
+            let first = ask(question)?;
+            match *first == *ask("The same again: ")? {
                 true => not_empty(first.as_bytes().to_vec(), "the terminal"),
                 false => Err(PasswordError::Mismatch),
             }
@@ -171,6 +170,10 @@ fn from_command(command: OsString) -> Result<Password, PasswordError> {
     let mut child = Command::new("/bin/sh")
         .arg("-c")
         .arg(command)
+        // What it starts is to find no password in its environment.
+        .env_remove(PLAIN)
+        .env_remove(FILE)
+        .env_remove(COMMAND)
         .stdout(Stdio::piped())
         .spawn()
         .map_err(PasswordError::Command)?;
@@ -190,23 +193,29 @@ fn from_command(command: OsString) -> Result<Password, PasswordError> {
 }
 
 fn from_reader(
-    reader: impl Read,
+    mut reader: impl Read,
     name: &'static str,
     failed: impl Fn(io::Error) -> PasswordError,
 ) -> Result<Password, PasswordError> {
-    let mut bytes = Vec::new();
-    reader
-        .take(PASSWORD_BYTES_MAX + 1)
-        .read_to_end(&mut bytes)
-        .map_err(failed)?;
-    if bytes.len() as u64 > PASSWORD_BYTES_MAX {
+    // Wiped as a whole, and never moved: a vector that grows leaves copies behind.
+    let mut bytes = Zeroizing::new(vec![0; PASSWORD_BYTES_MAX + 1]);
+    let mut read = 0;
+    while read < bytes.len() {
+        match reader.read(&mut bytes[read..]) {
+            Ok(0) => break,
+            Ok(more) => read += more,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    if read > PASSWORD_BYTES_MAX {
         return Err(PasswordError::TooLong(name));
     }
-    let end = bytes
+    let end = bytes[..read]
         .iter()
         .rposition(|byte| !matches!(byte, b'\n' | b'\r'));
-    bytes.truncate(end.map_or(0, |last| last + 1));
-    not_empty(bytes, name)
+    let password = &bytes[..end.map_or(0, |last| last + 1)];
+    not_empty(password.to_vec(), name)
 }
 
 fn not_empty(bytes: Vec<u8>, name: &'static str) -> Result<Password, PasswordError> {
@@ -217,14 +226,15 @@ fn not_empty(bytes: Vec<u8>, name: &'static str) -> Result<Password, PasswordErr
 }
 
 fn prompt(text: &str) -> Result<Password, PasswordError> {
-    not_empty(ask(text)?.into_bytes(), "the terminal")
+    not_empty(ask(text)?.as_bytes().to_vec(), "the terminal")
 }
 
-fn ask(text: &str) -> Result<String, PasswordError> {
+fn ask(text: &str) -> Result<Zeroizing<String>, PasswordError> {
     if !io::stdin().is_terminal() {
         return Err(PasswordError::NoSource);
     }
-    rpassword::prompt_password(text).map_err(PasswordError::Prompt)
+    let typed = rpassword::prompt_password(text).map_err(PasswordError::Prompt)?;
+    Ok(Zeroizing::new(typed))
 }
 
 #[cfg(test)]

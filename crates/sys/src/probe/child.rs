@@ -146,6 +146,9 @@ fn serve(orders: i32, answers: i32, filtered: bool) -> ! {
     // come from the parent and are those of the two mappings.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        // It stands for a QEMU of this user, which may be traced; this program itself may not
+        // (`system::forbid_dumps`), and a fork inherits that.
+        libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0);
         if filtered {
             let mut allow = [libc::sock_filter {
                 code: (libc::BPF_RET | libc::BPF_K) as u16,
