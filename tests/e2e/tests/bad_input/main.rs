@@ -14,5 +14,6 @@ mod pressure;
 mod repository;
 mod rights;
 mod space;
+mod strangers;
 mod victims;
 mod writers;
