@@ -6,11 +6,13 @@
 //!                                           ├── QEMU 2: ...
 //! ```
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::launch::{self, CloneMemory, CloneOptions, LaunchOptions, LaunchPlan};
-use stillframe_repo::{CheckpointId, Manifest, PageMap, RamTable, Repository};
+use stillframe_qemu::record::VmRecord;
+use stillframe_repo::{CheckpointId, Manifest, PageMap, RamTable, Reader, Repository};
 use thiserror::Error;
 
 use crate::guardian::Guardian;
@@ -18,6 +20,9 @@ use crate::populate::base::{Base, BaseError, BaseOptions, KeptTemplate};
 use crate::restore::{
     self, Job, LazyEvent, LazySink, PhaseClock, RestoreError, RestoreOptions, RestoreReport,
 };
+
+/// A clone that is started later than this after all were planned is planned once more.
+const PLAN_AGE_MAX: Duration = Duration::from_secs(1);
 
 /// How to clone.
 #[derive(Debug, Clone)]
@@ -62,12 +67,7 @@ pub fn clones(
     done: &mut dyn FnMut(CloneReport),
 ) -> Result<(), CloneError> {
     let record = restore::vm_record(id, manifest)?;
-    let backed = launch::memory_blocks(&record);
-    let tables: Vec<&RamTable> = manifest
-        .ram
-        .iter()
-        .filter(|table| backed.contains(&table.name))
-        .collect();
+    let tables = shared_tables(&record, manifest);
     let hasher = repository.hasher();
     let repository_id = repository.id().to_string();
     let reader = repository
@@ -77,9 +77,12 @@ pub fn clones(
     let key = KeptTemplate::name_of(&repository_id, &id.to_string());
     let memory = options.base.memory(&key, &tables);
     // All that can be refused is, before a byte of the guest's memory lies anywhere.
-    for each in &options.each {
-        restore::plan(id, manifest, &planned(each, &memory))?;
-    }
+    let plan = |each| restore::plan(id, manifest, &planned(each, &memory));
+    let plans = options
+        .each
+        .iter()
+        .map(plan)
+        .collect::<Result<Vec<_>, _>>()?;
     let begin = Instant::now();
     let mut progress = |progress| events(LazyEvent::Progress(progress));
     let base = Base::of(&key, &tables, &reader, &options.base, &mut progress)?;
@@ -89,26 +92,19 @@ pub fn clones(
     };
     // Opening the repository is part of the first one's time.
     let mut asked_at = options.restore.asked_at;
-    let mut start = |each: &(LaunchOptions, CloneOptions)| -> Result<(), RestoreError> {
-        // Disks and monitors may have changed since: planned once more.
-        let launch = planned(each, &memory);
-        let plan = restore::plan(id, manifest, &launch)?;
-        let mut restore = options.restore.clone();
-        restore.launch = launch;
-        let job = Job {
-            id,
-            manifest,
-            reader: &reader,
-            repository: repository_id.clone(),
-            options: &restore,
-            state: &state,
-            hasher: hasher.clone(),
-            working_set: None,
-            agent: restore::agent(&plan, &restore),
-            base: Some(&base),
-        };
-        let clock = PhaseClock::new(asked_at);
-        let restored = one(&job, &plan, clock, events)?;
+    let batch = Batch {
+        of: (id, manifest),
+        reader: &reader,
+        repository: repository_id,
+        options,
+        state: &state,
+        hasher,
+        base: &base,
+        memory,
+        planned_at: begin,
+    };
+    let mut start = |each: &(LaunchOptions, CloneOptions), plan| -> Result<(), RestoreError> {
+        let restored = batch.start(each, plan, asked_at, events)?;
         asked_at = Instant::now();
         done(CloneReport {
             clone: each.1.number,
@@ -117,16 +113,73 @@ pub fn clones(
         });
         Ok(())
     };
-    for (number, each) in options.each.iter().enumerate() {
-        if let Err(error) = start(each) {
-            if number == 0 {
-                // The error that is told is the first; what is left is removed with the next template.
-                let _ = base.discard();
-            }
-            return Err(error.into());
+    let mut started = 0;
+    let mut each = options.each.iter().zip(plans);
+    let all = each.try_for_each(|(each, plan)| start(each, plan).inspect(|()| started += 1));
+    match (all, started) {
+        (Ok(()), _) => Ok(base.release()?),
+        (Err(error), 0) => {
+            // The first error is reported; what is left is dropped with the next template.
+            let _ = base.discard();
+            Err(error.into())
         }
+        (Err(error), _) => Err(error.into()),
     }
-    Ok(base.release()?)
+}
+
+/// What all clones of one call have in common.
+struct Batch<'b> {
+    of: (&'b CheckpointId, &'b Manifest),
+    reader: &'b Reader<'b>,
+    repository: String,
+    options: &'b ClonesOptions,
+    state: &'b [u8],
+    hasher: ContentHasher,
+    base: &'b Base,
+    memory: Vec<CloneMemory>,
+    planned_at: Instant,
+}
+
+impl Batch<'_> {
+    fn start(
+        &self,
+        each: &(LaunchOptions, CloneOptions),
+        plan: LaunchPlan,
+        asked_at: Instant,
+        events: LazySink<'_>,
+    ) -> Result<RestoreReport, RestoreError> {
+        let (id, manifest) = self.of;
+        let launch = planned(each, &self.memory);
+        // Disks and monitors may have changed meanwhile.
+        let plan = match self.planned_at.elapsed() < PLAN_AGE_MAX {
+            true => plan,
+            false => restore::plan(id, manifest, &launch)?,
+        };
+        let mut restore = self.options.restore.clone();
+        restore.launch = launch;
+        let job = Job {
+            id,
+            manifest,
+            reader: self.reader,
+            repository: self.repository.clone(),
+            options: &restore,
+            state: self.state,
+            hasher: self.hasher.clone(),
+            working_set: None,
+            agent: restore::agent(&plan, &restore),
+            base: Some(self.base),
+        };
+        one(&job, &plan, PhaseClock::new(asked_at), events)
+    }
+}
+
+/// The blocks whose memory clones can share.
+fn shared_tables<'m>(record: &VmRecord, manifest: &'m Manifest) -> Vec<&'m RamTable> {
+    let backed = launch::memory_blocks(record);
+    let tables = manifest.ram.iter();
+    tables
+        .filter(|table| backed.contains(&table.name))
+        .collect()
 }
 
 /// The host's ends of a clone, with the memory that it begins with.

@@ -152,6 +152,10 @@ process and the repository: when a page cannot be read the VM is paused until it
 process is killed it is paused until `restore --resume` goes on, which sets the guest's clock too. Both are
 told.
 
+QEMU's log and the files of an unfinished lazy restore lie in /run/stillframe (root), or
+$XDG_RUNTIME_DIR/stillframe (other users); STILLFRAME_RUNTIME_DIR names another directory. It must be its owner's
+alone. The log of a VM that has ended is removed by a later restore: at once where it is empty, else after a week.
+
 ",
     exit_codes!()
 );
@@ -163,10 +167,12 @@ Examples:
   stillframe -r /srv/checkpoints clone latest --vm web1 -n 10 --qmp /run/web1-{}.qmp
   stillframe -r /srv/checkpoints clone 1a2b3c4d -n 2 --first 11 --qmp /run/x-{}.qmp --serial file:/tmp/x-{}.log
   stillframe -r /srv/checkpoints clone latest -n 3 --qmp /run/x-{}.qmp --replace tap0=tap{} --replace tcp::2200=tcp::220{}
+  stillframe clone --drop-templates
 
-The first time, the memory of the checkpoint is written to --base-dir; each clone maps it, and has only
-those pages to itself that it writes. That memory is in the clear: keep the directory in memory, or on a
-disk that is encrypted. Each clone has a monitor and a name of its own (web1-3), sockets that it listens on
+The first time, the memory of the checkpoint is written to --base-dir, as a memory template; each clone maps
+it, and has only those pages to itself that it writes. A template is in the clear: keep the directory in
+memory, or on a disk that is encrypted. It must be its owner's alone. Templates of checkpoints that are forgotten
+go with them from the default directory; --templates lists them, --drop-templates removes them. Each clone has a monitor and a name of its own (web1-3), sockets that it listens on
 with its number behind (/run/web1.agent-3), a new generation id where the machine has one, and what it
 writes to disks goes into a temporary file of its own. What else the host has only once (a tap, a port)
 is replaced with --replace. Inside, clones are twins until they are told otherwise: same MAC addresses, same
