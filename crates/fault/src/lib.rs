@@ -53,6 +53,34 @@ points! {
     StoreBegin = "store.begin",
     /// Lazy restore: a page that the guest waits for is about to be filled.
     LazyFault = "lazy.fault",
+    /// A pack is whole and on disk under a temporary name.
+    StorePack = "store.pack",
+    /// The same of an index file.
+    StoreIndex = "store.index",
+    /// The same of a manifest.
+    StoreManifest = "store.manifest",
+    /// The same of a working set.
+    StoreWorkingSet = "store.working-set",
+    /// An index file that was merged into another is about to be removed.
+    IndexRemove = "index.remove",
+    /// A lock is about to be written.
+    LockTake = "lock.take",
+    /// A lock is about to be refreshed.
+    LockRefresh = "lock.refresh",
+    /// A lock is about to be given up.
+    LockEnd = "lock.end",
+    /// The lease of a lazy restore is about to be written.
+    LeaseTake = "lease.take",
+    /// A lease is about to be given up.
+    LeaseEnd = "lease.end",
+    /// A manifest is about to be removed.
+    ForgetRemove = "forget.remove",
+    /// A prune has written its new index, and is about to remove a pack.
+    PruneRemove = "prune.remove",
+    /// A key file is whole and on disk under a temporary name.
+    KeyWrite = "key.write",
+    /// A key file is about to be removed.
+    KeyRemove = "key.remove",
 }
 
 /// Passes a fault point.

@@ -378,7 +378,7 @@ impl Catalog {
             return Ok(true);
         }
         let entry = &self.packs[pack as usize];
-        let bytes = self.store.pack_bytes(&entry.name.to_string())?;
+        let bytes = self.store.length(Area::Packs, &entry.name.to_string())?;
         let whole = bytes == Some(entry.file_bytes.into());
         // One that is missing may be put back, and is looked at again.
         if whole {

@@ -5,12 +5,17 @@
 //! after that, only removed; its name is a hash of its bytes. So nothing here needs more of a
 //! store than "create if absent, read, list, remove", which object stores offer too.
 
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::SystemTime;
 
+use stillframe_fault::{self as fault, Point};
+
+use crate::blobs::lock;
 use crate::crypto::random;
 use crate::error::RepoError;
 use crate::pace::Pace;
@@ -39,6 +44,33 @@ impl Area {
         Area::Leases,
         Area::Temporary,
     ];
+
+    /// The fault point of a file that is there now, all but for its name.
+    fn made(self) -> Option<Point> {
+        match self {
+            Area::Keys => Some(Point::KeyWrite),
+            Area::Packs => Some(Point::StorePack),
+            Area::Index => Some(Point::StoreIndex),
+            Area::Manifests => Some(Point::StoreManifest),
+            Area::WorkingSets => Some(Point::StoreWorkingSet),
+            Area::Locks => Some(Point::LockTake),
+            Area::Leases => Some(Point::LeaseTake),
+            Area::Temporary => None,
+        }
+    }
+
+    /// The fault point of a file that is about to go.
+    fn removed(self) -> Option<Point> {
+        match self {
+            Area::Keys => Some(Point::KeyRemove),
+            Area::Packs => Some(Point::PruneRemove),
+            Area::Index => Some(Point::IndexRemove),
+            Area::Manifests => Some(Point::ForgetRemove),
+            Area::Locks => Some(Point::LockEnd),
+            Area::Leases => Some(Point::LeaseEnd),
+            Area::WorkingSets | Area::Temporary => None,
+        }
+    }
 
     /// The folder's name.
     pub(crate) fn folder(self) -> &'static str {
@@ -69,6 +101,8 @@ const PRIVATE_FILE: u32 = 0o600;
 pub(crate) struct LocalStore {
     root: PathBuf,
     pub(crate) pace: Pace,
+    /// Folders of packs whose names this process knows to be durable.
+    durable_folders: Mutex<HashSet<PathBuf>>,
     #[cfg(test)]
     pub(crate) faults: crate::tests::faults::Faults,
 }
@@ -84,6 +118,7 @@ pub(crate) enum Step<'a> {
     SyncFile(&'a Path),
     Rename(&'a Path, &'a Path),
     Remove(&'a Path),
+    CreateFolder(&'a Path),
     SyncFolder(&'a Path),
 }
 
@@ -92,6 +127,7 @@ impl LocalStore {
         LocalStore {
             root: root.to_owned(),
             pace: Pace::default(),
+            durable_folders: Mutex::default(),
             #[cfg(test)]
             faults: crate::tests::faults::Faults::default(),
         }
@@ -137,14 +173,52 @@ impl LocalStore {
         if let Some(above) = self.root.parent() {
             fs::create_dir_all(above).map_err(|error| RepoError::io("create", above, error))?;
         }
+        let create = |path: &Path| {
+            self.step(Step::CreateFolder(path))?;
+            create_private_folder(path).map_err(|error| RepoError::io("create", path, error))
+        };
+        create(&self.root)?;
         for area in Area::ALL {
-            self.create_folder(&self.root.join(area.folder()))?;
+            create(&self.root.join(area.folder()))?;
         }
         self.sync_folder(&self.root)
     }
 
+    /// Sees that a folder is there and its own name durable: once for each folder of packs, since another
+    /// process may have made it just now, and may end before it has synced that.
+    fn ensure_folder(&self, path: &Path) -> Result<(), RepoError> {
+        let parent = path.parent().unwrap_or(&self.root);
+        let is_there = path.is_dir();
+        // The other folders are as old as the repository.
+        let is_known = || parent == self.root || lock(&self.durable_folders).contains(path);
+        if is_there && is_known() {
+            return Ok(());
+        }
+        match is_there {
+            true => self.sync_folder(parent)?,
+            false => self.create_folder(path)?,
+        }
+        lock(&self.durable_folders).insert(path.to_owned());
+        Ok(())
+    }
+
+    /// Makes a folder that is missing, durably. Where its name cannot be made durable it is removed again:
+    /// a folder that is there is taken for durable by those who come later.
     fn create_folder(&self, path: &Path) -> Result<(), RepoError> {
-        create_private_folder(path).map_err(|error| RepoError::io("create", path, error))
+        self.step(Step::CreateFolder(path))?;
+        match fs::DirBuilder::new().mode(PRIVATE_FOLDER).create(path) {
+            Ok(()) => {}
+            // Of another process, which may have made it just now and not have synced it yet.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(RepoError::io("create", path, error)),
+        }
+        // `path` has a parent: it was joined from the repository's folder and a name.
+        let synced = self.sync_folder(path.parent().unwrap_or(&self.root));
+        if synced.is_err() {
+            // Refused where another process has put a file into it, and synced that.
+            let _ = fs::remove_dir(path);
+        }
+        synced
     }
 
     /// The names of the files in an area, in no order; a folder that does not exist is empty.
@@ -168,21 +242,10 @@ impl LocalStore {
         Ok(names)
     }
 
-    /// Length of a file in bytes, `None` when there is none of that name.
+    /// Length of a file in bytes, `None` when there is none of that name. Links are followed, as in
+    /// reading: packs may have been moved to another disk.
     pub(crate) fn length(&self, area: Area, name: &str) -> Result<Option<u64>, RepoError> {
-        let path = self.path(area, name);
-        match fs::symlink_metadata(&path) {
-            Ok(data) => Ok(Some(data.len())),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(RepoError::io("examine", &path, error)),
-        }
-    }
-
-    /// Length of a pack in bytes, `None` when it is gone. Links are followed: packs may have been
-    /// moved to another disk.
-    pub(crate) fn pack_bytes(&self, name: &str) -> Result<Option<u64>, RepoError> {
-        let path = self.path(Area::Packs, name);
-        Ok(metadata(&path)?.map(|data| data.len()))
+        Ok(metadata(&self.path(area, name))?.map(|data| data.len()))
     }
 
     /// When a pack last came to or went from a folder, `None` when there is no such folder.
@@ -197,11 +260,8 @@ impl LocalStore {
     /// When a file was last changed, `None` when there is none of that name.
     pub(crate) fn modified(&self, area: Area, name: &str) -> Result<Option<SystemTime>, RepoError> {
         let path = self.path(area, name);
-        match fs::symlink_metadata(&path).and_then(|data| data.modified()) {
-            Ok(at) => Ok(Some(at)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(RepoError::io("examine", &path, error)),
-        }
+        let changed = metadata(&path)?.map(|data| data.modified()).transpose();
+        changed.map_err(|error| RepoError::io("examine", &path, error))
     }
 
     pub(crate) fn open(&self, area: Area, name: &str) -> Result<File, RepoError> {
@@ -241,6 +301,7 @@ impl LocalStore {
         bytes: &[u8],
     ) -> Result<(), RepoError> {
         let path = self.path(area, name);
+        pass(area.made(), "write", &path)?;
         let mut file = self.create_unpublished(path.with_extension(UNFINISHED_LOCK))?;
         file.write(self, bytes)?;
         file.rename(self, &path)
@@ -279,14 +340,16 @@ impl LocalStore {
                 .mode(PRIVATE_FILE)
                 .open(&path)
         };
-        let opened = create().or_else(|error| match (error.kind(), path.parent()) {
+        let opened = match (create(), path.parent()) {
             // Copies of a repository may have lost its empty folders.
-            (io::ErrorKind::NotFound, Some(folder)) if self.root.join(CONFIG).exists() => {
-                create_private_folder(folder)?;
+            (Err(error), Some(folder))
+                if error.kind() == io::ErrorKind::NotFound && self.root.join(CONFIG).exists() =>
+            {
+                self.create_folder(folder)?;
                 create()
             }
-            _ => Err(error),
-        });
+            (opened, _) => opened,
+        };
         let file = opened.map_err(|error| RepoError::io("create", &path, error))?;
         Ok(TemporaryFile {
             file,
@@ -298,6 +361,7 @@ impl LocalStore {
     /// Removes a file; one that is gone already is fine.
     pub(crate) fn remove(&self, area: Area, name: &str) -> Result<(), RepoError> {
         let path = self.path(area, name);
+        pass(area.removed(), "remove", &path)?;
         self.step(Step::Remove(&path))?;
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -368,10 +432,9 @@ impl TemporaryFile {
     ) -> Result<(), RepoError> {
         self.sync(store)?;
         let path = store.path(area, name);
+        pass(area.made(), "rename to", &path)?;
         self.rename_to(store, &path)?;
-        // `path` has a parent: it was joined from folder and name.
-        let folder = path.parent().unwrap_or(&store.root);
-        store.sync_folder(folder)
+        store.sync_folder(path.parent().unwrap_or(&store.root))
     }
 
     fn rename(mut self, store: &LocalStore, path: &Path) -> Result<(), RepoError> {
@@ -379,18 +442,10 @@ impl TemporaryFile {
     }
 
     fn rename_to(&mut self, store: &LocalStore, path: &Path) -> Result<(), RepoError> {
+        // `path` has a parent: it was joined from folder and name.
+        store.ensure_folder(path.parent().unwrap_or(&store.root))?;
         store.step(Step::Rename(&self.path, path))?;
-        let renamed = fs::rename(&self.path, path).or_else(|error| {
-            let (io::ErrorKind::NotFound, Some(folder)) = (error.kind(), path.parent()) else {
-                return Err(error);
-            };
-            // The first pack of its folder, or a copy that lost its empty folders.
-            create_private_folder(folder)?;
-            if let Some(parent) = folder.parent() {
-                File::open(parent)?.sync_all()?;
-            }
-            fs::rename(&self.path, path)
-        });
+        let renamed = fs::rename(&self.path, path);
         renamed.map_err(|error| RepoError::io("rename to", path, error))?;
         self.published = true;
         Ok(())
@@ -404,6 +459,12 @@ impl Drop for TemporaryFile {
             let _ = fs::remove_file(&self.path);
         }
     }
+}
+
+/// Passes a fault point, as if the system had refused the step.
+fn pass(point: Option<Point>, doing: &'static str, path: &Path) -> Result<(), RepoError> {
+    let passed = point.map_or(Ok(()), fault::at);
+    passed.map_err(|error| RepoError::io(doing, path, error))
 }
 
 fn create_private_folder(path: &Path) -> io::Result<()> {

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
+use stillframe_fault::{self as fault, Point};
 
 use crate::crypto::random;
 use crate::error::RepoError;
@@ -155,9 +156,10 @@ impl Lock {
                 record.refreshed = Timestamp::now().to_string();
                 // A lock someone removed is lost, not to be brought back; see `assert_held`.
                 // A refresh that fails is tried again; six in a row make the lock stale.
-                if store
-                    .length(Area::Locks, &name)
-                    .is_ok_and(|len| len.is_some())
+                if fault::at(Point::LockRefresh).is_ok()
+                    && store
+                        .length(Area::Locks, &name)
+                        .is_ok_and(|len| len.is_some())
                 {
                     let _ = store.create_passing(Area::Locks, &name, &record.encode());
                 }

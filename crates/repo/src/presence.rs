@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crate::error::RepoError;
 use crate::index::PackInfo;
-use crate::local::LocalStore;
+use crate::local::{Area, LocalStore};
 use crate::pack::FileHash;
 
 /// Times of files are as coarse as the kernel's tick: of a folder changed this recently, a later
@@ -147,7 +147,7 @@ fn look_at(
     pack: &PackInfo,
     missing: &mut BTreeSet<FileHash>,
 ) -> Result<bool, RepoError> {
-    let whole = store.pack_bytes(&pack.name.to_string())? == Some(pack.file_bytes);
+    let whole = store.length(Area::Packs, &pack.name.to_string())? == Some(pack.file_bytes);
     Ok(match whole {
         true => missing.remove(&pack.name),
         false => missing.insert(pack.name),

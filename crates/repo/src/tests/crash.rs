@@ -2,7 +2,7 @@
 //! turn; every crash of the machine that the fsyncs allow, worked out from a recording; and a child
 //! process killed at random moments (`kill.rs`).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -137,6 +137,9 @@ pub(super) struct Disk {
     synced: Vec<PathBuf>,
     /// Name changes not yet forced to disk, by folder.
     pending: BTreeMap<PathBuf, Vec<Change>>,
+    /// Folders that were made, and those of them whose own names are not forced to disk.
+    folders: BTreeSet<PathBuf>,
+    nameless: Vec<PathBuf>,
 }
 
 impl Disk {
@@ -160,7 +163,13 @@ impl Disk {
                 self.note(to, Some(bytes));
             }
             Event::Remove(path) => self.note(path, None),
+            Event::CreateFolder(path) => {
+                if self.folders.insert(path.clone()) {
+                    self.nameless.push(path.clone());
+                }
+            }
             Event::SyncFolder(folder) => {
+                self.nameless.retain(|made| made.parent() != Some(folder));
                 for (path, bytes) in self.pending.remove(folder).unwrap_or_default() {
                     apply_change(&mut self.files, path, bytes);
                 }
@@ -182,6 +191,11 @@ impl Disk {
         for (path, bytes) in self.pending.values().flatten() {
             if keep() {
                 apply_change(&mut files, path.clone(), bytes.clone());
+            }
+        }
+        for folder in &self.nameless {
+            if !keep() {
+                files.retain(|path, _| path.parent() != Some(folder));
             }
         }
         files

@@ -15,6 +15,7 @@ pub(crate) enum Event {
     /// The path, and what the file held when it was given its name.
     Rename(PathBuf, PathBuf, Arc<Vec<u8>>),
     Remove(PathBuf),
+    CreateFolder(PathBuf),
     SyncFolder(PathBuf),
 }
 
@@ -52,6 +53,14 @@ impl Faults {
     /// Whether a step has been refused.
     pub(crate) fn have_fired(&self) -> bool {
         self.state.lock().unwrap().fired
+    }
+
+    /// The same recording, for a store of another process: it has a hook of its own.
+    pub(crate) fn of_another(&self) -> Faults {
+        Faults {
+            state: self.state.clone(),
+            ..Faults::default()
+        }
     }
 
     /// Calls this before each step from now on.
@@ -98,6 +107,7 @@ impl Faults {
                     Some(Event::Rename(from.into(), to.into(), bytes))
                 }
                 Step::Remove(path) => Some(Event::Remove(path.into())),
+                Step::CreateFolder(path) => Some(Event::CreateFolder(path.into())),
                 Step::SyncFolder(path) => Some(Event::SyncFolder(path.into())),
             };
             state.events.extend(event);
@@ -112,6 +122,7 @@ fn refusal(step: Step<'_>) -> RepoError {
         Step::SyncFile(path) | Step::SyncFolder(path) => ("fsync", path),
         Step::Rename(_, path) => ("rename to", path),
         Step::Remove(path) => ("remove", path),
+        Step::CreateFolder(path) => ("create", path),
     };
     RepoError::io(doing, path, std::io::Error::other("injected fault"))
 }

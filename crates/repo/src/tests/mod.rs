@@ -4,6 +4,7 @@ mod access;
 mod catalog;
 mod corruption;
 mod crash;
+mod crash_many;
 mod decoders;
 
 pub(crate) mod faults;

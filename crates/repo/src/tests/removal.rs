@@ -278,3 +278,32 @@ fn a_lost_pack_heals_with_the_next_full_checkpoint() {
     assert_clean(&mut repo);
     assert!(vm.compare(&mut repo, &first).unwrap());
 }
+
+/// Packs that were moved to another disk, with links in their place.
+#[test]
+fn packs_behind_links_are_pruned_like_others() {
+    let dir = test_dir();
+    let elsewhere = test_dir();
+    let mut repo = init(dir.path());
+    let taken = history(&mut repo, "moved", 4);
+    for name in repo.store.names(crate::local::Area::Packs).unwrap() {
+        let path = repo.store.path(crate::local::Area::Packs, &name);
+        let moved = elsewhere.path().join(&name);
+        std::fs::copy(&path, &moved).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&moved, &path).unwrap();
+    }
+    let mut repo = open(dir.path());
+    assert_clean(&mut repo);
+    repo.forget(&Forget {
+        ids: vec![taken[0].0],
+        ..Forget::default()
+    })
+    .unwrap();
+    repo.prune(false, &mut |_| {}).unwrap();
+    repo.rebuild_index(&mut |_| {}).unwrap();
+    assert_clean(&mut repo);
+    for (id, vm) in &taken[1..] {
+        assert!(vm.compare(&mut repo, id).unwrap());
+    }
+}

@@ -130,11 +130,12 @@ impl Vm {
         repo: &mut Repository,
         time: Timestamp,
     ) -> Result<CheckpointId, RepoError> {
+        let mut writer = repo.begin(WAIT)?;
+        // Under the lock: nobody can forget it now.
         let parent = match &self.last {
-            Some(last) if repo.has_manifest(&last.id)? => Some(last),
+            Some(last) if writer.has_manifest(&last.id)? => Some(last),
             _ => None,
         };
-        let mut writer = repo.begin(WAIT)?;
         let manifest = self.write(&mut writer, parent, time)?;
         let table = manifest.ram[0].clone();
         let committed = writer.commit(manifest)?;
