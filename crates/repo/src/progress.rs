@@ -11,7 +11,7 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// The parts of `check` and `prune`.
+/// The parts of `check`, `prune` and `copy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Walking from the manifests to every page; counts checkpoints.
@@ -24,6 +24,8 @@ pub enum Phase {
     Repack,
     /// Removing packs; counts packs.
     Remove,
+    /// Copying a checkpoint into another repository; counts pages.
+    Copy,
 }
 
 impl std::fmt::Display for Phase {
@@ -34,6 +36,7 @@ impl std::fmt::Display for Phase {
             Phase::Data => "reading packs",
             Phase::Repack => "repacking",
             Phase::Remove => "removing packs",
+            Phase::Copy => "copying pages",
         })
     }
 }

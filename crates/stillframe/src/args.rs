@@ -1,6 +1,7 @@
 //! The command line: what can be asked for, and with which words.
 
 mod clone;
+mod copy;
 mod interchange;
 mod key;
 mod rewind;
@@ -17,6 +18,7 @@ use crate::durations;
 use crate::help;
 use crate::sizes;
 pub use clone::CloneArgs;
+pub use copy::CopyArgs;
 pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
 pub use rewind::RewindArgs;
@@ -112,6 +114,9 @@ pub enum Command {
     /// Make a checkpoint of a migration file that QEMU wrote
     #[command(after_help = help::IMPORT)]
     Import(ImportArgs),
+    /// Copy checkpoints into another repository
+    #[command(after_help = help::COPY)]
+    Copy(CopyArgs),
     /// Look for damage in the repository
     #[command(after_help = help::CHECK)]
     Check(CheckArgs),
@@ -571,6 +576,7 @@ mod tests {
             "list --json",
             "show latest",
             "init -q",
+            "copy latest 1a2b --vm a --to /other --to-password-file /p",
             "key list",
             "key add --new-password-file /p",
             "key remove 1a2b",

@@ -249,6 +249,21 @@ the disks held is not in the file: restore asks for --disks-as-they-are.
     exit_codes!()
 );
 
+/// `stillframe copy --help`
+pub const COPY: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints copy latest --vm web1 --to /mnt/other
+  stillframe -r /srv/checkpoints copy 1a2b3c4d latest --vm web1 --to /mnt/other --to-password-file /etc/other.password
+
+Every byte is read and verified, and stored there under that repository's key; pages that it has already are
+not stored again. A copy needs nothing of the repository that it comes from, and no other checkpoint. It names its
+original, so the same checkpoint is not copied twice.
+
+",
+    exit_codes!()
+);
+
 /// `stillframe check --help`
 pub const CHECK: &str = concat!(
     "\

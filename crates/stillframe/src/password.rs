@@ -27,6 +27,11 @@ const OF_NEW_KEY: Variables = [
     "STILLFRAME_NEW_PASSWORD_FILE",
     "STILLFRAME_NEW_PASSWORD_COMMAND",
 ];
+const OF_TARGET: Variables = [
+    "STILLFRAME_TO_PASSWORD",
+    "STILLFRAME_TO_PASSWORD_FILE",
+    "STILLFRAME_TO_PASSWORD_COMMAND",
+];
 
 /// No password is longer; a file that is was named by mistake.
 const PASSWORD_BYTES_MAX: usize = 64 << 10;
@@ -36,7 +41,7 @@ const PASSWORD_BYTES_MAX: usize = 64 << 10;
 pub enum PasswordError {
     /// Nothing was given, and nobody can be asked.
     #[error(
-        "no password: give --password-file or --password-command, set STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE or STILLFRAME_PASSWORD_COMMAND, or run this on a terminal (for a new password the same with --new- and STILLFRAME_NEW_)"
+        "no password: give --password-file or --password-command, set STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE or STILLFRAME_PASSWORD_COMMAND, or run this on a terminal (for a new password the same with --new- and STILLFRAME_NEW_, for the repository to copy to with --to- and STILLFRAME_TO_)"
     )]
     NoSource,
     /// The environment says two things.
@@ -94,6 +99,14 @@ enum Source {
 pub fn of_existing(args: &PasswordArgs) -> Result<Password, PasswordError> {
     match choose(args, OF_REPOSITORY, |name| std::env::var_os(name))? {
         Source::Prompt => prompt("Password of the repository: "),
+        source => read(source),
+    }
+}
+
+/// The password of the repository that is copied to.
+pub fn of_target(args: &PasswordArgs) -> Result<Password, PasswordError> {
+    match choose(args, OF_TARGET, |name| std::env::var_os(name))? {
+        Source::Prompt => prompt("Password of the repository to copy to: "),
         source => read(source),
     }
 }

@@ -2,6 +2,7 @@
 
 mod access;
 mod catalog;
+mod copy;
 mod corruption;
 mod crash;
 mod crash_many;

@@ -4,6 +4,7 @@ mod capture;
 mod check;
 mod checkpoint;
 mod clone;
+mod copy;
 mod export;
 mod forget;
 mod import;
@@ -168,6 +169,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::Rewind(args) => rewind::run(&context, args),
         Command::Export(args) => export::run(&context, args),
         Command::Import(args) => import::run(&context, args),
+        Command::Copy(args) => copy::run(&context, args),
         Command::Check(args) => check::run(&context, args),
         Command::Forget(args) => forget::run(&context, args),
         Command::Prune(args) => prune::run(&context, args),

@@ -5,8 +5,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use stillframe_e2e::cli::{Stillframe, refusal};
-use stillframe_e2e::guest::{Guest, Kind, Setup};
+use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
 use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
+use stillframe_e2e::running::PATIENCE;
 
 use crate::host::Mount;
 
@@ -268,4 +269,95 @@ fn a_read_only_directory_is_read_and_not_written() -> Result<()> {
     ensure!(new.fails(&["init"], 1)?.contains("read-only file system"));
     expect_untouched(&guest, &mut monitor)?;
     expect_whole(&writable, &ids)
+}
+
+/// Passwords come and go, and what they open stays as it is.
+#[test]
+fn passwords_are_added_changed_and_taken_away() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let file = |name: &str| -> Result<String> {
+        let path = folder.path().join(name);
+        fs::write(&path, format!("the password {name}\n"))?;
+        Ok(path.display().to_string())
+    };
+    let (second, third) = (file("second")?, file("third")?);
+    let with = |password: &'_ str, words: &[&'_ str]| -> Vec<String> {
+        let all = ["--password-file", password].into_iter();
+        all.chain(words.iter().copied())
+            .map(str::to_owned)
+            .collect()
+    };
+    let run = |line: &[String]| -> Result<String> {
+        stillframe.ok(&line.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let refused = |line: &[String], code: i32| -> Result<String> {
+        stillframe.fails(&line.iter().map(String::as_str).collect::<Vec<_>>(), code)
+    };
+    stillframe.ok(&["key", "add", "--new-password-file", &second])?;
+    run(&with(&second, &["list"]))?;
+    let keys = stillframe.json(&["key", "list"])?;
+    let keys = keys.as_array().context("no list")?;
+    ensure!(keys.len() == 2, "{keys:?}");
+    let first = keys
+        .iter()
+        .find(|key| key["used"] == true)
+        .context("none in use")?;
+    let first = first["key"].as_str().context("no id")?;
+    // A password that is known to be right is left.
+    let said = stillframe.fails(&["key", "remove", first], 1)?;
+    ensure!(said.contains("stays"), "{said}");
+    let said = run(&with(&second, &["key", "remove", first]))?;
+    ensure!(said.contains("removed key"), "{said}");
+    stillframe.fails(&["list"], 4)?;
+    run(&with(
+        &second,
+        &["key", "passwd", "--new-password-file", &third],
+    ))?;
+    refused(&with(&second, &["list"]), 4)?;
+    run(&with(&third, &["check", "--read-data"]))?;
+    Ok(())
+}
+
+/// A copy is complete by itself, under another key, and is known when it comes again.
+#[test]
+fn a_copy_in_another_repository_is_restored() -> Result<()> {
+    let guest = Setup::small(Kind::Memfd, "copied").boot()?;
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let pid = guest.pid_text();
+    stillframe.ok(&["watch", "--pid", &pid, "--every", "300ms", "--count", "3"])?;
+    let password = folder.path().join("other.password");
+    fs::write(&password, "another one")?;
+    let password = password.display().to_string();
+    let there = folder.path().join("there");
+    let other = Stillframe::at(&there);
+    other.ok(&["init", "--password-file", &password])?;
+    let to = there.display().to_string();
+    let line = [
+        "copy",
+        "latest",
+        "--to",
+        &to,
+        "--to-password-file",
+        &password,
+    ];
+    let copied = stillframe.json(&line)?;
+    ensure!(copied["known"] == false, "{copied}");
+    let again = stillframe.json(&line)?;
+    ensure!(
+        again["known"] == true && again["copy"] == copied["copy"],
+        "{again}"
+    );
+    // Nothing of the first repository is needed.
+    fs::remove_dir_all(stillframe.repository())?;
+    let clean = other.json(&["check", "--read-data", "--password-file", &password])?;
+    ensure!(
+        clean["clean"] == true && clean["checkpoints"] == 1,
+        "{clean}"
+    );
+    let options = ["--verify", "--password-file", &password];
+    let restored = Restored::start(&other, "latest", folder.path(), &options)?;
+    restored.serial.wait_more(10, PATIENCE)?;
+    Ok(())
 }

@@ -1,0 +1,292 @@
+//! Copying checkpoints into another repository: of another place, with another key.
+//!
+//! Everything is read and verified here, and stored there like a new checkpoint: pages are deduplicated
+//! against what is there, and have other ids, since ids are keyed. Tables, layers and deltas of the
+//! original become a table of whole pages, so that a copy needs no other checkpoint.
+//!
+//! A copy names its original in its VM record. What was copied before is found by that, also as the copy
+//! of a copy, and not copied again.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use stillframe_page::is_zero;
+
+use crate::blobs::lock;
+use crate::editor::MemoryEditor;
+use crate::error::RepoError;
+use crate::manifest::{CheckpointId, Manifest, PageCounts, RamTable, Stream};
+use crate::page_map::PageMap;
+use crate::progress::{Phase, Progress};
+use crate::repository::{Reader, Repository};
+use crate::table::PageRef;
+use crate::writer::{PIECE_BYTES, Put, Writer};
+
+/// The field of a VM record that names the original.
+const ORIGINAL: &str = "copied_from";
+
+/// Pages read in one go: the memory that this takes is that of their ids.
+const PAGES_AT_ONCE: u64 = 1 << 14;
+
+/// Pieces of a stream in memory at once.
+const PIECES_AT_ONCE: usize = 256;
+
+/// A checkpoint of some repository.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Original {
+    /// The repository's id.
+    pub repository: String,
+    /// The checkpoint.
+    pub checkpoint: CheckpointId,
+}
+
+/// What became of one checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Copied {
+    /// The checkpoint that the copy is of: the original, where a copy was copied.
+    pub original: Original,
+    /// Its id there.
+    pub id: CheckpointId,
+    /// Whether it was there already, and nothing was copied.
+    pub known: bool,
+    /// What was stored.
+    pub pages: PageCounts,
+    /// Bytes of packs and index that were written for it.
+    pub bytes_stored: u64,
+}
+
+/// The original that a manifest of the repository of this id is a copy of, or is.
+fn original(repository: &Repository, id: &CheckpointId, manifest: &Manifest) -> Original {
+    let field = manifest.vm_record.get(ORIGINAL);
+    let named = field.and_then(|field| Original::deserialize(field).ok());
+    named.unwrap_or_else(|| Original {
+        repository: repository.id().to_string(),
+        checkpoint: *id,
+    })
+}
+
+impl Repository {
+    /// Copies a checkpoint into another repository, unless that has it among its `copies`. Waits up to
+    /// `wait` for the lock of each.
+    pub fn copy_to(
+        &mut self,
+        id: &CheckpointId,
+        (target, copies): (&mut Repository, &mut Copies),
+        wait: Duration,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Copied, RepoError> {
+        let working_set = self.working_set(id).unwrap_or_default();
+        let reader = self.reader(wait)?;
+        // Under the lock: what is there now stays.
+        let manifest = reader.manifest(id)?;
+        let source = reader.repository();
+        let original = original(source, id, &manifest);
+        if let Some(&known) = copies.0.get(&original) {
+            return Ok(Copied {
+                original,
+                id: known,
+                known: true,
+                pages: PageCounts::default(),
+                bytes_stored: 0,
+            });
+        }
+        let parent = manifest.parent.and_then(|parent| {
+            let found = source.read_manifest(&parent).ok()??;
+            copies
+                .0
+                .get(&self::original(source, &parent, &found))
+                .copied()
+        });
+        let mut writer = target.begin(wait)?;
+        let mut pages = PageCounts::default();
+        let ram = copy_memory(&reader, &manifest, &mut writer, &mut pages, progress)?;
+        let streams = copy_streams(&reader, &manifest, &mut writer)?;
+        let mut vm_record = manifest.vm_record;
+        if let Some(fields) = vm_record.as_object_mut() {
+            // An id and a name: nothing here can fail to become JSON.
+            let named = serde_json::to_value(&original).unwrap_or_default();
+            fields.insert(ORIGINAL.to_owned(), named);
+        }
+        let committed = writer.commit(Manifest {
+            vm: manifest.vm,
+            time: manifest.time,
+            parent,
+            ram,
+            streams,
+            pages,
+            bytes_stored: 0,
+            vm_record,
+            downtime_us: manifest.downtime_us,
+        })?;
+        copies.0.insert(original.clone(), committed.id);
+        if let Some(set) = working_set {
+            // A hint: the copy is whole without it.
+            let _ = target
+                .reader(wait)
+                .and_then(|reader| reader.record_working_set(&committed.id, &set));
+        }
+        Ok(Copied {
+            original,
+            id: committed.id,
+            known: false,
+            pages,
+            bytes_stored: committed.bytes_stored,
+        })
+    }
+}
+
+/// The checkpoints of a repository by what they are copies of, to find what was copied before.
+#[derive(Debug, Default)]
+pub struct Copies(HashMap<Original, CheckpointId>);
+
+impl Copies {
+    /// Reads all manifests of a repository.
+    pub fn of(repository: &Repository) -> Result<Copies, RepoError> {
+        let mut found = HashMap::new();
+        for id in repository.checkpoint_ids()? {
+            // One that was forgotten since the folder was listed is left out.
+            if let Some(manifest) = repository.read_manifest(&id)? {
+                found.insert(original(repository, &id, &manifest), id);
+            }
+        }
+        Ok(Copies(found))
+    }
+}
+
+/// Copies all RAM blocks, and counts their pages.
+fn copy_memory(
+    reader: &Reader<'_>,
+    manifest: &Manifest,
+    writer: &mut Writer<'_>,
+    counts: &mut PageCounts,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Vec<RamTable>, RepoError> {
+    let total = manifest.ram.iter().map(|table| table.pages).sum();
+    counts.total = total;
+    counts.captured = total;
+    let mut done = 0;
+    let mut ram = Vec::with_capacity(manifest.ram.len());
+    for table in &manifest.ram {
+        let map = PageMap::open(reader, table)?;
+        let sink = Mutex::new(Sink {
+            writer,
+            memory: MemoryEditor::new(table.pages),
+            counts,
+            failure: None,
+        });
+        for first in (0..table.pages).step_by(PAGES_AT_ONCE as usize) {
+            progress(Progress {
+                phase: Phase::Copy,
+                done: done + first,
+                total,
+            });
+            let mut pages = Vec::new();
+            for page in first..table.pages.min(first + PAGES_AT_ONCE) {
+                match map.is_zero(page)? {
+                    true => lock(&sink).counts.zero += 1,
+                    false => pages.push(page),
+                }
+            }
+            let read = map.read_pages(pages, 1, &|page, bytes| {
+                lock(&sink).put(page, bytes, table.page_bytes as usize)
+            });
+            // The cause matters, not that a page could not be handed on.
+            if let Some(error) = lock(&sink).failure.take() {
+                return Err(error);
+            }
+            read?;
+        }
+        done += table.pages;
+        let Sink { writer, memory, .. } = sink
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let written = memory.finish(writer)?;
+        ram.push(RamTable {
+            name: table.name.clone(),
+            page_bytes: table.page_bytes,
+            pages: table.pages,
+            root: written.root,
+            layers: written.layers,
+        });
+    }
+    Ok(ram)
+}
+
+/// Takes the pages of one RAM block.
+struct Sink<'s, 'w> {
+    writer: &'s mut Writer<'w>,
+    memory: MemoryEditor,
+    counts: &'s mut PageCounts,
+    failure: Option<RepoError>,
+}
+
+impl Sink<'_, '_> {
+    /// Stores pages that lie one behind the other.
+    fn put(&mut self, first: u64, bytes: &[u8], page_bytes: usize) -> std::io::Result<()> {
+        if !bytes.len().is_multiple_of(page_bytes) {
+            let what = format!("{} bytes are no pages of {page_bytes}", bytes.len());
+            return Err(std::io::Error::other(what));
+        }
+        for (page, bytes) in (first..).zip(bytes.chunks(page_bytes)) {
+            if let Err(error) = self.put_page(page, bytes) {
+                let text = std::io::Error::other(error.to_string());
+                self.failure.get_or_insert(error);
+                return Err(text);
+            }
+        }
+        Ok(())
+    }
+
+    fn put_page(&mut self, page: u64, bytes: &[u8]) -> Result<(), RepoError> {
+        // Deltas may make zeros.
+        if is_zero(bytes) {
+            self.counts.zero += 1;
+            return Ok(());
+        }
+        let id = self.writer.hasher().id(bytes);
+        match self.writer.put(id, bytes)? {
+            Put::New => self.counts.new += 1,
+            Put::Duplicate => self.counts.duplicate += 1,
+        }
+        self.memory.set(page, PageRef::Stored(id));
+        Ok(())
+    }
+}
+
+/// Copies all streams, piece by piece.
+fn copy_streams(
+    reader: &Reader<'_>,
+    manifest: &Manifest,
+    writer: &mut Writer<'_>,
+) -> Result<BTreeMap<String, Stream>, RepoError> {
+    let mut streams = BTreeMap::new();
+    for (name, stream) in &manifest.streams {
+        let mut copy = Stream {
+            bytes: 0,
+            pieces: Vec::with_capacity(stream.pieces.len()),
+        };
+        for some in stream.pieces.chunks(PIECES_AT_ONCE) {
+            for piece in reader.blobs().read_many(some)? {
+                if piece.len() > PIECE_BYTES {
+                    return Err(wrong_stream(name));
+                }
+                copy.bytes += piece.len() as u64;
+                copy.pieces.push(writer.put_unnamed(&piece)?);
+            }
+        }
+        if copy.bytes != stream.bytes {
+            return Err(wrong_stream(name));
+        }
+        streams.insert(name.clone(), copy);
+    }
+    Ok(streams)
+}
+
+fn wrong_stream(name: &str) -> RepoError {
+    RepoError::Damaged {
+        file: format!("the stream '{name}'"),
+        what: "its pieces have other lengths than the checkpoint says".into(),
+    }
+}
