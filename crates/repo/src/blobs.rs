@@ -14,7 +14,7 @@ use stillframe_page::hash::ContentId;
 use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::frames::FrameReader;
-use crate::local::LocalStore;
+use crate::local::{Area, LocalStore};
 use crate::lookup::{Lookup, Place};
 
 /// The committed blobs of a repository, as a [`crate::Reader`] or [`crate::Writer`] sees them.
@@ -110,6 +110,15 @@ impl<'a> Blobs<'a> {
         failure.map_or(Ok(()), Err)
     }
 
+    /// Whether a pack is gone, and what lay in it may be found elsewhere now.
+    pub(crate) fn is_elsewhere(&self, pack: u32) -> Result<bool, RepoError> {
+        let name = self.index.pack_name(pack).to_string();
+        match self.store.length(Area::Packs, &name)? {
+            Some(_) => Ok(false),
+            None => self.index.renew(pack),
+        }
+    }
+
     /// Takes runs until there are none left or another thread failed.
     fn read_runs<T: Copy>(
         &self,
@@ -124,7 +133,28 @@ impl<'a> Blobs<'a> {
             if run.is_empty() {
                 break;
             }
-            reader.read_run(&run, joins, sink)?;
+            match reader.open_pack(run[0].at.pack) {
+                Ok(()) => reader.read_run(&run, joins, sink)?,
+                Err(error) => self.read_elsewhere(&mut reader, run, error, sink)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a run whose pack cannot be opened from where its blobs are now.
+    fn read_elsewhere<T: Copy>(
+        &self,
+        reader: &mut FrameReader<'_>,
+        run: Vec<Wanted<T>>,
+        failure: RepoError,
+        sink: Sink<'_, T>,
+    ) -> Result<(), RepoError> {
+        if !self.is_elsewhere(run[0].at.pack)? {
+            return Err(failure);
+        }
+        for mut wanted in run {
+            wanted.at = self.index.find(&wanted.id)?;
+            reader.read_run(&[wanted], |_, _| false, sink)?;
         }
         Ok(())
     }

@@ -68,6 +68,8 @@ pub(crate) struct Catalog {
     /// The largest first.
     files: Vec<SectionedFile>,
     packs: Vec<PackEntry>,
+    /// The number of the first pack, and of the first part: those before belong to catalogs before this.
+    first: (u32, u32),
     cache: Mutex<Cache>,
 }
 
@@ -165,9 +167,30 @@ impl Cache {
 impl Catalog {
     /// Reads the heads of the index files; `None` when there are files of a version that has none.
     pub(crate) fn open(store: &Arc<LocalStore>, keys: &Keys) -> Result<Option<Catalog>, RepoError> {
+        Catalog::open_from(store, keys, (0, 0))
+    }
+
+    /// The same once more; packs and parts are numbered on from those of another catalog.
+    pub(crate) fn open_after(
+        store: &Arc<LocalStore>,
+        keys: &Keys,
+        before: &Catalog,
+    ) -> Result<Option<Catalog>, RepoError> {
+        let (pack, part) = before.first;
+        let parts = before.files.iter().flat_map(|file| &file.index.head.packs);
+        let parts: u32 = parts.map(|entry| entry.parts).sum();
+        let first = (pack + before.packs.len() as u32, part + parts);
+        Catalog::open_from(store, keys, first)
+    }
+
+    fn open_from(
+        store: &Arc<LocalStore>,
+        keys: &Keys,
+        first: (u32, u32),
+    ) -> Result<Option<Catalog>, RepoError> {
         const TRIES: usize = 16;
         for _ in 0..TRIES {
-            match Catalog::try_open(store, keys) {
+            match Catalog::try_open(store, keys, first) {
                 // Another process has merged it with others since the folder was listed.
                 Err(error) if error.is_absent() => {}
                 other => return other,
@@ -179,7 +202,11 @@ impl Catalog {
         })
     }
 
-    fn try_open(store: &Arc<LocalStore>, keys: &Keys) -> Result<Option<Catalog>, RepoError> {
+    fn try_open(
+        store: &Arc<LocalStore>,
+        keys: &Keys,
+        first: (u32, u32),
+    ) -> Result<Option<Catalog>, RepoError> {
         let names = store.names(Area::Index)?;
         let mut files = Vec::new();
         for name in names.iter().filter_map(|name| FileHash::from_name(name)) {
@@ -193,13 +220,13 @@ impl Catalog {
             heads.flat_map(|head| &head.supersedes).copied().collect();
         files.retain(|file| !superseded.contains(&file.name));
         files.sort_unstable_by_key(|file| (std::cmp::Reverse(file.bytes), file.name));
-        Ok(Some(Catalog::new(store.clone(), files)))
+        Ok(Some(Catalog::new(store.clone(), files, first)))
     }
 
     /// Numbers what is in the files.
-    fn new(store: Arc<LocalStore>, mut files: Vec<SectionedFile>) -> Catalog {
+    fn new(store: Arc<LocalStore>, mut files: Vec<SectionedFile>, first: (u32, u32)) -> Catalog {
         let mut packs = Vec::new();
-        let (mut part, mut section) = (0, 0);
+        let (mut part, mut section) = (first.1, 0);
         let count = files.len();
         for (at, file) in files.iter_mut().enumerate() {
             file.keep = count - at <= FILES_OPEN;
@@ -223,12 +250,19 @@ impl Catalog {
             store,
             files,
             packs,
+            first,
             cache: Mutex::new(Cache::new()),
         }
     }
 
+    /// The number of its first pack.
+    pub(crate) fn first_pack(&self) -> u32 {
+        self.first.0
+    }
+
+    /// The name of one of its packs.
     pub(crate) fn pack_name(&self, pack: u32) -> FileHash {
-        self.packs[pack as usize].name
+        self.packs[(pack - self.first.0) as usize].name
     }
 
     /// Where a blob lies; where it is in several packs, in one that is whole.
@@ -366,7 +400,7 @@ impl Catalog {
         let own = &self.packs[file.first_pack as usize..];
         let own = &own[..file.index.head.packs.len()];
         let after = own.partition_point(|pack| pack.first_part <= in_catalog);
-        let pack = file.first_pack + after as u32 - 1;
+        let pack = self.first.0 + file.first_pack + after as u32 - 1;
         let part = Arc::new(FoundPart::new(in_catalog, pack, &part));
         lock(&self.cache).add_part(&part);
         Ok(part)
@@ -374,6 +408,7 @@ impl Catalog {
 
     /// Whether a pack is there in its full length.
     fn is_whole(&self, pack: u32) -> Result<bool, RepoError> {
+        let pack = pack - self.first.0;
         if lock(&self.cache).whole.has(pack) {
             return Ok(true);
         }

@@ -138,7 +138,8 @@ impl<'a> FrameReader<'a> {
         self.packs.clear();
     }
 
-    fn open_pack(&mut self, number: u32) -> Result<(), RepoError> {
+    /// Opens a pack, to be the one in use.
+    pub(crate) fn open_pack(&mut self, number: u32) -> Result<(), RepoError> {
         if let Some(at) = self.packs.iter().position(|pack| pack.number == number) {
             let pack = self.packs.remove(at);
             self.packs.push(pack);

@@ -17,6 +17,7 @@
 mod blob_table;
 mod blobs;
 mod catalog;
+mod catalogs;
 mod check;
 mod compact;
 pub mod config;

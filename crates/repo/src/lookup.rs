@@ -1,14 +1,14 @@
 //! Where blobs are found: in an index that is in memory, or by way of the sections of the index files.
 //!
 //! Who writes, prunes or checks asks for many blobs, of which some are not there, and has the whole index
-//! in memory ([`Index`]). Who reads asks for blobs that are there, and begins at once ([`Catalog`]).
+//! in memory ([`Index`]). Who reads asks for blobs that are there, and begins at once ([`Catalogs`]).
 
 use std::sync::Arc;
 
 use stillframe_page::hash::ContentId;
 
 use crate::blobs::Wanted;
-use crate::catalog::Catalog;
+use crate::catalogs::Catalogs;
 use crate::error::RepoError;
 use crate::found_part::FoundPart;
 use crate::index::Index;
@@ -52,7 +52,7 @@ impl Place {
 #[derive(Clone, Copy)]
 pub(crate) enum Lookup<'a> {
     Loaded(&'a Index),
-    Sectioned(&'a Catalog),
+    Sectioned(&'a Catalogs),
 }
 
 impl Lookup<'_> {
@@ -60,7 +60,7 @@ impl Lookup<'_> {
     pub(crate) fn find(self, id: &ContentId) -> Result<Place, RepoError> {
         let found = match self {
             Lookup::Loaded(index) => index.place(id),
-            Lookup::Sectioned(catalog) => catalog.get(id)?.map(|found| found.place),
+            Lookup::Sectioned(catalogs) => catalogs.get(id)?.map(|found| found.place),
         };
         found.ok_or(RepoError::MissingBlob { id: *id })
     }
@@ -74,7 +74,15 @@ impl Lookup<'_> {
                 }
                 Ok(())
             }
-            Lookup::Sectioned(catalog) => catalog.find_all(wanted),
+            Lookup::Sectioned(catalogs) => catalogs.find_all(wanted),
+        }
+    }
+
+    /// Whether what lay in this pack, which is gone, may be found elsewhere now.
+    pub(crate) fn renew(self, pack: u32) -> Result<bool, RepoError> {
+        match self {
+            Lookup::Loaded(_) => Ok(false),
+            Lookup::Sectioned(catalogs) => catalogs.renew(pack),
         }
     }
 
@@ -82,7 +90,7 @@ impl Lookup<'_> {
     pub(crate) fn pack_name(self, pack: u32) -> FileHash {
         match self {
             Lookup::Loaded(index) => index.packs()[pack as usize].name,
-            Lookup::Sectioned(catalog) => catalog.pack_name(pack),
+            Lookup::Sectioned(catalogs) => catalogs.pack_name(pack),
         }
     }
 }
@@ -104,7 +112,7 @@ impl<'a> FrameLookup<'a> {
     pub(crate) fn new(index: Lookup<'a>, frame: Place) -> FrameLookup<'a> {
         let from = match index {
             Lookup::Loaded(index) => FrameSource::Index(index),
-            Lookup::Sectioned(catalog) => FrameSource::Part(catalog.known_part(frame.part)),
+            Lookup::Sectioned(catalogs) => FrameSource::Part(catalogs.known_part(frame.part)),
         };
         FrameLookup { frame, from }
     }

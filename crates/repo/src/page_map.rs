@@ -157,6 +157,11 @@ impl<'a> PageMap<'a> {
             && self.deltas.of(page as u32) == self.deltas.of(other as u32)
     }
 
+    /// Whether a pack is gone, and what lay in it may be found elsewhere now.
+    pub(crate) fn is_elsewhere(&self, pack: u32) -> Result<bool, RepoError> {
+        self.blobs.is_elsewhere(pack)
+    }
+
     pub(crate) fn locate(&self, id: &ContentId) -> Result<Place, RepoError> {
         self.blobs.index.find(id)
     }

@@ -4,6 +4,7 @@
 use std::io;
 
 use stillframe_page::delta::PAGE_BYTES;
+use stillframe_page::hash::ContentId;
 
 use crate::blobs::Blobs;
 use crate::error::RepoError;
@@ -127,8 +128,7 @@ impl<'a> PageReader<'a> {
         let PageRef::Stored(id) = map.base(page)? else {
             return hand_over(page, &[0; PAGE_BYTES]);
         };
-        let at = map.locate(&id)?;
-        self.frames.read_frame(&at)?;
+        let at = self.read_frame_of(map, &id)?;
         let blob = self.frames.blob(&at, &id)?;
         let mut found: Vec<(u64, Place)> = Vec::new();
         match haste {
@@ -158,6 +158,18 @@ impl<'a> PageReader<'a> {
         Ok(())
     }
 
+    /// Reads the frame that a blob lies in; where its pack is gone, from where it is now.
+    fn read_frame_of(&mut self, map: &PageMap<'_>, id: &ContentId) -> Result<Place, RepoError> {
+        let mut at = map.locate(id)?;
+        if let Err(error) = self.frames.open_pack(at.pack) {
+            if !map.is_elsewhere(at.pack)? {
+                return Err(error);
+            }
+            at = map.locate(id)?;
+        }
+        self.frames.read_frame(&at).map(|()| at)
+    }
+
     /// The contents of pages that have deltas, one behind the other.
     fn changed(&mut self, map: &PageMap<'_>, pages: &[u64]) -> Result<Vec<u8>, RepoError> {
         let mut memory = vec![0; pages.len() * PAGE_BYTES];
@@ -166,8 +178,7 @@ impl<'a> PageReader<'a> {
             let PageRef::Stored(id) = map.base(page)? else {
                 continue;
             };
-            let at = map.locate(&id)?;
-            self.frames.read_frame(&at)?;
+            let at = self.read_frame_of(map, &id)?;
             let whole = self.frames.blob(&at, &id)?;
             slot.copy_from_slice(whole.first_chunk::<PAGE_BYTES>().ok_or_else(|| {
                 RepoError::Damaged {

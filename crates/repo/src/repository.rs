@@ -9,7 +9,7 @@ use stillframe_page::hash::{ContentHasher, ContentId};
 use zeroize::Zeroizing;
 
 use crate::blobs::Blobs;
-use crate::catalog::Catalog;
+use crate::catalogs::Catalogs;
 use crate::config::{self, RepositoryId};
 use crate::crypto::{Keys, MasterKey, Password, random};
 use crate::error::RepoError;
@@ -176,7 +176,7 @@ impl Repository {
     pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
         let lock = self.reading_lock(wait)?;
         let catalog = match self.index.files().is_empty() {
-            true => Catalog::open(&self.store, &self.keys)?,
+            true => Catalogs::open(&self.store, &self.keys)?,
             // It has all of it in memory already.
             false => None,
         };
@@ -193,8 +193,8 @@ impl Repository {
     pub(crate) fn reading_lock(&self, wait: Duration) -> Result<Option<Lock>, RepoError> {
         match Lock::take(&self.store, LockKind::Shared, wait) {
             Ok(lock) => Ok(Some(lock)),
-            // Nor must a full disk keep anyone from restoring. Should someone prune meanwhile, a read
-            // fails; it never gives wrong bytes.
+            // Nor must a full disk keep anyone from restoring. Should another host prune meanwhile, the
+            // index is opened anew; what is not found then is an error, never wrong bytes.
             Err(RepoError::ReadOnly { .. } | RepoError::NoSpace { .. }) => Ok(None),
             Err(error) => Err(error),
         }
@@ -292,7 +292,7 @@ impl Repository {
 pub struct Reader<'a> {
     repository: &'a Repository,
     /// `None` where the repository has its index in memory.
-    catalog: Option<Catalog>,
+    catalog: Option<Catalogs>,
     _lock: Option<Lock>,
 }
 
@@ -321,7 +321,7 @@ impl Reader<'_> {
     /// Whether the repository has a blob of this id.
     pub fn contains(&self, id: &ContentId) -> Result<bool, RepoError> {
         match &self.catalog {
-            Some(catalog) => Ok(catalog.get(id)?.is_some_and(|found| found.whole)),
+            Some(catalog) => catalog.contains(id),
             None => Ok(self.repository.index.contains(id)),
         }
     }

@@ -18,5 +18,6 @@ mod locking;
 mod places;
 mod presence;
 mod removal;
+mod renewal;
 pub(crate) mod support;
 mod twin;
