@@ -371,9 +371,13 @@ impl LocalStore {
         }
     }
 
-    /// Makes the removals in an area durable.
+    /// Makes the removals in an area durable. A copy of a repository may have lost the folder, if it was
+    /// empty.
     pub(crate) fn sync_area(&self, area: Area) -> Result<(), RepoError> {
-        self.sync_folder(&self.root.join(area.folder()))
+        match self.sync_folder(&self.root.join(area.folder())) {
+            Err(error) if error.is_absent() => Ok(()),
+            synced => synced,
+        }
     }
 
     fn sync_folder(&self, path: &Path) -> Result<(), RepoError> {
