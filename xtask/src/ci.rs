@@ -13,6 +13,10 @@ use std::time::Instant;
 /// Where the tests of the whole find the guests and the binary.
 const GUESTS_VARIABLE: &str = "STILLFRAME_GUESTS";
 const BINARY_VARIABLE: &str = "STILLFRAME_BIN";
+/// The same of a binary in which tests can inject faults.
+const FAULTY_VARIABLE: &str = "STILLFRAME_FAULTY_BIN";
+/// Compiles fault points in, for that binary and the unit tests, which so share what is built.
+const FAULT_POINTS: [&str; 2] = ["--features", "stillframe/fault-points"];
 
 /// What every commit must pass. Ends in the test runner's own summary.
 pub fn ci(workspace: &Workspace) -> Result<()> {
@@ -58,6 +62,14 @@ fn in_root(workspace: &Workspace) -> Command {
     command
 }
 
+/// A binary with fault points, not optimised beyond what tests are.
+pub fn build_faulty(workspace: &Workspace) -> Result<PathBuf> {
+    run(in_root(workspace)
+        .args(["build", "--package", "stillframe"])
+        .args(FAULT_POINTS))?;
+    Ok(workspace.target.join("debug/stillframe"))
+}
+
 /// Packages as users get them; the folder of the binaries.
 pub fn build_release(workspace: &Workspace, packages: &[&str]) -> Result<PathBuf> {
     let mut command = in_root(workspace);
@@ -71,9 +83,12 @@ pub fn build_release(workspace: &Workspace, packages: &[&str]) -> Result<PathBuf
 
 /// All tests of all crates, also after one has failed. No line of ours follows a good end.
 fn run_tests(workspace: &Workspace, guests: &Guests, binary: &Path) -> Result<()> {
+    let faulty = step("build with fault points", || build_faulty(workspace))?;
     println!("== tests");
     run(in_root(workspace)
         .env(GUESTS_VARIABLE, &guests.folder)
         .env(BINARY_VARIABLE, binary)
-        .args(["test", "--workspace", "--no-fail-fast"]))
+        .env(FAULTY_VARIABLE, faulty)
+        .args(["test", "--workspace", "--no-fail-fast"])
+        .args(FAULT_POINTS))
 }

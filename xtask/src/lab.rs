@@ -1,7 +1,7 @@
 //! `demo` and `bench`: what is shown and measured on real guests. The work itself is in the binary
 //! of `tests/e2e`; here everything it needs is built first.
 
-use crate::ci::{build_release, step};
+use crate::ci::{build_faulty, build_release, step};
 use crate::guests::{self, rootfs};
 use crate::micro;
 use crate::run::run;
@@ -22,6 +22,11 @@ pub enum Bench {
     Exactness,
     /// 200 times `kill -9` of the engine (about 6 minutes).
     Kill,
+    /// Every named fault point times every fault, beside a VM (about 15 minutes).
+    Matrix,
+    /// 5000 checkpoints of a guest whose memory is merged, swapped, discarded, written by DMA, and whose
+    /// devices come and go (about an hour).
+    Torture,
     /// 1000 bit flips and truncations of a repository (about 5 minutes).
     Flips,
     /// 10 000 checkpoints, one every 100 ms, and 20 of them restored (about 19 minutes).
@@ -75,6 +80,14 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         Bench::Index => micro::bench(workspace, "stillframe-repo", &name),
         Bench::Works | Bench::Papers | Bench::Responsive => {
             run(prepared_with_debian(workspace)?.arg(name).args(more))
+        }
+        Bench::Matrix => {
+            let faulty = build_faulty(workspace)?;
+            let mut lab = prepared(workspace)?;
+            run(lab
+                .env("STILLFRAME_FAULTY_BIN", faulty)
+                .arg(name)
+                .args(more))
         }
         _ => run(prepared(workspace)?.arg(name).args(more)),
     }

@@ -12,6 +12,7 @@ pub mod chart;
 pub mod cli;
 pub mod debian;
 pub mod demo;
+pub mod fault;
 pub mod filling;
 pub mod guest;
 pub mod health;

@@ -109,6 +109,17 @@ enum What {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
+    /// Every named fault point times every fault.
+    Matrix,
+    /// Everything that writes or takes memory behind an engine's back, at once.
+    Torture {
+        /// Checkpoints, each compared with the guest's memory.
+        #[arg(long, default_value_t = 5000)]
+        count: u64,
+        /// Of what is done to the guest.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
     /// Random bit flips and truncations of a repository.
     Flips {
         /// How many.
@@ -144,6 +155,8 @@ fn main() -> Result<()> {
         What::Responsive { turns } => bench::responsive::run(turns),
         What::RestoreExact { rounds, seed } => campaign::restore_exact::run(rounds, seed),
         What::RestoreKill { kills, seed } => campaign::restore_kill::run(kills, seed),
+        What::Matrix => campaign::matrix::run(&campaign::matrix::FAULTS),
+        What::Torture { count, seed } => campaign::torture::run(count, seed),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),
     }
 }

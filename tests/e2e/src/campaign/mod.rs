@@ -3,6 +3,8 @@
 pub mod exactness;
 pub mod flips;
 pub mod kill;
+pub mod matrix;
 pub mod restore_exact;
 pub mod restore_kill;
 pub mod soak;
+pub mod torture;

@@ -4,12 +4,13 @@
 //! Tests with a fault point need a `stillframe` built with `--features fault-points`.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::fault::with_fault;
 use stillframe_e2e::filling::{Filling, expect_alone};
 use stillframe_e2e::guest::{Guest, Kind, Setup};
 use stillframe_e2e::health::{children, expect_nothing_left, expect_untouched};
@@ -105,15 +106,6 @@ fn a_vm_does_not_wait_for_an_engine_that_cannot_die() -> Result<()> {
     expect_untouched(&guest, &mut monitor)
 }
 
-/// A fault for the engine, and the file that tells that it happened.
-fn with_fault(mut command: Command, fault: &str, folder: &Path) -> (Command, PathBuf) {
-    let reached = folder.join("reached");
-    command
-        .env("STILLFRAME_FAULT", fault)
-        .env("STILLFRAME_FAULT_REACHED", &reached);
-    (command, reached)
-}
-
 /// The thread that writers of the VM wait for ends, by an error or with all of its process.
 #[test]
 fn a_vm_does_not_wait_for_a_handler_that_ended() -> Result<()> {
@@ -126,7 +118,7 @@ fn a_vm_does_not_wait_for_a_handler_that_ended() -> Result<()> {
         let line = ["--every", "3s", "--schedule", "copy-on-write", "--verify"];
         let command = watch(&stillframe, &guest, &line)?;
         let fault = format!("copy-on-write.fault:{action}:20");
-        let (command, reached) = with_fault(command, &fault, folder.path());
+        let (command, reached) = with_fault(&command, &fault, folder.path())?;
         let mut engine = Running::start(command)?;
         wait_until("the fault (a binary with fault points?)", || {
             Ok(reached.exists())
@@ -164,7 +156,7 @@ fn a_pause_that_began_after_its_limit_ends_with_the_engine() -> Result<()> {
     let line = ["--every", "1s", "--pause-limit", "1s", "--verify"];
     let command = watch(&stillframe, &guest, &line)?;
     // Five seconds between telling the guardian and `stop`.
-    let (command, reached) = with_fault(command, "pause.before-stop:hang", folder.path());
+    let (command, reached) = with_fault(&command, "pause.before-stop:hang", folder.path())?;
     let mut engine = Running::start(command)?;
     wait_until("the fault (a binary with fault points?)", || {
         Ok(reached.exists())
@@ -185,7 +177,7 @@ fn a_pause_with_an_engine_that_hangs_ends_at_its_limit() -> Result<()> {
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let line = ["--every", "1s", "--pause-limit", "1s"];
     let command = watch(&stillframe, &guest, &line)?;
-    let (command, reached) = with_fault(command, "pause.stopped:stop", folder.path());
+    let (command, reached) = with_fault(&command, "pause.stopped:stop", folder.path())?;
     let mut engine = Running::start(command)?;
     wait_until("the fault (a binary with fault points?)", || {
         Ok(reached.exists())
@@ -259,7 +251,7 @@ fn a_vm_is_paused_while_the_storage_hangs() -> Result<()> {
     let line = [&line[..], &["--qmp", &qmp_text, "--serial", &spec]].concat();
     // For five seconds.
     let command = stillframe.command(&line)?;
-    let (command, reached) = with_fault(command, "lazy.fault:hang:40", folder.path());
+    let (command, reached) = with_fault(&command, "lazy.fault:hang:40", folder.path())?;
     let mut filling = Filling {
         running: Running::start(command)?,
         qmp,

@@ -1,0 +1,237 @@
+//! Every named fault point times every fault: the VM runs again within its limit, nothing committed is
+//! lost, and the next checkpoint is exact.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::kill::aftermath;
+use crate::cli::Stillframe;
+use crate::fault::with_fault;
+use crate::guest::{Guest, Kind, Setup};
+use crate::health::{checkpoints, expect_nothing_left};
+use crate::qmp::Qmp;
+use crate::results::{self, Claim, Goal};
+use crate::running::{PATIENCE, Running};
+
+/// What can happen at a point.
+pub const FAULTS: [&str; 4] = ["error", "kill", "hang", "slow"];
+/// A VM that does not run so soon after a fault was harmed: a pause is bounded by 3 s, a missed heartbeat
+/// is acted on after 2.5 s.
+const RUNS_WITHIN: Duration = Duration::from_secs(20);
+
+/// What is done when the fault strikes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verb {
+    /// A watch with this schedule.
+    Watch(&'static str),
+    /// Removal of all but one checkpoint.
+    Forget,
+    /// One more password.
+    AddKey,
+    /// One password less.
+    RemoveKey,
+}
+
+/// A point, what passes it, and at which pass the fault strikes.
+type Cell = (&'static str, Verb, u32);
+
+/// All points that these verbs pass.
+const POINTS: [Cell; 20] = [
+    ("attach.injected", Verb::Watch("pre-copy"), 1),
+    ("attach.protected", Verb::Watch("copy-on-write"), 1),
+    ("pause.before-stop", Verb::Watch("pre-copy"), 2),
+    ("pause.stopped", Verb::Watch("pre-copy"), 2),
+    ("pause.stopped", Verb::Watch("copy-on-write"), 2),
+    ("pause.before-cont", Verb::Watch("stop-copy"), 2),
+    ("pause.after-cont", Verb::Watch("pre-copy"), 2),
+    ("copy-on-write.batch", Verb::Watch("copy-on-write"), 3),
+    ("copy-on-write.fault", Verb::Watch("copy-on-write"), 20),
+    ("store.begin", Verb::Watch("pre-copy"), 2),
+    ("store.pack", Verb::Watch("pre-copy"), 2),
+    ("store.index", Verb::Watch("pre-copy"), 2),
+    ("store.manifest", Verb::Watch("copy-on-write"), 2),
+    ("lock.take", Verb::Watch("pre-copy"), 2),
+    ("lock.end", Verb::Watch("pre-copy"), 1),
+    ("lock.take", Verb::Forget, 1),
+    ("forget.remove", Verb::Forget, 1),
+    ("prune.remove", Verb::Forget, 1),
+    ("key.write", Verb::AddKey, 1),
+    ("key.remove", Verb::RemoveKey, 1),
+];
+
+/// A VM and its repository, for many faults one after the other.
+pub struct Bed {
+    guest: Guest,
+    monitor: Qmp,
+    stillframe: Stillframe,
+    folder: tempfile::TempDir,
+}
+
+impl Bed {
+    /// Boots the VM.
+    pub fn new() -> Result<Bed> {
+        let folder = tempfile::tempdir()?;
+        let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+        let mut setup = Setup::small(Kind::Private, "matrix");
+        setup.workload.writes_per_tick = 2000;
+        let guest = setup.boot()?;
+        let monitor = guest.second_monitor()?;
+        Ok(Bed {
+            guest,
+            monitor,
+            stillframe,
+            folder,
+        })
+    }
+
+    /// One fault at one point; what came of it.
+    fn strike(&mut self, (point, verb, pass): Cell, fault: &str) -> Result<Value> {
+        let id = self.prepared(verb)?;
+        let before = checkpoints(&self.stillframe)?;
+        let pid = self.guest.pid_text();
+        let line: Vec<&str> = match verb {
+            Verb::Watch(schedule) => vec![
+                "watch",
+                "--pid",
+                &pid,
+                "--every",
+                "100ms",
+                "--count",
+                "4",
+                "--json",
+                "--schedule",
+                schedule,
+            ],
+            Verb::Forget => vec!["forget", "--keep-last", "1", "--prune", "--json"],
+            Verb::AddKey => vec!["key", "add", "--json"],
+            Verb::RemoveKey => vec!["key", "remove", &id, "--json"],
+        };
+        let mut command = self.stillframe.command(&line)?;
+        command.env("STILLFRAME_NEW_PASSWORD", "another horse");
+        let spec = format!("{point}:{fault}:{pass}");
+        let (command, reached) = with_fault(&command, &spec, self.folder.path())?;
+        let mut engine = Running::start(command)?;
+        let struck = wait_struck(&mut engine, &reached)?;
+        ensure!(struck, "{spec} did not happen: {}", engine.err());
+        let runs_ms = self.runs_again()?;
+        let ended = engine.end()?;
+        fs::remove_file(&reached)?;
+        let told = ended.results().unwrap_or_default();
+        let after = checkpoints(&self.stillframe)?;
+        let mut committed: Vec<&str> = match verb {
+            Verb::Forget => before.last().map(String::as_str).into_iter().collect(),
+            _ => before.iter().map(String::as_str).collect(),
+        };
+        if let Verb::Watch(_) = verb {
+            committed.extend(told.iter().filter_map(|one| one["checkpoint"].as_str()));
+        }
+        for id in committed {
+            ensure!(
+                after.iter().any(|other| other == id),
+                "checkpoint {id} was committed and is lost"
+            );
+        }
+        aftermath(&self.stillframe, &mut self.guest)?;
+        expect_nothing_left(self.guest.pid(), &mut self.monitor)?;
+        Ok(json!({
+            "point": point, "verb": format!("{verb:?}"), "fault": fault, "runs_ms": runs_ms, "exit": ended.code,
+        }))
+    }
+
+    /// What the verb needs to be there; the id of a key that may go.
+    fn prepared(&mut self, verb: Verb) -> Result<String> {
+        match verb {
+            Verb::Watch(_) | Verb::AddKey => {}
+            Verb::Forget => {
+                for _ in 0..2 {
+                    let pid = self.guest.pid_text();
+                    self.stillframe.ok(&["checkpoint", "--pid", &pid])?;
+                }
+            }
+            Verb::RemoveKey => {
+                let mut command = self.stillframe.command(&["key", "add", "--json"])?;
+                command.env("STILLFRAME_NEW_PASSWORD", "another horse");
+                let output = command.output()?;
+                ensure!(output.status.success(), "{output:?}");
+                let added: Value = serde_json::from_slice(&output.stdout)?;
+                let id = added["id"].as_str().context("`key add` told no id")?;
+                return Ok(id.to_owned());
+            }
+        }
+        Ok(String::new())
+    }
+
+    /// How long the VM takes to run again, in milliseconds.
+    fn runs_again(&mut self) -> Result<u64> {
+        let begin = Instant::now();
+        let ticks = self.guest.serial.ticks()?.len();
+        while self.guest.serial.ticks()?.len() < ticks + 2 {
+            if begin.elapsed() > RUNS_WITHIN {
+                bail!("the VM stands still; it is {}", self.monitor.status()?);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(begin.elapsed().as_millis() as u64)
+    }
+}
+
+/// Whether the fault happened before the process ended.
+fn wait_struck(engine: &mut Running, reached: &Path) -> Result<bool> {
+    let deadline = Instant::now() + PATIENCE;
+    while !reached.exists() {
+        if engine.has_ended()? || Instant::now() > deadline {
+            return Ok(reached.exists());
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(true)
+}
+
+/// All points times `faults`; writes `docs/results/matrix/` where that is all faults.
+pub fn run(faults: &[&str]) -> Result<()> {
+    let mut bed = Bed::new()?;
+    let (mut cells, mut harmed) = (Vec::new(), 0);
+    println!(
+        "{:22} {:26} {:6} runs again after",
+        "point", "verb", "fault"
+    );
+    for cell in POINTS {
+        for fault in faults {
+            let (point, verb, _) = cell;
+            let verb = format!("{verb:?}");
+            match bed.strike(cell, fault) {
+                Ok(line) => {
+                    println!("{point:22} {verb:26} {fault:6} {} ms", line["runs_ms"]);
+                    cells.push(line);
+                }
+                Err(error) => {
+                    harmed += 1;
+                    println!("{point:22} {verb:26} {fault:6} HARMED: {error:#}");
+                    let harm = format!("{error:#}");
+                    cells.push(json!({"point": point, "verb": verb, "fault": fault, "harm": harm}));
+                    bed = Bed::new()?;
+                }
+            }
+        }
+    }
+    println!("{} cells, {harmed} harmed", cells.len());
+    if faults == FAULTS {
+        results::write_raw("matrix", "cells.jsonl", &cells)?;
+        results::write_summary(
+            "matrix",
+            &[Claim::new(
+                "fault-matrix",
+                Goal::Zero,
+                f64::from(harmed),
+                "cases",
+                "cargo xtask bench matrix",
+            )],
+        )?;
+    }
+    ensure!(harmed == 0, "{harmed} cells were harmed");
+    Ok(())
+}

@@ -1,0 +1,336 @@
+//! One guest with everything that writes or takes memory behind an engine's back: a disk by DMA, a balloon with
+//! free page reporting, merged pages (KSM), huge pages, swap, hot-plug and unplug, resets. Every checkpoint is
+//! compared with the guest's memory in its pause, and the guest checks its own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::kill::Random;
+use crate::cli::Stillframe;
+use crate::guest::{BOOT_LIMIT, Guest, Kind, Restored, Setup};
+use crate::qmp::Qmp;
+use crate::results::{self, Claim, Goal};
+use crate::running::{PATIENCE, Running};
+use crate::slow_disk::SlowDisk;
+
+/// MiB of the guest.
+const RAM_MIB: u32 = 256;
+/// A turn of each schedule: so many checkpoints.
+const TURN: u64 = 50;
+/// How fast the disk is.
+const MIB_PER_SECOND: u64 = 40;
+const SCHEDULES: [&str; 4] = ["auto", "pre-copy", "stop-copy", "copy-on-write"];
+
+/// A setting of the kernel, put back when dropped.
+struct Setting {
+    path: PathBuf,
+    before: String,
+}
+
+impl Setting {
+    fn set(path: &str, value: &str) -> Result<Setting> {
+        let path = PathBuf::from(path);
+        let text = fs::read_to_string(&path)?;
+        // `always [madvise] never`, or the value itself.
+        let chosen = text.split(['[', ']']).nth(1).unwrap_or(text.trim());
+        let before = chosen.to_owned();
+        fs::write(&path, value)?;
+        Ok(Setting { path, before })
+    }
+}
+
+impl Drop for Setting {
+    fn drop(&mut self) {
+        let _ = fs::write(&self.path, &self.before);
+    }
+}
+
+/// Swap on a loop device.
+struct Swap(String);
+
+impl Swap {
+    fn on(folder: &Path) -> Result<Swap> {
+        let file = folder.join("swap").display().to_string();
+        let line = format!(
+            "fallocate -l 512M {file} && chmod 600 {file} && mkswap -q {file} && d=$(losetup -f --show {file}) && swapon $d && echo $d"
+        );
+        let output = std::process::Command::new("sh")
+            .args(["-c", &line])
+            .output()?;
+        ensure!(output.status.success(), "{output:?}");
+        Ok(Swap(String::from_utf8(output.stdout)?.trim().to_owned()))
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        let line = format!("swapoff {0}; losetup -d {0}", self.0);
+        let _ = std::process::Command::new("sh")
+            .args(["-c", &line])
+            .status();
+    }
+}
+
+/// A limit of QEMU's memory that makes the kernel swap; cgroups of the first version only.
+struct Squeeze(PathBuf);
+
+impl Squeeze {
+    fn on(pid: i32) -> Result<Squeeze> {
+        let group = PathBuf::from(format!("/sys/fs/cgroup/memory/stillframe-torture-{pid}"));
+        fs::create_dir(&group)?;
+        fs::write(group.join("cgroup.procs"), pid.to_string())?;
+        Ok(Squeeze(group))
+    }
+
+    fn limit(&self, bytes: i64) {
+        // What cannot be swapped now is not.
+        let _ = fs::write(self.0.join("memory.limit_in_bytes"), bytes.to_string());
+    }
+}
+
+impl Drop for Squeeze {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// What was done to the guest.
+#[derive(Default)]
+struct Done {
+    balloons: AtomicU64,
+    plugs: AtomicU64,
+    resets: AtomicU64,
+    squeezes: AtomicU64,
+}
+
+/// Does things to the guest until told to stop.
+fn torment(
+    monitor: &mut Qmp,
+    squeeze: &Squeeze,
+    disk: &Path,
+    (stop, done): (&AtomicBool, &Done),
+    seed: u64,
+) -> Result<()> {
+    let mut random = Random::new(seed);
+    let mut plugged = false;
+    let mut next_reset = Instant::now() + Duration::from_secs(60);
+    while !stop.load(Ordering::Relaxed) {
+        thread::sleep(Duration::from_millis(50 + random.below(400)));
+        match random.below(6) {
+            0 | 1 => {
+                let mib = u64::from(RAM_MIB) - random.below(80);
+                monitor.execute("balloon", json!({ "value": mib << 20 }))?;
+                done.balloons.fetch_add(1, Ordering::Relaxed);
+            }
+            2 => {
+                squeeze.limit(200 << 20);
+                thread::sleep(Duration::from_millis(100));
+                squeeze.limit(-1);
+                done.squeezes.fetch_add(1, Ordering::Relaxed);
+            }
+            3 if !plugged => {
+                let node = json!({
+                    "driver": "raw", "node-name": "hot-node", "read-only": true,
+                    "file": { "driver": "file", "filename": disk },
+                });
+                monitor.execute("blockdev-add", node)?;
+                let device = json!({
+                    "driver": "virtio-blk-pci", "id": "hot", "drive": "hot-node", "bus": "rp",
+                });
+                plugged = monitor.execute("device_add", device).is_ok();
+                if !plugged {
+                    monitor.execute("blockdev-del", json!({ "node-name": "hot-node" }))?;
+                }
+                done.plugs.fetch_add(u64::from(plugged), Ordering::Relaxed);
+            }
+            4 if plugged => {
+                monitor.execute("device_del", json!({ "id": "hot" }))?;
+                // The guest lets go of it when it likes.
+                if monitor
+                    .wait_event("DEVICE_DELETED", Duration::from_secs(15))
+                    .is_ok()
+                {
+                    thread::sleep(Duration::from_millis(200));
+                    let node = json!({ "node-name": "hot-node" });
+                    plugged = monitor.execute("blockdev-del", node).is_err();
+                }
+            }
+            _ if Instant::now() > next_reset => {
+                monitor.execute("system_reset", json!({}))?;
+                done.resets.fetch_add(1, Ordering::Relaxed);
+                next_reset = Instant::now() + Duration::from_secs(60);
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// What came of all checkpoints.
+#[derive(Default)]
+struct Tally {
+    checkpoints: u64,
+    refused: u64,
+    differing: u64,
+    restored: u64,
+    wrong_guests: u64,
+    engine_kib: u64,
+    lines: Vec<Value>,
+}
+
+fn turn(stillframe: &Stillframe, guest: &Guest, schedule: &str, tally: &mut Tally) -> Result<()> {
+    let pid = guest.pid_text();
+    let count = TURN.to_string();
+    let line = [
+        "watch",
+        "--pid",
+        &pid,
+        "--every",
+        "20ms",
+        "--count",
+        &count,
+        "--verify",
+        "--json",
+        "--schedule",
+        schedule,
+    ];
+    let mut watch = Running::start(stillframe.command(&line)?)?;
+    let deadline = Instant::now() + 5 * PATIENCE;
+    while !watch.has_ended()? {
+        let kib = crate::health::memory_kib(watch.pid(), "VmHWM").unwrap_or(0);
+        tally.engine_kib = tally.engine_kib.max(kib);
+        ensure!(
+            Instant::now() < deadline,
+            "the watch does not end: {}",
+            watch.err()
+        );
+        thread::sleep(Duration::from_millis(50));
+    }
+    let ended = watch.end()?;
+    tally.refused += ended.err.matches("no checkpoint this time").count() as u64;
+    for result in ended.results()? {
+        tally.checkpoints += 1;
+        let differing = result["verify"]["differing"].as_u64();
+        tally.differing += differing.unwrap_or(1);
+        tally.lines.push(json!({
+            "asked": schedule, "schedule": result["schedule"], "differing": differing,
+            "pause_us": result["downtime_us"]["total"], "captured": result["pages"]["captured"],
+        }));
+    }
+    Ok(())
+}
+
+/// Restores the last checkpoint; the guest checks its memory.
+fn restore(stillframe: &Stillframe, tally: &mut Tally) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let more = ["--verify", "--disks-as-they-are"];
+    let restored = Restored::start(stillframe, "latest", folder.path(), &more)?;
+    tally.restored += 1;
+    let ticks = restored.serial.wait_ticks(3, BOOT_LIMIT);
+    let text = restored.serial.text();
+    // One that was resetting has nothing to tell yet.
+    if text.contains("CORRUPT") || (ticks.is_err() && !text.is_empty()) {
+        tally.wrong_guests += 1;
+        eprintln!("a restored guest is wrong: {text}");
+    }
+    Ok(())
+}
+
+/// `count` checkpoints, one in so many turns restored; writes `docs/results/torture/`.
+pub fn run(count: u64, seed: u64) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let _merging = [
+        Setting::set("/sys/kernel/mm/ksm/pages_to_scan", "2000")?,
+        Setting::set("/sys/kernel/mm/ksm/run", "1")?,
+        Setting::set("/sys/kernel/mm/transparent_hugepage/enabled", "always")?,
+    ];
+    let _swap = Swap::on(folder.path())?;
+    let mut disk = SlowDisk::new(folder.path(), 64)?;
+    let mut setup = Setup::small(Kind::Private, "torture")
+        .with_drivers("sf.disk=vda init_on_alloc=0")
+        .with(&["-drive", &disk.drive("native")])
+        .with(&["-device", "virtio-balloon-pci,free-page-reporting=on"])
+        .with(&["-device", "pcie-root-port,id=rp,chassis=7"]);
+    setup.ram_mib = RAM_MIB;
+    setup.workload.mib = 48;
+    setup.workload.writes_per_tick = 2000;
+    let guest = setup.boot()?;
+    disk.hold_back(guest.pid(), MIB_PER_SECOND)?;
+    let squeeze = Squeeze::on(guest.pid())?;
+    let plugged = folder.path().join("plugged");
+    fs::write(&plugged, vec![1; 1 << 20])?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let (stop, done, mut tally) = (AtomicBool::new(false), Done::default(), Tally::default());
+    let mut monitor = guest.second_monitor()?;
+    let came_to = thread::scope(|scope| {
+        let tormenting =
+            scope.spawn(|| torment(&mut monitor, &squeeze, &plugged, (&stop, &done), seed));
+        let came_to = checkpoints(&stillframe, &guest, count, &mut tally);
+        stop.store(true, Ordering::Relaxed);
+        match tormenting.join() {
+            Ok(tormented) => came_to.and(tormented),
+            Err(_) => bail!("the torment panicked"),
+        }
+    });
+    record(&tally, &done)?;
+    came_to?;
+    guest.serial.ticks()?;
+    ensure!(
+        tally.differing + tally.wrong_guests == 0,
+        "the torture was survived wrongly"
+    );
+    Ok(())
+}
+
+fn checkpoints(
+    stillframe: &Stillframe,
+    guest: &Guest,
+    count: u64,
+    tally: &mut Tally,
+) -> Result<()> {
+    for schedule in SCHEDULES.iter().cycle() {
+        if tally.checkpoints >= count {
+            break;
+        }
+        turn(stillframe, guest, schedule, tally)?;
+        guest.serial.ticks()?;
+        for _ in 0..2 {
+            restore(stillframe, tally)?;
+        }
+        stillframe.ok(&["forget", "--keep-last", "3", "--prune"])?;
+        eprintln!(
+            "{} of {count} checkpoints, {} differing pages, {} refused, {} restored, {} wrong guests",
+            tally.checkpoints, tally.differing, tally.refused, tally.restored, tally.wrong_guests
+        );
+    }
+    Ok(())
+}
+
+fn record(tally: &Tally, done: &Done) -> Result<()> {
+    let all = |count: &AtomicU64| count.load(Ordering::Relaxed);
+    let line = json!({
+        "checkpoints": tally.checkpoints, "refused": tally.refused, "differing": tally.differing,
+        "restored": tally.restored, "wrong_guests": tally.wrong_guests, "engine_kib": tally.engine_kib,
+        "balloons": all(&done.balloons), "plugs": all(&done.plugs), "resets": all(&done.resets),
+        "squeezes": all(&done.squeezes),
+    });
+    println!("{line}");
+    results::write_raw("torture", "checkpoints.jsonl", &tally.lines)?;
+    results::write_raw("torture", "run.jsonl", &[line])?;
+    let command = "cargo xtask bench torture";
+    let enough = tally.checkpoints >= 5000 && tally.restored >= 200;
+    let (pages, guests) = (tally.differing as f64, tally.wrong_guests as f64);
+    results::write_summary(
+        "torture",
+        &[
+            Claim::new("torture-pages", Goal::Zero, pages, "pages", command).if_enough(enough),
+            Claim::new("torture-guests", Goal::Zero, guests, "guests", command).if_enough(enough),
+        ],
+    )
+}
