@@ -177,6 +177,17 @@ impl FaultServer {
         self.shared.failed.store(false, Ordering::Release);
     }
 
+    /// Whether faults are served still.
+    ///
+    /// # Errors
+    /// [`TrackerError::HandlerEnded`]: nothing is protected any more.
+    pub fn serves(&self) -> Result<(), TrackerError> {
+        match self.shared.ended.load(Ordering::Acquire) {
+            true => Err(TrackerError::HandlerEnded),
+            false => Ok(()),
+        }
+    }
+
     /// Whether every page that was written since this was last asked had been saved; otherwise what is
     /// being captured is worthless.
     ///
@@ -184,9 +195,7 @@ impl FaultServer {
     /// [`TrackerError::NotSaved`] for a page, [`TrackerError::HandlerEnded`] for all pages from now on.
     pub fn take_failure(&self) -> Result<(), TrackerError> {
         let failed = self.shared.failed.swap(false, Ordering::AcqRel);
-        if self.shared.ended.load(Ordering::Acquire) {
-            return Err(TrackerError::HandlerEnded);
-        }
+        self.serves()?;
         match failed {
             true => Err(TrackerError::NotSaved),
             false => Ok(()),

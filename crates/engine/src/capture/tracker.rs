@@ -315,6 +315,9 @@ impl Tracker {
     }
 
     fn collect(&mut self, guest: Guest) -> Result<Collected, TrackerError> {
+        if let Some(faults) = &self.faults {
+            faults.serves()?;
+        }
         let mut all = Collected {
             written: Vec::new(),
             discarded: Vec::new(),

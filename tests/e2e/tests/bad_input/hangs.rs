@@ -130,7 +130,7 @@ fn a_vm_does_not_wait_for_a_handler_that_ended() -> Result<()> {
             ensure!(ended.code.is_none(), "{action}: {ended:?}");
             continue;
         }
-        // This engine lives, has noticed, and attached anew.
+        // This engine lives, notices, and attaches anew.
         engine.wait_words("has ended; the VM runs on")?;
         let before = engine.results()?.len();
         let told = engine.wait_results(before + 2)?;
@@ -165,6 +165,8 @@ fn a_pause_that_began_after_its_limit_ends_with_the_engine() -> Result<()> {
     monitor.wait_event("STOP", PATIENCE)?;
     engine.kill()?;
     wait_running(&mut monitor)?;
+    // The next engine takes back what this one had lent QEMU.
+    stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     expect_untouched(&guest, &mut monitor)
 }
 
@@ -289,7 +291,9 @@ fn the_guardian_keeps_to_itself() -> Result<()> {
     command.args(["watch", "--pid", &pid, "--every", "200ms", "--json"]);
     command.args(["--schedule", "copy-on-write"]);
     let mut engine = Running::start(command)?;
-    // Before a guardian is started: a binary that is replaced while it runs.
+    let exe = format!("/proc/{}/exe", engine.pid());
+    wait_until("the engine", || Ok(fs::read_link(&exe)? == program))?;
+    // While it derives the key, before it starts a guardian.
     fs::remove_file(&program)?;
     fs::write(&program, "#!/bin/sh\nexit 1\n")?;
     engine.wait_results(2)?;
