@@ -29,6 +29,8 @@ pub enum Bench {
     Torture,
     /// 1000 bit flips and truncations of a repository (about 5 minutes).
     Flips,
+    /// 200 plugs and unplugs during a watch, and every checkpoint restored (about 10 minutes).
+    Hotplug,
     /// 10 000 checkpoints, one every 100 ms, and 20 of them restored (about 19 minutes).
     Soak,
     /// An interval of 10 ms for 10 minutes (about 12 minutes).

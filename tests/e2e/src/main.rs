@@ -67,6 +67,15 @@ enum What {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
+    /// Devices that come and go during a watch; every checkpoint is restored.
+    Hotplug {
+        /// Plugs and unplugs.
+        #[arg(long, default_value_t = 200)]
+        plugs: u64,
+        /// Of the choice of devices and moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
     /// Checkpoints in quick succession, and some of them restored.
     Soak {
         /// How many.
@@ -144,6 +153,7 @@ fn main() -> Result<()> {
             guest,
         } => campaign::exactness::run(checkpoints, per_mode, guest.as_deref()),
         What::Kill { kills, seed } => campaign::kill::run(kills, seed),
+        What::Hotplug { plugs, seed } => campaign::hotplug::run(plugs, seed),
         What::Soak {
             count,
             every_ms,

@@ -2,6 +2,7 @@
 
 pub mod exactness;
 pub mod flips;
+pub mod hotplug;
 pub mod kill;
 pub mod matrix;
 pub mod restore_exact;
