@@ -128,7 +128,11 @@ fn flatten(prefix: &str, value: &Value, into: &mut Vec<(String, String)>) {
     };
     match value {
         Value::Object(members) => {
-            for (name, member) in members {
+            // No name in QEMU's schema has them; as text such a name would be several properties.
+            let names = members
+                .iter()
+                .filter(|(name, _)| !name.contains([',', '=']));
+            for (name, member) in names {
                 flatten(&dotted(name), member, into);
             }
         }
@@ -149,6 +153,12 @@ fn flatten(prefix: &str, value: &Value, into: &mut Vec<(String, String)>) {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_name_in_json_is_never_several_properties() {
+        let text = r#"{"id":"c","x,logfile":"/f","fd=3,y":"1","deep":{"a,fd":"4"}}"#;
+        assert_eq!(Properties::parse(text, "backend").render("backend"), "id=c");
+    }
 
     #[test]
     fn reading() {
