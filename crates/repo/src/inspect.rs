@@ -96,7 +96,7 @@ impl Repository {
         let key = read_key(&self.store, name)?;
         Ok(json!({
             "kind": "key file",
-            "format_version": FORMAT_VERSION,
+            "format_version": key.version,
             "derivation": "argon2id",
             "memory_kib": key.cost.memory_kib,
             "passes": key.cost.passes,

@@ -109,7 +109,7 @@ fn user() -> String {
 /// The decoded file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyFile {
-    version: u32,
+    pub(crate) version: u32,
     /// The cost of the password.
     pub cost: Cost,
     /// Who made it, and when.

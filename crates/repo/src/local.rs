@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::SystemTime;
 
+use rustix::fs::OFlags;
 use stillframe_fault::{self as fault, Point};
 
 use crate::blobs::lock;
@@ -266,7 +267,7 @@ impl LocalStore {
 
     pub(crate) fn open(&self, area: Area, name: &str) -> Result<File, RepoError> {
         let path = self.path(area, name);
-        File::open(&path).map_err(|error| RepoError::io("open", &path, error))
+        open_file(&path).map_err(|error| RepoError::io("open", &path, error))
     }
 
     /// The whole of a file that is meant to be small; `limit_bytes` bounds the memory taken.
@@ -499,9 +500,26 @@ fn read_names(folder: &Path, names: &mut Vec<String>) -> Result<(), RepoError> {
     Ok(())
 }
 
+/// Opens a file for reading. Anything else of that name, such as a pipe that nobody writes to, would have
+/// its reader wait for ever.
+fn open_file(path: &Path) -> io::Result<File> {
+    let at_once = OFlags::NONBLOCK.bits().cast_signed();
+    let file = File::options()
+        .read(true)
+        .custom_flags(at_once)
+        .open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "it is no regular file",
+        )),
+    }
+}
+
 fn read_path(path: &Path, limit_bytes: u64) -> Result<Vec<u8>, RepoError> {
     let read = || {
-        let file = File::open(path)?;
+        let file = open_file(path)?;
         // One more, so that the end is seen without growing.
         let expected = file.metadata()?.len().min(limit_bytes).saturating_add(1);
         let mut bytes = Vec::with_capacity(expected as usize);

@@ -248,3 +248,41 @@ fn every_file_and_blob_can_be_shown() {
     let lock = repo.reader(WAIT).map(|_reader| only("locks")).unwrap();
     assert!(!lock.exists());
 }
+
+/// Whoever can write the storage can leave a pipe there: nobody waits for what never comes.
+#[test]
+fn a_pipe_in_the_place_of_a_file_is_refused_at_once() {
+    for place in [
+        "locks/0123.lock",
+        "leases/0123.lease",
+        "keys/0123",
+        "index/",
+    ] {
+        let dir = test_dir();
+        let mut repo = init(dir.path());
+        let mut path = dir.path().join(place);
+        if place == "index/" {
+            path.push("00".repeat(32));
+        }
+        let made = std::process::Command::new("mkfifo").arg(&path).status();
+        assert!(made.unwrap().success());
+        let (done, wait) = std::sync::mpsc::channel();
+        let dir_path = dir.path().to_owned();
+        let work = std::thread::spawn(move || {
+            let wrong = crate::Password::new("wrong");
+            let opened = crate::Repository::open(&dir_path, &wrong).map(|_| ());
+            let failed = match place {
+                "keys/0123" => opened,
+                "leases/0123.lease" => repo.forget(&crate::Forget::default()).map(|_| ()),
+                _ => repo.reader(WAIT).map(|_| ()),
+            };
+            done.send(failed.unwrap_err().to_string()).unwrap();
+        });
+        let said = wait.recv_timeout(WAIT);
+        assert!(
+            said.as_ref().is_ok_and(|said| said.contains(place)),
+            "{said:?}"
+        );
+        work.join().unwrap();
+    }
+}
