@@ -105,6 +105,9 @@ pub struct CheckpointReport {
     pub total_us: u64,
     /// Where that time went.
     pub phases_us: Phases,
+    /// What would stand in the way of restoring it, in words.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub obstacles: Vec<String>,
     /// Packs that the repository has lost: older checkpoints may need them, this one does not.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub missing_packs: Vec<String>,

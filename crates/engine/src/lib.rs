@@ -25,7 +25,9 @@ pub mod verify;
 
 /// What the verbs take and give of the rooms below, so that a user of the engine needs no other.
 pub use stillframe_page::hash::ContentHasher;
-pub use stillframe_qemu::launch::{CloneOptions, LaunchError, LaunchOptions, LaunchPlan};
+pub use stillframe_qemu::launch::{
+    CloneOptions, LaunchError, LaunchOptions, LaunchPlan, helper as launch_helper,
+};
 pub use stillframe_qemu::record::VmRecord;
 pub use stillframe_qemu::target::{Selector, TargetError};
 pub use stillframe_sys::probe;

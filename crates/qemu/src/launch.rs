@@ -10,16 +10,26 @@ mod checks;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+pub mod helper;
 mod holders;
+mod host_access;
+mod obstacles;
+mod owner;
+mod program;
 mod rewrite;
+mod secrets;
 mod start;
 
 use std::io;
 use std::path::PathBuf;
 
-pub use checks::version_of;
+pub use obstacles::restorability;
+pub use program::version_of;
+pub(crate) use rewrite::without_own_monitor;
 pub use start::{Launched, Starting, load_device_state, start};
 
+use crate::arguments::CommandLine;
+use crate::credentials::Credentials;
 use crate::device_state::DeviceStateError;
 use crate::guest_agent;
 use crate::monitor::{FeatureWord, MonitorError};
@@ -40,6 +50,31 @@ pub struct LaunchOptions {
     pub log: PathBuf,
     /// What makes it one of several.
     pub clone: Option<CloneOptions>,
+    /// The QEMU program to run instead of the recorded one.
+    pub qemu: Option<PathBuf>,
+    /// Whether it starts as root, whoever the VM ran as.
+    pub as_root: bool,
+    /// Whether programs that the recorded command line names may run.
+    pub allow_commands: bool,
+    /// The executable that answers to [`helper::SUBCOMMAND`].
+    pub helper: PathBuf,
+}
+
+impl LaunchOptions {
+    /// A VM whose monitor listens there and which logs there, and else is as it was.
+    pub fn new(qmp: PathBuf, log: PathBuf) -> LaunchOptions {
+        LaunchOptions {
+            qmp,
+            serial: None,
+            disks_as_they_are: false,
+            log,
+            clone: None,
+            qemu: None,
+            as_root: false,
+            allow_commands: false,
+            helper: helper::this_program(),
+        }
+    }
 }
 
 /// What makes a VM one of several that start from the same checkpoint.
@@ -65,7 +100,7 @@ pub struct CloneMemory {
 }
 
 /// How the new QEMU will be started.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LaunchPlan {
     /// The program.
     pub exe: PathBuf,
@@ -77,6 +112,10 @@ pub struct LaunchPlan {
     pub arguments: Vec<String>,
     /// Its working directory.
     pub cwd: PathBuf,
+    /// As whom it runs; none for the user of this process.
+    pub credentials: Option<Credentials>,
+    /// The executable that becomes it.
+    pub helper: PathBuf,
     /// What differs from the recorded command line and why, in words for the user.
     pub changes: Vec<String>,
 }
@@ -98,6 +137,72 @@ pub enum LaunchError {
         exe: PathBuf,
         /// Its recorded version.
         version: String,
+    },
+    /// Others decide what the program is.
+    #[error(
+        "the VM's program {exe} is not run: {part} {why}, so somebody else can decide what would run; \
+         name a QEMU of your own choice with --qemu PATH"
+    )]
+    ProgramNotTrusted {
+        /// The program.
+        exe: PathBuf,
+        /// The file or folder that is not safe.
+        part: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// An older record.
+    #[error(
+        "the checkpoint does not say as which user the VM ran (an earlier version took it); --as-root \
+         starts it as root"
+    )]
+    OwnerUnknown,
+    /// Only root can start a VM as root.
+    #[error("--as-root is for root: a user starts VMs as that user")]
+    NotRoot,
+    /// The command line needs more rights than the VM has.
+    #[error(
+        "`{option}` needs root, but the VM ran as user {uid}; --as-root starts QEMU as root, which then \
+         changes its user by itself if its command line says so (-run-with user=)"
+    )]
+    NeedsRoot {
+        /// The option.
+        option: String,
+        /// The VM's user.
+        uid: u32,
+    },
+    /// A file with a secret is gone.
+    #[error("`{option}` needs {path}, which is missing; put it back")]
+    SecretMissing {
+        /// The option.
+        option: String,
+        /// The file.
+        path: PathBuf,
+    },
+    /// A file with a secret goes with the VM.
+    #[error(
+        "`{option}` needs {path}, which libvirt removes when the domain ends; keep a copy of it to put back"
+    )]
+    SecretGoes {
+        /// The option.
+        option: String,
+        /// The file.
+        path: PathBuf,
+    },
+    /// The command line runs programs.
+    #[error(
+        "the VM's command line makes QEMU run programs or write files with rights of yours: {}; a guest that \
+         broke into its QEMU could have put that there: --allow-commands if they are as you know them", options.join(", ")
+    )]
+    CommandsNotAllowed {
+        /// The options.
+        options: Vec<String>,
+    },
+    /// The helper could not become QEMU.
+    #[error("QEMU was not started: {words}")]
+    NotStarted {
+        /// The helper's words.
+        words: String,
     },
     /// The program is another version.
     #[error(
@@ -333,7 +438,8 @@ pub enum LaunchError {
 /// Whatever would make the new VM wrong, or destroy something of another process; but that the program is
 /// another version is found when it runs.
 pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, LaunchError> {
-    checks::program(record)?;
+    let exe = program::choose(record, options.qemu.as_deref())?;
+    let owner = owner::decide(record, options)?;
     let busy = holders::is_listened_on;
     let at = |path: &std::path::Path| holders::Endpoint::Unix(record.cwd.join(path));
     if busy(&at(&options.qmp)) {
@@ -341,18 +447,68 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
             path: options.qmp.clone(),
         });
     }
+    let settings = rewrite::Settings {
+        options,
+        run_as: owner.credentials.as_ref().filter(|_| owner.is_another()),
+        disks: &record.disks,
+    };
     let arguments = record.command_line().to_argv();
-    let rewritten = rewrite::rewrite(&arguments, &record.cwd, options, &busy)?;
-    checks::disks(record, options)?;
+    let mut rewritten = rewrite::rewrite(&arguments, &record.cwd, &settings, &busy)?;
+    rewritten.changes.extend(owner.changes);
+    consent(record, options, &mut rewritten)?;
+    secrets::check(&rewritten.arguments, &record.cwd)?;
+    let strangers = checks::strangers(&rewritten.arguments, &record.disks);
+    if let Some(error) = strangers.into_iter().next() {
+        return Err(error);
+    }
+    rewritten.changes.extend(checks::disks(record, options)?);
     checks::shared_ram(&rewritten.arguments, &record.cwd)?;
     Ok(LaunchPlan {
-        exe: record.exe.clone(),
+        exe,
         version: record.identity.qemu_version.clone(),
         cpu_features: record.cpu_features.clone(),
         arguments: rewritten.arguments,
         cwd: record.cwd.clone(),
+        credentials: owner.credentials,
+        helper: options.helper.clone(),
         changes: [record.hot_plug.changes(), rewritten.changes].concat(),
     })
+}
+
+/// What the command line makes QEMU do to the host is shown, and what could be somebody else's doing is refused
+/// without consent.
+fn consent(
+    record: &VmRecord,
+    options: &LaunchOptions,
+    rewritten: &mut rewrite::Rewritten,
+) -> Result<(), LaunchError> {
+    let mut line = CommandLine::parse(&rewritten.arguments);
+    line.options
+        .retain(|option| rewritten.given.as_ref() != Some(option));
+    let access = host_access::survey(&line);
+    let was_root = record
+        .credentials
+        .as_ref()
+        .is_some_and(|then| then.uid == 0);
+    let gains = options.as_root && !was_root;
+    let mut critical = access.programs;
+    match gains {
+        true => critical.extend(access.files),
+        false => rewritten.changes.extend(
+            access
+                .files
+                .into_iter()
+                .map(|option| format!("`{option}` kept: it writes to the host")),
+        ),
+    }
+    if !options.allow_commands && !critical.is_empty() {
+        return Err(LaunchError::CommandsNotAllowed { options: critical });
+    }
+    let allowed = critical
+        .into_iter()
+        .map(|option| format!("`{option}` kept, as allowed"));
+    rewritten.changes.extend(allowed);
+    Ok(())
 }
 
 /// Makes sure that the disks of a VM that runs, `now`, are what they were `then`.

@@ -10,6 +10,7 @@
 
 pub mod arguments;
 pub mod cpu_state;
+pub mod credentials;
 pub mod device_state;
 pub mod devices;
 pub mod elf_core;

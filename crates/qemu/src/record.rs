@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use stillframe_sys::process::Process;
 
 use crate::arguments::CommandLine;
+use crate::credentials::Credentials;
 use crate::devices::HotPlug;
+use crate::launch::{restorability, without_own_monitor};
 use crate::monitor::{
     Accelerator, Disk, FeatureWord, HostView, Identity, Monitor, MonitorError, RamBlock,
 };
@@ -22,6 +24,7 @@ pub struct VmRecord {
     /// The QEMU program.
     pub exe: PathBuf,
     /// Its arguments, `argv[0]` included.
+    #[serde(deserialize_with = "recorded_arguments")]
     pub arguments: Vec<String>,
     /// Its working directory.
     pub cwd: PathBuf,
@@ -43,6 +46,12 @@ pub struct VmRecord {
     pub pid: i32,
     /// When that process started, in clock ticks since boot.
     pub process_start_time: u64,
+    /// As whom the process ran; none where a record of before does not say.
+    #[serde(default)]
+    pub credentials: Option<Credentials>,
+    /// What would stand in the way of restoring it, in words ([`restorability`]).
+    #[serde(default)]
+    pub obstacles: Vec<String>,
 }
 
 impl VmRecord {
@@ -62,7 +71,26 @@ impl VmRecord {
             was_running: monitor.run_state()?.running,
             pid: target.process.pid(),
             process_start_time: target.process.start_time(),
+            credentials: Credentials::of(&target.process),
+            obstacles: Vec::new(),
         })
+    }
+
+    /// Finds out what would stand in the way of restoring it, unless the record `before`, of the same VM, had the
+    /// same devices and disks.
+    /// Takes microseconds, and does not speak to QEMU.
+    pub fn find_obstacles(&mut self, before: Option<&VmRecord>) {
+        let disks = |record: &VmRecord| {
+            let disks = record.disks.iter();
+            let what = disks.map(|disk| (disk.device.clone(), disk.path.clone(), disk.temporary));
+            what.collect::<Vec<_>>()
+        };
+        let is_same =
+            |before: &&VmRecord| before.hot_plug == self.hot_plug && disks(before) == disks(self);
+        self.obstacles = match before.filter(is_same) {
+            Some(before) => before.obstacles.clone(),
+            None => restorability(self),
+        };
     }
 
     /// Asks again for what may have changed since the record was taken: the disks. Two round trips. Its
@@ -133,6 +161,8 @@ impl VmRecord {
             was_running: true,
             pid: 0,
             process_start_time: 0,
+            credentials: Credentials::own(),
+            obstacles: Vec::new(),
         }
     }
 
@@ -152,8 +182,16 @@ impl VmRecord {
         }
         self.pid = process.pid();
         self.process_start_time = process.start_time();
+        self.credentials = Credentials::of(process);
         Ok(())
     }
+}
+
+/// The arguments of a record, whose VM may have been restored by a version that did not leave its own
+/// monitor out.
+fn recorded_arguments<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
+    let arguments = Vec::<String>::deserialize(from)?;
+    Ok(without_own_monitor(&arguments))
 }
 
 fn label(name: Option<&str>, arguments: &[String]) -> String {
@@ -189,5 +227,27 @@ mod tests {
         assert_ne!(unnamed, label(None, &arguments[..2]));
         // Test vector of the function's authors: FNV-1a of the empty text is the offset.
         assert_eq!(fnv1a(&[]), 0x811c_9dc5);
+    }
+    #[test]
+    fn records_hold_no_monitor_of_ours_and_older_ones_no_owner() {
+        let mut record = VmRecord::described(Described {
+            label: None,
+            exe: "/q".into(),
+            qemu_version: "10.0.2".into(),
+            arguments: ["q", "-m", "64"].map(str::to_owned).to_vec(),
+            cwd: "/".into(),
+        });
+        let plain = record.arguments.clone();
+        for word in ["-chardev", "socket,id=stillframe-monitor,fd=3"] {
+            record.arguments.push(word.to_owned());
+        }
+        for word in ["-mon", "chardev=stillframe-monitor,mode=control"] {
+            record.arguments.push(word.to_owned());
+        }
+        let mut value = serde_json::to_value(&record).expect("encoded");
+        value.as_object_mut().expect("object").remove("credentials");
+        let read: VmRecord = serde_json::from_value(value).expect("decoded");
+        assert_eq!(read.arguments, plain);
+        assert!(record.credentials.is_some() && read.credentials.is_none());
     }
 }

@@ -10,6 +10,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use stillframe_sys::process::{Process, ProcessError};
 
 use crate::arguments::{Argument, Backend, BackendWord, CommandLine, Properties};
+use crate::launch::without_own_monitor;
 use crate::unix_sockets;
 
 /// How a user names a VM.
@@ -96,7 +97,7 @@ pub struct Target {
     pub process: Process,
     /// The program that runs.
     pub exe: PathBuf,
-    /// Its arguments, `argv[0]` included.
+    /// Its arguments, `argv[0]` included; without the monitor that a restore gave it for itself.
     pub arguments: Vec<String>,
     /// Its working directory, which relative paths in the arguments refer to.
     pub cwd: PathBuf,
@@ -260,6 +261,7 @@ fn examine(pid: i32) -> Result<Target, TargetError> {
             .map_err(|word| not_utf8(pid, "an argument", word))
     });
     let arguments = arguments.collect::<Result<Vec<String>, _>>()?;
+    let arguments = without_own_monitor(&arguments);
     let command_line = CommandLine::parse(&arguments);
     Ok(Target {
         name: command_line.guest_name(),

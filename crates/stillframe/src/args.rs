@@ -5,6 +5,7 @@ mod copy;
 mod interchange;
 mod key;
 mod rewind;
+mod start;
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -22,6 +23,7 @@ pub use copy::CopyArgs;
 pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
 pub use rewind::RewindArgs;
+pub use start::StartArgs;
 
 /// Checkpoints and restores running QEMU VMs, from outside and without their help.
 #[derive(Debug, Parser)]
@@ -283,12 +285,15 @@ pub struct RestoreArgs {
     /// Go on with a lazy restore that was killed, of the VM with this --qmp
     #[arg(
         long,
-        conflicts_with_all = ["id", "vm", "serial", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "log", "print_command"]
+        conflicts_with_all = ["id", "vm", "serial", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "qemu", "as_root", "allow_commands", "log", "print_command"]
     )]
     pub resume: bool,
     /// Go on although a disk is no longer what the guest remembers
     #[arg(long)]
     pub disks_as_they_are: bool,
+    /// How QEMU is started.
+    #[command(flatten)]
+    pub start: StartArgs,
     /// What the new QEMU writes to its standard error [default: a file in the runtime directory]
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,

@@ -27,7 +27,7 @@ mod unlocked;
 use std::process;
 
 use clap::Parser;
-use stillframe_engine::guardian;
+use stillframe_engine::{guardian, launch_helper};
 
 use crate::args::Cli;
 use crate::exit::Exit;
@@ -37,13 +37,12 @@ fn main() {
     // Keys and guest memory are to be in no core dump, nor in reach of this user's other processes. Going on
     // without helps more than refusing: no kernel that the engine works on lacks it.
     let _ = stillframe_engine::forbid_dumps();
-    // Before anything else: the guardian talks over standard input, and must start even where the
+    // Before anything else: guardian and launch helper talk over standard input, and must start even where the
     // environment holds something that the command line's definitions refuse.
-    if std::env::args_os()
-        .nth(1)
-        .is_some_and(|first| first == guardian::SUBCOMMAND)
-    {
-        process::exit(guardian::run());
+    match std::env::args_os().nth(1) {
+        Some(first) if first == guardian::SUBCOMMAND => process::exit(guardian::run()),
+        Some(first) if first == launch_helper::SUBCOMMAND => process::exit(launch_helper::run()),
+        _ => {}
     }
     let cli = Cli::parse();
     let console = Console {

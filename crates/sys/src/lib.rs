@@ -18,6 +18,7 @@ compile_error!(
 );
 
 pub mod affinity;
+pub mod credentials;
 pub mod fdpass;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

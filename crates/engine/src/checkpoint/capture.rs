@@ -148,9 +148,10 @@ impl Vm {
 
     pub(crate) fn record(&mut self) -> Result<VmRecord, DevicesError> {
         let known = self.record.take();
-        let record = self
+        let mut record = self
             .devices
-            .update(&self.target, &mut self.monitor, known)?;
+            .update(&self.target, &mut self.monitor, known.clone())?;
+        record.find_obstacles(known.as_ref());
         self.record = Some(record.clone());
         Ok(record)
     }

@@ -250,6 +250,7 @@ fn report(
             write: ingested.writing.as_micros() as u64,
             commit,
         },
+        obstacles: captured.record.obstacles.clone(),
         missing_packs,
         verify: None,
     }

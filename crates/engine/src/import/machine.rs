@@ -29,11 +29,11 @@ pub(super) fn ask(options: &ImportOptions) -> Result<VmRecord, ImportError> {
         cwd: options.cwd.clone(),
     });
     let launch = LaunchOptions {
-        qmp: options.scratch.join("qmp"),
-        serial: None,
         disks_as_they_are: true,
-        log: options.scratch.join("log"),
-        clone: None,
+        // The user typed the command line.
+        allow_commands: true,
+        qemu: Some(record.exe.clone()),
+        ..LaunchOptions::new(options.scratch.join("qmp"), options.scratch.join("log"))
     };
     let plan = launch::plan(&record, &launch)?;
     let guardian = Guardian::start()?;

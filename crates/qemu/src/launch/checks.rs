@@ -2,113 +2,68 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
 
 use super::holders::{Use, holder_of};
-use super::{LaunchError, LaunchOptions, LaunchPlan};
+use super::{LaunchError, LaunchOptions};
 use crate::arguments::{CommandLine, Properties};
-use crate::monitor::{Disk, FeatureWord, FileIdentity, missing_features};
+use crate::monitor::{Disk, FileIdentity};
 use crate::record::VmRecord;
 
-/// The recorded program must be there.
-pub(super) fn program(record: &VmRecord) -> Result<(), LaunchError> {
-    match record.exe.is_file() {
-        true => Ok(()),
-        false => Err(LaunchError::ProgramMissing {
-            exe: record.exe.clone(),
-            version: record.identity.qemu_version.clone(),
-        }),
-    }
-}
-
-impl LaunchPlan {
-    /// Asks the program for its version, which must be the recorded one. That takes 20 ms; a QEMU that
-    /// was started tells by itself ([`super::Starting::wait`]).
-    ///
-    /// # Errors
-    /// [`LaunchError::VersionDiffers`], [`LaunchError::Run`].
-    pub fn check_version(&self) -> Result<(), LaunchError> {
-        self.expect_version(version_of(&self.exe)?)
-    }
-
-    /// What the new VM's processors can do must be all that the guest knows of.
-    pub(super) fn expect_features(&self, now: &[FeatureWord]) -> Result<(), LaunchError> {
-        let missing = missing_features(&self.cpu_features, now);
-        match missing.is_empty() {
-            true => Ok(()),
-            false => Err(LaunchError::CpuFeatures {
-                missing: missing.join(", "),
-            }),
-        }
-    }
-
-    pub(super) fn expect_version(&self, found: String) -> Result<(), LaunchError> {
-        match found == self.version {
-            true => Ok(()),
-            false => Err(LaunchError::VersionDiffers {
-                exe: self.exe.clone(),
-                found,
-                recorded: self.version.clone(),
-            }),
-        }
-    }
-}
-
-/// Asks a program for its version.
-///
-/// # Errors
-/// [`LaunchError::Run`].
-pub fn version_of(program: &Path) -> Result<String, LaunchError> {
-    let output = Command::new(program)
-        .arg("--version")
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|source| LaunchError::Run {
-            program: program.to_owned(),
-            source,
-        })?;
-    Ok(version_in(&String::from_utf8_lossy(&output.stdout)))
-}
-
-/// The version in `QEMU emulator version 10.0.2 (Debian ...)`.
-fn version_in(text: &str) -> String {
-    let mut words = text.split_ascii_whitespace();
-    words.find(|word| *word == "version");
-    words.next().unwrap_or("of unknown version").to_owned()
-}
-
 /// Every disk must be the recorded one, unchanged, and nobody else's; clones only read it, so others may
-/// do that too.
-pub(super) fn disks(record: &VmRecord, options: &LaunchOptions) -> Result<(), LaunchError> {
-    let as_they_are = options.disks_as_they_are;
+/// do that too. Returns what starting the VM changes on the host, in words.
+pub(super) fn disks(
+    record: &VmRecord,
+    options: &LaunchOptions,
+) -> Result<Vec<String>, LaunchError> {
     let counts = match options.clone {
         Some(_) => Use::Writing,
         None => Use::Any,
     };
-    for (index, disk) in record.disks.iter().enumerate() {
-        // Of the files of one device the first is the image, the others are what it is based on.
-        let earlier = &record.disks[..index];
-        let is_image =
-            !disk.device.is_empty() && !earlier.iter().any(|other| other.device == disk.device);
-        if is_image {
-            in_arguments(record, disk)?;
-        }
-        if disk.temporary {
-            if !as_they_are {
-                return Err(LaunchError::DiskTemporary {
-                    device: disk.device.clone(),
-                });
+    let mut changes = Vec::new();
+    for disk in &record.disks {
+        if let Some(error) = lasting_obstacle(disk) {
+            if !options.disks_as_they_are {
+                return Err(error);
             }
-        } else if disk.path.is_absolute() {
-            file(disk, as_they_are, counts)?;
-        } else if !as_they_are {
-            return Err(LaunchError::DiskUnknown {
-                device: disk.device.clone(),
-                path: disk.path.clone(),
-            });
+            if disk.temporary || !disk.path.is_absolute() {
+                continue;
+            }
+        }
+        file(disk, options.disks_as_they_are, counts)?;
+        if disk.flash && !disk.read_only && options.clone.is_none() {
+            changes.push(format!(
+                "disk {}: {} is written when the VM runs: its content is that of the checkpoint then",
+                disk.device,
+                disk.path.display()
+            ));
         }
     }
-    Ok(())
+    Ok(changes)
+}
+
+/// What about a recorded disk will always need the user's decision.
+pub(super) fn lasting_obstacle(disk: &Disk) -> Option<LaunchError> {
+    if disk.temporary {
+        return Some(LaunchError::DiskTemporary {
+            device: disk.device.clone(),
+        });
+    }
+    (!disk.path.is_absolute()).then(|| LaunchError::DiskUnknown {
+        device: disk.device.clone(),
+        path: disk.path.clone(),
+    })
+}
+
+/// Disks that the command line does not name: monitor commands exchanged them.
+pub(super) fn strangers(arguments: &[String], disks: &[Disk]) -> Vec<LaunchError> {
+    let images = disks.iter().enumerate().filter(|(index, disk)| {
+        // Of the files of one device the first is the image, the others are what it is based on.
+        let earlier = &disks[..*index];
+        !disk.device.is_empty() && !earlier.iter().any(|other| other.device == disk.device)
+    });
+    images
+        .filter_map(|(_, disk)| in_arguments(arguments, disk).err())
+        .collect()
 }
 
 /// The disks of a VM that runs must be those that were recorded, unchanged.
@@ -124,7 +79,8 @@ pub(super) fn running_disks(
         let mut disks = now.disks.iter();
         disks.find(|other| (&other.device, &other.path) == (&disk.device, &disk.path))
     };
-    for disk in &then.disks {
+    // The content of flash memory is in the checkpoint.
+    for disk in then.disks.iter().filter(|disk| !disk.flash) {
         let changed = |what| LaunchError::DiskChanged {
             device: disk.device.clone(),
             path: disk.path.clone(),
@@ -140,16 +96,15 @@ pub(super) fn running_disks(
 
 /// The file of a disk must be named by the command line, or the command line describes another VM
 /// than the one that was recorded: its disk was exchanged by a monitor command.
-fn in_arguments(record: &VmRecord, disk: &Disk) -> Result<(), LaunchError> {
-    let line = record.command_line();
-    let elsewhere = line.has("readconfig");
+fn in_arguments(arguments: &[String], disk: &Disk) -> Result<(), LaunchError> {
+    let elsewhere = CommandLine::parse(arguments).has("readconfig");
     let name = disk.path.file_name().and_then(|name| name.to_str());
     let (Some(name), false, true) = (name, elsewhere, disk.path.is_absolute()) else {
         return Ok(());
     };
     let escaped = name.replace(',', ",,");
     let named = |word: &String| word.contains(name) || word.contains(&escaped);
-    if disk.temporary || line.to_argv().iter().any(named) {
+    if disk.temporary || arguments.iter().any(named) {
         return Ok(());
     }
     Err(LaunchError::DiskNotInArguments {
@@ -175,6 +130,10 @@ fn file(disk: &Disk, as_they_are: bool, counts: Use) -> Result<(), LaunchError> 
             program: holder.program,
         });
     }
+    let difference = match disk.flash {
+        true => difference_of_flash,
+        false => difference,
+    };
     match difference(disk.identity, FileIdentity::of(&metadata)) {
         Some(what) if !as_they_are => Err(LaunchError::DiskChanged {
             device: disk.device.clone(),
@@ -182,6 +141,17 @@ fn file(disk: &Disk, as_they_are: bool, counts: Use) -> Result<(), LaunchError> 
             what,
         }),
         _ => Ok(()),
+    }
+}
+
+/// The content of flash memory is in the checkpoint; its size is the machine's.
+fn difference_of_flash(
+    recorded: Option<FileIdentity>,
+    now: Option<FileIdentity>,
+) -> Option<&'static str> {
+    match (recorded, now) {
+        (Some(recorded), Some(now)) if recorded.bytes != now.bytes => Some("has another size"),
+        _ => None,
     }
 }
 
@@ -227,18 +197,6 @@ pub(super) fn shared_ram(arguments: &[String], cwd: &Path) -> Result<(), LaunchE
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn versions() {
-        let table = [
-            ("QEMU emulator version 10.0.2 (Debian 1:10.0.2)\n", "10.0.2"),
-            ("QEMU emulator version 9.2.50\nCopyright", "9.2.50"),
-            ("something else", "of unknown version"),
-        ];
-        for (text, expected) in table {
-            assert_eq!(version_in(text), expected, "{text}");
-        }
-    }
 
     #[test]
     fn differences_of_files() {

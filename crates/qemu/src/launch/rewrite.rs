@@ -4,13 +4,17 @@
 //! added or taken away, only the host's ends of them change. And nothing of the old process or of
 //! a third one may be overwritten or taken over: output files, listening sockets, the terminal.
 
+mod snapshots;
 mod twin;
+mod user;
 
 use std::path::Path;
 
 use super::holders::Endpoint;
 use super::{LaunchError, LaunchOptions};
 use crate::arguments::{Argument, Backend, BackendWord, CommandLine, Properties};
+use crate::credentials::Credentials;
+use crate::monitor::Disk;
 
 /// Options that belong to the old process or to its start, not to the machine.
 const DROPPED: &[(&str, &str)] = &[
@@ -44,15 +48,24 @@ const VNC_PORT: u16 = 5900;
 
 pub(super) use twin::memory_blocks;
 
-/// A monitor on a descriptor that the new QEMU inherits. It is not part of the plan, and nobody misses it
-/// when the VM is started once more.
-pub(super) fn own_monitor(descriptor: u32) -> [String; 4] {
+/// A monitor on a descriptor that the new QEMU inherits. It is part of no plan and of no record.
+pub(super) fn own_monitor(descriptor: i32) -> [String; 4] {
     [
         "-chardev".to_owned(),
         format!("socket,id={OWN_MONITOR},fd={descriptor}"),
         "-mon".to_owned(),
         format!("chardev={OWN_MONITOR},mode=control"),
     ]
+}
+
+/// Arguments of a VM that was started here, without the monitor of [`own_monitor`].
+pub(crate) fn without_own_monitor(arguments: &[String]) -> Vec<String> {
+    let mut line = CommandLine::parse(arguments);
+    if !line.options.iter().any(is_own_monitor) {
+        return arguments.to_vec();
+    }
+    line.options.retain(|option| !is_own_monitor(option));
+    line.to_argv()
 }
 
 fn is_own_monitor(option: &Argument) -> bool {
@@ -68,39 +81,78 @@ fn is_own_monitor(option: &Argument) -> bool {
 #[derive(Debug)]
 pub(super) struct Rewritten {
     pub(super) arguments: Vec<String>,
+    /// The option that the user gave.
+    pub(super) given: Option<Argument>,
     pub(super) changes: Vec<String>,
+}
+
+/// What the new command line is to be like.
+pub(super) struct Settings<'a> {
+    pub(super) options: &'a LaunchOptions,
+    /// As whom QEMU runs from its start, where that is another user than that of this process.
+    pub(super) run_as: Option<&'a Credentials>,
+    /// The disks that the VM had.
+    pub(super) disks: &'a [Disk],
 }
 
 /// Rewrites `arguments`; `busy` says where a living process listens.
 pub(super) fn rewrite(
     arguments: &[String],
     cwd: &Path,
-    options: &LaunchOptions,
+    settings: &Settings<'_>,
     busy: &dyn Fn(&Endpoint) -> bool,
 ) -> Result<Rewritten, LaunchError> {
-    let mut rewriter = Rewriter {
-        line: CommandLine::parse(arguments),
-        changes: Vec::new(),
-        cwd,
-        busy,
-    };
+    let options = settings.options;
+    let mut rewriter = Rewriter::new(arguments, cwd, busy);
     if rewriter.line.has("preconfig") {
         return Err(LaunchError::Preconfig);
     }
+    rewriter.follow_snapshots(settings.disks);
     if let Some(clone) = &options.clone {
         rewriter.make_twin(clone)?;
     }
     rewriter.drop_process_options();
+    if let Some(owner) = settings.run_as {
+        rewriter.drop_change_of_user(owner)?;
+    }
     rewriter.replace_nographic();
     rewriter.settle_display();
     let settled = rewriter.settle_first_serial(options.serial.as_deref())?;
     rewriter.settle_backends(settled);
-    rewriter.refuse_inherited_descriptors()?;
+    if let Some(error) = rewriter.inherited_descriptors().into_iter().next() {
+        return Err(error);
+    }
     rewriter.add_our_own(options)?;
+    let given = settled.filter(|_| options.serial.is_some());
+    let given = given.map(|at| rewriter.line.options[at].clone());
     Ok(Rewritten {
         arguments: rewriter.line.to_argv(),
+        given,
         changes: rewriter.changes,
     })
+}
+
+/// Every reason for which [`rewrite`] would refuse a command line, and what it would become.
+pub(super) fn obstacles(
+    arguments: &[String],
+    cwd: &Path,
+    settings: &Settings<'_>,
+) -> (Vec<String>, Vec<LaunchError>) {
+    let mut rewriter = Rewriter::new(arguments, cwd, &|_| false);
+    let preconfig = rewriter.line.has("preconfig");
+    let mut found: Vec<LaunchError> = preconfig
+        .then_some(LaunchError::Preconfig)
+        .into_iter()
+        .collect();
+    rewriter.follow_snapshots(settings.disks);
+    rewriter.drop_process_options();
+    if let Some(owner) = settings.run_as {
+        found.extend(rewriter.drop_change_of_user(owner).err());
+    }
+    found.extend(rewriter.settle_first_serial(None).err());
+    rewriter.settle_backends(None);
+    found.extend(rewriter.inherited_descriptors());
+    (rewriter.line.to_argv(), found)
 }
 
 struct Rewriter<'a> {
@@ -118,6 +170,21 @@ enum SerialPort {
     CharacterDevice(usize),
     /// The port QEMU makes when nothing is said.
     Default,
+}
+
+impl<'a> Rewriter<'a> {
+    fn new(
+        arguments: &[String],
+        cwd: &'a Path,
+        busy: &'a dyn Fn(&Endpoint) -> bool,
+    ) -> Rewriter<'a> {
+        Rewriter {
+            line: CommandLine::parse(arguments),
+            changes: Vec::new(),
+            cwd,
+            busy,
+        }
+    }
 }
 
 impl Rewriter<'_> {
@@ -354,13 +421,14 @@ impl Rewriter<'_> {
         Some(Endpoint::Tcp(host.to_owned(), port.parse().ok()?))
     }
 
-    fn refuse_inherited_descriptors(&self) -> Result<(), LaunchError> {
-        match self.line.options.iter().find(|option| is_inherited(option)) {
-            Some(option) => Err(LaunchError::InheritedDescriptor {
+    fn inherited_descriptors(&self) -> Vec<LaunchError> {
+        let options = self.line.options.iter();
+        options
+            .filter(|option| is_inherited(option))
+            .map(|option| LaunchError::InheritedDescriptor {
                 option: option.words(),
-            }),
-            None => Ok(()),
-        }
+            })
+            .collect()
     }
 
     fn add_our_own(&mut self, options: &LaunchOptions) -> Result<(), LaunchError> {

@@ -1,12 +1,11 @@
 //! Running the new QEMU and handing it the device state.
 
 use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::fd::OwnedFd;
+use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
@@ -15,7 +14,7 @@ use stillframe_sys::memfd::{Access, Memfd};
 use stillframe_sys::private_dir;
 use stillframe_sys::process::Process;
 
-use super::rewrite::own_monitor;
+use super::helper::{self, Order};
 use super::{LaunchError, LaunchOptions, LaunchPlan};
 use crate::monitor::{Monitor, MonitorError};
 use crate::qmp::{Client, QmpError};
@@ -26,12 +25,6 @@ const LOOK_AGAIN_MS: u64 = 2;
 /// Pause between two looks at whether the device state is loaded, which takes 2 ms and is waited for by
 /// whoever wants the VM back.
 const LOADED_LOOK_AGAIN: Duration = Duration::from_micros(200);
-
-/// What becomes QEMU.
-const SHELL: &str = "sh";
-
-/// Under which number QEMU finds the connection of our monitor.
-const MONITOR_DESCRIPTOR: u32 = 3;
 
 /// How long a QEMU that closed its monitor may take to end, in seconds.
 const END_LIMIT_SECONDS: u64 = 5;
@@ -72,6 +65,8 @@ struct OwnedQemu {
     log: PathBuf,
     /// Where this QEMU's words begin in the log.
     log_start: u64,
+    /// How it ended by itself, if it did.
+    code: Option<i32>,
 }
 
 impl Drop for OwnedQemu {
@@ -92,6 +87,7 @@ impl OwnedQemu {
     /// The exit status, if QEMU has ended by itself.
     fn has_ended(&mut self) -> Option<String> {
         let status = self.child.as_mut()?.try_wait().ok()??;
+        self.code = status.code();
         Some(status.to_string())
     }
 
@@ -173,11 +169,7 @@ pub struct Starting {
 /// # Errors
 /// [`LaunchError::Run`] and others, when there is no process.
 pub fn start(plan: &LaunchPlan, options: &LaunchOptions) -> Result<Starting, LaunchError> {
-    let (ours, theirs) = UnixStream::pair().map_err(|source| LaunchError::Run {
-        program: SHELL.into(),
-        source,
-    })?;
-    let owned = spawn(plan, options, theirs.into())?;
+    let (owned, ours) = spawn(plan, options)?;
     let pid = owned.child.as_ref().map_or(0, Child::id);
     Ok(Starting {
         process: Process::open(i32::try_from(pid).unwrap_or(0))?,
@@ -193,7 +185,7 @@ impl Starting {
     pub fn go(&mut self) {
         if !std::mem::replace(&mut self.gone, true) {
             // It fails only where the process has ended, which is found out by waiting for it.
-            let _ = self.ours.write_all(b"go\n");
+            let _ = helper::go(&self.ours);
         }
     }
 
@@ -219,6 +211,10 @@ impl Starting {
                 let Some(status) = owned.has_ended_within(limit) else {
                     return Err(owned.fail(DOING, QmpError::Closed.into()));
                 };
+                if owned.code == Some(helper::EXIT_NOT_STARTED) {
+                    let words = owned.last_words();
+                    return Err(LaunchError::NotStarted { words });
+                }
                 // Another version may not understand the command line.
                 plan.check_version()?;
                 return Err(owned.exited(DOING, status));
@@ -260,17 +256,12 @@ fn open_log(path: &Path) -> Result<File, LaunchError> {
     }
 }
 
-/// Runs QEMU in a session of its own, so that neither the end of this process nor that of its
-/// terminal reaches the VM.
+/// Starts the helper that becomes QEMU, in a session of its own, so that neither the end of this process nor
+/// that of its terminal reaches the VM. Also returns our end of its socket.
 fn spawn(
     plan: &LaunchPlan,
     options: &LaunchOptions,
-    monitor: OwnedFd,
-) -> Result<OwnedQemu, LaunchError> {
-    // Whoever is to end QEMU should we die must know the process first. setsid(1) and the shell replace
-    // themselves: the pid stays the same. The shell reads a line, and no byte more.
-    let wait_for_go =
-        format!("read -r go && exec setsid \"$0\" \"$@\" {MONITOR_DESCRIPTOR}<&0 </dev/null");
+) -> Result<(OwnedQemu, UnixStream), LaunchError> {
     let log_failed = |source| LaunchError::Log {
         path: options.log.clone(),
         source,
@@ -279,29 +270,37 @@ fn spawn(
     let log_start = log.metadata().map_err(log_failed)?.len();
     let path = fs::canonicalize(&options.log).map_err(log_failed)?;
     let errors = log.try_clone().map_err(log_failed)?;
-    let child = Command::new(SHELL)
-        .args(["-c", &wait_for_go])
-        .arg(&plan.exe)
-        .args(plan.arguments.iter().skip(1))
-        .args(own_monitor(MONITOR_DESCRIPTOR))
+    let folder = options.qmp.parent().filter(|_| plan.credentials.is_some());
+    let order = Order {
+        program: plan.exe.clone(),
+        arguments: plan.arguments.iter().skip(1).cloned().collect(),
+        credentials: plan.credentials.clone(),
+        monitor: true,
+        socket_folder: folder.map(Path::to_owned),
+    };
+    let failed = |source| LaunchError::Run {
+        program: plan.exe.clone(),
+        source,
+    };
+    // Whoever is to end QEMU should we die must know the process first, so it waits. The helper replaces
+    // itself: the pid stays the same.
+    let (mut command, ours) = helper::command(&plan.helper, &order).map_err(failed)?;
+    let child = command
         .current_dir(&plan.cwd)
-        // A guest that breaks out of QEMU must not find the repository's password there.
-        .env_remove("STILLFRAME_PASSWORD")
-        .env_remove("STILLFRAME_PASSWORD_FILE")
-        .env_remove("STILLFRAME_PASSWORD_COMMAND")
-        .stdin(monitor)
         .stdout(log)
         .stderr(errors)
         .spawn()
-        .map_err(|source| LaunchError::Run {
-            program: SHELL.into(),
-            source,
-        })?;
-    Ok(OwnedQemu {
+        .map_err(failed)?;
+    // With our copy of the helper's end open, its death would go unnoticed.
+    drop(command);
+    let owned = OwnedQemu {
         child: Some(child),
         log: path,
         log_start,
-    })
+        code: None,
+    };
+    helper::send(&ours, &order).map_err(failed)?;
+    Ok((owned, ours))
 }
 
 /// Loads the device state made by [`crate::device_state::wrap`]. All RAM blocks must have been

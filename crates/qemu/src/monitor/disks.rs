@@ -28,6 +28,10 @@ pub struct Disk {
     pub read_only: bool,
     /// A throw-away file of `snapshot=on`, which is gone as soon as QEMU exits.
     pub temporary: bool,
+    /// Whether it is the flash memory of the machine's firmware. QEMU carries its content in the device
+    /// state, and writes it to the file when the VM runs.
+    #[serde(default)]
+    pub flash: bool,
     /// Size of the disk as the guest sees it, in bytes.
     pub bytes: u64,
     /// Its file or block device at the time of the record; none for what is neither.
@@ -76,7 +80,7 @@ pub(super) fn gather(
     host: &HostView,
     open: &OpenFiles,
 ) -> Vec<Disk> {
-    let disk_of = |device: &str, image: &Image, read_only: bool| {
+    let disk_of = |device: &str, image: &Image, read_only: bool, flash: bool| {
         let path = path_of(&image.filename, &host.cwd);
         let temporary = open.is_temporary(&path);
         let identity = host.identity(&path).filter(|_| !temporary);
@@ -89,6 +93,7 @@ pub(super) fn gather(
             format: image.format.clone(),
             read_only: read_only && !written.unwrap_or(false),
             temporary,
+            flash,
             bytes: image.bytes,
             identity,
             path,
@@ -97,6 +102,7 @@ pub(super) fn gather(
     let mut disks: Vec<Disk> = Vec::new();
     for drive in drives {
         let device = drive.label();
+        let flash = drive.is_flash();
         let Some(inserted) = drive.inserted else {
             continue;
         };
@@ -104,7 +110,7 @@ pub(super) fn gather(
         let mut node = inserted.node_name;
         let mut image = Some(&inserted.image);
         while let Some(this) = image {
-            let disk = disk_of(&device, this, read_only);
+            let disk = disk_of(&device, this, read_only, flash);
             disks.push(Disk { node, ..disk });
             node = String::new();
             read_only = true;
@@ -112,7 +118,7 @@ pub(super) fn gather(
         }
     }
     for node in nodes.iter().filter(|node| is_host_file(node)) {
-        let disk = disk_of("", &node.image, true);
+        let disk = disk_of("", &node.image, true, false);
         if !disks.iter().any(|shown| shown.path == disk.path) {
             disks.push(disk);
         }
@@ -125,6 +131,12 @@ fn is_host_file(node: &Node) -> bool {
 }
 
 impl Drive {
+    /// QEMU names the flash devices of a PC so (`hw/i386/pc_sysfw.c`).
+    fn is_flash(&self) -> bool {
+        let qdev = self.qdev.as_deref().unwrap_or_default();
+        qdev.starts_with("/machine/system.flash")
+    }
+
     /// The drive's name; for a `-blockdev`, which has none, the id of its device.
     fn label(&self) -> String {
         if !self.device.is_empty() {

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::process::Command;
 
 use serde_json::json;
-use stillframe_qemu::launch::{LaunchError, LaunchOptions, plan, start};
+use stillframe_qemu::launch::{LaunchError, LaunchOptions, plan, restorability, start};
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{Unsuitable, check};
 
@@ -297,18 +297,31 @@ fn a_chain_of_images() {
 
 #[test]
 fn a_disk_exchanged_while_the_vm_runs() {
-    let (vm, _) = with_disk(WRITABLE);
+    let (mut vm, _) = with_disk(WRITABLE);
     let (target, mut monitor) = vm.connect();
     let overlay = json!({ "device": "virtio0", "snapshot-file": vm.path("overlay.qcow2") });
     let client = monitor.client();
     client
         .execute("blockdev-snapshot-sync", overlay)
         .expect("exchanged");
-    let record = VmRecord::take(&target, &mut monitor).expect("record");
+    let mut record = VmRecord::take(&target, &mut monitor).expect("record");
+    vm.end();
+    // Over a disk that the command line names, it takes that disk's place.
+    let options = vm.launch_options();
+    let planned = plan(&record, &options).expect("planned").arguments;
+    assert!(restorability(&record).is_empty());
+    let drive = planned.iter().find(|word| word.contains("overlay.qcow2"));
+    assert!(
+        drive.is_some_and(|drive| drive.contains("format=qcow2")),
+        "{planned:?}"
+    );
+    // Over another, nobody knows whose place.
+    record.disks.truncate(1);
     assert!(matches!(
-        plan(&record, &vm.launch_options()),
+        plan(&record, &options),
         Err(LaunchError::DiskNotInArguments { .. })
     ));
+    assert_eq!(restorability(&record).len(), 1);
 }
 
 #[test]

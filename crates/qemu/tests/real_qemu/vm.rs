@@ -94,11 +94,8 @@ impl Vm {
 
     pub fn launch_options(&self) -> LaunchOptions {
         LaunchOptions {
-            qmp: self.path("new.qmp"),
-            serial: None,
-            disks_as_they_are: false,
-            log: self.path("new.log"),
-            clone: None,
+            helper: env!("CARGO_BIN_EXE_launch-helper").into(),
+            ..LaunchOptions::new(self.path("new.qmp"), self.path("new.log"))
         }
     }
 }

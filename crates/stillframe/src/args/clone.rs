@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
+use super::StartArgs;
 use crate::{durations, sizes};
 
 /// `clone`
@@ -43,6 +44,9 @@ pub struct CloneArgs {
     /// Go on although a disk is no longer what the guests remember
     #[arg(long)]
     pub disks_as_they_are: bool,
+    /// How each QEMU is started.
+    #[command(flatten)]
+    pub start: StartArgs,
     /// Where the memory that the clones share is kept, in the clear (memory templates) [default:
     /// /dev/shm/stillframe-UID]
     #[arg(long, value_name = "DIR")]

@@ -97,6 +97,17 @@ pub fn take(
     })
 }
 
+/// Warns of what would stand in the way of a restore, unless `told` holds it already.
+pub fn tell_obstacles(context: &Context, report: &CheckpointReport, told: &mut Vec<String>) {
+    for obstacle in &report.obstacles {
+        if !told.contains(obstacle) {
+            let words = format!("this checkpoint cannot be restored as it is: {obstacle}");
+            context.console.warn(&words);
+        }
+    }
+    told.clone_from(&report.obstacles);
+}
+
 /// Prints the result; an error when a comparison found differences.
 pub fn tell(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> {
     // An increment's parent has told it already.
@@ -215,6 +226,7 @@ mod tests {
             bytes_stored: 67_318_579,
             total_us: 410_000,
             phases_us: Default::default(),
+            obstacles: Vec::new(),
             missing_packs: Vec::new(),
             verify: None,
         }

@@ -22,5 +22,7 @@ pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
         &capture::options(&args.capture),
     );
     capture::detach(context, vm);
-    capture::tell(context, &taken??)
+    let report = taken??;
+    capture::tell_obstacles(context, &report, &mut Vec::new());
+    capture::tell(context, &report)
 }

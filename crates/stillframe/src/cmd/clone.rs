@@ -99,13 +99,14 @@ fn each(args: &CloneArgs, qmp: &str, number: u32) -> anyhow::Result<(LaunchOptio
     let qmp = here(Path::new(&numbered(qmp)))?;
     let serial = args.serial.as_deref().map(numbered);
     let launch = LaunchOptions {
-        log: runtime::default_log(&qmp),
-        qmp,
         serial: serial
             .map(|spec| serial_from_here(&spec, here))
             .transpose()?,
         disks_as_they_are: args.disks_as_they_are,
-        clone: None,
+        qemu: args.start.qemu.clone(),
+        as_root: args.start.as_root,
+        allow_commands: args.start.allow_commands,
+        ..LaunchOptions::new(qmp.clone(), runtime::default_log(&qmp))
     };
     let replace = args.replace.iter();
     let twin = CloneOptions {

@@ -34,7 +34,18 @@ pub fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
         "pages": manifest.pages,
         "bytes_stored": manifest.bytes_stored,
         "downtime_us": manifest.downtime_us,
+        "obstacles": obstacles(manifest),
     })
+}
+
+/// What would stand in the way of a restore, as far as it was known at the checkpoint.
+fn obstacles(manifest: &Manifest) -> Vec<&str> {
+    let found = manifest
+        .vm_record
+        .get("obstacles")
+        .and_then(Value::as_array);
+    let found = found.into_iter().flatten();
+    found.filter_map(Value::as_str).collect()
 }
 
 /// The VM's memory of a checkpoint, in bytes.
@@ -56,7 +67,11 @@ pub fn pause(manifest: &Manifest) -> String {
 
 fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
     use Align::{Left, Right};
-    let mut table = Table::new(&[
+    // Only where there is something to say.
+    let marked = checkpoints
+        .iter()
+        .any(|(_, manifest)| !obstacles(manifest).is_empty());
+    let mut columns = vec![
         ("CHECKPOINT", Left),
         ("VM", Left),
         ("TIME", Left),
@@ -65,10 +80,16 @@ fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
         ("STORED", Right),
         ("PAUSE", Right),
         ("PARENT", Left),
-    ]);
+    ];
+    columns.extend(marked.then_some(("RESTORE", Left)));
+    let mut table = Table::new(&columns);
     for (id, manifest) in checkpoints {
         let parent = manifest.parent.map(|id| id.to_string());
-        table.row([
+        let mark = match obstacles(manifest).len() {
+            0 => String::new(),
+            count => format!("{}, see show", table::count(count as u64, "obstacle")),
+        };
+        let mut row = vec![
             short(&id.to_string()).to_owned(),
             manifest.vm.clone(),
             local_time(manifest.time),
@@ -77,7 +98,9 @@ fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
             table::bytes(manifest.bytes_stored),
             pause(manifest),
             parent.as_deref().map_or("-", short).to_owned(),
-        ]);
+        ];
+        row.extend(marked.then_some(mark));
+        table.row(row);
     }
     let total = table::count(checkpoints.len() as u64, "checkpoint");
     format!("{}\n{total}", table.render())
@@ -136,6 +159,18 @@ pub(crate) mod tests {
             assert!(lines[1].contains(expected), "{expected}: {text}");
         }
         assert_eq!(lines[2], "1 checkpoint");
+    }
+
+    #[test]
+    fn what_stands_in_the_way_of_a_restore_is_marked() {
+        let ((id, mut with), without) = (sample(), sample());
+        with.vm_record = json!({ "obstacles": ["a", "b"] });
+        assert_eq!(object(&id, &with)["obstacles"], json!(["a", "b"]));
+        let text = words(&[(id, with), without]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].ends_with("RESTORE"), "{text}");
+        assert!(lines[1].ends_with("2 obstacles, see show"), "{text}");
+        assert!(!lines[2].contains("obstacle"), "{text}");
     }
 
     #[test]

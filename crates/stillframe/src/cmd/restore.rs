@@ -1,6 +1,7 @@
 //! `restore`: a new QEMU in the state of a checkpoint.
 
 use std::error::Error;
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf, absolute};
 use std::time::Instant;
 
@@ -34,10 +35,16 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
         anyhow::bail!("--verify compares before the guest runs: with --lazy, add --paused");
     }
     let (id, manifest) = repository.resolve(name, args.vm.as_deref())?;
-    let launch = launch_options(args)?;
+    let mut launch = launch_options(args)?;
     // Planned before anything starts, so that the changes are known even if the start fails.
-    let plan = restore::plan(&id, &manifest, &launch)
-        .inspect_err(|error| stands_in_the_way(context, error))?;
+    let mut plan = restore::plan(&id, &manifest, &launch);
+    if let Err(RestoreError::Launch(LaunchError::CommandsNotAllowed { options })) = &plan
+        && consents(context, options)
+    {
+        launch.allow_commands = true;
+        plan = restore::plan(&id, &manifest, &launch);
+    }
+    let plan = plan.inspect_err(|error| stands_in_the_way(context, error))?;
     for change in &plan.changes {
         context.console.note(&format!("changed: {change}"));
     }
@@ -64,6 +71,24 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
     })?;
     context.console.result(&report, || words(&report))?;
     Ok(())
+}
+
+/// Asks, where there is a person to ask, whether these options of the recorded command line may stay.
+fn consents(context: &Context, options: &[String]) -> bool {
+    let console = context.console;
+    let person = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
+    if !person || console.json || console.quiet {
+        return false;
+    }
+    for option in options {
+        console.note(&format!(
+            "the VM's command line runs a program or writes to the host: {option}"
+        ));
+    }
+    console.note("allow that? [y/N]");
+    let mut answer = String::new();
+    let read = std::io::stdin().read_line(&mut answer);
+    read.is_ok() && matches!(answer.trim(), "y" | "Y" | "yes")
 }
 
 /// What the user is told at the first signal.
@@ -171,11 +196,12 @@ fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
         .map(|spec| serial_from_here(spec, here))
         .transpose()?;
     Ok(LaunchOptions {
-        qmp,
         serial,
         disks_as_they_are: args.disks_as_they_are,
-        log,
-        clone: None,
+        qemu: args.start.qemu.clone(),
+        as_root: args.start.as_root,
+        allow_commands: args.start.allow_commands,
+        ..LaunchOptions::new(qmp, log)
     })
 }
 
@@ -198,6 +224,7 @@ fn print_command(context: &Context, plan: &LaunchPlan) -> anyhow::Result<()> {
         "exe": plan.exe,
         "arguments": plan.arguments,
         "cwd": plan.cwd,
+        "credentials": plan.credentials,
         "changes": plan.changes,
     });
     context.console.result(&object, || command(plan))?;
@@ -211,8 +238,30 @@ fn command(plan: &LaunchPlan) -> String {
         plan.exe.display().to_string(),
     );
     let arguments = plan.arguments.iter().skip(1).map(String::as_str);
-    let start = shell::join(std::iter::once(exe.as_str()).chain(arguments));
+    let user = as_user(plan);
+    let user = user.iter().map(String::as_str);
+    let start = shell::join(user.chain([exe.as_str()]).chain(arguments));
     format!("{} && {start}", shell::join(["cd", &cwd]))
+}
+
+/// Runs a command as the user that the VM ran as; nothing for root's.
+fn as_user(plan: &LaunchPlan) -> Vec<String> {
+    let Some(owner) = plan.credentials.as_ref().filter(|owner| owner.uid != 0) else {
+        return Vec::new();
+    };
+    let groups: Vec<String> = owner.groups.iter().map(u32::to_string).collect();
+    let mut words = vec![
+        "setpriv".to_owned(),
+        format!("--reuid={}", owner.uid),
+        format!("--regid={}", owner.gid),
+        match groups.is_empty() {
+            true => "--clear-groups".to_owned(),
+            false => format!("--groups={}", groups.join(",")),
+        },
+    ];
+    words.extend(owner.no_new_privs.then(|| "--no-new-privs".to_owned()));
+    words.push("--".to_owned());
+    words
 }
 
 fn words(report: &RestoreReport) -> String {
@@ -272,7 +321,7 @@ mod tests {
             cpu_features: Vec::new(),
             arguments: ["qemu", "-append", "a b"].map(str::to_owned).to_vec(),
             cwd: "/my vms".into(),
-            changes: Vec::new(),
+            ..LaunchPlan::default()
         };
         assert_eq!(
             command(&plan),

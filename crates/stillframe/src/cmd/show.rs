@@ -43,6 +43,9 @@ pub fn words(id: &CheckpointId, manifest: &Manifest, working_set: Option<u64>) -
     // A record of another version is left out here; `--json` has it as it is.
     if let Ok(record) = restore::vm_record(id, manifest) {
         sections.push(vm(&record).render());
+        if !record.obstacles.is_empty() {
+            sections.push(obstacles(&record).render());
+        }
         if !record.disks.is_empty() {
             sections.push(disks(&record).render());
         }
@@ -137,11 +140,29 @@ fn vm(record: &VmRecord) -> Table {
         },
     );
     table.entry("process", record.pid);
+    table.entry("user", user(record));
     table.entry("directory", record.cwd.display());
     table.entry(
         "command",
         shell::join(record.arguments.iter().map(String::as_str)),
     );
+    table
+}
+
+fn user(record: &VmRecord) -> String {
+    let Some(owner) = &record.credentials else {
+        return "not recorded".to_owned();
+    };
+    let label = owner.security_label.as_ref();
+    let label = label.map_or_else(String::new, |label| format!(", confined by {label}"));
+    format!("{} (group {}){label}", owner.uid, owner.gid)
+}
+
+fn obstacles(record: &VmRecord) -> Table {
+    let mut table = Table::new(&[("IN THE WAY OF A RESTORE", Align::Left)]);
+    for obstacle in &record.obstacles {
+        table.row([obstacle.clone()]);
+    }
     table
 }
 

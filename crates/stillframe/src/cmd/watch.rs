@@ -77,6 +77,8 @@ struct Watch<'a> {
     told_migrating: Option<Instant>,
     /// The schedule last told of, and when.
     told_schedule: Option<(ScheduleKind, Instant)>,
+    /// What stands in the way of a restore, as last told.
+    told_obstacles: Vec<String>,
 }
 
 /// Intervals that were not kept.
@@ -116,6 +118,7 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
         choice: args.capture.schedule,
         told_migrating: None,
         told_schedule: None,
+        told_obstacles: Vec::new(),
     };
     let ended = watch.until_the_end();
     let landed = watch.land();
@@ -347,6 +350,7 @@ impl Watch<'_> {
                 self.failures = 0;
                 self.taken += 1;
                 self.tell_schedule(&report);
+                capture::tell_obstacles(self.context, &report, &mut self.told_obstacles);
                 capture::tell(self.context, &report)?;
                 Ok((self.args.count == Some(self.taken)).then_some(End::Count))
             }

@@ -10,6 +10,7 @@ mod host;
 mod liars;
 mod locks;
 mod others;
+mod owner;
 mod pressure;
 mod repository;
 mod rights;

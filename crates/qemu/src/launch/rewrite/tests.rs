@@ -10,11 +10,8 @@ fn words(text: &str) -> Vec<String> {
 
 fn options(serial: Option<&str>) -> LaunchOptions {
     LaunchOptions {
-        qmp: "/new.qmp".into(),
         serial: serial.map(str::to_owned),
-        disks_as_they_are: false,
-        log: "/new.log".into(),
-        clone: None,
+        ..LaunchOptions::new("/new.qmp".into(), "/new.log".into())
     }
 }
 
@@ -28,7 +25,20 @@ fn busy(endpoint: &Endpoint) -> bool {
 
 fn run(before: &str, serial: Option<&str>) -> Result<Rewritten, LaunchError> {
     let argv = words(&format!("qemu {before}"));
-    rewrite(&argv, Path::new("/"), &options(serial), &busy)
+    rewrite_as(&argv, &options(serial), None)
+}
+
+fn rewrite_as(
+    argv: &[String],
+    options: &LaunchOptions,
+    run_as: Option<&Credentials>,
+) -> Result<Rewritten, LaunchError> {
+    let settings = Settings {
+        options,
+        run_as,
+        disks: &[],
+    };
+    rewrite(argv, Path::new("/"), &settings, &busy)
 }
 
 /// Each row: the command line before, and after without what is always added.
@@ -300,7 +310,7 @@ fn commas_in_the_monitor_path() {
     let mut options = options(None);
     options.qmp = "/a,b".into();
     let argv = words("qemu -nodefaults");
-    let rewritten = rewrite(&argv, Path::new("/"), &options, &busy).expect("rewritten");
+    let rewritten = rewrite_as(&argv, &options, None).expect("rewritten");
     let qmp = "unix:/a,,b,server=on,wait=off".to_owned();
     assert!(rewritten.arguments.contains(&qmp));
 }
@@ -319,7 +329,7 @@ fn clone_of(before: &str, block: &str) -> Result<Vec<String>, LaunchError> {
         replace: vec![("tap0".to_owned(), "tap3".to_owned())],
     });
     let argv = words(&format!("qemu -netdev tap,ifname=tap0 {before}"));
-    Ok(rewrite(&argv, Path::new("/"), &options, &busy)?.arguments)
+    Ok(rewrite_as(&argv, &options, None)?.arguments)
 }
 
 #[test]
@@ -382,4 +392,116 @@ fn our_own_monitor_goes_unseen() {
     let theirs = own.replace("stillframe-monitor", "theirs");
     let theirs = format!("{plain} {theirs} -device virtserialport,chardev=theirs");
     assert!(run(&theirs, None).is_err());
+}
+
+#[test]
+fn whoever_starts_as_the_vms_user_has_no_user_to_change_to() {
+    let owner = Credentials {
+        uid: 7,
+        gid: 7,
+        groups: Vec::new(),
+        capabilities: 0,
+        no_new_privs: false,
+        security_label: None,
+        control_group: None,
+    };
+    let run = |before: &str| {
+        let argv = words(&format!("qemu -nodefaults -display none {before}"));
+        rewrite_as(&argv, &options(None), Some(&owner))
+    };
+    let table = [
+        ("-runas nobody", ""),
+        ("-run-with user=nobody", ""),
+        (
+            "-run-with async-teardown=on,user=nobody",
+            "-run-with async-teardown=on",
+        ),
+        ("-run-with async-teardown=on", "-run-with async-teardown=on"),
+    ];
+    for (before, after) in table {
+        let expected = words(&format!("qemu -nodefaults -display none {after} {ADDED}"));
+        assert_eq!(run(before).expect(before).arguments, expected, "{before}");
+    }
+    for before in ["-chroot /x", "-run-with chroot=/x,user=nobody"] {
+        assert!(matches!(
+            run(before),
+            Err(LaunchError::NeedsRoot { uid: 7, .. })
+        ));
+    }
+    check(
+        None,
+        &[(
+            "-nodefaults -display none -runas nobody",
+            "-nodefaults -display none -runas nobody",
+        )],
+    );
+}
+
+#[test]
+fn an_overlay_takes_the_place_of_its_disk() {
+    let disk = |path: &str, format: &str| Disk {
+        device: "d0".to_owned(),
+        node: String::new(),
+        path: path.into(),
+        format: format.to_owned(),
+        read_only: false,
+        temporary: false,
+        flash: false,
+        bytes: 1 << 20,
+        identity: None,
+    };
+    let chain = [disk("/ov,1", "qcow2"), disk("/base", "raw")];
+    let run = |before: &str| {
+        let argv = words(&format!("qemu -nodefaults -display none {before}"));
+        let options = options(None);
+        let settings = Settings {
+            options: &options,
+            run_as: None,
+            disks: &chain,
+        };
+        let rewritten = rewrite(&argv, Path::new("/"), &settings, &busy).expect(before);
+        let all = rewritten.arguments.join(" ");
+        let after = all.strip_prefix("qemu -nodefaults -display none ");
+        after
+            .and_then(|after| after.strip_suffix(ADDED))
+            .expect("as ever")
+            .trim_end()
+            .to_owned()
+    };
+    let table = [
+        (
+            "-drive file=base,format=raw,if=virtio",
+            "-drive file=/ov,,1,format=qcow2,if=virtio",
+        ),
+        (
+            "-drive driver=raw,file.driver=file,file.filename=/base,if=none",
+            "-drive driver=qcow2,file.driver=file,file.filename=/ov,,1,if=none",
+        ),
+        ("-hda /base", "-hda /ov,1"),
+        ("base", "/ov,1"),
+        (
+            "-blockdev driver=file,node-name=f,filename=/base -blockdev raw,node-name=n,file=f",
+            "-blockdev driver=file,node-name=f,filename=/ov,,1 -blockdev driver=qcow2,node-name=n,file=f",
+        ),
+        (
+            r#"-blockdev {"driver":"raw","file":{"driver":"file","filename":"/base"},"node-name":"n"}"#,
+            "-blockdev driver=qcow2,file.driver=file,file.filename=/ov,,1,node-name=n",
+        ),
+        // The overlay is there already; or it is told what the image is based on.
+        (
+            "-drive file=/ov,,1,if=virtio",
+            "-drive file=/ov,,1,if=virtio",
+        ),
+        (
+            "-blockdev driver=qcow2,node-name=n,file.filename=/base,backing=b",
+            "-blockdev driver=qcow2,node-name=n,file.filename=/base,backing=b",
+        ),
+        (
+            "-drive file=/other,if=virtio",
+            "-drive file=/other,if=virtio",
+        ),
+    ];
+    for (before, after) in table {
+        assert_eq!(run(before), after, "{before}");
+    }
 }

@@ -1,0 +1,185 @@
+//! Whom a restored VM's rights come from: the VM, and nobody who could have written its command line or
+//! its program.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
+use stillframe_e2e::running::PATIENCE;
+
+const NOBODY: u32 = 65534;
+const GROUP: &str = "4242";
+const QEMU: &str = "/usr/bin/qemu-system-x86_64";
+
+/// A folder of nobody's, with a repository.
+struct Place {
+    folder: tempfile::TempDir,
+    stillframe: Stillframe,
+}
+
+impl Place {
+    fn new() -> Result<Place> {
+        let folder = tempfile::tempdir()?;
+        let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+        chown(folder.path(), Some(NOBODY), None)?;
+        Ok(Place { folder, stillframe })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A guest whose QEMU was never root.
+    fn boot(&self, program: &Path, more: &[&str]) -> Result<Guest> {
+        let script = self.path("start");
+        let text = format!(
+            "#!/bin/sh\nfor word; do case $word in unix:*) chown {NOBODY} \"$(dirname \"${{word#unix:}}\")\";; esac; done\n\
+             exec setpriv --reuid {NOBODY} --regid {NOBODY} --groups {GROUP} -- {} \"$@\"\n",
+            program.display()
+        );
+        fs::write(&script, text)?;
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+        let mut setup = Setup::small(Kind::Private, "humble").with(more);
+        setup.program = script;
+        setup.boot()
+    }
+
+    /// Takes a checkpoint of the guest and ends it.
+    fn checkpoint(&self, guest: &mut Guest) -> Result<Value> {
+        let line = ["checkpoint", "--pid", &guest.pid_text()];
+        let report = self.stillframe.json(&line)?;
+        guest.kill()?;
+        Ok(report)
+    }
+
+    fn restore(&self, more: &[&str]) -> Result<Restored> {
+        Restored::start(&self.stillframe, "latest", self.folder.path(), more)
+    }
+
+    /// The words of a restore that is refused.
+    fn refused(&self, more: &[&str]) -> Result<String> {
+        let qmp = self.path("refused.qmp").display().to_string();
+        let line = [&["restore", "latest", "--qmp", &qmp], more].concat();
+        self.stillframe.fails(&line, 1)
+    }
+}
+
+/// A line of `/proc/PID/status`, its words joined by one blank.
+fn status(pid: i32, key: &str) -> Result<String> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(key));
+    let words: Vec<&str> = line.context("no such line")?.split_whitespace().collect();
+    Ok(words.join(" "))
+}
+
+fn expect_owner(pid: i32, uid: u32, groups: &str) -> Result<()> {
+    let all = [uid; 4].map(|uid| uid.to_string()).join(" ");
+    for key in ["Uid:", "Gid:"] {
+        let found = status(pid, key)?;
+        ensure!(found == all, "{key} {found}");
+    }
+    let found = status(pid, "Groups:")?;
+    ensure!(found == groups, "groups {found}");
+    if uid != 0 {
+        for key in ["CapPrm:", "CapEff:", "CapAmb:"] {
+            let found = status(pid, key)?;
+            ensure!(found.trim_matches('0').is_empty(), "{key} {found}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_vm_comes_back_as_the_user_it_ran_as() -> Result<()> {
+    let place = Place::new()?;
+    let mut guest = place.boot(Path::new(QEMU), &[])?;
+    expect_owner(guest.pid(), NOBODY, GROUP)?;
+    place.checkpoint(&mut guest)?;
+    let restored = place.restore(&["--verify"])?;
+    expect_owner(restored.pid, NOBODY, GROUP)?;
+    let environment = fs::read(format!("/proc/{}/environ", restored.pid))?;
+    let environment = String::from_utf8_lossy(&environment).into_owned();
+    ensure!(!environment.contains("STILLFRAME"), "{environment}");
+    restored.serial.wait_ticks(2, PATIENCE)?;
+    drop(restored);
+    // Where that user may make no socket, the folder is named.
+    let elsewhere = tempfile::tempdir()?;
+    let qmp = elsewhere.path().join("qmp").display().to_string();
+    let line = ["restore", "latest", "--qmp", &qmp];
+    let said = place.stillframe.fails(&line, 1)?;
+    let folder = elsewhere.path().display().to_string();
+    ensure!(said.contains("65534") && said.contains(&folder), "{said}");
+    let restored = place.restore(&["--as-root"])?;
+    ensure!(status(restored.pid, "Uid:")?.starts_with("0 "));
+    Ok(())
+}
+
+/// The program is exchanged after the checkpoint, by the user that it belongs to.
+#[test]
+fn a_program_that_somebody_else_may_exchange_is_not_run() -> Result<()> {
+    let place = Place::new()?;
+    let program = place.path("qemu-system-x86_64");
+    fs::copy(QEMU, &program)?;
+    chown(&program, Some(NOBODY), None)?;
+    let mut guest = place.boot(&program, &[])?;
+    place.checkpoint(&mut guest)?;
+    let trace = place.path("was-run");
+    fs::remove_file(&program)?;
+    fs::write(
+        &program,
+        format!("#!/bin/sh\nid -u > {}\n", trace.display()),
+    )?;
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    // Root's now, but in a folder of nobody's; then root's, and writable for everybody.
+    for owner in [NOBODY, 0] {
+        chown(&program, Some(owner), None)?;
+        for more in [&[][..], &["--print-command"], &["--as-root"]] {
+            let said = place.refused(more)?;
+            ensure!(said.contains("--qemu PATH"), "{said}");
+        }
+    }
+    ensure!(!trace.exists(), "the program was run");
+    let restored = place.restore(&["--qemu", QEMU])?;
+    expect_owner(restored.pid, NOBODY, GROUP)?;
+    restored.serial.wait_ticks(2, PATIENCE)?;
+    Ok(())
+}
+
+/// What a guest that broke into its QEMU could write into the memory that `/proc/PID/cmdline` shows.
+#[test]
+fn a_program_named_by_the_command_line_runs_with_consent_only() -> Result<()> {
+    let place = Place::new()?;
+    let trace = place.path("was-run");
+    let command = format!(
+        "user,id=n0,guestfwd=tcp:10.0.2.100:80-cmd:touch {}",
+        trace.display()
+    );
+    let more = ["-netdev", &command, "-device", "e1000,netdev=n0"];
+    let mut guest = place.boot(Path::new(QEMU), &more)?;
+    let report = place.checkpoint(&mut guest)?;
+    // Known at the checkpoint.
+    let obstacle = report["obstacles"][0].as_str().unwrap_or_default();
+    ensure!(obstacle.contains("--allow-commands"), "{report}");
+    let listed = place.stillframe.ok(&["list"])?;
+    ensure!(listed.contains("1 obstacle, see show"), "{listed}");
+    let shown = place.stillframe.ok(&["show", "latest"])?;
+    ensure!(
+        shown.contains("--allow-commands") && shown.contains("65534"),
+        "{shown}"
+    );
+    for more in [&[][..], &["--print-command"], &["--as-root"]] {
+        let said = place.refused(more)?;
+        ensure!(
+            said.contains("--allow-commands") && said.contains("cmd:touch"),
+            "{said}"
+        );
+    }
+    let restored = place.restore(&["--allow-commands"])?;
+    expect_owner(restored.pid, NOBODY, GROUP)?;
+    restored.serial.wait_ticks(2, PATIENCE)?;
+    Ok(())
+}
