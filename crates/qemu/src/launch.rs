@@ -56,6 +56,8 @@ pub struct LaunchOptions {
     pub as_root: bool,
     /// Whether programs that the recorded command line names may run.
     pub allow_commands: bool,
+    /// Where QEMU writes its process id.
+    pub pidfile: Option<PathBuf>,
     /// The executable that answers to [`helper::SUBCOMMAND`].
     pub helper: PathBuf,
 }
@@ -72,6 +74,7 @@ impl LaunchOptions {
             qemu: None,
             as_root: false,
             allow_commands: false,
+            pidfile: None,
             helper: helper::this_program(),
         }
     }
@@ -168,6 +171,15 @@ pub enum LaunchError {
     NeedsRoot {
         /// The option.
         option: String,
+        /// The VM's user.
+        uid: u32,
+    },
+    /// Clones read files that the VM's user cannot read.
+    #[error(
+        "clones share memory in files that user {uid}, as whom the VM ran, cannot read; --as-root starts them \
+         as root, restore starts one VM as that user"
+    )]
+    CloneNeedsRoot {
         /// The VM's user.
         uid: u32,
     },
@@ -440,6 +452,11 @@ pub enum LaunchError {
 pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, LaunchError> {
     let exe = program::choose(record, options.qemu.as_deref())?;
     let owner = owner::decide(record, options)?;
+    if let Some(then) = owner.credentials.as_ref().filter(|_| owner.is_another())
+        && options.clone.is_some()
+    {
+        return Err(LaunchError::CloneNeedsRoot { uid: then.uid });
+    }
     let busy = holders::is_listened_on;
     let at = |path: &std::path::Path| holders::Endpoint::Unix(record.cwd.join(path));
     if busy(&at(&options.qmp)) {

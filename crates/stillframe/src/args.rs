@@ -285,7 +285,7 @@ pub struct RestoreArgs {
     /// Go on with a lazy restore that was killed, of the VM with this --qmp
     #[arg(
         long,
-        conflicts_with_all = ["id", "vm", "serial", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "qemu", "as_root", "allow_commands", "log", "print_command"]
+        conflicts_with_all = ["id", "vm", "serial", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "qemu", "as_root", "allow_commands", "pidfile", "log", "print_command"]
     )]
     pub resume: bool,
     /// Go on although a disk is no longer what the guest remembers
@@ -297,6 +297,9 @@ pub struct RestoreArgs {
     /// What the new QEMU writes to its standard error [default: a file in the runtime directory]
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,
+    /// Where the new QEMU writes its process id
+    #[arg(long, value_name = "FILE")]
+    pub pidfile: Option<PathBuf>,
     /// Only print the command that would start QEMU
     #[arg(long)]
     pub print_command: bool,

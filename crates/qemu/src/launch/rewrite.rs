@@ -117,7 +117,12 @@ pub(super) fn rewrite(
     }
     rewriter.replace_nographic();
     rewriter.settle_display();
-    let settled = rewriter.settle_first_serial(options.serial.as_deref())?;
+    let listens = options.serial.is_none() && options.clone.is_none() && rewriter.serial_listens();
+    let settled = match listens {
+        // Its peers connect to it, as to every other port.
+        true => None,
+        false => rewriter.settle_first_serial(options.serial.as_deref())?,
+    };
     rewriter.settle_backends(settled);
     if let Some(error) = rewriter.inherited_descriptors().into_iter().next() {
         return Err(error);
@@ -321,6 +326,24 @@ impl Rewriter<'_> {
         Ok(Some(place))
     }
 
+    /// Whether the first serial port is a socket on which QEMU waits for others: nothing of the old VM is
+    /// overwritten there.
+    fn serial_listens(&self) -> bool {
+        let value = |at: usize| self.line.options[at].value().unwrap_or_default();
+        match self.first_serial() {
+            Some(SerialPort::CharacterDevice(at)) => Backend::from_chardev(value(at)).is_server(),
+            Some(SerialPort::Option(at)) => match BackendWord::parse(value(at)) {
+                BackendWord::Own { backend, .. } => backend.is_server(),
+                BackendWord::Reference(id) => self
+                    .line
+                    .character_device(&id)
+                    .is_some_and(|backend| backend.is_server()),
+                BackendWord::Absent => false,
+            },
+            Some(SerialPort::Default) | None => false,
+        }
+    }
+
     fn first_serial(&self) -> Option<SerialPort> {
         let options = &self.line.options;
         let present = |option: &Argument| option.is("serial") && option.value() != Some("none");
@@ -438,6 +461,12 @@ impl Rewriter<'_> {
         let path = path.replace(',', ",,");
         self.push("monitor", "none");
         self.push("qmp", &format!("unix:{path},server=on,wait=off"));
+        if let Some(pidfile) = &options.pidfile {
+            let text = pidfile.to_str().ok_or_else(|| LaunchError::NotUtf8 {
+                path: pidfile.clone(),
+            })?;
+            self.push("pidfile", text);
+        }
         self.line.options.push(Argument::Flag("S".to_owned()));
         self.push("incoming", "defer");
         Ok(())

@@ -294,3 +294,52 @@ fn a_vm_that_cannot_start_tells_why() {
         other => panic!("{other:?}"),
     }
 }
+
+/// QEMU carries the content of flash memory with the device state, and writes it to the file when the VM runs.
+#[test]
+fn flash_memory_comes_back_whatever_its_file_holds_by_then() {
+    let by_drive = [
+        "-drive",
+        "if=pflash,unit=0,format=raw,readonly=on,file=code.fd",
+        "-drive",
+        "if=pflash,unit=1,format=raw,file=vars.fd",
+    ];
+    let by_node = [
+        "-blockdev",
+        "driver=file,node-name=code,read-only=on,filename=code.fd",
+        "-blockdev",
+        "driver=file,node-name=vars,filename=vars.fd",
+        "-machine",
+        "pflash0=code,pflash1=vars",
+    ];
+    for flash in [&by_drive[..], &by_node[..]] {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let vars = folder.path().join("vars.fd");
+        fs::copy(
+            "/usr/share/seabios/bios-256k.bin",
+            folder.path().join("code.fd"),
+        )
+        .expect("QEMU's firmware");
+        let then = [0xa5; 256 << 10];
+        fs::write(&vars, then).expect("written");
+        let small = ["-machine", "q35", "-m", "64", "-display", "none"];
+        let mut vm = Vm::counting_in(folder, &[&small, flash].concat());
+        let (target, mut monitor) = vm.connect();
+        let blocks = monitor.ram_blocks().expect("blocks");
+        wait_for_counting(&target.process, &blocks);
+        let saved = checkpoint(&target, &mut monitor);
+        let disks = saved.record.disks.iter();
+        assert_eq!(disks.filter(|disk| disk.flash).count(), 2);
+        vm.end();
+        fs::write(&vars, [0x5a; 256 << 10]).expect("written");
+        let options = vm.launch_options();
+        let plan = plan(&saved.record, &options).expect("planned");
+        let is_told = |change: &String| change.contains("vars.fd is written when the VM runs");
+        assert!(plan.changes.iter().any(is_told), "{:?}", plan.changes);
+        let mut launched = restore(&saved, &options).expect("restored");
+        launched.monitor.cont().expect("resumed");
+        let new_blocks = launched.monitor.ram_blocks().expect("blocks");
+        wait_for_counting(&launched.process, &new_blocks);
+        assert!(fs::read(&vars).expect("read") == then);
+    }
+}

@@ -63,6 +63,11 @@ impl Vm {
     /// A VM that boots the counting guest from a disk opened read-only.
     pub fn counting(arguments: &[&str]) -> Vm {
         let directory = tempfile::tempdir().expect("temporary directory");
+        Vm::counting_in(directory, arguments)
+    }
+
+    /// The same, in a directory that holds files of its own.
+    pub fn counting_in(directory: tempfile::TempDir, arguments: &[&str]) -> Vm {
         write_boot_disk(&directory.path().join("boot.img"));
         let drive = ["-drive", "file=boot.img,format=raw,if=virtio,readonly=on"];
         Vm::start_in(directory, &[arguments, &drive].concat())

@@ -201,6 +201,7 @@ fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
         qemu: args.start.qemu.clone(),
         as_root: args.start.as_root,
         allow_commands: args.start.allow_commands,
+        pidfile: args.pidfile.as_deref().map(here).transpose()?,
         ..LaunchOptions::new(qmp, log)
     })
 }

@@ -113,6 +113,12 @@ fn a_vm_comes_back_as_the_user_it_ran_as() -> Result<()> {
     let said = place.stillframe.fails(&line, 1)?;
     let folder = elsewhere.path().display().to_string();
     ensure!(said.contains("65534") && said.contains(&folder), "{said}");
+    let line = ["clone", "latest", "--qmp", &qmp];
+    let said = place.stillframe.fails(&line, 1)?;
+    ensure!(
+        said.contains("65534") && said.contains("--as-root"),
+        "{said}"
+    );
     let restored = place.restore(&["--as-root"])?;
     ensure!(status(restored.pid, "Uid:")?.starts_with("0 "));
     Ok(())

@@ -505,3 +505,24 @@ fn an_overlay_takes_the_place_of_its_disk() {
         assert_eq!(run(before), after, "{before}");
     }
 }
+
+#[test]
+fn a_serial_port_that_listens_goes_on_listening() {
+    let begin = "-nodefaults -display none";
+    let same = [
+        "-serial unix:/console,server=on,wait=off",
+        "-chardev socket,id=s,path=/console,server=on,wait=off -serial chardev:s",
+        "-chardev socket,id=s,path=/console,server=on,wait=off -device isa-serial,chardev=s",
+    ];
+    for words in same {
+        let line = format!("{begin} {words}");
+        check(None, &[(&line, &line)]);
+    }
+    let busy = format!("{begin} -serial unix:/busy,server=on,wait=off");
+    check(None, &[(&busy, &format!("{begin} -serial null"))]);
+    // A peer is not called by two VMs.
+    let client = format!("{begin} -serial unix:/console");
+    check(None, &[(&client, &format!("{begin} -serial null"))]);
+    let asked = format!("{begin} {}", same[0]);
+    check(Some("pty"), &[(&asked, &format!("{begin} -serial pty"))]);
+}
