@@ -146,6 +146,12 @@ what it wrote, and may damage what is on them. It is refused where the processor
 started with; a guest that runs has its network cards tell the network where it is now, and its clock
 set, where its command line has a channel to a guest agent (org.qemu.guest_agent.0, a unix socket).
 
+As root, QEMU starts as the user, with the groups, that the VM ran as; that user must be able to make the
+socket of --qmp and to open the disks. --as-root starts it as root. The recorded program is run only if
+nobody but root can exchange it; --qemu names another. Programs that the recorded command line names run
+with --allow-commands only, or when a person at a terminal says yes. What would stand in the way of a
+restore is known at the checkpoint, and shown by `list` and `show`.
+
 With --lazy the guest runs within milliseconds and gets each page of its memory when it touches it, the
 others in the background; the command returns when memory is complete. Until then the VM needs this
 process and the repository: when a page cannot be read the VM is paused until it can, and when this
