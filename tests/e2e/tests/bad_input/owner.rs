@@ -152,6 +152,11 @@ fn a_program_that_somebody_else_may_exchange_is_not_run() -> Result<()> {
     let restored = place.restore(&["--qemu", QEMU])?;
     expect_owner(restored.pid, NOBODY, GROUP)?;
     restored.serial.wait_ticks(2, PATIENCE)?;
+    // What the restore added for itself is no part of the VM.
+    let line = ["checkpoint", "--pid", &restored.pid.to_string()];
+    place.stillframe.ok(&line)?;
+    let shown = place.stillframe.ok(&["show", "latest", "--json"])?;
+    ensure!(!shown.contains("stillframe-monitor"), "{shown}");
     Ok(())
 }
 
