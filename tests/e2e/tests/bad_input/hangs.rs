@@ -156,7 +156,7 @@ fn a_handler_that_fails_lets_the_vm_go_by_itself() -> Result<()> {
     let line = ["--every", "1h", "--schedule", "copy-on-write"];
     let command = watch(&stillframe, &guest, &line)?;
     // More faults than there are before the first checkpoint; the guest touches all its memory after it.
-    let (command, reached) = with_fault(command, "copy-on-write.fault:error:150", folder.path());
+    let (command, reached) = with_fault(&command, "copy-on-write.fault:error:150", folder.path())?;
     let mut engine = Running::start(command)?;
     wait_until("the fault (a binary with fault points?)", || {
         Ok(reached.exists())
