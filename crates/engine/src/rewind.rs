@@ -321,10 +321,9 @@ impl Vm {
         downtime: &mut RewindDowntime,
     ) -> Result<Before, RewindError> {
         let save = Instant::now();
-        let mut stream = StateStream::lend(&mut self.monitor, &self.target.process)?;
-        let saved = stream.save(&mut self.monitor, SAVE_LIMIT);
-        stream.take_back(&mut self.monitor)?;
-        let raw = saved?;
+        let qemu = &self.target.process;
+        let stream = StateStream::lent(&mut self.state, &mut self.monitor, qemu, &self.guardian)?;
+        let raw = stream.save(&mut self.monitor, SAVE_LIMIT)?;
         let sections = device_state::validate_like(&raw, &job.state.0)?.sections;
         same_devices(&job.state.0, &sections)?;
         now.look_at_disks_again();

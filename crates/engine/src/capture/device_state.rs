@@ -21,8 +21,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use stillframe_qemu::device_state::{self, DeviceStateError};
@@ -30,6 +30,8 @@ use stillframe_qemu::monitor::{Monitor, MonitorError, StateFile};
 use stillframe_qemu::qmp::{QmpError, Ticket};
 use stillframe_sys::process::Process;
 use thiserror::Error;
+
+use crate::guardian::{Guardian, GuardianError};
 
 /// Device state is some hundred KiB; a stream beyond this is not one. In bytes.
 pub const BYTES_MAX: u64 = 1 << 30;
@@ -61,6 +63,9 @@ pub enum StateError {
     /// QEMU refused it.
     #[error("QEMU does not save its device state into our pipe")]
     Monitor(#[from] MonitorError),
+    /// The guardian is gone.
+    #[error("QEMU is not held without a guardian")]
+    Guardian(#[from] GuardianError),
     /// The connection failed.
     #[error("the connection to QEMU failed while it saved its device state")]
     Qmp(#[from] QmpError),
@@ -115,8 +120,25 @@ pub struct StateStream {
 }
 
 impl StateStream {
+    /// The pipe that was lent before, or a new one, which the guardian gets too.
+    pub fn lent<'s>(
+        slot: &'s mut Option<StateStream>,
+        monitor: &mut Monitor,
+        qemu: &Process,
+        guardian: &Guardian,
+    ) -> Result<&'s mut StateStream, StateError> {
+        match slot {
+            Some(stream) => Ok(stream),
+            none => {
+                let stream = StateStream::lend(monitor, qemu)?;
+                guardian.stream(stream.reading_end())?;
+                Ok(none.insert(stream))
+            }
+        }
+    }
+
     /// Makes the pipe and lends it to this QEMU.
-    pub fn lend(monitor: &mut Monitor, qemu: &Process) -> Result<StateStream, StateError> {
+    fn lend(monitor: &mut Monitor, qemu: &Process) -> Result<StateStream, StateError> {
         let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).map_err(failed("make"))?;
         rustix::io::ioctl_fionbio(&read, true).map_err(failed("configure"))?;
         give_to(qemu, &write)?;
@@ -190,10 +212,7 @@ impl StateStream {
         limit: Duration,
     ) -> Result<(), StateError> {
         let deadline = Instant::now() + limit;
-        let full = rustix::pipe::fcntl_getpipe_size(&self.write).map_err(failed("examine"))?;
-        while self.filler as u64 + self.written()? < full as u64
-            && !monitor.client().has_reply(ticket)?
-        {
+        while self.has_room()? && !monitor.client().has_reply(ticket)? {
             self.sleep_until(deadline, "save its devices", limit)?;
         }
         Ok(())
@@ -234,6 +253,8 @@ impl StateStream {
     /// Saves the state of a VM that stands still anyway.
     pub fn save(&mut self, monitor: &mut Monitor, limit: Duration) -> Result<Vec<u8>, StateError> {
         self.prepare()?;
+        // QEMU is not to be held: there is nothing to be done beside, and its monitors wait with it.
+        rustix::pipe::fcntl_setpipe_size(&self.write, PIPE_MAX).map_err(failed("resize"))?;
         let ticket = monitor.send_save_device_state(&self.lent)?;
         let saved = self.finish(monitor, ticket, limit)?;
         device_state::validate(&saved.bytes)?;
@@ -243,6 +264,20 @@ impl StateStream {
     /// Takes it back from QEMU.
     pub fn take_back(self, monitor: &mut Monitor) -> Result<(), MonitorError> {
         monitor.end_device_state(self.lent)
+    }
+
+    /// Whether a write would not wait. Bytes do not tell: a page of the pipe may be taken by a few.
+    fn has_room(&self) -> Result<bool, StateError> {
+        let mut waited = [PollFd::new(&self.write, PollFlags::OUT)];
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        match poll(&mut waited, Some(&now)) {
+            Ok(ready) => Ok(ready > 0),
+            Err(Errno::INTR) => Ok(true),
+            Err(errno) => Err(failed("examine")(errno)),
+        }
     }
 
     /// Bytes of device state that lie in the pipe.

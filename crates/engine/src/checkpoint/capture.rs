@@ -225,16 +225,8 @@ impl Vm {
         self.devices.notice(&mut self.monitor)?;
         captured.time = jiff::Timestamp::now();
         let record = &mut captured.record;
-        let state = match &mut self.state {
-            Some(state) => state,
-            none => {
-                let state = StateStream::lend(&mut self.monitor, &self.target.process)?;
-                self.guardian
-                    .stream(state.reading_end())
-                    .map_err(PauseError::from)?;
-                none.insert(state)
-            }
-        };
+        let qemu = &self.target.process;
+        let state = StateStream::lent(&mut self.state, &mut self.monitor, qemu, &self.guardian)?;
         let pause = Pause {
             monitor: &mut self.monitor,
             qemu: &self.target.process,
