@@ -12,6 +12,7 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use stillframe_qemu::guest_agent;
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{self, Unsuitable};
@@ -28,6 +29,7 @@ use crate::capture::schedule::{Auto, ScheduleChoice, ScheduleKind};
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
 use crate::guardian::{Guardian, GuardianError};
+use crate::guest_clock::GuestClock;
 
 /// How long a monitor may take to greet; a busy one never does.
 const GREETING_LIMIT: Duration = Duration::from_secs(2);
@@ -107,6 +109,8 @@ pub struct Vm {
     pub(crate) devices: Devices,
     /// Where QEMU saves its device state; lent for the first checkpoint.
     pub(crate) state: Option<StateStream>,
+    /// What pauses take from the guest's clock.
+    pub(crate) clock: GuestClock,
     /// Pages copied in the last pause: what the next one will need room for, about.
     pub(crate) pause_pages_last: u64,
 }
@@ -136,8 +140,11 @@ impl Vm {
         if let Some(auto) = &mut auto {
             auto.attached_for(schedule);
         }
+        let clock = std::mem::replace(&mut self.clock, GuestClock::new(None));
         self.detach()?;
-        Ok(Vm::attach_for(&selector, schedule, auto)?)
+        let mut vm = Vm::attach_for(&selector, schedule, auto)?;
+        vm.clock = clock;
+        Ok(vm)
     }
 
     fn attach_for(
@@ -159,6 +166,7 @@ impl Vm {
         {
             auto.cannot_copy_on_write();
         }
+        let agent = guest_agent::socket_path(&target.arguments, &target.cwd);
         Ok(Vm {
             target,
             tracker,
@@ -171,6 +179,7 @@ impl Vm {
             record: None,
             devices: Devices::default(),
             state: None,
+            clock: GuestClock::new(agent),
             pause_pages_last: 0,
         })
     }

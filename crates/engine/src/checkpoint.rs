@@ -25,6 +25,7 @@ use stillframe_repo::{PageCounts, RepoError, Repository};
 use thiserror::Error;
 
 use crate::ProgressSink;
+use crate::aftercare::ClockReport;
 use crate::attach::Vm;
 use crate::capture::DowntimeRecord;
 use crate::capture::block::BlockError;
@@ -58,6 +59,8 @@ pub struct CheckpointOptions {
     pub delta_cache_bytes: u64,
     /// Do not store pages that the repository has.
     pub dedup: bool,
+    /// Leave the guest's clock behind by what pauses take from it.
+    pub keep_guest_clock: bool,
     /// Memory for captured pages, in bytes: half of it for those being stored, half for those being
     /// captured meanwhile.
     pub copy_buffer_bytes: u64,
@@ -72,6 +75,7 @@ impl Default for CheckpointOptions {
             verify: false,
             delta_cache_bytes: 256 << 20,
             dedup: true,
+            keep_guest_clock: false,
             copy_buffer_bytes: 1 << 30,
         }
     }
@@ -108,6 +112,11 @@ pub struct CheckpointReport {
     /// What would stand in the way of restoring it, in words.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub obstacles: Vec<String>,
+    /// What pauses have taken from the guest's clock since it was set, or since the attach, in microseconds.
+    pub clock_taken_us: u64,
+    /// What came of setting it, where that is since the checkpoint before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clock: Option<ClockReport>,
     /// Packs that the repository has lost: older checkpoints may need them, this one does not.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub missing_packs: Vec<String>,
@@ -231,8 +240,10 @@ impl Vm {
     ) -> Result<CheckpointReport, CheckpointError> {
         self.discard(captured);
         match stored {
-            Ok(Stored { report, found }) => {
+            Ok(Stored { mut report, found }) => {
                 self.tracker.landed(&found);
+                report.clock_taken_us = self.clock.taken().as_micros() as u64;
+                report.clock = self.clock.report();
                 Ok(report)
             }
             Err(error) => {

@@ -15,6 +15,7 @@ pub mod checkpoint;
 pub mod clones;
 pub mod export;
 pub mod guardian;
+mod guest_clock;
 pub mod import;
 pub mod populate;
 pub mod restore;

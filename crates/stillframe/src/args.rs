@@ -194,6 +194,9 @@ pub struct CaptureArgs {
     /// Store pages even if the repository has them already
     #[arg(long)]
     pub no_dedup: bool,
+    /// Leave the guest's clock behind by what pauses take from it; else its agent sets it past half a second
+    #[arg(long)]
+    pub keep_guest_clock: bool,
 }
 
 impl CaptureArgs {

@@ -1,6 +1,6 @@
 //! The capturing half: rounds, the pause, and what it brought home.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::monitor::RunState;
@@ -260,6 +260,8 @@ impl Vm {
         let paused = ran?;
         captured.record.was_running = paused.running;
         captured.downtime = paused.downtime;
+        let pause = Duration::from_micros(paused.downtime.total);
+        self.clock.paused(pause, options.keep_guest_clock);
         captured.device_state = paused.device_state;
         self.pause_pages_last = captured.copied.pause;
         Ok(())

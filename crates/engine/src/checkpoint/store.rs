@@ -233,6 +233,8 @@ fn report(
     missing_packs: Vec<String>,
 ) -> CheckpointReport {
     CheckpointReport {
+        clock_taken_us: 0,
+        clock: None,
         checkpoint: committed.id.to_string(),
         vm: manifest.vm,
         time: manifest.time,

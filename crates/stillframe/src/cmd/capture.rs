@@ -7,7 +7,7 @@ use stillframe_engine::checkpoint::{
 };
 use stillframe_repo::Repository;
 
-use super::{CommandError, Context, probe, short};
+use super::{CommandError, Context, clock_words, probe, short};
 use crate::args::{CaptureArgs, VmSelector};
 use crate::durations;
 use crate::interrupt::{Interrupted, Interrupts};
@@ -75,6 +75,7 @@ pub fn options(args: &CaptureArgs) -> CheckpointOptions {
         verify: args.verify,
         delta_cache_bytes: args.delta_cache,
         dedup: !args.no_dedup,
+        keep_guest_clock: args.keep_guest_clock,
         copy_buffer_bytes: args.copy_buffer,
     }
 }
@@ -169,6 +170,9 @@ fn words(report: &CheckpointReport) -> String {
         table::bytes(report.bytes_stored),
         durations::human_us(report.total_us),
     );
+    if let Some(clock) = &report.clock {
+        line += &clock_words(clock);
+    }
     if let Some(verify) = &report.verify {
         line += &match verify.differing {
             0 => format!(", all {} verified", table::count(verify.pages, "page")),
@@ -203,6 +207,8 @@ mod tests {
 
     fn report() -> CheckpointReport {
         CheckpointReport {
+            clock_taken_us: 0,
+            clock: None,
             checkpoint: "1a2b3c4d5e6f".to_owned(),
             vm: "vm1".to_owned(),
             time: jiff::Timestamp::UNIX_EPOCH,

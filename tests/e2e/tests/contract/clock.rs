@@ -141,3 +141,42 @@ fn a_guest_whose_agent_is_silent_runs() -> Result<()> {
     restored.serial.wait_ticks(5, PATIENCE)?;
     expect_nothing_left(restored.pid, &mut restored.monitor()?)
 }
+
+/// A guest's clock stands still in each pause; its agent gives it back what many pauses have taken.
+#[test]
+fn a_guest_that_is_watched_keeps_the_time() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let guest = Setup::small(Kind::Private, "on-time").with_agent().boot()?;
+    let channel = guest.agent_path();
+    Agent::connect(&channel)?.set_behind(0.0)?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    // Comparing all of memory makes pauses long.
+    let watch = |more: &[&str]| -> Result<Vec<Value>> {
+        let pid = guest.pid_text();
+        let line = [
+            "watch", "--pid", &pid, "--every", "200ms", "--count", "20", "--verify",
+        ];
+        stillframe.json_lines(&[&line, more].concat())
+    };
+    let paused_s = |reports: &[Value]| -> f64 {
+        let pauses = reports.iter().map(|report| &report["downtime_us"]["total"]);
+        pauses.filter_map(Value::as_f64).sum::<f64>() / 1e6
+    };
+    let kept = watch(&["--keep-guest-clock"])?;
+    let taken = kept.last().and_then(|last| last["clock_taken_us"].as_f64());
+    ensure!(taken.is_some_and(|taken| taken > 5e5), "{taken:?}");
+    let behind_s = Agent::connect(&channel)?.behind_s()?;
+    ensure!(behind_s > paused_s(&kept) / 2.0, "{behind_s} s behind");
+    let reports = watch(&[])?;
+    let set = reports
+        .iter()
+        .filter(|report| report["clock"]["behind_ms"].is_number());
+    ensure!(set.count() > 0, "the clock was never set: {reports:?}");
+    let left_s = Agent::connect(&channel)?.behind_s()?;
+    let all_s = paused_s(&kept) + paused_s(&reports);
+    ensure!(
+        left_s < behind_s && left_s < all_s / 2.0,
+        "{left_s} of {all_s} s behind"
+    );
+    Ok(())
+}

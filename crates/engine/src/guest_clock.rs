@@ -1,0 +1,116 @@
+//! What pauses take from the guest's clock, which stands still with its vCPUs, and giving it back.
+//!
+//! The guest's agent sets the clock, where the VM has the usual channel to one, once pauses have taken more than
+//! [`BOUND`]: by a thread of its own, because an agent may take seconds to answer, and the next checkpoint does
+//! not wait for that.
+
+use std::path::PathBuf;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::aftercare::{self, ClockReport};
+
+/// What pauses may take from the clock before it is set.
+const BOUND: Duration = Duration::from_millis(500);
+/// An agent that did not set it is asked again after this.
+const ASK_AGAIN_AFTER: Duration = Duration::from_secs(600);
+
+/// The clock of a guest that is paused again and again.
+#[derive(Debug)]
+pub(crate) struct GuestClock {
+    /// The channel to its agent, if there is one.
+    agent: Option<PathBuf>,
+    /// What pauses have taken since it was set.
+    taken: Duration,
+    setting: Option<JoinHandle<ClockReport>>,
+    /// Not before this.
+    not_before: Option<Instant>,
+}
+
+impl GuestClock {
+    /// The clock of a guest with this channel to an agent.
+    pub(crate) fn new(agent: Option<PathBuf>) -> GuestClock {
+        GuestClock {
+            agent,
+            taken: Duration::ZERO,
+            setting: None,
+            not_before: None,
+        }
+    }
+
+    /// Takes note of a pause; begins to set the clock where that is due, unless it is to be left alone.
+    pub(crate) fn paused(&mut self, pause: Duration, leave_alone: bool) {
+        self.taken += pause;
+        if leave_alone {
+            return;
+        }
+        let asked_lately = self.not_before.is_some_and(|at| Instant::now() < at);
+        if self.taken < BOUND || self.setting.is_some() || asked_lately {
+            return;
+        }
+        if let Some(agent) = self.agent.clone() {
+            let work = move || aftercare::set_clock(&agent);
+            // Without a thread it is tried again after the next pause.
+            self.setting = thread::Builder::new()
+                .name("guest clock".to_owned())
+                .spawn(work)
+                .ok();
+            // Pauses from here on may come before or after the agent has set it.
+            self.taken = Duration::ZERO;
+        }
+    }
+
+    /// What pauses have taken since the clock was last set.
+    pub(crate) fn taken(&self) -> Duration {
+        self.taken
+    }
+
+    /// What came of setting it, once.
+    pub(crate) fn report(&mut self) -> Option<ClockReport> {
+        let setting = self.setting.take_if(|setting| setting.is_finished())?;
+        let report = setting.join().unwrap_or_default();
+        if report.not_set.is_some() {
+            self.not_before = Instant::now().checked_add(ASK_AGAIN_AFTER);
+        }
+        Some(report)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_agent_that_does_not_set_it_is_not_asked_at_every_pause() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut clock = GuestClock::new(Some(folder.path().join("agent")));
+        clock.paused(BOUND / 2, false);
+        assert!(clock.setting.is_none());
+        clock.paused(BOUND / 2, false);
+        while clock
+            .setting
+            .as_ref()
+            .is_some_and(|setting| !setting.is_finished())
+        {
+            thread::yield_now();
+        }
+        assert!(
+            clock
+                .report()
+                .is_some_and(|report| report.not_set.is_some())
+        );
+        clock.paused(BOUND, false);
+        assert!(clock.setting.is_none() && clock.report().is_none());
+        assert_eq!(clock.taken(), BOUND);
+    }
+
+    #[test]
+    fn without_an_agent_it_is_only_told() {
+        let channel = Some(PathBuf::from("/nowhere"));
+        for (agent, leave_alone) in [(None, false), (channel, true)] {
+            let mut clock = GuestClock::new(agent);
+            clock.paused(3 * BOUND, leave_alone);
+            assert_eq!((clock.taken(), clock.report()), (3 * BOUND, None));
+        }
+    }
+}
