@@ -45,6 +45,9 @@ const SLACK: usize = 8 << 10;
 const PIPE_MAX: usize = 1 << 20;
 /// Sizes that are remembered.
 const SIZES_KEPT: usize = 8;
+/// Longest sleep of a thread that waits for QEMU. The kernel wakes it when a write has ended, not when a
+/// write waits for room in a pipe that was not empty (`anon_pipe_write` in the kernel's fs/pipe.c).
+const LOOK: Duration = Duration::from_micros(100);
 /// Bytes read with one call.
 const READ_BYTES: usize = 64 << 10;
 
@@ -110,7 +113,7 @@ impl Saved {
 pub struct StateStream {
     read: OwnedFd,
     write: OwnedFd,
-    /// Wakes at each write of QEMU's into the pipe, and while its monitor has something to say.
+    /// Wakes at the end of each write of QEMU's into the pipe, and while its monitor has something to say.
     wakes: OwnedFd,
     lent: StateFile,
     /// Sizes of the last device states, in bytes.
@@ -316,7 +319,7 @@ impl StateStream {
                 limit_ms: limit.as_millis(),
             });
         }
-        self.sleep(left)
+        self.sleep(left.min(LOOK))
     }
 
     fn sleep(&self, limit: Duration) -> Result<(), StateError> {
