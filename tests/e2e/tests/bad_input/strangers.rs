@@ -305,10 +305,11 @@ fn no_core_dump_and_no_password_for_children() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let line = ["--password-command", "echo >waits; exec sleep 20", "list"];
-    let mut command = Command::new("sh");
+    // A shell's background is deaf to SIGQUIT, and what it starts too.
+    let mut command = Command::new("env");
     let shell = "umask 077; ulimit -S -c unlimited; exec \"$0\" \"$@\"";
     let mut waiting = command
-        .args(["-c", shell])
+        .args(["--default-signal=QUIT", "sh", "-c", shell])
         .arg(binary()?)
         .args(line)
         .env("STILLFRAME_REPOSITORY", stillframe.repository())
