@@ -33,10 +33,6 @@ macro_rules! points {
 }
 
 points! {
-    /// The userfaultfd is open in QEMU, and nothing is protected yet.
-    AttachInjected = "attach.injected",
-    /// All of guest memory is protected.
-    AttachProtected = "attach.protected",
     /// The guardian expects a pause, and `stop` is not sent yet.
     PauseBeforeStop = "pause.before-stop",
     /// The guest is stopped.
@@ -49,8 +45,6 @@ points! {
     CopyOnWriteBatch = "copy-on-write.batch",
     /// Copy-on-write: a write fault is about to be served.
     CopyOnWriteFault = "copy-on-write.fault",
-    /// The capture is complete and about to be stored.
-    StoreBegin = "store.begin",
     /// Lazy restore: a page that the guest waits for is about to be filled.
     LazyFault = "lazy.fault",
     /// A pack is whole and on disk under a temporary name.

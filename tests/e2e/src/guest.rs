@@ -249,8 +249,13 @@ impl Setup {
         if booted.is_ok() || !guest.serial.text().is_empty() {
             return booted.map(|_| guest);
         }
-        let registers = guest.second_monitor()?.human("info registers -a")?;
-        eprintln!("a guest that said nothing is started once more; its registers: {registers}");
+        // QEMU itself may have ended, too.
+        let registers = guest.second_monitor();
+        let registers = registers.and_then(|mut monitor| monitor.human("info registers -a"));
+        let log = fs::read_to_string(guest.folder().join("qemu.log")).unwrap_or_default();
+        eprintln!(
+            "a guest that said nothing is started once more; its registers: {registers:?}; QEMU said: {log}"
+        );
         drop(guest);
         let guest = self.start()?;
         guest.serial.wait_ticks(3, BOOT_LIMIT)?;

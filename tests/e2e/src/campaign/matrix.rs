@@ -40,9 +40,7 @@ enum Verb {
 type Cell = (&'static str, Verb, u32);
 
 /// All points that these verbs pass.
-const POINTS: [Cell; 20] = [
-    ("attach.injected", Verb::Watch("pre-copy"), 1),
-    ("attach.protected", Verb::Watch("copy-on-write"), 1),
+const POINTS: [Cell; 17] = [
     ("pause.before-stop", Verb::Watch("pre-copy"), 2),
     ("pause.stopped", Verb::Watch("pre-copy"), 2),
     ("pause.stopped", Verb::Watch("copy-on-write"), 2),
@@ -50,7 +48,6 @@ const POINTS: [Cell; 20] = [
     ("pause.after-cont", Verb::Watch("pre-copy"), 2),
     ("copy-on-write.batch", Verb::Watch("copy-on-write"), 3),
     ("copy-on-write.fault", Verb::Watch("copy-on-write"), 20),
-    ("store.begin", Verb::Watch("pre-copy"), 2),
     ("store.pack", Verb::Watch("pre-copy"), 2),
     ("store.index", Verb::Watch("pre-copy"), 2),
     ("store.manifest", Verb::Watch("copy-on-write"), 2),
@@ -158,7 +155,9 @@ impl Bed {
                 let output = command.output()?;
                 ensure!(output.status.success(), "{output:?}");
                 let added: Value = serde_json::from_slice(&output.stdout)?;
-                let id = added["id"].as_str().context("`key add` told no id")?;
+                let id = added["added"]["id"]
+                    .as_str()
+                    .context("`key add` told no id")?;
                 return Ok(id.to_owned());
             }
         }
