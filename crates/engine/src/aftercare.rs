@@ -86,7 +86,7 @@ fn now_ns() -> i64 {
 fn why_not(error: &AgentError) -> String {
     match error {
         AgentError::Timeout { .. } => "its agent does not answer".to_owned(),
-        AgentError::Refused { path, .. } => format!("nobody listens on {}", path.display()),
+        AgentError::Refused { path, .. } => format!("no process listens on {}", path.display()),
         AgentError::TooMuch { limit_bytes, .. } => {
             format!("its agent sent {limit_bytes} bytes and no answer")
         }
