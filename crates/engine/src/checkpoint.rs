@@ -94,6 +94,10 @@ pub struct CheckpointReport {
     pub parent: Option<String>,
     /// How pages were copied.
     pub schedule: ScheduleKind,
+    /// The schedule that was tried first: copy-on-write, when pages lost their write protection before they
+    /// were copied. Its pause came before that of `downtime_us`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub instead_of: Option<ScheduleKind>,
     /// Why in this way, where the choice was left to `auto` and there was something to choose by.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<Plan>,

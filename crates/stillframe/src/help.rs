@@ -94,7 +94,8 @@ One checkpoint is stored while the next is captured; an interval that cannot be 
 told. --schedule auto takes what suits the VM, and says why: stop-copy (all in the pause), pre-copy
 (before it, as far as possible), or copy-on-write (after it). With copy-on-write the guest waits for this
 process at some of its first writes: should it hang for some seconds, a stop signal included, it is
-killed for the guest's sake.
+killed for the guest's sake. Where the host's KSM or the balloon takes pages before they are copied, that
+checkpoint is taken once more by pre-copy.
 
 One result a checkpoint. A checkpoint that fails is reported, and tried again at the next interval;
 10 failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the

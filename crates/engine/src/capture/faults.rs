@@ -64,6 +64,8 @@ struct Shared {
     pagemap: Arc<Pagemap>,
     blocks: Vec<Served>,
     faults: AtomicU64,
+    /// How far the copier is; odd while vCPUs may wait for it.
+    copier_at: AtomicU64,
     failed: AtomicBool,
     /// The thread has ended by itself: pages change unsaved from then on.
     ended: AtomicBool,
@@ -71,6 +73,23 @@ struct Shared {
     /// Held while a fault is served, from looking at the page's state to opening the page; see
     /// [`FaultServer::gate`].
     gate: Arc<Mutex<()>>,
+}
+
+/// While this lives, vCPUs may wait for the copier: see [`FaultServer::copier_at_work`].
+#[derive(Debug)]
+pub struct CopierAtWork(Arc<Shared>);
+
+impl CopierAtWork {
+    /// The copier goes on to other pages.
+    pub fn step(&self) {
+        self.0.copier_at.fetch_add(2, Ordering::AcqRel);
+    }
+}
+
+impl Drop for CopierAtWork {
+    fn drop(&mut self) {
+        self.0.copier_at.fetch_add(1, Ordering::AcqRel);
+    }
 }
 
 /// The thread, and the way to it. Dropped, it ends the thread, which unregisters all ranges.
@@ -100,6 +119,7 @@ impl FaultServer {
             pagemap,
             blocks: blocks.collect(),
             faults: AtomicU64::new(0),
+            copier_at: AtomicU64::new(0),
             failed: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             stop: AtomicBool::new(false),
@@ -167,6 +187,13 @@ impl FaultServer {
         let _ = self.empty.try_send(bytes);
     }
 
+    /// The copier begins: there are pages that vCPUs may wait for it to copy, until this is dropped. While it
+    /// makes no step, heartbeats stop.
+    pub fn copier_at_work(&self) -> CopierAtWork {
+        self.shared.copier_at.fetch_add(1, Ordering::AcqRel);
+        CopierAtWork(self.shared.clone())
+    }
+
     /// Faults served since this was last asked.
     pub fn take_faults(&self) -> u64 {
         self.shared.faults.swap(0, Ordering::Relaxed)
@@ -232,6 +259,7 @@ impl Server {
         };
         heartbeat.beat();
         let mut beaten = Instant::now();
+        let mut copier_at = 0;
         // However this ends.
         let _release = Release {
             shared: self.shared.clone(),
@@ -240,7 +268,12 @@ impl Server {
         while !self.shared.stop.load(Ordering::Acquire) {
             // Each heartbeat wakes the guardian: not at every fault.
             if beaten.elapsed() >= HEARTBEAT {
-                heartbeat.beat();
+                let copier_was_at = copier_at;
+                copier_at = self.shared.copier_at.load(Ordering::Acquire);
+                // vCPUs wait for the copier too: where it stands still, so do they.
+                if copier_at.is_multiple_of(2) || copier_at != copier_was_at {
+                    heartbeat.beat();
+                }
                 beaten = Instant::now();
             }
             let mut waited = [

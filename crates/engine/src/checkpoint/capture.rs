@@ -38,6 +38,8 @@ const PLUGS_MAX: u32 = 3;
 pub struct Captured {
     pub(super) begin: Instant,
     pub(super) schedule: ScheduleKind,
+    /// What was tried first, and failed.
+    pub(super) instead_of: Option<ScheduleKind>,
     /// With `auto`: why this schedule.
     pub(super) plan: Option<Plan>,
     pub(super) stage: Stage,
@@ -91,6 +93,7 @@ impl Vm {
         let mut captured = Captured {
             begin: Instant::now(),
             schedule,
+            instead_of: None,
             plan,
             stage: self.stages.pop().unwrap_or_default(),
             record: self.record()?,
@@ -108,13 +111,19 @@ impl Vm {
             Err(CheckpointError::Pause(PauseError::NotHeld { .. })) => {
                 self.fill(&mut captured, hasher, options)
             }
+            // What takes protection away comes back: better a longer pause than no checkpoint.
+            Err(CheckpointError::Tracker(
+                TrackerError::ProtectionLost | TrackerError::NotSaved,
+            )) => {
+                if let Some(auto) = &mut self.auto {
+                    auto.cannot_copy_on_write();
+                }
+                captured.instead_of = Some(captured.schedule);
+                captured.schedule = ScheduleKind::PreCopy;
+                self.fill(&mut captured, hasher, options)
+            }
             filled => filled,
         };
-        if let (Err(CheckpointError::Tracker(TrackerError::ProtectionLost)), Some(auto)) =
-            (&filled, &mut self.auto)
-        {
-            auto.cannot_copy_on_write();
-        }
         match filled {
             Ok(()) => {
                 self.observe(&captured);

@@ -240,6 +240,7 @@ fn report(
         time: manifest.time,
         parent: manifest.parent.map(|id| id.to_string()),
         schedule: captured.schedule,
+        instead_of: captured.instead_of,
         plan: captured.plan,
         downtime_us: captured.downtime,
         pages: manifest.pages,

@@ -152,13 +152,16 @@ pub fn why(kind: ScheduleKind, plan: &Plan) -> String {
 
 fn words(report: &CheckpointReport) -> String {
     let pages = &report.pages;
-    let paused = match report.downtime_us.total {
-        0 => "the VM was paused already".to_owned(),
-        total => format!(
-            "paused {} ({})",
-            durations::human_us(total),
+    let schedule = match report.instead_of {
+        Some(first) => format!(
+            "{}, after {first} lost pages to the host's KSM or the balloon",
             report.schedule
         ),
+        None => report.schedule.to_string(),
+    };
+    let paused = match report.downtime_us.total {
+        0 => "the VM was paused already".to_owned(),
+        total => format!("paused {} ({schedule})", durations::human_us(total)),
     };
     let mut line = format!(
         "checkpoint {} of {}: {paused}, {} looked at, {} new, {} in part, {} stored in {}",
@@ -214,6 +217,7 @@ mod tests {
             time: jiff::Timestamp::UNIX_EPOCH,
             parent: None,
             schedule: ScheduleKind::PreCopy,
+            instead_of: None,
             plan: None,
             downtime_us: DowntimeRecord {
                 total: 3_400,
@@ -244,6 +248,14 @@ mod tests {
             words(&report()),
             "checkpoint 1a2b3c4d of vm1: paused 3.4 ms (pre-copy), 16412 pages looked at, 16100 new, 212 in part, 64.2 MiB stored in 410 ms"
         );
+    }
+
+    #[test]
+    fn another_schedule_than_the_wanted_is_told() {
+        let mut report = report();
+        report.instead_of = Some(ScheduleKind::CopyOnWrite);
+        let told = "paused 3.4 ms (pre-copy, after copy-on-write lost pages to the host's KSM or the balloon)";
+        assert!(words(&report).contains(told), "{}", words(&report));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::kill::Random;
@@ -25,6 +25,13 @@ const RAM_MIB: u32 = 256;
 const TURN: u64 = 50;
 /// How fast the disk is.
 const MIB_PER_SECOND: u64 = 40;
+/// At most one reset in this time: the guest is to work most of it.
+const RESET_EVERY: Duration = Duration::from_secs(30);
+/// What a watch prints where a checkpoint was not taken.
+const REFUSED: &str = "no checkpoint this time";
+/// What the engine may take: its options of [`turn`], and what SPECIFICATION grants beside them.
+const ENGINE_KIB_MAX: u64 = (128 + 64 + 256) << 10;
+const MERGING: &str = "/sys/kernel/mm/ksm/run";
 const SCHEDULES: [&str; 4] = ["auto", "pre-copy", "stop-copy", "copy-on-write"];
 
 /// A setting of the kernel, put back when dropped.
@@ -105,6 +112,7 @@ impl Drop for Squeeze {
 struct Done {
     balloons: AtomicU64,
     plugs: AtomicU64,
+    unplugs: AtomicU64,
     resets: AtomicU64,
     squeezes: AtomicU64,
 }
@@ -119,10 +127,10 @@ fn torment(
 ) -> Result<()> {
     let mut random = Random::new(seed);
     let mut plugged = false;
-    let mut next_reset = Instant::now() + Duration::from_secs(60);
+    let mut next_reset = Instant::now() + RESET_EVERY;
     while !stop.load(Ordering::Relaxed) {
         thread::sleep(Duration::from_millis(50 + random.below(400)));
-        match random.below(6) {
+        match random.below(8) {
             0 | 1 => {
                 let mib = u64::from(RAM_MIB) - random.below(80);
                 monitor.execute("balloon", json!({ "value": mib << 20 }))?;
@@ -150,26 +158,70 @@ fn torment(
                 done.plugs.fetch_add(u64::from(plugged), Ordering::Relaxed);
             }
             4 if plugged => {
-                monitor.execute("device_del", json!({ "id": "hot" }))?;
-                // The guest lets go of it when it likes.
+                // The guest lets go of it when it likes; where a reset did that, QEMU knows of no such device.
                 if monitor
-                    .wait_event("DEVICE_DELETED", Duration::from_secs(15))
+                    .execute("device_del", json!({ "id": "hot" }))
                     .is_ok()
                 {
-                    thread::sleep(Duration::from_millis(200));
-                    let node = json!({ "node-name": "hot-node" });
-                    plugged = monitor.execute("blockdev-del", node).is_err();
+                    let _ = monitor.wait_event("DEVICE_DELETED", Duration::from_secs(15));
                 }
+                thread::sleep(Duration::from_millis(200));
+                let node = json!({ "node-name": "hot-node" });
+                plugged = monitor.execute("blockdev-del", node).is_err();
+                done.unplugs
+                    .fetch_add(u64::from(!plugged), Ordering::Relaxed);
+            }
+            5 => {
+                // While pages are merged copy-on-write is not to be had; it is tortured too.
+                fs::write(MERGING, if random.below(3) == 0 { "1" } else { "0" })?;
             }
             _ if Instant::now() > next_reset => {
                 monitor.execute("system_reset", json!({}))?;
                 done.resets.fetch_add(1, Ordering::Relaxed);
-                next_reset = Instant::now() + Duration::from_secs(60);
+                next_reset = Instant::now() + RESET_EVERY;
             }
             _ => {}
         }
     }
     Ok(())
+}
+
+/// What the kernel did to the guest's memory; a torture without it would show nothing.
+#[derive(Default)]
+struct Kernel {
+    swapped_before: u64,
+    merged_most: u64,
+    huge_kib_most: u64,
+}
+
+impl Kernel {
+    fn new() -> Result<Kernel> {
+        Ok(Kernel {
+            swapped_before: Kernel::swapped()?,
+            ..Kernel::default()
+        })
+    }
+
+    /// Pages written to swap since the machine started.
+    fn swapped() -> Result<u64> {
+        let all = fs::read_to_string("/proc/vmstat")?;
+        let line = all.lines().find_map(|line| line.strip_prefix("pswpout "));
+        Ok(line.context("no pswpout in /proc/vmstat")?.trim().parse()?)
+    }
+
+    /// Looks at what is merged and huge now.
+    fn look(&mut self, qemu: i32) -> Result<()> {
+        let merged = fs::read_to_string("/sys/kernel/mm/ksm/pages_sharing")?;
+        self.merged_most = self.merged_most.max(merged.trim().parse()?);
+        let rollup = fs::read_to_string(format!("/proc/{qemu}/smaps_rollup"))?;
+        let huge = rollup
+            .lines()
+            .find_map(|line| line.strip_prefix("AnonHugePages:"));
+        let huge = huge.and_then(|line| line.split_whitespace().next());
+        let huge = huge.context("no AnonHugePages in smaps_rollup")?.parse()?;
+        self.huge_kib_most = self.huge_kib_most.max(huge);
+        Ok(())
+    }
 }
 
 /// What came of all checkpoints.
@@ -181,6 +233,7 @@ struct Tally {
     restored: u64,
     wrong_guests: u64,
     engine_kib: u64,
+    kernel: Kernel,
     lines: Vec<Value>,
 }
 
@@ -197,6 +250,10 @@ fn turn(stillframe: &Stillframe, guest: &Guest, schedule: &str, tally: &mut Tall
         &count,
         "--verify",
         "--json",
+        "--copy-buffer",
+        "128M",
+        "--delta-cache",
+        "64M",
         "--schedule",
         schedule,
     ];
@@ -205,6 +262,7 @@ fn turn(stillframe: &Stillframe, guest: &Guest, schedule: &str, tally: &mut Tall
     while !watch.has_ended()? {
         let kib = crate::health::memory_kib(watch.pid(), "VmHWM").unwrap_or(0);
         tally.engine_kib = tally.engine_kib.max(kib);
+        tally.kernel.look(guest.pid())?;
         ensure!(
             Instant::now() < deadline,
             "the watch does not end: {}",
@@ -213,7 +271,10 @@ fn turn(stillframe: &Stillframe, guest: &Guest, schedule: &str, tally: &mut Tall
         thread::sleep(Duration::from_millis(50));
     }
     let ended = watch.end()?;
-    tally.refused += ended.err.matches("no checkpoint this time").count() as u64;
+    for refusal in ended.err.lines().filter(|line| line.contains(REFUSED)) {
+        tally.refused += 1;
+        eprintln!("{schedule}: {refusal}");
+    }
     for result in ended.results()? {
         tally.checkpoints += 1;
         let differing = result["verify"]["differing"].as_u64();
@@ -247,7 +308,7 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let _merging = [
         Setting::set("/sys/kernel/mm/ksm/pages_to_scan", "2000")?,
-        Setting::set("/sys/kernel/mm/ksm/run", "1")?,
+        Setting::set(MERGING, "1")?,
         Setting::set("/sys/kernel/mm/transparent_hugepage/enabled", "always")?,
     ];
     let _swap = Swap::on(folder.path())?;
@@ -266,12 +327,17 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
     let plugged = folder.path().join("plugged");
     fs::write(&plugged, vec![1; 1 << 20])?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
-    let (stop, done, mut tally) = (AtomicBool::new(false), Done::default(), Tally::default());
+    let (stop, done) = (AtomicBool::new(false), Done::default());
+    let mut tally = Tally {
+        kernel: Kernel::new()?,
+        ..Tally::default()
+    };
     let mut monitor = guest.second_monitor()?;
     let came_to = thread::scope(|scope| {
         let tormenting =
             scope.spawn(|| torment(&mut monitor, &squeeze, &plugged, (&stop, &done), seed));
-        let came_to = checkpoints(&stillframe, &guest, count, &mut tally);
+        let tormented = || !tormenting.is_finished();
+        let came_to = checkpoints(&stillframe, &guest, (count, &tormented), &mut tally);
         stop.store(true, Ordering::Relaxed);
         match tormenting.join() {
             Ok(tormented) => came_to.and(tormented),
@@ -282,6 +348,11 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
     came_to?;
     guest.serial.ticks()?;
     ensure!(
+        tally.engine_kib <= ENGINE_KIB_MAX,
+        "the engine took {} KiB",
+        tally.engine_kib
+    );
+    ensure!(
         tally.differing + tally.wrong_guests == 0,
         "the torture was survived wrongly"
     );
@@ -291,11 +362,12 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
 fn checkpoints(
     stillframe: &Stillframe,
     guest: &Guest,
-    count: u64,
+    (count, tormented): (u64, &dyn Fn() -> bool),
     tally: &mut Tally,
 ) -> Result<()> {
     for schedule in SCHEDULES.iter().cycle() {
-        if tally.checkpoints >= count {
+        // Checkpoints of a guest that nothing happens to would show nothing.
+        if tally.checkpoints >= count || !tormented() {
             break;
         }
         turn(stillframe, guest, schedule, tally)?;
@@ -317,8 +389,9 @@ fn record(tally: &Tally, done: &Done) -> Result<()> {
     let line = json!({
         "checkpoints": tally.checkpoints, "refused": tally.refused, "differing": tally.differing,
         "restored": tally.restored, "wrong_guests": tally.wrong_guests, "engine_kib": tally.engine_kib,
-        "balloons": all(&done.balloons), "plugs": all(&done.plugs), "resets": all(&done.resets),
-        "squeezes": all(&done.squeezes),
+        "balloons": all(&done.balloons), "plugs": all(&done.plugs), "unplugs": all(&done.unplugs), "resets": all(&done.resets),
+        "squeezes": all(&done.squeezes), "swapped_pages": Kernel::swapped()? - tally.kernel.swapped_before,
+        "merged_pages_most": tally.kernel.merged_most, "huge_kib_most": tally.kernel.huge_kib_most,
     });
     println!("{line}");
     results::write_raw("torture", "checkpoints.jsonl", &tally.lines)?;

@@ -1,5 +1,5 @@
 //! What takes write protection away behind copy-on-write: the kernel merges equal pages (KSM), and a
-//! balloon discards pages. A checkpoint is exact, or there is none.
+//! balloon discards pages. Every checkpoint is exact.
 
 use std::fs;
 use std::path::Path;
@@ -8,15 +8,14 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use serde_json::json;
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::guest::{Guest, Kind, Setup};
 use stillframe_e2e::health::expect_untouched;
-use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_e2e::running::PATIENCE;
 use stillframe_e2e::slow_disk::SlowDisk;
 
-/// Checkpoints, or refusals of one, that a run consists of.
-const ATTEMPTS: usize = 12;
+const CHECKPOINTS: &str = "12";
 const KSM: &str = "/sys/kernel/mm/ksm";
 /// What is set, and back.
 const SETTINGS: [&str; 3] = ["run", "pages_to_scan", "sleep_millisecs"];
@@ -67,39 +66,31 @@ fn reader(name: &str, disk: &SlowDisk, more: &[&str]) -> Result<Guest> {
     Ok(guest)
 }
 
-/// Checkpoints by copy-on-write until so many were taken or refused for lost protection; each that was taken
-/// is exact.
-fn exact_or_none(stillframe: &Stillframe, name: &str) -> Result<usize> {
+/// Checkpoints by copy-on-write, or by pre-copy after copy-on-write lost protection: each is exact. The
+/// number of those that lost it.
+fn all_exact(stillframe: &Stillframe, name: &str) -> Result<usize> {
     let line = [
         "watch",
         "--vm",
         name,
         "--every",
         "100ms",
+        "--count",
+        CHECKPOINTS,
         "--schedule",
         "copy-on-write",
         "--verify",
-        "--json",
     ];
-    let refusals = |watch: &Running| watch.err().matches("lost their write protection").count();
-    let (mut taken, mut refused) = (0, 0);
-    // A watch ends after ten refusals in a row.
-    while taken + refused < ATTEMPTS {
-        let mut watch = Running::start(stillframe.command(&line)?)?;
-        while !watch.has_ended()? {
-            if taken + refused + watch.results()?.len() + refusals(&watch) >= ATTEMPTS {
-                watch.signal("TERM")?;
-                break;
-            }
-            thread::sleep(Duration::from_millis(20));
+    let reports = stillframe.json_lines(&line)?;
+    let mut lost = 0;
+    for report in &reports {
+        ensure!(report["verify"]["differing"] == 0, "{report}");
+        match report["instead_of"] == "copy-on-write" {
+            true => lost += 1,
+            false => ensure!(report["schedule"] == "copy-on-write", "{report}"),
         }
-        refused += refusals(&watch);
-        let ended = watch.end()?;
-        let exact = |result: &Value| result["verify"]["differing"] == 0;
-        ensure!(ended.results()?.iter().all(exact), "{ended:?}");
-        taken += ended.results()?.len();
     }
-    Ok(refused)
+    Ok(lost)
 }
 
 #[test]
@@ -110,7 +101,9 @@ fn pages_that_the_kernel_merges_are_never_saved_wrong() -> Result<()> {
     let twin = reader("twin", &disk, &[])?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let merging = Merging::start()?;
-    exact_or_none(&stillframe, "merged")?;
+    let lost = all_exact(&stillframe, "merged")?;
+    ensure!(lost > 0, "no page was merged behind copy-on-write");
+
     // `auto` keeps away from copy-on-write where pages are merged.
     let line = [
         "watch", "--vm", "merged", "--every", "100ms", "--count", "5", "--verify",
@@ -144,12 +137,12 @@ fn pages_that_a_balloon_takes_are_never_saved_as_zeros() -> Result<()> {
             }
             Ok(())
         });
-        let refused = exact_or_none(&stillframe, "balloon");
+        let lost = all_exact(&stillframe, "balloon");
         done.store(true, Ordering::Relaxed);
         moving
             .join()
             .map_err(|_| anyhow::anyhow!("the balloon panicked"))??;
-        refused
+        lost
     })?;
     monitor.take_events();
     expect_untouched(&guest, &mut monitor)

@@ -12,7 +12,7 @@ use stillframe_page::PageIndex;
 use stillframe_qemu::monitor::Monitor;
 
 use super::{Copied, FEW_PAGES, ROUNDS_MAX, Schedule, Work};
-use crate::capture::faults::Saved;
+use crate::capture::faults::{CopierAtWork, Saved};
 use crate::capture::pause::{DowntimeRecord, us};
 use crate::capture::ranges::{PageRanges, count, runs, subtract_all};
 use crate::capture::stage::Stage;
@@ -85,7 +85,8 @@ impl Schedule for CopyOnWrite {
     fn after(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
         let tracker = &*work.tracker;
         let server = tracker.fault_server()?;
-        let copying = copy_all(tracker, work.stage, work.copied, &self.armed);
+        let at_work = server.copier_at_work();
+        let copying = copy_all(tracker, (work.stage, work.copied), &self.armed, &at_work);
         if copying.is_err() {
             self.give_up(tracker);
         }
@@ -127,9 +128,9 @@ impl Schedule for CopyOnWrite {
 
 fn copy_all(
     tracker: &Tracker,
-    stage: &mut Stage,
-    copied: &mut Copied,
+    (stage, copied): (&mut Stage, &mut Copied),
     armed: &PageRanges,
+    at_work: &CopierAtWork,
 ) -> Result<(), TrackerError> {
     let server = tracker.fault_server()?;
     for (number, ranges) in armed.iter().enumerate() {
@@ -138,6 +139,7 @@ fn copy_all(
         let hot = tracked.hot();
         let mut pages = ranges.iter().cloned().flatten().peekable();
         while pages.peek().is_some() {
+            at_work.step();
             let batch = pages.by_ref().take(BATCH_PAGES);
             let claimed: Vec<u64> = batch.filter(|&page| claims.claim(page)).collect();
             let runs_claimed = runs(&claimed);
