@@ -12,10 +12,11 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::guest_agent;
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::record::VmRecord;
-use stillframe_qemu::suitability::{self, Unsuitable};
+use stillframe_qemu::suitability::{self, Caution, Unsuitable};
 use stillframe_qemu::target::{self, Selector, Target, TargetError};
 use stillframe_repo::{CheckpointId, RamTable};
 use stillframe_sys::process::AddressRange;
@@ -111,6 +112,7 @@ pub struct Vm {
     pub(crate) state: Option<StateStream>,
     /// What pauses take from the guest's clock.
     pub(crate) clock: GuestClock,
+    pub(crate) cautions: Vec<Caution>,
     /// Pages copied in the last pause: what the next one will need room for, about.
     pub(crate) pause_pages_last: u64,
 }
@@ -155,6 +157,7 @@ impl Vm {
         let target = target::find(selector)?;
         let mut monitor = Monitor::connect(&target, GREETING_LIMIT)?;
         suitability::check(&target, &mut monitor)?;
+        let cautions = suitability::cautions(&mut monitor)?;
         let guardian = Guardian::start()?;
         guardian.watch(monitor.client().socket())?;
         let ram = monitor.ram_blocks()?;
@@ -180,6 +183,7 @@ impl Vm {
             devices: Devices::default(),
             state: None,
             clock: GuestClock::new(agent),
+            cautions,
             pause_pages_last: 0,
         })
     }
@@ -192,6 +196,11 @@ impl Vm {
     /// Whether the VM still exists.
     pub fn is_alive(&self) -> bool {
         self.target.process.is_alive()
+    }
+
+    /// What may make its checkpoints inexact, and could not be told when it was attached to.
+    pub fn cautions(&self) -> &[Caution] {
+        &self.cautions
     }
 
     /// All of its guest memory, in bytes: every RAM block.
@@ -230,6 +239,7 @@ fn track(
     schedule: ScheduleKind,
 ) -> Result<(Tracker, bool), AttachError> {
     let stolen = guardian.steal_userfaultfd(&target.process)?;
+    fault::at(Point::AttachOpened).map_err(TrackerError::Injected)?;
     // Last, because heartbeats come only when faults are served.
     let heartbeat = match schedule {
         ScheduleKind::StopCopy | ScheduleKind::PreCopy => None,
@@ -246,5 +256,6 @@ fn track(
     };
     let user_mode_only = stolen.user_mode_only;
     let tracker = Tracker::attach(&target.process, stolen, ram, heartbeat)?;
+    fault::at(Point::AttachProtected).map_err(TrackerError::Injected)?;
     Ok((tracker, user_mode_only))
 }

@@ -33,6 +33,10 @@ macro_rules! points {
 }
 
 points! {
+    /// QEMU has opened a userfaultfd for us; nothing is registered yet.
+    AttachOpened = "attach.opened",
+    /// All of guest memory is registered and protected.
+    AttachProtected = "attach.protected",
     /// The guardian expects a pause, and `stop` is not sent yet.
     PauseBeforeStop = "pause.before-stop",
     /// The guest is stopped.
@@ -87,8 +91,16 @@ pub fn at(_point: Point) -> std::io::Result<()> {
     Ok(())
 }
 
+/// How long until a point that is passed at intervals is passed next: `usual`, unless a test asked for a
+/// fault there and cannot wait for it.
+#[cfg(not(feature = "points"))]
+#[inline(always)]
+pub fn interval(_point: Point, usual: std::time::Duration) -> std::time::Duration {
+    usual
+}
+
 #[cfg(feature = "points")]
-pub use active::at;
+pub use active::{at, interval};
 
 #[cfg(feature = "points")]
 mod active {
@@ -108,6 +120,9 @@ mod active {
     const HANG: Duration = Duration::from_secs(5);
     /// How long each pass of a slow point takes.
     const SLOW: Duration = Duration::from_millis(200);
+
+    /// The interval of a point that a test wants passed.
+    const HASTENED: Duration = Duration::from_secs(1);
 
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     enum Action {
@@ -196,6 +211,15 @@ mod active {
             Action::Slow => thread::sleep(SLOW),
         }
         Ok(())
+    }
+
+    /// How long until a point that is passed at intervals is passed next: `usual`, or a second where a test
+    /// asked for a fault there.
+    pub fn interval(point: Point, usual: Duration) -> Duration {
+        match wanted().is_some_and(|fault| fault.point == point.name()) {
+            true => HASTENED,
+            false => usual,
+        }
     }
 
     #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The monitor commands Stillframe uses, with typed arguments and replies.
 
-mod cpu;
+pub(crate) mod cpu;
 mod devices;
 mod disks;
 mod host_files;
@@ -348,14 +348,10 @@ impl Monitor {
             #[serde(rename = "UUID")]
             uuid: String,
         }
-        #[derive(Deserialize)]
-        struct Kvm {
-            enabled: bool,
-        }
         let version: Version = self.query("query-version")?;
         let name: Name = self.query("query-name")?;
         let uuid: Uuid = self.query("query-uuid")?;
-        let kvm: Kvm = self.query("query-kvm")?;
+        let kvm = self.uses_kvm()?;
         Ok(Identity {
             qemu_version: version.qemu.to_string(),
             package: version.package,
@@ -363,12 +359,22 @@ impl Monitor {
             architecture: self.architecture()?,
             uuid: uuid.uuid,
             name: name.name,
-            accelerator: if kvm.enabled {
+            accelerator: if kvm {
                 Accelerator::Kvm
             } else {
                 Accelerator::Tcg
             },
         })
+    }
+
+    /// Whether the guest runs under KVM.
+    pub(crate) fn uses_kvm(&mut self) -> Result<bool, MonitorError> {
+        #[derive(Deserialize)]
+        struct Kvm {
+            enabled: bool,
+        }
+        let kvm: Kvm = self.query("query-kvm")?;
+        Ok(kvm.enabled)
     }
 
     /// The guest's architecture (`query-target`).

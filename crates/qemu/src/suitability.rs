@@ -1,8 +1,12 @@
 //! Whether a VM can be checkpointed rightly at all. What cannot be is refused with its cause,
 //! before anything is done to the VM.
 
+use serde_json::Value;
+use stillframe_sys::probe;
+
 use crate::arguments::CommandLine;
 use crate::devices::{self, FollowError, HotPlug};
+use crate::monitor::cpu;
 use crate::monitor::{BlockNode, Monitor, MonitorError, Peripheral};
 use crate::target::Target;
 
@@ -48,6 +52,16 @@ pub enum Unsuitable {
         /// QEMU's word for it.
         status: String,
     },
+    /// The kernel does not report what a device gives back of the guest's memory.
+    #[error(
+        "device {device} gives memory back in pieces of 2 MiB, which this kernel loses track of (see \
+         `stillframe probe`), so changed pages cannot be told; use a kernel with the mend, or a VM without \
+         the device"
+    )]
+    LostDiscards {
+        /// The device.
+        device: String,
+    },
     /// The guest is not x86_64.
     #[error("the guest is {architecture}; only x86_64 guests are supported")]
     OtherArchitecture {
@@ -73,6 +87,9 @@ pub fn check(target: &Target, monitor: &mut Monitor) -> Result<HotPlug, Unsuitab
     // Devices before QEMU's own objections: they name the device, not the feature.
     let peripherals = monitor.peripherals()?;
     check_devices(&peripherals)?;
+    if !probe::reports_large_discards() {
+        check_discards(monitor, &peripherals)?;
+    }
     check_network(&monitor.human("info network")?)?;
     check_block_drivers(&monitor.block_nodes()?)?;
     let migration = monitor.migration()?;
@@ -122,6 +139,52 @@ fn check_devices(peripherals: &[Peripheral]) -> Result<(), Unsuitable> {
         }
     }
     Ok(())
+}
+
+/// Devices that discard guest memory in pieces as large as a page table: virtio-mem, and a balloon with free
+/// page reporting. A balloon alone discards single pages.
+fn check_discards(monitor: &mut Monitor, peripherals: &[Peripheral]) -> Result<(), Unsuitable> {
+    for peripheral in peripherals {
+        let driver = peripheral.driver.as_str();
+        let discards = match driver.starts_with("virtio-balloon") {
+            true => {
+                let values = monitor.properties(&peripheral.path(), &["free-page-reporting"])?;
+                values.first() == Some(&Some(Value::Bool(true)))
+            }
+            false => driver.starts_with("virtio-mem"),
+        };
+        if discards {
+            let device = format!("{} ({driver})", peripheral.id);
+            return Err(Unsuitable::LostDiscards { device });
+        }
+    }
+    Ok(())
+}
+
+/// What may make checkpoints of a VM inexact, and cannot be told from outside: it is warned of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Caution {
+    /// KVM maps pages of the guest for the guests that it runs itself (linux: arch/x86/kvm/vmx/nested.c,
+    /// `nested_get_vmcs12_pages`), and hardware writes them without a fault.
+    #[error(
+        "the guest may run VMs of its own (its processor has VMX or SVM): while it does, some pages of their \
+         interrupt controllers are written unseen, and checkpoints may be wrong there. Without such VMs they \
+         are exact; -cpu …,-vmx or -svm rules it out"
+    )]
+    NestedGuests,
+}
+
+/// What to be careful of with this VM.
+pub fn cautions(monitor: &mut Monitor) -> Result<Vec<Caution>, MonitorError> {
+    if !monitor.uses_kvm()? {
+        return Ok(Vec::new());
+    }
+    let features = monitor.cpu_features()?;
+    let nested = cpu::runs_guests(&features);
+    Ok(nested
+        .then_some(Caution::NestedGuests)
+        .into_iter()
+        .collect())
 }
 
 /// The network card looks the same whatever stands behind it; `info network` tells what does.

@@ -152,7 +152,8 @@ impl Lock {
         let (store, name) = (file.store.clone(), file.name.clone());
         let refresh = move || {
             let mut record = record;
-            while stopped.recv_timeout(REFRESH) == Err(RecvTimeoutError::Timeout) {
+            let interval = fault::interval(Point::LockRefresh, REFRESH);
+            while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
                 record.refreshed = Timestamp::now().to_string();
                 // A lock someone removed is lost, not to be brought back; see `assert_held`.
                 // A refresh that fails is tried again; six in a row make the lock stale.

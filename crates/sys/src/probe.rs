@@ -10,6 +10,7 @@ use crate::process::AddressRange;
 use crate::uffd::{Event, Track, Uffd, Waiters, WriteProtectMode};
 use child::{Child, PAGE, PAGES};
 use std::error::Error;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 /// For how long a step of a trial may take.
@@ -67,7 +68,7 @@ const ROOT: &str = "run as root, or with the capability CAP_SYS_PTRACE";
 const KERNEL: &str =
     "use Linux 6.7 or newer, built with CONFIG_USERFAULTFD and CONFIG_PTE_MARKER_UFFD_WP";
 
-const ENTRIES: [Entry; 8] = [
+const ENTRIES: [Entry; 9] = [
     Entry {
         name: "memory of other processes",
         need: Need::Required,
@@ -119,6 +120,7 @@ const ENTRIES: [Entry; 8] = [
         trial: try_synchronous,
         mend: KERNEL,
     },
+    DISCARDS,
     Entry {
         name: "missing pages",
         need: Need::Optional,
@@ -127,6 +129,24 @@ const ENTRIES: [Entry; 8] = [
         mend: KERNEL,
     },
 ];
+
+/// Kernels from 6.7 to a fix of July 2026 pass over a page table that is gone (linux: fs/proc/task_mmu.c,
+/// `pagemap_scan_pte_hole`).
+const DISCARDS: Entry = Entry {
+    name: "discards of 2 MiB",
+    need: Need::Optional,
+    filtered_child: false,
+    trial: try_discards,
+    mend: "use a kernel with the fix of July 2026 (\"fs/proc/task_mmu: fix PAGEMAP_SCAN written state for PMD \
+           holes\"); until then, VMs with free page reporting or virtio-mem are refused",
+};
+
+/// Whether the kernel reports it when a process discards 2 MiB of private memory at once; tried once in the
+/// life of this process.
+pub fn reports_large_discards() -> bool {
+    static REPORTS: OnceLock<bool> = OnceLock::new();
+    *REPORTS.get_or_init(|| matches!(try_one(&DISCARDS).state, State::Present { .. }))
+}
 
 /// Tries all of them; takes a few milliseconds, and starts and ends some child processes.
 pub fn run() -> Vec<Ability> {
@@ -224,6 +244,27 @@ fn try_tracking(child: &Child) -> Result<String, Box<dyn Error>> {
         }
     }
     Ok("writes to private and shared memory were found".into())
+}
+
+fn try_discards(child: &Child) -> Result<String, Box<dyn Error>> {
+    child.fill_large()?;
+    child.await_answer(LIMIT)?;
+    let uffd = Uffd::handshake(steal(child)?.fd, WriteProtectMode::Async)?;
+    let pagemap = Pagemap::open(&child.process)?;
+    uffd.register(child.large, Track::WriteProtect)?;
+    uffd.protect(child.large)?;
+    child.discard_large()?;
+    child.await_answer(LIMIT)?;
+    let mut written = Vec::new();
+    pagemap.take_written(child.large, &mut written)?;
+    match written == [child.large] {
+        true => Ok("reported".into()),
+        false => Err(format!(
+            "{} were discarded, but the kernel reports {written:?}",
+            child.large
+        )
+        .into()),
+    }
 }
 
 fn try_memfd(_: &Child) -> Result<String, Box<dyn Error>> {

@@ -1,6 +1,7 @@
 //! A lazy restore that runs beside the test: disturbed, killed, gone on with, and looked at from outside.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -62,16 +63,32 @@ impl Filling {
         folder: &Path,
         more: &[&str],
     ) -> Result<Filling> {
+        let command = Filling::command(stillframe, checkpoint, folder, more)?;
+        Filling::run(command, folder)
+    }
+
+    /// The command alone.
+    pub fn command(
+        stillframe: &Stillframe,
+        checkpoint: &str,
+        folder: &Path,
+        more: &[&str],
+    ) -> Result<Command> {
+        let qmp = folder.join("restored.qmp").display().to_string();
+        let serial = format!("file:{}", folder.join("restored.serial").display());
+        let mut line = vec!["restore", checkpoint, "--json"];
+        line.extend(["--qmp", &qmp, "--serial", &serial]);
+        line.extend(more);
+        stillframe.command(&line)
+    }
+
+    /// Runs what [`Filling::command`] made.
+    pub fn run(command: Command, folder: &Path) -> Result<Filling> {
         let (qmp, serial) = (folder.join("restored.qmp"), folder.join("restored.serial"));
         // What a VM said that was restored here before is not for this one.
         let _ = std::fs::remove_file(&serial);
-        let spec = format!("file:{}", serial.display());
-        let qmp_text = qmp.display().to_string();
-        let mut line = vec!["restore", checkpoint, "--json"];
-        line.extend(["--qmp", &qmp_text, "--serial", &spec]);
-        line.extend(more);
         Ok(Filling {
-            running: Running::start(stillframe.command(&line)?)?,
+            running: Running::start(command)?,
             qmp,
             serial: Serial::new(&serial),
         })

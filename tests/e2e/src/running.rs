@@ -103,13 +103,19 @@ impl Running {
         Ok(self.child.kill()?)
     }
 
-    /// Waits for its end.
+    /// Waits for its end, and what it told.
     pub fn end(mut self) -> Result<Ended> {
+        let code = self.wait_exit()?;
+        let (out, err) = (self.said("out"), self.said("err"));
+        Ok(Ended { code, out, err })
+    }
+
+    /// Waits for its end; its exit code, or none when a signal ended it.
+    pub fn wait_exit(&mut self) -> Result<Option<i32>> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(status) = self.child.try_wait()? {
-                let (code, out, err) = (status.code(), self.said("out"), self.said("err"));
-                return Ok(Ended { code, out, err });
+                return Ok(status.code());
             }
             if Instant::now() > deadline {
                 bail!("it did not end within {PATIENCE:?}: {}", self.err());

@@ -60,6 +60,16 @@ const NAMES: &[(u32, u32, &str, u32, &str)] = &[
     (0x8000_0001, 0, "EDX", 27, "rdtscp"),
 ];
 
+/// Whether a guest with these features can run guests itself: VMX or SVM.
+pub(crate) fn runs_guests(features: &[FeatureWord]) -> bool {
+    let has = |leaf, bit: u32| {
+        features.iter().any(|word| {
+            word.leaf == leaf && word.register == "ECX" && word.features >> bit & 1 == 1
+        })
+    };
+    has(1, 5) || has(0x8000_0001, 2)
+}
+
 /// The features of `then` that are not in `now`, in words.
 pub(crate) fn missing(then: &[FeatureWord], now: &[FeatureWord]) -> Vec<String> {
     let mut missing = Vec::new();
@@ -99,14 +109,27 @@ impl FeatureWord {
 mod tests {
     use super::*;
 
-    #[test]
-    fn what_is_missing_has_a_name() {
-        let word = |leaf, register: &str, features| FeatureWord {
+    fn word(leaf: u32, register: &str, features: u32) -> FeatureWord {
+        FeatureWord {
             leaf,
             subleaf: 0,
             register: register.to_owned(),
             features,
-        };
+        }
+    }
+
+    #[test]
+    fn who_runs_guests() {
+        assert!(runs_guests(&[word(1, "EDX", 0), word(1, "ECX", 1 << 5)]));
+        assert!(runs_guests(&[word(0x8000_0001, "ECX", 1 << 2)]));
+        assert!(!runs_guests(&[
+            word(1, "EDX", 1 << 5),
+            word(1, "ECX", 1 << 2)
+        ]));
+    }
+
+    #[test]
+    fn what_is_missing_has_a_name() {
         let then = [word(1, "ECX", 1 << 28 | 1), word(6, "EAX", 4)];
         assert_eq!(missing(&then, &then), Vec::<String>::new());
         assert_eq!(

@@ -47,6 +47,9 @@ fn told_attached(context: &Context, vm: &Vm) {
     context.console.note(&format!(
         "attached to process {pid}, {memory} of guest memory"
     ));
+    for caution in vm.cautions() {
+        context.console.warn(&caution.to_string());
+    }
 }
 
 /// Ends tracking; the VM is as it was. A failure is only told: tracking ends with this process.

@@ -13,6 +13,14 @@ pub(super) const PAGE: u64 = 4096;
 /// How many pages of either kind the child has.
 pub(super) const PAGES: u64 = 4;
 
+/// What a whole page table maps, and what a huge page is.
+pub(super) const LARGE: u64 = 2 << 20;
+
+/// Told with an address: the child writes every page of the [`LARGE`] bytes there.
+const FILL: u64 = 1;
+/// Told with an address: the child discards the [`LARGE`] bytes there.
+const DISCARD: u64 = 2;
+
 /// A child with some private and some shared memory. Killed and reaped on drop.
 pub(super) struct Child {
     pub(super) process: Process,
@@ -20,6 +28,8 @@ pub(super) struct Child {
     pub(super) private: AddressRange,
     /// Memory shared through a memfd, never touched.
     pub(super) shared: AddressRange,
+    /// Private anonymous memory, [`LARGE`] bytes aligned to as much, never touched.
+    pub(super) large: AddressRange,
     orders: File,
     answers: File,
 }
@@ -53,6 +63,7 @@ impl Child {
             process,
             private: range(memory.private),
             shared: range(memory.shared),
+            large: memory.large_part(),
             orders: File::from(OwnedFd::from(orders)),
             answers: File::from(OwnedFd::from(answers)),
         };
@@ -64,6 +75,16 @@ impl Child {
     /// Has it write one byte at this address; does not wait until it has.
     pub(super) fn write(&self, address: u64) -> io::Result<()> {
         (&self.orders).write_all(&address.to_ne_bytes())
+    }
+
+    /// Has it write every page of [`Child::large`]; does not wait until it has.
+    pub(super) fn fill_large(&self) -> io::Result<()> {
+        self.write(self.large.start | FILL)
+    }
+
+    /// Has it discard [`Child::large`]; does not wait until it has.
+    pub(super) fn discard_large(&self) -> io::Result<()> {
+        self.write(self.large.start | DISCARD)
     }
 
     /// Waits until it has done what it was told last.
@@ -109,6 +130,8 @@ struct Memory {
     private: *mut libc::c_void,
     shared: *mut libc::c_void,
     bytes: usize,
+    /// Twice [`LARGE`] bytes.
+    large: *mut libc::c_void,
 }
 
 impl Memory {
@@ -116,34 +139,51 @@ impl Memory {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let anywhere = std::ptr::null_mut();
         // SAFETY: new mappings at addresses of the kernel's choice replace nothing.
-        let (private, shared) = unsafe {
+        let (private, shared, large) = unsafe {
             (
                 rustix::mm::mmap_anonymous(anywhere, bytes, access, MapFlags::PRIVATE)?,
                 rustix::mm::mmap(anywhere, bytes, access, MapFlags::SHARED, memfd, 0)?,
+                rustix::mm::mmap_anonymous(
+                    anywhere,
+                    2 * LARGE as usize,
+                    access,
+                    MapFlags::PRIVATE,
+                )?,
             )
         };
         Ok(Memory {
             private,
             shared,
             bytes,
+            large,
         })
+    }
+
+    fn large_part(&self) -> AddressRange {
+        let start = (self.large as u64).next_multiple_of(LARGE);
+        AddressRange {
+            start,
+            end: start + LARGE,
+        }
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this length, and never accessed by this process.
+        // SAFETY: mapped by `map` with these lengths, and never accessed by this process.
         unsafe {
+            let _ = rustix::mm::munmap(self.large, 2 * LARGE as usize);
             let _ = rustix::mm::munmap(self.private, self.bytes);
             let _ = rustix::mm::munmap(self.shared, self.bytes);
         }
     }
 }
 
-/// The whole life of the child: reads addresses, writes there, answers with a byte.
+/// The whole life of the child: reads addresses, writes there or does what their low bits say, answers with
+/// a byte.
 fn serve(orders: i32, answers: i32, filtered: bool) -> ! {
     // SAFETY: only async-signal-safe calls, on descriptors and buffers that stay valid; the addresses
-    // come from the parent and are those of the two mappings.
+    // come from the parent and are those of the three mappings.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         // It stands for a QEMU of this user, which may be traced; this program itself may not
@@ -178,7 +218,30 @@ fn serve(orders: i32, answers: i32, filtered: bool) -> ! {
             if libc::read(orders, (&raw mut address).cast(), 8) != 8 {
                 libc::_exit(0);
             }
-            (address as *mut u8).write_volatile(1);
+            let start = address & !(PAGE - 1);
+            match address & (PAGE - 1) {
+                FILL => {
+                    // As QEMU does with guest memory; small pages where there are no huge ones.
+                    libc::madvise(
+                        start as *mut libc::c_void,
+                        LARGE as usize,
+                        libc::MADV_HUGEPAGE,
+                    );
+                    let mut page = start;
+                    while page < start + LARGE {
+                        (page as *mut u8).write_volatile(1);
+                        page += PAGE;
+                    }
+                }
+                DISCARD => {
+                    libc::madvise(
+                        start as *mut libc::c_void,
+                        LARGE as usize,
+                        libc::MADV_DONTNEED,
+                    );
+                }
+                _ => (address as *mut u8).write_volatile(1),
+            }
         }
     }
 }

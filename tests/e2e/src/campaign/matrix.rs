@@ -1,8 +1,11 @@
 //! Every named fault point times every fault: the VM runs again within its limit, nothing committed is
 //! lost, and the next checkpoint is exact.
 
+mod lazy;
+
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -11,6 +14,7 @@ use serde_json::{Value, json};
 use super::kill::aftermath;
 use crate::cli::Stillframe;
 use crate::fault::with_fault;
+use crate::filling::Filling;
 use crate::guest::{Guest, Kind, Setup};
 use crate::health::{checkpoints, expect_nothing_left};
 use crate::qmp::Qmp;
@@ -18,7 +22,7 @@ use crate::results::{self, Claim, Goal};
 use crate::running::{PATIENCE, Running};
 
 /// What can happen at a point.
-pub const FAULTS: [&str; 4] = ["error", "kill", "hang", "slow"];
+const FAULTS: [&str; 4] = ["error", "kill", "hang", "slow"];
 /// A VM that does not run so soon after a fault was harmed: a pause is bounded by 3 s, a missed heartbeat
 /// is acted on after 2.5 s.
 const RUNS_WITHIN: Duration = Duration::from_secs(20);
@@ -34,13 +38,18 @@ enum Verb {
     AddKey,
     /// One password less.
     RemoveKey,
+    /// A lazy restore.
+    Restore,
 }
 
 /// A point, what passes it, and at which pass the fault strikes.
 type Cell = (&'static str, Verb, u32);
 
 /// All points that these verbs pass.
-const POINTS: [Cell; 17] = [
+const POINTS: [Cell; 26] = [
+    ("attach.opened", Verb::Watch("pre-copy"), 1),
+    ("attach.protected", Verb::Watch("pre-copy"), 1),
+    ("attach.protected", Verb::Watch("copy-on-write"), 1),
     ("pause.before-stop", Verb::Watch("pre-copy"), 2),
     ("pause.stopped", Verb::Watch("pre-copy"), 2),
     ("pause.stopped", Verb::Watch("copy-on-write"), 2),
@@ -56,9 +65,18 @@ const POINTS: [Cell; 17] = [
     ("lock.take", Verb::Forget, 1),
     ("forget.remove", Verb::Forget, 1),
     ("prune.remove", Verb::Forget, 1),
+    ("index.remove", Verb::Forget, 1),
+    ("lease.take", Verb::Restore, 1),
+    ("lazy.fault", Verb::Restore, 20),
+    ("lock.refresh", Verb::Restore, 1),
+    ("store.working-set", Verb::Restore, 1),
+    ("lease.end", Verb::Restore, 1),
     ("key.write", Verb::AddKey, 1),
     ("key.remove", Verb::RemoveKey, 1),
 ];
+
+/// How long until the VM ran on, in milliseconds; the exit code; what was told.
+type Outcome = (u64, Option<i32>, Vec<Value>);
 
 /// A VM and its repository, for many faults one after the other.
 pub struct Bed {
@@ -87,9 +105,64 @@ impl Bed {
 
     /// One fault at one point; what came of it.
     fn strike(&mut self, (point, verb, pass): Cell, fault: &str) -> Result<Value> {
-        let id = self.prepared(verb)?;
+        let command = self.command(verb)?;
         let before = checkpoints(&self.stillframe)?;
+        let spec = format!("{point}:{fault}:{pass}");
+        let (command, reached) = with_fault(&command, &spec, self.folder.path())?;
+        let (runs_ms, exit, told) = match verb {
+            Verb::Restore => self.strike_restore(command, &reached)?,
+            _ => self.strike_others(command, &reached)?,
+        };
+        fs::remove_file(&reached)?;
+        let after = checkpoints(&self.stillframe)?;
+        let mut committed: Vec<&str> = match verb {
+            Verb::Forget | Verb::Restore => before.last().map(String::as_str).into_iter().collect(),
+            _ => before.iter().map(String::as_str).collect(),
+        };
+        if let Verb::Watch(_) = verb {
+            committed.extend(told.iter().filter_map(|one| one["checkpoint"].as_str()));
+        }
+        for id in committed {
+            ensure!(
+                after.iter().any(|other| other == id),
+                "checkpoint {id} was committed and is lost"
+            );
+        }
+        aftermath(&self.stillframe, &mut self.guest)?;
+        expect_nothing_left(self.guest.pid(), &mut self.monitor)?;
+        Ok(json!({
+            "point": point, "verb": format!("{verb:?}"), "fault": fault, "runs_ms": runs_ms, "exit": exit,
+        }))
+    }
+
+    /// How long the VM took to run on, and what the process ended in and told.
+    fn strike_others(&mut self, command: Command, reached: &Path) -> Result<Outcome> {
+        let mut engine = Running::start(command)?;
+        wait_struck(&mut engine, reached)?;
+        let runs_ms = self.runs_again()?;
+        let ended = engine.end()?;
+        Ok((runs_ms, ended.code, ended.results().unwrap_or_default()))
+    }
+
+    /// How long it took until the restored VM ran with all of its memory. Its lease is not for ever.
+    fn strike_restore(&mut self, command: Command, reached: &Path) -> Result<Outcome> {
+        let mut filling = Filling::run(command, self.folder.path())?;
+        wait_struck(&mut filling.running, reached)?;
+        let begin = Instant::now();
+        let exit = filling.running.wait_exit()?;
+        lazy::outlived(&self.stillframe, self.folder.path(), filling)?;
+        let runs_ms = begin.elapsed().as_millis() as u64;
+        self.stillframe
+            .ok(&["forget", "--keep-last", "1", "--prune"])?;
+        let left = checkpoints(&self.stillframe)?.len();
+        ensure!(left == 1, "{left} checkpoints are held by an ended VM");
+        Ok((runs_ms, exit, Vec::new()))
+    }
+
+    /// The command that is struck, with what it needs to be there.
+    fn command(&mut self, verb: Verb) -> Result<Command> {
         let pid = self.guest.pid_text();
+        let id = self.prepared(verb)?;
         let line: Vec<&str> = match verb {
             Verb::Watch(schedule) => vec![
                 "watch",
@@ -106,44 +179,18 @@ impl Bed {
             Verb::Forget => vec!["forget", "--keep-last", "1", "--prune", "--json"],
             Verb::AddKey => vec!["key", "add", "--json"],
             Verb::RemoveKey => vec!["key", "remove", &id, "--json"],
+            Verb::Restore => return lazy::command(&self.stillframe, self.folder.path()),
         };
         let mut command = self.stillframe.command(&line)?;
         command.env("STILLFRAME_NEW_PASSWORD", "another horse");
-        let spec = format!("{point}:{fault}:{pass}");
-        let (command, reached) = with_fault(&command, &spec, self.folder.path())?;
-        let mut engine = Running::start(command)?;
-        let struck = wait_struck(&mut engine, &reached)?;
-        ensure!(struck, "{spec} did not happen: {}", engine.err());
-        let runs_ms = self.runs_again()?;
-        let ended = engine.end()?;
-        fs::remove_file(&reached)?;
-        let told = ended.results().unwrap_or_default();
-        let after = checkpoints(&self.stillframe)?;
-        let mut committed: Vec<&str> = match verb {
-            Verb::Forget => before.last().map(String::as_str).into_iter().collect(),
-            _ => before.iter().map(String::as_str).collect(),
-        };
-        if let Verb::Watch(_) = verb {
-            committed.extend(told.iter().filter_map(|one| one["checkpoint"].as_str()));
-        }
-        for id in committed {
-            ensure!(
-                after.iter().any(|other| other == id),
-                "checkpoint {id} was committed and is lost"
-            );
-        }
-        aftermath(&self.stillframe, &mut self.guest)?;
-        expect_nothing_left(self.guest.pid(), &mut self.monitor)?;
-        Ok(json!({
-            "point": point, "verb": format!("{verb:?}"), "fault": fault, "runs_ms": runs_ms, "exit": ended.code,
-        }))
+        Ok(command)
     }
 
     /// What the verb needs to be there; the id of a key that may go.
     fn prepared(&mut self, verb: Verb) -> Result<String> {
         match verb {
             Verb::Watch(_) | Verb::AddKey => {}
-            Verb::Forget => {
+            Verb::Forget | Verb::Restore => {
                 for _ in 0..2 {
                     let pid = self.guest.pid_text();
                     self.stillframe.ok(&["checkpoint", "--pid", &pid])?;
@@ -155,9 +202,7 @@ impl Bed {
                 let output = command.output()?;
                 ensure!(output.status.success(), "{output:?}");
                 let added: Value = serde_json::from_slice(&output.stdout)?;
-                let id = added["added"]["id"]
-                    .as_str()
-                    .context("`key add` told no id")?;
+                let id = added["added"].as_str().context("`key add` told no id")?;
                 return Ok(id.to_owned());
             }
         }
@@ -178,28 +223,32 @@ impl Bed {
     }
 }
 
-/// Whether the fault happened before the process ended.
-fn wait_struck(engine: &mut Running, reached: &Path) -> Result<bool> {
+/// Waits until the fault has happened.
+fn wait_struck(engine: &mut Running, reached: &Path) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     while !reached.exists() {
-        if engine.has_ended()? || Instant::now() > deadline {
-            return Ok(reached.exists());
-        }
+        let ended = engine.has_ended()? && !reached.exists();
+        ensure!(
+            !ended && Instant::now() < deadline,
+            "the fault did not happen: {}",
+            engine.err()
+        );
         std::thread::sleep(Duration::from_millis(2));
     }
-    Ok(true)
+    Ok(())
 }
 
-/// All points times `faults`; writes `docs/results/matrix/` where that is all faults.
-pub fn run(faults: &[&str]) -> Result<()> {
+/// All points times all faults, written to `docs/results/matrix/`; or those of the points whose names begin so.
+pub fn run(only: Option<&str>) -> Result<()> {
     let mut bed = Bed::new()?;
     let (mut cells, mut harmed) = (Vec::new(), 0);
     println!(
         "{:22} {:26} {:6} runs again after",
         "point", "verb", "fault"
     );
-    for cell in POINTS {
-        for fault in faults {
+    let wanted = |(point, ..): &Cell| only.is_none_or(|only| point.starts_with(only));
+    for cell in POINTS.into_iter().filter(wanted) {
+        for fault in FAULTS {
             let (point, verb, _) = cell;
             let verb = format!("{verb:?}");
             match bed.strike(cell, fault) {
@@ -218,7 +267,7 @@ pub fn run(faults: &[&str]) -> Result<()> {
         }
     }
     println!("{} cells, {harmed} harmed", cells.len());
-    if faults == FAULTS {
+    if only.is_none() {
         results::write_raw("matrix", "cells.jsonl", &cells)?;
         results::write_summary(
             "matrix",
