@@ -112,7 +112,10 @@ impl Vm {
             Pass::Everything => {
                 // What was written before this pass is read by it.
                 self.tracker.drop_pending();
-                self.tracker.populated()?.drained(&mut self.monitor)?
+                let wanted = self.tracker.populated()?.drained(&mut self.monitor)?;
+                // One that is discarded before the pause has been stored with what it held.
+                self.tracker.expect_content(&wanted.written);
+                wanted
             }
             Pass::Written => {
                 let found = self.tracker.collect_running()?;
