@@ -163,11 +163,20 @@ impl Vm {
         let ram = monitor.ram_blocks()?;
         let (tracker, user_mode_only) = track(&target, &guardian, &ram, schedule)?;
         monitor.take_back_leftovers()?;
-        let huge_pages = ram.iter().any(|block| block.page_bytes != PAGE_BYTES);
-        if let Some(auto) = &mut auto
-            && (huge_pages || user_mode_only || system::merges_pages())
-        {
-            auto.cannot_copy_on_write();
+        let shared = tracker.blocks().iter().any(|one| one.block.is_shared());
+        let discards = match shared {
+            true => suitability::check_shared_copy_on_write(&mut monitor),
+            false => Ok(()),
+        };
+        if let Some(auto) = &mut auto {
+            let huge_pages = ram.iter().any(|block| block.page_bytes != PAGE_BYTES);
+            if huge_pages || user_mode_only || discards.is_err() || system::merges_pages() {
+                auto.cannot_copy_on_write();
+            }
+        }
+        let copy_on_write = schedule == ScheduleKind::CopyOnWrite;
+        if copy_on_write {
+            discards?;
         }
         let agent = guest_agent::socket_path(&target.arguments, &target.cwd);
         Ok(Vm {
@@ -180,7 +189,7 @@ impl Vm {
             auto,
             captured_at: Instant::now(),
             record: None,
-            devices: Devices::default(),
+            devices: Devices::of(shared && copy_on_write),
             state: None,
             clock: GuestClock::new(agent),
             cautions,

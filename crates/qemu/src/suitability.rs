@@ -10,6 +10,9 @@ use crate::monitor::cpu;
 use crate::monitor::{BlockNode, Monitor, MonitorError, Peripheral};
 use crate::target::Target;
 
+/// What the drivers of balloons begin with.
+const BALLOON: &str = "virtio-balloon";
+
 /// Why a VM is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Unsuitable {
@@ -59,6 +62,15 @@ pub enum Unsuitable {
          the device"
     )]
     LostDiscards {
+        /// The device.
+        device: String,
+    },
+    /// A page of shared memory that is discarded and touched again looks as if it had never been gone.
+    #[error(
+        "the VM's memory is shared (memfd, or a file), and device {device} gives parts of it back to the host: \
+         with copy-on-write, pages could be saved after they were given back; choose another schedule"
+    )]
+    DiscardsShared {
         /// The device.
         device: String,
     },
@@ -127,7 +139,7 @@ fn check_migration(status: Option<String>, blocked_reasons: Vec<String>) -> Resu
 fn check_devices(peripherals: &[Peripheral]) -> Result<(), Unsuitable> {
     for peripheral in peripherals {
         let driver = peripheral.driver.as_str();
-        let device = format!("{} ({driver})", peripheral.id);
+        let device = described(peripheral);
         if driver.starts_with("vfio-") || driver.contains("vdpa") {
             return Err(Unsuitable::Vfio { device });
         }
@@ -145,20 +157,40 @@ fn check_devices(peripherals: &[Peripheral]) -> Result<(), Unsuitable> {
 /// page reporting. A balloon alone discards single pages.
 fn check_discards(monitor: &mut Monitor, peripherals: &[Peripheral]) -> Result<(), Unsuitable> {
     for peripheral in peripherals {
-        let driver = peripheral.driver.as_str();
-        let discards = match driver.starts_with("virtio-balloon") {
+        let large = match peripheral.driver.starts_with(BALLOON) {
             true => {
                 let values = monitor.properties(&peripheral.path(), &["free-page-reporting"])?;
                 values.first() == Some(&Some(Value::Bool(true)))
             }
-            false => driver.starts_with("virtio-mem"),
+            false => discards(peripheral),
         };
-        if discards {
-            let device = format!("{} ({driver})", peripheral.id);
+        if large {
+            let device = described(peripheral);
             return Err(Unsuitable::LostDiscards { device });
         }
     }
     Ok(())
+}
+
+/// Refuses what makes copy-on-write of shared memory inexact.
+pub fn check_shared_copy_on_write(monitor: &mut Monitor) -> Result<(), Unsuitable> {
+    match monitor.peripherals()?.iter().find(|one| discards(one)) {
+        Some(device) => Err(Unsuitable::DiscardsShared {
+            device: described(device),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Whether a device gives guest memory back to the host.
+fn discards(peripheral: &Peripheral) -> bool {
+    [BALLOON, "virtio-mem"]
+        .iter()
+        .any(|driver| peripheral.driver.starts_with(driver))
+}
+
+fn described(peripheral: &Peripheral) -> String {
+    format!("{} ({})", peripheral.id, peripheral.driver)
 }
 
 /// What may make checkpoints of a VM inexact, and cannot be told from outside: it is warned of.
@@ -245,6 +277,9 @@ mod tests {
                 Err(Unsuitable::VhostUser { .. })
             ));
         }
+        assert!(discards(&peripheral("b", "virtio-balloon-pci")));
+        assert!(discards(&peripheral("m", "virtio-mem-pci")));
+        assert!(!discards(&peripheral("d", "virtio-blk-pci")));
         let vhost_net = "hub 0\r\n \\ hub0port1: #net151: index=0,type=user,net=10.0.2.0\r\n";
         assert!(check_network(vhost_net).is_ok());
         assert!(matches!(

@@ -73,6 +73,15 @@ pub enum BlockError {
     },
 }
 
+/// Whether the guest, and QEMU's main loop with it, goes on while its pages are looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Guest {
+    /// It writes, and discards, what it likes.
+    Running,
+    /// Nothing of it changes.
+    Stopped,
+}
+
 #[derive(Debug)]
 enum Backing {
     Shared {
@@ -169,6 +178,11 @@ impl Block {
         }
     }
 
+    /// Whether its memory is a file's, shared with who else has that.
+    pub fn is_shared(&self) -> bool {
+        matches!(self.backing, Backing::Shared { .. })
+    }
+
     /// Whether never touched pages are certainly zero, so that they need no reading.
     pub fn absent_is_zero(&self) -> bool {
         !matches!(self.backing, Backing::PrivateFile(_))
@@ -218,7 +232,16 @@ impl Block {
     }
 
     /// Copies pages out. `into[i]` receives the pages `from[i]`; lengths must agree.
-    pub fn read(&self, into: &mut [&mut [u8]], from: &[Range<u64>]) -> Result<(), BlockError> {
+    ///
+    /// A page of a shared file that is discarded while it is read through our mapping comes out half as it
+    /// was, and its hole is filled by that, so that nothing tells of it any more. read(2) does neither, but is
+    /// slower: so it is for a guest that runs.
+    pub fn read(
+        &self,
+        guest: Guest,
+        into: &mut [&mut [u8]],
+        from: &[Range<u64>],
+    ) -> Result<(), BlockError> {
         match &self.backing {
             Backing::PrivateAnonymous(remote) | Backing::PrivateFile(remote) => {
                 let from: Vec<AddressRange> =
@@ -227,11 +250,19 @@ impl Block {
                     .read_vectored(into, &from)
                     .map_err(|source| self.memory_error(source))
             }
-            Backing::Shared { mapping, .. } => {
+            Backing::Shared {
+                file,
+                file_offset,
+                mapping,
+            } => {
                 for (into, pages) in into.iter_mut().zip(from) {
-                    mapping
-                        .read(pages.start * PAGE_BYTES, into)
-                        .map_err(|source| self.memory_error(source))?;
+                    let start = pages.start * PAGE_BYTES;
+                    match guest {
+                        Guest::Running => self.read_file(file, file_offset + start, into)?,
+                        Guest::Stopped => mapping
+                            .read(start, into)
+                            .map_err(|source| self.memory_error(source))?,
+                    }
                 }
                 Ok(())
             }
@@ -247,13 +278,16 @@ impl Block {
                 .map_err(|source| self.memory_error(source)),
             Backing::Shared {
                 file, file_offset, ..
-            } => file
-                .read_exact_at(into, file_offset + page * PAGE_BYTES)
-                .map_err(|source| BlockError::File {
-                    block: self.name.clone(),
-                    source,
-                }),
+            } => self.read_file(file, file_offset + page * PAGE_BYTES, into),
         }
+    }
+
+    fn read_file(&self, file: &File, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
+        let read = file.read_exact_at(into, offset);
+        read.map_err(|source| BlockError::File {
+            block: self.name.clone(),
+            source,
+        })
     }
 
     /// Writes consecutive pages, starting at `page`.

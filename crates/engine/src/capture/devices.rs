@@ -85,11 +85,21 @@ pub struct Devices {
     first: Option<(Sections, Vec<u8>)>,
     /// Sections and their lengths in the last one.
     last: Option<Sections>,
+    /// Whether none of them may discard memory.
+    without_discards: bool,
     /// QEMU's time of the last `DEVICE_DELETED` event that was looked at.
     seen_until: Duration,
 }
 
 impl Devices {
+    /// Of a VM whose devices may not discard memory, or may.
+    pub fn of(without_discards: bool) -> Devices {
+        Devices {
+            without_discards,
+            ..Devices::default()
+        }
+    }
+
     /// Brings a record up to date; makes the first one. To be called before a capture.
     pub fn update(
         &mut self,
@@ -116,6 +126,9 @@ impl Devices {
         if self.outdated || self.glance.as_ref() != Some(&glance) {
             self.outdated = true;
             record.hot_plug = suitability::check(target, monitor)?;
+            if self.without_discards {
+                suitability::check_shared_copy_on_write(monitor)?;
+            }
             record.refresh(monitor)?;
             (self.glance, self.first, self.last) = (Some(glance), None, None);
             self.outdated = false;

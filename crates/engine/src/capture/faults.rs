@@ -22,7 +22,7 @@ use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Uffd};
 
-use super::block::{Block, PAGE, PAGE_BYTES};
+use super::block::{Block, Guest, PAGE, PAGE_BYTES};
 use super::claim::{Claims, OnFault};
 
 use super::tracker::{TrackerError, still_protected};
@@ -358,13 +358,13 @@ impl Server {
     fn save(&self, number: usize, served: &Served, page: u64, protected: bool) {
         let saved = self.buffers.try_recv().ok().is_some_and(|mut bytes| {
             let wanted = page..page + 1;
+            let from = std::slice::from_ref(&wanted);
             let read = served
                 .block
-                .read(&mut [&mut bytes[..]], std::slice::from_ref(&wanted));
+                .read(Guest::Running, &mut [&mut bytes[..]], from);
             let pagemap = &self.shared.pagemap;
-            let unchanged = protected
-                || still_protected(pagemap, &served.block, std::slice::from_ref(&wanted))
-                    .unwrap_or(false);
+            let unchanged =
+                protected || still_protected(pagemap, &served.block, from).unwrap_or(false);
             let saved = Saved {
                 block: number,
                 page,

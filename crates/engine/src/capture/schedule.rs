@@ -17,6 +17,7 @@ use serde::Serialize;
 use stillframe_qemu::monitor::Monitor;
 use thiserror::Error;
 
+use super::block::Guest;
 use super::pause::{DowntimeRecord, us};
 use super::ranges::{count, subtract_all};
 use super::stage::Stage;
@@ -210,7 +211,8 @@ fn rounds(work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), TrackerError
 fn copy_before(work: &mut Work<'_>, found: &Collected) -> Result<(), TrackerError> {
     let pages = found.pages();
     work.stage.reserve(pages);
-    work.stage.capture_all(work.tracker, found)?;
+    work.stage
+        .capture_all(work.tracker, Guest::Running, found)?;
     work.copied.pre_copy += pages;
     Ok(())
 }
@@ -222,7 +224,8 @@ fn copy_now(
     found: &Collected,
 ) -> Result<(), TrackerError> {
     let begin = Instant::now();
-    work.stage.capture_all(work.tracker, found)?;
+    work.stage
+        .capture_all(work.tracker, Guest::Stopped, found)?;
     record.copy = us(begin);
     work.copied.pause += found.pages();
     Ok(())

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use thiserror::Error;
 
-use super::block::{Block, BlockError, PAGE};
+use super::block::{Block, BlockError, Guest, PAGE};
 use super::faults::Saved;
 use super::tracker::{Collected, Tracker};
 use super::verdict::Page;
@@ -100,9 +100,14 @@ impl Stage {
     }
 
     /// Copies everything a scan found.
-    pub fn capture_all(&mut self, tracker: &Tracker, found: &Collected) -> Result<(), StageError> {
+    pub fn capture_all(
+        &mut self,
+        tracker: &Tracker,
+        guest: Guest,
+        found: &Collected,
+    ) -> Result<(), StageError> {
         for (index, tracked) in tracker.blocks().iter().enumerate() {
-            self.capture(index, &tracked.block, &found.written[index])?;
+            self.capture((index, &tracked.block), guest, &found.written[index])?;
             self.capture_zero(index, &found.discarded[index])?;
         }
         Ok(())
@@ -111,8 +116,8 @@ impl Stage {
     /// Copies `ranges` of `block` (number `index`) onto the stage, over older copies.
     pub fn capture(
         &mut self,
-        index: usize,
-        block: &Block,
+        (index, block): (usize, &Block),
+        guest: Guest,
         ranges: &[Range<u64>],
     ) -> Result<(), StageError> {
         if ranges.is_empty() {
@@ -125,7 +130,7 @@ impl Stage {
         let pieces = split_at_slabs(&pieces);
         let from: Vec<Range<u64>> = pieces.iter().map(|piece| piece.pages.clone()).collect();
         let mut into = carve(&mut self.slabs, &pieces);
-        Ok(block.read(&mut into, &from)?)
+        Ok(block.read(guest, &mut into, &from)?)
     }
 
     /// Stages `ranges` of block number `index` as zero pages, without reading them.

@@ -20,7 +20,7 @@ use stillframe_sys::system;
 use stillframe_sys::uffd::{Track, Uffd, UffdError, WriteProtectMode};
 use thiserror::Error;
 
-use super::block::{Block, BlockError, PAGE_BYTES};
+use super::block::{Block, BlockError, Guest, PAGE_BYTES};
 use super::faults::FaultServer;
 use super::heat::Heat;
 use super::ingest::Found;
@@ -133,13 +133,6 @@ pub struct BlockShape {
     pub name: String,
     /// Its length in pages.
     pub pages: u64,
-}
-
-/// Whether the guest may write while its pages are looked at.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Guest {
-    Running,
-    Stopped,
 }
 
 /// Pages that were protected while the guest ran. A disk request that was under way then still writes

@@ -12,7 +12,7 @@ use super::store::Draft;
 use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, Shelf};
 use crate::attach::Vm;
 use crate::capture::aside;
-use crate::capture::block::{PAGE, PAGE_BYTES};
+use crate::capture::block::{Guest, PAGE, PAGE_BYTES};
 use crate::capture::ingest::{BATCH_PAGES, Ingested};
 use crate::capture::pause::us;
 use crate::capture::ranges::subtract_all;
@@ -154,7 +154,10 @@ impl Vm {
                 let bytes = &mut buffer[..(pages.sum::<u64>() * PAGE_BYTES) as usize];
                 match is_zero {
                     true => bytes.fill(0),
-                    false => tracked.block.read(&mut split(bytes, &batch), &batch)?,
+                    false => {
+                        let into = &mut split(bytes, &batch);
+                        tracked.block.read(Guest::Running, into, &batch)?;
+                    }
                 }
                 let numbers = batch.iter().flat_map(Clone::clone);
                 let pages: Vec<Page<'_>> = numbers.zip(bytes.as_chunks().0).collect();

@@ -1,4 +1,4 @@
-//! One guest with everything that writes or takes memory behind an engine's back: a disk by DMA, a balloon with
+//! Guests with everything that writes or takes memory behind an engine's back: a disk by DMA, a balloon with
 //! free page reporting, merged pages (KSM), huge pages, swap, hot-plug and unplug, resets. Every checkpoint is
 //! compared with the guest's memory in its pause, and the guest checks its own.
 
@@ -32,7 +32,14 @@ const REFUSED: &str = "no checkpoint this time";
 /// What the engine may take: its options of [`turn`], and what SPECIFICATION grants beside them.
 const ENGINE_KIB_MAX: u64 = (128 + 64 + 256) << 10;
 const MERGING: &str = "/sys/kernel/mm/ksm/run";
-const SCHEDULES: [&str; 4] = ["auto", "pre-copy", "stop-copy", "copy-on-write"];
+/// Copy-on-write is refused for shared memory with a balloon.
+const GUESTS: [(Kind, &[&str]); 2] = [
+    (
+        Kind::Private,
+        &["auto", "pre-copy", "stop-copy", "copy-on-write"],
+    ),
+    (Kind::Memfd, &["auto", "pre-copy", "stop-copy"]),
+];
 
 /// A setting of the kernel, put back when dropped.
 struct Setting {
@@ -237,7 +244,11 @@ struct Tally {
     lines: Vec<Value>,
 }
 
-fn turn(stillframe: &Stillframe, guest: &Guest, schedule: &str, tally: &mut Tally) -> Result<()> {
+fn turn(
+    (stillframe, guest, kind): (&Stillframe, &Guest, Kind),
+    schedule: &str,
+    tally: &mut Tally,
+) -> Result<()> {
     let pid = guest.pid_text();
     let count = TURN.to_string();
     let line = [
@@ -280,7 +291,7 @@ fn turn(stillframe: &Stillframe, guest: &Guest, schedule: &str, tally: &mut Tall
         let differing = result["verify"]["differing"].as_u64();
         tally.differing += differing.unwrap_or(1);
         tally.lines.push(json!({
-            "asked": schedule, "schedule": result["schedule"], "differing": differing,
+            "guest": kind.name(), "asked": schedule, "schedule": result["schedule"], "differing": differing,
             "pause_us": result["downtime_us"]["total"], "captured": result["pages"]["captured"],
         }));
     }
@@ -303,7 +314,7 @@ fn restore(stillframe: &Stillframe, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// `count` checkpoints, one in so many turns restored; writes `docs/results/torture/`.
+/// `count` checkpoints of two guests, some of them restored; writes `docs/results/torture/`.
 pub fn run(count: u64, seed: u64) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let _merging = [
@@ -312,41 +323,24 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
         Setting::set("/sys/kernel/mm/transparent_hugepage/enabled", "always")?,
     ];
     let _swap = Swap::on(folder.path())?;
-    let mut disk = SlowDisk::new(folder.path(), 64)?;
-    let mut setup = Setup::small(Kind::Private, "torture")
-        .with_drivers("sf.disk=vda init_on_alloc=0")
-        .with(&["-drive", &disk.drive("native")])
-        .with(&["-device", "virtio-balloon-pci,free-page-reporting=on"])
-        .with(&["-device", "pcie-root-port,id=rp,chassis=7"]);
-    setup.ram_mib = RAM_MIB;
-    setup.workload.mib = 48;
-    setup.workload.writes_per_tick = 2000;
-    let guest = setup.boot()?;
-    disk.hold_back(guest.pid(), MIB_PER_SECOND)?;
-    let squeeze = Squeeze::on(guest.pid())?;
-    let plugged = folder.path().join("plugged");
-    fs::write(&plugged, vec![1; 1 << 20])?;
-    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
-    let (stop, done) = (AtomicBool::new(false), Done::default());
+    let done = Done::default();
     let mut tally = Tally {
         kernel: Kernel::new()?,
         ..Tally::default()
     };
-    let mut monitor = guest.second_monitor()?;
-    let came_to = thread::scope(|scope| {
-        let tormenting =
-            scope.spawn(|| torment(&mut monitor, &squeeze, &plugged, (&stop, &done), seed));
-        let tormented = || !tormenting.is_finished();
-        let came_to = checkpoints(&stillframe, &guest, (count, &tormented), &mut tally);
-        stop.store(true, Ordering::Relaxed);
-        match tormenting.join() {
-            Ok(tormented) => came_to.and(tormented),
-            Err(_) => bail!("the torment panicked"),
-        }
-    });
+    let mut came_to = Ok(());
+    for (number, (kind, schedules)) in (1..).zip(GUESTS) {
+        let upto = count * number / GUESTS.len() as u64;
+        came_to = came_to.and(one_guest(
+            (kind, schedules),
+            upto,
+            folder.path(),
+            (&mut tally, &done),
+            seed + number,
+        ));
+    }
     record(&tally, &done)?;
     came_to?;
-    guest.serial.ticks()?;
     ensure!(
         tally.engine_kib <= ENGINE_KIB_MAX,
         "the engine took {} KiB",
@@ -359,25 +353,65 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
     Ok(())
 }
 
+/// Checkpoints of one guest, until there are `upto` in all.
+fn one_guest(
+    (kind, schedules): (Kind, &[&str]),
+    upto: u64,
+    folder: &Path,
+    (tally, done): (&mut Tally, &Done),
+    seed: u64,
+) -> Result<()> {
+    let mut disk = SlowDisk::new(folder, 64)?;
+    let mut setup = Setup::small(kind, "torture")
+        .with_drivers("sf.disk=vda init_on_alloc=0")
+        .with(&["-drive", &disk.drive("native")])
+        .with(&["-device", "virtio-balloon-pci,free-page-reporting=on"])
+        .with(&["-device", "pcie-root-port,id=rp,chassis=7"]);
+    setup.ram_mib = RAM_MIB;
+    setup.workload.mib = 48;
+    setup.workload.writes_per_tick = 2000;
+    let guest = setup.boot()?;
+    disk.hold_back(guest.pid(), MIB_PER_SECOND)?;
+    let squeeze = Squeeze::on(guest.pid())?;
+    let plugged = folder.join("plugged");
+    fs::write(&plugged, vec![1; 1 << 20])?;
+    let stillframe = Stillframe::init(&folder.join(kind.name()))?;
+    let stop = AtomicBool::new(false);
+    let mut monitor = guest.second_monitor()?;
+    thread::scope(|scope| {
+        let tormenting =
+            scope.spawn(|| torment(&mut monitor, &squeeze, &plugged, (&stop, done), seed));
+        let tormented = || !tormenting.is_finished();
+        let vm = (&stillframe, &guest, kind);
+        let came_to = checkpoints(vm, schedules, (upto, &tormented), tally);
+        stop.store(true, Ordering::Relaxed);
+        match tormenting.join() {
+            Ok(tormented) => came_to.and(tormented),
+            Err(_) => bail!("the torment panicked"),
+        }
+    })?;
+    guest.serial.ticks().map(drop)
+}
+
 fn checkpoints(
-    stillframe: &Stillframe,
-    guest: &Guest,
-    (count, tormented): (u64, &dyn Fn() -> bool),
+    (stillframe, guest, kind): (&Stillframe, &Guest, Kind),
+    schedules: &[&str],
+    (upto, tormented): (u64, &dyn Fn() -> bool),
     tally: &mut Tally,
 ) -> Result<()> {
-    for schedule in SCHEDULES.iter().cycle() {
+    for schedule in schedules.iter().cycle() {
         // Checkpoints of a guest that nothing happens to would show nothing.
-        if tally.checkpoints >= count || !tormented() {
+        if tally.checkpoints >= upto || !tormented() {
             break;
         }
-        turn(stillframe, guest, schedule, tally)?;
+        turn((stillframe, guest, kind), schedule, tally)?;
         guest.serial.ticks()?;
         for _ in 0..2 {
             restore(stillframe, tally)?;
         }
         stillframe.ok(&["forget", "--keep-last", "3", "--prune"])?;
         eprintln!(
-            "{} of {count} checkpoints, {} differing pages, {} refused, {} restored, {} wrong guests",
+            "{} of {upto} checkpoints, {} differing pages, {} refused, {} restored, {} wrong guests",
             tally.checkpoints, tally.differing, tally.refused, tally.restored, tally.wrong_guests
         );
     }

@@ -78,7 +78,7 @@ fn all_exact(stillframe: &Stillframe, name: &str) -> Result<usize> {
         "--count",
         CHECKPOINTS,
         "--schedule",
-        &std::env::var("SCHED").unwrap_or("copy-on-write".into()),
+        "copy-on-write",
         "--verify",
     ];
     let reports = stillframe.json_lines(&line)?;
@@ -87,7 +87,7 @@ fn all_exact(stillframe: &Stillframe, name: &str) -> Result<usize> {
         ensure!(report["verify"]["differing"] == 0, "{report}");
         match report["instead_of"] == "copy-on-write" {
             true => lost += 1,
-            false => {}
+            false => ensure!(report["schedule"] == "copy-on-write", "{report}"),
         }
     }
     Ok(lost)
@@ -159,9 +159,37 @@ fn pages_that_a_balloon_takes_are_never_saved_as_zeros() -> Result<()> {
     })
 }
 
+/// The first checkpoint reads all of memory while the guest runs: pages go between that and the pause. Nothing
+/// reports it, and copy-on-write could not even look for it.
 #[test]
-fn shared_pages_that_a_balloon_takes_are_never_saved_as_zeros() -> Result<()> {
+fn shared_pages_that_a_balloon_takes_are_never_saved_as_they_were() -> Result<()> {
     beside_a_balloon(Kind::Memfd, "shared", |stillframe| {
-        all_exact(stillframe, "shared").map(drop)
+        let watch = |count, schedule| {
+            [
+                "watch",
+                "--vm",
+                "shared",
+                "--every",
+                "50ms",
+                "--count",
+                count,
+                "--verify",
+                "--schedule",
+                schedule,
+            ]
+        };
+        for _ in 0..4 {
+            for schedule in ["pre-copy", "stop-copy"] {
+                for report in stillframe.json_lines(&watch("3", schedule))? {
+                    ensure!(report["verify"]["differing"] == 0, "{report}");
+                }
+            }
+        }
+        for report in stillframe.json_lines(&watch("8", "auto"))? {
+            ensure!(report["schedule"] != "copy-on-write", "{report}");
+        }
+        let said = stillframe.fails(&watch("3", "copy-on-write"), 5)?;
+        ensure!(said.contains("virtio-balloon-pci"), "{said}");
+        Ok(())
     })
 }

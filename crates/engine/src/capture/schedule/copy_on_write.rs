@@ -12,6 +12,7 @@ use stillframe_page::PageIndex;
 use stillframe_qemu::monitor::Monitor;
 
 use super::{Copied, FEW_PAGES, ROUNDS_MAX, Schedule, Work};
+use crate::capture::block::Guest;
 use crate::capture::faults::{CopierAtWork, Saved};
 use crate::capture::pause::{DowntimeRecord, us};
 use crate::capture::ranges::{PageRanges, count, runs, subtract_all};
@@ -63,7 +64,8 @@ impl Schedule for CopyOnWrite {
             written: vec![Vec::new(); found.written.len()],
             discarded: found.discarded,
         };
-        work.stage.capture_all(tracker, &discarded)?;
+        work.stage
+            .capture_all(tracker, Guest::Stopped, &discarded)?;
         work.copied.pause += discarded.pages();
         let armed = subtract_all(&tracker.pending(), &discarded.discarded);
         work.stage.expect_room(count(&armed))?;
@@ -145,7 +147,10 @@ fn copy_all(
             let runs_claimed = runs(&claimed);
             let read = fault::at(Point::CopyOnWriteBatch)
                 .map_err(TrackerError::Injected)
-                .and_then(|()| Ok(stage.capture(number, &tracked.block, &runs_claimed)?))
+                .and_then(|()| {
+                    let block = (number, &*tracked.block);
+                    Ok(stage.capture(block, Guest::Running, &runs_claimed)?)
+                })
                 .and_then(|()| tracker.still_protected(number, &runs_claimed));
             // After a failure too: nobody may wait for a page that is not being saved.
             let mut open = claimed.clone();
