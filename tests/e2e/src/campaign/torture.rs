@@ -271,7 +271,8 @@ fn turn(
     let mut watch = Running::start(stillframe.command(&line)?)?;
     let deadline = Instant::now() + 5 * PATIENCE;
     while !watch.has_ended()? {
-        let kib = crate::health::memory_kib(watch.pid(), "VmHWM").unwrap_or(0);
+        // Guest memory that is mapped is not the engine's own.
+        let kib = crate::health::memory_kib(watch.pid(), "RssAnon").unwrap_or(0);
         tally.engine_kib = tally.engine_kib.max(kib);
         tally.kernel.look(guest.pid())?;
         ensure!(
