@@ -133,6 +133,18 @@ enum What {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
+    /// Another client stops a watched VM, and migrates watched VMs away.
+    Others {
+        /// Stops.
+        #[arg(long, default_value_t = 500)]
+        stops: u64,
+        /// Migrations.
+        #[arg(long, default_value_t = 100)]
+        migrations: u64,
+        /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
     /// Random bit flips and truncations of a repository.
     Flips {
         /// How many.
@@ -171,6 +183,11 @@ fn main() -> Result<()> {
         What::RestoreKill { kills, seed } => campaign::restore_kill::run(kills, seed),
         What::Matrix { point } => campaign::matrix::run(point.as_deref()),
         What::Torture { count, seed } => campaign::torture::run(count, seed),
+        What::Others {
+            stops,
+            migrations,
+            seed,
+        } => campaign::others::run(stops, migrations, seed),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),
     }
 }

@@ -342,3 +342,56 @@ fn one_file(parts: &[&Mapping]) -> bool {
             && a.file_offset + (a.range.end - a.range.start) == b.file_offset
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    const PAGES: u64 = 4;
+
+    /// Shared memory of this process, full of ones.
+    fn shared() -> (File, SharedMapping, Block) {
+        let file = File::from(memfd_create("block", MemfdFlags::CLOEXEC).unwrap());
+        ftruncate(&file, PAGES * PAGE_BYTES).unwrap();
+        let memory = SharedMapping::map(&file, 0, PAGES * PAGE_BYTES, true).unwrap();
+        memory
+            .write(0, &vec![1; (PAGES * PAGE_BYTES) as usize])
+            .unwrap();
+        let process = Process::open(std::process::id() as i32).unwrap();
+        let mappings = process.mappings().unwrap();
+        let inode = file.metadata().unwrap().ino();
+        let of_file = |mapping: &&Mapping| mapping.shared && mapping.inode == inode;
+        let address = mappings.iter().find(of_file).unwrap().range.start;
+        let ram = RamBlock {
+            name: "ram".to_owned(),
+            page_bytes: PAGE_BYTES,
+            offset: 0,
+            used_bytes: PAGES * PAGE_BYTES,
+            total_bytes: PAGES * PAGE_BYTES,
+            address,
+        };
+        let block = Block::open(&process, &mappings, &ram, false).unwrap();
+        (file, memory, block)
+    }
+
+    /// A hole is all that tells of a discard.
+    #[test]
+    fn reading_the_memory_of_a_running_guest_fills_no_hole() {
+        let (file, _memory, block) = shared();
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fallocate(&file, punch, PAGE_BYTES, PAGE_BYTES).unwrap();
+        let all = block.whole();
+        let read = |guest| {
+            let mut bytes = vec![7; (PAGES * PAGE_BYTES) as usize];
+            block.read(guest, &mut [&mut bytes], &all).unwrap();
+            let pages = bytes.chunks(PAGE).map(|page| page[0]);
+            (pages.collect::<Vec<u8>>(), block.has_data(&all).unwrap())
+        };
+        assert_eq!(read(Guest::Running), (vec![1, 0, 1, 1], false));
+        // The other way reads the same, and why it is not for a guest that runs.
+        assert_eq!(read(Guest::Stopped), (vec![1, 0, 1, 1], true));
+    }
+}

@@ -5,6 +5,7 @@ pub mod flips;
 pub mod hotplug;
 pub mod kill;
 pub mod matrix;
+pub mod others;
 pub mod restore_exact;
 pub mod restore_kill;
 pub mod soak;
