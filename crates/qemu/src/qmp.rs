@@ -129,12 +129,19 @@ pub struct Ticket {
 /// Something QEMU reports on its own. What else it says of it is not kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
-    /// The device that it is about, by its place in QEMU's tree, where it is about one.
-    pub path: Option<String>,
     /// `STOP`, `RESUME`, `SHUTDOWN`, ...
     pub name: String,
     /// QEMU's clock when it happened, since the epoch.
     pub at: Duration,
+}
+
+/// Devices that went away (`DEVICE_DELETED`).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Deleted {
+    /// Their places in QEMU's tree, in the order in which they went, with those of their parts.
+    pub paths: Vec<String>,
+    /// There were more than could be kept.
+    pub more: bool,
 }
 
 /// One connection to one monitor.
@@ -290,10 +297,12 @@ impl Client {
         self.inbox.has_event(name)
     }
 
-    /// The events that have come and that nobody has taken yet, oldest first. What lies in the socket does
-    /// not count.
-    pub fn events(&self) -> impl Iterator<Item = &Event> {
-        self.inbox.events()
+    /// The devices that QEMU said are gone since the last call, those included of which the word still
+    /// lies in the socket. They are not among [`Client::take_events`], so that nobody who looks for another
+    /// event loses them.
+    pub fn take_deleted(&mut self) -> Result<Deleted, QmpError> {
+        self.drain()?;
+        Ok(self.inbox.take_deleted())
     }
 
     /// Runs a command that takes a file descriptor (`add-fd`, `getfd`).

@@ -2,11 +2,13 @@
 //!
 //! ```text
 //!   before the capture   look at the tree of devices, now and then   changed -> describe the VM anew
-//!   after the pause      compare the sections of the device state     changed -> look at the tree again
+//!   after the pause      look at the tree, always                     changed -> begin anew
+//!                        compare the sections of the device state     changed -> refuse
 //! ```
 //!
-//! A checkpoint is good when the devices after the pause are those that its record describes. Sections
-//! cost nothing, because the device state is parsed anyway; the tree costs one round trip.
+//! A checkpoint is good when the devices after the pause are those that its record describes, and QEMU did
+//! not tell of one that went away in between: one that came back could be at another place. What a device
+//! is made of (its image, its network) cannot be exchanged while it is there.
 
 use std::time::{Duration, Instant};
 
@@ -83,12 +85,8 @@ pub struct Devices {
     outdated: bool,
     /// The first device state of these devices.
     first: Option<(Sections, Vec<u8>)>,
-    /// Sections and their lengths in the last one.
-    last: Option<Sections>,
     /// Whether none of them may discard memory.
     without_discards: bool,
-    /// QEMU's time of the last `DEVICE_DELETED` event that was looked at.
-    seen_until: Duration,
 }
 
 impl Devices {
@@ -130,30 +128,26 @@ impl Devices {
                 suitability::check_shared_copy_on_write(monitor)?;
             }
             record.refresh(monitor)?;
-            (self.glance, self.first, self.last) = (Some(glance), None, None);
+            (self.glance, self.first) = (Some(glance), None);
             self.outdated = false;
         }
         Ok(record)
     }
 
-    /// Takes note of the devices that QEMU says are gone, as far as it has said so.
-    pub fn notice(&mut self, monitor: &mut Monitor) -> Result<(), DevicesError> {
-        let events = monitor.client().events();
-        let mut unknown = None;
-        for event in events.filter(|event| event.name == "DEVICE_DELETED") {
-            if event.at <= self.seen_until {
-                continue;
-            }
-            self.seen_until = event.at;
-            self.outdated = true;
-            let known = |id: &str| self.glance.as_ref().is_none_or(|glance| glance.has(id));
-            unknown = event
-                .path
-                .as_deref()
-                .and_then(device)
-                .filter(|id| !known(id))
-                .or(unknown);
+    /// Takes note of the devices that QEMU says are gone.
+    fn notice(&mut self, monitor: &mut Monitor) -> Result<(), DevicesError> {
+        let deleted = monitor
+            .client()
+            .take_deleted()
+            .map_err(MonitorError::from)?;
+        if deleted.paths.is_empty() && !deleted.more {
+            return Ok(());
         }
+        self.outdated = true;
+        let known = |id: &String| self.glance.as_ref().is_none_or(|glance| glance.has(id));
+        let mut ids = deleted.paths.iter().filter_map(|path| device(path));
+        let unknown = ids.find(|id| !known(id));
+        let unknown = unknown.or(deleted.more.then(|| "one of very many".to_owned()));
         match unknown {
             Some(device) => Err(DevicesError::CameAndWent { device }),
             None => Ok(()),
@@ -163,15 +157,14 @@ impl Devices {
     /// Makes sure that a device state is of the devices that the record describes. To be called after the
     /// pause that it was saved in.
     pub fn check(&mut self, monitor: &mut Monitor, raw: &[u8]) -> Result<(), DevicesError> {
-        let sections = Sections::of(raw)?;
-        if !self.outdated && self.looked_lately() && self.last.as_ref() == Some(&sections) {
-            return Ok(());
-        }
         let glance = self.look(monitor)?;
+        // Behind the look: what went away and came back before it is told of.
+        self.notice(monitor)?;
         if self.outdated || self.glance.as_ref() != Some(&glance) {
             self.outdated = true;
             return Err(DevicesError::Changed);
         }
+        let sections = Sections::of(raw)?;
         match &self.first {
             None => {
                 let kept = if raw.len() <= KEPT_BYTES_MAX {
@@ -179,7 +172,7 @@ impl Devices {
                 } else {
                     &[]
                 };
-                self.first = Some((sections.clone(), kept.to_vec()));
+                self.first = Some((sections, kept.to_vec()));
             }
             Some((first, first_raw)) => {
                 // A guest can have a device state read wrongly, but not so that no other reading is left.
@@ -192,7 +185,6 @@ impl Devices {
                 }
             }
         }
-        self.last = Some(sections);
         Ok(())
     }
 

@@ -230,8 +230,6 @@ impl Vm {
             Ok(())
         };
         let before = self.fit_for_a_pause()?;
-        // The pause begins with taking all events.
-        self.devices.notice(&mut self.monitor)?;
         captured.time = jiff::Timestamp::now();
         let record = &mut captured.record;
         let qemu = &self.target.process;

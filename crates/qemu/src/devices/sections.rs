@@ -17,13 +17,11 @@ const HEADER_BYTES: usize = 8;
 /// Bytes compared by [`Sections::could_be_of`] before it gives up; some hundred times a stream.
 const BYTES_MAX: usize = 1 << 28;
 
-/// Which sections a device state has, and how long they are.
+/// Which sections a device state has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sections {
     /// Names and instances, in their order.
     heads: Vec<(String, u32)>,
-    /// Lengths in bytes, in the same order.
-    bytes: Vec<usize>,
 }
 
 impl Sections {
@@ -34,7 +32,6 @@ impl Sections {
     pub fn of(raw: &[u8]) -> Result<Sections, DeviceStateError> {
         let sections = device_state::sections(raw)?;
         Ok(Sections {
-            bytes: sections.iter().map(|section| section.data.len()).collect(),
             heads: sections
                 .into_iter()
                 .map(|section| (section.name, section.instance))

@@ -13,14 +13,16 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::lines::LINE_BYTES_MAX;
-use super::{Event, excerpt};
+use super::{Deleted, Event, excerpt};
 
 /// Upper bound on the bytes of events kept until they are taken; of more, the oldest are dropped.
 pub(crate) const EVENT_BYTES_MAX: usize = 1 << 20;
 /// Longest name of an event. QEMU's longest has 32 bytes.
 const EVENT_NAME_BYTES_MAX: usize = 128;
-/// Longest path of a device kept with an event.
-const EVENT_PATH_BYTES_MAX: usize = 512;
+/// QEMU's event of a device that is gone.
+const DEVICE_DELETED: &str = "DEVICE_DELETED";
+/// Upper bound on the bytes of the paths of deleted devices kept until they are taken.
+const DELETED_BYTES_MAX: usize = 64 << 10;
 /// Upper bound on the bytes of replies kept until they are waited for; of more, the oldest are dropped.
 pub(crate) const REPLY_BYTES_MAX: usize = LINE_BYTES_MAX;
 /// Commands whose replies are awaited at a time; of more, the oldest are given up.
@@ -122,6 +124,7 @@ pub(crate) struct Inbox {
     reply_bytes: usize,
     events: VecDeque<Event>,
     event_bytes: usize,
+    deleted: Deleted,
 }
 
 impl Inbox {
@@ -165,9 +168,9 @@ impl Inbox {
         self.events.iter().any(|event| event.name == name)
     }
 
-    /// The events kept, the oldest first; they stay.
-    pub(crate) fn events(&self) -> impl Iterator<Item = &Event> {
-        self.events.iter()
+    /// The devices that went away since the last call.
+    pub(crate) fn take_deleted(&mut self) -> Deleted {
+        std::mem::take(&mut self.deleted)
     }
 
     /// All events kept, the oldest first.
@@ -181,10 +184,10 @@ impl Inbox {
         let line: Line<'_> = object(line)?;
         if let Some(name) = line.event {
             let at = line.timestamp.map_or(Duration::ZERO, |at| at.since_epoch());
-            let data = line.data.map(RawValue::get).unwrap_or_default();
-            let path = serde_json::from_str::<EventData<'_>>(data).ok();
-            let path = path.and_then(|data| data.path).map(Cow::into_owned);
-            self.keep_event(&name, at, path);
+            match &*name {
+                DEVICE_DELETED => self.keep_deleted(line.data),
+                _ => self.keep_event(&name, at),
+            }
             return Ok(());
         }
         // A guardian's ids are words; this client's are numbers.
@@ -210,14 +213,25 @@ impl Inbox {
         }
     }
 
-    fn keep_event(&mut self, name: &str, at: Duration, path: Option<String>) {
+    fn keep_deleted(&mut self, data: Option<&RawValue>) {
+        let data = data.map(RawValue::get).unwrap_or_default();
+        let path = serde_json::from_str::<EventData<'_>>(data).ok();
+        let path = path.and_then(|data| data.path).unwrap_or_default();
+        let kept: usize = self.deleted.paths.iter().map(path_bytes).sum();
+        if kept + path_bytes(&path) <= DELETED_BYTES_MAX {
+            self.deleted.paths.push(path.into_owned());
+        } else {
+            self.deleted.more = true;
+        }
+    }
+
+    fn keep_event(&mut self, name: &str, at: Duration) {
         if name.len() > EVENT_NAME_BYTES_MAX {
             return;
         }
         let event = Event {
             name: name.to_owned(),
             at,
-            path: path.filter(|path| path.len() <= EVENT_PATH_BYTES_MAX),
         };
         self.event_bytes += event_bytes(&event);
         self.events.push_back(event);
@@ -239,8 +253,11 @@ impl Inbox {
 }
 
 fn event_bytes(event: &Event) -> usize {
-    let path = event.path.as_ref().map_or(0, String::len);
-    size_of::<Event>() + event.name.len() + path
+    size_of::<Event>() + event.name.len()
+}
+
+fn path_bytes(path: impl AsRef<str>) -> usize {
+    size_of::<String>() + path.as_ref().len()
 }
 
 fn refusal(error: &RawValue) -> Reply {
@@ -307,6 +324,32 @@ mod tests {
         assert_eq!(inbox.kept_bytes().0, kept);
         assert!(!inbox.take_events().is_empty());
         assert_eq!(inbox.kept_bytes(), (0, 0));
+    }
+
+    /// A guest can have QEMU send events of some kinds as fast as it likes; they must not push out the one
+    /// that tells of a device.
+    #[test]
+    fn deleted_devices_outlast_all_other_events() {
+        let deleted = |inbox: &mut Inbox, path: &str| {
+            let line =
+                format!("{{\"event\": \"DEVICE_DELETED\", \"data\": {{\"path\": \"{path}\"}}}}");
+            inbox.sort_in(line.as_bytes()).expect("an event");
+        };
+        let mut inbox = Inbox::default();
+        deleted(&mut inbox, "/machine/peripheral/hot");
+        for _ in 0..100_000 {
+            inbox.sort_in(b"{\"event\": \"NOISE\"}").expect("an event");
+        }
+        inbox.take_events();
+        let gone = inbox.take_deleted();
+        assert_eq!(gone.paths, ["/machine/peripheral/hot"]);
+        assert!(!gone.more && inbox.take_deleted().paths.is_empty());
+        for number in 0..10_000 {
+            deleted(&mut inbox, &format!("/machine/peripheral/{number}"));
+        }
+        let gone = inbox.take_deleted();
+        assert!(gone.more && gone.paths.len() > 100);
+        assert!(gone.paths.iter().map(path_bytes).sum::<usize>() <= DELETED_BYTES_MAX);
     }
 
     #[test]

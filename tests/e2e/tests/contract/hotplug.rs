@@ -3,10 +3,12 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::fault::with_fault;
 use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
 use stillframe_e2e::qmp::Qmp;
 use stillframe_e2e::running::{PATIENCE, Running};
@@ -112,6 +114,37 @@ fn expect_same(
     drop(monitor);
     let pid = restored.pid.to_string();
     stillframe.json(&["checkpoint", "--pid", &pid]).map(drop)
+}
+
+/// A device that comes back at another place while the engine looks elsewhere: just after a pause, when
+/// what QEMU said meanwhile is read and not yet looked at.
+#[test]
+fn a_device_exchanged_at_the_end_of_a_pause_is_restored_where_it_is() -> Result<()> {
+    let (guest, mut monitor, stillframe) = guest("exchanged", &[])?;
+    let port = |nr: u8| json!({"driver": "virtserialport", "id": "port", "bus": "vs.0", "nr": nr});
+    plug(&mut monitor, port(1))?;
+    let line = ["watch", "--vm", "exchanged", "--every", "500ms", "--json"];
+    let command = stillframe.command(&line)?;
+    let (command, reached) = with_fault(&command, "pause.after-cont:slow:3", guest.folder())?;
+    let mut watch = Running::start(command)?;
+    let patient = Instant::now() + PATIENCE;
+    while !reached.exists() {
+        ensure!(
+            Instant::now() < patient,
+            "the fault did not happen: {}",
+            watch.err()
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    monitor.execute("device_del", json!({"id": "port"}))?;
+    monitor.wait_event("DEVICE_DELETED", PATIENCE)?;
+    plug(&mut monitor, port(2))?;
+    let id = next(&mut watch)?;
+    let expected = [("port", properties(&mut monitor, "port")?)];
+    watch.signal("TERM")?;
+    ensure!(watch.end()?.code == Some(0), "the watch failed");
+    let restored = restore(&stillframe, &id, guest.folder())?;
+    expect_same(&stillframe, &restored, &expected)
 }
 
 #[test]
