@@ -72,7 +72,7 @@ impl Swap {
     fn on(folder: &Path) -> Result<Swap> {
         let file = folder.join("swap").display().to_string();
         let line = format!(
-            "fallocate -l 512M {file} && chmod 600 {file} && mkswap -q {file} && d=$(losetup -f --show {file}) && swapon $d && echo $d"
+            "fallocate -l 2G {file} && chmod 600 {file} && mkswap -q {file} && d=$(losetup -f --show {file}) && swapon $d && echo $d"
         );
         let output = std::process::Command::new("sh")
             .args(["-c", &line])
@@ -329,19 +329,18 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
         kernel: Kernel::new()?,
         ..Tally::default()
     };
-    let mut came_to = Ok(());
     for (number, (kind, schedules)) in (1..).zip(GUESTS) {
         let upto = count * number / GUESTS.len() as u64;
-        came_to = came_to.and(one_guest(
+        one_guest(
             (kind, schedules),
             upto,
             folder.path(),
             (&mut tally, &done),
             seed + number,
-        ));
+        )
+        .with_context(|| format!("the torture of the {} guest ended early", kind.name()))?;
     }
     record(&tally, &done)?;
-    came_to?;
     ensure!(
         tally.engine_kib <= ENGINE_KIB_MAX,
         "the engine took {} KiB",
