@@ -98,6 +98,8 @@ impl Squeeze {
     fn on(pid: i32) -> Result<Squeeze> {
         let group = PathBuf::from(format!("/sys/fs/cgroup/memory/stillframe-torture-{pid}"));
         fs::create_dir(&group)?;
+        // Where swap is too slow QEMU waits for the end of the squeeze.
+        fs::write(group.join("memory.oom_control"), "1")?;
         fs::write(group.join("cgroup.procs"), pid.to_string())?;
         Ok(Squeeze(group))
     }
