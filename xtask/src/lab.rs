@@ -31,12 +31,16 @@ pub enum Bench {
     Flips,
     /// 200 plugs and unplugs during a watch, and every checkpoint restored (about 10 minutes).
     Hotplug,
+    /// 500 stops and 100 migrations by another client of QEMU's during a watch (about 15 minutes).
+    Others,
     /// 10 000 checkpoints, one every 100 ms, and 20 of them restored (about 19 minutes).
     Soak,
     /// An interval of 10 ms for 10 minutes (about 12 minutes).
     Frequency,
     /// The pause of a guest of 8 GiB, and of one that writes all of its memory (about 12 minutes).
     Extremes,
+    /// The pause, and what a guest reads meanwhile from a disk with `cache=none` (about 9 minutes).
+    DirectIo,
     /// How soon a VM of 1 to 8 GiB is back, lazily and eagerly, against QEMU's own way (about 20 minutes).
     Restore,
     /// How soon a clone runs, against QEMU's own way, and the memory of ten (about 6 minutes).

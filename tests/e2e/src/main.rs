@@ -29,6 +29,8 @@ enum What {
     },
     /// The pause of a large guest, and of one that writes all of its memory.
     Extremes,
+    /// The pause and the reads of a guest whose disk is read past the host's page cache.
+    DirectIo,
     /// The guests with real software: the pace of each, and every page of it compared.
     Works {
         /// The pace is measured over so many seconds.
@@ -161,6 +163,7 @@ fn main() -> Result<()> {
         What::Demo { seconds_before } => demo::run(Some(Duration::from_secs(seconds_before))),
         What::Checkpoint { turns } => bench::checkpoint::run(turns),
         What::Extremes => bench::extremes::run(),
+        What::DirectIo => bench::direct_io::run(),
         What::Works { seconds, work } => bench::works::run(seconds, work.as_deref()),
         What::Papers { paper, quick } => bench::papers::run(paper, quick),
         What::Exactness {

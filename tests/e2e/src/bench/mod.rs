@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod clones;
+pub mod direct_io;
 pub mod extremes;
 pub mod frequency;
 pub mod host_memory;
