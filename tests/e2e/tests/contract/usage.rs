@@ -23,30 +23,21 @@ fn bare(arguments: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
-const COMMANDS: [&str; 15] = [
-    "init",
-    "checkpoint",
-    "watch",
-    "list",
-    "show",
-    "restore",
-    "export",
-    "import",
-    "check",
-    "forget",
-    "prune",
-    "rebuild-index",
-    "inspect",
-    "stats",
-    "probe",
-];
+/// The commands that the help lists, but for `help` itself.
+fn commands(top: &str) -> Vec<&str> {
+    let listed = top.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let listed = listed.take_while(|line| !line.is_empty());
+    let names = listed.filter_map(|line| line.split_whitespace().next());
+    names.filter(|name| *name != "help").collect()
+}
 
 #[test]
 fn every_command_helps_and_names_the_exit_codes() -> Result<()> {
     let top = bare(&["--help"])?.output()?;
     let top = String::from_utf8(top.stdout)?;
-    for name in COMMANDS {
-        ensure!(top.contains(name), "{name} is not in the help: {top}");
+    let names = commands(&top);
+    ensure!(names.len() >= 20, "{top}");
+    for name in names {
         let help = bare(&[name, "--help"])?.output()?;
         let said = String::from_utf8(help.stdout)?;
         ensure!(
