@@ -31,6 +31,7 @@ use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
 use crate::guardian::{Guardian, GuardianError};
 use crate::guest_clock::GuestClock;
+use crate::hold::{Hold, HoldError};
 
 /// How long a monitor may take to greet; a busy one never does.
 const GREETING_LIMIT: Duration = Duration::from_secs(2);
@@ -53,6 +54,14 @@ pub enum AttachError {
     /// Its memory cannot be tracked.
     #[error("cannot track the VM's memory")]
     Tracker(#[from] TrackerError),
+    /// It cannot be told whether a rewind of it was broken off.
+    #[error("cannot find out whether a rewind of this VM was broken off")]
+    Hold(#[from] HoldError),
+    /// A rewind of it was broken off.
+    #[error(
+        "a rewind of this VM is under way or was killed: its memory is partly of one moment and partly of another. It is paused, and QEMU does not resume it: rewind it again, or end it and `stillframe restore` a checkpoint"
+    )]
+    HalfRewound,
 }
 
 /// Why a VM could not be let go of in good order. What is left in QEMU goes with this process, or with
@@ -115,6 +124,22 @@ pub struct Vm {
     pub(crate) cautions: Vec<Caution>,
     /// Pages copied in the last pause: what the next one will need room for, about.
     pub(crate) pause_pages_last: u64,
+    /// What a rewind that was killed has left.
+    pub(crate) hold: Option<Hold>,
+}
+
+/// A VM that was found, and nothing done to it.
+struct Reached {
+    target: Target,
+    monitor: Monitor,
+}
+
+impl Reached {
+    fn find(selector: &Selector) -> Result<Reached, AttachError> {
+        let target = target::find(selector)?;
+        let monitor = Monitor::connect(&target, GREETING_LIMIT)?;
+        Ok(Reached { target, monitor })
+    }
 }
 
 impl Vm {
@@ -149,13 +174,35 @@ impl Vm {
         Ok(vm)
     }
 
+    /// Attaches to a VM that is to be rewound, also to one of which a rewind was killed.
+    pub fn attach_to_rewind(selector: &Selector) -> Result<Vm, AttachError> {
+        let mut reached = Reached::find(selector)?;
+        let hold = Hold::left(&mut reached.monitor, &reached.target.process)?;
+        let mut vm = Vm::attach_reached(reached, ScheduleKind::PreCopy, None)?;
+        vm.hold = hold;
+        Ok(vm)
+    }
+
     fn attach_for(
         selector: &Selector,
         schedule: ScheduleKind,
+        auto: Option<Auto>,
+    ) -> Result<Vm, AttachError> {
+        let mut reached = Reached::find(selector)?;
+        match Hold::left(&mut reached.monitor, &reached.target.process)? {
+            None => Vm::attach_reached(reached, schedule, auto),
+            Some(_) => Err(AttachError::HalfRewound),
+        }
+    }
+
+    fn attach_reached(
+        Reached {
+            target,
+            mut monitor,
+        }: Reached,
+        schedule: ScheduleKind,
         mut auto: Option<Auto>,
     ) -> Result<Vm, AttachError> {
-        let target = target::find(selector)?;
-        let mut monitor = Monitor::connect(&target, GREETING_LIMIT)?;
         suitability::check(&target, &mut monitor)?;
         let cautions = suitability::cautions(&mut monitor)?;
         let guardian = Guardian::start()?;
@@ -194,6 +241,7 @@ impl Vm {
             clock: GuestClock::new(agent),
             cautions,
             pause_pages_last: 0,
+            hold: None,
         })
     }
 

@@ -16,6 +16,7 @@ pub mod clones;
 pub mod export;
 pub mod guardian;
 mod guest_clock;
+pub mod hold;
 pub mod import;
 pub mod populate;
 pub mod restore;

@@ -3,14 +3,14 @@
 //! ```text
 //!   guest runs:    compare all of memory ── gather what differs ── gather what is written meanwhile
 //!   pause:         what it is now (device state) ── the same devices? disks? ── the last pages written
-//!                  ── exchange pages ── load device state ── cont
-//!                     └─ an error: pages and device state as they were, cont ─┘
+//!                  ── hold ── exchange pages ── load device state ── let go ── cont
+//!                             └─ an error: pages and device state as they were ─┘
 //! ```
 //!
 //! Only pages that differ are written, and what the guest writes while they are sought is found by the
 //! same tracking as for a checkpoint. Until the first page is exchanged every way out leads to the guest
 //! going on as if nothing had been; after it, errors put everything back. Should this process be killed
-//! between the two, the VM stays paused, and can be rewound again.
+//! between the two, the VM stays paused, nobody can resume it (see [`crate::hold`]), and it can be rewound again.
 
 mod error;
 mod staged;
@@ -33,6 +33,7 @@ use crate::capture::device_state::StateStream;
 use crate::capture::pause::us;
 use crate::capture::tracker::{BlockShape, Collected};
 use crate::guardian::WayBack;
+use crate::hold::{Hold, HoldError};
 use crate::populate::eager::{self, PopulateError};
 use crate::restore;
 use crate::verify::{Image, VerifyReport};
@@ -289,11 +290,13 @@ impl Vm {
             }),
             false => Ok(before),
         });
-        let done = committed.and_then(|mut before| {
-            let changed = self.change(job, &mut before, report);
-            changed.or_else(|error| self.undo(job, &before, error))
-        });
-        if let Err(RewindError::Stuck { .. } | RewindError::ResumedByOthers) = done {
+        let done = committed.and_then(|before| self.change_held(job, before, report));
+        if let Err(
+            RewindError::Stuck { .. }
+            | RewindError::ResumedByOthers
+            | RewindError::Hold(HoldError::Timeout { .. }),
+        ) = done
+        {
             return done;
         }
         let resume = Instant::now();
@@ -340,6 +343,32 @@ impl Vm {
             exchanged: vec![0; job.staged.len()],
             devices_touched: false,
         })
+    }
+
+    /// Memory and devices become those of the checkpoint, or, after an error, what they were; nobody can
+    /// resume the VM meanwhile, nor afterwards where it was not whole before.
+    fn change_held(
+        &mut self,
+        job: &mut Job<'_, '_>,
+        mut before: Before,
+        report: &mut RewindReport,
+    ) -> Result<(), RewindError> {
+        let was_whole = self.hold.is_none();
+        let hold = match self.hold.take() {
+            Some(left) => left,
+            None => Hold::take(&mut self.monitor)?,
+        };
+        let changed = self.change(job, &mut before, report);
+        let done = changed.or_else(|error| self.undo(job, &before, error));
+        let is_whole = match &done {
+            Ok(()) => true,
+            Err(RewindError::Stuck { .. } | RewindError::ResumedByOthers) => false,
+            Err(_) => was_whole,
+        };
+        if is_whole {
+            hold.release(&mut self.monitor)?;
+        }
+        done
     }
 
     /// Memory and devices become those of the checkpoint.

@@ -3,6 +3,7 @@
 pub(crate) mod cpu;
 mod devices;
 mod disks;
+mod dump;
 mod host_files;
 mod lent;
 pub(crate) mod ram_blocks;
@@ -192,6 +193,8 @@ pub struct Monitor {
     cwd: PathBuf,
     /// A block node by whose name disks can be drained.
     drain_node: Option<String>,
+    /// Whether a dump under way is known of.
+    expects_dump: bool,
 }
 
 /// A connection to the monitor of a certain process, over which nothing was said yet.
@@ -265,6 +268,7 @@ impl Monitor {
             pid,
             cwd,
             drain_node: None,
+            expects_dump: false,
         }
     }
 
@@ -448,7 +452,9 @@ impl Monitor {
 
     /// `query-migrate`, of which two members are looked at.
     pub(crate) fn migration(&mut self) -> Result<Migration, MonitorError> {
-        self.query("query-migrate")
+        let mut migration: Migration = self.query("query-migrate")?;
+        migration.blocked_reasons = self.unexpected_obstacles(migration.blocked_reasons);
+        Ok(migration)
     }
 
     /// The devices that were added by option or by hot-plug.

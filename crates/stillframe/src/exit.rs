@@ -154,6 +154,8 @@ fn of_attach(error: &AttachError) -> Exit {
         | AttachError::Monitor(_)
         | AttachError::Unsuitable(_)
         | AttachError::Tracker(_)
+        | AttachError::Hold(_)
+        | AttachError::HalfRewound
         | AttachError::Guardian(GuardianError::Injection { .. }) => Exit::Unsuitable,
         // Our own helper process: the VM is not at fault.
         AttachError::Guardian(_) => Exit::Failed,

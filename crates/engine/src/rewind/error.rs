@@ -13,6 +13,7 @@ use crate::capture::device_state::StateError;
 use crate::capture::devices::DevicesError;
 use crate::capture::tracker::TrackerError;
 use crate::guardian::GuardianError;
+use crate::hold::HoldError;
 use crate::populate::eager::PopulateError;
 use crate::restore::RestoreError;
 use crate::verify::VerifyError;
@@ -130,6 +131,9 @@ pub enum RewindError {
     /// A device state is none.
     #[error("a device state cannot be used")]
     DeviceState(#[from] DeviceStateError),
+    /// The VM could not be kept from being resumed meanwhile.
+    #[error(transparent)]
+    Hold(#[from] HoldError),
     /// No guardian.
     #[error(transparent)]
     Guardian(#[from] GuardianError),

@@ -31,6 +31,14 @@ pub fn attach(
     Ok(vm)
 }
 
+/// The same to a VM that is to be rewound.
+pub fn attach_to_rewind(context: &Context, selector: &Selector) -> anyhow::Result<Vm> {
+    probe::require()?;
+    let vm = Vm::attach_to_rewind(selector)?;
+    told_attached(context, &vm);
+    Ok(vm)
+}
+
 /// Attaches to the same VM once more.
 pub fn attach_again(
     context: &Context,

@@ -2,7 +2,6 @@
 
 use anyhow::Context as _;
 use stillframe_engine::LaunchError;
-use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind};
 use stillframe_engine::rewind::{RewindError, RewindOptions, RewindReport};
 
 use super::{Context, capture, how_it_ended, short};
@@ -22,8 +21,7 @@ pub fn run(context: &Context, args: &RewindArgs) -> anyhow::Result<()> {
         .context("cannot listen to signals")?;
     let label = args.of_vm.as_ref().or(args.vm.vm.as_ref());
     let (id, manifest) = repository.resolve(&args.id, label.map(String::as_str))?;
-    let schedule = ScheduleChoice::Always(ScheduleKind::PreCopy);
-    let mut vm = capture::attach(context, &selector, schedule)?;
+    let mut vm = capture::attach_to_rewind(context, &selector)?;
     let options = RewindOptions {
         paused: args.paused,
         keep_clock: args.keep_guest_clock,
