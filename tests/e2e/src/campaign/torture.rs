@@ -184,6 +184,7 @@ fn torment(
                 // While pages are merged copy-on-write is not to be had; it is tortured too.
                 fs::write(MERGING, if random.below(3) == 0 { "1" } else { "0" })?;
             }
+            6 => fs::write("/proc/sys/vm/compact_memory", "1")?,
             _ if Instant::now() > next_reset => {
                 monitor.execute("system_reset", json!({}))?;
                 done.resets.fetch_add(1, Ordering::Relaxed);

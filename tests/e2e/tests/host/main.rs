@@ -1,3 +1,4 @@
 //! Settings of the whole host: tests that change them run apart from all others.
 
+mod huge_pages;
 mod merging;
