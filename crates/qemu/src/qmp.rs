@@ -51,8 +51,8 @@ pub enum QmpError {
     },
     /// Connected, but another client holds the monitor.
     #[error(
-        "the monitor {path} is held by another client (libvirt, for one); give the VM a second \
-         one: -qmp unix:PATH,server=on,wait=off"
+        "the monitor {path} is held by another client (libvirt, for one): end its connection, or start \
+         the VM with a second monitor: -qmp unix:PATH,server=on,wait=off"
     )]
     Busy {
         /// The monitor socket.
