@@ -4,6 +4,8 @@
 //! QEMU's start, which both sides need, is measured by itself, and left out of the ratio. The memory that
 //! clones share is made once; how long that takes is told.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -73,6 +75,7 @@ impl Base {
         Ok(Base(
             builder
                 .prefix("stillframe-clones-")
+                .permissions(fs::Permissions::from_mode(0o700))
                 .tempdir_in("/dev/shm")?,
         ))
     }
