@@ -58,14 +58,15 @@ pub enum CloneError {
     Base(#[from] BaseError),
 }
 
-/// Starts them, one after the other; `done` is told of each as soon as it runs.
+/// Starts them, one after the other; `done` is told of each as soon as it runs. Whether the memory that they
+/// share is kept for the next ones.
 pub fn clones(
     repository: &mut Repository,
     (id, manifest): (&CheckpointId, &Manifest),
     options: &ClonesOptions,
     events: LazySink<'_>,
     done: &mut dyn FnMut(CloneReport),
-) -> Result<(), CloneError> {
+) -> Result<bool, CloneError> {
     let record = restore::vm_record(id, manifest)?;
     let tables = shared_tables(&record, manifest);
     let hasher = repository.hasher();

@@ -19,6 +19,12 @@ pub fn merges_pages() -> bool {
     fs::read_to_string("/sys/kernel/mm/ksm/run").is_ok_and(|run| run.trim() == "1")
 }
 
+/// The machine's memory in bytes (sysinfo(2)).
+pub fn memory_bytes() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_mul(info.mem_unit.into())
+}
+
 /// A value that is new with every boot of this machine (`/proc/sys/kernel/random/boot_id`), or
 /// nothing when the kernel does not give one.
 pub fn boot_id() -> String {
@@ -52,6 +58,15 @@ mod tests {
     #[test]
     fn this_machine_has_a_name_and_a_boot() {
         assert!(!host_name().is_empty());
+        let info = fs::read_to_string("/proc/meminfo").unwrap();
+        let total = info.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+        let kib: u64 = total
+            .unwrap()
+            .trim()
+            .trim_end_matches(" kB")
+            .parse()
+            .unwrap();
+        assert_eq!(memory_bytes(), kib << 10);
         assert_eq!(boot_id().len(), 36);
         assert_eq!(boot_id(), boot_id());
         let swaps = fs::read_to_string("/proc/swaps").unwrap();

@@ -205,23 +205,26 @@ impl Base {
         Ok(written + eager::populate(process, &others, their_maps, progress)?)
     }
 
-    /// Lets others take it away, and takes away what is over the budget or too old.
-    pub fn release(self) -> Result<(), BaseError> {
+    /// Lets others take it away, and takes away what is over the budget or too old. Whether it is still
+    /// there for the next clones.
+    pub fn release(self) -> Result<bool, BaseError> {
         let mut all = kept::all_in(&self.folder)?;
         // The one in use last of all.
         all.sort_by_key(|template| (template.name == self.key, template.used));
         let mut total: u64 = all.iter().map(|template| template.bytes).sum();
         let now = SystemTime::now();
+        let mut kept = true;
         for template in all {
             let age = now.duration_since(template.used).unwrap_or_default();
             let too_old = self.options.age_limit.is_some_and(|limit| age > limit);
             if total > self.options.budget_bytes || too_old {
                 self.folder.remove_directory(&template.name)?;
                 total -= template.bytes;
+                kept &= template.name != self.key;
             }
         }
         drop(self.lock);
-        Ok(())
+        Ok(kept)
     }
 
     /// Takes away what was made now: no clone came of it.

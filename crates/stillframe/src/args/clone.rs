@@ -51,9 +51,10 @@ pub struct CloneArgs {
     /// /dev/shm/stillframe-UID]
     #[arg(long, value_name = "DIR")]
     pub base_dir: Option<PathBuf>,
-    /// Of such memory, keep so much for the next clones; 0: none, it goes with the last clone
-    #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "4G")]
-    pub base_budget: u64,
+    /// Of such memory, keep so much for the next clones; 0: none, it goes with the last clone [default: a
+    /// quarter of the machine's memory]
+    #[arg(long, value_name = "SIZE", value_parser = sizes::parse)]
+    pub base_budget: Option<u64>,
     /// Keep such memory no longer than this after its last use; what is older goes after the clones have started
     #[arg(long, value_name = "TIME", value_parser = durations::parse)]
     pub base_age: Option<Duration>,

@@ -8,7 +8,7 @@ use stillframe_engine::clones::{self, CloneReport, ClonesOptions};
 use stillframe_engine::populate::base::BaseOptions;
 use stillframe_engine::restore::{LazyEvent, RestoreOptions};
 use stillframe_engine::runtime;
-use stillframe_engine::{CloneOptions, LaunchOptions};
+use stillframe_engine::{CloneOptions, LaunchOptions, memory_bytes};
 
 use super::restore::{here, serial_from_here, stands_in_the_way};
 use super::{CommandError, Context, how_it_ended, short, templates};
@@ -54,7 +54,7 @@ pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
         each,
         base: BaseOptions {
             folder: templates::folder(args)?,
-            budget_bytes: args.base_budget,
+            budget_bytes: args.base_budget.unwrap_or_else(default_budget),
             age_limit: args.base_age,
         },
     };
@@ -82,8 +82,18 @@ pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
             &mut done,
         )
     });
-    cloned?.inspect_err(|error| stands_in_the_way(context, error))?;
+    let kept = cloned?.inspect_err(|error| stands_in_the_way(context, error))?;
+    if !kept && args.base_budget != Some(0) {
+        context.console.note(
+            "the memory that the clones share is over --base-budget (or --base-age): it goes with the last of them, and is made anew for the next",
+        );
+    }
     told
+}
+
+/// Of memory in the clear, in bytes: enough for a VM that the machine has room for twice.
+fn default_budget() -> u64 {
+    memory_bytes() / 4
 }
 
 fn show(context: &Context, report: &CloneReport, is_first: bool) -> anyhow::Result<()> {

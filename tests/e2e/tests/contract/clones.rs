@@ -41,9 +41,25 @@ impl Place {
     }
 
     fn clones(&self, count: u32, first: u32, more: &[&str]) -> Result<Vec<Restored>> {
-        let line = self.line(count, first, more);
+        Ok(self.clones_told(count, first, more)?.0)
+    }
+
+    /// The clones, and what was told beside.
+    fn clones_told(
+        &self,
+        count: u32,
+        first: u32,
+        more: &[&str],
+    ) -> Result<(Vec<Restored>, String)> {
+        let mut line = self.line(count, first, more);
+        line.push("--json".to_owned());
         let line: Vec<&str> = line.iter().map(String::as_str).collect();
-        let reports = self.stillframe.json_lines(&line)?;
+        let output = self.stillframe.run(&line)?;
+        let told = String::from_utf8(output.stderr)?;
+        ensure!(output.status.success(), "{told}");
+        let reports = String::from_utf8(output.stdout)?;
+        let reports = reports.lines().map(serde_json::from_str);
+        let reports: Vec<Value> = reports.collect::<Result<_, _>>()?;
         let clone = |report: &Value| -> Result<Restored> {
             let number = &report["clone"];
             let serial = self.folder.path().join(format!("{number}.serial"));
@@ -55,7 +71,7 @@ impl Place {
         };
         let clones: Vec<Restored> = reports.iter().map(clone).collect::<Result<_>>()?;
         ensure!(clones.len() as u32 == count, "{reports:?}");
-        Ok(clones)
+        Ok((clones, told))
     }
 
     fn refused(&self, more: &[&str], code: i32, words: &str) -> Result<()> {
@@ -217,6 +233,10 @@ fn what_clones_share_is_kept_within_a_budget() -> Result<()> {
     // Used again; no more is made.
     drop(place.clones(1, 1, &[])?);
     ensure!(folders()? == 2);
+    // One that is larger than the budget is made anew each time, and that is told.
+    let (clones, told) = place.clones_told(1, 1, &["--base-budget", "1M"])?;
+    ensure!(told.contains("--base-budget") && folders()? == 0, "{told}");
+    drop(clones);
     // With a budget for none, what a clone needs lives as long as it does.
     let clones = place.clones(1, 1, &["--base-budget", "0"])?;
     ensure!(folders()? == 0);
