@@ -31,7 +31,7 @@ use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
 use crate::guardian::{Guardian, GuardianError};
 use crate::guest_clock::GuestClock;
-use crate::hold::{Hold, HoldError};
+use crate::inhibitor::{InhibitorError, ResumeInhibitor};
 
 /// How long a monitor may take to greet; a busy one never does.
 const GREETING_LIMIT: Duration = Duration::from_secs(2);
@@ -54,10 +54,10 @@ pub enum AttachError {
     /// Its memory cannot be tracked.
     #[error("cannot track the VM's memory")]
     Tracker(#[from] TrackerError),
-    /// It cannot be told whether a rewind of it was broken off.
-    #[error("cannot find out whether a rewind of this VM was broken off")]
-    Hold(#[from] HoldError),
-    /// A rewind of it was broken off.
+    /// The check for an interrupted rewind failed.
+    #[error("cannot find out whether a rewind of this VM was interrupted")]
+    Inhibitor(#[from] InhibitorError),
+    /// An earlier rewind was interrupted.
     #[error(
         "a rewind of this VM is under way or was killed: its memory is partly of one moment and partly of another. It is paused, and QEMU does not resume it: rewind it again, or end it and `stillframe restore` a checkpoint"
     )]
@@ -124,11 +124,11 @@ pub struct Vm {
     pub(crate) cautions: Vec<Caution>,
     /// Pages copied in the last pause: what the next one will need room for, about.
     pub(crate) pause_pages_last: u64,
-    /// What a rewind that was killed has left.
-    pub(crate) hold: Option<Hold>,
+    /// The inhibitor of an earlier rewind that was killed.
+    pub(crate) inhibitor: Option<ResumeInhibitor>,
 }
 
-/// A VM that was found, and nothing done to it.
+/// A VM with a connected monitor, before tracking starts.
 struct Reached {
     target: Target,
     monitor: Monitor,
@@ -174,12 +174,13 @@ impl Vm {
         Ok(vm)
     }
 
-    /// Attaches to a VM that is to be rewound, also to one of which a rewind was killed.
+    /// Attaches for a rewind; accepts a VM whose last rewind was killed.
     pub fn attach_to_rewind(selector: &Selector) -> Result<Vm, AttachError> {
         let mut reached = Reached::find(selector)?;
-        let hold = Hold::left(&mut reached.monitor, &reached.target.process)?;
+        let inhibitor =
+            ResumeInhibitor::left_behind(&mut reached.monitor, &reached.target.process)?;
         let mut vm = Vm::attach_reached(reached, ScheduleKind::PreCopy, None)?;
-        vm.hold = hold;
+        vm.inhibitor = inhibitor;
         Ok(vm)
     }
 
@@ -189,7 +190,7 @@ impl Vm {
         auto: Option<Auto>,
     ) -> Result<Vm, AttachError> {
         let mut reached = Reached::find(selector)?;
-        match Hold::left(&mut reached.monitor, &reached.target.process)? {
+        match ResumeInhibitor::left_behind(&mut reached.monitor, &reached.target.process)? {
             None => Vm::attach_reached(reached, schedule, auto),
             Some(_) => Err(AttachError::HalfRewound),
         }
@@ -241,7 +242,7 @@ impl Vm {
             clock: GuestClock::new(agent),
             cautions,
             pause_pages_last: 0,
-            hold: None,
+            inhibitor: None,
         })
     }
 

@@ -58,8 +58,8 @@ pub enum CloneError {
     Base(#[from] BaseError),
 }
 
-/// Starts them, one after the other; `done` is told of each as soon as it runs. Whether the memory that they
-/// share is kept for the next ones.
+/// Starts the clones, one after the other; calls `done` for each running clone. Returns whether their memory
+/// template is kept for the next call.
 pub fn clones(
     repository: &mut Repository,
     (id, manifest): (&CheckpointId, &Manifest),

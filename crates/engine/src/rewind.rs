@@ -3,14 +3,14 @@
 //! ```text
 //!   guest runs:    compare all of memory ── gather what differs ── gather what is written meanwhile
 //!   pause:         what it is now (device state) ── the same devices? disks? ── the last pages written
-//!                  ── hold ── exchange pages ── load device state ── let go ── cont
-//!                             └─ an error: pages and device state as they were ─┘
+//!                  ── block cont ── exchange pages ── load device state ── unblock ── cont
+//!                                  └─ an error: pages and device state as they were ──┘
 //! ```
 //!
 //! Only pages that differ are written, and what the guest writes while they are sought is found by the
 //! same tracking as for a checkpoint. Until the first page is exchanged every way out leads to the guest
 //! going on as if nothing had been; after it, errors put everything back. Should this process be killed
-//! between the two, the VM stays paused, nobody can resume it (see [`crate::hold`]), and it can be rewound again.
+//! between the two, the VM stays paused and `cont` stays blocked (see [`crate::inhibitor`]) until the next rewind.
 
 mod error;
 mod staged;
@@ -33,7 +33,7 @@ use crate::capture::device_state::StateStream;
 use crate::capture::pause::us;
 use crate::capture::tracker::{BlockShape, Collected};
 use crate::guardian::WayBack;
-use crate::hold::{Hold, HoldError};
+use crate::inhibitor::{InhibitorError, ResumeInhibitor};
 use crate::populate::eager::{self, PopulateError};
 use crate::restore;
 use crate::verify::{Image, VerifyReport};
@@ -290,11 +290,11 @@ impl Vm {
             }),
             false => Ok(before),
         });
-        let done = committed.and_then(|before| self.change_held(job, before, report));
+        let done = committed.and_then(|before| self.change_inhibited(job, before, report));
         if let Err(
             RewindError::Stuck { .. }
             | RewindError::ResumedByOthers
-            | RewindError::Hold(HoldError::Timeout { .. }),
+            | RewindError::Inhibitor(InhibitorError::Timeout { .. }),
         ) = done
         {
             return done;
@@ -345,28 +345,28 @@ impl Vm {
         })
     }
 
-    /// Memory and devices become those of the checkpoint, or, after an error, what they were; nobody can
-    /// resume the VM meanwhile, nor afterwards where it was not whole before.
-    fn change_held(
+    /// Changes memory and devices to those of the checkpoint, or back after an error, with `cont` blocked.
+    /// `cont` stays blocked if memory was inconsistent before and the change failed.
+    fn change_inhibited(
         &mut self,
         job: &mut Job<'_, '_>,
         mut before: Before,
         report: &mut RewindReport,
     ) -> Result<(), RewindError> {
-        let was_whole = self.hold.is_none();
-        let hold = match self.hold.take() {
+        let was_consistent = self.inhibitor.is_none();
+        let inhibitor = match self.inhibitor.take() {
             Some(left) => left,
-            None => Hold::take(&mut self.monitor)?,
+            None => ResumeInhibitor::engage(&mut self.monitor)?,
         };
         let changed = self.change(job, &mut before, report);
         let done = changed.or_else(|error| self.undo(job, &before, error));
-        let is_whole = match &done {
+        let is_consistent = match &done {
             Ok(()) => true,
             Err(RewindError::Stuck { .. } | RewindError::ResumedByOthers) => false,
-            Err(_) => was_whole,
+            Err(_) => was_consistent,
         };
-        if is_whole {
-            hold.release(&mut self.monitor)?;
+        if is_consistent {
+            inhibitor.release(&mut self.monitor)?;
         }
         done
     }

@@ -193,7 +193,7 @@ pub struct Monitor {
     cwd: PathBuf,
     /// A block node by whose name disks can be drained.
     drain_node: Option<String>,
-    /// Whether a dump under way is known of.
+    /// Whether an active dump belongs to this engine.
     expects_dump: bool,
 }
 

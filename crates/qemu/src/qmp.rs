@@ -135,12 +135,12 @@ pub struct Event {
     pub at: Duration,
 }
 
-/// Devices that went away (`DEVICE_DELETED`).
+/// Deleted devices (`DEVICE_DELETED`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Deleted {
-    /// Their places in QEMU's tree, in the order in which they went, with those of their parts.
+    /// QOM paths in the order of deletion, including those of child objects.
     pub paths: Vec<String>,
-    /// There were more than could be kept.
+    /// Whether further paths were dropped because of the limit.
     pub more: bool,
 }
 
@@ -297,9 +297,8 @@ impl Client {
         self.inbox.has_event(name)
     }
 
-    /// The devices that QEMU said are gone since the last call, those included of which the word still
-    /// lies in the socket. They are not among [`Client::take_events`], so that nobody who looks for another
-    /// event loses them.
+    /// Devices deleted since the last call (`DEVICE_DELETED`), including events still in the socket.
+    /// [`Client::take_events`] does not return these events, so a search for other events cannot lose them.
     pub fn take_deleted(&mut self) -> Result<Deleted, QmpError> {
         self.drain()?;
         Ok(self.inbox.take_deleted())

@@ -154,7 +154,7 @@ fn of_attach(error: &AttachError) -> Exit {
         | AttachError::Monitor(_)
         | AttachError::Unsuitable(_)
         | AttachError::Tracker(_)
-        | AttachError::Hold(_)
+        | AttachError::Inhibitor(_)
         | AttachError::HalfRewound
         | AttachError::Guardian(GuardianError::Injection { .. }) => Exit::Unsuitable,
         // Our own helper process: the VM is not at fault.

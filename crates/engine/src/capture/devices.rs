@@ -158,7 +158,7 @@ impl Devices {
     /// pause that it was saved in.
     pub fn check(&mut self, monitor: &mut Monitor, raw: &[u8]) -> Result<(), DevicesError> {
         let glance = self.look(monitor)?;
-        // Behind the look: what went away and came back before it is told of.
+        // After the look: a device that left and returned before it has sent its event by now.
         self.notice(monitor)?;
         if self.outdated || self.glance.as_ref() != Some(&glance) {
             self.outdated = true;

@@ -205,8 +205,8 @@ impl Base {
         Ok(written + eager::populate(process, &others, their_maps, progress)?)
     }
 
-    /// Lets others take it away, and takes away what is over the budget or too old. Whether it is still
-    /// there for the next clones.
+    /// Unlocks the template, and removes templates that exceed the budget or the age limit. Returns whether
+    /// this one remains for the next clones.
     pub fn release(self) -> Result<bool, BaseError> {
         let mut all = kept::all_in(&self.folder)?;
         // The one in use last of all.

@@ -13,7 +13,7 @@ use crate::capture::device_state::StateError;
 use crate::capture::devices::DevicesError;
 use crate::capture::tracker::TrackerError;
 use crate::guardian::GuardianError;
-use crate::hold::HoldError;
+use crate::inhibitor::InhibitorError;
 use crate::populate::eager::PopulateError;
 use crate::restore::RestoreError;
 use crate::verify::VerifyError;
@@ -131,9 +131,9 @@ pub enum RewindError {
     /// A device state is none.
     #[error("a device state cannot be used")]
     DeviceState(#[from] DeviceStateError),
-    /// The VM could not be kept from being resumed meanwhile.
+    /// `cont` could not be blocked or unblocked.
     #[error(transparent)]
-    Hold(#[from] HoldError),
+    Inhibitor(#[from] InhibitorError),
     /// No guardian.
     #[error(transparent)]
     Guardian(#[from] GuardianError),

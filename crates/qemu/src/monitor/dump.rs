@@ -1,4 +1,4 @@
-//! A dump of guest memory that stands still, because QEMU resumes no VM meanwhile.
+//! A dump of guest memory, which blocks `cont` while it is active.
 
 use std::os::fd::BorrowedFd;
 
@@ -7,28 +7,28 @@ use serde_json::json;
 
 use super::{Monitor, MonitorError};
 
-/// What QEMU has against a migration meanwhile (`dump_migration_blocker` in QEMU's dump/dump.c).
+/// QEMU's migration blocker during a dump (`dump_migration_blocker` in QEMU's dump/dump.c).
 const OBSTACLE: &str = "dump-guest-memory in progress";
-/// So little of guest memory is dumped, in bytes.
+/// Length of the dump in bytes.
 const LENGTH: u64 = 4096;
 
 impl Monitor {
-    /// Gives QEMU a descriptor under this name. Unlike a lent one it outlives the connection.
+    /// Passes a descriptor to QEMU under this name (`getfd`). It outlives the connection, unlike one of `add-fd`.
     pub fn give(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), MonitorError> {
         let arguments = json!({ "fdname": name });
         self.client.execute_with_fd("getfd", arguments, fd)?;
         Ok(())
     }
 
-    /// Has QEMU close a descriptor that this monitor was given.
+    /// Closes a descriptor that this monitor was given (`closefd`).
     pub fn close_given(&mut self, name: &str) -> Result<(), MonitorError> {
         self.client.execute("closefd", json!({ "fdname": name }))?;
         Ok(())
     }
 
-    /// Begins to dump a page of guest memory into a descriptor that was given, which is QEMU's alone
-    /// then. Until that is written QEMU refuses `cont`, to everybody (`qmp_cont` in QEMU's
-    /// monitor/qmp-cmds.c).
+    /// Starts a dump of one page of guest memory into a descriptor of [`Monitor::give`], and passes its
+    /// ownership to the dump. QEMU refuses `cont` of every client until the dump ends (`qmp_cont` in
+    /// QEMU's monitor/qmp-cmds.c).
     pub fn begin_dump(&mut self, name: &str) -> Result<(), MonitorError> {
         let arguments = json!({
             "paging": false, "protocol": format!("fd:{name}"), "detach": true,
@@ -38,7 +38,7 @@ impl Monitor {
         Ok(())
     }
 
-    /// Whether a dump is under way, whoever asked for it.
+    /// Whether a dump of any client is active.
     pub fn is_dumping(&mut self) -> Result<bool, MonitorError> {
         #[derive(Deserialize)]
         struct Dump {
@@ -48,12 +48,12 @@ impl Monitor {
         Ok(dump.status == "active")
     }
 
-    /// From here on a dump under way is none of QEMU's objections to a migration: it is ours.
+    /// Ignores the migration blocker of a dump from now on: the dump belongs to this engine.
     pub fn expect_dump(&mut self) {
         self.expects_dump = true;
     }
 
-    /// QEMU's objections that are not expected.
+    /// Migration blockers except the expected one.
     pub(crate) fn unexpected_obstacles(&self, mut reasons: Vec<String>) -> Vec<String> {
         reasons.retain(|reason| !(self.expects_dump && reason.contains(OBSTACLE)));
         reasons

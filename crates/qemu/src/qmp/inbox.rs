@@ -19,7 +19,7 @@ use super::{Deleted, Event, excerpt};
 pub(crate) const EVENT_BYTES_MAX: usize = 1 << 20;
 /// Longest name of an event. QEMU's longest has 32 bytes.
 const EVENT_NAME_BYTES_MAX: usize = 128;
-/// QEMU's event of a device that is gone.
+/// QEMU's event for a deleted device.
 const DEVICE_DELETED: &str = "DEVICE_DELETED";
 /// Upper bound on the bytes of the paths of deleted devices kept until they are taken.
 const DELETED_BYTES_MAX: usize = 64 << 10;
@@ -168,7 +168,7 @@ impl Inbox {
         self.events.iter().any(|event| event.name == name)
     }
 
-    /// The devices that went away since the last call.
+    /// Devices deleted since the last call.
     pub(crate) fn take_deleted(&mut self) -> Deleted {
         std::mem::take(&mut self.deleted)
     }
@@ -326,8 +326,7 @@ mod tests {
         assert_eq!(inbox.kept_bytes(), (0, 0));
     }
 
-    /// A guest can have QEMU send events of some kinds as fast as it likes; they must not push out the one
-    /// that tells of a device.
+    /// A guest can make QEMU emit some events at any rate; they must not evict a `DEVICE_DELETED`.
     #[test]
     fn deleted_devices_outlast_all_other_events() {
         let deleted = |inbox: &mut Inbox, path: &str| {

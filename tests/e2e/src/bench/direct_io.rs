@@ -26,7 +26,7 @@ const DISK_MIB: usize = 512;
 const SLOW_MIB_PER_SECOND: u64 = 40;
 const TURNS: usize = 6;
 const FLOORS_A_TURN: usize = 8;
-/// What a guest reads is counted for so long, alone and watched.
+/// Length of one measurement of the guest's read rate.
 const WINDOW: Duration = Duration::from_secs(20);
 
 /// One disk: floors and pauses in milliseconds, MiB a second in turns.
@@ -145,7 +145,7 @@ fn watched(
     Ok(())
 }
 
-/// What the guest reads, in MiB a second.
+/// The guest's read rate in MiB/s.
 fn rate(monitor: &mut Qmp) -> Result<f64> {
     let begin = Instant::now();
     let first = read_bytes(monitor)?;

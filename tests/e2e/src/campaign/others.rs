@@ -29,8 +29,8 @@ pub fn watch(stillframe: &Stillframe, name: &str) -> Result<Running> {
     Ok(watch)
 }
 
-/// So many stops of one VM, each looked at two checkpoints later. QEMU reports to nobody a `stop` that it
-/// gets for a VM that stands still already. How many were undone.
+/// Sends `count` stops to one VM, and checks each two checkpoints later. QEMU emits no event for a `stop` of a
+/// paused VM. Returns the number of undone stops.
 pub fn stops(count: u64, seed: u64) -> Result<u64> {
     let mut random = Random::new(seed);
     let guest = Setup::small(Kind::Pc, "stopped").boot()?;
@@ -54,7 +54,7 @@ pub fn stops(count: u64, seed: u64) -> Result<u64> {
     Ok(undone)
 }
 
-/// Migrates a watched VM, after so long. The watch ends by itself, and well; the source is never resumed; the
+/// Migrates a watched VM after this delay. The watch ends by itself, and well; the source is never resumed; the
 /// destination does not take a pause for the VM's own; no checkpoint is of what is left.
 pub fn migration(after: Duration) -> Result<()> {
     let source = Setup::small(Kind::Pc, "migrated").boot()?;

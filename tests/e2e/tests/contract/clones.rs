@@ -41,11 +41,11 @@ impl Place {
     }
 
     fn clones(&self, count: u32, first: u32, more: &[&str]) -> Result<Vec<Restored>> {
-        Ok(self.clones_told(count, first, more)?.0)
+        Ok(self.clones_with_stderr(count, first, more)?.0)
     }
 
-    /// The clones, and what was told beside.
-    fn clones_told(
+    /// The clones, and the command's standard error.
+    fn clones_with_stderr(
         &self,
         count: u32,
         first: u32,
@@ -55,8 +55,8 @@ impl Place {
         line.push("--json".to_owned());
         let line: Vec<&str> = line.iter().map(String::as_str).collect();
         let output = self.stillframe.run(&line)?;
-        let told = String::from_utf8(output.stderr)?;
-        ensure!(output.status.success(), "{told}");
+        let stderr = String::from_utf8(output.stderr)?;
+        ensure!(output.status.success(), "{stderr}");
         let reports = String::from_utf8(output.stdout)?;
         let reports = reports.lines().map(serde_json::from_str);
         let reports: Vec<Value> = reports.collect::<Result<_, _>>()?;
@@ -71,7 +71,7 @@ impl Place {
         };
         let clones: Vec<Restored> = reports.iter().map(clone).collect::<Result<_>>()?;
         ensure!(clones.len() as u32 == count, "{reports:?}");
-        Ok((clones, told))
+        Ok((clones, stderr))
     }
 
     fn refused(&self, more: &[&str], code: i32, words: &str) -> Result<()> {
@@ -233,9 +233,12 @@ fn what_clones_share_is_kept_within_a_budget() -> Result<()> {
     // Used again; no more is made.
     drop(place.clones(1, 1, &[])?);
     ensure!(folders()? == 2);
-    // One that is larger than the budget is made anew each time, and that is told.
-    let (clones, told) = place.clones_told(1, 1, &["--base-budget", "1M"])?;
-    ensure!(told.contains("--base-budget") && folders()? == 0, "{told}");
+    // A template larger than the budget is not kept, and the command reports it.
+    let (clones, stderr) = place.clones_with_stderr(1, 1, &["--base-budget", "1M"])?;
+    ensure!(
+        stderr.contains("--base-budget") && folders()? == 0,
+        "{stderr}"
+    );
     drop(clones);
     // With a budget for none, what a clone needs lives as long as it does.
     let clones = place.clones(1, 1, &["--base-budget", "0"])?;

@@ -116,8 +116,8 @@ fn expect_same(
     stillframe.json(&["checkpoint", "--pid", &pid]).map(drop)
 }
 
-/// A device that comes back at another place while the engine looks elsewhere: just after a pause, when
-/// what QEMU said meanwhile is read and not yet looked at.
+/// A device is replaced at another address just after a pause, before the engine has processed QEMU's events
+/// of that pause.
 #[test]
 fn a_device_exchanged_at_the_end_of_a_pause_is_restored_where_it_is() -> Result<()> {
     let (guest, mut monitor, stillframe) = guest("exchanged", &[])?;

@@ -232,8 +232,8 @@ fn a_state_that_qemu_does_not_take_is_undone() -> Result<()> {
     expect_untouched(&two, &mut monitor)
 }
 
-/// Killed before anything was changed, the guest runs on; killed after that, it stays paused, nobody can
-/// resume it and no checkpoint is taken of it until it is rewound again.
+/// A rewind killed before its first change leaves the guest running. Killed later, it leaves the guest paused;
+/// QEMU refuses `cont`, and `checkpoint` refuses the VM, until the next rewind.
 #[test]
 fn a_kill_leaves_a_guest_that_can_be_rewound() -> Result<()> {
     let guest = Setup::small(Kind::Private, "killed").boot()?;

@@ -1,13 +1,13 @@
-//! Keeps everybody from resuming a VM whose memory is partly of one moment and partly of another.
+//! Blocks `cont` for a VM whose memory is partly of one moment and partly of another.
 //!
 //! ```text
-//!   QEMU: dump thread ──> [ pipe, full ] ──> nobody, until the VM is whole      `cont` of anybody: refused
+//!   QEMU: dump thread ──> [ pipe, full ] ──> read when the VM is consistent      `cont` of any client: refused
 //! ```
 //!
-//! QEMU resumes no VM while it dumps guest memory. So it is told to dump one page of it, into a pipe that is
-//! full, of which it is given the other end, too: the dump stands still, also when this process and its
-//! connection are gone. Who has made the VM whole again reads the pipe, which the kernel shows below
-//! `/proc/PID/fd`; what fills it tells it from all others.
+//! QEMU refuses `cont` while it dumps guest memory. The rewind therefore starts a dump of one page into a full
+//! pipe. QEMU owns both ends of the pipe, so the dump stays blocked after the death of the engine and of its
+//! connection. A later rewind finds the pipe below `/proc/PID/fd` by its content, and reads it once the
+//! VM is consistent.
 
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -23,25 +23,25 @@ use stillframe_qemu::monitor::{Monitor, MonitorError};
 use stillframe_sys::process::Process;
 use thiserror::Error;
 
-/// Under which QEMU keeps the two ends.
+/// Names under which QEMU keeps the two ends.
 const INTO: &str = "stillframe-rewind-into";
 const OUT_OF: &str = "stillframe-rewind-out-of";
-/// The smallest pipe.
+/// Capacity of the pipe in bytes: the kernel's minimum.
 const PIPE_BYTES: usize = 4096;
-/// What the filler begins with.
+/// First bytes of the pipe's content.
 const MARK: &[u8; 32] = b"stillframe: a rewind is under wa";
-/// For QEMU to write a page and some headers.
+/// Limit for QEMU to write one page and the ELF headers.
 const RELEASE_LIMIT: Duration = Duration::from_secs(30);
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 
-/// Why a VM cannot be held, or let go.
+/// Why `cont` could not be blocked or unblocked.
 #[derive(Debug, Error)]
-pub enum HoldError {
+pub enum InhibitorError {
     /// QEMU failed a command.
-    #[error("cannot keep the VM from being resumed meanwhile")]
+    #[error("cannot block `cont` for the time of the rewind")]
     Monitor(#[from] MonitorError),
-    /// No pipe.
-    #[error("cannot keep the VM from being resumed meanwhile: {action} a pipe failed")]
+    /// A system call on the pipe failed.
+    #[error("cannot block `cont` for the time of the rewind: {action} a pipe failed")]
     Pipe {
         /// What was done with it.
         action: &'static str,
@@ -49,12 +49,14 @@ pub enum HoldError {
         #[source]
         source: io::Error,
     },
-    /// Somebody dumps the VM's memory.
-    #[error("somebody dumps this VM's memory (`query-dump`): wait until that is done")]
-    Dumping,
-    /// It is not let go.
+    /// Another client's dump of guest memory is active.
     #[error(
-        "the VM is whole, but QEMU has not ended within {limit_ms} ms what keeps it from being resumed: rewind it again"
+        "another client dumps this VM's memory (`query-dump`): wait for its end, then rewind again"
+    )]
+    Dumping,
+    /// The dump did not end in time.
+    #[error(
+        "the VM is consistent, but the dump that blocks `cont` did not end within {limit_ms} ms: rewind it again"
     )]
     Timeout {
         /// The limit.
@@ -62,24 +64,24 @@ pub enum HoldError {
     },
 }
 
-fn failed(action: &'static str) -> impl Fn(Errno) -> HoldError {
-    move |errno| HoldError::Pipe {
+fn failed(action: &'static str) -> impl Fn(Errno) -> InhibitorError {
+    move |errno| InhibitorError::Pipe {
         action,
         source: errno.into(),
     }
 }
 
-/// A VM that nobody can resume. Dropped, it stays so.
+/// A blocked `cont`. Dropping it leaves `cont` blocked.
 #[derive(Debug)]
-pub struct Hold {
+pub struct ResumeInhibitor {
     read: OwnedFd,
 }
 
-impl Hold {
-    /// Holds a VM, which is paused.
-    pub fn take(monitor: &mut Monitor) -> Result<Hold, HoldError> {
+impl ResumeInhibitor {
+    /// Blocks `cont` of a paused VM.
+    pub fn engage(monitor: &mut Monitor) -> Result<ResumeInhibitor, InhibitorError> {
         if monitor.is_dumping()? {
-            return Err(HoldError::Dumping);
+            return Err(InhibitorError::Dumping);
         }
         let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(failed("making"))?;
         fcntl_setpipe_size(&write, PIPE_BYTES).map_err(failed("shrinking"))?;
@@ -91,26 +93,29 @@ impl Hold {
         monitor.give(INTO, write.as_fd())?;
         monitor.begin_dump(INTO)?;
         monitor.expect_dump();
-        Ok(Hold { read })
+        Ok(ResumeInhibitor { read })
     }
 
-    /// The hold that a process has left that was killed.
-    pub fn left(monitor: &mut Monitor, qemu: &Process) -> Result<Option<Hold>, HoldError> {
+    /// The inhibitor of an earlier rewind that was killed, if there is one.
+    pub fn left_behind(
+        monitor: &mut Monitor,
+        qemu: &Process,
+    ) -> Result<Option<ResumeInhibitor>, InhibitorError> {
         if !monitor.is_dumping()? {
             return Ok(None);
         }
-        let found = find(qemu.pid()).map_err(|source| HoldError::Pipe {
+        let found = find(qemu.pid()).map_err(|source| InhibitorError::Pipe {
             action: "looking for",
             source,
         })?;
         if found.is_some() {
             monitor.expect_dump();
         }
-        Ok(found.map(|read| Hold { read }))
+        Ok(found.map(|read| ResumeInhibitor { read }))
     }
 
-    /// Lets the VM be resumed.
-    pub fn release(self, monitor: &mut Monitor) -> Result<(), HoldError> {
+    /// Unblocks `cont`.
+    pub fn release(self, monitor: &mut Monitor) -> Result<(), InhibitorError> {
         let deadline = Instant::now() + RELEASE_LIMIT;
         let mut piece = [0; PIPE_BYTES];
         while monitor.is_dumping()? {
@@ -120,18 +125,18 @@ impl Hold {
                 Err(errno) => return Err(failed("reading")(errno)),
             }
             if Instant::now() > deadline {
-                return Err(HoldError::Timeout {
+                return Err(InhibitorError::Timeout {
                     limit_ms: RELEASE_LIMIT.as_millis(),
                 });
             }
         }
-        // Another monitor may have been given it, by a process that was killed: it is only a descriptor.
+        // An earlier rewind may have used another monitor; the descriptor is harmless there.
         let _ = monitor.close_given(OUT_OF);
         Ok(())
     }
 }
 
-/// The end to read of the pipe that a process has, and that is filled as ours are.
+/// The read end of a pipe of this process whose content begins with [`MARK`].
 fn find(pid: i32) -> io::Result<Option<OwnedFd>> {
     let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits() as i32;
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
@@ -141,7 +146,7 @@ fn find(pid: i32) -> io::Result<Option<OwnedFd>> {
         if !is_pipe {
             continue;
         }
-        // It may be closed by now.
+        // QEMU may have closed it meanwhile.
         let Ok(pipe) = OpenOptions::new()
             .read(true)
             .custom_flags(flags)
@@ -156,7 +161,7 @@ fn find(pid: i32) -> io::Result<Option<OwnedFd>> {
     Ok(None)
 }
 
-/// Looks without taking anything out.
+/// Whether the content begins with [`MARK`]; the content stays in the pipe.
 fn begins_with_mark(pipe: impl AsFd) -> io::Result<bool> {
     let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
     match tee(&pipe, &write, MARK.len(), SpliceFlags::NONBLOCK) {
