@@ -2,7 +2,7 @@
 //! what earlier runs on this machine found.
 //!
 //! libFuzzer needs a nightly compiler (`-Cpasses=sancov-module`); nothing else of the project does. The total of
-//! all runs is kept in `docs/results/fuzz/executions.json`.
+//! all runs is kept in `docs/results/fuzz/executions.json`, and `--until` goes on from there.
 
 use crate::run::{answer, run};
 use crate::workspace::Workspace;
@@ -12,6 +12,9 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::Instant;
 
 /// How long a target is run, unless told otherwise.
@@ -33,6 +36,22 @@ const FLAGS: &[&str] = &[
     "-Coverflow-checks=on",
 ];
 
+/// Longest input, in bytes. Longer ones cost executions and reach nothing else: no decoder has a bound that a few
+/// KiB do not reach.
+const INPUT_BYTES_MAX: usize = 4 << 10;
+
+/// The same for `guest_state`, whose input is cut into page tables of 4 KiB that lead to one another.
+const PAGE_TABLES_BYTES_MAX: usize = 16 << 10;
+
+/// How long each target is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Budget {
+    /// For so many seconds.
+    Seconds(u64),
+    /// Until all of its runs so far add up to so many executions.
+    Total(u64),
+}
+
 /// All runs of one target so far.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -46,8 +65,13 @@ struct Total {
     commit: String,
 }
 
-/// Runs `target`, or all, for so many seconds each. Fails if an input was found that fails.
-pub fn fuzz(workspace: &Workspace, target: Option<&str>, seconds: u64) -> Result<()> {
+/// Runs `target`, or all, `jobs` of them at a time. Fails if an input was found that fails.
+pub fn fuzz(
+    workspace: &Workspace,
+    target: Option<&str>,
+    budget: Budget,
+    jobs: usize,
+) -> Result<()> {
     let all = targets(&workspace.root)?;
     let chosen = match target {
         Some(target) => {
@@ -59,24 +83,56 @@ pub fn fuzz(workspace: &Workspace, target: Option<&str>, seconds: u64) -> Result
     };
     let folder = workspace.target.join("fuzz");
     build(workspace, &folder, target)?;
-    let commit = workspace.commit()?;
-    let mut found = Vec::new();
-    for name in &chosen {
-        let total = run_one(workspace, &folder, name, seconds)?;
-        println!(
-            "{name}: {} executions in {} s, {} findings",
-            total.executions, total.seconds, total.findings
-        );
-        if total.findings > 0 {
-            found.push(name.as_str());
+    let results = workspace.root.join(RESULTS);
+    let record = Mutex::new(Record::read(&results, &workspace.commit()?)?);
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        while let Some(name) = chosen.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let recorded = lock(&record).executions(name);
+            let Some(limit) = limit(budget, recorded) else {
+                continue;
+            };
+            let total = run_one(workspace, &folder, name, &limit)?;
+            println!(
+                "{name}: {} executions in {} s, {} findings",
+                total.executions, total.seconds, total.findings
+            );
+            lock(&record).add(total)?;
         }
-        add(&workspace.root.join(RESULTS), total, &commit)?;
-    }
+        Ok::<_, anyhow::Error>(())
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..jobs.max(1)).map(|_| scope.spawn(worker)).collect();
+        let ends = workers.into_iter().map(|worker| match worker.join() {
+            Ok(end) => end,
+            Err(panic) => std::panic::resume_unwind(panic),
+        });
+        ends.collect::<Result<Vec<()>>>()
+    })?;
+    let found = lock(&record).found.join(", ");
     if !found.is_empty() {
         let artifacts = folder.join("artifacts");
-        bail!("{}: see {}", found.join(", "), artifacts.display());
+        bail!("{found}: see {}", artifacts.display());
     }
     Ok(())
+}
+
+/// A record is whole between two of its changes, so a panic elsewhere does not spoil it.
+fn lock<'a>(record: &'a Mutex<Record>) -> std::sync::MutexGuard<'a, Record> {
+    record
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// The argument that ends a run, or none where nothing is left to run.
+fn limit(budget: Budget, recorded: u64) -> Option<String> {
+    match budget {
+        Budget::Seconds(seconds) => Some(format!("-max_total_time={seconds}")),
+        Budget::Total(total) => match total.saturating_sub(recorded) {
+            0 => None,
+            left => Some(format!("-runs={left}")),
+        },
+    }
 }
 
 /// The targets by name: each is a file.
@@ -114,7 +170,7 @@ fn build(workspace: &Workspace, folder: &Path, target: Option<&str>) -> Result<(
     run(&mut command)
 }
 
-fn run_one(workspace: &Workspace, folder: &Path, name: &str, seconds: u64) -> Result<Total> {
+fn run_one(workspace: &Workspace, folder: &Path, name: &str, limit: &str) -> Result<Total> {
     let corpus = folder.join("corpus").join(name);
     let artifacts = folder.join("artifacts").join(name);
     let logs = folder.join("logs");
@@ -124,10 +180,11 @@ fn run_one(workspace: &Workspace, folder: &Path, name: &str, seconds: u64) -> Re
     let log = logs.join(name);
     let mut command = Command::new(folder.join(TRIPLE).join("release").join(name));
     command
-        .arg(format!("-max_total_time={seconds}"))
+        .arg(limit)
         .arg(format!("-artifact_prefix={}/", artifacts.display()))
         .args(["-print_final_stats=1", "-timeout=20", "-rss_limit_mb=2048"])
-        .args(["-max_len=65536", "-reload=0"])
+        .arg(format!("-max_len={}", input_bytes_max(name)))
+        .arg("-reload=0")
         .arg(&corpus)
         .current_dir(&workspace.root)
         .stderr(File::create(&log).with_context(|| log.display().to_string())?);
@@ -147,6 +204,13 @@ fn run_one(workspace: &Workspace, folder: &Path, name: &str, seconds: u64) -> Re
     })
 }
 
+fn input_bytes_max(target: &str) -> usize {
+    match target {
+        "guest_state" => PAGE_TABLES_BYTES_MAX,
+        _ => INPUT_BYTES_MAX,
+    }
+}
+
 /// What libFuzzer says at its end.
 fn executions(said: &str) -> Result<u64> {
     let count = |line: &str| {
@@ -159,27 +223,53 @@ fn executions(said: &str) -> Result<u64> {
     count.context("libFuzzer did not tell how often it ran the target")
 }
 
-/// Adds a run to those before.
-fn add(folder: &Path, last: Total, commit: &str) -> Result<()> {
-    let path = folder.join("executions.json");
-    let totals: Vec<Total> = match fs::read_to_string(&path) {
-        Ok(text) => serde_json::from_str(&text).with_context(|| path.display().to_string())?,
-        Err(_) => Vec::new(),
-    };
-    let named = |total: Total| (total.target.clone(), total);
-    let mut totals: BTreeMap<String, Total> = totals.into_iter().map(named).collect();
-    let total = totals.entry(last.target.clone()).or_default();
-    *total = Total {
-        executions: total.executions + last.executions,
-        seconds: total.seconds + last.seconds,
-        findings: total.findings + last.findings,
-        commit: commit.to_owned(),
-        target: last.target,
-    };
-    let totals: Vec<&Total> = totals.values().collect();
-    fs::create_dir_all(folder)?;
-    let text = serde_json::to_string_pretty(&totals)? + "\n";
-    fs::write(&path, text).with_context(|| path.display().to_string())
+/// The totals of all targets, in a file that is written anew after each run.
+struct Record {
+    path: PathBuf,
+    commit: String,
+    totals: BTreeMap<String, Total>,
+    /// Targets that failed on an input since the record was read.
+    found: Vec<String>,
+}
+
+impl Record {
+    fn read(folder: &Path, commit: &str) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        let path = folder.join("executions.json");
+        let totals: Vec<Total> = match fs::read_to_string(&path) {
+            Ok(text) => serde_json::from_str(&text).with_context(|| path.display().to_string())?,
+            Err(_) => Vec::new(),
+        };
+        let named = |total: Total| (total.target.clone(), total);
+        Ok(Self {
+            path,
+            commit: commit.to_owned(),
+            totals: totals.into_iter().map(named).collect(),
+            found: Vec::new(),
+        })
+    }
+
+    fn executions(&self, target: &str) -> u64 {
+        self.totals.get(target).map_or(0, |total| total.executions)
+    }
+
+    /// Adds a run to those before.
+    fn add(&mut self, last: Total) -> Result<()> {
+        if last.findings > 0 {
+            self.found.push(last.target.clone());
+        }
+        let total = self.totals.entry(last.target.clone()).or_default();
+        *total = Total {
+            executions: total.executions + last.executions,
+            seconds: total.seconds + last.seconds,
+            findings: total.findings + last.findings,
+            commit: self.commit.clone(),
+            target: last.target,
+        };
+        let totals: Vec<&Total> = self.totals.values().collect();
+        let text = serde_json::to_string_pretty(&totals)? + "\n";
+        fs::write(&self.path, text).with_context(|| self.path.display().to_string())
+    }
 }
 
 #[cfg(test)]
@@ -202,16 +292,22 @@ mod tests {
             seconds: 2,
             ..Total::default()
         };
-        for (target, executions) in [("b", 1), ("a", 10), ("b", 5)] {
-            add(folder.path(), run(target, executions), "c0ffee").unwrap();
+        let mut record = Record::read(folder.path(), "c0ffee").unwrap();
+        record.add(run("b", 1)).unwrap();
+        let mut record = Record::read(folder.path(), "c0ffee").unwrap();
+        for (target, executions) in [("a", 10), ("b", 5)] {
+            record.add(run(target, executions)).unwrap();
         }
-        let text = fs::read_to_string(folder.path().join("executions.json")).unwrap();
-        let totals: Vec<Total> = serde_json::from_str(&text).unwrap();
-        let found: Vec<_> = totals
-            .iter()
+        let record = Record::read(folder.path(), "c0ffee").unwrap();
+        let found: Vec<_> = record
+            .totals
+            .values()
             .map(|total| (total.target.as_str(), total.executions, total.seconds))
             .collect();
         assert_eq!(found, [("a", 10, 2), ("b", 6, 4)]);
+        assert_eq!(limit(Budget::Total(10), record.executions("a")), None);
+        let rest = limit(Budget::Total(10), record.executions("b"));
+        assert_eq!(rest.as_deref(), Some("-runs=4"));
     }
 
     /// Each target is built, has a corpus in the tree, and that is small.

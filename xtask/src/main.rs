@@ -60,6 +60,12 @@ enum Command {
         /// How long each is run
         #[arg(long, default_value_t = fuzz::SECONDS)]
         seconds: u64,
+        /// Run each until all its recorded runs add up to so many executions
+        #[arg(long, conflicts_with = "seconds", value_name = "EXECUTIONS")]
+        until: Option<u64>,
+        /// How many targets run at a time
+        #[arg(long, default_value_t = 1)]
+        jobs: usize,
     },
     /// Print every promised number with its last measurement; fail if one does not hold
     Claims,
@@ -86,8 +92,15 @@ fn main() -> ExitCode {
         Command::Bench { bench, more } => {
             Workspace::load().and_then(|workspace| lab::bench(&workspace, bench, &more))
         }
-        Command::Fuzz { target, seconds } => Workspace::load()
-            .and_then(|workspace| fuzz::fuzz(&workspace, target.as_deref(), seconds)),
+        Command::Fuzz {
+            target,
+            seconds,
+            until,
+            jobs,
+        } => Workspace::load().and_then(|workspace| {
+            let budget = until.map_or(fuzz::Budget::Seconds(seconds), fuzz::Budget::Total);
+            fuzz::fuzz(&workspace, target.as_deref(), budget, jobs)
+        }),
         Command::Claims => Workspace::load().and_then(|workspace| claims::claims(&workspace)),
     };
     match done {
