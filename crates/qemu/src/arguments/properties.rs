@@ -25,13 +25,25 @@ impl Properties {
             return Properties { pairs };
         }
         let mut pairs = Vec::new();
-        for (index, item) in split_items(text).into_iter().enumerate() {
-            match item.split_once('=') {
-                Some((key, value)) => pairs.push((key.to_owned(), unescape(value))),
-                None if index == 0 => pairs.push((implied.to_owned(), unescape(item))),
-                None if item.is_empty() => {}
-                None => pairs.push(switch(item)),
-            }
+        let mut rest = Some(text);
+        while let Some(text) = rest {
+            let name_end = text.find(['=', ',']).unwrap_or(text.len());
+            let (name, after_name) = text.split_at(name_end);
+            rest = if let Some(value) = after_name.strip_prefix('=') {
+                let (value, rest) = split_value(value);
+                pairs.push((name.to_owned(), unescape(value)));
+                rest
+            } else if pairs.is_empty() {
+                let (value, rest) = split_value(text);
+                pairs.push((implied.to_owned(), unescape(value)));
+                rest
+            } else {
+                // A comma ends a name even where another one follows.
+                if !name.is_empty() {
+                    pairs.push(switch(name));
+                }
+                after_name.strip_prefix(',')
+            };
         }
         Properties { pairs }
     }
@@ -92,23 +104,18 @@ fn unescape(value: &str) -> String {
     value.replace(",,", ",")
 }
 
-/// Splits at single commas; doubled commas stay in the items.
-fn split_items(text: &str) -> Vec<&str> {
+/// A value up to the first single comma, its doubled commas as they are, and what follows that comma.
+fn split_value(text: &str) -> (&str, Option<&str>) {
     let bytes = text.as_bytes();
-    let (mut items, mut start, mut at) = (Vec::new(), 0, 0);
+    let mut at = 0;
     while at < bytes.len() {
-        if bytes[at] != b',' {
-            at += 1;
-        } else if bytes.get(at + 1) == Some(&b',') {
-            at += 2;
-        } else {
-            items.push(&text[start..at]);
-            at += 1;
-            start = at;
+        match (bytes[at], bytes.get(at + 1)) {
+            (b',', Some(b',')) => at += 2,
+            (b',', _) => return (&text[..at], Some(&text[at + 1..])),
+            _ => at += 1,
         }
     }
-    items.push(&text[start..]);
-    items
+    (text, None)
 }
 
 fn switch(item: &str) -> (String, String) {
@@ -182,6 +189,9 @@ mod tests {
             ("", &[("first", "")]),
             ("a,,", &[("first", "a,")]),
             ("a,", &[("first", "a")]),
+            // Doubled commas are for values only.
+            ("x,a,,b", &[("first", "x"), ("a", "on"), ("b", "on")]),
+            ("x,noa,,b=1", &[("first", "x"), ("a", "off"), ("b", "1")]),
             (
                 r#"{"driver":"x","addr":{"path":"/p","deep":[1,true]}}"#,
                 &[
@@ -226,8 +236,9 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_read_without_panic(text in ".{0,200}") {
-            let _ = Properties::parse(&text, "first").render("first");
+        fn what_was_read_once_is_read_the_same_again(text in "[,=no{a-b]{0,40}|.{0,200}") {
+            let properties = Properties::parse(&text, "first");
+            prop_assert_eq!(Properties::parse(&properties.render("first"), "first"), properties);
         }
     }
 }
