@@ -40,8 +40,11 @@ const FLAGS: &[&str] = &[
 /// KiB do not reach.
 const INPUT_BYTES_MAX: usize = 4 << 10;
 
-/// The same for `guest_state`, whose input is cut into page tables of 4 KiB that lead to one another.
-const PAGE_TABLES_BYTES_MAX: usize = 16 << 10;
+/// The same for targets that read each input several times, so that it takes them a millisecond at 4 KiB.
+const SLOW_INPUT_BYTES_MAX: usize = 1 << 10;
+
+/// The same for `guest_state`, whose input is cut into page tables of 4 KiB: two lead to each other.
+const PAGE_TABLES_BYTES_MAX: usize = 8 << 10;
 
 /// How long each target is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -182,7 +185,7 @@ fn run_one(workspace: &Workspace, folder: &Path, name: &str, limit: &str) -> Res
     command
         .arg(limit)
         .arg(format!("-artifact_prefix={}/", artifacts.display()))
-        .args(["-print_final_stats=1", "-timeout=20", "-rss_limit_mb=2048"])
+        .args(["-print_final_stats=1", "-timeout=60", "-rss_limit_mb=2048"])
         .arg(format!("-max_len={}", input_bytes_max(name)))
         .arg("-reload=0")
         .arg(&corpus)
@@ -207,6 +210,7 @@ fn run_one(workspace: &Workspace, folder: &Path, name: &str, limit: &str) -> Res
 fn input_bytes_max(target: &str) -> usize {
     match target {
         "guest_state" => PAGE_TABLES_BYTES_MAX,
+        "arguments" | "device_state" | "rewrite" => SLOW_INPUT_BYTES_MAX,
         _ => INPUT_BYTES_MAX,
     }
 }
