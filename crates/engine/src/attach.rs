@@ -26,7 +26,7 @@ use thiserror::Error;
 use crate::capture::block::PAGE_BYTES;
 use crate::capture::device_state::StateStream;
 use crate::capture::devices::Devices;
-use crate::capture::schedule::{Auto, ScheduleChoice, ScheduleKind};
+use crate::capture::schedule::{Auto, Bursts, ScheduleChoice, ScheduleKind};
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{Tracker, TrackerError};
 use crate::guardian::{Guardian, GuardianError};
@@ -124,6 +124,8 @@ pub struct Vm {
     pub(crate) cautions: Vec<Caution>,
     /// Pages copied in the last pause: what the next one will need room for, about.
     pub(crate) pause_pages_last: u64,
+    /// Past bursts of writes.
+    pub(crate) bursts: Bursts,
     /// The inhibitor of an earlier rewind that was killed.
     pub(crate) inhibitor: Option<ResumeInhibitor>,
 }
@@ -242,6 +244,7 @@ impl Vm {
             clock: GuestClock::new(agent),
             cautions,
             pause_pages_last: 0,
+            bursts: Bursts::default(),
             inhibitor: None,
         })
     }

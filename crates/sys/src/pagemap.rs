@@ -135,7 +135,7 @@ impl Pagemap {
         self.look_for_written(PM_SCAN_CHECK_WPASYNC, range, out)
     }
 
-    /// As [`Pagemap::peek_written`], of a range that is registered for synchronous write protection:
+    /// As [`Pagemap::peek_written`], of a range that is registered for write protection of either kind:
     /// the pages that are not protected.
     pub fn written(
         &self,

@@ -24,9 +24,11 @@ use super::stage::Stage;
 use super::tracker::{Collected, Tracker, TrackerError};
 
 mod auto;
+mod bursts;
 mod copy_on_write;
 
 pub use auto::{Auto, Plan, Prediction, Sample};
+pub use bursts::Bursts;
 pub use copy_on_write::CopyOnWrite;
 
 /// Rounds before the pause. Each costs a scan of all memory, about 1 ms a GiB.
@@ -118,6 +120,8 @@ pub struct Work<'a> {
     pub stage: &'a mut Stage,
     /// Counts them.
     pub copied: &'a mut Copied,
+    /// Waits for the end of a burst of writes.
+    pub bursts: &'a mut Bursts,
 }
 
 /// What is copied when. After an error nothing is lost: what was to be copied stays pending.
@@ -171,7 +175,13 @@ pub struct PreCopy;
 
 impl Schedule for PreCopy {
     fn before(&mut self, work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), TrackerError> {
-        rounds(work, monitor)
+        rounds(work, monitor)?;
+        // Copied after the burst, its pages are few in the pause.
+        while work.bursts.outlast(work.tracker)? {
+            let found = work.tracker.collect_running()?.drained(monitor)?;
+            copy_before(work, &found)?;
+        }
+        Ok(())
     }
 
     fn stopped(

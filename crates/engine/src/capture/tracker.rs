@@ -283,8 +283,7 @@ impl Tracker {
         }
     }
 
-    /// How many pages a scan would find now, of memory that is tracked synchronously.
-    /// Changes nothing.
+    /// How many pages a scan would find now, discards of shared memory apart. Changes nothing.
     pub fn written_pages(&self) -> Result<u64, TrackerError> {
         let mut found = Vec::new();
         for tracked in &self.blocks {

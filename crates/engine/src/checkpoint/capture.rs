@@ -14,7 +14,7 @@ use crate::capture::device_state::StateStream;
 use crate::capture::devices::DevicesError;
 use crate::capture::pause::{Pause, PauseError, us};
 use crate::capture::schedule::{
-    Auto, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
+    Auto, Bursts, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
 };
 use crate::capture::stage::Stage;
 use crate::capture::tracker::{BlockShape, Tracker, TrackerError};
@@ -181,14 +181,18 @@ impl Vm {
             ScheduleKind::PreCopy => Box::new(PreCopy),
             ScheduleKind::CopyOnWrite => Box::new(CopyOnWrite::default()),
         };
-        schedule.before(&mut work(&mut self.tracker, captured), &mut self.monitor)?;
+        self.bursts.begin(self.interval(captured));
+        schedule.before(
+            &mut work(&mut self.tracker, &mut self.bursts, captured),
+            &mut self.monitor,
+        )?;
         captured.copying = us(begin);
         if let Err(error) = self.pause(captured, schedule.as_mut(), hasher, options) {
             schedule.give_up(&self.tracker);
             return Err(error);
         }
         let resumed_at = Instant::now();
-        schedule.after(&mut work(&mut self.tracker, captured))?;
+        schedule.after(&mut work(&mut self.tracker, &mut self.bursts, captured))?;
         captured.copying += us(resumed_at);
         // A block that came or went at any time since the attach shows now.
         let ram = self.monitor.ram_blocks()?;
@@ -200,8 +204,13 @@ impl Vm {
         Ok(self.devices.check(&mut self.monitor, state)?)
     }
 
+    /// In which what is captured was written.
+    fn interval(&self, captured: &Captured) -> Duration {
+        captured.begin.saturating_duration_since(self.captured_at)
+    }
+
     fn observe(&mut self, captured: &Captured) {
-        let interval = captured.begin.saturating_duration_since(self.captured_at);
+        let interval = self.interval(captured);
         self.captured_at = captured.begin;
         if let Some(auto) = &mut self.auto {
             auto.observe(Sample {
@@ -243,6 +252,7 @@ impl Vm {
                 tracker: &mut self.tracker,
                 stage: &mut captured.stage,
                 copied: &mut captured.copied,
+                bursts: &mut self.bursts,
             },
             schedule,
             state,
@@ -289,10 +299,15 @@ impl Vm {
 }
 
 /// What a schedule works on.
-fn work<'w>(tracker: &'w mut Tracker, captured: &'w mut Captured) -> Work<'w> {
+fn work<'w>(
+    tracker: &'w mut Tracker,
+    bursts: &'w mut Bursts,
+    captured: &'w mut Captured,
+) -> Work<'w> {
     Work {
         tracker,
         stage: &mut captured.stage,
         copied: &mut captured.copied,
+        bursts,
     }
 }
