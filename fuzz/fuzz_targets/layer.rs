@@ -4,7 +4,8 @@
 use stillframe_repo::layer::Layer;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    for pages in [0, 3000, 1 << 20] {
+    // Of 256 MiB at most: a larger block takes longer and has no other rules.
+    for pages in [0, 3000, 1 << 16] {
         if let Ok(layer) = Layer::decode(bytes, pages) {
             assert_eq!(Layer::decode(&layer.encode(pages), pages), Ok(layer));
         }

@@ -141,13 +141,19 @@ pub fn unwrap(mut raw: Vec<u8>) -> Result<Vec<u8>, DeviceStateError> {
     let is_end = |rest: &[u8]| match rest {
         [EOF] => true,
         [EOF, VMDESCRIPTION, a, b, c, d, text @ ..] => {
-            u32::from_be_bytes([*a, *b, *c, *d]) as usize == text.len()
+            u32::from_be_bytes([*a, *b, *c, *d]) as usize == text.len() && is_description(text)
         }
         _ => false,
     };
     let end = follow(&raw, is_end, None)?.end;
     raw.truncate(end + 1);
     Ok(raw)
+}
+
+/// Whether it could be QEMU's description of the sections, JSON on one line. What a guest writes into a
+/// buffer of a device cannot make sections behind it a part of such a text: each has a control character.
+fn is_description(text: &[u8]) -> bool {
+    text.starts_with(b"{") && text.ends_with(b"}") && !text.iter().any(u8::is_ascii_control)
 }
 
 /// The sections up to the end, which begins where it is said to by `is_end`.
@@ -291,6 +297,22 @@ mod tests {
         forged.extend(&section(9, "forged", &[])[..20]);
         let raw = stream(&[section(7, "disk", &forged), section(8, "net", &[1])]);
         assert_eq!(validate(&raw).expect("whole").sections, ["disk", "net"]);
+    }
+
+    /// Data that look like the end of the stream and a description as long as all that follows.
+    #[test]
+    fn a_forged_description_does_not_hide_sections() {
+        let behind = section(8, "net", &[1]);
+        // Behind the forged end: the real footer, the section and the real end.
+        let forged_end = |bytes: usize| {
+            let length = u32::try_from(bytes).expect("short").to_be_bytes();
+            [&[9, FOOTER, 0, 0, 0, 7, EOF, VMDESCRIPTION], &length[..]].concat()
+        };
+        let description = FOOTER_BYTES + behind.len() + 1;
+        let raw = stream(&[section(7, "disk", &forged_end(description)), behind]);
+        assert_eq!(unwrap(raw.clone()).as_ref(), Ok(&raw));
+        let described = [&raw[..raw.len() - 1], &[EOF], DESCRIPTION].concat();
+        assert_eq!(unwrap(described), Ok(raw));
     }
 
     /// A network card's buffer of 64 KiB as a guest may fill it: 10,000 footers were the end of the search once.
