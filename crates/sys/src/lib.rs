@@ -2,7 +2,8 @@
 //!
 //! Everything here works on *another* process, from outside: its identity ([`process`]), its bytes
 //! ([`memory`]), its write tracking ([`uffd`], [`pagemap`]) and the one system call that has to be
-//! made inside it ([`infect`]). [`private_dir`] is for what this process itself leaves on the host. Nothing here
+//! made inside it ([`infect`]). [`private_dir`] is for what this process itself leaves on the host; [`credentials`], [`control_group`]
+//! and [`security_label`] are for what a process takes on before it becomes another program. Nothing here
 //! knows QEMU, checkpoints or repositories.
 //!
 //! Rules of the room:
@@ -18,6 +19,7 @@ compile_error!(
 );
 
 pub mod affinity;
+pub mod control_group;
 pub mod credentials;
 pub mod fdpass;
 #[cfg(feature = "fuzzing")]
@@ -30,5 +32,6 @@ pub mod pagemap;
 pub mod private_dir;
 pub mod probe;
 pub mod process;
+pub mod security_label;
 pub mod system;
 pub mod uffd;
