@@ -34,6 +34,7 @@ pub use stillframe_qemu::record::VmRecord;
 pub use stillframe_qemu::target::{Selector, TargetError};
 pub use stillframe_sys::probe;
 pub use stillframe_sys::process::Process;
+pub use stillframe_sys::security_label::SecurityLabel;
 pub use stillframe_sys::system::{forbid_dumps, memory_bytes};
 
 /// What a long-running verb is doing, for a progress line. Counts are in the named unit.

@@ -7,6 +7,7 @@
 //! killed and reaped, because half a guest is no guest.
 
 mod checks;
+mod confinement;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -54,6 +55,10 @@ pub struct LaunchOptions {
     pub qemu: Option<PathBuf>,
     /// Whether it starts as root, whoever the VM ran as.
     pub as_root: bool,
+    /// Whether it starts without the security label that confined the VM.
+    pub without_label: bool,
+    /// Whether it starts in the control group of this process, not in the VM's.
+    pub without_group: bool,
     /// Whether programs that the recorded command line names may run.
     pub allow_commands: bool,
     /// Where QEMU writes its process id.
@@ -73,6 +78,8 @@ impl LaunchOptions {
             clone: None,
             qemu: None,
             as_root: false,
+            without_label: false,
+            without_group: false,
             allow_commands: false,
             pidfile: None,
             helper: helper::this_program(),
@@ -115,7 +122,7 @@ pub struct LaunchPlan {
     pub arguments: Vec<String>,
     /// Its working directory.
     pub cwd: PathBuf,
-    /// As whom it runs; none for the user of this process.
+    /// As whom it runs; none for the user of this process. Label and control group are those that it gets.
     pub credentials: Option<Credentials>,
     /// The executable that becomes it.
     pub helper: PathBuf,
@@ -163,6 +170,17 @@ pub enum LaunchError {
     /// Only root can start a VM as root.
     #[error("--as-root is for root: a user starts VMs as that user")]
     NotRoot,
+    /// The label that confined the VM would not confine the new QEMU.
+    #[error(
+        "the VM was confined by the security label {label}, which QEMU cannot be given: {why}; load its policy, or \
+         start QEMU without that confinement: --without-label"
+    )]
+    LabelNotGiven {
+        /// The label.
+        label: String,
+        /// What is in the way.
+        why: String,
+    },
     /// The command line needs more rights than the VM has.
     #[error(
         "`{option}` needs root, but the VM ran as user {uid}; --as-root starts QEMU as root, which then \
@@ -451,7 +469,7 @@ pub enum LaunchError {
 /// another version is found when it runs.
 pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, LaunchError> {
     let exe = program::choose(record, options.qemu.as_deref())?;
-    let owner = owner::decide(record, options)?;
+    let mut owner = owner::decide(record, options)?;
     if let Some(then) = owner.credentials.as_ref().filter(|_| owner.is_another())
         && options.clone.is_some()
     {
@@ -480,6 +498,9 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
     }
     rewritten.changes.extend(checks::disks(record, options)?);
     checks::shared_ram(&rewritten.arguments, &record.cwd)?;
+    if let Some(credentials) = &mut owner.credentials {
+        confinement::leave_to_sandbox(credentials, &CommandLine::parse(&rewritten.arguments));
+    }
     Ok(LaunchPlan {
         exe,
         version: record.identity.qemu_version.clone(),

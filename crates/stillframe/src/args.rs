@@ -288,7 +288,7 @@ pub struct RestoreArgs {
     /// Go on with a lazy restore that was killed, of the VM with this --qmp
     #[arg(
         long,
-        conflicts_with_all = ["id", "vm", "serial", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "qemu", "as_root", "allow_commands", "pidfile", "log", "print_command"]
+        conflicts_with_all = ["id", "vm", "serial", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "qemu", "as_root", "without_label", "without_group", "allow_commands", "pidfile", "log", "print_command"]
     )]
     pub resume: bool,
     /// Go on although a disk is no longer what the guest remembers

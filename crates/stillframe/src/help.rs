@@ -148,7 +148,10 @@ started with; a guest that runs has its network cards tell the network where it 
 set, where its command line has a channel to a guest agent (org.qemu.guest_agent.0, a unix socket).
 
 As root, QEMU starts as the user, with the groups, that the VM ran as; that user must be able to make the
-socket of --qmp and to open the disks. --as-root starts it as root. The recorded program is run only if
+socket of --qmp and to open the disks. It starts in the VM's control group (cgroup v2) where this host has
+it, else in that of this command, which is told; --without-group leaves the group out. It starts with the
+security label that confined the VM (SELinux, AppArmor), or not at all; --without-label starts it without,
+on a host that has no such label. --as-root starts it as root, without both. The recorded program is run only if
 nobody but root can exchange it; --qemu names another. Programs that the recorded command line names run
 with --allow-commands only, or when a person at a terminal says yes. What would stand in the way of a
 restore is known at the checkpoint, and shown by `list` and `show`.

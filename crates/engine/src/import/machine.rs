@@ -33,6 +33,9 @@ pub(super) fn ask(options: &ImportOptions) -> Result<VmRecord, ImportError> {
         // The user typed the command line.
         allow_commands: true,
         qemu: Some(record.exe.clone()),
+        // This QEMU is one of ours: what confines this process confines it.
+        without_label: true,
+        without_group: true,
         ..LaunchOptions::new(options.scratch.join("qmp"), options.scratch.join("log"))
     };
     let plan = launch::plan(&record, &launch)?;

@@ -1,8 +1,8 @@
 //! The launch helper: the short-lived process that becomes the new QEMU.
 //!
 //! It is this same executable, started with [`SUBCOMMAND`]. It reads an [`Order`] from its standard input, a
-//! socket; starts a session of its own; takes on the VM's user, groups and capabilities; waits for one byte;
-//! and becomes QEMU, which keeps the pid and finds the socket as the connection of its own monitor. Should
+//! socket; starts a session of its own; joins the VM's control group; requests its security label for QEMU; takes on
+//! its user, groups and capabilities; waits for one byte; and becomes QEMU, which keeps the pid and finds the socket as the connection of its own monitor. Should
 //! the socket close before that byte, it ends. No shell and no search path is involved.
 
 use std::io::{self, Read, Write};
@@ -15,6 +15,7 @@ use std::process::{Command, Stdio};
 use rustix::fs::Access;
 use serde::{Deserialize, Serialize};
 
+use super::confinement;
 use super::rewrite::own_monitor;
 use crate::credentials::Credentials;
 
@@ -122,6 +123,7 @@ fn become_program() -> Result<std::convert::Infallible, Failure> {
     // started as one.
     let _ = rustix::process::setsid();
     if let Some(credentials) = &order.credentials {
+        confinement::take_on(credentials).map_err(Failure::Words)?;
         let assumed = credentials.assume();
         assumed.map_err(|error| {
             let source = std::error::Error::source(&error).map(ToString::to_string);
@@ -153,6 +155,9 @@ fn become_program() -> Result<std::convert::Infallible, Failure> {
         program.args(own_monitor(kept.into_raw_fd()));
     }
     let error = program.exec();
+    if let Some(words) = confinement::not_run(order.credentials.as_ref(), &error) {
+        return Err(Failure::Words(words));
+    }
     Err(cannot(format!("cannot run {}", order.program.display()))(
         error,
     ))

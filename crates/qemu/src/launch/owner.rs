@@ -2,6 +2,7 @@
 
 use stillframe_sys::credentials::own_uid;
 
+use super::confinement::{self, Host, Without};
 use super::{LaunchError, LaunchOptions};
 use crate::credentials::Credentials;
 use crate::record::VmRecord;
@@ -29,6 +30,7 @@ pub(super) fn decide(record: &VmRecord, options: &LaunchOptions) -> Result<Owner
         Credentials::own().as_ref(),
         own_uid(),
         options.as_root,
+        (Without::of(options), &Host::this()),
     )
 }
 
@@ -37,6 +39,7 @@ fn choose(
     now: Option<&Credentials>,
     caller: u32,
     as_root: bool,
+    (without, host): (Without, &Host),
 ) -> Result<Owner, LaunchError> {
     let mut owner = Owner::default();
     let mut note = |text: String| owner.changes.push(text);
@@ -53,7 +56,11 @@ fn choose(
                     then.capabilities
                 ));
             }
-            owner.credentials = Some(then.clone());
+            let mut given = then.clone();
+            let changes = confinement::limit(&mut given, now, without, host)?;
+            owner.credentials = Some(given);
+            owner.changes.extend(changes);
+            return Ok(owner);
         }
         (0, _) => {}
         _ if as_root => return Err(LaunchError::NotRoot),
@@ -67,36 +74,27 @@ fn choose(
         _ => {}
     }
     if let Some(then) = then {
-        owner.changes.extend(confinement(then, now));
+        owner.changes.extend(confinement::lost(then, now));
     }
     Ok(owner)
-}
-
-/// What held the VM back, and does not hold the new one back.
-fn confinement(then: &Credentials, now: Option<&Credentials>) -> Vec<String> {
-    let mut lost = Vec::new();
-    if let Some(label) = &then.security_label
-        && now.and_then(|now| now.security_label.as_ref()) != Some(label)
-    {
-        lost.push(format!(
-            "it is not confined by the security label {label}, as the VM was"
-        ));
-    }
-    // A login session's group holds nobody back.
-    let meant = |group: &&String| group.len() > 1 && !group.starts_with("/user.slice");
-    if let Some(group) = then.control_group.as_ref().filter(meant)
-        && now.and_then(|now| now.control_group.as_ref()) != Some(group)
-    {
-        lost.push(format!(
-            "it is not in the control group {group}, whose limits the VM had"
-        ));
-    }
-    lost
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn choose(
+        then: Option<&Credentials>,
+        now: Option<&Credentials>,
+        caller: u32,
+        as_root: bool,
+    ) -> Result<Owner, LaunchError> {
+        let host = Host {
+            module: None,
+            group: |_| Ok(()),
+        };
+        super::choose(then, now, caller, as_root, (Without::default(), &host))
+    }
 
     fn credentials(uid: u32) -> Credentials {
         Credentials {
@@ -126,6 +124,26 @@ mod tests {
         assert!(choose(None, None, 0, true).is_ok());
     }
 
+    /// Only root gives back what confined the VM, and only to the user that it had.
+    #[test]
+    fn confinement_comes_with_the_user() {
+        let mut then = credentials(7);
+        then.control_group = Some("/vms".to_owned());
+        let owner = choose(Some(&then), None, 0, false).expect("decided");
+        assert_eq!(owner.credentials, Some(then.clone()));
+        assert!(owner.changes.is_empty(), "{:?}", owner.changes);
+        let owner = choose(Some(&then), None, 7, false).expect("decided");
+        assert_eq!(owner.changes.len(), 1, "{:?}", owner.changes);
+        then.security_label = Some("vm (enforce)".to_owned());
+        let refused = choose(Some(&then), None, 0, false);
+        assert!(matches!(refused, Err(LaunchError::LabelNotGiven { .. })));
+        let owner = choose(Some(&then), None, 0, true).expect("decided");
+        // Another user, no label, another group.
+        assert_eq!(owner.changes.len(), 3, "{:?}", owner.changes);
+        let owner = choose(Some(&then), None, 7, false).expect("decided");
+        assert_eq!(owner.changes.len(), 2, "{:?}", owner.changes);
+    }
+
     #[test]
     fn others_stay_who_they_are() {
         let owner = choose(Some(&credentials(0)), None, 7, false).expect("decided");
@@ -137,18 +155,5 @@ mod tests {
             choose(Some(&credentials(7)), None, 7, true),
             Err(LaunchError::NotRoot)
         ));
-    }
-
-    #[test]
-    fn what_no_longer_holds_it_back_is_told() {
-        let mut then = credentials(0);
-        then.security_label = Some("svirt_t:c1".to_owned());
-        then.control_group = Some("/machine.slice/vm.scope".to_owned());
-        let lost = confinement(&then, Some(&credentials(0)));
-        assert_eq!(lost.len(), 2, "{lost:?}");
-        assert!(confinement(&then, Some(&then)).is_empty());
-        then.security_label = None;
-        then.control_group = Some("/user.slice/user-0.slice/session-1.scope".to_owned());
-        assert!(confinement(&then, None).is_empty());
     }
 }

@@ -68,11 +68,13 @@ impl LaunchPlan {
     /// # Errors
     /// [`LaunchError::VersionDiffers`], [`LaunchError::Run`], [`LaunchError::NotStarted`].
     pub fn check_version(&self) -> Result<(), LaunchError> {
-        self.expect_version(ask_version(
-            &self.helper,
-            &self.exe,
-            self.credentials.clone(),
-        )?)
+        // The label may keep it from answering over a pipe of ours, and it runs no guest.
+        let credentials = self.credentials.clone().map(|these| Credentials {
+            security_label: None,
+            control_group: None,
+            ..these
+        });
+        self.expect_version(ask_version(&self.helper, &self.exe, credentials)?)
     }
 
     /// What the new VM's processors can do must be all that the guest knows of.

@@ -224,6 +224,7 @@ impl Starting {
             }
             Err(error) => return Err(owned.fail(DOING, error.into())),
         };
+        plan.expect_label(&process)?;
         let mut monitor = Monitor::new(client, process.pid(), plan.cwd.clone());
         let version = monitor.version();
         let version = version.map_err(|error| owned.fail(DOING, error))?;

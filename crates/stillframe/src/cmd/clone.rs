@@ -115,6 +115,8 @@ fn each(args: &CloneArgs, qmp: &str, number: u32) -> anyhow::Result<(LaunchOptio
         disks_as_they_are: args.disks_as_they_are,
         qemu: args.start.qemu.clone(),
         as_root: args.start.as_root,
+        without_label: args.start.without_label,
+        without_group: args.start.without_group,
         allow_commands: args.start.allow_commands,
         ..LaunchOptions::new(qmp.clone(), runtime::default_log(&qmp))
     };

@@ -12,7 +12,7 @@ use stillframe_engine::restore::{
     self, LazyEvent, LazySink, RestoreError, RestoreOptions, RestoreReport,
 };
 use stillframe_engine::runtime;
-use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan};
+use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan, SecurityLabel};
 use stillframe_repo::Repository;
 
 use super::{Context, how_it_ended, short};
@@ -200,6 +200,8 @@ fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
         disks_as_they_are: args.disks_as_they_are,
         qemu: args.start.qemu.clone(),
         as_root: args.start.as_root,
+        without_label: args.start.without_label,
+        without_group: args.start.without_group,
         allow_commands: args.start.allow_commands,
         pidfile: args.pidfile.as_deref().map(here).transpose()?,
         ..LaunchOptions::new(qmp, log)
@@ -245,23 +247,36 @@ fn command(plan: &LaunchPlan) -> String {
     format!("{} && {start}", shell::join(["cd", &cwd]))
 }
 
-/// Runs a command as the user that the VM ran as; nothing for root's.
+/// Runs a command in the VM's control group, with its label, as the user that it ran as; no words where all of that is
+/// root's.
 fn as_user(plan: &LaunchPlan) -> Vec<String> {
-    let Some(owner) = plan.credentials.as_ref().filter(|owner| owner.uid != 0) else {
-        return Vec::new();
-    };
-    let groups: Vec<String> = owner.groups.iter().map(u32::to_string).collect();
-    let mut words = vec![
-        "setpriv".to_owned(),
-        format!("--reuid={}", owner.uid),
-        format!("--regid={}", owner.gid),
-        match groups.is_empty() {
+    let mut words: Vec<String> = Vec::new();
+    if let Some(file) = plan.control_group_file() {
+        // A shell that moves itself, and becomes the rest of the line.
+        let shell = ["sh", "-c", "echo $$ > \"$0\" && exec \"$@\""];
+        words.extend(shell.map(str::to_owned));
+        words.push(file.display().to_string());
+    }
+    let mut rights: Vec<String> = Vec::new();
+    if let Some(owner) = plan.credentials.as_ref().filter(|owner| owner.uid != 0) {
+        let groups: Vec<String> = owner.groups.iter().map(u32::to_string).collect();
+        rights.push(format!("--reuid={}", owner.uid));
+        rights.push(format!("--regid={}", owner.gid));
+        rights.push(match groups.is_empty() {
             true => "--clear-groups".to_owned(),
             false => format!("--groups={}", groups.join(",")),
-        },
-    ];
-    words.extend(owner.no_new_privs.then(|| "--no-new-privs".to_owned()));
-    words.push("--".to_owned());
+        });
+        rights.extend(owner.no_new_privs.then(|| "--no-new-privs".to_owned()));
+    }
+    rights.extend(plan.security_label().map(|label| match label {
+        SecurityLabel::SeLinux { context } => format!("--selinux-label={context}"),
+        SecurityLabel::AppArmor { profile, .. } => format!("--apparmor-profile={profile}"),
+    }));
+    if !rights.is_empty() {
+        words.push("setpriv".to_owned());
+        words.extend(rights);
+        words.push("--".to_owned());
+    }
     words
 }
 

@@ -141,6 +141,10 @@ fn vm(record: &VmRecord) -> Table {
     );
     table.entry("process", record.pid);
     table.entry("user", user(record));
+    let group = record.credentials.as_ref();
+    if let Some(group) = group.and_then(|owner| owner.control_group.as_ref()) {
+        table.entry("control group", group);
+    }
     table.entry("directory", record.cwd.display());
     table.entry(
         "command",
