@@ -1,13 +1,15 @@
 //! Whom a restored VM's rights come from: the VM, and nobody who could have written its command line or
-//! its program.
+//! its program. What confined it confines it again.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::cli::{Stillframe, binary};
 use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
 use stillframe_e2e::running::PATIENCE;
 
@@ -35,9 +37,14 @@ impl Place {
 
     /// A guest whose QEMU was never root.
     fn boot(&self, program: &Path, more: &[&str]) -> Result<Guest> {
+        self.boot_after("", program, more)
+    }
+
+    /// The same, of which a line of shell is run before.
+    fn boot_after(&self, before: &str, program: &Path, more: &[&str]) -> Result<Guest> {
         let script = self.path("start");
         let text = format!(
-            "#!/bin/sh\nfor word; do case $word in unix:*) chown {NOBODY} \"$(dirname \"${{word#unix:}}\")\";; esac; done\n\
+            "#!/bin/sh\n{before}\nfor word; do case $word in unix:*) chown {NOBODY} \"$(dirname \"${{word#unix:}}\")\";; esac; done\n\
              exec setpriv --reuid {NOBODY} --regid {NOBODY} --groups {GROUP} -- {} \"$@\"\n",
             program.display()
         );
@@ -66,6 +73,67 @@ impl Place {
         let line = [&["restore", "latest", "--qmp", &qmp], more].concat();
         self.stillframe.fails(&line, 1)
     }
+}
+
+/// A control group (version 2) of a test's own; removed on drop.
+struct ControlGroup {
+    folder: PathBuf,
+    /// As `/proc/PID/cgroup` has it.
+    path: String,
+}
+
+impl ControlGroup {
+    fn new(name: &str) -> Result<ControlGroup> {
+        let mounts = fs::read_to_string("/proc/mounts")?;
+        let root = mounts.lines().find_map(|line| {
+            let mut words = line.split(' ').skip(1);
+            let point = words.next()?;
+            (words.next()? == "cgroup2").then_some(point)
+        });
+        let path = format!("/stillframe-{name}-{}", std::process::id());
+        ControlGroup::make(
+            format!("{}{path}", root.context("no cgroup2")?).into(),
+            path,
+        )
+    }
+
+    fn inner(&self, name: &str) -> Result<ControlGroup> {
+        ControlGroup::make(self.folder.join(name), format!("{}/{name}", self.path))
+    }
+
+    fn make(folder: PathBuf, path: String) -> Result<ControlGroup> {
+        fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
+        Ok(ControlGroup { folder, path })
+    }
+
+    fn set(&self, file: &str, value: &str) -> Result<()> {
+        fs::write(self.folder.join(file), value).with_context(|| format!("{file}: {value}"))
+    }
+
+    /// A line of shell that joins it.
+    fn join(&self) -> String {
+        format!("echo $$ > {}/cgroup.procs", self.folder.display())
+    }
+}
+
+impl Drop for ControlGroup {
+    fn drop(&mut self) {
+        // A process that has ended leaves it a little later.
+        for _ in 0..500 {
+            if fs::remove_dir(&self.folder).is_ok() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// The control group of a process, or of this one.
+fn group_of(pid: Option<i32>) -> Result<String> {
+    let pid = pid.map_or("self".to_owned(), |pid| pid.to_string());
+    let text = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+    let path = text.lines().find_map(|line| line.strip_prefix("0::"));
+    Ok(path.context("no group")?.to_owned())
 }
 
 /// A line of `/proc/PID/status`, its words joined by one blank.
@@ -190,6 +258,99 @@ fn a_program_named_by_the_command_line_runs_with_consent_only() -> Result<()> {
         );
     }
     let restored = place.restore(&["--allow-commands"])?;
+    expect_owner(restored.pid, NOBODY, GROUP)?;
+    restored.serial.wait_ticks(2, PATIENCE)?;
+    Ok(())
+}
+
+#[test]
+fn a_vm_comes_back_in_its_control_group() -> Result<()> {
+    let place = Place::new()?;
+    let above = ControlGroup::new("owner")?;
+    let group = above.inner("vm")?;
+    let ours = group_of(None)?;
+    let mut guest = place.boot_after(&group.join(), Path::new(QEMU), &[])?;
+    ensure!(group_of(Some(guest.pid()))? == group.path);
+    place.checkpoint(&mut guest)?;
+    let shown = place.stillframe.ok(&["show", "latest"])?;
+    ensure!(shown.contains(&group.path), "{shown}");
+
+    let qmp = place.path("planned.qmp").display().to_string();
+    let line = ["restore", "latest", "--qmp", &qmp, "--print-command"];
+    let planned = || place.stillframe.json(&line).map(|plan| plan.to_string());
+    let told = format!("it is not in the control group {}", group.path);
+    ensure!(!planned()?.contains(&told), "{}", planned()?);
+    let command = place.stillframe.ok(&line)?;
+    let file = group.folder.join("cgroup.procs").display().to_string();
+    ensure!(command.contains(&file), "{command}");
+
+    let restored = place.restore(&["--verify"])?;
+    let found = group_of(Some(restored.pid))?;
+    ensure!(found == group.path, "it is in {found}");
+    expect_owner(restored.pid, NOBODY, GROUP)?;
+    restored.serial.wait_ticks(2, PATIENCE)?;
+    drop(restored);
+    let restored = place.restore(&["--without-group"])?;
+    ensure!(group_of(Some(restored.pid))? == ours);
+    drop(restored);
+
+    // The kernel lets nobody join a group beside one of threads.
+    let beside = above.inner("threads")?;
+    beside.set("cgroup.type", "threaded")?;
+    let said = place.refused(&[])?;
+    ensure!(
+        said.contains(&group.path) && said.contains("--without-group"),
+        "{said}"
+    );
+    drop(beside);
+    // Nothing runs in a frozen one; then there is none.
+    group.set("cgroup.freeze", "1")?;
+    let said = planned()?;
+    ensure!(said.contains(&told) && said.contains("frozen"), "{said}");
+    drop(group);
+    let said = planned()?;
+    ensure!(
+        said.contains(&told) && said.contains("no such group"),
+        "{said}"
+    );
+    let restored = place.restore(&[])?;
+    ensure!(group_of(Some(restored.pid))? == ours);
+    restored.serial.wait_ticks(2, PATIENCE)?;
+    Ok(())
+}
+
+/// The checkpoint is taken where `/proc` shows the label of a profile that no host has.
+#[test]
+fn a_confined_vm_does_not_come_back_unconfined() -> Result<()> {
+    let place = Place::new()?;
+    let mut guest = place.boot(Path::new(QEMU), &[])?;
+    let (label, shows) = ("stillframe-no-such-profile (enforce)", place.path("label"));
+    fs::write(&shows, format!("{label}\n"))?;
+    let pid = guest.pid_text();
+    let script = "mount --bind \"$0\" \"/proc/$1/attr/current\" && shift && exec \"$@\"";
+    let inner = place.stillframe.command(&["checkpoint", "--pid", &pid])?;
+    let variables = inner
+        .get_envs()
+        .filter_map(|(name, value)| Some((name, value?)));
+    let output = Command::new("unshare")
+        .args(["--mount", "sh", "-c", script])
+        .args([shows.as_os_str(), pid.as_ref(), binary()?.as_os_str()])
+        .args(inner.get_args())
+        .envs(variables)
+        .output()?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.success(), "{said}");
+    guest.kill()?;
+    let shown = place.stillframe.ok(&["show", "latest"])?;
+    ensure!(shown.contains(label), "{shown}");
+    for more in [&[][..], &["--lazy"]] {
+        let said = place.refused(more)?;
+        ensure!(
+            said.contains(label) && said.contains("--without-label"),
+            "{said}"
+        );
+    }
+    let restored = place.restore(&["--without-label"])?;
     expect_owner(restored.pid, NOBODY, GROUP)?;
     restored.serial.wait_ticks(2, PATIENCE)?;
     Ok(())
