@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::device_state::{self, DeviceStateError};
 use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, LaunchPlan, Starting};
 use stillframe_qemu::monitor::MonitorError;
@@ -184,6 +185,9 @@ pub enum RestoreError {
         /// What is missing.
         what: String,
     },
+    /// A fault that a test injected.
+    #[error("a step of the restore failed")]
+    Injected(#[from] std::io::Error),
     /// The comparison could not be made.
     #[error(transparent)]
     Verify(#[from] VerifyError),
@@ -315,6 +319,7 @@ pub(crate) fn start(
         pid: starting.process.pid(),
         start_time: starting.process.start_time(),
     })?;
+    fault::at(Point::RestoreLaunched)?;
     Ok(starting)
 }
 

@@ -13,11 +13,13 @@
 //! between the two, the VM stays paused and `cont` stays blocked (see [`crate::inhibitor`]) until the next rewind.
 
 mod error;
+mod same;
 mod staged;
 
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use stillframe_fault::{self as fault, Point};
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::device_state;
 use stillframe_qemu::guest_agent;
@@ -39,6 +41,7 @@ use crate::restore;
 use crate::verify::{Image, VerifyReport};
 use crate::{Progress, ProgressSink};
 pub use error::RewindError;
+use same::{same_devices, same_machine};
 use staged::{Room, StagedBlock};
 
 /// Rounds in which is gathered what was written in the one before.
@@ -51,9 +54,6 @@ const LOAD_LIMIT: Duration = Duration::from_secs(60);
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// RAM blocks that QEMU fills anew when the machine is reset, which loading a device state begins with.
 const FIRMWARE_PREFIX: &str = "/rom@";
-
-/// Sections of a device state that QEMU writes or not for the same devices (migration/global_state.c).
-const SOMETIMES: [&str; 1] = ["globalstate"];
 
 /// How to go back.
 #[derive(Debug, Clone)]
@@ -283,14 +283,7 @@ impl Vm {
         report.downtime_us.stop = us(begin);
         self.monitor.client().take_events()?;
         let prepared = self.prepare(job, now, &mut report.downtime_us);
-        // From here on the guardian must not resume it, should we die.
-        let committed = prepared.and_then(|before| match running && self.guardian.resumed()? {
-            true => Err(RewindError::Overrun {
-                limit_ms: job.options.pause_limit.as_millis(),
-            }),
-            false => Ok(before),
-        });
-        let done = committed.and_then(|before| self.change_inhibited(job, before, report));
+        let done = prepared.and_then(|before| self.change_inhibited(job, before, running, report));
         if let Err(
             RewindError::Stuck { .. }
             | RewindError::ResumedByOthers
@@ -300,20 +293,18 @@ impl Vm {
             return done;
         }
         let resume = Instant::now();
-        report.running = running && (done.is_err() || !job.options.paused);
+        report.running = is_to_run(running, job.options, &done);
+        let passed = match report.running {
+            true => fault::at(Point::RewindBeforeCont),
+            false => Ok(()),
+        };
         if report.running {
-            // The VM is whole, one way or the other: should we die now, it is to run. And it is to run
-            // without a guardian too.
-            let told = self
-                .guardian
-                .pausing(job.options.pause_limit, WayBack::Command);
             self.monitor.cont()?;
-            told?;
             self.guardian.resumed()?;
         }
         report.downtime_us.resume = us(resume);
         report.downtime_us.total = us(begin);
-        done
+        done.and(passed.map_err(RewindError::from))
     }
 
     /// All that can fail without harm. Returns what the VM is now, to be put back if need be.
@@ -337,9 +328,11 @@ impl Vm {
         job.gather(&collected)?;
         downtime.gather = us(gather);
         let firmware = job.firmware.iter().map(StagedBlock::read_all);
+        let firmware = firmware.collect::<Result<_, _>>()?;
+        fault::at(Point::RewindStopped)?;
         Ok(Before {
             device_state: device_state::wrap(&raw, &now.identity.machine)?,
-            firmware: firmware.collect::<Result<_, _>>()?,
+            firmware,
             exchanged: vec![0; job.staged.len()],
             devices_touched: false,
         })
@@ -347,10 +340,14 @@ impl Vm {
 
     /// Changes memory and devices to those of the checkpoint, or back after an error, with `cont` blocked.
     /// `cont` stays blocked if memory was inconsistent before and the change failed.
+    ///
+    /// While `cont` can be sent, the guardian sends it should this process die: it is disarmed only after
+    /// `cont` is blocked, and armed again before `cont` is unblocked.
     fn change_inhibited(
         &mut self,
         job: &mut Job<'_, '_>,
         mut before: Before,
+        running: bool,
         report: &mut RewindReport,
     ) -> Result<(), RewindError> {
         let was_consistent = self.inhibitor.is_none();
@@ -358,17 +355,38 @@ impl Vm {
             Some(left) => left,
             None => ResumeInhibitor::engage(&mut self.monitor)?,
         };
-        let changed = self.change(job, &mut before, report);
+        let changed = self
+            .commit(running, job.options)
+            .and_then(|()| self.change(job, &mut before, report));
         let done = changed.or_else(|error| self.undo(job, &before, error));
         let is_consistent = match &done {
             Ok(()) => true,
             Err(RewindError::Stuck { .. } | RewindError::ResumedByOthers) => false,
             Err(_) => was_consistent,
         };
-        if is_consistent {
-            inhibitor.release(&mut self.monitor)?;
+        if !is_consistent {
+            return done;
         }
+        let armed = match is_to_run(running, job.options, &done) {
+            true => self
+                .guardian
+                .pausing(job.options.pause_limit, WayBack::Command),
+            false => Ok(()),
+        };
+        inhibitor.release(&mut self.monitor)?;
+        armed?;
         done
+    }
+
+    /// From here on the guardian does not resume the VM. An error if it has done so already.
+    fn commit(&mut self, running: bool, options: &RewindOptions) -> Result<(), RewindError> {
+        fault::at(Point::RewindInhibited)?;
+        match running && self.guardian.resumed()? {
+            true => Err(RewindError::Overrun {
+                limit_ms: options.pause_limit.as_millis(),
+            }),
+            false => Ok(()),
+        }
     }
 
     /// Memory and devices become those of the checkpoint.
@@ -384,6 +402,7 @@ impl Vm {
             report.written += staged.exchange(exchanged)?;
         }
         downtime.write = us(write);
+        fault::at(Point::RewindExchanged)?;
         let verify = Instant::now();
         if job.options.verify {
             report.verify = Some(job.verify()?);
@@ -398,6 +417,7 @@ impl Vm {
         for firmware in &mut job.firmware {
             firmware.exchange(&mut 0)?;
         }
+        fault::at(Point::RewindLoaded)?;
         downtime.device_state = us(load);
         let events = self.monitor.client().take_events()?;
         match events.iter().any(|event| event.name == "RESUME") {
@@ -463,6 +483,11 @@ impl Job<'_, '_> {
     }
 }
 
+/// Whether the VM runs after the rewind.
+fn is_to_run(was_running: bool, options: &RewindOptions, done: &Result<(), RewindError>) -> bool {
+    was_running && (done.is_err() || !options.paused)
+}
+
 /// What is to be put in place, for each of the tracked blocks; and for those that QEMU overwrites, once more.
 fn stages<'a>(
     blocks: &'a [Block],
@@ -491,87 +516,4 @@ fn stages<'a>(
         }
     }
     Ok((staged, firmware))
-}
-
-/// Whether the VM has the devices that it had, by the sections of its device state: several devices may have one
-/// name, such as processors.
-fn same_devices(then: &[String], now: &[String]) -> Result<(), RewindError> {
-    let more = |some: &[String], others: &[String]| {
-        let count = |list: &[String], name| list.iter().filter(|other| *other == name).count();
-        let found = some.iter().find(|&name| {
-            !SOMETIMES.contains(&name.as_str()) && count(some, name) > count(others, name)
-        });
-        found.cloned()
-    };
-    if let Some(missing) = more(then, now) {
-        return Err(RewindError::OtherDevices { missing });
-    }
-    more(now, then).map_or(Ok(()), |added| Err(RewindError::MoreDevices { added }))
-}
-
-/// Whether the VM is the one of the checkpoint, as far as words can tell; its blocks and devices are looked at
-/// besides.
-fn same_machine(
-    id: &CheckpointId,
-    manifest: &Manifest,
-    then: &VmRecord,
-    now: &VmRecord,
-    options: &RewindOptions,
-) -> Result<(), RewindError> {
-    let expected = options.of_vm.as_ref().unwrap_or(&now.label);
-    if manifest.vm != *expected {
-        return Err(RewindError::OtherVm {
-            checkpoint: id.to_string(),
-            found: manifest.vm.clone(),
-            vm: now.label.clone(),
-        });
-    }
-    let (a, b) = (&then.identity, &now.identity);
-    let words = [
-        ("its QEMU", &a.qemu_version, &b.qemu_version),
-        ("its machine type", &a.machine, &b.machine),
-        ("its architecture", &a.architecture, &b.architecture),
-    ];
-    let accelerators = [a, b].map(|identity| format!("{:?}", identity.accelerator));
-    let accelerator = ("its accelerator", &accelerators[0], &accelerators[1]);
-    let mut all = words.into_iter().chain([accelerator]);
-    match all.find(|(_, then, now)| then != now) {
-        Some((what, then, now)) => Err(RewindError::OtherMachine {
-            what,
-            now: now.clone(),
-            then: then.clone(),
-        }),
-        None => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn judged(then: &[&str], now: &[&str]) -> Option<String> {
-        let [then, now] = [then, now].map(|names| {
-            names
-                .iter()
-                .map(|&name| name.to_owned())
-                .collect::<Vec<_>>()
-        });
-        match same_devices(&then, &now) {
-            Ok(()) => None,
-            Err(RewindError::OtherDevices { missing }) => Some(format!("-{missing}")),
-            Err(RewindError::MoreDevices { added }) => Some(format!("+{added}")),
-            Err(error) => panic!("{error}"),
-        }
-    }
-
-    #[test]
-    fn devices_are_counted_by_name() {
-        let told = |told: &str| Some(told.to_owned());
-        assert_eq!(judged(&["cpu", "cpu", "rtc"], &["rtc", "cpu", "cpu"]), None);
-        assert_eq!(judged(&["cpu", "cpu"], &["cpu", "rng"]), told("-cpu"));
-        assert_eq!(judged(&["cpu"], &["cpu", "cpu"]), told("+cpu"));
-        assert_eq!(judged(&["cpu"], &["cpu", "rng"]), told("+rng"));
-        assert_eq!(judged(&["cpu"], &["cpu", "globalstate"]), None);
-        assert_eq!(judged(&["cpu", "globalstate"], &["cpu"]), None);
-    }
 }

@@ -49,8 +49,30 @@ points! {
     CopyOnWriteBatch = "copy-on-write.batch",
     /// Copy-on-write: a write fault is about to be served.
     CopyOnWriteFault = "copy-on-write.fault",
+    /// Rewind: the guest is stopped, and what differs is gathered; nothing is changed.
+    RewindStopped = "rewind.stopped",
+    /// Rewind: `cont` is blocked; nothing is changed.
+    RewindInhibited = "rewind.inhibited",
+    /// Rewind: half of what differs in a RAM block is exchanged.
+    RewindExchange = "rewind.exchange",
+    /// Rewind: all pages are exchanged; the device state is not loaded.
+    RewindExchanged = "rewind.exchanged",
+    /// Rewind: the device state is loaded; `cont` is still blocked.
+    RewindLoaded = "rewind.loaded",
+    /// Rewind: `cont` is unblocked, and not sent yet.
+    RewindBeforeCont = "rewind.before-cont",
+    /// Clone: the shared memory is in its files, which are not recorded and have no name yet.
+    TemplateFilled = "template.filled",
+    /// Restore or clone: the new QEMU is started; its memory is empty.
+    RestoreLaunched = "restore.launched",
+    /// Restore or clone: the device state is loaded; the guest has not run.
+    RestoreLoaded = "restore.loaded",
     /// Lazy restore: a page that the guest waits for is about to be filled.
     LazyFault = "lazy.fault",
+    /// Lazy restore: all memory is there; its ranges are still registered.
+    LazyRelease = "lazy.release",
+    /// Lazy restore: QEMU's copy of the userfaultfd is closed; the record for a successor is still there.
+    LazyReleased = "lazy.released",
     /// A pack is whole and on disk under a temporary name.
     StorePack = "store.pack",
     /// The same of an index file.

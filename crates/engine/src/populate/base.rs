@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::{FallocateFlags, fallocate, fstatfs};
+use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::launch::CloneMemory;
 use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
 use stillframe_sys::affinity;
@@ -340,6 +341,7 @@ fn fill(
             .map_err(failed("protect", &path))?;
         files.push(file);
     }
+    fault::at(Point::TemplateFilled).map_err(failed("complete", folder.path()))?;
     kept::record(folder, tables, &files)
 }
 

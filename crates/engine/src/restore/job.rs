@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use stillframe_fault::{self as fault, Point};
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::launch::{self, LaunchPlan, Launched};
 use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, WorkingSet};
@@ -111,6 +112,7 @@ impl Job<'_> {
         clock.phases.memory = clock.lap();
         launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
         clock.phases.device_state = clock.lap();
+        fault::at(Point::RestoreLoaded)?;
         // Before it runs: a VM that has run is nobody's to end.
         guardian.last_duty(LastDuty::Nothing)?;
         if !self.options.paused {

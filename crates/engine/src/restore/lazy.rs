@@ -11,6 +11,7 @@ use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::launch::{self, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock, Reached};
 use stillframe_qemu::qmp::Ticket;
@@ -147,6 +148,7 @@ impl Job<'_> {
             launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
             clock.phases.device_state = clock.lap();
             files.write(&record)?;
+            fault::at(Point::RestoreLoaded)?;
             guardian.last_duty(LastDuty::Pause)?;
             lazy.beat(scope, guardian.heartbeat(None)?)?;
             let (process, monitor) = launched.keep();
@@ -535,12 +537,14 @@ impl<'l, 'a> Keeper<'l, 'a> {
 
     /// Memory is complete: nothing of us remains.
     fn let_go(&mut self) -> Result<(), RestoreError> {
+        fault::at(Point::LazyRelease)?;
         match self.lazy.finish() {
             Ok(()) | Err(FillError::Uffd(UffdError::NotRegistered { .. })) => {}
             Err(error) => return Err(PopulateError::from(error).into()),
         }
         self.guardian
             .close_fd(&self.process, self.record.remote_fd)?;
+        fault::at(Point::LazyReleased)?;
         self.guardian.last_duty(LastDuty::Nothing)?;
         Ok(self.files.remove()?)
     }

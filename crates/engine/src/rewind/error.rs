@@ -137,6 +137,9 @@ pub enum RewindError {
     /// No guardian.
     #[error(transparent)]
     Guardian(#[from] GuardianError),
+    /// A fault that a test injected.
+    #[error("a step of the rewind failed")]
+    Injected(#[from] std::io::Error),
     /// The comparison could not be made.
     #[error(transparent)]
     Verify(#[from] VerifyError),

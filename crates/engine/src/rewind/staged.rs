@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
+use stillframe_fault::{self as fault, Point};
 use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::hash::ContentHasher;
@@ -136,9 +137,13 @@ impl<'a> StagedBlock<'a> {
 
     /// Exchanges what is gathered, from piece number `from` on, with what is there. Returns how many pages
     /// that changed, and moves `from` to the first piece that was not exchanged.
-    pub(super) fn exchange(&mut self, from: &mut usize) -> Result<u64, BlockError> {
+    pub(super) fn exchange(&mut self, from: &mut usize) -> Result<u64, RewindError> {
         let mut pages = 0;
+        let half = self.pieces.len() / 2;
         for piece in self.pieces.iter_mut().skip(*from) {
+            if *from == half {
+                fault::at(Point::RewindExchange)?;
+            }
             let mut there = vec![0; piece.bytes.len()];
             self.block.read_slowly(piece.first, &mut there)?;
             if there != piece.bytes {
