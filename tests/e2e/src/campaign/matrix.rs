@@ -1,7 +1,9 @@
 //! Every named fault point times every fault: the VM runs again within its limit, nothing committed is
 //! lost, and the next checkpoint is exact.
 
+mod clones;
 mod lazy;
+mod rewind;
 
 use std::fs;
 use std::path::Path;
@@ -40,13 +42,17 @@ enum Verb {
     RemoveKey,
     /// A lazy restore.
     Restore,
+    /// Two clones.
+    Clone,
+    /// A rewind.
+    Rewind,
 }
 
 /// A point, what passes it, and at which pass the fault strikes.
 type Cell = (&'static str, Verb, u32);
 
 /// All points that these verbs pass.
-const POINTS: [Cell; 26] = [
+const POINTS: [Cell; 39] = [
     ("attach.opened", Verb::Watch("pre-copy"), 1),
     ("attach.protected", Verb::Watch("pre-copy"), 1),
     ("attach.protected", Verb::Watch("copy-on-write"), 1),
@@ -66,17 +72,40 @@ const POINTS: [Cell; 26] = [
     ("forget.remove", Verb::Forget, 1),
     ("prune.remove", Verb::Forget, 1),
     ("index.remove", Verb::Forget, 1),
+    ("rewind.stopped", Verb::Rewind, 1),
+    ("rewind.inhibited", Verb::Rewind, 1),
+    ("rewind.exchange", Verb::Rewind, 1),
+    ("rewind.exchanged", Verb::Rewind, 1),
+    ("rewind.loaded", Verb::Rewind, 1),
+    ("rewind.before-cont", Verb::Rewind, 1),
+    ("template.filled", Verb::Clone, 1),
+    ("restore.launched", Verb::Clone, 1),
+    ("restore.loaded", Verb::Clone, 2),
+    ("restore.launched", Verb::Restore, 1),
+    ("restore.loaded", Verb::Restore, 1),
     ("lease.take", Verb::Restore, 1),
     ("lazy.fault", Verb::Restore, 20),
     ("lock.refresh", Verb::Restore, 1),
     ("store.working-set", Verb::Restore, 1),
+    ("lazy.release", Verb::Restore, 1),
+    ("lazy.released", Verb::Restore, 1),
     ("lease.end", Verb::Restore, 1),
     ("key.write", Verb::AddKey, 1),
     ("key.remove", Verb::RemoveKey, 1),
 ];
 
-/// How long until the VM ran on, in milliseconds; the exit code; what was told.
-type Outcome = (u64, Option<i32>, Vec<Value>);
+/// What came of a fault.
+#[derive(Default)]
+struct Outcome {
+    /// How long until the VM ran on, in milliseconds.
+    runs_ms: u64,
+    /// The exit code.
+    exit: Option<i32>,
+    /// What was told.
+    told: Vec<Value>,
+    /// Whether the VM stood, and could not be resumed, until it was rewound once more.
+    stood: bool,
+}
 
 /// A VM and its repository, for many faults one after the other.
 pub struct Bed {
@@ -109,8 +138,10 @@ impl Bed {
         let before = checkpoints(&self.stillframe)?;
         let spec = format!("{point}:{fault}:{pass}");
         let (command, reached) = with_fault(&command, &spec, self.folder.path())?;
-        let (runs_ms, exit, told) = match verb {
+        let outcome = match verb {
             Verb::Restore => self.strike_restore(command, &reached)?,
+            Verb::Rewind => self.strike_rewind(command, &reached)?,
+            Verb::Clone => self.strike_clones(command, &reached)?,
             _ => self.strike_others(command, &reached)?,
         };
         fs::remove_file(&reached)?;
@@ -120,7 +151,12 @@ impl Bed {
             _ => before.iter().map(String::as_str).collect(),
         };
         if let Verb::Watch(_) = verb {
-            committed.extend(told.iter().filter_map(|one| one["checkpoint"].as_str()));
+            committed.extend(
+                outcome
+                    .told
+                    .iter()
+                    .filter_map(|one| one["checkpoint"].as_str()),
+            );
         }
         for id in committed {
             ensure!(
@@ -130,8 +166,15 @@ impl Bed {
         }
         aftermath(&self.stillframe, &mut self.guest)?;
         expect_nothing_left(self.guest.pid(), &mut self.monitor)?;
+        let Outcome {
+            runs_ms,
+            exit,
+            stood,
+            ..
+        } = outcome;
         Ok(json!({
             "point": point, "verb": format!("{verb:?}"), "fault": fault, "runs_ms": runs_ms, "exit": exit,
+            "stood": stood,
         }))
     }
 
@@ -141,7 +184,41 @@ impl Bed {
         wait_struck(&mut engine, reached)?;
         let runs_ms = self.runs_again()?;
         let ended = engine.end()?;
-        Ok((runs_ms, ended.code, ended.results().unwrap_or_default()))
+        Ok(Outcome {
+            runs_ms,
+            exit: ended.code,
+            told: ended.results().unwrap_or_default(),
+            stood: false,
+        })
+    }
+
+    /// How long the VM took to run on, by itself or by another rewind.
+    fn strike_rewind(&mut self, command: Command, reached: &Path) -> Result<Outcome> {
+        let mut engine = Running::start(command)?;
+        wait_struck(&mut engine, reached)?;
+        let begin = Instant::now();
+        let ended = engine.end()?;
+        let stood = rewind::outlived(&self.stillframe, &self.guest, &mut self.monitor)?;
+        Ok(Outcome {
+            runs_ms: begin.elapsed().as_millis() as u64,
+            exit: ended.code,
+            told: Vec::new(),
+            stood,
+        })
+    }
+
+    /// How long it took until every clone that is left ran, and one more. The VM itself is not touched.
+    fn strike_clones(&mut self, command: Command, reached: &Path) -> Result<Outcome> {
+        let mut engine = Running::start(command)?;
+        wait_struck(&mut engine, reached)?;
+        let begin = Instant::now();
+        let ended = engine.end()?;
+        clones::outlived(&self.stillframe, self.folder.path())?;
+        Ok(Outcome {
+            runs_ms: begin.elapsed().as_millis() as u64,
+            exit: ended.code,
+            ..Outcome::default()
+        })
     }
 
     /// How long it took until the restored VM ran with all of its memory. Its lease is not for ever.
@@ -156,7 +233,11 @@ impl Bed {
             .ok(&["forget", "--keep-last", "1", "--prune"])?;
         let left = checkpoints(&self.stillframe)?.len();
         ensure!(left == 1, "{left} checkpoints are held by an ended VM");
-        Ok((runs_ms, exit, Vec::new()))
+        Ok(Outcome {
+            runs_ms,
+            exit,
+            ..Outcome::default()
+        })
     }
 
     /// The command that is struck, with what it needs to be there.
@@ -179,6 +260,8 @@ impl Bed {
             Verb::Forget => vec!["forget", "--keep-last", "1", "--prune", "--json"],
             Verb::AddKey => vec!["key", "add", "--json"],
             Verb::RemoveKey => vec!["key", "remove", &id, "--json"],
+            Verb::Rewind => vec!["rewind", "latest", "--pid", &pid, "--json"],
+            Verb::Clone => return clones::command(&self.stillframe, self.folder.path()),
             Verb::Restore => return lazy::command(&self.stillframe, self.folder.path()),
         };
         let mut command = self.stillframe.command(&line)?;
@@ -195,6 +278,11 @@ impl Bed {
                     let pid = self.guest.pid_text();
                     self.stillframe.ok(&["checkpoint", "--pid", &pid])?;
                 }
+            }
+            Verb::Clone | Verb::Rewind => {
+                let pid = self.guest.pid_text();
+                self.stillframe.ok(&["checkpoint", "--pid", &pid])?;
+                self.guest.serial.wait_more(3, PATIENCE)?;
             }
             Verb::RemoveKey => {
                 let mut command = self.stillframe.command(&["key", "add", "--json"])?;
@@ -253,7 +341,12 @@ pub fn run(only: Option<&str>) -> Result<()> {
             let verb = format!("{verb:?}");
             match bed.strike(cell, fault) {
                 Ok(line) => {
-                    println!("{point:22} {verb:26} {fault:6} {} ms", line["runs_ms"]);
+                    let how = match line["stood"] == true {
+                        true => " (rewound once more)",
+                        false => "",
+                    };
+                    let runs_ms = &line["runs_ms"];
+                    println!("{point:22} {verb:26} {fault:6} {runs_ms} ms{how}");
                     cells.push(line);
                 }
                 Err(error) => {
