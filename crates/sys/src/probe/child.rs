@@ -68,7 +68,7 @@ impl Child {
             answers: File::from(OwnedFd::from(answers)),
         };
         // It says so when it has its filter.
-        child.await_answer(Duration::from_secs(2))?;
+        child.await_answer(super::LIMIT)?;
         Ok(child)
     }
 
