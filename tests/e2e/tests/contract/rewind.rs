@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use stillframe_e2e::cli::Stillframe;
+use stillframe_e2e::fault::with_fault;
 use stillframe_e2e::guest::{Guest, Kind, Setup};
 use stillframe_e2e::health::{expect_nothing_left, expect_untouched};
 use stillframe_e2e::memory::Image;
@@ -296,6 +297,25 @@ fn a_kill_leaves_a_guest_that_can_be_rewound() -> Result<()> {
     // The guest checks all its memory in eight ticks.
     guest.serial.wait_more(9, PATIENCE)?;
     expect_untouched(&guest, &mut monitor)
+}
+
+/// Between the end of the inhibitor and `cont` the guardian is there: nobody else would resume the guest.
+#[test]
+fn a_kill_before_cont_leaves_a_guest_that_runs() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "almost").boot()?;
+    let folder = tempfile::tempdir()?;
+    let stillframe = repository(folder.path())?;
+    let pid = guest.pid_text();
+    stillframe.ok(&["checkpoint", "--pid", &pid])?;
+    guest.serial.wait_more(3, PATIENCE)?;
+    let command = stillframe.command(&["rewind", "latest", "--pid", &pid])?;
+    let (command, reached) = with_fault(&command, "rewind.before-cont:kill", folder.path())?;
+    let ended = Running::start(command)?.end()?;
+    ensure!(ended.code.is_none() && reached.exists(), "{ended:?}");
+    guest.serial.wait_more(9, PATIENCE)?;
+    // The next one takes back what QEMU was lent.
+    stillframe.ok(&["rewind", "latest", "--pid", &pid, "--verify"])?;
+    expect_untouched(&guest, &mut guest.second_monitor()?)
 }
 
 fn wait_paused(monitor: &mut Qmp, not_at_all: bool) -> Result<()> {
