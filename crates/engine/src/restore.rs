@@ -85,6 +85,9 @@ pub struct RestoreReport {
     pub qmp: PathBuf,
     /// Whether the guest runs (or is ready, paused).
     pub running: bool,
+    /// Whether it is suspended to RAM, as it was at the checkpoint.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub suspended: bool,
     /// Pages written; all others are zero.
     pub pages: u64,
     /// From the call to the running guest with all its memory, in microseconds.
@@ -370,7 +373,8 @@ pub fn resume(
         vm,
         pid: done.process.pid(),
         qmp: qmp.to_owned(),
-        running,
+        running: running && !done.suspended,
+        suspended: done.suspended,
         pages: done.pages,
         total_us: micros(begin.elapsed()),
         phases_us: done.phases,

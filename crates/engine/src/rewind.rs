@@ -87,6 +87,9 @@ pub struct RewindReport {
     pub pid: i32,
     /// Whether the guest runs now; one that was paused before stays so.
     pub running: bool,
+    /// Whether it is suspended to RAM, as it was at the checkpoint.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub suspended: bool,
     /// Pages compared: all of memory.
     pub compared: u64,
     /// Of these, pages that differed and were written.
@@ -192,6 +195,7 @@ impl Vm {
             vm: now.label.clone(),
             pid: self.pid(),
             running: false,
+            suspended: false,
             compared: self.tracker.pages(),
             written: 0,
             downtime_us: RewindDowntime::default(),
@@ -273,7 +277,10 @@ impl Vm {
         now: VmRecord,
         report: &mut RewindReport,
     ) -> Result<(), RewindError> {
-        let running = self.monitor.run_state()?.running;
+        let state = self.monitor.run_state()?;
+        // A suspended guest may wake at any time; and QEMU leaves it in `save-vm` when it saves its devices. Stopped
+        // first, it is paused, and `cont` makes it suspended again.
+        let running = state.running || state.is_suspended();
         let begin = Instant::now();
         if running {
             self.guardian
@@ -301,6 +308,8 @@ impl Vm {
         if report.running {
             self.monitor.cont()?;
             self.guardian.resumed()?;
+            report.suspended = self.monitor.is_suspended();
+            report.running = !report.suspended;
         }
         report.downtime_us.resume = us(resume);
         report.downtime_us.total = us(begin);

@@ -97,6 +97,13 @@ pub struct RunState {
     pub status: String,
 }
 
+impl RunState {
+    /// Whether the guest is suspended to RAM. Its virtual CPUs stand, until an event or a monitor command wakes it.
+    pub fn is_suspended(&self) -> bool {
+        self.status == "suspended"
+    }
+}
+
 /// One block of guest memory: main memory, video memory, a ROM, a firmware table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamBlock {
@@ -306,6 +313,11 @@ impl Monitor {
     /// Whether the VM runs (`query-status`).
     pub fn run_state(&mut self) -> Result<RunState, MonitorError> {
         self.query("query-status")
+    }
+
+    /// Whether the guest is suspended to RAM; not where QEMU does not answer.
+    pub fn is_suspended(&mut self) -> bool {
+        self.run_state().is_ok_and(|state| state.is_suspended())
     }
 
     /// Pauses the VM: the CPUs halt, requests in flight are finished, images flushed.

@@ -42,6 +42,9 @@ pub struct VmRecord {
     pub cpu_features: Vec<FeatureWord>,
     /// Whether the VM ran when the record was taken.
     pub was_running: bool,
+    /// Whether its guest was suspended to RAM then; a record of before does not say.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub was_suspended: bool,
     /// The QEMU process.
     pub pid: i32,
     /// When that process started, in clock ticks since boot.
@@ -58,6 +61,7 @@ impl VmRecord {
     /// Asks the VM for everything but what was plugged in and unplugged since its start, which
     /// [`crate::suitability::check`] finds. About ten round trips; the VM runs on meanwhile.
     pub fn take(target: &Target, monitor: &mut Monitor) -> Result<VmRecord, MonitorError> {
+        let state = monitor.run_state()?;
         Ok(VmRecord {
             label: label(target.name.as_deref(), &target.arguments),
             exe: target.exe.clone(),
@@ -68,7 +72,8 @@ impl VmRecord {
             ram_blocks: monitor.ram_blocks()?,
             disks: monitor.disks()?,
             cpu_features: monitor.cpu_features()?,
-            was_running: monitor.run_state()?.running,
+            was_running: state.running,
+            was_suspended: state.is_suspended(),
             pid: target.process.pid(),
             process_start_time: target.process.start_time(),
             credentials: Credentials::of(&target.process),
@@ -159,6 +164,7 @@ impl VmRecord {
             disks: Vec::new(),
             cpu_features: Vec::new(),
             was_running: true,
+            was_suspended: false,
             pid: 0,
             process_start_time: 0,
             credentials: Credentials::own(),

@@ -38,8 +38,6 @@ use crate::guardian::{Guardian, GuardianError, WayBack};
 /// and giving up on the connection would lose the answer.
 const ANSWER_GRACE: Duration = Duration::from_secs(30);
 
-/// QEMU's word for a guest suspended to RAM.
-const SUSPENDED: &str = "suspended";
 /// QEMU's word for a VM that it has stopped to save it.
 const SAVING: &str = "save-vm";
 
@@ -166,7 +164,7 @@ impl Pause<'_> {
         let _aside = Confined::to(self.aside);
         self.monitor.client().take_events()?;
         self.state.prepare()?;
-        let suspended = self.before.status == SUSPENDED;
+        let suspended = self.before.is_suspended();
         let way_back = match suspended {
             true => WayBack::Command,
             false => WayBack::Stream,
@@ -275,10 +273,11 @@ impl Pause<'_> {
         let events = self.monitor.client().take_events()?;
         let names: Vec<&str> = events.iter().map(|event| event.name.as_str()).collect();
         let running = stopped_and_resumed(&names);
-        if running != self.before.running && self.before.status != SUSPENDED {
+        if running != self.before.running && !self.before.is_suspended() {
             // A `stop` or `cont` of somebody else came just before; or a migration that took the VM away.
-            let status = self.monitor.run_state()?.status;
-            if !matches!(status.as_str(), "running" | "paused" | SUSPENDED) {
+            let state = self.monitor.run_state()?;
+            if !matches!(state.status.as_str(), "running" | "paused") && !state.is_suspended() {
+                let status = state.status;
                 return Err(PauseError::StateChanged { status });
             }
         }

@@ -240,6 +240,7 @@ impl Vm {
         };
         let before = self.fit_for_a_pause()?;
         captured.time = jiff::Timestamp::now();
+        let was_suspended = before.is_suspended();
         let record = &mut captured.record;
         let qemu = &self.target.process;
         let state = StateStream::lent(&mut self.state, &mut self.monitor, qemu, &self.guardian)?;
@@ -275,7 +276,8 @@ impl Vm {
             let _ = state.take_back(&mut self.monitor);
         }
         let paused = ran?;
-        captured.record.was_running = paused.running;
+        captured.record.was_running = paused.running && !was_suspended;
+        captured.record.was_suspended = was_suspended;
         captured.downtime = paused.downtime;
         let pause = Duration::from_micros(paused.downtime.total);
         self.clock.paused(pause, options.keep_guest_clock);

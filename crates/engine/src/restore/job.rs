@@ -59,6 +59,8 @@ pub(crate) struct Done {
     pub(super) pages: u64,
     pub(super) phases: RestorePhases,
     pub(super) lazy: Option<LazyReport>,
+    /// Whether the guest is suspended to RAM.
+    pub(super) suspended: bool,
     pub(super) clock: Option<ClockReport>,
     pub(super) verify: Option<VerifyReport>,
 }
@@ -115,9 +117,11 @@ impl Job<'_> {
         fault::at(Point::RestoreLoaded)?;
         // Before it runs: a VM that has run is nobody's to end.
         guardian.last_duty(LastDuty::Nothing)?;
+        let mut suspended = false;
         if !self.options.paused {
             launched.monitor.cont()?;
             aftercare::announce(&mut launched.monitor);
+            suspended = launched.monitor.is_suspended();
         }
         clock.phases.cont = clock.lap();
         let (process, _) = launched.keep();
@@ -126,14 +130,17 @@ impl Job<'_> {
             pages,
             phases: clock.phases,
             lazy: None,
-            clock: self.set_clock(),
+            suspended,
+            clock: self.set_clock(suspended),
             verify,
         })
     }
 
-    /// Sets the clock of the guest, which runs.
-    pub(super) fn set_clock(&self) -> Option<ClockReport> {
-        self.agent.as_deref().map(aftercare::set_clock)
+    /// Sets the clock of the guest. The agent of a suspended one does not answer; when it wakes, it takes the time from
+    /// the machine's clock, which is right.
+    pub(super) fn set_clock(&self, suspended: bool) -> Option<ClockReport> {
+        let agent = self.agent.as_deref().filter(|_| !suspended);
+        agent.map(aftercare::set_clock)
     }
 
     /// Compares all of memory with the checkpoint; an error if it differs.
@@ -162,7 +169,8 @@ impl Job<'_> {
             vm: self.manifest.vm.clone(),
             pid: done.process.pid(),
             qmp: self.options.launch.qmp.clone(),
-            running: !self.options.paused,
+            running: !self.options.paused && !done.suspended,
+            suspended: done.suspended,
             pages: done.pages,
             total_us: micros(asked_at.elapsed()),
             phases_us: done.phases,

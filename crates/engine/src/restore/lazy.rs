@@ -176,10 +176,12 @@ impl Job<'_> {
         events(LazyEvent::Runs {
             after_us: runs_after_us,
         });
+        let mut suspended = false;
         if !self.options.paused {
             aftercare::announce(&mut keeper.monitor);
+            suspended = keeper.monitor.is_suspended();
         }
-        let set_clock = scope.spawn(|| self.set_clock());
+        let set_clock = scope.spawn(move || self.set_clock(suspended));
         keeper.until_complete(events)?;
         let verify = match self.options.verify {
             true => {
@@ -192,6 +194,7 @@ impl Job<'_> {
         };
         let mut done = keeper.done(clock, runs_after_us, verify);
         done.clock = joined(set_clock);
+        done.suspended = suspended;
         if let Some(report) = &mut done.lazy {
             report.working_set = self.working_set.as_ref().map(|set| set.pages.len());
             report.recorded = self.record(lazy, &memory.places);
@@ -316,11 +319,14 @@ pub(super) fn resume(
             after_us: runs_after_us,
         });
         // It has stood still since the other process was killed.
+        let suspended = keeper.monitor.is_suspended();
+        let agent = agent.filter(|_| !suspended);
         let set_clock = scope.spawn(move || agent.as_deref().map(aftercare::set_clock));
         lazy.fill(scope, reader)?;
         keeper.until_complete(events)?;
         let mut done = keeper.done(clock, runs_after_us, None);
         done.clock = joined(set_clock);
+        done.suspended = suspended;
         Ok(done)
     })
 }
@@ -342,6 +348,8 @@ fn complete_already(
     if record.running && monitor.run_state()?.status == "paused" {
         monitor.cont()?;
     }
+    let suspended = monitor.is_suspended();
+    let agent = record.agent.as_deref().filter(|_| !suspended);
     files.remove()?;
     Ok(Done {
         process,
@@ -351,7 +359,8 @@ fn complete_already(
             runs_after_us: micros(clock.asked_at.elapsed()),
             ..LazyReport::default()
         }),
-        clock: record.agent.as_deref().map(aftercare::set_clock),
+        suspended,
+        clock: agent.map(aftercare::set_clock),
         verify: None,
     })
 }
@@ -524,6 +533,7 @@ impl<'l, 'a> Keeper<'l, 'a> {
                 faults_each_10_ms: self.lazy.faults_by_step(),
                 ..LazyReport::default()
             }),
+            suspended: false,
             clock: None,
             verify,
         }

@@ -152,5 +152,6 @@ fn words(report: &CloneReport) -> String {
         restored.verify.as_ref(),
         restored.clock.as_ref(),
         restored.running,
+        restored.suspended,
     )
 }

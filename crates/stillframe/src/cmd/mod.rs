@@ -186,11 +186,15 @@ fn how_it_ended(
     verify: Option<&VerifyReport>,
     clock: Option<&ClockReport>,
     running: bool,
+    suspended: bool,
 ) -> String {
     let verified = verify.map(|verify| table::count(verify.pages, "page"));
     let mut words = verified.map_or_else(String::new, |pages| format!(", all {pages} verified"));
     words += &clock.map_or_else(String::new, clock_words);
-    if !running {
+    if suspended {
+        words +=
+            "; the guest is suspended to RAM as it was, `system_wakeup` on the monitor wakes it";
+    } else if !running {
         words += "; the guest is paused, `cont` on the monitor lets it run";
     }
     words

@@ -304,6 +304,7 @@ fn words(report: &RestoreReport) -> String {
         report.verify.as_ref(),
         report.clock.as_ref(),
         report.running,
+        report.suspended,
     )
 }
 
@@ -353,6 +354,7 @@ mod tests {
             pid: 4711,
             qmp: "/run/x.qmp".into(),
             running: false,
+            suspended: false,
             pages: 1,
             total_us: 800_000,
             phases_us: RestorePhases::default(),

@@ -67,6 +67,7 @@ fn words(report: &RewindReport) -> String {
         report.verify.as_ref(),
         report.clock.as_ref(),
         report.running,
+        report.suspended,
     )
 }
 
@@ -82,6 +83,7 @@ mod tests {
             vm: "vm1".to_owned(),
             pid: 4711,
             running: false,
+            suspended: false,
             compared: 4096,
             written: 1,
             downtime_us: RewindDowntime {

@@ -133,10 +133,10 @@ fn vm(record: &VmRecord) -> Table {
     table.entry("machine", &identity.machine);
     table.entry(
         "state",
-        if record.was_running {
-            "running"
-        } else {
-            "paused"
+        match (record.was_running, record.was_suspended) {
+            (true, _) => "running",
+            (false, true) => "suspended to RAM",
+            (false, false) => "paused",
         },
     );
     table.entry("process", record.pid);

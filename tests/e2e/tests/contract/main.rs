@@ -1,6 +1,7 @@
 //! The contract of the command line: what scripts may rely on. JSON fields, names of checkpoints,
 //! streams, exit codes, signals, and what becomes of the VM in each case.
 
+mod asleep;
 mod clock;
 mod clones;
 mod hotplug;
