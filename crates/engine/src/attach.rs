@@ -207,7 +207,7 @@ impl Vm {
         mut auto: Option<Auto>,
     ) -> Result<Vm, AttachError> {
         suitability::check(&target, &mut monitor)?;
-        let cautions = suitability::cautions(&mut monitor)?;
+        let cautions = suitability::cautions(&target, &mut monitor)?;
         let guardian = Guardian::start()?;
         guardian.watch(monitor.client().socket())?;
         let ram = monitor.ram_blocks()?;
@@ -259,7 +259,7 @@ impl Vm {
         self.target.process.is_alive()
     }
 
-    /// What may make its checkpoints inexact, and could not be told when it was attached to.
+    /// What may make its checkpoints inexact, as far as the attach shows.
     pub fn cautions(&self) -> &[Caution] {
         &self.cautions
     }

@@ -1,14 +1,19 @@
 //! Whether a VM can be checkpointed rightly at all. What cannot be is refused with its cause,
 //! before anything is done to the VM.
 
+use std::io;
+
 use serde_json::Value;
 use stillframe_sys::probe;
 
 use crate::arguments::CommandLine;
 use crate::devices::{self, FollowError, HotPlug};
-use crate::monitor::cpu;
 use crate::monitor::{BlockNode, Monitor, MonitorError, Peripheral};
 use crate::target::Target;
+
+mod cautions;
+
+pub use cautions::{Caution, cautions};
 
 /// What the drivers of balloons begin with.
 const BALLOON: &str = "virtio-balloon";
@@ -83,6 +88,15 @@ pub enum Unsuitable {
     /// The devices are no longer those of the command line, and cannot be described either.
     #[error(transparent)]
     Devices(#[from] FollowError),
+    /// QEMU's descriptors cannot be listed.
+    #[error("cannot list the files that QEMU (process {pid}) has open")]
+    OpenFiles {
+        /// Its process.
+        pid: i32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// The VM could not be asked.
     #[error("cannot find out whether the VM can be checkpointed")]
     Monitor(#[from] MonitorError),
@@ -191,32 +205,6 @@ fn discards(peripheral: &Peripheral) -> bool {
 
 fn described(peripheral: &Peripheral) -> String {
     format!("{} ({})", peripheral.id, peripheral.driver)
-}
-
-/// What may make checkpoints of a VM inexact, and cannot be told from outside: it is warned of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Caution {
-    /// KVM maps pages of the guest for the guests that it runs itself (linux: arch/x86/kvm/vmx/nested.c,
-    /// `nested_get_vmcs12_pages`), and hardware writes them without a fault.
-    #[error(
-        "the guest may run VMs of its own (its processor has VMX or SVM): while it does, some pages of their \
-         interrupt controllers are written unseen, and checkpoints may be wrong there. Without such VMs they \
-         are exact; -cpu …,-vmx or -svm rules it out"
-    )]
-    NestedGuests,
-}
-
-/// What to be careful of with this VM.
-pub fn cautions(monitor: &mut Monitor) -> Result<Vec<Caution>, MonitorError> {
-    if !monitor.uses_kvm()? {
-        return Ok(Vec::new());
-    }
-    let features = monitor.cpu_features()?;
-    let nested = cpu::runs_guests(&features);
-    Ok(nested
-        .then_some(Caution::NestedGuests)
-        .into_iter()
-        .collect())
 }
 
 /// The network card looks the same whatever stands behind it; `info network` tells what does.

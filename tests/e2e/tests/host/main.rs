@@ -2,3 +2,4 @@
 
 mod huge_pages;
 mod merging;
+mod vhost;
