@@ -16,6 +16,7 @@ pub mod fault;
 pub mod filling;
 pub mod guest;
 pub mod health;
+pub mod kernel;
 pub mod memory;
 pub mod qmp;
 pub mod results;

@@ -3,7 +3,7 @@
 //! compared with the guest's memory in its pause, and the guest checks its own.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use super::kill::Random;
 use crate::cli::Stillframe;
 use crate::guest::{BOOT_LIMIT, Guest, Kind, Restored, Setup};
+use crate::kernel::{self, Setting, Squeeze, Swap};
 use crate::qmp::Qmp;
 use crate::results::{self, Claim, Goal};
 use crate::running::{PATIENCE, Running};
@@ -40,81 +41,6 @@ const GUESTS: [(Kind, &[&str]); 2] = [
     ),
     (Kind::Memfd, &["auto", "pre-copy", "stop-copy"]),
 ];
-
-/// A setting of the kernel, put back when dropped.
-struct Setting {
-    path: PathBuf,
-    before: String,
-}
-
-impl Setting {
-    fn set(path: &str, value: &str) -> Result<Setting> {
-        let path = PathBuf::from(path);
-        let text = fs::read_to_string(&path)?;
-        // `always [madvise] never`, or the value itself.
-        let chosen = text.split(['[', ']']).nth(1).unwrap_or(text.trim());
-        let before = chosen.to_owned();
-        fs::write(&path, value)?;
-        Ok(Setting { path, before })
-    }
-}
-
-impl Drop for Setting {
-    fn drop(&mut self) {
-        let _ = fs::write(&self.path, &self.before);
-    }
-}
-
-/// Swap on a loop device.
-struct Swap(String);
-
-impl Swap {
-    fn on(folder: &Path) -> Result<Swap> {
-        let file = folder.join("swap").display().to_string();
-        let line = format!(
-            "fallocate -l 2G {file} && chmod 600 {file} && mkswap -q {file} && d=$(losetup -f --show {file}) && swapon $d && echo $d"
-        );
-        let output = std::process::Command::new("sh")
-            .args(["-c", &line])
-            .output()?;
-        ensure!(output.status.success(), "{output:?}");
-        Ok(Swap(String::from_utf8(output.stdout)?.trim().to_owned()))
-    }
-}
-
-impl Drop for Swap {
-    fn drop(&mut self) {
-        let line = format!("swapoff {0}; losetup -d {0}", self.0);
-        let _ = std::process::Command::new("sh")
-            .args(["-c", &line])
-            .status();
-    }
-}
-
-/// A limit of QEMU's memory that makes the kernel swap; cgroups of the first version only.
-struct Squeeze(PathBuf);
-
-impl Squeeze {
-    fn on(pid: i32) -> Result<Squeeze> {
-        let group = PathBuf::from(format!("/sys/fs/cgroup/memory/stillframe-torture-{pid}"));
-        fs::create_dir(&group)?;
-        // Where swap is too slow QEMU waits for the end of the squeeze.
-        fs::write(group.join("memory.oom_control"), "1")?;
-        fs::write(group.join("cgroup.procs"), pid.to_string())?;
-        Ok(Squeeze(group))
-    }
-
-    fn limit(&self, bytes: i64) {
-        // What cannot be swapped now is not.
-        let _ = fs::write(self.0.join("memory.limit_in_bytes"), bytes.to_string());
-    }
-}
-
-impl Drop for Squeeze {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0);
-    }
-}
 
 /// What was done to the guest.
 #[derive(Default)]
@@ -207,29 +133,16 @@ struct Kernel {
 impl Kernel {
     fn new() -> Result<Kernel> {
         Ok(Kernel {
-            swapped_before: Kernel::swapped()?,
+            swapped_before: kernel::count("pswpout")?,
             ..Kernel::default()
         })
-    }
-
-    /// Pages written to swap since the machine started.
-    fn swapped() -> Result<u64> {
-        let all = fs::read_to_string("/proc/vmstat")?;
-        let line = all.lines().find_map(|line| line.strip_prefix("pswpout "));
-        Ok(line.context("no pswpout in /proc/vmstat")?.trim().parse()?)
     }
 
     /// Looks at what is merged and huge now.
     fn look(&mut self, qemu: i32) -> Result<()> {
         let merged = fs::read_to_string("/sys/kernel/mm/ksm/pages_sharing")?;
         self.merged_most = self.merged_most.max(merged.trim().parse()?);
-        let rollup = fs::read_to_string(format!("/proc/{qemu}/smaps_rollup"))?;
-        let huge = rollup
-            .lines()
-            .find_map(|line| line.strip_prefix("AnonHugePages:"));
-        let huge = huge.and_then(|line| line.split_whitespace().next());
-        let huge = huge.context("no AnonHugePages in smaps_rollup")?.parse()?;
-        self.huge_kib_most = self.huge_kib_most.max(huge);
+        self.huge_kib_most = self.huge_kib_most.max(kernel::huge_kib(qemu)?);
         Ok(())
     }
 }
@@ -427,7 +340,7 @@ fn record(tally: &Tally, done: &Done) -> Result<()> {
         "checkpoints": tally.checkpoints, "refused": tally.refused, "differing": tally.differing,
         "restored": tally.restored, "wrong_guests": tally.wrong_guests, "engine_kib": tally.engine_kib,
         "balloons": all(&done.balloons), "plugs": all(&done.plugs), "unplugs": all(&done.unplugs), "resets": all(&done.resets),
-        "squeezes": all(&done.squeezes), "swapped_pages": Kernel::swapped()? - tally.kernel.swapped_before,
+        "squeezes": all(&done.squeezes), "swapped_pages": kernel::count("pswpout")? - tally.kernel.swapped_before,
         "merged_pages_most": tally.kernel.merged_most, "huge_kib_most": tally.kernel.huge_kib_most,
     });
     println!("{line}");

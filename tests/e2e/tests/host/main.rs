@@ -2,4 +2,5 @@
 
 mod huge_pages;
 mod merging;
+mod moving;
 mod vhost;
