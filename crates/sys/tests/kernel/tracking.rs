@@ -5,9 +5,10 @@ use crate::ram::{Memory, PAGE, wait_for_event};
 use crate::victim::steal;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 use stillframe_sys::infect::steal_userfaultfd;
-use stillframe_sys::memory::RemoteMemory;
+use stillframe_sys::memory::{MemoryError, RemoteMemory};
 use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Track, Uffd, UffdError, WriteProtectMode};
@@ -306,6 +307,71 @@ fn a_range_has_one_watcher() {
     let second = memory.steal(WriteProtectMode::Async);
     let result = second.register(memory.regions[0], Track::WriteProtect);
     assert!(matches!(result, Err(UffdError::Busy { .. })), "{result:?}");
+}
+
+/// Has every access to a page fail as one to memory that the hardware lost does (hwpoison): the kernel leaves
+/// the marker of such a page (`PTE_MARKER_POISONED`), without any loss of memory.
+fn poison(uffd: &Uffd, page: AddressRange) {
+    const UFFDIO_POISON: u64 = 0xc020_aa08;
+    let mut argument = [page.start, page.len(), 0, 0];
+    // SAFETY: `struct uffdio_poison` is four numbers of 64 bits: start, length, mode, pages done.
+    let result = unsafe {
+        libc::ioctl(
+            uffd.as_fd().as_raw_fd(),
+            UFFDIO_POISON,
+            argument.as_mut_ptr(),
+        )
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// A page that the hardware lost is reported as written, and reading it fails, alone or among others; what
+/// lies beside it is read and tracked as before.
+#[test]
+fn a_poisoned_page_is_reported_and_cannot_be_read() {
+    for mode in [WriteProtectMode::Async, WriteProtectMode::Sync] {
+        let mut memory = Memory::start(8, "small");
+        memory.act("write", 0, 0..8);
+        let uffd = memory.steal(mode);
+        uffd.register(memory.regions[0], Track::WriteProtect)
+            .unwrap();
+        uffd.protect(memory.regions[0]).unwrap();
+        let pagemap = Pagemap::open(&memory.victim.process).unwrap();
+        memory.act("discard", 0, [3]);
+        poison(&uffd, memory.page(0, 3));
+        let mut found = Vec::new();
+        pagemap.written(memory.regions[0], &mut found).unwrap();
+        assert_eq!(memory.numbers(0, &found), BTreeSet::from([3]));
+        found.clear();
+        pagemap
+            .may_have_content(memory.regions[0], &mut found)
+            .unwrap();
+        assert_eq!(memory.numbers(0, &found), (0..8).collect());
+
+        let remote = RemoteMemory::open(&memory.victim.process);
+        let lost = memory.page(0, 3).start;
+        for (first, pages) in [(3, 1), (0, 8)] {
+            let mut buffer = vec![0; (pages * PAGE) as usize];
+            let result = remote.read(memory.page(0, first).start, &mut buffer);
+            assert!(
+                matches!(result, Err(MemoryError::NotMapped { address, .. }) if address == lost),
+                "{result:?}"
+            );
+        }
+        let mut buffer = vec![0; PAGE as usize];
+        for page in [2, 4] {
+            remote
+                .read(memory.page(0, page).start, &mut buffer)
+                .unwrap();
+            assert_eq!(buffer[..8], memory.page(0, page).start.to_ne_bytes());
+        }
+        // Protecting what lies around it does not bring it back.
+        uffd.protect(memory.regions[0]).unwrap();
+        assert!(remote.read(lost, &mut buffer).is_err());
+        memory.act("discard", 0, [3]);
+        remote.read(lost, &mut buffer).unwrap();
+        assert!(buffer.iter().all(|byte| *byte == 0));
+    }
 }
 
 #[test]

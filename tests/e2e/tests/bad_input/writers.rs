@@ -1,11 +1,13 @@
 //! Who else writes guest memory: devices by DMA, and a QEMU whose faults may not be served. See
 //! docs/memory-writers.md.
 
+use std::fs::File;
+
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::guest::{Guest, Kind, Setup};
-use stillframe_e2e::health::expect_untouched;
+use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
 use stillframe_e2e::running::PATIENCE;
 use stillframe_e2e::slow_disk::SlowDisk;
 
@@ -78,6 +80,45 @@ fn exact_beside(aio: &str) -> Result<()> {
         ensure!(exact(&reports), "{schedule}: {reports:?}");
     }
     let mut monitor = guest.second_monitor()?;
+    expect_untouched(&guest, &mut monitor)
+}
+
+/// A page that is gone, as after a memory error (hwpoison): QEMU gets SIGBUS there, and no read comes to an end.
+/// The file behind the guest's private memory is cut by its last page, which the guest used to boot only.
+#[test]
+fn a_page_that_is_gone_fails_the_checkpoint_and_not_the_guest() -> Result<()> {
+    let folder = tempfile::tempdir_in("/dev/shm")?;
+    let path = folder.path().join("ram");
+    let setup = Setup::small(Kind::Private, "gone");
+    let bytes = u64::from(setup.ram_mib) << 20;
+    let (mib, file) = (setup.ram_mib, path.display());
+    let backend = format!("memory-backend-file,id=mem,size={mib}M,mem-path={file},share=off");
+    let guest = setup
+        .with(&["-object", &backend, "-machine", "memory-backend=mem"])
+        .boot()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let verified = ["checkpoint", "--vm", "gone", "--verify"];
+    let first = stillframe.json(&verified)?;
+    ensure!(exact(std::slice::from_ref(&first)), "{first}");
+
+    let ram = File::options().write(true).open(&path)?;
+    ram.set_len(bytes - 4096)?;
+    let mut monitor = guest.second_monitor()?;
+    for schedule in ["pre-copy", "stop-copy", "copy-on-write"] {
+        let line = ["checkpoint", "--vm", "gone", "--schedule", schedule];
+        let said = stillframe.fails(&line, 1)?;
+        ensure!(said.contains("no readable memory at"), "{said}");
+        expect_untouched(&guest, &mut monitor)?;
+    }
+    ensure!(
+        checkpoints(&stillframe)?.len() == 1,
+        "a checkpoint without the page"
+    );
+
+    ram.set_len(bytes)?;
+    let after = stillframe.json(&verified)?;
+    ensure!(exact(std::slice::from_ref(&after)), "{after}");
+    expect_whole(&stillframe, &checkpoints(&stillframe)?)?;
     expect_untouched(&guest, &mut monitor)
 }
 
