@@ -6,9 +6,9 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::Unsuitable;
+use super::{Unsuitable, described};
 use crate::monitor::cpu;
-use crate::monitor::{Monitor, MonitorError};
+use crate::monitor::{Monitor, MonitorError, Peripheral};
 use crate::target::Target;
 
 /// What the devices of the kernel's virtio workers begin with.
@@ -25,6 +25,16 @@ pub enum Caution {
          are exact; -cpu …,-vmx or -svm rules it out"
     )]
     NestedGuests,
+    /// Disks that the guest sends SCSI commands to by way of `SG_IO`, whose data arrives by DMA.
+    #[error(
+        "{} hands SCSI commands to the hardware, which writes the guest's memory by DMA. Checkpoints wait for such \
+         requests by design, but this was never tested: compare checkpoints with --verify, or use scsi-hd",
+        devices.join(", ")
+    )]
+    ScsiPassthrough {
+        /// The devices.
+        devices: Vec<String>,
+    },
     /// Kernel threads write guest memory on QEMU's behalf (linux: drivers/vhost). They use QEMU's page tables
     /// (`kthread_use_mm`), so their writes fault as QEMU's own do; no machine of the project has them.
     #[error(
@@ -43,6 +53,10 @@ pub fn cautions(target: &Target, monitor: &mut Monitor) -> Result<Vec<Caution>, 
     if runs_guests(monitor)? {
         cautions.push(Caution::NestedGuests);
     }
+    let devices = scsi_passthrough(&monitor.peripherals()?);
+    if !devices.is_empty() {
+        cautions.push(Caution::ScsiPassthrough { devices });
+    }
     let pid = target.process.pid();
     let devices = vhost_devices(Path::new(&format!("/proc/{pid}/fd")))
         .map_err(|source| Unsuitable::OpenFiles { pid, source })?;
@@ -54,6 +68,14 @@ pub fn cautions(target: &Target, monitor: &mut Monitor) -> Result<Vec<Caution>, 
 
 fn runs_guests(monitor: &mut Monitor) -> Result<bool, MonitorError> {
     Ok(monitor.uses_kvm()? && cpu::runs_guests(&monitor.cpu_features()?))
+}
+
+fn scsi_passthrough(peripherals: &[Peripheral]) -> Vec<String> {
+    let passes = |peripheral: &&Peripheral| {
+        matches!(peripheral.driver.as_str(), "scsi-block" | "scsi-generic")
+    };
+    let devices = peripherals.iter().filter(passes);
+    devices.map(described).collect()
 }
 
 /// The vhost devices among the links of `descriptors`, a process' `/proc/PID/fd`. QEMU opens them itself or is
@@ -85,6 +107,26 @@ mod tests {
             symlink(file, folder.path().join(number.to_string())).expect("link");
         }
         folder
+    }
+
+    #[test]
+    fn scsi_devices_that_pass_commands_on() {
+        let peripheral = |id: &str, driver: &str| Peripheral {
+            id: id.into(),
+            driver: driver.into(),
+            anonymous: false,
+        };
+        let all = [
+            peripheral("a", "scsi-hd"),
+            peripheral("b", "scsi-block"),
+            peripheral("c", "virtio-scsi-pci"),
+            peripheral("d", "scsi-generic"),
+        ];
+        assert_eq!(
+            scsi_passthrough(&all),
+            ["b (scsi-block)", "d (scsi-generic)"]
+        );
+        assert!(scsi_passthrough(&all[..1]).is_empty());
     }
 
     #[test]
