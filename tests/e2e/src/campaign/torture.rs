@@ -286,9 +286,11 @@ fn one_guest(
     setup.ram_mib = RAM_MIB;
     setup.workload.mib = 48;
     setup.workload.writes_per_tick = 2000;
+    // Removed after the guest, which is in it.
+    let squeeze;
     let guest = setup.boot()?;
     disk.hold_back(guest.pid(), MIB_PER_SECOND)?;
-    let squeeze = Squeeze::on(guest.pid())?;
+    squeeze = Squeeze::on(guest.pid())?;
     let plugged = folder.join("plugged");
     fs::write(&plugged, vec![1; 1 << 20])?;
     let stillframe = Stillframe::init(&folder.join(kind.name()))?;

@@ -49,12 +49,13 @@ fn what_a_disk_writes_by_threads_is_in_the_checkpoint() -> Result<()> {
 fn exact_beside(aio: &str) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let mut disk = SlowDisk::new(folder.path(), 64)?;
-    let guest = reader("dma", aio, &disk)?;
+    let name = format!("dma-{aio}");
+    let guest = reader(&name, aio, &disk)?;
     disk.hold_back(guest.pid(), MIB_PER_SECOND)?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     // The first ones read all of memory while the guest runs; so does a buffer that is too small.
     for _ in 0..3 {
-        let report = stillframe.json(&["checkpoint", "--vm", "dma", "--verify"])?;
+        let report = stillframe.json(&["checkpoint", "--vm", &name, "--verify"])?;
         ensure!(exact(std::slice::from_ref(&report)), "{report}");
     }
     for (schedule, buffer) in [
@@ -65,7 +66,7 @@ fn exact_beside(aio: &str) -> Result<()> {
         let line = [
             "watch",
             "--vm",
-            "dma",
+            &name,
             "--every",
             "200ms",
             "--count",

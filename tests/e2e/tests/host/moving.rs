@@ -175,8 +175,10 @@ fn pages_that_the_kernel_swaps_are_saved() -> Result<()> {
     let _swap = Swap::on(folder.path())?;
     let mut setup = Setup::small(Kind::Private, "swapped");
     setup.workload.writes_per_tick = 2000;
+    // Removed after the guest, which is in it.
+    let squeeze;
     let guest = setup.start()?;
-    let squeeze = Squeeze::on(guest.pid())?;
+    squeeze = Squeeze::on(guest.pid())?;
     guest.serial.wait_ticks(3, BOOT_LIMIT)?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     for zswap in ["N", "Y"] {
@@ -272,7 +274,7 @@ fn pages_that_the_kernel_moves_are_saved() -> Result<()> {
     let _small = Setting::set("/sys/kernel/mm/transparent_hugepage/enabled", "never")?;
     // A guest for each: its pages are moved once.
     for schedule in SCHEDULES {
-        let mut filler = Filler::new(256)?;
+        let mut filler = Filler::new(512)?;
         compact()?;
         let mut setup = Setup::small(Kind::Private, "moved");
         setup.workload.writes_per_tick = 2000;
@@ -283,7 +285,7 @@ fn pages_that_the_kernel_moves_are_saved() -> Result<()> {
         let migrated = kernel::count("pgmigrate_success")?;
         let mut moved = 0;
         exact((&stillframe, &guest), schedule, ("100ms", "5"), || {
-            filler.cut(32)?;
+            filler.cut(64)?;
             compact()?;
             moved += frames.moved()?;
             Ok(())
