@@ -10,6 +10,8 @@ use stillframe_e2e::guest::{Kind, Restored, Setup};
 use stillframe_e2e::health::expect_untouched;
 use stillframe_e2e::running::PATIENCE;
 
+use crate::alone;
+
 const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const PAGE_MIB: u64 = 2;
 const RAM_MIB: u32 = 192;
@@ -50,6 +52,7 @@ fn huge_kib(pid: i32) -> Result<u64> {
 
 #[test]
 fn a_guest_in_huge_pages_is_checkpointed_and_restored() -> Result<()> {
+    let _alone = alone();
     let _reserved = Reserved::new()?;
     for share in ["on", "off"] {
         exact(share).with_context(|| format!("share={share}"))?;

@@ -15,6 +15,8 @@ use stillframe_e2e::health::expect_untouched;
 use stillframe_e2e::running::PATIENCE;
 use stillframe_e2e::slow_disk::SlowDisk;
 
+use crate::alone;
+
 const CHECKPOINTS: &str = "12";
 const KSM: &str = "/sys/kernel/mm/ksm";
 /// What is set, and back.
@@ -95,6 +97,7 @@ fn all_exact(stillframe: &Stillframe, name: &str) -> Result<usize> {
 
 #[test]
 fn pages_that_the_kernel_merges_are_never_saved_wrong() -> Result<()> {
+    let _alone = alone();
     let folder = tempfile::tempdir()?;
     let disk = SlowDisk::new(folder.path(), 48)?;
     let guest = reader(Kind::Pc, "merged", &disk, &[])?;
@@ -154,6 +157,7 @@ fn beside_a_balloon(
 
 #[test]
 fn pages_that_a_balloon_takes_are_never_saved_as_zeros() -> Result<()> {
+    let _alone = alone();
     beside_a_balloon(Kind::Pc, "balloon", |stillframe| {
         all_exact(stillframe, "balloon").map(drop)
     })
@@ -163,6 +167,7 @@ fn pages_that_a_balloon_takes_are_never_saved_as_zeros() -> Result<()> {
 /// reports it, and copy-on-write could not even look for it.
 #[test]
 fn shared_pages_that_a_balloon_takes_are_never_saved_as_they_were() -> Result<()> {
+    let _alone = alone();
     beside_a_balloon(Kind::Memfd, "shared", |stillframe| {
         let watch = |count, schedule| {
             [

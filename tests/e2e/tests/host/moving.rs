@@ -17,8 +17,12 @@ use stillframe_e2e::health::{expect_untouched, memory_kib};
 use stillframe_e2e::kernel::{self, Setting, Squeeze, Swap};
 use stillframe_e2e::running::Running;
 
+use crate::alone;
+
 const SCHEDULES: [&str; 3] = ["pre-copy", "stop-copy", "copy-on-write"];
 const PAGE_BYTES: u64 = 4096;
+/// The kernel decides when it collapses and moves pages: so many watches wait for it.
+const ROUNDS_MAX: usize = 6;
 
 /// Checkpoints under one schedule, while `disturb` is called again and again: each is exact, and was taken
 /// by that schedule.
@@ -134,6 +138,7 @@ fn rewriter(name: &str) -> Setup {
 /// the next protection and the writes after it split them.
 #[test]
 fn pages_that_the_kernel_collapses_and_splits_are_saved() -> Result<()> {
+    let _alone = alone();
     const THP: &str = "/sys/kernel/mm/transparent_hugepage";
     let _settings = [
         ("enabled", "always"),
@@ -148,16 +153,21 @@ fn pages_that_the_kernel_collapses_and_splits_are_saved() -> Result<()> {
     let guest = rewriter("collapsed").boot()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     for schedule in SCHEDULES {
-        let mut huge_kib = ram_huge_kib(guest.pid())?;
         let (mut collapsed, mut split) = (0, 0);
-        exact((&stillframe, &guest), schedule, ("800ms", "6"), || {
-            let now = ram_huge_kib(guest.pid())?;
-            collapsed += now.saturating_sub(huge_kib);
-            split += huge_kib.saturating_sub(now);
-            huge_kib = now;
-            thread::sleep(Duration::from_millis(5));
-            Ok(())
-        })?;
+        for _ in 0..ROUNDS_MAX {
+            let mut huge_kib = ram_huge_kib(guest.pid())?;
+            exact((&stillframe, &guest), schedule, ("800ms", "6"), || {
+                let now = ram_huge_kib(guest.pid())?;
+                collapsed += now.saturating_sub(huge_kib);
+                split += huge_kib.saturating_sub(now);
+                huge_kib = now;
+                thread::sleep(Duration::from_millis(5));
+                Ok(())
+            })?;
+            if collapsed > 0 && split > 0 {
+                break;
+            }
+        }
         eprintln!("{schedule}: {collapsed} KiB collapsed, {split} KiB split");
         ensure!(
             collapsed > 0 && split > 0,
@@ -170,6 +180,7 @@ fn pages_that_the_kernel_collapses_and_splits_are_saved() -> Result<()> {
 
 #[test]
 fn pages_that_the_kernel_swaps_are_saved() -> Result<()> {
+    let _alone = alone();
     const ZSWAP: &str = "/sys/module/zswap/parameters/enabled";
     let folder = tempfile::tempdir()?;
     let _swap = Swap::on(folder.path())?;
@@ -268,33 +279,45 @@ fn compact() -> Result<()> {
     fs::write("/proc/sys/vm/compact_memory", "1").context("this kernel has no compaction")
 }
 
+/// Watches a new guest, whose pages are moved once, while they are. Returns how many pages that were.
+fn moved_under(schedule: &str) -> Result<usize> {
+    let mut filler = Filler::new(512)?;
+    compact()?;
+    let mut setup = Setup::small(Kind::Private, "moved");
+    setup.workload.writes_per_tick = 2000;
+    let guest = setup.boot()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let mut frames = Frames::of(guest.pid())?;
+    frames.moved()?;
+    let migrated = kernel::count("pgmigrate_success")?;
+    let mut moved = 0;
+    exact((&stillframe, &guest), schedule, ("100ms", "5"), || {
+        filler.cut(64)?;
+        compact()?;
+        moved += frames.moved()?;
+        Ok(())
+    })?;
+    let migrated = kernel::count("pgmigrate_success")? - migrated;
+    eprintln!("{schedule}: {moved} pages of the guest moved, {migrated} on the host");
+    let mut monitor = guest.second_monitor()?;
+    expect_untouched(&guest, &mut monitor)?;
+    Ok(moved)
+}
+
 #[test]
 fn pages_that_the_kernel_moves_are_saved() -> Result<()> {
+    let _alone = alone();
     // Else most pages are moved as parts of huge pages.
     let _small = Setting::set("/sys/kernel/mm/transparent_hugepage/enabled", "never")?;
-    // A guest for each: its pages are moved once.
     for schedule in SCHEDULES {
-        let mut filler = Filler::new(512)?;
-        compact()?;
-        let mut setup = Setup::small(Kind::Private, "moved");
-        setup.workload.writes_per_tick = 2000;
-        let guest = setup.boot()?;
-        let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
-        let mut frames = Frames::of(guest.pid())?;
-        frames.moved()?;
-        let migrated = kernel::count("pgmigrate_success")?;
         let mut moved = 0;
-        exact((&stillframe, &guest), schedule, ("100ms", "5"), || {
-            filler.cut(64)?;
-            compact()?;
-            moved += frames.moved()?;
-            Ok(())
-        })?;
-        let migrated = kernel::count("pgmigrate_success")? - migrated;
-        eprintln!("{schedule}: {moved} pages of the guest moved, {migrated} on the host");
+        for _ in 0..ROUNDS_MAX {
+            moved += moved_under(schedule)?;
+            if moved > 0 {
+                break;
+            }
+        }
         ensure!(moved > 0, "{schedule}: no page of the guest was moved");
-        let mut monitor = guest.second_monitor()?;
-        expect_untouched(&guest, &mut monitor)?;
     }
     Ok(())
 }

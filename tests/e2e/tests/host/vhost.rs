@@ -6,6 +6,8 @@ use anyhow::{Result, ensure};
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::guest::{Kind, Setup};
 
+use crate::alone;
+
 /// Stands for a device that this kernel may not have; QEMU has it open all the same.
 struct Device(String);
 
@@ -17,6 +19,7 @@ impl Drop for Device {
 
 #[test]
 fn an_open_vhost_device_is_warned_of() -> Result<()> {
+    let _alone = alone();
     let device = Device(format!("/dev/vhost-stillframe-e2e-{}", std::process::id()));
     File::create(&device.0)?;
     let backend = format!("file,id=open,path={}", device.0);
