@@ -13,7 +13,7 @@ use crate::capture::tracker::{Tracker, TrackerError};
 
 /// The longest wait for the end of a burst.
 const WAIT_MAX: Duration = Duration::from_millis(50);
-/// A wait takes at most one part in so many of the interval between captures.
+/// A wait takes at most the interval between captures divided by this.
 const INTERVAL_SHARE: u32 = 16;
 /// Less than this is not worth a scan of all memory.
 const WAIT_MIN: Duration = Duration::from_millis(5);
@@ -49,7 +49,7 @@ enum Seen {
 }
 
 impl Bursts {
-    /// A capture begins so long after the one before.
+    /// A capture begins, `interval` after the one before.
     pub fn begin(&mut self, interval: Duration) {
         let wait = WAIT_MAX.min(interval / INTERVAL_SHARE);
         self.wait = (wait >= WAIT_MIN && !self.skips()).then_some(wait);
