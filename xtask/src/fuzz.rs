@@ -49,7 +49,7 @@ const PAGE_TABLES_BYTES_MAX: usize = 8 << 10;
 /// How long each target is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Budget {
-    /// For so many seconds.
+    /// This number of seconds.
     Seconds(u64),
     /// Until all of its runs so far add up to so many executions.
     Total(u64),

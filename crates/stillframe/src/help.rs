@@ -149,7 +149,7 @@ set, where its command line has a channel to a guest agent (org.qemu.guest_agent
 
 As root, QEMU starts as the user, with the groups, that the VM ran as; that user must be able to make the
 socket of --qmp and to open the disks. It starts in the VM's control group (cgroup v2) where this host has
-it, else in that of this command, which is told; --without-group leaves the group out. It starts with the
+it, else in that of this command, which is reported; --without-group leaves the group out. It starts with the
 security label that confined the VM (SELinux, AppArmor), or not at all; --without-label starts it without,
 on a host that has no such label. --as-root starts it as root, without both. The recorded program is run only if
 nobody but root can exchange it; --qemu names another. Programs that the recorded command line names run

@@ -294,7 +294,7 @@ fn a_vm_comes_back_in_its_control_group() -> Result<()> {
     ensure!(group_of(Some(restored.pid))? == ours);
     drop(restored);
 
-    // The kernel lets nobody join a group beside one of threads.
+    // The kernel refuses to add a process to a group beside a threaded one.
     let beside = above.inner("threads")?;
     beside.set("cgroup.type", "threaded")?;
     let said = place.refused(&[])?;

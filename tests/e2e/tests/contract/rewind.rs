@@ -299,7 +299,7 @@ fn a_kill_leaves_a_guest_that_can_be_rewound() -> Result<()> {
     expect_untouched(&guest, &mut monitor)
 }
 
-/// Between the end of the inhibitor and `cont` the guardian is there: nobody else would resume the guest.
+/// Between the end of the inhibitor and `cont` only the guardian would resume the guest.
 #[test]
 fn a_kill_before_cont_leaves_a_guest_that_runs() -> Result<()> {
     let guest = Setup::small(Kind::Private, "almost").boot()?;

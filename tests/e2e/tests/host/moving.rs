@@ -21,7 +21,7 @@ use crate::alone;
 
 const SCHEDULES: [&str; 3] = ["pre-copy", "stop-copy", "copy-on-write"];
 const PAGE_BYTES: u64 = 4096;
-/// The kernel decides when it collapses and moves pages: so many watches wait for it.
+/// The kernel decides when it collapses and moves pages: upper bound on the watches that wait for it.
 const ROUNDS_MAX: usize = 6;
 
 /// Checkpoints under one schedule, while `disturb` is called again and again: each is exact, and was taken

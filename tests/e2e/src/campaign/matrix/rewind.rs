@@ -1,5 +1,5 @@
 //! The matrix' rewinds: whatever happens to the process, the VM runs, as before or as in the checkpoint; or it
-//! stands, and nobody can resume it before another rewind is done.
+//! stands, and `cont` is refused until another rewind is done.
 
 use std::time::{Duration, Instant};
 
