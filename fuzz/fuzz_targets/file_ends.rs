@@ -1,7 +1,7 @@
 //! Fuzz target: headers of all kinds of files, and both ends of packs.
 #![no_main]
 
-use stillframe_repo::layout::{Cursor, FileKind, HEADER_BYTES, header, read_header};
+use stillframe_repo::format::layout::{Cursor, FileKind, HEADER_BYTES, header, read_header};
 use stillframe_repo::pack::{PREAMBLE_BYTES, TAIL_BYTES, decode_preamble, decode_tail};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

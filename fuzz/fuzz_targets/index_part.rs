@@ -1,7 +1,7 @@
 //! Fuzz target: a part of an index file.
 #![no_main]
 
-use stillframe_repo::index_format::Part;
+use stillframe_repo::index::layout::Part;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Ok(decoded) = Part::decode(bytes) {

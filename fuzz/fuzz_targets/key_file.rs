@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = stillframe_repo::key_file::decode(bytes);
+    let _ = stillframe_repo::crypto::key_file::decode(bytes);
 });

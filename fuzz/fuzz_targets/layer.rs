@@ -1,7 +1,7 @@
 //! Fuzz target: a layer over a page table.
 #![no_main]
 
-use stillframe_repo::layer::Layer;
+use stillframe_repo::page_table::layer::Layer;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     // Of 256 MiB at most: a larger block takes longer and has no other rules.

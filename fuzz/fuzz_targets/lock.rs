@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = stillframe_repo::lock::decode(bytes);
+    let _ = stillframe_repo::format::lock_record::decode(bytes);
 });

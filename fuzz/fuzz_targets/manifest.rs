@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = stillframe_repo::manifest::decode(bytes);
+    let _ = stillframe_repo::format::manifest::decode(bytes);
 });

@@ -1,7 +1,7 @@
 //! Fuzz target: a whole index file, its parts against its sections.
 #![no_main]
 
-use stillframe_repo::index_file::fuzzing::whole;
+use stillframe_repo::index::file::fuzzing::whole;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let Some((length, bytes)) = bytes.split_first_chunk() else {

@@ -6,9 +6,13 @@
 //! begin with a dash; a word without a dash is the image of the first disk.
 
 mod backend;
+mod own_monitor;
 mod properties;
 
 pub use backend::{Backend, BackendWord};
+pub(crate) use own_monitor::{
+    chardev_is, is_own_monitor, monitor_device, own_monitor, without_own_monitor,
+};
 pub use properties::Properties;
 
 /// Options that take no value. Every other option takes exactly one.

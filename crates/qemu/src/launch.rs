@@ -26,7 +26,6 @@ use std::path::PathBuf;
 
 pub use obstacles::restorability;
 pub use program::version_of;
-pub(crate) use rewrite::without_own_monitor;
 pub use start::{Launched, Starting, load_device_state, start};
 
 use crate::arguments::CommandLine;

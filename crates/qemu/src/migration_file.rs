@@ -23,7 +23,7 @@ mod input;
 #[cfg(test)]
 mod tests;
 
-pub use decode::{Form, FoundPage, MigrationFile};
+pub use decode::MigrationFile;
 pub use encode::{MappedLayout, StreamEncoder, mapped_layout};
 
 use std::io;
@@ -65,6 +65,33 @@ const FLAG_CONTINUE: u64 = 0x20;
 
 const CAPABILITIES: &str = "configuration/capabilities";
 const MAPPED_RAM: &str = "mapped-ram";
+
+/// How the RAM lies in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// One page after the other as it was sent.
+    Stream,
+    /// Every page at its place (`mapped-ram`).
+    Mapped,
+}
+
+/// A page of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FoundPage {
+    /// The number of its block.
+    pub block: usize,
+    /// Its number in the block.
+    pub page: u64,
+    /// Whether it is said to be zero; else its bytes are in the buffer.
+    pub is_zero: bool,
+}
+
+/// Where a mapped block's parts are.
+#[derive(Debug, Clone, Copy)]
+struct Mapped {
+    bitmap_at: u64,
+    pages_at: u64,
+}
 
 /// A RAM block of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]

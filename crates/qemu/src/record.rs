@@ -6,10 +6,9 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use stillframe_sys::process::Process;
 
-use crate::arguments::CommandLine;
+use crate::arguments::{CommandLine, without_own_monitor};
 use crate::credentials::Credentials;
 use crate::devices::HotPlug;
-use crate::launch::{restorability, without_own_monitor};
 use crate::monitor::{
     Accelerator, Disk, FeatureWord, HostView, Identity, Monitor, MonitorError, RamBlock,
 };
@@ -52,7 +51,7 @@ pub struct VmRecord {
     /// As whom the process ran; none where a record of before does not say.
     #[serde(default)]
     pub credentials: Option<Credentials>,
-    /// What would stand in the way of restoring it, in words ([`restorability`]).
+    /// What would stand in the way of restoring it, in words ([`VmRecord::find_obstacles`]).
     #[serde(default)]
     pub obstacles: Vec<String>,
 }
@@ -81,23 +80,6 @@ impl VmRecord {
         })
     }
 
-    /// Finds out what would stand in the way of restoring it, unless the record `before`, of the same VM, had the
-    /// same devices and disks.
-    /// Takes microseconds, and does not speak to QEMU.
-    pub fn find_obstacles(&mut self, before: Option<&VmRecord>) {
-        let disks = |record: &VmRecord| {
-            let disks = record.disks.iter();
-            let what = disks.map(|disk| (disk.device.clone(), disk.path.clone(), disk.temporary));
-            what.collect::<Vec<_>>()
-        };
-        let is_same =
-            |before: &&VmRecord| before.hot_plug == self.hot_plug && disks(before) == disks(self);
-        self.obstacles = match before.filter(is_same) {
-            Some(before) => before.obstacles.clone(),
-            None => restorability(self),
-        };
-    }
-
     /// Asks again for what may have changed since the record was taken: the disks. Two round trips. Its
     /// RAM blocks stay those it was taken with.
     pub fn refresh(&mut self, monitor: &mut Monitor) -> Result<(), MonitorError> {
@@ -119,7 +101,7 @@ impl VmRecord {
     pub fn look_at_disks_again(&mut self) {
         let host = HostView::new(self.pid, &self.cwd);
         for disk in &mut self.disks {
-            host.look_again(disk);
+            disk.look_again(&host);
         }
     }
 }

@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use stillframe_sys::process::{Process, ProcessError};
 
-use crate::arguments::{Argument, Backend, BackendWord, CommandLine, Properties};
-use crate::launch::without_own_monitor;
+use crate::arguments::{
+    Argument, Backend, BackendWord, CommandLine, Properties, without_own_monitor,
+};
 use crate::unix_sockets;
 
 /// How a user names a VM.

@@ -14,14 +14,14 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use stillframe_page::is_zero;
 
-use crate::blobs::lock;
-use crate::editor::MemoryEditor;
 use crate::error::RepoError;
-use crate::manifest::{CheckpointId, Manifest, PageCounts, RamTable, Stream};
-use crate::page_map::PageMap;
+use crate::format::manifest::{CheckpointId, Manifest, PageCounts, RamTable, Stream};
+use crate::page_table::builder::MemoryEditor;
+use crate::page_table::map::PageMap;
+use crate::page_table::table::PageRef;
 use crate::progress::{Phase, Progress};
 use crate::repository::{Reader, Repository};
-use crate::table::PageRef;
+use crate::sync::lock;
 use crate::writer::{PIECE_BYTES, Put, Writer};
 
 /// The field of a VM record that names the original.

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-use crate::layout::FormatError;
-use crate::lease::LeaseRecord;
-use crate::lock::LockRecord;
-use crate::manifest::CheckpointId;
+use crate::format::layout::FormatError;
+use crate::format::lease_record::LeaseRecord;
+use crate::format::lock_record::LockRecord;
+use crate::format::manifest::CheckpointId;
 use stillframe_page::encoding::EncodingError;
 use stillframe_page::hash::ContentId;
 
@@ -81,11 +81,13 @@ pub enum RepoError {
     /// There are too many key files.
     #[error(
         "the repository has {keys} or more key files, the limit is {}: remove some",
-        crate::keyring::KEYS_MAX
+        .limit
     )]
     TooManyKeys {
         /// How many were seen.
         keys: usize,
+        /// How many there may be.
+        limit: usize,
     },
     /// Another process holds a conflicting lock.
     #[error("the repository is locked by {by}: wait for it to finish")]

@@ -7,18 +7,17 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::config::RepositoryId;
+use crate::crypto::key_file::KEYS_MAX;
+use crate::crypto::key_file::{self, Cost, Label};
 use crate::crypto::{MasterKey, Password};
 use crate::error::RepoError;
-use crate::forget::EXCLUSIVE_WAIT;
-use crate::key_file::{self, Cost, Label};
-use crate::local::{Area, LocalStore};
-use crate::lock::{Lock, LockKind};
-use crate::pack::FileHash;
+use crate::format::config::RepositoryId;
+use crate::format::file_hash::FileHash;
+use crate::format::lock_record::LockKind;
 use crate::repository::{Unlocked, read_id, read_key, unlock};
-
-/// The most key files of a repository: each is tried in turn, for a tenth of a second or more.
-pub const KEYS_MAX: usize = 64;
+use crate::store::local::{Area, LocalStore};
+use crate::store::lock::EXCLUSIVE_WAIT;
+use crate::store::lock::Lock;
 
 /// A repository opened to look at its passwords, or to change them.
 pub struct Keyring {
@@ -122,7 +121,10 @@ impl Keyring {
     fn write(&self, password: &Password) -> Result<String, RepoError> {
         let keys = self.store.names(Area::Keys)?.len();
         if keys >= KEYS_MAX {
-            return Err(RepoError::TooManyKeys { keys });
+            return Err(RepoError::TooManyKeys {
+                keys,
+                limit: KEYS_MAX,
+            });
         }
         let label = Label::of_now();
         let file = key_file::wrap(&self.master, password, self.cost, self.id, &label)?;

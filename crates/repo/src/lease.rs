@@ -8,85 +8,37 @@
 //! A lease of another machine or container cannot be compared with its process and holds until it is
 //! broken: a VM that waits shows no sign of life, so age says nothing.
 
-use std::fmt;
 use std::sync::Arc;
 
-use jiff::Timestamp;
-use serde::{Deserialize, Serialize};
-
 use crate::error::RepoError;
-use crate::holder::{Holder, Life};
-use crate::layout::FormatError;
-use crate::local::{Area, LocalStore};
-use crate::lock::{Lock, STALE_AFTER, age};
-use crate::manifest::CheckpointId;
+use crate::format::layout::FormatError;
+use crate::format::lease_record::{LEASE_BYTES_MAX, LeaseRecord, decode};
+use crate::format::lock_owner::{Holder, Life};
+use crate::format::manifest::CheckpointId;
 use crate::repository::Reader;
-
-/// The longest lease file that is read.
-pub(crate) const LEASE_BYTES_MAX: u64 = 64 << 10;
-
-const LEASE_VERSION: u32 = 1;
+use crate::store::local::{Area, LocalStore};
+use crate::store::lock::{Lock, STALE_AFTER, age};
 
 /// What the name of a lease file ends in.
 const SUFFIX: &str = ".lease";
 
-/// The contents of a lease file: JSON, for people to read.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeaseRecord {
-    version: u32,
-    /// The checkpoint that must stay.
-    pub checkpoint: CheckpointId,
-    /// The QEMU whose memory is not complete.
-    #[serde(flatten)]
-    pub holder: Holder,
-    /// When the lease was taken (RFC 3339).
-    pub since: String,
+/// One VM has one name for its lease, so that a process which goes on with a restore finds it.
+fn name(record: &LeaseRecord) -> String {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&record.checkpoint.0);
+    for text in [&record.holder.boot, &record.holder.pid_namespace] {
+        hasher.update(&(text.len() as u64).to_le_bytes());
+        hasher.update(text.as_bytes());
+    }
+    hasher.update(&record.holder.pid.to_le_bytes());
+    hasher.update(&record.holder.start_time.to_le_bytes());
+    let hash = hasher.finalize().to_hex();
+    format!("{}{SUFFIX}", &hash[..32])
 }
 
-#[derive(Deserialize)]
-struct Version {
-    version: u32,
-}
-
-impl fmt::Display for LeaseRecord {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (since {})", self.holder, self.since)
-    }
-}
-
-/// Reads a lease file.
-pub fn decode(bytes: &[u8]) -> Result<LeaseRecord, FormatError> {
-    let wrong = |error: serde_json::Error| FormatError::invalid(format!("it is no lease: {error}"));
-    let Version { version } = serde_json::from_slice(bytes).map_err(wrong)?;
-    // Before the rest is read, which may look different then.
-    if version > LEASE_VERSION {
-        return Err(FormatError::FutureVersion {
-            found: version,
-            known: LEASE_VERSION,
-        });
-    }
-    serde_json::from_slice(bytes).map_err(wrong)
-}
-
-impl LeaseRecord {
-    /// One VM has one name for its lease, so that a process which goes on with a restore finds it.
-    fn name(&self) -> String {
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(&self.checkpoint.0);
-        for text in [&self.holder.boot, &self.holder.pid_namespace] {
-            hasher.update(&(text.len() as u64).to_le_bytes());
-            hasher.update(text.as_bytes());
-        }
-        hasher.update(&self.holder.pid.to_le_bytes());
-        hasher.update(&self.holder.start_time.to_le_bytes());
-        let hash = hasher.finalize().to_hex();
-        format!("{}{SUFFIX}", &hash[..32])
-    }
-
-    /// Whether the VM has certainly ended.
-    pub(crate) fn is_over(&self) -> bool {
-        self.holder.life() == Life::Gone
-    }
+/// Whether the VM has certainly ended.
+pub(crate) fn is_over(record: &LeaseRecord) -> bool {
+    record.holder.life() == Life::Gone
 }
 
 /// A lease that was taken. Dropped, it stays for as long as the VM lives.
@@ -98,15 +50,15 @@ pub struct Lease {
 impl Lease {
     /// Gives it up: the VM's memory is complete.
     pub fn end(self) -> Result<(), RepoError> {
-        self.store.remove(Area::Leases, &self.record.name())
+        self.store.remove(Area::Leases, &name(&self.record))
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if self.record.is_over() {
+        if is_over(&self.record) {
             // What cannot be removed now the next `forget` or `prune` removes.
-            let _ = self.store.remove(Area::Leases, &self.record.name());
+            let _ = self.store.remove(Area::Leases, &name(&self.record));
         }
     }
 }
@@ -126,15 +78,8 @@ impl Reader<'_> {
         start_time: u64,
     ) -> Result<Lease, RepoError> {
         let store = &self.repository().store;
-        let record = LeaseRecord {
-            version: LEASE_VERSION,
-            checkpoint: *checkpoint,
-            holder: Holder::of(pid, start_time),
-            since: Timestamp::now().to_string(),
-        };
-        // Strings and numbers under string keys: nothing here can fail to become JSON.
-        let bytes = serde_json::to_vec(&record).unwrap_or_default();
-        store.create_passing(Area::Leases, &record.name(), &bytes)?;
+        let record = LeaseRecord::new(*checkpoint, Holder::of(pid, start_time));
+        store.create_passing(Area::Leases, &name(&record), &record.encode())?;
         let lease = Lease {
             store: store.clone(),
             record,
@@ -167,7 +112,7 @@ pub(crate) fn that_hold(
             other => other?,
         };
         let over = match decode(&bytes) {
-            Ok(record) if whole && !record.is_over() => {
+            Ok(record) if whole && !is_over(&record) => {
                 found.push((name, record));
                 continue;
             }

@@ -9,22 +9,22 @@ use stillframe_page::hash::{ContentHasher, ContentId};
 use zeroize::Zeroizing;
 
 use crate::blobs::Blobs;
-use crate::catalogs::Catalogs;
-use crate::config::{self, RepositoryId};
+use crate::crypto::key_file::KEYS_MAX;
+use crate::crypto::key_file::{self, Cost, Label};
+use crate::crypto::sealed_file::open_file;
 use crate::crypto::{Keys, MasterKey, Password, random};
 use crate::error::RepoError;
-use crate::forget::Summary;
-use crate::index::Index;
-use crate::key_file::{self, Cost, Label};
-use crate::keyring::KEYS_MAX;
-use crate::layout::{FileKind, FormatError};
-use crate::local::{Area, CONFIG, LocalStore};
-use crate::lock::{Lock, LockKind};
-use crate::lookup::Lookup;
-use crate::manifest::{self, CheckpointId, Headline, MANIFEST_BYTES_MAX, Manifest, Stream};
-use crate::pack::FileHash;
-use crate::sealed_file::open_file;
-use crate::writer::Writer;
+use crate::format::config::{self, RepositoryId};
+use crate::format::file_hash::FileHash;
+use crate::format::layout::{FileKind, FormatError};
+use crate::format::lock_record::LockKind;
+use crate::format::manifest::Summary;
+use crate::format::manifest::{self, CheckpointId, Headline, MANIFEST_BYTES_MAX, Manifest, Stream};
+use crate::index::in_memory::Index;
+use crate::index::reader::Lookup;
+use crate::index::reopening::Catalogs;
+use crate::store::local::{Area, CONFIG, LocalStore};
+use crate::store::lock::Lock;
 
 /// Key files are up to 1.2 KB long; other versions may need more.
 const KEY_BYTES_MAX: u64 = 4096;
@@ -162,12 +162,6 @@ impl Repository {
     /// What makes the ids of this repository's blobs.
     pub fn hasher(&self) -> ContentHasher {
         self.keys.hasher()
-    }
-
-    /// Begins a checkpoint: waits up to `wait` for an exclusive lock to go, takes a shared one,
-    /// and reads the index files that are new.
-    pub fn begin(&mut self, wait: Duration) -> Result<Writer<'_>, RepoError> {
-        Writer::begin(self, wait)
     }
 
     /// Begins reading: as [`Repository::begin`]. On a read-only file system, where nobody can
@@ -421,7 +415,12 @@ pub(crate) fn unlock(
     for key in names {
         match read_key(store, &key) {
             // Each costs as much time and memory as its file says, and whoever can write there can add some.
-            Ok(_) if tried == KEYS_MAX => return Err(RepoError::TooManyKeys { keys: tried + 1 }),
+            Ok(_) if tried == KEYS_MAX => {
+                return Err(RepoError::TooManyKeys {
+                    keys: tried + 1,
+                    limit: KEYS_MAX,
+                });
+            }
             Ok(file) => {
                 tried += 1;
                 if let Some(master) = file.unwrap(password, id)? {

@@ -10,12 +10,12 @@
 
 use stillframe_page::varint;
 
+use crate::crypto::sealed_file::{open_file, seal_file};
 use crate::error::RepoError;
-use crate::layout::{Cursor, FileKind, FormatError};
-use crate::local::Area;
-use crate::manifest::CheckpointId;
+use crate::format::layout::{Cursor, FileKind, FormatError};
+use crate::format::manifest::CheckpointId;
 use crate::repository::{Reader, Repository};
-use crate::sealed_file::{open_file, seal_file};
+use crate::store::local::Area;
 
 /// The most pages in one. Those in the same frame need not be in it: they come along.
 pub const PAGES_MAX: usize = 1 << 16;

@@ -5,19 +5,21 @@ use std::time::Duration;
 
 use stillframe_page::hash::{ContentHasher, ContentId};
 
-use crate::blob_table::BlobTable;
 use crate::blobs::Blobs;
-use crate::compact::INDEX_FILE_BYTES;
+use crate::crypto::sealed_file::seal_file;
 use crate::error::RepoError;
-use crate::index_file::{IndexFile, IndexedPack};
-use crate::ingest::{Ingest, discard};
-use crate::layout::FileKind;
-use crate::local::Area;
-use crate::lock::Lock;
-use crate::manifest::{CheckpointId, MANIFEST_BYTES_MAX, Manifest, Stream};
-use crate::pack::{BLOB_BYTES_MAX, FileHash};
+use crate::format::file_hash::FileHash;
+use crate::format::layout::FileKind;
+use crate::format::manifest::{CheckpointId, MANIFEST_BYTES_MAX, Manifest, Stream};
+use crate::index::blob_table::BlobTable;
+use crate::index::compact::{INDEX_FILE_BYTES, merge_small_index_files};
+use crate::index::file::IndexFile;
+use crate::pack::BLOB_BYTES_MAX;
+use crate::pack::IndexedPack;
+use crate::pack::packer::{Packer, discard};
 use crate::repository::Repository;
-use crate::sealed_file::seal_file;
+use crate::store::local::Area;
+use crate::store::lock::Lock;
 
 /// Length of the pieces a stream is cut into.
 pub const PIECE_BYTES: usize = 4096;
@@ -48,22 +50,27 @@ pub struct Writer<'a> {
     hasher: ContentHasher,
     /// What this writer has put.
     fresh: BlobTable,
-    ingest: Option<Ingest>,
+    packer: Option<Packer>,
     bytes_stored: u64,
 }
 
+impl Repository {
+    /// Begins a checkpoint: waits up to `wait` for an exclusive lock to go, takes a shared one,
+    /// and reads the index files that are new.
+    pub fn begin(&mut self, wait: Duration) -> Result<Writer<'_>, RepoError> {
+        Writer::begin(self, wait)
+    }
+}
+
 impl<'a> Writer<'a> {
-    pub(crate) fn begin(
-        repository: &'a mut Repository,
-        wait: Duration,
-    ) -> Result<Writer<'a>, RepoError> {
+    fn begin(repository: &'a mut Repository, wait: Duration) -> Result<Writer<'a>, RepoError> {
         let lock = repository.writing_lock(wait)?;
         repository.refresh_index()?;
         Ok(Writer {
             hasher: repository.hasher(),
             lock,
             fresh: BlobTable::default(),
-            ingest: None,
+            packer: None,
             bytes_stored: 0,
             repository,
         })
@@ -117,15 +124,15 @@ impl<'a> Writer<'a> {
                 max: BLOB_BYTES_MAX,
             });
         }
-        let ingest = match &mut self.ingest {
-            Some(ingest) => ingest,
+        let packer = match &mut self.packer {
+            Some(packer) => packer,
             // A checkpoint in which nothing changed starts no threads.
-            none => none.insert(Ingest::start(
+            none => none.insert(Packer::start(
                 self.repository.store.clone(),
                 self.repository.keys.clone(),
             )?),
         };
-        ingest.add(id, bytes)?;
+        packer.add(id, bytes)?;
         if self.fresh.find(&id).is_none() {
             self.fresh.add(&id, |_| false);
         }
@@ -158,7 +165,7 @@ impl<'a> Writer<'a> {
 
     /// Bytes written so far; what is still in memory is not counted.
     pub fn bytes_stored(&self) -> u64 {
-        self.ingest.as_ref().map_or(0, Ingest::stored_bytes)
+        self.packer.as_ref().map_or(0, Packer::stored_bytes)
     }
 
     /// Records the checkpoint. When this returns, it is on disk: packs first, then the index file
@@ -166,8 +173,8 @@ impl<'a> Writer<'a> {
     /// `manifest.bytes_stored`. After an error there is no new checkpoint, unless the very last
     /// fsync, of the folder `manifests/`, is what failed; then it may be there, and whole.
     pub fn commit(mut self, manifest: Manifest) -> Result<Committed, RepoError> {
-        let packs = match self.ingest.take() {
-            Some(ingest) => ingest.finish()?,
+        let packs = match self.packer.take() {
+            Some(packer) => packer.finish()?,
             None => Vec::new(),
         };
         let held = self.lock.assert_held();
@@ -180,7 +187,10 @@ impl<'a> Writer<'a> {
         self.record_packs(packs)?;
         let id = self.record_manifest(manifest)?;
         // From here on the checkpoint exists; merging index files is housekeeping.
-        crate::compact::merge_small_index_files(self.repository, &self.lock);
+        let Repository {
+            store, keys, index, ..
+        } = &mut *self.repository;
+        merge_small_index_files(store, keys, index, &self.lock);
         Ok(Committed {
             id,
             bytes_stored: self.bytes_stored,
@@ -243,8 +253,8 @@ impl<'a> Writer<'a> {
 
 impl Drop for Writer<'_> {
     fn drop(&mut self) {
-        if let Some(ingest) = self.ingest.take() {
-            ingest.abandon();
+        if let Some(packer) = self.packer.take() {
+            packer.abandon();
         }
     }
 }

@@ -17,7 +17,7 @@ use stillframe_engine::rewind::RewindError;
 use stillframe_engine::verify::VerifyError;
 use stillframe_repo::{ErrorClass, RepoError};
 
-use crate::cmd::CommandError;
+use crate::error::CommandError;
 use crate::output::OutputError;
 use crate::password::PasswordError;
 
@@ -56,7 +56,7 @@ impl Exit {
 /// from the chain and are opened here.
 fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
     if let Some(error) = error.downcast_ref::<CommandError>() {
-        return Some(error.exit());
+        return Some(of_command(error));
     }
     if let Some(error) = error.downcast_ref::<RepoError>() {
         return Some(of_repo(error));
@@ -105,6 +105,22 @@ fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
         _ => None,
     };
     hidden.map(of_repo)
+}
+
+fn of_command(error: &CommandError) -> Exit {
+    match error {
+        CommandError::NoRepository
+        | CommandError::NoVm
+        | CommandError::NothingToForget
+        | CommandError::SameMonitor
+        | CommandError::StatsOfWhat => Exit::Usage,
+        CommandError::Problems(_) => Exit::Damaged,
+        CommandError::MissingAbility(_)
+        | CommandError::ProbeFailed(_)
+        | CommandError::Differs(_)
+        | CommandError::CountNotReached { .. }
+        | CommandError::TooManyFailures(_) => Exit::Failed,
+    }
 }
 
 fn of_repo(error: &RepoError) -> Exit {

@@ -4,13 +4,14 @@
 //! ```text
 //!   args, help      what can be asked for        password, durations   what is read
 //!   cmd/            one file a subcommand        output, progress, table, shell   what is written
-//!   interrupt       Ctrl-C and SIGTERM           exit                  how it ends
+//!   interrupt       Ctrl-C and SIGTERM           exit, error           how it ends
 //!   unlocked        keys in the kernel
 //! ```
 
 mod args;
 mod cmd;
 mod durations;
+mod error;
 mod exit;
 mod help;
 mod interrupt;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::hash::ContentHasher;
-use stillframe_repo::table::PageRef;
+use stillframe_repo::page_table::table::PageRef;
 use stillframe_repo::{MemoryEditor, PageCounts, Put, RepoError, Writer};
 
 use super::cache::DeltaCache;

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::PluggedOption;
-use super::follow::Lost;
+use super::error::Lost;
 use crate::arguments::Properties;
 use crate::monitor::{Monitor, MonitorError};
 

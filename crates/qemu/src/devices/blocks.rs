@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::follow::Lost;
+use super::error::Lost;
 use super::{PluggedOption, defines};
 use crate::arguments::CommandLine;
 use crate::monitor::{Monitor, MonitorError};

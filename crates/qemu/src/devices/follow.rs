@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::backends::{self, Network};
 use super::blocks::Blocks;
+use super::error::{FollowError, Lost};
 use super::properties::{Description, describe, pci_address};
 use super::{HotPlug, Pin, PluggedOption, UnpluggedOption, defines, id_of};
 use crate::arguments::{Argument, CommandLine, Properties};
@@ -17,60 +18,6 @@ const DEFAULT_BUSES: &[&str] = &["pci.0", "pcie.0"];
 const PLACES: &[&str] = &["addr", "scsi-id", "nr", "unit"];
 /// The last slot's last function.
 const PCI_PLACE_MAX: u64 = 0xff;
-
-/// Why a VM cannot be described as it is now.
-#[derive(Debug, thiserror::Error)]
-pub enum FollowError {
-    /// Something of a plugged device cannot be had back.
-    #[error(
-        "device {device} was plugged in after the start of the VM and could not be made again at a \
-         restore: {why}; unplug it, or start the VM with it"
-    )]
-    Lost {
-        /// The device, and its type.
-        device: String,
-        /// What is not known of it.
-        why: String,
-    },
-    /// Without the unplugged device, another would take its place.
-    #[error(
-        "device {device} was unplugged after the start of the VM; started without it, `{other}` would \
-         get another place on its bus: give that device an id, or say addr= of it, at the VM's next \
-         start"
-    )]
-    WouldMove {
-        /// The device that is gone.
-        device: String,
-        /// The option of one that is there.
-        other: String,
-    },
-    /// A device without an id is gone, and which one cannot be told.
-    #[error(
-        "a device without an id was unplugged after the start of the VM, and QEMU does not tell which; \
-         give devices that are unplugged an id at the VM's next start"
-    )]
-    Unnamed,
-    /// QEMU could not be asked.
-    #[error("cannot find out which devices the VM has")]
-    Monitor(#[from] MonitorError),
-}
-
-/// What cannot be had back.
-#[derive(Debug)]
-pub(super) struct Lost(String);
-
-impl Lost {
-    pub(super) fn new(why: String) -> Lost {
-        Lost(why)
-    }
-
-    fn of(self, device: &Peripheral) -> FollowError {
-        FollowError::Lost {
-            device: format!("{} ({})", device.id, device.driver),
-            why: self.0,
-        }
-    }
-}
 
 /// How the VM differs from the command line that it was started with. A few round trips; some ten more
 /// for each plugged device. The VM runs on meanwhile.

@@ -10,6 +10,7 @@
 mod backends;
 mod blocks;
 mod defaults;
+mod error;
 mod follow;
 mod glance;
 mod properties;
@@ -19,7 +20,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::arguments::{Argument, CommandLine, Properties};
 
-pub use follow::{FollowError, follow};
+pub use error::FollowError;
+pub use follow::follow;
 pub use glance::Glance;
 pub use sections::Sections;
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
-use super::follow::FollowError;
+use super::error::FollowError;
 use crate::monitor::{DeviceProperty, Monitor, Peripheral};
 
 /// What a processor is told; its features come from `-cpu`.

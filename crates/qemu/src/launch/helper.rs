@@ -16,7 +16,7 @@ use rustix::fs::Access;
 use serde::{Deserialize, Serialize};
 
 use super::confinement;
-use super::rewrite::own_monitor;
+use crate::arguments::own_monitor;
 use crate::credentials::Credentials;
 
 /// The hidden subcommand under which the executable acts as launch helper: a binary that links this crate

@@ -12,7 +12,10 @@ use std::path::Path;
 
 use super::holders::Endpoint;
 use super::{LaunchError, LaunchOptions};
-use crate::arguments::{Argument, Backend, BackendWord, CommandLine, Properties};
+use crate::arguments::{
+    Argument, Backend, BackendWord, CommandLine, Properties, chardev_is, is_own_monitor,
+    monitor_device,
+};
 use crate::credentials::Credentials;
 use crate::monitor::Disk;
 
@@ -31,9 +34,6 @@ const DROPPED: &[(&str, &str)] = &[
     ("s", "debugger connections are not taken over"),
 ];
 
-/// The character device of the monitor that [`super::start`] adds for itself.
-const OWN_MONITOR: &str = "stillframe-monitor";
-
 /// Options whose value is the backend of a character device.
 const BACKEND_OPTIONS: &[&str] = &["serial", "parallel", "debugcon"];
 
@@ -47,35 +47,6 @@ const BACKGROUND_DISPLAYS: &[&str] = &["none", "egl-headless", "dbus", "vnc"];
 const VNC_PORT: u16 = 5900;
 
 pub(super) use twin::memory_blocks;
-
-/// A monitor on a descriptor that the new QEMU inherits. It is part of no plan and of no record.
-pub(super) fn own_monitor(descriptor: i32) -> [String; 4] {
-    [
-        "-chardev".to_owned(),
-        format!("socket,id={OWN_MONITOR},fd={descriptor}"),
-        "-mon".to_owned(),
-        format!("chardev={OWN_MONITOR},mode=control"),
-    ]
-}
-
-/// Arguments of a VM that was started here, without the monitor of [`own_monitor`].
-pub(crate) fn without_own_monitor(arguments: &[String]) -> Vec<String> {
-    let mut line = CommandLine::parse(arguments);
-    if !line.options.iter().any(is_own_monitor) {
-        return arguments.to_vec();
-    }
-    line.options.retain(|option| !is_own_monitor(option));
-    line.to_argv()
-}
-
-fn is_own_monitor(option: &Argument) -> bool {
-    let value = option.value().unwrap_or_default();
-    match option.name() {
-        Some("mon") => monitor_device(option).as_deref() == Some(OWN_MONITOR),
-        Some("chardev") => chardev_is(value, OWN_MONITOR),
-        _ => false,
-    }
-}
 
 /// The new command line and what was changed.
 #[derive(Debug)]
@@ -475,26 +446,6 @@ impl Rewriter<'_> {
     fn push(&mut self, name: &str, value: &str) {
         self.line.options.push(Argument::new(name, value));
     }
-}
-
-/// The character device that a monitor option refers to.
-fn monitor_device(option: &Argument) -> Option<String> {
-    let value = option.value()?;
-    match option.name()? {
-        "mon" => {
-            let properties = Properties::parse(value, "chardev");
-            properties.get("chardev").map(str::to_owned)
-        }
-        "monitor" | "qmp" | "qmp-pretty" => match BackendWord::parse(value) {
-            BackendWord::Reference(id) => Some(id),
-            _ => None,
-        },
-        _ => None,
-    }
-}
-
-fn chardev_is(value: &str, id: &str) -> bool {
-    Backend::from_chardev(value).id() == Some(id)
 }
 
 /// Whether an option other than its definition speaks of character device `id`. Any value equal to

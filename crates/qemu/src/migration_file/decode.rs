@@ -5,8 +5,8 @@ use std::io::{Read, Seek};
 
 use super::input::{FLAGS, Input, unknown_record, unsupported};
 use super::{
-    COMMAND, FLAG_EOS, FLAG_MEM_SIZE, FileBlock, HEADER, MigrationFileError, PAGE, PAGE_BYTES,
-    SECTION_END, SECTION_FULL, SECTION_PART,
+    COMMAND, FLAG_EOS, FLAG_MEM_SIZE, FileBlock, Form, FoundPage, HEADER, Mapped,
+    MigrationFileError, PAGE, PAGE_BYTES, SECTION_END, SECTION_FULL, SECTION_PART,
 };
 use crate::device_state;
 
@@ -18,26 +18,6 @@ const BLOCK_BYTES_MAX: u64 = 1 << 42;
 const SWITCHOVER_START: u16 = 0x0b;
 /// Words of a mapped block's bitmap that are held at a time.
 const BITMAP_WORDS: u64 = 1 << 13;
-
-/// How the RAM lies in a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
-    /// One page after the other as it was sent.
-    Stream,
-    /// Every page at its place (`mapped-ram`).
-    Mapped,
-}
-
-/// A page of a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FoundPage {
-    /// The number of its block.
-    pub block: usize,
-    /// Its number in the block.
-    pub page: u64,
-    /// Whether it is said to be zero; else its bytes are in the buffer.
-    pub is_zero: bool,
-}
 
 /// A migration file being read: its head, then its pages, then the device state.
 #[derive(Debug)]
@@ -51,13 +31,6 @@ pub struct MigrationFile<R> {
     /// The block of the last record; it holds on from one section to the next.
     last_block: Option<usize>,
     state: State,
-}
-
-/// Where a mapped block's parts are.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Mapped {
-    pub(super) bitmap_at: u64,
-    pub(super) pages_at: u64,
 }
 
 #[derive(Debug)]

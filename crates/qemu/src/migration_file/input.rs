@@ -2,11 +2,10 @@
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 
-use super::decode::{Form, FoundPage, Mapped};
 use super::{
     CAPABILITIES, CONFIGURATION, FLAG_CONTINUE, FLAG_EOS, FLAG_PAGE, FLAG_ZERO, FOOTER, FileBlock,
-    HEADER, MAPPED_RAM, MAPPED_VERSION, MigrationFileError, PAGE, PAGE_BYTES, RAM, RAM_VERSION,
-    SECTION_FULL, SECTION_START, SUBSECTION,
+    Form, FoundPage, HEADER, MAPPED_RAM, MAPPED_VERSION, Mapped, MigrationFileError, PAGE,
+    PAGE_BYTES, RAM, RAM_VERSION, SECTION_FULL, SECTION_START, SUBSECTION,
 };
 
 /// More capabilities than QEMU has.

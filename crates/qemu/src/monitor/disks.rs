@@ -38,6 +38,15 @@ pub struct Disk {
     pub identity: Option<FileIdentity>,
 }
 
+impl Disk {
+    /// Inspects its file again. A throw-away file has no identity.
+    pub(crate) fn look_again(&mut self, host: &HostView) {
+        if !self.temporary {
+            self.identity = host.identity(&self.path);
+        }
+    }
+}
+
 /// One element of `query-block`.
 #[derive(Debug, Deserialize)]
 pub(super) struct Drive {

@@ -6,8 +6,6 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::Disk;
-
 /// What tells that a file is still the same and was not written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity {
@@ -56,13 +54,6 @@ impl HostView {
         HostView {
             root: Path::new("/proc").join(pid.to_string()).join("root"),
             cwd: cwd.to_owned(),
-        }
-    }
-
-    /// Looks at the file of a disk that was recorded before. A throw-away file has no identity.
-    pub(crate) fn look_again(&self, disk: &mut Disk) {
-        if !disk.temporary {
-            disk.identity = self.identity(&disk.path);
         }
     }
 

@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use serde_json::json;
 
 use super::support::{Dice, Vm, WAIT, init, open, password, test_dir};
-use crate::layout::{FORMAT_VERSION, FileKind, header_of_version};
+use crate::format::layout::{FORMAT_VERSION, FileKind, header_of_version};
 use crate::{CheckpointId, ErrorClass, Password, RepoError, Repository};
 
 #[test]

@@ -8,17 +8,17 @@ use proptest::prelude::*;
 use stillframe_page::hash::ContentId;
 
 use super::support::{Dice, Vm, WAIT, init, old_index_body, open, test_dir};
-use crate::blobs::Wanted;
-use crate::catalog::Catalog;
 use crate::crypto::Use;
-use crate::index::Index;
-use crate::index_file::{
-    FRONT_BYTES, IndexFile, IndexedPack, OpenIndex, head_bytes, read_index_file,
-};
-use crate::layout::{FileKind, header_of_version};
-use crate::local::Area;
-use crate::lookup::Place;
-use crate::pack::{Directory, FileHash, Frame, PREAMBLE_BYTES};
+use crate::format::file_hash::FileHash;
+use crate::format::layout::{FileKind, header_of_version};
+use crate::index::file::{FRONT_BYTES, IndexFile, OpenIndex, head_bytes, read_index_file};
+use crate::index::in_memory::Index;
+use crate::index::on_demand::Catalog;
+use crate::pack::IndexedPack;
+use crate::pack::place::Place;
+use crate::pack::place::Wanted;
+use crate::pack::{Directory, Frame, PREAMBLE_BYTES};
+use crate::store::local::Area;
 use crate::{CheckpointId, ErrorClass, Forget, KeepPolicy, RepoError, Repository};
 
 /// Everything that the index files tell, in or out of force, read the slow way.

@@ -109,8 +109,8 @@ fn what_cannot_be_read_is_not_copied() {
     let dirs = [test_dir(), test_dir()];
     let [mut from, mut to] = [&dirs[0], &dirs[1]].map(|dir| init(dir.path()));
     let taken = taken(&mut from, 1);
-    for name in from.store.names(crate::local::Area::Packs).unwrap() {
-        let path = from.store.path(crate::local::Area::Packs, &name);
+    for name in from.store.names(crate::store::local::Area::Packs).unwrap() {
+        let path = from.store.path(crate::store::local::Area::Packs, &name);
         let mut bytes = std::fs::read(&path).unwrap();
         bytes[100] ^= 1;
         std::fs::write(&path, bytes).unwrap();
@@ -120,7 +120,7 @@ fn what_cannot_be_read_is_not_copied() {
     assert!(to.manifests().unwrap().is_empty());
     assert!(
         to.store
-            .names(crate::local::Area::Packs)
+            .names(crate::store::local::Area::Packs)
             .unwrap()
             .is_empty()
     );

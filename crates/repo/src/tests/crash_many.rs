@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::crash::{Disk, files_below, lay_out_anew};
 use super::faults::{Event, Faults};
 use super::support::{Dice, Vm, init, open, password, test_dir};
-use crate::local::LocalStore;
+use crate::store::local::LocalStore;
 use crate::{CheckpointId, Forget, Repository};
 
 /// Checkpoints of each writer.

@@ -5,15 +5,19 @@ use proptest::prelude::*;
 use stillframe_page::hash::ContentId;
 
 use super::support::{init, old_index_body, test_dir};
-use crate::index_file::{IndexBuilder, IndexFile, IndexedPack, check_sections, read_index_file};
-use crate::index_format::{
+use crate::WorkingSet;
+use crate::crypto::key_file;
+use crate::format::file_hash::FileHash;
+use crate::format::layout::{Cursor, FileKind, header, read_header};
+use crate::format::{config, lock_record, manifest};
+use crate::index::file::{IndexBuilder, IndexFile, check_sections, read_index_file};
+use crate::index::layout::{
     Entry, Head, HeadPack, Part, decode_section, encode_section as encode_index_section,
 };
-use crate::layout::{Cursor, FileKind, header, read_header};
-use crate::local::Area;
-use crate::pack::{Directory, FileHash, Frame, decode_preamble, decode_tail};
-use crate::table::{PageRef, decode_root, decode_segment, encode_root, encode_segment};
-use crate::{WorkingSet, config, key_file, lock, manifest};
+use crate::pack::IndexedPack;
+use crate::pack::{Directory, Frame, decode_preamble, decode_tail};
+use crate::page_table::table::{PageRef, decode_root, decode_segment, encode_root, encode_segment};
+use crate::store::local::Area;
 
 fn id() -> impl Strategy<Value = ContentId> {
     any::<[u8; 32]>().prop_map(ContentId)
@@ -98,7 +102,7 @@ fn decode_all(bytes: &[u8]) {
     let _ = Part::decode(bytes);
     let _ = decode_section(bytes);
     let _ = manifest::decode(bytes);
-    let _ = lock::decode(bytes);
+    let _ = lock_record::decode(bytes);
     let _ = WorkingSet::decode(bytes);
     let _ = decode_preamble(bytes);
     let _ = read_header(&mut Cursor::new(bytes), FileKind::Pack);
@@ -106,8 +110,8 @@ fn decode_all(bytes: &[u8]) {
         let _ = decode_root(bytes, pages);
         let _ = decode_segment(bytes, pages);
     }
-    let _ = crate::table::decode_root_of_any_size(bytes);
-    let _ = crate::table::decode_segment_of_any_size(bytes);
+    let _ = crate::page_table::table::decode_root_of_any_size(bytes);
+    let _ = crate::page_table::table::decode_segment_of_any_size(bytes);
     if let Some(tail) = bytes.first_chunk()
         && let Ok(range) = decode_tail(*tail, bytes.len() as u64)
     {
@@ -122,7 +126,7 @@ fn good_bytes() -> impl Strategy<Value = Vec<u8>> {
     let manifest = r#"{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"ram":[],"streams":{},
         "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0},"bytes_stored":1,
         "vm_record":null,"downtime_us":{}}"#;
-    assert!(lock::decode(lock.as_bytes()).is_ok());
+    assert!(lock_record::decode(lock.as_bytes()).is_ok());
     assert!(manifest::decode(manifest.as_bytes()).is_ok());
     prop_oneof![
         directory().prop_map(|directory| directory.encode()),

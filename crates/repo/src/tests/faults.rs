@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use crate::error::RepoError;
-use crate::local::Step;
+use crate::store::local::Step;
 
 /// One recorded step.
 #[derive(Debug, Clone)]

@@ -7,10 +7,12 @@ use stillframe_page::hash::ContentId;
 
 use super::support::{Dice, Vm, WAIT, init, test_dir};
 use crate::ErrorClass;
-use crate::index::Index;
-use crate::index_file::{IndexFile, IndexedPack};
-use crate::marks::Mark;
-use crate::pack::{Directory, FileHash, Frame, PREAMBLE_BYTES};
+use crate::format::file_hash::FileHash;
+use crate::index::file::IndexFile;
+use crate::index::in_memory::Index;
+use crate::index::mark_bitmaps::Mark;
+use crate::pack::IndexedPack;
+use crate::pack::{Directory, Frame, PREAMBLE_BYTES};
 
 /// Where a blob lies, in the words of packs.
 type Place = (FileHash, u32, u32, u32);
@@ -91,7 +93,7 @@ impl Twin {
     }
 }
 
-fn place(index: &Index, at: crate::places::Location) -> Place {
+fn place(index: &Index, at: crate::index::locations::Location) -> Place {
     let (pack, _) = index.frame(at);
     assert_eq!(
         index.packs()[index.pack_of(at) as usize].name.0,

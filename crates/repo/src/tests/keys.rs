@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::crash::{Disk, files_below, lay_out_anew};
 use super::support::{CHEAP, Dice, Vm, init, test_dir};
 use crate::crypto::Password;
-use crate::keyring::KEYS_MAX;
-use crate::local::LocalStore;
+use crate::crypto::key_file::KEYS_MAX;
+use crate::store::local::LocalStore;
 use crate::{ErrorClass, Keyring, RepoError, Repository};
 
 fn keyring(dir: &Path, password: &str) -> Keyring {

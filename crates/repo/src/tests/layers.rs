@@ -3,9 +3,10 @@
 use stillframe_page::delta::{DeltaEncoder, EncodedDelta, PAGE_BYTES};
 
 use super::support::{Dice, PAGE, Vm, WAIT, compare_one_by_one, init, open, test_dir};
-use crate::layout::{Cursor, FileKind, header_of_version, read_header};
-use crate::table::PageRef;
-use crate::{Forget, KeepPolicy, MemoryEditor, RamTable, RepoError, Repository, Written, manifest};
+use crate::format::layout::{Cursor, FileKind, header_of_version, read_header};
+use crate::format::manifest;
+use crate::page_table::table::PageRef;
+use crate::{Forget, KeepPolicy, MemoryEditor, RamTable, RepoError, Repository, Written};
 
 /// Long enough that layers of every level are merged, twice into the table.
 #[test]

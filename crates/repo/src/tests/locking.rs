@@ -8,8 +8,9 @@ use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 
 use super::support::{Dice, Vm, WAIT, init, open, test_dir};
-use crate::local::Step;
-use crate::lock::{Lock, LockKind, LockRecord};
+use crate::format::lock_record::{LockKind, LockRecord};
+use crate::store::local::Step;
+use crate::store::lock::Lock;
 use crate::{ErrorClass, RepoError, Repository};
 
 const SHORT: Duration = Duration::from_millis(150);
@@ -213,7 +214,7 @@ fn a_kept_lock_gives_way() {
     let store = open(dir.path()).store.clone();
     // One that is still being written has another name, and stops nobody.
     let locks = || {
-        let mut names = store.names(crate::local::Area::Locks).unwrap();
+        let mut names = store.names(crate::store::local::Area::Locks).unwrap();
         names.retain(|name| name.ends_with(".lock"));
         names
     };
@@ -243,7 +244,7 @@ fn a_kept_lock_gives_way() {
     repo.keep_lock(true);
     assert!(repo.begin(SHORT).is_ok());
     store
-        .remove(crate::local::Area::Locks, &locks()[0])
+        .remove(crate::store::local::Area::Locks, &locks()[0])
         .unwrap();
     assert!(repo.begin(SHORT).is_ok());
     assert_eq!(locks().len(), 1);

@@ -269,7 +269,7 @@ fn a_lost_pack_heals_with_the_next_full_checkpoint() {
         .stats()
         .map(|_| repo.index.packs()[0].name.to_string())
         .unwrap();
-    std::fs::remove_file(repo.store.path(crate::local::Area::Packs, &pack)).unwrap();
+    std::fs::remove_file(repo.store.path(crate::store::local::Area::Packs, &pack)).unwrap();
     assert!(!repo.check(false, &mut |_| {}).unwrap().is_clean());
     assert!(vm.compare(&mut repo, &first).is_err());
     repo.rebuild_index(&mut |_| {}).unwrap();
@@ -286,8 +286,8 @@ fn packs_behind_links_are_pruned_like_others() {
     let elsewhere = test_dir();
     let mut repo = init(dir.path());
     let taken = history(&mut repo, "moved", 4);
-    for name in repo.store.names(crate::local::Area::Packs).unwrap() {
-        let path = repo.store.path(crate::local::Area::Packs, &name);
+    for name in repo.store.names(crate::store::local::Area::Packs).unwrap() {
+        let path = repo.store.path(crate::store::local::Area::Packs, &name);
         let moved = elsewhere.path().join(&name);
         std::fs::copy(&path, &moved).unwrap();
         std::fs::remove_file(&path).unwrap();

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 
 use super::support::{Dice, PAGE, Vm, WAIT, init, open, test_dir};
-use crate::local::Area;
+use crate::store::local::Area;
 use crate::{CheckpointId, Forget, PageMap, PageReader, Reader, RepoError, Repository};
 
 const PAGES: usize = 900;

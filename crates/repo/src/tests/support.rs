@@ -10,10 +10,10 @@ use jiff::Timestamp;
 use stillframe_page::delta::{Added, DeltaEncoder};
 use stillframe_page::is_zero;
 
-use crate::index_file::IndexFile;
-use crate::key_file::Cost;
-use crate::local::LocalStore;
-use crate::table::PageRef;
+use crate::crypto::key_file::Cost;
+use crate::index::file::IndexFile;
+use crate::page_table::table::PageRef;
+use crate::store::local::LocalStore;
 use crate::{
     CheckpointId, Manifest, MemoryEditor, PageCounts, PageMap, PageReader, Password, RamTable,
     RepoError, Repository, Writer,

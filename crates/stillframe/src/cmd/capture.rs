@@ -7,9 +7,10 @@ use stillframe_engine::checkpoint::{
 };
 use stillframe_repo::Repository;
 
-use super::{CommandError, Context, clock_words, probe, short};
+use super::{Context, clock_words, probe, short};
 use crate::args::{CaptureArgs, VmSelector};
 use crate::durations;
+use crate::error::CommandError;
 use crate::interrupt::{Interrupted, Interrupts};
 use crate::progress::Meter;
 use crate::table::{self, printable};

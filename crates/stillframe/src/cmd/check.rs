@@ -3,8 +3,9 @@
 use serde_json::{Value, json};
 use stillframe_repo::{CheckReport, Problem, Progress};
 
-use super::{CommandError, Context};
+use super::Context;
 use crate::args::CheckArgs;
+use crate::error::CommandError;
 use crate::progress::Meter;
 use crate::table::{self, printable};
 

@@ -11,9 +11,10 @@ use stillframe_engine::runtime;
 use stillframe_engine::{CloneOptions, LaunchOptions, memory_bytes};
 
 use super::restore::{here, serial_from_here, stands_in_the_way};
-use super::{CommandError, Context, how_it_ended, short, templates};
+use super::{Context, how_it_ended, short, templates};
 use crate::args::CloneArgs;
 use crate::durations;
+use crate::error::CommandError;
 use crate::interrupt::{AtLast, Interrupts};
 use crate::progress::Meter;
 use crate::table::printable;

@@ -3,8 +3,9 @@
 use serde_json::{Value, json};
 use stillframe_repo::{Forget, ForgetReport, KeepPolicy, KeepReason, Repository, Summary};
 
-use super::{CommandError, Context, local_time, prune, short, templates};
+use super::{Context, local_time, prune, short, templates};
 use crate::args::{ForgetArgs, KeepArgs};
+use crate::error::CommandError;
 use crate::table::{self, Align, Table, printable};
 
 /// Forgets, and prunes afterwards where that was asked for.

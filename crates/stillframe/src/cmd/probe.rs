@@ -3,7 +3,8 @@
 use serde_json::{Value, json};
 use stillframe_engine::probe::{self, Ability, Need, State};
 
-use super::{CommandError, Context};
+use super::Context;
+use crate::error::CommandError;
 use crate::table::{Align, Table};
 
 /// Tries every ability; fails when a required one is missing.

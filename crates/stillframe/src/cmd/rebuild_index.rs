@@ -3,7 +3,8 @@
 use serde_json::{Value, json};
 use stillframe_repo::{Progress, RebuildReport};
 
-use super::{CommandError, Context, check};
+use super::{Context, check};
+use crate::error::CommandError;
 use crate::progress::Meter;
 use crate::table::{self, printable};
 

@@ -14,9 +14,10 @@ use stillframe_engine::checkpoint::{CheckpointOptions, ScheduleChoice, ScheduleK
 use stillframe_engine::statistics::{self, Statistics};
 use stillframe_repo::{CheckpointId, Password, Repository};
 
-use super::{CommandError, Context, capture, short};
+use super::{Context, capture, short};
 use crate::args::StatsArgs;
 use crate::durations;
+use crate::error::CommandError;
 use crate::interrupt::{Interrupted, Interrupts};
 use crate::picture;
 use crate::progress::{Meter, Status};

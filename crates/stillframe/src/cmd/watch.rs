@@ -28,9 +28,10 @@ use stillframe_engine::checkpoint::{
 use stillframe_engine::{ContentHasher, Process};
 
 use self::storing::{Landing, Shore, Storing};
-use super::{CommandError, Context, capture};
+use super::{Context, capture};
 use crate::args::WatchArgs;
 use crate::durations;
+use crate::error::CommandError;
 use crate::interrupt::{Interrupted, Interrupts};
 use crate::output;
 use crate::progress::Status;

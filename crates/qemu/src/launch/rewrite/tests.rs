@@ -383,7 +383,7 @@ fn disks_that_clones_would_share_are_refused() {
 /// A VM that was restored before is started again without a word about that.
 #[test]
 fn our_own_monitor_goes_unseen() {
-    let own = own_monitor(3).join(" ");
+    let own = crate::arguments::own_monitor(3).join(" ");
     let plain = "-nodefaults -display none";
     check(None, &[(&format!("{plain} {own}"), plain)]);
     let rewritten = run(&format!("{plain} {own}"), None).expect("a plan");

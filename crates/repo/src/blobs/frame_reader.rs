@@ -1,0 +1,233 @@
+//! Frames: fetched from their packs, opened, decoded, and cut into blobs again.
+
+use std::fs::File;
+use std::io;
+
+use stillframe_page::encoding::{Decoder, Kind};
+use stillframe_page::hash::{ContentHasher, ContentId};
+
+use crate::crypto::Keys;
+use crate::error::RepoError;
+use crate::format::layout::FormatError;
+use crate::index::reader::Lookup;
+use crate::pack::PackCipher;
+use crate::pack::open::{decode_payload, open_pack};
+use crate::pack::place::Place;
+use crate::pack::place::Wanted;
+use crate::store::local::LocalStore;
+use crate::store::read_exact_at;
+
+/// Packs kept open: enough for 2 GiB of them, should reads jump about.
+const PACKS_OPEN: usize = 32;
+
+/// Reads and decodes frames; the state of one thread.
+pub(crate) struct FrameReader<'a> {
+    store: &'a LocalStore,
+    keys: &'a Keys,
+    index: Lookup<'a>,
+    hasher: ContentHasher,
+    decoder: Decoder,
+    /// The last one is the one in use.
+    packs: Vec<OpenPack>,
+    sealed: Vec<u8>,
+    /// What [`FrameReader::decode`] made last, where it lies, and of which frame.
+    plain: Vec<u8>,
+    plain_at: PlainAt,
+    decoded: Option<Place>,
+}
+
+/// Where the plain bytes of a frame are.
+enum PlainAt {
+    /// In the buffer for them.
+    Plain,
+    /// Where they were decrypted, from there on: what is stored as it is need not be copied.
+    Sealed(usize),
+}
+
+struct OpenPack {
+    number: u32,
+    file: File,
+    label: String,
+    cipher: PackCipher,
+}
+
+impl<'a> FrameReader<'a> {
+    pub(crate) fn new(
+        store: &'a LocalStore,
+        keys: &'a Keys,
+        index: Lookup<'a>,
+    ) -> Result<FrameReader<'a>, RepoError> {
+        Ok(FrameReader {
+            store,
+            keys,
+            index,
+            hasher: keys.hasher(),
+            decoder: Decoder::new()?,
+            packs: Vec::new(),
+            sealed: Vec::new(),
+            plain: Vec::new(),
+            plain_at: PlainAt::Plain,
+            decoded: None,
+        })
+    }
+
+    /// Reads a run of neighbouring frames and hands over the blobs wanted from them, those together
+    /// that lie one behind the other and belong together.
+    pub(crate) fn read_run<T: Copy>(
+        &mut self,
+        run: &[Wanted<T>],
+        joins: fn(T, T) -> bool,
+        sink: &dyn Fn(T, &[u8]) -> io::Result<()>,
+    ) -> Result<(), RepoError> {
+        let (Some(first), Some(last)) = (run.first(), run.last()) else {
+            return Ok(());
+        };
+        let start = first.at.info.offset;
+        let bytes = (last.at.frame_end() - start) as usize;
+        self.open_pack(first.at.pack)?;
+        self.fetch(start, bytes)?;
+        let follows = |a: &Wanted<T>, b: &Wanted<T>| {
+            a.at.same_frame(&b.at) && a.at.offset + a.at.bytes == b.at.offset && joins(a.tag, b.tag)
+        };
+        let mut verified: Option<(ContentId, Place)> = None;
+        for group in run.chunk_by(follows) {
+            let ([first, .., last] | [first @ last]) = group else {
+                continue;
+            };
+            if !self.is_decoded(&first.at) {
+                self.decode(&first.at, start)?;
+            }
+            for wanted in group {
+                // The same blob wanted many times over is hashed once.
+                if verified.is_none_or(|(id, at)| id != wanted.id || !at.same_frame(&wanted.at)) {
+                    self.verify(&wanted.id, self.slice(&wanted.at)?)?;
+                    verified = Some((wanted.id, wanted.at));
+                }
+            }
+            let bytes = last.at.offset + last.at.bytes - first.at.offset;
+            let together = self.slice(&Place { bytes, ..first.at })?;
+            sink(first.tag, together).map_err(|source| RepoError::Sink {
+                id: first.id,
+                source,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Reads and decodes the one frame that `at` lies in, unless it was the last one.
+    pub(crate) fn read_frame(&mut self, at: &Place) -> Result<(), RepoError> {
+        // Also where it is decoded already: errors name the pack in use.
+        self.open_pack(at.pack)?;
+        if self.is_decoded(at) {
+            return Ok(());
+        }
+        self.fetch(at.info.offset, at.info.stored_bytes as usize)?;
+        self.decode(at, at.info.offset)
+    }
+
+    fn is_decoded(&self, at: &Place) -> bool {
+        self.decoded.is_some_and(|decoded| decoded.same_frame(at))
+    }
+
+    /// A blob of the frame decoded last, which `at` must lie in, verified against its id.
+    pub(crate) fn blob(&self, at: &Place, id: &ContentId) -> Result<&[u8], RepoError> {
+        let blob = self.slice(at)?;
+        self.verify(id, blob)?;
+        Ok(blob)
+    }
+
+    /// Several blobs that were verified and lie one behind the other.
+    pub(crate) fn together(&self, first: &Place, bytes: u32) -> Result<&[u8], RepoError> {
+        self.slice(&Place { bytes, ..*first })
+    }
+
+    /// Closes the packs: after a failure they may be of a file system that is gone.
+    pub(crate) fn close_packs(&mut self) {
+        self.decoded = None;
+        self.packs.clear();
+    }
+
+    /// Opens a pack, to be the one in use.
+    pub(crate) fn open_pack(&mut self, number: u32) -> Result<(), RepoError> {
+        if let Some(at) = self.packs.iter().position(|pack| pack.number == number) {
+            let pack = self.packs.remove(at);
+            self.packs.push(pack);
+            return Ok(());
+        }
+        if self.packs.len() >= PACKS_OPEN {
+            self.packs.remove(0);
+        }
+        let name = self.index.pack_name(number);
+        let (file, cipher, label) = open_pack(self.store, self.keys, name)?;
+        self.packs.push(OpenPack {
+            number,
+            file,
+            label,
+            cipher,
+        });
+        Ok(())
+    }
+
+    fn fetch(&mut self, offset: u32, bytes: usize) -> Result<(), RepoError> {
+        let Some(pack) = self.packs.last() else {
+            return Ok(());
+        };
+        self.decoded = None;
+        self.sealed.resize(bytes, 0);
+        read_exact_at(&pack.file, &mut self.sealed, offset.into(), &pack.label)
+    }
+
+    /// Decodes the frame of `at` out of a fetched run that starts at `run_start` in the file.
+    fn decode(&mut self, at: &Place, run_start: u32) -> Result<(), RepoError> {
+        let frame = at.info;
+        let Some(pack) = self.packs.last() else {
+            return Ok(());
+        };
+        self.decoded = None;
+        let from = (frame.offset - run_start) as usize;
+        let sealed = &mut self.sealed[from..from + frame.stored_bytes as usize];
+        let wrong = |error: FormatError| RepoError::format(&pack.label, &error);
+        let opened = pack
+            .cipher
+            .open_frame(at.frame, frame.kind, frame.plain_bytes, sealed);
+        let payload = opened.map_err(wrong)?;
+        let as_it_is = payload.len() == frame.plain_bytes as usize;
+        self.plain_at = match as_it_is && frame.kind == Kind::Raw.number() {
+            true => PlainAt::Sealed(from),
+            false => {
+                let decoder = &mut self.decoder;
+                decode_payload(decoder, at.frame, frame, payload, &mut self.plain)
+                    .map_err(wrong)?;
+                PlainAt::Plain
+            }
+        };
+        self.decoded = Some(*at);
+        Ok(())
+    }
+
+    fn slice(&self, at: &Place) -> Result<&[u8], RepoError> {
+        let range = at.offset as usize..at.offset as usize + at.bytes as usize;
+        let plain = match self.plain_at {
+            PlainAt::Plain => &self.plain[..],
+            PlainAt::Sealed(from) => &self.sealed[from..from + at.info.plain_bytes as usize],
+        };
+        plain
+            .get(range)
+            .ok_or_else(|| self.damaged("a blob reaches beyond its frame"))
+    }
+
+    fn verify(&self, id: &ContentId, blob: &[u8]) -> Result<(), RepoError> {
+        match self.hasher.id(blob) == *id {
+            true => Ok(()),
+            false => Err(self.damaged(&format!("blob {id} has other contents"))),
+        }
+    }
+
+    fn damaged(&self, what: &str) -> RepoError {
+        let label = self.packs.last().map(|pack| pack.label.clone());
+        RepoError::Damaged {
+            file: label.unwrap_or_default(),
+            what: what.into(),
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Reading blobs.
+//!
+//! Reads go by frames: the wanted blobs are sorted by where they lie, neighbouring frames are read
+//! with one call, each frame is decrypted and decoded once, and every blob is hashed again before
+//! it is handed out. Memory is bounded by a run of frames per thread, whatever is asked for.
+
+pub(crate) mod frame_reader;
+
+use std::io;
+use std::iter::Peekable;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use stillframe_page::hash::ContentId;
+
+use crate::blobs::frame_reader::FrameReader;
+use crate::crypto::Keys;
+use crate::error::RepoError;
+use crate::index::reader::Lookup;
+use crate::pack::place::{Place, Wanted};
+use crate::store::local::{Area, LocalStore};
+use crate::sync::lock;
+
+/// The committed blobs of a repository, as a [`crate::Reader`] or [`crate::Writer`] sees them.
+#[derive(Clone, Copy)]
+pub struct Blobs<'a> {
+    pub(crate) store: &'a LocalStore,
+    pub(crate) keys: &'a Keys,
+    pub(crate) index: Lookup<'a>,
+}
+
+/// One read call fetches at most this much, and skips over no gap longer than [`GAP_BYTES_MAX`].
+const RUN_BYTES_MAX: u32 = 1 << 20;
+const GAP_BYTES_MAX: u32 = 64 << 10;
+
+/// Where blobs go: what the first of them is called, and the bytes of all.
+type Sink<'s, T> = &'s (dyn Fn(T, &[u8]) -> io::Result<()> + Sync);
+
+impl<'a> Blobs<'a> {
+    /// The bytes of one blob, verified against its id.
+    pub fn read(&self, id: &ContentId) -> Result<Vec<u8>, RepoError> {
+        let mut found = self.read_many(std::slice::from_ref(id))?;
+        found.pop().ok_or(RepoError::MissingBlob { id: *id })
+    }
+
+    /// The bytes of several blobs, in the order asked for. Holds all of them in memory.
+    pub fn read_many(&self, ids: &[ContentId]) -> Result<Vec<Vec<u8>>, RepoError> {
+        let found = Mutex::new(vec![Vec::new(); ids.len()]);
+        let wanted = (0..).zip(ids).map(|(at, &id)| (id, at)).collect();
+        self.read_sorted(wanted, 1, &|at: usize, bytes| {
+            lock(&found)[at] = bytes.to_vec();
+            Ok(())
+        })?;
+        Ok(found
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner()))
+    }
+
+    /// Hands each wanted blob to `sink`, in the order they lie in the repository, from up to
+    /// `threads` threads at once. Each blob is verified against its id first. The first error
+    /// ends it; some blobs have been handed over by then.
+    pub fn read_sorted<T: Copy + Send>(
+        &self,
+        wanted: Vec<(ContentId, T)>,
+        threads: usize,
+        sink: &(dyn Fn(T, &[u8]) -> io::Result<()> + Sync),
+    ) -> Result<(), RepoError> {
+        self.read_joined(wanted, threads, |_, _| false, sink)
+    }
+
+    /// As [`Blobs::read_sorted`]; where one blob lies right behind another and `joins` says so of what
+    /// they are called, they are handed over together, under the name of the first.
+    pub(crate) fn read_joined<T: Copy + Send>(
+        &self,
+        wanted: Vec<(ContentId, T)>,
+        threads: usize,
+        joins: fn(T, T) -> bool,
+        sink: Sink<'_, T>,
+    ) -> Result<(), RepoError> {
+        let at = Place::default();
+        let wanted = wanted.into_iter().map(|(id, tag)| Wanted { at, id, tag });
+        let mut located: Vec<Wanted<T>> = wanted.collect();
+        self.index.find_all(&mut located)?;
+        located.sort_unstable_by_key(|wanted| wanted.at.order());
+        let runs = Mutex::new(Runs {
+            rest: located.into_iter().peekable(),
+        });
+        let failed = AtomicBool::new(false);
+        let work = || self.read_runs(&runs, &failed, joins, sink);
+        if threads <= 1 {
+            return work();
+        }
+        let failure: Mutex<Option<RepoError>> = Mutex::new(None);
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    if let Err(error) = work() {
+                        failed.store(true, Ordering::Relaxed);
+                        lock(&failure).get_or_insert(error);
+                    }
+                });
+            }
+        });
+        let failure = failure
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        failure.map_or(Ok(()), Err)
+    }
+
+    /// A reader of frames, for one thread.
+    pub(crate) fn frame_reader(&self) -> Result<FrameReader<'a>, RepoError> {
+        FrameReader::new(self.store, self.keys, self.index)
+    }
+
+    /// Whether a pack is gone, and what lay in it may be found elsewhere now.
+    pub(crate) fn is_elsewhere(&self, pack: u32) -> Result<bool, RepoError> {
+        let name = self.index.pack_name(pack).to_string();
+        match self.store.length(Area::Packs, &name)? {
+            Some(_) => Ok(false),
+            None => self.index.renew(pack),
+        }
+    }
+
+    /// Takes runs until there are none left or another thread failed.
+    fn read_runs<T: Copy>(
+        &self,
+        runs: &Mutex<Runs<T>>,
+        failed: &AtomicBool,
+        joins: fn(T, T) -> bool,
+        sink: Sink<'_, T>,
+    ) -> Result<(), RepoError> {
+        let mut reader = self.frame_reader()?;
+        while !failed.load(Ordering::Relaxed) {
+            let run = lock(runs).next_run();
+            if run.is_empty() {
+                break;
+            }
+            match reader.open_pack(run[0].at.pack) {
+                Ok(()) => reader.read_run(&run, joins, sink)?,
+                Err(error) => self.read_elsewhere(&mut reader, run, error, sink)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a run whose pack cannot be opened from where its blobs are now.
+    fn read_elsewhere<T: Copy>(
+        &self,
+        reader: &mut FrameReader<'_>,
+        run: Vec<Wanted<T>>,
+        failure: RepoError,
+        sink: Sink<'_, T>,
+    ) -> Result<(), RepoError> {
+        if !self.is_elsewhere(run[0].at.pack)? {
+            return Err(failure);
+        }
+        for mut wanted in run {
+            wanted.at = self.index.find(&wanted.id)?;
+            reader.read_run(&[wanted], |_, _| false, sink)?;
+        }
+        Ok(())
+    }
+}
+
+/// Wanted blobs in the order they lie, handed out in runs that one read call serves.
+struct Runs<T> {
+    rest: Peekable<std::vec::IntoIter<Wanted<T>>>,
+}
+
+impl<T> Runs<T> {
+    /// The next blobs that lie close enough together; none when there are none left.
+    fn next_run(&mut self) -> Vec<Wanted<T>> {
+        let mut run = Vec::new();
+        let Some(first) = self.rest.next() else {
+            return run;
+        };
+        let (pack, start, mut end) = (first.at.pack, first.at.info.offset, first.at.frame_end());
+        run.push(first);
+        while let Some(next) = self.rest.next_if(|Wanted { at, .. }| {
+            at.pack == pack && {
+                let near = at.info.offset.saturating_sub(end) <= GAP_BYTES_MAX;
+                at.frame_end() == end || (near && at.frame_end() - start <= RUN_BYTES_MAX)
+            }
+        }) {
+            end = next.at.frame_end();
+            run.push(next);
+        }
+        run
+    }
+}

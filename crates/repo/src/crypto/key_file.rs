@@ -1,0 +1,352 @@
+//! Key files: the master key, wrapped by a key made from a password.
+//!
+//! Argon2id makes each guess of the password cost memory and time; its cost stands in the file, so
+//! that later versions can raise it. A plain checksum over the file tells damage (which no
+//! password mends) from a wrong password. Since version 4 a label tells who made it, and when.
+
+use std::fs;
+
+use argon2::{Algorithm, Argon2, Block, Params, Version};
+use jiff::Timestamp;
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
+
+use crate::crypto::{Cipher, MasterKey, Password, TAG_BYTES, Use, random};
+use crate::error::RepoError;
+use crate::format::config::RepositoryId;
+use crate::format::layout::{
+    Cursor, FileKind, FormatError, KEY_VERSION, header_of_version, read_header,
+};
+
+/// The most key files of a repository: each is tried in turn, for a tenth of a second or more.
+pub const KEYS_MAX: usize = 64;
+
+/// The first version with a label.
+const VERSION_LABELLED: u32 = 4;
+
+/// The longest label.
+const LABEL_BYTES_MAX: usize = 1024;
+/// The longest name of a host or user in it.
+const NAME_BYTES_MAX: usize = 255;
+
+/// What one guess of the password costs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cost {
+    /// Memory in KiB.
+    pub memory_kib: u32,
+    /// Passes over the memory.
+    pub passes: u32,
+    /// Lanes.
+    pub lanes: u32,
+}
+
+impl Cost {
+    /// What new key files get: the second of the two choices that RFC 9106 recommends. About a tenth of a
+    /// second of four threads together.
+    pub(crate) const STANDARD: Cost = Cost {
+        memory_kib: 64 * 1024,
+        passes: 3,
+        lanes: 4,
+    };
+
+    /// Costs beyond these are refused when read: a hostile key file must not eat the machine.
+    const MEMORY_KIB_MAX: u32 = 2 * 1024 * 1024;
+    const PASSES_MAX: u32 = 64;
+    const LANES_MAX: u32 = 64;
+
+    fn check(self) -> Result<Params, FormatError> {
+        if self.memory_kib > Cost::MEMORY_KIB_MAX
+            || self.passes > Cost::PASSES_MAX
+            || self.lanes > Cost::LANES_MAX
+        {
+            return Err(FormatError::invalid(format!(
+                "its password cost ({self:?}) is beyond the limits"
+            )));
+        }
+        Params::new(self.memory_kib, self.passes, self.lanes, Some(32))
+            .map_err(|error| FormatError::invalid(format!("its password cost is wrong: {error}")))
+    }
+}
+
+/// When, where and by whom a key file was made: for people, and in the clear.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Label {
+    /// When (RFC 3339).
+    pub created: Timestamp,
+    /// The machine's name.
+    pub host: String,
+    /// The user's name, or number.
+    pub user: String,
+}
+
+impl Label {
+    /// Of this process, now.
+    pub(crate) fn of_now() -> Label {
+        let host = rustix::system::uname();
+        let mut host = host.nodename().to_string_lossy().into_owned();
+        host.truncate(host.floor_char_boundary(NAME_BYTES_MAX));
+        Label {
+            created: Timestamp::now(),
+            host,
+            user: user(),
+        }
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        // Strings under string keys: nothing here can fail to become JSON.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+}
+
+/// The name of this process' user, if there is a line of it in `/etc/passwd`; else its number.
+fn user() -> String {
+    let number = rustix::process::geteuid().as_raw().to_string();
+    let users = fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let lines = users.lines().map(|line| line.split(':'));
+    let mut named = lines.filter_map(|mut fields| {
+        let name = fields.next()?;
+        (fields.nth(1)? == number && name.len() <= NAME_BYTES_MAX).then(|| name.to_owned())
+    });
+    named.next().unwrap_or(number)
+}
+
+/// The decoded file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyFile {
+    pub(crate) version: u32,
+    /// The cost of the password.
+    pub cost: Cost,
+    /// Who made it, and when.
+    pub label: Option<Label>,
+    /// The label as it stands in the file.
+    label_bytes: Vec<u8>,
+    salt: [u8; 32],
+    wrapped: [u8; 32 + TAG_BYTES],
+}
+
+/// Reads a key file without opening it.
+pub fn decode(bytes: &[u8]) -> Result<KeyFile, FormatError> {
+    let mut cursor = Cursor::new(bytes);
+    let version = read_header(&mut cursor, FileKind::Key)?;
+    let cost = Cost {
+        memory_kib: cursor.u32()?,
+        passes: cursor.u32()?,
+        lanes: cursor.u32()?,
+    };
+    let salt = cursor.array()?;
+    let wrapped = cursor.array()?;
+    let label_bytes = match version >= VERSION_LABELLED {
+        true => {
+            let length = usize::from(u16::from_le_bytes(cursor.array()?));
+            if length > LABEL_BYTES_MAX {
+                return Err(FormatError::invalid("its label is too long"));
+            }
+            cursor.take(length)?.to_vec()
+        }
+        false => Vec::new(),
+    };
+    let checked = bytes.len() - cursor.left();
+    if cursor.array()? != *blake3::hash(&bytes[..checked]).as_bytes() {
+        return Err(FormatError::Mismatch {
+            what: "its checksum",
+        });
+    }
+    cursor.finish()?;
+    cost.check()?;
+    let label = match version >= VERSION_LABELLED {
+        true => Some(
+            serde_json::from_slice(&label_bytes)
+                .map_err(|error| FormatError::invalid(format!("its label is none: {error}")))?,
+        ),
+        false => None,
+    };
+    Ok(KeyFile {
+        version,
+        cost,
+        label,
+        label_bytes,
+        salt,
+        wrapped,
+    })
+}
+
+/// Wraps `master` under `password` and returns the file.
+pub(crate) fn wrap(
+    master: &MasterKey,
+    password: &Password,
+    cost: Cost,
+    repository: RepositoryId,
+    label: &Label,
+) -> Result<Vec<u8>, RepoError> {
+    let label = label.encode();
+    wrap_as_of(KEY_VERSION, master, password, cost, repository, &label)
+}
+
+fn wrap_as_of(
+    version: u32,
+    master: &MasterKey,
+    password: &Password,
+    cost: Cost,
+    repository: RepositoryId,
+    label: &[u8],
+) -> Result<Vec<u8>, RepoError> {
+    let salt = random::<32>()?;
+    // With room for the tag: were it to grow, an unwiped copy of the key would be left.
+    let mut wrapped = Zeroizing::new(Vec::with_capacity(master.len() + TAG_BYTES));
+    wrapped.extend_from_slice(&master[..]);
+    let cipher = wrapping_cipher(password, &salt, cost)?;
+    let bound = bound(version, cost, &salt, repository, label);
+    cipher.seal((Use::Body, 0), &bound, &mut wrapped, 0);
+    let mut bytes = header_of_version(FileKind::Key, version).to_vec();
+    bytes.extend_from_slice(&cost_bytes(cost));
+    bytes.extend_from_slice(&salt);
+    bytes.extend_from_slice(&wrapped);
+    if version >= VERSION_LABELLED {
+        // Two names of up to 255 bytes each and a time.
+        bytes.extend_from_slice(&(label.len() as u16).to_le_bytes());
+        bytes.extend_from_slice(label);
+    }
+    let checksum = *blake3::hash(&bytes).as_bytes();
+    bytes.extend_from_slice(&checksum);
+    Ok(bytes)
+}
+
+impl KeyFile {
+    /// The master key, or `None` when the password is not the one.
+    pub(crate) fn unwrap(
+        &self,
+        password: &Password,
+        repository: RepositoryId,
+    ) -> Result<Option<MasterKey>, RepoError> {
+        let cipher = wrapping_cipher(password, &self.salt, self.cost)?;
+        let mut sealed = Zeroizing::new(self.wrapped);
+        let label = &self.label_bytes;
+        let bound = bound(self.version, self.cost, &self.salt, repository, label);
+        let Ok(plain) = cipher.open((Use::Body, 0), &bound, &mut sealed[..]) else {
+            return Ok(None);
+        };
+        let mut master = Zeroizing::new([0; 32]);
+        master.copy_from_slice(plain);
+        Ok(Some(master))
+    }
+}
+
+fn wrapping_cipher(password: &Password, salt: &[u8], cost: Cost) -> Result<Cipher, RepoError> {
+    let refused = |what: String| RepoError::KeyDerivation { what };
+    let params = cost.check().map_err(|error| refused(error.to_string()))?;
+    let mut key = Zeroizing::new([0; 32]);
+    // A third of the time is the kernel's, for pages touched for the first time: each thread takes its share.
+    let blocks = (0..params.block_count()).into_par_iter();
+    let mut memory: Vec<Block> = blocks.map(|_| Block::new()).collect();
+    Argon2::new(Algorithm::Argon2id, Version::V0x13, params)
+        .hash_password_into_with_memory(password.bytes(), salt, &mut key[..], &mut memory)
+        .map_err(|error| refused(error.to_string()))?;
+    Ok(Cipher::new(&key))
+}
+
+fn cost_bytes(cost: Cost) -> [u8; 12] {
+    let mut bytes = [0; 12];
+    bytes[..4].copy_from_slice(&cost.memory_kib.to_le_bytes());
+    bytes[4..8].copy_from_slice(&cost.passes.to_le_bytes());
+    bytes[8..].copy_from_slice(&cost.lanes.to_le_bytes());
+    bytes
+}
+
+/// The wrapped key is tied to everything else in the file and to the repository it opens.
+fn bound(version: u32, cost: Cost, salt: &[u8], repository: RepositoryId, label: &[u8]) -> Vec<u8> {
+    let mut bytes = header_of_version(FileKind::Key, version).to_vec();
+    bytes.extend_from_slice(&cost_bytes(cost));
+    bytes.extend_from_slice(salt);
+    bytes.extend_from_slice(&repository.0);
+    bytes.extend_from_slice(label);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::layout::FORMAT_VERSION_OLDEST;
+
+    const CHEAP: Cost = Cost {
+        memory_kib: 8,
+        passes: 1,
+        lanes: 1,
+    };
+
+    #[test]
+    fn only_the_right_password_and_repository_open_it() {
+        let master = Zeroizing::new([9; 32]);
+        let here = RepositoryId([1; 16]);
+        let label = Label::of_now();
+        let file = wrap(&master, &Password::new("right"), CHEAP, here, &label).unwrap();
+        let key = decode(&file).unwrap();
+        let open = |password: &str, id| key.unwrap(&Password::new(password), id).unwrap();
+        assert_eq!(key.label, Some(label));
+        assert_eq!(open("right", here), Some(master));
+        assert_eq!(open("wrong", here), None);
+        assert_eq!(open("", here), None);
+        assert_eq!(open("right", RepositoryId([2; 16])), None);
+    }
+
+    /// The key is tied to the header that its file has, not to the one that would be written now.
+    #[test]
+    fn keys_of_every_version_open() {
+        let master = Zeroizing::new([9; 32]);
+        let (password, here) = (Password::new("p"), RepositoryId([1; 16]));
+        for version in FORMAT_VERSION_OLDEST..=KEY_VERSION {
+            let label = Label::of_now().encode();
+            let label = &label[..if version < VERSION_LABELLED {
+                0
+            } else {
+                label.len()
+            }];
+            let file = wrap_as_of(version, &master, &password, CHEAP, here, label).unwrap();
+            let key = decode(&file).unwrap();
+            assert_eq!(key.unwrap(&password, here).unwrap(), Some(master.clone()));
+            let bound = [&file[..60], &here.0, label].concat();
+            let cipher = wrapping_cipher(&password, &file[28..60], CHEAP).unwrap();
+            let mut wrapped = file[60..108].to_vec();
+            assert!(cipher.open((Use::Body, 0), &bound, &mut wrapped).is_ok());
+        }
+    }
+
+    #[test]
+    fn every_flipped_bit_and_cut_is_damage() {
+        let master = Zeroizing::new([9; 32]);
+        let (password, here) = (Password::new("p"), RepositoryId([1; 16]));
+        let file = wrap(&master, &password, CHEAP, here, &Label::of_now()).unwrap();
+        for bit in 0..file.len() * 8 {
+            let mut bad = file.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(decode(&bad).is_err(), "bit {bit}");
+        }
+        for len in 0..file.len() {
+            assert!(decode(&file[..len]).is_err(), "cut to {len}");
+        }
+    }
+
+    #[test]
+    fn an_absurd_cost_is_refused() {
+        for cost in [
+            Cost {
+                memory_kib: u32::MAX,
+                ..CHEAP
+            },
+            Cost {
+                memory_kib: 0,
+                ..CHEAP
+            },
+            Cost { passes: 0, ..CHEAP },
+            Cost { lanes: 0, ..CHEAP },
+            Cost { lanes: 65, ..CHEAP },
+        ] {
+            let mut bytes = header_of_version(FileKind::Key, VERSION_LABELLED - 1).to_vec();
+            bytes.extend_from_slice(&cost_bytes(cost));
+            bytes.extend_from_slice(&[0; 80]);
+            let checksum = *blake3::hash(&bytes).as_bytes();
+            bytes.extend_from_slice(&checksum);
+            assert!(decode(&bytes).is_err(), "{cost:?}");
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! The names of packs, index files and key files.
+
+use std::fmt;
+
+use stillframe_page::hash::ContentId;
+
+/// The name of a pack, an index file or a key file: the plain BLAKE3 hash of its bytes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FileHash(pub [u8; 32]);
+
+impl FileHash {
+    /// The name a file of these bytes has.
+    pub fn of(bytes: &[u8]) -> FileHash {
+        FileHash(*blake3::hash(bytes).as_bytes())
+    }
+
+    /// The inverse of `Display`.
+    pub fn from_name(name: &str) -> Option<FileHash> {
+        ContentId::from_hex(name).map(|id| FileHash(id.0))
+    }
+}
+
+impl fmt::Display for FileHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        ContentId(self.0).fmt(f)
+    }
+}
+
+impl fmt::Debug for FileHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FileHash({self})")
+    }
+}

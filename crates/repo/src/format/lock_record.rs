@@ -1,0 +1,80 @@
+//! The contents of a lock file.
+
+use std::fmt;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::format::layout::FormatError;
+use crate::format::lock_owner::Holder;
+
+pub(crate) const LOCK_BYTES_MAX: u64 = 64 << 10;
+
+const LOCK_VERSION: u32 = 1;
+
+/// What a lock allows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LockKind {
+    /// Adding and reading; any number at once.
+    Shared,
+    /// Removing; alone.
+    Exclusive,
+}
+
+/// The contents of a lock file: JSON, for people to read.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LockRecord {
+    version: u32,
+    /// What the holder may do.
+    pub kind: LockKind,
+    /// Who holds it.
+    #[serde(flatten)]
+    pub holder: Holder,
+    /// When it was taken (RFC 3339).
+    pub since: String,
+    /// When the holder last showed that it lives (RFC 3339), by its own clock: for people. Ages are
+    /// taken from the file's modification time.
+    pub refreshed: String,
+}
+
+impl fmt::Display for LockRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            LockKind::Shared => "shared",
+            LockKind::Exclusive => "exclusive",
+        };
+        write!(f, "{} ({kind} since {})", self.holder, self.since)
+    }
+}
+
+/// Reads a lock file.
+pub fn decode(bytes: &[u8]) -> Result<LockRecord, FormatError> {
+    let record: LockRecord = serde_json::from_slice(bytes)
+        .map_err(|error| FormatError::invalid(format!("it is no lock: {error}")))?;
+    if record.version > LOCK_VERSION {
+        return Err(FormatError::FutureVersion {
+            found: record.version,
+            known: LOCK_VERSION,
+        });
+    }
+    Ok(record)
+}
+
+impl LockRecord {
+    pub(crate) fn of_this_process(kind: LockKind) -> LockRecord {
+        let now = Timestamp::now().to_string();
+        LockRecord {
+            version: LOCK_VERSION,
+            kind,
+            holder: Holder::of_this_process(),
+            since: now.clone(),
+            refreshed: now,
+        }
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        // Strings and numbers under string keys: nothing here can fail to become JSON.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+}

@@ -1,0 +1,302 @@
+//! Manifests: what a checkpoint consists of. Written last; until then the checkpoint does not
+//! exist.
+//!
+//! The sealed body is JSON, compressed. Unknown fields are refused, because a program that does not know a
+//! field might prune the blobs it refers to; `vm_record` and `downtime_us` are free-form and refer
+//! to nothing.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fmt;
+
+use jiff::Timestamp;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use stillframe_page::encoding::{Decoder, Encoder};
+use stillframe_page::hash::ContentId;
+
+use crate::format::layout::{Cursor, FormatError};
+
+/// The longest manifest that is read or written.
+pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 << 20;
+
+/// Zstandard level: manifests are short, and many of a watch.
+const LEVEL: i32 = 3;
+
+/// The most pages of a RAM block: 2 TiB of 4 KiB pages. The root of its table fits the largest blob.
+pub const PAGES_MAX: u64 = 1 << 29;
+
+/// The most layers of a page table; programs of today keep to 33.
+const LAYERS_MAX: usize = 1024;
+
+/// The id of a checkpoint: the keyed hash of its manifest file, and the file's name.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct CheckpointId(pub [u8; 32]);
+
+impl CheckpointId {
+    /// 64 lower-case hexadecimal digits.
+    pub fn to_hex(&self) -> String {
+        ContentId(self.0).to_hex()
+    }
+
+    /// The inverse of [`CheckpointId::to_hex`].
+    pub fn from_hex(text: &str) -> Option<CheckpointId> {
+        ContentId::from_hex(text).map(|id| CheckpointId(id.0))
+    }
+}
+
+impl fmt::Display for CheckpointId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        ContentId(self.0).fmt(f)
+    }
+}
+
+impl fmt::Debug for CheckpointId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CheckpointId({self})")
+    }
+}
+
+/// A checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// The label of the VM.
+    pub vm: String,
+    /// When the VM was paused for it.
+    pub time: Timestamp,
+    /// The checkpoint this one was taken after. For people; nothing depends on it being there.
+    pub parent: Option<CheckpointId>,
+    /// The page tables of the RAM blocks.
+    pub ram: Vec<RamTable>,
+    /// Byte strings, such as `device-state`.
+    pub streams: BTreeMap<String, Stream>,
+    /// What the capture counted.
+    pub pages: PageCounts,
+    /// Bytes the repository grew by for packs and index; set when it is committed.
+    pub bytes_stored: u64,
+    /// The engine's record of the VM.
+    pub vm_record: serde_json::Value,
+    /// The engine's record of the pause.
+    pub downtime_us: serde_json::Value,
+}
+
+/// The page table of one RAM block.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RamTable {
+    /// QEMU's name of the block.
+    pub name: String,
+    /// Length of a page in bytes.
+    pub page_bytes: u32,
+    /// Number of pages.
+    pub pages: u64,
+    /// The root of its table (see [`crate::page_table::table`]).
+    #[serde(with = "id_text")]
+    pub root: ContentId,
+    /// What changed since the table was written, oldest first (see [`crate::page_table::layer`]).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<LayerRef>,
+}
+
+/// A layer over a page table.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerRef {
+    /// Its blob.
+    #[serde(with = "id_text")]
+    pub id: ContentId,
+    /// 0 for one checkpoint's changes, more for several merged. Never rises along the list.
+    pub level: u8,
+}
+
+/// A byte string, cut into blobs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Stream {
+    /// Its length.
+    pub bytes: u64,
+    /// Its pieces, in order.
+    #[serde(with = "ids_text")]
+    pub pieces: Vec<ContentId>,
+}
+
+/// What the capture counted, in pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PageCounts {
+    /// Pages of all RAM blocks.
+    pub total: u64,
+    /// Pages looked at for this checkpoint, each counted once.
+    pub captured: u64,
+    /// Copies of pages stored. A page that was copied twice, in a first pass over all of memory and
+    /// again because it was written since, is in the counts below twice.
+    pub new: u64,
+    /// Pages the repository had already.
+    pub duplicate: u64,
+    /// Pages of zeros.
+    pub zero: u64,
+    /// Pages of which only what changed was stored.
+    #[serde(default)]
+    pub delta: u64,
+    /// Pages that were written and have the content they had.
+    #[serde(default)]
+    pub unchanged: u64,
+}
+
+/// Reads the plain body of a manifest.
+pub fn decode(body: &[u8]) -> Result<Manifest, FormatError> {
+    let manifest: Manifest = from_json(&unpack(body)?)?;
+    manifest.check().map_err(FormatError::invalid)?;
+    Ok(manifest)
+}
+
+/// The JSON in a body: packed as frames are, or, as version 1 had it, plain.
+fn unpack(body: &[u8]) -> Result<Cow<'_, [u8]>, FormatError> {
+    if body.first() == Some(&b'{') {
+        return Ok(Cow::Borrowed(body));
+    }
+    let mut cursor = Cursor::new(body);
+    let (kind, bytes) = (cursor.u8()?, cursor.u32()?);
+    if u64::from(bytes) > MANIFEST_BYTES_MAX {
+        return Err(FormatError::invalid("its body is too long"));
+    }
+    let mut json = Vec::new();
+    let payload = cursor.take(cursor.left())?;
+    Decoder::new()
+        .and_then(|mut decoder| decoder.decode(kind, payload, bytes as usize, &mut json))
+        .map_err(|error| FormatError::invalid(format!("its body cannot be unpacked: {error}")))?;
+    Ok(Cow::Owned(json))
+}
+
+fn from_json<T: DeserializeOwned>(json: &[u8]) -> Result<T, FormatError> {
+    serde_json::from_slice(json)
+        .map_err(|error| FormatError::invalid(format!("its body is no manifest: {error}")))
+}
+
+/// What little `forget` and `latest` need of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Summary {
+    /// Its id.
+    pub id: CheckpointId,
+    /// The label of its VM.
+    pub vm: String,
+    /// When it was taken.
+    pub time: Timestamp,
+}
+
+/// The two fields by which checkpoints are chosen, read without making the rest.
+#[derive(Deserialize)]
+pub(crate) struct Headline {
+    pub(crate) vm: String,
+    pub(crate) time: Timestamp,
+}
+
+pub(crate) fn decode_headline(body: &[u8]) -> Result<Headline, FormatError> {
+    from_json(&unpack(body)?)
+}
+
+impl Manifest {
+    /// Writes the plain body.
+    pub(crate) fn encode(&self) -> Result<Vec<u8>, String> {
+        self.check()?;
+        let json = serde_json::to_vec(self).map_err(|error| error.to_string())?;
+        let bytes = u32::try_from(json.len()).map_err(|error| error.to_string())?;
+        let mut body = vec![0];
+        body.extend_from_slice(&bytes.to_le_bytes());
+        let kind = Encoder::new(LEVEL).and_then(|mut encoder| encoder.encode(&json, &mut body));
+        body[0] = kind.map_err(|error| error.to_string())?.number();
+        Ok(body)
+    }
+
+    /// What a manifest may not say, in words.
+    fn check(&self) -> Result<(), String> {
+        for (at, table) in self.ram.iter().enumerate() {
+            if !table.page_bytes.is_power_of_two() || !(512..=2 << 20).contains(&table.page_bytes) {
+                return Err(format!(
+                    "RAM block '{}' has pages of {} bytes",
+                    table.name, table.page_bytes
+                ));
+            }
+            if table.pages > PAGES_MAX {
+                return Err(format!("RAM block '{}' has too many pages", table.name));
+            }
+            let layers = &table.layers;
+            if layers.len() > LAYERS_MAX || !layers.is_sorted_by_key(|at| u8::MAX - at.level) {
+                return Err(format!(
+                    "RAM block '{}' has layers as no program writes them",
+                    table.name
+                ));
+            }
+            if self.ram[..at].iter().any(|other| other.name == table.name) {
+                return Err(format!("RAM block '{}' is named twice", table.name));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Ids as 64 hexadecimal digits in JSON.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+struct HexId(ContentId);
+
+impl TryFrom<String> for HexId {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<HexId, &'static str> {
+        ContentId::from_hex(&text)
+            .map(HexId)
+            .ok_or("an id that is not 64 hexadecimal digits")
+    }
+}
+
+impl From<HexId> for String {
+    fn from(id: HexId) -> String {
+        id.0.to_hex()
+    }
+}
+
+impl TryFrom<String> for CheckpointId {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<CheckpointId, &'static str> {
+        HexId::try_from(text).map(|id| CheckpointId(id.0.0))
+    }
+}
+
+impl From<CheckpointId> for String {
+    fn from(id: CheckpointId) -> String {
+        id.to_hex()
+    }
+}
+
+mod id_text {
+    use super::{ContentId, HexId};
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(id: &ContentId, to: S) -> Result<S::Ok, S::Error> {
+        HexId(*id).serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ContentId, D::Error> {
+        HexId::deserialize(from).map(|id| id.0)
+    }
+}
+
+mod ids_text {
+    use super::{ContentId, HexId};
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(ids: &[ContentId], to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(ids.iter().map(|id| HexId(*id)))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Vec<ContentId>, D::Error> {
+        let ids = Vec::<HexId>::deserialize(from)?;
+        Ok(ids.into_iter().map(|id| id.0).collect())
+    }
+}

@@ -1,0 +1,9 @@
+//! What the files of a repository hold, as bytes and as values.
+
+pub mod config;
+pub mod file_hash;
+pub mod layout;
+pub mod lease_record;
+pub mod lock_owner;
+pub mod lock_record;
+pub mod manifest;

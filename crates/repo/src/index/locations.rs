@@ -1,0 +1,181 @@
+//! Where the blobs of an index lie, by their numbers.
+//!
+//! Blobs are numbered as they lie: pack by pack, frame by frame. So a frame need only know its first
+//! blob, and nothing is kept of a blob but its length, where it is not that of a page.
+//!
+//! ```text
+//! blobs    0    1    2    3    4    5    6
+//! frames   |0             |1        |2          first blob, pack, offset and length in the file
+//! ends               (2, 8700)                  of blobs of another length: where in the frame they end
+//! ```
+
+use crate::format::file_hash::FileHash;
+use crate::index::chunked::Rows;
+use crate::pack::Frame;
+use crate::pack::place::FrameInfo;
+
+/// The length of nearly all blobs.
+const USUAL_BYTES: u32 = 4096;
+
+/// Of one blob in so many the frame is written down, so that it takes few steps to find a frame.
+const HINT_BLOBS: usize = 64;
+
+/// Where a blob lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Location {
+    /// The blob's number in this index: blobs lie in this order.
+    pub(crate) blob: u32,
+    /// The number of its frame in this index.
+    pub(crate) frame: u32,
+    /// Where it starts in the frame's plain bytes.
+    pub(crate) offset: u32,
+    /// Its length.
+    pub(crate) bytes: u32,
+}
+
+/// A pack of the index.
+#[derive(Debug)]
+pub(crate) struct PackInfo {
+    pub(crate) name: FileHash,
+    pub(crate) file_bytes: u64,
+    /// The number of its first frame; the others follow.
+    pub(crate) first_frame: u32,
+    /// It is not on disk, or not whole.
+    pub(crate) missing: bool,
+}
+
+impl PackInfo {
+    /// A pack of which no more is known.
+    #[cfg(test)]
+    pub(crate) fn of_bytes(name: FileHash, file_bytes: u64) -> PackInfo {
+        PackInfo {
+            name,
+            file_bytes,
+            first_frame: 0,
+            missing: false,
+        }
+    }
+
+    /// The number in this pack of the frame of a location.
+    pub(crate) fn frame_number(&self, at: Location) -> u32 {
+        at.frame - self.first_frame
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct FrameRow {
+    pack: u32,
+    first_blob: u32,
+    /// Its first row in `ends`.
+    first_end: u32,
+    offset: u32,
+    stored_bytes: u32,
+    kind: u8,
+}
+
+/// Frames, numbered over all packs, and how long their blobs are.
+#[derive(Default)]
+pub(crate) struct Places {
+    blobs: u32,
+    frames: Rows<FrameRow>,
+    /// Blobs not of the usual length: the number, and where in the frame the blob ends.
+    ends: Rows<(u32, u32)>,
+    /// The frames of the blobs 0, 64, 128, ...
+    hints: Rows<u32>,
+}
+
+impl Places {
+    /// Adds a frame of a pack. What its directory says has been checked, and there is room.
+    pub(crate) fn add(&mut self, pack: u32, offset: u32, frame: &Frame) {
+        let number = self.frames.len() as u32;
+        self.frames.push(FrameRow {
+            pack,
+            first_blob: self.blobs,
+            first_end: self.ends.len() as u32,
+            offset,
+            stored_bytes: frame.stored_bytes,
+            kind: frame.kind,
+        });
+        let mut end = 0;
+        for &(_, bytes) in &frame.blobs {
+            end += bytes;
+            if bytes != USUAL_BYTES {
+                self.ends.push((self.blobs, end));
+            }
+            if (self.blobs as usize).is_multiple_of(HINT_BLOBS) {
+                self.hints.push(number);
+            }
+            self.blobs += 1;
+        }
+    }
+
+    /// How many frames there are.
+    pub(crate) fn frames(&self) -> u32 {
+        self.frames.len() as u32
+    }
+
+    /// The pack of a frame.
+    pub(crate) fn pack(&self, frame: u32) -> u32 {
+        self.frames.at(frame as usize).pack
+    }
+
+    /// The frame of this number.
+    pub(crate) fn frame(&self, number: u32) -> FrameInfo {
+        let row = self.frames.at(number as usize);
+        let next = self.frames.get(number as usize + 1);
+        let end = next.map_or(self.blobs, |next| next.first_blob);
+        // No frame is without blobs.
+        let (_, plain_bytes) = self.bounds(number, end - 1);
+        FrameInfo {
+            offset: row.offset,
+            stored_bytes: row.stored_bytes,
+            plain_bytes,
+            kind: row.kind,
+        }
+    }
+
+    /// The frame that a blob is in.
+    pub(crate) fn frame_of(&self, blob: u32) -> u32 {
+        let hint = blob as usize / HINT_BLOBS;
+        let from = self.hints.at(hint) as usize;
+        let to = self.hints.get(hint + 1);
+        let to = to.map_or(self.frames.len(), |frame| frame as usize + 1);
+        let after = self
+            .frames
+            .partition_point(from..to, |frame| frame.first_blob <= blob);
+        after as u32 - 1
+    }
+
+    pub(crate) fn locate(&self, blob: u32) -> Location {
+        let frame = self.frame_of(blob);
+        let (offset, end) = self.bounds(frame, blob);
+        Location {
+            blob,
+            frame,
+            offset,
+            bytes: end - offset,
+        }
+    }
+
+    /// Where a blob starts and ends in its frame.
+    fn bounds(&self, frame: u32, blob: u32) -> (u32, u32) {
+        let first_end = |row: FrameRow| row.first_end as usize;
+        let row = self.frames.at(frame as usize);
+        let next = self.frames.get(frame as usize + 1);
+        let ends = first_end(row)..next.map_or(self.ends.len(), first_end);
+        let at = self
+            .ends
+            .partition_point(ends.clone(), |(other, _)| other < blob);
+        // From the last one before it whose end is known, the others are of the usual length.
+        let (from, start) = match at > ends.start {
+            true => {
+                let (before, end) = self.ends.at(at - 1);
+                (before + 1, end)
+            }
+            false => (row.first_blob, 0),
+        };
+        let start = start + (blob - from) * USUAL_BYTES;
+        let own = self.ends.get(at).filter(|&(other, _)| other == blob);
+        (start, own.map_or(start + USUAL_BYTES, |(_, end)| end))
+    }
+}

@@ -1,0 +1,15 @@
+//! Which pack and frame each blob lies in: the index files, and the three ways to look a blob up.
+
+pub(crate) mod blob_table;
+pub(crate) mod chunked;
+pub(crate) mod compact;
+pub mod file;
+pub(crate) mod in_memory;
+pub mod layout;
+pub(crate) mod loaded_part;
+pub(crate) mod locations;
+pub(crate) mod mark_bitmaps;
+pub(crate) mod missing_packs;
+pub(crate) mod on_demand;
+pub(crate) mod reader;
+pub(crate) mod reopening;

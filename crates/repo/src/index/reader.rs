@@ -1,0 +1,95 @@
+//! Where blobs are found: in an index that is in memory, or by way of the sections of the index files.
+//!
+//! Who writes, prunes or checks asks for many blobs, of which some are not there, and has the whole index
+//! in memory ([`Index`]). Who reads asks for blobs that are there, and begins at once ([`Catalogs`]).
+
+use std::sync::Arc;
+
+use stillframe_page::hash::ContentId;
+
+use crate::error::RepoError;
+use crate::format::file_hash::FileHash;
+use crate::index::in_memory::Index;
+use crate::index::loaded_part::FoundPart;
+use crate::index::reopening::Catalogs;
+use crate::pack::place::Place;
+use crate::pack::place::Wanted;
+
+/// One of the two.
+#[derive(Clone, Copy)]
+pub(crate) enum Lookup<'a> {
+    Loaded(&'a Index),
+    Sectioned(&'a Catalogs),
+}
+
+impl Lookup<'_> {
+    /// Where a blob lies, in a pack that is there whole if there is such a one.
+    pub(crate) fn find(self, id: &ContentId) -> Result<Place, RepoError> {
+        let found = match self {
+            Lookup::Loaded(index) => index.place(id),
+            Lookup::Sectioned(catalogs) => catalogs.get(id)?.map(|found| found.place),
+        };
+        found.ok_or(RepoError::MissingBlob { id: *id })
+    }
+
+    /// Finds all of these.
+    pub(crate) fn find_all<T: Copy>(self, wanted: &mut [Wanted<T>]) -> Result<(), RepoError> {
+        match self {
+            Lookup::Loaded(_) => {
+                for blob in wanted {
+                    blob.at = self.find(&blob.id)?;
+                }
+                Ok(())
+            }
+            Lookup::Sectioned(catalogs) => catalogs.find_all(wanted),
+        }
+    }
+
+    /// Whether what lay in this pack, which is gone, may be found elsewhere now.
+    pub(crate) fn renew(self, pack: u32) -> Result<bool, RepoError> {
+        match self {
+            Lookup::Loaded(_) => Ok(false),
+            Lookup::Sectioned(catalogs) => catalogs.renew(pack),
+        }
+    }
+
+    /// The name of a pack by its number.
+    pub(crate) fn pack_name(self, pack: u32) -> FileHash {
+        match self {
+            Lookup::Loaded(index) => index.packs()[pack as usize].name,
+            Lookup::Sectioned(catalogs) => catalogs.pack_name(pack),
+        }
+    }
+}
+
+/// What is asked for the other blobs of a frame.
+pub(crate) struct FrameLookup<'a> {
+    frame: Place,
+    from: FrameSource<'a>,
+}
+
+enum FrameSource<'a> {
+    Index(&'a Index),
+    /// Nothing where it is not at hand any more: asking by section would take reading.
+    Part(Option<Arc<FoundPart>>),
+}
+
+impl<'a> FrameLookup<'a> {
+    /// In the frame of a place found before.
+    pub(crate) fn new(index: Lookup<'a>, frame: Place) -> FrameLookup<'a> {
+        let from = match index {
+            Lookup::Loaded(index) => FrameSource::Index(index),
+            Lookup::Sectioned(catalogs) => FrameSource::Part(catalogs.known_part(frame.part)),
+        };
+        FrameLookup { frame, from }
+    }
+
+    /// Where a blob lies, if that is in this frame.
+    pub(crate) fn find(&self, id: &ContentId) -> Option<Place> {
+        let found = match &self.from {
+            FrameSource::Index(index) => index.place(id),
+            FrameSource::Part(part) => part.as_ref()?.find(id),
+        };
+        found.filter(|found| found.same_frame(&self.frame))
+    }
+}

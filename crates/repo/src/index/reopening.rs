@@ -1,0 +1,133 @@
+//! The index for somebody who reads for long: opened once more where a pack is gone.
+//!
+//! A reader without a lock (on a file system that is read-only to it, or full) reads while another host
+//! may prune. What was repacked then lies in another pack, which only newer index files tell of. Packs are
+//! numbered on from one catalog to the next, so a place that was found before keeps its meaning.
+
+use std::sync::{Arc, Mutex, RwLock};
+
+use stillframe_page::hash::ContentId;
+
+use crate::crypto::Keys;
+use crate::error::RepoError;
+use crate::format::file_hash::FileHash;
+use crate::index::loaded_part::FoundPart;
+use crate::index::on_demand::{Catalog, Found};
+use crate::pack::place::Wanted;
+use crate::store::local::{Area, LocalStore};
+use crate::sync::lock;
+
+/// The catalog that counts, and those before it.
+pub(crate) struct Catalogs {
+    store: Arc<LocalStore>,
+    keys: Arc<Keys>,
+    /// The newest last; there is always one.
+    all: RwLock<Vec<Arc<Catalog>>>,
+    /// The index files that there were when the newest was opened.
+    listed: Mutex<Vec<String>>,
+}
+
+impl Catalogs {
+    /// Reads the heads of the index files; `None` when there are files of a version that has none.
+    pub(crate) fn open(
+        store: &Arc<LocalStore>,
+        keys: &Arc<Keys>,
+    ) -> Result<Option<Catalogs>, RepoError> {
+        // Before they are read: what comes later is new.
+        let listed = list(store)?;
+        let catalog = Catalog::open(store, keys)?;
+        Ok(catalog.map(|catalog| Catalogs {
+            store: store.clone(),
+            keys: keys.clone(),
+            all: RwLock::new(vec![Arc::new(catalog)]),
+            listed: Mutex::new(listed),
+        }))
+    }
+
+    fn newest(&self) -> Arc<Catalog> {
+        let all = self.all.read();
+        let all = all.unwrap_or_else(|poisoned| poisoned.into_inner());
+        all[all.len() - 1].clone()
+    }
+
+    /// The one that numbered a pack.
+    fn of_pack(&self, pack: u32) -> Arc<Catalog> {
+        let all = self.all.read();
+        let all = all.unwrap_or_else(|poisoned| poisoned.into_inner());
+        let of = all.iter().rfind(|catalog| catalog.first_pack() <= pack);
+        of.unwrap_or(&all[0]).clone()
+    }
+
+    pub(crate) fn pack_name(&self, pack: u32) -> FileHash {
+        self.of_pack(pack).pack_name(pack)
+    }
+
+    /// Where a blob lies; where it is in several packs, in one that is whole.
+    pub(crate) fn get(&self, id: &ContentId) -> Result<Option<Found>, RepoError> {
+        let newest = self.newest();
+        let found = newest.get(id);
+        let stale = match &found {
+            Ok(found) => !found.is_some_and(|found| found.whole),
+            Err(error) => error.is_absent(),
+        };
+        match stale && self.renew(newest.first_pack())? {
+            true => self.newest().get(id),
+            false => found,
+        }
+    }
+
+    /// Whether a blob is there whole.
+    pub(crate) fn contains(&self, id: &ContentId) -> Result<bool, RepoError> {
+        let found = self.newest().get(id)?;
+        Ok(found.is_some_and(|found| found.whole))
+    }
+
+    /// A part that was read before, if it is still at hand.
+    pub(crate) fn known_part(&self, part: u32) -> Option<Arc<FoundPart>> {
+        self.newest().known_part(part)
+    }
+
+    /// Finds all of these, of which each must be there.
+    pub(crate) fn find_all<T: Copy>(&self, wanted: &mut [Wanted<T>]) -> Result<(), RepoError> {
+        let newest = self.newest();
+        let found = newest.find_all(wanted);
+        let stale = match &found {
+            Ok(()) => false,
+            Err(error) => matches!(error, RepoError::MissingBlob { .. }) || error.is_absent(),
+        };
+        match stale && self.renew(newest.first_pack())? {
+            true => self.newest().find_all(wanted),
+            false => found,
+        }
+    }
+
+    /// Opens the index anew, because this pack is gone; whether there is another one than that which told
+    /// of it.
+    pub(crate) fn renew(&self, pack: u32) -> Result<bool, RepoError> {
+        // Held all along: of several threads that miss a pack one opens the index.
+        let mut listed = lock(&self.listed);
+        let newest = self.newest();
+        if pack < newest.first_pack() {
+            return Ok(true);
+        }
+        let names = list(&self.store)?;
+        // None at all where the file system is away; then what was known still holds.
+        if names.is_empty() || names == *listed {
+            return Ok(false);
+        }
+        let Some(next) = Catalog::open_after(&self.store, &self.keys, &newest)? else {
+            return Ok(false);
+        };
+        *listed = names;
+        let all = self.all.write();
+        all.unwrap_or_else(|poisoned| poisoned.into_inner())
+            .push(Arc::new(next));
+        Ok(true)
+    }
+}
+
+fn list(store: &LocalStore) -> Result<Vec<String>, RepoError> {
+    let mut names = store.names(Area::Index)?;
+    names.sort_unstable();
+    Ok(names)
+}

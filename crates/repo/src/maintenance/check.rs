@@ -1,0 +1,237 @@
+//! Checking a repository: that everything the checkpoints refer to is there, and, when asked, that
+//! every byte of every file is what was written.
+//!
+//! A check goes on after what it finds, so that one run tells the whole extent.
+
+use std::collections::BTreeSet;
+
+use crate::error::RepoError;
+use crate::format::config;
+use crate::format::file_hash::FileHash;
+use crate::format::manifest::CheckpointId;
+use crate::index::file::check_sections;
+use crate::index::in_memory::Index;
+use crate::maintenance::mark::mark_used;
+use crate::maintenance::problem::Problem;
+use crate::maintenance::scrub::{PackFile, scrub_packs};
+use crate::progress::{Phase, Progress};
+use crate::repository::{Repository, read_key};
+use crate::store::local::{Area, CONFIG, LocalStore};
+use crate::store::lock::EXCLUSIVE_WAIT;
+
+/// What a check looked at and found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CheckReport {
+    /// What is wrong, sorted by file, each thing once.
+    pub problems: Vec<Problem>,
+    /// Checkpoints there are.
+    pub checkpoints: u64,
+    /// Index files there are.
+    pub index_files: u64,
+    /// Packs there are.
+    pub packs: u64,
+    /// Blobs in the index.
+    pub blobs: u64,
+    /// Bytes of all packs.
+    pub pack_bytes: u64,
+    /// Packs no index file tells of: of unfinished checkpoints. Prune removes them.
+    pub unindexed_packs: u64,
+    /// Bytes of packs that were read and verified.
+    pub bytes_read: u64,
+}
+
+impl CheckReport {
+    /// Whether nothing is wrong.
+    pub fn is_clean(&self) -> bool {
+        self.problems.is_empty()
+    }
+}
+
+/// Gathers problems, each once.
+#[derive(Default)]
+struct Findings {
+    problems: BTreeSet<Problem>,
+    report: CheckReport,
+}
+
+impl Findings {
+    fn add(&mut self, file: impl Into<String>, what: impl Into<String>) {
+        self.problems.insert(Problem {
+            file: file.into(),
+            what: what.into(),
+        });
+    }
+
+    fn add_error(&mut self, file: impl Into<String>, error: &RepoError) {
+        self.problems
+            .insert(Problem::from_error(file.into(), error));
+    }
+}
+
+impl Repository {
+    /// Checks the repository. Always: every small file is read and verified, every reference is
+    /// followed, every pack must be there in its full length. With `read_data` also every byte of
+    /// every pack is read, and every blob hashed again.
+    ///
+    /// An error means the check could not be done; what is wrong with the repository is in the
+    /// report. A manifest that was removed by hand is not missed: that is how one is forgotten.
+    pub fn check(
+        &mut self,
+        read_data: bool,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<CheckReport, RepoError> {
+        let _lock = self.reading_lock(EXCLUSIVE_WAIT)?;
+        let mut findings = Findings::default();
+        self.check_config(&mut findings);
+        self.check_keys(&mut findings)?;
+        self.check_index(&mut findings)?;
+        let packs = self.check_packs(&mut findings, progress)?;
+        self.check_names(&mut findings, Area::Manifests, |name| {
+            CheckpointId::from_hex(name).is_some()
+        })?;
+        self.check_working_sets(&mut findings)?;
+        let problems = &mut findings.problems;
+        let note = &mut |problem| {
+            problems.insert(problem);
+            Ok(())
+        };
+        findings.report.checkpoints = mark_used(self, note, progress)?;
+        self.index.clear_marks();
+        if read_data {
+            let (found, bytes_read) = scrub_packs(self, packs, progress)?;
+            findings.problems.extend(found);
+            findings.report.bytes_read = bytes_read;
+        }
+        // It may lack what could not be read.
+        self.index = Index::default();
+        findings.report.problems = findings.problems.into_iter().collect();
+        Ok(findings.report)
+    }
+
+    fn check_config(&self, findings: &mut Findings) {
+        let read = self.store.read_config().and_then(|bytes| {
+            config::decode(&bytes).map_err(|error| RepoError::format(CONFIG, &error))
+        });
+        match read {
+            Ok(id) if id == self.id() => {}
+            Ok(_) => findings.add(CONFIG, "it is that of another repository"),
+            Err(error) => findings.add_error(CONFIG, &error),
+        }
+    }
+
+    fn check_keys(&self, findings: &mut Findings) -> Result<(), RepoError> {
+        let names = self.store.names(Area::Keys)?;
+        if names.is_empty() {
+            findings.add(
+                Area::Keys.folder(),
+                "no key file is left: no password opens the repository",
+            );
+        }
+        for name in names {
+            if let Err(error) = read_key(&self.store, &name) {
+                findings.add_error(self.store.label(Area::Keys, &name), &error);
+            }
+        }
+        Ok(())
+    }
+
+    fn check_working_sets(&self, findings: &mut Findings) -> Result<(), RepoError> {
+        for name in self.store.names(Area::WorkingSets)? {
+            let label = self.store.label(Area::WorkingSets, &name);
+            match CheckpointId::from_hex(&name).map(|id| self.working_set(&id)) {
+                None => findings.add(label, "its name is not one of this repository's"),
+                Some(Err(error)) => findings.add_error(label, &error),
+                Some(Ok(_)) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads all index files anew.
+    fn check_index(&mut self, findings: &mut Findings) -> Result<(), RepoError> {
+        self.check_names(findings, Area::Index, |name| {
+            FileHash::from_name(name).is_some()
+        })?;
+        let store: &LocalStore = &self.store;
+        self.index = Index::default();
+        self.index
+            .refresh_despite(store, &self.keys, &mut |name, error| {
+                findings.add_error(store.label(Area::Index, &name.to_string()), &error);
+                Ok(())
+            })?;
+        for (&name, _) in self.index.live_files() {
+            // One that is gone was merged into another meanwhile.
+            if let Err(error) = check_sections(store, &self.keys, name)
+                && !error.is_absent()
+            {
+                findings.add_error(store.label(Area::Index, &name.to_string()), &error);
+            }
+        }
+        findings.report.index_files = self.index.files().len() as u64;
+        findings.report.blobs = self.index.blobs();
+        Ok(())
+    }
+
+    /// Looks for every pack; returns those there are.
+    fn check_packs(
+        &self,
+        findings: &mut Findings,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Vec<PackFile>, RepoError> {
+        for pack in self.index.packs() {
+            let name = pack.name.to_string();
+            let label = self.store.label(Area::Packs, &name);
+            match self.store.length(Area::Packs, &name)? {
+                None => findings.add(label, "it is missing"),
+                Some(bytes) if bytes != pack.file_bytes => {
+                    let expected = pack.file_bytes;
+                    findings.add(label, format!("it has {bytes} bytes instead of {expected}"));
+                }
+                Some(_) => {}
+            }
+        }
+        let mut packs = Vec::new();
+        let names = self.store.names(Area::Packs)?;
+        let total = names.len() as u64;
+        for (done, name) in (0..).zip(names) {
+            progress(Progress {
+                phase: Phase::Packs,
+                done,
+                total,
+            });
+            let label = self.store.label(Area::Packs, &name);
+            let (hash, bytes) = (
+                FileHash::from_name(&name),
+                self.store.length(Area::Packs, &name)?,
+            );
+            let (Some(hash), Some(bytes)) = (hash, bytes) else {
+                findings.add(label, "it is not where or what a pack should be");
+                continue;
+            };
+            findings.report.packs += 1;
+            findings.report.pack_bytes += bytes;
+            if self.index.pack_number(&hash).is_none() {
+                findings.report.unindexed_packs += 1;
+            }
+            packs.push(PackFile { name: hash, bytes });
+        }
+        Ok(packs)
+    }
+
+    fn check_names(
+        &self,
+        findings: &mut Findings,
+        area: Area,
+        is_name: fn(&str) -> bool,
+    ) -> Result<(), RepoError> {
+        for name in self.store.names(area)? {
+            if !is_name(&name) {
+                findings.add(
+                    self.store.label(area, &name),
+                    "its name is not one of this repository's",
+                );
+            }
+        }
+        Ok(())
+    }
+}

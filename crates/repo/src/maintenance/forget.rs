@@ -1,0 +1,145 @@
+//! Forgetting checkpoints: their manifests go; the space comes back with the next prune.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use jiff::Timestamp;
+
+use crate::error::RepoError;
+use crate::format::lease_record::LeaseRecord;
+use crate::format::lock_record::LockKind;
+use crate::format::manifest::CheckpointId;
+use crate::format::manifest::Summary;
+use crate::lease;
+use crate::maintenance::retention::{KeepPolicy, KeepReason, select};
+use crate::repository::Repository;
+use crate::store::local::Area;
+use crate::store::lock::EXCLUSIVE_WAIT;
+use crate::store::lock::Lock;
+
+/// What to forget.
+#[derive(Debug, Clone, Default)]
+pub struct Forget {
+    /// These, whatever the policy says.
+    pub ids: Vec<CheckpointId>,
+    /// And what the policy does not keep. An empty one forgets nothing.
+    pub policy: KeepPolicy,
+    /// The policy is applied to the VM of this label only; to each VM on its own without.
+    pub vm: Option<String>,
+    /// Also forget what VMs that are being restored lazily still need, and take their leases away.
+    pub break_leases: bool,
+    /// Only tell.
+    pub dry_run: bool,
+}
+
+/// What was forgotten and what was kept.
+#[derive(Debug, Clone, Default)]
+pub struct ForgetReport {
+    /// Gone (or would be), oldest first.
+    pub forgotten: Vec<Summary>,
+    /// Kept, oldest first; without a reason those no policy was applied to.
+    pub kept: Vec<(Summary, Vec<KeepReason>)>,
+    /// Those that no rule keeps, but a VM which does not have all its memory yet; oldest first.
+    pub leased: Vec<(Summary, LeaseRecord)>,
+    /// The leases that were broken, or would be.
+    pub broken: Vec<LeaseRecord>,
+}
+
+impl Repository {
+    /// Forgets checkpoints, durably; but for those that VMs which are being restored still need. Fails
+    /// before anything is removed if one of `what.ids` is such a one or does not exist. Takes the exclusive
+    /// lock, except to dry-run.
+    pub fn forget(&mut self, what: &Forget) -> Result<ForgetReport, RepoError> {
+        let lock = match what.dry_run {
+            true => None,
+            false => Some(Lock::take(
+                &self.store,
+                LockKind::Exclusive,
+                EXCLUSIVE_WAIT,
+            )?),
+        };
+        let leases = lease::that_hold(&self.store, lock.as_ref())?;
+        let mut report = plan(self.summaries()?, what)?;
+        let broken = report.leave_out(leases, what)?;
+        let Some(lock) = lock else { return Ok(report) };
+        for name in broken {
+            self.store.remove(Area::Leases, &name)?;
+        }
+        for gone in &report.forgotten {
+            lock.assert_held()?;
+            // First what needs the other to be found.
+            self.store.remove(Area::WorkingSets, &gone.id.to_hex())?;
+            self.store.remove(Area::Manifests, &gone.id.to_hex())?;
+        }
+        // Prune relies on it: a manifest that came back after a crash would miss its pages.
+        self.store.sync_area(Area::Manifests)?;
+        Ok(report)
+    }
+}
+
+impl ForgetReport {
+    /// Moves what is leased from what is forgotten to what is left; the leases to be broken instead, by the
+    /// names of their files.
+    fn leave_out(
+        &mut self,
+        leases: Vec<(String, LeaseRecord)>,
+        what: &Forget,
+    ) -> Result<Vec<String>, RepoError> {
+        let mut names = Vec::new();
+        for (name, lease) in leases {
+            let at = self
+                .forgotten
+                .iter()
+                .position(|gone| gone.id == lease.checkpoint);
+            match at {
+                Some(_) if what.break_leases => {
+                    names.push(name);
+                    self.broken.push(lease);
+                }
+                Some(_) if what.ids.contains(&lease.checkpoint) => {
+                    return Err(RepoError::Leased {
+                        checkpoint: lease.checkpoint,
+                        by: Box::new(lease),
+                    });
+                }
+                Some(at) => self.leased.push((self.forgotten.remove(at), lease)),
+                None => {}
+            }
+        }
+        self.leased
+            .sort_by_key(|(summary, _)| (summary.time, summary.id));
+        Ok(names)
+    }
+}
+
+fn plan(all: Vec<Summary>, what: &Forget) -> Result<ForgetReport, RepoError> {
+    let known: BTreeSet<CheckpointId> = all.iter().map(|summary| summary.id).collect();
+    if let Some(missing) = what.ids.iter().find(|id| !known.contains(id)) {
+        return Err(RepoError::NotFound {
+            name: missing.to_hex(),
+            vm: None,
+        });
+    }
+    let mut by_vm: BTreeMap<&str, Vec<(CheckpointId, Timestamp)>> = BTreeMap::new();
+    let governed =
+        |vm: &str| !what.policy.is_empty() && what.vm.as_deref().is_none_or(|only| only == vm);
+    for summary in all.iter().filter(|summary| governed(&summary.vm)) {
+        by_vm
+            .entry(&summary.vm)
+            .or_default()
+            .push((summary.id, summary.time));
+    }
+    let mut reasons = BTreeMap::new();
+    for checkpoints in by_vm.values() {
+        reasons.extend(select(&what.policy, checkpoints));
+    }
+    let mut report = ForgetReport::default();
+    for summary in all {
+        let why = reasons.remove(&summary.id);
+        let unwanted = why.is_none() && governed(&summary.vm);
+        match unwanted || what.ids.contains(&summary.id) {
+            true => report.forgotten.push(summary),
+            false => report.kept.push((summary, why.unwrap_or_default())),
+        }
+    }
+    Ok(report)
+}

@@ -1,0 +1,11 @@
+//! What keeps a repository small and shows that it is whole.
+
+pub(crate) mod check;
+pub(crate) mod forget;
+pub(crate) mod inspect;
+pub(crate) mod mark;
+pub(crate) mod problem;
+pub(crate) mod prune;
+pub(crate) mod rebuild;
+pub(crate) mod retention;
+pub(crate) mod scrub;

@@ -1,0 +1,366 @@
+//! Giving back the space of what no checkpoint refers to any more.
+//!
+//! ```text
+//! 1 exclusive lock; earlier removals of manifests made durable
+//! 2 mark everything in use
+//! 3 plan: each pack is kept, removed, or repacked (its used blobs copied)
+//! 4 write the new packs
+//! 5 write the new index; its last file supersedes every older one    <- the moment it takes effect
+//! 6 remove old index files, then old packs, then packs no index tells of, then tmp/
+//! ```
+//!
+//! Killed before 5, the new packs are unreferenced and the next prune removes them. Killed after,
+//! the old index files no longer count though some are still there, and the next prune removes
+//! what is left. At no point does an index file that counts name a pack that is gone.
+
+use std::collections::HashSet;
+use std::sync::Mutex;
+
+use stillframe_page::hash::ContentId;
+
+use crate::error::RepoError;
+use crate::format::file_hash::FileHash;
+use crate::format::lock_record::LockKind;
+use crate::index::compact::NewIndex;
+use crate::index::file::read_index_file;
+use crate::index::in_memory::Index;
+use crate::index::locations::PackInfo;
+use crate::index::mark_bitmaps::Mark;
+use crate::lease;
+use crate::maintenance::mark::mark_used;
+use crate::maintenance::problem::Problem;
+use crate::maintenance::scrub::open_directory;
+use crate::pack::IndexedPack;
+use crate::pack::PACK_BYTES_TARGET;
+use crate::pack::packer::Packer;
+use crate::progress::{Phase, Progress};
+use crate::repository::Repository;
+use crate::store::local::{Area, UNFINISHED_LOCK};
+use crate::store::lock::EXCLUSIVE_WAIT;
+use crate::store::lock::{Lock, STALE_AFTER, age};
+use crate::sync::lock;
+
+/// A pack is repacked when at least 1/5 of it is waste: copying the rest then costs at most four
+/// bytes for each one won.
+const WASTE_SHARE: u64 = 5;
+
+/// A pack smaller than this is small; small ones are merged when there are enough of them to fill
+/// a pack, or this many. Each checkpoint of a long watch leaves one.
+const SMALL_PACK_BYTES: u64 = PACK_BYTES_TARGET / 8;
+const SMALL_PACKS_MAX: usize = 64;
+
+/// What a prune did, or would do.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PruneReport {
+    /// Checkpoints there are; everything they refer to is kept.
+    pub checkpoints: u64,
+    /// Blobs in use.
+    pub blobs_used: u64,
+    /// Blobs no longer in use.
+    pub blobs_unused: u64,
+    /// Packs left as they are.
+    pub packs_kept: u64,
+    /// Packs removed because nothing in them is in use.
+    pub packs_removed: u64,
+    /// Packs whose used blobs were copied to new ones.
+    pub packs_repacked: u64,
+    /// Packs of unfinished checkpoints that were removed.
+    pub packs_unindexed: u64,
+    /// Bytes of all packs before.
+    pub bytes_before: u64,
+    /// Bytes of all packs after; without a dry run exact, else as far as can be told.
+    pub bytes_after: u64,
+}
+
+/// What to do with the packs, by their number in the index.
+#[derive(Default)]
+struct Plan {
+    keep: Vec<u32>,
+    remove: Vec<u32>,
+    repack: Vec<u32>,
+    /// Packs no index file tells of.
+    unindexed: Vec<String>,
+}
+
+impl Repository {
+    /// Removes what no checkpoint refers to. Can be killed at any point. Refuses to begin when a
+    /// manifest or page table cannot be read, since what it refers to would be lost. Takes the
+    /// exclusive lock, except to dry-run.
+    pub fn prune(
+        &mut self,
+        dry_run: bool,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<PruneReport, RepoError> {
+        let lock = match dry_run {
+            true => self.reading_lock(EXCLUSIVE_WAIT)?,
+            false => Some(Lock::take(
+                &self.store,
+                LockKind::Exclusive,
+                EXCLUSIVE_WAIT,
+            )?),
+        };
+        self.refresh_index()?;
+        self.index.clear_marks();
+        let mut report = PruneReport {
+            checkpoints: mark_used(self, &mut refuse, progress)?,
+            ..PruneReport::default()
+        };
+        let plan = self.plan(&mut report)?;
+        match lock {
+            Some(lock) if !dry_run => self.carry_out(&plan, &lock, &mut report, progress)?,
+            _ => {}
+        }
+        self.index = Index::default();
+        Ok(report)
+    }
+
+    fn plan(&self, report: &mut PruneReport) -> Result<Plan, RepoError> {
+        let used = self.used_bytes(report);
+        let mut plan = Plan::default();
+        let mut small = Vec::new();
+        for (number, pack) in (0_u32..).zip(self.index.packs()) {
+            let frames = self.index.frames_of(number);
+            let plain: u64 = frames.map(|frame| u64::from(frame.plain_bytes)).sum();
+            let used = used[number as usize];
+            report.bytes_before += pack.file_bytes;
+            if used == 0 {
+                plan.remove.push(number);
+                continue;
+            }
+            self.require(pack)?;
+            if (plain - used) * WASTE_SHARE >= plain {
+                plan.repack.push(number);
+                // As if what is left compressed as well as the whole did.
+                report.bytes_after +=
+                    (u128::from(pack.file_bytes) * u128::from(used) / u128::from(plain)) as u64;
+            } else if pack.file_bytes < SMALL_PACK_BYTES {
+                small.push((number, pack.file_bytes));
+                report.bytes_after += pack.file_bytes;
+            } else {
+                plan.keep.push(number);
+                report.bytes_after += pack.file_bytes;
+            }
+        }
+        let small_bytes: u64 = small.iter().map(|(_, bytes)| bytes).sum();
+        let merge = small.len() > SMALL_PACKS_MAX || small_bytes > PACK_BYTES_TARGET;
+        let target = if merge {
+            &mut plan.repack
+        } else {
+            &mut plan.keep
+        };
+        target.extend(small.iter().map(|(number, _)| number));
+        for name in self.store.names(Area::Packs)? {
+            let unindexed = FileHash::from_name(&name)
+                .is_some_and(|hash| self.index.pack_number(&hash).is_none());
+            if unindexed && let Some(bytes) = self.store.length(Area::Packs, &name)? {
+                report.bytes_before += bytes;
+                plan.unindexed.push(name);
+            }
+        }
+        report.packs_kept = plan.keep.len() as u64;
+        report.packs_removed = plan.remove.len() as u64;
+        report.packs_repacked = plan.repack.len() as u64;
+        report.packs_unindexed = plan.unindexed.len() as u64;
+        Ok(plan)
+    }
+
+    /// An error if a pack that is needed is not there.
+    fn require(&self, pack: &PackInfo) -> Result<(), RepoError> {
+        let name = pack.name.to_string();
+        match self.store.length(Area::Packs, &name)? {
+            Some(bytes) if bytes == pack.file_bytes => Ok(()),
+            _ => Err(RepoError::Damaged {
+                file: self.store.label(Area::Packs, &name),
+                what: "it is missing or cut short".into(),
+            }),
+        }
+    }
+
+    /// Bytes in use of each pack. A second copy of a blob is not in use: the index knows one.
+    fn used_bytes(&self, report: &mut PruneReport) -> Vec<u64> {
+        let mut used = vec![0; self.index.packs().len()];
+        for location in self.index.locations() {
+            if self.index.has(location, Mark::Used) {
+                used[self.index.pack_of(location) as usize] += u64::from(location.bytes);
+                report.blobs_used += 1;
+            } else {
+                report.blobs_unused += 1;
+            }
+        }
+        used
+    }
+
+    fn carry_out(
+        &self,
+        plan: &Plan,
+        lock: &Lock,
+        report: &mut PruneReport,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(), RepoError> {
+        // A `forget` that was killed may have left removals in memory only. Were a manifest to
+        // come back after a crash, its pages must still be there; so make sure it does not.
+        self.store.sync_area(Area::Manifests)?;
+        let new_packs = self.repack(&plan.repack, progress)?;
+        let new_bytes: u64 = new_packs
+            .iter()
+            .map(|entry| entry.directory.file_bytes())
+            .sum();
+        match plan.remove.is_empty() && plan.repack.is_empty() {
+            false => self.write_index(plan, new_packs, lock)?,
+            // Nothing changes; but a prune that was killed may have left index files behind.
+            true => self
+                .index
+                .superseded_files()
+                .try_for_each(|name| self.store.remove(Area::Index, &name.to_string()))?,
+        }
+        lock.assert_held()?;
+        self.remove_packs(plan, progress)?;
+        self.remove_leftovers(lock)?;
+        self.remove_orphaned_working_sets()?;
+        let kept = plan
+            .keep
+            .iter()
+            .map(|&number| self.index.packs()[number as usize].file_bytes);
+        report.bytes_after = new_bytes + kept.sum::<u64>();
+        Ok(())
+    }
+
+    /// Copies the used blobs of packs into new packs, in the order they lie, one pack in memory
+    /// at a time.
+    fn repack(
+        &self,
+        packs: &[u32],
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Vec<IndexedPack>, RepoError> {
+        if packs.is_empty() {
+            return Ok(Vec::new());
+        }
+        let packer = Mutex::new(Packer::start(self.store.clone(), self.keys.clone())?);
+        let copied = (0..).zip(packs).try_for_each(|(done, &number)| {
+            let total = packs.len() as u64;
+            progress(Progress {
+                phase: Phase::Repack,
+                done,
+                total,
+            });
+            self.copy_pack(number, &packer)
+        });
+        let packer = packer
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        match copied {
+            Ok(()) => packer.finish(),
+            Err(error) => {
+                packer.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    fn copy_pack(&self, number: u32, packer: &Mutex<Packer>) -> Result<(), RepoError> {
+        let pack = &self.index.packs()[number as usize];
+        let opened = open_directory(&self.store, &self.keys, pack.name, pack.file_bytes)?;
+        let ids = opened
+            .directory
+            .frames
+            .iter()
+            .flat_map(|frame| &frame.blobs)
+            .map(|(id, _)| *id);
+        let wanted: Vec<(ContentId, ContentId)> = ids
+            .filter(|id| {
+                let at = self.index.get(id);
+                at.is_some_and(|at| {
+                    self.index.pack_of(at) == number && self.index.has(at, Mark::Used)
+                })
+            })
+            .map(|id| (id, id))
+            .collect();
+        let failure = Mutex::new(None);
+        let result = self
+            .blobs()
+            .read_sorted(wanted, 1, &|id: ContentId, bytes| {
+                lock(packer).add(id, bytes).map_err(|error| {
+                    let text = std::io::Error::other(error.to_string());
+                    lock(&failure).get_or_insert(error);
+                    text
+                })
+            });
+        // The cause matters, not that a blob could not be handed on.
+        match lock(&failure).take() {
+            Some(error) => Err(error),
+            None => result,
+        }
+    }
+
+    /// Writes an index that tells of the kept and the new packs, in place of the old one.
+    fn write_index(
+        &self,
+        plan: &Plan,
+        new_packs: Vec<IndexedPack>,
+        lock: &Lock,
+    ) -> Result<(), RepoError> {
+        let packs = self.index.packs();
+        let mut keep: HashSet<FileHash> = plan
+            .keep
+            .iter()
+            .map(|&number| packs[number as usize].name)
+            .collect();
+        let mut new_index = NewIndex::new(&self.store, &self.keys);
+        for (&name, _) in self.index.live_files() {
+            for entry in read_index_file(&self.store, &self.keys, name)?.0.packs {
+                if keep.remove(&entry.pack) {
+                    new_index.add(entry)?;
+                }
+            }
+        }
+        for entry in new_packs {
+            new_index.add(entry)?;
+        }
+        new_index.finish(lock, self.index.files().keys().copied().collect())
+    }
+
+    fn remove_packs(
+        &self,
+        plan: &Plan,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(), RepoError> {
+        let old = plan.remove.iter().chain(&plan.repack);
+        let old = old.map(|&number| self.index.packs()[number as usize].name.to_string());
+        let names: Vec<String> = old.chain(plan.unindexed.iter().cloned()).collect();
+        for (done, name) in (0..).zip(&names) {
+            let total = names.len() as u64;
+            progress(Progress {
+                phase: Phase::Remove,
+                done,
+                total,
+            });
+            self.store.remove(Area::Packs, name)?;
+        }
+        Ok(())
+    }
+
+    /// Under the exclusive lock every unfinished file is one a dead process left, but for the
+    /// locks of those who wait for us.
+    fn remove_leftovers(&self, lock: &Lock) -> Result<(), RepoError> {
+        for name in self.store.names(Area::Temporary)? {
+            self.store.remove(Area::Temporary, &name)?;
+        }
+        // What they name has its manifest; those of VMs that have ended go.
+        lease::that_hold(&self.store, Some(lock))?;
+        for name in self.store.names(Area::Locks)? {
+            let age = age(&self.store, Area::Locks, &name, lock.now())?;
+            if age > STALE_AFTER && name.ends_with(UNFINISHED_LOCK) {
+                self.store.remove(Area::Locks, &name)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What cannot be followed cannot be told from waste.
+fn refuse(problem: Problem) -> Result<(), RepoError> {
+    Err(RepoError::Damaged {
+        file: problem.file,
+        what: problem.what,
+    })
+}

@@ -1,0 +1,217 @@
+//! Reading packs from end to end: every byte hashed against the pack's name, every frame opened
+//! and decoded, every blob hashed against its id.
+
+use std::fs::File;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+
+use stillframe_page::encoding::Decoder;
+use stillframe_page::hash::ContentHasher;
+
+use crate::crypto::Keys;
+use crate::error::RepoError;
+use crate::format::file_hash::FileHash;
+use crate::format::layout::FormatError;
+use crate::maintenance::problem::Problem;
+use crate::pack::open::decode_sealed_frame;
+use crate::pack::open::open_pack;
+use crate::pack::place::FrameInfo;
+use crate::pack::{Directory, PREAMBLE_BYTES, PackCipher, TAIL_BYTES, decode_tail};
+use crate::progress::{Phase, Progress};
+use crate::repository::Repository;
+use crate::store::local::{Area, LocalStore};
+use crate::store::read_exact_at;
+
+/// Packs read at once.
+const THREADS: usize = 2;
+
+/// A pack that is there.
+pub(crate) struct PackFile {
+    pub(crate) name: FileHash,
+    pub(crate) bytes: u64,
+}
+
+/// Reads the given packs; what is wrong with them, and how many bytes were read.
+pub(crate) fn scrub_packs(
+    from: &Repository,
+    packs: Vec<PackFile>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<(Vec<Problem>, u64), RepoError> {
+    let total = packs.iter().map(|pack| pack.bytes).sum();
+    let next = AtomicUsize::new(0);
+    let problems = Mutex::new(Vec::new());
+    let (sender, receiver) = channel();
+    let work = |sender: Sender<u64>| -> Result<(), RepoError> {
+        let mut scrubber = Scrubber {
+            from,
+            hasher: from.keys.hasher(),
+            decoder: Decoder::new()?,
+            sealed: Vec::new(),
+            plain: Vec::new(),
+        };
+        while let Some(pack) = packs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if let Err(error) = scrubber.scrub(pack) {
+                let label = from.store.label(Area::Packs, &pack.name.to_string());
+                crate::sync::lock(&problems).push(Problem::from_error(label, &error));
+            }
+            // The receiver outlives the threads.
+            let _ = sender.send(pack.bytes);
+        }
+        Ok(())
+    };
+    let mut done = 0;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|_| {
+                let sender = sender.clone();
+                scope.spawn(|| work(sender))
+            })
+            .collect();
+        drop(sender);
+        for bytes in receiver {
+            done += bytes;
+            progress(Progress {
+                phase: Phase::Data,
+                done,
+                total,
+            });
+        }
+        threads.into_iter().try_for_each(|thread| {
+            // The closure does not panic; were it to, the check must not pass.
+            thread.join().unwrap_or(Err(RepoError::WriterFailed))
+        })
+    })?;
+    let problems = problems
+        .into_inner()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    Ok((problems, done))
+}
+
+struct Scrubber<'a> {
+    from: &'a Repository,
+    hasher: ContentHasher,
+    decoder: Decoder,
+    sealed: Vec<u8>,
+    plain: Vec<u8>,
+}
+
+impl Scrubber<'_> {
+    fn scrub(&mut self, pack: &PackFile) -> Result<(), RepoError> {
+        let opened = open_directory(&self.from.store, &self.from.keys, pack.name, pack.bytes)?;
+        let OpenedPack {
+            file,
+            cipher,
+            label,
+            directory,
+            end,
+        } = opened;
+        let wrong = |error: FormatError| RepoError::format(&label, &error);
+        self.compare_with_index(pack.name, &directory)
+            .map_err(wrong)?;
+        let mut whole = blake3::Hasher::new();
+        whole.update(cipher.preamble());
+        let mut offset = PREAMBLE_BYTES as u32;
+        for (number, frame) in (0..).zip(&directory.frames) {
+            self.sealed.resize(frame.stored_bytes as usize, 0);
+            read_exact_at(&file, &mut self.sealed, offset.into(), &label)?;
+            whole.update(&self.sealed);
+            let info = FrameInfo {
+                offset,
+                stored_bytes: frame.stored_bytes,
+                plain_bytes: frame.plain_bytes,
+                kind: frame.kind,
+            };
+            decode_sealed_frame(
+                &cipher,
+                number,
+                info,
+                &mut self.sealed,
+                &mut self.decoder,
+                &mut self.plain,
+            )
+            .map_err(wrong)?;
+            let mut start = 0;
+            for &(id, bytes) in &frame.blobs {
+                // The directory was checked: blobs fill the frame exactly.
+                let blob = &self.plain[start..start + bytes as usize];
+                if self.hasher.id(blob) != id {
+                    return Err(wrong(FormatError::invalid(format!(
+                        "blob {id} has other contents"
+                    ))));
+                }
+                start += bytes as usize;
+            }
+            offset += frame.stored_bytes;
+        }
+        whole.update(&end);
+        match whole.finalize().as_bytes() == &pack.name.0 {
+            true => Ok(()),
+            false => Err(wrong(FormatError::Mismatch { what: "its name" })),
+        }
+    }
+
+    fn compare_with_index(&self, name: FileHash, directory: &Directory) -> Result<(), FormatError> {
+        let Some(number) = self.from.index.pack_number(&name) else {
+            return Ok(());
+        };
+        let indexed = self.from.index.frames_of(number);
+        let indexed = indexed.map(|known| (known.kind, known.stored_bytes, known.plain_bytes));
+        let found = directory.frames.iter();
+        let found = found.map(|found| (found.kind, found.stored_bytes, found.plain_bytes));
+        match indexed.eq(found) {
+            true => Ok(()),
+            false => Err(FormatError::invalid(
+                "its directory is not what the index says",
+            )),
+        }
+    }
+}
+
+/// A pack with its directory.
+pub(crate) struct OpenedPack {
+    pub(crate) file: File,
+    pub(crate) cipher: PackCipher,
+    pub(crate) label: String,
+    pub(crate) directory: Directory,
+    /// The bytes of the sealed directory and the tail.
+    pub(crate) end: Vec<u8>,
+}
+
+/// Opens a pack and reads its directory, as far as that can be done without the index.
+pub(crate) fn open_directory(
+    store: &LocalStore,
+    keys: &Keys,
+    name: FileHash,
+    file_bytes: u64,
+) -> Result<OpenedPack, RepoError> {
+    let (file, cipher, label) = open_pack(store, keys, name)?;
+    let wrong = |error: FormatError| RepoError::format(&label, &error);
+    let mut tail = [0; TAIL_BYTES];
+    read_exact_at(
+        &file,
+        &mut tail,
+        file_bytes.saturating_sub(TAIL_BYTES as u64),
+        &label,
+    )?;
+    let range = decode_tail(tail, file_bytes).map_err(wrong)?;
+    // Bounded by the file's length, which is bounded.
+    let mut end = vec![0; (range.end - range.start) as usize];
+    read_exact_at(&file, &mut end, range.start, &label)?;
+    let directory = cipher
+        .open_directory(tail, &mut end.clone())
+        .map_err(wrong)?;
+    if directory.file_bytes() != file_bytes {
+        return Err(wrong(FormatError::invalid(
+            "its length is not what its directory says",
+        )));
+    }
+    end.extend_from_slice(&tail);
+    Ok(OpenedPack {
+        file,
+        cipher,
+        label,
+        directory,
+        end,
+    })
+}

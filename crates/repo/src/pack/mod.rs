@@ -1,0 +1,302 @@
+//! Packs: the files that hold the blobs. This is the format; [`packer`] writes, `crate::blobs` reads.
+//!
+//! ```text
+//! | header 16 | salt 32 | frame 0 | frame 1 | ... | directory | tail 8 |
+//! ```
+//!
+//! A frame is a few blobs compressed and sealed together (about 64 KiB before compression); the
+//! sealed directory tells which; the tail tells where the directory starts. A pack's name is the
+//! plain BLAKE3 hash of all its bytes, so a store can be scrubbed without the password.
+
+pub(crate) mod open;
+pub(crate) mod packer;
+pub(crate) mod place;
+
+use stillframe_page::encoding::Kind;
+use stillframe_page::hash::ContentId;
+
+use crate::crypto::{Cipher, Keys, SALT_BYTES, TAG_BYTES, Use, random};
+use crate::error::RepoError;
+use crate::format::file_hash::FileHash;
+use crate::format::layout::{Cursor, FileKind, FormatError, HEADER_BYTES, header, read_header};
+
+/// Bytes before the first frame.
+pub const PREAMBLE_BYTES: usize = HEADER_BYTES + SALT_BYTES;
+
+/// Bytes after the directory.
+pub const TAIL_BYTES: usize = 8;
+
+/// A pack is closed when it has grown this long.
+pub(crate) const PACK_BYTES_TARGET: u64 = 64 << 20;
+
+/// The longest pack that is read. Offsets of frames fit 32 bits with room to spare.
+pub const PACK_BYTES_MAX: u64 = 1 << 30;
+
+/// A frame is closed when its plain bytes reach this: the size at which zstd has gained nearly all
+/// it can, while one page still costs only 64 KiB of decompression (figures: `docs/format.md`).
+pub(crate) const FRAME_PLAIN_TARGET: usize = 64 << 10;
+
+/// The largest blob, and so the largest frame: a root table of 2 TiB of 4 KiB pages fits.
+pub const BLOB_BYTES_MAX: usize = 32 << 20;
+
+/// One frame as the directory tells it. Its blobs lie one after the other in its plain bytes; the
+/// frames lie one after the other in the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// How its bytes are encoded (`stillframe_page::encoding::Kind`).
+    pub kind: u8,
+    /// Bytes in the file, with the authentication tag.
+    pub stored_bytes: u32,
+    /// Bytes before encoding.
+    pub plain_bytes: u32,
+    /// Its blobs, and the length of each.
+    pub blobs: Vec<(ContentId, u32)>,
+}
+
+/// The frames of a pack, in file order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Directory {
+    /// The frames.
+    pub frames: Vec<Frame>,
+}
+
+/// A pack as an index file describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IndexedPack {
+    /// The pack's name.
+    pub pack: FileHash,
+    /// What is in it.
+    pub directory: Directory,
+}
+
+/// Bytes a frame takes in the directory, but for its blobs.
+pub(crate) const FRAME_ENTRY_BYTES: usize = 1 + 4 + 4 + 4;
+const BLOB_ENTRY_BYTES: usize = 32 + 4;
+
+/// Bytes a frame of so many blobs takes in the directory.
+pub(crate) fn frame_entry_bytes(blobs: usize) -> usize {
+    FRAME_ENTRY_BYTES + blobs * BLOB_ENTRY_BYTES
+}
+
+impl Directory {
+    /// Writes the directory in its plain form.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.encoded_bytes());
+        bytes.extend_from_slice(&(self.frames.len() as u32).to_le_bytes());
+        for frame in &self.frames {
+            encode_frame(frame, &mut bytes);
+        }
+        bytes
+    }
+
+    /// Length of the plain form.
+    pub fn encoded_bytes(&self) -> usize {
+        let frames = self.frames.iter();
+        4 + frames
+            .map(|frame| frame_entry_bytes(frame.blobs.len()))
+            .sum::<usize>()
+    }
+
+    /// Reads a directory in its plain form. What comes out is consistent: lengths add up and stay
+    /// within the limits.
+    pub fn decode(bytes: &[u8]) -> Result<Directory, FormatError> {
+        let mut cursor = Cursor::new(bytes);
+        let count = cursor.count(FRAME_ENTRY_BYTES)?;
+        let mut frames = Vec::with_capacity(count);
+        for _ in 0..count {
+            frames.push(decode_frame(&mut cursor)?);
+        }
+        cursor.finish()?;
+        let directory = Directory { frames };
+        if directory.file_bytes() > PACK_BYTES_MAX {
+            return Err(FormatError::invalid(
+                "its frames make a pack beyond the limit",
+            ));
+        }
+        Ok(directory)
+    }
+
+    /// How many blobs there are.
+    pub(crate) fn blobs(&self) -> usize {
+        self.frames.iter().map(|frame| frame.blobs.len()).sum()
+    }
+
+    /// How long the pack with this directory is.
+    pub fn file_bytes(&self) -> u64 {
+        let frames: u64 = self.frames.iter().map(|f| u64::from(f.stored_bytes)).sum();
+        (PREAMBLE_BYTES + self.encoded_bytes() + TAG_BYTES + TAIL_BYTES) as u64 + frames
+    }
+}
+
+/// Appends what a directory says of a frame.
+pub(crate) fn encode_frame(frame: &Frame, bytes: &mut Vec<u8>) {
+    bytes.push(frame.kind);
+    bytes.extend_from_slice(&frame.stored_bytes.to_le_bytes());
+    bytes.extend_from_slice(&frame.plain_bytes.to_le_bytes());
+    bytes.extend_from_slice(&(frame.blobs.len() as u32).to_le_bytes());
+    for (id, length) in &frame.blobs {
+        bytes.extend_from_slice(&id.0);
+        bytes.extend_from_slice(&length.to_le_bytes());
+    }
+}
+
+/// The inverse of [`encode_frame`]; the lengths add up.
+pub(crate) fn decode_frame(cursor: &mut Cursor<'_>) -> Result<Frame, FormatError> {
+    let kind = cursor.u8()?;
+    let stored_bytes = cursor.u32()?;
+    let plain_bytes = cursor.u32()?;
+    let count = cursor.count(BLOB_ENTRY_BYTES)?;
+    let mut blobs = Vec::with_capacity(count);
+    let mut sum = 0_u64;
+    for _ in 0..count {
+        let id = ContentId(cursor.array()?);
+        let length = cursor.u32()?;
+        if length == 0 {
+            return Err(FormatError::invalid("its directory names an empty blob"));
+        }
+        sum += u64::from(length);
+        blobs.push((id, length));
+    }
+    // An unknown kind is told when the frame is read; lengths must be right before that.
+    let stored_least = TAG_BYTES as u32;
+    if sum != u64::from(plain_bytes)
+        || plain_bytes as usize > BLOB_BYTES_MAX
+        || count == 0
+        || stored_bytes < stored_least
+        || stored_bytes - stored_least > plain_bytes
+    {
+        return Err(FormatError::invalid(
+            "lengths in its directory do not add up",
+        ));
+    }
+    Ok(Frame {
+        kind,
+        stored_bytes,
+        plain_bytes,
+        blobs,
+    })
+}
+
+/// The start of a pack: header and salt, from which its key follows.
+pub(crate) type Preamble = [u8; PREAMBLE_BYTES];
+
+/// A preamble with a fresh salt.
+pub(crate) fn new_preamble() -> Result<Preamble, RepoError> {
+    let mut preamble = [0; PREAMBLE_BYTES];
+    preamble[..HEADER_BYTES].copy_from_slice(&header(FileKind::Pack));
+    preamble[HEADER_BYTES..].copy_from_slice(&random::<SALT_BYTES>()?);
+    Ok(preamble)
+}
+
+/// Reads the preamble and returns the salt.
+pub fn decode_preamble(bytes: &[u8]) -> Result<[u8; SALT_BYTES], FormatError> {
+    let mut cursor = Cursor::new(bytes);
+    read_header(&mut cursor, FileKind::Pack)?;
+    cursor.array()
+}
+
+/// The bytes a frame is sealed together with: the pack's start, and what the directory says of it.
+/// Its number is the nonce; so a frame fits one place of one pack only.
+fn frame_bound(preamble: &Preamble, kind: u8, plain_bytes: u32) -> [u8; PREAMBLE_BYTES + 5] {
+    let mut bound = [0; PREAMBLE_BYTES + 5];
+    bound[..PREAMBLE_BYTES].copy_from_slice(preamble);
+    bound[PREAMBLE_BYTES] = kind;
+    bound[PREAMBLE_BYTES + 1..].copy_from_slice(&plain_bytes.to_le_bytes());
+    bound
+}
+
+/// The cipher of one pack.
+pub(crate) struct PackCipher {
+    cipher: Cipher,
+    preamble: Preamble,
+}
+
+impl PackCipher {
+    pub(crate) fn new(keys: &Keys, preamble: Preamble) -> Result<PackCipher, FormatError> {
+        let salt = decode_preamble(&preamble)?;
+        Ok(PackCipher {
+            cipher: keys.pack_cipher(&salt),
+            preamble,
+        })
+    }
+
+    pub(crate) fn preamble(&self) -> &Preamble {
+        &self.preamble
+    }
+
+    /// Seals an encoded frame in place.
+    pub(crate) fn seal_frame(
+        &self,
+        number: u32,
+        kind: Kind,
+        plain_bytes: u32,
+        bytes: &mut Vec<u8>,
+    ) {
+        let bound = frame_bound(&self.preamble, kind.number(), plain_bytes);
+        self.cipher
+            .seal((Use::Frame, number.into()), &bound, bytes, 0);
+    }
+
+    /// Opens a frame in place; what comes out is still encoded.
+    pub(crate) fn open_frame<'a>(
+        &self,
+        number: u32,
+        kind: u8,
+        plain_bytes: u32,
+        sealed: &'a mut [u8],
+    ) -> Result<&'a [u8], FormatError> {
+        let bound = frame_bound(&self.preamble, kind, plain_bytes);
+        self.cipher
+            .open((Use::Frame, number.into()), &bound, sealed)
+    }
+
+    /// The bytes that end a pack: sealed directory and tail.
+    pub(crate) fn seal_directory(&self, directory: &Directory) -> Vec<u8> {
+        let mut bytes = directory.encode();
+        let tail = encode_tail(
+            directory.frames.len() as u32,
+            (bytes.len() + TAG_BYTES) as u32,
+        );
+        let bound = [&self.preamble[..], &tail].concat();
+        self.cipher.seal((Use::Body, 0), &bound, &mut bytes, 0);
+        bytes.extend_from_slice(&tail);
+        bytes
+    }
+
+    /// Opens a sealed directory; `tail` is the pack's last bytes.
+    pub(crate) fn open_directory(
+        &self,
+        tail: [u8; TAIL_BYTES],
+        sealed: &mut [u8],
+    ) -> Result<Directory, FormatError> {
+        let bound = [&self.preamble[..], &tail].concat();
+        let plain = self.cipher.open((Use::Body, 0), &bound, sealed)?;
+        Directory::decode(plain)
+    }
+}
+
+fn encode_tail(frames: u32, directory_bytes: u32) -> [u8; TAIL_BYTES] {
+    let mut tail = [0; TAIL_BYTES];
+    tail[..4].copy_from_slice(&frames.to_le_bytes());
+    tail[4..].copy_from_slice(&directory_bytes.to_le_bytes());
+    tail
+}
+
+/// Reads the tail: where in a pack of `file_bytes` bytes the sealed directory lies.
+pub fn decode_tail(
+    tail: [u8; TAIL_BYTES],
+    file_bytes: u64,
+) -> Result<std::ops::Range<u64>, FormatError> {
+    let [a, b, c, d, e, f, g, h] = tail;
+    let (frames, length) = (
+        u32::from_le_bytes([a, b, c, d]),
+        u64::from(u32::from_le_bytes([e, f, g, h])),
+    );
+    let least = TAG_BYTES as u64 + 4 + u64::from(frames) * FRAME_ENTRY_BYTES as u64;
+    let room = file_bytes.saturating_sub((PREAMBLE_BYTES + TAIL_BYTES) as u64);
+    if file_bytes > PACK_BYTES_MAX || length > room || length < least {
+        return Err(FormatError::invalid("its tail does not fit its length"));
+    }
+    let end = file_bytes - TAIL_BYTES as u64;
+    Ok(end - length..end)
+}

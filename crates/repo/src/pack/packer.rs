@@ -1,0 +1,302 @@
+//! The way of new blobs into packs.
+//!
+//! ```text
+//!            frames, bounded                    in the order they were cut
+//! put() --> [cut into frames] --> sealers x N --> one appender --> tmp/ --> packs/
+//!                  ^              check ids,         write, hash,
+//!                  |              encode, seal       finish packs
+//!                  +---------- empty buffers <------------+
+//! ```
+//!
+//! There is a fixed number of buffers; when all are under way `put` waits, so a slow disk slows
+//! the capture down instead of filling memory. The order of frames is kept, because blobs written
+//! together (neighbouring pages) are read together.
+//!
+//! The first few frames go the same way without threads: those of a small checkpoint are sealed and
+//! written sooner than threads are started, and its writer waits for nobody.
+
+mod appender;
+mod frame_job;
+mod sealer;
+
+use std::mem;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use stillframe_page::hash::ContentId;
+
+use self::appender::Appender;
+use self::frame_job::{FrameJob, PackInProgress, Shared};
+use self::sealer::Sealer;
+use crate::crypto::Keys;
+use crate::error::RepoError;
+use crate::format::layout::FormatError;
+use crate::pack::IndexedPack;
+use crate::pack::{FRAME_PLAIN_TARGET, PACK_BYTES_TARGET, PackCipher, new_preamble};
+use crate::store::local::{Area, LocalStore};
+use crate::sync::lock;
+
+/// Frames under way at once: enough that no sealer waits for the next one.
+const BUFFERS: usize = 48;
+
+const SEALERS_MAX: usize = 4;
+
+/// So many frames are sealed and written by whoever puts their blobs: 256 KiB, less than a
+/// millisecond of work.
+const FRAMES_ALONE: u64 = 4;
+
+/// Takes blobs and makes packs of them.
+pub(crate) struct Packer {
+    store: Arc<LocalStore>,
+    keys: Arc<Keys>,
+    current: FrameJob,
+    pack: Option<Arc<PackInProgress>>,
+    frames_in_pack: u32,
+    sequence: u64,
+    line: Line,
+    shared: Arc<Shared>,
+}
+
+/// Who seals and writes.
+enum Line {
+    /// Whoever puts.
+    Alone(Box<Sealer>, Box<Appender>),
+    Threads(Threads),
+    /// Nobody any more.
+    Ended,
+}
+
+struct Threads {
+    jobs: Sender<FrameJob>,
+    empty: Receiver<FrameJob>,
+    sealers: Vec<JoinHandle<()>>,
+    appender: JoinHandle<Vec<IndexedPack>>,
+}
+
+impl Packer {
+    pub(crate) fn start(store: Arc<LocalStore>, keys: Arc<Keys>) -> Result<Packer, RepoError> {
+        let shared = Arc::new(Shared {
+            stored_bytes: AtomicU64::new(0),
+            failure: Mutex::new(None),
+        });
+        let sealer = Box::new(Sealer::new(&keys, &shared)?);
+        let appender = Box::new(Appender::new(store.clone(), shared.clone()));
+        Ok(Packer {
+            store,
+            keys,
+            current: FrameJob::default(),
+            pack: None,
+            frames_in_pack: 0,
+            sequence: 0,
+            line: Line::Alone(sealer, appender),
+            shared,
+        })
+    }
+
+    /// Adds a blob of 1 byte to `BLOB_BYTES_MAX`.
+    pub(crate) fn add(&mut self, id: ContentId, blob: &[u8]) -> Result<(), RepoError> {
+        let together = self.current.plain.len() + blob.len();
+        if together > FRAME_PLAIN_TARGET {
+            self.cut()?;
+        }
+        self.current.plain.extend_from_slice(blob);
+        // The caller has bounded it far below 4 GiB.
+        self.current.blobs.push((id, blob.len() as u32));
+        if self.current.plain.len() >= FRAME_PLAIN_TARGET {
+            self.cut()?;
+        }
+        Ok(())
+    }
+
+    /// Bytes written into packs so far.
+    pub(crate) fn stored_bytes(&self) -> u64 {
+        self.shared.stored_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Sends the current frame on its way.
+    fn cut(&mut self) -> Result<(), RepoError> {
+        if self.current.blobs.is_empty() {
+            return Ok(());
+        }
+        if self.sequence == FRAMES_ALONE {
+            self.start_threads()?;
+        }
+        let pack = self.pack_for_next_frame()?;
+        let mut job = mem::take(&mut self.current);
+        job.sequence = self.sequence;
+        job.number = self.frames_in_pack;
+        job.pack = Some(pack);
+        self.sequence += 1;
+        self.frames_in_pack += 1;
+        self.current = self.line.take(job).map_err(|error| match error {
+            Stopped::Here(error) => error,
+            Stopped::InThread => self.failure(),
+        })?;
+        Ok(())
+    }
+
+    fn start_threads(&mut self) -> Result<(), RepoError> {
+        if let Line::Alone(sealer, appender) = mem::replace(&mut self.line, Line::Ended) {
+            let others = Threads::count() - 1;
+            let mut sealers = vec![*sealer];
+            for _ in 0..others {
+                sealers.push(Sealer::new(&self.keys, &self.shared)?);
+            }
+            self.line = Line::Threads(Threads::start(sealers, *appender, self.sequence)?);
+        }
+        Ok(())
+    }
+
+    fn pack_for_next_frame(&mut self) -> Result<Arc<PackInProgress>, RepoError> {
+        if let Some(pack) = &self.pack
+            && pack.stored.load(Ordering::Relaxed) < PACK_BYTES_TARGET
+        {
+            return Ok(pack.clone());
+        }
+        let cipher = PackCipher::new(&self.keys, new_preamble()?)
+            .map_err(|error: FormatError| RepoError::format("a new pack", &error))?;
+        let pack = Arc::new(PackInProgress {
+            cipher,
+            stored: AtomicU64::new(0),
+        });
+        self.frames_in_pack = 0;
+        self.pack = Some(pack.clone());
+        Ok(pack)
+    }
+
+    fn failure(&self) -> RepoError {
+        lock(&self.shared.failure)
+            .take()
+            .unwrap_or(RepoError::WriterFailed)
+    }
+
+    /// Waits until everything is on disk; the packs that were written.
+    pub(crate) fn finish(mut self) -> Result<Vec<IndexedPack>, RepoError> {
+        if let Err(error) = self.cut() {
+            self.shared.fail(error);
+        }
+        let packs = self.end();
+        let failure = lock(&self.shared.failure).take();
+        match failure {
+            None => Ok(packs),
+            Some(error) => {
+                discard(&self.store, &packs);
+                Err(error)
+            }
+        }
+    }
+
+    /// Ends the threads and removes what they wrote.
+    pub(crate) fn abandon(mut self) {
+        self.shared.fail(RepoError::WriterFailed);
+        let packs = self.end();
+        discard(&self.store, &packs);
+    }
+
+    fn end(&mut self) -> Vec<IndexedPack> {
+        match mem::replace(&mut self.line, Line::Ended) {
+            Line::Alone(_, appender) => appender.finish(),
+            Line::Threads(threads) => threads.join(&self.shared),
+            Line::Ended => {
+                self.shared.fail(RepoError::WriterFailed);
+                Vec::new()
+            }
+        }
+    }
+}
+
+/// Why a frame could not be sent on its way.
+enum Stopped {
+    /// It was to be sealed and written at once.
+    Here(RepoError),
+    /// The threads have ended, and left the reason in [`Shared`].
+    InThread,
+}
+
+impl Line {
+    /// Takes a frame; an empty buffer for the next.
+    fn take(&mut self, mut job: FrameJob) -> Result<FrameJob, Stopped> {
+        match self {
+            Line::Alone(sealer, appender) => sealer
+                .seal(&mut job)
+                .and_then(|()| appender.append(job))
+                .map_err(Stopped::Here),
+            Line::Threads(threads) => {
+                let next = threads.empty.recv().map_err(|_| Stopped::InThread)?;
+                threads.jobs.send(job).map_err(|_| Stopped::InThread)?;
+                Ok(next)
+            }
+            Line::Ended => Err(Stopped::InThread),
+        }
+    }
+}
+
+impl Threads {
+    /// How many seal.
+    fn count() -> usize {
+        std::thread::available_parallelism()
+            .map_or(1, usize::from)
+            .min(SEALERS_MAX)
+    }
+
+    /// `first` is the number of the first frame that will come.
+    fn start(sealers: Vec<Sealer>, appender: Appender, first: u64) -> Result<Threads, RepoError> {
+        let (jobs, to_sealers) = bounded::<FrameJob>(BUFFERS);
+        let (done, to_appender) = bounded(BUFFERS);
+        let (recycle, empty) = unbounded();
+        for _ in 1..BUFFERS {
+            // The receiver is in hand: this cannot fail.
+            let _ = recycle.send(FrameJob::default());
+        }
+        let sealers: Result<Vec<_>, RepoError> = sealers
+            .into_iter()
+            .map(|sealer| {
+                let (from, to) = (to_sealers.clone(), done.clone());
+                spawn("frame sealer", move || sealer.run(&from, &to))
+            })
+            .collect();
+        Ok(Threads {
+            jobs,
+            empty,
+            sealers: sealers?,
+            appender: spawn("pack writer", move || {
+                appender.run(&to_appender, &recycle, first)
+            })?,
+        })
+    }
+
+    fn join(self, shared: &Shared) -> Vec<IndexedPack> {
+        drop(self.jobs);
+        for sealer in self.sealers {
+            if sealer.join().is_err() {
+                shared.fail(RepoError::WriterFailed);
+            }
+        }
+        self.appender.join().unwrap_or_else(|_| {
+            shared.fail(RepoError::WriterFailed);
+            Vec::new()
+        })
+    }
+}
+
+/// Removes packs no index file tells of. What cannot be removed now, prune removes.
+pub(crate) fn discard(store: &LocalStore, packs: &[IndexedPack]) {
+    for entry in packs {
+        let _ = store.remove(Area::Packs, &entry.pack.to_string());
+    }
+}
+
+fn spawn<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>, RepoError> {
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(work)
+        .map_err(|source| RepoError::System {
+            what: "a thread",
+            source,
+        })
+}

@@ -1,0 +1,59 @@
+//! A frame on its way into a pack, and what the threads on that way share.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
+
+use stillframe_page::encoding::Kind;
+use stillframe_page::hash::ContentId;
+
+use crate::error::RepoError;
+use crate::pack::PackCipher;
+use crate::sync::lock;
+
+/// A buffer that grew beyond this for one large blob is not kept.
+const BUFFER_BYTES_KEPT: usize = 1 << 20;
+
+/// A pack being filled. Made where frames are cut, so that sealers know its key; `stored` tells
+/// the cutter how long the file has become meanwhile.
+pub(super) struct PackInProgress {
+    pub(super) cipher: PackCipher,
+    pub(super) stored: AtomicU64,
+}
+
+/// A frame on its way, and its two buffers.
+#[derive(Default)]
+pub(super) struct FrameJob {
+    /// Counts frames over all packs of this writer.
+    pub(super) sequence: u64,
+    pub(super) number: u32,
+    pub(super) pack: Option<Arc<PackInProgress>>,
+    pub(super) blobs: Vec<(ContentId, u32)>,
+    pub(super) plain: Vec<u8>,
+    pub(super) kind: Option<Kind>,
+    pub(super) sealed: Vec<u8>,
+}
+
+impl FrameJob {
+    /// Its buffers, for another frame.
+    pub(super) fn emptied(mut self) -> FrameJob {
+        if self.plain.capacity() + self.sealed.capacity() > 2 * BUFFER_BYTES_KEPT {
+            return FrameJob::default();
+        }
+        self.plain.clear();
+        self.sealed.clear();
+        self.blobs.clear();
+        self
+    }
+}
+
+/// What the threads tell the cutter.
+pub(super) struct Shared {
+    pub(super) stored_bytes: AtomicU64,
+    pub(super) failure: Mutex<Option<RepoError>>,
+}
+
+impl Shared {
+    pub(super) fn fail(&self, error: RepoError) {
+        lock(&self.failure).get_or_insert(error);
+    }
+}

@@ -1,0 +1,74 @@
+//! Encodes and seals frames.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crossbeam_channel::{Receiver, Sender};
+use stillframe_page::encoding::Encoder;
+use stillframe_page::hash::ContentHasher;
+
+use super::frame_job::{FrameJob, Shared};
+use crate::crypto::Keys;
+use crate::error::RepoError;
+use crate::pack::frame_entry_bytes;
+
+/// Zstandard level for frames (figures: `docs/format.md`).
+const LEVEL: i32 = 1;
+
+/// What one thread needs for it.
+pub(super) struct Sealer {
+    hasher: ContentHasher,
+    encoder: Encoder,
+    shared: Arc<Shared>,
+}
+
+impl Sealer {
+    pub(super) fn new(keys: &Keys, shared: &Arc<Shared>) -> Result<Sealer, RepoError> {
+        Ok(Sealer {
+            hasher: keys.hasher(),
+            encoder: Encoder::new(LEVEL)?,
+            shared: shared.clone(),
+        })
+    }
+
+    pub(super) fn run(mut self, from: &Receiver<FrameJob>, to: &Sender<FrameJob>) {
+        for mut job in from {
+            // A job that failed goes on unsealed: the appender stops when it comes to it, and so
+            // does everyone who waits for the appender.
+            match catch_unwind(AssertUnwindSafe(|| self.seal(&mut job))) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => self.shared.fail(error),
+                Err(_) => self.shared.fail(RepoError::WriterFailed),
+            }
+            if to.send(job).is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Encodes and seals a frame within its job.
+    pub(super) fn seal(&mut self, job: &mut FrameJob) -> Result<(), RepoError> {
+        // Hashing again costs little next to compressing, and what is stored under a wrong id is
+        // lost: bytes that changed under the caller's hands must not get that far.
+        let mut start = 0;
+        for &(id, length) in &job.blobs {
+            let end = start + length as usize;
+            if self.hasher.id(&job.plain[start..end]) != id {
+                return Err(RepoError::ContentMismatch { id });
+            }
+            start = end;
+        }
+        let kind = self.encoder.encode(&job.plain, &mut job.sealed)?;
+        if let Some(pack) = &job.pack {
+            let plain_bytes = job.plain.len() as u32;
+            pack.cipher
+                .seal_frame(job.number, kind, plain_bytes, &mut job.sealed);
+            // Pages that compress well may take more room in the directory than in the frames.
+            let stored = job.sealed.len() + frame_entry_bytes(job.blobs.len());
+            pack.stored.fetch_add(stored as u64, Ordering::Relaxed);
+        }
+        job.kind = Some(kind);
+        Ok(())
+    }
+}

@@ -1,0 +1,246 @@
+//! Writing down what a RAM block holds: all of it, or what changed since another checkpoint.
+//!
+//! A first checkpoint makes a page table. Each that follows adds a layer, and layers are merged as
+//! they become many, so that a checkpoint has few of them however long a watch runs:
+//!
+//! ```text
+//! table   level 2   level 1 ... (up to 15)   level 0 ... (up to 16)
+//!   ^        ^         |    ^                   |
+//!   |        +---------+    +-------------------+    16 of a level make one of the next
+//!   +--------+ whole pages go into the table, deltas stay (they need no page read)
+//! ```
+//!
+//! Deltas of one page become one delta against the same base, so a page's chain is no longer than
+//! there are layers, and what is merged is never larger than the pages themselves.
+
+use stillframe_page::delta::{DeltaEncoder, EncodedDelta, PAGE_BYTES};
+use stillframe_page::hash::ContentId;
+
+use crate::error::RepoError;
+use crate::format::manifest::{LayerRef, RamTable};
+use crate::page_table::layer::{Layer, Part};
+use crate::page_table::overlay::{Deltas, GROUP_PAGES, Overlay};
+use crate::page_table::table::{PageRef, TableEditor};
+use crate::writer::Writer;
+
+/// So many layers of a level are merged into one of the next.
+const FAN: usize = 16;
+
+/// The level of the layer that is left when all were merged.
+const LEVEL_TOP: u8 = 2;
+
+/// Zstandard level of merged deltas, as of all else.
+const COMPRESSION: i32 = 1;
+
+/// Where the content of a RAM block is written down: what [`MemoryEditor::finish`] makes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Written {
+    /// The root of the page table.
+    pub root: ContentId,
+    /// The layers over it, oldest first.
+    pub layers: Vec<LayerRef>,
+}
+
+/// Writes down the content of one RAM block. Remembers the changed pages, about 40 bytes for each.
+pub struct MemoryEditor {
+    pages: u64,
+    below: Below,
+    parts: Vec<Part>,
+}
+
+enum Below {
+    /// Nothing: all pages are zero.
+    Nothing(TableEditor),
+    /// Another checkpoint.
+    Checkpoint {
+        written: Written,
+        whole: Vec<(u32, PageRef)>,
+    },
+}
+
+impl MemoryEditor {
+    /// A block whose pages are all zero.
+    pub fn new(pages: u64) -> MemoryEditor {
+        MemoryEditor {
+            pages,
+            below: Below::Nothing(TableEditor::new(pages)),
+            parts: Vec::new(),
+        }
+    }
+
+    /// A block as it was at another checkpoint.
+    pub fn after(table: &RamTable) -> MemoryEditor {
+        MemoryEditor {
+            pages: table.pages,
+            below: Below::Checkpoint {
+                written: Written {
+                    root: table.root,
+                    layers: table.layers.clone(),
+                },
+                whole: Vec::new(),
+            },
+            parts: Vec::new(),
+        }
+    }
+
+    /// Says what a page is. The last word counts; a page outside the block makes `finish` fail.
+    pub fn set(&mut self, page: u64, content: PageRef) {
+        match &mut self.below {
+            Below::Nothing(table) => table.set(page, content),
+            // A number beyond 32 bits stays one beyond every block.
+            Below::Checkpoint { whole, .. } => {
+                whole.push((u32::try_from(page).unwrap_or(u32::MAX), content));
+            }
+        }
+    }
+
+    /// Says what changed in some pages since the checkpoint this one comes after. No page may be in
+    /// two deltas, nor [`MemoryEditor::set`] too.
+    pub fn add_delta(
+        &mut self,
+        writer: &mut Writer<'_>,
+        delta: EncodedDelta,
+    ) -> Result<(), RepoError> {
+        if !delta.pages.is_empty() {
+            self.parts.push(put_part(writer, delta)?);
+        }
+        Ok(())
+    }
+
+    /// Writes what changed.
+    pub fn finish(self, writer: &mut Writer<'_>) -> Result<Written, RepoError> {
+        match self.below {
+            Below::Nothing(table) if self.parts.is_empty() => Ok(Written {
+                root: table.finish(writer)?,
+                layers: Vec::new(),
+            }),
+            Below::Nothing(_) => Err(RepoError::Table {
+                what: "a delta needs a checkpoint to follow".into(),
+            }),
+            Below::Checkpoint { written, whole } => {
+                let layer = new_layer(whole, self.parts, self.pages)?;
+                let mut written = merge_layers(writer, self.pages, written)?;
+                if !layer.is_empty() {
+                    written.layers.push(LayerRef {
+                        id: layer.put(writer, self.pages)?,
+                        level: 0,
+                    });
+                }
+                Ok(written)
+            }
+        }
+    }
+}
+
+/// The layer of what was told, in whatever order.
+fn new_layer(
+    mut whole: Vec<(u32, PageRef)>,
+    mut parts: Vec<Part>,
+    pages: u64,
+) -> Result<Layer, RepoError> {
+    // Stable, so that the last word of a page comes last.
+    whole.sort_by_key(|&(page, _)| page);
+    whole.dedup_by(|later, kept| {
+        let same = later.0 == kept.0;
+        if same {
+            kept.1 = later.1;
+        }
+        same
+    });
+    parts.sort_by(|a, b| a.pages.cmp(&b.pages));
+    let layer = Layer { whole, parts };
+    let changed = layer.parts.iter().flat_map(|part| &part.pages);
+    let problem = if !changed.clone().is_sorted_by(|a, b| a < b) {
+        Some("two deltas change the same page".to_owned())
+    } else {
+        let last = layer.whole.last().map(|&(page, _)| page);
+        let last = last.max(changed.last().copied());
+        last.filter(|&page| u64::from(page) >= pages)
+            .map(|page| format!("page {page} is outside a block of {pages} pages"))
+    };
+    match problem {
+        Some(what) => Err(RepoError::Table { what }),
+        None => Ok(layer),
+    }
+}
+
+/// Merges layers where there are too many of a level.
+fn merge_layers(
+    writer: &mut Writer<'_>,
+    pages: u64,
+    mut written: Written,
+) -> Result<Written, RepoError> {
+    let layers = &mut written.layers;
+    let of_level =
+        |layers: &[LayerRef], level| layers.iter().filter(|at| at.level == level).count();
+    if of_level(layers, 0) < FAN {
+        return Ok(written);
+    }
+    if of_level(layers, 1) + 1 >= FAN {
+        return merge_all(writer, pages, &written);
+    }
+    let first = layers.partition_point(|layer| layer.level > 0);
+    let merged = Overlay::read(writer.blobs(), &layers[first..], pages)?;
+    layers.truncate(first);
+    let layer = Layer {
+        whole: merged.whole,
+        parts: compose(writer, &merged.deltas)?,
+    };
+    layers.push(LayerRef {
+        id: layer.put(writer, pages)?,
+        level: 1,
+    });
+    Ok(written)
+}
+
+/// Whole pages go into the table; deltas into one layer.
+fn merge_all(writer: &mut Writer<'_>, pages: u64, written: &Written) -> Result<Written, RepoError> {
+    let merged = Overlay::read(writer.blobs(), &written.layers, pages)?;
+    let mut table = TableEditor::from_root(&*writer, written.root, pages)?;
+    for (page, content) in merged.whole {
+        table.set(page.into(), content);
+    }
+    let root = table.finish(writer)?;
+    let layer = Layer {
+        whole: Vec::new(),
+        parts: compose(writer, &merged.deltas)?,
+    };
+    let layers = match layer.is_empty() {
+        true => Vec::new(),
+        false => vec![LayerRef {
+            id: layer.put(writer, pages)?,
+            level: LEVEL_TOP,
+        }],
+    };
+    Ok(Written { root, layers })
+}
+
+/// One delta for each page instead of several. A delta is old XOR new: applied to zeros they add
+/// up to the one between the oldest version and the newest.
+fn compose(writer: &mut Writer<'_>, deltas: &Deltas) -> Result<Vec<Part>, RepoError> {
+    let mut encoder = DeltaEncoder::new(COMPRESSION)?;
+    let mut parts = Vec::new();
+    let mut memory = Vec::new();
+    for group in deltas.pages().chunks(GROUP_PAGES) {
+        memory.clear();
+        memory.resize(group.len() * PAGE_BYTES, 0);
+        deltas.apply(writer.blobs(), group, &mut memory)?;
+        for (&page, change) in group.iter().zip(memory.as_chunks().0) {
+            encoder.add(page, [&[0; PAGE_BYTES], change], PAGE_BYTES);
+            if encoder.is_full() {
+                parts.push(put_part(writer, encoder.finish()?)?);
+            }
+        }
+    }
+    if !encoder.is_empty() {
+        parts.push(put_part(writer, encoder.finish()?)?);
+    }
+    Ok(parts)
+}
+
+fn put_part(writer: &mut Writer<'_>, delta: EncodedDelta) -> Result<Part, RepoError> {
+    Ok(Part {
+        id: writer.put_unnamed(&delta.bytes)?,
+        pages: delta.pages,
+    })
+}

@@ -1,0 +1,309 @@
+//! What every page of a RAM block is at one checkpoint: its page table, and the layers over it.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock};
+
+use stillframe_page::delta::PAGE_BYTES;
+use stillframe_page::hash::ContentId;
+
+use crate::blobs::Blobs;
+use crate::error::RepoError;
+use crate::format::manifest::RamTable;
+use crate::index::reader::FrameLookup;
+use crate::pack::place::Place;
+use crate::page_table::overlay::{Deltas, GROUP_PAGES, Overlay};
+use crate::page_table::table::{BATCH, PageRef, SEGMENT_PAGES, read_root, read_segments};
+use crate::sync::lock;
+
+/// What a page is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageVersion {
+    /// Its last whole content.
+    pub base: PageRef,
+    /// The blobs of the deltas that make its current content of that, oldest first. Two versions that
+    /// have the same base and deltas are the same; others may be.
+    pub deltas: Vec<ContentId>,
+}
+
+/// Where contents go: the number of a page, and its bytes, and behind them those of the pages after it.
+pub type PageSink<'s> = &'s (dyn Fn(u64, &[u8]) -> io::Result<()> + Sync);
+
+/// All pages of a RAM block at one checkpoint. The table is read where it is needed, a segment (2 MiB of
+/// memory) at a time, and kept: 33 bytes a page.
+pub struct PageMap<'a> {
+    blobs: Blobs<'a>,
+    pages: u64,
+    root: Vec<PageRef>,
+    segments: Vec<OnceLock<Box<[PageRef]>>>,
+    /// What the layers say takes the place of the table, ascending.
+    whole: Vec<(u32, PageRef)>,
+    deltas: Deltas,
+    /// Pages of the newest layer.
+    newest: Vec<u32>,
+}
+
+impl<'a> PageMap<'a> {
+    /// Reads the root of the table, and the layers.
+    pub fn open(from: impl Into<Blobs<'a>>, table: &RamTable) -> Result<PageMap<'a>, RepoError> {
+        let blobs = from.into();
+        let root = read_root(blobs, &table.root, table.pages)?;
+        let Overlay {
+            whole,
+            deltas,
+            newest,
+        } = Overlay::read(blobs, &table.layers, table.pages)?;
+        Ok(PageMap {
+            blobs,
+            pages: table.pages,
+            segments: root.iter().map(|_| OnceLock::new()).collect(),
+            root,
+            whole,
+            deltas,
+            newest,
+        })
+    }
+
+    /// Reads all of the table too.
+    pub fn read(from: impl Into<Blobs<'a>>, table: &RamTable) -> Result<PageMap<'a>, RepoError> {
+        let map = PageMap::open(from, table)?;
+        map.read_rest()?;
+        Ok(map)
+    }
+
+    /// Reads what was not read yet of the table, neighbours together.
+    pub fn read_rest(&self) -> Result<(), RepoError> {
+        let numbers = 0..self.root.len() as u64;
+        let missing: Vec<u64> = numbers
+            .filter(|&number| self.segments[number as usize].get().is_none())
+            .collect();
+        for batch in missing.chunks(BATCH) {
+            let read = read_segments(self.blobs, self.pages, &self.root, batch)?;
+            for (&number, entries) in batch.iter().zip(read) {
+                self.keep(number, entries);
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of pages.
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// The pages that changed in the last interval before the checkpoint, ascending; none if it was a
+    /// first one.
+    pub fn newest_changes(&self) -> &[u32] {
+        &self.newest
+    }
+
+    /// What a page is.
+    pub fn version(&self, page: u64) -> Result<PageVersion, RepoError> {
+        Ok(PageVersion {
+            base: self.base(page)?,
+            deltas: self.deltas.of(page as u32),
+        })
+    }
+
+    /// Whether nothing is stored for a page: it is all zero.
+    pub fn is_zero(&self, page: u64) -> Result<bool, RepoError> {
+        Ok(self.base(page)? == PageRef::Zero && !self.deltas.has(page as u32))
+    }
+
+    /// As [`PageMap::is_zero`], where that takes no reading; else `false`.
+    pub fn is_known_zero(&self, page: u64) -> bool {
+        self.known_base(page) == Some(PageRef::Zero) && !self.deltas.has(page as u32)
+    }
+
+    /// The content id of a page that is stored as a whole.
+    pub fn whole_id(&self, page: u64) -> Result<Option<ContentId>, RepoError> {
+        Ok(match self.base(page)? {
+            PageRef::Stored(id) if !self.deltas.has(page as u32) => Some(id),
+            _ => None,
+        })
+    }
+
+    /// What a page is, but for its deltas.
+    pub(crate) fn base(&self, page: u64) -> Result<PageRef, RepoError> {
+        let number = page / SEGMENT_PAGES;
+        let outside = || RepoError::Table {
+            what: format!("page {page} is outside a table of {} pages", self.pages),
+        };
+        let segment = self.segments.get(number as usize).ok_or_else(outside)?;
+        let entries = match segment.get() {
+            Some(entries) => entries,
+            None => {
+                let mut read = read_segments(self.blobs, self.pages, &self.root, &[number])?;
+                self.keep(number, read.pop().unwrap_or_default())
+            }
+        };
+        let entry = entries.get((page % SEGMENT_PAGES) as usize);
+        entry.copied().ok_or_else(outside)
+    }
+
+    /// As [`PageMap::base`], where it takes no reading.
+    pub(crate) fn known_base(&self, page: u64) -> Option<PageRef> {
+        let segment = self.segments.get((page / SEGMENT_PAGES) as usize)?.get()?;
+        segment.get((page % SEGMENT_PAGES) as usize).copied()
+    }
+
+    /// Whether there are deltas for a page.
+    pub(crate) fn is_changed(&self, page: u64) -> bool {
+        self.deltas.has(page as u32)
+    }
+
+    /// Whether a page is made of the same deltas as another, which has some, and of what is read already
+    /// of the table.
+    pub(crate) fn has_deltas_of(&self, page: u64, other: u64) -> bool {
+        self.known_base(page).is_some()
+            && self.deltas.of(page as u32) == self.deltas.of(other as u32)
+    }
+
+    /// Whether a pack is gone, and what lay in it may be found elsewhere now.
+    pub(crate) fn is_elsewhere(&self, pack: u32) -> Result<bool, RepoError> {
+        self.blobs.is_elsewhere(pack)
+    }
+
+    pub(crate) fn locate(&self, id: &ContentId) -> Result<Place, RepoError> {
+        self.blobs.index.find(id)
+    }
+
+    /// Where the other blobs of a frame lie.
+    pub(crate) fn frame_of(&self, at: Place) -> FrameLookup<'a> {
+        FrameLookup::new(self.blobs.index, at)
+    }
+
+    /// Makes the current versions of pages of what their tables say.
+    pub(crate) fn apply_deltas(&self, pages: &[u64], memory: &mut [u8]) -> Result<(), RepoError> {
+        let pages: Vec<u32> = pages.iter().map(|&page| page as u32).collect();
+        self.deltas.apply(self.blobs, &pages, memory)
+    }
+
+    /// Keeps a segment, with what the layers say.
+    fn keep(&self, number: u64, mut entries: Vec<PageRef>) -> &[PageRef] {
+        let first = number * SEGMENT_PAGES;
+        let end = first + entries.len() as u64;
+        let above = |limit: u64| {
+            self.whole
+                .partition_point(|&(page, _)| u64::from(page) < limit)
+        };
+        for &(page, content) in &self.whole[above(first)..above(end)] {
+            entries[(u64::from(page) - first) as usize] = content;
+        }
+        self.segments[number as usize].get_or_init(|| entries.into())
+    }
+
+    /// Hands each of the wanted pages to `sink`, in no order, from up to `threads` threads at once.
+    /// Every blob they are made of is verified against its id. The first error ends it; some pages
+    /// have been handed over by then. Takes about 130 bytes a page, and 5 MiB a thread.
+    pub fn read_pages(
+        &self,
+        wanted: impl IntoIterator<Item = u64>,
+        threads: usize,
+        sink: PageSink<'_>,
+    ) -> Result<(), RepoError> {
+        let mut whole = Vec::new();
+        let mut changed = Vec::new();
+        for page in wanted {
+            match self.base(page)? {
+                // A table has less than 2^30 pages.
+                _ if self.deltas.has(page as u32) => changed.push(page as u32),
+                PageRef::Stored(id) => whole.push((id, page)),
+                PageRef::Zero => {
+                    let sunk = sink(page, &[0; PAGE_BYTES]);
+                    sunk.map_err(|source| RepoError::PageSink { page, source })?;
+                }
+            }
+        }
+        let next = |page: u64, other: u64| page + 1 == other;
+        self.blobs.read_joined(whole, threads, next, sink)?;
+        // Neighbours have their changes in the same deltas.
+        changed.sort_unstable();
+        self.read_changed(&changed, threads, sink)
+    }
+
+    /// The contents of these pages, which ascend, one behind the other.
+    pub fn read_together(&self, wanted: &[u64]) -> Result<Vec<u8>, RepoError> {
+        let all = Mutex::new(vec![0; wanted.len() * PAGE_BYTES]);
+        self.read_pages(wanted.iter().copied(), 1, &|page, bytes| {
+            // Those behind it in memory are behind it in the list.
+            let slot = wanted.partition_point(|&other| other < page);
+            copy_pages(&mut lock(&all), slot, bytes)
+        })?;
+        Ok(all
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner()))
+    }
+
+    fn read_changed(
+        &self,
+        pages: &[u32],
+        threads: usize,
+        sink: PageSink<'_>,
+    ) -> Result<(), RepoError> {
+        let groups = Mutex::new(pages.chunks(GROUP_PAGES));
+        let failed = AtomicBool::new(false);
+        let failure: Mutex<Option<RepoError>> = Mutex::new(None);
+        let work = || {
+            let mut memory = Vec::new();
+            while !failed.load(Ordering::Relaxed) {
+                let Some(group) = lock(&groups).next() else {
+                    break;
+                };
+                if let Err(error) = self.read_group(group, &mut memory, sink) {
+                    failed.store(true, Ordering::Relaxed);
+                    lock(&failure).get_or_insert(error);
+                }
+            }
+        };
+        let helpers = threads.min(pages.len().div_ceil(GROUP_PAGES));
+        std::thread::scope(|scope| {
+            for _ in 1..helpers {
+                scope.spawn(work);
+            }
+            work();
+        });
+        let failure = failure
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        failure.map_or(Ok(()), Err)
+    }
+
+    fn read_group(
+        &self,
+        group: &[u32],
+        memory: &mut Vec<u8>,
+        sink: PageSink<'_>,
+    ) -> Result<(), RepoError> {
+        memory.clear();
+        memory.resize(group.len() * PAGE_BYTES, 0);
+        let mut stored = Vec::new();
+        for (slot, &page) in group.iter().enumerate() {
+            if let PageRef::Stored(id) = self.base(page.into())? {
+                stored.push((id, slot));
+            }
+        }
+        let into = Mutex::new(&mut *memory);
+        self.blobs.read_sorted(stored, 1, &|slot: usize, bytes| {
+            copy_pages(&mut lock(&into), slot, bytes)
+        })?;
+        self.deltas.apply(self.blobs, group, memory)?;
+        let mut rest = &memory[..];
+        for together in group.chunk_by(|page, next| page + 1 == *next) {
+            let (bytes, behind) = rest.split_at(together.len() * PAGE_BYTES);
+            rest = behind;
+            let page = together[0].into();
+            sink(page, bytes).map_err(|source| RepoError::PageSink { page, source })?;
+        }
+        Ok(())
+    }
+}
+
+fn copy_pages(into: &mut [u8], slot: usize, bytes: &[u8]) -> io::Result<()> {
+    let start = slot * PAGE_BYTES;
+    match into.get_mut(start..start + bytes.len()) {
+        Some(pages) if bytes.len().is_multiple_of(PAGE_BYTES) => pages.copy_from_slice(bytes),
+        _ => return Err(io::Error::other("it has not the length of a page")),
+    }
+    Ok(())
+}
