@@ -1,7 +1,7 @@
 //! Fuzz target: the record of a VM whose memory is being filled.
 #![no_main]
 
-use stillframe_engine::populate::lazy::record::FillingRecord;
+use stillframe_engine::restore::filling_record::FillingRecord;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Ok(record) = serde_json::from_slice::<FillingRecord>(bytes) {

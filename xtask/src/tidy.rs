@@ -4,6 +4,7 @@
 //! with samples that must pass and samples that must not.
 
 mod arrows;
+mod imports;
 mod packages;
 mod sizes;
 mod source;
@@ -87,6 +88,8 @@ pub fn tidy(workspace: &Workspace) -> Result<()> {
         }
     }
     source::mark_test_files(&mut sources);
+    let (found, graphs) = imports::check(&sources);
+    problems.extend(found);
     for source in &sources {
         problems.extend(words::check(source));
         problems.extend(sizes::check(source));
@@ -95,6 +98,15 @@ pub fn tidy(workspace: &Workspace) -> Result<()> {
 
     for problem in &problems {
         println!("{problem}");
+    }
+    for (name, graph) in graphs {
+        let imports::Graph {
+            modules,
+            arrows,
+            cycles,
+            upward,
+        } = graph;
+        println!("{name}: {modules} modules, {arrows} imports, {cycles} cycles, {upward} upward");
     }
     let errors = problems
         .iter()

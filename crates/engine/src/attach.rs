@@ -23,15 +23,16 @@ use stillframe_sys::process::AddressRange;
 use stillframe_sys::system;
 use thiserror::Error;
 
-use crate::capture::block::PAGE_BYTES;
 use crate::capture::device_state::StateStream;
 use crate::capture::devices::Devices;
 use crate::capture::schedule::{Auto, Bursts, ScheduleChoice, ScheduleKind};
-use crate::capture::stage::Stage;
-use crate::capture::tracker::{Tracker, TrackerError};
+use crate::capture::staging::Stage;
 use crate::guardian::{Guardian, GuardianError};
 use crate::guest_clock::GuestClock;
 use crate::inhibitor::{InhibitorError, ResumeInhibitor};
+use crate::memory::block::PAGE_BYTES;
+use crate::tracking::error::TrackerError;
+use crate::tracking::tracker::Tracker;
 
 /// How long a monitor may take to greet; a busy one never does.
 const GREETING_LIMIT: Duration = Duration::from_secs(2);

@@ -25,15 +25,16 @@ use stillframe_repo::{PageCounts, RepoError, Repository};
 use thiserror::Error;
 
 use crate::ProgressSink;
-use crate::aftercare::ClockReport;
 use crate::attach::Vm;
-use crate::capture::DowntimeRecord;
-use crate::capture::block::BlockError;
 use crate::capture::device_state::StateError;
 use crate::capture::devices::DevicesError;
+use crate::capture::downtime::DowntimeRecord;
 use crate::capture::pause::PauseError;
-use crate::capture::stage::StageError;
-use crate::capture::tracker::TrackerError;
+use crate::capture::schedule::ScheduleError;
+use crate::capture::staging::StageError;
+use crate::memory::block::BlockError;
+use crate::post_restore::ClockReport;
+use crate::tracking::error::TrackerError;
 use crate::verify::{VerifyError, VerifyReport};
 use long::Pass;
 
@@ -175,6 +176,9 @@ pub enum CheckpointError {
     /// Tracking failed.
     #[error("cannot capture the VM's memory")]
     Tracker(#[from] TrackerError),
+    /// The pages cannot be staged.
+    #[error("cannot capture the VM's memory")]
+    Stage(#[from] StageError),
     /// Reading memory failed.
     #[error("cannot read the VM's memory")]
     Block(#[from] BlockError),
@@ -200,15 +204,60 @@ pub enum CheckpointError {
     Encode(#[source] serde_json::Error),
 }
 
+impl From<ScheduleError> for CheckpointError {
+    fn from(error: ScheduleError) -> CheckpointError {
+        match error {
+            ScheduleError::Tracker(error) => error.into(),
+            ScheduleError::Stage(error) => error.into(),
+        }
+    }
+}
+
 impl CheckpointError {
     /// Whether more was written than the stage holds. [`Vm::checkpoint`] is the way round.
     pub fn is_too_much(&self) -> bool {
-        let error = match self {
-            CheckpointError::Tracker(error) => error,
-            CheckpointError::Pause(PauseError::Tracker(error)) => error,
-            _ => return false,
-        };
-        matches!(error, TrackerError::Stage(StageError::Full { .. }))
+        match self {
+            CheckpointError::Stage(error) | CheckpointError::Pause(PauseError::Stage(error)) => {
+                matches!(error, StageError::Full { .. })
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether an attachment is of no more use after this. Attaching again costs reading all memory once, so
+    /// everything that leaves tracking and the connection intact keeps it.
+    pub fn ends_tracking(&self) -> bool {
+        match self {
+            CheckpointError::Tracker(
+                TrackerError::NotSaved | TrackerError::ProtectionLost | TrackerError::Injected(_),
+            ) => false,
+            error if error.is_too_much() => false,
+            CheckpointError::RamChanged
+            | CheckpointError::Monitor(_)
+            | CheckpointError::Tracker(_)
+            | CheckpointError::Stage(_)
+            | CheckpointError::Block(_) => true,
+            CheckpointError::Devices(error) => error.ends_tracking(),
+            CheckpointError::Pause(error) => match error {
+                PauseError::Overrun { .. }
+                | PauseError::NotHeld { .. }
+                | PauseError::StateChanged { .. }
+                | PauseError::Injected(_) => false,
+                PauseError::State(error) => !matches!(error, StateError::Invalid(_)),
+                PauseError::Monitor(_)
+                | PauseError::Qmp(_)
+                | PauseError::Tracker(_)
+                | PauseError::Stage(_)
+                | PauseError::Guardian(_) => true,
+            },
+            CheckpointError::State(error) => matches!(error, StateError::Monitor(_)),
+            CheckpointError::Repo(_)
+            | CheckpointError::Migrating { .. }
+            | CheckpointError::MigratedAway
+            | CheckpointError::ParentGone
+            | CheckpointError::Verify(_)
+            | CheckpointError::Encode(_) => false,
+        }
     }
 }
 
@@ -255,5 +304,19 @@ impl Vm {
                 Err(error)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_error_that_broke_the_attachment_ends_it() {
+        assert!(CheckpointError::RamChanged.ends_tracking());
+        let overrun = PauseError::Overrun { limit_ms: 3000 };
+        assert!(!CheckpointError::Pause(overrun).ends_tracking());
+        let full = RepoError::NoSpace { path: "/r".into() };
+        assert!(!CheckpointError::Repo(full).ends_tracking());
     }
 }

@@ -16,10 +16,10 @@ use stillframe_repo::{CheckpointId, Manifest, PageMap, RamTable, Reader, Reposit
 use thiserror::Error;
 
 use crate::guardian::Guardian;
-use crate::populate::base::{Base, BaseError, BaseOptions, KeptTemplate};
 use crate::restore::{
     self, Job, LazyEvent, LazySink, PhaseClock, RestoreError, RestoreOptions, RestoreReport,
 };
+use crate::template::{Base, BaseError, BaseOptions, KeptTemplate};
 
 /// A clone that is started later than this after all were planned is planned once more.
 const PLAN_AGE_MAX: Duration = Duration::from_secs(1);

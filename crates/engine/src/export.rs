@@ -270,8 +270,10 @@ impl Job<'_> {
                 }
                 Ok(())
             };
-            let sink =
-                |page: u64, bytes: &[u8]| output.put_io(bytes, place.pages_at + page * PAGE_BYTES);
+            let sink = |page: u64, bytes: &[u8]| {
+                let put = output.put_io(bytes, place.pages_at + page * PAGE_BYTES);
+                put.map_err(|source| MigrationFileError::Write(source).into())
+            };
             let walked = self.walk.block(number, &mut mention, &sink);
             walked.map_err(|error| output.blame(error))?;
             let bytes: Vec<u8> = bitmap.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -300,7 +302,7 @@ impl Job<'_> {
                 let (pages, _) = bytes.as_chunks::<PAGE>();
                 let mut encoder = lock();
                 for (page, bytes) in (first..).zip(pages) {
-                    encoder.page(number, page, bytes).map_err(into_io)?;
+                    encoder.page(number, page, bytes)?;
                 }
                 Ok(())
             };
@@ -351,14 +353,6 @@ impl Job<'_> {
             load,
             notes,
         }
-    }
-}
-
-/// The sink of pages speaks `io::Error`.
-fn into_io(error: MigrationFileError) -> io::Error {
-    match error {
-        MigrationFileError::Write(source) => source,
-        other => io::Error::other(other),
     }
 }
 

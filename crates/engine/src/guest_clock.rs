@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::aftercare::{self, ClockReport};
+use crate::post_restore::{self, ClockReport};
 
 /// What pauses may take from the clock before it is set.
 const BOUND: Duration = Duration::from_millis(500);
@@ -49,7 +49,7 @@ impl GuestClock {
             return;
         }
         if let Some(agent) = self.agent.clone() {
-            let work = move || aftercare::set_clock(&agent);
+            let work = move || post_restore::set_clock(&agent);
             // Without a thread it is tried again after the next pause.
             self.setting = thread::Builder::new()
                 .name("guest clock".to_owned())

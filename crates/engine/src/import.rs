@@ -29,18 +29,18 @@ use stillframe_qemu::migration_file::{
 };
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
-use stillframe_repo::{
-    Manifest, MemoryEditor, PageCounts, RamTable, RepoError, Repository, Writer,
-};
+use stillframe_repo::{Manifest, PageCounts, RepoError, Repository, Writer};
 use thiserror::Error;
 
-use crate::capture::cache::DeltaCache;
 use crate::capture::device_state::BYTES_MAX;
-use crate::capture::ingest::{BATCH_PAGES, Ingested, Tools};
-use crate::capture::tracker::BlockShape;
-use crate::capture::verdict::{Judge, Page};
 use crate::checkpoint::DEVICE_STATE;
+use crate::encoding::delta_cache::DeltaCache;
+use crate::encoding::page_encoder::Judge;
+use crate::encoding::page_stream::{BATCH_PAGES, PageStream};
 use crate::guardian::GuardianError;
+use crate::memory::BlockShape;
+use crate::memory::Page;
+use crate::sink::repository::RepositoryPages;
 use crate::{Progress, ProgressSink};
 
 /// Read at once from the file.
@@ -219,7 +219,7 @@ pub fn import(
     // As a restore will do it.
     device_state::wrap(&raw, &machine).map_err(unusable)?;
     record.was_running = machine::ran(&raw).map_err(unusable)?;
-    let (id, counts, bytes_stored) = draft.commit(&record, &blocks, &raw, time)?;
+    let (id, counts, bytes_stored) = draft.commit(&record, &raw, time)?;
     let writable = record.disks.iter().any(|disk| !disk.read_only);
     let note = "what the disks held when the file was written is not known: restore asks for --disks-as-they-are";
     Ok(ImportReport {
@@ -306,45 +306,40 @@ impl Batch {
 
 /// A checkpoint being written.
 struct Draft<'r> {
-    writer: Writer<'r>,
-    ingested: Ingested,
+    sink: RepositoryPages<'r>,
+    stream: PageStream,
+    shapes: Vec<BlockShape>,
     judge: Judge,
     nothing: DeltaCache,
 }
 
 impl Draft<'_> {
     fn new<'r>(writer: Writer<'r>, blocks: &[FileBlock]) -> Draft<'r> {
-        let shapes: Vec<BlockShape> = blocks
-            .iter()
-            .map(|block| BlockShape {
-                name: block.name.clone(),
-                pages: block.pages(),
-            })
-            .collect();
-        let memory = shapes.iter().map(|block| MemoryEditor::new(block.pages));
-        let hasher = writer.hasher().clone();
-        let mut ingested = Ingested::new(memory.collect(), &shapes, hasher, true);
-        ingested.pages_may_come_twice(&shapes);
+        let shape = |block: &FileBlock| BlockShape {
+            name: block.name.clone(),
+            pages: block.pages(),
+        };
+        let shapes: Vec<BlockShape> = blocks.iter().map(shape).collect();
+        let mut stream = PageStream::new(&shapes);
+        stream.pages_may_come_twice(&shapes);
         Draft {
-            writer,
-            ingested,
+            sink: RepositoryPages::first(writer, &shapes, true),
+            stream,
+            shapes,
             judge: Judge::default(),
             nothing: DeltaCache::default(),
         }
     }
 
     fn put(&mut self, batch: &Batch) -> Result<(), RepoError> {
-        let mut tools = Tools {
-            writer: &mut self.writer,
-            cache: &self.nothing,
-            judge: &mut self.judge,
-        };
         for of_block in batch.pages.chunk_by(|one, other| one.0 == other.0) {
             let pages: Vec<Page<'_>> = of_block
                 .iter()
                 .map(|&(_, page, slot)| (page, &batch.bytes[slot]))
                 .collect();
-            self.ingested.batch(&mut tools, of_block[0].0, &pages)?;
+            let tools = (&mut self.judge, &self.nothing);
+            self.stream
+                .put(&mut self.sink, tools, of_block[0].0, &pages)?;
         }
         Ok(())
     }
@@ -353,24 +348,13 @@ impl Draft<'_> {
     fn commit(
         mut self,
         record: &VmRecord,
-        blocks: &[FileBlock],
         raw: &[u8],
         time: Timestamp,
     ) -> Result<(String, PageCounts, u64), ImportError> {
-        let mut ram = Vec::with_capacity(blocks.len());
-        for (block, memory) in blocks.iter().zip(self.ingested.take_memory()) {
-            let written = memory.finish(&mut self.writer)?;
-            ram.push(RamTable {
-                name: block.name.clone(),
-                page_bytes: PAGE as u32,
-                pages: block.pages(),
-                root: written.root,
-                layers: written.layers,
-            });
-        }
-        let stream = self.writer.put_whole_stream(raw)?;
-        let counts = self.ingested.counts;
-        let committed = self.writer.commit(Manifest {
+        let ram = self.sink.finish(&self.shapes)?;
+        let stream = self.sink.writer.put_whole_stream(raw)?;
+        let counts = PageCounts::from(self.stream.counts);
+        let committed = self.sink.writer.commit(Manifest {
             vm: record.label.clone(),
             time,
             parent: None,

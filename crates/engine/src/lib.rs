@@ -8,21 +8,29 @@
 //! The engine works on QEMU from outside and may die at any instant; the guest must not notice.
 //! Who resumes a paused guest, and when, is told in [`guardian`].
 
-pub mod aftercare;
 pub mod attach;
 pub mod capture;
 pub mod checkpoint;
 pub mod clones;
+pub mod encoding;
 pub mod export;
 pub mod guardian;
 mod guest_clock;
 pub mod import;
 pub mod inhibitor;
+pub mod memory;
+pub mod pipeline;
+pub mod placement;
 pub mod populate;
+pub mod post_restore;
 pub mod restore;
 pub mod rewind;
 pub mod runtime;
+pub mod sink;
+pub mod source;
 pub mod statistics;
+pub mod template;
+pub mod tracking;
 pub mod verify;
 
 /// What the verbs take and give of the rooms below, so that a user of the engine needs no other.

@@ -7,6 +7,9 @@
 //!
 //! [`lazy`] lets the guest run before its memory is there.
 
+mod eager;
+mod events;
+pub mod filling_record;
 mod job;
 mod lazy;
 
@@ -25,18 +28,18 @@ use stillframe_sys::affinity;
 use stillframe_sys::process::Process;
 use thiserror::Error;
 
-use crate::aftercare::ClockReport;
-use crate::capture::block::BlockError;
 use crate::capture::device_state::BYTES_MAX;
 use crate::checkpoint::DEVICE_STATE;
 use crate::guardian::{Guardian, GuardianError, LastDuty};
+use crate::memory::block::BlockError;
 use crate::populate::eager::PopulateError;
 use crate::populate::lazy::prefetch::{self, Prefetched};
-use crate::populate::lazy::record::{Files, FillingRecord, RecordError};
+use crate::post_restore::ClockReport;
+use crate::restore::filling_record::{Files, FillingRecord, RecordError};
 use crate::runtime;
 use crate::verify::{VerifyError, VerifyReport};
+pub use events::{LazyEvent, LazyReport, LazySink};
 pub(crate) use job::{Job, PhaseClock, micros};
-pub use lazy::{LazyEvent, LazyReport, LazySink};
 
 /// For QEMU to open its monitor.
 pub(crate) const START_LIMIT: Duration = Duration::from_secs(30);
@@ -252,7 +255,7 @@ pub fn restore(
     let (launched, prefetched) = match options.reads_ahead() {
         true => {
             let known = job::known_pages(working_set.as_ref());
-            prefetch::while_waiting(wait, &reader, &maps, known)
+            prefetch::while_waiting(wait, &maps, known)
         }
         false => (wait(), Prefetched::default()),
     };

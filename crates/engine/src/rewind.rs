@@ -13,6 +13,7 @@
 //! between the two, the VM stays paused and `cont` stays blocked (see [`crate::inhibitor`]) until the next rewind.
 
 mod error;
+mod exchange;
 mod same;
 mod staged;
 
@@ -21,27 +22,27 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use stillframe_fault::{self as fault, Point};
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::device_state;
 use stillframe_qemu::guest_agent;
 use stillframe_qemu::launch;
 use stillframe_qemu::record::VmRecord;
-use stillframe_qemu::reload;
 use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, Repository};
 
-use crate::aftercare::{self, ClockReport};
 use crate::attach::Vm;
-use crate::capture::block::{Block, PAGE_BYTES};
 use crate::capture::device_state::StateStream;
-use crate::capture::pause::us;
-use crate::capture::tracker::{BlockShape, Collected};
-use crate::guardian::WayBack;
-use crate::inhibitor::{InhibitorError, ResumeInhibitor};
+use crate::capture::downtime::us;
+use crate::capture::paused_vm::{PausedError, PausedVm};
+use crate::memory::BlockShape;
+use crate::memory::block::{Block, PAGE_BYTES};
 use crate::populate::eager::{self, PopulateError};
+use crate::post_restore::{self, ClockReport};
 use crate::restore;
+use crate::source::repository::shapes;
+use crate::tracking::tracker::Collected;
 use crate::verify::{Image, VerifyReport};
 use crate::{Progress, ProgressSink};
 pub use error::RewindError;
-use same::{same_devices, same_machine};
+use exchange::Exchange;
+use same::same_machine;
 use staged::{Room, StagedBlock};
 
 /// Rounds in which is gathered what was written in the one before.
@@ -142,17 +143,6 @@ struct Job<'j, 'a> {
     room: Room,
 }
 
-/// What the VM was before.
-struct Before {
-    device_state: Vec<u8>,
-    /// What the blocks held that QEMU overwrites when it loads that.
-    firmware: Vec<Vec<u8>>,
-    /// Pieces of each block that were exchanged.
-    exchanged: Vec<usize>,
-    /// Whether the devices may be others than they were.
-    devices_touched: bool,
-}
-
 impl Vm {
     /// Takes the VM back to a checkpoint. It stays attached; the next checkpoint is a first one.
     pub fn rewind(
@@ -207,7 +197,7 @@ impl Vm {
         self.turn_back(&mut job, now, &mut report)?;
         report.total_us = us(begin);
         if report.running && !options.keep_clock {
-            report.clock = agent.as_deref().map(aftercare::set_clock);
+            report.clock = agent.as_deref().map(post_restore::set_clock);
         }
         Ok(report)
     }
@@ -218,7 +208,7 @@ impl Vm {
         Ok(eager::open_blocks(
             &self.target.process,
             &ram,
-            &manifest.ram,
+            &shapes(&manifest.ram),
         )?)
     }
 
@@ -277,192 +267,52 @@ impl Vm {
         now: VmRecord,
         report: &mut RewindReport,
     ) -> Result<(), RewindError> {
+        let options = job.options;
         let state = self.monitor.run_state()?;
         // A suspended guest may wake at any time; and QEMU leaves it in `save-vm` when it saves its devices. Stopped
         // first, it is paused, and `cont` makes it suspended again.
         let running = state.running || state.is_suspended();
         let begin = Instant::now();
-        if running {
-            self.guardian
-                .pausing(job.options.pause_limit, WayBack::Command)?;
-            self.monitor.stop()?;
-        }
+        let Vm {
+            monitor,
+            guardian,
+            tracker,
+            state,
+            target,
+            inhibitor,
+            ..
+        } = self;
+        let mut paused = PausedVm::stop(monitor, guardian, options.pause_limit, running)?;
         report.downtime_us.stop = us(begin);
-        self.monitor.client().take_events()?;
-        let prepared = self.prepare(job, now, &mut report.downtime_us);
-        let done = prepared.and_then(|before| self.change_inhibited(job, before, running, report));
-        if let Err(
-            RewindError::Stuck { .. }
-            | RewindError::ResumedByOthers
-            | RewindError::Inhibitor(InhibitorError::Timeout { .. }),
-        ) = done
-        {
-            return done;
-        }
+        paused.monitor().client().take_events()?;
+        let mut exchange = Exchange {
+            tracker,
+            stream: StateStream::lent(state, paused.monitor(), &target.process, guardian)?,
+            job,
+        };
+        let before = exchange.prepare(paused.monitor(), now, &mut report.downtime_us)?;
+        let (paused, done) =
+            exchange.change_blocked(paused, inhibitor.take(), before, running, report)?;
         let resume = Instant::now();
-        report.running = is_to_run(running, job.options, &done);
+        report.running = is_to_run(running, options, &done);
         let passed = match report.running {
             true => fault::at(Point::RewindBeforeCont),
             false => Ok(()),
         };
         if report.running {
-            self.monitor.cont()?;
-            self.guardian.resumed()?;
+            match paused.resume() {
+                // The watchdog was quicker: the VM runs, as it should.
+                Ok(()) | Err(PausedError::Overrun { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
             report.suspended = self.monitor.is_suspended();
             report.running = !report.suspended;
+        } else {
+            paused.keep_paused()?;
         }
         report.downtime_us.resume = us(resume);
         report.downtime_us.total = us(begin);
         done.and(passed.map_err(RewindError::from))
-    }
-
-    /// All that can fail without harm. Returns what the VM is now, to be put back if need be.
-    fn prepare(
-        &mut self,
-        job: &mut Job<'_, '_>,
-        mut now: VmRecord,
-        downtime: &mut RewindDowntime,
-    ) -> Result<Before, RewindError> {
-        let save = Instant::now();
-        let qemu = &self.target.process;
-        let stream = StateStream::lent(&mut self.state, &mut self.monitor, qemu, &self.guardian)?;
-        let raw = stream.save(&mut self.monitor, SAVE_LIMIT)?;
-        let sections = device_state::validate_like(&raw, &job.state.0)?.sections;
-        same_devices(&job.state.0, &sections)?;
-        now.look_at_disks_again();
-        launch::check_running_disks(job.then, &now, job.options.disks_as_they_are)?;
-        downtime.save = us(save);
-        let gather = Instant::now();
-        let collected = self.tracker.collect_stopped()?;
-        job.gather(&collected)?;
-        downtime.gather = us(gather);
-        let firmware = job.firmware.iter().map(StagedBlock::read_all);
-        let firmware = firmware.collect::<Result<_, _>>()?;
-        fault::at(Point::RewindStopped)?;
-        Ok(Before {
-            device_state: device_state::wrap(&raw, &now.identity.machine)?,
-            firmware,
-            exchanged: vec![0; job.staged.len()],
-            devices_touched: false,
-        })
-    }
-
-    /// Changes memory and devices to those of the checkpoint, or back after an error, with `cont` blocked.
-    /// `cont` stays blocked if memory was inconsistent before and the change failed.
-    ///
-    /// While `cont` can be sent, the guardian sends it should this process die: it is disarmed only after
-    /// `cont` is blocked, and armed again before `cont` is unblocked.
-    fn change_inhibited(
-        &mut self,
-        job: &mut Job<'_, '_>,
-        mut before: Before,
-        running: bool,
-        report: &mut RewindReport,
-    ) -> Result<(), RewindError> {
-        let was_consistent = self.inhibitor.is_none();
-        let inhibitor = match self.inhibitor.take() {
-            Some(left) => left,
-            None => ResumeInhibitor::engage(&mut self.monitor)?,
-        };
-        let changed = self
-            .commit(running, job.options)
-            .and_then(|()| self.change(job, &mut before, report));
-        let done = changed.or_else(|error| self.undo(job, &before, error));
-        let is_consistent = match &done {
-            Ok(()) => true,
-            Err(RewindError::Stuck { .. } | RewindError::ResumedByOthers) => false,
-            Err(_) => was_consistent,
-        };
-        if !is_consistent {
-            return done;
-        }
-        let armed = match is_to_run(running, job.options, &done) {
-            true => self
-                .guardian
-                .pausing(job.options.pause_limit, WayBack::Command),
-            false => Ok(()),
-        };
-        inhibitor.release(&mut self.monitor)?;
-        armed?;
-        done
-    }
-
-    /// From here on the guardian does not resume the VM. An error if it has done so already.
-    fn commit(&mut self, running: bool, options: &RewindOptions) -> Result<(), RewindError> {
-        fault::at(Point::RewindInhibited)?;
-        match running && self.guardian.resumed()? {
-            true => Err(RewindError::Overrun {
-                limit_ms: options.pause_limit.as_millis(),
-            }),
-            false => Ok(()),
-        }
-    }
-
-    /// Memory and devices become those of the checkpoint.
-    fn change(
-        &mut self,
-        job: &mut Job<'_, '_>,
-        before: &mut Before,
-        report: &mut RewindReport,
-    ) -> Result<(), RewindError> {
-        let downtime = &mut report.downtime_us;
-        let write = Instant::now();
-        for (staged, exchanged) in job.staged.iter_mut().zip(&mut before.exchanged) {
-            report.written += staged.exchange(exchanged)?;
-        }
-        downtime.write = us(write);
-        fault::at(Point::RewindExchanged)?;
-        let verify = Instant::now();
-        if job.options.verify {
-            report.verify = Some(job.verify()?);
-            downtime.verify = us(verify);
-        }
-        let load = Instant::now();
-        let loaded = reload::load(&mut self.monitor, &job.state.1, LOAD_LIMIT);
-        before.devices_touched = loaded
-            .as_ref()
-            .map_or_else(|error| !error.is_harmless(), |()| true);
-        loaded?;
-        for firmware in &mut job.firmware {
-            firmware.exchange(&mut 0)?;
-        }
-        fault::at(Point::RewindLoaded)?;
-        downtime.device_state = us(load);
-        let events = self.monitor.client().take_events()?;
-        match events.iter().any(|event| event.name == "RESUME") {
-            true => {
-                self.monitor.stop()?;
-                Err(RewindError::ResumedByOthers)
-            }
-            false => Ok(()),
-        }
-    }
-
-    /// Memory and devices become what they were; returns the error that made it necessary.
-    fn undo(
-        &mut self,
-        job: &mut Job<'_, '_>,
-        before: &Before,
-        error: RewindError,
-    ) -> Result<(), RewindError> {
-        if matches!(error, RewindError::ResumedByOthers) {
-            return Err(error);
-        }
-        let stuck = |why: &dyn std::error::Error| RewindError::Stuck {
-            what: crate::in_words(&error),
-            why: crate::in_words(why),
-        };
-        for (staged, &exchanged) in job.staged.iter_mut().zip(&before.exchanged) {
-            staged.put_back(exchanged).map_err(|why| stuck(&why))?;
-        }
-        if before.devices_touched {
-            let loaded = reload::load(&mut self.monitor, &before.device_state, LOAD_LIMIT);
-            loaded.map_err(|why| stuck(&why))?;
-            for (block, bytes) in job.firmware.iter().zip(&before.firmware) {
-                block.block.write(0, bytes).map_err(|why| stuck(&why))?;
-            }
-        }
-        Err(error)
     }
 }
 

@@ -3,9 +3,9 @@
 //! ```text
 //!   /run/stillframe/                 root; $XDG_RUNTIME_DIR/stillframe for other users
 //!     run!vm!x.qmp.log               what the QEMU with the monitor /run/vm/x.qmp says
-//!     run!vm!x.qmp.filling           a lazy restore that is not complete (populate::lazy::record)
+//!     run!vm!x.qmp.filling           a lazy restore that is not complete (restore::filling_record)
 //!     run!vm!x.qmp.filling-pages
-//!   /dev/shm/stillframe-UID/         memory templates of clones (populate::base)
+//!   /dev/shm/stillframe-UID/         memory templates of clones (template)
 //! ```
 //!
 //! No file lies beside the monitor, whose directory may be one that other users can write. Both directories are
@@ -20,8 +20,6 @@ use std::time::{Duration, SystemTime};
 
 use rustix::fs::{FlockOperation, flock};
 use stillframe_sys::private_dir::{self, Access, PrivateDir, PrivateError};
-
-use crate::populate::lazy::record;
 
 /// The environment variable that names another runtime directory.
 pub const DIRECTORY_VARIABLE: &str = "STILLFRAME_RUNTIME_DIR";
@@ -84,7 +82,6 @@ pub(crate) fn open() -> Result<PrivateDir, PrivateError> {
 
 /// What cannot be removed now is removed another time.
 fn remove_ended(directory: &PrivateDir) {
-    record::remove_ended(directory);
     for name in directory.names().unwrap_or_default() {
         if name.ends_with(LOG) {
             let _ = remove_log(directory, &name);

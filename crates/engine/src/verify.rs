@@ -13,8 +13,9 @@ use stillframe_page::is_zero;
 use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
 use thiserror::Error;
 
-use crate::capture::block::{Block, BlockError, PAGE, PAGE_BYTES};
-use crate::capture::verdict::{Page, hash_all};
+use crate::encoding::page_encoder::hash_all;
+use crate::memory::Page;
+use crate::memory::block::{Block, BlockError, PAGE, PAGE_BYTES};
 use crate::{Progress, ProgressSink};
 
 /// Pages read at once.
@@ -153,7 +154,7 @@ impl Image {
                     differs(page);
                 }
             }
-            Ok(())
+            Ok::<(), RepoError>(())
         })?;
         let mut differing = differing
             .into_inner()

@@ -61,7 +61,9 @@ fn restore(repo: &mut Repository, what: &str, ids: &[ContentId], threads: usize)
     let started = Instant::now();
     let reader = repo.reader(WAIT)?;
     let wanted: Vec<(ContentId, usize)> = ids.iter().copied().zip(0..).collect();
-    reader.read_sorted(wanted, threads, &|_, _| Ok(()))?;
+    reader.read_sorted(wanted, threads, &|_, _| {
+        Ok::<(), stillframe_repo::RepoError>(())
+    })?;
     report(
         &format!("{what}: read with {threads} thread(s)"),
         ids.len() * PAGE,

@@ -174,7 +174,6 @@ fn copy_memory(
             writer,
             memory: MemoryEditor::new(table.pages),
             counts,
-            failure: None,
         });
         for first in (0..table.pages).step_by(PAGES_AT_ONCE as usize) {
             progress(Progress {
@@ -189,14 +188,9 @@ fn copy_memory(
                     false => pages.push(page),
                 }
             }
-            let read = map.read_pages(pages, 1, &|page, bytes| {
+            map.read_pages(pages, 1, &|page, bytes| {
                 lock(&sink).put(page, bytes, table.page_bytes as usize)
-            });
-            // The cause matters, not that a page could not be handed on.
-            if let Some(error) = lock(&sink).failure.take() {
-                return Err(error);
-            }
-            read?;
+            })?;
         }
         done += table.pages;
         let Sink { writer, memory, .. } = sink
@@ -219,22 +213,17 @@ struct Sink<'s, 'w> {
     writer: &'s mut Writer<'w>,
     memory: MemoryEditor,
     counts: &'s mut PageCounts,
-    failure: Option<RepoError>,
 }
 
 impl Sink<'_, '_> {
     /// Stores pages that lie one behind the other.
-    fn put(&mut self, first: u64, bytes: &[u8], page_bytes: usize) -> std::io::Result<()> {
+    fn put(&mut self, first: u64, bytes: &[u8], page_bytes: usize) -> Result<(), RepoError> {
         if !bytes.len().is_multiple_of(page_bytes) {
             let what = format!("{} bytes are no pages of {page_bytes}", bytes.len());
-            return Err(std::io::Error::other(what));
+            return Err(RepoError::Table { what });
         }
         for (page, bytes) in (first..).zip(bytes.chunks(page_bytes)) {
-            if let Err(error) = self.put_page(page, bytes) {
-                let text = std::io::Error::other(error.to_string());
-                self.failure.get_or_insert(error);
-                return Err(text);
-            }
+            self.put_page(page, bytes)?;
         }
         Ok(())
     }

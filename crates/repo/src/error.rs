@@ -212,24 +212,6 @@ pub enum RepoError {
         #[source]
         source: io::Error,
     },
-    /// The receiver of restored bytes refused them.
-    #[error("cannot hand over blob {id}")]
-    Sink {
-        /// The blob.
-        id: ContentId,
-        /// The receiver's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// The receiver of restored pages refused one.
-    #[error("cannot hand over page {page}")]
-    PageSink {
-        /// The page.
-        page: u64,
-        /// The receiver's answer.
-        #[source]
-        source: io::Error,
-    },
     /// Compression failed (out of memory, in practice).
     #[error("cannot encode a frame")]
     Encoding(#[from] EncodingError),
@@ -324,8 +306,6 @@ impl RepoError {
             RepoError::ReadOnly { .. } => ErrorClass::ReadOnly,
             RepoError::ContentMismatch { .. }
             | RepoError::Io { .. }
-            | RepoError::Sink { .. }
-            | RepoError::PageSink { .. }
             | RepoError::Encoding(_)
             | RepoError::System { .. }
             | RepoError::KeyDerivation { .. }

@@ -327,12 +327,12 @@ impl Reader<'_> {
 
     /// Hands each wanted blob to `sink`, in the order they lie in the repository, from up to
     /// `threads` threads at once, each verified against its id. See [`Blobs::read_sorted`].
-    pub fn read_sorted<T: Copy + Send>(
+    pub fn read_sorted<T: Copy + Send, E: From<RepoError> + Send>(
         &self,
         wanted: Vec<(ContentId, T)>,
         threads: usize,
-        sink: &(dyn Fn(T, &[u8]) -> std::io::Result<()> + Sync),
-    ) -> Result<(), RepoError> {
+        sink: &(dyn Fn(T, &[u8]) -> Result<(), E> + Sync),
+    ) -> Result<(), E> {
         self.blobs().read_sorted(wanted, threads, sink)
     }
 

@@ -9,11 +9,12 @@ use stillframe_engine::clones::CloneError;
 use stillframe_engine::export::ExportError;
 use stillframe_engine::guardian::GuardianError;
 use stillframe_engine::import::ImportError;
-use stillframe_engine::populate::base::BaseError;
 use stillframe_engine::populate::eager::PopulateError;
 use stillframe_engine::populate::lazy::FillError;
 use stillframe_engine::restore::RestoreError;
 use stillframe_engine::rewind::RewindError;
+use stillframe_engine::source::SourceError;
+use stillframe_engine::template::BaseError;
 use stillframe_engine::verify::VerifyError;
 use stillframe_repo::{ErrorClass, RepoError};
 
@@ -97,10 +98,16 @@ fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
         (Some(CheckpointError::Repo(error)), _) => Some(error),
         (Some(CheckpointError::Verify(VerifyError::Repo(error))), _) => Some(error),
         (_, Some(RestoreError::Repo(error))) => Some(error),
-        (_, Some(RestoreError::Populate(PopulateError::Repo(error)))) => Some(error),
-        (_, Some(RestoreError::Populate(PopulateError::Fill(FillError::Repo(error))))) => {
-            Some(error)
-        }
+        (
+            _,
+            Some(RestoreError::Populate(PopulateError::Source(SourceError::Repository(error)))),
+        ) => Some(error),
+        (
+            _,
+            Some(RestoreError::Populate(PopulateError::Fill(FillError::Source(
+                SourceError::Repository(error),
+            )))),
+        ) => Some(error),
         (_, Some(RestoreError::Verify(VerifyError::Repo(error)))) => Some(error),
         _ => None,
     };
@@ -227,7 +234,7 @@ mod tests {
         assert_eq!(exit(CheckpointError::Verify(verify())), Exit::Damaged);
         assert_eq!(exit(RestoreError::Repo(damaged())), Exit::Damaged);
         assert_eq!(exit(RestoreError::Verify(verify())), Exit::Damaged);
-        let populate = PopulateError::Repo(damaged());
+        let populate = PopulateError::Source(damaged().into());
         assert_eq!(exit(RestoreError::Populate(populate)), Exit::Damaged);
         assert_eq!(exit(ExportError::Repo(damaged())), Exit::Damaged);
         let checkpoint = ExportError::Checkpoint(RestoreError::Repo(damaged()));

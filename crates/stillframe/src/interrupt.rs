@@ -21,15 +21,10 @@ use std::thread;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use thiserror::Error;
+pub use stillframe_engine::pipeline::Interrupted;
 
 use crate::exit::Exit;
 use crate::output::Console;
-
-/// The work was given up because the user said so.
-#[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
-#[error("interrupted before it was done")]
-pub struct Interrupted;
 
 /// What happens when the user loses patience with the giving up, too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Stopping, saving and resuming are one command of QEMU's, held open by a pipe (see
-//! [`super::device_state`]). So nobody else's `stop`, `cont`, reset or migration can fall into the pause: QEMU
+//! [`crate::capture::device_state`]). So nobody else's `stop`, `cont`, reset or migration can fall into the pause: QEMU
 //! carries it out before or after.
 //!
 //! Ways back to a running guest, each of them written down before the command is sent:
@@ -19,7 +19,6 @@
 
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
 use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::device_state;
 use stillframe_qemu::monitor::{Monitor, MonitorError, RunState};
@@ -28,11 +27,16 @@ use stillframe_sys::affinity::{self, Confined, Processors};
 use stillframe_sys::process::Process;
 use thiserror::Error;
 
-use super::aside;
-use super::device_state::{Saved, StateError, StateStream};
-use super::schedule::{Schedule, Work};
-use super::tracker::{Tracker, TrackerError};
-use crate::guardian::{Guardian, GuardianError, WayBack};
+use crate::capture::device_state::{Saved, StateError, StateStream};
+use crate::capture::downtime::{DowntimeRecord, us};
+use crate::capture::paused_vm::{PausedError, PausedVm};
+use crate::capture::schedule::{Schedule, ScheduleError, Work};
+use crate::capture::staging::StageError;
+use crate::guardian::{Guardian, GuardianError};
+use crate::inhibitor::InhibitorError;
+use crate::placement;
+use crate::tracking::error::TrackerError;
+use crate::tracking::tracker::Tracker;
 
 /// How long past the watchdog's limit an answer of QEMU is awaited: QEMU may be inside a slow flush,
 /// and giving up on the connection would lose the answer.
@@ -40,29 +44,6 @@ const ANSWER_GRACE: Duration = Duration::from_secs(30);
 
 /// QEMU's word for a VM that it has stopped to save it.
 const SAVING: &str = "save-vm";
-
-/// Each phase of one pause, in microseconds. `device_state` runs beside `scan` and `copy`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct DowntimeRecord {
-    /// From sending the command that stops the VM to its answer, with the VM running again; 0 for a
-    /// VM that was already paused.
-    pub total: u64,
-    /// QEMU halts the vCPUs, drains and flushes its disks.
-    pub stop: u64,
-    /// Reading which pages were written since the last pre-copy round, and protecting them again.
-    pub scan: u64,
-    /// Copying them, or making ready for copying them after the pause.
-    pub copy: u64,
-    /// From the first byte of the device state until QEMU has saved nearly all of it where that was
-    /// awaited by itself, else until it is whole and the VM runs.
-    pub device_state: u64,
-    /// Waiting for the device state with nothing else to do: after scan and copy, mostly.
-    pub wait: u64,
-    /// Looking at all of memory, when `--verify` asked for it.
-    pub verify: u64,
-    /// Resuming, where it is a command of its own (a suspended guest).
-    pub resume: u64,
-}
 
 /// Why a pause failed. The VM runs again in every case, or QEMU is gone.
 #[derive(Debug, Error)]
@@ -101,6 +82,9 @@ pub enum PauseError {
     /// Tracking failed.
     #[error("reading the written pages failed in the pause; the VM was resumed")]
     Tracker(#[from] TrackerError),
+    /// The pages cannot be staged.
+    #[error("reading the written pages failed in the pause; the VM was resumed")]
+    Stage(#[from] StageError),
     /// The guardian is gone.
     #[error("no pause without a guardian")]
     Guardian(#[from] GuardianError),
@@ -109,19 +93,36 @@ pub enum PauseError {
     Injected(#[from] std::io::Error),
 }
 
+impl From<PausedError> for PauseError {
+    fn from(error: PausedError) -> PauseError {
+        match error {
+            PausedError::Guardian(error) => error.into(),
+            PausedError::Monitor(error) => error.into(),
+            PausedError::Inhibitor(InhibitorError::Monitor(error)) => error.into(),
+            PausedError::Inhibitor(error) => PauseError::Injected(std::io::Error::other(error)),
+            PausedError::Overrun { limit_ms } => PauseError::Overrun { limit_ms },
+        }
+    }
+}
+
+impl From<ScheduleError> for PauseError {
+    fn from(error: ScheduleError) -> PauseError {
+        match error {
+            ScheduleError::Tracker(error) => error.into(),
+            ScheduleError::Stage(error) => error.into(),
+        }
+    }
+}
+
 /// Something that looks at all of memory while the guest stands still.
 pub type Look<'l> = dyn FnMut(&Tracker) -> Result<(), TrackerError> + 'l;
 
 /// What a pause needs.
 pub struct Pause<'a> {
-    /// QEMU.
-    pub monitor: &'a mut Monitor,
-    /// Its process.
+    /// The process of QEMU.
     pub qemu: &'a Process,
     /// Processors that its vCPUs need least, where whoever waits for QEMU is in nobody's way.
     pub aside: &'a Processors,
-    /// Who resumes the VM when we cannot.
-    pub guardian: &'a Guardian,
     /// The pages; the stage has room for those that are expected.
     pub work: Work<'a>,
     /// What is to be done about them.
@@ -156,62 +157,58 @@ pub struct Paused {
 
 impl Pause<'_> {
     /// Stops the VM, captures, lets it go on.
-    pub fn run(mut self) -> Result<Paused, PauseError> {
+    ///
+    /// # Errors
+    /// The VM runs again, or QEMU is gone.
+    pub fn run(mut self, monitor: &mut Monitor, guardian: &Guardian) -> Result<Paused, PauseError> {
         let mut record = DowntimeRecord::default();
         // What waits for QEMU's answer stays off the vCPUs' processors: a vCPU that was let go would keep it
         // from seeing the answer.
         let own = affinity::of_this_thread();
         let _aside = Confined::to(self.aside);
-        self.monitor.client().take_events()?;
+        monitor.client().take_events()?;
         self.state.prepare()?;
         let suspended = self.before.is_suspended();
-        let way_back = match suspended {
-            true => WayBack::Command,
-            false => WayBack::Stream,
-        };
-        self.guardian.pausing(self.limit, way_back)?;
+        let mut paused = PausedVm::held_by_state(monitor, guardian, self.limit, suspended)?;
         let begin = Instant::now();
-        let saved = self.stopped(&mut record, &own);
+        let saved = self.stopped(paused.monitor(), &mut record, &own);
         let woken = match suspended {
-            true => self.back_to_sleep(&mut record),
+            true => back_to_sleep(paused.monitor(), &mut record),
             false => Ok(()),
         };
         record.total = us(begin);
         if let Err(PauseError::State(_)) = &saved {
             // Whatever keeps QEMU waiting, it is not to wait for this.
-            self.guardian.release()?;
+            paused.release()?;
         }
         let told = fault::at(Point::PauseAfterCont);
-        if self.guardian.resumed()? {
-            return Err(PauseError::Overrun {
-                limit_ms: self.limit.as_millis(),
-            });
-        }
+        paused.resumed()?;
         told?;
         let saved = saved?;
         woken?;
-        self.judged(saved, record)
+        self.judged(monitor, saved, record)
     }
 
     /// Has QEMU stop the VM, captures, lets QEMU go on.
     fn stopped(
         &mut self,
+        monitor: &mut Monitor,
         record: &mut DowntimeRecord,
         own: &Processors,
     ) -> Result<Saved, PauseError> {
         let limit = self.limit + ANSWER_GRACE;
         fault::at(Point::PauseBeforeStop)?;
         let begin = Instant::now();
-        let saving = self.monitor.send_save_device_state(self.state.file())?;
-        self.state.await_stopped(self.monitor, &saving, limit)?;
+        let saving = monitor.send_save_device_state(self.state.file())?;
+        self.state.await_stopped(monitor, &saving, limit)?;
         record.stop = us(begin);
         // From here on the vCPUs' processors are free, and QEMU's main thread has much to do.
-        let _apart = aside::apart_from(self.qemu, own);
+        let _apart = placement::apart_from(self.qemu, own);
         let state_begin = Instant::now();
-        let captured = self.capture(record, own, &saving);
+        let captured = self.capture(monitor, record, own, &saving);
         // Awaited even when the copy failed: QEMU goes on when its state is read.
         let wait = Instant::now();
-        let saved = self.state.finish(self.monitor, saving, limit)?;
+        let saved = self.state.finish(monitor, saving, limit)?;
         record.wait += us(wait);
         if !self.state_first {
             record.device_state = us(state_begin);
@@ -223,6 +220,7 @@ impl Pause<'_> {
     /// Scan and copy; the guest stands still.
     fn capture(
         &mut self,
+        monitor: &mut Monitor,
         record: &mut DowntimeRecord,
         own: &Processors,
         saving: &Ticket,
@@ -231,7 +229,7 @@ impl Pause<'_> {
         if self.state_first {
             let begin = Instant::now();
             let limit = self.limit + ANSWER_GRACE;
-            self.state.await_full(self.monitor, saving, limit)?;
+            self.state.await_full(monitor, saving, limit)?;
             record.device_state = us(begin);
             record.wait = us(begin);
         }
@@ -248,19 +246,13 @@ impl Pause<'_> {
         Ok(())
     }
 
-    /// QEMU leaves a guest that was suspended as stopped, so that it could not wake up: `cont` makes it
-    /// suspended again.
-    fn back_to_sleep(&mut self, record: &mut DowntimeRecord) -> Result<(), PauseError> {
-        let begin = Instant::now();
-        if self.monitor.run_state()?.status == SAVING {
-            self.monitor.cont()?;
-        }
-        record.resume = us(begin);
-        Ok(())
-    }
-
     /// Whether all of it is of one moment, by what QEMU said.
-    fn judged(&mut self, saved: Saved, mut record: DowntimeRecord) -> Result<Paused, PauseError> {
+    fn judged(
+        &mut self,
+        monitor: &mut Monitor,
+        saved: Saved,
+        mut record: DowntimeRecord,
+    ) -> Result<Paused, PauseError> {
         if !saved.held() {
             self.state.forget_sizes();
             return Err(PauseError::NotHeld {
@@ -270,12 +262,12 @@ impl Pause<'_> {
         let sections = device_state::validate(&saved.bytes)
             .map_err(StateError::from)?
             .sections;
-        let events = self.monitor.client().take_events()?;
+        let events = monitor.client().take_events()?;
         let names: Vec<&str> = events.iter().map(|event| event.name.as_str()).collect();
         let running = stopped_and_resumed(&names);
         if running != self.before.running && !self.before.is_suspended() {
             // A `stop` or `cont` of somebody else came just before; or a migration that took the VM away.
-            let state = self.monitor.run_state()?;
+            let state = monitor.run_state()?;
             if !matches!(state.status.as_str(), "running" | "paused") && !state.is_suspended() {
                 let status = state.status;
                 return Err(PauseError::StateChanged { status });
@@ -293,15 +285,21 @@ impl Pause<'_> {
     }
 }
 
+/// QEMU leaves a guest that was suspended as stopped, so that it could not wake up: `cont` makes it suspended
+/// again.
+fn back_to_sleep(monitor: &mut Monitor, record: &mut DowntimeRecord) -> Result<(), PauseError> {
+    let begin = Instant::now();
+    if monitor.run_state()?.status == SAVING {
+        monitor.cont()?;
+    }
+    record.resume = us(begin);
+    Ok(())
+}
+
 /// Whether QEMU stopped and resumed the VM, by the events since its command was sent.
 fn stopped_and_resumed(events: &[&str]) -> bool {
     let stop = events.iter().position(|&name| name == "STOP");
     stop.is_some_and(|stop| events[stop..].contains(&"RESUME"))
-}
-
-/// Since an instant, in microseconds.
-pub fn us(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

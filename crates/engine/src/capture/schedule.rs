@@ -17,11 +17,12 @@ use serde::Serialize;
 use stillframe_qemu::monitor::Monitor;
 use thiserror::Error;
 
-use super::block::Guest;
-use super::pause::{DowntimeRecord, us};
-use super::ranges::{count, subtract_all};
-use super::stage::Stage;
-use super::tracker::{Collected, Tracker, TrackerError};
+use crate::capture::downtime::{DowntimeRecord, us};
+use crate::capture::staging::{Stage, StageError};
+use crate::memory::block::Guest;
+use crate::memory::ranges::{count, subtract_all};
+use crate::tracking::error::TrackerError;
+use crate::tracking::tracker::{Collected, Tracker};
 
 mod auto;
 mod bursts;
@@ -112,6 +113,17 @@ pub struct Copied {
     pub left_open: u64,
 }
 
+/// Why a schedule could not copy what it should.
+#[derive(Debug, Error)]
+pub enum ScheduleError {
+    /// Tracking failed.
+    #[error(transparent)]
+    Tracker(#[from] TrackerError),
+    /// The pages cannot be staged.
+    #[error(transparent)]
+    Stage(#[from] StageError),
+}
+
 /// What a schedule works on.
 pub struct Work<'a> {
     /// Which pages were written.
@@ -127,17 +139,17 @@ pub struct Work<'a> {
 /// What is copied when. After an error nothing is lost: what was to be copied stays pending.
 pub trait Schedule {
     /// Before the pause; the guest runs. What is copied is first drained by `monitor`.
-    fn before(&mut self, work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), TrackerError>;
+    fn before(&mut self, work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), ScheduleError>;
 
     /// In the pause, beside QEMU saving its device state.
     fn stopped(
         &mut self,
         work: &mut Work<'_>,
         record: &mut DowntimeRecord,
-    ) -> Result<(), TrackerError>;
+    ) -> Result<(), ScheduleError>;
 
     /// After the pause; the guest runs again. Where all is copied, hot pages are left open.
-    fn after(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
+    fn after(&mut self, work: &mut Work<'_>) -> Result<(), ScheduleError> {
         work.copied.left_open += work.tracker.leave_hot_open();
         Ok(())
     }
@@ -151,7 +163,11 @@ pub trait Schedule {
 pub struct StopCopy;
 
 impl Schedule for StopCopy {
-    fn before(&mut self, _work: &mut Work<'_>, _monitor: &mut Monitor) -> Result<(), TrackerError> {
+    fn before(
+        &mut self,
+        _work: &mut Work<'_>,
+        _monitor: &mut Monitor,
+    ) -> Result<(), ScheduleError> {
         Ok(())
     }
 
@@ -159,7 +175,7 @@ impl Schedule for StopCopy {
         &mut self,
         work: &mut Work<'_>,
         record: &mut DowntimeRecord,
-    ) -> Result<(), TrackerError> {
+    ) -> Result<(), ScheduleError> {
         let begin = Instant::now();
         let mut found = work.tracker.collect_stopped()?;
         // With what captures that failed have left over.
@@ -174,7 +190,7 @@ impl Schedule for StopCopy {
 pub struct PreCopy;
 
 impl Schedule for PreCopy {
-    fn before(&mut self, work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), TrackerError> {
+    fn before(&mut self, work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), ScheduleError> {
         rounds(work, monitor)?;
         // Copied after the burst, its pages are few in the pause.
         while work.bursts.outlast(work.tracker)? {
@@ -188,7 +204,7 @@ impl Schedule for PreCopy {
         &mut self,
         work: &mut Work<'_>,
         record: &mut DowntimeRecord,
-    ) -> Result<(), TrackerError> {
+    ) -> Result<(), ScheduleError> {
         let begin = Instant::now();
         let found = work.tracker.collect_stopped()?;
         record.scan = us(begin);
@@ -198,7 +214,7 @@ impl Schedule for PreCopy {
 
 /// Copies what was written while the guest goes on, then what it wrote during that, and so on, as long
 /// as it gets fewer. What is left is for the pause.
-fn rounds(work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), TrackerError> {
+fn rounds(work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), ScheduleError> {
     // Left over from captures that failed: the first round copies them too.
     let mut pending = Some(work.tracker.pending());
     let mut last = u64::MAX;
@@ -218,7 +234,7 @@ fn rounds(work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), TrackerError
 }
 
 /// Copies pages while the guest runs.
-fn copy_before(work: &mut Work<'_>, found: &Collected) -> Result<(), TrackerError> {
+fn copy_before(work: &mut Work<'_>, found: &Collected) -> Result<(), ScheduleError> {
     let pages = found.pages();
     work.stage.reserve(pages);
     work.stage
@@ -232,7 +248,7 @@ fn copy_now(
     work: &mut Work<'_>,
     record: &mut DowntimeRecord,
     found: &Collected,
-) -> Result<(), TrackerError> {
+) -> Result<(), ScheduleError> {
     let begin = Instant::now();
     work.stage
         .capture_all(work.tracker, Guest::Stopped, found)?;

@@ -9,16 +9,20 @@ use stillframe_sys::affinity::Processors;
 
 use super::{CheckpointError, CheckpointOptions, Copied, ScheduleKind};
 use crate::attach::Vm;
-use crate::capture::block::PAGE_BYTES;
 use crate::capture::device_state::StateStream;
 use crate::capture::devices::DevicesError;
-use crate::capture::pause::{Pause, PauseError, us};
+use crate::capture::downtime::DowntimeRecord;
+use crate::capture::downtime::us;
+use crate::capture::pause::{Pause, PauseError};
 use crate::capture::schedule::{
     Auto, Bursts, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
 };
-use crate::capture::stage::Stage;
-use crate::capture::tracker::{BlockShape, Tracker, TrackerError};
-use crate::capture::{DowntimeRecord, aside};
+use crate::capture::staging::Stage;
+use crate::memory::BlockShape;
+use crate::memory::block::PAGE_BYTES;
+use crate::placement;
+use crate::tracking::error::TrackerError;
+use crate::tracking::tracker::Tracker;
 use crate::verify::Image;
 
 /// Room on the stage beyond what the last pause needed, in pages.
@@ -104,7 +108,7 @@ impl Vm {
             time: jiff::Timestamp::now(),
             device_state: Vec::new(),
             image: None,
-            aside: aside::processors(&self.target.process),
+            aside: placement::processors(&self.target.process),
         };
         let filled = match self.fill(&mut captured, hasher, options) {
             // The next pause waits for the first byte of the device state, however long that is.
@@ -245,10 +249,8 @@ impl Vm {
         let qemu = &self.target.process;
         let state = StateStream::lent(&mut self.state, &mut self.monitor, qemu, &self.guardian)?;
         let pause = Pause {
-            monitor: &mut self.monitor,
             qemu: &self.target.process,
             aside: &captured.aside,
-            guardian: &self.guardian,
             work: Work {
                 tracker: &mut self.tracker,
                 stage: &mut captured.stage,
@@ -267,7 +269,7 @@ impl Vm {
             beside: &mut || record.look_at_disks_again(),
             before_resume: options.verify.then_some(&mut look),
         };
-        let ran = pause.run();
+        let ran = pause.run(&mut self.monitor, &self.guardian);
         if matches!(ran, Err(PauseError::State(_) | PauseError::Overrun { .. }))
             && let Some(state) = self.state.take()
         {

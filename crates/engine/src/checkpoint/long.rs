@@ -5,23 +5,22 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use stillframe_repo::{MemoryEditor, Repository};
+use stillframe_repo::Repository;
 use stillframe_sys::affinity::Confined;
 
 use super::store::Draft;
 use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, Shelf};
 use crate::attach::Vm;
-use crate::capture::aside;
-use crate::capture::block::{Guest, PAGE, PAGE_BYTES};
-use crate::capture::ingest::{BATCH_PAGES, Ingested};
-use crate::capture::pause::us;
-use crate::capture::ranges::subtract_all;
-use crate::capture::tracker::Collected;
-use crate::capture::verdict::Page;
+use crate::capture::convergence::Convergence;
+use crate::capture::downtime::us;
+use crate::encoding::page_stream::{BATCH_PAGES, PageStream};
+use crate::memory::Page;
+use crate::memory::block::{Guest, PAGE, PAGE_BYTES};
+use crate::memory::ranges::subtract_all;
+use crate::placement;
+use crate::sink::repository::RepositoryPages;
+use crate::tracking::tracker::Collected;
 use crate::{Progress, ProgressSink};
-
-/// Passes after the first.
-const PASSES_MAX: u32 = 8;
 
 /// What is read before the capture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,17 +53,13 @@ impl Vm {
         let blocks = self.tracker.shape();
         let mut draft = match pass {
             Pass::Written => shelf.draft(writer, &id, &blocks, options)?,
-            Pass::Everything => {
-                let memory = blocks.iter().map(|block| MemoryEditor::new(block.pages));
-                let hasher = writer.hasher().clone();
-                Draft {
-                    ingested: Ingested::new(memory.collect(), &blocks, hasher, options.dedup),
-                    parent: None,
-                    missing_packs: writer.missing_packs(),
-                    writer,
-                    deltas: false,
-                }
-            }
+            Pass::Everything => Draft {
+                missing_packs: writer.missing_packs(),
+                sink: RepositoryPages::first(writer, &blocks, options.dedup),
+                stream: PageStream::new(&blocks),
+                parent: None,
+                deltas: false,
+            },
         };
         draft.pages_may_come_twice(&blocks);
         let captured = self.pass_and_capture(pass, shelf, &mut draft, options, progress);
@@ -89,18 +84,19 @@ impl Vm {
         let mut wanted = self.wanted(pass)?;
         let mut copied = self.pass(pass, &wanted, shelf, draft, progress)?;
         // What a guest wrote during the pass may be too much again; as long as it gets less, go on.
-        let room = options.copy_buffer_bytes / 2 / PAGE_BYTES;
-        for _ in 0..PASSES_MAX {
-            let last = wanted.pages();
+        let convergence = Convergence::Buffer {
+            bytes: options.copy_buffer_bytes / 2,
+        };
+        for done in 0.. {
+            let before = wanted.pages();
             wanted = self.wanted(Pass::Written)?;
-            let pages = wanted.pages();
-            if pages <= room / 2 || pages > last / 4 * 3 {
+            if !convergence.iterates(wanted.pages(), before, done) {
                 break;
             }
             copied += self.pass(Pass::Written, &wanted, shelf, draft, progress)?;
         }
         let copying = us(begin);
-        let mut captured = self.capture(&draft.writer.hasher().clone(), options)?;
+        let mut captured = self.capture(&draft.sink.writer.hasher().clone(), options)?;
         captured.copying += copying;
         captured.copied.full_pass = copied;
         Ok(captured)
@@ -136,7 +132,7 @@ impl Vm {
         draft: &mut Draft<'_>,
         progress: ProgressSink<'_>,
     ) -> Result<u64, CheckpointError> {
-        let _aside = Confined::to(&aside::processors(&self.target.process));
+        let _aside = Confined::to(&placement::processors(&self.target.process));
         if pass == Pass::Written {
             self.tracker.passed(wanted);
         }

@@ -3,17 +3,19 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use stillframe_repo::{Committed, Manifest, MemoryEditor, RamTable, RepoError, Repository, Writer};
+use stillframe_repo::{Committed, Manifest, RepoError, Repository, Writer};
 use stillframe_sys::affinity::Confined;
 
 use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVICE_STATE, Phases};
 use crate::attach::Parent;
-use crate::capture::block::PAGE_BYTES;
-use crate::capture::cache::DeltaCache;
-use crate::capture::ingest::{BATCH_PAGES, Found, Ingested, Tools};
-use crate::capture::pause::us;
-use crate::capture::tracker::BlockShape;
-use crate::capture::verdict::{Judge, Page};
+use crate::capture::downtime::us;
+use crate::encoding::delta_cache::DeltaCache;
+use crate::encoding::page_encoder::Judge;
+use crate::encoding::page_stream::{BATCH_PAGES, PageStream};
+use crate::memory::BlockShape;
+use crate::memory::Page;
+use crate::memory::outcome::Found;
+use crate::sink::repository::RepositoryPages;
 use crate::{Progress, ProgressSink};
 
 /// What storing knows of the last checkpoint of one attachment.
@@ -35,9 +37,9 @@ pub struct Stored {
 
 /// A checkpoint being written.
 pub(super) struct Draft<'r> {
-    pub(super) writer: Writer<'r>,
+    pub(super) sink: RepositoryPages<'r>,
     pub(super) parent: Option<Parent>,
-    pub(super) ingested: Ingested,
+    pub(super) stream: PageStream,
     pub(super) missing_packs: Vec<String>,
     /// Deltas against the parent may be made: each page comes once.
     pub(super) deltas: bool,
@@ -98,11 +100,9 @@ impl Shelf {
                 return Err(CheckpointError::ParentGone);
             }
         };
-        let memory = parent.tables.iter().map(MemoryEditor::after).collect();
-        let hasher = writer.hasher().clone();
         Ok(Draft {
-            ingested: Ingested::new(memory, blocks, hasher, options.dedup),
-            writer,
+            sink: RepositoryPages::after(writer, &parent.tables, options.dedup),
+            stream: PageStream::new(blocks),
             parent: Some(parent),
             missing_packs,
             deltas: false,
@@ -131,9 +131,9 @@ impl Shelf {
         }
         let begin = Instant::now();
         let manifest = draft.manifest(captured)?;
-        let committed = draft.writer.commit(manifest.clone())?;
+        let committed = draft.sink.writer.commit(manifest.clone())?;
         let commit = us(begin);
-        draft.ingested.remember(&captured.stage, &mut self.cache);
+        draft.stream.remember(&captured.stage, &mut self.cache);
         self.parent = Some(Parent {
             id: committed.id,
             repository,
@@ -146,10 +146,10 @@ impl Shelf {
                 manifest,
                 committed,
                 commit,
-                &draft.ingested,
+                &draft.stream,
                 draft.missing_packs,
             ),
-            found: draft.ingested.found,
+            found: draft.stream.outcome,
         })
     }
 
@@ -177,46 +177,33 @@ impl Shelf {
         pages: &[Page<'_>],
     ) -> Result<(), RepoError> {
         let nothing = DeltaCache::default();
-        let mut tools = Tools {
-            writer: &mut draft.writer,
-            cache: match draft.deltas {
-                true => &self.cache,
-                false => &nothing,
-            },
-            judge: &mut self.judge,
+        let cache = match draft.deltas {
+            true => &self.cache,
+            false => &nothing,
         };
-        draft.ingested.batch(&mut tools, block, pages)
+        let tools = (&mut self.judge, cache);
+        draft.stream.put(&mut draft.sink, tools, block, pages)
     }
 }
 
 impl Draft<'_> {
     /// A pass comes before the stage.
     pub(super) fn pages_may_come_twice(&mut self, blocks: &[BlockShape]) {
-        self.ingested.pages_may_come_twice(blocks);
+        self.stream.pages_may_come_twice(blocks);
     }
 
     /// Stores what the pages are and the device state, and describes it all.
     fn manifest(&mut self, captured: &Captured) -> Result<Manifest, CheckpointError> {
-        let mut ram = Vec::with_capacity(captured.blocks.len());
-        for (block, memory) in captured.blocks.iter().zip(self.ingested.take_memory()) {
-            let written = memory.finish(&mut self.writer)?;
-            ram.push(RamTable {
-                name: block.name.clone(),
-                page_bytes: PAGE_BYTES as u32,
-                pages: block.pages,
-                root: written.root,
-                layers: written.layers,
-            });
-        }
-        let stream = self.writer.put_whole_stream(&captured.device_state)?;
+        let ram = self.sink.finish(&captured.blocks)?;
+        let stream = self.sink.writer.put_whole_stream(&captured.device_state)?;
         Ok(Manifest {
             vm: captured.record.label.clone(),
             time: captured.time,
             parent: self.parent.as_ref().map(|parent| parent.id),
             ram,
             streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
-            pages: self.ingested.counts,
-            bytes_stored: self.writer.bytes_stored(),
+            pages: self.stream.counts.into(),
+            bytes_stored: self.sink.writer.bytes_stored(),
             vm_record: serde_json::to_value(&captured.record).map_err(CheckpointError::Encode)?,
             downtime_us: serde_json::to_value(captured.downtime)
                 .map_err(CheckpointError::Encode)?,
@@ -229,7 +216,7 @@ fn report(
     manifest: Manifest,
     committed: Committed,
     commit: u64,
-    ingested: &Ingested,
+    stream: &PageStream,
     missing_packs: Vec<String>,
 ) -> CheckpointReport {
     CheckpointReport {
@@ -249,8 +236,8 @@ fn report(
         total_us: us(captured.begin),
         phases_us: Phases {
             copy: captured.copying,
-            judge: ingested.judging.as_micros() as u64,
-            write: ingested.writing.as_micros() as u64,
+            judge: stream.encoding.as_micros() as u64,
+            write: stream.writing.as_micros() as u64,
             commit,
         },
         obstacles: captured.record.obstacles.clone(),

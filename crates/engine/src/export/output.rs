@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, OFlags, RenameFlags, linkat, renameat_with};
 use rustix::io::Errno;
 use stillframe_qemu::migration_file::MigrationFileError;
-use stillframe_repo::RepoError;
 
 use super::ExportError;
 
@@ -187,8 +186,7 @@ fn exists(path: &Path) -> ExportError {
 /// Names the file that could not be written, or standard output.
 pub(super) fn blame(file: Option<&Path>, error: ExportError) -> ExportError {
     match error {
-        ExportError::Repo(RepoError::Sink { source, .. } | RepoError::PageSink { source, .. })
-        | ExportError::File(MigrationFileError::Write(source)) => match file {
+        ExportError::File(MigrationFileError::Write(source)) => match file {
             Some(file) => ExportError::Write {
                 file: file.to_owned(),
                 source,

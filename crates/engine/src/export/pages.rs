@@ -51,7 +51,7 @@ impl<'a> Walk<'a> {
         &mut self,
         number: usize,
         mention: Mention<'_>,
-        sink: stillframe_repo::PageSink<'_>,
+        sink: stillframe_repo::PageSink<'_, ExportError>,
     ) -> Result<(), ExportError> {
         // A table that was read takes 33 bytes a page, and goes with its map.
         let Some(map) = self.maps.get_mut(number).and_then(Option::take) else {

@@ -2,7 +2,7 @@
 
 use stillframe_qemu::cpu_state::{self, CpuState};
 use stillframe_qemu::elf_core;
-use stillframe_qemu::migration_file::PAGE_BYTES;
+use stillframe_qemu::migration_file::{MigrationFileError, PAGE_BYTES};
 use stillframe_qemu::page_tables::{self, Mappings, TABLE_BYTES};
 use stillframe_qemu::physical_memory::{self, PhysicalRange};
 
@@ -76,7 +76,8 @@ impl Job<'_> {
                     .step_by(PAGE_BYTES as usize)
                     .find(|&length| place(offset + length) != at + length);
                 let (part, behind) = rest.split_at(together.map_or(rest.len(), |end| end as usize));
-                output.put_io(part, at)?;
+                let put = output.put_io(part, at);
+                put.map_err(|source| ExportError::from(MigrationFileError::Write(source)))?;
                 offset += part.len() as u64;
                 rest = behind;
             }

@@ -8,14 +8,15 @@ use std::ops::Range;
 use std::thread;
 
 use stillframe_qemu::monitor::RamBlock;
-use stillframe_repo::{PageMap, RamTable, RepoError};
 use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use stillframe_sys::process::{Process, ProcessError};
 use stillframe_sys::uffd::UffdError;
 use thiserror::Error;
 
 use super::lazy::FillError;
-use crate::capture::block::{Block, BlockError, PAGE, PAGE_BYTES};
+use crate::memory::BlockShape;
+use crate::memory::block::{Block, BlockError, PAGE, PAGE_BYTES};
+use crate::source::{PageSource, SourceError};
 use crate::{Progress, ProgressSink};
 
 /// Pages gathered before they are read, in the order in which they lie in the repository: bounds
@@ -33,9 +34,9 @@ pub enum PopulateError {
         /// What differs.
         difference: String,
     },
-    /// The checkpoint cannot be read.
+    /// The pages cannot be had.
     #[error(transparent)]
-    Repo(#[from] RepoError),
+    Source(#[from] SourceError),
     /// Its memory cannot be written.
     #[error("cannot write the new VM's memory")]
     Block(#[from] BlockError),
@@ -56,33 +57,33 @@ pub enum PopulateError {
     Pagemap(#[from] PagemapError),
 }
 
-/// Opens the RAM blocks of a fresh QEMU for the page tables of a checkpoint, in their order.
+/// Opens the RAM blocks of a fresh QEMU that are to become these, in their order.
 pub fn open_blocks(
     process: &Process,
     ram: &[RamBlock],
-    tables: &[RamTable],
+    shapes: &[BlockShape],
 ) -> Result<Vec<Block>, PopulateError> {
     if let Some(extra) = ram
         .iter()
-        .find(|block| !tables.iter().any(|table| table.name == block.name))
+        .find(|block| !shapes.iter().any(|shape| shape.name == block.name))
     {
         let difference = format!("{} is not in the checkpoint", extra.name);
         return Err(PopulateError::Blocks { difference });
     }
     let mappings = process.mappings()?;
-    tables
+    shapes
         .iter()
-        .map(|table| {
-            let recorded_bytes = table.pages * u64::from(table.page_bytes);
-            let difference = match ram.iter().find(|block| block.name == table.name) {
+        .map(|shape| {
+            let recorded_bytes = shape.pages * PAGE_BYTES;
+            let difference = match ram.iter().find(|block| block.name == shape.name) {
                 Some(found) if found.used_bytes == recorded_bytes => {
                     return Ok(Block::open(process, &mappings, found, true)?);
                 }
                 Some(found) => format!(
                     "{} has {} bytes, the checkpoint {recorded_bytes}",
-                    table.name, found.used_bytes
+                    shape.name, found.used_bytes
                 ),
-                None => format!("{} is missing", table.name),
+                None => format!("{} is missing", shape.name),
             };
             Err(PopulateError::Blocks { difference })
         })
@@ -90,35 +91,35 @@ pub fn open_blocks(
 }
 
 /// Writes all pages of the checkpoint. Returns how many had content.
-pub fn populate(
+pub fn populate<S: PageSource>(
     process: &Process,
     blocks: &[&Block],
-    maps: Vec<PageMap<'_>>,
+    sources: Vec<S>,
     progress: ProgressSink<'_>,
 ) -> Result<u64, PopulateError> {
     let pagemap = Pagemap::open(process)?;
-    let total = maps.iter().map(PageMap::pages).sum();
+    let total = sources.iter().map(PageSource::pages).sum();
     let mut done = 0;
     let mut written = 0;
     // One after the other, because a table that was read takes 33 bytes a page.
-    for (block, map) in blocks.iter().zip(maps) {
+    for (block, source) in blocks.iter().zip(sources) {
         let in_use = in_use(&pagemap, block)?;
-        map.read_rest()?;
+        source.prepare()?;
         let mut used = in_use.into_iter().flatten().peekable();
-        for start in (0..map.pages()).step_by(WINDOW_PAGES as usize) {
-            let end = map.pages().min(start + WINDOW_PAGES);
+        for start in (0..source.pages()).step_by(WINDOW_PAGES as usize) {
+            let end = source.pages().min(start + WINDOW_PAGES);
             // Zeros where something is, content everywhere.
             let is_used = |page: u64| {
                 while used.next_if(|&used| used < page).is_some() {}
                 used.peek() == Some(&page)
             };
-            written += write_pages(block, &map, start..end, is_used)?;
+            written += write_pages(block, &source, start..end, is_used)?;
             progress(Progress::Populating {
                 done: done + end,
                 total,
             });
         }
-        done += map.pages();
+        done += source.pages();
     }
     Ok(written)
 }
@@ -142,15 +143,15 @@ pub(super) fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>
 
 /// Writes those of the pages that have content, and zeros where `is_used` says that something is.
 /// Returns how many had content. Only memory is touched that `is_used`, or that gets content.
-pub(super) fn write_pages(
+pub(super) fn write_pages<S: PageSource>(
     block: &Block,
-    map: &PageMap<'_>,
+    source: &S,
     pages: impl IntoIterator<Item = u64>,
     mut is_used: impl FnMut(u64) -> bool,
 ) -> Result<u64, PopulateError> {
     let mut with_content = Vec::new();
-    for page in pages.into_iter().filter(|&page| page < map.pages()) {
-        match map.is_zero(page)? {
+    for page in pages.into_iter().filter(|&page| page < source.pages()) {
+        match source.is_zero(page)? {
             false => with_content.push(page),
             true if is_used(page) => block.write(page, &[0; PAGE])?,
             true => {}
@@ -160,7 +161,7 @@ pub(super) fn write_pages(
     let threads = thread::available_parallelism()
         .map_or(1, std::num::NonZero::get)
         .min(8);
-    super::read_pages(map, with_content, threads, |page, bytes| {
+    source.fetch_many(with_content, threads, &|page, bytes| {
         block.write(page, bytes).map_err(PopulateError::from)
     })?;
     Ok(written)

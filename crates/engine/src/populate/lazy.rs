@@ -8,20 +8,19 @@
 //!
 //! A userfaultfd in QEMU reports pages that are missing. QEMU keeps a copy of it for as long as its memory
 //! is not complete: should this process be killed, whoever touches a missing page waits (with no copy left
-//! he would find zeros), the guardian pauses the VM, and another process can go on ([`record`]).
+//! he would find zeros), the guardian pauses the VM, and another process can go on ([`crate::restore::filling_record`]).
 //! Nothing of it remains in QEMU when the last page was filled.
 
-mod ahead;
-mod asked;
-mod filler;
-mod first;
-mod hold;
+mod access_trace;
+mod background_fill;
+mod fault_around;
+mod fault_batching;
+mod fault_handler;
+mod fill_order;
 mod memory;
-mod near;
 pub mod prefetch;
-pub mod record;
-mod server;
-mod trouble;
+mod prefetch_queue;
+mod stall;
 
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -33,26 +32,27 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use stillframe_repo::{PageMap, Reader};
 use stillframe_sys::affinity;
 use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::Process;
 use stillframe_sys::uffd::{Track, Uffd, UffdError};
 
 use super::eager::{self, PopulateError};
-use crate::capture::block::{Block, PAGE_BYTES};
 use crate::guardian::{HEARTBEAT, Heartbeat};
-use ahead::Ahead;
-use asked::Page;
-use filler::Filler;
-pub use first::First;
-use hold::Holding;
+use crate::memory::block::{Block, PAGE_BYTES};
+use access_trace::Page;
+use background_fill::Filler;
+use fault_around::Near;
+use fault_batching::Holding;
+use fault_handler::Server;
+pub use fill_order::First;
 use memory::LazyMemory;
 pub use memory::{FillError, Filling};
-use near::Near;
 use prefetch::Piece;
-use server::Server;
-use trouble::Trouble;
+use prefetch_queue::Ahead;
+use stall::Trouble;
+
+use crate::source::PageSource;
 
 /// Threads that serve faults: each waits for the repository by itself.
 const SERVERS_MAX: usize = 4;
@@ -75,8 +75,8 @@ pub enum News {
 }
 
 /// The memory of a QEMU, being filled.
-pub struct Lazy<'a> {
-    memory: LazyMemory<'a>,
+pub struct Lazy<S> {
+    memory: LazyMemory<S>,
     /// What was asked for the last times.
     working_set: Ahead,
     holding: Holding,
@@ -97,9 +97,9 @@ pub struct Lazy<'a> {
 }
 
 /// Ends the threads when dropped; what is missing then stays missing.
-pub struct EndOnDrop<'l, 'a>(&'l Lazy<'a>);
+pub struct EndOnDrop<'l, S>(&'l Lazy<S>);
 
-impl Drop for EndOnDrop<'_, '_> {
+impl<S> Drop for EndOnDrop<'_, S> {
     fn drop(&mut self) {
         self.0.end.store(true, Ordering::Relaxed);
         // Cannot fail: the counter is far from full.
@@ -120,23 +120,23 @@ pub fn register(uffd: &Uffd, block: &Block, page_bytes: u64) -> Result<bool, Uff
     }
 }
 
-impl<'a> Lazy<'a> {
+impl<S: PageSource> Lazy<S> {
     /// For blocks that are registered with `uffd`. Pages that are there already are left alone. No more than
     /// `bytes_per_s` is filled of what nobody asks for.
     pub fn new(
         uffd: Uffd,
         blocks: &[&Block],
-        maps: Vec<PageMap<'a>>,
+        sources: Vec<S>,
         mut first: First,
         bytes_per_s: Option<NonZeroU64>,
         marks: File,
-    ) -> Result<Lazy<'a>, PopulateError> {
+    ) -> Result<Lazy<S>, PopulateError> {
         let mut lazy = Vec::new();
         let mut newest = Vec::new();
-        for (number, (block, map)) in blocks.iter().zip(maps).enumerate() {
-            let changes = map.newest_changes().iter();
+        for (number, (block, source)) in blocks.iter().zip(sources).enumerate() {
+            let changes = source.likely_first().iter();
             newest.extend(changes.map(|&page| (number, u64::from(page))));
-            lazy.push((block.range(), map));
+            lazy.push((block.range(), source));
         }
         newest.truncate(NEWEST_MAX);
         let (to_keeper, ended) = unbounded();
@@ -164,7 +164,7 @@ impl<'a> Lazy<'a> {
         for (lazy, block) in self.memory.blocks.iter().zip(blocks) {
             let in_use = eager::in_use(&pagemap, block)?;
             let used = in_use.iter().cloned().flatten();
-            eager::write_pages(block, &lazy.map, used, |_| true)?;
+            eager::write_pages(block, &lazy.source, used, |_| true)?;
             for pages in in_use {
                 lazy.settle(pages);
             }
@@ -196,22 +196,18 @@ impl<'a> Lazy<'a> {
     }
 
     /// Makes sure that the threads end with the scope they are started in.
-    pub fn end_on_drop(&self) -> EndOnDrop<'_, 'a> {
+    pub fn end_on_drop(&self) -> EndOnDrop<'_, S> {
         EndOnDrop(self)
     }
 
     /// Starts serving faults.
-    pub fn serve<'s>(
-        &'s self,
-        scope: &'s Scope<'s, '_>,
-        reader: &'s Reader<'_>,
-    ) -> Result<(), PopulateError> {
+    pub fn serve<'s>(&'s self, scope: &'s Scope<'s, '_>) -> Result<(), PopulateError> {
         let processors = affinity::of_this_thread().len();
         for number in 0..processors.clamp(2, SERVERS_MAX) {
             let server = Server {
                 number,
                 memory: &self.memory,
-                near: Near::new(&self.memory, reader)?,
+                near: Near::new(&self.memory),
                 ahead: &self.working_set,
                 holding: self.bytes_per_s.is_none().then_some(&self.holding),
                 trouble: &self.trouble,
@@ -256,14 +252,9 @@ impl<'a> Lazy<'a> {
     }
 
     /// Starts filling what nobody asks for.
-    pub fn fill<'s>(
-        &'s self,
-        scope: &'s Scope<'s, '_>,
-        reader: &'s Reader<'_>,
-    ) -> Result<(), PopulateError> {
+    pub fn fill<'s>(&'s self, scope: &'s Scope<'s, '_>) -> Result<(), PopulateError> {
         let filler = Filler {
             memory: &self.memory,
-            reader,
             // The other half is the guest's: measured, more threads take from it what they gain.
             threads: affinity::of_this_thread().len().div_ceil(2),
             bytes_per_s: self.bytes_per_s,

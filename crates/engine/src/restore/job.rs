@@ -3,21 +3,17 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use stillframe_fault::{self as fault, Point};
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::launch::{self, LaunchPlan, Launched};
-use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, WorkingSet};
+use stillframe_qemu::launch::LaunchPlan;
+use stillframe_repo::{CheckpointId, Manifest, Reader, WorkingSet};
 use stillframe_sys::process::Process;
 
 use super::{
-    LOAD_LIMIT, LazyEvent, LazyReport, LazySink, RestoreError, RestoreOptions, RestorePhases,
-    RestoreReport,
+    LazyEvent, LazyReport, LazySink, RestoreError, RestoreOptions, RestorePhases, RestoreReport,
 };
-use crate::aftercare::{self, ClockReport};
-use crate::capture::block::Block;
-use crate::guardian::{Guardian, LastDuty};
-use crate::populate::base::Base;
-use crate::populate::eager;
+use crate::memory::block::Block;
+use crate::post_restore::{self, ClockReport};
+use crate::template::Base;
 use crate::verify::{Image, VerifyReport};
 
 /// Measures them.
@@ -88,59 +84,11 @@ pub(crate) struct Job<'j> {
 }
 
 impl Job<'_> {
-    /// Fills all memory before the guest runs.
-    pub(crate) fn run_eagerly(
-        &self,
-        mut launched: Launched,
-        guardian: &Guardian,
-        maps: Vec<PageMap<'_>>,
-        mut clock: PhaseClock,
-        events: LazySink<'_>,
-    ) -> Result<Done, RestoreError> {
-        let ram = launched.monitor.ram_blocks()?;
-        let blocks = eager::open_blocks(&launched.process, &ram, &self.manifest.ram)?;
-        let blocks: Vec<&Block> = blocks.iter().collect();
-        let progress = &mut |progress| events(LazyEvent::Progress(progress));
-        let pages = match self.base {
-            Some(base) => base.complete(&launched.process, &blocks, maps, progress)?,
-            None => eager::populate(&launched.process, &blocks, maps, progress)?,
-        };
-        // Before the device state, because loading it may rightly change memory: KVM writes each vCPU's
-        // paravirtual clock anew when QEMU hands it the clock's address.
-        let verify = match self.options.verify {
-            true => Some(self.verify(&blocks, events)?),
-            false => None,
-        };
-        clock.phases.memory = clock.lap();
-        launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
-        clock.phases.device_state = clock.lap();
-        fault::at(Point::RestoreLoaded)?;
-        // Before it runs: a VM that has run is nobody's to end.
-        guardian.last_duty(LastDuty::Nothing)?;
-        let mut suspended = false;
-        if !self.options.paused {
-            launched.monitor.cont()?;
-            aftercare::announce(&mut launched.monitor);
-            suspended = launched.monitor.is_suspended();
-        }
-        clock.phases.cont = clock.lap();
-        let (process, _) = launched.keep();
-        Ok(Done {
-            process,
-            pages,
-            phases: clock.phases,
-            lazy: None,
-            suspended,
-            clock: self.set_clock(suspended),
-            verify,
-        })
-    }
-
     /// Sets the clock of the guest. The agent of a suspended one does not answer; when it wakes, it takes the time from
     /// the machine's clock, which is right.
     pub(super) fn set_clock(&self, suspended: bool) -> Option<ClockReport> {
         let agent = self.agent.as_deref().filter(|_| !suspended);
-        agent.map(aftercare::set_clock)
+        agent.map(post_restore::set_clock)
     }
 
     /// Compares all of memory with the checkpoint; an error if it differs.

@@ -10,7 +10,6 @@ use std::path::Path;
 use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
 use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::launch::{self, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock, Reached};
@@ -20,16 +19,18 @@ use stillframe_repo::{PageMap, RamTable, Reader, WorkingSet};
 use stillframe_sys::process::Process;
 use stillframe_sys::uffd::{Uffd, UffdError};
 
+use super::events::{LazyEvent, LazyReport, LazySink};
 use super::job::{Done, Job, PhaseClock, known_pages, micros};
 use super::{LOAD_LIMIT, RestoreError};
 use crate::Progress;
-use crate::aftercare::{self, ClockReport};
-use crate::capture::block::Block;
 use crate::guardian::{Guardian, LastDuty};
+use crate::memory::block::Block;
 use crate::populate::eager::{self, PopulateError};
 use crate::populate::lazy::prefetch::Prefetched;
-use crate::populate::lazy::record::{Files, FillingRecord};
 use crate::populate::lazy::{self, FillError, Filling, First, Lazy, News};
+use crate::post_restore::{self, ClockReport};
+use crate::restore::filling_record::{Files, FillingRecord};
+use crate::source::repository::shapes;
 use crate::verify::VerifyReport;
 
 /// How often the VM is looked after while its memory is filled.
@@ -40,57 +41,6 @@ const WAITED_MAX: Duration = Duration::from_secs(1);
 const MONITOR_LIMIT: Duration = Duration::from_secs(90);
 /// How often it is told why a page cannot be filled.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
-
-/// What happens while memory is filled.
-#[derive(Debug, Clone)]
-pub enum LazyEvent {
-    /// How far it is.
-    Progress(Progress),
-    /// The guest runs (or is ready, paused), so many microseconds after the call.
-    Runs {
-        /// That.
-        after_us: u64,
-    },
-    /// The guest waits for a page that cannot be had: it was paused.
-    Waits {
-        /// Why.
-        reason: String,
-    },
-    /// The repository takes no lease: `forget` and `prune` on another host may remove what is not read yet.
-    NotLeased {
-        /// Why.
-        reason: String,
-    },
-    /// All pages are to be had again: the guest was resumed.
-    GoesOn,
-    /// Pages that nobody waits for cannot be had now; they are tried again.
-    CannotFill {
-        /// Why.
-        reason: String,
-    },
-}
-
-/// Where [`LazyEvent`]s go.
-pub type LazySink<'a> = &'a mut dyn FnMut(LazyEvent);
-
-/// What a lazy restore did.
-#[derive(Debug, Clone, Default, Serialize)]
-pub struct LazyReport {
-    /// From the call to the running guest, in microseconds.
-    pub runs_after_us: u64,
-    /// How often the guest had to wait for a page.
-    pub faults: u64,
-    /// The same in each of the first steps of 10 ms, up to the last in which it had to.
-    pub faults_each_10_ms: Vec<u64>,
-    /// Pages of the working set that was filled first, if one was recorded when the checkpoint was last
-    /// restored.
-    pub working_set: Option<usize>,
-    /// Pages of the working set that was recorded now, because the guest asked for pages that were not in
-    /// the one before, or came too late.
-    pub recorded: Option<usize>,
-    /// Pages that were read while QEMU started.
-    pub prefetched: u64,
-}
 
 /// RAM blocks.
 struct Memory<'j> {
@@ -142,8 +92,8 @@ impl Job<'_> {
         .map_err(PopulateError::from)?;
         thread::scope(|scope| {
             let _end = lazy.end_on_drop();
-            lazy.serve(scope, self.reader)?;
-            lazy.fill(scope, self.reader)?;
+            lazy.serve(scope)?;
+            lazy.fill(scope)?;
             clock.phases.memory = clock.lap();
             launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
             clock.phases.device_state = clock.lap();
@@ -178,7 +128,7 @@ impl Job<'_> {
         });
         let mut suspended = false;
         if !self.options.paused {
-            aftercare::announce(&mut keeper.monitor);
+            post_restore::announce(&mut keeper.monitor);
             suspended = keeper.monitor.is_suspended();
         }
         let set_clock = scope.spawn(move || self.set_clock(suspended));
@@ -205,7 +155,7 @@ impl Job<'_> {
 
     /// Records the working set for the next time, where anything was learned; how many pages it has now. It
     /// is a hint only: that it cannot be recorded (a repository that is read-only, say) is no error.
-    fn record(&self, lazy: &Lazy<'_>, places: &[u32]) -> Option<usize> {
+    fn record(&self, lazy: &Lazy<PageMap<'_>>, places: &[u32]) -> Option<usize> {
         if self.options.paused {
             return None;
         }
@@ -228,7 +178,7 @@ impl Job<'_> {
         events: LazySink<'_>,
     ) -> Result<Memory<'m>, RestoreError> {
         let ram = launched.monitor.ram_blocks()?;
-        let blocks = eager::open_blocks(&launched.process, &ram, &self.manifest.ram)?;
+        let blocks = eager::open_blocks(&launched.process, &ram, &shapes(&self.manifest.ram))?;
         let mut lazily = Memory {
             blocks: Vec::new(),
             maps: Vec::new(),
@@ -289,7 +239,7 @@ pub(super) fn resume(
             .map_err(PopulateError::from)?,
     );
     let tables = tables_of(&record, &files, reader)?;
-    let blocks = eager::open_blocks(&process, &record.blocks, &tables)?;
+    let blocks = eager::open_blocks(&process, &record.blocks, &shapes(&tables))?;
     let blocks: Vec<&Block> = blocks.iter().collect();
     let maps = tables
         .iter()
@@ -299,7 +249,7 @@ pub(super) fn resume(
     lazy.settle_present(&process, &blocks)?;
     thread::scope(|scope| {
         let _end = lazy.end_on_drop();
-        lazy.serve(scope, reader)?;
+        lazy.serve(scope)?;
         // The one that was killed may have heard of them and not answered.
         lazy.wake_all().map_err(PopulateError::from)?;
         // Only now: QEMU's main thread may have been waiting for a page itself.
@@ -321,8 +271,8 @@ pub(super) fn resume(
         // It has stood still since the other process was killed.
         let suspended = keeper.monitor.is_suspended();
         let agent = agent.filter(|_| !suspended);
-        let set_clock = scope.spawn(move || agent.as_deref().map(aftercare::set_clock));
-        lazy.fill(scope, reader)?;
+        let set_clock = scope.spawn(move || agent.as_deref().map(post_restore::set_clock));
+        lazy.fill(scope)?;
         keeper.until_complete(events)?;
         let mut done = keeper.done(clock, runs_after_us, None);
         done.clock = joined(set_clock);
@@ -360,7 +310,7 @@ fn complete_already(
             ..LazyReport::default()
         }),
         suspended,
-        clock: agent.map(aftercare::set_clock),
+        clock: agent.map(post_restore::set_clock),
         verify: None,
     })
 }
@@ -420,7 +370,7 @@ struct Keeper<'l, 'a> {
     monitor: Monitor,
     guardian: Guardian,
     files: Files,
-    lazy: &'l Lazy<'a>,
+    lazy: &'l Lazy<PageMap<'a>>,
     record: FillingRecord,
     /// The guest was paused by us, with this command.
     paused: Option<Ticket>,
@@ -435,7 +385,7 @@ impl<'l, 'a> Keeper<'l, 'a> {
         monitor: Monitor,
         guardian: Guardian,
         files: Files,
-        lazy: &'l Lazy<'a>,
+        lazy: &'l Lazy<PageMap<'a>>,
         record: FillingRecord,
     ) -> Keeper<'l, 'a> {
         Keeper {

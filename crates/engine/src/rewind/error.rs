@@ -8,14 +8,15 @@ use stillframe_qemu::reload::ReloadError;
 use stillframe_repo::RepoError;
 use thiserror::Error;
 
-use crate::capture::block::BlockError;
 use crate::capture::device_state::StateError;
 use crate::capture::devices::DevicesError;
-use crate::capture::tracker::TrackerError;
+use crate::capture::paused_vm::PausedError;
 use crate::guardian::GuardianError;
 use crate::inhibitor::InhibitorError;
+use crate::memory::block::BlockError;
 use crate::populate::eager::PopulateError;
 use crate::restore::RestoreError;
+use crate::tracking::error::TrackerError;
 use crate::verify::VerifyError;
 
 /// Why the VM was not rewound. Unless it says otherwise, it goes on as if nothing had been.
@@ -166,4 +167,15 @@ pub enum RewindError {
         /// What failed then.
         why: String,
     },
+}
+
+impl From<PausedError> for RewindError {
+    fn from(error: PausedError) -> RewindError {
+        match error {
+            PausedError::Guardian(error) => error.into(),
+            PausedError::Monitor(error) => error.into(),
+            PausedError::Inhibitor(error) => error.into(),
+            PausedError::Overrun { limit_ms } => RewindError::Overrun { limit_ms },
+        }
+    }
 }

@@ -14,9 +14,9 @@ use stillframe_repo::PageMap;
 use stillframe_sys::affinity;
 
 use super::RewindError;
-use crate::capture::block::{Block, BlockError, PAGE, PAGE_BYTES};
-use crate::capture::verdict::{Page, hash_all};
-use crate::populate;
+use crate::encoding::page_encoder::hash_all;
+use crate::memory::Page;
+use crate::memory::block::{Block, BlockError, PAGE, PAGE_BYTES};
 
 /// Pages of a VM that are read at once.
 const CHUNK_PAGES: u64 = 2048;
@@ -105,7 +105,7 @@ impl<'a> StagedBlock<'a> {
         let mut wanted: Vec<u64> = pages.into_iter().collect();
         wanted.retain(|&page| !self.held.get(PageIndex(page)));
         let found = Mutex::new((Vec::new(), room));
-        populate::read_pages(&self.map, wanted, threads(), |first, bytes| {
+        self.map.read_pages(wanted, threads(), &|first, bytes| {
             let there = self.read(first, bytes.len())?;
             let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
             let (pieces, room) = &mut *found;

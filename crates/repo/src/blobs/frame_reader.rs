@@ -1,7 +1,6 @@
 //! Frames: fetched from their packs, opened, decoded, and cut into blobs again.
 
 use std::fs::File;
-use std::io;
 
 use stillframe_page::encoding::{Decoder, Kind};
 use stillframe_page::hash::{ContentHasher, ContentId};
@@ -73,12 +72,12 @@ impl<'a> FrameReader<'a> {
 
     /// Reads a run of neighbouring frames and hands over the blobs wanted from them, those together
     /// that lie one behind the other and belong together.
-    pub(crate) fn read_run<T: Copy>(
+    pub(crate) fn read_run<T: Copy, E: From<RepoError>>(
         &mut self,
         run: &[Wanted<T>],
         joins: fn(T, T) -> bool,
-        sink: &dyn Fn(T, &[u8]) -> io::Result<()>,
-    ) -> Result<(), RepoError> {
+        sink: &dyn Fn(T, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         let (Some(first), Some(last)) = (run.first(), run.last()) else {
             return Ok(());
         };
@@ -106,10 +105,7 @@ impl<'a> FrameReader<'a> {
             }
             let bytes = last.at.offset + last.at.bytes - first.at.offset;
             let together = self.slice(&Place { bytes, ..first.at })?;
-            sink(first.tag, together).map_err(|source| RepoError::Sink {
-                id: first.id,
-                source,
-            })?;
+            sink(first.tag, together)?;
         }
         Ok(())
     }

@@ -6,7 +6,6 @@
 
 pub(crate) mod frame_reader;
 
-use std::io;
 use std::iter::Peekable;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,7 +33,7 @@ const RUN_BYTES_MAX: u32 = 1 << 20;
 const GAP_BYTES_MAX: u32 = 64 << 10;
 
 /// Where blobs go: what the first of them is called, and the bytes of all.
-type Sink<'s, T> = &'s (dyn Fn(T, &[u8]) -> io::Result<()> + Sync);
+type Sink<'s, T, E> = &'s (dyn Fn(T, &[u8]) -> Result<(), E> + Sync);
 
 impl<'a> Blobs<'a> {
     /// The bytes of one blob, verified against its id.
@@ -49,7 +48,7 @@ impl<'a> Blobs<'a> {
         let wanted = (0..).zip(ids).map(|(at, &id)| (id, at)).collect();
         self.read_sorted(wanted, 1, &|at: usize, bytes| {
             lock(&found)[at] = bytes.to_vec();
-            Ok(())
+            Ok::<(), RepoError>(())
         })?;
         Ok(found
             .into_inner()
@@ -57,26 +56,26 @@ impl<'a> Blobs<'a> {
     }
 
     /// Hands each wanted blob to `sink`, in the order they lie in the repository, from up to
-    /// `threads` threads at once. Each blob is verified against its id first. The first error
-    /// ends it; some blobs have been handed over by then.
-    pub fn read_sorted<T: Copy + Send>(
+    /// `threads` threads at once. Each blob is verified against its id first. The first error, of reading or
+    /// of `sink`, ends it; some blobs have been handed over by then.
+    pub fn read_sorted<T: Copy + Send, E: From<RepoError> + Send>(
         &self,
         wanted: Vec<(ContentId, T)>,
         threads: usize,
-        sink: &(dyn Fn(T, &[u8]) -> io::Result<()> + Sync),
-    ) -> Result<(), RepoError> {
+        sink: Sink<'_, T, E>,
+    ) -> Result<(), E> {
         self.read_joined(wanted, threads, |_, _| false, sink)
     }
 
     /// As [`Blobs::read_sorted`]; where one blob lies right behind another and `joins` says so of what
     /// they are called, they are handed over together, under the name of the first.
-    pub(crate) fn read_joined<T: Copy + Send>(
+    pub(crate) fn read_joined<T: Copy + Send, E: From<RepoError> + Send>(
         &self,
         wanted: Vec<(ContentId, T)>,
         threads: usize,
         joins: fn(T, T) -> bool,
-        sink: Sink<'_, T>,
-    ) -> Result<(), RepoError> {
+        sink: Sink<'_, T, E>,
+    ) -> Result<(), E> {
         let at = Place::default();
         let wanted = wanted.into_iter().map(|(id, tag)| Wanted { at, id, tag });
         let mut located: Vec<Wanted<T>> = wanted.collect();
@@ -90,7 +89,7 @@ impl<'a> Blobs<'a> {
         if threads <= 1 {
             return work();
         }
-        let failure: Mutex<Option<RepoError>> = Mutex::new(None);
+        let failure: Mutex<Option<E>> = Mutex::new(None);
         std::thread::scope(|scope| {
             for _ in 0..threads {
                 scope.spawn(|| {
@@ -122,13 +121,13 @@ impl<'a> Blobs<'a> {
     }
 
     /// Takes runs until there are none left or another thread failed.
-    fn read_runs<T: Copy>(
+    fn read_runs<T: Copy, E: From<RepoError>>(
         &self,
         runs: &Mutex<Runs<T>>,
         failed: &AtomicBool,
         joins: fn(T, T) -> bool,
-        sink: Sink<'_, T>,
-    ) -> Result<(), RepoError> {
+        sink: Sink<'_, T, E>,
+    ) -> Result<(), E> {
         let mut reader = self.frame_reader()?;
         while !failed.load(Ordering::Relaxed) {
             let run = lock(runs).next_run();
@@ -144,15 +143,15 @@ impl<'a> Blobs<'a> {
     }
 
     /// Reads a run whose pack cannot be opened from where its blobs are now.
-    fn read_elsewhere<T: Copy>(
+    fn read_elsewhere<T: Copy, E: From<RepoError>>(
         &self,
         reader: &mut FrameReader<'_>,
         run: Vec<Wanted<T>>,
         failure: RepoError,
-        sink: Sink<'_, T>,
-    ) -> Result<(), RepoError> {
+        sink: Sink<'_, T, E>,
+    ) -> Result<(), E> {
         if !self.is_elsewhere(run[0].at.pack)? {
-            return Err(failure);
+            return Err(failure.into());
         }
         for mut wanted in run {
             wanted.at = self.index.find(&wanted.id)?;

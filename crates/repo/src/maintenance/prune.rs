@@ -275,21 +275,8 @@ impl Repository {
             })
             .map(|id| (id, id))
             .collect();
-        let failure = Mutex::new(None);
-        let result = self
-            .blobs()
-            .read_sorted(wanted, 1, &|id: ContentId, bytes| {
-                lock(packer).add(id, bytes).map_err(|error| {
-                    let text = std::io::Error::other(error.to_string());
-                    lock(&failure).get_or_insert(error);
-                    text
-                })
-            });
-        // The cause matters, not that a blob could not be handed on.
-        match lock(&failure).take() {
-            Some(error) => Err(error),
-            None => result,
-        }
+        let add = |id: ContentId, bytes: &[u8]| lock(packer).add(id, bytes);
+        self.blobs().read_sorted(wanted, 1, &add)
     }
 
     /// Writes an index that tells of the kept and the new packs, in place of the old one.

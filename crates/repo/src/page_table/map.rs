@@ -1,6 +1,5 @@
 //! What every page of a RAM block is at one checkpoint: its page table, and the layers over it.
 
-use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 
@@ -27,7 +26,7 @@ pub struct PageVersion {
 }
 
 /// Where contents go: the number of a page, and its bytes, and behind them those of the pages after it.
-pub type PageSink<'s> = &'s (dyn Fn(u64, &[u8]) -> io::Result<()> + Sync);
+pub type PageSink<'s, E> = &'s (dyn Fn(u64, &[u8]) -> Result<(), E> + Sync);
 
 /// All pages of a RAM block at one checkpoint. The table is read where it is needed, a segment (2 MiB of
 /// memory) at a time, and kept: 33 bytes a page.
@@ -159,6 +158,11 @@ impl<'a> PageMap<'a> {
             && self.deltas.of(page as u32) == self.deltas.of(other as u32)
     }
 
+    /// Where its blobs are read from.
+    pub(crate) fn blobs(&self) -> Blobs<'a> {
+        self.blobs
+    }
+
     /// Whether a pack is gone, and what lay in it may be found elsewhere now.
     pub(crate) fn is_elsewhere(&self, pack: u32) -> Result<bool, RepoError> {
         self.blobs.is_elsewhere(pack)
@@ -194,14 +198,14 @@ impl<'a> PageMap<'a> {
     }
 
     /// Hands each of the wanted pages to `sink`, in no order, from up to `threads` threads at once.
-    /// Every blob they are made of is verified against its id. The first error ends it; some pages
-    /// have been handed over by then. Takes about 130 bytes a page, and 5 MiB a thread.
-    pub fn read_pages(
+    /// Every blob they are made of is verified against its id. The first error, of reading or of `sink`, ends it;
+    /// some pages have been handed over by then. Takes about 130 bytes a page, and 5 MiB a thread.
+    pub fn read_pages<E: From<RepoError> + Send>(
         &self,
         wanted: impl IntoIterator<Item = u64>,
         threads: usize,
-        sink: PageSink<'_>,
-    ) -> Result<(), RepoError> {
+        sink: PageSink<'_, E>,
+    ) -> Result<(), E> {
         let mut whole = Vec::new();
         let mut changed = Vec::new();
         for page in wanted {
@@ -209,10 +213,7 @@ impl<'a> PageMap<'a> {
                 // A table has less than 2^30 pages.
                 _ if self.deltas.has(page as u32) => changed.push(page as u32),
                 PageRef::Stored(id) => whole.push((id, page)),
-                PageRef::Zero => {
-                    let sunk = sink(page, &[0; PAGE_BYTES]);
-                    sunk.map_err(|source| RepoError::PageSink { page, source })?;
-                }
+                PageRef::Zero => sink(page, &[0; PAGE_BYTES])?,
             }
         }
         let next = |page: u64, other: u64| page + 1 == other;
@@ -235,15 +236,15 @@ impl<'a> PageMap<'a> {
             .unwrap_or_else(|poisoned| poisoned.into_inner()))
     }
 
-    fn read_changed(
+    fn read_changed<E: From<RepoError> + Send>(
         &self,
         pages: &[u32],
         threads: usize,
-        sink: PageSink<'_>,
-    ) -> Result<(), RepoError> {
+        sink: PageSink<'_, E>,
+    ) -> Result<(), E> {
         let groups = Mutex::new(pages.chunks(GROUP_PAGES));
         let failed = AtomicBool::new(false);
-        let failure: Mutex<Option<RepoError>> = Mutex::new(None);
+        let failure: Mutex<Option<E>> = Mutex::new(None);
         let work = || {
             let mut memory = Vec::new();
             while !failed.load(Ordering::Relaxed) {
@@ -269,12 +270,12 @@ impl<'a> PageMap<'a> {
         failure.map_or(Ok(()), Err)
     }
 
-    fn read_group(
+    fn read_group<E: From<RepoError>>(
         &self,
         group: &[u32],
         memory: &mut Vec<u8>,
-        sink: PageSink<'_>,
-    ) -> Result<(), RepoError> {
+        sink: PageSink<'_, E>,
+    ) -> Result<(), E> {
         memory.clear();
         memory.resize(group.len() * PAGE_BYTES, 0);
         let mut stored = Vec::new();
@@ -292,18 +293,21 @@ impl<'a> PageMap<'a> {
         for together in group.chunk_by(|page, next| page + 1 == *next) {
             let (bytes, behind) = rest.split_at(together.len() * PAGE_BYTES);
             rest = behind;
-            let page = together[0].into();
-            sink(page, bytes).map_err(|source| RepoError::PageSink { page, source })?;
+            sink(together[0].into(), bytes)?;
         }
         Ok(())
     }
 }
 
-fn copy_pages(into: &mut [u8], slot: usize, bytes: &[u8]) -> io::Result<()> {
+fn copy_pages(into: &mut [u8], slot: usize, bytes: &[u8]) -> Result<(), RepoError> {
     let start = slot * PAGE_BYTES;
     match into.get_mut(start..start + bytes.len()) {
         Some(pages) if bytes.len().is_multiple_of(PAGE_BYTES) => pages.copy_from_slice(bytes),
-        _ => return Err(io::Error::other("it has not the length of a page")),
+        _ => {
+            return Err(RepoError::Table {
+                what: "a blob of a page has not the length of a page".into(),
+            });
+        }
     }
     Ok(())
 }

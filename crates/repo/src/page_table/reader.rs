@@ -1,8 +1,6 @@
 //! Single pages out of page maps, for somebody who cannot wait for many: a guest that touches a page
 //! which is not there yet.
 
-use std::io;
-
 use stillframe_page::delta::PAGE_BYTES;
 use stillframe_page::hash::ContentId;
 
@@ -14,9 +12,7 @@ use crate::page_table::map::PageMap;
 use crate::page_table::table::PageRef;
 
 /// Where pages go: the number of the first, and the bytes of all.
-pub type NearSink<'s> = &'s mut dyn FnMut(u64, &[u8]) -> io::Result<()>;
-
-type HandOver<'s> = &'s mut dyn FnMut(u64, &[u8]) -> Result<(), RepoError>;
+pub type NearSink<'s, E> = &'s mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
 
 /// When a page is handed over.
 #[derive(Clone, Copy)]
@@ -33,6 +29,16 @@ pub struct PageReader<'a> {
     frames: FrameReader<'a>,
 }
 
+impl<'a> PageMap<'a> {
+    /// A reader of single pages, for all page maps of this repository.
+    ///
+    /// # Errors
+    /// No decoder can be had.
+    pub fn page_reader(&self) -> Result<PageReader<'a>, RepoError> {
+        PageReader::new(self.blobs())
+    }
+}
+
 impl<'a> PageReader<'a> {
     /// For page maps of the same repository.
     pub fn new(from: impl Into<Blobs<'a>>) -> Result<PageReader<'a>, RepoError> {
@@ -44,41 +50,38 @@ impl<'a> PageReader<'a> {
     /// Hands over a page, and then those of `neighbours` (which ascend) that are now quickly made: they
     /// lie in the same frame, or have their changes in the same deltas. Every blob is verified against
     /// its id.
-    pub fn read_near(
+    pub fn read_near<E: From<RepoError>>(
         &mut self,
         map: &PageMap<'_>,
         page: u64,
         neighbours: &[u64],
-        sink: NearSink<'_>,
-    ) -> Result<(), RepoError> {
+        sink: NearSink<'_, E>,
+    ) -> Result<(), E> {
         self.read(map, (page, Haste::First), neighbours, sink)
     }
 
     /// As [`PageReader::read_near`], where nobody waits for the page: it is handed over in its place among
     /// the others, and together with those that lie beside it.
-    pub fn read_together(
+    pub fn read_together<E: From<RepoError>>(
         &mut self,
         map: &PageMap<'_>,
         page: u64,
         neighbours: &[u64],
-        sink: NearSink<'_>,
-    ) -> Result<(), RepoError> {
+        sink: NearSink<'_, E>,
+    ) -> Result<(), E> {
         self.read(map, (page, Haste::InItsPlace), neighbours, sink)
     }
 
-    fn read(
+    fn read<E: From<RepoError>>(
         &mut self,
         map: &PageMap<'_>,
         page: (u64, Haste),
         neighbours: &[u64],
-        sink: NearSink<'_>,
-    ) -> Result<(), RepoError> {
-        let mut hand_over = |page: u64, bytes: &[u8]| {
-            sink(page, bytes).map_err(|source| RepoError::PageSink { page, source })
-        };
+        sink: NearSink<'_, E>,
+    ) -> Result<(), E> {
         let read = match map.is_changed(page.0) {
-            true => self.read_changed(map, page, neighbours, &mut hand_over),
-            false => self.read_whole(map, page, neighbours, &mut hand_over),
+            true => self.read_changed(map, page, neighbours, sink),
+            false => self.read_whole(map, page, neighbours, sink),
         };
         if read.is_err() {
             self.frames.close_packs();
@@ -87,13 +90,13 @@ impl<'a> PageReader<'a> {
     }
 
     /// A page that has deltas, and those of the others that have the same.
-    fn read_changed(
+    fn read_changed<E: From<RepoError>>(
         &mut self,
         map: &PageMap<'_>,
         (page, haste): (u64, Haste),
         neighbours: &[u64],
-        hand_over: HandOver<'_>,
-    ) -> Result<(), RepoError> {
+        hand_over: NearSink<'_, E>,
+    ) -> Result<(), E> {
         // From here on what the table says of those beside it is known, too.
         map.base(page)?;
         let others = neighbours.iter().copied();
@@ -118,13 +121,13 @@ impl<'a> PageReader<'a> {
     }
 
     /// A page that is stored as a whole, and those of the others that lie in its frame.
-    fn read_whole(
+    fn read_whole<E: From<RepoError>>(
         &mut self,
         map: &PageMap<'_>,
         (page, haste): (u64, Haste),
         neighbours: &[u64],
-        hand_over: HandOver<'_>,
-    ) -> Result<(), RepoError> {
+        hand_over: NearSink<'_, E>,
+    ) -> Result<(), E> {
         let PageRef::Stored(id) = map.base(page)? else {
             return hand_over(page, &[0; PAGE_BYTES]);
         };

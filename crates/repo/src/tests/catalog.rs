@@ -400,7 +400,8 @@ fn index_files_that_were_removed_meanwhile_are_read_on() {
         fs::remove_file(file).unwrap();
     }
     let map = crate::PageMap::read(&reader, &manifest.ram[0]).unwrap();
-    map.read_pages(0..map.pages(), 2, &|_, _| Ok(())).unwrap();
+    map.read_pages(0..map.pages(), 2, &|_, _| Ok::<(), RepoError>(()))
+        .unwrap();
 }
 
 /// Index files of version 2 are read as ever, written on beside, and made anew by a rebuild.

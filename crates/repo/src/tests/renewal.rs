@@ -1,7 +1,6 @@
 //! A reader that has no lock, because it cannot leave one, while a prune on another host repacks.
 
 use std::fs;
-use std::io;
 
 use super::support::{Dice, PAGE, Vm, WAIT, init, open, test_dir};
 use crate::store::local::Area;
@@ -28,7 +27,7 @@ fn read_some(reader: &Reader<'_>, map: &PageMap<'_>, vm: &Vm, each: usize) {
         let mut read = Vec::new();
         let mut keep = |_: u64, bytes: &[u8]| {
             read = bytes.to_vec();
-            Ok(())
+            Ok::<(), RepoError>(())
         };
         pages.read_near(map, page, &[], &mut keep).unwrap();
         assert!(read == vm.pages[page as usize], "page {page}");
@@ -41,7 +40,9 @@ fn read_all(map: &PageMap<'_>, vm: &Vm) -> Result<(), RepoError> {
         let mut pages = (first as usize..).zip(bytes.chunks(PAGE));
         match pages.all(|(page, bytes)| bytes == vm.pages[page]) {
             true => Ok(()),
-            false => Err(io::Error::other("it differs")),
+            false => Err(RepoError::Table {
+                what: "it differs".into(),
+            }),
         }
     })
 }

@@ -222,7 +222,7 @@ impl Vm {
                     wrong.store(true, Ordering::Relaxed);
                 }
             }
-            Ok(())
+            Ok::<(), RepoError>(())
         })?;
         Ok(!wrong.into_inner() && seen.into_inner().unwrap().len() == self.pages.len())
     }
@@ -252,7 +252,7 @@ pub(crate) fn compare_one_by_one(
                 assert_eq!(vm.pages[at as usize], bytes, "page {at}, with {page}");
                 seen.push(at);
             }
-            Ok(())
+            Ok::<(), RepoError>(())
         };
         let together = dice.below(2) == 0;
         let read = match together {
@@ -266,7 +266,7 @@ pub(crate) fn compare_one_by_one(
             let mut first = Vec::new();
             let mut note = |from: u64, bytes: &[u8]| {
                 first.extend(from..from + (bytes.len() / PAGE) as u64);
-                Ok(())
+                Ok::<(), RepoError>(())
             };
             pages.read_near(&map, page, &near, &mut note).unwrap();
             first.sort_unstable();

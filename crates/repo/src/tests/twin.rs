@@ -74,7 +74,7 @@ proptest! {
             let seen = Mutex::new(HashMap::new());
             reader.read_sorted(wanted.clone(), 3, &|tag: u32, bytes| {
                 seen.lock().unwrap().insert(tag, bytes.to_vec());
-                Ok(())
+                Ok::<(), RepoError>(())
             }).unwrap();
             let seen = seen.into_inner().unwrap();
             prop_assert_eq!(seen.len(), wanted.len());

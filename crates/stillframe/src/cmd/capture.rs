@@ -1,17 +1,18 @@
 //! What `checkpoint` and `watch` share: attaching, one checkpoint, and how it is told.
 
-use stillframe_engine::Selector;
 use stillframe_engine::attach::{AttachError, Vm};
 use stillframe_engine::checkpoint::{
-    CheckpointError, CheckpointOptions, CheckpointReport, Plan, ScheduleChoice, ScheduleKind, Shelf,
+    CheckpointOptions, CheckpointReport, Plan, ScheduleChoice, ScheduleKind,
 };
-use stillframe_repo::Repository;
+use stillframe_engine::pipeline::WorkControl;
+use stillframe_engine::{ProgressSink, Selector};
 
 use super::{Context, clock_words, probe, short};
 use crate::args::{CaptureArgs, VmSelector};
 use crate::durations;
 use crate::error::CommandError;
 use crate::interrupt::{Interrupted, Interrupts};
+use crate::output::Console;
 use crate::progress::Meter;
 use crate::table::{self, printable};
 
@@ -92,22 +93,38 @@ pub fn options(args: &CaptureArgs) -> CheckpointOptions {
     }
 }
 
-/// Takes one checkpoint, showing how far it is.
-pub fn take(
-    context: &Context,
-    interrupts: &Interrupts,
-    vm: &mut Vm,
-    shelf: &mut Shelf,
-    repository: &mut Repository,
-    options: &CheckpointOptions,
-) -> Result<Result<CheckpointReport, CheckpointError>, Interrupted> {
-    let mut meter = Meter::new(context.console);
-    interrupts.interruptible(|| {
-        vm.checkpoint(shelf, repository, options, &mut |progress| {
-            meter.show(progress.into());
-            interrupts.step();
+/// Shows how far work is, and gives it up at the user's signal.
+pub struct Control {
+    console: Console,
+    interrupts: Interrupts,
+}
+
+impl Control {
+    /// Progress goes to the context's console.
+    pub fn new(context: &Context, interrupts: Interrupts) -> Control {
+        Control {
+            console: context.console,
+            interrupts,
+        }
+    }
+}
+
+impl WorkControl for Control {
+    fn run<T>(
+        &self,
+        alone: bool,
+        work: impl FnOnce(ProgressSink<'_>) -> T,
+    ) -> Result<T, Interrupted> {
+        let mut meter = alone.then(|| Meter::new(self.console));
+        self.interrupts.interruptible(|| {
+            work(&mut |progress| {
+                if let Some(meter) = &mut meter {
+                    meter.show(progress.into());
+                }
+                self.interrupts.step();
+            })
         })
-    })
+    }
 }
 
 /// Warns of what would stand in the way of a restore, unless `told` holds it already.
@@ -204,7 +221,7 @@ fn words(report: &CheckpointReport) -> String {
 
 #[cfg(test)]
 mod tests {
-    use stillframe_engine::capture::DowntimeRecord;
+    use stillframe_engine::capture::downtime::DowntimeRecord;
     use stillframe_engine::verify::VerifyReport;
     use stillframe_repo::PageCounts;
 

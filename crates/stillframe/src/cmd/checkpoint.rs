@@ -1,6 +1,7 @@
 //! `checkpoint`: attach, take one, detach.
 
 use stillframe_engine::checkpoint::Shelf;
+use stillframe_engine::pipeline::WorkControl as _;
 
 use super::{Context, capture};
 use crate::args::CheckpointArgs;
@@ -13,14 +14,11 @@ pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
     let first = "interrupted: giving the checkpoint up (once more: end at once)";
     let interrupts = context.listen(1, first)?;
     let mut vm = capture::attach(context, &selector, args.capture.schedule)?;
-    let taken = capture::take(
-        context,
-        &interrupts,
-        &mut vm,
-        &mut Shelf::default(),
-        &mut repository,
-        &capture::options(&args.capture),
-    );
+    let options = capture::options(&args.capture);
+    let control = capture::Control::new(context, interrupts);
+    let taken = control.run(true, |progress| {
+        vm.checkpoint(&mut Shelf::default(), &mut repository, &options, progress)
+    });
     capture::detach(context, vm);
     let report = taken??;
     capture::tell_obstacles(context, &report, &mut Vec::new());

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use stillframe_engine::clones::{self, CloneReport, ClonesOptions};
-use stillframe_engine::populate::base::BaseOptions;
 use stillframe_engine::restore::{LazyEvent, RestoreOptions};
 use stillframe_engine::runtime;
+use stillframe_engine::template::BaseOptions;
 use stillframe_engine::{CloneOptions, LaunchOptions, memory_bytes};
 
 use super::restore::{here, serial_from_here, stands_in_the_way};

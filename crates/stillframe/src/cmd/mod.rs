@@ -27,7 +27,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use stillframe_engine::aftercare::ClockReport;
+use stillframe_engine::post_restore::ClockReport;
 use stillframe_engine::verify::VerifyReport;
 use stillframe_repo::Repository;
 

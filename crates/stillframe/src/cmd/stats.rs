@@ -11,6 +11,7 @@ use anyhow::Context as _;
 use serde_json::{Value, json};
 use stillframe_engine::attach::Vm;
 use stillframe_engine::checkpoint::{CheckpointOptions, ScheduleChoice, ScheduleKind, Shelf};
+use stillframe_engine::pipeline::WorkControl as _;
 use stillframe_engine::statistics::{self, Statistics};
 use stillframe_repo::{CheckpointId, Password, Repository};
 
@@ -115,9 +116,13 @@ fn take_two(
         delta_cache_bytes: 0,
         ..CheckpointOptions::default()
     };
+    let control = capture::Control::new(context, interrupts.clone());
     let mut shelf = Shelf::default();
     let mut take = |repository: &mut Repository| -> anyhow::Result<CheckpointId> {
-        let report = capture::take(context, interrupts, vm, &mut shelf, repository, &options)??;
+        let taken = control.run(true, |progress| {
+            vm.checkpoint(&mut shelf, repository, &options, progress)
+        });
+        let report = taken??;
         Ok(repository.resolve(&report.checkpoint, None)?.0)
     };
     let older = take(repository)?;

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
-use stillframe_engine::populate::base::{self, KeptTemplate};
 use stillframe_engine::runtime;
+use stillframe_engine::template::{self, KeptTemplate};
 use stillframe_repo::{CheckpointId, Repository};
 
 use super::restore::here;
@@ -17,8 +17,8 @@ use crate::table::{self, Align, Table};
 pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
     let folder = folder(args)?;
     let found = match args.drop_templates {
-        true => base::drop_kept(&folder, |_| true)?,
-        false => base::kept(&folder)?,
+        true => template::drop_kept(&folder, |_| true)?,
+        false => template::kept(&folder)?,
     };
     let object = json!({
         "directory": folder,
@@ -50,7 +50,7 @@ pub fn drop_forgotten(context: &Context, repository: &Repository) {
         let gone = |id: CheckpointId| matches!(repository.has_manifest(&id), Ok(false));
         of_repository == id && checkpoint.is_some_and(gone)
     };
-    match base::drop_kept(&runtime::templates(), forgotten) {
+    match template::drop_kept(&runtime::templates(), forgotten) {
         Ok(dropped) if dropped.is_empty() => {}
         Ok(dropped) => context.console.note(&format!(
             "removed {} of forgotten checkpoints ({})",

@@ -21,7 +21,7 @@ use std::collections::VecDeque;
 use serde::Serialize;
 
 use super::{Copied, ScheduleKind};
-use crate::capture::pause::DowntimeRecord;
+use crate::capture::downtime::DowntimeRecord;
 
 /// Pauses after which the device state is timed anew.
 const STATE_AGE_MAX: u32 = 64;

@@ -9,7 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::FEW_PAGES;
-use crate::capture::tracker::{Tracker, TrackerError};
+use crate::tracking::error::TrackerError;
+use crate::tracking::tracker::Tracker;
 
 /// The longest wait for the end of a burst.
 const WAIT_MAX: Duration = Duration::from_millis(50);

@@ -11,13 +11,14 @@ use stillframe_fault::{self as fault, Point};
 use stillframe_page::PageIndex;
 use stillframe_qemu::monitor::Monitor;
 
-use super::{Copied, FEW_PAGES, ROUNDS_MAX, Schedule, Work};
-use crate::capture::block::Guest;
-use crate::capture::faults::{CopierAtWork, Saved};
-use crate::capture::pause::{DowntimeRecord, us};
-use crate::capture::ranges::{PageRanges, count, runs, subtract_all};
-use crate::capture::stage::Stage;
-use crate::capture::tracker::{Collected, Tracker, TrackerError};
+use super::{Copied, FEW_PAGES, ROUNDS_MAX, Schedule, ScheduleError, Work};
+use crate::capture::downtime::{DowntimeRecord, us};
+use crate::capture::staging::Stage;
+use crate::memory::block::Guest;
+use crate::memory::ranges::{PageRanges, count, runs, subtract_all};
+use crate::tracking::error::TrackerError;
+use crate::tracking::fault_handler::{CopierAtWork, Saved};
+use crate::tracking::tracker::{Collected, Tracker};
 
 /// Pages claimed and copied together. A writer of one of them waits for all: 64 us.
 const BATCH_PAGES: usize = 256;
@@ -30,7 +31,7 @@ pub struct CopyOnWrite {
 }
 
 impl Schedule for CopyOnWrite {
-    fn before(&mut self, work: &mut Work<'_>, _monitor: &mut Monitor) -> Result<(), TrackerError> {
+    fn before(&mut self, work: &mut Work<'_>, _monitor: &mut Monitor) -> Result<(), ScheduleError> {
         // Memory for the copies may take longer to be had than all rounds, in which the guest goes on
         // writing, and waits: so it comes first.
         let expected = count(&work.tracker.pending()) + work.tracker.written_pages()?;
@@ -54,7 +55,7 @@ impl Schedule for CopyOnWrite {
         &mut self,
         work: &mut Work<'_>,
         record: &mut DowntimeRecord,
-    ) -> Result<(), TrackerError> {
+    ) -> Result<(), ScheduleError> {
         let tracker = &mut *work.tracker;
         let begin = Instant::now();
         let gate = tracker.fault_server()?.gate();
@@ -84,7 +85,7 @@ impl Schedule for CopyOnWrite {
         Ok(())
     }
 
-    fn after(&mut self, work: &mut Work<'_>) -> Result<(), TrackerError> {
+    fn after(&mut self, work: &mut Work<'_>) -> Result<(), ScheduleError> {
         let tracker = &*work.tracker;
         let server = tracker.fault_server()?;
         let at_work = server.copier_at_work();
@@ -105,7 +106,7 @@ impl Schedule for CopyOnWrite {
             server.recycle(saved.bytes);
         }
         copying?;
-        server.take_failure()
+        Ok(server.take_failure()?)
     }
 
     fn give_up(&mut self, tracker: &Tracker) {
@@ -133,7 +134,7 @@ fn copy_all(
     (stage, copied): (&mut Stage, &mut Copied),
     armed: &PageRanges,
     at_work: &CopierAtWork,
-) -> Result<(), TrackerError> {
+) -> Result<(), ScheduleError> {
     let server = tracker.fault_server()?;
     for (number, ranges) in armed.iter().enumerate() {
         let tracked = &tracker.blocks()[number];
@@ -145,19 +146,18 @@ fn copy_all(
             let batch = pages.by_ref().take(BATCH_PAGES);
             let claimed: Vec<u64> = batch.filter(|&page| claims.claim(page)).collect();
             let runs_claimed = runs(&claimed);
-            let read = fault::at(Point::CopyOnWriteBatch)
-                .map_err(TrackerError::Injected)
-                .and_then(|()| {
-                    let block = (number, &*tracked.block);
-                    Ok(stage.capture(block, Guest::Running, &runs_claimed)?)
-                })
-                .and_then(|()| tracker.still_protected(number, &runs_claimed));
+            let mut read = || -> Result<bool, ScheduleError> {
+                fault::at(Point::CopyOnWriteBatch).map_err(TrackerError::Injected)?;
+                stage.capture((number, &*tracked.block), Guest::Running, &runs_claimed)?;
+                Ok(tracker.still_protected(number, &runs_claimed)?)
+            };
+            let read = read();
             // After a failure too: nobody may wait for a page that is not being saved.
             let mut open = claimed.clone();
             open.retain(|&page| claims.done(page) || hot.get(PageIndex(page)));
             tracker.open(number, runs(&open));
             if !read? {
-                return Err(TrackerError::ProtectionLost);
+                return Err(TrackerError::ProtectionLost.into());
             }
             copied.left_open += open.len() as u64;
             copied.after += claimed.len() as u64;

@@ -12,13 +12,13 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use stillframe_repo::{PageMap, RepoError};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Uffd, UffdError, Waiters};
 use thiserror::Error;
 
-use super::asked::Asked;
-use crate::capture::block::PAGE_BYTES;
+use crate::memory::block::PAGE_BYTES;
+use crate::populate::lazy::access_trace::Asked;
+use crate::source::{PageSource, SourceError};
 
 /// Faults are counted in steps of this.
 const STEP: Duration = Duration::from_millis(10);
@@ -28,9 +28,9 @@ const STEPS: usize = 1000;
 /// Why a page was not filled.
 #[derive(Debug, Error)]
 pub enum FillError {
-    /// The repository failed.
+    /// The source failed.
     #[error(transparent)]
-    Repo(#[from] RepoError),
+    Source(#[from] SourceError),
     /// The kernel did not take it.
     #[error("cannot put pages into the VM's memory")]
     Uffd(#[from] UffdError),
@@ -43,9 +43,9 @@ pub enum FillError {
 }
 
 /// One RAM block that is being filled.
-pub(super) struct LazyBlock<'a> {
+pub(super) struct LazyBlock<S> {
     pub(super) range: AddressRange,
-    pub(super) map: PageMap<'a>,
+    pub(super) source: S,
     settled: Vec<AtomicU64>,
     /// Where its marks begin in the file.
     first_mark: u64,
@@ -65,9 +65,9 @@ pub struct Filling {
 }
 
 /// All RAM blocks that are being filled.
-pub(super) struct LazyMemory<'a> {
+pub(super) struct LazyMemory<S> {
     pub(super) uffd: Uffd,
-    pub(super) blocks: Vec<LazyBlock<'a>>,
+    pub(super) blocks: Vec<LazyBlock<S>>,
     marks: File,
     since: Instant,
     pub(super) asked: Asked,
@@ -78,25 +78,25 @@ pub(super) struct LazyMemory<'a> {
     passed: AtomicU64,
 }
 
-impl<'a> LazyMemory<'a> {
+impl<S: PageSource> LazyMemory<S> {
     /// `marks` has room for a byte a page, and what is left of a process that was killed.
     pub(super) fn new(
         uffd: Uffd,
-        blocks: impl IntoIterator<Item = (AddressRange, PageMap<'a>)>,
+        blocks: impl IntoIterator<Item = (AddressRange, S)>,
         marks: File,
-    ) -> Result<LazyMemory<'a>, FillError> {
+    ) -> Result<LazyMemory<S>, FillError> {
         let mut first_mark = 0;
         let mut lazy = Vec::new();
-        for (range, map) in blocks {
+        for (range, source) in blocks {
             let block = LazyBlock {
-                settled: (0..map.pages().div_ceil(64))
+                settled: (0..source.pages().div_ceil(64))
                     .map(|_| AtomicU64::new(0))
                     .collect(),
                 first_mark,
                 range,
-                map,
+                source,
             };
-            first_mark += block.map.pages();
+            first_mark += block.source.pages();
             block.read_marks(&marks).map_err(FillError::Marks)?;
             lazy.push(block);
         }
@@ -154,7 +154,7 @@ impl<'a> LazyMemory<'a> {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Filling {
             done: count(&self.passed),
-            total: self.blocks.iter().map(|block| block.map.pages()).sum(),
+            total: self.blocks.iter().map(|block| block.source.pages()).sum(),
             faults: count(&self.faults),
             filled: count(&self.filled),
         }
@@ -249,7 +249,7 @@ impl<'a> LazyMemory<'a> {
 
     /// Notes pages as filled. In the file last: should this process be killed between the two, whoever goes
     /// on sees in the page map that the pages are there.
-    fn settle(&self, block: &LazyBlock<'_>, pages: Range<u64>) -> Result<(), FillError> {
+    fn settle(&self, block: &LazyBlock<S>, pages: Range<u64>) -> Result<(), FillError> {
         block.settle(pages.clone());
         let marks = vec![1; (pages.end - pages.start) as usize];
         self.marks
@@ -267,7 +267,7 @@ impl<'a> LazyMemory<'a> {
     }
 }
 
-impl LazyBlock<'_> {
+impl<S: PageSource> LazyBlock<S> {
     /// Where a page lies in QEMU.
     fn address(&self, page: u64) -> u64 {
         self.range.start + page * PAGE_BYTES
@@ -291,7 +291,7 @@ impl LazyBlock<'_> {
     fn read_marks(&self, file: &File) -> io::Result<()> {
         // What is behind the end was never noted: of a new VM, everything.
         let there = file.metadata()?.len().saturating_sub(self.first_mark);
-        let mut marks = vec![0; self.map.pages().min(there) as usize];
+        let mut marks = vec![0; self.source.pages().min(there) as usize];
         let mut filled = 0;
         while filled < marks.len() {
             match file.read_at(&mut marks[filled..], self.first_mark + filled as u64) {

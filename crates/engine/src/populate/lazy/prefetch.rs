@@ -9,10 +9,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use stillframe_repo::{PageMap, PageReader, Reader, RepoError};
-
-use super::near::beside;
-use crate::capture::block::PAGE_BYTES;
+use crate::memory::block::PAGE_BYTES;
+use crate::populate::lazy::fault_around::beside;
+use crate::source::{PageFetcher as _, PageSource, SourceError};
 
 /// So much is enough.
 const BYTES_MAX: u64 = 64 << 20;
@@ -56,16 +55,15 @@ impl Prefetched {
 }
 
 /// Reads for as long as `wait` takes. Blocks are those of the manifest.
-pub fn while_waiting<T>(
+pub fn while_waiting<T, S: PageSource>(
     wait: impl FnOnce() -> T,
-    reader: &Reader<'_>,
-    maps: &[PageMap<'_>],
+    sources: &[S],
     working_set: &[(u32, u32)],
 ) -> (T, Prefetched) {
     let enough = AtomicBool::new(false);
     thread::scope(|scope| {
         let builder = thread::Builder::new().name("prefetch".into());
-        let read = || read(reader, maps, working_set, &enough);
+        let read = || read(sources, working_set, &enough);
         // Without it nothing is missing but time.
         let reading = builder.spawn_scoped(scope, read).ok();
         let waited = wait();
@@ -82,25 +80,24 @@ pub fn while_waiting<T>(
 
 /// Reads until it is `enough`, or there is nothing more to read ahead, or something cannot be read: then
 /// whoever fills memory will meet it again, and tell.
-fn read(
-    reader: &Reader<'_>,
-    maps: &[PageMap<'_>],
+fn read<S: PageSource>(
+    sources: &[S],
     working_set: &[(u32, u32)],
     enough: &AtomicBool,
 ) -> Prefetched {
     let mut prefetched = Prefetched::default();
-    let Ok(mut pages) = PageReader::new(reader) else {
+    let Some(Ok(mut fetcher)) = sources.first().map(PageSource::fetcher) else {
         return prefetched;
     };
     let mut seen = HashSet::new();
     let mut go_on = |place: Place, prefetched: &mut Prefetched| {
         !enough.load(Ordering::Relaxed)
             && prefetched.pages * PAGE_BYTES < BYTES_MAX
-            && read_near(&mut pages, maps, place, &mut seen, prefetched).is_ok()
+            && fetch(&mut fetcher, sources, place, &mut seen, prefetched).is_ok()
     };
     if working_set.is_empty() {
-        let newest = (0..).zip(maps).flat_map(|(block, map)| {
-            let changes = map.newest_changes().iter();
+        let newest = (0..).zip(sources).flat_map(|(block, source)| {
+            let changes = source.likely_first().iter();
             changes.map(move |&page| (block, u64::from(page)))
         });
         for place in newest {
@@ -119,31 +116,31 @@ fn read(
 }
 
 /// Reads a page and what comes along with it, unless it was read before.
-fn read_near(
-    reader: &mut PageReader<'_>,
-    maps: &[PageMap<'_>],
+fn fetch<S: PageSource>(
+    fetcher: &mut S::Fetcher,
+    sources: &[S],
     (block, page): Place,
     seen: &mut HashSet<Place>,
     prefetched: &mut Prefetched,
-) -> Result<(), RepoError> {
+) -> Result<(), SourceError> {
     // A working set of a form that this checkpoint cannot have is of no use, and does no harm.
-    let Some(map) = maps.get(block).filter(|map| page < map.pages()) else {
+    let Some(source) = sources.get(block).filter(|source| page < source.pages()) else {
         return Ok(());
     };
     if seen.contains(&(block, page)) {
         return Ok(());
     }
-    if map.is_zero(page)? {
+    if source.is_zero(page)? {
         seen.insert((block, page));
         prefetched.add(block, page..page + 1, &[]);
         return Ok(());
     }
-    let mut near = beside(page, map.pages());
+    let mut near = beside(page, source.pages());
     near.retain(|&other| !seen.contains(&(block, other)));
-    reader.read_together(map, page, &near, &mut |first, bytes| {
+    fetcher.fetch_together(source, page, &near, &mut |first, bytes| {
         let pages = first..first + bytes.len() as u64 / PAGE_BYTES;
         seen.extend(pages.clone().map(|page| (block, page)));
         prefetched.add(block, pages, bytes);
-        Ok(())
+        Ok::<(), SourceError>(())
     })
 }

@@ -11,16 +11,16 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use stillframe_repo::{Reader, RepoError};
 use stillframe_sys::uffd::Waiters;
 
-use super::ahead::Ahead;
-use super::asked::Page;
-use super::memory::{FillError, LazyMemory};
-use super::near::Near;
-use super::prefetch::Piece;
-use crate::capture::block::PAGE_BYTES;
-use crate::{in_words, populate};
+use crate::in_words;
+use crate::memory::block::PAGE_BYTES;
+use crate::populate::lazy::access_trace::Page;
+use crate::populate::lazy::fault_around::Near;
+use crate::populate::lazy::memory::{FillError, LazyMemory};
+use crate::populate::lazy::prefetch::Piece;
+use crate::populate::lazy::prefetch_queue::Ahead;
+use crate::source::{PageSource, SourceError};
 
 /// Pages of the last interval are read in groups of this many: small, because only within a group they are
 /// read as they lie in the repository.
@@ -35,9 +35,8 @@ const AGAIN: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(20);
 
 /// The background work.
-pub(super) struct Filler<'m, 'a> {
-    pub(super) memory: &'m LazyMemory<'a>,
-    pub(super) reader: &'m Reader<'m>,
+pub(super) struct Filler<'m, S> {
+    pub(super) memory: &'m LazyMemory<S>,
     pub(super) ahead: &'m Ahead,
     pub(super) threads: usize,
     /// No more than this is filled.
@@ -47,7 +46,7 @@ pub(super) struct Filler<'m, 'a> {
     pub(super) problem: &'m Mutex<Option<String>>,
 }
 
-impl Filler<'_, '_> {
+impl<S: PageSource> Filler<'_, S> {
     /// Fills all pages with content: first what was read already, then the working set, then the newest
     /// changes; `false` when it was ended before.
     pub(super) fn run(&self, prefetched: Vec<Piece>, newest: &[Page]) -> Result<bool, FillError> {
@@ -93,12 +92,12 @@ impl Filler<'_, '_> {
     /// In its order, each page with those near it. What cannot be had is tried again with all the others.
     fn fill_working_set(&self) -> Result<(), FillError> {
         let work = || -> Result<(), FillError> {
-            let mut near = Near::new(self.memory, self.reader)?;
+            let mut near = Near::new(self.memory);
             while !self.has_ended() {
                 match near.fill_ahead(self.ahead) {
                     Ok(Some(pages)) => self.pace(pages),
                     Ok(None) => break,
-                    Err(FillError::Repo(error)) => _ = self.cannot(&error),
+                    Err(FillError::Source(error)) => _ = self.cannot(&error),
                     Err(error) => return Err(error),
                 }
             }
@@ -118,8 +117,8 @@ impl Filler<'_, '_> {
     fn fill_block(&self, number: usize, failed: &mut Vec<Vec<Page>>) -> Result<(), FillError> {
         let block = &self.memory.blocks[number];
         // Where this fails, reading single pages will tell.
-        let _ = block.map.read_rest();
-        let pages = block.map.pages();
+        let _ = block.source.prepare();
+        let pages = block.source.pages();
         let at_once = match self.bytes_per_s {
             None => WINDOW_PAGES,
             Some(_) => PIECE_PAGES as u64,
@@ -127,7 +126,7 @@ impl Filler<'_, '_> {
         for window in windows(pages, at_once, !self.ahead.pages().is_empty()) {
             let group: Vec<Page> = window
                 .clone()
-                .filter(|&page| !block.is_settled(page) && !block.map.is_known_zero(page))
+                .filter(|&page| !block.is_settled(page) && !block.source.is_known_zero(page))
                 .map(|page| (number, page))
                 .collect();
             self.fill_group(&group, failed)?;
@@ -158,21 +157,24 @@ impl Filler<'_, '_> {
                 if block.is_settled(page) {
                     continue;
                 }
-                match block.map.is_zero(page) {
+                match block.source.is_zero(page) {
                     Ok(false) => wanted.push(page),
                     // In the list only where it was asked for the last time.
                     Ok(true) => self.memory.put_zeros(number, page..page + 1)?,
                     Err(error) => return Ok(self.cannot(&error)),
                 }
             }
-            let read = populate::read_pages(&block.map, wanted, self.threads, |page, bytes| {
-                match self.has_ended() {
-                    true => Err(FillError::Ended),
-                    false => self.memory.put(number, page, bytes, Waiters::Wake),
-                }
-            });
+            let read =
+                block.source.fetch_many(
+                    wanted,
+                    self.threads,
+                    &|page, bytes| match self.has_ended() {
+                        true => Err(FillError::Ended),
+                        false => self.memory.put(number, page, bytes, Waiters::Wake),
+                    },
+                );
             match read {
-                Err(FillError::Repo(error)) => return Ok(self.cannot(&error)),
+                Err(FillError::Source(error)) => return Ok(self.cannot(&error)),
                 Ok(()) | Err(FillError::Ended) => {}
                 Err(error) => return Err(error),
             }
@@ -180,7 +182,7 @@ impl Filler<'_, '_> {
         Ok(true)
     }
 
-    fn cannot(&self, error: &RepoError) -> bool {
+    fn cannot(&self, error: &SourceError) -> bool {
         let mut problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
         *problem = Some(in_words(error));
         false

@@ -19,8 +19,9 @@ use stillframe_page::encoding::{Encoder, EncodingError};
 use stillframe_page::hash::{ContentHasher, ContentId};
 use stillframe_page::is_zero;
 
-use super::block::PAGE;
-use super::cache::DeltaCache;
+use crate::encoding::delta_cache::DeltaCache;
+use crate::memory::Page;
+use crate::memory::block::PAGE;
 
 /// No thread is started for fewer.
 const SHARE_PAGES_MIN: usize = 64;
@@ -37,9 +38,6 @@ const TRIAL_PAGES: usize = 16;
 const TRIAL_LOOKS: usize = 64;
 /// What a whole page costs beside its content: its id.
 const ID_BYTES: usize = 32;
-
-/// One page on its way: its number in the block, and its bytes.
-pub type Page<'a> = (u64, &'a [u8; PAGE]);
 
 /// What a page is stored as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

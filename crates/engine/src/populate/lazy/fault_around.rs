@@ -1,39 +1,40 @@
 //! Filling a page that somebody waits for, or is about to, and behind it what is quickly made along with it.
 
-use std::io;
-
-use stillframe_repo::{NearSink, PageMap, PageReader, Reader, RepoError};
 use stillframe_sys::uffd::Waiters;
 
-use super::ahead::Ahead;
-use super::asked::Page;
-use super::memory::{FillError, LazyMemory};
-use crate::capture::block::PAGE_BYTES;
+use crate::memory::block::PAGE_BYTES;
+use crate::populate::lazy::access_trace::Page;
+use crate::populate::lazy::memory::{FillError, LazyMemory};
+use crate::populate::lazy::prefetch_queue::Ahead;
+use crate::source::{PageFetcher as _, PageSource};
 
 /// Pages on each side that may come with one: frames are 16 pages.
 const REACH: u64 = 15;
 /// Zero pages that come with one.
 const ZEROS_TOGETHER: u64 = 16;
 
-/// One of the two ways to read a page with others near it.
-type ReadPages<'m> =
-    fn(&mut PageReader<'m>, &PageMap<'_>, u64, &[u64], NearSink<'_>) -> Result<(), RepoError>;
-
-/// Fills single pages. The state of one thread.
-pub(super) struct Near<'m, 'a> {
-    memory: &'m LazyMemory<'a>,
-    reader: PageReader<'m>,
+/// When a page is handed over.
+#[derive(Clone, Copy)]
+enum Haste {
+    /// Before its neighbours: a thread waits for it.
+    First,
+    /// In its place among them.
+    InItsPlace,
 }
 
-impl<'m, 'a> Near<'m, 'a> {
-    pub(super) fn new(
-        memory: &'m LazyMemory<'a>,
-        reader: &'m Reader<'_>,
-    ) -> Result<Near<'m, 'a>, RepoError> {
-        Ok(Near {
+/// Fills single pages. The state of one thread.
+pub(super) struct Near<'m, S: PageSource> {
+    memory: &'m LazyMemory<S>,
+    /// Made for the first page that is not zero.
+    fetcher: Option<S::Fetcher>,
+}
+
+impl<'m, S: PageSource> Near<'m, S> {
+    pub(super) fn new(memory: &'m LazyMemory<S>) -> Near<'m, S> {
+        Near {
             memory,
-            reader: PageReader::new(reader)?,
-        })
+            fetcher: None,
+        }
     }
 
     /// Fills a page that somebody waits for and that is not settled, and then others near it. Who waits is woken
@@ -53,7 +54,7 @@ impl<'m, 'a> Near<'m, 'a> {
                 .and_then(|()| wake()),
             false => memory.put(page.0, first, bytes, Waiters::Wake),
         };
-        self.read(page, PageReader::read_near, put)
+        self.fetch(page, Haste::First, put)
     }
 
     /// Fills a page that nobody waits for, together with others near it. Returns how many pages that were.
@@ -68,7 +69,7 @@ impl<'m, 'a> Near<'m, 'a> {
             pages += bytes.len() as u64 / PAGE_BYTES;
             memory.put(page.0, first, bytes, Waiters::Wake)
         };
-        self.read(page, PageReader::read_together, put)?;
+        self.fetch(page, Haste::InItsPlace, put)?;
         Ok(pages)
     }
 
@@ -76,13 +77,13 @@ impl<'m, 'a> Near<'m, 'a> {
     /// content.
     fn fill_zeros(&self, (number, page): Page) -> Result<u64, FillError> {
         let block = &self.memory.blocks[number];
-        if !block.map.is_zero(page)? {
+        if !block.source.is_zero(page)? {
             return Ok(0);
         }
         let mut end = page + 1;
-        while end < block.map.pages().min(page + ZEROS_TOGETHER)
+        while end < block.source.pages().min(page + ZEROS_TOGETHER)
             && !block.is_settled(end)
-            && block.map.is_known_zero(end)
+            && block.source.is_known_zero(end)
         {
             end += 1;
         }
@@ -90,28 +91,24 @@ impl<'m, 'a> Near<'m, 'a> {
         Ok(end - page)
     }
 
-    /// Reads a page and those near it that are not there yet, and puts them into memory.
-    fn read(
+    /// Fetches a page and those near it that are not there yet, and puts them into memory.
+    fn fetch(
         &mut self,
         (number, page): Page,
-        read: ReadPages<'m>,
+        haste: Haste,
         mut put: impl FnMut(u64, &[u8]) -> Result<(), FillError>,
     ) -> Result<(), FillError> {
         let block = &self.memory.blocks[number];
-        let mut near = beside(page, block.map.pages());
+        let mut near = beside(page, block.source.pages());
         near.retain(|&other| !block.is_settled(other));
-        let mut failure = None;
-        let mut sink = |first: u64, bytes: &[u8]| {
-            put(first, bytes).map_err(|error| {
-                let text = error.to_string();
-                failure = Some(error);
-                io::Error::other(text)
-            })
+        let source = &block.source;
+        let fetcher = match &mut self.fetcher {
+            Some(fetcher) => fetcher,
+            none => none.insert(source.fetcher()?),
         };
-        let read = read(&mut self.reader, &block.map, page, &near, &mut sink);
-        match failure {
-            Some(failure) => Err(failure),
-            None => Ok(read?),
+        match haste {
+            Haste::First => fetcher.fetch_near(source, page, &near, &mut put),
+            Haste::InItsPlace => fetcher.fetch_together(source, page, &near, &mut put),
         }
     }
 

@@ -4,9 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use stillframe_repo::RepoError;
-
 use crate::in_words;
+use crate::source::SourceError;
 
 /// A page takes this long on storage that is slow; on one that hangs, longer.
 const SLOW: Duration = Duration::from_millis(500);
@@ -59,7 +58,7 @@ impl Trouble {
     }
 
     /// A thread cannot have a page. `told` is whether it has said so before, for this page.
-    pub(super) fn of_a_page(&self, error: &RepoError, told: &mut bool) {
+    pub(super) fn of_a_page(&self, error: &SourceError, told: &mut bool) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.words = in_words(error);
         if !std::mem::replace(told, true) {

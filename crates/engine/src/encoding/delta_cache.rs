@@ -7,7 +7,7 @@ use std::num::NonZero;
 
 use lru::LruCache;
 
-use super::block::PAGE;
+use crate::memory::block::PAGE;
 
 /// One page of the cache: number of its block, number in the block.
 type Key = (u32, u32);

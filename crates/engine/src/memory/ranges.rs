@@ -80,8 +80,8 @@ mod tests {
     use stillframe_page::PageIndex;
     use stillframe_page::bitmap::DirtyBitmap;
 
-    use super::super::block::PAGE_BYTES;
     use super::*;
+    use crate::memory::block::PAGE_BYTES;
 
     const GAP_MAX: u64 = 3 * PAGE_BYTES;
 

@@ -31,8 +31,9 @@ use stillframe_sys::private_dir::{PrivateDir, PrivateError};
 use stillframe_sys::process::{Mapping, Process};
 use thiserror::Error;
 
-use super::eager::{self, PopulateError};
-use crate::capture::block::{Block, PAGE, PAGE_BYTES};
+use crate::memory::block::{Block, PAGE, PAGE_BYTES};
+use crate::populate::eager::{self, PopulateError};
+use crate::source::SourceError;
 use crate::{Progress, ProgressSink};
 pub use kept::{KeptTemplate, drop_kept, kept};
 
@@ -270,7 +271,7 @@ fn put_right(
 ) -> Result<u64, PopulateError> {
     let mut written = 0;
     for page in pages.filter(|&page| page < map.pages()) {
-        let wanted = map.read_together(&[page])?;
+        let wanted = map.read_together(&[page]).map_err(SourceError::from)?;
         let mut there = [0; PAGE];
         block.read_slowly(page, &mut there)?;
         if wanted != there {
@@ -324,7 +325,7 @@ fn fill(
                 }
             }
             let threads = affinity::of_this_thread().len();
-            super::read_pages(&map, content, threads, |page, bytes| {
+            map.read_pages(content, threads, &|page, bytes| {
                 let written = file.write_all_at(bytes, page * PAGE_BYTES);
                 written.map_err(|source| no_space(&path, bytes.len() as u64, "write", source))
             })?;

@@ -8,7 +8,7 @@
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
-use stillframe_repo::working_set::PAGES_MAX;
+use crate::source::WORKING_SET_PAGES_MAX as PAGES_MAX;
 
 /// The number of a block, and a page of it.
 pub(super) type Page = (usize, u64);

@@ -7,26 +7,26 @@
 //! no dirty page.
 
 use std::collections::VecDeque;
-use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
 use stillframe_page::bitmap::DirtyBitmap;
-use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
+use stillframe_qemu::monitor::{Monitor, RamBlock};
 use stillframe_sys::infect::StolenUffd;
-use stillframe_sys::pagemap::{Pagemap, PagemapError};
+use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::{AddressRange, Process};
 use stillframe_sys::system;
-use stillframe_sys::uffd::{Track, Uffd, UffdError, WriteProtectMode};
-use thiserror::Error;
+use stillframe_sys::uffd::{Track, Uffd, WriteProtectMode};
 
-use super::block::{Block, BlockError, Guest, PAGE_BYTES};
-use super::faults::FaultServer;
-use super::heat::Heat;
-use super::ingest::Found;
-use super::ranges::{self, PageRanges, count, subtract};
-use super::stage::StageError;
 use crate::guardian::Heartbeat;
+use crate::memory::BlockShape;
+use crate::memory::block::{Block, BlockError, Guest, PAGE_BYTES};
+use crate::memory::outcome::Found;
+use crate::memory::ranges::{self, PageRanges, count, subtract};
+use crate::tracking::error::TrackerError;
+use crate::tracking::fault_handler::FaultServer;
+use crate::tracking::hot_set::Heat;
+use crate::tracking::protection::{scan_error, still_protected};
 
 /// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
 /// the guest from waiting. 64 MiB take about 1 ms.
@@ -34,78 +34,6 @@ const PROTECT_STEP_BYTES: u64 = 64 << 20;
 
 /// Protecting a page that is protected already takes 60 ns, a call for a page of its own 0.9 us.
 const NEAR_BYTES: u64 = 14 * PAGE_BYTES;
-
-/// Why tracking failed.
-#[derive(Debug, Error)]
-pub enum TrackerError {
-    /// The userfaultfd refused.
-    #[error("cannot track writes to RAM block {block}")]
-    Uffd {
-        /// The block's name, or `all` for the handshake.
-        block: String,
-        /// Why.
-        #[source]
-        source: UffdError,
-    },
-    /// The scan failed.
-    #[error("cannot read which pages of RAM block {block} were written")]
-    Scan {
-        /// The block's name.
-        block: String,
-        /// Why.
-        #[source]
-        source: PagemapError,
-    },
-    /// The page map could not be opened.
-    #[error("cannot read QEMU's page map")]
-    Pagemap(#[source] PagemapError),
-    /// A block cannot be reached.
-    #[error(transparent)]
-    Block(#[from] BlockError),
-    /// They cannot be captured.
-    #[error(transparent)]
-    Stage(#[from] StageError),
-    /// Copy-on-write works on small pages.
-    #[error(
-        "RAM block {block} has pages of {page_bytes} bytes; copy-on-write handles 4096 only: choose another schedule"
-    )]
-    HugePages {
-        /// The block's name.
-        block: String,
-        /// Its page size.
-        page_bytes: u64,
-    },
-    /// The disks do not become quiet.
-    #[error("cannot wait for the disk requests of the VM")]
-    Drain(#[source] MonitorError),
-    /// QEMU may not have faults of the kernel served.
-    #[error(
-        "QEMU runs as a user who may not have page faults of the kernel served, so copy-on-write would fail its disk requests: choose another schedule, or set vm.unprivileged_userfaultfd=1"
-    )]
-    UserModeOnly,
-    /// No thread to serve faults.
-    #[error("cannot start the thread that serves the VM's write faults")]
-    FaultServer(#[source] io::Error),
-    /// Copy-on-write asked of an attachment without it.
-    #[error("this VM was attached to without copy-on-write")]
-    NoFaultServer,
-    /// The kernel or QEMU took write protection away.
-    #[error(
-        "pages lost their write protection before they were copied (the host's KSM merged them, or the balloon took them); this checkpoint is discarded. If that goes on, choose another schedule, or start the VM with -machine mem-merge=off"
-    )]
-    ProtectionLost,
-    /// A fault that a test injected.
-    #[error("a step of the capture failed")]
-    Injected(#[source] io::Error),
-    /// A page was let go without being saved.
-    #[error("a page could not be saved before the guest wrote it; this checkpoint is discarded")]
-    NotSaved,
-    /// Nothing serves write faults any more; nothing is protected.
-    #[error(
-        "the thread that serves the VM's write faults has ended; the VM runs on, and this checkpoint is discarded"
-    )]
-    HandlerEnded,
-}
 
 /// A tracked RAM block.
 #[derive(Debug)]
@@ -124,15 +52,6 @@ pub struct Tracked {
     with_content: DirtyBitmap,
     /// Which pages are not worth a fault.
     heat: Heat,
-}
-
-/// What is known of a block without looking at it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BlockShape {
-    /// Its name.
-    pub name: String,
-    /// Its length in pages.
-    pub pages: u64,
 }
 
 /// Pages that were protected while the guest ran. A disk request that was under way then still writes
@@ -437,7 +356,7 @@ impl Tracker {
             .collect()
     }
 
-    /// Lifts the protection of hot pages, where that is cheaper than faults (see [`super::heat`]), until
+    /// Lifts the protection of hot pages, where that is cheaper than faults (see [`crate::tracking::hot_set`]), until
     /// the next collect, which takes them for written. To be called when they are copied; how many pages
     /// it is.
     pub fn leave_hot_open(&self) -> u64 {
@@ -495,7 +414,7 @@ impl Tracker {
 }
 
 impl Tracked {
-    /// The pages that are not worth a fault served by us (see [`super::heat`]), of those written.
+    /// The pages that are not worth a fault served by us (see [`crate::tracking::hot_set`]), of those written.
     pub fn hot(&self) -> DirtyBitmap {
         self.heat.hot(&self.pending)
     }
@@ -509,29 +428,6 @@ impl Tracked {
         for range in ranges {
             self.pending.set_range(range.clone());
         }
-    }
-}
-
-/// Whether pages that were protected in the pause, and read since, hold what they held then. Two things
-/// take protection away without a fault: KSM, which replaces a page by a shared one (`replace_page` in the
-/// kernel's mm/ksm.c), and a discard (balloon, free page reporting).
-pub(super) fn still_protected(
-    pagemap: &Pagemap,
-    block: &Block,
-    pages: &[Range<u64>],
-) -> Result<bool, TrackerError> {
-    let mut written = Vec::new();
-    for range in pages {
-        let scanned = pagemap.written(block.addresses(range), &mut written);
-        scanned.map_err(|source| scan_error(block, source))?;
-    }
-    Ok(written.is_empty() && block.has_data(pages)?)
-}
-
-fn scan_error(block: &Block, source: PagemapError) -> TrackerError {
-    TrackerError::Scan {
-        block: block.name().to_owned(),
-        source,
     }
 }
 

@@ -22,11 +22,12 @@ use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Uffd};
 
-use super::block::{Block, Guest, PAGE, PAGE_BYTES};
-use super::claim::{Claims, OnFault};
+use crate::memory::block::{Block, Guest, PAGE, PAGE_BYTES};
+use crate::tracking::claims::{Claims, OnFault};
 
-use super::tracker::{TrackerError, still_protected};
 use crate::guardian::{HEARTBEAT, Heartbeat};
+use crate::tracking::error::TrackerError;
+use crate::tracking::protection::still_protected;
 
 /// Pages that can be saved on a fault before the copier has to take them over: 16 MiB.
 const SAVED_MAX: usize = 4096;

@@ -10,10 +10,10 @@ use std::ops::Range;
 
 use thiserror::Error;
 
-use super::block::{Block, BlockError, Guest, PAGE};
-use super::faults::Saved;
-use super::tracker::{Collected, Tracker};
-use super::verdict::Page;
+use crate::memory::Page;
+use crate::memory::block::{Block, BlockError, Guest, PAGE};
+use crate::tracking::fault_handler::Saved;
+use crate::tracking::tracker::{Collected, Tracker};
 
 const SLAB_PAGES: u64 = 256;
 /// Slabs kept for the next checkpoint, whatever this one needed: 64 MiB.
@@ -263,7 +263,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::capture::ranges::runs;
+    use crate::memory::ranges::runs;
 
     fn to_ranges(pages: &BTreeSet<u64>) -> Vec<Range<u64>> {
         runs(&pages.iter().copied().collect::<Vec<_>>())

@@ -1,11 +1,10 @@
 //! What is filled first, in the numbers of the blocks that are filled lazily: those of the manifest may
 //! be others.
 
-use stillframe_repo::PageMap;
-
-use super::ahead::Ahead;
-use super::asked::Page;
-use super::prefetch::{Piece, Prefetched};
+use crate::populate::lazy::access_trace::Page;
+use crate::populate::lazy::prefetch::{Piece, Prefetched};
+use crate::populate::lazy::prefetch_queue::Ahead;
+use crate::source::PageSource;
 
 /// What is filled first.
 #[derive(Debug, Default)]
@@ -19,16 +18,16 @@ pub struct First {
 
 impl First {
     /// What was read already, and then the rest of the working set. `blocks` are the numbers in the manifest
-    /// of those that are filled lazily, which hold what `maps` say; both are in the same order.
-    pub fn new(
-        (blocks, maps): (&[u32], &[PageMap<'_>]),
+    /// of those that are filled lazily, whose pages come from `sources`; both are in the same order.
+    pub fn new<S: PageSource>(
+        (blocks, sources): (&[u32], &[S]),
         working_set: &[(u32, u32)],
         prefetched: Prefetched,
     ) -> First {
         let number = |block: u32| blocks.iter().position(|&other| other == block);
         let here = |&(block, page): &(u32, u32)| {
             let number = number(block)?;
-            let there = u64::from(page) < maps.get(number)?.pages();
+            let there = u64::from(page) < sources.get(number)?.pages();
             there.then_some((number, page.into()))
         };
         let prefetched_pages = prefetched.pages();

@@ -11,6 +11,7 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 use rustix::io::Errno;
@@ -195,12 +196,15 @@ impl Drop for Files {
 }
 
 impl Files {
-    /// Of the VM with this monitor.
+    /// Of the VM with this monitor. The first time, the files of VMs that have ended are removed.
     ///
     /// # Errors
     /// When the runtime directory is not ours alone, or cannot be made.
     pub fn of(qmp: &Path) -> Result<Files, RecordError> {
-        Ok(Files::in_directory(runtime::open()?, qmp))
+        static SWEPT: Once = Once::new();
+        let directory = runtime::open()?;
+        SWEPT.call_once(|| remove_ended(&directory));
+        Ok(Files::in_directory(directory, qmp))
     }
 
     fn in_directory(directory: PrivateDir, qmp: &Path) -> Files {
@@ -356,7 +360,7 @@ fn malformed(directory: &PrivateDir, name: &str, what: String) -> RecordError {
 }
 
 /// Removes the files of VMs that have ended.
-pub(crate) fn remove_ended(directory: &PrivateDir) {
+fn remove_ended(directory: &PrivateDir) {
     for name in directory.names().unwrap_or_default() {
         // What cannot be removed now is removed another time.
         if let Some(vm) = name.strip_suffix(MARKS) {

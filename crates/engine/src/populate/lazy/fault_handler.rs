@@ -9,21 +9,22 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use stillframe_fault::{self as fault, Point};
 use stillframe_sys::uffd::{Event, UffdError, Waiters};
 
-use super::ahead::Ahead;
-use super::hold::Holding;
-use super::memory::{FillError, LazyMemory};
-use super::near::Near;
-use super::trouble::Trouble;
+use crate::populate::lazy::fault_around::Near;
+use crate::populate::lazy::fault_batching::Holding;
+use crate::populate::lazy::memory::{FillError, LazyMemory};
+use crate::populate::lazy::prefetch_queue::Ahead;
+use crate::populate::lazy::stall::Trouble;
+use crate::source::PageSource;
 
 /// How long until a page that could not be had is tried again.
 const AGAIN: Duration = Duration::from_millis(200);
 
 /// One of the threads.
-pub(super) struct Server<'m, 'a> {
+pub(super) struct Server<'m, S: PageSource> {
     /// Its number among them.
     pub(super) number: usize,
-    pub(super) memory: &'m LazyMemory<'a>,
-    pub(super) near: Near<'m, 'a>,
+    pub(super) memory: &'m LazyMemory<S>,
+    pub(super) near: Near<'m, S>,
     pub(super) ahead: &'m Ahead,
     /// For how long those who wait may be held, for pages that they are about to ask for; not at all where
     /// no more than asked for is to be filled at once.
@@ -33,7 +34,7 @@ pub(super) struct Server<'m, 'a> {
     pub(super) end: &'m OwnedFd,
 }
 
-impl Server<'_, '_> {
+impl<S: PageSource> Server<'_, S> {
     /// Serves until the end. An error means that the VM is gone, or that the kernel fails us.
     pub(super) fn run(mut self) -> Result<(), FillError> {
         while self.wait()? {
@@ -84,7 +85,7 @@ impl Server<'_, '_> {
         loop {
             match self.fill(number, page) {
                 Ok(()) => break,
-                Err(FillError::Repo(error)) => {
+                Err(FillError::Source(error)) => {
                     self.trouble.of_a_page(&error, &mut failed);
                     if !self.pause(AGAIN) {
                         return Ok(());

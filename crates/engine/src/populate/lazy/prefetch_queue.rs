@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::asked::Page;
+use crate::populate::lazy::access_trace::Page;
 
 /// Pages that lie so close come together: a frame.
 const GROUP_PAGES: u64 = 16;

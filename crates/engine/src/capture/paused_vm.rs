@@ -1,0 +1,264 @@
+//! A VM that stands still on our account: the guard whose end decides what becomes of it.
+//!
+//! ```text
+//!   stop ─────────┐                 ┌── resume ────────> runs on
+//!   save devices ─┴──> PausedVm ────┼── keep_paused ───> stays paused, and whoever wants it sends `cont`
+//!                       │    ^      └── dropped ───────> runs on
+//!            block_cont │    │ unblock
+//!                       v    │
+//!                      BlockedVm ───── dropped ───────> stays paused, and `cont` is refused
+//! ```
+//!
+//! The guardian is told in the same step: it resumes the VM when this process dies, or the limit passes, exactly
+//! while a [`PausedVm`] lives. With `cont` blocked it does nothing, for the VM is not fit to run.
+
+use std::time::Duration;
+
+use stillframe_qemu::monitor::{Monitor, MonitorError};
+use thiserror::Error;
+
+use crate::guardian::{Guardian, GuardianError, WayBack};
+use crate::inhibitor::{InhibitorError, ResumeInhibitor};
+
+/// Why a VM could not be paused or resumed.
+#[derive(Debug, Error)]
+pub enum PausedError {
+    /// The guardian is gone.
+    #[error("no pause without a guardian")]
+    Guardian(#[from] GuardianError),
+    /// QEMU failed a command.
+    #[error("QEMU failed a command")]
+    Monitor(#[from] MonitorError),
+    /// `cont` could not be blocked, or unblocked.
+    #[error(transparent)]
+    Inhibitor(#[from] InhibitorError),
+    /// The watchdog resumed the VM.
+    #[error("the pause overran its limit of {limit_ms} ms, and the watchdog resumed the VM")]
+    Overrun {
+        /// The limit.
+        limit_ms: u128,
+    },
+}
+
+/// What becomes of the VM where no end was chosen: an error, a panic.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OnDrop {
+    Resume,
+    Nothing,
+}
+
+/// What both guards hold.
+struct Held<'v> {
+    monitor: &'v mut Monitor,
+    guardian: &'v Guardian,
+    limit: Duration,
+    /// How the VM comes to run again; `None` where it was paused before, and stays so.
+    way_back: Option<WayBack>,
+    on_drop: OnDrop,
+}
+
+impl Held<'_> {
+    /// The guardian resumes the VM from here on, should this process die or take too long.
+    fn arm(&self) -> Result<(), GuardianError> {
+        match self.way_back {
+            Some(way_back) => self.guardian.pausing(self.limit, way_back),
+            None => Ok(()),
+        }
+    }
+
+    /// The guardian does nothing from here on. An error if it has resumed the VM already.
+    fn disarm(&self) -> Result<(), PausedError> {
+        match self.way_back.is_some() && self.guardian.resumed()? {
+            true => Err(PausedError::Overrun {
+                limit_ms: self.limit.as_millis(),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    /// The VM runs on, if it ran before.
+    fn resume(&mut self) -> Result<(), PausedError> {
+        let sent = match self.way_back {
+            // Nothing that QEMU still writes is to keep it.
+            Some(WayBack::Stream) => self.guardian.release().map_err(PausedError::from),
+            Some(WayBack::Command) => self.monitor.cont().map_err(PausedError::from),
+            None => Ok(()),
+        };
+        // Also where `cont` failed: the guardian would try it again on a QEMU that refuses it.
+        let disarmed = self.disarm();
+        sent.and(disarmed)
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if self.on_drop == OnDrop::Resume {
+            // The error that led here is the one to report; and should this fail, the guardian's limit passes.
+            let _ = self.resume();
+        }
+    }
+}
+
+/// A VM that stands still. Dropped, it runs on.
+#[must_use]
+pub struct PausedVm<'v> {
+    held: Held<'v>,
+}
+
+impl<'v> PausedVm<'v> {
+    /// Stops a VM that runs or is suspended (`runs`). One that is paused already stays so, whatever the end.
+    ///
+    /// # Errors
+    /// It runs on.
+    pub fn stop(
+        monitor: &'v mut Monitor,
+        guardian: &'v Guardian,
+        limit: Duration,
+        runs: bool,
+    ) -> Result<PausedVm<'v>, PausedError> {
+        let way_back = runs.then_some(WayBack::Command);
+        let paused = PausedVm::armed(monitor, guardian, limit, way_back)?;
+        if runs {
+            paused.held.monitor.stop()?;
+        }
+        Ok(paused)
+    }
+
+    /// Makes ready for QEMU's own stop, in which it saves its devices: see [`super::device_state`]. QEMU resumes
+    /// the VM by itself, unless it was `suspended`.
+    ///
+    /// # Errors
+    /// Nothing was stopped.
+    pub fn held_by_state(
+        monitor: &'v mut Monitor,
+        guardian: &'v Guardian,
+        limit: Duration,
+        suspended: bool,
+    ) -> Result<PausedVm<'v>, PausedError> {
+        let way_back = match suspended {
+            true => WayBack::Command,
+            false => WayBack::Stream,
+        };
+        PausedVm::armed(monitor, guardian, limit, Some(way_back))
+    }
+
+    /// The guardian is told before anything is stopped.
+    fn armed(
+        monitor: &'v mut Monitor,
+        guardian: &'v Guardian,
+        limit: Duration,
+        way_back: Option<WayBack>,
+    ) -> Result<PausedVm<'v>, PausedError> {
+        let held = Held {
+            monitor,
+            guardian,
+            limit,
+            way_back,
+            on_drop: OnDrop::Resume,
+        };
+        held.arm()?;
+        Ok(PausedVm { held })
+    }
+
+    /// QEMU.
+    pub fn monitor(&mut self) -> &mut Monitor {
+        self.held.monitor
+    }
+
+    /// The VM runs on.
+    ///
+    /// # Errors
+    /// [`PausedError::Overrun`]: it did so before. Others: QEMU or the guardian does not answer.
+    pub fn resume(mut self) -> Result<(), PausedError> {
+        self.held.on_drop = OnDrop::Nothing;
+        self.held.resume()
+    }
+
+    /// QEMU has resumed the VM by itself.
+    ///
+    /// # Errors
+    /// [`PausedError::Overrun`]: the watchdog made it do so.
+    pub fn resumed(mut self) -> Result<(), PausedError> {
+        self.held.on_drop = OnDrop::Nothing;
+        self.held.disarm()
+    }
+
+    /// Whatever keeps QEMU in the pause is not to do so any longer.
+    ///
+    /// # Errors
+    /// The guardian is gone.
+    pub fn release(&self) -> Result<(), PausedError> {
+        Ok(self.held.guardian.release()?)
+    }
+
+    /// The VM stays paused, and is fit to run: any client may send `cont`.
+    ///
+    /// # Errors
+    /// [`PausedError::Overrun`]: the watchdog has resumed it.
+    pub fn keep_paused(mut self) -> Result<(), PausedError> {
+        self.held.on_drop = OnDrop::Nothing;
+        self.held.disarm()
+    }
+
+    /// Blocks `cont`, for all clients and for the guardian. `left` blocks it already.
+    ///
+    /// # Errors
+    /// The VM runs on.
+    pub fn block_cont(self, left: Option<ResumeInhibitor>) -> Result<BlockedVm<'v>, PausedError> {
+        let inhibitor = match left {
+            Some(left) => left,
+            None => ResumeInhibitor::engage(self.held.monitor)?,
+        };
+        Ok(BlockedVm {
+            held: self.held,
+            inhibitor,
+        })
+    }
+}
+
+/// A VM that stands still, and whose `cont` is refused. The guardian still resumes it until
+/// [`BlockedVm::commit`]. Dropped, it stays as it is.
+#[must_use]
+pub struct BlockedVm<'v> {
+    held: Held<'v>,
+    inhibitor: ResumeInhibitor,
+}
+
+impl<'v> BlockedVm<'v> {
+    /// QEMU.
+    pub fn monitor(&mut self) -> &mut Monitor {
+        self.held.monitor
+    }
+
+    /// From here on the guardian does not resume the VM: it may become unfit to run.
+    ///
+    /// # Errors
+    /// [`PausedError::Overrun`]: the guardian has tried to already.
+    pub fn commit(&mut self) -> Result<(), PausedError> {
+        self.held.on_drop = OnDrop::Nothing;
+        self.held.disarm()
+    }
+
+    /// The VM stays as it is, paused, and `cont` refused: it is not fit to run.
+    pub fn leave(mut self) {
+        self.held.on_drop = OnDrop::Nothing;
+    }
+
+    /// The VM is fit to run again. `runs`: it will be resumed, and the guardian is told before `cont` is unblocked.
+    ///
+    /// # Errors
+    /// It stays paused; `cont` may be blocked still.
+    pub fn unblock(mut self, runs: bool) -> Result<PausedVm<'v>, PausedError> {
+        let armed = match runs {
+            true => self.held.arm(),
+            false => Ok(()),
+        };
+        self.inhibitor.release(self.held.monitor)?;
+        armed?;
+        self.held.on_drop = OnDrop::Resume;
+        if !runs {
+            self.held.way_back = None;
+        }
+        Ok(PausedVm { held: self.held })
+    }
+}

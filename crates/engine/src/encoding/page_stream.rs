@@ -1,0 +1,141 @@
+//! Captured pages on their way into a sink: encoded by threads (see [`super::page_encoder`]), handed over batch by
+//! batch, and counted.
+
+use std::time::{Duration, Instant};
+
+use stillframe_page::PageIndex;
+use stillframe_page::bitmap::DirtyBitmap;
+
+use crate::capture::staging::Stage;
+use crate::encoding::delta_cache::DeltaCache;
+use crate::encoding::page_encoder::{Judge, Verdict};
+use crate::memory::outcome::{Content, Found};
+use crate::memory::{BlockShape, Page};
+use crate::sink::{EncodedBatch, PageSink};
+
+/// Pages encoded at once: enough to make threads worth their start.
+pub const BATCH_PAGES: usize = 2048;
+
+/// What the pages of a stream were, by how they were encoded.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StreamCounts {
+    /// Pages of all blocks.
+    pub total: u64,
+    /// Pages that came, each counted once.
+    pub captured: u64,
+    /// Whole pages that the sink did not have. This and all below count a page again when it comes again.
+    pub new: u64,
+    /// Whole pages that the sink had.
+    pub duplicate: u64,
+    /// Pages of zeros.
+    pub zero: u64,
+    /// Pages of which only what changed went to the sink.
+    pub delta: u64,
+    /// Pages that were written, and hold what they held.
+    pub unchanged: u64,
+}
+
+/// The pages of one checkpoint or transfer.
+pub struct PageStream {
+    /// Where iterations come before the staged pages, the pages that came already, by block. Staged pages come
+    /// once.
+    seen: Vec<DirtyBitmap>,
+    /// Pages that the delta cache should know the content of, once it is committed; by block.
+    keep: Vec<DirtyBitmap>,
+    /// What the pages turned out to hold, by block.
+    pub outcome: Vec<Found>,
+    /// What happened so far.
+    pub counts: StreamCounts,
+    /// Encoding: comparing, hashing, making deltas.
+    pub encoding: Duration,
+    /// Handing over to the sink, and waiting for it.
+    pub writing: Duration,
+}
+
+impl PageStream {
+    /// Of these blocks; no page came yet.
+    pub fn new(blocks: &[BlockShape]) -> PageStream {
+        let bitmaps = blocks.iter().map(|block| DirtyBitmap::new(block.pages));
+        PageStream {
+            seen: Vec::new(),
+            keep: bitmaps.collect(),
+            outcome: blocks.iter().map(Found::new).collect(),
+            counts: StreamCounts {
+                total: blocks.iter().map(|block| block.pages).sum(),
+                ..StreamCounts::default()
+            },
+            encoding: Duration::ZERO,
+            writing: Duration::ZERO,
+        }
+    }
+
+    /// A page may come a second time, and is counted once. (It must not come as a delta then.)
+    pub fn pages_may_come_twice(&mut self, blocks: &[BlockShape]) {
+        let bitmaps = blocks.iter().map(|block| DirtyBitmap::new(block.pages));
+        self.seen = bitmaps.collect();
+    }
+
+    /// Encodes ascending pages of block number `block`, and hands them to the sink. `cache` knows what the pages
+    /// held.
+    ///
+    /// # Errors
+    /// That of the sink.
+    pub fn put<S: PageSink>(
+        &mut self,
+        sink: &mut S,
+        (encoder, cache): (&mut Judge, &DeltaCache),
+        block: usize,
+        pages: &[Page<'_>],
+    ) -> Result<(), S::Error> {
+        let begin = Instant::now();
+        let encoded = encoder.batch(sink.hasher(), cache, block, pages)?;
+        let encoded_at = Instant::now();
+        let contents = sink.put(EncodedBatch {
+            block,
+            pages,
+            encodings: &encoded.verdicts,
+            deltas: encoded.deltas,
+        })?;
+        let both = encoded.verdicts.iter().zip(contents);
+        for (&(page, _), (&encoding, content)) in pages.iter().zip(both) {
+            self.count(block, PageIndex(page), encoding, content);
+        }
+        self.encoding += encoded_at - begin;
+        self.writing += encoded_at.elapsed();
+        Ok(())
+    }
+
+    fn count(&mut self, block: usize, page: PageIndex, encoding: Verdict, content: Content) {
+        let seen = self.seen.get_mut(block);
+        if seen.is_none_or(|seen| seen.set(page)) {
+            self.counts.captured += 1;
+        }
+        // A page whose delta was of no use leaves the cache: of pages that are always written all
+        // over only every second version is compared in vain.
+        match encoding {
+            Verdict::Zero | Verdict::TooMuch(_) => self.keep[block].clear(page),
+            Verdict::Same | Verdict::Delta | Verdict::Unknown(_) => self.keep[block].set(page),
+        };
+        let counter = match (encoding, content) {
+            (Verdict::Zero, _) => &mut self.counts.zero,
+            (Verdict::Same, _) => &mut self.counts.unchanged,
+            (Verdict::Delta, _) => &mut self.counts.delta,
+            (_, Content::New) => &mut self.counts.new,
+            (_, Content::Known | Content::Zero) => &mut self.counts.duplicate,
+        };
+        *counter += 1;
+        self.outcome[block].note(page, content);
+    }
+
+    /// To be called when the pages are durable: the cache learns what the staged ones hold.
+    pub fn remember(&self, stage: &Stage, cache: &mut DeltaCache) {
+        for (block, keep) in self.keep.iter().enumerate() {
+            for (page, bytes) in stage.pages_of(block) {
+                match keep.get(PageIndex(page)) {
+                    true => cache.put(block, page, bytes),
+                    false => cache.remove(block, page),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! Guest memory, seen from outside: RAM blocks, ranges of pages, and what captured pages turned out to hold.
+
+pub mod block;
+pub mod outcome;
+pub mod ranges;
+
+pub use block::Block;
+
+use block::PAGE;
+
+/// One page on its way: its number in the block, and its bytes.
+pub type Page<'a> = (u64, &'a [u8; PAGE]);
+
+/// What is known of a block without looking at it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockShape {
+    /// Its name.
+    pub name: String,
+    /// Its length in pages.
+    pub pages: u64,
+}

@@ -1,0 +1,188 @@
+//! What a pipeline works with: the VM, the sink of captures, the queue before it, and the world around.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::AttemptError;
+use crate::attach::{AnewError, AttachError};
+use crate::capture::schedule::{ScheduleChoice, ScheduleKind};
+use crate::checkpoint::CheckpointError;
+
+/// Why a capture was not stored.
+#[derive(Debug)]
+pub enum Failure {
+    /// It failed.
+    Checkpoint(CheckpointError),
+    /// The user gave it up.
+    Interrupted,
+}
+
+/// What storing came to.
+pub type Outcome<T> = Result<T, Failure>;
+
+/// A VM with write tracking on. Captures are settled in the order in which they were marked as in flight.
+pub trait PipelineVm {
+    /// One state of the VM, in memory.
+    type Capture;
+    /// What the sink makes of it.
+    type Stored;
+    /// What is reported of a checkpoint.
+    type Report;
+
+    /// The schedule that the VM should be attached to anew for.
+    fn wants(&self) -> Option<ScheduleKind>;
+
+    /// Captures what was written since the last capture in flight.
+    ///
+    /// # Errors
+    /// What was written stays to be captured.
+    fn capture(&mut self) -> Result<Self::Capture, CheckpointError>;
+
+    /// Memory that a capture takes, in bytes.
+    fn bytes(capture: &Self::Capture) -> u64;
+
+    /// The last capture goes to the sink, behind those in flight.
+    fn mark_in_flight(&mut self);
+
+    /// The oldest capture in flight is committed, or rolled back together with all behind it.
+    ///
+    /// # Errors
+    /// That of storing it.
+    fn settle(
+        &mut self,
+        capture: Self::Capture,
+        stored: Result<Self::Stored, CheckpointError>,
+    ) -> Result<Self::Report, CheckpointError>;
+
+    /// A capture is not needed: it was not marked, or one before it was rolled back.
+    fn discard(&mut self, capture: Self::Capture);
+}
+
+/// Where captures go, one after the other, each an increment of the one before.
+pub trait CaptureSink<V: PipelineVm> {
+    /// Whether an increment can be stored.
+    fn has_base(&self) -> bool;
+
+    /// The next checkpoint has nothing to follow.
+    fn forget_base(&mut self);
+
+    /// Stores an increment; durable when this returns.
+    ///
+    /// # Errors
+    /// Nothing is stored then.
+    fn store(&mut self, capture: &V::Capture) -> Outcome<V::Stored>;
+
+    /// Captures and stores all of memory, or what was written where that is more than memory holds.
+    ///
+    /// # Errors
+    /// Nothing is stored then.
+    fn whole(&mut self, vm: &mut V) -> Outcome<V::Report>;
+
+    /// Whether more captures are expected at once. Until then locks may be kept.
+    fn expect_more(&mut self, more: bool);
+}
+
+/// A capture that the sink is done with.
+#[derive(Debug)]
+pub struct Completion<V: PipelineVm> {
+    /// The capture.
+    pub capture: V::Capture,
+    /// What became of it; `None`: one before it was not stored, so this was not either.
+    pub outcome: Option<Outcome<V::Stored>>,
+}
+
+/// Stores captures in their order, beside the pipeline.
+pub trait StoreQueue<V: PipelineVm, S> {
+    /// Has a capture stored behind those before.
+    fn push(&mut self, capture: V::Capture);
+
+    /// The oldest capture, if it is complete.
+    fn complete(&mut self) -> Option<Completion<V>>;
+
+    /// Waits until the oldest capture is complete; `None` where nothing stores any more.
+    fn wait(&mut self) -> Option<Completion<V>>;
+
+    /// The sink, once everything is stored.
+    fn finish(self) -> S;
+}
+
+/// What happens in a pipeline.
+#[derive(Debug)]
+pub enum Event<'e, R> {
+    /// A checkpoint is durable.
+    Taken(&'e R),
+    /// The interval could not be kept.
+    Late {
+        /// By how much.
+        by: Duration,
+    },
+    /// The checkpoint before is gone: the next one looks at all of memory.
+    BaseGone(&'e CheckpointError),
+    /// Another program migrates the VM; checkpoints go on if it does not succeed.
+    Migrating(&'e CheckpointError),
+    /// Another schedule needs other tracking.
+    AttachingAnew {
+        /// The schedule.
+        schedule: ScheduleKind,
+    },
+    /// No checkpoint this time.
+    Failed(&'e AttemptError),
+    /// The time until the next capture; sent ten times a second.
+    Waiting {
+        /// Checkpoints so far.
+        taken: u64,
+        /// The time left.
+        left: Duration,
+    },
+}
+
+/// The world around a pipeline.
+pub trait Environment {
+    /// The VM.
+    type Vm: PipelineVm;
+    /// The sink.
+    type Sink: CaptureSink<Self::Vm>;
+    /// The queue.
+    type Queue: StoreQueue<Self::Vm, Self::Sink>;
+    /// Why an event cannot be taken.
+    type Error;
+
+    /// The time.
+    fn now(&self) -> Instant;
+
+    /// Waits up to `limit` for the VM's end; whether it has ended.
+    fn wait_for_exit(&mut self, limit: Duration) -> bool;
+
+    /// Whether the user wants an end.
+    fn should_stop(&self) -> bool;
+
+    /// Attaches to the same VM once more.
+    ///
+    /// # Errors
+    /// The VM runs on as before.
+    fn attach_again(&mut self, schedule: ScheduleChoice) -> Result<Self::Vm, AttachError>;
+
+    /// Ends tracking and begins anew, as another schedule needs it.
+    ///
+    /// # Errors
+    /// The VM is let go of, and runs on.
+    fn attach_anew(&mut self, vm: Self::Vm, schedule: ScheduleKind) -> Result<Self::Vm, AnewError>;
+
+    /// Ends tracking.
+    fn release(&mut self, vm: Self::Vm);
+
+    /// Begins storing captures beside the pipeline.
+    ///
+    /// # Errors
+    /// No thread can be had.
+    fn start_queue(&mut self, sink: Self::Sink) -> io::Result<Self::Queue>;
+
+    /// Reports an event.
+    ///
+    /// # Errors
+    /// Ends the pipeline.
+    fn report(
+        &mut self,
+        event: Event<'_, <Self::Vm as PipelineVm>::Report>,
+    ) -> Result<(), Self::Error>;
+}

@@ -1,0 +1,56 @@
+//! What is reported while a lazy restore runs, and at its end.
+
+use serde::Serialize;
+
+use crate::Progress;
+
+/// What happens while memory is filled.
+#[derive(Debug, Clone)]
+pub enum LazyEvent {
+    /// How far it is.
+    Progress(Progress),
+    /// The guest runs (or is ready, paused), so many microseconds after the call.
+    Runs {
+        /// That.
+        after_us: u64,
+    },
+    /// The guest waits for a page that cannot be had: it was paused.
+    Waits {
+        /// Why.
+        reason: String,
+    },
+    /// The repository takes no lease: `forget` and `prune` on another host may remove what is not read yet.
+    NotLeased {
+        /// Why.
+        reason: String,
+    },
+    /// All pages are to be had again: the guest was resumed.
+    GoesOn,
+    /// Pages that nobody waits for cannot be had now; they are tried again.
+    CannotFill {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Where [`LazyEvent`]s go.
+pub type LazySink<'a> = &'a mut dyn FnMut(LazyEvent);
+
+/// What a lazy restore did.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct LazyReport {
+    /// From the call to the running guest, in microseconds.
+    pub runs_after_us: u64,
+    /// How often the guest had to wait for a page.
+    pub faults: u64,
+    /// The same in each of the first steps of 10 ms, up to the last in which it had to.
+    pub faults_each_10_ms: Vec<u64>,
+    /// Pages of the working set that was filled first, if one was recorded when the checkpoint was last
+    /// restored.
+    pub working_set: Option<usize>,
+    /// Pages of the working set that was recorded now, because the guest asked for pages that were not in
+    /// the one before, or came too late.
+    pub recorded: Option<usize>,
+    /// Pages that were read while QEMU started.
+    pub prefetched: u64,
+}

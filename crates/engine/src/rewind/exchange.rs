@@ -1,0 +1,177 @@
+//! The pause of a rewind: pages and devices are exchanged for those of the checkpoint, or put back.
+
+use std::time::Instant;
+
+use stillframe_fault::{self as fault, Point};
+use stillframe_qemu::device_state;
+use stillframe_qemu::launch;
+use stillframe_qemu::monitor::Monitor;
+use stillframe_qemu::record::VmRecord;
+use stillframe_qemu::reload;
+
+use super::same::same_devices;
+use super::staged::StagedBlock;
+use super::{Job, LOAD_LIMIT, RewindDowntime, RewindError, RewindReport, SAVE_LIMIT, is_to_run};
+use crate::capture::device_state::StateStream;
+use crate::capture::downtime::us;
+use crate::capture::paused_vm::PausedVm;
+use crate::inhibitor::ResumeInhibitor;
+use crate::tracking::tracker::Tracker;
+
+/// What the VM was before.
+pub(super) struct Before {
+    device_state: Vec<u8>,
+    /// What the blocks held that QEMU overwrites when it loads that.
+    firmware: Vec<Vec<u8>>,
+    /// Pieces of each block that were exchanged.
+    exchanged: Vec<usize>,
+    /// Whether the devices may be others than they were.
+    devices_touched: bool,
+}
+
+/// What is exchanged, and what it takes.
+pub(super) struct Exchange<'x, 'j, 'a> {
+    pub(super) tracker: &'x mut Tracker,
+    pub(super) stream: &'x mut StateStream,
+    pub(super) job: &'x mut Job<'j, 'a>,
+}
+
+impl Exchange<'_, '_, '_> {
+    /// All that can fail without harm. Returns what the VM is now, to be put back if need be.
+    pub(super) fn prepare(
+        &mut self,
+        monitor: &mut Monitor,
+        mut now: VmRecord,
+        downtime: &mut RewindDowntime,
+    ) -> Result<Before, RewindError> {
+        let job = &mut *self.job;
+        let save = Instant::now();
+        let raw = self.stream.save(monitor, SAVE_LIMIT)?;
+        let sections = device_state::validate_like(&raw, &job.state.0)?.sections;
+        same_devices(&job.state.0, &sections)?;
+        now.look_at_disks_again();
+        launch::check_running_disks(job.then, &now, job.options.disks_as_they_are)?;
+        downtime.save = us(save);
+        let gather = Instant::now();
+        let collected = self.tracker.collect_stopped()?;
+        job.gather(&collected)?;
+        downtime.gather = us(gather);
+        let firmware = job.firmware.iter().map(StagedBlock::read_all);
+        let firmware = firmware.collect::<Result<_, _>>()?;
+        fault::at(Point::RewindStopped)?;
+        Ok(Before {
+            device_state: device_state::wrap(&raw, &now.identity.machine)?,
+            firmware,
+            exchanged: vec![0; job.staged.len()],
+            devices_touched: false,
+        })
+    }
+
+    /// Changes memory and devices to those of the checkpoint, or back after an error, with `cont` blocked. Returns the
+    /// VM, fit to run, and what came of the change.
+    ///
+    /// While `cont` can be sent, the guardian sends it should this process die: it is disarmed only after `cont` is
+    /// blocked, and armed again before `cont` is unblocked.
+    ///
+    /// # Errors
+    /// `cont` stays blocked: memory was inconsistent before and the change failed, or it could not be undone.
+    pub(super) fn change_blocked<'v>(
+        &mut self,
+        paused: PausedVm<'v>,
+        left: Option<ResumeInhibitor>,
+        mut before: Before,
+        running: bool,
+        report: &mut RewindReport,
+    ) -> Result<(PausedVm<'v>, Result<(), RewindError>), RewindError> {
+        let was_consistent = left.is_none();
+        let mut blocked = paused.block_cont(left)?;
+        let committed = fault::at(Point::RewindInhibited)
+            .map_err(RewindError::from)
+            .and_then(|()| Ok(blocked.commit()?));
+        let changed = committed.and_then(|()| self.change(blocked.monitor(), &mut before, report));
+        let done = changed.or_else(|error| self.undo(blocked.monitor(), &before, error));
+        let is_consistent = match &done {
+            Ok(()) => true,
+            Err(RewindError::Stuck { .. } | RewindError::ResumedByOthers) => false,
+            Err(_) => was_consistent,
+        };
+        let done = match done {
+            Err(error) if !is_consistent => {
+                blocked.leave();
+                return Err(error);
+            }
+            done => done,
+        };
+        let runs = is_to_run(running, self.job.options, &done);
+        Ok((blocked.unblock(runs)?, done))
+    }
+
+    /// Memory and devices become those of the checkpoint.
+    fn change(
+        &mut self,
+        monitor: &mut Monitor,
+        before: &mut Before,
+        report: &mut RewindReport,
+    ) -> Result<(), RewindError> {
+        let job = &mut *self.job;
+        let downtime = &mut report.downtime_us;
+        let write = Instant::now();
+        for (staged, exchanged) in job.staged.iter_mut().zip(&mut before.exchanged) {
+            report.written += staged.exchange(exchanged)?;
+        }
+        downtime.write = us(write);
+        fault::at(Point::RewindExchanged)?;
+        let verify = Instant::now();
+        if job.options.verify {
+            report.verify = Some(job.verify()?);
+            downtime.verify = us(verify);
+        }
+        let load = Instant::now();
+        let loaded = reload::load(monitor, &job.state.1, LOAD_LIMIT);
+        before.devices_touched = loaded
+            .as_ref()
+            .map_or_else(|error| !error.is_harmless(), |()| true);
+        loaded?;
+        for firmware in &mut job.firmware {
+            firmware.exchange(&mut 0)?;
+        }
+        fault::at(Point::RewindLoaded)?;
+        downtime.device_state = us(load);
+        let events = monitor.client().take_events()?;
+        match events.iter().any(|event| event.name == "RESUME") {
+            true => {
+                monitor.stop()?;
+                Err(RewindError::ResumedByOthers)
+            }
+            false => Ok(()),
+        }
+    }
+
+    /// Memory and devices become what they were; returns the error that made it necessary.
+    fn undo(
+        &mut self,
+        monitor: &mut Monitor,
+        before: &Before,
+        error: RewindError,
+    ) -> Result<(), RewindError> {
+        let job = &mut *self.job;
+        if matches!(error, RewindError::ResumedByOthers) {
+            return Err(error);
+        }
+        let stuck = |why: &dyn std::error::Error| RewindError::Stuck {
+            what: crate::in_words(&error),
+            why: crate::in_words(why),
+        };
+        for (staged, &exchanged) in job.staged.iter_mut().zip(&before.exchanged) {
+            staged.put_back(exchanged).map_err(|why| stuck(&why))?;
+        }
+        if before.devices_touched {
+            let loaded = reload::load(monitor, &before.device_state, LOAD_LIMIT);
+            loaded.map_err(|why| stuck(&why))?;
+            for (block, bytes) in job.firmware.iter().zip(&before.firmware) {
+                block.block.write(0, bytes).map_err(|why| stuck(&why))?;
+            }
+        }
+        Err(error)
+    }
+}

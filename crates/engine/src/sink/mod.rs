@@ -1,0 +1,46 @@
+//! Where captured pages go, encoded: the one seam behind capture.
+//!
+//! ```text
+//!   guest memory ──> PageStream (encode, count) ──batches──> PageSink: a repository | a connection
+//! ```
+//!
+//! Batches hold ascending pages of one block. What ends a stream of pages is not in the trait: the manifest of a
+//! checkpoint and the hand-over of a VM have nothing in common.
+
+pub mod repository;
+
+use stillframe_page::delta::EncodedDelta;
+use stillframe_page::encoding::EncodingError;
+use stillframe_page::hash::ContentHasher;
+
+use crate::encoding::page_encoder::Verdict;
+use crate::memory::Page;
+use crate::memory::outcome::Content;
+
+/// Ascending pages of one block, and what each is to be stored as.
+#[derive(Debug)]
+pub struct EncodedBatch<'b> {
+    /// The number of the block.
+    pub block: usize,
+    /// The pages.
+    pub pages: &'b [Page<'b>],
+    /// One for each page.
+    pub encodings: &'b [Verdict],
+    /// The changes of those that are deltas, in the order of the pages.
+    pub deltas: Vec<EncodedDelta>,
+}
+
+/// Takes encoded pages. A page may come again; its last version counts.
+pub trait PageSink {
+    /// Why it cannot.
+    type Error: From<EncodingError>;
+
+    /// Makes the ids of page contents.
+    fn hasher(&self) -> &ContentHasher;
+
+    /// Takes a batch; says for each page what it turned out to hold.
+    ///
+    /// # Errors
+    /// The stream is worth nothing then.
+    fn put(&mut self, batch: EncodedBatch<'_>) -> Result<Vec<Content>, Self::Error>;
+}

@@ -1,0 +1,116 @@
+//! The repository as a sink: contents become blobs, and each block a page table or a layer over one.
+//!
+//! The repository compresses and encrypts in threads of its own, which make this one wait when they cannot
+//! follow: memory stays bounded.
+
+use stillframe_page::hash::ContentHasher;
+use stillframe_repo::page_table::table::PageRef;
+use stillframe_repo::{MemoryEditor, PageCounts, Put, RamTable, RepoError, Writer};
+
+use super::{EncodedBatch, PageSink};
+use crate::encoding::page_encoder::Verdict;
+use crate::encoding::page_stream::StreamCounts;
+use crate::memory::BlockShape;
+use crate::memory::block::PAGE_BYTES;
+use crate::memory::outcome::Content;
+
+/// The pages of one checkpoint on their way into a repository.
+pub struct RepositoryPages<'r> {
+    /// Writes the checkpoint.
+    pub writer: Writer<'r>,
+    tables: Vec<MemoryEditor>,
+    /// Do not store pages that the repository has.
+    dedup: bool,
+}
+
+impl<'r> RepositoryPages<'r> {
+    /// Of memory that follows no checkpoint.
+    pub fn first(writer: Writer<'r>, blocks: &[BlockShape], dedup: bool) -> RepositoryPages<'r> {
+        let tables = blocks.iter().map(|block| MemoryEditor::new(block.pages));
+        RepositoryPages {
+            writer,
+            tables: tables.collect(),
+            dedup,
+        }
+    }
+
+    /// Of memory that was as these tables say.
+    pub fn after(writer: Writer<'r>, tables: &[RamTable], dedup: bool) -> RepositoryPages<'r> {
+        RepositoryPages {
+            writer,
+            tables: tables.iter().map(MemoryEditor::after).collect(),
+            dedup,
+        }
+    }
+
+    /// Writes the tables of all blocks.
+    ///
+    /// # Errors
+    /// That of the repository.
+    pub fn finish(&mut self, blocks: &[BlockShape]) -> Result<Vec<RamTable>, RepoError> {
+        let tables = std::mem::take(&mut self.tables).into_iter();
+        let finished = blocks.iter().zip(tables).map(|(block, table)| {
+            let written = table.finish(&mut self.writer)?;
+            Ok(RamTable {
+                name: block.name.clone(),
+                page_bytes: PAGE_BYTES as u32,
+                pages: block.pages,
+                root: written.root,
+                layers: written.layers,
+            })
+        });
+        finished.collect()
+    }
+}
+
+impl PageSink for RepositoryPages<'_> {
+    type Error = RepoError;
+
+    fn hasher(&self) -> &ContentHasher {
+        self.writer.hasher()
+    }
+
+    fn put(&mut self, batch: EncodedBatch<'_>) -> Result<Vec<Content>, RepoError> {
+        let table = &mut self.tables[batch.block];
+        let mut contents = Vec::with_capacity(batch.pages.len());
+        for (&(page, bytes), &encoding) in batch.pages.iter().zip(batch.encodings) {
+            contents.push(match encoding {
+                Verdict::Zero => {
+                    table.set(page, PageRef::Zero);
+                    Content::Zero
+                }
+                Verdict::Same => Content::Known,
+                Verdict::Delta => Content::New,
+                Verdict::Unknown(id) | Verdict::TooMuch(id) => {
+                    let put = match self.dedup {
+                        true => self.writer.put(id, bytes)?,
+                        false => self.writer.put_again(id, bytes)?,
+                    };
+                    table.set(page, PageRef::Stored(id));
+                    match put {
+                        Put::New => Content::New,
+                        Put::Duplicate => Content::Known,
+                    }
+                }
+            });
+        }
+        for delta in batch.deltas {
+            table.add_delta(&mut self.writer, delta)?;
+        }
+        Ok(contents)
+    }
+}
+
+impl From<StreamCounts> for PageCounts {
+    fn from(counts: StreamCounts) -> PageCounts {
+        PageCounts {
+            total: counts.total,
+            captured: counts.captured,
+            new: counts.new,
+            duplicate: counts.duplicate,
+            zero: counts.zero,
+            delta: counts.delta,
+            unchanged: counts.unchanged,
+        }
+    }
+}
