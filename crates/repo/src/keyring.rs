@@ -33,7 +33,7 @@ pub struct Keyring {
 pub struct KeyInfo {
     /// Its name: the hash of the file.
     pub id: String,
-    /// When, where and by whom it was made. Keys of programs before this was recorded have none.
+    /// When, where and by whom it was made; none where it cannot be read.
     pub label: Option<Label>,
     /// Whether it is the one that the password opened.
     pub used: bool,
@@ -69,7 +69,7 @@ impl Keyring {
         names.sort_unstable();
         let info = |id: String| {
             let (label, damage) = match read_key(&self.store, &id) {
-                Ok(key) => (key.label, None),
+                Ok(key) => (Some(key.label), None),
                 Err(error) => (None, Some(error.to_string())),
             };
             KeyInfo {

@@ -166,17 +166,17 @@ impl Repository {
 
     /// Begins reading: as [`Repository::begin`]. On a read-only file system, where nobody can
     /// leave a lock, and on a full one, it reads without. Takes the same time however much is in the
-    /// repository, unless it has index files of an older version or this process has begun a checkpoint.
+    /// repository, unless this process has begun a checkpoint.
     pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
         let lock = self.reading_lock(wait)?;
         let catalog = match self.index.files().is_empty() {
-            true => Catalogs::open(&self.store, &self.keys)?,
+            true => Some(Catalogs::open(&self.store, &self.keys)?),
             // It has all of it in memory already.
-            false => None,
+            false => {
+                self.refresh_index()?;
+                None
+            }
         };
-        if catalog.is_none() {
-            self.refresh_index()?;
-        }
         Ok(Reader {
             repository: self,
             catalog,

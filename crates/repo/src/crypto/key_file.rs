@@ -2,7 +2,7 @@
 //!
 //! Argon2id makes each guess of the password cost memory and time; its cost stands in the file, so
 //! that later versions can raise it. A plain checksum over the file tells damage (which no
-//! password mends) from a wrong password. Since version 4 a label tells who made it, and when.
+//! password mends) from a wrong password. A label says who made it, and when.
 
 use std::fs;
 
@@ -15,15 +15,10 @@ use zeroize::Zeroizing;
 use crate::crypto::{Cipher, MasterKey, Password, TAG_BYTES, Use, random};
 use crate::error::RepoError;
 use crate::format::config::RepositoryId;
-use crate::format::layout::{
-    Cursor, FileKind, FormatError, KEY_VERSION, header_of_version, read_header,
-};
+use crate::format::layout::{Cursor, FileKind, FormatError, header, read_header};
 
 /// The most key files of a repository: each is tried in turn, for a tenth of a second or more.
 pub const KEYS_MAX: usize = 64;
-
-/// The first version with a label.
-const VERSION_LABELLED: u32 = 4;
 
 /// The longest label.
 const LABEL_BYTES_MAX: usize = 1024;
@@ -114,11 +109,10 @@ fn user() -> String {
 /// The decoded file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyFile {
-    pub(crate) version: u32,
     /// The cost of the password.
     pub cost: Cost,
     /// Who made it, and when.
-    pub label: Option<Label>,
+    pub label: Label,
     /// The label as it stands in the file.
     label_bytes: Vec<u8>,
     salt: [u8; 32],
@@ -128,7 +122,7 @@ pub struct KeyFile {
 /// Reads a key file without opening it.
 pub fn decode(bytes: &[u8]) -> Result<KeyFile, FormatError> {
     let mut cursor = Cursor::new(bytes);
-    let version = read_header(&mut cursor, FileKind::Key)?;
+    read_header(&mut cursor, FileKind::Key)?;
     let cost = Cost {
         memory_kib: cursor.u32()?,
         passes: cursor.u32()?,
@@ -136,16 +130,11 @@ pub fn decode(bytes: &[u8]) -> Result<KeyFile, FormatError> {
     };
     let salt = cursor.array()?;
     let wrapped = cursor.array()?;
-    let label_bytes = match version >= VERSION_LABELLED {
-        true => {
-            let length = usize::from(u16::from_le_bytes(cursor.array()?));
-            if length > LABEL_BYTES_MAX {
-                return Err(FormatError::invalid("its label is too long"));
-            }
-            cursor.take(length)?.to_vec()
-        }
-        false => Vec::new(),
-    };
+    let length = usize::from(u16::from_le_bytes(cursor.array()?));
+    if length > LABEL_BYTES_MAX {
+        return Err(FormatError::invalid("its label is too long"));
+    }
+    let label_bytes = cursor.take(length)?.to_vec();
     let checked = bytes.len() - cursor.left();
     if cursor.array()? != *blake3::hash(&bytes[..checked]).as_bytes() {
         return Err(FormatError::Mismatch {
@@ -154,15 +143,9 @@ pub fn decode(bytes: &[u8]) -> Result<KeyFile, FormatError> {
     }
     cursor.finish()?;
     cost.check()?;
-    let label = match version >= VERSION_LABELLED {
-        true => Some(
-            serde_json::from_slice(&label_bytes)
-                .map_err(|error| FormatError::invalid(format!("its label is none: {error}")))?,
-        ),
-        false => None,
-    };
+    let label = serde_json::from_slice(&label_bytes)
+        .map_err(|error| FormatError::invalid(format!("its label is none: {error}")))?;
     Ok(KeyFile {
-        version,
         cost,
         label,
         label_bytes,
@@ -180,33 +163,20 @@ pub(crate) fn wrap(
     label: &Label,
 ) -> Result<Vec<u8>, RepoError> {
     let label = label.encode();
-    wrap_as_of(KEY_VERSION, master, password, cost, repository, &label)
-}
-
-fn wrap_as_of(
-    version: u32,
-    master: &MasterKey,
-    password: &Password,
-    cost: Cost,
-    repository: RepositoryId,
-    label: &[u8],
-) -> Result<Vec<u8>, RepoError> {
     let salt = random::<32>()?;
     // With room for the tag: were it to grow, an unwiped copy of the key would be left.
     let mut wrapped = Zeroizing::new(Vec::with_capacity(master.len() + TAG_BYTES));
     wrapped.extend_from_slice(&master[..]);
     let cipher = wrapping_cipher(password, &salt, cost)?;
-    let bound = bound(version, cost, &salt, repository, label);
+    let bound = bound(cost, &salt, repository, &label);
     cipher.seal((Use::Body, 0), &bound, &mut wrapped, 0);
-    let mut bytes = header_of_version(FileKind::Key, version).to_vec();
+    let mut bytes = header(FileKind::Key).to_vec();
     bytes.extend_from_slice(&cost_bytes(cost));
     bytes.extend_from_slice(&salt);
     bytes.extend_from_slice(&wrapped);
-    if version >= VERSION_LABELLED {
-        // Two names of up to 255 bytes each and a time.
-        bytes.extend_from_slice(&(label.len() as u16).to_le_bytes());
-        bytes.extend_from_slice(label);
-    }
+    // Two names of up to 255 bytes each and a time.
+    bytes.extend_from_slice(&(label.len() as u16).to_le_bytes());
+    bytes.extend_from_slice(&label);
     let checksum = *blake3::hash(&bytes).as_bytes();
     bytes.extend_from_slice(&checksum);
     Ok(bytes)
@@ -222,7 +192,7 @@ impl KeyFile {
         let cipher = wrapping_cipher(password, &self.salt, self.cost)?;
         let mut sealed = Zeroizing::new(self.wrapped);
         let label = &self.label_bytes;
-        let bound = bound(self.version, self.cost, &self.salt, repository, label);
+        let bound = bound(self.cost, &self.salt, repository, label);
         let Ok(plain) = cipher.open((Use::Body, 0), &bound, &mut sealed[..]) else {
             return Ok(None);
         };
@@ -254,8 +224,8 @@ fn cost_bytes(cost: Cost) -> [u8; 12] {
 }
 
 /// The wrapped key is tied to everything else in the file and to the repository it opens.
-fn bound(version: u32, cost: Cost, salt: &[u8], repository: RepositoryId, label: &[u8]) -> Vec<u8> {
-    let mut bytes = header_of_version(FileKind::Key, version).to_vec();
+fn bound(cost: Cost, salt: &[u8], repository: RepositoryId, label: &[u8]) -> Vec<u8> {
+    let mut bytes = header(FileKind::Key).to_vec();
     bytes.extend_from_slice(&cost_bytes(cost));
     bytes.extend_from_slice(salt);
     bytes.extend_from_slice(&repository.0);
@@ -266,7 +236,6 @@ fn bound(version: u32, cost: Cost, salt: &[u8], repository: RepositoryId, label:
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::layout::FORMAT_VERSION_OLDEST;
 
     const CHEAP: Cost = Cost {
         memory_kib: 8,
@@ -282,33 +251,11 @@ mod tests {
         let file = wrap(&master, &Password::new("right"), CHEAP, here, &label).unwrap();
         let key = decode(&file).unwrap();
         let open = |password: &str, id| key.unwrap(&Password::new(password), id).unwrap();
-        assert_eq!(key.label, Some(label));
+        assert_eq!(key.label, label);
         assert_eq!(open("right", here), Some(master));
         assert_eq!(open("wrong", here), None);
         assert_eq!(open("", here), None);
         assert_eq!(open("right", RepositoryId([2; 16])), None);
-    }
-
-    /// The key is tied to the header that its file has, not to the one that would be written now.
-    #[test]
-    fn keys_of_every_version_open() {
-        let master = Zeroizing::new([9; 32]);
-        let (password, here) = (Password::new("p"), RepositoryId([1; 16]));
-        for version in FORMAT_VERSION_OLDEST..=KEY_VERSION {
-            let label = Label::of_now().encode();
-            let label = &label[..if version < VERSION_LABELLED {
-                0
-            } else {
-                label.len()
-            }];
-            let file = wrap_as_of(version, &master, &password, CHEAP, here, label).unwrap();
-            let key = decode(&file).unwrap();
-            assert_eq!(key.unwrap(&password, here).unwrap(), Some(master.clone()));
-            let bound = [&file[..60], &here.0, label].concat();
-            let cipher = wrapping_cipher(&password, &file[28..60], CHEAP).unwrap();
-            let mut wrapped = file[60..108].to_vec();
-            assert!(cipher.open((Use::Body, 0), &bound, &mut wrapped).is_ok());
-        }
     }
 
     #[test]
@@ -341,9 +288,12 @@ mod tests {
             Cost { lanes: 0, ..CHEAP },
             Cost { lanes: 65, ..CHEAP },
         ] {
-            let mut bytes = header_of_version(FileKind::Key, VERSION_LABELLED - 1).to_vec();
+            let mut bytes = header(FileKind::Key).to_vec();
             bytes.extend_from_slice(&cost_bytes(cost));
             bytes.extend_from_slice(&[0; 80]);
+            let label = Label::of_now().encode();
+            bytes.extend_from_slice(&(label.len() as u16).to_le_bytes());
+            bytes.extend_from_slice(&label);
             let checksum = *blake3::hash(&bytes).as_bytes();
             bytes.extend_from_slice(&checksum);
             assert!(decode(&bytes).is_err(), "{cost:?}");

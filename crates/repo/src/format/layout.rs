@@ -4,15 +4,8 @@
 use stillframe_page::varint;
 use thiserror::Error;
 
-/// The version written by this program, and the newest one it reads; but for key files.
-pub const FORMAT_VERSION: u32 = 3;
-
-/// The same of key files. Each is read by itself, so that an older program can still use those that it
-/// knows.
-pub const KEY_VERSION: u32 = 4;
-
-/// The oldest version this program reads.
-pub const FORMAT_VERSION_OLDEST: u32 = 1;
+/// The version that this program writes, and the only one that it reads. Nothing was released with another.
+pub const FORMAT_VERSION: u32 = 1;
 
 /// Bytes of the header that every file but the locks starts with.
 pub const HEADER_BYTES: usize = 16;
@@ -47,14 +40,6 @@ impl FileKind {
             FileKind::WorkingSet => b"WSET",
         }
     }
-
-    /// The newest version that this program reads.
-    fn newest(self) -> u32 {
-        match self {
-            FileKind::Key => KEY_VERSION,
-            _ => FORMAT_VERSION,
-        }
-    }
 }
 
 /// Why bytes are not what they should be.
@@ -87,14 +72,6 @@ pub enum FormatError {
         found: u32,
         /// The newest known.
         known: u32,
-    },
-    /// A version this program no longer reads.
-    #[error("format version {found} is older than {oldest}, the oldest this program reads")]
-    PastVersion {
-        /// The version found.
-        found: u32,
-        /// The oldest known.
-        oldest: u32,
     },
     /// A stored checksum, hash or authentication tag does not fit.
     #[error("{what} does not match its contents")]
@@ -132,8 +109,8 @@ pub(crate) fn header_of_version(kind: FileKind, version: u32) -> [u8; HEADER_BYT
     bytes
 }
 
-/// Reads a header and returns the version, which this program knows.
-pub fn read_header(bytes: &mut Cursor<'_>, kind: FileKind) -> Result<u32, FormatError> {
+/// Reads a header of the version that this program knows.
+pub fn read_header(bytes: &mut Cursor<'_>, kind: FileKind) -> Result<(), FormatError> {
     let found: [u8; HEADER_BYTES] = bytes.array()?;
     if found[..4] != MAGIC[..] || found[4..8] != kind.tag()[..] {
         return Err(FormatError::WrongKind { expected: kind });
@@ -144,19 +121,14 @@ pub fn read_header(bytes: &mut Cursor<'_>, kind: FileKind) -> Result<u32, Format
             what: "its header checksum",
         });
     }
-    if version > kind.newest() {
-        return Err(FormatError::FutureVersion {
-            found: version,
-            known: kind.newest(),
-        });
+    match version {
+        FORMAT_VERSION => Ok(()),
+        0 => Err(FormatError::invalid("it has format version 0")),
+        found => Err(FormatError::FutureVersion {
+            found,
+            known: FORMAT_VERSION,
+        }),
     }
-    if version < FORMAT_VERSION_OLDEST {
-        return Err(FormatError::PastVersion {
-            found: version,
-            oldest: FORMAT_VERSION_OLDEST,
-        });
-    }
-    Ok(version)
 }
 
 /// Reads little-endian numbers and byte strings from the front of a slice; never panics, never
@@ -251,10 +223,7 @@ mod tests {
     #[test]
     fn a_header_is_read_back_and_every_flipped_bit_is_damage() {
         let good = header(FileKind::Pack);
-        assert_eq!(
-            read_header(&mut Cursor::new(&good), FileKind::Pack),
-            Ok(FORMAT_VERSION)
-        );
+        assert_eq!(read_header(&mut Cursor::new(&good), FileKind::Pack), Ok(()));
         assert!(read_header(&mut Cursor::new(&good), FileKind::Index).is_err());
         for bit in 0..HEADER_BYTES * 8 {
             let mut bad = good;

@@ -5,7 +5,6 @@
 //! field might prune the blobs it refers to; `vm_record` and `downtime_us` are free-form and refer
 //! to nothing.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -138,25 +137,25 @@ pub struct PageCounts {
     /// Pages of zeros.
     pub zero: u64,
     /// Pages of which only what changed was stored.
-    #[serde(default)]
     pub delta: u64,
     /// Pages that were written and have the content they had.
-    #[serde(default)]
     pub unchanged: u64,
 }
 
 /// Reads the plain body of a manifest.
 pub fn decode(body: &[u8]) -> Result<Manifest, FormatError> {
-    let manifest: Manifest = from_json(&unpack(body)?)?;
+    parse(&unpack(body)?)
+}
+
+/// Reads the JSON of a manifest. What comes out is consistent: blocks have names of their own and sane sizes.
+pub fn parse(json: &[u8]) -> Result<Manifest, FormatError> {
+    let manifest: Manifest = from_json(json)?;
     manifest.check().map_err(FormatError::invalid)?;
     Ok(manifest)
 }
 
-/// The JSON in a body: packed as frames are, or, as version 1 had it, plain.
-fn unpack(body: &[u8]) -> Result<Cow<'_, [u8]>, FormatError> {
-    if body.first() == Some(&b'{') {
-        return Ok(Cow::Borrowed(body));
-    }
+/// The JSON in a body, which is packed as frames are.
+fn unpack(body: &[u8]) -> Result<Vec<u8>, FormatError> {
     let mut cursor = Cursor::new(body);
     let (kind, bytes) = (cursor.u8()?, cursor.u32()?);
     if u64::from(bytes) > MANIFEST_BYTES_MAX {
@@ -167,7 +166,7 @@ fn unpack(body: &[u8]) -> Result<Cow<'_, [u8]>, FormatError> {
     Decoder::new()
         .and_then(|mut decoder| decoder.decode(kind, payload, bytes as usize, &mut json))
         .map_err(|error| FormatError::invalid(format!("its body cannot be unpacked: {error}")))?;
-    Ok(Cow::Owned(json))
+    Ok(json)
 }
 
 fn from_json<T: DeserializeOwned>(json: &[u8]) -> Result<T, FormatError> {

@@ -10,8 +10,7 @@
 //! ```
 //!
 //! Head, parts and sections are sealed one by one, so that whoever reads one of them need not read the
-//! others to believe it; what is in them is told in [`crate::index::layout`]. Files of versions before
-//! [`VERSION_SECTIONED`] are one sealed body; they can only be read as a whole.
+//! others to believe it; what is in them is told in [`crate::index::layout`].
 
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -20,7 +19,6 @@ pub mod fuzzing;
 use std::collections::HashSet;
 use std::ops::Range;
 
-use crate::crypto::sealed_file::open_file;
 use crate::crypto::{Cipher, Keys, SALT_BYTES, TAG_BYTES, Use, random};
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
@@ -33,9 +31,6 @@ use crate::store::local::{Area, LocalStore};
 
 /// The largest index file that is read.
 pub(crate) const INDEX_BYTES_MAX: u64 = 512 << 20;
-
-/// The first version whose index files have parts and sections.
-const VERSION_SECTIONED: u32 = 3;
 
 /// Bytes before the head: header, salt and the head's length.
 pub(crate) const FRONT_BYTES: usize = HEADER_BYTES + SALT_BYTES + 4;
@@ -50,25 +45,6 @@ pub struct IndexFile {
 }
 
 impl IndexFile {
-    /// Reads the one body of index files before version 3.
-    pub fn decode(bytes: &[u8]) -> Result<IndexFile, FormatError> {
-        /// What comes before a directory: the pack's name, and how long the directory is.
-        const PACK_ENTRY_BYTES: usize = 32 + 4;
-        let mut cursor = Cursor::new(bytes);
-        let mut file = IndexFile::default();
-        for _ in 0..cursor.count(32)? {
-            file.supersedes.push(FileHash(cursor.array()?));
-        }
-        for _ in 0..cursor.count(PACK_ENTRY_BYTES)? {
-            let pack = FileHash(cursor.array()?);
-            let length = cursor.u32()? as usize;
-            let directory = Directory::decode(cursor.take(length)?)?;
-            file.packs.push(IndexedPack { pack, directory });
-        }
-        cursor.finish()?;
-        Ok(file)
-    }
-
     /// The whole file, sealed.
     pub(crate) fn seal(&self, keys: &Keys) -> Result<Vec<u8>, RepoError> {
         let mut builder = IndexBuilder::new(keys, self.supersedes.clone())?;
@@ -182,15 +158,12 @@ impl IndexBuilder {
     }
 }
 
-/// Reads the first bytes of an index file: how long its head is, tag included; `None` when it is of a
-/// version that has none.
-pub(crate) fn head_bytes(front: &[u8]) -> Result<Option<usize>, FormatError> {
+/// Reads the first bytes of an index file: how long its head is, tag included.
+pub(crate) fn head_bytes(front: &[u8]) -> Result<usize, FormatError> {
     let mut cursor = Cursor::new(front);
-    if read_header(&mut cursor, FileKind::Index)? < VERSION_SECTIONED {
-        return Ok(None);
-    }
+    read_header(&mut cursor, FileKind::Index)?;
     cursor.take(SALT_BYTES)?;
-    Ok(Some(cursor.u32()? as usize))
+    Ok(cursor.u32()? as usize)
 }
 
 /// An index file whose head has been read: what opens its parts and sections.
@@ -299,17 +272,9 @@ pub(crate) fn visit_index_file(
     name: FileHash,
     mut on_pack: impl FnMut(IndexedPack),
 ) -> Result<(Vec<FileHash>, u64), RepoError> {
-    with_file(store, keys, name, |file, open| match open {
-        None => {
-            let IndexFile { supersedes, packs } =
-                IndexFile::decode(open_file(FileKind::Index, keys, file)?)?;
-            packs.into_iter().for_each(&mut on_pack);
-            Ok(supersedes)
-        }
-        Some(open) => {
-            visit_parts(&open, file, &mut on_pack)?;
-            Ok(open.head.supersedes)
-        }
+    with_file(store, keys, name, |file, open| {
+        visit_parts(&open, file, &mut on_pack)?;
+        Ok(open.head.supersedes)
     })
 }
 
@@ -352,7 +317,7 @@ pub(crate) fn check_sections(
     name: FileHash,
 ) -> Result<(), RepoError> {
     with_file(store, keys, name, |file, open| {
-        open.map_or(Ok(()), |open| compare_sections(&open, file))
+        compare_sections(&open, file)
     })
     .map(|_| ())
 }
@@ -377,13 +342,13 @@ fn compare_sections(open: &OpenIndex, file: &mut [u8]) -> Result<(), FormatError
     }
 }
 
-/// Reads a whole index file and checks it against its name; what `work` makes of it, with its head where
-/// it has one, and its length.
+/// Reads a whole index file and checks it against its name; what `work` makes of it, with its head, and
+/// its length.
 fn with_file<T>(
     store: &LocalStore,
     keys: &Keys,
     name: FileHash,
-    work: impl FnOnce(&mut [u8], Option<OpenIndex>) -> Result<T, FormatError>,
+    work: impl FnOnce(&mut [u8], OpenIndex) -> Result<T, FormatError>,
 ) -> Result<(T, u64), RepoError> {
     let text = name.to_string();
     let mut file = store.read(Area::Index, &text, INDEX_BYTES_MAX)?;
@@ -392,14 +357,9 @@ fn with_file<T>(
         if FileHash::of(&file) != name {
             return Err(FormatError::Mismatch { what: "its name" });
         }
-        let open = match head_bytes(&file)? {
-            None => None,
-            Some(bytes) => {
-                Cursor::new(&file[FRONT_BYTES..]).take(bytes)?;
-                let front = &mut file[..FRONT_BYTES + bytes];
-                Some(OpenIndex::new(keys, front, length)?)
-            }
-        };
+        let bytes = head_bytes(&file)?;
+        Cursor::new(&file[FRONT_BYTES..]).take(bytes)?;
+        let open = OpenIndex::new(keys, &mut file[..FRONT_BYTES + bytes], length)?;
         work(&mut file, open)
     };
     open()

@@ -166,8 +166,8 @@ impl Cache {
 }
 
 impl Catalog {
-    /// Reads the heads of the index files; `None` when there are files of a version that has none.
-    pub(crate) fn open(store: &Arc<LocalStore>, keys: &Keys) -> Result<Option<Catalog>, RepoError> {
+    /// Reads the heads of the index files.
+    pub(crate) fn open(store: &Arc<LocalStore>, keys: &Keys) -> Result<Catalog, RepoError> {
         Catalog::open_from(store, keys, (0, 0))
     }
 
@@ -176,7 +176,7 @@ impl Catalog {
         store: &Arc<LocalStore>,
         keys: &Keys,
         before: &Catalog,
-    ) -> Result<Option<Catalog>, RepoError> {
+    ) -> Result<Catalog, RepoError> {
         let (pack, part) = before.first;
         let parts = before.files.iter().flat_map(|file| &file.index.head.packs);
         let parts: u32 = parts.map(|entry| entry.parts).sum();
@@ -188,7 +188,7 @@ impl Catalog {
         store: &Arc<LocalStore>,
         keys: &Keys,
         first: (u32, u32),
-    ) -> Result<Option<Catalog>, RepoError> {
+    ) -> Result<Catalog, RepoError> {
         const TRIES: usize = 16;
         for _ in 0..TRIES {
             match Catalog::try_open(store, keys, first) {
@@ -207,21 +207,18 @@ impl Catalog {
         store: &Arc<LocalStore>,
         keys: &Keys,
         first: (u32, u32),
-    ) -> Result<Option<Catalog>, RepoError> {
+    ) -> Result<Catalog, RepoError> {
         let names = store.names(Area::Index)?;
         let mut files = Vec::new();
         for name in names.iter().filter_map(|name| FileHash::from_name(name)) {
-            match SectionedFile::open(store, keys, name)? {
-                Some(file) => files.push(file),
-                None => return Ok(None),
-            }
+            files.push(SectionedFile::open(store, keys, name)?);
         }
         let heads = files.iter().map(|file| &file.index.head);
         let superseded: HashSet<FileHash> =
             heads.flat_map(|head| &head.supersedes).copied().collect();
         files.retain(|file| !superseded.contains(&file.name));
         files.sort_unstable_by_key(|file| (std::cmp::Reverse(file.bytes), file.name));
-        Ok(Some(Catalog::new(store.clone(), files, first)))
+        Ok(Catalog::new(store.clone(), files, first))
     }
 
     /// Numbers what is in the files.
@@ -425,12 +422,8 @@ impl Catalog {
 }
 
 impl SectionedFile {
-    /// Reads the head of an index file; `None` when it is of a version that has none.
-    fn open(
-        store: &LocalStore,
-        keys: &Keys,
-        name: FileHash,
-    ) -> Result<Option<SectionedFile>, RepoError> {
+    /// Reads the head of an index file.
+    fn open(store: &LocalStore, keys: &Keys, name: FileHash) -> Result<SectionedFile, RepoError> {
         let text = name.to_string();
         let label = store.label(Area::Index, &text);
         let wrong = |error: FormatError| RepoError::format(&label, &error);
@@ -440,9 +433,7 @@ impl SectionedFile {
         let bytes = data.len().min(INDEX_BYTES_MAX);
         let mut front = vec![0; bytes.min(FIRST_READ_BYTES) as usize];
         read_exact_at(&file, &mut front, 0, &label)?;
-        let Some(head) = head_bytes(&front).map_err(wrong)? else {
-            return Ok(None);
-        };
+        let head = head_bytes(&front).map_err(wrong)?;
         let end = FRONT_BYTES + head;
         if end as u64 > bytes {
             return Err(wrong(FormatError::Truncated {
@@ -454,7 +445,7 @@ impl SectionedFile {
         front.resize(end, 0);
         read_exact_at(&file, &mut front[read..], read as u64, &label)?;
         let index = OpenIndex::new(keys, &mut front, data.len()).map_err(wrong)?;
-        Ok(Some(SectionedFile {
+        Ok(SectionedFile {
             label,
             name,
             index,
@@ -464,7 +455,7 @@ impl SectionedFile {
             first_pack: 0,
             first_part: 0,
             first_section: 0,
-        }))
+        })
     }
 
     /// The section of an id; `None` where the file tells of no blobs.

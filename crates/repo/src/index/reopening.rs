@@ -28,20 +28,17 @@ pub(crate) struct Catalogs {
 }
 
 impl Catalogs {
-    /// Reads the heads of the index files; `None` when there are files of a version that has none.
-    pub(crate) fn open(
-        store: &Arc<LocalStore>,
-        keys: &Arc<Keys>,
-    ) -> Result<Option<Catalogs>, RepoError> {
+    /// Reads the heads of the index files.
+    pub(crate) fn open(store: &Arc<LocalStore>, keys: &Arc<Keys>) -> Result<Catalogs, RepoError> {
         // Before they are read: what comes later is new.
         let listed = list(store)?;
         let catalog = Catalog::open(store, keys)?;
-        Ok(catalog.map(|catalog| Catalogs {
+        Ok(Catalogs {
             store: store.clone(),
             keys: keys.clone(),
             all: RwLock::new(vec![Arc::new(catalog)]),
             listed: Mutex::new(listed),
-        }))
+        })
     }
 
     fn newest(&self) -> Arc<Catalog> {
@@ -115,9 +112,7 @@ impl Catalogs {
         if names.is_empty() || names == *listed {
             return Ok(false);
         }
-        let Some(next) = Catalog::open_after(&self.store, &self.keys, &newest)? else {
-            return Ok(false);
-        };
+        let next = Catalog::open_after(&self.store, &self.keys, &newest)?;
         *listed = names;
         let all = self.all.write();
         all.unwrap_or_else(|poisoned| poisoned.into_inner())

@@ -99,7 +99,7 @@ impl Repository {
         let key = read_key(&self.store, name)?;
         Ok(json!({
             "kind": "key file",
-            "format_version": key.version,
+            "format_version": FORMAT_VERSION,
             "derivation": "argon2id",
             "memory_kib": key.cost.memory_kib,
             "passes": key.cost.passes,

@@ -22,7 +22,7 @@ use crate::format::manifest::PAGES_MAX;
 use crate::page_table::table::PageRef;
 use crate::writer::Writer;
 
-const LAYER_MAGIC: &[u8; 4] = b"SFLY";
+pub(crate) const LAYER_MAGIC: &[u8; 4] = b"SFLY";
 
 /// What changed in a RAM block.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

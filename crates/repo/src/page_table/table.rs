@@ -27,8 +27,8 @@ pub(crate) const BATCH: usize = 256;
 const ENTRY_ZERO: u8 = 0;
 const ENTRY_STORED: u8 = 1;
 
-const ROOT_MAGIC: &[u8; 4] = b"SFRT";
-const SEGMENT_MAGIC: &[u8; 4] = b"SFSG";
+pub(crate) const ROOT_MAGIC: &[u8; 4] = b"SFRT";
+pub(crate) const SEGMENT_MAGIC: &[u8; 4] = b"SFSG";
 
 /// The content of one page (or, in a root, of one segment).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -7,10 +7,9 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use stillframe_page::hash::ContentId;
 
-use super::support::{Dice, Vm, WAIT, init, old_index_body, open, test_dir};
+use super::support::{Dice, Vm, WAIT, init, open, test_dir};
 use crate::crypto::Use;
 use crate::format::file_hash::FileHash;
-use crate::format::layout::{FileKind, header_of_version};
 use crate::index::file::{FRONT_BYTES, IndexFile, OpenIndex, head_bytes, read_index_file};
 use crate::index::in_memory::Index;
 use crate::index::on_demand::Catalog;
@@ -45,7 +44,7 @@ fn told(repo: &Repository) -> HashMap<ContentId, BTreeSet<(FileHash, u32, u32, u
 }
 
 fn catalog(repo: &Repository) -> Catalog {
-    Catalog::open(&repo.store, &repo.keys).unwrap().unwrap()
+    Catalog::open(&repo.store, &repo.keys).unwrap()
 }
 
 /// The sections say what the loaded index says of each blob that any index file ever told of, and of some
@@ -265,7 +264,7 @@ fn one_index_file(dir: &Path) -> (CheckpointId, Vm) {
 }
 
 fn open_index(repo: &Repository, file: &[u8]) -> OpenIndex {
-    let head = head_bytes(file).unwrap().unwrap();
+    let head = head_bytes(file).unwrap();
     let mut front = file[..FRONT_BYTES + head].to_vec();
     OpenIndex::new(&repo.keys, &mut front, file.len() as u64).unwrap()
 }
@@ -278,7 +277,7 @@ fn a_flipped_byte_is_an_error_that_names_the_file() {
     let (id, vm) = one_index_file(dir.path());
     let path = index_files(dir.path()).pop().unwrap();
     let good = fs::read(&path).unwrap();
-    let head = head_bytes(&good).unwrap().unwrap();
+    let head = head_bytes(&good).unwrap();
     let index = open_index(&open(dir.path()), &good);
     let (parts, sections) = (index.head.parts.len(), index.head.sections.len());
     assert!(parts > 4 && sections > 1, "{parts} {sections}");
@@ -402,42 +401,4 @@ fn index_files_that_were_removed_meanwhile_are_read_on() {
     let map = crate::PageMap::read(&reader, &manifest.ram[0]).unwrap();
     map.read_pages(0..map.pages(), 2, &|_, _| Ok::<(), RepoError>(()))
         .unwrap();
-}
-
-/// Index files of version 2 are read as ever, written on beside, and made anew by a rebuild.
-#[test]
-fn an_index_of_the_version_before_is_read() {
-    let dir = test_dir();
-    let (id, mut vm) = one_index_file(dir.path());
-    let repo = open(dir.path());
-    let path = index_files(dir.path()).pop().unwrap();
-    let name = FileHash::from_name(path.file_name().unwrap().to_str().unwrap()).unwrap();
-    let (file, _) = read_index_file(&repo.store, &repo.keys, name).unwrap();
-    let salt = [7; 32];
-    let mut old = header_of_version(FileKind::Index, 2).to_vec();
-    old.extend_from_slice(&salt);
-    let bound = old.clone();
-    old.extend_from_slice(&old_index_body(&file));
-    let cipher = repo.keys.index_cipher(&salt);
-    cipher.seal((Use::Body, 0), &bound, &mut old, PREAMBLE_BYTES);
-    fs::remove_file(&path).unwrap();
-    fs::write(path.with_file_name(FileHash::of(&old).to_string()), &old).unwrap();
-    assert!(Catalog::open(&repo.store, &repo.keys).unwrap().is_none());
-    let mut repo = open(dir.path());
-    assert!(vm.compare(&mut repo, &id).unwrap());
-    assert!(repo.check(true, &mut |_| {}).unwrap().is_clean());
-    let then = vm.clone();
-    vm.run(&mut Dice(9), 20);
-    let later = vm.checkpoint(&mut repo).unwrap();
-    for rebuilt in [false, true] {
-        let mut repo = open(dir.path());
-        if rebuilt {
-            repo.rebuild_index(&mut |_| {}).unwrap();
-            repo = open(dir.path());
-            compare(&repo, &mut Dice(1));
-        }
-        assert!(then.compare(&mut repo, &id).unwrap());
-        assert!(vm.compare(&mut repo, &later).unwrap());
-        assert!(repo.check(true, &mut |_| {}).unwrap().is_clean());
-    }
 }

@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use stillframe_page::hash::ContentId;
 
-use super::support::{init, old_index_body, test_dir};
+use super::support::{init, test_dir};
 use crate::WorkingSet;
 use crate::crypto::key_file;
 use crate::format::file_hash::FileHash;
@@ -97,11 +97,11 @@ fn decode_all(bytes: &[u8]) {
     let _ = config::decode(bytes);
     let _ = key_file::decode(bytes);
     let _ = Directory::decode(bytes);
-    let _ = IndexFile::decode(bytes);
     let _ = Head::decode(bytes);
     let _ = Part::decode(bytes);
     let _ = decode_section(bytes);
     let _ = manifest::decode(bytes);
+    let _ = manifest::parse(bytes);
     let _ = lock_record::decode(bytes);
     let _ = WorkingSet::decode(bytes);
     let _ = decode_preamble(bytes);
@@ -124,13 +124,12 @@ fn good_bytes() -> impl Strategy<Value = Vec<u8>> {
     let lock = r#"{"version":1,"kind":"shared","host":"h","machine":"m","boot":"b","pid_namespace":"p",
         "pid":1,"start_time":2,"program":"x","since":"s","refreshed":"r"}"#;
     let manifest = r#"{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"ram":[],"streams":{},
-        "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0},"bytes_stored":1,
+        "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0,"delta":0,"unchanged":0},"bytes_stored":1,
         "vm_record":null,"downtime_us":{}}"#;
     assert!(lock_record::decode(lock.as_bytes()).is_ok());
-    assert!(manifest::decode(manifest.as_bytes()).is_ok());
+    assert!(manifest::parse(manifest.as_bytes()).is_ok());
     prop_oneof![
         directory().prop_map(|directory| directory.encode()),
-        index_file().prop_map(|file| old_index_body(&file)),
         head().prop_map(|head| head.encode()),
         part().prop_map(|part| part.encode()),
         section().prop_map(|entries| encode_index_section(&entries)),
@@ -208,11 +207,6 @@ proptest! {
     }
 
     #[test]
-    fn old_index_files_come_back(file in index_file()) {
-        prop_assert_eq!(IndexFile::decode(&old_index_body(&file)).unwrap(), file);
-    }
-
-    #[test]
     fn tables_come_back(entries in (1..600_usize).prop_flat_map(entries)) {
         let pages = entries.len() as u64;
         prop_assert_eq!(&decode_segment(&encode_segment(&entries), pages).unwrap(), &entries);
@@ -278,9 +272,9 @@ fn an_index_file_that_contradicts_itself_is_refused() {
 #[test]
 fn a_manifest_with_a_field_of_tomorrow_is_refused() {
     let text = r#"{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"ram":[],"streams":{},
-        "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0},"bytes_stored":1,
+        "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0,"delta":0,"unchanged":0},"bytes_stored":1,
         "vm_record":null,"downtime_us":{},"deltas":[]}"#;
-    let error = manifest::decode(text.as_bytes()).unwrap_err();
+    let error = manifest::parse(text.as_bytes()).unwrap_err();
     assert!(error.to_string().contains("deltas"), "{error}");
 }
 
@@ -295,11 +289,11 @@ fn a_manifest_that_contradicts_itself_is_refused() {
     let with = |ram: &[String]| {
         let text = format!(
             r#"{{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"ram":[{}],"streams":{{}},
-            "pages":{{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0}},"bytes_stored":1,
+            "pages":{{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0,"delta":0,"unchanged":0}},"bytes_stored":1,
             "vm_record":null,"downtime_us":{{}}}}"#,
             ram.join(",")
         );
-        manifest::decode(text.as_bytes())
+        manifest::parse(text.as_bytes())
     };
     assert!(with(&[block("a", 4096, 1), block("b", 2 << 20, 9)]).is_ok());
     for bad in [

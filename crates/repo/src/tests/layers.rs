@@ -3,8 +3,6 @@
 use stillframe_page::delta::{DeltaEncoder, EncodedDelta, PAGE_BYTES};
 
 use super::support::{Dice, PAGE, Vm, WAIT, compare_one_by_one, init, open, test_dir};
-use crate::format::layout::{Cursor, FileKind, header_of_version, read_header};
-use crate::format::manifest;
 use crate::page_table::table::PageRef;
 use crate::{Forget, KeepPolicy, MemoryEditor, RamTable, RepoError, Repository, Written};
 
@@ -135,22 +133,4 @@ fn what_an_editor_is_told_must_make_sense() {
         memory.set(8, PageRef::Zero);
     });
     assert_eq!(fine.unwrap().layers.len(), 1);
-}
-
-/// What version 1 wrote: no layers, fewer counts.
-#[test]
-fn the_first_version_is_still_read() {
-    let header = header_of_version(FileKind::Manifest, 1);
-    assert_eq!(
-        read_header(&mut Cursor::new(&header), FileKind::Manifest),
-        Ok(1)
-    );
-    let body = serde_json::json!({
-        "vm": "a", "time": "2026-01-01T00:00:00Z", "parent": null,
-        "ram": [{"name": "pc.ram", "page_bytes": 4096, "pages": 7, "root": "ab".repeat(32)}],
-        "streams": {}, "bytes_stored": 1, "vm_record": {}, "downtime_us": {},
-        "pages": {"total": 7, "captured": 7, "new": 0, "duplicate": 0, "zero": 7},
-    });
-    let read = manifest::decode(body.to_string().as_bytes()).unwrap();
-    assert_eq!((read.ram[0].layers.len(), read.pages.delta), (0, 0));
 }

@@ -8,6 +8,7 @@ mod crash;
 mod crash_many;
 mod decoders;
 
+mod document;
 pub(crate) mod faults;
 mod index_twin;
 mod keys;

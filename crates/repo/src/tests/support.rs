@@ -11,7 +11,6 @@ use stillframe_page::delta::{Added, DeltaEncoder};
 use stillframe_page::is_zero;
 
 use crate::crypto::key_file::Cost;
-use crate::index::file::IndexFile;
 use crate::page_table::table::PageRef;
 use crate::store::local::LocalStore;
 use crate::{
@@ -281,22 +280,6 @@ pub(crate) fn compare_one_by_one(
         came_along += seen.len() as u64 - 1;
     }
     came_along
-}
-
-/// The body of an index file as it was before version 3.
-pub(crate) fn old_index_body(file: &IndexFile) -> Vec<u8> {
-    let mut bytes = (file.supersedes.len() as u32).to_le_bytes().to_vec();
-    for name in &file.supersedes {
-        bytes.extend_from_slice(&name.0);
-    }
-    bytes.extend_from_slice(&(file.packs.len() as u32).to_le_bytes());
-    for entry in &file.packs {
-        let directory = entry.directory.encode();
-        bytes.extend_from_slice(&entry.pack.0);
-        bytes.extend_from_slice(&(directory.len() as u32).to_le_bytes());
-        bytes.extend_from_slice(&directory);
-    }
-    bytes
 }
 
 /// Copies a folder and everything in it.

@@ -30,9 +30,7 @@ pub fn whole(head: &[u8], mut rest: &[u8]) -> Result<usize, FormatError> {
         }
     }
     let length = file.len() as u64;
-    let Some(bytes) = head_bytes(&file)? else {
-        return Ok(0);
-    };
+    let bytes = head_bytes(&file)?;
     let open = OpenIndex::new(&keys, &mut file[..FRONT_BYTES + bytes], length)?;
     let mut blobs = 0;
     visit_parts(&open, &mut file.clone(), &mut |pack| {
