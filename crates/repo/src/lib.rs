@@ -36,7 +36,7 @@ mod writer;
 #[cfg(test)]
 mod tests;
 
-pub use blobs::Blobs;
+pub use blobs::{BlobSink, Blobs};
 pub use copy::{Copied, Copies, Original};
 pub use crypto::Password;
 pub use crypto::key_file::Label;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use stillframe_page::hash::{ContentHasher, ContentId};
 use zeroize::Zeroizing;
 
-use crate::blobs::Blobs;
+use crate::blobs::{BlobSink, Blobs};
 use crate::crypto::key_file::KEYS_MAX;
 use crate::crypto::key_file::{self, Cost, Label};
 use crate::crypto::sealed_file::open_file;
@@ -331,7 +331,7 @@ impl Reader<'_> {
         &self,
         wanted: Vec<(ContentId, T)>,
         threads: usize,
-        sink: &(dyn Fn(T, &[u8]) -> Result<(), E> + Sync),
+        sink: BlobSink<'_, T, E>,
     ) -> Result<(), E> {
         self.blobs().read_sorted(wanted, threads, sink)
     }

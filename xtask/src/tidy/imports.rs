@@ -261,7 +261,7 @@ impl Finder<'_> {
         if self.source.is_test(line) {
             return;
         }
-        if let Some(path) = self.from_root(path) {
+        if let Some(path) = self.seen_from_root(path) {
             let from = self.module.clone();
             self.found.push(Import {
                 from,
@@ -273,7 +273,7 @@ impl Finder<'_> {
     }
 
     /// A path as seen from the root of the crate, if it is one within the crate.
-    fn from_root(&self, path: &[String]) -> Option<Module> {
+    fn seen_from_root(&self, path: &[String]) -> Option<Module> {
         let first = path.first()?.as_str();
         let mut base = match first {
             "crate" => Vec::new(),

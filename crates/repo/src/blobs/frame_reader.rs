@@ -19,6 +19,9 @@ use crate::store::read_exact_at;
 /// Packs kept open: enough for 2 GiB of them, should reads jump about.
 const PACKS_OPEN: usize = 32;
 
+/// Takes blobs: what the first of them is called, and the bytes of all.
+type HandOver<'h, T, E> = dyn Fn(T, &[u8]) -> Result<(), E> + 'h;
+
 /// Reads and decodes frames; the state of one thread.
 pub(crate) struct FrameReader<'a> {
     store: &'a LocalStore,
@@ -76,7 +79,7 @@ impl<'a> FrameReader<'a> {
         &mut self,
         run: &[Wanted<T>],
         joins: fn(T, T) -> bool,
-        sink: &dyn Fn(T, &[u8]) -> Result<(), E>,
+        sink: &HandOver<'_, T, E>,
     ) -> Result<(), E> {
         let (Some(first), Some(last)) = (run.first(), run.last()) else {
             return Ok(());

@@ -33,7 +33,7 @@ const RUN_BYTES_MAX: u32 = 1 << 20;
 const GAP_BYTES_MAX: u32 = 64 << 10;
 
 /// Where blobs go: what the first of them is called, and the bytes of all.
-type Sink<'s, T, E> = &'s (dyn Fn(T, &[u8]) -> Result<(), E> + Sync);
+pub type BlobSink<'s, T, E> = &'s (dyn Fn(T, &[u8]) -> Result<(), E> + Sync);
 
 impl<'a> Blobs<'a> {
     /// The bytes of one blob, verified against its id.
@@ -62,7 +62,7 @@ impl<'a> Blobs<'a> {
         &self,
         wanted: Vec<(ContentId, T)>,
         threads: usize,
-        sink: Sink<'_, T, E>,
+        sink: BlobSink<'_, T, E>,
     ) -> Result<(), E> {
         self.read_joined(wanted, threads, |_, _| false, sink)
     }
@@ -74,7 +74,7 @@ impl<'a> Blobs<'a> {
         wanted: Vec<(ContentId, T)>,
         threads: usize,
         joins: fn(T, T) -> bool,
-        sink: Sink<'_, T, E>,
+        sink: BlobSink<'_, T, E>,
     ) -> Result<(), E> {
         let at = Place::default();
         let wanted = wanted.into_iter().map(|(id, tag)| Wanted { at, id, tag });
@@ -126,7 +126,7 @@ impl<'a> Blobs<'a> {
         runs: &Mutex<Runs<T>>,
         failed: &AtomicBool,
         joins: fn(T, T) -> bool,
-        sink: Sink<'_, T, E>,
+        sink: BlobSink<'_, T, E>,
     ) -> Result<(), E> {
         let mut reader = self.frame_reader()?;
         while !failed.load(Ordering::Relaxed) {
@@ -148,7 +148,7 @@ impl<'a> Blobs<'a> {
         reader: &mut FrameReader<'_>,
         run: Vec<Wanted<T>>,
         failure: RepoError,
-        sink: Sink<'_, T, E>,
+        sink: BlobSink<'_, T, E>,
     ) -> Result<(), E> {
         if !self.is_elsewhere(run[0].at.pack)? {
             return Err(failure.into());
