@@ -36,10 +36,10 @@ use crate::capture::device_state::BYTES_MAX;
 use crate::checkpoint::DEVICE_STATE;
 use crate::encoding::delta_cache::DeltaCache;
 use crate::encoding::page_encoder::Judge;
-use crate::encoding::page_stream::{BATCH_PAGES, PageStream};
 use crate::guardian::GuardianError;
 use crate::memory::BlockShape;
 use crate::memory::Page;
+use crate::sink::page_stream::{BATCH_PAGES, PageStream};
 use crate::sink::repository::RepositoryPages;
 use crate::{Progress, ProgressSink};
 

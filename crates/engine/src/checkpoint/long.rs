@@ -13,11 +13,11 @@ use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, Shel
 use crate::attach::Vm;
 use crate::capture::convergence::Convergence;
 use crate::capture::downtime::us;
-use crate::encoding::page_stream::{BATCH_PAGES, PageStream};
 use crate::memory::Page;
 use crate::memory::block::{Guest, PAGE, PAGE_BYTES};
 use crate::memory::ranges::subtract_all;
 use crate::placement;
+use crate::sink::page_stream::{BATCH_PAGES, PageStream};
 use crate::sink::repository::RepositoryPages;
 use crate::tracking::tracker::Collected;
 use crate::{Progress, ProgressSink};

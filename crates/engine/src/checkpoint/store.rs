@@ -11,10 +11,10 @@ use crate::attach::Parent;
 use crate::capture::downtime::us;
 use crate::encoding::delta_cache::DeltaCache;
 use crate::encoding::page_encoder::Judge;
-use crate::encoding::page_stream::{BATCH_PAGES, PageStream};
 use crate::memory::BlockShape;
 use crate::memory::Page;
 use crate::memory::outcome::Found;
+use crate::sink::page_stream::{BATCH_PAGES, PageStream};
 use crate::sink::repository::RepositoryPages;
 use crate::{Progress, ProgressSink};
 

@@ -2,4 +2,3 @@
 
 pub mod delta_cache;
 pub mod page_encoder;
-pub mod page_stream;

@@ -9,10 +9,10 @@ use stillframe_repo::{MemoryEditor, PageCounts, Put, RamTable, RepoError, Writer
 
 use super::{EncodedBatch, PageSink};
 use crate::encoding::page_encoder::Verdict;
-use crate::encoding::page_stream::StreamCounts;
 use crate::memory::BlockShape;
 use crate::memory::block::PAGE_BYTES;
 use crate::memory::outcome::Content;
+use crate::sink::page_stream::StreamCounts;
 
 /// The pages of one checkpoint on their way into a repository.
 pub struct RepositoryPages<'r> {

@@ -1,4 +1,4 @@
-//! Captured pages on their way into a sink: encoded by threads (see [`super::page_encoder`]), handed over batch by
+//! Captured pages on their way into a sink: encoded by threads (see [`crate::encoding::page_encoder`]), handed over batch by
 //! batch, and counted.
 
 use std::time::{Duration, Instant};
