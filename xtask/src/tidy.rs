@@ -6,6 +6,7 @@
 mod arrows;
 mod imports;
 mod packages;
+mod results;
 mod sizes;
 mod source;
 mod unsafety;
@@ -75,6 +76,7 @@ pub fn tidy(workspace: &Workspace) -> Result<()> {
     let mut problems = arrows::check(&workspace.packages);
     problems.extend(packages::check(&read(&workspace.root, "Cargo.lock")?));
     problems.extend(check_specification(&workspace.root)?);
+    problems.extend(results::check(&workspace.root)?);
 
     let mut sources = Vec::new();
     for place in rust_files(&workspace.root)? {

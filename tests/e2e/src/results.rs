@@ -8,6 +8,11 @@ use anyhow::Result;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
+/// Raw data longer than this is compressed: every run rewrites it, and the history of the tree keeps them all.
+const PLAIN_BYTES_MAX: usize = 100_000;
+/// Zstandard level of raw data.
+const ZSTD_LEVEL: i32 = 19;
+
 /// One promised number of `SPECIFICATION.md`, measured.
 #[derive(Debug, Serialize)]
 pub struct Claim {
@@ -117,10 +122,30 @@ pub fn write_summary(bench: &str, claims: &[Claim]) -> Result<()> {
     Ok(())
 }
 
-/// Writes raw data, one JSON value a line.
+/// Writes raw data, one JSON value a line; compressed to `name.zst` where it is long.
 pub fn write_raw(bench: &str, name: &str, lines: &[Value]) -> Result<()> {
     let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
-    fs::write(folder(bench)?.join(name), text)?;
+    write_text(&folder(bench)?, name, &text)
+}
+
+/// The same for raw data that is a text already.
+pub fn write_text(folder: &Path, name: &str, text: &str) -> Result<()> {
+    let plain = folder.join(name);
+    let packed = folder.join(format!("{name}.zst"));
+    let other = match text.len() > PLAIN_BYTES_MAX {
+        true => {
+            fs::write(&packed, zstd::bulk::compress(text.as_bytes(), ZSTD_LEVEL)?)?;
+            plain
+        }
+        false => {
+            fs::write(&plain, text)?;
+            packed
+        }
+    };
+    // That of a run before would be taken for this one's.
+    if other.exists() {
+        fs::remove_file(&other)?;
+    }
     Ok(())
 }
 

@@ -174,7 +174,7 @@ fn record(measured: &[(&str, Measured)]) -> Result<()> {
     let head = format!(
         "# Bench: direct-io\n\n`{COMMAND}`, commit {}. 1 GiB guest, TCG, a disk of {DISK_MIB} MiB read without end, \
          `cache=none,aio=native`; `auto` every 2 s. The slow disk gives {SLOW_MIB_PER_SECOND} MiB a second. \
-         Raw data: `raw.jsonl`.\n\n",
+         Raw data: `raw.jsonl.zst` (zstd).\n\n",
         results::commit()
     );
     std::fs::write(

@@ -165,7 +165,7 @@ fn record(measured: &[(&str, Measured)]) -> Result<()> {
     println!("{table}");
     let head = format!(
         "# Bench: extremes\n\n`{COMMAND}`, commit {}. TCG; all guest memory preallocated; `auto` every 1 s, and for \
-         the last row `copy-on-write` every 2 s. Raw data: `raw.jsonl`.\n\n",
+         the last row `copy-on-write` every 2 s. Raw data: `raw.jsonl.zst` (zstd).\n\n",
         results::commit()
     );
     std::fs::write(

@@ -99,7 +99,7 @@ fn record(
     println!("{words}");
     let head = format!(
         "# Bench: frequency\n\n`{COMMAND}`, commit {}. 256 MiB guest that writes to 100 words and checks 2 MiB, as often \
-         as it can; TCG. Raw data: `gaps_us.jsonl`, `memory_kib.jsonl`.\n\n",
+         as it can; TCG. Raw data: `gaps_us.jsonl.zst` (zstd), `memory_kib.jsonl`.\n\n",
         results::commit()
     );
     std::fs::write(

@@ -405,7 +405,7 @@ fn record(measured: &Measured) -> Result<()> {
 fn page(measured: &Measured, claims: &[Claim]) -> String {
     let turns = measured.of(Way::Eager).count();
     let mut page = format!(
-        "# Bench: responsive\n\n`{COMMAND}`, commit {}. Raw data: `raw.jsonl`.\n\n\
+        "# Bench: responsive\n\n`{COMMAND}`, commit {}. Raw data: `raw.jsonl.zst` (zstd).\n\n\
          Redis in a Debian guest of {RAM_MIB} MiB under TCG, one vCPU; its client reads a piece of every value \
          in turn ({} units of {VALUES_A_UNIT} values a sweep), and checks it. Medians of {turns} turns; times \
          count from the command, QEMU's start included; everything in the page cache, and free memory touched before. \

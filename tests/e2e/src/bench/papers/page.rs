@@ -54,7 +54,7 @@ impl Page {
         Ok(Page {
             folder,
             text: format!(
-                "# {title}\n\n`{command}`, commit {commit}. Raw data: `raw.jsonl`.\n\n{setting}\n"
+                "# {title}\n\n`{command}`, commit {commit}. Raw data: `raw.jsonl.zst` (zstd).\n\n{setting}\n"
             ),
             raw: Vec::new(),
         })
@@ -129,7 +129,7 @@ impl Page {
     pub fn write(self) -> Result<()> {
         fs::write(self.folder.join("README.md"), &self.text)?;
         let raw: String = self.raw.iter().map(|line| format!("{line}\n")).collect();
-        fs::write(self.folder.join("raw.jsonl"), raw)?;
+        results::write_text(&self.folder, "raw.jsonl", &raw)?;
         print!("{}", self.text);
         Ok(())
     }
