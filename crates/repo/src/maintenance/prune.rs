@@ -1,17 +1,17 @@
-//! Giving back the space of what no checkpoint refers to any more.
+//! Prune: removes the blobs that no checkpoint refers to.
 //!
 //! ```text
-//! 1 exclusive lock; earlier removals of manifests made durable
+//! 1 exclusive lock
 //! 2 mark everything in use
 //! 3 plan: each pack is kept, removed, or repacked (its used blobs copied)
-//! 4 write the new packs
-//! 5 write the new index; its last file supersedes every older one    <- the moment it takes effect
-//! 6 remove old index files, then old packs, then packs no index tells of, then tmp/
+//! 4 make earlier removals of manifests durable; write the new packs
+//! 5 write the new index; its last file supersedes every older one    <- takes effect here
+//! 6 remove old index files, then old packs, then packs that no index file describes, then tmp/
 //! ```
 //!
-//! Killed before 5, the new packs are unreferenced and the next prune removes them. Killed after,
+//! Killed before 5, the new packs are unreferenced and the next prune removes them. Killed after 5,
 //! the old index files no longer count though some are still there, and the next prune removes
-//! what is left. At no point does an index file that counts name a pack that is gone.
+//! the rest. At no point does an index file that counts name a pack that is gone.
 
 use std::collections::HashSet;
 use std::sync::Mutex;
