@@ -9,7 +9,9 @@
 //! ```
 //!
 //! Invariants:
-//! - A file gets its name when it is whole and on disk, and is never changed after that.
+//! - A file of the data gets its name when it is whole and on disk. Packs, index files, manifests and key files never
+//!   change after that, and are named by a hash of their bytes; `config` never changes either. Working sets, locks and
+//!   leases are replaced as a whole under the same name: the first are hints, the others belong to one owner.
 //! - A manifest is written after everything it refers to, so every manifest there is can be read.
 //! - Only `forget` and `prune` remove, under an exclusive lock, and each can be killed anywhere.
 //! - Nothing read from disk is believed before its authentication tag or hash has been checked.

@@ -1,9 +1,16 @@
 //! A repository's files in a local directory: the only place that touches the file system.
 //!
 //! Files are made whole or not at all: written under `tmp/`, fsynced, renamed to their final
-//! name, and the directory fsynced, in this order. A file of the repository is never changed
-//! after that, only removed; its name is a hash of its bytes. So nothing here needs more of a
-//! store than "create if absent, read, list, remove", which object stores offer too.
+//! name, and the directory fsynced, in this order. Key files, packs, index files and manifests never
+//! change after that and are only removed; each is named by a hash of its bytes. `config` never changes
+//! either, and is created only if it is absent.
+//!
+//! Three kinds of files are replaced as a whole under a fixed name. A working set is a hint on which
+//! nothing depends. A lock is replaced by its owner only, and a lease by the process that restores its VM.
+//! Locks and leases are not fsynced: after a crash of the machine their processes are gone.
+//!
+//! So a store has to offer: create if absent (`config`), atomic replace of a whole object, read of a range,
+//! list, remove, length, and time of change (the age of locks). A list must show an object as soon as it is written.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
