@@ -230,7 +230,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    /// The slow twin: an ordered set, with the same rule for pages outside the block.
+    /// The slow reference model: an ordered set, with the same rule for pages outside the block.
     struct Twin {
         pages: u64,
         set: BTreeSet<u64>,

@@ -1,6 +1,6 @@
 //! How much of a page has changed since an older version of it (FITDOC, section II.B and table I).
 
-/// Bytes looked at together: FITDOC's line.
+/// Bytes compared at once: FITDOC's line.
 pub const WORD_BYTES: usize = 8;
 
 /// What differs between two versions of a page.
@@ -41,7 +41,7 @@ mod tests {
 
     use super::*;
 
-    /// The slow twin: byte by byte.
+    /// The slow reference model: byte by byte.
     fn twin(old: &[u8], new: &[u8]) -> Difference {
         let differs: Vec<bool> = old.iter().zip(new).map(|(old, new)| old != new).collect();
         Difference {
