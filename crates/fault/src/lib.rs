@@ -47,7 +47,7 @@ points! {
     PauseAfterCont = "pause.after-cont",
     /// Copy-on-write: a batch of armed pages is about to be copied.
     CopyOnWriteBatch = "copy-on-write.batch",
-    /// Copy-on-write: a write fault is about to be served.
+    /// Copy-on-write: a write fault is about to be handled.
     CopyOnWriteFault = "copy-on-write.fault",
     /// Rewind: the guest is stopped, and what differs is gathered; nothing is changed.
     RewindStopped = "rewind.stopped",
@@ -61,13 +61,13 @@ points! {
     RewindLoaded = "rewind.loaded",
     /// Rewind: `cont` is unblocked, and not sent yet.
     RewindBeforeCont = "rewind.before-cont",
-    /// Clone: the shared memory is in its files, which are not recorded and have no name yet.
+    /// Clone: the memory template is in its files, which are not recorded and have no name yet.
     TemplateFilled = "template.filled",
     /// Restore or clone: the new QEMU is started; its memory is empty.
     RestoreLaunched = "restore.launched",
     /// Restore or clone: the device state is loaded; the guest has not run.
     RestoreLoaded = "restore.loaded",
-    /// Lazy restore: a page that the guest waits for is about to be filled.
+    /// Lazy restore: a page that the guest waits for is about to be populated.
     LazyFault = "lazy.fault",
     /// Lazy restore: all memory is there; its ranges are still registered.
     LazyRelease = "lazy.release",
