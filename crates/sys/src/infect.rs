@@ -14,7 +14,7 @@
 //!
 //! - Once the first call has begun, every path leads through "registers and mask back".
 //! - "Stopped" lies inside the kernel's signal handling, which restarts the interrupted call. The
-//!   thread is let go only when it is in that call again: see `Seizure::settle`.
+//!   thread is released only when it is in that call again: see `Seizure::settle`.
 //! - Signals sent meanwhile stay pending in the kernel. The few that cannot wait (those of faults,
 //!   which would kill when blocked) are held back and sent again.
 //! - All of it runs on a thread of its own: its end detaches in every state, and a caller whose
@@ -68,9 +68,9 @@ pub fn steal_userfaultfd(process: &Process, limit: Duration) -> Result<StolenUff
     open_userfaultfd(process, limit, Left::Nothing)
 }
 
-/// As [`steal_userfaultfd`], but the process keeps a copy: should all others be closed, whoever touches
-/// a missing page waits until somebody has fetched that copy and serves it. (Without it, that page would
-/// become zero.) [`close_fd`] closes it.
+/// As [`steal_userfaultfd`], but the process keeps a copy. If all others are closed, a thread that touches
+/// a missing page waits until a process has fetched that copy and handles its faults. (Without it, that page
+/// would become zero.) [`close_fd`] closes it.
 ///
 /// # Errors
 /// As [`steal_userfaultfd`].

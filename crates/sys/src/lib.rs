@@ -1,12 +1,12 @@
-//! The kernel boundary of Stillframe: the only room where `unsafe` may stand.
+//! The kernel boundary of Stillframe: the only crate that may contain `unsafe`.
 //!
 //! Everything here works on *another* process, from outside: its identity ([`process`]), its bytes
 //! ([`memory`]), its write tracking ([`uffd`], [`pagemap`]) and the one system call that has to be
-//! made inside it ([`infect`]). [`private_dir`] is for what this process itself leaves on the host; [`credentials`], [`control_group`]
-//! and [`security_label`] are for what a process takes on before it becomes another program. Nothing here
-//! knows QEMU, checkpoints or repositories.
+//! made inside it ([`infect`]). [`private_dir`] is for what this process itself leaves on the host; [`credentials`],
+//! [`control_group`] and [`security_label`] are for what a process takes on before it becomes another program. Nothing
+//! here knows QEMU, checkpoints or repositories.
 //!
-//! Rules of the room:
+//! Rules of the crate:
 //! 1. Every `unsafe` block carries a `SAFETY:` note that names why the kernel or the compiler cannot
 //!    be misled by it; every structure and number shared with the kernel is checked at compile time.
 //! 2. A process is named by its pidfd and its `/proc` directory, never by a bare number that could

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Why a process could not be opened or asked.
+/// Why a process could not be opened or queried.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     /// No living process has this pid (a zombie is not living).

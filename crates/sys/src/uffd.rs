@@ -62,9 +62,9 @@ pub struct Features(pub u64);
 impl Features {
     /// Write faults on protected pages are reported as such (Linux 5.7).
     pub const PAGEFAULT_FLAG_WP: Features = Features(1);
-    /// Missing pages of hugetlbfs can be served (4.11).
+    /// Missing pages of hugetlbfs can be handled (4.11).
     pub const MISSING_HUGETLBFS: Features = Features(1 << 4);
-    /// Missing pages of shared memory can be served (4.11).
+    /// Missing pages of shared memory can be handled (4.11).
     pub const MISSING_SHMEM: Features = Features(1 << 5);
     /// Write protection of hugetlbfs and shared memory (5.19).
     pub const WP_HUGETLBFS_SHMEM: Features = Features(1 << 12);

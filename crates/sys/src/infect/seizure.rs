@@ -159,7 +159,7 @@ impl<'a> Seizure<'a> {
     }
 
     /// A restartable sequence (rseq(2)) has to be aborted when its thread is preempted. The kernel
-    /// judges that by RIP, which our call moves out of the sequence: do as it would have done.
+    /// decides that by RIP, which our call moves out of the sequence: do as it would have done.
     fn leave_critical_section(&mut self) -> Result<(), InfectError> {
         let area = self
             .tracee
@@ -379,9 +379,10 @@ impl<'a> Seizure<'a> {
 
     /// At the last stop: lets the thread go, so that its interrupted call goes on rightly.
     ///
-    /// Detaching is enough when no handler can run. But a signal that comes after the kernel has rewound the thread, but before it is back in its
-    /// call, would be handled without ending the call: a pause(2) would miss it. So see the thread
-    /// into its call again, and have whatever signal comes first find it as it was interrupted.
+    /// Detaching is enough when no handler can run. But a signal may come after the kernel has rewound the thread
+    /// and before the thread is back in its call. It would be handled without ending the call: a pause(2) would
+    /// miss it. So see the thread into its call again, and have whatever signal comes first find it as it was
+    /// interrupted.
     fn settle(&mut self) -> Result<(), InfectError> {
         for (signal, info) in std::mem::take(&mut self.held) {
             self.tracee.send_again(self.process.pid(), signal, &info);

@@ -282,7 +282,7 @@ fn a_process_that_is_stopped_stays_stopped() {
             process.signal(libc::SIGSTOP).unwrap();
             victim.wait_for_state('T');
             let before = steps();
-            // An infection that was under way may still be at it, but does not let it go on.
+            // An injection that was in progress may still be at it, but does not let it go on.
             std::thread::sleep(Duration::from_micros(70 * (round % 7)));
             victim.wait_for_state('T');
             assert_eq!(steps(), before, "it went on");

@@ -1,4 +1,4 @@
-//! The room against the real kernel, on real child processes.
+//! The crate against the real kernel, on real child processes.
 //!
 //! They need what the engine needs: the right to trace (root), userfaultfd with asynchronous write
 //! protection (Linux 6.7), `/proc`. Without it they fail; none is skipped.

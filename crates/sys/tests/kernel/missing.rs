@@ -54,7 +54,7 @@ fn missing_pages_are_served() {
             memory.act("read", region, [0, 1]),
             memory.page(region, 0).start
         );
-        // Waking without filling: the thread tries again, and faults again.
+        // Waking without populating: the thread tries again, and faults again.
         memory.begin("read", region, [7]);
         assert_eq!(
             wait_for_event(&uffd),
@@ -110,7 +110,7 @@ fn a_discarded_page_is_missing_again() {
     assert_eq!(memory.done(), 0);
 }
 
-/// Whoever serves the faults may die: readers wait, and another goes on.
+/// The process that handles the faults may die: readers wait, and another process continues.
 #[test]
 fn a_successor_serves_what_is_left() {
     let mut memory = Memory::start(8, "small");

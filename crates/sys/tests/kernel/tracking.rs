@@ -1,4 +1,4 @@
-//! Write tracking in the memory of a child, all the way: steal, handshake, register, protect; against
+//! Write tracking in the memory of a child, all the way: inject, handshake, register, protect; against
 //! the record of what the child was told to do.
 
 use crate::ram::{Memory, PAGE, wait_for_event};
@@ -231,7 +231,7 @@ fn closing_the_descriptor_frees_the_child() {
     assert_eq!(memory.take(&pagemap, 1), BTreeSet::from([3]));
 }
 
-/// What a second holder of the descriptor does when the first hangs: the child goes on, though copies stay
+/// What a second owner of the descriptor does when the first hangs: the child goes on, though copies stay
 /// open.
 #[test]
 fn unregistering_frees_the_child() {
