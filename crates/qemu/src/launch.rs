@@ -1,8 +1,8 @@
 //! Starting a second QEMU that takes the state of a recorded VM over.
 //!
 //! [`plan`] turns the recorded command line into one for the new process and refuses what cannot
-//! be right; it changes nothing on the host. [`start`] runs it, and [`Starting::wait`] waits until it waits for incoming state. The
-//! caller then fills the RAM blocks and ends with [`load_device_state`]; `cont` sets the guest
+//! be right; it changes nothing on the host. [`start`] runs it, and [`Starting::wait`] returns when QEMU waits for
+//! incoming state. The caller then fills the RAM blocks and ends with [`load_device_state`]; `cont` sets the guest
 //! going. Until [`Launched::keep`] the new QEMU belongs to this process: whatever fails, it is
 //! killed and reaped, because half a guest is no guest.
 
@@ -371,7 +371,7 @@ pub enum LaunchError {
         /// Its file.
         path: PathBuf,
     },
-    /// Somebody else has a disk open that the VM writes to.
+    /// Another process has a disk open that the VM writes to.
     #[error(
         "disk {device}: {path} is open in process {pid} ({program}); two users of one disk destroy \
          it: end the other one, or give the new VM a copy"
@@ -386,7 +386,7 @@ pub enum LaunchError {
         /// Its program.
         program: String,
     },
-    /// Somebody else has the file open that is to hold the RAM.
+    /// Another process has the file open that is to contain the RAM.
     #[error(
         "the RAM file {path} (share=on) is in use by process {pid} ({program}); the new VM would \
          overwrite its memory: end it first"

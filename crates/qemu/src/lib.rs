@@ -2,10 +2,10 @@
 //! monitor, reading and changing its command line, its RAM blocks and disks, its device state, and
 //! starting a second QEMU that takes the state over.
 //!
-//! Rules of the room:
+//! Rules of the crate:
 //! 1. Whatever a QEMU process says (replies, tables, streams) is outside input: bounded, checked,
 //!    answered with an error, never with a panic.
-//! 2. Nothing here changes a VM it was not asked to change; what is asked is named by the function.
+//! 2. A function changes a VM only if its name says so.
 //! 3. A QEMU started here is either handed over running or killed and reaped.
 
 pub mod arguments;

@@ -47,7 +47,7 @@ pub enum MonitorError {
         /// Its monitors.
         paths: Vec<PathBuf>,
     },
-    /// QEMU itself stands still, so that no monitor answers.
+    /// QEMU itself is stopped, so that no monitor answers.
     #[error(
         "process {pid} is stopped (SIGSTOP, or its terminal), so its monitors do not answer; \
          continue it first (SIGCONT)"
@@ -98,7 +98,7 @@ pub struct RunState {
 }
 
 impl RunState {
-    /// Whether the guest is suspended to RAM. Its virtual CPUs stand, until an event or a monitor command wakes it.
+    /// Whether the guest is suspended to RAM. Its virtual CPUs are stopped until an event or a command wakes it.
     pub fn is_suspended(&self) -> bool {
         self.status == "suspended"
     }
@@ -455,8 +455,7 @@ impl Monitor {
         Ok(())
     }
 
-    /// QEMU's word for how far a migration is that somebody has begun and that has not ended; `None`
-    /// without one.
+    /// QEMU's word for the state of an active migration, of any client; `None` without one.
     pub fn migration_under_way(&mut self) -> Result<Option<String>, MonitorError> {
         let status = self.migration()?.status;
         Ok(status.filter(|status| !Migration::ENDS.contains(&status.as_str())))
@@ -542,7 +541,7 @@ pub(crate) struct Migration {
 }
 
 impl Migration {
-    /// What the status is when none is under way.
+    /// The statuses without an active migration.
     pub(crate) const ENDS: [&str; 4] = ["none", "completed", "failed", "cancelled"];
 }
 

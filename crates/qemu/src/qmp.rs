@@ -1,6 +1,6 @@
 //! A client of QEMU's machine protocol (QMP) on a unix socket: commands, replies, events.
 //!
-//! QEMU serves one client a monitor at a time; a second one can connect, but is not greeted until
+//! QEMU handles one client a monitor at a time; a second one can connect, but is not greeted until
 //! the first has gone ([`QmpError::Busy`]). The socket is deliberately left in blocking mode and
 //! every call on it asks for non-blocking behaviour itself, because the open file description may
 //! be shared with a guardian process that writes whole lines on it. The guardian's replies carry
@@ -37,7 +37,7 @@ const RECEIVE_BYTES: usize = 64 << 10;
 /// What went wrong between this client and QEMU.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// Nobody listens on the path.
+    /// No process listens on the path.
     #[error(
         "no QEMU listens on the monitor socket {path}; it may have exited, or was started with \
          another -qmp option"
@@ -49,7 +49,7 @@ pub enum QmpError {
         #[source]
         source: io::Error,
     },
-    /// Connected, but another client holds the monitor.
+    /// Connected, but the monitor has another client.
     #[error(
         "the monitor {path} is held by another client (libvirt, for one): end its connection, or start \
          the VM with a second monitor: -qmp unix:PATH,server=on,wait=off"
@@ -480,7 +480,7 @@ fn read_reply(reply: Reply, command: String) -> Result<Value, QmpError> {
     }
 }
 
-/// The arguments of `qmp_capabilities`. With "oob" QEMU reads commands ahead while it carries out one,
+/// The arguments of `qmp_capabilities`. With "oob" QEMU reads further commands while it carries out one,
 /// without it only afterwards (QEMU: monitor/qmp.c); reading one takes it 0.2 ms or more.
 fn to_enable(greeting: &Value) -> Value {
     let offered = greeting["QMP"]["capabilities"].as_array();

@@ -97,7 +97,7 @@ pub enum Unsuitable {
         #[source]
         source: io::Error,
     },
-    /// The VM could not be asked.
+    /// The VM could not be queried.
     #[error("cannot find out whether the VM can be checkpointed")]
     Monitor(#[from] MonitorError),
 }

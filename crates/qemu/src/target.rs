@@ -28,7 +28,7 @@ pub enum Selector {
 /// Why no VM could be found.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
-    /// The process cannot be opened or asked.
+    /// The process cannot be opened or queried.
     #[error("cannot examine the QEMU process")]
     Process(#[from] ProcessError),
     /// The process is something else.
@@ -70,7 +70,7 @@ pub enum TargetError {
         /// The process.
         pid: i32,
     },
-    /// Nobody listens on the socket that was named.
+    /// No process listens on the socket that was named.
     #[error("no QEMU listens on {path}; is it the path of its -qmp option?")]
     NoListener {
         /// The socket.

@@ -34,7 +34,7 @@ pub enum FollowError {
          give devices that are unplugged an id at the VM's next start"
     )]
     Unnamed,
-    /// QEMU could not be asked.
+    /// QEMU could not be queried.
     #[error("cannot find out which devices the VM has")]
     Monitor(#[from] MonitorError),
 }

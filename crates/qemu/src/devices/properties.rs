@@ -122,7 +122,7 @@ impl Description {
                     return;
                 }
             }
-            // What a PCI device is told as a text is a number when it is asked for.
+            // What a PCI device is told as a text is a number when it is queried.
             Value::Number(number) if name == "addr" && property.kind == "str" => {
                 match number.as_u64() {
                     Some(place) => json!(pci_address(place)),

@@ -1,6 +1,6 @@
 //! The channel of a guest agent, at whose other end everything is said by the guest.
 //!
-//! Nobody is authenticated there, so nothing but the answer to the last command is looked at: every other line
+//! The guest is not authenticated, so only the answer to the last command is read: every other line
 //! is skipped, and a command fails when its answer does not come within a time and a number of bytes. An answer
 //! is parsed into the members that are needed, never into a tree of values.
 //!
@@ -38,7 +38,7 @@ const WORDS_MAX: usize = 200;
 /// Why a guest agent did not do what it was told.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// Nobody listens on the path.
+    /// No process listens on the path.
     #[error("no QEMU listens on the channel {path} of the guest agent")]
     Refused {
         /// The channel.

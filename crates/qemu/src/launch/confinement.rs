@@ -118,7 +118,7 @@ fn in_words(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// What held the VM back, and does not hold a QEMU back that is like this process.
+/// What confined the VM, and does not confine a QEMU that is like this process.
 pub(super) fn lost(then: &Credentials, now: Option<&Credentials>) -> Vec<String> {
     let label = lost_label(then, now);
     label.into_iter().chain(lost_group(then, now)).collect()

@@ -2,8 +2,9 @@
 //!
 //! It is this same executable, started with [`SUBCOMMAND`]. It reads an [`Order`] from its standard input, a
 //! socket; starts a session of its own; joins the VM's control group; requests its security label for QEMU; takes on
-//! its user, groups and capabilities; waits for one byte; and becomes QEMU, which keeps the pid and finds the socket as the connection of its own monitor. Should
-//! the socket close before that byte, it ends. No shell and no search path is involved.
+//! its user, groups and capabilities; waits for one byte; and becomes QEMU, which keeps the pid and finds the socket as
+//! the connection of its own monitor. If the socket closes before that byte, the helper ends. No shell and no search
+//! path is involved.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};

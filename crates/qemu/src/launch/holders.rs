@@ -46,7 +46,7 @@ impl Key {
     }
 }
 
-/// Which holders of a file count.
+/// Which processes that have a file open or mapped count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
     /// All.
@@ -90,7 +90,7 @@ fn writes(info: &Path) -> bool {
     let flags = flags
         .next()
         .map(|flags| u32::from_str_radix(flags.trim(), 8));
-    // Whoever cannot be asked may write.
+    // A process that cannot be examined may write.
     !matches!(flags, Some(Ok(flags)) if flags & ACCESS_MODE == 0)
 }
 
@@ -113,7 +113,7 @@ fn has_mapped(process: &Path, key: Key) -> bool {
 }
 
 /// Whether a living process listens there. For unix sockets the kernel's list is read, because
-/// connecting would disturb whoever listens.
+/// connecting would disturb the process that listens.
 pub(super) fn is_listened_on(endpoint: &Endpoint) -> bool {
     match endpoint {
         Endpoint::Unix(path) => unix_sockets::is_listening(&unix_sockets::table(), path),

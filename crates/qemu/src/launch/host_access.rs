@@ -1,7 +1,7 @@
 //! Options of a command line by which QEMU runs other programs or writes files of the host.
 //!
 //! A recorded command line comes from the memory of a QEMU process. A guest that broke into its QEMU could
-//! rewrite it there, and would have its programs run by whoever restores the VM: outside QEMU's sandbox,
+//! rewrite it there, and would have its programs run by the user who restores the VM: outside QEMU's sandbox,
 //! without its security label, as root for a VM that ran as root. So no program that a command line names
 //! runs without the user's consent. Programs that QEMU itself has by default (`/etc/qemu-ifup`) were put
 //! there by the host's root. Files are written with the rights of the user that the VM ran as, so
@@ -57,7 +57,7 @@ fn network_runs_program(properties: &Properties) -> bool {
     properties.pairs().any(|(key, value)| match key {
         // `-nic passt,path=` names the program.
         "path" => kind == "passt",
-        // Served by the host's smbd with a configuration made of this.
+        // The host's smbd runs with a configuration made of this.
         "smb" => true,
         // Addresses with a scheme are plugins, one of which runs commands.
         "sock" => kind == "vde" && value.contains("://"),

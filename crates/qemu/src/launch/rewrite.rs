@@ -1,4 +1,4 @@
-//! From the command line of a recorded VM to one that starts it again beside whatever runs now.
+//! From the command line of a recorded VM to one that starts it again while other VMs run.
 //!
 //! Two rules decide every change. The guest must find exactly the machine it knew: no device is
 //! added or taken away, only the host's ends of them change. And nothing of the old process or of
@@ -344,7 +344,7 @@ impl Rewriter<'_> {
         (!said).then_some(SerialPort::Default)
     }
 
-    /// The host's ends of all character devices but the one settled already.
+    /// The host's ends of all character devices but the one that is connected already.
     fn settle_backends(&mut self, settled: Option<usize>) {
         for at in (0..self.line.options.len()).filter(|at| Some(*at) != settled) {
             let option = self.line.options[at].clone();

@@ -189,8 +189,8 @@ impl Starting {
         }
     }
 
-    /// Lets it go and waits up to `timeout` until the monitor answers. QEMU waits for incoming state then, with all its
-    /// memory empty.
+    /// Releases the helper and waits up to `timeout` until the monitor answers. QEMU waits for incoming state then,
+    /// with all its memory empty.
     ///
     /// # Errors
     /// Whatever keeps QEMU from starting, with its own words from the log.
@@ -283,7 +283,7 @@ fn spawn(
         program: plan.exe.clone(),
         source,
     };
-    // Whoever is to end QEMU should we die must know the process first, so it waits. The helper replaces
+    // The guardian, which ends QEMU if this process dies, must know QEMU first, so it waits. The helper replaces
     // itself: the pid stays the same.
     let (mut command, ours) = helper::command(&plan.helper, &order).map_err(failed)?;
     let child = command

@@ -79,7 +79,7 @@ impl Monitor {
         Ok(())
     }
 
-    /// Starts saving the state of all devices, RAM apart. QEMU stops a running VM for it, with its
+    /// Starts saving the state of all devices, without RAM. QEMU stops a running VM for it, with its
     /// disks drained, and resumes the VM in the same command: no other command and no migration can
     /// come in between (`qmp_xen_save_devices_state` in QEMU's migration/savevm.c). A VM that was
     /// paused stays so; one that was suspended is left in `save-vm`, which `cont` ends.
@@ -108,12 +108,11 @@ impl Monitor {
         self.take_back(file.fdset)
     }
 
-    /// Waits until every request to a disk that was under way when this was called is done. New ones
-    /// may be under way when it returns. The vCPUs run on, but wait where they need QEMU's main loop.
+    /// Waits until every disk request that was in progress at the call is done. New ones may be in
+    /// progress when it returns. The vCPUs run on, but wait where they need QEMU's main loop.
     ///
-    /// What a scan protects while a request with O_DIRECT, native AIO or io_uring is under way is
-    /// written by that request without a fault, because its pages are pinned. After this they hold
-    /// what they will hold until their next fault.
+    /// A request with O_DIRECT, native AIO or io_uring writes without a fault into pages that a scan protects
+    /// meanwhile, because they are pinned. After this call such pages keep their content until their next fault.
     pub fn drain_disks(&mut self) -> Result<(), MonitorError> {
         // Twice, because the node may have gone with its disk.
         for attempt in 0..2 {

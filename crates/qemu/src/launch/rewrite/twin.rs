@@ -1,6 +1,5 @@
-//! What else is changed in the command line of one of several VMs that start from the same checkpoint: its
-//! memory begins as a private view of a file that all of them share, and what belongs to the host must
-//! be another for each.
+//! What else changes in the command line of a clone. Its memory begins as a private view of a file that all
+//! clones share, and what belongs to the host must be another for each.
 
 use super::{Argument, CommandLine, LaunchError, Properties, Rewriter};
 use crate::launch::CloneOptions;
