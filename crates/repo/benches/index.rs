@@ -56,7 +56,7 @@ fn resident_bytes() -> Result<f64> {
     Ok(kib.ok_or("no VmRSS")?.trim().parse::<f64>()? * 1024.0)
 }
 
-/// How many of these the index has, and how many it was asked for in a second.
+/// How many of these the index has, and how many were looked up in a second.
 fn look_up(repo: &mut Repository, numbers: Range<u64>) -> Result<(u64, f64)> {
     let writer = repo.begin(WAIT)?;
     let mut ids: Vec<ContentId> = numbers

@@ -89,10 +89,10 @@ pub enum RepoError {
         /// How many there may be.
         limit: usize,
     },
-    /// Another process holds a conflicting lock.
+    /// Another process has a conflicting lock.
     #[error("the repository is locked by {by}: wait for it to finish")]
     Locked {
-        /// The holder.
+        /// The lock owner.
         by: Box<LockRecord>,
     },
     /// A VM that is lazily restored still reads a checkpoint.
@@ -266,7 +266,7 @@ pub enum ErrorClass {
     Damaged,
     /// Written by a newer version of the program.
     FutureVersion,
-    /// Someone else is at work; waiting helps.
+    /// Another process is at work; waiting helps.
     Locked,
     /// The file system is full.
     NoSpace,

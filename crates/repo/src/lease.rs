@@ -6,7 +6,7 @@
 //! that it refers to stays used for `prune`.
 //!
 //! A lease of another machine or container cannot be compared with its process and holds until it is
-//! broken: a VM that waits shows no sign of life, so age says nothing.
+//! broken: a VM that waits sends no heartbeat, so age says nothing.
 
 use std::sync::Arc;
 
@@ -98,8 +98,8 @@ impl Reader<'_> {
     }
 }
 
-/// The leases that hold, by the names of their files. With the exclusive lock, removes those of VMs that have ended and what a crash of
-/// the machine left of one.
+/// The leases in force, by the names of their files. With the exclusive lock, removes leases of VMs that have
+/// ended, and what a crash of the machine left of one.
 pub(crate) fn that_hold(
     store: &LocalStore,
     lock: Option<&Lock>,

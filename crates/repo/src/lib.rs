@@ -1,11 +1,11 @@
 //! The content-addressed repository of checkpoints, in a local directory, encrypted.
 //!
 //! A checkpoint is a manifest; it names page tables and layers over them; those name pages and
-//! deltas. All but the manifest are *blobs*, named by the keyed hash of their bytes, so what two checkpoints share is stored once.
-//! Blobs lie in *packs*; *index* files tell in which. `docs/format.md` specifies every byte.
+//! deltas. All but the manifest are *blobs*, named by the keyed hash of their bytes, so what two checkpoints share is
+//! stored once. Blobs lie in *packs*; *index* files name the pack of each. `docs/format.md` specifies every byte.
 //!
 //! ```text
-//! config      keys/...      packs/ab/abcd...      index/...   manifests/...   working-sets/...   locks/...   leases/...   tmp/
+//! config   keys/...   packs/ab/abcd...   index/...   manifests/...   working-sets/...   locks/...   leases/...   tmp/
 //! ```
 //!
 //! Invariants:

@@ -1,6 +1,6 @@
 //! How far a long operation has come.
 
-/// Told every now and then to whoever asked for it.
+/// Reported every now and then to the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
     /// What is being done.

@@ -139,8 +139,8 @@ impl Repository {
     }
 
     /// Whether the next writers leave their lock to those after them, so that many a second need not
-    /// make and remove as many files. Whoever wants to remove something has to wait until the next writer
-    /// begins, who gives way, or until this is called with `false`.
+    /// make and remove as many files. A remover has to wait until the next writer begins, which gives way, or
+    /// until this is called with `false`.
     pub fn keep_lock(&mut self, keep: bool) {
         self.keeps_lock = keep;
         if !keep {
@@ -164,8 +164,8 @@ impl Repository {
         self.keys.hasher()
     }
 
-    /// Begins reading: as [`Repository::begin`]. On a read-only file system, where nobody can
-    /// leave a lock, and on a full one, it reads without. Takes the same time however much is in the
+    /// Begins reading: as [`Repository::begin`]. On a read-only file system, where no lock can be
+    /// left, and on a full one, it reads without. Takes the same time however much is in the
     /// repository, unless this process has begun a checkpoint.
     pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
         let lock = self.reading_lock(wait)?;
@@ -368,7 +368,7 @@ impl<'a> From<&'a Reader<'_>> for Blobs<'a> {
     }
 }
 
-/// The key of a repository, out of its key file. Whoever has it needs no password; wiped when dropped.
+/// The key of a repository, out of its key file. Its owner needs no password; wiped when dropped.
 pub struct UnlockedKey(MasterKey);
 
 impl UnlockedKey {
@@ -414,7 +414,7 @@ pub(crate) fn unlock(
     names.sort_unstable();
     for key in names {
         match read_key(store, &key) {
-            // Each costs as much time and memory as its file says, and whoever can write there can add some.
+            // Each costs as much time and memory as its file says, and any writer of the storage can add some.
             Ok(_) if tried == KEYS_MAX => {
                 return Err(RepoError::TooManyKeys {
                     keys: tried + 1,

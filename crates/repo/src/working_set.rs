@@ -1,11 +1,11 @@
-//! Working sets: the pages that restored VMs asked for first, in that order. A lazy restore records them,
-//! and the next one of the same checkpoint fills them first.
+//! Working sets: the pages that restored VMs accessed first, in that order. A lazy restore records them,
+//! and the next one of the same checkpoint populates them first.
 //!
-//! One is a hint beside its checkpoint and nothing depends on it. It is in a file named like the manifest,
-//! which is replaced as a whole when it has grown, and goes with the checkpoint.
+//! A working set is a hint next to its checkpoint; nothing depends on it. It is a file named like the manifest.
+//! A restore that finds more pages replaces the file as a whole; it goes with the checkpoint.
 //!
 //! ```text
-//! body   | varint pages | for each: varint place of its RAM block in the manifest, varint number there |
+//! body   | varint pages | for each: varint number of its RAM block in the manifest, varint number there |
 //! ```
 
 use stillframe_page::varint;
@@ -23,10 +23,10 @@ pub const PAGES_MAX: usize = 1 << 16;
 /// The longest file that is read.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Pages in the order in which they were asked for.
+/// Pages in access order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WorkingSet {
-    /// The place of each page's RAM block in the manifest, and its number there.
+    /// The number of each page's RAM block in the manifest, and its number there.
     pub pages: Vec<(u32, u32)>,
 }
 
@@ -86,8 +86,8 @@ impl Repository {
 }
 
 impl Reader<'_> {
-    /// Records the working set of a checkpoint, in place of the one before; whether it did. Of two that do so
-    /// at the same time the last one counts.
+    /// Records the working set of a checkpoint, in place of the one before; returns whether it did. Of two
+    /// processes that do so at the same time the last one counts.
     pub fn record_working_set(
         &self,
         id: &CheckpointId,

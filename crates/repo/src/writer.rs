@@ -86,9 +86,9 @@ impl<'a> Writer<'a> {
         self.fresh.find(id).is_some() || self.repository.index.contains(id)
     }
 
-    /// The packs that the index tells of and that are not there, or not whole, by their paths in the
-    /// repository: checkpoints may need them that were made before. What they held counts as absent
-    /// and is stored again by [`Writer::put`].
+    /// The packs that the index names and that are not there, or not whole, by their paths in the
+    /// repository: earlier checkpoints may need them. Their blobs count as absent
+    /// and are stored again by [`Writer::put`].
     pub fn missing_packs(&self) -> Vec<String> {
         let repository = &self.repository;
         let names = repository.index.missing_packs().iter();
@@ -169,7 +169,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Records the checkpoint. When this returns, it is on disk: packs first, then the index file
-    /// that tells of them, then the manifest, each made durable before the next is begun. Sets
+    /// that describes them, then the manifest, each made durable before the next is begun. Sets
     /// `manifest.bytes_stored`. After an error there is no new checkpoint, unless the very last
     /// fsync, of the folder `manifests/`, is what failed; then it may be there, and whole.
     pub fn commit(mut self, manifest: Manifest) -> Result<Committed, RepoError> {
@@ -182,7 +182,7 @@ impl<'a> Writer<'a> {
             discard(&self.repository.store, &packs);
             return Err(error);
         }
-        // Once an index file may tell of the packs they stay, whatever happens after: they are
+        // Once an index file may name the packs they stay, whatever happens after: they are
         // whole and durable, and another writer may already count on them.
         self.record_packs(packs)?;
         let id = self.record_manifest(manifest)?;
@@ -197,7 +197,7 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Writes the index files that tell of the new packs: one, but for a checkpoint of many GiB.
+    /// Writes the index files that describe the new packs: one, but for a checkpoint of many GiB.
     fn record_packs(&mut self, packs: Vec<IndexedPack>) -> Result<(), RepoError> {
         let repository = &mut *self.repository;
         let mut contents = IndexFile::default();

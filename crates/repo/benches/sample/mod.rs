@@ -1,4 +1,4 @@
-//! What the benches of this room store.
+//! What the benches of this crate store.
 
 use stillframe_repo::{Manifest, PageCounts};
 

@@ -2,7 +2,7 @@
 //!
 //! Reads go by frames: the wanted blobs are sorted by where they lie, neighbouring frames are read
 //! with one call, each frame is decrypted and decoded once, and every blob is hashed again before
-//! it is handed out. Memory is bounded by a run of frames per thread, whatever is asked for.
+//! it is handed out. Memory is bounded by a run of frames per thread, however many are wanted.
 
 pub(crate) mod frame_reader;
 
@@ -42,7 +42,7 @@ impl<'a> Blobs<'a> {
         found.pop().ok_or(RepoError::MissingBlob { id: *id })
     }
 
-    /// The bytes of several blobs, in the order asked for. Holds all of them in memory.
+    /// The bytes of several blobs, in the order of `ids`. All of them are in memory at once.
     pub fn read_many(&self, ids: &[ContentId]) -> Result<Vec<Vec<u8>>, RepoError> {
         let found = Mutex::new(vec![Vec::new(); ids.len()]);
         let wanted = (0..).zip(ids).map(|(at, &id)| (id, at)).collect();

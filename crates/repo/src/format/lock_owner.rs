@@ -1,4 +1,4 @@
-//! Who holds a lock, and whether they are still there.
+//! The owner of a lock or lease, and whether its process is still alive.
 
 use std::fmt;
 use std::fs;
@@ -6,7 +6,7 @@ use std::fs;
 use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
-/// A process, described so that another process can tell whether it is gone: its number alone
+/// A process, described so that another process can find out whether it is gone: its number alone
 /// would not do, since numbers are used again, after a reboot at the latest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {

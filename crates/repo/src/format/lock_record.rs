@@ -26,14 +26,14 @@ pub enum LockKind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LockRecord {
     version: u32,
-    /// What the holder may do.
+    /// What the owner may do.
     pub kind: LockKind,
-    /// Who holds it.
+    /// The lock owner.
     #[serde(flatten)]
     pub holder: Holder,
     /// When it was taken (RFC 3339).
     pub since: String,
-    /// When the holder last showed that it lives (RFC 3339), by its own clock: for people. Ages are
+    /// When the owner last refreshed it (RFC 3339), by its own clock: for people. Ages are
     /// taken from the file's modification time.
     pub refreshed: String,
 }

@@ -8,13 +8,13 @@
 //!
 //! # Why 16 of 32 bytes will do
 //!
-//! Ids are keyed hashes: to anyone without the key they are random numbers, and nobody without it can
+//! Ids are keyed hashes: to anyone without the key they are random numbers, and a party without it cannot
 //! look for two contents whose ids begin alike. So contents that differ meet in these 16 bytes by
 //! chance only: among the 2^32 blobs an index can hold, with a probability of 2^-65; among those of
 //! a terabyte, with one of 2^-73. Disks return wrong bytes unnoticed more often than that by many
 //! orders of magnitude. Should it happen, the second content would be taken for a duplicate of the
-//! first, and reading it be an error: whoever reads a blob verifies all 32 bytes of its id (see
-//! `blobs`), so never are there wrong bytes. Files have whole ids.
+//! first, and reading it be an error: a read verifies all 32 bytes of a blob's id (see
+//! `blobs`), so there are never wrong bytes. Files have whole ids.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
@@ -72,7 +72,7 @@ impl BlobTable {
         self.tables[table(&id)].find(hash(&id), is_it).copied()
     }
 
-    /// Gives a blob the next number. Where it has one already, `replaces` tells of that one
+    /// Gives a blob the next number. Where it has one already, `replaces` decides for that one
     /// whether the new one is to be found instead.
     pub(crate) fn add(&mut self, id: &ContentId, replaces: impl FnOnce(u32) -> bool) {
         let id = short(id);

@@ -1,14 +1,14 @@
-//! A list that only grows, and never moves what is in it.
+//! A chunked vector: a list that only grows, and never moves its elements.
 //!
 //! A vector that grows copies itself into one of twice the size: for a moment three times what is
-//! needed. This one adds a piece at a time, so the memory of an index rises as slowly as the index.
+//! needed. This one adds a chunk at a time, so the memory of an index rises as slowly as the index.
 
 use std::ops::Range;
 
-/// Rows in a piece: small, so that a small repository costs little.
+/// Elements in a chunk: few, so that a small repository costs little.
 const PIECE_ROWS: usize = 1024;
 
-/// Numbered rows.
+/// A chunked vector.
 #[derive(Debug)]
 pub(crate) struct Rows<T> {
     /// All full but the last.
@@ -45,13 +45,13 @@ impl<T: Copy> Rows<T> {
         piece.get(number % PIECE_ROWS).copied()
     }
 
-    /// A row that is known to be there.
+    /// An element that is known to be there.
     pub(crate) fn at(&self, number: usize) -> T {
         self.pieces[number / PIECE_ROWS][number % PIECE_ROWS]
     }
 
-    /// The first of some rows that `before` does not hold for, where it holds for all rows before
-    /// that one and for none after it.
+    /// The first element in `range` for which `before` is false. It must be true for all elements before
+    /// that one and false for all after it.
     pub(crate) fn partition_point(&self, range: Range<usize>, before: impl Fn(T) -> bool) -> usize {
         let Range { mut start, mut end } = range;
         while start < end {

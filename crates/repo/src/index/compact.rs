@@ -73,7 +73,7 @@ fn merge(
     remove_superseded(store, index)
 }
 
-/// Removes the index files others have taken the place of. Need not be made durable: one that
+/// Removes superseded index files. Need not be made durable: one that
 /// comes back after a crash is still superseded, and the next index file written makes sure of
 /// the removal before the superseding one can be removed itself.
 fn remove_superseded(store: &LocalStore, index: &mut Index) -> Result<(), RepoError> {
@@ -85,7 +85,7 @@ fn remove_superseded(store: &LocalStore, index: &mut Index) -> Result<(), RepoEr
     Ok(())
 }
 
-/// An index is cut into files of about this many bytes: all that is ever held of one.
+/// An index is cut into files of about this many bytes: all that is ever in memory of one.
 pub(crate) const INDEX_FILE_BYTES: usize = 16 << 20;
 
 /// Writes a whole new index in place of the old one. The last file supersedes all old ones; those
@@ -125,7 +125,7 @@ impl<'a> NewIndex<'a> {
         Ok(())
     }
 
-    /// Puts the new index into force and removes the files it takes the place of.
+    /// Puts the new index into force and removes the files that it supersedes.
     pub(crate) fn finish(mut self, lock: &Lock, old: Vec<FileHash>) -> Result<(), RepoError> {
         lock.assert_held()?;
         self.file.supersedes = old;

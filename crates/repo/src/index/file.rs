@@ -2,15 +2,15 @@
 //! ends of all packs. One is written with each checkpoint; they are a cache that can be made again from
 //! the packs.
 //!
-//! An index file may name others it takes the place of. Those count as gone from the moment it
+//! An index file may name others that it supersedes. Those count as gone from the moment it
 //! exists, whether or not they have been removed yet; that is what makes pruning safe to kill.
 //!
 //! ```text
 //! | header 16 | salt 32 | head length 4 | head | part | part | ... | section | section | ... |
 //! ```
 //!
-//! Head, parts and sections are sealed one by one, so that whoever reads one of them need not read the
-//! others to believe it; what is in them is told in [`crate::index::layout`].
+//! Head, parts and sections are sealed one by one, so that a reader of one of them need not read the
+//! others to trust it; [`crate::index::layout`] describes their content.
 
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -38,9 +38,9 @@ pub(crate) const FRONT_BYTES: usize = HEADER_BYTES + SALT_BYTES + 4;
 /// The contents of an index file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct IndexFile {
-    /// The index files this one takes the place of.
+    /// The index files that this one supersedes.
     pub supersedes: Vec<FileHash>,
-    /// The packs it tells of.
+    /// The packs that it describes.
     pub packs: Vec<IndexedPack>,
 }
 

@@ -1,4 +1,4 @@
-//! The index in memory: which pack and frame each blob lies in.
+//! The in-memory index: which pack and frame each blob lies in.
 //!
 //! It holds about 24 bytes a blob ([`crate::index::blob_table`], [`crate::index::locations`]), 100 a pack, and nothing
 //! else that grows. It remembers which index files it was made from, so bringing it up to date lists
@@ -30,7 +30,7 @@ const BLOBS_MAX: u64 = u32::MAX as u64;
 /// An index file that is there.
 #[derive(Debug)]
 pub(crate) struct SeenFile {
-    /// The packs it tells of.
+    /// The packs that it describes.
     pub(crate) packs: Box<[u32]>,
     pub(crate) bytes: u64,
 }
@@ -45,7 +45,7 @@ pub(crate) struct Index {
     pack_numbers: HashTable<u32>,
     any_missing: bool,
     seen: HashMap<FileHash, SeenFile>,
-    /// Index files others have taken the place of, as far as they are still there.
+    /// Superseded index files, as far as they are still there.
     superseded: HashSet<FileHash>,
     presence: Presence,
 }
@@ -55,7 +55,7 @@ impl Index {
         self.blobs.find(id).map(|blob| self.places.locate(blob))
     }
 
-    /// As [`Index::get`], in the words of whoever reads.
+    /// As [`Index::get`], in the terms of the index reader.
     pub(crate) fn place(&self, id: &ContentId) -> Option<Place> {
         let at = self.get(id)?;
         let (pack, info) = self.frame(at);
@@ -77,7 +77,7 @@ impl Index {
         })
     }
 
-    /// The packs that the index tells of and that are not there, or not whole.
+    /// The packs that the index names and that are not there, or not whole.
     pub(crate) fn missing_packs(&self) -> &BTreeSet<FileHash> {
         self.presence.missing()
     }
@@ -146,7 +146,7 @@ impl Index {
         &self.seen
     }
 
-    /// The index files that count: those no other one takes the place of.
+    /// The index files that count: those that no other one supersedes.
     pub(crate) fn live_files(&self) -> impl Iterator<Item = (&FileHash, &SeenFile)> {
         self.seen
             .iter()
@@ -258,7 +258,7 @@ impl Index {
         };
     }
 
-    /// Whether the index holds packs that no live index file tells of.
+    /// Whether the index has packs that no live index file describes.
     fn has_dead_packs(&self) -> bool {
         let mut live = vec![false; self.packs.len()];
         for (_, file) in self.live_files() {
@@ -270,7 +270,7 @@ impl Index {
     }
 
     /// Adds the contents of an index file. Superseded files are remembered (so that they are not
-    /// read again) with no packs: what they tell of may be gone.
+    /// read again) with no packs: the packs that they describe may be gone.
     pub(crate) fn add_file(
         &mut self,
         name: FileHash,
@@ -291,8 +291,8 @@ impl Index {
         Ok(())
     }
 
-    /// Adds an index file that was put together from others and takes their place: it tells of no
-    /// pack that they did not tell of.
+    /// Adds an index file that was merged from others and supersedes them: it describes no
+    /// pack that they did not describe.
     pub(crate) fn add_merged(&mut self, name: FileHash, from: &[FileHash], bytes: u64) {
         let files = from.iter().filter_map(|name| self.seen.get(name));
         let mut packs: Vec<u32> = files.flat_map(|file| file.packs.iter().copied()).collect();
@@ -338,7 +338,7 @@ impl Index {
             for (id, _) in &frame.blobs {
                 let (places, packs) = (&self.places, &self.packs);
                 self.blobs.add(id, |known| {
-                    // A pack may hold a blob twice, and is not in the list yet then.
+                    // A pack may contain a blob twice, and is not in the list yet then.
                     let pack = packs.get(places.pack(places.frame_of(known)) as usize);
                     !missing && pack.is_some_and(|pack| pack.missing)
                 });

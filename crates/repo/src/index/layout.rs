@@ -1,15 +1,15 @@
-//! The parts of an index file, as bytes. Which of them are sealed how, and where they lie in the file,
-//! is `index_file`'s business.
+//! The segments of an index file (head, parts, sections), as bytes. [`crate::index::file`] decides how each is
+//! sealed, and where it lies in the file.
 //!
 //! ```text
-//! head       what others it takes the place of, its packs, the lengths of what follows
+//! head       the index files that it supersedes, its packs, the lengths of what follows
 //! parts      the directories of the packs, each cut into parts of about 16 KiB
-//! sections   for each blob the part that tells of it, by the blob's id, 1024 or so to a section
+//! sections   for each blob the part that describes it, by the blob's id, 1024 or so to a section
 //! ```
 //!
-//! Whoever needs everything reads the parts; whoever looks for one blob reads its section and the part
-//! that this names. Ids are keyed hashes, so sections fill evenly, and four bytes of an id tell the blobs
-//! of a section apart; where two look alike, one part is read in vain.
+//! The in-memory index reads all parts. A lookup of one blob reads its section and the part that the section
+//! names. Ids are keyed hashes, so sections fill evenly, and four bytes of an id distinguish the blobs of a
+//! section; where two have the same four bytes, one part is read in vain.
 
 use stillframe_page::hash::ContentId;
 
@@ -20,8 +20,8 @@ use crate::pack::{
     FRAME_ENTRY_BYTES, Frame, PACK_BYTES_MAX, PREAMBLE_BYTES, decode_frame, encode_frame,
 };
 
-/// A part is closed when its frames take this much: about 440 pages, so that who needs one blob has those
-/// that lie near it too, and has them within some ten microseconds.
+/// A part is closed when its frames take this many bytes: about 440 pages. So a lookup of one blob also finds
+/// its neighbours, within some ten microseconds.
 pub(crate) const PART_BYTES_TARGET: usize = 16 << 10;
 
 /// Blobs a section has on average.
@@ -41,9 +41,9 @@ pub struct HeadPack {
 /// The head of an index file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Head {
-    /// The index files this one takes the place of.
+    /// The index files that this one supersedes.
     pub supersedes: Vec<FileHash>,
-    /// The packs it tells of, in the order of their parts.
+    /// The packs that it describes, in the order of their parts.
     pub packs: Vec<HeadPack>,
     /// The lengths of the parts in the file, tags included.
     pub parts: Vec<u32>,
@@ -182,7 +182,7 @@ impl Part {
     }
 }
 
-/// Where a blob is told of: what of its id the section does not say, and the number of the part.
+/// Where a blob is described: the bytes of its id that the section does not imply, and the number of the part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
     /// The second four bytes of the id.
@@ -232,7 +232,7 @@ pub fn encode_section(entries: &[Entry]) -> Vec<u8> {
     words.flat_map(u32::to_le_bytes).collect()
 }
 
-/// The parts that may tell of an id with this key.
+/// The parts that may describe an id with this key.
 pub(crate) fn parts_of(entries: &[Entry], key: u32) -> impl Iterator<Item = u32> {
     let first = entries.partition_point(|entry| entry.key < key);
     let found = entries[first..].iter();
@@ -265,7 +265,7 @@ impl Sections {
         let count = self.entries.len().div_ceil(SECTION_ENTRIES);
         let place = |&(order, entry): &(u32, Entry)| (section_of(order, count), entry);
         self.entries.sort_unstable_by_key(place);
-        // A part may tell of a blob twice.
+        // A part may describe a blob twice.
         self.entries.dedup_by_key(|entry| place(entry));
         let mut sections = vec![Vec::new(); count];
         for (order, entry) in self.entries {

@@ -6,8 +6,8 @@
 //! frames   where they lie in the pack
 //! ```
 //!
-//! Eight bytes of a keyed hash tell the few hundred blobs of a part apart, and lie together in memory: to
-//! compare whole ids took an eighth of the time of a lazy restore.
+//! Eight bytes of a keyed hash distinguish the few hundred blobs of a part, and are adjacent in memory.
+//! Comparing whole ids took an eighth of the time of a lazy restore.
 
 use stillframe_page::hash::ContentId;
 
@@ -17,9 +17,9 @@ use crate::pack::place::Place;
 
 /// A part, in memory.
 pub(crate) struct FoundPart {
-    /// Its number in the catalog.
+    /// Its number in the on-demand index.
     pub(crate) number: u32,
-    /// The number of its pack in the catalog.
+    /// The number of its pack in the on-demand index.
     pub(crate) pack: u32,
     first_frame: u32,
     frames: Vec<FrameInfo>,
@@ -29,7 +29,7 @@ pub(crate) struct FoundPart {
 
 struct PartBlob {
     id: ContentId,
-    /// Its place among the frames of the part.
+    /// The number of its frame in the part.
     frame: u32,
     offset: u32,
     bytes: u32,
@@ -74,7 +74,7 @@ impl FoundPart {
         }
     }
 
-    /// Where a blob lies, if this part tells of it.
+    /// Where a blob lies, if this part describes it.
     pub(crate) fn find(&self, id: &ContentId) -> Option<Place> {
         let start = start(id);
         let first = self.starts.partition_point(|&other| other < start);

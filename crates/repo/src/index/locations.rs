@@ -1,4 +1,4 @@
-//! Where the blobs of an index lie, by their numbers.
+//! Blob locations: where the blobs of an index lie, by their numbers.
 //!
 //! Blobs are numbered as they lie: pack by pack, frame by frame. So a frame need only know its first
 //! blob, and nothing is kept of a blob but its length, where it is not that of a page.
@@ -66,7 +66,7 @@ impl PackInfo {
 struct FrameRow {
     pack: u32,
     first_blob: u32,
-    /// Its first row in `ends`.
+    /// The number of its first entry in `ends`.
     first_end: u32,
     offset: u32,
     stored_bytes: u32,

@@ -1,4 +1,4 @@
-//! Notes about blobs, by their numbers in the index: a bit each, and none where nothing is noted.
+//! Marks of blobs, by their numbers in the index: a bit each, and no memory without marks.
 
 /// What a walk over all checkpoints has found out about a blob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,8 +10,8 @@ pub(crate) enum Mark {
     Walked,
 }
 
-/// The marks of all blobs. They take memory only while there are any: those who write checkpoints
-/// never mark.
+/// The marks of all blobs. They take memory only while there are any: a writer of checkpoints
+/// never marks.
 #[derive(Debug, Default)]
 pub(crate) struct Marks {
     used: Bits,

@@ -1,10 +1,10 @@
-//! Which packs of the index are not there whole.
+//! The missing-pack detector: which packs of the index are not there in their full length.
 //!
-//! Nothing may be deduplicated against a pack that was removed or cut short, or a checkpoint that
-//! nobody can restore would be taken for a good one. Looking at every pack before every checkpoint
-//! would cost more than the checkpoint, so a pack is looked at when the index first tells of it,
-//! and again when the folder it lies in has changed. Checkpoints change folders themselves, and the
-//! small ones of a long watch all of them, again and again; so known packs are looked at for a fiftieth
+//! No blob may be deduplicated against a pack that was removed or cut short, or a checkpoint that
+//! cannot be restored would be taken for a good one. Inspecting every pack before every checkpoint
+//! would cost more than the checkpoint. So a pack is inspected when the index first names it,
+//! and again when its folder has changed. Checkpoints change folders themselves, and the
+//! small ones of a long watch change all of them, again and again. So known packs are inspected for a fiftieth
 //! of the time at most, one folder after the other.
 
 use std::collections::{BTreeSet, HashMap};
@@ -19,9 +19,9 @@ use crate::store::local::{Area, LocalStore};
 /// change may not show.
 const COARSE: Duration = Duration::from_secs(1);
 
-/// Looking at a pack, or at a folder, takes about two microseconds; a fiftieth of the time is for that.
+/// Inspecting a pack or a folder takes about two microseconds; a fiftieth of the time is for that.
 const US_A_LOOK: u128 = 2 * 50;
-/// So many known packs may be looked at, however little time has passed.
+/// Known packs that may be inspected however little time has passed.
 const LOOKS_MIN: usize = 100;
 
 /// Packs lie in a folder by the first byte of their name.
@@ -29,13 +29,13 @@ const FOLDERS: usize = 256;
 
 /// What is known of the packs on disk.
 pub(crate) struct Presence {
-    /// When each folder of packs had last been changed, when its packs were looked at.
+    /// The time of change of each folder of packs, as of the inspection of its packs.
     folders: HashMap<u8, SystemTime>,
-    /// How many packs of the index, from the first on, have been looked at.
+    /// How many packs of the index, from the first on, have been inspected.
     looked_at: usize,
     /// The numbers of these, by folder.
     known: Vec<Vec<u32>>,
-    /// When known packs were last looked at.
+    /// When known packs were last inspected.
     last: Option<Instant>,
     /// The folder to go on with.
     next: u8,
@@ -96,7 +96,7 @@ impl Presence {
             self.known[usize::from(pack.name.0[0])].push(number as u32);
         }
         self.looked_at = packs.len();
-        // Those that the index tells of no more.
+        // Packs that the index no longer names.
         self.missing
             .retain(|name| packs.iter().any(|pack| pack.name == *name));
         Ok(different)

@@ -1,20 +1,20 @@
-//! The index as whoever restores sees it: the heads of the index files, and of the rest only what is asked
-//! for. So opening takes the same time whatever a repository holds, and a restore reads of the index about
+//! The on-demand index, for restores: the heads of the index files, and of the rest only what a lookup
+//! needs. So opening takes the same time whatever a repository holds, and a restore reads of the index about
 //! as much as it reads of the repository.
 //!
 //! ```text
-//! id --> is it in a part found lately? --> place
-//!    --> the section of the id in each index file, largest file first --> part --> place
+//! id --> is it in a part found lately? --> location
+//!    --> the section of the id in each index file, largest file first --> part --> location
 //! ```
 //!
-//! Blobs that are read one after the other lie near each other most of the time, so of a thousand
-//! lookups a few go by way of sections. Where they do not ([`Catalog::find_all`]), they are sorted, and
+//! Blobs that are read one after the other are neighbours most of the time, so of a thousand
+//! lookups a few use sections. Where they are not ([`Catalog::find_all`]), they are sorted, and
 //! each section and each part is opened once.
 //!
 //! Sections and parts are kept as far as [`PARTS_BYTES_MAX`] and [`SECTIONS_BYTES_MAX`] allow. Each was
-//! authenticated under its file's key and its number. That a file has the bytes that its name says is
-//! not looked at, since this would take reading it all: a file under another file's name can hide blobs,
-//! as removing it would, and `check` tells of it.
+//! authenticated under its file's key and its number. The bytes of a file are not compared with its name,
+//! since this would take reading it all: a file under another file's name can hide blobs,
+//! as removing it would, and `check` reports it.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -42,7 +42,7 @@ const PARTS_BYTES_MAX: usize = 32 << 20;
 /// Memory for sections: about a million blobs.
 const SECTIONS_BYTES_MAX: usize = 8 << 20;
 
-/// Parts that are looked at before any section is.
+/// Parts that are searched before any section is.
 const RECENT_PARTS: usize = 8;
 
 /// Files kept open, so that one is still there when another process has merged it away. Those are
@@ -52,7 +52,7 @@ const FILES_OPEN: usize = 128;
 /// Bytes read at first of an index file: nearly always all of its head.
 const FIRST_READ_BYTES: u64 = 16 << 10;
 
-/// So many blobs may be looked for by way of sections one by one, and one in so many.
+/// Blobs that are looked up by section one by one: this many, and one in this many of all.
 const SINGLY: usize = 256;
 
 /// A blob that was found.
@@ -69,7 +69,7 @@ pub(crate) struct Catalog {
     /// The largest first.
     files: Vec<SectionedFile>,
     packs: Vec<PackEntry>,
-    /// The number of the first pack, and of the first part: those before belong to catalogs before this.
+    /// The numbers of the first pack and the first part. Lower numbers belong to earlier on-demand indexes.
     first: (u32, u32),
     cache: Mutex<Cache>,
 }
@@ -81,7 +81,7 @@ struct SectionedFile {
     bytes: u64,
     kept: Mutex<Option<Arc<File>>>,
     keep: bool,
-    /// The numbers of its first pack, part and section in the catalog; the others follow.
+    /// The numbers of its first pack, part and section in the on-demand index; the others follow.
     first_pack: u32,
     first_part: u32,
     first_section: u32,
@@ -171,7 +171,7 @@ impl Catalog {
         Catalog::open_from(store, keys, (0, 0))
     }
 
-    /// The same once more; packs and parts are numbered on from those of another catalog.
+    /// As [`Catalog::open`]; the numbers of packs and parts continue those of another on-demand index.
     pub(crate) fn open_after(
         store: &Arc<LocalStore>,
         keys: &Keys,
@@ -322,7 +322,7 @@ impl Catalog {
         self.sweep(wanted, rest)
     }
 
-    /// Finds the blobs at these places of the list, each section and each part of a file opened once.
+    /// Finds the blobs with these numbers in the list. Each section and each part of a file is opened once.
     fn sweep<T: Copy>(
         &self,
         wanted: &mut [Wanted<T>],
@@ -458,7 +458,7 @@ impl SectionedFile {
         })
     }
 
-    /// The section of an id; `None` where the file tells of no blobs.
+    /// The section of an id; `None` where the file describes no blobs.
     fn section_number(&self, id: &ContentId) -> Option<u32> {
         let sections = self.index.head.sections.len();
         (sections > 0).then(|| section_of(order(id), sections) as u32)

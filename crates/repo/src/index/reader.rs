@@ -1,7 +1,7 @@
-//! Where blobs are found: in an index that is in memory, or by way of the sections of the index files.
+//! The index reader: looks blobs up in the in-memory index, or in the on-demand index.
 //!
-//! Who writes, prunes or checks asks for many blobs, of which some are not there, and has the whole index
-//! in memory ([`Index`]). Who reads asks for blobs that are there, and begins at once ([`Catalogs`]).
+//! Writers, prunes and checks look up many blobs, of which some are not there: they have the whole index
+//! in memory ([`Index`]). A restore looks up blobs that are there, and begins at once ([`Catalogs`]).
 
 use std::sync::Arc;
 
@@ -62,7 +62,7 @@ impl Lookup<'_> {
     }
 }
 
-/// What is asked for the other blobs of a frame.
+/// Looks up the other blobs of a frame.
 pub(crate) struct FrameLookup<'a> {
     frame: Place,
     from: FrameSource<'a>,
@@ -70,12 +70,12 @@ pub(crate) struct FrameLookup<'a> {
 
 enum FrameSource<'a> {
     Index(&'a Index),
-    /// Nothing where it is not at hand any more: asking by section would take reading.
+    /// Nothing where it is not in memory any more: a lookup by section would take reading.
     Part(Option<Arc<FoundPart>>),
 }
 
 impl<'a> FrameLookup<'a> {
-    /// In the frame of a place found before.
+    /// In the frame of a location found before.
     pub(crate) fn new(index: Lookup<'a>, frame: Place) -> FrameLookup<'a> {
         let from = match index {
             Lookup::Loaded(index) => FrameSource::Index(index),

@@ -1,8 +1,8 @@
-//! The index for somebody who reads for long: opened once more where a pack is gone.
+//! The on-demand index of a long read: opened once more where a pack is gone.
 //!
 //! A reader without a lock (on a file system that is read-only to it, or full) reads while another host
-//! may prune. What was repacked then lies in another pack, which only newer index files tell of. Packs are
-//! numbered on from one catalog to the next, so a place that was found before keeps its meaning.
+//! may prune. Repacked blobs then lie in another pack, which only newer index files name. The numbers of packs
+//! continue from one opening to the next, so a location that was found before keeps its meaning.
 
 use std::sync::{Arc, Mutex, RwLock};
 
@@ -17,7 +17,7 @@ use crate::pack::place::Wanted;
 use crate::store::local::{Area, LocalStore};
 use crate::sync::lock;
 
-/// The catalog that counts, and those before it.
+/// The on-demand index that counts, and the earlier ones.
 pub(crate) struct Catalogs {
     store: Arc<LocalStore>,
     keys: Arc<Keys>,
@@ -98,17 +98,17 @@ impl Catalogs {
         }
     }
 
-    /// Opens the index anew, because this pack is gone; whether there is another one than that which told
-    /// of it.
+    /// Opens the index anew, because this pack is gone; returns whether there is a newer index than the one that
+    /// named it.
     pub(crate) fn renew(&self, pack: u32) -> Result<bool, RepoError> {
-        // Held all along: of several threads that miss a pack one opens the index.
+        // Locked all along: of several threads that miss a pack one opens the index.
         let mut listed = lock(&self.listed);
         let newest = self.newest();
         if pack < newest.first_pack() {
             return Ok(true);
         }
         let names = list(&self.store)?;
-        // None at all where the file system is away; then what was known still holds.
+        // None at all where the file system is away; then the known index stays valid.
         if names.is_empty() || names == *listed {
             return Ok(false);
         }

@@ -34,7 +34,7 @@ pub struct CheckReport {
     pub blobs: u64,
     /// Bytes of all packs.
     pub pack_bytes: u64,
-    /// Packs no index file tells of: of unfinished checkpoints. Prune removes them.
+    /// Packs that no index file describes: of unfinished checkpoints. Prune removes them.
     pub unindexed_packs: u64,
     /// Bytes of packs that were read and verified.
     pub bytes_read: u64,

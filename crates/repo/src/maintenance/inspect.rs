@@ -29,7 +29,7 @@ use crate::store::lock::{age, is_stale};
 pub struct Stats {
     /// Checkpoints.
     pub checkpoints: u64,
-    /// Packs the index tells of.
+    /// Packs that the index describes.
     pub packs: u64,
     /// Bytes of those packs.
     pub pack_bytes: u64,

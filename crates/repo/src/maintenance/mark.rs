@@ -62,7 +62,7 @@ pub(crate) fn mark_used(
 fn chains(repository: &Repository, ids: &[CheckpointId]) -> Result<HashSet<Chain>, RepoError> {
     let mut chains = HashSet::new();
     for id in ids {
-        // What cannot be read is told of by the walk itself.
+        // The walk itself reports what cannot be read.
         if let Ok(Some(manifest)) = repository.read_manifest(id) {
             let layered = manifest.ram.iter().filter(|table| !table.layers.is_empty());
             chains.extend(layered.map(|table| chain(table, table.layers.len())));
@@ -91,7 +91,7 @@ struct Walk<'a, 'b> {
     repository: &'a mut Repository,
     on_problem: &'a mut (dyn FnMut(Problem) -> Result<(), RepoError> + 'b),
     chains: &'a HashSet<Chain>,
-    /// The manifest under way, which problems are reported for.
+    /// The manifest of this walk, for which problems are reported.
     file: String,
 }
 

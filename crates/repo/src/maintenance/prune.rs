@@ -78,7 +78,7 @@ struct Plan {
     keep: Vec<u32>,
     remove: Vec<u32>,
     repack: Vec<u32>,
-    /// Packs no index file tells of.
+    /// Packs that no index file describes.
     unindexed: Vec<String>,
 }
 
@@ -279,7 +279,7 @@ impl Repository {
         self.blobs().read_sorted(wanted, 1, &add)
     }
 
-    /// Writes an index that tells of the kept and the new packs, in place of the old one.
+    /// Writes an index that describes the kept and the new packs, in place of the old one.
     fn write_index(
         &self,
         plan: &Plan,
@@ -327,7 +327,7 @@ impl Repository {
     }
 
     /// Under the exclusive lock every unfinished file is one a dead process left, but for the
-    /// locks of those who wait for us.
+    /// locks of processes that wait for this one.
     fn remove_leftovers(&self, lock: &Lock) -> Result<(), RepoError> {
         for name in self.store.names(Area::Temporary)? {
             self.store.remove(Area::Temporary, &name)?;

@@ -20,7 +20,7 @@ use crate::store::lock::Lock;
 /// What a rebuild did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RebuildReport {
-    /// Packs the new index tells of.
+    /// Packs that the new index describes.
     pub packs: u64,
     /// Packs whose directory cannot be read; the new index knows of them what the old one did.
     pub problems: Vec<Problem>,
@@ -29,7 +29,8 @@ pub struct RebuildReport {
 }
 
 impl Repository {
-    /// Reads the directories of all packs and writes a new index in place of the old one. Takes the exclusive lock; can be killed at any point.
+    /// Reads the directories of all packs and writes a new index in place of the old one. Takes the exclusive lock;
+    /// can be killed at any point.
     pub fn rebuild_index(
         &mut self,
         progress: &mut dyn FnMut(Progress),

@@ -131,7 +131,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// The slow twin: for each checkpoint, count the slots that begin after its own, by plain
+    /// The slow reference model: for each checkpoint, count the slots that begin after its own, by plain
     /// division of the seconds since 1970 (a Thursday).
     fn is_kept(
         policy: &KeepPolicy,

@@ -8,12 +8,12 @@
 //!                  +---------- empty buffers <------------+
 //! ```
 //!
-//! There is a fixed number of buffers; when all are under way `put` waits, so a slow disk slows
-//! the capture down instead of filling memory. The order of frames is kept, because blobs written
-//! together (neighbouring pages) are read together.
+//! There is a fixed number of buffers. When all are in use `put` waits (backpressure), so a slow disk slows
+//! the capture down and memory stays bounded. The order of frames is kept, because blobs written
+//! in sequence (neighbouring pages) are read in sequence.
 //!
 //! The first few frames go the same way without threads: those of a small checkpoint are sealed and
-//! written sooner than threads are started, and its writer waits for nobody.
+//! written sooner than threads are started, and its writer waits for no thread.
 
 mod appender;
 mod frame_job;
@@ -38,12 +38,12 @@ use crate::pack::{FRAME_PLAIN_TARGET, PACK_BYTES_TARGET, PackCipher, new_preambl
 use crate::store::local::{Area, LocalStore};
 use crate::sync::lock;
 
-/// Frames under way at once: enough that no sealer waits for the next one.
+/// Frames in work at once: enough that no sealer waits for the next one.
 const BUFFERS: usize = 48;
 
 const SEALERS_MAX: usize = 4;
 
-/// So many frames are sealed and written by whoever puts their blobs: 256 KiB, less than a
+/// Frames that the thread which puts their blobs seals and writes itself: 256 KiB, less than a
 /// millisecond of work.
 const FRAMES_ALONE: u64 = 4;
 
@@ -281,7 +281,7 @@ impl Threads {
     }
 }
 
-/// Removes packs no index file tells of. What cannot be removed now, prune removes.
+/// Removes packs that no index file describes. What cannot be removed now, prune removes.
 pub(crate) fn discard(store: &LocalStore, packs: &[IndexedPack]) {
     for entry in packs {
         let _ = store.remove(Area::Packs, &entry.pack.to_string());

@@ -14,7 +14,7 @@ pub(crate) struct FrameInfo {
 /// Where a blob lies, and its frame.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// The number of the pack, in the one place that was asked.
+    /// The number of the pack, in the index that was queried.
     pub(crate) pack: u32,
     /// The number of the frame in the pack.
     pub(crate) frame: u32,
@@ -23,12 +23,12 @@ pub(crate) struct Place {
     pub(crate) offset: u32,
     /// Its length, which is not 0.
     pub(crate) bytes: u32,
-    /// The part of the index that tells of it, where it has parts.
+    /// The part of the index that describes it, where it has parts.
     pub(crate) part: u32,
 }
 
 impl Place {
-    /// What blobs are sorted by, so that neighbours are read together.
+    /// Sort key of blobs, so that neighbours are read with one call.
     pub(crate) fn order(&self) -> (u32, u32, u32) {
         (self.pack, self.frame, self.offset)
     }

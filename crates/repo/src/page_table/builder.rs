@@ -132,7 +132,7 @@ impl MemoryEditor {
     }
 }
 
-/// The layer of what was told, in whatever order.
+/// The layer of the pages that were added, in whatever order.
 fn new_layer(
     mut whole: Vec<(u32, PageRef)>,
     mut parts: Vec<Part>,

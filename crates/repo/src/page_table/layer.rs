@@ -48,7 +48,7 @@ impl Layer {
         self.whole.is_empty() && self.parts.is_empty()
     }
 
-    /// The pages it tells of, ascending.
+    /// The pages that it lists, ascending.
     pub(crate) fn pages(&self) -> Vec<u32> {
         let whole = self.whole.iter().map(|&(page, _)| page);
         let changed = self

@@ -18,16 +18,16 @@ use crate::sync::lock;
 /// Pages that deltas are applied to together: 4 MiB.
 pub(crate) const GROUP_PAGES: usize = 1024;
 
-/// How much of parts is kept in memory for those who come for other pages of them.
+/// Bytes of parts that are kept in memory for reads of other pages of them.
 const RECENT_BYTES_MAX: usize = 16 << 20;
 
-/// What several layers say together.
+/// Several layers merged.
 pub(crate) struct Overlay {
     /// The newest whole content of each page that has one, ascending.
     pub(crate) whole: Vec<(u32, PageRef)>,
     /// Deltas newer than that.
     pub(crate) deltas: Deltas,
-    /// The pages that the newest layer tells of, ascending.
+    /// The pages that the newest layer lists, ascending.
     pub(crate) newest: Vec<u32>,
 }
 

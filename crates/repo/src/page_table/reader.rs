@@ -1,5 +1,5 @@
-//! Single pages out of page maps, for somebody who cannot wait for many: a guest that touches a page
-//! which is not there yet.
+//! Single pages out of page maps, for a guest that touches a page which is not there yet: it cannot wait for
+//! many.
 
 use stillframe_page::delta::PAGE_BYTES;
 use stillframe_page::hash::ContentId;
@@ -17,7 +17,7 @@ pub type NearSink<'s, E> = &'s mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
 /// When a page is handed over.
 #[derive(Clone, Copy)]
 enum Haste {
-    /// Before any other is made: somebody waits for it.
+    /// Before any other is made: a thread waits for it.
     First,
     /// With the others.
     InItsPlace,
@@ -60,8 +60,8 @@ impl<'a> PageReader<'a> {
         self.read(map, (page, Haste::First), neighbours, sink)
     }
 
-    /// As [`PageReader::read_near`], where nobody waits for the page: it is handed over in its place among
-    /// the others, and together with those that lie beside it.
+    /// As [`PageReader::read_near`], for a page that no thread waits for: it is handed over in the order of
+    /// the pages, adjacent ones with one call.
     pub fn read_together<E: From<RepoError>>(
         &mut self,
         map: &PageMap<'_>,
@@ -97,7 +97,7 @@ impl<'a> PageReader<'a> {
         neighbours: &[u64],
         hand_over: NearSink<'_, E>,
     ) -> Result<(), E> {
-        // From here on what the table says of those beside it is known, too.
+        // From here on the table's entries of its neighbours are in memory, too.
         map.base(page)?;
         let others = neighbours.iter().copied();
         let mut pages: Vec<u64> = others

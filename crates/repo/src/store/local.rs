@@ -101,7 +101,7 @@ pub(crate) const CONFIG: &str = "config";
 /// What an unfinished lock or lease file ends in.
 pub(crate) const UNFINISHED_LOCK: &str = "new";
 
-/// Key files can be tried against guessed passwords by whoever can read them.
+/// A party that can read key files can try guessed passwords on them.
 const PRIVATE_FOLDER: u32 = 0o700;
 const PRIVATE_FILE: u32 = 0o600;
 
@@ -243,7 +243,7 @@ impl LocalStore {
             let path = folder.join(&group);
             match path.is_dir() {
                 true => read_names(&path, &mut names)?,
-                // Not ours; named so that `check` can tell of it.
+                // Not ours; named so that `check` can report it.
                 false => names.push(group),
             }
         }
@@ -300,7 +300,7 @@ impl LocalStore {
     }
 
     /// Writes the file of a lock or lease: whole, but not forced to disk, since after a crash of the
-    /// machine its holder is gone anyway. Not by way of `tmp/`, which prune clears while others wait for
+    /// machine its owner is gone anyway. Not by way of `tmp/`, which prune clears while others wait for
     /// it.
     pub(crate) fn create_passing(
         &self,

@@ -29,10 +29,10 @@ use crate::format::lock_owner::Life;
 use crate::format::lock_record::{LOCK_BYTES_MAX, LockKind, LockRecord, decode};
 use crate::store::local::{Area, LocalStore};
 
-/// How often a holder shows that it lives.
+/// How often an owner refreshes its lock.
 const REFRESH: Duration = Duration::from_secs(5 * 60);
 
-/// After this long without a refresh a lock is stale, unless its holder is known to be alive.
+/// After this long without a refresh a lock is stale, unless its owner is known to be alive.
 pub(crate) const STALE_AFTER: Duration = Duration::from_secs(30 * 60);
 
 /// How long removers wait for writers and readers to finish. New ones wait for them meanwhile.
@@ -104,7 +104,7 @@ impl Lock {
             let interval = fault::interval(Point::LockRefresh, REFRESH);
             while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
                 record.refreshed = Timestamp::now().to_string();
-                // A lock someone removed is lost, not to be brought back; see `assert_held`.
+                // A lock that was removed is lost, not to be brought back; see `assert_held`.
                 // A refresh that fails is tried again; six in a row make the lock stale.
                 if fault::at(Point::LockRefresh).is_ok()
                     && store
@@ -129,7 +129,7 @@ impl Lock {
         })
     }
 
-    /// Whether this lock is still held, and nobody waits for its end.
+    /// Whether this lock is still held, and no process waits for its end.
     pub(crate) fn is_undisputed(&self) -> bool {
         let disputed = || conflict(&self.file, LockKind::Shared);
         self.assert_held().is_ok() && matches!(disputed(), Ok(None))
@@ -158,7 +158,7 @@ impl Drop for Lock {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(refresher) = self.refresher.take() {
-            // A refresh under way must not write the file again after it is removed.
+            // A running refresh must not write the file again after it is removed.
             let _ = refresher.join();
         }
     }
@@ -206,7 +206,7 @@ pub(crate) fn is_stale(record: &LockRecord, age: Duration) -> bool {
     }
 }
 
-/// A live lock of someone else that conflicts with one of `kind`. Removes stale ones it meets.
+/// A live lock of another owner that conflicts with one of `kind`. Removes stale locks that it finds.
 fn conflict(own: &LockFile, kind: LockKind) -> Result<Option<LockRecord>, RepoError> {
     let store = &own.store;
     let mut found = None;

@@ -1,4 +1,4 @@
-//! Keeps writing below a rate, so that checkpoints leave the disk to others.
+//! The rate limiter: keeps writes below a rate, so that checkpoints leave the disk to other processes.
 
 use std::num::NonZeroU64;
 use std::sync::{Mutex, PoisonError};

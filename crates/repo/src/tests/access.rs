@@ -249,7 +249,7 @@ fn every_file_and_blob_can_be_shown() {
     assert!(!lock.exists());
 }
 
-/// Whoever can write the storage can leave a pipe there: nobody waits for what never comes.
+/// A party that can write the storage can leave a pipe there: no read waits for what never comes.
 #[test]
 fn a_pipe_in_the_place_of_a_file_is_refused_at_once() {
     for place in [

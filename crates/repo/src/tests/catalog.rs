@@ -1,4 +1,4 @@
-//! Lookups by way of sections against the index that has everything in memory, and against damage.
+//! Lookups in the on-demand index against the index that has everything in memory, and against damage.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -20,7 +20,7 @@ use crate::pack::{Directory, Frame, PREAMBLE_BYTES};
 use crate::store::local::Area;
 use crate::{CheckpointId, ErrorClass, Forget, KeepPolicy, RepoError, Repository};
 
-/// Everything that the index files tell, in or out of force, read the slow way.
+/// Everything that the index files contain, in or out of force, read the slow way.
 fn told(repo: &Repository) -> HashMap<ContentId, BTreeSet<(FileHash, u32, u32, u32)>> {
     let mut told: HashMap<_, BTreeSet<_>> = HashMap::new();
     for name in repo.store.names(Area::Index).unwrap() {
@@ -89,7 +89,7 @@ fn compare(repo: &Repository, dice: &mut Dice) {
     assert!(matches!(error, RepoError::MissingBlob { .. }), "{error}");
 }
 
-/// A place is one of those told of, with the frame as the loaded index has it.
+/// A location is one of those in the files, with the frame as the loaded index has it.
 fn compare_place(
     catalog: &Catalog,
     place: Place,
@@ -125,7 +125,7 @@ fn put_index_file(
     name
 }
 
-/// A directory of these blobs, some of which are told of twice.
+/// A directory of these blobs, some of which are listed twice.
 fn directory(dice: &mut Dice, ids: u64, frames: u64) -> Directory {
     let mut frame = || {
         let blobs: Vec<(ContentId, u32)> = (0..1 + dice.below(24))
@@ -154,7 +154,7 @@ fn directory(dice: &mut Dice, ids: u64, frames: u64) -> Directory {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
-    /// Files of made-up packs, some of them missing, some told of twice, some files superseded.
+    /// Files of made-up packs, some of them missing, some described twice, some files superseded.
     #[test]
     fn sections_say_what_the_loaded_index_says(seed: u64, files in 0..9_u64, ids in 1..4000_u64) {
         let mut dice = Dice(seed);
@@ -167,9 +167,9 @@ proptest! {
                 file.supersedes.extend(names.pop());
             }
             for pack in 0..dice.below(4) {
-                // Now and then a pack that another file told of.
+                // Now and then a pack that another file describes.
                 let name = FileHash::of(&[pack as u8, dice.below(number + 1) as u8]);
-                // The same wherever it is told of.
+                // The same wherever it is described.
                 let frames = u64::from(name.0[1]) / 4;
                 let directory = directory(&mut Dice(name.0[0].into()), ids, frames);
                 file.packs.push(IndexedPack { pack: name, directory });
@@ -180,7 +180,7 @@ proptest! {
     }
 }
 
-/// Many sections and parts, more than are asked for one by one.
+/// Many sections and parts, more than are looked up one by one.
 #[test]
 fn a_large_index_is_swept() {
     let mut dice = Dice(11);
@@ -322,7 +322,7 @@ fn a_flipped_byte_is_an_error_that_names_the_file() {
     assert!(vm.compare(&mut open(dir.path()), &id).unwrap());
 }
 
-/// A part is bound to its number: another one in its place is no part.
+/// A part is bound to its number: another one there is no part.
 #[test]
 fn parts_that_change_places_are_an_error() {
     let dir = test_dir();

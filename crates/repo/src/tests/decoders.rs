@@ -1,4 +1,4 @@
-//! Every decoder against bytes nobody vouches for: an error or a value, never a panic; and what
+//! Every decoder against untrusted bytes: an error or a value, never a panic; and what
 //! was encoded comes back.
 
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! The compact index against its slow twin, a plain map with everything in it.
+//! The compact index against its slow reference model, a plain map with everything in it.
 
 use std::collections::{HashMap, HashSet};
 
@@ -229,7 +229,7 @@ fn a_large_index_says_what_its_twin_says() {
     twin.compare(&index, (0..30_000).map(id));
 }
 
-/// The index looks at half of an id; whoever reads a blob looks at all of it.
+/// The index compares half of an id; a read of a blob compares all of it.
 #[test]
 fn an_id_that_begins_like_another_is_an_error_and_not_its_bytes() {
     let dir = test_dir();

@@ -212,7 +212,7 @@ fn a_kept_lock_gives_way() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let store = open(dir.path()).store.clone();
-    // One that is still being written has another name, and stops nobody.
+    // One that is still being written has another name, and stops no process.
     let locks = || {
         let mut names = store.names(crate::store::local::Area::Locks).unwrap();
         names.retain(|name| name.ends_with(".lock"));

@@ -57,7 +57,7 @@ fn what_was_repacked_is_found() {
     let reader = reading.reader(WAIT).unwrap();
     fs::remove_dir_all(dir.path().join("locks")).unwrap();
     let map = PageMap::open(&reader, &manifest.ram[0]).unwrap();
-    // Places that are known from before lie in packs that will be gone.
+    // Locations that are known from before lie in packs that will be gone.
     read_some(&reader, &map, &vm, 90);
     for gone in [first, second] {
         let before = repo.store.names(Area::Packs).unwrap();

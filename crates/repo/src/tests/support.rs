@@ -68,7 +68,7 @@ impl Dice {
     }
 }
 
-/// The slow twin of a checkpointed VM: its whole memory.
+/// The slow reference model of a checkpointed VM: its whole memory.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Vm {
     pub(crate) label: String,
@@ -130,7 +130,7 @@ impl Vm {
         time: Timestamp,
     ) -> Result<CheckpointId, RepoError> {
         let mut writer = repo.begin(WAIT)?;
-        // Under the lock: nobody can forget it now.
+        // Under the lock: no process can forget it now.
         let parent = match &self.last {
             Some(last) if writer.has_manifest(&last.id)? => Some(last),
             _ => None,
