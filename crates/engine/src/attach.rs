@@ -1,4 +1,4 @@
-//! Attaching to a running VM, and letting go of it.
+//! Attach to a running VM, and detach from it.
 //!
 //! ```text
 //!   find ── monitor ── suitable? ── guardian ── userfaultfd ── protect all ── attached
@@ -43,7 +43,7 @@ pub enum AttachError {
     /// No such VM.
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// Its monitor does not serve us.
+    /// Its monitor cannot be used.
     #[error("cannot talk to the VM's monitor")]
     Monitor(#[from] MonitorError),
     /// A VM that cannot be checkpointed right.
@@ -65,7 +65,7 @@ pub enum AttachError {
     HalfRewound,
 }
 
-/// Why a VM could not be let go of in good order. What is left in QEMU goes with this process, or with
+/// Why the detach failed. What is left in QEMU goes with this process, or with
 /// the next attachment.
 #[derive(Debug, Error)]
 pub enum DetachError {
@@ -80,7 +80,7 @@ pub enum DetachError {
 /// Why a VM could not be attached to anew.
 #[derive(Debug, Error)]
 pub enum AnewError {
-    /// Letting go failed.
+    /// The detach failed.
     #[error("cannot end tracking")]
     Detach(#[from] DetachError),
     /// Attaching failed.
@@ -92,7 +92,7 @@ pub enum AnewError {
 #[derive(Debug, Clone)]
 pub(crate) struct Parent {
     pub id: CheckpointId,
-    /// Identity of the repository that holds it.
+    /// Identity of its repository.
     pub repository: String,
     /// Where the content of each block is written down.
     pub tables: Vec<RamTable>,
@@ -116,7 +116,7 @@ pub struct Vm {
     pub(crate) captured_at: Instant,
     /// What checkpoints remember of the VM; taken for the first.
     pub(crate) record: Option<VmRecord>,
-    /// What tells that devices came or went.
+    /// What shows that devices came or went.
     pub(crate) devices: Devices,
     /// Where QEMU saves its device state; lent for the first checkpoint.
     pub(crate) state: Option<StateStream>,
@@ -162,8 +162,8 @@ impl Vm {
         self.auto.as_ref().and_then(Auto::wants)
     }
 
-    /// Ends tracking and begins anew, in the way that another schedule needs. The next checkpoint looks
-    /// at all of memory. After an error the VM is let go of, and runs on.
+    /// Ends tracking and begins anew, in the way that another schedule needs. The next checkpoint reads
+    /// all of memory. After an error the VM is detached, and runs on.
     pub fn attach_anew(mut self, schedule: ScheduleKind) -> Result<Vm, AnewError> {
         let selector = Selector::Pid(self.pid());
         let mut auto = self.auto.take();
@@ -293,7 +293,7 @@ impl Vm {
     }
 }
 
-/// Starts tracking; and whether faults of the kernel would not be served, were tracking synchronous.
+/// Starts tracking; returns also whether faults of the kernel could not be handled under synchronous tracking.
 fn track(
     target: &Target,
     guardian: &Guardian,
@@ -302,7 +302,7 @@ fn track(
 ) -> Result<(Tracker, bool), AttachError> {
     let stolen = guardian.steal_userfaultfd(&target.process)?;
     fault::at(Point::AttachOpened).map_err(TrackerError::Injected)?;
-    // Last, because heartbeats come only when faults are served.
+    // Last, because heartbeats come only when faults are handled.
     let heartbeat = match schedule {
         ScheduleKind::StopCopy | ScheduleKind::PreCopy => None,
         ScheduleKind::CopyOnWrite => {

@@ -1,14 +1,14 @@
 //! The verb *checkpoint*: one exact state of a running VM into the repository.
 //!
 //! ```text
-//!   Vm::capture     guest, QEMU    rounds, pause: pages on a stage, device state   --> Captured
-//!   Shelf::store    repository     verdicts, deltas, packs, manifest               --> Stored
-//!   Vm::settle      tracking       what is stored need not be captured again
+//!   Vm::capture     guest, QEMU    rounds, pause: pages in a staging buffer, device state   --> Captured
+//!   Shelf::store    repository     encodings, deltas, packs, manifest                       --> Stored
+//!   Vm::settle      tracking       committed, or rolled back
 //! ```
 //!
-//! The halves share nothing, so that one checkpoint may be stored while the next is captured. What is too
-//! much to be held in memory goes into the repository as it is read, before the capture (`long`): all
-//! of memory for a first checkpoint, and what was written where the stage is too small for it.
+//! The halves share nothing, so that one checkpoint may be stored while the next is captured. Pages that exceed
+//! the staging buffer are streamed into the repository before the capture (streaming pre-copy, `long`): all
+//! of memory for a first checkpoint, else the written pages.
 //!
 //! What fails at any step leaves the VM running and the repository as it was; what was written since
 //! the last *committed* checkpoint stays pending, so that the next one is complete.
@@ -55,7 +55,7 @@ pub struct CheckpointOptions {
     /// Compare all of memory, in the pause, with what the checkpoint holds. The pause lasts as long
     /// as reading all of memory takes.
     pub verify: bool,
-    /// Memory for what pages held before, in bytes: of a page found there only what changed is
+    /// Budget of the delta cache, in bytes: of a page found there only the changes are
     /// stored. 0 stores pages as a whole, always.
     pub delta_cache_bytes: u64,
     /// Do not store pages that the repository has.
@@ -89,7 +89,7 @@ pub struct CheckpointReport {
     pub checkpoint: String,
     /// The VM's name.
     pub vm: String,
-    /// When the guest stood still.
+    /// When the guest was stopped.
     pub time: jiff::Timestamp,
     /// The checkpoint this one is the increment of.
     pub parent: Option<String>,
@@ -106,7 +106,7 @@ pub struct CheckpointReport {
     pub downtime_us: DowntimeRecord,
     /// Pages, by what they turned out to hold.
     pub pages: PageCounts,
-    /// Pages copied while the guest ran, and while it stood still.
+    /// Pages copied while the guest ran, and while it was stopped.
     pub copied: Copied,
     /// What this checkpoint added to the repository, in bytes.
     pub bytes_stored: u64,
@@ -125,7 +125,7 @@ pub struct CheckpointReport {
     /// Packs that the repository has lost: older checkpoints may need them, this one does not.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub missing_packs: Vec<String>,
-    /// The comparison, where `--verify` asked for it.
+    /// The comparison, with `--verify`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<VerifyReport>,
 }
@@ -133,7 +133,7 @@ pub struct CheckpointReport {
 /// How long the steps of one checkpoint took, in microseconds; the pause has its own record
 /// ([`DowntimeRecord`]). `judge` and `write` are times of the thread that hands pages over: hashing,
 /// comparing and making deltas run on several threads within `judge`, compressing and encrypting on
-/// others beside both.
+/// other threads in parallel with both.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Phases {
     /// Copying while the guest ran.
@@ -154,7 +154,7 @@ pub enum CheckpointError {
         "the VM's RAM blocks changed while it was tracked (hot-plug, or a reset); attach again to go on"
     )]
     RamChanged,
-    /// A migration by somebody else is under way.
+    /// A migration by another client is active.
     #[error(
         "the VM is being migrated by someone else ({status}): no checkpoint until that has ended"
     )]
@@ -162,7 +162,7 @@ pub enum CheckpointError {
         /// QEMU's word for how far it is.
         status: String,
     },
-    /// A migration by somebody else has taken the VM away.
+    /// A migration by another client has taken the VM away.
     #[error(
         "the VM was migrated to another host or into a file: what is left here is not the VM any more, so no checkpoint of it is taken"
     )]
@@ -214,7 +214,7 @@ impl From<ScheduleError> for CheckpointError {
 }
 
 impl CheckpointError {
-    /// Whether more was written than the stage holds. [`Vm::checkpoint`] is the way round.
+    /// Whether more was written than the staging buffer takes. [`Vm::checkpoint`] streams it first.
     pub fn is_too_much(&self) -> bool {
         match self {
             CheckpointError::Stage(error) | CheckpointError::Pause(PauseError::Stage(error)) => {
@@ -262,8 +262,8 @@ impl CheckpointError {
 }
 
 impl Vm {
-    /// Takes one checkpoint, however much was written: an increment, when `shelf` knows the one before and
-    /// the repository still has it; else every page is looked at. Pages are read into the repository
+    /// Takes one checkpoint by streaming pre-copy, however much was written: an increment, when `shelf` knows the
+    /// one before and the repository still has it; else of every page. Pages are streamed into the repository
     /// while the guest runs, and those written meanwhile captured: see [`Vm::capture`] for the quicker way.
     pub fn checkpoint(
         &mut self,
@@ -284,8 +284,8 @@ impl Vm {
         }
     }
 
-    /// Takes note of what became of the capture that was launched first of those under way. After an
-    /// error the others are worth nothing, and go to [`Vm::discard`].
+    /// Commits the oldest capture in flight, or rolls all back. After an
+    /// error the others are worthless, and go to [`Vm::discard`].
     pub fn settle(
         &mut self,
         captured: Captured,

@@ -2,8 +2,8 @@
 //! they do not write it.
 //!
 //! ```text
-//!   repository ── base (files, made once) ──┬── QEMU 1: private view ── device state ── cont
-//!                                           ├── QEMU 2: ...
+//!   repository ── template (files, made once) ──┬── QEMU 1: private view ── device state ── cont
+//!                                               ├── QEMU 2: ...
 //! ```
 
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ pub struct ClonesOptions {
     pub restore: RestoreOptions,
     /// The host's ends of each: its monitor and so on, and which it is.
     pub each: Vec<(LaunchOptions, CloneOptions)>,
-    /// Where the memory that they share is kept.
+    /// Where memory templates are kept.
     pub base: BaseOptions,
 }
 
@@ -40,20 +40,20 @@ pub struct ClonesOptions {
 pub struct CloneReport {
     /// Which it is.
     pub clone: u32,
-    /// How long making the memory that they share took, in microseconds; 0 where it was there.
+    /// How long the making of the memory template took, in microseconds; 0 where it was there.
     pub base_us: u64,
     /// The VM.
     #[serde(flatten)]
     pub restored: RestoreReport,
 }
 
-/// Why there are no clones, or no more of them. Those that were told of are there.
+/// Why there are no clones, or no more of them. Those that were reported are there.
 #[derive(Debug, Error)]
 pub enum CloneError {
     /// Starting one failed.
     #[error(transparent)]
     Restore(#[from] RestoreError),
-    /// Their memory could not be made.
+    /// Their memory template could not be made.
     #[error(transparent)]
     Base(#[from] BaseError),
 }

@@ -80,7 +80,7 @@ pub enum Destination<'d> {
         /// Whether one that is there may be replaced.
         replace: bool,
     },
-    /// Whoever reads along; only a stream can be written so.
+    /// A pipe; only a stream can be written to it.
     Pipe(&'d mut (dyn Write + Send)),
 }
 
@@ -155,7 +155,7 @@ pub enum ExportError {
         #[source]
         source: io::Error,
     },
-    /// Nobody takes it, or its disk is full.
+    /// No process reads it, or its disk is full.
     #[error("cannot write to standard output; what was written of it is no whole stream")]
     Pipe(#[source] io::Error),
     /// Only a stream goes to a pipe.

@@ -1,8 +1,8 @@
-//! What pauses take from the guest's clock, which stands still with its vCPUs, and giving it back.
+//! What pauses take from the guest's clock, which stops with its vCPUs, and how it is set again.
 //!
-//! The guest's agent sets the clock, where the VM has the usual channel to one, once pauses have taken more than
-//! [`BOUND`]: by a thread of its own, because an agent may take seconds to answer, and the next checkpoint does
-//! not wait for that.
+//! The guest's agent sets the clock, where the VM has the usual channel to one, once pauses have taken
+//! [`BOUND`]. A thread of its own waits for the agent, which may take seconds to answer; the next checkpoint does
+//! not wait.
 
 use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
@@ -12,7 +12,7 @@ use crate::post_restore::{self, ClockReport};
 
 /// What pauses may take from the clock before it is set.
 const BOUND: Duration = Duration::from_millis(500);
-/// An agent that did not set it is asked again after this.
+/// After an attempt that did not set the clock, the next one comes no sooner than this.
 const ASK_AGAIN_AFTER: Duration = Duration::from_secs(600);
 
 /// The clock of a guest that is paused again and again.

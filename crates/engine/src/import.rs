@@ -4,10 +4,10 @@
 //!   head of the file ── QEMU, started with the command line, never runs ── do they agree? ── pages ── commit
 //! ```
 //!
-//! A migration file holds RAM and device state, and of the machine little more than its name. All else a
+//! A migration file contains RAM and device state, and of the machine little more than its name. All else a
 //! checkpoint needs is found out from a QEMU that is started with the given command line as a restore would start it,
-//! is asked for its RAM blocks, disks and version, and is ended without having run. What disks held when
-//! the file was written nobody knows; a restore asks the user about them.
+//! is queried for its RAM blocks, disks and version, and is ended without having run. The contents of disks when
+//! the file was written are unknown; a restore asks the user about them.
 //!
 //! Nothing in the file is believed: it is decoded with bounds, RAM blocks may be no larger than those of
 //! that QEMU, and nothing is committed before the end of it was reached.
@@ -57,7 +57,7 @@ pub struct ImportOptions {
     pub command: Vec<String>,
     /// The folder that relative paths in it refer to.
     pub cwd: PathBuf,
-    /// A folder of our own, for the monitor and the log of a QEMU that is asked.
+    /// A folder of our own, for the monitor and the log of the QEMU that is queried.
     pub scratch: PathBuf,
     /// How long to wait for another process' exclusive lock on the repository.
     pub lock_wait: Duration,
@@ -138,7 +138,7 @@ pub enum ImportError {
     /// The command line starts no VM.
     #[error("QEMU cannot be started with this command line to ask it about the VM")]
     Launch(#[from] LaunchError),
-    /// It cannot be asked.
+    /// It cannot be queried.
     #[error("the QEMU that was started to be asked does not answer")]
     Monitor(#[from] MonitorError),
     /// No guardian.
@@ -363,7 +363,7 @@ impl Draft<'_> {
             pages: counts,
             bytes_stored: 0,
             vm_record: serde_json::to_value(record).map_err(ImportError::Encode)?,
-            // Nobody has measured the pause.
+            // The pause was not measured.
             downtime_us: serde_json::json!({}),
         })?;
         Ok((committed.id.to_string(), counts, committed.bytes_stored))

@@ -1,12 +1,12 @@
 //! The engine: one capture half and one populate half, and the verbs made of them.
 //!
 //! ```text
-//!   running VM --> attach, tracker, rounds, pause, stage --> repository --> populate --> new QEMU
-//!                  (capture/)                                               (populate/)
+//!   running VM --> attach, tracker, rounds, pause, staging --> encoding --> sink | source --> populate --> new QEMU
+//!                  (tracking/, capture/)                       (encoding/)                    (populate/)
 //! ```
 //!
 //! The engine works on QEMU from outside and may die at any instant; the guest must not notice.
-//! Who resumes a paused guest, and when, is told in [`guardian`].
+//! [`guardian`] describes what resumes a paused guest, and when.
 
 pub mod attach;
 pub mod capture;
@@ -33,7 +33,7 @@ pub mod template;
 pub mod tracking;
 pub mod verify;
 
-/// What the verbs take and give of the rooms below, so that a user of the engine needs no other.
+/// Types of lower crates that the verbs take and give, so that a user of the engine needs only `repo` besides.
 pub use stillframe_page::hash::ContentHasher;
 pub use stillframe_qemu::launch::{
     CloneOptions, LaunchError, LaunchOptions, LaunchPlan, helper as launch_helper,
@@ -48,7 +48,7 @@ pub use stillframe_sys::system::{forbid_dumps, memory_bytes};
 /// What a long-running verb is doing, for a progress line. Counts are in the named unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
-    /// The first pass over all of the guest's memory: pages done, pages in all.
+    /// An iteration of streaming pre-copy: pages done, pages in all.
     FullPass {
         /// Pages read so far.
         done: u64,
@@ -69,7 +69,7 @@ pub enum Progress {
         /// Pages to write.
         total: u64,
     },
-    /// Pages gone through behind the running guest of a lazy restore.
+    /// Pages that the background fill of a lazy restore has gone through.
     Filling {
         /// Pages gone through so far.
         done: u64,

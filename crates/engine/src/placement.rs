@@ -1,15 +1,15 @@
-//! Where hashing and compressing run: aside, on processors that the VM can spare.
+//! CPU placement: hashing and compressing run on processors that the VM can spare.
 //!
 //! They keep several threads busy while the guest runs. A scheduler that shares out processors
 //! fairly takes them from the vCPUs, and niceness does not help: it counts only within a session's
 //! or a service's group (sched(7), autogroup). On half of the processors they meet only the vCPUs
-//! that find no place on the other half.
+//! that do not fit on the other half.
 
 use stillframe_sys::affinity::{self, Confined, Processors};
 use stillframe_sys::process::Process;
 
-/// To be called by a thread that only stores: it lets the capturing one and the one that serves faults
-/// go first, for whom the guest may wait.
+/// Lowers the priority of a thread that only stores: the capturing thread and the fault handler
+/// go first, because the guest may wait for them.
 pub use stillframe_sys::affinity::step_back;
 
 /// The processors to keep to while pages of this VM are stored.
@@ -20,8 +20,8 @@ pub fn processors(vm: &Process) -> Processors {
 /// Keeps the calling thread to those of its `own` processors that QEMU's main thread is not on, while this
 /// lives; `None` where there is no other.
 ///
-/// In the pause both have work, and the vCPUs none; but whoever is told something is often woken on the
-/// processor of who tells it, and there one of the two waits for the other.
+/// In the pause both have work, and the vCPUs none. But a thread is often woken on the
+/// processor of the thread that wakes it, and there one of the two waits for the other.
 pub fn apart_from(qemu: &Process, own: &Processors) -> Option<Confined> {
     let main = qemu.main_processor().ok()?;
     Some(Confined::to(&others(own, main)?))

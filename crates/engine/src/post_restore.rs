@@ -1,7 +1,7 @@
-//! What is done for a guest that runs again after a while in a repository: the network is told where it
-//! is, and its clock is set by the agent in it, if there is one.
+//! Post-restore steps: the network cards of a restored guest announce themselves, and its agent, if there is one,
+//! sets its clock.
 //!
-//! The guest runs already, on the right memory: that something of this fails is told, and is no error.
+//! The guest runs already, on the right memory: a failure of a step is reported, and is no error.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -14,9 +14,9 @@ use crate::in_words;
 
 /// For the agent to answer at all: the guest has just begun to run.
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
-/// For each command; setting the clock starts a program in the guest, whose memory may still be filled.
+/// For each command; setting the clock starts a program in the guest, whose memory may still be incomplete.
 const COMMAND_LIMIT: Duration = Duration::from_secs(10);
-/// A clock that is no further off than this is set, whatever the agent could not do besides. Asking takes time
+/// A clock that is no further off than this is set, whatever else the agent could not do. A query takes time
 /// too, in a guest that has just begun to run.
 const SET_WITHIN_MS: i64 = 2000;
 
@@ -31,7 +31,7 @@ pub struct ClockReport {
     pub not_set: Option<String>,
 }
 
-/// Tells the network where the VM is now.
+/// Has the guest's network cards announce themselves.
 pub(crate) fn announce(monitor: &mut Monitor) {
     let _ = monitor.announce();
 }
@@ -64,7 +64,7 @@ pub(crate) fn set_clock(agent: &Path) -> ClockReport {
     report.not_set = match set {
         _ if is_right => None,
         Err(error) => Some(why_not(&error)),
-        // Where it cannot be asked, it is believed.
+        // Where the clock cannot be queried, the agent's answer counts.
         Ok(()) => report
             .behind_ms
             .map(|behind| format!("its agent says it did, and it is {behind} ms behind")),

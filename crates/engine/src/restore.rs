@@ -49,7 +49,7 @@ const LOAD_LIMIT: Duration = Duration::from_secs(60);
 /// How to restore.
 #[derive(Debug, Clone)]
 pub struct RestoreOptions {
-    /// When the user asked for it: times count from here.
+    /// When the user gave the command: times count from here.
     pub asked_at: Instant,
     /// How the new QEMU is started.
     pub launch: LaunchOptions,
@@ -61,7 +61,7 @@ pub struct RestoreOptions {
     pub verify: bool,
     /// Let the guest run before its memory is there.
     pub lazy: bool,
-    /// With `lazy`: fill no more than so many bytes a second that the guest does not ask for.
+    /// With `lazy`: rate limit of the background fill, in bytes per second.
     pub limit_fill: Option<NonZeroU64>,
     /// How long to wait for another process' exclusive lock on the repository.
     pub lock_wait: Duration,
@@ -105,7 +105,7 @@ pub struct RestoreReport {
     /// What was done about the guest's clock, where it has a channel for an agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clock: Option<ClockReport>,
-    /// The comparison, where `--verify` asked for it.
+    /// The comparison, with `--verify`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<VerifyReport>,
 }
@@ -123,7 +123,7 @@ pub struct RestorePhases {
     pub memory: u64,
     /// Loading the device state.
     pub device_state: u64,
-    /// Resuming, if so asked.
+    /// Resuming, unless the guest stays paused.
     pub cont: u64,
 }
 
@@ -136,7 +136,7 @@ pub enum RestoreError {
     /// QEMU could not be started or did not take the device state.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// Its memory could not be filled.
+    /// Its memory could not be populated.
     #[error(transparent)]
     Populate(#[from] PopulateError),
     /// Its memory could not be read.
@@ -151,12 +151,12 @@ pub enum RestoreError {
     /// What a lazy restore leaves for a successor cannot be read or written.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// QEMU may not have faults of the kernel served.
+    /// The kernel's faults in QEMU cannot be handled: QEMU lacks the right.
     #[error(
         "the new QEMU may not serve page faults of the kernel, so its memory cannot be filled while it runs: restore without --lazy, or set vm.unprivileged_userfaultfd=1"
     )]
     Unprivileged,
-    /// The VM that was to be filled has ended.
+    /// The VM whose lazy restore was to continue has ended.
     #[error("the VM of {qmp} (process {pid}) has ended: restore it again")]
     Ended {
         /// Its monitor.
@@ -164,7 +164,7 @@ pub enum RestoreError {
         /// Its process.
         pid: i32,
     },
-    /// The VM has ended while its memory was filled.
+    /// The VM has ended while its memory was populated.
     #[error("the VM (process {pid}) ended before its memory was complete")]
     EndedMeanwhile {
         /// Its process.
@@ -183,7 +183,7 @@ pub enum RestoreError {
     /// The stored device state is none.
     #[error("the checkpoint's device state cannot be loaded")]
     DeviceState(#[from] DeviceStateError),
-    /// The manifest does not hold what this version needs.
+    /// The manifest lacks what this version needs.
     #[error("checkpoint {checkpoint} cannot be restored by this version: {what}")]
     Manifest {
         /// The checkpoint.

@@ -7,9 +7,9 @@
 //!                                  └─ an error: pages and device state as they were ──┘
 //! ```
 //!
-//! Only pages that differ are written, and what the guest writes while they are sought is found by the
-//! same tracking as for a checkpoint. Until the first page is exchanged every way out leads to the guest
-//! going on as if nothing had been; after it, errors put everything back. Should this process be killed
+//! Only pages that differ are written. The tracking of checkpoints finds what the guest writes during the
+//! comparison. Until the first page is exchanged every way out leads to the guest
+//! running on as before; after it, errors put everything back. If this process is killed
 //! between the two, the VM stays paused and `cont` stays blocked (see [`crate::inhibitor`]) until the next rewind.
 
 mod error;
@@ -45,9 +45,9 @@ use exchange::Exchange;
 use same::same_machine;
 use staged::{Room, StagedBlock};
 
-/// Rounds in which is gathered what was written in the one before.
+/// Upper bound on rounds, each of which gathers the pages written in the one before.
 const ROUNDS_MAX: usize = 10;
-/// So few pages are left to the pause.
+/// Pages that are few enough to be left to the pause.
 const FEW_PAGES: u64 = 64;
 /// For QEMU to load a device state; usually some ten milliseconds.
 const LOAD_LIMIT: Duration = Duration::from_secs(60);
@@ -67,7 +67,7 @@ pub struct RewindOptions {
     pub verify: bool,
     /// Give up, and resume the VM, when the part of the pause in which nothing was changed yet takes longer.
     pub pause_limit: Duration,
-    /// The most that may differ, in bytes: so much is held in memory.
+    /// Upper bound on the bytes that differ, all of which are kept in memory.
     pub copy_buffer_bytes: u64,
     /// Go on although a disk is not what it was at the checkpoint.
     pub disks_as_they_are: bool,
@@ -102,7 +102,7 @@ pub struct RewindReport {
     /// What was done about the guest's clock, where it has a channel for an agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clock: Option<ClockReport>,
-    /// The comparison, where `--verify` asked for it.
+    /// The comparison, with `--verify`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<VerifyReport>,
 }
@@ -114,13 +114,13 @@ pub struct RewindDowntime {
     pub total: u64,
     /// `stop`.
     pub stop: u64,
-    /// Saving what the devices are now, and looking at the disks.
+    /// Saving the present device state, and inspecting the disks.
     pub save: u64,
     /// Reading what was written last.
     pub gather: u64,
     /// Writing the pages that differ.
     pub write: u64,
-    /// Comparing, where asked for.
+    /// Comparing, with `--verify`.
     pub verify: u64,
     /// Loading the device state.
     pub device_state: u64,
@@ -347,7 +347,7 @@ fn is_to_run(was_running: bool, options: &RewindOptions, done: &Result<(), Rewin
     was_running && (done.is_err() || !options.paused)
 }
 
-/// What is to be put in place, for each of the tracked blocks; and for those that QEMU overwrites, once more.
+/// The pages to exchange, for each of the tracked blocks; and for those that QEMU overwrites, once more.
 fn stages<'a>(
     blocks: &'a [Block],
     tracked: &[BlockShape],

@@ -8,8 +8,8 @@
 //!   /dev/shm/stillframe-UID/         memory templates of clones (template)
 //! ```
 //!
-//! No file lies beside the monitor, whose directory may be one that other users can write. Both directories are
-//! for their owner alone, and are refused where somebody else made them ([`PrivateDir`]).
+//! No file lies next to the monitor, whose directory may be one that other users can write. Both directories are
+//! for their owner alone, and are refused where another user made them ([`PrivateDir`]).
 //!
 //! Templates do not lie under `/run`: that is often a tmpfs of a tenth of the machine's memory, `/dev/shm` one
 //! of half of it. A mount of our own would need CAP_SYS_ADMIN, and would not be seen from other mount namespaces.

@@ -44,7 +44,7 @@ const LOCK: &str = "lock";
 /// Pages read for one round of writing.
 const WINDOW_PAGES: u64 = 1 << 18;
 
-/// Why there is no base.
+/// Why there is no memory template.
 #[derive(Debug, Error)]
 pub enum BaseError {
     /// The directory, or a file in it, is not its owner's alone, or cannot be used.
@@ -86,13 +86,13 @@ pub enum BaseError {
     Repo(#[from] RepoError),
 }
 
-/// Where bases are kept, and how many.
+/// Where memory templates are kept, and how many.
 #[derive(Debug, Clone)]
 pub struct BaseOptions {
     /// The directory; made if need be.
     pub folder: PathBuf,
-    /// Bases that were used longest ago go when all take more than this, in bytes. One that is mapped lives on
-    /// without a name.
+    /// Templates that were used longest ago go when all take more than this, in bytes. A template that is mapped
+    /// lives on without a name.
     pub budget_bytes: u64,
     /// Those that were used longer ago than this go too.
     pub age_limit: Option<Duration>,
@@ -111,14 +111,14 @@ impl BaseOptions {
     }
 }
 
-/// One block of a base.
+/// One block of a memory template.
 #[derive(Debug)]
 struct BaseFile {
     memory: CloneMemory,
     inode: u64,
 }
 
-/// The memory of one checkpoint. While it is held, nobody takes it away.
+/// The memory template of one checkpoint. While this value lives, no process removes the template.
 #[derive(Debug)]
 pub struct Base {
     files: Vec<BaseFile>,
@@ -132,7 +132,7 @@ pub struct Base {
 }
 
 impl Base {
-    /// Finds the base of a checkpoint, or makes it. `key` tells the checkpoint from all others
+    /// Finds the memory template of a checkpoint, or makes it. `key` distinguishes the checkpoint from all others
     /// ([`KeptTemplate::name`]), `tables` are those of its blocks that are to be in it.
     pub fn of(
         key: &str,
@@ -176,8 +176,8 @@ impl Base {
         })
     }
 
-    /// Fills the memory of a fresh QEMU that was started with this: the blocks that are not in it, and what
-    /// QEMU has written already into those that are. Returns how many pages had content.
+    /// Populates the memory of a fresh QEMU that was started with this: the blocks that are not in it, and the pages
+    /// that QEMU has already written in those that are. Returns how many pages had content.
     pub(crate) fn complete(
         &self,
         process: &Process,
@@ -229,7 +229,7 @@ impl Base {
         Ok(kept)
     }
 
-    /// Takes away what was made now: no clone came of it.
+    /// Removes what was made now: no clone came of it.
     pub fn discard(self) -> Result<(), BaseError> {
         match self.made {
             true => Ok(self.folder.remove_directory(&self.key)?),
@@ -335,7 +335,7 @@ fn fill(
             });
         }
         done += table.pages;
-        // Whoever finds it under its name finds it whole.
+        // Under its name it is always whole.
         file.sync_all().map_err(failed("write", &path))?;
         let read_only = Permissions::from_mode(0o400);
         file.set_permissions(read_only)

@@ -64,7 +64,7 @@ impl Image {
         (ids * size_of::<Option<ContentId>>()) as u64
     }
 
-    /// Reads and hashes all pages of `blocks`. The guest must stand still.
+    /// Reads and hashes all pages of `blocks`. The guest must be stopped.
     pub fn take<'a>(
         blocks: impl Iterator<Item = &'a Block>,
         hasher: &ContentHasher,

@@ -12,7 +12,7 @@ const ITERATIONS_MAX: u32 = 8;
 /// How much may be left for the pause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Convergence {
-    /// What is left is staged in memory, while the guest writes more: half of this many bytes.
+    /// What is left goes into the staging buffer, while the guest writes more: half of this many bytes.
     Buffer {
         /// Room for staged pages.
         bytes: u64,

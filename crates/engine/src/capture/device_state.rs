@@ -8,7 +8,7 @@
 //! ```
 //!
 //! One command stops the VM, saves its devices and resumes it, and QEMU carries out nothing else
-//! meanwhile: a `stop`, a `cont`, a reset or a migration of somebody else comes before it or after it.
+//! meanwhile: a `stop`, a `cont`, a reset or a migration of another client comes before it or after it.
 //! The command cannot end before the engine has read the pipe; and where the engine ends instead, the
 //! write fails, and QEMU resumes the VM all the same.
 //!
@@ -41,7 +41,7 @@ const SLOT: usize = 4096;
 /// By how much a device state may be smaller than the smallest of the last ones without ending
 /// the pause too early, in bytes.
 const SLACK: usize = 8 << 10;
-/// The largest pipe that is asked for, in bytes: what any user may have (`pipe-max-size`).
+/// The largest pipe that is requested, in bytes: what any user may have (`pipe-max-size`).
 const PIPE_MAX: usize = 1 << 20;
 /// Sizes that are remembered.
 const SIZES_KEPT: usize = 8;
@@ -167,7 +167,7 @@ impl StateStream {
         &self.lent
     }
 
-    /// The end that holds QEMU; whoever reads it lets the VM go.
+    /// The end that holds QEMU; reading it releases the VM.
     pub fn reading_end(&self) -> BorrowedFd<'_> {
         self.read.as_fd()
     }
@@ -207,7 +207,7 @@ impl StateStream {
         Ok(())
     }
 
-    /// Waits until the pipe is full: QEMU has done what it can before it is let go.
+    /// Waits until the pipe is full: QEMU has done what it can before it is released.
     pub fn await_full(
         &mut self,
         monitor: &mut Monitor,
@@ -253,10 +253,10 @@ impl StateStream {
         })
     }
 
-    /// Saves the state of a VM that stands still anyway.
+    /// Saves the state of a VM that is stopped anyway.
     pub fn save(&mut self, monitor: &mut Monitor, limit: Duration) -> Result<Vec<u8>, StateError> {
         self.prepare()?;
-        // QEMU is not to be held: there is nothing to be done beside, and its monitors wait with it.
+        // QEMU is not to be held: there is nothing to do meanwhile, and its monitors wait with it.
         rustix::pipe::fcntl_setpipe_size(&self.write, PIPE_MAX).map_err(failed("resize"))?;
         let ticket = monitor.send_save_device_state(&self.lent)?;
         let saved = self.finish(monitor, ticket, limit)?;

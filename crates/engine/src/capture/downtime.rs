@@ -1,10 +1,10 @@
-//! How long a guest stood still, and what for.
+//! Downtime: how long a guest was stopped, and what for.
 
 use std::time::Instant;
 
 use serde::Serialize;
 
-/// Each phase of one pause, in microseconds. `device_state` runs beside `scan` and `copy`.
+/// Each phase of one pause, in microseconds. `device_state` runs in parallel with `scan` and `copy`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct DowntimeRecord {
     /// From sending the command that stops the VM to its answer, with the VM running again; 0 for a
@@ -21,7 +21,7 @@ pub struct DowntimeRecord {
     pub device_state: u64,
     /// Waiting for the device state with nothing else to do: after scan and copy, mostly.
     pub wait: u64,
-    /// Looking at all of memory, when `--verify` asked for it.
+    /// Comparing all of memory, with `--verify`.
     pub verify: u64,
     /// Resuming, where it is a command of its own (a suspended guest).
     pub resume: u64,

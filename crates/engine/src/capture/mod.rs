@@ -1,9 +1,9 @@
 //! The capture half: copies of the written pages, and the device state, of one instant.
 //!
 //! ```text
-//!   full pass (first checkpoint only)   guest runs   every populated page -> repository
+//!   streaming pre-copy (if need be)     guest runs   pages that exceed the staging buffer -> sink
 //!   schedule, before the pause          guest runs   written pages -> staging buffer
-//!   pause                               stopped      device state beside: what the schedule does
+//!   pause                               stopped      device state; meanwhile the schedule's copies
 //!   schedule, after the pause           guest runs   (copy-on-write) protected pages -> staging buffer
 //! ```
 

@@ -1,13 +1,13 @@
-//! The pause: the one stretch of time in which the guest stands still.
+//! The pause: the interval in which the guest is stopped.
 //!
 //! ```text
-//!   guardian told ─┬─ QEMU: stop, drain ─┬─ save device state ──────── resume ─┬─ guardian told
-//!                  └─ (one command)      └─ scan ─ copy (this thread, beside) ─┘
+//!   guardian armed ─┬─ QEMU: stop, drain ─┬─ save device state ────────── resume ─┬─ guardian disarmed
+//!                   └─ (one command)      └─ scan ─ copy (this thread, meanwhile) ┘
 //! ```
 //!
 //! Stopping, saving and resuming are one command of QEMU's, held open by a pipe (see
-//! [`crate::capture::device_state`]). So nobody else's `stop`, `cont`, reset or migration can fall into the pause: QEMU
-//! carries it out before or after.
+//! [`crate::capture::device_state`]). So no `stop`, `cont`, reset or migration of another client can fall into the
+//! pause: QEMU carries it out before or after.
 //!
 //! Ways back to a running guest, each of them written down before the command is sent:
 //! - every error in here lets QEMU go on, by reading the pipe or by closing it;
@@ -114,29 +114,29 @@ impl From<ScheduleError> for PauseError {
     }
 }
 
-/// Something that looks at all of memory while the guest stands still.
+/// A function that reads all of memory while the guest is stopped.
 pub type Look<'l> = dyn FnMut(&Tracker) -> Result<(), TrackerError> + 'l;
 
 /// What a pause needs.
 pub struct Pause<'a> {
     /// The process of QEMU.
     pub qemu: &'a Process,
-    /// Processors that its vCPUs need least, where whoever waits for QEMU is in nobody's way.
+    /// CPU placement: processors that its vCPUs need least, for the thread that waits for QEMU.
     pub aside: &'a Processors,
-    /// The pages; the stage has room for those that are expected.
+    /// The pages; the staging buffer has room for those that are expected.
     pub work: Work<'a>,
     /// What is to be done about them.
     pub schedule: &'a mut dyn Schedule,
     /// Where QEMU writes its device state; the guardian has it too.
     pub state: &'a mut StateStream,
-    /// Nothing is done beside saving the device state, to learn how long it takes by itself.
+    /// Nothing is done while the device state is saved, to measure how long that takes by itself.
     pub state_first: bool,
     /// The VM is resumed after this.
     pub limit: Duration,
     /// What the VM was just before.
     pub before: RunState,
-    /// Runs beside the saving of the device state, after the copies: what else must be seen while
-    /// the guest stands still.
+    /// Runs while the device state is saved, after the copies: what else must be inspected while
+    /// the guest is stopped.
     pub beside: &'a mut dyn FnMut(),
     /// Runs last in the pause, with everything copied (`--verify`).
     pub before_resume: Option<&'a mut Look<'a>>,
@@ -162,7 +162,7 @@ impl Pause<'_> {
     /// The VM runs again, or QEMU is gone.
     pub fn run(mut self, monitor: &mut Monitor, guardian: &Guardian) -> Result<Paused, PauseError> {
         let mut record = DowntimeRecord::default();
-        // What waits for QEMU's answer stays off the vCPUs' processors: a vCPU that was let go would keep it
+        // The thread that waits for QEMU's answer stays off the vCPUs' processors: a resumed vCPU would keep it
         // from seeing the answer.
         let own = affinity::of_this_thread();
         let _aside = Confined::to(self.aside);
@@ -217,7 +217,7 @@ impl Pause<'_> {
         Ok(saved)
     }
 
-    /// Scan and copy; the guest stands still.
+    /// Scan and copy; the guest is stopped.
     fn capture(
         &mut self,
         monitor: &mut Monitor,
@@ -266,7 +266,7 @@ impl Pause<'_> {
         let names: Vec<&str> = events.iter().map(|event| event.name.as_str()).collect();
         let running = stopped_and_resumed(&names);
         if running != self.before.running && !self.before.is_suspended() {
-            // A `stop` or `cont` of somebody else came just before; or a migration that took the VM away.
+            // A `stop` or `cont` of another client came just before; or a migration that took the VM away.
             let state = monitor.run_state()?;
             if !matches!(state.status.as_str(), "running" | "paused") && !state.is_suspended() {
                 let status = state.status;

@@ -1,15 +1,15 @@
-//! A VM that stands still on our account: the guard whose end decides what becomes of it.
+//! The guard of a VM that this process has stopped: its end decides whether the VM runs on.
 //!
 //! ```text
 //!   stop ─────────┐                 ┌── resume ────────> runs on
-//!   save devices ─┴──> PausedVm ────┼── keep_paused ───> stays paused, and whoever wants it sends `cont`
+//!   save devices ─┴──> PausedVm ────┼── keep_paused ───> stays paused, and any client may send `cont`
 //!                       │    ^      └── dropped ───────> runs on
 //!            block_cont │    │ unblock
 //!                       v    │
 //!                      BlockedVm ───── dropped ───────> stays paused, and `cont` is refused
 //! ```
 //!
-//! The guardian is told in the same step: it resumes the VM when this process dies, or the limit passes, exactly
+//! The guardian is informed in the same step: it resumes the VM when this process dies, or the limit passes, exactly
 //! while a [`PausedVm`] lives. With `cont` blocked it does nothing, for the VM is not fit to run.
 
 use std::time::Duration;
@@ -99,7 +99,7 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A VM that stands still. Dropped, it runs on.
+/// A stopped VM. Dropped, it runs on.
 #[must_use]
 pub struct PausedVm<'v> {
     held: Held<'v>,
@@ -142,7 +142,7 @@ impl<'v> PausedVm<'v> {
         PausedVm::armed(monitor, guardian, limit, Some(way_back))
     }
 
-    /// The guardian is told before anything is stopped.
+    /// The guardian is informed before anything is stopped.
     fn armed(
         monitor: &'v mut Monitor,
         guardian: &'v Guardian,
@@ -216,7 +216,7 @@ impl<'v> PausedVm<'v> {
     }
 }
 
-/// A VM that stands still, and whose `cont` is refused. The guardian still resumes it until
+/// A stopped VM whose `cont` is refused. The guardian still resumes it until
 /// [`BlockedVm::commit`]. Dropped, it stays as it is.
 #[must_use]
 pub struct BlockedVm<'v> {
@@ -244,7 +244,7 @@ impl<'v> BlockedVm<'v> {
         self.held.on_drop = OnDrop::Nothing;
     }
 
-    /// The VM is fit to run again. `runs`: it will be resumed, and the guardian is told before `cont` is unblocked.
+    /// The VM is fit to run again. `runs`: it will be resumed, and the guardian is armed before `cont` is unblocked.
     ///
     /// # Errors
     /// It stays paused; `cont` may be blocked still.

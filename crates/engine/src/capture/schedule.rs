@@ -1,6 +1,6 @@
 //! Schedules: what is copied before the pause, in it, and after it.
 //!
-//! | | guest runs | guest stands still | guest runs again |
+//! | | guest runs | guest stopped | guest runs again |
 //! | --- | --- | --- | --- |
 //! | stop-copy | | scan, copy all | |
 //! | pre-copy | rounds of scan and copy | scan, copy what is left | |
@@ -34,8 +34,7 @@ pub use copy_on_write::CopyOnWrite;
 
 /// Rounds before the pause. Each costs a scan of all memory, about 1 ms a GiB.
 const ROUNDS_MAX: u32 = 4;
-/// So few pages are copied or protected in the pause while QEMU saves its device state, and lengthen it
-/// little.
+/// Pages that lengthen the pause little: they are copied or protected while QEMU saves its device state.
 const FEW_PAGES: u64 = 512;
 
 /// Which schedule.
@@ -60,7 +59,7 @@ impl fmt::Display for ScheduleKind {
     }
 }
 
-/// Who says which schedule.
+/// How the schedule is chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScheduleChoice {
     /// Whatever suits the VM, by what its last checkpoints took: see [`Auto`].
@@ -96,7 +95,7 @@ impl FromStr for ScheduleChoice {
 /// Where the copies of one checkpoint were made, in pages.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Copied {
-    /// In the full pass, the guest running; 0 for an increment.
+    /// By streaming pre-copy, the guest running; 0 without it.
     pub full_pass: u64,
     /// In the pre-copy rounds, the guest running.
     pub pre_copy: u64,
@@ -108,7 +107,7 @@ pub struct Copied {
     pub on_fault: u64,
     /// Writes that the guest waited with since the capture before, for whatever page (copy-on-write).
     pub faults: u64,
-    /// Hot pages left open after the pause or their copy: the next checkpoint copies them whether
+    /// Write-hot pages left unprotected after the pause or their copy: the next checkpoint copies them whether
     /// they are written or not, and writing them costs the guest no fault.
     pub left_open: u64,
 }
@@ -138,17 +137,17 @@ pub struct Work<'a> {
 
 /// What is copied when. After an error nothing is lost: what was to be copied stays pending.
 pub trait Schedule {
-    /// Before the pause; the guest runs. What is copied is first drained by `monitor`.
+    /// Before the pause; the guest runs. Before pages are copied, `monitor` drains the disks.
     fn before(&mut self, work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), ScheduleError>;
 
-    /// In the pause, beside QEMU saving its device state.
+    /// In the pause, while QEMU saves its device state.
     fn stopped(
         &mut self,
         work: &mut Work<'_>,
         record: &mut DowntimeRecord,
     ) -> Result<(), ScheduleError>;
 
-    /// After the pause; the guest runs again. Where all is copied, hot pages are left open.
+    /// After the pause; the guest runs again. Where all is copied, write-hot pages are left unprotected.
     fn after(&mut self, work: &mut Work<'_>) -> Result<(), ScheduleError> {
         work.copied.left_open += work.tracker.leave_hot_open();
         Ok(())
@@ -212,8 +211,8 @@ impl Schedule for PreCopy {
     }
 }
 
-/// Copies what was written while the guest goes on, then what it wrote during that, and so on, as long
-/// as it gets fewer. What is left is for the pause.
+/// Copies the written pages while the guest runs, then those written meanwhile, and so on, as long
+/// as they get fewer. The rest is left to the pause.
 fn rounds(work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), ScheduleError> {
     // Left over from captures that failed: the first round copies them too.
     let mut pending = Some(work.tracker.pending());

@@ -1,7 +1,7 @@
-//! The stage: copies of captured pages between the pause and the repository.
+//! The staging buffer: copies of captured pages between the pause and the sink.
 //!
 //! A page captured in a pre-copy round and written again before the pause is overwritten in
-//! place, so that the stage never holds more than one copy of a page. Its memory is touched before
+//! place, so that the buffer never contains more than one copy of a page. Its memory is touched before
 //! the pause: a first touch costs several times the copy itself.
 //!
 //! It has a limit. What does not fit is not captured at all: see [`crate::checkpoint`] for the way round.
@@ -16,9 +16,9 @@ use crate::tracking::fault_handler::Saved;
 use crate::tracking::tracker::{Collected, Tracker};
 
 const SLAB_PAGES: u64 = 256;
-/// Slabs kept for the next checkpoint, whatever this one needed: 64 MiB.
+/// Chunks kept for the next checkpoint, whatever this one needed: 64 MiB.
 const SLABS_KEPT_MIN: usize = 64;
-/// Slabs kept by a stage that is not needed often: 8 MiB.
+/// Chunks kept by a staging buffer that is not needed often: 8 MiB.
 const SLABS_FEW: usize = 8;
 
 /// Consecutive pages of a block in consecutive slots.
@@ -73,7 +73,7 @@ impl Stage {
         self.blocks.clear();
     }
 
-    /// Pages on the stage.
+    /// Pages in the buffer.
     pub fn pages(&self) -> u64 {
         self.slots_used
     }
@@ -113,7 +113,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Copies `ranges` of `block` (number `index`) onto the stage, over older copies.
+    /// Copies `ranges` of `block` (number `index`) into the buffer, over older copies.
     pub fn capture(
         &mut self,
         (index, block): (usize, &Block),
@@ -133,7 +133,7 @@ impl Stage {
         Ok(block.read(guest, &mut into, &from)?)
     }
 
-    /// Stages `ranges` of block number `index` as zero pages, without reading them.
+    /// Adds `ranges` of block number `index` as zero pages, without reading them.
     pub fn capture_zero(&mut self, index: usize, ranges: &[Range<u64>]) -> Result<(), StageError> {
         let mut pieces = self.place(index, ranges);
         self.expect_room(0)?;
@@ -161,7 +161,7 @@ impl Stage {
         }
     }
 
-    /// Gives every page of `ranges` a slot: its old one if it is staged, else the next free one.
+    /// Gives every page of `ranges` a slot: its old one if it is in the buffer, else the next free one.
     fn place(&mut self, index: usize, ranges: &[Range<u64>]) -> Vec<Extent> {
         let staged = &self.blocks[index];
         let mut pieces = Vec::with_capacity(ranges.len());
@@ -204,7 +204,7 @@ impl Stage {
         pieces
     }
 
-    /// Every staged page of block `index`, in page order.
+    /// Every page of block `index` in the buffer, in page order.
     pub fn pages_of(&self, index: usize) -> impl Iterator<Item = Page<'_>> {
         self.blocks[index].iter().flat_map(move |extent| {
             extent.pages.clone().map(move |page| {
@@ -234,7 +234,7 @@ fn split_at_slabs(pieces: &[Extent]) -> Vec<Extent> {
     split
 }
 
-/// The memory of each piece; `pieces` sorted by slot, none crossing a slab.
+/// Allocates the memory of each piece; `pieces` are sorted by slot, and none crosses a chunk.
 fn carve<'s>(slabs: &'s mut [Box<[u8]>], pieces: &[Extent]) -> Vec<&'s mut [u8]> {
     let mut carved = Vec::with_capacity(pieces.len());
     let mut pieces = pieces.iter().peekable();

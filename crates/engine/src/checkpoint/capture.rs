@@ -1,4 +1,4 @@
-//! The capturing half: rounds, the pause, and what it brought home.
+//! The capturing half: rounds, the pause, and its result.
 
 use std::time::{Duration, Instant};
 
@@ -25,13 +25,13 @@ use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::Tracker;
 use crate::verify::Image;
 
-/// Room on the stage beyond what the last pause needed, in pages.
+/// Room in the staging buffer beyond what the last pause needed, in pages.
 const RESERVE_PAGES: u64 = 1024;
 
-/// Stages whose memory is kept, so that the next captures find it ready: one to fill, one being stored.
+/// Staging buffers whose memory is kept for the next captures: one that fills, one that is being stored.
 const STAGES_KEPT: usize = 2;
-/// Stages of which some memory is kept. When more were needed, so many had to wait that the next such
-/// time is far.
+/// Staging buffers of which some memory is kept. When more were needed, so many captures had to wait that the next
+/// such time is far.
 const STAGES_MAX: usize = 6;
 
 /// Captures begun anew because a device came or went in the middle.
@@ -69,8 +69,8 @@ impl Captured {
 
 impl Vm {
     /// Captures what was written since the last [`Vm::launch`], or, after a failure, since the last
-    /// committed checkpoint. Those launched before may be under way still; should one of them not arrive,
-    /// this one is worth nothing, and goes to [`Vm::discard`].
+    /// committed checkpoint. Earlier captures may still be in flight; if one of them is rolled back,
+    /// this one is worthless, and goes to [`Vm::discard`].
     pub fn capture(
         &mut self,
         hasher: &ContentHasher,
@@ -140,13 +140,13 @@ impl Vm {
         }
     }
 
-    /// The last capture goes to a [`super::Shelf`] now, after those that are under way.
+    /// The last capture is in flight from now on, to a [`super::Shelf`], behind earlier ones.
     pub fn launch(&mut self) {
         self.tracker.launched();
     }
 
-    /// A capture is not needed: it was not launched and its pages are still pending, or one before it
-    /// did not arrive.
+    /// A capture is not needed: it was not marked as in flight and its pages are still pending, or an earlier one
+    /// was rolled back.
     pub fn discard(&mut self, captured: Captured) {
         let mut stage = captured.stage;
         match self.stages.len() {

@@ -1,6 +1,6 @@
-//! A checkpoint of more than the stage may hold: all of memory, because it follows none, or what a guest
-//! wrote that writes faster than the repository stores. Pages go straight into the repository while
-//! the guest runs, a batch at a time; then what it wrote meanwhile is captured.
+//! Streaming pre-copy: a checkpoint of more pages than the staging buffer takes. These are all of memory, because it
+//! follows no checkpoint, or the pages of a guest that writes faster than the repository stores. Pages are streamed
+//! into the repository while the guest runs, a batch at a time; then what it wrote meanwhile is captured.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -22,7 +22,7 @@ use crate::sink::repository::RepositoryPages;
 use crate::tracking::tracker::Collected;
 use crate::{Progress, ProgressSink};
 
-/// What is read before the capture.
+/// The pages of an iteration, which comes before the capture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pass {
     /// Every page that may have content.
@@ -32,7 +32,7 @@ pub(super) enum Pass {
 }
 
 impl Vm {
-    /// Stores a pass while the guest runs, then captures what it wrote meanwhile.
+    /// Streams iterations while the guest runs, then captures what it wrote meanwhile.
     pub(super) fn long(
         &mut self,
         pass: Pass,
@@ -43,8 +43,8 @@ impl Vm {
     ) -> Result<CheckpointReport, CheckpointError> {
         let begin = Instant::now();
         if pass == Pass::Everything {
-            // What is pending against an old parent is dropped by the pass, so there can be none any more,
-            // not even when this fails; nor can what is known of it.
+            // The bulk phase drops what is pending against an old parent, so there can be no parent any more,
+            // not even when this fails; nor can the delta cache of it be used.
             shelf.forget_parent();
         }
         shelf.cache.set_budget(options.delta_cache_bytes);
@@ -83,7 +83,7 @@ impl Vm {
         let begin = Instant::now();
         let mut wanted = self.wanted(pass)?;
         let mut copied = self.pass(pass, &wanted, shelf, draft, progress)?;
-        // What a guest wrote during the pass may be too much again; as long as it gets less, go on.
+        // What a guest wrote during an iteration may be too much again; as long as it gets less, iterate.
         let convergence = Convergence::Buffer {
             bytes: options.copy_buffer_bytes / 2,
         };
@@ -102,14 +102,14 @@ impl Vm {
         Ok(captured)
     }
 
-    /// The pages of a pass. What is written from here on is found by the next scan.
+    /// The pages of an iteration. The next scan finds what is written from here on.
     fn wanted(&mut self, pass: Pass) -> Result<Collected, CheckpointError> {
         Ok(match pass {
             Pass::Everything => {
-                // What was written before this pass is read by it.
+                // The bulk phase reads what was written before it.
                 self.tracker.drop_pending();
                 let wanted = self.tracker.populated()?.drained(&mut self.monitor)?;
-                // One that is discarded before the pause has been stored with what it held.
+                // A page that is discarded before the pause has been stored with its content.
                 self.tracker.expect_content(&wanted.written);
                 wanted
             }
@@ -122,8 +122,8 @@ impl Vm {
         })
     }
 
-    /// Reads pages straight into the repository, a batch at a time, so that memory stays bounded however
-    /// large the guest is. How many pages it were.
+    /// One iteration: streams pages into the repository, a batch at a time, so that memory stays bounded however
+    /// large the guest is. Returns how many pages that were.
     fn pass(
         &mut self,
         pass: Pass,

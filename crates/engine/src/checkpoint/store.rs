@@ -1,4 +1,4 @@
-//! The storing half: from the stage into the repository.
+//! The storing half: from the staging buffer into the repository.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -18,11 +18,11 @@ use crate::sink::page_stream::{BATCH_PAGES, PageStream};
 use crate::sink::repository::RepositoryPages;
 use crate::{Progress, ProgressSink};
 
-/// What storing knows of the last checkpoint of one attachment.
+/// The store context: what storing knows of the last checkpoint of one attachment.
 #[derive(Debug, Default)]
 pub struct Shelf {
     pub(super) parent: Option<Parent>,
-    /// What pages held at the parent.
+    /// The delta cache: contents of pages at the parent.
     pub(super) cache: DeltaCache,
     pub(super) judge: Judge,
 }
@@ -31,11 +31,11 @@ pub struct Shelf {
 #[derive(Debug)]
 pub struct Stored {
     pub(super) report: CheckpointReport,
-    /// What its pages turned out to hold.
+    /// The capture outcome of its pages.
     pub(super) found: Vec<Found>,
 }
 
-/// A checkpoint being written.
+/// The transaction of one checkpoint that is being written.
 pub(super) struct Draft<'r> {
     pub(super) sink: RepositoryPages<'r>,
     pub(super) parent: Option<Parent>,
@@ -109,7 +109,7 @@ impl Shelf {
         })
     }
 
-    /// Stores what is on the stage, and makes a checkpoint of it all.
+    /// Stores the pages of the staging buffer, and makes a checkpoint of all pages.
     pub(super) fn finish(
         &mut self,
         mut draft: Draft<'_>,
@@ -187,7 +187,7 @@ impl Shelf {
 }
 
 impl Draft<'_> {
-    /// A pass comes before the stage.
+    /// Iterations come before the pages of the staging buffer.
     pub(super) fn pages_may_come_twice(&mut self, blocks: &[BlockShape]) {
         self.stream.pages_may_come_twice(blocks);
     }

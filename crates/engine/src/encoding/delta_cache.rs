@@ -1,4 +1,4 @@
-//! The delta cache: what pages held at the last committed checkpoint (FITDOC, section III.C).
+//! The delta cache: contents of pages at the last committed checkpoint (FITDOC, section III.C).
 //!
 //! Only a commit changes it, so that a delta against it is always one against the parent. Pages
 //! that were written longest ago make room for others.
@@ -38,13 +38,13 @@ impl DeltaCache {
         };
     }
 
-    /// What the page held at the last committed checkpoint, if that is known.
+    /// The content of the page at the last committed checkpoint, if that is known.
     pub fn get(&self, block: usize, page: u64) -> Option<&[u8; PAGE]> {
         let old = self.pages.as_ref()?.peek(&key(block, page))?;
         Some(old)
     }
 
-    /// The page holds this; it makes others leave if need be.
+    /// Sets the content of the page; evicts others if need be.
     pub fn put(&mut self, block: usize, page: u64, bytes: &[u8; PAGE]) {
         let Some(pages) = &mut self.pages else { return };
         let key = key(block, page);
@@ -54,7 +54,7 @@ impl DeltaCache {
         }
     }
 
-    /// The page holds this; kept only while there is room.
+    /// Sets the content of the page, only while there is room.
     pub fn put_if_room(&mut self, block: usize, page: u64, bytes: &[u8; PAGE]) {
         let room = |pages: &LruCache<_, _>| pages.len() < pages.cap().get();
         if self.pages.as_ref().is_some_and(room) {
@@ -62,7 +62,7 @@ impl DeltaCache {
         }
     }
 
-    /// What the page holds is not to be known any more.
+    /// Forgets the content of the page.
     pub fn remove(&mut self, block: usize, page: u64) {
         if let Some(pages) = &mut self.pages {
             pages.pop(&key(block, page));
@@ -97,7 +97,7 @@ mod tests {
         for page in 0..3 {
             cache.put(0, page, &full_of(page as u8));
         }
-        // Being looked at does not count, being written does.
+        // A lookup does not count, a write does.
         assert_eq!(cache.get(0, 1), Some(&full_of(1)));
         cache.put(0, 0, &full_of(10));
         cache.put(1, 0, &full_of(20));

@@ -1,12 +1,12 @@
-//! What each captured page is to be stored as, found out by several threads at once.
+//! The page encoder: several threads decide what each captured page is stored as.
 //!
 //! ```text
-//!   zero?  --> a mark          cached?  --> compared with what it held:  same     --> nothing
+//!   zero?  --> a mark          cached?  --> compared with the old page:  same     --> nothing
 //!                                                                        changed  --> delta
 //!   else   --> hashed, whole                                             too much --> hashed, whole
 //! ```
 //!
-//! A page that a delta settles is never hashed. How much is too much depends on what memory holds:
+//! A page that becomes a delta is never hashed. How much is too much depends on the content of memory:
 //! text compresses well as a whole and badly as a difference, noise not at all. So some pages of each
 //! share are compressed both ways, and that decides for all of it.
 
@@ -31,12 +31,12 @@ const THREADS_MAX: usize = 8;
 /// Zstandard level of deltas, and of the trial: that of the repository.
 const LEVEL: i32 = 1;
 
-/// Pages that changed less are cheaper as deltas, whatever they hold. In bytes.
+/// Pages that changed less are cheaper as deltas, whatever their content. In bytes.
 const CHANGED_LITTLE: u32 = 512;
-/// Pages compressed both ways, and pages looked at to find them.
+/// Pages compressed both ways, and pages inspected to find them.
 const TRIAL_PAGES: usize = 16;
 const TRIAL_LOOKS: usize = 64;
-/// What a whole page costs beside its content: its id.
+/// What a whole page costs in addition to its content: its id.
 const ID_BYTES: usize = 32;
 
 /// What a page is stored as.
@@ -48,13 +48,13 @@ pub enum Verdict {
     Same,
     /// It is in one of the deltas.
     Delta,
-    /// It is stored under this id, because nothing is known of what it held.
+    /// It is stored under this id, because its content before is not known.
     Unknown(ContentId),
     /// It is stored under this id, because too much of it changed.
     TooMuch(ContentId),
 }
 
-/// What became of a batch of pages.
+/// The encodings of a batch of pages.
 #[derive(Debug, Default)]
 pub struct Judged {
     /// One for each page.
@@ -63,7 +63,7 @@ pub struct Judged {
     pub deltas: Vec<EncodedDelta>,
 }
 
-/// Finds out; keeps what each thread needs.
+/// Encodes pages; keeps the state of each worker.
 #[derive(Default)]
 pub struct Judge {
     clerks: Vec<Clerk>,
@@ -76,7 +76,7 @@ impl std::fmt::Debug for Judge {
 }
 
 impl Judge {
-    /// Judges ascending pages of block number `block`, on all processors that the caller may use.
+    /// Encodes ascending pages of block number `block`, on all processors that the caller may use.
     pub fn batch(
         &mut self,
         hasher: &ContentHasher,
@@ -136,7 +136,7 @@ pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<Conten
     })
 }
 
-/// One thread's tools.
+/// The state of one worker thread.
 struct Clerk {
     encoder: DeltaEncoder,
     whole: Encoder,
@@ -279,7 +279,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
 
-        /// Old contents, verdicts, ids and deltas together give back the new contents.
+        /// Old contents, encodings, ids and deltas give back the new contents.
         #[test]
         fn nothing_is_lost_whatever_changed(pages in prop::collection::btree_map(0..5000u64, (any::<bool>(), write()), 0..400)) {
             let mut old = Memory::new();

@@ -97,7 +97,7 @@ impl Output {
         self.file.read_exact_at(bytes, at)
     }
 
-    /// An error of whoever wrote for this file.
+    /// An error of the writer of this file.
     pub(super) fn blame(&self, error: ExportError) -> ExportError {
         blame(Some(&self.path), error)
     }
@@ -139,7 +139,7 @@ impl Output {
         self.judge(renameat_with(CWD, &self.hidden, CWD, &self.path, flags))
     }
 
-    /// Somebody may have made a file of that name meanwhile.
+    /// Another process may have made a file of that name meanwhile.
     fn judge(&self, named: rustix::io::Result<()>) -> Result<(), ExportError> {
         match named {
             Ok(()) => Ok(()),

@@ -23,7 +23,7 @@ pub(super) struct Walk<'a> {
     pub(super) zero_pages: u64,
 }
 
-/// Told of each page, ascending, and whether it is zero, before those with content are handed over.
+/// Called with each page, ascending, and whether it is zero, before those with content are handed over.
 pub(super) type Mention<'m> = &'m mut dyn FnMut(u64, bool) -> Result<(), ExportError>;
 
 impl<'a> Walk<'a> {

@@ -10,7 +10,7 @@ use super::wire::{Reply, Request, receive};
 pub fn messages(bytes: &[u8]) -> std::io::Result<()> {
     for as_guardian in [true, false] {
         let (mut ours, theirs) = UnixStream::pair()?;
-        // More would fill the socket, which nobody empties meanwhile.
+        // More would fill the socket, which no process empties meanwhile.
         ours.write_all(&bytes[..bytes.len().min(64 << 10)])?;
         ours.shutdown(Shutdown::Write)?;
         while match as_guardian {

@@ -1,12 +1,12 @@
 //! Heartbeats: how the guardian knows that the engine still does what threads of the VM wait for.
 //!
 //! ```text
-//!   engine: a byte BEAT into a pipe, four times a second        LET_GO: nothing waits any more
-//!   guardian: none for 2 s, and none for another 0.5 s  -->  kills the engine, lets the VM go
+//!   engine: a byte BEAT into a pipe, four times a second        LET_GO: no thread waits any more
+//!   guardian: none for 2 s, and none for another 0.5 s  -->  kills the engine, unregisters the ranges
 //! ```
 //!
 //! Two misses, because what kept the engine from writing may have kept the guardian from reading (a freezer
-//! that held both). The end of the pipe alone means nothing but that no heartbeat will follow: the thread that
+//! that stopped both). The end of the pipe alone means nothing but that no heartbeat will follow: the thread that
 //! wrote them may have died of what the guardian is there for.
 //!
 //! The engine is killed before the ranges are unregistered: a copy of a page that was unprotected meanwhile
@@ -53,7 +53,7 @@ impl Heartbeat {
         Ok((reader.into(), Heartbeat { pipe }))
     }
 
-    /// Reports that the engine serves the VM. To be called every [`HEARTBEAT`].
+    /// Reports that the engine handles the VM's faults. To be called every [`HEARTBEAT`].
     pub fn beat(&self) {
         // A full pipe says as much as one more byte; without a guardian the next pause fails.
         let _ = (&self.pipe).write(&[BEAT]);
@@ -141,7 +141,7 @@ impl Watched {
         self.registered.is_some()
     }
 
-    /// Reads what the engine wrote; `true` when it has let the VM go.
+    /// Reads what the engine wrote; `true` when it reported that no thread of the VM waits any more.
     pub(super) fn read(&mut self) -> bool {
         let Some(pipe) = &mut self.pipe else {
             return false;
@@ -180,7 +180,7 @@ impl Watched {
         self.engine.wait_exit(DYING_LIMIT);
     }
 
-    /// Lets the VM go.
+    /// Unregisters all ranges, which wakes every waiting thread of the VM.
     pub(super) fn release(self) {
         if let Some(registered) = self.registered {
             registered.release();

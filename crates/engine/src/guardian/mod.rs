@@ -4,17 +4,17 @@
 //!    with foreign registers; `kill -9` of the engine never hits the tracer, because the tracer is
 //!    this other process.
 //! 2. It resumes the VM ([`resume`]): each time a pause overruns its limit (watchdog), and when the engine
-//!    died inside a pause. It is told of a pause *before* the engine stops the VM, and holds a copy of the
+//!    died inside a pause. It learns of a pause *before* the engine stops the VM, and has a copy of the
 //!    pipe that holds QEMU, and of the engine's QMP connection, so that it needs no free monitor.
 //! 3. Where threads of the VM wait for the engine (copy-on-write, lazy restore), it expects heartbeats
 //!    ([`heartbeat`]), and kills an engine that has none: one stopped by a signal, say.
-//! 4. With copy-on-write it holds a copy of the userfaultfd and the registered address ranges, and
+//! 4. With copy-on-write it has a copy of the userfaultfd and the registered address ranges, and
 //!    unregisters them when the engine is gone or was killed. An engine with a thread in uninterruptible
 //!    sleep (hung storage) does not die of `kill -9`: its descriptors stay open, and the VM would wait.
 //! 5. It ends a QEMU that was started for a restore and has not run yet, and pauses one that runs while
-//!    its memory is filled, when the engine is gone ([`LastDuty`]).
+//!    its memory is populated, when the engine is gone (on-disconnect action, [`LastDuty`]).
 //!
-//! With asynchronous tracking it never holds the userfaultfd: no thread of the VM ever waits for the engine,
+//! With asynchronous tracking it never has the userfaultfd: no thread of the VM ever waits for the engine,
 //! and tracking ends with the engine's copy. QEMU itself keeps no copy, so that the VM runs on when engine
 //! and guardian die together: the last copy closes.
 //!
@@ -139,7 +139,7 @@ impl Guardian {
         self.expect_ok(&Request::Watch, Some(qmp))
     }
 
-    /// Has a userfaultfd opened inside `process`.
+    /// Injects a `userfaultfd` call into `process`.
     pub fn steal_userfaultfd(&self, process: &Process) -> Result<StolenUffd, GuardianError> {
         self.open_userfaultfd(process, false)
     }
@@ -192,7 +192,7 @@ impl Guardian {
         }
     }
 
-    /// What the guardian does should this process end, from here on.
+    /// Sets the on-disconnect action: what the guardian does if this process ends.
     pub fn last_duty(&self, duty: LastDuty) -> Result<(), GuardianError> {
         self.expect_ok(&Request::LastDuty { duty }, None)
     }
@@ -219,7 +219,7 @@ impl Guardian {
         }
     }
 
-    /// Gives the guardian the end of the pipe that QEMU is held by in a pause.
+    /// Gives the guardian the end of the pipe that holds QEMU in a pause.
     pub fn stream(&self, pipe: BorrowedFd<'_>) -> Result<(), GuardianError> {
         self.expect_ok(&Request::Stream, Some(pipe))
     }
@@ -230,7 +230,7 @@ impl Guardian {
         self.expect_ok(&Request::Pausing { limit_ms, way_back }, None)
     }
 
-    /// Lets QEMU go, whatever it still writes into the pipe.
+    /// Releases QEMU, whatever it still writes into the pipe.
     pub fn release(&self) -> Result<(), GuardianError> {
         self.expect_ok(&Request::Release, None)
     }

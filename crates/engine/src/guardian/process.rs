@@ -41,12 +41,13 @@ struct Watch {
     pause: Option<Pause>,
     heartbeat: Option<Watched>,
     last_duty: LastDuty,
-    /// What holds QEMU in a pause, and whether it is to be let go.
+    /// What holds QEMU in a pause, and whether it is to be released.
     stream: Option<OwnedFd>,
     releasing: bool,
 }
 
-/// Serves the engine at the other end of standard input until that end closes, or the engine was killed.
+/// Carries out requests of the engine at the other end of standard input until that end closes, or the engine was
+/// killed.
 /// Returns the exit code of the guardian process.
 ///
 /// A panic or error here must not lose a paused VM: everything that can fail is answered or
@@ -112,7 +113,7 @@ impl Watch {
         }
         heartbeat.kill();
         self.engine_is_gone(UNDEAD_LIMIT);
-        // What a thread of it in uninterruptible sleep keeps open is nobody's any more.
+        // What a thread of it in uninterruptible sleep keeps open is not used any more.
         if let Some(qmp) = &self.qmp {
             qmp.shut_down();
         }
@@ -135,7 +136,7 @@ impl Watch {
         let duty = std::mem::replace(&mut self.last_duty, LastDuty::Nothing);
         match (duty, &mut self.qmp) {
             (LastDuty::End { pid, start_time }, _) => {
-                // Whoever has ended already needs no ending.
+                // A process that has ended needs no signal.
                 let _ = the_process(pid, start_time)
                     .map(|process| process.signal(signal_hook::consts::SIGKILL));
             }
@@ -256,7 +257,7 @@ impl Watch {
     }
 }
 
-/// The process that the engine means; why it is not to be had, in words.
+/// The process that the engine means; or why it cannot be opened, in words.
 fn the_process(pid: i32, start_time: u64) -> Result<Process, String> {
     let process = Process::open(pid).map_err(|error| in_words(&error))?;
     match process.start_time() == start_time {
@@ -293,7 +294,7 @@ fn ok_or_failed(done: Result<(), String>) -> Reply {
 }
 
 /// Signals meant for the engine (a closed terminal, a polite stop of the whole group) must not end
-/// the one that cleans up behind it. A handler that only sets a flag is as good as ignoring.
+/// the process that cleans up behind it. A handler that only sets a flag is as good as ignoring.
 fn ignore_signals() {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let flag = Arc::new(AtomicBool::new(false));
@@ -308,7 +309,7 @@ fn protect_from_oom() {
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
 }
 
-/// It holds what opens a VM's memory: no core dump, and nobody but root may look inside. To be called after
+/// It has what opens a VM's memory: no core dump, and only root may look inside. To be called after
 /// what only the owner of `/proc/self` may write.
 fn keep_private() {
     let none = Rlimit {

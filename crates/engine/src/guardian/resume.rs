@@ -15,7 +15,7 @@
 //! second later. Nothing is lost by that: what such an engine waits for is QEMU itself, which would carry out
 //! a `cont` no sooner, and it goes on with its pause when QEMU answers.
 //!
-//! Stopping the engine while it is asked about would be certain, but a shell takes a stopped command for one
+//! Stopping the engine during the query would be certain, but a shell takes a stopped command for one
 //! that the user sent to the background; killing it would end a watch because of one slow disk.
 
 use std::io;
@@ -32,7 +32,7 @@ use super::wire::WayBack;
 /// Resets QEMU's JSON lexer, in case the engine died in the middle of a command (qmp-spec 3.4:
 /// a 0xFF byte flushes the parser).
 const LEXER_RESET: &[u8] = b"\xff\n";
-/// A QEMU that is completing a migration is asked again so often.
+/// A QEMU that is completing a migration is queried again so often.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 /// More than a Unix socket holds unread.
 const UNREAD_BYTES_MAX: usize = 512 << 10;
@@ -107,7 +107,7 @@ impl Connection {
             let Some(stream) = stream else { continue };
             drain(stream);
             if waited[1].revents().contains(PollFlags::HUP) {
-                // Nobody can write any more.
+                // No process can write any more.
                 waited.truncate(1);
             }
         }
@@ -130,7 +130,7 @@ impl Connection {
         deadline: Instant,
     ) {
         while let Some(answer) = self.ask_alone("query-status", stream, deadline) {
-            // QEMU answers when it is no longer held; and whom it left paused somebody else had paused.
+            // QEMU answers when it is no longer held; a VM that it left paused was paused by another client.
             if way_back == WayBack::Stream {
                 return;
             }
@@ -146,12 +146,12 @@ impl Connection {
         }
     }
 
-    /// Has the VM stand still; the engine is dead.
+    /// Stops the VM; the engine is dead.
     pub(super) fn stop_alone(&mut self, deadline: Instant) {
         self.ask_alone("stop", None, deadline);
     }
 
-    /// Closes the connection for everybody who has a copy: the monitor is free again though the engine's
+    /// Closes the connection for all processes that have a copy: the monitor is free again though the engine's
     /// copies may stay open until its last thread has ended.
     pub(super) fn shut_down(&self) {
         // Not connected any more: as well.
@@ -191,7 +191,7 @@ impl Connection {
     }
 }
 
-/// Reads what lies in a pipe, which does not block. It is nobody's.
+/// Reads what lies in a pipe, which does not block, and discards it.
 pub(super) fn drain(pipe: BorrowedFd<'_>) {
     let mut piece = [0; 4096];
     while rustix::io::read(pipe, &mut piece).is_ok_and(|read| read > 0) {}
@@ -206,13 +206,13 @@ fn answer_to(id: &str, bytes: &[u8]) -> Option<Value> {
         .find(|line| line["id"] == id && line.get("event").is_none())
 }
 
-/// A pause that the engine told of, while the engine lives.
+/// A pause that the engine announced, while the engine lives.
 pub(super) struct Pause {
     limit: Duration,
     way_back: WayBack,
     /// When there is something to be done; never, with a limit beyond all times.
     due: Option<Instant>,
-    /// What QEMU was asked, and when.
+    /// The last query to QEMU, and when it was sent.
     asked: Option<(String, Instant)>,
     resumed: bool,
 }
@@ -311,7 +311,7 @@ mod tests {
             commands.push(name);
             let answer = serde_json::json!({ "return": answer, "id": command["id"] });
             let event = "{\"event\":\"X\",\"id\":\"guardian-1\"}";
-            // The last answer may find nobody.
+            // The last answer may find no reader.
             if writeln!(&far, "{event}\n{answer}").is_err() {
                 break;
             }

@@ -1,5 +1,5 @@
 //! What the engine and its guardian say to each other: one JSON line a message over a socket pair,
-//! descriptors beside it as `SCM_RIGHTS`.
+//! descriptors with it as `SCM_RIGHTS`.
 //!
 //! ```text
 //!   engine                          guardian
@@ -9,11 +9,11 @@
 //!     Pausing {limit_ms, ..} -->                        <-- Ok      then the engine stops the VM
 //!     Release                -->                        <-- Ok      QEMU is not to be held any longer
 //!     Resumed                -->                        <-- Pause {fired}
-//!     Heartbeat + pipe, uffd -->                        <-- Ok      then heartbeats, or it kills and lets the VM go
+//!     Heartbeat + pipe, uffd -->                        <-- Ok      then heartbeats, or it kills the engine
 //!     Close {pid, ..}        -->      (ptrace)          <-- Ok | Failed
 //!     LastDuty {duty}        -->                        <-- Ok
-//!     (end of file)          -->      lets the VM go unless told that it was, resumes it if between Pausing and
-//!                                     Resumed, does its last duty, exits
+//!     (end of file)          -->      unregisters ranges unless the engine did, resumes the VM if between Pausing
+//!                                     and Resumed, carries out the on-disconnect action, exits
 //! ```
 
 use std::io;
@@ -60,9 +60,9 @@ pub(super) enum Request {
         /// That.
         duty: LastDuty,
     },
-    /// The QMP socket (descriptor beside it) on which a paused VM is resumed.
+    /// The QMP socket (descriptor with the message) on which a paused VM is resumed.
     Watch,
-    /// The pipe (descriptor beside it) that QEMU saves its device state into, and waits for.
+    /// The pipe (descriptor with the message) that QEMU saves its device state into, and waits for.
     Stream,
     /// The engine is about to stop the VM.
     Pausing {
@@ -75,7 +75,7 @@ pub(super) enum Request {
     Release,
     /// The VM runs again.
     Resumed,
-    /// The engine will write heartbeats into a pipe (the first descriptor beside this), and is to be killed
+    /// The engine will write heartbeats into a pipe (the first descriptor with this), and is to be killed
     /// when it does not. Where vCPUs wait for the engine, a copy of its userfaultfd is the second descriptor.
     Heartbeat {
         /// The address ranges that are registered with that userfaultfd: start and end of each.
@@ -92,7 +92,7 @@ pub enum WayBack {
     Command,
 }
 
-/// What the guardian does when the engine is gone.
+/// On-disconnect action: what the guardian does when the engine is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LastDuty {
     /// Nothing.
@@ -113,13 +113,13 @@ pub enum LastDuty {
 pub(super) enum Reply {
     /// Done.
     Ok,
-    /// The userfaultfd lies beside this message.
+    /// The userfaultfd comes with this message.
     Stolen {
         /// The number of the process' own copy.
         remote_fd: i32,
         /// Kernel-mode faults are not delivered (unprivileged QEMU).
         user_mode_only: bool,
-        /// How long QEMU's main thread stood still.
+        /// How long QEMU's main thread was stopped.
         stopped_us: u64,
     },
     /// The answer to `Resumed`: whether the watchdog had to resume the VM.

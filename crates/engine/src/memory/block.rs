@@ -73,7 +73,7 @@ pub enum BlockError {
     },
 }
 
-/// Whether the guest, and QEMU's main loop with it, goes on while its pages are looked at.
+/// Whether the guest, and QEMU's main loop with it, runs while its pages are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Guest {
     /// It writes, and discards, what it likes.
@@ -178,7 +178,7 @@ impl Block {
         }
     }
 
-    /// Whether its memory is a file's, shared with who else has that.
+    /// Whether its memory is a file's, shared with other processes that map it.
     pub fn is_shared(&self) -> bool {
         matches!(self.backing, Backing::Shared { .. })
     }
@@ -234,7 +234,7 @@ impl Block {
     /// Copies pages out. `into[i]` receives the pages `from[i]`; lengths must agree.
     ///
     /// A page of a shared file that is discarded while it is read through our mapping comes out half as it
-    /// was, and its hole is filled by that, so that nothing tells of it any more. read(2) does neither, but is
+    /// was, and its hole is filled by that, so that nothing shows the discard any more. read(2) does neither, but is
     /// slower: so it is for a guest that runs.
     pub fn read(
         &self,
@@ -377,7 +377,7 @@ mod tests {
         (file, memory, block)
     }
 
-    /// A hole is all that tells of a discard.
+    /// Only a hole shows a discard.
     #[test]
     fn reading_the_memory_of_a_running_guest_fills_no_hole() {
         let (file, _memory, block) = shared();

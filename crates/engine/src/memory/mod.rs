@@ -1,4 +1,4 @@
-//! Guest memory, seen from outside: RAM blocks, ranges of pages, and what captured pages turned out to hold.
+//! Guest memory, seen from outside: RAM blocks, ranges of pages, and the capture outcome.
 
 pub mod block;
 pub mod outcome;
@@ -11,7 +11,7 @@ use block::PAGE;
 /// One page on its way: its number in the block, and its bytes.
 pub type Page<'a> = (u64, &'a [u8; PAGE]);
 
-/// What is known of a block without looking at it.
+/// What is known of a block without reading it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockShape {
     /// Its name.

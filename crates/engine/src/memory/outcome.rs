@@ -1,11 +1,11 @@
-//! What captured pages turned out to hold.
+//! The capture outcome: the contents of captured pages.
 
 use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 
 use crate::memory::BlockShape;
 
-/// What a captured page holds.
+/// The content of a captured page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
     /// Only zero bytes.
@@ -16,7 +16,7 @@ pub enum Content {
     New,
 }
 
-/// What the captured pages of a block turned out to hold.
+/// The capture outcome of one block.
 #[derive(Debug)]
 pub struct Found {
     /// Only zero bytes.

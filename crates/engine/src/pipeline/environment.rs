@@ -72,7 +72,7 @@ pub trait CaptureSink<V: PipelineVm> {
     /// Nothing is stored then.
     fn store(&mut self, capture: &V::Capture) -> Outcome<V::Stored>;
 
-    /// Captures and stores all of memory, or what was written where that is more than memory holds.
+    /// Captures and stores by streaming pre-copy: all of memory, or the written pages that exceed the staging buffer.
     ///
     /// # Errors
     /// Nothing is stored then.
@@ -91,7 +91,7 @@ pub struct Completion<V: PipelineVm> {
     pub outcome: Option<Outcome<V::Stored>>,
 }
 
-/// Stores captures in their order, beside the pipeline.
+/// Stores captures in their order, while the pipeline continues.
 pub trait StoreQueue<V: PipelineVm, S> {
     /// Has a capture stored behind those before.
     fn push(&mut self, capture: V::Capture);
@@ -116,7 +116,7 @@ pub enum Event<'e, R> {
         /// By how much.
         by: Duration,
     },
-    /// The checkpoint before is gone: the next one looks at all of memory.
+    /// The checkpoint before is gone: the next one reads all of memory.
     BaseGone(&'e CheckpointError),
     /// Another program migrates the VM; checkpoints go on if it does not succeed.
     Migrating(&'e CheckpointError),
@@ -165,13 +165,13 @@ pub trait Environment {
     /// Ends tracking and begins anew, as another schedule needs it.
     ///
     /// # Errors
-    /// The VM is let go of, and runs on.
+    /// The VM is detached, and runs on.
     fn attach_anew(&mut self, vm: Self::Vm, schedule: ScheduleKind) -> Result<Self::Vm, AnewError>;
 
     /// Ends tracking.
     fn release(&mut self, vm: Self::Vm);
 
-    /// Begins storing captures beside the pipeline.
+    /// Starts the queue that stores captures.
     ///
     /// # Errors
     /// No thread can be had.

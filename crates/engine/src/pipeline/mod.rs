@@ -1,4 +1,4 @@
-//! The checkpoint pipeline: a VM is captured every so often, and captures are stored beside it, in order.
+//! The checkpoint pipeline: a VM is captured every so often, and captures are stored meanwhile, in order.
 //!
 //! ```text
 //!   attach ── first checkpoint ── capture ── wait ── capture ── wait ...    ends: count, stop, VM gone,
@@ -93,7 +93,7 @@ pub enum AttemptError {
     Checkpoint(#[from] CheckpointError),
 }
 
-/// Why a pipeline failed. The VM runs on; it is let go of.
+/// Why a pipeline failed. The VM is detached, and runs on.
 #[derive(Debug, Error)]
 pub enum PipelineError<E> {
     /// Nothing works any more.
@@ -144,7 +144,7 @@ impl<E: Environment> Pipeline<E> {
         }
     }
 
-    /// Takes checkpoints until something ends it; then waits for those in flight, and lets the VM go.
+    /// Takes checkpoints until something ends it; then waits for those in flight, and detaches the VM.
     ///
     /// # Errors
     /// Too many failures in a row; the environment wants no more.
@@ -228,14 +228,14 @@ impl<E: Environment> Pipeline<E> {
     }
 
     fn attached(&mut self, vm: E::Vm) {
-        // The base is of another attachment.
+        // The parent is of another attachment.
         if let Some(sink) = &mut self.sink {
             sink.forget_base();
         }
         self.vm = Some(vm);
     }
 
-    /// One checkpoint from capture to commit: a first one, or one of more than is held in memory.
+    /// One checkpoint from capture to commit: a first one, or one that exceeds the staging buffer.
     fn whole(&mut self) -> Step<E> {
         let (Some(vm), Some(sink)) = (&mut self.vm, &mut self.sink) else {
             return Ok(None);
@@ -295,7 +295,7 @@ impl<E: Environment> Pipeline<E> {
         Ok(None)
     }
 
-    /// Has a capture stored beside the rest; the last one is waited for.
+    /// Has a capture stored while the pipeline continues; waits for the last one.
     fn store(&mut self, capture: Capture<E>) -> Step<E> {
         if let Some(sink) = self.sink.take() {
             let queue = self.environment.start_queue(sink);

@@ -1,7 +1,7 @@
-//! Eager population: every page is in place before the guest's first instruction.
+//! Eager restore: every page is populated before the guest's first instruction.
 //!
 //! A fresh QEMU's memory is zero, except for what QEMU itself put there (firmware, tables) and what
-//! a RAM file still held; so zero pages are written only where something is.
+//! a RAM file still contained; so zero pages are written only where something is.
 
 use std::io;
 use std::ops::Range;
@@ -40,16 +40,16 @@ pub enum PopulateError {
     /// Its memory cannot be written.
     #[error("cannot write the new VM's memory")]
     Block(#[from] BlockError),
-    /// Its memory cannot be looked at.
+    /// Its memory cannot be inspected.
     #[error("cannot see the new VM's memory")]
     Process(#[from] ProcessError),
-    /// Missing pages cannot be served.
+    /// Missing pages cannot be handled.
     #[error("cannot serve the missing pages of the new VM")]
     Uffd(#[from] UffdError),
-    /// A page could not be filled.
+    /// A page could not be populated.
     #[error("cannot fill the VM's memory")]
     Fill(#[from] FillError),
-    /// The threads that fill memory could not be started.
+    /// The threads that populate memory could not be started.
     #[error("cannot start the threads that fill the VM's memory")]
     Threads(#[source] io::Error),
     /// Its page map cannot be read.

@@ -1,15 +1,15 @@
 //! Lazy population: the guest runs before its memory is there.
 //!
 //! ```text
-//!   guest touches a page ----------------------> fault servers --+
-//!                                                                +--> repository --> UFFDIO_COPY --> the page
-//!   working set, last changes, then all -------> filler ---------+
+//!   guest touches a page ----------------> fault handlers --+
+//!                                                           +--> page source --> UFFDIO_COPY --> the page
+//!   working set, last changes, then all -> background fill -+
 //! ```
 //!
 //! A userfaultfd in QEMU reports pages that are missing. QEMU keeps a copy of it for as long as its memory
-//! is not complete: should this process be killed, whoever touches a missing page waits (with no copy left
-//! he would find zeros), the guardian pauses the VM, and another process can go on ([`crate::restore::filling_record`]).
-//! Nothing of it remains in QEMU when the last page was filled.
+//! is not complete. If this process is killed, a thread that touches a missing page blocks (without a copy
+//! it would read zeros), the guardian pauses the VM, and another process can continue
+//! ([`crate::restore::filling_record`]). Nothing of it remains in QEMU when the last page is populated.
 
 mod access_trace;
 mod background_fill;
@@ -54,19 +54,19 @@ use stall::Trouble;
 
 use crate::source::PageSource;
 
-/// Threads that serve faults: each waits for the repository by itself.
+/// Fault handler threads: each waits for the page source by itself.
 const SERVERS_MAX: usize = 4;
-/// Pages of the last interval before the checkpoint that are filled early, at most: 256 MiB.
+/// Upper bound on pages of the last interval before the checkpoint that are populated early: 256 MiB.
 const NEWEST_MAX: usize = 1 << 16;
 
 /// What a thread ended with.
 enum Ended {
     Server(Result<(), FillError>),
-    /// Whether all pages were filled.
+    /// Whether all pages were populated.
     Filler(Result<bool, FillError>),
 }
 
-/// What there is to look at while memory is filled.
+/// The status of the background fill.
 pub enum News {
     /// Nothing in particular.
     None,
@@ -77,18 +77,18 @@ pub enum News {
 /// The memory of a QEMU, being filled.
 pub struct Lazy<S> {
     memory: LazyMemory<S>,
-    /// What was asked for the last times.
+    /// The rest of the working set: the prefetch queue.
     working_set: Ahead,
     holding: Holding,
-    /// What was read already, until it is filled.
+    /// Preload buffers: pages that were read already and are not in memory yet.
     prefetched: Mutex<Vec<Piece>>,
     prefetched_pages: u64,
-    /// What was written in the last interval before the checkpoint, and so is likely to be used again.
+    /// Pages written in the last interval before the checkpoint, which are likely to be used again.
     newest: Vec<Page>,
-    /// No more than this is filled of what nobody has asked for.
+    /// Rate limit of the background fill, in bytes per second.
     bytes_per_s: Option<NonZeroU64>,
     trouble: Trouble,
-    /// Why some pages cannot be filled, though nobody waits for them.
+    /// Why some pages cannot be populated that no thread waits for.
     problem: Mutex<Option<String>>,
     end: AtomicBool,
     end_event: OwnedFd,
@@ -96,7 +96,7 @@ pub struct Lazy<S> {
     ended: Receiver<Ended>,
 }
 
-/// Ends the threads when dropped; what is missing then stays missing.
+/// Ends the threads when dropped; pages that are missing then stay missing.
 pub struct EndOnDrop<'l, S>(&'l Lazy<S>);
 
 impl<S> Drop for EndOnDrop<'_, S> {
@@ -107,8 +107,8 @@ impl<S> Drop for EndOnDrop<'_, S> {
     }
 }
 
-/// Whether a block can be filled lazily with this userfaultfd; registers it if so. Missing pages can be
-/// served of anonymous and shared memory, but not of files on disk; and huge pages are filled at once.
+/// Whether a block can be populated lazily with this userfaultfd; registers it if so. Missing pages can be
+/// handled in anonymous and shared memory, but not in files on disk; huge pages are populated at once.
 pub fn register(uffd: &Uffd, block: &Block, page_bytes: u64) -> Result<bool, UffdError> {
     if page_bytes != PAGE_BYTES || !block.absent_is_zero() {
         return Ok(false);
@@ -121,8 +121,8 @@ pub fn register(uffd: &Uffd, block: &Block, page_bytes: u64) -> Result<bool, Uff
 }
 
 impl<S: PageSource> Lazy<S> {
-    /// For blocks that are registered with `uffd`. Pages that are there already are left alone. No more than
-    /// `bytes_per_s` is filled of what nobody asks for.
+    /// For blocks that are registered with `uffd`. Pages that are there already are left alone. `bytes_per_s` limits
+    /// the background fill.
     pub fn new(
         uffd: Uffd,
         blocks: &[&Block],
@@ -158,7 +158,7 @@ impl<S: PageSource> Lazy<S> {
         })
     }
 
-    /// Fills the pages that a fresh QEMU has put something into, which are never asked for.
+    /// Populates the pages that a fresh QEMU has written, which therefore never cause a fault.
     pub fn settle_used(&self, process: &Process, blocks: &[&Block]) -> Result<(), PopulateError> {
         let pagemap = Pagemap::open(process)?;
         for (lazy, block) in self.memory.blocks.iter().zip(blocks) {
@@ -172,7 +172,7 @@ impl<S: PageSource> Lazy<S> {
         Ok(())
     }
 
-    /// Takes the pages that are there for filled: after another process was killed filling them.
+    /// Marks the pages that are there as populated: after another process was killed during a background fill.
     pub fn settle_present(
         &self,
         process: &Process,
@@ -187,7 +187,7 @@ impl<S: PageSource> Lazy<S> {
         Ok(())
     }
 
-    /// Lets all who wait for a page ask again.
+    /// Wakes all threads that wait for a page; each faults again if the page is still missing.
     pub fn wake_all(&self) -> Result<(), FillError> {
         for block in &self.memory.blocks {
             self.memory.uffd.wake(block.range)?;
@@ -200,7 +200,7 @@ impl<S: PageSource> Lazy<S> {
         EndOnDrop(self)
     }
 
-    /// Starts serving faults.
+    /// Starts the fault handlers.
     pub fn serve<'s>(&'s self, scope: &'s Scope<'s, '_>) -> Result<(), PopulateError> {
         let processors = affinity::of_this_thread().len();
         for number in 0..processors.clamp(2, SERVERS_MAX) {
@@ -217,7 +217,7 @@ impl<S: PageSource> Lazy<S> {
             std::thread::Builder::new()
                 .name("fault server".into())
                 .spawn_scoped(scope, move || {
-                    // Nobody listens any more when the scope is being left.
+                    // No thread listens any more when the scope is being left.
                     let _ = ended.send(Ended::Server(server.run()));
                 })
                 .map_err(PopulateError::Threads)?;
@@ -226,8 +226,8 @@ impl<S: PageSource> Lazy<S> {
     }
 
     /// Starts heartbeats: without them the guardian ends this process, and pauses the VM. They come from a
-    /// thread of their own, because each of the others waits for storage or for QEMU now and then; that the
-    /// storage hangs is for who looks after the VM.
+    /// thread of their own, because each of the others waits for storage or for QEMU now and then. The supervisor
+    /// deals with storage that hangs.
     pub fn beat<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
@@ -251,7 +251,7 @@ impl<S: PageSource> Lazy<S> {
         Ok(())
     }
 
-    /// Starts filling what nobody asks for.
+    /// Starts the background fill.
     pub fn fill<'s>(&'s self, scope: &'s Scope<'s, '_>) -> Result<(), PopulateError> {
         let filler = Filler {
             memory: &self.memory,
@@ -278,12 +278,12 @@ impl<S: PageSource> Lazy<S> {
         Ok(())
     }
 
-    /// The working set for the next time, if there is anything to learn from this time.
+    /// The working set for the next restore, if this one had any fault.
     pub fn learned_working_set(&self) -> Option<Vec<(usize, u64)>> {
         self.memory.asked.learned(self.working_set.pages())
     }
 
-    /// How many pages had been read before there was memory to fill.
+    /// How many pages were prefetched before there was memory to populate.
     pub fn prefetched(&self) -> u64 {
         self.prefetched_pages
     }
@@ -293,7 +293,7 @@ impl<S: PageSource> Lazy<S> {
         self.memory.faults_by_step()
     }
 
-    /// Waits for news, for no longer than `limit`.
+    /// Waits for a change of status, for no longer than `limit`.
     pub fn news(&self, limit: Duration) -> Result<News, PopulateError> {
         match self.ended.recv_timeout(limit) {
             Ok(Ended::Filler(all)) => match all? {
@@ -308,23 +308,23 @@ impl<S: PageSource> Lazy<S> {
         }
     }
 
-    /// For how long the guest has been waiting for a page that cannot be had, and why.
+    /// A stall: for how long the guest has been waiting for a page that cannot be read, and why.
     pub fn trouble(&self) -> Option<(Duration, String)> {
         self.trouble.for_how_long()
     }
 
-    /// Why a page could not be filled that nobody waits for; told once.
+    /// Why a page could not be populated that no thread waits for; reported once.
     pub fn take_problem(&self) -> Option<String> {
         let mut problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
         problem.take()
     }
 
-    /// How far it is.
+    /// How far the fill is.
     pub fn filling(&self) -> Filling {
         self.memory.filling()
     }
 
-    /// Ends it when all is filled: what is still missing is zero from now on.
+    /// Unregisters all blocks when all pages are populated: what is still missing is zero from now on.
     pub fn finish(&self) -> Result<(), FillError> {
         for block in &self.memory.blocks {
             self.memory.uffd.unregister(block.range)?;

@@ -1,4 +1,4 @@
-//! Restoring eagerly: all memory comes before the guest runs.
+//! Eager restore: all memory is populated before the guest runs.
 
 use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::launch::{self, Launched};
@@ -14,7 +14,7 @@ use crate::post_restore;
 use crate::source::repository::shapes;
 
 impl Job<'_> {
-    /// Fills all memory before the guest runs.
+    /// Populates all memory before the guest runs.
     pub(crate) fn run_eagerly(
         &self,
         mut launched: Launched,
@@ -41,7 +41,7 @@ impl Job<'_> {
         launch::load_device_state(&mut launched, self.state, LOAD_LIMIT)?;
         clock.phases.device_state = clock.lap();
         fault::at(Point::RestoreLoaded)?;
-        // Before it runs: a VM that has run is nobody's to end.
+        // Before it runs: from then on the guardian must not end the VM.
         guardian.last_duty(LastDuty::Nothing)?;
         let mut suspended = false;
         if !self.options.paused {

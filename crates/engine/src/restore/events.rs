@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::Progress;
 
-/// What happens while memory is filled.
+/// What happens while memory is populated.
 #[derive(Debug, Clone)]
 pub enum LazyEvent {
     /// How far it is.
@@ -14,7 +14,7 @@ pub enum LazyEvent {
         /// That.
         after_us: u64,
     },
-    /// The guest waits for a page that cannot be had: it was paused.
+    /// A stall: the guest waits for a page that cannot be read. It was paused.
     Waits {
         /// Why.
         reason: String,
@@ -24,9 +24,9 @@ pub enum LazyEvent {
         /// Why.
         reason: String,
     },
-    /// All pages are to be had again: the guest was resumed.
+    /// All pages can be read again: the guest was resumed.
     GoesOn,
-    /// Pages that nobody waits for cannot be had now; they are tried again.
+    /// Pages that no thread waits for cannot be read now; they are tried again.
     CannotFill {
         /// Why.
         reason: String,
@@ -45,10 +45,10 @@ pub struct LazyReport {
     pub faults: u64,
     /// The same in each of the first steps of 10 ms, up to the last in which it had to.
     pub faults_each_10_ms: Vec<u64>,
-    /// Pages of the working set that was filled first, if one was recorded when the checkpoint was last
+    /// Pages of the working set that was populated first, if one was recorded when the checkpoint was last
     /// restored.
     pub working_set: Option<usize>,
-    /// Pages of the working set that was recorded now, because the guest asked for pages that were not in
+    /// Pages of the working set that was recorded now, because the guest faulted on pages that were not in
     /// the one before, or came too late.
     pub recorded: Option<usize>,
     /// Pages that were read while QEMU started.

@@ -1,10 +1,10 @@
-//! What is left for a process that goes on filling a VM's memory after this one was killed: two files
-//! in the runtime directory ([`crate::runtime`]), gone when its memory is complete. They hold no content and
-//! no key.
+//! The record of an unfinished lazy restore, for a successor that continues it after this process was killed: two
+//! files in the runtime directory ([`crate::runtime`]), removed when the VM's memory is complete. They contain no
+//! page and no key.
 //!
 //! ```text
 //! vm.qmp.filling         which process, checkpoint and repository; where its RAM blocks lie
-//! vm.qmp.filling-pages   which pages were filled, a byte each; locked by the process that fills
+//! vm.qmp.filling-pages   the fill bitmap: populated pages, a byte each; locked by the process that populates
 //! ```
 
 use std::fs::{self, File};
@@ -29,15 +29,15 @@ use crate::runtime;
 const VERSION: u32 = 2;
 /// What the record's name ends with.
 const RECORD: &str = ".filling";
-/// What the name of the marks ends with.
+/// What the name of the fill bitmap ends with.
 const MARKS: &str = ".filling-pages";
 /// Upper bound on the record's length, in bytes. One of 10 000 RAM blocks has 2 MiB.
 const RECORD_BYTES_MAX: u64 = 16 << 20;
 
-/// Why there is nothing to go on with.
+/// Why no lazy restore can be continued.
 #[derive(Debug, Error)]
 pub enum RecordError {
-    /// No VM with this monitor is being filled.
+    /// No lazy restore of a VM with this monitor is unfinished.
     #[error(
         "no lazy restore is under way at {qmp}: {file} is not there. If the VM runs its memory is complete; if not, restore it again"
     )]
@@ -47,7 +47,7 @@ pub enum RecordError {
         /// Where it would be told.
         file: PathBuf,
     },
-    /// Another process fills it.
+    /// Another process populates its memory.
     #[error(
         "the memory of the VM at {qmp} is being filled by another process, which lives; there is nothing to resume"
     )]
@@ -55,7 +55,7 @@ pub enum RecordError {
         /// The monitor.
         qmp: PathBuf,
     },
-    /// The process that filled it cannot end.
+    /// The process that populated it cannot end.
     #[error(
         "the memory of the VM at {qmp} was being filled by process {pid}, which sleeps in the kernel and cannot end: the storage it reads does not answer. The VM waits, and nothing is lost; try again when that process is gone"
     )]
@@ -102,7 +102,7 @@ pub enum RecordError {
     },
 }
 
-/// A VM whose memory is being filled. What its pages hold the checkpoint's manifest tells.
+/// A VM whose memory is being populated. The checkpoint's manifest describes the content of its pages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FillingRecord {
@@ -128,7 +128,7 @@ pub struct FillingRecord {
     /// The channel through which its clock is set when it does, if it is to be.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<PathBuf>,
-    /// The RAM blocks that are being filled.
+    /// The RAM blocks that are being populated.
     pub blocks: Vec<RamBlock>,
 }
 
@@ -175,8 +175,8 @@ impl FillingRecord {
     }
 }
 
-/// The two files. Marks that were made and have no record yet are removed when this is dropped: nobody could
-/// go on with them.
+/// The two files. A fill bitmap without a record is removed when this is dropped: no successor could
+/// use it.
 #[derive(Debug)]
 pub struct Files {
     qmp: PathBuf,
@@ -217,7 +217,7 @@ impl Files {
         }
     }
 
-    /// Makes an empty file of marks with room for so many pages, and locks it: a full disk must show before the
+    /// Makes an empty fill bitmap with room for so many pages, and locks it: a full disk must show before the
     /// guest runs.
     pub fn create_marks(&mut self, pages: u64) -> Result<File, RecordError> {
         self.expect_ended()?;
@@ -226,7 +226,7 @@ impl Files {
         let marks = self.directory.lock_file(&self.marks, false)?;
         let marks = marks.ok_or_else(|| self.busy())?;
         self.fresh = true;
-        // Its length stays 0: what lies behind the end was never marked, and need not be read.
+        // Its length stays 0: bytes behind the end were never written, and need not be read.
         match fallocate(&marks, FallocateFlags::KEEP_SIZE, 0, pages.max(1)) {
             // Where room cannot be had in advance it is as well.
             Err(Errno::OPNOTSUPP) | Ok(()) => Ok(marks),
@@ -246,7 +246,7 @@ impl Files {
         }
     }
 
-    /// Opens and locks the marks that another process has left.
+    /// Opens and locks the fill bitmap that another process has left.
     pub fn open_marks(&self) -> Result<File, RecordError> {
         let missing = || self.failed("open", &self.marks, io::ErrorKind::NotFound.into());
         let marks = self.directory.file(&self.marks, Access::Write)?;
@@ -289,7 +289,7 @@ impl Files {
         malformed(&self.directory, &self.record, what)
     }
 
-    /// Removes both: the record first, so that there is never one without marks.
+    /// Removes both: the record first, so that there is never one without a fill bitmap.
     pub fn remove(&self) -> Result<(), RecordError> {
         self.directory.remove(&self.record)?;
         Ok(self.directory.remove(&self.marks)?)
@@ -320,7 +320,7 @@ fn hanging_holder(file: &File) -> Option<i32> {
     matches!(state, 'Z' | 'D').then_some(pid)
 }
 
-/// Who has locked an inode whole, by proc_locks(5): `1: FLOCK  ADVISORY  WRITE 708 08:01:1234 0 EOF`.
+/// The process that has locked an inode whole, by proc_locks(5): `1: FLOCK  ADVISORY  WRITE 708 08:01:1234 0 EOF`.
 fn holder(locks: &str, inode: u64) -> Option<i32> {
     let suffix = format!(":{inode}");
     locks.lines().find_map(|line| {
@@ -371,7 +371,7 @@ fn remove_ended(directory: &PrivateDir) {
 
 fn remove_if_ended(directory: &PrivateDir, vm: &str) -> Result<(), RecordError> {
     let (record, marks) = (format!("{vm}{RECORD}"), format!("{vm}{MARKS}"));
-    // Without a record yet, the process that made the marks has them locked.
+    // Without a record yet, the process that made the fill bitmap has it locked.
     let Some(_locked) = directory.lock_file(&marks, false)? else {
         return Ok(());
     };

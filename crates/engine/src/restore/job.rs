@@ -1,4 +1,4 @@
-//! One VM being restored, and how it is when all its memory comes before the guest runs.
+//! One VM that is being restored: what both kinds of restore share.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::post_restore::{self, ClockReport};
 use crate::template::Base;
 use crate::verify::{Image, VerifyReport};
 
-/// Measures them.
+/// Measures the phases.
 pub(crate) struct PhaseClock {
     pub(crate) phases: RestorePhases,
     pub(crate) asked_at: Instant,
@@ -24,7 +24,7 @@ pub(crate) struct PhaseClock {
 }
 
 impl PhaseClock {
-    /// What has passed since the user asked is the first phase.
+    /// The first phase is the time since the user's command.
     pub(crate) fn new(asked_at: Instant) -> PhaseClock {
         let mut clock = PhaseClock {
             phases: RestorePhases::default(),
@@ -35,7 +35,7 @@ impl PhaseClock {
         clock
     }
 
-    /// What has passed since the last lap.
+    /// The time since the last lap.
     pub(crate) fn lap(&mut self) -> u64 {
         let now = Instant::now();
         let lap = now.duration_since(self.lap);
@@ -51,7 +51,7 @@ pub(crate) fn micros(time: Duration) -> u64 {
 /// What became of a VM.
 pub(crate) struct Done {
     pub(super) process: Process,
-    /// Pages with content that were filled.
+    /// Pages with content that were populated.
     pub(super) pages: u64,
     pub(super) phases: RestorePhases,
     pub(super) lazy: Option<LazyReport>,
@@ -75,11 +75,11 @@ pub(crate) struct Job<'j> {
     pub(crate) options: &'j RestoreOptions,
     pub(crate) state: &'j [u8],
     pub(crate) hasher: ContentHasher,
-    /// What the VM asked for when it was last restored from this checkpoint.
+    /// The pages that the VM accessed first when it was last restored from this checkpoint.
     pub(crate) working_set: Option<WorkingSet>,
     /// Through which the guest's clock is set, if it is to be.
     pub(crate) agent: Option<PathBuf>,
-    /// For a clone: the memory it begins with.
+    /// For a clone: its memory template.
     pub(crate) base: Option<&'j Base>,
 }
 
@@ -110,7 +110,7 @@ impl Job<'_> {
         }
     }
 
-    /// What is told of it.
+    /// The report of the restore.
     pub(crate) fn report(&self, done: Done, plan: &LaunchPlan, asked_at: Instant) -> RestoreReport {
         RestoreReport {
             checkpoint: self.id.to_string(),

@@ -1,8 +1,8 @@
-//! Restoring lazily: the guest runs at once, and is looked after until its memory is complete.
+//! Lazy restore: the guest runs at once, and has a supervisor until its memory is complete.
 //!
 //! ```text
-//!   start QEMU ── share a userfaultfd ── serve faults ── load device state ── cont ── fill ── let go
-//!   └─ an error, or our death: this QEMU is ended ─┘     └─ the VM is paused; `resume` goes on ─┘
+//!   start QEMU ── inject a userfaultfd ── handle faults ── load device state ── cont ── fill ── release
+//!   └─ an error, or our death: this QEMU is ended ─┘     └─ the VM is paused; `resume` continues ─┘
 //! ```
 
 use std::num::NonZeroU64;
@@ -33,25 +33,25 @@ use crate::restore::filling_record::{Files, FillingRecord};
 use crate::source::repository::shapes;
 use crate::verify::VerifyReport;
 
-/// How often the VM is looked after while its memory is filled.
+/// How often the supervisor checks the VM while its memory is populated.
 const LOOK: Duration = Duration::from_millis(50);
-/// The guest may wait for a page for this long before it is paused, so that its clocks stand still too.
+/// The longest stall before the guest is paused, so that its clocks stop too.
 const WAITED_MAX: Duration = Duration::from_secs(1);
-/// For a monitor that the guardian of a killed process may still hold.
+/// For a monitor to which the guardian of a killed process may still be connected.
 const MONITOR_LIMIT: Duration = Duration::from_secs(90);
-/// How often it is told why a page cannot be filled.
+/// How often the reason is reported why a page cannot be populated.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
 /// RAM blocks.
 struct Memory<'j> {
-    /// Those that are filled lazily, and what they are to hold.
+    /// Those that are populated lazily, and the sources of their pages.
     blocks: Vec<Block>,
     maps: Vec<PageMap<'j>>,
     /// The same for a successor: what QEMU says of them.
     described: Vec<RamBlock>,
-    /// Their places in the manifest.
+    /// Their numbers in the manifest.
     places: Vec<u32>,
-    /// The others, which are filled.
+    /// The others, which are populated already.
     filled: Vec<Block>,
 }
 
@@ -108,7 +108,7 @@ impl Job<'_> {
         })
     }
 
-    /// Lets the guest run, and looks after it until its memory is complete.
+    /// Lets the guest run, and supervises it until its memory is complete.
     fn look_after<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
@@ -153,8 +153,8 @@ impl Job<'_> {
         Ok(done)
     }
 
-    /// Records the working set for the next time, where anything was learned; how many pages it has now. It
-    /// is a hint only: that it cannot be recorded (a repository that is read-only, say) is no error.
+    /// Records the next working set, if there was a fault; returns how many pages it has. It
+    /// is a hint only: a failure to record it (a repository that is read-only, say) is no error.
     fn record(&self, lazy: &Lazy<PageMap<'_>>, places: &[u32]) -> Option<usize> {
         if self.options.paused {
             return None;
@@ -169,7 +169,7 @@ impl Job<'_> {
         matches!(recorded, Ok(true)).then_some(set.pages.len())
     }
 
-    /// Registers the blocks that can be filled lazily, and fills the others.
+    /// Registers the blocks that can be populated lazily, and populates the others.
     fn split<'m>(
         &self,
         launched: &mut Launched,
@@ -217,7 +217,7 @@ impl Job<'_> {
     }
 }
 
-/// Goes on filling the memory of a VM whose restore was killed.
+/// Continues the lazy restore of a VM whose restore process was killed.
 pub(super) fn resume(
     record: FillingRecord,
     files: Files,
@@ -250,7 +250,7 @@ pub(super) fn resume(
     thread::scope(|scope| {
         let _end = lazy.end_on_drop();
         lazy.serve(scope)?;
-        // The one that was killed may have heard of them and not answered.
+        // The killed process may have received their faults and not answered.
         lazy.wake_all().map_err(PopulateError::from)?;
         // Only now: QEMU's main thread may have been waiting for a page itself.
         let monitor = monitor.negotiate(MONITOR_LIMIT)?;
@@ -268,7 +268,7 @@ pub(super) fn resume(
         events(LazyEvent::Runs {
             after_us: runs_after_us,
         });
-        // It has stood still since the other process was killed.
+        // It has been stopped since the other process was killed.
         let suspended = keeper.monitor.is_suspended();
         let agent = agent.filter(|_| !suspended);
         let set_clock = scope.spawn(move || agent.as_deref().map(post_restore::set_clock));
@@ -287,7 +287,7 @@ fn joined(set_clock: ScopedJoinHandle<'_, Option<ClockReport>>) -> Option<ClockR
     report.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// The one that was killed had filled all of memory, and let go of it.
+/// The killed process had populated all of memory, and unregistered it.
 fn complete_already(
     (process, monitor): (Process, Reached),
     record: &FillingRecord,
@@ -315,8 +315,8 @@ fn complete_already(
     })
 }
 
-/// The process of the record, if it still is, and its monitor. No page is served before it is certain that
-/// this is the VM: pages hold the guest's secrets.
+/// The process of the record, if it still exists, and its monitor. No page is populated before it is certain that
+/// this is the VM: pages contain the guest's secrets.
 fn the_vm(
     record: &FillingRecord,
     files: &Files,
@@ -344,7 +344,7 @@ fn the_vm(
     Ok((process, monitor))
 }
 
-/// What the blocks of the record hold: as the manifest says, which is authenticated.
+/// The page tables of the record's blocks, from the manifest, which is authenticated.
 fn tables_of(
     record: &FillingRecord,
     files: &Files,
@@ -363,7 +363,7 @@ fn tables_of(
     tables.collect()
 }
 
-/// Looks after a VM whose memory is being filled. Dropped before that is complete, it has the guardian
+/// The supervisor of a VM whose memory is being populated. Dropped before that is complete, it has the guardian
 /// pause the VM.
 struct Keeper<'l, 'a> {
     process: Process,
@@ -374,7 +374,7 @@ struct Keeper<'l, 'a> {
     record: FillingRecord,
     /// The guest was paused by us, with this command.
     paused: Option<Ticket>,
-    /// It was paused by somebody else, who has a monitor too, and is not for us to resume.
+    /// Another client of a monitor paused it, so this process must not resume it.
     stands: bool,
     told: Option<Instant>,
 }
@@ -417,15 +417,15 @@ impl<'l, 'a> Keeper<'l, 'a> {
             let Filling { done, total, .. } = self.lazy.filling();
             events(LazyEvent::Progress(Progress::Filling { done, total }));
         }
-        // The page that the guest waited for may have come with the others, before its fault server tried
-        // again: then that one still tells of trouble.
+        // The page that the guest waited for may have come with others, before its fault handler tried
+        // again: then that handler still reports a stall.
         if let Some(ticket) = self.paused.take() {
             self.go_on(ticket, events)?;
         }
         self.let_go()
     }
 
-    /// Pauses a guest that waits too long, and resumes it when it need not wait any more.
+    /// Pauses a guest whose stall lasts too long, and resumes it when the stall is over.
     fn look_after(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
         self.note_others();
         let may_be_paused = self.record.running && !self.stands;
@@ -449,8 +449,8 @@ impl<'l, 'a> Keeper<'l, 'a> {
         Ok(())
     }
 
-    /// What others did to the VM, while it is not paused by us. What QEMU has told is looked at without asking it:
-    /// it may be waiting for a page itself.
+    /// Notes what other clients did to the VM, while this process has not paused it. Reads the events that have come,
+    /// without a query: QEMU may be waiting for a page itself.
     fn note_others(&mut self) {
         if self.paused.is_none() {
             // A monitor that is closed shows in the process, too.
@@ -491,11 +491,11 @@ impl<'l, 'a> Keeper<'l, 'a> {
 
     /// Ends the VM, which has not run.
     fn end_vm(&self) {
-        // Whoever has ended already needs no ending.
+        // A process that has ended needs no signal.
         let _ = self.process.signal(signal_hook::consts::SIGKILL);
     }
 
-    /// Memory is complete: nothing of us remains.
+    /// Memory is complete: removes everything that this process left in QEMU and on the host.
     fn let_go(&mut self) -> Result<(), RestoreError> {
         fault::at(Point::LazyRelease)?;
         match self.lazy.finish() {

@@ -97,7 +97,7 @@ pub enum RewindError {
         /// The limit.
         limit_ms: u128,
     },
-    /// Somebody let the VM run while its memory was exchanged.
+    /// Another client resumed the VM while its memory was exchanged.
     #[error(
         "the VM was resumed by someone else while it was being rewound: its memory is undefined; it is paused, rewind it again"
     )]

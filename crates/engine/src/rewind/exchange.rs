@@ -21,7 +21,7 @@ use crate::tracking::tracker::Tracker;
 /// What the VM was before.
 pub(super) struct Before {
     device_state: Vec<u8>,
-    /// What the blocks held that QEMU overwrites when it loads that.
+    /// Contents of the blocks that QEMU overwrites when it loads that device state.
     firmware: Vec<Vec<u8>>,
     /// Pieces of each block that were exchanged.
     exchanged: Vec<usize>,
@@ -70,7 +70,7 @@ impl Exchange<'_, '_, '_> {
     /// Changes memory and devices to those of the checkpoint, or back after an error, with `cont` blocked. Returns the
     /// VM, fit to run, and what came of the change.
     ///
-    /// While `cont` can be sent, the guardian sends it should this process die: it is disarmed only after `cont` is
+    /// While `cont` can be sent, the guardian sends it if this process dies: it is disarmed only after `cont` is
     /// blocked, and armed again before `cont` is unblocked.
     ///
     /// # Errors

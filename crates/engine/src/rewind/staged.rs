@@ -1,4 +1,4 @@
-//! What is to be put in place: the pages that differ from the checkpoint, as the checkpoint has them.
+//! The pages to exchange: those that differ from the checkpoint, as the checkpoint has them.
 //!
 //! Gathered while the guest runs; then each is exchanged with what the guest has, so that what was there
 //! before is at hand should something go wrong.

@@ -39,9 +39,9 @@ pub trait PageSink {
     /// Makes the ids of page contents.
     fn hasher(&self) -> &ContentHasher;
 
-    /// Takes a batch; says for each page what it turned out to hold.
+    /// Takes a batch; returns the capture outcome of each page.
     ///
     /// # Errors
-    /// The stream is worth nothing then.
+    /// The stream is worthless then.
     fn put(&mut self, batch: EncodedBatch<'_>) -> Result<Vec<Content>, Self::Error>;
 }

@@ -31,18 +31,18 @@ pub struct StreamCounts {
     pub zero: u64,
     /// Pages of which only what changed went to the sink.
     pub delta: u64,
-    /// Pages that were written, and hold what they held.
+    /// Pages that were written, and have the same content.
     pub unchanged: u64,
 }
 
 /// The pages of one checkpoint or transfer.
 pub struct PageStream {
-    /// Where iterations come before the staged pages, the pages that came already, by block. Staged pages come
-    /// once.
+    /// Where iterations come before the pages of the staging buffer: the pages that came already, by block. Pages of
+    /// the buffer come once.
     seen: Vec<DirtyBitmap>,
     /// Pages that the delta cache should know the content of, once it is committed; by block.
     keep: Vec<DirtyBitmap>,
-    /// What the pages turned out to hold, by block.
+    /// The capture outcome, by block.
     pub outcome: Vec<Found>,
     /// What happened so far.
     pub counts: StreamCounts,
@@ -75,8 +75,8 @@ impl PageStream {
         self.seen = bitmaps.collect();
     }
 
-    /// Encodes ascending pages of block number `block`, and hands them to the sink. `cache` knows what the pages
-    /// held.
+    /// Encodes ascending pages of block number `block`, and hands them to the sink. `cache` knows the old
+    /// contents of the pages.
     ///
     /// # Errors
     /// That of the sink.
@@ -127,7 +127,7 @@ impl PageStream {
         self.outcome[block].note(page, content);
     }
 
-    /// To be called when the pages are durable: the cache learns what the staged ones hold.
+    /// To be called when the pages are durable: the cache takes the contents of those in the staging buffer.
     pub fn remember(&self, stage: &Stage, cache: &mut DeltaCache) {
         for (block, keep) in self.keep.iter().enumerate() {
             for (page, bytes) in stage.pages_of(block) {

@@ -25,7 +25,7 @@ pub enum SourceError {
 /// Where fetched pages go: the number of the first, and the bytes of all.
 pub type TakePages<'t, E> = &'t mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
 
-/// Where pages go that threads fetch together.
+/// Where pages go that several threads fetch.
 pub type TakeMany<'t, E> = &'t (dyn Fn(u64, &[u8]) -> Result<(), E> + Sync);
 
 /// The pages of one RAM block.
@@ -48,7 +48,7 @@ pub trait PageSource: Send + Sync + Sized {
     /// Pages that are likely to be used first, ascending.
     fn likely_first(&self) -> &[u32];
 
-    /// All pages will be asked for: what takes fewer reads together is read now.
+    /// All pages will be fetched: what takes fewer reads at once is read now.
     ///
     /// # Errors
     /// Nothing is lost; single pages may still be had.
@@ -86,8 +86,8 @@ pub trait PageFetcher<S> {
         take: TakePages<'_, E>,
     ) -> Result<(), E>;
 
-    /// As [`PageFetcher::fetch_near`], where no thread waits for the page: it is handed over in its place among the
-    /// others, and together with those that lie beside it.
+    /// As [`PageFetcher::fetch_near`], where no thread waits for the page: pages are handed over in their order,
+    /// adjacent ones with one call.
     ///
     /// # Errors
     /// The first error, of the source or of `take`.

@@ -1,4 +1,4 @@
-//! Who saves a page before the guest writes it: the copier or the one who serves faults. Never both,
+//! Claims decide whether the copier or the fault handler saves a page before the guest writes it. Never both,
 //! never neither, and neither ever waits for the other.
 //!
 //! ```text
@@ -7,7 +7,7 @@
 //!                     |  \ fault: claims it too, and saves     ^
 //!        fault, no    |                | fault                 |
 //!        room to save v                v                 done  |
-//!                  ARMED_WANTED -> BUSY_WANTED -----------------+  who is done opens the page
+//!                  ARMED_WANTED -> BUSY_WANTED -----------------+  the saver unprotects the page
 //! ```
 //!
 //! (Copy-on-write checkpointing, section 4.3: each page is saved exactly once.) The states are tried
@@ -15,9 +15,9 @@
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Nothing is to be saved: the page may be opened.
+/// Nothing is to be saved: the page may be unprotected.
 const IDLE: u8 = 0;
-/// To be saved before it is opened.
+/// To be saved before it is unprotected.
 const ARMED: u8 = 1;
 /// The same, and a writer waits.
 const ARMED_WANTED: u8 = 2;
@@ -64,14 +64,14 @@ macro_rules! atomic_cell {
 
 atomic_cell!(AtomicU8);
 
-/// What is to be done about a page that somebody wants to write.
+/// What the fault handler does about a page that a thread wants to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnFault {
-    /// Open it.
+    /// Unprotect it.
     Open,
-    /// It is the caller's: save it, say [`Claims::done`], open it.
+    /// It is the caller's: save it, call [`Claims::done`], unprotect it.
     Save,
-    /// Nothing: who saves it, or will, opens it.
+    /// Nothing: the thread that saves it, now or later, unprotects it.
     Leave,
 }
 
@@ -89,7 +89,7 @@ impl<C: Cell> Claims<C> {
         }
     }
 
-    /// The page, which is protected, is to be saved. The guest stands still.
+    /// The page, which is protected, is to be saved. The guest is stopped.
     pub fn arm(&self, page: u64) {
         self.cells[page as usize].swap(ARMED);
     }
@@ -107,13 +107,13 @@ impl<C: Cell> Claims<C> {
         }
     }
 
-    /// For the one who claimed a page, when it is saved: whether a writer waits, for whom the page
-    /// is to be opened.
+    /// For the thread that claimed a page, when it is saved: whether a writer waits, for which the page
+    /// must be unprotected.
     pub fn done(&self, page: u64) -> bool {
         self.cells[page as usize].swap(IDLE) == BUSY_WANTED
     }
 
-    /// Somebody wants to write the page and waits. `room`: whether the caller could save it.
+    /// A thread wants to write the page and waits. `room`: whether the caller could save it.
     pub fn fault(&self, page: u64, room: bool) -> OnFault {
         let cell = &self.cells[page as usize];
         loop {
@@ -128,7 +128,7 @@ impl<C: Cell> Claims<C> {
         }
     }
 
-    /// Whether a page nobody waits for may be opened along with a neighbour, as [`Claims::fault`]
+    /// Whether a page that no thread waits for may be unprotected along with a neighbour, as [`Claims::fault`]
     /// says; [`OnFault::Leave`] when it is being saved.
     pub fn neighbour(&self, page: u64, room: bool) -> OnFault {
         let cell = &self.cells[page as usize];
@@ -142,8 +142,8 @@ impl<C: Cell> Claims<C> {
 
 #[cfg(test)]
 mod tests {
-    //! The model: a guest that writes a page, one who serves its fault, and the copier, in every
-    //! order of their steps. The page is protected and holds 1; the guest writes 2; what is saved
+    //! The model: a guest that writes a page, the handler of its fault, and the copier, in every
+    //! order of their steps. The page is protected and contains 1; the guest writes 2; the saved content
     //! must be 1, once, and the guest must get to write.
 
     use loom::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
@@ -160,7 +160,7 @@ mod tests {
         open: AtomicBool,
         saved: AtomicU32,
         times_saved: AtomicU32,
-        /// Of who serves faults.
+        /// Of the fault handler.
         gate: Mutex<()>,
     }
 
@@ -188,7 +188,7 @@ mod tests {
             self.open.store(true, Ordering::Release);
         }
 
-        /// The guest's write, where it gets to it, and what the one who serves faults does.
+        /// The guest's write, where it gets to it, and the steps of the fault handler.
         fn write(&self, room: bool) {
             let gate = self.gate.lock().unwrap();
             match self.claims.fault(0, room) {
@@ -201,13 +201,13 @@ mod tests {
                 OnFault::Leave => {}
             }
             drop(gate);
-            // A guest that still waits is let go by the copier; see `finish`.
+            // The copier wakes a guest that still waits; see `finish`.
             if self.open.load(Ordering::Acquire) {
                 self.content.store(2, Ordering::Release);
             }
         }
 
-        /// What the copier does, to its end: then the page must be saved, whoever did it.
+        /// The steps of the copier, to its end: then the page must be saved, by either of the two.
         fn copy(&self, hot: bool) {
             if self.claims.claim(0) {
                 self.save();
@@ -252,7 +252,7 @@ mod tests {
         }
     }
 
-    /// Two vCPUs write the same page: two faults, served one after the other.
+    /// Two vCPUs write the same page: two faults, handled one after the other.
     #[test]
     fn several_writers_of_a_page_all_go_on() {
         for room in [true, false] {
@@ -280,7 +280,7 @@ mod tests {
                 let world = world.clone();
                 thread::spawn(move || world.write(false))
             };
-            // Claimed and not saved: see `copy_on_write::disarm`.
+            // Claimed and not saved: see `CopyOnWrite::give_up`.
             if world.claims.claim(0) && world.claims.done(0) {
                 world.open();
             }

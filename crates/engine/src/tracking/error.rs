@@ -49,15 +49,15 @@ pub enum TrackerError {
     /// The disks do not become quiet.
     #[error("cannot wait for the disk requests of the VM")]
     Drain(#[source] MonitorError),
-    /// QEMU may not have faults of the kernel served.
+    /// The kernel's faults in QEMU cannot be handled: QEMU lacks the right.
     #[error(
         "QEMU runs as a user who may not have page faults of the kernel served, so copy-on-write would fail its disk requests: choose another schedule, or set vm.unprivileged_userfaultfd=1"
     )]
     UserModeOnly,
-    /// No thread to serve faults.
+    /// The fault handler could not be started.
     #[error("cannot start the thread that serves the VM's write faults")]
     FaultServer(#[source] io::Error),
-    /// Copy-on-write asked of an attachment without it.
+    /// Copy-on-write was requested of an attachment without it.
     #[error("this VM was attached to without copy-on-write")]
     NoFaultServer,
     /// The kernel or QEMU took write protection away.
@@ -68,10 +68,10 @@ pub enum TrackerError {
     /// A fault that a test injected.
     #[error("a step of the capture failed")]
     Injected(#[source] io::Error),
-    /// A page was let go without being saved.
+    /// A page was unprotected without being saved.
     #[error("a page could not be saved before the guest wrote it; this checkpoint is discarded")]
     NotSaved,
-    /// Nothing serves write faults any more; nothing is protected.
+    /// No thread handles write faults any more; no page is protected.
     #[error(
         "the thread that serves the VM's write faults has ended; the VM runs on, and this checkpoint is discarded"
     )]

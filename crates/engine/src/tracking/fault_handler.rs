@@ -1,12 +1,12 @@
-//! Serving the faults of a VM whose first writes to protected pages wait for us (synchronous
+//! The fault handler of write faults: the first write to a protected page waits for it (synchronous
 //! tracking), so that copy-on-write can save a page before it changes.
 //!
-//! One thread does nothing else, and while the guest runs nothing it does waits for another: not for the
-//! copier, not for memory. What it saves goes into buffers made beforehand; when they are used up, a page is left to
+//! One thread does nothing else, and while the guest runs it waits for no other thread: not for the
+//! copier, not for memory. It saves pages into buffers made beforehand. When they are used up, a page is left to
 //! the copier, and its writer waits for that.
 //!
-//! A first write costs a message to this thread and back. Writers mostly go on to the next page, so
-//! pages behind one that faults are opened with it, more of them each time that comes true.
+//! A first write costs a message to this thread and back. Writers mostly continue with the next page, so
+//! pages behind a faulting one are unprotected with it, more of them each time that this prediction holds.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -31,9 +31,9 @@ use crate::tracking::protection::still_protected;
 
 /// Pages that can be saved on a fault before the copier has to take them over: 16 MiB.
 const SAVED_MAX: usize = 4096;
-/// The most pages opened at one fault.
+/// Upper bound on the pages unprotected at one fault.
 const AHEAD_MAX: u64 = 64;
-/// Faults served before the thread looks up.
+/// Faults handled before the thread checks for other work.
 const FAULTS_A_TURN: u32 = 1024;
 /// How long the thread stays awake for the next fault: one that finds it so takes 13 us, one that has
 /// to wake it 54. The next of a guest that writes much comes within this.
@@ -46,11 +46,11 @@ pub struct Saved {
     pub block: usize,
     /// Its number in the block.
     pub page: u64,
-    /// What it held.
+    /// Its content.
     pub bytes: Box<[u8; PAGE]>,
 }
 
-/// A block as the fault server sees it.
+/// A block as the fault handler sees it.
 #[derive(Debug)]
 struct Served {
     range: AddressRange,
@@ -71,8 +71,8 @@ struct Shared {
     /// The thread has ended by itself: pages change unsaved from then on.
     ended: AtomicBool,
     stop: AtomicBool,
-    /// Held while a fault is served, from looking at the page's state to opening the page; see
-    /// [`FaultServer::gate`].
+    /// The pause lock, held while a fault is handled, from the check of the page's state until the page is
+    /// unprotected; see [`FaultServer::gate`].
     gate: Arc<Mutex<()>>,
 }
 
@@ -81,7 +81,7 @@ struct Shared {
 pub struct CopierAtWork(Arc<Shared>);
 
 impl CopierAtWork {
-    /// The copier goes on to other pages.
+    /// The copier continues with other pages.
     pub fn step(&self) {
         self.0.copier_at.fetch_add(2, Ordering::AcqRel);
     }
@@ -104,7 +104,7 @@ pub struct FaultServer {
 }
 
 impl FaultServer {
-    /// Starts serving, with heartbeats for as long as faults are served.
+    /// Starts the fault handler, with heartbeats for as long as faults are handled.
     pub fn start(
         (uffd, pagemap): (Arc<Uffd>, Arc<Pagemap>),
         blocks: impl Iterator<Item = Arc<Block>>,
@@ -160,14 +160,14 @@ impl FaultServer {
         &self.shared.blocks[block].claims
     }
 
-    /// Whoever holds this keeps faults from being served. To be held while pages are protected and
-    /// armed in the pause: a fault that was looked at before (its writer may have been let go since, by
-    /// the copier) must not open a page after. No vCPU waits for it, because they all stand still.
+    /// The pause lock: while it is held no fault is handled. To be held while pages are protected and
+    /// armed in the pause: a fault that was received before (the copier may have woken its writer since) must not
+    /// unprotect a page afterwards. No vCPU waits for the lock, because all are stopped.
     pub fn gate(&self) -> Arc<Mutex<()>> {
         self.shared.gate.clone()
     }
 
-    /// Waits for the fault that is being served, if one is: what it saves can be taken then.
+    /// Waits for the fault that is being handled, if there is one: then the page that it saves can be taken.
     pub fn wait_until_idle(&self) {
         drop(
             self.shared
@@ -184,28 +184,28 @@ impl FaultServer {
 
     /// The buffer may be used again.
     pub fn recycle(&self, bytes: Box<[u8; PAGE]>) {
-        // There is room for every buffer there is.
+        // The channel has room for every buffer.
         let _ = self.empty.try_send(bytes);
     }
 
-    /// The copier begins: there are pages that vCPUs may wait for it to copy, until this is dropped. While it
+    /// The copier begins: vCPUs may wait for it to copy pages, until this is dropped. While it
     /// makes no step, heartbeats stop.
     pub fn copier_at_work(&self) -> CopierAtWork {
         self.shared.copier_at.fetch_add(1, Ordering::AcqRel);
         CopierAtWork(self.shared.clone())
     }
 
-    /// Faults served since this was last asked.
+    /// Faults handled since the last call.
     pub fn take_faults(&self) -> u64 {
         self.shared.faults.swap(0, Ordering::Relaxed)
     }
 
-    /// A page that could not be saved up to now was not to be.
+    /// Forgets pages that could not be saved up to now.
     pub fn forget_failure(&self) {
         self.shared.failed.store(false, Ordering::Release);
     }
 
-    /// Whether faults are served still.
+    /// Whether faults are still handled.
     ///
     /// # Errors
     /// [`TrackerError::HandlerEnded`]: nothing is protected any more.
@@ -216,8 +216,8 @@ impl FaultServer {
         }
     }
 
-    /// Whether every page that was written since this was last asked had been saved; otherwise what is
-    /// being captured is worthless.
+    /// Whether every page that was written since the last call had been saved; otherwise the
+    /// capture is worthless.
     ///
     /// # Errors
     /// [`TrackerError::NotSaved`] for a page, [`TrackerError::HandlerEnded`] for all pages from now on.
@@ -247,7 +247,7 @@ struct Server {
     shared: Arc<Shared>,
     saved: Sender<Saved>,
     buffers: Receiver<Box<[u8; PAGE]>>,
-    /// The address behind what was opened last, and how many pages that was.
+    /// The address behind the pages that were unprotected last, and how many these were.
     expected: u64,
     ahead: u64,
 }
@@ -271,7 +271,7 @@ impl Server {
             if beaten.elapsed() >= HEARTBEAT {
                 let copier_was_at = copier_at;
                 copier_at = self.shared.copier_at.load(Ordering::Acquire);
-                // vCPUs wait for the copier too: where it stands still, so do they.
+                // vCPUs wait for the copier too: if it makes no step, they block.
                 if copier_at.is_multiple_of(2) || copier_at != copier_was_at {
                     heartbeat.beat();
                 }
@@ -291,7 +291,7 @@ impl Server {
         }
     }
 
-    /// Serves the faults there are, and those that follow soon.
+    /// Handles the faults there are, and those that follow soon.
     fn turn(&mut self) -> io::Result<()> {
         let mut served = 0;
         let mut last = None;
@@ -318,7 +318,7 @@ impl Server {
         let mut blocks = shared.blocks.iter().enumerate();
         let Some((number, served)) = blocks.find(|(_, served)| served.range.contains(address))
         else {
-            // Nothing else is registered; should it be, nobody may wait for it.
+            // Nothing else is registered; if it is, no thread may wait for it.
             let start = address - address % PAGE_BYTES;
             let end = start + PAGE_BYTES;
             return self.open(AddressRange { start, end });
@@ -354,8 +354,8 @@ impl Server {
         }
     }
 
-    /// Saves a page that was claimed. If that fails, its writer goes on all the same. One that is not
-    /// known to have been protected is looked at, for [`still_protected`] has the reasons.
+    /// Saves a page that was claimed. If that fails, its writer continues all the same. A page that is not
+    /// known to have been protected is checked: [`still_protected`] has the reasons.
     fn save(&self, number: usize, served: &Served, page: u64, protected: bool) {
         let saved = self.buffers.try_recv().ok().is_some_and(|mut bytes| {
             let wanted = page..page + 1;
@@ -376,11 +376,11 @@ impl Server {
         if !saved {
             self.shared.failed.store(true, Ordering::Release);
         }
-        // Opened by the caller, whether or not somebody else waits for it too.
+        // The caller unprotects it, whether or not another thread waits for it too.
         served.claims.done(page);
     }
 
-    /// Opens the page at the start of the range, for whom somebody waits, and its neighbours if it can.
+    /// Unprotects the page at the start of the range, which a thread waits for, and its neighbours if it can.
     fn open(&self, range: AddressRange) {
         let first = AddressRange {
             start: range.start,
@@ -388,14 +388,14 @@ impl Server {
         };
         let uffd = &self.shared.uffd;
         if uffd.unprotect(range).is_err() && uffd.unprotect(first).is_err() {
-            // The page may be gone (a hot-unplug): who waits for it is to find that out.
+            // The page may be gone (a hot-unplug): the waiting thread then finds that out.
             let _ = uffd.wake(first);
         }
     }
 }
 
-/// The end of the thread, whatever brought it: told to stop, an error, a panic. Nothing serves faults from
-/// here on, so nothing may be protected.
+/// The end of the thread, whatever its cause: a request to stop, an error, a panic. From here on no thread
+/// handles faults, so no page may be protected.
 struct Release<'h> {
     shared: Arc<Shared>,
     heartbeat: &'h Heartbeat,
@@ -446,8 +446,8 @@ mod tests {
         Arc::new(Block::open(&process, &mappings, &ram, false).unwrap())
     }
 
-    /// A handler that reads something other than a fault ends. Only when everything is unregistered it says
-    /// that it has let go; in any case nothing that is being captured is worth anything.
+    /// A handler that reads something other than a fault ends. Only when everything is unregistered it reports
+    /// that no thread waits any more; in any case the capture is worthless.
     #[test]
     fn a_handler_that_fails_lets_go_or_falls_silent() {
         let memory = vec![1; 2 * PAGE];

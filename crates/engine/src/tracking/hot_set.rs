@@ -1,31 +1,31 @@
-//! Which pages are hot: written with new content in one interval after the other.
+//! The hot set: pages that are write-hot, written with new content in one interval after the other.
 //!
 //! A first write to a protected page costs the vCPU a fault. A page that will be written anyway
-//! gains nothing by it, so hot pages are left open after the pause: the next scan finds them
+//! gains nothing by it, so write-hot pages are left unprotected after the pause: the next scan finds them
 //! unprotected, takes them for written, and protects them again until that pause is over.
 //!
 //! ```text
 //!   new content in the last two checkpoints  AND  written in this interval  ->  hot
-//!   open, but the content turns out unchanged  ->  protected again after the next checkpoint
+//!   unprotected, but the content turns out unchanged  ->  protected again after the next checkpoint
 //! ```
 //!
-//! Whether that is worth it depends on who serves the fault: opening interrupts the processors that run
+//! Whether that is worth it depends on what handles the fault: to unprotect a page interrupts the processors that run
 //! the VM (x86: a page that becomes writable is flushed from their TLBs).
 //!
 //! ```text
-//!   fault served by the kernel (asynchronous tracking)   2.6 us a page
-//!   fault served by a thread (synchronous)               80 us a page
-//!   opening                                              8 us a run of pages
+//!   fault handled by the kernel (asynchronous tracking)   2.6 us a page
+//!   fault handled by a thread (synchronous)               80 us a page
+//!   unprotect                                             8 us a run of pages
 //! ```
 
 use std::ops::Range;
 
 use stillframe_page::bitmap::DirtyBitmap;
 
-/// With asynchronous tracking, so long a run of hot pages is worth being opened, in pages.
+/// With asynchronous tracking, the shortest run of write-hot pages that is worth unprotecting, in pages.
 const ASYNC_RUN_MIN: u64 = 4;
 
-/// The heat of one block's pages.
+/// The hot set of one block.
 #[derive(Debug)]
 pub struct Heat {
     /// New content in the last checkpoint.
@@ -43,21 +43,21 @@ impl Heat {
         }
     }
 
-    /// A checkpoint is durable, and holds content of these pages that the repository did not have.
+    /// A checkpoint is durable, and contains content of these pages that the repository did not have.
     pub fn committed(&mut self, new: &DirtyBitmap) {
         std::mem::swap(&mut self.both, &mut self.last);
         self.both.intersect_with(new);
         self.last.clone_from(new);
     }
 
-    /// The hot pages, of those written in this interval.
+    /// The write-hot pages, of those written in this interval.
     pub fn hot(&self, written: &DirtyBitmap) -> DirtyBitmap {
         let mut hot = self.both.clone();
         hot.intersect_with(written);
         hot
     }
 
-    /// The hot pages that are worth being opened where the kernel serves faults, as runs.
+    /// The write-hot pages that are worth unprotecting where the kernel handles faults, as runs.
     pub fn hot_runs(&self, written: &DirtyBitmap) -> Vec<Range<u64>> {
         let hot = self.hot(written);
         let runs = hot.ranges();
@@ -90,7 +90,7 @@ mod tests {
     }
 
     proptest! {
-        /// The slow twin: the whole history, looked through anew each time.
+        /// The slow reference model: the whole history, searched anew each time.
         #[test]
         fn hot_is_new_twice_and_written_now(history in prop::collection::vec(pages(), 0..6), written in pages()) {
             let mut heat = Heat::new(PAGES);

@@ -1,4 +1,4 @@
-//! Which pages a guest writes, found out by write protection; and the faults of the pages whose first write waits.
+//! Which pages a guest writes, found by write protection; and the fault handler of pages whose first write waits.
 
 mod claims;
 pub mod error;

@@ -7,7 +7,7 @@ use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use super::error::TrackerError;
 use crate::memory::block::Block;
 
-/// Whether pages that were protected in the pause, and read since, hold what they held then. Two things
+/// Whether pages that were protected in the pause, and read since, still had their content of the pause. Two things
 /// take protection away without a fault: KSM, which replaces a page by a shared one (`replace_page` in the
 /// kernel's mm/ksm.c), and a discard (balloon, free page reporting).
 pub(super) fn still_protected(

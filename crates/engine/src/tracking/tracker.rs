@@ -3,7 +3,7 @@
 //!
 //! The kernel lifts the protection itself at the first write, so that no vCPU ever waits for us.
 //! A scan returns what was written and protects it again in the same step. What a scan returned is
-//! remembered as *pending* until a checkpoint that holds it is committed: a failed capture loses
+//! remembered as *pending* until a checkpoint that contains it is committed: a failed capture loses
 //! no dirty page.
 
 use std::collections::VecDeque;
@@ -44,19 +44,19 @@ pub struct Tracked {
     pub ram: RamBlock,
     /// Written since the last capture, as far as scans have seen, or in captures that failed.
     pending: DirtyBitmap,
-    /// Captured, and not stored yet; each capture by itself, in their order.
+    /// In flight: captured, and not committed yet; each capture by itself, in their order.
     under_way: VecDeque<DirtyBitmap>,
-    /// Stored by passes of a checkpoint that is to be captured yet.
+    /// Streamed by iterations of a checkpoint that is to be captured yet.
     passed: DirtyBitmap,
     /// For a shared block: pages that may have had content when last captured.
     with_content: DirtyBitmap,
-    /// Which pages are not worth a fault.
+    /// The hot set: pages that are not worth a fault.
     heat: Heat,
 }
 
-/// Pages that were protected while the guest ran. A disk request that was under way then still writes
+/// Pages that were protected while the guest ran. A disk request that was in progress then still writes
 /// to its pages, without a fault, because they are pinned (O_DIRECT, native AIO, io_uring: see
-/// docs/memory-writers.md). So these pages are not to be had before such requests are done.
+/// docs/memory-writers.md). So these pages must not be read before such requests are done.
 #[derive(Debug)]
 #[must_use]
 pub struct InFlight(Collected);
@@ -67,7 +67,7 @@ impl InFlight {
         self.0.pages()
     }
 
-    /// Waits for all requests that were under way. What the pages hold now is what they will hold
+    /// Waits for all requests that were in progress. Afterwards the pages keep their content
     /// until the next fault on them, which the next scan reports.
     pub fn drained(self, monitor: &mut Monitor) -> Result<Collected, TrackerError> {
         monitor.drain_disks().map_err(TrackerError::Drain)?;
@@ -80,7 +80,7 @@ impl InFlight {
 pub struct Collected {
     /// Written since the scan before.
     pub written: PageRanges,
-    /// Holes of a shared file where content was captured before: zero now. Apart from `written`,
+    /// Holes of a shared file where content was captured before: zero now. Separate from `written`,
     /// because reading them through a mapping would fill the hole that the guest's balloon made.
     pub discarded: PageRanges,
 }
@@ -130,7 +130,7 @@ impl Tracker {
         let uffd = Arc::new(uffd);
         let pagemap = Arc::new(Pagemap::open(process).map_err(TrackerError::Pagemap)?);
         let blocks = open_blocks(process, ram, mode)?;
-        // Before anything is protected: whoever writes it then waits for this.
+        // Before anything is protected: from then on writers wait for the fault handler.
         let faults = heartbeat.map(|heartbeat| {
             let blocks = blocks.iter().map(|tracked| tracked.block.clone());
             FaultServer::start((uffd.clone(), pagemap.clone()), blocks, heartbeat)
@@ -166,8 +166,8 @@ impl Tracker {
             .sum()
     }
 
-    /// The pages that may be other than zero. Everything is protected before this is asked, so a
-    /// page that turns up later is reported by the next scan.
+    /// The pages that may be other than zero. Everything is protected before this call, so the next scan
+    /// reports a page that is written later.
     pub fn populated(&self) -> Result<InFlight, TrackerError> {
         let swap = system::has_swap();
         let blocks = self.blocks.iter();
@@ -202,7 +202,7 @@ impl Tracker {
         }
     }
 
-    /// How many pages a scan would find now, discards of shared memory apart. Changes nothing.
+    /// How many pages a scan would find now, without discards of shared memory. Changes nothing.
     pub fn written_pages(&self) -> Result<u64, TrackerError> {
         let mut found = Vec::new();
         for tracked in &self.blocks {
@@ -219,8 +219,8 @@ impl Tracker {
         Ok(InFlight(self.collect(Guest::Running)?))
     }
 
-    /// The same while the guest is stopped, its disks drained, and, with synchronous tracking, the fault
-    /// server's gate held: nothing is opened meanwhile.
+    /// The same while the guest is stopped, its disks drained, and, with synchronous tracking, the pause lock
+    /// of the fault handler held: no page is unprotected meanwhile.
     pub fn collect_stopped(&mut self) -> Result<Collected, TrackerError> {
         self.collect(Guest::Stopped)
     }
@@ -246,8 +246,8 @@ impl Tracker {
             scanned.map_err(|source| scan_error(&tracked.block, source))?;
             if self.faults.is_some() {
                 // A page that is written between scan and protection is in the scan already, or is
-                // opened after it and stays open for the next. So nothing else may be protected, not
-                // even to save calls, unless nothing can be opened: then all else is protected already.
+                // unprotected after it and stays so for the next. So no other page may be protected, not
+                // even to save calls, unless no page can be unprotected: then all others are protected already.
                 let found = match guest {
                     Guest::Running => found,
                     Guest::Stopped => ranges::join_near(found, NEAR_BYTES),
@@ -285,7 +285,7 @@ impl Tracker {
             .collect()
     }
 
-    /// Everything pending is captured and on its way to the repository, behind what is under way.
+    /// Everything pending is captured and in flight from here on, behind earlier captures in flight.
     pub fn launched(&mut self) {
         for tracked in &mut self.blocks {
             let mut pages = tracked.take_passed();
@@ -295,8 +295,8 @@ impl Tracker {
         }
     }
 
-    /// Everything pending was `found`, and goes to the repository in a pass, while the guest runs on:
-    /// part of what is launched next.
+    /// Everything pending was `found`, and is streamed into the repository in an iteration, while the guest runs on:
+    /// part of the next capture in flight.
     pub fn passed(&mut self, found: &Collected) {
         for (tracked, discarded) in self.blocks.iter_mut().zip(&found.discarded) {
             tracked.passed.union_with(&tracked.pending);
@@ -309,8 +309,7 @@ impl Tracker {
         }
     }
 
-    /// What was launched first, of all that is under way, is in a checkpoint that is durable, and holds
-    /// this.
+    /// The oldest capture in flight is committed: its checkpoint is durable, and `found` is its outcome.
     pub fn landed(&mut self, found: &[Found]) {
         for (tracked, found) in self.blocks.iter_mut().zip(found) {
             tracked.under_way.pop_front();
@@ -326,7 +325,7 @@ impl Tracker {
         }
     }
 
-    /// Nothing that is under way is in a checkpoint: it is to be captured again.
+    /// All captures in flight are rolled back: their pages become pending again.
     pub fn lost(&mut self) {
         for tracked in &mut self.blocks {
             let passed = tracked.take_passed();
@@ -338,7 +337,7 @@ impl Tracker {
         }
     }
 
-    /// What is pending will be captured anew in any case, by a full pass.
+    /// Pages that are pending will be read in any case, by the bulk phase of streaming pre-copy.
     pub fn drop_pending(&mut self) {
         for tracked in &mut self.blocks {
             tracked.pending.clear_all();
@@ -356,9 +355,9 @@ impl Tracker {
             .collect()
     }
 
-    /// Lifts the protection of hot pages, where that is cheaper than faults (see [`crate::tracking::hot_set`]), until
-    /// the next collect, which takes them for written. To be called when they are copied; how many pages
-    /// it is.
+    /// Unprotects write-hot pages, where that is cheaper than faults (see [`crate::tracking::hot_set`]), until
+    /// the next collect, which takes them for written. To be called when they are copied. Returns how many
+    /// pages that were.
     pub fn leave_hot_open(&self) -> u64 {
         let blocks = self.blocks.iter().enumerate();
         blocks
@@ -369,7 +368,7 @@ impl Tracker {
             .sum()
     }
 
-    /// Lifts the protection of pages of block number `block`; of how many. Where the kernel refuses
+    /// Unprotects pages of block number `block`; returns how many. Where the kernel refuses
     /// (parts of huge pages, say) they stay protected, and nothing is lost but time.
     pub fn open(&self, block: usize, pages: impl IntoIterator<Item = Range<u64>>) -> u64 {
         let base = self.blocks[block].block.range().start;
@@ -384,7 +383,7 @@ impl Tracker {
             / PAGE_BYTES
     }
 
-    /// Whether these pages of block number `block` hold what they held in the pause, in which they were
+    /// Whether these pages of block number `block` still have their content of the pause, in which they were
     /// protected.
     pub fn still_protected(
         &self,
@@ -394,7 +393,7 @@ impl Tracker {
         still_protected(&self.pagemap, &self.blocks[block].block, pages)
     }
 
-    /// Who serves the VM's write faults.
+    /// The fault handler of the VM's write faults.
     pub fn fault_server(&self) -> Result<&FaultServer, TrackerError> {
         self.faults.as_ref().ok_or(TrackerError::NoFaultServer)
     }
@@ -414,7 +413,8 @@ impl Tracker {
 }
 
 impl Tracked {
-    /// The pages that are not worth a fault served by us (see [`crate::tracking::hot_set`]), of those written.
+    /// The write-hot pages of those written: not worth a fault that the engine handles (see
+    /// [`crate::tracking::hot_set`]).
     pub fn hot(&self) -> DirtyBitmap {
         self.heat.hot(&self.pending)
     }

@@ -9,11 +9,11 @@
 //! | --- | --- | --- |
 //! | stop-copy | all written | the kernel lifts the protection |
 //! | pre-copy | written during the last round | the same; a page may be written first in several rounds |
-//! | copy-on-write | written during the last round, to be protected | a wait for our fault server |
+//! | copy-on-write | written during the last round, to be protected | a wait for our fault handler |
 //!
 //! Of those whose pause is near the floor that QEMU itself sets, the one that costs the guest least; if
-//! none is near, the one with the shortest pause. Stop-copy and pre-copy track alike and change places freely.
-//! Copy-on-write tracks otherwise: changing to it (or back) takes attaching anew and a look at all of
+//! none is near, the one with the shortest pause. Stop-copy and pre-copy track alike, and `auto` changes between them
+//! freely. Copy-on-write tracks otherwise: a change to it (or back) takes a new attach and a read of all of
 //! memory, so it must have been the better one for a while, longer each time.
 
 use std::collections::VecDeque;
@@ -40,16 +40,16 @@ const GUEST_SHARE_MAX: f64 = 0.1;
 /// A first write under asynchronous tracking, in microseconds.
 const LIFT_US: f64 = 0.85;
 /// A first write under synchronous tracking, on a machine that has other things to do: 70 to 100 for a
-/// guest that compiles on two processors. On an idle one it is 13 with a server awake, 54 with one asleep.
+/// guest that compiles on two processors. On an idle one it is 13 with the handler awake, 54 with it asleep.
 const FAULT_US: f64 = 80.0;
-/// Of pages that a guest writes, one in so many is a fault under copy-on-write: neighbours are opened
-/// with it. Believed until measured.
+/// Of pages that a guest writes, one in so many is a fault under copy-on-write: neighbours are unprotected
+/// with it. Assumed until measured.
 const PAGES_A_FAULT: f64 = 8.0;
 /// Copying a page, in microseconds; believed until measured.
 const COPY_US: f64 = 0.6;
 /// Protecting a scattered page, in microseconds.
 const PROTECT_US: f64 = 0.9;
-/// Fewer pages tell nothing of what one costs.
+/// Fewer pages do not show what one costs.
 const PAGES_MIN: u64 = 64;
 
 /// What one checkpoint took.
@@ -110,13 +110,13 @@ pub struct Auto {
     device_state_us: Option<f64>,
     /// Pauses since it was.
     state_age: u32,
-    /// What share of the pages pre-copy left for the pause, when it was last in use: bursts leave more
-    /// than what is written in an interval tells.
+    /// The share of the pages that pre-copy left for the pause, when it was last in use: bursts leave more
+    /// than the writes of an interval suggest.
     left_share: Option<f64>,
     /// Memory cannot be tracked synchronously.
     asynchronous_only: bool,
     tracking: Tracking,
-    /// Checkpoints in a row that asked for the other tracking.
+    /// Checkpoints in a row for which the other tracking was the better one.
     streak: u32,
     streak_needed: u32,
 }
@@ -126,7 +126,7 @@ pub struct Auto {
 enum Tracking {
     /// By the kernel: stop-copy and pre-copy.
     Asynchronous,
-    /// By the fault server: copy-on-write.
+    /// By the fault handler: copy-on-write.
     Synchronous,
 }
 
@@ -156,8 +156,8 @@ impl Default for Auto {
 }
 
 impl Auto {
-    /// Copy-on-write does not suit this VM: its memory has huge pages, faults of the kernel are not
-    /// served, or pages lose their protection. Where it is in use, other tracking is wanted at once.
+    /// Copy-on-write does not suit this VM: its memory has huge pages, faults of the kernel cannot be
+    /// handled, or pages lose their protection. Where it is in use, other tracking is wanted at once.
     pub fn cannot_copy_on_write(&mut self) {
         self.asynchronous_only = true;
         if self.tracking == Tracking::Synchronous {
@@ -437,7 +437,7 @@ mod tests {
         }
     }
 
-    /// Checkpoints of such a guest, until the other tracking is asked for or there were enough.
+    /// Checkpoints of such a guest, until the other tracking is wanted or there were enough.
     fn watch(auto: &mut Auto, pages: u64, left: u64, checkpoints: u32) -> Option<ScheduleKind> {
         for _ in 0..checkpoints {
             let (kind, _) = auto.next();

@@ -2,7 +2,7 @@
 //! and a page that it is about to write is saved first.
 //!
 //! (Copy-on-write checkpointing, chapter 4.) Protecting what was written costs more than scanning, so
-//! most of it is done just before the pause. Hot pages are opened as soon as they are copied.
+//! most of it is done just before the pause. Write-hot pages are unprotected as soon as they are copied.
 
 use std::sync::PoisonError;
 use std::time::Instant;
@@ -20,7 +20,7 @@ use crate::tracking::error::TrackerError;
 use crate::tracking::fault_handler::{CopierAtWork, Saved};
 use crate::tracking::tracker::{Collected, Tracker};
 
-/// Pages claimed and copied together. A writer of one of them waits for all: 64 us.
+/// Pages claimed and copied at once. A writer of one of them waits for all: 64 us.
 const BATCH_PAGES: usize = 256;
 
 /// The schedule, and what is left to be copied.
@@ -116,7 +116,7 @@ impl Schedule for CopyOnWrite {
         for (number, ranges) in std::mem::take(&mut self.armed).into_iter().enumerate() {
             let claims = server.claims(number);
             for page in ranges.into_iter().flatten() {
-                // One that is being saved right now is opened by who saves it.
+                // A page that is being saved right now is unprotected by its saver.
                 if claims.claim(page) && claims.done(page) {
                     tracker.open(number, runs(&[page]));
                 }
@@ -152,7 +152,7 @@ fn copy_all(
                 Ok(tracker.still_protected(number, &runs_claimed)?)
             };
             let read = read();
-            // After a failure too: nobody may wait for a page that is not being saved.
+            // After a failure too: no thread may wait for a page that is not being saved.
             let mut open = claimed.clone();
             open.retain(|&page| claims.done(page) || hot.get(PageIndex(page)));
             tracker.open(number, runs(&open));

@@ -1,9 +1,9 @@
-//! What the guest asks for, and when: the working set, that the next restore of the checkpoint fills first.
+//! The access trace: which pages caused a fault, and when. The next working set is made from it.
 //!
-//! Pages that were filled before the guest touched them are never asked for. So a working set grows with
-//! each restore: a page that is in none yet takes the place that filling had reached when it was asked for.
-//! One that is in it came too late, and moves forward: to half of that place, so that it is there also
-//! where the guest is faster than this time.
+//! A page that was populated before its first access causes no fault. So a working set grows with
+//! each restore: a page that is in none yet takes the position that the fill had reached at its fault.
+//! A page of the working set that caused a fault came too late, and moves forward to half of that position.
+//! So it is there also where the guest is faster the next time.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
@@ -13,15 +13,15 @@ use crate::source::WORKING_SET_PAGES_MAX as PAGES_MAX;
 /// The number of a block, and a page of it.
 pub(super) type Page = (usize, u64);
 
-/// The pages that the guest has asked for.
+/// The access trace.
 #[derive(Debug, Default)]
 pub(super) struct Asked {
-    /// How much of the working set had been filled by then, and the page; in the order of asking.
+    /// How much of the working set had been populated by then, and the page; in the order of faults.
     pages: Mutex<Vec<(usize, Page)>>,
 }
 
 impl Asked {
-    /// Notes a page, asked for when so many pages of the working set had been filled.
+    /// Records the fault of a page; `filled` pages of the working set had been populated by then.
     pub(super) fn note(&self, filled: usize, page: Page) {
         let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
         if pages.len() < PAGES_MAX {
@@ -29,15 +29,14 @@ impl Asked {
         }
     }
 
-    /// What is to be filled first the next time, where `before` was this time; nothing where the guest asked
-    /// for nothing.
+    /// The next working set, where `before` is the present one; `None` without a fault.
     pub(super) fn learned(&self, before: &[Page]) -> Option<Vec<Page>> {
         let pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
         (!pages.is_empty()).then(|| merge(before, pages.clone()))
     }
 }
 
-/// Each page once, where it comes first: those asked for before the page at whose place they are to be.
+/// Each page once, at its first position: pages of the trace before the page whose position they take.
 fn merge(before: &[Page], mut asked: Vec<(usize, Page)>) -> Vec<Page> {
     let known: HashSet<Page> = before.iter().copied().collect();
     for (place, page) in &mut asked {
@@ -45,7 +44,7 @@ fn merge(before: &[Page], mut asked: Vec<(usize, Page)>) -> Vec<Page> {
             *place /= 2;
         }
     }
-    // Stable: those of one place stay in the order of asking.
+    // Stable: pages with one position stay in the order of faults.
     asked.sort_by_key(|(place, _)| *place);
     let mut asked = asked.into_iter().peekable();
     let mut merged = Vec::new();
@@ -95,7 +94,7 @@ mod tests {
     #[test]
     fn what_came_too_late_goes_to_half_of_where_filling_was() {
         let before: Vec<Page> = (0..10).map(|page| (0, page)).collect();
-        // Ahead of that already, the last one stays.
+        // The last one is before that position already, and stays.
         let asked = asked(&[(4, (0, 9)), (4, (0, 8)), (6, (0, 2))]);
         let order = [0, 1, 9, 8, 2, 3, 4, 5, 6, 7];
         let learned = order.map(|page| (0, page)).to_vec();

@@ -1,8 +1,8 @@
-//! Filling what nobody has asked for yet, in the background: first what is likely to be asked for, then
-//! everything, as it lies in the repository.
+//! The background fill: populates pages that caused no fault yet. First pages that are likely to be accessed, then
+//! everything, in the order of the source.
 //!
-//! What cannot be had is gone around and tried again until it can: the guest may never ask for it, and if
-//! it does, that is the fault servers' trouble.
+//! A page that cannot be read is left out and tried again later: the guest may never access it. If it does,
+//! that is a stall, which the fault handlers report.
 
 use std::num::NonZeroU64;
 use std::ops::Range;
@@ -22,14 +22,14 @@ use crate::populate::lazy::prefetch::Piece;
 use crate::populate::lazy::prefetch_queue::Ahead;
 use crate::source::{PageSource, SourceError};
 
-/// Pages of the last interval are read in groups of this many: small, because only within a group they are
-/// read as they lie in the repository.
+/// Pages of the last interval are read in groups of this many: small groups, because only within a group pages
+/// are read in the order of the repository.
 const NEWEST_PAGES: usize = 512;
 /// Other pages: 128 MiB.
 const WINDOW_PAGES: u64 = 1 << 15;
 /// What a window is cut into where it cannot be read as a whole.
 const PIECE_PAGES: usize = 256;
-/// How long until what could not be had is tried again.
+/// How long until pages that could not be read are tried again.
 const AGAIN: Duration = Duration::from_secs(1);
 /// How often a wait looks whether to end.
 const LOOK: Duration = Duration::from_millis(20);
@@ -39,15 +39,15 @@ pub(super) struct Filler<'m, S> {
     pub(super) memory: &'m LazyMemory<S>,
     pub(super) ahead: &'m Ahead,
     pub(super) threads: usize,
-    /// No more than this is filled.
+    /// Rate limit in bytes per second.
     pub(super) bytes_per_s: Option<NonZeroU64>,
     pub(super) end: &'m AtomicBool,
-    /// What could not be had last, in words.
+    /// Why a page could not be read last, in words.
     pub(super) problem: &'m Mutex<Option<String>>,
 }
 
 impl<S: PageSource> Filler<'_, S> {
-    /// Fills all pages with content: first what was read already, then the working set, then the newest
+    /// Populates all pages with content: first the preload buffers, then the working set, then the newest
     /// changes; `false` when it was ended before.
     pub(super) fn run(&self, prefetched: Vec<Piece>, newest: &[Page]) -> Result<bool, FillError> {
         self.put(prefetched)?;
@@ -70,7 +70,7 @@ impl<S: PageSource> Filler<'_, S> {
         Ok(!self.has_ended())
     }
 
-    /// Puts what was read already. Blocks are numbered as here.
+    /// Populates pages from the preload buffers. Blocks are numbered as here.
     fn put(&self, prefetched: Vec<Piece>) -> Result<(), FillError> {
         for Piece {
             block,
@@ -89,7 +89,8 @@ impl<S: PageSource> Filler<'_, S> {
         Ok(())
     }
 
-    /// In its order, each page with those near it. What cannot be had is tried again with all the others.
+    /// Populates the working set in its order, with fault-around. Pages that cannot be read are tried again with all
+    /// others.
     fn fill_working_set(&self) -> Result<(), FillError> {
         let work = || -> Result<(), FillError> {
             let mut near = Near::new(self.memory);
@@ -116,7 +117,7 @@ impl<S: PageSource> Filler<'_, S> {
 
     fn fill_block(&self, number: usize, failed: &mut Vec<Vec<Page>>) -> Result<(), FillError> {
         let block = &self.memory.blocks[number];
-        // Where this fails, reading single pages will tell.
+        // If this fails, reading single pages reports it.
         let _ = block.source.prepare();
         let pages = block.source.pages();
         let at_once = match self.bytes_per_s {
@@ -136,7 +137,7 @@ impl<S: PageSource> Filler<'_, S> {
         Ok(())
     }
 
-    /// Fills pages, and remembers those that cannot be had.
+    /// Populates pages, and remembers those that cannot be read.
     fn fill_group(&self, group: &[Page], failed: &mut Vec<Vec<Page>>) -> Result<(), FillError> {
         if self.has_ended() || self.try_fill(group)? {
             return Ok(());
@@ -149,7 +150,7 @@ impl<S: PageSource> Filler<'_, S> {
         Ok(())
     }
 
-    /// Fills those of the pages that are not there yet; `false` when some cannot be had.
+    /// Populates those of the pages that are not there yet; `false` when some cannot be read.
     fn try_fill(&self, group: &[Page]) -> Result<bool, FillError> {
         for (number, block) in self.memory.blocks.iter().enumerate() {
             let mut wanted = Vec::new();
@@ -159,7 +160,7 @@ impl<S: PageSource> Filler<'_, S> {
                 }
                 match block.source.is_zero(page) {
                     Ok(false) => wanted.push(page),
-                    // In the list only where it was asked for the last time.
+                    // In the list only where it caused a fault in an earlier restore.
                     Ok(true) => self.memory.put_zeros(number, page..page + 1)?,
                     Err(error) => return Ok(self.cannot(&error)),
                 }
@@ -192,7 +193,7 @@ impl<S: PageSource> Filler<'_, S> {
         self.end.load(Ordering::Relaxed)
     }
 
-    /// Waits for as long as so many pages may take.
+    /// The rate limit: waits for as long as so many pages may take.
     fn pace(&self, pages: u64) {
         if let Some(rate) = self.bytes_per_s {
             let bytes = pages * PAGE_BYTES;
@@ -215,7 +216,8 @@ impl<S: PageSource> Filler<'_, S> {
 }
 
 /// All pages, so many at a time: from the last ones on where a working set is known. A guest that runs through
-/// its memory asks for what that lacks then, and the next set has it; else the filler would run ahead of it.
+/// its memory then faults on pages that the set lacks, and the next set has them. Forwards, the background fill
+/// would populate them before their first access.
 fn windows(pages: u64, at_once: u64, backwards: bool) -> impl Iterator<Item = Range<u64>> {
     let count = pages.div_ceil(at_once);
     (0..count).map(move |number| {

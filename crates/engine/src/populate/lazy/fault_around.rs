@@ -1,4 +1,4 @@
-//! Filling a page that somebody waits for, or is about to, and behind it what is quickly made along with it.
+//! Fault-around: with a page that a thread waits for, or is about to access, come other pages that cost little more.
 
 use stillframe_sys::uffd::Waiters;
 
@@ -18,11 +18,11 @@ const ZEROS_TOGETHER: u64 = 16;
 enum Haste {
     /// Before its neighbours: a thread waits for it.
     First,
-    /// In its place among them.
+    /// In the order of the pages.
     InItsPlace,
 }
 
-/// Fills single pages. The state of one thread.
+/// Populates single pages with fault-around. The state of one thread.
 pub(super) struct Near<'m, S: PageSource> {
     memory: &'m LazyMemory<S>,
     /// Made for the first page that is not zero.
@@ -37,8 +37,8 @@ impl<'m, S: PageSource> Near<'m, S> {
         }
     }
 
-    /// Fills a page that somebody waits for and that is not settled, and then others near it. Who waits is woken
-    /// as soon as it is there, or left to the caller.
+    /// Populates a page that a thread waits for and that is not populated yet, then others around it. The waiting
+    /// thread is woken as soon as the page is there, or left to the caller.
     pub(super) fn fill(&mut self, page: Page, waiters: Waiters) -> Result<(), FillError> {
         let memory = self.memory;
         let wake = || match waiters {
@@ -57,7 +57,7 @@ impl<'m, S: PageSource> Near<'m, S> {
         self.fetch(page, Haste::First, put)
     }
 
-    /// Fills a page that nobody waits for, together with others near it. Returns how many pages that were.
+    /// Populates a page that no thread waits for, and others around it. Returns how many pages that were.
     fn fill_together(&mut self, page: Page) -> Result<u64, FillError> {
         let zeros = self.fill_zeros(page)?;
         if zeros > 0 {
@@ -73,7 +73,7 @@ impl<'m, S: PageSource> Near<'m, S> {
         Ok(pages)
     }
 
-    /// Fills a page that is zero, with zeros behind it. Returns how many pages that were: none where it has
+    /// Populates a page that is zero, and zero pages behind it. Returns how many pages that were: none where it has
     /// content.
     fn fill_zeros(&self, (number, page): Page) -> Result<u64, FillError> {
         let block = &self.memory.blocks[number];
@@ -91,7 +91,7 @@ impl<'m, S: PageSource> Near<'m, S> {
         Ok(end - page)
     }
 
-    /// Fetches a page and those near it that are not there yet, and puts them into memory.
+    /// Fetches a page and those around it that are not there yet, and puts them into memory.
     fn fetch(
         &mut self,
         (number, page): Page,
@@ -112,8 +112,8 @@ impl<'m, S: PageSource> Near<'m, S> {
         }
     }
 
-    /// Fills the next page of the working set, if it is not settled. Returns how many pages that were, or
-    /// nothing when the working set has come to its end.
+    /// Populates the next page of the prefetch queue, if it is not populated yet. Returns how many pages that were,
+    /// or `None` at the end of the queue.
     pub(super) fn fill_ahead(&mut self, ahead: &Ahead) -> Result<Option<u64>, FillError> {
         match ahead.take() {
             Some((number, page)) if !self.memory.blocks[number].is_settled(page) => {
@@ -125,7 +125,7 @@ impl<'m, S: PageSource> Near<'m, S> {
     }
 }
 
-/// The pages that may come with one, of a block of so many.
+/// The pages around `page` that may come with it, of a block of `pages`.
 pub(super) fn beside(page: u64, pages: u64) -> Vec<u64> {
     let all = page.saturating_sub(REACH)..pages.min(page + REACH + 1);
     all.filter(|&other| other != page).collect()

@@ -1,20 +1,20 @@
-//! For how long whoever asks for a page of the working set is held for the next ones.
+//! Fault batching: for how long a thread that faults on a page of the working set is held for the next pages.
 //!
-//! A fault costs about as much as filling a page, so who runs through many pages is better off when it gets
-//! several at once. But who asks now and then would wait for what it does not need. Which of the two
-//! it is shows in how soon it asks again.
+//! A fault costs about as much as populating a page, so a thread that runs through many pages gains when it gets
+//! several at once. A thread that faults now and then would wait for pages that it does not need. The time
+//! until the next fault distinguishes the two.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// At first.
+/// The first hold.
 const SHORTEST: Duration = Duration::from_micros(250);
-/// For who asks again and again.
+/// The longest hold, for a thread that faults again and again.
 const LONGEST: Duration = Duration::from_millis(2);
-/// Who asks again within this time after it was let go runs through many pages.
+/// A thread that faults again within this time after it was woken runs through many pages.
 const SOON: Duration = Duration::from_micros(500);
 
-/// How the guest has asked lately; for all fault servers.
+/// The guest's latest faults; for all fault handlers.
 #[derive(Debug, Default)]
 pub(super) struct Holding(Mutex<Lately>);
 
@@ -25,7 +25,7 @@ struct Lately {
 }
 
 impl Holding {
-    /// How long to hold who asks now.
+    /// How long to hold a thread that faults now.
     pub(super) fn time(&self, now: Instant) -> Duration {
         let mut lately = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let soon = |at: Instant| now.saturating_duration_since(at) <= SOON;
@@ -36,7 +36,7 @@ impl Holding {
         lately.held
     }
 
-    /// Notes that who was held is let go.
+    /// Notes that the held thread is woken.
     pub(super) fn let_go(&self, now: Instant) {
         let mut lately = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         lately.let_go = Some(now);

@@ -1,6 +1,6 @@
-//! Answering those who touch a page that is not there yet.
+//! The fault handlers of a lazy restore: they answer faults on pages that are not there yet.
 //!
-//! A few threads do nothing else, each with what it needs to read from the repository.
+//! A few threads do nothing else, each with a page fetcher of its own.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -16,18 +16,17 @@ use crate::populate::lazy::prefetch_queue::Ahead;
 use crate::populate::lazy::stall::Trouble;
 use crate::source::PageSource;
 
-/// How long until a page that could not be had is tried again.
+/// How long until a page that could not be read is tried again.
 const AGAIN: Duration = Duration::from_millis(200);
 
-/// One of the threads.
+/// One fault handler thread.
 pub(super) struct Server<'m, S: PageSource> {
     /// Its number among them.
     pub(super) number: usize,
     pub(super) memory: &'m LazyMemory<S>,
     pub(super) near: Near<'m, S>,
     pub(super) ahead: &'m Ahead,
-    /// For how long those who wait may be held, for pages that they are about to ask for; not at all where
-    /// no more than asked for is to be filled at once.
+    /// Fault batching; `None` under a rate limit, where no following pages are populated with a fault.
     pub(super) holding: Option<&'m Holding>,
     pub(super) trouble: &'m Trouble,
     /// Readable when it is time to end.
@@ -35,13 +34,13 @@ pub(super) struct Server<'m, S: PageSource> {
 }
 
 impl<S: PageSource> Server<'_, S> {
-    /// Serves until the end. An error means that the VM is gone, or that the kernel fails us.
+    /// Handles faults until the end. An error means that the VM is gone, or that the kernel refuses a call.
     pub(super) fn run(mut self) -> Result<(), FillError> {
         while self.wait()? {
             // Another thread may have been faster.
             if let Some(Event::Fault { address, .. }) = self.memory.uffd.next_event()? {
                 self.trouble.begins(self.number);
-                // It only hangs there: a fault that is not served waits for ever.
+                // It only hangs there: a fault that is not handled waits for ever.
                 let _ = fault::at(Point::LazyFault);
                 self.serve(address)?;
                 self.trouble.ends(self.number);
@@ -114,7 +113,7 @@ impl<S: PageSource> Server<'_, S> {
         let begin = Instant::now();
         let time = holding.time(begin);
         self.near.fill(page, Waiters::Leave)?;
-        // What cannot be had now will be had later; nobody has asked for it.
+        // A page that cannot be read now is read later; no thread waits for it.
         while begin.elapsed() < time && matches!(self.near.fill_ahead(self.ahead), Ok(Some(_))) {}
         holding.let_go(Instant::now());
         memory.wake(number, page.1)

@@ -1,4 +1,4 @@
-//! What is filled first, in the numbers of the blocks that are filled lazily: those of the manifest may
+//! The fill order, in the numbers of the blocks that are populated lazily: those of the manifest may
 //! be others.
 
 use crate::populate::lazy::access_trace::Page;
@@ -6,19 +6,19 @@ use crate::populate::lazy::prefetch::{Piece, Prefetched};
 use crate::populate::lazy::prefetch_queue::Ahead;
 use crate::source::PageSource;
 
-/// What is filled first.
+/// The fill order.
 #[derive(Debug, Default)]
 pub struct First {
     working_set: Vec<Page>,
-    /// So many of these, from the beginning, are among the pieces.
+    /// How many of these, from the beginning, are in the preload buffers.
     taken: usize,
     pub(super) pieces: Vec<Piece>,
     pub(super) prefetched_pages: u64,
 }
 
 impl First {
-    /// What was read already, and then the rest of the working set. `blocks` are the numbers in the manifest
-    /// of those that are filled lazily, whose pages come from `sources`; both are in the same order.
+    /// The preload buffers, and then the rest of the working set. `blocks` are the numbers in the manifest
+    /// of those that are populated lazily, whose pages come from `sources`; both are in the same order.
     pub fn new<S: PageSource>(
         (blocks, sources): (&[u32], &[S]),
         working_set: &[(u32, u32)],
@@ -44,7 +44,7 @@ impl First {
         }
     }
 
-    /// The working set on its way into memory.
+    /// The prefetch queue.
     pub(super) fn ahead(self) -> Ahead {
         Ahead::new(self.working_set, self.taken)
     }

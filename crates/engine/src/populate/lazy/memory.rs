@@ -1,8 +1,8 @@
-//! Memory that is being filled: which pages are there, and how one gets there.
+//! Memory that is being populated: which pages are there, and how one gets there.
 //!
-//! A page is *settled* once it was filled. Should it be missing again later, its owner has discarded
-//! it (a balloon, free page reporting), and it is zero from then on. What is settled is noted in a file
-//! too, so that whoever goes on after this process was killed knows it: one byte a page, because threads
+//! A page is populated once. If it is missing again later, its owner has discarded
+//! it (a balloon, free page reporting), and it is zero from then on. Populated pages are noted in a file
+//! too, the fill bitmap, for a successor of a killed process: one byte a page, because threads
 //! that write bytes do not overwrite each other's.
 
 use std::fs::File;
@@ -25,7 +25,7 @@ const STEP: Duration = Duration::from_millis(10);
 /// For so many steps.
 const STEPS: usize = 1000;
 
-/// Why a page was not filled.
+/// Why a page was not populated.
 #[derive(Debug, Error)]
 pub enum FillError {
     /// The source failed.
@@ -34,37 +34,37 @@ pub enum FillError {
     /// The kernel did not take it.
     #[error("cannot put pages into the VM's memory")]
     Uffd(#[from] UffdError),
-    /// Nobody wants it any more.
+    /// The fill was ended.
     #[error("filling was ended")]
     Ended,
-    /// It cannot be noted that a page was filled.
+    /// The fill bitmap cannot be written.
     #[error("cannot note which pages are filled")]
     Marks(#[source] io::Error),
 }
 
-/// One RAM block that is being filled.
+/// One RAM block that is being populated.
 pub(super) struct LazyBlock<S> {
     pub(super) range: AddressRange,
     pub(super) source: S,
     settled: Vec<AtomicU64>,
-    /// Where its marks begin in the file.
+    /// Where its bytes begin in the fill bitmap.
     first_mark: u64,
 }
 
-/// How far filling is.
+/// How far the fill is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Filling {
-    /// Pages that were gone through in the background.
+    /// Pages that the background fill has gone through.
     pub done: u64,
     /// All pages.
     pub total: u64,
     /// How often the guest had to wait for a page.
     pub faults: u64,
-    /// Pages with content that were filled, because they were asked for or not.
+    /// Pages with content that were populated, after a fault or in the background.
     pub filled: u64,
 }
 
-/// All RAM blocks that are being filled.
+/// All RAM blocks that are being populated.
 pub(super) struct LazyMemory<S> {
     pub(super) uffd: Uffd,
     pub(super) blocks: Vec<LazyBlock<S>>,
@@ -79,7 +79,7 @@ pub(super) struct LazyMemory<S> {
 }
 
 impl<S: PageSource> LazyMemory<S> {
-    /// `marks` has room for a byte a page, and what is left of a process that was killed.
+    /// `marks` is the fill bitmap, with a byte a page, as a killed process left it.
     pub(super) fn new(
         uffd: Uffd,
         blocks: impl IntoIterator<Item = (AddressRange, S)>,
@@ -143,13 +143,13 @@ impl<S: PageSource> LazyMemory<S> {
         counts
     }
 
-    /// Notes that all pages of a range are filled, or zero, or cannot be had.
+    /// Notes that all pages of a range are populated, or zero, or cannot be read.
     pub(super) fn passed(&self, pages: Range<u64>) {
         let pages = pages.end - pages.start;
         self.passed.fetch_add(pages, Ordering::Relaxed);
     }
 
-    /// How far it is.
+    /// How far the fill is.
     pub(super) fn filling(&self) -> Filling {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Filling {
@@ -160,7 +160,7 @@ impl<S: PageSource> LazyMemory<S> {
         }
     }
 
-    /// Fills consecutive pages; those that were filled before, or are not to be filled any more, are left
+    /// Populates consecutive pages; those that were populated before, or that are no longer registered, are left
     /// as they are.
     pub(super) fn put(
         &self,
@@ -191,7 +191,7 @@ impl<S: PageSource> LazyMemory<S> {
         Ok(())
     }
 
-    /// A page that was filled and is asked for once more: it is there by now, or it was discarded, and
+    /// A populated page that causes a fault: it is there by now, or it was discarded, and
     /// is zero from now on.
     pub(super) fn put_discarded(&self, block: usize, page: u64) -> Result<(), FillError> {
         let start = self.blocks[block].address(page);
@@ -202,8 +202,8 @@ impl<S: PageSource> LazyMemory<S> {
         }
     }
 
-    /// Fills from `first` on with `fill`, which is given what is done and how much to do, in bytes. Returns
-    /// how many pages were filled.
+    /// Populates from `first` on with `fill`, which gets the bytes done and the bytes to do. Returns
+    /// how many pages were populated.
     fn settle_each(
         &self,
         number: usize,
@@ -215,11 +215,11 @@ impl<S: PageSource> LazyMemory<S> {
         let start = block.address(first);
         let end = first + bytes / PAGE_BYTES;
         let (mut page, mut filled) = (first, 0);
-        // What one call may fill: where part of the range is not registered (any more), a page.
+        // Pages of one call: where part of the range is not registered (any more), one.
         let mut at_once = u64::MAX;
         while page < end {
-            // Asked right before: since this page was wanted it may have been filled, written and
-            // discarded, and what is at hand is not what it holds then.
+            // Checked right before: since this page was requested it may have been populated, written and
+            // discarded, and then the bytes at hand are not its content.
             if block.is_settled(page) {
                 page += 1;
                 continue;
@@ -247,8 +247,8 @@ impl<S: PageSource> LazyMemory<S> {
         Ok(filled)
     }
 
-    /// Notes pages as filled. In the file last: should this process be killed between the two, whoever goes
-    /// on sees in the page map that the pages are there.
+    /// Notes pages as populated. In the file last: if this process is killed between the two, its successor
+    /// sees in the page map that the pages are there.
     fn settle(&self, block: &LazyBlock<S>, pages: Range<u64>) -> Result<(), FillError> {
         block.settle(pages.clone());
         let marks = vec![1; (pages.end - pages.start) as usize];
@@ -257,7 +257,7 @@ impl<S: PageSource> LazyMemory<S> {
             .map_err(FillError::Marks)
     }
 
-    /// Lets those who wait for a page try again.
+    /// Wakes the threads that wait for a page.
     pub(super) fn wake(&self, block: usize, page: u64) -> Result<(), FillError> {
         let start = self.blocks[block].address(page);
         Ok(self.uffd.wake(AddressRange {
@@ -273,13 +273,13 @@ impl<S: PageSource> LazyBlock<S> {
         self.range.start + page * PAGE_BYTES
     }
 
-    /// Whether a page was filled once.
+    /// Whether a page was populated once.
     pub(super) fn is_settled(&self, page: u64) -> bool {
         let word = self.settled.get((page / 64) as usize);
         word.is_none_or(|word| word.load(Ordering::Acquire) >> (page % 64) & 1 == 1)
     }
 
-    /// Notes pages as filled, in memory only.
+    /// Notes pages as populated, in memory only.
     pub(super) fn settle(&self, pages: Range<u64>) {
         for page in pages {
             if let Some(word) = self.settled.get((page / 64) as usize) {

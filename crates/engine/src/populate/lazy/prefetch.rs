@@ -1,8 +1,8 @@
-//! Reading before there is memory to read into: while QEMU starts, this process has nothing else to do.
+//! Prefetch: pages are read while QEMU starts, before there is memory to put them into.
 //!
-//! What is likely to be asked for first is read into memory of ours, and put into the VM's as soon as that is
-//! there: the beginning of the working set, or, where none was recorded, what was written last before the
-//! checkpoint.
+//! Pages that are likely to be accessed first are read into preload buffers, and put into the VM's memory as soon
+//! as that is there. They are the beginning of the working set, or, where none was recorded, the pages written last
+//! before the checkpoint.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -13,17 +13,17 @@ use crate::memory::block::PAGE_BYTES;
 use crate::populate::lazy::fault_around::beside;
 use crate::source::{PageFetcher as _, PageSource, SourceError};
 
-/// So much is enough.
+/// Upper bound on the bytes of preload buffers.
 const BYTES_MAX: u64 = 64 << 20;
 
 /// The number of a RAM block in the manifest, and a page of it.
 type Place = (usize, u64);
 
-/// Pages that were read, and not put anywhere yet.
+/// Preload buffers: pages that were read, and are in no guest memory yet.
 #[derive(Debug, Default)]
 pub struct Prefetched {
     pub(super) pieces: Vec<Piece>,
-    /// So many pages of the working set, from its beginning, are among them.
+    /// How many pages of the working set, from its beginning, are among them.
     pub(super) of_working_set: usize,
     pages: u64,
 }
@@ -78,8 +78,8 @@ pub fn while_waiting<T, S: PageSource>(
     })
 }
 
-/// Reads until it is `enough`, or there is nothing more to read ahead, or something cannot be read: then
-/// whoever fills memory will meet it again, and tell.
+/// Prefetches until `enough` is set, or nothing is left to prefetch, or a page cannot be read: then
+/// the fill tries that page again, and reports the error.
 fn read<S: PageSource>(
     sources: &[S],
     working_set: &[(u32, u32)],

@@ -1,14 +1,14 @@
-//! The working set on its way into memory: the filler and the fault servers take its pages one after the
+//! The prefetch queue: background fill and fault handlers take the pages of the working set one after the
 //! other, each page once.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::populate::lazy::access_trace::Page;
 
-/// Pages that lie so close come together: a frame.
+/// Pages of one group are populated at once: those of a frame.
 const GROUP_PAGES: u64 = 16;
 
-/// What is left of the working set.
+/// The rest of the working set.
 #[derive(Debug)]
 pub(super) struct Ahead {
     pages: Vec<Page>,
@@ -36,7 +36,7 @@ impl Ahead {
         self.next.load(Ordering::Relaxed).min(self.pages.len())
     }
 
-    /// Takes the next one, which is this thread's to fill.
+    /// Takes the next page, which this thread then populates.
     pub(super) fn take(&self) -> Option<Page> {
         // Not counted on and on when there are none left.
         if self.taken() == self.pages.len() {
@@ -46,13 +46,13 @@ impl Ahead {
         self.pages.get(place).copied()
     }
 
-    /// Whether the guest does as it did before when it asks for this page: then what comes next is known.
+    /// Whether a fault on this page is one of the working set: then the queue predicts the next pages.
     pub(super) fn foretells(&self, page: Page) -> bool {
         self.taken() < self.pages.len() && self.groups.has(page)
     }
 }
 
-/// Which groups hold pages of a set: a bit each, for each block. The guest waits while they are made.
+/// Which groups contain pages of a set: a bit each, for each block. The guest waits while they are made.
 #[derive(Debug, Default)]
 struct Groups(Vec<Vec<u64>>);
 

@@ -1,4 +1,4 @@
-//! Whether the guest waits for pages that cannot be had.
+//! Stalls: whether the guest waits for pages that cannot be read.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -10,18 +10,18 @@ use crate::source::SourceError;
 /// A page takes this long on storage that is slow; on one that hangs, longer.
 const SLOW: Duration = Duration::from_millis(500);
 
-/// What the threads that serve faults tell the one that looks after the VM.
+/// Stalls that the fault handlers report to the supervisor of the VM.
 #[derive(Debug)]
 pub(super) struct Trouble {
     now: Mutex<Now>,
     begun: Instant,
-    /// For each thread, since when it serves its fault, in microseconds from `begun`; 0 for none.
+    /// For each thread, since when it handles its fault, in microseconds from `begun`; 0 for none.
     serving: Vec<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
 struct Now {
-    /// Threads that cannot have the page they are after.
+    /// Threads that cannot read their page.
     threads: usize,
     since: Option<Instant>,
     words: String,
@@ -37,19 +37,19 @@ impl Trouble {
         }
     }
 
-    /// A thread serves a fault from here on. It may be that it never says anything more: a read from storage
+    /// A thread handles a fault from here on. It may never report anything more: a read from storage
     /// that hangs does not return.
     pub(super) fn begins(&self, thread: usize) {
         let now = self.begun.elapsed().as_micros() as u64;
         self.serving[thread].store(now.max(1), Ordering::Relaxed);
     }
 
-    /// It is done with it.
+    /// The thread has handled its fault.
     pub(super) fn ends(&self, thread: usize) {
         self.serving[thread].store(0, Ordering::Relaxed);
     }
 
-    /// For how long the thread has served its fault that has done so for longest.
+    /// The longest time for which a thread has handled its present fault.
     fn slowest(&self) -> Option<Duration> {
         let begun = self.serving.iter().map(|at| at.load(Ordering::Relaxed));
         let first = begun.filter(|&at| at > 0).min()?;
@@ -57,7 +57,7 @@ impl Trouble {
         Some(time.saturating_sub(Duration::from_micros(first)))
     }
 
-    /// A thread cannot have a page. `told` is whether it has said so before, for this page.
+    /// A thread cannot read a page. `told` is whether it has reported this before, for this page.
     pub(super) fn of_a_page(&self, error: &SourceError, told: &mut bool) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.words = in_words(error);
@@ -67,7 +67,7 @@ impl Trouble {
         }
     }
 
-    /// A thread has the page that it could not have.
+    /// A thread has read the page that it could not read.
     pub(super) fn is_over(&self) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.threads = now.threads.saturating_sub(1);
@@ -76,7 +76,7 @@ impl Trouble {
         }
     }
 
-    /// The guest has waited for a page for this long, because of this.
+    /// How long the guest has waited for a page, and why.
     pub(super) fn for_how_long(&self) -> Option<(Duration, String)> {
         let now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(since) = now.since {
