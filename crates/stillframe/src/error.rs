@@ -44,7 +44,7 @@ pub enum CommandError {
         why: &'static str,
         /// Checkpoints taken.
         taken: u64,
-        /// Checkpoints asked for.
+        /// Checkpoints requested.
         count: u64,
     },
     /// Nothing works any more.

@@ -39,7 +39,7 @@ const PASSWORD_BYTES_MAX: usize = 64 << 10;
 /// Why there is no password.
 #[derive(Debug, Error)]
 pub enum PasswordError {
-    /// Nothing was given, and nobody can be asked.
+    /// Nothing was given, and there is no terminal for a prompt.
     #[error(
         "no password: give --password-file or --password-command, set STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE or STILLFRAME_PASSWORD_COMMAND, or run this on a terminal (for a new password the same with --new- and STILLFRAME_NEW_, for the repository to copy to with --to- and STILLFRAME_TO_)"
     )]

@@ -68,7 +68,7 @@ impl Table {
 }
 
 /// The text with control characters made visible: names come from outside, and must neither move
-/// the cursor of whoever reads them nor break a table.
+/// the reader's cursor nor break a table.
 pub fn printable(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {

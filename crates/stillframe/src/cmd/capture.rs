@@ -1,4 +1,4 @@
-//! What `checkpoint` and `watch` share: attaching, one checkpoint, and how it is told.
+//! What `checkpoint` and `watch` share: attaching, one checkpoint, and its report.
 
 use stillframe_engine::attach::{AttachError, Vm};
 use stillframe_engine::checkpoint::{
@@ -62,7 +62,7 @@ fn told_attached(context: &Context, vm: &Vm) {
     }
 }
 
-/// Ends tracking; the VM is as it was. A failure is only told: tracking ends with this process.
+/// Ends tracking; the VM is as it was. A failure is only reported: tracking ends with this process.
 pub fn detach(context: &Context, vm: Vm) {
     let (pid, alive) = (vm.pid(), vm.is_alive());
     match vm.detach() {
@@ -127,7 +127,7 @@ impl WorkControl for Control {
     }
 }
 
-/// Warns of what would stand in the way of a restore, unless `told` holds it already.
+/// Warns of what would prevent a restore, unless `told` contains it already.
 pub fn tell_obstacles(context: &Context, report: &CheckpointReport, told: &mut Vec<String>) {
     for obstacle in &report.obstacles {
         if !told.contains(obstacle) {
@@ -140,7 +140,7 @@ pub fn tell_obstacles(context: &Context, report: &CheckpointReport, told: &mut V
 
 /// Prints the result; an error when a comparison found differences.
 pub fn tell(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> {
-    // An increment's parent has told it already.
+    // It was reported for the increment's parent already.
     if report.parent.is_none()
         && let Some(first) = report.missing_packs.first()
     {

@@ -22,7 +22,7 @@ use crate::table::printable;
 /// What stands for a clone's number.
 const NUMBER: &str = "{}";
 
-/// Starts the clones, telling of each as soon as it runs.
+/// Starts the clones, and reports each as soon as it runs.
 pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
     let asked_at = Instant::now();
     // Clap sees to it that there are both, unless it is about templates only.

@@ -8,7 +8,7 @@ use crate::args::{ForgetArgs, KeepArgs};
 use crate::error::CommandError;
 use crate::table::{self, Align, Table, printable};
 
-/// Forgets, and prunes afterwards where that was asked for.
+/// Forgets, and prunes afterwards with `--prune`.
 pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
     let policy = policy(&args.keep);
     if args.ids.is_empty() && policy.is_empty() {
@@ -38,7 +38,7 @@ pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
         context.console.result(&object, told)?;
         return Ok(());
     }
-    // In JSON both are one object, in the end; a reader is told as it happens.
+    // In JSON both are one object, in the end; text is printed as it happens.
     let json = context.console.json;
     if !json {
         context.console.result(&object, told)?;
@@ -51,7 +51,7 @@ pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
     if let Ok(pruned) = &pruned {
         object["prune"] = prune::object(pruned, args.dry_run);
     }
-    // What was forgotten is told even where the pruning failed.
+    // What was forgotten is reported even where the pruning failed.
     if json || pruned.is_ok() {
         let told = || pruned.as_ref().map(|done| prune::words(done, args.dry_run));
         context

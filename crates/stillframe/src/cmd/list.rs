@@ -59,7 +59,7 @@ pub fn memory_bytes(manifest: &Manifest) -> u64 {
         .fold(0, u64::saturating_add)
 }
 
-/// How long the VM stood still; `-` where that is not known.
+/// The downtime; `-` where that is not known.
 pub fn pause(manifest: &Manifest) -> String {
     let total = manifest.downtime_us.get("total").and_then(Value::as_u64);
     total.map_or_else(|| "-".to_owned(), durations::human_us)

@@ -83,7 +83,7 @@ impl Context {
     }
 }
 
-/// Does what was asked for.
+/// Carries out the command.
 pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
     let context = Context {
         console,
@@ -114,7 +114,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// The end of a line that tells of a VM brought to a checkpoint.
+/// The end of a line that reports a VM brought to a checkpoint.
 fn how_it_ended(
     verify: Option<&VerifyReport>,
     clock: Option<&ClockReport>,

@@ -8,7 +8,7 @@ use crate::args::PruneArgs;
 use crate::progress::Meter;
 use crate::table;
 
-/// Prunes, or tells what that would do.
+/// Prunes, or reports what that would do.
 pub fn run(context: &Context, args: &PruneArgs) -> anyhow::Result<()> {
     let mut repository = context.open()?;
     let report = perform(context, &mut repository, args.dry_run)?;

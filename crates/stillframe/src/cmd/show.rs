@@ -25,7 +25,7 @@ pub fn run(context: &Context, args: &NamedCheckpoint) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What `list` tells, and the parts.
+/// What `list` reports, and the parts.
 fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
     let mut object = list::object(id, manifest);
     object["ram"] = json!(manifest.ram);

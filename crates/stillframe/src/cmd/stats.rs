@@ -35,7 +35,7 @@ struct Measured {
     statistics: Statistics,
 }
 
-/// Measures, draws if asked to, and tells.
+/// Measures, draws with `--svg`, and reports.
 pub fn run(context: &Context, args: &StatsArgs) -> anyhow::Result<()> {
     let measured = match (args.over, args.checkpoints.as_slice()) {
         (Some(over), []) => live(context, args, over)?,

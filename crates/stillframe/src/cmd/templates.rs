@@ -40,7 +40,7 @@ pub fn folder(args: &CloneArgs) -> anyhow::Result<PathBuf> {
 }
 
 /// Removes templates of checkpoints that the repository does not have any more, from the default directory.
-/// What cannot be removed is told; it is no error of the command.
+/// A template that cannot be removed is reported; it is no error of the command.
 pub fn drop_forgotten(context: &Context, repository: &Repository) {
     let id = repository.id().to_string();
     let forgotten = |template: &KeptTemplate| {
