@@ -26,7 +26,7 @@ use thiserror::Error;
 use crate::capture::device_state::StateStream;
 use crate::capture::devices::Devices;
 use crate::capture::schedule::{Auto, Bursts, ScheduleChoice, ScheduleKind};
-use crate::capture::staging::Stage;
+use crate::capture::staging::StagingBuffer;
 use crate::guardian::{Guardian, GuardianError};
 use crate::guest_clock::GuestClock;
 use crate::inhibitor::{InhibitorError, ResumeInhibitor};
@@ -108,7 +108,7 @@ pub struct Vm {
     pub(crate) monitor: Monitor,
     pub(crate) guardian: Guardian,
     /// Those not in use.
-    pub(crate) stages: Vec<Stage>,
+    pub(crate) staging_buffers: Vec<StagingBuffer>,
     /// What writes are tracked for; with `auto`, where it began.
     pub(crate) schedule: ScheduleKind,
     pub(crate) auto: Option<Auto>,
@@ -235,7 +235,7 @@ impl Vm {
             tracker,
             monitor,
             guardian,
-            stages: Vec::new(),
+            staging_buffers: Vec::new(),
             schedule,
             auto,
             captured_at: Instant::now(),
@@ -300,7 +300,7 @@ fn track(
     ram: &[RamBlock],
     schedule: ScheduleKind,
 ) -> Result<(Tracker, bool), AttachError> {
-    let stolen = guardian.steal_userfaultfd(&target.process)?;
+    let injected = guardian.inject_userfaultfd(&target.process)?;
     fault::at(Point::AttachOpened).map_err(TrackerError::Injected)?;
     // Last, because heartbeats come only when faults are handled.
     let heartbeat = match schedule {
@@ -313,11 +313,11 @@ fn track(
                     end: block.address.saturating_add(block.used_bytes),
                 })
                 .collect();
-            Some(guardian.heartbeat(Some((stolen.fd.as_fd(), &ranges)))?)
+            Some(guardian.heartbeat(Some((injected.fd.as_fd(), &ranges)))?)
         }
     };
-    let user_mode_only = stolen.user_mode_only;
-    let tracker = Tracker::attach(&target.process, stolen, ram, heartbeat)?;
+    let user_mode_only = injected.user_mode_only;
+    let tracker = Tracker::attach(&target.process, injected, ram, heartbeat)?;
     fault::at(Point::AttachProtected).map_err(TrackerError::Injected)?;
     Ok((tracker, user_mode_only))
 }

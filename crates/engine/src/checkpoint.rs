@@ -1,21 +1,21 @@
 //! The verb *checkpoint*: one exact state of a running VM into the repository.
 //!
 //! ```text
-//!   Vm::capture     guest, QEMU    rounds, pause: pages in a staging buffer, device state   --> Captured
-//!   Shelf::store    repository     encodings, deltas, packs, manifest                       --> Stored
-//!   Vm::settle      tracking       committed, or rolled back
+//!   Vm::capture               guest, QEMU   rounds, pause: pages in a staging buffer, device state   --> Captured
+//!   CheckpointWriter::store   repository    encodings, deltas, packs, manifest                       --> Stored
+//!   Vm::settle                tracking      committed, or rolled back
 //! ```
 //!
 //! The halves share nothing, so that one checkpoint may be stored while the next is captured. Pages that exceed
-//! the staging buffer are streamed into the repository before the capture (streaming pre-copy, `long`): all
+//! the staging buffer are streamed into the repository before the capture (streaming pre-copy, `streaming`): all
 //! of memory for a first checkpoint, else the written pages.
 //!
 //! What fails at any step leaves the VM running and the repository as it was; what was written since
 //! the last *committed* checkpoint stays pending, so that the next one is complete.
 
 mod capture;
-mod long;
 mod store;
+mod streaming;
 
 use std::time::Duration;
 
@@ -31,16 +31,16 @@ use crate::capture::devices::DevicesError;
 use crate::capture::downtime::DowntimeRecord;
 use crate::capture::pause::PauseError;
 use crate::capture::schedule::ScheduleError;
-use crate::capture::staging::StageError;
+use crate::capture::staging::StagingError;
 use crate::memory::block::BlockError;
 use crate::post_restore::ClockReport;
 use crate::tracking::error::TrackerError;
 use crate::verify::{VerifyError, VerifyReport};
-use long::Pass;
+use streaming::Iteration;
 
 pub use crate::capture::schedule::{Copied, Plan, Prediction, ScheduleChoice, ScheduleKind};
 pub use capture::Captured;
-pub use store::{Shelf, Stored};
+pub use store::{CheckpointWriter, Stored};
 
 /// The name of the device state among a manifest's streams.
 pub const DEVICE_STATE: &str = "device-state";
@@ -178,7 +178,7 @@ pub enum CheckpointError {
     Tracker(#[from] TrackerError),
     /// The pages cannot be staged.
     #[error("cannot capture the VM's memory")]
-    Stage(#[from] StageError),
+    StagingBuffer(#[from] StagingError),
     /// Reading memory failed.
     #[error("cannot read the VM's memory")]
     Block(#[from] BlockError),
@@ -208,7 +208,7 @@ impl From<ScheduleError> for CheckpointError {
     fn from(error: ScheduleError) -> CheckpointError {
         match error {
             ScheduleError::Tracker(error) => error.into(),
-            ScheduleError::Stage(error) => error.into(),
+            ScheduleError::StagingBuffer(error) => error.into(),
         }
     }
 }
@@ -217,8 +217,9 @@ impl CheckpointError {
     /// Whether more was written than the staging buffer takes. [`Vm::checkpoint`] streams it first.
     pub fn is_too_much(&self) -> bool {
         match self {
-            CheckpointError::Stage(error) | CheckpointError::Pause(PauseError::Stage(error)) => {
-                matches!(error, StageError::Full { .. })
+            CheckpointError::StagingBuffer(error)
+            | CheckpointError::Pause(PauseError::StagingBuffer(error)) => {
+                matches!(error, StagingError::Full { .. })
             }
             _ => false,
         }
@@ -235,7 +236,7 @@ impl CheckpointError {
             CheckpointError::RamChanged
             | CheckpointError::Monitor(_)
             | CheckpointError::Tracker(_)
-            | CheckpointError::Stage(_)
+            | CheckpointError::StagingBuffer(_)
             | CheckpointError::Block(_) => true,
             CheckpointError::Devices(error) => error.ends_tracking(),
             CheckpointError::Pause(error) => match error {
@@ -247,7 +248,7 @@ impl CheckpointError {
                 PauseError::Monitor(_)
                 | PauseError::Qmp(_)
                 | PauseError::Tracker(_)
-                | PauseError::Stage(_)
+                | PauseError::StagingBuffer(_)
                 | PauseError::Guardian(_) => true,
             },
             CheckpointError::State(error) => matches!(error, StateError::Monitor(_)),
@@ -262,23 +263,23 @@ impl CheckpointError {
 }
 
 impl Vm {
-    /// Takes one checkpoint by streaming pre-copy, however much was written: an increment, when `shelf` knows the
+    /// Takes one checkpoint by streaming pre-copy, however much was written: an increment, when `checkpoints` knows the
     /// one before and the repository still has it; else of every page. Pages are streamed into the repository
     /// while the guest runs, and those written meanwhile captured: see [`Vm::capture`] for the quicker way.
     pub fn checkpoint(
         &mut self,
-        shelf: &mut Shelf,
+        checkpoints: &mut CheckpointWriter,
         repository: &mut Repository,
         options: &CheckpointOptions,
         progress: ProgressSink<'_>,
     ) -> Result<CheckpointReport, CheckpointError> {
-        let pass = match shelf.has_parent() {
-            true => Pass::Written,
-            false => Pass::Everything,
+        let iterate = match checkpoints.has_parent() {
+            true => Iteration::Written,
+            false => Iteration::Bulk,
         };
-        match self.long(pass, shelf, repository, options, progress) {
+        match self.streaming(iterate, checkpoints, repository, options, progress) {
             Err(CheckpointError::ParentGone) => {
-                self.long(Pass::Everything, shelf, repository, options, progress)
+                self.streaming(Iteration::Bulk, checkpoints, repository, options, progress)
             }
             other => other,
         }
@@ -294,13 +295,13 @@ impl Vm {
         self.discard(captured);
         match stored {
             Ok(Stored { mut report, found }) => {
-                self.tracker.landed(&found);
+                self.tracker.committed(&found);
                 report.clock_taken_us = self.clock.taken().as_micros() as u64;
                 report.clock = self.clock.report();
                 Ok(report)
             }
             Err(error) => {
-                self.tracker.lost();
+                self.tracker.rolled_back();
                 Err(error)
             }
         }

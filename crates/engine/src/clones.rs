@@ -19,7 +19,7 @@ use crate::guardian::Guardian;
 use crate::restore::{
     self, Job, LazyEvent, LazySink, PhaseClock, RestoreError, RestoreOptions, RestoreReport,
 };
-use crate::template::{Base, BaseError, BaseOptions, KeptTemplate};
+use crate::template::{KeptTemplate, MemoryTemplate, TemplateError, TemplateOptions};
 
 /// A clone that is started later than this after all were planned is planned once more.
 const PLAN_AGE_MAX: Duration = Duration::from_secs(1);
@@ -32,7 +32,7 @@ pub struct ClonesOptions {
     /// The host's ends of each: its monitor and so on, and which it is.
     pub each: Vec<(LaunchOptions, CloneOptions)>,
     /// Where memory templates are kept.
-    pub base: BaseOptions,
+    pub base: TemplateOptions,
 }
 
 /// What was done for one of them.
@@ -55,7 +55,7 @@ pub enum CloneError {
     Restore(#[from] RestoreError),
     /// Their memory template could not be made.
     #[error(transparent)]
-    Base(#[from] BaseError),
+    MemoryTemplate(#[from] TemplateError),
 }
 
 /// Starts the clones, one after the other; calls `done` for each running clone. Returns whether their memory
@@ -86,7 +86,7 @@ pub fn clones(
         .collect::<Result<Vec<_>, _>>()?;
     let begin = Instant::now();
     let mut progress = |progress| events(LazyEvent::Progress(progress));
-    let base = Base::of(&key, &tables, &reader, &options.base, &mut progress)?;
+    let base = MemoryTemplate::of(&key, &tables, &reader, &options.base, &mut progress)?;
     let mut base_us = match base.made {
         true => restore::micros(begin.elapsed()),
         false => 0,
@@ -136,7 +136,7 @@ struct Batch<'b> {
     options: &'b ClonesOptions,
     state: &'b [u8],
     hasher: ContentHasher,
-    base: &'b Base,
+    base: &'b MemoryTemplate,
     memory: Vec<CloneMemory>,
     planned_at: Instant,
 }

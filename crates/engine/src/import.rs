@@ -35,7 +35,7 @@ use thiserror::Error;
 use crate::capture::device_state::BYTES_MAX;
 use crate::checkpoint::DEVICE_STATE;
 use crate::encoding::delta_cache::DeltaCache;
-use crate::encoding::page_encoder::Judge;
+use crate::encoding::page_encoder::PageEncoder;
 use crate::guardian::GuardianError;
 use crate::memory::BlockShape;
 use crate::memory::Page;
@@ -201,10 +201,10 @@ pub fn import(
         file.machine().to_owned(),
         file.blocks().to_vec(),
     );
-    let mut draft = Draft::new(repository.begin(options.lock_wait)?, &blocks);
+    let mut transaction = Transaction::new(repository.begin(options.lock_wait)?, &blocks);
     let mut batch = Batch::new();
     while batch.fill(&mut file).map_err(wrong)? {
-        draft.put(&batch)?;
+        transaction.put(&batch)?;
         let (done, total) = file.progress();
         progress(Progress::Importing {
             done: done / PAGE_BYTES,
@@ -219,7 +219,7 @@ pub fn import(
     // As a restore will do it.
     device_state::wrap(&raw, &machine).map_err(unusable)?;
     record.was_running = machine::ran(&raw).map_err(unusable)?;
-    let (id, counts, bytes_stored) = draft.commit(&record, &raw, time)?;
+    let (id, counts, bytes_stored) = transaction.commit(&record, &raw, time)?;
     let writable = record.disks.iter().any(|disk| !disk.read_only);
     let note = "what the disks held when the file was written is not known: restore asks for --disks-as-they-are";
     Ok(ImportReport {
@@ -305,16 +305,16 @@ impl Batch {
 }
 
 /// A checkpoint being written.
-struct Draft<'r> {
+struct Transaction<'r> {
     sink: RepositoryPages<'r>,
     stream: PageStream,
     shapes: Vec<BlockShape>,
-    judge: Judge,
+    judge: PageEncoder,
     nothing: DeltaCache,
 }
 
-impl Draft<'_> {
-    fn new<'r>(writer: Writer<'r>, blocks: &[FileBlock]) -> Draft<'r> {
+impl Transaction<'_> {
+    fn new<'r>(writer: Writer<'r>, blocks: &[FileBlock]) -> Transaction<'r> {
         let shape = |block: &FileBlock| BlockShape {
             name: block.name.clone(),
             pages: block.pages(),
@@ -322,11 +322,11 @@ impl Draft<'_> {
         let shapes: Vec<BlockShape> = blocks.iter().map(shape).collect();
         let mut stream = PageStream::new(&shapes);
         stream.pages_may_come_twice(&shapes);
-        Draft {
+        Transaction {
             sink: RepositoryPages::first(writer, &shapes, true),
             stream,
             shapes,
-            judge: Judge::default(),
+            judge: PageEncoder::default(),
             nothing: DeltaCache::default(),
         }
     }

@@ -30,7 +30,7 @@ use thiserror::Error;
 
 use crate::capture::device_state::BYTES_MAX;
 use crate::checkpoint::DEVICE_STATE;
-use crate::guardian::{Guardian, GuardianError, LastDuty};
+use crate::guardian::{Guardian, GuardianError, OnDisconnect};
 use crate::memory::block::BlockError;
 use crate::populate::eager::PopulateError;
 use crate::populate::lazy::prefetch::{self, Prefetched};
@@ -321,7 +321,7 @@ pub(crate) fn start(
         runtime::open().map_err(RecordError::from)?;
     }
     let starting = launch::start(plan, &options.launch)?;
-    guardian.last_duty(LastDuty::End {
+    guardian.on_disconnect(OnDisconnect::End {
         pid: starting.process.pid(),
         start_time: starting.process.start_time(),
     })?;

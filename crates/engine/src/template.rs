@@ -46,7 +46,7 @@ const WINDOW_PAGES: u64 = 1 << 18;
 
 /// Why there is no memory template.
 #[derive(Debug, Error)]
-pub enum BaseError {
+pub enum TemplateError {
     /// The directory, or a file in it, is not its owner's alone, or cannot be used.
     #[error(
         "memory templates of clones are kept in a directory of their own (another: --base-dir)"
@@ -88,7 +88,7 @@ pub enum BaseError {
 
 /// Where memory templates are kept, and how many.
 #[derive(Debug, Clone)]
-pub struct BaseOptions {
+pub struct TemplateOptions {
     /// The directory; made if need be.
     pub folder: PathBuf,
     /// Templates that were used longest ago go when all take more than this, in bytes. A template that is mapped
@@ -98,7 +98,7 @@ pub struct BaseOptions {
     pub age_limit: Option<Duration>,
 }
 
-impl BaseOptions {
+impl TemplateOptions {
     /// Where the files of a template will lie, known before they are made.
     pub fn memory(&self, key: &str, tables: &[&RamTable]) -> Vec<CloneMemory> {
         let numbered = (0..).zip(tables);
@@ -113,37 +113,37 @@ impl BaseOptions {
 
 /// One block of a memory template.
 #[derive(Debug)]
-struct BaseFile {
+struct TemplateFile {
     memory: CloneMemory,
     inode: u64,
 }
 
 /// The memory template of one checkpoint. While this value lives, no process removes the template.
 #[derive(Debug)]
-pub struct Base {
-    files: Vec<BaseFile>,
+pub struct MemoryTemplate {
+    files: Vec<TemplateFile>,
     /// Whether it was made now.
     pub made: bool,
-    options: BaseOptions,
+    options: TemplateOptions,
     folder: PrivateDir,
     key: String,
     // Unlocked when closed.
     lock: File,
 }
 
-impl Base {
+impl MemoryTemplate {
     /// Finds the memory template of a checkpoint, or makes it. `key` distinguishes the checkpoint from all others
     /// ([`KeptTemplate::name`]), `tables` are those of its blocks that are to be in it.
     pub fn of(
         key: &str,
         tables: &[&RamTable],
         reader: &Reader<'_>,
-        options: &BaseOptions,
+        options: &TemplateOptions,
         progress: ProgressSink<'_>,
-    ) -> Result<Base, BaseError> {
+    ) -> Result<MemoryTemplate, TemplateError> {
         let folder = PrivateDir::create(&options.folder)?;
         let lock = folder.lock_file(LOCK, true)?;
-        let busy = || BaseError::Busy {
+        let busy = || TemplateError::Busy {
             path: options.folder.clone(),
         };
         let lock = lock.ok_or_else(busy)?;
@@ -164,9 +164,9 @@ impl Base {
         kept::touch(&whole)?;
         let memory = options.memory(key, tables).into_iter();
         let files = memory.zip(inodes);
-        Ok(Base {
+        Ok(MemoryTemplate {
             files: files
-                .map(|(memory, inode)| BaseFile { memory, inode })
+                .map(|(memory, inode)| TemplateFile { memory, inode })
                 .collect(),
             made,
             options: options.clone(),
@@ -209,7 +209,7 @@ impl Base {
 
     /// Unlocks the template, and removes templates that exceed the budget or the age limit. Returns whether
     /// this one remains for the next clones.
-    pub fn release(self) -> Result<bool, BaseError> {
+    pub fn release(self) -> Result<bool, TemplateError> {
         let mut all = kept::all_in(&self.folder)?;
         // The one in use last of all.
         all.sort_by_key(|template| (template.name == self.key, template.used));
@@ -230,7 +230,7 @@ impl Base {
     }
 
     /// Removes what was made now: no clone came of it.
-    pub fn discard(self) -> Result<(), BaseError> {
+    pub fn discard(self) -> Result<(), TemplateError> {
         match self.made {
             true => Ok(self.folder.remove_directory(&self.key)?),
             false => Ok(()),
@@ -238,7 +238,7 @@ impl Base {
     }
 }
 
-impl BaseFile {
+impl TemplateFile {
     /// That QEMU has it for its memory, privately: else its memory would be nothing.
     fn expect_mapped(&self, block: &Block, mappings: &[Mapping]) -> Result<(), PopulateError> {
         let range = block.range();
@@ -288,11 +288,11 @@ fn make(
     tables: &[&RamTable],
     reader: &Reader<'_>,
     progress: ProgressSink<'_>,
-) -> Result<(), BaseError> {
+) -> Result<(), TemplateError> {
     let partial = format!("{}{}", kept::PARTIAL, std::process::id());
     let made = folder
         .make_directory(&partial)
-        .map_err(BaseError::from)
+        .map_err(TemplateError::from)
         .and_then(|partial| fill(&partial, tables, reader, progress))
         .and_then(|()| Ok(folder.rename(&partial, key)?));
     if made.is_err() {
@@ -307,7 +307,7 @@ fn fill(
     tables: &[&RamTable],
     reader: &Reader<'_>,
     progress: ProgressSink<'_>,
-) -> Result<(), BaseError> {
+) -> Result<(), TemplateError> {
     let total = tables.iter().map(|table| table.pages).sum();
     let mut done = 0;
     let mut files = Vec::new();
@@ -348,7 +348,7 @@ fn fill(
 
 /// Makes it a file of zeros. In memory all of it is reserved: a page that could not be had later would end the
 /// VM.
-fn make_room(file: &File, path: &Path, bytes: u64) -> Result<(), BaseError> {
+fn make_room(file: &File, path: &Path, bytes: u64) -> Result<(), TemplateError> {
     file.set_len(bytes).map_err(failed("extend", path))?;
     let status = fstatfs(file).map_err(|errno| failed("examine", path)(errno.into()))?;
     if status.f_type == TMPFS {
@@ -358,9 +358,9 @@ fn make_room(file: &File, path: &Path, bytes: u64) -> Result<(), BaseError> {
     Ok(())
 }
 
-fn no_space(path: &Path, bytes: u64, action: &'static str, source: io::Error) -> BaseError {
+fn no_space(path: &Path, bytes: u64, action: &'static str, source: io::Error) -> TemplateError {
     match source.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => BaseError::NoSpace {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => TemplateError::NoSpace {
             path: path.to_owned(),
             bytes,
         },
@@ -372,8 +372,8 @@ fn file_name(number: usize) -> String {
     format!("{number}.ram")
 }
 
-fn failed<'p>(action: &'static str, path: &'p Path) -> impl Fn(io::Error) -> BaseError + 'p {
-    move |source| BaseError::File {
+fn failed<'p>(action: &'static str, path: &'p Path) -> impl Fn(io::Error) -> TemplateError + 'p {
+    move |source| TemplateError::File {
         action,
         path: path.to_owned(),
         source,

@@ -14,7 +14,7 @@ use stillframe_engine::populate::lazy::FillError;
 use stillframe_engine::restore::RestoreError;
 use stillframe_engine::rewind::RewindError;
 use stillframe_engine::source::SourceError;
-use stillframe_engine::template::BaseError;
+use stillframe_engine::template::TemplateError;
 use stillframe_engine::verify::VerifyError;
 use stillframe_repo::{ErrorClass, RepoError};
 
@@ -67,8 +67,10 @@ fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
     }
     match error.downcast_ref() {
         Some(CloneError::Restore(error)) => return judge(error),
-        Some(CloneError::Base(BaseError::Repo(error))) => return Some(of_repo(error)),
-        Some(CloneError::Base(_)) | None => {}
+        Some(CloneError::MemoryTemplate(TemplateError::Repo(error))) => {
+            return Some(of_repo(error));
+        }
+        Some(CloneError::MemoryTemplate(_)) | None => {}
     }
     if let Some(error) = error.downcast_ref::<RewindError>() {
         return of_rewind(error);

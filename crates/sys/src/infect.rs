@@ -41,11 +41,11 @@ const GRACE: Duration = Duration::from_millis(100);
 
 /// A userfaultfd of another process' address space.
 #[derive(Debug)]
-pub struct StolenUffd {
+pub struct InjectedUffd {
     /// Close-on-exec, non-blocking, before its handshake ([`crate::uffd::Uffd::handshake`]). When
     /// its last copy is closed, every protection is lifted and missing pages become zero.
     pub fd: OwnedFd,
-    /// The number of the process' own copy; none is open after [`steal_userfaultfd`].
+    /// The number of the process' own copy; none is open after [`inject_userfaultfd`].
     pub remote_fd: i32,
     /// The process was not allowed a full one (EPERM): faults that the *kernel* takes on watched
     /// memory fail instead of waiting for us. Asynchronous write protection is not affected; the
@@ -64,24 +64,27 @@ pub struct StolenUffd {
 /// # Errors
 /// The process is left as it was in every case; see [`InfectError`]. At the latest a tenth of a
 /// second after `limit` this returns.
-pub fn steal_userfaultfd(process: &Process, limit: Duration) -> Result<StolenUffd, InfectError> {
+pub fn inject_userfaultfd(process: &Process, limit: Duration) -> Result<InjectedUffd, InfectError> {
     open_userfaultfd(process, limit, Left::Nothing)
 }
 
-/// As [`steal_userfaultfd`], but the process keeps a copy. If all others are closed, a thread that touches
+/// As [`inject_userfaultfd`], but the process keeps a copy. If all others are closed, a thread that touches
 /// a missing page waits until a process has fetched that copy and handles its faults. (Without it, that page
 /// would become zero.) [`close_fd`] closes it.
 ///
 /// # Errors
-/// As [`steal_userfaultfd`].
-pub fn share_userfaultfd(process: &Process, limit: Duration) -> Result<StolenUffd, InfectError> {
+/// As [`inject_userfaultfd`].
+pub fn duplicate_userfaultfd(
+    process: &Process,
+    limit: Duration,
+) -> Result<InjectedUffd, InfectError> {
     open_userfaultfd(process, limit, Left::TheUserfaultfd)
 }
 
-/// Has the process close one of its descriptors. The rest is as with [`steal_userfaultfd`].
+/// Has the process close one of its descriptors. The rest is as with [`inject_userfaultfd`].
 ///
 /// # Errors
-/// As [`steal_userfaultfd`]; [`InfectError::Refused`] with EBADF when there is no such descriptor.
+/// As [`inject_userfaultfd`]; [`InfectError::Refused`] with EBADF when there is no such descriptor.
 pub fn close_fd(process: &Process, remote_fd: i32, limit: Duration) -> Result<(), InfectError> {
     hold(process, limit, move |seizure| seizure.close(remote_fd)).map(|((), _)| ())
 }
@@ -90,9 +93,9 @@ fn open_userfaultfd(
     process: &Process,
     limit: Duration,
     left: Left,
-) -> Result<StolenUffd, InfectError> {
+) -> Result<InjectedUffd, InfectError> {
     let (opened, stopped_us) = hold(process, limit, move |seizure| seizure.open_and_fetch(left))?;
-    Ok(StolenUffd {
+    Ok(InjectedUffd {
         fd: opened.fd,
         remote_fd: opened.remote,
         user_mode_only: opened.limited,

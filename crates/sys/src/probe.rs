@@ -2,7 +2,7 @@
 
 mod child;
 
-use crate::infect::{InfectError, StolenUffd, steal_userfaultfd};
+use crate::infect::{InfectError, InjectedUffd, inject_userfaultfd};
 use crate::memfd::{Access, Memfd};
 use crate::memory::{RemoteMemory, SharedMapping};
 use crate::pagemap::Pagemap;
@@ -211,25 +211,25 @@ fn try_memory(child: &Child) -> Result<String, Box<dyn Error>> {
     Ok("read and written".into())
 }
 
-fn steal(child: &Child) -> Result<StolenUffd, InfectError> {
-    steal_userfaultfd(&child.process, LIMIT)
+fn inject(child: &Child) -> Result<InjectedUffd, InfectError> {
+    inject_userfaultfd(&child.process, LIMIT)
 }
 
 fn try_infect(child: &Child) -> Result<String, Box<dyn Error>> {
-    let stolen = steal(child)?;
-    let limits = if stolen.user_mode_only {
+    let injected = inject(child)?;
+    let limits = if injected.user_mode_only {
         ", for user mode only"
     } else {
         ""
     };
     Ok(format!(
         "a process was stopped for {} µs{limits}",
-        stolen.stopped_us
+        injected.stopped_us
     ))
 }
 
 fn try_tracking(child: &Child) -> Result<String, Box<dyn Error>> {
-    let uffd = Uffd::handshake(steal(child)?.fd, WriteProtectMode::Async)?;
+    let uffd = Uffd::handshake(inject(child)?.fd, WriteProtectMode::Async)?;
     let pagemap = Pagemap::open(&child.process)?;
     for region in [child.private, child.shared] {
         uffd.register(region, Track::WriteProtect)?;
@@ -249,7 +249,7 @@ fn try_tracking(child: &Child) -> Result<String, Box<dyn Error>> {
 fn try_discards(child: &Child) -> Result<String, Box<dyn Error>> {
     child.fill_large()?;
     child.await_answer(LIMIT)?;
-    let uffd = Uffd::handshake(steal(child)?.fd, WriteProtectMode::Async)?;
+    let uffd = Uffd::handshake(inject(child)?.fd, WriteProtectMode::Async)?;
     let pagemap = Pagemap::open(&child.process)?;
     uffd.register(child.large, Track::WriteProtect)?;
     uffd.protect(child.large)?;
@@ -287,7 +287,7 @@ fn try_mapped_file(child: &Child) -> Result<String, Box<dyn Error>> {
 }
 
 fn try_synchronous(child: &Child) -> Result<String, Box<dyn Error>> {
-    let uffd = Uffd::handshake(steal(child)?.fd, WriteProtectMode::Sync)?;
+    let uffd = Uffd::handshake(inject(child)?.fd, WriteProtectMode::Sync)?;
     for region in [child.private, child.shared] {
         uffd.register(region, Track::WriteProtect)?;
         uffd.protect(region)?;
@@ -308,7 +308,7 @@ fn try_synchronous(child: &Child) -> Result<String, Box<dyn Error>> {
 }
 
 fn try_missing(child: &Child) -> Result<String, Box<dyn Error>> {
-    let uffd = Uffd::handshake_missing(steal(child)?.fd)?;
+    let uffd = Uffd::handshake_missing(inject(child)?.fd)?;
     for region in [child.private, child.shared] {
         uffd.register(region, Track::Missing)?;
         let page = page(region, PAGES - 1);

@@ -31,7 +31,7 @@ use crate::capture::device_state::{Saved, StateError, StateStream};
 use crate::capture::downtime::{DowntimeRecord, us};
 use crate::capture::paused_vm::{PausedError, PausedVm};
 use crate::capture::schedule::{Schedule, ScheduleError, Work};
-use crate::capture::staging::StageError;
+use crate::capture::staging::StagingError;
 use crate::guardian::{Guardian, GuardianError};
 use crate::inhibitor::InhibitorError;
 use crate::placement;
@@ -84,7 +84,7 @@ pub enum PauseError {
     Tracker(#[from] TrackerError),
     /// The pages cannot be staged.
     #[error("reading the written pages failed in the pause; the VM was resumed")]
-    Stage(#[from] StageError),
+    StagingBuffer(#[from] StagingError),
     /// The guardian is gone.
     #[error("no pause without a guardian")]
     Guardian(#[from] GuardianError),
@@ -109,7 +109,7 @@ impl From<ScheduleError> for PauseError {
     fn from(error: ScheduleError) -> PauseError {
         match error {
             ScheduleError::Tracker(error) => error.into(),
-            ScheduleError::Stage(error) => error.into(),
+            ScheduleError::StagingBuffer(error) => error.into(),
         }
     }
 }

@@ -18,7 +18,7 @@ use stillframe_qemu::monitor::Monitor;
 use thiserror::Error;
 
 use crate::capture::downtime::{DowntimeRecord, us};
-use crate::capture::staging::{Stage, StageError};
+use crate::capture::staging::{StagingBuffer, StagingError};
 use crate::memory::block::Guest;
 use crate::memory::ranges::{count, subtract_all};
 use crate::tracking::error::TrackerError;
@@ -120,7 +120,7 @@ pub enum ScheduleError {
     Tracker(#[from] TrackerError),
     /// The pages cannot be staged.
     #[error(transparent)]
-    Stage(#[from] StageError),
+    StagingBuffer(#[from] StagingError),
 }
 
 /// What a schedule works on.
@@ -128,7 +128,7 @@ pub struct Work<'a> {
     /// Which pages were written.
     pub tracker: &'a mut Tracker,
     /// Where their copies go.
-    pub stage: &'a mut Stage,
+    pub staging: &'a mut StagingBuffer,
     /// Counts them.
     pub copied: &'a mut Copied,
     /// Waits for the end of a burst of writes.
@@ -149,7 +149,7 @@ pub trait Schedule {
 
     /// After the pause; the guest runs again. Where all is copied, write-hot pages are left unprotected.
     fn after(&mut self, work: &mut Work<'_>) -> Result<(), ScheduleError> {
-        work.copied.left_open += work.tracker.leave_hot_open();
+        work.copied.left_open += work.tracker.leave_hot_unprotected();
         Ok(())
     }
 
@@ -235,8 +235,8 @@ fn rounds(work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), ScheduleErro
 /// Copies pages while the guest runs.
 fn copy_before(work: &mut Work<'_>, found: &Collected) -> Result<(), ScheduleError> {
     let pages = found.pages();
-    work.stage.reserve(pages);
-    work.stage
+    work.staging.reserve(pages);
+    work.staging
         .capture_all(work.tracker, Guest::Running, found)?;
     work.copied.pre_copy += pages;
     Ok(())
@@ -249,7 +249,7 @@ fn copy_now(
     found: &Collected,
 ) -> Result<(), ScheduleError> {
     let begin = Instant::now();
-    work.stage
+    work.staging
         .capture_all(work.tracker, Guest::Stopped, found)?;
     record.copy = us(begin);
     work.copied.pause += found.pages();

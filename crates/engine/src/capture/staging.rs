@@ -15,11 +15,11 @@ use crate::memory::block::{Block, BlockError, Guest, PAGE};
 use crate::tracking::fault_handler::Saved;
 use crate::tracking::tracker::{Collected, Tracker};
 
-const SLAB_PAGES: u64 = 256;
+const CHUNK_PAGES: u64 = 256;
 /// Chunks kept for the next checkpoint, whatever this one needed: 64 MiB.
-const SLABS_KEPT_MIN: usize = 64;
+const CHUNKS_KEPT_MIN: usize = 64;
 /// Chunks kept by a staging buffer that is not needed often: 8 MiB.
-const SLABS_FEW: usize = 8;
+const CHUNKS_FEW: usize = 8;
 
 /// Consecutive pages of a block in consecutive slots.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,7 +30,7 @@ struct Extent {
 
 /// Why pages could not be staged.
 #[derive(Debug, Error)]
-pub enum StageError {
+pub enum StagingError {
     /// They cannot be read.
     #[error(transparent)]
     Block(#[from] BlockError),
@@ -46,21 +46,21 @@ pub enum StageError {
 
 /// Captured pages of all blocks.
 #[derive(Debug, Default)]
-pub struct Stage {
-    slabs: Vec<Box<[u8]>>,
+pub struct StagingBuffer {
+    chunks: Vec<Box<[u8]>>,
     slots_used: u64,
     /// No more than this.
     slots_max: u64,
     blocks: Vec<Vec<Extent>>,
 }
 
-impl Stage {
+impl StagingBuffer {
     /// Starts anew for `blocks` RAM blocks and at most `bytes_max` bytes; keeps memory for about as much
     /// as last time.
     pub fn reset(&mut self, blocks: usize, bytes_max: u64) {
         self.slots_max = bytes_max / PAGE as u64;
-        let used_slabs = self.slots_used.div_ceil(SLAB_PAGES) as usize;
-        self.slabs.truncate(used_slabs.max(SLABS_KEPT_MIN));
+        let used_chunks = self.slots_used.div_ceil(CHUNK_PAGES) as usize;
+        self.chunks.truncate(used_chunks.max(CHUNKS_KEPT_MIN));
         self.slots_used = 0;
         self.blocks.clear();
         self.blocks.resize(blocks, Vec::new());
@@ -68,7 +68,7 @@ impl Stage {
 
     /// Gives back most of its memory.
     pub fn keep_little(&mut self) {
-        self.slabs.truncate(SLABS_FEW);
+        self.chunks.truncate(CHUNKS_FEW);
         self.slots_used = 0;
         self.blocks.clear();
     }
@@ -79,10 +79,10 @@ impl Stage {
     }
 
     /// Makes sure that `pages` more pages fit.
-    pub fn expect_room(&self, pages: u64) -> Result<(), StageError> {
+    pub fn expect_room(&self, pages: u64) -> Result<(), StagingError> {
         match self.slots_used + pages <= self.slots_max {
             true => Ok(()),
-            false => Err(StageError::Full {
+            false => Err(StagingError::Full {
                 limit_bytes: self.slots_max * PAGE as u64,
             }),
         }
@@ -91,11 +91,11 @@ impl Stage {
     /// Has memory ready, touched, for `pages` more pages, as far as they fit.
     pub fn reserve(&mut self, pages: u64) {
         let slots = (self.slots_used + pages).min(self.slots_max.max(self.slots_used));
-        let slabs = slots.div_ceil(SLAB_PAGES) as usize;
-        while self.slabs.len() < slabs {
+        let chunks = slots.div_ceil(CHUNK_PAGES) as usize;
+        while self.chunks.len() < chunks {
             // Ones, because zeroed memory would come untouched from the allocator.
-            self.slabs
-                .push(vec![1u8; SLAB_PAGES as usize * PAGE].into_boxed_slice());
+            self.chunks
+                .push(vec![1u8; CHUNK_PAGES as usize * PAGE].into_boxed_slice());
         }
     }
 
@@ -105,7 +105,7 @@ impl Stage {
         tracker: &Tracker,
         guest: Guest,
         found: &Collected,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), StagingError> {
         for (index, tracked) in tracker.blocks().iter().enumerate() {
             self.capture((index, &tracked.block), guest, &found.written[index])?;
             self.capture_zero(index, &found.discarded[index])?;
@@ -119,7 +119,7 @@ impl Stage {
         (index, block): (usize, &Block),
         guest: Guest,
         ranges: &[Range<u64>],
-    ) -> Result<(), StageError> {
+    ) -> Result<(), StagingError> {
         if ranges.is_empty() {
             return Ok(());
         }
@@ -127,19 +127,23 @@ impl Stage {
         self.expect_room(0)?;
         self.reserve(0);
         pieces.sort_unstable_by_key(|piece| piece.slot);
-        let pieces = split_at_slabs(&pieces);
+        let pieces = split_at_chunks(&pieces);
         let from: Vec<Range<u64>> = pieces.iter().map(|piece| piece.pages.clone()).collect();
-        let mut into = carve(&mut self.slabs, &pieces);
+        let mut into = allocate(&mut self.chunks, &pieces);
         Ok(block.read(guest, &mut into, &from)?)
     }
 
     /// Adds `ranges` of block number `index` as zero pages, without reading them.
-    pub fn capture_zero(&mut self, index: usize, ranges: &[Range<u64>]) -> Result<(), StageError> {
+    pub fn capture_zero(
+        &mut self,
+        index: usize,
+        ranges: &[Range<u64>],
+    ) -> Result<(), StagingError> {
         let mut pieces = self.place(index, ranges);
         self.expect_room(0)?;
         self.reserve(0);
         pieces.sort_unstable_by_key(|piece| piece.slot);
-        for memory in carve(&mut self.slabs, &split_at_slabs(&pieces)) {
+        for memory in allocate(&mut self.chunks, &split_at_chunks(&pieces)) {
             memory.fill(0);
         }
         Ok(())
@@ -154,7 +158,7 @@ impl Stage {
             let mut pieces = self.place(block, &runs.collect::<Vec<_>>());
             self.reserve(0);
             pieces.sort_unstable_by_key(|piece| piece.slot);
-            for (memory, piece) in carve(&mut self.slabs, &pieces).into_iter().zip(&pieces) {
+            for (memory, piece) in allocate(&mut self.chunks, &pieces).into_iter().zip(&pieces) {
                 let at = of_block.partition_point(|saved| saved.page < piece.pages.start);
                 memory.copy_from_slice(&of_block[at].bytes[..]);
             }
@@ -209,19 +213,19 @@ impl Stage {
         self.blocks[index].iter().flat_map(move |extent| {
             extent.pages.clone().map(move |page| {
                 let slot = extent.slot + (page - extent.pages.start);
-                let (pages, _) = self.slabs[(slot / SLAB_PAGES) as usize].as_chunks();
-                (page, &pages[(slot % SLAB_PAGES) as usize])
+                let (pages, _) = self.chunks[(slot / CHUNK_PAGES) as usize].as_chunks();
+                (page, &pages[(slot % CHUNK_PAGES) as usize])
             })
         })
     }
 }
 
-fn split_at_slabs(pieces: &[Extent]) -> Vec<Extent> {
+fn split_at_chunks(pieces: &[Extent]) -> Vec<Extent> {
     let mut split = Vec::with_capacity(pieces.len());
     for piece in pieces {
         let mut rest = piece.clone();
         while rest.pages.start < rest.pages.end {
-            let room = SLAB_PAGES - rest.slot % SLAB_PAGES;
+            let room = CHUNK_PAGES - rest.slot % CHUNK_PAGES;
             let end = rest.pages.end.min(rest.pages.start + room);
             split.push(Extent {
                 pages: rest.pages.start..end,
@@ -235,23 +239,23 @@ fn split_at_slabs(pieces: &[Extent]) -> Vec<Extent> {
 }
 
 /// Allocates the memory of each piece; `pieces` are sorted by slot, and none crosses a chunk.
-fn carve<'s>(slabs: &'s mut [Box<[u8]>], pieces: &[Extent]) -> Vec<&'s mut [u8]> {
-    let mut carved = Vec::with_capacity(pieces.len());
+fn allocate<'s>(chunks: &'s mut [Box<[u8]>], pieces: &[Extent]) -> Vec<&'s mut [u8]> {
+    let mut allocated = Vec::with_capacity(pieces.len());
     let mut pieces = pieces.iter().peekable();
-    for (number, slab) in slabs.iter_mut().enumerate() {
-        let mut rest: &mut [u8] = slab;
+    for (number, chunk) in chunks.iter_mut().enumerate() {
+        let mut rest: &mut [u8] = chunk;
         let mut offset = 0;
-        while let Some(piece) = pieces.next_if(|piece| piece.slot / SLAB_PAGES == number as u64) {
-            let start = (piece.slot % SLAB_PAGES) as usize * PAGE;
+        while let Some(piece) = pieces.next_if(|piece| piece.slot / CHUNK_PAGES == number as u64) {
+            let start = (piece.slot % CHUNK_PAGES) as usize * PAGE;
             let bytes = (piece.pages.end - piece.pages.start) as usize * PAGE;
             let (_, tail) = rest.split_at_mut(start - offset);
             let (mine, tail) = tail.split_at_mut(bytes);
-            carved.push(mine);
+            allocated.push(mine);
             rest = tail;
             offset = start + bytes;
         }
     }
-    carved
+    allocated
 }
 
 #[cfg(test)]
@@ -271,26 +275,26 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_refused_and_takes_no_memory() {
-        let mut stage = Stage::default();
-        stage.reset(1, 10 * PAGE as u64 + 1);
-        stage.capture_zero(0, &[0..4, 6..12]).unwrap();
-        stage.capture_zero(0, &[1..2, 2..3]).unwrap();
-        assert!(stage.expect_room(1).is_err());
-        stage.reserve(1 << 40);
-        let full = stage.capture_zero(0, &[0..1 << 40, 1 << 41..1 << 42]);
+        let mut staging = StagingBuffer::default();
+        staging.reset(1, 10 * PAGE as u64 + 1);
+        staging.capture_zero(0, &[0..4, 6..12]).unwrap();
+        staging.capture_zero(0, &[1..2, 2..3]).unwrap();
+        assert!(staging.expect_room(1).is_err());
+        staging.reserve(1 << 40);
+        let full = staging.capture_zero(0, &[0..1 << 40, 1 << 41..1 << 42]);
         let full = full.unwrap_err();
-        assert!(matches!(full, StageError::Full { limit_bytes } if limit_bytes == 10 << 12));
-        assert_eq!(stage.slabs.len(), 1);
+        assert!(matches!(full, StagingError::Full { limit_bytes } if limit_bytes == 10 << 12));
+        assert_eq!(staging.chunks.len(), 1);
     }
 
     proptest! {
         #[test]
         fn every_page_keeps_one_slot(rounds in prop::collection::vec(prop::collection::btree_set(0u64..600, 0..200), 1..5)) {
-            let mut stage = Stage::default();
-            stage.reset(1, u64::MAX);
+            let mut staging = StagingBuffer::default();
+            staging.reset(1, u64::MAX);
             let mut twin: BTreeMap<u64, u64> = BTreeMap::new();
             for round in &rounds {
-                let pieces = stage.place(0, &to_ranges(round));
+                let pieces = staging.place(0, &to_ranges(round));
                 let mut covered = BTreeSet::new();
                 for piece in pieces {
                     for page in piece.pages.clone() {
@@ -304,23 +308,23 @@ mod tests {
             }
             let slots: BTreeSet<u64> = twin.values().copied().collect();
             prop_assert_eq!(slots.len(), twin.len());
-            prop_assert_eq!(stage.pages(), twin.len() as u64);
-            stage.reserve(0);
-            let listed: Vec<u64> = stage.pages_of(0).map(|(page, _)| page).collect();
+            prop_assert_eq!(staging.pages(), twin.len() as u64);
+            staging.reserve(0);
+            let listed: Vec<u64> = staging.pages_of(0).map(|(page, _)| page).collect();
             prop_assert_eq!(listed, twin.keys().copied().collect::<Vec<_>>());
         }
 
         #[test]
         fn saved_pages_lie_beside_captured_ones(pages in prop::collection::btree_map(0u64..700, any::<bool>(), 0..400)) {
-            let mut stage = Stage::default();
-            stage.reset(2, u64::MAX);
+            let mut staging = StagingBuffer::default();
+            staging.reset(2, u64::MAX);
             let on_stage: BTreeSet<u64> = pages.iter().filter(|(_, kept)| **kept).map(|(&page, _)| page).collect();
-            stage.capture_zero(1, &to_ranges(&on_stage)).unwrap();
+            staging.capture_zero(1, &to_ranges(&on_stage)).unwrap();
             let mut saved: Vec<Saved> = pages.iter().rev().filter(|(_, kept)| !**kept)
                 .map(|(&page, _)| Saved { block: 1, page, bytes: Box::new([page as u8 | 1; PAGE]) })
                 .collect();
-            stage.put_all(&mut saved);
-            let found: Vec<(u64, u8)> = stage.pages_of(1).map(|(page, bytes)| (page, bytes[PAGE - 1])).collect();
+            staging.put_all(&mut saved);
+            let found: Vec<(u64, u8)> = staging.pages_of(1).map(|(page, bytes)| (page, bytes[PAGE - 1])).collect();
             let expected: Vec<(u64, u8)> = pages.iter()
                 .map(|(&page, &kept)| (page, if kept { 0 } else { page as u8 | 1 }))
                 .collect();
@@ -329,20 +333,20 @@ mod tests {
 
         #[test]
         fn carved_memory_is_the_slot_of_the_page(rounds in prop::collection::vec(prop::collection::btree_set(0u64..700, 0..300), 1..4)) {
-            let mut stage = Stage::default();
-            stage.reset(1, u64::MAX);
+            let mut staging = StagingBuffer::default();
+            staging.reset(1, u64::MAX);
             for round in &rounds {
-                let mut pieces = stage.place(0, &to_ranges(round));
-                stage.reserve(0);
+                let mut pieces = staging.place(0, &to_ranges(round));
+                staging.reserve(0);
                 pieces.sort_unstable_by_key(|piece| piece.slot);
-                let pieces = split_at_slabs(&pieces);
-                for (memory, piece) in carve(&mut stage.slabs, &pieces).into_iter().zip(&pieces) {
+                let pieces = split_at_chunks(&pieces);
+                for (memory, piece) in allocate(&mut staging.chunks, &pieces).into_iter().zip(&pieces) {
                     for (page, bytes) in piece.pages.clone().zip(memory.chunks_mut(PAGE)) {
                         bytes[..8].copy_from_slice(&page.to_le_bytes());
                     }
                 }
             }
-            for (page, bytes) in stage.pages_of(0) {
+            for (page, bytes) in staging.pages_of(0) {
                 prop_assert_eq!(u64::from_le_bytes(bytes[..8].try_into().unwrap()), page);
             }
         }

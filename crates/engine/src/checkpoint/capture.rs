@@ -17,7 +17,7 @@ use crate::capture::pause::{Pause, PauseError};
 use crate::capture::schedule::{
     Auto, Bursts, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
 };
-use crate::capture::staging::Stage;
+use crate::capture::staging::StagingBuffer;
 use crate::memory::BlockShape;
 use crate::memory::block::PAGE_BYTES;
 use crate::placement;
@@ -46,7 +46,7 @@ pub struct Captured {
     pub(super) instead_of: Option<ScheduleKind>,
     /// With `auto`: why this schedule.
     pub(super) plan: Option<Plan>,
-    pub(super) stage: Stage,
+    pub(super) staging: StagingBuffer,
     pub(super) record: VmRecord,
     pub(super) blocks: Vec<BlockShape>,
     pub(super) copied: Copied,
@@ -63,12 +63,12 @@ pub struct Captured {
 impl Captured {
     /// Memory that its pages take, and the image to compare them with, in bytes.
     pub fn bytes(&self) -> u64 {
-        self.stage.pages() * PAGE_BYTES + self.image.as_ref().map_or(0, Image::bytes)
+        self.staging.pages() * PAGE_BYTES + self.image.as_ref().map_or(0, Image::bytes)
     }
 }
 
 impl Vm {
-    /// Captures what was written since the last [`Vm::launch`], or, after a failure, since the last
+    /// Captures what was written since the last [`Vm::mark_in_flight`], or, after a failure, since the last
     /// committed checkpoint. Earlier captures may still be in flight; if one of them is rolled back,
     /// this one is worthless, and goes to [`Vm::discard`].
     pub fn capture(
@@ -99,7 +99,7 @@ impl Vm {
             schedule,
             instead_of: None,
             plan,
-            stage: self.stages.pop().unwrap_or_default(),
+            staging: self.staging_buffers.pop().unwrap_or_default(),
             record: self.record()?,
             blocks: self.tracker.shape(),
             copied: Copied::default(),
@@ -140,20 +140,20 @@ impl Vm {
         }
     }
 
-    /// The last capture is in flight from now on, to a [`super::Shelf`], behind earlier ones.
-    pub fn launch(&mut self) {
-        self.tracker.launched();
+    /// The last capture is in flight from now on, to a [`super::CheckpointWriter`], behind earlier ones.
+    pub fn mark_in_flight(&mut self) {
+        self.tracker.mark_in_flight();
     }
 
     /// A capture is not needed: it was not marked as in flight and its pages are still pending, or an earlier one
     /// was rolled back.
     pub fn discard(&mut self, captured: Captured) {
-        let mut stage = captured.stage;
-        match self.stages.len() {
-            0..STAGES_KEPT => self.stages.push(stage),
+        let mut staging = captured.staging;
+        match self.staging_buffers.len() {
+            0..STAGES_KEPT => self.staging_buffers.push(staging),
             STAGES_KEPT..STAGES_MAX => {
-                stage.keep_little();
-                self.stages.insert(0, stage);
+                staging.keep_little();
+                self.staging_buffers.insert(0, staging);
             }
             _ => {}
         }
@@ -178,7 +178,7 @@ impl Vm {
         let begin = Instant::now();
         captured.copied = Copied::default();
         captured
-            .stage
+            .staging
             .reset(captured.blocks.len(), options.copy_buffer_bytes / 2);
         let mut schedule: Box<dyn Schedule> = match captured.schedule {
             ScheduleKind::StopCopy => Box::new(StopCopy),
@@ -221,7 +221,7 @@ impl Vm {
                 kind: captured.schedule,
                 downtime: captured.downtime,
                 copied: captured.copied,
-                pages: captured.stage.pages(),
+                pages: captured.staging.pages(),
                 interval_us: interval.as_micros() as u64,
             });
         }
@@ -235,7 +235,7 @@ impl Vm {
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
         let room = 2 * self.pause_pages_last + RESERVE_PAGES;
-        captured.stage.reserve(room);
+        captured.staging.reserve(room);
         let image = &mut captured.image;
         let mut look = |tracker: &Tracker| {
             let blocks = tracker.blocks().iter().map(|tracked| &*tracked.block);
@@ -253,7 +253,7 @@ impl Vm {
             aside: &captured.aside,
             work: Work {
                 tracker: &mut self.tracker,
-                stage: &mut captured.stage,
+                staging: &mut captured.staging,
                 copied: &mut captured.copied,
                 bursts: &mut self.bursts,
             },
@@ -310,7 +310,7 @@ fn work<'w>(
 ) -> Work<'w> {
     Work {
         tracker,
-        stage: &mut captured.stage,
+        staging: &mut captured.staging,
         copied: &mut captured.copied,
         bursts,
     }

@@ -10,7 +10,7 @@ use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVI
 use crate::attach::Parent;
 use crate::capture::downtime::us;
 use crate::encoding::delta_cache::DeltaCache;
-use crate::encoding::page_encoder::Judge;
+use crate::encoding::page_encoder::PageEncoder;
 use crate::memory::BlockShape;
 use crate::memory::Page;
 use crate::memory::outcome::Found;
@@ -20,11 +20,11 @@ use crate::{Progress, ProgressSink};
 
 /// The store context: what storing knows of the last checkpoint of one attachment.
 #[derive(Debug, Default)]
-pub struct Shelf {
+pub struct CheckpointWriter {
     pub(super) parent: Option<Parent>,
     /// The delta cache: contents of pages at the parent.
     pub(super) cache: DeltaCache,
-    pub(super) judge: Judge,
+    pub(super) judge: PageEncoder,
 }
 
 /// A checkpoint that is durable.
@@ -36,7 +36,7 @@ pub struct Stored {
 }
 
 /// The transaction of one checkpoint that is being written.
-pub(super) struct Draft<'r> {
+pub(super) struct Transaction<'r> {
     pub(super) sink: RepositoryPages<'r>,
     pub(super) parent: Option<Parent>,
     pub(super) stream: PageStream,
@@ -45,7 +45,7 @@ pub(super) struct Draft<'r> {
     pub(super) deltas: bool,
 }
 
-impl Shelf {
+impl CheckpointWriter {
     /// Whether an increment can be made.
     pub fn has_parent(&self) -> bool {
         self.parent.is_some()
@@ -68,20 +68,20 @@ impl Shelf {
         self.cache.set_budget(options.delta_cache_bytes);
         let id = repository.id().to_string();
         let writer = repository.begin(options.lock_wait)?;
-        let mut draft = self.draft(writer, &id, &captured.blocks, options)?;
-        draft.deltas = true;
-        let stored = self.finish(draft, captured, id, progress)?;
+        let mut transaction = self.transaction(writer, &id, &captured.blocks, options)?;
+        transaction.deltas = true;
+        let stored = self.finish(transaction, captured, id, progress)?;
         self.verified(stored, captured, repository, options, progress)
     }
 
     /// Begins an increment of the last checkpoint.
-    pub(super) fn draft<'r>(
+    pub(super) fn transaction<'r>(
         &mut self,
         writer: Writer<'r>,
         repository: &str,
         blocks: &[BlockShape],
         options: &CheckpointOptions,
-    ) -> Result<Draft<'r>, CheckpointError> {
+    ) -> Result<Transaction<'r>, CheckpointError> {
         let missing_packs = writer.missing_packs();
         // The writer's lock keeps the parent from being pruned from here on; but the parent must not
         // need what the repository has lost since.
@@ -100,7 +100,7 @@ impl Shelf {
                 return Err(CheckpointError::ParentGone);
             }
         };
-        Ok(Draft {
+        Ok(Transaction {
             sink: RepositoryPages::after(writer, &parent.tables, options.dedup),
             stream: PageStream::new(blocks),
             parent: Some(parent),
@@ -112,33 +112,35 @@ impl Shelf {
     /// Stores the pages of the staging buffer, and makes a checkpoint of all pages.
     pub(super) fn finish(
         &mut self,
-        mut draft: Draft<'_>,
+        mut transaction: Transaction<'_>,
         captured: &Captured,
         repository: String,
         progress: ProgressSink<'_>,
     ) -> Result<Stored, CheckpointError> {
         let _aside = Confined::to(&captured.aside);
-        let total = captured.stage.pages();
+        let total = captured.staging.pages();
         let mut done = 0;
         for block in 0..captured.blocks.len() {
-            let mut pages = captured.stage.pages_of(block).peekable();
+            let mut pages = captured.staging.pages_of(block).peekable();
             while pages.peek().is_some() {
                 let batch: Vec<Page<'_>> = pages.by_ref().take(BATCH_PAGES).collect();
-                self.put(&mut draft, block, &batch)?;
+                self.put(&mut transaction, block, &batch)?;
                 done += batch.len() as u64;
                 progress(Progress::Storing { done, total });
             }
         }
         let begin = Instant::now();
-        let manifest = draft.manifest(captured)?;
-        let committed = draft.sink.writer.commit(manifest.clone())?;
+        let manifest = transaction.manifest(captured)?;
+        let committed = transaction.sink.writer.commit(manifest.clone())?;
         let commit = us(begin);
-        draft.stream.remember(&captured.stage, &mut self.cache);
+        transaction
+            .stream
+            .remember(&captured.staging, &mut self.cache);
         self.parent = Some(Parent {
             id: committed.id,
             repository,
             tables: manifest.ram.clone(),
-            missing_packs: draft.missing_packs.clone(),
+            missing_packs: transaction.missing_packs.clone(),
         });
         Ok(Stored {
             report: report(
@@ -146,10 +148,10 @@ impl Shelf {
                 manifest,
                 committed,
                 commit,
-                &draft.stream,
-                draft.missing_packs,
+                &transaction.stream,
+                transaction.missing_packs,
             ),
-            found: draft.stream.outcome,
+            found: transaction.stream.outcome,
         })
     }
 
@@ -172,21 +174,23 @@ impl Shelf {
     /// Stores a batch of ascending pages of one block.
     pub(super) fn put(
         &mut self,
-        draft: &mut Draft<'_>,
+        transaction: &mut Transaction<'_>,
         block: usize,
         pages: &[Page<'_>],
     ) -> Result<(), RepoError> {
         let nothing = DeltaCache::default();
-        let cache = match draft.deltas {
+        let cache = match transaction.deltas {
             true => &self.cache,
             false => &nothing,
         };
         let tools = (&mut self.judge, cache);
-        draft.stream.put(&mut draft.sink, tools, block, pages)
+        transaction
+            .stream
+            .put(&mut transaction.sink, tools, block, pages)
     }
 }
 
-impl Draft<'_> {
+impl Transaction<'_> {
     /// Iterations come before the pages of the staging buffer.
     pub(super) fn pages_may_come_twice(&mut self, blocks: &[BlockShape]) {
         self.stream.pages_may_come_twice(blocks);

@@ -41,7 +41,7 @@ const ID_BYTES: usize = 32;
 
 /// What a page is stored as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum PageEncoding {
     /// It is all zero.
     Zero,
     /// It is what it was.
@@ -56,26 +56,26 @@ pub enum Verdict {
 
 /// The encodings of a batch of pages.
 #[derive(Debug, Default)]
-pub struct Judged {
+pub struct EncodedPages {
     /// One for each page.
-    pub verdicts: Vec<Verdict>,
+    pub encodings: Vec<PageEncoding>,
     /// The changes, in the order of the pages.
     pub deltas: Vec<EncodedDelta>,
 }
 
 /// Encodes pages; keeps the state of each worker.
 #[derive(Default)]
-pub struct Judge {
-    clerks: Vec<Clerk>,
+pub struct PageEncoder {
+    workers: Vec<EncoderWorker>,
 }
 
-impl std::fmt::Debug for Judge {
+impl std::fmt::Debug for PageEncoder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Judge({} clerks)", self.clerks.len())
+        write!(f, "PageEncoder({} workers)", self.workers.len())
     }
 }
 
-impl Judge {
+impl PageEncoder {
     /// Encodes ascending pages of block number `block`, on all processors that the caller may use.
     pub fn batch(
         &mut self,
@@ -83,26 +83,26 @@ impl Judge {
         cache: &DeltaCache,
         block: usize,
         pages: &[Page<'_>],
-    ) -> Result<Judged, EncodingError> {
+    ) -> Result<EncodedPages, EncodingError> {
         let share = share_of(pages.len());
         let shares = pages.chunks(share);
-        while self.clerks.len() < shares.len() {
-            self.clerks.push(Clerk::new()?);
+        while self.workers.len() < shares.len() {
+            self.workers.push(EncoderWorker::new()?);
         }
-        let mut clerks = self.clerks.iter_mut().zip(shares);
-        let (Some((clerk, first)), others) = (clerks.next(), clerks) else {
-            return Ok(Judged::default());
+        let mut workers = self.workers.iter_mut().zip(shares);
+        let (Some((worker, first)), others) = (workers.next(), workers) else {
+            return Ok(EncodedPages::default());
         };
         thread::scope(|scope| {
             let others: Vec<_> = others
-                .map(|(clerk, share)| scope.spawn(|| clerk.judge(hasher, cache, block, share)))
+                .map(|(worker, share)| scope.spawn(|| worker.encode(hasher, cache, block, share)))
                 .collect();
-            let mut all = clerk.judge(hasher, cache, block, first)?;
+            let mut all = worker.encode(hasher, cache, block, first)?;
             for other in others {
-                let judged = other.join();
-                let judged = judged.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-                all.verdicts.extend(judged.verdicts);
-                all.deltas.extend(judged.deltas);
+                let encoded = other.join();
+                let encoded = encoded.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                all.encodings.extend(encoded.encodings);
+                all.deltas.extend(encoded.deltas);
             }
             Ok(all)
         })
@@ -137,50 +137,50 @@ pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<Conten
 }
 
 /// The state of one worker thread.
-struct Clerk {
+struct EncoderWorker {
     encoder: DeltaEncoder,
     whole: Encoder,
 }
 
-impl Clerk {
-    fn new() -> Result<Clerk, EncodingError> {
-        Ok(Clerk {
+impl EncoderWorker {
+    fn new() -> Result<EncoderWorker, EncodingError> {
+        Ok(EncoderWorker {
             encoder: DeltaEncoder::new(LEVEL)?,
             whole: Encoder::new(LEVEL)?,
         })
     }
 
-    fn judge(
+    fn encode(
         &mut self,
         hasher: &ContentHasher,
         cache: &DeltaCache,
         block: usize,
         pages: &[Page<'_>],
-    ) -> Result<Judged, EncodingError> {
+    ) -> Result<EncodedPages, EncodingError> {
         let bytes_max = self.worth(cache, block, pages)?;
-        let mut judged = Judged::default();
+        let mut encoded = EncodedPages::default();
         for &(page, bytes) in pages {
-            let verdict = if is_zero(bytes) {
-                Verdict::Zero
+            let encoding = if is_zero(bytes) {
+                PageEncoding::Zero
             } else if let Some(old) = cache.get(block, page) {
                 // A page table has less than 2^30 pages.
                 match self.encoder.add(page as u32, [old, bytes], bytes_max) {
-                    Added::Same => Verdict::Same,
-                    Added::Changed => Verdict::Delta,
-                    Added::TooMuch => Verdict::TooMuch(hasher.id(bytes)),
+                    Added::Same => PageEncoding::Same,
+                    Added::Changed => PageEncoding::Delta,
+                    Added::TooMuch => PageEncoding::TooMuch(hasher.id(bytes)),
                 }
             } else {
-                Verdict::Unknown(hasher.id(bytes))
+                PageEncoding::Unknown(hasher.id(bytes))
             };
-            judged.verdicts.push(verdict);
+            encoded.encodings.push(encoding);
             if self.encoder.is_full() {
-                judged.deltas.push(self.encoder.finish()?);
+                encoded.deltas.push(self.encoder.finish()?);
             }
         }
         if !self.encoder.is_empty() {
-            judged.deltas.push(self.encoder.finish()?);
+            encoded.deltas.push(self.encoder.finish()?);
         }
-        Ok(judged)
+        Ok(encoded)
     }
 
     /// Up to how many changed bytes a page is better stored as a delta, here.
@@ -240,14 +240,14 @@ mod tests {
 
     type Memory = BTreeMap<u64, Box<[u8; PAGE]>>;
 
-    fn judge(cache: &DeltaCache, memory: &Memory) -> Judged {
+    fn encode(cache: &DeltaCache, memory: &Memory) -> EncodedPages {
         let pages: Vec<Page<'_>> = memory
             .iter()
             .map(|(&page, bytes)| (page, &**bytes))
             .collect();
         let hasher = ContentHasher::keyed([3; 32]);
-        let mut judge = Judge::default();
-        judge.batch(&hasher, cache, 0, &pages).unwrap()
+        let mut encode = PageEncoder::default();
+        encode.batch(&hasher, cache, 0, &pages).unwrap()
     }
 
     fn cached(memory: &Memory) -> DeltaCache {
@@ -298,33 +298,33 @@ mod tests {
                 }
                 new.insert(page, after);
             }
-            let judged = judge(&cached(&old), &new);
-            prop_assert_eq!(judged.verdicts.len(), new.len());
+            let encoded = encode(&cached(&old), &new);
+            prop_assert_eq!(encoded.encodings.len(), new.len());
             let hasher = ContentHasher::keyed([3; 32]);
             let mut made = old.clone();
-            for delta in &judged.deltas {
+            for delta in &encoded.deltas {
                 let read = Delta::decode(&delta.bytes).unwrap();
                 for (index, page) in read.pages().enumerate() {
                     read.apply(index, made.get_mut(&page.into()).unwrap());
                 }
             }
-            for ((&page, bytes), verdict) in new.iter().zip(&judged.verdicts) {
-                match verdict {
-                    Verdict::Zero => prop_assert!(is_zero(&bytes[..])),
-                    Verdict::Same | Verdict::Delta => prop_assert!(made[&page] == *bytes),
-                    Verdict::Unknown(id) => {
+            for ((&page, bytes), encoding) in new.iter().zip(&encoded.encodings) {
+                match encoding {
+                    PageEncoding::Zero => prop_assert!(is_zero(&bytes[..])),
+                    PageEncoding::Same | PageEncoding::Delta => prop_assert!(made[&page] == *bytes),
+                    PageEncoding::Unknown(id) => {
                         prop_assert!(!old.contains_key(&page));
                         prop_assert_eq!(*id, hasher.id(&bytes[..]));
                     }
-                    Verdict::TooMuch(id) => prop_assert_eq!(*id, hasher.id(&bytes[..])),
+                    PageEncoding::TooMuch(id) => prop_assert_eq!(*id, hasher.id(&bytes[..])),
                 }
             }
-            let mut expected: Vec<u32> = new.iter().zip(&judged.verdicts)
-                .filter(|(_, verdict)| **verdict == Verdict::Delta)
+            let mut expected: Vec<u32> = new.iter().zip(&encoded.encodings)
+                .filter(|(_, encoding)| **encoding == PageEncoding::Delta)
                 .map(|((&page, _), _)| page as u32)
                 .collect();
             expected.sort_unstable();
-            let listed: Vec<u32> = judged.deltas.iter().flat_map(|delta| delta.pages.clone()).collect();
+            let listed: Vec<u32> = encoded.deltas.iter().flat_map(|delta| delta.pages.clone()).collect();
             prop_assert_eq!(listed, expected);
         }
     }
@@ -339,11 +339,11 @@ mod tests {
         let numbers = || 0..300u64;
         let old: Memory = numbers().map(|page| (page, noise(page))).collect();
         let texts: Memory = numbers().map(|page| (page, text(page))).collect();
-        let whole = |judged: &Judged| {
-            let whole = |verdict: &&Verdict| matches!(verdict, Verdict::TooMuch(_));
-            judged.verdicts.iter().filter(whole).count()
+        let whole = |encoded: &EncodedPages| {
+            let whole = |encoding: &&PageEncoding| matches!(encoding, PageEncoding::TooMuch(_));
+            encoded.encodings.iter().filter(whole).count()
         };
-        assert_eq!(whole(&judge(&cached(&old), &texts)), 300);
+        assert_eq!(whole(&encode(&cached(&old), &texts)), 300);
         let mostly_noise: Memory = numbers()
             .map(|page| {
                 let mut bytes = noise(page);
@@ -351,6 +351,6 @@ mod tests {
                 (page, bytes)
             })
             .collect();
-        assert_eq!(whole(&judge(&cached(&old), &mostly_noise)), 0);
+        assert_eq!(whole(&encode(&cached(&old), &mostly_noise)), 0);
     }
 }

@@ -12,7 +12,7 @@
 //!    unregisters them when the engine is gone or was killed. An engine with a thread in uninterruptible
 //!    sleep (hung storage) does not die of `kill -9`: its descriptors stay open, and the VM would wait.
 //! 5. It ends a QEMU that was started for a restore and has not run yet, and pauses one that runs while
-//!    its memory is populated, when the engine is gone (on-disconnect action, [`LastDuty`]).
+//!    its memory is populated, when the engine is gone (on-disconnect action, [`OnDisconnect`]).
 //!
 //! With asynchronous tracking it never has the userfaultfd: no thread of the VM ever waits for the engine,
 //! and tracking ends with the engine's copy. QEMU itself keeps no copy, so that the VM runs on when engine
@@ -37,7 +37,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use stillframe_sys::infect::StolenUffd;
+use stillframe_sys::infect::InjectedUffd;
 use stillframe_sys::process::{AddressRange, Process};
 use thiserror::Error;
 
@@ -45,7 +45,7 @@ use thiserror::Error;
 pub(crate) use heartbeat::LET_GO;
 pub use heartbeat::{HEARTBEAT, Heartbeat};
 pub use process::run;
-pub use wire::{LastDuty, WayBack};
+pub use wire::{OnDisconnect, WayBack};
 use wire::{Reply, Request};
 
 /// The hidden subcommand under which the executable acts as guardian.
@@ -140,12 +140,12 @@ impl Guardian {
     }
 
     /// Injects a `userfaultfd` call into `process`.
-    pub fn steal_userfaultfd(&self, process: &Process) -> Result<StolenUffd, GuardianError> {
+    pub fn inject_userfaultfd(&self, process: &Process) -> Result<InjectedUffd, GuardianError> {
         self.open_userfaultfd(process, false)
     }
 
-    /// As [`Guardian::steal_userfaultfd`], but the process keeps a copy (`infect::share_userfaultfd`).
-    pub fn share_userfaultfd(&self, process: &Process) -> Result<StolenUffd, GuardianError> {
+    /// As [`Guardian::inject_userfaultfd`], but the process keeps a copy (`infect::duplicate_userfaultfd`).
+    pub fn duplicate_userfaultfd(&self, process: &Process) -> Result<InjectedUffd, GuardianError> {
         self.open_userfaultfd(process, true)
     }
 
@@ -153,8 +153,8 @@ impl Guardian {
         &self,
         process: &Process,
         share: bool,
-    ) -> Result<StolenUffd, GuardianError> {
-        let request = Request::Steal {
+    ) -> Result<InjectedUffd, GuardianError> {
+        let request = Request::Inject {
             pid: process.pid(),
             start_time: process.start_time(),
             limit_ms: INJECTION_LIMIT.as_millis() as u64,
@@ -162,13 +162,13 @@ impl Guardian {
         };
         match self.ask(&request, &[])? {
             (
-                Reply::Stolen {
+                Reply::Injected {
                     remote_fd,
                     user_mode_only,
                     stopped_us,
                 },
                 Some(fd),
-            ) => Ok(StolenUffd {
+            ) => Ok(InjectedUffd {
                 fd,
                 remote_fd,
                 user_mode_only,
@@ -193,8 +193,8 @@ impl Guardian {
     }
 
     /// Sets the on-disconnect action: what the guardian does if this process ends.
-    pub fn last_duty(&self, duty: LastDuty) -> Result<(), GuardianError> {
-        self.expect_ok(&Request::LastDuty { duty }, None)
+    pub fn on_disconnect(&self, duty: OnDisconnect) -> Result<(), GuardianError> {
+        self.expect_ok(&Request::OnDisconnect { duty }, None)
     }
 
     /// From here on the guardian kills this process when it misses the heartbeats. `registered`: the

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::MlockAllFlags;
 use rustix::process::{DumpableBehavior, Resource, Rlimit};
-use stillframe_sys::infect::{self, StolenUffd};
+use stillframe_sys::infect::{self, InjectedUffd};
 use stillframe_sys::process::Process;
 
 use crate::in_words;
 
 use super::heartbeat::{Missed, Watched};
 use super::resume::{self, Connection, Pause};
-use super::wire::{self, LastDuty, Reply, Request};
+use super::wire::{self, OnDisconnect, Reply, Request};
 
 /// QEMU may be inside a slow `stop` (it drains its disks first); it reads our commands after that.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
@@ -40,7 +40,7 @@ struct Watch {
     qmp: Option<Connection>,
     pause: Option<Pause>,
     heartbeat: Option<Watched>,
-    last_duty: LastDuty,
+    on_disconnect: OnDisconnect,
     /// What holds QEMU in a pause, and whether it is to be released.
     stream: Option<OwnedFd>,
     releasing: bool,
@@ -64,7 +64,7 @@ pub fn run() -> i32 {
         qmp: None,
         pause: None,
         heartbeat: None,
-        last_duty: LastDuty::Nothing,
+        on_disconnect: OnDisconnect::Nothing,
         stream: None,
         releasing: false,
     };
@@ -106,7 +106,8 @@ impl Watch {
             return false;
         }
         // With memory complete, or nothing protected, nothing waits for the engine.
-        let waited_for = heartbeat.holds_userfaultfd() || self.last_duty != LastDuty::Nothing;
+        let waited_for =
+            heartbeat.holds_userfaultfd() || self.on_disconnect != OnDisconnect::Nothing;
         if !waited_for {
             self.heartbeat = None;
             return false;
@@ -133,15 +134,15 @@ impl Watch {
             let stream = self.stream.as_ref().map(AsFd::as_fd);
             qmp.resume_alone(pause.way_back(), stream, deadline);
         }
-        let duty = std::mem::replace(&mut self.last_duty, LastDuty::Nothing);
+        let duty = std::mem::replace(&mut self.on_disconnect, OnDisconnect::Nothing);
         match (duty, &mut self.qmp) {
-            (LastDuty::End { pid, start_time }, _) => {
+            (OnDisconnect::End { pid, start_time }, _) => {
                 // A process that has ended needs no signal.
                 let _ = the_process(pid, start_time)
                     .map(|process| process.signal(signal_hook::consts::SIGKILL));
             }
-            (LastDuty::Pause, Some(qmp)) => qmp.stop_alone(deadline),
-            (LastDuty::Pause, None) | (LastDuty::Nothing, _) => {}
+            (OnDisconnect::Pause, Some(qmp)) => qmp.stop_alone(deadline),
+            (OnDisconnect::Pause, None) | (OnDisconnect::Nothing, _) => {}
         }
     }
 
@@ -152,7 +153,7 @@ impl Watch {
         let mut handed_over = None;
         let heartbeats = matches!(request, Request::Heartbeat { .. });
         let reply = match request {
-            Request::Steal {
+            Request::Inject {
                 pid,
                 start_time,
                 limit_ms,
@@ -160,7 +161,7 @@ impl Watch {
             } => match open_userfaultfd(pid, start_time, limit_ms, share) {
                 Ok(opened) => {
                     handed_over = Some(opened.fd);
-                    Reply::Stolen {
+                    Reply::Injected {
                         remote_fd: opened.remote_fd,
                         user_mode_only: opened.user_mode_only,
                         stopped_us: opened.stopped_us,
@@ -174,8 +175,8 @@ impl Watch {
                 fd,
                 limit_ms,
             } => ok_or_failed(close(pid, start_time, fd, limit_ms)),
-            Request::LastDuty { duty } => {
-                self.last_duty = duty;
+            Request::OnDisconnect { duty } => {
+                self.on_disconnect = duty;
                 Reply::Ok
             }
             Request::Watch => {
@@ -271,10 +272,10 @@ fn open_userfaultfd(
     start_time: u64,
     limit_ms: u64,
     share: bool,
-) -> Result<StolenUffd, String> {
+) -> Result<InjectedUffd, String> {
     let open = match share {
-        true => infect::share_userfaultfd,
-        false => infect::steal_userfaultfd,
+        true => infect::duplicate_userfaultfd,
+        false => infect::inject_userfaultfd,
     };
     let process = the_process(pid, start_time)?;
     open(&process, Duration::from_millis(limit_ms)).map_err(|error| in_words(&error))

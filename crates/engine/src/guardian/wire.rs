@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   engine                          guardian
-//!     Steal {pid, ..}        -->      (ptrace)          <-- Stolen + userfaultfd | Failed
+//!     Inject {pid, ..}       -->      (ptrace)          <-- Injected + userfaultfd | Failed
 //!     Watch + QMP socket     -->                        <-- Ok
 //!     Stream + pipe          -->                        <-- Ok      the end that holds QEMU in a pause
 //!     Pausing {limit_ms, ..} -->                        <-- Ok      then the engine stops the VM
@@ -34,7 +34,7 @@ const RECEIVE_BYTES: usize = 4096;
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
     /// Open a userfaultfd inside this process and hand it over.
-    Steal {
+    Inject {
         /// Process id of QEMU.
         pid: i32,
         /// Its start time, so that a reused pid is never touched.
@@ -56,9 +56,9 @@ pub(super) enum Request {
         limit_ms: u64,
     },
     /// What to do when the engine is gone.
-    LastDuty {
+    OnDisconnect {
         /// That.
-        duty: LastDuty,
+        duty: OnDisconnect,
     },
     /// The QMP socket (descriptor with the message) on which a paused VM is resumed.
     Watch,
@@ -94,7 +94,7 @@ pub enum WayBack {
 
 /// On-disconnect action: what the guardian does when the engine is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum LastDuty {
+pub enum OnDisconnect {
     /// Nothing.
     Nothing,
     /// End a QEMU that was started for a restore and has not run yet.
@@ -114,7 +114,7 @@ pub(super) enum Reply {
     /// Done.
     Ok,
     /// The userfaultfd comes with this message.
-    Stolen {
+    Injected {
         /// The number of the process' own copy.
         remote_fd: i32,
         /// Kernel-mode faults are not delivered (unprivileged QEMU).

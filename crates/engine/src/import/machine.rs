@@ -10,7 +10,7 @@ use stillframe_qemu::migration_file::FileBlock;
 use stillframe_qemu::record::{Described, VmRecord};
 
 use super::{ImportError, ImportOptions};
-use crate::guardian::{Guardian, LastDuty};
+use crate::guardian::{Guardian, OnDisconnect};
 
 /// For QEMU to open its monitor.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -42,14 +42,14 @@ pub(super) fn ask(options: &ImportOptions) -> Result<VmRecord, ImportError> {
     let guardian = Guardian::start()?;
     // Dropped, it is ended; so it is when this process is killed.
     let starting = launch::start(&plan, &launch)?;
-    guardian.last_duty(LastDuty::End {
+    guardian.on_disconnect(OnDisconnect::End {
         pid: starting.process.pid(),
         start_time: starting.process.start_time(),
     })?;
     let mut launched = starting.wait(START_LIMIT)?;
     record.complete(&launched.process, &mut launched.monitor)?;
     drop(launched);
-    guardian.last_duty(LastDuty::Nothing)?;
+    guardian.on_disconnect(OnDisconnect::Nothing)?;
     match record.identity.architecture.as_str() {
         "x86_64" => Ok(record),
         _ => Err(ImportError::Architecture {

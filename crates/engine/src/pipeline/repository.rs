@@ -8,7 +8,7 @@ use crate::ProgressSink;
 use crate::attach::Vm;
 use crate::capture::schedule::ScheduleKind;
 use crate::checkpoint::{
-    Captured, CheckpointError, CheckpointOptions, CheckpointReport, Shelf, Stored,
+    Captured, CheckpointError, CheckpointOptions, CheckpointReport, CheckpointWriter, Stored,
 };
 
 /// The work was given up because the user wants an end.
@@ -59,7 +59,7 @@ impl PipelineVm for WatchedVm {
     }
 
     fn mark_in_flight(&mut self) {
-        self.vm.launch();
+        self.vm.mark_in_flight();
     }
 
     fn settle(
@@ -80,7 +80,7 @@ pub struct RepositorySink<C> {
     /// The repository.
     pub repository: Repository,
     /// What is known of the checkpoint before.
-    pub shelf: Shelf,
+    pub checkpoints: CheckpointWriter,
     /// How checkpoints are stored.
     pub options: CheckpointOptions,
     /// Gives work up.
@@ -89,26 +89,26 @@ pub struct RepositorySink<C> {
 
 impl<C: WorkControl> CaptureSink<WatchedVm> for RepositorySink<C> {
     fn has_base(&self) -> bool {
-        self.shelf.has_parent()
+        self.checkpoints.has_parent()
     }
 
     fn forget_base(&mut self) {
-        self.shelf.forget_parent();
+        self.checkpoints.forget_parent();
     }
 
     fn store(&mut self, capture: &Captured) -> Outcome<Stored> {
-        let (shelf, repository) = (&mut self.shelf, &mut self.repository);
+        let (checkpoints, repository) = (&mut self.checkpoints, &mut self.repository);
         let stored = self.control.run(false, |progress| {
-            shelf.store(capture, repository, &self.options, progress)
+            checkpoints.store(capture, repository, &self.options, progress)
         });
         flatten(stored)
     }
 
     fn whole(&mut self, watched: &mut WatchedVm) -> Outcome<CheckpointReport> {
-        let (shelf, repository) = (&mut self.shelf, &mut self.repository);
+        let (checkpoints, repository) = (&mut self.checkpoints, &mut self.repository);
         let WatchedVm { vm, options, .. } = watched;
         let taken = self.control.run(true, |progress| {
-            vm.checkpoint(shelf, repository, options, progress)
+            vm.checkpoint(checkpoints, repository, options, progress)
         });
         flatten(taken)
     }

@@ -176,7 +176,7 @@ impl PipelineVm for FakeVm {
 }
 
 fn too_much() -> CheckpointError {
-    CheckpointError::Stage(crate::capture::staging::StageError::Full { limit_bytes: 1 })
+    CheckpointError::StagingBuffer(crate::capture::staging::StagingError::Full { limit_bytes: 1 })
 }
 
 struct FakeSink(Shared);

@@ -41,16 +41,16 @@ use super::eager::{self, PopulateError};
 use crate::guardian::{HEARTBEAT, Heartbeat};
 use crate::memory::block::{Block, PAGE_BYTES};
 use access_trace::Page;
-use background_fill::Filler;
-use fault_around::Near;
-use fault_batching::Holding;
-use fault_handler::Server;
-pub use fill_order::First;
+use background_fill::BackgroundFill;
+use fault_around::FaultAround;
+use fault_batching::FaultBatching;
+use fault_handler::FaultHandler;
+pub use fill_order::FillOrder;
 use memory::LazyMemory;
 pub use memory::{FillError, Filling};
 use prefetch::Piece;
-use prefetch_queue::Ahead;
-use stall::Trouble;
+use prefetch_queue::PrefetchQueue;
+use stall::Stall;
 
 use crate::source::PageSource;
 
@@ -61,13 +61,13 @@ const NEWEST_MAX: usize = 1 << 16;
 
 /// What a thread ended with.
 enum Ended {
-    Server(Result<(), FillError>),
+    FaultHandler(Result<(), FillError>),
     /// Whether all pages were populated.
-    Filler(Result<bool, FillError>),
+    BackgroundFill(Result<bool, FillError>),
 }
 
 /// The status of the background fill.
-pub enum News {
+pub enum FillStatus {
     /// Nothing in particular.
     None,
     /// All pages are there.
@@ -78,8 +78,8 @@ pub enum News {
 pub struct Lazy<S> {
     memory: LazyMemory<S>,
     /// The rest of the working set: the prefetch queue.
-    working_set: Ahead,
-    holding: Holding,
+    working_set: PrefetchQueue,
+    holding: FaultBatching,
     /// Preload buffers: pages that were read already and are not in memory yet.
     prefetched: Mutex<Vec<Piece>>,
     prefetched_pages: u64,
@@ -87,7 +87,7 @@ pub struct Lazy<S> {
     newest: Vec<Page>,
     /// Rate limit of the background fill, in bytes per second.
     bytes_per_s: Option<NonZeroU64>,
-    trouble: Trouble,
+    stall: Stall,
     /// Why some pages cannot be populated that no thread waits for.
     problem: Mutex<Option<String>>,
     end: AtomicBool,
@@ -127,9 +127,9 @@ impl<S: PageSource> Lazy<S> {
         uffd: Uffd,
         blocks: &[&Block],
         sources: Vec<S>,
-        mut first: First,
+        mut first: FillOrder,
         bytes_per_s: Option<NonZeroU64>,
-        marks: File,
+        fill_bitmap: File,
     ) -> Result<Lazy<S>, PopulateError> {
         let mut lazy = Vec::new();
         let mut newest = Vec::new();
@@ -141,14 +141,14 @@ impl<S: PageSource> Lazy<S> {
         newest.truncate(NEWEST_MAX);
         let (to_keeper, ended) = unbounded();
         Ok(Lazy {
-            memory: LazyMemory::new(uffd, lazy, marks)?,
+            memory: LazyMemory::new(uffd, lazy, fill_bitmap)?,
             prefetched: Mutex::new(std::mem::take(&mut first.pieces)),
             prefetched_pages: first.prefetched_pages,
             working_set: first.ahead(),
-            holding: Holding::default(),
+            holding: FaultBatching::default(),
             newest,
             bytes_per_s,
-            trouble: Trouble::new(SERVERS_MAX),
+            stall: Stall::new(SERVERS_MAX),
             problem: Mutex::default(),
             end: AtomicBool::new(false),
             end_event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -159,29 +159,25 @@ impl<S: PageSource> Lazy<S> {
     }
 
     /// Populates the pages that a fresh QEMU has written, which therefore never cause a fault.
-    pub fn settle_used(&self, process: &Process, blocks: &[&Block]) -> Result<(), PopulateError> {
+    pub fn populate_used(&self, process: &Process, blocks: &[&Block]) -> Result<(), PopulateError> {
         let pagemap = Pagemap::open(process)?;
         for (lazy, block) in self.memory.blocks.iter().zip(blocks) {
             let in_use = eager::in_use(&pagemap, block)?;
             let used = in_use.iter().cloned().flatten();
             eager::write_pages(block, &lazy.source, used, |_| true)?;
             for pages in in_use {
-                lazy.settle(pages);
+                lazy.mark_populated(pages);
             }
         }
         Ok(())
     }
 
     /// Marks the pages that are there as populated: after another process was killed during a background fill.
-    pub fn settle_present(
-        &self,
-        process: &Process,
-        blocks: &[&Block],
-    ) -> Result<(), PopulateError> {
+    pub fn mark_present(&self, process: &Process, blocks: &[&Block]) -> Result<(), PopulateError> {
         let pagemap = Pagemap::open(process)?;
         for (lazy, block) in self.memory.blocks.iter().zip(blocks) {
             for pages in eager::in_use(&pagemap, block)? {
-                lazy.settle(pages);
+                lazy.mark_populated(pages);
             }
         }
         Ok(())
@@ -204,21 +200,21 @@ impl<S: PageSource> Lazy<S> {
     pub fn serve<'s>(&'s self, scope: &'s Scope<'s, '_>) -> Result<(), PopulateError> {
         let processors = affinity::of_this_thread().len();
         for number in 0..processors.clamp(2, SERVERS_MAX) {
-            let server = Server {
+            let server = FaultHandler {
                 number,
                 memory: &self.memory,
-                near: Near::new(&self.memory),
+                near: FaultAround::new(&self.memory),
                 ahead: &self.working_set,
                 holding: self.bytes_per_s.is_none().then_some(&self.holding),
-                trouble: &self.trouble,
+                stall: &self.stall,
                 end: &self.end_event,
             };
             let ended = self.to_keeper.clone();
             std::thread::Builder::new()
-                .name("fault server".into())
+                .name("fault handler".into())
                 .spawn_scoped(scope, move || {
                     // No thread listens any more when the scope is being left.
-                    let _ = ended.send(Ended::Server(server.run()));
+                    let _ = ended.send(Ended::FaultHandler(server.run()));
                 })
                 .map_err(PopulateError::Threads)?;
         }
@@ -253,7 +249,7 @@ impl<S: PageSource> Lazy<S> {
 
     /// Starts the background fill.
     pub fn fill<'s>(&'s self, scope: &'s Scope<'s, '_>) -> Result<(), PopulateError> {
-        let filler = Filler {
+        let filler = BackgroundFill {
             memory: &self.memory,
             // The other half is the guest's: measured, more threads take from it what they gain.
             threads: affinity::of_this_thread().len().div_ceil(2),
@@ -269,10 +265,10 @@ impl<S: PageSource> Lazy<S> {
         let prefetched = std::mem::take(&mut *prefetched);
         let ended = self.to_keeper.clone();
         std::thread::Builder::new()
-            .name("filler".into())
+            .name("background fill".into())
             .spawn_scoped(scope, move || {
                 affinity::step_back();
-                let _ = ended.send(Ended::Filler(filler.run(prefetched, &self.newest)));
+                let _ = ended.send(Ended::BackgroundFill(filler.run(prefetched, &self.newest)));
             })
             .map_err(PopulateError::Threads)?;
         Ok(())
@@ -294,23 +290,23 @@ impl<S: PageSource> Lazy<S> {
     }
 
     /// Waits for a change of status, for no longer than `limit`.
-    pub fn news(&self, limit: Duration) -> Result<News, PopulateError> {
+    pub fn news(&self, limit: Duration) -> Result<FillStatus, PopulateError> {
         match self.ended.recv_timeout(limit) {
-            Ok(Ended::Filler(all)) => match all? {
-                true => Ok(News::Complete),
-                false => Ok(News::None),
+            Ok(Ended::BackgroundFill(all)) => match all? {
+                true => Ok(FillStatus::Complete),
+                false => Ok(FillStatus::None),
             },
-            Ok(Ended::Server(ended)) => {
+            Ok(Ended::FaultHandler(ended)) => {
                 ended?;
-                Ok(News::None)
+                Ok(FillStatus::None)
             }
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Ok(News::None),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Ok(FillStatus::None),
         }
     }
 
     /// A stall: for how long the guest has been waiting for a page that cannot be read, and why.
-    pub fn trouble(&self) -> Option<(Duration, String)> {
-        self.trouble.for_how_long()
+    pub fn stall(&self) -> Option<(Duration, String)> {
+        self.stall.for_how_long()
     }
 
     /// Why a page could not be populated that no thread waits for; reported once.

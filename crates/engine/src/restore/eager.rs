@@ -7,7 +7,7 @@ use stillframe_repo::PageMap;
 use super::events::{LazyEvent, LazySink};
 use super::job::{Done, Job, PhaseClock};
 use super::{LOAD_LIMIT, RestoreError};
-use crate::guardian::{Guardian, LastDuty};
+use crate::guardian::{Guardian, OnDisconnect};
 use crate::memory::Block;
 use crate::populate::eager;
 use crate::post_restore;
@@ -42,7 +42,7 @@ impl Job<'_> {
         clock.phases.device_state = clock.lap();
         fault::at(Point::RestoreLoaded)?;
         // Before it runs: from then on the guardian must not end the VM.
-        guardian.last_duty(LastDuty::Nothing)?;
+        guardian.on_disconnect(OnDisconnect::Nothing)?;
         let mut suspended = false;
         if !self.options.paused {
             launched.monitor.cont()?;

@@ -30,7 +30,7 @@ const VERSION: u32 = 2;
 /// What the record's name ends with.
 const RECORD: &str = ".filling";
 /// What the name of the fill bitmap ends with.
-const MARKS: &str = ".filling-pages";
+const FILL_BITMAP: &str = ".filling-pages";
 /// Upper bound on the record's length, in bytes. One of 10 000 RAM blocks has 2 MiB.
 const RECORD_BYTES_MAX: u64 = 16 << 20;
 
@@ -182,7 +182,7 @@ pub struct Files {
     qmp: PathBuf,
     directory: PrivateDir,
     record: String,
-    marks: String,
+    fill_bitmap: String,
     fresh: bool,
 }
 
@@ -190,7 +190,7 @@ impl Drop for Files {
     fn drop(&mut self) {
         if self.fresh {
             // Left behind, they are taken over by the next restore.
-            let _ = self.directory.remove(&self.marks);
+            let _ = self.directory.remove(&self.fill_bitmap);
         }
     }
 }
@@ -212,25 +212,25 @@ impl Files {
             qmp: qmp.to_owned(),
             directory,
             record: runtime::file_name(qmp, RECORD),
-            marks: runtime::file_name(qmp, MARKS),
+            fill_bitmap: runtime::file_name(qmp, FILL_BITMAP),
             fresh: false,
         }
     }
 
     /// Makes an empty fill bitmap with room for so many pages, and locks it: a full disk must show before the
     /// guest runs.
-    pub fn create_marks(&mut self, pages: u64) -> Result<File, RecordError> {
+    pub fn create_fill_bitmap(&mut self, pages: u64) -> Result<File, RecordError> {
         self.expect_ended()?;
         // One that is left of a VM that has ended says nothing about this one.
         self.remove()?;
-        let marks = self.directory.lock_file(&self.marks, false)?;
-        let marks = marks.ok_or_else(|| self.busy())?;
+        let fill_bitmap = self.directory.lock_file(&self.fill_bitmap, false)?;
+        let fill_bitmap = fill_bitmap.ok_or_else(|| self.busy())?;
         self.fresh = true;
         // Its length stays 0: bytes behind the end were never written, and need not be read.
-        match fallocate(&marks, FallocateFlags::KEEP_SIZE, 0, pages.max(1)) {
+        match fallocate(&fill_bitmap, FallocateFlags::KEEP_SIZE, 0, pages.max(1)) {
             // Where room cannot be had in advance it is as well.
-            Err(Errno::OPNOTSUPP) | Ok(()) => Ok(marks),
-            Err(errno) => Err(self.failed("make room in", &self.marks, errno.into())),
+            Err(Errno::OPNOTSUPP) | Ok(()) => Ok(fill_bitmap),
+            Err(errno) => Err(self.failed("make room in", &self.fill_bitmap, errno.into())),
         }
     }
 
@@ -247,20 +247,20 @@ impl Files {
     }
 
     /// Opens and locks the fill bitmap that another process has left.
-    pub fn open_marks(&self) -> Result<File, RecordError> {
-        let missing = || self.failed("open", &self.marks, io::ErrorKind::NotFound.into());
-        let marks = self.directory.file(&self.marks, Access::Write)?;
-        let marks = marks.ok_or_else(missing)?;
-        match flock(&marks, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(marks),
-            Err(Errno::WOULDBLOCK) => Err(match hanging_holder(&marks) {
+    pub fn open_fill_bitmap(&self) -> Result<File, RecordError> {
+        let missing = || self.failed("open", &self.fill_bitmap, io::ErrorKind::NotFound.into());
+        let fill_bitmap = self.directory.file(&self.fill_bitmap, Access::Write)?;
+        let fill_bitmap = fill_bitmap.ok_or_else(missing)?;
+        match flock(&fill_bitmap, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(fill_bitmap),
+            Err(Errno::WOULDBLOCK) => Err(match hanging_holder(&fill_bitmap) {
                 Some(pid) => RecordError::Hanging {
                     qmp: self.qmp.clone(),
                     pid,
                 },
                 None => self.busy(),
             }),
-            Err(errno) => Err(self.failed("lock", &self.marks, errno.into())),
+            Err(errno) => Err(self.failed("lock", &self.fill_bitmap, errno.into())),
         }
     }
 
@@ -292,7 +292,7 @@ impl Files {
     /// Removes both: the record first, so that there is never one without a fill bitmap.
     pub fn remove(&self) -> Result<(), RecordError> {
         self.directory.remove(&self.record)?;
-        Ok(self.directory.remove(&self.marks)?)
+        Ok(self.directory.remove(&self.fill_bitmap)?)
     }
 
     fn busy(&self) -> RecordError {
@@ -363,16 +363,16 @@ fn malformed(directory: &PrivateDir, name: &str, what: String) -> RecordError {
 fn remove_ended(directory: &PrivateDir) {
     for name in directory.names().unwrap_or_default() {
         // What cannot be removed now is removed another time.
-        if let Some(vm) = name.strip_suffix(MARKS) {
+        if let Some(vm) = name.strip_suffix(FILL_BITMAP) {
             let _ = remove_if_ended(directory, vm);
         }
     }
 }
 
 fn remove_if_ended(directory: &PrivateDir, vm: &str) -> Result<(), RecordError> {
-    let (record, marks) = (format!("{vm}{RECORD}"), format!("{vm}{MARKS}"));
+    let (record, fill_bitmap) = (format!("{vm}{RECORD}"), format!("{vm}{FILL_BITMAP}"));
     // Without a record yet, the process that made the fill bitmap has it locked.
-    let Some(_locked) = directory.lock_file(&marks, false)? else {
+    let Some(_locked) = directory.lock_file(&fill_bitmap, false)? else {
         return Ok(());
     };
     let lives = read(directory, &record)?.is_some_and(|record| {
@@ -381,7 +381,7 @@ fn remove_if_ended(directory: &PrivateDir, vm: &str) -> Result<(), RecordError> 
     });
     if !lives {
         directory.remove(&record)?;
-        directory.remove(&marks)?;
+        directory.remove(&fill_bitmap)?;
     }
     Ok(())
 }
@@ -410,15 +410,18 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let mut files = files(root.path());
         assert!(matches!(files.read(), Err(RecordError::None { .. })));
-        let marks = files.create_marks(10).unwrap();
-        assert!(matches!(files.open_marks(), Err(RecordError::Busy { .. })));
+        let fill_bitmap = files.create_fill_bitmap(10).unwrap();
+        assert!(matches!(
+            files.open_fill_bitmap(),
+            Err(RecordError::Busy { .. })
+        ));
         let process = Process::open(std::process::id() as i32).unwrap();
         files.write(&record(&process)).unwrap();
         assert_eq!(files.read().unwrap(), record(&process));
-        drop(marks);
-        files.open_marks().unwrap();
+        drop(fill_bitmap);
+        files.open_fill_bitmap().unwrap();
         // The process lives: its files are not for another restore.
-        let again = files.create_marks(10);
+        let again = files.create_fill_bitmap(10);
         assert!(matches!(again, Err(RecordError::Unfinished { .. })));
         remove_ended(&files.directory);
         assert!(files.read().is_ok());
@@ -455,11 +458,11 @@ mod tests {
                 ..record(&process)
             },
         ] {
-            let marks = files.create_marks(10).unwrap();
+            let fill_bitmap = files.create_fill_bitmap(10).unwrap();
             files.write(&ended).unwrap();
             remove_ended(&files.directory);
             assert!(files.read().is_ok(), "the marks are in use");
-            drop(marks);
+            drop(fill_bitmap);
             remove_ended(&files.directory);
             assert!(files.directory.names().unwrap().is_empty());
         }

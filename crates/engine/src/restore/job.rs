@@ -13,7 +13,7 @@ use super::{
 };
 use crate::memory::block::Block;
 use crate::post_restore::{self, ClockReport};
-use crate::template::Base;
+use crate::template::MemoryTemplate;
 use crate::verify::{Image, VerifyReport};
 
 /// Measures the phases.
@@ -80,7 +80,7 @@ pub(crate) struct Job<'j> {
     /// Through which the guest's clock is set, if it is to be.
     pub(crate) agent: Option<PathBuf>,
     /// For a clone: its memory template.
-    pub(crate) base: Option<&'j Base>,
+    pub(crate) base: Option<&'j MemoryTemplate>,
 }
 
 impl Job<'_> {

@@ -23,11 +23,11 @@ use super::events::{LazyEvent, LazyReport, LazySink};
 use super::job::{Done, Job, PhaseClock, known_pages, micros};
 use super::{LOAD_LIMIT, RestoreError};
 use crate::Progress;
-use crate::guardian::{Guardian, LastDuty};
+use crate::guardian::{Guardian, OnDisconnect};
 use crate::memory::block::Block;
 use crate::populate::eager::{self, PopulateError};
 use crate::populate::lazy::prefetch::Prefetched;
-use crate::populate::lazy::{self, FillError, Filling, First, Lazy, News};
+use crate::populate::lazy::{self, FillError, FillOrder, FillStatus, Filling, Lazy};
 use crate::post_restore::{self, ClockReport};
 use crate::restore::filling_record::{Files, FillingRecord};
 use crate::source::repository::shapes;
@@ -68,7 +68,7 @@ impl Job<'_> {
     ) -> Result<Done, RestoreError> {
         let process = launched.process.clone();
         guardian.watch(launched.monitor.client().socket())?;
-        let shared = guardian.share_userfaultfd(&process)?;
+        let shared = guardian.duplicate_userfaultfd(&process)?;
         if shared.user_mode_only {
             return Err(RestoreError::Unprivileged);
         }
@@ -77,12 +77,12 @@ impl Job<'_> {
         let mut files = Files::of(&self.options.launch.qmp)?;
         let blocks: Vec<&Block> = memory.blocks.iter().collect();
         let maps = std::mem::take(&mut memory.maps);
-        let marks = files.create_marks(maps.iter().map(PageMap::pages).sum())?;
+        let fill_bitmap = files.create_fill_bitmap(maps.iter().map(PageMap::pages).sum())?;
         let known = known_pages(self.working_set.as_ref());
-        let first = First::new((&memory.places, &maps), known, prefetched);
+        let first = FillOrder::new((&memory.places, &maps), known, prefetched);
         let limit = self.options.limit_fill;
-        let lazy = Lazy::new(uffd, &blocks, maps, first, limit, marks)?;
-        lazy.settle_used(&process, &blocks)?;
+        let lazy = Lazy::new(uffd, &blocks, maps, first, limit, fill_bitmap)?;
+        lazy.populate_used(&process, &blocks)?;
         let record = FillingRecord::new(
             (&process, shared.remote_fd),
             (*self.id, self.manifest.vm.clone(), self.repository.clone()),
@@ -99,27 +99,27 @@ impl Job<'_> {
             clock.phases.device_state = clock.lap();
             files.write(&record)?;
             fault::at(Point::RestoreLoaded)?;
-            guardian.last_duty(LastDuty::Pause)?;
+            guardian.on_disconnect(OnDisconnect::Pause)?;
             lazy.beat(scope, guardian.heartbeat(None)?)?;
             let (process, monitor) = launched.keep();
             // Dropped before the threads end: the guardian pauses the VM while pages still come.
-            let keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
-            self.look_after(scope, keeper, &memory, clock, events)
+            let supervisor = Supervisor::new(process, monitor, guardian, files, &lazy, record);
+            self.supervise(scope, supervisor, &memory, clock, events)
         })
     }
 
     /// Lets the guest run, and supervises it until its memory is complete.
-    fn look_after<'s>(
+    fn supervise<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
-        mut keeper: Keeper<'s, '_>,
+        mut supervisor: Supervisor<'s, '_>,
         memory: &Memory<'_>,
         mut clock: PhaseClock,
         events: LazySink<'_>,
     ) -> Result<Done, RestoreError> {
-        let lazy = keeper.lazy;
+        let lazy = supervisor.lazy;
         if !self.options.paused {
-            keeper.monitor.cont()?;
+            supervisor.monitor.cont()?;
         }
         clock.phases.cont = clock.lap();
         let runs_after_us = micros(clock.asked_at.elapsed());
@@ -128,21 +128,21 @@ impl Job<'_> {
         });
         let mut suspended = false;
         if !self.options.paused {
-            post_restore::announce(&mut keeper.monitor);
-            suspended = keeper.monitor.is_suspended();
+            post_restore::announce(&mut supervisor.monitor);
+            suspended = supervisor.monitor.is_suspended();
         }
         let set_clock = scope.spawn(move || self.set_clock(suspended));
-        keeper.until_complete(events)?;
+        supervisor.until_complete(events)?;
         let verify = match self.options.verify {
             true => {
                 let all = memory.blocks.iter().chain(&memory.filled);
                 let verified = self.verify(&all.collect::<Vec<_>>(), events);
                 // As when it is compared before: a VM that is not the checkpoint does not stay.
-                Some(verified.inspect_err(|_| keeper.end_vm())?)
+                Some(verified.inspect_err(|_| supervisor.end_vm())?)
             }
             false => None,
         };
-        let mut done = keeper.done(clock, runs_after_us, verify);
+        let mut done = supervisor.done(clock, runs_after_us, verify);
         done.clock = joined(set_clock);
         done.suspended = suspended;
         if let Some(report) = &mut done.lazy {
@@ -227,7 +227,7 @@ pub(super) fn resume(
     mut clock: PhaseClock,
     events: LazySink<'_>,
 ) -> Result<Done, RestoreError> {
-    let marks = files.open_marks()?;
+    let fill_bitmap = files.open_fill_bitmap()?;
     let (process, monitor) = the_vm(&record, &files, qmp)?;
     let unfinished = process.has_userfaultfd(record.remote_fd);
     if !unfinished.map_err(PopulateError::from)? {
@@ -245,8 +245,15 @@ pub(super) fn resume(
         .iter()
         .map(|table| PageMap::open(reader, table))
         .collect::<Result<_, _>>()?;
-    let lazy = Lazy::new(uffd, &blocks, maps, First::default(), limit_fill, marks)?;
-    lazy.settle_present(&process, &blocks)?;
+    let lazy = Lazy::new(
+        uffd,
+        &blocks,
+        maps,
+        FillOrder::default(),
+        limit_fill,
+        fill_bitmap,
+    )?;
+    lazy.mark_present(&process, &blocks)?;
     thread::scope(|scope| {
         let _end = lazy.end_on_drop();
         lazy.serve(scope)?;
@@ -256,12 +263,11 @@ pub(super) fn resume(
         let monitor = monitor.negotiate(MONITOR_LIMIT)?;
         let guardian = Guardian::start()?;
         let agent = record.agent.clone();
-        let mut keeper = Keeper::new(process, monitor, guardian, files, &lazy, record);
-        keeper.guardian.watch(keeper.monitor.client().socket())?;
-        keeper.guardian.last_duty(LastDuty::Pause)?;
-        lazy.beat(scope, keeper.guardian.heartbeat(None)?)?;
-        if keeper.record.running && keeper.monitor.run_state()?.status == "paused" {
-            keeper.monitor.cont()?;
+        let mut supervisor = Supervisor::new(process, monitor, guardian, files, &lazy, record);
+        supervisor.arm_guardian()?;
+        lazy.beat(scope, supervisor.guardian.heartbeat(None)?)?;
+        if supervisor.record.running && supervisor.monitor.run_state()?.status == "paused" {
+            supervisor.monitor.cont()?;
         }
         clock.phases.cont = clock.lap();
         let runs_after_us = micros(clock.asked_at.elapsed());
@@ -269,12 +275,12 @@ pub(super) fn resume(
             after_us: runs_after_us,
         });
         // It has been stopped since the other process was killed.
-        let suspended = keeper.monitor.is_suspended();
+        let suspended = supervisor.monitor.is_suspended();
         let agent = agent.filter(|_| !suspended);
         let set_clock = scope.spawn(move || agent.as_deref().map(post_restore::set_clock));
         lazy.fill(scope)?;
-        keeper.until_complete(events)?;
-        let mut done = keeper.done(clock, runs_after_us, None);
+        supervisor.until_complete(events)?;
+        let mut done = supervisor.done(clock, runs_after_us, None);
         done.clock = joined(set_clock);
         done.suspended = suspended;
         Ok(done)
@@ -365,7 +371,7 @@ fn tables_of(
 
 /// The supervisor of a VM whose memory is being populated. Dropped before that is complete, it has the guardian
 /// pause the VM.
-struct Keeper<'l, 'a> {
+struct Supervisor<'l, 'a> {
     process: Process,
     monitor: Monitor,
     guardian: Guardian,
@@ -379,7 +385,7 @@ struct Keeper<'l, 'a> {
     told: Option<Instant>,
 }
 
-impl<'l, 'a> Keeper<'l, 'a> {
+impl<'l, 'a> Supervisor<'l, 'a> {
     fn new(
         process: Process,
         monitor: Monitor,
@@ -387,8 +393,8 @@ impl<'l, 'a> Keeper<'l, 'a> {
         files: Files,
         lazy: &'l Lazy<PageMap<'a>>,
         record: FillingRecord,
-    ) -> Keeper<'l, 'a> {
-        Keeper {
+    ) -> Supervisor<'l, 'a> {
+        Supervisor {
             process,
             monitor,
             guardian,
@@ -401,6 +407,12 @@ impl<'l, 'a> Keeper<'l, 'a> {
         }
     }
 
+    /// From here on the guardian pauses the VM if this process dies.
+    fn arm_guardian(&mut self) -> Result<(), RestoreError> {
+        self.guardian.watch(self.monitor.client().socket())?;
+        Ok(self.guardian.on_disconnect(OnDisconnect::Pause)?)
+    }
+
     fn until_complete(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
         loop {
             let news = self.lazy.news(LOOK);
@@ -410,8 +422,8 @@ impl<'l, 'a> Keeper<'l, 'a> {
                     pid: self.process.pid(),
                 });
             }
-            self.look_after(events)?;
-            if let News::Complete = news? {
+            self.supervise(events)?;
+            if let FillStatus::Complete = news? {
                 break;
             }
             let Filling { done, total, .. } = self.lazy.filling();
@@ -426,10 +438,10 @@ impl<'l, 'a> Keeper<'l, 'a> {
     }
 
     /// Pauses a guest whose stall lasts too long, and resumes it when the stall is over.
-    fn look_after(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
+    fn supervise(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
         self.note_others();
         let may_be_paused = self.record.running && !self.stands;
-        match (self.lazy.trouble(), self.paused.take()) {
+        match (self.lazy.stall(), self.paused.take()) {
             (Some((waited, reason)), None) if waited > WAITED_MAX && may_be_paused => {
                 // Not waited for: a processor that waits for the page itself cannot stop before it is there.
                 let ticket = self.monitor.send_stop()?;
@@ -505,7 +517,7 @@ impl<'l, 'a> Keeper<'l, 'a> {
         self.guardian
             .close_fd(&self.process, self.record.remote_fd)?;
         fault::at(Point::LazyReleased)?;
-        self.guardian.last_duty(LastDuty::Nothing)?;
+        self.guardian.on_disconnect(OnDisconnect::Nothing)?;
         Ok(self.files.remove()?)
     }
 }

@@ -14,7 +14,7 @@ use stillframe_page::delta::EncodedDelta;
 use stillframe_page::encoding::EncodingError;
 use stillframe_page::hash::ContentHasher;
 
-use crate::encoding::page_encoder::Verdict;
+use crate::encoding::page_encoder::PageEncoding;
 use crate::memory::Page;
 use crate::memory::outcome::Content;
 
@@ -26,7 +26,7 @@ pub struct EncodedBatch<'b> {
     /// The pages.
     pub pages: &'b [Page<'b>],
     /// One for each page.
-    pub encodings: &'b [Verdict],
+    pub encodings: &'b [PageEncoding],
     /// The changes of those that are deltas, in the order of the pages.
     pub deltas: Vec<EncodedDelta>,
 }

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 
-use crate::capture::staging::Stage;
+use crate::capture::staging::StagingBuffer;
 use crate::encoding::delta_cache::DeltaCache;
-use crate::encoding::page_encoder::{Judge, Verdict};
+use crate::encoding::page_encoder::{PageEncoder, PageEncoding};
 use crate::memory::outcome::{Content, Found};
 use crate::memory::{BlockShape, Page};
 use crate::sink::{EncodedBatch, PageSink};
@@ -83,7 +83,7 @@ impl PageStream {
     pub fn put<S: PageSink>(
         &mut self,
         sink: &mut S,
-        (encoder, cache): (&mut Judge, &DeltaCache),
+        (encoder, cache): (&mut PageEncoder, &DeltaCache),
         block: usize,
         pages: &[Page<'_>],
     ) -> Result<(), S::Error> {
@@ -93,10 +93,10 @@ impl PageStream {
         let contents = sink.put(EncodedBatch {
             block,
             pages,
-            encodings: &encoded.verdicts,
+            encodings: &encoded.encodings,
             deltas: encoded.deltas,
         })?;
-        let both = encoded.verdicts.iter().zip(contents);
+        let both = encoded.encodings.iter().zip(contents);
         for (&(page, _), (&encoding, content)) in pages.iter().zip(both) {
             self.count(block, PageIndex(page), encoding, content);
         }
@@ -105,7 +105,7 @@ impl PageStream {
         Ok(())
     }
 
-    fn count(&mut self, block: usize, page: PageIndex, encoding: Verdict, content: Content) {
+    fn count(&mut self, block: usize, page: PageIndex, encoding: PageEncoding, content: Content) {
         let seen = self.seen.get_mut(block);
         if seen.is_none_or(|seen| seen.set(page)) {
             self.counts.captured += 1;
@@ -113,13 +113,15 @@ impl PageStream {
         // A page whose delta was of no use leaves the cache: of pages that are always written all
         // over only every second version is compared in vain.
         match encoding {
-            Verdict::Zero | Verdict::TooMuch(_) => self.keep[block].clear(page),
-            Verdict::Same | Verdict::Delta | Verdict::Unknown(_) => self.keep[block].set(page),
+            PageEncoding::Zero | PageEncoding::TooMuch(_) => self.keep[block].clear(page),
+            PageEncoding::Same | PageEncoding::Delta | PageEncoding::Unknown(_) => {
+                self.keep[block].set(page)
+            }
         };
         let counter = match (encoding, content) {
-            (Verdict::Zero, _) => &mut self.counts.zero,
-            (Verdict::Same, _) => &mut self.counts.unchanged,
-            (Verdict::Delta, _) => &mut self.counts.delta,
+            (PageEncoding::Zero, _) => &mut self.counts.zero,
+            (PageEncoding::Same, _) => &mut self.counts.unchanged,
+            (PageEncoding::Delta, _) => &mut self.counts.delta,
             (_, Content::New) => &mut self.counts.new,
             (_, Content::Known | Content::Zero) => &mut self.counts.duplicate,
         };
@@ -128,9 +130,9 @@ impl PageStream {
     }
 
     /// To be called when the pages are durable: the cache takes the contents of those in the staging buffer.
-    pub fn remember(&self, stage: &Stage, cache: &mut DeltaCache) {
+    pub fn remember(&self, staging: &StagingBuffer, cache: &mut DeltaCache) {
         for (block, keep) in self.keep.iter().enumerate() {
-            for (page, bytes) in stage.pages_of(block) {
+            for (page, bytes) in staging.pages_of(block) {
                 match keep.get(PageIndex(page)) {
                     true => cache.put(block, page, bytes),
                     false => cache.remove(block, page),

@@ -8,7 +8,7 @@ use stillframe_repo::page_table::table::PageRef;
 use stillframe_repo::{MemoryEditor, PageCounts, Put, RamTable, RepoError, Writer};
 
 use super::{EncodedBatch, PageSink};
-use crate::encoding::page_encoder::Verdict;
+use crate::encoding::page_encoder::PageEncoding;
 use crate::memory::BlockShape;
 use crate::memory::block::PAGE_BYTES;
 use crate::memory::outcome::Content;
@@ -75,13 +75,13 @@ impl PageSink for RepositoryPages<'_> {
         let mut contents = Vec::with_capacity(batch.pages.len());
         for (&(page, bytes), &encoding) in batch.pages.iter().zip(batch.encodings) {
             contents.push(match encoding {
-                Verdict::Zero => {
+                PageEncoding::Zero => {
                     table.set(page, PageRef::Zero);
                     Content::Zero
                 }
-                Verdict::Same => Content::Known,
-                Verdict::Delta => Content::New,
-                Verdict::Unknown(id) | Verdict::TooMuch(id) => {
+                PageEncoding::Same => Content::Known,
+                PageEncoding::Delta => Content::New,
+                PageEncoding::Unknown(id) | PageEncoding::TooMuch(id) => {
                     let put = match self.dedup {
                         true => self.writer.put(id, bytes)?,
                         false => self.writer.put_again(id, bytes)?,

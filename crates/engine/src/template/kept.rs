@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use stillframe_repo::RamTable;
 use stillframe_sys::private_dir::{Access, PrivateDir};
 
-use super::{BaseError, LOCK, failed, file_name};
+use super::{LOCK, TemplateError, failed, file_name};
 
 /// What the directory of a template begins with while it is made.
 pub(super) const PARTIAL: &str = "partial-";
@@ -72,8 +72,8 @@ impl FileRecord {
 /// The templates in a directory; none where there is no such directory.
 ///
 /// # Errors
-/// [`BaseError::Private`] where it is not its owner's alone.
-pub fn kept(folder: &Path) -> Result<Vec<KeptTemplate>, BaseError> {
+/// [`TemplateError::Private`] where it is not its owner's alone.
+pub fn kept(folder: &Path) -> Result<Vec<KeptTemplate>, TemplateError> {
     match PrivateDir::open(folder)? {
         Some(folder) => all_in(&folder),
         None => Ok(Vec::new()),
@@ -83,11 +83,11 @@ pub fn kept(folder: &Path) -> Result<Vec<KeptTemplate>, BaseError> {
 /// Takes away the templates in a directory that are `unwanted`. Clones that run keep what they have mapped.
 ///
 /// # Errors
-/// [`BaseError::Busy`] while clones are started from them; [`BaseError::Private`].
+/// [`TemplateError::Busy`] while clones are started from them; [`TemplateError::Private`].
 pub fn drop_kept(
     folder: &Path,
     mut unwanted: impl FnMut(&KeptTemplate) -> bool,
-) -> Result<Vec<KeptTemplate>, BaseError> {
+) -> Result<Vec<KeptTemplate>, TemplateError> {
     let Some(opened) = PrivateDir::open(folder)? else {
         return Ok(Vec::new());
     };
@@ -97,7 +97,7 @@ pub fn drop_kept(
         return Ok(dropped);
     }
     let Some(_lock) = opened.lock_file(LOCK, false)? else {
-        return Err(BaseError::Busy {
+        return Err(TemplateError::Busy {
             path: folder.to_owned(),
         });
     };
@@ -109,7 +109,7 @@ pub fn drop_kept(
 }
 
 /// Only what has a template's name: the user may have named a directory that holds other things.
-pub(super) fn all_in(folder: &PrivateDir) -> Result<Vec<KeptTemplate>, BaseError> {
+pub(super) fn all_in(folder: &PrivateDir) -> Result<Vec<KeptTemplate>, TemplateError> {
     let mut all = Vec::new();
     for name in folder.names()?.into_iter().filter(|name| is_template(name)) {
         let Some(template) = folder.directory(&name)? else {
@@ -147,7 +147,7 @@ fn is_template(name: &str) -> bool {
 }
 
 /// What processes that were killed have left. The lock is held.
-pub(super) fn remove_leftovers(folder: &PrivateDir) -> Result<(), BaseError> {
+pub(super) fn remove_leftovers(folder: &PrivateDir) -> Result<(), TemplateError> {
     for name in folder.names()? {
         if name.starts_with(PARTIAL) {
             folder.remove_directory(&name)?;
@@ -161,7 +161,7 @@ pub(super) fn record(
     template: &PrivateDir,
     tables: &[&RamTable],
     files: &[File],
-) -> Result<(), BaseError> {
+) -> Result<(), TemplateError> {
     let path = template.path().join(RECORD);
     let mut records = Vec::new();
     for (table, file) in tables.iter().zip(files) {
@@ -179,7 +179,7 @@ pub(super) fn unchanged(
     folder: &PrivateDir,
     name: &str,
     tables: &[&RamTable],
-) -> Result<Option<(PrivateDir, Vec<u64>)>, BaseError> {
+) -> Result<Option<(PrivateDir, Vec<u64>)>, TemplateError> {
     let Some(template) = folder.directory(name)? else {
         return Ok(None);
     };
@@ -204,7 +204,7 @@ pub(super) fn unchanged(
     Ok(Some((template, inodes)))
 }
 
-fn recorded(template: &PrivateDir) -> Result<Option<Vec<FileRecord>>, BaseError> {
+fn recorded(template: &PrivateDir) -> Result<Option<Vec<FileRecord>>, TemplateError> {
     let Some(file) = template.file(RECORD, Access::Read)? else {
         return Ok(None);
     };
@@ -216,7 +216,7 @@ fn recorded(template: &PrivateDir) -> Result<Option<Vec<FileRecord>>, BaseError>
 }
 
 /// Notes that it is used now.
-pub(super) fn touch(template: &PrivateDir) -> Result<(), BaseError> {
+pub(super) fn touch(template: &PrivateDir) -> Result<(), TemplateError> {
     let now = Timespec {
         tv_sec: 0,
         tv_nsec: UTIME_NOW,
@@ -249,7 +249,7 @@ mod tests {
         assert!(drop_kept(folder.path(), |_| false).unwrap().is_empty());
         let busy = folder.lock_file(LOCK, true).unwrap();
         let refused = drop_kept(folder.path(), |_| true);
-        assert!(matches!(refused, Err(BaseError::Busy { .. })));
+        assert!(matches!(refused, Err(TemplateError::Busy { .. })));
         drop(busy);
         assert_eq!(drop_kept(folder.path(), |_| true).unwrap(), found);
         assert!(kept(folder.path()).unwrap().is_empty());

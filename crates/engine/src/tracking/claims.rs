@@ -161,7 +161,7 @@ mod tests {
         saved: AtomicU32,
         times_saved: AtomicU32,
         /// Of the fault handler.
-        gate: Mutex<()>,
+        pause_lock: Mutex<()>,
     }
 
     impl World {
@@ -172,7 +172,7 @@ mod tests {
                 open: AtomicBool::new(false),
                 saved: AtomicU32::new(0),
                 times_saved: AtomicU32::new(0),
-                gate: Mutex::new(()),
+                pause_lock: Mutex::new(()),
             };
             world.claims.arm(0);
             Arc::new(world)
@@ -190,7 +190,7 @@ mod tests {
 
         /// The guest's write, where it gets to it, and the steps of the fault handler.
         fn write(&self, room: bool) {
-            let gate = self.gate.lock().unwrap();
+            let pause_lock = self.pause_lock.lock().unwrap();
             match self.claims.fault(0, room) {
                 OnFault::Open => self.open(),
                 OnFault::Save => {
@@ -200,7 +200,7 @@ mod tests {
                 }
                 OnFault::Leave => {}
             }
-            drop(gate);
+            drop(pause_lock);
             // The copier wakes a guest that still waits; see `finish`.
             if self.open.load(Ordering::Acquire) {
                 self.content.store(2, Ordering::Release);
@@ -215,7 +215,7 @@ mod tests {
                     self.open();
                 }
             }
-            drop(self.gate.lock().unwrap());
+            drop(self.pause_lock.lock().unwrap());
             assert_eq!(self.times_saved.load(Ordering::Acquire), 1);
             assert_eq!(self.saved.load(Ordering::Acquire), 1);
         }
@@ -297,7 +297,7 @@ mod tests {
             let server = {
                 let world = world.clone();
                 thread::spawn(move || {
-                    let _gate = world.gate.lock().unwrap();
+                    let _pause_lock = world.pause_lock.lock().unwrap();
                     match world.claims.neighbour(0, true) {
                         OnFault::Open => {
                             assert_eq!(world.times_saved.load(Ordering::Acquire), 1);

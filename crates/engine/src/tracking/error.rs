@@ -56,7 +56,7 @@ pub enum TrackerError {
     UserModeOnly,
     /// The fault handler could not be started.
     #[error("cannot start the thread that serves the VM's write faults")]
-    FaultServer(#[source] io::Error),
+    FaultHandler(#[source] io::Error),
     /// Copy-on-write was requested of an attachment without it.
     #[error("this VM was attached to without copy-on-write")]
     NoFaultServer,

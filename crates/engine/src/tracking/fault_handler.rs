@@ -72,11 +72,11 @@ struct Shared {
     ended: AtomicBool,
     stop: AtomicBool,
     /// The pause lock, held while a fault is handled, from the check of the page's state until the page is
-    /// unprotected; see [`FaultServer::gate`].
-    gate: Arc<Mutex<()>>,
+    /// unprotected; see [`FaultHandler::pause_lock`].
+    pause_lock: Arc<Mutex<()>>,
 }
 
-/// While this lives, vCPUs may wait for the copier: see [`FaultServer::copier_at_work`].
+/// While this lives, vCPUs may wait for the copier: see [`FaultHandler::copier_at_work`].
 #[derive(Debug)]
 pub struct CopierAtWork(Arc<Shared>);
 
@@ -95,7 +95,7 @@ impl Drop for CopierAtWork {
 
 /// The thread, and the way to it. Dropped, it ends the thread, which unregisters all ranges.
 #[derive(Debug)]
-pub struct FaultServer {
+pub struct FaultHandler {
     shared: Arc<Shared>,
     wake: std::os::fd::OwnedFd,
     thread: Option<JoinHandle<()>>,
@@ -103,13 +103,13 @@ pub struct FaultServer {
     empty: Sender<Box<[u8; PAGE]>>,
 }
 
-impl FaultServer {
+impl FaultHandler {
     /// Starts the fault handler, with heartbeats for as long as faults are handled.
     pub fn start(
         (uffd, pagemap): (Arc<Uffd>, Arc<Pagemap>),
         blocks: impl Iterator<Item = Arc<Block>>,
         heartbeat: Heartbeat,
-    ) -> io::Result<FaultServer> {
+    ) -> io::Result<FaultHandler> {
         let blocks = blocks.map(|block| Served {
             range: block.range(),
             claims: Claims::new(block.pages()),
@@ -124,7 +124,7 @@ impl FaultServer {
             failed: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             stop: AtomicBool::new(false),
-            gate: Arc::default(),
+            pause_lock: Arc::default(),
         });
         let (to_copier, saved) = bounded(SAVED_MAX);
         let (empty, buffers) = bounded(SAVED_MAX);
@@ -144,9 +144,9 @@ impl FaultServer {
             ahead: 1,
         };
         let thread = std::thread::Builder::new()
-            .name("fault server".into())
+            .name("fault handler".into())
             .spawn(move || server.run(&woken, heartbeat))?;
-        Ok(FaultServer {
+        Ok(FaultHandler {
             shared,
             wake,
             thread: Some(thread),
@@ -163,21 +163,21 @@ impl FaultServer {
     /// The pause lock: while it is held no fault is handled. To be held while pages are protected and
     /// armed in the pause: a fault that was received before (the copier may have woken its writer since) must not
     /// unprotect a page afterwards. No vCPU waits for the lock, because all are stopped.
-    pub fn gate(&self) -> Arc<Mutex<()>> {
-        self.shared.gate.clone()
+    pub fn pause_lock(&self) -> Arc<Mutex<()>> {
+        self.shared.pause_lock.clone()
     }
 
     /// Waits for the fault that is being handled, if there is one: then the page that it saves can be taken.
     pub fn wait_until_idle(&self) {
         drop(
             self.shared
-                .gate
+                .pause_lock
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner),
         );
     }
 
-    /// A page saved on a fault, if there is one; to be given back with [`FaultServer::recycle`].
+    /// A page saved on a fault, if there is one; to be given back with [`FaultHandler::recycle`].
     pub fn take_saved(&self) -> Option<Saved> {
         self.saved.try_recv().ok()
     }
@@ -231,7 +231,7 @@ impl FaultServer {
     }
 }
 
-impl Drop for FaultServer {
+impl Drop for FaultHandler {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         // Cannot fail: the counter is far from full. If it does, the thread looks soon anyway.
@@ -314,7 +314,10 @@ impl Server {
         self.shared.faults.fetch_add(1, Ordering::Relaxed);
         let shared = self.shared.clone();
         // Nothing is behind it that a panic could leave half done.
-        let _open = shared.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        let _open = shared
+            .pause_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let mut blocks = shared.blocks.iter().enumerate();
         let Some((number, served)) = blocks.find(|(_, served)| served.range.contains(address))
         else {
@@ -460,7 +463,7 @@ mod tests {
             let own = Process::open(std::process::id() as i32).unwrap();
             let pagemap = Arc::new(Pagemap::open(&own).unwrap());
             let memory = (uffd, pagemap);
-            let server = FaultServer::start(memory, blocks.into_iter(), heartbeat).unwrap();
+            let server = FaultHandler::start(memory, blocks.into_iter(), heartbeat).unwrap();
             assert!(server.take_failure().is_ok());
             garbage.write_all(&[7; 31]).unwrap();
             let mut said = Vec::new();

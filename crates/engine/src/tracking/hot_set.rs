@@ -27,17 +27,17 @@ const ASYNC_RUN_MIN: u64 = 4;
 
 /// The hot set of one block.
 #[derive(Debug)]
-pub struct Heat {
+pub struct HotSet {
     /// New content in the last checkpoint.
     last: DirtyBitmap,
     /// New content in the last two checkpoints.
     both: DirtyBitmap,
 }
 
-impl Heat {
+impl HotSet {
     /// All pages of a block of this many pages are cold.
-    pub fn new(pages: u64) -> Heat {
-        Heat {
+    pub fn new(pages: u64) -> HotSet {
+        HotSet {
             last: DirtyBitmap::new(pages),
             both: DirtyBitmap::new(pages),
         }
@@ -93,19 +93,19 @@ mod tests {
         /// The slow reference model: the whole history, searched anew each time.
         #[test]
         fn hot_is_new_twice_and_written_now(history in prop::collection::vec(pages(), 0..6), written in pages()) {
-            let mut heat = Heat::new(PAGES);
+            let mut hot_set = HotSet::new(PAGES);
             for checkpoint in &history {
-                heat.committed(&bitmap(checkpoint));
+                hot_set.committed(&bitmap(checkpoint));
             }
             let expected = match history.as_slice() {
                 [.., before, last] => &(before & last) & &written,
                 _ => BTreeSet::new(),
             };
             let expected = bitmap(&expected);
-            prop_assert_eq!(&heat.hot(&bitmap(&written)), &expected);
+            prop_assert_eq!(&hot_set.hot(&bitmap(&written)), &expected);
             let mut runs: Vec<Range<u64>> = expected.ranges().collect();
             runs.retain(|run| run.clone().count() as u64 >= ASYNC_RUN_MIN);
-            prop_assert_eq!(heat.hot_runs(&bitmap(&written)), runs);
+            prop_assert_eq!(hot_set.hot_runs(&bitmap(&written)), runs);
         }
     }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_qemu::monitor::{Monitor, RamBlock};
-use stillframe_sys::infect::StolenUffd;
+use stillframe_sys::infect::InjectedUffd;
 use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::{AddressRange, Process};
 use stillframe_sys::system;
@@ -24,8 +24,8 @@ use crate::memory::block::{Block, BlockError, Guest, PAGE_BYTES};
 use crate::memory::outcome::Found;
 use crate::memory::ranges::{self, PageRanges, count, subtract};
 use crate::tracking::error::TrackerError;
-use crate::tracking::fault_handler::FaultServer;
-use crate::tracking::hot_set::Heat;
+use crate::tracking::fault_handler::FaultHandler;
+use crate::tracking::hot_set::HotSet;
 use crate::tracking::protection::{scan_error, still_protected};
 
 /// Protecting holds the kernel's lock on QEMU's address space: short steps keep page faults of
@@ -45,13 +45,13 @@ pub struct Tracked {
     /// Written since the last capture, as far as scans have seen, or in captures that failed.
     pending: DirtyBitmap,
     /// In flight: captured, and not committed yet; each capture by itself, in their order.
-    under_way: VecDeque<DirtyBitmap>,
+    in_flight: VecDeque<DirtyBitmap>,
     /// Streamed by iterations of a checkpoint that is to be captured yet.
-    passed: DirtyBitmap,
+    streamed: DirtyBitmap,
     /// For a shared block: pages that may have had content when last captured.
     with_content: DirtyBitmap,
     /// The hot set: pages that are not worth a fault.
-    heat: Heat,
+    hot_set: HotSet,
 }
 
 /// Pages that were protected while the guest ran. A disk request that was in progress then still writes
@@ -59,9 +59,9 @@ pub struct Tracked {
 /// docs/memory-writers.md). So these pages must not be read before such requests are done.
 #[derive(Debug)]
 #[must_use]
-pub struct InFlight(Collected);
+pub struct Undrained(Collected);
 
-impl InFlight {
+impl Undrained {
     /// How many pages.
     pub fn pages(&self) -> u64 {
         self.0.pages()
@@ -105,7 +105,7 @@ pub struct Tracker {
     pagemap: Arc<Pagemap>,
     blocks: Vec<Tracked>,
     /// For synchronous tracking.
-    faults: Option<FaultServer>,
+    faults: Option<FaultHandler>,
 }
 
 impl Tracker {
@@ -113,7 +113,7 @@ impl Tracker {
     /// for a thread of ours.
     pub fn attach(
         process: &Process,
-        stolen: StolenUffd,
+        injected: InjectedUffd,
         ram: &[RamBlock],
         heartbeat: Option<Heartbeat>,
     ) -> Result<Tracker, TrackerError> {
@@ -122,19 +122,20 @@ impl Tracker {
             source,
         };
         let mode = match heartbeat {
-            Some(_) if stolen.user_mode_only => return Err(TrackerError::UserModeOnly),
+            Some(_) if injected.user_mode_only => return Err(TrackerError::UserModeOnly),
             Some(_) => WriteProtectMode::Sync,
             None => WriteProtectMode::Async,
         };
-        let uffd = Uffd::handshake(stolen.fd, mode).map_err(|source| uffd_error("all", source))?;
+        let uffd =
+            Uffd::handshake(injected.fd, mode).map_err(|source| uffd_error("all", source))?;
         let uffd = Arc::new(uffd);
         let pagemap = Arc::new(Pagemap::open(process).map_err(TrackerError::Pagemap)?);
         let blocks = open_blocks(process, ram, mode)?;
         // Before anything is protected: from then on writers wait for the fault handler.
         let faults = heartbeat.map(|heartbeat| {
             let blocks = blocks.iter().map(|tracked| tracked.block.clone());
-            FaultServer::start((uffd.clone(), pagemap.clone()), blocks, heartbeat)
-                .map_err(TrackerError::FaultServer)
+            FaultHandler::start((uffd.clone(), pagemap.clone()), blocks, heartbeat)
+                .map_err(TrackerError::FaultHandler)
         });
         let faults = faults.transpose()?;
         for tracked in &blocks {
@@ -168,7 +169,7 @@ impl Tracker {
 
     /// The pages that may be other than zero. Everything is protected before this call, so the next scan
     /// reports a page that is written later.
-    pub fn populated(&self) -> Result<InFlight, TrackerError> {
+    pub fn populated(&self) -> Result<Undrained, TrackerError> {
         let swap = system::has_swap();
         let blocks = self.blocks.iter();
         let populated = blocks.map(|tracked| {
@@ -190,7 +191,7 @@ impl Tracker {
             Ok(to_pages(block, &found))
         });
         let populated = populated.collect::<Result<_, TrackerError>>()?;
-        Ok(InFlight(Collected::written(populated)))
+        Ok(Undrained(Collected::written(populated)))
     }
 
     /// These pages may have content: should one become a hole of a shared file, the next scan tells.
@@ -215,8 +216,8 @@ impl Tracker {
 
     /// Takes what was written since the last scan (or since the attach) and protects it again, while the
     /// guest runs. The pages are pending from here on.
-    pub fn collect_running(&mut self) -> Result<InFlight, TrackerError> {
-        Ok(InFlight(self.collect(Guest::Running)?))
+    pub fn collect_running(&mut self) -> Result<Undrained, TrackerError> {
+        Ok(Undrained(self.collect(Guest::Running)?))
     }
 
     /// The same while the guest is stopped, its disks drained, and, with synchronous tracking, the pause lock
@@ -286,20 +287,20 @@ impl Tracker {
     }
 
     /// Everything pending is captured and in flight from here on, behind earlier captures in flight.
-    pub fn launched(&mut self) {
+    pub fn mark_in_flight(&mut self) {
         for tracked in &mut self.blocks {
-            let mut pages = tracked.take_passed();
+            let mut pages = tracked.take_streamed();
             pages.union_with(&tracked.pending);
             tracked.pending.clear_all();
-            tracked.under_way.push_back(pages);
+            tracked.in_flight.push_back(pages);
         }
     }
 
     /// Everything pending was `found`, and is streamed into the repository in an iteration, while the guest runs on:
     /// part of the next capture in flight.
-    pub fn passed(&mut self, found: &Collected) {
+    pub fn streamed(&mut self, found: &Collected) {
         for (tracked, discarded) in self.blocks.iter_mut().zip(&found.discarded) {
-            tracked.passed.union_with(&tracked.pending);
+            tracked.streamed.union_with(&tracked.pending);
             tracked.pending.clear_all();
             let mut gone = DirtyBitmap::new(tracked.block.pages());
             for range in discarded {
@@ -310,26 +311,26 @@ impl Tracker {
     }
 
     /// The oldest capture in flight is committed: its checkpoint is durable, and `found` is its outcome.
-    pub fn landed(&mut self, found: &[Found]) {
+    pub fn committed(&mut self, found: &[Found]) {
         for (tracked, found) in self.blocks.iter_mut().zip(found) {
-            tracked.under_way.pop_front();
+            tracked.in_flight.pop_front();
             // A zero page that was written again since may have content now.
             let mut zero = found.zero.clone();
             zero.subtract(&tracked.pending);
-            for later in &tracked.under_way {
+            for later in &tracked.in_flight {
                 zero.subtract(later);
             }
             tracked.with_content.subtract(&zero);
             tracked.with_content.union_with(&found.content);
-            tracked.heat.committed(&found.new);
+            tracked.hot_set.committed(&found.new);
         }
     }
 
     /// All captures in flight are rolled back: their pages become pending again.
-    pub fn lost(&mut self) {
+    pub fn rolled_back(&mut self) {
         for tracked in &mut self.blocks {
-            let passed = tracked.take_passed();
-            for pages in tracked.under_way.drain(..).chain([passed]) {
+            let streamed = tracked.take_streamed();
+            for pages in tracked.in_flight.drain(..).chain([streamed]) {
                 tracked.pending.union_with(&pages);
                 // So that holes among them are found again.
                 tracked.with_content.union_with(&pages);
@@ -358,19 +359,19 @@ impl Tracker {
     /// Unprotects write-hot pages, where that is cheaper than faults (see [`crate::tracking::hot_set`]), until
     /// the next collect, which takes them for written. To be called when they are copied. Returns how many
     /// pages that were.
-    pub fn leave_hot_open(&self) -> u64 {
+    pub fn leave_hot_unprotected(&self) -> u64 {
         let blocks = self.blocks.iter().enumerate();
         blocks
             .map(|(number, tracked)| match self.faults {
-                Some(_) => self.open(number, tracked.hot().ranges()),
-                None => self.open(number, tracked.heat.hot_runs(&tracked.pending)),
+                Some(_) => self.unprotect(number, tracked.hot().ranges()),
+                None => self.unprotect(number, tracked.hot_set.hot_runs(&tracked.pending)),
             })
             .sum()
     }
 
     /// Unprotects pages of block number `block`; returns how many. Where the kernel refuses
     /// (parts of huge pages, say) they stay protected, and nothing is lost but time.
-    pub fn open(&self, block: usize, pages: impl IntoIterator<Item = Range<u64>>) -> u64 {
+    pub fn unprotect(&self, block: usize, pages: impl IntoIterator<Item = Range<u64>>) -> u64 {
         let base = self.blocks[block].block.range().start;
         let ranges = pages.into_iter().map(|pages| AddressRange {
             start: base + pages.start * PAGE_BYTES,
@@ -394,7 +395,7 @@ impl Tracker {
     }
 
     /// The fault handler of the VM's write faults.
-    pub fn fault_server(&self) -> Result<&FaultServer, TrackerError> {
+    pub fn fault_handler(&self) -> Result<&FaultHandler, TrackerError> {
         self.faults.as_ref().ok_or(TrackerError::NoFaultServer)
     }
 
@@ -416,12 +417,12 @@ impl Tracked {
     /// The write-hot pages of those written: not worth a fault that the engine handles (see
     /// [`crate::tracking::hot_set`]).
     pub fn hot(&self) -> DirtyBitmap {
-        self.heat.hot(&self.pending)
+        self.hot_set.hot(&self.pending)
     }
 
-    fn take_passed(&mut self) -> DirtyBitmap {
+    fn take_streamed(&mut self) -> DirtyBitmap {
         let none = DirtyBitmap::new(self.block.pages());
-        std::mem::replace(&mut self.passed, none)
+        std::mem::replace(&mut self.streamed, none)
     }
 
     fn add_pending(&mut self, ranges: &[Range<u64>]) {
@@ -450,10 +451,10 @@ fn open_blocks(
             block: Arc::new(block),
             ram: ram.clone(),
             pending: DirtyBitmap::new(pages),
-            under_way: VecDeque::new(),
-            passed: DirtyBitmap::new(pages),
+            in_flight: VecDeque::new(),
+            streamed: DirtyBitmap::new(pages),
             with_content: DirtyBitmap::new(pages),
-            heat: Heat::new(pages),
+            hot_set: HotSet::new(pages),
         })
     };
     ram.iter().map(open).collect()

@@ -1,6 +1,6 @@
 //! `checkpoint`: attach, take one, detach.
 
-use stillframe_engine::checkpoint::Shelf;
+use stillframe_engine::checkpoint::CheckpointWriter;
 use stillframe_engine::pipeline::WorkControl as _;
 
 use super::{Context, capture};
@@ -17,7 +17,12 @@ pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
     let options = capture::options(&args.capture);
     let control = capture::Control::new(context, interrupts);
     let taken = control.run(true, |progress| {
-        vm.checkpoint(&mut Shelf::default(), &mut repository, &options, progress)
+        vm.checkpoint(
+            &mut CheckpointWriter::default(),
+            &mut repository,
+            &options,
+            progress,
+        )
     });
     capture::detach(context, vm);
     let report = taken??;

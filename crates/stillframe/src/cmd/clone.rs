@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use stillframe_engine::clones::{self, CloneReport, ClonesOptions};
 use stillframe_engine::restore::{LazyEvent, RestoreOptions};
 use stillframe_engine::runtime;
-use stillframe_engine::template::BaseOptions;
+use stillframe_engine::template::TemplateOptions;
 use stillframe_engine::{CloneOptions, LaunchOptions, memory_bytes};
 
 use super::restore::{here, serial_from_here, stands_in_the_way};
@@ -53,7 +53,7 @@ pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
             lock_wait: args.lock_wait,
         },
         each,
-        base: BaseOptions {
+        base: TemplateOptions {
             folder: templates::folder(args)?,
             budget_bytes: args.base_budget.unwrap_or_else(default_budget),
             age_limit: args.base_age,

@@ -117,9 +117,9 @@ fn object(report: &ForgetReport, dry_run: bool) -> Value {
 fn words(report: &ForgetReport, dry_run: bool) -> String {
     let columns = ["", "CHECKPOINT", "VM", "TIME", "KEPT AS"].map(|name| (name, Align::Left));
     let mut table = Table::new(&columns);
-    let mut row = |verdict: &str, of: &Summary, why: String| {
+    let mut row = |encoding: &str, of: &Summary, why: String| {
         let id = of.id.to_string();
-        let cells = [verdict, short(&id), &of.vm].map(str::to_owned);
+        let cells = [encoding, short(&id), &of.vm].map(str::to_owned);
         table.row(cells.into_iter().chain([local_time(of.time), why]));
     };
     for forgotten in &report.forgotten {

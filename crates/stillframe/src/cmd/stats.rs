@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use serde_json::{Value, json};
 use stillframe_engine::attach::Vm;
-use stillframe_engine::checkpoint::{CheckpointOptions, ScheduleChoice, ScheduleKind, Shelf};
+use stillframe_engine::checkpoint::{
+    CheckpointOptions, CheckpointWriter, ScheduleChoice, ScheduleKind,
+};
 use stillframe_engine::pipeline::WorkControl as _;
 use stillframe_engine::statistics::{self, Statistics};
 use stillframe_repo::{CheckpointId, Password, Repository};
@@ -117,10 +119,10 @@ fn take_two(
         ..CheckpointOptions::default()
     };
     let control = capture::Control::new(context, interrupts.clone());
-    let mut shelf = Shelf::default();
+    let mut checkpoints = CheckpointWriter::default();
     let mut take = |repository: &mut Repository| -> anyhow::Result<CheckpointId> {
         let taken = control.run(true, |progress| {
-            vm.checkpoint(&mut shelf, repository, &options, progress)
+            vm.checkpoint(&mut checkpoints, repository, &options, progress)
         });
         let report = taken??;
         Ok(repository.resolve(&report.checkpoint, None)?.0)

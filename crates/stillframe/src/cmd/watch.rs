@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use stillframe_engine::attach::{AnewError, AttachError, Vm};
-use stillframe_engine::checkpoint::{CheckpointReport, ScheduleChoice, ScheduleKind, Shelf};
+use stillframe_engine::checkpoint::{
+    CheckpointReport, CheckpointWriter, ScheduleChoice, ScheduleKind,
+};
 use stillframe_engine::pipeline::{
     End, Ended, Environment, Event, Pipeline, PipelineError, PipelineOptions, RepositorySink,
     ThreadQueue, WatchedVm,
@@ -58,7 +60,7 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
     };
     let sink = RepositorySink {
         repository,
-        shelf: Shelf::default(),
+        checkpoints: CheckpointWriter::default(),
         options,
         control: capture::Control::new(context, interrupts),
     };

@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use stillframe_sys::infect::{InfectError, steal_userfaultfd};
+use stillframe_sys::infect::{InfectError, inject_userfaultfd};
 use stillframe_sys::memory::{MemoryError, RemoteMemory, SharedMapping};
 use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use stillframe_sys::process::{AddressRange, Process, ProcessError};
@@ -274,7 +274,7 @@ fn assert_all_gone(process: &Process) {
             "{result:?}"
         );
     }
-    let result = steal_userfaultfd(process, Duration::from_secs(1));
+    let result = inject_userfaultfd(process, Duration::from_secs(1));
     assert!(
         matches!(
             result,

@@ -1,6 +1,6 @@
 //! Infecting a thread that waits in a system call: the call goes on as if nothing had happened.
 
-use crate::victim::{Victim, steal};
+use crate::victim::{Victim, inject};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -29,8 +29,8 @@ impl Waiting {
 
     fn infect(&self) {
         let before = self.victim.descriptors();
-        let stolen = steal(&self.victim.process).unwrap();
-        assert!(!stolen.user_mode_only);
+        let injected = inject(&self.victim.process).unwrap();
+        assert!(!injected.user_mode_only);
         assert_eq!(
             self.victim.descriptors(),
             before,
@@ -200,7 +200,8 @@ fn a_signal_that_ends_a_call_still_does() {
             let mut waiting = Waiting::start(kind);
             std::thread::scope(|scope| {
                 let process = &waiting.victim.process;
-                let infecting = scope.spawn(|| (0..10).for_each(|_| drop(steal(process).unwrap())));
+                let infecting =
+                    scope.spawn(|| (0..10).for_each(|_| drop(inject(process).unwrap())));
                 // Let the signal hit every part of an infection.
                 std::thread::sleep(Duration::from_micros(40 * round));
                 process.signal(libc::SIGUSR2).unwrap();

@@ -2,7 +2,7 @@
 //! kinds of programs.
 
 use crate::calls::{call, leak};
-use crate::victim::{Victim, hear, say, steal};
+use crate::victim::{Victim, hear, inject, say};
 use std::ffi::{c_int, c_long};
 use std::io::Read;
 use std::os::fd::AsRawFd;
@@ -160,12 +160,12 @@ fn seccomp_filters_are_suspended_and_put_back() {
     for role in ["trap", "error"] {
         let victim = Victim::start(&format!("limits {role}"));
         for _ in 0..20 {
-            drop(steal(&victim.process).unwrap());
+            drop(inject(&victim.process).unwrap());
         }
         end_well(victim);
     }
     let mut victim = Victim::start("limits kill");
-    drop(steal(&victim.process).unwrap());
+    drop(inject(&victim.process).unwrap());
     victim.tell("end");
     assert_eq!(victim.line(), "right");
     let status = victim.end();
@@ -181,7 +181,7 @@ fn a_filter_that_forbids_restarts_does_not_kill() {
     let mut victim = Victim::start("limits no-restart");
     for _ in 0..10 {
         victim.wait_for_state('S');
-        drop(steal(&victim.process).unwrap());
+        drop(inject(&victim.process).unwrap());
     }
     assert_eq!(victim.line(), "right");
     assert!(victim.end().success());
@@ -195,14 +195,14 @@ fn a_filter_that_cannot_be_suspended_is_refused() {
     let engine = std::thread::spawn(move || {
         drop_capabilities([SYS_ADMIN, 0]);
         for _ in 0..5 {
-            let result = steal(&process);
+            let result = inject(&process);
             assert!(
                 matches!(result, Err(InfectError::Sandboxed { .. })),
                 "{result:?}"
             );
         }
         let free = Victim::start("state waiting");
-        drop(steal(&free.process).unwrap());
+        drop(inject(&free.process).unwrap());
     });
     engine.join().unwrap();
     victim.tell("end");
@@ -230,9 +230,9 @@ pub fn drop_capabilities(lost: [u32; 2]) {
 #[test]
 fn an_unprivileged_process_gives_a_limited_userfaultfd() {
     let mut victim = Victim::start("limits nobody");
-    let stolen = steal(&victim.process).unwrap();
-    assert!(stolen.user_mode_only);
-    let uffd = Uffd::handshake(stolen.fd, WriteProtectMode::Async).unwrap();
+    let injected = inject(&victim.process).unwrap();
+    assert!(injected.user_mode_only);
+    let uffd = Uffd::handshake(injected.fd, WriteProtectMode::Async).unwrap();
     let start = victim.ready.parse().unwrap();
     let range = AddressRange {
         start,
@@ -259,7 +259,7 @@ fn an_unprivileged_process_gives_a_limited_userfaultfd() {
 #[test]
 fn a_process_without_room_for_a_descriptor_refuses() {
     let victim = Victim::start("limits no-descriptors");
-    let result = steal(&victim.process);
+    let result = inject(&victim.process);
     let Err(InfectError::Refused {
         call: "userfaultfd",
         source,
@@ -276,7 +276,7 @@ fn a_process_without_room_for_a_descriptor_refuses() {
 fn an_ignored_sigtrap_stays_ignored() {
     let victim = Victim::start("limits ignoring");
     for _ in 0..20 {
-        drop(steal(&victim.process).unwrap());
+        drop(inject(&victim.process).unwrap());
     }
     end_well(victim);
 }
@@ -287,7 +287,7 @@ fn an_ignored_sigtrap_stays_ignored() {
 fn a_process_that_intercepts_its_calls_survives() {
     let victim = Victim::start("limits dispatched");
     for _ in 0..20 {
-        match steal(&victim.process) {
+        match inject(&victim.process) {
             Ok(_)
             | Err(InfectError::Faulted {
                 signal: libc::SIGSYS,
@@ -311,7 +311,7 @@ fn a_32_bit_process_is_refused() {
     while process.run_state().unwrap() != 'S' {
         std::thread::sleep(Duration::from_millis(1));
     }
-    let result = steal(&process);
+    let result = inject(&process);
     child.kill().unwrap();
     child.wait().unwrap();
     assert!(
@@ -366,7 +366,7 @@ fn the_text_stays_as_it_is() {
     let before = read_text();
     let copied_before = copied_text(victim.pid());
     for _ in 0..50 {
-        drop(steal(&victim.process).unwrap());
+        drop(inject(&victim.process).unwrap());
     }
     assert!(read_text() == before);
     // A page that had been written and put back would be a private copy now.

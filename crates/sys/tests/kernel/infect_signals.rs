@@ -2,11 +2,11 @@
 //! it would not have ended.
 
 use crate::calls::{call, leak, set_of, without_signals};
-use crate::victim::{Victim, hear, say, steal};
+use crate::victim::{Victim, hear, inject, say};
 use std::ffi::{c_int, c_long, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use stillframe_sys::infect::{InfectError, steal_userfaultfd};
+use stillframe_sys::infect::{InfectError, inject_userfaultfd};
 use stillframe_sys::memory::RemoteMemory;
 use stillframe_sys::process::Process;
 
@@ -169,7 +169,7 @@ fn while_infecting<R>(process: &Process, work: impl FnOnce() -> R) -> R {
     std::thread::scope(|scope| {
         let infecting = scope.spawn(|| {
             while !done.load(Ordering::SeqCst) {
-                match steal_userfaultfd(process, Duration::from_secs(10)) {
+                match inject_userfaultfd(process, Duration::from_secs(10)) {
                     Ok(_) => drop(begin.send(())),
                     Err(InfectError::Stopped { .. }) => {}
                     Err(error) => panic!("{error}"),
@@ -290,7 +290,7 @@ fn a_process_that_is_stopped_stays_stopped() {
             victim.wait_until("does not go on", || steps() > before);
         }
     });
-    drop(steal(&process).unwrap());
+    drop(inject(&process).unwrap());
     victim.tell("end");
     assert_eq!(victim.line(), "0 0");
     assert!(victim.end().success());

@@ -2,11 +2,11 @@
 //! same text, stopped, traced, sleeping deeply, dying, dead.
 
 use crate::calls::{call, leak, without_signals};
-use crate::victim::{Victim, hear, say, steal};
+use crate::victim::{Victim, hear, inject, say};
 use std::ffi::{c_int, c_long, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use stillframe_sys::infect::{InfectError, steal_userfaultfd};
+use stillframe_sys::infect::{InfectError, inject_userfaultfd};
 use stillframe_sys::memory::RemoteMemory;
 use stillframe_sys::process::{Process, ProcessError};
 
@@ -224,7 +224,7 @@ fn end_well(mut victim: Victim) {
 fn a_running_thread_keeps_its_registers() {
     let victim = Victim::start("state spinning");
     for _ in 0..500 {
-        drop(steal(&victim.process).unwrap());
+        drop(inject(&victim.process).unwrap());
     }
     end_well(victim);
 }
@@ -233,7 +233,7 @@ fn a_running_thread_keeps_its_registers() {
 fn other_threads_in_the_same_text_notice_nothing() {
     let victim = Victim::start("state crowded");
     for _ in 0..40 {
-        drop(steal(&victim.process).unwrap());
+        drop(inject(&victim.process).unwrap());
     }
     end_well(victim);
 }
@@ -251,7 +251,7 @@ fn a_restartable_sequence_is_aborted() {
     };
     for _ in 0..40 {
         let before = aborts();
-        drop(steal(&victim.process).unwrap());
+        drop(inject(&victim.process).unwrap());
         victim.wait_until("was not aborted", || aborts() > before);
     }
     end_well(victim);
@@ -263,7 +263,7 @@ fn a_stopped_process_is_refused_and_stays_stopped() {
     victim.process.signal(libc::SIGSTOP).unwrap();
     victim.wait_for_state('T');
     for _ in 0..5 {
-        let result = steal(&victim.process);
+        let result = inject(&victim.process);
         assert!(
             matches!(result, Err(InfectError::Stopped { .. })),
             "{result:?}"
@@ -272,7 +272,7 @@ fn a_stopped_process_is_refused_and_stays_stopped() {
     }
     victim.process.signal(libc::SIGCONT).unwrap();
     victim.wait_in_call(libc::SYS_read);
-    drop(steal(&victim.process).unwrap());
+    drop(inject(&victim.process).unwrap());
     end_well(victim);
 }
 
@@ -286,14 +286,14 @@ fn a_traced_process_is_refused() {
             // SAFETY: takes numbers only.
             let result = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
             assert_eq!(result, 0);
-            let result = steal_userfaultfd(&victim.process, Duration::from_millis(50));
+            let result = inject_userfaultfd(&victim.process, Duration::from_millis(50));
             // SAFETY: takes no argument.
             let own = unsafe { libc::gettid() };
             assert!(
                 matches!(result, Err(InfectError::Traced { tracer, .. }) if tracer == own),
                 "{result:?}"
             );
-            scope.spawn(|| drop(steal(&victim.process).unwrap()));
+            scope.spawn(|| drop(inject(&victim.process).unwrap()));
             std::thread::sleep(Duration::from_millis(20));
         });
         debugger.join().unwrap();
@@ -305,13 +305,13 @@ fn a_traced_process_is_refused() {
 fn a_process_traced_by_another_one_is_refused_at_once() {
     let victim = Victim::start("state waiting");
     let debugger = Victim::start(&format!("state debugging:{}", victim.pid()));
-    let result = steal(&victim.process);
+    let result = inject(&victim.process);
     assert!(
         matches!(result, Err(InfectError::Traced { tracer, .. }) if tracer == debugger.pid()),
         "{result:?}"
     );
     end_well(debugger);
-    victim.wait_until("is still traced", || steal(&victim.process).is_ok());
+    victim.wait_until("is still traced", || inject(&victim.process).is_ok());
     end_well(victim);
 }
 
@@ -320,7 +320,7 @@ fn infections_of_one_process_take_turns() {
     let victim = Victim::start("state spinning");
     std::thread::scope(|scope| {
         for _ in 0..3 {
-            scope.spawn(|| (0..100).for_each(|_| drop(steal(&victim.process).unwrap())));
+            scope.spawn(|| (0..100).for_each(|_| drop(inject(&victim.process).unwrap())));
         }
     });
     end_well(victim);
@@ -331,7 +331,7 @@ fn a_thread_that_sleeps_deeply_is_given_up_in_time() {
     let mut victim = Victim::start("state sleeping-deeply");
     victim.wait_for_state('D');
     let clock = Instant::now();
-    let result = steal_userfaultfd(&victim.process, Duration::from_millis(100));
+    let result = inject_userfaultfd(&victim.process, Duration::from_millis(100));
     assert!(
         matches!(result, Err(InfectError::Timeout { state: 'D', .. })),
         "{result:?}"
@@ -340,7 +340,7 @@ fn a_thread_that_sleeps_deeply_is_given_up_in_time() {
     assert_eq!(victim.process.run_state().unwrap(), 'D');
     // Nobody holds it any more, and nothing is left behind.
     victim.wait_in_call(libc::SYS_read);
-    drop(steal(&victim.process).unwrap());
+    drop(inject(&victim.process).unwrap());
     victim.tell("end");
     assert_eq!(victim.line(), "right");
 }
@@ -353,14 +353,14 @@ fn a_frozen_process_is_given_up_in_time() {
         let group = ControlGroup::new(victim.pid());
         group.freeze(true);
         for _ in 0..3 {
-            let result = steal_userfaultfd(&victim.process, Duration::from_millis(20));
+            let result = inject_userfaultfd(&victim.process, Duration::from_millis(20));
             assert!(
                 matches!(result, Err(InfectError::Timeout { .. })),
                 "{role}: {result:?}"
             );
         }
         group.freeze(false);
-        drop(steal(&victim.process).unwrap());
+        drop(inject(&victim.process).unwrap());
         if role.starts_with("call") {
             assert_eq!(victim.word(), None, "the call was ended");
             continue;
@@ -427,7 +427,7 @@ impl Drop for ControlGroup {
 #[test]
 fn a_process_without_its_main_thread_is_gone() {
     let mut victim = Victim::start("state leaderless");
-    let result = steal(&victim.process);
+    let result = inject(&victim.process);
     assert!(
         matches!(result, Err(InfectError::Gone { .. })),
         "{result:?}"
@@ -443,7 +443,7 @@ fn a_zombie_is_gone() {
     victim.process.signal(libc::SIGKILL).unwrap();
     assert!(victim.process.wait_exit(Duration::from_secs(30)));
     victim.wait_for_state('Z');
-    let result = steal(&victim.process);
+    let result = inject(&victim.process);
     assert!(
         matches!(result, Err(InfectError::Gone { .. })),
         "{result:?}"
@@ -463,10 +463,10 @@ fn a_process_killed_midway_is_gone() {
         let process = victim.process.clone();
         std::thread::scope(|scope| {
             let infecting = scope.spawn(|| {
-                while let Ok(stolen) = steal(&process) {
-                    drop(stolen);
+                while let Ok(injected) = inject(&process) {
+                    drop(injected);
                 }
-                steal(&process).expect_err("it is dead")
+                inject(&process).expect_err("it is dead")
             });
             std::thread::sleep(Duration::from_micros(37 * round));
             process.signal(libc::SIGKILL).unwrap();

@@ -1,9 +1,9 @@
 //! Missing pages in the memory of a child: lazy restore in small.
 
 use crate::ram::{Memory, PAGE, wait_for_event};
-use crate::victim::steal;
+use crate::victim::inject;
 use std::time::Duration;
-use stillframe_sys::infect::{InfectError, close_fd, share_userfaultfd};
+use stillframe_sys::infect::{InfectError, close_fd, duplicate_userfaultfd};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Track, Uffd, UffdError, Waiters};
 
@@ -14,7 +14,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 fn missing_pages_are_served() {
     let mut memory = Memory::start(8, "small");
     for region in [0, 1] {
-        let fd = steal(&memory.victim.process).unwrap().fd;
+        let fd = inject(&memory.victim.process).unwrap().fd;
         let uffd = Uffd::handshake_missing(fd).unwrap();
         uffd.register(memory.regions[region], Track::Missing)
             .unwrap();
@@ -75,7 +75,7 @@ fn wait_after_wake(uffd: &Uffd, page: AddressRange) -> Event {
 #[test]
 fn a_waiter_may_be_held() {
     let mut memory = Memory::start(8, "small");
-    let fd = steal(&memory.victim.process).unwrap().fd;
+    let fd = inject(&memory.victim.process).unwrap().fd;
     let uffd = Uffd::handshake_missing(fd).unwrap();
     uffd.register(memory.regions[0], Track::Missing).unwrap();
     let page = memory.page(0, 3);
@@ -96,7 +96,7 @@ fn a_waiter_may_be_held() {
 #[test]
 fn a_discarded_page_is_missing_again() {
     let mut memory = Memory::start(8, "small");
-    let fd = steal(&memory.victim.process).unwrap().fd;
+    let fd = inject(&memory.victim.process).unwrap().fd;
     let uffd = Uffd::handshake_missing(fd).unwrap();
     uffd.register(memory.regions[0], Track::Missing).unwrap();
     let page = memory.page(0, 3);
@@ -116,7 +116,7 @@ fn a_successor_serves_what_is_left() {
     let mut memory = Memory::start(8, "small");
     let process = memory.victim.process.clone();
     for region in [0, 1] {
-        let shared = share_userfaultfd(&process, LIMIT).unwrap();
+        let shared = duplicate_userfaultfd(&process, LIMIT).unwrap();
         let first = Uffd::handshake_missing(shared.fd).unwrap();
         first
             .register(memory.regions[region], Track::Missing)

@@ -2,25 +2,25 @@
 //! the record of what the child was told to do.
 
 use crate::ram::{Memory, PAGE, wait_for_event};
-use crate::victim::steal;
+use crate::victim::inject;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
-use stillframe_sys::infect::steal_userfaultfd;
+use stillframe_sys::infect::inject_userfaultfd;
 use stillframe_sys::memory::{MemoryError, RemoteMemory};
 use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Track, Uffd, UffdError, WriteProtectMode};
 
 impl Memory {
-    fn steal(&self, mode: WriteProtectMode) -> Uffd {
-        Uffd::handshake(steal(&self.victim.process).unwrap().fd, mode).unwrap()
+    fn inject(&self, mode: WriteProtectMode) -> Uffd {
+        Uffd::handshake(inject(&self.victim.process).unwrap().fd, mode).unwrap()
     }
 
     /// Arms asynchronous tracking of both regions.
     fn track(&self) -> (Uffd, Pagemap) {
-        let uffd = self.steal(WriteProtectMode::Async);
+        let uffd = self.inject(WriteProtectMode::Async);
         for region in self.regions {
             uffd.register(region, Track::WriteProtect).unwrap();
             uffd.protect(region).unwrap();
@@ -213,7 +213,7 @@ fn closing_the_descriptor_frees_the_child() {
     let (uffd, _) = memory.track();
     drop(uffd);
     memory.act("write", 0, 0..8);
-    let uffd = memory.steal(WriteProtectMode::Sync);
+    let uffd = memory.inject(WriteProtectMode::Sync);
     for region in [0, 1] {
         uffd.register(memory.regions[region], Track::WriteProtect)
             .unwrap();
@@ -236,9 +236,9 @@ fn closing_the_descriptor_frees_the_child() {
 #[test]
 fn unregistering_frees_the_child() {
     let mut memory = Memory::start(8, "small");
-    let stolen = steal(&memory.victim.process).unwrap();
-    let other = Uffd::adopt(stolen.fd.try_clone().unwrap());
-    let uffd = Uffd::handshake(stolen.fd, WriteProtectMode::Sync).unwrap();
+    let injected = inject(&memory.victim.process).unwrap();
+    let other = Uffd::adopt(injected.fd.try_clone().unwrap());
+    let uffd = Uffd::handshake(injected.fd, WriteProtectMode::Sync).unwrap();
     for region in [0, 1] {
         uffd.register(memory.regions[region], Track::WriteProtect)
             .unwrap();
@@ -262,7 +262,7 @@ fn synchronous_protection_shows_the_old_content() {
         memory.act("write", region, 0..4);
         let old: Vec<u8> = vec![0x5a; PAGE as usize];
         bytes.write(memory.page(region, 2).start, &old).unwrap();
-        let uffd = memory.steal(WriteProtectMode::Sync);
+        let uffd = memory.inject(WriteProtectMode::Sync);
         uffd.register(memory.regions[region], Track::WriteProtect)
             .unwrap();
         uffd.protect(memory.regions[region]).unwrap();
@@ -304,7 +304,7 @@ fn synchronous_protection_shows_the_old_content() {
 fn a_range_has_one_watcher() {
     let memory = Memory::start(8, "small");
     let (_uffd, _) = memory.track();
-    let second = memory.steal(WriteProtectMode::Async);
+    let second = memory.inject(WriteProtectMode::Async);
     let result = second.register(memory.regions[0], Track::WriteProtect);
     assert!(matches!(result, Err(UffdError::Busy { .. })), "{result:?}");
 }
@@ -332,7 +332,7 @@ fn a_poisoned_page_is_reported_and_cannot_be_read() {
     for mode in [WriteProtectMode::Async, WriteProtectMode::Sync] {
         let mut memory = Memory::start(8, "small");
         memory.act("write", 0, 0..8);
-        let uffd = memory.steal(mode);
+        let uffd = memory.inject(mode);
         uffd.register(memory.regions[0], Track::WriteProtect)
             .unwrap();
         uffd.protect(memory.regions[0]).unwrap();
@@ -377,7 +377,7 @@ fn a_poisoned_page_is_reported_and_cannot_be_read() {
 #[test]
 fn what_cannot_be_watched_is_refused() {
     let memory = Memory::start(8, "small");
-    let uffd = memory.steal(WriteProtectMode::Sync);
+    let uffd = memory.inject(WriteProtectMode::Sync);
     let mappings = memory.victim.process.mappings().unwrap();
     let text = mappings
         .iter()
@@ -419,6 +419,6 @@ fn a_dead_child_is_gone() {
     ] {
         assert!(matches!(result, Err(UffdError::Gone)), "{result:?}");
     }
-    let result = steal_userfaultfd(&memory.victim.process, Duration::from_secs(1));
+    let result = inject_userfaultfd(&memory.victim.process, Duration::from_secs(1));
     assert!(result.is_err(), "{result:?}");
 }

@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
-use stillframe_sys::infect::{InfectError, StolenUffd, steal_userfaultfd};
+use stillframe_sys::infect::{InfectError, InjectedUffd, inject_userfaultfd};
 use stillframe_sys::process::Process;
 
 const ROLE: &str = "STILLFRAME_TEST_ROLE";
@@ -54,8 +54,8 @@ pub fn hear() -> Option<String> {
     (count > 0).then(|| line.trim().to_owned())
 }
 
-pub fn steal(process: &Process) -> Result<StolenUffd, InfectError> {
-    steal_userfaultfd(process, Duration::from_secs(10))
+pub fn inject(process: &Process) -> Result<InjectedUffd, InfectError> {
+    inject_userfaultfd(process, Duration::from_secs(10))
 }
 
 /// A child process in some role.

@@ -13,7 +13,7 @@ use stillframe_qemu::monitor::Monitor;
 
 use super::{Copied, FEW_PAGES, ROUNDS_MAX, Schedule, ScheduleError, Work};
 use crate::capture::downtime::{DowntimeRecord, us};
-use crate::capture::staging::Stage;
+use crate::capture::staging::StagingBuffer;
 use crate::memory::block::Guest;
 use crate::memory::ranges::{PageRanges, count, runs, subtract_all};
 use crate::tracking::error::TrackerError;
@@ -35,15 +35,15 @@ impl Schedule for CopyOnWrite {
         // Memory for the copies may take longer to be had than all rounds, in which the guest goes on
         // writing, and waits: so it comes first.
         let expected = count(&work.tracker.pending()) + work.tracker.written_pages()?;
-        work.stage.reserve(expected);
+        work.staging.reserve(expected);
         // Collecting protects. How much is left does not tell whether another round is worth it: whatever
         // it was, in the next the guest has no time to write more than a page a fault.
         for _ in 0..ROUNDS_MAX {
             // Copied after the pause, whose stop drains the disks.
             let found = work.tracker.collect_running()?;
             let pages = count(&work.tracker.pending());
-            work.stage.expect_room(pages)?;
-            work.stage.reserve(pages);
+            work.staging.expect_room(pages)?;
+            work.staging.reserve(pages);
             if found.pages() <= FEW_PAGES {
                 break;
             }
@@ -58,21 +58,21 @@ impl Schedule for CopyOnWrite {
     ) -> Result<(), ScheduleError> {
         let tracker = &mut *work.tracker;
         let begin = Instant::now();
-        let gate = tracker.fault_server()?.gate();
-        let _no_fault_is_served = gate.lock().unwrap_or_else(PoisonError::into_inner);
+        let pause_lock = tracker.fault_handler()?.pause_lock();
+        let _no_fault_is_served = pause_lock.lock().unwrap_or_else(PoisonError::into_inner);
         let found = tracker.collect_stopped()?;
         let discarded = Collected {
             written: vec![Vec::new(); found.written.len()],
             discarded: found.discarded,
         };
-        work.stage
+        work.staging
             .capture_all(tracker, Guest::Stopped, &discarded)?;
         work.copied.pause += discarded.pages();
         let armed = subtract_all(&tracker.pending(), &discarded.discarded);
-        work.stage.expect_room(count(&armed))?;
+        work.staging.expect_room(count(&armed))?;
         record.scan = us(begin);
         let begin = Instant::now();
-        let server = tracker.fault_server()?;
+        let server = tracker.fault_handler()?;
         server.forget_failure();
         for (block, ranges) in armed.iter().enumerate() {
             let claims = server.claims(block);
@@ -87,9 +87,9 @@ impl Schedule for CopyOnWrite {
 
     fn after(&mut self, work: &mut Work<'_>) -> Result<(), ScheduleError> {
         let tracker = &*work.tracker;
-        let server = tracker.fault_server()?;
+        let server = tracker.fault_handler()?;
         let at_work = server.copier_at_work();
-        let copying = copy_all(tracker, (work.stage, work.copied), &self.armed, &at_work);
+        let copying = copy_all(tracker, (work.staging, work.copied), &self.armed, &at_work);
         if copying.is_err() {
             self.give_up(tracker);
         }
@@ -100,7 +100,7 @@ impl Schedule for CopyOnWrite {
         self.armed.clear();
         if copying.is_ok() {
             work.copied.on_fault += saved.len() as u64;
-            work.stage.put_all(&mut saved);
+            work.staging.put_all(&mut saved);
         }
         for saved in saved {
             server.recycle(saved.bytes);
@@ -110,7 +110,7 @@ impl Schedule for CopyOnWrite {
     }
 
     fn give_up(&mut self, tracker: &Tracker) {
-        let Ok(server) = tracker.fault_server() else {
+        let Ok(server) = tracker.fault_handler() else {
             return;
         };
         for (number, ranges) in std::mem::take(&mut self.armed).into_iter().enumerate() {
@@ -118,7 +118,7 @@ impl Schedule for CopyOnWrite {
             for page in ranges.into_iter().flatten() {
                 // A page that is being saved right now is unprotected by its saver.
                 if claims.claim(page) && claims.done(page) {
-                    tracker.open(number, runs(&[page]));
+                    tracker.unprotect(number, runs(&[page]));
                 }
             }
         }
@@ -131,11 +131,11 @@ impl Schedule for CopyOnWrite {
 
 fn copy_all(
     tracker: &Tracker,
-    (stage, copied): (&mut Stage, &mut Copied),
+    (staging, copied): (&mut StagingBuffer, &mut Copied),
     armed: &PageRanges,
     at_work: &CopierAtWork,
 ) -> Result<(), ScheduleError> {
-    let server = tracker.fault_server()?;
+    let server = tracker.fault_handler()?;
     for (number, ranges) in armed.iter().enumerate() {
         let tracked = &tracker.blocks()[number];
         let claims = server.claims(number);
@@ -148,14 +148,14 @@ fn copy_all(
             let runs_claimed = runs(&claimed);
             let mut read = || -> Result<bool, ScheduleError> {
                 fault::at(Point::CopyOnWriteBatch).map_err(TrackerError::Injected)?;
-                stage.capture((number, &*tracked.block), Guest::Running, &runs_claimed)?;
+                staging.capture((number, &*tracked.block), Guest::Running, &runs_claimed)?;
                 Ok(tracker.still_protected(number, &runs_claimed)?)
             };
             let read = read();
             // After a failure too: no thread may wait for a page that is not being saved.
             let mut open = claimed.clone();
             open.retain(|&page| claims.done(page) || hot.get(PageIndex(page)));
-            tracker.open(number, runs(&open));
+            tracker.unprotect(number, runs(&open));
             if !read? {
                 return Err(TrackerError::ProtectionLost.into());
             }

@@ -15,12 +15,12 @@ pub(super) type Page = (usize, u64);
 
 /// The access trace.
 #[derive(Debug, Default)]
-pub(super) struct Asked {
+pub(super) struct AccessTrace {
     /// How much of the working set had been populated by then, and the page; in the order of faults.
     pages: Mutex<Vec<(usize, Page)>>,
 }
 
-impl Asked {
+impl AccessTrace {
     /// Records the fault of a page; `filled` pages of the working set had been populated by then.
     pub(super) fn note(&self, filled: usize, page: Page) {
         let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,8 +68,8 @@ fn merge(before: &[Page], mut asked: Vec<(usize, Page)>) -> Vec<Page> {
 mod tests {
     use super::*;
 
-    fn asked(pages: &[(usize, Page)]) -> Asked {
-        let asked = Asked::default();
+    fn asked(pages: &[(usize, Page)]) -> AccessTrace {
+        let asked = AccessTrace::default();
         for &(filled, page) in pages {
             asked.note(filled, page);
         }
@@ -80,7 +80,7 @@ mod tests {
     fn the_first_set_is_what_was_asked_for_in_that_order() {
         let asked = asked(&[(0, (0, 9)), (0, (1, 2)), (0, (0, 9)), (0, (0, 3))]);
         assert_eq!(asked.learned(&[]), Some(vec![(0, 9), (1, 2), (0, 3)]));
-        assert_eq!(Asked::default().learned(&[(0, 1)]), None);
+        assert_eq!(AccessTrace::default().learned(&[(0, 1)]), None);
     }
 
     #[test]

@@ -16,10 +16,10 @@ use stillframe_sys::uffd::Waiters;
 use crate::in_words;
 use crate::memory::block::PAGE_BYTES;
 use crate::populate::lazy::access_trace::Page;
-use crate::populate::lazy::fault_around::Near;
+use crate::populate::lazy::fault_around::FaultAround;
 use crate::populate::lazy::memory::{FillError, LazyMemory};
 use crate::populate::lazy::prefetch::Piece;
-use crate::populate::lazy::prefetch_queue::Ahead;
+use crate::populate::lazy::prefetch_queue::PrefetchQueue;
 use crate::source::{PageSource, SourceError};
 
 /// Pages of the last interval are read in groups of this many: small groups, because only within a group pages
@@ -35,9 +35,9 @@ const AGAIN: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(20);
 
 /// The background work.
-pub(super) struct Filler<'m, S> {
+pub(super) struct BackgroundFill<'m, S> {
     pub(super) memory: &'m LazyMemory<S>,
-    pub(super) ahead: &'m Ahead,
+    pub(super) ahead: &'m PrefetchQueue,
     pub(super) threads: usize,
     /// Rate limit in bytes per second.
     pub(super) bytes_per_s: Option<NonZeroU64>,
@@ -46,7 +46,7 @@ pub(super) struct Filler<'m, S> {
     pub(super) problem: &'m Mutex<Option<String>>,
 }
 
-impl<S: PageSource> Filler<'_, S> {
+impl<S: PageSource> BackgroundFill<'_, S> {
     /// Populates all pages with content: first the preload buffers, then the working set, then the newest
     /// changes; `false` when it was ended before.
     pub(super) fn run(&self, prefetched: Vec<Piece>, newest: &[Page]) -> Result<bool, FillError> {
@@ -93,7 +93,7 @@ impl<S: PageSource> Filler<'_, S> {
     /// others.
     fn fill_working_set(&self) -> Result<(), FillError> {
         let work = || -> Result<(), FillError> {
-            let mut near = Near::new(self.memory);
+            let mut near = FaultAround::new(self.memory);
             while !self.has_ended() {
                 match near.fill_ahead(self.ahead) {
                     Ok(Some(pages)) => self.pace(pages),
@@ -127,7 +127,7 @@ impl<S: PageSource> Filler<'_, S> {
         for window in windows(pages, at_once, !self.ahead.pages().is_empty()) {
             let group: Vec<Page> = window
                 .clone()
-                .filter(|&page| !block.is_settled(page) && !block.source.is_known_zero(page))
+                .filter(|&page| !block.is_populated(page) && !block.source.is_known_zero(page))
                 .map(|page| (number, page))
                 .collect();
             self.fill_group(&group, failed)?;
@@ -155,7 +155,7 @@ impl<S: PageSource> Filler<'_, S> {
         for (number, block) in self.memory.blocks.iter().enumerate() {
             let mut wanted = Vec::new();
             for &(_, page) in group.iter().filter(|(of, _)| *of == number) {
-                if block.is_settled(page) {
+                if block.is_populated(page) {
                     continue;
                 }
                 match block.source.is_zero(page) {

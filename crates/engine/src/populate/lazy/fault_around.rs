@@ -5,7 +5,7 @@ use stillframe_sys::uffd::Waiters;
 use crate::memory::block::PAGE_BYTES;
 use crate::populate::lazy::access_trace::Page;
 use crate::populate::lazy::memory::{FillError, LazyMemory};
-use crate::populate::lazy::prefetch_queue::Ahead;
+use crate::populate::lazy::prefetch_queue::PrefetchQueue;
 use crate::source::{PageFetcher as _, PageSource};
 
 /// Pages on each side that may come with one: frames are 16 pages.
@@ -23,15 +23,15 @@ enum Haste {
 }
 
 /// Populates single pages with fault-around. The state of one thread.
-pub(super) struct Near<'m, S: PageSource> {
+pub(super) struct FaultAround<'m, S: PageSource> {
     memory: &'m LazyMemory<S>,
     /// Made for the first page that is not zero.
     fetcher: Option<S::Fetcher>,
 }
 
-impl<'m, S: PageSource> Near<'m, S> {
-    pub(super) fn new(memory: &'m LazyMemory<S>) -> Near<'m, S> {
-        Near {
+impl<'m, S: PageSource> FaultAround<'m, S> {
+    pub(super) fn new(memory: &'m LazyMemory<S>) -> FaultAround<'m, S> {
+        FaultAround {
             memory,
             fetcher: None,
         }
@@ -82,7 +82,7 @@ impl<'m, S: PageSource> Near<'m, S> {
         }
         let mut end = page + 1;
         while end < block.source.pages().min(page + ZEROS_TOGETHER)
-            && !block.is_settled(end)
+            && !block.is_populated(end)
             && block.source.is_known_zero(end)
         {
             end += 1;
@@ -100,7 +100,7 @@ impl<'m, S: PageSource> Near<'m, S> {
     ) -> Result<(), FillError> {
         let block = &self.memory.blocks[number];
         let mut near = beside(page, block.source.pages());
-        near.retain(|&other| !block.is_settled(other));
+        near.retain(|&other| !block.is_populated(other));
         let source = &block.source;
         let fetcher = match &mut self.fetcher {
             Some(fetcher) => fetcher,
@@ -114,9 +114,9 @@ impl<'m, S: PageSource> Near<'m, S> {
 
     /// Populates the next page of the prefetch queue, if it is not populated yet. Returns how many pages that were,
     /// or `None` at the end of the queue.
-    pub(super) fn fill_ahead(&mut self, ahead: &Ahead) -> Result<Option<u64>, FillError> {
+    pub(super) fn fill_ahead(&mut self, ahead: &PrefetchQueue) -> Result<Option<u64>, FillError> {
         match ahead.take() {
-            Some((number, page)) if !self.memory.blocks[number].is_settled(page) => {
+            Some((number, page)) if !self.memory.blocks[number].is_populated(page) => {
                 self.fill_together((number, page)).map(Some)
             }
             Some(_) => Ok(Some(0)),

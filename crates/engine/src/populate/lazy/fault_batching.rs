@@ -16,7 +16,7 @@ const SOON: Duration = Duration::from_micros(500);
 
 /// The guest's latest faults; for all fault handlers.
 #[derive(Debug, Default)]
-pub(super) struct Holding(Mutex<Lately>);
+pub(super) struct FaultBatching(Mutex<Lately>);
 
 #[derive(Debug, Default)]
 struct Lately {
@@ -24,7 +24,7 @@ struct Lately {
     held: Duration,
 }
 
-impl Holding {
+impl FaultBatching {
     /// How long to hold a thread that faults now.
     pub(super) fn time(&self, now: Instant) -> Duration {
         let mut lately = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -49,7 +49,7 @@ mod tests {
 
     #[test]
     fn who_asks_again_soon_is_held_longer() {
-        let holding = Holding::default();
+        let holding = FaultBatching::default();
         let mut now = Instant::now();
         let mut held = |pause: Duration| {
             now += pause;

@@ -9,41 +9,41 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use stillframe_fault::{self as fault, Point};
 use stillframe_sys::uffd::{Event, UffdError, Waiters};
 
-use crate::populate::lazy::fault_around::Near;
-use crate::populate::lazy::fault_batching::Holding;
+use crate::populate::lazy::fault_around::FaultAround;
+use crate::populate::lazy::fault_batching::FaultBatching;
 use crate::populate::lazy::memory::{FillError, LazyMemory};
-use crate::populate::lazy::prefetch_queue::Ahead;
-use crate::populate::lazy::stall::Trouble;
+use crate::populate::lazy::prefetch_queue::PrefetchQueue;
+use crate::populate::lazy::stall::Stall;
 use crate::source::PageSource;
 
 /// How long until a page that could not be read is tried again.
 const AGAIN: Duration = Duration::from_millis(200);
 
 /// One fault handler thread.
-pub(super) struct Server<'m, S: PageSource> {
+pub(super) struct FaultHandler<'m, S: PageSource> {
     /// Its number among them.
     pub(super) number: usize,
     pub(super) memory: &'m LazyMemory<S>,
-    pub(super) near: Near<'m, S>,
-    pub(super) ahead: &'m Ahead,
+    pub(super) near: FaultAround<'m, S>,
+    pub(super) ahead: &'m PrefetchQueue,
     /// Fault batching; `None` under a rate limit, where no following pages are populated with a fault.
-    pub(super) holding: Option<&'m Holding>,
-    pub(super) trouble: &'m Trouble,
+    pub(super) holding: Option<&'m FaultBatching>,
+    pub(super) stall: &'m Stall,
     /// Readable when it is time to end.
     pub(super) end: &'m OwnedFd,
 }
 
-impl<S: PageSource> Server<'_, S> {
+impl<S: PageSource> FaultHandler<'_, S> {
     /// Handles faults until the end. An error means that the VM is gone, or that the kernel refuses a call.
     pub(super) fn run(mut self) -> Result<(), FillError> {
         while self.wait()? {
             // Another thread may have been faster.
             if let Some(Event::Fault { address, .. }) = self.memory.uffd.next_event()? {
-                self.trouble.begins(self.number);
+                self.stall.begins(self.number);
                 // It only hangs there: a fault that is not handled waits for ever.
                 let _ = fault::at(Point::LazyFault);
                 self.serve(address)?;
-                self.trouble.ends(self.number);
+                self.stall.ends(self.number);
             }
         }
         Ok(())
@@ -85,7 +85,7 @@ impl<S: PageSource> Server<'_, S> {
             match self.fill(number, page) {
                 Ok(()) => break,
                 Err(FillError::Source(error)) => {
-                    self.trouble.of_a_page(&error, &mut failed);
+                    self.stall.of_a_page(&error, &mut failed);
                     if !self.pause(AGAIN) {
                         return Ok(());
                     }
@@ -94,19 +94,19 @@ impl<S: PageSource> Server<'_, S> {
             }
         }
         if failed {
-            self.trouble.is_over();
+            self.stall.is_over();
         }
         Ok(())
     }
 
     fn fill(&mut self, number: usize, page: u64) -> Result<(), FillError> {
         let (memory, page) = (self.memory, (number, page));
-        if memory.blocks[number].is_settled(page.1) {
+        if memory.blocks[number].is_populated(page.1) {
             memory.put_discarded(number, page.1)?;
             return memory.wake(number, page.1);
         }
         memory.asked.note(self.ahead.taken(), page);
-        let holding = self.holding.filter(|_| self.ahead.foretells(page));
+        let holding = self.holding.filter(|_| self.ahead.predicts(page));
         let Some(holding) = holding else {
             return self.near.fill(page, Waiters::Wake);
         };

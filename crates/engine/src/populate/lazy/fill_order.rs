@@ -3,12 +3,12 @@
 
 use crate::populate::lazy::access_trace::Page;
 use crate::populate::lazy::prefetch::{Piece, Prefetched};
-use crate::populate::lazy::prefetch_queue::Ahead;
+use crate::populate::lazy::prefetch_queue::PrefetchQueue;
 use crate::source::PageSource;
 
 /// The fill order.
 #[derive(Debug, Default)]
-pub struct First {
+pub struct FillOrder {
     working_set: Vec<Page>,
     /// How many of these, from the beginning, are in the preload buffers.
     taken: usize,
@@ -16,14 +16,14 @@ pub struct First {
     pub(super) prefetched_pages: u64,
 }
 
-impl First {
+impl FillOrder {
     /// The preload buffers, and then the rest of the working set. `blocks` are the numbers in the manifest
     /// of those that are populated lazily, whose pages come from `sources`; both are in the same order.
     pub fn new<S: PageSource>(
         (blocks, sources): (&[u32], &[S]),
         working_set: &[(u32, u32)],
         prefetched: Prefetched,
-    ) -> First {
+    ) -> FillOrder {
         let number = |block: u32| blocks.iter().position(|&other| other == block);
         let here = |&(block, page): &(u32, u32)| {
             let number = number(block)?;
@@ -36,7 +36,7 @@ impl First {
             let block = number(piece.block as u32)?;
             Some(Piece { block, ..piece })
         });
-        First {
+        FillOrder {
             prefetched_pages,
             taken: of_them.filter_map(here).count(),
             pieces: pieces.collect(),
@@ -45,7 +45,7 @@ impl First {
     }
 
     /// The prefetch queue.
-    pub(super) fn ahead(self) -> Ahead {
-        Ahead::new(self.working_set, self.taken)
+    pub(super) fn ahead(self) -> PrefetchQueue {
+        PrefetchQueue::new(self.working_set, self.taken)
     }
 }

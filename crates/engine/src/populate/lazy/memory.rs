@@ -17,7 +17,7 @@ use stillframe_sys::uffd::{Uffd, UffdError, Waiters};
 use thiserror::Error;
 
 use crate::memory::block::PAGE_BYTES;
-use crate::populate::lazy::access_trace::Asked;
+use crate::populate::lazy::access_trace::AccessTrace;
 use crate::source::{PageSource, SourceError};
 
 /// Faults are counted in steps of this.
@@ -39,16 +39,16 @@ pub enum FillError {
     Ended,
     /// The fill bitmap cannot be written.
     #[error("cannot note which pages are filled")]
-    Marks(#[source] io::Error),
+    FillBitmap(#[source] io::Error),
 }
 
 /// One RAM block that is being populated.
 pub(super) struct LazyBlock<S> {
     pub(super) range: AddressRange,
     pub(super) source: S,
-    settled: Vec<AtomicU64>,
+    populated: Vec<AtomicU64>,
     /// Where its bytes begin in the fill bitmap.
-    first_mark: u64,
+    bitmap_offset: u64,
 }
 
 /// How far the fill is.
@@ -68,9 +68,9 @@ pub struct Filling {
 pub(super) struct LazyMemory<S> {
     pub(super) uffd: Uffd,
     pub(super) blocks: Vec<LazyBlock<S>>,
-    marks: File,
+    fill_bitmap: File,
     since: Instant,
-    pub(super) asked: Asked,
+    pub(super) asked: AccessTrace,
     faults: AtomicU64,
     /// The first of them by when they were.
     faults_by_step: Vec<AtomicU64>,
@@ -79,33 +79,35 @@ pub(super) struct LazyMemory<S> {
 }
 
 impl<S: PageSource> LazyMemory<S> {
-    /// `marks` is the fill bitmap, with a byte a page, as a killed process left it.
+    /// `fill_bitmap` is the fill bitmap, with a byte a page, as a killed process left it.
     pub(super) fn new(
         uffd: Uffd,
         blocks: impl IntoIterator<Item = (AddressRange, S)>,
-        marks: File,
+        fill_bitmap: File,
     ) -> Result<LazyMemory<S>, FillError> {
-        let mut first_mark = 0;
+        let mut bitmap_offset = 0;
         let mut lazy = Vec::new();
         for (range, source) in blocks {
             let block = LazyBlock {
-                settled: (0..source.pages().div_ceil(64))
+                populated: (0..source.pages().div_ceil(64))
                     .map(|_| AtomicU64::new(0))
                     .collect(),
-                first_mark,
+                bitmap_offset,
                 range,
                 source,
             };
-            first_mark += block.source.pages();
-            block.read_marks(&marks).map_err(FillError::Marks)?;
+            bitmap_offset += block.source.pages();
+            block
+                .read_fill_bitmap(&fill_bitmap)
+                .map_err(FillError::FillBitmap)?;
             lazy.push(block);
         }
         Ok(LazyMemory {
             uffd,
             blocks: lazy,
-            marks,
+            fill_bitmap,
             since: Instant::now(),
-            asked: Asked::default(),
+            asked: AccessTrace::default(),
             faults: AtomicU64::new(0),
             faults_by_step: (0..STEPS).map(|_| AtomicU64::new(0)).collect(),
             filled: AtomicU64::new(0),
@@ -170,7 +172,7 @@ impl<S: PageSource> LazyMemory<S> {
         waiters: Waiters,
     ) -> Result<(), FillError> {
         let to = self.blocks[block].address(first);
-        let filled = self.settle_each(block, first, bytes.len() as u64, |done, rest| {
+        let filled = self.populate_each(block, first, bytes.len() as u64, |done, rest| {
             let range = done as usize..(done + rest) as usize;
             self.uffd.copy(to + done, &bytes[range], waiters)
         })?;
@@ -182,7 +184,7 @@ impl<S: PageSource> LazyMemory<S> {
     pub(super) fn put_zeros(&self, block: usize, pages: Range<u64>) -> Result<(), FillError> {
         let to = self.blocks[block].address(pages.start);
         let bytes = (pages.end - pages.start) * PAGE_BYTES;
-        self.settle_each(block, pages.start, bytes, |done, rest| {
+        self.populate_each(block, pages.start, bytes, |done, rest| {
             self.uffd.zero(AddressRange {
                 start: to + done,
                 end: to + done + rest,
@@ -204,7 +206,7 @@ impl<S: PageSource> LazyMemory<S> {
 
     /// Populates from `first` on with `fill`, which gets the bytes done and the bytes to do. Returns
     /// how many pages were populated.
-    fn settle_each(
+    fn populate_each(
         &self,
         number: usize,
         first: u64,
@@ -220,14 +222,14 @@ impl<S: PageSource> LazyMemory<S> {
         while page < end {
             // Checked right before: since this page was requested it may have been populated, written and
             // discarded, and then the bytes at hand are not its content.
-            if block.is_settled(page) {
+            if block.is_populated(page) {
                 page += 1;
                 continue;
             }
-            let rest = (page + 1..end).take_while(|&next| !block.is_settled(next));
+            let rest = (page + 1..end).take_while(|&next| !block.is_populated(next));
             let pages = at_once.min(1 + rest.count() as u64);
             let done = (page - first) * PAGE_BYTES;
-            let (there, settled) = match fill(done, pages * PAGE_BYTES) {
+            let (there, populated) = match fill(done, pages * PAGE_BYTES) {
                 Ok(()) => (pages, pages),
                 Err(UffdError::Exists { range }) => {
                     let there = (range.start - start - done) / PAGE_BYTES;
@@ -240,21 +242,21 @@ impl<S: PageSource> LazyMemory<S> {
                 Err(UffdError::NotRegistered { .. }) => (0, 1),
                 Err(error) => return Err(error.into()),
             };
-            self.settle(block, page..page + settled)?;
+            self.mark_populated(block, page..page + populated)?;
             filled += there;
-            page += settled;
+            page += populated;
         }
         Ok(filled)
     }
 
     /// Notes pages as populated. In the file last: if this process is killed between the two, its successor
     /// sees in the page map that the pages are there.
-    fn settle(&self, block: &LazyBlock<S>, pages: Range<u64>) -> Result<(), FillError> {
-        block.settle(pages.clone());
-        let marks = vec![1; (pages.end - pages.start) as usize];
-        self.marks
-            .write_all_at(&marks, block.first_mark + pages.start)
-            .map_err(FillError::Marks)
+    fn mark_populated(&self, block: &LazyBlock<S>, pages: Range<u64>) -> Result<(), FillError> {
+        block.mark_populated(pages.clone());
+        let fill_bitmap = vec![1; (pages.end - pages.start) as usize];
+        self.fill_bitmap
+            .write_all_at(&fill_bitmap, block.bitmap_offset + pages.start)
+            .map_err(FillError::FillBitmap)
     }
 
     /// Wakes the threads that wait for a page.
@@ -274,35 +276,38 @@ impl<S: PageSource> LazyBlock<S> {
     }
 
     /// Whether a page was populated once.
-    pub(super) fn is_settled(&self, page: u64) -> bool {
-        let word = self.settled.get((page / 64) as usize);
+    pub(super) fn is_populated(&self, page: u64) -> bool {
+        let word = self.populated.get((page / 64) as usize);
         word.is_none_or(|word| word.load(Ordering::Acquire) >> (page % 64) & 1 == 1)
     }
 
     /// Notes pages as populated, in memory only.
-    pub(super) fn settle(&self, pages: Range<u64>) {
+    pub(super) fn mark_populated(&self, pages: Range<u64>) {
         for page in pages {
-            if let Some(word) = self.settled.get((page / 64) as usize) {
+            if let Some(word) = self.populated.get((page / 64) as usize) {
                 word.fetch_or(1 << (page % 64), Ordering::AcqRel);
             }
         }
     }
 
-    fn read_marks(&self, file: &File) -> io::Result<()> {
+    fn read_fill_bitmap(&self, file: &File) -> io::Result<()> {
         // What is behind the end was never noted: of a new VM, everything.
-        let there = file.metadata()?.len().saturating_sub(self.first_mark);
-        let mut marks = vec![0; self.source.pages().min(there) as usize];
+        let there = file.metadata()?.len().saturating_sub(self.bitmap_offset);
+        let mut fill_bitmap = vec![0; self.source.pages().min(there) as usize];
         let mut filled = 0;
-        while filled < marks.len() {
-            match file.read_at(&mut marks[filled..], self.first_mark + filled as u64) {
+        while filled < fill_bitmap.len() {
+            match file.read_at(
+                &mut fill_bitmap[filled..],
+                self.bitmap_offset + filled as u64,
+            ) {
                 Ok(0) => break,
                 Ok(read) => filled += read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        for (page, _) in (0..).zip(&marks).filter(|(_, mark)| **mark != 0) {
-            self.settle(page..page + 1);
+        for (page, _) in (0..).zip(&fill_bitmap).filter(|(_, mark)| **mark != 0) {
+            self.mark_populated(page..page + 1);
         }
         Ok(())
     }

@@ -10,16 +10,16 @@ const GROUP_PAGES: u64 = 16;
 
 /// The rest of the working set.
 #[derive(Debug)]
-pub(super) struct Ahead {
+pub(super) struct PrefetchQueue {
     pages: Vec<Page>,
     groups: Groups,
     next: AtomicUsize,
 }
 
-impl Ahead {
+impl PrefetchQueue {
     /// Of which so many, from the beginning, are taken already.
-    pub(super) fn new(pages: Vec<Page>, taken: usize) -> Ahead {
-        Ahead {
+    pub(super) fn new(pages: Vec<Page>, taken: usize) -> PrefetchQueue {
+        PrefetchQueue {
             groups: Groups::of(&pages),
             next: AtomicUsize::new(taken),
             pages,
@@ -47,7 +47,7 @@ impl Ahead {
     }
 
     /// Whether a fault on this page is one of the working set: then the queue predicts the next pages.
-    pub(super) fn foretells(&self, page: Page) -> bool {
+    pub(super) fn predicts(&self, page: Page) -> bool {
         self.taken() < self.pages.len() && self.groups.has(page)
     }
 }
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn each_page_is_taken_once() {
-        let ahead = Ahead::new((0..1000).map(|page| (0, page)).collect(), 0);
+        let ahead = PrefetchQueue::new((0..1000).map(|page| (0, page)).collect(), 0);
         let mut taken: Vec<Page> = std::thread::scope(|scope| {
             let take_all = || std::iter::from_fn(|| ahead.take()).collect::<Vec<_>>();
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(take_all)).collect();
@@ -128,12 +128,12 @@ mod tests {
 
     #[test]
     fn what_lies_near_is_foretold_until_all_is_taken() {
-        let ahead = Ahead::new(vec![(0, 7), (1, 40), (1, 100)], 1);
-        assert!(ahead.foretells((1, 32)) && ahead.foretells((1, 47)));
-        assert!(!ahead.foretells((0, 40)) && !ahead.foretells((1, 48)));
+        let ahead = PrefetchQueue::new(vec![(0, 7), (1, 40), (1, 100)], 1);
+        assert!(ahead.predicts((1, 32)) && ahead.predicts((1, 47)));
+        assert!(!ahead.predicts((0, 40)) && !ahead.predicts((1, 48)));
         assert_eq!(ahead.take(), Some((1, 40)));
-        assert!(ahead.foretells((1, 40)));
+        assert!(ahead.predicts((1, 40)));
         assert_eq!(ahead.take(), Some((1, 100)));
-        assert!(!ahead.foretells((1, 40)));
+        assert!(!ahead.predicts((1, 40)));
     }
 }

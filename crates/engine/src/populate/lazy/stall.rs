@@ -12,7 +12,7 @@ const SLOW: Duration = Duration::from_millis(500);
 
 /// Stalls that the fault handlers report to the supervisor of the VM.
 #[derive(Debug)]
-pub(super) struct Trouble {
+pub(super) struct Stall {
     now: Mutex<Now>,
     begun: Instant,
     /// For each thread, since when it handles its fault, in microseconds from `begun`; 0 for none.
@@ -27,10 +27,10 @@ struct Now {
     words: String,
 }
 
-impl Trouble {
+impl Stall {
     /// For so many threads.
-    pub(super) fn new(threads: usize) -> Trouble {
-        Trouble {
+    pub(super) fn new(threads: usize) -> Stall {
+        Stall {
             now: Mutex::default(),
             begun: Instant::now(),
             serving: (0..threads).map(|_| AtomicU64::new(0)).collect(),
@@ -93,17 +93,14 @@ mod tests {
 
     #[test]
     fn a_read_that_does_not_return_is_trouble_until_it_does() {
-        let trouble = Trouble::new(2);
-        trouble.begins(1);
-        assert!(
-            trouble.for_how_long().is_none(),
-            "every page takes a moment"
-        );
+        let stall = Stall::new(2);
+        stall.begins(1);
+        assert!(stall.for_how_long().is_none(), "every page takes a moment");
         std::thread::sleep(SLOW + Duration::from_millis(20));
-        trouble.begins(0);
-        let (time, _) = trouble.for_how_long().unwrap();
+        stall.begins(0);
+        let (time, _) = stall.for_how_long().unwrap();
         assert!(time > SLOW);
-        trouble.ends(1);
-        assert!(trouble.for_how_long().is_none());
+        stall.ends(1);
+        assert!(stall.for_how_long().is_none());
     }
 }

@@ -8,8 +8,8 @@ use std::time::Instant;
 use stillframe_repo::Repository;
 use stillframe_sys::affinity::Confined;
 
-use super::store::Draft;
-use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, Shelf};
+use super::store::Transaction;
+use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, CheckpointWriter};
 use crate::attach::Vm;
 use crate::capture::convergence::Convergence;
 use crate::capture::downtime::us;
@@ -24,36 +24,36 @@ use crate::{Progress, ProgressSink};
 
 /// The pages of an iteration, which comes before the capture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Pass {
+pub(super) enum Iteration {
     /// Every page that may have content.
-    Everything,
+    Bulk,
     /// What was written since the last checkpoint.
     Written,
 }
 
 impl Vm {
     /// Streams iterations while the guest runs, then captures what it wrote meanwhile.
-    pub(super) fn long(
+    pub(super) fn streaming(
         &mut self,
-        pass: Pass,
-        shelf: &mut Shelf,
+        iterate: Iteration,
+        checkpoints: &mut CheckpointWriter,
         repository: &mut Repository,
         options: &CheckpointOptions,
         progress: ProgressSink<'_>,
     ) -> Result<CheckpointReport, CheckpointError> {
         let begin = Instant::now();
-        if pass == Pass::Everything {
+        if iterate == Iteration::Bulk {
             // The bulk phase drops what is pending against an old parent, so there can be no parent any more,
             // not even when this fails; nor can the delta cache of it be used.
-            shelf.forget_parent();
+            checkpoints.forget_parent();
         }
-        shelf.cache.set_budget(options.delta_cache_bytes);
+        checkpoints.cache.set_budget(options.delta_cache_bytes);
         let id = repository.id().to_string();
         let writer = repository.begin(options.lock_wait)?;
         let blocks = self.tracker.shape();
-        let mut draft = match pass {
-            Pass::Written => shelf.draft(writer, &id, &blocks, options)?,
-            Pass::Everything => Draft {
+        let mut transaction = match iterate {
+            Iteration::Written => checkpoints.transaction(writer, &id, &blocks, options)?,
+            Iteration::Bulk => Transaction {
                 missing_packs: writer.missing_packs(),
                 sink: RepositoryPages::first(writer, &blocks, options.dedup),
                 stream: PageStream::new(&blocks),
@@ -61,51 +61,59 @@ impl Vm {
                 deltas: false,
             },
         };
-        draft.pages_may_come_twice(&blocks);
-        let captured = self.pass_and_capture(pass, shelf, &mut draft, options, progress);
-        let mut captured = captured.inspect_err(|_| self.tracker.lost())?;
+        transaction.pages_may_come_twice(&blocks);
+        let captured =
+            self.pass_and_capture(iterate, checkpoints, &mut transaction, options, progress);
+        let mut captured = captured.inspect_err(|_| self.tracker.rolled_back())?;
         captured.begin = begin;
-        self.launch();
-        let stored = shelf.finish(draft, &captured, id, progress);
-        let stored = stored
-            .and_then(|stored| shelf.verified(stored, &captured, repository, options, progress));
+        self.mark_in_flight();
+        let stored = checkpoints.finish(transaction, &captured, id, progress);
+        let stored = stored.and_then(|stored| {
+            checkpoints.verified(stored, &captured, repository, options, progress)
+        });
         self.settle(captured, stored)
     }
 
     fn pass_and_capture(
         &mut self,
-        pass: Pass,
-        shelf: &mut Shelf,
-        draft: &mut Draft<'_>,
+        iterate: Iteration,
+        checkpoints: &mut CheckpointWriter,
+        transaction: &mut Transaction<'_>,
         options: &CheckpointOptions,
         progress: ProgressSink<'_>,
     ) -> Result<Captured, CheckpointError> {
         let begin = Instant::now();
-        let mut wanted = self.wanted(pass)?;
-        let mut copied = self.pass(pass, &wanted, shelf, draft, progress)?;
+        let mut wanted = self.wanted(iterate)?;
+        let mut copied = self.iterate(iterate, &wanted, checkpoints, transaction, progress)?;
         // What a guest wrote during an iteration may be too much again; as long as it gets less, iterate.
         let convergence = Convergence::Buffer {
             bytes: options.copy_buffer_bytes / 2,
         };
         for done in 0.. {
             let before = wanted.pages();
-            wanted = self.wanted(Pass::Written)?;
+            wanted = self.wanted(Iteration::Written)?;
             if !convergence.iterates(wanted.pages(), before, done) {
                 break;
             }
-            copied += self.pass(Pass::Written, &wanted, shelf, draft, progress)?;
+            copied += self.iterate(
+                Iteration::Written,
+                &wanted,
+                checkpoints,
+                transaction,
+                progress,
+            )?;
         }
         let copying = us(begin);
-        let mut captured = self.capture(&draft.sink.writer.hasher().clone(), options)?;
+        let mut captured = self.capture(&transaction.sink.writer.hasher().clone(), options)?;
         captured.copying += copying;
         captured.copied.full_pass = copied;
         Ok(captured)
     }
 
     /// The pages of an iteration. The next scan finds what is written from here on.
-    fn wanted(&mut self, pass: Pass) -> Result<Collected, CheckpointError> {
-        Ok(match pass {
-            Pass::Everything => {
+    fn wanted(&mut self, iterate: Iteration) -> Result<Collected, CheckpointError> {
+        Ok(match iterate {
+            Iteration::Bulk => {
                 // The bulk phase reads what was written before it.
                 self.tracker.drop_pending();
                 let wanted = self.tracker.populated()?.drained(&mut self.monitor)?;
@@ -113,7 +121,7 @@ impl Vm {
                 self.tracker.expect_content(&wanted.written);
                 wanted
             }
-            Pass::Written => {
+            Iteration::Written => {
                 let found = self.tracker.collect_running()?;
                 let mut wanted = found.drained(&mut self.monitor)?;
                 wanted.written = subtract_all(&self.tracker.pending(), &wanted.discarded);
@@ -124,17 +132,17 @@ impl Vm {
 
     /// One iteration: streams pages into the repository, a batch at a time, so that memory stays bounded however
     /// large the guest is. Returns how many pages that were.
-    fn pass(
+    fn iterate(
         &mut self,
-        pass: Pass,
+        iterate: Iteration,
         wanted: &Collected,
-        shelf: &mut Shelf,
-        draft: &mut Draft<'_>,
+        checkpoints: &mut CheckpointWriter,
+        transaction: &mut Transaction<'_>,
         progress: ProgressSink<'_>,
     ) -> Result<u64, CheckpointError> {
         let _aside = Confined::to(&placement::processors(&self.target.process));
-        if pass == Pass::Written {
-            self.tracker.passed(wanted);
+        if iterate == Iteration::Written {
+            self.tracker.streamed(wanted);
         }
         let total = wanted.pages();
         let mut done = 0;
@@ -157,13 +165,13 @@ impl Vm {
                 }
                 let numbers = batch.iter().flat_map(Clone::clone);
                 let pages: Vec<Page<'_>> = numbers.zip(bytes.as_chunks().0).collect();
-                shelf.put(draft, index, &pages)?;
+                checkpoints.put(transaction, index, &pages)?;
                 for &(page, bytes) in &pages {
-                    match pass {
-                        Pass::Everything => shelf.cache.put_if_room(index, page, bytes),
+                    match iterate {
+                        Iteration::Bulk => checkpoints.cache.put_if_room(index, page, bytes),
                         // It may change once more before the checkpoint; and a cache that knows nothing of
                         // a page is never wrong about it.
-                        Pass::Written => shelf.cache.remove(index, page),
+                        Iteration::Written => checkpoints.cache.remove(index, page),
                     }
                 }
                 done += pages.len() as u64;
