@@ -193,8 +193,8 @@ impl Guardian {
     }
 
     /// Sets the on-disconnect action: what the guardian does if this process ends.
-    pub fn on_disconnect(&self, duty: OnDisconnect) -> Result<(), GuardianError> {
-        self.expect_ok(&Request::OnDisconnect { duty }, None)
+    pub fn on_disconnect(&self, action: OnDisconnect) -> Result<(), GuardianError> {
+        self.expect_ok(&Request::OnDisconnect { action }, None)
     }
 
     /// From here on the guardian kills this process when it misses the heartbeats. `registered`: the

@@ -134,8 +134,8 @@ impl Watch {
             let stream = self.stream.as_ref().map(AsFd::as_fd);
             qmp.resume_alone(pause.way_back(), stream, deadline);
         }
-        let duty = std::mem::replace(&mut self.on_disconnect, OnDisconnect::Nothing);
-        match (duty, &mut self.qmp) {
+        let action = std::mem::replace(&mut self.on_disconnect, OnDisconnect::Nothing);
+        match (action, &mut self.qmp) {
             (OnDisconnect::End { pid, start_time }, _) => {
                 // A process that has ended needs no signal.
                 let _ = the_process(pid, start_time)
@@ -175,8 +175,8 @@ impl Watch {
                 fd,
                 limit_ms,
             } => ok_or_failed(close(pid, start_time, fd, limit_ms)),
-            Request::OnDisconnect { duty } => {
-                self.on_disconnect = duty;
+            Request::OnDisconnect { action } => {
+                self.on_disconnect = action;
                 Reply::Ok
             }
             Request::Watch => {

@@ -11,7 +11,7 @@
 //!     Resumed                -->                        <-- Pause {fired}
 //!     Heartbeat + pipe, uffd -->                        <-- Ok      then heartbeats, or it kills the engine
 //!     Close {pid, ..}        -->      (ptrace)          <-- Ok | Failed
-//!     LastDuty {duty}        -->                        <-- Ok
+//!     OnDisconnect {action}  -->                        <-- Ok
 //!     (end of file)          -->      unregisters ranges unless the engine did, resumes the VM if between Pausing
 //!                                     and Resumed, carries out the on-disconnect action, exits
 //! ```
@@ -58,7 +58,7 @@ pub(super) enum Request {
     /// What to do when the engine is gone.
     OnDisconnect {
         /// That.
-        duty: OnDisconnect,
+        action: OnDisconnect,
     },
     /// The QMP socket (descriptor with the message) on which a paused VM is resumed.
     Watch,
