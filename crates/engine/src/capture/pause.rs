@@ -33,7 +33,6 @@ use crate::capture::paused_vm::{PausedError, PausedVm};
 use crate::capture::schedule::{Schedule, ScheduleError, Work};
 use crate::capture::staging::StagingError;
 use crate::guardian::{Guardian, GuardianError};
-use crate::inhibitor::InhibitorError;
 use crate::placement;
 use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::Tracker;
@@ -98,8 +97,6 @@ impl From<PausedError> for PauseError {
         match error {
             PausedError::Guardian(error) => error.into(),
             PausedError::Monitor(error) => error.into(),
-            PausedError::Inhibitor(InhibitorError::Monitor(error)) => error.into(),
-            PausedError::Inhibitor(error) => PauseError::Injected(std::io::Error::other(error)),
             PausedError::Overrun { limit_ms } => PauseError::Overrun { limit_ms },
         }
     }

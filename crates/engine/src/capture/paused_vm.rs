@@ -29,15 +29,23 @@ pub enum PausedError {
     /// QEMU failed a command.
     #[error("QEMU failed a command")]
     Monitor(#[from] MonitorError),
-    /// `cont` could not be blocked, or unblocked.
-    #[error(transparent)]
-    Inhibitor(#[from] InhibitorError),
     /// The watchdog resumed the VM.
     #[error("the pause overran its limit of {limit_ms} ms, and the watchdog resumed the VM")]
     Overrun {
         /// The limit.
         limit_ms: u128,
     },
+}
+
+/// Why `cont` could not be unblocked.
+#[derive(Debug, Error)]
+pub enum UnblockError {
+    /// The guardian is gone.
+    #[error("no pause without a guardian")]
+    Guardian(#[from] GuardianError),
+    /// The inhibitor stays.
+    #[error(transparent)]
+    Inhibitor(#[from] InhibitorError),
 }
 
 /// What becomes of the VM where no end was chosen: an error, a panic.
@@ -204,11 +212,15 @@ impl<'v> PausedVm<'v> {
     ///
     /// # Errors
     /// The VM runs on.
-    pub fn block_cont(self, left: Option<ResumeInhibitor>) -> Result<BlockedVm<'v>, PausedError> {
+    pub fn block_cont(
+        mut self,
+        left: Option<ResumeInhibitor>,
+    ) -> Result<BlockedVm<'v>, InhibitorError> {
         let inhibitor = match left {
             Some(left) => left,
             None => ResumeInhibitor::engage(self.held.monitor)?,
         };
+        self.held.on_drop = OnDrop::Nothing;
         Ok(BlockedVm {
             held: self.held,
             inhibitor,
@@ -216,8 +228,7 @@ impl<'v> PausedVm<'v> {
     }
 }
 
-/// A stopped VM whose `cont` is refused. The guardian still resumes it until
-/// [`BlockedVm::commit`]. Dropped, it stays as it is.
+/// A stopped VM whose `cont` is refused, that of the guardian too. Dropped, it stays as it is.
 #[must_use]
 pub struct BlockedVm<'v> {
     held: Held<'v>,
@@ -234,21 +245,15 @@ impl<'v> BlockedVm<'v> {
     ///
     /// # Errors
     /// [`PausedError::Overrun`]: the guardian has tried to already.
-    pub fn commit(&mut self) -> Result<(), PausedError> {
-        self.held.on_drop = OnDrop::Nothing;
+    pub fn commit(&self) -> Result<(), PausedError> {
         self.held.disarm()
-    }
-
-    /// The VM stays as it is, paused, and `cont` refused: it is not fit to run.
-    pub fn leave(mut self) {
-        self.held.on_drop = OnDrop::Nothing;
     }
 
     /// The VM is fit to run again. `runs`: it will be resumed, and the guardian is armed before `cont` is unblocked.
     ///
     /// # Errors
     /// It stays paused; `cont` may be blocked still.
-    pub fn unblock(mut self, runs: bool) -> Result<PausedVm<'v>, PausedError> {
+    pub fn unblock(mut self, runs: bool) -> Result<PausedVm<'v>, UnblockError> {
         let armed = match runs {
             true => self.held.arm(),
             false => Ok(()),

@@ -30,8 +30,8 @@ const RESERVE_PAGES: u64 = 1024;
 
 /// Staging buffers whose memory is kept for the next captures: one that fills, one that is being stored.
 const STAGES_KEPT: usize = 2;
-/// Staging buffers of which some memory is kept. When more were needed, so many captures had to wait that the next
-/// such time is far.
+/// Staging buffers of which some memory is kept. More are needed only after long waits, so the next such time is
+/// far.
 const STAGES_MAX: usize = 6;
 
 /// Captures begun anew because a device came or went in the middle.

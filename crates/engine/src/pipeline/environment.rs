@@ -127,6 +127,8 @@ pub enum Event<'e, R> {
     },
     /// No checkpoint this time.
     Failed(&'e AttemptError),
+    /// The wait for the next capture is over; sent where [`Event::Waiting`] was.
+    WaitOver,
     /// The time until the next capture; sent ten times a second.
     Waiting {
         /// Checkpoints so far.

@@ -22,7 +22,7 @@ pub(super) struct InFlight {
 }
 
 impl InFlight {
-    /// None, of at most so many bytes in all; one alone may have more.
+    /// None yet. `bytes_max` bounds their bytes together; a single capture may have more.
     pub(super) fn new(bytes_max: u64) -> InFlight {
         InFlight {
             captures: VecDeque::new(),

@@ -414,6 +414,15 @@ impl<E: Environment> Pipeline<E> {
 
     /// Waits for the next start, and settles what is complete meanwhile.
     fn wait(&mut self, next: Instant) -> Step<E> {
+        let mut reported = false;
+        let end = self.wait_until(next, &mut reported);
+        if reported {
+            self.report(Event::WaitOver)?;
+        }
+        end
+    }
+
+    fn wait_until(&mut self, next: Instant, reported: &mut bool) -> Step<E> {
         loop {
             if self.environment.should_stop() {
                 return Ok(Some(End::Stopped));
@@ -432,6 +441,7 @@ impl<E: Environment> Pipeline<E> {
                 return Ok(None);
             }
             let taken = self.taken;
+            *reported = true;
             self.report(Event::Waiting { taken, left })?;
         }
     }

@@ -9,9 +9,9 @@ use crate::Progress;
 pub enum LazyEvent {
     /// How far it is.
     Progress(Progress),
-    /// The guest runs (or is ready, paused), so many microseconds after the call.
+    /// The guest runs (or is ready, paused).
     Runs {
-        /// That.
+        /// Microseconds after the call.
         after_us: u64,
     },
     /// A stall: the guest waits for a page that cannot be read. It was paused.

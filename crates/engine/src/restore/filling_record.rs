@@ -217,7 +217,7 @@ impl Files {
         }
     }
 
-    /// Makes an empty fill bitmap with room for so many pages, and locks it: a full disk must show before the
+    /// Makes an empty fill bitmap with room for `pages` pages, and locks it: a full disk must show before the
     /// guest runs.
     pub fn create_fill_bitmap(&mut self, pages: u64) -> Result<File, RecordError> {
         self.expect_ended()?;

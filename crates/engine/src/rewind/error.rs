@@ -10,7 +10,7 @@ use thiserror::Error;
 
 use crate::capture::device_state::StateError;
 use crate::capture::devices::DevicesError;
-use crate::capture::paused_vm::PausedError;
+use crate::capture::paused_vm::{PausedError, UnblockError};
 use crate::guardian::GuardianError;
 use crate::inhibitor::InhibitorError;
 use crate::memory::block::BlockError;
@@ -174,8 +174,16 @@ impl From<PausedError> for RewindError {
         match error {
             PausedError::Guardian(error) => error.into(),
             PausedError::Monitor(error) => error.into(),
-            PausedError::Inhibitor(error) => error.into(),
             PausedError::Overrun { limit_ms } => RewindError::Overrun { limit_ms },
+        }
+    }
+}
+
+impl From<UnblockError> for RewindError {
+    fn from(error: UnblockError) -> RewindError {
+        match error {
+            UnblockError::Guardian(error) => error.into(),
+            UnblockError::Inhibitor(error) => error.into(),
         }
     }
 }

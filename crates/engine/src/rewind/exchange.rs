@@ -97,7 +97,8 @@ impl Exchange<'_, '_, '_> {
         };
         let done = match done {
             Err(error) if !is_consistent => {
-                blocked.leave();
+                // Paused, with `cont` refused: it is not fit to run.
+                drop(blocked);
                 return Err(error);
             }
             done => done,

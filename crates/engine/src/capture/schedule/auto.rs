@@ -42,7 +42,7 @@ const LIFT_US: f64 = 0.85;
 /// A first write under synchronous tracking, on a machine that has other things to do: 70 to 100 for a
 /// guest that compiles on two processors. On an idle one it is 13 with the handler awake, 54 with it asleep.
 const FAULT_US: f64 = 80.0;
-/// Of pages that a guest writes, one in so many is a fault under copy-on-write: neighbours are unprotected
+/// Pages that a guest writes for each fault under copy-on-write: neighbours are unprotected
 /// with it. Assumed until measured.
 const PAGES_A_FAULT: f64 = 8.0;
 /// Copying a page, in microseconds; believed until measured.

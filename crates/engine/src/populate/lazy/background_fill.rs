@@ -193,7 +193,7 @@ impl<S: PageSource> BackgroundFill<'_, S> {
         self.end.load(Ordering::Relaxed)
     }
 
-    /// The rate limit: waits for as long as so many pages may take.
+    /// The rate limit: waits for the time that `pages` pages may take.
     fn pace(&self, pages: u64) {
         if let Some(rate) = self.bytes_per_s {
             let bytes = pages * PAGE_BYTES;

@@ -74,7 +74,7 @@ impl<'a> Reporter<'a> {
                 let chain = output::chain(chain_of(error));
                 console.warn(&format!("no checkpoint this time: {chain}"));
             }
-            Event::Waiting { .. } => {}
+            Event::Waiting { .. } | Event::WaitOver => {}
         }
         Ok(())
     }
