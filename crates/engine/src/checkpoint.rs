@@ -34,9 +34,9 @@ use crate::capture::schedule::ScheduleError;
 use crate::capture::staging::StagingError;
 use crate::memory::block::BlockError;
 use crate::post_restore::ClockReport;
+use crate::streaming::{Iteration, StreamingError};
 use crate::tracking::error::TrackerError;
 use crate::verify::{VerifyError, VerifyReport};
-use streaming::Iteration;
 
 pub use crate::capture::schedule::{Copied, Plan, Prediction, ScheduleChoice, ScheduleKind};
 pub use capture::Captured;
@@ -209,6 +209,17 @@ impl From<ScheduleError> for CheckpointError {
         match error {
             ScheduleError::Tracker(error) => error.into(),
             ScheduleError::StagingBuffer(error) => error.into(),
+        }
+    }
+}
+
+impl<E: Into<CheckpointError>> From<StreamingError<E>> for CheckpointError {
+    fn from(error: StreamingError<E>) -> CheckpointError {
+        match error {
+            StreamingError::Monitor(error) => error.into(),
+            StreamingError::Tracker(error) => error.into(),
+            StreamingError::Block(error) => error.into(),
+            StreamingError::Sink(error) => error.into(),
         }
     }
 }

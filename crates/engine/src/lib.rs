@@ -29,6 +29,7 @@ pub mod runtime;
 pub mod sink;
 pub mod source;
 pub mod statistics;
+mod streaming;
 pub mod template;
 pub mod tracking;
 pub mod verify;

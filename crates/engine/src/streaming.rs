@@ -1,0 +1,172 @@
+//! Streaming pre-copy, into any sink: pages leave while the guest runs, a batch at a time, until what is left is little
+//! enough for the pause, or does not get less.
+
+use std::ops::Range;
+
+use stillframe_qemu::monitor::MonitorError;
+use stillframe_sys::affinity::Confined;
+use thiserror::Error;
+
+use crate::attach::Vm;
+use crate::capture::convergence::Convergence;
+use crate::memory::Page;
+use crate::memory::block::{BlockError, Guest, PAGE, PAGE_BYTES};
+use crate::memory::ranges::subtract_all;
+use crate::placement;
+use crate::sink::page_stream::BATCH_PAGES;
+use crate::tracking::error::TrackerError;
+use crate::tracking::tracker::Collected;
+use crate::{Progress, ProgressSink};
+
+/// The pages of an iteration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Iteration {
+    /// Every page that may have content.
+    Bulk,
+    /// What was written since the last checkpoint, or the last iteration.
+    Written,
+}
+
+/// Why an iteration failed. The VM runs on, and the sink has some of its pages.
+#[derive(Debug, Error)]
+pub(crate) enum StreamingError<E> {
+    /// QEMU failed a command.
+    #[error("QEMU failed a command")]
+    Monitor(#[from] MonitorError),
+    /// Tracking failed.
+    #[error("cannot capture the VM's memory")]
+    Tracker(#[from] TrackerError),
+    /// Reading memory failed.
+    #[error("cannot read the VM's memory")]
+    Block(#[from] BlockError),
+    /// The sink failed.
+    #[error(transparent)]
+    Sink(E),
+}
+
+/// Takes a batch of ascending pages of one block, given by its number.
+pub(crate) type TakeBatch<'t, E> =
+    &'t mut dyn FnMut(Iteration, usize, &[Page<'_>]) -> Result<(), E>;
+
+impl Vm {
+    /// Streams iterations, beginning with `first`, until they have converged. Returns how many pages that were, each
+    /// counted as often as it was streamed. The next capture finds what is left.
+    pub(crate) fn stream<E>(
+        &mut self,
+        first: Iteration,
+        convergence: Convergence,
+        take: TakeBatch<'_, E>,
+        progress: ProgressSink<'_>,
+    ) -> Result<u64, StreamingError<E>> {
+        let mut wanted = self.wanted(first)?;
+        let mut streamed = self.iterate(first, &wanted, take, progress)?;
+        // What a guest wrote during an iteration may be too much again; as long as it gets less, iterate.
+        for done in 0.. {
+            let before = wanted.pages();
+            wanted = self.wanted(Iteration::Written)?;
+            if !convergence.iterates(wanted.pages(), before, done) {
+                break;
+            }
+            streamed += self.iterate(Iteration::Written, &wanted, take, progress)?;
+        }
+        Ok(streamed)
+    }
+
+    /// The pages of an iteration. The next scan finds what is written from here on.
+    fn wanted<E>(&mut self, iteration: Iteration) -> Result<Collected, StreamingError<E>> {
+        Ok(match iteration {
+            Iteration::Bulk => {
+                // The bulk phase reads what was written before it.
+                self.tracker.drop_pending();
+                let wanted = self.tracker.populated()?.drained(&mut self.monitor)?;
+                // A page that is discarded before the pause has been streamed with its content.
+                self.tracker.expect_content(&wanted.written);
+                wanted
+            }
+            Iteration::Written => {
+                let found = self.tracker.collect_running()?;
+                let mut wanted = found.drained(&mut self.monitor)?;
+                wanted.written = subtract_all(&self.tracker.pending(), &wanted.discarded);
+                wanted
+            }
+        })
+    }
+
+    /// One iteration, a batch at a time, so that memory stays bounded however large the guest is. Returns how many
+    /// pages that were.
+    fn iterate<E>(
+        &mut self,
+        iteration: Iteration,
+        wanted: &Collected,
+        take: TakeBatch<'_, E>,
+        progress: ProgressSink<'_>,
+    ) -> Result<u64, StreamingError<E>> {
+        let _aside = Confined::to(&placement::processors(&self.target.process));
+        if iteration == Iteration::Written {
+            self.tracker.streamed(wanted);
+        }
+        let total = wanted.pages();
+        let mut done = 0;
+        let mut buffer = vec![0u8; BATCH_PAGES * PAGE];
+        for (index, tracked) in self.tracker.blocks().iter().enumerate() {
+            let read = batches(&wanted.written[index]).into_iter();
+            let zero = batches(&wanted.discarded[index]).into_iter();
+            for (batch, is_zero) in read
+                .map(|batch| (batch, false))
+                .chain(zero.map(|batch| (batch, true)))
+            {
+                let pages = batch.iter().map(|range| range.end - range.start);
+                let bytes = &mut buffer[..(pages.sum::<u64>() * PAGE_BYTES) as usize];
+                match is_zero {
+                    true => bytes.fill(0),
+                    false => {
+                        let into = &mut split(bytes, &batch);
+                        tracked.block.read(Guest::Running, into, &batch)?;
+                    }
+                }
+                let numbers = batch.iter().flat_map(Clone::clone);
+                let pages: Vec<Page<'_>> = numbers.zip(bytes.as_chunks().0).collect();
+                take(iteration, index, &pages).map_err(StreamingError::Sink)?;
+                done += pages.len() as u64;
+                progress(Progress::FullPass { done, total });
+            }
+        }
+        Ok(done)
+    }
+}
+
+/// Cuts ranges into batches of at most [`BATCH_PAGES`] pages.
+pub(crate) fn batches(ranges: &[Range<u64>]) -> Vec<Vec<Range<u64>>> {
+    let mut all = Vec::new();
+    let mut batch: Vec<Range<u64>> = Vec::new();
+    let mut room = BATCH_PAGES as u64;
+    for range in ranges {
+        let mut next = range.start;
+        while next < range.end {
+            let end = range.end.min(next + room);
+            batch.push(next..end);
+            room -= end - next;
+            next = end;
+            if room == 0 {
+                all.push(std::mem::take(&mut batch));
+                room = BATCH_PAGES as u64;
+            }
+        }
+    }
+    if !batch.is_empty() {
+        all.push(batch);
+    }
+    all
+}
+
+/// Divides a buffer among ranges of pages.
+fn split<'b>(bytes: &'b mut [u8], ranges: &[Range<u64>]) -> Vec<&'b mut [u8]> {
+    let mut rest = bytes;
+    let mut parts = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        let (part, tail) = rest.split_at_mut(((range.end - range.start) * PAGE_BYTES) as usize);
+        parts.push(part);
+        rest = tail;
+    }
+    parts
+}
