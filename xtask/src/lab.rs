@@ -27,6 +27,9 @@ pub enum Bench {
     /// 5000 checkpoints of a guest whose memory is merged, swapped, discarded, written by DMA, and whose
     /// devices come and go (about an hour).
     Torture,
+    /// VMs sent to another process, as copies and handed over, every page compared; then 60 kills of one side
+    /// (about 10 minutes).
+    Transfer,
     /// 1000 bit flips and truncations of a repository (about 5 minutes).
     Flips,
     /// 200 plugs and unplugs during a watch, and every checkpoint restored (about 10 minutes).

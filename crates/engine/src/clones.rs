@@ -204,7 +204,7 @@ fn one(
     events: LazySink<'_>,
 ) -> Result<RestoreReport, RestoreError> {
     let guardian = Guardian::start()?;
-    let mut starting = restore::start(plan, job.options, &guardian)?;
+    let mut starting = restore::start(plan, &job.options.launch, &guardian)?;
     starting.go();
     let tables = job.manifest.ram.iter();
     let maps = tables

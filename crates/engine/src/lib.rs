@@ -12,6 +12,7 @@ pub mod attach;
 pub mod capture;
 pub mod checkpoint;
 pub mod clones;
+pub mod connection;
 pub mod encoding;
 pub mod export;
 pub mod guardian;
@@ -32,6 +33,7 @@ pub mod statistics;
 mod streaming;
 pub mod template;
 pub mod tracking;
+pub mod transfer;
 pub mod verify;
 
 /// Types of lower crates that the verbs take and give, so that a user of the engine needs only `repo` besides.

@@ -44,7 +44,7 @@ pub(crate) use job::{Job, PhaseClock, micros};
 /// For QEMU to open its monitor.
 pub(crate) const START_LIMIT: Duration = Duration::from_secs(30);
 /// For QEMU to load a device state; usually milliseconds.
-const LOAD_LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const LOAD_LIMIT: Duration = Duration::from_secs(60);
 
 /// How to restore.
 #[derive(Debug, Clone)]
@@ -237,7 +237,7 @@ pub fn restore(
     let record = vm_record(id, manifest)?;
     let guardian = Guardian::start()?;
     let mut clock = PhaseClock::new(options.asked_at);
-    let mut starting = start(plan, options, &guardian)?;
+    let mut starting = start(plan, &options.launch, &guardian)?;
     starting.go();
     // What can be read while QEMU starts.
     let hasher = repository.hasher();
@@ -314,13 +314,13 @@ pub(crate) fn agent(plan: &LaunchPlan, options: &RestoreOptions) -> Option<PathB
 /// Starts the new QEMU, as far as its process; from here on any error ends it, and so does our end.
 pub(crate) fn start(
     plan: &LaunchPlan,
-    options: &RestoreOptions,
+    options: &LaunchOptions,
     guardian: &Guardian,
 ) -> Result<Starting, RestoreError> {
-    if options.launch.log.starts_with(runtime::directory()) {
+    if options.log.starts_with(runtime::directory()) {
         runtime::open().map_err(RecordError::from)?;
     }
-    let starting = launch::start(plan, &options.launch)?;
+    let starting = launch::start(plan, options)?;
     guardian.on_disconnect(OnDisconnect::End {
         pid: starting.process.pid(),
         start_time: starting.process.start_time(),

@@ -35,7 +35,7 @@ use crate::memory::BlockShape;
 use crate::memory::block::{Block, PAGE_BYTES};
 use crate::populate::eager::{self, PopulateError};
 use crate::post_restore::{self, ClockReport};
-use crate::restore;
+use crate::restore::{self, LOAD_LIMIT};
 use crate::source::repository::shapes;
 use crate::tracking::tracker::Collected;
 use crate::verify::{Image, VerifyReport};
@@ -49,8 +49,6 @@ use staged::{Room, StagedBlock};
 const ROUNDS_MAX: usize = 10;
 /// Pages that are few enough to be left to the pause.
 const FEW_PAGES: u64 = 64;
-/// For QEMU to load a device state; usually some ten milliseconds.
-const LOAD_LIMIT: Duration = Duration::from_secs(60);
 /// For QEMU to save one.
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// RAM blocks that QEMU fills anew when the machine is reset, which loading a device state begins with.

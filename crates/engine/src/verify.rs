@@ -40,7 +40,7 @@ pub enum VerifyError {
 }
 
 /// What a comparison found.
-#[derive(Debug, Clone, Serialize, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, Serialize, PartialEq, Eq)]
 pub struct VerifyReport {
     /// Pages compared: all pages of all RAM blocks.
     pub pages: u64,
@@ -48,6 +48,16 @@ pub struct VerifyReport {
     pub differing: u64,
     /// The first of them, as `block page`.
     pub first: Vec<String>,
+}
+
+impl VerifyReport {
+    /// Notes a page that differs.
+    fn differs(&mut self, block: &str, page: u64) {
+        self.differing += 1;
+        if self.first.len() < NAMED_MAX {
+            self.first.push(format!("{block} {page}"));
+        }
+    }
 }
 
 /// The content ids of all of memory at one instant; `None` is a zero page.
@@ -90,6 +100,28 @@ impl Image {
         Ok(image)
     }
 
+    /// The content ids of all pages, by block.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = &[Option<ContentId>]> {
+        self.blocks.iter().map(|(_, ids)| &ids[..])
+    }
+
+    /// Compares with the content ids of the same pages of another process, in the order of [`Image::ids`]. Pages
+    /// that are missing there differ, and so do pages that are too many.
+    pub(crate) fn compare_ids(&self, others: &[Option<ContentId>]) -> VerifyReport {
+        let mut report = VerifyReport::default();
+        let mut others = others.iter();
+        for (name, ids) in &self.blocks {
+            for (page, id) in ids.iter().enumerate() {
+                if others.next() != Some(id) {
+                    report.differs(name, page as u64);
+                }
+            }
+            report.pages += ids.len() as u64;
+        }
+        report.differing += others.len() as u64;
+        report
+    }
+
     /// Compares with what the repository holds of a checkpoint.
     pub fn compare(
         &self,
@@ -98,11 +130,7 @@ impl Image {
         progress: ProgressSink<'_>,
     ) -> Result<VerifyReport, VerifyError> {
         let total = self.blocks.iter().map(|(_, ids)| ids.len() as u64).sum();
-        let mut report = VerifyReport {
-            pages: 0,
-            differing: 0,
-            first: Vec::new(),
-        };
+        let mut report = VerifyReport::default();
         for (name, ids) in &self.blocks {
             let pages = ids.len() as u64;
             let table = tables
@@ -112,13 +140,9 @@ impl Image {
                     block: name.clone(),
                     pages,
                 })?;
-            let differing = self.differing(&PageMap::read(reader, table)?, ids)?;
-            report.differing += differing.len() as u64;
-            let room = NAMED_MAX - report.first.len();
-            let named = differing.iter().take(room);
-            report
-                .first
-                .extend(named.map(|page| format!("{name} {page}")));
+            for page in self.differing(&PageMap::read(reader, table)?, ids)? {
+                report.differs(name, page);
+            }
             report.pages += pages;
             progress(Progress::Verifying {
                 done: report.pages,

@@ -330,6 +330,14 @@ impl Monitor {
         self.slow("cont")
     }
 
+    /// Ends QEMU, which flushes its disks first. Returns when QEMU has answered, or has closed its monitor.
+    pub fn quit(&mut self) -> Result<(), MonitorError> {
+        match self.slow("quit") {
+            Err(MonitorError::Qmp(QmpError::Closed)) => Ok(()),
+            other => other,
+        }
+    }
+
     /// Has the VM pause, without waiting for it.
     pub fn send_stop(&mut self) -> Result<Ticket, MonitorError> {
         Ok(self.client.send("stop", Value::Null)?)

@@ -1,29 +1,34 @@
 //! The command line: what can be asked for, and with which words.
 
+mod capture;
 mod clone;
 mod copy;
+mod forget;
 mod interchange;
 mod key;
 mod rewind;
 mod start;
+mod transfer;
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{ArgAction, Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 use stillframe_engine::Selector;
-use stillframe_engine::checkpoint::ScheduleChoice;
 
 use crate::durations;
 use crate::help;
 use crate::sizes;
+pub use capture::{CaptureArgs, CheckpointArgs, WatchArgs};
 pub use clone::CloneArgs;
 pub use copy::CopyArgs;
+pub use forget::{ForgetArgs, KeepArgs, PruneArgs};
 pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
 pub use rewind::RewindArgs;
 pub use start::StartArgs;
+pub use transfer::{ReceiveArgs, SendArgs, TransferArgs, TransferSide};
 
 /// Checkpoints and restores running QEMU VMs, from outside and without their help.
 #[derive(Debug, Parser)]
@@ -140,6 +145,9 @@ pub enum Command {
     /// Try what this machine's kernel can do
     #[command(after_help = help::PROBE)]
     Probe,
+    /// Send a running VM to another process of this host: for the stress runs of the project
+    #[command(hide = true)]
+    Transfer(TransferArgs),
 }
 
 /// Which running VM. Exactly one of the three.
@@ -165,74 +173,6 @@ impl VmSelector {
         let by_name = || self.vm.clone().map(Selector::Name);
         by_pid.or_else(by_qmp).or_else(by_name)
     }
-}
-
-/// How checkpoints are taken; shared by `checkpoint` and `watch`.
-#[derive(Debug, Clone, Args)]
-pub struct CaptureArgs {
-    /// Resume the VM when a pause takes longer [default: 3s; 10m with --verify]
-    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
-    pub pause_limit: Option<Duration>,
-    /// Wait so long for another process' lock on the repository
-    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
-    pub lock_wait: Duration,
-    /// Compare all memory, in the pause, with the checkpoint: a long pause
-    #[arg(long)]
-    pub verify: bool,
-    /// What is copied when: auto, stop-copy, pre-copy or copy-on-write
-    #[arg(long, value_name = "SCHEDULE", default_value = "auto")]
-    pub schedule: ScheduleChoice,
-    /// Remember what so much memory held, to store only what changed in it; 0: store whole pages
-    #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "256M")]
-    pub delta_cache: u64,
-    /// Hold copies of at most so much guest memory; where more was written it is stored before the pause
-    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "1G")]
-    pub copy_buffer: u64,
-    /// Write at most so much to the repository a second
-    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
-    pub limit_write: Option<NonZeroU64>,
-    /// Store pages even if the repository has them already
-    #[arg(long)]
-    pub no_dedup: bool,
-    /// Leave the guest's clock behind by what pauses take from it; else its agent sets it past half a second
-    #[arg(long)]
-    pub keep_guest_clock: bool,
-}
-
-impl CaptureArgs {
-    /// The limit given, or the default.
-    pub fn pause_limit(&self) -> Duration {
-        let default_s = if self.verify { 600 } else { 3 };
-        self.pause_limit.unwrap_or(Duration::from_secs(default_s))
-    }
-}
-
-/// `checkpoint`
-#[derive(Debug, Args)]
-pub struct CheckpointArgs {
-    /// Which running VM.
-    #[command(flatten)]
-    pub vm: VmSelector,
-    /// How.
-    #[command(flatten)]
-    pub capture: CaptureArgs,
-}
-
-/// `watch`
-#[derive(Debug, Args)]
-pub struct WatchArgs {
-    /// Which running VM.
-    #[command(flatten)]
-    pub vm: VmSelector,
-    /// The interval, from the start of a checkpoint to the start of the next
-    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
-    pub every: Duration,
-    /// End after so many checkpoints [default: when the VM ends, or on Ctrl-C]
-    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u64).range(1..))]
-    pub count: Option<u64>,
-    /// How.
-    #[command(flatten)]
-    pub capture: CaptureArgs,
 }
 
 /// `list`
@@ -328,54 +268,6 @@ pub struct CheckArgs {
     /// Also read and verify every byte
     #[arg(long)]
     pub read_data: bool,
-}
-
-/// `forget`
-#[derive(Debug, Args)]
-pub struct ForgetArgs {
-    /// Checkpoints to forget, whatever the rules say
-    #[arg(value_name = "ID")]
-    pub ids: Vec<String>,
-    /// Only look among the checkpoints of this VM
-    #[arg(long, value_name = "NAME")]
-    pub vm: Option<String>,
-    /// The rules.
-    #[command(flatten)]
-    pub keep: KeepArgs,
-    /// Free the space afterwards, like prune
-    #[arg(long, action = ArgAction::SetTrue)]
-    pub prune: bool,
-    /// Also forget what VMs that are being restored lazily still need: each of them is lost
-    #[arg(long)]
-    pub break_leases: bool,
-    /// Only tell what would be forgotten
-    #[arg(long)]
-    pub dry_run: bool,
-}
-
-/// Which checkpoints of each VM stay; one that any rule keeps stays.
-#[derive(Debug, Clone, Args)]
-pub struct KeepArgs {
-    /// Keep the last N checkpoints of each VM
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub keep_last: Option<u32>,
-    /// Keep the last checkpoint of each of the last N hours that have one
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub keep_hourly: Option<u32>,
-    /// Keep the last checkpoint of each of the last N days that have one
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub keep_daily: Option<u32>,
-    /// Keep the last checkpoint of each of the last N weeks that have one
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub keep_weekly: Option<u32>,
-}
-
-/// `prune`
-#[derive(Debug, Args)]
-pub struct PruneArgs {
-    /// Only tell what would be freed
-    #[arg(long)]
-    pub dry_run: bool,
 }
 
 /// `stats`

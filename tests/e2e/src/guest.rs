@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use tempfile::TempDir;
 
+use crate::health;
 use crate::qmp::Qmp;
 use crate::serial::Serial;
 
@@ -458,12 +459,15 @@ impl Restored {
 
 impl Drop for Restored {
     fn drop(&mut self) {
+        if !health::is_alive(self.pid) {
+            return;
+        }
         if let Ok(mut qmp) = Qmp::connect(&self.qmp) {
             let _ = qmp.execute("quit", json!({}));
         }
         // The next restore in this folder uses the same socket: wait until this one is gone.
         for _ in 0..200 {
-            if !Path::new(&format!("/proc/{}", self.pid)).exists() {
+            if !health::is_alive(self.pid) {
                 return;
             }
             std::thread::sleep(Duration::from_millis(10));

@@ -147,6 +147,18 @@ enum What {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
+    /// VMs sent to another process, copied and handed over, every page compared.
+    Transfer {
+        /// Copies, and hand-overs, of each guest, besides those that are compared byte by byte.
+        #[arg(long, default_value_t = 3)]
+        count: u64,
+        /// Kills of sender and receiver.
+        #[arg(long, default_value_t = 60)]
+        kills: u64,
+        /// Only this guest; then nothing is recorded.
+        #[arg(long)]
+        guest: Option<String>,
+    },
     /// Random bit flips and truncations of a repository.
     Flips {
         /// How many.
@@ -191,6 +203,11 @@ fn main() -> Result<()> {
             migrations,
             seed,
         } => campaign::others::run(stops, migrations, seed),
+        What::Transfer {
+            count,
+            kills,
+            guest,
+        } => campaign::transfer::run(count, kills, guest.as_deref()),
         What::Flips { damages, seed } => campaign::flips::run(damages, seed),
     }
 }

@@ -124,7 +124,12 @@ impl Running {
         }
     }
 
-    fn wait_until(&mut self, what: &str, is_so: impl Fn(&Running) -> Result<bool>) -> Result<()> {
+    /// Waits until that is so of it.
+    pub fn wait_until(
+        &mut self,
+        what: &str,
+        is_so: impl Fn(&Running) -> Result<bool>,
+    ) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             // Asked first: what was said before the end counts.

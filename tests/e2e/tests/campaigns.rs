@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use stillframe_e2e::campaign::exactness::Mode;
 use stillframe_e2e::campaign::kill::Random;
-use stillframe_e2e::campaign::{exactness, flips, kill};
+use stillframe_e2e::campaign::{exactness, flips, kill, transfer};
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::guest::{Kind, Setup};
 use stillframe_e2e::health::expect_untouched;
@@ -136,6 +136,40 @@ fn a_vm_with_private_memory_survives_kills_of_the_engine() -> Result<()> {
 #[test]
 fn a_vm_with_shared_memory_survives_kills_of_the_engine() -> Result<()> {
     survive_kills(Kind::Memfd, "copy-on-write", 2)
+}
+
+/// A copy and a hand-over of the working guest, each compared page by page in its pause, and one of each byte by byte.
+fn transferred(kind: Kind) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let guest = Setup::new(kind).boot()?;
+    let mut transfers = 0;
+    let mut differing = 0;
+    transfer::one_guest(&stillframe, &guest, 1, |_, _, tally| {
+        transfers += 1;
+        differing += tally.differing;
+    })?;
+    ensure!(transfers >= 2 && differing == 0, "{transfers} {differing}");
+    Ok(())
+}
+
+#[test]
+fn a_transfer_of_private_memory_is_exact() -> Result<()> {
+    transferred(Kind::Private)
+}
+
+#[test]
+fn a_transfer_of_memory_shared_by_file_is_exact_and_never_shares_it() -> Result<()> {
+    transferred(Kind::FileShared)
+}
+
+#[test]
+fn a_vm_never_runs_twice_whichever_side_of_a_transfer_is_killed() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let (struck, wrong) = transfer::strikes(&stillframe, 8, 3)?;
+    ensure!(struck.len() == 8 && wrong == 0, "{struck:?}");
+    Ok(())
 }
 
 #[test]

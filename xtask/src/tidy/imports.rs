@@ -98,6 +98,7 @@ const ENGINE: &[&str] = &[
     "guest_clock",
     "tracking",
     "encoding",
+    "connection",
     "capture",
     "sink",
     "source",
@@ -106,6 +107,7 @@ const ENGINE: &[&str] = &[
     "attach",
     "verify",
     "statistics",
+    "streaming",
     "checkpoint",
     "pipeline",
     "restore",
@@ -113,6 +115,7 @@ const ENGINE: &[&str] = &[
     "rewind",
     "export",
     "import",
+    "transfer",
 ];
 
 const STILLFRAME: &[&str] = &[

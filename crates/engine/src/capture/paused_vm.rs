@@ -3,10 +3,11 @@
 //! ```text
 //!   stop ─────────┐                 ┌── resume ────────> runs on
 //!   save devices ─┴──> PausedVm ────┼── keep_paused ───> stays paused, and any client may send `cont`
-//!                       │    ^      └── dropped ───────> runs on
-//!            block_cont │    │ unblock
-//!                       v    │
-//!                      BlockedVm ───── dropped ───────> stays paused, and `cont` is refused
+//!                       │    ^   │  └── dropped ───────> runs on
+//!            block_cont │    │   └───── hand_over ─────> HandedOver ──┬── end ────────> QEMU ends
+//!                       v    │ unblock                                ├── take_back ──> PausedVm
+//!                      BlockedVm ───── dropped ───────> stays paused, └── dropped ────> stays paused
+//!                                                       and `cont` is refused
 //! ```
 //!
 //! The guardian is informed in the same step: it resumes the VM when this process dies, or the limit passes, exactly
@@ -208,6 +209,16 @@ impl<'v> PausedVm<'v> {
         self.held.disarm()
     }
 
+    /// The VM is about to run in another process: it stays paused here, and the guardian does not resume it.
+    ///
+    /// # Errors
+    /// [`PausedError::Overrun`]: the watchdog has resumed it, so it must not run elsewhere.
+    pub fn hand_over(mut self) -> Result<HandedOver<'v>, PausedError> {
+        self.held.on_drop = OnDrop::Nothing;
+        self.held.disarm()?;
+        Ok(HandedOver { held: self.held })
+    }
+
     /// Blocks `cont`, for all clients and for the guardian. `left` blocks it already.
     ///
     /// # Errors
@@ -225,6 +236,32 @@ impl<'v> PausedVm<'v> {
             held: self.held,
             inhibitor,
         })
+    }
+}
+
+/// A stopped VM that may run in another process by now. Dropped, it stays paused: two of it must never run.
+#[must_use]
+pub struct HandedOver<'v> {
+    held: Held<'v>,
+}
+
+impl<'v> HandedOver<'v> {
+    /// It runs in the other process: ends this QEMU.
+    ///
+    /// # Errors
+    /// QEMU does not answer. It stays paused.
+    pub fn end(self) -> Result<(), MonitorError> {
+        self.held.monitor.quit()
+    }
+
+    /// It does not run in the other process, and never will.
+    ///
+    /// # Errors
+    /// It stays paused, and no guardian resumes it.
+    pub fn take_back(mut self) -> Result<PausedVm<'v>, GuardianError> {
+        self.held.arm()?;
+        self.held.on_drop = OnDrop::Resume;
+        Ok(PausedVm { held: self.held })
     }
 }
 

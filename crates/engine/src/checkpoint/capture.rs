@@ -40,24 +40,24 @@ const PLUGS_MAX: u32 = 3;
 /// One state of a VM, on its way into the repository.
 #[derive(Debug)]
 pub struct Captured {
-    pub(super) begin: Instant,
-    pub(super) schedule: ScheduleKind,
+    pub(crate) begin: Instant,
+    pub(crate) schedule: ScheduleKind,
     /// What was tried first, and failed.
-    pub(super) instead_of: Option<ScheduleKind>,
+    pub(crate) instead_of: Option<ScheduleKind>,
     /// With `auto`: why this schedule.
-    pub(super) plan: Option<Plan>,
-    pub(super) staging: StagingBuffer,
-    pub(super) record: VmRecord,
-    pub(super) blocks: Vec<BlockShape>,
-    pub(super) copied: Copied,
+    pub(crate) plan: Option<Plan>,
+    pub(crate) staging: StagingBuffer,
+    pub(crate) record: VmRecord,
+    pub(crate) blocks: Vec<BlockShape>,
+    pub(crate) copied: Copied,
     /// Time spent copying while the guest ran, in microseconds.
-    pub(super) copying: u64,
-    pub(super) downtime: DowntimeRecord,
-    pub(super) time: jiff::Timestamp,
-    pub(super) device_state: Vec<u8>,
-    pub(super) image: Option<Image>,
+    pub(crate) copying: u64,
+    pub(crate) downtime: DowntimeRecord,
+    pub(crate) time: jiff::Timestamp,
+    pub(crate) device_state: Vec<u8>,
+    pub(crate) image: Option<Image>,
     /// Where it is to be stored.
-    pub(super) aside: Processors,
+    pub(crate) aside: Processors,
 }
 
 impl Captured {

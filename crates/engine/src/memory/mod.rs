@@ -6,13 +6,15 @@ pub mod ranges;
 
 pub use block::Block;
 
+use serde::{Deserialize, Serialize};
+
 use block::PAGE;
 
 /// One page on its way: its number in the block, and its bytes.
 pub type Page<'a> = (u64, &'a [u8; PAGE]);
 
 /// What is known of a block without reading it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockShape {
     /// Its name.
     pub name: String,

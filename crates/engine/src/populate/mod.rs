@@ -2,3 +2,4 @@
 
 pub mod eager;
 pub mod lazy;
+pub mod streamed;

@@ -7,6 +7,7 @@
 //! Batches hold ascending pages of one block. What ends a stream of pages is not in the trait: the manifest of a
 //! checkpoint and the hand-over of a VM have nothing in common.
 
+pub mod connection;
 pub mod page_stream;
 pub mod repository;
 

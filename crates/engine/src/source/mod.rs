@@ -7,6 +7,7 @@
 //! There is one source for each RAM block. A source is shared by threads; each thread that reads single pages has
 //! a [`PageFetcher`] of its own.
 
+pub mod connection;
 pub mod repository;
 
 use thiserror::Error;
@@ -20,6 +21,9 @@ pub enum SourceError {
     /// The repository failed.
     #[error(transparent)]
     Repository(#[from] repository::Error),
+    /// The connection failed.
+    #[error(transparent)]
+    Connection(#[from] connection::Error),
 }
 
 /// Where fetched pages go: the number of the first, and the bytes of all.

@@ -20,6 +20,7 @@ mod rewind;
 mod show;
 mod stats;
 mod templates;
+mod transfer;
 mod unlock;
 mod watch;
 
@@ -110,6 +111,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::RebuildIndex => rebuild_index::run(&context),
         Command::Stats(args) => stats::run(&context, args),
         Command::Probe => probe::run(&context),
+        Command::Transfer(args) => transfer::run(&context, args),
     }?;
     Ok(Exit::Done)
 }

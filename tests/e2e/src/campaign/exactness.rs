@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Restored, Setup};
+use crate::health;
 use crate::memory::{Difference, Image};
 use crate::results::{self, Claim, Goal};
 
@@ -128,11 +129,10 @@ pub fn twin(stillframe: &Stillframe, guest: &Guest, ticks: usize, mode: &Mode) -
     })
 }
 
-fn wait_gone(pid: i32) -> Result<()> {
+/// Waits until a process has ended.
+pub(super) fn wait_gone(pid: i32) -> Result<()> {
     for _ in 0..500 {
-        // A zombie is gone enough: its memory and files are closed.
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        if stat.is_empty() || stat.contains(") Z ") {
+        if !health::is_alive(pid) {
             return Ok(());
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -189,7 +189,8 @@ pub fn run(checkpoints_per_guest: u64, per_mode: u64, only: Option<&str>) -> Res
 }
 
 impl Tally {
-    fn add(&mut self, what: &str, more: Tally) {
+    /// Adds what was compared of `what`, and reports it.
+    pub(super) fn add(&mut self, what: &str, more: Tally) {
         eprintln!("{what:60} {more}");
         self.checkpoints += more.checkpoints;
         self.pages += more.pages;

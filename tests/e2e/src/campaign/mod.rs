@@ -10,3 +10,4 @@ pub mod restore_exact;
 pub mod restore_kill;
 pub mod soak;
 pub mod torture;
+pub mod transfer;

@@ -1,0 +1,275 @@
+//! Pages of one block as the payload of a frame.
+//!
+//! ```text
+//!   block u32 | pages u32 | deltas u32                           little-endian
+//!   pages:   number u32 | kind u8 | length u16 | payload         ascending; kinds of `stillframe_page::encoding`
+//!   deltas:  length u32 | payload                                `stillframe_page::delta`
+//! ```
+//!
+//! A page that is neither among the pages nor in a delta is unchanged.
+
+use stillframe_page::delta::Delta;
+use stillframe_page::encoding::{Decoder, Encoder, Kind};
+
+use super::{ConnectionError, malformed};
+use crate::memory::BlockShape;
+use crate::memory::block::PAGE;
+
+/// Upper bound on pages of a batch, deltas not counted.
+pub const PAGES_MAX: usize = 2048;
+
+/// Zstandard level, as the repository's.
+const LEVEL: i32 = 1;
+
+/// Puts batches together; keeps its memory.
+pub struct BatchWriter {
+    encoder: Encoder,
+    payload: Vec<u8>,
+    pages: u32,
+    deltas: u32,
+}
+
+impl BatchWriter {
+    /// Writes batches one after the other.
+    ///
+    /// # Errors
+    /// There is no memory for the compressor.
+    pub fn new() -> Result<BatchWriter, ConnectionError> {
+        Ok(BatchWriter {
+            encoder: Encoder::new(LEVEL)?,
+            payload: Vec::new(),
+            pages: 0,
+            deltas: 0,
+        })
+    }
+
+    /// Begins a batch of block number `block`.
+    pub fn begin(&mut self, block: usize) {
+        self.payload.clear();
+        // A VM has less than 2^32 blocks. Counts are written at the end.
+        self.payload.extend((block as u32).to_le_bytes());
+        self.payload.extend([0; 8]);
+        (self.pages, self.deltas) = (0, 0);
+    }
+
+    /// Adds a page, whose number is above those before. Pages come before deltas.
+    ///
+    /// # Errors
+    /// The compressor failed.
+    pub fn page(&mut self, page: u64, bytes: &[u8; PAGE]) -> Result<(), ConnectionError> {
+        // A block has less than 2^30 pages.
+        self.payload.extend((page as u32).to_le_bytes());
+        let place = self.payload.len();
+        self.payload.extend([0; 3]);
+        let kind = self.encoder.encode(bytes, &mut self.payload)?;
+        let length = self.payload.len() - place - 3;
+        self.payload[place] = kind.number();
+        // At most a page.
+        self.payload[place + 1..place + 3].copy_from_slice(&(length as u16).to_le_bytes());
+        self.pages += 1;
+        Ok(())
+    }
+
+    /// Adds a delta.
+    pub fn delta(&mut self, delta: &[u8]) {
+        // A delta is shorter than the pages that it changes.
+        self.payload.extend((delta.len() as u32).to_le_bytes());
+        self.payload.extend(delta);
+        self.deltas += 1;
+    }
+
+    /// The payload.
+    pub fn finish(&mut self) -> &[u8] {
+        self.payload[4..8].copy_from_slice(&self.pages.to_le_bytes());
+        self.payload[8..12].copy_from_slice(&self.deltas.to_le_bytes());
+        &self.payload
+    }
+}
+
+/// A batch that came over a connection.
+#[derive(Debug)]
+pub struct Batch<'p> {
+    /// The number of the block.
+    pub block: usize,
+    pages: Vec<(u32, u8, &'p [u8])>,
+    /// Deltas against what the pages contain at the receiver.
+    pub deltas: Vec<Delta>,
+}
+
+impl<'p> Batch<'p> {
+    /// Reads a batch; trusts nothing of it.
+    ///
+    /// # Errors
+    /// [`ConnectionError::Malformed`]: it is none, or does not fit these blocks.
+    pub fn decode(payload: &'p [u8], blocks: &[BlockShape]) -> Result<Batch<'p>, ConnectionError> {
+        let mut input = Input(payload);
+        let block = input.u32()? as usize;
+        let shape = blocks.get(block);
+        let limit = shape.ok_or_else(|| malformed("pages of a block that the VM does not have"))?;
+        let (count, deltas) = (input.u32()? as usize, input.u32()? as usize);
+        if count > PAGES_MAX || deltas > PAGES_MAX {
+            return Err(malformed("a batch of too many pages"));
+        }
+        let mut batch = Batch {
+            block,
+            pages: Vec::with_capacity(count),
+            deltas: Vec::new(),
+        };
+        for _ in 0..count {
+            let page = input.u32()?;
+            let kind = input.take(1)?[0];
+            Kind::from_number(kind)?;
+            let length = u16::from_le_bytes([input.take(1)?[0], input.take(1)?[0]]);
+            let encoded = input.take(length.into())?;
+            let before = batch.pages.last();
+            if u64::from(page) >= limit.pages || before.is_some_and(|&(last, ..)| last >= page) {
+                return Err(malformed(
+                    "pages that do not ascend, or lie outside their block",
+                ));
+            }
+            batch.pages.push((page, kind, encoded));
+        }
+        for _ in 0..deltas {
+            let length = input.u32()? as usize;
+            let delta = Delta::decode(input.take(length)?);
+            let delta = delta.map_err(|error| malformed(format!("a delta: {error}")))?;
+            if delta.pages().any(|page| u64::from(page) >= limit.pages) {
+                return Err(malformed("a delta of pages outside their block"));
+            }
+            batch.deltas.push(delta);
+        }
+        match input.0.is_empty() {
+            true => Ok(batch),
+            false => Err(malformed("a batch that goes on behind its end")),
+        }
+    }
+
+    /// The numbers of its pages, ascending; deltas have their own.
+    pub fn numbers(&self) -> impl Iterator<Item = u64> + '_ {
+        self.pages.iter().map(|&(page, ..)| page.into())
+    }
+
+    /// Decodes the pages, adjacent ones together; `take` gets the number of the first, and the bytes of all.
+    ///
+    /// # Errors
+    /// A page cannot be decoded, or that of `take`.
+    pub fn runs<E: From<ConnectionError>>(
+        &self,
+        decoder: &mut Decoder,
+        mut take: impl FnMut(u64, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (mut first, mut bytes, mut decoded) = (0, Vec::new(), Vec::new());
+        for &(page, kind, encoded) in &self.pages {
+            let decoding = decoder.decode(kind, encoded, PAGE, &mut decoded);
+            decoding.map_err(ConnectionError::from)?;
+            if !bytes.is_empty() && u64::from(page) != first + (bytes.len() / PAGE) as u64 {
+                take(first, &bytes)?;
+                bytes.clear();
+            }
+            if bytes.is_empty() {
+                first = page.into();
+            }
+            bytes.extend_from_slice(&decoded);
+        }
+        match bytes.is_empty() {
+            true => Ok(()),
+            false => take(first, &bytes),
+        }
+    }
+}
+
+/// Bytes from the front of a payload.
+struct Input<'p>(&'p [u8]);
+
+impl<'p> Input<'p> {
+    fn take(&mut self, bytes: usize) -> Result<&'p [u8], ConnectionError> {
+        let split = self.0.split_at_checked(bytes);
+        let (taken, rest) = split.ok_or_else(|| malformed("a batch that is cut off"))?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn u32(&mut self) -> Result<u32, ConnectionError> {
+        let bytes = self.take(4)?;
+        Ok(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn shapes() -> Vec<BlockShape> {
+        let shape = |name: &str, pages| BlockShape {
+            name: name.to_owned(),
+            pages,
+        };
+        vec![shape("small", 8), shape("large", 600)]
+    }
+
+    /// Zero, text and noise.
+    fn content(seed: u8) -> [u8; PAGE] {
+        let mut page = [0; PAGE];
+        for (at, byte) in page.iter_mut().enumerate() {
+            *byte = match seed % 3 {
+                0 => 0,
+                1 => seed,
+                _ => (at.wrapping_mul(usize::from(seed) + 7919) >> 5) as u8,
+            };
+        }
+        page
+    }
+
+    fn encode(block: usize, pages: &BTreeMap<u64, u8>) -> Vec<u8> {
+        let mut writer = BatchWriter::new().unwrap();
+        writer.begin(block);
+        for (&page, &seed) in pages {
+            writer.page(page, &content(seed)).unwrap();
+        }
+        writer.finish().to_vec()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn pages_come_as_they_were(pages in prop::collection::btree_map(0..600u64, any::<u8>(), 0..60)) {
+            let payload = encode(1, &pages);
+            let batch = Batch::decode(&payload, &shapes()).unwrap();
+            prop_assert_eq!(batch.block, 1);
+            prop_assert!(batch.numbers().eq(pages.keys().copied()));
+            let mut found = BTreeMap::new();
+            let mut runs = 0;
+            batch.runs(&mut Decoder::new().unwrap(), |first, bytes| {
+                runs += 1;
+                for (page, bytes) in (first..).zip(bytes.chunks(PAGE)) {
+                    found.insert(page, bytes.to_vec());
+                }
+                Ok::<(), ConnectionError>(())
+            }).unwrap();
+            let expected: BTreeMap<u64, Vec<u8>> =
+                pages.iter().map(|(&page, &seed)| (page, content(seed).to_vec())).collect();
+            prop_assert!(found == expected);
+            let gaps = pages.keys().filter(|&&page| page == 0 || !pages.contains_key(&(page - 1))).count();
+            prop_assert_eq!(runs, gaps);
+        }
+
+        #[test]
+        fn what_is_cut_off_is_refused(pages in prop::collection::btree_map(0..600u64, any::<u8>(), 1..9), cut in any::<prop::sample::Index>()) {
+            let payload = encode(1, &pages);
+            prop_assert!(Batch::decode(&payload[..cut.index(payload.len())], &shapes()).is_err());
+        }
+    }
+
+    #[test]
+    fn pages_of_no_block_are_refused() {
+        let pages = BTreeMap::from([(8, 1)]);
+        assert!(Batch::decode(&encode(1, &pages), &shapes()).is_ok());
+        assert!(Batch::decode(&encode(0, &pages), &shapes()).is_err());
+        assert!(Batch::decode(&encode(2, &pages), &shapes()).is_err());
+    }
+}

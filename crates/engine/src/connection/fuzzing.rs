@@ -1,0 +1,39 @@
+//! What the fuzz targets reach of the connection.
+
+use std::io::Cursor;
+
+use stillframe_page::encoding::Decoder;
+
+use super::ConnectionError;
+use super::batch::Batch;
+use super::frame::{Connection, Frame, Kind};
+use super::message::Message;
+use crate::memory::BlockShape;
+
+/// Receives frames until none comes; then reads the same bytes as the payload of each kind, whatever their check.
+pub fn messages(bytes: &[u8]) {
+    let mut connection = Connection::new(Cursor::new(bytes));
+    while connection.receive_message().is_ok() {}
+    for kind in [Kind::Control, Kind::Ids] {
+        let payload = bytes.to_vec();
+        let _ = Message::decode(Frame { kind, payload });
+    }
+}
+
+/// Reads a batch of pages, and decodes them.
+pub fn batch(bytes: &[u8]) {
+    let blocks = [1, 600].map(|pages| BlockShape {
+        name: String::new(),
+        pages,
+    });
+    let Ok(batch) = Batch::decode(bytes, &blocks) else {
+        return;
+    };
+    let pages = blocks[batch.block].pages;
+    assert!(batch.numbers().is_sorted_by(|a, b| a < b));
+    assert!(batch.numbers().all(|page| page < pages));
+    if let Ok(mut decoder) = Decoder::new() {
+        let take = |_, _: &[u8]| Ok::<(), ConnectionError>(());
+        let _ = batch.runs(&mut decoder, take);
+    }
+}

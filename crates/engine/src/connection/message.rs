@@ -1,0 +1,196 @@
+//! The messages of two engines while a VM is transferred, in this order.
+//!
+//! ```text
+//!   sender                                        receiver
+//!     Hello {mode, vm, blocks}             -->      plans, starts QEMU
+//!                                          <--    Accepted
+//!   copy:      Pages, as often as needed   -->
+//!   hand-over: Content, as often as needed -->
+//!              Pages                       <-->   Fetch, as often as needed
+//!                                          <--    Fetched
+//!     DeviceState, Ids (if verified)       -->
+//!     Complete {vm}                        -->      loads the device state
+//!                                          <--    Ready
+//!     Commit                               -->      resumes the VM
+//!                                          <--    Running
+//!   Failed {why} ends it from either side.
+//! ```
+
+use std::io::{Read, Write};
+
+use serde::{Deserialize, Serialize};
+use stillframe_page::hash::ContentId;
+use stillframe_qemu::record::VmRecord;
+
+use super::frame::{Connection, Frame, Kind};
+use super::{ConnectionError, malformed};
+use crate::memory::BlockShape;
+
+/// Of the messages.
+pub const VERSION: u32 = 1;
+/// Ids of one frame.
+pub const IDS_MAX: usize = 16 << 10;
+/// Ranges of one [`Control::Content`].
+pub const RANGES_MAX: usize = 64 << 10;
+
+/// What becomes of the VM at the sender.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// It runs on; its pages are streamed while it does.
+    Copy,
+    /// It is stopped first, and ended when it runs at the receiver, which fetches its pages.
+    HandOver,
+}
+
+/// A message in JSON.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Control {
+    /// The sender begins.
+    Hello {
+        /// [`VERSION`].
+        version: u32,
+        /// What becomes of the VM at the sender.
+        mode: Mode,
+        /// The VM.
+        vm: Box<VmRecord>,
+        /// Its RAM blocks, in the order of their numbers.
+        blocks: Vec<BlockShape>,
+    },
+    /// The receiver has started a QEMU that waits for memory.
+    Accepted,
+    /// Pages of a block that may have content: `(first, end)`. All others are zero.
+    Content {
+        /// The number of the block.
+        block: usize,
+        /// The ranges.
+        ranges: Vec<(u64, u64)>,
+    },
+    /// The receiver wants pages, which come as one batch.
+    Fetch {
+        /// The number of the block.
+        block: usize,
+        /// Their numbers, ascending.
+        pages: Vec<u32>,
+    },
+    /// The receiver has all pages.
+    Fetched,
+    /// The sender has sent everything.
+    Complete {
+        /// The VM as of the pause.
+        vm: Box<VmRecord>,
+    },
+    /// The receiver's QEMU has all, and waits.
+    Ready,
+    /// The receiver may resume the VM.
+    Commit,
+    /// The VM runs at the receiver, or is ready there, paused.
+    Running,
+    /// This side gives up.
+    Failed {
+        /// Why.
+        why: String,
+    },
+}
+
+/// A message.
+#[derive(Debug)]
+pub enum Message {
+    /// One in JSON.
+    Control(Control),
+    /// The payload of a [`super::batch::Batch`].
+    Pages(Vec<u8>),
+    /// The device state as QEMU saved it.
+    DeviceState(Vec<u8>),
+    /// The content ids of the next pages of all blocks, in their order; `None` is a zero page.
+    Ids(Vec<Option<ContentId>>),
+}
+
+impl Message {
+    /// Reads a frame; trusts nothing of it.
+    ///
+    /// # Errors
+    /// [`ConnectionError::Malformed`]; [`ConnectionError::GaveUp`] for [`Control::Failed`].
+    pub fn decode(frame: Frame) -> Result<Message, ConnectionError> {
+        let Frame { kind, payload } = frame;
+        match kind {
+            Kind::Control => match serde_json::from_slice(&payload) {
+                Ok(Control::Failed { why }) => Err(ConnectionError::GaveUp { why }),
+                Ok(control) => Ok(Message::Control(control)),
+                Err(error) => Err(malformed(format!("a message: {error}"))),
+            },
+            Kind::Pages => Ok(Message::Pages(payload)),
+            Kind::DeviceState => Ok(Message::DeviceState(payload)),
+            Kind::Ids => match payload.as_chunks::<32>() {
+                (ids, []) if ids.len() <= IDS_MAX => {
+                    let id = |id: &[u8; 32]| (*id != [0; 32]).then_some(ContentId(*id));
+                    Ok(Message::Ids(ids.iter().map(id).collect()))
+                }
+                _ => Err(malformed("ids that are none")),
+            },
+        }
+    }
+
+    /// What it is, for an error.
+    pub fn what(&self) -> &'static str {
+        match self {
+            Message::Pages(_) => "pages",
+            Message::DeviceState(_) => "a device state",
+            Message::Ids(_) => "content ids",
+            Message::Control(control) => match control {
+                Control::Hello { .. } => "a greeting",
+                Control::Accepted => "that it has started QEMU",
+                Control::Content { .. } => "which pages have content",
+                Control::Fetch { .. } => "a request for pages",
+                Control::Fetched => "that it has all pages",
+                Control::Complete { .. } => "that all is sent",
+                Control::Ready => "that it is ready",
+                Control::Commit => "that the VM may run",
+                Control::Running => "that the VM runs",
+                Control::Failed { .. } => "that it failed",
+            },
+        }
+    }
+
+    /// The error of a message that does not belong here.
+    pub fn unexpected(&self) -> ConnectionError {
+        malformed(format!("{} out of turn", self.what()))
+    }
+}
+
+impl<S: Write> Connection<S> {
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// As [`Connection::send`].
+    pub fn send_control(&mut self, control: &Control) -> Result<(), ConnectionError> {
+        let payload = serde_json::to_vec(control).map_err(|error| ConnectionError::Io {
+            doing: "writing a message",
+            source: error.into(),
+        })?;
+        self.send(Kind::Control, &payload)
+    }
+
+    /// Sends the content ids of all pages of a block.
+    ///
+    /// # Errors
+    /// As [`Connection::send`].
+    pub fn send_ids(&mut self, ids: &[Option<ContentId>]) -> Result<(), ConnectionError> {
+        for ids in ids.chunks(IDS_MAX) {
+            let bytes = ids.iter().flat_map(|id| id.map_or([0; 32], |id| id.0));
+            self.send(Kind::Ids, &bytes.collect::<Vec<u8>>())?;
+        }
+        Ok(())
+    }
+}
+
+impl<S: Read> Connection<S> {
+    /// Waits for a message.
+    ///
+    /// # Errors
+    /// As [`Connection::receive`] and [`Message::decode`].
+    pub fn receive_message(&mut self) -> Result<Message, ConnectionError> {
+        Message::decode(self.receive()?)
+    }
+}

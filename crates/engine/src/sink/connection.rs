@@ -1,0 +1,81 @@
+//! A connection as a sink: each batch is one frame.
+//!
+//! The receiver keeps every page that it gets, so a page that is unchanged since it was last sent costs nothing, and
+//! one that changed little is sent as a delta. Both need a delta cache that contains what was last *sent*.
+
+use std::io::Write;
+
+use stillframe_page::hash::ContentHasher;
+
+use super::{EncodedBatch, PageSink};
+use crate::connection::batch::BatchWriter;
+use crate::connection::frame::Kind;
+use crate::connection::{Connection, ConnectionError};
+use crate::encoding::page_encoder::PageEncoding;
+use crate::memory::outcome::Content;
+
+/// Sets the content ids of pages that are transferred apart from those of any repository.
+const CONTENT_KEY: [u8; 32] = *b"stillframe connection page v0001";
+
+/// Makes the content ids by which sender and receiver compare pages. They find faults, not forgeries.
+pub fn transfer_hasher() -> ContentHasher {
+    ContentHasher::keyed(CONTENT_KEY)
+}
+
+/// The pages of a VM on their way into a connection.
+pub struct ConnectionPages<'c, S> {
+    connection: &'c mut Connection<S>,
+    hasher: ContentHasher,
+    writer: BatchWriter,
+}
+
+impl<'c, S> ConnectionPages<'c, S> {
+    /// Into this connection, whose other side expects pages.
+    ///
+    /// # Errors
+    /// There is no memory for the compressor.
+    pub fn new(
+        connection: &'c mut Connection<S>,
+    ) -> Result<ConnectionPages<'c, S>, ConnectionError> {
+        Ok(ConnectionPages {
+            connection,
+            hasher: transfer_hasher(),
+            writer: BatchWriter::new()?,
+        })
+    }
+}
+
+impl<S: Write> PageSink for ConnectionPages<'_, S> {
+    type Error = ConnectionError;
+
+    fn hasher(&self) -> &ContentHasher {
+        &self.hasher
+    }
+
+    fn put(&mut self, batch: EncodedBatch<'_>) -> Result<Vec<Content>, ConnectionError> {
+        let mut contents = Vec::with_capacity(batch.pages.len());
+        self.writer.begin(batch.block);
+        for (&(page, bytes), encoding) in batch.pages.iter().zip(batch.encodings) {
+            contents.push(match encoding {
+                PageEncoding::Zero => Content::Zero,
+                PageEncoding::Same => Content::Known,
+                PageEncoding::Delta | PageEncoding::Unknown(_) | PageEncoding::TooMuch(_) => {
+                    Content::New
+                }
+            });
+            match encoding {
+                PageEncoding::Same | PageEncoding::Delta => {}
+                PageEncoding::Zero | PageEncoding::Unknown(_) | PageEncoding::TooMuch(_) => {
+                    self.writer.page(page, bytes)?;
+                }
+            }
+        }
+        for delta in &batch.deltas {
+            self.writer.delta(&delta.bytes);
+        }
+        if contents.iter().any(|&content| content != Content::Known) {
+            self.connection.send(Kind::Pages, self.writer.finish())?;
+        }
+        Ok(contents)
+    }
+}

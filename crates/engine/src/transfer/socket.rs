@@ -1,0 +1,92 @@
+//! The stream of a transfer: a Unix socket between two processes of the same user.
+
+use std::fs;
+use std::io;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::connection::Connection;
+
+/// How long the other side may be silent, or take nothing: it starts QEMU, reads or compares all of memory meanwhile.
+const SILENCE_MAX: Duration = Duration::from_secs(120);
+
+/// Why there is no connection.
+#[derive(Debug, Error)]
+pub enum SocketError {
+    /// The socket cannot be made or reached.
+    #[error("cannot {doing} {path}")]
+    Io {
+        /// What was being done.
+        doing: &'static str,
+        /// The socket.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// Another user is at the other end.
+    #[error(
+        "the process at the other end of {path} belongs to user {uid}: a VM is sent to, and received from, the same user only"
+    )]
+    OtherUser {
+        /// The socket.
+        path: PathBuf,
+        /// That user.
+        uid: u32,
+    },
+}
+
+/// Waits for one sender at a new socket, which is removed when it has come.
+///
+/// # Errors
+/// The socket exists already or cannot be made, or the sender belongs to another user.
+pub fn accept(path: &Path) -> Result<Connection<UnixStream>, SocketError> {
+    let failed = |doing| move |source| failed(doing, path, source);
+    let listener = UnixListener::bind(path).map_err(failed("listen on"))?;
+    let accepted = listener.accept();
+    let removed = fs::remove_file(path);
+    let (stream, _) = accepted.map_err(failed("accept a sender on"))?;
+    removed.map_err(failed("remove"))?;
+    of_the_same_user(stream, path)
+}
+
+/// Connects to a receiver.
+///
+/// # Errors
+/// No process listens there, or one of another user does.
+pub fn connect(path: &Path) -> Result<Connection<UnixStream>, SocketError> {
+    let stream = UnixStream::connect(path);
+    let stream = stream.map_err(|source| failed("connect to", path, source))?;
+    of_the_same_user(stream, path)
+}
+
+fn of_the_same_user(
+    stream: UnixStream,
+    path: &Path,
+) -> Result<Connection<UnixStream>, SocketError> {
+    let failed = |source: io::Error| failed("use", path, source);
+    let peer = rustix::net::sockopt::socket_peercred(&stream);
+    let peer = peer.map_err(|error| failed(error.into()))?;
+    if peer.uid != rustix::process::geteuid() {
+        return Err(SocketError::OtherUser {
+            path: path.to_owned(),
+            uid: peer.uid.as_raw(),
+        });
+    }
+    stream.set_read_timeout(Some(SILENCE_MAX)).map_err(failed)?;
+    stream
+        .set_write_timeout(Some(SILENCE_MAX))
+        .map_err(failed)?;
+    Ok(Connection::new(stream))
+}
+
+fn failed(doing: &'static str, path: &Path, source: io::Error) -> SocketError {
+    SocketError::Io {
+        doing,
+        path: path.to_owned(),
+        source,
+    }
+}
