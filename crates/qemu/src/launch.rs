@@ -32,7 +32,7 @@ use crate::arguments::CommandLine;
 use crate::credentials::Credentials;
 use crate::device_state::DeviceStateError;
 use crate::guest_agent;
-use crate::monitor::{FeatureWord, MonitorError};
+use crate::monitor::{Disk, FeatureWord, MonitorError};
 use crate::record::VmRecord;
 use stillframe_sys::private_dir::PrivateError;
 
@@ -48,6 +48,8 @@ pub struct LaunchOptions {
     pub disks_as_they_are: bool,
     /// File that QEMU's own messages are appended to.
     pub log: PathBuf,
+    /// Words of the command line to be replaced by others, wherever they stand in an option's value.
+    pub replace: Vec<(String, String)>,
     /// What makes it one of several.
     pub clone: Option<CloneOptions>,
     /// The QEMU program to run instead of the recorded one.
@@ -74,6 +76,7 @@ impl LaunchOptions {
             serial: None,
             disks_as_they_are: false,
             log,
+            replace: Vec::new(),
             clone: None,
             qemu: None,
             as_root: false,
@@ -93,8 +96,6 @@ pub struct CloneOptions {
     pub number: u32,
     /// Memory that it begins with.
     pub memory: Vec<CloneMemory>,
-    /// Words of the command line to be replaced by others, wherever they stand in an option's value.
-    pub replace: Vec<(String, String)>,
 }
 
 /// A RAM block that begins as a private view of a file.
@@ -340,6 +341,19 @@ pub enum LaunchError {
         /// How it differs.
         what: &'static str,
     },
+    /// Another file takes the place of a recorded disk.
+    #[error(
+        "disk {device}: {path} takes the place of {recorded}, and it cannot be seen whether it has the content of \
+         the checkpoint; use the disks as they are if it has"
+    )]
+    DiskReplaced {
+        /// The drive.
+        device: String,
+        /// The new file.
+        path: PathBuf,
+        /// The recorded one.
+        recorded: PathBuf,
+    },
     /// A disk's writes went to a throw-away file.
     #[error(
         "disk {device} was opened with snapshot=on: what the guest wrote since its start is lost \
@@ -474,7 +488,7 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
     {
         return Err(LaunchError::CloneNeedsRoot { uid: then.uid });
     }
-    let busy = holders::is_listened_on;
+    let busy = holders::is_in_use;
     let at = |path: &std::path::Path| holders::Endpoint::Unix(record.cwd.join(path));
     if busy(&at(&options.qmp)) {
         return Err(LaunchError::MonitorInUse {
@@ -491,11 +505,14 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
     rewritten.changes.extend(owner.changes);
     consent(record, options, &mut rewritten)?;
     secrets::check(&rewritten.arguments, &record.cwd)?;
-    let strangers = checks::strangers(&rewritten.arguments, &record.disks);
+    let disks = replaced(&record.disks, &options.replace);
+    let strangers = checks::strangers(&rewritten.arguments, &disks);
     if let Some(error) = strangers.into_iter().next() {
         return Err(error);
     }
-    rewritten.changes.extend(checks::disks(record, options)?);
+    rewritten
+        .changes
+        .extend(checks::disks(&record.disks, &disks, options)?);
     checks::shared_ram(&rewritten.arguments, &record.cwd)?;
     if let Some(credentials) = &mut owner.credentials {
         confinement::leave_to_sandbox(credentials, &CommandLine::parse(&rewritten.arguments));
@@ -510,6 +527,19 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
         helper: options.helper.clone(),
         changes: [record.hot_plug.changes(), rewritten.changes].concat(),
     })
+}
+
+/// The disks that the new VM will have, in their order: words of their paths are replaced as in the command line.
+fn replaced(disks: &[Disk], replace: &[(String, String)]) -> Vec<Disk> {
+    let mut disks = disks.to_vec();
+    for disk in &mut disks {
+        for (old, new) in replace {
+            if let Some(path) = disk.path.to_str().filter(|path| path.contains(old)) {
+                disk.path = path.replace(old, new).into();
+            }
+        }
+    }
+    disks
 }
 
 /// What the command line makes QEMU do to the host is shown, and what could be somebody else's doing is refused

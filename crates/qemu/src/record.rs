@@ -12,7 +12,7 @@ use crate::devices::HotPlug;
 use crate::monitor::{
     Accelerator, Disk, FeatureWord, HostView, Identity, Monitor, MonitorError, RamBlock,
 };
-use crate::target::Target;
+use crate::target::{self, Target};
 
 /// A VM as it was when a checkpoint was taken.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -93,6 +93,12 @@ impl VmRecord {
         let mut line = CommandLine::parse(&self.arguments);
         self.hot_plug.apply(&mut line);
         line
+    }
+
+    /// Where its first QMP monitor with a unix socket of its own listened; none where a manager made the socket.
+    pub fn monitor_socket(&self) -> Option<PathBuf> {
+        let path = target::monitor_paths(&self.command_line()).next();
+        path.map(|path| self.cwd.join(path))
     }
 
     /// Takes the identity of all disk files again. To be called while the VM is stopped, when the

@@ -335,6 +335,15 @@ fn monitors(command_line: &CommandLine) -> Vec<MonitorSocket> {
     options.filter_map(backend).filter_map(socket).collect()
 }
 
+/// Unix sockets that the QMP monitors of a command line listen on, as written there.
+pub(crate) fn monitor_paths(command_line: &CommandLine) -> impl Iterator<Item = PathBuf> {
+    let sockets = monitors(command_line).into_iter();
+    sockets.filter_map(|socket| match socket {
+        MonitorSocket::Path(path) => Some(path),
+        MonitorSocket::Inherited(_) => None,
+    })
+}
+
 impl MonitorSocket {
     fn path_on_host(&self, pid: i32, cwd: &Path) -> Option<PathBuf> {
         match self {

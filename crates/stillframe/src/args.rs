@@ -4,6 +4,7 @@ mod capture;
 mod clone;
 mod copy;
 mod forget;
+mod generate;
 mod interchange;
 mod key;
 mod rewind;
@@ -24,6 +25,7 @@ pub use capture::{CaptureArgs, CheckpointArgs, WatchArgs};
 pub use clone::CloneArgs;
 pub use copy::CopyArgs;
 pub use forget::{ForgetArgs, KeepArgs, PruneArgs};
+pub use generate::{CompletionsArgs, ManArgs};
 pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
 pub use rewind::RewindArgs;
@@ -57,12 +59,15 @@ pub struct GlobalArgs {
     /// Where the repository's password comes from.
     #[command(flatten)]
     pub password: PasswordArgs,
-    /// Print results as JSON, one line a result
+    /// Print results, notes and errors as JSON, one object a line
     #[arg(long, global = true)]
     pub json: bool,
     /// Print results and errors only: no progress, no notes
     #[arg(short, long, global = true)]
     pub quiet: bool,
+    /// Print details, too
+    #[arg(short, long, global = true, conflicts_with = "quiet")]
+    pub verbose: bool,
 }
 
 /// Where the repository's password comes from. There is no option that takes the password itself:
@@ -145,22 +150,31 @@ pub enum Command {
     /// Try what this machine's kernel can do
     #[command(after_help = help::PROBE)]
     Probe,
+    /// Print a shell's completions for this program
+    #[command(after_help = help::COMPLETIONS)]
+    Completions(CompletionsArgs),
+    /// Write this program's man pages into a directory
+    #[command(after_help = help::MAN)]
+    Man(ManArgs),
     /// Send a running VM to another process of this host: for the stress runs of the project
     #[command(hide = true)]
     Transfer(TransferArgs),
 }
 
-/// Which running VM. Exactly one of the three.
+/// Which running VM. Exactly one of these.
 #[derive(Debug, Clone, Args)]
 #[group(required = true, multiple = false)]
 pub struct VmSelector {
+    /// The VM, by its -name
+    #[arg(value_name = "VM")]
+    pub name: Option<String>,
     /// The VM, by the process id of its QEMU
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(1..))]
     pub pid: Option<i32>,
     /// The VM, by the unix socket of a QMP monitor of its
     #[arg(long, value_name = "PATH")]
     pub qmp: Option<PathBuf>,
-    /// The VM, by its -name
+    /// The same as VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
 }
@@ -170,7 +184,8 @@ impl VmSelector {
     pub fn selector(&self) -> Option<Selector> {
         let by_pid = self.pid.map(Selector::Pid);
         let by_qmp = || self.qmp.clone().map(Selector::Qmp);
-        let by_name = || self.vm.clone().map(Selector::Name);
+        let name = self.name.clone().or_else(|| self.vm.clone());
+        let by_name = || name.map(Selector::Name);
         by_pid.or_else(by_qmp).or_else(by_name)
     }
 }
@@ -203,12 +218,15 @@ pub struct RestoreArgs {
     /// Only look among the checkpoints of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
-    /// Where the new QEMU's QMP monitor listens: a unix socket
+    /// Where the new QEMU's QMP monitor listens: a unix socket [default: where the VM's first one did]
     #[arg(long, value_name = "PATH")]
-    pub qmp: PathBuf,
-    /// The new VM's first serial port, as for QEMU's -serial [default: null]
+    pub qmp: Option<PathBuf>,
+    /// The new VM's first serial port, as for QEMU's -serial [default: as it was where it listened, else null]
     #[arg(long, value_name = "SPEC")]
     pub serial: Option<String>,
+    /// Have another word in the VM's command line (the path of a disk's copy, a tap, a port)
+    #[arg(long, value_name = "OLD=NEW", value_parser = clone::parse_replacement)]
+    pub replace: Vec<(String, String)>,
     /// Leave the guest paused, ready to run
     #[arg(long)]
     pub paused: bool,
@@ -228,7 +246,8 @@ pub struct RestoreArgs {
     /// Go on with a lazy restore that was killed, of the VM with this --qmp
     #[arg(
         long,
-        conflicts_with_all = ["id", "vm", "serial", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "qemu", "as_root", "without_label", "without_group", "allow_commands", "pidfile", "log", "print_command"]
+        requires = "qmp",
+        conflicts_with_all = ["id", "vm", "serial", "replace", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "qemu", "as_root", "without_label", "without_group", "allow_commands", "pidfile", "log", "print_command"]
     )]
     pub resume: bool,
     /// Go on although a disk is no longer what the guest remembers
@@ -240,7 +259,7 @@ pub struct RestoreArgs {
     /// What the new QEMU writes to its standard error [default: a file in the runtime directory]
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,
-    /// Where the new QEMU writes its process id
+    /// Where the new QEMU writes its process id [default: where the VM did, if that file is free]
     #[arg(long, value_name = "FILE")]
     pub pidfile: Option<PathBuf>,
     /// Only print the command that would start QEMU
@@ -300,6 +319,7 @@ impl StatsArgs {
     /// The running VM.
     pub fn selector(&self) -> VmSelector {
         VmSelector {
+            name: None,
             pid: self.pid,
             qmp: self.qmp.clone(),
             vm: self.vm.clone(),
@@ -426,9 +446,10 @@ mod tests {
     }
 
     #[test]
-    fn a_restore_needs_a_checkpoint_and_a_monitor() {
+    fn a_restore_needs_a_checkpoint_or_the_monitor_of_one_that_was_killed() {
+        assert!(parse("restore latest").is_ok());
         assert_eq!(
-            refused("restore latest"),
+            refused("restore --resume"),
             ErrorKind::MissingRequiredArgument
         );
         assert_eq!(

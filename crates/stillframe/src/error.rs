@@ -16,6 +16,11 @@ pub enum CommandError {
     /// No id and no rule.
     #[error("nothing to forget: name checkpoints, or give a --keep rule")]
     NothingToForget,
+    /// The checkpoint names no socket for a monitor.
+    #[error(
+        "the VM had no QMP monitor with a socket of its own: name one for the new VM with --qmp PATH"
+    )]
+    NoMonitor,
     /// Several VMs with one monitor.
     #[error("each clone needs a monitor of its own: --qmp /run/web-{{}}.qmp, for example")]
     SameMonitor,

@@ -122,6 +122,7 @@ fn of_command(error: &CommandError) -> Exit {
         | CommandError::NoVm
         | CommandError::NothingToForget
         | CommandError::SameMonitor
+        | CommandError::NoMonitor
         | CommandError::StatsOfWhat => Exit::Usage,
         CommandError::Problems(_) => Exit::Damaged,
         CommandError::MissingAbility(_)

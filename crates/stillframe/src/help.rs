@@ -21,14 +21,15 @@ pub const TOP: &str = concat!(
 Examples:
   export STILLFRAME_REPOSITORY=/srv/checkpoints STILLFRAME_PASSWORD_FILE=/etc/stillframe.password
   stillframe init
-  stillframe checkpoint --vm web1
-  stillframe watch --vm web1 --every 30s
+  stillframe checkpoint web1
+  stillframe watch web1 --every 30s
   stillframe list
   stillframe restore latest --vm web1 --qmp /run/web1-again.qmp
 
 The password is read from --password-file or --password-command; else from one of the environment's
 STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE and STILLFRAME_PASSWORD_COMMAND; else it is asked for.
-Results go to standard output, everything else to standard error.
+Results go to standard output, everything else to standard error. With --json both are JSON, one object a line: a
+result, {\"note\": ...}, {\"warning\": ...}, or {\"error\": ..., \"exit_code\": ...}.
 
 ",
     exit_codes!()
@@ -133,15 +134,18 @@ Examples:
 pub const RESTORE: &str = concat!(
     "\
 Examples:
-  stillframe -r /srv/checkpoints restore latest --vm web1 --qmp /run/web1-again.qmp
+  stillframe -r /srv/checkpoints restore latest --vm web1
+  stillframe -r /srv/checkpoints restore latest --vm web1 --qmp /run/web1-again.qmp --replace /srv/web1.img=/srv/copy.img --disks-as-they-are
   stillframe -r /srv/checkpoints restore 1a2b3c4d --qmp /run/x.qmp --serial file:/run/x.serial --paused
   stillframe -r /srv/checkpoints restore latest --qmp /run/x.qmp --print-command
   stillframe -r /srv/checkpoints restore latest --qmp /run/x.qmp --lazy
   stillframe -r /srv/checkpoints restore --resume --qmp /run/x.qmp
 
 The new QEMU runs in the background with the command line the checkpoint recorded, in the recorded
-directory; what had to be changed in it is told. It returns when the guest runs, and prints the new
-QEMU's process id. The checkpoint holds memory and device state, not the contents of disks: with
+directory, and every change of it is reported. Its monitor, its listening serial port and its -pidfile are
+where the VM had them, if no living process uses them; --qmp, --serial and --pidfile name others. --replace has
+another word in the command line, such as the path of a disk's copy: the VM runs beside its original then. It
+returns when the guest runs, and prints the new QEMU's process id. The checkpoint holds memory and device state, not the contents of disks: with
 --disks-as-they-are the guest goes on with disks that were written to since, or (snapshot=on) lost
 what it wrote, and may damage what is on them. It is refused where the processors lack what the guest was
 started with; a guest that runs has its network cards tell the network where it is now, and its clock
@@ -353,6 +357,29 @@ Examples:
 changes would take as differences, positions included. With --over, two
 checkpoints are taken into a temporary repository in TMPDIR, and removed again; it needs about as much
 room as the VM's memory, compressed.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe completions --help`
+pub const COMPLETIONS: &str = concat!(
+    "\
+Examples:
+  stillframe completions bash > /etc/bash_completion.d/stillframe
+  stillframe completions zsh > /usr/local/share/zsh/site-functions/_stillframe
+  stillframe completions fish > ~/.config/fish/completions/stillframe.fish
+
+",
+    exit_codes!()
+);
+
+/// `stillframe man --help`
+pub const MAN: &str = concat!(
+    "\
+Examples:
+  stillframe man /usr/local/share/man/man1
+  stillframe man . && man -l stillframe-restore.1
 
 ",
     exit_codes!()

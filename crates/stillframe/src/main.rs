@@ -45,16 +45,36 @@ fn main() {
         Some(first) if first == launch_helper::SUBCOMMAND => process::exit(launch_helper::run()),
         _ => {}
     }
-    let cli = Cli::parse();
+    let cli = Cli::try_parse().unwrap_or_else(|error| refuse(&error));
     let console = Console {
         json: cli.global.json,
         quiet: cli.global.quiet,
+        verbose: cli.global.verbose,
     };
     let exit = cmd::run(cli, console).unwrap_or_else(|error| {
+        let exit = Exit::of(&error);
         if !matches!(error.downcast_ref(), Some(OutputError::ReaderGone)) {
-            console.error(&output::chain(error.chain()));
+            console.error(&output::chain(error.chain()), exit.code());
         }
-        Exit::of(&error)
+        exit
     });
     process::exit(exit.code());
+}
+
+/// The command line is not understood, or it asks for help or the version. What cannot be parsed is searched for
+/// `--json` as it stands.
+fn refuse(error: &clap::Error) -> ! {
+    let json = std::env::args_os().any(|word| word == "--json");
+    if !json || !error.use_stderr() {
+        error.exit();
+    }
+    let console = Console {
+        json,
+        quiet: false,
+        verbose: false,
+    };
+    let text = error.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
+    console.error(text, Exit::Usage.code());
+    process::exit(Exit::Usage.code());
 }

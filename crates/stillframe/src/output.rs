@@ -1,9 +1,10 @@
-//! Results to standard output, everything else to standard error. A reader that goes away is no
-//! reason to panic.
+//! Results to standard output, everything else to standard error; with `--json` both as JSON, one object a line. A
+//! reader that goes away is no reason to panic.
 
 use std::io::{self, Write};
 
 use serde::Serialize;
+use serde_json::json;
 use thiserror::Error;
 
 use crate::table::printable;
@@ -29,6 +30,8 @@ pub struct Console {
     pub json: bool,
     /// No progress, no notes.
     pub quiet: bool,
+    /// Details, too.
+    pub verbose: bool,
 }
 
 impl Console {
@@ -48,25 +51,45 @@ impl Console {
     /// Something worth knowing, unless the user wants quiet.
     pub fn note(&self, text: &str) {
         if !self.quiet {
-            self.say(text);
+            self.say("note", "", text);
+        }
+    }
+
+    /// Something worth knowing for a user who wants details.
+    pub fn detail(&self, text: &str) {
+        if self.verbose {
+            self.note(text);
         }
     }
 
     /// Something that went wrong although the command goes on.
     pub fn warn(&self, text: &str) {
-        self.say(&format!("warning: {text}"));
+        self.say("warning", "warning: ", text);
     }
 
-    /// Why the command failed.
-    pub fn error(&self, text: &str) {
-        self.say(&format!("error: {text}"));
+    /// Why the command fails, and with which exit code.
+    pub fn error(&self, text: &str, code: i32) {
+        match self.json {
+            true => print(&json!({"error": text, "exit_code": code}).to_string()),
+            false => self.say("error", "error: ", text),
+        }
     }
 
-    fn say(&self, text: &str) {
-        // Nothing better can be done when standard error is closed.
-        let lines: Vec<String> = text.lines().map(printable).collect();
-        let _ = writeln!(io::stderr().lock(), "{}", lines.join("\n"));
+    fn say(&self, kind: &str, prefix: &str, text: &str) {
+        match self.json {
+            true => print(&json!({ kind: text }).to_string()),
+            false => {
+                let text = format!("{prefix}{text}");
+                let lines: Vec<String> = text.lines().map(printable).collect();
+                print(&lines.join("\n"));
+            }
+        }
     }
+}
+
+/// A message. Nothing better can be done when standard error is closed.
+fn print(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
 fn write_line(out: &mut impl Write, text: &str) -> Result<(), OutputError> {
@@ -74,10 +97,15 @@ fn write_line(out: &mut impl Write, text: &str) -> Result<(), OutputError> {
     let written = out
         .write_all(format!("{text}\n").as_bytes())
         .and_then(|()| out.flush());
-    written.map_err(|error| match error.kind() {
+    written.map_err(failed)
+}
+
+/// Why standard output did not take something.
+pub fn failed(error: io::Error) -> OutputError {
+    match error.kind() {
         io::ErrorKind::BrokenPipe => OutputError::ReaderGone,
         _ => OutputError::Io(error),
-    })
+    }
 }
 
 /// An error and its sources in one line. A source whose words the line already holds is left out.

@@ -190,7 +190,7 @@ fn whole_lines(out: &str) -> Result<Vec<Value>> {
 /// Lines of standard error that tell of an error.
 pub fn count_errors(err: &str) -> usize {
     err.lines()
-        .filter(|line| line.starts_with("error: "))
+        .filter(|line| line.starts_with("error: ") || line.starts_with("{\"error\":"))
         .count()
 }
 

@@ -31,8 +31,6 @@ use crate::verify::{Image, VerifyReport};
 pub struct ReceiveOptions {
     /// How the new QEMU is started.
     pub launch: LaunchOptions,
-    /// For a copy: words of the command line to be replaced by others.
-    pub replace: Vec<(String, String)>,
     /// Leave the guest paused, ready to run.
     pub paused: bool,
 }
@@ -49,9 +47,6 @@ pub enum ReceiveError {
         /// Its version.
         found: u32,
     },
-    /// There is only one of the VM, so it keeps its names.
-    #[error("the VM is handed over, so nothing of its command line is replaced")]
-    NothingToReplace,
     /// QEMU could not be started or did not take the device state.
     #[error(transparent)]
     Launch(#[from] LaunchError),
@@ -124,7 +119,7 @@ fn attempt<S: Read + Write + Send>(
     progress: ProgressSink<'_>,
 ) -> Result<ReceiveReport, ReceiveError> {
     let greeting = greeting(connection)?;
-    let launch = launch_options(greeting.mode, options)?;
+    let launch = launch_options(greeting.mode, options);
     let plan = launch::plan(&greeting.vm, &launch)?;
     let guardian = Guardian::start()?;
     let starting = restore::start(&plan, &launch, &guardian)?;
@@ -190,20 +185,18 @@ fn greeting<S: Read>(connection: &mut Connection<S>) -> Result<Greeting, Receive
 }
 
 /// A copy is a clone: what there can be only one of on a host stays the original's.
-fn launch_options(mode: Mode, options: &ReceiveOptions) -> Result<LaunchOptions, ReceiveError> {
+fn launch_options(mode: Mode, options: &ReceiveOptions) -> LaunchOptions {
     let clone = match mode {
         Mode::Copy => Some(CloneOptions {
             number: 1,
             memory: Vec::new(),
-            replace: options.replace.clone(),
         }),
-        Mode::HandOver if options.replace.is_empty() => None,
-        Mode::HandOver => return Err(ReceiveError::NothingToReplace),
+        Mode::HandOver => None,
     };
-    Ok(LaunchOptions {
+    LaunchOptions {
         clone,
         ..options.launch.clone()
-    })
+    }
 }
 
 /// Fetches all pages of a VM that is stopped at the sender. Returns how many had content.

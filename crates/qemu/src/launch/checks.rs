@@ -10,9 +10,11 @@ use crate::monitor::{Disk, FileIdentity};
 use crate::record::VmRecord;
 
 /// Every disk must be the recorded one, unchanged, and nobody else's; clones only read it, so others may
-/// do that too. Returns what starting the VM changes on the host, in words.
+/// do that too. A disk that takes the place of a recorded one cannot be compared with it. Returns what starting the VM
+/// changes on the host, in words.
 pub(super) fn disks(
-    record: &VmRecord,
+    recorded: &[Disk],
+    disks: &[Disk],
     options: &LaunchOptions,
 ) -> Result<Vec<String>, LaunchError> {
     let counts = match options.clone {
@@ -20,7 +22,7 @@ pub(super) fn disks(
         None => Use::Any,
     };
     let mut changes = Vec::new();
-    for disk in &record.disks {
+    for (recorded, disk) in recorded.iter().zip(disks) {
         if let Some(error) = lasting_obstacle(disk) {
             if !options.disks_as_they_are {
                 return Err(error);
@@ -29,7 +31,7 @@ pub(super) fn disks(
                 continue;
             }
         }
-        file(disk, options.disks_as_they_are, counts)?;
+        file(disk, recorded, options.disks_as_they_are, counts)?;
         if disk.flash && !disk.read_only && options.clone.is_none() {
             changes.push(format!(
                 "disk {}: {} is written when the VM runs: its content is that of the checkpoint then",
@@ -113,7 +115,7 @@ fn in_arguments(arguments: &[String], disk: &Disk) -> Result<(), LaunchError> {
     })
 }
 
-fn file(disk: &Disk, as_they_are: bool, counts: Use) -> Result<(), LaunchError> {
+fn file(disk: &Disk, recorded: &Disk, as_they_are: bool, counts: Use) -> Result<(), LaunchError> {
     let metadata = fs::metadata(&disk.path).map_err(|source| LaunchError::DiskMissing {
         device: disk.device.clone(),
         path: disk.path.clone(),
@@ -128,6 +130,13 @@ fn file(disk: &Disk, as_they_are: bool, counts: Use) -> Result<(), LaunchError> 
             path: disk.path.clone(),
             pid: holder.pid,
             program: holder.program,
+        });
+    }
+    if disk.path != recorded.path && !disk.flash && !as_they_are {
+        return Err(LaunchError::DiskReplaced {
+            device: disk.device.clone(),
+            path: disk.path.clone(),
+            recorded: recorded.path.clone(),
         });
     }
     let difference = match disk.flash {

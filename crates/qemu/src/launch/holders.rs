@@ -6,6 +6,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use crate::target::is_qemu_process;
 use crate::unix_sockets;
 
 /// A process that has a file open or mapped.
@@ -15,13 +16,15 @@ pub(super) struct Holder {
     pub(super) program: String,
 }
 
-/// An address a server can listen on.
+/// What on the host one process can have at a time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Endpoint {
     /// A unix socket in the file system, absolute.
     Unix(PathBuf),
     /// Host (empty for all) and port.
     Tcp(String, u16),
+    /// A file with the process id of the one that has it, absolute.
+    PidFile(PathBuf),
 }
 
 /// What makes two open files the same one. A block device is itself whatever node names it.
@@ -112,10 +115,16 @@ fn has_mapped(process: &Path, key: Key) -> bool {
     })
 }
 
-/// Whether a living process listens there. For unix sockets the kernel's list is read, because
+/// Whether a living process has it, or listens there. For unix sockets the kernel's list is read, because
 /// connecting would disturb the process that listens.
-pub(super) fn is_listened_on(endpoint: &Endpoint) -> bool {
+pub(super) fn is_in_use(endpoint: &Endpoint) -> bool {
     match endpoint {
+        Endpoint::PidFile(path) => {
+            let text = fs::read_to_string(path).unwrap_or_default();
+            // A file that names no process is not in use. QEMU itself ends where another one has it locked.
+            let pid = text.trim().parse::<i32>();
+            pid.is_ok_and(is_qemu_process)
+        }
         Endpoint::Unix(path) => unix_sockets::is_listening(&unix_sockets::table(), path),
         Endpoint::Tcp(host, port) => {
             let host = if host.is_empty() { "0.0.0.0" } else { host };
@@ -181,19 +190,19 @@ mod tests {
         let directory = tempfile::tempdir().expect("temporary directory");
         let path = directory.path().join("socket");
         let unix = Endpoint::Unix(path.clone());
-        assert!(!is_listened_on(&unix));
+        assert!(!is_in_use(&unix));
         let listener = UnixListener::bind(&path).expect("bound");
-        assert!(is_listened_on(&unix));
+        assert!(is_in_use(&unix));
         drop(listener);
         assert!(path.exists());
-        assert!(soon(|| !is_listened_on(&unix)));
+        assert!(soon(|| !is_in_use(&unix)));
 
         let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
         let port = listener.local_addr().expect("address").port();
         let tcp = Endpoint::Tcp("127.0.0.1".into(), port);
-        assert!(is_listened_on(&tcp));
+        assert!(is_in_use(&tcp));
         drop(listener);
-        assert!(soon(|| !is_listened_on(&tcp)));
+        assert!(soon(|| !is_in_use(&tcp)));
     }
 
     /// A child that another test starts has our files too, until it becomes its program.

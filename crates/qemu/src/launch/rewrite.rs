@@ -8,7 +8,7 @@ mod snapshots;
 mod twin;
 mod user;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::holders::Endpoint;
 use super::{LaunchError, LaunchOptions};
@@ -28,7 +28,7 @@ const DROPPED: &[(&str, &str)] = &[
     ("loadvm", "the state comes from the checkpoint"),
     ("mon", "the new VM has a monitor of its own"),
     ("monitor", "the new VM has a monitor of its own"),
-    ("pidfile", "it belongs to the old process"),
+    ("pidfile", "it belongs to another process"),
     ("qmp", "the new VM has a monitor of its own"),
     ("qmp-pretty", "the new VM has a monitor of its own"),
     ("s", "debugger connections are not taken over"),
@@ -79,9 +79,11 @@ pub(super) fn rewrite(
         return Err(LaunchError::Preconfig);
     }
     rewriter.follow_snapshots(settings.disks);
+    rewriter.replace_words(&options.replace)?;
     if let Some(clone) = &options.clone {
         rewriter.make_twin(clone)?;
     }
+    rewriter.keep_pid_file(settings);
     rewriter.drop_process_options();
     if let Some(owner) = settings.run_as {
         rewriter.drop_change_of_user(owner)?;
@@ -136,6 +138,8 @@ struct Rewriter<'a> {
     changes: Vec<String>,
     cwd: &'a Path,
     busy: &'a dyn Fn(&Endpoint) -> bool,
+    /// The recorded file for QEMU's process id, where the new VM uses it.
+    pid_file: Option<PathBuf>,
 }
 
 /// Where the first serial port stands in the command line.
@@ -159,6 +163,7 @@ impl<'a> Rewriter<'a> {
             changes: Vec::new(),
             cwd,
             busy,
+            pid_file: None,
         }
     }
 }
@@ -168,11 +173,54 @@ impl Rewriter<'_> {
         self.changes.push(change);
     }
 
+    /// What the user wants to be other words.
+    fn replace_words(&mut self, replace: &[(String, String)]) -> Result<(), LaunchError> {
+        for (old, new) in replace {
+            let mut found = false;
+            for option in &mut self.line.options {
+                let Argument::Valued { value, .. } = option else {
+                    continue;
+                };
+                if value.contains(old) {
+                    *value = value.replace(old, new);
+                    found = true;
+                }
+            }
+            if !found {
+                return Err(LaunchError::NothingToReplace { word: old.clone() });
+            }
+            self.note(format!("`{old}` became `{new}`, as asked for"));
+        }
+        Ok(())
+    }
+
+    /// The file in which supervisors look for QEMU's process id is the new VM's, unless a living process is named there.
+    /// It is not where the user names another, where there are several VMs, or where QEMU does not run as it did
+    /// when it made the file.
+    fn keep_pid_file(&mut self, settings: &Settings<'_>) {
+        let options = settings.options;
+        let Some(path) = self
+            .line
+            .values("pidfile")
+            .last()
+            .map(|path| self.cwd.join(path))
+        else {
+            return;
+        };
+        let is_ours =
+            options.pidfile.is_none() && options.clone.is_none() && settings.run_as.is_none();
+        self.pid_file = (is_ours && !(self.busy)(&Endpoint::PidFile(path.clone()))).then_some(path);
+    }
+
     fn drop_process_options(&mut self) {
         let mut monitor_devices: Vec<String> = Vec::new();
         let mut kept = Vec::new();
         self.line.options.retain(|option| !is_own_monitor(option));
         for option in std::mem::take(&mut self.line.options) {
+            // It is put back with our own options.
+            if option.is("pidfile") && self.pid_file.is_some() {
+                continue;
+            }
             let reason = DROPPED.iter().find(|(name, _)| option.is(name));
             let Some((_, reason)) = reason else {
                 kept.push(option);
@@ -432,7 +480,8 @@ impl Rewriter<'_> {
         let path = path.replace(',', ",,");
         self.push("monitor", "none");
         self.push("qmp", &format!("unix:{path},server=on,wait=off"));
-        if let Some(pidfile) = &options.pidfile {
+        let pid_file = options.pidfile.clone().or_else(|| self.pid_file.take());
+        if let Some(pidfile) = pid_file {
             let text = pidfile.to_str().ok_or_else(|| LaunchError::NotUtf8 {
                 path: pidfile.clone(),
             })?;

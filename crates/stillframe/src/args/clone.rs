@@ -69,7 +69,7 @@ pub struct CloneArgs {
     pub lock_wait: Duration,
 }
 
-pub(super) fn parse_replacement(text: &str) -> Result<(String, String), String> {
+pub fn parse_replacement(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((old, new)) if !old.is_empty() => Ok((old.to_owned(), new.to_owned())),
         _ => Err(format!("'{text}' is not OLD=NEW")),

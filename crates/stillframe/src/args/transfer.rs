@@ -68,7 +68,7 @@ pub struct ReceiveArgs {
     /// The first serial port, as for QEMU's -serial [default: null]
     #[arg(long, value_name = "SPEC")]
     pub serial: Option<String>,
-    /// Have another word in a copy's command line
+    /// Have another word in the VM's command line
     #[arg(long, value_name = "OLD=NEW", value_parser = parse_replacement)]
     pub replace: Vec<(String, String)>,
     /// Leave the guest paused, ready to run

@@ -156,8 +156,8 @@ pub fn tell(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> 
     }
 }
 
-/// Why a schedule, in words.
-pub fn why(kind: ScheduleKind, plan: &Plan) -> String {
+/// What was predicted of each schedule, in words.
+pub fn predictions(plan: &Plan) -> String {
     let kinds = [
         ScheduleKind::StopCopy,
         ScheduleKind::PreCopy,
@@ -173,7 +173,7 @@ pub fn why(kind: ScheduleKind, plan: &Plan) -> String {
         )
     });
     format!(
-        "{kind} suits this VM: pauses are expected to take {}; QEMU's own share is {}",
+        "pauses are expected to take {}; QEMU's own share is {}",
         predicted.join(", "),
         durations::human_us(plan.floor_us)
     )

@@ -109,6 +109,7 @@ fn each(args: &CloneArgs, qmp: &str, number: u32) -> anyhow::Result<(LaunchOptio
     let numbered = |text: &str| text.replace(NUMBER, &number.to_string());
     let qmp = here(Path::new(&numbered(qmp)))?;
     let serial = args.serial.as_deref().map(numbered);
+    let replace = args.replace.iter();
     let launch = LaunchOptions {
         serial: serial
             .map(|spec| serial_from_here(&spec, here))
@@ -119,15 +120,14 @@ fn each(args: &CloneArgs, qmp: &str, number: u32) -> anyhow::Result<(LaunchOptio
         without_label: args.start.without_label,
         without_group: args.start.without_group,
         allow_commands: args.start.allow_commands,
-        ..LaunchOptions::new(qmp.clone(), runtime::default_log(&qmp))
-    };
-    let replace = args.replace.iter();
-    let twin = CloneOptions {
-        number,
-        memory: Vec::new(),
         replace: replace
             .map(|(old, new)| (old.clone(), numbered(new)))
             .collect(),
+        ..LaunchOptions::new(qmp.clone(), runtime::default_log(&qmp))
+    };
+    let twin = CloneOptions {
+        number,
+        memory: Vec::new(),
     };
     Ok((launch, twin))
 }

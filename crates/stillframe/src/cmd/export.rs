@@ -3,7 +3,7 @@
 use std::path::absolute;
 
 use anyhow::Context as _;
-use stillframe_engine::export::{self, Destination, ExportReport, LoadCommand};
+use stillframe_engine::export::{self, Destination, ExportReport, Format, LoadCommand};
 
 use super::{Context, short};
 use crate::args::ExportArgs;
@@ -57,7 +57,7 @@ fn words(report: &ExportReport) -> String {
         Some(file) => printable(&file.display().to_string()),
         None => "standard output".to_owned(),
     };
-    let mut text = format!(
+    let text = format!(
         "exported {} of {} to {place}: {}, {} with content, {} zero",
         short(&report.checkpoint),
         printable(&report.vm),
@@ -65,10 +65,31 @@ fn words(report: &ExportReport) -> String {
         table::count(report.pages, "page"),
         report.zero_pages,
     );
-    if let Some(load) = &report.load {
-        text += &format!("\nto load it: {}", command(load));
+    text + &how_to_read(report)
+}
+
+/// The command that reads the file.
+fn how_to_read(report: &ExportReport) -> String {
+    let file = match &report.file {
+        Some(file) => file.display().to_string(),
+        None => "FILE".to_owned(),
+    };
+    let with = |words: &[&str]| {
+        let words = words.iter().copied().chain([file.as_str()]);
+        printable(&shell::join(words))
+    };
+    match (&report.load, report.format) {
+        (Some(load), _) => format!("\nto load it: {}", command(load)),
+        (None, Format::Elf) => format!(
+            "\nto look into it: {}, or {}; vmlinux is the guest's kernel with its symbols",
+            with(&["gdb", "vmlinux"]),
+            with(&["crash", "vmlinux"]),
+        ),
+        (None, _) => format!(
+            "\nto look into it, with Volatility 3: {} banners",
+            with(&["vol", "-f"]),
+        ),
     }
-    text
 }
 
 /// One line for a shell. The recorded `argv[0]` is left to the shell.

@@ -7,6 +7,7 @@ mod clone;
 mod copy;
 mod export;
 mod forget;
+mod generate;
 mod import;
 mod init;
 mod inspect;
@@ -111,6 +112,8 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::RebuildIndex => rebuild_index::run(&context),
         Command::Stats(args) => stats::run(&context, args),
         Command::Probe => probe::run(&context),
+        Command::Completions(args) => Ok(generate::completions(args)?),
+        Command::Man(args) => generate::man(&context, args),
         Command::Transfer(args) => transfer::run(&context, args),
     }?;
     Ok(Exit::Done)

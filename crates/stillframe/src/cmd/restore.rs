@@ -13,11 +13,12 @@ use stillframe_engine::restore::{
 };
 use stillframe_engine::runtime;
 use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan, SecurityLabel};
-use stillframe_repo::Repository;
+use stillframe_repo::{CheckpointId, Manifest, Repository};
 
 use super::{Context, how_it_ended, short};
 use crate::args::RestoreArgs;
 use crate::durations;
+use crate::error::CommandError;
 use crate::interrupt::{AtLast, Interrupts};
 use crate::progress::Meter;
 use crate::shell;
@@ -35,7 +36,11 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
         anyhow::bail!("--verify compares before the guest runs: with --lazy, add --paused");
     }
     let (id, manifest) = repository.resolve(name, args.vm.as_deref())?;
-    let mut launch = launch_options(args)?;
+    let qmp = match &args.qmp {
+        Some(qmp) => here(qmp)?,
+        None => recorded_monitor(&id, &manifest)?,
+    };
+    let mut launch = launch_options(args, qmp)?;
     // Planned before anything starts, so that the changes are known even if the start fails.
     let mut plan = restore::plan(&id, &manifest, &launch);
     if let Err(RestoreError::Launch(LaunchError::CommandsNotAllowed { options })) = &plan
@@ -100,7 +105,8 @@ fn resume(
     args: &RestoreArgs,
     repository: &mut Repository,
 ) -> anyhow::Result<()> {
-    let qmp = here(&args.qmp)?;
+    // Clap sees to it that there is one.
+    let qmp = here(args.qmp.as_deref().unwrap_or(Path::new("")))?;
     let report = perform(context, 2, INTERRUPTED_LAZY, |events| {
         restore::resume(repository, &qmp, args.lock_wait, args.limit_fill, events)
     })?;
@@ -164,6 +170,7 @@ pub(super) fn stands_in_the_way(context: &Context, error: &(dyn Error + 'static)
             error.downcast_ref(),
             Some(RestoreError::Launch(
                 LaunchError::DiskChanged { .. }
+                    | LaunchError::DiskReplaced { .. }
                     | LaunchError::DiskTemporary { .. }
                     | LaunchError::DiskUnknown { .. }
             ))
@@ -184,8 +191,13 @@ pub(super) fn here(path: &Path) -> anyhow::Result<PathBuf> {
     absolute(path).with_context(|| format!("{} is no path", path.display()))
 }
 
-fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
-    let qmp = here(&args.qmp)?;
+/// Where the VM had its monitor. A process that listens there keeps the restore from being planned.
+fn recorded_monitor(id: &CheckpointId, manifest: &Manifest) -> anyhow::Result<PathBuf> {
+    let recorded = restore::vm_record(id, manifest)?.monitor_socket();
+    Ok(recorded.ok_or(CommandError::NoMonitor)?)
+}
+
+fn launch_options(args: &RestoreArgs, qmp: PathBuf) -> anyhow::Result<LaunchOptions> {
     let log = match &args.log {
         Some(log) => here(log)?,
         None => runtime::default_log(&qmp),
@@ -197,6 +209,7 @@ fn launch_options(args: &RestoreArgs) -> anyhow::Result<LaunchOptions> {
         .transpose()?;
     Ok(LaunchOptions {
         serial,
+        replace: args.replace.clone(),
         disks_as_they_are: args.disks_as_they_are,
         qemu: args.start.qemu.clone(),
         as_root: args.start.as_root,

@@ -73,9 +73,9 @@ fn receive(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
             without_label: args.start.without_label,
             without_group: args.start.without_group,
             allow_commands: args.start.allow_commands,
+            replace: args.replace.clone(),
             ..LaunchOptions::new(qmp.clone(), runtime::default_log(&qmp))
         },
-        replace: args.replace.clone(),
         paused: args.paused,
     };
     let mut connection = accept(&args.from)?;

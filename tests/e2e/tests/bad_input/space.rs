@@ -146,7 +146,7 @@ fn outlives_a_full_disk(every: &str, schedule: &str) -> Result<()> {
         let whole = watch.results()?.len();
         watch.wait_results(whole + 2)?;
         small.fill(64 << 10)?;
-        watch.wait_words_again("warning: no checkpoint this time: no space left")?;
+        watch.wait_words_again("no checkpoint this time: no space left")?;
         let before = watch.results()?.len();
         small.free()?;
         let results = watch.wait_results(before + 2)?;

@@ -4,6 +4,7 @@
 mod asleep;
 mod clock;
 mod clones;
+mod first_day;
 mod hotplug;
 mod interchange;
 mod keep;

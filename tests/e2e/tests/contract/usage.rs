@@ -82,7 +82,7 @@ fn wrong_usage_ends_with_two_and_names_what_is_wrong() -> Result<()> {
             &["checkpoint", "--pid", "1", "--pause-limit", "soon"],
             "--pause-limit",
         ),
-        (&["restore", "latest"], "--qmp"),
+        (&["restore", "--resume"], "--qmp"),
         (&["restore", "--qmp", "/x"], "<ID>"),
         (&["forget", "--keep-last", "0"], "--keep-last"),
         (

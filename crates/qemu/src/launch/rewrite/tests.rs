@@ -15,11 +15,12 @@ fn options(serial: Option<&str>) -> LaunchOptions {
     }
 }
 
-/// Listens, for these tests: `/busy` and port 5901.
+/// In use, for these tests: `/busy`, port 5901 and the file `/p`.
 fn busy(endpoint: &Endpoint) -> bool {
     match endpoint {
         Endpoint::Unix(path) => path == Path::new("/busy"),
         Endpoint::Tcp(_, port) => *port == 5901,
+        Endpoint::PidFile(path) => path == Path::new("/p"),
     }
 }
 
@@ -326,8 +327,8 @@ fn clone_of(before: &str, block: &str) -> Result<Vec<String>, LaunchError> {
     options.clone = Some(crate::launch::CloneOptions {
         number: 3,
         memory: vec![memory],
-        replace: vec![("tap0".to_owned(), "tap3".to_owned())],
     });
+    options.replace = vec![("tap0".to_owned(), "tap3".to_owned())];
     let argv = words(&format!("qemu -netdev tap,ifname=tap0 {before}"));
     Ok(rewrite_as(&argv, &options, None)?.arguments)
 }
@@ -525,4 +526,48 @@ fn a_serial_port_that_listens_goes_on_listening() {
     check(None, &[(&client, &format!("{begin} -serial null"))]);
     let asked = format!("{begin} {}", same[0]);
     check(Some("pty"), &[(&asked, &format!("{begin} -serial pty"))]);
+}
+
+#[test]
+fn words_are_replaced_where_they_stand_and_nowhere_else() {
+    let argv = words("qemu -drive file=/a/root.img,if=virtio -netdev tap,id=n,ifname=tap0");
+    let replace = |old: &str, new: &str| {
+        let mut options = options(None);
+        options.replace = vec![(old.to_owned(), new.to_owned())];
+        rewrite_as(&argv, &options, None).map(|rewritten| rewritten.arguments.join(" "))
+    };
+    let replaced = replace("/a/root.img", "/b/root.img").expect("it stands there");
+    assert!(replaced.contains("file=/b/root.img,if=virtio") && replaced.contains("ifname=tap0"));
+    assert!(matches!(
+        replace("tap7", "tap8"),
+        Err(LaunchError::NothingToReplace { word }) if word == "tap7"
+    ));
+    // Names of options are no values.
+    assert!(replace("drive", "x").is_err());
+}
+
+#[test]
+fn a_pid_file_stays_the_vms_unless_another_process_has_it() {
+    let pid_file = |before: &str, change: fn(&mut LaunchOptions), run_as: Option<&Credentials>| {
+        let mut options = options(None);
+        change(&mut options);
+        let argv = words(&format!("qemu {before}"));
+        let rewritten = rewrite_as(&argv, &options, run_as).expect("planned");
+        let line = CommandLine::parse(&rewritten.arguments);
+        line.values("pidfile")
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    let as_it_was = |_: &mut LaunchOptions| {};
+    assert_eq!(
+        pid_file("-pidfile /run/vm.pid", as_it_was, None),
+        ["/run/vm.pid"]
+    );
+    assert_eq!(pid_file("-pidfile vm.pid", as_it_was, None), ["/vm.pid"]);
+    assert!(pid_file("-pidfile /p", as_it_was, None).is_empty());
+    assert!(pid_file("-m 1G", as_it_was, None).is_empty());
+    let named = |options: &mut LaunchOptions| options.pidfile = Some("/other".into());
+    assert_eq!(pid_file("-pidfile /run/vm.pid", named, None), ["/other"]);
+    let clone = |options: &mut LaunchOptions| options.clone = Some(Default::default());
+    assert!(pid_file("-pidfile /run/vm.pid", clone, None).is_empty());
 }

@@ -58,33 +58,11 @@ fn names_memory(line: &CommandLine) -> bool {
 
 impl Rewriter<'_> {
     pub(super) fn make_twin(&mut self, clone: &CloneOptions) -> Result<(), LaunchError> {
-        self.replace_words(clone)?;
         self.share_memory(clone)?;
         self.overlay_disks()?;
         self.rename(clone.number);
         self.number_sockets(clone.number);
         self.new_generation();
-        Ok(())
-    }
-
-    /// What the user wants to be another for each.
-    fn replace_words(&mut self, clone: &CloneOptions) -> Result<(), LaunchError> {
-        for (old, new) in &clone.replace {
-            let mut found = false;
-            for option in &mut self.line.options {
-                let Argument::Valued { value, .. } = option else {
-                    continue;
-                };
-                if value.contains(old) {
-                    *value = value.replace(old, new);
-                    found = true;
-                }
-            }
-            if !found {
-                return Err(LaunchError::NothingToReplace { word: old.clone() });
-            }
-            self.note(format!("`{old}` became `{new}`, as asked for"));
-        }
         Ok(())
     }
 

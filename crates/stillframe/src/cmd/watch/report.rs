@@ -20,6 +20,8 @@ pub struct Reporter<'a> {
     every: Duration,
     /// The countdown.
     status: Option<Status>,
+    /// Checkpoints so far.
+    taken: u64,
     /// Intervals that were not kept since that was last reported, and when it was.
     late: (u64, Option<Instant>),
     migration_reported: Option<Instant>,
@@ -35,6 +37,7 @@ impl<'a> Reporter<'a> {
             context,
             every,
             status: None,
+            taken: 0,
             late: (0, None),
             migration_reported: None,
             schedule_reported: None,
@@ -80,6 +83,7 @@ impl<'a> Reporter<'a> {
     }
 
     fn taken(&mut self, report: &CheckpointReport) -> anyhow::Result<()> {
+        self.taken += 1;
         self.schedule(report);
         capture::tell_obstacles(self.context, report, &mut self.obstacles);
         capture::tell(self.context, report)
@@ -92,13 +96,18 @@ impl<'a> Reporter<'a> {
             .schedule_reported
             .is_some_and(|(kind, at)| kind == report.schedule || at.elapsed() < REPORT_EVERY);
         if !known {
-            let why = capture::why(report.schedule, plan);
-            self.context.console.note(&why);
+            let console = self.context.console;
+            console.note(&format!("{} suits this VM", report.schedule));
+            console.detail(&capture::predictions(plan));
             self.schedule_reported = Some((report.schedule, Instant::now()));
         }
     }
 
     fn late(&mut self, by: Duration) {
+        // The first checkpoint reads all of memory, which takes longer.
+        if self.taken <= 1 {
+            return;
+        }
         let (count, reported) = &mut self.late;
         *count += 1;
         if reported.is_some_and(|at| at.elapsed() < REPORT_EVERY) {

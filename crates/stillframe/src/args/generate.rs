@@ -1,0 +1,22 @@
+//! The command lines of `completions` and `man`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use clap_complete::Shell;
+
+/// `completions`
+#[derive(Debug, Args)]
+pub struct CompletionsArgs {
+    /// The shell
+    #[arg(value_name = "SHELL")]
+    pub shell: Shell,
+}
+
+/// `man`
+#[derive(Debug, Args)]
+pub struct ManArgs {
+    /// The directory, such as /usr/local/share/man/man1
+    #[arg(value_name = "DIR")]
+    pub directory: PathBuf,
+}
