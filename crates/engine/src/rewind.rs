@@ -49,6 +49,8 @@ use staged::{Room, StagedBlock};
 const ROUNDS_MAX: usize = 10;
 /// Pages that are few enough to be left to the pause.
 const FEW_PAGES: u64 = 64;
+/// For a QEMU that no longer answers to have ended.
+const END_LIMIT: Duration = Duration::from_secs(1);
 /// For QEMU to save one.
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// RAM blocks that QEMU fills anew when the machine is reset, which loading a device state begins with.
@@ -143,7 +145,28 @@ struct Job<'j, 'a> {
 
 impl Vm {
     /// Takes the VM back to a checkpoint. It stays attached; the next checkpoint is a first one.
+    ///
+    /// # Errors
+    /// Unless the error says otherwise, the VM goes on as if nothing had been.
     pub fn rewind(
+        &mut self,
+        repository: &mut Repository,
+        checkpoint: (&CheckpointId, &Manifest),
+        options: &RewindOptions,
+        progress: ProgressSink<'_>,
+    ) -> Result<RewindReport, RewindError> {
+        let rewound = self.rewind_to(repository, checkpoint, options, progress);
+        // Whatever failed then failed because of that.
+        let is_gone = || self.target.process.wait_exit(END_LIMIT);
+        match rewound {
+            Err(_) if self.monitor.run_state().is_err() && is_gone() => {
+                Err(RewindError::VmGone { pid: self.pid() })
+            }
+            other => other,
+        }
+    }
+
+    fn rewind_to(
         &mut self,
         repository: &mut Repository,
         (id, manifest): (&CheckpointId, &Manifest),

@@ -246,6 +246,11 @@ pub struct HandedOver<'v> {
 }
 
 impl<'v> HandedOver<'v> {
+    /// QEMU.
+    pub fn monitor(&mut self) -> &mut Monitor {
+        self.held.monitor
+    }
+
     /// It runs in the other process: ends this QEMU.
     ///
     /// # Errors

@@ -70,6 +70,14 @@ pub enum RewindError {
         /// What is copied.
         name: String,
     },
+    /// QEMU has ended meanwhile.
+    #[error(
+        "the VM (process {pid}) ended while it was being rewound; the checkpoint is as it was: `stillframe restore` starts it in a new QEMU"
+    )]
+    VmGone {
+        /// Its process.
+        pid: i32,
+    },
     /// A VM that cannot be resumed.
     #[error(
         "the VM is {status} and cannot be resumed like this: reset it first (`system_reset` on its monitor), then rewind it"

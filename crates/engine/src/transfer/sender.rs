@@ -238,12 +238,14 @@ impl Vm {
             false => None,
         };
         complete(connection, vm, &device_state, image.as_ref())?;
-        let events = paused.monitor().client().take_events();
+        let mut vm = paused.hand_over()?;
+        // From here on only another client can resume it.
+        let events = vm.monitor().client().take_events();
         let events = events.map_err(MonitorError::from)?;
         if events.iter().any(|event| event.name == "RESUME") {
             return Err(SendError::ResumedByOthers);
         }
-        give_up(connection, paused.hand_over()?)?;
+        give_up(connection, vm)?;
         Ok(Sent {
             streamed: 0,
             last,

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::fault::with_fault;
-use stillframe_e2e::guest::{Guest, Kind, Setup};
+use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
 use stillframe_e2e::health::{expect_nothing_left, expect_untouched};
 use stillframe_e2e::memory::Image;
 use stillframe_e2e::qmp::Qmp;
@@ -316,6 +316,33 @@ fn a_kill_before_cont_leaves_a_guest_that_runs() -> Result<()> {
     // The next one takes back what QEMU was lent.
     stillframe.ok(&["rewind", "latest", "--pid", &pid, "--verify"])?;
     expect_untouched(&guest, &mut guest.second_monitor()?)
+}
+
+/// A QEMU that dies in the middle takes the guest with it; the checkpoint starts in a new one.
+#[test]
+fn a_qemu_that_dies_in_a_rewind_is_named_and_its_checkpoint_restored() -> Result<()> {
+    for point in ["rewind.stopped", "rewind.exchanged"] {
+        let mut guest = Setup::small(Kind::Private, "dies").boot()?;
+        let folder = tempfile::tempdir()?;
+        let stillframe = repository(folder.path())?;
+        let pid = guest.pid_text();
+        stillframe.ok(&["checkpoint", "--pid", &pid])?;
+        guest.serial.wait_more(3, PATIENCE)?;
+        let command = stillframe.command(&["rewind", "latest", "--pid", &pid])?;
+        let (command, reached) = with_fault(&command, &format!("{point}:hang"), folder.path())?;
+        let mut engine = Running::start(command)?;
+        engine.wait_until("the fault", |_| Ok(reached.exists()))?;
+        guest.kill()?;
+        let ended = engine.end()?;
+        ensure!(ended.code == Some(1) && ended.errors() == 1, "{ended:?}");
+        ensure!(
+            ended.err.contains("ended while it was being rewound"),
+            "{ended:?}"
+        );
+        let restored = Restored::start(&stillframe, "latest", folder.path(), &["--verify"])?;
+        restored.serial.wait_ticks(3, PATIENCE)?;
+    }
+    Ok(())
 }
 
 fn wait_paused(monitor: &mut Qmp, not_at_all: bool) -> Result<()> {

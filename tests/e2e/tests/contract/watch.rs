@@ -87,13 +87,13 @@ fn hot_pages_are_left_open_and_not_missed() -> Result<()> {
         let mut monitor = guest.second_monitor()?;
         let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
         let (tally, reports) =
-            exactness::watch_verified(&stillframe, &guest, "500ms", 8, &Vec::new())?;
+            exactness::watch_verified(&stillframe, &guest, "1500ms", 5, &Vec::new())?;
         ensure!(tally.differing == 0 && tally.pages > 0, "{tally:?}");
         let open = reports
             .iter()
             .filter_map(|report| report["copied"]["left_open"].as_u64());
-        // Nearly all of its 1024 pages; not each time, because a machine that is busy with other things
-        // may let the guest write little in an interval.
+        // Nearly all of its 1024 pages: it writes 45,000 times in an interval, and nearly all of them also where other
+        // work leaves it a tenth of its time.
         ensure!(open.max() > Some(700), "{kind:?}: {reports:?}");
         expect_nothing_left(guest.pid(), &mut monitor)?;
         expect_untouched(&guest, &mut monitor)?;
