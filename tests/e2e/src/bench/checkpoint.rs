@@ -12,11 +12,14 @@ use serde_json::{Value, json};
 
 use super::peers::{self, Saved};
 use super::slowdown;
+use crate::chart::{self, Labels};
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Setup, Workload};
 use crate::health;
 use crate::results::{self, Claim, Goal, percentile};
 
+/// The median pauses, drawn.
+const PICTURE: &str = "pauses.svg";
 const COMMAND: &str = "cargo xtask bench checkpoint";
 /// In turns: this many floors, then one attach with this many increments.
 const FLOORS_A_TURN: usize = 10;
@@ -215,6 +218,23 @@ impl Measured<'_> {
         Ok(table + &self.words()?)
     }
 
+    /// The median pause of each way, beside each other.
+    fn draw(&self, path: &Path) -> Result<()> {
+        let ours = percentile(&self.pauses_ms()?, 0.5);
+        let mut ways = vec![("Stillframe, every 2 s".to_owned(), ours)];
+        for (name, saved) in self.peers {
+            let pauses: Vec<f64> = saved.iter().map(|saved| saved.pause_ms).collect();
+            ways.push((format!("QEMU {name}"), percentile(&pauses, 0.5)));
+        }
+        let (names, pauses): (Vec<String>, Vec<f64>) = ways.into_iter().unzip();
+        let labels = Labels {
+            title: "How long a VM of 1 GiB stands still to be saved (median)",
+            x: "",
+            y: "ms",
+        };
+        chart::bars(path, labels, &names, &[("pause", pauses)])
+    }
+
     fn words(&self) -> Result<String> {
         let [p50, p99, slowdown, _] = self.values()?;
         Ok(format!(
@@ -267,13 +287,12 @@ fn report(
     println!("{table}");
     let head = format!(
         "# Bench: checkpoint\n\n`{COMMAND}`, commit {}. 1 GiB guest, 64 MiB random writer, TCG.\n\
-         Raw data: `floors.jsonl`, `increments.jsonl`, `peers.jsonl`, `slowdown.jsonl`.\n\n",
+         Raw data: `floors.jsonl`, `increments.jsonl`, `peers.jsonl`, `slowdown.jsonl`.\n\n![pauses]({PICTURE})\n\n",
         results::commit()
     );
-    fs::write(
-        results::folder("checkpoint")?.join("README.md"),
-        head + &table,
-    )?;
+    let folder = results::folder("checkpoint")?;
+    fs::write(folder.join("README.md"), head + &table)?;
+    measured.draw(&folder.join(PICTURE))?;
     let raw: Vec<Value> = measured
         .increments
         .iter()
