@@ -12,7 +12,7 @@ use clap::ValueEnum;
 use std::process::Command;
 use std::time::Instant;
 
-/// The benches and long campaigns; each writes `docs/results/<name>/`.
+/// The benches and stress runs; each writes `docs/results/<name>/`.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Bench {
     /// The pause against QEMU's own floor, beside QEMU's own ways to save (about 9 minutes).

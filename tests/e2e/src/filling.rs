@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::campaign::kill::Random;
 use crate::cli::Stillframe;
 use crate::guest::Restored;
 use crate::health::expect_nothing_left;
 use crate::running::{PATIENCE, Running};
 use crate::serial::Serial;
+use crate::stress::kill::Random;
 
 /// What it says when the guest runs, or is ready to.
 const RUNS: &str = "filling its memory";

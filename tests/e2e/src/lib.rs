@@ -2,12 +2,11 @@
 //! QEMU's own sockets. Nothing of Stillframe's own code is linked, so that what is found here is
 //! what a user would find.
 //!
-//! The tests are in `tests/`; the demo, the benches and the long campaigns are subcommands of the
+//! The tests are in `tests/`; the demo, the benches and the stress runs are subcommands of the
 //! binary, which `cargo xtask` starts.
 
 pub mod agent;
 pub mod bench;
-pub mod campaign;
 pub mod chart;
 pub mod cli;
 pub mod debian;
@@ -23,3 +22,4 @@ pub mod results;
 pub mod running;
 pub mod serial;
 pub mod slow_disk;
+pub mod stress;

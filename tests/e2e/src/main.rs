@@ -1,13 +1,13 @@
-//! The demo, the benches and the long campaigns; started by `cargo xtask`.
+//! The demo, the benches and the stress runs; started by `cargo xtask`.
 
 use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use stillframe_e2e::{bench, campaign, demo};
+use stillframe_e2e::{bench, demo, stress};
 
 #[derive(Parser)]
-#[command(about = "Real QEMU, real guests: demo, benches, campaigns")]
+#[command(about = "Real QEMU, real guests: demo, benches, stress runs")]
 struct Arguments {
     #[command(subcommand)]
     what: What,
@@ -182,32 +182,32 @@ fn main() -> Result<()> {
             checkpoints,
             per_mode,
             guest,
-        } => campaign::exactness::run(checkpoints, per_mode, guest.as_deref()),
-        What::Kill { kills, seed } => campaign::kill::run(kills, seed),
-        What::Hotplug { plugs, seed } => campaign::hotplug::run(plugs, seed),
+        } => stress::exactness::run(checkpoints, per_mode, guest.as_deref()),
+        What::Kill { kills, seed } => stress::kill::run(kills, seed),
+        What::Hotplug { plugs, seed } => stress::hotplug::run(plugs, seed),
         What::Soak {
             count,
             every_ms,
             seed,
-        } => campaign::soak::run(count, every_ms, seed),
+        } => stress::soak::run(count, every_ms, seed),
         What::Frequency => bench::frequency::run(),
         What::Restore => bench::restore::run(),
         What::Clones => bench::clones::run(),
         What::Responsive { turns } => bench::responsive::run(turns),
-        What::RestoreExact { rounds, seed } => campaign::restore_exact::run(rounds, seed),
-        What::RestoreKill { kills, seed } => campaign::restore_kill::run(kills, seed),
-        What::Matrix { point } => campaign::matrix::run(point.as_deref()),
-        What::Torture { count, seed } => campaign::torture::run(count, seed),
+        What::RestoreExact { rounds, seed } => stress::restore_exact::run(rounds, seed),
+        What::RestoreKill { kills, seed } => stress::restore_kill::run(kills, seed),
+        What::Matrix { point } => stress::matrix::run(point.as_deref()),
+        What::Torture { count, seed } => stress::torture::run(count, seed),
         What::Others {
             stops,
             migrations,
             seed,
-        } => campaign::others::run(stops, migrations, seed),
+        } => stress::others::run(stops, migrations, seed),
         What::Transfer {
             count,
             kills,
             guest,
-        } => campaign::transfer::run(count, kills, guest.as_deref()),
-        What::Flips { damages, seed } => campaign::flips::run(damages, seed),
+        } => stress::transfer::run(count, kills, guest.as_deref()),
+        What::Flips { damages, seed } => stress::flips::run(damages, seed),
     }
 }

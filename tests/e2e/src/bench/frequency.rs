@@ -8,10 +8,10 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 use super::peers;
-use crate::campaign::soak;
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Setup};
 use crate::results::{self, Claim, Goal, percentile};
+use crate::stress::soak;
 
 const COMMAND: &str = "cargo xtask bench frequency";
 const EVERY_MS: u64 = 10;

@@ -2,11 +2,11 @@
 
 use anyhow::{Result, ensure};
 use serde_json::json;
-use stillframe_e2e::campaign::exactness;
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::guest::{Guest, Kind, Restored, Setup, Workload};
 use stillframe_e2e::health::{expect_nothing_left, expect_untouched, expect_whole};
 use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_e2e::stress::exactness;
 
 fn started(name: &str, kind: Kind) -> Result<(Guest, Stillframe)> {
     let guest = Setup::small(kind, name).boot()?;

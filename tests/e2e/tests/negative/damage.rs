@@ -5,11 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use stillframe_e2e::campaign::flips;
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
 use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole, processes_with};
 use stillframe_e2e::running::Running;
+use stillframe_e2e::stress::flips;
 
 /// One way to damage a file.
 #[derive(Debug, Clone, Copy)]

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-use crate::campaign::kill::Random;
 use crate::cli::Stillframe;
 use crate::guest::{Kind, Setup};
 use crate::results::{self, Claim, Goal};
+use crate::stress::kill::Random;
 
 /// A damage done to one file, and how to undo it.
 #[derive(Debug)]

@@ -202,7 +202,7 @@ fn inspected(stillframe: &Stillframe) -> Result<()> {
     expect(&checkpoint, &and(shown(), json!({ "kind": "text" })))?;
     let pieces = json!({ "bytes": "count", "pieces": ["id"] });
     expect(&checkpoint["streams"]["device-state"], &pieces)?;
-    for file in stillframe_e2e::campaign::flips::files(stillframe.repository())? {
+    for file in stillframe_e2e::stress::flips::files(stillframe.repository())? {
         let described = stillframe.json(&["inspect", &file.display().to_string()])?;
         expect(&described, &json!({ "kind": "text" }))
             .with_context(|| file.display().to_string())?;

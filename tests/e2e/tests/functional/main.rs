@@ -1,4 +1,4 @@
-//! The contract of the command line: what scripts may rely on. JSON fields, names of checkpoints,
+//! Functional tests of the command line: what scripts may rely on. JSON fields, names of checkpoints,
 //! streams, exit codes, signals, and what becomes of the VM in each case.
 
 mod asleep;

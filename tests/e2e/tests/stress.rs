@@ -1,16 +1,16 @@
-//! Short forms of the long campaigns: `cargo xtask bench exactness|kill|flips` runs them at length.
+//! Short forms of the stress runs: `cargo xtask bench exactness|kill|flips` runs them at length.
 
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use stillframe_e2e::campaign::exactness::Mode;
-use stillframe_e2e::campaign::kill::Random;
-use stillframe_e2e::campaign::{exactness, flips, kill, transfer};
 use stillframe_e2e::cli::Stillframe;
 use stillframe_e2e::guest::{Kind, Setup};
 use stillframe_e2e::health::expect_untouched;
 use stillframe_e2e::running::PATIENCE;
+use stillframe_e2e::stress::exactness::Mode;
+use stillframe_e2e::stress::kill::Random;
+use stillframe_e2e::stress::{exactness, flips, kill, transfer};
 
 /// Three checkpoints of the working guest, each compared page by page in its pause, then one of the
 /// paused guest compared byte by byte with the VM restored from it.
@@ -104,7 +104,7 @@ fn a_guest_under_kvm_is_exact() -> Result<()> {
     exact(Kind::KvmBootSector)
 }
 
-/// The first kills of the campaign, at every moment of an engine's life.
+/// The first kills of the stress run, at every moment of an engine's life.
 fn survive_kills(kind: Kind, schedule: &str, seed: u64) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;

@@ -140,7 +140,7 @@ pub(super) fn wait_gone(pid: i32) -> Result<()> {
     bail!("QEMU {pid} did not end");
 }
 
-/// The whole campaign over all kinds of guest and all modes, or `only` one kind; the whole one writes
+/// The whole stress run over all kinds of guest and all modes, or `only` one kind; the whole one writes
 /// `docs/results/exactness/`.
 pub fn run(checkpoints_per_guest: u64, per_mode: u64, only: Option<&str>) -> Result<()> {
     let mut total = Tally::default();
