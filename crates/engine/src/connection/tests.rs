@@ -1,0 +1,195 @@
+//! Both seams over a connection, without a VM: what arrives is compared with a model of the memory.
+
+use std::collections::BTreeMap;
+use std::io::Cursor;
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+use std::thread;
+
+use proptest::prelude::*;
+use stillframe_page::PageIndex;
+use stillframe_page::bitmap::DirtyBitmap;
+use stillframe_page::encoding::Decoder;
+
+use super::batch::{Batch, BatchWriter};
+use super::frame::Kind;
+use super::message::{Control, Message};
+use super::{Connection, ConnectionError};
+use crate::encoding::delta_cache::DeltaCache;
+use crate::encoding::page_encoder::PageEncoder;
+use crate::memory::block::PAGE;
+use crate::memory::{BlockShape, Page};
+use crate::sink::connection::ConnectionPages;
+use crate::sink::page_stream::PageStream;
+use crate::source::connection::FetchSession;
+use crate::source::{PageFetcher, PageSource, SourceError};
+
+const PAGES: u64 = 300;
+
+type Content = Box<[u8; PAGE]>;
+type Memory = BTreeMap<u64, Content>;
+
+fn shapes() -> Vec<BlockShape> {
+    let shape = |name: &str, pages| BlockShape {
+        name: name.to_owned(),
+        pages,
+    };
+    vec![shape("first", 4), shape("second", PAGES)]
+}
+
+/// Zeros, or noise of which the first bytes depend on the version.
+fn content(page: u64, version: u8) -> Content {
+    let mut bytes = Box::new([0; PAGE]);
+    if version.is_multiple_of(5) {
+        return bytes;
+    }
+    let mut word = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    for chunk in bytes.as_chunks_mut::<8>().0 {
+        word ^= word << 13;
+        word ^= word >> 7;
+        *chunk = word.to_le_bytes();
+    }
+    bytes[..usize::from(version)].fill(version);
+    bytes
+}
+
+/// What a receiver has after these frames.
+fn received(bytes: &[u8]) -> Memory {
+    let mut connection = Connection::new(Cursor::new(bytes));
+    let mut decoder = Decoder::new().unwrap();
+    let mut memory = Memory::new();
+    while let Ok(message) = connection.receive_message() {
+        let Message::Pages(payload) = message else {
+            panic!("{}", message.what());
+        };
+        let shapes = shapes();
+        let batch = Batch::decode(&payload, &shapes).unwrap();
+        assert_eq!(batch.block, 1);
+        let take = |first, bytes: &[u8]| {
+            for (page, bytes) in (first..).zip(bytes.as_chunks::<PAGE>().0) {
+                memory.insert(page, Box::new(*bytes));
+            }
+            Ok::<(), ConnectionError>(())
+        };
+        batch.runs(&mut decoder, take).unwrap();
+        for delta in &batch.deltas {
+            for (index, page) in delta.pages().enumerate() {
+                delta.apply(index, memory.get_mut(&page.into()).unwrap());
+            }
+        }
+    }
+    memory
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Any number of iterations, pages that change much, little and not at all, a cache that forgets.
+    #[test]
+    fn the_last_version_of_each_page_arrives(
+        iterations in prop::collection::vec(prop::collection::btree_map(0..PAGES, any::<u8>(), 0..80), 1..6),
+        budget in prop_oneof![Just(0u64), Just(40 << 12), Just(1 << 30)],
+    ) {
+        let mut bytes = Vec::new();
+        let mut connection = Connection::new(&mut bytes);
+        let mut sink = ConnectionPages::new(&mut connection).unwrap();
+        let mut stream = PageStream::new(&shapes());
+        stream.pages_may_come_twice(&shapes());
+        let mut encoder = PageEncoder::default();
+        let mut cache = DeltaCache::default();
+        cache.set_budget(budget);
+        let mut expected = Memory::new();
+        for versions in &iterations {
+            let contents: Memory = versions.iter().map(|(&page, &version)| (page, content(page, version))).collect();
+            let pages: Vec<Page<'_>> = contents.iter().map(|(&page, bytes)| (page, &**bytes)).collect();
+            stream.put(&mut sink, (&mut encoder, &cache), 1, &pages).unwrap();
+            for &(page, bytes) in &pages {
+                cache.put(1, page, bytes);
+            }
+            expected.extend(contents);
+        }
+        prop_assert_eq!(stream.counts.captured, expected.len() as u64);
+        prop_assert!(received(&bytes) == expected);
+    }
+
+    /// Every page comes as it is at the sender, known zeros are never asked for, and each way to fetch agrees.
+    #[test]
+    fn fetched_pages_are_those_of_the_sender(
+        versions in prop::collection::btree_map(0..PAGES, any::<u8>(), 1..60),
+        wanted in prop::collection::btree_set(0..PAGES, 1..40),
+    ) {
+        let memory: Memory = versions.iter().map(|(&page, &version)| (page, content(page, version))).collect();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        thread::scope(|scope| {
+            let server = scope.spawn(|| serve(theirs, &memory));
+            let mut connection = Connection::new(ours);
+            let session = FetchSession::new(&mut connection, &shapes()).unwrap();
+            let mut content = DirtyBitmap::new(PAGES);
+            for &page in memory.keys() {
+                content.set(PageIndex(page));
+            }
+            let sources = session.sources(vec![DirtyBitmap::new(4), content]);
+            let source = &sources[1];
+            let wanted: Vec<u64> = wanted.iter().copied().filter(|&page| !source.is_known_zero(page)).collect();
+            let expected: Memory = wanted.iter().map(|&page| (page, memory[&page].clone())).collect();
+            let found = Mutex::new(Memory::new());
+            let take = |first: u64, bytes: &[u8]| {
+                for (page, bytes) in (first..).zip(bytes.as_chunks::<PAGE>().0) {
+                    found.lock().unwrap().insert(page, Box::new(*bytes));
+                }
+                Ok::<(), SourceError>(())
+            };
+            source.fetch_many(wanted.clone(), 4, &take).unwrap();
+            assert!(std::mem::take(&mut *found.lock().unwrap()) == expected);
+            if let Some((&page, neighbours)) = wanted.split_first() {
+                let mut fetcher = source.fetcher().unwrap();
+                fetcher.fetch_near(source, page, neighbours, &mut |first, bytes| take(first, bytes)).unwrap();
+                assert!(std::mem::take(&mut *found.lock().unwrap()) == expected);
+                fetcher.fetch_together(source, page, neighbours, &mut |first, bytes| take(first, bytes)).unwrap();
+                assert!(std::mem::take(&mut *found.lock().unwrap()) == expected);
+            }
+            drop(sources);
+            drop(session);
+            drop(connection);
+            server.join().unwrap();
+        });
+    }
+}
+
+/// Answers requests until the other side has gone.
+fn serve(stream: UnixStream, memory: &Memory) {
+    let mut connection = Connection::new(stream);
+    let mut writer = BatchWriter::new().unwrap();
+    while let Ok(Message::Control(Control::Fetch { block, pages })) = connection.receive_message() {
+        writer.begin(block);
+        for page in pages {
+            writer.page(page.into(), &memory[&page.into()]).unwrap();
+        }
+        connection.send(Kind::Pages, writer.finish()).unwrap();
+    }
+}
+
+/// A sender that answers with another page than was asked for is not believed.
+#[test]
+fn other_pages_than_were_asked_for_are_refused() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let server = thread::spawn(move || {
+        let mut connection = Connection::new(theirs);
+        connection.receive_message().unwrap();
+        let mut writer = BatchWriter::new().unwrap();
+        writer.begin(1);
+        writer.page(8, &content(8, 1)).unwrap();
+        connection.send(Kind::Pages, writer.finish()).unwrap();
+    });
+    let mut connection = Connection::new(ours);
+    let session = FetchSession::new(&mut connection, &shapes()).unwrap();
+    let mut content = DirtyBitmap::new(PAGES);
+    content.set_range(0..PAGES);
+    let sources = session.sources(vec![DirtyBitmap::new(4), content]);
+    let fetched = sources[1].fetch_many(vec![7], 1, &|_, _| Ok::<(), SourceError>(()));
+    assert!(matches!(
+        fetched,
+        Err(SourceError::Connection(ConnectionError::Malformed { .. }))
+    ));
+    server.join().unwrap();
+}
