@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use stillframe_qemu::monitor::MonitorError;
-use stillframe_repo::{PageCounts, RepoError, Repository};
+use stillframe_repo::{Note, PageCounts, RepoError, Repository, Tags};
 use thiserror::Error;
 
 use crate::ProgressSink;
@@ -65,6 +65,10 @@ pub struct CheckpointOptions {
     /// Memory for captured pages, in bytes: half of it for those being stored, half for those being
     /// captured meanwhile.
     pub copy_buffer_bytes: u64,
+    /// The words by which people find the checkpoint.
+    pub tags: Tags,
+    /// What people say about the checkpoint.
+    pub note: Option<Note>,
 }
 
 impl Default for CheckpointOptions {
@@ -78,6 +82,8 @@ impl Default for CheckpointOptions {
             dedup: true,
             keep_guest_clock: false,
             copy_buffer_bytes: 1 << 30,
+            tags: Tags::default(),
+            note: None,
         }
     }
 }

@@ -29,7 +29,7 @@ use stillframe_qemu::migration_file::{
 };
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
-use stillframe_repo::{Manifest, PageCounts, RepoError, Repository, Writer};
+use stillframe_repo::{Manifest, PageCounts, RepoError, Repository, Tags, Writer};
 use thiserror::Error;
 
 use crate::capture::device_state::BYTES_MAX;
@@ -358,6 +358,8 @@ impl Transaction<'_> {
             vm: record.label.clone(),
             time,
             parent: None,
+            tags: Tags::default(),
+            note: None,
             ram,
             streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
             pages: counts,

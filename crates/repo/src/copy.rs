@@ -113,6 +113,8 @@ impl Repository {
             vm: manifest.vm,
             time: manifest.time,
             parent,
+            tags: manifest.tags,
+            note: manifest.note,
             ram,
             streams,
             pages,

@@ -43,6 +43,7 @@ pub use copy::{Copied, Copies, Original};
 pub use crypto::Password;
 pub use crypto::key_file::Label;
 pub use error::{ErrorClass, RepoError};
+pub use format::annotation::{AnnotationError, Note, Tag, Tags};
 pub use format::config::RepositoryId;
 pub use format::lease_record::LeaseRecord;
 pub use format::manifest::{

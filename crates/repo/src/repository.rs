@@ -223,10 +223,10 @@ impl Repository {
     pub(crate) fn summaries(&self) -> Result<Vec<Summary>, RepoError> {
         let mut found = Vec::new();
         for id in self.checkpoint_ids()? {
-            if let Some(Headline { vm, time }) =
+            if let Some(Headline { vm, time, tags }) =
                 self.read_manifest_as(&id, manifest::decode_headline)?
             {
-                found.push(Summary { id, vm, time });
+                found.push(Summary { id, vm, time, tags });
             }
         }
         found.sort_by_key(|summary| (summary.time, summary.id));

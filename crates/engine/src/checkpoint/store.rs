@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use stillframe_repo::{Committed, Manifest, RepoError, Repository, Writer};
+use stillframe_repo::{Committed, Manifest, Note, RepoError, Repository, Tags, Writer};
 use stillframe_sys::affinity::Confined;
 
 use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVICE_STATE, Phases};
@@ -43,6 +43,8 @@ pub(super) struct Transaction<'r> {
     pub(super) missing_packs: Vec<String>,
     /// Deltas against the parent may be made: each page comes once.
     pub(super) deltas: bool,
+    pub(super) tags: Tags,
+    pub(super) note: Option<Note>,
 }
 
 impl CheckpointWriter {
@@ -106,6 +108,8 @@ impl CheckpointWriter {
             parent: Some(parent),
             missing_packs,
             deltas: false,
+            tags: options.tags.clone(),
+            note: options.note.clone(),
         })
     }
 
@@ -204,6 +208,8 @@ impl Transaction<'_> {
             vm: captured.record.label.clone(),
             time: captured.time,
             parent: self.parent.as_ref().map(|parent| parent.id),
+            tags: self.tags.clone(),
+            note: self.note.clone(),
             ram,
             streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
             pages: self.stream.counts.into(),

@@ -45,6 +45,8 @@ impl Vm {
                 stream: PageStream::new(&blocks),
                 parent: None,
                 deltas: false,
+                tags: options.tags.clone(),
+                note: options.note.clone(),
             },
         };
         transaction.pages_may_come_twice(&blocks);

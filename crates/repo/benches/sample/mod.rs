@@ -19,6 +19,8 @@ pub fn manifest() -> Manifest {
         vm: "bench".into(),
         time: jiff::Timestamp::now(),
         parent: None,
+        tags: Default::default(),
+        note: None,
         ram: Vec::new(),
         streams: Default::default(),
         pages: PageCounts::default(),

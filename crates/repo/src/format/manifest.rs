@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use stillframe_page::encoding::{Decoder, Encoder};
 use stillframe_page::hash::ContentId;
 
+use crate::format::annotation::{Note, Tags};
 use crate::format::layout::{Cursor, FormatError};
 
 /// The longest manifest that is read or written.
@@ -67,6 +68,12 @@ pub struct Manifest {
     pub time: Timestamp,
     /// The checkpoint this one was taken after. For people; nothing depends on it being there.
     pub parent: Option<CheckpointId>,
+    /// The words by which people find it.
+    #[serde(default, skip_serializing_if = "Tags::is_empty")]
+    pub tags: Tags,
+    /// What people say about it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<Note>,
     /// The page tables of the RAM blocks.
     pub ram: Vec<RamTable>,
     /// Byte strings, such as `device-state`.
@@ -183,13 +190,17 @@ pub struct Summary {
     pub vm: String,
     /// When it was taken.
     pub time: Timestamp,
+    /// Its tags.
+    pub tags: Tags,
 }
 
-/// The two fields by which checkpoints are chosen, read without making the rest.
+/// The fields by which checkpoints are chosen, read without making the rest.
 #[derive(Deserialize)]
 pub(crate) struct Headline {
     pub(crate) vm: String,
     pub(crate) time: Timestamp,
+    #[serde(default)]
+    pub(crate) tags: Tags,
 }
 
 pub(crate) fn decode_headline(body: &[u8]) -> Result<Headline, FormatError> {

@@ -1,5 +1,6 @@
 //! What the files of a repository hold, as bytes and as values.
 
+pub mod annotation;
 pub mod config;
 pub mod file_hash;
 pub mod layout;

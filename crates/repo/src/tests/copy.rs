@@ -20,6 +20,8 @@ fn taken(repo: &mut Repository, count: usize) -> Vec<(CheckpointId, Vm)> {
     let mut taken = Vec::new();
     for _ in 0..count {
         vm.run(&mut dice, 60);
+        vm.tags = vec!["nightly".parse().unwrap()].try_into().unwrap();
+        vm.note = Some("before the upgrade".parse().unwrap());
         taken.push((vm.checkpoint(repo).unwrap(), vm.clone()));
     }
     taken
@@ -50,6 +52,8 @@ fn a_copy_holds_what_the_original_held() {
         (&here.vm, here.time, &here.downtime_us),
         (&there.vm, there.time, &there.downtime_us)
     );
+    assert_eq!((&here.tags, &here.note), (&there.tags, &there.note));
+    assert!(!there.tags.is_empty() && there.note.is_some());
     assert_eq!(there.vm_record["label"], here.vm_record["label"]);
     // Alone there, and its parent is not: it names none. What the repositories share is nothing to see.
     assert!(here.parent.is_some() && there.parent.is_none());

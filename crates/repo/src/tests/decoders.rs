@@ -123,7 +123,8 @@ fn decode_all(bytes: &[u8]) {
 fn good_bytes() -> impl Strategy<Value = Vec<u8>> {
     let lock = r#"{"version":1,"kind":"shared","host":"h","machine":"m","boot":"b","pid_namespace":"p",
         "pid":1,"start_time":2,"program":"x","since":"s","refreshed":"r"}"#;
-    let manifest = r#"{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"ram":[],"streams":{},
+    let manifest = r#"{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"tags":["a","b"],"note":"c",
+        "ram":[],"streams":{},
         "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0,"delta":0,"unchanged":0},"bytes_stored":1,
         "vm_record":null,"downtime_us":{}}"#;
     assert!(lock_record::decode(lock.as_bytes()).is_ok());
@@ -303,5 +304,46 @@ fn a_manifest_that_contradicts_itself_is_refused() {
         vec![block("a", 4096, u64::MAX)],
     ] {
         assert!(with(&bad).is_err(), "{bad:?}");
+    }
+}
+
+#[test]
+fn tags_and_note_are_there_within_their_bounds_or_not_at_all() {
+    let with = |fields: &str| {
+        let text = format!(
+            r#"{{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,{fields}"ram":[],"streams":{{}},
+            "pages":{{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0,"delta":0,"unchanged":0}},"bytes_stored":1,
+            "vm_record":null,"downtime_us":{{}}}}"#
+        );
+        manifest::parse(text.as_bytes())
+    };
+    let without = with("").unwrap();
+    assert!(without.tags.is_empty() && without.note.is_none());
+    // Nothing is written for what is not there.
+    let json = serde_json::to_string(&without).unwrap();
+    assert!(!json.contains("tags") && !json.contains("note"), "{json}");
+
+    let tagged = with(r#""tags":["nightly","a","nightly"],"note":"büro","#).unwrap();
+    let body = tagged.encode().unwrap();
+    assert_eq!(manifest::decode(&body).unwrap(), tagged);
+    let json = serde_json::to_value(&tagged).unwrap();
+    assert_eq!(json["tags"], serde_json::json!(["a", "nightly"]));
+    assert_eq!(json["note"], "büro");
+    let headline = manifest::decode_headline(&body).unwrap();
+    assert_eq!(headline.tags, tagged.tags);
+
+    let many: Vec<String> = (0..33).map(|n| format!(r#""{n}""#)).collect();
+    let (long_tag, long_note) = ("x".repeat(65), "x".repeat(1025));
+    for bad in [
+        format!(r#""tags":[{}],"#, many.join(",")),
+        format!(r#""tags":["{long_tag}"],"#),
+        r#""tags":["a b"],"#.to_owned(),
+        r#""tags":[""],"#.to_owned(),
+        r#""tags":null,"#.to_owned(),
+        format!(r#""note":"{long_note}","#),
+        r#""note":"a\nb","#.to_owned(),
+        r#""note":"","#.to_owned(),
+    ] {
+        assert!(with(&bad).is_err(), "{bad}");
     }
 }

@@ -1,6 +1,7 @@
 //! `docs/format.md` against the code: version, cost of a password, kinds and magic numbers.
 
 use crate::crypto::key_file::Cost;
+use crate::format::annotation::{NOTE_BYTES_MAX, TAG_BYTES_MAX, TAG_PUNCTUATION, TAGS_MAX};
 use crate::format::layout::{FORMAT_VERSION, FileKind, header};
 use crate::page_table::layer;
 use crate::page_table::table;
@@ -42,6 +43,17 @@ fn a_password_costs_what_the_document_says() {
     } = Cost::STANDARD;
     let words = format!("{} MiB, {passes} passes, {lanes} lanes", memory_kib / 1024);
     assert!(DOCUMENT.contains(&words), "{words}");
+}
+
+#[test]
+fn tags_and_notes_have_the_bounds_of_the_document() {
+    for words in [
+        format!("up to {TAGS_MAX} tags of 1 to {TAG_BYTES_MAX} bytes"),
+        format!("`{TAG_PUNCTUATION}`"),
+        format!("1 to {NOTE_BYTES_MAX} bytes of UTF-8"),
+    ] {
+        assert!(DOCUMENT.contains(&words), "{words}");
+    }
 }
 
 #[test]

@@ -14,8 +14,8 @@ use crate::crypto::key_file::Cost;
 use crate::page_table::table::PageRef;
 use crate::store::local::LocalStore;
 use crate::{
-    CheckpointId, Manifest, MemoryEditor, PageCounts, PageMap, PageReader, Password, RamTable,
-    RepoError, Repository, Writer,
+    CheckpointId, Manifest, MemoryEditor, Note, PageCounts, PageMap, PageReader, Password,
+    RamTable, RepoError, Repository, Tags, Writer,
 };
 
 pub(crate) const WAIT: Duration = Duration::from_secs(60);
@@ -74,6 +74,8 @@ pub(crate) struct Vm {
     pub(crate) label: String,
     pub(crate) pages: Vec<Vec<u8>>,
     pub(crate) device_state: Vec<u8>,
+    pub(crate) tags: Tags,
+    pub(crate) note: Option<Note>,
     last: Option<Last>,
     dirty: BTreeSet<u64>,
 }
@@ -92,6 +94,8 @@ impl Vm {
             label: label.into(),
             pages: vec![vec![0; PAGE]; pages],
             device_state: vec![1; 10_000],
+            tags: Tags::default(),
+            note: None,
             last: None,
             dirty: (0..pages as u64).collect(),
         }
@@ -193,6 +197,8 @@ impl Vm {
             vm: self.label.clone(),
             time,
             parent: parent.map(|last| last.id),
+            tags: self.tags.clone(),
+            note: self.note.clone(),
             ram: vec![ram],
             streams: BTreeMap::from([("device-state".to_owned(), stream)]),
             pages: PageCounts::default(),

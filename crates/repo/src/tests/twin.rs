@@ -31,6 +31,8 @@ fn empty_manifest() -> crate::Manifest {
         vm: "blobs".into(),
         time: jiff::Timestamp::now(),
         parent: None,
+        tags: Default::default(),
+        note: None,
         ram: Vec::new(),
         streams: Default::default(),
         pages: Default::default(),

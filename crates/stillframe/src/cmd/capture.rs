@@ -90,6 +90,7 @@ pub fn options(args: &CaptureArgs) -> CheckpointOptions {
         dedup: !args.no_dedup,
         keep_guest_clock: args.keep_guest_clock,
         copy_buffer_bytes: args.copy_buffer,
+        ..CheckpointOptions::default()
     }
 }
 

@@ -161,6 +161,7 @@ mod tests {
             id: CheckpointId::from_hex(&digits.repeat(8)).unwrap(),
             vm: "vm1".to_owned(),
             time: jiff::Timestamp::UNIX_EPOCH,
+            tags: stillframe_repo::Tags::default(),
         };
         ForgetReport {
             forgotten: vec![summary("1a2b3c4d")],

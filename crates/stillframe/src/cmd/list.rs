@@ -110,7 +110,7 @@ fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
 pub(crate) mod tests {
     use std::collections::BTreeMap;
 
-    use stillframe_repo::{PageCounts, RamTable};
+    use stillframe_repo::{PageCounts, RamTable, Tags};
 
     use super::*;
 
@@ -126,6 +126,8 @@ pub(crate) mod tests {
             vm: "web\x1b1".to_owned(),
             time: "2026-03-01T12:00:00Z".parse().unwrap(),
             parent: None,
+            tags: Tags::default(),
+            note: None,
             ram: vec![table],
             streams: BTreeMap::new(),
             pages: PageCounts {
