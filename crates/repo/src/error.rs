@@ -105,6 +105,14 @@ pub enum RepoError {
         /// The VM.
         by: Box<LeaseRecord>,
     },
+    /// A policy that keeps only tagged checkpoints, of a VM that has none.
+    #[error(
+        "the rules would keep no checkpoint of VM '{vm}': none has a tag of --keep-tag; nothing was forgotten. Correct the tag, add another rule (--keep-last 1), or name the checkpoints to forget"
+    )]
+    NothingKept {
+        /// The label of the VM.
+        vm: String,
+    },
     /// This process' own lock was removed, for instance because the machine slept too long.
     #[error(
         "this process' lock {file} was removed by another process; nothing was recorded: try again"
@@ -136,7 +144,7 @@ pub enum RepoError {
         candidates: Vec<CheckpointId>,
     },
     /// `latest` in a repository with checkpoints of several VMs.
-    #[error("the repository holds checkpoints of several VMs ({}): say which", .labels.join(", "))]
+    #[error("the repository holds checkpoints of several VMs ({}): name one with --vm NAME", .labels.join(", "))]
     SeveralVms {
         /// The labels of the VMs.
         labels: Vec<String>,
@@ -289,6 +297,7 @@ impl RepoError {
             | RepoError::BadName { .. }
             | RepoError::Ambiguous { .. }
             | RepoError::SeveralVms { .. }
+            | RepoError::NothingKept { .. }
             | RepoError::BlobSize { .. }
             | RepoError::Table { .. }
             | RepoError::TooManyBlobs { .. }

@@ -51,6 +51,7 @@ pub use format::manifest::{
 };
 pub use keyring::{KeyInfo, Keyring};
 pub use lease::Lease;
+pub use maintenance::age::Age;
 pub use maintenance::check::CheckReport;
 pub use maintenance::forget::{Forget, ForgetReport};
 pub use maintenance::inspect::Stats;

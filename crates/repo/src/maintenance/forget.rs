@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use jiff::Timestamp;
 
 use crate::error::RepoError;
+use crate::format::annotation::Tag;
 use crate::format::lease_record::LeaseRecord;
 use crate::format::lock_record::LockKind;
 use crate::format::manifest::CheckpointId;
@@ -25,6 +26,8 @@ pub struct Forget {
     pub policy: KeepPolicy,
     /// The policy is applied to the VM of this label only; to each VM on its own without.
     pub vm: Option<String>,
+    /// The policy looks only at checkpoints that have all of these tags.
+    pub tags: Vec<Tag>,
     /// Also forget what VMs that are being restored lazily still need, and take their leases away.
     pub break_leases: bool,
     /// Only tell.
@@ -45,9 +48,12 @@ pub struct ForgetReport {
 }
 
 impl Repository {
-    /// Forgets checkpoints, durably; but for those that VMs which are being restored still need. Fails
-    /// before anything is removed if one of `what.ids` is such a one or does not exist. Takes the exclusive
-    /// lock, except to dry-run.
+    /// Forgets checkpoints, durably; but for those that VMs which are being restored still need. Takes the
+    /// exclusive lock, except to dry-run.
+    ///
+    /// # Errors
+    /// Before anything is removed: a VM still needs one of `what.ids`, or it does not exist; or the policy would
+    /// keep nothing of a VM whose checkpoints it looks at.
     pub fn forget(&mut self, what: &Forget) -> Result<ForgetReport, RepoError> {
         let lock = match what.dry_run {
             true => None,
@@ -58,7 +64,7 @@ impl Repository {
             )?),
         };
         let leases = lease::that_hold(&self.store, lock.as_ref())?;
-        let mut report = plan(self.summaries()?, what)?;
+        let mut report = plan(self.summaries()?, what, Timestamp::now())?;
         let broken = report.leave_out(leases, what)?;
         let Some(lock) = lock else { return Ok(report) };
         for name in broken {
@@ -111,7 +117,7 @@ impl ForgetReport {
     }
 }
 
-fn plan(all: Vec<Summary>, what: &Forget) -> Result<ForgetReport, RepoError> {
+fn plan(all: Vec<Summary>, what: &Forget, now: Timestamp) -> Result<ForgetReport, RepoError> {
     let known: BTreeSet<CheckpointId> = all.iter().map(|summary| summary.id).collect();
     if let Some(missing) = what.ids.iter().find(|id| !known.contains(id)) {
         return Err(RepoError::NotFound {
@@ -119,23 +125,28 @@ fn plan(all: Vec<Summary>, what: &Forget) -> Result<ForgetReport, RepoError> {
             vm: None,
         });
     }
-    let mut by_vm: BTreeMap<&str, Vec<(CheckpointId, Timestamp)>> = BTreeMap::new();
-    let governed =
-        |vm: &str| !what.policy.is_empty() && what.vm.as_deref().is_none_or(|only| only == vm);
-    for summary in all.iter().filter(|summary| governed(&summary.vm)) {
-        by_vm
-            .entry(&summary.vm)
-            .or_default()
-            .push((summary.id, summary.time));
+    let governed = |summary: &Summary| {
+        !what.policy.is_empty()
+            && what.vm.as_ref().is_none_or(|only| *only == summary.vm)
+            && summary.tags.has_all(&what.tags)
+    };
+    let mut by_vm: BTreeMap<&str, Vec<&Summary>> = BTreeMap::new();
+    for summary in all.iter().filter(|summary| governed(summary)) {
+        by_vm.entry(&summary.vm).or_default().push(summary);
     }
     let mut reasons = BTreeMap::new();
-    for checkpoints in by_vm.values() {
-        reasons.extend(select(&what.policy, checkpoints));
+    for (vm, checkpoints) in by_vm {
+        let kept = select(&what.policy, &checkpoints, now);
+        // Only a rule of tags can do that: a misspelt tag must not cost all checkpoints.
+        if kept.is_empty() {
+            return Err(RepoError::NothingKept { vm: vm.into() });
+        }
+        reasons.extend(kept);
     }
     let mut report = ForgetReport::default();
     for summary in all {
         let why = reasons.remove(&summary.id);
-        let unwanted = why.is_none() && governed(&summary.vm);
+        let unwanted = why.is_none() && governed(&summary);
         match unwanted || what.ids.contains(&summary.id) {
             true => report.forgotten.push(summary),
             false => report.kept.push((summary, why.unwrap_or_default())),

@@ -1,5 +1,6 @@
 //! What keeps a repository small and shows that it is whole.
 
+pub(crate) mod age;
 pub(crate) mod check;
 pub(crate) mod forget;
 pub(crate) mod inspect;

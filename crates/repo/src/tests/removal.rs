@@ -3,7 +3,7 @@
 use jiff::{SignedDuration, Timestamp};
 
 use super::support::{Dice, Vm, WAIT, init, open, test_dir};
-use crate::{CheckpointId, ErrorClass, Forget, KeepPolicy, RepoError, Repository};
+use crate::{CheckpointId, ErrorClass, Forget, KeepPolicy, RepoError, Repository, Tags};
 
 fn tree_bytes(dir: &std::path::Path) -> u64 {
     std::fs::read_dir(dir)
@@ -135,7 +135,7 @@ fn a_policy_applies_to_each_vm_on_its_own() {
         ..KeepPolicy::default()
     };
     let only_one = Forget {
-        policy,
+        policy: policy.clone(),
         vm: Some("one".into()),
         dry_run: true,
         ..Forget::default()
@@ -163,6 +163,75 @@ fn a_policy_applies_to_each_vm_on_its_own() {
         .collect();
     assert_eq!(labels.len(), 2);
     assert!(labels.contains(&"one".into()) && labels.contains(&"three".into()));
+}
+
+/// Checkpoints of one VM, every second one with the tag `even`.
+fn tagged(repo: &mut Repository, label: &str, count: usize) -> Vec<CheckpointId> {
+    let mut vm = Vm::new(label, 10);
+    let even = Tags::try_from(vec!["even".parse().unwrap()]).unwrap();
+    let tags = [even, Tags::default()];
+    (0..count)
+        .map(|n| {
+            vm.tags = tags[n % 2].clone();
+            vm.run(&mut Dice(n as u64), 5);
+            vm.checkpoint(repo).unwrap()
+        })
+        .collect()
+}
+
+#[test]
+fn a_policy_looks_only_at_checkpoints_with_the_tags() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let all = tagged(&mut repo, "vm", 6);
+    let what = Forget {
+        policy: KeepPolicy {
+            last: 1,
+            ..KeepPolicy::default()
+        },
+        tags: vec!["even".parse().unwrap()],
+        ..Forget::default()
+    };
+    let report = repo.forget(&what).unwrap();
+    let gone: Vec<CheckpointId> = report.forgotten.iter().map(|gone| gone.id).collect();
+    assert_eq!(gone, [all[0], all[2]]);
+    let reasons: Vec<_> = report
+        .kept
+        .iter()
+        .map(|(one, why)| (one.id, why.len()))
+        .collect();
+    assert_eq!(
+        reasons,
+        [(all[1], 0), (all[3], 0), (all[4], 1), (all[5], 0)]
+    );
+    // No checkpoint has both tags, so the policy looks at none.
+    let tags = vec!["even".parse().unwrap(), "odd".parse().unwrap()];
+    let report = repo.forget(&Forget { tags, ..what }).unwrap();
+    assert!(report.forgotten.is_empty());
+    assert_eq!(repo.manifests().unwrap().len(), 4);
+}
+
+#[test]
+fn a_tag_that_no_checkpoint_of_a_vm_has_costs_it_nothing() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let of_one = tagged(&mut repo, "one", 2);
+    let of_other = Vm::new("other", 10).checkpoint(&mut repo).unwrap();
+    let mut what = Forget {
+        policy: KeepPolicy {
+            tags: vec!["even".parse().unwrap()],
+            ..KeepPolicy::default()
+        },
+        ..Forget::default()
+    };
+    let error = repo.forget(&what).unwrap_err();
+    assert!(matches!(&error, RepoError::NothingKept { vm } if vm == "other"));
+    assert_eq!(repo.manifests().unwrap().len(), 3);
+    what.vm = Some("one".into());
+    assert_eq!(repo.forget(&what).unwrap().forgotten[0].id, of_one[1]);
+    let left = repo.manifests().unwrap();
+    let left: Vec<CheckpointId> = left.into_iter().map(|(id, _)| id).collect();
+    assert_eq!(left, [of_one[0], of_other]);
 }
 
 #[test]

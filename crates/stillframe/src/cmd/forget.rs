@@ -19,6 +19,7 @@ pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
         ids: resolve(&repository, args)?,
         policy,
         vm: args.vm.clone(),
+        tags: Vec::new(),
         break_leases: args.break_leases,
         dry_run: args.dry_run,
     };
@@ -67,6 +68,7 @@ fn policy(keep: &KeepArgs) -> KeepPolicy {
         hourly: keep.keep_hourly.unwrap_or(0),
         daily: keep.keep_daily.unwrap_or(0),
         weekly: keep.keep_weekly.unwrap_or(0),
+        ..KeepPolicy::default()
     }
 }
 
