@@ -1,5 +1,6 @@
 //! What a command itself finds wrong.
 
+use stillframe_repo::AnnotationError;
 use thiserror::Error;
 
 use crate::table;
@@ -13,6 +14,9 @@ pub enum CommandError {
     /// No VM; the command line's definitions do not let this through.
     #[error("no VM: name one with --pid, --qmp or --vm")]
     NoVm,
+    /// More tags than a checkpoint can have.
+    #[error(transparent)]
+    Tags(#[from] AnnotationError),
     /// No id and no rule.
     #[error("nothing to forget: name checkpoints, or give a --keep rule")]
     NothingToForget,

@@ -120,6 +120,7 @@ fn of_command(error: &CommandError) -> Exit {
     match error {
         CommandError::NoRepository
         | CommandError::NoVm
+        | CommandError::Tags(_)
         | CommandError::NothingToForget
         | CommandError::SameMonitor
         | CommandError::NoMonitor
@@ -137,11 +138,12 @@ fn of_repo(error: &RepoError) -> Exit {
     match error {
         // A blob that a checkpoint refers to is missing: no request was wrong.
         RepoError::MissingBlob { .. } => return Exit::Damaged,
-        // `SeveralVms` and `Ambiguous` depend on what the repository holds, but only other words on
-        // the command line mend them.
-        RepoError::BadName { .. } | RepoError::Ambiguous { .. } | RepoError::SeveralVms { .. } => {
-            return Exit::Usage;
-        }
+        // All but the first depend on what the repository holds, but only other words on the command
+        // line mend them.
+        RepoError::BadName { .. }
+        | RepoError::Ambiguous { .. }
+        | RepoError::SeveralVms { .. }
+        | RepoError::NothingKept { .. } => return Exit::Usage,
         _ => {}
     }
     match error.class() {

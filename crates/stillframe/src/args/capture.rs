@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use stillframe_engine::checkpoint::ScheduleChoice;
+use stillframe_repo::{Note, Tag};
 
 use super::VmSelector;
 use crate::{durations, sizes};
@@ -12,6 +13,12 @@ use crate::{durations, sizes};
 /// How checkpoints are taken; shared by `checkpoint` and `watch`.
 #[derive(Debug, Clone, Args)]
 pub struct CaptureArgs {
+    /// Give the checkpoint this tag, to find and keep it by; may be given several times
+    #[arg(long = "tag", value_name = "NAME")]
+    pub tags: Vec<Tag>,
+    /// Say this about the checkpoint
+    #[arg(long, value_name = "TEXT")]
+    pub note: Option<Note>,
     /// Resume the VM when a pause takes longer [default: 3s; 10m with --verify]
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
     pub pause_limit: Option<Duration>,

@@ -6,6 +6,7 @@ use stillframe_engine::checkpoint::{
 };
 use stillframe_engine::pipeline::WorkControl;
 use stillframe_engine::{ProgressSink, Selector};
+use stillframe_repo::Tags;
 
 use super::{Context, clock_words, probe, short};
 use crate::args::{CaptureArgs, VmSelector};
@@ -81,8 +82,12 @@ pub fn detach(context: &Context, vm: Vm) {
 }
 
 /// What the command line says about how.
-pub fn options(args: &CaptureArgs) -> CheckpointOptions {
-    CheckpointOptions {
+///
+/// # Errors
+/// There are too many tags.
+pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
+    let tags = Tags::try_from(args.tags.clone())?;
+    Ok(CheckpointOptions {
         pause_limit: args.pause_limit(),
         lock_wait: args.lock_wait,
         verify: args.verify,
@@ -90,8 +95,9 @@ pub fn options(args: &CaptureArgs) -> CheckpointOptions {
         dedup: !args.no_dedup,
         keep_guest_clock: args.keep_guest_clock,
         copy_buffer_bytes: args.copy_buffer,
-        ..CheckpointOptions::default()
-    }
+        tags,
+        note: args.note.clone(),
+    })
 }
 
 /// Shows how far work is, and gives it up at the user's signal.
@@ -230,12 +236,33 @@ mod tests {
 
     #[test]
     fn the_command_line_has_the_engines_defaults() {
+        let options = given(&[]).unwrap();
+        assert_eq!(options, CheckpointOptions::default());
+    }
+
+    /// What a command line of `checkpoint` with these options says.
+    fn given(more: &[String]) -> Result<CheckpointOptions, CommandError> {
         use clap::Parser as _;
-        let cli = crate::args::Cli::try_parse_from(["stillframe", "checkpoint", "--vm", "web1"]);
+        let line = ["stillframe", "checkpoint", "--vm", "web1"].map(str::to_owned);
+        let cli = crate::args::Cli::try_parse_from([&line, more].concat());
         let crate::args::Command::Checkpoint(args) = cli.unwrap().command else {
             panic!("not this command");
         };
-        assert_eq!(options(&args.capture), CheckpointOptions::default());
+        options(&args.capture)
+    }
+
+    #[test]
+    fn tags_and_note_are_handed_over_unless_they_are_too_many() {
+        let numbered = |count: u32| -> Vec<String> {
+            (0..count).map(|number| format!("--tag={number}")).collect()
+        };
+        let mut line = numbered(32);
+        line.extend(["--tag=7".to_owned(), "--note=by hand".to_owned()]);
+        let options = given(&line).unwrap();
+        assert_eq!(options.tags.iter().count(), 32);
+        assert_eq!(options.note.unwrap().to_string(), "by hand");
+        let error = given(&numbered(33)).unwrap_err();
+        assert!(error.to_string().contains("at most 32"), "{error}");
     }
 
     fn report() -> CheckpointReport {

@@ -9,12 +9,12 @@ use crate::args::CheckpointArgs;
 /// Takes one checkpoint.
 pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
+    let options = capture::options(&args.capture)?;
     let mut repository = context.open()?;
     repository.limit_writes(args.capture.limit_write);
     let first = "interrupted: giving the checkpoint up (once more: end at once)";
     let interrupts = context.listen(1, first)?;
     let mut vm = capture::attach(context, &selector, args.capture.schedule)?;
-    let options = capture::options(&args.capture);
     let control = capture::Control::new(context, interrupts);
     let taken = control.run(true, |progress| {
         vm.checkpoint(

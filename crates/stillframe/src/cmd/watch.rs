@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use stillframe_engine::attach::{AnewError, AttachError, Vm};
 use stillframe_engine::checkpoint::{
-    CheckpointReport, CheckpointWriter, ScheduleChoice, ScheduleKind,
+    CheckpointOptions, CheckpointReport, CheckpointWriter, ScheduleChoice, ScheduleKind,
 };
 use stillframe_engine::pipeline::{
     End, Ended, Environment, Event, Pipeline, PipelineError, PipelineOptions, RepositorySink,
@@ -25,7 +25,7 @@ use crate::table;
 
 struct Watch<'a> {
     context: &'a Context,
-    args: &'a WatchArgs,
+    options: CheckpointOptions,
     interrupts: Interrupts,
     hasher: ContentHasher,
     process: Process,
@@ -35,6 +35,7 @@ struct Watch<'a> {
 /// Takes checkpoints until something ends it.
 pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
+    let options = capture::options(&args.capture)?;
     let repository = context.open()?;
     repository.limit_writes(args.capture.limit_write);
     let first = "interrupted: finishing the running checkpoint, then letting the VM go (once more: give it up)";
@@ -44,13 +45,12 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
     let process = Process::open(vm.pid()).context("the VM ended while it was attached to")?;
     let watch = Watch {
         context,
-        args,
+        options: options.clone(),
         interrupts: interrupts.clone(),
         hasher: repository.hasher(),
         process,
         reporter: Reporter::new(context, args.every),
     };
-    let options = capture::options(&args.capture);
     let pipeline = PipelineOptions {
         every: args.every,
         count: args.count,
@@ -100,7 +100,7 @@ impl Watch<'_> {
         WatchedVm {
             vm,
             hasher: self.hasher.clone(),
-            options: capture::options(&self.args.capture),
+            options: self.options.clone(),
         }
     }
 }
