@@ -7,6 +7,7 @@ mod forget;
 mod generate;
 mod interchange;
 mod key;
+mod list;
 mod rewind;
 mod start;
 mod transfer;
@@ -28,6 +29,7 @@ pub use forget::{ForgetArgs, KeepArgs, PruneArgs};
 pub use generate::{CompletionsArgs, ManArgs};
 pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
+pub use list::ListArgs;
 pub use rewind::RewindArgs;
 pub use start::StartArgs;
 pub use transfer::{ReceiveArgs, SendArgs, TransferArgs, TransferSide};
@@ -188,14 +190,6 @@ impl VmSelector {
         let by_name = || name.map(Selector::Name);
         by_pid.or_else(by_qmp).or_else(by_name)
     }
-}
-
-/// `list`
-#[derive(Debug, Args)]
-pub struct ListArgs {
-    /// Only checkpoints of this VM
-    #[arg(long, value_name = "NAME")]
-    pub vm: Option<String>,
 }
 
 /// One checkpoint by name.
@@ -492,12 +486,17 @@ mod tests {
         for line in [
             "forget --keep-last 3 --keep-hourly 1 --keep-daily 2 --keep-weekly 4 --prune --dry-run",
             "forget 1a2b latest~3 --vm a",
+            "forget --keep-within 1y6mo --keep-monthly 2 --keep-yearly 1 --keep-tag a --keep-tag b",
+            "forget --keep-tag a --tag b --tag c --vm d",
             "check --read-data",
             "prune --dry-run",
             "rebuild-index",
             "inspect /r/config",
             "probe --json",
             "list --json",
+            "list --vm a --tag b --tag c --since 3d --until 2026-11-24 --last 2",
+            "checkpoint --vm a --tag nightly --tag v1.2 --note words",
+            "watch --vm a --every 1s --tag nightly --note words",
             "show latest",
             "init -q",
             "copy latest 1a2b --vm a --to /other --to-password-file /p",
@@ -508,6 +507,27 @@ mod tests {
         ] {
             assert!(parse(line).is_ok(), "{line}");
         }
-        assert_eq!(refused("forget --keep-last 0"), ErrorKind::ValueValidation);
+        for line in [
+            "forget --keep-last 0",
+            "forget --keep-monthly 0",
+            "forget --keep-within 5m",
+            "forget --keep-within 0d",
+            "forget --keep-tag a,b",
+            "list --since yesterday",
+            "list --until 2026-02-30",
+            "list --last 0",
+            "checkpoint --vm a --tag a,b",
+        ] {
+            assert_eq!(refused(line), ErrorKind::ValueValidation, "{line}");
+        }
+    }
+
+    #[test]
+    fn a_tag_chooses_what_rules_look_at_and_nothing_else() {
+        assert_eq!(
+            refused("forget latest --tag a"),
+            ErrorKind::MissingRequiredArgument
+        );
+        assert!(parse("forget latest --tag a --keep-last 1").is_ok());
     }
 }

@@ -1,4 +1,6 @@
-//! Lengths of time as they are typed and shown: `500ms`, `2s`, `1.5m`.
+//! Lengths of time as they are typed and shown: `500ms`, `2s`, `1.5m`. Ages and points in time are in [`times`].
+
+pub mod times;
 
 use std::time::Duration;
 

@@ -75,10 +75,14 @@ Examples:
   stillframe -r /srv/checkpoints checkpoint --vm web1
   stillframe -r /srv/checkpoints checkpoint --pid 4711 --json
   stillframe -r /srv/checkpoints checkpoint --qmp /run/web1.qmp --verify
+  stillframe -r /srv/checkpoints checkpoint --vm web1 --tag before-upgrade --note 'kernel 6.12 is next'
 
 The VM runs on, except for the pause the result tells of. A pause that overruns its limit ends, and
 the checkpoint with it. With --verify the pause lasts as long as reading all memory takes. Ctrl-C
 gives the checkpoint up. TIME is a number and its unit: 500ms, 2s, 5m. SIZE too: 64M, 1.5G.
+
+A tag is a word of letters, digits and ._-:/+@=, up to 64 bytes; a checkpoint has up to 32. A note is one line
+of up to 1024 bytes. Both are encrypted with the checkpoint, and cannot be changed later.
 
 ",
     exit_codes!()
@@ -90,6 +94,7 @@ pub const WATCH: &str = concat!(
 Examples:
   stillframe -r /srv/checkpoints watch --vm web1 --every 30s
   stillframe -r /srv/checkpoints watch --pid 4711 --every 2s --count 100 --json
+  stillframe -r /srv/checkpoints watch --vm web1 --every 10m --tag auto
 
 One checkpoint is stored while the next is captured; an interval that cannot be kept is lengthened, and
 told. --schedule auto takes what suits the VM, and says why: stop-copy (all in the pause), pre-copy
@@ -102,7 +107,7 @@ One result a checkpoint. A checkpoint that fails is reported, and tried again at
 10 failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the
 running checkpoint and detaches, the second gives the checkpoint up, the third exits at once; the VM
 runs on in every case. Exit code 0 when ended by a signal or by the VM's end, but 1 when --count was
-given and not reached. TIME is a number and its unit: 500ms, 2s, 5m.
+given and not reached. TIME is a number and its unit: 500ms, 2s, 5m. Every checkpoint has the tags and the note.
 
 ",
     exit_codes!()
@@ -114,6 +119,12 @@ pub const LIST: &str = concat!(
 Examples:
   stillframe -r /srv/checkpoints list
   stillframe -r /srv/checkpoints list --vm web1 --json
+  stillframe -r /srv/checkpoints list --tag nightly --since 7d --last 3
+  stillframe -r /srv/checkpoints list --since 2026-11-01 --until 2026-11-24T13:00:00+01:00
+
+A checkpoint is listed if all options allow it. TIME is a date of this host's time zone (all of that day), a date
+with time and zone as RFC 3339 has it, or an age: whole numbers with the units s, min, h, d, w, mo and y, such as
+2h, 3d or 1y6mo. What the table shows as a time can be given as one, in quotes. With --json times are UTC.
 
 ",
     exit_codes!()
@@ -299,8 +310,14 @@ Examples:
   stillframe -r /srv/checkpoints forget --keep-last 10 --keep-hourly 24 --keep-daily 7 --prune
   stillframe -r /srv/checkpoints forget 1a2b3c4d 5e6f7a8b
   stillframe -r /srv/checkpoints forget --vm web1 --keep-last 1 --dry-run
+  stillframe -r /srv/checkpoints forget --keep-within 7d --keep-monthly 12 --keep-yearly 5 --keep-tag before-upgrade
+  stillframe -r /srv/checkpoints forget --tag auto --keep-within 1d
 
-The rules hold for each VM by itself. No checkpoint needs another one to be restored.
+The rules hold for each VM by itself, and a checkpoint that any rule keeps stays. No checkpoint needs another one
+to be restored. Hours, days, weeks (from Monday), months and years are those of UTC. AGE is whole numbers with
+the units s, min, h, d, w, mo and y, such as 12h, 7d or 1y6mo; it counts back from the newest checkpoint of the VM
+that the rules look at and that is not of the future. --keep-tag by itself is refused if no checkpoint of a VM has
+the tag. Checkpoints that no rule looks at stay: they are counted, not listed; --json has all of them.
 
 ",
     exit_codes!()

@@ -3,8 +3,9 @@
 use serde_json::{Value, json};
 use stillframe_repo::{Forget, ForgetReport, KeepPolicy, KeepReason, Repository, Summary};
 
-use super::{Context, local_time, prune, short, templates};
+use super::{Context, prune, short, templates};
 use crate::args::{ForgetArgs, KeepArgs};
+use crate::durations::times;
 use crate::error::CommandError;
 use crate::table::{self, Align, Table, printable};
 
@@ -19,7 +20,7 @@ pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
         ids: resolve(&repository, args)?,
         policy,
         vm: args.vm.clone(),
-        tags: Vec::new(),
+        tags: args.tags.clone(),
         break_leases: args.break_leases,
         dry_run: args.dry_run,
     };
@@ -68,7 +69,10 @@ fn policy(keep: &KeepArgs) -> KeepPolicy {
         hourly: keep.keep_hourly.unwrap_or(0),
         daily: keep.keep_daily.unwrap_or(0),
         weekly: keep.keep_weekly.unwrap_or(0),
-        ..KeepPolicy::default()
+        monthly: keep.keep_monthly.unwrap_or(0),
+        yearly: keep.keep_yearly.unwrap_or(0),
+        within: keep.keep_within,
+        tags: keep.keep_tags.clone(),
     }
 }
 
@@ -88,6 +92,7 @@ fn summary(summary: &Summary) -> Value {
         "checkpoint": summary.id.to_string(),
         "vm": summary.vm,
         "time": summary.time.to_string(),
+        "tags": summary.tags,
     })
 }
 
@@ -116,32 +121,35 @@ fn object(report: &ForgetReport, dry_run: bool) -> Value {
     })
 }
 
+/// A line for each checkpoint that goes, is needed or is kept by a rule, and the number of all that stay: those
+/// that no rule looked at may be hundreds, and have nothing to do with the request.
 fn words(report: &ForgetReport, dry_run: bool) -> String {
+    let forgotten = report.forgotten.iter();
+    let forgotten = forgotten.map(|gone| ("forget", gone, String::new()));
+    let kept = report.kept.iter().filter(|(_, why)| !why.is_empty());
+    let kept = kept.map(|(kept, why)| ("keep", kept, reasons(why).join(", ")));
+    let leased = report.leased.iter();
+    let leased = leased.map(|(left, _)| ("leased", left, String::new()));
+    let rows: Vec<(&str, &Summary, String)> = forgotten.chain(kept).chain(leased).collect();
+    let shown = times::local_column(rows.iter().map(|(_, of, _)| (of.vm.as_str(), of.time)));
+
     let columns = ["", "CHECKPOINT", "VM", "TIME", "KEPT AS"].map(|name| (name, Align::Left));
     let mut table = Table::new(&columns);
-    let mut row = |encoding: &str, of: &Summary, why: String| {
+    let is_empty = rows.is_empty();
+    for ((verdict, of, why), time) in rows.into_iter().zip(shown) {
         let id = of.id.to_string();
-        let cells = [encoding, short(&id), &of.vm].map(str::to_owned);
-        table.row(cells.into_iter().chain([local_time(of.time), why]));
-    };
-    for forgotten in &report.forgotten {
-        row("forget", forgotten, String::new());
+        let cells = [verdict, short(&id), &of.vm].map(str::to_owned);
+        table.row(cells.into_iter().chain([time, why]));
     }
-    for (kept, why) in &report.kept {
-        row("keep", kept, reasons(why).join(", "));
-    }
-    let mut needed = String::new();
-    for (left, lease) in &report.leased {
-        row("leased", left, String::new());
-        needed += &format!(
+    let needed = report.leased.iter().map(|(left, lease)| {
+        format!(
             "\n{} is left: a VM restored from it does not have all its memory yet, {}",
             short(&left.id.to_string()),
             printable(&lease.to_string()),
-        );
-    }
-    format!(
-        "{}\n{} {}, {} kept{needed}",
-        table.render(),
+        )
+    });
+    let total = format!(
+        "{} {}, {} kept{}",
         table::count(report.forgotten.len() as u64, "checkpoint"),
         if dry_run {
             "would be forgotten"
@@ -149,7 +157,12 @@ fn words(report: &ForgetReport, dry_run: bool) -> String {
             "forgotten"
         },
         report.kept.len() + report.leased.len(),
-    )
+        needed.collect::<String>(),
+    );
+    match is_empty {
+        true => total,
+        false => format!("{}\n{total}", table.render()),
+    }
 }
 
 #[cfg(test)]
@@ -187,6 +200,26 @@ mod tests {
     }
 
     #[test]
+    fn what_no_rule_looked_at_is_counted_and_not_listed() {
+        let mut report = report();
+        for (_, why) in &mut report.kept {
+            why.clear();
+        }
+        report.kept = vec![report.kept[0].clone(); 300];
+        let text = words(&report, true);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[1].starts_with("forget  1a2b3c4d"), "{text}");
+        assert_eq!(lines[2..], ["1 checkpoint would be forgotten, 300 kept"]);
+        report.forgotten.clear();
+        assert_eq!(words(&report, false), "0 checkpoints forgotten, 300 kept");
+        // Scripts get them all.
+        assert_eq!(
+            object(&report, false)["kept"].as_array().unwrap().len(),
+            300
+        );
+    }
+
+    #[test]
     fn scripts_get_the_same() {
         let object = object(&report(), true);
         assert_eq!(object["forgotten"][0]["checkpoint"], "1a2b3c4d".repeat(8));
@@ -197,10 +230,8 @@ mod tests {
     #[test]
     fn a_rule_not_given_keeps_nothing_by_itself() {
         let keep = KeepArgs {
-            keep_last: None,
-            keep_hourly: None,
             keep_daily: Some(3),
-            keep_weekly: None,
+            ..KeepArgs::default()
         };
         assert_eq!(
             policy(&keep),

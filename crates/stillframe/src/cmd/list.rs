@@ -1,19 +1,27 @@
 //! `list`: the checkpoints, oldest first.
 
-use serde_json::{Value, json};
-use stillframe_repo::{CheckpointId, Manifest};
+use std::collections::HashMap;
 
-use super::{Context, local_time, short};
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
+use serde_json::{Value, json};
+use stillframe_repo::{CheckpointId, Manifest, Tags};
+
+use super::{Context, short};
 use crate::args::ListArgs;
 use crate::durations;
+use crate::durations::times;
 use crate::table::{self, Align, Table};
 
-/// Lists all checkpoints, or those of one VM.
+/// Lists all checkpoints, or those that the options choose.
 pub fn run(context: &Context, args: &ListArgs) -> anyhow::Result<()> {
     let mut checkpoints = context.open()?.manifests()?;
-    if let Some(vm) = &args.vm {
-        checkpoints.retain(|(_, manifest)| manifest.vm == *vm);
-    }
+    choose(
+        &mut checkpoints,
+        args,
+        Timestamp::now(),
+        &TimeZone::system(),
+    );
     let objects: Vec<Value> = checkpoints
         .iter()
         .map(|(id, manifest)| object(id, manifest))
@@ -24,6 +32,34 @@ pub fn run(context: &Context, args: &ListArgs) -> anyhow::Result<()> {
         .map_err(Into::into)
 }
 
+/// Leaves what the options choose, in the order that it has: oldest first.
+fn choose(
+    checkpoints: &mut Vec<(CheckpointId, Manifest)>,
+    args: &ListArgs,
+    now: Timestamp,
+    zone: &TimeZone,
+) {
+    let since = args.since.map(|since| since.first(now, zone));
+    let until = args.until.map(|until| until.last(now, zone));
+    checkpoints.retain(|(_, manifest)| {
+        args.vm.as_ref().is_none_or(|vm| manifest.vm == *vm)
+            && manifest.tags.has_all(&args.tags)
+            && since.is_none_or(|since| manifest.time >= since)
+            && until.is_none_or(|until| manifest.time <= until)
+    });
+    let Some(last) = args.last else { return };
+    let mut left: HashMap<String, usize> = HashMap::new();
+    for (_, manifest) in checkpoints.iter() {
+        *left.entry(manifest.vm.clone()).or_default() += 1;
+    }
+    checkpoints.retain(|(_, manifest)| {
+        // Each VM was counted above.
+        let left = left.entry(manifest.vm.clone()).or_default();
+        *left = left.saturating_sub(1);
+        *left < last.get()
+    });
+}
+
 /// What is promised to scripts about every checkpoint.
 pub fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
     json!({
@@ -31,6 +67,8 @@ pub fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
         "vm": manifest.vm,
         "time": manifest.time.to_string(),
         "parent": manifest.parent.map(|id| id.to_string()),
+        "tags": manifest.tags,
+        "note": manifest.note,
         "pages": manifest.pages,
         "bytes_stored": manifest.bytes_stored,
         "downtime_us": manifest.downtime_us,
@@ -65,12 +103,18 @@ pub fn pause(manifest: &Manifest) -> String {
     total.map_or_else(|| "-".to_owned(), durations::human_us)
 }
 
+/// `before-upgrade, nightly`
+pub fn tags(tags: &Tags) -> String {
+    let words: Vec<&str> = tags.iter().map(|tag| tag.as_str()).collect();
+    words.join(", ")
+}
+
 fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
     use Align::{Left, Right};
     // Only where there is something to say.
-    let marked = checkpoints
-        .iter()
-        .any(|(_, manifest)| !obstacles(manifest).is_empty());
+    let of_any = |said: fn(&Manifest) -> bool| checkpoints.iter().any(|(_, one)| said(one));
+    let tagged = of_any(|manifest| !manifest.tags.is_empty());
+    let marked = of_any(|manifest| !obstacles(manifest).is_empty());
     let mut columns = vec![
         ("CHECKPOINT", Left),
         ("VM", Left),
@@ -81,9 +125,13 @@ fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
         ("PAUSE", Right),
         ("PARENT", Left),
     ];
+    columns.extend(tagged.then_some(("TAGS", Left)));
     columns.extend(marked.then_some(("RESTORE", Left)));
     let mut table = Table::new(&columns);
-    for (id, manifest) in checkpoints {
+    let taken = checkpoints
+        .iter()
+        .map(|(_, one)| (one.vm.as_str(), one.time));
+    for ((id, manifest), time) in checkpoints.iter().zip(times::local_column(taken)) {
         let parent = manifest.parent.map(|id| id.to_string());
         let mark = match obstacles(manifest).len() {
             0 => String::new(),
@@ -92,13 +140,14 @@ fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
         let mut row = vec![
             short(&id.to_string()).to_owned(),
             manifest.vm.clone(),
-            local_time(manifest.time),
+            time,
             table::bytes(memory_bytes(manifest)),
             manifest.pages.new.to_string(),
             table::bytes(manifest.bytes_stored),
             pause(manifest),
             parent.as_deref().map_or("-", short).to_owned(),
         ];
+        row.extend(tagged.then(|| tags(&manifest.tags)));
         row.extend(marked.then_some(mark));
         table.row(row);
     }
@@ -110,7 +159,7 @@ fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
 pub(crate) mod tests {
     use std::collections::BTreeMap;
 
-    use stillframe_repo::{PageCounts, RamTable, Tags};
+    use stillframe_repo::{PageCounts, RamTable, Tag};
 
     use super::*;
 
@@ -163,6 +212,92 @@ pub(crate) mod tests {
         assert_eq!(lines[2], "1 checkpoint");
     }
 
+    fn tagged(tags: &[&str]) -> Tags {
+        let tags: Vec<Tag> = tags.iter().map(|tag| tag.parse().unwrap()).collect();
+        tags.try_into().unwrap()
+    }
+
+    #[test]
+    fn tags_have_a_column_where_there_are_any() {
+        let ((id, mut with), without) = (sample(), sample());
+        with.tags = tagged(&["nightly", "before-upgrade"]);
+        with.note = Some("by hand".parse().unwrap());
+        let object = object(&id, &with);
+        assert_eq!(object["tags"], json!(["before-upgrade", "nightly"]));
+        assert_eq!(object["note"], "by hand");
+        let text = words(&[(id, with), without]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].ends_with("PARENT  TAGS"), "{text}");
+        assert!(
+            lines[1].ends_with("-       before-upgrade, nightly"),
+            "{text}"
+        );
+        assert!(lines[2].ends_with("  -"), "{text}");
+    }
+
+    #[test]
+    fn milliseconds_are_shown_where_seconds_are_not_enough() {
+        let ((id, mut early), (_, mut late)) = (sample(), sample());
+        early.time = "2026-03-01T12:00:00.25Z".parse().unwrap();
+        late.time = "2026-03-01T12:00:00.5Z".parse().unwrap();
+        let text = words(&[(id, early.clone()), (id, late.clone())]);
+        assert!(
+            text.contains(":00.250") && text.contains(":00.500"),
+            "{text}"
+        );
+        late.vm = "other".to_owned();
+        assert!(!words(&[(id, early), (id, late)]).contains(".500"));
+    }
+
+    /// The places, in a list of checkpoints an hour apart of the VMs a, b, a, b, ..., the first two of them and
+    /// the last with a tag, of those that are chosen.
+    fn chosen(args: &ListArgs) -> Vec<u8> {
+        let start: Timestamp = "2026-03-01T12:00:00Z".parse().unwrap();
+        let one = |n: u8| {
+            let (_, mut manifest) = sample();
+            manifest.vm = ["a", "b"][usize::from(n % 2)].to_owned();
+            manifest.time = start + jiff::SignedDuration::from_hours(n.into());
+            if [0, 1, 7].contains(&n) {
+                manifest.tags = tagged(&["t", "u"]);
+            }
+            (CheckpointId([n; 32]), manifest)
+        };
+        let mut all: Vec<_> = (0..8).map(one).collect();
+        let now = "2026-03-01T19:30:00Z".parse().unwrap();
+        choose(&mut all, args, now, &TimeZone::UTC);
+        all.iter().map(|(id, _)| id.0[0]).collect()
+    }
+
+    #[test]
+    fn options_choose_together() {
+        use crate::args::{Cli, Command};
+        use clap::Parser as _;
+        let chosen = |options: &str| {
+            let line = ["stillframe", "list"]
+                .into_iter()
+                .chain(options.split_whitespace());
+            match Cli::try_parse_from(line).unwrap().command {
+                Command::List(args) => chosen(&args),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(chosen(""), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(chosen("--vm b"), [1, 3, 5, 7]);
+        assert_eq!(chosen("--tag t --tag u"), [0, 1, 7]);
+        assert_eq!(chosen("--tag t --tag v"), [0; 0]);
+        assert_eq!(chosen("--since 2h"), [6, 7]);
+        assert_eq!(chosen("--since 2026-03-01T18:00:00Z"), [6, 7]);
+        assert_eq!(chosen("--until 2026-03-01T14:00:00Z"), [0, 1, 2]);
+        assert_eq!(chosen("--since 2026-03-01 --until 2026-03-01").len(), 8);
+        assert_eq!(chosen("--until 2026-02-28"), [0; 0]);
+        assert_eq!(chosen("--last 1"), [6, 7]);
+        assert_eq!(chosen("--last 3"), [2, 3, 4, 5, 6, 7]);
+        assert_eq!(chosen("--last 9 --vm a"), [0, 2, 4, 6]);
+        // The newest of what the others leave.
+        assert_eq!(chosen("--last 1 --until 3h"), [3, 4]);
+        assert_eq!(chosen("--last 1 --tag t"), [0, 7]);
+    }
+
     #[test]
     fn what_stands_in_the_way_of_a_restore_is_marked() {
         let ((id, mut with), without) = (sample(), sample());
@@ -183,6 +318,8 @@ pub(crate) mod tests {
         assert_eq!(object["vm"], "web\x1b1");
         assert_eq!(object["time"], "2026-03-01T12:00:00Z");
         assert_eq!(object["parent"], Value::Null);
+        assert_eq!(object["tags"], json!([]));
+        assert_eq!(object["note"], Value::Null);
         assert_eq!(object["pages"]["new"], 7);
         assert_eq!(object["bytes_stored"], 2048);
     }

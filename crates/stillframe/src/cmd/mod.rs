@@ -35,6 +35,7 @@ use stillframe_repo::Repository;
 
 use crate::args::{Cli, Command, GlobalArgs};
 use crate::durations;
+use crate::durations::times;
 use crate::error::CommandError;
 use crate::exit::Exit;
 use crate::interrupt::{AtLast, Interrupts};
@@ -157,8 +158,5 @@ fn short(id: &str) -> &str {
 
 /// A time as the user's clock shows it.
 fn local_time(time: jiff::Timestamp) -> String {
-    let zone = jiff::tz::TimeZone::system();
-    time.to_zoned(zone)
-        .strftime("%Y-%m-%d %H:%M:%S")
-        .to_string()
+    times::local(time)
 }

@@ -67,6 +67,12 @@ fn head(id: &CheckpointId, manifest: &Manifest, working_set: Option<u64>) -> Tab
         format!("{} ({})", local_time(manifest.time), manifest.time),
     );
     table.entry("parent", parent);
+    if !manifest.tags.is_empty() {
+        table.entry("tags", list::tags(&manifest.tags));
+    }
+    if let Some(note) = &manifest.note {
+        table.entry("note", note);
+    }
     table.entry("memory", table::bytes(list::memory_bytes(manifest)));
     table.entry(
         "pages",
@@ -233,5 +239,23 @@ mod tests {
             "{text}"
         );
         assert_eq!(object(&id, &manifest)["ram"][0]["name"], "pc.ram");
+        assert!(!text.contains("tags") && !text.contains("note"), "{text}");
+    }
+
+    #[test]
+    fn tags_and_note_are_shown_where_there_are_any() {
+        let (id, mut manifest) = sample();
+        let tags = ["nightly", "a"].map(|tag| tag.parse().unwrap());
+        manifest.tags = tags.to_vec().try_into().unwrap();
+        manifest.note = Some("before the upgrade".parse().unwrap());
+        let text = words(&id, &manifest, None);
+        assert!(text.contains("\ntags        a, nightly\n"), "{text}");
+        assert!(
+            text.contains("\nnote        before the upgrade\n"),
+            "{text}"
+        );
+        // As the user's clock shows it, with its zone; then exactly.
+        assert!(text.contains(" (2026-03-01T12:00:00Z)\n"), "{text}");
+        assert_eq!(object(&id, &manifest)["note"], "before the upgrade");
     }
 }

@@ -1,0 +1,28 @@
+//! The command line of `list`.
+
+use std::num::NonZeroUsize;
+
+use clap::Args;
+use stillframe_repo::Tag;
+
+use crate::durations::times::{self, Moment};
+
+/// `list`
+#[derive(Debug, Clone, Default, Args)]
+pub struct ListArgs {
+    /// Only checkpoints of this VM
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+    /// Only checkpoints with this tag; given several times, with all of these tags
+    #[arg(long = "tag", value_name = "NAME")]
+    pub tags: Vec<Tag>,
+    /// Only checkpoints of this time or later
+    #[arg(long, value_name = "TIME", value_parser = times::parse_moment)]
+    pub since: Option<Moment>,
+    /// Only checkpoints of this time or earlier
+    #[arg(long, value_name = "TIME", value_parser = times::parse_moment)]
+    pub until: Option<Moment>,
+    /// Only the newest N checkpoints of each VM, of those that the other options leave
+    #[arg(long, value_name = "N")]
+    pub last: Option<NonZeroUsize>,
+}
