@@ -14,6 +14,7 @@ mod restore;
 mod rewind;
 mod shape;
 mod stats;
+mod tags;
 mod unlock;
 mod usage;
 mod watch;

@@ -37,6 +37,7 @@ fn is_a(value: &Value, kind: &str) -> Result<bool> {
         "anything" => true,
         "id" => is_id(value),
         "id or null" => value.is_null() || is_id(value),
+        "text or null" => value.is_null() || value.is_string(),
         "time" => is_time(value),
         _ => bail!("no type is called {kind}"),
     })
@@ -99,7 +100,12 @@ fn verify() -> Value {
     json!({ "verify": { "pages": "count", "differing": "count", "first": "list" } })
 }
 
-/// What `show` adds to what `list` tells.
+/// What only `list` and `show` tell: what people said about it.
+fn annotated() -> Value {
+    json!({ "tags": "list", "note": "text or null" })
+}
+
+/// What `show` and `inspect` add to what `list` tells.
 fn shown() -> Value {
     let block = json!({ "name": "text", "page_bytes": "count", "pages": "count", "root": "id" });
     let record = json!({
@@ -133,7 +139,7 @@ fn every_result_of_a_checkpoint_has_its_fields() -> Result<()> {
     expect(&json!(lines), &json!([taken()]))?;
 
     let listed = stillframe.json(&["list"])?;
-    expect(&listed, &json!([checkpoint()]))?;
+    expect(&listed, &json!([and(checkpoint(), annotated())]))?;
     let ids: Vec<&Value> = [&one, &verified, &lines[0], &lines[1]]
         .map(|it| &it["checkpoint"])
         .into();
@@ -143,7 +149,7 @@ fn every_result_of_a_checkpoint_has_its_fields() -> Result<()> {
             .is_some_and(|all| all.iter().map(|it| &it["checkpoint"]).eq(ids))
     );
     let shown_last = stillframe.json(&["show", "latest"])?;
-    expect(&shown_last, &shown())?;
+    expect(&shown_last, &and(shown(), annotated()))?;
     expect(&shown_last["streams"]["device-state"], &json!("count"))?;
     // The same words mean the same thing wherever they stand.
     for field in ["checkpoint", "vm", "time", "parent", "pages", "downtime_us"] {
@@ -223,7 +229,7 @@ fn maintained(stillframe: &Stillframe) -> Result<()> {
         read["bytes_read"] == read["pack_bytes"] && read["clean"] == true,
         "{read}"
     );
-    let summary = json!({ "checkpoint": "id", "vm": "text", "time": "time" });
+    let summary = json!({ "checkpoint": "id", "vm": "text", "time": "time", "tags": "list" });
     let kept = and(summary.clone(), json!({ "reasons": ["text"] }));
     let promise = json!({ "dry_run": "flag", "forgotten": [summary], "kept": [kept] });
     expect(

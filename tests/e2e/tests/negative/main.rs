@@ -16,5 +16,6 @@ mod repository;
 mod rights;
 mod space;
 mod strangers;
+mod tags;
 mod victims;
 mod writers;

@@ -203,7 +203,11 @@ fn names_that_mean_nothing_or_too_much_are_explained() -> Result<()> {
             "no checkpoint is called 'latest~17' for VM 'old'",
         ),
         (vec!["latest", "--vm", "nobody"], 1, "for VM 'nobody'"),
-        (vec!["latest"], 2, "several VMs (new, old)"),
+        (
+            vec!["latest"],
+            2,
+            "several VMs (new, old): name one with --vm NAME",
+        ),
         (vec!["newest"], 2, "'latest~N'"),
         (vec!["latest~"], 2, "'latest~N'"),
         (vec!["latest~-1"], 2, "'latest~N'"),
