@@ -60,13 +60,12 @@ pub enum AttachError {
     Inhibitor(#[from] InhibitorError),
     /// An earlier rewind was interrupted.
     #[error(
-        "a rewind of this VM is under way or was killed: its memory is partly of one moment and partly of another. It is paused, and QEMU does not resume it: rewind it again, or end it and `stillframe restore` a checkpoint"
+        "a rewind of this VM is in progress or was killed: its memory is partly of one moment and partly of another. It is paused, and QEMU does not resume it: rewind it again, or end it and `stillframe restore` a checkpoint"
     )]
     HalfRewound,
 }
 
-/// Why the detach failed. What is left in QEMU goes with this process, or with
-/// the next attachment.
+/// Why the detach failed. Anything that it left in QEMU goes with this process, or with the next attachment.
 #[derive(Debug, Error)]
 pub enum DetachError {
     /// Tracking could not be ended.
@@ -107,23 +106,23 @@ pub struct Vm {
     pub(crate) tracker: Tracker,
     pub(crate) monitor: Monitor,
     pub(crate) guardian: Guardian,
-    /// Those not in use.
+    /// The staging buffers that are not in use.
     pub(crate) staging_buffers: Vec<StagingBuffer>,
-    /// What writes are tracked for; with `auto`, where it began.
+    /// The schedule that writes are tracked for; with `auto`, the one that it began with.
     pub(crate) schedule: ScheduleKind,
     pub(crate) auto: Option<Auto>,
-    /// When what is tracked now began to be written: the last capture, or the attach.
+    /// Start of the writes that are tracked now: the last capture, or the attach.
     pub(crate) captured_at: Instant,
-    /// What checkpoints remember of the VM; taken for the first.
+    /// The VM record of the checkpoints; made for the first one.
     pub(crate) record: Option<VmRecord>,
-    /// What shows that devices came or went.
+    /// The state in which a change of devices shows.
     pub(crate) devices: Devices,
     /// Where QEMU saves its device state; lent for the first checkpoint.
     pub(crate) state: Option<StateStream>,
-    /// What pauses take from the guest's clock.
+    /// The time that pauses take from the guest's clock.
     pub(crate) clock: GuestClock,
     pub(crate) cautions: Vec<Caution>,
-    /// Pages copied in the last pause: what the next one will need room for, about.
+    /// Pages copied in the last pause, as an estimate of the space that the next one will need.
     pub(crate) pause_pages_last: u64,
     /// Past bursts of writes.
     pub(crate) bursts: Bursts,
@@ -260,7 +259,7 @@ impl Vm {
         self.target.process.is_alive()
     }
 
-    /// What may make its checkpoints inexact, as far as the attach shows.
+    /// The reasons why checkpoints of this VM may be inexact, as far as the attach shows.
     pub fn cautions(&self) -> &[Caution] {
         &self.cautions
     }

@@ -35,10 +35,10 @@ pub struct ClonesOptions {
     pub base: TemplateOptions,
 }
 
-/// What was done for one of them.
+/// The report on one clone.
 #[derive(Debug, Clone, Serialize)]
 pub struct CloneReport {
-    /// Which it is.
+    /// The number of the clone.
     pub clone: u32,
     /// How long the making of the memory template took, in microseconds; 0 where it was there.
     pub base_us: u64,
@@ -47,7 +47,7 @@ pub struct CloneReport {
     pub restored: RestoreReport,
 }
 
-/// Why there are no clones, or no more of them. Those that were reported are there.
+/// The error for which there are no clones, or no more of them. Clones that were reported are there.
 #[derive(Debug, Error)]
 pub enum CloneError {
     /// Starting one failed.
@@ -86,8 +86,8 @@ pub fn clones(
         .collect::<Result<Vec<_>, _>>()?;
     let begin = Instant::now();
     let mut progress = |progress| events(LazyEvent::Progress(progress));
-    let base = MemoryTemplate::of(&key, &tables, &reader, &options.base, &mut progress)?;
-    let mut base_us = match base.made {
+    let template = MemoryTemplate::of(&key, &tables, &reader, &options.base, &mut progress)?;
+    let mut base_us = match template.made {
         true => restore::micros(begin.elapsed()),
         false => 0,
     };
@@ -100,7 +100,7 @@ pub fn clones(
         options,
         state: &state,
         hasher,
-        base: &base,
+        template: &template,
         memory,
         planned_at: begin,
     };
@@ -118,17 +118,17 @@ pub fn clones(
     let mut each = options.each.iter().zip(plans);
     let all = each.try_for_each(|(each, plan)| start(each, plan).inspect(|()| started += 1));
     match (all, started) {
-        (Ok(()), _) => Ok(base.release()?),
+        (Ok(()), _) => Ok(template.release()?),
         (Err(error), 0) => {
-            // The first error is reported; what is left is dropped with the next template.
-            let _ = base.discard();
+            // The first error is reported; anything left is dropped with the next template.
+            let _ = template.discard();
             Err(error.into())
         }
         (Err(error), _) => Err(error.into()),
     }
 }
 
-/// What all clones of one call have in common.
+/// The state that all clones of one call share.
 struct Batch<'b> {
     of: (&'b CheckpointId, &'b Manifest),
     reader: &'b Reader<'b>,
@@ -136,7 +136,7 @@ struct Batch<'b> {
     options: &'b ClonesOptions,
     state: &'b [u8],
     hasher: ContentHasher,
-    base: &'b MemoryTemplate,
+    template: &'b MemoryTemplate,
     memory: Vec<CloneMemory>,
     planned_at: Instant,
 }
@@ -168,7 +168,7 @@ impl Batch<'_> {
             hasher: self.hasher.clone(),
             working_set: None,
             agent: restore::agent(&plan, &restore),
-            base: Some(self.base),
+            template: Some(self.template),
         };
         one(&job, &plan, PhaseClock::new(asked_at), events)
     }

@@ -5,8 +5,8 @@
 //!                device state ──┘
 //! ```
 //!
-//! Pages are read by several threads, in the order in which they lie in the repository, a window at a time:
-//! memory stays bounded however large the guest is.
+//! Several threads read the pages, in their order in the repository, a window at a time. So memory stays bounded
+//! however large the guest is.
 
 mod output;
 mod pages;
@@ -34,11 +34,11 @@ use crate::restore::{self, RestoreError};
 use output::Output;
 use pages::Walk;
 
-/// In blocks up to this length zero pages are written like others: a QEMU that was just started has put its
-/// firmware there, and when it loads a mapped file it leaves alone what the file does not mention. In bytes.
+/// In blocks up to this length, in bytes, zero pages are written like others. A QEMU that was just started has put
+/// its firmware there. When it loads a mapped file, it does not touch pages that the file does not mention.
 const FIRMWARE_BYTES: u64 = 8 << 20;
 
-/// What the file is to be.
+/// The format of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
@@ -84,14 +84,14 @@ pub enum Destination<'d> {
     Pipe(&'d mut (dyn Write + Send)),
 }
 
-/// What was written.
+/// The report on a written file.
 #[derive(Debug, Clone, Serialize)]
 pub struct ExportReport {
     /// The checkpoint.
     pub checkpoint: String,
     /// The VM's name.
     pub vm: String,
-    /// What the file is.
+    /// The format of the file.
     pub format: Format,
     /// The file; none when it went to a pipe.
     pub file: Option<PathBuf>,
@@ -110,7 +110,7 @@ pub struct ExportReport {
     /// The command that loads it, and the folder where it is to be given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub load: Option<LoadCommand>,
-    /// What is good to know about it.
+    /// Notes for the user about the file.
     pub notes: Vec<String>,
 }
 
@@ -143,7 +143,7 @@ pub enum ExportError {
     /// Something is there that is no file.
     #[error("{file} is no file that could be replaced; name another one")]
     NoFile {
-        /// What was named.
+        /// The named file.
         file: PathBuf,
     },
     /// It cannot be written.
@@ -151,12 +151,12 @@ pub enum ExportError {
     Write {
         /// The file.
         file: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
     /// No process reads it, or its disk is full.
-    #[error("cannot write to standard output; what was written of it is no whole stream")]
+    #[error("cannot write to standard output; the stream is incomplete")]
     Pipe(#[source] io::Error),
     /// Only a stream goes to a pipe.
     #[error("only the format migration can be written to standard output; name a file")]
@@ -182,7 +182,7 @@ struct Job<'a> {
     walk: Walk<'a>,
 }
 
-/// What a format adds to the report.
+/// The additions of a format to the report.
 #[derive(Default)]
 struct Written {
     file: Option<PathBuf>,

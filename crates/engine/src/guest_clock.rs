@@ -1,8 +1,7 @@
-//! What pauses take from the guest's clock, which stops with its vCPUs, and how it is set again.
+//! The time that pauses take from the guest's clock, which stops with its vCPUs, and how the clock is set again.
 //!
-//! The guest's agent sets the clock, where the VM has the usual channel to one, once pauses have taken
-//! [`BOUND`]. A thread of its own waits for the agent, which may take seconds to answer; the next checkpoint does
-//! not wait.
+//! The guest's agent sets the clock once pauses have taken [`BOUND`], if the VM has the usual channel to an agent.
+//! A thread of its own waits for the agent, which may take seconds to answer; the next checkpoint does not wait.
 
 use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
@@ -10,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::post_restore::{self, ClockReport};
 
-/// What pauses may take from the clock before it is set.
+/// Upper bound on the time that pauses take from the clock before it is set.
 const BOUND: Duration = Duration::from_millis(500);
 /// After an attempt that did not set the clock, the next one comes no sooner than this.
 const ASK_AGAIN_AFTER: Duration = Duration::from_secs(600);
@@ -20,10 +19,10 @@ const ASK_AGAIN_AFTER: Duration = Duration::from_secs(600);
 pub(crate) struct GuestClock {
     /// The channel to its agent, if there is one.
     agent: Option<PathBuf>,
-    /// What pauses have taken since it was set.
+    /// The time that pauses have taken since it was set.
     taken: Duration,
     setting: Option<JoinHandle<ClockReport>>,
-    /// Not before this.
+    /// Earliest time of the next attempt.
     not_before: Option<Instant>,
 }
 
@@ -60,12 +59,12 @@ impl GuestClock {
         }
     }
 
-    /// What pauses have taken since the clock was last set.
+    /// The time that pauses have taken since the clock was last set.
     pub(crate) fn taken(&self) -> Duration {
         self.taken
     }
 
-    /// What came of setting it, once.
+    /// The result of setting it, reported once.
     pub(crate) fn report(&mut self) -> Option<ClockReport> {
         let setting = self.setting.take_if(|setting| setting.is_finished())?;
         let report = setting.join().unwrap_or_default();
@@ -105,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_agent_it_is_only_told() {
+    fn without_an_agent_it_is_only_reported() {
         let channel = Some(PathBuf::from("/nowhere"));
         for (agent, leave_alone) in [(None, false), (channel, true)] {
             let mut clock = GuestClock::new(agent);

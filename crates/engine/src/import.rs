@@ -4,13 +4,13 @@
 //!   head of the file ── QEMU, started with the command line, never runs ── do they agree? ── pages ── commit
 //! ```
 //!
-//! A migration file contains RAM and device state, and of the machine little more than its name. All else a
-//! checkpoint needs is found out from a QEMU that is started with the given command line as a restore would start it,
-//! is queried for its RAM blocks, disks and version, and is ended without having run. The contents of disks when
-//! the file was written are unknown; a restore asks the user about them.
+//! A migration file contains RAM and device state, and of the machine little more than its name. A QEMU provides
+//! all else that a checkpoint needs. It is started with the given command line as a restore would start it. It is
+//! queried for its RAM blocks, disks and version, and ended without having run. The contents of the disks when the
+//! file was written are unknown; a restore needs the user's word about them.
 //!
-//! Nothing in the file is believed: it is decoded with bounds, RAM blocks may be no larger than those of
-//! that QEMU, and nothing is committed before the end of it was reached.
+//! Nothing in the file is trusted. It is decoded with bounds, RAM blocks may be no larger than those of that QEMU,
+//! and nothing is committed before its end was reached.
 
 mod machine;
 
@@ -46,7 +46,7 @@ use crate::{Progress, ProgressSink};
 /// Read at once from the file.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// What to import, and as what.
+/// Options of an import: the file, and the checkpoint to make of it.
 #[derive(Debug, Clone)]
 pub struct ImportOptions {
     /// The migration file.
@@ -63,7 +63,7 @@ pub struct ImportOptions {
     pub lock_wait: Duration,
 }
 
-/// What was made of it.
+/// The report on an import.
 #[derive(Debug, Clone, Serialize)]
 pub struct ImportReport {
     /// The checkpoint.
@@ -80,13 +80,13 @@ pub struct ImportReport {
     pub machine: String,
     /// The version of the QEMU that will restore it.
     pub qemu_version: String,
-    /// What the pages were.
+    /// Counts of the pages by their encoding.
     pub pages: PageCounts,
     /// Bytes the repository grew by.
     pub bytes_stored: u64,
     /// How long it took, in microseconds.
     pub total_us: u64,
-    /// What is good to know about it.
+    /// Notes for the user about the checkpoint.
     pub notes: Vec<String>,
 }
 
@@ -101,14 +101,14 @@ pub enum ImportError {
     Open {
         /// The file.
         file: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: std::io::Error,
     },
     /// It is something else.
     #[error("{file} is no file; a migration from a pipe or socket has to be put into a file first")]
     NoFile {
-        /// What was named.
+        /// The named file.
         file: PathBuf,
     },
     /// It cannot be read.
@@ -125,14 +125,14 @@ pub enum ImportError {
     DeviceState {
         /// The file.
         file: PathBuf,
-        /// What is wrong.
+        /// The error in it.
         #[source]
         source: DeviceStateError,
     },
     /// There is no such program.
     #[error("there is no program {program}: name the QEMU that wrote the file, with its path")]
     NoProgram {
-        /// What was named.
+        /// The named program.
         program: String,
     },
     /// The command line starts no VM.
@@ -149,7 +149,7 @@ pub enum ImportError {
     Architecture {
         /// The program.
         program: PathBuf,
-        /// What it emulates.
+        /// The architecture that it emulates.
         architecture: String,
     },
     /// File and command line speak of different machines.
@@ -169,7 +169,7 @@ pub enum ImportError {
          wrote the file, with the same memory, devices and firmware"
     )]
     Blocks {
-        /// What differs.
+        /// The difference.
         difference: String,
     },
     /// The record cannot be encoded.
@@ -194,7 +194,7 @@ pub fn import(
     let (file, time) = open(&options.file)?;
     let mut file =
         MigrationFile::open(BufReader::with_capacity(BUFFER_BYTES, file)).map_err(wrong)?;
-    let mut record = machine::ask(options)?;
+    let mut record = machine::query(options)?;
     machine::expect_same(&record, file.machine(), file.blocks())?;
     let (form, machine, blocks) = (
         file.form(),
@@ -309,7 +309,7 @@ struct Transaction<'r> {
     sink: RepositoryPages<'r>,
     stream: PageStream,
     shapes: Vec<BlockShape>,
-    judge: PageEncoder,
+    encoder: PageEncoder,
     nothing: DeltaCache,
 }
 
@@ -326,7 +326,7 @@ impl Transaction<'_> {
             sink: RepositoryPages::first(writer, &shapes, true),
             stream,
             shapes,
-            judge: PageEncoder::default(),
+            encoder: PageEncoder::default(),
             nothing: DeltaCache::default(),
         }
     }
@@ -337,14 +337,14 @@ impl Transaction<'_> {
                 .iter()
                 .map(|&(_, page, slot)| (page, &batch.bytes[slot]))
                 .collect();
-            let tools = (&mut self.judge, &self.nothing);
+            let tools = (&mut self.encoder, &self.nothing);
             self.stream
                 .put(&mut self.sink, tools, of_block[0].0, &pages)?;
         }
         Ok(())
     }
 
-    /// Its id, what the pages were, and by how many bytes the repository grew.
+    /// Its id, the counts of its pages, and by how many bytes the repository grew.
     fn commit(
         mut self,
         record: &VmRecord,

@@ -43,9 +43,9 @@ pub enum InhibitorError {
     /// A system call on the pipe failed.
     #[error("cannot block `cont` for the time of the rewind: {action} a pipe failed")]
     Pipe {
-        /// What was done with it.
+        /// The action that failed.
         action: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -186,7 +186,7 @@ mod tests {
         assert!(find(own).expect("looked").is_none());
         let (read, write) = pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
         rustix::io::write(&write, MARK).expect("written");
-        // What QEMU writes behind it changes nothing.
+        // Bytes that QEMU writes after it change nothing.
         rustix::io::write(&write, &[9; 50]).expect("written");
         drop(read);
         for _ in 0..2 {

@@ -48,7 +48,7 @@ pub use stillframe_sys::process::Process;
 pub use stillframe_sys::security_label::SecurityLabel;
 pub use stillframe_sys::system::{forbid_dumps, memory_bytes};
 
-/// What a long-running verb is doing, for a progress line. Counts are in the named unit.
+/// The current activity of a long-running verb, for a progress line. Counts are in the named unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
     /// An iteration of streaming pre-copy: pages done, pages in all.

@@ -1,9 +1,9 @@
 //! CPU placement: hashing and compressing run on processors that the VM can spare.
 //!
-//! They keep several threads busy while the guest runs. A scheduler that shares out processors
-//! fairly takes them from the vCPUs, and niceness does not help: it counts only within a session's
-//! or a service's group (sched(7), autogroup). On half of the processors they meet only the vCPUs
-//! that do not fit on the other half.
+//! They keep several threads busy while the guest runs. A scheduler that shares out processors fairly takes them
+//! from the vCPUs. Niceness does not help, because it counts only within a session's or a service's group
+//! (sched(7), autogroup). On half of the processors the threads meet only the vCPUs that do not fit on the other
+//! half.
 
 use stillframe_sys::affinity::{self, Confined, Processors};
 use stillframe_sys::process::Process;
@@ -17,11 +17,11 @@ pub fn processors(vm: &Process) -> Processors {
     spare(&affinity::of_this_thread(), &affinity::of_process(vm))
 }
 
-/// Keeps the calling thread to those of its `own` processors that QEMU's main thread is not on, while this
-/// lives; `None` where there is no other.
+/// Keeps the calling thread to those of its `own` processors that QEMU's main thread is not on, while this lives.
+/// Returns `None` if there is no other.
 ///
-/// In the pause both have work, and the vCPUs none. But a thread is often woken on the
-/// processor of the thread that wakes it, and there one of the two waits for the other.
+/// In the pause both have work, and the vCPUs none. But a thread is often woken on the processor of the thread that
+/// wakes it, and there one of the two waits for the other.
 pub fn apart_from(qemu: &Process, own: &Processors) -> Option<Confined> {
     let main = qemu.main_processor().ok()?;
     Some(Confined::to(&others(own, main)?))

@@ -12,9 +12,9 @@ use stillframe_qemu::monitor::Monitor;
 
 use crate::in_words;
 
-/// For the agent to answer at all: the guest has just begun to run.
+/// Time for the agent to answer at all: the guest has just begun to run.
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
-/// For each command; setting the clock starts a program in the guest, whose memory may still be incomplete.
+/// Time for each command; setting the clock starts a program in the guest, whose memory may still be incomplete.
 const COMMAND_LIMIT: Duration = Duration::from_secs(10);
 /// A clock that is no further off than this is set, whatever else the agent could not do. A query takes time
 /// too, in a guest that has just begun to run.
@@ -77,7 +77,7 @@ fn behind_ms(agent: &mut GuestAgent) -> Result<i64, AgentError> {
     Ok(now_ns().saturating_sub(guest) / 1_000_000)
 }
 
-/// Since 1970; until 2262.
+/// Nanoseconds since 1970; until 2262.
 fn now_ns() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |time| i64::try_from(time.as_nanos()).unwrap_or(i64::MAX))

@@ -41,9 +41,9 @@ use crate::verify::{VerifyError, VerifyReport};
 pub use events::{LazyEvent, LazyReport, LazySink};
 pub(crate) use job::{Job, PhaseClock, micros};
 
-/// For QEMU to open its monitor.
+/// Time for QEMU to open its monitor.
 pub(crate) const START_LIMIT: Duration = Duration::from_secs(30);
-/// For QEMU to load a device state; usually milliseconds.
+/// Time for QEMU to load a device state; usually milliseconds.
 pub(crate) const LOAD_LIMIT: Duration = Duration::from_secs(60);
 
 /// How to restore.
@@ -75,7 +75,7 @@ impl RestoreOptions {
     }
 }
 
-/// What was done.
+/// The report on a restore.
 #[derive(Debug, Clone, Serialize)]
 pub struct RestoreReport {
     /// The checkpoint.
@@ -93,16 +93,16 @@ pub struct RestoreReport {
     pub suspended: bool,
     /// Pages written; all others are zero.
     pub pages: u64,
-    /// From the call to the running guest with all its memory, in microseconds.
+    /// Time from the call to the running guest with all its memory, in microseconds.
     pub total_us: u64,
-    /// What the time until the guest was there went into.
+    /// The phases of the time until the guest was there.
     pub phases_us: RestorePhases,
-    /// What differs from the recorded command line, in words.
+    /// The differences from the recorded command line, in words.
     pub changes: Vec<String>,
-    /// What a lazy restore did besides.
+    /// The further work of a lazy restore.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy: Option<LazyReport>,
-    /// What was done about the guest's clock, where it has a channel for an agent.
+    /// The result of setting the guest's clock, if the VM has a channel for an agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clock: Option<ClockReport>,
     /// The comparison, with `--verify`.
@@ -110,14 +110,14 @@ pub struct RestoreReport {
     pub verify: Option<VerifyReport>,
 }
 
-/// What the time until the guest was there went into, one after the other, in microseconds.
+/// The phases of the time until the guest was there, one after the other, in microseconds.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct RestorePhases {
-    /// Until QEMU was started: opening the repository, finding the checkpoint, planning.
+    /// Time until QEMU was started: opening the repository, finding the checkpoint, planning.
     pub before: u64,
     /// Reading from the repository while QEMU started.
     pub repository: u64,
-    /// What more QEMU took until its monitor answered.
+    /// The further time that QEMU took until its monitor answered.
     pub qemu: u64,
     /// Memory: all of it, or, lazily, what cannot wait.
     pub memory: u64,
@@ -148,7 +148,7 @@ pub enum RestoreError {
     /// No guardian.
     #[error(transparent)]
     Guardian(#[from] GuardianError),
-    /// What a lazy restore leaves for a successor cannot be read or written.
+    /// The record that a lazy restore leaves for a successor cannot be read or written.
     #[error(transparent)]
     Record(#[from] RecordError),
     /// The kernel's faults in QEMU cannot be handled: QEMU lacks the right.
@@ -188,7 +188,7 @@ pub enum RestoreError {
     Manifest {
         /// The checkpoint.
         checkpoint: String,
-        /// What is missing.
+        /// The missing thing.
         what: String,
     },
     /// A fault that a test injected.
@@ -217,7 +217,7 @@ pub fn vm_record(id: &CheckpointId, manifest: &Manifest) -> Result<VmRecord, Res
     })
 }
 
-/// What [`restore`] would start.
+/// The plan of a [`restore`], which starts nothing.
 pub fn plan(
     id: &CheckpointId,
     manifest: &Manifest,
@@ -239,10 +239,10 @@ pub fn restore(
     let mut clock = PhaseClock::new(options.asked_at);
     let mut starting = start(plan, &options.launch, &guardian)?;
     starting.go();
-    // What can be read while QEMU starts.
+    // Reads that can be done while QEMU starts.
     let hasher = repository.hasher();
     let repository_id = repository.id().to_string();
-    // A hint: `check` tells of one that cannot be read.
+    // A hint: `check` reports a working set that cannot be read.
     let working_set = repository.working_set(id).unwrap_or_default();
     let reader = repository.reader(options.lock_wait)?;
     let state = device_state(id, manifest, &record, &reader)?;
@@ -275,7 +275,7 @@ pub fn restore(
         hasher,
         working_set,
         agent: agent(plan, options),
-        base: None,
+        template: None,
     };
     let done = match options.lazy {
         true => job.run(launched, guardian, (maps, prefetched), clock, events)?,

@@ -1,13 +1,13 @@
 //! The verb *rewind*: a running VM goes back to one of its checkpoints, in the same QEMU.
 //!
 //! ```text
-//!   guest runs:    compare all of memory ── gather what differs ── gather what is written meanwhile
-//!   pause:         what it is now (device state) ── the same devices? disks? ── the last pages written
+//!   guest runs:    compare all of memory ── gather pages that differ ── gather pages written meanwhile
+//!   pause:         save the current device state ── the same devices? disks? ── the last pages written
 //!                  ── block cont ── exchange pages ── load device state ── unblock ── cont
 //!                                  └─ an error: pages and device state as they were ──┘
 //! ```
 //!
-//! Only pages that differ are written. The tracking of checkpoints finds what the guest writes during the
+//! Only pages that differ are written. The tracking of checkpoints finds the guest's writes during the
 //! comparison. Until the first page is exchanged every way out leads to the guest
 //! running on as before; after it, errors put everything back. If this process is killed
 //! between the two, the VM stays paused and `cont` stays blocked (see [`crate::inhibitor`]) until the next rewind.
@@ -49,9 +49,9 @@ use staged::{Room, StagedBlock};
 const ROUNDS_MAX: usize = 10;
 /// Pages that are few enough to be left to the pause.
 const FEW_PAGES: u64 = 64;
-/// For a QEMU that no longer answers to have ended.
+/// Time for a QEMU that no longer answers to end.
 const END_LIMIT: Duration = Duration::from_secs(1);
-/// For QEMU to save one.
+/// Time for QEMU to save a device state.
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// RAM blocks that QEMU fills anew when the machine is reset, which loading a device state begins with.
 const FIRMWARE_PREFIX: &str = "/rom@";
@@ -69,7 +69,7 @@ pub struct RewindOptions {
     pub pause_limit: Duration,
     /// Upper bound on the bytes that differ, all of which are kept in memory.
     pub copy_buffer_bytes: u64,
-    /// Go on although a disk is not what it was at the checkpoint.
+    /// Go on although a disk has changed since the checkpoint.
     pub disks_as_they_are: bool,
     /// The label of the checkpoint's VM, where that is not this VM's.
     pub of_vm: Option<String>,
@@ -77,7 +77,7 @@ pub struct RewindOptions {
     pub lock_wait: Duration,
 }
 
-/// What was done.
+/// The report on a rewind.
 #[derive(Debug, Clone, Serialize)]
 pub struct RewindReport {
     /// The checkpoint.
@@ -93,13 +93,13 @@ pub struct RewindReport {
     pub suspended: bool,
     /// Pages compared: all of memory.
     pub compared: u64,
-    /// Of these, pages that differed and were written.
+    /// The pages among them that differed and were written.
     pub written: u64,
     /// The pause.
     pub downtime_us: RewindDowntime,
-    /// From the call to the running guest, in microseconds.
+    /// Time from the call to the running guest, in microseconds.
     pub total_us: u64,
-    /// What was done about the guest's clock, where it has a channel for an agent.
+    /// The result of setting the guest's clock, if the VM has a channel for an agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clock: Option<ClockReport>,
     /// The comparison, with `--verify`.
@@ -116,7 +116,7 @@ pub struct RewindDowntime {
     pub stop: u64,
     /// Saving the present device state, and inspecting the disks.
     pub save: u64,
-    /// Reading what was written last.
+    /// Reading the pages that were written last.
     pub gather: u64,
     /// Writing the pages that differ.
     pub write: u64,
@@ -128,7 +128,7 @@ pub struct RewindDowntime {
     pub resume: u64,
 }
 
-/// What is at hand in the pause.
+/// The data at hand in the pause.
 struct Job<'j, 'a> {
     then: &'j VmRecord,
     options: &'j RewindOptions,
@@ -137,7 +137,7 @@ struct Job<'j, 'a> {
     hasher: ContentHasher,
     /// The checkpoint's device state, as saved and as it is loaded.
     state: (Vec<String>, Vec<u8>),
-    /// What differs, in the order of the tracked blocks.
+    /// The pages that differ, in the order of the tracked blocks.
     staged: Vec<StagedBlock<'a>>,
     firmware: Vec<StagedBlock<'a>>,
     room: Room,
@@ -156,7 +156,7 @@ impl Vm {
         progress: ProgressSink<'_>,
     ) -> Result<RewindReport, RewindError> {
         let rewound = self.rewind_to(repository, checkpoint, options, progress);
-        // Whatever failed then failed because of that.
+        // Any failure then followed from that.
         let is_gone = || self.target.process.wait_exit(END_LIMIT);
         match rewound {
             Err(_) if self.monitor.run_state().is_err() && is_gone() => {
@@ -249,7 +249,7 @@ impl Vm {
         }
     }
 
-    /// While the guest runs: everything that differs, and then what it writes meanwhile, until that is little.
+    /// While the guest runs: all pages that differ, and then the pages written meanwhile, until they are few.
     fn gather(
         &mut self,
         job: &mut Job<'_, '_>,
@@ -338,7 +338,7 @@ impl Vm {
 }
 
 impl Job<'_, '_> {
-    /// Gathers those of the pages that differ.
+    /// Gathers the pages that differ.
     fn gather(&mut self, collected: &Collected) -> Result<(), RewindError> {
         let found = collected.written.iter().zip(&collected.discarded);
         for (staged, (written, discarded)) in self.staged.iter_mut().zip(found) {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   /run/stillframe/                 root; $XDG_RUNTIME_DIR/stillframe for other users
-//!     run!vm!x.qmp.log               what the QEMU with the monitor /run/vm/x.qmp says
+//!     run!vm!x.qmp.log               the log of the QEMU with the monitor /run/vm/x.qmp
 //!     run!vm!x.qmp.filling           a lazy restore that is not complete (restore::filling_record)
 //!     run!vm!x.qmp.filling-pages
 //!   /dev/shm/stillframe-UID/         memory templates of clones (template)
@@ -25,7 +25,7 @@ use stillframe_sys::private_dir::{self, Access, PrivateDir, PrivateError};
 pub const DIRECTORY_VARIABLE: &str = "STILLFRAME_RUNTIME_DIR";
 /// The directory's name in one that is made for such directories.
 const NAME: &str = "stillframe";
-/// What the log of a QEMU ends with.
+/// The end of the name of a QEMU's log.
 const LOG: &str = ".log";
 /// The log of a QEMU that has ended is kept for this long if it said anything: a week.
 const LOG_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -80,7 +80,7 @@ pub(crate) fn open() -> Result<PrivateDir, PrivateError> {
     Ok(directory)
 }
 
-/// What cannot be removed now is removed another time.
+/// Removes files of ended VMs. A file that cannot be removed now is removed another time.
 fn remove_ended(directory: &PrivateDir) {
     for name in directory.names().unwrap_or_default() {
         if name.ends_with(LOG) {

@@ -20,7 +20,7 @@ const BATCH_PAGES: usize = 1024;
 /// Why two checkpoints cannot be compared.
 #[derive(Debug, Error)]
 pub enum StatisticsError {
-    /// Not the same memory.
+    /// The checkpoints have different memory.
     #[error(
         "the checkpoints have different RAM blocks ({block}): compare two of the same VM, between which nothing was plugged"
     )]
@@ -36,34 +36,34 @@ pub enum StatisticsError {
 /// Pages whose changed bytes lie in one range.
 #[derive(Debug, Clone, Copy, Serialize, PartialEq, Eq)]
 pub struct Range {
-    /// More changed bytes than this.
+    /// The pages have more changed bytes than this.
     pub above: u32,
     /// At most this many.
     pub up_to: u32,
-    /// So many pages.
+    /// The number of pages.
     pub pages: u64,
 }
 
-/// What changed.
+/// The changes between two checkpoints.
 #[derive(Debug, Clone, Serialize, PartialEq)]
 pub struct Statistics {
     /// Time between the two, in seconds.
     pub interval_s: f64,
     /// Pages of all RAM blocks.
     pub pages: u64,
-    /// Of these, all zero in the newer checkpoint.
+    /// The pages among them that are all zero in the newer checkpoint.
     pub zero_pages: u64,
-    /// Of these, the same in both.
+    /// The pages among them that are the same in both.
     pub unchanged_pages: u64,
-    /// Of these, different.
+    /// The pages among them that differ.
     pub dirty_pages: u64,
     /// Dirty pages by how many of their bytes changed.
     pub histogram: Vec<Range>,
     /// Bytes that changed.
     pub dirty_bytes: u64,
-    /// Of these, in aligned words of eight bytes all of which changed.
+    /// The bytes among them in aligned words of eight bytes all of which changed.
     pub dirty_word_bytes: u64,
-    /// What the changes take as deltas of pages, positions included (`stillframe_page::delta`).
+    /// The size of the changes as deltas of pages, in bytes, positions included (`stillframe_page::delta`).
     pub delta_bytes: u64,
 }
 

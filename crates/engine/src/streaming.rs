@@ -1,5 +1,5 @@
-//! Streaming pre-copy, into any sink: pages leave while the guest runs, a batch at a time, until what is left is little
-//! enough for the pause, or does not get less.
+//! Streaming pre-copy, into any sink. Pages leave while the guest runs, a batch at a time, until the remaining
+//! pages are few enough for the pause or no longer get fewer.
 
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ use crate::{Progress, ProgressSink};
 pub(crate) enum Iteration {
     /// Every page that may have content.
     Bulk,
-    /// What was written since the last checkpoint, or the last iteration.
+    /// The pages written since the last checkpoint, or the last iteration.
     Written,
 }
 
@@ -50,7 +50,7 @@ pub(crate) type TakeBatch<'t, E> =
 
 impl Vm {
     /// Streams iterations, beginning with `first`, until they have converged. Returns how many pages that were, each
-    /// counted as often as it was streamed. The next capture finds what is left.
+    /// counted as often as it was streamed. The next capture finds the remaining pages.
     pub(crate) fn stream<E>(
         &mut self,
         first: Iteration,
@@ -60,7 +60,7 @@ impl Vm {
     ) -> Result<u64, StreamingError<E>> {
         let mut wanted = self.wanted(first)?;
         let mut streamed = self.iterate(first, &wanted, take, progress)?;
-        // What a guest wrote during an iteration may be too much again; as long as it gets less, iterate.
+        // The pages written during an iteration may be too many again; as long as they get fewer, iterate.
         for done in 0.. {
             let before = wanted.pages();
             wanted = self.wanted(Iteration::Written)?;
@@ -72,11 +72,11 @@ impl Vm {
         Ok(streamed)
     }
 
-    /// The pages of an iteration. The next scan finds what is written from here on.
+    /// The pages of an iteration. The next scan finds the writes from here on.
     fn wanted<E>(&mut self, iteration: Iteration) -> Result<Collected, StreamingError<E>> {
         Ok(match iteration {
             Iteration::Bulk => {
-                // The bulk phase reads what was written before it.
+                // The bulk phase reads pages that were written before it.
                 self.tracker.drop_pending();
                 let wanted = self.tracker.populated()?.drained(&mut self.monitor)?;
                 // A page that is discarded before the pause has been streamed with its content.
@@ -101,7 +101,7 @@ impl Vm {
         take: TakeBatch<'_, E>,
         progress: ProgressSink<'_>,
     ) -> Result<u64, StreamingError<E>> {
-        let _aside = Confined::to(&placement::processors(&self.target.process));
+        let _placement = Confined::to(&placement::processors(&self.target.process));
         if iteration == Iteration::Written {
             self.tracker.streamed(wanted);
         }

@@ -4,7 +4,7 @@
 //! ```text
 //!   DIR/lock
 //!   DIR/<repository>-<checkpoint>/0.ram 1.ram ...        (whole: it got its name last)
-//!                                 template.json          what the files were when they were written
+//!                                 template.json          identity of the files when they were written
 //!   DIR/partial-<pid>/...                                (being made, or left by a process that was killed)
 //! ```
 //!
@@ -63,7 +63,7 @@ pub enum TemplateError {
     /// The file system refused.
     #[error("cannot {action} {path}, where the memory of clones is kept (--base-dir)")]
     File {
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
         /// The file.
         path: PathBuf,
@@ -71,7 +71,7 @@ pub enum TemplateError {
         #[source]
         source: io::Error,
     },
-    /// No room.
+    /// Not enough space.
     #[error(
         "{path} has no room for {bytes} bytes of memory that the clones share: free some, or name another directory with --base-dir"
     )]
@@ -94,7 +94,7 @@ pub struct TemplateOptions {
     /// Templates that were used longest ago go when all take more than this, in bytes. A template that is mapped
     /// lives on without a name.
     pub budget_bytes: u64,
-    /// Those that were used longer ago than this go too.
+    /// Templates that were used longer ago than this are removed too.
     pub age_limit: Option<Duration>,
 }
 
@@ -176,8 +176,8 @@ impl MemoryTemplate {
         })
     }
 
-    /// Populates the memory of a fresh QEMU that was started with this: the blocks that are not in it, and the pages
-    /// that QEMU has already written in those that are. Returns how many pages had content.
+    /// Populates the memory of a fresh QEMU that was started with this template: the blocks that are not in it, and
+    /// the pages that QEMU has already written in its blocks. Returns how many pages had content.
     pub(crate) fn complete(
         &self,
         process: &Process,
@@ -229,7 +229,7 @@ impl MemoryTemplate {
         Ok(kept)
     }
 
-    /// Removes what was made now: no clone came of it.
+    /// Removes a template that was made now, and of which no clone was made.
     pub fn discard(self) -> Result<(), TemplateError> {
         match self.made {
             true => Ok(self.folder.remove_directory(&self.key)?),
@@ -263,7 +263,7 @@ impl TemplateFile {
     }
 }
 
-/// Writes those of the pages that are not what they should be.
+/// Writes the pages whose content differs from the expected.
 fn put_right(
     block: &Block,
     map: &PageMap<'_>,
@@ -296,7 +296,7 @@ fn make(
         .and_then(|partial| fill(&partial, tables, reader, progress))
         .and_then(|()| Ok(folder.rename(&partial, key)?));
     if made.is_err() {
-        // What cannot be removed now is removed the next time.
+        // A directory that cannot be removed now is removed the next time.
         let _ = folder.remove_directory(&partial);
     }
     made

@@ -1,9 +1,9 @@
-//! `--verify`: every page of every RAM block, read in the pause (or before a restored VM runs) by a
-//! slow way of its own, compared with what the repository holds for it.
+//! `--verify` compares every page of every RAM block with the repository. It reads the pages in the pause (or
+//! before a restored VM runs) by a slow way of its own.
 //!
-//! The comparison is by content id, a keyed 256-bit hash. That the stored bytes have the id they
-//! are stored under is what `check --read-data` shows, for all checkpoints at once. Pages that are
-//! stored as deltas are made out of them, and hashed.
+//! The comparison is by content id, a keyed 256-bit hash. `check --read-data` shows that the stored bytes have the
+//! id they are stored under, for all checkpoints at once. Pages that are stored as deltas are made out of them, and
+//! hashed.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -39,7 +39,7 @@ pub enum VerifyError {
     },
 }
 
-/// What a comparison found.
+/// The result of a comparison.
 #[derive(Debug, Clone, Default, Serialize, PartialEq, Eq)]
 pub struct VerifyReport {
     /// Pages compared: all pages of all RAM blocks.
@@ -122,7 +122,7 @@ impl Image {
         report
     }
 
-    /// Compares with what the repository holds of a checkpoint.
+    /// Compares with the repository's content of a checkpoint.
     pub fn compare(
         &self,
         reader: &Reader<'_>,
@@ -152,7 +152,7 @@ impl Image {
         Ok(report)
     }
 
-    /// The pages of one block that are not what they should be, ascending.
+    /// The differing pages of one block, ascending.
     fn differing(
         &self,
         map: &PageMap<'_>,

@@ -1,5 +1,5 @@
-//! When iterations of streaming pre-copy have converged: what is left is little enough for the pause, or does not get
-//! less.
+//! Decides when iterations of streaming pre-copy have converged: the remaining pages are few enough for the pause,
+//! or no longer get fewer.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -12,14 +12,14 @@ const ITERATIONS_MAX: u32 = 8;
 /// How much may be left for the pause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Convergence {
-    /// What is left goes into the staging buffer, while the guest writes more: half of this many bytes.
+    /// The remaining pages go into the staging buffer while the guest writes more: half of this many bytes.
     Buffer {
         /// Room for staged pages.
         bytes: u64,
     },
-    /// What is left crosses a link while the guest is stopped.
+    /// The remaining pages cross a link while the guest is stopped.
     Link {
-        /// What the link carries.
+        /// The bandwidth of the link.
         bytes_per_s: NonZeroU64,
         /// How long the guest may be stopped for it.
         downtime: Duration,

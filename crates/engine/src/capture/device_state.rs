@@ -1,5 +1,5 @@
-//! QEMU's device state, and with it the pause: a pipe that QEMU saves into, and that holds QEMU for
-//! as long as it is full.
+//! QEMU's device state, and with it the pause. QEMU saves the state into a pipe, and is held for as long as the
+//! pipe is full.
 //!
 //! ```text
 //!   QEMU   stop, drain │ save ─ save ─ save ─ (pipe full) ......................... save │ resume
@@ -7,14 +7,13 @@
 //!   engine             └ first byte: the guest is stopped ─ scan ─ copy ─ read all ┘
 //! ```
 //!
-//! One command stops the VM, saves its devices and resumes it, and QEMU carries out nothing else
-//! meanwhile: a `stop`, a `cont`, a reset or a migration of another client comes before it or after it.
-//! The command cannot end before the engine has read the pipe; and where the engine ends instead, the
-//! write fails, and QEMU resumes the VM all the same.
+//! One command stops the VM, saves its devices and resumes it. QEMU carries out nothing else meanwhile: a `stop`, a
+//! `cont`, a reset or a migration of another client comes before it or after it. The command cannot end before the
+//! engine has read the pipe. If the engine ends instead, the write fails, and QEMU resumes the VM all the same.
 //!
-//! The pipe is filled beforehand up to a little less than the last device states took, so that QEMU
-//! does nearly all of its work while the engine does its own. Where the state turns out smaller than
-//! the room that was left, QEMU was not held, and the capture is discarded ([`Saved::held`]).
+//! The pipe is filled beforehand, up to a little less than the last device states took. So QEMU does nearly all of
+//! its work while the engine does its own. If the state turns out smaller than the space that was left, QEMU was
+//! not held, and the capture is discarded ([`Saved::held`]).
 
 use std::collections::VecDeque;
 use std::io;
@@ -36,17 +35,17 @@ use crate::guardian::{Guardian, GuardianError};
 /// Device state is some hundred KiB; a stream beyond this is not one. In bytes.
 pub const BYTES_MAX: u64 = 1 << 30;
 
-/// A pipe's room is counted in pages. In bytes.
+/// Unit in which a pipe's space is counted: a page, in bytes.
 const SLOT: usize = 4096;
-/// By how much a device state may be smaller than the smallest of the last ones without ending
+/// Margin by which a device state may be smaller than the smallest of the last ones without ending
 /// the pause too early, in bytes.
 const SLACK: usize = 8 << 10;
 /// The largest pipe that is requested, in bytes: what any user may have (`pipe-max-size`).
 const PIPE_MAX: usize = 1 << 20;
 /// Sizes that are remembered.
 const SIZES_KEPT: usize = 8;
-/// Longest sleep of a thread that waits for QEMU. The kernel wakes it when a write has ended, not when a
-/// write waits for room in a pipe that was not empty (`anon_pipe_write` in the kernel's fs/pipe.c).
+/// Longest sleep of a thread that waits for QEMU. The kernel wakes it when a write has ended. It does not wake it
+/// when a write waits for space in a pipe that was not empty (`anon_pipe_write` in the kernel's fs/pipe.c).
 const LOOK: Duration = Duration::from_micros(100);
 /// Bytes read with one call.
 const READ_BYTES: usize = 64 << 10;
@@ -57,9 +56,9 @@ pub enum StateError {
     /// The pipe failed.
     #[error("cannot {action} the pipe for the device state")]
     Pipe {
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -75,7 +74,7 @@ pub enum StateError {
     /// It takes too long.
     #[error("QEMU did not {what} within {limit_ms} ms")]
     Timeout {
-        /// What was awaited.
+        /// The awaited event.
         what: &'static str,
         /// The limit.
         limit_ms: u128,
@@ -83,18 +82,18 @@ pub enum StateError {
     /// It never ends.
     #[error("QEMU's device state is longer than {limit_bytes} bytes")]
     TooLong {
-        /// What was allowed.
+        /// The limit.
         limit_bytes: u64,
     },
-    /// What QEMU saved is no device state.
+    /// The data that QEMU saved is no device state.
     #[error("QEMU saved a device state that cannot be restored")]
     Invalid(#[from] DeviceStateError),
 }
 
-/// What QEMU saved.
+/// The device state that QEMU saved.
 #[derive(Debug)]
 pub struct Saved {
-    /// The device state; not looked at yet ([`device_state::validate`]).
+    /// The device state, not validated yet ([`device_state::validate`]).
     pub bytes: Vec<u8>,
     /// Bytes of it that were in the pipe when [`StateStream::finish`] was called.
     pub written_before: u64,
@@ -118,7 +117,7 @@ pub struct StateStream {
     lent: StateFile,
     /// Sizes of the last device states, in bytes.
     sizes: VecDeque<usize>,
-    /// What lies in the pipe before the device state, in bytes.
+    /// Bytes of filler in the pipe before the device state.
     filler: usize,
 }
 
@@ -177,7 +176,7 @@ impl StateStream {
         self.sizes.clear();
     }
 
-    /// Has the pipe empty but for filler, which leaves room for a little less than QEMU will write.
+    /// Has the pipe empty but for filler, which leaves space for a little less than QEMU will write.
     /// To be called while QEMU does not write.
     pub fn prepare(&mut self) -> Result<(), StateError> {
         self.read_now(&mut Vec::new())?;
@@ -189,7 +188,7 @@ impl StateStream {
         while self.filler < capacity - room {
             self.filler += rustix::io::write(&self.write, &page).map_err(failed("fill"))?;
         }
-        // What the filler has woken.
+        // The filler has woken QEMU's thread.
         self.sleep(Duration::ZERO)
     }
 
@@ -207,7 +206,7 @@ impl StateStream {
         Ok(())
     }
 
-    /// Waits until the pipe is full: QEMU has done what it can before it is released.
+    /// Waits until the pipe is full: QEMU has then done all that it can do before its release.
     pub fn await_full(
         &mut self,
         monitor: &mut Monitor,
@@ -232,7 +231,7 @@ impl StateStream {
         let written_before = self.written()?;
         let mut bytes = Vec::new();
         loop {
-            // What is there when the answer has come is all there is.
+            // When the answer has come, the pipe contains the whole state.
             let answered = monitor.client().has_reply(&ticket)?;
             self.read_now(&mut bytes)?;
             if answered {
@@ -339,8 +338,8 @@ impl StateStream {
     }
 }
 
-/// The room that is left for a device state of this size, in bytes: whole slots, at least one, because
-/// an empty one shows when QEMU begins to write.
+/// The space that is left for a device state of this size, in bytes. It is whole slots, and at least one, because
+/// an empty slot shows when QEMU begins to write.
 fn room(size: usize) -> usize {
     let slots = size.saturating_sub(SLACK) / SLOT;
     slots.clamp(1, PIPE_MAX / SLOT) * SLOT
@@ -354,7 +353,7 @@ fn give_to(qemu: &Process, pipe: &OwnedFd) -> Result<(), StateError> {
             let owner = rustix::process::Uid::from_raw(uid);
             rustix::fs::fchown(pipe, Some(owner), None).map_err(failed("hand over"))
         }
-        // Where it cannot be told, opening fails, and QEMU says so.
+        // Where the check is not possible, opening fails, and QEMU reports it.
         _ => Ok(()),
     }
 }

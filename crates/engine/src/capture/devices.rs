@@ -1,14 +1,14 @@
 //! Notices that devices came or went while a VM is tracked.
 //!
 //! ```text
-//!   before the capture   look at the tree of devices, now and then   changed -> describe the VM anew
-//!   after the pause      look at the tree, always                     changed -> begin anew
-//!                        compare the sections of the device state     changed -> refuse
+//!   before the capture   inspect the tree of devices, now and then   changed -> describe the VM anew
+//!   after the pause      inspect the tree, always                    changed -> begin anew
+//!                        compare the sections of the device state    changed -> refuse
 //! ```
 //!
-//! A checkpoint is good when the devices after the pause are those that its record describes, and QEMU did
-//! not tell of one that went away in between: one that came back could be at another place. What a device
-//! is made of (its image, its network) cannot be exchanged while it is there.
+//! A checkpoint is good under two conditions. The devices after the pause are the ones that its record describes.
+//! QEMU reported no device that went away in between: a device that came back could be at another address. The
+//! backend of a device (its image, its network) cannot be exchanged while the device is there.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ use stillframe_qemu::suitability::{self, Unsuitable};
 use stillframe_qemu::target::Target;
 use thiserror::Error;
 
-/// Time between two looks at the tree, where nothing hints at a change.
+/// Time between two inspections of the tree, where nothing hints at a change.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Longest device state that is kept to be compared with later ones, in bytes.
 const KEPT_BYTES_MAX: usize = 16 << 20;
@@ -35,7 +35,7 @@ pub enum DevicesError {
     Changed,
     /// Plugged in and unplugged unseen.
     #[error(
-        "device {device} was plugged in and unplugged between two checkpoints; it may have written guest memory unseen, so all of it is looked at again"
+        "device {device} was plugged in and unplugged between two checkpoints; it may have written guest memory unseen, so all of it is compared again"
     )]
     CameAndWent {
         /// Its id.
@@ -61,8 +61,8 @@ pub enum DevicesError {
 }
 
 impl DevicesError {
-    /// Whether tracking is of no more use after this: memory may have been written unseen, or what the VM
-    /// is made of is not understood.
+    /// Whether tracking is of no more use after this: memory may have been written unseen, or the engine does not
+    /// understand the VM's configuration.
     pub fn ends_tracking(&self) -> bool {
         match self {
             DevicesError::Changed | DevicesError::Unsuitable(Unsuitable::Devices(_)) => false,
@@ -75,7 +75,7 @@ impl DevicesError {
     }
 }
 
-/// What is known of the devices of a VM.
+/// The known state of the devices of a VM.
 #[derive(Debug, Default)]
 pub struct Devices {
     /// The tree that the record describes.
@@ -90,7 +90,7 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Of a VM whose devices may not discard memory, or may.
+    /// The state for a VM whose devices may or may not discard memory.
     pub fn of(without_discards: bool) -> Devices {
         Devices {
             without_discards,
@@ -119,7 +119,7 @@ impl Devices {
         if !self.outdated && self.looked_lately() {
             return Ok(record);
         }
-        // Before the description: what changes while that is made shows at the next look.
+        // Before the description: a change while it is made shows at the next inspection.
         let glance = self.look(monitor)?;
         if self.outdated || self.glance.as_ref() != Some(&glance) {
             self.outdated = true;

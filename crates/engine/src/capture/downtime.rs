@@ -7,7 +7,7 @@ use serde::Serialize;
 /// Each phase of one pause, in microseconds. `device_state` runs in parallel with `scan` and `copy`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct DowntimeRecord {
-    /// From sending the command that stops the VM to its answer, with the VM running again; 0 for a
+    /// Time from sending the command that stops the VM to its answer, with the VM running again; 0 for a
     /// VM that was already paused.
     pub total: u64,
     /// QEMU halts the vCPUs, drains and flushes its disks.
@@ -16,8 +16,8 @@ pub struct DowntimeRecord {
     pub scan: u64,
     /// Copying them, or making ready for copying them after the pause.
     pub copy: u64,
-    /// From the first byte of the device state until QEMU has saved nearly all of it where that was
-    /// awaited by itself, else until it is whole and the VM runs.
+    /// Time from the first byte of the device state until QEMU has saved nearly all of it, if that was awaited
+    /// separately; else until the state is whole and the VM runs.
     pub device_state: u64,
     /// Waiting for the device state with nothing else to do: after scan and copy, mostly.
     pub wait: u64,
@@ -27,7 +27,7 @@ pub struct DowntimeRecord {
     pub resume: u64,
 }
 
-/// Since an instant, in microseconds.
+/// Time since an instant, in microseconds.
 pub fn us(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

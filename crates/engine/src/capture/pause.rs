@@ -6,16 +6,16 @@
 //! ```
 //!
 //! Stopping, saving and resuming are one command of QEMU's, held open by a pipe (see
-//! [`crate::capture::device_state`]). So no `stop`, `cont`, reset or migration of another client can fall into the
-//! pause: QEMU carries it out before or after.
+//! [`crate::capture::device_state`]). Therefore no `stop`, `cont`, reset or migration of another client can fall
+//! into the pause: QEMU carries it out before or after.
 //!
 //! Ways back to a running guest, each of them written down before the command is sent:
-//! - every error in here lets QEMU go on, by reading the pipe or by closing it;
-//! - the guardian, which has the pipe too, reads it when the limit passes or when this process dies;
-//! - when both die, the pipe is closed, QEMU's write fails, and QEMU resumes the VM.
+//! - Every error in here releases QEMU, by reading the pipe or by closing it.
+//! - The guardian has the pipe too, and reads it when the limit passes or when this process dies.
+//! - When both die, the pipe is closed, QEMU's write fails, and QEMU resumes the VM.
 //!
-//! A guest that is suspended to RAM is the exception: QEMU stops it and does not resume it, so `cont` is
-//! sent afterwards, by the guardian if need be.
+//! A guest that is suspended to RAM is the exception: QEMU stops it and does not resume it. So `cont` is sent
+//! afterwards, by the guardian if need be.
 
 use std::time::{Duration, Instant};
 
@@ -69,7 +69,7 @@ pub enum PauseError {
         /// QEMU's word for it.
         status: String,
     },
-    /// QEMU did not do as told.
+    /// QEMU did not carry out a command.
     #[error("QEMU failed a command of the pause; the VM was resumed")]
     Monitor(#[from] MonitorError),
     /// The connection failed.
@@ -114,15 +114,15 @@ impl From<ScheduleError> for PauseError {
 /// A function that reads all of memory while the guest is stopped.
 pub type Look<'l> = dyn FnMut(&Tracker) -> Result<(), TrackerError> + 'l;
 
-/// What a pause needs.
+/// The inputs of a pause.
 pub struct Pause<'a> {
     /// The process of QEMU.
     pub qemu: &'a Process,
     /// CPU placement: processors that its vCPUs need least, for the thread that waits for QEMU.
     pub aside: &'a Processors,
-    /// The pages; the staging buffer has room for those that are expected.
+    /// The pages; the staging buffer has space for the expected ones.
     pub work: Work<'a>,
-    /// What is to be done about them.
+    /// The schedule that copies or protects them.
     pub schedule: &'a mut dyn Schedule,
     /// Where QEMU writes its device state; the guardian has it too.
     pub state: &'a mut StateStream,
@@ -130,7 +130,7 @@ pub struct Pause<'a> {
     pub state_first: bool,
     /// The VM is resumed after this.
     pub limit: Duration,
-    /// What the VM was just before.
+    /// The run state of the VM just before.
     pub before: RunState,
     /// Runs while the device state is saved, after the copies: what else must be inspected while
     /// the guest is stopped.
@@ -139,7 +139,7 @@ pub struct Pause<'a> {
     pub before_resume: Option<&'a mut Look<'a>>,
 }
 
-/// What a pause brought.
+/// The result of a pause.
 #[derive(Debug)]
 pub struct Paused {
     /// Its phases.
@@ -162,7 +162,7 @@ impl Pause<'_> {
         // The thread that waits for QEMU's answer stays off the vCPUs' processors: a resumed vCPU would keep it
         // from seeing the answer.
         let own = affinity::of_this_thread();
-        let _aside = Confined::to(self.aside);
+        let _placement = Confined::to(self.aside);
         monitor.client().take_events()?;
         self.state.prepare()?;
         let suspended = self.before.is_suspended();
@@ -175,15 +175,15 @@ impl Pause<'_> {
         };
         record.total = us(begin);
         if let Err(PauseError::State(_)) = &saved {
-            // Whatever keeps QEMU waiting, it is not to wait for this.
+            // QEMU must not wait for this, whatever it waits for.
             paused.release()?;
         }
-        let told = fault::at(Point::PauseAfterCont);
+        let injected = fault::at(Point::PauseAfterCont);
         paused.resumed()?;
-        told?;
+        injected?;
         let saved = saved?;
         woken?;
-        self.judged(monitor, saved, record)
+        self.validated(monitor, saved, record)
     }
 
     /// Has QEMU stop the VM, captures, lets QEMU go on.
@@ -244,7 +244,7 @@ impl Pause<'_> {
     }
 
     /// Whether all of it is of one moment, by what QEMU said.
-    fn judged(
+    fn validated(
         &mut self,
         monitor: &mut Monitor,
         saved: Saved,

@@ -49,14 +49,14 @@ pub enum UnblockError {
     Inhibitor(#[from] InhibitorError),
 }
 
-/// What becomes of the VM where no end was chosen: an error, a panic.
+/// What happens to the VM where no end was chosen, after an error or a panic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum OnDrop {
     Resume,
     Nothing,
 }
 
-/// What both guards hold.
+/// The state that both guards have.
 struct Held<'v> {
     monitor: &'v mut Monitor,
     guardian: &'v Guardian,
@@ -67,7 +67,7 @@ struct Held<'v> {
 }
 
 impl Held<'_> {
-    /// The guardian resumes the VM from here on, should this process die or take too long.
+    /// The guardian resumes the VM from here on, if this process dies or takes too long.
     fn arm(&self) -> Result<(), GuardianError> {
         match self.way_back {
             Some(way_back) => self.guardian.pausing(self.limit, way_back),
@@ -102,7 +102,7 @@ impl Held<'_> {
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         if self.on_drop == OnDrop::Resume {
-            // The error that led here is the one to report; and should this fail, the guardian's limit passes.
+            // The error that led here is the one to report. If this fails, the guardian's limit passes.
             let _ = self.resume();
         }
     }
@@ -192,7 +192,7 @@ impl<'v> PausedVm<'v> {
         self.held.disarm()
     }
 
-    /// Whatever keeps QEMU in the pause is not to do so any longer.
+    /// Releases QEMU from the pause, whatever keeps it there.
     ///
     /// # Errors
     /// The guardian is gone.

@@ -1,10 +1,10 @@
-//! Schedules: what is copied before the pause, in it, and after it.
+//! Schedules decide which pages are copied before the pause, in it, and after it.
 //!
 //! | | guest runs | guest stopped | guest runs again |
 //! | --- | --- | --- | --- |
 //! | stop-copy | | scan, copy all | |
-//! | pre-copy | rounds of scan and copy | scan, copy what is left | |
-//! | copy-on-write | scan and protect | scan, protect what was written since | copy, or save when written |
+//! | pre-copy | rounds of scan and copy | scan, copy the rest | |
+//! | copy-on-write | scan and protect | scan, protect pages written since | copy, or save when written |
 //!
 //! (Copy-on-write checkpointing, chapter 4. There is no fourth way: a page is copied before the instant
 //! of the checkpoint, at it, or kept from changing until it is.)
@@ -37,15 +37,15 @@ const ROUNDS_MAX: u32 = 4;
 /// Pages that lengthen the pause little: they are copied or protected while QEMU saves its device state.
 const FEW_PAGES: u64 = 512;
 
-/// Which schedule.
+/// The kind of schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ScheduleKind {
     /// Everything in the pause.
     StopCopy,
-    /// As much as possible before the pause.
+    /// Copies as much as possible before the pause.
     PreCopy,
-    /// As much as possible after the pause.
+    /// Copies as much as possible after the pause.
     CopyOnWrite,
 }
 
@@ -62,7 +62,7 @@ impl fmt::Display for ScheduleKind {
 /// How the schedule is chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScheduleChoice {
-    /// Whatever suits the VM, by what its last checkpoints took: see [`Auto`].
+    /// The schedule that suits the VM, by the measurements of its last checkpoints: see [`Auto`].
     Auto,
     /// This one.
     Always(ScheduleKind),
@@ -95,7 +95,7 @@ impl FromStr for ScheduleChoice {
 /// Where the copies of one checkpoint were made, in pages.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Copied {
-    /// By streaming pre-copy, the guest running; 0 without it.
+    /// Pages streamed by streaming pre-copy while the guest runs; 0 without it.
     pub full_pass: u64,
     /// In the pre-copy rounds, the guest running.
     pub pre_copy: u64,
@@ -107,12 +107,12 @@ pub struct Copied {
     pub on_fault: u64,
     /// Writes that the guest waited with since the capture before, for whatever page (copy-on-write).
     pub faults: u64,
-    /// Write-hot pages left unprotected after the pause or their copy: the next checkpoint copies them whether
-    /// they are written or not, and writing them costs the guest no fault.
+    /// Write-hot pages left unprotected after the pause or their copy. The next checkpoint copies them whether they
+    /// are written or not, and writing them costs the guest no fault.
     pub left_open: u64,
 }
 
-/// Why a schedule could not copy what it should.
+/// The reason why a schedule could not copy its pages.
 #[derive(Debug, Error)]
 pub enum ScheduleError {
     /// Tracking failed.
@@ -123,9 +123,9 @@ pub enum ScheduleError {
     StagingBuffer(#[from] StagingError),
 }
 
-/// What a schedule works on.
+/// The inputs of a schedule.
 pub struct Work<'a> {
-    /// Which pages were written.
+    /// Finds the pages that were written.
     pub tracker: &'a mut Tracker,
     /// Where their copies go.
     pub staging: &'a mut StagingBuffer,
@@ -135,7 +135,7 @@ pub struct Work<'a> {
     pub bursts: &'a mut Bursts,
 }
 
-/// What is copied when. After an error nothing is lost: what was to be copied stays pending.
+/// Decides when each page is copied. After an error nothing is lost: pages that were not copied stay pending.
 pub trait Schedule {
     /// Before the pause; the guest runs. Before pages are copied, `monitor` drains the disks.
     fn before(&mut self, work: &mut Work<'_>, monitor: &mut Monitor) -> Result<(), ScheduleError>;
@@ -184,7 +184,7 @@ impl Schedule for StopCopy {
     }
 }
 
-/// As much as possible before the pause.
+/// Copies as much as possible before the pause.
 #[derive(Debug, Default)]
 pub struct PreCopy;
 

@@ -1,10 +1,11 @@
 //! The staging buffer: copies of captured pages between the pause and the sink.
 //!
-//! A page captured in a pre-copy round and written again before the pause is overwritten in
-//! place, so that the buffer never contains more than one copy of a page. Its memory is touched before
-//! the pause: a first touch costs several times the copy itself.
+//! A page that is captured in a pre-copy round and written again before the pause is overwritten in place, so that
+//! the buffer never contains more than one copy of a page. Its memory is touched before the pause: a first touch
+//! costs several times the copy itself.
 //!
-//! It has a limit. What does not fit is not captured at all: see [`crate::checkpoint`] for the way round.
+//! The buffer has a limit. Pages that do not fit are not captured at all: see [`crate::checkpoint`] for the way
+//! round.
 
 use std::ops::Range;
 
@@ -292,7 +293,7 @@ mod tests {
         fn every_page_keeps_one_slot(rounds in prop::collection::vec(prop::collection::btree_set(0u64..600, 0..200), 1..5)) {
             let mut staging = StagingBuffer::default();
             staging.reset(1, u64::MAX);
-            let mut twin: BTreeMap<u64, u64> = BTreeMap::new();
+            let mut model: BTreeMap<u64, u64> = BTreeMap::new();
             for round in &rounds {
                 let pieces = staging.place(0, &to_ranges(round));
                 let mut covered = BTreeSet::new();
@@ -300,18 +301,18 @@ mod tests {
                     for page in piece.pages.clone() {
                         let slot = piece.slot + (page - piece.pages.start);
                         prop_assert!(covered.insert(page));
-                        let known = *twin.entry(page).or_insert(slot);
+                        let known = *model.entry(page).or_insert(slot);
                         prop_assert_eq!(known, slot);
                     }
                 }
                 prop_assert_eq!(&covered, round);
             }
-            let slots: BTreeSet<u64> = twin.values().copied().collect();
-            prop_assert_eq!(slots.len(), twin.len());
-            prop_assert_eq!(staging.pages(), twin.len() as u64);
+            let slots: BTreeSet<u64> = model.values().copied().collect();
+            prop_assert_eq!(slots.len(), model.len());
+            prop_assert_eq!(staging.pages(), model.len() as u64);
             staging.reserve(0);
             let listed: Vec<u64> = staging.pages_of(0).map(|(page, _)| page).collect();
-            prop_assert_eq!(listed, twin.keys().copied().collect::<Vec<_>>());
+            prop_assert_eq!(listed, model.keys().copied().collect::<Vec<_>>());
         }
 
         #[test]

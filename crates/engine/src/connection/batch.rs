@@ -92,7 +92,7 @@ pub struct Batch<'p> {
     /// The number of the block.
     pub block: usize,
     pages: Vec<(u32, u8, &'p [u8])>,
-    /// Deltas against what the pages contain at the receiver.
+    /// Deltas against the pages' contents at the receiver.
     pub deltas: Vec<Delta>,
 }
 

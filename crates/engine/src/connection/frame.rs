@@ -4,8 +4,8 @@
 //!   length u32 | kind u8 | payload | check, 16 bytes          little-endian
 //! ```
 //!
-//! The check is a hash over the frame's number in its direction, its header and its payload. So a frame that is
-//! damaged, lost, doubled or out of order is noticed. It is no protection against a hostile peer.
+//! The check is a hash over the frame's number in its direction, its header and its payload. A frame that is
+//! damaged, lost, doubled or out of order is therefore noticed. It is no protection against a hostile peer.
 
 use std::io::{ErrorKind, Read, Write};
 
@@ -21,7 +21,7 @@ const CHECK_BYTES: usize = 16;
 /// Sets these hashes apart from all others.
 const CHECK_KEY: [u8; 32] = *b"stillframe connection frame v001";
 
-/// What a payload is.
+/// The kind of a payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -47,7 +47,7 @@ impl Kind {
         match self {
             // The record of a VM with thousands of arguments; pages that may have content, in ranges.
             Kind::Control => 4 << 20,
-            // 2048 pages of noise, and what is written beside each.
+            // 2048 pages of noise, and the bytes that are written beside each.
             Kind::Pages => 10 << 20,
             Kind::DeviceState => 1 << 30,
             Kind::Ids => 1 << 20,
@@ -58,7 +58,7 @@ impl Kind {
 /// A frame that was received.
 #[derive(Debug)]
 pub struct Frame {
-    /// What it contains.
+    /// The kind of the payload.
     pub kind: Kind,
     /// That.
     pub payload: Vec<u8>,
@@ -77,7 +77,7 @@ pub struct Connection<S> {
 }
 
 impl<S> Connection<S> {
-    /// Over a stream on which nothing was sent yet. Its timeouts are those of the stream.
+    /// A connection over a stream on which nothing was sent yet. The stream's timeouts apply.
     pub fn new(stream: S) -> Connection<S> {
         Connection {
             stream,
@@ -134,7 +134,7 @@ impl<S: Read> Connection<S> {
     /// Waits for the next frame.
     ///
     /// # Errors
-    /// The stream failed or ended, nothing came, or what came is no frame.
+    /// The stream failed or ended, nothing came, or the received bytes are no frame.
     pub fn receive(&mut self) -> Result<Frame, ConnectionError> {
         let mut header = [0; HEADER_BYTES];
         let read = self.stream.read_exact(&mut header);
@@ -201,7 +201,7 @@ mod tests {
         bytes
     }
 
-    /// What is received until an error; and whether that is the end of the stream.
+    /// The payloads received until an error, and whether the error is the end of the stream.
     fn received(bytes: &[u8]) -> (Vec<Vec<u8>>, bool) {
         let mut connection = Connection::new(Cursor::new(bytes));
         let mut payloads = Vec::new();

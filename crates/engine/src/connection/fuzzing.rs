@@ -1,4 +1,4 @@
-//! What the fuzz targets reach of the connection.
+//! The part of the connection that the fuzz targets reach.
 
 use std::io::Cursor;
 

@@ -26,14 +26,14 @@ use super::frame::{Connection, Frame, Kind};
 use super::{ConnectionError, malformed};
 use crate::memory::BlockShape;
 
-/// Of the messages.
+/// Version of the messages.
 pub const VERSION: u32 = 1;
 /// Ids of one frame.
 pub const IDS_MAX: usize = 16 << 10;
 /// Ranges of one [`Control::Content`].
 pub const RANGES_MAX: usize = 64 << 10;
 
-/// What becomes of the VM at the sender.
+/// What happens to the VM at the sender: it runs on, or it ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
@@ -51,7 +51,7 @@ pub enum Control {
     Hello {
         /// [`VERSION`].
         version: u32,
-        /// What becomes of the VM at the sender.
+        /// What happens to the VM at the sender.
         mode: Mode,
         /// The VM.
         vm: Box<VmRecord>,
@@ -132,7 +132,7 @@ impl Message {
         }
     }
 
-    /// What it is, for an error.
+    /// The name of the message, for an error.
     pub fn what(&self) -> &'static str {
         match self {
             Message::Pages(_) => "pages",
@@ -163,7 +163,7 @@ impl<S: Write> Connection<S> {
     /// Sends a message.
     ///
     /// # Errors
-    /// As [`Connection::send`].
+    /// The errors of [`Connection::send`].
     pub fn send_control(&mut self, control: &Control) -> Result<(), ConnectionError> {
         let payload = serde_json::to_vec(control).map_err(|error| ConnectionError::Io {
             doing: "writing a message",
@@ -175,7 +175,7 @@ impl<S: Write> Connection<S> {
     /// Sends the content ids of all pages of a block.
     ///
     /// # Errors
-    /// As [`Connection::send`].
+    /// The errors of [`Connection::send`].
     pub fn send_ids(&mut self, ids: &[Option<ContentId>]) -> Result<(), ConnectionError> {
         for ids in ids.chunks(IDS_MAX) {
             let bytes = ids.iter().flat_map(|id| id.map_or([0; 32], |id| id.0));
@@ -189,7 +189,7 @@ impl<S: Read> Connection<S> {
     /// Waits for a message.
     ///
     /// # Errors
-    /// As [`Connection::receive`] and [`Message::decode`].
+    /// The errors of [`Connection::receive`] and [`Message::decode`].
     pub fn receive_message(&mut self) -> Result<Message, ConnectionError> {
         Message::decode(self.receive()?)
     }

@@ -31,9 +31,9 @@ pub enum ConnectionError {
     /// The stream failed.
     #[error("the connection failed while {doing}")]
     Io {
-        /// What was being done.
+        /// The action that failed.
         doing: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -46,13 +46,13 @@ pub enum ConnectionError {
     /// A frame is not the one that was sent.
     #[error("a frame of the connection is damaged: {what}")]
     Damaged {
-        /// What does not fit.
+        /// The thing that does not fit.
         what: &'static str,
     },
     /// A frame that no version of this program sends.
     #[error("the other side sent {what}: it is another version of Stillframe, or none")]
     Malformed {
-        /// What came.
+        /// The malformed thing.
         what: String,
     },
     /// The other side has failed.
@@ -66,7 +66,7 @@ pub enum ConnectionError {
     Encoding(#[from] EncodingError),
 }
 
-/// What came is nothing that is understood here.
+/// The peer sent something that this side does not understand.
 fn malformed(what: impl Into<String>) -> ConnectionError {
     ConnectionError::Malformed { what: what.into() }
 }

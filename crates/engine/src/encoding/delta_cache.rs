@@ -1,7 +1,7 @@
 //! The delta cache: contents of pages at the last committed checkpoint (FITDOC, section III.C).
 //!
 //! Only a commit changes it, so that a delta against it is always one against the parent. Pages
-//! that were written longest ago make room for others.
+//! that were written longest ago make space for others.
 
 use std::num::NonZero;
 
@@ -29,7 +29,7 @@ impl DeltaCache {
                 kept.resize(pages);
                 Some(kept)
             }
-            // Unbounded at first, because a bounded one would take room for all at once.
+            // Unbounded at first, because a bounded one would allocate memory for all at once.
             (Some(pages), None) => {
                 let mut new = LruCache::unbounded();
                 new.resize(pages);
@@ -54,7 +54,7 @@ impl DeltaCache {
         }
     }
 
-    /// Sets the content of the page, only while there is room.
+    /// Sets the content of the page, only while there is space.
     pub fn put_if_room(&mut self, block: usize, page: u64, bytes: &[u8; PAGE]) {
         let room = |pages: &LruCache<_, _>| pages.len() < pages.cap().get();
         if self.pages.as_ref().is_some_and(room) {

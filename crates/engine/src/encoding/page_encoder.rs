@@ -1,14 +1,4 @@
-//! The page encoder: several threads decide what each captured page is stored as.
-//!
-//! ```text
-//!   zero?  --> a mark          cached?  --> compared with the old page:  same     --> nothing
-//!                                                                        changed  --> delta
-//!   else   --> hashed, whole                                             too much --> hashed, whole
-//! ```
-//!
-//! A page that becomes a delta is never hashed. How much is too much depends on the content of memory:
-//! text compresses well as a whole and badly as a difference, noise not at all. So some pages of each
-//! share are compressed both ways, and that decides for all of it.
+//! The page encoder: several threads decide how each captured page is stored.
 
 use std::num::NonZero;
 use std::thread;
@@ -36,15 +26,15 @@ const CHANGED_LITTLE: u32 = 512;
 /// Pages compressed both ways, and pages inspected to find them.
 const TRIAL_PAGES: usize = 16;
 const TRIAL_LOOKS: usize = 64;
-/// What a whole page costs in addition to its content: its id.
+/// Bytes that a whole page costs in addition to its content: its id.
 const ID_BYTES: usize = 32;
 
-/// What a page is stored as.
+/// How a page is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageEncoding {
     /// It is all zero.
     Zero,
-    /// It is what it was.
+    /// Its content is unchanged.
     Same,
     /// It is in one of the deltas.
     Delta,

@@ -1,6 +1,6 @@
-//! The file that is written: for its owner alone, and without a name until it is whole, so that nothing is left
-//! of it should this process be killed. Where the file system knows no such files (open(2), `O_TMPFILE`) it is
-//! hidden under another name instead.
+//! The output file: for its owner alone, and without a name until it is whole, so that nothing is left of it if
+//! this process is killed. Where the file system has no unnamed files (open(2), `O_TMPFILE`), it is hidden under
+//! another name instead.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -15,7 +15,7 @@ use stillframe_qemu::migration_file::MigrationFileError;
 
 use super::ExportError;
 
-/// For the owner alone: the file holds all that the guest had in memory.
+/// Mode of the file, for the owner alone: it contains all of the guest's memory.
 const MODE: u32 = 0o600;
 const BUFFER_BYTES: usize = 1 << 20;
 
@@ -40,7 +40,7 @@ impl Output {
                 });
             }
             Ok(_) if !replace => return Err(exists(path)),
-            // What else is wrong with the path shows when the file is made.
+            // Any other fault of the path shows when the file is made.
             _ => {}
         }
         let wrong = |source| ExportError::Write {
@@ -74,12 +74,12 @@ impl Output {
         &self.path
     }
 
-    /// For writing front to back.
+    /// A writer from front to back.
     pub(super) fn buffered(&self) -> BufWriter<&File> {
         BufWriter::with_capacity(BUFFER_BYTES, &self.file)
     }
 
-    /// What is never written is a hole.
+    /// Sets the length of the file. Ranges that are never written are holes.
     pub(super) fn set_length(&self, bytes: u64) -> Result<(), ExportError> {
         self.file.set_len(bytes).map_err(|error| self.wrong(error))
     }
@@ -92,7 +92,7 @@ impl Output {
         self.file.write_all_at(bytes, at)
     }
 
-    /// Reads back what was written.
+    /// Reads back written bytes.
     pub(super) fn read(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
         self.file.read_exact_at(bytes, at)
     }
@@ -132,15 +132,15 @@ impl Output {
     /// Gives the nameless file a name.
     fn link(&self, name: &Path) -> Result<(), ExportError> {
         let file = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        self.judge(linkat(CWD, file, CWD, name, AtFlags::SYMLINK_FOLLOW))
+        self.check_named(linkat(CWD, file, CWD, name, AtFlags::SYMLINK_FOLLOW))
     }
 
     fn rename(&self, flags: RenameFlags) -> Result<(), ExportError> {
-        self.judge(renameat_with(CWD, &self.hidden, CWD, &self.path, flags))
+        self.check_named(renameat_with(CWD, &self.hidden, CWD, &self.path, flags))
     }
 
     /// Another process may have made a file of that name meanwhile.
-    fn judge(&self, named: rustix::io::Result<()>) -> Result<(), ExportError> {
+    fn check_named(&self, named: rustix::io::Result<()>) -> Result<(), ExportError> {
         match named {
             Ok(()) => Ok(()),
             Err(Errno::EXIST) => Err(exists(&self.path)),
@@ -158,7 +158,7 @@ impl Drop for Output {
     }
 }
 
-/// For reading and writing, by its owner alone.
+/// Options for reading and writing, by the owner alone.
 fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(MODE);

@@ -32,7 +32,7 @@ impl Job<'_> {
         Ok(written)
     }
 
-    /// As `dump-guest-memory` makes it.
+    /// Writes an ELF core as `dump-guest-memory` makes it.
     pub(super) fn elf(&mut self, output: Output) -> Result<Written, ExportError> {
         let (main, ranges) = self.layout()?;
         let bytes = elf_core::MEMORY_AT + self.blocks[main].used_bytes;
@@ -93,8 +93,8 @@ fn only_main(main: usize, job: &Job<'_>) -> String {
     format!("main RAM only ({name}): neither video memory nor firmware is in it")
 }
 
-/// What the guest's kernel sees, by the page tables of a vCPU that runs it; and what is not as one would
-/// wish. The tables are read from the file, where memory is by now.
+/// The mappings of the guest's kernel, by the page tables of a vCPU that runs it, and warnings about them. The
+/// tables are read from the file, which contains memory by now.
 fn kernel_mappings(
     cpus: &[CpuState],
     ranges: &[PhysicalRange],

@@ -1,4 +1,4 @@
-//! What the fuzz targets reach of the guardian's inside.
+//! The part of the guardian that the fuzz targets reach.
 
 use std::io::Write;
 use std::net::Shutdown;

@@ -1,16 +1,4 @@
-//! Heartbeats: how the guardian knows that the engine still does what threads of the VM wait for.
-//!
-//! ```text
-//!   engine: a byte BEAT into a pipe, four times a second        LET_GO: no thread waits any more
-//!   guardian: none for 2 s, and none for another 0.5 s  -->  kills the engine, unregisters the ranges
-//! ```
-//!
-//! Two misses, because what kept the engine from writing may have kept the guardian from reading (a freezer
-//! that stopped both). The end of the pipe alone means nothing but that no heartbeat will follow: the thread that
-//! wrote them may have died of what the guardian is there for.
-//!
-//! The engine is killed before the ranges are unregistered: a copy of a page that was unprotected meanwhile
-//! must not get into a checkpoint.
+//! Heartbeats show the guardian that the engine still does the work that threads of the VM wait for.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -27,14 +15,14 @@ use crate::in_words;
 pub const HEARTBEAT: Duration = Duration::from_millis(250);
 /// The first miss.
 const MISSED_AFTER: Duration = Duration::from_secs(2);
-/// From the first miss to the second.
+/// Time from the first miss to the second.
 const MISSED_AGAIN_AFTER: Duration = Duration::from_millis(500);
-/// For the threads of a killed engine to end. Those in uninterruptible sleep do not; none of them returns to
-/// its own code.
+/// Time for the threads of a killed engine to end. Threads in uninterruptible sleep do not end; none of them
+/// returns to its own code.
 const DYING_LIMIT: Duration = Duration::from_millis(200);
 
 const BEAT: u8 = 1;
-/// What [`Heartbeat::let_go`] writes.
+/// The byte that [`Heartbeat::let_go`] writes.
 pub(crate) const LET_GO: u8 = 2;
 
 /// The engine's end of the pipe.
@@ -78,7 +66,7 @@ pub(super) struct Watched {
     missed: bool,
 }
 
-/// What vCPUs wait on.
+/// The registered ranges, on which vCPUs may wait.
 struct Registered {
     uffd: Uffd,
     ranges: Vec<AddressRange>,
@@ -87,13 +75,13 @@ struct Registered {
 impl Registered {
     fn release(self) {
         for range in self.ranges {
-            // What is mapped there no longer has no waiters.
+            // A range that is no longer mapped has no waiters.
             let _ = self.uffd.unregister(range);
         }
     }
 }
 
-/// What became of a heartbeat that was due.
+/// The result of waiting for a due heartbeat.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Missed {
     /// It is the first one.
@@ -141,7 +129,7 @@ impl Watched {
         self.registered.is_some()
     }
 
-    /// Reads what the engine wrote; `true` when it reported that no thread of the VM waits any more.
+    /// Reads the engine's bytes; `true` when it reported that no thread of the VM waits any more.
     pub(super) fn read(&mut self) -> bool {
         let Some(pipe) = &mut self.pipe else {
             return false;

@@ -1,25 +1,24 @@
-//! The guardian: a small process of its own that does what an engine must not die in.
+//! The guardian: a small process that does the work during which an engine must not die.
 //!
-//! 1. It injects system calls into QEMU. A tracer killed half-way would leave QEMU's main thread
-//!    with foreign registers; `kill -9` of the engine never hits the tracer, because the tracer is
-//!    this other process.
-//! 2. It resumes the VM ([`resume`]): each time a pause overruns its limit (watchdog), and when the engine
-//!    died inside a pause. It learns of a pause *before* the engine stops the VM, and has a copy of the
-//!    pipe that holds QEMU, and of the engine's QMP connection, so that it needs no free monitor.
+//! 1. It injects system calls into QEMU. A tracer that is killed half-way would leave QEMU's main thread with
+//!    foreign registers. `kill -9` of the engine never hits the tracer, because the tracer is this other process.
+//! 2. It resumes the VM ([`resume`]) each time a pause overruns its limit (watchdog), and when the engine died
+//!    inside a pause. It learns of a pause *before* the engine stops the VM. It has a copy of the pipe that holds
+//!    QEMU, and of the engine's QMP connection, so that it needs no free monitor.
 //! 3. Where threads of the VM wait for the engine (copy-on-write, lazy restore), it expects heartbeats
-//!    ([`heartbeat`]), and kills an engine that has none: one stopped by a signal, say.
-//! 4. With copy-on-write it has a copy of the userfaultfd and the registered address ranges, and
-//!    unregisters them when the engine is gone or was killed. An engine with a thread in uninterruptible
-//!    sleep (hung storage) does not die of `kill -9`: its descriptors stay open, and the VM would wait.
-//! 5. It ends a QEMU that was started for a restore and has not run yet, and pauses one that runs while
-//!    its memory is populated, when the engine is gone (on-disconnect action, [`OnDisconnect`]).
+//!    ([`heartbeat`]). It kills an engine that sends none, such as one stopped by a signal.
+//! 4. With copy-on-write it has a copy of the userfaultfd and the registered address ranges, and unregisters them
+//!    when the engine is gone or was killed. An engine with a thread in uninterruptible sleep (hung storage) does
+//!    not die of `kill -9`: its descriptors stay open, and the VM would wait.
+//! 5. It carries out the on-disconnect action ([`OnDisconnect`]) when the engine is gone. It ends a QEMU that was
+//!    started for a restore and has not run yet. It pauses a QEMU that runs while its memory is populated.
 //!
-//! With asynchronous tracking it never has the userfaultfd: no thread of the VM ever waits for the engine,
-//! and tracking ends with the engine's copy. QEMU itself keeps no copy, so that the VM runs on when engine
-//! and guardian die together: the last copy closes.
+//! With asynchronous tracking it never has the userfaultfd: no thread of the VM ever waits for the engine, and
+//! tracking ends with the engine's copy. QEMU itself keeps no copy. So the VM runs on when engine and guardian die
+//! together: the last copy closes.
 //!
 //! The guardian does no storage I/O. It is the engine's own executable, started with [`SUBCOMMAND`] from
-//! `/proc/self/exe`, so that it is the same program where that was replaced or deleted since. A binary that
+//! `/proc/self/exe`, so that it is the same program even if the file was replaced or deleted since. A binary that
 //! links the engine must call [`run`] for it.
 
 #[cfg(feature = "fuzzing")]
@@ -61,7 +60,7 @@ const REPLY_LIMIT: Duration = Duration::from_secs(10);
 /// Bound for one injection into QEMU; 0.1 ms is usual.
 const INJECTION_LIMIT: Duration = Duration::from_secs(3);
 
-/// What can go wrong between engine and guardian.
+/// Errors between engine and guardian.
 #[derive(Debug, Error)]
 pub enum GuardianError {
     /// It could not be started.
@@ -84,7 +83,7 @@ pub enum GuardianError {
     Injection {
         /// QEMU's process id.
         pid: i32,
-        /// Cause and mend.
+        /// Cause and remedy.
         reason: String,
     },
 }
@@ -144,7 +143,7 @@ impl Guardian {
         self.open_userfaultfd(process, false)
     }
 
-    /// As [`Guardian::inject_userfaultfd`], but the process keeps a copy (`infect::duplicate_userfaultfd`).
+    /// Injects as [`Guardian::inject_userfaultfd`], but the process keeps a copy (`infect::duplicate_userfaultfd`).
     pub fn duplicate_userfaultfd(&self, process: &Process) -> Result<InjectedUffd, GuardianError> {
         self.open_userfaultfd(process, true)
     }
@@ -192,7 +191,7 @@ impl Guardian {
         }
     }
 
-    /// Sets the on-disconnect action: what the guardian does if this process ends.
+    /// Sets the on-disconnect action: the guardian's action if this process ends.
     pub fn on_disconnect(&self, action: OnDisconnect) -> Result<(), GuardianError> {
         self.expect_ok(&Request::OnDisconnect { action }, None)
     }
@@ -279,8 +278,8 @@ fn not_done(process: &Process, reply: Reply) -> GuardianError {
 
 impl Drop for Guardian {
     fn drop(&mut self) {
-        // Closing our end tells the guardian to finish; then reap it, so that a long-lived engine
-        // leaves no zombie behind. Nothing is lost if this fails.
+        // Closing our end makes the guardian finish; then reap it, so that a long-lived engine leaves no zombie
+        // behind. Nothing is lost if this fails.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         if let Some(mut child) = self.child.take() {
             let _ = child.wait();

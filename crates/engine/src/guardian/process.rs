@@ -21,11 +21,11 @@ use super::wire::{self, OnDisconnect, Reply, Request};
 
 /// QEMU may be inside a slow `stop` (it drains its disks first); it reads our commands after that.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// The same where a thread of the engine that cannot end keeps open what the end of the guardian alone would
-/// otherwise close: the pipe that holds QEMU.
+/// The same limit, where a thread of the engine cannot end. Such a thread keeps the pipe that holds QEMU open,
+/// which the end of the guardian alone would otherwise close.
 const UNDEAD_LIMIT: Duration = Duration::from_secs(3600);
 
-/// What a wait ended with.
+/// The event that ended a wait.
 enum Woken {
     Request,
     Heartbeat,
@@ -34,24 +34,23 @@ enum Woken {
     Stream,
 }
 
-/// What the guardian knows.
+/// The state of the guardian.
 struct Watch {
     engine: UnixStream,
     qmp: Option<Connection>,
     pause: Option<Pause>,
     heartbeat: Option<Watched>,
     on_disconnect: OnDisconnect,
-    /// What holds QEMU in a pause, and whether it is to be released.
+    /// The pipe that holds QEMU in a pause, and whether it is to be released.
     stream: Option<OwnedFd>,
     releasing: bool,
 }
 
-/// Carries out requests of the engine at the other end of standard input until that end closes, or the engine was
-/// killed.
-/// Returns the exit code of the guardian process.
+/// Carries out requests of the engine at the other end of standard input, until that end closes or the engine was
+/// killed. Returns the exit code of the guardian process.
 ///
-/// A panic or error here must not lose a paused VM: everything that can fail is answered or
-/// ignored, and the way out of the loop always passes through [`Watch::engine_is_gone`].
+/// A panic or error here must not lose a paused VM. Every failure is answered or ignored, and the way out of the
+/// loop always passes through [`Watch::engine_is_gone`].
 pub fn run() -> i32 {
     ignore_signals();
     protect_from_oom();
@@ -114,14 +113,14 @@ impl Watch {
         }
         heartbeat.kill();
         self.engine_is_gone(UNDEAD_LIMIT);
-        // What a thread of it in uninterruptible sleep keeps open is not used any more.
+        // The engine no longer uses a descriptor that one of its threads in uninterruptible sleep keeps open.
         if let Some(qmp) = &self.qmp {
             qmp.shut_down();
         }
         true
     }
 
-    /// Does what is left to be done, once; QEMU's answers are awaited for so long.
+    /// Does the remaining work, once; QEMU's answers are awaited for this long.
     fn engine_is_gone(&mut self, limit: Duration) {
         // First: QEMU's main thread may wait for a page, and answer nothing before it has it.
         if let Some(mut heartbeat) = self.heartbeat.take()
@@ -305,7 +304,7 @@ fn ignore_signals() {
     }
 }
 
-/// A few hundred KiB must not be what the kernel frees by killing us in an injection.
+/// The kernel must not kill us in an injection to free a few hundred KiB.
 fn protect_from_oom() {
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
 }

@@ -1,22 +1,23 @@
-//! Resuming a VM that the engine paused: by reading the pipe that holds QEMU ([`WayBack::Stream`]), or on a
-//! copy of the engine's QMP connection ([`WayBack::Command`]).
+//! Resuming a VM that the engine paused: by reading the pipe that holds QEMU ([`WayBack::Stream`]), or on a copy of
+//! the engine's QMP connection ([`WayBack::Command`]).
 //!
-//! The pipe may be read whatever the engine does. A command is another thing: only a VM that `query-status`
-//! calls paused is resumed. One that is `postmigrate` has gone on elsewhere, and a `cont` would make it two.
-//! QEMU has no command that does both in one step, so there is a gap of a fraction of a millisecond between its
-//! answer and `cont`.
+//! The pipe may be read whatever the engine does. A command needs a check: only a VM that `query-status` calls
+//! paused is resumed. A VM that is `postmigrate` has gone on elsewhere, and a `cont` would make it two. QEMU has no
+//! command that does both in one step, so there is a gap of a fraction of a millisecond between its answer and
+//! `cont`.
 //!
-//! **After the engine's death** the connection is the guardian's alone: it asks, reads the answer, resumes.
+//! **After the engine's death** the connection is the guardian's alone: it sends the query, reads the answer,
+//! resumes.
 //!
-//! **While the engine lives** both have the same socket, and what one reads the other never sees. So the
-//! guardian only *peeks*: the answer stays for the engine, which skips what carries an id that it never gave.
-//! An engine that hangs or copies leaves the answer there, and the guardian sees it. An engine that reads at
-//! that very time may take the answer first; then the guardian knows nothing, does nothing, and asks again a
-//! second later. Nothing is lost by that: what such an engine waits for is QEMU itself, which would carry out
-//! a `cont` no sooner, and it goes on with its pause when QEMU answers.
+//! **While the engine lives** both have the same socket, and each byte can be read only once. So the guardian only
+//! *peeks*: the answer stays for the engine, which skips answers with an id that it never gave. An engine that
+//! hangs or copies leaves the answer there, and the guardian sees it. An engine that reads at that very time may
+//! take the answer first. Then the guardian knows nothing, does nothing, and repeats the query a second later.
+//! Nothing is lost by that: such an engine waits for QEMU itself, which would carry out a `cont` no sooner. The
+//! engine goes on with its pause when QEMU answers.
 //!
-//! Stopping the engine during the query would be certain, but a shell takes a stopped command for one
-//! that the user sent to the background; killing it would end a watch because of one slow disk.
+//! Stopping the engine during the query would be certain. But a shell takes a stopped command for one that the user
+//! sent to the background. Killing the engine would end a watch because of one slow disk.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -32,9 +33,9 @@ use super::wire::WayBack;
 /// Resets QEMU's JSON lexer, in case the engine died in the middle of a command (qmp-spec 3.4:
 /// a 0xFF byte flushes the parser).
 const LEXER_RESET: &[u8] = b"\xff\n";
-/// A QEMU that is completing a migration is queried again so often.
+/// A QEMU that is completing a migration is queried again at this interval.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(100);
-/// More than a Unix socket holds unread.
+/// Upper bound on the bytes to peek at: more than a Unix socket holds unread.
 const UNREAD_BYTES_MAX: usize = 512 << 10;
 
 /// States that the engine leaves a VM in: `stop` the first, saving the devices of a suspended guest the other.
@@ -81,7 +82,7 @@ impl Connection {
         }
     }
 
-    /// Waits until QEMU reads (`OUT`) or has written (`IN`), and reads what it writes into the pipe; `None` at
+    /// Waits until QEMU reads (`OUT`) or has written (`IN`), and reads its bytes from the pipe; `None` at
     /// the deadline.
     fn wait(
         &self,
@@ -113,7 +114,7 @@ impl Connection {
         }
     }
 
-    /// What lies unread in the connection; it stays there.
+    /// The unread bytes in the connection, which stay there.
     fn unread(&self) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; UNREAD_BYTES_MAX];
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
@@ -151,7 +152,7 @@ impl Connection {
         self.ask_alone("stop", None, deadline);
     }
 
-    /// Closes the connection for all processes that have a copy: the monitor is free again though the engine's
+    /// Closes the connection for all processes that have a copy. So the monitor is free again, though the engine's
     /// copies may stay open until its last thread has ended.
     pub(super) fn shut_down(&self) {
         // Not connected any more: as well.
@@ -213,7 +214,7 @@ pub(super) struct Pause {
     /// When there is something to be done; never, with a limit beyond all times.
     due: Option<Instant>,
     /// The last query to QEMU, and when it was sent.
-    asked: Option<(String, Instant)>,
+    query: Option<(String, Instant)>,
     resumed: bool,
 }
 
@@ -223,7 +224,7 @@ impl Pause {
             limit,
             way_back,
             due: Instant::now().checked_add(limit),
-            asked: None,
+            query: None,
             resumed: false,
         }
     }
@@ -251,7 +252,7 @@ impl Pause {
             return;
         }
         let now = Instant::now();
-        let Some((id, at)) = self.asked.take() else {
+        let Some((id, at)) = self.query.take() else {
             return self.ask(connection, now);
         };
         let answer = connection
@@ -268,15 +269,15 @@ impl Pause {
             }
             None if now.duration_since(at) > TAKEN_AFTER => self.ask(connection, now),
             None => {
-                self.asked = Some((id, at));
+                self.query = Some((id, at));
                 self.due = Some(now + LOOK);
             }
         }
     }
 
     fn ask(&mut self, connection: &mut Connection, now: Instant) {
-        // What cannot be sent now is sent later.
-        self.asked = connection.send("query-status").ok().map(|id| (id, now));
+        // A query that cannot be sent now is sent later.
+        self.query = connection.send("query-status").ok().map(|id| (id, now));
         self.due = Some(now + LOOK);
     }
 }
@@ -363,7 +364,7 @@ mod tests {
         assert_eq!(qemu.join().unwrap(), ["query-status"]);
     }
 
-    /// With an engine that lives, what it has not read stays for it; and the limit is armed again.
+    /// With an engine that lives, unread bytes stay for it, and the limit is armed again.
     #[test]
     fn a_living_engine_loses_no_answer() {
         let (near, far) = UnixStream::pair().unwrap();

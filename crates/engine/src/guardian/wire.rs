@@ -1,5 +1,5 @@
-//! What the engine and its guardian say to each other: one JSON line a message over a socket pair,
-//! descriptors with it as `SCM_RIGHTS`.
+//! The messages between the engine and its guardian: one JSON line a message over a socket pair, descriptors with
+//! it as `SCM_RIGHTS`.
 //!
 //! ```text
 //!   engine                          guardian
@@ -30,7 +30,7 @@ const MESSAGE_BYTES_MAX: usize = 256 << 10;
 /// Bytes received with one call.
 const RECEIVE_BYTES: usize = 4096;
 
-/// From the engine to the guardian.
+/// A message from the engine to the guardian.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
     /// Open a userfaultfd inside this process and hand it over.
@@ -55,7 +55,7 @@ pub(super) enum Request {
         /// Bound for the whole injection.
         limit_ms: u64,
     },
-    /// What to do when the engine is gone.
+    /// The action when the engine is gone.
     OnDisconnect {
         /// That.
         action: OnDisconnect,
@@ -71,7 +71,7 @@ pub(super) enum Request {
         /// How.
         way_back: WayBack,
     },
-    /// Whatever QEMU still writes into the pipe is to be read.
+    /// The guardian is to read all that QEMU still writes into the pipe.
     Release,
     /// The VM runs again.
     Resumed,
@@ -88,11 +88,11 @@ pub(super) enum Request {
 pub enum WayBack {
     /// QEMU resumes it by itself, as soon as the pipe that holds it is read or closed.
     Stream,
-    /// By the command `cont`.
+    /// The command `cont`.
     Command,
 }
 
-/// On-disconnect action: what the guardian does when the engine is gone.
+/// On-disconnect action: the guardian's action when the engine is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnDisconnect {
     /// Nothing.
@@ -108,7 +108,7 @@ pub enum OnDisconnect {
     Pause,
 }
 
-/// From the guardian to the engine.
+/// A message from the guardian to the engine.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     /// Done.
@@ -158,8 +158,8 @@ pub(super) fn receive<M: DeserializeOwned>(
                 "message too long",
             ));
         }
-        // One message is in flight at a time (every request is answered before the next), so
-        // reading past the line end cannot swallow a second one.
+        // One message is in flight at a time (every request is answered before the next). So reading past the line
+        // end cannot swallow a second message.
         let mut piece = [0u8; RECEIVE_BYTES];
         let (read, received) = fdpass::receive(socket, &mut piece)?;
         descriptors.extend(received);

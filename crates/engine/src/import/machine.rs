@@ -1,4 +1,4 @@
-//! The machine that a migration file belongs to: what a QEMU says that is started with its command line.
+//! The machine that a migration file belongs to, queried from a QEMU that is started with its command line.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -12,11 +12,11 @@ use stillframe_qemu::record::{Described, VmRecord};
 use super::{ImportError, ImportOptions};
 use crate::guardian::{Guardian, OnDisconnect};
 
-/// For QEMU to open its monitor.
+/// Time for QEMU to open its monitor.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// Starts QEMU, waiting for a state that never comes, asks it, and ends it.
-pub(super) fn ask(options: &ImportOptions) -> Result<VmRecord, ImportError> {
+/// Starts QEMU so that it waits for a state that never comes, queries it, and ends it.
+pub(super) fn query(options: &ImportOptions) -> Result<VmRecord, ImportError> {
     let program = options.command.first().map_or("", String::as_str);
     let exe = find_program(program, &options.cwd).ok_or_else(|| ImportError::NoProgram {
         program: program.to_owned(),
@@ -108,8 +108,8 @@ pub(super) fn expect_same(
     }
 }
 
-/// Whether the VM ran when it was saved, by the section in which QEMU says so: a length, and the state's
-/// name, filled up with zeros.
+/// Whether the VM ran when it was saved. QEMU's section says so: a length, and the state's name, filled up with
+/// zeros.
 pub(super) fn ran(raw: &[u8]) -> Result<bool, DeviceStateError> {
     let sections = device_state::sections(raw)?;
     let state = sections

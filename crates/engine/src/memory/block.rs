@@ -76,7 +76,7 @@ pub enum BlockError {
 /// Whether the guest, and QEMU's main loop with it, runs while its pages are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Guest {
-    /// It writes, and discards, what it likes.
+    /// It may write and discard any page.
     Running,
     /// Nothing of it changes.
     Stopped,
@@ -233,9 +233,9 @@ impl Block {
 
     /// Copies pages out. `into[i]` receives the pages `from[i]`; lengths must agree.
     ///
-    /// A page of a shared file that is discarded while it is read through our mapping comes out half as it
-    /// was, and its hole is filled by that, so that nothing shows the discard any more. read(2) does neither, but is
-    /// slower: so it is for a guest that runs.
+    /// A page of a shared file may be discarded while it is read through our mapping. It then comes out half with
+    /// its old content, and the read fills its hole, so that nothing shows the discard any more. read(2) does
+    /// neither, but is slower: so it is used while a guest runs.
     pub fn read(
         &self,
         guest: Guest,

@@ -13,7 +13,7 @@ use block::PAGE;
 /// One page on its way: its number in the block, and its bytes.
 pub type Page<'a> = (u64, &'a [u8; PAGE]);
 
-/// What is known of a block without reading it.
+/// The properties of a block that are known without reading it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockShape {
     /// Its name.

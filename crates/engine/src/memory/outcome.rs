@@ -28,7 +28,7 @@ pub struct Found {
 }
 
 impl Found {
-    /// Of a block of which no page was captured yet.
+    /// The outcome of a block of which no page was captured yet.
     pub fn new(block: &BlockShape) -> Found {
         Found {
             zero: DirtyBitmap::new(block.pages),

@@ -1,4 +1,4 @@
-//! What a pipeline works with: the VM, the sink of captures, the queue before it, and the world around.
+//! The environment of a pipeline: the VM, the sink of captures, the queue before it, and the world around.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -17,31 +17,31 @@ pub enum Failure {
     Interrupted,
 }
 
-/// What storing came to.
+/// The result of storing.
 pub type Outcome<T> = Result<T, Failure>;
 
 /// A VM with write tracking on. Captures are settled in the order in which they were marked as in flight.
 pub trait PipelineVm {
     /// One state of the VM, in memory.
     type Capture;
-    /// What the sink makes of it.
+    /// The value that the sink makes of a stored capture.
     type Stored;
-    /// What is reported of a checkpoint.
+    /// The report on a checkpoint.
     type Report;
 
     /// The schedule that the VM should be attached to anew for.
     fn wants(&self) -> Option<ScheduleKind>;
 
-    /// Captures what was written since the last capture in flight.
+    /// Captures the writes since the last capture in flight.
     ///
     /// # Errors
-    /// What was written stays to be captured.
+    /// The writes stay to be captured.
     fn capture(&mut self) -> Result<Self::Capture, CheckpointError>;
 
     /// Memory that a capture takes, in bytes.
     fn bytes(capture: &Self::Capture) -> u64;
 
-    /// The last capture goes to the sink, behind those in flight.
+    /// The last capture goes to the sink, behind the captures in flight.
     fn mark_in_flight(&mut self);
 
     /// The oldest capture in flight is committed, or rolled back together with all behind it.
@@ -87,7 +87,7 @@ pub trait CaptureSink<V: PipelineVm> {
 pub struct Completion<V: PipelineVm> {
     /// The capture.
     pub capture: V::Capture,
-    /// What became of it; `None`: one before it was not stored, so this was not either.
+    /// The outcome of the capture. `None`: an earlier capture was not stored, so this one was not stored either.
     pub outcome: Option<Outcome<V::Stored>>,
 }
 
@@ -106,14 +106,14 @@ pub trait StoreQueue<V: PipelineVm, S> {
     fn finish(self) -> S;
 }
 
-/// What happens in a pipeline.
+/// The events of a pipeline.
 #[derive(Debug)]
 pub enum Event<'e, R> {
     /// A checkpoint is durable.
     Taken(&'e R),
     /// The interval could not be kept.
     Late {
-        /// By how much.
+        /// The lateness.
         by: Duration,
     },
     /// The checkpoint before is gone: the next one reads all of memory.

@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// No more captures are added while one has been in flight for this long. What the repository does now and then,
-/// merging layers and index files, takes up to 100 ms, many intervals of the shortest; but no checkpoint should
-/// be durable much later than the next one was due.
+/// No more captures are added while one has been in flight for this long. Now and then the repository merges layers
+/// and index files, which takes up to 100 ms: many of the shortest intervals. But a checkpoint should not be
+/// durable much later than the next one was due.
 const LAG_MAX: Duration = Duration::from_millis(250);
 
 #[derive(Debug)]

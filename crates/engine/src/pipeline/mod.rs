@@ -1,4 +1,4 @@
-//! The checkpoint pipeline: a VM is captured every so often, and captures are stored meanwhile, in order.
+//! The checkpoint pipeline: a VM is captured at intervals, and captures are stored meanwhile, in order.
 //!
 //! ```text
 //!   attach ── first checkpoint ── capture ── wait ── capture ── wait ...    ends: count, stop, VM gone,
@@ -8,11 +8,12 @@
 //!     └ other tracking wanted
 //! ```
 //!
-//! Each capture is an increment of the one before. So when one cannot be stored, the captures behind it are
-//! discarded, and their pages are captured again: nothing that the guest wrote is lost, only the moments are.
+//! Each capture is an increment of the one before. So when a capture cannot be stored, the captures behind it are
+//! discarded, and their pages are captured again. No write of the guest is lost, only the moments are.
 //!
-//! The pipeline knows no repository, no thread and no terminal: these are behind [`Environment`]. A slow sink
-//! shows as back-pressure ([`in_flight`]): first the interval is kept and captures queue up, then it lengthens.
+//! The pipeline knows no repository, no thread and no terminal: these are behind [`Environment`]. A slow sink shows
+//! as back-pressure ([`in_flight`]). First the interval is kept and captures queue up, then the interval gets
+//! longer.
 
 mod environment;
 mod in_flight;
@@ -44,10 +45,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// A QEMU that closed its monitor may need this long to be gone.
 const EXIT_GRACE: Duration = Duration::from_millis(500);
 
-/// What a pipeline is to do.
+/// Options of a pipeline.
 #[derive(Debug, Clone)]
 pub struct PipelineOptions {
-    /// From the begin of one capture to the begin of the next.
+    /// Time from the begin of one capture to the begin of the next.
     pub every: Duration,
     /// Checkpoints after which it ends; without, it goes on until something else ends it.
     pub count: Option<u64>,
@@ -70,7 +71,7 @@ pub enum End {
     MigratedAway,
 }
 
-/// What a pipeline did.
+/// The totals of a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ended {
     /// Why it ended.
@@ -144,7 +145,7 @@ impl<E: Environment> Pipeline<E> {
         }
     }
 
-    /// Takes checkpoints until something ends it; then waits for those in flight, and detaches the VM.
+    /// Takes checkpoints until something ends it; then waits for the captures in flight, and detaches the VM.
     ///
     /// # Errors
     /// Too many failures in a row; the environment wants no more.
@@ -215,7 +216,7 @@ impl<E: Environment> Pipeline<E> {
             return Ok(None);
         };
         self.report(Event::AttachingAnew { schedule })?;
-        // Should this fail it would again.
+        // If this failed, it would fail again.
         self.choice = ScheduleChoice::Always(ScheduleKind::PreCopy);
         match self.environment.attach_anew(vm, schedule) {
             Ok(vm) => {
@@ -250,7 +251,7 @@ impl<E: Environment> Pipeline<E> {
         };
         let capture = match vm.capture() {
             Ok(capture) => capture,
-            // Those before must be settled first.
+            // The captures before it must be settled first.
             Err(error) => {
                 return match self.drain()? {
                     Some(end) => Ok(Some(end)),
@@ -276,7 +277,7 @@ impl<E: Environment> Pipeline<E> {
         }
     }
 
-    /// Back-pressure: settles what is complete, and waits for more until one more capture may be in flight.
+    /// Back-pressure: settles complete captures, and waits for more until one more capture may be in flight.
     fn make_room(&mut self, bytes: u64) -> Step<E> {
         while let Some(queue) = &mut self.queue {
             let completion = match queue.complete() {
@@ -365,7 +366,7 @@ impl<E: Environment> Pipeline<E> {
         self.conclude(settled.map_err(Failure::Checkpoint))
     }
 
-    /// Counts and reports what a checkpoint came to.
+    /// Counts and reports the outcome of a checkpoint.
     fn conclude(&mut self, taken: Outcome<Report<E>>) -> Step<E> {
         match taken {
             Ok(report) => {
@@ -412,7 +413,7 @@ impl<E: Environment> Pipeline<E> {
         }
     }
 
-    /// Waits for the next start, and settles what is complete meanwhile.
+    /// Waits for the next start, and settles complete captures meanwhile.
     fn wait(&mut self, next: Instant) -> Step<E> {
         let mut reported = false;
         let end = self.wait_until(next, &mut reported);

@@ -79,7 +79,7 @@ impl PipelineVm for WatchedVm {
 pub struct RepositorySink<C> {
     /// The repository.
     pub repository: Repository,
-    /// What is known of the checkpoint before.
+    /// The state that is known of the checkpoint before.
     pub checkpoints: CheckpointWriter,
     /// How checkpoints are stored.
     pub options: CheckpointOptions,

@@ -1,9 +1,9 @@
-//! The rules of the pipeline, in every order of completion and failure: a VM whose writes are counted, a sink and a
-//! clock that are not real, and all their choices gone through one after the other.
+//! The rules of the pipeline, in every order of completion and failure. The VM counts its writes; sink and clock
+//! are simulated, and all their choices are enumerated.
 //!
-//! Invariants: no write is lost (each is committed or still to be captured); what is committed is a moment of the
-//! VM, the writes of it and all before; captures are settled in order; a failure takes those behind it along;
-//! memory in flight is bounded.
+//! Invariants: no write is lost (each is committed or still to be captured). A committed capture is a moment of the
+//! VM: the writes up to it, and no others. Captures are settled in order. A failure rolls back the captures behind
+//! it. Memory in flight is bounded.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -21,7 +21,7 @@ const CAPTURE_BYTES: u64 = 10;
 /// Goes through all sequences of choices, one run each: the last choice that has another option takes it.
 #[derive(Default)]
 struct Choices {
-    /// What is chosen, and of how many.
+    /// The choices made, and of how many each.
     path: Vec<(usize, usize)>,
     at: usize,
     faults: usize,
@@ -67,7 +67,7 @@ struct World {
     now: Instant,
     /// Writes of the guest so far; each is a number.
     written: u64,
-    /// Those in durable checkpoints: all up to this.
+    /// Writes in durable checkpoints: all up to this one.
     committed: u64,
     has_base: bool,
     exited: bool,
@@ -155,7 +155,7 @@ impl PipelineVm for FakeVm {
         capture: FakeCapture,
         stored: Result<(), CheckpointError>,
     ) -> Result<u64, CheckpointError> {
-        // In their order, and of what is in flight only.
+        // In their order, and only of captures in flight.
         assert_eq!(self.in_flight.pop_front(), Some(capture.from));
         match stored {
             Ok(()) => Ok(capture.to),
@@ -230,7 +230,7 @@ impl CaptureSink<FakeVm> for FakeSink {
     fn expect_more(&mut self, _: bool) {}
 }
 
-/// Stores when it is asked for the result, or earlier.
+/// Stores when the pipeline takes the result, or earlier.
 struct FakeQueue {
     sink: FakeSink,
     waiting: VecDeque<FakeCapture>,

@@ -1,7 +1,7 @@
 //! Eager restore: every page is populated before the guest's first instruction.
 //!
-//! A fresh QEMU's memory is zero, except for what QEMU itself put there (firmware, tables) and what
-//! a RAM file still contained; so zero pages are written only where something is.
+//! A fresh QEMU's memory is zero, except for the data that QEMU itself put there (firmware, tables) and the old
+//! content of a RAM file. So zero pages are written only where memory is not zero.
 
 use std::io;
 use std::ops::Range;
@@ -19,8 +19,8 @@ use crate::memory::block::{Block, BlockError, PAGE, PAGE_BYTES};
 use crate::source::{PageSource, SourceError};
 use crate::{Progress, ProgressSink};
 
-/// Pages gathered before they are read, in the order in which they lie in the repository: bounds
-/// memory at about 70 MiB, whatever the guest's size.
+/// Pages gathered before they are read, in their order in the repository. This bounds memory at about 70 MiB,
+/// whatever the guest's size.
 const WINDOW_PAGES: u64 = 1 << 19;
 
 /// Why memory could not be populated. The VM has not run.
@@ -31,7 +31,7 @@ pub enum PopulateError {
         "the new VM's RAM blocks differ from the checkpoint's: {difference}. It must be started by the same QEMU with the same machine, devices and firmware"
     )]
     Blocks {
-        /// What differs.
+        /// The difference.
         difference: String,
     },
     /// The pages cannot be had.
@@ -141,7 +141,7 @@ pub(super) fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>
         .collect())
 }
 
-/// Writes those of the pages that have content, and zeros where `is_used` says that something is.
+/// Writes the pages that have content, and zeros where `is_used` reports old content.
 /// Returns how many had content. Only memory is touched that `is_used`, or that gets content.
 pub(super) fn write_pages<S: PageSource>(
     block: &Block,

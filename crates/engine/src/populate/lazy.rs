@@ -6,10 +6,10 @@
 //!   working set, last changes, then all -> background fill -+
 //! ```
 //!
-//! A userfaultfd in QEMU reports pages that are missing. QEMU keeps a copy of it for as long as its memory
-//! is not complete. If this process is killed, a thread that touches a missing page blocks (without a copy
-//! it would read zeros), the guardian pauses the VM, and another process can continue
-//! ([`crate::restore::filling_record`]). Nothing of it remains in QEMU when the last page is populated.
+//! A userfaultfd in QEMU reports missing pages. QEMU keeps a copy of it for as long as its memory is not complete.
+//! If this process is killed, a thread that touches a missing page blocks (without a copy it would read zeros). The
+//! guardian pauses the VM, and another process can continue ([`crate::restore::filling_record`]). Nothing of it
+//! remains in QEMU when the last page is populated.
 
 mod access_trace;
 mod background_fill;
@@ -59,7 +59,7 @@ const SERVERS_MAX: usize = 4;
 /// Upper bound on pages of the last interval before the checkpoint that are populated early: 256 MiB.
 const NEWEST_MAX: usize = 1 << 16;
 
-/// What a thread ended with.
+/// The result that a thread ended with.
 enum Ended {
     FaultHandler(Result<(), FillError>),
     /// Whether all pages were populated.
@@ -79,7 +79,7 @@ pub struct Lazy<S> {
     memory: LazyMemory<S>,
     /// The rest of the working set: the prefetch queue.
     working_set: PrefetchQueue,
-    holding: FaultBatching,
+    batching: FaultBatching,
     /// Preload buffers: pages that were read already and are not in memory yet.
     prefetched: Mutex<Vec<Piece>>,
     prefetched_pages: u64,
@@ -92,7 +92,7 @@ pub struct Lazy<S> {
     problem: Mutex<Option<String>>,
     end: AtomicBool,
     end_event: OwnedFd,
-    to_keeper: Sender<Ended>,
+    to_supervisor: Sender<Ended>,
     ended: Receiver<Ended>,
 }
 
@@ -121,8 +121,8 @@ pub fn register(uffd: &Uffd, block: &Block, page_bytes: u64) -> Result<bool, Uff
 }
 
 impl<S: PageSource> Lazy<S> {
-    /// For blocks that are registered with `uffd`. Pages that are there already are left alone. `bytes_per_s` limits
-    /// the background fill.
+    /// Lazy population of blocks that are registered with `uffd`. Pages that are there already are left alone.
+    /// `bytes_per_s` limits the background fill.
     pub fn new(
         uffd: Uffd,
         blocks: &[&Block],
@@ -139,13 +139,13 @@ impl<S: PageSource> Lazy<S> {
             lazy.push((block.range(), source));
         }
         newest.truncate(NEWEST_MAX);
-        let (to_keeper, ended) = unbounded();
+        let (to_supervisor, ended) = unbounded();
         Ok(Lazy {
             memory: LazyMemory::new(uffd, lazy, fill_bitmap)?,
             prefetched: Mutex::new(std::mem::take(&mut first.pieces)),
             prefetched_pages: first.prefetched_pages,
             working_set: first.ahead(),
-            holding: FaultBatching::default(),
+            batching: FaultBatching::default(),
             newest,
             bytes_per_s,
             stall: Stall::new(SERVERS_MAX),
@@ -153,7 +153,7 @@ impl<S: PageSource> Lazy<S> {
             end: AtomicBool::new(false),
             end_event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(|errno| PopulateError::Threads(errno.into()))?,
-            to_keeper,
+            to_supervisor,
             ended,
         })
     }
@@ -205,11 +205,11 @@ impl<S: PageSource> Lazy<S> {
                 memory: &self.memory,
                 near: FaultAround::new(&self.memory),
                 ahead: &self.working_set,
-                holding: self.bytes_per_s.is_none().then_some(&self.holding),
+                batching: self.bytes_per_s.is_none().then_some(&self.batching),
                 stall: &self.stall,
                 end: &self.end_event,
             };
-            let ended = self.to_keeper.clone();
+            let ended = self.to_supervisor.clone();
             std::thread::Builder::new()
                 .name("fault handler".into())
                 .spawn_scoped(scope, move || {
@@ -239,7 +239,7 @@ impl<S: PageSource> Lazy<S> {
                 while !self.end.load(Ordering::Relaxed) {
                     heartbeat.beat();
                     let mut waited = [PollFd::new(&self.end_event, PollFlags::IN)];
-                    // Whatever it ends with, the next heartbeat is due or it is over.
+                    // Whatever event ended the wait, the next heartbeat is due or the fill is over.
                     let _ = poll(&mut waited, Some(&timeout));
                 }
             })
@@ -251,7 +251,7 @@ impl<S: PageSource> Lazy<S> {
     pub fn fill<'s>(&'s self, scope: &'s Scope<'s, '_>) -> Result<(), PopulateError> {
         let filler = BackgroundFill {
             memory: &self.memory,
-            // The other half is the guest's: measured, more threads take from it what they gain.
+            // The other half is the guest's. Measured: more threads take from the guest as much as they gain.
             threads: affinity::of_this_thread().len().div_ceil(2),
             bytes_per_s: self.bytes_per_s,
             ahead: &self.working_set,
@@ -263,7 +263,7 @@ impl<S: PageSource> Lazy<S> {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let prefetched = std::mem::take(&mut *prefetched);
-        let ended = self.to_keeper.clone();
+        let ended = self.to_supervisor.clone();
         std::thread::Builder::new()
             .name("background fill".into())
             .spawn_scoped(scope, move || {
@@ -290,7 +290,7 @@ impl<S: PageSource> Lazy<S> {
     }
 
     /// Waits for a change of status, for no longer than `limit`.
-    pub fn news(&self, limit: Duration) -> Result<FillStatus, PopulateError> {
+    pub fn status(&self, limit: Duration) -> Result<FillStatus, PopulateError> {
         match self.ended.recv_timeout(limit) {
             Ok(Ended::BackgroundFill(all)) => match all? {
                 true => Ok(FillStatus::Complete),
@@ -320,7 +320,7 @@ impl<S: PageSource> Lazy<S> {
         self.memory.filling()
     }
 
-    /// Unregisters all blocks when all pages are populated: what is still missing is zero from now on.
+    /// Unregisters all blocks when all pages are populated. Pages that are still missing are zero from now on.
     pub fn finish(&self) -> Result<(), FillError> {
         for block in &self.memory.blocks {
             self.memory.uffd.unregister(block.range)?;

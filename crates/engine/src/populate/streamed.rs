@@ -20,14 +20,14 @@ pub struct StreamedMemory<'b> {
     blocks: &'b [Block],
     shapes: &'b [BlockShape],
     decoder: Decoder,
-    /// What QEMU itself put into each block.
+    /// The pages that QEMU itself put into each block.
     in_use: Vec<Vec<Range<u64>>>,
     /// Pages that came, by block.
     received: Vec<DirtyBitmap>,
 }
 
 impl<'b> StreamedMemory<'b> {
-    /// Of a QEMU that has not run, and into which no page was written yet.
+    /// The memory of a QEMU that has not run, and into which no page was written yet.
     ///
     /// # Errors
     /// Its memory cannot be inspected.
@@ -82,7 +82,7 @@ impl<'b> StreamedMemory<'b> {
         self.received.iter().map(DirtyBitmap::count).sum()
     }
 
-    /// All pages have come: those that did not are zero.
+    /// All pages with content have come: the others are zero.
     ///
     /// # Errors
     /// Memory cannot be written.

@@ -27,8 +27,8 @@ impl Job<'_> {
         let blocks = eager::open_blocks(&launched.process, &ram, &shapes(&self.manifest.ram))?;
         let blocks: Vec<&Block> = blocks.iter().collect();
         let progress = &mut |progress| events(LazyEvent::Progress(progress));
-        let pages = match self.base {
-            Some(base) => base.complete(&launched.process, &blocks, maps, progress)?,
+        let pages = match self.template {
+            Some(template) => template.complete(&launched.process, &blocks, maps, progress)?,
             None => eager::populate(&launched.process, &blocks, maps, progress)?,
         };
         // Before the device state, because loading it may rightly change memory: KVM writes each vCPU's

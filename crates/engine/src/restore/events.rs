@@ -1,10 +1,10 @@
-//! What is reported while a lazy restore runs, and at its end.
+//! Events of a lazy restore while it runs, and its report at the end.
 
 use serde::Serialize;
 
 use crate::Progress;
 
-/// What happens while memory is populated.
+/// An event while memory is populated.
 #[derive(Debug, Clone)]
 pub enum LazyEvent {
     /// How far it is.
@@ -19,7 +19,7 @@ pub enum LazyEvent {
         /// Why.
         reason: String,
     },
-    /// The repository takes no lease: `forget` and `prune` on another host may remove what is not read yet.
+    /// The repository takes no lease: `forget` and `prune` on another host may remove blobs that are not read yet.
     NotLeased {
         /// Why.
         reason: String,
@@ -36,10 +36,10 @@ pub enum LazyEvent {
 /// Where [`LazyEvent`]s go.
 pub type LazySink<'a> = &'a mut dyn FnMut(LazyEvent);
 
-/// What a lazy restore did.
+/// The report on a lazy restore.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct LazyReport {
-    /// From the call to the running guest, in microseconds.
+    /// Time from the call to the running guest, in microseconds.
     pub runs_after_us: u64,
     /// How often the guest had to wait for a page.
     pub faults: u64,
@@ -48,8 +48,8 @@ pub struct LazyReport {
     /// Pages of the working set that was populated first, if one was recorded when the checkpoint was last
     /// restored.
     pub working_set: Option<usize>,
-    /// Pages of the working set that was recorded now, because the guest faulted on pages that were not in
-    /// the one before, or came too late.
+    /// Pages of the working set that was recorded now. The guest faulted on pages that were not in the one before,
+    /// or that came too late.
     pub recorded: Option<usize>,
     /// Pages that were read while QEMU started.
     pub prefetched: u64,

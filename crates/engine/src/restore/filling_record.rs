@@ -1,6 +1,6 @@
-//! The record of an unfinished lazy restore, for a successor that continues it after this process was killed: two
-//! files in the runtime directory ([`crate::runtime`]), removed when the VM's memory is complete. They contain no
-//! page and no key.
+//! The record of an unfinished lazy restore, for a successor that continues it after this process was killed. It is
+//! two files in the runtime directory ([`crate::runtime`]), removed when the VM's memory is complete. They contain
+//! no page and no key.
 //!
 //! ```text
 //! vm.qmp.filling         which process, checkpoint and repository; where its RAM blocks lie
@@ -25,11 +25,11 @@ use thiserror::Error;
 
 use crate::runtime;
 
-/// Of the files' form.
+/// Version of the files' format.
 const VERSION: u32 = 2;
-/// What the record's name ends with.
+/// The end of the record's name.
 const RECORD: &str = ".filling";
-/// What the name of the fill bitmap ends with.
+/// The end of the fill bitmap's name.
 const FILL_BITMAP: &str = ".filling-pages";
 /// Upper bound on the record's length, in bytes. One of 10 000 RAM blocks has 2 MiB.
 const RECORD_BYTES_MAX: u64 = 16 << 20;
@@ -39,12 +39,12 @@ const RECORD_BYTES_MAX: u64 = 16 << 20;
 pub enum RecordError {
     /// No lazy restore of a VM with this monitor is unfinished.
     #[error(
-        "no lazy restore is under way at {qmp}: {file} is not there. If the VM runs its memory is complete; if not, restore it again"
+        "no lazy restore is in progress at {qmp}: {file} is not there. If the VM runs its memory is complete; if not, restore it again"
     )]
     None {
         /// The monitor.
         qmp: PathBuf,
-        /// Where it would be told.
+        /// The file that would describe it.
         file: PathBuf,
     },
     /// Another process populates its memory.
@@ -92,7 +92,7 @@ pub enum RecordError {
     /// A file that cannot be read or written.
     #[error("cannot {action} {file}")]
     Io {
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
         /// The file.
         file: PathBuf,
@@ -196,7 +196,7 @@ impl Drop for Files {
 }
 
 impl Files {
-    /// Of the VM with this monitor. The first time, the files of VMs that have ended are removed.
+    /// The record of the VM with this monitor. The first time, the files of VMs that have ended are removed.
     ///
     /// # Errors
     /// When the runtime directory is not ours alone, or cannot be made.
@@ -228,7 +228,7 @@ impl Files {
         self.fresh = true;
         // Its length stays 0: bytes behind the end were never written, and need not be read.
         match fallocate(&fill_bitmap, FallocateFlags::KEEP_SIZE, 0, pages.max(1)) {
-            // Where room cannot be had in advance it is as well.
+            // If space cannot be reserved in advance, the file is used as it is.
             Err(Errno::OPNOTSUPP) | Ok(()) => Ok(fill_bitmap),
             Err(errno) => Err(self.failed("make room in", &self.fill_bitmap, errno.into())),
         }
@@ -362,7 +362,7 @@ fn malformed(directory: &PrivateDir, name: &str, what: String) -> RecordError {
 /// Removes the files of VMs that have ended.
 fn remove_ended(directory: &PrivateDir) {
     for name in directory.names().unwrap_or_default() {
-        // What cannot be removed now is removed another time.
+        // A file that cannot be removed now is removed another time.
         if let Some(vm) = name.strip_suffix(FILL_BITMAP) {
             let _ = remove_if_ended(directory, vm);
         }
@@ -435,7 +435,7 @@ mod tests {
         flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
         let locks = fs::read_to_string("/proc/locks").unwrap();
         assert_eq!(locked(&locks), Some(std::process::id() as i32));
-        // Which lives.
+        // This process lives.
         assert_eq!(hanging_holder(&file), None);
         let waiter = format!("1: -> FLOCK ADVISORY WRITE 7 08:01:{inode} 0 EOF");
         for other in ["", &waiter, "1: POSIX ADVISORY WRITE 7 08:01:1 0 EOF"] {

@@ -48,7 +48,7 @@ pub(crate) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// What became of a VM.
+/// The outcome of a VM.
 pub(crate) struct Done {
     pub(super) process: Process,
     /// Pages with content that were populated.
@@ -66,7 +66,7 @@ pub(super) fn known_pages(working_set: Option<&WorkingSet>) -> &[(u32, u32)] {
     working_set.map_or(&[], |set| &set.pages)
 }
 
-/// What is to be restored.
+/// A restore to carry out.
 pub(crate) struct Job<'j> {
     pub(crate) id: &'j CheckpointId,
     pub(crate) manifest: &'j Manifest,
@@ -80,7 +80,7 @@ pub(crate) struct Job<'j> {
     /// Through which the guest's clock is set, if it is to be.
     pub(crate) agent: Option<PathBuf>,
     /// For a clone: its memory template.
-    pub(crate) base: Option<&'j MemoryTemplate>,
+    pub(crate) template: Option<&'j MemoryTemplate>,
 }
 
 impl Job<'_> {

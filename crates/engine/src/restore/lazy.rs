@@ -37,14 +37,14 @@ use crate::verify::VerifyReport;
 const LOOK: Duration = Duration::from_millis(50);
 /// The longest stall before the guest is paused, so that its clocks stop too.
 const WAITED_MAX: Duration = Duration::from_secs(1);
-/// For a monitor to which the guardian of a killed process may still be connected.
+/// Time for a monitor to which the guardian of a killed process may still be connected.
 const MONITOR_LIMIT: Duration = Duration::from_secs(90);
 /// How often the reason is reported why a page cannot be populated.
-const TOLD_EVERY: Duration = Duration::from_secs(10);
+const REPORT_EVERY: Duration = Duration::from_secs(10);
 
 /// RAM blocks.
 struct Memory<'j> {
-    /// Those that are populated lazily, and the sources of their pages.
+    /// The blocks that are populated lazily, and the sources of their pages.
     blocks: Vec<Block>,
     maps: Vec<PageMap<'j>>,
     /// The same for a successor: what QEMU says of them.
@@ -56,7 +56,7 @@ struct Memory<'j> {
 }
 
 impl Job<'_> {
-    /// Restores into a QEMU that was just started, which is ended should anything fail before the guest
+    /// Restores into a QEMU that was just started, which is ended if anything fails before the guest
     /// runs. Returns when memory is complete.
     pub(super) fn run(
         &self,
@@ -287,7 +287,7 @@ pub(super) fn resume(
     })
 }
 
-/// What came of setting the clock.
+/// The result of setting the clock.
 fn joined(set_clock: ScopedJoinHandle<'_, Option<ClockReport>>) -> Option<ClockReport> {
     let report = set_clock.join();
     report.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -382,7 +382,7 @@ struct Supervisor<'l, 'a> {
     paused: Option<Ticket>,
     /// Another client of a monitor paused it, so this process must not resume it.
     stands: bool,
-    told: Option<Instant>,
+    reported: Option<Instant>,
 }
 
 impl<'l, 'a> Supervisor<'l, 'a> {
@@ -403,7 +403,7 @@ impl<'l, 'a> Supervisor<'l, 'a> {
             record,
             paused: None,
             stands: false,
-            told: None,
+            reported: None,
         }
     }
 
@@ -415,7 +415,7 @@ impl<'l, 'a> Supervisor<'l, 'a> {
 
     fn until_complete(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
         loop {
-            let news = self.lazy.news(LOOK);
+            let status = self.lazy.status(LOOK);
             if !self.process.is_alive() {
                 self.files.remove()?;
                 return Err(RestoreError::EndedMeanwhile {
@@ -423,7 +423,7 @@ impl<'l, 'a> Supervisor<'l, 'a> {
                 });
             }
             self.supervise(events)?;
-            if let FillStatus::Complete = news? {
+            if let FillStatus::Complete = status? {
                 break;
             }
             let Filling { done, total, .. } = self.lazy.filling();
@@ -451,9 +451,11 @@ impl<'l, 'a> Supervisor<'l, 'a> {
             (None, Some(ticket)) => self.go_on(ticket, events)?,
             (_, paused) => self.paused = paused,
         }
-        let due = self.told.is_none_or(|told| told.elapsed() >= TOLD_EVERY);
+        let due = self
+            .reported
+            .is_none_or(|reported| reported.elapsed() >= REPORT_EVERY);
         if due && let Some(reason) = self.lazy.take_problem() {
-            self.told = Some(Instant::now());
+            self.reported = Some(Instant::now());
             if self.paused.is_none() {
                 events(LazyEvent::CannotFill { reason });
             }

@@ -1,4 +1,4 @@
-//! What can keep a VM from being rewound.
+//! Errors that keep a VM from being rewound.
 
 use stillframe_qemu::device_state::DeviceStateError;
 use stillframe_qemu::launch::LaunchError;
@@ -22,7 +22,7 @@ use crate::verify::VerifyError;
 /// Why the VM was not rewound. Unless it says otherwise, it goes on as if nothing had been.
 #[derive(Debug, Error)]
 pub enum RewindError {
-    /// Not its checkpoint.
+    /// The checkpoint belongs to another VM.
     #[error(
         "checkpoint {checkpoint} is one of VM {found}, this is {vm}: name another checkpoint, or, if it is the same VM under another name, add --of-vm {found}"
     )]
@@ -39,11 +39,11 @@ pub enum RewindError {
         "the VM is not the one of the checkpoint: {what} is {now} and was {then}; `stillframe restore` starts one as it was"
     )]
     OtherMachine {
-        /// What differs.
+        /// The property that differs.
         what: &'static str,
-        /// What it is.
+        /// Its current value.
         now: String,
-        /// What it was.
+        /// Its value at the checkpoint.
         then: String,
     },
     /// Other devices.
@@ -54,7 +54,7 @@ pub enum RewindError {
         /// The first of them.
         missing: String,
     },
-    /// More devices.
+    /// The VM has more devices.
     #[error(
         "the VM has a device that it had not at the checkpoint ({added}), of which the guest would know nothing; `stillframe restore` starts one without it"
     )]
@@ -67,7 +67,7 @@ pub enum RewindError {
         "QEMU copies {name} into the guest's memory whenever its state is loaded, over what the guest has there: `stillframe restore` the checkpoint instead"
     )]
     RomInRam {
-        /// What is copied.
+        /// The data that is copied.
         name: String,
     },
     /// QEMU has ended meanwhile.
@@ -86,12 +86,12 @@ pub enum RewindError {
         /// QEMU's word for its state.
         status: String,
     },
-    /// More differs than fits.
+    /// More pages differ than fit.
     #[error(
         "more than {limit_bytes} bytes of memory differ from the checkpoint: allow more with --copy-buffer, or `stillframe restore` it"
     )]
     TooMuch {
-        /// What was allowed.
+        /// The limit.
         limit_bytes: u64,
     },
     /// A disk.
@@ -107,13 +107,13 @@ pub enum RewindError {
     },
     /// Another client resumed the VM while its memory was exchanged.
     #[error(
-        "the VM was resumed by someone else while it was being rewound: its memory is undefined; it is paused, rewind it again"
+        "the VM was resumed by another client while it was being rewound: its memory is undefined; it is paused, rewind it again"
     )]
     ResumedByOthers,
     /// The checkpoint cannot be read.
     #[error(transparent)]
     Repo(#[from] RepoError),
-    /// It is not what a checkpoint should be.
+    /// The checkpoint is malformed.
     #[error(transparent)]
     Checkpoint(#[from] RestoreError),
     /// Its memory does not match.
@@ -170,9 +170,9 @@ pub enum RewindError {
         "{what}; and what the VM was before could not be put back ({why}): it is paused, do not resume it: rewind it again, or restore the checkpoint"
     )]
     Stuck {
-        /// What failed first.
+        /// The first failure.
         what: String,
-        /// What failed then.
+        /// The failure that followed.
         why: String,
     },
 }

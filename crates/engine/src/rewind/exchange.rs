@@ -1,4 +1,4 @@
-//! The pause of a rewind: pages and devices are exchanged for those of the checkpoint, or put back.
+//! The pause of a rewind: pages and devices are exchanged for the checkpoint's, or put back.
 
 use std::time::Instant;
 
@@ -18,7 +18,7 @@ use crate::capture::paused_vm::PausedVm;
 use crate::inhibitor::ResumeInhibitor;
 use crate::tracking::tracker::Tracker;
 
-/// What the VM was before.
+/// The state of the VM before the exchange.
 pub(super) struct Before {
     device_state: Vec<u8>,
     /// Contents of the blocks that QEMU overwrites when it loads that device state.
@@ -29,7 +29,7 @@ pub(super) struct Before {
     devices_touched: bool,
 }
 
-/// What is exchanged, and what it takes.
+/// The pages to exchange, and the means for it.
 pub(super) struct Exchange<'x, 'j, 'a> {
     pub(super) tracker: &'x mut Tracker,
     pub(super) stream: &'x mut StateStream,
@@ -37,7 +37,7 @@ pub(super) struct Exchange<'x, 'j, 'a> {
 }
 
 impl Exchange<'_, '_, '_> {
-    /// All that can fail without harm. Returns what the VM is now, to be put back if need be.
+    /// Does everything that can fail without harm. Returns the VM's current state, to be put back if need be.
     pub(super) fn prepare(
         &mut self,
         monitor: &mut Monitor,
@@ -67,14 +67,15 @@ impl Exchange<'_, '_, '_> {
         })
     }
 
-    /// Changes memory and devices to those of the checkpoint, or back after an error, with `cont` blocked. Returns the
-    /// VM, fit to run, and what came of the change.
+    /// Changes memory and devices to those of the checkpoint, or back after an error, with `cont` blocked. Returns
+    /// the VM, fit to run, and the result of the change.
     ///
-    /// While `cont` can be sent, the guardian sends it if this process dies: it is disarmed only after `cont` is
-    /// blocked, and armed again before `cont` is unblocked.
+    /// While `cont` can be sent, the guardian sends it if this process dies. The guardian is disarmed only after
+    /// `cont` is blocked, and armed again before `cont` is unblocked.
     ///
     /// # Errors
-    /// `cont` stays blocked: memory was inconsistent before and the change failed, or it could not be undone.
+    /// `cont` stays blocked: memory was inconsistent before and the change failed, or the change could not be
+    /// undone.
     pub(super) fn change_blocked<'v>(
         &mut self,
         paused: PausedVm<'v>,
@@ -107,7 +108,7 @@ impl Exchange<'_, '_, '_> {
         Ok((blocked.unblock(runs)?, done))
     }
 
-    /// Memory and devices become those of the checkpoint.
+    /// Memory and devices become the checkpoint's.
     fn change(
         &mut self,
         monitor: &mut Monitor,
@@ -148,7 +149,7 @@ impl Exchange<'_, '_, '_> {
         }
     }
 
-    /// Memory and devices become what they were; returns the error that made it necessary.
+    /// Puts memory and devices back; returns the error that made it necessary.
     fn undo(
         &mut self,
         monitor: &mut Monitor,

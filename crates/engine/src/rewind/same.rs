@@ -24,7 +24,7 @@ pub(super) fn same_devices(then: &[String], now: &[String]) -> Result<(), Rewind
     more(now, then).map_or(Ok(()), |added| Err(RewindError::MoreDevices { added }))
 }
 
-/// Whether the VM is the one of the checkpoint, as far as words can tell; its blocks and devices are looked at
+/// Whether the VM is the one of the checkpoint, as far as its description shows. Its blocks and devices are checked
 /// besides.
 pub(super) fn same_machine(
     id: &CheckpointId,
@@ -64,7 +64,7 @@ pub(super) fn same_machine(
 mod tests {
     use super::*;
 
-    fn judged(then: &[&str], now: &[&str]) -> Option<String> {
+    fn difference(then: &[&str], now: &[&str]) -> Option<String> {
         let [then, now] = [then, now].map(|names| {
             names
                 .iter()
@@ -81,12 +81,15 @@ mod tests {
 
     #[test]
     fn devices_are_counted_by_name() {
-        let told = |told: &str| Some(told.to_owned());
-        assert_eq!(judged(&["cpu", "cpu", "rtc"], &["rtc", "cpu", "cpu"]), None);
-        assert_eq!(judged(&["cpu", "cpu"], &["cpu", "rng"]), told("-cpu"));
-        assert_eq!(judged(&["cpu"], &["cpu", "cpu"]), told("+cpu"));
-        assert_eq!(judged(&["cpu"], &["cpu", "rng"]), told("+rng"));
-        assert_eq!(judged(&["cpu"], &["cpu", "globalstate"]), None);
-        assert_eq!(judged(&["cpu", "globalstate"], &["cpu"]), None);
+        let only = |only: &str| Some(only.to_owned());
+        assert_eq!(
+            difference(&["cpu", "cpu", "rtc"], &["rtc", "cpu", "cpu"]),
+            None
+        );
+        assert_eq!(difference(&["cpu", "cpu"], &["cpu", "rng"]), only("-cpu"));
+        assert_eq!(difference(&["cpu"], &["cpu", "cpu"]), only("+cpu"));
+        assert_eq!(difference(&["cpu"], &["cpu", "rng"]), only("+rng"));
+        assert_eq!(difference(&["cpu"], &["cpu", "globalstate"]), None);
+        assert_eq!(difference(&["cpu", "globalstate"], &["cpu"]), None);
     }
 }

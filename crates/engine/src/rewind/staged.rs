@@ -1,7 +1,7 @@
-//! The pages to exchange: those that differ from the checkpoint, as the checkpoint has them.
+//! The pages to exchange: those that differ from the checkpoint, with the content of the checkpoint.
 //!
-//! Gathered while the guest runs; then each is exchanged with what the guest has, so that what was there
-//! before is at hand should something go wrong.
+//! They are gathered while the guest runs. Then each is exchanged with the guest's page, so that the old content is
+//! at hand if something goes wrong.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -21,7 +21,7 @@ use crate::memory::block::{Block, BlockError, PAGE, PAGE_BYTES};
 /// Pages of a VM that are read at once.
 const CHUNK_PAGES: u64 = 2048;
 
-/// Consecutive pages, and what is to be put there; or what was there, once it is.
+/// Consecutive pages with their new content; or with their old content, once they are exchanged.
 #[derive(Debug)]
 struct Piece {
     first: u64,
@@ -67,7 +67,7 @@ impl<'a> StagedBlock<'a> {
         self.gather(candidates, room)
     }
 
-    /// Those of the pages that are not zero in the checkpoint.
+    /// Adds the pages that are not zero in the checkpoint.
     fn not_zero(&self, pages: Range<u64>, into: &mut Vec<u64>) -> Result<(), RewindError> {
         for page in pages {
             if !self.map.is_zero(page)? {
@@ -77,7 +77,7 @@ impl<'a> StagedBlock<'a> {
         Ok(())
     }
 
-    /// Those of the pages that are something else in the checkpoint, or may be: what is made of deltas
+    /// Adds those of the pages that are, or may be, something else in the checkpoint. A page that is made of deltas
     /// has no content id.
     fn other_content(
         &self,
@@ -96,7 +96,7 @@ impl<'a> StagedBlock<'a> {
         Ok(())
     }
 
-    /// Gathers those of the pages that differ and are not gathered yet; the guest may run.
+    /// Gathers the pages that differ and are not gathered yet; the guest may run.
     pub(super) fn gather(
         &mut self,
         pages: impl IntoIterator<Item = u64>,
@@ -135,7 +135,7 @@ impl<'a> StagedBlock<'a> {
         Ok(())
     }
 
-    /// Exchanges what is gathered, from piece number `from` on, with what is there. Returns how many pages
+    /// Exchanges the gathered pages, from piece number `from` on, with the guest's. Returns how many pages
     /// that changed, and moves `from` to the first piece that was not exchanged.
     pub(super) fn exchange(&mut self, from: &mut usize) -> Result<u64, RewindError> {
         let mut pages = 0;
@@ -156,7 +156,7 @@ impl<'a> StagedBlock<'a> {
         Ok(pages)
     }
 
-    /// Puts back what was there, of the first `exchanged` pieces.
+    /// Puts back the old content of the first `exchanged` pieces.
     pub(super) fn put_back(&mut self, exchanged: usize) -> Result<(), BlockError> {
         for piece in &self.pieces[..exchanged] {
             self.block.write(piece.first, &piece.bytes)?;
@@ -164,7 +164,7 @@ impl<'a> StagedBlock<'a> {
         Ok(())
     }
 
-    /// What is there now, all of it.
+    /// The whole current content.
     pub(super) fn read_all(&self) -> Result<Vec<u8>, BlockError> {
         self.read(0, self.map.pages() as usize * PAGE)
     }

@@ -1,7 +1,7 @@
 //! A connection as a sink: each batch is one frame.
 //!
-//! The receiver keeps every page that it gets, so a page that is unchanged since it was last sent costs nothing, and
-//! one that changed little is sent as a delta. Both need a delta cache that contains what was last *sent*.
+//! The receiver keeps every page that it gets. So a page that is unchanged since it was last sent costs nothing,
+//! and a page that changed little is sent as a delta. Both need a delta cache of the pages as last *sent*.
 
 use std::io::Write;
 

@@ -4,7 +4,7 @@
 //!   guest memory ──> PageStream (encode, count) ──batches──> PageSink: a repository | a connection
 //! ```
 //!
-//! Batches hold ascending pages of one block. What ends a stream of pages is not in the trait: the manifest of a
+//! Batches hold ascending pages of one block. The end of a stream of pages is not in the trait: the manifest of a
 //! checkpoint and the hand-over of a VM have nothing in common.
 
 pub mod connection;
@@ -19,7 +19,7 @@ use crate::encoding::page_encoder::PageEncoding;
 use crate::memory::Page;
 use crate::memory::outcome::Content;
 
-/// Ascending pages of one block, and what each is to be stored as.
+/// Ascending pages of one block, each with its encoding.
 #[derive(Debug)]
 pub struct EncodedBatch<'b> {
     /// The number of the block.

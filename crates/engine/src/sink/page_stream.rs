@@ -16,7 +16,7 @@ use crate::sink::{EncodedBatch, PageSink};
 /// Pages encoded at once: enough to make threads worth their start.
 pub const BATCH_PAGES: usize = 2048;
 
-/// What the pages of a stream were, by how they were encoded.
+/// Counts of the pages of a stream, by their encoding.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StreamCounts {
     /// Pages of all blocks.
@@ -44,7 +44,7 @@ pub struct PageStream {
     keep: Vec<DirtyBitmap>,
     /// The capture outcome, by block.
     pub outcome: Vec<Found>,
-    /// What happened so far.
+    /// Counts of the pages so far.
     pub counts: StreamCounts,
     /// Encoding: comparing, hashing, making deltas.
     pub encoding: Duration,
@@ -53,7 +53,7 @@ pub struct PageStream {
 }
 
 impl PageStream {
-    /// Of these blocks; no page came yet.
+    /// A stream of these blocks; no page came yet.
     pub fn new(blocks: &[BlockShape]) -> PageStream {
         let bitmaps = blocks.iter().map(|block| DirtyBitmap::new(block.pages));
         PageStream {
@@ -110,8 +110,8 @@ impl PageStream {
         if seen.is_none_or(|seen| seen.set(page)) {
             self.counts.captured += 1;
         }
-        // A page whose delta was of no use leaves the cache: of pages that are always written all
-        // over only every second version is compared in vain.
+        // A page whose delta was of no use leaves the cache. So for pages that are always rewritten entirely, only
+        // every second version is compared in vain.
         match encoding {
             PageEncoding::Zero | PageEncoding::TooMuch(_) => self.keep[block].clear(page),
             PageEncoding::Same | PageEncoding::Delta | PageEncoding::Unknown(_) => {
@@ -129,7 +129,7 @@ impl PageStream {
         self.outcome[block].note(page, content);
     }
 
-    /// To be called when the pages are durable: the cache takes the contents of those in the staging buffer.
+    /// Takes the contents of pages in the staging buffer into the cache. It is called when they are durable.
     pub fn remember(&self, staging: &StagingBuffer, cache: &mut DeltaCache) {
         for (block, keep) in self.keep.iter().enumerate() {
             for (page, bytes) in staging.pages_of(block) {

@@ -24,7 +24,7 @@ pub struct RepositoryPages<'r> {
 }
 
 impl<'r> RepositoryPages<'r> {
-    /// Of memory that follows no checkpoint.
+    /// A sink for memory that follows no checkpoint.
     pub fn first(writer: Writer<'r>, blocks: &[BlockShape], dedup: bool) -> RepositoryPages<'r> {
         let tables = blocks.iter().map(|block| MemoryEditor::new(block.pages));
         RepositoryPages {
@@ -34,7 +34,7 @@ impl<'r> RepositoryPages<'r> {
         }
     }
 
-    /// Of memory that was as these tables say.
+    /// A sink for memory that was as in these tables.
     pub fn after(writer: Writer<'r>, tables: &[RamTable], dedup: bool) -> RepositoryPages<'r> {
         RepositoryPages {
             writer,

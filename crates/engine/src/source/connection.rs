@@ -30,7 +30,7 @@ struct Shared<'c, S> {
 }
 
 impl<'c, S: Read + Write> FetchSession<'c, S> {
-    /// Over this connection, after the sender's greeting.
+    /// A fetcher over this connection, after the sender's greeting.
     ///
     /// # Errors
     /// There is no memory for the decompressor.
@@ -85,7 +85,7 @@ impl<'c, S: Read + Write> FetchSession<'c, S> {
         };
         let batch = Batch::decode(&payload, &self.blocks).map_err(failed)?;
         if batch.block != block || !batch.numbers().eq(pages.iter().copied()) {
-            let what = "other pages than it was asked for".to_owned();
+            let what = "other pages than were requested".to_owned();
             return Err(failed(Error::Malformed { what }));
         }
         let taken = batch.runs(decoder, |first, bytes| {

@@ -46,13 +46,13 @@ pub trait PageSource: Send + Sync + Sized {
     /// The source cannot tell now.
     fn is_zero(&self, page: u64) -> Result<bool, SourceError>;
 
-    /// As [`PageSource::is_zero`], where that takes no read; else `false`.
+    /// Answers as [`PageSource::is_zero`], where that takes no read; else `false`.
     fn is_known_zero(&self, page: u64) -> bool;
 
     /// Pages that are likely to be used first, ascending.
     fn likely_first(&self) -> &[u32];
 
-    /// All pages will be fetched: what takes fewer reads at once is read now.
+    /// Announces that all pages will be fetched: data that takes fewer reads at once is read now.
     ///
     /// # Errors
     /// Nothing is lost; single pages may still be had.
@@ -90,8 +90,8 @@ pub trait PageFetcher<S> {
         take: TakePages<'_, E>,
     ) -> Result<(), E>;
 
-    /// As [`PageFetcher::fetch_near`], where no thread waits for the page: pages are handed over in their order,
-    /// adjacent ones with one call.
+    /// Does the same as [`PageFetcher::fetch_near`], where no thread waits for the page. Pages are handed over in
+    /// their order, adjacent ones with one call.
     ///
     /// # Errors
     /// The first error, of the source or of `take`.

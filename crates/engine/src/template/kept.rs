@@ -1,4 +1,4 @@
-//! Memory templates that lie there: which, whether they still are what was written, and taking them away.
+//! Kept memory templates: listing them, checking that their files are unchanged, and removing them.
 
 use std::fs::{File, Metadata};
 use std::io::Read;
@@ -13,9 +13,9 @@ use stillframe_sys::private_dir::{Access, PrivateDir};
 
 use super::{LOCK, TemplateError, failed, file_name};
 
-/// What the directory of a template begins with while it is made.
+/// The start of the name of a template's directory while the template is made.
 pub(super) const PARTIAL: &str = "partial-";
-/// The file that says what the others were when they were written.
+/// The file that records the others' identity when they were written.
 const RECORD: &str = "template.json";
 /// Upper bound on that file's length, in bytes.
 const RECORD_BYTES_MAX: u64 = 1 << 20;
@@ -27,7 +27,7 @@ const ID_DIGITS: [usize; 2] = [32, 64];
 pub struct KeptTemplate {
     /// The directory's name: repository and checkpoint, with a `-` between.
     pub name: String,
-    /// What it takes, in bytes.
+    /// The size of the template, in bytes.
     pub bytes: u64,
     /// When a clone was started from it last.
     pub used: SystemTime,
@@ -80,7 +80,7 @@ pub fn kept(folder: &Path) -> Result<Vec<KeptTemplate>, TemplateError> {
     }
 }
 
-/// Takes away the templates in a directory that are `unwanted`. Clones that run keep what they have mapped.
+/// Removes the `unwanted` templates in a directory. Running clones keep their mappings.
 ///
 /// # Errors
 /// [`TemplateError::Busy`] while clones are started from them; [`TemplateError::Private`].
@@ -146,7 +146,7 @@ fn is_template(name: &str) -> bool {
         })
 }
 
-/// What processes that were killed have left. The lock is held.
+/// Removes the leftovers of killed processes. The lock is held.
 pub(super) fn remove_leftovers(folder: &PrivateDir) -> Result<(), TemplateError> {
     for name in folder.names()? {
         if name.starts_with(PARTIAL) {
@@ -156,7 +156,7 @@ pub(super) fn remove_leftovers(folder: &PrivateDir) -> Result<(), TemplateError>
     Ok(())
 }
 
-/// Writes down what the files are, when nothing changes them any more.
+/// Records the files' identity, when nothing changes them any more.
 pub(super) fn record(
     template: &PrivateDir,
     tables: &[&RamTable],

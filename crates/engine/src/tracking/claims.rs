@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// Nothing is to be saved: the page may be unprotected.
 const IDLE: u8 = 0;
-/// To be saved before it is unprotected.
+/// The page is to be saved before it is unprotected.
 const ARMED: u8 = 1;
 /// The same, and a writer waits.
 const ARMED_WANTED: u8 = 2;
@@ -32,13 +32,13 @@ pub trait Cell {
     fn idle() -> Self;
     /// Reads it.
     fn load(&self) -> u8;
-    /// Sets it; what it was.
+    /// Sets it; returns the old value.
     fn swap(&self, new: u8) -> u8;
     /// Sets it if it is `current`; whether it was.
     fn change(&self, current: u8, new: u8) -> bool;
 }
 
-/// The same for the atomics of the standard library and for those of the model.
+/// The same for the atomics of the standard library and of the model.
 macro_rules! atomic_cell {
     ($atomic:ty) => {
         impl Cell for $atomic {
@@ -64,7 +64,7 @@ macro_rules! atomic_cell {
 
 atomic_cell!(AtomicU8);
 
-/// What the fault handler does about a page that a thread wants to write.
+/// The fault handler's action on a page that a thread wants to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnFault {
     /// Unprotect it.
@@ -82,7 +82,7 @@ pub struct Claims<C = AtomicU8> {
 }
 
 impl<C: Cell> Claims<C> {
-    /// Nothing is to be saved of so many pages.
+    /// Claims for this many pages; nothing is to be saved of them.
     pub fn new(pages: u64) -> Claims<C> {
         Claims {
             cells: (0..pages).map(|_| C::idle()).collect(),
@@ -160,7 +160,7 @@ mod tests {
         open: AtomicBool,
         saved: AtomicU32,
         times_saved: AtomicU32,
-        /// Of the fault handler.
+        /// The pause lock of the fault handler.
         pause_lock: Mutex<()>,
     }
 

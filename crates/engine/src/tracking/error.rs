@@ -51,7 +51,7 @@ pub enum TrackerError {
     Drain(#[source] MonitorError),
     /// The kernel's faults in QEMU cannot be handled: QEMU lacks the right.
     #[error(
-        "QEMU runs as a user who may not have page faults of the kernel served, so copy-on-write would fail its disk requests: choose another schedule, or set vm.unprivileged_userfaultfd=1"
+        "QEMU runs as a user whose page faults in the kernel may not be handled by userfaultfd, so copy-on-write would fail its disk requests: choose another schedule, or set vm.unprivileged_userfaultfd=1"
     )]
     UserModeOnly,
     /// The fault handler could not be started.

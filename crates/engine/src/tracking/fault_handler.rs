@@ -1,12 +1,12 @@
-//! The fault handler of write faults: the first write to a protected page waits for it (synchronous
-//! tracking), so that copy-on-write can save a page before it changes.
+//! The fault handler of write faults: the first write to a protected page waits for it (synchronous tracking), so
+//! that copy-on-write can save a page before it changes.
 //!
-//! One thread does nothing else, and while the guest runs it waits for no other thread: not for the
-//! copier, not for memory. It saves pages into buffers made beforehand. When they are used up, a page is left to
-//! the copier, and its writer waits for that.
+//! The handler's thread does nothing else. While the guest runs it waits for no other thread: not for the copier,
+//! not for memory. It saves pages into buffers made beforehand. When they are used up, a page is left to the
+//! copier, and its writer waits for that.
 //!
-//! A first write costs a message to this thread and back. Writers mostly continue with the next page, so
-//! pages behind a faulting one are unprotected with it, more of them each time that this prediction holds.
+//! A first write costs a message to this thread and back. Writers mostly continue with the next page. So the pages
+//! behind a faulting page are unprotected with it, more of them each time that this prediction holds.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -58,7 +58,7 @@ struct Served {
     claims: Claims,
 }
 
-/// What both sides share.
+/// The state that both sides share.
 #[derive(Debug)]
 struct Shared {
     uffd: Arc<Uffd>,
@@ -160,9 +160,9 @@ impl FaultHandler {
         &self.shared.blocks[block].claims
     }
 
-    /// The pause lock: while it is held no fault is handled. To be held while pages are protected and
-    /// armed in the pause: a fault that was received before (the copier may have woken its writer since) must not
-    /// unprotect a page afterwards. No vCPU waits for the lock, because all are stopped.
+    /// The pause lock: while it is held no fault is handled. It is held while pages are protected and armed in the
+    /// pause. A fault that was received before must not unprotect a page afterwards; the copier may have woken its
+    /// writer since. No vCPU waits for the lock, because all are stopped.
     pub fn pause_lock(&self) -> Arc<Mutex<()>> {
         self.shared.pause_lock.clone()
     }
@@ -291,7 +291,7 @@ impl Server {
         }
     }
 
-    /// Handles the faults there are, and those that follow soon.
+    /// Handles the pending faults, and faults that follow soon.
     fn turn(&mut self) -> io::Result<()> {
         let mut served = 0;
         let mut last = None;

@@ -1,16 +1,16 @@
 //! The hot set: pages that are write-hot, written with new content in one interval after the other.
 //!
-//! A first write to a protected page costs the vCPU a fault. A page that will be written anyway
-//! gains nothing by it, so write-hot pages are left unprotected after the pause: the next scan finds them
-//! unprotected, takes them for written, and protects them again until that pause is over.
+//! A first write to a protected page costs the vCPU a fault. The fault gains nothing for a page that will be
+//! written anyway, so write-hot pages are left unprotected after the pause. The next scan finds them unprotected,
+//! takes them for written, and protects them again until that pause is over.
 //!
 //! ```text
 //!   new content in the last two checkpoints  AND  written in this interval  ->  hot
 //!   unprotected, but the content turns out unchanged  ->  protected again after the next checkpoint
 //! ```
 //!
-//! Whether that is worth it depends on what handles the fault: to unprotect a page interrupts the processors that run
-//! the VM (x86: a page that becomes writable is flushed from their TLBs).
+//! Whether that is worth it depends on what handles the fault. To unprotect a page interrupts the processors that
+//! run the VM (x86: a page that becomes writable is flushed from their TLBs).
 //!
 //! ```text
 //!   fault handled by the kernel (asynchronous tracking)   2.6 us a page

@@ -1,4 +1,5 @@
-//! Which pages a guest writes, found by write protection; and the fault handler of pages whose first write waits.
+//! Tracking finds the pages that a guest writes, by write protection. The fault handler serves pages whose first
+//! write waits.
 
 mod claims;
 pub mod error;

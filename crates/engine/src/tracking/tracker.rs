@@ -1,10 +1,9 @@
-//! Which pages the guest wrote: an asynchronous write-protecting userfaultfd inside QEMU, read with
-//! `PAGEMAP_SCAN` (Linux Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst).
+//! Finds the pages that the guest wrote, with an asynchronous write-protecting userfaultfd inside QEMU. It is read
+//! with `PAGEMAP_SCAN` (Linux Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst).
 //!
-//! The kernel lifts the protection itself at the first write, so that no vCPU ever waits for us.
-//! A scan returns what was written and protects it again in the same step. What a scan returned is
-//! remembered as *pending* until a checkpoint that contains it is committed: a failed capture loses
-//! no dirty page.
+//! The kernel lifts the protection itself at the first write, so that no vCPU ever waits for the engine. A scan
+//! returns the written pages and protects them again in the same step. These pages are remembered as *pending*
+//! until a checkpoint that contains them is committed: a failed capture loses no dirty page.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -40,7 +39,7 @@ const NEAR_BYTES: u64 = 14 * PAGE_BYTES;
 pub struct Tracked {
     /// Its memory.
     pub block: Arc<Block>,
-    /// As QEMU describes it; compared to see a hot-plug or a reset that resized it.
+    /// The block as QEMU describes it; compared to see a hot-plug or a reset that resized it.
     pub ram: RamBlock,
     /// Written since the last capture, as far as scans have seen, or in captures that failed.
     pending: DirtyBitmap,
@@ -54,9 +53,9 @@ pub struct Tracked {
     hot_set: HotSet,
 }
 
-/// Pages that were protected while the guest ran. A disk request that was in progress then still writes
-/// to its pages, without a fault, because they are pinned (O_DIRECT, native AIO, io_uring: see
-/// docs/memory-writers.md). So these pages must not be read before such requests are done.
+/// Pages that were protected while the guest ran. A disk request that was in progress then still writes to its
+/// pages without a fault, because they are pinned (O_DIRECT, native AIO, io_uring). Therefore these pages must not
+/// be read before such requests are done: see docs/memory-writers.md.
 #[derive(Debug)]
 #[must_use]
 pub struct Undrained(Collected);
@@ -75,7 +74,7 @@ impl Undrained {
     }
 }
 
-/// What one scan found.
+/// The result of one scan.
 #[derive(Debug)]
 pub struct Collected {
     /// Written since the scan before.
@@ -104,7 +103,7 @@ pub struct Tracker {
     uffd: Arc<Uffd>,
     pagemap: Arc<Pagemap>,
     blocks: Vec<Tracked>,
-    /// For synchronous tracking.
+    /// The part for synchronous tracking.
     faults: Option<FaultHandler>,
 }
 
@@ -181,8 +180,8 @@ impl Tracker {
                 return Ok(block.whole());
             }
             let mut found = Vec::new();
-            // The marker of an untouched page looks much like a page in swap: with swap on, all
-            // are read, at the price of reading the untouched ones too.
+            // The marker of an untouched page is similar to a page in swap. With swap on, all pages are read, at
+            // the price of reading the untouched ones too.
             let scanned = match swap {
                 true => self.pagemap.populated(block.range(), &mut found),
                 false => self.pagemap.may_have_content(block.range(), &mut found),
@@ -194,7 +193,7 @@ impl Tracker {
         Ok(Undrained(Collected::written(populated)))
     }
 
-    /// These pages may have content: should one become a hole of a shared file, the next scan tells.
+    /// Notes that these pages may have content. The next scan shows it if one becomes a hole of a shared file.
     pub fn expect_content(&mut self, pages: &PageRanges) {
         for (tracked, pages) in self.blocks.iter_mut().zip(pages) {
             for range in pages {
@@ -214,14 +213,14 @@ impl Tracker {
         Ok(found.iter().map(AddressRange::len).sum::<u64>() / PAGE_BYTES)
     }
 
-    /// Takes what was written since the last scan (or since the attach) and protects it again, while the
+    /// Takes the pages written since the last scan (or since the attach) and protects it again, while the
     /// guest runs. The pages are pending from here on.
     pub fn collect_running(&mut self) -> Result<Undrained, TrackerError> {
         Ok(Undrained(self.collect(Guest::Running)?))
     }
 
-    /// The same while the guest is stopped, its disks drained, and, with synchronous tracking, the pause lock
-    /// of the fault handler held: no page is unprotected meanwhile.
+    /// The same while the guest is stopped and its disks are drained. With synchronous tracking, the pause lock of
+    /// the fault handler is held, so that no page is unprotected meanwhile.
     pub fn collect_stopped(&mut self) -> Result<Collected, TrackerError> {
         self.collect(Guest::Stopped)
     }
@@ -241,14 +240,15 @@ impl Tracker {
                 None => self.pagemap.take_written(range, &mut found),
                 Some(_) => self.pagemap.written(range, &mut found),
             };
-            // What a failing scan has already taken is protected again and would be lost.
+            // Pages that a failing scan has already taken are protected again and would be lost.
             let written = to_pages(&tracked.block, &found);
             tracked.add_pending(&written);
             scanned.map_err(|source| scan_error(&tracked.block, source))?;
             if self.faults.is_some() {
-                // A page that is written between scan and protection is in the scan already, or is
-                // unprotected after it and stays so for the next. So no other page may be protected, not
-                // even to save calls, unless no page can be unprotected: then all others are protected already.
+                // A page that is written between scan and protection is in the scan already, or is unprotected
+                // after it and stays unprotected for the next. Therefore no other page may be protected, not even
+                // to save calls. The exception is that no page can be unprotected: then all others are protected
+                // already.
                 let found = match guest {
                     Guest::Running => found,
                     Guest::Stopped => ranges::join_near(found, NEAR_BYTES),
@@ -332,7 +332,7 @@ impl Tracker {
             let streamed = tracked.take_streamed();
             for pages in tracked.in_flight.drain(..).chain([streamed]) {
                 tracked.pending.union_with(&pages);
-                // So that holes among them are found again.
+                // The next scan then finds holes among them again.
                 tracked.with_content.union_with(&pages);
             }
         }

@@ -5,9 +5,9 @@
 //!   hand-over:  stop ── serve pages ── send the device state ── hand over ── the other runs ── end this QEMU
 //! ```
 //!
-//! This is the second user of page sink and page source, and the user of [`PausedVm::hand_over`]. It is what
-//! migration will be made of. The stress runs use it to show that both seams are exact; it moves no disks, asks no
-//! peer who it is, and is not part of the documented command line.
+//! This is the second user of page sink and page source, and the user of [`PausedVm::hand_over`]. Migration will be
+//! made of it. The stress runs use it to show that both seams are exact. It moves no disks, does not authenticate
+//! the peer, and is not part of the documented command line.
 //!
 //! [`PausedVm::hand_over`]: crate::capture::paused_vm::PausedVm::hand_over
 
@@ -24,12 +24,12 @@ pub use receiver::{ReceiveError, ReceiveOptions, receive};
 pub use sender::{SendError, SendOptions};
 pub use socket::{SocketError, accept, connect};
 
-/// What the sender did.
+/// The report of the sender.
 #[derive(Debug, Clone, Serialize)]
 pub struct SendReport {
     /// The VM's name.
     pub vm: String,
-    /// What became of the VM here.
+    /// What happened to the VM here.
     pub mode: Mode,
     /// Pages of an iteration, while the guest ran.
     pub streamed: u64,
@@ -39,16 +39,16 @@ pub struct SendReport {
     pub bytes_sent: u64,
     /// How long the VM was stopped here, in microseconds; with a hand-over, until it ran there.
     pub downtime_us: u64,
-    /// From the call to the running VM, in microseconds.
+    /// Time from the call to the running VM, in microseconds.
     pub total_us: u64,
 }
 
-/// What the receiver did.
+/// The report of the receiver.
 #[derive(Debug, Clone, Serialize)]
 pub struct ReceiveReport {
     /// The VM's name.
     pub vm: String,
-    /// What became of it at the sender.
+    /// What happened to the VM at the sender.
     pub mode: Mode,
     /// The new QEMU.
     pub pid: i32,
@@ -56,9 +56,9 @@ pub struct ReceiveReport {
     pub running: bool,
     /// Pages with content that came, each counted once.
     pub pages: u64,
-    /// What differs from the VM's command line, in words.
+    /// The differences from the VM's command line, in words.
     pub changes: Vec<String>,
-    /// The comparison with the sender's memory, where it was asked for there.
+    /// The comparison with the sender's memory, if the sender requested it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<VerifyReport>,
 }

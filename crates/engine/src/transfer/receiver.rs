@@ -1,4 +1,4 @@
-//! The receiving side: a new QEMU that is ended should anything fail before the guest runs.
+//! The receiving side: a new QEMU that is ended if anything fails before the guest runs.
 
 use std::io::{Read, Write};
 
@@ -65,7 +65,7 @@ pub enum ReceiveError {
     /// No guardian.
     #[error(transparent)]
     Guardian(#[from] GuardianError),
-    /// What came is no device state.
+    /// The received data is no device state.
     #[error("the device state that was sent cannot be loaded")]
     DeviceState(#[from] DeviceStateError),
     /// A device came or went.
@@ -81,8 +81,8 @@ pub enum ReceiveError {
     },
 }
 
-/// Receives a VM over a connection on which nothing was said yet. It goes on by itself when this returns. After an
-/// error the other side is told why, where that is possible.
+/// Receives a VM over a connection on which nothing was sent yet. The VM goes on by itself when this returns. After
+/// an error the reason is sent to the other side, where that is possible.
 ///
 /// # Errors
 /// No QEMU is left behind.
@@ -93,20 +93,20 @@ pub fn receive<S: Read + Write + Send>(
 ) -> Result<ReceiveReport, ReceiveError> {
     let received = attempt(connection, options, progress);
     received.inspect_err(|error| {
-        // If it cannot be told any more, it sees that the connection ends.
+        // If it cannot be informed any more, it sees that the connection ends.
         let why = crate::in_words(error);
         let _ = connection.send_control(&Control::Failed { why });
     })
 }
 
-/// What the sender begins with.
+/// The sender's first message.
 struct Greeting {
     mode: Mode,
     vm: VmRecord,
     blocks: Vec<BlockShape>,
 }
 
-/// What comes after the pages.
+/// The message after the pages.
 struct Rest {
     vm: VmRecord,
     device_state: Vec<u8>,

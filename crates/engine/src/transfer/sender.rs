@@ -33,21 +33,21 @@ use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::Tracker;
 use crate::verify::Image;
 
-/// For QEMU to save its device state while it is stopped.
+/// Time for QEMU to save its device state while it is stopped.
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 
 /// How to send.
 #[derive(Debug, Clone)]
 pub struct SendOptions {
-    /// What becomes of the VM here.
+    /// What happens to the VM here.
     pub mode: Mode,
     /// Send the content ids of all pages too, made in the pause; the other side compares them.
     pub verify: bool,
     /// The watchdog resumes the VM here when it is stopped for longer; a hand-over fails then.
     pub pause_limit: Duration,
-    /// What the connection carries, in bytes per second.
+    /// The bandwidth of the connection, in bytes per second.
     pub bytes_per_s: NonZeroU64,
-    /// How long the VM may be stopped for what is left of its pages.
+    /// How long the VM may be stopped for its remaining pages.
     pub downtime: Duration,
     /// Upper bound on captured pages in memory, and on the delta cache, in bytes.
     pub copy_buffer_bytes: u64,
@@ -88,7 +88,7 @@ pub enum SendError {
     ResumedByOthers,
     /// The other side may run it.
     #[error(
-        "the other side was told to run the VM, and has not said whether it does. The VM is paused here: if it does not run there, `cont` on its monitor resumes it; if it does, end it here with `quit`. It must never run on both sides"
+        "the other side was instructed to run the VM, and has not said whether it does. The VM is paused here: if it does not run there, `cont` on its monitor resumes it; if it does, end it here with `quit`. It must never run on both sides"
     )]
     InDoubt(#[source] ConnectionError),
     /// It runs there, and is still here.
@@ -109,7 +109,7 @@ impl<E: Into<SendError>> From<StreamingError<E>> for SendError {
     }
 }
 
-/// What was sent of a VM.
+/// Totals of the data sent of a VM.
 struct Sent {
     streamed: u64,
     last: u64,
@@ -117,8 +117,8 @@ struct Sent {
 }
 
 impl Vm {
-    /// Sends the VM over a connection on which nothing was said yet. After an error the other side is told why, where
-    /// that is possible, and ends what it has started.
+    /// Sends the VM over a connection on which nothing was sent yet. After an error the reason is sent to the other
+    /// side, where that is possible, and the other side ends the QEMU that it has started.
     ///
     /// # Errors
     /// The VM runs on here, unless the error says otherwise.
@@ -136,7 +136,7 @@ impl Vm {
             Mode::HandOver => self.send_stopped(vm, connection, options),
         };
         let sent = sent.inspect_err(|error| {
-            // If it cannot be told any more, it sees that the connection ends.
+            // If it cannot be informed any more, it sees that the connection ends.
             let why = crate::in_words(error);
             let _ = connection.send_control(&Control::Failed { why });
         })?;
@@ -166,7 +166,7 @@ impl Vm {
         expect(connection, |control| matches!(control, Control::Accepted))
     }
 
-    /// Streams pages while the guest runs, captures what is left in a pause, sends that while it runs on.
+    /// Streams pages while the guest runs, captures the rest in a pause, sends the rest while it runs on.
     fn send_copy<S: Read + Write>(
         &mut self,
         vm: VmRecord,
@@ -270,11 +270,11 @@ fn give_up<S: Read + Write>(
     }
 }
 
-/// Pages on their way, with what is needed to encode them.
+/// Pages on their way, with the means to encode them.
 struct SentPages {
     stream: PageStream,
     encoder: PageEncoder,
-    /// What was last sent of each page.
+    /// The content of each page as last sent.
     cache: DeltaCache,
 }
 

@@ -19,11 +19,11 @@ pub enum SocketError {
     /// The socket cannot be made or reached.
     #[error("cannot {doing} {path}")]
     Io {
-        /// What was being done.
+        /// The action that failed.
         doing: &'static str,
         /// The socket.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },

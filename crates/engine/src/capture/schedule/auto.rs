@@ -1,20 +1,4 @@
-//! `auto`: which schedule suits this VM, by what its last checkpoints were measured to take.
-//!
-//! ```text
-//!   pause  =  stop + max(device state, scan + pages in the pause x copying one) + resume
-//!   guest  =  first writes x what one costs the guest, a second
-//! ```
-//!
-//! | | pages in the pause | cost of a first write |
-//! | --- | --- | --- |
-//! | stop-copy | all written | the kernel lifts the protection |
-//! | pre-copy | written during the last round | the same; a page may be written first in several rounds |
-//! | copy-on-write | written during the last round, to be protected | a wait for our fault handler |
-//!
-//! Of those whose pause is near the floor that QEMU itself sets, the one that costs the guest least; if
-//! none is near, the one with the shortest pause. Stop-copy and pre-copy track alike, and `auto` changes between them
-//! freely. Copy-on-write tracks otherwise: a change to it (or back) takes a new attach and a read of all of
-//! memory, so it must have been the better one for a while, longer each time.
+//! `auto` chooses the schedule that suits this VM, by the measurements of its last checkpoints.
 
 use std::collections::VecDeque;
 
@@ -25,11 +9,11 @@ use crate::capture::downtime::DowntimeRecord;
 
 /// Pauses after which the device state is timed anew.
 const STATE_AGE_MAX: u32 = 64;
-/// A pause is near the floor up to so many times the floor.
+/// A pause is near the floor if it is at most this many times as long.
 const NEAR: f64 = 2.5;
 /// Checkpoints that predictions look back on.
 const RECENT: usize = 8;
-/// So many checkpoints in a row must ask for the other tracking; twice as many each time it changes.
+/// Consecutive checkpoints that must ask for the other tracking; doubled after each change.
 const STREAK: u32 = 4;
 /// The most of that.
 const STREAK_MAX: u32 = 1024;
@@ -39,8 +23,8 @@ const WORTH: f64 = 0.6;
 const GUEST_SHARE_MAX: f64 = 0.1;
 /// A first write under asynchronous tracking, in microseconds.
 const LIFT_US: f64 = 0.85;
-/// A first write under synchronous tracking, on a machine that has other things to do: 70 to 100 for a
-/// guest that compiles on two processors. On an idle one it is 13 with the handler awake, 54 with it asleep.
+/// A first write under synchronous tracking, on a machine that has other things to do: 70 to 100 for a guest that
+/// compiles on two processors. On an idle machine it is 13 with the handler awake, 54 with it asleep.
 const FAULT_US: f64 = 80.0;
 /// Pages that a guest writes for each fault under copy-on-write: neighbours are unprotected
 /// with it. Assumed until measured.
@@ -52,7 +36,7 @@ const PROTECT_US: f64 = 0.9;
 /// Fewer pages do not show what one costs.
 const PAGES_MIN: u64 = 64;
 
-/// What one checkpoint took.
+/// The measurements of one checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub struct Sample {
     /// Its schedule.
@@ -63,11 +47,11 @@ pub struct Sample {
     pub copied: Copied,
     /// How many different pages it copied.
     pub pages: u64,
-    /// Since the capture before, in microseconds.
+    /// Time since the previous capture, in microseconds.
     pub interval_us: u64,
 }
 
-/// What is expected of one schedule.
+/// The prediction for one schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Prediction {
     /// Microseconds of the pause.
@@ -76,12 +60,12 @@ pub struct Prediction {
     pub guest_us: u64,
 }
 
-/// What was chosen, and of what.
+/// The chosen schedule, and all predictions.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Plan {
     /// The schedule that suits best, of those the tracking in use allows.
     pub chosen: ScheduleKind,
-    /// What QEMU itself takes, in microseconds.
+    /// The time that QEMU itself takes, in microseconds.
     pub floor_us: u64,
     /// Everything in the pause.
     pub stop_copy: Prediction,
@@ -92,7 +76,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// What is expected of a schedule.
+    /// The prediction for a schedule.
     pub fn of(&self, kind: ScheduleKind) -> Prediction {
         match kind {
             ScheduleKind::StopCopy => self.stop_copy,
@@ -102,16 +86,16 @@ impl Plan {
     }
 }
 
-/// Observes checkpoints of one VM and says what the next should be.
+/// Observes checkpoints of one VM and chooses the schedule of the next.
 #[derive(Debug)]
 pub struct Auto {
     recent: VecDeque<Sample>,
-    /// As last seen to be what a pause waited for.
+    /// Time for the device state in pauses that waited for it, in microseconds; later ones count more.
     device_state_us: Option<f64>,
-    /// Pauses since it was.
+    /// Pauses since then.
     state_age: u32,
-    /// The share of the pages that pre-copy left for the pause, when it was last in use: bursts leave more
-    /// than the writes of an interval suggest.
+    /// The share of the pages that pre-copy left for the pause, when it was last in use. Bursts leave more than the
+    /// writes of an interval suggest.
     left_share: Option<f64>,
     /// Memory cannot be tracked synchronously.
     asynchronous_only: bool,
@@ -124,9 +108,9 @@ pub struct Auto {
 /// How first writes are noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Tracking {
-    /// By the kernel: stop-copy and pre-copy.
+    /// The kernel handles faults: stop-copy and pre-copy.
     Asynchronous,
-    /// By the fault handler: copy-on-write.
+    /// The fault handler handles faults: copy-on-write.
     Synchronous,
 }
 
@@ -187,7 +171,7 @@ impl Auto {
     pub fn observe(&mut self, sample: Sample) {
         let downtime = &sample.downtime;
         if downtime.total == 0 {
-            // The VM was paused already: nothing of this tells of a pause of ours.
+            // The VM was paused already: this measures no pause of ours.
             return;
         }
         self.state_age += 1;
@@ -264,7 +248,7 @@ impl Auto {
     }
 }
 
-/// Of those near the floor the one that takes least of the guest's time, or the shortest pause.
+/// The schedule near the floor that takes least of the guest's time, or the one with the shortest pause.
 fn cheapest(plan: &Plan, kinds: &[ScheduleKind]) -> ScheduleKind {
     let near = |kind: &ScheduleKind| plan.of(*kind).pause_us as f64 <= NEAR * plan.floor_us as f64;
     let cost = |kind: &ScheduleKind| {
@@ -281,7 +265,7 @@ fn cheapest(plan: &Plan, kinds: &[ScheduleKind]) -> ScheduleKind {
         .unwrap_or(ScheduleKind::PreCopy)
 }
 
-/// What the recent checkpoints come to: medians, in microseconds and pages.
+/// Medians over the recent checkpoints, in microseconds and pages.
 struct Measured {
     stop: f64,
     resume: f64,
@@ -295,7 +279,7 @@ struct Measured {
     interval: f64,
     /// Pages that pre-copy leaves for the pause, as far as is known.
     left: Option<f64>,
-    /// What copy-on-write did in the pause, and faults; when it was in use.
+    /// The work of copy-on-write in the pause, and its faults; when it was in use.
     copy_on_write: Option<(f64, f64)>,
 }
 
@@ -544,7 +528,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever it is told, it plans only what the tracking allows, and changes rarely.
+        /// With any input, it plans only a schedule that the tracking allows, and changes rarely.
         #[test]
         fn tracking_changes_rarely(guests in prop::collection::vec((0u64..100_000, 0u64..100_000), 1..60)) {
             let mut auto = Auto::default();

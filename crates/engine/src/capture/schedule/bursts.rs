@@ -1,9 +1,9 @@
 //! Bursts of writes: a pause does not begin in the middle of one.
 //!
-//! A guest that writes now and then, and much each time, is stopped best between two bursts. In one, what it
-//! writes after the last round is copied in the pause, and QEMU needs several milliseconds to halt a vCPU that takes
-//! one fault after the other (measured: 12 to 15 ms instead of 2 to 3, in 7 of 100 pauses of a guest that writes
-//! 4500 pages five times a second).
+//! A guest that writes now and then, and much each time, is stopped best between two bursts. In a burst, pages
+//! written after the last round are copied in the pause. QEMU also needs several milliseconds to halt a vCPU that
+//! takes one fault after the other. 7 of 100 pauses of a guest that writes 4500 pages five times a second took 12
+//! to 15 ms instead of 2 to 3.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -38,7 +38,7 @@ pub struct Bursts {
     deadline: Option<Instant>,
 }
 
-/// What a wait saw.
+/// The result of a wait.
 #[derive(Debug, PartialEq, Eq)]
 enum Seen {
     /// No burst.
@@ -95,7 +95,7 @@ impl Bursts {
     }
 }
 
-/// Looks at the number of written pages until it stays about the same, or until it is `late`.
+/// Polls the number of written pages until it stays about the same, or until it is `late`.
 fn watch<E>(
     mut written: impl FnMut() -> Result<u64, E>,
     late: impl Fn() -> bool,
@@ -119,7 +119,7 @@ fn watch<E>(
 mod tests {
     use super::*;
 
-    /// What a watch sees that may look so often, of these numbers of written pages.
+    /// The result of a watch that may poll this often, with these numbers of written pages.
     fn seen(looks: usize, numbers: &[u64]) -> Seen {
         let left = std::cell::Cell::new(looks);
         let mut numbers = numbers.iter().copied();

@@ -1,8 +1,8 @@
-//! Copy-on-write: in the pause pages are only protected; they are copied when the guest runs again,
-//! and a page that it is about to write is saved first.
+//! Copy-on-write: in the pause pages are only protected. They are copied when the guest runs again; a page that the
+//! guest is about to write is saved first.
 //!
-//! (Copy-on-write checkpointing, chapter 4.) Protecting what was written costs more than scanning, so
-//! most of it is done just before the pause. Write-hot pages are unprotected as soon as they are copied.
+//! (Copy-on-write checkpointing, chapter 4.) Protecting written pages costs more than scanning, so most of it is
+//! done just before the pause. Write-hot pages are unprotected as soon as they are copied.
 
 use std::sync::PoisonError;
 use std::time::Instant;
@@ -23,7 +23,7 @@ use crate::tracking::tracker::{Collected, Tracker};
 /// Pages claimed and copied at once. A writer of one of them waits for all: 64 us.
 const BATCH_PAGES: usize = 256;
 
-/// The schedule, and what is left to be copied.
+/// The schedule, and the pages that are left to be copied.
 #[derive(Debug, Default)]
 pub struct CopyOnWrite {
     /// Armed in the pause; by block.
@@ -32,12 +32,12 @@ pub struct CopyOnWrite {
 
 impl Schedule for CopyOnWrite {
     fn before(&mut self, work: &mut Work<'_>, _monitor: &mut Monitor) -> Result<(), ScheduleError> {
-        // Memory for the copies may take longer to be had than all rounds, in which the guest goes on
-        // writing, and waits: so it comes first.
+        // Allocating memory for the copies may take longer than all rounds. The guest goes on writing in them, and
+        // waits, so the allocation comes first.
         let expected = count(&work.tracker.pending()) + work.tracker.written_pages()?;
         work.staging.reserve(expected);
-        // Collecting protects. How much is left does not tell whether another round is worth it: whatever
-        // it was, in the next the guest has no time to write more than a page a fault.
+        // Collecting protects. The number of remaining pages does not show whether another round is worth it. In
+        // the next round the guest has no time to write more than a page a fault, whatever the number was.
         for _ in 0..ROUNDS_MAX {
             // Copied after the pause, whose stop drains the disks.
             let found = work.tracker.collect_running()?;

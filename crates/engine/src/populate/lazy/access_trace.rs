@@ -1,9 +1,9 @@
-//! The access trace: which pages caused a fault, and when. The next working set is made from it.
+//! The access trace: the pages that caused a fault, and when. The next working set is made from it.
 //!
-//! A page that was populated before its first access causes no fault. So a working set grows with
-//! each restore: a page that is in none yet takes the position that the fill had reached at its fault.
-//! A page of the working set that caused a fault came too late, and moves forward to half of that position.
-//! So it is there also where the guest is faster the next time.
+//! A page that was populated before its first access causes no fault, so a working set grows with each restore. A
+//! page that is in none yet takes the position that the fill had reached at its fault. A page of the working set
+//! that caused a fault came too late, and moves forward to half of that position. So it arrives in time even if the
+//! guest is faster the next time.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
@@ -37,16 +37,16 @@ impl AccessTrace {
 }
 
 /// Each page once, at its first position: pages of the trace before the page whose position they take.
-fn merge(before: &[Page], mut asked: Vec<(usize, Page)>) -> Vec<Page> {
+fn merge(before: &[Page], mut trace: Vec<(usize, Page)>) -> Vec<Page> {
     let known: HashSet<Page> = before.iter().copied().collect();
-    for (place, page) in &mut asked {
+    for (place, page) in &mut trace {
         if known.contains(page) {
             *place /= 2;
         }
     }
     // Stable: pages with one position stay in the order of faults.
-    asked.sort_by_key(|(place, _)| *place);
-    let mut asked = asked.into_iter().peekable();
+    trace.sort_by_key(|(place, _)| *place);
+    let mut trace = trace.into_iter().peekable();
     let mut merged = Vec::new();
     let mut seen = HashSet::new();
     let mut add = |page| {
@@ -55,12 +55,12 @@ fn merge(before: &[Page], mut asked: Vec<(usize, Page)>) -> Vec<Page> {
         }
     };
     for (place, &page) in before.iter().enumerate() {
-        while let Some((_, earlier)) = asked.next_if(|(reached, _)| *reached <= place) {
+        while let Some((_, earlier)) = trace.next_if(|(reached, _)| *reached <= place) {
             add(earlier);
         }
         add(page);
     }
-    asked.for_each(|(_, page)| add(page));
+    trace.for_each(|(_, page)| add(page));
     merged
 }
 
@@ -68,44 +68,44 @@ fn merge(before: &[Page], mut asked: Vec<(usize, Page)>) -> Vec<Page> {
 mod tests {
     use super::*;
 
-    fn asked(pages: &[(usize, Page)]) -> AccessTrace {
-        let asked = AccessTrace::default();
+    fn trace(pages: &[(usize, Page)]) -> AccessTrace {
+        let trace = AccessTrace::default();
         for &(filled, page) in pages {
-            asked.note(filled, page);
+            trace.note(filled, page);
         }
-        asked
+        trace
     }
 
     #[test]
     fn the_first_set_is_what_was_asked_for_in_that_order() {
-        let asked = asked(&[(0, (0, 9)), (0, (1, 2)), (0, (0, 9)), (0, (0, 3))]);
-        assert_eq!(asked.learned(&[]), Some(vec![(0, 9), (1, 2), (0, 3)]));
+        let trace = trace(&[(0, (0, 9)), (0, (1, 2)), (0, (0, 9)), (0, (0, 3))]);
+        assert_eq!(trace.learned(&[]), Some(vec![(0, 9), (1, 2), (0, 3)]));
         assert_eq!(AccessTrace::default().learned(&[(0, 1)]), None);
     }
 
     #[test]
     fn what_was_missed_goes_where_filling_was() {
         let before = [(0, 1), (0, 2), (0, 3), (0, 4)];
-        let asked = asked(&[(2, (0, 7)), (4, (0, 8))]);
+        let trace = trace(&[(2, (0, 7)), (4, (0, 8))]);
         let learned = vec![(0, 1), (0, 2), (0, 7), (0, 3), (0, 4), (0, 8)];
-        assert_eq!(asked.learned(&before), Some(learned));
+        assert_eq!(trace.learned(&before), Some(learned));
     }
 
     #[test]
     fn what_came_too_late_goes_to_half_of_where_filling_was() {
         let before: Vec<Page> = (0..10).map(|page| (0, page)).collect();
         // The last one is before that position already, and stays.
-        let asked = asked(&[(4, (0, 9)), (4, (0, 8)), (6, (0, 2))]);
+        let trace = trace(&[(4, (0, 9)), (4, (0, 8)), (6, (0, 2))]);
         let order = [0, 1, 9, 8, 2, 3, 4, 5, 6, 7];
         let learned = order.map(|page| (0, page)).to_vec();
-        assert_eq!(asked.learned(&before), Some(learned));
+        assert_eq!(trace.learned(&before), Some(learned));
     }
 
     #[test]
     fn it_is_bounded_and_keeps_what_comes_first() {
         let before: Vec<Page> = (0..PAGES_MAX as u64).map(|page| (0, page)).collect();
-        let asked = asked(&[(10, (1, 1)), (PAGES_MAX, (1, 2))]);
-        let learned = asked.learned(&before).unwrap();
+        let trace = trace(&[(10, (1, 1)), (PAGES_MAX, (1, 2))]);
+        let learned = trace.learned(&before).unwrap();
         assert_eq!(learned.len(), PAGES_MAX);
         assert_eq!(learned[9..12], [(0, 9), (1, 1), (0, 10)]);
         assert!(!learned.contains(&(1, 2)));

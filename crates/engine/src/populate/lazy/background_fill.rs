@@ -22,12 +22,12 @@ use crate::populate::lazy::prefetch::Piece;
 use crate::populate::lazy::prefetch_queue::PrefetchQueue;
 use crate::source::{PageSource, SourceError};
 
-/// Pages of the last interval are read in groups of this many: small groups, because only within a group pages
+/// Pages of the last interval are read in groups of this many. Groups are small, because only within a group pages
 /// are read in the order of the repository.
 const NEWEST_PAGES: usize = 512;
 /// Other pages: 128 MiB.
 const WINDOW_PAGES: u64 = 1 << 15;
-/// What a window is cut into where it cannot be read as a whole.
+/// Size of the pieces of a window that cannot be read as a whole, in pages.
 const PIECE_PAGES: usize = 256;
 /// How long until pages that could not be read are tried again.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -137,7 +137,7 @@ impl<S: PageSource> BackgroundFill<'_, S> {
         Ok(())
     }
 
-    /// Populates pages, and remembers those that cannot be read.
+    /// Populates pages, and remembers the unreadable ones.
     fn fill_group(&self, group: &[Page], failed: &mut Vec<Vec<Page>>) -> Result<(), FillError> {
         if self.has_ended() || self.try_fill(group)? {
             return Ok(());
@@ -150,7 +150,7 @@ impl<S: PageSource> BackgroundFill<'_, S> {
         Ok(())
     }
 
-    /// Populates those of the pages that are not there yet; `false` when some cannot be read.
+    /// Populates the pages that are not there yet; `false` when some cannot be read.
     fn try_fill(&self, group: &[Page]) -> Result<bool, FillError> {
         for (number, block) in self.memory.blocks.iter().enumerate() {
             let mut wanted = Vec::new();
@@ -215,9 +215,9 @@ impl<S: PageSource> BackgroundFill<'_, S> {
     }
 }
 
-/// All pages, so many at a time: from the last ones on where a working set is known. A guest that runs through
-/// its memory then faults on pages that the set lacks, and the next set has them. Forwards, the background fill
-/// would populate them before their first access.
+/// All pages, `at_once` at a time; from the last ones on if a working set is known. A guest that runs through its
+/// memory then faults on pages that the set lacks, and the next set has them. Forwards, the background fill would
+/// populate them before their first access.
 fn windows(pages: u64, at_once: u64, backwards: bool) -> impl Iterator<Item = Range<u64>> {
     let count = pages.div_ceil(at_once);
     (0..count).map(move |number| {

@@ -49,13 +49,13 @@ mod tests {
 
     #[test]
     fn who_asks_again_soon_is_held_longer() {
-        let holding = FaultBatching::default();
+        let batching = FaultBatching::default();
         let mut now = Instant::now();
         let mut held = |pause: Duration| {
             now += pause;
-            let time = holding.time(now);
+            let time = batching.time(now);
             now += time;
-            holding.let_go(now);
+            batching.let_go(now);
             time
         };
         let times: Vec<Duration> = (0..6).map(|_| held(SOON / 2)).collect();

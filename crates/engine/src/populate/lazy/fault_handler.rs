@@ -27,7 +27,7 @@ pub(super) struct FaultHandler<'m, S: PageSource> {
     pub(super) near: FaultAround<'m, S>,
     pub(super) ahead: &'m PrefetchQueue,
     /// Fault batching; `None` under a rate limit, where no following pages are populated with a fault.
-    pub(super) holding: Option<&'m FaultBatching>,
+    pub(super) batching: Option<&'m FaultBatching>,
     pub(super) stall: &'m Stall,
     /// Readable when it is time to end.
     pub(super) end: &'m OwnedFd,
@@ -106,16 +106,16 @@ impl<S: PageSource> FaultHandler<'_, S> {
             return memory.wake(number, page.1);
         }
         memory.asked.note(self.ahead.taken(), page);
-        let holding = self.holding.filter(|_| self.ahead.predicts(page));
-        let Some(holding) = holding else {
+        let batching = self.batching.filter(|_| self.ahead.predicts(page));
+        let Some(batching) = batching else {
             return self.near.fill(page, Waiters::Wake);
         };
         let begin = Instant::now();
-        let time = holding.time(begin);
+        let time = batching.time(begin);
         self.near.fill(page, Waiters::Leave)?;
         // A page that cannot be read now is read later; no thread waits for it.
         while begin.elapsed() < time && matches!(self.near.fill_ahead(self.ahead), Ok(Some(_))) {}
-        holding.let_go(Instant::now());
+        batching.let_go(Instant::now());
         memory.wake(number, page.1)
     }
 }

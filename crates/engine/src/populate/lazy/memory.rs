@@ -1,9 +1,9 @@
-//! Memory that is being populated: which pages are there, and how one gets there.
+//! Memory that is being populated: the pages that are there, and how a page gets there.
 //!
-//! A page is populated once. If it is missing again later, its owner has discarded
-//! it (a balloon, free page reporting), and it is zero from then on. Populated pages are noted in a file
-//! too, the fill bitmap, for a successor of a killed process: one byte a page, because threads
-//! that write bytes do not overwrite each other's.
+//! A page is populated once. If it is missing again later, its owner has discarded it (a balloon, free page
+//! reporting), and it is zero from then on. Populated pages are also noted in a file, the fill bitmap, for a
+//! successor of a killed process. It has one byte a page, because threads that write bytes do not overwrite each
+//! other's.
 
 use std::fs::File;
 use std::io;
@@ -22,7 +22,7 @@ use crate::source::{PageSource, SourceError};
 
 /// Faults are counted in steps of this.
 const STEP: Duration = Duration::from_millis(10);
-/// For so many steps.
+/// Number of steps of the test.
 const STEPS: usize = 1000;
 
 /// Why a page was not populated.
@@ -180,7 +180,7 @@ impl<S: PageSource> LazyMemory<S> {
         Ok(())
     }
 
-    /// As [`LazyMemory::put`], with zeros.
+    /// Does the same as [`LazyMemory::put`], with zeros.
     pub(super) fn put_zeros(&self, block: usize, pages: Range<u64>) -> Result<(), FillError> {
         let to = self.blocks[block].address(pages.start);
         let bytes = (pages.end - pages.start) * PAGE_BYTES;
@@ -221,7 +221,7 @@ impl<S: PageSource> LazyMemory<S> {
         let mut at_once = u64::MAX;
         while page < end {
             // Checked right before: since this page was requested it may have been populated, written and
-            // discarded, and then the bytes at hand are not its content.
+            // discarded. Then the bytes at hand are not its content.
             if block.is_populated(page) {
                 page += 1;
                 continue;
@@ -291,7 +291,7 @@ impl<S: PageSource> LazyBlock<S> {
     }
 
     fn read_fill_bitmap(&self, file: &File) -> io::Result<()> {
-        // What is behind the end was never noted: of a new VM, everything.
+        // Pages behind the end were never noted: for a new VM, all of them.
         let there = file.metadata()?.len().saturating_sub(self.bitmap_offset);
         let mut fill_bitmap = vec![0; self.source.pages().min(there) as usize];
         let mut filled = 0;

@@ -54,7 +54,7 @@ impl Prefetched {
     }
 }
 
-/// Reads for as long as `wait` takes. Blocks are those of the manifest.
+/// Reads for as long as `wait` takes. Blocks are numbered as in the manifest.
 pub fn while_waiting<T, S: PageSource>(
     wait: impl FnOnce() -> T,
     sources: &[S],
@@ -78,8 +78,8 @@ pub fn while_waiting<T, S: PageSource>(
     })
 }
 
-/// Prefetches until `enough` is set, or nothing is left to prefetch, or a page cannot be read: then
-/// the fill tries that page again, and reports the error.
+/// Prefetches until `enough` is set, or nothing is left to prefetch, or a page cannot be read. In the last case the
+/// fill tries that page again, and reports the error.
 fn read<S: PageSource>(
     sources: &[S],
     working_set: &[(u32, u32)],

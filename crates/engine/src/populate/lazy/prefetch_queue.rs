@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::populate::lazy::access_trace::Page;
 
-/// Pages of one group are populated at once: those of a frame.
+/// Pages of one group, a frame, are populated at once.
 const GROUP_PAGES: u64 = 16;
 
 /// The rest of the working set.
@@ -17,7 +17,7 @@ pub(super) struct PrefetchQueue {
 }
 
 impl PrefetchQueue {
-    /// Of which so many, from the beginning, are taken already.
+    /// A queue of these pages; the first `taken` of them are taken already.
     pub(super) fn new(pages: Vec<Page>, taken: usize) -> PrefetchQueue {
         PrefetchQueue {
             groups: Groups::of(&pages),
@@ -52,7 +52,7 @@ impl PrefetchQueue {
     }
 }
 
-/// Which groups contain pages of a set: a bit each, for each block. The guest waits while they are made.
+/// The groups that contain pages of a set: a bit each, for each block. The guest waits while they are made.
 #[derive(Debug, Default)]
 struct Groups(Vec<Vec<u64>>);
 

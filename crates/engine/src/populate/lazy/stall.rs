@@ -28,7 +28,7 @@ struct Now {
 }
 
 impl Stall {
-    /// For so many threads.
+    /// A stall detector for this many threads.
     pub(super) fn new(threads: usize) -> Stall {
         Stall {
             now: Mutex::default(),
@@ -57,11 +57,11 @@ impl Stall {
         Some(time.saturating_sub(Duration::from_micros(first)))
     }
 
-    /// A thread cannot read a page. `told` is whether it has reported this before, for this page.
-    pub(super) fn of_a_page(&self, error: &SourceError, told: &mut bool) {
+    /// A thread cannot read a page. `reported` is whether it has reported this before, for this page.
+    pub(super) fn of_a_page(&self, error: &SourceError, reported: &mut bool) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.words = in_words(error);
-        if !std::mem::replace(told, true) {
+        if !std::mem::replace(reported, true) {
             now.threads += 1;
             now.since.get_or_insert_with(Instant::now);
         }
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_read_that_does_not_return_is_trouble_until_it_does() {
+    fn a_read_that_does_not_return_is_a_stall_until_it_does() {
         let stall = Stall::new(2);
         stall.begins(1);
         assert!(stall.for_how_long().is_none(), "every page takes a moment");
