@@ -1,9 +1,9 @@
-//! QEMU's command line as data: which words are options, which of them take a value, and back to
-//! words again. Everything that reads or changes a command line goes through here.
+//! QEMU's command line as data: its options, which of them take a value, and the way back to words. Every read or
+//! change of a command line goes through here.
 //!
-//! Rules (QEMU: `system/vl.c`, `qemu-options.hx`): an option begins with one or two dashes and is
-//! never abbreviated; whether it takes a value is a property of its name, so a value may itself
-//! begin with a dash; a word without a dash is the image of the first disk.
+//! Rules (QEMU: `system/vl.c`, `qemu-options.hx`): an option begins with one or two dashes and is never
+//! abbreviated. Its name decides whether it takes a value, so a value may itself begin with a dash. A word without
+//! a dash is the image of the first disk.
 
 mod backend;
 mod own_monitor;
@@ -126,9 +126,8 @@ pub struct CommandLine {
 }
 
 impl CommandLine {
-    /// Splits `argv`. Never fails: what QEMU itself would refuse is kept as it stands, but for a last option
-    /// without its value, which gets an empty one: it would take the option behind it for its value, should there
-    /// be one later.
+    /// Splits `argv`. Never fails: words that QEMU itself would refuse are kept as they are. A last option without
+    /// its value gets an empty one. Otherwise an option that is added behind it later would become its value.
     pub fn parse(argv: &[String]) -> CommandLine {
         let mut words = argv.iter();
         let program = words.next().cloned().unwrap_or_default();

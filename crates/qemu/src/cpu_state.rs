@@ -1,8 +1,8 @@
 //! The registers of a vCPU, out of its `cpu` section in the device state.
 //!
-//! The section is a row of fields without names. Those up to the system registers have been in the same
-//! places for as long as the section has version 12 (QEMU 1.2 and newer; the description at the end of a
-//! migration file names every field and its length):
+//! The section is a row of fields without names. The fields up to the system registers have had the same offsets
+//! for as long as the section has version 12 (QEMU 1.2 and newer). The description at the end of a migration file
+//! names every field and its length:
 //!
 //! ```text
 //! 0    16 general registers (rax rcx rdx rbx rsp rbp rsi rdi r8..r15), rip, rflags      8 bytes each
@@ -23,7 +23,7 @@ const SEGMENT_BYTES: usize = 20;
 const CONTROL_AT: usize = 456;
 const EFER_AT: usize = 816;
 const KERNEL_GS_BASE_AT: usize = 856;
-/// What is read ends here.
+/// End of the fields that are read, in bytes.
 const READ_BYTES: usize = 864;
 
 /// A segment register, or a table register.
@@ -60,7 +60,7 @@ pub struct CpuState {
     pub cr4: u64,
     /// The extended feature enable register.
     pub efer: u64,
-    /// What `swapgs` exchanges.
+    /// The base that `swapgs` exchanges with that of `gs`.
     pub kernel_gs_base: u64,
 }
 

@@ -1,5 +1,5 @@
-//! As whom a VM ran: recorded with each checkpoint, because a restored VM must have no more rights than
-//! the one it was.
+//! The credentials that a VM ran with. They are recorded with each checkpoint, because a restored VM must have no
+//! more rights than the VM had.
 
 use serde::{Deserialize, Serialize};
 use stillframe_sys::credentials as kernel;
@@ -45,7 +45,7 @@ impl Credentials {
         })
     }
 
-    /// Those of this process.
+    /// The credentials of this process.
     pub(crate) fn own() -> Option<Credentials> {
         let pid = i32::try_from(std::process::id()).ok()?;
         Credentials::of(&Process::open(pid).ok()?)

@@ -7,11 +7,11 @@
 //! section: 0x04 be32 section-id, u8 length, name, be32 instance, be32 version, data | 0x7e be32 section-id
 //! ```
 //!
-//! A section does not tell how long its data are; only the device that reads it knows. Its end can
-//! be found by its footer alone, and the data may hold the same bytes by chance or by a guest's
-//! doing. `walk` finds a way from the first section to the end. That proves that the stream is whole, not
-//! what it contains: a guest that controls a buffer of a device can make up sections, unless the names that
-//! the stream should have are known ([`validate_like`]).
+//! A section does not give the length of its data; only the device that reads it knows it. Its end can be found by
+//! its footer alone, and the data may hold the same bytes by chance or by the guest's action. `walk` finds a way
+//! from the first section to the end. That proves that the stream is whole, but not its contents. A guest that
+//! controls a buffer of a device can make up sections, unless the names that the stream should have are known
+//! ([`validate_like`]).
 //!
 //! Format: QEMU, `docs/devel/migration/main.rst` and `migration/savevm.c`.
 
@@ -70,12 +70,12 @@ pub enum DeviceStateError {
     /// The machine type cannot be written into a stream.
     #[error("{machine:?} is no machine type")]
     Machine {
-        /// What was given.
+        /// The given machine type.
         machine: String,
     },
 }
 
-/// What a stream holds.
+/// The contents of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Summary {
     /// Names of the sections in their order, such as `0000:00:02.0/virtio-net`.
@@ -91,9 +91,9 @@ pub struct DeviceSection {
     pub number: u32,
     /// The device, such as `cpu`.
     pub name: String,
-    /// Which of several devices of that name.
+    /// The number among several devices of that name.
     pub instance: u32,
-    /// The version of what it holds.
+    /// The version of its data.
     pub version: u32,
     /// Where in the stream that is.
     pub data: Range<usize>,
@@ -104,8 +104,8 @@ pub fn validate(raw: &[u8]) -> Result<Summary, DeviceStateError> {
     summary(raw, None)
 }
 
-/// As [`validate`], of a VM whose device state had the sections `known` before: as long as it can be read to
-/// have exactly these, it is, whatever the guest wrote into the buffers of its devices.
+/// Validates as [`validate`], for a VM whose device state had the sections `known` before. If the stream can be read as
+/// exactly these sections, it is read so, whatever the guest wrote into the buffers of its devices.
 pub fn validate_like(raw: &[u8], known: &[String]) -> Result<Summary, DeviceStateError> {
     summary(raw, Some(known))
 }
@@ -135,8 +135,8 @@ pub fn sections(raw: &[u8]) -> Result<Vec<DeviceSection>, DeviceStateError> {
     Ok(way.sections.into_iter().map(describe).collect())
 }
 
-/// What is left of a stream when the description of it is taken off, if there is one: a stream that
-/// [`validate`] takes. The inverse of what a migration file adds behind the device state.
+/// Takes the description off a stream, if there is one, and returns a stream that [`validate`] takes. The inverse
+/// of the additions that a migration file makes behind the device state.
 pub fn unwrap(mut raw: Vec<u8>) -> Result<Vec<u8>, DeviceStateError> {
     let is_end = |rest: &[u8]| match rest {
         [EOF] => true,
@@ -150,8 +150,8 @@ pub fn unwrap(mut raw: Vec<u8>) -> Result<Vec<u8>, DeviceStateError> {
     Ok(raw)
 }
 
-/// Whether it could be QEMU's description of the sections, JSON on one line. What a guest writes into a
-/// buffer of a device cannot make sections behind it a part of such a text: each has a control character.
+/// Whether it could be QEMU's description of the sections, JSON on one line. A guest that writes into a buffer of a
+/// device cannot make the sections behind the buffer a part of such a text: each section has a control character.
 fn is_description(text: &[u8]) -> bool {
     text.starts_with(b"{") && text.ends_with(b"}") && !text.iter().any(u8::is_ascii_control)
 }
@@ -288,8 +288,8 @@ mod tests {
         assert!(validate(&longer).is_err());
     }
 
-    /// Data that look like the footer and the head of another section, as a guest could place
-    /// them: the walk must come back from the wrong choice.
+    /// Data that resemble the footer and the head of another section, as a guest could place them. The walk must
+    /// come back from the wrong choice.
     #[test]
     fn a_forged_footer_does_not_mislead() {
         let mut forged = vec![9; 3];
@@ -358,7 +358,7 @@ mod tests {
             assert!(validate(&raw).is_ok(), "{number}");
             let found = validate_like(&raw, &names).expect("whole").sections;
             assert_eq!(found, names, "{number}");
-            // What is expected, and is not there, is not found.
+            // An expected section that is not there is not found.
             let others = [&names[..], &["more".to_owned()]].concat();
             let found = validate_like(&raw, &others).expect("whole").sections;
             assert_eq!(found, validate(&raw).expect("whole").sections, "{number}");

@@ -5,9 +5,9 @@
 //! 4 MiB    memory, by physical address without the holes: sparse
 //! ```
 //!
-//! Each range of physical memory has a program header, whose virtual address is the physical one; each
-//! mapping of the guest's kernel has one that leads to the same bytes of the file. The notes hold the
-//! registers of each vCPU twice: as Linux does (`NT_PRSTATUS`), for gdb, and as QEMU does, for crash.
+//! Each range of physical memory has a program header, whose virtual address is the physical one. Each mapping of
+//! the guest's kernel has a program header that leads to the same bytes of the file. The notes hold the registers
+//! of each vCPU twice: as Linux does (`NT_PRSTATUS`), for gdb, and as QEMU does, for crash.
 //!
 //! Format: System V ABI, chapters 4 and 5; Linux `struct elf_prstatus`; QEMU `target/i386/arch_dump.c` (layout of its
 //! note).
@@ -18,9 +18,9 @@ use crate::physical_memory::PhysicalRange;
 
 /// Where memory begins in the file: behind room for all program headers there may be.
 pub const MEMORY_AT: u64 = 4 << 20;
-/// So many mappings of the kernel have a place.
+/// Upper bound on the kernel's mappings in the head.
 pub const MAPPINGS_MAX: usize = 60_000;
-/// Registers of so many vCPUs have a place.
+/// Upper bound on the vCPUs whose registers are in the head.
 pub const CPUS_MAX: usize = 800;
 
 const ELF_HEADER_BYTES: u64 = 64;
@@ -32,8 +32,8 @@ const PRSTATUS_BYTES: usize = 336;
 const PRSTATUS_PID_AT: usize = 32;
 const PRSTATUS_REGISTERS_AT: usize = 112;
 
-/// The head, at most [`MEMORY_AT`] bytes. The ranges lie one behind the other in the file. What is more
-/// than there is place for is left out.
+/// The head, at most [`MEMORY_AT`] bytes. The ranges lie one behind the other in the file. Mappings and vCPUs above
+/// the bounds are left out.
 pub fn head(ranges: &[PhysicalRange], mappings: &[Mapping], cpus: &[CpuState]) -> Vec<u8> {
     let mut loads: Vec<(Mapping, u64)> = Vec::new();
     let mut places: Vec<(PhysicalRange, u64)> = Vec::new();

@@ -1,4 +1,4 @@
-//! What the fuzz targets reach of the crate's inside.
+//! The parts of the crate's inside that the fuzz targets reach.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::qmp::inbox::{EVENT_BYTES_MAX, Inbox, Lookup, REPLY_BYTES_MAX, Reply, 
 use crate::qmp::lines::Lines;
 use crate::{suitability, unix_sockets, vmstate_image};
 
-/// What a monitor sends, received in pieces, while commands 1 to 9 wait for an answer.
+/// The lines that a monitor sends, received in pieces, while commands 1 to 9 wait for an answer.
 pub fn monitor_lines(bytes: &[u8], piece_bytes: usize) {
     const LINE_BYTES_MAX: usize = 256;
     let mut lines = Lines::new(LINE_BYTES_MAX);

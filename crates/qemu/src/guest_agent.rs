@@ -12,7 +12,7 @@ pub(crate) mod channel;
 pub use channel::AgentError;
 use channel::Channel;
 
-/// The name of the port at which an agent listens, unless told otherwise (qemu-ga(8)).
+/// The default name of the port at which an agent listens (qemu-ga(8)).
 const PORT: &str = "org.qemu.guest_agent.0";
 
 /// Where the agent of a VM with this command line is spoken to: a unix socket on which QEMU listens. `None`
@@ -31,7 +31,7 @@ pub fn socket_path(arguments: &[String], cwd: &Path) -> Option<PathBuf> {
     Some(cwd.join(path))
 }
 
-/// A connection to an agent. What it says is the guest's word.
+/// A connection to an agent. Its answers are the guest's word.
 #[derive(Debug)]
 pub struct GuestAgent {
     channel: Channel,

@@ -36,12 +36,12 @@ use crate::monitor::{Disk, FeatureWord, MonitorError};
 use crate::record::VmRecord;
 use stillframe_sys::private_dir::PrivateError;
 
-/// What the user decides about the new VM.
+/// The user's decisions about the new VM.
 #[derive(Debug, Clone)]
 pub struct LaunchOptions {
     /// Where its QMP monitor listens.
     pub qmp: PathBuf,
-    /// What its first serial port is connected to, in the words of `-serial`; nothing when none.
+    /// The backend of its first serial port, in the words of `-serial`; nothing when none.
     pub serial: Option<String>,
     /// Whether to use the disks although they changed since the record or cannot be compared. A
     /// guest whose disk is not what its memory believes may destroy the disk's content.
@@ -50,11 +50,11 @@ pub struct LaunchOptions {
     pub log: PathBuf,
     /// Words of the command line to be replaced by others, wherever they stand in an option's value.
     pub replace: Vec<(String, String)>,
-    /// What makes it one of several.
+    /// The settings that make it one of several.
     pub clone: Option<CloneOptions>,
     /// The QEMU program to run instead of the recorded one.
     pub qemu: Option<PathBuf>,
-    /// Whether it starts as root, whoever the VM ran as.
+    /// Whether it starts as root, whatever user the VM ran as.
     pub as_root: bool,
     /// Whether it starts without the security label that confined the VM.
     pub without_label: bool,
@@ -89,10 +89,10 @@ impl LaunchOptions {
     }
 }
 
-/// What makes a VM one of several that start from the same checkpoint.
+/// The settings that make a VM one of several that start from the same checkpoint.
 #[derive(Debug, Clone, Default)]
 pub struct CloneOptions {
-    /// Which of them.
+    /// The number of the clone.
     pub number: u32,
     /// Memory that it begins with.
     pub memory: Vec<CloneMemory>,
@@ -116,17 +116,18 @@ pub struct LaunchPlan {
     pub exe: PathBuf,
     /// The version that it must be.
     pub version: String,
-    /// What its processors must be able to do.
+    /// The features that its processors must have.
     pub cpu_features: Vec<FeatureWord>,
     /// Its arguments, `argv[0]` included.
     pub arguments: Vec<String>,
     /// Its working directory.
     pub cwd: PathBuf,
-    /// As whom it runs; none for the user of this process. Label and control group are those that it gets.
+    /// The credentials it runs with; none for the user of this process. Its label and control group are the ones
+    /// that the new VM gets.
     pub credentials: Option<Credentials>,
     /// The executable that becomes it.
     pub helper: PathBuf,
-    /// What differs from the recorded command line and why, in words for the user.
+    /// The differences from the recorded command line and their reasons, in words for the user.
     pub changes: Vec<String>,
 }
 
@@ -148,9 +149,9 @@ pub enum LaunchError {
         /// Its recorded version.
         version: String,
     },
-    /// Others decide what the program is.
+    /// Other users can exchange the program.
     #[error(
-        "the VM's program {exe} is not run: {part} {why}, so somebody else can decide what would run; \
+        "the VM's program {exe} is not run: {part} {why}, so another user can decide what would run; \
          name a QEMU of your own choice with --qemu PATH"
     )]
     ProgramNotTrusted {
@@ -178,7 +179,7 @@ pub enum LaunchError {
     LabelNotGiven {
         /// The label.
         label: String,
-        /// What is in the way.
+        /// The reason.
         why: String,
     },
     /// The command line needs more rights than the VM has.
@@ -194,7 +195,7 @@ pub enum LaunchError {
     },
     /// Clones read files that the VM's user cannot read.
     #[error(
-        "clones share memory in files that user {uid}, as whom the VM ran, cannot read; --as-root starts them \
+        "clones share memory in files that user {uid}, which the VM ran as, cannot read; --as-root starts them \
          as root, restore starts one VM as that user"
     )]
     CloneNeedsRoot {
@@ -247,7 +248,7 @@ pub enum LaunchError {
         /// The version of the record.
         recorded: String,
     },
-    /// The guest would not find what it relies on.
+    /// The guest would not find features that it relies on.
     #[error(
         "the processors of the new VM lack what the guest was started with ({missing}): this host cannot run it, or -cpu names another model"
     )]
@@ -260,7 +261,7 @@ pub enum LaunchError {
     Run {
         /// The program.
         program: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -290,19 +291,19 @@ pub enum LaunchError {
         /// The word.
         word: String,
     },
-    /// A serial port was asked for that the VM does not have.
+    /// The user named a serial port that the VM does not have.
     #[error("the VM has no serial port to connect to {spec:?}, and adding one would change the VM")]
     NoSerialPort {
-        /// What was asked for.
+        /// The named serial port.
         spec: String,
     },
-    /// What the serial port shall be connected to is no such thing.
+    /// The text that names the serial port's backend is no such thing.
     #[error(
         "{spec:?} is nothing a background VM's serial port can be connected to; use file:PATH, \
          unix:PATH,server=on,wait=off, tcp:HOST:PORT,server=on,wait=off, pty or null"
     )]
     Serial {
-        /// What was asked for.
+        /// The given text.
         spec: String,
     },
     /// A path cannot be written into a command line.
@@ -324,11 +325,11 @@ pub enum LaunchError {
         device: String,
         /// Its file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// A disk file is not what it was.
+    /// A disk file has changed.
     #[error(
         "disk {device}: {path} {what} since the checkpoint; put back the disk of that time, or use \
          the disks as they are at the risk of damaging them"
@@ -365,7 +366,7 @@ pub enum LaunchError {
     },
     /// A disk is no file and cannot be compared.
     #[error(
-        "disk {device}: {path} is no file of this host, so it cannot be told whether it changed; \
+        "disk {device}: {path} is no file of this host, so a change of it cannot be detected; \
          use the disks as they are if you know it did not"
     )]
     DiskUnknown {
@@ -418,7 +419,7 @@ pub enum LaunchError {
     Log {
         /// The log file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -428,7 +429,7 @@ pub enum LaunchError {
     /// The new QEMU ended.
     #[error("the new QEMU ended while {doing} ({status}); its last words:\n{log}")]
     Exited {
-        /// What was being done.
+        /// The action that failed.
         doing: &'static str,
         /// How it ended.
         status: String,
@@ -438,9 +439,9 @@ pub enum LaunchError {
     /// The new QEMU could not be talked to.
     #[error("{doing} failed; the new QEMU's last words:\n{log}")]
     Monitor {
-        /// What was being done.
+        /// The action that failed.
         doing: &'static str,
-        /// What failed.
+        /// The error.
         #[source]
         source: Box<MonitorError>,
         /// The end of its log.
@@ -449,7 +450,7 @@ pub enum LaunchError {
     /// The new QEMU was too slow.
     #[error("the new QEMU did not finish {doing} within {limit_ms} ms; its last words:\n{log}")]
     Timeout {
-        /// What was being done.
+        /// The action that failed.
         doing: &'static str,
         /// The limit in milliseconds.
         limit_ms: u128,
@@ -478,8 +479,8 @@ pub enum LaunchError {
 /// Works out how to start the recorded VM again.
 ///
 /// # Errors
-/// Whatever would make the new VM wrong, or destroy something of another process; but that the program is
-/// another version is found when it runs.
+/// Anything that would make the new VM wrong, or destroy something of another process. A program of another version
+/// is found only when it runs.
 pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, LaunchError> {
     let exe = program::choose(record, options.qemu.as_deref())?;
     let mut owner = owner::decide(record, options)?;
@@ -542,8 +543,8 @@ fn replaced(disks: &[Disk], replace: &[(String, String)]) -> Vec<Disk> {
     disks
 }
 
-/// What the command line makes QEMU do to the host is shown, and what could be somebody else's doing is refused
-/// without consent.
+/// The effects of the command line on the host are shown. Effects that another person may have put there are
+/// refused without consent.
 fn consent(
     record: &VmRecord,
     options: &LaunchOptions,

@@ -1,10 +1,10 @@
-//! Everything Stillframe knows about QEMU, seen from outside: finding a VM, talking to its
-//! monitor, reading and changing its command line, its RAM blocks and disks, its device state, and
-//! starting a second QEMU that takes the state over.
+//! Everything Stillframe knows about QEMU, seen from outside. It finds a VM and talks to its monitor. It reads and
+//! changes its command line, its RAM blocks and disks, and its device state. It starts a second QEMU that takes the
+//! state over.
 //!
 //! Rules of the crate:
-//! 1. Whatever a QEMU process says (replies, tables, streams) is outside input: bounded, checked,
-//!    answered with an error, never with a panic.
+//! 1. All data from a QEMU process (replies, tables, streams) is outside input: bounded, checked, answered with an
+//!    error, never with a panic.
 //! 2. A function changes a VM only if its name says so.
 //! 3. A QEMU started here is either handed over running or killed and reaped.
 

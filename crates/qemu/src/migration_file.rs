@@ -1,21 +1,5 @@
-//! QEMU's own migration files: a VM's RAM and device state in one file, which a stock QEMU writes with
-//! `migrate` and loads with `-incoming`. Two forms of it, the stream and the mapped one:
-//!
-//! ```text
-//! head:    "QEVM" be32 3 | 0x07 be32 n, machine type [ 0x05 subsection ]... | RAM's setup
-//! setup:   0x01 be32 number, "ram", be32 0, be32 4 | be64 bytes-in-all+0x04 | block... | be64 0x10 | footer
-//! block:   u8 n, name, be64 bytes [ mapped: be32 1, be64 page-bytes, be64 bitmap-at, be64 pages-at | bitmap | pages ]
-//! part:    0x02 (the last: 0x03) be32 number | record... | be64 0x10 | footer
-//! record:  be64 offset+flags [ u8 n, name: unless it is the block of the record before ] | page, or one byte 0
-//! devices: the sections of `device_state` | 0x00 | 0x06 be32 n, description in JSON
-//! footer:  0x7e be32 number
-//! ```
-//!
-//! A mapped file has no records: a bit for each page that has content, and a fixed place for every page,
-//! at a multiple of 1 MiB for each block. Zero pages are holes.
-//!
-//! Format: QEMU, `docs/devel/migration/{main,mapped-ram}.rst`, and files that QEMU 10.0 wrote. The
-//! bytes of a file are outside input: lengths are bounded and checked before they are believed.
+//! QEMU's own migration files: a VM's RAM and device state in one file. A stock QEMU writes it with `migrate` and
+//! loads it with `-incoming`. It has two forms, the stream and the mapped one:
 
 mod decode;
 mod encode;
@@ -117,7 +101,7 @@ pub enum MigrationFileError {
     Read {
         /// Where.
         at: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -131,7 +115,7 @@ pub enum MigrationFileError {
     Truncated {
         /// Where it ends.
         at: u64,
-        /// What was being read.
+        /// The part that was being read.
         what: &'static str,
     },
     /// It is something else.
@@ -141,37 +125,37 @@ pub enum MigrationFileError {
     Foreign {
         /// Its first bytes.
         start: Vec<u8>,
-        /// What it may be instead.
+        /// The format that it may have instead.
         hint: &'static str,
     },
     /// It is one, and holds what this program does not understand.
     #[error("{what} at byte {at} is not understood; {mend}")]
     Unsupported {
-        /// What.
+        /// The unsupported feature.
         what: String,
         /// Where.
         at: u64,
-        /// What can be done about it.
+        /// The remedy.
         mend: &'static str,
     },
     /// It contradicts itself.
     #[error("the file is damaged at byte {at}: {what}")]
     Damaged {
-        /// What is wrong.
+        /// The fault in it.
         what: String,
         /// Where.
         at: u64,
     },
-    /// What follows RAM is no device state.
+    /// The data after RAM is no device state.
     #[error("the device state in the file, from byte {at} on, cannot be used")]
     DeviceState {
         /// Where it begins.
         at: u64,
-        /// What is wrong.
+        /// The fault in it.
         #[source]
         source: DeviceStateError,
     },
-    /// More device state than any VM has.
+    /// The file has more device state than any VM has.
     #[error("there are {bytes} bytes behind the RAM where {limit} are allowed for device state")]
     DeviceStateTooLong {
         /// How many.

@@ -83,7 +83,7 @@ pub enum MonitorError {
     Unexpected {
         /// The command.
         command: &'static str,
-        /// What was not understood.
+        /// The answer that was not understood.
         what: String,
     },
 }
@@ -125,13 +125,13 @@ pub struct RamBlock {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
-    /// By the kernel's KVM.
+    /// The kernel's KVM runs it.
     Kvm,
-    /// By QEMU's translator.
+    /// QEMU's translator runs it.
     Tcg,
 }
 
-/// What a VM is, as far as a second QEMU must agree to take its state over.
+/// The properties of a VM that a second QEMU must share to take its state over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// Such as `10.0.2`.
@@ -361,7 +361,7 @@ impl Monitor {
         ram_blocks::parse(&table).map_err(|what| unexpected("info ramblock", what))
     }
 
-    /// What the VM is.
+    /// The identity of the VM.
     pub fn identity(&mut self) -> Result<Identity, MonitorError> {
         #[derive(Deserialize)]
         struct Name {
@@ -437,7 +437,7 @@ impl Monitor {
         Ok(disks::gather(drives, &nodes, &host, &open))
     }
 
-    /// What the guest's first processor can do; nothing where QEMU does not tell.
+    /// The features of the guest's first processor; none where QEMU does not report them.
     pub fn cpu_features(&mut self) -> Result<Vec<FeatureWord>, MonitorError> {
         #[derive(Deserialize)]
         struct Cpu {
@@ -469,7 +469,7 @@ impl Monitor {
         Ok(status.filter(|status| !Migration::ENDS.contains(&status.as_str())))
     }
 
-    /// `query-migrate`, of which two members are looked at.
+    /// `query-migrate`, of which two members are used.
     pub(crate) fn migration(&mut self) -> Result<Migration, MonitorError> {
         let mut migration: Migration = self.query("query-migrate")?;
         migration.blocked_reasons = self.unexpected_obstacles(migration.blocked_reasons);
@@ -503,13 +503,13 @@ impl Monitor {
         Ok(peripherals)
     }
 
-    /// A command of the human monitor, for what the machine protocol does not tell.
+    /// A command of the human monitor, for facts that the machine protocol does not report.
     pub(crate) fn human(&mut self, command: &'static str) -> Result<String, MonitorError> {
         self.run("human-monitor-command", json!({ "command-line": command }))
     }
 
-    /// What QEMU copies into the guest's memory anew at each reset, by name (`info roms`): kernels and
-    /// files that the command line has it load, never firmware.
+    /// The ROMs that QEMU copies into the guest's memory anew at each reset, by name (`info roms`): kernels and
+    /// files that the command line loads, never firmware.
     pub fn roms_in_ram(&mut self) -> Result<Vec<String>, MonitorError> {
         Ok(roms_in_ram(&self.human("info roms")?))
     }
@@ -535,7 +535,7 @@ impl Monitor {
     }
 }
 
-/// What `query-migrate` says; both members are missing when there is nothing to say.
+/// The answer to `query-migrate`; both members are missing when there is nothing to say.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub(crate) struct Migration {
     /// `active`, `completed`, `failed`, ...
@@ -553,7 +553,7 @@ impl Migration {
     pub(crate) const ENDS: [&str; 4] = ["none", "completed", "failed", "cancelled"];
 }
 
-/// The names of those in RAM, in lines like `addr=00100000 size=0x040000 mem=ram name="kernel"`.
+/// The names of the ROMs in RAM, in lines like `addr=00100000 size=0x040000 mem=ram name="kernel"`.
 pub(crate) fn roms_in_ram(table: &str) -> Vec<String> {
     let in_ram = table.lines().filter(|line| line.contains(" mem=ram "));
     in_ram

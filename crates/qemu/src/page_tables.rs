@@ -1,7 +1,7 @@
 //! The guest's page tables: at which virtual addresses its kernel sees which memory.
 //!
-//! Only the upper half of the addresses is looked at, the kernel's: there every process of the guest sees
-//! the same. What the tables say is the guest's doing: they may be endless, or lead nowhere.
+//! Only the upper half of the addresses is examined, the kernel's, which every process of the guest shares. The
+//! guest controls the contents of the tables: they may be endless, or lead nowhere.
 //!
 //! Format: Intel 64 manual, volume 3, 4.5 (four and five levels).
 
@@ -10,7 +10,7 @@ use std::io;
 /// Bytes of a table: 512 entries.
 pub const TABLE_BYTES: usize = 4096;
 
-/// So many tables are looked at: those of 512 GiB mapped in pages of 4 KiB.
+/// Upper bound on the tables that are read: the tables of 512 GiB mapped in pages of 4 KiB.
 const TABLES_MAX: usize = 1 << 18;
 
 const PRESENT: u64 = 1;
@@ -28,12 +28,12 @@ pub struct Mapping {
     pub bytes: u64,
 }
 
-/// What the kernel of a guest sees.
+/// The mappings of a guest's kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Mappings {
     /// Ascending by virtual address.
     pub found: Vec<Mapping>,
-    /// Whether there was more than could be looked at.
+    /// Whether there was more than the bound.
     pub is_cut: bool,
 }
 
@@ -43,7 +43,7 @@ pub type TableReader<'r> = &'r mut dyn FnMut(u64, &mut [u8; TABLE_BYTES]) -> io:
 /// Walks the tables that `cr3` points to. Finds at most `limit` mappings.
 ///
 /// # Errors
-/// Those of `read`.
+/// The errors of `read`.
 pub fn kernel_mappings(
     cr3: u64,
     has_five_levels: bool,

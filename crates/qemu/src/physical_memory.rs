@@ -5,10 +5,10 @@
 //! [ main RAM, begin ]    [ main RAM, the rest ]
 //! ```
 //!
-//! How much lies below 4 GiB differs by machine type and option. The machine itself tells its firmware, in
-//! the clock chip's CMOS memory (bytes 0x34, 0x35: 64 KiB units from 16 MiB to 4 GiB; 0x5b to 0x5d: 64 KiB
-//! units above 4 GiB), which is part of the device state. The guest can write there; so both together must
-//! be the RAM there is.
+//! The size of the RAM below 4 GiB differs by machine type and option. The machine itself reports it to its
+//! firmware, in the clock chip's CMOS memory, which is part of the device state. Bytes 0x34 and 0x35 count units of
+//! 64 KiB from 16 MiB to 4 GiB; bytes 0x5b to 0x5d count units of 64 KiB above 4 GiB. The guest can write there, so
+//! both together must be the RAM there is.
 
 use crate::arguments::{CommandLine, Properties};
 use crate::device_state::{DeviceStateError, sections};
@@ -29,13 +29,13 @@ pub enum PhysicalMemoryError {
     /// The device state cannot be read.
     #[error(transparent)]
     DeviceState(#[from] DeviceStateError),
-    /// The VM is none of those whose layout is known.
+    /// The VM's memory layout is unknown.
     #[error(
         "it is not known where this VM's memory lies among its physical addresses: {why}; export it as \
          mapped-ram or migration, load that into QEMU, and use QEMU's own dump-guest-memory"
     )]
     Unknown {
-        /// What is not as it should be.
+        /// The fault in it.
         why: String,
     },
 }
@@ -86,7 +86,7 @@ pub fn layout(
         .iter()
         .find(|section| section.name == CMOS_SECTION && section.data.len() >= CMOS_BYTES)
         .map(|section| &device_state[section.data.clone()])
-        .ok_or_else(|| unknown("it has no PC's clock chip, which tells".to_owned()))?;
+        .ok_or_else(|| unknown("it has no PC's clock chip, which reports it".to_owned()))?;
     let ranges = split(cmos, bytes);
     ranges.map(|ranges| (main, ranges)).ok_or_else(|| {
         unknown(format!(
@@ -95,7 +95,7 @@ pub fn layout(
     })
 }
 
-/// More memory than main RAM, if the command line asks for such.
+/// More memory than main RAM, if the command line requests it.
 fn several_memories(command_line: &CommandLine) -> Option<String> {
     let in_nodes = command_line
         .values("numa")
@@ -125,7 +125,7 @@ fn split(cmos: &[u8], bytes: u64) -> Option<Vec<PhysicalRange>> {
         bytes,
     };
     let is_small = low_units == 0 && bytes <= 16 << 20;
-    // What is no multiple of a unit is not told.
+    // A remainder of a unit is not reported.
     if above == 0 && (is_small || bytes / UNIT == low / UNIT) {
         return Some(vec![range(0, 0, bytes)]);
     }

@@ -1,10 +1,10 @@
 //! A client of QEMU's machine protocol (QMP) on a unix socket: commands, replies, events.
 //!
-//! QEMU handles one client a monitor at a time; a second one can connect, but is not greeted until
-//! the first has gone ([`QmpError::Busy`]). The socket is deliberately left in blocking mode and
-//! every call on it asks for non-blocking behaviour itself, because the open file description may
-//! be shared with a guardian process that writes whole lines on it. The guardian's replies carry
-//! ids that this client never gave, and are skipped.
+//! QEMU handles one client a monitor at a time. A second one can connect, but is not greeted until the first has
+//! gone ([`QmpError::Busy`]). The socket is deliberately left in blocking mode, and every call on it requests
+//! non-blocking behaviour itself. The reason is that the open file description may be shared with a guardian
+//! process that writes whole lines on it. The guardian's replies carry ids that this client never gave, and are
+//! skipped.
 //!
 //! Format: QEMU, `docs/interop/qmp-spec.rst`.
 
@@ -34,7 +34,7 @@ pub const REPLY_LIMIT_SECONDS: u64 = 30;
 /// Bytes received with one call.
 const RECEIVE_BYTES: usize = 64 << 10;
 
-/// What went wrong between this client and QEMU.
+/// Errors between this client and QEMU.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
     /// No process listens on the path.
@@ -45,7 +45,7 @@ pub enum QmpError {
     Refused {
         /// The monitor socket.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -99,16 +99,18 @@ pub enum QmpError {
         /// The limit in bytes.
         limit_bytes: usize,
     },
-    /// A reply of more values than fit the memory set aside for one.
+    /// A reply of more values than fit the memory reserved for one.
     #[error("QEMU's answer to {command} cannot be read: {reason}")]
     Unreadable {
         /// The command.
         command: String,
-        /// What is wrong with it.
+        /// The fault in it.
         reason: String,
     },
     /// The reply was dropped: too many others were kept meanwhile.
-    #[error("QEMU's answer to {command} was dropped: nobody waited for it before many others came")]
+    #[error(
+        "QEMU's answer to {command} was dropped: no caller waited for it before many others came"
+    )]
     Dropped {
         /// The command.
         command: String,
@@ -120,13 +122,13 @@ pub enum QmpError {
 
 /// A command that was sent and whose reply is awaited with [`Client::wait`].
 #[derive(Debug)]
-#[must_use = "a reply nobody waits for takes the place of others"]
+#[must_use = "a reply that no caller waits for takes the place of others"]
 pub struct Ticket {
     id: u64,
     command: String,
 }
 
-/// Something QEMU reports on its own. What else it says of it is not kept.
+/// A report that QEMU sends on its own. Its other details are not kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
     /// `STOP`, `RESUME`, `SHUTDOWN`, ...
@@ -166,7 +168,7 @@ impl Client {
     /// Connects without negotiating ([`Client::negotiate`]).
     ///
     /// # Errors
-    /// As [`Client::connect`].
+    /// The errors of [`Client::connect`].
     pub fn reach(path: &Path, timeout: Duration) -> Result<Client, QmpError> {
         Ok(Client::on(socket::connect(path, deadline_after(timeout))?))
     }
@@ -174,7 +176,7 @@ impl Client {
     /// Negotiates over a connection of [`Client::reach`].
     ///
     /// # Errors
-    /// As [`Client::connect`].
+    /// The errors of [`Client::connect`].
     pub fn negotiate(self, path: &Path, timeout: Duration) -> Result<Client, QmpError> {
         self.negotiated(path, deadline_after(timeout))
     }
@@ -182,7 +184,7 @@ impl Client {
     /// Negotiates over a connection that is there already, all of it within `timeout`.
     ///
     /// # Errors
-    /// As [`Client::connect`]; [`QmpError::Closed`] when the other end is closed.
+    /// The errors of [`Client::connect`]; [`QmpError::Closed`] when the other end is closed.
     pub fn over(socket: UnixStream, timeout: Duration) -> Result<Client, QmpError> {
         Client::on(socket).negotiated(Path::new("of our own"), deadline_after(timeout))
     }
@@ -252,8 +254,8 @@ impl Client {
         }
     }
 
-    /// Waits for the first of these: an event of this name that nobody has taken yet, or the reply to this
-    /// command, good or bad. Takes neither.
+    /// Waits for the first of these: an event of this name that was not taken yet, or the reply to this command,
+    /// good or bad. Takes neither.
     ///
     /// # Errors
     /// [`QmpError::Timeout`] when neither came; the reply may still come, and can be waited for.
@@ -282,7 +284,7 @@ impl Client {
     /// Whether the reply to this command has come, good or bad. Waits for nothing.
     ///
     /// # Errors
-    /// Those of the connection, unless the reply came before.
+    /// The errors of the connection, unless the reply came before.
     pub fn has_reply(&mut self, ticket: &Ticket) -> Result<bool, QmpError> {
         let drained = self.drain();
         match self.inbox.is_outstanding(ticket.id) {
@@ -291,8 +293,7 @@ impl Client {
         }
     }
 
-    /// Whether an event of this name has come that nobody has taken yet. What lies in the socket does not
-    /// count.
+    /// Whether an event of this name has come that was not taken yet. Unread bytes in the socket do not count.
     pub fn has_event(&self, name: &str) -> bool {
         self.inbox.has_event(name)
     }
@@ -328,8 +329,8 @@ impl Client {
         }
     }
 
-    /// The socket itself, for a process that must be able to resume the VM should this one die.
-    /// Whoever writes on it writes whole lines, with ids that are no numbers.
+    /// The socket itself, for a process that must be able to resume the VM if this one dies. Such a process writes
+    /// whole lines on it, with ids that are no numbers.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

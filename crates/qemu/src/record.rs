@@ -1,4 +1,4 @@
-//! What a checkpoint remembers of a VM, so that the VM can be started again from it.
+//! The record of a VM in a checkpoint, from which the VM can be started again.
 
 use std::path::PathBuf;
 
@@ -17,8 +17,8 @@ use crate::target::{self, Target};
 /// A VM as it was when a checkpoint was taken.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmRecord {
-    /// How the VM is called: its `-name`, or `qemu-` and eight digits made from its arguments, so
-    /// that the same command line always has the same label.
+    /// The VM's label: its `-name`, or `qemu-` and eight digits made from its arguments. So the same command line
+    /// always has the same label.
     pub label: String,
     /// The QEMU program.
     pub exe: PathBuf,
@@ -36,7 +36,7 @@ pub struct VmRecord {
     pub ram_blocks: Vec<RamBlock>,
     /// All files of all disks.
     pub disks: Vec<Disk>,
-    /// What its processors can do; nothing where QEMU, or a record of before, does not tell.
+    /// The features of its processors; none where QEMU, or an older record, does not report them.
     #[serde(default)]
     pub cpu_features: Vec<FeatureWord>,
     /// Whether the VM ran when the record was taken.
@@ -48,16 +48,16 @@ pub struct VmRecord {
     pub pid: i32,
     /// When that process started, in clock ticks since boot.
     pub process_start_time: u64,
-    /// As whom the process ran; none where a record of before does not say.
+    /// The credentials of the process; none where an older record lacks them.
     #[serde(default)]
     pub credentials: Option<Credentials>,
-    /// What would stand in the way of restoring it, in words ([`VmRecord::find_obstacles`]).
+    /// The obstacles to restoring it, in words ([`VmRecord::find_obstacles`]).
     #[serde(default)]
     pub obstacles: Vec<String>,
 }
 
 impl VmRecord {
-    /// Asks the VM for everything but what was plugged in and unplugged since its start, which
+    /// Queries the VM for everything but the devices that were plugged in and unplugged since its start, which
     /// [`crate::suitability::check`] finds. About ten round trips; the VM runs on meanwhile.
     pub fn take(target: &Target, monitor: &mut Monitor) -> Result<VmRecord, MonitorError> {
         let state = monitor.run_state()?;
@@ -80,8 +80,8 @@ impl VmRecord {
         })
     }
 
-    /// Asks again for what may have changed since the record was taken: the disks. Two round trips. Its
-    /// RAM blocks stay those it was taken with.
+    /// Queries again the disks, which may have changed since the record was taken. Two round trips. Its RAM blocks
+    /// stay those it was taken with.
     pub fn refresh(&mut self, monitor: &mut Monitor) -> Result<(), MonitorError> {
         self.disks = monitor.disks()?;
         Ok(())
@@ -101,9 +101,9 @@ impl VmRecord {
         path.map(|path| self.cwd.join(path))
     }
 
-    /// Takes the identity of all disk files again. To be called while the VM is stopped, when the
-    /// record was taken before: what the guest wrote in between would else look like a change
-    /// after the checkpoint. It does not speak to QEMU and takes microseconds.
+    /// Takes the identity of all disk files again. It is to be called while the VM is stopped, if the record was
+    /// taken before. Otherwise the guest's writes in between would look like a change after the checkpoint. It does
+    /// not speak to QEMU and takes microseconds.
     pub fn look_at_disks_again(&mut self) {
         let host = HostView::new(self.pid, &self.cwd);
         for disk in &mut self.disks {
@@ -112,10 +112,10 @@ impl VmRecord {
     }
 }
 
-/// A VM that is known by its command line alone: nobody has seen it run.
+/// A VM that is known by its command line alone, and was never seen running.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Described {
-    /// What it is called; else as its command line says.
+    /// The VM's label; if none, the one of its command line.
     pub label: Option<String>,
     /// The QEMU program.
     pub exe: PathBuf,
@@ -128,7 +128,7 @@ pub struct Described {
 }
 
 impl VmRecord {
-    /// As much of a record as its command line tells.
+    /// The part of a record that its command line contains.
     pub fn described(vm: Described) -> VmRecord {
         let name = CommandLine::parse(&vm.arguments).guest_name();
         VmRecord {
@@ -160,8 +160,8 @@ impl VmRecord {
         }
     }
 
-    /// Takes from a QEMU that was started with this command line, and never ran, what only it knows. What its
-    /// disks held when the VM ran nobody knows, so they get no identity.
+    /// Takes the missing facts from a QEMU that was started with this command line and never ran. The contents of
+    /// its disks when the VM ran are unknown, so they get no identity.
     pub fn complete(
         &mut self,
         process: &Process,

@@ -1,11 +1,11 @@
 //! Loading a device state into a QEMU whose guest has run already.
 //!
-//! QEMU takes a migration stream only once, before it runs. `xen-load-devices-state` would take it later,
-//! but QEMU 10.0 ends in an assertion whenever it is used. What is left is `snapshot-load`: it resets the
-//! machine, and loads what an internal snapshot of some disk holds. So a disk is made in memory with a
-//! snapshot of the device state alone ([`crate::vmstate_image`]), added for as long as that takes, and named as
-//! the only one that is to go back: the VM's own disks and its memory stay as they are. Loading the vCPUs'
-//! states has TCG forget all code that it has translated, which matters where memory was changed.
+//! QEMU takes a migration stream only once, before it runs. `xen-load-devices-state` would take it later, but QEMU
+//! 10.0 ends in an assertion whenever it is used. The remaining command is `snapshot-load`: it resets the machine,
+//! and loads the contents of an internal snapshot of some disk. So a disk is made in memory with a snapshot of the
+//! device state alone ([`crate::vmstate_image`]). It is added for as long as that takes, and named as the only disk
+//! that is to go back. The VM's own disks and its memory stay as they are. Loading the vCPUs' states makes TCG
+//! forget all code that it has translated, which matters where memory was changed.
 //!
 //! Source: QEMU, `qapi/migration.json` (`snapshot-load`), `qapi/block-core.json` (`blockdev-add`).
 
@@ -22,7 +22,7 @@ use crate::vmstate_image;
 
 /// The disk's name in QEMU, the snapshot's, and the job's.
 const NODE: &str = "stillframe-device-state";
-/// Pause between two looks at whether it is loaded, which takes milliseconds.
+/// Pause between two checks whether it is loaded, which takes milliseconds.
 const LOOK_AGAIN: Duration = Duration::from_micros(500);
 
 /// Why a device state was not loaded.
@@ -73,7 +73,7 @@ pub fn load(monitor: &mut Monitor, wrapped: &[u8], limit: Duration) -> Result<()
     let file = Memfd::create(NODE)?;
     file.write_all(&image)?;
     let descriptor = file.reopen(Access::ReadWrite)?;
-    // What an engine that was killed may have left.
+    // An engine that was killed may have left these.
     take_away(monitor);
     let fdset = monitor
         .lend(descriptor.as_fd())
@@ -121,7 +121,7 @@ fn run(monitor: &mut Monitor, limit: Duration) -> Result<(), ReloadError> {
     }
 }
 
-/// What is not there need not be taken away.
+/// Removes the disk; one that is not there need not be removed.
 fn take_away(monitor: &mut Monitor) {
     let client = monitor.client();
     let _ = client.execute("job-dismiss", json!({ "id": NODE }));

@@ -1,5 +1,5 @@
-//! Whether a VM can be checkpointed rightly at all. What cannot be is refused with its cause,
-//! before anything is done to the VM.
+//! Whether exact checkpoints of a VM are possible at all. An unsuitable VM is refused with its cause, before
+//! anything is done to it.
 
 use std::io;
 
@@ -15,7 +15,7 @@ mod cautions;
 
 pub use cautions::{Caution, cautions};
 
-/// What the drivers of balloons begin with.
+/// The start of the names of balloon drivers.
 const BALLOON: &str = "virtio-balloon";
 
 /// Why a VM is refused.
@@ -24,7 +24,7 @@ pub enum Unsuitable {
     /// A device of the host writes guest memory by itself, unseen.
     #[error(
         "device {device} is host hardware that writes guest memory by itself (VFIO or vDPA), so \
-         changed pages cannot be told; detach it first"
+         changed pages cannot be detected; detach it first"
     )]
     Vfio {
         /// The device.
@@ -33,7 +33,7 @@ pub enum Unsuitable {
     /// Another process writes guest memory, unseen.
     #[error(
         "device {device} lets another process write guest memory (vhost-user or shared memory), \
-         so changed pages cannot be told; use a device that QEMU serves itself"
+         so changed pages cannot be detected; use a device that QEMU serves itself"
     )]
     VhostUser {
         /// The device.
@@ -46,7 +46,7 @@ pub enum Unsuitable {
         reasons: Vec<String>,
     },
     /// The VM is just being migrated.
-    #[error("a migration of this VM is under way ({status}); wait for its end or cancel it")]
+    #[error("a migration of this VM is in progress ({status}); wait for its end or cancel it")]
     MigrationRunning {
         /// QEMU's word for its state.
         status: String,
@@ -63,7 +63,7 @@ pub enum Unsuitable {
     /// The kernel does not report what a device gives back of the guest's memory.
     #[error(
         "device {device} gives memory back in pieces of 2 MiB, which this kernel loses track of (see \
-         `stillframe probe`), so changed pages cannot be told; use a kernel with the mend, or a VM without \
+         `stillframe probe`), so changed pages cannot be detected; use a kernel with the mend, or a VM without \
          the device"
     )]
     LostDiscards {
@@ -207,7 +207,7 @@ fn described(peripheral: &Peripheral) -> String {
     format!("{} ({})", peripheral.id, peripheral.driver)
 }
 
-/// The network card looks the same whatever stands behind it; `info network` tells what does.
+/// The network card looks the same with any backend; `info network` shows the backend.
 pub(crate) fn check_network(table: &str) -> Result<(), Unsuitable> {
     for line in table.lines() {
         let device = line

@@ -17,11 +17,11 @@ use crate::unix_sockets;
 /// How a user names a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Selector {
-    /// By the pid of its QEMU process.
+    /// Selects a VM by the pid of its QEMU process.
     Pid(i32),
-    /// By the path of one of its QMP sockets.
+    /// Selects a VM by the path of one of its QMP sockets.
     Qmp(PathBuf),
-    /// By its `-name`.
+    /// Selects a VM by its `-name`.
     Name(String),
 }
 
@@ -75,7 +75,7 @@ pub enum TargetError {
     NoListener {
         /// The socket.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -84,7 +84,7 @@ pub enum TargetError {
     NotUtf8 {
         /// The process.
         pid: i32,
-        /// What it is.
+        /// The kind of program.
         what: &'static str,
         /// The text, made readable.
         text: String,
@@ -159,8 +159,8 @@ fn by_socket(path: &Path) -> Result<Target, TargetError> {
             }
             other => other?,
         },
-        // So many clients wait for it that the queue is full: the command line tells whose it is,
-        // and there may be another monitor.
+        // The queue is full of waiting clients. The command line shows which QEMU it belongs to, and there may be
+        // another monitor.
         Err(source) if source.kind() == io::ErrorKind::WouldBlock => {
             owner(&path).ok_or(TargetError::NoListener {
                 path: path.clone(),
@@ -180,8 +180,8 @@ fn owner(path: &Path) -> Option<Target> {
     running_vms().find(|vm| vm.monitors.iter().any(|monitor| same_file(monitor, path)))
 }
 
-/// Why the process cannot be examined, if it is a VM of this name by its command line, which
-/// everybody may read.
+/// The reason why the process cannot be examined, if it is a VM of this name by its command line, which all users
+/// may read.
 fn hidden(pid: i32, name: &str) -> Option<TargetError> {
     let error = examine(pid).err()?;
     let arguments = Process::open(pid).ok()?.command_line().ok()?;
@@ -209,7 +209,7 @@ fn listener(path: &Path) -> io::Result<i32> {
     Ok(peer.pid.as_raw_nonzero().get())
 }
 
-/// Every QEMU of this host that can be examined; what cannot be is passed over.
+/// Every QEMU of this host that can be examined; others are passed over.
 fn running_vms() -> impl Iterator<Item = Target> {
     pids().filter_map(|pid| examine(pid).ok())
 }
@@ -219,7 +219,7 @@ fn pids() -> impl Iterator<Item = i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// What kind of program an executable is, by its name.
+/// The kind of program of an executable, by its name.
 fn is_qemu_system(exe: &Path) -> bool {
     let name = file_name(exe);
     name.contains("qemu-system-") || name == "qemu-kvm" || name == "kvm"

@@ -15,8 +15,8 @@ pub(crate) fn bound_path(table: &str, inode: &str) -> Option<PathBuf> {
     Some(PathBuf::from(found.path))
 }
 
-/// Whether a living process listens on `path`. The list shows paths as they were given to the
-/// kernel; a relative one counts when it may be the one asked for.
+/// Whether a living process listens on `path`. The list shows paths as they were given to the kernel. A relative
+/// one counts when it may be `path`.
 pub(crate) fn is_listening(table: &str, path: &Path) -> bool {
     const ACCEPTS_CONNECTIONS: &str = "00010000";
     let mut rows = table.lines().skip(1).filter_map(row);

@@ -1,13 +1,5 @@
-//! A disk image that holds nothing but an internal snapshot of a device state: what QEMU can load into a
-//! VM that runs already (`snapshot-load`) must lie in one.
-//!
-//! ```text
-//! cluster 0 header   1 refcount table   2 refcounts   3 L1 table of the (empty) disk   4 snapshot table
-//!         5 L1 table of the snapshot    6 its L2 table           7... device state, one cluster after the other
-//! ```
-//!
-//! A snapshot's state lies behind the end of its disk, from the first L1 entry that the disk does not
-//! need. Format: QEMU, `docs/interop/qcow2.rst`.
+//! A disk image that holds nothing but an internal snapshot of a device state. A VM that runs already can load a
+//! state only from such a snapshot (`snapshot-load`).
 
 const CLUSTER: usize = 1 << CLUSTER_BITS;
 const CLUSTER_BITS: u32 = 16;
@@ -94,7 +86,7 @@ fn snapshot(state_bytes: u64, tag: &str) -> Vec<u8> {
     entry.extend(2u32.to_be_bytes());
     entry.extend((ID.len() as u16).to_be_bytes());
     entry.extend((tag.len() as u16).to_be_bytes());
-    // Times that nobody reads: seconds, nanoseconds, the VM's clock.
+    // Times that are never read: seconds, nanoseconds, the VM's clock.
     entry.extend([0; 16]);
     // Superseded by the longer one in the extra data.
     entry.extend((state_bytes as u32).to_be_bytes());

@@ -1,4 +1,4 @@
-//! Character devices: what a serial port, a monitor or a debug console is connected to.
+//! Character devices: the backends of serial ports, monitors and debug consoles.
 //!
 //! QEMU has two spellings: `-chardev socket,id=c,path=/p,server=on` and, as the value of
 //! `-serial`, `-qmp` and others, `unix:/p,server=on`. Both become the first one here.
@@ -14,7 +14,7 @@ pub struct Backend {
     properties: Properties,
 }
 
-/// What the value of `-serial`, `-parallel`, `-debugcon`, `-monitor` or `-qmp` says.
+/// The value of `-serial`, `-parallel`, `-debugcon`, `-monitor` or `-qmp`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BackendWord {
     /// `none`: no device at all.

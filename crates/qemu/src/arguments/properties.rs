@@ -4,10 +4,10 @@ use serde_json::Value;
 
 /// Key-value pairs of one option in their order.
 ///
-/// Text form (QEMU: `util/qemu-option.c`): pairs are separated by commas, a comma inside a value
-/// is written twice, the first pair may leave out its key, any other pair without a value is a
-/// switch (`wait` is `wait=on`, `nowait` is `wait=off`). A value that begins with `{` is a JSON
-/// object; its nested members get dotted keys (`addr.path`), as QEMU itself names them.
+/// Text form (QEMU: `util/qemu-option.c`): pairs are separated by commas; a comma inside a value is written twice.
+/// The first pair may leave out its key. Any other pair without a value is a switch (`wait` is `wait=on`, `nowait`
+/// is `wait=off`). A value that begins with `{` is a JSON object; its nested members get dotted keys (`addr.path`),
+/// as QEMU itself names them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Properties {
     pairs: Vec<(String, String)>,

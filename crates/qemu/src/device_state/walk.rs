@@ -1,17 +1,17 @@
 //! Finding the sections of a stream, which does not say where one ends.
 //!
-//! A section ends with its footer, `7e` and its number, and behind it another section or the end begins. The
-//! data of a device may hold the same bytes, by chance or because its guest wrote them there, so that there may be
-//! several ways to the end. The search does not try them one by one:
+//! A section ends with its footer, `7e` and its number; behind it another section or the end begins. The data of a
+//! device may hold the same bytes, by chance or because the guest wrote them there. So there may be several ways to
+//! the end. The search does not try them one by one:
 //!
 //! 1. All places where a section could end are found in one scan.
 //! 2. From the last to the first, each is marked if the end of the stream can be reached from it. For that it
 //!    suffices to know, for each number, the furthest marked place with that footer.
 //! 3. From the first section on, the nearest marked place is taken each time. That never leads to a dead end.
 //!
-//! So the work is in proportion to the length of the stream, whatever the guest wrote. Which of several ways is
-//! the true one cannot be known from the stream; with the names that it is expected to have, a way is
-//! searched that has exactly these.
+//! So the work is proportional to the length of the stream, whatever the guest wrote. The stream does not show
+//! which of several ways is the true one. With the names that it is expected to have, the search finds a way that
+//! has exactly these.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,8 +20,8 @@ use super::{FOOTER, FOOTER_BYTES, HEADER_BYTES, SECTION_FULL};
 
 /// Instance and version of a section, behind its name.
 pub(super) const VERSIONS_BYTES: usize = 8;
-/// Upper bound on the places marked with expected names, for each byte of the stream: a name may be expected
-/// several times, so that one place stands for several.
+/// Upper bound on the places marked with expected names, for each byte of the stream. A name may be expected
+/// several times, so that one place counts several times.
 const PLACES_PER_BYTE_MAX: usize = 64;
 
 /// The begin of a section.
@@ -31,7 +31,7 @@ pub(super) struct Head<'a> {
     pub(super) start: usize,
     pub(super) number: u32,
     pub(super) name: &'a str,
-    /// Where what the device saved begins.
+    /// Where the device's data begin.
     pub(super) data_at: usize,
 }
 
@@ -85,11 +85,11 @@ struct Place<'a> {
     footer: u32,
     /// Behind the footer.
     at: usize,
-    /// What begins there; `None` for the end of the stream.
+    /// The head of the section that begins there; `None` for the end of the stream.
     next: Option<Head<'a>>,
 }
 
-/// Which sections may follow which: all, or those of a list, each at its own step.
+/// The sections that may follow each section: all, or the sections of a list, each at its own step.
 struct Order<'k> {
     steps: Option<HashMap<&'k str, Vec<usize>>>,
     /// The step at which the end comes.
@@ -128,9 +128,9 @@ impl<'k> Order<'k> {
     }
 }
 
-/// A way to the end, which begins where `is_end` says so. Of several the one whose sections have exactly the
-/// names of `known`, if there is one; else the one whose first sections are the shortest. `Err` tells how many
-/// sections could be followed.
+/// A way to the end, as `is_end` recognises it. Of several ways it is the one whose sections have exactly the names
+/// of `known`, if there is one; else the one whose first sections are the shortest. `Err` contains the number of
+/// sections that could be followed.
 pub(super) fn walk<'a>(
     raw: &'a [u8],
     is_end: fn(&[u8]) -> bool,
@@ -202,7 +202,7 @@ fn way<'a>(
     }
 }
 
-/// A place from which the end can be reached, if what begins there is at this step.
+/// A place from which the end can be reached, if the section that begins there is at this step.
 struct Mark {
     place: usize,
     step: usize,

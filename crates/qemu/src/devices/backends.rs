@@ -1,6 +1,6 @@
-//! Network backends, character devices and objects of plugged devices, as the options that make the
-//! same ones. What they were made with QEMU tells only in part: the host's end of a device may differ
-//! after a restore, what the guest sees does not.
+//! Network backends, character devices and objects of plugged devices, as the options that make the same ones. QEMU
+//! reports only a part of the settings that they were made with. So the host's end of a device may differ after a
+//! restore, but the guest's view does not.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,10 @@ use super::error::Lost;
 use crate::arguments::Properties;
 use crate::monitor::{Monitor, MonitorError};
 
-/// Where `-netdev user` is unless told otherwise.
+/// The address of `-netdev user` by default.
 const USER_NETWORK: &str = "10.0.2.0";
 
-/// Kinds of objects that can be made again, and what is to be said of them.
+/// Kinds of objects that can be made again, and their properties.
 const OBJECTS: &[(&str, &[&str])] = &[
     ("iothread", IOTHREAD),
     ("memory-backend-file", MEMORY),
@@ -59,7 +59,7 @@ pub(super) struct Network {
     pub(super) id: String,
     /// `user`, `tap`, `nic`, ...
     pub(super) kind: String,
-    /// What follows the type.
+    /// The text after the type.
     details: String,
 }
 

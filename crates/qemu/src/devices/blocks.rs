@@ -59,7 +59,7 @@ struct Inserted {
     node: String,
 }
 
-/// `x-debug-query-block-graph`, which is the only command that tells what a node is based on.
+/// `x-debug-query-block-graph` is the only command that shows the backing of a node.
 #[derive(Debug, Deserialize)]
 struct Graph {
     nodes: Vec<Vertex>,
@@ -84,7 +84,7 @@ struct Edge {
 pub(super) struct Blocks<'c> {
     line: &'c CommandLine,
     nodes: BTreeMap<String, Node>,
-    /// By parent: the name of the edge, and the child.
+    /// Edges by parent: the name of the edge, and the child.
     children: BTreeMap<String, Vec<(String, String)>>,
     /// The node of each drive that has a name.
     drives: BTreeMap<String, String>,
@@ -96,7 +96,7 @@ pub(super) struct Blocks<'c> {
 }
 
 impl<'c> Blocks<'c> {
-    /// Asks QEMU; three commands.
+    /// Queries QEMU with three commands.
     pub(super) fn of(
         monitor: &mut Monitor,
         line: &'c CommandLine,

@@ -1,5 +1,5 @@
-//! Devices that QEMU makes because the command line says nothing of their kind (`system/vl.c`): an option
-//! that is added for a plugged device must not take them away, nor one that is left out bring them back.
+//! Devices that QEMU makes because the command line does not mention their kind (`system/vl.c`). An option that is
+//! added for a plugged device must not remove them. Nor may an option that is left out bring them back.
 
 use crate::arguments::{CommandLine, Properties};
 
@@ -24,7 +24,7 @@ pub(super) fn keep(before: &CommandLine, after: &mut CommandLine) {
     }
     match (has_cd_driver(before), has_cd_driver(after)) {
         (None, Some(_)) if !has_cd(before) => after.push("drive", "index=2,media=cdrom"),
-        // What is said of a kind of device, even its own default, counts as a device of that kind.
+        // Any mention of a kind of device, even of its own default, counts as a device of that kind.
         (Some(driver), None) => {
             let value = format!("driver={driver},property=share-rw,value=off");
             after.push("global", &value);

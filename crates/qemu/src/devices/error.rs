@@ -13,7 +13,7 @@ pub enum FollowError {
     Lost {
         /// The device, and its type.
         device: String,
-        /// What is not known of it.
+        /// The unknown property.
         why: String,
     },
     /// Without the unplugged device, another would take its place.
@@ -28,9 +28,9 @@ pub enum FollowError {
         /// The option of one that is there.
         other: String,
     },
-    /// A device without an id is gone, and which one cannot be told.
+    /// A device without an id is gone, and QEMU does not show which one.
     #[error(
-        "a device without an id was unplugged after the start of the VM, and QEMU does not tell which; \
+        "a device without an id was unplugged after the start of the VM, and QEMU does not report which; \
          give devices that are unplugged an id at the VM's next start"
     )]
     Unnamed,
@@ -39,7 +39,7 @@ pub enum FollowError {
     Monitor(#[from] MonitorError),
 }
 
-/// What cannot be had back.
+/// A device that cannot be described again.
 #[derive(Debug)]
 pub(super) struct Lost(String);
 

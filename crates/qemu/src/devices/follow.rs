@@ -19,11 +19,11 @@ const PLACES: &[&str] = &["addr", "scsi-id", "nr", "unit"];
 /// The last slot's last function.
 const PCI_PLACE_MAX: u64 = 0xff;
 
-/// How the VM differs from the command line that it was started with. A few round trips; some ten more
-/// for each plugged device. The VM runs on meanwhile.
+/// Finds how the VM differs from the command line that it was started with. It takes a few round trips, and some
+/// ten more for each plugged device. The VM runs on meanwhile.
 ///
 /// # Errors
-/// What cannot be described; QEMU does not answer.
+/// A device cannot be described, or QEMU does not answer.
 pub fn follow(line: &CommandLine, monitor: &mut Monitor) -> Result<HotPlug, FollowError> {
     let peripherals = monitor.peripherals()?;
     let mut plugged = Vec::new();
@@ -60,8 +60,8 @@ pub fn follow(line: &CommandLine, monitor: &mut Monitor) -> Result<HotPlug, Foll
     Ok(hot_plug)
 }
 
-/// Whether a network of this name is made by the command line, which has several options for that; QEMU
-/// makes up names like `#net151` and `user.0` where they say none.
+/// Whether the command line makes a network of this name; it has several options for that. Where they name none,
+/// QEMU makes up names like `#net151` and `user.0`.
 fn defines_network(line: &CommandLine, id: &str) -> bool {
     let named = ["netdev", "nic", "net"];
     named.into_iter().any(|option| defines(line, option, id))
@@ -97,7 +97,7 @@ struct Follower<'l> {
 }
 
 impl Follower<'_> {
-    /// The `-device` options of what was plugged in; what they refer to is gathered.
+    /// The `-device` options of plugged devices; the backends and objects that they refer to are gathered.
     fn plugged(
         &mut self,
         monitor: &mut Monitor,
@@ -166,7 +166,7 @@ impl Follower<'_> {
         }
     }
 
-    /// What of the command line is gone, and which places that leaves to be kept.
+    /// The parts of the command line that are gone, and the addresses to be reserved for them.
     fn unplugged(
         &self,
         monitor: &mut Monitor,
@@ -253,8 +253,7 @@ impl Follower<'_> {
         Ok(pins)
     }
 
-    /// Devices without an id cannot be told where they are, so none may be left to QEMU beside what is
-    /// gone.
+    /// A device without an id cannot be given its address. So none may be left to QEMU beside a removed device.
     fn stay_in_place(&self, gone: &Properties, id: &str) -> Result<(), FollowError> {
         let on_default = |bus: Option<&str>| bus.is_none_or(|bus| DEFAULT_BUSES.contains(&bus));
         let bus = gone.get("bus");

@@ -1,4 +1,4 @@
-//! What tells cheaply that the devices of a VM are not those of a moment ago.
+//! A cheap check whether the devices of a VM have changed since a moment ago.
 
 use std::collections::BTreeSet;
 
@@ -6,9 +6,9 @@ use serde_json::json;
 
 use crate::monitor::{Monitor, MonitorError};
 
-/// Ids and types of all devices, network backends and objects, and what QEMU has against a
-/// migration. Two glances are equal when nothing of it came or went between them; a device that was
-/// replaced by another of its id and type does not show.
+/// Ids and types of all devices, network backends and objects, and QEMU's objections to a migration. Two glances
+/// are equal when none of these came or went between them. A device that was replaced by another of its id and type
+/// does not show.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Glance {
     devices: BTreeSet<(String, String)>,
@@ -50,8 +50,8 @@ impl Glance {
     }
 }
 
-/// Names and types in lines like ` \ net0: index=0,type=user,net=10.0.2.0`. What follows the type may
-/// change by itself: whom a socket is connected to.
+/// Names and types in lines like ` \ net0: index=0,type=user,net=10.0.2.0`. The text after the type may change by
+/// itself, as with the peer of a socket.
 fn networks(table: &str) -> BTreeSet<(String, String)> {
     let lines = table.lines().filter_map(|line| {
         let line = line.trim_start_matches([' ', '\\']);

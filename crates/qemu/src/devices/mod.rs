@@ -1,11 +1,10 @@
-//! Devices that were plugged in or unplugged after the start of a VM: noticing them cheaply
-//! ([`Glance`], [`Sections`]), and describing them as options that a new QEMU is started with
-//! ([`HotPlug`]).
+//! Devices that were plugged in or unplugged after the start of a VM. [`Glance`] and [`Sections`] notice them
+//! cheaply; [`HotPlug`] describes them as options that a new QEMU is started with.
 //!
-//! The command line of a running QEMU describes the VM as it was started. What happened to it since
-//! is read from QEMU's own tree of objects (`qom-list`, `qom-get`), its block graph and its list of
-//! backends. A device is described by every property that differs from its default, so that the new
-//! device is the same one: same bus, same address, same MAC address, same number of queues.
+//! The command line of a running QEMU describes the VM as it was started. Later changes are read from QEMU's own
+//! tree of objects (`qom-list`, `qom-get`), its block graph and its list of backends. A device is described by
+//! every property that differs from its default. So the new device is the same: same bus, same address, same MAC
+//! address, same number of queues.
 
 mod backends;
 mod blocks;
@@ -28,7 +27,7 @@ pub use sections::Sections;
 /// How a VM differs from its command line.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HotPlug {
-    /// Options that make what was added, in an order in which each finds what it refers to.
+    /// Options that make the added devices, in an order in which each finds its references.
     #[serde(default)]
     pub plugged: Vec<PluggedOption>,
     /// Options of the command line whose device or backend is gone.
@@ -54,7 +53,7 @@ pub struct PluggedOption {
 pub struct UnpluggedOption {
     /// Its name, such as `device`.
     pub option: String,
-    /// The id (of a `-blockdev` the node name) of what it made.
+    /// The id (of a `-blockdev` the node name) of the object that it made.
     pub id: String,
 }
 
@@ -101,7 +100,7 @@ impl HotPlug {
         defaults::keep(&before, line);
     }
 
-    /// What [`HotPlug::apply`] changes, in words for the user.
+    /// The changes that [`HotPlug::apply`] makes, in words for the user.
     pub fn changes(&self) -> Vec<String> {
         let gone = self.unplugged.iter().map(|gone| {
             let UnpluggedOption { option, id } = gone;

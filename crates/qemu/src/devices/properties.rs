@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::error::FollowError;
 use crate::monitor::{DeviceProperty, Monitor, Peripheral};
 
-/// What a processor is told; its features come from `-cpu`.
+/// The properties that a processor is given; its features come from `-cpu`.
 const PROCESSOR_PROPERTIES: &[&str] = &[
     "socket-id",
     "die-id",
@@ -122,7 +122,7 @@ impl Description {
                     return;
                 }
             }
-            // What a PCI device is told as a text is a number when it is queried.
+            // A property of a PCI device that is given as a text is a number when it is queried.
             Value::Number(number) if name == "addr" && property.kind == "str" => {
                 match number.as_u64() {
                     Some(place) => json!(pci_address(place)),
@@ -140,7 +140,7 @@ impl Description {
         self.options.insert(name.to_owned(), value);
     }
 
-    /// The port of a USB device that was given none. QEMU tells it in a table only.
+    /// The port of a USB device that was given none. QEMU shows it in a table only.
     fn find_usb_port(&mut self, monitor: &mut Monitor) -> Result<(), FollowError> {
         let on_usb = self.text("bus").is_some_and(|bus| bus.contains("usb"));
         if on_usb && self.text("port").is_none() && !self.peripheral.anonymous {

@@ -1,4 +1,4 @@
-//! The sections of a device state, as the last guard: what the tree of devices does not show, they do.
+//! The sections of a device state, as the last guard: they show changes that the tree of devices does not show.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ const HEADER_BYTES: usize = 8;
 /// Bytes compared by [`Sections::could_be_of`] before it gives up; some hundred times a stream.
 const BYTES_MAX: usize = 1 << 28;
 
-/// Which sections a device state has.
+/// The sections of a device state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sections {
     /// Names and instances, in their order.
@@ -58,10 +58,9 @@ impl Sections {
         names.find(|name| !SOMETIMES.contains(name))
     }
 
-    /// Whether `raw` can be read as a device state of these very sections. A section's end is found by
-    /// its footer alone, and a guest can place footers and heads of sections in the buffers of its
-    /// devices, so that a stream can be read in several ways. What the devices wrote is always one of
-    /// them.
+    /// Whether `raw` can be read as a device state of these very sections. A section's end is found by its footer
+    /// alone. A guest can place footers and heads of sections in the buffers of its devices, so that a stream can
+    /// be read in several ways. The true way is always one of them.
     pub fn could_be_of(&self, raw: &[u8]) -> bool {
         // Per number of a section, the first place where the data of one may begin. A later place with
         // the same number leads nowhere that the first one does not lead to.

@@ -1,8 +1,8 @@
-//! The channel of a guest agent, at whose other end everything is said by the guest.
+//! The channel of a guest agent. The guest controls everything that comes from its other end.
 //!
-//! The guest is not authenticated, so only the answer to the last command is read: every other line
-//! is skipped, and a command fails when its answer does not come within a time and a number of bytes. An answer
-//! is parsed into the members that are needed, never into a tree of values.
+//! The guest is not authenticated, so only the answer to the last command is read, and every other line is skipped.
+//! A command fails when its answer does not come within a time and a number of bytes. An answer is parsed into the
+//! members that are needed, never into a tree of values.
 //!
 //! Format: QEMU, `docs/interop/qemu-ga-ref` (`guest-sync-delimited`).
 
@@ -26,7 +26,7 @@ use crate::qmp::{QmpError, deadline_after, object};
 /// `guest-sync-delimited`.
 const SENTINEL: u8 = 0xff;
 const SYNC: &str = "guest-sync-delimited";
-/// Longest line looked at, in bytes; longer ones are skipped.
+/// Longest line that is parsed, in bytes; longer ones are skipped.
 const LINE_BYTES_MAX: usize = 64 << 10;
 /// Upper bound on the bytes received for one command.
 const COMMAND_BYTES_MAX: usize = 1 << 20;
@@ -35,7 +35,7 @@ const RECEIVE_BYTES: usize = 16 << 10;
 /// Upper bound on the characters of an agent's own words that are shown.
 const WORDS_MAX: usize = 200;
 
-/// Why a guest agent did not do what it was told.
+/// The reason why a guest agent did not carry out a command.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// No process listens on the path.
@@ -43,7 +43,7 @@ pub enum AgentError {
     Refused {
         /// The channel.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -55,7 +55,7 @@ pub enum AgentError {
         /// The limit in milliseconds.
         limit_ms: u128,
     },
-    /// It sent more than any answer needs; what it sends is not read any longer.
+    /// It sent more than any answer needs; nothing more is read from it.
     #[error(
         "the guest agent sent more than {limit_bytes} bytes, and no answer to {command} in them"
     )]
@@ -152,7 +152,7 @@ impl Channel {
         Ok(channel)
     }
 
-    /// Has the agent carry out `command`; what is returned is a number, where `T` is one, or anything.
+    /// Has the agent carry out `command`. The returned value is a number, where `T` is one, or anything.
     pub(super) fn execute<T: FromAnswer>(
         &mut self,
         command: &'static str,
@@ -255,7 +255,7 @@ impl Channel {
     }
 }
 
-/// What is made of the member `return` of an answer.
+/// A value made of the member `return` of an answer.
 pub(crate) trait FromAnswer: Sized {
     fn from_answer(done: &RawValue) -> Option<Self>;
 }
@@ -272,7 +272,7 @@ impl FromAnswer for i64 {
     }
 }
 
-/// What `line` says, if it is the answer to command number `id`.
+/// The value in `line`, if it is the answer to command number `id`.
 pub(crate) fn read_answer<T: FromAnswer>(
     line: &[u8],
     id: u64,

@@ -1,4 +1,4 @@
-//! What must be so on this host before a recorded VM may be started again.
+//! The conditions on this host under which a recorded VM may be started again.
 
 use std::fs;
 use std::path::Path;
@@ -9,9 +9,9 @@ use crate::arguments::{CommandLine, Properties};
 use crate::monitor::{Disk, FileIdentity};
 use crate::record::VmRecord;
 
-/// Every disk must be the recorded one, unchanged, and nobody else's; clones only read it, so others may
-/// do that too. A disk that takes the place of a recorded one cannot be compared with it. Returns what starting the VM
-/// changes on the host, in words.
+/// Every disk must be the recorded one, unchanged, and in use by no other process. Clones only read it, so other
+/// processes may read it too. A disk that takes the place of a recorded one cannot be compared with it. Returns the
+/// changes that starting the VM makes on the host, in words.
 pub(super) fn disks(
     recorded: &[Disk],
     disks: &[Disk],
@@ -43,7 +43,7 @@ pub(super) fn disks(
     Ok(changes)
 }
 
-/// What about a recorded disk will always need the user's decision.
+/// The property of a recorded disk that will always need the user's decision.
 pub(super) fn lasting_obstacle(disk: &Disk) -> Option<LaunchError> {
     if disk.temporary {
         return Some(LaunchError::DiskTemporary {
@@ -59,7 +59,7 @@ pub(super) fn lasting_obstacle(disk: &Disk) -> Option<LaunchError> {
 /// Disks that the command line does not name: monitor commands exchanged them.
 pub(super) fn strangers(arguments: &[String], disks: &[Disk]) -> Vec<LaunchError> {
     let images = disks.iter().enumerate().filter(|(index, disk)| {
-        // Of the files of one device the first is the image, the others are what it is based on.
+        // Of the files of one device the first is the image, the others are its backing files.
         let earlier = &disks[..*index];
         !disk.device.is_empty() && !earlier.iter().any(|other| other.device == disk.device)
     });
@@ -96,8 +96,8 @@ pub(super) fn running_disks(
     Ok(())
 }
 
-/// The file of a disk must be named by the command line, or the command line describes another VM
-/// than the one that was recorded: its disk was exchanged by a monitor command.
+/// The command line must name the file of a disk. Otherwise it describes another VM than the recorded one, whose
+/// disk was exchanged by a monitor command.
 fn in_arguments(arguments: &[String], disk: &Disk) -> Result<(), LaunchError> {
     let elsewhere = CommandLine::parse(arguments).has("readconfig");
     let name = disk.path.file_name().and_then(|name| name.to_str());
@@ -179,7 +179,7 @@ fn difference(recorded: Option<FileIdentity>, now: Option<FileIdentity>) -> Opti
     }
 }
 
-/// A file that is to hold shared RAM must be nobody else's.
+/// A file that is to hold shared RAM must be in use by no other process.
 pub(super) fn shared_ram(arguments: &[String], cwd: &Path) -> Result<(), LaunchError> {
     let command_line = CommandLine::parse(arguments);
     for object in command_line.values("object") {

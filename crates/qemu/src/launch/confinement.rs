@@ -1,8 +1,8 @@
-//! What confines the new QEMU: the security label and the control group that the VM had.
+//! The confinement of the new QEMU: the security label and the control group that the VM had.
 //!
-//! A label that confined the VM is given back, or the restore is refused: a confined VM never starts
-//! unconfined without the user's word. A control group is given back where this host has it; where it does not, the
-//! VM starts in the group of this process, and this is reported.
+//! A label that confined the VM is given back, or the restore is refused: a confined VM never starts unconfined
+//! without the user's word. A control group is given back if this host has it. Otherwise the VM starts in the group
+//! of this process, and this is reported.
 
 use std::io;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ const ROOT_GROUP: &str = "/";
 /// Groups of login sessions, which come and go with them.
 const SESSIONS: &str = "/user.slice";
 
-/// What the user wants left out.
+/// The parts that the user wants left out.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Without {
     pub label: bool,
@@ -36,7 +36,7 @@ impl Without {
     }
 }
 
-/// What this host has of what can confine a process.
+/// The means of confinement that this host has.
 pub(super) struct Host {
     pub module: Option<SecurityModule>,
     /// Whether QEMU can join the group with this path.
@@ -52,8 +52,8 @@ impl Host {
     }
 }
 
-/// Takes from what the launch helper will take on what it cannot or shall not give back. Returns what differs from
-/// before, in words for the user.
+/// Removes from the launch helper's credentials the parts that it cannot or shall not give back. Returns the
+/// differences from before, in words for the user.
 pub(super) fn limit(
     credentials: &mut Credentials,
     now: Option<&Credentials>,
@@ -118,7 +118,7 @@ fn in_words(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// What confined the VM, and does not confine a QEMU that is like this process.
+/// The confinement of the VM that a QEMU like this process would lose.
 pub(super) fn lost(then: &Credentials, now: Option<&Credentials>) -> Vec<String> {
     let label = lost_label(then, now);
     label.into_iter().chain(lost_group(then, now)).collect()
@@ -148,7 +148,7 @@ pub(super) fn leave_to_sandbox(credentials: &mut Credentials, line: &CommandLine
 }
 
 /// Has this process, which still has all rights, join the group, and take on the label with the next program.
-/// Returns what failed, and the mend.
+/// Returns the failure, and the remedy.
 pub(super) fn take_on(credentials: &Credentials) -> Result<(), String> {
     if let Some(path) = &credentials.control_group {
         let joined = ControlGroup::open(path).and_then(|group| group.join());
@@ -165,14 +165,14 @@ pub(super) fn take_on(credentials: &Credentials) -> Result<(), String> {
     Ok(())
 }
 
-/// What a program that was not run with the label says.
+/// The error of a program that was not run with the label.
 fn label_refused(credentials: &Credentials, why: &str) -> String {
     let label = credentials.security_label.clone().unwrap_or_default();
     let why = why.to_owned();
     LaunchError::LabelNotGiven { label, why }.to_string()
 }
 
-/// What is said where the program was not run: which label it was to have, if any.
+/// The note on a program that was not run: the label it was to have, if any.
 pub(super) fn not_run(credentials: Option<&Credentials>, error: &io::Error) -> Option<String> {
     let credentials = credentials.filter(|these| these.security_label.is_some())?;
     Some(label_refused(
@@ -242,7 +242,7 @@ mod tests {
         }
     }
 
-    /// What is left of label and group, and how many changes are reported.
+    /// The remaining label and group, and the number of changes that are reported.
     fn limited(
         then: &Credentials,
         without: Without,
@@ -346,8 +346,8 @@ mod tests {
         }
     }
 
-    /// On hosts without a security module, on which our tests run, a label is refused by the process that is to
-    /// become QEMU too, and not seen at one that became it.
+    /// Our tests run on hosts without a security module. There the process that is to become QEMU refuses a label
+    /// too, and the label does not show at a process that became QEMU.
     #[test]
     fn what_cannot_be_taken_on_names_the_mend() {
         let group = credentials(None, "/no/such/stillframe/group");

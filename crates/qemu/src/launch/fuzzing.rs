@@ -1,12 +1,12 @@
-//! What the fuzz targets reach of the launch's inside.
+//! The parts of the launch that the fuzz targets reach.
 
 use std::path::Path;
 
 use super::rewrite::{Settings, rewrite};
 use super::{CloneOptions, LaunchOptions};
 
-/// The command line of a VM that is started again, its monitor at `/q`, no serial port asked for; of a clone,
-/// or where a living process listens everywhere. `None` where it is refused.
+/// The command line of a VM that is started again, its monitor at `/q`, without a serial port. The VM may be a
+/// clone, or a living process may listen everywhere. `None` if it is refused.
 pub fn rewritten(arguments: &[String], is_clone: bool, is_busy: bool) -> Option<Vec<String>> {
     let options = LaunchOptions {
         clone: is_clone.then(CloneOptions::default),

@@ -1,10 +1,10 @@
 //! The launch helper: the short-lived process that becomes the new QEMU.
 //!
 //! It is this same executable, started with [`SUBCOMMAND`]. It reads an [`Order`] from its standard input, a
-//! socket; starts a session of its own; joins the VM's control group; requests its security label for QEMU; takes on
-//! its user, groups and capabilities; waits for one byte; and becomes QEMU, which keeps the pid and finds the socket as
-//! the connection of its own monitor. If the socket closes before that byte, the helper ends. No shell and no search
-//! path is involved.
+//! socket. It starts a session of its own, joins the VM's control group, requests its security label for QEMU, and
+//! takes on its user, groups and capabilities. Then it waits for one byte, and becomes QEMU. QEMU keeps the pid and
+//! finds the socket as the connection of its own monitor. If the socket closes before that byte, the helper ends.
+//! No shell and no search path is involved.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -39,14 +39,14 @@ const KEPT: &[&str] = &["PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR"];
 /// Variables that belong to the user of this process: kept where the new program has the same user.
 const KEPT_FOR_US: &[&str] = &["HOME", "USER", "LOGNAME", "XDG_RUNTIME_DIR"];
 
-/// What the helper is to become.
+/// The program and the credentials that the helper takes on.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Order {
     /// The program, an absolute path.
     pub program: PathBuf,
     /// Its arguments without `argv[0]`.
     pub arguments: Vec<String>,
-    /// As whom it runs; none for the user of this process.
+    /// The credentials it runs with; none for the user of this process.
     pub credentials: Option<Credentials>,
     /// Whether the socket becomes its monitor.
     pub monitor: bool,
@@ -93,7 +93,7 @@ pub(super) fn go(mut socket: &UnixStream) -> io::Result<()> {
     socket.write_all(&[GO])
 }
 
-/// What the subcommand does. Returns only when the program was not started, with the exit code.
+/// Runs the subcommand. Returns only when the program was not started, with the exit code.
 pub fn run() -> i32 {
     match become_program() {
         Ok(never) => match never {},
@@ -137,7 +137,7 @@ fn become_program() -> Result<std::convert::Infallible, Failure> {
         rustix::fs::accessat(rustix::fs::CWD, folder, wanted, flags).map_err(|errno| {
             let (folder, uid) = (folder.display(), stillframe_sys::credentials::own_uid());
             let what = format!(
-                "user {uid}, as whom the VM ran, cannot make a socket in {folder}; name another folder for the monitor"
+                "user {uid}, which the VM ran as, cannot make a socket in {folder}; name another folder for the monitor"
             );
             cannot(what)(errno.into())
         })?;
@@ -150,7 +150,7 @@ fn become_program() -> Result<std::convert::Infallible, Failure> {
     let mut program = Command::new(&order.program);
     program.args(&order.arguments).stdin(Stdio::null());
     if order.monitor {
-        // Not closed by execve(2), unlike `socket`.
+        // execve(2) does not close it, unlike `socket`.
         let kept = rustix::io::dup(&socket).map_err(|_| Failure::Quiet)?;
         use std::os::fd::IntoRawFd;
         program.args(own_monitor(kept.into_raw_fd()));

@@ -1,4 +1,4 @@
-//! Who on this host uses a file or listens on an address, without disturbing them.
+//! Finds the processes on this host that use a file or listen on an address, without disturbing them.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -16,7 +16,7 @@ pub(super) struct Holder {
     pub(super) program: String,
 }
 
-/// What on the host one process can have at a time.
+/// A resource of the host that one process can have at a time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Endpoint {
     /// A unix socket in the file system, absolute.
@@ -27,7 +27,7 @@ pub(super) enum Endpoint {
     PidFile(PathBuf),
 }
 
-/// What makes two open files the same one. A block device is itself whatever node names it.
+/// The identity by which two open files are the same one. A block device is itself whatever node names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Key {
     File { device: u64, inode: u64 },
@@ -49,12 +49,12 @@ impl Key {
     }
 }
 
-/// Which processes that have a file open or mapped count.
+/// The kind of use of a file that counts, by having it open or mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
     /// All.
     Any,
-    /// Those that have it open for writing.
+    /// Only processes that have it open for writing.
     Writing,
 }
 
@@ -97,8 +97,8 @@ fn writes(info: &Path) -> bool {
     !matches!(flags, Some(Ok(flags)) if flags & ACCESS_MODE == 0)
 }
 
-/// A mapping outlives the descriptor it was made with. `maps` is searched for the inode number
-/// first, because looking at each mapped file is slow.
+/// A mapping outlives the descriptor it was made with. `maps` is searched for the inode number first, because a
+/// check of each mapped file is slow.
 fn has_mapped(process: &Path, key: Key) -> bool {
     let Key::File { inode, .. } = key else {
         return false;

@@ -1,15 +1,15 @@
 //! Options of a command line by which QEMU runs other programs or writes files of the host.
 //!
-//! A recorded command line comes from the memory of a QEMU process. A guest that broke into its QEMU could
-//! rewrite it there, and would have its programs run by the user who restores the VM: outside QEMU's sandbox,
-//! without its security label, as root for a VM that ran as root. So no program that a command line names
-//! runs without the user's consent. Programs that QEMU itself has by default (`/etc/qemu-ifup`) were put
-//! there by the host's root. Files are written with the rights of the user that the VM ran as, so
-//! they are shown; consent is needed only where the new VM has more rights than the VM had.
+//! A recorded command line comes from the memory of a QEMU process. A guest that broke into its QEMU could rewrite
+//! it there. The restoring user would then run the guest's programs: outside QEMU's sandbox, without its security
+//! label, as root for a VM that ran as root. Therefore no program that a command line names runs without the user's
+//! consent. Programs that QEMU itself has by default (`/etc/qemu-ifup`) were put there by the host's root. Files
+//! are written with the rights of the user that the VM ran as, so they are shown. Consent is needed only if the new
+//! VM has more rights than the VM had.
 
 use crate::arguments::{Argument, CommandLine, Properties};
 
-/// What a command line makes QEMU do to the host. Each entry is an option as a person would write it.
+/// The effects of a command line on the host. Each entry is an option as a person would write it.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct HostAccess {
     /// Options that run a program, load code, or read more options from a file.
@@ -18,7 +18,7 @@ pub(super) struct HostAccess {
     pub files: Vec<String>,
 }
 
-/// Network backends that run a script, unless told `no`.
+/// Network backends that run a script, except with `no`.
 const SCRIPTS: &[&str] = &["script", "downscript", "helper"];
 /// Options that run code of a file, or let the guest run programs.
 const CODE: &[&str] = &["plugin", "readconfig", "semihosting", "semihosting-config"];

@@ -1,12 +1,13 @@
-//! What stands in the way of restoring a VM, known while it runs: a user who learns it when the VM is gone
-//! learns it too late.
+//! The obstacles to restoring a VM, known while it runs. A user who learns of them when the VM is gone learns of
+//! them too late.
 
 use super::{LaunchError, LaunchOptions, checks, host_access, owner, program, rewrite, secrets};
 use crate::arguments::CommandLine;
 use crate::record::VmRecord;
 
-/// Everything that will not go away by itself, in words; empty for a VM that can be restored as it is. What
-/// holds only while the VM runs (its disks are in use) is none. Nothing is started or changed.
+/// Every obstacle that will not go away by itself, in words; empty for a VM that can be restored as it is. A
+/// condition that holds only while the VM runs (its disks are in use) is no obstacle. Nothing is started or
+/// changed.
 pub fn restorability(record: &VmRecord) -> Vec<String> {
     all(record).iter().map(in_words).collect()
 }

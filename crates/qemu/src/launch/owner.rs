@@ -1,4 +1,4 @@
-//! As whom the new QEMU runs: as the user that the VM ran as, never silently as more.
+//! The user that the new QEMU runs as: the user that the VM ran as, never silently a user with more rights.
 
 use stillframe_sys::credentials::own_uid;
 
@@ -7,10 +7,10 @@ use super::{LaunchError, LaunchOptions};
 use crate::credentials::Credentials;
 use crate::record::VmRecord;
 
-/// What was decided, and what differs from before, in words for the user.
+/// The decision, and the differences from before, in words for the user.
 #[derive(Debug, Default)]
 pub(super) struct Owner {
-    /// What the launch helper takes on; none for the user of this process.
+    /// The credentials that the launch helper takes on; none for the user of this process.
     pub credentials: Option<Credentials>,
     pub changes: Vec<String>,
 }
@@ -23,7 +23,7 @@ impl Owner {
     }
 }
 
-/// Only root can become somebody else. Where the caller is not root, the VM gets the caller's rights.
+/// Only root can become another user. If the caller is not root, the VM gets the caller's rights.
 pub(super) fn decide(record: &VmRecord, options: &LaunchOptions) -> Result<Owner, LaunchError> {
     choose(
         record.credentials.as_ref(),
@@ -65,7 +65,7 @@ fn choose(
         (0, _) => {}
         _ if as_root => return Err(LaunchError::NotRoot),
         (_, None) => note(format!(
-            "it runs as user {caller}; as whom the VM ran was not recorded"
+            "it runs as user {caller}; the VM's own user was not recorded"
         )),
         (_, Some(then)) if then.uid != caller => note(format!(
             "it runs as user {caller}; the VM ran as user {}",
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn root_becomes_whom_the_vm_ran_as() {
+    fn root_becomes_the_user_that_the_vm_ran_as() {
         let nobody = credentials(65534);
         let owner = choose(Some(&nobody), None, 0, false).expect("decided");
         assert_eq!(owner.credentials, Some(nobody.clone()));

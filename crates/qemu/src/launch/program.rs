@@ -1,4 +1,4 @@
-//! The program that is run: whether nobody else decides what it is, and which version.
+//! The program that is run: whether no other user controls it, and its version.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -15,18 +15,18 @@ use crate::record::VmRecord;
 
 /// The bit of a folder in which only an entry's owner may rename or remove it.
 const STICKY: u32 = 0o1000;
-/// Writable for the group, or for everybody.
+/// Writable for the group, or for all users.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 
-/// The program to run: the one that the user names, or the recorded one if nobody but root and the user of
-/// this process can exchange it.
+/// The program to run: the one that the user names, or the recorded one. The recorded one must be such that only
+/// root and the user of this process can exchange it.
 pub(super) fn choose(record: &VmRecord, named: Option<&Path>) -> Result<PathBuf, LaunchError> {
     let missing = |exe: &Path| LaunchError::ProgramMissing {
         exe: exe.to_owned(),
         version: record.identity.qemu_version.clone(),
     };
     let wanted = named.unwrap_or(&record.exe);
-    // Of links, only where they lead is checked, and run.
+    // Only the target of a link is checked, and run.
     let exe = fs::canonicalize(wanted).map_err(|_| missing(wanted))?;
     if !exe.is_file() {
         return Err(missing(wanted));
@@ -37,7 +37,7 @@ pub(super) fn choose(record: &VmRecord, named: Option<&Path>) -> Result<PathBuf,
     Ok(exe)
 }
 
-/// The file and every folder above it belong to root or `uid`, and nobody else can write to them.
+/// The file and every folder above it belong to root or `uid`, and no other user can write to them.
 fn trust(exe: &Path, uid: u32) -> Result<(), LaunchError> {
     let distrust = |part: &Path, why: String| LaunchError::ProgramNotTrusted {
         exe: exe.to_owned(),
@@ -51,7 +51,7 @@ fn trust(exe: &Path, uid: u32) -> Result<(), LaunchError> {
         if found.uid() != 0 && found.uid() != uid {
             return Err(distrust(part, format!("belongs to user {}", found.uid())));
         }
-        // In a sticky folder, as /tmp, nobody else can exchange the entry that was found safe.
+        // In a sticky folder, as /tmp, no other user can exchange the entry that was found safe.
         let sticky = depth > 0 && found.mode() & STICKY != 0 && entry_is_safe;
         if found.mode() & WRITABLE_BY_OTHERS != 0 && !sticky {
             return Err(distrust(part, "is writable for other users".to_owned()));
@@ -62,8 +62,8 @@ fn trust(exe: &Path, uid: u32) -> Result<(), LaunchError> {
 }
 
 impl LaunchPlan {
-    /// Asks the program for its version, which must be the recorded one. That takes 20 ms; a QEMU that
-    /// was started tells by itself ([`super::Starting::wait`]).
+    /// Queries the program for its version, which must be the recorded one. That takes 20 ms. A QEMU that was
+    /// started reports its version itself ([`super::Starting::wait`]).
     ///
     /// # Errors
     /// [`LaunchError::VersionDiffers`], [`LaunchError::Run`], [`LaunchError::NotStarted`].
@@ -77,7 +77,7 @@ impl LaunchPlan {
         self.expect_version(ask_version(&self.helper, &self.exe, credentials)?)
     }
 
-    /// What the new VM's processors can do must be all that the guest knows of.
+    /// The features of the new VM's processors must include all that the guest knows of.
     pub(super) fn expect_features(&self, now: &[FeatureWord]) -> Result<(), LaunchError> {
         let missing = missing_features(&self.cpu_features, now);
         match missing.is_empty() {
@@ -100,7 +100,7 @@ impl LaunchPlan {
     }
 }
 
-/// Asks a program that the user named for its version, as the user of this process.
+/// Queries a program that the user named for its version, as the user of this process.
 ///
 /// # Errors
 /// [`LaunchError::Run`], [`LaunchError::NotStarted`].
@@ -192,9 +192,9 @@ mod tests {
         assert_eq!(refused(&exe, own_uid()), Some(inner.clone()));
         mode(&inner, 0o1777);
         assert_eq!(refused(&exe, own_uid()), None);
-        // Somebody else's, unless it is root's.
-        let somebody = own_uid() + 1;
+        // It belongs to another user, unless it is root's.
+        let another = own_uid() + 1;
         let expected = (own_uid() != 0).then_some(exe.clone());
-        assert_eq!(refused(&exe, somebody), expected);
+        assert_eq!(refused(&exe, another), expected);
     }
 }

@@ -4,8 +4,8 @@
 //! added or taken away, only the host's ends of them change. And nothing of the old process or of
 //! a third one may be overwritten or taken over: output files, listening sockets, the terminal.
 
+mod clone;
 mod snapshots;
-mod twin;
 mod user;
 
 use std::path::{Path, PathBuf};
@@ -46,9 +46,9 @@ const BACKGROUND_DISPLAYS: &[&str] = &["none", "egl-headless", "dbus", "vnc"];
 /// First port of VNC display 0.
 const VNC_PORT: u16 = 5900;
 
-pub(super) use twin::memory_blocks;
+pub(super) use clone::memory_blocks;
 
-/// The new command line and what was changed.
+/// The new command line and its changes.
 #[derive(Debug)]
 pub(super) struct Rewritten {
     pub(super) arguments: Vec<String>,
@@ -57,10 +57,10 @@ pub(super) struct Rewritten {
     pub(super) changes: Vec<String>,
 }
 
-/// What the new command line is to be like.
+/// The settings of the new command line.
 pub(super) struct Settings<'a> {
     pub(super) options: &'a LaunchOptions,
-    /// As whom QEMU runs from its start, where that is another user than that of this process.
+    /// The credentials that QEMU has from its start, if they differ from this process'.
     pub(super) run_as: Option<&'a Credentials>,
     /// The disks that the VM had.
     pub(super) disks: &'a [Disk],
@@ -81,7 +81,7 @@ pub(super) fn rewrite(
     rewriter.follow_snapshots(settings.disks);
     rewriter.replace_words(&options.replace)?;
     if let Some(clone) = &options.clone {
-        rewriter.make_twin(clone)?;
+        rewriter.make_clone(clone)?;
     }
     rewriter.keep_pid_file(settings);
     rewriter.drop_process_options();
@@ -110,7 +110,7 @@ pub(super) fn rewrite(
     })
 }
 
-/// Every reason for which [`rewrite`] would refuse a command line, and what it would become.
+/// Every reason for which [`rewrite`] would refuse a command line, and its result.
 pub(super) fn obstacles(
     arguments: &[String],
     cwd: &Path,
@@ -173,7 +173,7 @@ impl Rewriter<'_> {
         self.changes.push(change);
     }
 
-    /// What the user wants to be other words.
+    /// The words that the user wants replaced.
     fn replace_words(&mut self, replace: &[(String, String)]) -> Result<(), LaunchError> {
         for (old, new) in replace {
             let mut found = false;
@@ -189,14 +189,14 @@ impl Rewriter<'_> {
             if !found {
                 return Err(LaunchError::NothingToReplace { word: old.clone() });
             }
-            self.note(format!("`{old}` became `{new}`, as asked for"));
+            self.note(format!("`{old}` became `{new}`, as requested"));
         }
         Ok(())
     }
 
-    /// The file in which supervisors look for QEMU's process id is the new VM's, unless a living process is named there.
-    /// It is not where the user names another, where there are several VMs, or where QEMU does not run as it did
-    /// when it made the file.
+    /// The new VM gets the file in which supervisors look for QEMU's process id, unless a living process is named
+    /// there. It does not get the file if the user names another, if there are several VMs, or if QEMU does not run
+    /// as it did when it made the file.
     fn keep_pid_file(&mut self, settings: &Settings<'_>) {
         let options = settings.options;
         let Some(path) = self
@@ -316,13 +316,13 @@ impl Rewriter<'_> {
         };
         let word = spec.unwrap_or("null");
         let reason = if spec.is_some() {
-            "as asked for"
+            "as requested"
         } else {
             "so that nothing of the old VM is overwritten"
         };
         let (place, new) = match port {
             SerialPort::Default => {
-                // What QEMU connects an unmentioned port to in a VM without display.
+                // QEMU connects an unmentioned port to this in a VM without display.
                 self.push("serial", "null");
                 let last = self.line.options.len() - 1;
                 (last, Argument::new("serial", word))
@@ -434,7 +434,7 @@ impl Rewriter<'_> {
         ))
     }
 
-    /// What to connect instead, when the backend would disturb something; `None` when it is fine.
+    /// The backend to connect instead, when this one would disturb something; `None` when it is fine.
     fn harmless(&self, backend: &Backend) -> Option<(Backend, &'static str)> {
         let null = backend.replaced_by(&Backend::null());
         match backend.kind() {
@@ -507,8 +507,8 @@ fn refers_to(option: &Argument, id: &str) -> bool {
     value.strip_prefix("chardev:") == Some(id) || properties.pairs().any(|(_, value)| value == id)
 }
 
-/// What the user wants the serial port connected to. A terminal is not to be had in the
-/// background, and a reference would be to a device of the old command line.
+/// The backend that the user wants for the serial port. A terminal is not available in the background, and a
+/// reference would be to a device of the old command line.
 fn serial_backend(spec: &str) -> Result<Backend, LaunchError> {
     match BackendWord::parse(spec) {
         BackendWord::Own {

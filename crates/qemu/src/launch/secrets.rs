@@ -20,7 +20,7 @@ pub(super) fn check(arguments: &[String], cwd: &Path) -> Result<(), LaunchError>
     }
 }
 
-/// Those that are missing, or will be when the VM has ended.
+/// The secrets that are missing, or will be when the VM has ended.
 pub(super) fn lasting_obstacles(line: &CommandLine, cwd: &Path) -> Vec<LaunchError> {
     let obstacle = |(option, path): (&Argument, PathBuf)| {
         let option = option.words();

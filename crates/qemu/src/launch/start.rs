@@ -19,11 +19,10 @@ use super::{LaunchError, LaunchOptions, LaunchPlan};
 use crate::monitor::{Monitor, MonitorError};
 use crate::qmp::{Client, QmpError};
 
-/// Pause between two looks at whether QEMU is ready, in milliseconds.
+/// Pause between two checks whether QEMU is ready, in milliseconds.
 const LOOK_AGAIN_MS: u64 = 2;
 
-/// Pause between two looks at whether the device state is loaded, which takes 2 ms and is waited for by
-/// whoever wants the VM back.
+/// Pause between two checks whether the device state is loaded. Loading takes 2 ms, and delays the VM's return.
 const LOADED_LOOK_AGAIN: Duration = Duration::from_micros(200);
 
 /// How long a QEMU that closed its monitor may take to end, in seconds.
@@ -49,8 +48,8 @@ impl Launched {
     /// Lets the VM live on its own from here on, beyond this process.
     pub fn keep(mut self) -> (Process, Monitor) {
         if let Some(mut child) = self.owned.child.take() {
-            // Should this process outlive the VM, somebody must take its exit status. Without a
-            // thread it stays a zombie until this process ends, which is harmless.
+            // If this process outlives the VM, a thread must take its exit status. Without it the VM's process
+            // stays a zombie until this process ends, which is harmless.
             let reaper = std::thread::Builder::new().name("qemu-reaper".to_owned());
             let _ = reaper.spawn(move || child.wait());
         }
@@ -156,15 +155,14 @@ fn last_words(log: &Path, start: u64) -> std::io::Result<String> {
 pub struct Starting {
     /// Its process.
     pub process: Process,
-    /// Tells it to go on, and is its monitor's connection then; closed without a word it ends.
+    /// Makes it go on, and is its monitor's connection then; closed without a word it ends.
     ours: UnixStream,
     gone: bool,
     owned: OwnedQemu,
     plan: LaunchPlan,
 }
 
-/// Starts a process that becomes the planned QEMU when it is told to ([`Starting::go`]), and ends should
-/// this process end before.
+/// Starts a process that becomes the planned QEMU on [`Starting::go`], and that ends if this process ends before.
 ///
 /// # Errors
 /// [`LaunchError::Run`] and others, when there is no process.
@@ -193,7 +191,7 @@ impl Starting {
     /// with all its memory empty.
     ///
     /// # Errors
-    /// Whatever keeps QEMU from starting, with its own words from the log.
+    /// Anything that keeps QEMU from starting, with its own words from the log.
     pub fn wait(mut self, timeout: Duration) -> Result<Launched, LaunchError> {
         const DOING: &str = "starting";
         self.go();
@@ -240,11 +238,11 @@ impl Starting {
     }
 }
 
-/// Opens QEMU's log, locked for as long as QEMU has it open: so it can be told whether it is in use.
+/// Opens QEMU's log, locked for as long as QEMU has it open: the lock shows whether the log is in use.
 fn open_log(path: &Path) -> Result<File, LaunchError> {
     loop {
         let log = private_dir::open_to_append(path)?;
-        // Where there are no locks nothing is told by one, and nothing is removed.
+        // Where there are no locks they show nothing, and nothing is removed.
         let _ = flock(&log, FlockOperation::NonBlockingLockShared);
         let metadata = log.metadata().map_err(|source| LaunchError::Log {
             path: path.to_owned(),
@@ -257,8 +255,8 @@ fn open_log(path: &Path) -> Result<File, LaunchError> {
     }
 }
 
-/// Starts the helper that becomes QEMU, in a session of its own, so that neither the end of this process nor
-/// that of its terminal reaches the VM. Also returns our end of its socket.
+/// Starts the helper that becomes QEMU, in a session of its own. So neither the end of this process nor that of its
+/// terminal reaches the VM. Also returns our end of its socket.
 fn spawn(
     plan: &LaunchPlan,
     options: &LaunchOptions,

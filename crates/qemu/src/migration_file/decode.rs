@@ -1,5 +1,5 @@
-//! Reading migration files. Nothing in them is believed: every length has a bound, every place is compared
-//! with the file's length, and what is not known is refused by name.
+//! Reading migration files. Nothing in them is trusted: every length has a bound, every place is compared with the
+//! file's length, and an unknown record is refused by name.
 
 use std::io::{Read, Seek};
 
@@ -10,9 +10,9 @@ use super::{
 };
 use crate::device_state;
 
-/// More blocks than any VM has.
+/// Upper bound on the blocks; no VM has as many.
 const BLOCKS_MAX: usize = 4096;
-/// A block may have so many bytes: 4 TiB.
+/// Upper bound on the bytes of a block: 4 TiB.
 const BLOCK_BYTES_MAX: u64 = 1 << 42;
 /// The only command that is known: RAM is complete, the device state comes.
 const SWITCHOVER_START: u16 = 0x0b;
@@ -35,13 +35,13 @@ pub struct MigrationFile<R> {
 
 #[derive(Debug)]
 enum State {
-    /// At a bit of a mapped block's bitmap.
+    /// The reader is at a bit of a mapped block's bitmap.
     Bitmap(Bits),
     /// Between two sections.
     Between { ram_is_complete: bool },
     /// In one of RAM's.
     Records { is_last: bool },
-    /// At the first section of a device.
+    /// The reader is at the first section of a device.
     Devices,
 }
 
@@ -150,7 +150,7 @@ impl<R: Read + Seek> MigrationFile<R> {
     /// the last time counts. Pages that do not come are zero.
     ///
     /// # Errors
-    /// When the file is damaged, or holds what is not understood.
+    /// When the file is damaged, or contains something that is not understood.
     pub fn next_page(
         &mut self,
         bytes: &mut [u8; PAGE],
@@ -193,7 +193,7 @@ impl<R: Read + Seek> MigrationFile<R> {
         }
     }
 
-    /// What comes between two sections, and which one begins.
+    /// Reads the part between two sections, and finds which section begins.
     fn between(&mut self, ram_is_complete: bool) -> Result<State, MigrationFileError> {
         let at = self.input.at;
         let kind = self.input.u8("the sections of RAM")?;

@@ -83,7 +83,7 @@ fn put_devices(out: &mut Vec<u8>, raw: &[u8]) {
 /// Where everything lies in a mapped file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MappedLayout {
-    /// What is to be written, and where; bitmaps and pages apart.
+    /// The bytes to write and their positions, without bitmaps and pages.
     pub pieces: Vec<(u64, Vec<u8>)>,
     /// The blocks, in their order.
     pub blocks: Vec<MappedBlock>,

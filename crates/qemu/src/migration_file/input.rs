@@ -8,7 +8,7 @@ use super::{
     PAGE_BYTES, RAM, RAM_VERSION, SECTION_FULL, SECTION_START, SUBSECTION,
 };
 
-/// More capabilities than QEMU has.
+/// Upper bound on the capabilities; QEMU has fewer.
 const CAPABILITIES_MAX: u32 = 64;
 /// Longest name of a machine type accepted.
 const MACHINE_BYTES_MAX: u32 = 128;
@@ -19,7 +19,7 @@ pub(super) fn unsupported(what: String, at: u64, mend: &'static str) -> Migratio
     MigrationFileError::Unsupported { what, at, mend }
 }
 
-/// What a record's flags mean that is not read here.
+/// The meaning of a record's flags that are not supported here.
 pub(super) fn unknown_record(word: u64, at: u64) -> MigrationFileError {
     const PLAIN: &str = "write the file without that capability";
     let what = match word & FLAGS & !FLAG_CONTINUE {
@@ -37,7 +37,7 @@ pub(super) fn unknown_record(word: u64, at: u64) -> MigrationFileError {
     unsupported(what.to_owned(), at, PLAIN)
 }
 
-/// Counts what is read, and knows the end.
+/// Counts the bytes read, and knows the end.
 #[derive(Debug)]
 pub(super) struct Input<R> {
     pub(super) reader: R,

@@ -1,4 +1,4 @@
-//! What is written is read again, and nothing that is read does harm.
+//! Written data is read again, and no input does harm.
 
 use std::collections::BTreeMap;
 use std::io::Cursor;
@@ -222,7 +222,7 @@ proptest! {
     fn damage_never_panics(at: prop::sample::Index, bit in 0u8..8, cut: prop::sample::Index, is_mapped: bool) {
         let (blocks, pages) = sample();
         let mut file = if is_mapped { mapped(&blocks, &pages) } else { stream(&blocks, &pages) };
-        // The pages' own bytes are anybody's.
+        // The pages' own bytes are arbitrary.
         let interesting = 400.min(file.len());
         file[at.index(interesting)] ^= 1 << bit;
         let _ = drain(&file);

@@ -1,8 +1,8 @@
-//! What the guest's processors can do, as the guest sees it (CPUID).
+//! The features of the guest's processors, as the guest sees them (CPUID).
 //!
-//! A guest asks once and relies on it ever after: restored where a feature is missing, it crashes at some
-//! later instruction. Source: QEMU, `qapi/machine-target.json` (`X86CPUFeatureWordInfo`); names: Intel SDM,
-//! volume 2, CPUID.
+//! A guest queries them once and relies on them ever after. Restored where a feature is missing, it crashes at some
+//! later instruction. Source: QEMU, `qapi/machine-target.json` (`X86CPUFeatureWordInfo`); names: Intel SDM, volume
+//! 2, CPUID.
 
 use serde::{Deserialize, Serialize};
 

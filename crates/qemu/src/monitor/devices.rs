@@ -17,7 +17,7 @@ pub(crate) struct DeviceProperty {
     /// QEMU's word for its type, such as `bool`, `str` or `link<iothread>`.
     #[serde(rename = "type")]
     pub(crate) kind: String,
-    /// What it is when nothing is said; many have none.
+    /// The default value; many have none.
     #[serde(rename = "default-value")]
     pub(crate) default: Option<Value>,
 }
@@ -60,7 +60,7 @@ impl Monitor {
         Ok(replies.into_iter().map(Result::ok).collect())
     }
 
-    /// What a type of device can be given (`device-list-properties`).
+    /// The properties that a type of device has (`device-list-properties`).
     pub(crate) fn device_properties(
         &mut self,
         driver: &str,

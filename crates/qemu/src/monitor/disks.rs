@@ -1,4 +1,4 @@
-//! Which files of the host a VM's disks consist of.
+//! The files of the host that a VM's disks consist of.
 
 use std::path::{Path, PathBuf};
 
@@ -13,11 +13,11 @@ const HOST_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
 /// One file of a disk: the image the guest writes to, or one it is based on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
-    /// The drive or device it belongs to, such as `virtio0`; empty for a file that QEMU has open
-    /// without showing it at a device, such as the data file beside an image.
+    /// The drive or device it belongs to, such as `virtio0`. Empty for a file that QEMU has open without showing it
+    /// at a device, such as the data file beside an image.
     pub device: String,
-    /// QEMU's name for the node of an image that a device uses, such as `#block123` or the name that
-    /// `-blockdev` gave it; empty for backing files, for hidden files, and in older records.
+    /// QEMU's name for the node of an image that a device uses, such as `#block123` or the name that `-blockdev`
+    /// gave it. Empty for backing files, for hidden files, and in older records.
     #[serde(default)]
     pub node: String,
     /// Absolute path of the file on the host; for what is no file (`nbd://...`) QEMU's name for it.
@@ -34,7 +34,7 @@ pub struct Disk {
     pub flash: bool,
     /// Size of the disk as the guest sees it, in bytes.
     pub bytes: u64,
-    /// Its file or block device at the time of the record; none for what is neither.
+    /// Its file or block device at the time of the record; none for other things.
     pub identity: Option<FileIdentity>,
 }
 
@@ -81,8 +81,8 @@ pub(super) struct Node {
     image: Image,
 }
 
-/// All files of all drives: each image, then what it is based on, then files that no drive shows
-/// (images without a device, data files beside an image).
+/// All files of all drives: each image, then its backing files, then files that no drive shows (images without a
+/// device, data files beside an image).
 pub(super) fn gather(
     drives: Vec<Drive>,
     nodes: &[Node],
@@ -93,8 +93,8 @@ pub(super) fn gather(
         let path = path_of(&image.filename, &host.cwd);
         let temporary = open.is_temporary(&path);
         let identity = host.identity(&path).filter(|_| !temporary);
-        // QEMU's word for a file below an image is not to be relied on: with auto-read-only it
-        // calls a file writable that it has open for reading only.
+        // QEMU's report on a file below an image is not reliable: with auto-read-only it calls a file writable that
+        // it has open for reading only.
         let written = identity.and_then(|identity| open.is_written(&identity));
         Disk {
             device: device.to_owned(),

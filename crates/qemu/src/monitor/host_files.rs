@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// What tells that a file is still the same and was not written to.
+/// The properties that show that a file is still the same and was not written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity {
     /// Device of the file system; for a block device the device itself.
@@ -110,9 +110,8 @@ impl OpenFiles {
         modes.reduce(|one, other| one || other)
     }
 
-    /// QEMU makes the throw-away image of `snapshot=on` as `vl.XXXXXX` in the directory for
-    /// temporary files and unlinks it at once (`block.c`, `create_tmp_file`); proc(5) appends
-    /// " (deleted)" to the path of such a file.
+    /// QEMU makes the throw-away image of `snapshot=on` as `vl.XXXXXX` in the directory for temporary files, and
+    /// unlinks it at once (`block.c`, `create_tmp_file`). proc(5) appends " (deleted)" to the path of such a file.
     pub(super) fn is_temporary(&self, path: &Path) -> bool {
         let name = path.file_name().and_then(|name| name.to_str());
         let unlinked = |open: &OpenFile| {

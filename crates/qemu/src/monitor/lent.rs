@@ -1,4 +1,4 @@
-//! Descriptors lent to QEMU, and what is done with them: saving the device state; and waiting for disks.
+//! Descriptors lent to QEMU, and their use: saving the device state, and waiting for disks.
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -79,10 +79,10 @@ impl Monitor {
         Ok(())
     }
 
-    /// Starts saving the state of all devices, without RAM. QEMU stops a running VM for it, with its
-    /// disks drained, and resumes the VM in the same command: no other command and no migration can
-    /// come in between (`qmp_xen_save_devices_state` in QEMU's migration/savevm.c). A VM that was
-    /// paused stays so; one that was suspended is left in `save-vm`, which `cont` ends.
+    /// Starts saving the state of all devices, without RAM. QEMU stops a running VM for it, with its disks drained,
+    /// and resumes the VM in the same command (`qmp_xen_save_devices_state` in QEMU's migration/savevm.c). No other
+    /// command and no migration can come in between. A VM that was paused stays paused; a suspended VM is left in
+    /// `save-vm`, which `cont` ends.
     pub fn send_save_device_state(&mut self, file: &StateFile) -> Result<Ticket, MonitorError> {
         let arguments = json!({
             // Not `/dev/fdset`, which QEMU truncates: that fails for a pipe.

@@ -2,14 +2,14 @@
 
 use super::RamBlock;
 
-/// More lines than any VM has blocks.
+/// Upper bound on the lines; no VM has as many blocks.
 const BLOCKS_MAX: usize = 4096;
 
-/// Upper bound on the bytes of all blocks: what the engine keeps is in proportion to them (a byte a page, at
-/// most). Four times the memory of the largest machines of today.
+/// Upper bound on the bytes of all blocks. The engine's memory is proportional to them (a byte a page, at most).
+/// The bound is four times the memory of the largest machines of today.
 const BYTES_MAX: u64 = 64 << 40;
 
-/// Reads the table; `Err` holds what was not understood.
+/// Reads the table; `Err` contains the part that was not understood.
 ///
 /// A line is `NAME  4 KiB  0xOFFSET 0xUSED 0xTOTAL 0xHVA rw` (QEMU: `system/physmem.c`,
 /// `ram_block_format`; the last column is missing before 8.0). Blocks without a name are not part

@@ -1,8 +1,8 @@
-//! What QEMU sent and nobody has taken yet: replies and events, both bounded in bytes.
+//! Messages from QEMU that were not taken yet: replies and events, both bounded in bytes.
 //!
-//! A line is parsed into the few members that are needed. The reply itself stays text until somebody waits
-//! for it: as a [`Value`], text takes up to ninety times its bytes of memory (`{"":0},`), so a reply is made one
-//! only when the number of values in it is below a limit.
+//! A line is parsed into the few members that are needed. The reply itself stays text until a caller waits for it.
+//! As a [`Value`], text takes up to ninety times its bytes of memory (`{"":0},`). So it is parsed only when the
+//! number of values in it is below a limit.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -62,7 +62,7 @@ pub(crate) enum Lookup {
     Here(Reply),
     /// It may still come.
     Outstanding,
-    /// It was dropped for others, or never asked for.
+    /// It was dropped for others, or never requested.
     Dropped,
 }
 
@@ -93,7 +93,7 @@ struct Timestamp {
 }
 
 impl Timestamp {
-    /// Since the epoch; QEMU says -1 where it has no clock.
+    /// Time since the epoch; QEMU says -1 where it has no clock.
     fn since_epoch(&self) -> Duration {
         let seconds = u64::try_from(self.seconds).unwrap_or(0);
         let micros = u64::try_from(self.microseconds).unwrap_or(0).min(999_999);
@@ -101,7 +101,7 @@ impl Timestamp {
     }
 }
 
-/// What is kept of an event's data.
+/// The members of an event's data that are kept.
 #[derive(Deserialize)]
 struct EventData<'a> {
     #[serde(borrow)]
@@ -179,7 +179,7 @@ impl Inbox {
         self.events.drain(..).collect()
     }
 
-    /// Keeps what `line` says if somebody waits for it.
+    /// Keeps the message of `line` if a caller waits for it.
     pub(crate) fn sort_in(&mut self, line: &[u8]) -> Result<(), NotQmp> {
         let line: Line<'_> = object(line)?;
         if let Some(name) = line.event {
@@ -281,7 +281,7 @@ pub(crate) fn object<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, NotQmp
     }
 }
 
-/// What `text` says, if it is JSON of a bounded number of values.
+/// The value of `text`, if it is JSON of a bounded number of values.
 pub(crate) fn value(text: &[u8]) -> Result<Value, String> {
     if values(text) > VALUES_MAX {
         return Err(format!("more than {VALUES_MAX} values"));
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn replies_that_nobody_takes_are_bounded() {
+    fn replies_that_no_caller_takes_are_bounded() {
         let mut inbox = Inbox::default();
         let long = "x".repeat(1 << 20);
         for id in 0..40 {

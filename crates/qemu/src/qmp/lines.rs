@@ -20,7 +20,7 @@ pub(crate) struct Lines {
     searched: usize,
     /// Longest line handed out, in bytes.
     limit: usize,
-    /// What comes belongs to a line that is not wanted.
+    /// The next bytes belong to a line that is not wanted.
     skips: bool,
 }
 
@@ -36,7 +36,7 @@ impl Lines {
         }
     }
 
-    /// Appends what was received.
+    /// Appends received bytes.
     pub(crate) fn push(&mut self, received: &[u8]) {
         if self.start > 0 {
             self.bytes.drain(..self.start);

@@ -19,7 +19,7 @@ const ADDRESS_PATH_BYTES_MAX: usize = 107;
 /// How often a full accept queue is tried again, in milliseconds.
 const RETRY_MS: u64 = 5;
 
-/// What to wait for.
+/// The event to wait for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Ready {
     Read,
@@ -70,8 +70,8 @@ pub(crate) fn address(path: &Path) -> io::Result<(SocketAddrUnix, Option<File>)>
     Ok((SocketAddrUnix::new(&short)?, Some(directory)))
 }
 
-/// Waits until `socket` is ready or `deadline` has passed (false). A hang-up counts as ready: the
-/// next call on the socket tells.
+/// Waits until `socket` is ready or `deadline` has passed (false). A hang-up counts as ready: the next call on the
+/// socket reports it.
 pub(crate) fn wait_ready(
     socket: &impl AsFd,
     ready: Ready,

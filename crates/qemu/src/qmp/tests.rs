@@ -108,7 +108,7 @@ fn a_reply_between_events_and_other_replies() {
     peer.join();
 }
 
-/// QEMU refuses to enable what it did not offer.
+/// QEMU refuses to enable a capability that it did not offer.
 #[test]
 fn nothing_is_enabled_that_is_not_offered() {
     for capabilities in [json!([]), json!(["later"]), Value::Null] {
@@ -255,7 +255,7 @@ fn a_line_in_many_pieces() {
 }
 
 #[test]
-fn nobody_listens() {
+fn no_process_listens() {
     let directory = tempfile::tempdir().expect("temporary directory");
     let path = directory.path().join("qmp");
     assert!(matches!(
@@ -336,7 +336,7 @@ fn peers_that_close() {
     let mut client = peer.connect().expect("connected");
     let ticket = client.send("quit", Value::Null).expect("sent");
     assert!(matches!(client.wait(ticket, LONG), Err(QmpError::Closed)));
-    // The last event is still handed out, then the end is told again.
+    // The last event is still handed out, then the end is reported again.
     assert_eq!(client.take_events().expect("events")[0].name, "SHUTDOWN");
     assert!(matches!(client.take_events(), Err(QmpError::Closed)));
     assert!(matches!(

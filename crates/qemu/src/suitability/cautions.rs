@@ -1,5 +1,5 @@
-//! What may make checkpoints of a VM inexact and does not show from outside, or was never tested: the user is
-//! warned of it at the attach.
+//! Properties that may make checkpoints of a VM inexact and do not show from outside, or were never tested. The
+//! user is warned of them at the attach.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,7 +11,7 @@ use crate::monitor::cpu;
 use crate::monitor::{Monitor, MonitorError, Peripheral};
 use crate::target::Target;
 
-/// What the devices of the kernel's virtio workers begin with.
+/// The start of the names of the devices of the kernel's virtio workers.
 const VHOST: &str = "/dev/vhost-";
 
 /// A reason to be careful with a VM.
@@ -47,7 +47,7 @@ pub enum Caution {
     },
 }
 
-/// What to be careful of with this VM.
+/// The cautions about this VM.
 pub fn cautions(target: &Target, monitor: &mut Monitor) -> Result<Vec<Caution>, Unsuitable> {
     let mut cautions = Vec::new();
     if runs_guests(monitor)? {

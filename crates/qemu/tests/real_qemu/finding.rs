@@ -122,7 +122,7 @@ fn the_record_of_a_vm() {
             .all(|disk| disk.read_only && disk.identity.is_some())
     );
 
-    // What is written into a repository is what is read from it.
+    // A record that is written into a repository is read from it unchanged.
     let text = serde_json::to_value(&record).expect("serialised");
     let read: VmRecord = serde_json::from_value(text).expect("read");
     assert_eq!(read, record);

@@ -26,8 +26,8 @@ fn stop_and_resume_are_told_as_events() {
     assert!(events[0].at.as_secs() > 1_600_000_000);
 }
 
-/// Another process may hold the socket too and resume the VM by it; its replies do not confuse the
-/// client, not even when it begins in the middle of a line.
+/// Another process may hold the socket too and resume the VM by it. Its replies do not confuse the client, not even
+/// when it begins in the middle of a line.
 #[test]
 fn a_guardian_on_the_same_socket() {
     let vm = Vm::start(SMALL);

@@ -1,4 +1,4 @@
-//! What must be refused, with its cause: unsuitable VMs, and launches that would destroy something.
+//! Refusals, with their causes: unsuitable VMs, and launches that would destroy something.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -189,7 +189,7 @@ fn a_disk_that_changed() {
     }
 }
 
-/// What the guest wrote between the record and the pause is no change after the checkpoint.
+/// Writes of the guest between the record and the pause are no change after the checkpoint.
 #[test]
 fn a_disk_written_to_before_the_pause() {
     let (mut vm, mut record) = with_disk(WRITABLE);
@@ -315,7 +315,7 @@ fn a_disk_exchanged_while_the_vm_runs() {
         drive.is_some_and(|drive| drive.contains("format=qcow2")),
         "{planned:?}"
     );
-    // Over another, nobody knows whose place.
+    // Over another, the place is unknown.
     record.disks.truncate(1);
     assert!(matches!(
         plan(&record, &options),

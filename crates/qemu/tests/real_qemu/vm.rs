@@ -170,7 +170,7 @@ pub fn is_listened_on(path: &Path) -> bool {
         .any(|line| line.contains(ACCEPTS_CONNECTIONS) && line.ends_with(path))
 }
 
-/// What a checkpoint holds, held in memory.
+/// The contents of a checkpoint, held in memory.
 pub struct Checkpoint {
     pub record: VmRecord,
     pub device_state: Vec<u8>,

@@ -60,7 +60,7 @@ fn ask_time(channel: &mut Channel, limit: Duration) -> Result<i64, AgentError> {
     channel.execute(TIME, &Value::Null, limit)
 }
 
-/// What an agent that was asked before may still have to say.
+/// The late answer of an agent to an earlier command.
 #[test]
 fn old_answers_are_passed_over() {
     let peer = Peer::playing(|mut stream| {

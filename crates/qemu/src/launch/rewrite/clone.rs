@@ -1,5 +1,5 @@
-//! What else changes in the command line of a clone. Its memory begins as a private view of a file that all
-//! clones share, and what belongs to the host must be another for each.
+//! The other changes in the command line of a clone. Its memory begins as a private view of a file that all clones
+//! share, and each clone must have its own resources of the host.
 
 use super::{Argument, CommandLine, LaunchError, Properties, Rewriter};
 use crate::launch::CloneOptions;
@@ -7,7 +7,7 @@ use crate::record::VmRecord;
 
 /// The machine's own memory, where the command line names none (QEMU, `MachineClass::default_ram_id`).
 const DEFAULT_RAM: &str = "pc.ram";
-/// What a memory backend of another kind may say that one of a file cannot, or must not here.
+/// Properties of another kind of memory backend that a file backend cannot have, or must not have here.
 const DROPPED_PROPERTIES: &[&str] = &[
     "align",
     "hugetlb",
@@ -48,7 +48,7 @@ fn backend_of(line: &CommandLine, block: &str) -> Option<usize> {
     })
 }
 
-/// Whether the machine is told of which memory it consists.
+/// Whether the command line gives the machine its memory.
 fn names_memory(line: &CommandLine) -> bool {
     let has = |value: &str, key| Properties::parse(value, "type").get(key).is_some();
     let mut machines = line.values("machine").chain(line.values("M"));
@@ -57,7 +57,7 @@ fn names_memory(line: &CommandLine) -> bool {
 }
 
 impl Rewriter<'_> {
-    pub(super) fn make_twin(&mut self, clone: &CloneOptions) -> Result<(), LaunchError> {
+    pub(super) fn make_clone(&mut self, clone: &CloneOptions) -> Result<(), LaunchError> {
         self.share_memory(clone)?;
         self.overlay_disks()?;
         self.rename(clone.number);
@@ -107,7 +107,7 @@ impl Rewriter<'_> {
         Ok(())
     }
 
-    /// What each writes to disks is its own, and goes with it (`snapshot=on`).
+    /// Writes of a clone to disks are its own, and are lost with it (`snapshot=on`).
     fn overlay_disks(&mut self) -> Result<(), LaunchError> {
         let writable = |properties: &Properties| {
             let reads_only = properties.is_on("readonly") || properties.is_on("read-only");
@@ -166,7 +166,7 @@ impl Rewriter<'_> {
         });
     }
 
-    /// The guest is told that it is not the only one any more (QEMU, `docs/specs/vmgenid.rst`).
+    /// The guest is informed that it is no longer the only one (QEMU, `docs/specs/vmgenid.rst`).
     fn new_generation(&mut self) {
         self.change_each("device", "driver", |properties| {
             let is_it = properties.get("driver") == Some("vmgenid");

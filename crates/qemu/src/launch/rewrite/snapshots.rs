@@ -59,8 +59,8 @@ impl Rewriter<'_> {
         self.line.options.iter().position(opens)
     }
 
-    /// Whether the command line itself says what this image is based on: over the overlay, that would leave
-    /// the image between out.
+    /// Whether the command line itself names the backing of this image. With the overlay on top, it would skip the
+    /// image between.
     fn names_backing(&self, at: usize) -> bool {
         let names = |properties: &Properties| {
             let mut keys = properties.pairs().map(|(key, _)| key);

@@ -42,7 +42,7 @@ fn rewrite_as(
     rewrite(argv, Path::new("/"), &settings, &busy)
 }
 
-/// Each row: the command line before, and after without what is always added.
+/// Each row: the command line before, and after without the options that are always added.
 fn check(serial: Option<&str>, table: &[(&str, &str)]) {
     for (before, after) in table {
         let rewritten = run(before, serial).expect(before);
@@ -73,7 +73,7 @@ fn what_belongs_to_the_old_process_goes() {
 }
 
 #[test]
-fn devices_of_monitors_go_unless_somebody_else_uses_them() {
+fn devices_of_monitors_go_unless_another_option_uses_them() {
     check(
         None,
         &[
@@ -298,9 +298,9 @@ fn every_change_is_told() {
         None,
     )
     .expect("rewritten");
-    let told = rewritten.changes.join("\n");
+    let notes = rewritten.changes.join("\n");
     for part in ["gtk", "file:/old", "-monitor stdio", "file:/p"] {
-        assert!(told.contains(part), "{part} is missing in:\n{told}");
+        assert!(notes.contains(part), "{part} is missing in:\n{notes}");
     }
     let untouched = run("-nodefaults -display none -m 64", None).expect("rewritten");
     assert_eq!(untouched.changes, Vec::<String>::new());
@@ -396,7 +396,7 @@ fn our_own_monitor_goes_unseen() {
 }
 
 #[test]
-fn whoever_starts_as_the_vms_user_has_no_user_to_change_to() {
+fn a_vm_that_starts_as_its_user_has_no_user_to_change_to() {
     let owner = Credentials {
         uid: 7,
         gid: 7,
@@ -488,7 +488,7 @@ fn an_overlay_takes_the_place_of_its_disk() {
             r#"-blockdev {"driver":"raw","file":{"driver":"file","filename":"/base"},"node-name":"n"}"#,
             "-blockdev driver=qcow2,file.driver=file,file.filename=/ov,,1,node-name=n",
         ),
-        // The overlay is there already; or it is told what the image is based on.
+        // The overlay is there already, or the command line names the backing of the image.
         (
             "-drive file=/ov,,1,if=virtio",
             "-drive file=/ov,,1,if=virtio",

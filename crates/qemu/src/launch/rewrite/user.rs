@@ -1,11 +1,11 @@
-//! Options by which a QEMU that was started as root gives its rights up: a new one that starts as the VM's user
+//! Options by which a QEMU that was started as root gives up its rights. A new QEMU that starts as the VM's user
 //! has none to give up.
 
 use super::{Argument, LaunchError, Properties, Rewriter};
 use crate::credentials::Credentials;
 
 impl Rewriter<'_> {
-    /// Drops `-runas` and `-run-with user=`. What only root may do is refused.
+    /// Drops `-runas` and `-run-with user=`. An option that only root may use is refused.
     pub(super) fn drop_change_of_user(&mut self, owner: &Credentials) -> Result<(), LaunchError> {
         let mut kept = Vec::new();
         for option in std::mem::take(&mut self.line.options) {
