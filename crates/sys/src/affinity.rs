@@ -1,4 +1,4 @@
-//! Which processors threads may run on (sched_setaffinity(2)), and which threads go first there
+//! The processors that threads may run on (sched_setaffinity(2)), and the threads that have priority there
 //! (nice(2)).
 
 use std::collections::BTreeSet;
@@ -64,14 +64,14 @@ impl Drop for Confined {
     }
 }
 
-/// So much nicer are threads that let others go first: where both have work they get a tenth of the time.
+/// Increase of the nice value of threads of lower priority: where both have work they get a tenth of the time.
 const STEP_BACK: i32 = 10;
 
 /// The calling thread, and all that it starts from here on, let the other threads of this process go
 /// first. For good: going back would take a privilege. Of threads of other sessions this says nothing
 /// (sched(7), autogroup).
 pub fn step_back() {
-    // Being nicer is refused to nobody.
+    // A higher nice value is never refused.
     let _ = nice(STEP_BACK);
 }
 

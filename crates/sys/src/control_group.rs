@@ -37,9 +37,9 @@ pub enum ControlGroupError {
     /// The kernel refused.
     #[error("the kernel does not let us {action}")]
     Io {
-        /// What was tried, as the end of "does not let us".
+        /// The action that failed, as the end of "does not let us".
         action: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -215,7 +215,7 @@ mod tests {
             let opened = open(path);
             assert!(matches!(opened, Err(ControlGroupError::Missing)), "{path}");
         }
-        // Also where the check of the path has let it through.
+        // Refused also if the check of the path has let it through.
         let opened = open("../outside");
         assert!(matches!(opened, Err(ControlGroupError::Io { .. })));
     }

@@ -10,7 +10,7 @@ use rustix::thread::CapabilitySet;
 
 use crate::process::{Process, ProcessError, status_line};
 
-/// What the kernel checks when a process wants something.
+/// The credentials that the kernel checks when a process requests something.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Credentials {
     /// The effective user id.
@@ -31,7 +31,7 @@ pub struct Credentials {
 pub struct AssumeError {
     /// The step, as the end of "cannot".
     step: String,
-    /// What the kernel said.
+    /// The kernel's error.
     #[source]
     source: io::Error,
 }
@@ -99,7 +99,7 @@ pub fn own_uid() -> u32 {
 /// `capabilities`.
 ///
 /// # Errors
-/// [`AssumeError`]; the process has some of the new credentials then, and should end.
+/// [`AssumeError`]; the process has some of the new credentials then, and must end.
 pub fn assume(wanted: &Credentials) -> Result<(), AssumeError> {
     let failed = |step: String| {
         move |errno: rustix::io::Errno| AssumeError {
@@ -137,7 +137,7 @@ fn sorted(groups: &[Gid]) -> Vec<u32> {
     groups
 }
 
-/// Takes from the bounding set what is not in `keep`: root has every capability of that set after execve(2).
+/// Takes from the bounding set all that is not in `keep`: root has every capability of that set after execve(2).
 fn limit_capabilities(keep: u64) -> rustix::io::Result<()> {
     for bit in 0..u64::BITS {
         let one = CapabilitySet::from_bits_retain(1 << bit);

@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// What one message can carry (SCM_MAX_FD).
+/// Upper bound on the descriptors in one message (SCM_MAX_FD).
 const DESCRIPTORS_MAX: usize = 253;
 
 /// Sends all the bytes, and the descriptors with the first of them.
@@ -41,12 +41,12 @@ pub fn send(socket: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Re
     Ok(())
 }
 
-/// Receives what is there, at most `into.len()` bytes (0 at the end of the stream), and the
-/// descriptors that came with it, all close-on-exec.
+/// Receives the available bytes, at most `into.len()` (0 at the end of the stream), and the descriptors that came
+/// with them, all close-on-exec.
 ///
 /// # Errors
-/// What the socket says; `InvalidData` when descriptors were lost on the way (too many open files):
-/// those that did arrive are closed again.
+/// The errors of the socket; `InvalidData` when descriptors were lost on the way (too many open files). The
+/// descriptors that did arrive are closed again.
 pub fn receive(socket: &UnixStream, into: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -1,4 +1,4 @@
-//! What the fuzz targets reach of the crate's inside.
+//! The parts of the crate's inside that the fuzz targets reach.
 
 use crate::process::Mapping;
 

@@ -13,12 +13,12 @@
 //! ```
 //!
 //! - Once the first call has begun, every path leads through "registers and mask back".
-//! - "Stopped" lies inside the kernel's signal handling, which restarts the interrupted call. The
-//!   thread is released only when it is in that call again: see `Seizure::settle`.
-//! - Signals sent meanwhile stay pending in the kernel. The few that cannot wait (those of faults,
-//!   which would kill when blocked) are held back and sent again.
-//! - All of it runs on a thread of its own: its end detaches in every state, and a caller whose
-//!   limit has passed can leave while the victim, should it be stuck in the call, is still attended.
+//! - "Stopped" lies inside the kernel's signal handling, which restarts the interrupted call. The thread is
+//!   released only when it is in that call again: see `Seizure::settle`.
+//! - Signals sent meanwhile stay pending in the kernel. The few that cannot wait (signals of faults, which would
+//!   kill when blocked) are held back and sent again.
+//! - All of it runs on a thread of its own, whose end detaches in every state. A caller whose limit has passed can
+//!   leave; a victim that is stuck in the call is still attended.
 
 mod error;
 mod gadget;
@@ -55,25 +55,25 @@ pub struct InjectedUffd {
     pub stopped_us: u64,
 }
 
-/// Opens a userfaultfd that belongs to `process`' address space, fetches it and closes the victim's
-/// copy. Only the main thread is stopped, for about 0.1 ms.
+/// Opens a userfaultfd that belongs to `process`' address space, fetches it and closes the victim's copy. Only the
+/// main thread is stopped, for about 0.1 ms.
 ///
-/// When the process is a child of ours, nobody may wait for it meanwhile: a waitpid(2) would take
-/// away the stops that are waited for here.
+/// When the process is a child of ours, no other thread may wait for it meanwhile: a waitpid(2) would take away the
+/// stops that are waited for here.
 ///
 /// # Errors
-/// The process is left as it was in every case; see [`InfectError`]. At the latest a tenth of a
-/// second after `limit` this returns.
+/// The process is left as it was in every case; see [`InfectError`]. This returns a tenth of a second after `limit`
+/// at the latest.
 pub fn inject_userfaultfd(process: &Process, limit: Duration) -> Result<InjectedUffd, InfectError> {
     open_userfaultfd(process, limit, Left::Nothing)
 }
 
-/// As [`inject_userfaultfd`], but the process keeps a copy. If all others are closed, a thread that touches
+/// Injects as [`inject_userfaultfd`], but the process keeps a copy. If all others are closed, a thread that touches
 /// a missing page waits until a process has fetched that copy and handles its faults. (Without it, that page
 /// would become zero.) [`close_fd`] closes it.
 ///
 /// # Errors
-/// As [`inject_userfaultfd`].
+/// The errors of [`inject_userfaultfd`].
 pub fn duplicate_userfaultfd(
     process: &Process,
     limit: Duration,
@@ -84,7 +84,7 @@ pub fn duplicate_userfaultfd(
 /// Has the process close one of its descriptors. The rest is as with [`inject_userfaultfd`].
 ///
 /// # Errors
-/// As [`inject_userfaultfd`]; [`InfectError::Refused`] with EBADF when there is no such descriptor.
+/// The errors of [`inject_userfaultfd`]; [`InfectError::Refused`] with EBADF when there is no such descriptor.
 pub fn close_fd(process: &Process, remote_fd: i32, limit: Duration) -> Result<(), InfectError> {
     hold(process, limit, move |seizure| seizure.close(remote_fd)).map(|((), _)| ())
 }
@@ -111,7 +111,7 @@ fn hold<T: Send + 'static>(
     what: impl FnOnce(&mut Seizure<'_>) -> Result<T, InfectError> + Send + 'static,
 ) -> Result<(T, u64), InfectError> {
     let started = Instant::now();
-    // A limit beyond what the clock can hold is no limit worth the name: a day.
+    // A limit that the clock cannot hold is replaced by a day.
     let deadline = started
         .checked_add(limit)
         .unwrap_or(started + Duration::from_secs(86_400));
@@ -162,8 +162,8 @@ fn trace<T>(
     let mut stranger = None;
     let mut seizure = loop {
         match Seizure::begin(process, deadline, limit) {
-            // Another infection of ours, perhaps one whose caller has left, will end. A tracer that
-            // seems to be a stranger is looked at twice: it may have been a thread of ours.
+            // Another infection of ours, perhaps one whose caller has left, will end. A tracer that seems to be a
+            // stranger is checked twice: it may have been a thread of ours.
             Err(InfectError::Traced { tracer, .. })
                 if (is_own_thread(tracer) || stranger.replace(tracer) != Some(tracer))
                     && Instant::now() < deadline =>

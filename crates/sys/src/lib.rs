@@ -1,17 +1,17 @@
 //! The kernel boundary of Stillframe: the only crate that may contain `unsafe`.
 //!
-//! Everything here works on *another* process, from outside: its identity ([`process`]), its bytes
-//! ([`memory`]), its write tracking ([`uffd`], [`pagemap`]) and the one system call that has to be
-//! made inside it ([`infect`]). [`private_dir`] is for what this process itself leaves on the host; [`credentials`],
-//! [`control_group`] and [`security_label`] are for what a process takes on before it becomes another program. Nothing
-//! here knows QEMU, checkpoints or repositories.
+//! Everything here works on *another* process, from outside: its identity ([`process`]), its bytes ([`memory`]),
+//! and its write tracking ([`uffd`], [`pagemap`]). One system call has to be made inside it ([`infect`]).
+//! [`private_dir`] is for the files that this process itself leaves on the host. [`credentials`], [`control_group`]
+//! and [`security_label`] are for a process that is about to become another program. Nothing here knows QEMU,
+//! checkpoints or repositories.
 //!
 //! Rules of the crate:
-//! 1. Every `unsafe` block carries a `SAFETY:` note that names why the kernel or the compiler cannot
-//!    be misled by it; every structure and number shared with the kernel is checked at compile time.
-//! 2. A process is named by its pidfd and its `/proc` directory, never by a bare number that could
-//!    have been given to somebody else in the meantime.
-//! 3. An errno that means something is turned into an error that says so.
+//! 1. Every `unsafe` block carries a `SAFETY:` note that names why it cannot mislead the kernel or the compiler.
+//!    Every structure and number shared with the kernel is checked at compile time.
+//! 2. A process is named by its pidfd and its `/proc` directory, never by a bare number that another process could
+//!    have got in the meantime.
+//! 3. An errno that has a meaning is turned into an error that states it.
 
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 compile_error!(

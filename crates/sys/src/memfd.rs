@@ -9,20 +9,20 @@ use std::os::unix::fs::FileExt;
 /// Why a memory file could not be made or used.
 #[derive(Debug, thiserror::Error)]
 pub enum MemfdError {
-    /// Somebody wrote more into it than expected.
+    /// More was written into it than expected.
     #[error("the memory file holds {bytes} bytes, more than the {limit_bytes} expected at most")]
     TooLarge {
-        /// What it holds.
+        /// Its length.
         bytes: u64,
-        /// What was allowed.
+        /// The limit.
         limit_bytes: u64,
     },
     /// Anything the kernel said.
     #[error("cannot {action} a memory file")]
     Io {
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }

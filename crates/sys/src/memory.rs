@@ -47,7 +47,7 @@ pub enum MemoryError {
     Permission {
         /// The process.
         pid: i32,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// Outside of the mapping, or of the file behind it.
@@ -57,15 +57,15 @@ pub enum MemoryError {
         offset: u64,
         /// How long it would be.
         bytes: u64,
-        /// What there is.
+        /// The available bytes.
         size_bytes: u64,
     },
     /// Anything else the kernel said.
     #[error("cannot {action}")]
     Io {
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -104,7 +104,7 @@ impl RemoteMemory {
     /// to be equal in total only. Any number of pieces.
     ///
     /// # Errors
-    /// As [`RemoteMemory::read`]; [`MemoryError::LengthMismatch`].
+    /// The errors of [`RemoteMemory::read`]; [`MemoryError::LengthMismatch`].
     pub fn read_vectored(
         &self,
         into: &mut [&mut [u8]],
@@ -132,7 +132,7 @@ impl RemoteMemory {
     /// Writes the buffers, one after the other, to the ranges, one after the other.
     ///
     /// # Errors
-    /// As [`RemoteMemory::write`]; [`MemoryError::LengthMismatch`].
+    /// The errors of [`RemoteMemory::write`]; [`MemoryError::LengthMismatch`].
     pub fn write_vectored(&self, from: &[&[u8]], to: &[AddressRange]) -> Result<(), MemoryError> {
         self.check_alive()?;
         let local = from.iter().map(|part| Piece {
@@ -157,8 +157,8 @@ impl RemoteMemory {
     /// Moves every byte between the local pieces and the remote ranges.
     ///
     /// # Safety
-    /// The local pieces must be memory of this process that stays valid during the call; for
-    /// [`Direction::Read`] nobody else may use it meanwhile.
+    /// The local pieces must be memory of this process that stays valid during the call. For [`Direction::Read`] no
+    /// other code may use it meanwhile.
     unsafe fn transfer(
         &self,
         direction: Direction,
@@ -188,7 +188,7 @@ impl RemoteMemory {
             // the other process, where the kernel checks every address.
             let moved = unsafe { self.call(direction, &near, &far) };
             match moved {
-                // The kernel gives up at the first bad page; what came before is reported as moved.
+                // The kernel gives up at the first bad page; bytes before it are reported as moved.
                 Ok(0) => return Err(self.not_mapped(direction, address)),
                 Ok(bytes) => {
                     local.advance(bytes);
@@ -289,7 +289,7 @@ fn total(pieces: &[Piece]) -> Option<u64> {
         .try_fold(0_u64, |sum, piece| sum.checked_add(piece.bytes))
 }
 
-/// What is left of a list of pieces.
+/// The rest of a list of pieces.
 struct Cursor {
     pieces: Vec<Piece>,
     next: usize,
@@ -315,7 +315,7 @@ impl Cursor {
             .map(|piece| piece.address + self.done)
     }
 
-    /// As much of the rest as one call takes.
+    /// Returns as much of the rest as one call takes.
     fn window(&self) -> Vec<libc::iovec> {
         let rest = self
             .pieces

@@ -1,5 +1,5 @@
-//! Which pages of a process were written: `ioctl(PAGEMAP_SCAN)` on its `/proc/PID/pagemap`
-//! (linux: Documentation/admin-guide/mm/pagemap.rst; since 6.7).
+//! Finds the pages of a process that were written: `ioctl(PAGEMAP_SCAN)` on its `/proc/PID/pagemap` (linux:
+//! Documentation/admin-guide/mm/pagemap.rst; since 6.7).
 
 use crate::process::{AddressRange, Process, ProcessError};
 use linux_raw_sys::general::{
@@ -36,17 +36,17 @@ const PAGE_BYTES: u64 = 4096;
 const ENTRIES_AT_ONCE: usize = 8192;
 
 /// The entry of a page that is not there, but for userfaultfd's marker (linux: fs/proc/task_mmu.c,
-/// `pte_to_pagemap_entry`): bit 62, swapped; bit 57, write-protected by userfaultfd; bit 63, present,
-/// not set; and as swap offset (from bit 5 on) the marker's own number, `PTE_MARKER_UFFD_WP`, 1. For
-/// a page that is being moved the offset is its frame number, which is never 1. Whoever may not see
-/// offsets (no CAP_SYS_ADMIN) reads 0 there, takes the page for one with content, and is right.
+/// `pte_to_pagemap_entry`). Bit 62, swapped, is set, and bit 57, write-protected by userfaultfd; bit 63, present,
+/// is not set. The swap offset (from bit 5 on) is the marker's own number, `PTE_MARKER_UFFD_WP`, 1. For a page that
+/// is being moved the offset is its frame number, which is never 1. A process that may not see offsets (no
+/// CAP_SYS_ADMIN) reads 0 there, takes the page for one with content, and is right.
 const MARKER_MASK: u64 = 1 << 63 | 1 << 62 | 1 << 57 | ((1 << 50) - 1) << 5;
 const MARKER: u64 = 1 << 62 | 1 << 57 | 1 << 5;
 
 /// Why the pages could not be scanned.
 #[derive(Debug, thiserror::Error)]
 pub enum PagemapError {
-    /// The process has ended; what the scan said may not be used.
+    /// The process has ended; the result of the scan may not be used.
     #[error("process {pid} has ended")]
     Gone {
         /// Its pid while it lived.
@@ -65,7 +65,7 @@ pub enum PagemapError {
     NotTracked {
         /// The process.
         pid: i32,
-        /// The range asked for.
+        /// The requested range.
         range: AddressRange,
     },
     /// Anything else the kernel said.
@@ -73,9 +73,9 @@ pub enum PagemapError {
     Io {
         /// The process.
         pid: i32,
-        /// The range asked for.
+        /// The requested range.
         range: AddressRange,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -90,7 +90,7 @@ pub struct Pagemap {
     file: File,
 }
 
-/// What to look for, and what to do with it.
+/// The pages to find, and the action on them.
 struct Scan {
     flags: u32,
     /// All of these bits.
@@ -111,13 +111,13 @@ impl Pagemap {
         })
     }
 
-    /// The pages written since they were last protected; protects them again in the same step, so
-    /// that no write is missed or lost between the two. The range must be registered for
-    /// asynchronous write protection. A page never protected counts as written.
+    /// Finds the pages written since they were last protected, and protects them again in the same step. So no
+    /// write is missed or lost between the two. The range must be registered for asynchronous write protection. A
+    /// page never protected counts as written.
     ///
     /// # Errors
-    /// After an error, what was appended to `out` *is* protected again and must be treated as
-    /// written; the rest of the range was left alone.
+    /// After an error, the pages appended to `out` *are* protected again and must be treated as written; the rest
+    /// of the range was left alone.
     pub fn take_written(
         &self,
         range: AddressRange,
@@ -135,7 +135,7 @@ impl Pagemap {
         self.look_for_written(PM_SCAN_CHECK_WPASYNC, range, out)
     }
 
-    /// As [`Pagemap::peek_written`], of a range that is registered for write protection of either kind:
+    /// Does the same as [`Pagemap::peek_written`], of a range that is registered for write protection of either kind:
     /// the pages that are not protected.
     pub fn written(
         &self,
@@ -257,9 +257,9 @@ impl Pagemap {
                     },
                 );
             }
-            // With room left for answers, the walk has come to its end. `walk_end` does not tell:
-            // it may be where the kernel last emptied a buffer of its own (seen on Linux 6.18), and
-            // going on there would report pages twice. So never go back behind an answer either.
+            // With space left for answers, the walk has come to its end. `walk_end` does not show it: it may be
+            // where the kernel last emptied a buffer of its own (seen on Linux 6.18). Going on there would report
+            // pages twice. Therefore never go back behind an answer either.
             match found.last() {
                 Some(last) if found.len() == REGIONS_MAX => at = walk_end.max(last.end),
                 _ => break,
@@ -296,8 +296,8 @@ impl Pagemap {
             category_anyof_mask: u64::from(scan.any_of),
             return_mask: u64::from(scan.all_of | scan.any_of),
         };
-        // SAFETY: the number and the structure are those of the kernel (asserted above); `vec` is
-        // valid for `vec_len` regions, plain integers, and exclusively borrowed during the call.
+        // SAFETY: the number and the structure are those of the kernel (asserted above). `vec` is valid for
+        // `vec_len` regions, plain integers, and exclusively borrowed during the call.
         let found = unsafe {
             libc::ioctl(
                 self.file.as_raw_fd(),

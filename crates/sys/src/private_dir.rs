@@ -7,8 +7,8 @@
 //!   │     └ FILE 0600, ours  opened through the descriptor of DIR, never through a link
 //! ```
 //!
-//! A name in a sticky directory (`/tmp`, `/dev/shm`) can be taken by somebody else first. That is noticed and
-//! refused; it is never used.
+//! Another user can take a name in a sticky directory (`/tmp`, `/dev/shm`) first. That is noticed and refused; the
+//! directory is never used.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -37,24 +37,24 @@ pub enum PrivateError {
     NotPrivate {
         /// The directory or file.
         path: PathBuf,
-        /// What is wrong with it, and the mend.
+        /// The fault in it, and the remedy.
         what: String,
     },
     /// The kernel refused.
     #[error("cannot {action} {path}")]
     Io {
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
         /// The directory or file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
 impl PrivateError {
-    /// What the kernel said, if it was the kernel that refused.
+    /// The kind of the kernel's error, if the kernel refused.
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             PrivateError::NotPrivate { .. } => None,
@@ -66,13 +66,13 @@ impl PrivateError {
 /// How a file is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// For reading.
+    /// Opens for reading.
     Read,
-    /// For reading and writing.
+    /// Opens for reading and writing.
     Write,
 }
 
-/// An open directory that belongs to us, and that nobody else has any right to.
+/// An open directory that belongs to us, and that no other user has any right to.
 #[derive(Debug)]
 pub struct PrivateDir {
     descriptor: OwnedFd,
@@ -80,10 +80,10 @@ pub struct PrivateDir {
 }
 
 impl PrivateDir {
-    /// Opens the directory; makes it, and what is missing above it, with mode 0700.
+    /// Opens the directory; makes it, and its missing parents, with mode 0700.
     ///
     /// # Errors
-    /// [`PrivateError::NotPrivate`] when somebody else owns it or may write on the way to it.
+    /// [`PrivateError::NotPrivate`] when another user owns it or may write on the way to it.
     pub fn create(path: &Path) -> Result<PrivateDir, PrivateError> {
         let (parent, name) = split(path)?;
         let missing = |error: &PrivateError| error.io_kind() == Some(io::ErrorKind::NotFound);
@@ -102,7 +102,7 @@ impl PrivateDir {
     /// Opens the directory if it is there.
     ///
     /// # Errors
-    /// As [`PrivateDir::create`].
+    /// The errors of [`PrivateDir::create`].
     pub fn open(path: &Path) -> Result<Option<PrivateDir>, PrivateError> {
         let (parent, name) = split(path)?;
         match trusted(parent) {
@@ -210,13 +210,13 @@ impl PrivateDir {
             self.rename(&new, name)
         });
         if written.is_err() {
-            // Half of it helps nobody.
+            // A half-made directory is of no use.
             let _ = self.remove(&new);
         }
         written
     }
 
-    /// Gives what is called `from` the name `to`.
+    /// Renames `from` to `to`.
     pub fn rename(&self, from: &str, to: &str) -> Result<(), PrivateError> {
         rustix::fs::renameat(&self.descriptor, from, &self.descriptor, to)
             .map_err(|errno| failed("rename", &self.path.join(from), errno.into()))
@@ -269,7 +269,7 @@ impl AsFd for PrivateDir {
 /// is followed, and a file that another user has made is refused.
 ///
 /// # Errors
-/// [`PrivateError::NotPrivate`], and what the kernel says.
+/// [`PrivateError::NotPrivate`], and the kernel's errors.
 pub fn open_to_append(path: &Path) -> Result<File, PrivateError> {
     let (parent, name) = split(path)?;
     let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE | OFlags::CLOEXEC;
@@ -523,7 +523,7 @@ mod tests {
         let below = path.join("below");
         chmod(&path, 0o770);
         refused(PrivateDir::create(&below), "can be written by other users");
-        // Sticky, as /tmp is, others cannot exchange what is ours.
+        // Sticky, as /tmp is, other users cannot exchange our files.
         chmod(&path, 0o1777);
         PrivateDir::create(&below).unwrap();
         chmod(&path, 0o700);

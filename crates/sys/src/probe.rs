@@ -1,4 +1,4 @@
-//! What this machine lets the engine do: every ability really used once, on a child of ours.
+//! The abilities that this machine gives the engine: each is really used once, on a child of ours.
 
 mod child;
 
@@ -13,13 +13,13 @@ use std::error::Error;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// For how long a step of a trial may take: long, because a machine under load is none that lacks something.
+/// Time for which a step of a trial may take: long, because a machine under load is none that lacks something.
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// Something the engine needs of the machine or can use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ability {
-    /// What it is, in a few words.
+    /// The ability, in a few words.
     pub name: &'static str,
     /// Whether it can be done without.
     pub need: Need,
@@ -41,14 +41,14 @@ pub enum Need {
 pub enum State {
     /// It was used.
     Present {
-        /// What came of it.
+        /// The result of the trial.
         detail: String,
     },
     /// It failed.
     Missing {
-        /// What failed.
+        /// The failure.
         cause: String,
-        /// What can be done about it.
+        /// The remedy.
         mend: String,
     },
 }

@@ -24,7 +24,7 @@ pub enum ProcessError {
     /// No living process has this pid (a zombie is not living).
     #[error("there is no running process with pid {pid}")]
     NotFound {
-        /// The pid that was asked for.
+        /// The requested pid.
         pid: i32,
     },
     /// The process has ended since it was opened.
@@ -40,9 +40,9 @@ pub enum ProcessError {
     Permission {
         /// The process.
         pid: i32,
-        /// What was tried, as the end of "not permitted to".
+        /// The action that failed, as the end of "not permitted to".
         action: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The process has no such descriptor.
@@ -50,7 +50,7 @@ pub enum ProcessError {
     NoSuchFd {
         /// The process.
         pid: i32,
-        /// The descriptor asked for.
+        /// The requested descriptor.
         fd: i32,
     },
     /// The mapping was removed or replaced since the list of mappings was read.
@@ -76,7 +76,7 @@ pub enum ProcessError {
         pid: i32,
         /// The file in its `/proc` directory.
         file: &'static str,
-        /// What could not be read.
+        /// The unreadable line.
         line: String,
     },
     /// Anything else the kernel said.
@@ -84,9 +84,9 @@ pub enum ProcessError {
     Io {
         /// The process.
         pid: i32,
-        /// What was tried, as the end of "cannot".
+        /// The action that failed, as the end of "cannot".
         action: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -148,8 +148,8 @@ impl Process {
             start_time: 0,
         };
         inner.start_time = stat_field(pid, &inner.stat()?, 22)?;
-        // The process of the pidfd living *now* proves that the directory, opened after the pidfd,
-        // is its directory too: its number was never free in between.
+        // The process of the pidfd lives *now*. That proves that the directory, opened after the pidfd, is its
+        // directory too: its number was never free in between.
         if !inner.is_alive() {
             return Err(not_found());
         }
@@ -239,7 +239,7 @@ impl Process {
         match rustix::fs::readlinkat(&self.inner.directory, name, Vec::new()) {
             Ok(target) => Ok(target.as_bytes() == b"anon_inode:[userfaultfd]"),
             Err(rustix::io::Errno::NOENT) => Ok(false),
-            Err(errno) => Err(self.failed("look at a file descriptor", errno.into())),
+            Err(errno) => Err(self.failed("inspect a file descriptor", errno.into())),
         }
     }
 
@@ -441,7 +441,7 @@ impl Inner {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: i64::from(timeout.subsec_nanos()),
         };
-        // An interrupted poll counts as "not ended yet": every caller asks again or may.
+        // An interrupted poll counts as "not ended yet": every caller polls again or may.
         matches!(rustix::event::poll(&mut set, Some(&timeout)), Ok(ready) if ready > 0)
     }
 
@@ -461,7 +461,7 @@ impl Inner {
     }
 }
 
-/// Turns what the kernel said into what it means for a process.
+/// Turns the kernel's error into its meaning for a process.
 fn failed(pid: i32, action: &'static str, source: io::Error) -> ProcessError {
     match source.raw_os_error() {
         // Inside an opened /proc directory, ENOENT of a well-known name means the same as ESRCH.
@@ -497,7 +497,7 @@ fn stat_field<T: std::str::FromStr>(
         })
 }
 
-/// What follows `key` in a `/proc/PID/status` text.
+/// The text that follows `key` in a `/proc/PID/status` text.
 pub(crate) fn status_line<'a>(status: &'a str, key: &str) -> Option<&'a str> {
     status
         .lines()

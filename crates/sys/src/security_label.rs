@@ -1,9 +1,8 @@
 //! Labels of security modules (SELinux contexts, AppArmor profiles), for a process that is about to become
 //! another program.
 //!
-//! A label is what `/proc/PID/attr/current` shows. Which module it is of, its form tells: AppArmor writes
-//! `profile (mode)`, SELinux `user:role:type` with or without `:level`. Others (Smack) cannot be given to the
-//! next program.
+//! A label is the content of `/proc/PID/attr/current`. Its form shows its module: AppArmor writes `profile (mode)`,
+//! SELinux `user:role:type` with or without `:level`. Others (Smack) cannot be given to the next program.
 
 use std::fs;
 use std::io;
@@ -11,10 +10,10 @@ use std::io;
 use rustix::fs::{CWD, Mode, OFlags};
 use rustix::io::Errno;
 
-/// Upper bound on what is written, in bytes: the kernel takes no more than a page at once.
+/// Upper bound on the written bytes: the kernel takes no more than a page at once.
 const TEXT_BYTES_MAX: usize = 4095;
 
-/// Attributes of the thread that asks: only it may write them.
+/// Attributes of the calling thread: only it may write them.
 const OWN: &str = "/proc/thread-self/attr";
 
 /// Modes of an AppArmor profile that hinder a process in nothing.
@@ -46,7 +45,7 @@ impl SecurityModule {
         let label = fs::read_to_string(format!("{OWN}/current")).ok()?;
         let label = label.trim_end_matches(['\n', '\0']);
         match label {
-            // What AppArmor says of a process without a profile.
+            // AppArmor's label of a process without a profile.
             "unconfined" => Some(SecurityModule::AppArmor),
             label => Some(SecurityLabel::parse(label)?.module()),
         }
@@ -58,7 +57,7 @@ impl SecurityModule {
 #[error("{module} does not take it")]
 pub struct LabelError {
     module: SecurityModule,
-    /// What the kernel said.
+    /// The kernel's error.
     #[source]
     source: io::Error,
 }

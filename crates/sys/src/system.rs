@@ -5,7 +5,7 @@ use std::io;
 
 /// Whether any swap space is in use by the system (any entry in `/proc/swaps`, proc(5)).
 ///
-/// Answers yes when it cannot be told: callers skip work only when there is certainly no swap.
+/// Answers yes when this cannot be found out: callers skip work only when there is certainly no swap.
 pub fn has_swap() -> bool {
     match fs::read_to_string("/proc/swaps") {
         Ok(text) => text.lines().skip(1).any(|line| !line.trim().is_empty()),
@@ -32,9 +32,9 @@ pub fn boot_id() -> String {
     text.trim().to_owned()
 }
 
-/// From here on the memory of this process is in no core dump, and other processes of its user can neither
-/// trace it nor read its memory and environment (`PR_SET_DUMPABLE` 0, prctl(2)). Root still can. A program that is
-/// executed later begins anew.
+/// From here on no core dump contains the memory of this process. Other processes of its user can neither trace it
+/// nor read its memory and environment (`PR_SET_DUMPABLE` 0, prctl(2)). Root still can. A program that is executed
+/// later begins anew.
 ///
 /// # Errors
 /// None is known; a kernel that has no such call.

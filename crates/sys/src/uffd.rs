@@ -25,7 +25,7 @@ const UFFDIO_COPY: u64 = 0xc028_aa03;
 const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
 const UFFDIO_WRITEPROTECT: u64 = 0xc018_aa06;
 
-/// Not in linux-raw-sys: it is an enum-like define inside `struct uffd_msg`'s comment block.
+/// linux-raw-sys lacks it: it is an enum-like define inside `struct uffd_msg`'s comment block.
 const FAULT_FLAG_WRITE: u64 = 1;
 const FAULT_FLAG_WP: u64 = 2;
 const EVENT_PAGEFAULT: u8 = 0x12;
@@ -97,7 +97,7 @@ const _: () = {
     assert!(Features::WP_ASYNC.0 == kernel::UFFD_FEATURE_WP_ASYNC as u64);
 };
 
-/// What happens at the first write to a protected page. Chosen once for a descriptor.
+/// The kernel's action at the first write to a protected page. Chosen once for a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteProtectMode {
     /// The writer waits until we have lifted the protection ([`Uffd::next_event`]).
@@ -106,7 +106,7 @@ pub enum WriteProtectMode {
     Async,
 }
 
-/// What to be told of in a registered range.
+/// The events to report in a registered range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Track {
     /// Writes to protected pages.
@@ -115,7 +115,7 @@ pub enum Track {
     Missing,
 }
 
-/// What becomes of those who wait for a page that is filled.
+/// What happens to threads that wait for a page that is filled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Waiters {
     /// They go on.
@@ -163,12 +163,12 @@ impl Uffd {
     /// once more: its content is zero then.
     ///
     /// # Errors
-    /// As [`Uffd::handshake`].
+    /// The errors of [`Uffd::handshake`].
     pub fn handshake_missing(fd: OwnedFd) -> Result<Uffd, UffdError> {
         Self::start(fd, Features::MISSING)
     }
 
-    /// Goes on with a userfaultfd that another process took into use, with what it registered.
+    /// Goes on with a userfaultfd that another process took into use, with its registered ranges.
     pub fn adopt(fd: OwnedFd) -> Uffd {
         Uffd {
             file: File::from(fd),
@@ -193,7 +193,7 @@ impl Uffd {
         }
     }
 
-    /// UFFDIO_API: asks for features, learns which there are.
+    /// UFFDIO_API: requests features, and learns which there are.
     fn negotiate(&self, wanted: Features) -> io::Result<Features> {
         let mut argument = kernel::uffdio_api {
             api: u64::from(kernel::UFFD_API),
@@ -244,7 +244,7 @@ impl Uffd {
         // SAFETY: UFFDIO_UNREGISTER reads one `uffdio_range`.
         unsafe { self.ioctl(UFFDIO_UNREGISTER, &mut bounds(range)) }
             .map_err(|source| UffdError::of("unregister", range, source))?;
-        // The kernel wakes those who wait for a missing page only (mm/userfaultfd.c).
+        // The kernel wakes only threads that wait for a missing page (mm/userfaultfd.c).
         self.wake(range)
     }
 
@@ -309,7 +309,7 @@ impl Uffd {
     /// Fills missing pages of the range with zeroes and wakes their waiters.
     ///
     /// # Errors
-    /// As [`Uffd::copy`].
+    /// The errors of [`Uffd::copy`].
     pub fn zero(&self, range: AddressRange) -> Result<(), UffdError> {
         let mut left = range;
         while !left.is_empty() {
@@ -362,8 +362,8 @@ impl Uffd {
     }
 
     /// # Safety
-    /// `number` must be an ioctl that accesses exactly one `T` at its argument, and whatever memory
-    /// of ours that `T` points to must be valid for what the ioctl does with it.
+    /// `number` must be an ioctl that accesses exactly one `T` at its argument. Any memory of ours that `T` points
+    /// to must be valid for the ioctl's use of it.
     unsafe fn ioctl<T>(&self, number: u64, argument: &mut T) -> io::Result<()> {
         // SAFETY: the caller's promise; `argument` is exclusively borrowed.
         let result =
@@ -414,7 +414,7 @@ fn progress(result: io::Result<()>, done: i64) -> io::Result<u64> {
     }
 }
 
-/// Which features this kernel's userfaultfd has, asked of one of our own.
+/// The features of this kernel's userfaultfd, queried on one of our own.
 fn offered() -> io::Result<Features> {
     use rustix::mm::UserfaultfdFlags;
     let flags =

@@ -1,4 +1,4 @@
-//! What can keep a system call from being made inside a process.
+//! Errors that keep a system call from being made inside a process.
 
 use crate::process::{Process, ProcessError};
 use std::io;
@@ -11,7 +11,7 @@ pub enum InfectError {
     Traced {
         /// The process.
         pid: i32,
-        /// Who traces it.
+        /// The tracing process.
         tracer: i32,
     },
     /// The process is stopped and stays so.
@@ -41,13 +41,13 @@ pub enum InfectError {
     },
     /// We may not trace the process.
     #[error(
-        "not permitted to trace process {pid}: run as root (CAP_SYS_PTRACE), and look at \
+        "not permitted to trace process {pid}: run as root (CAP_SYS_PTRACE), and check \
          /proc/sys/kernel/yama/ptrace_scope and the security module"
     )]
     Permission {
         /// The process.
         pid: i32,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The process has a seccomp filter, and a call it does not allow could kill it.
@@ -58,7 +58,7 @@ pub enum InfectError {
     Sandboxed {
         /// The process.
         pid: i32,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The kernel answered the call inside the process with an error.
@@ -95,9 +95,9 @@ pub enum InfectError {
     Io {
         /// The process.
         pid: i32,
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -110,7 +110,7 @@ impl InfectError {
         }
     }
 
-    /// What the answer to a ptrace request means.
+    /// The meaning of the answer to a ptrace request.
     pub(super) fn ptrace(process: &Process, source: io::Error) -> InfectError {
         let pid = process.pid();
         match source.raw_os_error() {

@@ -1,10 +1,10 @@
-//! What the thread was doing when it was stopped, and how it goes on so that it notices nothing.
+//! The activity of the thread when it was stopped, and how it goes on so that it notices nothing.
 //!
-//! Stopping a thread makes the system call it waits in return early. Most calls return one of the
-//! kernel's own ERESTART codes, which never reach a program: on the way back to it the kernel either
-//! restarts the call or, when a signal handler is to run, makes it an EINTR. All that is done right
-//! by putting back `rax` and `orig_rax` at a stop inside the kernel's signal handling. Two cases are
-//! left, in which we *rewind*: let the thread make its call again from the start.
+//! Stopping a thread makes the system call it waits in return early. Most calls return one of the kernel's own
+//! ERESTART codes, which never reach a program. On the way back to the program the kernel either restarts the call
+//! or, when a signal handler is to run, makes it an EINTR. All that is done right by putting back `rax` and
+//! `orig_rax` at a stop inside the kernel's signal handling. In two other cases we *rewind*: the thread makes its
+//! call again from the start.
 //!
 //! 1. Some calls return a plain EINTR (signal(7), "Interruption of system calls by stop signals").
 //!    They have done nothing yet, so making them again is right; a relative time limit of the call
@@ -24,7 +24,7 @@ const ERESTARTNOHAND: i64 = -514;
 const ERESTART_RESTARTBLOCK: i64 = -516;
 const EINTR: i64 = -(libc::EINTR as i64);
 
-/// Not in the libc crate for x86_64.
+/// The libc crate lacks it for x86_64.
 const SYS_IO_PGETEVENTS: libc::c_long = 333;
 
 /// `0f 05`.
@@ -74,9 +74,8 @@ pub(super) struct Interrupted {
 }
 
 impl Interrupted {
-    /// Whether the thread, which will make its call again, has to be seen into it: because a handler
-    /// could run first, or because the kernel resumes the call by restart_syscall(2) and a seccomp
-    /// filter may not know that.
+    /// Whether the thread, which will make its call again, must be traced into it. A handler could run first, or
+    /// the kernel resumes the call by restart_syscall(2), which a seccomp filter may not know.
     pub(super) fn needs_company(&self) -> bool {
         let code = self.code();
         let by_block = code == Some(ERESTART_RESTARTBLOCK);
@@ -113,7 +112,7 @@ impl Interrupted {
                 .any(|call| self.registers.orig_rax == *call as u64)
     }
 
-    /// What the system call returned that the thread is in, if it is in one.
+    /// The return value of the system call that the thread is in, if it is in one.
     fn code(&self) -> Option<i64> {
         in_syscall(&self.registers).then_some(self.registers.rax as i64)
     }
@@ -204,7 +203,7 @@ mod tests {
             ..in_call(libc::SYS_ppoll, ERESTARTNOHAND)
         };
         assert!(is_rewound(&state, USR1));
-        // With one that it lets in, the call ends by right; likewise when it lets in what the thread
+        // With a signal that it lets in, the call ends by right. Likewise when it lets in a signal that the thread
         // itself keeps out: then the kernel makes the call again and finds it.
         assert!(!is_rewound(&state, USR1 | USR2) && !is_rewound(&state, USR2));
         let state = Interrupted {

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 /// The code segment of 64-bit programs (linux: arch/x86/include/asm/segment.h, `__USER_CS`).
 const USER_CODE_64: u64 = 0x33;
 
-/// Signals that the kernel raises for what a thread itself does. Blocked ones would kill it on the
+/// Signals that the kernel raises for a thread's own actions. Blocked ones would kill it on the
 /// spot; open ones can be kept from it.
 const OF_FAULTS: u64 = bit(libc::SIGSEGV)
     | bit(libc::SIGBUS)
@@ -27,14 +27,14 @@ const OF_FAULTS: u64 = bit(libc::SIGSEGV)
 /// Signals that glibc keeps to itself, to cancel threads and to change user ids.
 const OF_THE_C_LIBRARY: u64 = bit(32) | bit(33);
 
-/// For how long a thread that has been put back is seen on its way, on a crowded machine.
+/// Time for which a thread that has been put back is seen on its way, on a crowded machine.
 const COMPANY: Duration = Duration::from_secs(10);
 
 const fn bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
 
-/// What is left in the victim of what was opened there.
+/// The state of the descriptor that was opened in the victim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Left {
     Nothing,
@@ -50,8 +50,7 @@ pub(super) struct Opened {
     pub(super) limited: bool,
 }
 
-/// The main thread of a process, stopped by us. Put back and let go by [`Seizure::release`], or on
-/// drop.
+/// The main thread of a process, stopped by us. [`Seizure::release`], or a drop, restores and releases it.
 pub(super) struct Seizure<'a> {
     process: &'a Process,
     memory: RemoteMemory,
@@ -279,12 +278,12 @@ impl<'a> Seizure<'a> {
                         .syscall()
                         .map_err(|source| self.failed(source))?;
                     if let Some(Syscall::Exit { result }) = syscall {
-                        return self.judge(name, result);
+                        return self.checked(name, result);
                     }
                     deadline = None;
                 }
-                // The process is being stopped, or continued. Our thread may run on meanwhile, and
-                // joins the stop when it is let go.
+                // The process is being stopped, or continued. Our thread may run on meanwhile, and joins the stop
+                // when it is released.
                 Stop::Interrupt | Stop::Group => {}
                 // Cannot be blocked. The kernel has to see it now, so that a SIGCONT sent after it
                 // takes it back.
@@ -294,7 +293,7 @@ impl<'a> Seizure<'a> {
         }
     }
 
-    fn judge(&self, name: &'static str, result: i64) -> Result<u64, InfectError> {
+    fn checked(&self, name: &'static str, result: i64) -> Result<u64, InfectError> {
         u64::try_from(result).map_err(|_| InfectError::Refused {
             pid: self.process.pid(),
             call: name,
@@ -362,9 +361,9 @@ impl<'a> Seizure<'a> {
         } = self.interrupted;
         self.set_registers(&registers)?;
         self.set_mask(own_mask)?;
-        // The exit of a system call is too late a stop: an ERESTART code put back there would reach
-        // the program. Another round through the signal handling is needed. There an interrupt
-        // comes before any signal, so the next stop is the one that was asked for.
+        // The exit of a system call is too late a stop: an ERESTART code put back there would reach the program.
+        // Another round through the signal handling is needed. There an interrupt comes before any signal, so the
+        // next stop is the requested one.
         while !matches!(self.at, Stop::Interrupt | Stop::Group) {
             self.tracee
                 .interrupt()
@@ -377,12 +376,12 @@ impl<'a> Seizure<'a> {
         Ok(())
     }
 
-    /// At the last stop: lets the thread go, so that its interrupted call goes on rightly.
+    /// At the last stop: releases the thread, so that its interrupted call goes on rightly.
     ///
     /// Detaching is enough when no handler can run. But a signal may come after the kernel has rewound the thread
     /// and before the thread is back in its call. It would be handled without ending the call: a pause(2) would
-    /// miss it. So see the thread into its call again, and have whatever signal comes first find it as it was
-    /// interrupted.
+    /// miss it. Therefore the thread is traced into its call again, and the first signal, whichever it is, finds it
+    /// as it was interrupted.
     fn settle(&mut self) -> Result<(), InfectError> {
         for (signal, info) in std::mem::take(&mut self.held) {
             self.tracee.send_again(self.process.pid(), signal, &info);

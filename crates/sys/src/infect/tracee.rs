@@ -30,7 +30,7 @@ const PTRACE_O_SUSPEND_SECCOMP: c_int = 1 << 21;
 /// Why the thread has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stop {
-    /// As asked by [`Tracee::interrupt`], inside the kernel's signal handling.
+    /// The stop that [`Tracee::interrupt`] requested, inside the kernel's signal handling.
     Interrupt,
     /// The whole process is stopped by a signal such as SIGSTOP.
     Group,
@@ -52,9 +52,9 @@ pub(super) enum Syscall {
 /// How far a thread runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Run {
-    /// Until a signal or an interrupt stops it.
+    /// Runs until a signal or an interrupt stops it.
     Freely,
-    /// Until the next entry or exit of a system call, too.
+    /// Stops at the next entry or exit of a system call, too.
     ToSyscall,
 }
 
@@ -79,7 +79,7 @@ impl Tracee {
         Ok(tracee)
     }
 
-    /// Asks the thread to stop; does not wait for it.
+    /// Requests a stop of the thread; does not wait for it.
     pub(super) fn interrupt(&self) -> io::Result<()> {
         // SAFETY: PTRACE_INTERRUPT takes no memory.
         unsafe { self.request(libc::PTRACE_INTERRUPT, 0, 0) }
@@ -119,8 +119,8 @@ impl Tracee {
 
     /// Whether the thread has stopped since it last ran, and why. Does not wait.
     ///
-    /// Never takes an exit: when the victim is a child of ours, its exit status belongs to whoever
-    /// started it.
+    /// Never takes an exit: when the victim is a child of ours, its exit status belongs to the code that started
+    /// it.
     pub(super) fn stopped(&self) -> io::Result<Option<Stop>> {
         let mut info = MaybeUninit::<siginfo_t>::zeroed();
         let flags = libc::WSTOPPED | libc::WNOHANG | libc::__WALL;
@@ -183,7 +183,7 @@ impl Tracee {
         unsafe { self.request(libc::PTRACE_SETSIGMASK, 8, ptr::from_ref(&mask) as usize) }
     }
 
-    /// What is known of the signal of a [`Stop::Signal`].
+    /// The known details of the signal of a [`Stop::Signal`].
     pub(super) fn signal_info(&self) -> io::Result<siginfo_t> {
         let mut info = MaybeUninit::<siginfo_t>::zeroed();
         // SAFETY: PTRACE_GETSIGINFO writes one siginfo.
@@ -233,8 +233,8 @@ impl Tracee {
         }
     }
 
-    /// Sends a signal that was held back to the thread again, as it came if the kernel allows that:
-    /// siginfo of kill(2) cannot be forged, such a signal then bears our pid.
+    /// Sends a signal that was held back to the thread again, unchanged if the kernel allows that. The siginfo of
+    /// kill(2) cannot be forged; such a signal then bears our pid.
     pub(super) fn send_again(&self, process: c_int, signal: c_int, info: &siginfo_t) {
         if info.si_code < 0 && info.si_code != libc::SI_TKILL {
             let number = libc::SYS_rt_tgsigqueueinfo;

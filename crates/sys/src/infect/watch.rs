@@ -7,7 +7,7 @@ use crate::process::{Process, ProcessError, status_line};
 use std::io;
 use std::time::{Duration, Instant};
 
-/// For how long a stop is awaited without giving the processor away.
+/// Time for which a stop is awaited without giving the processor away.
 const SPIN: Duration = Duration::from_micros(300);
 /// And between two looks after that, at most.
 const NAP_MAX: Duration = Duration::from_millis(1);
@@ -18,9 +18,9 @@ const SEIZE_TRIES: u32 = 4;
 /// CAP_SYS_ADMIN as a bit of a capability set (linux/capability.h).
 const SYS_ADMIN: u64 = 1 << 21;
 
-/// What `/proc/PID/status` says of the main thread. Signals are one bit each, signal 1 in bit 0.
+/// The content of `/proc/PID/status` for the main thread. Signals are one bit each, signal 1 in bit 0.
 pub(super) struct Status {
-    /// Who traces it, unless 0.
+    /// The tracing process, unless 0.
     tracer: i32,
     /// Whether it has a seccomp filter.
     pub(super) filtered: bool,
@@ -78,8 +78,8 @@ fn refuse_unfit(process: &Process) -> Result<(), InfectError> {
         'Z' | 'X' | 'x' => return Err(InfectError::Gone { pid }),
         _ => {}
     }
-    // Even to be stopped can kill a filtered process: the kernel resumes its sleep by a call that
-    // the filter may not know. So the filter has to be suspended, or the process left alone.
+    // Even a stop can kill a filtered process: the kernel resumes its sleep by a call that the filter may not know.
+    // Therefore the filter has to be suspended, or the process left alone.
     if status.filtered && !may_suspend_seccomp() {
         let source = io::Error::from(rustix::io::Errno::PERM);
         return Err(InfectError::Sandboxed { pid, source });
@@ -87,8 +87,8 @@ fn refuse_unfit(process: &Process) -> Result<(), InfectError> {
     Ok(())
 }
 
-/// Whether this thread has what PTRACE_O_SUSPEND_SECCOMP asks for: CAP_SYS_ADMIN, and no filter of
-/// its own. If it cannot be told the kernel will tell, a little later.
+/// Whether this thread has what PTRACE_O_SUSPEND_SECCOMP requires: CAP_SYS_ADMIN, and no filter of its own. If that
+/// cannot be found out here, the kernel's answer shows it a little later.
 fn may_suspend_seccomp() -> bool {
     let Ok(text) = std::fs::read_to_string("/proc/thread-self/status") else {
         return true;
@@ -116,8 +116,8 @@ pub(super) fn seize(process: &Process) -> Result<Tracee, InfectError> {
             Err(source) => return Err(InfectError::ptrace(process, source)),
         }
     };
-    // Had the pid been given to somebody else before it was seized, our process would be gone now.
-    // The stranger has not been stopped, and is let go with the end of this thread.
+    // If the pid had been given to another process before it was seized, our process would be gone now. The other
+    // process has not been stopped, and is released with the end of this thread.
     if process.is_alive() {
         Ok(tracee)
     } else {
@@ -125,7 +125,7 @@ pub(super) fn seize(process: &Process) -> Result<Tracee, InfectError> {
     }
 }
 
-/// Waits until the thread stops as asked. Signals and system calls pass as if nobody looked.
+/// Waits until the thread stops as requested. Signals and system calls pass as if it were not traced.
 pub(super) fn await_interrupt(
     process: &Process,
     tracee: &Tracee,
@@ -194,7 +194,7 @@ pub(super) fn run_time_ns(process: &Process) -> Option<u64> {
 
 /// Waits until the main thread, just resumed, sleeps, stops, or has run for some time.
 pub(super) fn await_progress(process: &Process, ran_before_ns: Option<u64>, limit: Duration) {
-    /// More than it takes to enter a system call, however slow the machine.
+    /// Longer than it takes to enter a system call, however slow the machine.
     const ENOUGH_NS: u64 = 200_000;
     let started = Instant::now();
     while started.elapsed() < limit && matches!(process.run_state(), Ok('R')) {
@@ -208,7 +208,7 @@ pub(super) fn await_progress(process: &Process, ran_before_ns: Option<u64>, limi
 }
 
 /// Whether the main thread has ended, perhaps before the other threads: a pidfd alone would not tell.
-/// Not being able to look is no answer: a victim must not be given up half way for that.
+/// A failed check is no answer: a victim must not be given up half way for that.
 fn has_ended(process: &Process) -> bool {
     let state = process.run_state();
     !process.is_alive() || matches!(state, Ok('Z' | 'X' | 'x') | Err(ProcessError::Gone { .. }))

@@ -10,9 +10,9 @@ use std::ptr::NonNull;
 
 /// A stretch of a shared file mapped into this process.
 ///
-/// The guest reads and writes the same memory at any time, so there is no way to borrow it: bytes
-/// are copied in or out, and a copy made while the guest writes holds some mixture of old and new.
-/// Whoever shrinks the file meanwhile makes an access end in SIGBUS; QEMU never does.
+/// The guest reads and writes the same memory at any time, so there is no way to borrow it. Bytes are copied in or
+/// out, and a copy made while the guest writes holds some mixture of old and new. If another process shrinks the
+/// file meanwhile, an access ends in SIGBUS; QEMU never shrinks it.
 #[derive(Debug)]
 pub struct SharedMapping {
     base: NonNull<u8>,
@@ -22,8 +22,8 @@ pub struct SharedMapping {
 
 // SAFETY: the mapping is plain memory of the process, bound to no thread; it is unmapped on drop only.
 unsafe impl Send for SharedMapping {}
-// SAFETY: through a shared reference bytes are only copied, by the C library, between this memory
-// and buffers that the caller owns; other writers (the guest) exist anyway.
+// SAFETY: through a shared reference bytes are only copied, by the C library, between this memory and buffers of
+// the caller. Other writers (the guest) exist anyway.
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
@@ -94,9 +94,9 @@ impl SharedMapping {
     /// [`MemoryError::OutOfRange`].
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), MemoryError> {
         let from = self.address(offset, into.len())?;
-        // SAFETY: `address` has checked that all of it lies in the mapping, which lives as long as
-        // `self`; `into` is a buffer of ours and cannot overlap it. The guest may write meanwhile:
-        // memcpy of the C library then yields a mixture of bytes, every one of which is a valid u8.
+        // SAFETY: `address` has checked that all of it lies in the mapping, which lives as long as `self`. `into`
+        // is a buffer of ours and cannot overlap it. The guest may write meanwhile: memcpy of the C library then
+        // yields a mixture of bytes, every one of which is a valid u8.
         unsafe { libc::memcpy(into.as_mut_ptr().cast(), from.cast(), into.len()) };
         Ok(())
     }

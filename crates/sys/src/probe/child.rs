@@ -1,4 +1,4 @@
-//! The process that abilities are tried on: a fork of ours that writes where it is told.
+//! The process that abilities are tried on: a fork of ours that writes to the addresses it receives.
 
 use crate::process::{AddressRange, Process};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -13,12 +13,12 @@ pub(super) const PAGE: u64 = 4096;
 /// How many pages of either kind the child has.
 pub(super) const PAGES: u64 = 4;
 
-/// What a whole page table maps, and what a huge page is.
+/// The bytes that a whole page table maps, and the size of a huge page.
 pub(super) const LARGE: u64 = 2 << 20;
 
-/// Told with an address: the child writes every page of the [`LARGE`] bytes there.
+/// Sent with an address: the child writes every page of the [`LARGE`] bytes there.
 const FILL: u64 = 1;
-/// Told with an address: the child discards the [`LARGE`] bytes there.
+/// Sent with an address: the child discards the [`LARGE`] bytes there.
 const DISCARD: u64 = 2;
 
 /// A child with some private and some shared memory. Killed and reaped on drop.
@@ -43,8 +43,8 @@ impl Child {
         let (orders_in, orders) = std::io::pipe()?;
         let (answers, answers_out) = std::io::pipe()?;
         let memory = Memory::map(&memfd, bytes)?;
-        // SAFETY: the child runs `serve` alone, which neither allocates nor takes a lock, so that it
-        // does not matter what other threads held in the moment of the fork.
+        // SAFETY: the child runs `serve` alone, which neither allocates nor takes a lock. So it does not matter
+        // which locks other threads held in the moment of the fork.
         let pid = unsafe { libc::fork() };
         match pid {
             -1 => return Err(io::Error::last_os_error().into()),
@@ -87,7 +87,7 @@ impl Child {
         self.write(self.large.start | DISCARD)
     }
 
-    /// Waits until it has done what it was told last.
+    /// Waits until it has carried out the last command.
     pub(super) fn await_answer(&self, limit: Duration) -> io::Result<()> {
         await_readable(&self.answers, limit)?;
         (&self.answers).read_exact(&mut [0])
@@ -100,9 +100,9 @@ impl Drop for Child {
     }
 }
 
-/// Kills and reaps a child of ours: until it is reaped, nobody else can have its number.
+/// Kills and reaps a child of ours: until it is reaped, no other process can have its number.
 fn end(pid: i32) {
-    // SAFETY: both calls take numbers only, and a null pointer for a status that nobody asks for.
+    // SAFETY: both calls take numbers only, and a null pointer for a status that is not needed.
     unsafe {
         libc::kill(pid, libc::SIGKILL);
         while libc::waitpid(pid, std::ptr::null_mut(), 0) < 0
@@ -125,7 +125,7 @@ pub(super) fn await_readable(from: impl AsFd, limit: Duration) -> io::Result<()>
     }
 }
 
-/// What the child inherits; the parent's own mappings go on drop.
+/// The memory that the child inherits; the parent's own mappings go on drop.
 struct Memory {
     private: *mut libc::c_void,
     shared: *mut libc::c_void,

@@ -1,4 +1,4 @@
-//! What a process has mapped, and ranges of its addresses.
+//! The mappings of a process, and ranges of its addresses.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -30,7 +30,7 @@ impl AddressRange {
         self.start <= address && address < self.end
     }
 
-    /// What both ranges share, if anything.
+    /// The common part of both ranges, if any.
     pub fn intersect(&self, other: &AddressRange) -> Option<AddressRange> {
         let both = AddressRange {
             start: self.start.max(other.start),
@@ -65,8 +65,8 @@ pub struct Mapping {
     pub device: (u32, u32),
     /// The file's inode; 0 for anonymous memory.
     pub inode: u64,
-    /// The file's path as the kernel names it, ` (deleted)` appended when it is unlinked (a memfd
-    /// always is), or a name in brackets such as `[heap]` or `[vdso]`.
+    /// The file's path as the kernel names it, or a name in brackets such as `[heap]` or `[vdso]`. ` (deleted)` is
+    /// appended when the file is unlinked (a memfd always is).
     pub path: Option<PathBuf>,
 }
 

@@ -1,4 +1,4 @@
-//! What a userfaultfd can refuse, and why.
+//! Refusals of a userfaultfd, and their reasons.
 
 use crate::process::AddressRange;
 use std::io;
@@ -31,7 +31,7 @@ pub enum UffdError {
     Unsupported {
         /// The range.
         range: AddressRange,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The range is not registered, or not mapped any more.
@@ -46,10 +46,10 @@ pub enum UffdError {
     /// A page to be filled is there already.
     #[error("a page in {range} exists already")]
     Exists {
-        /// From the page that exists up to the end of what was to be filled.
+        /// From the page that exists up to the end of the requested range.
         range: AddressRange,
     },
-    /// Something other than a page fault was reported, though nothing else was asked for.
+    /// An event other than a page fault was reported, though no other was requested.
     #[error("the userfaultfd reports an event of unknown kind {code:#x}")]
     UnknownEvent {
         /// `uffd_msg.event`.
@@ -61,17 +61,17 @@ pub enum UffdError {
     /// Anything else the kernel said.
     #[error("cannot {action} {range}")]
     Io {
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
         /// Where.
         range: AddressRange,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl UffdError {
-    /// What an errno of a UFFDIO ioctl on a range means.
+    /// The meaning of an errno of a UFFDIO ioctl on a range.
     pub(super) fn of(action: &'static str, range: AddressRange, source: io::Error) -> UffdError {
         match source.raw_os_error() {
             Some(libc::EBUSY) => UffdError::Busy { range },

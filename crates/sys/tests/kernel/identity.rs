@@ -93,8 +93,8 @@ fn arguments_may_be_empty_and_names_strange() {
     );
 }
 
-/// Starts a program that was written just now: a fork of some other test may still have inherited
-/// the descriptor that it was written through, for a moment.
+/// Starts a program that was written just now. A fork of some other test may still have inherited, for a moment,
+/// the descriptor that it was written through.
 pub fn spawn(command: &mut Command) -> std::process::Child {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
@@ -172,7 +172,7 @@ fn descriptors_and_mapped_files_are_fetched() {
             shared.read(0, &mut text).unwrap();
             assert_eq!(text, content.as_bytes());
         }
-        // What we write there, the process reads.
+        // The process reads the bytes that we write there.
         let file = victim.process.open_mapping(mapping, true).unwrap();
         let shared = SharedMapping::map(&file, 4096, 8192, true).unwrap();
         shared.write(5000, b"hi").unwrap();
@@ -298,7 +298,7 @@ fn a_number_that_was_given_away_is_not_followed() {
         let old = first.process.clone();
         let pagemap = Pagemap::open(&old).unwrap();
         first.kill();
-        // The next process is to get this number again; somebody may be faster.
+        // The next process is to get this number again; another process may be faster.
         std::fs::write("/proc/sys/kernel/ns_last_pid", (old.pid() - 1).to_string()).unwrap();
         let mut newcomer = spawn(Command::new("/bin/sleep").arg("60"));
         if newcomer.id() as i32 == old.pid() {

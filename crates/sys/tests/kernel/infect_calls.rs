@@ -173,8 +173,8 @@ fn sleeps_have_the_right_total() {
     }
 }
 
-/// A signal that the call keeps out, but the thread does not, must not end the call because we had
-/// to put the thread's own mask in place.
+/// A signal that the call keeps out, but the thread does not, must not end the call just because we had to put the
+/// thread's own mask in place.
 #[test]
 fn a_signal_kept_out_by_the_call_does_not_end_it() {
     for kind in ["ppoll-masked", "epoll-masked"] {

@@ -102,7 +102,7 @@ fn forbid(calls: &[c_long], answer: u32) {
     );
 }
 
-/// Loses its rights; then reads bytes into the memory it was told of, by system call.
+/// Loses its rights; then reads bytes into the given memory, by system call.
 fn play_nobody() {
     let access = i64::from(libc::PROT_READ | libc::PROT_WRITE);
     let private = i64::from(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -187,7 +187,7 @@ fn a_filter_that_forbids_restarts_does_not_kill() {
     assert!(victim.end().success());
 }
 
-/// Without CAP_SYS_ADMIN nobody can tell what a filter would do: refused, and nothing happens.
+/// Without CAP_SYS_ADMIN the effect of a filter is unknown: refused, and nothing happens.
 #[test]
 fn a_filter_that_cannot_be_suspended_is_refused() {
     let mut victim = Victim::start("limits kill");

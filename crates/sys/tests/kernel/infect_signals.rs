@@ -36,7 +36,7 @@ fn handle(signal: c_int, flags: c_int) {
     }
 }
 
-/// The victim. It ends, and reports, when it is told a line.
+/// The victim. It ends, and reports, when it receives a line.
 pub fn play(argument: &str) {
     let (reader, mut writer) = std::io::pipe().unwrap();
     let listener = move || {
@@ -227,7 +227,7 @@ fn a_sleeper_hit_by_a_timer_sleeps_on() {
     assert!(victim.end().success());
 }
 
-/// Whatever part of an infection a signal hits: the call that it interrupts returns EINTR, once.
+/// A signal may hit any part of an infection: the call that it interrupts returns EINTR, once.
 #[test]
 fn every_signal_ends_one_call() {
     for kind in ["read", "pause", "epoll", "epoll-masked", "ppoll-masked"] {

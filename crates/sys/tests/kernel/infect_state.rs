@@ -166,7 +166,7 @@ fn call_and_check() {
         let error = std::io::Error::last_os_error().raw_os_error();
         assert_eq!((result, error), (-1, Some(libc::EAGAIN)));
         value = (value + 1) & 0xffff;
-        // Or the main thread would hardly get to run among so many.
+        // Or the main thread would hardly get to run among all these threads.
         if value % 256 == 0 {
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -338,7 +338,7 @@ fn a_thread_that_sleeps_deeply_is_given_up_in_time() {
     );
     assert!(clock.elapsed() < Duration::from_millis(1000));
     assert_eq!(victim.process.run_state().unwrap(), 'D');
-    // Nobody holds it any more, and nothing is left behind.
+    // No process holds it any more, and nothing is left behind.
     victim.wait_in_call(libc::SYS_read);
     drop(inject(&victim.process).unwrap());
     victim.tell("end");

@@ -71,7 +71,7 @@ fn wait_after_wake(uffd: &Uffd, page: AddressRange) -> Event {
     wait_for_event(uffd)
 }
 
-/// Whoever waits for a page can be left waiting when it is there.
+/// A thread that waits for a page can be left waiting when the page is there.
 #[test]
 fn a_waiter_may_be_held() {
     let mut memory = Memory::start(8, "small");
@@ -91,8 +91,8 @@ fn a_waiter_may_be_held() {
     assert_eq!(memory.done(), 0x0101_0101_0101_0101);
 }
 
-/// A page that is given up after it was filled is reported as missing again, and its discarding waits
-/// for nobody.
+/// A page that is given up after it was filled is reported as missing again, and discarding it waits for no
+/// handler.
 #[test]
 fn a_discarded_page_is_missing_again() {
     let mut memory = Memory::start(8, "small");
@@ -126,7 +126,7 @@ fn a_successor_serves_what_is_left() {
         // It has read the message and dies before it answers.
         drop(first);
         let second = Uffd::adopt(process.fetch_fd(shared.remote_fd).unwrap());
-        assert_eq!(memory.victim.word(), None, "nobody has served the page");
+        assert_eq!(memory.victim.word(), None, "no handler has served the page");
         second.wake(memory.regions[region]).unwrap();
         assert_eq!(wait_for_event(&second), asked);
         second

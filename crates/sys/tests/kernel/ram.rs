@@ -1,4 +1,4 @@
-//! A child with memory that does what it is told with it, and what userfaultfd says of that.
+//! A child with memory that carries out commands on it, and userfaultfd's reports on that.
 
 use crate::calls::call;
 use crate::victim::{Victim, hear, say};
@@ -8,8 +8,8 @@ use stillframe_sys::uffd::{Event, Uffd};
 
 pub const PAGE: u64 = 4096;
 
-/// The victim: some private anonymous memory and a shared memfd. It writes, reads or discards the
-/// pages it is told.
+/// The victim: some private anonymous memory and a shared memfd. It writes, reads or discards the pages that a
+/// command names.
 pub fn play(argument: &str) {
     let mut words = argument.split(' ');
     let pages: u64 = words.next().unwrap().parse().unwrap();

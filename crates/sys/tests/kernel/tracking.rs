@@ -1,5 +1,5 @@
-//! Write tracking in the memory of a child, all the way: inject, handshake, register, protect; against
-//! the record of what the child was told to do.
+//! Write tracking in the memory of a child, all the way: inject, handshake, register, protect. The reference is the
+//! record of the commands that the child received.
 
 use crate::ram::{Memory, PAGE, wait_for_event};
 use crate::victim::inject;
@@ -70,8 +70,8 @@ fn some_pages() -> impl Strategy<Value = BTreeSet<u64>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// What is taken is exactly what was written since the last time, in any mixture of rounds,
-    /// whatever was populated before and however the range is cut into calls.
+    /// A scan takes exactly the pages written since the last scan, in any mixture of rounds. It does not matter
+    /// which pages were populated before, nor how the range is cut into calls.
     #[test]
     fn exactly_the_written_pages_are_taken(
         before in [some_pages(), some_pages()],
@@ -132,8 +132,8 @@ fn writes_by_the_kernel_are_reported() {
     }
 }
 
-/// What may hold anything is found after protection too, where an untouched page has a marker; a
-/// page that was only read is reported or not, but never one with content left out.
+/// Pages that may have content are found after protection too, where an untouched page has a marker. A page that
+/// was only read is reported or not, but a page with content is never left out.
 #[test]
 fn untouched_pages_are_told_from_pages_with_content() {
     let mut memory = Memory::start(20_000, "small");
@@ -206,7 +206,7 @@ fn memory_that_is_not_tracked_is_refused() {
     memory.act("write", 1, 0..8);
 }
 
-/// What happens when the engine dies: the child goes on, asynchronous or synchronous.
+/// The effect of the engine's death: the child goes on, asynchronous or synchronous.
 #[test]
 fn closing_the_descriptor_frees_the_child() {
     let mut memory = Memory::start(8, "small");
@@ -231,7 +231,7 @@ fn closing_the_descriptor_frees_the_child() {
     assert_eq!(memory.take(&pagemap, 1), BTreeSet::from([3]));
 }
 
-/// What a second owner of the descriptor does when the first hangs: the child goes on, though copies stay
+/// The actions of a second owner of the descriptor when the first hangs: the child goes on, though copies stay
 /// open.
 #[test]
 fn unregistering_frees_the_child() {
@@ -309,7 +309,7 @@ fn a_range_has_one_watcher() {
     assert!(matches!(result, Err(UffdError::Busy { .. })), "{result:?}");
 }
 
-/// Has every access to a page fail as one to memory that the hardware lost does (hwpoison): the kernel leaves
+/// Makes every access to a page fail as an access to memory that the hardware lost (hwpoison). The kernel leaves
 /// the marker of such a page (`PTE_MARKER_POISONED`), without any loss of memory.
 fn poison(uffd: &Uffd, page: AddressRange) {
     const UFFDIO_POISON: u64 = 0xc020_aa08;
@@ -325,8 +325,8 @@ fn poison(uffd: &Uffd, page: AddressRange) {
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// A page that the hardware lost is reported as written, and reading it fails, alone or among others; what
-/// lies beside it is read and tracked as before.
+/// A page that the hardware lost is reported as written, and reading it fails, alone or among others. The pages
+/// beside it are read and tracked as before.
 #[test]
 fn a_poisoned_page_is_reported_and_cannot_be_read() {
     for mode in [WriteProtectMode::Async, WriteProtectMode::Sync] {

@@ -64,7 +64,7 @@ pub struct Victim {
     input: ChildStdin,
     lines: Receiver<String>,
     pub process: Process,
-    /// What followed the word `ready` in its first line.
+    /// The text after the word `ready` in its first line.
     pub ready: String,
 }
 
@@ -124,7 +124,7 @@ impl Victim {
         }
     }
 
-    /// What it has said that was not heard yet, if it says anything.
+    /// The next unread word of the victim, if there is one.
     pub fn word(&mut self) -> Option<String> {
         self.lines.recv_timeout(Duration::from_millis(1)).ok()
     }
