@@ -1,5 +1,5 @@
-//! Finding the dirty pages: the two-level bitmap against a scan bit by bit, on 4 GiB of guest memory
-//! (FITDOC, figure 7): `cargo xtask bench bitmap`.
+//! Finding the dirty pages: the two-level bitmap against a scan bit by bit, on 4 GiB of guest memory (FITDOC,
+//! figure 7). Run it with `cargo xtask bench bitmap`.
 //!
 //! Prints one JSON value a line: each distribution with both times in microseconds (median of many
 //! scans, in turns), then the claim. Asserts nothing but that both find the same.

@@ -1,8 +1,8 @@
-//! Which codec, and how many pages together: `cargo bench -p stillframe-page --bench codec`.
+//! Compares codecs and numbers of pages together: `cargo bench -p stillframe-page --bench codec`.
 //!
-//! Compresses memory in blocks of 4 to 128 KiB with Zstandard at three levels and with LZ4, and
-//! prints ratio and speed (MB of plain bytes a second of processor time, one thread). Zero pages are
-//! left out, as the repository leaves them out.
+//! Compresses memory in blocks of 4 to 128 KiB with Zstandard at three levels and with LZ4. Prints ratio and speed
+//! (MB of plain bytes a second of processor time, one thread). Zero pages are left out, as the repository leaves
+//! them out.
 //! With a file name it uses that file (a raw image of guest memory); without, memory made here:
 //! text, records with pointers, machine code, and some noise. Asserts nothing.
 
@@ -14,7 +14,7 @@ use dice::Dice;
 
 const PAGE: usize = 4096;
 const BYTES_MAX: usize = 96 << 20;
-/// Pages of a large image are taken in runs of so many, to keep neighbours together.
+/// Pages of a large image are taken in runs of this many, to keep neighbours together.
 const RUN: usize = 256;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -148,8 +148,8 @@ fn cpu_seconds() -> Result<f64> {
     Ok(nanoseconds as f64 / 1e9)
 }
 
-/// What compressing in blocks gives: bytes stored (a block that does not shrink by 1/16 counts in
-/// full), and the speeds in MB/s of plain bytes.
+/// The result of compressing in blocks: bytes stored (a block that does not shrink by 1/16 counts in full), and the
+/// speeds in MB/s of plain bytes.
 fn measure(codec: &mut dyn Codec, memory: &[u8], block: usize) -> Result<(usize, f64, f64)> {
     let mut packed: Vec<Vec<u8>> = memory.chunks(block).map(|_| Vec::new()).collect();
     let started = cpu_seconds()?;

@@ -1,8 +1,8 @@
 //! Size and speed of deltas on the six mixes of FITDOC's table I: `cargo xtask bench delta`.
 //!
-//! Each mix is made from the paper's histogram: as many pages (a share of the large ones) with as
-//! many changed bytes, the paper's share of them in whole words of eight, all content noise. The paper
-//! counts the changed bytes alone; this counts all that is needed to apply them.
+//! Each mix is made from the paper's histogram: as many pages (a share of the large ones) with as many changed
+//! bytes. The paper's share of them is in whole words of eight; all content is noise. The paper counts the changed
+//! bytes alone; this counts all that is needed to apply them.
 //! Prints one JSON value a line. Asserts nothing but that every page comes back.
 
 mod dice;
@@ -77,7 +77,7 @@ const MIXES: [Mix; 6] = [
     },
 ];
 
-/// What makes a byte another one.
+/// A mask that makes a byte another one.
 fn mask(dice: &mut Dice) -> u8 {
     1 + dice.below(255) as u8
 }

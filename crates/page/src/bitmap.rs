@@ -1,8 +1,8 @@
 //! The set of dirty pages of one RAM block.
 //!
-//! Two levels: one bit a page, and above it one summary bit for each word of 64 pages. Dirty sets
-//! are sparse between checkpoints (a few thousand of millions of pages), so every walk goes by the
-//! summary and touches 4096 clean pages with one test:
+//! Two levels: one bit a page, and above it one summary bit for each word of 64 pages. Dirty sets are sparse
+//! between checkpoints (a few thousand of millions of pages). So every walk goes by the summary and touches 4096
+//! clean pages with one test:
 //!
 //! ```text
 //! summary   ..0 1 0 0 1       bit w is set exactly when words[w] != 0
@@ -231,12 +231,12 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// The slow reference model: an ordered set, with the same rule for pages outside the block.
-    struct Twin {
+    struct Model {
         pages: u64,
         set: BTreeSet<u64>,
     }
 
-    impl Twin {
+    impl Model {
         fn ranges(&self) -> Vec<Range<u64>> {
             let mut runs: Vec<Range<u64>> = Vec::new();
             for &page in &self.set {
@@ -288,37 +288,37 @@ mod tests {
         #[test]
         fn behaves_like_an_ordered_set((pages, steps) in (0..9000_u64).prop_flat_map(|n| (Just(n), steps(n)))) {
             let mut map = DirtyBitmap::new(pages);
-            let mut twin = Twin { pages, set: BTreeSet::new() };
+            let mut model = Model { pages, set: BTreeSet::new() };
             for step in steps {
                 match step {
-                    Step::Set(p) => prop_assert_eq!(map.set(PageIndex(p)), p < twin.pages && twin.set.insert(p)),
-                    Step::Clear(p) => prop_assert_eq!(map.clear(PageIndex(p)), twin.set.remove(&p)),
+                    Step::Set(p) => prop_assert_eq!(map.set(PageIndex(p)), p < model.pages && model.set.insert(p)),
+                    Step::Clear(p) => prop_assert_eq!(map.clear(PageIndex(p)), model.set.remove(&p)),
                     Step::SetRange(from, to) => {
                         map.set_range(from..to);
-                        twin.set.extend(from..to.min(pages));
+                        model.set.extend(from..to.min(pages));
                     }
                     Step::Union(members) => {
                         map.union_with(&other(pages, &members));
-                        twin.set.extend(members.into_iter().filter(|&p| p < pages));
+                        model.set.extend(members.into_iter().filter(|&p| p < pages));
                     }
                     Step::Subtract(members) => {
                         map.subtract(&other(pages, &members));
-                        twin.set.retain(|p| !members.contains(p));
+                        model.set.retain(|p| !members.contains(p));
                     }
                     Step::Intersect(members) => {
                         map.intersect_with(&other(pages, &members));
-                        twin.set.retain(|p| members.contains(p));
+                        model.set.retain(|p| members.contains(p));
                     }
                     Step::ClearAll => {
                         map.clear_all();
-                        twin.set.clear();
+                        model.set.clear();
                     }
                 }
-                prop_assert_eq!(map.count(), twin.set.len() as u64);
-                prop_assert_eq!(map.is_empty(), twin.set.is_empty());
-                prop_assert_eq!(map.ranges().collect::<Vec<_>>(), twin.ranges());
-                for p in twin.set.iter().copied().chain([0, pages, pages + 1, u64::MAX]) {
-                    prop_assert_eq!(map.get(PageIndex(p)), twin.set.contains(&p));
+                prop_assert_eq!(map.count(), model.set.len() as u64);
+                prop_assert_eq!(map.is_empty(), model.set.is_empty());
+                prop_assert_eq!(map.ranges().collect::<Vec<_>>(), model.ranges());
+                for p in model.set.iter().copied().chain([0, pages, pages + 1, u64::MAX]) {
+                    prop_assert_eq!(map.get(PageIndex(p)), model.set.contains(&p));
                 }
             }
         }

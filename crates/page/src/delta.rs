@@ -1,7 +1,7 @@
-//! What changed in several pages, encoded together (FITDOC, section III.C).
+//! The changes of several pages, encoded together (FITDOC, section III.C).
 //!
-//! Each new version is XORed with the old one in words of eight bytes. What is not zero goes into
-//! three streams, so that each can be compressed for what it is:
+//! Each new version is XORed with the old one in words of eight bytes. The non-zero words go into three streams, so
+//! that each stream can be compressed by its nature:
 //!
 //! ```text
 //! places   per page: its number (distance to the one before), runs; per run: words skipped, words
@@ -15,7 +15,7 @@
 //! encoded  varint pages, then per stream: u8 kind, varint plain bytes, varint stored bytes, payload
 //! ```
 //!
-//! Kinds are those of [`crate::encoding`]; varints those of [`crate::varint`].
+//! Kinds are defined in [`crate::encoding`]; varints in [`crate::varint`].
 
 use thiserror::Error;
 
@@ -27,11 +27,11 @@ pub const PAGE_BYTES: usize = 4096;
 const WORD_BYTES: usize = 8;
 const WORDS: usize = PAGE_BYTES / WORD_BYTES;
 
-/// The most pages in one delta: bounds what a decoder may allocate.
+/// The most pages in one delta: bounds a decoder's allocations.
 pub const PAGES_MAX: usize = 4096;
 
-/// Of the changed bytes, which are mostly as they are in memory, this much is tried first:
-/// compressing what does not compress would take longer than all the rest.
+/// Changed bytes are mostly as they are in memory. This much of them is tried first: compressing incompressible
+/// bytes would take longer than all the rest.
 const SAMPLE_BYTES: usize = 8 << 10;
 
 /// Why a delta cannot be read.
@@ -52,7 +52,7 @@ pub enum DeltaError {
 /// Kind and lengths of three streams, at the most.
 const STREAM_HEADS_BYTES: usize = 3 * (1 + 5 + 5);
 
-/// Plain bytes at which a delta had better be finished: bounds what a reader holds of it.
+/// Plain bytes at which a delta is best finished: bounds a reader's memory for it.
 const BYTES_FULL: usize = 1 << 20;
 
 /// Collects changed pages. Holds a compression context: make one per thread and keep it.
@@ -66,7 +66,7 @@ pub struct DeltaEncoder {
     mask_runs: Box<[MaskRun; WORDS + 1]>,
 }
 
-/// What became of a page.
+/// The outcome for a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Added {
     /// Nothing changed: nothing was added.
@@ -82,7 +82,7 @@ pub enum Added {
 pub struct EncodedDelta {
     /// The pages it changes, ascending.
     pub pages: Vec<u32>,
-    /// What [`Delta::decode`] reads.
+    /// The encoded delta, as [`Delta::decode`] reads it.
     pub bytes: Vec<u8>,
 }
 
@@ -229,7 +229,7 @@ impl Runs {
 /// The changed bytes of several pages. Words are written whole, one over the useless end of the other.
 #[derive(Default)]
 struct Gathered {
-    /// Longer than what is of use, so that nothing is filled with zeros twice.
+    /// Longer than its used part, so that nothing is filled with zeros twice.
     buffer: Vec<u8>,
     filled: usize,
 }
@@ -296,7 +296,7 @@ struct Shape {
 
 const SCATTERED: u8 = u8::MAX;
 
-/// By mask. A table, because without the POPCNT instruction counting takes longer.
+/// Counts by mask. It is a table, because without the POPCNT instruction counting takes longer.
 const SHAPES: [Shape; 256] = {
     let mut shapes = [Shape { count: 0, shift: 0 }; 256];
     let mut mask = 1;
@@ -339,7 +339,7 @@ fn store(word: u64, mask: u8, into: &mut [u8]) -> usize {
     count.into()
 }
 
-/// What changed in several pages, read back.
+/// The changes of several pages, read back.
 #[derive(Debug)]
 pub struct Delta {
     pages: Vec<Changed>,
@@ -493,7 +493,7 @@ impl Delta {
     }
 }
 
-/// What is left to read.
+/// The unread rest.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {

@@ -3,7 +3,7 @@
 /// Bytes compared at once: FITDOC's line.
 pub const WORD_BYTES: usize = 8;
 
-/// What differs between two versions of a page.
+/// The difference between two versions of a page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Difference {
     /// Bytes that differ.
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     /// The slow reference model: byte by byte.
-    fn twin(old: &[u8], new: &[u8]) -> Difference {
+    fn model(old: &[u8], new: &[u8]) -> Difference {
         let differs: Vec<bool> = old.iter().zip(new).map(|(old, new)| old != new).collect();
         Difference {
             bytes: differs.iter().filter(|&&differs| differs).count() as u32,
@@ -55,7 +55,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn counts_what_its_twin_counts(
+        fn counts_what_its_model_counts(
             old in prop::collection::vec(any::<u8>(), 0..200),
             // Mostly the same byte, by mask; 0x80 and 0x01 are the ends of the carry.
             masks in prop::collection::vec(prop_oneof![4 => Just(0u8), 1 => Just(0x80), 1 => Just(1), 2 => any::<u8>()], 200),
@@ -65,7 +65,7 @@ mod tests {
             for byte in new.iter_mut().skip(whole * WORD_BYTES).take(WORD_BYTES) {
                 *byte = !*byte;
             }
-            prop_assert_eq!(difference(&old, &new), twin(&old, &new));
+            prop_assert_eq!(difference(&old, &new), model(&old, &new));
         }
     }
 

@@ -1,8 +1,8 @@
 //! How a run of page bytes is written down: as nothing (all zero), as it is, or compressed.
 //!
-//! One encoder works on one page or on a frame of many; the caller keeps the kind and the plain
-//! length beside the payload. Decoding trusts nothing: it never makes more than the plain length
-//! it was told, and fails unless it makes exactly that.
+//! One encoder works on one page or on a frame of many; the caller keeps the kind and the plain length beside the
+//! payload. Decoding trusts nothing: it never makes more than the given plain length, and fails unless it makes
+//! exactly that.
 
 use thiserror::Error;
 use zstd::bulk::{Compressor, Decompressor};
@@ -10,7 +10,7 @@ use zstd::zstd_safe::compress_bound;
 
 use crate::is_zero;
 
-/// What a payload is. The numbers are part of the repository format.
+/// The kind of a payload. The numbers are part of the repository format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
@@ -52,7 +52,7 @@ pub enum EncodingError {
     /// The payload does not give the number of bytes it should.
     #[error("encoded data should give {expected} bytes but gives {found}")]
     WrongLength {
-        /// Plain bytes asked for.
+        /// The requested length in plain bytes.
         expected: usize,
         /// Plain bytes the payload holds.
         found: usize,
@@ -81,13 +81,13 @@ pub struct Encoder {
 const GAIN_SHARE_MIN: usize = 16;
 
 impl Encoder {
-    /// An encoder with a Zstandard level (1 is what the repository uses; negative is faster).
+    /// An encoder with a Zstandard level (the repository uses 1; negative is faster).
     pub fn new(level: i32) -> Result<Encoder, EncodingError> {
         let compressor = Compressor::new(level).map_err(EncodingError::Compress)?;
         Ok(Encoder { compressor })
     }
 
-    /// Appends the payload of `plain` to `out` and says what it is. `out` keeps what it held.
+    /// Appends the payload of `plain` to `out` and returns its kind. `out` keeps its content.
     pub fn encode(&mut self, plain: &[u8], out: &mut Vec<u8>) -> Result<Kind, EncodingError> {
         if is_zero(plain) {
             return Ok(Kind::Zero);
@@ -128,8 +128,8 @@ impl Decoder {
         out: &mut Vec<u8>,
     ) -> Result<(), EncodingError> {
         let kind = Kind::from_number(kind).inspect_err(|_| out.clear())?;
-        // What is decompressed is written over what the buffer holds: clearing it would fill it with
-        // zeros first, again for each frame.
+        // Decompression overwrites the old content of the buffer: clearing it would fill it with zeros first, again
+        // for each frame.
         if kind != Kind::Zstd {
             out.clear();
         }

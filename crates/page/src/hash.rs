@@ -1,7 +1,6 @@
-//! Content ids: what a blob is called by what it holds.
+//! Content ids: a blob's name, made from its content.
 //!
-//! The hash is keyed, so that whoever can list a repository but has no key cannot test whether a
-//! known page is in it.
+//! The hash is keyed. So a reader of a repository who has no key cannot test whether a known page is in it.
 
 use std::fmt;
 

@@ -1,5 +1,5 @@
-//! What one guest page can be, and sets of pages: page numbers, dirty bitmaps, content ids, the
-//! encoding of pages for storage. Pure functions on bytes, no I/O.
+//! The kinds of a guest page, and sets of pages: page numbers, dirty bitmaps, content ids, the encoding of pages
+//! for storage. Pure functions on bytes, no I/O.
 
 pub mod bitmap;
 pub mod delta;

@@ -1,7 +1,7 @@
 //! The all-zero test, the cheapest and most frequent question about a page.
 
-/// How many bytes are folded together before one branch: wide enough for the widest vector
-/// registers, narrow enough that a page with data near its start is given up at once.
+/// Number of bytes that are folded together before one branch. It is wide enough for the widest vector registers,
+/// and narrow enough that a page with data near its start is given up at once.
 const STRIDE: usize = 256;
 
 /// Whether every byte is zero. An empty slice is zero.

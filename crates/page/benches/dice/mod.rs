@@ -1,4 +1,4 @@
-//! What the benches are made of by chance.
+//! Random choices for the benches.
 
 /// Numbers without end (SplitMix64), the same in every run.
 pub struct Dice(pub u64);
