@@ -5,9 +5,9 @@
 //!   STILLFRAME_FAULT=store.pack:error:3       an I/O error at the third pass
 //! ```
 //!
-//! Without the feature `points`, which only tests turn on, every point compiles to nothing. A point
-//! that was reached creates the file that `STILLFRAME_FAULT_REACHED` names, so that a test can tell a
-//! fault that was survived from one that never happened.
+//! Without the feature `points`, which only tests turn on, every point compiles to nothing. A point that was
+//! reached creates the file that `STILLFRAME_FAULT_REACHED` names. So a test can distinguish a fault that was
+//! survived from one that never happened.
 
 /// Declares the points, their names, and the list of all of them.
 macro_rules! points {
@@ -49,11 +49,11 @@ points! {
     CopyOnWriteBatch = "copy-on-write.batch",
     /// Copy-on-write: a write fault is about to be handled.
     CopyOnWriteFault = "copy-on-write.fault",
-    /// Rewind: the guest is stopped, and what differs is gathered; nothing is changed.
+    /// Rewind: the guest is stopped, and the differing pages are gathered; nothing is changed.
     RewindStopped = "rewind.stopped",
     /// Rewind: `cont` is blocked; nothing is changed.
     RewindInhibited = "rewind.inhibited",
-    /// Rewind: half of what differs in a RAM block is exchanged.
+    /// Rewind: half of the differing pages of a RAM block are exchanged.
     RewindExchange = "rewind.exchange",
     /// Rewind: all pages are exchanged; the device state is not loaded.
     RewindExchanged = "rewind.exchanged",
@@ -106,15 +106,15 @@ points! {
 /// Passes a fault point.
 ///
 /// # Errors
-/// An I/O error where the test asked for one; never without the feature `points`.
+/// An I/O error where the test set one; never without the feature `points`.
 #[cfg(not(feature = "points"))]
 #[inline(always)]
 pub fn at(_point: Point) -> std::io::Result<()> {
     Ok(())
 }
 
-/// How long until a point that is passed at intervals is passed next: `usual`, unless a test asked for a
-/// fault there and cannot wait for it.
+/// Time until a point that is passed at intervals is passed next. It is `usual`, unless a test set a fault there
+/// and cannot wait for it.
 #[cfg(not(feature = "points"))]
 #[inline(always)]
 pub fn interval(_point: Point, usual: std::time::Duration) -> std::time::Duration {
@@ -126,7 +126,7 @@ pub use active::{at, interval};
 
 #[cfg(feature = "points")]
 mod active {
-    //! What happens at a point that was asked for.
+    //! The effect of a point that a test has set.
 
     use std::io;
     use std::sync::OnceLock;
@@ -203,10 +203,10 @@ mod active {
         fault.as_ref()
     }
 
-    /// Passes a fault point; see the module for what a test can ask for.
+    /// Passes a fault point; see the module for the faults that a test can set.
     ///
     /// # Errors
-    /// An I/O error where the test asked for one.
+    /// An I/O error where the test set one.
     pub fn at(point: Point) -> io::Result<()> {
         let Some(fault) = wanted().filter(|fault| fault.point == point.name()) else {
             return Ok(());
@@ -235,8 +235,8 @@ mod active {
         Ok(())
     }
 
-    /// How long until a point that is passed at intervals is passed next: `usual`, or a second where a test
-    /// asked for a fault there.
+    /// Time until a point that is passed at intervals is passed next: `usual`, or a second where a test set a fault
+    /// there.
     pub fn interval(point: Point, usual: Duration) -> Duration {
         match wanted().is_some_and(|fault| fault.point == point.name()) {
             true => HASTENED,
