@@ -1,14 +1,14 @@
 # The smallest guest that can tell whether its memory is whole: 512 bytes, no operating system.
 #
-# It runs where Linux guests do not, above all under KVM nested in another machine. It writes
-# pseudo-random words over 4 MiB from 2 MiB up and keeps their sum in a register; each tick of
-# the timer interrupt (18.2 a second) it adds all words up again and says on the serial port
+# It runs where Linux guests do not, above all under KVM nested in another machine. It writes pseudo-random words
+# over 4 MiB from 2 MiB up and keeps their sum in a register. Each tick of the timer interrupt (18.2 a second) adds
+# all words up again and prints on the serial port
 #
 #   tick N sum S                                     N decimal, S hexadecimal
 #   CORRUPT sum expected S found S tick N            from then on, when the sums differ
 #
-# Memory against registers: a page that went stale in a checkpoint shows at the next tick. The
-# sums follow from N alone. Interrupt controller and timer must have survived, or it is silent.
+# Memory against registers: a page that went stale in a checkpoint shows at the next tick. The sums follow from N
+# alone. If interrupt controller or timer did not survive, it is silent.
 # Under a KVM without hardware help (PVM) KVM's instruction emulator runs all of it, at less than
 # a million instructions a second; a tick then takes about 90 ms instead of 55.
 #
@@ -27,7 +27,7 @@
 
         .set MEMORY, 0x200000           # first watched byte
         .set BYTES, 4 << 20             # watched bytes: 1024 pages
-        .set SPACING, 512               # one word in so many bytes is used: 8 a page
+        .set SPACING, 512               # bytes from one used word to the next: 8 a page
         .set WRITES, 256                # words written a tick
         .set TIMER_VECTOR, 8            # where the firmware puts timer interrupts
         .set SERIAL_DATA, 0x3f8
@@ -123,9 +123,9 @@ wait_for_timer:                         # and count the tick in edi
         inc     edi
         sti                             # takes effect after hlt: no interrupt is lost between
         hlt
-        # Only the interrupt leads on from here. It comes back by dropping what it pushed (place,
-        # segment, flags), with interrupts off: the instruction emulator of KVM, which runs all of
-        # this where the processor gives no help, has no iret for protected mode.
+        # Only the interrupt leads on from here. It comes back by dropping what it pushed (place, segment, flags),
+        # with interrupts off. The instruction emulator of KVM runs all of this where the processor gives no help;
+        # it has no iret for protected mode.
 timer:
         add     esp, 12
         mov     al, 0x20                # end of interrupt

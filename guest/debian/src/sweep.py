@@ -10,7 +10,7 @@ VALUE_BYTES = 4000
 PIECE = 24
 # Commands that are sent at once.
 TOGETHER = 100
-# The next value lies so many further: neighbours in time are none in memory.
+# The next value lies this many further: neighbours in time are none in memory.
 STRIDE = 7919
 
 
@@ -59,7 +59,7 @@ def main(path, values, unit):
         server.ask([command(b"SET", key, value(key)) for key in keys], b"+OK\r\n" * len(keys))
     if values % STRIDE == 0:
         values -= 1
-    # Made once: what is measured is the server's memory, not this program.
+    # Made once, so that the server's memory is measured, not this program.
     begin = (VALUE_BYTES - PIECE) // 2
     order = [number * STRIDE % values for number in range(values)]
     batches = []

@@ -1,11 +1,10 @@
 //! The self-checking program inside the test guests.
 //!
-//! It keeps memory whose content it can always tell (see [`memory`]), writes it in a given
-//! pattern and checks it again and again. Each tick prints one line on standard output, the
-//! guest's serial port:
+//! It keeps memory with known content (see [`memory`]), writes it in a given pattern and checks it again and again.
+//! Each tick prints one line on standard output, the guest's serial port:
 //!
-//! - `tick N sum S` when all that was looked at is as it must be. `S` follows from the arguments
-//!   and `N` alone, so the same arguments give the same lines on any machine;
+//! - `tick N sum S` when all checked memory is as it must be. `S` follows from the arguments and `N` alone, so the
+//!   same arguments give the same lines on any machine;
 //! - `CORRUPT ... tick N` otherwise, and from then on every tick.
 
 mod arguments;

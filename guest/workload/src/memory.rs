@@ -1,13 +1,13 @@
 //! The guest memory that is watched: every page's content follows from a small table entry.
 //!
-//! The words of a page are a function of the seed, the page's *stamp* and the word's place, so
-//! a page that went back to an older content, or holds another page's content, does not match
-//! its table entry. A page may be half way between two stamps: single-word writes bring in the
-//! words of the next stamp one by one in a fixed order. Beside the table runs a sum over all
-//! words, kept up on each write and recomputed from memory by [`Memory::check_all`]. Table, sum
-//! and counters are guest memory themselves: if they go stale, the pages no longer match.
+//! The words of a page are a function of the seed, the page's *stamp* and the word's place. A page that went back
+//! to an older content, or holds another page's content, therefore does not match its table entry. A page may be
+//! half way between two stamps: single-word writes bring in the words of the next stamp one by one in a fixed
+//! order. Beside the table runs a sum over all words, updated on each write and recomputed from memory by
+//! [`Memory::check_all`]. Table, sum and counters are guest memory themselves: if they go stale, the pages no
+//! longer match.
 //!
-//! Every write first checks what it is about to replace, so that no damage is covered up.
+//! Every write first checks the content that it replaces, so that no damage is covered up.
 
 use crate::random::{GOLDEN, mix};
 use std::fmt;
@@ -26,7 +26,7 @@ const STRIDE: usize = 181;
 const STRIDE_INVERSE: usize = 413;
 const _: () = assert!(STRIDE * STRIDE_INVERSE % PAGE_WORDS == 1);
 
-/// What one page must hold.
+/// The content that one page must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Content {
     Zero,
@@ -39,7 +39,7 @@ enum Content {
     },
 }
 
-/// A difference between memory and what it must hold.
+/// A difference between memory and its required content.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Corruption {
     /// One word of a page.
@@ -393,7 +393,7 @@ mod tests {
         assert_eq!(lived_in().check_all(), Ok(()));
     }
 
-    /// Each page in turn goes back to what it held one write earlier.
+    /// Each page in turn goes back to its content one write earlier.
     #[test]
     fn a_stale_page_is_found_wherever_it_is() {
         for page in 0..32 {

@@ -56,7 +56,7 @@ impl FromStr for Pattern {
     }
 }
 
-/// Carries a pattern out, write by write. What it writes follows from the seed alone.
+/// Carries a pattern out, write by write. Its writes follow from the seed alone.
 pub struct Writer {
     pattern: Pattern,
     random: Random,

@@ -1,8 +1,7 @@
 //! The text console as watched memory: lines scroll over it and are read back.
 //!
-//! The console's characters lie in the video memory of the virtual graphics card, which is no
-//! part of main RAM: a checkpoint that forgets it shows here. The kernel's `/dev/vcs` reads the
-//! characters back from there.
+//! The console's characters lie in the video memory of the virtual graphics card, which is no part of main RAM. A
+//! checkpoint that forgets it shows here. The kernel's `/dev/vcs` reads the characters back from there.
 
 use crate::memory::Corruption;
 use crate::random::mix;
@@ -16,7 +15,7 @@ const CHARACTERS: &str = "/dev/vcs";
 /// The same with attributes, after four bytes: rows, columns, cursor column, cursor row.
 const WITH_HEADER: &str = "/dev/vcsa";
 
-/// The console and what it must show.
+/// The console and the text that it must show.
 pub struct Screen {
     console: File,
     rows: usize,
@@ -30,7 +29,7 @@ impl Screen {
     pub fn open(seed: u64) -> io::Result<Self> {
         let header = fs::read(WITH_HEADER)?;
         let [rows, columns, ..] = header[..] else {
-            return Err(io::Error::other("the console tells no size"));
+            return Err(io::Error::other("the console reports no size"));
         };
         Ok(Self {
             console: OpenOptions::new().write(true).open(CONSOLE)?,
@@ -41,7 +40,7 @@ impl Screen {
         })
     }
 
-    /// Checks what the screen shows, then scrolls `lines` new lines over it.
+    /// Checks the screen's text, then scrolls `lines` new lines over it.
     pub fn scroll(&mut self, lines: u64) -> io::Result<Result<(), Corruption>> {
         let shown = fs::read(CHARACTERS)?;
         let rows = Rows {
@@ -61,7 +60,7 @@ impl Screen {
     }
 }
 
-/// What each row of the screen must show.
+/// The text that each row of the screen must show.
 struct Rows {
     seed: u64,
     lines_written: u64,
@@ -130,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_screen_not_yet_scrolled_over_is_not_judged() {
+    fn a_screen_not_yet_scrolled_over_is_not_checked() {
         let (rows, _) = screen_after(2);
         assert_eq!(rows.check(b"whatever the firmware left", 40), Ok(()));
     }
