@@ -40,14 +40,14 @@ impl Agent {
         Ok(agent)
     }
 
-    /// By how many seconds the guest's clock is behind this machine's.
+    /// Seconds by which the guest's clock is behind this machine's.
     pub fn behind_s(&mut self) -> Result<f64> {
         let guest = self.execute(&json!({"execute": "guest-get-time"}))?;
         let guest = guest.as_f64().context("no time")? / 1e9;
         Ok(now_s()? - guest)
     }
 
-    /// Sets the guest's clock to so many seconds behind.
+    /// Sets the guest's clock back by this many seconds.
     pub fn set_behind(&mut self, seconds: f64) -> Result<()> {
         let time = ((now_s()? - seconds) * 1e9) as i64;
         self.execute(&json!({"execute": "guest-set-time", "arguments": {"time": time}}))?;

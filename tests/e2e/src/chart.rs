@@ -13,7 +13,7 @@ const FONT: &str = "sans-serif";
 /// Part of a group's width that its bars fill.
 const BARS_SHARE: f64 = 0.8;
 
-/// What stands beside the picture.
+/// The legend beside the picture.
 #[derive(Debug, Clone, Copy)]
 pub struct Labels<'a> {
     /// Above it.

@@ -1,5 +1,5 @@
-//! Guests with real software: Debian on a disk image that QEMU opens read-only, with all that they
-//! write in RAM. What they do stands in `guest/debian`.
+//! Guests with real software: Debian on a disk image that QEMU opens read-only, with all their writes in RAM. Their
+//! works are in `guest/debian`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,14 +8,14 @@ use anyhow::{Context, Result, bail};
 
 use crate::guest::{self, Guest, KERNEL_ARGUMENTS, Kind};
 
-/// What managers give a Linux guest. Without it q35 has a card whose state takes QEMU half a millisecond
-/// of every pause to save.
+/// The network card that managers give a Linux guest. Without it q35 has a card whose state takes QEMU half a
+/// millisecond of every pause to save.
 const NETWORK: &str = "user,model=virtio-net-pci";
 
-/// For the slowest of them to prepare itself under TCG, on a busy machine.
+/// Time for the slowest of them to prepare itself under TCG, on a busy machine.
 pub const READY_LIMIT: Duration = Duration::from_secs(900);
 
-/// What such a guest does. Each says on its serial port when it has done another unit of it.
+/// The work of such a guest. Each work reports each finished unit on its serial port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
     /// Nothing.
@@ -35,7 +35,7 @@ pub enum Work {
 }
 
 impl Work {
-    /// Those of the evaluations of papers.
+    /// The works of the evaluations of papers.
     pub const OF_PAPERS: [Work; 6] = [
         Work::Idle,
         Work::Dbench,
@@ -73,7 +73,7 @@ impl Work {
 /// A Debian guest to be started, of one vCPU.
 #[derive(Debug, Clone)]
 pub struct DebianSetup {
-    /// What it does.
+    /// Its work.
     pub work: Work,
     /// MiB of RAM, 512 or more; the works that fill RAM fill as much as there is.
     pub ram_mib: u32,

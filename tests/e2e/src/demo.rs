@@ -94,7 +94,7 @@ fn record(took: Duration, checkpoints: &[Value]) -> Result<()> {
 fn print_table(checkpoints: &[Value]) -> Result<()> {
     println!(
         "\n  {:10} {:>10} {:>9} {:>9} {:>9} {:>10} {:>11}",
-        "checkpoint", "pause", "looked at", "new", "duplicate", "zero", "stored"
+        "checkpoint", "pause", "captured", "new", "duplicate", "zero", "stored"
     );
     for line in checkpoints {
         let pages = |name: &str| line["pages"][name].as_u64().unwrap_or(0);

@@ -14,8 +14,8 @@ fn faulty_binary() -> Result<PathBuf> {
     Ok(path.into())
 }
 
-/// The same command, of a binary that has this fault (`point:action:pass`); and the file that tells that
-/// the fault happened.
+/// The same command, of a binary that has this fault (`point:action:pass`), and the file that shows that the fault
+/// happened.
 pub fn with_fault(command: &Command, fault: &str, folder: &Path) -> Result<(Command, PathBuf)> {
     let reached = folder.join("reached");
     let mut faulty = Command::new(faulty_binary()?);

@@ -1,4 +1,4 @@
-//! A lazy restore that runs beside the test: disturbed, killed, gone on with, and looked at from outside.
+//! A lazy restore that runs beside the test: disturbed, killed, continued, and inspected from outside.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,9 +14,9 @@ use crate::running::{PATIENCE, Running};
 use crate::serial::Serial;
 use crate::stress::kill::Random;
 
-/// What it says when the guest runs, or is ready to.
+/// The message when the guest runs, or is ready to.
 const RUNS: &str = "filling its memory";
-/// At most so long between two stops, and at most so long each of them, in milliseconds.
+/// Upper bounds on the time between two stops, and on each stop, in milliseconds.
 const BETWEEN_STOPS_MS: u64 = 120;
 const STOP_MS: u64 = 200;
 
@@ -31,12 +31,12 @@ pub struct Filling {
     pub serial: Serial,
 }
 
-/// How it was stopped and told to go on.
+/// How it was stopped and continued.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Stops {
     /// How often.
     pub count: u64,
-    /// For how long in all.
+    /// Its total length.
     pub ms: u64,
 }
 
@@ -85,7 +85,7 @@ impl Filling {
     /// Runs what [`Filling::command`] made.
     pub fn run(command: Command, folder: &Path) -> Result<Filling> {
         let (qmp, serial) = (folder.join("restored.qmp"), folder.join("restored.serial"));
-        // What a VM said that was restored here before is not for this one.
+        // Output of a VM that was restored here before is not for this one.
         let _ = std::fs::remove_file(&serial);
         Ok(Filling {
             running: Running::start(command)?,
@@ -141,7 +141,7 @@ impl Filling {
         Ok(stops)
     }
 
-    /// Waits for its end, which must be a good one: the VM, and what was told of it.
+    /// Waits for its end, which must be a good one: the VM, and its report.
     pub fn complete(self) -> Result<(Restored, Value)> {
         let Filling {
             running,
@@ -150,7 +150,7 @@ impl Filling {
         } = self;
         let ended = running.end()?;
         ensure!(ended.code == Some(0), "it failed: {ended:?}");
-        let report = ended.results()?.pop().context("it told nothing")?;
+        let report = ended.results()?.pop().context("it reported nothing")?;
         let pid = report["pid"].as_i64().context("no pid")? as i32;
         Ok((Restored { pid, qmp, serial }, report))
     }

@@ -14,10 +14,10 @@ use crate::health;
 use crate::qmp::Qmp;
 use crate::serial::Serial;
 
-/// What the kernel is told besides its work; `cargo xtask guests` says why.
+/// The kernel's arguments besides its work; `cargo xtask guests` gives the reasons.
 pub(crate) const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 no_timer_check \
                                            tsc=reliable nowatchdog mitigations=off";
-/// For a guest to boot and tick under TCG, on a busy machine.
+/// Time for a guest to boot and tick under TCG, on a busy machine.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(120);
 /// The end of an agent's channel, in the guest's folder.
 const AGENT: &str = "agent";
@@ -75,14 +75,14 @@ impl Kind {
     }
 }
 
-/// What the workload in a Linux guest does; see `guest/workload`.
+/// The workload in a Linux guest; see `guest/workload`.
 #[derive(Debug, Clone)]
 pub struct Workload {
     /// MiB that it writes and checks.
     pub mib: u32,
     /// Its pattern.
     pub pattern: &'static str,
-    /// A tick starts every so many milliseconds.
+    /// Milliseconds between two ticks.
     pub tick_ms: u32,
     /// Writes a tick.
     pub writes_per_tick: u32,
@@ -111,7 +111,7 @@ pub struct Setup {
     pub program: PathBuf,
     /// MiB of RAM; the kind may ask for more.
     pub ram_mib: u32,
-    /// What it does.
+    /// Its workload.
     pub workload: Workload,
     /// Whether it has a guest agent, and QEMU a channel to it.
     pub agent: bool,
@@ -241,9 +241,9 @@ impl Setup {
 
     /// Starts it and waits until the workload has ticked.
     ///
-    /// A Linux of several vCPUs under TCG now and then hangs before its first word, long before
-    /// anything of Stillframe touches it. Such a guest is told of, with its registers, and started
-    /// once more; one that said something and hangs is not.
+    /// A Linux of several vCPUs under TCG now and then hangs before its first word, long before anything of
+    /// Stillframe touches it. Such a guest is reported, with its registers, and started once more. A guest that has
+    /// output something and hangs is not.
     pub fn boot(&self) -> Result<Guest> {
         let guest = self.start()?;
         let booted = guest.serial.wait_ticks(3, BOOT_LIMIT);
@@ -418,7 +418,7 @@ impl Drop for Guest {
     }
 }
 
-/// A VM that `stillframe restore` started; it is nobody's child, so it ends by its monitor.
+/// A VM that `stillframe restore` started. It is no child of this process, so it ends by its monitor.
 #[derive(Debug)]
 pub struct Restored {
     /// QEMU's process id.

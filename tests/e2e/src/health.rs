@@ -11,7 +11,7 @@ use crate::guest::Guest;
 use crate::qmp::Qmp;
 use crate::running::PATIENCE;
 
-/// For the kernel to close what an engine that just ended had open.
+/// Time for the kernel to close the open files of an engine that just ended.
 const CLOSING_LIMIT: Duration = Duration::from_secs(5);
 
 /// The guest runs, ticks on, and nothing of Stillframe is left in its QEMU.
@@ -104,7 +104,7 @@ pub fn pids_with(word: &str) -> Result<Vec<i32>> {
     Ok(pids)
 }
 
-/// Whether a process has not ended; one that nobody has waited for has.
+/// Whether a process has not ended. A process that was not waited for has ended.
 pub fn is_alive(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     !stat.is_empty() && !stat.contains(") Z ")

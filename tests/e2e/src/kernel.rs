@@ -1,4 +1,4 @@
-//! The host's kernel, made to swap, to collapse huge pages or to move pages, and what it counts of that.
+//! The host's kernel, made to swap, to collapse huge pages or to move pages, and its counts of that.
 //! Settings are restored on drop.
 
 use std::fs;

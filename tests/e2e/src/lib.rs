@@ -1,6 +1,5 @@
-//! Real QEMU, real guests, driven as a user would: through the command line of `stillframe` and
-//! QEMU's own sockets. Nothing of Stillframe's own code is linked, so that what is found here is
-//! what a user would find.
+//! Real QEMU, real guests, driven as a user would: through the command line of `stillframe` and QEMU's own sockets.
+//! No code of Stillframe is linked, so that a test sees exactly what a user would see.
 //!
 //! The tests are in `tests/`; the demo, the benches and the stress runs are subcommands of the
 //! binary, which `cargo xtask` starts.

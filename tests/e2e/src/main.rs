@@ -33,7 +33,7 @@ enum What {
     DirectIo,
     /// The guests with real software: the pace of each, and every page of it compared.
     Works {
-        /// The pace is measured over so many seconds.
+        /// Seconds over which the pace is measured.
         #[arg(long, default_value_t = 60)]
         seconds: u64,
         /// Only this one; then nothing is recorded.
@@ -83,10 +83,10 @@ enum What {
         /// How many.
         #[arg(long, default_value_t = 10_000)]
         count: u64,
-        /// One every so many milliseconds.
+        /// Milliseconds between two of them.
         #[arg(long, default_value_t = 100)]
         every_ms: u64,
-        /// Of the choice of those restored.
+        /// Seed of the choice of the restored ones.
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
@@ -131,7 +131,7 @@ enum What {
         /// Checkpoints, each compared with the guest's memory.
         #[arg(long, default_value_t = 5000)]
         count: u64,
-        /// Of what is done to the guest.
+        /// Seed of the disturbances of the guest.
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },

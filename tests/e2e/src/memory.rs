@@ -29,7 +29,7 @@ pub struct Difference {
     pub block: String,
     /// Its number there.
     pub page: usize,
-    /// From the first to behind the last byte that differs.
+    /// Range from the first to behind the last byte that differs.
     pub bytes: Range<usize>,
     /// How many bytes differ.
     pub count: usize,
@@ -173,8 +173,7 @@ impl Image {
     }
 }
 
-/// Where a process has its one mapping of exactly so many bytes: a QEMU's RAM, whose monitor is not to be
-/// had.
+/// Where a process has its one mapping of exactly this many bytes: a QEMU's RAM, whose monitor is not available.
 pub fn mapping_of(pid: i32, bytes: usize) -> Result<usize> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
     let mut found = Vec::new();
@@ -192,8 +191,8 @@ pub fn mapping_of(pid: i32, bytes: usize) -> Result<usize> {
     }
 }
 
-/// Reads a page of another process as that process would: where it is missing, and somebody is to fill
-/// it, this waits until it is there. (Reading `/proc/PID/mem` does not.)
+/// Reads a page of another process as that process would. Where it is missing, and a fault handler is to fill it,
+/// this waits until it is there. (Reading `/proc/PID/mem` does not.)
 pub fn ask_for(pid: i32, address: usize) -> Result<Vec<u8>> {
     let mut bytes = vec![0; PAGE_BYTES];
     let from = RemoteIoVec {

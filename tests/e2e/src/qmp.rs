@@ -70,8 +70,8 @@ impl Qmp {
         Ok(status["status"].as_str().unwrap_or_default().to_owned())
     }
 
-    /// What a VM says of its state within `limit`; none where QEMU does not answer, because its main
-    /// thread waits for something.
+    /// The state that a VM reports within `limit`; none where QEMU does not answer, because its main thread waits
+    /// for something.
     pub fn status_within(path: &Path, limit: Duration) -> Result<Option<String>> {
         let stream = UnixStream::connect(path)?;
         stream.set_read_timeout(Some(limit))?;
@@ -118,7 +118,7 @@ impl Qmp {
         std::mem::take(&mut self.events)
     }
 
-    /// Forgets all events so far, also those that QEMU has sent and nobody has read.
+    /// Forgets all events so far, also those that QEMU has sent and that were not read.
     pub fn forget_events(&mut self) -> Result<()> {
         // Events and answers come in one order.
         self.status()?;
@@ -137,7 +137,7 @@ impl Qmp {
 
 fn is_late(error: &anyhow::Error) -> bool {
     let error = error.downcast_ref::<std::io::Error>();
-    // What a read that takes too long ends with on a socket.
+    // A read on a socket that takes too long ends with this.
     error.is_some_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
 }
 

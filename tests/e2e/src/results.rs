@@ -1,4 +1,4 @@
-//! What a bench leaves behind: `docs/results/<bench>/summary.json` beside its raw data.
+//! The results of a bench: `docs/results/<bench>/summary.json` beside its raw data.
 
 use std::fmt;
 use std::fs;
@@ -20,7 +20,7 @@ pub struct Claim {
     pub claim: &'static str,
     /// The goal.
     pub goal: Goal,
-    /// What was measured.
+    /// The measured value.
     pub value: f64,
     /// In this unit.
     pub unit: &'static str,
@@ -32,7 +32,7 @@ pub struct Claim {
     pub commit: String,
 }
 
-/// What a value has to be; written as in `SPECIFICATION.md`.
+/// The goal of a value, written as in `SPECIFICATION.md`.
 #[derive(Debug, Clone, Copy)]
 pub enum Goal {
     /// This or less.
@@ -46,7 +46,7 @@ pub enum Goal {
 }
 
 impl Goal {
-    /// What is no number meets no goal.
+    /// A value that is no number meets no goal.
     fn is_met_by(self, value: f64) -> bool {
         match self {
             Goal::AtMost(most) => value <= most,
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn goals_are_written_as_they_are_judged() {
+    fn goals_are_written_as_they_are_checked() {
         for (goal, words, met, missed) in [
             (Goal::AtMost(1.3), "<= 1.3", 1.3, 1.301),
             (Goal::AtLeast(52.88), ">= 52.88", 52.88, 52.8),

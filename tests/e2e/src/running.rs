@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// For what takes a second on a machine that does nothing else.
+/// Time for an action that takes a second on a machine that does nothing else.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A process whose words go to files. It ends when dropped.
@@ -30,12 +30,12 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// What it told with `--json`.
+    /// Its output with `--json`.
     pub fn results(&self) -> Result<Vec<Value>> {
         whole_lines(&self.out)
     }
 
-    /// How many errors it told of.
+    /// How many errors it reported.
     pub fn errors(&self) -> usize {
         count_errors(&self.err)
     }
@@ -63,7 +63,7 @@ impl Running {
         self.said("err")
     }
 
-    /// What it has told so far with `--json`.
+    /// Its output so far with `--json`.
     pub fn results(&self) -> Result<Vec<Value>> {
         whole_lines(&self.said("out"))
     }
@@ -103,7 +103,7 @@ impl Running {
         Ok(self.child.kill()?)
     }
 
-    /// Waits for its end, and what it told.
+    /// Waits for its end, and returns its output.
     pub fn end(mut self) -> Result<Ended> {
         let code = self.wait_exit()?;
         let (out, err) = (self.said("out"), self.said("err"));
@@ -160,8 +160,8 @@ impl Drop for Running {
     }
 }
 
-/// The same command, deaf to no signal: tests that run in a shell's background are started deaf to
-/// SIGINT, and so would be what they start. env(1) makes itself hear, and becomes the command.
+/// The same command, with no signal ignored. Tests that run in a shell's background are started with SIGINT
+/// ignored, and so would be the commands that they start. env(1) resets that, and becomes the command.
 fn hearing(command: &Command) -> Command {
     let mut hearing = Command::new("env");
     hearing

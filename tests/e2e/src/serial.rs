@@ -1,4 +1,4 @@
-//! What the workload in a guest says on the serial port, and what a guest with real software says.
+//! The output of a workload in a guest on the serial port, and of a guest with real software.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -101,7 +101,7 @@ impl Serial {
         Ok(units)
     }
 
-    /// Waits until so many units have been done; 0: until the work begins.
+    /// Waits until this many units have been done; 0: until the work begins.
     pub fn wait_units(&self, count: u64, limit: Duration) -> Result<u64> {
         self.wait(limit, |serial| {
             Ok(serial.units()?.filter(|&units| units >= count))
@@ -109,7 +109,7 @@ impl Serial {
         .with_context(|| format!("{count} units were waited for"))
     }
 
-    /// Waits for an answer, or an error that tells the end of what was said.
+    /// Waits for an answer, or an error that contains the end of the output.
     fn wait<T>(
         &self,
         limit: Duration,

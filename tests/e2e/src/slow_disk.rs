@@ -1,5 +1,5 @@
-//! A disk that a guest reads by DMA, as slow as one far away: a loop device with direct I/O, held back
-//! by the kernel's block layer, so that each request has its pages pinned for a while.
+//! A disk that a guest reads by DMA, as slow as a remote one. It is a loop device with direct I/O, held back by the
+//! kernel's block layer, so that each request has its pages pinned for a while.
 
 use std::fs;
 use std::io::Write;
@@ -22,7 +22,7 @@ pub struct SlowDisk {
 }
 
 impl SlowDisk {
-    /// A disk of so many MiB of noise, whose content lies in `folder`.
+    /// A disk of `mib` MiB of noise, whose content lies in `folder`.
     pub fn new(folder: &Path, mib: usize) -> Result<SlowDisk> {
         let content = folder.join("slow-disk");
         let mut file = fs::File::create(&content)?;
@@ -58,7 +58,7 @@ impl SlowDisk {
         format!("file={device},if=virtio,format=raw,readonly=on,cache=none,aio={aio}")
     }
 
-    /// From here on this process reads it no faster than so many MiB a second.
+    /// From here on this process reads it no faster than this many MiB a second.
     pub fn hold_back(&mut self, pid: i32, mib_per_second: u64) -> Result<()> {
         let (root, limit) = GROUPS
             .iter()

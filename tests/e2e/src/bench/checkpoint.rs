@@ -1,7 +1,7 @@
 //! `cargo xtask bench checkpoint`: the pause against QEMU's own floor, beside QEMU's own ways to save.
 //!
-//! 1 GiB guest, 64 MiB random writer; checkpoints every 2 s, in turns with the floor (stop, device
-//! state, cont, with no engine attached), so that both see the same machine.
+//! 1 GiB guest, 64 MiB random writer; checkpoints every 2 s. They alternate with the floor (stop, device state,
+//! cont, with no engine attached), so that both see the same machine.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -228,7 +228,7 @@ impl Measured<'_> {
         }
         let (names, pauses): (Vec<String>, Vec<f64>) = ways.into_iter().unzip();
         let labels = Labels {
-            title: "How long a VM of 1 GiB stands still to be saved (median)",
+            title: "How long a VM of 1 GiB is stopped to be saved (median)",
             x: "",
             y: "ms",
         };
@@ -239,7 +239,7 @@ impl Measured<'_> {
         let [p50, p99, slowdown, _] = self.values()?;
         Ok(format!(
             "\nPause over the floor's median: p50 {p50:.2} x, p99 {p99:.2} x (p99 over p99: {:.2} x).\n\
-             Pages looked at an increment: median {:.0}. Guest slowdown while watched at 2 s: {slowdown:.2} %.\n\
+             Pages captured an increment: median {:.0}. Guest slowdown while watched at 2 s: {slowdown:.2} %.\n\
              Engine memory: peak {:.0} MiB, largest dirty set {:.0} MiB.\n",
             percentile(&self.pauses_ms()?, 0.99) / percentile(self.floors, 0.99),
             percentile(&self.captured_pages()?, 0.5),

@@ -1,8 +1,8 @@
-//! `cargo xtask bench clones`: how soon a clone runs, against QEMU loading its own mapped-ram file of the same
-//! VM, and how much memory ten clones take that have little to do.
+//! `cargo xtask bench clones`: the time until a clone runs, against QEMU loading its own mapped-ram file of the
+//! same VM. It also measures the memory that ten clones take that have little to do.
 //!
-//! QEMU's start, which both sides need, is measured by itself, and left out of the ratio. The memory that
-//! clones share is made once; how long that takes is told.
+//! QEMU's start, which both sides need, is measured by itself, and left out of the ratio. The memory that clones
+//! share is made once; the time for it is reported.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -21,9 +21,9 @@ use crate::serial::Serial;
 
 const COMMAND: &str = "cargo xtask bench clones";
 const TURNS: usize = 5;
-/// Clones whose memory is looked at.
+/// Clones whose memory is inspected.
 const MANY: u32 = 10;
-/// After so long with little to do.
+/// Time with little to do before the measurement.
 const IDLE: Duration = Duration::from_secs(20);
 
 /// Runs the bench and writes `docs/results/clones/`.
@@ -113,7 +113,7 @@ fn clones(
     reports.into_iter().map(clone).collect()
 }
 
-/// What so many clones take in memory, with what they share, in MiB.
+/// The memory of this many clones, with the memory that they share, in MiB.
 fn memory_mib(
     stillframe: &Stillframe,
     folder: &Path,

@@ -1,8 +1,8 @@
-//! `cargo xtask bench direct-io`: a guest that reads a disk past the host's page cache (`cache=none`,
-//! native AIO) as fast as it can, watched every 2 s: the pause against QEMU's own floor on the same guest, and
-//! what it reads meanwhile against what it reads alone, in turns.
+//! `cargo xtask bench direct-io`: a guest that reads a disk past the host's page cache (`cache=none`, native AIO)
+//! as fast as it can, watched every 2 s. The pause is compared with QEMU's own floor on the same guest. The guest's
+//! reading rate is compared with its rate when it is not watched, in turns.
 //!
-//! Once with the disk as fast as it is, and once with a slow one, whose requests are under way for long.
+//! It runs once with the disk at full speed, and once with a slow disk, whose requests stay in progress for long.
 
 use std::path::Path;
 use std::thread;
@@ -130,7 +130,7 @@ fn watched(
     let pid = guest.pid_text();
     let line = ["watch", "--pid", &pid, "--every", "2s", "--json", "--quiet"];
     let mut watch = Running::start(stillframe.command(&line)?)?;
-    // The first one reads all memory; what counts here is the steady state.
+    // The first one reads all memory; only the steady state counts here.
     watch.wait_results(2)?;
     measured.watched.push(rate(monitor)?);
     watch.signal("TERM")?;

@@ -1,5 +1,5 @@
-//! `cargo xtask bench extremes`: the pause where it is hardest to keep short, against QEMU's own floor on
-//! the same guest in the same run.
+//! `cargo xtask bench extremes`: the pause where it is hardest to keep short, against QEMU's own floor on the same
+//! guest in the same run.
 //!
 //! - A large guest with all of its memory in use, beside a small one that writes as much.
 //! - A guest that writes nearly all of its memory in every interval.

@@ -17,7 +17,7 @@ const COMMAND: &str = "cargo xtask bench frequency";
 const EVERY_MS: u64 = 10;
 const CHECKPOINTS: u64 = 60_000;
 const STATE_FILE: &str = "/dev/shm/stillframe-frequency";
-/// The guest's pace alone is measured for so long.
+/// Time for which the guest's pace alone is measured.
 const ALONE: Duration = Duration::from_secs(30);
 
 /// Runs the bench and writes `docs/results/frequency/`.
@@ -29,7 +29,7 @@ pub fn run() -> Result<()> {
     let mut setup = Setup::new(Kind::Private);
     setup.ram_mib = 256;
     setup.workload.mib = 16;
-    // It works as fast as it can, so what it loses shows.
+    // It works as fast as it can, so that its loss shows.
     setup.workload.tick_ms = 0;
     setup.workload.writes_per_tick = 100;
     let guest = setup.boot()?;

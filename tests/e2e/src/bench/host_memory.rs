@@ -1,34 +1,34 @@
 //! Memory that the next VM finds quickly.
 //!
-//! Where this machine is a VM itself, its host may have taken back what is free here, and gives it again a
-//! page at a time, at several microseconds each: whoever needs memory first pays for it. So that it is
-//! nobody who is measured, free memory is used once right before.
+//! If this machine is a VM itself, its host may have taken back memory that is free here. The host gives it again a
+//! page at a time, at several microseconds each, which the first user of the memory pays for. Free memory is
+//! therefore used once right before a measurement, so that no measured process pays.
 //!
-//! What was freed is given back to the host two seconds later, which takes a processor for a while: so before that,
-//! nothing should be under way.
+//! Freed memory is given back to the host two seconds later, which takes a processor for a while. So before that,
+//! nothing should be running.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// More than the VM itself: what is read from files needs some too.
+/// More than the VM itself: data read from files needs some too.
 const MORE_MIB: u32 = 512;
 
-/// Leaves a machine that does nothing else, and free memory for a VM that fills so much.
+/// Leaves a machine that does nothing else, and free memory for a VM that fills `mib` MiB.
 pub fn prepare(mib: u32) {
     settle();
     touch(mib);
 }
 
-/// Uses as much free memory as a VM does that fills so much, and gives it back.
+/// Uses as much free memory as a VM that fills `mib` MiB, and gives it back.
 fn touch(mib: u32) {
     let bytes = ((mib + MORE_MIB) as usize) << 20;
     // Not zero: zeros need no memory.
     black_box(vec![1u8; bytes]);
 }
 
-/// Until the kernel begins to give back what was freed.
+/// Time until the kernel begins to give back freed memory.
 const REPORT_DELAY: Duration = Duration::from_millis(2500);
-/// So long nothing must work, on any processor, but for a share of the time.
+/// Interval in which no process must work, on any processor, but for a share of the time.
 const IDLE_FOR: Duration = Duration::from_millis(500);
 const BUSY_SHARE: f64 = 0.05;
 /// A machine that is never idle is measured as it is.
@@ -49,7 +49,8 @@ pub fn settle() {
     }
 }
 
-/// What all processors have spent so far, and what of it idle, in the kernel's steps (proc(5), `/proc/stat`).
+/// The time that all processors have spent so far, and their idle time, in the kernel's steps (proc(5),
+/// `/proc/stat`).
 fn times() -> [f64; 2] {
     let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
     let first = text.lines().next().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What QEMU does by itself on the same work: its floor, and its own ways to save a VM.
+//! QEMU's own performance on the same work: its floor, and its own ways to save a VM.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -17,9 +17,9 @@ const SAVE_LIMIT: Duration = Duration::from_secs(120);
 pub struct Saved {
     /// The guest stood still for this long, by QEMU's own STOP and RESUME events.
     pub pause_ms: f64,
-    /// From the command to the end of the save.
+    /// Time from the command to the end of the save.
     pub total_ms: f64,
-    /// What it wrote.
+    /// The bytes that it wrote.
     pub bytes: u64,
 }
 
@@ -63,8 +63,8 @@ pub fn migrate_to_file(qmp: &mut Qmp, file: &Path, capabilities: &[&str]) -> Res
     migrate(qmp, file, capabilities, None)
 }
 
-/// The same of a guest that stands still meanwhile, at so many bytes a second (0: as many as QEMU can): one
-/// that writes faster than that might never be saved.
+/// The same of a guest that is paused meanwhile, at this many bytes a second (0: as many as QEMU can). A guest that
+/// writes faster than that might never be saved.
 pub fn migrate_standing(qmp: &mut Qmp, file: &Path, bytes_per_s: u64) -> Result<Saved> {
     migrate(qmp, file, &[], Some(bytes_per_s))
 }
@@ -111,7 +111,7 @@ fn migrate(
     })
 }
 
-/// Saves a guest that stands still into a mapped-ram file, which stays; the guest stays paused.
+/// Saves a paused guest into a mapped-ram file, which stays; the guest stays paused.
 pub fn save_mapped_ram(qmp: &mut Qmp, file: &Path) -> Result<()> {
     set_capabilities(qmp, &["mapped-ram"], true)?;
     qmp.execute("migrate-set-parameters", json!({"max-bandwidth": 0}))?;
@@ -155,7 +155,7 @@ fn wait_completed(qmp: &mut Qmp) -> Result<()> {
     }
 }
 
-/// From the first STOP to the last RESUME.
+/// Time from the first STOP to the last RESUME.
 fn pause_ms(qmp: &mut Qmp) -> Result<f64> {
     let resume = qmp.wait_event("RESUME", Duration::from_secs(10))?;
     let events = qmp.take_events();

@@ -1,11 +1,11 @@
-//! `cargo xtask bench responsive`: how soon a restored VM works as one that was never saved. Redis in a Debian
-//! guest, whose client reads all values over and over and says after each hundred of them that it did.
+//! `cargo xtask bench responsive`: the time until a restored VM works as one that was never saved. Redis runs in a
+//! Debian guest; its client reads all values over and over, and reports each hundred of them.
 //!
-//! Each checkpoint is restored lazily before anybody knows what the guest will ask for; then some times more, each of
-//! which records more of that; then lazily again, and eagerly. Before and after these, the VM that was never saved
-//! works on for a while, since this machine's speed drifts: it stands still meanwhile. Times are the host's and
-//! count from the command, QEMU's start included. What is read is in the page cache; before each timed run
-//! nothing else works on this machine, and free memory is touched ([`host_memory`]).
+//! Each checkpoint is restored lazily before any working set is known. Further restores follow, each of which
+//! records more of the set. Then the checkpoint is restored lazily again, and eagerly. Before and after these, the
+//! VM that was never saved works on for a while, since this machine's speed drifts; in between it is paused. Times
+//! are the host's and count from the command, QEMU's start included. All read data is in the page cache. Before
+//! each timed run nothing else works on this machine, and free memory is touched ([`host_memory`]).
 
 use std::cell::RefCell;
 use std::fmt::Write as _;
@@ -32,21 +32,21 @@ const RAM_MIB: u32 = 1024;
 /// Values a MiB of RAM, and values a unit, as in `guest/debian/works/redis`.
 const VALUES_A_MIB: f64 = 64.0;
 const VALUES_A_UNIT: f64 = 100.0;
-/// Restores that only record what the guest asks for.
+/// Restores that only record the guest's accesses.
 const LESSONS: usize = 15;
-/// For a VM that has stood still to come into step again.
+/// Time for a VM that was paused to reach its steady rate again.
 const WARM_UP: Duration = Duration::from_secs(2);
-/// Of RAM; the kernel keeps the rest for itself.
+/// Share of RAM; the kernel keeps the rest for itself.
 const RAM_SHARE: f64 = 0.97;
 /// Rates are of windows of this.
 const WINDOW_S: f64 = 0.25;
-/// Of the steady rate.
+/// Share of the steady rate.
 const RESPONSIVE: f64 = 0.9;
 /// Watched of each VM that is timed.
 const SWEEPS: usize = 4;
-/// For all of them, on a busy machine.
+/// Time for all of them, on a busy machine.
 const SWEEPS_LIMIT: Duration = Duration::from_secs(300);
-/// How often the serial port is looked at.
+/// How often the serial port is read.
 const LOOK: Duration = Duration::from_millis(3);
 
 /// How a VM came to run.
@@ -165,7 +165,7 @@ impl Measured {
     }
 }
 
-/// Runs the bench with so many checkpoints, and writes `docs/results/responsive/`.
+/// Runs the bench with this many checkpoints, and writes `docs/results/responsive/`.
 pub fn run(turns: usize) -> Result<()> {
     let folder = tempfile::Builder::new()
         .prefix("stillframe-responsive-")
@@ -220,7 +220,7 @@ fn take(stillframe: &Stillframe, guest: &Guest, count: usize) -> Result<Vec<Stri
     .collect()
 }
 
-/// A guest that works only when it is told to.
+/// A guest that works only on command.
 struct Standing {
     guest: Guest,
     monitor: RefCell<Qmp>,
@@ -252,7 +252,7 @@ impl Standing {
     }
 }
 
-/// What each turn needs.
+/// The inputs of each turn.
 struct Bench<'b> {
     stillframe: Stillframe,
     folder: &'b Path,
@@ -311,7 +311,7 @@ impl Bench<'_> {
     }
 }
 
-/// The units that a guest tells of, read as they are told.
+/// The units that a guest reports, read as they are reported.
 struct Units {
     file: File,
     /// A line that is not whole yet.
@@ -326,7 +326,7 @@ impl Units {
         })
     }
 
-    /// Of a VM that is being started.
+    /// The units of a VM that is being started.
     fn open_late(path: &Path) -> Result<Units> {
         let begin = Instant::now();
         while !path.exists() {
@@ -336,7 +336,7 @@ impl Units {
         Units::open(path)
     }
 
-    /// How many units were told of since this was last asked.
+    /// How many units were reported since the last call.
     fn read(&mut self) -> Result<usize> {
         let mut bytes = Vec::new();
         self.file.read_to_end(&mut bytes)?;

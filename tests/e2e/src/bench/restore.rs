@@ -1,10 +1,9 @@
-//! `cargo xtask bench restore`: how soon a VM is back, against QEMU restoring the same VM from its own
-//! mapped-ram file, and for guests of different size.
+//! `cargo xtask bench restore`: the time until a VM is back, for guests of different size. The peer is QEMU
+//! restoring the same VM from its own mapped-ram file.
 //!
-//! QEMU's start, which both sides need, is measured by itself, and left out of the ratios. What both
-//! read is in the page cache. The key is made from the password each time, but for the restores that are
-//! called unlocked. Before each, nothing else works on this machine, and free memory is touched once
-//! ([`host_memory`]).
+//! QEMU's start, which both sides need, is measured by itself, and left out of the ratios. All data that both read
+//! is in the page cache. The key is made from the password each time, except for the restores that are called
+//! unlocked. Before each, nothing else works on this machine, and free memory is touched once ([`host_memory`]).
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -21,7 +20,7 @@ use crate::results::{self, Claim, Goal, percentile};
 
 const COMMAND: &str = "cargo xtask bench restore";
 const TURNS: usize = 7;
-/// For a guest to fill its memory under TCG.
+/// Time for a guest to fill its memory under TCG.
 const FILL_LIMIT: Duration = Duration::from_secs(600);
 
 /// RAM and how much of it the workload has filled, in MiB.
@@ -47,8 +46,8 @@ impl Measured {
         percentile(&self.qemu_start, 0.5)
     }
 
-    /// What an unlocked restore takes besides waiting for QEMU: the difference of two measured times would
-    /// be lost in their noise, and deriving a key, which takes the same time for each, would hide it.
+    /// The time of an unlocked restore besides waiting for QEMU. The difference of two measured times would be lost
+    /// in their noise. Deriving a key takes the same time for each, and would hide it.
     fn own_ms(&self) -> f64 {
         let own = |report: &Value| {
             let phases = report["phases_us"].as_object()?;
@@ -126,8 +125,8 @@ fn measure((ram_mib, mib): (u32, u32), with_peer: bool) -> Result<Measured> {
     Ok(measured)
 }
 
-/// A guest whose workload has filled so much of its memory, and ticks every so many milliseconds with so many
-/// writes.
+/// A guest whose workload has filled `mib` MiB of its memory, and makes `writes_per_tick` writes every `tick_ms`
+/// ms.
 pub(super) fn full_guest(
     (ram_mib, mib): (u32, u32),
     (tick_ms, writes_per_tick): (u32, u32),

@@ -26,7 +26,7 @@ impl Slowdown {
         (1.0 - mean(&self.watched) / mean(&self.alone)) * 100.0
     }
 
-    /// As raw data.
+    /// Returns it as raw data.
     pub fn raw(&self) -> Value {
         json!({"ticks_per_s_alone": self.alone, "ticks_per_s_watched": self.watched})
     }
@@ -66,7 +66,7 @@ pub fn measure(rounds: u32) -> Result<Slowdown> {
             "--quiet",
         ];
         let mut engine = stillframe.spawn(&watch)?;
-        // The first checkpoint reads all memory; what counts here is the steady state.
+        // The first checkpoint reads all memory; only the steady state counts here.
         wait_checkpoints(&stillframe)?;
         slowdown.watched.push(rate(&guest)?);
         std::process::Command::new("kill")

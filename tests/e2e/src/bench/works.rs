@@ -12,7 +12,7 @@ use crate::guest::Guest;
 use crate::results;
 
 const RAM_MIB: u32 = 1024;
-/// So many checkpoints of each, each compared page by page.
+/// Number of checkpoints of each, each compared page by page.
 const CHECKPOINTS: &str = "5";
 
 /// Runs the bench over all works or one, and writes `docs/results/works/` if over all.

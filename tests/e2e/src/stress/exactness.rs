@@ -1,10 +1,10 @@
 //! Exactness: every page of every RAM block, against an image taken in the same pause.
 //!
 //! Two oracles:
-//! - `watch --verify`: Stillframe's own, for every checkpoint of a working guest. It reads all
-//!   memory once more, in the pause, by a slow way, and compares with the page tables stored;
-//! - the twin: the test pauses the VM itself, reads all memory through `/proc/PID/mem`, has the paused
-//!   VM checkpointed, restores that, and compares the restored VM's memory byte by byte.
+//! - `watch --verify`: Stillframe's own, for every checkpoint of a working guest. It reads all memory once more, in
+//!   the pause, by a slow way, and compares it with the stored page tables.
+//! - the byte comparison: the test pauses the VM itself and reads all memory through `/proc/PID/mem`. It has the
+//!   paused VM checkpointed, restores the checkpoint, and compares the restored VM's memory byte by byte.
 
 use std::fmt;
 use std::path::Path;
@@ -37,7 +37,7 @@ pub fn modes() -> Vec<Mode> {
     modes
 }
 
-/// What was compared.
+/// The totals of a comparison.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Tally {
     /// Checkpoints taken and compared.
@@ -74,8 +74,8 @@ pub fn watch_verified(
     Ok((tally, lines))
 }
 
-/// Pauses the guest, checkpoints it, restores the checkpoint and compares both memories byte by
-/// byte; then lets both go on, and expects both to find their memory whole.
+/// Pauses the guest, checkpoints it, restores the checkpoint and compares both memories byte by byte. Then it
+/// resumes both, and expects both to find their memory whole.
 pub fn twin(stillframe: &Stillframe, guest: &Guest, ticks: usize, mode: &Mode) -> Result<Tally> {
     let mut monitor = guest.second_monitor()?;
     monitor.execute("stop", json!({}))?;
@@ -102,12 +102,12 @@ pub fn twin(stillframe: &Stillframe, guest: &Guest, ticks: usize, mode: &Mode) -
     }
     let restored = Restored::start(stillframe, &checkpoint, guest.folder(), &more)?;
     let mut copy = restored.monitor()?;
-    let twin = Image::take(restored.pid, &mut copy)?;
-    let mut differing = original.differing(&twin)?;
+    let restored_image = Image::take(restored.pid, &mut copy)?;
+    let mut differing = original.differing(&restored_image)?;
     if guest.kind == Kind::KvmBootSector
         && let Some(clock) = differing.iter().position(Difference::may_be_kvm_clock)
     {
-        // Its one vCPU has one clock, which the firmware asked for.
+        // Its one vCPU has one clock, which the firmware requested.
         differing.remove(clock);
     }
     if !differing.is_empty() {

@@ -48,7 +48,7 @@ impl Damage {
         write_anew(&self.file, &self.original)
     }
 
-    /// Which file, and what was done.
+    /// The damaged file, and the kind of damage.
     pub fn describe(&self) -> String {
         let folder = self
             .file

@@ -1,5 +1,5 @@
-//! Devices that come and go during a watch: every checkpoint that is reported as good must restore to a
-//! VM with the devices of its moment.
+//! Devices that come and go during a watch. Every checkpoint that is reported as good must restore to a VM with the
+//! devices of its moment.
 //!
 //! All of them can be unplugged without the guest: serial ports, USB devices, SCSI disks. A checkpoint
 //! whose moment lies within a plug or unplug may be of either side of it.
@@ -31,7 +31,7 @@ const CONTROLLERS: [&str; 6] = [
     "-device",
     "virtio-scsi-pci,id=scsi",
 ];
-/// What is plugged in and unplugged: id, driver, bus.
+/// The devices that are plugged in and unplugged: id, driver, bus.
 const DEVICES: [(&str, &str, &str); 7] = [
     ("port-a", "virtserialport", "vs.0"),
     ("port-b", "virtserialport", "vs.0"),

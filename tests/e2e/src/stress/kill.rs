@@ -1,9 +1,8 @@
-//! `kill -9` of the engine at random moments: the VM must run on, the repository must stay whole, and
-//! the next engine's first checkpoint must be exact.
+//! `kill -9` of the engine at random moments. The VM must run on, the repository must stay whole, and the next
+//! engine's first checkpoint must be exact.
 //!
-//! Moments drawn at random alone would rarely fall into a pause of a few milliseconds, so a third of
-//! the kills wait for QEMU's `STOP` event and strike right after it, and a third strike while the
-//! engine attaches.
+//! Moments drawn at random alone would rarely fall into a pause of a few milliseconds. So a third of the kills wait
+//! for QEMU's `STOP` event and strike right after it, and a third strike while the engine attaches.
 
 use std::time::{Duration, Instant};
 
@@ -58,7 +57,7 @@ impl Random {
     }
 }
 
-/// What became of one kill.
+/// The outcome of one kill.
 pub fn strike(
     stillframe: &Stillframe,
     guest: &Guest,

@@ -23,13 +23,13 @@ use crate::qmp::Qmp;
 use crate::results::{self, Claim, Goal};
 use crate::running::{PATIENCE, Running};
 
-/// What can happen at a point.
+/// The faults that can happen at a point.
 const FAULTS: [&str; 4] = ["error", "kill", "hang", "slow"];
-/// A VM that does not run so soon after a fault was harmed: a pause is bounded by 3 s, a missed heartbeat
-/// is acted on after 2.5 s.
+/// Time after a fault by which an unharmed VM runs: a pause is bounded by 3 s, a missed heartbeat is acted on after
+/// 2.5 s.
 const RUNS_WITHIN: Duration = Duration::from_secs(20);
 
-/// What is done when the fault strikes.
+/// The verb at work when the fault strikes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verb {
     /// A watch with this schedule.
@@ -94,16 +94,16 @@ const POINTS: [Cell; 39] = [
     ("key.remove", Verb::RemoveKey, 1),
 ];
 
-/// What came of a fault.
+/// The outcome of a fault.
 #[derive(Default)]
 struct Outcome {
     /// How long until the VM ran on, in milliseconds.
     runs_ms: u64,
     /// The exit code.
     exit: Option<i32>,
-    /// What was told.
-    told: Vec<Value>,
-    /// Whether the VM stood, and could not be resumed, until it was rewound once more.
+    /// The output of the process.
+    output: Vec<Value>,
+    /// Whether the VM was stopped, and could not be resumed, until it was rewound once more.
     stood: bool,
 }
 
@@ -153,7 +153,7 @@ impl Bed {
         if let Verb::Watch(_) = verb {
             committed.extend(
                 outcome
-                    .told
+                    .output
                     .iter()
                     .filter_map(|one| one["checkpoint"].as_str()),
             );
@@ -178,7 +178,7 @@ impl Bed {
         }))
     }
 
-    /// How long the VM took to run on, and what the process ended in and told.
+    /// How long the VM took to run on, and the process's exit and output.
     fn strike_others(&mut self, command: Command, reached: &Path) -> Result<Outcome> {
         let mut engine = Running::start(command)?;
         wait_struck(&mut engine, reached)?;
@@ -187,7 +187,7 @@ impl Bed {
         Ok(Outcome {
             runs_ms,
             exit: ended.code,
-            told: ended.results().unwrap_or_default(),
+            output: ended.results().unwrap_or_default(),
             stood: false,
         })
     }
@@ -202,7 +202,7 @@ impl Bed {
         Ok(Outcome {
             runs_ms: begin.elapsed().as_millis() as u64,
             exit: ended.code,
-            told: Vec::new(),
+            output: Vec::new(),
             stood,
         })
     }
@@ -269,7 +269,7 @@ impl Bed {
         Ok(command)
     }
 
-    /// What the verb needs to be there; the id of a key that may go.
+    /// Prepares the needs of the verb; returns the id of a key that may go.
     fn prepared(&mut self, verb: Verb) -> Result<String> {
         match verb {
             Verb::Watch(_) | Verb::AddKey => {}
@@ -290,7 +290,9 @@ impl Bed {
                 let output = command.output()?;
                 ensure!(output.status.success(), "{output:?}");
                 let added: Value = serde_json::from_slice(&output.stdout)?;
-                let id = added["added"].as_str().context("`key add` told no id")?;
+                let id = added["added"]
+                    .as_str()
+                    .context("`key add` reported no id")?;
                 return Ok(id.to_owned());
             }
         }
@@ -303,7 +305,7 @@ impl Bed {
         let ticks = self.guest.serial.ticks()?.len();
         while self.guest.serial.ticks()?.len() < ticks + 2 {
             if begin.elapsed() > RUNS_WITHIN {
-                bail!("the VM stands still; it is {}", self.monitor.status()?);
+                bail!("the VM does not run; it is {}", self.monitor.status()?);
             }
             std::thread::sleep(Duration::from_millis(5));
         }

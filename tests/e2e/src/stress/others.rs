@@ -1,5 +1,5 @@
-//! Another client of the VM's monitor stops it, or migrates it away, while a watch pauses it every 10 ms: a
-//! `stop` is never undone, and a VM that was migrated never runs twice.
+//! Another client of the VM's monitor stops it, or migrates it away, while a watch pauses it every 10 ms. A `stop`
+//! is never undone, and a VM that was migrated never runs twice.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ use crate::running::{PATIENCE, Running};
 
 /// Longest time between two stops, and from a watch's second checkpoint to a migration, in microseconds.
 const REST_US_MAX: u64 = 30_000;
-/// How long a VM that was migrated is looked at.
+/// How long a VM that was migrated is observed.
 const LOOKS: u32 = 10;
 
 /// Watches a VM every 10 ms.
@@ -54,8 +54,8 @@ pub fn stops(count: u64, seed: u64) -> Result<u64> {
     Ok(undone)
 }
 
-/// Migrates a watched VM after this delay. The watch ends by itself, and well; the source is never resumed; the
-/// destination does not take a pause for the VM's own; no checkpoint is of what is left.
+/// Migrates a watched VM after this delay. The watch ends by itself, and well; the source is never resumed. The
+/// destination does not take a pause for the VM's own; no checkpoint is of the rest at the source.
 pub fn migration(after: Duration) -> Result<()> {
     let source = Setup::small(Kind::Pc, "migrated").boot()?;
     let address = format!("unix:{}", source.folder().join("migration").display());
@@ -76,7 +76,7 @@ pub fn migration(after: Duration) -> Result<()> {
     let ended = watch.end()?;
     ensure!(ended.code == Some(0), "{ended:?}");
     ensure!(ended.err.contains("migrated away"), "{}", ended.err);
-    // Those captured before may arrive later.
+    // Checkpoints captured before may arrive later.
     for report in ended.results()? {
         let time: Timestamp = report["time"].as_str().context("no time")?.parse()?;
         ensure!(time <= completed, "{report} is of what is left");
@@ -106,7 +106,7 @@ fn wait_migrated(source: &mut Qmp) -> Result<()> {
     }
 }
 
-/// Both, so often; writes `docs/results/others/`.
+/// Runs both this many times; writes `docs/results/others/`.
 pub fn run(stop_count: u64, migration_count: u64, seed: u64) -> Result<()> {
     let undone = stops(stop_count, seed)?;
     println!("{undone} of {stop_count} stops undone");

@@ -1,16 +1,16 @@
 //! Exactness of restores: checkpoints of a guest that writes all the time, taken in every way there is, each
 //! restored eagerly and lazily.
 //!
-//! The guest is paused behind the engine's back while it is being watched, so that the checkpoint of the
-//! pause is an increment like all others, made of what the guest wrote until then. Oracles, none of which
-//! shares code with Stillframe:
-//! - the *frozen* checkpoint: an image of the original, read through `/proc/PID/mem`, against one of each VM
-//!   restored from it; and, while memory is filled lazily, single pages asked for as a vCPU would;
-//! - the *running* one, taken before: the restored guest checks its memory itself;
-//! - all of them: the same tick has the same sum in whichever VM it is printed.
+//! The guest is paused behind the engine's back while it is being watched. So the checkpoint of the pause is an
+//! increment like all others, made of the guest's writes until then. None of the oracles shares code with
+//! Stillframe:
+//! - the *frozen* checkpoint: an image of the original, read through `/proc/PID/mem`, is compared with an image of
+//!   each VM restored from it. While memory is filled lazily, single pages are read as a vCPU would read them.
+//! - the *running* checkpoint, taken before: the restored guest checks its memory itself.
+//! - all of them: the same tick has the same sum in each VM that prints it.
 //!
-//! Most lazy restores are stopped again and again for up to 200 ms while they fill, and fill at different
-//! rates, so that pages come in ever other orders.
+//! Most lazy restores are stopped again and again for up to 200 ms while they fill, and fill at different rates, so
+//! that pages come in ever other orders.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -34,13 +34,13 @@ use crate::serial::{Serial, Tick};
 
 /// Ticks that a guest must survive once its memory is complete.
 const TICKS: usize = 10;
-/// Single pages asked for while memory is filled, at most.
+/// Upper bound on the single pages read while memory is filled.
 const ASKED_MAX: u64 = 2000;
 /// Tries to pause a VM that the engine pauses and resumes, too.
 const PAUSES_MAX: u32 = 20;
-/// For the engine to end a pause of its own, on a busy machine.
+/// Time for the engine to end a pause of its own, on a busy machine.
 const RESUMED_WITHIN: Duration = Duration::from_millis(1500);
-/// So many wrong restores are enough to know.
+/// The run ends after this many wrong restores.
 const WRONG_MAX: u64 = 3;
 
 /// The kinds of guest.
@@ -66,14 +66,14 @@ pub fn setup(kind: Kind) -> Setup {
     setup
 }
 
-/// What was found.
+/// The totals found.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Tally {
     /// Checkpoints restored both ways.
     pub checkpoints: u64,
     /// Restores.
     pub restores: u64,
-    /// Those that failed, or whose guest found its memory changed.
+    /// Restores that failed, or whose guest found its memory changed.
     pub wrong: u64,
     /// Pages compared with the original's.
     pub pages: u64,
@@ -96,10 +96,10 @@ pub struct Case {
     stillframe: Stillframe,
     guest: Guest,
     monitor: Qmp,
-    /// The sums of all ticks, whoever printed them first.
+    /// The sums of all ticks, as first printed by any VM.
     sums: HashMap<u64, String>,
     random: Random,
-    /// What was found.
+    /// The totals found.
     pub tally: Tally,
     /// One line a restore.
     pub raw: Vec<Value>,
@@ -111,7 +111,7 @@ pub struct Case {
 struct Subject<'s> {
     id: &'s str,
     mode: &'s str,
-    /// What it holds, if that is known.
+    /// Its contents, if they are known.
     image: Option<&'s Image>,
 }
 
@@ -184,7 +184,7 @@ impl Case {
         Ok((id_of(running)?, frozen))
     }
 
-    /// Pauses the guest, whatever the engine does; the time from which on it stands still.
+    /// Pauses the guest, whatever the engine does. Returns the time from which on it is paused.
     fn pause(&mut self) -> Result<jiff::Timestamp> {
         for _ in 0..PAUSES_MAX {
             self.monitor.forget_events()?;
@@ -298,15 +298,14 @@ impl Case {
     }
 }
 
-/// Single pages asked for while memory was filled.
+/// Single pages read while memory was filled.
 #[derive(Debug, Default, Clone, Copy)]
 struct Asked {
     pages: u64,
     differing: u64,
 }
 
-/// Stops a lazy restore at random moments, or waits for it, while somebody asks for random pages of a VM that
-/// stands still.
+/// Stops a lazy restore at random moments, or waits for it, while a thread reads random pages of a paused VM.
 fn disturbed_and_asked(
     filling: &mut Filling,
     image: &Image,
@@ -328,7 +327,7 @@ fn disturbed_and_asked(
         };
         end.store(true, Ordering::Relaxed);
         if stops.is_err() {
-            // Whoever waits for one of its pages is let go.
+            // A thread that waits for one of its pages is woken by this.
             signal(pid as u32, "KILL")?;
         }
         let asked = asking.join().ok().context("the asking thread panicked")?;
@@ -369,8 +368,8 @@ fn limit_fill(random: &mut Random) -> Option<String> {
     }
 }
 
-/// The first tick of a restored guest is the one after the last of the original, which stands still; or the
-/// one after that, where the original has printed half a line.
+/// The first tick of a restored guest is the one after the last of the paused original. It is the tick after that
+/// one, if the original has printed half a line.
 fn goes_on_from(original: &Serial, ticks: &[Tick]) -> Result<()> {
     let last = original.ticks()?.last().map_or(0, |tick| tick.number);
     let first = ticks.first().map_or(0, |tick| tick.number);
@@ -396,7 +395,7 @@ fn id_of(report: &Value) -> Result<String> {
     Ok(id.to_owned())
 }
 
-/// So many rounds of each kind of guest and each way; writes `docs/results/restore-exact/`.
+/// Runs this many rounds of each kind of guest and each way; writes `docs/results/restore-exact/`.
 pub fn run(rounds: u64, seed: u64) -> Result<()> {
     let mut total = Tally::default();
     let mut raw = Vec::new();

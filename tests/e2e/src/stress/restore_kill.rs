@@ -1,14 +1,14 @@
-//! `kill -9` of a lazy restore at random moments: its VM must never run on wrong memory, and either be gone,
-//! because the guest had not run yet, or be there to be completed by `restore --resume`.
+//! `kill -9` of a lazy restore at random moments. Its VM must never run on wrong memory. It is either gone, because
+//! the guest had not run yet, or there to be completed by `restore --resume`.
 //!
-//! Moments drawn at random alone would rarely fall into the milliseconds before the guest runs, or those in
-//! which the engine lets go of QEMU. So a third of the kills strike before the guest runs, and a third
-//! shortly before memory is complete, half of these right when QEMU has been told to close its userfaultfd.
-//! Half of the restores that can be resumed are killed once more while they are.
+//! Moments drawn at random alone would rarely fall into the milliseconds before the guest runs, or into the detach
+//! of the engine from QEMU. So a third of the kills strike before the guest runs, and a third shortly before memory
+//! is complete. Half of the latter strike right when QEMU has received the command to close its userfaultfd. Half
+//! of the restores that can be resumed are killed once more during the resume.
 //!
-//! Everything is restored from the checkpoint of a VM that stands still, whose memory was imaged. Half of
-//! the restored VMs stay paused, and every page of them is compared with the image in the end; the other
-//! half run, and check themselves.
+//! Everything is restored from the checkpoint of a paused VM, whose memory was imaged. Half of the restored VMs
+//! stay paused, and every page of them is compared with the image in the end. The other half run, and check
+//! themselves.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -31,12 +31,12 @@ use crate::running::{PATIENCE, Running, signal};
 const TICKS: usize = 10;
 /// Filled a second, so that there is a while to strike in.
 const LIMIT_FILL: [&str; 2] = ["--limit-fill", "32M"];
-/// For the guardian to do its last duty, on a busy machine: it may wait a minute for a QEMU whose vCPU waits
+/// Time for the guardian's on-disconnect action on a busy machine. It may wait a minute for a QEMU whose vCPU waits
 /// for a page while `cont` is answered.
 const GUARDIAN_LIMIT: Duration = Duration::from_secs(90);
 /// A main thread that does not answer for this long waits for a page.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-/// So many cases of harm are enough to know.
+/// The run ends after this many cases of harm.
 const HARM_MAX: u64 = 3;
 /// Kills of each guest.
 const KINDS: [Kind; 3] = [Kind::Private, Kind::Memfd, Kind::TwoCpus];
@@ -64,7 +64,7 @@ pub fn moment(number: u64) -> Moment {
     }
 }
 
-/// How long what takes, when nobody is killed, in milliseconds.
+/// The usual durations without a kill, in milliseconds.
 #[derive(Debug, Clone, Copy)]
 struct Usual {
     /// Until the guest runs.
@@ -208,8 +208,8 @@ impl Case {
         Ok(())
     }
 
-    /// Kills it, and sees what is left: of a guest that has not run nothing, of one that has a VM that does not
-    /// run before its memory is complete.
+    /// Kills it, and checks the remains. Of a guest that has not run nothing remains. Of a guest that has run, a VM
+    /// remains that does not run before its memory is complete.
     fn kill(&self, filling: &mut Filling, line: &mut Value) -> Result<Left> {
         let guardians = match filling.runs() {
             // Looking for it would take longer than letting go of QEMU.
@@ -220,7 +220,7 @@ impl Case {
         let ran = filling.runs();
         line["ran"] = json!(ran);
         if !ran {
-            // It may have been told to end the VM, or to pause it.
+            // The guardian may have been instructed to end the VM, or to pause it.
             wait_gone(&guardians)?;
         }
         let qmp = filling.qmp.display().to_string();
@@ -292,7 +292,7 @@ impl Case {
     fn end_all(&self) {
         let qmp = self.folder.path().join("restored.qmp");
         for pid in pids_with(&qmp.display().to_string()).unwrap_or_default() {
-            // Whoever has ended meanwhile needs no ending.
+            // A process that has ended meanwhile needs no ending.
             let _ = signal(pid as u32, "KILL");
         }
         let _ = std::fs::remove_file(qmp);
@@ -355,7 +355,7 @@ fn wait_gone(pids: &[i32]) -> Result<()> {
     Ok(())
 }
 
-/// What a killed restore left.
+/// The remains of a killed restore.
 enum Left {
     /// No VM.
     Nothing,

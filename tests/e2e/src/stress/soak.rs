@@ -1,7 +1,7 @@
 //! Many checkpoints in quick succession of a guest that checks itself; then some of them restored.
 //!
-//! What must never happen: a restored guest that finds its memory changed. What is measured beside it:
-//! whether the interval was kept, how long the pauses were, and whether the engine's memory grows.
+//! A restored guest must never find its memory changed. Measured beside it: whether the interval was kept, how long
+//! the pauses were, and whether the engine's memory grows.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::health;
 use crate::results::{self, Claim, Goal, percentile};
 use crate::running::Running;
 
-/// How often the engine's memory is looked at.
+/// How often the engine's memory is measured.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// Restored checkpoints that must be correct.
 const RESTORES: u64 = 20;

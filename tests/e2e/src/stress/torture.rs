@@ -1,6 +1,6 @@
-//! Guests with everything that writes or takes memory behind an engine's back: a disk by DMA, a balloon with
-//! free page reporting, merged pages (KSM), huge pages, swap, hot-plug and unplug, resets. Every checkpoint is
-//! compared with the guest's memory in its pause, and the guest checks its own.
+//! Guests with everything that writes or takes memory behind an engine's back: a disk by DMA, a balloon with free
+//! page reporting, merged pages (KSM), huge pages, swap, hot-plug and unplug, resets. Every checkpoint is compared
+//! with the guest's memory in its pause. The guest checks its own.
 
 use std::fs;
 use std::path::Path;
@@ -22,15 +22,15 @@ use crate::slow_disk::SlowDisk;
 
 /// MiB of the guest.
 const RAM_MIB: u32 = 256;
-/// A turn of each schedule: so many checkpoints.
+/// Checkpoints in a turn of each schedule.
 const TURN: u64 = 50;
 /// How fast the disk is.
 const MIB_PER_SECOND: u64 = 40;
 /// At most one reset in this time: the guest is to work most of it.
 const RESET_EVERY: Duration = Duration::from_secs(30);
-/// What a watch prints where a checkpoint was not taken.
+/// The output of a watch where a checkpoint was not taken.
 const REFUSED: &str = "no checkpoint this time";
-/// What the engine may take: its options of [`turn`], and what SPECIFICATION grants beside them.
+/// Upper bound on the engine's memory: its options of [`turn`], and the additions that SPECIFICATION grants.
 const ENGINE_KIB_MAX: u64 = (128 + 64 + 256) << 10;
 const MERGING: &str = "/sys/kernel/mm/ksm/run";
 /// Copy-on-write is refused for shared memory with a balloon.
@@ -42,7 +42,7 @@ const GUESTS: [(Kind, &[&str]); 2] = [
     (Kind::Memfd, &["auto", "pre-copy", "stop-copy"]),
 ];
 
-/// What was done to the guest.
+/// The disturbances of the guest.
 #[derive(Default)]
 struct Done {
     balloons: AtomicU64,
@@ -52,7 +52,7 @@ struct Done {
     squeezes: AtomicU64,
 }
 
-/// Does things to the guest until told to stop.
+/// Disturbs the guest until it is stopped.
 fn torment(
     monitor: &mut Qmp,
     squeeze: &Squeeze,
@@ -93,7 +93,7 @@ fn torment(
                 done.plugs.fetch_add(u64::from(plugged), Ordering::Relaxed);
             }
             4 if plugged => {
-                // The guest lets go of it when it likes; where a reset did that, QEMU knows of no such device.
+                // The guest releases it when it likes; where a reset did that, QEMU knows of no such device.
                 if monitor
                     .execute("device_del", json!({ "id": "hot" }))
                     .is_ok()
@@ -122,7 +122,7 @@ fn torment(
     Ok(())
 }
 
-/// What the kernel did to the guest's memory; a torture without it would show nothing.
+/// The kernel's changes to the guest's memory; a torture without them would show nothing.
 #[derive(Default)]
 struct Kernel {
     swapped_before: u64,
@@ -138,7 +138,7 @@ impl Kernel {
         })
     }
 
-    /// Looks at what is merged and huge now.
+    /// Reads which memory is merged and huge now.
     fn look(&mut self, qemu: i32) -> Result<()> {
         let merged = fs::read_to_string("/sys/kernel/mm/ksm/pages_sharing")?;
         self.merged_most = self.merged_most.max(merged.trim().parse()?);
@@ -147,7 +147,7 @@ impl Kernel {
     }
 }
 
-/// What came of all checkpoints.
+/// The outcome of all checkpoints.
 #[derive(Default)]
 struct Tally {
     checkpoints: u64,

@@ -1,10 +1,10 @@
 //! Transfers: a VM into a new QEMU of another process, over a connection; every page compared.
 //!
 //! Two oracles, as for checkpoints:
-//! - `transfer send --verify`: Stillframe's own, for every transfer of a working guest. Sender and receiver each hash
-//!   all of their memory by a slow way, and compare;
-//! - the twin: the test pauses the VM itself, reads all memory through `/proc/PID/mem`, has the paused VM
-//!   transferred, and compares the new VM's memory byte by byte.
+//! - `transfer send --verify`: Stillframe's own, for every transfer of a working guest. Sender and receiver each
+//!   hash all of their memory by a slow way, and compare.
+//! - the byte comparison: the test pauses the VM itself and reads all memory through `/proc/PID/mem`. It has the
+//!   paused VM transferred, and compares the new VM's memory byte by byte.
 //!
 //! After each, the guests that run must find their memory whole.
 
@@ -25,15 +25,15 @@ use crate::results::{self, Claim, Goal};
 use crate::running::{Ended, Running, signal};
 use crate::serial::Serial;
 
-/// For a guest to tick, on a busy machine.
+/// Time for a guest to tick, on a busy machine.
 const TICK_LIMIT: Duration = Duration::from_secs(120);
-/// A kill strikes so long after the receiver has started QEMU, at most.
+/// Longest delay of a kill after the receiver has started QEMU.
 const STRIKE_WITHIN_MS: u64 = 2500;
 /// How often, and how many times, it is inspected where the VM runs after a kill.
 const SETTLE_EVERY: Duration = Duration::from_millis(200);
 const SETTLE_LOOKS: u32 = 50;
 
-/// What becomes of the original.
+/// What happens to the original.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// It runs on.
@@ -69,7 +69,7 @@ pub struct Order {
     pub folder: PathBuf,
     /// Sets its files apart from those of others.
     pub name: String,
-    /// What becomes of the original.
+    /// What happens to the original.
     pub mode: Mode,
     /// More arguments for the sender.
     pub send: Vec<String>,
@@ -146,8 +146,8 @@ impl Transfer {
     }
 }
 
-/// Transfers a working guest; both its memories are compared in the pause, and who runs afterwards finds its memory
-/// whole.
+/// Transfers a working guest. Both its memories are compared in the pause, and each guest that runs afterwards
+/// finds its memory whole.
 pub fn verified(stillframe: &Stillframe, pid: i32, mut order: Order) -> Result<(Arrived, Tally)> {
     order.send.push("--verify".to_owned());
     let arrived = order.perform(stillframe, pid)?;
@@ -166,7 +166,11 @@ pub fn verified(stillframe: &Stillframe, pid: i32, mut order: Order) -> Result<(
 
 /// Pauses the guest, transfers it, and compares both memories byte by byte. The new VM runs then, and the original,
 /// where there still is one, stays paused.
-pub fn twin(stillframe: &Stillframe, guest: &Guest, mut order: Order) -> Result<(Arrived, Tally)> {
+pub fn byte_by_byte(
+    stillframe: &Stillframe,
+    guest: &Guest,
+    mut order: Order,
+) -> Result<(Arrived, Tally)> {
     let mut monitor = guest.second_monitor()?;
     monitor.execute("stop", json!({}))?;
     let original = Image::take(guest.pid(), &mut monitor)?;
@@ -181,7 +185,7 @@ pub fn twin(stillframe: &Stillframe, guest: &Guest, mut order: Order) -> Result<
     if guest.kind == Kind::KvmBootSector
         && let Some(clock) = differing.iter().position(Difference::may_be_kvm_clock)
     {
-        // Its one vCPU has one clock, which the firmware asked for.
+        // Its one vCPU has one clock, which the firmware requested.
         differing.remove(clock);
     }
     if !differing.is_empty() {
@@ -226,7 +230,7 @@ pub fn one_guest(
         note("copy", &copy, tally);
         guest.serial.wait_more(2, TICK_LIMIT)?;
     }
-    let (copy, tally) = twin(stillframe, guest, order("copy-twin".into(), Mode::Copy))?;
+    let (copy, tally) = byte_by_byte(stillframe, guest, order("copy-bytes".into(), Mode::Copy))?;
     note("copy, byte by byte", &copy, tally);
     drop(copy);
     guest.second_monitor()?.execute("cont", json!({}))?;
@@ -239,7 +243,7 @@ pub fn one_guest(
         guest.serial.wait_more(2, TICK_LIMIT)?;
         return Ok(());
     }
-    let (mut arrived, tally) = twin(stillframe, guest, hand_over("over-twin".into()))?;
+    let (mut arrived, tally) = byte_by_byte(stillframe, guest, hand_over("over-bytes".into()))?;
     note("hand-over, byte by byte", &arrived, tally);
     for number in 0..count {
         let before = arrived.vm.pid;
@@ -346,7 +350,7 @@ pub fn strike(
         Side::Receiver => receiver.kill()?,
     }
     let (sent, received) = (sender.end()?, receiver.end()?);
-    let told = || format!("sender: {sent:?}; receiver: {received:?}");
+    let reports = || format!("sender: {sent:?}; receiver: {received:?}");
     let word = qmp.display().to_string();
     let mut last = None;
     for _ in 0..SETTLE_LOOKS {
@@ -360,7 +364,7 @@ pub fn strike(
         };
         let runs = |status: &Option<String>| status.as_deref() == Some("running");
         last = match (runs(&here), runs(&there), order.mode) {
-            (true, true, Mode::HandOver) => bail!("two of the VM run; {}", told()),
+            (true, true, Mode::HandOver) => bail!("two of the VM run; {}", reports()),
             (true, true, Mode::Copy) => Some(Outcome::Both),
             (true, false, _) if there.is_none() => Some(Outcome::Here),
             (false, true, Mode::HandOver) => Some(Outcome::There),
@@ -372,10 +376,10 @@ pub fn strike(
         }
         std::thread::sleep(SETTLE_EVERY);
     }
-    let outcome = last.with_context(|| format!("the VM runs nowhere; {}", told()))?;
+    let outcome = last.with_context(|| format!("the VM runs nowhere; {}", reports()))?;
     if outcome == Outcome::Paused {
         let knows = side == Side::Receiver && sent.err.contains("must never run on both sides");
-        ensure!(knows && guest.is_alive(), "lost; {}", told());
+        ensure!(knows && guest.is_alive(), "lost; {}", reports());
         guest.second_monitor()?.execute("cont", json!({}))?;
     }
     match outcome {

@@ -48,7 +48,7 @@ const QUICK: Plan = Plan {
     saves: 1,
 };
 
-/// Runs it, and writes `docs/results/papers-cow/`; with `quick` only prints what it would write.
+/// Runs it, and writes `docs/results/papers-cow/`; with `quick` only prints them.
 pub fn run(quick: bool) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let (plan, elsewhere) = match quick {
@@ -110,8 +110,8 @@ fn claims(measured: &Measured) -> Result<Vec<Claim>> {
     let claim = |claim, goal, value, unit| Claim::new(claim, goal, value, unit, COMMAND);
     // A loss that the runs are too few or too unlike to tell does not hold.
     let slowdown = |name, most, lost: Lost, error_most| {
-        let told = lost.error_percent <= error_most;
-        claim(name, Goal::AtMost(most), lost.percent, "percent").if_enough(told)
+        let enough = lost.error_percent <= error_most;
+        claim(name, Goal::AtMost(most), lost.percent, "percent").if_enough(enough)
     };
     Ok(vec![
         claim("cow-wrong-pages", Goal::Zero, wrong, "pages"),

@@ -1,9 +1,9 @@
 //! `cargo xtask bench papers fitdoc`: the evaluation of FITDOC (Fast Incremental Checkpointing with Delta
 //! Memory Compression) once more, on six guests with real software.
 //!
-//! Each guest is booted once and watched, saved by QEMU itself, and watched again with deltas and
-//! deduplication off. What the paper says is in `paper`, what a guest gives in `measure`, and the
-//! figures, each of which lays the one beside the other, are in `table`, `time` and `size`.
+//! Each guest is booted once and watched, saved by QEMU itself, and watched again with deltas and deduplication
+//! off. `paper` has the paper's values, and `measure` the values of a guest. The figures, which compare both, are
+//! in `table`, `time` and `size`.
 
 mod goals;
 mod measure;
@@ -24,7 +24,7 @@ const COMMAND: &str = "cargo xtask bench papers fitdoc";
 /// The paper's memory size, at which all guests are measured.
 const RAM_MIB: u32 = 1024;
 
-/// What is measured, and how long.
+/// The guests to measure, and the length of the measurement.
 struct Plan {
     works: Vec<Work>,
     depth: Depth,
@@ -80,7 +80,7 @@ impl Plan {
         }
     }
 
-    /// What is the same for all figures.
+    /// The settings that all figures share.
     fn setting(&self) -> String {
         let processors = std::thread::available_parallelism().map_or(0, usize::from);
         let Depth {
@@ -95,7 +95,7 @@ impl Plan {
              booted once. The host has {processors} processors and no hardware virtualization; repository and QEMU's \
              files are on one local disk.\n\n\
              Each guest was watched with `stillframe watch --every {every_s}s --count {checkpoints}`: one checkpoint of \
-             all memory, which is left out unless said, and {} increments: so many that the layers of 16 of them are \
+             all memory, which is left out unless said, and {} increments: enough that the layers of 16 of them are \
              merged once, and means count that in. The paper took 5 checkpoints, 3 minutes \
              apart. Time is bounded here, and a guest under TCG runs some ten times slower than on a processor of its own, \
              so that an interval of ours holds about one two-hundredth of the paper's work: fewer pages change in it. Then \
@@ -185,7 +185,7 @@ fn mean(samples: &[f64]) -> f64 {
     samples.iter().sum::<f64>() / samples.len() as f64
 }
 
-/// By how many percent `part` is less than `whole`; negative where it is more.
+/// Percentage by which `part` is less than `whole`; negative where it is more.
 fn reduction_percent(part: f64, whole: f64) -> f64 {
     (1.0 - part / whole) * 100.0
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask bench papers fitdoc | cow`: the evaluations of two papers once more, on real guests, with
-//! the baselines of the paper in the same run.
+//! `cargo xtask bench papers fitdoc | cow`: the evaluations of two papers once more, on real guests. The baselines
+//! of the paper are measured in the same run.
 
 mod cow;
 mod fitdoc;

@@ -2,7 +2,7 @@
 
 use crate::results::percentile;
 
-/// What a paper's tables tell of samples.
+/// The statistics of samples that a paper's tables have.
 #[derive(Debug, Clone, Copy)]
 pub struct Spread {
     /// Their mean.
@@ -20,7 +20,7 @@ pub struct Spread {
 pub struct Line {
     /// Its value at 0.
     pub offset: f64,
-    /// What it gains a unit of the horizontal axis.
+    /// The gain for one unit of the horizontal axis.
     pub slope: f64,
 }
 
@@ -35,7 +35,7 @@ impl Spread {
         }
     }
 
-    /// Mean, standard deviation, median and count as cells of a table, with so many digits.
+    /// Mean, standard deviation, median and count as cells of a table, with this many digits.
     pub fn cells(&self, digits: usize) -> [String; 4] {
         [
             cell(self.mean, digits),

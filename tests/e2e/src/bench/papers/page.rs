@@ -1,4 +1,4 @@
-//! A result page: what a paper showed, what we measured, a picture, and what differs and why.
+//! A result page: a paper's result, our measurement, a picture, and the differences with their reasons.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -22,9 +22,9 @@ pub struct Page {
 pub struct Figure<'a> {
     /// As in `Table I: changed bytes, page by page`.
     pub title: &'a str,
-    /// What the paper showed, in words and figures.
+    /// The paper's result, in words and figures.
     pub paper: &'a str,
-    /// What we found, in a sentence.
+    /// Our result, in a sentence.
     pub ours: &'a str,
     /// Names of the columns.
     pub columns: &'a [&'a str],
@@ -32,7 +32,7 @@ pub struct Figure<'a> {
     pub rows: &'a [Vec<String>],
     /// File names of pictures in the folder.
     pub pictures: &'a [&'a str],
-    /// What differs from the paper's setting, and why.
+    /// The differences from the paper's setting, and their reasons.
     pub differs: &'a str,
 }
 

@@ -1,5 +1,5 @@
-//! The matrix' lazy restores: whatever happens to the process that fills a VM's memory, the VM is gone before
-//! it ran, or can be gone on with, and never runs on missing memory.
+//! The matrix' lazy restores: each fault hits the process that fills a VM's memory. Afterwards the VM is gone
+//! before it ran, or can be continued. It never runs on missing memory.
 
 use std::path::Path;
 use std::process::Command;
@@ -17,7 +17,7 @@ use crate::running::PATIENCE;
 /// Filled a second, so that leases and locks are held for a while.
 pub const LIMIT_FILL: [&str; 3] = ["--lazy", "--limit-fill", "32M"];
 
-/// What a restore left.
+/// The remains of a restore.
 enum Left {
     /// No VM.
     Nothing,
@@ -32,7 +32,7 @@ pub fn command(stillframe: &Stillframe, folder: &Path) -> Result<Command> {
     Filling::command(stillframe, "latest", folder, &LIMIT_FILL)
 }
 
-/// Waits for what becomes of the VM of a restore that was struck and has ended, has it run where it does not,
+/// Waits for the outcome for the VM of a restore that was struck and has ended. Resumes the VM if it does not run,
 /// and ends it.
 pub fn outlived(stillframe: &Stillframe, folder: &Path, filling: Filling) -> Result<()> {
     let restored = match left(&filling)? {

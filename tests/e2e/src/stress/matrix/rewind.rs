@@ -1,5 +1,5 @@
-//! The matrix' rewinds: whatever happens to the process, the VM runs, as before or as in the checkpoint; or it
-//! stands, and `cont` is refused until another rewind is done.
+//! The matrix' rewinds. After each fault in the process, the VM runs, as before or as in the checkpoint. Otherwise
+//! it is stopped, and `cont` is refused until another rewind is done.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use crate::guest::Guest;
 use crate::qmp::Qmp;
 use crate::running::PATIENCE;
 
-/// For the guardian of a process that was killed to resume the VM.
+/// Time for the guardian of a process that was killed to resume the VM.
 const GUARDIAN_LIMIT: Duration = Duration::from_secs(5);
 /// The guest checks all of its memory in eight ticks.
 const ALL_CHECKED: usize = 9;
@@ -24,7 +24,10 @@ pub fn outlived(stillframe: &Stillframe, guest: &Guest, monitor: &mut Qmp) -> Re
     let stands = stands(monitor)?;
     if stands {
         let resumed = monitor.execute("cont", json!({}));
-        ensure!(resumed.is_err(), "the VM stands, and anybody can resume it");
+        ensure!(
+            resumed.is_err(),
+            "the VM stands, and any client can resume it"
+        );
         let said = stillframe.fails(&["checkpoint", "--pid", &pid], 5)?;
         ensure!(said.contains("rewind it again"), "{said}");
         stillframe.ok(&rewind)?;

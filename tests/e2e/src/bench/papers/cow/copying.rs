@@ -1,5 +1,5 @@
-//! The thesis' tables and figures of copying: pages saved wrongly (6.1), what the guest loses
-//! (figure 6.1), what copying takes (6.4, A.1), and who copies (6.5).
+//! The thesis' tables and figures of copying: pages saved wrongly (6.1), the guest's loss (figure 6.1), the time
+//! for copying (6.4, A.1), and the copying threads (6.5).
 
 use anyhow::Result;
 use serde_json::Value;
@@ -109,7 +109,7 @@ fn lost_work(page: &mut Page, measured: &Measured) -> Result<()> {
             "standard error %", "thesis, longer by %"],
         rows: &rows,
         pictures: &["work.svg"],
-        differs: "A stretch of the build instead of all of it (half an hour), and so many runs as n says \
+        differs: "A stretch of the build instead of all of it (half an hour), and as many runs as n shows \
                   instead of ten. The first checkpoint, of all memory, is done before the stretch begins; the \
                   thesis counts it in. The host has two processors, one of which the guest needs.",
     });

@@ -1,9 +1,9 @@
-//! Measuring for the copy-on-write thesis: one stretch of the kernel's build again and again from one
-//! and the same state, alone and watched; verified checkpoints; QEMU's own ways.
+//! Measuring for the copy-on-write thesis: one stretch of the kernel's build is repeated from the same state, alone
+//! and watched. Verified checkpoints and QEMU's own ways are measured too.
 //!
-//! A unit of the guest's work is an object compiled, of some seconds under TCG, and objects differ: units
-//! in a window of time would tell more of the objects than of us. So the guest is checkpointed once, every
-//! run restores it, and the time is taken that the very same objects need.
+//! A unit of the guest's work is an object compiled, of some seconds under TCG. Objects differ: a count of units in
+//! a window of time would measure the objects more than the engine. So the guest is checkpointed once, and every
+//! run restores it. The measured time is the time for the very same objects.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -22,18 +22,18 @@ use crate::running::Running;
 
 /// MiB of the guest's RAM.
 pub const RAM_MIB: u32 = 1024;
-/// For an object to be compiled, on a busy machine.
+/// Time for an object to be compiled, on a busy machine.
 const UNITS_LIMIT: Duration = Duration::from_secs(600);
 /// Between restoring and the stretch: the first checkpoint of a watch, of all memory, is done by then.
 const LEAD: Duration = Duration::from_secs(6);
 /// Between two measurements of the floor, so that the guest does something.
 const BETWEEN_FLOORS: Duration = Duration::from_millis(300);
 
-/// From the start of a checkpoint to the start of the next, in milliseconds.
+/// Time from the start of a checkpoint to the start of the next, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Every(pub u32);
 
-/// What most figures are about.
+/// The interval that most figures are about.
 pub const TWO_S: Every = Every(2000);
 /// The longest.
 pub const EIGHT_S: Every = Every(8000);
@@ -59,7 +59,7 @@ impl fmt::Display for Every {
 /// How much of everything.
 #[derive(Debug)]
 pub struct Plan {
-    /// The stretch lasts about so long alone.
+    /// About the time that the stretch takes alone.
     pub stretch: Duration,
     /// Interval in seconds and schedules of each round; each begins with a run alone.
     pub rounds: &'static [(Every, &'static [&'static str])],
@@ -80,11 +80,11 @@ pub struct Run {
     pub schedule: Option<&'static str>,
     /// The interval of checkpoints.
     pub every: Every,
-    /// What the stretch took. None where the first checkpoint was not done when it began.
+    /// The time for the stretch. None if the first checkpoint was not done when it began.
     pub took_s: Option<f64>,
     /// The report of the first checkpoint, of all memory.
     pub first: Option<Value>,
-    /// The reports of those that followed.
+    /// The reports of the checkpoints that followed.
     pub increments: Vec<Value>,
 }
 
@@ -106,7 +106,7 @@ pub struct Measured {
 /// Work that a guest lost, in percent of its work alone.
 #[derive(Debug, Clone, Copy)]
 pub struct Lost {
-    /// So much.
+    /// The loss, in percent.
     pub percent: f64,
     /// The standard error of that; no number where there were too few runs to tell.
     pub error_percent: f64,
@@ -306,7 +306,7 @@ fn watched(
 }
 
 impl Stretch {
-    /// Finds one of about this length in a guest just restored, and what it took.
+    /// Finds one of about this length in a guest just restored, and its time.
     fn lay_out(guest: &Restored, length: Duration) -> Result<(Stretch, f64)> {
         // A guest just restored has said nothing yet.
         let next = || anyhow::Ok(guest.serial.wait_units(1, UNITS_LIMIT)? + 1);
@@ -330,7 +330,7 @@ impl Stretch {
 }
 
 impl Run {
-    /// As raw data.
+    /// Returns it as raw data.
     pub fn raw(&self) -> Value {
         json!({
             "schedule": self.schedule,
@@ -343,13 +343,13 @@ impl Run {
 }
 
 impl Measured {
-    /// What the stretch took alone.
+    /// The times for the stretch alone.
     pub fn alone_s(&self) -> Vec<f64> {
         let alone = self.runs.iter().filter(|run| run.schedule.is_none());
         alone.filter_map(|run| run.took_s).collect()
     }
 
-    /// What the stretch took in each run of this kind.
+    /// The times for the stretch in each run of this kind.
     pub fn took_s(&self, schedule: &str, every: Every) -> Vec<f64> {
         self.watched(schedule, every)
             .filter_map(|run| run.took_s)

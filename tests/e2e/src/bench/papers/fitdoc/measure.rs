@@ -20,7 +20,7 @@ const WAYS: [(&str, &[&str]); 2] = [("stream", &[]), ("mapped-ram", &["mapped-ra
 /// MiB a second that the paper's network carries, at the most.
 const GIGABIT_MIB: u64 = 119;
 
-/// How long one guest is looked at.
+/// How long one guest is observed.
 #[derive(Debug, Clone, Copy)]
 pub struct Depth {
     /// Between checkpoints.
@@ -38,7 +38,7 @@ pub struct Depth {
 /// One guest, measured.
 #[derive(Debug)]
 pub struct Measured {
-    /// What it does.
+    /// Its work.
     pub work: Work,
     /// Its RAM.
     pub ram_mib: u32,
@@ -98,7 +98,7 @@ pub fn measure(work: Work, ram_mib: u32, depth: &Depth) -> Result<Measured> {
         say("saved and watched through a gigabit");
         gigabit = Some(through_gigabit(&guest, folder.path(), depth)?);
     }
-    // It works on: nothing that was done to it broke it, and what was measured was a working guest.
+    // It works on: the measurement did not break it, and measured a working guest.
     let units = guest.serial.units()?.context("the guest is not ready")?;
     guest.serial.wait_units(units + 1, READY_LIMIT)?;
     Ok(Measured {
@@ -129,7 +129,7 @@ fn increments_into(
 
 fn through_gigabit(guest: &Guest, folder: &Path, depth: &Depth) -> Result<Gigabit> {
     let mut qmp = guest.second_monitor()?;
-    // As Xen does it: the guest stands still.
+    // As under Xen, the guest is paused.
     let save = peers::migrate_standing(&mut qmp, &folder.join("migration"), GIGABIT_MIB << 20)
         .context("QEMU's save through a gigabit")?;
     let place = folder.join("gigabit");
@@ -154,7 +154,7 @@ fn watch(
     // Only then is what follows the first an increment.
     let increments = reports.iter().skip(1);
     if reports.len() != count as usize || increments.clone().any(|line| line["parent"].is_null()) {
-        bail!("{count} checkpoints, each upon the one before, were asked for: {reports:?}");
+        bail!("{count} checkpoints, each upon the one before, were requested: {reports:?}");
     }
     Ok(reports)
 }
@@ -239,12 +239,12 @@ impl Measured {
         Ok(compression / sum("/total_us")? * 100.0)
     }
 
-    /// What an increment takes in the repository.
+    /// The bytes of an increment in the repository.
     pub fn stored_bytes(&self) -> Result<f64> {
         Measured::mean(&self.increments, "/bytes_stored")
     }
 
-    /// What an increment would take page by page: all pages that were written.
+    /// The bytes of an increment page by page: all pages that were written.
     pub fn captured_bytes(&self) -> Result<f64> {
         Ok(Measured::mean(&self.increments, "/pages/captured")? * PAGE_BYTES as f64)
     }
@@ -255,7 +255,7 @@ impl Measured {
         Ok(self.captured_bytes()? - unchanged)
     }
 
-    /// What an increment of the second watch takes in the repository, and what page by page.
+    /// The bytes of an increment of the second watch in the repository, and page by page.
     pub fn whole_pages_bytes(&self) -> Result<(f64, f64)> {
         let stored = Measured::mean(&self.whole_pages, "/bytes_stored")?;
         let captured = Measured::mean(&self.whole_pages, "/pages/captured")? * PAGE_BYTES as f64;
@@ -277,7 +277,7 @@ impl Measured {
         self.of_saves(|saved| saved.pause_ms)
     }
 
-    /// The faster of QEMU's ways: what ours is measured against.
+    /// The faster of QEMU's ways, as the baseline.
     pub fn best_save_ms(&self) -> f64 {
         self.save_ms().into_iter().fold(f64::INFINITY, f64::min)
     }

@@ -1,4 +1,4 @@
-//! What FITDOC's authors measured. In each row one number a guest, in the order of [`Work::OF_PAPERS`]:
+//! The measurements of FITDOC's authors. In each row one number a guest, in the order of [`Work::OF_PAPERS`]:
 //! underload, Dbench, K-Compile, NPB LU.B, Hadoop, TPC-W.
 
 use crate::debian::Work;
@@ -52,17 +52,17 @@ pub const DIRTY_BYTES_RATE: [f64; 6] = [3.43, 12.38, 73.20, 84.13, 80.03, 30.48]
 /// 8B dirty bytes of the dirty bytes, in percent.
 pub const DIRTY_WORD_RATE: [f64; 6] = [60.43, 35.24, 86.78, 24.02, 77.65, 30.19];
 
-/// Figure 7: by so many percent less time for scanning the dirty bitmap.
+/// Figure 7: percent less time for scanning the dirty bitmap.
 pub const SCAN_REDUCTION: [f64; 6] = [91.13, 91.24, 91.23, 91.03, 91.13, 91.05];
-/// Figure 8: by so many percent less time than Xen's save, at 1 GiB.
+/// Figure 8: percent less time than Xen's save, at 1 GiB.
 pub const TIME_REDUCTION: [f64; 6] = [91.90, 84.52, 77.26, 45.52, 40.41, 83.81];
 /// Their mean, as the paper gives it.
 pub const TIME_REDUCTION_MEAN: f64 = 70.54;
-/// Figure 9: by so many percent fewer bytes than Xen's save.
+/// Figure 9: percent fewer bytes than Xen's save.
 pub const FULL_REDUCTION: [f64; 6] = [99.99, 98.93, 92.63, 58.00, 49.74, 98.84];
 /// Their mean.
 pub const FULL_REDUCTION_MEAN: f64 = 83.02;
-/// Figure 9: by so many percent fewer bytes than Remus.
+/// Figure 9: percent fewer bytes than Remus.
 pub const REMUS_REDUCTION: [f64; 6] = [96.57, 87.62, 26.80, 15.87, 20.92, 69.52];
 /// Their mean.
 pub const REMUS_REDUCTION_MEAN: f64 = 52.88;

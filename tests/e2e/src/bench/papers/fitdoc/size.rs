@@ -11,7 +11,7 @@ pub fn bytes_ratio(guest: &Measured) -> Result<f64> {
     Ok(guest.stored_bytes()? / guest.captured_bytes()?)
 }
 
-/// By how many percent an increment is smaller than the smaller of QEMU's saves.
+/// Percentage by which an increment is smaller than the smaller of QEMU's saves.
 pub fn full_reduction(guest: &Measured) -> Result<f64> {
     Ok(reduction_percent(
         guest.stored_bytes()?,
@@ -19,7 +19,7 @@ pub fn full_reduction(guest: &Measured) -> Result<f64> {
     ))
 }
 
-/// By how many percent an increment is smaller than all written pages.
+/// Percentage by which an increment is smaller than all written pages.
 pub fn remus_reduction(guest: &Measured) -> Result<f64> {
     Ok(reduction_percent(
         guest.stored_bytes()?,
@@ -35,7 +35,7 @@ fn changed_reduction(guest: &Measured) -> Result<f64> {
     ))
 }
 
-/// What the second watch stores, over the bytes of all pages written in it.
+/// The bytes that the second watch stores, over the bytes of all pages written in it.
 fn whole_pages_ratio(guest: &Measured) -> Result<f64> {
     let (stored, captured) = guest.whole_pages_bytes()?;
     Ok(stored / captured)

@@ -60,7 +60,7 @@ pub fn add_scan(page: &mut Page, guests: &[Measured]) -> Result<()> {
     Ok(())
 }
 
-/// What the micro bench found, in the run that is on record.
+/// The result of the micro bench, in the run that is on record.
 fn bitmap_ratio() -> Result<f64> {
     let path = results::folder("bitmap")?.join("summary.json");
     let text = fs::read_to_string(&path)
@@ -74,7 +74,7 @@ fn bitmap_ratio() -> Result<f64> {
         .context("the bitmap bench claims no ratio")
 }
 
-/// By how many percent an increment is faster than the faster of QEMU's ways to save all.
+/// Percentage by which an increment is faster than the faster of QEMU's ways to save all.
 pub fn time_reduction(guest: &Measured) -> Result<f64> {
     Ok(reduction_percent(guest.total_ms()?, guest.best_save_ms()))
 }
@@ -185,7 +185,7 @@ pub fn add_sizes(page: &mut Page, guests: &[Measured], sized: &[Measured]) -> Re
         rows: &rows,
         pictures: &[picture],
         differs: "two guests, whose work does not grow with their memory, instead of six, and fewer checkpoints. Memory \
-                  that the guest has never used costs QEMU a look at each page and no byte, so that its time does not \
+                  that the guest has never used costs QEMU an inspection of each page and no byte, so that its time does not \
                   double with the size as Xen's does.",
     });
     Ok(())
@@ -261,7 +261,7 @@ pub fn add_gigabit(page: &mut Page, guests: &[Measured]) -> Result<()> {
         rows: &rows,
         pictures: &[picture],
         differs: "a limit instead of a network: `max-bandwidth` of QEMU's migration, `--limit-write` of ours. The guest \
-                  stands still while QEMU saves it, as under Xen, so that no page is saved twice. One save, and a short \
+                  is paused while QEMU saves it, as under Xen, so that no page is saved twice. One save, and a short \
                   watch of its own. QEMU still leaves pages of zeros out; Xen's save of 1 GiB would take 8.6 s of such a \
                   network.",
     });
@@ -299,7 +299,7 @@ pub fn add_share(page: &mut Page, guests: &[Measured]) -> Result<()> {
                   comparing with the delta cache, hashing, making deltas, compressing, encrypting and handing over, on \
                   half of the processors (the other half is the guest's). The paper's is making deltas, with no general \
                   compression and no encryption, and its whole is longer by a network. Ours falls in time in which the \
-                  guest runs, the paper's in time in which it stands still.",
+                  guest runs, the paper's in time in which it is paused.",
     });
     Ok(())
 }
