@@ -166,7 +166,7 @@ fn another_process_goes_on_after_a_kill() -> Result<()> {
         // Once is enough.
         let qmp = slow.qmp.display().to_string();
         let said = stillframe.fails(&["restore", "--resume", "--qmp", &qmp], 1)?;
-        ensure!(said.contains("no lazy restore is under way"), "{said}");
+        ensure!(said.contains("no lazy restore is in progress"), "{said}");
     }
     Ok(())
 }
