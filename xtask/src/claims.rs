@@ -13,19 +13,31 @@
 //! ```text
 //! | missed | last measured | what is known |
 //! ```
+//!
+//! A figure is only worth as much as the commit that it was measured at. So the commit must be in the
+//! history, and no later commit may have touched the code that the figure is about. A table names that code
+//! for each bench, as paths in backticks:
+//!
+//! ```text
+//! | bench | code that its figures are about |
+//! ```
 
+mod history;
 mod measurement;
 mod specification;
 mod table;
+mod verdict;
 
 pub use measurement::Measurement;
-pub use specification::{SPECIFICATION, parse_specification, repeated_ids};
+pub use specification::{SPECIFICATION, Specification};
 
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail};
+use history::{GitHistory, History, Since};
 use measurement::measurements;
 use specification::Claim;
-use std::fs;
+use std::collections::BTreeMap;
+use verdict::{Judged, Verdict, judge};
 
 const RESULTS: &str = "docs/results";
 
@@ -35,38 +47,33 @@ const MISSED_COLUMNS: [&str; 3] = ["missed", "last measured", "what is known"];
 
 /// Prints every promise with its last value; an error when one does not hold.
 pub fn claims(workspace: &Workspace) -> Result<()> {
-    let path = workspace.root.join(SPECIFICATION);
-    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {SPECIFICATION}"))?;
-    let claims = parse_specification(&text)?;
-    if let Some((line, id)) = repeated_ids(&claims).first() {
-        bail!("{SPECIFICATION}:{line}: a second claim named {id}");
-    }
+    let specification = Specification::read(&workspace.root)?;
     let last = measurements(&workspace.root.join(RESULTS))?;
-    let mut broken = 0;
-    for claim in &claims {
-        let verdict = judge(claim, last.get(&claim.id));
-        broken += usize::from(verdict.is_err());
-        let (mark, found) = match &verdict {
-            Ok(found) => ("holds ", found),
-            Err(found) => ("BROKEN", found),
-        };
-        println!(
-            "{mark} {}: {} {} {}",
-            claim.id, claim.promise, claim.goal.text, claim.unit
-        );
-        println!("       {found} [{}]", claim.shown_by);
+    let history = GitHistory::read(&workspace.root)?;
+    let all = judge_all(&specification, &last, &history)?;
+    for (claim, judged) in &all {
+        let (id, promise) = (&claim.id, &claim.promise);
+        let (goal, unit) = (&claim.goal.text, &claim.unit);
+        println!("{:<14} {id}: {promise} {goal} {unit}", judged.verdict);
+        println!("{:<14} {} [{}]", "", judged.reason, claim.shown_by);
     }
     for (id, measurement) in &last {
-        if claims.iter().all(|claim| claim.id != *id) {
+        if specification.claims.iter().all(|claim| claim.id != *id) {
             println!(
                 "note: {id} was measured by `{}` and is not promised",
                 measurement.command
             );
         }
     }
-    println!("claims: {}, of them broken: {broken}", claims.len());
-    if broken > 0 {
-        bail!("{broken} promises do not hold or were not measured");
+    let count = |verdict| {
+        let same = all.iter().filter(|(_, judged)| judged.verdict == verdict);
+        same.count()
+    };
+    let counts = Verdict::ALL.map(|verdict| format!("{verdict}: {}", count(verdict)));
+    println!("claims: {}, of them {}", all.len(), counts.join(", "));
+    let others = all.len() - count(Verdict::Holds);
+    if others > 0 {
+        bail!("{others} promises do not hold as measured");
     }
     Ok(())
 }
@@ -79,10 +86,9 @@ pub fn measured(
     command: &str,
     commit: &str,
 ) -> Result<Measurement> {
-    let path = workspace.root.join(SPECIFICATION);
-    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {SPECIFICATION}"))?;
-    let claims = parse_specification(&text)?;
-    let claim = claims
+    let specification = Specification::read(&workspace.root)?;
+    let claim = specification
+        .claims
         .iter()
         .find(|claim| claim.id == id)
         .with_context(|| format!("{SPECIFICATION} does not promise {id}"))?;
@@ -97,30 +103,42 @@ pub fn measured(
     })
 }
 
-/// What was found, as an error when the claim cannot stand on it.
-fn judge(claim: &Claim, last: Option<&Measurement>) -> Result<String, String> {
-    let Some(last) = last else {
-        return Err("never measured".to_owned());
-    };
-    let found = format!(
-        "{} {} by `{}` at {}",
-        last.value, last.unit, last.command, last.commit
-    );
-    if last.goal.trim() != claim.goal.text || last.unit != claim.unit {
-        let old = format!("{} {}", last.goal, last.unit);
-        return Err(format!(
-            "{found}, against another goal ({old}): measure again"
-        ));
+/// All claims in their order, judged. An error where the tables contradict each other or the tree.
+fn judge_all<'a>(
+    specification: &'a Specification,
+    last: &BTreeMap<String, Measurement>,
+    history: &impl History,
+) -> Result<Vec<(&'a Claim, Judged)>> {
+    let problems = specification.problems(|path| history.has_path(path));
+    if !problems.is_empty() {
+        let lines = problems
+            .iter()
+            .map(|(line, message)| format!("{SPECIFICATION}:{line}: {message}"));
+        bail!("{}", lines.collect::<Vec<_>>().join("\n"));
     }
-    if !last.holds || !claim.goal.holds(last.value) {
-        return Err(format!("{found}: does not hold"));
+    // Claims of one run have one answer.
+    let mut answers: BTreeMap<(&str, String), Since> = BTreeMap::new();
+    let mut all = Vec::new();
+    for claim in &specification.claims {
+        let code = specification.code_of(claim);
+        let paths = code.map_or(&[][..], |code| &code.paths);
+        let since = |commit: &str| {
+            let run = (claim.bench(), commit.to_owned());
+            if let Some(since) = answers.get(&run) {
+                return Ok(since.clone());
+            }
+            let since = history.since(commit, paths)?;
+            answers.insert(run, since.clone());
+            Ok(since)
+        };
+        all.push((claim, judge(claim, last.get(&claim.id), since)?));
     }
-    Ok(found)
+    Ok(all)
 }
 
 /// The promises that are marked as missed, with the figure given there.
 #[cfg(test)]
-fn marked_as_missed(text: &str) -> std::collections::BTreeMap<String, String> {
+fn marked_as_missed(text: &str) -> BTreeMap<String, String> {
     let rows = table::rows(text, &MISSED_COLUMNS);
     let marked = rows.iter().map(|row| &row.cells);
     marked
@@ -130,45 +148,128 @@ fn marked_as_missed(text: &str) -> std::collections::BTreeMap<String, String> {
 
 #[cfg(test)]
 mod tests {
+    use super::history::tests::Sample;
     use super::*;
-    use std::collections::BTreeMap;
+    use std::cell::RefCell;
+    use std::fs;
     use std::path::Path;
 
-    const GOOD: &str = "\
+    const TABLES: &str = "\
 | id | promise | goal | unit | bench or test |
 | --- | --- | --- | --- | --- |
-| `pause` | the guest stands still | `<= 12.5` | ms | `bench checkpoint` |
+| pause | the guest stands still | <= 2 | ms | cargo xtask bench checkpoint |
+| pages | pages are exact | = 0 | pages | cargo xtask bench checkpoint |
+| speed | pages move | > 2 | GB/s | cargo xtask bench delta |
+
+| bench | code that its figures are about |
+| --- | --- |
+| bench checkpoint | `engine`, `bench.rs` |
+| bench delta | `page` |
 ";
 
-    fn measurement(value: f64) -> Measurement {
-        Measurement {
-            claim: "pause".to_owned(),
-            goal: "<= 12.5".to_owned(),
-            value,
-            unit: "ms".to_owned(),
-            holds: true,
-            command: "cargo xtask bench".to_owned(),
-            commit: "abc".to_owned(),
+    fn summary(claims: &[(&str, &str, f64, &str)], commit: &str) -> String {
+        let list: Vec<_> = claims
+            .iter()
+            .map(|(claim, goal, value, unit)| {
+                serde_json::json!({"claim": claim, "goal": goal, "value": value, "unit": unit,
+                    "holds": true, "command": "c", "commit": commit})
+            })
+            .collect();
+        serde_json::Value::from(list).to_string()
+    }
+
+    /// Both benches measured at one commit.
+    fn record(root: &Path, commit: &str) {
+        let pause = ("pause", "<= 2", 1.5, "ms");
+        let pages = ("pages", "= 0", 0.0, "pages");
+        let speed = ("speed", "> 2", 3.0, "GB/s");
+        for (bench, claims) in [("checkpoint", &[pause, pages][..]), ("delta", &[speed])] {
+            let folder = root.join(RESULTS).join(bench);
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join("summary.json"), summary(claims, commit)).unwrap();
+        }
+    }
+
+    fn verdicts(root: &Path) -> Result<Vec<Verdict>> {
+        let specification = Specification::read(root)?;
+        let last = measurements(&root.join(RESULTS))?;
+        let all = judge_all(&specification, &last, &GitHistory::read(root)?)?;
+        Ok(all.iter().map(|(_, judged)| judged.verdict).collect())
+    }
+
+    #[test]
+    fn figures_stand_until_a_commit_touches_their_code() {
+        use Verdict::{Dirty, Holds, Stale, UnknownCommit};
+        let sample = Sample::new();
+        let root = sample.root();
+        sample.commit("engine/a.rs", "1");
+        sample.commit("page/a.rs", "1");
+        sample.commit("bench.rs", "1");
+        let commit = sample.commit(SPECIFICATION, TABLES);
+        record(root, &commit[..12]);
+        assert_eq!(verdicts(root).unwrap(), [Holds; 3]);
+        sample.commit("other/a.rs", "1");
+        assert_eq!(verdicts(root).unwrap(), [Holds; 3]);
+        sample.commit("engine/b.rs", "1");
+        assert_eq!(verdicts(root).unwrap(), [Stale, Stale, Holds]);
+        record(root, "0123456789ab");
+        assert_eq!(verdicts(root).unwrap(), [UnknownCommit; 3]);
+        record(root, &format!("{}-dirty", &commit[..12]));
+        assert_eq!(verdicts(root).unwrap(), [Dirty; 3]);
+    }
+
+    #[test]
+    fn tables_that_name_missing_code_are_an_error() {
+        let sample = Sample::new();
+        let root = sample.root();
+        sample.commit("engine/a.rs", "1");
+        sample.commit("bench.rs", "1");
+        sample.commit(SPECIFICATION, TABLES);
+        let error = verdicts(root).unwrap_err().to_string();
+        assert_eq!(error, "SPECIFICATION.md:10: there is no page");
+        sample.commit("page/a.rs", "1");
+        assert!(verdicts(root).is_ok());
+        sample.commit(
+            SPECIFICATION,
+            &TABLES.replace("| bench delta | `page` |", ""),
+        );
+        let error = verdicts(root).unwrap_err().to_string();
+        assert!(
+            error.contains(":5: no row names the code of `bench delta`"),
+            "{error}"
+        );
+    }
+
+    /// Records what is asked of it.
+    struct Questions(RefCell<Vec<(String, Vec<String>)>>);
+
+    impl History for Questions {
+        fn has_path(&self, _: &str) -> bool {
+            true
+        }
+
+        fn since(&self, commit: &str, paths: &[String]) -> Result<Since> {
+            let question = (commit.to_owned(), paths.to_vec());
+            self.0.borrow_mut().push(question);
+            Ok(Since::Unchanged)
         }
     }
 
     #[test]
-    fn a_claim_stands_only_on_a_measurement_that_holds_against_its_own_goal() {
-        let claim = &parse_specification(GOOD).unwrap()[0];
-        assert!(judge(claim, Some(&measurement(12.5))).is_ok());
-        assert!(judge(claim, None).is_err());
-        assert!(judge(claim, Some(&measurement(12.6))).is_err());
-        assert!(judge(claim, Some(&measurement(f64::NAN))).is_err());
-        let mut other = measurement(1.0);
-        other.holds = false;
-        assert!(judge(claim, Some(&other)).is_err());
-        let mut other = measurement(1.0);
-        other.goal = "<= 20".to_owned();
-        assert!(
-            judge(claim, Some(&other))
-                .unwrap_err()
-                .contains("another goal")
-        );
+    fn git_is_asked_once_for_each_bench() {
+        let root = tempfile::tempdir().unwrap();
+        record(root.path(), "0123abc");
+        let specification = Specification::parse(TABLES).unwrap();
+        let last = measurements(&root.path().join(RESULTS)).unwrap();
+        let questions = Questions(RefCell::default());
+        judge_all(&specification, &last, &questions).unwrap();
+        let paths = |paths: &[&str]| paths.iter().map(|&path| path.to_owned()).collect();
+        let commit = || "0123abc".to_owned();
+        let expected: [(String, Vec<String>); 2] = [
+            (commit(), paths(&["engine", "bench.rs"])),
+            (commit(), paths(&["page"])),
+        ];
+        assert_eq!(questions.0.into_inner(), expected);
     }
 
     /// What does not hold is said where it is promised, with its figure.
@@ -177,10 +278,14 @@ mod tests {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         let text = fs::read_to_string(root.join(SPECIFICATION)).unwrap();
         let last = measurements(&root.join(RESULTS)).unwrap();
-        let missed: BTreeMap<String, String> = parse_specification(&text)
+        let missed: BTreeMap<String, String> = Specification::parse(&text)
             .unwrap()
+            .claims
             .iter()
-            .filter(|claim| judge(claim, last.get(&claim.id)).is_err())
+            .filter(|claim| {
+                let judged = judge(claim, last.get(&claim.id), |_| Ok(Since::Unchanged));
+                judged.unwrap().verdict == Verdict::Broken
+            })
             .map(|claim| {
                 let figure = last.get(&claim.id).map(|last| last.value.to_string());
                 (claim.id.clone(), figure.unwrap_or_default())

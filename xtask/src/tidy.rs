@@ -121,15 +121,16 @@ pub fn tidy(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// Claims are cited by id; two of one id could not be told apart.
+/// Claims are cited by id, and each must name code that exists.
 fn check_specification(root: &Path) -> Result<Vec<Problem>> {
     let place = claims::SPECIFICATION;
-    let claims = claims::parse_specification(&read(root, place)?);
-    Ok(match claims {
+    let specification = claims::Specification::parse(&read(root, place)?);
+    Ok(match specification {
         Err(error) => vec![Problem::error(place, 0, format!("{error:#}"))],
-        Ok(claims) => claims::repeated_ids(&claims)
+        Ok(specification) => specification
+            .problems(|path| !path.is_empty() && root.join(path).exists())
             .into_iter()
-            .map(|(line, id)| Problem::error(place, line, format!("a second claim named {id}")))
+            .map(|(line, message)| Problem::error(place, line, message))
             .collect(),
     })
 }

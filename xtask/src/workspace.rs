@@ -6,6 +6,9 @@ use serde::Deserialize;
 use std::path::PathBuf;
 use std::process::Command;
 
+/// Ends the name of a commit where the work tree had changes.
+pub const DIRTY_MARK: &str = "-dirty";
+
 /// The part of `cargo metadata` that is used here.
 #[derive(Debug, Deserialize)]
 pub struct Workspace {
@@ -39,7 +42,7 @@ impl Workspace {
         serde_json::from_str(&text).context("cannot read cargo metadata")
     }
 
-    /// The commit that is measured, with `-dirty` when the work tree has changes. What other benches
+    /// The commit that is measured, with [`DIRTY_MARK`] when the work tree has changes. What other benches
     /// have just written is none.
     pub fn commit(&self) -> Result<String> {
         let git = |arguments: &[&str]| {
@@ -47,7 +50,7 @@ impl Workspace {
         };
         let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
         let changed = git(&["status", "--porcelain", "--", ":/", ":!/docs/results"])?;
-        let mark = if changed.is_empty() { "" } else { "-dirty" };
+        let mark = if changed.is_empty() { "" } else { DIRTY_MARK };
         Ok(format!("{}{mark}", commit.trim()))
     }
 }

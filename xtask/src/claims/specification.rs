@@ -1,12 +1,37 @@
-//! What SPECIFICATION.md promises: claims, each with a goal.
+//! What SPECIFICATION.md says: the claims, each with a goal, and which code each bench measures.
 
-use super::table::{bare, rows};
+use super::table::{Row, bare, rows};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
 
 /// The file of promises, from the root of the repository.
 pub const SPECIFICATION: &str = "SPECIFICATION.md";
 const COLUMNS: [&str; 5] = ["id", "promise", "goal", "unit", "bench or test"];
+
+/// Of the table that names the code of each bench.
+const CODE_COLUMNS: [&str; 2] = ["bench", "code that its figures are about"];
+
+/// Begins a claim's `bench or test`; the table of code leaves it out.
+const COMMAND: &str = "cargo xtask ";
+
+/// All that the file says.
+#[derive(Debug, PartialEq)]
+pub struct Specification {
+    pub claims: Vec<Claim>,
+    pub code: Vec<BenchCode>,
+}
+
+/// The code that a bench measures.
+#[derive(Debug, PartialEq)]
+pub struct BenchCode {
+    line: usize,
+    /// Its command, without `cargo xtask`.
+    pub bench: String,
+    /// Files and folders, from the root of the repository.
+    pub paths: Vec<String>,
+}
 
 /// One promised number.
 #[derive(Debug, PartialEq)]
@@ -37,49 +62,120 @@ enum Relation {
     Greater,
 }
 
-/// All claims of all tables with the right columns.
-pub fn parse_specification(text: &str) -> Result<Vec<Claim>> {
-    let place = |line| format!("{SPECIFICATION}:{line}");
-    let claims = rows(text, &COLUMNS)
-        .iter()
-        .map(|row| parse_claim(row.line, &row.cells).with_context(|| place(row.line)))
-        .collect::<Result<Vec<Claim>>>()?;
-    if claims.is_empty() {
-        bail!(
-            "{SPECIFICATION} has no table with the columns {}",
-            COLUMNS.join(" | ")
-        );
+impl Specification {
+    /// Reads it from the root of the repository.
+    pub fn read(root: &Path) -> Result<Self> {
+        let place = || format!("cannot read {SPECIFICATION}");
+        let text = fs::read_to_string(root.join(SPECIFICATION)).with_context(place)?;
+        Self::parse(&text)
     }
-    Ok(claims)
+
+    /// All rows of all tables with the right columns.
+    pub fn parse(text: &str) -> Result<Self> {
+        let claims = parse_rows(text, &COLUMNS, parse_claim)?;
+        if claims.is_empty() {
+            bail!(
+                "{SPECIFICATION} has no table with the columns {}",
+                COLUMNS.join(" | ")
+            );
+        }
+        Ok(Self {
+            claims,
+            code: parse_rows(text, &CODE_COLUMNS, parse_code)?,
+        })
+    }
+
+    /// The code of the bench that shows a claim.
+    pub fn code_of(&self, claim: &Claim) -> Option<&BenchCode> {
+        self.code.iter().find(|code| code.bench == claim.bench())
+    }
+
+    /// What contradicts itself or is missing, with its line; `exists` knows the paths of the tree.
+    pub fn problems(&self, exists: impl Fn(&str) -> bool) -> Vec<(usize, String)> {
+        let mut problems = Vec::new();
+        let mut seen = BTreeSet::new();
+        for claim in &self.claims {
+            if !seen.insert(&claim.id) {
+                problems.push((claim.line, format!("a second claim named {}", claim.id)));
+            }
+            if self.code_of(claim).is_none() {
+                let message = format!("no row names the code of `{}`", claim.bench());
+                problems.push((claim.line, message));
+            }
+        }
+        let mut seen = BTreeSet::new();
+        for code in &self.code {
+            let bench = &code.bench;
+            if !seen.insert(bench) {
+                problems.push((code.line, format!("a second row for `{bench}`")));
+            }
+            if self.claims.iter().all(|claim| claim.bench() != bench) {
+                problems.push((code.line, format!("`{bench}` shows no claim")));
+            }
+            for path in code.paths.iter().filter(|path| !exists(path)) {
+                problems.push((code.line, format!("there is no {path}")));
+            }
+        }
+        problems
+    }
 }
 
-/// Every second use of an id, with its line.
-pub fn repeated_ids(claims: &[Claim]) -> Vec<(usize, &str)> {
-    let mut seen = BTreeSet::new();
-    claims
+/// The rows of all tables with these columns; an error names the line.
+fn parse_rows<T>(
+    text: &str,
+    columns: &[&str],
+    parse: impl Fn(&Row<'_>) -> Result<T>,
+) -> Result<Vec<T>> {
+    let checked = |row: &Row<'_>| {
+        if row.cells.len() != columns.len() {
+            bail!("{} columns instead of {}", row.cells.len(), columns.len());
+        }
+        for (cell, column) in row.cells.iter().zip(columns) {
+            if cell.is_empty() {
+                bail!("no {column}");
+            }
+        }
+        parse(row)
+    };
+    rows(text, columns)
         .iter()
-        .filter(|claim| !seen.insert(&claim.id))
-        .map(|claim| (claim.line, claim.id.as_str()))
+        .map(|row| checked(row).with_context(|| format!("{SPECIFICATION}:{}", row.line)))
         .collect()
 }
 
-fn parse_claim(line: usize, cells: &[&str]) -> Result<Claim> {
-    let [id, promise, goal, unit, shown_by] = cells else {
-        bail!("{} columns instead of {}", cells.len(), COLUMNS.len());
-    };
-    for (cell, column) in cells.iter().zip(COLUMNS) {
-        if cell.is_empty() {
-            bail!("no {column}");
-        }
-    }
+fn parse_claim(row: &Row<'_>) -> Result<Claim> {
     Ok(Claim {
-        line,
-        id: bare(id),
-        promise: (*promise).to_owned(),
-        goal: Goal::parse(&bare(goal))?,
-        unit: bare(unit),
-        shown_by: bare(shown_by),
+        line: row.line,
+        id: bare(row.cells[0]),
+        promise: row.cells[1].to_owned(),
+        goal: Goal::parse(&bare(row.cells[2]))?,
+        unit: bare(row.cells[3]),
+        shown_by: bare(row.cells[4]),
     })
+}
+
+/// Paths are marked as code and separated by commas.
+fn parse_code(row: &Row<'_>) -> Result<BenchCode> {
+    let cell = row.cells[1];
+    let path = |part: &str| {
+        let inner = part.trim().strip_prefix('`')?.strip_suffix('`')?;
+        Some(inner.to_owned())
+    };
+    let paths = cell.split(',').map(path).collect::<Option<Vec<String>>>();
+    Ok(BenchCode {
+        line: row.line,
+        bench: bare(row.cells[0]),
+        paths: paths.with_context(|| format!("{cell} is no list of paths in backticks"))?,
+    })
+}
+
+impl Claim {
+    /// What shows it, as the table of code names it.
+    pub fn bench(&self) -> &str {
+        self.shown_by
+            .strip_prefix(COMMAND)
+            .unwrap_or(&self.shown_by)
+    }
 }
 
 impl Goal {
@@ -133,38 +229,101 @@ mod tests {
 | Id | Promise | Goal | Unit | Bench or test |
 | --- | :-- | --: | --- | --- |
 | `pause` | the guest stands still | `<= 12.5` | ms | `bench checkpoint` |
-| speed | pages move | > 2 | GB/s | bench restore |
+| speed | pages move | > 2 | GB/s | cargo xtask bench restore |
+
+| bench | code that its figures are about |
+| --- | --- |
+| `bench checkpoint` | `crates/a`, `tests/b.rs` |
+| bench restore | `crates/a` |
 ";
+
+    /// The problems of a changed text, where `crates/a` and `tests/b.rs` exist.
+    fn problems(text: &str) -> Vec<(usize, String)> {
+        let specification = Specification::parse(text).unwrap();
+        specification.problems(|path| ["crates/a", "tests/b.rs"].contains(&path))
+    }
+
+    fn error(text: &str) -> String {
+        format!("{:#}", Specification::parse(text).unwrap_err())
+    }
 
     #[test]
     fn claims_are_read_from_their_tables_alone() {
-        let claims = parse_specification(GOOD).unwrap();
+        let claims = Specification::parse(GOOD).unwrap().claims;
         let ids: Vec<_> = claims.iter().map(|claim| claim.id.as_str()).collect();
         assert_eq!(ids, ["pause", "speed"]);
         assert_eq!(claims[0].goal.bound, 12.5);
         assert_eq!(claims[0].shown_by, "bench checkpoint");
-        assert_eq!(repeated_ids(&claims), []);
+        assert_eq!(problems(GOOD), []);
     }
 
     #[test]
-    fn a_repeated_id_is_told_with_its_line() {
+    fn a_repeated_id_is_reported_with_its_line() {
         let text = GOOD.replace("| speed", "| pause");
-        let claims = parse_specification(&text).unwrap();
-        assert_eq!(repeated_ids(&claims), [(10, "pause")]);
+        assert_eq!(
+            problems(&text),
+            [(10, "a second claim named pause".to_owned())]
+        );
     }
 
     #[test]
-    fn what_is_no_claim_is_told_with_its_line() {
+    fn a_row_that_is_no_claim_is_reported_with_its_line() {
         for (from, to, said) in [
             ("`<= 12.5`", "fast", "does not begin with"),
             ("`<= 12.5`", "<= fast", "has no number"),
             ("| ms |", "| |", "no unit"),
             ("| ms |", "| ms | ms |", "6 columns"),
         ] {
-            let error = parse_specification(&GOOD.replace(from, to)).unwrap_err();
-            let error = format!("{error:#}");
+            let error = error(&GOOD.replace(from, to));
             assert!(error.contains(said) && error.contains(":9"), "{error}");
         }
-        assert!(parse_specification("# Nothing\n").is_err());
+        assert!(error("# Nothing\n").contains("has no table"));
+    }
+
+    #[test]
+    fn the_code_of_a_bench_is_found_by_its_command() {
+        let specification = Specification::parse(GOOD).unwrap();
+        let paths = |index: usize| {
+            let code = specification.code_of(&specification.claims[index]);
+            code.unwrap().paths.clone()
+        };
+        assert_eq!(paths(0), ["crates/a", "tests/b.rs"]);
+        assert_eq!(paths(1), ["crates/a"]);
+    }
+
+    #[test]
+    fn a_claim_whose_bench_has_no_row_is_a_problem() {
+        let text = GOOD.replace("| bench restore | `crates/a` |\n", "");
+        let message = "no row names the code of `bench restore`".to_owned();
+        assert_eq!(problems(&text), [(10, message)]);
+    }
+
+    #[test]
+    fn a_path_that_does_not_exist_is_a_problem() {
+        for path in ["crates/gone", ""] {
+            let text = GOOD.replace("`tests/b.rs`", &format!("`{path}`"));
+            assert_eq!(problems(&text), [(14, format!("there is no {path}"))]);
+        }
+    }
+
+    #[test]
+    fn a_row_of_code_that_is_repeated_or_serves_no_claim_is_a_problem() {
+        let text = format!("{GOOD}| bench restore | `tests/b.rs` |\n| demo | `crates/a` |\n");
+        let found = problems(&text);
+        let messages = ["a second row for `bench restore`", "`demo` shows no claim"];
+        assert_eq!(
+            found,
+            [(16, messages[0].to_owned()), (17, messages[1].to_owned())]
+        );
+    }
+
+    #[test]
+    fn paths_without_backticks_are_reported_with_their_line() {
+        for cell in ["crates/a", "`crates/a`, tests/b.rs", "`crates/a` and more"] {
+            let text = GOOD.replace("`crates/a`, `tests/b.rs`", cell);
+            let error = error(&text);
+            assert!(error.contains("SPECIFICATION.md:14"), "{error}");
+            assert!(error.contains("no list of paths in backticks"), "{error}");
+        }
     }
 }
