@@ -8,11 +8,14 @@
 //!
 //! where a goal is a bound such as `<= 12.5` (also `<`, `>`, `>=`, `=`) in that unit. Each bench
 //! leaves its last run in `docs/results/<bench>/summary.json`, a list of [`Measurement`]s. One claim
-//! is measured by one bench. A promise that its last measurement missed stands in a table with the columns
+//! is measured by one bench. A promise that its last measurement does not show stands in a table with the columns
 //!
 //! ```text
 //! | missed | last measured | what is known |
 //! ```
+//!
+//! where the last measurement is the figure that misses the goal, `never`, or `not in this form at COMMIT`. The
+//! latter says that the figure of that commit was measured against another goal, or another wording of the promise.
 //!
 //! A figure is only worth as much as the commit that it was measured at. So the commit must be in the
 //! history, and no later commit may have touched the code that the figure is about. A table names that code
@@ -22,8 +25,10 @@
 //! | bench | code that its figures are about |
 //! ```
 
+mod due;
 mod history;
 mod measurement;
+mod missed;
 mod specification;
 mod table;
 mod verdict;
@@ -40,10 +45,6 @@ use std::collections::BTreeMap;
 use verdict::{Judged, Verdict, judge};
 
 const RESULTS: &str = "docs/results";
-
-/// Of the table of promises that do not hold.
-#[cfg(test)]
-const MISSED_COLUMNS: [&str; 3] = ["missed", "last measured", "what is known"];
 
 /// Prints every promise with its last value; an error when one does not hold.
 pub fn claims(workspace: &Workspace) -> Result<()> {
@@ -65,6 +66,10 @@ pub fn claims(workspace: &Workspace) -> Result<()> {
             );
         }
     }
+    let outdated = due::problems(&specification, &last);
+    for (line, message) in &outdated {
+        println!("{SPECIFICATION}:{line}: {message}");
+    }
     let count = |verdict| {
         let same = all.iter().filter(|(_, judged)| judged.verdict == verdict);
         same.count()
@@ -74,6 +79,9 @@ pub fn claims(workspace: &Workspace) -> Result<()> {
     let others = all.len() - count(Verdict::Holds);
     if others > 0 {
         bail!("{others} promises do not hold as measured");
+    }
+    if !outdated.is_empty() {
+        bail!("the table of missed promises is outdated");
     }
     Ok(())
 }
@@ -131,19 +139,11 @@ fn judge_all<'a>(
             answers.insert(run, since.clone());
             Ok(since)
         };
-        all.push((claim, judge(claim, last.get(&claim.id), since)?));
+        let marked = specification.missed_row(claim).map(|row| &row.last);
+        let judged = judge(claim, last.get(&claim.id), marked, since)?;
+        all.push((claim, judged));
     }
     Ok(all)
-}
-
-/// The promises that are marked as missed, with the figure given there.
-#[cfg(test)]
-fn marked_as_missed(text: &str) -> BTreeMap<String, String> {
-    let rows = table::rows(text, &MISSED_COLUMNS);
-    let marked = rows.iter().map(|row| &row.cells);
-    marked
-        .map(|cells| (table::bare(cells[0]), table::bare(cells[1])))
-        .collect()
 }
 
 #[cfg(test)]
@@ -276,21 +276,8 @@ mod tests {
     #[test]
     fn missed_promises_are_marked() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-        let text = fs::read_to_string(root.join(SPECIFICATION)).unwrap();
+        let specification = Specification::read(&root).unwrap();
         let last = measurements(&root.join(RESULTS)).unwrap();
-        let missed: BTreeMap<String, String> = Specification::parse(&text)
-            .unwrap()
-            .claims
-            .iter()
-            .filter(|claim| {
-                let judged = judge(claim, last.get(&claim.id), |_| Ok(Since::Unchanged));
-                judged.unwrap().verdict == Verdict::Broken
-            })
-            .map(|claim| {
-                let figure = last.get(&claim.id).map(|last| last.value.to_string());
-                (claim.id.clone(), figure.unwrap_or_default())
-            })
-            .collect();
-        assert_eq!(marked_as_missed(&text), missed);
+        assert_eq!(due::problems(&specification, &last), []);
     }
 }

@@ -1,5 +1,6 @@
-//! What SPECIFICATION.md says: the claims, each with a goal, and which code each bench measures.
+//! What SPECIFICATION.md says: the claims, each with a goal, which code each bench measures, and what is missed.
 
+use super::missed::{self, Missed, parse_missed};
 use super::table::{Row, bare, rows};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
@@ -21,6 +22,7 @@ const COMMAND: &str = "cargo xtask ";
 pub struct Specification {
     pub claims: Vec<Claim>,
     pub code: Vec<BenchCode>,
+    pub missed: Vec<Missed>,
 }
 
 /// The code that a bench measures.
@@ -82,12 +84,18 @@ impl Specification {
         Ok(Self {
             claims,
             code: parse_rows(text, &CODE_COLUMNS, parse_code)?,
+            missed: parse_rows(text, &missed::COLUMNS, parse_missed)?,
         })
     }
 
     /// The code of the bench that shows a claim.
     pub fn code_of(&self, claim: &Claim) -> Option<&BenchCode> {
         self.code.iter().find(|code| code.bench == claim.bench())
+    }
+
+    /// What the table of missed promises says of a claim.
+    pub fn missed_row(&self, claim: &Claim) -> Option<&Missed> {
+        self.missed.iter().find(|row| row.claim == claim.id)
     }
 
     /// What contradicts itself or is missing, with its line; `exists` knows the paths of the tree.

@@ -1,7 +1,9 @@
 //! Whether a claim can stand on its last figure.
 
+use super::due::{due, has_goal_of};
 use super::history::Since;
 use super::measurement::Measurement;
+use super::missed::LastMeasured;
 use super::specification::Claim;
 use crate::workspace::DIRTY_MARK;
 use anyhow::Result;
@@ -52,10 +54,12 @@ pub struct Judged {
     pub reason: String,
 }
 
-/// Judges a claim; `since` knows what has happened to its code since a commit.
+/// Judges a claim. `marked` is what the table of missed promises says of it; `since` knows what has happened to its
+/// code since a commit.
 pub fn judge(
     claim: &Claim,
     last: Option<&Measurement>,
+    marked: Option<&LastMeasured>,
     since: impl FnOnce(&str) -> Result<Since>,
 ) -> Result<Judged> {
     let Some(last) = last else {
@@ -71,21 +75,25 @@ pub fn judge(
         verdict = traced;
         reason += &format!("; {words}");
     }
-    if let Some(words) = shortfall(claim, last) {
+    if let Some(due) = due(claim, Some(last), marked) {
         verdict = Verdict::Broken;
-        reason += &format!("; {words}");
+        reason += &format!("; {}", shortfall(claim, last, &due));
     }
     Ok(Judged { verdict, reason })
 }
 
 /// Why a figure does not show that the goal is met.
-fn shortfall(claim: &Claim, last: &Measurement) -> Option<String> {
-    if last.goal.trim() != claim.goal.text || last.unit != claim.unit {
-        let old = format!("{} {}", last.goal, last.unit);
-        return Some(format!("against another goal ({old}): measure again"));
+fn shortfall(claim: &Claim, last: &Measurement, due: &LastMeasured) -> String {
+    match due {
+        LastMeasured::Figure(_) | LastMeasured::Never => "does not hold".to_owned(),
+        LastMeasured::OtherForm(_) if has_goal_of(last, claim) => {
+            "the promise had another form: measure again".to_owned()
+        }
+        LastMeasured::OtherForm(_) => {
+            let old = format!("{} {}", last.goal, last.unit);
+            format!("against another goal ({old}): measure again")
+        }
     }
-    let holds = last.holds && claim.goal.holds(last.value);
-    (!holds).then(|| "does not hold".to_owned())
 }
 
 /// Why a figure is not one of today's code.
@@ -142,7 +150,7 @@ mod tests {
     }
 
     fn verdict(last: Option<&Measurement>) -> (Verdict, String) {
-        let judged = judge(&claim(), last, |_| Ok(Since::Unchanged)).unwrap();
+        let judged = judge(&claim(), last, None, |_| Ok(Since::Unchanged)).unwrap();
         (judged.verdict, judged.reason)
     }
 
@@ -167,17 +175,31 @@ mod tests {
     }
 
     #[test]
+    fn a_figure_of_another_form_of_the_promise_does_not_hold() {
+        let verdict = |commit: &str| {
+            let marked = LastMeasured::OtherForm(commit.to_owned());
+            let last = measurement(1.0);
+            let judged = judge(&claim(), Some(&last), Some(&marked), |_| {
+                Ok(Since::Unchanged)
+            });
+            judged.unwrap().verdict
+        };
+        assert_eq!(verdict("0123abc"), Verdict::Broken);
+        assert_eq!(verdict("4567def"), Verdict::Holds);
+    }
+
+    #[test]
     fn a_figure_of_a_changed_work_tree_is_dirty_and_git_is_not_asked() {
         let mut last = measurement(1.0);
         last.commit += DIRTY_MARK;
-        let judged = judge(&claim(), Some(&last), |_| bail!("asked")).unwrap();
+        let judged = judge(&claim(), Some(&last), None, |_| bail!("asked")).unwrap();
         assert_eq!(judged.verdict, Verdict::Dirty);
     }
 
     #[test]
     fn a_figure_of_an_unknown_commit_does_not_stand() {
         let last = measurement(1.0);
-        let judged = judge(&claim(), Some(&last), |_| Ok(Since::UnknownCommit)).unwrap();
+        let judged = judge(&claim(), Some(&last), None, |_| Ok(Since::UnknownCommit)).unwrap();
         assert_eq!(judged.verdict, Verdict::UnknownCommit);
         assert!(judged.reason.contains("no commit 0123abc"), "{judged:?}");
     }
@@ -193,7 +215,7 @@ mod tests {
 
     #[test]
     fn a_figure_of_older_code_is_stale_and_the_reason_says_by_how_much() {
-        let judged = judge(&claim(), Some(&measurement(1.0)), changed).unwrap();
+        let judged = judge(&claim(), Some(&measurement(1.0)), None, changed).unwrap();
         assert_eq!(judged.verdict, Verdict::Stale);
         let end = "touched its code since: 3, first crates/a.rs";
         assert!(judged.reason.ends_with(end), "{judged:?}");
@@ -201,7 +223,7 @@ mod tests {
 
     #[test]
     fn a_missed_goal_outweighs_old_code_and_both_are_said() {
-        let judged = judge(&claim(), Some(&measurement(13.0)), changed).unwrap();
+        let judged = judge(&claim(), Some(&measurement(13.0)), None, changed).unwrap();
         assert_eq!(judged.verdict, Verdict::Broken);
         assert!(judged.reason.contains("first crates/a.rs"), "{judged:?}");
         assert!(judged.reason.ends_with("does not hold"), "{judged:?}");
@@ -209,6 +231,6 @@ mod tests {
 
     #[test]
     fn a_failing_question_to_git_is_an_error() {
-        assert!(judge(&claim(), Some(&measurement(1.0)), |_| bail!("no git")).is_err());
+        assert!(judge(&claim(), Some(&measurement(1.0)), None, |_| bail!("no git")).is_err());
     }
 }
