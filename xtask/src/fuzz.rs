@@ -1,28 +1,39 @@
-//! `fuzz`: builds the fuzz targets of `fuzz/` and runs each for a while, from the corpus in the tree and from
-//! what earlier runs on this machine found.
+//! `fuzz`: builds the fuzz targets of `fuzz/` and runs each for a while, from the corpus in the tree and from what
+//! earlier runs on this machine found.
 //!
-//! libFuzzer needs a nightly compiler (`-Cpasses=sancov-module`); nothing else of the project does. The total of
-//! all runs is kept in `docs/results/fuzz/executions.json`, and `--until` goes on from there.
+//! The stable compiler can do it: coverage is a pass of LLVM (`-Cpasses=sancov-module`), and libFuzzer comes with its
+//! crate. The total of all runs is kept in `docs/results/fuzz/executions.json`, and `--until` goes on from there.
 
-use crate::run::{answer, run};
+mod record;
+
+use crate::run::{cargo, run};
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail, ensure};
-use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use record::{Record, Total};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-/// How long a target is run, unless told otherwise.
+/// How long a target is run, unless the command line says otherwise.
 pub const SECONDS: u64 = 10;
 
+/// Stands for all targets on the command line.
+const ALL: &str = "all";
+
+/// Of `fuzz/Cargo.toml`.
+const PROFILE: &str = "release";
+
 const TARGETS: &str = "fuzz/fuzz_targets";
+const CORPUS: &str = "fuzz/corpus";
 const RESULTS: &str = "docs/results/fuzz";
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
+
+/// What libFuzzer says of an input that it keeps; the path follows.
+const KEPT: &str = "Test unit written to ";
 
 /// What `cargo fuzz` sets, but for the address sanitizer: the code under test has no unsafe block.
 const FLAGS: &[&str] = &[
@@ -55,17 +66,25 @@ pub enum Budget {
     Total(u64),
 }
 
-/// All runs of one target so far.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-struct Total {
-    target: String,
+/// Where the targets are built, and where they work.
+struct Place {
+    root: PathBuf,
+    /// Of the built targets.
+    binaries: PathBuf,
+    /// Where inputs that reach something new are kept, by target.
+    corpora: PathBuf,
+    /// Where inputs that fail are kept, by target.
+    artifacts: PathBuf,
+    logs: PathBuf,
+}
+
+/// What became of one run.
+#[derive(Debug, PartialEq, Eq)]
+struct Outcome {
     executions: u64,
     seconds: u64,
-    /// Runs that ended with an input that fails.
-    findings: u64,
-    /// Of the last run.
-    commit: String,
+    /// Which input fails, or what else happened.
+    finding: Option<String>,
 }
 
 /// Runs `target`, or all, `jobs` of them at a time. Fails if an input was found that fails.
@@ -76,6 +95,7 @@ pub fn fuzz(
     jobs: usize,
 ) -> Result<()> {
     let all = targets(&workspace.root)?;
+    let target = target.filter(|&target| target != ALL);
     let chosen = match target {
         Some(target) => {
             let known = all.iter().any(|name| name == target);
@@ -84,23 +104,45 @@ pub fn fuzz(
         }
         None => all,
     };
-    let folder = workspace.target.join("fuzz");
-    build(workspace, &folder, target)?;
+    let place = Place::new(workspace, PROFILE, "corpus");
+    build(workspace, PROFILE, target)?;
     let results = workspace.root.join(RESULTS);
     let record = Mutex::new(Record::read(&results, &workspace.commit()?)?);
+    let limit = |name: &str| limit(budget, lock(&record).executions(name));
+    let done = |name: &str, outcome: &Outcome| {
+        lock(&record).add(Total {
+            target: name.to_owned(),
+            executions: outcome.executions,
+            seconds: outcome.seconds,
+            findings: u64::from(outcome.finding.is_some()),
+            commit: String::new(),
+        })
+    };
+    run_all(&place, &chosen, jobs, limit, done)
+}
+
+/// Runs targets, all of them even if one fails. `limit` ends a run, and `done` hears of its outcome.
+fn run_all(
+    place: &Place,
+    names: &[String],
+    jobs: usize,
+    limit: impl Fn(&str) -> Option<String> + Sync,
+    done: impl Fn(&str, &Outcome) -> Result<()> + Sync,
+) -> Result<()> {
     let next = AtomicUsize::new(0);
+    let findings = Mutex::new(Vec::new());
     let worker = || {
-        while let Some(name) = chosen.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let recorded = lock(&record).executions(name);
-            let Some(limit) = limit(budget, recorded) else {
+        while let Some(name) = names.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let Some(limit) = limit(name) else {
                 continue;
             };
-            let total = run_one(workspace, &folder, name, &limit)?;
-            println!(
-                "{name}: {} executions in {} s, {} findings",
-                total.executions, total.seconds, total.findings
-            );
-            lock(&record).add(total)?;
+            let outcome = run_one(place, name, &limit)?;
+            let (executions, seconds) = (outcome.executions, outcome.seconds);
+            println!("{name}: {executions} executions in {seconds} s");
+            done(name, &outcome)?;
+            if let Some(finding) = outcome.finding {
+                lock(&findings).push(format!("{name}: {finding}"));
+            }
         }
         Ok::<_, anyhow::Error>(())
     };
@@ -112,19 +154,16 @@ pub fn fuzz(
         });
         ends.collect::<Result<Vec<()>>>()
     })?;
-    let found = lock(&record).found.join(", ");
-    if !found.is_empty() {
-        let artifacts = folder.join("artifacts");
-        bail!("{found}: see {}", artifacts.display());
+    let findings = lock(&findings);
+    if !findings.is_empty() {
+        bail!("fuzz targets that fail:\n{}", findings.join("\n"));
     }
     Ok(())
 }
 
-/// A record is whole between two of its changes, so a panic elsewhere does not spoil it.
-fn lock<'a>(record: &'a Mutex<Record>) -> std::sync::MutexGuard<'a, Record> {
-    record
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
+/// A value behind a mutex is whole between two of its changes, so a panic elsewhere does not spoil it.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The argument that ends a run, or none where nothing is left to run.
@@ -150,38 +189,47 @@ fn targets(root: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-fn build(workspace: &Workspace, folder: &Path, target: Option<&str>) -> Result<()> {
-    let toolchains = answer(Command::new("rustup").args(["toolchain", "list"]))?;
-    if !toolchains.lines().any(|line| line.starts_with("nightly")) {
-        run(Command::new("rustup")
-            .args(["toolchain", "install", "nightly"])
-            .args(["--profile", "minimal"]))?;
+impl Place {
+    fn new(workspace: &Workspace, profile: &str, corpora: &str) -> Self {
+        let folder = target_folder(workspace);
+        Self {
+            root: workspace.root.clone(),
+            binaries: folder.join(TRIPLE).join(profile),
+            corpora: folder.join(corpora),
+            artifacts: folder.join("artifacts"),
+            logs: folder.join("logs"),
+        }
     }
-    let mut command = Command::new("rustup");
+}
+
+/// Apart from the rest of the workspace, which is built with other flags.
+fn target_folder(workspace: &Workspace) -> PathBuf {
+    workspace.target.join("fuzz")
+}
+
+fn build(workspace: &Workspace, profile: &str, target: Option<&str>) -> Result<()> {
+    let mut command = cargo();
     command
-        .args(["run", "nightly", "cargo", "build", "--release"])
+        .args(["build", "--locked", "--profile", profile])
         .args(["--manifest-path", "fuzz/Cargo.toml", "--target", TRIPLE])
         .arg("--target-dir")
-        .arg(folder)
+        .arg(target_folder(workspace))
         .current_dir(&workspace.root)
-        .env("RUSTFLAGS", FLAGS.join(" "))
-        .env_remove("RUSTUP_TOOLCHAIN")
-        .env_remove("CARGO");
+        .env("RUSTFLAGS", FLAGS.join(" "));
     if let Some(target) = target {
         command.args(["--bin", target]);
     }
     run(&mut command)
 }
 
-fn run_one(workspace: &Workspace, folder: &Path, name: &str, limit: &str) -> Result<Total> {
-    let corpus = folder.join("corpus").join(name);
-    let artifacts = folder.join("artifacts").join(name);
-    let logs = folder.join("logs");
-    for folder in [&corpus, &artifacts, &logs] {
+fn run_one(place: &Place, name: &str, limit: &str) -> Result<Outcome> {
+    let corpus = place.corpora.join(name);
+    let artifacts = place.artifacts.join(name);
+    for folder in [&corpus, &artifacts, &place.logs] {
         fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
-    let log = logs.join(name);
-    let mut command = Command::new(folder.join(TRIPLE).join("release").join(name));
+    let log = place.logs.join(name);
+    let mut command = Command::new(place.binaries.join(name));
     command
         .arg(limit)
         .arg(format!("-artifact_prefix={}/", artifacts.display()))
@@ -189,21 +237,31 @@ fn run_one(workspace: &Workspace, folder: &Path, name: &str, limit: &str) -> Res
         .arg(format!("-max_len={}", input_bytes_max(name)))
         .arg("-reload=0")
         .arg(&corpus)
-        .current_dir(&workspace.root)
+        .current_dir(&place.root)
         .stderr(File::create(&log).with_context(|| log.display().to_string())?);
-    let ours: PathBuf = ["fuzz", "corpus", name].iter().collect();
-    if workspace.root.join(&ours).is_dir() {
+    let ours = Path::new(CORPUS).join(name);
+    if place.root.join(&ours).is_dir() {
         command.arg(ours);
     }
     let begin = Instant::now();
     let status = command.status().with_context(|| name.to_owned())?;
-    let said = fs::read_to_string(&log).with_context(|| log.display().to_string())?;
-    Ok(Total {
-        target: name.to_owned(),
-        executions: executions(&said).with_context(|| log.display().to_string())?,
+    // What a target prints itself need not be UTF-8.
+    let said = fs::read(&log).with_context(|| log.display().to_string())?;
+    let said = String::from_utf8_lossy(&said);
+    let executions = executions(&said);
+    let finding = (!status.success()).then(|| match kept(&said) {
+        Some(input) => format!("fails on {input}, see {}", log.display()),
+        None => format!("{status}, see {}", log.display()),
+    });
+    ensure!(
+        executions.is_some() || finding.is_some(),
+        "{name} did not report its executions, see {}",
+        log.display()
+    );
+    Ok(Outcome {
+        executions: executions.unwrap_or_default(),
         seconds: begin.elapsed().as_secs(),
-        findings: u64::from(!status.success()),
-        commit: String::new(),
+        finding,
     })
 }
 
@@ -216,102 +274,111 @@ fn input_bytes_max(target: &str) -> usize {
 }
 
 /// What libFuzzer says at its end.
-fn executions(said: &str) -> Result<u64> {
+fn executions(said: &str) -> Option<u64> {
     let count = |line: &str| {
         line.strip_prefix("stat::number_of_executed_units:")?
             .trim()
             .parse()
             .ok()
     };
-    let count = said.lines().rev().find_map(count);
-    count.context("libFuzzer did not tell how often it ran the target")
+    said.lines().rev().find_map(count)
 }
 
-/// The totals of all targets, in a file that is written anew after each run.
-struct Record {
-    path: PathBuf,
-    commit: String,
-    totals: BTreeMap<String, Total>,
-    /// Targets that failed on an input since the record was read.
-    found: Vec<String>,
-}
-
-impl Record {
-    fn read(folder: &Path, commit: &str) -> Result<Self> {
-        fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
-        let path = folder.join("executions.json");
-        let totals: Vec<Total> = match fs::read_to_string(&path) {
-            Ok(text) => serde_json::from_str(&text).with_context(|| path.display().to_string())?,
-            Err(_) => Vec::new(),
-        };
-        let named = |total: Total| (total.target.clone(), total);
-        Ok(Self {
-            path,
-            commit: commit.to_owned(),
-            totals: totals.into_iter().map(named).collect(),
-            found: Vec::new(),
-        })
-    }
-
-    fn executions(&self, target: &str) -> u64 {
-        self.totals.get(target).map_or(0, |total| total.executions)
-    }
-
-    /// Adds a run to those before.
-    fn add(&mut self, last: Total) -> Result<()> {
-        if last.findings > 0 {
-            self.found.push(last.target.clone());
-        }
-        let total = self.totals.entry(last.target.clone()).or_default();
-        *total = Total {
-            executions: total.executions + last.executions,
-            seconds: total.seconds + last.seconds,
-            findings: total.findings + last.findings,
-            commit: self.commit.clone(),
-            target: last.target,
-        };
-        let totals: Vec<&Total> = self.totals.values().collect();
-        let text = serde_json::to_string_pretty(&totals)? + "\n";
-        fs::write(&self.path, text).with_context(|| self.path.display().to_string())
-    }
+/// The input that a run has ended with.
+fn kept(said: &str) -> Option<&str> {
+    said.lines()
+        .rev()
+        .find_map(|line| Some(line.split_once(KEPT)?.1))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// What libFuzzer says at the end of a run that fails.
+    const FAILED: &str = "\
+#2\tINITED\n\
+artifact_prefix='/a/'; Test unit written to /a/slow-unit-1\n\
+==7== ERROR: libFuzzer: deadly signal\n\
+artifact_prefix='/a/'; Test unit written to /a/crash-2\n\
+stat::number_of_executed_units: 4711\n\
+stat::x: 1\n";
+
     #[test]
-    fn executions_are_read_from_what_libfuzzer_says() {
-        let said = "#2\tINITED\n#5\tDONE\nstat::number_of_executed_units: 4711\nstat::x: 1\n";
-        assert_eq!(executions(said).unwrap(), 4711);
-        assert!(executions("").is_err());
+    fn executions_and_the_failing_input_are_read_from_what_libfuzzer_says() {
+        assert_eq!(executions(FAILED), Some(4711));
+        assert_eq!(kept(FAILED), Some("/a/crash-2"));
+        assert_eq!(executions(""), None);
+        assert_eq!(kept("#2\tINITED\n"), None);
     }
 
     #[test]
-    fn runs_add_up() {
-        let folder = tempfile::tempdir().unwrap();
-        let run = |target: &str, executions| Total {
-            target: target.to_owned(),
-            executions,
-            seconds: 2,
-            ..Total::default()
-        };
-        let mut record = Record::read(folder.path(), "c0ffee").unwrap();
-        record.add(run("b", 1)).unwrap();
-        let mut record = Record::read(folder.path(), "c0ffee").unwrap();
-        for (target, executions) in [("a", 10), ("b", 5)] {
-            record.add(run(target, executions)).unwrap();
-        }
-        let record = Record::read(folder.path(), "c0ffee").unwrap();
-        let found: Vec<_> = record
-            .totals
-            .values()
-            .map(|total| (total.target.as_str(), total.executions, total.seconds))
-            .collect();
-        assert_eq!(found, [("a", 10, 2), ("b", 6, 4)]);
-        assert_eq!(limit(Budget::Total(10), record.executions("a")), None);
-        let rest = limit(Budget::Total(10), record.executions("b"));
+    fn a_run_ends_where_its_budget_ends() {
+        assert_eq!(limit(Budget::Total(10), 10), None);
+        let rest = limit(Budget::Total(10), 6);
         assert_eq!(rest.as_deref(), Some("-runs=4"));
+        let seconds = limit(Budget::Seconds(3), 6);
+        assert_eq!(seconds.as_deref(), Some("-max_total_time=3"));
+    }
+
+    /// Targets that are scripts: name, and what the shell does in its place.
+    fn scripts(root: &Path, all: &[(&str, &str)]) -> (Place, Vec<String>) {
+        for (name, script) in all {
+            let text = root.join("script");
+            fs::write(&text, format!("#!/bin/sh\n{script}\n")).unwrap();
+            // Another process writes the program: this one may fork, elsewhere, while it has a file open.
+            let mut install = Command::new("install");
+            run(install.arg("--mode=755").arg(text).arg(root.join(name))).unwrap();
+        }
+        let place = Place {
+            root: root.to_owned(),
+            binaries: root.to_owned(),
+            corpora: root.join("corpora"),
+            artifacts: root.join("artifacts"),
+            logs: root.join("logs"),
+        };
+        let names = all.iter().map(|(name, _)| (*name).to_owned()).collect();
+        (place, names)
+    }
+
+    #[test]
+    fn a_finding_fails_the_run_with_the_target_and_its_input_after_all_have_run() {
+        const COUNT: &str = "echo stat::number_of_executed_units: 5 >&2";
+        let root = tempfile::tempdir().unwrap();
+        let bad = format!("printf '%s' \"{FAILED}\" >&2; exit 77");
+        let all = [
+            ("bad", bad.as_str()),
+            ("dead", "kill -9 $$"),
+            ("good", COUNT),
+        ];
+        let (place, names) = scripts(root.path(), &all);
+        let seen = Mutex::new(Vec::new());
+        let done = |name: &str, outcome: &Outcome| {
+            lock(&seen).push((name.to_owned(), outcome.executions));
+            Ok(())
+        };
+        let limit = |_: &str| Some("-runs=5".to_owned());
+        let error = run_all(&place, &names, 1, limit, done)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("bad: fails on /a/crash-2, see"), "{error}");
+        assert!(error.contains("dead: signal: 9"), "{error}");
+        assert!(!error.contains("good"), "{error}");
+        let counts = [("bad", 4711), ("dead", 0), ("good", 5)];
+        let counts = counts.map(|(name, count)| (name.to_owned(), count));
+        assert_eq!(lock(&seen)[..], counts);
+    }
+
+    #[test]
+    fn good_targets_pass_and_one_that_reports_nothing_does_not() {
+        const COUNT: &str = "echo stat::number_of_executed_units: 5 >&2";
+        let root = tempfile::tempdir().unwrap();
+        let (place, names) = scripts(root.path(), &[("good", COUNT), ("mute", "true")]);
+        let limit = |_: &str| Some("-runs=5".to_owned());
+        let run = |names: &[String]| run_all(&place, names, 2, limit, |_, _| Ok(()));
+        assert!(run(&names[..1]).is_ok());
+        let error = run(&names).unwrap_err().to_string();
+        assert!(error.contains("mute did not report"), "{error}");
     }
 
     /// Each target is built, has a corpus in the tree, and that is small.

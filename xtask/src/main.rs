@@ -53,12 +53,12 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         more: Vec<String>,
     },
-    /// Run the fuzz targets, and add the executions to docs/results/fuzz (builds with a nightly compiler)
+    /// Run the fuzz targets, and add the executions to docs/results/fuzz
     Fuzz {
-        /// Which; all of them when none is given
+        /// Which; `all` of them when none is given
         target: Option<String>,
         /// How long each is run
-        #[arg(long, default_value_t = fuzz::SECONDS)]
+        #[arg(default_value_t = fuzz::SECONDS)]
         seconds: u64,
         /// Run each until all its recorded runs add up to so many executions
         #[arg(long, conflicts_with = "seconds", value_name = "EXECUTIONS")]

@@ -1,0 +1,96 @@
+//! The executions of all runs so far, in `docs/results/fuzz/executions.json`.
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// All runs of one target so far.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Total {
+    pub target: String,
+    pub executions: u64,
+    pub seconds: u64,
+    /// Runs that ended with an input that fails.
+    pub findings: u64,
+    /// Of the last run.
+    pub commit: String,
+}
+
+/// The totals of all targets, in a file that is written anew after each run.
+pub struct Record {
+    path: PathBuf,
+    commit: String,
+    totals: BTreeMap<String, Total>,
+}
+
+impl Record {
+    /// Those of the runs before; runs of `commit` are about to follow.
+    pub fn read(folder: &Path, commit: &str) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        let path = folder.join("executions.json");
+        let totals: Vec<Total> = match fs::read_to_string(&path) {
+            Ok(text) => serde_json::from_str(&text).with_context(|| path.display().to_string())?,
+            Err(_) => Vec::new(),
+        };
+        let named = |total: Total| (total.target.clone(), total);
+        Ok(Self {
+            path,
+            commit: commit.to_owned(),
+            totals: totals.into_iter().map(named).collect(),
+        })
+    }
+
+    /// How often a target was run.
+    pub fn executions(&self, target: &str) -> u64 {
+        self.totals.get(target).map_or(0, |total| total.executions)
+    }
+
+    /// Adds a run to those before.
+    pub fn add(&mut self, last: Total) -> Result<()> {
+        let total = self.totals.entry(last.target.clone()).or_default();
+        *total = Total {
+            executions: total.executions + last.executions,
+            seconds: total.seconds + last.seconds,
+            findings: total.findings + last.findings,
+            commit: self.commit.clone(),
+            target: last.target,
+        };
+        let totals: Vec<&Total> = self.totals.values().collect();
+        let text = serde_json::to_string_pretty(&totals)? + "\n";
+        fs::write(&self.path, text).with_context(|| self.path.display().to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_add_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = |target: &str, executions| Total {
+            target: target.to_owned(),
+            executions,
+            seconds: 2,
+            ..Total::default()
+        };
+        let mut record = Record::read(folder.path(), "c0ffee").unwrap();
+        record.add(run("b", 1)).unwrap();
+        let mut record = Record::read(folder.path(), "c0ffee").unwrap();
+        for (target, executions) in [("a", 10), ("b", 5)] {
+            record.add(run(target, executions)).unwrap();
+        }
+        let record = Record::read(folder.path(), "c0ffee").unwrap();
+        let found: Vec<_> = record
+            .totals
+            .values()
+            .map(|total| (total.target.as_str(), total.executions, total.seconds))
+            .collect();
+        assert_eq!(found, [("a", 10, 2), ("b", 6, 4)]);
+        assert_eq!(record.executions("b"), 6);
+        assert_eq!(record.executions("c"), 0);
+    }
+}
