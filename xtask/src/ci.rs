@@ -1,5 +1,6 @@
 //! `ci` and `test`: everything in its order, each step with the time it took.
 
+use crate::fuzz;
 use crate::guests::{self, Guests};
 use crate::run::{cargo, run};
 use crate::setup;
@@ -32,6 +33,7 @@ pub fn ci(workspace: &Workspace) -> Result<()> {
     step("tidy", || tidy::tidy(workspace))?;
     let release = step("build", || build_release(workspace, &["stillframe"]))?;
     let guests = step("guests", || guests::build(workspace))?;
+    step("fuzz targets", || fuzz::smoke(workspace))?;
     run_tests(workspace, &guests, &release.join("stillframe"))
 }
 

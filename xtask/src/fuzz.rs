@@ -2,7 +2,8 @@
 //! earlier runs on this machine found.
 //!
 //! The stable compiler can do it: coverage is a pass of LLVM (`-Cpasses=sancov-module`), and libFuzzer comes with its
-//! crate. The total of all runs is kept in `docs/results/fuzz/executions.json`, and `--until` goes on from there.
+//! crate. The total of all runs is kept in `docs/results/fuzz/executions.json`, and `--until` goes on from there. `ci`
+//! runs all targets for a moment from the corpus in the tree alone, and records nothing.
 
 mod record;
 
@@ -11,6 +12,7 @@ use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail, ensure};
 use record::{Record, Total};
 use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,8 +26,15 @@ pub const SECONDS: u64 = 10;
 /// Stands for all targets on the command line.
 const ALL: &str = "all";
 
-/// Of `fuzz/Cargo.toml`.
+/// How long `ci` runs each target.
+const CI_SECONDS: u64 = 3;
+
+/// How many targets `ci` runs at a time.
+const CI_JOBS: usize = 2;
+
+/// Profiles of `fuzz/Cargo.toml`. That of `ci` is built in less time, and executes less in a second.
 const PROFILE: &str = "release";
+const CI_PROFILE: &str = "ci";
 
 const TARGETS: &str = "fuzz/fuzz_targets";
 const CORPUS: &str = "fuzz/corpus";
@@ -119,6 +128,21 @@ pub fn fuzz(
         })
     };
     run_all(&place, &chosen, jobs, limit, done)
+}
+
+/// Builds all targets and runs each for a moment. Fails if an input was found that fails.
+pub fn smoke(workspace: &Workspace) -> Result<()> {
+    let place = Place::new(workspace, CI_PROFILE, "corpus-ci");
+    match fs::remove_dir_all(&place.corpora) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(error).context(place.corpora.display().to_string());
+        }
+        _ => {}
+    }
+    build(workspace, CI_PROFILE, None)?;
+    let limit = |_: &str| limit(Budget::Seconds(CI_SECONDS), 0);
+    let all = targets(&workspace.root)?;
+    run_all(&place, &all, CI_JOBS, limit, |_, _| Ok(()))
 }
 
 /// Runs targets, all of them even if one fails. `limit` ends a run, and `done` hears of its outcome.

@@ -41,7 +41,7 @@ enum Command {
     Tidy,
     /// Build everything the tests need and run all tests
     Test,
-    /// What every commit must pass: setup, format, lints, tidy, builds, guests, tests
+    /// What every commit must pass: setup, format, lints, tidy, builds, guests, fuzz targets, tests
     Ci,
     /// Take checkpoints of a real guest, kill it, restore three of them, and show it all
     Demo,
