@@ -16,8 +16,8 @@ use stillframe_repo::{Password, Repository};
 use sample::{manifest, words};
 
 const PAGE: usize = 4096;
-/// Different pages: 2 GiB of them, and a quarter of one.
-const LARGE: u64 = 1 << 19;
+/// Different pages, of 64 checkpoints and of 16: a GiB of them, and a quarter of one.
+const LARGE: u64 = 1 << 18;
 const SMALL: u64 = 1 << 16;
 /// The second process is told of its repository by these variables.
 const PLACE: &str = "STILLFRAME_BENCH_INDEX_PLACE";
