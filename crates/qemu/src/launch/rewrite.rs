@@ -207,9 +207,16 @@ impl Rewriter<'_> {
         else {
             return;
         };
-        let is_ours =
-            options.pidfile.is_none() && options.clone.is_none() && settings.run_as.is_none();
-        self.pid_file = (is_ours && !(self.busy)(&Endpoint::PidFile(path.clone()))).then_some(path);
+        // With more rights than the VM had, QEMU writes nothing that the record names.
+        let as_it_was = settings.run_as.is_none() && !options.as_root;
+        let is_ours = options.pidfile.is_none() && options.clone.is_none() && as_it_was;
+        if is_ours && !(self.busy)(&Endpoint::PidFile(path.clone())) {
+            self.note(format!(
+                "`-pidfile {}` kept: QEMU writes its process id there",
+                path.display()
+            ));
+            self.pid_file = Some(path);
+        }
     }
 
     fn drop_process_options(&mut self) {

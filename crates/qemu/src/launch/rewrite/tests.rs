@@ -568,6 +568,8 @@ fn a_pid_file_stays_the_vms_unless_another_process_has_it() {
     assert!(pid_file("-m 1G", as_it_was, None).is_empty());
     let named = |options: &mut LaunchOptions| options.pidfile = Some("/other".into());
     assert_eq!(pid_file("-pidfile /run/vm.pid", named, None), ["/other"]);
+    let as_root = |options: &mut LaunchOptions| options.as_root = true;
+    assert!(pid_file("-pidfile /run/vm.pid", as_root, None).is_empty());
     let clone = |options: &mut LaunchOptions| options.clone = Some(Default::default());
     assert!(pid_file("-pidfile /run/vm.pid", clone, None).is_empty());
 }
