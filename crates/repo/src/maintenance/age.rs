@@ -11,7 +11,7 @@ pub struct Age {
 }
 
 impl Age {
-    /// So many months, of whatever length, and seconds. `None` for zero.
+    /// An age of these calendar months and seconds; `None` where both are zero.
     pub fn new(months: u32, seconds: u64) -> Option<Age> {
         let age = Age { months, seconds };
         (months > 0 || seconds > 0).then_some(age)

@@ -22,7 +22,7 @@ pub struct CaptureArgs {
     /// Resume the VM when a pause takes longer [default: 3s; 10m with --verify]
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
     pub pause_limit: Option<Duration>,
-    /// Wait so long for another process' lock on the repository
+    /// Wait at most this long for another process' lock on the repository
     #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
     pub lock_wait: Duration,
     /// Compare all memory, in the pause, with the checkpoint: a long pause
@@ -31,13 +31,13 @@ pub struct CaptureArgs {
     /// What is copied when: auto, stop-copy, pre-copy or copy-on-write
     #[arg(long, value_name = "SCHEDULE", default_value = "auto")]
     pub schedule: ScheduleChoice,
-    /// Remember what so much memory held, to store only what changed in it; 0: store whole pages
+    /// Size of the delta cache: previous contents of pages, of which only changes are stored; 0: store whole pages
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "256M")]
     pub delta_cache: u64,
-    /// Hold copies of at most so much guest memory; where more was written it is stored before the pause
+    /// Upper bound on copies of guest memory; where more was written it is stored before the pause
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "1G")]
     pub copy_buffer: u64,
-    /// Write at most so much to the repository a second
+    /// Upper bound on bytes written to the repository in a second
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
     pub limit_write: Option<NonZeroU64>,
     /// Store pages even if the repository has them already
@@ -76,7 +76,7 @@ pub struct WatchArgs {
     /// The interval, from the start of a checkpoint to the start of the next
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
     pub every: Duration,
-    /// End after so many checkpoints [default: when the VM ends, or on Ctrl-C]
+    /// End after K checkpoints [default: when the VM ends, or on Ctrl-C]
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
     /// How.
