@@ -19,6 +19,10 @@ pub(crate) const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=
                                            tsc=reliable nowatchdog mitigations=off";
 /// Time for a guest to boot and tick under TCG, on a busy machine.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(120);
+/// Where memory that is a file lies.
+pub(crate) const SHM: &str = "/dev/shm/";
+/// Put before the name of the file that is the memory of a VM's copy.
+pub(crate) const COPY_OF: &str = "copy-of-";
 /// The end of an agent's channel, in the guest's folder.
 const AGENT: &str = "agent";
 
@@ -178,7 +182,7 @@ impl Setup {
                 add(&["-machine", "q35,memory-backend=mem", "-object", &object]);
             }
             Kind::FileShared => {
-                let file = format!("/dev/shm/stillframe-{}", folder_name(folder));
+                let file = format!("{SHM}stillframe-{}", folder_name(folder));
                 let object =
                     format!("memory-backend-file,id=mem,size={ram},mem-path={file},share=on");
                 add(&["-machine", "q35,memory-backend=mem", "-object", &object]);
@@ -412,8 +416,7 @@ impl Drop for Guest {
     fn drop(&mut self) {
         let _ = self.kill();
         if self.kind == Kind::FileShared {
-            let name = folder_name(self.folder.path());
-            let _ = fs::remove_file(format!("/dev/shm/stillframe-{name}"));
+            remove_memory_files(&format!("stillframe-{}", folder_name(self.folder.path())));
         }
     }
 }
@@ -466,7 +469,7 @@ impl Drop for Restored {
             let _ = qmp.execute("quit", json!({}));
         }
         // The next restore in this folder uses the same socket: wait until this one is gone.
-        for _ in 0..200 {
+        for _ in 0..3000 {
             if !health::is_alive(self.pid) {
                 return;
             }
@@ -488,6 +491,16 @@ pub fn guests() -> Result<PathBuf> {
             folder.display()
         )
     })
+}
+
+/// Removes the files that were the memory of a guest and of its copies.
+fn remove_memory_files(name: &str) {
+    for file in fs::read_dir(SHM).into_iter().flatten().flatten() {
+        let file_name = file.file_name();
+        if file_name.to_string_lossy().trim_start_matches(COPY_OF) == name {
+            let _ = fs::remove_file(file.path());
+        }
+    }
 }
 
 fn folder_name(folder: &Path) -> String {

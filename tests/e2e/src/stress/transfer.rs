@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use super::exactness::{Tally, wait_gone, writing_all_the_time};
 use super::kill::Random;
 use crate::cli::Stillframe;
-use crate::guest::{Guest, Kind, Restored, Setup};
+use crate::guest::{COPY_OF, Guest, Kind, Restored, SHM, Setup};
 use crate::health;
 use crate::memory::{Difference, Image};
 use crate::qmp::Qmp;
@@ -205,15 +205,29 @@ pub fn byte_by_byte(
 fn needs(guest: &Guest) -> Vec<String> {
     let words = match guest.kind {
         Kind::KvmBootSector => "--disks-as-they-are".to_owned(),
-        Kind::FileShared => {
-            let name = guest.folder().file_name().unwrap_or_default();
-            let name = name.to_string_lossy();
-            // The copy's memory is another file.
-            format!("--replace=stillframe-{name}=stillframe-copy-{name}")
-        }
+        // Each transfer gives the memory another file than the one before.
+        Kind::FileShared => format!("--replace={SHM}={SHM}{COPY_OF}"),
         _ => return Vec::new(),
     };
     vec![words]
+}
+
+/// A new VM whose memory would be the file that the original writes to is refused; the original runs on.
+fn refused_with_the_same_file(
+    stillframe: &Stillframe,
+    guest: &Guest,
+    mut order: Order,
+) -> Result<()> {
+    order.receive.clear();
+    let Transfer {
+        sender, receiver, ..
+    } = order.start(stillframe, guest.pid())?;
+    let (sent, received) = (sender.end()?, receiver.end()?);
+    ensure!(sent.code != Some(0), "two VMs with one memory: {sent:?}");
+    let why = format!("is in use by process {}", guest.pid());
+    ensure!(received.err.contains(&why), "{received:?}");
+    guest.serial.wait_more(2, TICK_LIMIT)?;
+    Ok(())
 }
 
 /// Copies and hand-overs of one guest, which has ended afterwards.
@@ -237,11 +251,7 @@ pub fn one_guest(
     guest.serial.wait_more(2, TICK_LIMIT)?;
     let hand_over = |name: String| order(name, Mode::HandOver);
     if guest.kind == Kind::FileShared {
-        // Its memory is a file that both would write to.
-        let transfer = hand_over("refused".into()).start(stillframe, guest.pid())?;
-        ensure!(transfer.arrive().is_err(), "two VMs with one memory");
-        guest.serial.wait_more(2, TICK_LIMIT)?;
-        return Ok(());
+        refused_with_the_same_file(stillframe, guest, hand_over("refused".into()))?;
     }
     let (mut arrived, tally) = byte_by_byte(stillframe, guest, hand_over("over-bytes".into()))?;
     note("hand-over, byte by byte", &arrived, tally);
