@@ -1,4 +1,4 @@
-//! `ci` and `test`: everything in its order, each step with the time it took.
+//! `ci` and `test`: run their steps in order and print the time of each.
 
 use crate::fuzz;
 use crate::guests::{self, Guests};
@@ -11,15 +11,15 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
-/// Where the tests of the whole find the guests and the binary.
+/// Environment variables that name the guests and the binary for the end-to-end tests.
 const GUESTS_VARIABLE: &str = "STILLFRAME_GUESTS";
 const BINARY_VARIABLE: &str = "STILLFRAME_BIN";
-/// The same of a binary in which tests can inject faults.
+/// The same for a binary in which tests can inject faults.
 const FAULTY_VARIABLE: &str = "STILLFRAME_FAULTY_BIN";
-/// Compiles fault points in, for that binary and the unit tests, which so share what is built.
+/// Compiles fault points in, for that binary and the unit tests, so that both share one build.
 const FAULT_POINTS: [&str; 2] = ["--features", "stillframe/fault-points"];
 
-/// What every commit must pass. Ends in the test runner's own summary.
+/// Runs what every commit must pass. The output ends with the summary of the test runner.
 pub fn ci(workspace: &Workspace) -> Result<()> {
     step("setup", setup::setup)?;
     step("format", || {
@@ -36,14 +36,14 @@ pub fn ci(workspace: &Workspace) -> Result<()> {
     run_tests(workspace, &guests)
 }
 
-/// Whatever the tests need, then all tests.
+/// Builds what the tests need, then runs all tests.
 pub fn test(workspace: &Workspace) -> Result<()> {
     step("setup", setup::setup)?;
     let guests = step("guests", || guests::build(workspace))?;
     run_tests(workspace, &guests)
 }
 
-/// Runs one step and says how long it took.
+/// Runs one step and prints its time.
 pub fn step<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     println!("== {name}");
     let began = Instant::now();
@@ -62,7 +62,7 @@ fn in_root(workspace: &Workspace) -> Command {
     command
 }
 
-/// A binary with fault points, not optimised beyond what tests are.
+/// Builds a binary with fault points, optimised like the tests.
 pub fn build_faulty(workspace: &Workspace) -> Result<PathBuf> {
     run(in_root(workspace)
         .args(["build", "--package", "stillframe"])
@@ -70,7 +70,7 @@ pub fn build_faulty(workspace: &Workspace) -> Result<PathBuf> {
     Ok(workspace.target.join("debug/stillframe"))
 }
 
-/// Packages as users get them; the folder of the binaries.
+/// Builds packages as users get them; returns the folder of the binaries.
 pub fn build_release(workspace: &Workspace, packages: &[&str]) -> Result<PathBuf> {
     let mut command = in_root(workspace);
     command.args(["build", "--release"]);
@@ -81,10 +81,10 @@ pub fn build_release(workspace: &Workspace, packages: &[&str]) -> Result<PathBuf
     Ok(workspace.target.join("release"))
 }
 
-/// All tests of all crates, also after one has failed. No line of ours follows a good end.
+/// Runs all tests of all crates, also after a failure. After success xtask prints nothing more.
 ///
-/// One binary serves all of them. Its fault points do nothing unless a test names one, and its debug assertions hold
-/// the code to more than users' binaries do; what is measured is measured with theirs (`bench`, `demo`).
+/// All tests use one binary. Its fault points are inactive unless a test names one, and it has debug assertions;
+/// measurements (`bench`, `demo`) use a release binary.
 fn run_tests(workspace: &Workspace, guests: &Guests) -> Result<()> {
     let binary = step("build with fault points", || build_faulty(workspace))?;
     println!("== tests");

@@ -1,4 +1,4 @@
-//! `claims`: the numbers that SPECIFICATION.md promises, against what was last measured.
+//! `claims`: compares the numbers that SPECIFICATION.md promises with the last measurements.
 //!
 //! SPECIFICATION.md holds one or more tables with the columns
 //!
@@ -6,20 +6,19 @@
 //! | id | promise | goal | unit | bench or test |
 //! ```
 //!
-//! where a goal is a bound such as `<= 12.5` (also `<`, `>`, `>=`, `=`) in that unit. Each bench
-//! leaves its last run in `docs/results/<bench>/summary.json`, a list of [`Measurement`]s. One claim
-//! is measured by one bench. A promise that its last measurement does not show stands in a table with the columns
+//! where a goal is a bound such as `<= 12.5` (also `<`, `>`, `>=`, `=`) in that unit. Each bench writes its last run to
+//! `docs/results/<bench>/summary.json`, a list of [`Measurement`]s. One bench measures each claim. A promise that its
+//! last measurement does not confirm is in a table with the columns
 //!
 //! ```text
 //! | missed | last measured | what is known |
 //! ```
 //!
-//! where the last measurement is the figure that misses the goal, `never`, or `not in this form at COMMIT`. The
-//! latter says that the figure of that commit was measured against another goal, or another wording of the promise.
+//! where the last measurement is the figure that misses the goal, `never`, or `not in this form at COMMIT`: the figure
+//! of that commit was measured against another goal, or another wording of the promise.
 //!
-//! A figure is only worth as much as the commit that it was measured at. So the commit must be in the
-//! history, and no later commit may have touched the code that the figure is about. A table names that code
-//! for each bench, as paths in backticks:
+//! A figure is valid for the commit that was measured. That commit must be in the history, and no later commit may have
+//! touched the code that the figure is about. A table names that code for each bench, as paths in backticks:
 //!
 //! ```text
 //! | bench | code that its figures are about |
@@ -30,8 +29,8 @@ mod history;
 mod measurement;
 mod missed;
 mod specification;
+mod status;
 mod table;
-mod verdict;
 
 pub use measurement::Measurement;
 pub use specification::{SPECIFICATION, Specification};
@@ -41,22 +40,25 @@ use anyhow::{Context, Result, bail};
 use history::{GitHistory, History, Since};
 use measurement::measurements;
 use specification::Claim;
+use status::{Assessment, Status, assess};
 use std::collections::BTreeMap;
-use verdict::{Judged, Verdict, judge};
 
 const RESULTS: &str = "docs/results";
 
-/// Prints every promise with its last value; an error when one does not hold.
+/// Prints every promise with its last value.
+///
+/// # Errors
+/// A promise does not hold, or the table of missed promises is outdated.
 pub fn claims(workspace: &Workspace) -> Result<()> {
     let specification = Specification::read(&workspace.root)?;
     let last = measurements(&workspace.root.join(RESULTS))?;
     let history = GitHistory::read(&workspace.root)?;
-    let all = judge_all(&specification, &last, &history)?;
-    for (claim, judged) in &all {
+    let all = assess_all(&specification, &last, &history)?;
+    for (claim, assessment) in &all {
         let (id, promise) = (&claim.id, &claim.promise);
         let (goal, unit) = (&claim.goal.text, &claim.unit);
-        println!("{:<14} {id}: {promise} {goal} {unit}", judged.verdict);
-        println!("{:<14} {} [{}]", "", judged.reason, claim.shown_by);
+        println!("{:<14} {id}: {promise} {goal} {unit}", assessment.status);
+        println!("{:<14} {} [{}]", "", assessment.reason, claim.shown_by);
     }
     for (id, measurement) in &last {
         if specification.claims.iter().all(|claim| claim.id != *id) {
@@ -70,13 +72,15 @@ pub fn claims(workspace: &Workspace) -> Result<()> {
     for (line, message) in &outdated {
         println!("{SPECIFICATION}:{line}: {message}");
     }
-    let count = |verdict| {
-        let same = all.iter().filter(|(_, judged)| judged.verdict == verdict);
+    let count = |status| {
+        let same = all
+            .iter()
+            .filter(|(_, assessment)| assessment.status == status);
         same.count()
     };
-    let counts = Verdict::ALL.map(|verdict| format!("{verdict}: {}", count(verdict)));
+    let counts = Status::ALL.map(|status| format!("{status}: {}", count(status)));
     println!("claims: {}, of them {}", all.len(), counts.join(", "));
-    let others = all.len() - count(Verdict::Holds);
+    let others = all.len() - count(Status::Holds);
     if others > 0 {
         bail!("{others} promises do not hold as measured");
     }
@@ -86,7 +90,7 @@ pub fn claims(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// A value just measured, judged by the goal that SPECIFICATION.md sets for it.
+/// The measurement of a new value, compared with its goal in SPECIFICATION.md.
 pub fn measured(
     workspace: &Workspace,
     id: &str,
@@ -111,12 +115,15 @@ pub fn measured(
     })
 }
 
-/// All claims in their order, judged. An error where the tables contradict each other or the tree.
-fn judge_all<'a>(
+/// Assesses all claims in their order.
+///
+/// # Errors
+/// The tables contradict each other or the tree.
+fn assess_all<'a>(
     specification: &'a Specification,
     last: &BTreeMap<String, Measurement>,
     history: &impl History,
-) -> Result<Vec<(&'a Claim, Judged)>> {
+) -> Result<Vec<(&'a Claim, Assessment)>> {
     let problems = specification.problems(|path| history.has_path(path));
     if !problems.is_empty() {
         let lines = problems
@@ -124,24 +131,24 @@ fn judge_all<'a>(
             .map(|(line, message)| format!("{SPECIFICATION}:{line}: {message}"));
         bail!("{}", lines.collect::<Vec<_>>().join("\n"));
     }
-    // Claims of one run have one answer.
-    let mut answers: BTreeMap<(&str, String), Since> = BTreeMap::new();
+    // Claims of one run share one query.
+    let mut known: BTreeMap<(&str, String), Since> = BTreeMap::new();
     let mut all = Vec::new();
     for claim in &specification.claims {
         let code = specification.code_of(claim);
         let paths = code.map_or(&[][..], |code| &code.paths);
         let since = |commit: &str| {
             let run = (claim.bench(), commit.to_owned());
-            if let Some(since) = answers.get(&run) {
+            if let Some(since) = known.get(&run) {
                 return Ok(since.clone());
             }
             let since = history.since(commit, paths)?;
-            answers.insert(run, since.clone());
+            known.insert(run, since.clone());
             Ok(since)
         };
         let marked = specification.missed_row(claim).map(|row| &row.last);
-        let judged = judge(claim, last.get(&claim.id), marked, since)?;
-        all.push((claim, judged));
+        let assessment = assess(claim, last.get(&claim.id), marked, since)?;
+        all.push((claim, assessment));
     }
     Ok(all)
 }
@@ -157,7 +164,7 @@ mod tests {
     const TABLES: &str = "\
 | id | promise | goal | unit | bench or test |
 | --- | --- | --- | --- | --- |
-| pause | the guest stands still | <= 2 | ms | cargo xtask bench checkpoint |
+| pause | the guest is stopped | <= 2 | ms | cargo xtask bench checkpoint |
 | pages | pages are exact | = 0 | pages | cargo xtask bench checkpoint |
 | speed | pages move | > 2 | GB/s | cargo xtask bench delta |
 
@@ -190,16 +197,19 @@ mod tests {
         }
     }
 
-    fn verdicts(root: &Path) -> Result<Vec<Verdict>> {
+    fn statuses(root: &Path) -> Result<Vec<Status>> {
         let specification = Specification::read(root)?;
         let last = measurements(&root.join(RESULTS))?;
-        let all = judge_all(&specification, &last, &GitHistory::read(root)?)?;
-        Ok(all.iter().map(|(_, judged)| judged.verdict).collect())
+        let all = assess_all(&specification, &last, &GitHistory::read(root)?)?;
+        Ok(all
+            .iter()
+            .map(|(_, assessment)| assessment.status)
+            .collect())
     }
 
     #[test]
-    fn figures_stand_until_a_commit_touches_their_code() {
-        use Verdict::{Dirty, Holds, Stale, UnknownCommit};
+    fn figures_hold_until_a_commit_touches_their_code() {
+        use Status::{Dirty, Holds, Stale, UnknownCommit};
         let sample = Sample::new();
         let root = sample.root();
         sample.commit("engine/a.rs", "1");
@@ -207,15 +217,15 @@ mod tests {
         sample.commit("bench.rs", "1");
         let commit = sample.commit(SPECIFICATION, TABLES);
         record(root, &commit[..12]);
-        assert_eq!(verdicts(root).unwrap(), [Holds; 3]);
+        assert_eq!(statuses(root).unwrap(), [Holds; 3]);
         sample.commit("other/a.rs", "1");
-        assert_eq!(verdicts(root).unwrap(), [Holds; 3]);
+        assert_eq!(statuses(root).unwrap(), [Holds; 3]);
         sample.commit("engine/b.rs", "1");
-        assert_eq!(verdicts(root).unwrap(), [Stale, Stale, Holds]);
+        assert_eq!(statuses(root).unwrap(), [Stale, Stale, Holds]);
         record(root, "0123456789ab");
-        assert_eq!(verdicts(root).unwrap(), [UnknownCommit; 3]);
+        assert_eq!(statuses(root).unwrap(), [UnknownCommit; 3]);
         record(root, &format!("{}-dirty", &commit[..12]));
-        assert_eq!(verdicts(root).unwrap(), [Dirty; 3]);
+        assert_eq!(statuses(root).unwrap(), [Dirty; 3]);
     }
 
     #[test]
@@ -225,54 +235,54 @@ mod tests {
         sample.commit("engine/a.rs", "1");
         sample.commit("bench.rs", "1");
         sample.commit(SPECIFICATION, TABLES);
-        let error = verdicts(root).unwrap_err().to_string();
+        let error = statuses(root).unwrap_err().to_string();
         assert_eq!(error, "SPECIFICATION.md:10: there is no page");
         sample.commit("page/a.rs", "1");
-        assert!(verdicts(root).is_ok());
+        assert!(statuses(root).is_ok());
         sample.commit(
             SPECIFICATION,
             &TABLES.replace("| bench delta | `page` |", ""),
         );
-        let error = verdicts(root).unwrap_err().to_string();
+        let error = statuses(root).unwrap_err().to_string();
         assert!(
             error.contains(":5: no row names the code of `bench delta`"),
             "{error}"
         );
     }
 
-    /// Records what is asked of it.
-    struct Questions(RefCell<Vec<(String, Vec<String>)>>);
+    /// Records its queries.
+    struct Queries(RefCell<Vec<(String, Vec<String>)>>);
 
-    impl History for Questions {
+    impl History for Queries {
         fn has_path(&self, _: &str) -> bool {
             true
         }
 
         fn since(&self, commit: &str, paths: &[String]) -> Result<Since> {
-            let question = (commit.to_owned(), paths.to_vec());
-            self.0.borrow_mut().push(question);
+            let query = (commit.to_owned(), paths.to_vec());
+            self.0.borrow_mut().push(query);
             Ok(Since::Unchanged)
         }
     }
 
     #[test]
-    fn git_is_asked_once_for_each_bench() {
+    fn git_is_queried_once_for_each_bench() {
         let root = tempfile::tempdir().unwrap();
         record(root.path(), "0123abc");
         let specification = Specification::parse(TABLES).unwrap();
         let last = measurements(&root.path().join(RESULTS)).unwrap();
-        let questions = Questions(RefCell::default());
-        judge_all(&specification, &last, &questions).unwrap();
+        let queries = Queries(RefCell::default());
+        assess_all(&specification, &last, &queries).unwrap();
         let paths = |paths: &[&str]| paths.iter().map(|&path| path.to_owned()).collect();
         let commit = || "0123abc".to_owned();
         let expected: [(String, Vec<String>); 2] = [
             (commit(), paths(&["engine", "bench.rs"])),
             (commit(), paths(&["page"])),
         ];
-        assert_eq!(questions.0.into_inner(), expected);
+        assert_eq!(queries.0.into_inner(), expected);
     }
 
-    /// What does not hold is said where it is promised, with its figure.
+    /// SPECIFICATION.md lists each promise that does not hold, with its figure.
     #[test]
     fn missed_promises_are_marked() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

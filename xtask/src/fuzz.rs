@@ -1,9 +1,9 @@
-//! `fuzz`: builds the fuzz targets of `fuzz/` and runs each for a while, from the corpus in the tree and from what
-//! earlier runs on this machine found.
+//! `fuzz`: builds the fuzz targets of `fuzz/` and runs them, from the corpus in the tree and from inputs that earlier
+//! runs on this machine found.
 //!
-//! The stable compiler can do it: coverage is a pass of LLVM (`-Cpasses=sancov-module`), and libFuzzer comes with its
-//! crate. The total of all runs is kept in `docs/results/fuzz/executions.json`, and `--until` goes on from there. `ci`
-//! runs all targets for a moment from the corpus in the tree alone, and records nothing.
+//! The stable compiler suffices: coverage is a pass of LLVM (`-Cpasses=sancov-module`), and the crate `libfuzzer-sys`
+//! contains libFuzzer. The total of all runs is in `docs/results/fuzz/executions.json`; `--until` continues from it.
+//! `ci` runs all targets for seconds from the corpus in the tree alone, and records nothing.
 
 mod record;
 
@@ -20,19 +20,19 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-/// How long a target is run, unless the command line says otherwise.
+/// Default time to run a target, in seconds.
 pub const SECONDS: u64 = 10;
 
-/// Stands for all targets on the command line.
+/// Selects all targets on the command line.
 const ALL: &str = "all";
 
-/// How long `ci` runs each target.
+/// Time for which `ci` runs each target, in seconds.
 const CI_SECONDS: u64 = 3;
 
-/// How many targets `ci` runs at a time.
+/// Number of targets that `ci` runs at the same time.
 const CI_JOBS: usize = 2;
 
-/// Profiles of `fuzz/Cargo.toml`. That of `ci` is built in less time, and executes less in a second.
+/// Profiles of `fuzz/Cargo.toml`. The one of `ci` builds faster and runs slower.
 const PROFILE: &str = "release";
 const CI_PROFILE: &str = "ci";
 
@@ -41,10 +41,10 @@ const CORPUS: &str = "fuzz/corpus";
 const RESULTS: &str = "docs/results/fuzz";
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
-/// What libFuzzer says of an input that it keeps; the path follows.
+/// The words of libFuzzer before the path of an input that it keeps.
 const KEPT: &str = "Test unit written to ";
 
-/// What `cargo fuzz` sets, but for the address sanitizer: the code under test has no unsafe block.
+/// The flags of `cargo fuzz` without the address sanitizer: the code under test has no unsafe block.
 const FLAGS: &[&str] = &[
     "--cfg fuzzing",
     "-Cpasses=sancov-module",
@@ -56,47 +56,47 @@ const FLAGS: &[&str] = &[
     "-Coverflow-checks=on",
 ];
 
-/// Longest input, in bytes. Longer ones cost executions and reach nothing else: no decoder has a bound that a few
-/// KiB do not reach.
+/// Upper bound on an input, in bytes. Longer ones cost executions and reach no more code: a few KiB reach every bound
+/// of every decoder.
 const INPUT_BYTES_MAX: usize = 4 << 10;
 
-/// The same for targets that read each input several times, so that it takes them a millisecond at 4 KiB.
+/// The same for targets that read each input several times, which takes a millisecond at 4 KiB.
 const SLOW_INPUT_BYTES_MAX: usize = 1 << 10;
 
-/// The same for `guest_state`, whose input is cut into page tables of 4 KiB: two lead to each other.
+/// The same for `guest_state`, whose input is split into page tables of 4 KiB: two can refer to each other.
 const PAGE_TABLES_BYTES_MAX: usize = 8 << 10;
 
-/// How long each target is run.
+/// The end of the run of a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Budget {
-    /// This number of seconds.
+    /// After this number of seconds.
     Seconds(u64),
-    /// Until all of its runs so far add up to so many executions.
+    /// When all of its recorded runs add up to this number of executions.
     Total(u64),
 }
 
-/// Where the targets are built, and where they work.
-struct Place {
+/// The folders of built targets and of their inputs.
+struct Folders {
     root: PathBuf,
-    /// Of the built targets.
+    /// The built targets.
     binaries: PathBuf,
-    /// Where inputs that reach something new are kept, by target.
+    /// Inputs that reach new code, by target.
     corpora: PathBuf,
-    /// Where inputs that fail are kept, by target.
+    /// Inputs that fail, by target.
     artifacts: PathBuf,
     logs: PathBuf,
 }
 
-/// What became of one run.
+/// The result of one run.
 #[derive(Debug, PartialEq, Eq)]
 struct Outcome {
     executions: u64,
     seconds: u64,
-    /// Which input fails, or what else happened.
+    /// The input that fails, or another failure.
     finding: Option<String>,
 }
 
-/// Runs `target`, or all, `jobs` of them at a time. Fails if an input was found that fails.
+/// Runs `target`, or all targets, `jobs` of them at the same time. Fails if a run found an input that fails.
 pub fn fuzz(
     workspace: &Workspace,
     target: Option<&str>,
@@ -108,12 +108,16 @@ pub fn fuzz(
     let chosen = match target {
         Some(target) => {
             let known = all.iter().any(|name| name == target);
-            ensure!(known, "no target {target}; there are {}", all.join(", "));
+            ensure!(
+                known,
+                "no target {target}; the targets are {}",
+                all.join(", ")
+            );
             vec![target.to_owned()]
         }
         None => all,
     };
-    let place = Place::new(workspace, PROFILE, "corpus");
+    let folders = Folders::new(workspace, PROFILE, "corpus");
     build(workspace, PROFILE, target)?;
     let results = workspace.root.join(RESULTS);
     let record = Mutex::new(Record::read(&results, &workspace.commit()?)?);
@@ -127,27 +131,27 @@ pub fn fuzz(
             commit: String::new(),
         })
     };
-    run_all(&place, &chosen, jobs, limit, done)
+    run_all(&folders, &chosen, jobs, limit, done)
 }
 
-/// Builds all targets and runs each for a moment. Fails if an input was found that fails.
+/// Builds all targets and runs each for [`CI_SECONDS`]. Fails if a run found an input that fails.
 pub fn smoke(workspace: &Workspace) -> Result<()> {
-    let place = Place::new(workspace, CI_PROFILE, "corpus-ci");
-    match fs::remove_dir_all(&place.corpora) {
+    let folders = Folders::new(workspace, CI_PROFILE, "corpus-ci");
+    match fs::remove_dir_all(&folders.corpora) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            return Err(error).context(place.corpora.display().to_string());
+            return Err(error).context(folders.corpora.display().to_string());
         }
         _ => {}
     }
     build(workspace, CI_PROFILE, None)?;
     let limit = |_: &str| limit(Budget::Seconds(CI_SECONDS), 0);
     let all = targets(&workspace.root)?;
-    run_all(&place, &all, CI_JOBS, limit, |_, _| Ok(()))
+    run_all(&folders, &all, CI_JOBS, limit, |_, _| Ok(()))
 }
 
-/// Runs targets, all of them even if one fails. `limit` ends a run, and `done` hears of its outcome.
+/// Runs all these targets, even if one fails. `limit` gives the end of a run, and `done` receives its outcome.
 fn run_all(
-    place: &Place,
+    folders: &Folders,
     names: &[String],
     jobs: usize,
     limit: impl Fn(&str) -> Option<String> + Sync,
@@ -160,7 +164,7 @@ fn run_all(
             let Some(limit) = limit(name) else {
                 continue;
             };
-            let outcome = run_one(place, name, &limit)?;
+            let outcome = run_one(folders, name, &limit)?;
             let (executions, seconds) = (outcome.executions, outcome.seconds);
             println!("{name}: {executions} executions in {seconds} s");
             done(name, &outcome)?;
@@ -185,12 +189,12 @@ fn run_all(
     Ok(())
 }
 
-/// A value behind a mutex is whole between two of its changes, so a panic elsewhere does not spoil it.
+/// Locks a mutex, also a poisoned one: the values here are consistent between two changes.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The argument that ends a run, or none where nothing is left to run.
+/// The argument that ends a run; `None` if nothing is left to run.
 fn limit(budget: Budget, recorded: u64) -> Option<String> {
     match budget {
         Budget::Seconds(seconds) => Some(format!("-max_total_time={seconds}")),
@@ -201,7 +205,7 @@ fn limit(budget: Budget, recorded: u64) -> Option<String> {
     }
 }
 
-/// The targets by name: each is a file.
+/// The names of the targets: each is a file.
 fn targets(root: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(root.join(TARGETS)).context(TARGETS)? {
@@ -213,7 +217,7 @@ fn targets(root: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-impl Place {
+impl Folders {
     fn new(workspace: &Workspace, profile: &str, corpora: &str) -> Self {
         let folder = target_folder(workspace);
         Self {
@@ -226,7 +230,7 @@ impl Place {
     }
 }
 
-/// Apart from the rest of the workspace, which is built with other flags.
+/// A folder of its own: the rest of the workspace is built with other flags.
 fn target_folder(workspace: &Workspace) -> PathBuf {
     workspace.target.join("fuzz")
 }
@@ -246,14 +250,14 @@ fn build(workspace: &Workspace, profile: &str, target: Option<&str>) -> Result<(
     run(&mut command)
 }
 
-fn run_one(place: &Place, name: &str, limit: &str) -> Result<Outcome> {
-    let corpus = place.corpora.join(name);
-    let artifacts = place.artifacts.join(name);
-    for folder in [&corpus, &artifacts, &place.logs] {
+fn run_one(folders: &Folders, name: &str, limit: &str) -> Result<Outcome> {
+    let corpus = folders.corpora.join(name);
+    let artifacts = folders.artifacts.join(name);
+    for folder in [&corpus, &artifacts, &folders.logs] {
         fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
-    let log = place.logs.join(name);
-    let mut command = Command::new(place.binaries.join(name));
+    let log = folders.logs.join(name);
+    let mut command = Command::new(folders.binaries.join(name));
     command
         .arg(limit)
         .arg(format!("-artifact_prefix={}/", artifacts.display()))
@@ -261,19 +265,19 @@ fn run_one(place: &Place, name: &str, limit: &str) -> Result<Outcome> {
         .arg(format!("-max_len={}", input_bytes_max(name)))
         .arg("-reload=0")
         .arg(&corpus)
-        .current_dir(&place.root)
+        .current_dir(&folders.root)
         .stderr(File::create(&log).with_context(|| log.display().to_string())?);
     let ours = Path::new(CORPUS).join(name);
-    if place.root.join(&ours).is_dir() {
+    if folders.root.join(&ours).is_dir() {
         command.arg(ours);
     }
     let begin = Instant::now();
     let status = command.status().with_context(|| name.to_owned())?;
-    // What a target prints itself need not be UTF-8.
-    let said = fs::read(&log).with_context(|| log.display().to_string())?;
-    let said = String::from_utf8_lossy(&said);
-    let executions = executions(&said);
-    let finding = (!status.success()).then(|| match kept(&said) {
+    // The output of a target need not be UTF-8.
+    let output = fs::read(&log).with_context(|| log.display().to_string())?;
+    let output = String::from_utf8_lossy(&output);
+    let executions = executions(&output);
+    let finding = (!status.success()).then(|| match kept(&output) {
         Some(input) => format!("fails on {input}, see {}", log.display()),
         None => format!("{status}, see {}", log.display()),
     });
@@ -297,20 +301,21 @@ fn input_bytes_max(target: &str) -> usize {
     }
 }
 
-/// What libFuzzer says at its end.
-fn executions(said: &str) -> Option<u64> {
+/// The number of executions that libFuzzer prints at its end.
+fn executions(output: &str) -> Option<u64> {
     let count = |line: &str| {
         line.strip_prefix("stat::number_of_executed_units:")?
             .trim()
             .parse()
             .ok()
     };
-    said.lines().rev().find_map(count)
+    output.lines().rev().find_map(count)
 }
 
-/// The input that a run has ended with.
-fn kept(said: &str) -> Option<&str> {
-    said.lines()
+/// The input on which a run ended.
+fn kept(output: &str) -> Option<&str> {
+    output
+        .lines()
         .rev()
         .find_map(|line| Some(line.split_once(KEPT)?.1))
 }
@@ -319,7 +324,7 @@ fn kept(said: &str) -> Option<&str> {
 mod tests {
     use super::*;
 
-    /// What libFuzzer says at the end of a run that fails.
+    /// The output of libFuzzer at the end of a run that fails.
     const FAILED: &str = "\
 #2\tINITED\n\
 artifact_prefix='/a/'; Test unit written to /a/slow-unit-1\n\
@@ -329,7 +334,7 @@ stat::number_of_executed_units: 4711\n\
 stat::x: 1\n";
 
     #[test]
-    fn executions_and_the_failing_input_are_read_from_what_libfuzzer_says() {
+    fn executions_and_the_failing_input_are_read_from_the_output() {
         assert_eq!(executions(FAILED), Some(4711));
         assert_eq!(kept(FAILED), Some("/a/crash-2"));
         assert_eq!(executions(""), None);
@@ -345,16 +350,16 @@ stat::x: 1\n";
         assert_eq!(seconds.as_deref(), Some("-max_total_time=3"));
     }
 
-    /// Targets that are scripts: name, and what the shell does in its place.
-    fn scripts(root: &Path, all: &[(&str, &str)]) -> (Place, Vec<String>) {
+    /// Targets that are shell scripts: name and script.
+    fn scripts(root: &Path, all: &[(&str, &str)]) -> (Folders, Vec<String>) {
         for (name, script) in all {
             let text = root.join("script");
             fs::write(&text, format!("#!/bin/sh\n{script}\n")).unwrap();
-            // Another process writes the program: this one may fork, elsewhere, while it has a file open.
+            // Another process writes the program, because a fork in another test may keep a file open for writing.
             let mut install = Command::new("install");
             run(install.arg("--mode=755").arg(text).arg(root.join(name))).unwrap();
         }
-        let place = Place {
+        let folders = Folders {
             root: root.to_owned(),
             binaries: root.to_owned(),
             corpora: root.join("corpora"),
@@ -362,7 +367,7 @@ stat::x: 1\n";
             logs: root.join("logs"),
         };
         let names = all.iter().map(|(name, _)| (*name).to_owned()).collect();
-        (place, names)
+        (folders, names)
     }
 
     #[test]
@@ -375,14 +380,14 @@ stat::x: 1\n";
             ("dead", "kill -9 $$"),
             ("good", COUNT),
         ];
-        let (place, names) = scripts(root.path(), &all);
+        let (folders, names) = scripts(root.path(), &all);
         let seen = Mutex::new(Vec::new());
         let done = |name: &str, outcome: &Outcome| {
             lock(&seen).push((name.to_owned(), outcome.executions));
             Ok(())
         };
         let limit = |_: &str| Some("-runs=5".to_owned());
-        let error = run_all(&place, &names, 1, limit, done)
+        let error = run_all(&folders, &names, 1, limit, done)
             .unwrap_err()
             .to_string();
         assert!(error.contains("bad: fails on /a/crash-2, see"), "{error}");
@@ -397,15 +402,15 @@ stat::x: 1\n";
     fn good_targets_pass_and_one_that_reports_nothing_does_not() {
         const COUNT: &str = "echo stat::number_of_executed_units: 5 >&2";
         let root = tempfile::tempdir().unwrap();
-        let (place, names) = scripts(root.path(), &[("good", COUNT), ("mute", "true")]);
+        let (folders, names) = scripts(root.path(), &[("good", COUNT), ("mute", "true")]);
         let limit = |_: &str| Some("-runs=5".to_owned());
-        let run = |names: &[String]| run_all(&place, names, 2, limit, |_, _| Ok(()));
+        let run = |names: &[String]| run_all(&folders, names, 2, limit, |_, _| Ok(()));
         assert!(run(&names[..1]).is_ok());
         let error = run(&names).unwrap_err().to_string();
         assert!(error.contains("mute did not report"), "{error}");
     }
 
-    /// Each target is built, has a corpus in the tree, and that is small.
+    /// Each target is in the manifest and has a small corpus in the tree.
     #[test]
     fn every_target_is_declared_and_has_a_small_corpus() {
         const FILES_MAX: usize = 20;

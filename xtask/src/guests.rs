@@ -1,7 +1,7 @@
-//! `guests`: the machines that the tests run, built into the target folder.
+//! `guests`: builds the guests of the tests into the target folder.
 //!
-//! The kernel is fetched once; everything else is built from this repository each time, which
-//! takes a moment and no network, and replaced only where it differs.
+//! The kernel is fetched once. Everything else is built from this repository each time, in seconds and without network;
+//! a file is replaced only if it differs.
 
 mod agent;
 mod cpio;
@@ -22,13 +22,13 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The workload must run without a C library beside it.
+/// The workload must be static: the initramfs has no C library.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 const STATIC: &str = "-C target-feature=+crt-static -C strip=symbols";
 
-/// Where the parts of the guests are.
+/// The files of the guests.
 pub struct Guests {
-    /// The folder of all of them.
+    /// The folder of all files.
     pub folder: PathBuf,
 }
 
@@ -59,22 +59,21 @@ impl fmt::Display for Guests {
     }
 }
 
-/// What a guest loads that uses its devices: disk, balloon, network card.
+/// Modules of a guest that uses its devices: disk, balloon, network card.
 const DRIVERS: &[&str] = &["virtio_pci", "virtio_blk", "virtio_balloon", "virtio_net"];
 
-/// What the kernel is told besides the workload's arguments. On a busy host an emulated timer comes
-/// late: the kernel would doubt its wiring (`no_timer_check`), its clock (`tsc=reliable`) and its own
-/// progress (`nowatchdog`). `loglevel=1` keeps its doubts out of the workload's lines on the port,
-/// and `panic=-1` ends the machine at once, if QEMU has `-no-reboot`.
+/// Kernel arguments besides those of the workload. On a busy host emulated timers are late, which triggers checks of
+/// the kernel: `no_timer_check`, `tsc=reliable` and `nowatchdog` disable them. `loglevel=1` keeps kernel messages out
+/// of the workload's lines on the serial port, and `panic=-1` ends the machine at once, if QEMU has `-no-reboot`.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 no_timer_check tsc=reliable nowatchdog mitigations=off";
 
-/// Builds what is missing or no longer what its sources say.
+/// Builds files that are missing or older than their sources.
 pub fn build(workspace: &Workspace) -> Result<Guests> {
     let guests = Guests {
         folder: workspace.target.join("guests"),
     };
     fs::create_dir_all(&guests.folder)
-        .with_context(|| format!("cannot make {}", guests.folder.display()))?;
+        .with_context(|| format!("cannot create {}", guests.folder.display()))?;
     let modules = kernel::fetch(&guests.folder)?;
     let agent = agent::fetch(&guests.folder)?;
     let workload = build_workload(workspace)?;
@@ -100,7 +99,7 @@ pub fn build(workspace: &Workspace) -> Result<Guests> {
 }
 
 fn build_workload(workspace: &Workspace) -> Result<Vec<u8>> {
-    // A folder of its own: other flags in the same one would rebuild it back and forth.
+    // A folder of its own: other flags in the same folder would rebuild everything each time.
     let folder = workspace.target.join("guest-build");
     run(cargo()
         .env("RUSTFLAGS", STATIC)
@@ -119,13 +118,13 @@ fn build_workload(workspace: &Workspace) -> Result<Vec<u8>> {
     Ok(workload)
 }
 
-/// An initramfs with busybox and this `/init`, to which more may be added.
+/// An initramfs with busybox and this `/init`, to which files can be added.
 fn started_archive(init: &[u8]) -> Result<Archive> {
     let mut archive = Archive::default();
     for folder in ["bin", "dev", "proc", "sys"] {
         archive.folder(folder);
     }
-    // The kernel gives it to /init as standard output, before devtmpfs is mounted.
+    // The kernel opens it as standard output of /init, before devtmpfs is mounted.
     archive.character_device("dev/console", 5, 1);
     archive.program("bin/busybox", &read(&static_busybox()?)?)?;
     archive.program("init", init)?;
@@ -144,12 +143,12 @@ fn build_boot_sector(source: &Path, folder: &Path) -> Result<Vec<u8>> {
         .arg("-o")
         .args([&linked, &object]))?;
     let sector = read(&linked)?;
-    for left_over in [object, linked] {
-        fs::remove_file(&left_over)
-            .with_context(|| format!("cannot remove {}", left_over.display()))?;
+    for temporary in [object, linked] {
+        fs::remove_file(&temporary)
+            .with_context(|| format!("cannot remove {}", temporary.display()))?;
     }
     if sector.len() != 512 || !sector.ends_with(&[0x55, 0xaa]) {
-        bail!("{} does not give a boot sector", source.display());
+        bail!("{} does not assemble to a boot sector", source.display());
     }
     Ok(sector)
 }
@@ -158,7 +157,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// Puts a new file in the place of the old one, so that a guest that runs from the old one keeps it.
+/// Replaces a file by a new one. A guest that runs from the old file keeps it.
 fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     match fs::read(path) {
         Ok(old) if old == bytes => return Ok(()),

@@ -1,5 +1,4 @@
-//! `demo` and `bench`: what is shown and measured on real guests. The work itself is in the binary
-//! of `tests/e2e`; here everything it needs is built first.
+//! `demo` and `bench`: build what the binary of `tests/e2e` needs, and run it.
 
 use crate::ci::{build_faulty, build_release, step};
 use crate::guests::{self, rootfs};
@@ -15,62 +14,60 @@ use std::time::Instant;
 /// The benches and stress runs; each writes `docs/results/<name>/`.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Bench {
-    /// The pause against QEMU's own floor, beside QEMU's own ways to save (about 9 minutes).
+    /// Pause of a checkpoint, against the minimum of QEMU and its own ways to save (about 9 minutes)
     Checkpoint,
-    /// Every page against an image of the same pause, all kinds of guest and all schedules (about 7
-    /// minutes).
+    /// Comparison of every page with an image of the same pause, for all guests and schedules (about 7 minutes)
     Exactness,
-    /// 200 times `kill -9` of the engine (about 6 minutes).
+    /// 200 times `kill -9` of the engine (about 6 minutes)
     Kill,
-    /// Every named fault point times every fault, beside a VM (about 15 minutes).
+    /// Every fault at every fault point, with a VM (about 15 minutes)
     Matrix,
-    /// 5000 checkpoints of a guest whose memory is merged, swapped, discarded, written by DMA, and whose
-    /// devices come and go (about an hour).
+    /// 5000 checkpoints of a guest with merged, swapped, discarded and DMA-written memory, and with hotplug
+    /// (about an hour)
     Torture,
-    /// VMs sent to another process, as copies and handed over, every page compared; then 60 kills of one side
-    /// (about 10 minutes).
+    /// VMs copied and handed over to another process, every page compared; then 60 kills of one side
+    /// (about 10 minutes)
     Transfer,
-    /// 1000 bit flips and truncations of a repository (about 5 minutes).
+    /// 1000 bit flips and truncations of a repository (about 5 minutes)
     Flips,
-    /// 200 plugs and unplugs during a watch, and every checkpoint restored (about 10 minutes).
+    /// 200 plugs and unplugs during a watch, with a restore of every checkpoint (about 10 minutes)
     Hotplug,
-    /// 500 stops and 100 migrations by another client of QEMU's during a watch (about 15 minutes).
+    /// 500 stops and 100 migrations by another QMP client during a watch (about 15 minutes)
     Others,
-    /// 10 000 checkpoints, one every 100 ms, and 20 of them restored (about 19 minutes).
+    /// 10 000 checkpoints, one every 100 ms, and 20 restores (about 19 minutes)
     Soak,
-    /// An interval of 10 ms for 10 minutes (about 12 minutes).
+    /// Checkpoints every 10 ms for 10 minutes (about 12 minutes)
     Frequency,
-    /// The pause of a guest of 8 GiB, and of one that writes all of its memory (about 12 minutes).
+    /// Pause of a guest of 8 GiB, and of one that writes all of its memory (about 12 minutes)
     Extremes,
-    /// The pause, and what a guest reads meanwhile from a disk with `cache=none` (about 9 minutes).
+    /// Pause and disk throughput of a guest that reads a disk with `cache=none` (about 9 minutes)
     DirectIo,
-    /// How soon a VM of 1 to 8 GiB is back, lazily and eagerly, against QEMU's own way (about 20 minutes).
+    /// Time of a lazy and an eager restore, 1 to 8 GiB, against QEMU (about 20 minutes)
     Restore,
-    /// How soon a clone runs, against QEMU's own way, and the memory of ten (about 6 minutes).
+    /// Time until a clone runs, against QEMU, and the memory of ten clones (about 6 minutes)
     Clones,
-    /// Checkpoints taken in every way, each restored eagerly and lazily and compared with the original
-    /// (about 12 minutes).
+    /// Checkpoints of every schedule, restored eagerly and lazily and compared with the original
+    /// (about 12 minutes)
     RestoreExact,
-    /// 150 times `kill -9` of a lazy restore (about 12 minutes).
+    /// 150 times `kill -9` of a lazy restore (about 12 minutes)
     RestoreKill,
-    /// How soon a restored VM works as one that was never saved (about 12 minutes; the first time some more,
-    /// to build the guest).
+    /// Time until a restored VM is as fast as one that was never saved (about 12 minutes; the first time longer, to
+    /// build the guest)
     Responsive,
-    /// The guests with real software: the pace of each, alone and watched (about 20 minutes; the first
-    /// time some more, to build them).
+    /// Speed of guests with real software, alone and watched (about 20 minutes; the first time longer, to build them)
     Works,
-    /// The evaluations of two papers once more, on guests with real software: `papers fitdoc`, `papers
-    /// cow` (about half an hour each; the first time some more, to build the guests).
+    /// The evaluations of two papers, on guests with real software: `papers fitdoc`, `papers cow` (about half an
+    /// hour each; the first time longer, to build the guests)
     Papers,
-    /// The two-level dirty bitmap against a scan bit by bit (seconds; no guest).
+    /// The two-level dirty bitmap against a scan of all bits (seconds; no guest)
     Bitmap,
-    /// Size and speed of deltas on the mixes of FITDOC's table I (seconds; no guest).
+    /// Size and speed of deltas on the mixes of FITDOC's table I (seconds; no guest)
     Delta,
-    /// What a repository's index takes of memory, and how fast it answers (half a minute; no guest).
+    /// Memory and lookup time of a repository's index (half a minute; no guest)
     Index,
 }
 
-/// The main job once, for the user's eyes.
+/// Runs the demo.
 pub fn demo(workspace: &Workspace) -> Result<()> {
     let began = Instant::now();
     let mut lab = prepared(workspace)?;
@@ -78,7 +75,7 @@ pub fn demo(workspace: &Workspace) -> Result<()> {
     run(lab.args(["demo", "--seconds-before", &seconds]))
 }
 
-/// One bench; `more` is handed on to it.
+/// Runs one bench with further arguments.
 pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()> {
     let name = bench
         .to_possible_value()
@@ -102,7 +99,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
     }
 }
 
-/// The binary of `tests/e2e`, with its surroundings.
+/// The binary of `tests/e2e` and its environment.
 fn prepared(workspace: &Workspace) -> Result<Command> {
     step("setup", setup::setup)?;
     let release = step("build", || {
@@ -116,7 +113,7 @@ fn prepared(workspace: &Workspace) -> Result<Command> {
     Ok(lab)
 }
 
-/// The same, for a bench whose guests have real software.
+/// The same for a bench whose guests have real software.
 fn prepared_with_debian(workspace: &Workspace) -> Result<Command> {
     let lab = prepared(workspace)?;
     step("Debian guests", || rootfs::build(workspace))?;

@@ -1,6 +1,6 @@
-//! The one door to everything done with this repository: `cargo xtask <command>`.
+//! Entry point for all work on this repository: `cargo xtask <command>`.
 //!
-//! Each command says every program it runs before it runs it.
+//! Each command prints the programs that it runs before it runs them.
 
 mod ci;
 mod claims;
@@ -20,7 +20,7 @@ use workspace::Workspace;
 #[derive(Parser)]
 #[command(
     name = "cargo xtask",
-    about = "The one door to the Stillframe repository"
+    about = "Builds, tests and measures the Stillframe repository"
 )]
 struct Cli {
     #[command(subcommand)]
@@ -29,45 +29,45 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Install what the tests need and this Debian machine lacks (needs root if anything does)
+    /// Install what the tests need on this Debian machine (needs root if something is missing)
     Setup,
-    /// Build the test guests and print where they are
+    /// Build the test guests and print their paths
     Guests {
-        /// Those with real software instead (some minutes and a gigabyte, once; needs root)
+        /// Build the guests with real software instead (once, minutes and 1 GB; needs root)
         #[arg(long)]
         debian: bool,
     },
-    /// Check the rules of the source tree: layers, unsafe, sizes, words
+    /// Check the rules of the source tree: imports, unsafe, sizes, words
     Tidy,
-    /// Build everything the tests need and run all tests
+    /// Build what the tests need and run all tests
     Test,
-    /// What every commit must pass: setup, format, lints, tidy, builds, guests, fuzz targets, tests
+    /// Run what every commit must pass: setup, format, lints, tidy, guests, fuzz targets, tests
     Ci,
-    /// Take checkpoints of a real guest, kill it, restore three of them, and show it all
+    /// Take checkpoints of a real guest, kill it, restore three of them, and print the results
     Demo,
-    /// Measure, and write the results under docs/results
+    /// Run a bench or stress run and write its results to docs/results
     Bench {
-        /// Which
+        /// Bench to run
         bench: lab::Bench,
-        /// More arguments for it
+        /// Further arguments of the bench
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         more: Vec<String>,
     },
     /// Run the fuzz targets, and add the executions to docs/results/fuzz
     Fuzz {
-        /// Which; `all` of them when none is given
+        /// Fuzz target to run, or `all` [default: all]
         target: Option<String>,
-        /// How long each is run
+        /// Time to run each target, in seconds
         #[arg(default_value_t = fuzz::SECONDS)]
         seconds: u64,
-        /// Run each until all its recorded runs add up to so many executions
+        /// Run each target until its recorded runs add up to this number of executions
         #[arg(long, conflicts_with = "seconds", value_name = "EXECUTIONS")]
         until: Option<u64>,
-        /// How many targets run at a time
+        /// Number of targets to run at the same time
         #[arg(long, default_value_t = 1)]
         jobs: usize,
     },
-    /// Print every promised number with its last measurement; fail if one does not hold
+    /// Print each promised number with its last measurement; fail if one does not hold
     Claims,
 }
 

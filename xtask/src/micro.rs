@@ -1,21 +1,21 @@
-//! Benches of one room's functions, without a guest: `cargo bench` prints one JSON value a line, raw
-//! data and claims, and both are kept under docs/results.
+//! Benches of single functions, without a guest: `cargo bench` prints raw data and claims as JSON, one value per line,
+//! and both are stored in docs/results.
 
 use crate::claims::{self, Measurement};
-use crate::run::{answer, cargo};
+use crate::run::{cargo, output};
 use crate::workspace::Workspace;
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fs;
 
-/// Runs the bench of that name of a package and writes `docs/results/<name>/`.
+/// Runs a bench of a package and writes `docs/results/<name>/`.
 pub fn bench(workspace: &Workspace, package: &str, name: &str) -> Result<()> {
     let mut command = cargo();
     command.current_dir(&workspace.root);
     command.args(["bench", "--quiet", "--package", package, "--bench", name]);
-    let said = answer(&mut command)?;
-    print!("{said}");
-    let (claimed, raw) = sort(&said)?;
+    let printed = output(&mut command)?;
+    print!("{printed}");
+    let (claimed, raw) = split(&printed)?;
     let commit = workspace.commit()?;
     let again = format!("cargo xtask bench {name}");
     let measured = claimed
@@ -31,10 +31,10 @@ pub fn bench(workspace: &Workspace, package: &str, name: &str) -> Result<()> {
 }
 
 /// Claims with their values, and the other lines.
-fn sort(said: &str) -> Result<(Vec<(String, f64)>, String)> {
+fn split(printed: &str) -> Result<(Vec<(String, f64)>, String)> {
     let mut claimed = Vec::new();
     let mut raw = String::new();
-    for line in said.lines().filter(|line| line.starts_with('{')) {
+    for line in printed.lines().filter(|line| line.starts_with('{')) {
         let value: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
         match value["claim"].as_str() {
             Some(id) => {
@@ -52,12 +52,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn claims_are_told_from_raw_data_and_other_words() {
-        let said = "running\n{\"a\":1}\n{\"claim\":\"speed\",\"value\":2.5}\n";
-        let (claimed, raw) = sort(said).unwrap();
+    fn claims_are_split_from_raw_data_and_other_lines() {
+        let printed = "running\n{\"a\":1}\n{\"claim\":\"speed\",\"value\":2.5}\n";
+        let (claimed, raw) = split(printed).unwrap();
         assert_eq!(claimed, [("speed".to_owned(), 2.5)]);
         assert_eq!(raw, "{\"a\":1}\n");
-        assert!(sort("{\"claim\":\"speed\"}\n").is_err());
-        assert!(sort("{no json\n").is_err());
+        assert!(split("{\"claim\":\"speed\"}\n").is_err());
+        assert!(split("{no json\n").is_err());
     }
 }

@@ -1,9 +1,9 @@
-//! Running other programs: shown before they run, their failure an error that names them.
+//! Runs other programs; a failure is an error that names the program.
 
 use anyhow::{Context, Result, bail};
 use std::process::Command;
 
-/// Shows the command and runs it with our output. A status other than 0 is an error.
+/// Prints the command and runs it with inherited output. An exit status other than 0 is an error.
 pub fn run(command: &mut Command) -> Result<()> {
     let line = line_of(command);
     println!("$ {line}");
@@ -16,25 +16,25 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Runs a question to the system, not shown, and gives its standard output.
-pub fn answer(command: &mut Command) -> Result<String> {
+/// Runs the command without printing it, and returns its standard output.
+pub fn output(command: &mut Command) -> Result<String> {
     let line = line_of(command);
     let output = command
         .output()
         .with_context(|| format!("cannot start `{line}`"))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        bail!("`{line}` failed: {}: {}", output.status, said.trim());
+        let errors = String::from_utf8_lossy(&output.stderr);
+        bail!("`{line}` failed: {}: {}", output.status, errors.trim());
     }
-    String::from_utf8(output.stdout).with_context(|| format!("`{line}` does not speak UTF-8"))
+    String::from_utf8(output.stdout).with_context(|| format!("the output of `{line}` is not UTF-8"))
 }
 
-/// The cargo that runs us, so that all steps use one toolchain.
+/// The cargo that runs xtask, so that all steps use one toolchain.
 pub fn cargo() -> Command {
     Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
 }
 
-/// The command as one would type it, environment first.
+/// The command as a shell line, environment first.
 fn line_of(command: &Command) -> String {
     let mut words = Vec::new();
     for (name, value) in command.get_envs() {
@@ -63,10 +63,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failing_program_is_named_with_what_it_said() {
+    fn a_failing_program_is_named_with_its_error_output() {
         let mut command = Command::new("sh");
         command.args(["-c", "echo no such luck >&2; exit 3"]);
-        let error = format!("{:#}", answer(&mut command).unwrap_err());
+        let error = format!("{:#}", output(&mut command).unwrap_err());
         assert!(error.contains("sh -c 'echo no"), "{error}");
         assert!(error.ends_with("no such luck"), "{error}");
     }

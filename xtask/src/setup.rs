@@ -1,9 +1,9 @@
-//! `setup`: what the tests need on a Debian machine, installed where it is missing.
+//! `setup`: installs what the tests need on a Debian machine.
 
 mod apt_sources;
 
 use crate::guests::elf;
-use crate::run::{answer, run};
+use crate::run::{output, run};
 use anyhow::{Context, Result, bail};
 use apt_sources::Source;
 use std::fs;
@@ -11,29 +11,29 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The oldest QEMU that the tests are written for.
+/// Minimum version of QEMU for the tests.
 const QEMU_MAJOR_MIN: u32 = 10;
 const QEMU: &str = "qemu-system-x86_64";
 const QEMU_PACKAGE: &str = "qemu-system-x86";
-/// Where apt keeps what it is told.
+/// apt's configuration.
 const APT: &str = "/etc/apt";
-/// What we add to apt where the release's own QEMU is too old.
+/// The file that is added to apt if the release's QEMU is too old.
 const BACKPORTS_FILE: &str = "/etc/apt/sources.list.d/stillframe-backports.sources";
 
-/// Installs what is missing and says so; quick and silent but for one line when nothing is.
+/// Installs missing packages and reports them; fast if none is missing.
 pub fn setup() -> Result<()> {
     install_missing(missing)
 }
 
-/// The same for programs that only a rare job needs; each with the package that has it.
+/// The same for programs that only some commands need; each comes with its package.
 pub fn need_programs(programs: &[(&str, &'static str)]) -> Result<()> {
     install_missing(|| missing_programs(programs))
 }
 
-fn install_missing(look: impl Fn() -> Vec<Need>) -> Result<()> {
-    let missing = look();
+fn install_missing(find: impl Fn() -> Vec<Need>) -> Result<()> {
+    let missing = find();
     if missing.is_empty() {
-        println!("setup: all there");
+        println!("setup: nothing is missing");
         return Ok(());
     }
     for Need { package, why } in &missing {
@@ -42,29 +42,29 @@ fn install_missing(look: impl Fn() -> Vec<Need>) -> Result<()> {
     let packages: Vec<_> = missing.iter().map(|need| need.package).collect();
     if find_program("apt-get").is_none() {
         bail!(
-            "no apt-get here: install QEMU >= {QEMU_MAJOR_MIN} and what Debian calls {} by hand",
+            "this machine has no apt-get: install QEMU >= {QEMU_MAJOR_MIN} and the equivalents of the Debian packages {} yourself",
             packages.join(", ")
         );
     }
     if !is_root()? {
         bail!(
-            "packages are missing and only root may install them: run `cargo xtask setup` as root"
+            "packages are missing, and installing them needs root: run `cargo xtask setup` as root"
         );
     }
     install(&packages)?;
-    match look().first() {
+    match find().first() {
         None => Ok(()),
-        Some(Need { why, .. }) => bail!("after the installation still: {why}"),
+        Some(Need { why, .. }) => bail!("after the installation: {why}"),
     }
 }
 
-/// Whether we may do what only root may.
+/// Whether this process runs as root.
 pub fn is_root() -> Result<bool> {
     let own = fs::metadata("/proc/self").context("/proc is not mounted")?;
     Ok(own.uid() == 0)
 }
 
-/// A package to install, and what showed that it must be.
+/// A package to install, and the reason.
 struct Need {
     package: &'static str,
     why: String,
@@ -76,7 +76,7 @@ fn missing() -> Vec<Need> {
         Some(major) if major >= QEMU_MAJOR_MIN => {}
         Some(major) => needs.push(Need {
             package: QEMU_PACKAGE,
-            why: format!("QEMU is {major}, the tests need {QEMU_MAJOR_MIN}"),
+            why: format!("QEMU has version {major}, the tests need {QEMU_MAJOR_MIN}"),
         }),
         None => needs.push(Need {
             package: QEMU_PACKAGE,
@@ -98,7 +98,7 @@ fn missing() -> Vec<Need> {
     needs
 }
 
-/// A package is named once, however many of its programs are missing.
+/// The packages of missing programs, each once.
 fn missing_programs(programs: &[(&str, &'static str)]) -> Vec<Need> {
     let mut needs: Vec<Need> = Vec::new();
     for &(program, package) in programs {
@@ -121,7 +121,7 @@ pub fn static_busybox() -> Result<PathBuf> {
 
 fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
-    // A user's PATH often lacks the sbin folders and cron's all but /usr/bin.
+    // A user's PATH often lacks the sbin folders, and that of cron has only /usr/bin and /bin.
     std::env::split_paths(&path)
         .chain(["/usr/bin", "/bin", "/usr/sbin"].map(PathBuf::from))
         .map(|folder| folder.join(name))
@@ -129,8 +129,8 @@ fn find_program(name: &str) -> Option<PathBuf> {
 }
 
 fn qemu_major() -> Option<u32> {
-    let said = answer(Command::new(QEMU).arg("--version")).ok()?;
-    let (_, version) = said.split_once("version ")?;
+    let printed = output(Command::new(QEMU).arg("--version")).ok()?;
+    let (_, version) = printed.split_once("version ")?;
     version.split('.').next()?.parse().ok()
 }
 
@@ -140,7 +140,7 @@ fn install(packages: &[&str]) -> Result<()> {
     let suite;
     if packages.contains(&QEMU_PACKAGE) && candidate_major(QEMU_PACKAGE)? < QEMU_MAJOR_MIN {
         suite = use_backports()?;
-        // Backports are installed only where asked for by name.
+        // apt installs from backports only if they are named.
         arguments.extend(["--target-release", &suite]);
         run(apt_get(&arguments).arg(QEMU_PACKAGE))?;
         arguments.truncate(3);
@@ -159,17 +159,17 @@ fn apt_get(arguments: &[&str]) -> Command {
 
 /// The major version that `apt-get install` would choose.
 fn candidate_major(package: &str) -> Result<u32> {
-    let said = answer(
+    let policy = output(
         Command::new("apt-cache")
             .env("LC_ALL", "C")
             .args(["policy", package]),
     )?;
-    major_of_candidate(&said).with_context(|| {
-        format!("apt knows no {package}: is the `main` component among this machine's apt sources?")
+    major_of_candidate(&policy).with_context(|| {
+        format!("apt has no package {package}: add the component `main` to the apt sources")
     })
 }
 
-/// Reads `Candidate: 1:7.2+dfsg-7`: an epoch may stand before the version.
+/// Reads `Candidate: 1:7.2+dfsg-7`; the epoch is optional.
 fn major_of_candidate(policy: &str) -> Option<u32> {
     let version = policy
         .lines()
@@ -182,13 +182,13 @@ fn major_of_candidate(policy: &str) -> Option<u32> {
         .ok()
 }
 
-/// Makes sure that apt knows the backports of this release; gives their suite.
+/// Adds the backports of this release to apt if they are missing; returns their suite.
 fn use_backports() -> Result<String> {
     let codename = codename()?;
     let suite = format!("{codename}-backports");
     let sources = apt_sources::read_all(Path::new(APT))?;
     if sources.iter().any(|source| source.has_suite(&suite)) {
-        println!("setup: QEMU of {codename} is too old, taking it from {suite}");
+        println!("setup: QEMU of {codename} is too old, installing it from {suite}");
         return Ok(suite);
     }
     let base = sources
@@ -196,29 +196,32 @@ fn use_backports() -> Result<String> {
         .find(|source| source.has_suite(&codename))
         .with_context(|| {
             format!(
-                "{codename} has no QEMU {QEMU_MAJOR_MIN} and no apt source of it was found to add \
-                 {suite} beside: install QEMU >= {QEMU_MAJOR_MIN} by hand"
+                "{codename} has no QEMU {QEMU_MAJOR_MIN}, and {suite} cannot be added without an apt source of \
+                 {codename}: install QEMU >= {QEMU_MAJOR_MIN} yourself"
             )
         })?;
     println!("setup: QEMU of {codename} is too old, adding {suite} to apt in {BACKPORTS_FILE}");
-    fs::write(BACKPORTS_FILE, Source::beside(base, &suite).to_deb822())
-        .with_context(|| format!("cannot write {BACKPORTS_FILE}"))?;
+    fs::write(
+        BACKPORTS_FILE,
+        Source::other_suite(base, &suite).to_deb822(),
+    )
+    .with_context(|| format!("cannot write {BACKPORTS_FILE}"))?;
     run(&mut apt_get(&["update"]))?;
     Ok(suite)
 }
 
-/// The release that this machine runs.
+/// The release of this machine.
 fn codename() -> Result<String> {
     let release = fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
     release
         .lines()
         .find_map(|line| line.strip_prefix("VERSION_CODENAME="))
         .map(|name| name.trim_matches('"').to_owned())
-        .context("/etc/os-release names no release codename")
+        .context("/etc/os-release has no VERSION_CODENAME")
 }
 
-/// Where this machine gets packages of that release from or, as all releases lie side by side, those of
-/// its own; none where apt does not say.
+/// The mirror that apt uses for a release, else for the release of this machine, because mirrors have all releases;
+/// `None` if apt has neither.
 pub fn mirror(suite: &str) -> Result<Option<String>> {
     let sources = apt_sources::read_all(Path::new(APT))?;
     let own = codename()?;

@@ -1,7 +1,7 @@
-//! `tidy`: the rules of the source tree that no compiler checks.
+//! `tidy`: checks rules of the source tree that the compiler does not check.
 //!
-//! Each rule is a function from a source or a list of crates to problems, in a module of its own,
-//! with samples that must pass and samples that must not.
+//! Each rule is a function from a source or a list of crates to problems, in a module of its own. Its tests have
+//! samples that must pass and samples that must fail.
 
 mod arrows;
 mod imports;
@@ -20,12 +20,12 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// One thing that is not as the rules want it.
+/// A violation of a rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Problem {
     /// Path from the root of the repository.
     place: String,
-    /// Counted from 1; 0 for the whole file.
+    /// Line, counted from 1; 0 for the whole file.
     line: usize,
     message: String,
     severity: Severity,
@@ -33,9 +33,9 @@ struct Problem {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Severity {
-    /// Said, but let through.
+    /// Reported; the run passes.
     Warning,
-    /// Fails the run.
+    /// Reported; the run fails.
     Error,
 }
 
@@ -71,7 +71,10 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Checks all rules; prints every problem and fails if one of them is an error.
+/// Checks all rules and prints every problem.
+///
+/// # Errors
+/// A problem is an error.
 pub fn tidy(workspace: &Workspace) -> Result<()> {
     let mut problems = arrows::check(&workspace.packages);
     problems.extend(packages::check(&read(&workspace.root, "Cargo.lock")?));
@@ -85,7 +88,7 @@ pub fn tidy(workspace: &Workspace) -> Result<()> {
             Err(error) => problems.push(Problem::error(
                 &place,
                 error.span().start().line,
-                format!("is not Rust: {error}"),
+                format!("cannot parse: {error}"),
             )),
         }
     }
@@ -116,12 +119,12 @@ pub fn tidy(workspace: &Workspace) -> Result<()> {
         .count();
     println!("tidy: {} files, {errors} errors", sources.len());
     if errors > 0 {
-        bail!("the tree is not tidy: {errors} errors, see above");
+        bail!("tidy found {errors} errors, see above");
     }
     Ok(())
 }
 
-/// Claims are cited by id, and each must name code that exists.
+/// Checks SPECIFICATION.md: ids of claims must be unique, and the code of each bench must exist.
 fn check_specification(root: &Path) -> Result<Vec<Problem>> {
     let place = claims::SPECIFICATION;
     let specification = claims::Specification::parse(&read(root, place)?);
@@ -139,7 +142,7 @@ fn read(root: &Path, place: &str) -> Result<String> {
     fs::read_to_string(root.join(place)).with_context(|| format!("cannot read {place}"))
 }
 
-/// Every Rust file below the root, by its path from there.
+/// Every Rust file below the root, by relative path.
 fn rust_files(root: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     let mut folders = vec![PathBuf::from(root)];
@@ -150,7 +153,7 @@ fn rust_files(root: &Path) -> Result<Vec<String>> {
             let entry = entry.with_context(|| format!("cannot list {}", folder.display()))?;
             let name = entry.file_name();
             let name = name.to_string_lossy();
-            let kind = entry.file_type().context("cannot tell a file's kind")?;
+            let kind = entry.file_type().context("cannot read a file type")?;
             if kind.is_dir() && !name.starts_with('.') && name != "target" {
                 folders.push(entry.path());
             } else if kind.is_file() && name.ends_with(".rs") {
@@ -169,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_the_tree_are_found_and_built_or_hidden_ones_are_not() {
+    fn rust_files_are_found_except_built_and_hidden_ones() {
         let root = tempfile::tempdir().unwrap();
         for folder in ["crates/a/src", "target/debug", ".git"] {
             fs::create_dir_all(root.path().join(folder)).unwrap();
@@ -186,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_problem_reads_as_an_editor_expects() {
+    fn a_problem_is_printed_as_editors_expect() {
         let problem = Problem::error("crates/a/src/lib.rs", 7, "is too long");
         assert_eq!(
             problem.to_string(),

@@ -1,12 +1,12 @@
-//! What cargo knows of this workspace.
+//! Reads the description of this workspace from cargo.
 
-use crate::run::{answer, cargo};
+use crate::run::{cargo, output};
 use anyhow::{Context, Result};
 use serde::Deserialize;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// Ends the name of a commit where the work tree had changes.
+/// Suffix of a commit name if the work tree had changes.
 pub const DIRTY_MARK: &str = "-dirty";
 
 /// The part of `cargo metadata` that is used here.
@@ -15,7 +15,7 @@ pub struct Workspace {
     /// The folder of the workspace's Cargo.toml.
     #[serde(rename = "workspace_root")]
     pub root: PathBuf,
-    /// Where cargo builds to.
+    /// The target directory.
     #[serde(rename = "target_directory")]
     pub target: PathBuf,
     /// The workspace's own packages.
@@ -29,24 +29,23 @@ pub struct Package {
     pub dependencies: Vec<Dependency>,
 }
 
-/// One dependency of a crate, of whatever kind (normal, dev, build).
+/// One dependency of a crate, of any kind (normal, dev, build).
 #[derive(Debug, Deserialize)]
 pub struct Dependency {
     pub name: String,
 }
 
 impl Workspace {
-    /// Asks cargo.
+    /// Queries cargo.
     pub fn load() -> Result<Self> {
-        let text = answer(cargo().args(["metadata", "--format-version=1", "--no-deps"]))?;
+        let text = output(cargo().args(["metadata", "--format-version=1", "--no-deps"]))?;
         serde_json::from_str(&text).context("cannot read cargo metadata")
     }
 
-    /// The commit that is measured, with [`DIRTY_MARK`] when the work tree has changes. What other benches
-    /// have just written is none.
+    /// The current commit, with [`DIRTY_MARK`] if the work tree has changes outside docs/results.
     pub fn commit(&self) -> Result<String> {
         let git = |arguments: &[&str]| {
-            answer(Command::new("git").args(arguments).current_dir(&self.root))
+            output(Command::new("git").args(arguments).current_dir(&self.root))
         };
         let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
         let changed = git(&["status", "--porcelain", "--", ":/", ":!/docs/results"])?;

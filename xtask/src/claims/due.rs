@@ -1,15 +1,15 @@
-//! What the table of missed promises has to say, by the last measurements.
+//! The required rows of the table of missed promises, by the last measurements.
 
 use super::measurement::Measurement;
 use super::missed::LastMeasured;
 use super::specification::{Claim, Specification};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What the table has to say of a claim; none where its last measurement shows it.
+/// The required row for a claim; `None` if its last measurement confirms it.
 ///
-/// A bench does not record the wording of a promise. So a figure from before a change of the wording is given up by
-/// hand: `marked` names its commit. The next figure has another commit, which makes that row wrong. It forces the
-/// decision whether the bench now measures the promise as it is worded.
+/// A bench does not record the wording of a promise. After a change of the wording, the author rejects the old figure:
+/// `marked` names its commit. The next figure has another commit and makes that row wrong, so the author must decide
+/// whether the bench measures the new wording.
 pub fn due(
     claim: &Claim,
     last: Option<&Measurement>,
@@ -26,12 +26,12 @@ pub fn due(
     (!holds).then_some(LastMeasured::Figure(last.value))
 }
 
-/// Whether a figure was judged by the goal that the claim has now.
+/// Whether a figure was measured against the current goal of the claim.
 pub fn has_goal_of(last: &Measurement, claim: &Claim) -> bool {
     last.goal.trim() == claim.goal.text && last.unit == claim.unit
 }
 
-/// Where the table does not say what it has to, with the line.
+/// Wrong or missing rows, with the line.
 pub fn problems(
     specification: &Specification,
     last: &BTreeMap<String, Measurement>,
@@ -72,7 +72,7 @@ mod tests {
     const CLAIM: &str = "\
 | id | promise | goal | unit | bench or test |
 | --- | --- | --- | --- | --- |
-| pause | the guest stands still | <= 12.5 | ms | bench checkpoint |
+| pause | the guest is stopped | <= 12.5 | ms | bench checkpoint |
 ";
 
     fn specification(missed: &str) -> Specification {
@@ -93,9 +93,9 @@ mod tests {
         BTreeMap::from([("pause".to_owned(), measurement)])
     }
 
-    /// The only way to say the truth of each measurement.
+    /// Each measurement has exactly one correct row.
     #[test]
-    fn the_table_says_what_was_measured_and_nothing_else() {
+    fn the_table_has_what_was_measured_and_nothing_else() {
         let rows = [
             "",
             "| pause | never | - |\n",
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_given_up_by_hand_is_one_of_one_commit() {
+    fn a_rejected_figure_is_of_one_commit() {
         let row = "| pause | not in this form at 0123abc | - |\n";
         let mut last = measurement("<= 12.5", 1.0);
         assert_eq!(problems(&specification(row), &last), []);

@@ -1,14 +1,14 @@
-//! What git knows of measured commits, and of the code that has changed since.
+//! Queries git for measured commits, and for changes of the code since.
 
-use crate::run::answer;
+use crate::run::output;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Fewer hexadecimal digits than these name no commit.
+/// Minimum number of hexadecimal digits that name a commit.
 const COMMIT_DIGITS_MIN: usize = 7;
 
-/// Begins the line of a commit where the files that it touched follow.
+/// Prefix of the line of a commit; the files that it touched follow.
 const COMMIT_MARK: &str = "commit:";
 
 /// The history that ends in HEAD.
@@ -16,11 +16,11 @@ pub trait History {
     /// Whether HEAD has this file or folder.
     fn has_path(&self, path: &str) -> bool;
 
-    /// What has happened to `paths` since `commit`.
+    /// The changes of `paths` since `commit`.
     fn since(&self, commit: &str, paths: &[String]) -> Result<Since>;
 }
 
-/// What has happened to some files since a commit.
+/// The changes of some files since a commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Since {
     /// The commit is not in the history.
@@ -29,17 +29,17 @@ pub enum Since {
     Unchanged,
     /// Later commits have touched the files.
     Changed {
-        /// How many.
+        /// The number of these commits.
         commits: usize,
         /// The file that was touched first.
         first_path: String,
     },
 }
 
-/// The history that git has of a repository.
+/// The git history of a repository.
 pub struct GitHistory {
     root: PathBuf,
-    /// Full names of HEAD and of all that came before it.
+    /// Full names of HEAD and its ancestors.
     commits: Vec<String>,
     /// Files of HEAD.
     files: Vec<String>,
@@ -60,7 +60,7 @@ impl GitHistory {
         })
     }
 
-    /// True for the name of one commit, full or shortened.
+    /// Whether this is the full or shortened name of exactly one commit.
     fn has_commit(&self, commit: &str) -> bool {
         let named = |full: &&String| full.starts_with(commit);
         commit.len() >= COMMIT_DIGITS_MIN && self.commits.iter().filter(named).count() == 1
@@ -83,7 +83,7 @@ impl History for GitHistory {
         let format = format!("--format={COMMIT_MARK}%H");
         let range = format!("{commit}..HEAD");
         let mut arguments = vec!["--literal-pathspecs", "-c", "core.quotePath=off", "log"];
-        // Otherwise a merge would show no file, not even one that differs from all that it merges.
+        // By default a merge lists no file, not even one that differs from all its parents.
         arguments.extend(["--reverse", "--diff-merges=combined", "--name-only"]);
         arguments.extend([format.as_str(), range.as_str(), "--"]);
         arguments.extend(paths.iter().map(String::as_str));
@@ -103,7 +103,7 @@ impl History for GitHistory {
 }
 
 fn git(root: &Path, arguments: &[&str]) -> Result<String> {
-    answer(Command::new("git").args(arguments).current_dir(root))
+    output(Command::new("git").args(arguments).current_dir(root))
 }
 
 #[cfg(test)]
@@ -125,7 +125,7 @@ pub mod tests {
             self.0.path()
         }
 
-        /// Runs git as a user without settings, in no other repository than this.
+        /// Runs git in this repository, without user settings.
         pub fn git(&self, arguments: &[&str]) -> String {
             let mut command = Command::new("git");
             for name in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"] {
@@ -137,10 +137,10 @@ pub mod tests {
                 .args(["-c", "user.name=a", "-c", "user.email=a@example.org"])
                 .args(arguments)
                 .current_dir(self.root());
-            answer(&mut command).unwrap().trim().to_owned()
+            output(&mut command).unwrap().trim().to_owned()
         }
 
-        /// Changes a file and gives the new commit's name.
+        /// Commits a change of a file; returns the name of the commit.
         pub fn commit(&self, path: &str, text: &str) -> String {
             let file = self.root().join(path);
             fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -210,7 +210,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_merge_brings_its_commits_and_what_it_changes_itself() {
+    fn a_merge_counts_with_its_commits_and_its_own_changes() {
         let sample = Sample::new();
         let measured = sample.commit("a", "1");
         sample.git(&["switch", "--quiet", "--create", "side"]);
@@ -227,15 +227,15 @@ pub mod tests {
     }
 
     #[test]
-    fn files_and_folders_of_head_are_there_and_nothing_else() {
+    fn only_files_and_folders_of_head_are_found() {
         let sample = Sample::new();
         sample.commit("gone/a.rs", "1");
         sample.git(&["rm", "--quiet", "gone/a.rs"]);
         sample.commit("crates/page/src/ü.rs", "1");
         fs::write(sample.root().join("new.rs"), "").unwrap();
         let history = GitHistory::read(sample.root()).unwrap();
-        for there in ["crates", "crates/page", "crates/page/src/ü.rs"] {
-            assert!(history.has_path(there), "{there}");
+        for present in ["crates", "crates/page", "crates/page/src/ü.rs"] {
+            assert!(history.has_path(present), "{present}");
         }
         for missing in [
             "crate",
@@ -251,7 +251,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_clone_answers_as_its_original() {
+    fn a_clone_gives_the_same_changes_as_its_original() {
         let sample = Sample::new();
         let measured = sample.commit("a", "1");
         sample.commit("a", "2");

@@ -1,4 +1,4 @@
-//! What the benches found, from `docs/results/<bench>/summary.json`.
+//! Reads the measurements of the benches from `docs/results/<bench>/summary.json`.
 
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// What a bench found of one claim.
+/// The measurement of one claim.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measurement {
@@ -16,9 +16,9 @@ pub struct Measurement {
     pub value: f64,
     pub unit: String,
     pub holds: bool,
-    /// What measures it again.
+    /// The command that measures it.
     pub command: String,
-    /// The commit that was measured, marked where the work tree had changes.
+    /// The measured commit, with a mark if the work tree had changes.
     pub commit: String,
 }
 

@@ -4,15 +4,15 @@ use super::table::{Row, bare};
 use anyhow::{Context, Result};
 use std::fmt;
 
-/// Of the table of promises that do not hold.
+/// The columns of the table of promises that do not hold.
 pub const COLUMNS: [&str; 3] = ["missed", "last measured", "what is known"];
 
 const NEVER: &str = "never";
 
-/// Begins the cell of a promise whose last figure answers another question; the commit of that figure follows.
+/// Prefix of the cell of a promise whose last figure is of another form; the commit of that figure follows.
 const OTHER_FORM: &str = "not in this form at ";
 
-/// A promise that its last measurement does not show.
+/// A promise that its last measurement does not confirm.
 #[derive(Debug, PartialEq)]
 pub struct Missed {
     pub line: usize,
@@ -20,12 +20,12 @@ pub struct Missed {
     pub last: LastMeasured,
 }
 
-/// Why the last measurement does not show a promise.
+/// Why the last measurement does not confirm a promise.
 #[derive(Debug, Clone, PartialEq)]
 pub enum LastMeasured {
-    /// There is none.
+    /// There is no measurement.
     Never,
-    /// That of this commit had another goal, or the promise had another wording.
+    /// The figure of this commit is for another goal or another wording of the promise.
     OtherForm(String),
     /// This figure does not meet the goal.
     Figure(f64),

@@ -1,4 +1,4 @@
-//! What SPECIFICATION.md says: the claims, each with a goal, which code each bench measures, and what is missed.
+//! Reads SPECIFICATION.md: the claims with their goals, the code of each bench, and the missed promises.
 
 use super::missed::{self, Missed, parse_missed};
 use super::table::{Row, bare, rows};
@@ -11,13 +11,13 @@ use std::path::Path;
 pub const SPECIFICATION: &str = "SPECIFICATION.md";
 const COLUMNS: [&str; 5] = ["id", "promise", "goal", "unit", "bench or test"];
 
-/// Of the table that names the code of each bench.
+/// The columns of the table with the code of each bench.
 const CODE_COLUMNS: [&str; 2] = ["bench", "code that its figures are about"];
 
-/// Begins a claim's `bench or test`; the table of code leaves it out.
+/// Prefix of a claim's `bench or test`; the table of code leaves it out.
 const COMMAND: &str = "cargo xtask ";
 
-/// All that the file says.
+/// The content of the file.
 #[derive(Debug, PartialEq)]
 pub struct Specification {
     pub claims: Vec<Claim>,
@@ -38,7 +38,7 @@ pub struct BenchCode {
 /// One promised number.
 #[derive(Debug, PartialEq)]
 pub struct Claim {
-    /// Where it stands, counted from 1.
+    /// Its line, counted from 1.
     pub line: usize,
     pub id: String,
     pub promise: String,
@@ -47,7 +47,7 @@ pub struct Claim {
     pub shown_by: String,
 }
 
-/// A bound, as written and as understood.
+/// A bound, as written and parsed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Goal {
     pub text: String,
@@ -72,7 +72,7 @@ impl Specification {
         Self::parse(&text)
     }
 
-    /// All rows of all tables with the right columns.
+    /// Parses all rows of all tables with these columns.
     pub fn parse(text: &str) -> Result<Self> {
         let claims = parse_rows(text, &COLUMNS, parse_claim)?;
         if claims.is_empty() {
@@ -88,17 +88,17 @@ impl Specification {
         })
     }
 
-    /// The code of the bench that shows a claim.
+    /// The code of the bench that measures a claim.
     pub fn code_of(&self, claim: &Claim) -> Option<&BenchCode> {
         self.code.iter().find(|code| code.bench == claim.bench())
     }
 
-    /// What the table of missed promises says of a claim.
+    /// The row of a claim in the table of missed promises.
     pub fn missed_row(&self, claim: &Claim) -> Option<&Missed> {
         self.missed.iter().find(|row| row.claim == claim.id)
     }
 
-    /// What contradicts itself or is missing, with its line; `exists` knows the paths of the tree.
+    /// Contradictions and missing rows, with their lines; `exists` checks a path of the tree.
     pub fn problems(&self, exists: impl Fn(&str) -> bool) -> Vec<(usize, String)> {
         let mut problems = Vec::new();
         let mut seen = BTreeSet::new();
@@ -173,12 +173,12 @@ fn parse_code(row: &Row<'_>) -> Result<BenchCode> {
     Ok(BenchCode {
         line: row.line,
         bench: bare(row.cells[0]),
-        paths: paths.with_context(|| format!("{cell} is no list of paths in backticks"))?,
+        paths: paths.with_context(|| format!("{cell} is not a list of paths in backticks"))?,
     })
 }
 
 impl Claim {
-    /// What shows it, as the table of code names it.
+    /// The bench that measures it, as named in the table of code.
     pub fn bench(&self) -> &str {
         self.shown_by
             .strip_prefix(COMMAND)
@@ -236,7 +236,7 @@ mod tests {
 
 | Id | Promise | Goal | Unit | Bench or test |
 | --- | :-- | --: | --- | --- |
-| `pause` | the guest stands still | `<= 12.5` | ms | `bench checkpoint` |
+| `pause` | the guest is stopped | `<= 12.5` | ms | `bench checkpoint` |
 | speed | pages move | > 2 | GB/s | cargo xtask bench restore |
 
 | bench | code that its figures are about |
@@ -276,14 +276,14 @@ mod tests {
 
     #[test]
     fn a_row_that_is_no_claim_is_reported_with_its_line() {
-        for (from, to, said) in [
+        for (from, to, expected) in [
             ("`<= 12.5`", "fast", "does not begin with"),
             ("`<= 12.5`", "<= fast", "has no number"),
             ("| ms |", "| |", "no unit"),
             ("| ms |", "| ms | ms |", "6 columns"),
         ] {
             let error = error(&GOOD.replace(from, to));
-            assert!(error.contains(said) && error.contains(":9"), "{error}");
+            assert!(error.contains(expected) && error.contains(":9"), "{error}");
         }
         assert!(error("# Nothing\n").contains("has no table"));
     }
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_of_code_that_is_repeated_or_serves_no_claim_is_a_problem() {
+    fn a_row_of_code_that_is_repeated_or_has_no_claim_is_a_problem() {
         let text = format!("{GOOD}| bench restore | `tests/b.rs` |\n| demo | `crates/a` |\n");
         let found = problems(&text);
         let messages = ["a second row for `bench restore`", "`demo` shows no claim"];
@@ -331,7 +331,10 @@ mod tests {
             let text = GOOD.replace("`crates/a`, `tests/b.rs`", cell);
             let error = error(&text);
             assert!(error.contains("SPECIFICATION.md:14"), "{error}");
-            assert!(error.contains("no list of paths in backticks"), "{error}");
+            assert!(
+                error.contains("not a list of paths in backticks"),
+                "{error}"
+            );
         }
     }
 }

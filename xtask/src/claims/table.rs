@@ -1,11 +1,11 @@
-//! Tables of a Markdown text, found by their columns.
+//! Finds Markdown tables by their columns.
 
-/// One row below a header, without the rule between them.
+/// One row below a header and its rule.
 #[derive(Debug, PartialEq)]
 pub struct Row<'a> {
-    /// Where it stands, counted from 1.
+    /// Its line, counted from 1.
     pub line: usize,
-    /// As many as the row has, which need not be as many as the header has.
+    /// Its cells; their number may differ from that of the header.
     pub cells: Vec<&'a str>,
 }
 
@@ -29,7 +29,7 @@ pub fn rows<'a>(text: &'a str, columns: &[&str]) -> Vec<Row<'a>> {
     rows
 }
 
-/// A cell without the marks of code.
+/// A cell without backticks.
 pub fn bare(cell: &str) -> String {
     cell.replace('`', "")
 }

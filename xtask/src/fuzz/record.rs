@@ -6,20 +6,20 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// All runs of one target so far.
+/// The sum of all runs of one target.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Total {
     pub target: String,
     pub executions: u64,
     pub seconds: u64,
-    /// Runs that ended with an input that fails.
+    /// Number of runs that ended on an input that fails.
     pub findings: u64,
-    /// Of the last run.
+    /// The commit of the last run.
     pub commit: String,
 }
 
-/// The totals of all targets, in a file that is written anew after each run.
+/// The totals of all targets; the file is rewritten after each run.
 pub struct Record {
     path: PathBuf,
     commit: String,
@@ -27,7 +27,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Those of the runs before; runs of `commit` are about to follow.
+    /// Reads the totals; the next runs are of `commit`.
     pub fn read(folder: &Path, commit: &str) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
         let path = folder.join("executions.json");
@@ -43,12 +43,12 @@ impl Record {
         })
     }
 
-    /// How often a target was run.
+    /// Number of executions of a target.
     pub fn executions(&self, target: &str) -> u64 {
         self.totals.get(target).map_or(0, |total| total.executions)
     }
 
-    /// Adds a run to those before.
+    /// Adds a run.
     pub fn add(&mut self, last: Total) -> Result<()> {
         let total = self.totals.entry(last.target.clone()).or_default();
         *total = Total {

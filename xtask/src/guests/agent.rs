@@ -1,37 +1,37 @@
-//! QEMU's guest agent, with the libraries that it needs, for the Linux guest that has one.
+//! Adds QEMU's guest agent and its libraries to a Linux guest.
 
 use super::cpio::Archive;
 use super::{modules, package, read};
-use crate::run::answer;
+use crate::run::output;
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const PACKAGE: &str = "qemu-guest-agent";
-/// Where it lies in its package, and what is kept of that.
+/// Its path in the package, and its name in the folder of the guests.
 const PROGRAM: &str = "usr/sbin/qemu-ga";
 const KEPT: &str = "qemu-ga";
-/// What the guest must load to find the agent's channel.
+/// Modules for the agent's channel.
 const MODULES: &[&str] = &["virtio_pci", "virtio_console"];
 
-/// Puts `qemu-ga` into the folder. Once it is there, nothing is asked of the network again.
+/// Fetches `qemu-ga` into the folder, once.
 pub fn fetch(folder: &Path) -> Result<PathBuf> {
     let kept = folder.join(KEPT);
     if !kept.is_file() {
         let unpacked = package::unpack(folder, PACKAGE)?;
         fs::rename(unpacked.root.join(PROGRAM), &kept)
-            .with_context(|| format!("cannot put {} in place", kept.display()))?;
+            .with_context(|| format!("cannot install {}", kept.display()))?;
     }
     Ok(kept)
 }
 
-/// Adds it to an initramfs, with its libraries, which are this machine's, and the modules.
+/// Adds it to an initramfs, with its modules and with its libraries from this machine.
 pub fn add(archive: &mut Archive, program: &Path, modules: &Path) -> Result<()> {
     modules::add(archive, modules, MODULES)?;
     archive.program(KEPT, &read(program)?)?;
-    let said = answer(Command::new("ldd").arg(program))?;
-    let libraries = libraries(&said)?;
+    let ldd = output(Command::new("ldd").arg(program))?;
+    let libraries = libraries(&ldd)?;
     for folder in folders(&libraries) {
         archive.folder(&folder);
     }
@@ -41,12 +41,12 @@ pub fn add(archive: &mut Archive, program: &Path, modules: &Path) -> Result<()> 
     Ok(())
 }
 
-/// Reads `libm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x...)`, and the loader's line, which has one path.
+/// Reads lines like `libm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x...)`, and that of the loader, which has one path.
 fn libraries(ldd: &str) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for line in ldd.lines() {
         if line.contains("not found") {
-            bail!("the guest agent needs a library that is not here: {line}");
+            bail!("a library of the guest agent is missing: {line}");
         }
         let path = line.split_whitespace().find(|word| word.starts_with('/'));
         found.extend(path.map(str::to_owned));
@@ -54,7 +54,7 @@ fn libraries(ldd: &str) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// The folders of these files, each after the one that it lies in.
+/// The folders of these files, each after its parent.
 fn folders(files: &[String]) -> Vec<String> {
     let mut folders = Vec::new();
     for file in files {
@@ -77,9 +77,9 @@ mod tests {
 
     #[test]
     fn libraries_and_their_folders_are_read() {
-        let said = "\tlinux-vdso.so.1 (0x00007ffe)\n\tlibm.so.6 => /lib/x86/libm.so.6 (0x00007f)\n\
+        let ldd = "\tlinux-vdso.so.1 (0x00007ffe)\n\tlibm.so.6 => /lib/x86/libm.so.6 (0x00007f)\n\
                     \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
-        let found = libraries(said).unwrap();
+        let found = libraries(ldd).unwrap();
         assert_eq!(found, ["/lib/x86/libm.so.6", "/lib64/ld-linux-x86-64.so.2"]);
         assert_eq!(folders(&found), ["lib", "lib/x86", "lib64"]);
         assert!(libraries("\tlibx.so.1 => not found\n").is_err());

@@ -1,7 +1,5 @@
-//! The "newc" cpio archive, the form in which Linux takes an initramfs
-//! (kernel documentation: driver-api/early-userspace/buffer-format).
-//!
-//! Written here because cpio(1) would need root to put a device node in.
+//! Writes a "newc" cpio archive, the format of an initramfs (kernel documentation:
+//! driver-api/early-userspace/buffer-format). cpio(1) would need root to add a device node.
 
 use anyhow::{Context, Result};
 
@@ -10,7 +8,14 @@ const PROGRAM: u32 = 0o100_755;
 const CHARACTER_DEVICE: u32 = 0o020_600;
 const TRAILER: &str = "TRAILER!!!";
 
-/// An archive in the making. The same entries give the same bytes.
+/// The number of a device; all zero for other entries.
+#[derive(Default)]
+struct DeviceNumber {
+    major: u32,
+    minor: u32,
+}
+
+/// An archive under construction. The same entries give the same bytes.
 #[derive(Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -18,20 +23,20 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Adds an empty folder. Folders come before what lies in them.
+    /// Adds an empty folder. A folder comes before its content.
     pub fn folder(&mut self, name: &str) {
-        self.header(name, FOLDER, 0, (0, 0));
+        self.header(name, FOLDER, 0, DeviceNumber::default());
     }
 
     /// Adds a device node.
     pub fn character_device(&mut self, name: &str, major: u32, minor: u32) {
-        self.header(name, CHARACTER_DEVICE, 0, (major, minor));
+        self.header(name, CHARACTER_DEVICE, 0, DeviceNumber { major, minor });
     }
 
-    /// Adds an executable file. The format holds files below 4 GiB.
+    /// Adds an executable file. The format limits a file to 4 GiB.
     pub fn program(&mut self, name: &str, content: &[u8]) -> Result<()> {
         let bytes = u32::try_from(content.len()).with_context(|| format!("{name} is too large"))?;
-        self.header(name, PROGRAM, bytes, (0, 0));
+        self.header(name, PROGRAM, bytes, DeviceNumber::default());
         self.bytes.extend_from_slice(content);
         self.pad();
         Ok(())
@@ -39,18 +44,30 @@ impl Archive {
 
     /// Closes the archive.
     pub fn finish(mut self) -> Vec<u8> {
-        self.header(TRAILER, 0, 0, (0, 0));
+        self.header(TRAILER, 0, 0, DeviceNumber::default());
         self.bytes
     }
 
-    fn header(&mut self, name: &str, mode: u32, bytes: u32, device: (u32, u32)) {
+    fn header(&mut self, name: &str, mode: u32, bytes: u32, device: DeviceNumber) {
         self.entries += 1;
         let name_bytes = name.len() as u32 + 1;
         let (inode, links) = (self.entries, 1);
-        // inode, mode, user, group, links, time, bytes, own device (2), device named (2),
-        // length of the name with its end mark, checksum (unused)
+        // inode, mode, user, group, links, time, bytes, device of the file system (2), device of the node (2),
+        // length of the name with its final zero, checksum (unused)
         let fields = [
-            inode, mode, 0, 0, links, 0, bytes, 0, 0, device.0, device.1, name_bytes, 0,
+            inode,
+            mode,
+            0,
+            0,
+            links,
+            0,
+            bytes,
+            0,
+            0,
+            device.major,
+            device.minor,
+            name_bytes,
+            0,
         ];
         self.bytes.extend_from_slice(b"070701");
         for field in fields {
@@ -90,9 +107,9 @@ mod tests {
         assert!(text.contains("init\0\0#!x\n+\0\0\x00070701"), "{text:?}");
     }
 
-    /// busybox, which `setup` installs, reads it.
+    /// `setup` installs busybox.
     #[test]
-    fn another_program_reads_it() {
+    fn busybox_reads_the_archive() {
         let mut busybox = Command::new(crate::setup::static_busybox().unwrap())
             .args(["cpio", "-tv"])
             .stdin(Stdio::piped())

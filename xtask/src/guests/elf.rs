@@ -1,10 +1,10 @@
-//! One question to a program file: does it need anything but the kernel?
+//! Checks whether an ELF program is static.
 
 /// Offsets in the 64-bit ELF header and in a program header, elf(5).
 const PROGRAM_HEADERS_AT: usize = 0x20;
 const PROGRAM_HEADER_BYTES_AT: usize = 0x36;
 const PROGRAM_HEADERS_COUNT_AT: usize = 0x38;
-/// The kind of program header that names a dynamic loader.
+/// The type of a program header that names a dynamic loader.
 const PT_INTERP: u32 = 3;
 
 /// Whether these are the bytes of a 64-bit program that names no dynamic loader.
@@ -55,13 +55,13 @@ mod tests {
     }
 
     #[test]
-    fn a_loader_among_the_headers_decides() {
+    fn a_program_with_a_loader_is_not_static() {
         assert!(is_static(&program(&[6, 1, 1])));
         assert!(!is_static(&program(&[6, PT_INTERP, 1])));
     }
 
     #[test]
-    fn what_is_no_whole_program_is_not_static() {
+    fn an_incomplete_program_is_not_static() {
         assert!(!is_static(b"#!/bin/sh\n"));
         assert!(!is_static(&program(&[6, 1])[..0x50]));
         assert!(!is_static(b""));

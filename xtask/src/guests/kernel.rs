@@ -1,7 +1,7 @@
-//! The kernel of the Linux guests: Debian's cloud kernel, unpacked and not installed.
+//! Fetches the kernel of the Linux guests: Debian's cloud kernel, not installed.
 
 use super::package::{self, only_file};
-use crate::run::{answer, run};
+use crate::run::{output, run};
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,26 +9,26 @@ use std::process::Command;
 
 /// The package that always depends on the newest cloud kernel of the release.
 const NEWEST: &str = "linux-image-cloud-amd64";
-/// What is kept of it.
+/// Its files in the folder of the guests.
 const KERNEL: &str = "vmlinuz";
 const MODULES: &str = "modules";
 
-/// Puts `vmlinuz` and its modules into the folder, and gives the folder in which these are, with
-/// `modules.builtin`. Once they are there, nothing is asked of the network again; remove them for newer ones.
+/// Fetches `vmlinuz` and its modules into the folder, once; remove them to get newer ones. Returns the folder of the
+/// modules, which also has `modules.builtin`.
 pub fn fetch(folder: &Path) -> Result<PathBuf> {
     let modules = folder.join(MODULES);
-    // Both or none: modules serve the kernel of their own package only.
+    // Both or none: modules fit only the kernel of their own package.
     if !modules.is_dir() || !folder.join(KERNEL).is_file() {
-        fetch_anew(folder)?;
+        fetch_both(folder)?;
     }
     Ok(modules)
 }
 
-fn fetch_anew(folder: &Path) -> Result<()> {
+fn fetch_both(folder: &Path) -> Result<()> {
     let unpacked = package::unpack(folder, &newest_package()?)?;
     let unpacked = &unpacked.root;
     let image = only_file(&unpacked.join("boot"), |name| name.starts_with("vmlinuz-"))?;
-    // Debian has `/lib` in `/usr` in newer releases.
+    // In newer releases of Debian, `/lib` is in `/usr`.
     let roots = [
         unpacked.join("lib/modules"),
         unpacked.join("usr/lib/modules"),
@@ -41,23 +41,23 @@ fn fetch_anew(folder: &Path) -> Result<()> {
             .with_context(|| format!("cannot clear {}", modules.display()))?;
     }
     for (from, to) in [(&own, modules), (&image, folder.join(KERNEL))] {
-        fs::rename(from, &to).with_context(|| format!("cannot put {} in place", to.display()))?;
+        fs::rename(from, &to).with_context(|| format!("cannot install {}", to.display()))?;
     }
     Ok(())
 }
 
 /// The versioned package behind [`NEWEST`].
 fn newest_package() -> Result<String> {
-    let show = || answer(Command::new("apt-cache").args(["show", "--no-all-versions", NEWEST]));
-    let said = match show() {
-        Ok(said) => said,
-        // A machine on which apt was never updated knows no package at all.
+    let show = || output(Command::new("apt-cache").args(["show", "--no-all-versions", NEWEST]));
+    let shown = match show() {
+        Ok(shown) => shown,
+        // Before the first update, apt has no list of packages.
         Err(_) => {
             run(Command::new("apt-get").args(["--quiet", "update"]))?;
             show()?
         }
     };
-    versioned_dependency(&said).with_context(|| format!("{NEWEST} depends on no kernel package"))
+    versioned_dependency(&shown).with_context(|| format!("{NEWEST} depends on no kernel package"))
 }
 
 /// Reads `Depends: linux-image-6.1.0-1-cloud-amd64 (= 6.1.1-1), ...`.

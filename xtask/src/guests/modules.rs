@@ -1,6 +1,6 @@
-//! Kernel modules with all that they need, in the order in which they can be loaded.
+//! Finds kernel modules and their dependencies, in load order.
 //!
-//! Read from the modules themselves: `modules.dep` is made only when a kernel is installed.
+//! The dependencies are read from the modules: `modules.dep` is created only when a kernel is installed.
 
 use super::cpio::Archive;
 use super::read;
@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What `modinfo -F depends` prints stands in the file as one string after this.
+/// Prefix of the string that `modinfo -F depends` prints.
 const DEPENDS: &[u8] = b"\0depends=";
 
-/// Puts these modules into `modules/` of an archive, named in the order in which they are to be loaded.
+/// Adds these modules and their dependencies to `modules/` of an archive, with names in load order.
 pub fn add(archive: &mut Archive, modules: &Path, wanted: &[&str]) -> Result<()> {
     archive.folder("modules");
     for (number, path) in in_order(modules, wanted)?.iter().enumerate() {
@@ -22,13 +22,12 @@ pub fn add(archive: &mut Archive, modules: &Path, wanted: &[&str]) -> Result<()>
     Ok(())
 }
 
-/// The files of these modules and of those they depend on, each after all that it depends on. What is
-/// built into the kernel needs no file.
+/// The files of these modules and their dependencies, each after its dependencies. A built-in module has no file.
 fn in_order(modules: &Path, wanted: &[&str]) -> Result<Vec<PathBuf>> {
     let builtin = modules.join("modules.builtin");
     let builtin = fs::read_to_string(&builtin)
         .with_context(|| format!("cannot read {}", builtin.display()))?;
-    let mut found = Found {
+    let mut search = Search {
         files: BTreeMap::new(),
         builtin: builtin
             .lines()
@@ -36,26 +35,29 @@ fn in_order(modules: &Path, wanted: &[&str]) -> Result<Vec<PathBuf>> {
             .collect(),
         ordered: Vec::new(),
     };
-    list(&modules.join("kernel"), &mut found.files)?;
+    list(&modules.join("kernel"), &mut search.files)?;
     for name in wanted {
-        found.add(name, &mut Vec::new())?;
+        search.add(name, &mut Vec::new())?;
     }
-    Ok(found.ordered)
+    Ok(search.ordered)
 }
 
-struct Found {
+/// A search for modules.
+struct Search {
+    /// All modules by name.
     files: BTreeMap<String, PathBuf>,
     builtin: Vec<String>,
+    /// The modules found, in load order.
     ordered: Vec<PathBuf>,
 }
 
-impl Found {
-    /// `above`: the modules for which this one is added.
-    fn add(&mut self, name: &str, above: &mut Vec<String>) -> Result<()> {
+impl Search {
+    /// Adds a module after its dependencies. `dependents` is the chain of modules that need it.
+    fn add(&mut self, name: &str, dependents: &mut Vec<String>) -> Result<()> {
         if self.builtin.iter().any(|own| own == name) {
             return Ok(());
         }
-        if above.iter().any(|own| own == name) {
+        if dependents.iter().any(|own| own == name) {
             bail!("the kernel module {name} depends on itself");
         }
         let path = self.files.get(name).cloned();
@@ -65,18 +67,18 @@ impl Found {
         }
         let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let needs = depends(&bytes)
-            .with_context(|| format!("{} is no module as it should be", path.display()))?;
-        above.push(name.to_owned());
+            .with_context(|| format!("{} is not a valid kernel module", path.display()))?;
+        dependents.push(name.to_owned());
         for need in needs {
-            self.add(&need, above)?;
+            self.add(&need, dependents)?;
         }
-        above.pop();
+        dependents.pop();
         self.ordered.push(path);
         Ok(())
     }
 }
 
-/// All modules below a folder by their names.
+/// Collects all modules below a folder by name.
 fn list(folder: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<()> {
     let entries =
         fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
@@ -91,7 +93,7 @@ fn list(folder: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// A module's name has an underscore where its file may have a hyphen.
+/// The name of a module: hyphens of the file name become underscores.
 fn name_of(path: &Path) -> String {
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     stem.replace('-', "_")
@@ -113,7 +115,7 @@ fn depends(module: &[u8]) -> Option<Vec<String>> {
 mod tests {
     use super::*;
 
-    /// A folder of modules, each with what it depends on.
+    /// A folder of modules, each with its dependencies.
     fn modules(of: &[(&str, &str)]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir_all(folder.path().join("kernel/drivers")).unwrap();
@@ -136,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn each_comes_once_and_after_what_it_needs() {
+    fn each_module_comes_once_and_after_its_dependencies() {
         let folder = modules(&[
             ("disk", "bus,ring"),
             ("bus", "ring,modern-dev"),
@@ -151,12 +153,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_needs_itself_is_told() {
+    fn missing_modules_and_cycles_are_errors() {
         let folder = modules(&[("a", "b"), ("b", "a"), ("c", "d")]);
-        let told = |name| names(folder.path(), &[name]).unwrap_err().to_string();
-        assert!(told("a").contains("a depends on itself"));
-        assert!(told("c").contains("no module d"));
+        let error = |name| names(folder.path(), &[name]).unwrap_err().to_string();
+        assert!(error("a").contains("a depends on itself"));
+        assert!(error("c").contains("no module d"));
         fs::write(folder.path().join("kernel/e.ko"), "\x7fELF").unwrap();
-        assert!(told("e").contains("is no module"));
+        assert!(error("e").contains("is not a valid"));
     }
 }

@@ -1,4 +1,4 @@
-//! A Debian package, fetched and unpacked, not installed.
+//! Fetches and unpacks a Debian package without installing it.
 
 use crate::run::run;
 use anyhow::{Context, Result, bail};
@@ -6,35 +6,35 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What is in a package, in a folder that is gone when this is.
+/// The content of a package, in a folder that is removed on drop.
 pub struct Unpacked {
     work: PathBuf,
-    /// As it would lie below `/`.
+    /// The content as it would be below `/`.
     pub root: PathBuf,
 }
 
 impl Drop for Unpacked {
     fn drop(&mut self) {
-        // What is left is cleared the next time.
+        // The next run removes the rest.
         let _ = fs::remove_dir_all(&self.work);
     }
 }
 
-/// Fetches the package into a folder of its name beside the guests.
+/// Fetches the package into a folder of its name among the guests.
 pub fn unpack(folder: &Path, package: &str) -> Result<Unpacked> {
     let work = folder.join(package);
     if work.exists() {
-        // Left over from a run that was cut short.
+        // Left by an interrupted run.
         fs::remove_dir_all(&work).with_context(|| format!("cannot clear {}", work.display()))?;
     }
-    fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
+    fs::create_dir_all(&work).with_context(|| format!("cannot create {}", work.display()))?;
     let unpacked = Unpacked {
         root: work.join("unpacked"),
         work,
     };
     run(Command::new("apt-get")
         .current_dir(&unpacked.work)
-        // apt's own user may not write into our folder.
+        // apt's sandbox user cannot write to this folder.
         .args(["--quiet", "--option", "APT::Sandbox::User=root"])
         .args(["download", package]))?;
     let archive = only_file(&unpacked.work, |name| name.ends_with(".deb"))?;
@@ -44,7 +44,7 @@ pub fn unpack(folder: &Path, package: &str) -> Result<Unpacked> {
     Ok(unpacked)
 }
 
-/// The one file of a kind in a folder.
+/// The only matching file in a folder.
 pub fn only_file(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<PathBuf> {
     let found: Vec<PathBuf> = fs::read_dir(folder)
         .with_context(|| format!("cannot list {}", folder.display()))?
@@ -55,7 +55,7 @@ pub fn only_file(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<PathBuf
     match <[PathBuf; 1]>::try_from(found) {
         Ok([path]) => Ok(path),
         Err(found) => bail!(
-            "{} holds {} files of the kind looked for, not one",
+            "{} has {} matching files, not one",
             folder.display(),
             found.len()
         ),
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn several_files_are_not_guessed_among() {
+    fn several_matching_files_are_an_error() {
         let folder = tempfile::tempdir().unwrap();
         assert!(only_file(folder.path(), |_| true).is_err());
         fs::write(folder.path().join("a"), "").unwrap();

@@ -1,11 +1,11 @@
-//! The guests with real software: a Debian on a disk image, and the initramfs that boots it.
+//! Builds the guests with real software: a Debian on a disk image, and the initramfs that boots it.
 //!
-//! Built only where a bench asks for it: it takes minutes, root, and a gigabyte. What runs in it, and how
-//! it is made once its packages are there, stands in `guest/debian`.
+//! Only some benches need it: building takes minutes, root, and 1 GB. `guest/debian` has its workloads, and the script
+//! that prepares it after its packages are installed.
 
 use super::cpio::Archive;
 use super::{KERNEL_ARGUMENTS, kernel, modules, read, replace, started_archive};
-use crate::run::{answer, run};
+use crate::run::{output, run};
 use crate::setup;
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail};
@@ -15,9 +15,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 
-/// The release, whatever this machine runs.
+/// The release, independent of that of this machine.
 const SUITE: &str = "bookworm";
-/// Beyond debootstrap's smallest set: what the works run, or are compiled with.
+/// Packages beyond debootstrap's minimum: programs and compilers of the workloads.
 const PACKAGES: &[&str] = &[
     "bc",
     "bison",
@@ -32,7 +32,7 @@ const PACKAGES: &[&str] = &[
     "redis-server",
     "redis-tools",
 ];
-/// What the guest must load to get at its root file system.
+/// Modules for the root file system.
 const MODULES: &[&str] = &["virtio_pci", "virtio_blk", "ext4", "overlay"];
 /// Programs that build it, with their packages.
 const PROGRAMS: &[(&str, &str)] = &[
@@ -42,14 +42,14 @@ const PROGRAMS: &[(&str, &str)] = &[
 ];
 /// The parts of `guest/debian` that go into the image, under `/lab`.
 const PARTS: &[&str] = &["prepare", "run", "serial", "src", "works"];
-/// For what the file system itself needs besides the files.
+/// Space for the file system itself, in MiB.
 const SPARE_MIB: u64 = 64;
 
-/// What a Debian guest boots from, beside the kernel of all guests.
+/// The files that a Debian guest boots from, besides the kernel of all guests.
 pub struct Rootfs {
-    /// An ext4 file system, never written to.
+    /// An ext4 file system, used read-only.
     pub image: PathBuf,
-    /// The way to it.
+    /// The initramfs that mounts it.
     pub initramfs: PathBuf,
 }
 
@@ -67,10 +67,10 @@ impl fmt::Display for Rootfs {
     }
 }
 
-/// Builds what is missing or no longer what its recipe says.
+/// Builds files that are missing or do not match their recipe.
 pub fn build(workspace: &Workspace) -> Result<Rootfs> {
     let folder = workspace.target.join("guests");
-    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let sources = workspace.root.join("guest/debian");
     let rootfs = Rootfs {
         image: folder.join("debian.ext4"),
@@ -82,9 +82,9 @@ pub fn build(workspace: &Workspace) -> Result<Rootfs> {
     let stamp = folder.join("debian.recipe");
     let built_from = fs::read_to_string(&stamp).unwrap_or_default();
     if !rootfs.image.is_file() || built_from != recipe {
-        println!("guests: building a Debian root file system; this takes some minutes, once");
+        println!("guests: building a Debian root file system (once, some minutes)");
         build_image(&sources, &folder, &rootfs.image)?;
-        // Last: without it, what was cut short is built again.
+        // Written last, so that an interrupted build is repeated.
         replace(&stamp, recipe.as_bytes(), 0o644)?;
     }
     Ok(rootfs)
@@ -96,7 +96,7 @@ fn initramfs(sources: &Path, modules: &Path) -> Result<Vec<u8>> {
     Ok(archive.finish())
 }
 
-/// All that the image is made from, as one text; the packages' versions apart.
+/// All sources of the image as one text, except the versions of the packages.
 fn recipe(sources: &Path) -> Result<String> {
     let mut recipe = format!("{SUITE} {}\n", PACKAGES.join(" "));
     for part in PARTS {
@@ -107,7 +107,7 @@ fn recipe(sources: &Path) -> Result<String> {
 
 fn add_to_recipe(recipe: &mut String, path: &Path) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    // Writing to a String does not fail.
+    // Writing to a String cannot fail.
     let _ = writeln!(recipe, "== {name}");
     if !path.is_dir() {
         let text = fs::read_to_string(path);
@@ -128,7 +128,7 @@ fn add_to_recipe(recipe: &mut String, path: &Path) -> Result<()> {
 fn build_image(sources: &Path, folder: &Path, image: &Path) -> Result<()> {
     setup::need_programs(PROGRAMS)?;
     if !setup::is_root()? {
-        bail!("only root may make a Debian root file system");
+        bail!("building a Debian root file system needs root");
     }
     let root = folder.join("debian");
     clear(&root)?;
@@ -138,13 +138,13 @@ fn build_image(sources: &Path, folder: &Path, image: &Path) -> Result<()> {
         .arg(format!("--include={}", PACKAGES.join(",")))
         .arg(SUITE)
         .arg(&root);
-    // Without one, debootstrap takes Debian's own.
+    // Without a mirror, debootstrap uses Debian's own.
     if let Some(mirror) = setup::mirror(SUITE)? {
         debootstrap.arg(mirror);
     }
     run(&mut debootstrap)?;
     let lab = root.join("lab");
-    fs::create_dir(&lab).with_context(|| format!("cannot make {}", lab.display()))?;
+    fs::create_dir(&lab).with_context(|| format!("cannot create {}", lab.display()))?;
     let parts = PARTS.iter().map(|part| sources.join(part));
     run(Command::new("cp")
         .args(["--recursive", "--preserve=mode"])
@@ -158,38 +158,38 @@ fn build_image(sources: &Path, folder: &Path, image: &Path) -> Result<()> {
     clear(&root)
 }
 
-/// The program in a mount namespace of its own, so that nothing it mounts outlives it: what is left of
-/// the folder can always be removed without removing what was mounted there.
+/// Runs the program in a mount namespace of its own, so that its mounts end with it. The folder can then be removed
+/// without removing mounted files.
 fn in_own_mounts(program: &str) -> Command {
     let mut command = Command::new("unshare");
     command
         .env("LC_ALL", "C")
-        // A user's PATH often lacks them.
+        // A user's PATH often lacks the sbin folders.
         .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
         .args(["--mount", program]);
     command
 }
 
 fn make_file_system(root: &Path, image: &Path) -> Result<()> {
-    let said = answer(Command::new("du").args(["-s", "-B1M"]).arg(root))?;
-    let mib: u64 = said
+    let du = output(Command::new("du").args(["-s", "-B1M"]).arg(root))?;
+    let mib: u64 = du
         .split_whitespace()
         .next()
         .and_then(|word| word.parse().ok())
-        .context("du gave no size")?;
-    // A tenth more for inodes and block lists.
+        .context("du printed no size")?;
+    // 10 % for inodes and block lists.
     let mib = mib + mib / 10 + SPARE_MIB;
     let new = image.with_extension("new");
     if new.exists() {
         fs::remove_file(&new).with_context(|| format!("cannot remove {}", new.display()))?;
     }
     run(Command::new("/usr/sbin/mkfs.ext4")
-        // Nobody writes to it: no journal, nothing held back for root.
+        // Read-only: no journal, no blocks reserved for root.
         .args(["-q", "-F", "-O", "^has_journal", "-m", "0", "-i", "8192"])
         .arg("-d")
         .args([root, &new])
         .arg(format!("{mib}M")))?;
-    fs::rename(&new, image).with_context(|| format!("cannot put {} in place", image.display()))
+    fs::rename(&new, image).with_context(|| format!("cannot install {}", image.display()))
 }
 
 fn clear(folder: &Path) -> Result<()> {

@@ -1,4 +1,4 @@
-//! apt's sources in both of its forms, see sources.list(5).
+//! Reads apt's sources in both formats, see sources.list(5).
 
 use anyhow::{Context, Result};
 use std::fmt::Write;
@@ -11,7 +11,7 @@ pub struct Source {
     uris: Vec<String>,
     suites: Vec<String>,
     components: Vec<String>,
-    /// As written, also the lines of a key that stands in the file itself.
+    /// As written, including the lines of a key in the file itself.
     signed_by: Option<String>,
 }
 
@@ -21,13 +21,13 @@ impl Source {
         self.suites.iter().any(|own| own == suite)
     }
 
-    /// The place asked first.
+    /// The first URI.
     pub fn first_uri(&self) -> Option<&str> {
         self.uris.first().map(String::as_str)
     }
 
-    /// The `main` component of another suite at the same place, trusted by the same key.
-    pub fn beside(base: &Self, suite: &str) -> Self {
+    /// The `main` component of another suite, with the same URIs and key.
+    pub fn other_suite(base: &Self, suite: &str) -> Self {
         Self {
             suites: vec![suite.to_owned()],
             components: vec!["main".to_owned()],
@@ -45,14 +45,14 @@ impl Source {
         );
         if let Some(signed_by) = &self.signed_by {
             let space = if signed_by.starts_with('\n') { "" } else { " " };
-            // Writing to a String does not fail.
+            // Writing to a String cannot fail.
             let _ = writeln!(text, "Signed-By:{space}{signed_by}");
         }
         text
     }
 }
 
-/// All sources below `/etc/apt`, which is given for the tests' sake.
+/// All sources below `/etc/apt`; tests give another folder.
 pub fn read_all(apt: &Path) -> Result<Vec<Source>> {
     let mut files = vec![apt.join("sources.list")];
     if let Ok(folder) = fs::read_dir(apt.join("sources.list.d")) {
@@ -99,7 +99,7 @@ fn parse_line(line: &str) -> Option<Source> {
     })
 }
 
-/// The stanzas of a `.sources` file that are on and give binary packages.
+/// The enabled stanzas of a `.sources` file for binary packages.
 fn parse_deb822(text: &str) -> Vec<Source> {
     let uncommented: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
     uncommented
@@ -127,8 +127,8 @@ fn parse_stanza(lines: &[&str]) -> Option<Source> {
     let words = |name: &str| -> Option<Vec<String>> {
         Some(field(name)?.split_whitespace().map(str::to_owned).collect())
     };
-    let off = field("enabled").is_some_and(|value| value.eq_ignore_ascii_case("no"));
-    if off || !words("types")?.contains(&"deb".to_owned()) {
+    let disabled = field("enabled").is_some_and(|value| value.eq_ignore_ascii_case("no"));
+    if disabled || !words("types")?.contains(&"deb".to_owned()) {
         return None;
     }
     Some(Source {
@@ -164,7 +164,7 @@ Components: main
 ";
 
     #[test]
-    fn stanzas_that_are_off_or_of_source_packages_do_not_count() {
+    fn disabled_stanzas_and_source_packages_are_skipped() {
         let sources = parse_deb822(STANZAS);
         assert_eq!(sources.len(), 1);
         assert!(sources[0].has_suite("bookworm") && !sources[0].has_suite("bookworm-backports"));
@@ -172,8 +172,9 @@ Components: main
     }
 
     #[test]
-    fn the_added_suite_takes_place_and_key_of_its_base() {
-        let added = Source::beside(&parse_deb822(STANZAS)[0], "bookworm-backports").to_deb822();
+    fn the_added_suite_has_uri_and_key_of_its_base() {
+        let added =
+            Source::other_suite(&parse_deb822(STANZAS)[0], "bookworm-backports").to_deb822();
         assert_eq!(
             added,
             "Types: deb\nURIs: http://mirror.test/debian\nSuites: bookworm-backports\n\
@@ -208,7 +209,7 @@ Components: main
     }
 
     #[test]
-    fn both_forms_are_found_in_their_folders() {
+    fn both_formats_are_found_in_their_folders() {
         let apt = tempfile::tempdir().unwrap();
         fs::create_dir(apt.path().join("sources.list.d")).unwrap();
         let write = |name: &str, text: &str| fs::write(apt.path().join(name), text).unwrap();

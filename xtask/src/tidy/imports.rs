@@ -1,13 +1,12 @@
-//! Which module of a crate imports from which: no cycle, and no arrow upward between the parts of a crate.
+//! Checks imports between modules of a crate: no cycle, and no import upward between the parts of a crate.
 //!
 //! ```text
 //! use crate::pack::place::Place      in index/reader.rs:   index::reader --> pack::place
 //! use super::frame_job::FrameJob     in pack/packer/...    pack::packer::sealer --> pack::packer::frame_job
 //! ```
 //!
-//! An import of a name that a module only passes on (`pub use`) counts for the module that it comes from. What
-//! a file declares below itself is its inside, so an import from a module further up on the way to it does not
-//! count. Tests are left out: they may look at everything.
+//! An import of a name that a module re-exports (`pub use`) counts for the module that defines the name. A submodule
+//! belongs to its ancestors, so an import from an ancestor does not count. Tests may import everything.
 
 use super::Problem;
 use super::source::Source;
@@ -16,8 +15,8 @@ use syn::spanned::Spanned;
 use syn::visit::{self, Visit};
 use syn::{ItemUse, UseTree};
 
-/// The parts of a crate in their order, the lowest first: a part imports only from those before it. A part is
-/// a file or a folder of `src`. Crates without an order must be free of cycles all the same.
+/// The parts of each crate in their order, the lowest first: a part imports only from parts before it. A part is a file
+/// or a folder of `src`. Crates without an order must also be free of cycles.
 const ORDERS: &[(&str, &[&str])] = &[
     ("crates/sys", SYS),
     ("crates/qemu", QEMU),
@@ -137,19 +136,19 @@ const STILLFRAME: &[&str] = &[
     "cmd",
 ];
 
-/// A module: the names on the way to it from the root of its crate.
+/// A module: its path from the root of its crate.
 type Module = Vec<String>;
 
-/// An import, and the line where it stands.
+/// The imports, each with its line.
 type Arrows = BTreeMap<(Module, Module), usize>;
 
-/// What names a module has from others: its own path, the name, and the whole path that it stands for.
-type PassedOn = BTreeMap<(Module, String), Module>;
+/// Re-exports and imported names: module, name, and the full path of the name.
+type ImportedNames = BTreeMap<(Module, String), Module>;
 
-/// Names are passed on at most this often, one module to the next: `pub use` may run in circles.
+/// Upper bound on the re-exports of one name, because `pub use` may be circular.
 const HOPS_MAX: usize = 8;
 
-/// What the check found in one crate.
+/// The import graph of one crate in figures.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Graph {
     pub modules: usize,
@@ -158,7 +157,7 @@ pub struct Graph {
     pub upward: usize,
 }
 
-/// Checks each crate below `crates/`, the tests' and our own; its graph in figures.
+/// Checks all crates, including tests/e2e and xtask; returns problems and the graph of each crate.
 pub fn check(sources: &[Source]) -> (Vec<Problem>, BTreeMap<String, Graph>) {
     let mut crates: BTreeMap<String, Vec<&Source>> = BTreeMap::new();
     for source in sources {
@@ -177,7 +176,7 @@ pub fn check(sources: &[Source]) -> (Vec<Problem>, BTreeMap<String, Graph>) {
     (problems, graphs)
 }
 
-/// The crate of a file, and the module; `None` for what is no module of a library or program.
+/// The crate and module of a file; `None` if it is not a module of a library or program.
 fn split(place: &str) -> Option<(&str, Module)> {
     let (krate, below) = place.split_once("/src/")?;
     let path = below.strip_suffix(".rs")?;
@@ -237,7 +236,7 @@ fn check_crate(krate: &str, sources: &[&Source], order: Option<&[&str]>) -> (Vec
     if let Some(order) = order {
         for module in modules.iter().filter(|module| !module.is_empty()) {
             if !order.contains(&module[0].as_str()) {
-                let message = format!("{} has no place in the order of {krate}", module[0]);
+                let message = format!("{} is missing in the order of {krate}", module[0]);
                 problems.push(Problem::error(places[module], 0, message));
             }
         }
@@ -245,7 +244,7 @@ fn check_crate(krate: &str, sources: &[&Source], order: Option<&[&str]>) -> (Vec
     (problems, graph)
 }
 
-/// Arrows from a part to one that stands behind it in the order.
+/// Imports from a part that is higher in the order.
 fn upward(order: &[&str], arrows: &Arrows, places: &BTreeMap<Module, &str>) -> Vec<Problem> {
     let rank = |module: &Module| {
         let part = module.first()?;
@@ -257,7 +256,7 @@ fn upward(order: &[&str], arrows: &Arrows, places: &BTreeMap<Module, &str>) -> V
             && low < high
         {
             let message = format!(
-                "{} may not import from {}, which stands above it",
+                "{} may not import from {}, which is higher in the order",
                 order[low], order[high]
             );
             problems.push(Problem::error(places[from], line, message));
@@ -296,27 +295,27 @@ fn cycles(modules: &BTreeSet<Module>, arrows: &Arrows) -> Vec<Vec<Module>> {
     found.into_iter().collect()
 }
 
-/// One import as it stands.
+/// One import in a source file.
 struct Import {
     from: Module,
-    /// From the root of the crate.
+    /// The imported path, from the root of the crate.
     path: Module,
     line: usize,
-    /// It makes a name of this module.
+    /// The name that it adds to this module.
     as_name: Option<String>,
 }
 
 /// The imports between modules.
 fn arrows(modules: &BTreeSet<Module>, found: &[Import]) -> Arrows {
-    let mut passed_on = PassedOn::new();
+    let mut imported_names = ImportedNames::new();
     for import in found {
         if let Some(name) = &import.as_name {
-            passed_on.insert((import.from.clone(), name.clone()), import.path.clone());
+            imported_names.insert((import.from.clone(), name.clone()), import.path.clone());
         }
     }
     let mut arrows = Arrows::new();
     for import in found {
-        if let Some(to) = origin(modules, &passed_on, &import.path)
+        if let Some(to) = origin(modules, &imported_names, &import.path)
             && !import.from.starts_with(&to)
         {
             let arrow = (import.from.clone(), to);
@@ -326,8 +325,12 @@ fn arrows(modules: &BTreeSet<Module>, found: &[Import]) -> Arrows {
     arrows
 }
 
-/// The module that a path leads to, through the names that others pass on.
-fn origin(modules: &BTreeSet<Module>, passed_on: &PassedOn, path: &[String]) -> Option<Module> {
+/// The module that defines the item at a path, resolved through re-exports.
+fn origin(
+    modules: &BTreeSet<Module>,
+    imported_names: &ImportedNames,
+    path: &[String],
+) -> Option<Module> {
     let mut path = path.to_vec();
     for _ in 0..HOPS_MAX {
         let mut lengths = (0..=path.len()).rev();
@@ -336,7 +339,7 @@ fn origin(modules: &BTreeSet<Module>, passed_on: &PassedOn, path: &[String]) -> 
         let Some(name) = path.get(length) else {
             return Some(module);
         };
-        let Some(from) = passed_on.get(&(module.clone(), name.clone())) else {
+        let Some(from) = imported_names.get(&(module.clone(), name.clone())) else {
             return Some(module);
         };
         path = [from, &path[length + 1..]].concat();
@@ -356,7 +359,7 @@ impl Finder<'_> {
         if self.source.is_test(line) {
             return;
         }
-        if let Some(path) = self.seen_from_root(path) {
+        if let Some(path) = self.path_in_crate(path) {
             let from = self.module.clone();
             self.found.push(Import {
                 from,
@@ -367,8 +370,8 @@ impl Finder<'_> {
         }
     }
 
-    /// A path as seen from the root of the crate, if it is one within the crate.
-    fn seen_from_root(&self, path: &[String]) -> Option<Module> {
+    /// The path from the root of the crate; `None` for a path outside the crate.
+    fn path_in_crate(&self, path: &[String]) -> Option<Module> {
         let first = path.first()?.as_str();
         let mut base = match first {
             "crate" => Vec::new(),
@@ -464,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn imports_downward_pass_in_all_their_forms() {
+    fn imports_downward_pass_in_all_forms() {
         let files = [
             ("lib.rs", "mod low;\nmod high;\npub use high::High;\n"),
             ("low.rs", "pub mod deep;\npub struct Low;\n"),
@@ -480,21 +483,20 @@ mod tests {
     }
 
     #[test]
-    fn an_arrow_upward_does_not_pass() {
+    fn an_import_upward_fails() {
         let files = [
             ("lib.rs", "mod low;\nmod high;\n"),
             ("low.rs", "\nuse crate::high::High;\n"),
             ("high.rs", "pub struct High;\n"),
         ];
         let (problems, graph) = graph(&files, Some(&["low", "high"]));
-        let expected =
-            "error: crates/a/src/low.rs:2: low may not import from high, which stands above it";
+        let expected = "error: crates/a/src/low.rs:2: low may not import from high, which is higher in the order";
         assert_eq!(problems, [expected]);
         assert_eq!(graph.upward, 1);
     }
 
     #[test]
-    fn a_cycle_does_not_pass_also_through_a_path_in_a_body() {
+    fn a_cycle_through_a_path_in_a_body_fails() {
         let files = [
             ("lib.rs", "mod a;\nmod b;\n"),
             ("a.rs", "pub fn f() { crate::b::g() }\n"),
@@ -507,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cycle_through_names_that_a_module_passes_on_does_not_pass() {
+    fn a_cycle_through_re_exports_fails() {
         let files = [
             ("lib.rs", "mod part;\n"),
             ("part.rs", "mod a;\nmod b;\npub use a::f;\npub use b::g;\n"),
@@ -522,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_and_its_inside_are_one() {
+    fn a_module_and_its_submodules_are_one() {
         let files = [
             ("lib.rs", "mod part;\n"),
             (
@@ -539,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_may_look_at_everything() {
+    fn tests_may_import_everything() {
         let files = [
             ("lib.rs", "mod low;\nmod high;\n#[cfg(test)]\nmod tests;\n"),
             (
@@ -554,10 +556,10 @@ mod tests {
     }
 
     #[test]
-    fn a_part_without_a_place_in_the_order_does_not_pass() {
+    fn a_part_that_is_missing_in_the_order_fails() {
         let files = [("lib.rs", "mod new;\n"), ("new.rs", "")];
         let (problems, _) = graph(&files, Some(&["low"]));
-        let expected = "error: crates/a/src/new.rs: new has no place in the order of crates/a";
+        let expected = "error: crates/a/src/new.rs: new is missing in the order of crates/a";
         assert_eq!(problems, [expected]);
     }
 }

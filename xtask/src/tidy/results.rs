@@ -1,5 +1,4 @@
-//! How long the files of `docs/results` may be: every run of a bench rewrites them, and the history of the tree keeps
-//! them all.
+//! Limits the size of files in `docs/results`: every run of a bench rewrites them, and git keeps every version.
 
 use super::Problem;
 use anyhow::{Context, Result};
@@ -7,10 +6,10 @@ use std::fs;
 use std::path::Path;
 
 const FOLDER: &str = "docs/results";
-/// Of one file; benches compress what is long.
+/// Upper bound on the bytes of one file; benches compress long files.
 const BYTES_MAX: u64 = 200_000;
 
-/// Files that are too long.
+/// Finds files that are too large.
 pub fn check(root: &Path) -> Result<Vec<Problem>> {
     let mut problems = Vec::new();
     let folder = root.join(FOLDER);
@@ -29,8 +28,9 @@ pub fn check(root: &Path) -> Result<Vec<Problem>> {
                     .unwrap_or(&path)
                     .display()
                     .to_string();
-                let message =
-                    format!("{bytes} bytes, at most {BYTES_MAX}: sample it, and name the sampling");
+                let message = format!(
+                    "{bytes} bytes, at most {BYTES_MAX}: sample the data, and describe the sampling"
+                );
                 problems.push(Problem::error(&place, 0, message));
             }
         }
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_files_do_not_pass() {
+    fn large_files_fail() {
         let root = tempfile::tempdir().unwrap();
         let bench = root.path().join(FOLDER).join("soak");
         fs::create_dir_all(&bench).unwrap();

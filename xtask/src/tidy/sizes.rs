@@ -1,4 +1,4 @@
-//! How long a file and a function may be.
+//! Limits the length of files and functions.
 
 use super::Problem;
 use super::source::Source;
@@ -7,13 +7,13 @@ use syn::spanned::Spanned;
 use syn::visit::{self, Visit};
 use syn::{Block, ImplItemFn, ItemFn, Signature, TraitItemFn};
 
-/// Past this many lines one should ask whether a second room is in the file.
+/// A file with more lines is reported: it may contain a second module.
 const FILE_LINES_WARN: usize = 600;
 const FILE_LINES_MAX: usize = 1000;
-/// From the signature to the closing brace.
+/// Upper bound on the lines of a function, from the signature to the closing brace.
 const FUNCTION_LINES_MAX: usize = 70;
 
-/// The lengths of the file and of each function in it, tests too.
+/// Checks the lengths of the file and of each function in it, including tests.
 pub fn check(source: &Source) -> Vec<Problem> {
     let mut problems = Vec::new();
     let lines = source.text.lines().count();
@@ -42,7 +42,7 @@ impl Functions<'_> {
         let lines = body.brace_token.span.close().end().line + 1 - start;
         if lines > FUNCTION_LINES_MAX {
             let message = format!(
-                "{} has {lines} lines, at most {FUNCTION_LINES_MAX} may be",
+                "{} has {lines} lines, at most {FUNCTION_LINES_MAX} are allowed",
                 signature.ident
             );
             self.problems
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_of_the_limit_passes_and_one_line_more_does_not() {
+    fn a_function_at_the_limit_passes_and_a_longer_one_fails() {
         assert_eq!(problems(&function(70)), []);
         for text in [
             function(71),
@@ -100,12 +100,12 @@ mod tests {
         let found = problems(&format!("\n{}", function(71)));
         assert_eq!(
             found[0].to_string(),
-            "error: crates/a/src/b.rs:2: f has 71 lines, at most 70 may be"
+            "error: crates/a/src/b.rs:2: f has 71 lines, at most 70 are allowed"
         );
     }
 
     #[test]
-    fn a_long_file_is_warned_of_and_a_longer_one_does_not_pass() {
+    fn a_long_file_is_a_warning_and_a_longer_one_an_error() {
         assert_eq!(problems(&"const A: u8 = 0;\n".repeat(600)), []);
         let severity = |lines| problems(&"const A: u8 = 0;\n".repeat(lines))[0].severity;
         assert_eq!(severity(601), super::super::Severity::Warning);

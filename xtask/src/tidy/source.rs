@@ -1,5 +1,4 @@
-//! One Rust file made ready for the rules: its lines, its syntax tree, its tokens, and which of
-//! its lines are tests.
+//! A Rust file prepared for the rules: lines, syntax tree, tokens, and which lines are tests.
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use std::ops::RangeInclusive;
@@ -13,18 +12,18 @@ pub struct Source {
     pub place: String,
     pub text: String,
     pub tree: File,
-    /// All tokens in order, those inside groups and macro calls too.
+    /// All tokens in order, including those in groups and macro calls.
     pub tokens: Vec<Token>,
     tests: Vec<RangeInclusive<usize>>,
     all_tests: bool,
-    /// Paths of the modules that are declared here for tests only.
+    /// Paths of modules that this file declares for tests only.
     test_modules: Vec<String>,
 }
 
-/// A token without its inside.
+/// A token; a group is its two brackets.
 pub struct Token {
     pub text: String,
-    /// Counted from 1.
+    /// Line, counted from 1.
     pub line: usize,
 }
 
@@ -36,7 +35,7 @@ impl Token {
 }
 
 impl Source {
-    /// Parses the file. Whether it belongs to a test module of another file is not known yet.
+    /// Parses the file. [`mark_test_files`] later marks files of test modules.
     pub fn parse(place: &str, text: String) -> syn::Result<Self> {
         let tree = syn::parse_file(&text)?;
         let mut tokens = Vec::new();
@@ -64,7 +63,7 @@ impl Source {
         self.all_tests || self.tests.iter().any(|range| range.contains(&line))
     }
 
-    /// The line, counted from 1, without the white space around it; empty outside the file.
+    /// The line with this number, counted from 1, without surrounding white space; empty outside the file.
     pub fn line(&self, number: usize) -> &str {
         let index = number.checked_sub(1);
         let line = index.and_then(|index| self.text.lines().nth(index));
@@ -92,7 +91,7 @@ fn in_test_folder(place: &str) -> bool {
     place.starts_with("tests/") || place.contains("/tests/") || place.contains("/benches/")
 }
 
-/// The folder in which the modules declared in this file lie.
+/// The folder of the modules that this file declares.
 fn folder_of_modules(place: &str) -> String {
     let (folder, name) = place.rsplit_once('/').unwrap_or(("", place));
     match name {
@@ -101,7 +100,7 @@ fn folder_of_modules(place: &str) -> String {
     }
 }
 
-/// Puts the tokens of all groups in one row, with the brackets around each.
+/// Appends all tokens, including those of groups, to one list.
 pub fn flatten(stream: TokenStream, into: &mut Vec<Token>) {
     for tree in stream {
         let line = tree.span().start().line;
@@ -117,14 +116,14 @@ pub fn flatten(stream: TokenStream, into: &mut Vec<Token>) {
                 flatten(group.stream(), into);
                 into.push(Token::new(close, group.span_close().end().line));
             }
-            // What a string says is not code.
+            // The content of a string is not code.
             TokenTree::Literal(_) => into.push(Token::new("", line)),
             other => into.push(Token::new(&other.to_string(), line)),
         }
     }
 }
 
-/// `#[test]` or a `#[cfg(...)]` that asks for `test`.
+/// Whether this is `#[test]` or a `#[cfg(...)]` that requires `test`.
 fn is_for_tests(attribute: &Attribute) -> bool {
     if attribute.path().is_ident("test") {
         return true;
@@ -188,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_tests_are_known_from_the_others() {
+    fn lines_of_tests_are_found() {
         let text = "fn a() {}\n#[cfg(test)]\nmod tests {\n    fn b() {}\n}\n\
                     #[cfg(not(test))]\nfn c() {}\n#[test]\nfn d() {}\n";
         let source = source("crates/a/src/lib.rs", text);
@@ -197,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_a_test_module_is_all_test_and_so_is_what_lies_below_it() {
+    fn files_of_a_test_module_and_of_its_submodules_are_tests() {
         let mut sources = [
             source("crates/a/src/x.rs", "#[cfg(test)]\nmod proof;\nmod real;\n"),
             source("crates/a/src/x/proof.rs", "fn f() {}"),
@@ -211,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn test_folders_are_all_test() {
+    fn all_files_in_test_folders_are_tests() {
         assert!(source("tests/e2e/src/lib.rs", "fn f() {}").is_test(1));
         assert!(source("crates/a/tests/b.rs", "fn f() {}").is_test(1));
         assert!(!source("crates/a/src/contests.rs", "fn f() {}").is_test(1));

@@ -1,4 +1,4 @@
-//! Where `unsafe` may stand, and the note that must stand above it.
+//! Checks that `unsafe` is only in its crate, and has a note above it.
 
 use super::Problem;
 use super::source::{Source, flatten};
@@ -6,13 +6,13 @@ use proc_macro2::Span;
 use syn::spanned::Spanned;
 use syn::visit::{self, Visit};
 
-/// The one room for code that the compiler cannot vouch for.
-const ROOM: &str = "crates/sys/";
+/// The crate that may use `unsafe`.
+const UNSAFE_CRATE: &str = "crates/sys/";
 const NOTES: [&str; 2] = ["SAFETY:", "# Safety"];
 
-/// Outside its room `unsafe` is an error; inside, one without a note is.
+/// Reports `unsafe` outside [`UNSAFE_CRATE`], and inside without a note.
 pub fn check(source: &Source) -> Vec<Problem> {
-    if source.place.starts_with(ROOM) {
+    if source.place.starts_with(UNSAFE_CRATE) {
         let mut finder = Finder {
             source,
             statement: 0,
@@ -26,7 +26,7 @@ pub fn check(source: &Source) -> Vec<Problem> {
         .iter()
         .filter(|token| token.text == "unsafe")
         .map(|token| {
-            let message = format!("unsafe outside {ROOM}");
+            let message = format!("unsafe outside {UNSAFE_CRATE}");
             Problem::error(&source.place, token.line, message)
         })
         .collect()
@@ -34,13 +34,13 @@ pub fn check(source: &Source) -> Vec<Problem> {
 
 struct Finder<'a> {
     source: &'a Source,
-    /// Where the innermost statement, item or match arm around the visited place begins.
+    /// First line of the innermost statement, item or match arm around the current node.
     statement: usize,
     problems: Vec<Problem>,
 }
 
 impl Finder<'_> {
-    fn want_note(&mut self, what: &str, line: usize) {
+    fn require_note(&mut self, what: &str, line: usize) {
         let noted = [line, self.statement]
             .iter()
             .any(|start| has_note_above(self.source, *start));
@@ -58,7 +58,7 @@ impl Finder<'_> {
     }
 }
 
-/// Walks up through the comments and attributes that stand directly above the line.
+/// Whether the comments and attributes directly above the line contain a note.
 fn has_note_above(source: &Source, line: usize) -> bool {
     let above = (1..line).rev().map(|number| source.line(number));
     above
@@ -86,45 +86,45 @@ impl<'ast> Visit<'ast> for Finder<'_> {
     }
 
     fn visit_expr_unsafe(&mut self, block: &'ast syn::ExprUnsafe) {
-        self.want_note("block", block.unsafe_token.span.start().line);
+        self.require_note("block", block.unsafe_token.span.start().line);
         visit::visit_expr_unsafe(self, block);
     }
 
     fn visit_signature(&mut self, signature: &'ast syn::Signature) {
-        // A foreign function's contract is its caller's: the block around it has the note.
+        // A declaration in an extern block needs no note: the extern block has one.
         if let syn::Safety::Unsafe(unsafety) = &signature.safety {
-            self.want_note("fn", unsafety.span().start().line);
+            self.require_note("fn", unsafety.span().start().line);
         }
         visit::visit_signature(self, signature);
     }
 
     fn visit_item_impl(&mut self, item: &'ast syn::ItemImpl) {
         if let Some(unsafety) = &item.unsafety {
-            self.want_note("impl", unsafety.span().start().line);
+            self.require_note("impl", unsafety.span().start().line);
         }
         visit::visit_item_impl(self, item);
     }
 
     fn visit_item_trait(&mut self, item: &'ast syn::ItemTrait) {
         if let Some(unsafety) = &item.unsafety {
-            self.want_note("trait", unsafety.span().start().line);
+            self.require_note("trait", unsafety.span().start().line);
         }
         visit::visit_item_trait(self, item);
     }
 
     fn visit_item_foreign_mod(&mut self, item: &'ast syn::ItemForeignMod) {
         if let Some(unsafety) = &item.unsafety {
-            self.want_note("extern", unsafety.span().start().line);
+            self.require_note("extern", unsafety.span().start().line);
         }
     }
 
-    /// The tokens of a macro are no syntax tree: look for blocks only.
+    /// The tokens of a macro are not a syntax tree: only blocks are checked.
     fn visit_macro(&mut self, call: &'ast syn::Macro) {
         let mut tokens = Vec::new();
         flatten(call.tokens.clone(), &mut tokens);
         for pair in tokens.windows(2) {
             if pair[0].text == "unsafe" && pair[1].text == "{" {
-                self.want_note("block", pair[0].line);
+                self.require_note("block", pair[0].line);
             }
         }
     }
@@ -134,7 +134,7 @@ impl<'ast> Visit<'ast> for Finder<'_> {
 mod tests {
     use super::*;
 
-    /// `?` stands for the word, which must not be written out here.
+    /// `?` is a placeholder for the word, which must not occur here.
     fn messages(place: &str, text: &str) -> Vec<String> {
         let text = text.replace('?', "unsafe");
         let source = Source::parse(place, text).unwrap();
@@ -171,12 +171,12 @@ fn b() {
 ";
 
     #[test]
-    fn noted_ones_pass_in_their_room() {
+    fn noted_ones_pass_in_the_unsafe_crate() {
         assert_eq!(messages("crates/sys/src/a.rs", NOTED), [""; 0]);
     }
 
     #[test]
-    fn nothing_passes_in_another_room_not_even_inside_a_macro() {
+    fn all_fail_in_another_crate_also_inside_a_macro() {
         let found = messages("crates/engine/src/a.rs", NOTED);
         assert_eq!(found.len(), NOTED.matches('?').count());
         assert_eq!(
@@ -186,7 +186,7 @@ fn b() {
     }
 
     #[test]
-    fn each_kind_without_its_note_does_not_pass() {
+    fn each_kind_without_its_note_fails() {
         for (text, what) in [
             ("? impl Send for A {}", "impl"),
             ("/// Does it.\npub ? fn a() {}", "fn"),
@@ -195,12 +195,12 @@ fn b() {
             ("? extern \"C\" { fn c(); }", "extern"),
             ("fn a() { ? { b() } }", "block"),
             ("fn a() { m!(? { b() }) }", "block"),
-            // A note above the function says nothing of what stands in it.
+            // A note above the function does not cover its body.
             (
                 "// SAFETY: of another thing.\nfn a() {\n    ? { b() }\n}",
                 "block",
             ),
-            // Neither does one above the statement before.
+            // A note above the previous statement does not count.
             (
                 "fn a() {\n    // SAFETY: c.\n    c();\n    ? { b() }\n}",
                 "block",
@@ -216,7 +216,7 @@ fn b() {
     }
 
     #[test]
-    fn comments_and_strings_are_free_to_use_the_word() {
+    fn comments_and_strings_may_contain_the_word() {
         let text = "//! ? code is elsewhere.\nconst A: &str = \"?\";\n";
         assert_eq!(messages("crates/page/src/a.rs", text), [""; 0]);
     }

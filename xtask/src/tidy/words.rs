@@ -1,22 +1,22 @@
-//! What a file must begin with, and words that must not stand in it.
+//! Checks the first line of a file, and finds forbidden words.
 
 use super::Problem;
 use super::source::Source;
 
-/// Put together, so that this file does not hold what it looks for.
-const PROMISES: [&str; 2] = [concat!("TO", "DO"), concat!("FIX", "ME")];
+/// Concatenated, so that this file does not contain them.
+const LATER_MARKS: [&str; 2] = [concat!("TO", "DO"), concat!("FIX", "ME")];
 
-/// The first line, promises of later work, and `unwrap` outside tests.
+/// Checks the first line, marks of later work, and `unwrap` outside tests.
 pub fn check(source: &Source) -> Vec<Problem> {
     let place = &source.place;
     let mut problems = Vec::new();
     if !source.text.starts_with("//! ") {
-        let message = "does not begin with `//!` and what the file is for";
+        let message = "does not begin with `//!` and the purpose of the file";
         problems.push(Problem::error(place, 1, message));
     }
     for (index, line) in source.text.lines().enumerate() {
-        for promise in PROMISES.iter().filter(|promise| has_word(line, promise)) {
-            let message = format!("{promise}: do it now, or write it down where work is planned");
+        for mark in LATER_MARKS.iter().filter(|mark| has_word(line, mark)) {
+            let message = format!("{mark}: do it now, or record it where work is planned");
             problems.push(Problem::error(place, index + 1, message));
         }
     }
@@ -27,10 +27,9 @@ pub fn check(source: &Source) -> Vec<Problem> {
                 .map(|token| token.text.as_str());
             rest.take(words.len()).eq(words.iter().copied())
         };
-        // With an argument it is another method of that name.
+        // With an argument it is another method of the same name.
         if token.text == "." && follows(&["unwrap", "(", ")"]) && !source.is_test(token.line) {
-            let message =
-                "unwrap outside a test: give an error, or expect with a comment why it holds";
+            let message = "unwrap outside a test: return an error, or use expect and explain in a comment why it holds";
             problems.push(Problem::error(place, token.line, message));
         }
         if ["todo", "unimplemented"].contains(&token.text.as_str()) && follows(&["!"]) {
@@ -57,17 +56,17 @@ mod tests {
 
     #[test]
     fn a_good_file_passes() {
-        let text = "//! A room.\nfn a() { x.unwrap_or(1); key.unwrap(password); \"x.unwrap()\"; }\n\
+        let text = "//! A module.\nfn a() { x.unwrap_or(1); key.unwrap(password); \"x.unwrap()\"; }\n\
                     #[cfg(test)]\nmod tests { fn b() { x.unwrap(); } }\n";
         assert_eq!(messages(text), [""; 0]);
     }
 
     #[test]
-    fn a_file_that_does_not_say_what_it_is_for_does_not_pass() {
+    fn a_file_without_its_purpose_fails() {
         for text in [
             "fn a() {}\n",
             "\n//! Late.\n",
-            "// A room.\n",
+            "// A module.\n",
             "//!\n//! Late.\n",
             "",
         ] {
@@ -76,9 +75,9 @@ mod tests {
     }
 
     #[test]
-    fn unwrap_does_not_pass_nor_does_it_inside_a_macro_call() {
+    fn unwrap_fails_also_inside_a_macro_call() {
         let text =
-            "//! A room.\nfn a() {\n    x.unwrap( );\n    println!(\"{}\", x.unwrap());\n}\n";
+            "//! A module.\nfn a() {\n    x.unwrap( );\n    println!(\"{}\", x.unwrap());\n}\n";
         let found = messages(text);
         assert_eq!(found.len(), 2);
         assert!(
@@ -92,16 +91,16 @@ mod tests {
     }
 
     #[test]
-    fn promises_and_stubs_do_not_pass_even_in_tests() {
-        for promise in PROMISES {
+    fn marks_of_later_work_and_stubs_fail_also_in_tests() {
+        for mark in LATER_MARKS {
             assert_eq!(
-                messages(&format!("//! A room.\n// {promise}: later\n")).len(),
+                messages(&format!("//! A module.\n// {mark}: later\n")).len(),
                 1
             );
-            assert_eq!(messages(&format!("//! A room.\n// {promise}S\n")).len(), 0);
+            assert_eq!(messages(&format!("//! A module.\n// {mark}S\n")).len(), 0);
         }
         for stub in ["todo", "unimplemented"] {
-            let text = format!("//! A room.\n#[test]\nfn a() {{ {stub}!() }}\n");
+            let text = format!("//! A module.\n#[test]\nfn a() {{ {stub}!() }}\n");
             assert_eq!(
                 messages(&text),
                 [format!("error: crates/a/src/b.rs:3: {stub}!: a stub")]

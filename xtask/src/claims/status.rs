@@ -1,4 +1,4 @@
-//! Whether a claim can stand on its last figure.
+//! The status of a claim by its last figure.
 
 use super::due::{due, has_goal_of};
 use super::history::Since;
@@ -9,9 +9,9 @@ use crate::workspace::DIRTY_MARK;
 use anyhow::Result;
 use std::fmt;
 
-/// How a claim stands.
+/// The status of a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Verdict {
+pub enum Status {
     /// Its last figure meets the goal, and its code has not changed since.
     Holds,
     /// Its last figure misses the goal, or there is none for this goal.
@@ -24,62 +24,62 @@ pub enum Verdict {
     Dirty,
 }
 
-impl Verdict {
-    /// In the order in which they are counted.
-    pub const ALL: [Verdict; 5] = [
-        Verdict::Holds,
-        Verdict::Broken,
-        Verdict::Stale,
-        Verdict::UnknownCommit,
-        Verdict::Dirty,
+impl Status {
+    /// All, in the order of the summary.
+    pub const ALL: [Status; 5] = [
+        Status::Holds,
+        Status::Broken,
+        Status::Stale,
+        Status::UnknownCommit,
+        Status::Dirty,
     ];
 }
 
-impl fmt::Display for Verdict {
+impl fmt::Display for Status {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.pad(match self {
-            Verdict::Holds => "holds",
-            Verdict::Broken => "BROKEN",
-            Verdict::Stale => "STALE",
-            Verdict::UnknownCommit => "unknown commit",
-            Verdict::Dirty => "dirty",
+            Status::Holds => "holds",
+            Status::Broken => "BROKEN",
+            Status::Stale => "STALE",
+            Status::UnknownCommit => "unknown commit",
+            Status::Dirty => "dirty",
         })
     }
 }
 
-/// A verdict with what led to it.
+/// A status and its reason.
 #[derive(Debug, PartialEq)]
-pub struct Judged {
-    pub verdict: Verdict,
+pub struct Assessment {
+    pub status: Status,
     pub reason: String,
 }
 
-/// Judges a claim. `marked` is what the table of missed promises says of it; `since` knows what has happened to its
-/// code since a commit.
-pub fn judge(
+/// Assesses a claim. `marked` is its entry in the table of missed promises; `since` gives the changes of its code since
+/// a commit.
+pub fn assess(
     claim: &Claim,
     last: Option<&Measurement>,
     marked: Option<&LastMeasured>,
     since: impl FnOnce(&str) -> Result<Since>,
-) -> Result<Judged> {
+) -> Result<Assessment> {
     let Some(last) = last else {
-        return Ok(Judged {
-            verdict: Verdict::Broken,
+        return Ok(Assessment {
+            status: Status::Broken,
             reason: "never measured".to_owned(),
         });
     };
     let (value, unit) = (last.value, &last.unit);
     let mut reason = format!("{value} {unit} by `{}` at {}", last.command, last.commit);
-    let mut verdict = Verdict::Holds;
+    let mut status = Status::Holds;
     if let Some((traced, words)) = trace(&last.commit, since)? {
-        verdict = traced;
+        status = traced;
         reason += &format!("; {words}");
     }
     if let Some(due) = due(claim, Some(last), marked) {
-        verdict = Verdict::Broken;
+        status = Status::Broken;
         reason += &format!("; {}", shortfall(claim, last, &due));
     }
-    Ok(Judged { verdict, reason })
+    Ok(Assessment { status, reason })
 }
 
 /// Why a figure does not show that the goal is met.
@@ -96,20 +96,20 @@ fn shortfall(claim: &Claim, last: &Measurement, due: &LastMeasured) -> String {
     }
 }
 
-/// Why a figure is not one of today's code.
+/// Why a figure is not of the current code.
 fn trace(
     commit: &str,
     since: impl FnOnce(&str) -> Result<Since>,
-) -> Result<Option<(Verdict, String)>> {
+) -> Result<Option<(Status, String)>> {
     if commit.ends_with(DIRTY_MARK) {
         let words = "the work tree had changes that no commit holds";
-        return Ok(Some((Verdict::Dirty, words.to_owned())));
+        return Ok(Some((Status::Dirty, words.to_owned())));
     }
     Ok(match since(commit)? {
         Since::Unchanged => None,
         Since::UnknownCommit => {
             let words = format!("the history of HEAD has no commit {commit}");
-            Some((Verdict::UnknownCommit, words))
+            Some((Status::UnknownCommit, words))
         }
         Since::Changed {
             commits,
@@ -117,7 +117,7 @@ fn trace(
         } => {
             let words =
                 format!("commits that touched its code since: {commits}, first {first_path}");
-            Some((Verdict::Stale, words))
+            Some((Status::Stale, words))
         }
     })
 }
@@ -132,7 +132,7 @@ mod tests {
         let text = "\
 | id | promise | goal | unit | bench or test |
 | --- | --- | --- | --- | --- |
-| `pause` | the guest stands still | `<= 12.5` | ms | `bench checkpoint` |
+| `pause` | the guest is stopped | `<= 12.5` | ms | `bench checkpoint` |
 ";
         Specification::parse(text).unwrap().claims.remove(0)
     }
@@ -149,59 +149,62 @@ mod tests {
         }
     }
 
-    fn verdict(last: Option<&Measurement>) -> (Verdict, String) {
-        let judged = judge(&claim(), last, None, |_| Ok(Since::Unchanged)).unwrap();
-        (judged.verdict, judged.reason)
+    fn status(last: Option<&Measurement>) -> (Status, String) {
+        let assessment = assess(&claim(), last, None, |_| Ok(Since::Unchanged)).unwrap();
+        (assessment.status, assessment.reason)
     }
 
     #[test]
     fn a_claim_holds_only_by_a_measurement_that_meets_its_own_goal() {
-        assert_eq!(verdict(Some(&measurement(12.5))).0, Verdict::Holds);
-        assert_eq!(verdict(None).0, Verdict::Broken);
-        assert_eq!(verdict(Some(&measurement(12.6))).0, Verdict::Broken);
-        assert_eq!(verdict(Some(&measurement(f64::NAN))).0, Verdict::Broken);
+        assert_eq!(status(Some(&measurement(12.5))).0, Status::Holds);
+        assert_eq!(status(None).0, Status::Broken);
+        assert_eq!(status(Some(&measurement(12.6))).0, Status::Broken);
+        assert_eq!(status(Some(&measurement(f64::NAN))).0, Status::Broken);
         let mut other = measurement(1.0);
         other.holds = false;
-        assert_eq!(verdict(Some(&other)).0, Verdict::Broken);
+        assert_eq!(status(Some(&other)).0, Status::Broken);
         let mut goal = measurement(1.0);
         goal.goal = "<= 20".to_owned();
         let mut unit = measurement(1.0);
         unit.unit = "s".to_owned();
         for other in [goal, unit] {
-            let (verdict, reason) = verdict(Some(&other));
-            assert_eq!(verdict, Verdict::Broken);
+            let (status, reason) = status(Some(&other));
+            assert_eq!(status, Status::Broken);
             assert!(reason.contains("another goal"), "{reason}");
         }
     }
 
     #[test]
     fn a_figure_of_another_form_of_the_promise_does_not_hold() {
-        let verdict = |commit: &str| {
+        let status = |commit: &str| {
             let marked = LastMeasured::OtherForm(commit.to_owned());
             let last = measurement(1.0);
-            let judged = judge(&claim(), Some(&last), Some(&marked), |_| {
+            let assessment = assess(&claim(), Some(&last), Some(&marked), |_| {
                 Ok(Since::Unchanged)
             });
-            judged.unwrap().verdict
+            assessment.unwrap().status
         };
-        assert_eq!(verdict("0123abc"), Verdict::Broken);
-        assert_eq!(verdict("4567def"), Verdict::Holds);
+        assert_eq!(status("0123abc"), Status::Broken);
+        assert_eq!(status("4567def"), Status::Holds);
     }
 
     #[test]
-    fn a_figure_of_a_changed_work_tree_is_dirty_and_git_is_not_asked() {
+    fn a_figure_of_a_changed_work_tree_is_dirty_and_git_is_not_queried() {
         let mut last = measurement(1.0);
         last.commit += DIRTY_MARK;
-        let judged = judge(&claim(), Some(&last), None, |_| bail!("asked")).unwrap();
-        assert_eq!(judged.verdict, Verdict::Dirty);
+        let assessment = assess(&claim(), Some(&last), None, |_| bail!("queried")).unwrap();
+        assert_eq!(assessment.status, Status::Dirty);
     }
 
     #[test]
-    fn a_figure_of_an_unknown_commit_does_not_stand() {
+    fn a_figure_of_an_unknown_commit_has_that_status() {
         let last = measurement(1.0);
-        let judged = judge(&claim(), Some(&last), None, |_| Ok(Since::UnknownCommit)).unwrap();
-        assert_eq!(judged.verdict, Verdict::UnknownCommit);
-        assert!(judged.reason.contains("no commit 0123abc"), "{judged:?}");
+        let assessment = assess(&claim(), Some(&last), None, |_| Ok(Since::UnknownCommit)).unwrap();
+        assert_eq!(assessment.status, Status::UnknownCommit);
+        assert!(
+            assessment.reason.contains("no commit 0123abc"),
+            "{assessment:?}"
+        );
     }
 
     fn changed(commit: &str) -> Result<Since> {
@@ -214,23 +217,29 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_of_older_code_is_stale_and_the_reason_says_by_how_much() {
-        let judged = judge(&claim(), Some(&measurement(1.0)), None, changed).unwrap();
-        assert_eq!(judged.verdict, Verdict::Stale);
+    fn a_figure_of_older_code_is_stale_and_the_reason_counts_the_commits() {
+        let assessment = assess(&claim(), Some(&measurement(1.0)), None, changed).unwrap();
+        assert_eq!(assessment.status, Status::Stale);
         let end = "touched its code since: 3, first crates/a.rs";
-        assert!(judged.reason.ends_with(end), "{judged:?}");
+        assert!(assessment.reason.ends_with(end), "{assessment:?}");
     }
 
     #[test]
-    fn a_missed_goal_outweighs_old_code_and_both_are_said() {
-        let judged = judge(&claim(), Some(&measurement(13.0)), None, changed).unwrap();
-        assert_eq!(judged.verdict, Verdict::Broken);
-        assert!(judged.reason.contains("first crates/a.rs"), "{judged:?}");
-        assert!(judged.reason.ends_with("does not hold"), "{judged:?}");
+    fn a_missed_goal_outweighs_old_code_and_both_are_in_the_reason() {
+        let assessment = assess(&claim(), Some(&measurement(13.0)), None, changed).unwrap();
+        assert_eq!(assessment.status, Status::Broken);
+        assert!(
+            assessment.reason.contains("first crates/a.rs"),
+            "{assessment:?}"
+        );
+        assert!(
+            assessment.reason.ends_with("does not hold"),
+            "{assessment:?}"
+        );
     }
 
     #[test]
-    fn a_failing_question_to_git_is_an_error() {
-        assert!(judge(&claim(), Some(&measurement(1.0)), None, |_| bail!("no git")).is_err());
+    fn a_failing_query_of_git_is_an_error() {
+        assert!(assess(&claim(), Some(&measurement(1.0)), None, |_| bail!("no git")).is_err());
     }
 }
