@@ -4,7 +4,8 @@
 use std::io::Cursor;
 
 use stillframe_qemu::device_state;
-use stillframe_qemu::migration_file::{MigrationFile, PAGE};
+use stillframe_page::PAGE;
+use stillframe_qemu::migration_file::MigrationFile;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let Ok(mut file) = MigrationFile::open(Cursor::new(bytes)) else {

@@ -13,6 +13,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use stillframe_fault::{self as fault, Point};
+use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::guest_agent;
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::record::VmRecord;
@@ -30,7 +31,6 @@ use crate::capture::staging::StagingBuffer;
 use crate::guardian::{Guardian, GuardianError};
 use crate::guest_clock::GuestClock;
 use crate::inhibitor::{InhibitorError, ResumeInhibitor};
-use crate::memory::block::PAGE_BYTES;
 use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::Tracker;
 

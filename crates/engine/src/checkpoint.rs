@@ -137,15 +137,15 @@ pub struct CheckpointReport {
 }
 
 /// How long the steps of one checkpoint took, in microseconds; the pause has its own record
-/// ([`DowntimeRecord`]). `judge` and `write` are times of the thread that hands pages over: hashing,
-/// comparing and making deltas run on several threads within `judge`, compressing and encrypting on
+/// ([`DowntimeRecord`]). `encode` and `write` are times of the thread that hands pages over: hashing,
+/// comparing and making deltas run on several threads within `encode`, compressing and encrypting on
 /// other threads in parallel with both.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Phases {
     /// Copying while the guest ran.
     pub copy: u64,
     /// Finding out what each page is to be stored as.
-    pub judge: u64,
+    pub encode: u64,
     /// Handing pages and deltas over to the repository, and waiting for it.
     pub write: u64,
     /// Page tables, layers, index and manifest, until all is on disk.

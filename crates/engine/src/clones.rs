@@ -12,12 +12,13 @@ use serde::Serialize;
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::launch::{self, CloneMemory, CloneOptions, LaunchOptions, LaunchPlan};
 use stillframe_qemu::record::VmRecord;
-use stillframe_repo::{CheckpointId, Manifest, PageMap, RamTable, Reader, Repository};
+use stillframe_repo::{Manifest, PageMap, RamTable, Reader, Repository};
 use thiserror::Error;
 
 use crate::guardian::Guardian;
 use crate::restore::{
-    self, Job, LazyEvent, LazySink, PhaseClock, RestoreError, RestoreOptions, RestoreReport,
+    self, Checkpoint, Job, LazyEvent, LazySink, PhaseClock, RestoreError, RestoreOptions,
+    RestoreReport,
 };
 use crate::template::{KeptTemplate, MemoryTemplate, TemplateError, TemplateOptions};
 
@@ -29,10 +30,19 @@ const PLAN_AGE_MAX: Duration = Duration::from_secs(1);
 pub struct ClonesOptions {
     /// How each is restored; `lazy` has no meaning here.
     pub restore: RestoreOptions,
-    /// The host's ends of each: its monitor and so on, and which it is.
-    pub each: Vec<(LaunchOptions, CloneOptions)>,
+    /// The clones.
+    pub each: Vec<EachClone>,
     /// Where memory templates are kept.
-    pub base: TemplateOptions,
+    pub template: TemplateOptions,
+}
+
+/// One clone.
+#[derive(Debug, Clone)]
+pub struct EachClone {
+    /// Which it is.
+    pub number: u32,
+    /// The host's ends of it: its monitor and so on. `clone` is set when its memory is known.
+    pub launch: LaunchOptions,
 }
 
 /// The report on one clone.
@@ -41,7 +51,7 @@ pub struct CloneReport {
     /// The number of the clone.
     pub clone: u32,
     /// How long the making of the memory template took, in microseconds; 0 where it was there.
-    pub base_us: u64,
+    pub template_us: u64,
     /// The VM.
     #[serde(flatten)]
     pub restored: RestoreReport,
@@ -62,7 +72,7 @@ pub enum CloneError {
 /// template is kept for the next call.
 pub fn clones(
     repository: &mut Repository,
-    (id, manifest): (&CheckpointId, &Manifest),
+    Checkpoint { id, manifest }: Checkpoint<'_>,
     options: &ClonesOptions,
     events: LazySink<'_>,
     done: &mut dyn FnMut(CloneReport),
@@ -76,7 +86,7 @@ pub fn clones(
         .map_err(RestoreError::from)?;
     let state = restore::device_state(id, manifest, &record, &reader)?;
     let key = KeptTemplate::name_of(&repository_id, &id.to_string());
-    let memory = options.base.memory(&key, &tables);
+    let memory = options.template.memory(&key, &tables);
     // All that can be refused is, before a byte of the guest's memory lies anywhere.
     let plan = |each| restore::plan(id, manifest, &planned(each, &memory));
     let plans = options
@@ -86,15 +96,15 @@ pub fn clones(
         .collect::<Result<Vec<_>, _>>()?;
     let begin = Instant::now();
     let mut progress = |progress| events(LazyEvent::Progress(progress));
-    let template = MemoryTemplate::of(&key, &tables, &reader, &options.base, &mut progress)?;
-    let mut base_us = match template.made {
+    let template = MemoryTemplate::of(&key, &tables, &reader, &options.template, &mut progress)?;
+    let mut template_us = match template.made {
         true => restore::micros(begin.elapsed()),
         false => 0,
     };
     // Opening the repository is part of the first one's time.
-    let mut asked_at = options.restore.asked_at;
+    let mut requested_at = options.restore.requested_at;
     let batch = Batch {
-        of: (id, manifest),
+        of: Checkpoint { id, manifest },
         reader: &reader,
         repository: repository_id,
         options,
@@ -104,12 +114,12 @@ pub fn clones(
         memory,
         planned_at: begin,
     };
-    let mut start = |each: &(LaunchOptions, CloneOptions), plan| -> Result<(), RestoreError> {
-        let restored = batch.start(each, plan, asked_at, events)?;
-        asked_at = Instant::now();
+    let mut start = |each: &EachClone, plan| -> Result<(), RestoreError> {
+        let restored = batch.start(each, plan, requested_at, events)?;
+        requested_at = Instant::now();
         done(CloneReport {
-            clone: each.1.number,
-            base_us: std::mem::take(&mut base_us),
+            clone: each.number,
+            template_us: std::mem::take(&mut template_us),
             restored,
         });
         Ok(())
@@ -130,7 +140,7 @@ pub fn clones(
 
 /// The state that all clones of one call share.
 struct Batch<'b> {
-    of: (&'b CheckpointId, &'b Manifest),
+    of: Checkpoint<'b>,
     reader: &'b Reader<'b>,
     repository: String,
     options: &'b ClonesOptions,
@@ -144,12 +154,12 @@ struct Batch<'b> {
 impl Batch<'_> {
     fn start(
         &self,
-        each: &(LaunchOptions, CloneOptions),
+        each: &EachClone,
         plan: LaunchPlan,
-        asked_at: Instant,
+        requested_at: Instant,
         events: LazySink<'_>,
     ) -> Result<RestoreReport, RestoreError> {
-        let (id, manifest) = self.of;
+        let Checkpoint { id, manifest } = self.of;
         let launch = planned(each, &self.memory);
         // Disks and monitors may have changed meanwhile.
         let plan = match self.planned_at.elapsed() < PLAN_AGE_MAX {
@@ -170,7 +180,7 @@ impl Batch<'_> {
             agent: restore::agent(&plan, &restore),
             template: Some(self.template),
         };
-        one(&job, &plan, PhaseClock::new(asked_at), events)
+        one(&job, &plan, PhaseClock::new(requested_at), events)
     }
 }
 
@@ -184,16 +194,13 @@ fn shared_tables<'m>(record: &VmRecord, manifest: &'m Manifest) -> Vec<&'m RamTa
 }
 
 /// The host's ends of a clone, with the memory that it begins with.
-fn planned(
-    (launch, clone): &(LaunchOptions, CloneOptions),
-    memory: &[CloneMemory],
-) -> LaunchOptions {
+fn planned(each: &EachClone, memory: &[CloneMemory]) -> LaunchOptions {
     LaunchOptions {
         clone: Some(CloneOptions {
+            number: each.number,
             memory: memory.to_vec(),
-            ..clone.clone()
         }),
-        ..launch.clone()
+        ..each.launch.clone()
     }
 }
 
@@ -213,7 +220,7 @@ fn one(
     clock.phases.repository = clock.lap();
     let launched = starting.wait(restore::START_LIMIT)?;
     clock.phases.qemu = clock.lap();
-    let asked_at = clock.asked_at;
+    let requested_at = clock.requested_at;
     let done = job.run_eagerly(launched, &guardian, maps, clock, events)?;
-    Ok(job.report(done, plan, asked_at))
+    Ok(job.report(done, plan, requested_at))
 }

@@ -19,10 +19,11 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
+use stillframe_page::{GuestPage, PAGE, PAGE_BYTES};
 use stillframe_qemu::arguments::Argument;
 use stillframe_qemu::device_state::DeviceStateError;
 use stillframe_qemu::migration_file::{
-    FileBlock, MigrationFileError, PAGE, PAGE_BYTES, StreamEncoder, mapped_layout,
+    FileBlock, MigrationFileError, StreamEncoder, mapped_layout,
 };
 use stillframe_qemu::physical_memory::PhysicalMemoryError;
 use stillframe_qemu::record::VmRecord;
@@ -30,7 +31,7 @@ use stillframe_repo::{CheckpointId, Manifest, PageMap, RamTable, RepoError, Repo
 use thiserror::Error;
 
 use crate::ProgressSink;
-use crate::restore::{self, RestoreError};
+use crate::restore::{self, Checkpoint, RestoreError};
 use output::Output;
 use pages::Walk;
 
@@ -200,7 +201,7 @@ struct Written {
 /// [`ExportError`]; a file of that name is as it was then.
 pub fn export(
     repository: &mut Repository,
-    (id, manifest): (&CheckpointId, &Manifest),
+    Checkpoint { id, manifest }: Checkpoint<'_>,
     format: Format,
     to: Destination<'_>,
     lock_wait: Duration,
@@ -295,14 +296,14 @@ impl Job<'_> {
         let lock = || encoder.lock().unwrap_or_else(PoisonError::into_inner);
         for number in 0..self.blocks.len() {
             let mut mention = |page: u64, is_zero: bool| match is_zero {
-                true => Ok(lock().zero(number, page)?),
+                true => Ok(lock().zero(GuestPage::new(number, page))?),
                 false => Ok(()),
             };
             let sink = |first: u64, bytes: &[u8]| {
                 let (pages, _) = bytes.as_chunks::<PAGE>();
                 let mut encoder = lock();
                 for (page, bytes) in (first..).zip(pages) {
-                    encoder.page(number, page, bytes)?;
+                    encoder.page(GuestPage::new(number, page), bytes)?;
                 }
                 Ok(())
             };

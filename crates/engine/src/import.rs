@@ -14,6 +14,7 @@
 
 mod machine;
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::BufReader;
@@ -22,10 +23,11 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use serde::Serialize;
+use stillframe_page::{GuestPage, PAGE, PAGE_BYTES};
 use stillframe_qemu::device_state::{self, DeviceStateError};
 use stillframe_qemu::launch::LaunchError;
 use stillframe_qemu::migration_file::{
-    FileBlock, Form, FoundPage, MigrationFile, MigrationFileError, PAGE, PAGE_BYTES,
+    FileBlock, Form, FoundPage, MigrationFile, MigrationFileError,
 };
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
@@ -263,8 +265,15 @@ fn open(path: &Path) -> Result<(File, Timestamp), ImportError> {
 /// Pages on their way from the file into the repository.
 struct Batch {
     bytes: Vec<[u8; PAGE]>,
-    /// Block, number, and where its bytes are.
-    pages: Vec<(usize, u64, usize)>,
+    pages: Vec<BatchPage>,
+}
+
+/// A page of a batch.
+#[derive(Clone, Copy)]
+struct BatchPage {
+    page: GuestPage,
+    /// The index of its bytes.
+    slot: usize,
 }
 
 impl Batch {
@@ -282,24 +291,18 @@ impl Batch {
     ) -> Result<bool, MigrationFileError> {
         self.pages.clear();
         for (slot, bytes) in self.bytes.iter_mut().enumerate() {
-            let Some(FoundPage {
-                block,
-                page,
-                is_zero,
-            }) = file.next_page(bytes)?
-            else {
+            let Some(FoundPage { page, is_zero }) = file.next_page(bytes)? else {
                 break;
             };
             if is_zero {
                 bytes.fill(0);
             }
-            self.pages.push((block, page, slot));
+            self.pages.push(BatchPage { page, slot });
         }
         // Of a page that came several times the last counts: it is in the highest slot.
         self.pages
-            .sort_unstable_by_key(|&(block, page, slot)| (block, page, std::cmp::Reverse(slot)));
-        self.pages
-            .dedup_by_key(|&mut (block, page, _)| (block, page));
+            .sort_unstable_by_key(|found| (found.page, Reverse(found.slot)));
+        self.pages.dedup_by_key(|found| found.page);
         Ok(!self.pages.is_empty())
     }
 }
@@ -332,14 +335,16 @@ impl Transaction<'_> {
     }
 
     fn put(&mut self, batch: &Batch) -> Result<(), RepoError> {
-        for of_block in batch.pages.chunk_by(|one, other| one.0 == other.0) {
-            let pages: Vec<Page<'_>> = of_block
-                .iter()
-                .map(|&(_, page, slot)| (page, &batch.bytes[slot]))
-                .collect();
-            let tools = (&mut self.encoder, &self.nothing);
+        for of_block in (batch.pages).chunk_by(|one, other| one.page.block == other.page.block) {
+            let page = |found: &BatchPage| Page {
+                number: found.page.page,
+                bytes: &batch.bytes[found.slot],
+            };
+            let pages: Vec<Page<'_>> = of_block.iter().map(page).collect();
+            let block = of_block[0].page.block;
+            let encoder = &mut self.encoder;
             self.stream
-                .put(&mut self.sink, tools, of_block[0].0, &pages)?;
+                .put(&mut self.sink, encoder, &self.nothing, block, &pages)?;
         }
         Ok(())
     }

@@ -37,6 +37,7 @@ pub mod transfer;
 pub mod verify;
 
 /// Types of lower crates that the verbs take and give, so that a user of the engine needs only `repo` besides.
+pub use stillframe_page::PAGE_BYTES;
 pub use stillframe_page::hash::ContentHasher;
 pub use stillframe_qemu::launch::{
     CloneOptions, LaunchError, LaunchOptions, LaunchPlan, helper as launch_helper,

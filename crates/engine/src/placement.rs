@@ -10,7 +10,7 @@ use stillframe_sys::process::Process;
 
 /// Lowers the priority of a thread that only stores: the capturing thread and the fault handler
 /// go first, because the guest may wait for them.
-pub use stillframe_sys::affinity::step_back;
+pub use stillframe_sys::affinity::lower_priority;
 
 /// The processors to keep to while pages of this VM are stored.
 pub fn processors(vm: &Process) -> Processors {
@@ -22,7 +22,7 @@ pub fn processors(vm: &Process) -> Processors {
 ///
 /// In the pause both have work, and the vCPUs none. But a thread is often woken on the processor of the thread that
 /// wakes it, and there one of the two waits for the other.
-pub fn apart_from(qemu: &Process, own: &Processors) -> Option<Confined> {
+pub fn confine_away_from(qemu: &Process, own: &Processors) -> Option<Confined> {
     let main = qemu.main_processor().ok()?;
     Some(Confined::to(&others(own, main)?))
 }
@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn half_is_left_to_the_vm() {
+    fn the_vm_gets_one_half() {
         assert_eq!(spare(&set([0]), &set([0])), set([0]));
         assert_eq!(spare(&set([0, 1]), &set([0, 1])), set([1]));
         assert_eq!(spare(&set(0..5), &set(0..5)), set([2, 3, 4]));
@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn apart_is_anywhere_else() {
+    fn the_processor_of_qemu_is_left_out() {
         assert_eq!(others(&set([0, 1]), 0), Some(set([1])));
         assert_eq!(others(&set(2..6), 4), Some(set([2, 3, 5])));
         assert_eq!(others(&set([0, 1]), 7), Some(set([0, 1])));

@@ -50,7 +50,7 @@ pub(crate) const LOAD_LIMIT: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone)]
 pub struct RestoreOptions {
     /// When the user gave the command: times count from here.
-    pub asked_at: Instant,
+    pub requested_at: Instant,
     /// How the new QEMU is started.
     pub launch: LaunchOptions,
     /// Leave the guest paused, ready to run.
@@ -209,6 +209,15 @@ pub enum RestoreError {
     },
 }
 
+/// A checkpoint of the repository.
+#[derive(Debug, Clone, Copy)]
+pub struct Checkpoint<'c> {
+    /// Its id.
+    pub id: &'c CheckpointId,
+    /// Its manifest.
+    pub manifest: &'c Manifest,
+}
+
 /// The VM's record inside a manifest.
 pub fn vm_record(id: &CheckpointId, manifest: &Manifest) -> Result<VmRecord, RestoreError> {
     serde_json::from_value(manifest.vm_record.clone()).map_err(|error| RestoreError::Manifest {
@@ -229,14 +238,14 @@ pub fn plan(
 /// Restores a checkpoint into a new QEMU as planned. It goes on by itself when this returns.
 pub fn restore(
     repository: &mut Repository,
-    (id, manifest): (&CheckpointId, &Manifest),
+    Checkpoint { id, manifest }: Checkpoint<'_>,
     plan: &LaunchPlan,
     options: &RestoreOptions,
     events: LazySink<'_>,
 ) -> Result<RestoreReport, RestoreError> {
     let record = vm_record(id, manifest)?;
     let guardian = Guardian::start()?;
-    let mut clock = PhaseClock::new(options.asked_at);
+    let mut clock = PhaseClock::new(options.requested_at);
     let mut starting = start(plan, &options.launch, &guardian)?;
     starting.go();
     // Reads that can be done while QEMU starts.
@@ -278,11 +287,11 @@ pub fn restore(
         template: None,
     };
     let done = match options.lazy {
-        true => job.run(launched, guardian, (maps, prefetched), clock, events)?,
+        true => job.run(launched, guardian, maps, prefetched, clock, events)?,
         false => job.run_eagerly(launched, &guardian, maps, clock, events)?,
     };
     lease.map_or(Ok(()), Lease::end)?;
-    Ok(job.report(done, plan, options.asked_at))
+    Ok(job.report(done, plan, options.requested_at))
 }
 
 /// Keeps the checkpoint from being removed while a VM has only part of it; warns where that cannot be.
@@ -367,7 +376,7 @@ pub fn resume(
     let reader = repository.reader(lock_wait)?;
     let (checkpoint, vm) = (record.checkpoint.to_string(), record.vm.clone());
     let running = record.running;
-    let begin = clock.asked_at;
+    let begin = clock.requested_at;
     let lease = lease_again(&reader, &record, events);
     let done = lazy::resume(record, files, qmp, &reader, limit_fill, clock, events)?;
     lease.map_or(Ok(()), Lease::end)?;

@@ -21,21 +21,22 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use stillframe_fault::{self as fault, Point};
+use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::guest_agent;
 use stillframe_qemu::launch;
 use stillframe_qemu::record::VmRecord;
-use stillframe_repo::{CheckpointId, Manifest, PageMap, Reader, Repository};
+use stillframe_repo::{Manifest, PageMap, Reader, Repository};
 
 use crate::attach::Vm;
 use crate::capture::device_state::StateStream;
 use crate::capture::downtime::us;
 use crate::capture::paused_vm::{PausedError, PausedVm};
 use crate::memory::BlockShape;
-use crate::memory::block::{Block, PAGE_BYTES};
+use crate::memory::block::Block;
 use crate::populate::eager::{self, PopulateError};
 use crate::post_restore::{self, ClockReport};
-use crate::restore::{self, LOAD_LIMIT};
+use crate::restore::{self, Checkpoint, LOAD_LIMIT};
 use crate::source::repository::shapes;
 use crate::tracking::tracker::Collected;
 use crate::verify::{Image, VerifyReport};
@@ -151,7 +152,7 @@ impl Vm {
     pub fn rewind(
         &mut self,
         repository: &mut Repository,
-        checkpoint: (&CheckpointId, &Manifest),
+        checkpoint: Checkpoint<'_>,
         options: &RewindOptions,
         progress: ProgressSink<'_>,
     ) -> Result<RewindReport, RewindError> {
@@ -169,7 +170,7 @@ impl Vm {
     fn rewind_to(
         &mut self,
         repository: &mut Repository,
-        (id, manifest): (&CheckpointId, &Manifest),
+        Checkpoint { id, manifest }: Checkpoint<'_>,
         options: &RewindOptions,
         progress: ProgressSink<'_>,
     ) -> Result<RewindReport, RewindError> {

@@ -4,10 +4,10 @@
 use serde::Serialize;
 use stillframe_page::delta::DeltaEncoder;
 use stillframe_page::difference::{WORD_BYTES, difference};
+use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_repo::{Manifest, PageMap, Reader, RepoError};
 use thiserror::Error;
 
-use crate::memory::block::{PAGE, PAGE_BYTES};
 use crate::{Progress, ProgressSink};
 
 /// Upper ends of the histogram's ranges, in changed bytes a page; each begins above the one before.

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_sys::affinity::Confined;
 use thiserror::Error;
@@ -10,7 +11,7 @@ use thiserror::Error;
 use crate::attach::Vm;
 use crate::capture::convergence::Convergence;
 use crate::memory::Page;
-use crate::memory::block::{BlockError, Guest, PAGE, PAGE_BYTES};
+use crate::memory::block::{BlockError, Guest};
 use crate::memory::ranges::subtract_all;
 use crate::placement;
 use crate::sink::page_stream::BATCH_PAGES;
@@ -125,7 +126,9 @@ impl Vm {
                     }
                 }
                 let numbers = batch.iter().flat_map(Clone::clone);
-                let pages: Vec<Page<'_>> = numbers.zip(bytes.as_chunks().0).collect();
+                let contents = numbers.zip(bytes.as_chunks().0);
+                let pages = contents.map(|(number, bytes)| Page { number, bytes });
+                let pages: Vec<Page<'_>> = pages.collect();
                 take(iteration, index, &pages).map_err(StreamingError::Sink)?;
                 done += pages.len() as u64;
                 progress(Progress::FullPass { done, total });

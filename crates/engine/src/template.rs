@@ -23,6 +23,7 @@ use std::time::{Duration, SystemTime};
 
 use rustix::fs::{FallocateFlags, fallocate, fstatfs};
 use stillframe_fault::{self as fault, Point};
+use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_qemu::launch::CloneMemory;
 use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
 use stillframe_sys::affinity;
@@ -31,7 +32,7 @@ use stillframe_sys::private_dir::{PrivateDir, PrivateError};
 use stillframe_sys::process::{Mapping, Process};
 use thiserror::Error;
 
-use crate::memory::block::{Block, PAGE, PAGE_BYTES};
+use crate::memory::block::Block;
 use crate::populate::eager::{self, PopulateError};
 use crate::source::SourceError;
 use crate::{Progress, ProgressSink};
@@ -49,7 +50,7 @@ const WINDOW_PAGES: u64 = 1 << 18;
 pub enum TemplateError {
     /// The directory, or a file in it, is not its owner's alone, or cannot be used.
     #[error(
-        "memory templates of clones are kept in a directory of their own (another: --base-dir)"
+        "memory templates of clones are kept in a directory of their own (another: --template-dir)"
     )]
     Private(#[from] PrivateError),
     /// Clones are being started from templates of this directory.
@@ -61,7 +62,7 @@ pub enum TemplateError {
         path: PathBuf,
     },
     /// The file system refused.
-    #[error("cannot {action} {path}, where the memory of clones is kept (--base-dir)")]
+    #[error("cannot {action} {path}, where the memory of clones is kept (--template-dir)")]
     File {
         /// The action that failed.
         action: &'static str,
@@ -73,7 +74,7 @@ pub enum TemplateError {
     },
     /// Not enough space.
     #[error(
-        "{path} has no room for {bytes} bytes of memory that the clones share: free some, or name another directory with --base-dir"
+        "{path} has no room for {bytes} bytes of memory that the clones share: free some, or name another directory with --template-dir"
     )]
     NoSpace {
         /// The directory.

@@ -10,12 +10,13 @@ use std::sync::{Mutex, PoisonError};
 use serde::Serialize;
 use stillframe_page::hash::{ContentHasher, ContentId};
 use stillframe_page::is_zero;
+use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
 use thiserror::Error;
 
 use crate::encoding::page_encoder::hash_all;
 use crate::memory::Page;
-use crate::memory::block::{Block, BlockError, PAGE, PAGE_BYTES};
+use crate::memory::block::{Block, BlockError};
 use crate::{Progress, ProgressSink};
 
 /// Pages read at once.
@@ -91,7 +92,7 @@ impl Image {
                 let pages = CHUNK_PAGES.min(block.pages() - page);
                 let bytes = &mut buffer[..(pages * PAGE_BYTES) as usize];
                 block.read_slowly(page, bytes)?;
-                let chunk: Vec<Page<'_>> = (page..).zip(bytes.as_chunks::<PAGE>().0).collect();
+                let chunk: Vec<Page<'_>> = Page::consecutive(page, bytes).collect();
                 ids.extend(hash_all(hasher, &chunk));
                 page += pages;
             }

@@ -10,7 +10,6 @@ use std::hint::black_box;
 use std::ops::Range;
 use std::time::Instant;
 
-use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 
 use dice::Dice;
@@ -43,7 +42,7 @@ fn dense() -> DirtyBitmap {
 /// The plain bitmap, one bit a page, as Xen hands it over.
 fn plain(bitmap: &DirtyBitmap) -> Vec<u8> {
     let mut bytes = vec![0; (PAGES / 8) as usize];
-    for page in (0..PAGES).filter(|&page| bitmap.get(PageIndex(page))) {
+    for page in (0..PAGES).filter(|&page| bitmap.get(page)) {
         bytes[(page / 8) as usize] |= 1 << (page % 8);
     }
     bytes

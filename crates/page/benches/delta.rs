@@ -9,7 +9,8 @@ mod dice;
 
 use std::time::Instant;
 
-use stillframe_page::delta::{Delta, DeltaEncoder, PAGE_BYTES};
+use stillframe_page::PAGE;
+use stillframe_page::delta::{Delta, DeltaEncoder};
 use stillframe_page::difference::difference;
 
 use dice::Dice;
@@ -87,13 +88,13 @@ fn index(dice: &mut Dice, end: usize) -> usize {
     dice.below(end as u64) as usize
 }
 
-type Page = [u8; PAGE_BYTES];
+type Page = [u8; PAGE];
 
 /// Changes `bytes` bytes of a page: runs of words, each word whole or in its low bytes only (as
 /// numbers change), in the given share.
 fn change(dice: &mut Dice, page: &mut Page, bytes: usize, word_share: f64) {
     let mut left = bytes;
-    let mut at = index(dice, PAGE_BYTES / 8);
+    let mut at = index(dice, PAGE / 8);
     while left > 0 {
         // A run of 1 to 16 words, whole ones or parts.
         let whole = (dice.next() >> 11) as f64 / (1u64 << 53) as f64;
@@ -105,14 +106,14 @@ fn change(dice: &mut Dice, page: &mut Page, bytes: usize, word_share: f64) {
                 *byte ^= mask(dice);
             }
             left -= count;
-            at = (at + 1) % (PAGE_BYTES / 8);
+            at = (at + 1) % (PAGE / 8);
             if left == 0 {
                 return;
             }
         }
         // Dense pages have no room for gaps.
-        if bytes < PAGE_BYTES / 2 {
-            at = (at + index(dice, 8)) % (PAGE_BYTES / 8);
+        if bytes < PAGE / 2 {
+            at = (at + index(dice, 8)) % (PAGE / 8);
         }
     }
 }
@@ -144,7 +145,7 @@ fn make(mix: &Mix) -> Vec<(Page, Page)> {
         sizes.swap(at, index(&mut dice, at + 1));
     }
     let pages = sizes.into_iter().step_by(share).map(|size| {
-        let mut old = [0; PAGE_BYTES];
+        let mut old = [0; PAGE];
         for word in old.chunks_exact_mut(8) {
             word.copy_from_slice(&dice.next().to_le_bytes());
         }
@@ -169,7 +170,7 @@ fn encode(
     together: &[(Page, Page)],
 ) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
     for (number, (old, new)) in (0..).zip(together) {
-        encoder.add(number * 3, [old, new], PAGE_BYTES);
+        encoder.add(number * 3, [old, new], PAGE);
     }
     Ok(encoder.finish()?.bytes)
 }
@@ -196,7 +197,7 @@ fn measure(mix: &Mix) -> Result<Found, Box<dyn std::error::Error>> {
         }
     }
     let bytes = bytes as f64;
-    let all = (pages.len() * PAGE_BYTES) as f64;
+    let all = (pages.len() * PAGE) as f64;
     let changed = pages.iter().map(|(old, new)| difference(old, new).bytes);
     let changed = changed.map(f64::from).sum::<f64>();
     let found = Found {
@@ -210,7 +211,7 @@ fn measure(mix: &Mix) -> Result<Found, Box<dyn std::error::Error>> {
         pages.len(),
         found.ratio,
         found.encoded_share,
-        mix.dirty_bytes as f64 / (mix.pages.iter().sum::<usize>() * PAGE_BYTES) as f64,
+        mix.dirty_bytes as f64 / (mix.pages.iter().sum::<usize>() * PAGE) as f64,
         found.speed
     );
     Ok(found)

@@ -12,8 +12,6 @@
 
 use std::ops::Range;
 
-use crate::PageIndex;
-
 const BITS: u64 = u64::BITS as u64;
 
 /// A set of pages out of `0..pages`.
@@ -47,8 +45,8 @@ impl DirtyBitmap {
     }
 
     /// Adds a page; whether it was not in the set before.
-    pub fn set(&mut self, page: PageIndex) -> bool {
-        page.0 < self.pages && self.or_word(page.0 / BITS, 1 << (page.0 % BITS)) == 1
+    pub fn set(&mut self, page: u64) -> bool {
+        page < self.pages && self.or_word(page / BITS, 1 << (page % BITS)) == 1
     }
 
     /// Adds every page of the range that lies inside the block.
@@ -64,13 +62,13 @@ impl DirtyBitmap {
     }
 
     /// Removes a page; whether it was in the set before.
-    pub fn clear(&mut self, page: PageIndex) -> bool {
-        page.0 < self.pages && self.and_not_word(page.0 / BITS, 1 << (page.0 % BITS)) == 1
+    pub fn clear(&mut self, page: u64) -> bool {
+        page < self.pages && self.and_not_word(page / BITS, 1 << (page % BITS)) == 1
     }
 
     /// Whether the page is in the set.
-    pub fn get(&self, page: PageIndex) -> bool {
-        page.0 < self.pages && self.words[(page.0 / BITS) as usize] >> (page.0 % BITS) & 1 == 1
+    pub fn get(&self, page: u64) -> bool {
+        page < self.pages && self.words[(page / BITS) as usize] >> (page % BITS) & 1 == 1
     }
 
     /// How many pages are in the set (kept, not counted).
@@ -279,7 +277,7 @@ mod tests {
         // A block of another size on purpose.
         let mut map = DirtyBitmap::new(pages + 100);
         for &page in members {
-            map.set(PageIndex(page));
+            map.set(page);
         }
         map
     }
@@ -291,8 +289,8 @@ mod tests {
             let mut model = Model { pages, set: BTreeSet::new() };
             for step in steps {
                 match step {
-                    Step::Set(p) => prop_assert_eq!(map.set(PageIndex(p)), p < model.pages && model.set.insert(p)),
-                    Step::Clear(p) => prop_assert_eq!(map.clear(PageIndex(p)), model.set.remove(&p)),
+                    Step::Set(p) => prop_assert_eq!(map.set(p), p < model.pages && model.set.insert(p)),
+                    Step::Clear(p) => prop_assert_eq!(map.clear(p), model.set.remove(&p)),
                     Step::SetRange(from, to) => {
                         map.set_range(from..to);
                         model.set.extend(from..to.min(pages));
@@ -318,7 +316,7 @@ mod tests {
                 prop_assert_eq!(map.is_empty(), model.set.is_empty());
                 prop_assert_eq!(map.ranges().collect::<Vec<_>>(), model.ranges());
                 for p in model.set.iter().copied().chain([0, pages, pages + 1, u64::MAX]) {
-                    prop_assert_eq!(map.get(PageIndex(p)), model.set.contains(&p));
+                    prop_assert_eq!(map.get(p), model.set.contains(&p));
                 }
             }
         }

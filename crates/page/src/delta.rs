@@ -19,13 +19,12 @@
 
 use thiserror::Error;
 
+use crate::PAGE;
 use crate::encoding::{Decoder, Encoder, EncodingError, Kind};
 use crate::varint::{self, VarintError};
 
-/// Length of a page.
-pub const PAGE_BYTES: usize = 4096;
 const WORD_BYTES: usize = 8;
-const WORDS: usize = PAGE_BYTES / WORD_BYTES;
+const WORDS: usize = PAGE / WORD_BYTES;
 
 /// The most pages in one delta: bounds a decoder's allocations.
 pub const PAGES_MAX: usize = 4096;
@@ -111,12 +110,7 @@ impl DeltaEncoder {
 
     /// Adds what changed in a page, unless more than `bytes_max` bytes did. Page numbers must
     /// ascend.
-    pub fn add(
-        &mut self,
-        page: u32,
-        [old, new]: [&[u8; PAGE_BYTES]; 2],
-        bytes_max: usize,
-    ) -> Added {
+    pub fn add(&mut self, page: u32, [old, new]: [&[u8; PAGE]; 2], bytes_max: usize) -> Added {
         let last_page = self.pages.last().copied();
         debug_assert!(last_page.is_none_or(|last| page > last));
         debug_assert!(self.pages.len() < PAGES_MAX);
@@ -237,7 +231,7 @@ struct Gathered {
 impl Gathered {
     /// Where the bytes of another page go, with room for the last word's useless end.
     fn room_for_a_page(&mut self) -> &mut [u8] {
-        let end = self.filled + PAGE_BYTES + WORD_BYTES;
+        let end = self.filled + PAGE + WORD_BYTES;
         if self.buffer.len() < end {
             self.buffer.resize(2 * end, 0);
         }
@@ -369,7 +363,7 @@ impl Delta {
         // A page has at most 256 runs of changed words, of at most 2 + 2 bytes each, and 512 of masks.
         let places = input.stream(&mut decoder, count * (WORDS * 2 + 8))?;
         let masks = input.stream(&mut decoder, count * WORDS * 2)?;
-        let bytes = input.stream(&mut decoder, count * PAGE_BYTES)?;
+        let bytes = input.stream(&mut decoder, count * PAGE)?;
         if !input.0.is_empty() {
             return Err(DeltaError::Malformed("it goes on behind its end"));
         }
@@ -470,7 +464,7 @@ impl Delta {
 
     /// Makes the new version of page number `index` of [`Delta::pages`] out of the old one. Done
     /// twice it is undone.
-    pub fn apply(&self, index: usize, page: &mut [u8; PAGE_BYTES]) {
+    pub fn apply(&self, index: usize, page: &mut [u8; PAGE]) {
         let Some(changed) = self.pages.get(index) else {
             return;
         };

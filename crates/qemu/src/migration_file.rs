@@ -12,12 +12,9 @@ pub use encode::{MappedLayout, StreamEncoder, mapped_layout};
 
 use std::io;
 
-use crate::device_state::DeviceStateError;
+use stillframe_page::{GuestPage, PAGE, PAGE_BYTES};
 
-/// Bytes of a page of the guest.
-pub const PAGE_BYTES: u64 = 4096;
-/// The same as a length in memory.
-pub const PAGE: usize = 4096;
+use crate::device_state::DeviceStateError;
 
 /// Where a mapped block's pages begin: a multiple of this, in bytes.
 const MAPPED_ALIGNMENT: u64 = 1 << 20;
@@ -62,10 +59,8 @@ pub enum Form {
 /// A page of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FoundPage {
-    /// The number of its block.
-    pub block: usize,
-    /// Its number in the block.
-    pub page: u64,
+    /// Which one; blocks are numbered in the file's order.
+    pub page: GuestPage,
     /// Whether it is said to be zero; else its bytes are in the buffer.
     pub is_zero: bool,
 }

@@ -1,7 +1,7 @@
-//! What an open repository's index takes of memory, and how fast it answers: `cargo xtask bench index`.
+//! The memory of an open repository's index, and the rate of its lookups: `cargo xtask bench index`.
 //!
-//! Prints one JSON value a line. The repository is filled in one process and opened in another, whose
-//! C library gives freed memory back at once, so that what is left is in use.
+//! Prints one JSON value a line. The repository is filled in one process and opened in another, whose C library
+//! returns freed memory at once, so that the remaining memory is in use.
 
 mod sample;
 
@@ -19,10 +19,10 @@ const PAGE: usize = 4096;
 /// Different pages, of 64 checkpoints and of 16: a GiB of them, and a quarter of one.
 const LARGE: u64 = 1 << 18;
 const SMALL: u64 = 1 << 16;
-/// The second process is told of its repository by these variables.
+/// These variables pass the repository to the second process.
 const PLACE: &str = "STILLFRAME_BENCH_INDEX_PLACE";
 const PAGES: &str = "STILLFRAME_BENCH_INDEX_PAGES";
-/// What a watch finds new at each checkpoint.
+/// New pages of each checkpoint, as in a watch.
 const PAGES_A_CHECKPOINT: u64 = 1 << 12;
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -56,7 +56,7 @@ fn resident_bytes() -> Result<f64> {
     Ok(kib.ok_or("no VmRSS")?.trim().parse::<f64>()? * 1024.0)
 }
 
-/// How many of these the index has, and how many were looked up in a second.
+/// The number of these pages that the index has, and the number of lookups per second.
 fn look_up(repo: &mut Repository, numbers: Range<u64>) -> Result<(u64, f64)> {
     let writer = repo.begin(WAIT)?;
     let mut ids: Vec<ContentId> = numbers
@@ -72,7 +72,7 @@ fn look_up(repo: &mut Repository, numbers: Range<u64>) -> Result<(u64, f64)> {
     ))
 }
 
-/// The second process: prints what a repository of so many pages takes.
+/// The second process: prints the memory of a repository of `pages` pages.
 fn open(place: &Path, pages: u64) -> Result<()> {
     let mut repo = Repository::open(place, &Password::new("bench"))?;
     let before = resident_bytes()?;
@@ -90,7 +90,7 @@ fn open(place: &Path, pages: u64) -> Result<()> {
     Ok(())
 }
 
-/// Memory of an open repository of so many pages.
+/// Memory of an open repository of `pages` pages.
 fn measure(pages: u64) -> Result<f64> {
     let dir = tempfile::tempdir()?;
     let place = dir.path().join("repository");
@@ -111,7 +111,7 @@ fn main() -> Result<()> {
     if let (Some(place), Ok(pages)) = (std::env::var_os(PLACE), std::env::var(PAGES)) {
         return open(place.as_ref(), pages.parse()?);
     }
-    // Two of them, because opening takes some memory whatever is in it.
+    // Two of them, because opening takes some memory for any content.
     let grown = measure(LARGE)? - measure(SMALL)?;
     let a_blob = grown / (LARGE - SMALL) as f64;
     println!("{{\"claim\":\"index-bytes-a-blob\",\"value\":{a_blob:.1}}}");

@@ -1,7 +1,7 @@
-//! How fast pages go into a repository and come out again: `cargo bench -p stillframe-repo`.
+//! The rate at which pages are written to and read from a repository: `cargo bench -p stillframe-repo`.
 //!
-//! Prints figures, asserts nothing. The first argument may name the directory to work in (default:
-//! the temporary directory), since the disk has a say.
+//! Prints figures, asserts nothing. The first argument may name the directory to work in (default: the temporary
+//! directory), since the disk matters.
 
 mod sample;
 

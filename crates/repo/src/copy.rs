@@ -1,11 +1,11 @@
-//! Copying checkpoints into another repository: of another place, with another key.
+//! Copies checkpoints into another repository, at another place and with another key.
 //!
-//! Everything is read and verified here, and stored there like a new checkpoint: pages are deduplicated
-//! against what is there, and have other ids, since ids are keyed. Tables, layers and deltas of the
-//! original become a table of whole pages, so that a copy needs no other checkpoint.
+//! Everything is read and verified in the source, and stored in the target like a new checkpoint. Pages are
+//! deduplicated against the target, and have other ids there, since ids are keyed. Tables, layers and deltas of
+//! the original become a table of whole pages, so that a copy needs no other checkpoint.
 //!
-//! A copy names its original in its VM record. What was copied before is found by that, also as the copy
-//! of a copy, and not copied again.
+//! A copy names its original in its VM record. By that name an earlier copy is found, also as the copy of a copy,
+//! and not made again.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
@@ -27,10 +27,10 @@ use crate::writer::{PIECE_BYTES, Put, Writer};
 /// The field of a VM record that names the original.
 const ORIGINAL: &str = "copied_from";
 
-/// Pages read in one go: the memory that this takes is that of their ids.
+/// Number of pages read per batch, which bounds the memory for their ids.
 const PAGES_AT_ONCE: u64 = 1 << 14;
 
-/// Pieces of a stream in memory at once.
+/// Number of pieces of a stream in memory at once.
 const PIECES_AT_ONCE: usize = 256;
 
 /// A checkpoint of some repository.
@@ -42,22 +42,22 @@ pub struct Original {
     pub checkpoint: CheckpointId,
 }
 
-/// What became of one checkpoint.
+/// The result for one checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copied {
-    /// The checkpoint that the copy is of: the original, where a copy was copied.
+    /// The checkpoint that the copy is of; where a copy was copied, its original.
     pub original: Original,
-    /// Its id there.
+    /// Its id in the target.
     pub id: CheckpointId,
-    /// Whether it was there already, and nothing was copied.
+    /// Whether the target had it already, and nothing was copied.
     pub known: bool,
-    /// What was stored.
+    /// Counts of the stored pages.
     pub pages: PageCounts,
     /// Bytes of packs and index that were written for it.
     pub bytes_stored: u64,
 }
 
-/// The original that a manifest of the repository of this id is a copy of, or is.
+/// The original of a checkpoint: the one that it is a copy of, or else itself.
 fn original(repository: &Repository, id: &CheckpointId, manifest: &Manifest) -> Original {
     let field = manifest.vm_record.get(ORIGINAL);
     let named = field.and_then(|field| Original::deserialize(field).ok());
@@ -68,18 +68,19 @@ fn original(repository: &Repository, id: &CheckpointId, manifest: &Manifest) -> 
 }
 
 impl Repository {
-    /// Copies a checkpoint into another repository, unless that has it among its `copies`. Waits up to
-    /// `wait` for the lock of each.
+    /// Copies a checkpoint into the repository `target`, unless `copies` has it: the checkpoints of the target by
+    /// their originals, to which the copy is added. Waits up to `wait` for the lock of each repository.
     pub fn copy_to(
         &mut self,
         id: &CheckpointId,
-        (target, copies): (&mut Repository, &mut Copies),
+        target: &mut Repository,
+        copies: &mut Copies,
         wait: Duration,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Copied, RepoError> {
         let working_set = self.working_set(id).unwrap_or_default();
         let reader = self.reader(wait)?;
-        // Under the lock: what is there now stays.
+        // Under the lock: a manifest that exists now stays.
         let manifest = reader.manifest(id)?;
         let source = reader.repository();
         let original = original(source, id, &manifest);
@@ -105,7 +106,7 @@ impl Repository {
         let streams = copy_streams(&reader, &manifest, &mut writer)?;
         let mut vm_record = manifest.vm_record;
         if let Some(fields) = vm_record.as_object_mut() {
-            // An id and a name: nothing here can fail to become JSON.
+            // An id and a name: serialization cannot fail.
             let named = serde_json::to_value(&original).unwrap_or_default();
             fields.insert(ORIGINAL.to_owned(), named);
         }
@@ -124,7 +125,7 @@ impl Repository {
         })?;
         copies.0.insert(original.clone(), committed.id);
         if let Some(set) = working_set {
-            // A hint: the copy is whole without it.
+            // A hint: the copy is complete without it.
             let _ = target
                 .reader(wait)
                 .and_then(|reader| reader.record_working_set(&committed.id, &set));
@@ -139,7 +140,7 @@ impl Repository {
     }
 }
 
-/// The checkpoints of a repository by what they are copies of, to find what was copied before.
+/// The checkpoints of a repository by their originals, to find earlier copies.
 #[derive(Debug, Default)]
 pub struct Copies(HashMap<Original, CheckpointId>);
 
@@ -210,7 +211,7 @@ fn copy_memory(
     Ok(ram)
 }
 
-/// Takes the pages of one RAM block.
+/// Stores the pages of one RAM block.
 struct Sink<'s, 'w> {
     writer: &'s mut Writer<'w>,
     memory: MemoryEditor,
@@ -218,10 +219,13 @@ struct Sink<'s, 'w> {
 }
 
 impl Sink<'_, '_> {
-    /// Stores pages that lie one behind the other.
+    /// Stores adjacent pages.
     fn put(&mut self, first: u64, bytes: &[u8], page_bytes: usize) -> Result<(), RepoError> {
         if !bytes.len().is_multiple_of(page_bytes) {
-            let what = format!("{} bytes are no pages of {page_bytes}", bytes.len());
+            let what = format!(
+                "{} bytes are not a whole number of pages of {page_bytes} bytes",
+                bytes.len()
+            );
             return Err(RepoError::Table { what });
         }
         for (page, bytes) in (first..).zip(bytes.chunks(page_bytes)) {

@@ -12,25 +12,25 @@ use crate::format::manifest::CheckpointId;
 use stillframe_page::encoding::EncodingError;
 use stillframe_page::hash::ContentId;
 
-/// Why something could not be done with a repository.
+/// An error of a repository operation.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RepoError {
     /// The directory holds no repository.
     #[error("{} is not a repository: it has no file 'config' (create one with `stillframe init`)", .dir.display())]
     NotARepository {
-        /// The directory asked for.
+        /// The directory.
         dir: PathBuf,
     },
-    /// `init` found something where the repository should go.
+    /// `init` found other contents in the directory.
     #[error("{} cannot become a repository: {what}", .dir.display())]
     NotEmpty {
-        /// The directory asked for.
+        /// The directory.
         dir: PathBuf,
-        /// What is in the way.
+        /// What the directory contains.
         what: String,
     },
-    /// Written by a newer program.
+    /// A newer program wrote the file.
     #[error(
         "{file} has format version {found}, this program knows versions up to {known}: use a newer stillframe"
     )]
@@ -42,7 +42,7 @@ pub enum RepoError {
         /// The newest version this program knows.
         known: u32,
     },
-    /// A file is missing or does not hold what was written.
+    /// A file is missing, or its contents are damaged.
     #[error("{file} is damaged: {what} (run `stillframe check` for the whole extent)")]
     Damaged {
         /// The file, relative to the repository.
@@ -61,18 +61,18 @@ pub enum RepoError {
     /// No key of that name.
     #[error("no key of the repository is called '{start}' (`stillframe key list` shows them)")]
     NoSuchKey {
-        /// What was asked for.
+        /// The given start of a name.
         start: String,
     },
     /// The start of the names of several keys.
     #[error("'{start}' is the start of several keys' ids: give more digits")]
     AmbiguousKey {
-        /// What was asked for.
+        /// The given start of a name.
         start: String,
     },
-    /// The key that is to be removed is the one that this process was let in with.
+    /// The key to remove is the one that opened the repository for this process.
     #[error(
-        "key {name} stays: it belongs to the password given now, and a password that is known to be right must be left; add another one first (`stillframe key add`) and give that, or change this one (`stillframe key passwd`)"
+        "key {name} stays: it belongs to the password given now, and one password that is known to work must remain; add another one first (`stillframe key add`) and give that one, or change this one (`stillframe key passwd`)"
     )]
     KeyInUse {
         /// The key.
@@ -84,9 +84,9 @@ pub enum RepoError {
         .limit
     )]
     TooManyKeys {
-        /// How many were seen.
+        /// Number of key files found.
         keys: usize,
-        /// How many there may be.
+        /// Maximum number of key files.
         limit: usize,
     },
     /// Another process has a conflicting lock.
@@ -105,7 +105,7 @@ pub enum RepoError {
         /// The VM.
         by: Box<LeaseRecord>,
     },
-    /// A policy that keeps only tagged checkpoints, of a VM that has none.
+    /// A keep policy of tags alone would keep no checkpoint of a VM.
     #[error(
         "the rules would keep no checkpoint of VM '{vm}': none has a tag of --keep-tag; nothing was forgotten. Correct the tag, add another rule (--keep-last 1), or name the checkpoints to forget"
     )]
@@ -113,7 +113,7 @@ pub enum RepoError {
         /// The label of the VM.
         vm: String,
     },
-    /// This process' own lock was removed, for instance because the machine slept too long.
+    /// Another process removed this process' lock, for instance after the machine was suspended.
     #[error(
         "this process' lock {file} was removed by another process; nothing was recorded: try again"
     )]
@@ -124,23 +124,23 @@ pub enum RepoError {
     /// No checkpoint of that name.
     #[error("no checkpoint is called '{name}'{}", of_vm(.vm.as_deref()))]
     NotFound {
-        /// What was asked for.
+        /// The given name.
         name: String,
-        /// The VM it was looked for in.
+        /// The label of the VM whose checkpoints were searched.
         vm: Option<String>,
     },
-    /// A checkpoint name that cannot be one.
+    /// A text that cannot be a checkpoint name.
     #[error("'{name}' is no checkpoint name: give an id, the start of one, 'latest' or 'latest~N'")]
     BadName {
-        /// What was asked for.
+        /// The given name.
         name: String,
     },
     /// The start of more than one id.
     #[error("'{name}' is the start of {} checkpoint ids ({}): give more digits", .candidates.len(), list(.candidates))]
     Ambiguous {
-        /// What was asked for.
+        /// The given name.
         name: String,
-        /// The ids it could mean.
+        /// The ids that begin with it.
         candidates: Vec<CheckpointId>,
     },
     /// `latest` in a repository with checkpoints of several VMs.
@@ -149,24 +149,24 @@ pub enum RepoError {
         /// The labels of the VMs.
         labels: Vec<String>,
     },
-    /// The index knows no blob of that id.
+    /// The index has no blob of this id.
     #[error("blob {id} is not in the repository")]
     MissingBlob {
-        /// The id asked for.
+        /// The id.
         id: ContentId,
     },
-    /// The bytes handed in are not what their id says.
+    /// The given bytes do not match their id.
     #[error(
-        "bytes handed in for blob {id} do not have that id; nothing was recorded (they changed after they were hashed, or the memory of this machine is faulty)"
+        "the bytes given for blob {id} do not match its id; nothing was recorded (they changed after they were hashed, or the memory of this machine is faulty): try again"
     )]
     ContentMismatch {
-        /// The id claimed.
+        /// The given id.
         id: ContentId,
     },
-    /// A path that names no file of the repository.
-    #[error("{} is no file of this repository", .path.display())]
+    /// A path that does not name a file of the repository.
+    #[error("{} is not a file of this repository", .path.display())]
     NoSuchFile {
-        /// What was asked for.
+        /// The given path.
         path: PathBuf,
     },
     /// A blob that is empty or too large.
@@ -177,27 +177,27 @@ pub enum RepoError {
         /// The largest length.
         max: usize,
     },
-    /// A page table that is not what the caller said, or a page outside it.
+    /// A page table contradicts the caller, or a page is outside it.
     #[error("page table: {what}")]
     Table {
         /// What is wrong.
         what: String,
     },
-    /// The manifest handed in contradicts itself.
+    /// The given manifest is inconsistent.
     #[error("the checkpoint's manifest cannot be recorded: {what}")]
     BadManifest {
         /// What is wrong.
         what: String,
     },
-    /// There are as many blobs as an index can hold.
+    /// The index is full.
     #[error(
-        "the repository has no room for more than {max} blobs: begin another one, or have `stillframe forget` and `stillframe prune` remove old checkpoints"
+        "the repository has no room for more than {max} blobs: create another repository, or remove old checkpoints with `stillframe forget` and `stillframe prune`"
     )]
     TooManyBlobs {
-        /// How many it can hold.
+        /// Maximum number of blobs.
         max: u64,
     },
-    /// The file system is full, or a quota is.
+    /// The file system is full, or a quota is exhausted.
     #[error("no space left to write {}: free some on that file system (with a few MiB, `stillframe forget` and `stillframe prune` can free more)", .path.display())]
     NoSpace {
         /// The file being written.
@@ -209,26 +209,26 @@ pub enum RepoError {
         /// The file to be changed.
         path: PathBuf,
     },
-    /// Any other refusal of the operating system.
+    /// Any other error of the operating system.
     #[error("cannot {doing} {}", .path.display())]
     Io {
-        /// What was tried, as a verb.
+        /// The attempted operation, as a verb.
         doing: &'static str,
         /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
     /// Compression failed (out of memory, in practice).
     #[error("cannot encode a frame")]
     Encoding(#[from] EncodingError),
-    /// The operating system gave no random bytes, or no thread.
-    #[error("the operating system refused {what}")]
+    /// The operating system provides no random bytes, or no thread.
+    #[error("the operating system does not provide {what}")]
     System {
-        /// What was asked of it.
+        /// The requested resource.
         what: &'static str,
-        /// Its answer.
+        /// Its error.
         #[source]
         source: io::Error,
     },
@@ -238,7 +238,7 @@ pub enum RepoError {
         /// The cause.
         what: String,
     },
-    /// The writer already failed; its first error told why.
+    /// The writer has failed before; its first error names the cause.
     #[error("this writer has failed before; start the checkpoint again")]
     WriterFailed,
 }
@@ -264,9 +264,9 @@ fn list(ids: &[CheckpointId]) -> String {
 /// What a caller can do about an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorClass {
-    /// There is no repository, checkpoint or blob of that name; ask for another.
+    /// There is no repository, checkpoint or blob of that name; give another one.
     NotFound,
-    /// The request itself is wrong or unclear.
+    /// The request itself is invalid or ambiguous.
     BadRequest,
     /// The password is wrong.
     WrongPassword,
@@ -274,13 +274,13 @@ pub enum ErrorClass {
     Damaged,
     /// Written by a newer version of the program.
     FutureVersion,
-    /// Another process is at work; waiting helps.
+    /// Another process holds a lock; waiting helps.
     Locked,
     /// The file system is full.
     NoSpace,
     /// The file system cannot be written to.
     ReadOnly,
-    /// The operating system refused.
+    /// The operating system reports an error.
     System,
 }
 
@@ -322,7 +322,7 @@ impl RepoError {
         }
     }
 
-    /// Gives an error of the operating system its meaning.
+    /// Classifies an error of the operating system.
     pub(crate) fn io(doing: &'static str, path: &Path, source: io::Error) -> RepoError {
         let path = path.to_owned();
         match source.kind() {
@@ -338,7 +338,7 @@ impl RepoError {
         }
     }
 
-    /// Gives a format error the file it is about.
+    /// Adds the file to a format error.
     pub(crate) fn format(file: impl Into<String>, error: &FormatError) -> RepoError {
         let file = file.into();
         match *error {
@@ -352,7 +352,7 @@ impl RepoError {
         }
     }
 
-    /// Whether the file asked for does not exist.
+    /// Whether the error is that a file does not exist.
     pub(crate) fn is_absent(&self) -> bool {
         matches!(self, RepoError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
     }

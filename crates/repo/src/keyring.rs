@@ -1,8 +1,8 @@
 //! The key files of a repository: one for each password, all of the same master key.
 //!
-//! Adding, removing and changing a password touches key files only. What is stored stays encrypted under
-//! the same master key: a password that was removed opens nothing any more *here*, but an older copy of its
-//! key file still gives the master key to whoever knows the password.
+//! Adding, removing and changing a password touches key files only. Stored data stays encrypted under the same
+//! master key: a removed password no longer opens this repository, but together with an older copy of its key
+//! file it still gives the master key.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::store::local::{Area, LocalStore};
 use crate::store::lock::EXCLUSIVE_WAIT;
 use crate::store::lock::Lock;
 
-/// A repository opened to look at its passwords, or to change them.
+/// A repository opened to list or change its passwords.
 pub struct Keyring {
     pub(crate) store: Arc<LocalStore>,
     id: RepositoryId,
@@ -33,7 +33,7 @@ pub struct Keyring {
 pub struct KeyInfo {
     /// Its name: the hash of the file.
     pub id: String,
-    /// When, where and by whom it was made; none where it cannot be read.
+    /// When, where and by whom it was made; `None` if it cannot be read.
     pub label: Option<Label>,
     /// Whether it is the one that the password opened.
     pub used: bool,
@@ -42,7 +42,7 @@ pub struct KeyInfo {
 }
 
 impl Keyring {
-    /// Opens it with any of its passwords.
+    /// Opens a repository with any of its passwords.
     pub fn open(dir: &Path, password: &Password) -> Result<Keyring, RepoError> {
         Keyring::open_at(LocalStore::new(dir), password, Cost::STANDARD)
     }
@@ -82,7 +82,7 @@ impl Keyring {
         Ok(names.into_iter().map(info).collect())
     }
 
-    /// Adds a password, durably; the name of its key.
+    /// Adds a password, durably. Returns the name of its key.
     pub fn add(&self, password: &Password) -> Result<String, RepoError> {
         // So that no prune removes the file while it is being written.
         let lock = Lock::take(&self.store, LockKind::Shared, EXCLUSIVE_WAIT)?;
@@ -91,8 +91,8 @@ impl Keyring {
         Ok(name)
     }
 
-    /// Takes a password away, durably: that of the key whose name begins with `start`. The key that the
-    /// password opened stays, so that a password that is known to be right is always left.
+    /// Removes a password, durably: that of the key whose name begins with `start`. The key that the password
+    /// opened stays, so that a password known to work always remains.
     pub fn remove(&self, start: &str) -> Result<String, RepoError> {
         let lock = Lock::take(&self.store, LockKind::Exclusive, EXCLUSIVE_WAIT)?;
         let name = self.find(start)?;
@@ -103,7 +103,7 @@ impl Keyring {
         Ok(name)
     }
 
-    /// Puts a new password in the place of the one it was opened with: adds, then removes. Killed in
+    /// Replaces the password that opened the keyring: adds the new one, then removes the old one. After a kill in
     /// between, both open the repository. Returns the names of the new key and of the old one.
     pub fn change(self, password: &Password) -> Result<(String, String), RepoError> {
         let lock = Lock::take(&self.store, LockKind::Exclusive, EXCLUSIVE_WAIT)?;
@@ -117,7 +117,7 @@ impl Keyring {
         Ok((new, old))
     }
 
-    /// Writes a key file, and sees that it opens.
+    /// Writes a key file, and verifies that it opens.
     fn write(&self, password: &Password) -> Result<String, RepoError> {
         let keys = self.store.names(Area::Keys)?.len();
         if keys >= KEYS_MAX {
@@ -140,7 +140,7 @@ impl Keyring {
         }
     }
 
-    /// Removes a key file, if the one in use is still there and whole.
+    /// Removes a key file, if the one in use exists and is undamaged.
     fn remove_but_used(&self, name: &str, lock: &Lock) -> Result<(), RepoError> {
         read_key(&self.store, &self.used)?;
         lock.assert_held()?;

@@ -1,12 +1,12 @@
-//! Leases: what a lazily restored VM still has to read is kept from being removed.
+//! Leases keep a checkpoint from being removed while a lazily restored VM still has to read it.
 //!
-//! The lock of the restoring process ends with that process; its VM then waits for another process to go
-//! on (`restore --resume`), and needs the checkpoint. So a lease belongs to the VM's QEMU: it holds until
-//! the VM's memory is complete, or QEMU ends. `forget` leaves out a leased checkpoint, and so everything
-//! that it refers to stays used for `prune`.
+//! The lock of the restoring process ends with that process. Its VM then waits for another process to continue
+//! the restore (`restore --resume`), and needs the checkpoint. So a lease belongs to the VM's QEMU: it holds
+//! until the VM's memory is complete, or QEMU ends. `forget` leaves out a leased checkpoint, so everything that
+//! it refers to stays in use for `prune`.
 //!
-//! A lease of another machine or container cannot be compared with its process and holds until it is
-//! broken: a VM that waits sends no heartbeat, so age says nothing.
+//! A lease of another machine or container cannot be compared with its process, and holds until it is broken. A
+//! waiting VM sends no heartbeat, so the age of its lease means nothing.
 
 use std::sync::Arc;
 
@@ -19,10 +19,10 @@ use crate::repository::Reader;
 use crate::store::local::{Area, LocalStore};
 use crate::store::lock::{Lock, STALE_AFTER, age};
 
-/// What the name of a lease file ends in.
+/// The suffix of the names of lease files.
 const SUFFIX: &str = ".lease";
 
-/// One VM has one name for its lease, so that a process which goes on with a restore finds it.
+/// The name of the lease file of a VM. A process that continues the restore gets the same name.
 fn name(record: &LeaseRecord) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&record.checkpoint.0);
@@ -41,14 +41,14 @@ pub(crate) fn is_over(record: &LeaseRecord) -> bool {
     record.holder.life() == Life::Gone
 }
 
-/// A lease that was taken. Dropped, it stays for as long as the VM lives.
+/// A lease that was taken. After a drop it stays until the VM ends.
 pub struct Lease {
     store: Arc<LocalStore>,
     record: LeaseRecord,
 }
 
 impl Lease {
-    /// Gives it up: the VM's memory is complete.
+    /// Ends the lease, because the VM's memory is complete.
     pub fn end(self) -> Result<(), RepoError> {
         self.store.remove(Area::Leases, &name(&self.record))
     }
@@ -57,20 +57,20 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         if is_over(&self.record) {
-            // What cannot be removed now the next `forget` or `prune` removes.
+            // The next `forget` or `prune` removes a file that cannot be removed now.
             let _ = self.store.remove(Area::Leases, &name(&self.record));
         }
     }
 }
 
 impl Reader<'_> {
-    /// Keeps a checkpoint from being removed until the VM of this process (its number, and when it
-    /// started in clock ticks since boot) has all its memory, or ends. Also takes up the lease that a
-    /// killed process took for the VM.
+    /// Keeps a checkpoint from being removed until the VM of process `pid` has all its memory, or ends.
+    /// `start_time` is when that process started, in clock ticks since boot. Takes over the lease of a killed
+    /// process for the same VM.
     ///
     /// # Errors
-    /// [`RepoError::ReadOnly`] and [`RepoError::NoSpace`] where no lease can be left;
-    /// [`RepoError::NotFound`] where the checkpoint was forgotten already.
+    /// [`RepoError::ReadOnly`] and [`RepoError::NoSpace`] where no lease can be written; [`RepoError::NotFound`]
+    /// where the checkpoint was forgotten already.
     pub fn lease(
         &self,
         checkpoint: &CheckpointId,
@@ -99,8 +99,8 @@ impl Reader<'_> {
 }
 
 /// The leases in force, by the names of their files. With the exclusive lock, removes leases of VMs that have
-/// ended, and what a crash of the machine left of one.
-pub(crate) fn that_hold(
+/// ended, and remains that a crash of the machine has left.
+pub(crate) fn in_force(
     store: &LocalStore,
     lock: Option<&Lock>,
 ) -> Result<Vec<(String, LeaseRecord)>, RepoError> {
@@ -120,7 +120,7 @@ pub(crate) fn that_hold(
             Err(error @ FormatError::FutureVersion { .. }) => {
                 return Err(RepoError::format(store.label(Area::Leases, &name), &error));
             }
-            // A crash of the machine leaves half a lease; a new one appears whole.
+            // A crash of the machine can leave half a lease; a new one appears complete.
             decoded => {
                 let old = match lock {
                     Some(lock) => age(store, Area::Leases, &name, lock.now())? > STALE_AFTER,

@@ -1,7 +1,7 @@
 //! The content-addressed repository of checkpoints, in a local directory, encrypted.
 //!
-//! A checkpoint is a manifest; it names page tables and layers over them; those name pages and
-//! deltas. All but the manifest are *blobs*, named by the keyed hash of their bytes, so what two checkpoints share is
+//! A checkpoint is a manifest. It names page tables and the layers over them, which name pages and deltas. All
+//! but the manifest are *blobs*, named by the keyed hash of their bytes, so content that checkpoints share is
 //! stored once. Blobs lie in *packs*; *index* files name the pack of each. `docs/format.md` specifies every byte.
 //!
 //! ```text
@@ -9,12 +9,13 @@
 //! ```
 //!
 //! Invariants:
-//! - A file of the data gets its name when it is whole and on disk. Packs, index files, manifests and key files never
-//!   change after that, and are named by a hash of their bytes; `config` never changes either. Working sets, locks and
-//!   leases are replaced as a whole under the same name: the first are hints, the others belong to one owner.
-//! - A manifest is written after everything it refers to, so every manifest there is can be read.
-//! - Only `forget` and `prune` remove, under an exclusive lock, and each can be killed anywhere.
-//! - Nothing read from disk is believed before its authentication tag or hash has been checked.
+//! - A data file gets its name when it is complete and on disk. Packs, index files, manifests and key files never
+//!   change after that, and are named by a hash of their bytes; `config` never changes either. Working sets,
+//!   locks and leases are replaced as a whole under the same name: working sets are hints, locks and leases
+//!   belong to one owner.
+//! - A manifest is written after everything that it refers to, so every existing manifest can be read.
+//! - Only `forget` and `prune` remove data, under an exclusive lock. Each can be killed at any point.
+//! - No byte read from disk is used before its authentication tag or hash is verified.
 
 mod blobs;
 mod copy;
@@ -61,7 +62,7 @@ pub use maintenance::rebuild::RebuildReport;
 pub use maintenance::retention::{KeepPolicy, KeepReason};
 pub use page_table::builder::{MemoryEditor, Written};
 pub use page_table::map::{PageMap, PageSink, PageVersion};
-pub use page_table::reader::{NearSink, PageReader};
+pub use page_table::reader::{NeighbourSink, PageReader, PageRequest, ReadOrder};
 pub use progress::{Phase, Progress};
 pub use repository::{Reader, Repository, UnlockedKey};
 pub use working_set::WorkingSet;

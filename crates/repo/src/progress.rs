@@ -1,13 +1,13 @@
-//! How far a long operation has come.
+//! Progress of a long operation.
 
-/// Reported every now and then to the caller.
+/// A progress report to the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// What is being done.
+    /// The current phase.
     pub phase: Phase,
-    /// How much of it is done, in the unit of the phase.
+    /// Amount done, in the unit of the phase.
     pub done: u64,
-    /// How much there is, 0 while unknown.
+    /// Total amount, 0 while unknown.
     pub total: u64,
 }
 
@@ -16,11 +16,11 @@ pub struct Progress {
 pub enum Phase {
     /// Walking from the manifests to every page; counts checkpoints.
     Checkpoints,
-    /// Looking at the packs there are; counts packs.
+    /// Checking which packs exist; counts packs.
     Packs,
     /// Reading packs from end to end; counts bytes.
     Data,
-    /// Copying what is still needed out of packs with much waste; counts packs.
+    /// Copying used blobs out of packs with much waste; counts packs.
     Repack,
     /// Removing packs; counts packs.
     Remove,
@@ -32,7 +32,7 @@ impl std::fmt::Display for Phase {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Phase::Checkpoints => "walking checkpoints",
-            Phase::Packs => "looking at packs",
+            Phase::Packs => "checking packs",
             Phase::Data => "reading packs",
             Phase::Repack => "repacking",
             Phase::Remove => "removing packs",

@@ -1,4 +1,4 @@
-//! A repository: made, opened, and the way to everything in it.
+//! A repository: creation, opening, manifests, and the reader of its blobs.
 
 use std::num::NonZeroU64;
 use std::path::Path;
@@ -26,7 +26,7 @@ use crate::index::reopening::Catalogs;
 use crate::store::local::{Area, CONFIG, LocalStore};
 use crate::store::lock::Lock;
 
-/// Key files are up to 1.2 KB long; other versions may need more.
+/// Maximum length in bytes of a key file. Those of this version have up to 1.2 KB; later ones may need more.
 const KEY_BYTES_MAX: u64 = 4096;
 
 /// An open repository in a local directory.
@@ -36,7 +36,7 @@ pub struct Repository {
     pub(crate) index: Index,
     id: RepositoryId,
     keeps_lock: bool,
-    /// The last writer's, for the next.
+    /// The lock of the last writer, kept for the next.
     kept_lock: Option<Arc<Lock>>,
 }
 
@@ -52,7 +52,7 @@ impl std::fmt::Debug for Repository {
 }
 
 impl Repository {
-    /// Makes a repository in a directory that does not exist or is empty.
+    /// Creates a repository in a directory that does not exist or is empty.
     pub fn init(dir: &Path, password: &Password) -> Result<Repository, RepoError> {
         Repository::init_at(LocalStore::new(dir), password, Cost::STANDARD)
     }
@@ -69,19 +69,18 @@ impl Repository {
         let key = key_file::wrap(&master, password, cost, id, &Label::of_now())?;
         let key_name = FileHash::of(&key).to_string();
         store.create(Area::Keys, &key_name, &key)?;
-        // Last, because it is what makes this a repository.
+        // Last, because this file makes the directory a repository.
         if !store.create_config(&config::encode(id))? {
             store.remove(Area::Keys, &key_name)?;
             return Err(not_empty(
                 store.root(),
-                "another process just made one there",
+                "another process has just created one there",
             ));
         }
         Ok(Repository::assemble(store, id, &master))
     }
 
-    /// Opens a repository. Reads its config and key files only; the index is read when first
-    /// needed.
+    /// Opens a repository. Reads its config and key files only; the index is read when first needed.
     pub fn open(dir: &Path, password: &Password) -> Result<Repository, RepoError> {
         Repository::open_at(LocalStore::new(dir), password)
     }
@@ -92,7 +91,7 @@ impl Repository {
         Ok(Repository::assemble(store, id, &unlocked.master))
     }
 
-    /// Tries the password; the key that it opens, for [`Repository::open_with`].
+    /// Tries the password. Returns the key that it opens, for [`Repository::open_with`].
     pub fn unlock(dir: &Path, password: &Password) -> Result<UnlockedKey, RepoError> {
         let store = LocalStore::new(dir);
         let id = read_id(&store)?;
@@ -104,8 +103,8 @@ impl Repository {
         read_id(&LocalStore::new(dir))
     }
 
-    /// Opens a repository with a key that a password has opened before. Takes the caller's word for it
-    /// that it is this repository's: with another, nothing in it can be read.
+    /// Opens a repository with a key that a password has opened before. The key is not checked: with that of
+    /// another repository, nothing can be read.
     pub fn open_with(dir: &Path, key: &UnlockedKey) -> Result<Repository, RepoError> {
         let store = LocalStore::new(dir);
         let id = read_id(&store)?;
@@ -133,14 +132,13 @@ impl Repository {
         self.store.root()
     }
 
-    /// Writes no more than this from now on, on average; `None`: as much as the disk takes.
+    /// Limits the average rate of later writes; `None`: no limit.
     pub fn limit_writes(&self, bytes_per_s: Option<NonZeroU64>) {
         self.store.pace.limit(bytes_per_s);
     }
 
-    /// Whether the next writers leave their lock to those after them, so that many a second need not
-    /// make and remove as many files. A remover has to wait until the next writer begins, which gives way, or
-    /// until this is called with `false`.
+    /// Sets whether a writer leaves its lock to the next one, which saves creating and removing a file each time.
+    /// A waiting remover gets the lock when the next writer begins, or when this is called with `false`.
     pub fn keep_lock(&mut self, keep: bool) {
         self.keeps_lock = keep;
         if !keep {
@@ -159,19 +157,19 @@ impl Repository {
         Ok(lock)
     }
 
-    /// What makes the ids of this repository's blobs.
+    /// The hasher that makes the ids of this repository's blobs.
     pub fn hasher(&self) -> ContentHasher {
         self.keys.hasher()
     }
 
-    /// Begins reading: as [`Repository::begin`]. On a read-only file system, where no lock can be
-    /// left, and on a full one, it reads without. Takes the same time however much is in the
-    /// repository, unless this process has begun a checkpoint.
+    /// Begins reading, with a shared lock as in [`Repository::begin`]. On a read-only or full file system, where
+    /// no lock can be written, it reads without one. Takes the same time for any size of repository, unless this
+    /// process has begun a checkpoint.
     pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
         let lock = self.reading_lock(wait)?;
         let catalog = match self.index.files().is_empty() {
             true => Some(Catalogs::open(&self.store, &self.keys)?),
-            // It has all of it in memory already.
+            // All of the index is in memory already.
             false => {
                 self.refresh_index()?;
                 None
@@ -187,8 +185,8 @@ impl Repository {
     pub(crate) fn reading_lock(&self, wait: Duration) -> Result<Option<Lock>, RepoError> {
         match Lock::take(&self.store, LockKind::Shared, wait) {
             Ok(lock) => Ok(Some(lock)),
-            // Nor must a full disk keep anyone from restoring. Should another host prune meanwhile, the
-            // index is opened anew; what is not found then is an error, never wrong bytes.
+            // A full disk must not prevent a restore. If another host prunes meanwhile, the index is opened anew;
+            // a blob that is not found then is an error, never wrong bytes.
             Err(RepoError::ReadOnly { .. } | RepoError::NoSpace { .. }) => Ok(None),
             Err(error) => Err(error),
         }
@@ -219,7 +217,7 @@ impl Repository {
         Ok(found)
     }
 
-    /// The little that is needed of each checkpoint to choose among them, oldest first.
+    /// The summaries of all checkpoints, oldest first.
     pub(crate) fn summaries(&self) -> Result<Vec<Summary>, RepoError> {
         let mut found = Vec::new();
         for id in self.checkpoint_ids()? {
@@ -246,7 +244,7 @@ impl Repository {
         })
     }
 
-    /// The ids of all checkpoints, in no order.
+    /// The ids of all checkpoints, in no particular order.
     pub(crate) fn checkpoint_ids(&self) -> Result<Vec<CheckpointId>, RepoError> {
         let names = self.store.names(Area::Manifests)?;
         Ok(names
@@ -255,7 +253,7 @@ impl Repository {
             .collect())
     }
 
-    /// Reads a manifest and checks it against its name; `None` when there is none.
+    /// Reads a manifest and checks it against its name; `None` if there is none.
     pub(crate) fn read_manifest(&self, id: &CheckpointId) -> Result<Option<Manifest>, RepoError> {
         self.read_manifest_as(id, manifest::decode)
     }
@@ -282,7 +280,7 @@ impl Repository {
     }
 }
 
-/// Reads blobs. Holds a shared lock, so that nothing is pruned away meanwhile.
+/// Reads blobs. Holds a shared lock, so that no blob is pruned meanwhile.
 pub struct Reader<'a> {
     repository: &'a Repository,
     /// `None` where the repository has its index in memory.
@@ -295,7 +293,7 @@ impl Reader<'_> {
         self.repository
     }
 
-    /// The blobs, in the form the functions on page tables take.
+    /// The blobs, in the form that functions on page tables take.
     pub fn blobs(&self) -> Blobs<'_> {
         let blobs = self.repository.blobs();
         match &self.catalog {
@@ -325,8 +323,8 @@ impl Reader<'_> {
         self.blobs().read(id)
     }
 
-    /// Hands each wanted blob to `sink`, in the order they lie in the repository, from up to
-    /// `threads` threads at once, each verified against its id. See [`Blobs::read_sorted`].
+    /// Passes each wanted blob to `sink`, in the order of their locations, from up to `threads` threads at once,
+    /// each verified against its id. See [`Blobs::read_sorted`].
     pub fn read_sorted<T: Copy + Send, E: From<RepoError> + Send>(
         &self,
         wanted: Vec<(ContentId, T)>,
@@ -336,7 +334,7 @@ impl Reader<'_> {
         self.blobs().read_sorted(wanted, threads, sink)
     }
 
-    /// The bytes of a stream of a manifest, of which the caller accepts up to `limit_bytes`.
+    /// The bytes of a stream of a manifest, at most `limit_bytes`.
     pub fn read_stream(&self, stream: &Stream, limit_bytes: u64) -> Result<Vec<u8>, RepoError> {
         let wrong = |what: String| RepoError::Damaged {
             file: "a stream".into(),
@@ -368,16 +366,17 @@ impl<'a> From<&'a Reader<'_>> for Blobs<'a> {
     }
 }
 
-/// The key of a repository, out of its key file. Its owner needs no password; wiped when dropped.
+/// The key of a repository, unwrapped from its key file. It opens the repository without a password; wiped when
+/// dropped.
 pub struct UnlockedKey(MasterKey);
 
 impl UnlockedKey {
-    /// What [`UnlockedKey::from_bytes`] takes. As secret as the password.
+    /// The bytes for [`UnlockedKey::from_bytes`], as secret as the password.
     pub fn bytes(&self) -> &[u8] {
         &self.0[..]
     }
 
-    /// `None` when these cannot be a key.
+    /// A key of these bytes; `None` if their number is not that of a key.
     pub fn from_bytes(bytes: &[u8]) -> Option<UnlockedKey> {
         let key = bytes.try_into().ok()?;
         Some(UnlockedKey(Zeroizing::new(key)))
@@ -395,14 +394,14 @@ pub(crate) fn read_id(store: &LocalStore) -> Result<RepositoryId, RepoError> {
     config::decode(&config).map_err(|error| RepoError::format(CONFIG, &error))
 }
 
-/// What a password opened.
+/// The key that a password opened.
 pub(crate) struct Unlocked {
     pub(crate) master: MasterKey,
     /// The name of the key file.
     pub(crate) key: String,
 }
 
-/// Tries the password on every key file. A damaged one matters only if no other opens.
+/// Tries the password on every key file. A damaged one is reported only if no other opens.
 pub(crate) fn unlock(
     store: &LocalStore,
     password: &Password,
@@ -414,7 +413,7 @@ pub(crate) fn unlock(
     names.sort_unstable();
     for key in names {
         match read_key(store, &key) {
-            // Each costs as much time and memory as its file says, and any writer of the storage can add some.
+            // A key file determines its cost in time and memory, and any writer of the storage can add some.
             Ok(_) if tried == KEYS_MAX => {
                 return Err(RepoError::TooManyKeys {
                     keys: tried + 1,
@@ -455,7 +454,7 @@ pub(crate) fn read_key(store: &LocalStore, name: &str) -> Result<key_file::KeyFi
     decode().map_err(|error| RepoError::format(store.label(Area::Keys, name), &error))
 }
 
-/// `init` goes into an empty directory, or one an earlier `init` did not finish.
+/// Refuses a directory for `init`, unless it is empty or an earlier `init` in it did not finish.
 fn refuse_other_contents(dir: &Path) -> Result<(), RepoError> {
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -470,7 +469,7 @@ fn refuse_other_contents(dir: &Path) -> Result<(), RepoError> {
             return Err(not_empty(dir, "it is one already"));
         }
         if !Area::ALL.iter().any(|area| name == area.folder()) {
-            let what = format!("it holds '{}'", name.display());
+            let what = format!("it contains '{}'", name.display());
             return Err(not_empty(dir, &what));
         }
     }

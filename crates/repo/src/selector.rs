@@ -1,4 +1,5 @@
-//! From what a person types to a checkpoint: a whole id, the start of one, `latest`, `latest~2`.
+//! The checkpoint selector: it finds the checkpoint that a typed name means: a whole id, the start of one,
+//! `latest`, `latest~2`.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +7,7 @@ use crate::error::RepoError;
 use crate::format::manifest::{CheckpointId, Manifest};
 use crate::repository::Repository;
 
-/// What a name asks for.
+/// A parsed name.
 #[derive(Debug, PartialEq, Eq)]
 enum Name {
     /// Ids that start with these digits.

@@ -1,14 +1,14 @@
 //! Working sets: the pages that restored VMs accessed first, in that order. A lazy restore records them,
 //! and the next one of the same checkpoint populates them first.
 //!
-//! A working set is a hint next to its checkpoint; nothing depends on it. It is a file named like the manifest.
-//! A restore that finds more pages replaces the file as a whole; it goes with the checkpoint.
+//! A working set is a hint next to its checkpoint; nothing depends on it. Its file is named like the manifest. A
+//! restore that finds more pages replaces the file as a whole; it is removed with the checkpoint.
 //!
 //! ```text
 //! body   | varint pages | for each: varint number of its RAM block in the manifest, varint number there |
 //! ```
 
-use stillframe_page::varint;
+use stillframe_page::{GuestPage, varint};
 
 use crate::crypto::sealed_file::{open_file, seal_file};
 use crate::error::RepoError;
@@ -17,33 +17,34 @@ use crate::format::manifest::CheckpointId;
 use crate::repository::{Reader, Repository};
 use crate::store::local::Area;
 
-/// The most pages in one. Those in the same frame need not be in it: they come along.
+/// Maximum number of pages of a working set. Pages of the same frame need not be in it: fault-around reads them.
 pub const PAGES_MAX: usize = 1 << 16;
 
-/// The longest file that is read.
+/// Maximum length in bytes of a file that is read.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Pages in access order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WorkingSet {
-    /// The number of each page's RAM block in the manifest, and its number there.
-    pub pages: Vec<(u32, u32)>,
+    /// The pages; blocks are numbered as in the manifest.
+    pub pages: Vec<GuestPage>,
 }
 
 impl WorkingSet {
-    /// Writes the plain body; what is beyond [`PAGES_MAX`] is left out.
+    /// Encodes the plain body; pages beyond [`PAGES_MAX`] are left out.
     pub fn encode(&self) -> Vec<u8> {
         let pages = &self.pages[..self.pages.len().min(PAGES_MAX)];
         let mut out = Vec::new();
         varint::put(&mut out, pages.len() as u32);
-        for &(block, page) in pages {
-            varint::put(&mut out, block);
-            varint::put(&mut out, page);
+        for &GuestPage { block, page } in pages {
+            // A VM has few blocks, each of less than 2^30 pages.
+            varint::put(&mut out, block as u32);
+            varint::put(&mut out, page as u32);
         }
         out
     }
 
-    /// Reads the plain body.
+    /// Decodes the plain body.
     pub fn decode(body: &[u8]) -> Result<WorkingSet, FormatError> {
         let mut cursor = Cursor::new(body);
         let count = cursor.varint()? as usize;
@@ -52,7 +53,8 @@ impl WorkingSet {
         }
         let mut pages = Vec::new();
         for _ in 0..count {
-            pages.push((cursor.varint()?, cursor.varint()?));
+            let (block, page) = (cursor.varint()? as usize, cursor.varint()?.into());
+            pages.push(GuestPage { block, page });
         }
         cursor.finish()?;
         Ok(WorkingSet { pages })
@@ -73,7 +75,7 @@ impl Repository {
             .map_err(|error| RepoError::format(self.store.label(Area::WorkingSets, &name), &error))
     }
 
-    /// Removes those whose checkpoints are gone. Under the exclusive lock.
+    /// Removes the working sets of checkpoints that are gone. Requires the exclusive lock.
     pub(crate) fn remove_orphaned_working_sets(&self) -> Result<(), RepoError> {
         for name in self.store.names(Area::WorkingSets)? {
             let manifest = self.store.length(Area::Manifests, &name)?;
@@ -86,8 +88,8 @@ impl Repository {
 }
 
 impl Reader<'_> {
-    /// Records the working set of a checkpoint, in place of the one before; returns whether it did. Of two
-    /// processes that do so at the same time the last one counts.
+    /// Records the working set of a checkpoint, in place of an earlier one. Returns whether it was recorded: not
+    /// if it is empty, or the checkpoint is gone. Of two concurrent calls the last one counts.
     pub fn record_working_set(
         &self,
         id: &CheckpointId,

@@ -21,7 +21,7 @@ use crate::repository::Repository;
 use crate::store::local::Area;
 use crate::store::lock::Lock;
 
-/// Length of the pieces a stream is cut into.
+/// Length in bytes of the pieces that a stream is split into.
 pub const PIECE_BYTES: usize = 4096;
 
 /// What [`Writer::put`] did.
@@ -42,21 +42,21 @@ pub struct Committed {
     pub bytes_stored: u64,
 }
 
-/// Writes one checkpoint. Dropped without [`Writer::commit`], nothing happened: what it wrote is
-/// removed, or by the next prune if that fails.
+/// Writes one checkpoint. A drop without [`Writer::commit`] removes what was written; the next prune removes what
+/// cannot be removed then.
 pub struct Writer<'a> {
     repository: &'a mut Repository,
     lock: Arc<Lock>,
     hasher: ContentHasher,
-    /// What this writer has put.
+    /// The blobs that this writer has put.
     fresh: BlobTable,
     packer: Option<Packer>,
     bytes_stored: u64,
 }
 
 impl Repository {
-    /// Begins a checkpoint: waits up to `wait` for an exclusive lock to go, takes a shared one,
-    /// and reads the index files that are new.
+    /// Begins a checkpoint: waits up to `wait` for the release of an exclusive lock, takes a shared one, and
+    /// reads new index files.
     pub fn begin(&mut self, wait: Duration) -> Result<Writer<'_>, RepoError> {
         Writer::begin(self, wait)
     }
@@ -76,7 +76,7 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Whether there is a checkpoint of this id. While this writer lives it cannot go away.
+    /// Whether there is a checkpoint of this id. It cannot be removed while this writer exists.
     pub fn has_manifest(&self, id: &CheckpointId) -> Result<bool, RepoError> {
         self.repository.has_manifest(id)
     }
@@ -86,9 +86,8 @@ impl<'a> Writer<'a> {
         self.fresh.find(id).is_some() || self.repository.index.contains(id)
     }
 
-    /// The packs that the index names and that are not there, or not whole, by their paths in the
-    /// repository: earlier checkpoints may need them. Their blobs count as absent
-    /// and are stored again by [`Writer::put`].
+    /// The packs of the index that are missing or cut short, by their paths in the repository. Earlier
+    /// checkpoints may need them. Their blobs count as absent and are stored again by [`Writer::put`].
     pub fn missing_packs(&self) -> Vec<String> {
         let repository = &self.repository;
         let names = repository.index.missing_packs().iter();
@@ -107,8 +106,8 @@ impl<'a> Writer<'a> {
         self.repository.blobs()
     }
 
-    /// Stores a blob of 1 byte to 32 MiB under its id. A failure to write may be told by a later
-    /// call; after an error the writer can only be dropped.
+    /// Stores a blob of 1 byte to 32 MiB under its id. A later call may report a failure to write; after an error
+    /// the writer can only be dropped.
     pub fn put(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
         match self.contains(&id) {
             true => Ok(Put::Duplicate),
@@ -116,7 +115,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// As [`Writer::put`], but stores the blob even if it is there already.
+    /// As [`Writer::put`], but stores the blob even if the repository has it already.
     pub fn put_again(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
         if bytes.is_empty() || bytes.len() > BLOB_BYTES_MAX {
             return Err(RepoError::BlobSize {
@@ -146,8 +145,8 @@ impl<'a> Writer<'a> {
         Ok(id)
     }
 
-    /// Stores a byte string in pieces of 4 KiB, so that the parts that stay the same from
-    /// checkpoint to checkpoint are stored once; the ids of the pieces.
+    /// Stores a byte string in pieces of 4 KiB, so that pieces which checkpoints share are stored once. Returns
+    /// the ids of the pieces.
     pub fn put_stream(&mut self, bytes: &[u8]) -> Result<Vec<ContentId>, RepoError> {
         bytes
             .chunks(PIECE_BYTES)
@@ -155,7 +154,7 @@ impl<'a> Writer<'a> {
             .collect()
     }
 
-    /// As [`Writer::put_stream`], in the form a manifest takes.
+    /// As [`Writer::put_stream`], in the form that a manifest takes.
     pub fn put_whole_stream(&mut self, bytes: &[u8]) -> Result<Stream, RepoError> {
         Ok(Stream {
             bytes: bytes.len() as u64,
@@ -168,10 +167,10 @@ impl<'a> Writer<'a> {
         self.packer.as_ref().map_or(0, Packer::stored_bytes)
     }
 
-    /// Records the checkpoint. When this returns, it is on disk: packs first, then the index file
-    /// that describes them, then the manifest, each made durable before the next is begun. Sets
-    /// `manifest.bytes_stored`. After an error there is no new checkpoint, unless the very last
-    /// fsync, of the folder `manifests/`, is what failed; then it may be there, and whole.
+    /// Records the checkpoint. When this returns, it is on disk: packs first, then the index file that describes
+    /// them, then the manifest, each made durable before the next is begun. Sets `manifest.bytes_stored`. After
+    /// an error there is no new checkpoint, unless only the last fsync, of the folder `manifests/`, has failed;
+    /// then the checkpoint may exist, and is complete.
     pub fn commit(mut self, manifest: Manifest) -> Result<Committed, RepoError> {
         let packs = match self.packer.take() {
             Some(packer) => packer.finish()?,
@@ -182,8 +181,8 @@ impl<'a> Writer<'a> {
             discard(&self.repository.store, &packs);
             return Err(error);
         }
-        // Once an index file may name the packs they stay, whatever happens after: they are
-        // whole and durable, and another writer may already count on them.
+        // Once an index file may name the packs, they stay: they are complete and durable, and another writer may
+        // already rely on them.
         self.record_packs(packs)?;
         let id = self.record_manifest(manifest)?;
         // From here on the checkpoint exists; merging index files is housekeeping.
@@ -197,7 +196,7 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Writes the index files that describe the new packs: one, but for a checkpoint of many GiB.
+    /// Writes the index files that describe the new packs: one, or several for a checkpoint of many GiB.
     fn record_packs(&mut self, packs: Vec<IndexedPack>) -> Result<(), RepoError> {
         let repository = &mut *self.repository;
         let mut contents = IndexFile::default();
@@ -240,8 +239,8 @@ impl<'a> Writer<'a> {
         self.lock.assert_held()?;
         let (store, name) = (&repository.store, id.to_hex());
         store.create(Area::Manifests, &name, &file)?;
-        // A lock that was lost in between let a prune run, which may have removed what this manifest
-        // relies on. One that began later has seen the manifest.
+        // If the lock was lost in between, a prune may have removed blobs that this manifest needs. A prune that
+        // began later has seen the manifest.
         if let Err(error) = self.lock.assert_held() {
             store.remove(Area::Manifests, &name)?;
             store.sync_area(Area::Manifests)?;

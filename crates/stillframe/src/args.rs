@@ -1,18 +1,19 @@
-//! The command line: what can be asked for, and with which words.
+//! The command line: subcommands and their options.
 
 mod capture;
 mod clone;
+mod common;
 mod copy;
 mod forget;
 mod generate;
 mod interchange;
 mod key;
+mod launch;
 mod list;
+mod restore;
 mod rewind;
-mod start;
 mod transfer;
 
-use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -21,35 +22,36 @@ use stillframe_engine::Selector;
 
 use crate::durations;
 use crate::help;
-use crate::sizes;
 pub use capture::{CaptureArgs, CheckpointArgs, WatchArgs};
 pub use clone::CloneArgs;
+pub use common::{GuestArgs, LockArgs};
 pub use copy::CopyArgs;
 pub use forget::{ForgetArgs, KeepArgs, PruneArgs};
 pub use generate::{CompletionsArgs, ManArgs};
 pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
+pub use launch::LaunchArgs;
 pub use list::ListArgs;
+pub use restore::RestoreArgs;
 pub use rewind::RewindArgs;
-pub use start::StartArgs;
 pub use transfer::{ReceiveArgs, SendArgs, TransferArgs, TransferSide};
 
-/// Checkpoints and restores running QEMU VMs, from outside and without their help.
+/// Takes checkpoints of running, unmodified QEMU VMs and restores them
 #[derive(Debug, Parser)]
 #[command(name = "stillframe", version, after_help = help::TOP)]
 pub struct Cli {
-    /// What every command understands.
+    /// Options of every command.
     #[command(flatten, next_help_heading = "Options of every command")]
     pub global: GlobalArgs,
-    /// What is to be done.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What every command understands.
+/// Options of every command.
 #[derive(Debug, Clone, Args)]
 pub struct GlobalArgs {
-    /// The repository: a directory
+    /// Directory of the repository
     #[arg(
         short,
         long,
@@ -58,25 +60,25 @@ pub struct GlobalArgs {
         env = "STILLFRAME_REPOSITORY"
     )]
     pub repository: Option<PathBuf>,
-    /// Where the repository's password comes from.
+    /// The source of the repository's password.
     #[command(flatten)]
     pub password: PasswordArgs,
-    /// Print results, notes and errors as JSON, one object a line
+    /// Print results, notes and errors as JSON, one value per line
     #[arg(long, global = true)]
     pub json: bool,
-    /// Print results and errors only: no progress, no notes
+    /// Print only results, warnings and errors: no progress, no notes
     #[arg(short, long, global = true)]
     pub quiet: bool,
-    /// Print details, too
+    /// Print details as well
     #[arg(short, long, global = true, conflicts_with = "quiet")]
     pub verbose: bool,
 }
 
-/// Where the repository's password comes from. There is no option that takes the password itself:
-/// every user of a machine can read every command line.
+/// The source of the repository's password. No option takes the password itself, because every user of a machine
+/// can read every command line.
 #[derive(Debug, Clone, Default, Args)]
 pub struct PasswordArgs {
-    /// Read the password from this file [env: STILLFRAME_PASSWORD_FILE]
+    /// File with the password [env: STILLFRAME_PASSWORD_FILE]
     #[arg(
         long,
         global = true,
@@ -84,96 +86,96 @@ pub struct PasswordArgs {
         conflicts_with = "password_command"
     )]
     pub password_file: Option<PathBuf>,
-    /// What this prints is the password [env: STILLFRAME_PASSWORD_COMMAND]
+    /// Command that prints the password [env: STILLFRAME_PASSWORD_COMMAND]
     #[arg(long, global = true, value_name = "COMMAND")]
     pub password_command: Option<String>,
 }
 
-/// What is to be done.
+/// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Create a repository
     #[command(after_help = help::INIT)]
     Init,
-    /// Need no password for a while
+    /// Keep the key in the kernel, so that commands need no password for a while
     #[command(after_help = help::UNLOCK)]
     Unlock(UnlockArgs),
-    /// Add, remove, list and change the passwords of the repository
+    /// List, add, remove and change the passwords of the repository
     #[command(after_help = help::KEY)]
     Key(KeyArgs),
     /// Take one checkpoint of a running VM
     #[command(after_help = help::CHECKPOINT)]
     Checkpoint(CheckpointArgs),
-    /// Stay attached to a VM and take a checkpoint every so often
+    /// Stay attached to a running VM and take checkpoints at an interval
     #[command(after_help = help::WATCH)]
     Watch(WatchArgs),
-    /// List the checkpoints
+    /// List checkpoints
     #[command(visible_alias = "ls", after_help = help::LIST)]
     List(ListArgs),
-    /// Show everything about one checkpoint
+    /// Show one checkpoint in detail
     #[command(after_help = help::SHOW)]
     Show(NamedCheckpoint),
-    /// Start a new QEMU in the state of a checkpoint
+    /// Start a new QEMU from a checkpoint
     #[command(after_help = help::RESTORE)]
     Restore(RestoreArgs),
-    /// Start several VMs from one checkpoint, which share its memory
+    /// Start several VMs from one checkpoint; they share its memory
     #[command(after_help = help::CLONE)]
     Clone(CloneArgs),
-    /// Take a running VM back to one of its checkpoints, in the same QEMU
+    /// Return a running VM to one of its checkpoints, in the same QEMU
     #[command(after_help = help::REWIND)]
     Rewind(RewindArgs),
-    /// Write a checkpoint as a file that QEMU, gdb or crash can read
+    /// Write a checkpoint to a file for QEMU, gdb or crash
     #[command(after_help = help::EXPORT)]
     Export(ExportArgs),
-    /// Make a checkpoint of a migration file that QEMU wrote
+    /// Create a checkpoint from a migration file of QEMU
     #[command(after_help = help::IMPORT)]
     Import(ImportArgs),
-    /// Copy checkpoints into another repository
+    /// Copy checkpoints to another repository
     #[command(after_help = help::COPY)]
     Copy(CopyArgs),
-    /// Look for damage in the repository
+    /// Check the repository for damage
     #[command(after_help = help::CHECK)]
     Check(CheckArgs),
-    /// Remove checkpoints; their space is freed by prune
+    /// Remove checkpoints; prune then frees their space
     #[command(after_help = help::FORGET)]
     Forget(ForgetArgs),
-    /// Free the space of what no checkpoint needs
+    /// Free the space of data that no checkpoint needs
     #[command(after_help = help::PRUNE)]
     Prune(PruneArgs),
-    /// Make the index again from the packs, when index files are lost or damaged
+    /// Rebuild the index from the packs, after index files were lost or damaged
     #[command(after_help = help::REBUILD_INDEX)]
     RebuildIndex,
-    /// Describe the repository, a file of it, or a checkpoint as it is stored
+    /// Describe the repository, one of its files, or a checkpoint as stored
     #[command(after_help = help::INSPECT)]
     Inspect(InspectArgs),
-    /// Count what changes in a VM's memory, page by page and byte by byte
+    /// Count the pages and bytes that change in a VM's memory
     #[command(after_help = help::STATS)]
     Stats(StatsArgs),
-    /// Try what this machine's kernel can do
+    /// Test whether this machine's kernel can do what stillframe needs
     #[command(after_help = help::PROBE)]
     Probe,
-    /// Print a shell's completions for this program
+    /// Print shell completions for stillframe
     #[command(after_help = help::COMPLETIONS)]
     Completions(CompletionsArgs),
-    /// Write this program's man pages into a directory
+    /// Write man pages to a directory
     #[command(after_help = help::MAN)]
     Man(ManArgs),
-    /// Send a running VM to another process of this host: for the stress runs of the project
+    /// Send a running VM to another process on this host (for stress runs of the project)
     #[command(hide = true)]
     Transfer(TransferArgs),
 }
 
-/// Which running VM. Exactly one of these.
+/// A running VM, selected by exactly one of these.
 #[derive(Debug, Clone, Args)]
 #[group(required = true, multiple = false)]
 pub struct VmSelector {
-    /// The VM, by its -name
+    /// Select the VM by its -name
     #[arg(value_name = "VM")]
     pub name: Option<String>,
-    /// The VM, by the process id of its QEMU
+    /// Select the VM by the process id of its QEMU
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(1..))]
     pub pid: Option<i32>,
-    /// The VM, by the unix socket of a QMP monitor of its
+    /// Select the VM by the unix socket of one of its QMP monitors
     #[arg(long, value_name = "PATH")]
     pub qmp: Option<PathBuf>,
     /// The same as VM
@@ -182,7 +184,7 @@ pub struct VmSelector {
 }
 
 impl VmSelector {
-    /// As the engine wants it. `None` cannot come from the command line (the group is required).
+    /// The same for the engine. `None` cannot come from the command line, because the group is required.
     pub fn selector(&self) -> Option<Selector> {
         let by_pid = self.pid.map(Selector::Pid);
         let by_qmp = || self.qmp.clone().map(Selector::Qmp);
@@ -192,85 +194,24 @@ impl VmSelector {
     }
 }
 
-/// One checkpoint by name.
+/// One checkpoint.
 #[derive(Debug, Clone, Args)]
 pub struct NamedCheckpoint {
     /// The checkpoint: its id, the first digits of it, `latest`, or `latest~2` (two before)
     #[arg(value_name = "ID")]
     pub id: String,
-    /// Only look among the checkpoints of this VM
+    /// Consider only checkpoints of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
-}
-
-/// `restore`
-#[derive(Debug, Args)]
-pub struct RestoreArgs {
-    /// The checkpoint: its id, the first digits of it, `latest`, or `latest~2` (two before)
-    #[arg(value_name = "ID", required_unless_present = "resume")]
-    pub id: Option<String>,
-    /// Only look among the checkpoints of this VM
-    #[arg(long, value_name = "NAME")]
-    pub vm: Option<String>,
-    /// Where the new QEMU's QMP monitor listens: a unix socket [default: where the VM's first one did]
-    #[arg(long, value_name = "PATH")]
-    pub qmp: Option<PathBuf>,
-    /// The new VM's first serial port, as for QEMU's -serial [default: as it was where it listened, else null]
-    #[arg(long, value_name = "SPEC")]
-    pub serial: Option<String>,
-    /// Have another word in the VM's command line (the path of a disk's copy, a tap, a port)
-    #[arg(long, value_name = "OLD=NEW", value_parser = clone::parse_replacement)]
-    pub replace: Vec<(String, String)>,
-    /// Leave the guest paused, ready to run
-    #[arg(long)]
-    pub paused: bool,
-    /// Leave the guest's clock as at the checkpoint; else guest agents are asked to set them
-    #[arg(long)]
-    pub keep_guest_clock: bool,
-    /// Compare all memory with the checkpoint before the guest runs; with --lazy only together with
-    /// --paused
-    #[arg(long)]
-    pub verify: bool,
-    /// Let the guest run at once, and fill its memory meanwhile
-    #[arg(long)]
-    pub lazy: bool,
-    /// With --lazy: fill at most so much a second of what the guest has not asked for
-    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
-    pub limit_fill: Option<NonZeroU64>,
-    /// Go on with a lazy restore that was killed, of the VM with this --qmp
-    #[arg(
-        long,
-        requires = "qmp",
-        conflicts_with_all = ["id", "vm", "serial", "replace", "paused", "keep_guest_clock", "verify", "lazy", "disks_as_they_are", "qemu", "as_root", "without_label", "without_group", "allow_commands", "pidfile", "log", "print_command"]
-    )]
-    pub resume: bool,
-    /// Go on although a disk is no longer what the guest remembers
-    #[arg(long)]
-    pub disks_as_they_are: bool,
-    /// How QEMU is started.
-    #[command(flatten)]
-    pub start: StartArgs,
-    /// What the new QEMU writes to its standard error [default: a file in the runtime directory]
-    #[arg(long, value_name = "FILE")]
-    pub log: Option<PathBuf>,
-    /// Where the new QEMU writes its process id [default: where the VM did, if that file is free]
-    #[arg(long, value_name = "FILE")]
-    pub pidfile: Option<PathBuf>,
-    /// Only print the command that would start QEMU
-    #[arg(long)]
-    pub print_command: bool,
-    /// Wait so long for another process' lock on the repository
-    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
-    pub lock_wait: Duration,
 }
 
 /// `unlock`
 #[derive(Debug, Args)]
 pub struct UnlockArgs {
-    /// For so long
+    /// How long commands need no password
     #[arg(long = "for", value_name = "TIME", value_parser = durations::parse_positive, default_value = "8h")]
     pub time: Duration,
-    /// Need the password again from now on
+    /// Remove the key from the kernel now
     #[arg(long, conflicts_with = "time")]
     pub end: bool,
 }
@@ -278,7 +219,7 @@ pub struct UnlockArgs {
 /// `check`
 #[derive(Debug, Args)]
 pub struct CheckArgs {
-    /// Also read and verify every byte
+    /// Also read and verify every byte of the packs
     #[arg(long)]
     pub read_data: bool,
 }
@@ -289,24 +230,24 @@ pub struct StatsArgs {
     /// Two checkpoints, the older one first
     #[arg(value_names = ["OLDER", "NEWER"], num_args = 2, conflicts_with = "over")]
     pub checkpoints: Vec<String>,
-    /// Instead, look at a running VM over so long a time
+    /// Measure a running VM over this time instead
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
     pub over: Option<Duration>,
-    /// The running VM, by the process id of its QEMU
+    /// Select the running VM by the process id of its QEMU
     #[arg(long, value_name = "N", requires = "over", conflicts_with_all = ["qmp", "vm"], value_parser = clap::value_parser!(i32).range(1..))]
     pub pid: Option<i32>,
-    /// The running VM, by the unix socket of a QMP monitor of its
+    /// Select the running VM by the unix socket of one of its QMP monitors
     #[arg(long, value_name = "PATH", requires = "over", conflicts_with = "vm")]
     pub qmp: Option<PathBuf>,
-    /// The running VM, by its -name; or whose checkpoints the two are
+    /// Select the running VM by its -name; without --over, consider only checkpoints of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
-    /// Also draw the histogram, as an SVG file
+    /// Also write the histogram to this SVG file
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
-    /// Wait so long for another process' lock on the repository
-    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
-    pub lock_wait: Duration,
+    /// How the repository is locked.
+    #[command(flatten)]
+    pub lock: LockArgs,
 }
 
 impl StatsArgs {
@@ -327,14 +268,14 @@ pub struct InspectArgs {
     /// The repository's directory, a file in it, or a checkpoint
     #[arg(value_name = "FILE|ID")]
     pub what: String,
-    /// Only look among the checkpoints of this VM
+    /// Consider only checkpoints of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
 }
 
 #[cfg(test)]
 mod tests {
-    //! The rules of the command line, and its stability: scripts rely on these words.
+    //! The rules of the command line, and its stability, which scripts rely on.
 
     use clap::CommandFactory;
     use clap::error::ErrorKind;
@@ -383,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn global_options_stand_before_or_behind_the_command() {
+    fn global_options_are_accepted_before_and_after_the_command() {
         for line in [
             "-r /r --json checkpoint --pid 1",
             "checkpoint --pid 1 --json --repository /r",
@@ -450,6 +391,11 @@ mod tests {
             refused("restore --qmp /a"),
             ErrorKind::MissingRequiredArgument
         );
+        assert!(parse("restore --resume --qmp /a --limit-fill 1M").is_ok());
+        for option in ["latest", "--paused", "--as-root", "--replace=a=b", "--lazy"] {
+            let line = format!("restore --resume --qmp /a {option}");
+            assert_eq!(refused(&line), ErrorKind::ArgumentConflict, "{line}");
+        }
         let line = "restore latest~2 --vm a --qmp /a --serial file:/x --paused --json --verify \
                     --disks-as-they-are --log /l --print-command";
         assert!(parse(line).is_ok());
@@ -482,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn forget_and_the_rest_of_the_contract() {
+    fn forget_and_the_other_commands_parse() {
         for line in [
             "forget --keep-last 3 --keep-hourly 1 --keep-daily 2 --keep-weekly 4 --prune --dry-run",
             "forget 1a2b latest~3 --vm a",
@@ -523,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tag_chooses_what_rules_look_at_and_nothing_else() {
+    fn a_tag_limits_only_the_rules() {
         assert_eq!(
             refused("forget latest --tag a"),
             ErrorKind::MissingRequiredArgument

@@ -1,4 +1,4 @@
-//! Lengths of time as they are typed and shown: `500ms`, `2s`, `1.5m`. Ages and points in time are in [`times`].
+//! Reads and prints lengths of time: `500ms`, `2s`, `1.5m`. [`times`] has ages and points in time.
 
 pub mod times;
 
@@ -8,22 +8,22 @@ use thiserror::Error;
 
 use crate::quantity;
 
-/// Longer than any pause, wait or interval anyone means; keeps all later arithmetic in range.
+/// Upper bound on a length of time; keeps all later arithmetic in range.
 const DURATION_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
-/// Why a text is no length of time.
+/// Why a text is not a length of time.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum DurationError {
-    /// No number, or no unit that is known.
+    /// There is no number, or no known unit.
     #[error(
-        "'{0}' is no length of time; write a number and its unit (ms, s, m, h, d), like 500ms, 2s or 5m"
+        "'{0}' is not a length of time: give a number with a unit (ms, s, m, h, d), such as 500ms, 2s or 5m"
     )]
     Malformed(String),
-    /// Beyond a year.
-    #[error("'{0}' is more than a year")]
+    /// Longer than a year.
+    #[error("'{0}' is longer than a year")]
     TooLong(String),
-    /// Zero where something has to happen in it.
-    #[error("'{0}' is no time at all")]
+    /// Zero, where a positive length is required.
+    #[error("'{0}' is zero: give a longer time")]
     Zero(String),
 }
 
@@ -48,7 +48,7 @@ pub fn parse(text: &str) -> Result<Duration, DurationError> {
     }
 }
 
-/// As [`parse`], without zero.
+/// Like [`parse`], but refuses zero.
 pub fn parse_positive(text: &str) -> Result<Duration, DurationError> {
     match parse(text)? {
         Duration::ZERO => Err(DurationError::Zero(text.to_owned())),
@@ -56,7 +56,7 @@ pub fn parse_positive(text: &str) -> Result<Duration, DurationError> {
     }
 }
 
-/// For a reader: three digits at most, in the unit that fits.
+/// The length in words, with three digits at most and a fitting unit.
 pub fn human(duration: Duration) -> String {
     let us = duration.as_micros();
     let seconds = duration.as_secs_f64();
@@ -72,7 +72,7 @@ pub fn human(duration: Duration) -> String {
     }
 }
 
-/// [`human`] for a count of microseconds.
+/// [`human`] of this many microseconds.
 pub fn human_us(us: u64) -> String {
     human(Duration::from_micros(us))
 }
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_time_is_refused() {
+    fn other_texts_are_refused() {
         for text in [
             "", "2", "s", "2 s", "-2s", "2sec", "1.s", ".5s", "1.2.3s", "1e3s", "2S", "²s", "inf",
             "NaNs",
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn shown_in_the_unit_that_fits() {
+    fn a_fitting_unit_is_chosen() {
         assert_eq!(human_us(0), "0 us");
         assert_eq!(human_us(999), "999 us");
         assert_eq!(human_us(3_412), "3.4 ms");

@@ -1,62 +1,64 @@
-//! What a command itself finds wrong.
+//! Errors of the commands themselves.
 
 use stillframe_repo::AnnotationError;
 use thiserror::Error;
 
 use crate::table;
 
-/// What a command itself finds wrong.
+/// An error of a command itself.
 #[derive(Debug, Error)]
 pub enum CommandError {
-    /// No directory.
-    #[error("no repository: name its directory with -r DIR or STILLFRAME_REPOSITORY")]
+    /// No directory is given.
+    #[error("no repository: give its directory with -r DIR or STILLFRAME_REPOSITORY")]
     NoRepository,
-    /// No VM; the command line's definitions do not let this through.
-    #[error("no VM: name one with --pid, --qmp or --vm")]
+    /// No VM is given; clap does not let this through.
+    #[error("no VM: give one with --pid, --qmp or --vm")]
     NoVm,
     /// More tags than a checkpoint can have.
     #[error(transparent)]
     Tags(#[from] AnnotationError),
-    /// No id and no rule.
-    #[error("nothing to forget: name checkpoints, or give a --keep rule")]
+    /// Neither an id nor a rule is given.
+    #[error("nothing to forget: give checkpoints or a --keep rule")]
     NothingToForget,
-    /// The checkpoint names no socket for a monitor.
+    /// The checkpoint has no monitor socket.
     #[error(
-        "the VM had no QMP monitor with a socket of its own: name one for the new VM with --qmp PATH"
+        "the VM had no QMP monitor with a socket of its own: give one for the new VM with --qmp PATH"
     )]
     NoMonitor,
-    /// Several VMs with one monitor.
-    #[error("each clone needs a monitor of its own: --qmp /run/web-{{}}.qmp, for example")]
+    /// Several clones would share one monitor.
+    #[error(
+        "each clone needs a monitor of its own: use {{}} in --qmp, for example --qmp /run/web-{{}}.qmp"
+    )]
     SameMonitor,
-    /// Neither of the two things `stats` can look at, or both.
-    #[error("stats of what? Name two checkpoints, or a running VM and --over TIME")]
-    StatsOfWhat,
-    /// The kernel, or the user's rights.
-    #[error("this machine cannot checkpoint a VM: {0} (`stillframe probe` shows everything)")]
+    /// `stats` has neither two checkpoints nor a running VM, or both.
+    #[error("stats needs two checkpoints, or a running VM and --over TIME")]
+    NothingToMeasure,
+    /// The kernel or the user's rights are not sufficient.
+    #[error("this machine cannot checkpoint a VM: {0} (`stillframe probe` shows details)")]
     MissingAbility(String),
-    /// `probe` found something missing.
+    /// `probe` found missing abilities.
     #[error("{} missing here; no VM can be checkpointed", table::count(*.0, "required ability"))]
     ProbeFailed(u64),
-    /// `check` found something.
+    /// `check` or `rebuild-index` found problems.
     #[error("{} found; the repository is damaged", table::count(*.0, "problem"))]
     Problems(u64),
-    /// `--verify` found something.
+    /// `--verify` found differences.
     #[error(
         "the checkpoint differs from the VM's memory in {}; do not rely on it, and please report this",
         table::count(*.0, "page")
     )]
     Differs(u64),
-    /// The end came before the count.
+    /// The watch ended before `--count` was reached.
     #[error("{why} after {taken} of {count} checkpoints")]
     CountNotReached {
-        /// What ended the watch.
+        /// Why the watch ended.
         why: &'static str,
-        /// Checkpoints taken.
+        /// Number of checkpoints taken.
         taken: u64,
-        /// Checkpoints requested.
+        /// Number of checkpoints requested.
         count: u64,
     },
-    /// Nothing works any more.
+    /// Too many attempts failed in a row.
     #[error("{0} attempts in a row failed; giving up")]
     TooManyFailures(u32),
 }

@@ -1,4 +1,4 @@
-//! Exit codes, and which error ends with which. `help` has the same list for users.
+//! Exit codes, and the exit code of each error. `help` has the list for users.
 
 use std::error::Error;
 
@@ -22,20 +22,20 @@ use crate::error::CommandError;
 use crate::output::OutputError;
 use crate::password::PasswordError;
 
-/// How the program ends.
+/// The exit codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// All done.
+    /// Done.
     Done = 0,
-    /// Failed, in none of the ways below.
+    /// Failed for a reason that has no code of its own.
     Failed = 1,
-    /// Asked wrongly; clap ends with the same code.
+    /// Wrong usage; clap exits with the same code.
     Usage = 2,
     /// The repository is damaged.
     Damaged = 3,
     /// The password opens no key of the repository.
     WrongPassword = 4,
-    /// The VM was not found, or cannot be checkpointed right.
+    /// The VM was not found, or cannot be checkpointed correctly.
     Unsuitable = 5,
     /// Another process holds the repository.
     Locked = 6,
@@ -47,15 +47,14 @@ impl Exit {
         self as i32
     }
 
-    /// What a failure ends with: the first error of the chain that says.
+    /// The exit code of a failure: that of the first error in the chain that has one.
     pub fn of(error: &anyhow::Error) -> Exit {
-        error.chain().find_map(judge).unwrap_or(Exit::Failed)
+        error.chain().find_map(of_error).unwrap_or(Exit::Failed)
     }
 }
 
-/// What one error alone says. Errors that pass another one on as their own (`transparent`) hide it
-/// from the chain and are opened here.
-fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
+/// The exit code of one error. A `transparent` error hides its source from the chain, so the source is checked here.
+fn of_error(error: &(dyn Error + 'static)) -> Option<Exit> {
     if let Some(error) = error.downcast_ref::<CommandError>() {
         return Some(of_command(error));
     }
@@ -66,7 +65,7 @@ fn judge(error: &(dyn Error + 'static)) -> Option<Exit> {
         return Some(of_attach(error));
     }
     match error.downcast_ref() {
-        Some(CloneError::Restore(error)) => return judge(error),
+        Some(CloneError::Restore(error)) => return of_error(error),
         Some(CloneError::MemoryTemplate(TemplateError::Repo(error))) => {
             return Some(of_repo(error));
         }
@@ -124,7 +123,7 @@ fn of_command(error: &CommandError) -> Exit {
         | CommandError::NothingToForget
         | CommandError::SameMonitor
         | CommandError::NoMonitor
-        | CommandError::StatsOfWhat => Exit::Usage,
+        | CommandError::NothingToMeasure => Exit::Usage,
         CommandError::Problems(_) => Exit::Damaged,
         CommandError::MissingAbility(_)
         | CommandError::ProbeFailed(_)
@@ -136,10 +135,9 @@ fn of_command(error: &CommandError) -> Exit {
 
 fn of_repo(error: &RepoError) -> Exit {
     match error {
-        // A blob that a checkpoint refers to is missing: no request was wrong.
+        // A blob that a checkpoint refers to is missing; the request was correct.
         RepoError::MissingBlob { .. } => return Exit::Damaged,
-        // All but the first depend on what the repository holds, but only other words on the command
-        // line mend them.
+        // All but the first depend on the repository, but the user has to change the command line.
         RepoError::BadName { .. }
         | RepoError::Ambiguous { .. }
         | RepoError::SeveralVms { .. }
@@ -159,13 +157,13 @@ fn of_repo(error: &RepoError) -> Exit {
     }
 }
 
-/// What it passes on as its own; and a VM that cannot be rewound.
+/// The exit code of a hidden source, or of a VM that cannot be rewound.
 fn of_rewind(error: &RewindError) -> Option<Exit> {
     match error {
         RewindError::Repo(error) | RewindError::Verify(VerifyError::Repo(error)) => {
             Some(of_repo(error))
         }
-        RewindError::Checkpoint(error) => judge(error),
+        RewindError::Checkpoint(error) => of_error(error),
         RewindError::OtherVm { .. } => Some(Exit::Usage),
         RewindError::OtherMachine { .. }
         | RewindError::OtherDevices { .. }
@@ -185,7 +183,7 @@ fn of_attach(error: &AttachError) -> Exit {
         | AttachError::Inhibitor(_)
         | AttachError::HalfRewound
         | AttachError::Guardian(GuardianError::Injection { .. }) => Exit::Unsuitable,
-        // Our own helper process: the VM is not at fault.
+        // The helper process failed, not the VM.
         AttachError::Guardian(_) => Exit::Failed,
     }
 }
@@ -216,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn the_repository_says_three_four_or_six() {
+    fn repository_errors_exit_with_three_four_or_six() {
         assert_eq!(exit(damaged()), Exit::Damaged);
         assert_eq!(exit(wrong_password()), Exit::WrongPassword);
         assert_eq!(
@@ -248,9 +246,9 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_cannot_be_had_says_five() {
-        let nobody = TargetError::NoSuchName { name: "x".into() };
-        assert_eq!(exit(AttachError::Target(nobody)), Exit::Unsuitable);
+    fn an_unsuitable_vm_exits_with_five() {
+        let unknown = TargetError::NoSuchName { name: "x".into() };
+        assert_eq!(exit(AttachError::Target(unknown)), Exit::Unsuitable);
         let refused = GuardianError::Injection {
             pid: 1,
             reason: "traced".into(),
@@ -261,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_user_did_says_two_or_one() {
+    fn usage_errors_exit_with_two_and_others_with_one() {
         assert_eq!(exit(CommandError::NoRepository), Exit::Usage);
         assert_eq!(exit(PasswordError::NoSource), Exit::Usage);
         assert_eq!(exit(PasswordError::Mismatch), Exit::Failed);

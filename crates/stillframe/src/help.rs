@@ -1,6 +1,6 @@
-//! The examples and exit codes below each command's options.
+//! The examples, explanations and exit codes below each command's options.
 
-/// The same words under every command.
+/// The list below the options of every command.
 macro_rules! exit_codes {
     () => {
         "\
@@ -10,7 +10,7 @@ Exit codes:
   2  wrong usage
   3  the repository is damaged
   4  wrong password
-  5  the VM was not found, or cannot be checkpointed right
+  5  the VM was not found, or cannot be checkpointed correctly
   6  the repository is locked by another process"
     };
 }
@@ -26,9 +26,9 @@ Examples:
   stillframe list
   stillframe restore latest --vm web1 --qmp /run/web1-again.qmp
 
-The password is read from --password-file or --password-command; else from one of the environment's
-STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE and STILLFRAME_PASSWORD_COMMAND; else it is asked for.
-Results go to standard output, everything else to standard error. With --json both are JSON, one object a line: a
+The password comes from --password-file or --password-command, or from one of the environment variables
+STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE and STILLFRAME_PASSWORD_COMMAND; otherwise stillframe prompts for it.
+Results go to standard output, everything else to standard error. With --json both are JSON, one value per line: a
 result, {\"note\": ...}, {\"warning\": ...}, or {\"error\": ..., \"exit_code\": ...}.
 
 ",
@@ -42,7 +42,7 @@ Examples:
   stillframe -r /srv/checkpoints init
   stillframe -r /srv/checkpoints init --password-file /etc/stillframe.password
 
-Keep the password: without it nothing in the repository can be read again.
+Keep the password: without it nothing in the repository can be read.
 
 ",
     exit_codes!()
@@ -57,12 +57,13 @@ Examples:
   stillframe -r /srv/checkpoints key passwd
   stillframe -r /srv/checkpoints --password-file /etc/stillframe.other key remove 1a2b3c4d
 
-Every password opens the same master key, each by a file of its own. A password must be given in any case,
-also where the repository is unlocked; that one's own key is not removed, so one that works is always left.
+Each password opens the same master key, through a key file of its own. Every key command needs a password, even
+while the repository is unlocked. `key remove` refuses to remove the key of that password, so a working one
+always remains.
 
-Removing or changing a password encrypts nothing anew. An older copy of its key file (a backup, say) together
-with that password still gives the master key, and so does a key that `unlock` keeps. Where that may be
-in wrong hands, make a new repository, `copy` the checkpoints there, and remove the old one.
+Removing or changing a password re-encrypts nothing. An old copy of its key file (in a backup, say) with that
+password still opens the master key, and so does a key that `unlock` keeps. If either may be in the wrong hands,
+create a new repository, `copy` the checkpoints into it, and delete the old one.
 
 ",
     exit_codes!()
@@ -77,12 +78,13 @@ Examples:
   stillframe -r /srv/checkpoints checkpoint --qmp /run/web1.qmp --verify
   stillframe -r /srv/checkpoints checkpoint --vm web1 --tag before-upgrade --note 'kernel 6.12 is next'
 
-The VM runs on, except for the pause the result tells of. A pause that overruns its limit ends, and
-the checkpoint with it. With --verify the pause lasts as long as reading all memory takes. Ctrl-C
-gives the checkpoint up. TIME is a number and its unit: 500ms, 2s, 5m. SIZE too: 64M, 1.5G.
+The VM runs on, except during the pause that the result reports. If the pause exceeds --pause-limit, the VM resumes
+and the checkpoint is discarded. With --verify the pause lasts as long as reading all guest memory takes. Ctrl-C
+discards the checkpoint. `watch --help` explains the schedules. TIME is a number with its unit: 500ms, 2s, 5m. So is
+SIZE: 64M, 1.5G.
 
-A tag is a word of letters, digits and ._-:/+@=, up to 64 bytes; a checkpoint has up to 32. A note is one line
-of up to 1024 bytes. Both are encrypted with the checkpoint, and cannot be changed later.
+A tag consists of letters, digits and ._-:/+@=, up to 64 bytes; a checkpoint has up to 32 tags. A note is one line
+of up to 1024 bytes. Both are encrypted with the checkpoint and cannot be changed later.
 
 ",
     exit_codes!()
@@ -96,18 +98,21 @@ Examples:
   stillframe -r /srv/checkpoints watch --pid 4711 --every 2s --count 100 --json
   stillframe -r /srv/checkpoints watch --vm web1 --every 10m --tag auto
 
-One checkpoint is stored while the next is captured; an interval that cannot be kept is lengthened, and
-told. --schedule auto takes what suits the VM, and says why: stop-copy (all in the pause), pre-copy
-(before it, as far as possible), or copy-on-write (after it). With copy-on-write the guest waits for this
-process at some of its first writes: should it hang for some seconds, a stop signal included, it is
-killed for the guest's sake. Where the host's KSM or the balloon takes pages before they are copied, that
-checkpoint is taken once more by pre-copy.
+One checkpoint is stored while the next is captured. An interval that cannot be kept is lengthened, and this is
+reported. All checkpoints get the same tags and note. TIME is a number with its unit: 500ms, 2s, 5m.
 
-One result a checkpoint. A checkpoint that fails is reported, and tried again at the next interval;
-10 failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the
-running checkpoint and detaches, the second gives the checkpoint up, the third exits at once; the VM
-runs on in every case. Exit code 0 when ended by a signal or by the VM's end, but 1 when --count was
-given and not reached. TIME is a number and its unit: 500ms, 2s, 5m. Every checkpoint has the tags and the note.
+Schedules:
+  stop-copy      copies the written pages in the pause
+  pre-copy       copies most of them before the pause
+  copy-on-write  copies them after the pause; some first writes of the guest wait for this process
+  auto           measures the VM, chooses one of these, and reports the choice
+With copy-on-write, a watch that hangs for 2.5 seconds (also by SIGSTOP) is killed, so that the guest runs on. If the
+host's KSM or the balloon takes pages before they are copied, that checkpoint is taken again with pre-copy.
+
+Each checkpoint prints one result. A checkpoint that fails is reported and tried again at the next interval; 10
+failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the current checkpoint and
+detaches, the second discards that checkpoint, the third exits at once; the VM runs on in each case. The exit code
+is 0 after a signal or the end of the VM, but 1 if --count was given and not reached.
 
 ",
     exit_codes!()
@@ -122,9 +127,9 @@ Examples:
   stillframe -r /srv/checkpoints list --tag nightly --since 7d --last 3
   stillframe -r /srv/checkpoints list --since 2026-11-01 --until 2026-11-24T13:00:00+01:00
 
-A checkpoint is listed if all options allow it. TIME is a date of this host's time zone (all of that day), a date
-with time and zone as RFC 3339 has it, or an age: whole numbers with the units s, min, h, d, w, mo and y, such as
-2h, 3d or 1y6mo. What the table shows as a time can be given as one, in quotes. With --json times are UTC.
+A checkpoint is listed if it matches all options. TIME is a date in this host's time zone (the whole day), a date
+with time and zone (RFC 3339), or an age: whole numbers with the units s, min, h, d, w, mo and y, such as 2h, 3d or
+1y6mo. A time from the table is also accepted, in quotes. With --json times are UTC.
 
 ",
     exit_codes!()
@@ -152,34 +157,35 @@ Examples:
   stillframe -r /srv/checkpoints restore latest --qmp /run/x.qmp --lazy
   stillframe -r /srv/checkpoints restore --resume --qmp /run/x.qmp
 
-The new QEMU runs in the background with the command line the checkpoint recorded, in the recorded
-directory, and every change of it is reported. Its monitor, its listening serial port and its -pidfile are
-where the VM had them, if no living process uses them; --qmp, --serial and --pidfile name others. --replace has
-another word in the command line, such as the path of a disk's copy: the VM runs beside its original then. It
-returns when the guest runs, and prints the new QEMU's process id. The checkpoint holds memory and device state, not the contents of disks: with
---disks-as-they-are the guest goes on with disks that were written to since, or (snapshot=on) lost
-what it wrote, and may damage what is on them. It is refused where the processors lack what the guest was
-started with; a guest that runs has its network cards tell the network where it is now, and its clock
-set, where its command line has a channel to a guest agent (org.qemu.guest_agent.0, a unix socket).
+The new QEMU runs in the background, with the recorded command line and in the recorded directory; each change of
+the command line is reported. Monitor, listening serial port and -pidfile are where the VM had them, if no living
+process uses them; --qmp, --serial and --pidfile name others. To run the VM beside its original, use --replace, for
+example with the path of a disk's copy. The command returns when the guest runs, and prints QEMU's process id.
 
-As root, QEMU starts as the user, with the groups, that the VM ran as; that user must be able to make the
-socket of --qmp and to open the disks. It starts in the VM's control group (cgroup v2) where this host has
-it, else in that of this command, which is reported; --without-group leaves the group out. It starts with the
-security label that confined the VM (SELinux, AppArmor), or not at all; --without-label starts it without,
-on a host that has no such label. --as-root starts it as root, without both. The recorded program is run only if
-nobody but root can exchange it; --qemu names another. Programs that the recorded command line names run
-with --allow-commands only, or when a person at a terminal says yes. What would stand in the way of a
-restore is known at the checkpoint, and shown by `list` and `show`.
+A checkpoint holds memory and device state, not the contents of disks. With --disks-as-they-are the guest runs on
+with disks that were written to since, or that lost its writes (snapshot=on); this may damage the data on them.
 
-With --lazy the guest runs within milliseconds and gets each page of its memory when it touches it, the
-others in the background; the command returns when memory is complete. Until then the VM needs this
-process and the repository: when a page cannot be read the VM is paused until it can, and when this
-process is killed it is paused until `restore --resume` goes on, which sets the guest's clock too. Both are
-told.
+A restore is refused if the processors lack features that the guest was started with. When the guest runs, its
+network cards announce themselves. Its clock is set by its guest agent, if the command line has a channel to one
+(org.qemu.guest_agent.0 on a unix socket). --verify with --lazy needs --paused.
 
-QEMU's log and the files of an unfinished lazy restore lie in /run/stillframe (root), or
-$XDG_RUNTIME_DIR/stillframe (other users); STILLFRAME_RUNTIME_DIR names another directory. It must be its owner's
-alone. The log of a VM that has ended is removed by a later restore: at once where it is empty, else after a week.
+As root, QEMU starts as the user and groups that the VM ran as. That user must be able to create the socket of --qmp
+and to open the disks. QEMU joins the VM's control group (cgroup v2) if this host has it; otherwise it stays in that
+of this command, and this is reported. --without-group skips the group. QEMU starts with the security label that
+confined the VM (SELinux, AppArmor), or not at all; --without-label is for a host that has no such label. --as-root
+starts QEMU as root, without label and group. The recorded QEMU program is started only if no user but root can
+replace it; --qemu names another. Programs that the recorded command line names are started only with
+--allow-commands, or after a confirmation on the terminal. `list` and `show` report the obstacles to a restore that
+were known at the checkpoint.
+
+With --lazy the guest runs before its memory is filled: a page is read when the guest first touches it, all others
+in the background. The command returns when all memory is filled. Until then the VM needs this process and the
+repository. If a page cannot be read, the VM is paused until it can. If this process is killed, the VM is paused
+until `restore --resume` continues, which also sets the guest's clock. Each of these is reported.
+
+QEMU's log and the files of an unfinished lazy restore are in /run/stillframe (root) or $XDG_RUNTIME_DIR/stillframe
+(other users); STILLFRAME_RUNTIME_DIR names another directory. Only its owner may have access to it. The log of a VM
+that has ended is removed by a later restore: at once if it is empty, else after a week.
 
 ",
     exit_codes!()
@@ -194,14 +200,15 @@ Examples:
   stillframe -r /srv/checkpoints clone latest -n 3 --qmp /run/x-{}.qmp --replace tap0=tap{} --replace tcp::2200=tcp::220{}
   stillframe clone --drop-templates
 
-The first time, the memory of the checkpoint is written to --base-dir, as a memory template; each clone maps
-it, and has only those pages to itself that it writes. A template is in the clear: keep the directory in
-memory, or on a disk that is encrypted. It must be its owner's alone. Templates of checkpoints that are forgotten
-go with them from the default directory; --templates lists them, --drop-templates removes them. Each clone has a monitor and a name of its own (web1-3), sockets that it listens on
-with its number behind (/run/web1.agent-3), a new generation id where the machine has one, and what it
-writes to disks goes into a temporary file of its own. What else the host has only once (a tap, a port)
-is replaced with --replace. Inside, clones are twins until they are told otherwise: same MAC addresses, same
-keys, same random state.
+The first clone of a checkpoint writes its memory to --template-dir, as a memory template. Every clone maps the
+template, and uses memory of its own only for pages that it writes. A template is not encrypted: keep the directory
+in memory or on an encrypted disk. Only its owner may have access to it. Templates in the default directory are
+removed when their checkpoint is forgotten.
+
+Each clone has a monitor and a name of its own (web1-3), listening sockets with its number appended
+(/run/web1.agent-3), a new generation id if the machine has one, and a temporary file for its disk writes. Use
+--replace for other resources that exist only once on the host (a tap, a port). Inside the guests, everything else
+is the same: MAC addresses, keys, random state.
 
 ",
     exit_codes!()
@@ -214,13 +221,14 @@ Examples:
   stillframe -r /srv/checkpoints rewind latest --vm web1
   stillframe -r /srv/checkpoints rewind 1a2b3c4d --pid 4711 --paused --json
 
-The VM goes back to what it was at the checkpoint, in the QEMU that it runs in: same process, same monitor,
-same connections. What differs is sought while the guest runs; it is paused for writing that and for loading
-the device state. The checkpoint holds no disks: one that was written to since is refused, unless told
---disks-as-they-are, which may damage what is on it. So is a VM with other devices than it had then.
+The VM returns to the state of the checkpoint in the QEMU that it runs in: same process, same monitor, same
+connections. Memory is compared while the guest runs; the guest is paused while differing pages are written and the
+device state is loaded. A checkpoint holds no disk contents. A rewind is refused if a disk was written to since, unless
+--disks-as-they-are is given, which may damage the data on it. It is also refused if the VM has other devices now.
 
-If anything fails, the VM goes on as it was. If this process is killed while memory is exchanged, the VM stays
-paused, and has to be rewound again before it is resumed. A VM that was paused stays so.
+If the rewind fails, the VM runs on as it was. If this process is killed while memory is exchanged, the VM stays
+paused and must be rewound again before it can run. A VM that was paused stays paused. With --verify the pause lasts
+as long as reading all guest memory takes.
 
 ",
     exit_codes!()
@@ -233,9 +241,9 @@ Examples:
   stillframe -r /srv/checkpoints unlock --for 12h
   stillframe -r /srv/checkpoints unlock --end
 
-The repository's key lies in the kernel's keyring of this user: processes of this user, and root, need no
-password for the repository until the time is over, and no command spends a tenth of a second on
-deriving the key from it. Nothing is written to disk; the machine's next start ends it.
+The repository's key is kept in this user's keyring in the kernel. Until the time is over, processes of this user
+and of root need no password for the repository, and no command spends a tenth of a second on deriving the key.
+Nothing is written to disk; a reboot ends it.
 
 ",
     exit_codes!()
@@ -249,11 +257,14 @@ Examples:
   stillframe -r /srv/checkpoints export 1a2b3c4d --format migration -o - | ssh other 'cat > web1.stream'
   stillframe -r /srv/checkpoints export latest --vm web1 --format elf -o web1.core
 
-mapped-ram and migration are QEMU's own files; the command that loads them is printed. raw is main RAM,
-each byte at its physical address, with a hole below 4 GiB where the machine has one. elf is a core for
-gdb and crash: main RAM by physical address and by the addresses of the guest's kernel, and the
-registers of its vCPUs. Zero pages are holes, but in migration. The file holds all secrets that the
-guest had in memory, unencrypted; it is for its owner alone (0600).
+Formats:
+  mapped-ram  QEMU's migration file with the capability mapped-ram
+  migration   QEMU's migration stream
+  raw         main RAM by physical address, with a hole below 4 GiB if the machine has one
+  elf         a core for gdb and crash: main RAM by physical address and by the addresses of the guest's kernel,
+              and the registers of its vCPUs
+The command that loads the file is printed. Zero pages are holes in the file, except in a migration stream. The file
+holds all secrets in the guest's memory, unencrypted; only its owner can read it (mode 0600).
 
 ",
     exit_codes!()
@@ -266,9 +277,9 @@ Examples:
   stillframe -r /srv/checkpoints import web1.mapped -- qemu-system-x86_64 -machine pc-q35-10.0 -m 4G ...
   stillframe -r /srv/checkpoints import web1.stream --vm web1 -- qemu-system-x86_64 ...
 
-The command line is that of the QEMU that wrote the file, with its versioned machine type; relative
-paths in it are taken from here. QEMU is started with it, asked, and ended before the guest runs. What
-the disks held is not in the file: restore asks for --disks-as-they-are.
+Give the command line of the QEMU that wrote the file, with its versioned machine type; relative paths in it are
+resolved from the current directory. QEMU is started with it, queried, and ended before the guest runs. The file does
+not describe the contents of disks: restore such a checkpoint with --disks-as-they-are.
 
 ",
     exit_codes!()
@@ -281,9 +292,9 @@ Examples:
   stillframe -r /srv/checkpoints copy latest --vm web1 --to /mnt/other
   stillframe -r /srv/checkpoints copy 1a2b3c4d latest --vm web1 --to /mnt/other --to-password-file /etc/other.password
 
-Every byte is read and verified, and stored there under that repository's key; pages that it has already are
-not stored again. A copy needs nothing of the repository that it comes from, and no other checkpoint. It names its
-original, so the same checkpoint is not copied twice.
+Every byte is read, verified, and stored under the key of the other repository; pages that it already has are not
+stored again. A copy depends neither on the source repository nor on other checkpoints. It records its original, so
+a checkpoint is not copied twice.
 
 ",
     exit_codes!()
@@ -296,8 +307,8 @@ Examples:
   stillframe -r /srv/checkpoints check
   stillframe -r /srv/checkpoints check --read-data --json
 
-Without --read-data: that all files are there, fit together, and hold what the checkpoints need.
-Problems found are listed, and the exit code is 3.
+Without --read-data, this verifies that all files exist, are consistent, and hold what the checkpoints need. Problems
+are listed, and the exit code is 3.
 
 ",
     exit_codes!()
@@ -313,11 +324,12 @@ Examples:
   stillframe -r /srv/checkpoints forget --keep-within 7d --keep-monthly 12 --keep-yearly 5 --keep-tag before-upgrade
   stillframe -r /srv/checkpoints forget --tag auto --keep-within 1d
 
-The rules hold for each VM by itself, and a checkpoint that any rule keeps stays. No checkpoint needs another one
-to be restored. Hours, days, weeks (from Monday), months and years are those of UTC. AGE is whole numbers with
-the units s, min, h, d, w, mo and y, such as 12h, 7d or 1y6mo; it counts back from the newest checkpoint of the VM
-that the rules look at and that is not of the future. --keep-tag by itself is refused if no checkpoint of a VM has
-the tag. Checkpoints that no rule looks at stay: they are counted, not listed; --json has all of them.
+The rules apply to each VM separately. A checkpoint that any rule keeps stays, the others are forgotten. No
+checkpoint needs another one to be restored. Hours, days, weeks (from Monday), months and years are in UTC. AGE is
+whole numbers with the units s, min, h, d, w, mo and y, such as 12h, 7d or 1y6mo; it counts back from the VM's newest
+checkpoint that the rules apply to and that is not in the future. --keep-tag as the only rule is refused if no
+checkpoint of a VM has the tag. Checkpoints that no rule applies to stay: they are counted, not listed; --json lists
+them all.
 
 ",
     exit_codes!()
@@ -330,7 +342,7 @@ Examples:
   stillframe -r /srv/checkpoints prune --dry-run
   stillframe -r /srv/checkpoints prune
 
-Can be interrupted at any point; what was not freed is freed the next time.
+Prune can be interrupted at any time; the next prune frees the rest.
 
 ",
     exit_codes!()
@@ -343,7 +355,7 @@ Examples:
   stillframe -r /srv/checkpoints rebuild-index
   stillframe -r /srv/checkpoints check --read-data
 
-The data is in the packs; the index only tells where. Run it when check names files in index/.
+The packs hold the data; the index only locates it. Run this if `check` reports files in index/.
 
 ",
     exit_codes!()
@@ -369,11 +381,10 @@ Examples:
   stillframe -r /srv/checkpoints stats 1a2b 3c4d --svg changes.svg --json
   stillframe stats --vm web1 --over 3m
 
-[0] counts the pages that are the same in both checkpoints, (8,16] those of which 9 to 16 bytes differ.
-8B dirty bytes lie in aligned words of eight bytes that changed altogether. Delta bytes are what the
-changes would take as differences, positions included. With --over, two
-checkpoints are taken into a temporary repository in TMPDIR, and removed again; it needs about as much
-room as the VM's memory, compressed.
+Row [0] counts the pages that are the same in both checkpoints, row (8,16] those in which 9 to 16 bytes differ. 8B
+dirty bytes are in aligned 8-byte words of which every byte changed. Delta bytes are the size of the changes as
+deltas, positions included. With --over, two checkpoints are taken into a temporary repository in TMPDIR, which is
+removed afterwards; it needs about the size of the VM's memory, compressed.
 
 ",
     exit_codes!()
@@ -409,7 +420,7 @@ Examples:
   stillframe probe
   stillframe probe --json
 
-Each ability is tried once, on processes of stillframe's own. Exit code 1 when a required one is
+Each ability is tested once, on processes that stillframe starts for this. The exit code is 1 if a required ability is
 missing.
 
 ",

@@ -1,14 +1,14 @@
-//! What Ctrl-C, SIGTERM and a closed terminal do.
+//! Handles Ctrl-C, SIGTERM and a closed terminal.
 //!
 //! ```text
-//!   signals so far     0 ........... patience ............ patience + 1
-//!                      work goes on  given up between two  the process ends at once
-//!                                    steps of the work
+//!   signals so far     0 .............. abort_at .............. abort_at + 1
+//!                      work continues   aborted between two     the process exits at once
+//!                                       steps of the work
 //! ```
 //!
-//! Ending at once is safe too (the guardian resumes a paused VM, the kernel ends tracking, the next
-//! user removes a dead process' lock); giving up between two steps also takes our lock away. Only a
-//! restore would leave something behind, a QEMU that waits for ever: it never ends at once.
+//! An exit at once is safe too: the guardian resumes a paused VM, the kernel ends tracking, and the next command
+//! removes a dead process's lock. An abort between two steps also removes the lock. Commands that would leave a VM
+//! unusable (restore, clone, rewind) never exit at once.
 
 use std::ffi::c_int;
 use std::fs;
@@ -26,34 +26,33 @@ pub use stillframe_engine::pipeline::Interrupted;
 use crate::exit::Exit;
 use crate::output::Console;
 
-/// What happens when the user loses patience with the giving up, too.
+/// The effect of signals after the one that aborts the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AtLast {
-    /// The process ends at once.
-    End,
-    /// Nothing: the work is given up, only not at once.
+pub enum AfterAbort {
+    /// The process exits at once.
+    Exit,
+    /// None: the abort continues.
     Wait,
 }
 
-/// Signals that asked this process to end.
+/// The signals that this process has received.
 #[derive(Debug, Clone)]
 pub struct Interrupts {
     seen: Arc<AtomicU32>,
-    patience: u32,
+    abort_at: u32,
 }
 
 impl Interrupts {
-    /// Listens from now on. Work is given up at signal number `patience`; `first` is what the user
-    /// is told at the first.
+    /// Handles signals from now on. Signal number `abort_at` aborts the work; the first signal prints the note `first`.
     pub fn listen(
         console: Console,
-        patience: u32,
+        abort_at: u32,
         first: &'static str,
-        at_last: AtLast,
+        after_abort: AfterAbort,
     ) -> io::Result<Interrupts> {
         let seen = Arc::new(AtomicU32::new(0));
         let ignored = ignored_signals(&fs::read_to_string("/proc/self/status")?);
-        let mut signals = Signals::new(wanted(ignored))?;
+        let mut signals = Signals::new(handled(ignored))?;
         let counter = Arc::clone(&seen);
         thread::Builder::new()
             .name("signals".to_owned())
@@ -61,27 +60,27 @@ impl Interrupts {
                 for _ in signals.forever() {
                     match counter.fetch_add(1, Ordering::Relaxed) + 1 {
                         1 => console.note(first),
-                        number if number > patience => match at_last {
-                            AtLast::End => process::exit(Exit::Failed.code()),
-                            AtLast::Wait => console.note("being given up; please wait"),
+                        number if number > abort_at => match after_abort {
+                            AfterAbort::Exit => process::exit(Exit::Failed.code()),
+                            AfterAbort::Wait => console.note("still ending; please wait"),
                         },
-                        _ => console.note("interrupted again: giving the running work up"),
+                        _ => console.note("interrupted again: aborting the current work"),
                     }
                 }
             })?;
-        Ok(Interrupts { seen, patience })
+        Ok(Interrupts { seen, abort_at })
     }
 
-    /// Whether the user wants an end.
+    /// Whether there was a signal.
     pub fn any(&self) -> bool {
         self.seen.load(Ordering::Relaxed) > 0
     }
 
-    /// Runs `work`, which calls [`Interrupts::step`] on this thread now and then. When the user's
-    /// patience ends, it is left there, as by a panic: everything it held is dropped.
+    /// Runs `work`, which calls [`Interrupts::step`] on this thread between its steps. An abort unwinds `work` from
+    /// there, like a panic, and drops everything that it holds.
     pub fn interruptible<T>(&self, work: impl FnOnce() -> T) -> Result<T, Interrupted> {
-        // The verbs' progress sinks have no way to say "stop"; unwinding drops locks and trackers
-        // exactly as an error return would. What `work` borrowed is only dropped afterwards.
+        // A progress sink cannot return "stop"; unwinding drops locks and trackers exactly as an error return does.
+        // What `work` borrows is dropped only afterwards.
         panic::catch_unwind(AssertUnwindSafe(work)).map_err(|payload| {
             match payload.downcast::<Interrupted>() {
                 Ok(interrupted) => *interrupted,
@@ -90,18 +89,18 @@ impl Interrupts {
         })
     }
 
-    /// A point at which the work may be left.
+    /// A point at which the work may be aborted.
     pub fn step(&self) {
-        if self.seen.load(Ordering::Relaxed) >= self.patience {
+        if self.seen.load(Ordering::Relaxed) >= self.abort_at {
             panic::resume_unwind(Box::new(Interrupted));
         }
     }
 }
 
-/// What this process was started deaf to (`nohup`, a shell's background job) it stays deaf to.
-fn wanted(ignored: u64) -> impl Iterator<Item = c_int> {
-    let heard = move |signal: &c_int| ignored & (1 << (signal - 1)) == 0;
-    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(heard)
+/// The signals to handle: all but those that were ignored at the start (`nohup`, a shell's background job).
+fn handled(ignored: u64) -> impl Iterator<Item = c_int> {
+    let handled = move |signal: &c_int| ignored & (1 << (signal - 1)) == 0;
+    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(handled)
 }
 
 /// The set of ignored signals in `/proc/PID/status` (proc_pid_status(5)): bit n-1 is signal n.
@@ -116,26 +115,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_stays_deaf_to_what_it_was_started_deaf_to() {
-        let heard = |status| wanted(ignored_signals(status)).collect::<Vec<_>>();
+    fn signals_ignored_at_the_start_stay_ignored() {
+        let handled = |status| handled(ignored_signals(status)).collect::<Vec<_>>();
         assert_eq!(
-            heard("Name:\tx\nSigIgn:\t0000000000001000\n"),
+            handled("Name:\tx\nSigIgn:\t0000000000001000\n"),
             [SIGINT, SIGTERM, SIGHUP]
         );
-        assert_eq!(heard("SigIgn:\t0000000000001001\n"), [SIGINT, SIGTERM]);
-        assert_eq!(heard("SigIgn:\t0000000000000003\n"), [SIGTERM]);
-        assert_eq!(heard(""), [SIGINT, SIGTERM, SIGHUP]);
+        assert_eq!(handled("SigIgn:\t0000000000001001\n"), [SIGINT, SIGTERM]);
+        assert_eq!(handled("SigIgn:\t0000000000000003\n"), [SIGTERM]);
+        assert_eq!(handled(""), [SIGINT, SIGTERM, SIGHUP]);
     }
 
     fn after(signals: u32) -> Interrupts {
         Interrupts {
             seen: Arc::new(AtomicU32::new(signals)),
-            patience: 2,
+            abort_at: 2,
         }
     }
 
     #[test]
-    fn work_is_left_when_patience_ends_and_what_it_held_is_dropped() {
+    fn an_abort_ends_the_work_and_drops_what_it_held() {
         for (signals, expected) in [(0, Ok(7)), (1, Ok(7)), (2, Err(Interrupted))] {
             let interrupts = after(signals);
             let held = Arc::new(());
@@ -152,7 +151,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a bug")]
-    fn other_panics_go_on() {
+    fn other_panics_are_passed_on() {
         let _ = after(0).interruptible(|| panic!("a bug"));
     }
 }

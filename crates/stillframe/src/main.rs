@@ -1,10 +1,9 @@
-//! The binary `stillframe`: reads the command line, lets the engine and the repository work, tells
-//! what came of it.
+//! The binary `stillframe`: reads the command line, calls the engine and the repository, and reports the result.
 //!
 //! ```text
-//!   args, help      what can be asked for        password, durations   what is read
-//!   cmd/            one file a subcommand        output, progress, table, shell   what is written
-//!   interrupt       Ctrl-C and SIGTERM           exit, error           how it ends
+//!   args, help      the command line             password, durations, sizes       input
+//!   cmd/            one file per subcommand      output, progress, table, shell   output
+//!   interrupt       Ctrl-C and SIGTERM           exit, error                      exit codes, errors
 //!   unlocked        keys in the kernel
 //! ```
 
@@ -35,11 +34,11 @@ use crate::exit::Exit;
 use crate::output::{Console, OutputError};
 
 fn main() {
-    // Keys and guest memory are to be in no core dump, nor in reach of this user's other processes. Going on
-    // without helps more than refusing: no kernel that the engine works on lacks it.
+    // Keeps keys and guest memory out of core dumps and away from this user's other processes. A failure is ignored:
+    // every kernel that the engine supports can do this.
     let _ = stillframe_engine::forbid_dumps();
-    // Before anything else: guardian and launch helper talk over standard input, and must start even where the
-    // environment holds something that the command line's definitions refuse.
+    // Before clap: guardian and launch helper use standard input, and must start even if clap refuses a value of an
+    // environment variable.
     match std::env::args_os().nth(1) {
         Some(first) if first == guardian::SUBCOMMAND => process::exit(guardian::run()),
         Some(first) if first == launch_helper::SUBCOMMAND => process::exit(launch_helper::run()),
@@ -61,8 +60,8 @@ fn main() {
     process::exit(exit.code());
 }
 
-/// The command line is not understood, or it asks for help or the version. What cannot be parsed is searched for
-/// `--json` as it stands.
+/// Exits after a command line that clap did not accept, or that requests help or the version. `--json` is searched in
+/// the raw arguments, because there are no parsed ones.
 fn refuse(error: &clap::Error) -> ! {
     let json = std::env::args_os().any(|word| word == "--json");
     if !json || !error.use_stderr() {

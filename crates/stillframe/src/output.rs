@@ -1,5 +1,5 @@
-//! Results to standard output, everything else to standard error; with `--json` both as JSON, one object a line. A
-//! reader that goes away is no reason to panic.
+//! Prints results to standard output and messages to standard error; with `--json` both as JSON, one value per line.
+//! A closed pipe is an error, not a panic.
 
 use std::io::{self, Write};
 
@@ -9,33 +9,33 @@ use thiserror::Error;
 
 use crate::table::printable;
 
-/// Why a result could not be handed over.
+/// Why a result could not be printed.
 #[derive(Debug, Error)]
 pub enum OutputError {
-    /// The reader of the pipe has gone; it has what it wanted.
-    #[error("nobody reads the results any more")]
+    /// The reader has closed the pipe.
+    #[error("standard output is closed")]
     ReaderGone,
-    /// For instance a full disk.
+    /// Writing failed, for instance on a full disk.
     #[error("cannot write the result")]
     Io(#[source] io::Error),
-    /// A result that is no JSON.
+    /// The result has no JSON form.
     #[error("cannot encode the result as JSON")]
     Encode(#[source] serde_json::Error),
 }
 
-/// How results and messages are written.
+/// How results and messages are printed.
 #[derive(Debug, Clone, Copy)]
 pub struct Console {
     /// Results as JSON.
     pub json: bool,
-    /// No progress, no notes.
+    /// Neither progress nor notes.
     pub quiet: bool,
-    /// Details, too.
+    /// Details as well.
     pub verbose: bool,
 }
 
 impl Console {
-    /// One result: `words` (made of printable lines) for a reader, or `object` in one line of JSON.
+    /// Prints one result: `words` (printable lines), or `object` as one line of JSON.
     pub fn result(
         &self,
         object: &impl Serialize,
@@ -48,34 +48,34 @@ impl Console {
         write_line(&mut io::stdout().lock(), &text)
     }
 
-    /// Something worth knowing, unless the user wants quiet.
+    /// Prints a note, unless `quiet`.
     pub fn note(&self, text: &str) {
         if !self.quiet {
-            self.say("note", "", text);
+            self.message("note", "", text);
         }
     }
 
-    /// Something worth knowing for a user who wants details.
+    /// Prints a note if `verbose`.
     pub fn detail(&self, text: &str) {
         if self.verbose {
             self.note(text);
         }
     }
 
-    /// Something that went wrong although the command goes on.
+    /// Prints a problem that does not end the command.
     pub fn warn(&self, text: &str) {
-        self.say("warning", "warning: ", text);
+        self.message("warning", "warning: ", text);
     }
 
-    /// Why the command fails, and with which exit code.
+    /// Prints the error that ends the command with this exit code.
     pub fn error(&self, text: &str, code: i32) {
         match self.json {
             true => print(&json!({"error": text, "exit_code": code}).to_string()),
-            false => self.say("error", "error: ", text),
+            false => self.message("error", "error: ", text),
         }
     }
 
-    fn say(&self, kind: &str, prefix: &str, text: &str) {
+    fn message(&self, kind: &str, prefix: &str, text: &str) {
         match self.json {
             true => print(&json!({ kind: text }).to_string()),
             false => {
@@ -87,20 +87,20 @@ impl Console {
     }
 }
 
-/// A message. Nothing better can be done when standard error is closed.
+/// Prints a line to standard error. If that is closed, the line is lost.
 fn print(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
 fn write_line(out: &mut impl Write, text: &str) -> Result<(), OutputError> {
-    // A line at a time, whole, so that a reader following `watch` never sees half a result.
+    // Whole lines, so that a reader of `watch` never sees half a result.
     let written = out
         .write_all(format!("{text}\n").as_bytes())
         .and_then(|()| out.flush());
     written.map_err(failed)
 }
 
-/// Why standard output did not take something.
+/// The reason that a write to standard output failed.
 pub fn failed(error: io::Error) -> OutputError {
     match error.kind() {
         io::ErrorKind::BrokenPipe => OutputError::ReaderGone,
@@ -108,7 +108,7 @@ pub fn failed(error: io::Error) -> OutputError {
     }
 }
 
-/// An error and its sources in one line. A source whose words the line already holds is left out.
+/// An error and its sources in one line, without sources whose text the line already contains.
 pub fn chain<'e>(errors: impl Iterator<Item = &'e (dyn std::error::Error + 'static)>) -> String {
     let mut line = String::new();
     for error in errors {
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_left_is_told_from_a_full_disk() {
+    fn a_closed_pipe_and_a_full_disk_are_different_errors() {
         assert!(matches!(
             write_line(&mut Gone, "x"),
             Err(OutputError::ReaderGone)
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn the_chain_says_everything_once() {
+    fn the_chain_has_each_text_once() {
         let io = io::Error::new(io::ErrorKind::NotFound, "no such file");
         let error = anyhow::Error::new(io)
             .context("cannot open a: no such file")

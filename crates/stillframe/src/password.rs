@@ -1,4 +1,4 @@
-//! Where the repository's password comes from. It is never printed, never an argument.
+//! Finds the repository's password. It is never printed and never an argument.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -18,7 +18,7 @@ pub const PLAIN: &str = "STILLFRAME_PASSWORD";
 const FILE: &str = "STILLFRAME_PASSWORD_FILE";
 const COMMAND: &str = "STILLFRAME_PASSWORD_COMMAND";
 
-/// The variables that one password can come from: itself, a file, a command.
+/// The variables for one password: the password, a file with it, a command that prints it.
 type Variables = [&'static str; 3];
 
 const OF_REPOSITORY: Variables = [PLAIN, FILE, COMMAND];
@@ -33,18 +33,18 @@ const OF_TARGET: Variables = [
     "STILLFRAME_TO_PASSWORD_COMMAND",
 ];
 
-/// No password is longer; a file that is was named by mistake.
+/// Upper bound on a password; a longer file is a mistake.
 const PASSWORD_BYTES_MAX: usize = 64 << 10;
 
-/// Why there is no password.
+/// Why a password cannot be read.
 #[derive(Debug, Error)]
 pub enum PasswordError {
-    /// Nothing was given, and there is no terminal for a prompt.
+    /// No source is given, and there is no terminal for a prompt.
     #[error(
-        "no password: give --password-file or --password-command, set STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE or STILLFRAME_PASSWORD_COMMAND, or run this on a terminal (for a new password the same with --new- and STILLFRAME_NEW_, for the repository to copy to with --to- and STILLFRAME_TO_)"
+        "no password: give --password-file or --password-command, set STILLFRAME_PASSWORD, STILLFRAME_PASSWORD_FILE or STILLFRAME_PASSWORD_COMMAND, or run this on a terminal (prefix these with --new- and STILLFRAME_NEW_ for a new password, with --to- and STILLFRAME_TO_ for the repository to copy to)"
     )]
     NoSource,
-    /// The environment says two things.
+    /// Two environment variables are set.
     #[error("both {0} and {1} are set; unset one of them")]
     SeveralSources(&'static str, &'static str),
     /// The file cannot be read.
@@ -52,7 +52,7 @@ pub enum PasswordError {
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -62,22 +62,22 @@ pub enum PasswordError {
     /// The command failed.
     #[error("the password command failed ({0})")]
     CommandFailed(ExitStatus),
-    /// Far more than a password.
-    #[error("{0} gives more than {PASSWORD_BYTES_MAX} bytes; that is no password")]
+    /// The input is too long for a password.
+    #[error("{0} gives more than {PASSWORD_BYTES_MAX} bytes, which is too long for a password")]
     TooLong(&'static str),
-    /// Nothing at all.
+    /// The password is empty.
     #[error("{0} gives an empty password")]
     Empty(&'static str),
     /// The terminal cannot be read.
-    #[error("cannot ask for the password")]
+    #[error("cannot read the password from the terminal")]
     Prompt(#[source] io::Error),
-    /// Typed differently the second time.
+    /// The second prompt got another password.
     #[error("the two passwords differ; nothing was changed")]
     Mismatch,
 }
 
 impl PasswordError {
-    /// Whether the command line or environment is at fault, not what it names.
+    /// Whether the command line or environment is wrong, not a file or command that it names.
     pub fn is_usage(&self) -> bool {
         matches!(
             self,
@@ -86,7 +86,7 @@ impl PasswordError {
     }
 }
 
-/// A place a password comes from.
+/// The source of a password.
 #[derive(Debug, PartialEq, Eq)]
 enum Source {
     Plain(OsString),
@@ -103,7 +103,7 @@ pub fn of_existing(args: &PasswordArgs) -> Result<Password, PasswordError> {
     }
 }
 
-/// The password of the repository that is copied to.
+/// The password of the repository to copy to.
 pub fn of_target(args: &PasswordArgs) -> Result<Password, PasswordError> {
     match choose(args, OF_TARGET, |name| std::env::var_os(name))? {
         Source::Prompt => prompt("Password of the repository to copy to: "),
@@ -111,12 +111,12 @@ pub fn of_target(args: &PasswordArgs) -> Result<Password, PasswordError> {
     }
 }
 
-/// The password for a new repository; typed twice where it is typed.
+/// The password for a new repository; a prompt asks twice.
 pub fn for_new(args: &PasswordArgs) -> Result<Password, PasswordError> {
     new(args, OF_REPOSITORY, "Password for the new repository: ")
 }
 
-/// One more password of a repository, or a new one in place of another.
+/// A new password for `key add` or `key passwd`.
 pub fn of_new_key(args: &PasswordArgs) -> Result<Password, PasswordError> {
     new(args, OF_NEW_KEY, "New password: ")
 }
@@ -129,7 +129,7 @@ fn new(
     match choose(args, variables, |name| std::env::var_os(name))? {
         Source::Prompt => {
             let first = ask(question)?;
-            match *first == *ask("The same again: ")? {
+            match *first == *ask("Repeat the password: ")? {
                 true => not_empty(first.as_bytes().to_vec(), "the terminal"),
                 false => Err(PasswordError::Mismatch),
             }
@@ -179,11 +179,11 @@ fn read(source: Source) -> Result<Password, PasswordError> {
 }
 
 fn from_command(command: OsString) -> Result<Password, PasswordError> {
-    // Standard input and error stay ours: the command may want to ask its user something.
+    // The command inherits standard input and error, so that it can prompt its user.
     let mut child = Command::new("/bin/sh")
         .arg("-c")
         .arg(command)
-        // What it starts is to find no password in its environment.
+        // Keeps the password out of the environment of the command.
         .env_remove(PLAIN)
         .env_remove(FILE)
         .env_remove(COMMAND)
@@ -194,10 +194,10 @@ fn from_command(command: OsString) -> Result<Password, PasswordError> {
         Some(output) => from_reader(output, "the password command", PasswordError::Command),
         None => Err(PasswordError::Empty("the password command")),
     };
-    // The pipe is closed by now, so that a command that writes for ever ends too.
+    // The pipe is closed here, so that a command that writes forever ends too.
     let status = child.wait().map_err(PasswordError::Command)?;
     match status.success() {
-        // A command cut off for writing too much has failed by that.
+        // A command that wrote too much failed because its pipe was closed.
         false if !matches!(password, Err(PasswordError::TooLong(_))) => {
             Err(PasswordError::CommandFailed(status))
         }
@@ -210,7 +210,7 @@ fn from_reader(
     name: &'static str,
     failed: impl Fn(io::Error) -> PasswordError,
 ) -> Result<Password, PasswordError> {
-    // Wiped as a whole, and never moved: a vector that grows leaves copies behind.
+    // Wiped on drop and never moved: a vector that grows leaves copies in memory.
     let mut bytes = Zeroizing::new(vec![0; PASSWORD_BYTES_MAX + 1]);
     let mut read = 0;
     while read < bytes.len() {
@@ -303,9 +303,8 @@ mod tests {
     }
 
     #[test]
-    fn line_ends_behind_the_password_are_not_part_of_it() {
-        // A Password cannot be looked at, so its repository-independent length is seen through the
-        // refusals: what is only line ends is empty.
+    fn trailing_line_ends_are_not_part_of_the_password() {
+        // A Password does not expose its bytes, so this tests refusals: a file with only line ends is empty.
         for empty in ["", "\n", "\r\n", "\n\n"] {
             let refused = failure(from_reader(empty.as_bytes(), "it", PasswordError::Prompt));
             assert!(matches!(refused, PasswordError::Empty("it")), "{empty:?}");
@@ -316,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_is_judged_by_its_output_and_its_end() {
+    fn a_command_must_succeed_and_print_a_password() {
         assert!(from_command("echo secret".into()).is_ok());
         assert!(matches!(
             failure(from_command("true".into())),

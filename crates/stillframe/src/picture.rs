@@ -1,4 +1,4 @@
-//! Statistics as a picture: a histogram in SVG.
+//! Draws statistics as an SVG histogram.
 
 use plotters::coord::ranged1d::SegmentValue;
 use plotters::prelude::*;
@@ -12,7 +12,7 @@ const SIZE: (u32, u32) = (900, 480);
 #[error("cannot draw the histogram: {0}")]
 pub struct PictureError(String);
 
-/// Dirty pages by how many of their bytes changed, as the text of an SVG file.
+/// Dirty pages by number of changed bytes, as the text of an SVG file.
 pub fn histogram(title: &str, statistics: &Statistics) -> Result<String, PictureError> {
     let mut svg = String::new();
     draw(&mut svg, title, statistics).map_err(|error| PictureError(error.to_string()))?;
@@ -58,7 +58,7 @@ fn draw(
     Ok(())
 }
 
-/// As in FITDOC's table: above the first, up to the second.
+/// The range as in FITDOC's table: above the first number, up to the second.
 pub fn name(range: &Range) -> String {
     format!("({},{}]", range.above, range.up_to)
 }

@@ -1,42 +1,41 @@
-//! How far long work is: a bar on a terminal, else a line now and then.
+//! Progress of long work: a bar on a terminal, otherwise a line every few seconds.
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use stillframe_engine::Progress;
+use stillframe_engine::{PAGE_BYTES, Progress};
 use stillframe_repo::Phase;
 
 use crate::output::Console;
 use crate::table;
 
-/// Work shorter than this needs no bar: it would only flicker.
+/// Shorter work shows no bar, which would only flicker.
 const BAR_AFTER: Duration = Duration::from_millis(400);
-/// Work shorter than this needs no words.
-const QUIET_AT_FIRST: Duration = Duration::from_secs(2);
-/// Between two lines where there is no terminal.
+/// Time before the first line.
+const FIRST_LINE_AFTER: Duration = Duration::from_secs(2);
+/// Time between two lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
-const PAGE_BYTES: u64 = 4096;
 
-/// One state of some work.
+/// The state of some work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Step {
-    /// What is being done, as the start of a line.
+    /// The current activity, as the start of a line.
     pub what: &'static str,
-    /// How much is done.
+    /// The amount done.
     pub done: u64,
-    /// How much there is; 0 while that is not known.
+    /// The whole amount; 0 if it is not known.
     pub total: u64,
-    /// What is counted.
+    /// The unit of both.
     pub unit: Unit,
 }
 
-/// What is counted.
+/// The unit of an amount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
     /// Bytes.
     Bytes,
-    /// Files, or other single things.
+    /// Files, or other countable things.
     Items,
 }
 
@@ -90,8 +89,8 @@ impl From<Progress> for Step {
 impl From<stillframe_repo::Progress> for Step {
     fn from(progress: stillframe_repo::Progress) -> Step {
         let (what, unit) = match progress.phase {
-            Phase::Checkpoints => ("walking checkpoints", Unit::Items),
-            Phase::Packs => ("looking at packs", Unit::Items),
+            Phase::Checkpoints => ("reading checkpoints", Unit::Items),
+            Phase::Packs => ("checking packs", Unit::Items),
             Phase::Data => ("reading packs", Unit::Bytes),
             Phase::Repack => ("repacking", Unit::Items),
             Phase::Remove => ("removing packs", Unit::Items),
@@ -106,44 +105,50 @@ impl From<stillframe_repo::Progress> for Step {
     }
 }
 
-/// Shows the steps of one piece of work. Dropping it takes a bar off the terminal.
+/// Shows the steps of one piece of work. Dropping it removes the bar from the terminal.
 #[derive(Debug)]
 pub struct Meter {
-    way: Way,
+    display: Display,
 }
 
 #[derive(Debug)]
-enum Way {
-    Nothing,
-    Bar { bar: ProgressBar, begin: Instant },
-    Lines { console: Console, pace: Pace },
+enum Display {
+    None,
+    Bar {
+        bar: ProgressBar,
+        begin: Instant,
+    },
+    Lines {
+        console: Console,
+        throttle: Throttle,
+    },
 }
 
 impl Meter {
-    /// Chooses the way.
+    /// A bar, lines or nothing, by the console and the terminal.
     pub fn new(console: Console) -> Meter {
-        let way = match (console.quiet, io::stderr().is_terminal()) {
-            (true, _) => Way::Nothing,
+        let display = match (console.quiet, io::stderr().is_terminal()) {
+            (true, _) => Display::None,
             (false, true) => {
                 let bar = styled("[{bar:20}] {eta:>4} left  {wide_msg}");
-                Way::Bar {
+                Display::Bar {
                     bar,
                     begin: Instant::now(),
                 }
             }
-            (false, false) => Way::Lines {
+            (false, false) => Display::Lines {
                 console,
-                pace: Pace::new(Instant::now()),
+                throttle: Throttle::new(Instant::now()),
             },
         };
-        Meter { way }
+        Meter { display }
     }
 
     /// Shows one step.
     pub fn show(&mut self, step: Step) {
-        match &mut self.way {
-            Way::Nothing => {}
-            Way::Bar { bar, begin } => {
+        match &mut self.display {
+            Display::None => {}
+            Display::Bar { bar, begin } => {
                 if begin.elapsed() < BAR_AFTER {
                     return;
                 }
@@ -154,8 +159,8 @@ impl Meter {
                 bar.set_message(step.line());
                 bar.set_position(step.done.min(step.total));
             }
-            Way::Lines { console, pace } => {
-                if pace.due(Instant::now()) {
+            Display::Lines { console, throttle } => {
+                if throttle.due(Instant::now()) {
                     console.note(&step.line());
                 }
             }
@@ -165,30 +170,30 @@ impl Meter {
 
 impl Drop for Meter {
     fn drop(&mut self) {
-        if let Way::Bar { bar, .. } = &self.way {
+        if let Display::Bar { bar, .. } = &self.display {
             bar.finish_and_clear();
         }
     }
 }
 
 fn styled(template: &str) -> ProgressBar {
-    // At most ten draws a second, so that the terminal never holds the work up.
+    // At most ten draws per second, so that the terminal does not delay the work.
     let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10));
-    // The templates are constants; were one wrong, the plain bar would do.
+    // The templates are constants; with a wrong one the plain bar remains.
     if let Ok(style) = ProgressStyle::with_template(template) {
         bar.set_style(style.progress_chars("=> "));
     }
     bar
 }
 
-/// One changing line while nothing is worked on; only on a terminal.
+/// One changing line between two pieces of work; only on a terminal.
 #[derive(Debug)]
 pub struct Status {
     line: Option<ProgressBar>,
 }
 
 impl Status {
-    /// Nothing is shown yet.
+    /// Shows nothing yet.
     pub fn new(console: Console) -> Status {
         let wanted = !console.quiet && io::stderr().is_terminal();
         Status {
@@ -212,16 +217,16 @@ impl Drop for Status {
     }
 }
 
-/// When the next line may be written.
+/// Limits the lines per time.
 #[derive(Debug)]
-struct Pace {
+struct Throttle {
     next: Instant,
 }
 
-impl Pace {
-    fn new(now: Instant) -> Pace {
-        Pace {
-            next: now + QUIET_AT_FIRST,
+impl Throttle {
+    fn new(now: Instant) -> Throttle {
+        Throttle {
+            next: now + FIRST_LINE_AFTER,
         }
     }
 
@@ -239,16 +244,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_come_late_and_seldom() {
+    fn lines_are_throttled() {
         let begin = Instant::now();
-        let mut pace = Pace::new(begin);
+        let mut throttle = Throttle::new(begin);
         let lines =
-            (0..200u32).filter(|&tenth| pace.due(begin + Duration::from_millis(100) * tenth));
+            (0..200u32).filter(|&tenth| throttle.due(begin + Duration::from_millis(100) * tenth));
         assert_eq!(lines.collect::<Vec<_>>(), [20, 70, 120, 170]);
     }
 
     #[test]
-    fn steps_are_told_in_bytes() {
+    fn steps_are_shown_in_bytes() {
         let step = Step::from(Progress::FullPass {
             done: 256,
             total: 1024,
@@ -264,6 +269,6 @@ mod tests {
             done: 3,
             total: 0,
         };
-        assert_eq!(Step::from(unknown).line(), "looking at packs: 3");
+        assert_eq!(Step::from(unknown).line(), "checking packs: 3");
     }
 }

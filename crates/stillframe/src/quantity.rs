@@ -1,6 +1,6 @@
-//! A number and its unit, as they are typed.
+//! Splits a quantity into number and unit.
 
-/// `1.5m` as 1.5 and `m`. `None` where there is no number or no unit.
+/// Splits `1.5m` into 1.5 and `m`; `None` if there is no number or no unit.
 pub fn split(text: &str) -> Option<(f64, &str)> {
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
     let (number, unit) = text.split_at(digits);

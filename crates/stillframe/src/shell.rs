@@ -1,6 +1,6 @@
-//! Words as a shell reads them.
+//! Quotes words for a POSIX shell.
 
-/// One line that a POSIX shell splits into exactly these words again.
+/// One line that a POSIX shell splits into exactly these words.
 pub fn join<'w>(words: impl IntoIterator<Item = &'w str>) -> String {
     words.into_iter().map(quote).collect::<Vec<_>>().join(" ")
 }
@@ -9,7 +9,7 @@ fn quote(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c);
     match !word.is_empty() && word.chars().all(plain) {
         true => word.to_owned(),
-        // Within single quotes only the single quote itself means anything.
+        // Within single quotes only the single quote is special.
         false => format!("'{}'", word.replace('\'', r"'\''")),
     }
 }

@@ -1,4 +1,4 @@
-//! Amounts of memory as they are typed: `256M`, `1.5G`, `64MiB`.
+//! Reads sizes: `256M`, `1.5G`, `64MiB`.
 
 use std::num::NonZeroU64;
 
@@ -6,25 +6,25 @@ use thiserror::Error;
 
 use crate::quantity;
 
-/// The smallest copy buffer, in bytes.
+/// Lower bound on the copy buffer, in bytes.
 const COPY_BUFFER_MIN: u64 = 16 << 20;
 
-/// Why a text is no size.
+/// Why a text is not a size.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum SizeError {
-    /// No number, or no unit that is known.
+    /// There is no number, or no known unit.
     #[error(
-        "'{0}' is no size; write a number and its unit (K, M, G, T: powers of 1024), like 256M"
+        "'{0}' is not a size: give a number with a unit (K, M, G, T: powers of 1024), such as 256M"
     )]
     Malformed(String),
-    /// More than fits 64 bits.
-    #[error("'{0}' is more than any machine has")]
+    /// Does not fit 63 bits.
+    #[error("'{0}' is too large")]
     TooLarge(String),
-    /// 0 where something is needed.
-    #[error("0 is too little")]
-    Nothing,
-    /// Less than one pause may need.
-    #[error("'{0}' is too little: at least 16M")]
+    /// Zero, where a positive size is required.
+    #[error("0 is too small: give a positive size")]
+    Zero,
+    /// Less than a pause may need.
+    #[error("'{0}' is too small: give at least 16M")]
     CopyBuffer(String),
 }
 
@@ -49,12 +49,12 @@ pub fn parse(text: &str) -> Result<u64, SizeError> {
     }
 }
 
-/// As [`parse`], but not nothing.
+/// Like [`parse`], but refuses zero.
 pub fn parse_positive(text: &str) -> Result<NonZeroU64, SizeError> {
-    NonZeroU64::new(parse(text)?).ok_or(SizeError::Nothing)
+    NonZeroU64::new(parse(text)?).ok_or(SizeError::Zero)
 }
 
-/// As [`parse`], but enough for a pause of a small guest.
+/// Like [`parse`], but refuses less than a pause of a small guest needs.
 pub fn parse_copy_buffer(text: &str) -> Result<u64, SizeError> {
     match parse(text)? {
         bytes if bytes < COPY_BUFFER_MIN => Err(SizeError::CopyBuffer(text.to_owned())),
@@ -67,8 +67,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn less_than_is_of_use_is_refused() {
-        assert_eq!(parse_positive("0"), Err(SizeError::Nothing));
+    fn sizes_below_the_minimum_are_refused() {
+        assert_eq!(parse_positive("0"), Err(SizeError::Zero));
         assert_eq!(parse_positive("1M"), Ok(NonZeroU64::new(1 << 20).unwrap()));
         let small = "15M".to_owned();
         assert_eq!(
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_named() {
+    fn other_texts_are_refused() {
         for text in [
             "", "M", "5", "5 M", "-5M", "1.M", ".5M", "1.2.3M", "5m", "5MB", "5Mx",
         ] {

@@ -1,15 +1,15 @@
-//! Tables and sizes for a reader.
+//! Formats tables, sizes and counts.
 
-/// Which side of its column a cell leans to.
+/// The alignment of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Align {
-    /// Words.
+    /// For words.
     Left,
-    /// Numbers.
+    /// For numbers.
     Right,
 }
 
-/// Lines of cells under a heading.
+/// Rows of cells with an optional heading.
 #[derive(Debug)]
 pub struct Table {
     columns: Vec<Align>,
@@ -25,7 +25,7 @@ impl Table {
         }
     }
 
-    /// A list of words and what they stand for, without headings.
+    /// A list of names and values, without a heading.
     pub fn list() -> Table {
         Table {
             columns: vec![Align::Left, Align::Left],
@@ -33,19 +33,19 @@ impl Table {
         }
     }
 
-    /// One more line.
+    /// Adds a row.
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         let row: Vec<String> = cells.into_iter().map(|cell| printable(&cell)).collect();
         debug_assert_eq!(row.len(), self.columns.len());
         self.rows.push(row);
     }
 
-    /// One more line of a list.
+    /// Adds a row to a list.
     pub fn entry(&mut self, name: &str, value: impl ToString) {
         self.row([name.to_owned(), value.to_string()]);
     }
 
-    /// The aligned text, a line end behind each line but the last.
+    /// The aligned text, without a final line end.
     pub fn render(&self) -> String {
         let width = |column: usize| {
             self.rows
@@ -67,8 +67,7 @@ impl Table {
     }
 }
 
-/// The text with control characters made visible: names come from outside, and must neither move
-/// the reader's cursor nor break a table.
+/// The text with control characters escaped. Names come from outside, and must not move the cursor or break a table.
 pub fn printable(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {
@@ -80,7 +79,7 @@ pub fn printable(text: &str) -> String {
     shown
 }
 
-/// Bytes in the unit that fits, in steps of 1024.
+/// Bytes in a fitting unit, in steps of 1024.
 pub fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if bytes < 1024 {
@@ -129,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn names_cannot_command_the_terminal() {
+    fn control_characters_are_escaped() {
         let mut table = Table::list();
         table.entry("vm", "x\x1b[2J\ny");
         assert_eq!(table.render(), "vm  x\\u{1b}[2J\\ny");

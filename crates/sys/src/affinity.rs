@@ -65,14 +65,14 @@ impl Drop for Confined {
 }
 
 /// Increase of the nice value of threads of lower priority: where both have work they get a tenth of the time.
-const STEP_BACK: i32 = 10;
+const NICE_INCREMENT: i32 = 10;
 
 /// The calling thread, and all that it starts from here on, let the other threads of this process go
 /// first. For good: going back would take a privilege. Of threads of other sessions this says nothing
 /// (sched(7), autogroup).
-pub fn step_back() {
+pub fn lower_priority() {
     // A higher nice value is never refused.
-    let _ = nice(STEP_BACK);
+    let _ = nice(NICE_INCREMENT);
 }
 
 fn numbers(set: &CpuSet) -> Processors {
@@ -98,16 +98,16 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_steps_back_with_its_children_and_no_other_does() {
+    fn lower_priority_is_inherited_by_children_and_by_no_other_thread() {
         let niceness = || rustix::process::getpriority_process(None).unwrap();
         let before = niceness();
-        let stepped_back = std::thread::spawn(move || {
-            step_back();
+        let lowered = std::thread::spawn(move || {
+            lower_priority();
             [niceness(), std::thread::spawn(niceness).join().unwrap()]
         });
         // 19 is the most there is.
-        let expected = (before + STEP_BACK).min(19);
-        assert_eq!(stepped_back.join().unwrap(), [expected; 2]);
+        let expected = (before + NICE_INCREMENT).min(19);
+        assert_eq!(lowered.join().unwrap(), [expected; 2]);
         assert_eq!(niceness(), before);
     }
 

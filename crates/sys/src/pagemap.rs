@@ -30,9 +30,10 @@ const _: () = {
 /// How many regions one call returns at most: 192 KiB of answers.
 const REGIONS_MAX: usize = 8192;
 
-/// Length of one entry of the page map, and of the page it describes: x86-64, no huge pages apart.
+/// Length of one entry of the page map.
 const ENTRY_BYTES: usize = 8;
-const PAGE_BYTES: u64 = 4096;
+/// The host's page (x86-64), which one entry describes; huge pages have many entries.
+pub(crate) const HOST_PAGE_BYTES: u64 = 4096;
 const ENTRIES_AT_ONCE: usize = 8192;
 
 /// The entry of a page that is not there, but for userfaultfd's marker (linux: fs/proc/task_mmu.c,
@@ -208,16 +209,18 @@ impl Pagemap {
         let first = out.len();
         let mut entries = vec![0; ENTRY_BYTES * ENTRIES_AT_ONCE];
         for range in populated {
-            for start in (range.start..range.end).step_by(PAGE_BYTES as usize * ENTRIES_AT_ONCE) {
-                let pages = ((range.end - start) / PAGE_BYTES).min(ENTRIES_AT_ONCE as u64);
+            for start in
+                (range.start..range.end).step_by(HOST_PAGE_BYTES as usize * ENTRIES_AT_ONCE)
+            {
+                let pages = ((range.end - start) / HOST_PAGE_BYTES).min(ENTRIES_AT_ONCE as u64);
                 let entries = &mut entries[..ENTRY_BYTES * pages as usize];
                 self.file
-                    .read_exact_at(entries, start / PAGE_BYTES * ENTRY_BYTES as u64)
+                    .read_exact_at(entries, start / HOST_PAGE_BYTES * ENTRY_BYTES as u64)
                     .map_err(|source| self.failed(range, source))?;
                 for (number, entry) in (0..).zip(entries.as_chunks::<ENTRY_BYTES>().0) {
                     if u64::from_ne_bytes(*entry) & MARKER_MASK != MARKER {
-                        let start = start + number * PAGE_BYTES;
-                        let end = start + PAGE_BYTES;
+                        let start = start + number * HOST_PAGE_BYTES;
+                        let end = start + HOST_PAGE_BYTES;
                         append(out, first, AddressRange { start, end });
                     }
                 }

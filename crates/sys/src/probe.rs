@@ -5,10 +5,10 @@ mod child;
 use crate::infect::{InfectError, InjectedUffd, inject_userfaultfd};
 use crate::memfd::{Access, Memfd};
 use crate::memory::{RemoteMemory, SharedMapping};
-use crate::pagemap::Pagemap;
+use crate::pagemap::{HOST_PAGE_BYTES, Pagemap};
 use crate::process::AddressRange;
 use crate::uffd::{Event, Track, Uffd, Waiters, WriteProtectMode};
-use child::{Child, PAGE, PAGES};
+use child::{Child, PAGES};
 use std::error::Error;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -321,17 +321,17 @@ fn try_missing(child: &Child) -> Result<String, Box<dyn Error>> {
                 protected: false,
             },
         )?;
-        uffd.copy(page.start, &[0; PAGE as usize], Waiters::Wake)?;
+        uffd.copy(page.start, &[0; HOST_PAGE_BYTES as usize], Waiters::Wake)?;
         child.await_answer(LIMIT)?;
     }
     Ok("pages were supplied on demand".into())
 }
 
 fn page(region: AddressRange, number: u64) -> AddressRange {
-    let start = region.start + number * PAGE;
+    let start = region.start + number * HOST_PAGE_BYTES;
     AddressRange {
         start,
-        end: start + PAGE,
+        end: start + HOST_PAGE_BYTES,
     }
 }
 

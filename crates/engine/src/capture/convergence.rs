@@ -4,7 +4,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use crate::memory::block::PAGE_BYTES;
+use stillframe_page::PAGE_BYTES;
 
 /// Iterations after the bulk phase, at most.
 const ITERATIONS_MAX: u32 = 8;

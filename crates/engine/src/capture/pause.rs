@@ -119,7 +119,7 @@ pub struct Pause<'a> {
     /// The process of QEMU.
     pub qemu: &'a Process,
     /// CPU placement: processors that its vCPUs need least, for the thread that waits for QEMU.
-    pub aside: &'a Processors,
+    pub spare: &'a Processors,
     /// The pages; the staging buffer has space for the expected ones.
     pub work: Work<'a>,
     /// The schedule that copies or protects them.
@@ -162,7 +162,7 @@ impl Pause<'_> {
         // The thread that waits for QEMU's answer stays off the vCPUs' processors: a resumed vCPU would keep it
         // from seeing the answer.
         let own = affinity::of_this_thread();
-        let _placement = Confined::to(self.aside);
+        let _placement = Confined::to(self.spare);
         monitor.client().take_events()?;
         self.state.prepare()?;
         let suspended = self.before.is_suspended();
@@ -200,7 +200,7 @@ impl Pause<'_> {
         self.state.await_stopped(monitor, &saving, limit)?;
         record.stop = us(begin);
         // From here on the vCPUs' processors are free, and QEMU's main thread has much to do.
-        let _apart = placement::apart_from(self.qemu, own);
+        let _apart = placement::confine_away_from(self.qemu, own);
         let state_begin = Instant::now();
         let captured = self.capture(monitor, record, own, &saving);
         // Awaited even when the copy failed: QEMU goes on when its state is read.

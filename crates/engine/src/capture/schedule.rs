@@ -109,7 +109,7 @@ pub struct Copied {
     pub faults: u64,
     /// Write-hot pages left unprotected after the pause or their copy. The next checkpoint copies them whether they
     /// are written or not, and writing them costs the guest no fault.
-    pub left_open: u64,
+    pub left_unprotected: u64,
 }
 
 /// The reason why a schedule could not copy its pages.
@@ -149,7 +149,7 @@ pub trait Schedule {
 
     /// After the pause; the guest runs again. Where all is copied, write-hot pages are left unprotected.
     fn after(&mut self, work: &mut Work<'_>) -> Result<(), ScheduleError> {
-        work.copied.left_open += work.tracker.leave_hot_unprotected();
+        work.copied.left_unprotected += work.tracker.leave_hot_unprotected();
         Ok(())
     }
 

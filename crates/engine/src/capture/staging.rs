@@ -9,10 +9,11 @@
 
 use std::ops::Range;
 
+use stillframe_page::PAGE;
 use thiserror::Error;
 
 use crate::memory::Page;
-use crate::memory::block::{Block, BlockError, Guest, PAGE};
+use crate::memory::block::{Block, BlockError, Guest};
 use crate::tracking::fault_handler::Saved;
 use crate::tracking::tracker::{Collected, Tracker};
 
@@ -108,7 +109,7 @@ impl StagingBuffer {
         found: &Collected,
     ) -> Result<(), StagingError> {
         for (index, tracked) in tracker.blocks().iter().enumerate() {
-            self.capture((index, &tracked.block), guest, &found.written[index])?;
+            self.capture(index, &tracked.block, guest, &found.written[index])?;
             self.capture_zero(index, &found.discarded[index])?;
         }
         Ok(())
@@ -117,7 +118,8 @@ impl StagingBuffer {
     /// Copies `ranges` of `block` (number `index`) into the buffer, over older copies.
     pub fn capture(
         &mut self,
-        (index, block): (usize, &Block),
+        index: usize,
+        block: &Block,
         guest: Guest,
         ranges: &[Range<u64>],
     ) -> Result<(), StagingError> {
@@ -212,10 +214,11 @@ impl StagingBuffer {
     /// Every page of block `index` in the buffer, in page order.
     pub fn pages_of(&self, index: usize) -> impl Iterator<Item = Page<'_>> {
         self.blocks[index].iter().flat_map(move |extent| {
-            extent.pages.clone().map(move |page| {
-                let slot = extent.slot + (page - extent.pages.start);
+            extent.pages.clone().map(move |number| {
+                let slot = extent.slot + (number - extent.pages.start);
                 let (pages, _) = self.chunks[(slot / CHUNK_PAGES) as usize].as_chunks();
-                (page, &pages[(slot % CHUNK_PAGES) as usize])
+                let bytes = &pages[(slot % CHUNK_PAGES) as usize];
+                Page { number, bytes }
             })
         })
     }
@@ -311,7 +314,7 @@ mod tests {
             prop_assert_eq!(slots.len(), model.len());
             prop_assert_eq!(staging.pages(), model.len() as u64);
             staging.reserve(0);
-            let listed: Vec<u64> = staging.pages_of(0).map(|(page, _)| page).collect();
+            let listed: Vec<u64> = staging.pages_of(0).map(|page| page.number).collect();
             prop_assert_eq!(listed, model.keys().copied().collect::<Vec<_>>());
         }
 
@@ -325,7 +328,7 @@ mod tests {
                 .map(|(&page, _)| Saved { block: 1, page, bytes: Box::new([page as u8 | 1; PAGE]) })
                 .collect();
             staging.put_all(&mut saved);
-            let found: Vec<(u64, u8)> = staging.pages_of(1).map(|(page, bytes)| (page, bytes[PAGE - 1])).collect();
+            let found: Vec<(u64, u8)> = staging.pages_of(1).map(|page| (page.number, page.bytes[PAGE - 1])).collect();
             let expected: Vec<(u64, u8)> = pages.iter()
                 .map(|(&page, &kept)| (page, if kept { 0 } else { page as u8 | 1 }))
                 .collect();
@@ -347,8 +350,8 @@ mod tests {
                     }
                 }
             }
-            for (page, bytes) in staging.pages_of(0) {
-                prop_assert_eq!(u64::from_le_bytes(bytes[..8].try_into().unwrap()), page);
+            for Page { number, bytes } in staging.pages_of(0) {
+                prop_assert_eq!(u64::from_le_bytes(bytes[..8].try_into().unwrap()), number);
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::monitor::RunState;
 use stillframe_qemu::record::VmRecord;
@@ -19,7 +20,6 @@ use crate::capture::schedule::{
 };
 use crate::capture::staging::StagingBuffer;
 use crate::memory::BlockShape;
-use crate::memory::block::PAGE_BYTES;
 use crate::placement;
 use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::Tracker;
@@ -57,7 +57,7 @@ pub struct Captured {
     pub(crate) device_state: Vec<u8>,
     pub(crate) image: Option<Image>,
     /// Where it is to be stored.
-    pub(crate) aside: Processors,
+    pub(crate) spare: Processors,
 }
 
 impl Captured {
@@ -108,7 +108,7 @@ impl Vm {
             time: jiff::Timestamp::now(),
             device_state: Vec::new(),
             image: None,
-            aside: placement::processors(&self.target.process),
+            spare: placement::processors(&self.target.process),
         };
         let filled = match self.fill(&mut captured, hasher, options) {
             // The next pause waits for the first byte of the device state, however long that is.
@@ -250,7 +250,7 @@ impl Vm {
         let state = StateStream::lent(&mut self.state, &mut self.monitor, qemu, &self.guardian)?;
         let pause = Pause {
             qemu: &self.target.process,
-            aside: &captured.aside,
+            spare: &captured.spare,
             work: Work {
                 tracker: &mut self.tracker,
                 staging: &mut captured.staging,

@@ -24,7 +24,7 @@ pub struct CheckpointWriter {
     pub(super) parent: Option<Parent>,
     /// The delta cache: contents of pages at the parent.
     pub(super) cache: DeltaCache,
-    pub(super) judge: PageEncoder,
+    pub(super) encoder: PageEncoder,
 }
 
 /// A checkpoint that is durable.
@@ -121,7 +121,7 @@ impl CheckpointWriter {
         repository: String,
         progress: ProgressSink<'_>,
     ) -> Result<Stored, CheckpointError> {
-        let _aside = Confined::to(&captured.aside);
+        let _placement = Confined::to(&captured.spare);
         let total = captured.staging.pages();
         let mut done = 0;
         for block in 0..captured.blocks.len() {
@@ -187,10 +187,10 @@ impl CheckpointWriter {
             true => &self.cache,
             false => &nothing,
         };
-        let tools = (&mut self.judge, cache);
+        let encoder = &mut self.encoder;
         transaction
             .stream
-            .put(&mut transaction.sink, tools, block, pages)
+            .put(&mut transaction.sink, encoder, cache, block, pages)
     }
 }
 
@@ -246,7 +246,7 @@ fn report(
         total_us: us(captured.begin),
         phases_us: Phases {
             copy: captured.copying,
-            judge: stream.encoding.as_micros() as u64,
+            encode: stream.encoding.as_micros() as u64,
             write: stream.writing.as_micros() as u64,
             commit,
         },

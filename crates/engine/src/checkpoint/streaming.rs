@@ -4,6 +4,7 @@
 
 use std::time::Instant;
 
+use stillframe_page::GuestPage;
 use stillframe_repo::{RepoError, Repository};
 
 use super::store::Transaction;
@@ -91,12 +92,13 @@ impl Vm {
 impl CheckpointWriter {
     /// What the delta cache is to know of pages that an iteration has streamed.
     fn note(&mut self, iteration: Iteration, block: usize, pages: &[Page<'_>]) {
-        for &(page, bytes) in pages {
+        for &Page { number, bytes } in pages {
+            let page = GuestPage::new(block, number);
             match iteration {
-                Iteration::Bulk => self.cache.put_if_room(block, page, bytes),
+                Iteration::Bulk => self.cache.put_if_room(page, bytes),
                 // It may change once more before the checkpoint; and a cache that knows nothing of
                 // a page is never wrong about it.
-                Iteration::Written => self.cache.remove(block, page),
+                Iteration::Written => self.cache.remove(page),
             }
         }
     }

@@ -8,12 +8,12 @@
 //!
 //! A page that is neither among the pages nor in a delta is unchanged.
 
+use stillframe_page::PAGE;
 use stillframe_page::delta::Delta;
 use stillframe_page::encoding::{Decoder, Encoder, Kind};
 
 use super::{ConnectionError, malformed};
 use crate::memory::BlockShape;
-use crate::memory::block::PAGE;
 
 /// Upper bound on pages of a batch, deltas not counted.
 pub const PAGES_MAX: usize = 2048;

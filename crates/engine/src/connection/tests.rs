@@ -7,9 +7,9 @@ use std::sync::Mutex;
 use std::thread;
 
 use proptest::prelude::*;
-use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::encoding::Decoder;
+use stillframe_page::{GuestPage, PAGE};
 
 use super::batch::{Batch, BatchWriter};
 use super::frame::Kind;
@@ -17,7 +17,6 @@ use super::message::{Control, Message};
 use super::{Connection, ConnectionError};
 use crate::encoding::delta_cache::DeltaCache;
 use crate::encoding::page_encoder::PageEncoder;
-use crate::memory::block::PAGE;
 use crate::memory::{BlockShape, Page};
 use crate::sink::connection::ConnectionPages;
 use crate::sink::page_stream::PageStream;
@@ -101,10 +100,10 @@ proptest! {
         let mut expected = Memory::new();
         for versions in &iterations {
             let contents: Memory = versions.iter().map(|(&page, &version)| (page, content(page, version))).collect();
-            let pages: Vec<Page<'_>> = contents.iter().map(|(&page, bytes)| (page, &**bytes)).collect();
-            stream.put(&mut sink, (&mut encoder, &cache), 1, &pages).unwrap();
-            for &(page, bytes) in &pages {
-                cache.put(1, page, bytes);
+            let pages: Vec<Page<'_>> = contents.iter().map(|(&number, bytes)| Page { number, bytes }).collect();
+            stream.put(&mut sink, &mut encoder, &cache, 1, &pages).unwrap();
+            for &Page { number, bytes } in &pages {
+                cache.put(GuestPage::new(1, number), bytes);
             }
             expected.extend(contents);
         }
@@ -126,7 +125,7 @@ proptest! {
             let session = FetchSession::new(&mut connection, &shapes()).unwrap();
             let mut content = DirtyBitmap::new(PAGES);
             for &page in memory.keys() {
-                content.set(PageIndex(page));
+                content.set(page);
             }
             let sources = session.sources(vec![DirtyBitmap::new(4), content]);
             let source = &sources[1];

@@ -7,10 +7,18 @@ use std::num::NonZero;
 
 use lru::LruCache;
 
-use crate::memory::block::PAGE;
+use stillframe_page::{GuestPage, PAGE};
 
-/// One page of the cache: number of its block, number in the block.
-type Key = (u32, u32);
+/// A page in half the memory: its block and its number there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Key(u32, u32);
+
+impl From<GuestPage> for Key {
+    /// A page table has less than 2^30 pages, and a VM some ten blocks.
+    fn from(page: GuestPage) -> Key {
+        Key(page.block as u32, page.page as u32)
+    }
+}
 
 /// Contents of pages, within a budget.
 #[derive(Debug, Default)]
@@ -39,15 +47,15 @@ impl DeltaCache {
     }
 
     /// The content of the page at the last committed checkpoint, if that is known.
-    pub fn get(&self, block: usize, page: u64) -> Option<&[u8; PAGE]> {
-        let old = self.pages.as_ref()?.peek(&key(block, page))?;
+    pub fn get(&self, page: GuestPage) -> Option<&[u8; PAGE]> {
+        let old = self.pages.as_ref()?.peek(&page.into())?;
         Some(old)
     }
 
     /// Sets the content of the page; evicts others if need be.
-    pub fn put(&mut self, block: usize, page: u64, bytes: &[u8; PAGE]) {
+    pub fn put(&mut self, page: GuestPage, bytes: &[u8; PAGE]) {
         let Some(pages) = &mut self.pages else { return };
-        let key = key(block, page);
+        let key = page.into();
         match pages.get_mut(&key) {
             Some(kept) => **kept = *bytes,
             None => drop(pages.push(key, Box::new(*bytes))),
@@ -55,17 +63,17 @@ impl DeltaCache {
     }
 
     /// Sets the content of the page, only while there is space.
-    pub fn put_if_room(&mut self, block: usize, page: u64, bytes: &[u8; PAGE]) {
+    pub fn put_if_room(&mut self, page: GuestPage, bytes: &[u8; PAGE]) {
         let room = |pages: &LruCache<_, _>| pages.len() < pages.cap().get();
         if self.pages.as_ref().is_some_and(room) {
-            self.put(block, page, bytes);
+            self.put(page, bytes);
         }
     }
 
     /// Forgets the content of the page.
-    pub fn remove(&mut self, block: usize, page: u64) {
+    pub fn remove(&mut self, page: GuestPage) {
         if let Some(pages) = &mut self.pages {
-            pages.pop(&key(block, page));
+            pages.pop(&page.into());
         }
     }
 
@@ -77,11 +85,6 @@ impl DeltaCache {
     }
 }
 
-/// A page table has less than 2^30 pages, and a VM some ten blocks.
-fn key(block: usize, page: u64) -> Key {
-    (block as u32, page as u32)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -90,31 +93,35 @@ mod tests {
         [byte; PAGE]
     }
 
+    fn page(block: usize, page: u64) -> GuestPage {
+        GuestPage { block, page }
+    }
+
     #[test]
     fn the_page_written_longest_ago_leaves_first() {
         let mut cache = DeltaCache::default();
         cache.set_budget(3 * PAGE as u64 + 1);
-        for page in 0..3 {
-            cache.put(0, page, &full_of(page as u8));
+        for number in 0..3 {
+            cache.put(page(0, number), &full_of(number as u8));
         }
         // A lookup does not count, a write does.
-        assert_eq!(cache.get(0, 1), Some(&full_of(1)));
-        cache.put(0, 0, &full_of(10));
-        cache.put(1, 0, &full_of(20));
-        assert_eq!(cache.get(0, 1), None);
-        assert_eq!(cache.get(0, 0), Some(&full_of(10)));
-        assert_eq!(cache.get(1, 0), Some(&full_of(20)));
-        cache.put_if_room(0, 9, &full_of(9));
-        assert_eq!(cache.get(0, 9), None);
-        cache.remove(0, 0);
-        cache.put_if_room(0, 9, &full_of(9));
-        assert_eq!(cache.get(0, 9), Some(&full_of(9)));
+        assert_eq!(cache.get(page(0, 1)), Some(&full_of(1)));
+        cache.put(page(0, 0), &full_of(10));
+        cache.put(page(1, 0), &full_of(20));
+        assert_eq!(cache.get(page(0, 1)), None);
+        assert_eq!(cache.get(page(0, 0)), Some(&full_of(10)));
+        assert_eq!(cache.get(page(1, 0)), Some(&full_of(20)));
+        cache.put_if_room(page(0, 9), &full_of(9));
+        assert_eq!(cache.get(page(0, 9)), None);
+        cache.remove(page(0, 0));
+        cache.put_if_room(page(0, 9), &full_of(9));
+        assert_eq!(cache.get(page(0, 9)), Some(&full_of(9)));
         cache.set_budget(PAGE as u64);
-        let kept = [(0, 0), (0, 1), (0, 2), (0, 9), (1, 0)];
-        let kept = kept.map(|(block, page)| cache.get(block, page).is_some());
+        let kept = [page(0, 0), page(0, 1), page(0, 2), page(0, 9), page(1, 0)];
+        let kept = kept.map(|page| cache.get(page).is_some());
         assert_eq!(kept, [false, false, false, true, false]);
         cache.clear();
-        assert_eq!(cache.get(0, 9), None);
+        assert_eq!(cache.get(page(0, 9)), None);
     }
 
     #[test]
@@ -122,9 +129,9 @@ mod tests {
         let mut cache = DeltaCache::default();
         for bytes in [0, PAGE as u64 - 1] {
             cache.set_budget(bytes);
-            cache.put(0, 0, &full_of(1));
-            cache.put_if_room(0, 0, &full_of(1));
-            assert_eq!(cache.get(0, 0), None);
+            cache.put(page(0, 0), &full_of(1));
+            cache.put_if_room(page(0, 0), &full_of(1));
+            assert_eq!(cache.get(page(0, 0)), None);
         }
     }
 }

@@ -8,10 +8,10 @@ use stillframe_page::difference::difference;
 use stillframe_page::encoding::{Encoder, EncodingError};
 use stillframe_page::hash::{ContentHasher, ContentId};
 use stillframe_page::is_zero;
+use stillframe_page::{GuestPage, PAGE};
 
 use crate::encoding::delta_cache::DeltaCache;
 use crate::memory::Page;
-use crate::memory::block::PAGE;
 
 /// No thread is started for fewer.
 const SHARE_PAGES_MIN: usize = 64;
@@ -109,7 +109,7 @@ fn share_of(pages: usize) -> usize {
 
 /// The content id of each page, `None` for zero pages.
 pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<ContentId>> {
-    let one = |(_, bytes): &Page<'_>| (!is_zero(*bytes)).then(|| hasher.id(*bytes));
+    let one = |page: &Page<'_>| (!is_zero(page.bytes)).then(|| hasher.id(page.bytes));
     let all = |share: &[Page<'_>]| share.iter().map(one).collect::<Vec<_>>();
     let mut shares = pages.chunks(share_of(pages.len()));
     let first = shares.next().unwrap_or_default();
@@ -149,12 +149,12 @@ impl EncoderWorker {
     ) -> Result<EncodedPages, EncodingError> {
         let bytes_max = self.worth(cache, block, pages)?;
         let mut encoded = EncodedPages::default();
-        for &(page, bytes) in pages {
+        for &Page { number, bytes } in pages {
             let encoding = if is_zero(bytes) {
                 PageEncoding::Zero
-            } else if let Some(old) = cache.get(block, page) {
+            } else if let Some(old) = cache.get(GuestPage::new(block, number)) {
                 // A page table has less than 2^30 pages.
-                match self.encoder.add(page as u32, [old, bytes], bytes_max) {
+                match self.encoder.add(number as u32, [old, bytes], bytes_max) {
                     Added::Same => PageEncoding::Same,
                     Added::Changed => PageEncoding::Delta,
                     Added::TooMuch => PageEncoding::TooMuch(hasher.id(bytes)),
@@ -185,11 +185,12 @@ impl EncoderWorker {
         let known = pages
             .iter()
             .step_by(pages.len().div_ceil(TRIAL_LOOKS).max(1))
-            .filter_map(|&(page, bytes)| Some((page, cache.get(block, page)?, bytes)));
-        for (page, old, new) in known {
+            .filter_map(|page| Some((cache.get(GuestPage::new(block, page.number))?, page)));
+        for (old, page) in known {
+            let new = page.bytes;
             let bytes = difference(old, new).bytes;
             if bytes > CHANGED_LITTLE && !is_zero(new) {
-                self.encoder.add(page as u32, [old, new], PAGE);
+                self.encoder.add(page.number as u32, [old, new], PAGE);
                 changed += bytes as usize;
                 plain.extend_from_slice(new);
             }
@@ -233,7 +234,7 @@ mod tests {
     fn encode(cache: &DeltaCache, memory: &Memory) -> EncodedPages {
         let pages: Vec<Page<'_>> = memory
             .iter()
-            .map(|(&page, bytes)| (page, &**bytes))
+            .map(|(&number, bytes)| Page { number, bytes })
             .collect();
         let hasher = ContentHasher::keyed([3; 32]);
         let mut encode = PageEncoder::default();
@@ -244,7 +245,7 @@ mod tests {
         let mut cache = DeltaCache::default();
         cache.set_budget(1 << 30);
         for (&page, bytes) in memory {
-            cache.put(0, page, bytes);
+            cache.put(GuestPage::new(0, page), bytes);
         }
         cache
     }

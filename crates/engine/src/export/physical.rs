@@ -1,8 +1,9 @@
 //! Main RAM by physical address: raw, or as an ELF core.
 
+use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::cpu_state::{self, CpuState};
 use stillframe_qemu::elf_core;
-use stillframe_qemu::migration_file::{MigrationFileError, PAGE_BYTES};
+use stillframe_qemu::migration_file::MigrationFileError;
 use stillframe_qemu::page_tables::{self, Mappings, TABLE_BYTES};
 use stillframe_qemu::physical_memory::{self, PhysicalRange};
 

@@ -13,15 +13,11 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
+use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::monitor::RamBlock;
 use stillframe_sys::memory::{self, MemoryError, RemoteMemory, SharedMapping};
 use stillframe_sys::process::{AddressRange, Mapping, Process, ProcessError};
 use thiserror::Error;
-
-/// The guest page size of every machine this engine handles (x86-64), in bytes.
-pub const PAGE_BYTES: u64 = 4096;
-/// The same, for lengths in memory.
-pub const PAGE: usize = PAGE_BYTES as usize;
 
 /// Why a RAM block cannot be reached.
 #[derive(Debug, Error)]
@@ -347,6 +343,8 @@ fn one_file(parts: &[&Mapping]) -> bool {
 mod tests {
     use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
     use std::os::unix::fs::MetadataExt;
+
+    use stillframe_page::PAGE;
 
     use super::*;
 

@@ -8,10 +8,27 @@ pub use block::Block;
 
 use serde::{Deserialize, Serialize};
 
-use block::PAGE;
+use stillframe_page::PAGE;
 
-/// One page on its way: its number in the block, and its bytes.
-pub type Page<'a> = (u64, &'a [u8; PAGE]);
+/// The content of one page of a block.
+#[derive(Debug, Clone, Copy)]
+pub struct Page<'a> {
+    /// Its number in the block.
+    pub number: u64,
+    /// Its bytes.
+    pub bytes: &'a [u8; PAGE],
+}
+
+impl<'a> Page<'a> {
+    /// The pages from number `first` on, whose contents lie one after the other. Bytes behind the last whole page
+    /// are none.
+    pub fn consecutive(first: u64, bytes: &'a [u8]) -> impl Iterator<Item = Page<'a>> {
+        let contents = bytes.as_chunks().0.iter();
+        (first..)
+            .zip(contents)
+            .map(|(number, bytes)| Page { number, bytes })
+    }
+}
 
 /// The properties of a block that are known without reading it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,6 +1,5 @@
 //! The capture outcome: the contents of captured pages.
 
-use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 
 use crate::memory::BlockShape;
@@ -38,7 +37,7 @@ impl Found {
     }
 
     /// The last word counts: a page may come twice.
-    pub fn note(&mut self, page: PageIndex, content: Content) {
+    pub fn note(&mut self, page: u64, content: Content) {
         let put = |set: &mut DirtyBitmap, belongs| match belongs {
             true => set.set(page),
             false => set.clear(page),

@@ -77,18 +77,17 @@ mod tests {
     use std::collections::BTreeSet;
 
     use proptest::prelude::*;
-    use stillframe_page::PageIndex;
     use stillframe_page::bitmap::DirtyBitmap;
 
     use super::*;
-    use crate::memory::block::PAGE_BYTES;
+    use stillframe_page::PAGE_BYTES;
 
     const GAP_MAX: u64 = 3 * PAGE_BYTES;
 
     fn ranges(pages: &BTreeSet<u64>) -> Vec<Range<u64>> {
         let mut bitmap = DirtyBitmap::new(300);
         for &page in pages {
-            bitmap.set(PageIndex(page));
+            bitmap.set(page);
         }
         bitmap.ranges().collect()
     }

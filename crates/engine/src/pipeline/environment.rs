@@ -117,7 +117,7 @@ pub enum Event<'e, R> {
         by: Duration,
     },
     /// The checkpoint before is gone: the next one reads all of memory.
-    BaseGone(&'e CheckpointError),
+    ParentGone(&'e CheckpointError),
     /// Another program migrates the VM; checkpoints go on if it does not succeed.
     Migrating(&'e CheckpointError),
     /// Another schedule needs other tracking.

@@ -377,7 +377,7 @@ impl<E: Environment> Pipeline<E> {
             }
             Err(Failure::Interrupted) => Ok(Some(End::Stopped)),
             Err(Failure::Checkpoint(error @ CheckpointError::ParentGone)) => {
-                self.report(Event::BaseGone(&error))?;
+                self.report(Event::ParentGone(&error))?;
                 Ok(None)
             }
             Err(Failure::Checkpoint(error @ CheckpointError::Migrating { .. })) => {

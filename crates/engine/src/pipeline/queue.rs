@@ -75,7 +75,7 @@ fn store_all<V: PipelineVm, S: CaptureSink<V>>(
     captures: &Receiver<V::Capture>,
     completions: &Sender<Completion<V>>,
 ) -> S {
-    placement::step_back();
+    placement::lower_priority();
     let mut failed = false;
     while let Some(capture) = next(captures, |more| sink.expect_more(more)) {
         let outcome = (!failed).then(|| sink.store(&capture));

@@ -7,6 +7,7 @@ use std::io;
 use std::ops::Range;
 use std::thread;
 
+use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_qemu::monitor::RamBlock;
 use stillframe_sys::pagemap::{Pagemap, PagemapError};
 use stillframe_sys::process::{Process, ProcessError};
@@ -15,7 +16,7 @@ use thiserror::Error;
 
 use super::lazy::FillError;
 use crate::memory::BlockShape;
-use crate::memory::block::{Block, BlockError, PAGE, PAGE_BYTES};
+use crate::memory::block::{Block, BlockError};
 use crate::source::{PageSource, SourceError};
 use crate::{Progress, ProgressSink};
 

@@ -32,6 +32,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use stillframe_page::{GuestPage, PAGE_BYTES};
 use stillframe_sys::affinity;
 use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::Process;
@@ -39,8 +40,7 @@ use stillframe_sys::uffd::{Track, Uffd, UffdError};
 
 use super::eager::{self, PopulateError};
 use crate::guardian::{HEARTBEAT, Heartbeat};
-use crate::memory::block::{Block, PAGE_BYTES};
-use access_trace::Page;
+use crate::memory::block::Block;
 use background_fill::BackgroundFill;
 use fault_around::FaultAround;
 use fault_batching::FaultBatching;
@@ -84,7 +84,7 @@ pub struct Lazy<S> {
     prefetched: Mutex<Vec<Piece>>,
     prefetched_pages: u64,
     /// Pages written in the last interval before the checkpoint, which are likely to be used again.
-    newest: Vec<Page>,
+    newest: Vec<GuestPage>,
     /// Rate limit of the background fill, in bytes per second.
     bytes_per_s: Option<NonZeroU64>,
     stall: Stall,
@@ -135,7 +135,7 @@ impl<S: PageSource> Lazy<S> {
         let mut newest = Vec::new();
         for (number, (block, source)) in blocks.iter().zip(sources).enumerate() {
             let changes = source.likely_first().iter();
-            newest.extend(changes.map(|&page| (number, u64::from(page))));
+            newest.extend(changes.map(|&page| GuestPage::new(number, page.into())));
             lazy.push((block.range(), source));
         }
         newest.truncate(NEWEST_MAX);
@@ -267,7 +267,7 @@ impl<S: PageSource> Lazy<S> {
         std::thread::Builder::new()
             .name("background fill".into())
             .spawn_scoped(scope, move || {
-                affinity::step_back();
+                affinity::lower_priority();
                 let _ = ended.send(Ended::BackgroundFill(filler.run(prefetched, &self.newest)));
             })
             .map_err(PopulateError::Threads)?;
@@ -275,8 +275,8 @@ impl<S: PageSource> Lazy<S> {
     }
 
     /// The working set for the next restore, if this one had any fault.
-    pub fn learned_working_set(&self) -> Option<Vec<(usize, u64)>> {
-        self.memory.asked.learned(self.working_set.pages())
+    pub fn learned_working_set(&self) -> Option<Vec<GuestPage>> {
+        self.memory.trace.learned(self.working_set.pages())
     }
 
     /// How many pages were prefetched before there was memory to populate.

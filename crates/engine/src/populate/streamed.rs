@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use stillframe_page::PageIndex;
+use stillframe_page::PAGE;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::encoding::Decoder;
 use stillframe_sys::pagemap::Pagemap;
@@ -12,7 +12,7 @@ use super::eager::{self, PopulateError};
 use crate::connection::ConnectionError;
 use crate::connection::batch::Batch;
 use crate::memory::BlockShape;
-use crate::memory::block::{Block, PAGE};
+use crate::memory::block::Block;
 use crate::source::SourceError;
 
 /// The memory of a fresh QEMU that pages are streamed into.
@@ -64,7 +64,7 @@ impl<'b> StreamedMemory<'b> {
         })?;
         for delta in &batch.deltas {
             for (index, page) in delta.pages().enumerate() {
-                if !received.get(PageIndex(page.into())) {
+                if !received.get(page.into()) {
                     let what = "a delta of a page that it has not sent".to_owned();
                     return Err(connection(ConnectionError::Malformed { what }));
                 }
@@ -90,7 +90,7 @@ impl<'b> StreamedMemory<'b> {
         let both = self.blocks.iter().zip(&self.in_use);
         for ((block, in_use), received) in both.zip(&self.received) {
             let used = in_use.iter().cloned().flatten();
-            for page in used.filter(|&page| !received.get(PageIndex(page))) {
+            for page in used.filter(|&page| !received.get(page)) {
                 block.write(page, &[0; PAGE])?;
             }
         }

@@ -132,17 +132,40 @@ pub struct FillingRecord {
     pub blocks: Vec<RamBlock>,
 }
 
+/// What is known of a VM when its memory begins to be populated; the fields mean what those of the record do.
+#[derive(Debug)]
+pub struct FillingVm {
+    /// QEMU's own copy of the userfaultfd.
+    pub remote_fd: i32,
+    /// The checkpoint.
+    pub checkpoint: CheckpointId,
+    /// The VM's label.
+    pub vm: String,
+    /// The repository's id.
+    pub repository: String,
+    /// Whether the guest is to run.
+    pub running: bool,
+    /// The channel through which its clock is set.
+    pub agent: Option<PathBuf>,
+    /// The RAM blocks that are being populated.
+    pub blocks: Vec<RamBlock>,
+}
+
 impl FillingRecord {
     /// A record of the present form.
     ///
     /// # Errors
     /// When the process has ended.
-    pub fn new(
-        (process, remote_fd): (&Process, i32),
-        (checkpoint, vm, repository): (CheckpointId, String, String),
-        (running, agent): (bool, Option<PathBuf>),
-        blocks: Vec<RamBlock>,
-    ) -> Result<FillingRecord, ProcessError> {
+    pub fn new(process: &Process, filling: FillingVm) -> Result<FillingRecord, ProcessError> {
+        let FillingVm {
+            remote_fd,
+            checkpoint,
+            vm,
+            repository,
+            running,
+            agent,
+            blocks,
+        } = filling;
         Ok(FillingRecord {
             version: VERSION,
             boot: system::boot_id(),
@@ -391,13 +414,16 @@ mod tests {
     use super::*;
 
     fn record(process: &Process) -> FillingRecord {
-        FillingRecord::new(
-            (process, 7),
-            (CheckpointId([1; 32]), "vm".to_owned(), "repo".to_owned()),
-            (true, None),
-            Vec::new(),
-        )
-        .unwrap()
+        let filling = FillingVm {
+            remote_fd: 7,
+            checkpoint: CheckpointId([1; 32]),
+            vm: "vm".to_owned(),
+            repository: "repo".to_owned(),
+            running: true,
+            agent: None,
+            blocks: Vec::new(),
+        };
+        FillingRecord::new(process, filling).unwrap()
     }
 
     fn files(root: &Path) -> Files {

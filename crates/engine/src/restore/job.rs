@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use stillframe_page::GuestPage;
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::launch::LaunchPlan;
 use stillframe_repo::{CheckpointId, Manifest, Reader, WorkingSet};
@@ -19,17 +20,17 @@ use crate::verify::{Image, VerifyReport};
 /// Measures the phases.
 pub(crate) struct PhaseClock {
     pub(crate) phases: RestorePhases,
-    pub(crate) asked_at: Instant,
+    pub(crate) requested_at: Instant,
     lap: Instant,
 }
 
 impl PhaseClock {
     /// The first phase is the time since the user's command.
-    pub(crate) fn new(asked_at: Instant) -> PhaseClock {
+    pub(crate) fn new(requested_at: Instant) -> PhaseClock {
         let mut clock = PhaseClock {
             phases: RestorePhases::default(),
-            asked_at,
-            lap: asked_at,
+            requested_at,
+            lap: requested_at,
         };
         clock.phases.before = clock.lap();
         clock
@@ -62,7 +63,7 @@ pub(crate) struct Done {
 }
 
 /// The pages of a working set, if one was recorded.
-pub(super) fn known_pages(working_set: Option<&WorkingSet>) -> &[(u32, u32)] {
+pub(super) fn known_pages(working_set: Option<&WorkingSet>) -> &[GuestPage] {
     working_set.map_or(&[], |set| &set.pages)
 }
 
@@ -111,7 +112,12 @@ impl Job<'_> {
     }
 
     /// The report of the restore.
-    pub(crate) fn report(&self, done: Done, plan: &LaunchPlan, asked_at: Instant) -> RestoreReport {
+    pub(crate) fn report(
+        &self,
+        done: Done,
+        plan: &LaunchPlan,
+        requested_at: Instant,
+    ) -> RestoreReport {
         RestoreReport {
             checkpoint: self.id.to_string(),
             vm: self.manifest.vm.clone(),
@@ -120,7 +126,7 @@ impl Job<'_> {
             running: !self.options.paused && !done.suspended,
             suspended: done.suspended,
             pages: done.pages,
-            total_us: micros(asked_at.elapsed()),
+            total_us: micros(requested_at.elapsed()),
             phases_us: done.phases,
             changes: plan.changes.clone(),
             lazy: done.lazy,

@@ -11,6 +11,7 @@ use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use stillframe_fault::{self as fault, Point};
+use stillframe_page::GuestPage;
 use stillframe_qemu::launch::{self, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock, Reached};
 use stillframe_qemu::qmp::Ticket;
@@ -29,7 +30,7 @@ use crate::populate::eager::{self, PopulateError};
 use crate::populate::lazy::prefetch::Prefetched;
 use crate::populate::lazy::{self, FillError, FillOrder, FillStatus, Filling, Lazy};
 use crate::post_restore::{self, ClockReport};
-use crate::restore::filling_record::{Files, FillingRecord};
+use crate::restore::filling_record::{Files, FillingRecord, FillingVm};
 use crate::source::repository::shapes;
 use crate::verify::VerifyReport;
 
@@ -50,7 +51,7 @@ struct Memory<'j> {
     /// The same for a successor: what QEMU says of them.
     described: Vec<RamBlock>,
     /// Their numbers in the manifest.
-    places: Vec<u32>,
+    places: Vec<usize>,
     /// The others, which are populated already.
     filled: Vec<Block>,
 }
@@ -62,7 +63,8 @@ impl Job<'_> {
         &self,
         mut launched: Launched,
         guardian: Guardian,
-        (maps, prefetched): (Vec<PageMap<'_>>, Prefetched),
+        maps: Vec<PageMap<'_>>,
+        prefetched: Prefetched,
         mut clock: PhaseClock,
         events: LazySink<'_>,
     ) -> Result<Done, RestoreError> {
@@ -79,17 +81,20 @@ impl Job<'_> {
         let maps = std::mem::take(&mut memory.maps);
         let fill_bitmap = files.create_fill_bitmap(maps.iter().map(PageMap::pages).sum())?;
         let known = known_pages(self.working_set.as_ref());
-        let first = FillOrder::new((&memory.places, &maps), known, prefetched);
+        let first = FillOrder::new(&memory.places, &maps, known, prefetched);
         let limit = self.options.limit_fill;
         let lazy = Lazy::new(uffd, &blocks, maps, first, limit, fill_bitmap)?;
         lazy.populate_used(&process, &blocks)?;
-        let record = FillingRecord::new(
-            (&process, shared.remote_fd),
-            (*self.id, self.manifest.vm.clone(), self.repository.clone()),
-            (!self.options.paused, self.agent.clone()),
-            std::mem::take(&mut memory.described),
-        )
-        .map_err(PopulateError::from)?;
+        let filling = FillingVm {
+            remote_fd: shared.remote_fd,
+            checkpoint: *self.id,
+            vm: self.manifest.vm.clone(),
+            repository: self.repository.clone(),
+            running: !self.options.paused,
+            agent: self.agent.clone(),
+            blocks: std::mem::take(&mut memory.described),
+        };
+        let record = FillingRecord::new(&process, filling).map_err(PopulateError::from)?;
         thread::scope(|scope| {
             let _end = lazy.end_on_drop();
             lazy.serve(scope)?;
@@ -122,7 +127,7 @@ impl Job<'_> {
             supervisor.monitor.cont()?;
         }
         clock.phases.cont = clock.lap();
-        let runs_after_us = micros(clock.asked_at.elapsed());
+        let runs_after_us = micros(clock.requested_at.elapsed());
         events(LazyEvent::Runs {
             after_us: runs_after_us,
         });
@@ -155,15 +160,14 @@ impl Job<'_> {
 
     /// Records the next working set, if there was a fault; returns how many pages it has. It
     /// is a hint only: a failure to record it (a repository that is read-only, say) is no error.
-    fn record(&self, lazy: &Lazy<PageMap<'_>>, places: &[u32]) -> Option<usize> {
+    fn record(&self, lazy: &Lazy<PageMap<'_>>, places: &[usize]) -> Option<usize> {
         if self.options.paused {
             return None;
         }
         let learned = lazy.learned_working_set()?.into_iter();
-        // A block has less than 2^30 pages.
-        let pages: Vec<(u32, u32)> = learned
-            .filter_map(|(number, page)| Some((*places.get(number)?, page as u32)))
-            .collect();
+        // In the numbers of the manifest.
+        let numbered = |page: GuestPage| Some(GuestPage::new(*places.get(page.block)?, page.page));
+        let pages = learned.filter_map(numbered).collect();
         let set = WorkingSet { pages };
         let recorded = self.reader.record_working_set(self.id, &set);
         matches!(recorded, Ok(true)).then_some(set.pages.len())
@@ -231,7 +235,7 @@ pub(super) fn resume(
     let (process, monitor) = the_vm(&record, &files, qmp)?;
     let unfinished = process.has_userfaultfd(record.remote_fd);
     if !unfinished.map_err(PopulateError::from)? {
-        return complete_already((process, monitor), &record, &files, clock);
+        return complete_already(process, monitor, &record, &files, clock);
     }
     let uffd = Uffd::adopt(
         process
@@ -270,7 +274,7 @@ pub(super) fn resume(
             supervisor.monitor.cont()?;
         }
         clock.phases.cont = clock.lap();
-        let runs_after_us = micros(clock.asked_at.elapsed());
+        let runs_after_us = micros(clock.requested_at.elapsed());
         events(LazyEvent::Runs {
             after_us: runs_after_us,
         });
@@ -295,7 +299,8 @@ fn joined(set_clock: ScopedJoinHandle<'_, Option<ClockReport>>) -> Option<ClockR
 
 /// The killed process had populated all of memory, and unregistered it.
 fn complete_already(
-    (process, monitor): (Process, Reached),
+    process: Process,
+    monitor: Reached,
     record: &FillingRecord,
     files: &Files,
     clock: PhaseClock,
@@ -312,7 +317,7 @@ fn complete_already(
         pages: 0,
         phases: clock.phases,
         lazy: Some(LazyReport {
-            runs_after_us: micros(clock.asked_at.elapsed()),
+            runs_after_us: micros(clock.requested_at.elapsed()),
             ..LazyReport::default()
         }),
         suspended,

@@ -7,16 +7,16 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use stillframe_fault::{self as fault, Point};
-use stillframe_page::PageIndex;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::hash::ContentHasher;
+use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_repo::PageMap;
 use stillframe_sys::affinity;
 
 use super::RewindError;
 use crate::encoding::page_encoder::hash_all;
 use crate::memory::Page;
-use crate::memory::block::{Block, BlockError, PAGE, PAGE_BYTES};
+use crate::memory::block::{Block, BlockError};
 
 /// Pages of a VM that are read at once.
 const CHUNK_PAGES: u64 = 2048;
@@ -86,7 +86,7 @@ impl<'a> StagedBlock<'a> {
         into: &mut Vec<u64>,
     ) -> Result<(), RewindError> {
         let bytes = self.read(pages.start, (pages.end - pages.start) as usize * PAGE)?;
-        let chunk: Vec<Page<'_>> = (pages.start..).zip(bytes.as_chunks::<PAGE>().0).collect();
+        let chunk: Vec<Page<'_>> = Page::consecutive(pages.start, &bytes).collect();
         for (page, id) in pages.zip(hash_all(hasher, &chunk)) {
             let wanted = self.map.whole_id(page)?;
             if wanted != id || (id.is_none() && !self.map.is_zero(page)?) {
@@ -103,7 +103,7 @@ impl<'a> StagedBlock<'a> {
         room: &mut Room,
     ) -> Result<(), RewindError> {
         let mut wanted: Vec<u64> = pages.into_iter().collect();
-        wanted.retain(|&page| !self.held.get(PageIndex(page)));
+        wanted.retain(|&page| !self.held.get(page));
         let found = Mutex::new((Vec::new(), room));
         self.map.read_pages(wanted, threads(), &|first, bytes| {
             let there = self.read(first, bytes.len())?;

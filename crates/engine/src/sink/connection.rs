@@ -12,6 +12,7 @@ use crate::connection::batch::BatchWriter;
 use crate::connection::frame::Kind;
 use crate::connection::{Connection, ConnectionError};
 use crate::encoding::page_encoder::PageEncoding;
+use crate::memory::Page;
 use crate::memory::outcome::Content;
 
 /// Sets the content ids of pages that are transferred apart from those of any repository.
@@ -55,7 +56,7 @@ impl<S: Write> PageSink for ConnectionPages<'_, S> {
     fn put(&mut self, batch: EncodedBatch<'_>) -> Result<Vec<Content>, ConnectionError> {
         let mut contents = Vec::with_capacity(batch.pages.len());
         self.writer.begin(batch.block);
-        for (&(page, bytes), encoding) in batch.pages.iter().zip(batch.encodings) {
+        for (&Page { number, bytes }, encoding) in batch.pages.iter().zip(batch.encodings) {
             contents.push(match encoding {
                 PageEncoding::Zero => Content::Zero,
                 PageEncoding::Same => Content::Known,
@@ -66,7 +67,7 @@ impl<S: Write> PageSink for ConnectionPages<'_, S> {
             match encoding {
                 PageEncoding::Same | PageEncoding::Delta => {}
                 PageEncoding::Zero | PageEncoding::Unknown(_) | PageEncoding::TooMuch(_) => {
-                    self.writer.page(page, bytes)?;
+                    self.writer.page(number, bytes)?;
                 }
             }
         }

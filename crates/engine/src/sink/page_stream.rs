@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use stillframe_page::PageIndex;
+use stillframe_page::GuestPage;
 use stillframe_page::bitmap::DirtyBitmap;
 
 use crate::capture::staging::StagingBuffer;
@@ -83,7 +83,8 @@ impl PageStream {
     pub fn put<S: PageSink>(
         &mut self,
         sink: &mut S,
-        (encoder, cache): (&mut PageEncoder, &DeltaCache),
+        encoder: &mut PageEncoder,
+        cache: &DeltaCache,
         block: usize,
         pages: &[Page<'_>],
     ) -> Result<(), S::Error> {
@@ -97,15 +98,17 @@ impl PageStream {
             deltas: encoded.deltas,
         })?;
         let both = encoded.encodings.iter().zip(contents);
-        for (&(page, _), (&encoding, content)) in pages.iter().zip(both) {
-            self.count(block, PageIndex(page), encoding, content);
+        for (page, (&encoding, content)) in pages.iter().zip(both) {
+            let page = GuestPage::new(block, page.number);
+            self.count(page, encoding, content);
         }
         self.encoding += encoded_at - begin;
         self.writing += encoded_at.elapsed();
         Ok(())
     }
 
-    fn count(&mut self, block: usize, page: PageIndex, encoding: PageEncoding, content: Content) {
+    fn count(&mut self, page: GuestPage, encoding: PageEncoding, content: Content) {
+        let GuestPage { block, page } = page;
         let seen = self.seen.get_mut(block);
         if seen.is_none_or(|seen| seen.set(page)) {
             self.counts.captured += 1;
@@ -132,10 +135,11 @@ impl PageStream {
     /// Takes the contents of pages in the staging buffer into the cache. It is called when they are durable.
     pub fn remember(&self, staging: &StagingBuffer, cache: &mut DeltaCache) {
         for (block, keep) in self.keep.iter().enumerate() {
-            for (page, bytes) in staging.pages_of(block) {
-                match keep.get(PageIndex(page)) {
-                    true => cache.put(block, page, bytes),
-                    false => cache.remove(block, page),
+            for Page { number, bytes } in staging.pages_of(block) {
+                let page = GuestPage::new(block, number);
+                match keep.get(number) {
+                    true => cache.put(page, bytes),
+                    false => cache.remove(page),
                 }
             }
         }

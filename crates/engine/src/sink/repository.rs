@@ -3,6 +3,7 @@
 //! The repository compresses and encrypts in threads of its own, which make this one wait when they cannot
 //! follow: memory stays bounded.
 
+use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
 use stillframe_repo::page_table::table::PageRef;
 use stillframe_repo::{MemoryEditor, PageCounts, Put, RamTable, RepoError, Writer};
@@ -10,7 +11,7 @@ use stillframe_repo::{MemoryEditor, PageCounts, Put, RamTable, RepoError, Writer
 use super::{EncodedBatch, PageSink};
 use crate::encoding::page_encoder::PageEncoding;
 use crate::memory::BlockShape;
-use crate::memory::block::PAGE_BYTES;
+use crate::memory::Page;
 use crate::memory::outcome::Content;
 use crate::sink::page_stream::StreamCounts;
 
@@ -73,10 +74,10 @@ impl PageSink for RepositoryPages<'_> {
     fn put(&mut self, batch: EncodedBatch<'_>) -> Result<Vec<Content>, RepoError> {
         let table = &mut self.tables[batch.block];
         let mut contents = Vec::with_capacity(batch.pages.len());
-        for (&(page, bytes), &encoding) in batch.pages.iter().zip(batch.encodings) {
+        for (&Page { number, bytes }, &encoding) in batch.pages.iter().zip(batch.encodings) {
             contents.push(match encoding {
                 PageEncoding::Zero => {
-                    table.set(page, PageRef::Zero);
+                    table.set(number, PageRef::Zero);
                     Content::Zero
                 }
                 PageEncoding::Same => Content::Known,
@@ -86,7 +87,7 @@ impl PageSink for RepositoryPages<'_> {
                         true => self.writer.put(id, bytes)?,
                         false => self.writer.put_again(id, bytes)?,
                     };
-                    table.set(page, PageRef::Stored(id));
+                    table.set(number, PageRef::Stored(id));
                     match put {
                         Put::New => Content::New,
                         Put::Duplicate => Content::Known,

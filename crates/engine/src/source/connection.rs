@@ -6,7 +6,7 @@
 use std::io::{Read, Write};
 use std::sync::{Mutex, PoisonError};
 
-use stillframe_page::PageIndex;
+use stillframe_page::PAGE;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::encoding::Decoder;
 
@@ -16,7 +16,6 @@ pub use crate::connection::ConnectionError as Error;
 use crate::connection::batch::{Batch, PAGES_MAX};
 use crate::connection::message::{Control, Message};
 use crate::memory::BlockShape;
-use crate::memory::block::PAGE;
 
 /// A connection whose other end serves the pages of a stopped VM.
 pub struct FetchSession<'c, S> {
@@ -133,7 +132,7 @@ impl<S: Read + Write + Send> PageSource for FetchedBlock<'_, '_, S> {
     }
 
     fn is_known_zero(&self, page: u64) -> bool {
-        !self.content.get(PageIndex(page))
+        !self.content.get(page)
     }
 
     fn likely_first(&self) -> &[u32] {

@@ -3,11 +3,11 @@
 pub use stillframe_repo::RepoError as Error;
 pub use stillframe_repo::working_set::PAGES_MAX as WORKING_SET_PAGES_MAX;
 
-use stillframe_repo::{PageMap, PageReader, RamTable};
+use stillframe_page::PAGE_BYTES;
+use stillframe_repo::{PageMap, PageReader, PageRequest, RamTable, ReadOrder};
 
 use super::{PageFetcher, PageSource, SourceError, TakeMany, TakePages};
 use crate::memory::BlockShape;
-use crate::memory::block::PAGE_BYTES;
 
 /// The names and lengths of the blocks of a checkpoint.
 pub fn shapes(tables: &[RamTable]) -> Vec<BlockShape> {
@@ -75,7 +75,13 @@ impl<'a> PageFetcher<PageMap<'a>> for PageReader<'a> {
         take: TakePages<'_, E>,
     ) -> Result<(), E> {
         let mut take = |page: u64, bytes: &[u8]| take(page, bytes).map_err(Received);
-        let read = self.read_near(source, page, neighbours, &mut take);
+        let order = ReadOrder::RequestedFirst;
+        let request = PageRequest {
+            page,
+            neighbours,
+            order,
+        };
+        let read = self.read(source, request, &mut take);
         read.map_err(|Received(error)| error)
     }
 
@@ -87,7 +93,13 @@ impl<'a> PageFetcher<PageMap<'a>> for PageReader<'a> {
         take: TakePages<'_, E>,
     ) -> Result<(), E> {
         let mut take = |page: u64, bytes: &[u8]| take(page, bytes).map_err(Received);
-        let read = self.read_together(source, page, neighbours, &mut take);
+        let order = ReadOrder::Ascending;
+        let request = PageRequest {
+            page,
+            neighbours,
+            order,
+        };
+        let read = self.read(source, request, &mut take);
         read.map_err(|Received(error)| error)
     }
 }

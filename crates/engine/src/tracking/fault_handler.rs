@@ -18,11 +18,12 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, bounded};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use stillframe_fault::{self as fault, Point};
+use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Uffd};
 
-use crate::memory::block::{Block, Guest, PAGE, PAGE_BYTES};
+use crate::memory::block::{Block, Guest};
 use crate::tracking::claims::{Claims, OnFault};
 
 use crate::guardian::{HEARTBEAT, Heartbeat};
@@ -106,7 +107,8 @@ pub struct FaultHandler {
 impl FaultHandler {
     /// Starts the fault handler, with heartbeats for as long as faults are handled.
     pub fn start(
-        (uffd, pagemap): (Arc<Uffd>, Arc<Pagemap>),
+        uffd: Arc<Uffd>,
+        pagemap: Arc<Pagemap>,
         blocks: impl Iterator<Item = Arc<Block>>,
         heartbeat: Heartbeat,
     ) -> io::Result<FaultHandler> {
@@ -462,8 +464,7 @@ mod tests {
             let uffd = Arc::new(Uffd::adopt(events.into()));
             let own = Process::open(std::process::id() as i32).unwrap();
             let pagemap = Arc::new(Pagemap::open(&own).unwrap());
-            let memory = (uffd, pagemap);
-            let server = FaultHandler::start(memory, blocks.into_iter(), heartbeat).unwrap();
+            let server = FaultHandler::start(uffd, pagemap, blocks.into_iter(), heartbeat).unwrap();
             assert!(server.take_failure().is_ok());
             garbage.write_all(&[7; 31]).unwrap();
             let mut said = Vec::new();

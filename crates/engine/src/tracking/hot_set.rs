@@ -71,7 +71,6 @@ mod tests {
     use std::collections::BTreeSet;
 
     use proptest::prelude::*;
-    use stillframe_page::PageIndex;
 
     use super::*;
 
@@ -80,7 +79,7 @@ mod tests {
     fn bitmap(pages: &BTreeSet<u64>) -> DirtyBitmap {
         let mut bitmap = DirtyBitmap::new(PAGES);
         for &page in pages {
-            bitmap.set(PageIndex(page));
+            bitmap.set(page);
         }
         bitmap
     }

@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+use stillframe_page::PAGE_BYTES;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_qemu::monitor::{Monitor, RamBlock};
 use stillframe_sys::infect::InjectedUffd;
@@ -19,7 +20,7 @@ use stillframe_sys::uffd::{Track, Uffd, WriteProtectMode};
 
 use crate::guardian::Heartbeat;
 use crate::memory::BlockShape;
-use crate::memory::block::{Block, BlockError, Guest, PAGE_BYTES};
+use crate::memory::block::{Block, BlockError, Guest};
 use crate::memory::outcome::Found;
 use crate::memory::ranges::{self, PageRanges, count, subtract};
 use crate::tracking::error::TrackerError;
@@ -133,7 +134,7 @@ impl Tracker {
         // Before anything is protected: from then on writers wait for the fault handler.
         let faults = heartbeat.map(|heartbeat| {
             let blocks = blocks.iter().map(|tracked| tracked.block.clone());
-            FaultHandler::start((uffd.clone(), pagemap.clone()), blocks, heartbeat)
+            FaultHandler::start(uffd.clone(), pagemap.clone(), blocks, heartbeat)
                 .map_err(TrackerError::FaultHandler)
         });
         let faults = faults.transpose()?;

@@ -143,22 +143,16 @@ fn attempt<S: Read + Write + Send>(
     }
     let state = device_state::wrap(&rest.device_state, &rest.vm.identity.machine)?;
     launch::load_device_state(&mut launched, &state, LOAD_LIMIT)?;
-    let running = run(connection, launched, &guardian, options.paused)?;
-    Ok(report(greeting.mode, running, rest, pages, plan))
+    let started = run(connection, launched, &guardian, options.paused)?;
+    Ok(report(greeting.mode, started, rest, pages, plan))
 }
 
-fn report(
-    mode: Mode,
-    (pid, running): (i32, bool),
-    rest: Rest,
-    pages: u64,
-    plan: LaunchPlan,
-) -> ReceiveReport {
+fn report(mode: Mode, started: Started, rest: Rest, pages: u64, plan: LaunchPlan) -> ReceiveReport {
     ReceiveReport {
         vm: rest.vm.label,
         mode,
-        pid,
-        running,
+        pid: started.pid,
+        running: started.running,
         pages,
         changes: plan.changes,
         verify: rest.verify,
@@ -289,13 +283,19 @@ fn same_machine(then: &VmRecord, now: &VmRecord) -> bool {
     part(then) == part(now)
 }
 
-/// Waits until the VM may run here, and resumes it. Returns its process, and whether it runs.
+/// A VM that is here.
+struct Started {
+    pid: i32,
+    running: bool,
+}
+
+/// Waits until the VM may run here, and resumes it.
 fn run<S: Read + Write>(
     connection: &mut Connection<S>,
     mut launched: Launched,
     guardian: &Guardian,
     paused: bool,
-) -> Result<(i32, bool), ReceiveError> {
+) -> Result<Started, ReceiveError> {
     connection.send_control(&Control::Ready)?;
     match connection.receive_message()? {
         Message::Control(Control::Commit) => {}
@@ -312,6 +312,8 @@ fn run<S: Read + Write>(
     }
     // The VM is here, whether that can be said or not.
     let _ = connection.send_control(&Control::Running);
-    let running = !paused && !monitor.is_suspended();
-    Ok((process.pid(), running))
+    Ok(Started {
+        pid: process.pid(),
+        running: !paused && !monitor.is_suspended(),
+    })
 }

@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
+use stillframe_page::{GuestPage, PAGE};
 use stillframe_qemu::monitor::{Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
 use thiserror::Error;
@@ -24,7 +25,7 @@ use crate::connection::{Connection, ConnectionError};
 use crate::encoding::delta_cache::DeltaCache;
 use crate::encoding::page_encoder::PageEncoder;
 use crate::guardian::GuardianError;
-use crate::memory::block::{Block, BlockError, Guest, PAGE};
+use crate::memory::block::{Block, BlockError, Guest};
 use crate::memory::{BlockShape, Page};
 use crate::sink::connection::{ConnectionPages, transfer_hasher};
 use crate::sink::page_stream::{BATCH_PAGES, PageStream};
@@ -297,10 +298,10 @@ impl SentPages {
         block: usize,
         pages: &[Page<'_>],
     ) -> Result<(), ConnectionError> {
-        let tools = (&mut self.encoder, &self.cache);
-        self.stream.put(sink, tools, block, pages)?;
-        for &(page, bytes) in pages {
-            self.cache.put(block, page, bytes);
+        self.stream
+            .put(sink, &mut self.encoder, &self.cache, block, pages)?;
+        for &Page { number, bytes } in pages {
+            self.cache.put(GuestPage::new(block, number), bytes);
         }
         Ok(())
     }

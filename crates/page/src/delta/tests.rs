@@ -5,10 +5,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::difference::difference;
 
-type Page = Box<[u8; PAGE_BYTES]>;
+type Page = Box<[u8; PAGE]>;
 
 fn page(bytes: impl Fn(usize) -> u8) -> Page {
-    let mut page = Box::new([0; PAGE_BYTES]);
+    let mut page = Box::new([0; PAGE]);
     for (at, byte) in page.iter_mut().enumerate() {
         *byte = bytes(at);
     }
@@ -22,7 +22,7 @@ type Stretch = (usize, usize, u8, usize);
 fn change(old: &Page, stretches: &[Stretch]) -> Page {
     let mut new = old.clone();
     for &(from, length, mask, every) in stretches {
-        let end = (from + length).min(PAGE_BYTES);
+        let end = (from + length).min(PAGE);
         for at in (from..end).filter(|at| at % every != 0) {
             new[at] ^= mask;
         }
@@ -32,8 +32,8 @@ fn change(old: &Page, stretches: &[Stretch]) -> Page {
 
 fn stretches() -> impl Strategy<Value = Vec<Stretch>> {
     let one = (
-        0..PAGE_BYTES,
-        prop_oneof![1..20usize, 0..PAGE_BYTES],
+        0..PAGE,
+        prop_oneof![1..20usize, 0..PAGE],
         any::<u8>(),
         2..12usize,
     );
@@ -58,7 +58,7 @@ fn changes() -> impl Strategy<Value = Vec<(u32, Page, Page)>> {
 fn encode(changes: &[(u32, Page, Page)]) -> Vec<u8> {
     let mut encoder = DeltaEncoder::new(1).unwrap();
     for (number, old, new) in changes {
-        let added = encoder.add(*number, [old, new], PAGE_BYTES);
+        let added = encoder.add(*number, [old, new], PAGE);
         assert_eq!(added == Added::Changed, old != new);
     }
     encoder.finish().unwrap().bytes
@@ -87,7 +87,7 @@ proptest! {
         let mut last = EncodedDelta::default();
         for changes in [&first, &second] {
             for (number, old, new) in changes {
-                encoder.add(*number, [old, new], PAGE_BYTES);
+                encoder.add(*number, [old, new], PAGE);
             }
             last = encoder.finish().unwrap();
             prop_assert!(encoder.is_empty());
@@ -97,7 +97,7 @@ proptest! {
     }
 
     #[test]
-    fn a_page_that_changed_too_much_leaves_no_trace(changes in changes(), bytes_max in 0..PAGE_BYTES) {
+    fn a_page_that_changed_too_much_leaves_no_trace(changes in changes(), bytes_max in 0..PAGE) {
         let mut encoder = DeltaEncoder::new(1).unwrap();
         let mut kept = Vec::new();
         for (number, old, new) in changes {

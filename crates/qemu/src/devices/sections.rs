@@ -20,8 +20,15 @@ const BYTES_MAX: usize = 1 << 28;
 /// The sections of a device state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sections {
-    /// Names and instances, in their order.
-    heads: Vec<(String, u32)>,
+    /// In their order.
+    heads: Vec<SectionHead>,
+}
+
+/// What identifies a section.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct SectionHead {
+    name: String,
+    instance: u32,
 }
 
 impl Sections {
@@ -34,7 +41,10 @@ impl Sections {
         Ok(Sections {
             heads: sections
                 .into_iter()
-                .map(|section| (section.name, section.instance))
+                .map(|section| SectionHead {
+                    name: section.name,
+                    instance: section.instance,
+                })
                 .collect(),
         })
     }
@@ -42,10 +52,10 @@ impl Sections {
     /// A section that one of two device states has and the other has not; none when both come from the
     /// same devices.
     pub fn difference<'a>(&'a self, other: &'a Sections) -> Option<&'a str> {
-        let count = |heads: &'a [(String, u32)]| {
-            let mut counts: BTreeMap<(&str, u32), i64> = BTreeMap::new();
-            for (name, instance) in heads {
-                *counts.entry((name, *instance)).or_default() += 1;
+        let count = |heads: &'a [SectionHead]| {
+            let mut counts: BTreeMap<&SectionHead, i64> = BTreeMap::new();
+            for head in heads {
+                *counts.entry(head).or_default() += 1;
             }
             counts
         };
@@ -54,7 +64,7 @@ impl Sections {
             *counts.entry(head).or_default() -= times;
         }
         let differing = counts.into_iter().filter(|(_, times)| *times != 0);
-        let mut names = differing.map(|((name, _), _)| name);
+        let mut names = differing.map(|(head, _)| head.name.as_str());
         names.find(|name| !SOMETIMES.contains(name))
     }
 
@@ -104,8 +114,9 @@ impl Sections {
     }
 }
 
-/// The number of the section of this name and instance that begins at `at`, and where its data do.
-fn head_at(raw: &[u8], at: usize, (name, instance): &(String, u32)) -> Option<([u8; 4], usize)> {
+/// The number of the section with this head that begins at `at`, and where its data do.
+fn head_at(raw: &[u8], at: usize, wanted: &SectionHead) -> Option<([u8; 4], usize)> {
+    let SectionHead { name, instance } = wanted;
     let head = raw.get(at..)?;
     let number: [u8; 4] = head.get(1..5)?.try_into().ok()?;
     let length = usize::from(*head.get(5)?);

@@ -30,7 +30,8 @@ pub(super) fn decide(record: &VmRecord, options: &LaunchOptions) -> Result<Owner
         Credentials::own().as_ref(),
         own_uid(),
         options.as_root,
-        (Without::of(options), &Host::this()),
+        Without::of(options),
+        &Host::this(),
     )
 }
 
@@ -39,7 +40,8 @@ fn choose(
     now: Option<&Credentials>,
     caller: u32,
     as_root: bool,
-    (without, host): (Without, &Host),
+    without: Without,
+    host: &Host,
 ) -> Result<Owner, LaunchError> {
     let mut owner = Owner::default();
     let mut note = |text: String| owner.changes.push(text);
@@ -93,7 +95,7 @@ mod tests {
             module: None,
             group: |_| Ok(()),
         };
-        super::choose(then, now, caller, as_root, (Without::default(), &host))
+        super::choose(then, now, caller, as_root, Without::default(), &host)
     }
 
     fn credentials(uid: u32) -> Credentials {

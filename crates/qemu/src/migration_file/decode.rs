@@ -4,6 +4,8 @@
 use std::io::{Read, Seek};
 
 use super::input::{FLAGS, Input, unknown_record, unsupported};
+use stillframe_page::GuestPage;
+
 use super::{
     COMMAND, FLAG_EOS, FLAG_MEM_SIZE, FileBlock, Form, FoundPage, HEADER, Mapped,
     MigrationFileError, PAGE, PAGE_BYTES, SECTION_END, SECTION_FULL, SECTION_PART,
@@ -160,7 +162,8 @@ impl<R: Read + Seek> MigrationFile<R> {
                 State::Bitmap(bits) => {
                     let (blocks, mapped) = (&self.blocks, &self.mapped);
                     if let Some(found) = bits.next(&mut self.input, blocks, mapped)? {
-                        let at = mapped[found.block].pages_at + found.page * PAGE_BYTES;
+                        let GuestPage { block, page } = found.page;
+                        let at = mapped[block].pages_at + page * PAGE_BYTES;
                         self.input.go_to(at)?;
                         self.input.fill(bytes, "a page")?;
                         return Ok(Some(found));
@@ -178,7 +181,7 @@ impl<R: Read + Seek> MigrationFile<R> {
                     let ram_is_complete = *is_last;
                     let last = self.last_block;
                     if let Some(found) = self.input.record(last, &self.blocks, bytes)? {
-                        self.last_block = Some(found.block);
+                        self.last_block = Some(found.page.block);
                         return Ok(Some(found));
                     }
                     self.input.footer(self.section)?;
@@ -294,8 +297,7 @@ impl Bits {
                 let page = self.page + u64::from(rest.trailing_zeros());
                 self.page = page + 1;
                 return Ok(Some(FoundPage {
-                    block: self.block,
-                    page,
+                    page: GuestPage::new(self.block, page),
                     is_zero: false,
                 }));
             }

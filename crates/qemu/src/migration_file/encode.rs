@@ -2,6 +2,8 @@
 
 use std::io::Write;
 
+use stillframe_page::GuestPage;
+
 use super::{
     CAPABILITIES, CONFIGURATION, FLAG_CONTINUE, FLAG_EOS, FLAG_MEM_SIZE, FLAG_PAGE, FLAG_ZERO,
     FOOTER, FileBlock, HEADER, MAPPED_ALIGNMENT, MAPPED_HEADER_BYTES, MAPPED_RAM, MAPPED_VERSION,
@@ -184,17 +186,12 @@ impl<W: Write> StreamEncoder<W> {
         Ok(encoder)
     }
 
-    /// Writes a page of block number `block`.
+    /// Writes a page.
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn page(
-        &mut self,
-        block: usize,
-        page: u64,
-        bytes: &[u8; PAGE],
-    ) -> Result<(), MigrationFileError> {
-        self.record(block, page, FLAG_PAGE)?;
+    pub fn page(&mut self, page: GuestPage, bytes: &[u8; PAGE]) -> Result<(), MigrationFileError> {
+        self.record(page, FLAG_PAGE)?;
         self.put(bytes)
     }
 
@@ -202,8 +199,8 @@ impl<W: Write> StreamEncoder<W> {
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn zero(&mut self, block: usize, page: u64) -> Result<(), MigrationFileError> {
-        self.record(block, page, FLAG_ZERO)?;
+    pub fn zero(&mut self, page: GuestPage) -> Result<(), MigrationFileError> {
+        self.record(page, FLAG_ZERO)?;
         self.put(&[0])
     }
 
@@ -220,7 +217,8 @@ impl<W: Write> StreamEncoder<W> {
         Ok((self.out, self.bytes))
     }
 
-    fn record(&mut self, block: usize, page: u64, flag: u64) -> Result<(), MigrationFileError> {
+    fn record(&mut self, page: GuestPage, flag: u64) -> Result<(), MigrationFileError> {
+        let GuestPage { block, page } = page;
         let word = (page * PAGE_BYTES) | flag;
         if self.last == Some(block) {
             return self.put(&(word | FLAG_CONTINUE).to_be_bytes());

@@ -2,6 +2,8 @@
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 
+use stillframe_page::GuestPage;
+
 use super::{
     CAPABILITIES, CONFIGURATION, FLAG_CONTINUE, FLAG_EOS, FLAG_PAGE, FLAG_ZERO, FOOTER, FileBlock,
     Form, FoundPage, HEADER, MAPPED_RAM, MAPPED_VERSION, Mapped, MigrationFileError, PAGE,
@@ -341,10 +343,7 @@ impl<R: Read + Seek> Input<R> {
                 "a page filled with a byte other than zero".to_owned(),
             ));
         }
-        Ok(Some(FoundPage {
-            block,
-            page,
-            is_zero,
-        }))
+        let page = GuestPage { block, page };
+        Ok(Some(FoundPage { page, is_zero }))
     }
 }

@@ -11,7 +11,7 @@ const MACHINE: &str = "pc-q35-10.0";
 const LIMIT: u64 = 1 << 20;
 
 /// Pages with content by block and number.
-type Pages = BTreeMap<(usize, u64), [u8; PAGE]>;
+type Pages = BTreeMap<GuestPage, [u8; PAGE]>;
 
 /// A device state of two sections; RAM cannot have their numbers.
 fn devices() -> Vec<u8> {
@@ -40,9 +40,10 @@ fn stream(blocks: &[FileBlock], pages: &Pages) -> Vec<u8> {
         StreamEncoder::begin(Vec::new(), MACHINE, blocks, &devices()).expect("short names");
     for (number, block) in blocks.iter().enumerate() {
         for page in 0..block.pages() {
-            match pages.get(&(number, page)) {
-                Some(bytes) => encoder.page(number, page, bytes),
-                None => encoder.zero(number, page),
+            let page = GuestPage::new(number, page);
+            match pages.get(&page) {
+                Some(bytes) => encoder.page(page, bytes),
+                None => encoder.zero(page),
             }
             .expect("memory takes all");
         }
@@ -61,11 +62,11 @@ fn mapped(blocks: &[FileBlock], pages: &Pages) -> Vec<u8> {
     for (at, piece) in &layout.pieces {
         put(*at, piece);
     }
-    for (&(block, page), bytes) in pages {
+    for (&GuestPage { block, page }, bytes) in pages {
         let place = layout.blocks[block];
         put(place.pages_at + page * PAGE_BYTES, bytes);
     }
-    for &(block, page) in pages.keys() {
+    for &GuestPage { block, page } in pages.keys() {
         file[(layout.blocks[block].bitmap_at + page / 8) as usize] |= 1 << (page % 8);
     }
     file
@@ -79,8 +80,8 @@ fn read(file: &[u8]) -> Result<(Form, Vec<FileBlock>, Pages, Vec<u8>), Migration
     let mut bytes = [0; PAGE];
     while let Some(found) = reading.next_page(&mut bytes)? {
         match found.is_zero {
-            true => pages.remove(&(found.block, found.page)),
-            false => pages.insert((found.block, found.page), bytes),
+            true => pages.remove(&found.page),
+            false => pages.insert(found.page, bytes),
         };
     }
     let (form, blocks) = (reading.form(), reading.blocks().to_vec());
@@ -89,9 +90,9 @@ fn read(file: &[u8]) -> Result<(Form, Vec<FileBlock>, Pages, Vec<u8>), Migration
 
 fn sample() -> (Vec<FileBlock>, Pages) {
     let pages = [
-        ((0, 0), [1; PAGE]),
-        ((0, 69), [2; PAGE]),
-        ((1, 2), [3; PAGE]),
+        (GuestPage::new(0, 0), [1; PAGE]),
+        (GuestPage::new(0, 69), [2; PAGE]),
+        (GuestPage::new(1, 2), [3; PAGE]),
     ];
     (blocks(&[70, 3]), pages.into())
 }
@@ -208,7 +209,8 @@ proptest! {
         let mut pages = Pages::new();
         for (block, page, fill) in content {
             let block = block.index(blocks.len());
-            pages.insert((block, page.index(sizes[block] as usize) as u64), [fill; PAGE]);
+            let page = page.index(sizes[block] as usize) as u64;
+            pages.insert(GuestPage { block, page }, [fill; PAGE]);
         }
         for (form, file) in [(Form::Stream, stream(&blocks, &pages)), (Form::Mapped, mapped(&blocks, &pages))] {
             let (found, found_blocks, found_pages, state) = read(&file).expect("whole");

@@ -1,4 +1,4 @@
-//! Frames: fetched from their packs, opened, decoded, and cut into blobs again.
+//! Reads frames: fetches them from their packs, opens and decodes them, and cuts them into blobs.
 
 use std::fs::File;
 
@@ -16,11 +16,11 @@ use crate::pack::place::Wanted;
 use crate::store::local::LocalStore;
 use crate::store::read_exact_at;
 
-/// Packs kept open: enough for 2 GiB of them, should reads jump about.
+/// Packs kept open: enough for random reads in 2 GiB of packs.
 const PACKS_OPEN: usize = 32;
 
-/// Takes blobs: what the first of them is called, and the bytes of all.
-type HandOver<'h, T, E> = dyn Fn(T, &[u8]) -> Result<(), E> + 'h;
+/// Receives blobs: the tag of the first, and the bytes of all.
+type RunSink<'h, T, E> = dyn Fn(T, &[u8]) -> Result<(), E> + 'h;
 
 /// Reads and decodes frames; the state of one thread.
 pub(crate) struct FrameReader<'a> {
@@ -29,10 +29,10 @@ pub(crate) struct FrameReader<'a> {
     index: Lookup<'a>,
     hasher: ContentHasher,
     decoder: Decoder,
-    /// The last one is the one in use.
+    /// The open packs; the last is the one in use.
     packs: Vec<OpenPack>,
     sealed: Vec<u8>,
-    /// What [`FrameReader::decode`] made last, where it lies, and of which frame.
+    /// The buffer of decoded bytes, where the plain bytes of the last frame lie, and a location in that frame.
     plain: Vec<u8>,
     plain_at: PlainAt,
     decoded: Option<Place>,
@@ -40,9 +40,9 @@ pub(crate) struct FrameReader<'a> {
 
 /// Where the plain bytes of a frame are.
 enum PlainAt {
-    /// In the buffer for them.
+    /// In `FrameReader::plain`.
     Plain,
-    /// Where they were decrypted, from there on: what is stored as it is need not be copied.
+    /// In `FrameReader::sealed` from this offset on: a frame stored raw is not copied.
     Sealed(usize),
 }
 
@@ -73,13 +73,13 @@ impl<'a> FrameReader<'a> {
         })
     }
 
-    /// Reads a run of neighbouring frames and hands over the blobs wanted from them, those together
-    /// that lie one behind the other and belong together.
+    /// Reads a run of neighbouring frames and passes the wanted blobs to `sink`, adjacent blobs whose tags
+    /// `joins` accepts in one call.
     pub(crate) fn read_run<T: Copy, E: From<RepoError>>(
         &mut self,
         run: &[Wanted<T>],
         joins: fn(T, T) -> bool,
-        sink: &HandOver<'_, T, E>,
+        sink: &RunSink<'_, T, E>,
     ) -> Result<(), E> {
         let (Some(first), Some(last)) = (run.first(), run.last()) else {
             return Ok(());
@@ -100,7 +100,7 @@ impl<'a> FrameReader<'a> {
                 self.decode(&first.at, start)?;
             }
             for wanted in group {
-                // The same blob wanted many times over is hashed once.
+                // A blob that is wanted several times is hashed once.
                 if verified.is_none_or(|(id, at)| id != wanted.id || !at.same_frame(&wanted.at)) {
                     self.verify(&wanted.id, self.slice(&wanted.at)?)?;
                     verified = Some((wanted.id, wanted.at));
@@ -113,9 +113,9 @@ impl<'a> FrameReader<'a> {
         Ok(())
     }
 
-    /// Reads and decodes the one frame that `at` lies in, unless it was the last one.
+    /// Reads and decodes the frame of `at`, unless it was decoded last.
     pub(crate) fn read_frame(&mut self, at: &Place) -> Result<(), RepoError> {
-        // Also where it is decoded already: errors name the pack in use.
+        // Also if it is decoded already: errors name the pack in use.
         self.open_pack(at.pack)?;
         if self.is_decoded(at) {
             return Ok(());
@@ -128,25 +128,25 @@ impl<'a> FrameReader<'a> {
         self.decoded.is_some_and(|decoded| decoded.same_frame(at))
     }
 
-    /// A blob of the frame decoded last, which `at` must lie in, verified against its id.
+    /// A blob of the last decoded frame, which must contain `at`, verified against its id.
     pub(crate) fn blob(&self, at: &Place, id: &ContentId) -> Result<&[u8], RepoError> {
         let blob = self.slice(at)?;
         self.verify(id, blob)?;
         Ok(blob)
     }
 
-    /// Several blobs that were verified and lie one behind the other.
+    /// Several adjacent blobs that were verified before.
     pub(crate) fn together(&self, first: &Place, bytes: u32) -> Result<&[u8], RepoError> {
         self.slice(&Place { bytes, ..*first })
     }
 
-    /// Closes the packs: after a failure they may be of a file system that is gone.
+    /// Closes the packs: after a failure they may be on a file system that is gone.
     pub(crate) fn close_packs(&mut self) {
         self.decoded = None;
         self.packs.clear();
     }
 
-    /// Opens a pack, to be the one in use.
+    /// Opens a pack and makes it the one in use.
     pub(crate) fn open_pack(&mut self, number: u32) -> Result<(), RepoError> {
         if let Some(at) = self.packs.iter().position(|pack| pack.number == number) {
             let pack = self.packs.remove(at);
@@ -176,7 +176,7 @@ impl<'a> FrameReader<'a> {
         read_exact_at(&pack.file, &mut self.sealed, offset.into(), &pack.label)
     }
 
-    /// Decodes the frame of `at` out of a fetched run that starts at `run_start` in the file.
+    /// Decodes the frame of `at` from a fetched run that starts at `run_start` in the file.
     fn decode(&mut self, at: &Place, run_start: u32) -> Result<(), RepoError> {
         let frame = at.info;
         let Some(pack) = self.packs.last() else {

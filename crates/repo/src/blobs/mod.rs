@@ -1,8 +1,8 @@
-//! Reading blobs.
+//! Verified reads of blobs.
 //!
-//! Reads go by frames: the wanted blobs are sorted by where they lie, neighbouring frames are read
-//! with one call, each frame is decrypted and decoded once, and every blob is hashed again before
-//! it is handed out. Memory is bounded by a run of frames per thread, however many are wanted.
+//! Reads go by frames: the wanted blobs are sorted by location, neighbouring frames are read with one call, each
+//! frame is decrypted and decoded once, and every blob is hashed again before it is passed on. Memory is bounded
+//! by a run of frames per thread, however many blobs are wanted.
 
 pub(crate) mod frame_reader;
 
@@ -28,11 +28,11 @@ pub struct Blobs<'a> {
     pub(crate) index: Lookup<'a>,
 }
 
-/// One read call fetches at most this much, and skips over no gap longer than [`GAP_BYTES_MAX`].
+/// One read call fetches at most this many bytes, and reads over no gap longer than [`GAP_BYTES_MAX`].
 const RUN_BYTES_MAX: u32 = 1 << 20;
 const GAP_BYTES_MAX: u32 = 64 << 10;
 
-/// Where blobs go: what the first of them is called, and the bytes of all.
+/// Receives blobs: the tag of the first, and the bytes of all.
 pub type BlobSink<'s, T, E> = &'s (dyn Fn(T, &[u8]) -> Result<(), E> + Sync);
 
 impl<'a> Blobs<'a> {
@@ -55,9 +55,9 @@ impl<'a> Blobs<'a> {
             .unwrap_or_else(|poisoned| poisoned.into_inner()))
     }
 
-    /// Hands each wanted blob to `sink`, in the order they lie in the repository, from up to
-    /// `threads` threads at once. Each blob is verified against its id first. The first error, of reading or
-    /// of `sink`, ends it; some blobs have been handed over by then.
+    /// Passes each wanted blob with its tag to `sink`, in the order of their locations, from up to `threads`
+    /// threads at once. Each blob is verified against its id first. The first error, of a read or of `sink`, ends
+    /// it; some blobs have been passed on by then.
     pub fn read_sorted<T: Copy + Send, E: From<RepoError> + Send>(
         &self,
         wanted: Vec<(ContentId, T)>,
@@ -67,8 +67,8 @@ impl<'a> Blobs<'a> {
         self.read_joined(wanted, threads, |_, _| false, sink)
     }
 
-    /// As [`Blobs::read_sorted`]; where one blob lies right behind another and `joins` says so of what
-    /// they are called, they are handed over together, under the name of the first.
+    /// As [`Blobs::read_sorted`]; adjacent blobs whose tags `joins` accepts are passed in one call, with the tag
+    /// of the first.
     pub(crate) fn read_joined<T: Copy + Send, E: From<RepoError> + Send>(
         &self,
         wanted: Vec<(ContentId, T)>,
@@ -111,7 +111,7 @@ impl<'a> Blobs<'a> {
         FrameReader::new(self.store, self.keys, self.index)
     }
 
-    /// Whether a pack is gone, and what lay in it may be found elsewhere now.
+    /// Whether a pack is gone, and a newer index may locate its blobs elsewhere.
     pub(crate) fn is_elsewhere(&self, pack: u32) -> Result<bool, RepoError> {
         let name = self.index.pack_name(pack).to_string();
         match self.store.length(Area::Packs, &name)? {
@@ -120,7 +120,7 @@ impl<'a> Blobs<'a> {
         }
     }
 
-    /// Takes runs until there are none left or another thread failed.
+    /// Reads runs until there are none left or another thread has failed.
     fn read_runs<T: Copy, E: From<RepoError>>(
         &self,
         runs: &Mutex<Runs<T>>,
@@ -142,7 +142,7 @@ impl<'a> Blobs<'a> {
         Ok(())
     }
 
-    /// Reads a run whose pack cannot be opened from where its blobs are now.
+    /// Reads a run whose pack cannot be opened from the current locations of its blobs.
     fn read_elsewhere<T: Copy, E: From<RepoError>>(
         &self,
         reader: &mut FrameReader<'_>,
@@ -161,13 +161,13 @@ impl<'a> Blobs<'a> {
     }
 }
 
-/// Wanted blobs in the order they lie, handed out in runs that one read call serves.
+/// Wanted blobs in the order of their locations, split into runs of one read call each.
 struct Runs<T> {
     rest: Peekable<std::vec::IntoIter<Wanted<T>>>,
 }
 
 impl<T> Runs<T> {
-    /// The next blobs that lie close enough together; none when there are none left.
+    /// The next blobs that one read call fetches; empty at the end.
     fn next_run(&mut self) -> Vec<Wanted<T>> {
         let mut run = Vec::new();
         let Some(first) = self.rest.next() else {

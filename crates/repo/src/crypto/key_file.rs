@@ -1,8 +1,8 @@
 //! Key files: the master key, wrapped by a key made from a password.
 //!
-//! Argon2id makes each guess of the password cost memory and time; its cost stands in the file, so
-//! that later versions can raise it. A plain checksum over the file tells damage (which no
-//! password mends) from a wrong password. A label says who made it, and when.
+//! Argon2id makes each guess of a password cost memory and time. The cost is stored in the file, so that later
+//! versions can raise it. A plain checksum over the file distinguishes damage from a wrong password. A label
+//! records who made the file, and when.
 
 use std::fs;
 
@@ -12,20 +12,20 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-use crate::crypto::{Cipher, MasterKey, Password, TAG_BYTES, Use, random};
+use crate::crypto::{Cipher, MasterKey, Nonce, Password, TAG_BYTES, random};
 use crate::error::RepoError;
 use crate::format::config::RepositoryId;
 use crate::format::layout::{Cursor, FileKind, FormatError, header, read_header};
 
-/// The most key files of a repository: each is tried in turn, for a tenth of a second or more.
+/// Maximum number of key files of a repository. Each is tried in turn and costs 0.1 s or more.
 pub const KEYS_MAX: usize = 64;
 
-/// The longest label.
+/// Maximum length of a label in bytes.
 const LABEL_BYTES_MAX: usize = 1024;
-/// The longest name of a host or user in it.
+/// Maximum length in bytes of the name of a host or user in it.
 const NAME_BYTES_MAX: usize = 255;
 
-/// What one guess of the password costs.
+/// The cost of one guess of the password.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cost {
     /// Memory in KiB.
@@ -37,15 +37,15 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// What new key files get: the second of the two choices that RFC 9106 recommends. About a tenth of a
-    /// second of four threads together.
+    /// The cost of new key files: the second of the two choices that RFC 9106 recommends, about 0.1 s with four
+    /// threads.
     pub(crate) const STANDARD: Cost = Cost {
         memory_kib: 64 * 1024,
         passes: 3,
         lanes: 4,
     };
 
-    /// Costs beyond these are refused when read: a hostile key file must not eat the machine.
+    /// Limits of the costs that are read: a hostile key file must not exhaust the machine.
     const MEMORY_KIB_MAX: u32 = 2 * 1024 * 1024;
     const PASSES_MAX: u32 = 64;
     const LANES_MAX: u32 = 64;
@@ -64,7 +64,7 @@ impl Cost {
     }
 }
 
-/// When, where and by whom a key file was made: for people, and in the clear.
+/// When, where and by whom a key file was made; informative, and not encrypted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Label {
     /// When (RFC 3339).
@@ -76,7 +76,7 @@ pub struct Label {
 }
 
 impl Label {
-    /// Of this process, now.
+    /// A label of this process with the current time.
     pub(crate) fn of_now() -> Label {
         let host = rustix::system::uname();
         let mut host = host.nodename().to_string_lossy().into_owned();
@@ -89,12 +89,12 @@ impl Label {
     }
 
     fn encode(&self) -> Vec<u8> {
-        // Strings under string keys: nothing here can fail to become JSON.
+        // Strings under string keys: serialization cannot fail.
         serde_json::to_vec(self).unwrap_or_default()
     }
 }
 
-/// The name of this process' user, if there is a line of it in `/etc/passwd`; else its number.
+/// The name of this process' user from `/etc/passwd`, or its number if it has no entry there.
 fn user() -> String {
     let number = rustix::process::geteuid().as_raw().to_string();
     let users = fs::read_to_string("/etc/passwd").unwrap_or_default();
@@ -113,13 +113,13 @@ pub struct KeyFile {
     pub cost: Cost,
     /// Who made it, and when.
     pub label: Label,
-    /// The label as it stands in the file.
+    /// The label as encoded in the file.
     label_bytes: Vec<u8>,
     salt: [u8; 32],
     wrapped: [u8; 32 + TAG_BYTES],
 }
 
-/// Reads a key file without opening it.
+/// Decodes a key file without unwrapping its key.
 pub fn decode(bytes: &[u8]) -> Result<KeyFile, FormatError> {
     let mut cursor = Cursor::new(bytes);
     read_header(&mut cursor, FileKind::Key)?;
@@ -144,7 +144,7 @@ pub fn decode(bytes: &[u8]) -> Result<KeyFile, FormatError> {
     cursor.finish()?;
     cost.check()?;
     let label = serde_json::from_slice(&label_bytes)
-        .map_err(|error| FormatError::invalid(format!("its label is none: {error}")))?;
+        .map_err(|error| FormatError::invalid(format!("its label cannot be decoded: {error}")))?;
     Ok(KeyFile {
         cost,
         label,
@@ -164,17 +164,17 @@ pub(crate) fn wrap(
 ) -> Result<Vec<u8>, RepoError> {
     let label = label.encode();
     let salt = random::<32>()?;
-    // With room for the tag: were it to grow, an unwiped copy of the key would be left.
+    // With space for the tag: growing the vector would leave a copy of the key that is not wiped.
     let mut wrapped = Zeroizing::new(Vec::with_capacity(master.len() + TAG_BYTES));
     wrapped.extend_from_slice(&master[..]);
     let cipher = wrapping_cipher(password, &salt, cost)?;
     let bound = bound(cost, &salt, repository, &label);
-    cipher.seal((Use::Body, 0), &bound, &mut wrapped, 0);
+    cipher.seal(Nonce::Body, &bound, &mut wrapped, 0);
     let mut bytes = header(FileKind::Key).to_vec();
     bytes.extend_from_slice(&cost_bytes(cost));
     bytes.extend_from_slice(&salt);
     bytes.extend_from_slice(&wrapped);
-    // Two names of up to 255 bytes each and a time.
+    // Fits 16 bits: a label has two names of up to 255 bytes each and a time.
     bytes.extend_from_slice(&(label.len() as u16).to_le_bytes());
     bytes.extend_from_slice(&label);
     let checksum = *blake3::hash(&bytes).as_bytes();
@@ -183,7 +183,7 @@ pub(crate) fn wrap(
 }
 
 impl KeyFile {
-    /// The master key, or `None` when the password is not the one.
+    /// The master key, or `None` if the password is wrong.
     pub(crate) fn unwrap(
         &self,
         password: &Password,
@@ -193,7 +193,7 @@ impl KeyFile {
         let mut sealed = Zeroizing::new(self.wrapped);
         let label = &self.label_bytes;
         let bound = bound(self.cost, &self.salt, repository, label);
-        let Ok(plain) = cipher.open((Use::Body, 0), &bound, &mut sealed[..]) else {
+        let Ok(plain) = cipher.open(Nonce::Body, &bound, &mut sealed[..]) else {
             return Ok(None);
         };
         let mut master = Zeroizing::new([0; 32]);
@@ -206,7 +206,7 @@ fn wrapping_cipher(password: &Password, salt: &[u8], cost: Cost) -> Result<Ciphe
     let refused = |what: String| RepoError::KeyDerivation { what };
     let params = cost.check().map_err(|error| refused(error.to_string()))?;
     let mut key = Zeroizing::new([0; 32]);
-    // A third of the time is the kernel's, for pages touched for the first time: each thread takes its share.
+    // The kernel spends a third of the time on pages accessed for the first time: several threads share it.
     let blocks = (0..params.block_count()).into_par_iter();
     let mut memory: Vec<Block> = blocks.map(|_| Block::new()).collect();
     Argon2::new(Algorithm::Argon2id, Version::V0x13, params)
@@ -223,7 +223,7 @@ fn cost_bytes(cost: Cost) -> [u8; 12] {
     bytes
 }
 
-/// The wrapped key is tied to everything else in the file and to the repository it opens.
+/// The associated data of the wrapped key: all else in the file, and the id of the repository that it opens.
 fn bound(cost: Cost, salt: &[u8], repository: RepositoryId, label: &[u8]) -> Vec<u8> {
     let mut bytes = header(FileKind::Key).to_vec();
     bytes.extend_from_slice(&cost_bytes(cost));

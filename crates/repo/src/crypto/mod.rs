@@ -7,20 +7,20 @@
 //! pack / index / manifest key --keyed BLAKE3(the file's random 32-byte salt)--> that file's key
 //! ```
 //!
-//! A file's key is used for that file alone, so nonces are plain counters and can never repeat
-//! under one key, however many files a repository gathers.
+//! A file's key is used for that file alone, so nonces are plain counters and never repeat under one key, however
+//! many files a repository has.
 
 pub mod key_file;
 pub(crate) mod sealed_file;
 
-use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
+use ring::aead::{self, AES_256_GCM, Aad, LessSafeKey, UnboundKey};
 use stillframe_page::hash::ContentHasher;
 use zeroize::Zeroizing;
 
 use crate::error::RepoError;
 use crate::format::layout::FormatError;
 
-/// Bytes by which sealing lengthens data.
+/// Bytes that sealing adds: the authentication tag.
 pub(crate) const TAG_BYTES: usize = 16;
 
 /// Bytes of the random salt each sealed file carries.
@@ -32,7 +32,7 @@ const PACK: &str = "stillframe repository 1 pack key";
 const INDEX: &str = "stillframe repository 1 index key";
 const MANIFEST: &str = "stillframe repository 1 manifest key";
 
-/// The secret everything is derived from.
+/// The secret from which all other keys are derived.
 pub(crate) type MasterKey = Zeroizing<[u8; 32]>;
 
 /// A password, wiped from memory when dropped.
@@ -44,7 +44,7 @@ impl Password {
         Password(Zeroizing::new(bytes.into()))
     }
 
-    /// A password that nobody knows or can guess: for a repository that ends with this process.
+    /// A random password, for a repository that ends with this process.
     pub fn random() -> Result<Password, RepoError> {
         Ok(Password::new(random::<32>()?))
     }
@@ -104,25 +104,39 @@ impl Keys {
     }
 }
 
-/// What a nonce is for; the numbers are part of the format. Two uses under one file key never
-/// share a (use, number) pair.
-#[derive(Debug, Clone, Copy)]
-#[repr(u32)]
-pub(crate) enum Use {
+/// The nonce of a sealed piece of a file: a domain, and a number in it. Never used twice under one file's key. The
+/// domains and their numbers are part of the format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Nonce {
     /// A frame of a pack, by its number.
-    Frame = 0,
+    Frame(u32),
     /// The directory of a pack, the head of an index file, or the one body of any other file.
-    Body = 1,
+    Body,
     /// A part of an index file, by its number.
-    Part = 2,
+    Part(u32),
     /// A section of an index file, by its number.
-    Section = 3,
+    Section(u32),
 }
 
-/// AES-256-GCM under the key of one file. `ring` has encryption and hash in one loop of assembly: of an
-/// eager restore of pages that do not compress it takes a tenth, where the crate `aes-gcm` took a fifth.
-/// The price: its expanded key is not wiped from memory when dropped. It is that of one file; the keys
-/// it was made from are.
+impl Nonce {
+    /// The number in 64 bits, then the domain in 32, both little-endian.
+    fn bytes(self) -> [u8; 12] {
+        let (domain, number) = match self {
+            Nonce::Frame(number) => (0_u32, number),
+            Nonce::Body => (1, 0),
+            Nonce::Part(number) => (2, number),
+            Nonce::Section(number) => (3, number),
+        };
+        let mut bytes = [0; 12];
+        bytes[..8].copy_from_slice(&u64::from(number).to_le_bytes());
+        bytes[8..].copy_from_slice(&domain.to_le_bytes());
+        bytes
+    }
+}
+
+/// AES-256-GCM under the key of one file. `ring` interleaves encryption and hash in one assembly loop: it takes a
+/// tenth of an eager restore of incompressible pages, where the crate `aes-gcm` took a fifth. Its expanded key of
+/// one file is not wiped from memory when dropped; the keys that it is made from are.
 pub(crate) struct Cipher(LessSafeKey);
 
 impl Cipher {
@@ -133,26 +147,20 @@ impl Cipher {
     }
 
     pub(crate) fn new(key: &MasterKey) -> Cipher {
-        // It refuses keys of another length than 32 bytes only.
+        // It fails only for keys that are not 32 bytes long.
         let key = UnboundKey::new(&AES_256_GCM, &key[..]).expect("a key of 32 bytes");
         Cipher(LessSafeKey::new(key))
     }
 
-    /// Encrypts `buffer[start..]` in place and appends the tag.
-    pub(crate) fn seal(
-        &self,
-        (purpose, number): (Use, u64),
-        bound: &[u8],
-        buffer: &mut Vec<u8>,
-        start: usize,
-    ) {
-        let nonce = nonce(purpose, number);
+    /// Encrypts `buffer[start..]` in place and appends the tag, which also authenticates `bound`.
+    pub(crate) fn seal(&self, nonce: Nonce, bound: &[u8], buffer: &mut Vec<u8>, start: usize) {
+        let nonce = aead::Nonce::assume_unique_for_key(nonce.bytes());
         let bound = Aad::from(bound);
         let sealed = self
             .0
             .seal_in_place_separate_tag(nonce, bound, &mut buffer[start..]);
-        // AES-GCM refuses only more than 64 GiB in one message; the largest here is a frame
-        // or an index file, both held in memory and bounded far below.
+        // AES-GCM fails only above 64 GiB in one message; the largest here is a frame or an index file, both held
+        // in memory and bounded far below.
         let tag = sealed.expect("a message below the AES-GCM limit");
         buffer.extend_from_slice(tag.as_ref());
     }
@@ -160,7 +168,7 @@ impl Cipher {
     /// Checks and decrypts in place; returns the plain part of `sealed`.
     pub(crate) fn open<'a>(
         &self,
-        (purpose, number): (Use, u64),
+        nonce: Nonce,
         bound: &[u8],
         sealed: &'a mut [u8],
     ) -> Result<&'a [u8], FormatError> {
@@ -171,22 +179,14 @@ impl Cipher {
                 left: length as u64,
             });
         }
-        let opened = self
-            .0
-            .open_in_place(nonce(purpose, number), Aad::from(bound), sealed);
+        let nonce = aead::Nonce::assume_unique_for_key(nonce.bytes());
+        let opened = self.0.open_in_place(nonce, Aad::from(bound), sealed);
         opened
             .map(|plain| &*plain)
             .map_err(|_| FormatError::Mismatch {
                 what: "its authentication tag",
             })
     }
-}
-
-fn nonce(purpose: Use, number: u64) -> Nonce {
-    let mut bytes = [0; 12];
-    bytes[..8].copy_from_slice(&number.to_le_bytes());
-    bytes[8..].copy_from_slice(&(purpose as u32).to_le_bytes());
-    Nonce::assume_unique_for_key(bytes)
 }
 
 /// Random bytes from the operating system.
@@ -203,8 +203,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], RepoError> {
 mod tests {
     use super::*;
 
-    /// The AES-256-GCM of the standard, whoever computes it: test case 16 of the specification of GCM
-    /// (McGrew and Viega) with its nonce, which here is a number and a use.
+    /// AES-256-GCM as standardized: test case 16 of the specification of GCM (McGrew and Viega), with its nonce.
     #[test]
     fn sealed_bytes_are_those_of_the_standard() {
         let hex = |text: &str| -> Vec<u8> {
@@ -225,7 +224,7 @@ mod tests {
         let tag = cipher
             .0
             .seal_in_place_separate_tag(
-                Nonce::assume_unique_for_key(nonce),
+                aead::Nonce::assume_unique_for_key(nonce),
                 Aad::from(&bound),
                 &mut buffer,
             )
@@ -240,25 +239,38 @@ mod tests {
     }
 
     #[test]
+    fn nonces_are_those_of_the_format() {
+        for (nonce, domain, number) in [
+            (Nonce::Frame(0x0102_0304), 0, [4, 3, 2, 1]),
+            (Nonce::Body, 1, [0; 4]),
+            (Nonce::Part(5), 2, [5, 0, 0, 0]),
+            (Nonce::Section(u32::MAX), 3, [255; 4]),
+        ] {
+            let [a, b, c, d] = number;
+            assert_eq!(nonce.bytes(), [a, b, c, d, 0, 0, 0, 0, domain, 0, 0, 0]);
+        }
+    }
+
+    #[test]
     fn sealing_binds_contents_position_and_surroundings() {
         let keys = Keys::derive(&Zeroizing::new([1; 32]));
         let cipher = keys.pack_cipher(&[2; 32]);
         let mut sealed = b"..secret".to_vec();
-        cipher.seal((Use::Frame, 5), b"bound", &mut sealed, 2);
+        cipher.seal(Nonce::Frame(5), b"bound", &mut sealed, 2);
         assert_eq!(sealed.len(), 8 + TAG_BYTES);
-        let open = |cipher: &Cipher, at, bound: &[u8]| {
+        let open = |cipher: &Cipher, nonce, bound: &[u8]| {
             let mut copy = sealed[2..].to_vec();
-            cipher.open(at, bound, &mut copy).map(<[u8]>::to_vec)
+            cipher.open(nonce, bound, &mut copy).map(<[u8]>::to_vec)
         };
-        assert_eq!(open(&cipher, (Use::Frame, 5), b"bound").unwrap(), b"secret");
-        assert!(open(&cipher, (Use::Frame, 6), b"bound").is_err());
-        assert!(open(&cipher, (Use::Body, 5), b"bound").is_err());
-        assert!(open(&cipher, (Use::Frame, 5), b"Bound").is_err());
-        assert!(open(&keys.pack_cipher(&[3; 32]), (Use::Frame, 5), b"bound").is_err());
-        assert!(open(&keys.index_cipher(&[2; 32]), (Use::Frame, 5), b"bound").is_err());
+        assert_eq!(open(&cipher, Nonce::Frame(5), b"bound").unwrap(), b"secret");
+        assert!(open(&cipher, Nonce::Frame(6), b"bound").is_err());
+        assert!(open(&cipher, Nonce::Part(5), b"bound").is_err());
+        assert!(open(&cipher, Nonce::Frame(5), b"Bound").is_err());
+        assert!(open(&keys.pack_cipher(&[3; 32]), Nonce::Frame(5), b"bound").is_err());
+        assert!(open(&keys.index_cipher(&[2; 32]), Nonce::Frame(5), b"bound").is_err());
         assert!(
             cipher
-                .open((Use::Frame, 5), b"bound", &mut [0; 15])
+                .open(Nonce::Frame(5), b"bound", &mut [0; 15])
                 .is_err()
         );
     }

@@ -1,10 +1,10 @@
-//! Files that are one sealed body: index files, manifests, working sets.
+//! Files with one sealed body: manifests and working sets.
 //!
 //! ```text
 //! | header 16 | salt 32 | sealed body, the last 16 bytes its authentication tag |
 //! ```
 
-use crate::crypto::{Cipher, Keys, SALT_BYTES, TAG_BYTES, Use, random};
+use crate::crypto::{Cipher, Keys, Nonce, SALT_BYTES, TAG_BYTES, random};
 use crate::error::RepoError;
 use crate::format::layout::{Cursor, FileKind, FormatError, HEADER_BYTES, header, read_header};
 
@@ -21,7 +21,7 @@ pub(crate) fn seal_file(
     let bound = file.clone();
     let start = file.len();
     file.append(&mut body);
-    file_cipher(kind, keys, &salt).seal((Use::Body, 0), &bound, &mut file, start);
+    file_cipher(kind, keys, &salt).seal(Nonce::Body, &bound, &mut file, start);
     Ok(file)
 }
 
@@ -35,12 +35,12 @@ pub(crate) fn open_file<'a>(
     read_header(&mut cursor, kind)?;
     let salt = cursor.array::<SALT_BYTES>()?;
     let (bound, sealed) = file.split_at_mut(HEADER_BYTES + SALT_BYTES);
-    file_cipher(kind, keys, &salt).open((Use::Body, 0), bound, sealed)
+    file_cipher(kind, keys, &salt).open(Nonce::Body, bound, sealed)
 }
 
 fn file_cipher(kind: FileKind, keys: &Keys, salt: &[u8; SALT_BYTES]) -> Cipher {
     match kind {
-        // A working set has a salt of its own, and its header says what it is.
+        // A working set has a salt of its own, and the header of its kind is authenticated.
         FileKind::Manifest | FileKind::WorkingSet => keys.manifest_cipher(salt),
         _ => keys.index_cipher(salt),
     }

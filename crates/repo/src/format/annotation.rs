@@ -1,5 +1,5 @@
-//! Tags and notes: what people say about a checkpoint. They are part of its manifest, so they are
-//! authenticated, encrypted and final like the rest of it.
+//! Tags and notes that users give a checkpoint. They are part of its manifest, so they are authenticated,
+//! encrypted and final like the rest of it.
 
 use std::collections::{BTreeSet, btree_set};
 use std::fmt;
@@ -8,25 +8,25 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// The most tags of a checkpoint.
+/// Maximum number of tags of a checkpoint.
 pub const TAGS_MAX: usize = 32;
 
-/// The longest tag, in bytes.
+/// Maximum length of a tag in bytes.
 pub const TAG_BYTES_MAX: usize = 64;
 
-/// The longest note, in bytes.
+/// Maximum length of a note in bytes.
 pub const NOTE_BYTES_MAX: usize = 1024;
 
-/// What a tag may consist of besides ASCII letters and digits, with which it begins.
+/// Characters allowed in a tag besides ASCII letters and digits. A tag does not begin with one.
 pub const TAG_PUNCTUATION: &str = "._-:/+@=";
 
-/// Why a text is no tag, no note, or no list of tags.
+/// Why a text is not a valid tag, note or list of tags.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum AnnotationError {
-    /// A tag without a character.
+    /// An empty tag.
     #[error("the tag is empty: give it a name, like nightly")]
     EmptyTag,
-    /// A tag above [`TAG_BYTES_MAX`].
+    /// A tag longer than [`TAG_BYTES_MAX`].
     #[error("the tag has {bytes} bytes, at most {TAG_BYTES_MAX} are allowed: shorten it")]
     LongTag {
         /// Its length.
@@ -51,13 +51,13 @@ pub enum AnnotationError {
     /// More tags than [`TAGS_MAX`].
     #[error("a checkpoint has at most {TAGS_MAX} tags, these are {count}: leave some out")]
     ManyTags {
-        /// How many different ones there are.
+        /// Number of different tags.
         count: usize,
     },
-    /// A note without a character.
+    /// An empty note.
     #[error("the note is empty: write something, or leave it out")]
     EmptyNote,
-    /// A note above [`NOTE_BYTES_MAX`].
+    /// A note longer than [`NOTE_BYTES_MAX`].
     #[error("the note has {bytes} bytes, at most {NOTE_BYTES_MAX} are allowed: shorten it")]
     LongNote {
         /// Its length.
@@ -71,8 +71,8 @@ pub enum AnnotationError {
     },
 }
 
-/// A word by which people find and keep checkpoints, such as `nightly` or `before-upgrade`. Its 1 to
-/// [`TAG_BYTES_MAX`] bytes are ASCII letters, digits and [`TAG_PUNCTUATION`], with which it does not begin.
+/// A word by which users find and keep checkpoints, such as `nightly` or `before-upgrade`. It has 1 to
+/// [`TAG_BYTES_MAX`] bytes: ASCII letters, digits and [`TAG_PUNCTUATION`]. It begins with a letter or a digit.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Tag(String);
@@ -132,22 +132,22 @@ impl From<Tag> for String {
 pub struct Tags(BTreeSet<Tag>);
 
 impl Tags {
-    /// Whether there is none.
+    /// Whether there are no tags.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether every one of `wanted` is among them; so of none.
+    /// Whether all of `wanted` are among the tags; true for an empty list.
     pub fn has_all(&self, wanted: &[Tag]) -> bool {
         wanted.iter().all(|tag| self.0.contains(tag))
     }
 
-    /// Whether one of `wanted` is among them.
+    /// Whether at least one of `wanted` is among the tags.
     pub fn has_any(&self, wanted: &[Tag]) -> bool {
         wanted.iter().any(|tag| self.0.contains(tag))
     }
 
-    /// Each of them.
+    /// The tags in alphabetical order.
     pub fn iter(&self) -> btree_set::Iter<'_, Tag> {
         self.0.iter()
     }
@@ -247,7 +247,7 @@ mod tests {
         for good in ["before the upgrade, büro 3", " ", &longest] {
             assert_eq!(good.parse::<Note>().unwrap().to_string(), good);
         }
-        // Bytes count, not characters.
+        // The limit counts bytes, not characters.
         let bytes = NOTE_BYTES_MAX + 2;
         let long = "ä".repeat(bytes / 2);
         assert_eq!(

@@ -1,4 +1,4 @@
-//! The file `config`: that this directory is a repository, of which format version, and its id.
+//! The file `config`: it marks a directory as a repository, with its format version and id.
 
 use crate::format::layout::{Cursor, FileKind, FormatError, header, read_header};
 
@@ -12,7 +12,7 @@ impl std::fmt::Display for RepositoryId {
     }
 }
 
-/// Writes the file: header, id, checksum.
+/// Encodes the file: header, id, checksum.
 pub fn encode(id: RepositoryId) -> Vec<u8> {
     let mut bytes = header(FileKind::Config).to_vec();
     bytes.extend_from_slice(&id.0);
@@ -21,7 +21,7 @@ pub fn encode(id: RepositoryId) -> Vec<u8> {
     bytes
 }
 
-/// Reads the file.
+/// Decodes the file.
 pub fn decode(bytes: &[u8]) -> Result<RepositoryId, FormatError> {
     let mut cursor = Cursor::new(bytes);
     read_header(&mut cursor, FileKind::Config)?;

@@ -9,7 +9,7 @@ use stillframe_page::hash::ContentId;
 pub struct FileHash(pub [u8; 32]);
 
 impl FileHash {
-    /// The name a file of these bytes has.
+    /// The name of a file with these bytes.
     pub fn of(bytes: &[u8]) -> FileHash {
         FileHash(*blake3::hash(bytes).as_bytes())
     }

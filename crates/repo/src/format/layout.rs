@@ -1,13 +1,13 @@
-//! What every file of a repository has in common: the 16-byte header, and how numbers are read
-//! from bytes nobody can vouch for. `docs/format.md` has the pictures.
+//! The 16-byte header of repository files, and a cursor that reads numbers from untrusted bytes. `docs/format.md`
+//! has pictures.
 
 use stillframe_page::varint;
 use thiserror::Error;
 
-/// The version that this program writes, and the only one that it reads. Nothing was released with another.
+/// The format version that this program writes, and the only one that it reads. No release used another.
 pub const FORMAT_VERSION: u32 = 1;
 
-/// Bytes of the header that every file but the locks starts with.
+/// Length of the header in bytes. Every file begins with it, except locks and leases.
 pub const HEADER_BYTES: usize = 16;
 
 const MAGIC: &[u8; 4] = b"STLF";
@@ -21,11 +21,11 @@ pub enum FileKind {
     Key,
     /// Blobs.
     Pack,
-    /// Where blobs are.
+    /// Locations of blobs.
     Index,
     /// A checkpoint.
     Manifest,
-    /// The pages that a restored VM asks for first.
+    /// The pages that a restored VM accesses first.
     WorkingSet,
 }
 
@@ -42,7 +42,7 @@ impl FileKind {
     }
 }
 
-/// Why bytes are not what they should be.
+/// Why bytes cannot be decoded.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum FormatError {
     /// The bytes end too early.
@@ -50,13 +50,13 @@ pub enum FormatError {
     Truncated {
         /// Bytes needed next.
         needed: u64,
-        /// Bytes there are.
+        /// Bytes left.
         left: u64,
     },
     /// The bytes do not end where they should.
     #[error("{bytes} bytes follow after its end")]
     Trailing {
-        /// How many.
+        /// Number of bytes that follow.
         bytes: u64,
     },
     /// The header is not one of this kind of file.
@@ -73,16 +73,16 @@ pub enum FormatError {
         /// The newest known.
         known: u32,
     },
-    /// A stored checksum, hash or authentication tag does not fit.
+    /// A stored checksum, hash or authentication tag does not match.
     #[error("{what} does not match its contents")]
     Mismatch {
-        /// Which one.
+        /// The checksum, hash or tag.
         what: &'static str,
     },
     /// A field holds a value it cannot have.
     #[error("{what}")]
     Invalid {
-        /// Which and why.
+        /// The field, and the reason.
         what: String,
     },
 }
@@ -93,8 +93,8 @@ impl FormatError {
     }
 }
 
-/// The header of a file of `kind`: magic, kind, version, and a checksum of the three, so that a
-/// flipped version bit is called damage and not "written by the future".
+/// The header of a file of `kind`: magic, kind, version, and a checksum of the three. A flipped bit of the
+/// version is thereby reported as damage, not as a future version.
 pub fn header(kind: FileKind) -> [u8; HEADER_BYTES] {
     header_of_version(kind, FORMAT_VERSION)
 }
@@ -131,8 +131,8 @@ pub fn read_header(bytes: &mut Cursor<'_>, kind: FileKind) -> Result<(), FormatE
     }
 }
 
-/// Reads little-endian numbers and byte strings from the front of a slice; never panics, never
-/// allocates by a number it has read.
+/// Reads little-endian numbers and byte strings from the front of a slice. Never panics, and never allocates
+/// memory by a number that it has read.
 #[derive(Debug, Clone)]
 pub struct Cursor<'a> {
     rest: &'a [u8],
@@ -144,7 +144,7 @@ impl<'a> Cursor<'a> {
         Cursor { rest: bytes }
     }
 
-    /// How many bytes are left.
+    /// Number of bytes left.
     pub fn left(&self) -> usize {
         self.rest.len()
     }
@@ -193,8 +193,8 @@ impl<'a> Cursor<'a> {
         varint::take(&mut self.rest).map_err(|error| FormatError::invalid(error.to_string()))
     }
 
-    /// A count of items of at least `item_bytes` each, refused when they cannot fit what is left:
-    /// memory taken for them is bounded by the bytes there are.
+    /// A count of items of at least `item_bytes` bytes each. A count whose items do not fit the remaining bytes
+    /// is an error, so those bytes bound the memory taken.
     pub fn count(&mut self, item_bytes: usize) -> Result<usize, FormatError> {
         let count = self.u32()? as usize;
         let needed = count as u64 * item_bytes as u64;
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_real_future_version_is_named() {
+    fn a_future_version_is_reported() {
         let next = header_of_version(FileKind::Config, FORMAT_VERSION + 1);
         assert_eq!(
             read_header(&mut Cursor::new(&next), FileKind::Config),

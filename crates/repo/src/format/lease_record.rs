@@ -9,7 +9,7 @@ use crate::format::layout::FormatError;
 use crate::format::lock_owner::Holder;
 use crate::format::manifest::CheckpointId;
 
-/// The longest lease file that is read.
+/// Maximum length in bytes of a lease file that is read.
 pub(crate) const LEASE_BYTES_MAX: u64 = 64 << 10;
 
 const LEASE_VERSION: u32 = 1;
@@ -18,7 +18,7 @@ const LEASE_VERSION: u32 = 1;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseRecord {
     version: u32,
-    /// The checkpoint that must stay.
+    /// The leased checkpoint.
     pub checkpoint: CheckpointId,
     /// The QEMU whose memory is not complete.
     #[serde(flatten)]
@@ -40,9 +40,10 @@ impl fmt::Display for LeaseRecord {
 
 /// Reads a lease file.
 pub fn decode(bytes: &[u8]) -> Result<LeaseRecord, FormatError> {
-    let wrong = |error: serde_json::Error| FormatError::invalid(format!("it is no lease: {error}"));
+    let wrong =
+        |error: serde_json::Error| FormatError::invalid(format!("it is not a lease: {error}"));
     let Version { version } = serde_json::from_slice(bytes).map_err(wrong)?;
-    // Before the rest is read, which may look different then.
+    // Checked first: a newer version may have other fields.
     if version > LEASE_VERSION {
         return Err(FormatError::FutureVersion {
             found: version,
@@ -63,7 +64,7 @@ impl LeaseRecord {
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        // Strings and numbers under string keys: nothing here can fail to become JSON.
+        // Strings and numbers under string keys: serialization cannot fail.
         serde_json::to_vec(self).unwrap_or_default()
     }
 }

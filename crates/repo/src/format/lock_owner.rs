@@ -6,17 +6,17 @@ use std::fs;
 use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
-/// A process, described so that another process can find out whether it is gone: its number alone
-/// would not do, since numbers are used again, after a reboot at the latest.
+/// A process, described so that another process can determine whether it has ended. Its number alone does not
+/// suffice: numbers are reused, at the latest after a reboot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     /// The machine's name.
     pub host: String,
-    /// The machine's id (`/etc/machine-id`): the same name at another boot of the same machine.
+    /// The machine's id (`/etc/machine-id`), the same at every boot.
     pub machine: String,
     /// `/proc/sys/kernel/random/boot_id`: this boot of this machine.
     pub boot: String,
-    /// The namespace `pid` counts in (`/proc/self/ns/pid`): containers count their own.
+    /// The namespace of `pid` (`/proc/self/ns/pid`); each container has its own.
     pub pid_namespace: String,
     /// The process number.
     pub pid: u32,
@@ -61,19 +61,19 @@ impl Holder {
     }
 }
 
-/// What can be known of a process from here.
+/// Whether a process is alive, as far as this process can determine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Life {
-    /// It is there.
+    /// It is running.
     Alive,
-    /// It has ended, or its machine was started anew.
+    /// It has ended, or its machine has rebooted.
     Gone,
     /// It is a process of another machine or container.
     Unknown,
 }
 
 impl Holder {
-    /// Whether the process is there, as far as can be known from here.
+    /// Whether the process is alive, as far as this process can determine.
     pub(crate) fn life(&self) -> Life {
         let here = Holder::of_this_process();
         let known = [&here.host, &here.machine, &here.boot, &here.pid_namespace];
@@ -95,8 +95,8 @@ impl Holder {
     }
 }
 
-/// Of a process of this boot and namespace. Asks by signal 0, because /proc may hide the processes of
-/// other users.
+/// The state of a process of this boot and namespace. It is checked by signal 0, because /proc may hide the
+/// processes of other users.
 fn life_here(holder: &Holder) -> Life {
     let pid = i32::try_from(holder.pid).ok().and_then(Pid::from_raw);
     let Some(pid) = pid else { return Life::Gone };
@@ -106,7 +106,7 @@ fn life_here(holder: &Holder) -> Life {
     match stat(holder.pid) {
         Some((state, started)) if state != "Z" && started == holder.start_time => Life::Alive,
         Some(_) => Life::Gone,
-        // Another process may have its number by now.
+        // Another process may have this number now.
         None => Life::Unknown,
     }
 }
@@ -129,8 +129,8 @@ fn pid_namespace() -> String {
     link.display().to_string()
 }
 
-/// State and start time from `/proc/PID/stat` (fields 3 and 22), counted from behind the program
-/// name, which may hold anything.
+/// State and start time from `/proc/PID/stat` (fields 3 and 22), counted after the program name, which may
+/// contain any character.
 fn stat(pid: u32) -> Option<(String, u64)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let (_, rest) = stat.rsplit_once(')')?;

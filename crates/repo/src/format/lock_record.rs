@@ -16,9 +16,9 @@ const LOCK_VERSION: u32 = 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LockKind {
-    /// Adding and reading; any number at once.
+    /// Adding and reading, by any number of processes.
     Shared,
-    /// Removing; alone.
+    /// Removing, by one process alone.
     Exclusive,
 }
 
@@ -33,8 +33,8 @@ pub struct LockRecord {
     pub holder: Holder,
     /// When it was taken (RFC 3339).
     pub since: String,
-    /// When the owner last refreshed it (RFC 3339), by its own clock: for people. Ages are
-    /// taken from the file's modification time.
+    /// When the owner last refreshed it (RFC 3339), by its own clock; informative. Ages are computed from the
+    /// file's modification time.
     pub refreshed: String,
 }
 
@@ -51,7 +51,7 @@ impl fmt::Display for LockRecord {
 /// Reads a lock file.
 pub fn decode(bytes: &[u8]) -> Result<LockRecord, FormatError> {
     let record: LockRecord = serde_json::from_slice(bytes)
-        .map_err(|error| FormatError::invalid(format!("it is no lock: {error}")))?;
+        .map_err(|error| FormatError::invalid(format!("it is not a lock: {error}")))?;
     if record.version > LOCK_VERSION {
         return Err(FormatError::FutureVersion {
             found: record.version,
@@ -74,7 +74,7 @@ impl LockRecord {
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        // Strings and numbers under string keys: nothing here can fail to become JSON.
+        // Strings and numbers under string keys: serialization cannot fail.
         serde_json::to_vec(self).unwrap_or_default()
     }
 }

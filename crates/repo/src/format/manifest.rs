@@ -1,9 +1,8 @@
-//! Manifests: what a checkpoint consists of. Written last; until then the checkpoint does not
+//! Manifests: what a checkpoint consists of. The manifest is written last; until then the checkpoint does not
 //! exist.
 //!
-//! The sealed body is JSON, compressed. Unknown fields are refused, because a program that does not know a
-//! field might prune the blobs it refers to; `vm_record` and `downtime_us` are free-form and refer
-//! to nothing.
+//! The sealed body is JSON, compressed. Unknown fields are refused, because a program that does not know a field
+//! might prune the blobs that it refers to. `vm_record` and `downtime_us` are free-form and refer to no blobs.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,16 +16,16 @@ use stillframe_page::hash::ContentId;
 use crate::format::annotation::{Note, Tags};
 use crate::format::layout::{Cursor, FormatError};
 
-/// The longest manifest that is read or written.
+/// Maximum length in bytes of a manifest that is read or written.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 
-/// Zstandard level: manifests are short, and many of a watch.
+/// Zstandard level: manifests are short, and a watch writes many.
 const LEVEL: i32 = 3;
 
-/// The most pages of a RAM block: 2 TiB of 4 KiB pages. The root of its table fits the largest blob.
+/// Maximum number of pages of a RAM block: 2 TiB of 4 KiB pages. The root of its table fits the largest blob.
 pub const PAGES_MAX: u64 = 1 << 29;
 
-/// The most layers of a page table; programs of today keep to 33.
+/// Maximum number of layers of a page table that is read; this program writes at most 33.
 const LAYERS_MAX: usize = 1024;
 
 /// The id of a checkpoint: the keyed hash of its manifest file, and the file's name.
@@ -66,12 +65,12 @@ pub struct Manifest {
     pub vm: String,
     /// When the VM was paused for it.
     pub time: Timestamp,
-    /// The checkpoint this one was taken after. For people; nothing depends on it being there.
+    /// The checkpoint before this one. Informative: it need not exist any more.
     pub parent: Option<CheckpointId>,
-    /// The words by which people find it.
+    /// The words by which users find it.
     #[serde(default, skip_serializing_if = "Tags::is_empty")]
     pub tags: Tags,
-    /// What people say about it.
+    /// A sentence that a user wrote about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<Note>,
     /// The page tables of the RAM blocks.
@@ -80,7 +79,7 @@ pub struct Manifest {
     pub streams: BTreeMap<String, Stream>,
     /// What the capture counted.
     pub pages: PageCounts,
-    /// Bytes the repository grew by for packs and index; set when it is committed.
+    /// Bytes of packs and index files that were written for it; set by the commit.
     pub bytes_stored: u64,
     /// The engine's record of the VM.
     pub vm_record: serde_json::Value,
@@ -101,7 +100,7 @@ pub struct RamTable {
     /// The root of its table (see [`crate::page_table::table`]).
     #[serde(with = "id_text")]
     pub root: ContentId,
-    /// What changed since the table was written, oldest first (see [`crate::page_table::layer`]).
+    /// The changes since the table was written, oldest first (see [`crate::page_table::layer`]).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layers: Vec<LayerRef>,
 }
@@ -113,7 +112,7 @@ pub struct LayerRef {
     /// Its blob.
     #[serde(with = "id_text")]
     pub id: ContentId,
-    /// 0 for one checkpoint's changes, more for several merged. Never rises along the list.
+    /// 0 for the changes of one checkpoint, more for several merged. Never rises along the list.
     pub level: u8,
 }
 
@@ -121,7 +120,7 @@ pub struct LayerRef {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Stream {
-    /// Its length.
+    /// Its length in bytes.
     pub bytes: u64,
     /// Its pieces, in order.
     #[serde(with = "ids_text")]
@@ -134,34 +133,35 @@ pub struct Stream {
 pub struct PageCounts {
     /// Pages of all RAM blocks.
     pub total: u64,
-    /// Pages looked at for this checkpoint, each counted once.
+    /// Pages examined for this checkpoint, each counted once.
     pub captured: u64,
-    /// Copies of pages stored. A page that was copied twice, in a first pass over all of memory and
-    /// again because it was written since, is in the counts below twice.
+    /// Copies of pages stored. A page that was copied in the bulk phase, and again after a write, is counted
+    /// twice, here and below.
     pub new: u64,
-    /// Pages the repository had already.
+    /// Pages that the repository already had.
     pub duplicate: u64,
     /// Pages of zeros.
     pub zero: u64,
-    /// Pages of which only what changed was stored.
+    /// Pages stored as a delta.
     pub delta: u64,
-    /// Pages that were written and have the content they had.
+    /// Pages that were written but have the same content as before.
     pub unchanged: u64,
 }
 
-/// Reads the plain body of a manifest.
+/// Decodes the plain body of a manifest.
 pub fn decode(body: &[u8]) -> Result<Manifest, FormatError> {
     parse(&unpack(body)?)
 }
 
-/// Reads the JSON of a manifest. What comes out is consistent: blocks have names of their own and sane sizes.
+/// Decodes the JSON of a manifest. The result is consistent: block names are unique, and sizes are within the
+/// limits.
 pub fn parse(json: &[u8]) -> Result<Manifest, FormatError> {
     let manifest: Manifest = from_json(json)?;
     manifest.check().map_err(FormatError::invalid)?;
     Ok(manifest)
 }
 
-/// The JSON in a body, which is packed as frames are.
+/// The JSON of a body, which is encoded like a frame.
 fn unpack(body: &[u8]) -> Result<Vec<u8>, FormatError> {
     let mut cursor = Cursor::new(body);
     let (kind, bytes) = (cursor.u8()?, cursor.u32()?);
@@ -178,10 +178,10 @@ fn unpack(body: &[u8]) -> Result<Vec<u8>, FormatError> {
 
 fn from_json<T: DeserializeOwned>(json: &[u8]) -> Result<T, FormatError> {
     serde_json::from_slice(json)
-        .map_err(|error| FormatError::invalid(format!("its body is no manifest: {error}")))
+        .map_err(|error| FormatError::invalid(format!("its body is not a manifest: {error}")))
 }
 
-/// What little `forget` and `latest` need of a checkpoint.
+/// The fields of a checkpoint that `forget` and `latest` need.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Summary {
     /// Its id.
@@ -194,7 +194,7 @@ pub struct Summary {
     pub tags: Tags,
 }
 
-/// The fields by which checkpoints are chosen, read without making the rest.
+/// The fields by which checkpoints are selected, decoded without the others.
 #[derive(Deserialize)]
 pub(crate) struct Headline {
     pub(crate) vm: String,
@@ -208,7 +208,7 @@ pub(crate) fn decode_headline(body: &[u8]) -> Result<Headline, FormatError> {
 }
 
 impl Manifest {
-    /// Writes the plain body.
+    /// Encodes the plain body.
     pub(crate) fn encode(&self) -> Result<Vec<u8>, String> {
         self.check()?;
         let json = serde_json::to_vec(self).map_err(|error| error.to_string())?;
@@ -220,7 +220,7 @@ impl Manifest {
         Ok(body)
     }
 
-    /// What a manifest may not say, in words.
+    /// An error that describes the first inconsistency, if there is one.
     fn check(&self) -> Result<(), String> {
         for (at, table) in self.ram.iter().enumerate() {
             if !table.page_bytes.is_power_of_two() || !(512..=2 << 20).contains(&table.page_bytes) {
@@ -235,7 +235,7 @@ impl Manifest {
             let layers = &table.layers;
             if layers.len() > LAYERS_MAX || !layers.is_sorted_by_key(|at| u8::MAX - at.level) {
                 return Err(format!(
-                    "RAM block '{}' has layers as no program writes them",
+                    "RAM block '{}' has too many layers, or has them out of order",
                     table.name
                 ));
             }

@@ -1,4 +1,4 @@
-//! What the files of a repository hold, as bytes and as values.
+//! The contents of the files of a repository, and their encodings.
 
 pub mod annotation;
 pub mod config;

@@ -1,53 +1,53 @@
 //! A chunked vector: a list that only grows, and never moves its elements.
 //!
-//! A vector that grows copies itself into one of twice the size: for a moment three times what is
-//! needed. This one adds a chunk at a time, so the memory of an index rises as slowly as the index.
+//! A growing vector is copied into one of twice the size, and takes three times the memory meanwhile. This one
+//! adds a chunk at a time, so its memory grows in step with the index.
 
 use std::ops::Range;
 
-/// Elements in a chunk: few, so that a small repository costs little.
-const PIECE_ROWS: usize = 1024;
+/// Elements in a chunk: few, so that a small repository takes little memory.
+const CHUNK_ROWS: usize = 1024;
 
 /// A chunked vector.
 #[derive(Debug)]
 pub(crate) struct Rows<T> {
     /// All full but the last.
-    pieces: Vec<Vec<T>>,
+    chunks: Vec<Vec<T>>,
 }
 
 impl<T> Default for Rows<T> {
     fn default() -> Rows<T> {
-        Rows { pieces: Vec::new() }
+        Rows { chunks: Vec::new() }
     }
 }
 
 impl<T: Copy> Rows<T> {
     pub(crate) fn len(&self) -> usize {
-        match self.pieces.split_last() {
-            Some((last, full)) => full.len() * PIECE_ROWS + last.len(),
+        match self.chunks.split_last() {
+            Some((last, full)) => full.len() * CHUNK_ROWS + last.len(),
             None => 0,
         }
     }
 
     pub(crate) fn push(&mut self, row: T) {
-        match self.pieces.last_mut() {
-            Some(last) if last.len() < PIECE_ROWS => last.push(row),
+        match self.chunks.last_mut() {
+            Some(last) if last.len() < CHUNK_ROWS => last.push(row),
             _ => {
-                let mut piece = Vec::with_capacity(PIECE_ROWS);
-                piece.push(row);
-                self.pieces.push(piece);
+                let mut chunk = Vec::with_capacity(CHUNK_ROWS);
+                chunk.push(row);
+                self.chunks.push(chunk);
             }
         }
     }
 
     pub(crate) fn get(&self, number: usize) -> Option<T> {
-        let piece = self.pieces.get(number / PIECE_ROWS)?;
-        piece.get(number % PIECE_ROWS).copied()
+        let chunk = self.chunks.get(number / CHUNK_ROWS)?;
+        chunk.get(number % CHUNK_ROWS).copied()
     }
 
-    /// An element that is known to be there.
+    /// An element that exists.
     pub(crate) fn at(&self, number: usize) -> T {
-        self.pieces[number / PIECE_ROWS][number % PIECE_ROWS]
+        self.chunks[number / CHUNK_ROWS][number % CHUNK_ROWS]
     }
 
     /// The first element in `range` for which `before` is false. It must be true for all elements before

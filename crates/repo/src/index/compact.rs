@@ -1,11 +1,10 @@
 //! Keeps the number of index files small.
 //!
-//! Each checkpoint writes one index file; a checkpoint every two seconds would leave 43,200 a day
-//! to be listed by every `begin` and read by every `open`. So when a commit finds more than
-//! [`FILES_MAX`] small ones of about one length it merges them into one that supersedes them. A merged
-//! file is merged again with its like until it is no longer small, so each entry is rewritten a handful
-//! of times, most merges are of small files only, and the number of files grows with the size of the
-//! repository, not with the number of checkpoints.
+//! Each checkpoint writes one index file. A checkpoint every two seconds would leave 43,200 files a day for every
+//! `begin` to list and every `open` to read. So a commit that finds more than [`FILES_MAX`] small files of about
+//! one length merges them into one that supersedes them. A merged file is merged again with files of its length
+//! until it is no longer small. So each entry is rewritten a few times, most merges are of small files only, and
+//! the number of files grows with the size of the repository, not with the number of checkpoints.
 
 use crate::crypto::Keys;
 use crate::error::RepoError;
@@ -16,15 +15,15 @@ use crate::pack::IndexedPack;
 use crate::store::local::{Area, LocalStore};
 use crate::store::lock::Lock;
 
-/// Small index files of about one length that are let be.
+/// Number of small index files of about one length that are not merged.
 const FILES_MAX: usize = 32;
 
-/// Lengths up to which files are merged with each other: those of single checkpoints, and what becomes
-/// of these. Beyond the last, the entries of about 100,000 blobs, a file is no longer small.
+/// Upper bounds in bytes of the two lengths of small files: those of single checkpoints, and those merged from
+/// them. The last is the length of the entries of about 100,000 blobs.
 const LENGTHS: [u64; 2] = [64 << 10, 4 << 20];
 
-/// Merges small index files if there are many. A failure changes nothing and is not reported: the
-/// files are right as they are, and the next commit tries again.
+/// Merges small index files if there are many. A failure changes nothing and is not reported: the files are valid
+/// as they are, and the next commit tries again.
 pub(crate) fn merge_small_index_files(
     store: &LocalStore,
     keys: &Keys,
@@ -48,7 +47,7 @@ pub(crate) fn merge_small_index_files(
     }
 }
 
-/// Two writers may merge the same files at once: both results tell the truth, twice.
+/// Two writers may merge the same files at once: both results are correct.
 fn merge(
     store: &LocalStore,
     keys: &Keys,
@@ -73,9 +72,8 @@ fn merge(
     remove_superseded(store, index)
 }
 
-/// Removes superseded index files. Need not be made durable: one that
-/// comes back after a crash is still superseded, and the next index file written makes sure of
-/// the removal before the superseding one can be removed itself.
+/// Removes superseded index files, without an fsync: one that reappears after a crash is still superseded. The
+/// next index file written makes the removal durable before the superseding one can be removed itself.
 fn remove_superseded(store: &LocalStore, index: &mut Index) -> Result<(), RepoError> {
     let names: Vec<FileHash> = index.superseded_files().collect();
     for name in names {
@@ -85,11 +83,11 @@ fn remove_superseded(store: &LocalStore, index: &mut Index) -> Result<(), RepoEr
     Ok(())
 }
 
-/// An index is cut into files of about this many bytes: all that is ever in memory of one.
+/// An index is split into files of about this many bytes: no more of it is in memory at once.
 pub(crate) const INDEX_FILE_BYTES: usize = 16 << 20;
 
-/// Writes a whole new index in place of the old one. The last file supersedes all old ones; those
-/// before it only say again what is true anyway.
+/// Writes a whole new index in place of the old one. The last file supersedes all old ones; the files before it
+/// only repeat entries that are valid anyway.
 pub(crate) struct NewIndex<'a> {
     store: &'a LocalStore,
     keys: &'a Keys,
@@ -125,7 +123,7 @@ impl<'a> NewIndex<'a> {
         Ok(())
     }
 
-    /// Puts the new index into force and removes the files that it supersedes.
+    /// Activates the new index and removes the files that it supersedes.
     pub(crate) fn finish(mut self, lock: &Lock, old: Vec<FileHash>) -> Result<(), RepoError> {
         lock.assert_held()?;
         self.file.supersedes = old;

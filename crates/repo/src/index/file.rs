@@ -1,16 +1,15 @@
-//! Index files: copies of pack directories, so that opening a repository reads a few files instead of the
-//! ends of all packs. One is written with each checkpoint; they are a cache that can be made again from
-//! the packs.
+//! Index files: copies of pack directories, so that opening a repository reads a few files instead of the ends of
+//! all packs. One is written with each checkpoint. They can be rebuilt from the packs.
 //!
-//! An index file may name others that it supersedes. Those count as gone from the moment it
-//! exists, whether or not they have been removed yet; that is what makes pruning safe to kill.
+//! An index file may name others that it supersedes. Those are ignored from the moment it exists, whether or not
+//! they have been removed; so prune can be killed at any point.
 //!
 //! ```text
 //! | header 16 | salt 32 | head length 4 | head | part | part | ... | section | section | ... |
 //! ```
 //!
-//! Head, parts and sections are sealed one by one, so that a reader of one of them need not read the
-//! others to trust it; [`crate::index::layout`] describes their content.
+//! Head, parts and sections are sealed one by one, so that each can be verified without the others;
+//! [`crate::index::layout`] describes their content.
 
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -19,7 +18,7 @@ pub mod fuzzing;
 use std::collections::HashSet;
 use std::ops::Range;
 
-use crate::crypto::{Cipher, Keys, SALT_BYTES, TAG_BYTES, Use, random};
+use crate::crypto::{Cipher, Keys, Nonce, SALT_BYTES, TAG_BYTES, random};
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
 use crate::format::layout::{Cursor, FileKind, FormatError, HEADER_BYTES, header, read_header};
@@ -29,7 +28,7 @@ use crate::index::layout::{
 use crate::pack::{Directory, IndexedPack, PREAMBLE_BYTES, frame_entry_bytes};
 use crate::store::local::{Area, LocalStore};
 
-/// The largest index file that is read.
+/// Maximum length in bytes of an index file that is read.
 pub(crate) const INDEX_BYTES_MAX: u64 = 512 << 20;
 
 /// Bytes before the head: header, salt and the head's length.
@@ -55,8 +54,8 @@ impl IndexFile {
     }
 }
 
-/// Makes an index file, one pack after the other: all of a large one taken apart would need several times
-/// the memory, and a watch merges files all the time.
+/// Builds an index file pack by pack: a large one decoded as a whole would take several times the memory, and a
+/// watch merges files often.
 pub(crate) struct IndexBuilder {
     cipher: Cipher,
     preamble: [u8; PREAMBLE_BYTES],
@@ -87,7 +86,7 @@ impl IndexBuilder {
         })
     }
 
-    /// Adds a pack, unless it is in the file already.
+    /// Adds a pack, unless the file has it already.
     pub(crate) fn add(&mut self, entry: &IndexedPack) {
         if !self.known.insert(entry.pack) {
             return;
@@ -118,13 +117,13 @@ impl IndexBuilder {
         });
     }
 
-    /// Seals a part and goes on with the frame behind it.
+    /// Seals a part and continues with the frame after it.
     fn close(&mut self, part: &mut Part) {
         let number = self.head.parts.len() as u32;
         self.sections.add(number, part);
         let mut sealed = part.encode();
-        let at = (Use::Part, u64::from(number));
-        self.cipher.seal(at, &self.preamble, &mut sealed, 0);
+        self.cipher
+            .seal(Nonce::Part(number), &self.preamble, &mut sealed, 0);
         self.head.parts.push(sealed.len() as u32);
         self.parts.extend_from_slice(&sealed);
         part.first_frame += part.frames.len() as u32;
@@ -137,8 +136,8 @@ impl IndexBuilder {
         let mut sections = Vec::new();
         for (number, entries) in (0..).zip(self.sections.finish()) {
             let mut sealed = encode_section(&entries);
-            let at = (Use::Section, number);
-            self.cipher.seal(at, &self.preamble, &mut sealed, 0);
+            self.cipher
+                .seal(Nonce::Section(number), &self.preamble, &mut sealed, 0);
             self.head.sections.push(sealed.len() as u32);
             sections.extend_from_slice(&sealed);
         }
@@ -151,14 +150,14 @@ impl IndexBuilder {
         let bound = file.clone();
         file.extend_from_slice(&head);
         self.cipher
-            .seal((Use::Body, 0), &bound, &mut file, FRONT_BYTES);
+            .seal(Nonce::Body, &bound, &mut file, FRONT_BYTES);
         file.extend_from_slice(&self.parts);
         file.extend_from_slice(&sections);
         file
     }
 }
 
-/// Reads the first bytes of an index file: how long its head is, tag included.
+/// The length of the head in bytes, tag included, from the first bytes of an index file.
 pub(crate) fn head_bytes(front: &[u8]) -> Result<usize, FormatError> {
     let mut cursor = Cursor::new(front);
     read_header(&mut cursor, FileKind::Index)?;
@@ -166,18 +165,18 @@ pub(crate) fn head_bytes(front: &[u8]) -> Result<usize, FormatError> {
     Ok(cursor.u32()? as usize)
 }
 
-/// An index file whose head has been read: what opens its parts and sections.
+/// An index file whose head has been read. It opens the parts and sections.
 pub(crate) struct OpenIndex {
     cipher: Cipher,
     preamble: [u8; PREAMBLE_BYTES],
     pub(crate) head: Head,
-    /// Where each part begins, and behind them where the last one ends. So of the sections.
+    /// The offset of each part, then the end of the last one; likewise for the sections.
     parts: Vec<u32>,
     sections: Vec<u32>,
 }
 
 impl OpenIndex {
-    /// Opens the head of an index file, given with all that comes before it, of `file_bytes` bytes.
+    /// Opens the head of an index file of `file_bytes` bytes. `front` is the head and all before it.
     pub(crate) fn new(
         keys: &Keys,
         front: &mut [u8],
@@ -189,7 +188,7 @@ impl OpenIndex {
         let cipher = keys.index_cipher(&cursor.array()?);
         let preamble = Cursor::new(bound).array()?;
         let begin = (FRONT_BYTES + sealed.len()) as u64;
-        let head = Head::decode(cipher.open((Use::Body, 0), bound, sealed)?)?;
+        let head = Head::decode(cipher.open(Nonce::Body, bound, sealed)?)?;
         let (parts, end) = offsets(begin, &head.parts);
         let (sections, end) = offsets(end, &head.sections);
         if end != file_bytes || end > INDEX_BYTES_MAX {
@@ -204,23 +203,25 @@ impl OpenIndex {
         })
     }
 
-    /// Where a part lies in the file.
+    /// The byte range of a part in the file.
     pub(crate) fn part(&self, number: u32) -> Result<Range<u32>, FormatError> {
         let at = number as usize;
         match self.parts.get(at..at + 2) {
             Some(&[start, end]) => Ok(start..end),
             _ => Err(FormatError::invalid(
-                "a section of it names a part that is not there",
+                "a section of it names a part that does not exist",
             )),
         }
     }
 
     pub(crate) fn open_part(&self, number: u32, sealed: &mut [u8]) -> Result<Part, FormatError> {
-        let at = (Use::Part, u64::from(number));
-        Part::decode(self.cipher.open(at, &self.preamble, sealed)?)
+        let plain = self
+            .cipher
+            .open(Nonce::Part(number), &self.preamble, sealed)?;
+        Part::decode(plain)
     }
 
-    /// Where a section lies in the file.
+    /// The byte range of a section in the file.
     pub(crate) fn section(&self, number: u32) -> Range<u32> {
         self.sections[number as usize]..self.sections[number as usize + 1]
     }
@@ -230,8 +231,10 @@ impl OpenIndex {
         number: u32,
         sealed: &mut [u8],
     ) -> Result<Vec<Entry>, FormatError> {
-        let at = (Use::Section, u64::from(number));
-        decode_section(self.cipher.open(at, &self.preamble, sealed)?)
+        let plain = self
+            .cipher
+            .open(Nonce::Section(number), &self.preamble, sealed)?;
+        decode_section(plain)
     }
 
     /// A part of a whole file.
@@ -241,8 +244,7 @@ impl OpenIndex {
     }
 }
 
-/// Where things begin that lie one behind the other, and where the last one ends, up to
-/// [`INDEX_BYTES_MAX`].
+/// The offsets of adjacent pieces from `begin` on, followed by the end of the last one; and that end in 64 bits.
 fn offsets(begin: u64, lengths: &[u32]) -> (Vec<u32>, u64) {
     let mut at = begin;
     let mut offsets = vec![at as u32];
@@ -254,7 +256,7 @@ fn offsets(begin: u64, lengths: &[u32]) -> (Vec<u32>, u64) {
     (offsets, at)
 }
 
-/// Reads one index file and checks it against its name; its contents and its length in bytes.
+/// Reads one index file and checks it against its name. Returns its contents, and its length in bytes.
 pub(crate) fn read_index_file(
     store: &LocalStore,
     keys: &Keys,
@@ -265,7 +267,7 @@ pub(crate) fn read_index_file(
     Ok((IndexFile { supersedes, packs }, bytes))
 }
 
-/// As [`read_index_file`], with one pack at a time.
+/// As [`read_index_file`], one pack at a time.
 pub(crate) fn visit_index_file(
     store: &LocalStore,
     keys: &Keys,
@@ -309,8 +311,8 @@ fn visit_parts(
     Ok(())
 }
 
-/// Reads an index file and compares its sections with its parts: what those say who look for one blob
-/// must be what those find who read everything.
+/// Reads an index file and compares its sections with its parts: lookups of single blobs must find what a read of
+/// the whole file finds.
 pub(crate) fn check_sections(
     store: &LocalStore,
     keys: &Keys,
@@ -337,13 +339,13 @@ fn compare_sections(open: &OpenIndex, file: &mut [u8]) -> Result<(), FormatError
     match same {
         true => Ok(()),
         false => Err(FormatError::invalid(
-            "its sections do not tell of the blobs that it holds; rebuild the index",
+            "its sections do not match its parts: rebuild the index",
         )),
     }
 }
 
-/// Reads a whole index file and checks it against its name; what `work` makes of it, with its head, and
-/// its length.
+/// Reads a whole index file and checks it against its name. Returns the result of `work`, which gets the bytes
+/// and the opened head, and the length in bytes.
 fn with_file<T>(
     store: &LocalStore,
     keys: &Keys,

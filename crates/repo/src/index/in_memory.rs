@@ -1,9 +1,8 @@
-//! The in-memory index: which pack and frame each blob lies in.
+//! The in-memory index: the pack and frame of each blob.
 //!
-//! It holds about 24 bytes a blob ([`crate::index::blob_table`], [`crate::index::locations`]), 100 a pack, and nothing
-//! else that grows. It remembers which index files it was made from, so bringing it up to date lists
-//! one folder and reads only files it has not seen; the number of those files is kept small by
-//! [`crate::index::compact`].
+//! It holds about 24 bytes a blob ([`crate::index::blob_table`], [`crate::index::locations`]), 100 a pack, and
+//! nothing else that grows. It remembers the index files that it was made from, so a refresh lists one folder and
+//! reads only new files; [`crate::index::compact`] keeps their number small.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -24,10 +23,10 @@ use crate::pack::place::Place;
 use crate::pack::{Directory, PREAMBLE_BYTES};
 use crate::store::local::{Area, LocalStore};
 
-/// Blobs are numbered with 32 bits, copies of one in other packs too.
+/// Blobs have 32-bit numbers; each copy of a blob has a number of its own.
 const BLOBS_MAX: u64 = u32::MAX as u64;
 
-/// An index file that is there.
+/// An existing index file.
 #[derive(Debug)]
 pub(crate) struct SeenFile {
     /// The packs that it describes.
@@ -45,7 +44,7 @@ pub(crate) struct Index {
     pack_numbers: HashTable<u32>,
     any_missing: bool,
     seen: HashMap<FileHash, SeenFile>,
-    /// Superseded index files, as far as they are still there.
+    /// Superseded index files that still exist.
     superseded: HashSet<FileHash>,
     presence: Presence,
 }
@@ -55,7 +54,7 @@ impl Index {
         self.blobs.find(id).map(|blob| self.places.locate(blob))
     }
 
-    /// As [`Index::get`], in the terms of the index reader.
+    /// As [`Index::get`], in the form that the index reader returns.
     pub(crate) fn place(&self, id: &ContentId) -> Option<Place> {
         let at = self.get(id)?;
         let (pack, info) = self.frame(at);
@@ -69,7 +68,7 @@ impl Index {
         })
     }
 
-    /// Whether there is a blob of this id, in a pack that is there.
+    /// Whether there is a blob of this id in a pack that is not missing.
     pub(crate) fn contains(&self, id: &ContentId) -> bool {
         self.blobs.find(id).is_some_and(|blob| {
             let pack = || self.places.pack(self.places.frame_of(blob));
@@ -77,22 +76,22 @@ impl Index {
         })
     }
 
-    /// The packs that the index names and that are not there, or not whole.
+    /// The packs of the index that are missing or cut short.
     pub(crate) fn missing_packs(&self) -> &BTreeSet<FileHash> {
         self.presence.missing()
     }
 
-    /// How many different blobs there are.
+    /// Number of different blobs.
     pub(crate) fn blobs(&self) -> u64 {
         self.blobs.different() as u64
     }
 
-    /// Where the different blobs lie, in that order.
+    /// The locations of the different blobs, ascending.
     pub(crate) fn locations(&self) -> impl Iterator<Item = Location> {
         self.blobs.found().map(|blob| self.places.locate(blob))
     }
 
-    /// Marks a blob; its location, and whether it did not have the mark before.
+    /// Marks a blob. Returns its location, and whether the mark is new.
     pub(crate) fn mark(&mut self, id: &ContentId, mark: Mark) -> Option<(Location, bool)> {
         let location = self.get(id)?;
         let new = self.marks.set(location.blob, mark);
@@ -123,7 +122,7 @@ impl Index {
         (pack, self.places.frame(at.frame))
     }
 
-    /// How many frames there are.
+    /// Number of frames.
     pub(crate) fn frames(&self) -> u64 {
         self.places.frames().into()
     }
@@ -141,19 +140,19 @@ impl Index {
         self.pack_numbers.find(name_hash(name), is_it).copied()
     }
 
-    /// The index files there are, superseded ones too.
+    /// The existing index files, superseded ones included.
     pub(crate) fn files(&self) -> &HashMap<FileHash, SeenFile> {
         &self.seen
     }
 
-    /// The index files that count: those that no other one supersedes.
+    /// The live index files: those that no other one supersedes.
     pub(crate) fn live_files(&self) -> impl Iterator<Item = (&FileHash, &SeenFile)> {
         self.seen
             .iter()
             .filter(|(name, _)| !self.superseded.contains(*name))
     }
 
-    /// The index files that do not count any more but are still there.
+    /// The superseded index files that still exist.
     pub(crate) fn superseded_files(&self) -> impl Iterator<Item = FileHash> {
         self.superseded
             .iter()
@@ -161,20 +160,20 @@ impl Index {
             .copied()
     }
 
-    /// Notes that an index file was removed.
+    /// Records that an index file was removed.
     pub(crate) fn forget_file(&mut self, name: &FileHash) {
         self.seen.remove(name);
         self.superseded.remove(name);
     }
 
-    /// Brings the index up to date with the files there are.
+    /// Brings the index up to date with the existing files.
     pub(crate) fn refresh(&mut self, store: &LocalStore, keys: &Keys) -> Result<(), RepoError> {
         self.refresh_despite(store, keys, &mut |_, error| Err(error))
     }
 
-    /// As [`Index::refresh`], asking `on_damage` whether to go on without a file that cannot be
-    /// read. A file that vanishes between listing and reading was merged into a new one by
-    /// another writer, so the folder is listed again.
+    /// As [`Index::refresh`]. For a file that cannot be read, `on_damage` decides whether to continue without it.
+    /// A file that vanishes between listing and reading was merged into a new one by another writer, so the
+    /// folder is listed again.
     pub(crate) fn refresh_despite(
         &mut self,
         store: &LocalStore,
@@ -211,9 +210,9 @@ impl Index {
             .collect();
         let vanished = self.seen.len() + fresh.len() > present.len();
         if fresh.is_empty() && !vanished {
-            return self.look_at_packs(store);
+            return self.inspect_packs(store);
         }
-        // A fixed order, so that of two copies of a blob every process finds the same one first.
+        // A fixed order, so that every process finds the same one of two copies of a blob first.
         fresh.sort_unstable();
         for name in fresh {
             match read_index_file(store, keys, name) {
@@ -228,26 +227,26 @@ impl Index {
         self.seen.retain(|name, _| present.contains(name));
         self.superseded.retain(|name| present.contains(name));
         if self.has_dead_packs() {
-            // Someone pruned, or was killed pruning. Blobs of dead packs may live on in others,
-            // so start over, knowing this time which files do not count.
+            // A prune ran, or was killed. Other packs may have copies of the blobs of dead packs, so start over;
+            // the superseded files are known this time.
             self.start_over();
             return Ok(false);
         }
-        self.look_at_packs(store)
+        self.inspect_packs(store)
     }
 
-    /// Whether the index knows which packs are missing; if not, it starts over, since blobs of a
-    /// missing pack may have been stored again in another.
-    fn look_at_packs(&mut self, store: &LocalStore) -> Result<bool, RepoError> {
-        let looked = self.presence.look(store, &self.packs);
-        // Nor is what was seen before an error to be taken for all there is.
-        if !matches!(looked, Ok(false)) {
+    /// Whether the set of missing packs is unchanged. If not, the index starts over, since blobs of a missing
+    /// pack may have been stored again in another.
+    fn inspect_packs(&mut self, store: &LocalStore) -> Result<bool, RepoError> {
+        let changed = self.presence.inspect(store, &self.packs);
+        // Also after an error, because the inspection is incomplete.
+        if !matches!(changed, Ok(false)) {
             self.start_over();
         }
-        looked.map(|different| !different)
+        changed.map(|changed| !changed)
     }
 
-    /// Forgets all but which files do not count and which packs are missing.
+    /// Clears all but the superseded files and the missing packs.
     fn start_over(&mut self) {
         let mut presence = std::mem::take(&mut self.presence);
         presence.start_over();
@@ -269,20 +268,20 @@ impl Index {
         live.contains(&false)
     }
 
-    /// Adds the contents of an index file. Superseded files are remembered (so that they are not
-    /// read again) with no packs: the packs that they describe may be gone.
+    /// Adds the contents of an index file. A superseded file is recorded without packs, so that it is not read
+    /// again: the packs that it describes may be gone.
     pub(crate) fn add_file(
         &mut self,
         name: FileHash,
         file: &IndexFile,
         bytes: u64,
     ) -> Result<(), RepoError> {
-        let told = match self.superseded.contains(&name) {
+        let entries = match self.superseded.contains(&name) {
             true => &[],
             false => &file.packs[..],
         };
-        self.ensure_room(told)?;
-        let packs = told
+        self.ensure_room(entries)?;
+        let packs = entries
             .iter()
             .map(|entry| self.add_pack(entry.pack, &entry.directory))
             .collect();
@@ -291,8 +290,8 @@ impl Index {
         Ok(())
     }
 
-    /// Adds an index file that was merged from others and supersedes them: it describes no
-    /// pack that they did not describe.
+    /// Adds an index file that was merged from others and supersedes them. It describes only packs that they
+    /// describe.
     pub(crate) fn add_merged(&mut self, name: FileHash, from: &[FileHash], bytes: u64) {
         let files = from.iter().filter_map(|name| self.seen.get(name));
         let mut packs: Vec<u32> = files.flat_map(|file| file.packs.iter().copied()).collect();
@@ -303,7 +302,7 @@ impl Index {
         self.seen.insert(name, SeenFile { packs, bytes });
     }
 
-    /// An error if there would be more blobs than can be numbered with these packs.
+    /// An error if the blobs of these packs exceed the 32-bit numbers.
     pub(crate) fn ensure_room(&self, packs: &[IndexedPack]) -> Result<(), RepoError> {
         let unknown = packs
             .iter()
@@ -315,18 +314,18 @@ impl Index {
         }
     }
 
-    /// As if packs of this name had been found to be missing.
+    /// Treats a pack as missing.
     #[cfg(test)]
     pub(crate) fn lose(&mut self, name: FileHash) {
         self.presence.lose(name);
     }
 
-    /// Adds a pack, unless it is known already; its number. There must be room.
+    /// Adds a pack, unless it is known already. Returns its number. [`Index::ensure_room`] must have succeeded.
     fn add_pack(&mut self, name: FileHash, directory: &Directory) -> u32 {
         if let Some(number) = self.pack_number(&name) {
             return number;
         }
-        // There are no more packs nor frames than blobs.
+        // There are at most as many packs and frames as blobs.
         let number = self.packs.len() as u32;
         let first_frame = self.places.frames();
         let missing = self.presence.missing().contains(&name);
@@ -338,7 +337,7 @@ impl Index {
             for (id, _) in &frame.blobs {
                 let (places, packs) = (&self.places, &self.packs);
                 self.blobs.add(id, |known| {
-                    // A pack may contain a blob twice, and is not in the list yet then.
+                    // A pack may contain a blob twice; it is not in the list yet.
                     let pack = packs.get(places.pack(places.frame_of(known)) as usize);
                     !missing && pack.is_some_and(|pack| pack.missing)
                 });
@@ -359,7 +358,7 @@ impl Index {
     }
 }
 
-/// Names of packs are hashes: the first bytes of one are as good as any made of it.
+/// Names of packs are hashes, so their first bytes serve as hash values.
 fn name_hash(name: &FileHash) -> u64 {
     u64::from_le_bytes(std::array::from_fn(|at| name.0[at]))
 }

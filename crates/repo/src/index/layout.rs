@@ -1,5 +1,5 @@
-//! The segments of an index file (head, parts, sections), as bytes. [`crate::index::file`] decides how each is
-//! sealed, and where it lies in the file.
+//! The segments of an index file (head, parts, sections) as bytes. [`crate::index::file`] seals them and places
+//! them in the file.
 //!
 //! ```text
 //! head       the index files that it supersedes, its packs, the lengths of what follows
@@ -9,7 +9,7 @@
 //!
 //! The in-memory index reads all parts. A lookup of one blob reads its section and the part that the section
 //! names. Ids are keyed hashes, so sections fill evenly, and four bytes of an id distinguish the blobs of a
-//! section; where two have the same four bytes, one part is read in vain.
+//! section; if two blobs share them, one part is read in vain.
 
 use stillframe_page::hash::ContentId;
 
@@ -20,11 +20,11 @@ use crate::pack::{
     FRAME_ENTRY_BYTES, Frame, PACK_BYTES_MAX, PREAMBLE_BYTES, decode_frame, encode_frame,
 };
 
-/// A part is closed when its frames take this many bytes: about 440 pages. So a lookup of one blob also finds
-/// its neighbours, within some ten microseconds.
+/// Bytes of frame entries at which a part is closed: about 440 pages. So a lookup of one blob also finds its
+/// neighbours, in some ten microseconds.
 pub(crate) const PART_BYTES_TARGET: usize = 16 << 10;
 
-/// Blobs a section has on average.
+/// Average number of blobs of a section.
 const SECTION_ENTRIES: usize = 1024;
 
 /// A pack in the head of an index file.
@@ -32,9 +32,9 @@ const SECTION_ENTRIES: usize = 1024;
 pub struct HeadPack {
     /// The pack's name.
     pub pack: FileHash,
-    /// How long the pack is.
+    /// Length of the pack in bytes.
     pub file_bytes: u32,
-    /// In how many parts its directory is.
+    /// Number of parts of its directory.
     pub parts: u32,
 }
 
@@ -45,16 +45,16 @@ pub struct Head {
     pub supersedes: Vec<FileHash>,
     /// The packs that it describes, in the order of their parts.
     pub packs: Vec<HeadPack>,
-    /// The lengths of the parts in the file, tags included.
+    /// The lengths in bytes of the parts in the file, tags included.
     pub parts: Vec<u32>,
-    /// The lengths of the sections, tags included.
+    /// The lengths in bytes of the sections, tags included.
     pub sections: Vec<u32>,
 }
 
 const HEAD_PACK_BYTES: usize = 32 + 4 + 4;
 
 impl Head {
-    /// Writes the plain form.
+    /// Encodes the plain form.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         let count = |bytes: &mut Vec<u8>, count: usize| {
@@ -77,7 +77,7 @@ impl Head {
         bytes
     }
 
-    /// Reads the plain form. What comes out is consistent: every part belongs to a pack.
+    /// Decodes the plain form. The result is consistent: every part belongs to a pack.
     pub fn decode(bytes: &[u8]) -> Result<Head, FormatError> {
         let mut cursor = Cursor::new(bytes);
         let supersedes = (0..cursor.count(32)?)
@@ -89,10 +89,10 @@ impl Head {
         let parts = decode_lengths(&mut cursor)?;
         let sections = decode_lengths(&mut cursor)?;
         cursor.finish()?;
-        let told: u64 = packs.iter().map(|entry| u64::from(entry.parts)).sum();
-        if told != parts.len() as u64 {
+        let expected: u64 = packs.iter().map(|entry| u64::from(entry.parts)).sum();
+        if expected != parts.len() as u64 {
             return Err(FormatError::invalid(
-                "its head has parts that belong to no pack, or too few",
+                "its head has too many or too few parts for its packs",
             ));
         }
         Ok(Head {
@@ -112,7 +112,9 @@ fn decode_pack(cursor: &mut Cursor<'_>) -> Result<HeadPack, FormatError> {
     };
     match u64::from(entry.file_bytes) <= PACK_BYTES_MAX {
         true => Ok(entry),
-        false => Err(FormatError::invalid("it tells of a pack beyond the limit")),
+        false => Err(FormatError::invalid(
+            "its head names a pack longer than the limit",
+        )),
     }
 }
 
@@ -131,14 +133,14 @@ fn decode_lengths(cursor: &mut Cursor<'_>) -> Result<Vec<u32>, FormatError> {
 pub struct Part {
     /// The number in the pack of the first frame.
     pub first_frame: u32,
-    /// Where that lies in the pack.
+    /// The offset of that frame in the pack.
     pub offset: u32,
-    /// The frames, one at least.
+    /// The frames, at least one.
     pub frames: Vec<Frame>,
 }
 
 impl Part {
-    /// Writes the plain form.
+    /// Encodes the plain form.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(2 * PART_BYTES_TARGET);
         for number in [self.first_frame, self.offset, self.frames.len() as u32] {
@@ -150,7 +152,7 @@ impl Part {
         bytes
     }
 
-    /// Reads the plain form. What comes out is consistent, as of a pack's directory.
+    /// Decodes the plain form. The result is consistent, like a decoded directory.
     pub fn decode(bytes: &[u8]) -> Result<Part, FormatError> {
         let mut cursor = Cursor::new(bytes);
         let (first_frame, offset) = (cursor.u32()?, cursor.u32()?);
@@ -174,7 +176,7 @@ impl Part {
         Ok(part)
     }
 
-    /// Where in the pack the last of its frames ends.
+    /// The end of its last frame in the pack.
     pub(crate) fn end(&self) -> u64 {
         let frames = self.frames.iter();
         let frames: u64 = frames.map(|frame| u64::from(frame.stored_bytes)).sum();
@@ -182,7 +184,7 @@ impl Part {
     }
 }
 
-/// Where a blob is described: the bytes of its id that the section does not imply, and the number of the part.
+/// The part that describes a blob, and the bytes of the blob's id that the section does not imply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
     /// The second four bytes of the id.
@@ -199,18 +201,18 @@ pub(crate) fn key(id: &ContentId) -> u32 {
     u32::from_le_bytes([a, b, c, d])
 }
 
-/// The first four bytes of an id: sections are in their order.
+/// The first four bytes of an id, by which blobs are assigned to sections.
 pub(crate) fn order(id: &ContentId) -> u32 {
     let [a, b, c, d, ..] = id.0;
     u32::from_le_bytes([a, b, c, d])
 }
 
-/// The section of an id that begins with `order`, of `sections`, one at least.
+/// The section, out of `sections` (at least one), of an id that begins with `order`.
 pub(crate) fn section_of(order: u32, sections: usize) -> usize {
     ((u64::from(order) * sections as u64) >> 32) as usize
 }
 
-/// Reads a section: its entries, ascending.
+/// Decodes a section into its entries, ascending.
 pub fn decode_section(bytes: &[u8]) -> Result<Vec<Entry>, FormatError> {
     let mut cursor = Cursor::new(bytes);
     let mut entries = Vec::with_capacity(bytes.len() / ENTRY_BYTES);
@@ -226,7 +228,7 @@ pub fn decode_section(bytes: &[u8]) -> Result<Vec<Entry>, FormatError> {
     }
 }
 
-/// Writes a section.
+/// Encodes a section.
 pub fn encode_section(entries: &[Entry]) -> Vec<u8> {
     let words = entries.iter().flat_map(|entry| [entry.key, entry.part]);
     words.flat_map(u32::to_le_bytes).collect()
@@ -241,14 +243,14 @@ pub(crate) fn parts_of(entries: &[Entry], key: u32) -> impl Iterator<Item = u32>
         .map(|entry| entry.part)
 }
 
-/// Gathers what the sections of an index file say.
+/// Collects the entries of the sections of an index file.
 #[derive(Debug, Default)]
 pub(crate) struct Sections {
     entries: Vec<(u32, Entry)>,
 }
 
 impl Sections {
-    /// Notes the blobs of a part.
+    /// Adds the blobs of a part.
     pub(crate) fn add(&mut self, number: u32, part: &Part) {
         let ids = part.frames.iter().flat_map(|frame| &frame.blobs);
         self.entries.extend(ids.map(|(id, _)| {

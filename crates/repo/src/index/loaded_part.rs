@@ -1,4 +1,4 @@
-//! A part of an index file, made ready for lookups.
+//! A part of an index file, decoded for lookups.
 //!
 //! ```text
 //! starts   0x07..  0x07..  0x31..   the first eight bytes of the ids, ascending: what is searched
@@ -36,7 +36,7 @@ struct PartBlob {
 }
 
 impl FoundPart {
-    /// Of a part of this number, of that pack.
+    /// Decodes the part of this number, which belongs to this pack.
     pub(crate) fn new(number: u32, pack: u32, part: &Part) -> FoundPart {
         let mut frames = Vec::with_capacity(part.frames.len());
         let count = part.frames.iter().map(|frame| frame.blobs.len()).sum();
@@ -62,7 +62,7 @@ impl FoundPart {
             });
             at += frame.stored_bytes;
         }
-        // Of two copies the first is found.
+        // A stable sort: of two copies the first is found.
         blobs.sort_by_key(|blob| blob.id);
         FoundPart {
             number,
@@ -74,7 +74,7 @@ impl FoundPart {
         }
     }
 
-    /// Where a blob lies, if this part describes it.
+    /// The location of a blob, if this part describes it.
     pub(crate) fn find(&self, id: &ContentId) -> Option<Place> {
         let start = start(id);
         let first = self.starts.partition_point(|&other| other < start);
@@ -92,7 +92,7 @@ impl FoundPart {
         })
     }
 
-    /// What it takes.
+    /// Memory that it takes, in bytes.
     pub(crate) fn memory_bytes(&self) -> usize {
         size_of_val(&self.frames[..]) + size_of_val(&self.starts[..]) + size_of_val(&self.blobs[..])
     }
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
     use crate::pack::Frame;
 
-    /// Ids of which many begin alike: with eight bytes of two kinds, and then with one of a few.
+    /// Ids that often share their first eight bytes: only the first and the eighth vary, in two and three values.
     fn id() -> impl Strategy<Value = ContentId> {
         (0..2_u8, 0..3_u8, 0..20_u8).prop_map(|(first, eighth, last)| {
             let mut id = [0; 32];
@@ -134,7 +134,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against going through all of it.
+        /// Compared with a linear search.
         #[test]
         fn it_finds_the_first_copy_of_each_blob(
             frames in prop::collection::vec(frame(), 1..12),

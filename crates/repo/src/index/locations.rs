@@ -1,7 +1,7 @@
 //! Blob locations: where the blobs of an index lie, by their numbers.
 //!
-//! Blobs are numbered as they lie: pack by pack, frame by frame. So a frame need only know its first
-//! blob, and nothing is kept of a blob but its length, where it is not that of a page.
+//! Blobs are numbered pack by pack, frame by frame. So a frame stores only the number of its first blob, and a
+//! blob stores only its end, if its length is not that of a page.
 //!
 //! ```text
 //! blobs    0    1    2    3    4    5    6
@@ -14,22 +14,22 @@ use crate::index::chunked::Rows;
 use crate::pack::Frame;
 use crate::pack::place::FrameInfo;
 
-/// The length of nearly all blobs.
+/// Length in bytes of nearly all blobs.
 const USUAL_BYTES: u32 = 4096;
 
-/// Of one blob in so many the frame is written down, so that it takes few steps to find a frame.
+/// The frame of one blob in this many is stored, so that a search for a frame takes few steps.
 const HINT_BLOBS: usize = 64;
 
-/// Where a blob lies.
+/// The location of a blob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Location {
-    /// The blob's number in this index: blobs lie in this order.
+    /// The blob's number in this index, ascending with the location.
     pub(crate) blob: u32,
     /// The number of its frame in this index.
     pub(crate) frame: u32,
     /// Where it starts in the frame's plain bytes.
     pub(crate) offset: u32,
-    /// Its length.
+    /// Its length in bytes.
     pub(crate) bytes: u32,
 }
 
@@ -40,12 +40,12 @@ pub(crate) struct PackInfo {
     pub(crate) file_bytes: u64,
     /// The number of its first frame; the others follow.
     pub(crate) first_frame: u32,
-    /// It is not on disk, or not whole.
+    /// Whether it is missing on disk, or cut short.
     pub(crate) missing: bool,
 }
 
 impl PackInfo {
-    /// A pack of which no more is known.
+    /// A pack of which only name and length are known.
     #[cfg(test)]
     pub(crate) fn of_bytes(name: FileHash, file_bytes: u64) -> PackInfo {
         PackInfo {
@@ -73,19 +73,19 @@ struct FrameRow {
     kind: u8,
 }
 
-/// Frames, numbered over all packs, and how long their blobs are.
+/// Frames, numbered over all packs, and the lengths of their blobs.
 #[derive(Default)]
 pub(crate) struct Places {
     blobs: u32,
     frames: Rows<FrameRow>,
-    /// Blobs not of the usual length: the number, and where in the frame the blob ends.
+    /// Blobs not of the usual length: the number, and the end in the frame.
     ends: Rows<(u32, u32)>,
     /// The frames of the blobs 0, 64, 128, ...
     hints: Rows<u32>,
 }
 
 impl Places {
-    /// Adds a frame of a pack. What its directory says has been checked, and there is room.
+    /// Adds a frame of a pack. Its directory has been checked, and the numbers fit.
     pub(crate) fn add(&mut self, pack: u32, offset: u32, frame: &Frame) {
         let number = self.frames.len() as u32;
         self.frames.push(FrameRow {
@@ -109,7 +109,7 @@ impl Places {
         }
     }
 
-    /// How many frames there are.
+    /// Number of frames.
     pub(crate) fn frames(&self) -> u32 {
         self.frames.len() as u32
     }
@@ -124,7 +124,7 @@ impl Places {
         let row = self.frames.at(number as usize);
         let next = self.frames.get(number as usize + 1);
         let end = next.map_or(self.blobs, |next| next.first_blob);
-        // No frame is without blobs.
+        // Every frame has blobs.
         let (_, plain_bytes) = self.bounds(number, end - 1);
         FrameInfo {
             offset: row.offset,
@@ -157,7 +157,7 @@ impl Places {
         }
     }
 
-    /// Where a blob starts and ends in its frame.
+    /// The start and the end of a blob in its frame.
     fn bounds(&self, frame: u32, blob: u32) -> (u32, u32) {
         let first_end = |row: FrameRow| row.first_end as usize;
         let row = self.frames.at(frame as usize);
@@ -166,7 +166,7 @@ impl Places {
         let at = self
             .ends
             .partition_point(ends.clone(), |(other, _)| other < blob);
-        // From the last one before it whose end is known, the others are of the usual length.
+        // After the last blob before it whose end is stored, all have the usual length.
         let (from, start) = match at > ends.start {
             true => {
                 let (before, end) = self.ends.at(at - 1);

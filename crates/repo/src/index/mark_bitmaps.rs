@@ -1,12 +1,12 @@
-//! Marks of blobs, by their numbers in the index: a bit each, and no memory without marks.
+//! Marks of blobs, by their numbers in the index: one bit each.
 
-/// What a walk over all checkpoints has found out about a blob.
+/// What the mark phase records about a blob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mark {
-    /// Something refers to it.
+    /// A checkpoint refers to it.
     Used,
-    /// It is a root or segment whose contents have been walked. A mark of its own, because
-    /// nothing forbids a page to have the bytes of a segment.
+    /// It is a root or segment whose contents have been walked. This is a separate mark, because a page may have
+    /// the bytes of a segment.
     Walked,
 }
 
@@ -19,7 +19,7 @@ pub(crate) struct Marks {
 }
 
 impl Marks {
-    /// Whether it did not have the mark before.
+    /// Sets a mark. Returns whether it is new.
     pub(crate) fn set(&mut self, blob: u32, mark: Mark) -> bool {
         match mark {
             Mark::Used => self.used.set(blob),
@@ -35,14 +35,14 @@ impl Marks {
     }
 }
 
-/// A set of numbers, as long as its largest one.
+/// A set of numbers, as a bitmap up to the largest one.
 #[derive(Debug, Default)]
 pub(crate) struct Bits {
     words: Vec<u64>,
 }
 
 impl Bits {
-    /// Adds a number; whether it is new.
+    /// Adds a number. Returns whether it is new.
     pub(crate) fn set(&mut self, number: u32) -> bool {
         let (word, bit) = (number as usize / 64, 1 << (number % 64));
         if word >= self.words.len() {

@@ -1,4 +1,4 @@
-//! Which pack and frame each blob lies in: the index files, and the three ways to look a blob up.
+//! The pack and frame of each blob: the index files, and the ways to look a blob up.
 
 pub(crate) mod blob_table;
 pub(crate) mod chunked;

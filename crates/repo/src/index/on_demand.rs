@@ -1,20 +1,19 @@
-//! The on-demand index, for restores: the heads of the index files, and of the rest only what a lookup
-//! needs. So opening takes the same time whatever a repository holds, and a restore reads of the index about
-//! as much as it reads of the repository.
+//! The on-demand index, for restores: the heads of the index files; other segments are read when a lookup needs
+//! them. So opening takes the same time for any size of repository. A restore reads a share of the index that is
+//! about as large as its share of the repository.
 //!
 //! ```text
 //! id --> is it in a part found lately? --> location
 //!    --> the section of the id in each index file, largest file first --> part --> location
 //! ```
 //!
-//! Blobs that are read one after the other are neighbours most of the time, so of a thousand
-//! lookups a few use sections. Where they are not ([`Catalog::find_all`]), they are sorted, and
-//! each section and each part is opened once.
+//! Blobs that are read one after the other are neighbours most of the time, so few of a thousand lookups use
+//! sections. Lookups of many blobs at once ([`Catalog::find_all`]) are sorted, so that each section and each part
+//! is opened once.
 //!
-//! Sections and parts are kept as far as [`PARTS_BYTES_MAX`] and [`SECTIONS_BYTES_MAX`] allow. Each was
-//! authenticated under its file's key and its number. The bytes of a file are not compared with its name,
-//! since this would take reading it all: a file under another file's name can hide blobs,
-//! as removing it would, and `check` reports it.
+//! Sections and parts are cached up to [`PARTS_BYTES_MAX`] and [`SECTIONS_BYTES_MAX`]. Each was authenticated
+//! under its file's key and its number. The bytes of a file are not compared with its name, since this would take
+//! reading it all: a file under another file's name can hide blobs, as its removal would, and `check` reports it.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -37,25 +36,25 @@ use crate::store::local::{Area, LocalStore};
 use crate::store::read_exact_at;
 use crate::sync::lock;
 
-/// Memory for parts: about 700,000 blobs.
+/// Bytes of cached parts: about 700,000 blobs.
 const PARTS_BYTES_MAX: usize = 32 << 20;
-/// Memory for sections: about a million blobs.
+/// Bytes of cached sections: about a million blobs.
 const SECTIONS_BYTES_MAX: usize = 8 << 20;
 
-/// Parts that are searched before any section is.
+/// Number of recent parts, which are searched before any section.
 const RECENT_PARTS: usize = 8;
 
-/// Files kept open, so that one is still there when another process has merged it away. Those are
-/// small, so where there are more files than this the largest are opened whenever they are needed.
+/// Number of files kept open, so that a file can still be read after another process has merged it. Merged files
+/// are small; beyond this number the largest files are opened when needed.
 const FILES_OPEN: usize = 128;
 
-/// Bytes read at first of an index file: nearly always all of its head.
+/// Bytes of the first read of an index file, which nearly always contains all of its head.
 const FIRST_READ_BYTES: u64 = 16 << 10;
 
-/// Blobs that are looked up by section one by one: this many, and one in this many of all.
+/// Number of blobs that are looked up by section one by one: this many, and one in this many of all.
 const SINGLY: usize = 256;
 
-/// A blob that was found.
+/// The location of a blob that was found.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Found {
     pub(crate) place: Place,
@@ -63,15 +62,23 @@ pub(crate) struct Found {
     pub(crate) whole: bool,
 }
 
-/// The index files that count.
+/// The live index files.
 pub(crate) struct Catalog {
     store: Arc<LocalStore>,
     /// The largest first.
     files: Vec<SectionedFile>,
     packs: Vec<PackEntry>,
-    /// The numbers of the first pack and the first part. Lower numbers belong to earlier on-demand indexes.
-    first: (u32, u32),
+    first: FirstNumbers,
     cache: Mutex<Cache>,
+}
+
+/// Where the numbers of an on-demand index begin. Lower numbers belong to earlier on-demand indexes.
+#[derive(Debug, Clone, Copy, Default)]
+struct FirstNumbers {
+    /// The number of the first pack.
+    pack: u32,
+    /// The number of the first part.
+    part: u32,
 }
 
 struct SectionedFile {
@@ -99,9 +106,9 @@ struct Cache {
     parts_bytes: usize,
     sections: LruCache<u32, Arc<[Entry]>>,
     sections_bytes: usize,
-    /// Where blobs were found lately, the last one last; only of packs that are whole.
+    /// The parts of recent lookups, the last one last; only of packs that are whole.
     recent: Vec<Arc<FoundPart>>,
-    /// The packs that were seen to be whole.
+    /// The packs known to be whole.
     whole: Bits,
 }
 
@@ -119,7 +126,7 @@ impl Cache {
 
     fn add_part(&mut self, part: &Arc<FoundPart>) {
         self.parts_bytes += part.memory_bytes();
-        // Two threads may have read the same.
+        // Two threads may have read the same part.
         if let Some(old) = self.parts.put(part.number, part.clone()) {
             self.parts_bytes -= old.memory_bytes();
         }
@@ -168,7 +175,7 @@ impl Cache {
 impl Catalog {
     /// Reads the heads of the index files.
     pub(crate) fn open(store: &Arc<LocalStore>, keys: &Keys) -> Result<Catalog, RepoError> {
-        Catalog::open_from(store, keys, (0, 0))
+        Catalog::open_from(store, keys, FirstNumbers::default())
     }
 
     /// As [`Catalog::open`]; the numbers of packs and parts continue those of another on-demand index.
@@ -177,22 +184,24 @@ impl Catalog {
         keys: &Keys,
         before: &Catalog,
     ) -> Result<Catalog, RepoError> {
-        let (pack, part) = before.first;
         let parts = before.files.iter().flat_map(|file| &file.index.head.packs);
         let parts: u32 = parts.map(|entry| entry.parts).sum();
-        let first = (pack + before.packs.len() as u32, part + parts);
+        let first = FirstNumbers {
+            pack: before.first.pack + before.packs.len() as u32,
+            part: before.first.part + parts,
+        };
         Catalog::open_from(store, keys, first)
     }
 
     fn open_from(
         store: &Arc<LocalStore>,
         keys: &Keys,
-        first: (u32, u32),
+        first: FirstNumbers,
     ) -> Result<Catalog, RepoError> {
         const TRIES: usize = 16;
         for _ in 0..TRIES {
             match Catalog::try_open(store, keys, first) {
-                // Another process has merged it with others since the folder was listed.
+                // Another process has merged the file since the folder was listed.
                 Err(error) if error.is_absent() => {}
                 other => return other,
             }
@@ -206,7 +215,7 @@ impl Catalog {
     fn try_open(
         store: &Arc<LocalStore>,
         keys: &Keys,
-        first: (u32, u32),
+        first: FirstNumbers,
     ) -> Result<Catalog, RepoError> {
         let names = store.names(Area::Index)?;
         let mut files = Vec::new();
@@ -221,10 +230,10 @@ impl Catalog {
         Ok(Catalog::new(store.clone(), files, first))
     }
 
-    /// Numbers what is in the files.
-    fn new(store: Arc<LocalStore>, mut files: Vec<SectionedFile>, first: (u32, u32)) -> Catalog {
+    /// Numbers the packs, parts and sections of the files.
+    fn new(store: Arc<LocalStore>, mut files: Vec<SectionedFile>, first: FirstNumbers) -> Catalog {
         let mut packs = Vec::new();
-        let (mut part, mut section) = (first.1, 0);
+        let (mut part, mut section) = (first.part, 0);
         let count = files.len();
         for (at, file) in files.iter_mut().enumerate() {
             file.keep = count - at <= FILES_OPEN;
@@ -255,15 +264,15 @@ impl Catalog {
 
     /// The number of its first pack.
     pub(crate) fn first_pack(&self) -> u32 {
-        self.first.0
+        self.first.pack
     }
 
     /// The name of one of its packs.
     pub(crate) fn pack_name(&self, pack: u32) -> FileHash {
-        self.packs[(pack - self.first.0) as usize].name
+        self.packs[(pack - self.first.pack) as usize].name
     }
 
-    /// Where a blob lies; where it is in several packs, in one that is whole.
+    /// The location of a blob; if it is in several packs, in one that is whole.
     pub(crate) fn get(&self, id: &ContentId) -> Result<Option<Found>, RepoError> {
         let recent = lock(&self.cache).find_recent(id);
         match recent {
@@ -296,12 +305,12 @@ impl Catalog {
         Ok(found)
     }
 
-    /// A part that was read before, if it is still at hand.
+    /// A part that was read before, if it is still cached.
     pub(crate) fn known_part(&self, part: u32) -> Option<Arc<FoundPart>> {
         lock(&self.cache).parts.get(&part).cloned()
     }
 
-    /// Finds all of these, of which each must be there.
+    /// Locates all wanted blobs, each of which must exist.
     pub(crate) fn find_all<T: Copy>(&self, wanted: &mut [Wanted<T>]) -> Result<(), RepoError> {
         let singly = wanted.len().div_ceil(SINGLY) + SINGLY;
         let mut rest = Vec::new();
@@ -322,7 +331,8 @@ impl Catalog {
         self.sweep(wanted, rest)
     }
 
-    /// Finds the blobs with these numbers in the list. Each section and each part of a file is opened once.
+    /// Locates the blobs at the positions `rest` in `wanted`. Each section and each part of a file is opened
+    /// once.
     fn sweep<T: Copy>(
         &self,
         wanted: &mut [Wanted<T>],
@@ -381,7 +391,7 @@ impl Catalog {
         Ok(section)
     }
 
-    /// A part of a file, by its number in there.
+    /// A part of a file, by its number in the file.
     fn part(&self, file: &SectionedFile, number: u32) -> Result<Arc<FoundPart>, RepoError> {
         let in_catalog = file.first_part + number;
         if let Some(part) = lock(&self.cache).parts.get(&in_catalog) {
@@ -394,11 +404,11 @@ impl Catalog {
         let mut sealed = file.read(&self.store, range)?;
         let part = file.index.open_part(number, &mut sealed);
         let part = part.map_err(|error| file.wrong(&error))?;
-        // The last pack of this file that begins there or before: one without parts is before it.
+        // The last pack of this file whose first part is not after this one; packs without parts come before it.
         let own = &self.packs[file.first_pack as usize..];
         let own = &own[..file.index.head.packs.len()];
         let after = own.partition_point(|pack| pack.first_part <= in_catalog);
-        let pack = self.first.0 + file.first_pack + after as u32 - 1;
+        let pack = self.first.pack + file.first_pack + after as u32 - 1;
         let part = Arc::new(FoundPart::new(in_catalog, pack, &part));
         lock(&self.cache).add_part(&part);
         Ok(part)
@@ -406,14 +416,14 @@ impl Catalog {
 
     /// Whether a pack is there in its full length.
     fn is_whole(&self, pack: u32) -> Result<bool, RepoError> {
-        let pack = pack - self.first.0;
+        let pack = pack - self.first.pack;
         if lock(&self.cache).whole.has(pack) {
             return Ok(true);
         }
         let entry = &self.packs[pack as usize];
         let bytes = self.store.length(Area::Packs, &entry.name.to_string())?;
         let whole = bytes == Some(entry.file_bytes.into());
-        // One that is missing may be put back, and is looked at again.
+        // A missing pack may be put back, and is inspected again.
         if whole {
             lock(&self.cache).whole.set(pack);
         }
@@ -467,7 +477,7 @@ impl SectionedFile {
     fn read(&self, store: &LocalStore, range: std::ops::Range<u32>) -> Result<Vec<u8>, RepoError> {
         let mut bytes = vec![0; range.len()];
         let kept = lock(&self.kept).clone();
-        // Where that fails, it may be of a file system that is gone.
+        // If that fails, the open file may be on a file system that is gone.
         if let Some(file) = kept
             && read_exact_at(&file, &mut bytes, range.start.into(), &self.label).is_ok()
         {

@@ -1,7 +1,7 @@
 //! The index reader: looks blobs up in the in-memory index, or in the on-demand index.
 //!
-//! Writers, prunes and checks look up many blobs, of which some are not there: they have the whole index
-//! in memory ([`Index`]). A restore looks up blobs that are there, and begins at once ([`Catalogs`]).
+//! Writers, prunes and checks look up many blobs, some of which do not exist: they have the whole index in memory
+//! ([`Index`]). A restore looks up existing blobs, and begins at once ([`Catalogs`]).
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::index::reopening::Catalogs;
 use crate::pack::place::Place;
 use crate::pack::place::Wanted;
 
-/// One of the two.
+/// The in-memory index or the on-demand index.
 #[derive(Clone, Copy)]
 pub(crate) enum Lookup<'a> {
     Loaded(&'a Index),
@@ -23,7 +23,7 @@ pub(crate) enum Lookup<'a> {
 }
 
 impl Lookup<'_> {
-    /// Where a blob lies, in a pack that is there whole if there is such a one.
+    /// The location of a blob, in a whole pack if there is one.
     pub(crate) fn find(self, id: &ContentId) -> Result<Place, RepoError> {
         let found = match self {
             Lookup::Loaded(index) => index.place(id),
@@ -32,7 +32,7 @@ impl Lookup<'_> {
         found.ok_or(RepoError::MissingBlob { id: *id })
     }
 
-    /// Finds all of these.
+    /// Locates all wanted blobs.
     pub(crate) fn find_all<T: Copy>(self, wanted: &mut [Wanted<T>]) -> Result<(), RepoError> {
         match self {
             Lookup::Loaded(_) => {
@@ -45,7 +45,7 @@ impl Lookup<'_> {
         }
     }
 
-    /// Whether what lay in this pack, which is gone, may be found elsewhere now.
+    /// Opens the index anew because this pack is gone. Returns whether its blobs may be located elsewhere now.
     pub(crate) fn renew(self, pack: u32) -> Result<bool, RepoError> {
         match self {
             Lookup::Loaded(_) => Ok(false),
@@ -70,12 +70,12 @@ pub(crate) struct FrameLookup<'a> {
 
 enum FrameSource<'a> {
     Index(&'a Index),
-    /// Nothing where it is not in memory any more: a lookup by section would take reading.
+    /// `None` if it is no longer in memory: a lookup by section would have to read it.
     Part(Option<Arc<FoundPart>>),
 }
 
 impl<'a> FrameLookup<'a> {
-    /// In the frame of a location found before.
+    /// A lookup in the frame of a location that was found before.
     pub(crate) fn new(index: Lookup<'a>, frame: Place) -> FrameLookup<'a> {
         let from = match index {
             Lookup::Loaded(index) => FrameSource::Index(index),
@@ -84,7 +84,7 @@ impl<'a> FrameLookup<'a> {
         FrameLookup { frame, from }
     }
 
-    /// Where a blob lies, if that is in this frame.
+    /// The location of a blob, if it is in this frame.
     pub(crate) fn find(&self, id: &ContentId) -> Option<Place> {
         let found = match &self.from {
             FrameSource::Index(index) => index.place(id),

@@ -1,8 +1,8 @@
-//! The on-demand index of a long read: opened once more where a pack is gone.
+//! The on-demand index of a long read: it is opened anew when a pack is gone.
 //!
-//! A reader without a lock (on a file system that is read-only to it, or full) reads while another host
-//! may prune. Repacked blobs then lie in another pack, which only newer index files name. The numbers of packs
-//! continue from one opening to the next, so a location that was found before keeps its meaning.
+//! A reader without a lock (on a read-only or full file system) reads while another host may prune. Repacked
+//! blobs then lie in another pack, which only newer index files name. The numbers of packs continue from one
+//! opening to the next, so an earlier location stays valid.
 
 use std::sync::{Arc, Mutex, RwLock};
 
@@ -17,20 +17,20 @@ use crate::pack::place::Wanted;
 use crate::store::local::{Area, LocalStore};
 use crate::sync::lock;
 
-/// The on-demand index that counts, and the earlier ones.
+/// The current on-demand index, and the earlier ones.
 pub(crate) struct Catalogs {
     store: Arc<LocalStore>,
     keys: Arc<Keys>,
-    /// The newest last; there is always one.
+    /// The newest last; never empty.
     all: RwLock<Vec<Arc<Catalog>>>,
-    /// The index files that there were when the newest was opened.
+    /// The index files that existed when the newest was opened.
     listed: Mutex<Vec<String>>,
 }
 
 impl Catalogs {
     /// Reads the heads of the index files.
     pub(crate) fn open(store: &Arc<LocalStore>, keys: &Arc<Keys>) -> Result<Catalogs, RepoError> {
-        // Before they are read: what comes later is new.
+        // Listed before they are read: files that appear later are new.
         let listed = list(store)?;
         let catalog = Catalog::open(store, keys)?;
         Ok(Catalogs {
@@ -47,7 +47,7 @@ impl Catalogs {
         all[all.len() - 1].clone()
     }
 
-    /// The one that numbered a pack.
+    /// The on-demand index that numbered a pack.
     fn of_pack(&self, pack: u32) -> Arc<Catalog> {
         let all = self.all.read();
         let all = all.unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -59,7 +59,7 @@ impl Catalogs {
         self.of_pack(pack).pack_name(pack)
     }
 
-    /// Where a blob lies; where it is in several packs, in one that is whole.
+    /// The location of a blob; if it is in several packs, in one that is whole.
     pub(crate) fn get(&self, id: &ContentId) -> Result<Option<Found>, RepoError> {
         let newest = self.newest();
         let found = newest.get(id);
@@ -73,18 +73,18 @@ impl Catalogs {
         }
     }
 
-    /// Whether a blob is there whole.
+    /// Whether a blob is in a pack that is whole.
     pub(crate) fn contains(&self, id: &ContentId) -> Result<bool, RepoError> {
         let found = self.newest().get(id)?;
         Ok(found.is_some_and(|found| found.whole))
     }
 
-    /// A part that was read before, if it is still at hand.
+    /// A part that was read before, if it is still cached.
     pub(crate) fn known_part(&self, part: u32) -> Option<Arc<FoundPart>> {
         self.newest().known_part(part)
     }
 
-    /// Finds all of these, of which each must be there.
+    /// Locates all wanted blobs, each of which must exist.
     pub(crate) fn find_all<T: Copy>(&self, wanted: &mut [Wanted<T>]) -> Result<(), RepoError> {
         let newest = self.newest();
         let found = newest.find_all(wanted);
@@ -98,17 +98,17 @@ impl Catalogs {
         }
     }
 
-    /// Opens the index anew, because this pack is gone; returns whether there is a newer index than the one that
-    /// named it.
+    /// Opens the index anew, because this pack is gone. Returns whether there is a newer index than the one that
+    /// named the pack.
     pub(crate) fn renew(&self, pack: u32) -> Result<bool, RepoError> {
-        // Locked all along: of several threads that miss a pack one opens the index.
+        // Locked throughout: of several threads that miss a pack, one opens the index.
         let mut listed = lock(&self.listed);
         let newest = self.newest();
         if pack < newest.first_pack() {
             return Ok(true);
         }
         let names = list(&self.store)?;
-        // None at all where the file system is away; then the known index stays valid.
+        // Empty while the file system is away; the known index then stays valid.
         if names.is_empty() || names == *listed {
             return Ok(false);
         }

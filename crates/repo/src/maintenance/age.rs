@@ -3,7 +3,7 @@
 use jiff::tz::TimeZone;
 use jiff::{SignedDuration, Span, Timestamp};
 
-/// How far back something may lie: calendar months and seconds, together never zero.
+/// A length of time before a moment: calendar months and seconds, not both zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Age {
     months: u32,

@@ -1,7 +1,7 @@
-//! Checking a repository: that everything the checkpoints refer to is there, and, when asked, that
-//! every byte of every file is what was written.
+//! Checks a repository: everything that the checkpoints refer to must exist and, on request, every byte of every
+//! file must be what was written.
 //!
-//! A check goes on after what it finds, so that one run tells the whole extent.
+//! A check continues after a problem, so that one run reports the whole extent.
 
 use std::collections::BTreeSet;
 
@@ -14,40 +14,40 @@ use crate::index::in_memory::Index;
 use crate::maintenance::mark::mark_used;
 use crate::maintenance::problem::Problem;
 use crate::maintenance::scrub::{PackFile, scrub_packs};
-use crate::progress::{Phase, Progress};
+use crate::progress::Progress;
 use crate::repository::{Repository, read_key};
 use crate::store::local::{Area, CONFIG, LocalStore};
 use crate::store::lock::EXCLUSIVE_WAIT;
 
-/// What a check looked at and found.
+/// What a check examined and found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CheckReport {
-    /// What is wrong, sorted by file, each thing once.
+    /// The problems, sorted by file, each once.
     pub problems: Vec<Problem>,
-    /// Checkpoints there are.
+    /// Number of checkpoints.
     pub checkpoints: u64,
-    /// Index files there are.
+    /// Number of index files.
     pub index_files: u64,
-    /// Packs there are.
+    /// Number of packs.
     pub packs: u64,
-    /// Blobs in the index.
+    /// Number of blobs in the index.
     pub blobs: u64,
     /// Bytes of all packs.
     pub pack_bytes: u64,
-    /// Packs that no index file describes: of unfinished checkpoints. Prune removes them.
+    /// Packs that no index file describes, of unfinished checkpoints. Prune removes them.
     pub unindexed_packs: u64,
     /// Bytes of packs that were read and verified.
     pub bytes_read: u64,
 }
 
 impl CheckReport {
-    /// Whether nothing is wrong.
+    /// Whether no problem was found.
     pub fn is_clean(&self) -> bool {
         self.problems.is_empty()
     }
 }
 
-/// Gathers problems, each once.
+/// Collects problems, each once.
 #[derive(Default)]
 struct Findings {
     problems: BTreeSet<Problem>,
@@ -69,12 +69,12 @@ impl Findings {
 }
 
 impl Repository {
-    /// Checks the repository. Always: every small file is read and verified, every reference is
-    /// followed, every pack must be there in its full length. With `read_data` also every byte of
-    /// every pack is read, and every blob hashed again.
+    /// Checks the repository. It always reads and verifies every small file, follows every reference, and
+    /// compares the length of every pack. With `read_data` it also reads every byte of every pack, and hashes
+    /// every blob again.
     ///
-    /// An error means the check could not be done; what is wrong with the repository is in the
-    /// report. A manifest that was removed by hand is not missed: that is how one is forgotten.
+    /// An error means that the check could not be done; problems of the repository are in the report. A manifest
+    /// that was removed by hand is not reported: its checkpoint counts as forgotten.
     pub fn check(
         &mut self,
         read_data: bool,
@@ -102,7 +102,7 @@ impl Repository {
             findings.problems.extend(found);
             findings.report.bytes_read = bytes_read;
         }
-        // It may lack what could not be read.
+        // It may lack files that could not be read.
         self.index = Index::default();
         findings.report.problems = findings.problems.into_iter().collect();
         Ok(findings.report)
@@ -147,7 +147,7 @@ impl Repository {
         Ok(())
     }
 
-    /// Reads all index files anew.
+    /// Reads and checks all index files anew.
     fn check_index(&mut self, findings: &mut Findings) -> Result<(), RepoError> {
         self.check_names(findings, Area::Index, |name| {
             FileHash::from_name(name).is_some()
@@ -160,7 +160,7 @@ impl Repository {
                 Ok(())
             })?;
         for (&name, _) in self.index.live_files() {
-            // One that is gone was merged into another meanwhile.
+            // A file that is gone was merged into another meanwhile.
             if let Err(error) = check_sections(store, &self.keys, name)
                 && !error.is_absent()
             {
@@ -172,7 +172,7 @@ impl Repository {
         Ok(())
     }
 
-    /// Looks for every pack; returns those there are.
+    /// Checks that every pack exists in its full length. Returns the existing packs.
     fn check_packs(
         &self,
         findings: &mut Findings,
@@ -191,30 +191,20 @@ impl Repository {
             }
         }
         let mut packs = Vec::new();
-        let names = self.store.names(Area::Packs)?;
-        let total = names.len() as u64;
-        for (done, name) in (0..).zip(names) {
-            progress(Progress {
-                phase: Phase::Packs,
-                done,
-                total,
-            });
-            let label = self.store.label(Area::Packs, &name);
-            let (hash, bytes) = (
-                FileHash::from_name(&name),
-                self.store.length(Area::Packs, &name)?,
-            );
-            let (Some(hash), Some(bytes)) = (hash, bytes) else {
-                findings.add(label, "it is not where or what a pack should be");
-                continue;
+        self.visit_pack_files(progress, |file, pack| {
+            let Some(pack) = pack else {
+                let label = self.store.label(Area::Packs, file);
+                findings.add(label, "it is not a pack, or lies in the wrong folder");
+                return Ok(());
             };
             findings.report.packs += 1;
-            findings.report.pack_bytes += bytes;
-            if self.index.pack_number(&hash).is_none() {
+            findings.report.pack_bytes += pack.bytes;
+            if self.index.pack_number(&pack.name).is_none() {
                 findings.report.unindexed_packs += 1;
             }
-            packs.push(PackFile { name: hash, bytes });
-        }
+            packs.push(pack);
+            Ok(())
+        })?;
         Ok(packs)
     }
 

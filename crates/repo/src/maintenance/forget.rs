@@ -1,4 +1,4 @@
-//! Forgetting checkpoints: their manifests go; the space comes back with the next prune.
+//! Forgets checkpoints: removes their manifests; the next prune frees the space.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,40 +20,41 @@ use crate::store::lock::Lock;
 /// What to forget.
 #[derive(Debug, Clone, Default)]
 pub struct Forget {
-    /// These, whatever the policy says.
+    /// These checkpoints, whatever the policy keeps.
     pub ids: Vec<CheckpointId>,
-    /// And what the policy does not keep. An empty one forgets nothing.
+    /// And the checkpoints that the policy does not keep. An empty policy forgets nothing.
     pub policy: KeepPolicy,
-    /// The policy is applied to the VM of this label only; to each VM on its own without.
+    /// The label of the only VM that the policy applies to; `None`: it applies to each VM separately.
     pub vm: Option<String>,
-    /// The policy looks only at checkpoints that have all of these tags.
+    /// The policy applies only to checkpoints that have all of these tags.
     pub tags: Vec<Tag>,
-    /// Also forget what VMs that are being restored lazily still need, and take their leases away.
+    /// Also forget checkpoints that lazily restored VMs still need, and remove their leases.
     pub break_leases: bool,
-    /// Only tell.
+    /// Only report; remove nothing.
     pub dry_run: bool,
 }
 
 /// What was forgotten and what was kept.
 #[derive(Debug, Clone, Default)]
 pub struct ForgetReport {
-    /// Gone (or would be), oldest first.
+    /// The checkpoints that were forgotten, or would be, oldest first.
     pub forgotten: Vec<Summary>,
-    /// Kept, oldest first; without a reason those no policy was applied to.
+    /// The checkpoints that were kept, with the reasons, oldest first. There is no reason where no policy
+    /// applied.
     pub kept: Vec<(Summary, Vec<KeepReason>)>,
-    /// Those that no rule keeps, but a VM which does not have all its memory yet; oldest first.
+    /// The checkpoints kept only for a VM that does not have all its memory yet, oldest first.
     pub leased: Vec<(Summary, LeaseRecord)>,
     /// The leases that were broken, or would be.
     pub broken: Vec<LeaseRecord>,
 }
 
 impl Repository {
-    /// Forgets checkpoints, durably; but for those that VMs which are being restored still need. Takes the
-    /// exclusive lock, except to dry-run.
+    /// Forgets checkpoints durably, except those that VMs being restored still need. Takes the exclusive lock,
+    /// except for a dry run.
     ///
     /// # Errors
     /// Before anything is removed: a VM still needs one of `what.ids`, or it does not exist; or the policy would
-    /// keep nothing of a VM whose checkpoints it looks at.
+    /// keep nothing of a VM that it applies to.
     pub fn forget(&mut self, what: &Forget) -> Result<ForgetReport, RepoError> {
         let lock = match what.dry_run {
             true => None,
@@ -63,7 +64,7 @@ impl Repository {
                 EXCLUSIVE_WAIT,
             )?),
         };
-        let leases = lease::that_hold(&self.store, lock.as_ref())?;
+        let leases = lease::in_force(&self.store, lock.as_ref())?;
         let mut report = plan(self.summaries()?, what, Timestamp::now())?;
         let broken = report.leave_out(leases, what)?;
         let Some(lock) = lock else { return Ok(report) };
@@ -72,19 +73,19 @@ impl Repository {
         }
         for gone in &report.forgotten {
             lock.assert_held()?;
-            // First what needs the other to be found.
+            // The working set first, because it is found by its manifest.
             self.store.remove(Area::WorkingSets, &gone.id.to_hex())?;
             self.store.remove(Area::Manifests, &gone.id.to_hex())?;
         }
-        // Prune relies on it: a manifest that came back after a crash would miss its pages.
+        // Prune relies on it: a manifest that reappeared after a crash would lack its pages.
         self.store.sync_area(Area::Manifests)?;
         Ok(report)
     }
 }
 
 impl ForgetReport {
-    /// Moves what is leased from what is forgotten to what is left; the leases to be broken instead, by the
-    /// names of their files.
+    /// Moves leased checkpoints from `forgotten` to `leased`. Returns the leases to break instead, by the names
+    /// of their files.
     fn leave_out(
         &mut self,
         leases: Vec<(String, LeaseRecord)>,
@@ -137,7 +138,7 @@ fn plan(all: Vec<Summary>, what: &Forget, now: Timestamp) -> Result<ForgetReport
     let mut reasons = BTreeMap::new();
     for (vm, checkpoints) in by_vm {
         let kept = select(&what.policy, &checkpoints, now);
-        // Only a rule of tags can do that: a misspelt tag must not cost all checkpoints.
+        // Only a tag rule can keep nothing: a misspelt tag must not forget all checkpoints.
         if kept.is_empty() {
             return Err(RepoError::NothingKept { vm: vm.into() });
         }

@@ -1,4 +1,4 @@
-//! Showing what is in any file of a repository, and in any blob, as JSON.
+//! Describes any file of a repository, and any blob, as JSON.
 
 use std::path::{Component, Path};
 use std::time::SystemTime;
@@ -24,29 +24,29 @@ use crate::repository::{Repository, read_key};
 use crate::store::local::{Area, CONFIG};
 use crate::store::lock::{age, is_stale};
 
-/// How large a repository is.
+/// The size of a repository.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Checkpoints.
+    /// Number of checkpoints.
     pub checkpoints: u64,
-    /// Packs that the index describes.
+    /// Number of packs that the index describes.
     pub packs: u64,
     /// Bytes of those packs.
     pub pack_bytes: u64,
-    /// Frames in them.
+    /// Number of frames in them.
     pub frames: u64,
-    /// Different blobs.
+    /// Number of different blobs.
     pub blobs: u64,
     /// Bytes of those blobs before encoding.
     pub blob_bytes: u64,
-    /// Index files.
+    /// Number of index files.
     pub index_files: u64,
-    /// Bytes of those.
+    /// Bytes of those index files.
     pub index_bytes: u64,
 }
 
 impl Repository {
-    /// How large the repository is, in use or not.
+    /// The size of the repository, with data that is no longer in use.
     pub fn stats(&mut self) -> Result<Stats, RepoError> {
         self.refresh_index()?;
         let packs = self.index.packs();
@@ -63,8 +63,8 @@ impl Repository {
         })
     }
 
-    /// Describes a file of the repository, named by its path in it or in the file system. What is
-    /// described has been verified as far as reading it all allows; packs are not read whole.
+    /// Describes a file of the repository, named by its path in it or in the file system. The described content
+    /// is verified; of a pack only the directory is read.
     pub fn inspect(&self, path: &Path) -> Result<Value, RepoError> {
         let inside = path.strip_prefix(self.dir()).unwrap_or(path);
         let parts: Vec<&str> = inside
@@ -159,8 +159,10 @@ impl Repository {
         let set = self
             .working_set(&id)?
             .ok_or_else(|| not_ours(name.as_ref()))?;
+        let pages = set.pages.iter().map(|page| (page.block, page.page));
+        let pages: Vec<(usize, u64)> = pages.collect();
         Ok(
-            json!({ "kind": "working set", "format_version": FORMAT_VERSION, "checkpoint": name, "pages": set.pages }),
+            json!({ "kind": "working set", "format_version": FORMAT_VERSION, "checkpoint": name, "pages": pages }),
         )
     }
 
@@ -171,7 +173,7 @@ impl Repository {
             .read(Area::Locks, name, lock_record::LOCK_BYTES_MAX)?;
         let record =
             lock_record::decode(&bytes).map_err(|error| RepoError::format(&label, &error))?;
-        // By this machine's clock: what is only looked at gets no fresh file to compare with.
+        // By this machine's clock: an inspection writes no file to compare with.
         let age = age(&self.store, Area::Locks, name, SystemTime::now())?;
         let stale = is_stale(&record, age);
         let body = serde_json::to_value(record).unwrap_or_default();
@@ -190,8 +192,8 @@ impl Repository {
         Ok(json!({ "kind": "lease", "over": over, "body": body }))
     }
 
-    /// Describes a blob: where it lies, and what it is. Layers, and roots and segments of page tables,
-    /// are told by how they begin and that they decode; a page could be made to look like one.
+    /// Describes a blob: its location and its kind. Layers, roots and segments of page tables are recognized by
+    /// their magic numbers and by decoding; a page could be made to look like one.
     pub fn inspect_blob(&mut self, id: &ContentId) -> Result<Value, RepoError> {
         self.refresh_index()?;
         let at = self

@@ -1,12 +1,12 @@
-//! The walk from all manifests to everything they refer to, marking it in the index.
+//! The mark phase: it marks in the index everything that the manifests refer to.
 //!
-//! A root or segment is read once however many checkpoints share it, and of a checkpoint whose parent is
-//! there too only the newest layer is read: the walk costs what the repository holds, not what its
-//! checkpoints add up to.
+//! A root or segment is read once, however many checkpoints share it. Of a checkpoint whose parent exists, too,
+//! only the newest layer is read. So the cost grows with the size of the repository, not with the sum of its
+//! checkpoints.
 
 use std::collections::HashSet;
 
-use stillframe_page::delta;
+use stillframe_page::PAGE;
 use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
@@ -21,14 +21,13 @@ use crate::progress::{Phase, Progress};
 use crate::repository::Repository;
 use crate::store::local::Area;
 
-/// Segments read at once.
+/// Number of segments read at once.
 const BATCH: usize = 256;
 
-/// What to do about something that cannot be followed: note it and go on, or stop.
+/// Called for each reference that cannot be followed: records it, or returns the error that ends the walk.
 pub(crate) type OnProblem<'a> = &'a mut dyn FnMut(Problem) -> Result<(), RepoError>;
 
-/// Marks every blob in use. The index must be fresh and without marks. Returns the number of
-/// checkpoints.
+/// Marks every blob in use. The index must be up to date and without marks. Returns the number of checkpoints.
 pub(crate) fn mark_used(
     repository: &mut Repository,
     on_problem: OnProblem<'_>,
@@ -58,11 +57,11 @@ pub(crate) fn mark_used(
     Ok(ids.len() as u64)
 }
 
-/// Every table with its layers that any checkpoint has.
+/// The chain of each table that has layers, of all checkpoints.
 fn chains(repository: &Repository, ids: &[CheckpointId]) -> Result<HashSet<Chain>, RepoError> {
     let mut chains = HashSet::new();
     for id in ids {
-        // The walk itself reports what cannot be read.
+        // The walk itself reports manifests that cannot be read.
         if let Ok(Some(manifest)) = repository.read_manifest(id) {
             let layered = manifest.ram.iter().filter(|table| !table.layers.is_empty());
             chains.extend(layered.map(|table| chain(table, table.layers.len())));
@@ -141,13 +140,13 @@ impl Walk<'_, '_> {
         self.segments(batch, table)
     }
 
-    /// What an older layer says of a page and a newer one says again need not be there any more. Where
-    /// another checkpoint has all layers but the last, what those say is marked for it already.
+    /// Marks the layers of a table. Content of an older layer that a newer one replaces need not exist any more.
+    /// If another checkpoint has all layers but the last, their content is marked for it already.
     fn layers(&mut self, table: &RamTable) -> Result<(), RepoError> {
         let Some((last, below)) = table.layers.split_last() else {
             return Ok(());
         };
-        if table.page_bytes as usize != delta::PAGE_BYTES {
+        if table.page_bytes as usize != PAGE {
             let (name, bytes) = (&table.name, table.page_bytes);
             return self.problem(format!(
                 "RAM block '{name}' has layers over pages of {bytes} bytes"
@@ -189,7 +188,7 @@ impl Walk<'_, '_> {
         let ids: Vec<ContentId> = batch.iter().map(|(_, id)| *id).collect();
         let read = match self.repository.blobs().read_many(&ids) {
             Ok(read) => read.into_iter().map(Ok).collect(),
-            // One bad segment fails them all: find out which.
+            // One bad segment fails the batch, so read them one by one.
             Err(_) => ids
                 .iter()
                 .map(|id| self.repository.blobs().read(id))
@@ -248,7 +247,7 @@ impl Walk<'_, '_> {
         }
     }
 
-    /// Marks a root or segment; whether it is there and has not been walked yet.
+    /// Marks a root or segment. Returns whether it exists and has not been walked yet.
     fn visit(&mut self, id: &ContentId, table: &RamTable) -> Result<bool, RepoError> {
         let what = format!("part of the page table of RAM block '{}'", table.name);
         if self.used(id, &what)?.is_none() {
@@ -258,7 +257,7 @@ impl Walk<'_, '_> {
         Ok(marked.is_some_and(|(_, new)| new))
     }
 
-    /// Marks a blob as used; its length.
+    /// Marks a blob as used. Returns its length in bytes.
     fn used(&mut self, id: &ContentId, what: &str) -> Result<Option<u32>, RepoError> {
         match self.repository.index.mark(id, Mark::Used) {
             Some((at, _)) => Ok(Some(at.bytes)),

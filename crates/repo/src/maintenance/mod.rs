@@ -1,4 +1,4 @@
-//! What keeps a repository small and shows that it is whole.
+//! What keeps a repository small, and what verifies that it is complete.
 
 pub(crate) mod age;
 pub(crate) mod check;

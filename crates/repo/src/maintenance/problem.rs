@@ -1,10 +1,10 @@
-//! What is wrong with a repository, by the file that it is wrong with.
+//! Problems of a repository, by the file that has them.
 
 use std::fmt;
 
 use crate::error::RepoError;
 
-/// Something that is not as it should be.
+/// A problem of a repository.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
     /// The file, relative to the repository.
@@ -20,7 +20,7 @@ impl fmt::Display for Problem {
 }
 
 impl Problem {
-    /// Puts an error down to the file it names, or else to `file`.
+    /// Assigns an error to the file that it names, or else to `file`.
     pub(crate) fn from_error(file: String, error: &RepoError) -> Problem {
         match error {
             RepoError::Damaged { file, what } => Problem {

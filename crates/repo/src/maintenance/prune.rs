@@ -40,19 +40,19 @@ use crate::store::lock::EXCLUSIVE_WAIT;
 use crate::store::lock::{Lock, STALE_AFTER, age};
 use crate::sync::lock;
 
-/// A pack is repacked when at least 1/5 of it is waste: copying the rest then costs at most four
-/// bytes for each one won.
+/// A pack is repacked when at least 1/5 of it is waste: copying the rest then costs at most four bytes for each
+/// byte freed.
 const WASTE_SHARE: u64 = 5;
 
-/// A pack smaller than this is small; small ones are merged when there are enough of them to fill
-/// a pack, or this many. Each checkpoint of a long watch leaves one.
+/// A pack shorter than this is small. Small packs are merged when they can fill a pack, or when there are more
+/// than [`SMALL_PACKS_MAX`]. Each checkpoint of a long watch leaves one.
 const SMALL_PACK_BYTES: u64 = PACK_BYTES_TARGET / 8;
 const SMALL_PACKS_MAX: usize = 64;
 
 /// What a prune did, or would do.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PruneReport {
-    /// Checkpoints there are; everything they refer to is kept.
+    /// Number of checkpoints; everything that they refer to is kept.
     pub checkpoints: u64,
     /// Blobs in use.
     pub blobs_used: u64,
@@ -68,7 +68,7 @@ pub struct PruneReport {
     pub packs_unindexed: u64,
     /// Bytes of all packs before.
     pub bytes_before: u64,
-    /// Bytes of all packs after; without a dry run exact, else as far as can be told.
+    /// Bytes of all packs after; estimated in a dry run.
     pub bytes_after: u64,
 }
 
@@ -83,9 +83,9 @@ struct Plan {
 }
 
 impl Repository {
-    /// Removes what no checkpoint refers to. Can be killed at any point. Refuses to begin when a
-    /// manifest or page table cannot be read, since what it refers to would be lost. Takes the
-    /// exclusive lock, except to dry-run.
+    /// Removes blobs that no checkpoint refers to. Can be killed at any point. Refuses to begin if a manifest or
+    /// page table cannot be read, since blobs that it refers to would be lost. Takes the exclusive lock, except
+    /// for a dry run.
     pub fn prune(
         &mut self,
         dry_run: bool,
@@ -130,7 +130,7 @@ impl Repository {
             self.require(pack)?;
             if (plain - used) * WASTE_SHARE >= plain {
                 plan.repack.push(number);
-                // As if what is left compressed as well as the whole did.
+                // Assumes that the rest compresses as well as the whole.
                 report.bytes_after +=
                     (u128::from(pack.file_bytes) * u128::from(used) / u128::from(plain)) as u64;
             } else if pack.file_bytes < SMALL_PACK_BYTES {
@@ -164,7 +164,7 @@ impl Repository {
         Ok(plan)
     }
 
-    /// An error if a pack that is needed is not there.
+    /// An error if a pack that is needed is missing or cut short.
     fn require(&self, pack: &PackInfo) -> Result<(), RepoError> {
         let name = pack.name.to_string();
         match self.store.length(Area::Packs, &name)? {
@@ -176,7 +176,7 @@ impl Repository {
         }
     }
 
-    /// Bytes in use of each pack. A second copy of a blob is not in use: the index knows one.
+    /// Bytes in use of each pack. A second copy of a blob is not in use: the index finds one.
     fn used_bytes(&self, report: &mut PruneReport) -> Vec<u64> {
         let mut used = vec![0; self.index.packs().len()];
         for location in self.index.locations() {
@@ -197,8 +197,8 @@ impl Repository {
         report: &mut PruneReport,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<(), RepoError> {
-        // A `forget` that was killed may have left removals in memory only. Were a manifest to
-        // come back after a crash, its pages must still be there; so make sure it does not.
+        // A killed `forget` may have left removals that are not durable. A manifest that reappeared after a crash
+        // would lack its pages.
         self.store.sync_area(Area::Manifests)?;
         let new_packs = self.repack(&plan.repack, progress)?;
         let new_bytes: u64 = new_packs
@@ -207,7 +207,7 @@ impl Repository {
             .sum();
         match plan.remove.is_empty() && plan.repack.is_empty() {
             false => self.write_index(plan, new_packs, lock)?,
-            // Nothing changes; but a prune that was killed may have left index files behind.
+            // Nothing changes; but a killed prune may have left index files behind.
             true => self
                 .index
                 .superseded_files()
@@ -225,8 +225,8 @@ impl Repository {
         Ok(())
     }
 
-    /// Copies the used blobs of packs into new packs, in the order they lie, one pack in memory
-    /// at a time.
+    /// Copies the used blobs of packs into new packs, in the order of their locations, one pack in memory at a
+    /// time.
     fn repack(
         &self,
         packs: &[u32],
@@ -326,14 +326,14 @@ impl Repository {
         Ok(())
     }
 
-    /// Under the exclusive lock every unfinished file is one a dead process left, but for the
-    /// locks of processes that wait for this one.
+    /// Removes unfinished files. Under the exclusive lock they come from dead processes, except for locks of
+    /// processes that wait for this one.
     fn remove_leftovers(&self, lock: &Lock) -> Result<(), RepoError> {
         for name in self.store.names(Area::Temporary)? {
             self.store.remove(Area::Temporary, &name)?;
         }
-        // What they name has its manifest; those of VMs that have ended go.
-        lease::that_hold(&self.store, Some(lock))?;
+        // Leased checkpoints have their manifests; leases of ended VMs are removed.
+        lease::in_force(&self.store, Some(lock))?;
         for name in self.store.names(Area::Locks)? {
             let age = age(&self.store, Area::Locks, &name, lock.now())?;
             if age > STALE_AFTER && name.ends_with(UNFINISHED_LOCK) {
@@ -344,7 +344,7 @@ impl Repository {
     }
 }
 
-/// What cannot be followed cannot be told from waste.
+/// Blobs of a reference that cannot be followed are not distinguishable from waste.
 fn refuse(problem: Problem) -> Result<(), RepoError> {
     Err(RepoError::Damaged {
         file: problem.file,

@@ -1,4 +1,4 @@
-//! Making the index again from the packs, for when index files were lost or damaged.
+//! Rebuilds the index from the packs, after index files were lost or damaged.
 
 use std::collections::HashSet;
 
@@ -9,9 +9,9 @@ use crate::index::compact::NewIndex;
 use crate::index::file::read_index_file;
 use crate::index::in_memory::Index;
 use crate::maintenance::problem::Problem;
-use crate::maintenance::scrub::open_directory;
+use crate::maintenance::scrub::{PackFile, open_directory};
 use crate::pack::IndexedPack;
-use crate::progress::{Phase, Progress};
+use crate::progress::Progress;
 use crate::repository::Repository;
 use crate::store::local::Area;
 use crate::store::lock::EXCLUSIVE_WAIT;
@@ -22,7 +22,7 @@ use crate::store::lock::Lock;
 pub struct RebuildReport {
     /// Packs that the new index describes.
     pub packs: u64,
-    /// Packs whose directory cannot be read; the new index knows of them what the old one did.
+    /// Packs whose directory cannot be read; the new index keeps the old entries of them.
     pub problems: Vec<Problem>,
     /// Index files that were replaced.
     pub index_files_replaced: u64,
@@ -44,17 +44,9 @@ impl Repository {
             .collect();
         let mut new_index = NewIndex::new(&self.store, &self.keys);
         let mut unreadable = HashSet::new();
-        let names = self.store.names(Area::Packs)?;
-        let total = names.len() as u64;
-        for (done, name) in (0..).zip(names) {
-            progress(Progress {
-                phase: Phase::Packs,
-                done,
-                total,
-            });
-            let hash = FileHash::from_name(&name);
-            let (Some(pack), Some(bytes)) = (hash, self.store.length(Area::Packs, &name)?) else {
-                continue;
+        self.visit_pack_files(progress, |file, pack| {
+            let Some(PackFile { name: pack, bytes }) = pack else {
+                return Ok(());
             };
             match open_directory(&self.store, &self.keys, pack, bytes) {
                 Ok(opened) => {
@@ -65,13 +57,14 @@ impl Repository {
                     report.packs += 1;
                 }
                 Err(error) => {
-                    let label = self.store.label(Area::Packs, &name);
+                    let label = self.store.label(Area::Packs, file);
                     report.problems.push(Problem::from_error(label, &error));
                     unreadable.insert(pack);
                 }
             }
-        }
-        // What the old index knows of a pack that cannot tell itself must not be lost.
+            Ok(())
+        })?;
+        // Old entries of packs whose directory cannot be read must not be lost.
         for &name in &old {
             let Ok((file, _)) = read_index_file(&self.store, &self.keys, name) else {
                 continue;

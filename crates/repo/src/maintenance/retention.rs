@@ -1,4 +1,4 @@
-//! Which checkpoints a keep policy keeps. Pure: summaries of checkpoints in, reasons out.
+//! Which checkpoints a keep policy keeps: a pure function from summaries to reasons.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,8 +14,8 @@ use crate::maintenance::age::Age;
 /// Which checkpoints of each VM to keep. A checkpoint is kept when any rule keeps it.
 ///
 /// The rules from hourly to yearly each keep the newest checkpoint of that many hours, days, weeks, months or
-/// years, newest first, counting only those in which there is a checkpoint. Hours, days, weeks (from Monday),
-/// months and years are those of UTC, so that the answer depends on no setting of the host.
+/// years, newest first; periods without a checkpoint are not counted. Hours, days, weeks (from Monday), months
+/// and years are those of UTC, so that the result depends on no setting of the host.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KeepPolicy {
     /// The number of newest checkpoints.
@@ -30,15 +30,15 @@ pub struct KeepPolicy {
     pub monthly: u32,
     /// The number of years.
     pub yearly: u32,
-    /// All that are newer than this before the newest one. A checkpoint of the future, taken while a clock was
-    /// wrong, is not that newest one: else it would have every other one forgotten.
+    /// Keeps all checkpoints younger than this, counted back from the newest one. A checkpoint of the future,
+    /// taken while a clock was wrong, does not count as the newest: all others would be forgotten.
     pub within: Option<Age>,
-    /// All that have one of these tags.
+    /// Keeps all checkpoints that have one of these tags.
     pub tags: Vec<Tag>,
 }
 
 impl KeepPolicy {
-    /// Whether no rule keeps anything. Such a policy is none: it forgets nothing.
+    /// Whether there is no rule. Such a policy forgets nothing.
     pub fn is_empty(&self) -> bool {
         *self == KeepPolicy::default()
     }
@@ -59,7 +59,7 @@ pub enum KeepReason {
     Monthly,
     /// The newest of its year.
     Yearly,
-    /// Not much older than the newest.
+    /// Younger than the age of the policy, counted back from the newest.
     Within,
     /// It has a tag.
     Tag,
@@ -80,8 +80,8 @@ impl fmt::Display for KeepReason {
     }
 }
 
-/// Which of the checkpoints of one VM the policy keeps, and why, in the order of [`KeepReason`]. What is later
-/// than `now` is of the future.
+/// The checkpoints of one VM that the policy keeps, with the reasons in the order of [`KeepReason`]. A checkpoint
+/// later than `now` is one of the future.
 pub fn select(
     policy: &KeepPolicy,
     checkpoints: &[&Summary],
@@ -108,7 +108,7 @@ pub fn select(
     let newest = newest_first.iter().find(|summary| summary.time <= now);
     let is_within = |time: Timestamp| match (policy.within, newest) {
         (Some(age), Some(newest)) => time > age.before(newest.time),
-        // All are of the future, so no age is known of any.
+        // All are of the future, so no age is known.
         (Some(_), None) => true,
         (None, _) => false,
     };
@@ -123,7 +123,7 @@ pub fn select(
     kept
 }
 
-/// The first checkpoint of each of the first `count` slots.
+/// The newest checkpoint of each of the first `count` slots.
 fn newest_of_slots<'s>(
     newest_first: &[&'s Summary],
     slot_of: SlotOf,
@@ -133,7 +133,7 @@ fn newest_of_slots<'s>(
     slots.map(|slot| slot[0]).take(count as usize)
 }
 
-/// A stretch of time: the day it begins, and the hour where that matters.
+/// A period: the day on which it begins, and the hour where that matters.
 type Slot = (Date, i8);
 
 type SlotOf = fn(Timestamp) -> Slot;
@@ -187,7 +187,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// What is kept of untagged checkpoints at these times, by their places.
+    /// The untagged checkpoints at these times that are kept, by their indices.
     fn kept(policy: &KeepPolicy, times: &[&str], now: &str) -> Vec<usize> {
         let all: Vec<Summary> = (0..)
             .zip(times)
@@ -216,10 +216,11 @@ mod tests {
     }
 
     /// The slow reference model: for each checkpoint, count the slots that begin after its own. Hours, days and
-    /// weeks come of plain division of the seconds since 1970 (a Thursday), months and years are digits.
+    /// weeks are divisions of the seconds since 1970 (a Thursday), months and years are digits.
     fn is_kept(
         policy: &KeepPolicy,
-        (months, seconds): (i64, i64),
+        months: i64,
+        seconds: i64,
         all: &[Summary],
         at: usize,
         now: Timestamp,
@@ -267,7 +268,7 @@ mod tests {
         reasons
     }
 
-    /// Seconds since 1970, in hours, months and decades, so that every rule has something to do.
+    /// Seconds since 1970, over hours, months and decades, so that every rule applies.
     fn seconds() -> impl Strategy<Value = i64> {
         prop_oneof![
             0..20_000_000_i64,
@@ -297,7 +298,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn keeps_what_its_twin_keeps(
+        fn keeps_what_the_reference_model_keeps(
             checkpoints in prop::collection::vec(
                 (seconds(), prop::sample::subsequence(vec!["a", "b", "c", "d"], 0..=2)), 0..60),
             mut policy in rules(),
@@ -311,10 +312,10 @@ mod tests {
                 .map(|(n, (s, tags))| checkpoint(n, Timestamp::from_second(*s).unwrap(), tags))
                 .collect();
             let kept = select(&policy, &all.iter().collect::<Vec<_>>(), now);
-            let age = (i64::from(months), seconds as i64);
+            let (months, seconds) = (i64::from(months), seconds as i64);
             for at in 0..all.len() {
                 let reasons = kept.get(&all[at].id).cloned().unwrap_or_default();
-                prop_assert_eq!(reasons, is_kept(&policy, age, &all, at, now));
+                prop_assert_eq!(reasons, is_kept(&policy, months, seconds, &all, at, now));
             }
         }
     }
@@ -372,14 +373,14 @@ mod tests {
             "2026-03-01T12:00:01Z",
             "2026-03-08T12:00:00Z",
         ];
-        // However late it is now.
+        // The current time does not matter.
         for now in ["2026-03-08T12:00:00Z", "2031-01-01T00:00:00Z"] {
             assert_eq!(kept(&policy, &times, now), [2, 3]);
         }
     }
 
     #[test]
-    fn a_clock_that_was_wrong_has_nothing_forgotten() {
+    fn a_wrong_clock_forgets_nothing() {
         let policy = KeepPolicy {
             within: Age::new(1, 0),
             ..KeepPolicy::default()
@@ -390,7 +391,7 @@ mod tests {
             "2099-01-01T00:00:00Z",
         ];
         assert_eq!(kept(&policy, &times, "2026-03-02T00:00:00Z"), [1, 2]);
-        // If it is now that is wrong, all are kept.
+        // If the current time is wrong, all are kept.
         assert_eq!(kept(&policy, &times, "1970-01-02T00:00:00Z"), [0, 1, 2]);
     }
 }

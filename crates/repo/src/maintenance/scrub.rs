@@ -1,5 +1,5 @@
-//! Reading packs from end to end: every byte hashed against the pack's name, every frame opened
-//! and decoded, every blob hashed against its id.
+//! Reads packs from end to end: every byte is hashed against the pack's name, every frame opened and decoded,
+//! every blob hashed against its id.
 
 use std::fs::File;
 use std::sync::Mutex;
@@ -23,16 +23,40 @@ use crate::repository::Repository;
 use crate::store::local::{Area, LocalStore};
 use crate::store::read_exact_at;
 
-/// Packs read at once.
+/// Number of packs read at once.
 const THREADS: usize = 2;
 
-/// A pack that is there.
+/// An existing pack: its name, and its length in bytes.
 pub(crate) struct PackFile {
     pub(crate) name: FileHash,
     pub(crate) bytes: u64,
 }
 
-/// Reads the given packs; what is wrong with them, and how many bytes were read.
+impl Repository {
+    /// Calls `visit` for each file in `packs/` with its name, and with `None` if it is gone or not named like a pack.
+    pub(crate) fn visit_pack_files(
+        &self,
+        progress: &mut dyn FnMut(Progress),
+        mut visit: impl FnMut(&str, Option<PackFile>) -> Result<(), RepoError>,
+    ) -> Result<(), RepoError> {
+        let names = self.store.names(Area::Packs)?;
+        for (done, file) in (0..).zip(&names) {
+            progress(Progress {
+                phase: Phase::Packs,
+                done,
+                total: names.len() as u64,
+            });
+            let bytes = self.store.length(Area::Packs, file)?;
+            let pack = FileHash::from_name(file)
+                .zip(bytes)
+                .map(|(name, bytes)| PackFile { name, bytes });
+            visit(file, pack)?;
+        }
+        Ok(())
+    }
+}
+
+/// Reads the given packs. Returns their problems, and the number of bytes read.
 pub(crate) fn scrub_packs(
     from: &Repository,
     packs: Vec<PackFile>,
@@ -78,7 +102,7 @@ pub(crate) fn scrub_packs(
             });
         }
         threads.into_iter().try_for_each(|thread| {
-            // The closure does not panic; were it to, the check must not pass.
+            // If a thread panicked, the check must not pass.
             thread.join().unwrap_or(Err(RepoError::WriterFailed))
         })
     })?;
@@ -178,7 +202,7 @@ pub(crate) struct OpenedPack {
     pub(crate) end: Vec<u8>,
 }
 
-/// Opens a pack and reads its directory, as far as that can be done without the index.
+/// Opens a pack, and reads and checks its directory without the index.
 pub(crate) fn open_directory(
     store: &LocalStore,
     keys: &Keys,

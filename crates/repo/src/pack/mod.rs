@@ -4,9 +4,9 @@
 //! | header 16 | salt 32 | frame 0 | frame 1 | ... | directory | tail 8 |
 //! ```
 //!
-//! A frame is a few blobs compressed and sealed together (about 64 KiB before compression); the
-//! sealed directory tells which; the tail tells where the directory starts. A pack's name is the
-//! plain BLAKE3 hash of all its bytes, so a store can be scrubbed without the password.
+//! A frame is a few blobs compressed and sealed together (about 64 KiB before compression). The sealed directory
+//! lists frames and blobs; the tail locates the directory. A pack's name is the plain BLAKE3 hash of all its
+//! bytes, so a store can be scrubbed without the password.
 
 pub(crate) mod open;
 pub(crate) mod packer;
@@ -15,7 +15,7 @@ pub(crate) mod place;
 use stillframe_page::encoding::Kind;
 use stillframe_page::hash::ContentId;
 
-use crate::crypto::{Cipher, Keys, SALT_BYTES, TAG_BYTES, Use, random};
+use crate::crypto::{Cipher, Keys, Nonce, SALT_BYTES, TAG_BYTES, random};
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
 use crate::format::layout::{Cursor, FileKind, FormatError, HEADER_BYTES, header, read_header};
@@ -26,21 +26,21 @@ pub const PREAMBLE_BYTES: usize = HEADER_BYTES + SALT_BYTES;
 /// Bytes after the directory.
 pub const TAIL_BYTES: usize = 8;
 
-/// A pack is closed when it has grown this long.
+/// Length in bytes at which a pack is closed.
 pub(crate) const PACK_BYTES_TARGET: u64 = 64 << 20;
 
-/// The longest pack that is read. Offsets of frames fit 32 bits with room to spare.
+/// Maximum length in bytes of a pack that is read. Offsets of frames fit 32 bits.
 pub const PACK_BYTES_MAX: u64 = 1 << 30;
 
-/// A frame is closed when its plain bytes reach this: the size at which zstd has gained nearly all
-/// it can, while one page still costs only 64 KiB of decompression (figures: `docs/format.md`).
+/// Plain bytes at which a frame is closed: zstd has gained nearly all it can at this size, while one page still
+/// costs only 64 KiB of decompression (figures: `docs/format.md`).
 pub(crate) const FRAME_PLAIN_TARGET: usize = 64 << 10;
 
-/// The largest blob, and so the largest frame: a root table of 2 TiB of 4 KiB pages fits.
+/// Maximum length in bytes of a blob, and so of a frame: a root table of 2 TiB of 4 KiB pages fits.
 pub const BLOB_BYTES_MAX: usize = 32 << 20;
 
-/// One frame as the directory tells it. Its blobs lie one after the other in its plain bytes; the
-/// frames lie one after the other in the file.
+/// A frame as the directory describes it. Its blobs are adjacent in its plain bytes; the frames are adjacent in
+/// the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
     /// How its bytes are encoded (`stillframe_page::encoding::Kind`).
@@ -69,17 +69,17 @@ pub struct IndexedPack {
     pub directory: Directory,
 }
 
-/// Bytes a frame takes in the directory, but for its blobs.
+/// Bytes that a frame takes in the directory, without its blobs.
 pub(crate) const FRAME_ENTRY_BYTES: usize = 1 + 4 + 4 + 4;
 const BLOB_ENTRY_BYTES: usize = 32 + 4;
 
-/// Bytes a frame of so many blobs takes in the directory.
+/// Bytes that a frame of `blobs` blobs takes in the directory.
 pub(crate) fn frame_entry_bytes(blobs: usize) -> usize {
     FRAME_ENTRY_BYTES + blobs * BLOB_ENTRY_BYTES
 }
 
 impl Directory {
-    /// Writes the directory in its plain form.
+    /// Encodes the directory in plain form.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.encoded_bytes());
         bytes.extend_from_slice(&(self.frames.len() as u32).to_le_bytes());
@@ -97,8 +97,7 @@ impl Directory {
             .sum::<usize>()
     }
 
-    /// Reads a directory in its plain form. What comes out is consistent: lengths add up and stay
-    /// within the limits.
+    /// Decodes a directory in plain form. The result is consistent: lengths add up and stay within the limits.
     pub fn decode(bytes: &[u8]) -> Result<Directory, FormatError> {
         let mut cursor = Cursor::new(bytes);
         let count = cursor.count(FRAME_ENTRY_BYTES)?;
@@ -116,19 +115,19 @@ impl Directory {
         Ok(directory)
     }
 
-    /// How many blobs there are.
+    /// Number of blobs.
     pub(crate) fn blobs(&self) -> usize {
         self.frames.iter().map(|frame| frame.blobs.len()).sum()
     }
 
-    /// How long the pack with this directory is.
+    /// Length in bytes of the pack with this directory.
     pub fn file_bytes(&self) -> u64 {
         let frames: u64 = self.frames.iter().map(|f| u64::from(f.stored_bytes)).sum();
         (PREAMBLE_BYTES + self.encoded_bytes() + TAG_BYTES + TAIL_BYTES) as u64 + frames
     }
 }
 
-/// Appends what a directory says of a frame.
+/// Appends the entry of a frame in a directory.
 pub(crate) fn encode_frame(frame: &Frame, bytes: &mut Vec<u8>) {
     bytes.push(frame.kind);
     bytes.extend_from_slice(&frame.stored_bytes.to_le_bytes());
@@ -157,7 +156,7 @@ pub(crate) fn decode_frame(cursor: &mut Cursor<'_>) -> Result<Frame, FormatError
         sum += u64::from(length);
         blobs.push((id, length));
     }
-    // An unknown kind is told when the frame is read; lengths must be right before that.
+    // An unknown kind is reported when the frame is read; lengths must be valid before that.
     let stored_least = TAG_BYTES as u32;
     if sum != u64::from(plain_bytes)
         || plain_bytes as usize > BLOB_BYTES_MAX
@@ -188,15 +187,15 @@ pub(crate) fn new_preamble() -> Result<Preamble, RepoError> {
     Ok(preamble)
 }
 
-/// Reads the preamble and returns the salt.
+/// Decodes the preamble and returns the salt.
 pub fn decode_preamble(bytes: &[u8]) -> Result<[u8; SALT_BYTES], FormatError> {
     let mut cursor = Cursor::new(bytes);
     read_header(&mut cursor, FileKind::Pack)?;
     cursor.array()
 }
 
-/// The bytes a frame is sealed together with: the pack's start, and what the directory says of it.
-/// Its number is the nonce; so a frame fits one place of one pack only.
+/// The associated data of a frame: the preamble of the pack, and the frame's entry in the directory. Its number
+/// is the nonce, so a sealed frame is valid at one position of one pack only.
 fn frame_bound(preamble: &Preamble, kind: u8, plain_bytes: u32) -> [u8; PREAMBLE_BYTES + 5] {
     let mut bound = [0; PREAMBLE_BYTES + 5];
     bound[..PREAMBLE_BYTES].copy_from_slice(preamble);
@@ -233,11 +232,10 @@ impl PackCipher {
         bytes: &mut Vec<u8>,
     ) {
         let bound = frame_bound(&self.preamble, kind.number(), plain_bytes);
-        self.cipher
-            .seal((Use::Frame, number.into()), &bound, bytes, 0);
+        self.cipher.seal(Nonce::Frame(number), &bound, bytes, 0);
     }
 
-    /// Opens a frame in place; what comes out is still encoded.
+    /// Opens a frame in place; the result is still encoded.
     pub(crate) fn open_frame<'a>(
         &self,
         number: u32,
@@ -246,8 +244,7 @@ impl PackCipher {
         sealed: &'a mut [u8],
     ) -> Result<&'a [u8], FormatError> {
         let bound = frame_bound(&self.preamble, kind, plain_bytes);
-        self.cipher
-            .open((Use::Frame, number.into()), &bound, sealed)
+        self.cipher.open(Nonce::Frame(number), &bound, sealed)
     }
 
     /// The bytes that end a pack: sealed directory and tail.
@@ -258,7 +255,7 @@ impl PackCipher {
             (bytes.len() + TAG_BYTES) as u32,
         );
         let bound = [&self.preamble[..], &tail].concat();
-        self.cipher.seal((Use::Body, 0), &bound, &mut bytes, 0);
+        self.cipher.seal(Nonce::Body, &bound, &mut bytes, 0);
         bytes.extend_from_slice(&tail);
         bytes
     }
@@ -270,7 +267,7 @@ impl PackCipher {
         sealed: &mut [u8],
     ) -> Result<Directory, FormatError> {
         let bound = [&self.preamble[..], &tail].concat();
-        let plain = self.cipher.open((Use::Body, 0), &bound, sealed)?;
+        let plain = self.cipher.open(Nonce::Body, &bound, sealed)?;
         Directory::decode(plain)
     }
 }
@@ -282,7 +279,7 @@ fn encode_tail(frames: u32, directory_bytes: u32) -> [u8; TAIL_BYTES] {
     tail
 }
 
-/// Reads the tail: where in a pack of `file_bytes` bytes the sealed directory lies.
+/// Decodes the tail: where in a pack of `file_bytes` bytes the sealed directory lies.
 pub fn decode_tail(
     tail: [u8; TAIL_BYTES],
     file_bytes: u64,

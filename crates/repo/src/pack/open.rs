@@ -13,7 +13,7 @@ use crate::pack::{PREAMBLE_BYTES, PackCipher};
 use crate::store::local::{Area, LocalStore};
 use crate::store::read_exact_at;
 
-/// Opens a pack and reads its start.
+/// Opens a pack and reads its preamble.
 pub(crate) fn open_pack(
     store: &LocalStore,
     keys: &Keys,

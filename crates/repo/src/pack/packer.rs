@@ -1,4 +1,4 @@
-//! The way of new blobs into packs.
+//! The packer: it turns new blobs into packs.
 //!
 //! ```text
 //!            frames, bounded                    in the order they were cut
@@ -8,12 +8,12 @@
 //!                  +---------- empty buffers <------------+
 //! ```
 //!
-//! There is a fixed number of buffers. When all are in use `put` waits (backpressure), so a slow disk slows
-//! the capture down and memory stays bounded. The order of frames is kept, because blobs written
-//! in sequence (neighbouring pages) are read in sequence.
+//! There is a fixed number of buffers. When all are in use, `put` waits (backpressure), so a slow disk slows the
+//! capture down and memory stays bounded. The order of frames is kept, because blobs written in sequence
+//! (neighbouring pages) are read in sequence.
 //!
-//! The first few frames go the same way without threads: those of a small checkpoint are sealed and
-//! written sooner than threads are started, and its writer waits for no thread.
+//! The first few frames are sealed and written without threads: for a small checkpoint this takes less time than
+//! starting threads.
 
 mod appender;
 mod frame_job;
@@ -38,16 +38,15 @@ use crate::pack::{FRAME_PLAIN_TARGET, PACK_BYTES_TARGET, PackCipher, new_preambl
 use crate::store::local::{Area, LocalStore};
 use crate::sync::lock;
 
-/// Frames in work at once: enough that no sealer waits for the next one.
+/// Number of frame buffers: enough that no sealer waits for the next frame.
 const BUFFERS: usize = 48;
 
 const SEALERS_MAX: usize = 4;
 
-/// Frames that the thread which puts their blobs seals and writes itself: 256 KiB, less than a
-/// millisecond of work.
+/// Frames that the calling thread seals and writes itself: 256 KiB, less than 1 ms of work.
 const FRAMES_ALONE: u64 = 4;
 
-/// Takes blobs and makes packs of them.
+/// Turns blobs into packs.
 pub(crate) struct Packer {
     store: Arc<LocalStore>,
     keys: Arc<Keys>,
@@ -59,12 +58,12 @@ pub(crate) struct Packer {
     shared: Arc<Shared>,
 }
 
-/// Who seals and writes.
+/// What seals and writes frames.
 enum Line {
-    /// Whoever puts.
+    /// The calling thread.
     Alone(Box<Sealer>, Box<Appender>),
     Threads(Threads),
-    /// Nobody any more.
+    /// Nothing: the packer has ended.
     Ended,
 }
 
@@ -115,7 +114,7 @@ impl Packer {
         self.shared.stored_bytes.load(Ordering::Relaxed)
     }
 
-    /// Sends the current frame on its way.
+    /// Closes the current frame and passes it on.
     fn cut(&mut self) -> Result<(), RepoError> {
         if self.current.blobs.is_empty() {
             return Ok(());
@@ -172,7 +171,7 @@ impl Packer {
             .unwrap_or(RepoError::WriterFailed)
     }
 
-    /// Waits until everything is on disk; the packs that were written.
+    /// Waits until everything is on disk. Returns the packs that were written.
     pub(crate) fn finish(mut self) -> Result<Vec<IndexedPack>, RepoError> {
         if let Err(error) = self.cut() {
             self.shared.fail(error);
@@ -207,16 +206,16 @@ impl Packer {
     }
 }
 
-/// Why a frame could not be sent on its way.
+/// Why a frame was not passed on.
 enum Stopped {
-    /// It was to be sealed and written at once.
+    /// This thread failed to seal or write it.
     Here(RepoError),
-    /// The threads have ended, and left the reason in [`Shared`].
+    /// The threads have ended, and left the error in [`Shared`].
     InThread,
 }
 
 impl Line {
-    /// Takes a frame; an empty buffer for the next.
+    /// Takes a frame. Returns an empty buffer for the next.
     fn take(&mut self, mut job: FrameJob) -> Result<FrameJob, Stopped> {
         match self {
             Line::Alone(sealer, appender) => sealer
@@ -234,20 +233,20 @@ impl Line {
 }
 
 impl Threads {
-    /// How many seal.
+    /// Number of sealer threads.
     fn count() -> usize {
         std::thread::available_parallelism()
             .map_or(1, usize::from)
             .min(SEALERS_MAX)
     }
 
-    /// `first` is the number of the first frame that will come.
+    /// `first` is the sequence number of the first frame.
     fn start(sealers: Vec<Sealer>, appender: Appender, first: u64) -> Result<Threads, RepoError> {
         let (jobs, to_sealers) = bounded::<FrameJob>(BUFFERS);
         let (done, to_appender) = bounded(BUFFERS);
         let (recycle, empty) = unbounded();
         for _ in 1..BUFFERS {
-            // The receiver is in hand: this cannot fail.
+            // The receiver exists, so this cannot fail.
             let _ = recycle.send(FrameJob::default());
         }
         let sealers: Result<Vec<_>, RepoError> = sealers
@@ -281,7 +280,7 @@ impl Threads {
     }
 }
 
-/// Removes packs that no index file describes. What cannot be removed now, prune removes.
+/// Removes packs that no index file describes. Prune removes those that cannot be removed now.
 pub(crate) fn discard(store: &LocalStore, packs: &[IndexedPack]) {
     for entry in packs {
         let _ = store.remove(Area::Packs, &entry.pack.to_string());

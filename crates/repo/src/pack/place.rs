@@ -1,8 +1,8 @@
-//! Where blobs and frames lie in packs.
+//! Locations of blobs and frames in packs.
 
 use stillframe_page::hash::ContentId;
 
-/// Where a frame lies and how it is encoded.
+/// The location of a frame, and how it is encoded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct FrameInfo {
     pub(crate) offset: u32,
@@ -11,7 +11,7 @@ pub(crate) struct FrameInfo {
     pub(crate) kind: u8,
 }
 
-/// Where a blob lies, and its frame.
+/// The location of a blob, and its frame.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Place {
     /// The number of the pack, in the index that was queried.
@@ -21,9 +21,9 @@ pub(crate) struct Place {
     pub(crate) info: FrameInfo,
     /// Where the blob starts in the frame's plain bytes.
     pub(crate) offset: u32,
-    /// Its length, which is not 0.
+    /// Its length in bytes, never 0.
     pub(crate) bytes: u32,
-    /// The part of the index that describes it, where it has parts.
+    /// The part of the index that describes it, if the index has parts.
     pub(crate) part: u32,
 }
 
@@ -44,7 +44,7 @@ impl Place {
     }
 }
 
-/// A blob to read and what the caller calls it.
+/// A blob to read, and the caller's tag for it.
 pub(crate) struct Wanted<T> {
     pub(crate) at: Place,
     pub(crate) id: ContentId,

@@ -1,4 +1,5 @@
-//! Writing down what a RAM block holds: all of it, or what changed since another checkpoint.
+//! The page-table builder: it stores the content of a RAM block, all of it or the changes since another
+//! checkpoint.
 //!
 //! A first checkpoint makes a page table. Each that follows adds a layer, and layers are merged as
 //! they become many, so that a checkpoint has few of them however long a watch runs:
@@ -13,7 +14,8 @@
 //! Deltas of one page become one delta against the same base, so a page's chain is no longer than
 //! there are layers, and what is merged is never larger than the pages themselves.
 
-use stillframe_page::delta::{DeltaEncoder, EncodedDelta, PAGE_BYTES};
+use stillframe_page::PAGE;
+use stillframe_page::delta::{DeltaEncoder, EncodedDelta};
 use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
@@ -23,16 +25,16 @@ use crate::page_table::overlay::{Deltas, GROUP_PAGES, Overlay};
 use crate::page_table::table::{PageRef, TableEditor};
 use crate::writer::Writer;
 
-/// So many layers of a level are merged into one of the next.
+/// Number of layers of a level that are merged into one of the next.
 const FAN: usize = 16;
 
-/// The level of the layer that is left when all were merged.
+/// The level of the layer that remains when all were merged.
 const LEVEL_TOP: u8 = 2;
 
-/// Zstandard level of merged deltas, as of all else.
+/// Zstandard level of merged deltas, the same as for other data.
 const COMPRESSION: i32 = 1;
 
-/// Where the content of a RAM block is written down: what [`MemoryEditor::finish`] makes.
+/// The stored content of a RAM block, as [`MemoryEditor::finish`] returns it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written {
     /// The root of the page table.
@@ -41,7 +43,7 @@ pub struct Written {
     pub layers: Vec<LayerRef>,
 }
 
-/// Writes down the content of one RAM block. Remembers the changed pages, about 40 bytes for each.
+/// Stores the content of one RAM block. Keeps the changed pages in memory, about 40 bytes for each.
 pub struct MemoryEditor {
     pages: u64,
     below: Below,
@@ -83,19 +85,19 @@ impl MemoryEditor {
         }
     }
 
-    /// Says what a page is. The last word counts; a page outside the block makes `finish` fail.
+    /// Sets the content of a page. The last call counts; a page outside the block makes `finish` fail.
     pub fn set(&mut self, page: u64, content: PageRef) {
         match &mut self.below {
             Below::Nothing(table) => table.set(page, content),
-            // A number beyond 32 bits stays one beyond every block.
+            // A number beyond 32 bits stays outside every block.
             Below::Checkpoint { whole, .. } => {
                 whole.push((u32::try_from(page).unwrap_or(u32::MAX), content));
             }
         }
     }
 
-    /// Says what changed in some pages since the checkpoint this one comes after. No page may be in
-    /// two deltas, nor [`MemoryEditor::set`] too.
+    /// Adds the changes of some pages since the checkpoint before. A page may be in one delta only, and must not
+    /// be [`MemoryEditor::set`] as well.
     pub fn add_delta(
         &mut self,
         writer: &mut Writer<'_>,
@@ -107,7 +109,7 @@ impl MemoryEditor {
         Ok(())
     }
 
-    /// Writes what changed.
+    /// Stores the changes.
     pub fn finish(self, writer: &mut Writer<'_>) -> Result<Written, RepoError> {
         match self.below {
             Below::Nothing(table) if self.parts.is_empty() => Ok(Written {
@@ -132,13 +134,13 @@ impl MemoryEditor {
     }
 }
 
-/// The layer of the pages that were added, in whatever order.
+/// The layer of the pages that were added, in any order.
 fn new_layer(
     mut whole: Vec<(u32, PageRef)>,
     mut parts: Vec<Part>,
     pages: u64,
 ) -> Result<Layer, RepoError> {
-    // Stable, so that the last word of a page comes last.
+    // A stable sort, so that the last content of a page comes last.
     whole.sort_by_key(|&(page, _)| page);
     whole.dedup_by(|later, kept| {
         let same = later.0 == kept.0;
@@ -164,7 +166,7 @@ fn new_layer(
     }
 }
 
-/// Merges layers where there are too many of a level.
+/// Merges layers if there are too many of a level.
 fn merge_layers(
     writer: &mut Writer<'_>,
     pages: u64,
@@ -193,7 +195,7 @@ fn merge_layers(
     Ok(written)
 }
 
-/// Whole pages go into the table; deltas into one layer.
+/// Merges all layers: whole pages go into the table, deltas into one layer.
 fn merge_all(writer: &mut Writer<'_>, pages: u64, written: &Written) -> Result<Written, RepoError> {
     let merged = Overlay::read(writer.blobs(), &written.layers, pages)?;
     let mut table = TableEditor::from_root(&*writer, written.root, pages)?;
@@ -215,18 +217,18 @@ fn merge_all(writer: &mut Writer<'_>, pages: u64, written: &Written) -> Result<W
     Ok(Written { root, layers })
 }
 
-/// One delta for each page instead of several. A delta is old XOR new: applied to zeros they add
-/// up to the one between the oldest version and the newest.
+/// Merges the deltas of each page into one. A delta is old XOR new: applied to zeros, several yield the delta
+/// between the oldest version and the newest.
 fn compose(writer: &mut Writer<'_>, deltas: &Deltas) -> Result<Vec<Part>, RepoError> {
     let mut encoder = DeltaEncoder::new(COMPRESSION)?;
     let mut parts = Vec::new();
     let mut memory = Vec::new();
     for group in deltas.pages().chunks(GROUP_PAGES) {
         memory.clear();
-        memory.resize(group.len() * PAGE_BYTES, 0);
+        memory.resize(group.len() * PAGE, 0);
         deltas.apply(writer.blobs(), group, &mut memory)?;
         for (&page, change) in group.iter().zip(memory.as_chunks().0) {
-            encoder.add(page, [&[0; PAGE_BYTES], change], PAGE_BYTES);
+            encoder.add(page, [&[0; PAGE], change], PAGE);
             if encoder.is_full() {
                 parts.push(put_part(writer, encoder.finish()?)?);
             }

@@ -1,8 +1,8 @@
-//! Layers: what changed in a RAM block from one checkpoint to the next, kept beside its page table.
+//! Layers: the changes of a RAM block from one checkpoint to the next, stored beside its page table.
 //!
-//! A table costs 17 KB for each stretch of 2 MiB in which one page changed; a layer costs what changed.
-//! It lists pages whose whole content is new, and *parts*: deltas of several pages against their
-//! versions below (`stillframe_page::delta`). A page may be in both; then its delta comes on top.
+//! A table costs 17 KB for each 2 MiB of memory with a changed page; a layer costs only the changes. It lists
+//! pages whose whole content is new, and *parts*: deltas of several pages against their versions below
+//! (`stillframe_page::delta`). A page may be in both; its delta then applies to the new content.
 //!
 //! ```text
 //! layer   | "SFLY" | pages of the block 8 | zero pages: runs | stored pages: runs, then their ids 32 each |
@@ -24,12 +24,12 @@ use crate::writer::Writer;
 
 pub(crate) const LAYER_MAGIC: &[u8; 4] = b"SFLY";
 
-/// What changed in a RAM block.
+/// The changes of a RAM block.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Layer {
     /// Pages with new whole content, ascending.
     pub whole: Vec<(u32, PageRef)>,
-    /// Deltas; the pages of one come all before those of the next.
+    /// Deltas. The pages of each come before those of the next.
     pub parts: Vec<Part>,
 }
 
@@ -61,7 +61,7 @@ impl Layer {
         pages
     }
 
-    /// Writes the layer of a block of `pages` pages.
+    /// Encodes the layer of a block of `pages` pages.
     pub fn encode(&self, pages: u64) -> Vec<u8> {
         let mut out = LAYER_MAGIC.to_vec();
         out.extend_from_slice(&pages.to_le_bytes());
@@ -75,7 +75,7 @@ impl Layer {
         for (_, id) in stored {
             out.extend_from_slice(&id.0);
         }
-        // A part has a page of its own at least, and pages fit 32 bits.
+        // Each part has at least one page of its own, and pages fit 32 bits.
         varint::put(&mut out, self.parts.len() as u32);
         for part in &self.parts {
             out.extend_from_slice(&part.id.0);
@@ -84,7 +84,7 @@ impl Layer {
         out
     }
 
-    /// Reads the layer of a block of `pages` pages.
+    /// Decodes the layer of a block of `pages` pages.
     pub fn decode(bytes: &[u8], pages: u64) -> Result<Layer, FormatError> {
         let mut cursor = Cursor::new(bytes);
         let found = decode_start(&mut cursor)?;
@@ -102,7 +102,7 @@ impl Layer {
         }
         let parts = take_parts(&mut cursor, pages)?;
         cursor.finish()?;
-        // Last, because only here a few bytes make many pages.
+        // Last, because only here a few bytes expand to many pages.
         whole.extend(zero.into_iter().flatten().map(|page| (page, PageRef::Zero)));
         whole.sort_unstable_by_key(|&(page, _)| page);
         if whole.windows(2).any(|pair| pair[0].0 == pair[1].0) {
@@ -113,13 +113,13 @@ impl Layer {
         Ok(Layer { whole, parts })
     }
 
-    /// Reads a layer without knowing which block it belongs to: the pages of the block, and it.
+    /// Decodes a layer of a block of any size. Returns the number of pages of the block, and the layer.
     pub(crate) fn decode_of_any_size(bytes: &[u8]) -> Result<(u64, Layer), FormatError> {
         let pages = decode_start(&mut Cursor::new(bytes))?;
         Ok((pages, Layer::decode(bytes, pages)?))
     }
 
-    /// Stores it; its id.
+    /// Stores the layer. Returns its id.
     pub(crate) fn put(&self, writer: &mut Writer<'_>, pages: u64) -> Result<ContentId, RepoError> {
         writer.put_unnamed(&self.encode(pages))
     }
@@ -153,7 +153,7 @@ fn take_parts(cursor: &mut Cursor<'_>, pages: u64) -> Result<Vec<Part>, FormatEr
     Ok(parts)
 }
 
-/// Writes ascending page numbers as runs.
+/// Encodes ascending page numbers as runs.
 fn put_runs(out: &mut Vec<u8>, pages: impl Iterator<Item = u32>) {
     let mut runs: Vec<Range<u32>> = Vec::new();
     for page in pages {
@@ -171,7 +171,7 @@ fn put_runs(out: &mut Vec<u8>, pages: impl Iterator<Item = u32>) {
     }
 }
 
-/// Reads runs that together have at most `count_max` pages of a block of `pages`.
+/// Decodes runs that together have at most `count_max` pages of a block of `pages`.
 fn take_runs(
     cursor: &mut Cursor<'_>,
     pages: u64,
@@ -188,7 +188,9 @@ fn take_runs(
             return Err(FormatError::invalid("a run of the layer's pages is empty"));
         }
         if next > pages || count > count_max {
-            return Err(FormatError::invalid("the layer has pages it cannot have"));
+            return Err(FormatError::invalid(
+                "the layer has pages outside its block, or too many",
+            ));
         }
         // Below PAGES_MAX.
         runs.push(start as u32..next as u32);
@@ -230,7 +232,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_layer_comes_back(layer in layer()) {
+        fn a_layer_is_decoded_as_it_was_encoded(layer in layer()) {
             let bytes = layer.encode(PAGES);
             prop_assert_eq!(&Layer::decode(&bytes, PAGES).unwrap(), &layer);
             prop_assert_eq!(Layer::decode_of_any_size(&bytes).unwrap(), (PAGES, layer));
@@ -239,7 +241,7 @@ mod tests {
         }
 
         #[test]
-        fn damage_is_refused_or_a_layer(layer in layer(), at: prop::sample::Index, bit in 0..8u32) {
+        fn damage_is_refused_or_decodes_consistently(layer in layer(), at: prop::sample::Index, bit in 0..8u32) {
             let mut bytes = layer.encode(PAGES);
             let at = at.index(bytes.len());
             bytes[at] ^= 1 << bit;
@@ -251,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn an_inconsistent_layer_is_refused() {
         let start = [&LAYER_MAGIC[..], &10u64.to_le_bytes()].concat();
         let id = [7; 32];
         let bad: [(&str, &[&[u8]]); 7] = [

@@ -1,9 +1,9 @@
-//! What every page of a RAM block is at one checkpoint: its page table, and the layers over it.
+//! The page map: every page of a RAM block at one checkpoint, by its page table and the layers over it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use stillframe_page::delta::PAGE_BYTES;
+use stillframe_page::PAGE;
 use stillframe_page::hash::ContentId;
 
 use crate::blobs::Blobs;
@@ -18,24 +18,24 @@ use crate::sync::lock;
 /// What a page is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageVersion {
-    /// Its last whole content.
+    /// Its newest whole content.
     pub base: PageRef,
-    /// The blobs of the deltas that make its current content of that, oldest first. Two versions that
-    /// have the same base and deltas are the same; others may be.
+    /// The blobs of the deltas from the base to the current content, oldest first. Versions with the same base
+    /// and deltas have the same content; others may have it, too.
     pub deltas: Vec<ContentId>,
 }
 
-/// Where contents go: the number of a page, and its bytes, and behind them those of the pages after it.
+/// Receives pages: the number of the first, its bytes, and behind them those of the pages after it.
 pub type PageSink<'s, E> = &'s (dyn Fn(u64, &[u8]) -> Result<(), E> + Sync);
 
-/// All pages of a RAM block at one checkpoint. The table is read where it is needed, a segment (2 MiB of
-/// memory) at a time, and kept: 33 bytes a page.
+/// All pages of a RAM block at one checkpoint. The table is read on demand, a segment (2 MiB of memory) at a
+/// time, and kept: 33 bytes a page.
 pub struct PageMap<'a> {
     blobs: Blobs<'a>,
     pages: u64,
     root: Vec<PageRef>,
     segments: Vec<OnceLock<Box<[PageRef]>>>,
-    /// What the layers say takes the place of the table, ascending.
+    /// Pages with whole content in the layers, ascending. It replaces that of the table.
     whole: Vec<(u32, PageRef)>,
     deltas: Deltas,
     /// Pages of the newest layer.
@@ -63,14 +63,14 @@ impl<'a> PageMap<'a> {
         })
     }
 
-    /// Reads all of the table too.
+    /// As [`PageMap::open`], and reads all of the table.
     pub fn read(from: impl Into<Blobs<'a>>, table: &RamTable) -> Result<PageMap<'a>, RepoError> {
         let map = PageMap::open(from, table)?;
         map.read_rest()?;
         Ok(map)
     }
 
-    /// Reads what was not read yet of the table, neighbours together.
+    /// Reads the rest of the table, neighbouring segments together.
     pub fn read_rest(&self) -> Result<(), RepoError> {
         let numbers = 0..self.root.len() as u64;
         let missing: Vec<u64> = numbers
@@ -90,8 +90,7 @@ impl<'a> PageMap<'a> {
         self.pages
     }
 
-    /// The pages that changed in the last interval before the checkpoint, ascending; none if it was a
-    /// first one.
+    /// The pages that changed in the last interval before the checkpoint, ascending; none if it was a first one.
     pub fn newest_changes(&self) -> &[u32] {
         &self.newest
     }
@@ -104,12 +103,12 @@ impl<'a> PageMap<'a> {
         })
     }
 
-    /// Whether nothing is stored for a page: it is all zero.
+    /// Whether a page is all zero: nothing is stored for it.
     pub fn is_zero(&self, page: u64) -> Result<bool, RepoError> {
         Ok(self.base(page)? == PageRef::Zero && !self.deltas.has(page as u32))
     }
 
-    /// As [`PageMap::is_zero`], where that takes no reading; else `false`.
+    /// As [`PageMap::is_zero`], if this is known without a read; else `false`.
     pub fn is_known_zero(&self, page: u64) -> bool {
         self.known_base(page) == Some(PageRef::Zero) && !self.deltas.has(page as u32)
     }
@@ -122,7 +121,7 @@ impl<'a> PageMap<'a> {
         })
     }
 
-    /// What a page is, but for its deltas.
+    /// The content of a page without its deltas.
     pub(crate) fn base(&self, page: u64) -> Result<PageRef, RepoError> {
         let number = page / SEGMENT_PAGES;
         let outside = || RepoError::Table {
@@ -140,7 +139,7 @@ impl<'a> PageMap<'a> {
         entry.copied().ok_or_else(outside)
     }
 
-    /// As [`PageMap::base`], where it takes no reading.
+    /// As [`PageMap::base`], if this is known without a read.
     pub(crate) fn known_base(&self, page: u64) -> Option<PageRef> {
         let segment = self.segments.get((page / SEGMENT_PAGES) as usize)?.get()?;
         segment.get((page % SEGMENT_PAGES) as usize).copied()
@@ -151,19 +150,18 @@ impl<'a> PageMap<'a> {
         self.deltas.has(page as u32)
     }
 
-    /// Whether a page is made of the same deltas as another, which has some, and of what is read already
-    /// of the table.
+    /// Whether a page has the same deltas as `other`, which has some, and its entry of the table is in memory.
     pub(crate) fn has_deltas_of(&self, page: u64, other: u64) -> bool {
         self.known_base(page).is_some()
             && self.deltas.of(page as u32) == self.deltas.of(other as u32)
     }
 
-    /// Where its blobs are read from.
+    /// The blobs of its repository.
     pub(crate) fn blobs(&self) -> Blobs<'a> {
         self.blobs
     }
 
-    /// Whether a pack is gone, and what lay in it may be found elsewhere now.
+    /// Whether a pack is gone, and a newer index may locate its blobs elsewhere.
     pub(crate) fn is_elsewhere(&self, pack: u32) -> Result<bool, RepoError> {
         self.blobs.is_elsewhere(pack)
     }
@@ -172,18 +170,18 @@ impl<'a> PageMap<'a> {
         self.blobs.index.find(id)
     }
 
-    /// Where the other blobs of a frame lie.
+    /// A lookup of the other blobs of a frame.
     pub(crate) fn frame_of(&self, at: Place) -> FrameLookup<'a> {
         FrameLookup::new(self.blobs.index, at)
     }
 
-    /// Makes the current versions of pages of what their tables say.
+    /// Turns the contents of pages without deltas, in `memory`, into the current ones.
     pub(crate) fn apply_deltas(&self, pages: &[u64], memory: &mut [u8]) -> Result<(), RepoError> {
         let pages: Vec<u32> = pages.iter().map(|&page| page as u32).collect();
         self.deltas.apply(self.blobs, &pages, memory)
     }
 
-    /// Keeps a segment, with what the layers say.
+    /// Keeps a segment, with the whole pages of the layers.
     fn keep(&self, number: u64, mut entries: Vec<PageRef>) -> &[PageRef] {
         let first = number * SEGMENT_PAGES;
         let end = first + entries.len() as u64;
@@ -197,9 +195,9 @@ impl<'a> PageMap<'a> {
         self.segments[number as usize].get_or_init(|| entries.into())
     }
 
-    /// Hands each of the wanted pages to `sink`, in no order, from up to `threads` threads at once.
-    /// Every blob they are made of is verified against its id. The first error, of reading or of `sink`, ends it;
-    /// some pages have been handed over by then. Takes about 130 bytes a page, and 5 MiB a thread.
+    /// Passes each of the wanted pages to `sink`, in no particular order, from up to `threads` threads at once.
+    /// Every blob of them is verified against its id. The first error, of a read or of `sink`, ends it; some
+    /// pages have been passed on by then. Takes about 130 bytes a page, and 5 MiB a thread.
     pub fn read_pages<E: From<RepoError> + Send>(
         &self,
         wanted: impl IntoIterator<Item = u64>,
@@ -213,7 +211,7 @@ impl<'a> PageMap<'a> {
                 // A table has less than 2^30 pages.
                 _ if self.deltas.has(page as u32) => changed.push(page as u32),
                 PageRef::Stored(id) => whole.push((id, page)),
-                PageRef::Zero => sink(page, &[0; PAGE_BYTES])?,
+                PageRef::Zero => sink(page, &[0; PAGE])?,
             }
         }
         let next = |page: u64, other: u64| page + 1 == other;
@@ -223,11 +221,11 @@ impl<'a> PageMap<'a> {
         self.read_changed(&changed, threads, sink)
     }
 
-    /// The contents of these pages, which ascend, one behind the other.
+    /// The contents of these pages, which are given in ascending order, one after the other.
     pub fn read_together(&self, wanted: &[u64]) -> Result<Vec<u8>, RepoError> {
-        let all = Mutex::new(vec![0; wanted.len() * PAGE_BYTES]);
+        let all = Mutex::new(vec![0; wanted.len() * PAGE]);
         self.read_pages(wanted.iter().copied(), 1, &|page, bytes| {
-            // Those behind it in memory are behind it in the list.
+            // The pages after it in `bytes` also follow it in the list.
             let slot = wanted.partition_point(|&other| other < page);
             copy_pages(&mut lock(&all), slot, bytes)
         })?;
@@ -277,7 +275,7 @@ impl<'a> PageMap<'a> {
         sink: PageSink<'_, E>,
     ) -> Result<(), E> {
         memory.clear();
-        memory.resize(group.len() * PAGE_BYTES, 0);
+        memory.resize(group.len() * PAGE, 0);
         let mut stored = Vec::new();
         for (slot, &page) in group.iter().enumerate() {
             if let PageRef::Stored(id) = self.base(page.into())? {
@@ -291,7 +289,7 @@ impl<'a> PageMap<'a> {
         self.deltas.apply(self.blobs, group, memory)?;
         let mut rest = &memory[..];
         for together in group.chunk_by(|page, next| page + 1 == *next) {
-            let (bytes, behind) = rest.split_at(together.len() * PAGE_BYTES);
+            let (bytes, behind) = rest.split_at(together.len() * PAGE);
             rest = behind;
             sink(together[0].into(), bytes)?;
         }
@@ -300,12 +298,12 @@ impl<'a> PageMap<'a> {
 }
 
 fn copy_pages(into: &mut [u8], slot: usize, bytes: &[u8]) -> Result<(), RepoError> {
-    let start = slot * PAGE_BYTES;
+    let start = slot * PAGE;
     match into.get_mut(start..start + bytes.len()) {
-        Some(pages) if bytes.len().is_multiple_of(PAGE_BYTES) => pages.copy_from_slice(bytes),
+        Some(pages) if bytes.len().is_multiple_of(PAGE) => pages.copy_from_slice(bytes),
         _ => {
             return Err(RepoError::Table {
-                what: "a blob of a page has not the length of a page".into(),
+                what: "the blob of a page does not have the length of a page".into(),
             });
         }
     }

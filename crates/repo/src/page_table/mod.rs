@@ -1,4 +1,4 @@
-//! Which content each page of a RAM block has: tables, the layers of changes over them, and their readers.
+//! The content of each page of a RAM block: tables, the layers of changes over them, and their readers.
 
 pub(crate) mod builder;
 pub mod layer;

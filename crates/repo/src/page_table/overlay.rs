@@ -1,11 +1,11 @@
-//! Layers laid over each other, and the deltas that are left of them.
+//! Several layers merged, and the deltas that remain.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use stillframe_page::PageIndex;
+use stillframe_page::PAGE;
 use stillframe_page::bitmap::DirtyBitmap;
-use stillframe_page::delta::{Delta, PAGE_BYTES};
+use stillframe_page::delta::Delta;
 use stillframe_page::hash::ContentId;
 
 use crate::blobs::Blobs;
@@ -15,10 +15,10 @@ use crate::page_table::layer::Layer;
 use crate::page_table::table::{PageRef, bad_blob};
 use crate::sync::lock;
 
-/// Pages that deltas are applied to together: 4 MiB.
+/// Number of pages that deltas are applied to at once: 4 MiB.
 pub(crate) const GROUP_PAGES: usize = 1024;
 
-/// Bytes of parts that are kept in memory for reads of other pages of them.
+/// Bytes of parts that are cached for reads of their other pages.
 const RECENT_BYTES_MAX: usize = 16 << 20;
 
 /// Several layers merged.
@@ -31,7 +31,7 @@ pub(crate) struct Overlay {
     pub(crate) newest: Vec<u32>,
 }
 
-/// Which deltas make the current version of which page.
+/// The deltas of each page.
 #[derive(Default)]
 pub(crate) struct Deltas {
     /// By page, then oldest first.
@@ -41,7 +41,7 @@ pub(crate) struct Deltas {
     recent: Mutex<Recent>,
 }
 
-/// Parts read lately, for pages that have their changes in the same: the last one used is the last.
+/// Recently used parts, for pages with changes in the same part. The one used last is the last.
 #[derive(Default)]
 struct Recent {
     parts: Vec<(u32, Arc<Delta>)>,
@@ -64,8 +64,8 @@ impl Overlay {
         let mut whole = Vec::new();
         let mut deltas = Deltas::default();
         let mut newest = None;
-        // Newest first: what is older than a whole content does not count.
-        let mut settled = DirtyBitmap::new(match layers {
+        // Newest first: anything older than a whole content is ignored.
+        let mut covered = DirtyBitmap::new(match layers {
             [] => 0,
             _ => pages,
         });
@@ -74,20 +74,20 @@ impl Overlay {
                 .map_err(|error| bad_blob(&layer.id, &error))?;
             newest.get_or_insert_with(|| layer.pages());
             for part in layer.parts {
-                // Each has a page at least, and pages fit 32 bits.
+                // Each part has at least one page, and pages fit 32 bits.
                 let number = deltas.parts.len() as u32;
                 deltas.parts.push(part.id);
-                let unsettled = |page: &u32| !settled.get(PageIndex((*page).into()));
-                let pages = part.pages.into_iter().filter(unsettled);
+                let uncovered = |page: &u32| !covered.get((*page).into());
+                let pages = part.pages.into_iter().filter(uncovered);
                 deltas
                     .links
                     .extend(pages.map(|page| Link { page, part: number }));
             }
-            let is_newest = |&(page, _): &(u32, PageRef)| settled.set(PageIndex(page.into()));
+            let is_newest = |&(page, _): &(u32, PageRef)| covered.set(page.into());
             whole.extend(layer.whole.into_iter().filter(is_newest));
         }
         whole.sort_unstable_by_key(|&(page, _)| page);
-        deltas.turn();
+        deltas.reverse();
         Ok(Overlay {
             whole,
             deltas,
@@ -97,8 +97,8 @@ impl Overlay {
 }
 
 impl Deltas {
-    /// From newest to oldest first.
-    fn turn(&mut self) {
+    /// Reverses the order from newest first to oldest first.
+    fn reverse(&mut self) {
         self.parts.reverse();
         let last = self.parts.len().saturating_sub(1) as u32;
         for link in &mut self.links {
@@ -142,8 +142,8 @@ impl Deltas {
         links.map(|link| self.parts[link.part as usize]).collect()
     }
 
-    /// Makes the current version of each of `pages` out of what lies in `memory`, one behind the
-    /// other.
+    /// Turns the content without deltas of each of `pages`, one after the other in `memory`, into the current
+    /// one.
     pub(crate) fn apply(
         &self,
         blobs: Blobs<'_>,
@@ -156,13 +156,16 @@ impl Deltas {
                 by_part.entry(link.part).or_default().push(slot);
             }
         }
-        let (memory, _) = memory.as_chunks_mut::<PAGE_BYTES>();
+        let (memory, _) = memory.as_chunks_mut::<PAGE>();
         for (part, slots) in by_part {
             let delta = self.part(blobs, part)?;
             for slot in slots {
                 let page = pages[slot];
                 let index = delta.index_of(page).ok_or_else(|| {
-                    self.damaged(part, format!("it does not hold the change of page {page}"))
+                    self.damaged(
+                        part,
+                        format!("it does not contain the change of page {page}"),
+                    )
                 })?;
                 delta.apply(index, &mut memory[slot]);
             }
@@ -170,7 +173,7 @@ impl Deltas {
         Ok(())
     }
 
-    /// One of the parts, from memory if it was read lately.
+    /// One of the parts, from the cache if it was read recently.
     fn part(&self, blobs: Blobs<'_>, part: u32) -> Result<Arc<Delta>, RepoError> {
         if let Some(found) = lock(&self.recent).take(part) {
             return Ok(found);
@@ -202,7 +205,7 @@ impl Recent {
     fn add(&mut self, part: u32, delta: Arc<Delta>) {
         self.bytes += delta.memory_bytes();
         self.parts.push((part, delta));
-        // Two threads may have read the same: then it is there twice for a while.
+        // Two threads may have read the same part, which is then cached twice for a while.
         while self.bytes > RECENT_BYTES_MAX && self.parts.len() > 1 {
             let (_, oldest) = self.parts.remove(0);
             self.bytes -= oldest.memory_bytes();

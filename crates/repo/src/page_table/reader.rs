@@ -1,7 +1,6 @@
-//! Single pages out of page maps, for a guest that touches a page which is not there yet: it cannot wait for
-//! many.
+//! Reads single pages of page maps, for the faults of a lazily restored guest.
 
-use stillframe_page::delta::PAGE_BYTES;
+use stillframe_page::PAGE;
 use stillframe_page::hash::ContentId;
 
 use crate::blobs::Blobs;
@@ -11,20 +10,30 @@ use crate::pack::place::Place;
 use crate::page_table::map::PageMap;
 use crate::page_table::table::PageRef;
 
-/// Where pages go: the number of the first, and the bytes of all.
-pub type NearSink<'s, E> = &'s mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
+/// Receives pages: the number of the first, and the bytes of all.
+pub type NeighbourSink<'s, E> = &'s mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
 
-/// When a page is handed over.
-#[derive(Clone, Copy)]
-enum Haste {
-    /// Before any other is made: a thread waits for it.
-    First,
-    /// With the others.
-    InItsPlace,
+/// The order in which a page and its neighbours are passed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReadOrder {
+    /// The requested page first, before any work for its neighbours: a thread waits for it.
+    RequestedFirst,
+    /// All pages in ascending order, adjacent ones in one call.
+    Ascending,
 }
 
-/// Reads pages one at a time, with what comes with them at little cost. The state of one thread; takes
-/// up to 5 MiB, and keeps a few packs open.
+/// A page to read, and other pages that may be read with it.
+#[derive(Debug, Clone, Copy)]
+pub struct PageRequest<'n> {
+    /// The number of the page.
+    pub page: u64,
+    /// The numbers of the other pages, ascending.
+    pub neighbours: &'n [u64],
+    /// The order in which they are passed on.
+    pub order: ReadOrder,
+}
+
+/// Reads single pages with fault-around. The state of one thread; takes up to 5 MiB, and keeps a few packs open.
 pub struct PageReader<'a> {
     frames: FrameReader<'a>,
 }
@@ -33,55 +42,31 @@ impl<'a> PageMap<'a> {
     /// A reader of single pages, for all page maps of this repository.
     ///
     /// # Errors
-    /// No decoder can be had.
+    /// No decoder can be created.
     pub fn page_reader(&self) -> Result<PageReader<'a>, RepoError> {
         PageReader::new(self.blobs())
     }
 }
 
 impl<'a> PageReader<'a> {
-    /// For page maps of the same repository.
+    /// A reader for page maps of this repository.
     pub fn new(from: impl Into<Blobs<'a>>) -> Result<PageReader<'a>, RepoError> {
         Ok(PageReader {
             frames: from.into().frame_reader()?,
         })
     }
 
-    /// Hands over a page, and then those of `neighbours` (which ascend) that are now quickly made: they
-    /// lie in the same frame, or have their changes in the same deltas. Every blob is verified against
-    /// its id.
-    pub fn read_near<E: From<RepoError>>(
+    /// Passes a page to `sink`, and those of its neighbours that cost little more: they lie in the same frame, or
+    /// have their changes in the same deltas. Every blob is verified against its id.
+    pub fn read<E: From<RepoError>>(
         &mut self,
         map: &PageMap<'_>,
-        page: u64,
-        neighbours: &[u64],
-        sink: NearSink<'_, E>,
+        request: PageRequest<'_>,
+        sink: NeighbourSink<'_, E>,
     ) -> Result<(), E> {
-        self.read(map, (page, Haste::First), neighbours, sink)
-    }
-
-    /// As [`PageReader::read_near`], for a page that no thread waits for: it is handed over in the order of
-    /// the pages, adjacent ones with one call.
-    pub fn read_together<E: From<RepoError>>(
-        &mut self,
-        map: &PageMap<'_>,
-        page: u64,
-        neighbours: &[u64],
-        sink: NearSink<'_, E>,
-    ) -> Result<(), E> {
-        self.read(map, (page, Haste::InItsPlace), neighbours, sink)
-    }
-
-    fn read<E: From<RepoError>>(
-        &mut self,
-        map: &PageMap<'_>,
-        page: (u64, Haste),
-        neighbours: &[u64],
-        sink: NearSink<'_, E>,
-    ) -> Result<(), E> {
-        let read = match map.is_changed(page.0) {
-            true => self.read_changed(map, page, neighbours, sink),
-            false => self.read_whole(map, page, neighbours, sink),
+        let read = match map.is_changed(request.page) {
+            true => self.read_changed(map, request, sink),
+            false => self.read_whole(map, request, sink),
         };
         if read.is_err() {
             self.frames.close_packs();
@@ -89,23 +74,27 @@ impl<'a> PageReader<'a> {
         read
     }
 
-    /// A page that has deltas, and those of the others that have the same.
+    /// Reads a page with deltas, and the neighbours that have the same deltas.
     fn read_changed<E: From<RepoError>>(
         &mut self,
         map: &PageMap<'_>,
-        (page, haste): (u64, Haste),
-        neighbours: &[u64],
-        hand_over: NearSink<'_, E>,
+        request: PageRequest<'_>,
+        sink: NeighbourSink<'_, E>,
     ) -> Result<(), E> {
-        // From here on the table's entries of its neighbours are in memory, too.
+        let PageRequest {
+            page,
+            neighbours,
+            order,
+        } = request;
+        // From here on the neighbours' entries of the table are in memory, too.
         map.base(page)?;
         let others = neighbours.iter().copied();
         let mut pages: Vec<u64> = others
             .filter(|&other| map.has_deltas_of(other, page))
             .collect();
-        match haste {
-            Haste::First => hand_over(page, &self.changed(map, &[page])?)?,
-            Haste::InItsPlace => {
+        match order {
+            ReadOrder::RequestedFirst => sink(page, &self.changed(map, &[page])?)?,
+            ReadOrder::Ascending => {
                 pages.push(page);
                 pages.sort_unstable();
             }
@@ -113,34 +102,34 @@ impl<'a> PageReader<'a> {
         let memory = self.changed(map, &pages)?;
         let mut rest = &memory[..];
         for together in pages.chunk_by(|page, next| page + 1 == *next) {
-            let (bytes, behind) = rest.split_at(together.len() * PAGE_BYTES);
+            let (bytes, behind) = rest.split_at(together.len() * PAGE);
             rest = behind;
-            hand_over(together[0], bytes)?;
+            sink(together[0], bytes)?;
         }
         Ok(())
     }
 
-    /// A page that is stored as a whole, and those of the others that lie in its frame.
+    /// Reads a page that is stored as a whole, and the neighbours in its frame.
     fn read_whole<E: From<RepoError>>(
         &mut self,
         map: &PageMap<'_>,
-        (page, haste): (u64, Haste),
-        neighbours: &[u64],
-        hand_over: NearSink<'_, E>,
+        request: PageRequest<'_>,
+        sink: NeighbourSink<'_, E>,
     ) -> Result<(), E> {
+        let page = request.page;
         let PageRef::Stored(id) = map.base(page)? else {
-            return hand_over(page, &[0; PAGE_BYTES]);
+            return sink(page, &[0; PAGE]);
         };
         let at = self.read_frame_of(map, &id)?;
         let blob = self.frames.blob(&at, &id)?;
         let mut found: Vec<(u64, Place)> = Vec::new();
-        match haste {
-            Haste::First => hand_over(page, blob)?,
-            Haste::InItsPlace => found.push((page, at)),
+        match request.order {
+            ReadOrder::RequestedFirst => sink(page, blob)?,
+            ReadOrder::Ascending => found.push((page, at)),
         }
         let frame = map.frame_of(at);
-        for &page in neighbours {
-            // Only what is known to lie there: else more of the table would have to be read.
+        for &page in request.neighbours {
+            // Only entries in memory: others would need a read of the table.
             if !map.is_changed(page)
                 && let Some(PageRef::Stored(id)) = map.known_base(page)
                 && let Some(other) = frame.find(&id)
@@ -156,12 +145,12 @@ impl<'a> PageReader<'a> {
         for together in found.chunk_by(follows) {
             let (page, first) = &together[0];
             let bytes = together.iter().map(|(_, at)| at.bytes).sum();
-            hand_over(*page, self.frames.together(first, bytes)?)?;
+            sink(*page, self.frames.together(first, bytes)?)?;
         }
         Ok(())
     }
 
-    /// Reads the frame that a blob lies in; where its pack is gone, from where it is now.
+    /// Reads the frame of a blob; if its pack is gone, looks the blob up again.
     fn read_frame_of(&mut self, map: &PageMap<'_>, id: &ContentId) -> Result<Place, RepoError> {
         let mut at = map.locate(id)?;
         if let Err(error) = self.frames.open_pack(at.pack) {
@@ -173,20 +162,20 @@ impl<'a> PageReader<'a> {
         self.frames.read_frame(&at).map(|()| at)
     }
 
-    /// The contents of pages that have deltas, one behind the other.
+    /// The contents of pages that have deltas, one after the other.
     fn changed(&mut self, map: &PageMap<'_>, pages: &[u64]) -> Result<Vec<u8>, RepoError> {
-        let mut memory = vec![0; pages.len() * PAGE_BYTES];
-        let (slots, _) = memory.as_chunks_mut::<PAGE_BYTES>();
+        let mut memory = vec![0; pages.len() * PAGE];
+        let (slots, _) = memory.as_chunks_mut::<PAGE>();
         for (&page, slot) in pages.iter().zip(slots) {
             let PageRef::Stored(id) = map.base(page)? else {
                 continue;
             };
             let at = self.read_frame_of(map, &id)?;
             let whole = self.frames.blob(&at, &id)?;
-            slot.copy_from_slice(whole.first_chunk::<PAGE_BYTES>().ok_or_else(|| {
+            slot.copy_from_slice(whole.first_chunk::<PAGE>().ok_or_else(|| {
                 RepoError::Damaged {
                     file: format!("blob {id}"),
-                    what: "it has not the length of a page".into(),
+                    what: "it does not have the length of a page".into(),
                 }
             })?);
         }

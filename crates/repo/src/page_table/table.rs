@@ -1,4 +1,4 @@
-//! Page tables: which content each page of a RAM block has.
+//! Page tables: the content of each page of a RAM block.
 //!
 //! ```text
 //! root blob      [ segment 0 | segment 1 | ... ]      each all-zero, or the id of a segment blob
@@ -18,10 +18,10 @@ use crate::format::layout::{Cursor, FormatError};
 use crate::format::manifest::PAGES_MAX;
 use crate::writer::Writer;
 
-/// Pages a segment covers (the last one of a table: the rest).
+/// Number of pages that a segment covers; the last one of a table covers the rest.
 pub const SEGMENT_PAGES: u64 = 512;
 
-/// Segments read or written per batch: bounds memory, and lets neighbours be read together.
+/// Number of segments read or written per batch: bounds memory, and lets neighbours be read together.
 pub(crate) const BATCH: usize = 256;
 
 const ENTRY_ZERO: u8 = 0;
@@ -39,7 +39,7 @@ pub enum PageRef {
     Stored(ContentId),
 }
 
-/// Reads a root blob: what each segment of a table of `pages` pages is.
+/// Decodes a root blob: the segments of a table of `pages` pages.
 pub fn decode_root(bytes: &[u8], pages: u64) -> Result<Vec<PageRef>, FormatError> {
     let mut cursor = Cursor::new(bytes);
     if cursor.array()? != *ROOT_MAGIC {
@@ -56,7 +56,7 @@ pub fn decode_root(bytes: &[u8], pages: u64) -> Result<Vec<PageRef>, FormatError
     decode_entries(cursor, pages.div_ceil(SEGMENT_PAGES))
 }
 
-/// Reads a root blob without knowing what it should cover: the number of pages, and the segments.
+/// Decodes a root blob of a table of any size: the number of pages, and the segments.
 pub(crate) fn decode_root_of_any_size(bytes: &[u8]) -> Result<(u64, Vec<PageRef>), FormatError> {
     let mut cursor = Cursor::new(bytes);
     cursor.take(ROOT_MAGIC.len())?;
@@ -64,7 +64,7 @@ pub(crate) fn decode_root_of_any_size(bytes: &[u8]) -> Result<(u64, Vec<PageRef>
     Ok((pages, decode_root(bytes, pages)?))
 }
 
-/// Reads a segment blob without knowing how many pages it covers.
+/// Decodes a segment blob of any number of pages.
 pub(crate) fn decode_segment_of_any_size(bytes: &[u8]) -> Result<Vec<PageRef>, FormatError> {
     // Only the last segment of a table is not full.
     decode_segment(bytes, SEGMENT_PAGES).or_else(|error| {
@@ -74,7 +74,7 @@ pub(crate) fn decode_segment_of_any_size(bytes: &[u8]) -> Result<Vec<PageRef>, F
     })
 }
 
-/// Reads a segment blob of `pages` pages.
+/// Decodes a segment blob of `pages` pages.
 pub fn decode_segment(bytes: &[u8], pages: u64) -> Result<Vec<PageRef>, FormatError> {
     let mut cursor = Cursor::new(bytes);
     if cursor.array()? != *SEGMENT_MAGIC {
@@ -130,13 +130,13 @@ pub(crate) fn encode_segment(entries: &[PageRef]) -> Vec<u8> {
     out
 }
 
-/// How many pages segment `number` of a table of `pages` pages covers.
+/// Number of pages that segment `number` of a table of `pages` pages covers.
 pub(crate) fn segment_pages(pages: u64, number: u64) -> u64 {
     SEGMENT_PAGES.min(pages.saturating_sub(number * SEGMENT_PAGES))
 }
 
-/// Makes a page table, new or from one there is, and remembers only the changed pages: about 40
-/// bytes for each, until [`TableEditor::finish`] writes the segments they lie in.
+/// Builds a page table, new or from an existing one. Keeps only the changed pages in memory, about 40 bytes for
+/// each, until [`TableEditor::finish`] writes their segments.
 pub(crate) struct TableEditor {
     pages: u64,
     segments: Vec<PageRef>,
@@ -170,7 +170,7 @@ impl TableEditor {
         })
     }
 
-    /// Says what a page is. A page outside the table makes `finish` fail.
+    /// Sets the content of a page. A page outside the table makes `finish` fail.
     pub(crate) fn set(&mut self, page: u64, content: PageRef) {
         if page >= self.pages {
             self.outside = Some(page);
@@ -191,7 +191,7 @@ impl TableEditor {
         edits.push(((page % SEGMENT_PAGES) as u16, content));
     }
 
-    /// Writes what changed and returns the root.
+    /// Writes the changed segments and returns the root.
     pub(crate) fn finish(mut self, writer: &mut Writer<'_>) -> Result<ContentId, RepoError> {
         if let Some(page) = self.outside {
             return Err(RepoError::Table {
@@ -216,7 +216,7 @@ impl TableEditor {
         writer.put_unnamed(&encode_root(self.pages, &self.segments))
     }
 
-    /// The segments of a batch as they were.
+    /// The segments of a batch before the changes.
     fn read_old(
         &self,
         blobs: Blobs<'_>,
@@ -228,7 +228,7 @@ impl TableEditor {
 }
 
 fn put_segment(writer: &mut Writer<'_>, entries: &[PageRef]) -> Result<PageRef, RepoError> {
-    // Always the same way to say "all zero", so that equal memory has equal roots.
+    // "All zero" has one encoding, so that equal memory has equal roots.
     if entries.iter().all(|entry| *entry == PageRef::Zero) {
         return Ok(PageRef::Zero);
     }

@@ -1,16 +1,17 @@
 //! A repository's files in a local directory: the only place that touches the file system.
 //!
-//! Files are made whole or not at all: written under `tmp/`, fsynced, renamed to their final
-//! name, and the directory fsynced, in this order. Key files, packs, index files and manifests never
-//! change after that and are only removed; each is named by a hash of its bytes. `config` never changes
-//! either, and is created only if it is absent.
+//! Files are created atomically: written under `tmp/`, fsynced, renamed to their final name, and the directory
+//! fsynced, in this order. Key files, packs, index files and manifests never change after that and are only
+//! removed; each is named by a hash of its bytes. `config` never changes either, and is created only if it is
+//! absent.
 //!
-//! Three kinds of files are replaced as a whole under a fixed name. A working set is a hint on which
-//! nothing depends. A lock is replaced by its owner only, and a lease by the process that restores its VM.
-//! Locks and leases are not fsynced: after a crash of the machine their processes are gone.
+//! Three kinds of files are replaced as a whole under a fixed name. A working set is a hint on which nothing
+//! depends. A lock is replaced by its owner only, and a lease by the process that restores its VM. Locks and
+//! leases are not fsynced: after a crash of the machine their processes are gone.
 //!
-//! So a store has to offer: create if absent (`config`), atomic replace of a whole object, read of a range,
-//! list, remove, length, and time of change (the age of locks). A list must show an object as soon as it is written.
+//! A store therefore offers: create if absent (`config`), atomic replace of a whole object, read of a range,
+//! list, remove, length, and time of change (the age of locks). A list must include an object as soon as it is
+//! written.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -53,7 +54,7 @@ impl Area {
         Area::Temporary,
     ];
 
-    /// The fault point of a file that is there now, all but for its name.
+    /// The fault point just before a file gets its name.
     fn made(self) -> Option<Point> {
         match self {
             Area::Keys => Some(Point::KeyWrite),
@@ -67,7 +68,7 @@ impl Area {
         }
     }
 
-    /// The fault point of a file that is about to go.
+    /// The fault point just before a file is removed.
     fn removed(self) -> Option<Point> {
         match self {
             Area::Keys => Some(Point::KeyRemove),
@@ -98,10 +99,10 @@ impl Area {
 /// The name of the file that makes a directory a repository.
 pub(crate) const CONFIG: &str = "config";
 
-/// What an unfinished lock or lease file ends in.
+/// The extension of an unfinished lock or lease file.
 pub(crate) const UNFINISHED_LOCK: &str = "new";
 
-/// A party that can read key files can try guessed passwords on them.
+/// Only the owner has access: a party that can read key files can try guessed passwords on them.
 const PRIVATE_FOLDER: u32 = 0o700;
 const PRIVATE_FILE: u32 = 0o600;
 
@@ -115,7 +116,7 @@ pub(crate) struct LocalStore {
     pub(crate) faults: crate::tests::faults::Faults,
 }
 
-/// What is about to be done to the disk; tests count, record and refuse these.
+/// An operation on the disk that is about to be done; tests count, record and refuse them.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(
     not(test),
@@ -153,8 +154,8 @@ impl LocalStore {
         &self.root
     }
 
-    /// Where a file lies. Packs are spread over 256 folders by the first two digits of their
-    /// name: a long watch makes hundreds of thousands.
+    /// The path of a file. Packs are spread over 256 folders by the first two digits of their name: a long watch
+    /// makes hundreds of thousands.
     pub(crate) fn path(&self, area: Area, name: &str) -> PathBuf {
         let folder = match area {
             Area::Packs => self.pack_folder(name),
@@ -168,16 +169,16 @@ impl LocalStore {
         packs.join(pack.get(..2).unwrap_or(pack))
     }
 
-    /// How a file is called in messages.
+    /// The name of a file in messages: its path in the repository.
     pub(crate) fn label(&self, area: Area, name: &str) -> String {
         let path = self.path(area, name);
         let relative = path.strip_prefix(&self.root).unwrap_or(&path);
         relative.display().to_string()
     }
 
-    /// Makes the folders of a new repository.
+    /// Creates the folders of a new repository.
     pub(crate) fn create_folders(&self) -> Result<(), RepoError> {
-        // Folders above are no part of the repository: as the umask wants them.
+        // Folders above do not belong to the repository: the umask decides their mode.
         if let Some(above) = self.root.parent() {
             fs::create_dir_all(above).map_err(|error| RepoError::io("create", above, error))?;
         }
@@ -192,8 +193,8 @@ impl LocalStore {
         self.sync_folder(&self.root)
     }
 
-    /// Sees that a folder is there and its own name durable: once for each folder of packs, since another
-    /// process may have made it just now, and may end before it has synced that.
+    /// Ensures that a folder exists and that its own name is durable. Each folder of packs is synced once:
+    /// another process may have just created it, and may end before it has synced the name.
     fn ensure_folder(&self, path: &Path) -> Result<(), RepoError> {
         let parent = path.parent().unwrap_or(&self.root);
         let is_there = path.is_dir();
@@ -210,26 +211,26 @@ impl LocalStore {
         Ok(())
     }
 
-    /// Makes a folder that is missing, durably. Where its name cannot be made durable it is removed again:
-    /// a folder that is there is taken for durable by those who come later.
+    /// Creates a missing folder durably. If its name cannot be made durable, the folder is removed again: later
+    /// calls take an existing folder for durable.
     fn create_folder(&self, path: &Path) -> Result<(), RepoError> {
         self.step(Step::CreateFolder(path))?;
         match fs::DirBuilder::new().mode(PRIVATE_FOLDER).create(path) {
             Ok(()) => {}
-            // Of another process, which may have made it just now and not have synced it yet.
+            // Another process may have just created it, and not have synced it yet.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(RepoError::io("create", path, error)),
         }
         // `path` has a parent: it was joined from the repository's folder and a name.
         let synced = self.sync_folder(path.parent().unwrap_or(&self.root));
         if synced.is_err() {
-            // Refused where another process has put a file into it, and synced that.
+            // Fails if another process has put a file into it and synced that.
             let _ = fs::remove_dir(path);
         }
         synced
     }
 
-    /// The names of the files in an area, in no order; a folder that does not exist is empty.
+    /// The names of the files in an area, in no particular order; a missing folder counts as empty.
     pub(crate) fn names(&self, area: Area) -> Result<Vec<String>, RepoError> {
         let folder = self.root.join(area.folder());
         let mut names = Vec::new();
@@ -243,20 +244,20 @@ impl LocalStore {
             let path = folder.join(&group);
             match path.is_dir() {
                 true => read_names(&path, &mut names)?,
-                // Not ours; named so that `check` can report it.
+                // Not a folder of packs; listed so that `check` can report it.
                 false => names.push(group),
             }
         }
         Ok(names)
     }
 
-    /// Length of a file in bytes, `None` when there is none of that name. Links are followed, as in
-    /// reading: packs may have been moved to another disk.
+    /// Length of a file in bytes, `None` if there is none of that name. Links are followed, as in reads: packs
+    /// may have been moved to another disk.
     pub(crate) fn length(&self, area: Area, name: &str) -> Result<Option<u64>, RepoError> {
         Ok(metadata(&self.path(area, name))?.map(|data| data.len()))
     }
 
-    /// When a pack last came to or went from a folder, `None` when there is no such folder.
+    /// When a pack was last added to or removed from a folder, `None` if there is no such folder.
     pub(crate) fn pack_folder_changed(&self, folder: u8) -> Result<Option<SystemTime>, RepoError> {
         let path = self.pack_folder(&format!("{folder:02x}"));
         let changed = metadata(&path)?.map(|data| data.modified());
@@ -277,7 +278,7 @@ impl LocalStore {
         open_file(&path).map_err(|error| RepoError::io("open", &path, error))
     }
 
-    /// The whole of a file that is meant to be small; `limit_bytes` bounds the memory taken.
+    /// Reads the whole of a small file; `limit_bytes` bounds the memory taken.
     pub(crate) fn read(
         &self,
         area: Area,
@@ -292,16 +293,16 @@ impl LocalStore {
         read_path(&self.root.join(CONFIG), LIMIT_BYTES)
     }
 
-    /// Writes a whole file durably. The same name again is the same bytes again.
+    /// Writes a whole file durably, in place of one of the same name.
     pub(crate) fn create(&self, area: Area, name: &str, bytes: &[u8]) -> Result<(), RepoError> {
         let mut file = self.create_temporary()?;
         file.write(self, bytes)?;
         file.publish(self, area, name)
     }
 
-    /// Writes the file of a lock or lease: whole, but not forced to disk, since after a crash of the
-    /// machine its owner is gone anyway. Not by way of `tmp/`, which prune clears while others wait for
-    /// it.
+    /// Writes the file of a lock or lease atomically, but without an fsync: after a crash of the machine its
+    /// owner is gone. It does not pass through `tmp/`, which prune clears while other processes wait for their
+    /// locks.
     pub(crate) fn create_passing(
         &self,
         area: Area,
@@ -366,7 +367,7 @@ impl LocalStore {
         })
     }
 
-    /// Removes a file; one that is gone already is fine.
+    /// Removes a file; a missing one is no error.
     pub(crate) fn remove(&self, area: Area, name: &str) -> Result<(), RepoError> {
         let path = self.path(area, name);
         pass(area.removed(), "remove", &path)?;
@@ -379,8 +380,7 @@ impl LocalStore {
         }
     }
 
-    /// Makes the removals in an area durable. A copy of a repository may have lost the folder, if it was
-    /// empty.
+    /// Makes the removals in an area durable. A copy of a repository may have lost the folder if it was empty.
     pub(crate) fn sync_area(&self, area: Area) -> Result<(), RepoError> {
         match self.sync_folder(&self.root.join(area.folder())) {
             Err(error) if error.is_absent() => Ok(()),
@@ -405,7 +405,7 @@ impl LocalStore {
     #[expect(
         clippy::unused_self,
         clippy::unnecessary_wraps,
-        reason = "the shape of the tests' one"
+        reason = "the same signature as in tests"
     )]
     fn step(&self, _: Step<'_>) -> Result<(), RepoError> {
         Ok(())
@@ -467,13 +467,13 @@ impl TemporaryFile {
 impl Drop for TemporaryFile {
     fn drop(&mut self) {
         if !self.published {
-            // What cannot be removed now, prune removes.
+            // Prune removes a file that cannot be removed now.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// Passes a fault point, as if the system had refused the step.
+/// Passes a fault point. An injected error is reported like one of the system.
 fn pass(point: Option<Point>, doing: &'static str, path: &Path) -> Result<(), RepoError> {
     let passed = point.map_or(Ok(()), fault::at);
     passed.map_err(|error| RepoError::io(doing, path, error))
@@ -507,8 +507,8 @@ fn read_names(folder: &Path, names: &mut Vec<String>) -> Result<(), RepoError> {
     Ok(())
 }
 
-/// Opens a file for reading. Anything else of that name, such as a pipe that nobody writes to, would have
-/// its reader wait for ever.
+/// Opens a regular file for reading. Anything else is an error: a read of a pipe without a writer would block
+/// forever.
 fn open_file(path: &Path) -> io::Result<File> {
     let at_once = OFlags::NONBLOCK.bits().cast_signed();
     let file = File::options()
@@ -519,7 +519,7 @@ fn open_file(path: &Path) -> io::Result<File> {
         true => Ok(file),
         false => Err(io::Error::new(
             io::ErrorKind::InvalidInput,
-            "it is no regular file",
+            "it is not a regular file",
         )),
     }
 }
@@ -527,7 +527,7 @@ fn open_file(path: &Path) -> io::Result<File> {
 fn read_path(path: &Path, limit_bytes: u64) -> Result<Vec<u8>, RepoError> {
     let read = || {
         let file = open_file(path)?;
-        // One more, so that the end is seen without growing.
+        // One byte more, so that the end is found without growing the buffer.
         let expected = file.metadata()?.len().min(limit_bytes).saturating_add(1);
         let mut bytes = Vec::with_capacity(expected as usize);
         file.take(limit_bytes.saturating_add(1))

@@ -8,11 +8,11 @@
 //!                                    -> another exclusive one?  remove own file, wait a random time, again
 //! ```
 //!
-//! Writing before looking is what makes it safe: of two that want the lock at once at least one
-//! sees the other. A lock is stale when its process is gone (same boot, same process numbers). A lock
-//! whose process is known to be alive is never stale. Where neither can be known (another machine,
-//! another container), a lock is stale half an hour after its file was last written, by the clock of
-//! the file system. Stale locks are removed by the process that finds them.
+//! Writing before listing makes it safe: of two processes that take the lock at once, at least one sees the
+//! other. A lock is stale when its process is gone (same boot, same process numbers). A lock whose process is
+//! known to be alive is never stale. Where neither is known (another machine, another container), a lock is stale
+//! half an hour after its file was last written, by the clock of the file system. The process that finds a stale
+//! lock removes it.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -35,10 +35,10 @@ const REFRESH: Duration = Duration::from_secs(5 * 60);
 /// After this long without a refresh a lock is stale, unless its owner is known to be alive.
 pub(crate) const STALE_AFTER: Duration = Duration::from_secs(30 * 60);
 
-/// How long removers wait for writers and readers to finish. New ones wait for them meanwhile.
+/// How long a remover waits for writers and readers to finish. New writers and readers wait meanwhile.
 pub(crate) const EXCLUSIVE_WAIT: Duration = Duration::from_secs(30);
 
-/// A held lock; dropping it gives it up.
+/// A held lock; a drop releases it.
 pub(crate) struct Lock {
     file: LockFile,
     // Dropping the sender ends the refresher.
@@ -55,13 +55,13 @@ struct LockFile {
 
 impl Drop for LockFile {
     fn drop(&mut self) {
-        // What cannot be removed now becomes stale when this process ends.
+        // A file that cannot be removed now becomes stale when this process ends.
         let _ = self.store.remove(Area::Locks, &self.name);
     }
 }
 
 impl Lock {
-    /// Takes a lock, waiting up to `wait` for conflicting ones to go.
+    /// Takes a lock, waiting up to `wait` for the release of conflicting ones.
     pub(crate) fn take(
         store: &Arc<LocalStore>,
         kind: LockKind,
@@ -72,9 +72,9 @@ impl Lock {
         let mut own: Option<LockFile> = None;
         loop {
             let file = match own.take() {
-                // Waiting can take longer than a lock lasts that is not refreshed.
+                // Waiting can take longer than a lock lasts without a refresh.
                 Some(file) if file.written.1.elapsed() < REFRESH => file,
-                Some(file) => file.again(&record)?,
+                Some(file) => file.rewrite(&record)?,
                 None => LockFile::write(store, &record)?,
             };
             let Some(other) = conflict(&file, kind)? else {
@@ -104,8 +104,8 @@ impl Lock {
             let interval = fault::interval(Point::LockRefresh, REFRESH);
             while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
                 record.refreshed = Timestamp::now().to_string();
-                // A lock that was removed is lost, not to be brought back; see `assert_held`.
-                // A refresh that fails is tried again; six in a row make the lock stale.
+                // A lock that was removed is lost and not written again; see `assert_held`. A refresh that fails
+                // is repeated; six failures in a row make the lock stale.
                 if fault::at(Point::LockRefresh).is_ok()
                     && store
                         .length(Area::Locks, &name)
@@ -129,16 +129,16 @@ impl Lock {
         })
     }
 
-    /// Whether this lock is still held, and no process waits for its end.
+    /// Whether this lock is still held, and no process waits for its release.
     pub(crate) fn is_undisputed(&self) -> bool {
         let disputed = || conflict(&self.file, LockKind::Shared);
         self.assert_held().is_ok() && matches!(disputed(), Ok(None))
     }
 
-    /// An error if another process took this lock for stale and removed it. Called before anything
-    /// that relies on no prune having run.
+    /// An error if another process took this lock for stale and removed it. Called before every step that relies
+    /// on no prune having run.
     pub(crate) fn assert_held(&self) -> Result<(), RepoError> {
-        // Opened, not only examined: a network file system may answer the latter from its cache.
+        // The file is opened: a network file system may answer `stat` from its cache.
         match self.file.store.open(Area::Locks, &self.file.name) {
             Ok(_) => Ok(()),
             Err(error) if error.is_absent() => Err(RepoError::LockLost {
@@ -148,7 +148,7 @@ impl Lock {
         }
     }
 
-    /// The time by the file system's clock, which the ages of its files are counted by.
+    /// The time by the file system's clock, from which the ages of its files are computed.
     pub(crate) fn now(&self) -> SystemTime {
         self.file.now()
     }
@@ -172,11 +172,11 @@ impl LockFile {
             name,
             written: (SystemTime::UNIX_EPOCH, Instant::now()),
         };
-        file.again(record)
+        file.rewrite(record)
     }
 
-    /// Writes it, also where it is there already.
-    fn again(mut self, record: &LockRecord) -> Result<LockFile, RepoError> {
+    /// Writes the file, in place of an existing one.
+    fn rewrite(mut self, record: &LockRecord) -> Result<LockFile, RepoError> {
         self.store
             .create_passing(Area::Locks, &self.name, &record.encode())?;
         match self.store.modified(Area::Locks, &self.name)? {
@@ -190,14 +190,14 @@ impl LockFile {
         Ok(self)
     }
 
-    /// The time by the file system's clock. After the machine slept it is early, so that files seem
-    /// younger than they are.
+    /// The time by the file system's clock. After a suspend of the machine it is early, so files seem younger
+    /// than they are.
     fn now(&self) -> SystemTime {
         self.written.0 + self.written.1.elapsed()
     }
 }
 
-/// Whether a lock counts no more, whose file was last written `age` ago.
+/// Whether a lock whose file was last written `age` ago is stale.
 pub(crate) fn is_stale(record: &LockRecord, age: Duration) -> bool {
     match record.holder.life() {
         Life::Gone => true,
@@ -218,11 +218,11 @@ fn conflict(own: &LockFile, kind: LockKind) -> Result<Option<LockRecord>, RepoEr
             Err(error) if error.is_absent() => continue,
             other => other?,
         };
-        // After reading: it may have been refreshed since.
+        // Queried after the read, so that a refresh in between counts.
         let age = age(store, Area::Locks, &name, own.now())?;
         let record = match decode(&bytes) {
             Ok(record) => record,
-            // Half a lock is what a crash of the machine leaves; a new one appears whole.
+            // A crash of the machine can leave half a lock; a new lock appears complete.
             Err(FormatError::Invalid { .. }) if age > STALE_AFTER => {
                 store.remove(Area::Locks, &name)?;
                 continue;
@@ -232,7 +232,7 @@ fn conflict(own: &LockFile, kind: LockKind) -> Result<Option<LockRecord>, RepoEr
         if is_stale(&record, age) {
             store.remove(Area::Locks, &name)?;
         } else if kind == LockKind::Exclusive || record.kind == LockKind::Exclusive {
-            // An exclusive one matters more: it decides how to wait.
+            // An exclusive lock takes precedence: it decides how to wait.
             if found.is_none() || record.kind == LockKind::Exclusive {
                 found = Some(record);
             }
@@ -241,7 +241,7 @@ fn conflict(own: &LockFile, kind: LockKind) -> Result<Option<LockRecord>, RepoEr
     Ok(found)
 }
 
-/// How long ago a file was last written; no time where it is gone, or was written since `now`.
+/// How long ago a file was last written; zero if it is gone, or was written after `now`.
 pub(crate) fn age(
     store: &LocalStore,
     area: Area,
@@ -253,7 +253,7 @@ pub(crate) fn age(
     Ok(age.unwrap_or_default())
 }
 
-/// How long to wait before looking again: random, so that two that collide part.
+/// The delay before the next attempt: random, so that two processes that collide separate.
 fn pause() -> Result<Duration, RepoError> {
     let [byte] = random::<1>()?;
     Ok(Duration::from_millis(20 + u64::from(byte) / 4))

@@ -1,4 +1,4 @@
-//! Where the files of a repository lie: a local directory, its locks, and the limit on its writes.
+//! The storage of a repository: a local directory, its locks, and the rate limit of writes.
 
 pub(crate) mod local;
 pub mod lock;
@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 
 use crate::error::RepoError;
 
-/// Reads exactly, telling a file that is too short from one that cannot be read.
+/// Fills `into` from `offset` on. A file that is too short is damaged; any other failure is an I/O error.
 pub(crate) fn read_exact_at(
     file: &File,
     into: &mut [u8],

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A rate of writing that several threads share; no limit at first.
+/// A limit on the rate of writes that several threads share; no limit at first.
 #[derive(Debug, Default)]
 pub(crate) struct Pace {
     state: Mutex<State>,
@@ -14,12 +14,12 @@ pub(crate) struct Pace {
 #[derive(Debug, Default)]
 struct State {
     bytes_per_s: Option<NonZeroU64>,
-    /// What was written so far is paid for from here on.
+    /// The moment from which the bytes written so far are within the rate.
     paid: Option<Instant>,
 }
 
 impl Pace {
-    /// Limits what is written from now on.
+    /// Sets the limit of later writes.
     pub(crate) fn limit(&self, bytes_per_s: Option<NonZeroU64>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         *state = State {
@@ -28,7 +28,7 @@ impl Pace {
         };
     }
 
-    /// Waits until what was written before is paid for.
+    /// Waits, before a write of `bytes` bytes, until the writes before it are within the rate.
     pub(crate) fn wait(&self, bytes: usize) {
         thread::sleep(self.due(bytes, Instant::now()));
     }
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_take_their_time() {
+    fn a_write_waits_until_those_before_it_are_within_the_rate() {
         let pace = Pace::default();
         let now = Instant::now();
         assert_eq!(pace.due(1 << 30, now), Duration::ZERO);
@@ -58,7 +58,7 @@ mod tests {
         assert_eq!(pace.due(500, now), Duration::ZERO);
         assert_eq!(pace.due(250, now), Duration::from_millis(500));
         assert_eq!(pace.due(0, now), Duration::from_millis(750));
-        // Time in which nothing was written is not saved up.
+        // Idle time gives no credit.
         let later = now + Duration::from_secs(10);
         assert_eq!(pace.due(2000, later), Duration::ZERO);
         assert_eq!(pace.due(1, later), Duration::from_secs(2));

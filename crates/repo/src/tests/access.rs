@@ -1,4 +1,4 @@
-//! Getting in, and finding checkpoints: passwords, versions, names.
+//! Opening a repository and finding checkpoints: passwords, versions, names.
 
 use jiff::Timestamp;
 use serde_json::json;
@@ -28,7 +28,7 @@ fn the_standard_password_cost_works() {
 }
 
 #[test]
-fn a_damaged_key_file_is_not_called_a_wrong_password() {
+fn a_damaged_key_file_is_not_reported_as_a_wrong_password() {
     let dir = test_dir();
     drop(init(dir.path()));
     let key = std::fs::read_dir(dir.path().join("keys"))
@@ -48,7 +48,7 @@ fn a_damaged_key_file_is_not_called_a_wrong_password() {
 }
 
 #[test]
-fn what_is_no_repository_is_said_to_be_none() {
+fn other_directories_are_not_opened_as_repositories() {
     let dir = test_dir();
     for path in [dir.path(), &dir.path().join("nothing")] {
         let error = Repository::open(path, &password()).unwrap_err();
@@ -57,7 +57,7 @@ fn what_is_no_repository_is_said_to_be_none() {
 }
 
 #[test]
-fn init_goes_only_where_nothing_is() {
+fn init_needs_an_empty_directory() {
     let dir = test_dir();
     drop(init(&dir.path().join("a/b")));
     let again = Repository::init(&dir.path().join("a/b"), &password()).unwrap_err();
@@ -65,14 +65,14 @@ fn init_goes_only_where_nothing_is() {
     std::fs::write(dir.path().join("file"), "mine").unwrap();
     let error = Repository::init(dir.path(), &password()).unwrap_err();
     assert_eq!(error.class(), ErrorClass::BadRequest, "{error}");
-    // An init that died before its last step can be done again.
+    // An init that ended before its last step can be repeated.
     std::fs::remove_file(dir.path().join("a/b/config")).unwrap();
     drop(init(&dir.path().join("a/b")));
     assert!(Repository::open(&dir.path().join("a/b"), &password()).is_ok());
 }
 
 #[test]
-fn a_future_version_is_refused_by_name() {
+fn a_future_version_is_refused() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let mut vm = Vm::new("vm", 10);
@@ -249,7 +249,7 @@ fn every_file_and_blob_can_be_shown() {
     assert!(!lock.exists());
 }
 
-/// A party that can write the storage can leave a pipe there: no read waits for what never comes.
+/// A party that can write the storage can create a pipe there: no read blocks on it.
 #[test]
 fn a_pipe_in_the_place_of_a_file_is_refused_at_once() {
     for place in [

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use stillframe_page::hash::ContentId;
 
-use super::support::{Dice, Vm, WAIT, init, open, test_dir};
-use crate::crypto::Use;
+use super::support::{Dice, Vm, WAIT, init, keep_last, open, test_dir};
+use crate::crypto::Nonce;
 use crate::format::file_hash::FileHash;
 use crate::index::file::{FRONT_BYTES, IndexFile, OpenIndex, head_bytes, read_index_file};
 use crate::index::in_memory::Index;
@@ -18,11 +18,11 @@ use crate::pack::place::Place;
 use crate::pack::place::Wanted;
 use crate::pack::{Directory, Frame, PREAMBLE_BYTES};
 use crate::store::local::Area;
-use crate::{CheckpointId, ErrorClass, Forget, KeepPolicy, RepoError, Repository};
+use crate::{CheckpointId, ErrorClass, RepoError, Repository};
 
-/// Everything that the index files contain, in or out of force, read the slow way.
-fn told(repo: &Repository) -> HashMap<ContentId, BTreeSet<(FileHash, u32, u32, u32)>> {
-    let mut told: HashMap<_, BTreeSet<_>> = HashMap::new();
+/// Everything that the index files contain, live or superseded, read without the index.
+fn described(repo: &Repository) -> HashMap<ContentId, BTreeSet<(FileHash, u32, u32, u32)>> {
+    let mut described: HashMap<_, BTreeSet<_>> = HashMap::new();
     for name in repo.store.names(Area::Index).unwrap() {
         let name = FileHash::from_name(&name).unwrap();
         for entry in read_index_file(&repo.store, &repo.keys, name)
@@ -34,26 +34,25 @@ fn told(repo: &Repository) -> HashMap<ContentId, BTreeSet<(FileHash, u32, u32, u
                 let mut offset = 0;
                 for &(id, bytes) in &frame.blobs {
                     let place = (entry.pack, number, offset, bytes);
-                    told.entry(id).or_default().insert(place);
+                    described.entry(id).or_default().insert(place);
                     offset += bytes;
                 }
             }
         }
     }
-    told
+    described
 }
 
 fn catalog(repo: &Repository) -> Catalog {
     Catalog::open(&repo.store, &repo.keys).unwrap()
 }
 
-/// The sections say what the loaded index says of each blob that any index file ever told of, and of some
-/// that none did.
+/// For each blob in any index file, and some in none, the sections and the loaded index give the same result.
 fn compare(repo: &Repository, dice: &mut Dice) {
     let mut index = Index::default();
     index.refresh(&repo.store, &repo.keys).unwrap();
-    let told = told(repo);
-    let mut ids: Vec<ContentId> = told.keys().copied().collect();
+    let described = described(repo);
+    let mut ids: Vec<ContentId> = described.keys().copied().collect();
     ids.extend((0..20).map(|_| ContentId(dice.bytes(32).try_into().unwrap())));
     ids.sort_by_cached_key(|_| dice.next());
     let (one_by_one, together) = (catalog(repo), catalog(repo));
@@ -63,7 +62,7 @@ fn compare(repo: &Repository, dice: &mut Dice) {
         assert_eq!(found.is_some(), index.place(&id).is_some());
         assert_eq!(found.is_some_and(|found| found.whole), index.contains(&id));
         if let Some(found) = found {
-            compare_place(&one_by_one, found.place, &index, &told[&id]);
+            compare_place(&one_by_one, found.place, &index, &described[&id]);
             there.push(Wanted {
                 at: Place::default(),
                 id,
@@ -73,7 +72,7 @@ fn compare(repo: &Repository, dice: &mut Dice) {
     }
     together.find_all(&mut there).unwrap();
     for wanted in &there {
-        compare_place(&together, wanted.at, &index, &told[&wanted.id]);
+        compare_place(&together, wanted.at, &index, &described[&wanted.id]);
         let pack = index
             .pack_number(&together.pack_name(wanted.at.pack))
             .unwrap();
@@ -89,21 +88,21 @@ fn compare(repo: &Repository, dice: &mut Dice) {
     assert!(matches!(error, RepoError::MissingBlob { .. }), "{error}");
 }
 
-/// A location is one of those in the files, with the frame as the loaded index has it.
+/// A location is one of those in the files, with the frame that the loaded index has.
 fn compare_place(
     catalog: &Catalog,
     place: Place,
     index: &Index,
-    told: &BTreeSet<(FileHash, u32, u32, u32)>,
+    described: &BTreeSet<(FileHash, u32, u32, u32)>,
 ) {
     let name = catalog.pack_name(place.pack);
-    assert!(told.contains(&(name, place.frame, place.offset, place.bytes)));
+    assert!(described.contains(&(name, place.frame, place.offset, place.bytes)));
     let pack = index.pack_number(&name).unwrap();
     let frame = index.frames_of(pack).nth(place.frame as usize);
     assert_eq!(frame, Some(place.info));
 }
 
-/// Puts an index file there, with packs of the right length but for those that are `missing`.
+/// Creates an index file, with packs of the right length except those that are `missing`.
 fn put_index_file(
     repo: &Repository,
     file: &IndexFile,
@@ -156,7 +155,7 @@ proptest! {
 
     /// Files of made-up packs, some of them missing, some described twice, some files superseded.
     #[test]
-    fn sections_say_what_the_loaded_index_says(seed: u64, files in 0..9_u64, ids in 1..4000_u64) {
+    fn sections_and_the_loaded_index_agree(seed: u64, files in 0..9_u64, ids in 1..4000_u64) {
         let mut dice = Dice(seed);
         let dir = test_dir();
         let repo = init(dir.path());
@@ -167,9 +166,9 @@ proptest! {
                 file.supersedes.extend(names.pop());
             }
             for pack in 0..dice.below(4) {
-                // Now and then a pack that another file describes.
+                // Sometimes a pack that another file describes.
                 let name = FileHash::of(&[pack as u8, dice.below(number + 1) as u8]);
-                // The same wherever it is described.
+                // The same in every description.
                 let frames = u64::from(name.0[1]) / 4;
                 let directory = directory(&mut Dice(name.0[0].into()), ids, frames);
                 file.packs.push(IndexedPack { pack: name, directory });
@@ -180,9 +179,9 @@ proptest! {
     }
 }
 
-/// Many sections and parts, more than are looked up one by one.
+/// More sections and parts than are looked up one by one.
 #[test]
-fn a_large_index_is_swept() {
+fn many_blobs_of_a_large_index_are_looked_up_together() {
     let mut dice = Dice(11);
     let dir = test_dir();
     let repo = init(dir.path());
@@ -200,9 +199,9 @@ fn a_large_index_is_swept() {
     compare(&repo, &mut dice);
 }
 
-/// Checkpoints, merges of index files, forgetting, pruning and rebuilding.
+/// With checkpoints, merges of index files, forgetting, pruning and rebuilding.
 #[test]
-fn after_everything_that_changes_an_index_the_sections_are_right() {
+fn the_sections_are_right_after_every_change_of_an_index() {
     let mut dice = Dice(4);
     let dir = test_dir();
     let mut vm = Vm::new("vm", 600);
@@ -213,14 +212,7 @@ fn after_everything_that_changes_an_index_the_sections_are_right() {
         taken.insert(vm.checkpoint(&mut repo).unwrap(), vm.clone());
         match round {
             30 | 70 => {
-                let policy = KeepPolicy {
-                    last: 5,
-                    ..KeepPolicy::default()
-                };
-                let what = Forget {
-                    policy,
-                    ..Forget::default()
-                };
+                let what = keep_last(5);
                 repo.forget(&what).unwrap();
                 repo.prune(false, &mut |_| {}).unwrap();
             }
@@ -269,8 +261,8 @@ fn open_index(repo: &Repository, file: &[u8]) -> OpenIndex {
     OpenIndex::new(&repo.keys, &mut front, file.len() as u64).unwrap()
 }
 
-/// In every part and section, and in the head: who meets a flipped byte is told of the file, and who does
-/// not meet it gets the right bytes.
+/// In every part and section, and in the head: a read that meets a flipped byte reports the file, any other
+/// returns the right bytes.
 #[test]
 fn a_flipped_byte_is_an_error_that_names_the_file() {
     let dir = test_dir();
@@ -310,9 +302,9 @@ fn a_flipped_byte_is_an_error_that_names_the_file() {
             "byte {at}"
         );
     }
-    // Every part is needed for all of a VM's pages; of the sections those that are looked into.
+    // All pages of a VM need every part, but only some sections.
     assert!(met > starts.len() / 2, "{met} of {}", starts.len());
-    // One that lost its end, or got one, is refused at once.
+    // A file that is cut short or extended is refused at once.
     for bytes in [&good[..good.len() - 1], &[&good[..], b"x"].concat()] {
         fs::write(&path, bytes).unwrap();
         let error = open(dir.path()).reader(WAIT).map(|_| ()).unwrap_err();
@@ -322,9 +314,9 @@ fn a_flipped_byte_is_an_error_that_names_the_file() {
     assert!(vm.compare(&mut open(dir.path()), &id).unwrap());
 }
 
-/// A part is bound to its number: another one there is no part.
+/// A part is bound to its number: another part in its place is refused.
 #[test]
-fn parts_that_change_places_are_an_error() {
+fn swapped_parts_are_an_error() {
     let dir = test_dir();
     let (id, vm) = one_index_file(dir.path());
     let path = index_files(dir.path()).pop().unwrap();
@@ -350,7 +342,7 @@ fn parts_that_change_places_are_an_error() {
     assert!(found.iter().any(|problem| problem.file.ends_with(&name)));
 }
 
-/// Sealed rightly, but wrong: sections that a program wrote which counted badly.
+/// Sections that are sealed correctly but have wrong contents, as a faulty program writes them.
 #[test]
 fn sections_that_leave_blobs_out_are_found_by_check() {
     let dir = test_dir();
@@ -366,13 +358,13 @@ fn sections_that_leave_blobs_out_are_found_by_check() {
         .index_cipher(&file[16..PREAMBLE_BYTES].try_into().unwrap());
     let bound = file[..PREAMBLE_BYTES].to_vec();
     let mut plain = cipher
-        .open((Use::Section, 0), &bound, &mut file[range.clone()])
+        .open(Nonce::Section(0), &bound, &mut file[range.clone()])
         .unwrap()
         .to_vec();
     let last = plain.len() - 8;
     plain.copy_within(last - 8..last - 4, last);
     plain[last + 4..].copy_from_slice(&u32::MAX.to_le_bytes());
-    cipher.seal((Use::Section, 0), &bound, &mut plain, 0);
+    cipher.seal(Nonce::Section(0), &bound, &mut plain, 0);
     file[range].copy_from_slice(&plain);
     fs::remove_file(&path).unwrap();
     fs::write(path.with_file_name(FileHash::of(&file).to_string()), &file).unwrap();
@@ -389,7 +381,7 @@ fn sections_that_leave_blobs_out_are_found_by_check() {
 
 /// Another process merges index files while this one reads.
 #[test]
-fn index_files_that_were_removed_meanwhile_are_read_on() {
+fn index_files_that_were_removed_meanwhile_can_still_be_read() {
     let dir = test_dir();
     let (id, _) = one_index_file(dir.path());
     let mut repo = open(dir.path());

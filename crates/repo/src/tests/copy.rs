@@ -1,7 +1,10 @@
-//! Checkpoints copied into another repository: the same memory under another key, and complete by itself.
+//! Checkpoints copied into another repository: the same memory under another key, and complete without the
+//! original.
 
-use super::support::{Dice, Vm, WAIT, init, test_dir};
-use crate::{CheckpointId, Copied, Copies, Forget, RepoError, Repository, WorkingSet};
+use stillframe_page::GuestPage;
+
+use super::support::{Dice, Vm, WAIT, forget_ids, init, test_dir};
+use crate::{CheckpointId, Copied, Copies, RepoError, Repository, WorkingSet};
 
 fn copy(
     from: &mut Repository,
@@ -9,7 +12,7 @@ fn copy(
     to: &mut Repository,
 ) -> Result<Copied, RepoError> {
     let mut copies = Copies::of(to).unwrap();
-    from.copy_to(id, (to, &mut copies), WAIT, &mut |_| {})
+    from.copy_to(id, to, &mut copies, WAIT, &mut |_| {})
 }
 
 /// A repository with checkpoints of a VM, each with layers and deltas over the one before.
@@ -28,13 +31,13 @@ fn taken(repo: &mut Repository, count: usize) -> Vec<(CheckpointId, Vm)> {
 }
 
 #[test]
-fn a_copy_holds_what_the_original_held() {
+fn a_copy_has_the_content_of_the_original() {
     let dirs = [test_dir(), test_dir()];
     let [mut from, mut to] = [&dirs[0], &dirs[1]].map(|dir| init(dir.path()));
     let taken = taken(&mut from, 20);
     let (id, vm) = &taken[19];
     let set = WorkingSet {
-        pages: vec![(0, 7), (0, 3)],
+        pages: vec![GuestPage::new(0, 7), GuestPage::new(0, 3)],
     };
     assert!(
         from.reader(WAIT)
@@ -55,14 +58,14 @@ fn a_copy_holds_what_the_original_held() {
     assert_eq!((&here.tags, &here.note), (&there.tags, &there.note));
     assert!(!there.tags.is_empty() && there.note.is_some());
     assert_eq!(there.vm_record["label"], here.vm_record["label"]);
-    // Alone there, and its parent is not: it names none. What the repositories share is nothing to see.
+    // Its parent is not in the target, so it names none. The repositories share no ids.
     assert!(here.parent.is_some() && there.parent.is_none());
     assert_ne!(here.ram[0].root, there.ram[0].root);
     assert_eq!(
         there.pages.total,
         there.pages.new + there.pages.duplicate + there.pages.zero
     );
-    // Without the original it is as good.
+    // It is complete without the original.
     drop(from);
     let [source, _target] = dirs;
     drop(source);
@@ -78,18 +81,15 @@ fn the_next_copy_shares_what_it_can() {
     let next = copy(&mut from, &taken[1].0, &mut to).unwrap();
     assert!(next.pages.new < first.pages.new / 5, "{next:?}");
     assert_eq!(to.manifest(&next.id).unwrap().parent, Some(first.id));
-    // Neither needs the other.
-    let forget = Forget {
-        ids: vec![first.id],
-        ..Forget::default()
-    };
+    // Neither copy needs the other.
+    let forget = forget_ids(vec![first.id]);
     to.forget(&forget).unwrap();
     to.prune(false, &mut |_| {}).unwrap();
     assert!(taken[1].1.compare(&mut to, &next.id).unwrap());
 }
 
 #[test]
-fn what_was_copied_is_not_copied_again() {
+fn a_checkpoint_is_copied_once() {
     let dirs = [test_dir(), test_dir(), test_dir()];
     let [mut one, mut two, mut three] = [&dirs[0], &dirs[1], &dirs[2]].map(|dir| init(dir.path()));
     let taken = taken(&mut one, 2);
@@ -98,7 +98,7 @@ fn what_was_copied_is_not_copied_again() {
     let again = copy(&mut one, &id, &mut two).unwrap();
     assert_eq!((again.known, again.id), (true, copied.id));
     assert_eq!(two.manifests().unwrap().len(), 1);
-    // A copy of the copy is one of the original, wherever it comes from.
+    // A copy of a copy counts as a copy of the original, whatever its source.
     let far = copy(&mut two, &copied.id, &mut three).unwrap();
     assert_eq!((far.known, far.original.checkpoint), (false, id));
     assert!(taken[1].1.compare(&mut three, &far.id).unwrap());
@@ -107,9 +107,9 @@ fn what_was_copied_is_not_copied_again() {
     assert_eq!((back.known, back.id), (true, id));
 }
 
-/// Nothing damaged is passed on.
+/// Damaged data is not copied.
 #[test]
-fn what_cannot_be_read_is_not_copied() {
+fn an_unreadable_checkpoint_is_not_copied() {
     let dirs = [test_dir(), test_dir()];
     let [mut from, mut to] = [&dirs[0], &dirs[1]].map(|dir| init(dir.path()));
     let taken = taken(&mut from, 1);

@@ -1,12 +1,12 @@
-//! Damage of every kind to every file: found by a check that reads everything, never a panic, and
-//! never wrong bytes from a read.
+//! Damage of every kind to every file: a check that reads everything finds it, nothing panics, and no read
+//! returns wrong bytes.
 
 use std::path::{Path, PathBuf};
 
 use super::support::{Dice, Vm, copy_tree, init, open, password, test_dir};
 use crate::{CheckpointId, Repository};
 
-/// A small repository with all kinds of files, several of each, and what it should give back.
+/// A small repository with all kinds of files, several of each, and the VMs that it must restore.
 fn make(dir: &Path) -> Vec<(CheckpointId, Vm)> {
     let mut repo = init(dir);
     let mut dice = Dice(8);
@@ -32,19 +32,19 @@ fn files_below(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Opens, checks and reads a damaged repository; what the check said, or why it did not open.
+/// Opens, checks and reads a damaged repository. Returns the problems, or why it did not open.
 fn examine(dir: &Path, taken: &[(CheckpointId, Vm)], context: &str) -> Vec<String> {
     let mut repo = match Repository::open(dir, &password()) {
         Ok(repo) => repo,
         Err(error) => return vec![error.to_string()],
     };
     for (id, vm) in taken {
-        // An error is right, and so is the truth; a lie is not.
+        // An error is correct, and so are the right bytes; wrong bytes are not.
         if let Ok(same) = vm.compare(&mut repo, id) {
             assert!(same, "{context}: read wrong bytes");
         }
     }
-    // Structure alone must not panic either.
+    // A check of the structure alone must not panic either.
     repo.check(false, &mut |_| {}).unwrap();
     let report = repo.check(true, &mut |_| {}).unwrap();
     report.problems.iter().map(ToString::to_string).collect()
@@ -78,7 +78,7 @@ impl Bench {
         bench
     }
 
-    /// Damages one file, looks, and puts it right again.
+    /// Damages one file, examines the repository, and restores the file.
     fn damage(&self, file: &Path, how: &str, damaged: &[u8]) {
         let context = format!(
             "{} {how}",
@@ -118,7 +118,7 @@ fn flipped_bits_and_cuts_and_additions_are_found() {
 }
 
 #[test]
-fn every_bit_of_the_small_files_and_of_both_ends_of_a_pack_counts() {
+fn flipped_bits_of_small_files_and_of_the_ends_of_a_pack_are_found() {
     let bench = Bench::new();
     let kinds = ["config", "keys", "index", "manifests", "packs"].map(|kind| {
         let of_kind = |file: &&PathBuf| file.starts_with(bench.dir.path().join(kind));
@@ -167,7 +167,7 @@ fn missing_and_foreign_files_are_found() {
         std::fs::remove_file(file).unwrap();
         let context = format!("{} removed", file.display());
         let found = examine(bench.dir.path(), &bench.taken, &context);
-        // A manifest that is gone is a checkpoint forgotten: see `Repository::check`.
+        // A missing manifest is a forgotten checkpoint: see `Repository::check`.
         let is_manifest = file.starts_with(bench.dir.path().join("manifests"));
         assert_eq!(found.is_empty(), is_manifest, "{context}: {found:?}");
         std::fs::write(file, good).unwrap();
@@ -182,7 +182,7 @@ fn missing_and_foreign_files_are_found() {
         std::fs::copy(&file, &here).unwrap();
         let context = format!("{} of another repository", inside.display());
         let found = examine(bench.dir.path(), &bench.taken, &context);
-        // A key file tells nothing but to its own password and repository.
+        // A key file has meaning only for its own password and repository.
         let is_key = inside.starts_with("keys");
         assert_eq!(found.is_empty(), is_key, "{context}: {found:?}");
         std::fs::remove_file(here).unwrap();
@@ -192,7 +192,7 @@ fn missing_and_foreign_files_are_found() {
     assert_eq!(examine(bench.dir.path(), &bench.taken, "notes").len(), 2);
 }
 
-/// What is left over when a copy lost its empty folders.
+/// A copy of a repository without its empty folders.
 #[test]
 fn empty_folders_may_be_missing() {
     let from = test_dir();

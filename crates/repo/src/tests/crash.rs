@@ -1,16 +1,16 @@
-//! Death at every point. Three ways, from exact to real: every step on the disk made to fail in
-//! turn; every crash of the machine that the fsyncs allow, worked out from a recording; and a child
-//! process killed at random moments (`kill.rs`).
+//! Crashes at every point, in three ways: every step on the disk fails in turn; every state that the fsyncs allow
+//! after a crash of the machine is computed from a recording; and a child process is killed at random moments
+//! (`kill.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::faults::Event;
-use super::support::{Dice, Vm, copy_tree, init, open, test_dir};
-use crate::{CheckpointId, Forget, KeepPolicy, RepoError, Repository};
+use super::support::{Dice, Vm, copy_tree, forget_ids, init, keep_last, open, test_dir};
+use crate::{CheckpointId, RepoError, Repository};
 
-/// Everything that can be read must be whole, and the checkpoints given must be there.
+/// Every checkpoint must be complete, and the given ones must exist.
 fn assert_intact(dir: &Path, expected: &[(CheckpointId, Vm)], context: &str) -> Repository {
     let mut repo = open(dir);
     let report = repo.check(true, &mut |_| {}).unwrap();
@@ -21,7 +21,7 @@ fn assert_intact(dir: &Path, expected: &[(CheckpointId, Vm)], context: &str) -> 
     repo
 }
 
-/// What a process that died leaves: its locks, which name a process that is gone.
+/// Removes the locks that a dead process leaves, which name a process that is gone.
 fn drop_locks(dir: &Path) {
     std::fs::remove_dir_all(dir.join("locks")).unwrap();
 }
@@ -34,17 +34,10 @@ const OPERATIONS: [(&str, Operation); 4] = [
         vm.checkpoint(repo).map(|_| ())
     }),
     ("forget", |repo, _, ids| {
-        repo.forget(&Forget {
-            ids: ids[..3].to_vec(),
-            ..Forget::default()
-        })
-        .map(|_| ())
+        repo.forget(&forget_ids(ids[..3].to_vec())).map(|_| ())
     }),
     ("forget and prune", |repo, _, ids| {
-        repo.forget(&Forget {
-            ids: ids[..4].to_vec(),
-            ..Forget::default()
-        })?;
+        repo.forget(&forget_ids(ids[..4].to_vec()))?;
         repo.prune(false, &mut |_| {}).map(|_| ())
     }),
     ("rebuild", |repo, _, _| {
@@ -53,7 +46,7 @@ const OPERATIONS: [(&str, Operation); 4] = [
 ];
 
 #[test]
-fn every_step_may_be_the_last() {
+fn every_step_may_fail() {
     let base = test_dir();
     let mut repo = init(base.path());
     let mut dice = Dice(4);
@@ -64,7 +57,7 @@ fn every_step_may_be_the_last() {
             (vm.checkpoint(&mut repo).unwrap(), vm.clone())
         })
         .collect();
-    // So many that the next commit merges index files.
+    // Enough for the next commit to merge index files.
     for _ in 6..32 {
         vm.run(&mut dice, 2);
         vm.checkpoint(&mut repo).unwrap();
@@ -83,9 +76,9 @@ fn every_step_may_be_the_last() {
     }
 }
 
-/// Lets one step of an operation fail, on a copy of a repository with these checkpoints, and looks
-/// at what is left. Without `recovers` all later steps fail too, as if the process had died; with
-/// it the process lives on and tidies up. Whether the operation got that far.
+/// Lets one step of an operation fail, on a copy of a repository with these checkpoints, and checks the result.
+/// Without `recovers` all later steps fail too, as if the process had ended; with it the process continues and
+/// cleans up. Returns whether the operation reached that step.
 fn fail_at(
     base: &Path,
     taken: &[(CheckpointId, Vm)],
@@ -108,13 +101,13 @@ fn fail_at(
     let context = format!("{name}, failure after step {steps}, disk recovers: {recovers}");
     if recovers {
         faults.heal();
-        // The same handle goes on, with what it has in memory.
+        // The same handle continues, with its state in memory.
         let id = vm.checkpoint(&mut repo).unwrap();
         assert!(vm.compare(&mut repo, &id).unwrap(), "{context}");
         drop_locks(dir.path());
     }
     drop(repo);
-    // The last two are never forgotten; the others may be gone, but if there, whole.
+    // The last two are never forgotten; the others may be gone, but must be complete if they exist.
     let mut repo = assert_intact(dir.path(), &taken[4..], &context);
     let mut survivors = taken.to_vec();
     survivors.retain(|(id, _)| repo.has_manifest(id).unwrap());
@@ -123,27 +116,27 @@ fn fail_at(
     fired
 }
 
-/// What a name stands for from now on: a file of these bytes, or none.
+/// The new content of a name: a file of these bytes, or none.
 type Change = (PathBuf, Option<Arc<Vec<u8>>>);
 
 /// Files by their paths.
 pub(super) type Files = BTreeMap<PathBuf, Arc<Vec<u8>>>;
 
-/// The disk after a crash: what was forced to it, and of the rest what chance kept.
+/// A model of the disk after a crash: what was synced, and random parts of the rest.
 #[derive(Default)]
 pub(super) struct Disk {
     /// Files whose names are durable.
     files: Files,
     synced: Vec<PathBuf>,
-    /// Name changes not yet forced to disk, by folder.
+    /// Name changes not yet synced, by folder.
     pending: BTreeMap<PathBuf, Vec<Change>>,
-    /// Folders that were made, and those of them whose own names are not forced to disk.
+    /// Folders that were created, and those of them whose own names are not synced.
     folders: BTreeSet<PathBuf>,
     nameless: Vec<PathBuf>,
 }
 
 impl Disk {
-    /// One that has these files to begin with.
+    /// A disk with these files.
     pub(super) fn with(files: Files) -> Disk {
         Disk {
             files,
@@ -157,7 +150,7 @@ impl Disk {
             Event::Rename(from, to, bytes) => {
                 let bytes = match self.synced.contains(from) {
                     true => bytes.clone(),
-                    // A name for contents that never reached the disk.
+                    // A name for contents that were never synced.
                     false => Arc::new(vec![0; bytes.len() / 2]),
                 };
                 self.note(to, Some(bytes));
@@ -185,7 +178,7 @@ impl Disk {
             .push((path.to_owned(), bytes));
     }
 
-    /// What a crash now could leave: any of the changes not forced to disk, in any combination.
+    /// The files after a crash now: with any of the changes that are not synced, in any combination.
     pub(super) fn crash(&self, keep: &mut dyn FnMut() -> bool) -> Files {
         let mut files = self.files.clone();
         for (path, bytes) in self.pending.values().flatten() {
@@ -209,13 +202,13 @@ fn apply_change(files: &mut Files, path: PathBuf, bytes: Option<Arc<Vec<u8>>>) {
     };
 }
 
-/// What must be there once so many events have happened, unless it is being forgotten.
+/// The checkpoints that must exist after this many events, unless they are being forgotten.
 struct Milestone {
     events: usize,
     committed: Vec<(CheckpointId, Vm)>,
 }
 
-/// A life of a repository: checkpoints of two VMs, forgetting, pruning, recorded.
+/// Records the events of a repository: checkpoints of two VMs, forgetting, pruning.
 fn record_life(dir: &Path, seed: u64) -> (Vec<Event>, Vec<Milestone>) {
     let mut repo = open(dir);
     let faults = repo.store.faults.clone();
@@ -233,11 +226,7 @@ fn record_life(dir: &Path, seed: u64) -> (Vec<Event>, Vec<Milestone>) {
                 events: faults.event_count(),
                 committed: committed.clone(),
             });
-            repo.forget(&Forget {
-                ids,
-                ..Forget::default()
-            })
-            .unwrap();
+            repo.forget(&forget_ids(ids)).unwrap();
             if round % 24 == 23 {
                 repo.prune(false, &mut |_| {}).unwrap();
             }
@@ -267,13 +256,13 @@ pub(super) fn files_below(folder: &Path) -> Files {
     files
 }
 
-/// Lays out a disk as files.
+/// Writes a disk as files.
 pub(super) fn lay_out_anew(files: &Files, live: &Path) -> tempfile::TempDir {
     let empty = test_dir();
     lay_out(files, live, empty.path())
 }
 
-/// Lays out a disk as files, on top of an empty repository.
+/// Writes a disk as files, on top of an empty repository.
 fn lay_out(files: &Files, live: &Path, fresh: &Path) -> tempfile::TempDir {
     let dir = test_dir();
     copy_tree(fresh, dir.path());
@@ -285,7 +274,7 @@ fn lay_out(files: &Files, live: &Path, fresh: &Path) -> tempfile::TempDir {
     dir
 }
 
-/// Whether an event is about a lock; those are not part of what must survive.
+/// Whether an event is about a lock; locks need not survive.
 fn is_about_locks(event: &Event) -> bool {
     match event {
         Event::Rename(_, path, _) | Event::Remove(path) => {
@@ -296,7 +285,7 @@ fn is_about_locks(event: &Event) -> bool {
 }
 
 #[test]
-fn any_crash_of_the_machine_leaves_what_was_committed() {
+fn committed_checkpoints_survive_any_crash_of_the_machine() {
     let live = test_dir();
     drop(init(live.path()));
     let fresh = test_dir();
@@ -311,7 +300,7 @@ fn any_crash_of_the_machine_leaves_what_was_committed() {
         .filter(|(_, event)| !is_about_locks(event))
     {
         disk.apply(event);
-        // Some of the points, and around removals more of them.
+        // Some of the points, and more of them around removals.
         let one_in = if matches!(event, Event::Remove(_)) {
             3
         } else {
@@ -332,22 +321,14 @@ fn any_crash_of_the_machine_leaves_what_was_committed() {
             });
             let dir = lay_out(&files, live.path(), fresh.path());
             let context = format!("crash after event {at}, {kept} kept of what was not on disk");
-            // Comparing all would take long; the oldest has been through the most.
+            // Comparing all would take long; most events happened since the oldest.
             let ends = committed.iter().take(1).chain(committed.last());
             let mut repo = assert_intact(dir.path(), &ends.cloned().collect::<Vec<_>>(), &context);
             for (id, _) in committed {
                 assert!(repo.has_manifest(id).unwrap(), "{context}");
             }
             if kept == "some" {
-                let policy = KeepPolicy {
-                    last: 2,
-                    ..KeepPolicy::default()
-                };
-                repo.forget(&Forget {
-                    policy,
-                    ..Forget::default()
-                })
-                .unwrap();
+                repo.forget(&keep_last(2)).unwrap();
                 repo.prune(false, &mut |_| {}).unwrap();
                 assert_intact(dir.path(), &[], &context);
             }

@@ -1,10 +1,10 @@
-//! Crashes of the machine while two writers and a pruner are at work on one repository: whatever was
-//! reported as committed, and is not being forgotten, is there and whole.
+//! Crashes of the machine while two writers and a pruner use one repository: every checkpoint that was committed
+//! and is not being forgotten exists and is complete.
 //!
-//! The three are threads, each with a store of its own as processes have; at each step on the disk one of
-//! them may be held for a moment, so that their steps mix in another way for every seed. All steps are
-//! recorded as one sequence, cut at random points, and what a crash could leave there is laid out and
-//! checked. `STILLFRAME_CRASH_SEEDS=300` tries so many seeds (2 without it).
+//! The three are threads, each with a store of its own as processes have. At each step on the disk one of them
+//! may be delayed, so that their steps interleave differently for every seed. All steps are recorded as one
+//! sequence, which is cut at random points; a state that a crash could leave there is written and checked.
+//! `STILLFRAME_CRASH_SEEDS=300` tries that many seeds (2 without it).
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -12,18 +12,18 @@ use std::time::Duration;
 
 use super::crash::{Disk, files_below, lay_out_anew};
 use super::faults::{Event, Faults};
-use super::support::{Dice, Vm, init, open, password, test_dir};
+use super::support::{Dice, Vm, forget_ids, init, open, password, test_dir};
 use crate::store::local::LocalStore;
-use crate::{CheckpointId, Forget, Repository};
+use crate::{CheckpointId, Repository};
 
-/// Checkpoints of each writer.
+/// Number of checkpoints of each writer.
 const CHECKPOINTS: usize = 14;
-/// Rounds of the pruner.
+/// Number of rounds of the pruner.
 const PRUNES: usize = 4;
-/// Cuts of each recording.
+/// Number of cuts of each recording.
 const CUTS: u64 = 8;
 
-/// A checkpoint that is there from this event on.
+/// A checkpoint that exists from event `since` on.
 #[derive(Clone)]
 struct Committed {
     id: CheckpointId,
@@ -48,7 +48,7 @@ fn store(dir: &Path, faults: &Faults, seed: u64) -> Repository {
 
 /// Takes checkpoints; they share pages with those of the other writer.
 fn write(repo: &mut Repository, faults: &Faults, journal: &Journal, seed: u64, label: &str) {
-    // The same memory to begin with, for both.
+    // Both writers begin with the same memory.
     let mut vm = Vm::new(label, 160);
     vm.run(&mut Dice(5), 120);
     let mut dice = Dice(seed);
@@ -67,7 +67,7 @@ fn write(repo: &mut Repository, faults: &Faults, journal: &Journal, seed: u64, l
     }
 }
 
-/// Forgets some of what there is, and prunes.
+/// Forgets some of the checkpoints, and prunes.
 fn prune(repo: &mut Repository, faults: &Faults, journal: &Journal, seed: u64) {
     let mut dice = Dice(seed);
     for _ in 0..PRUNES {
@@ -79,16 +79,13 @@ fn prune(repo: &mut Repository, faults: &Faults, journal: &Journal, seed: u64) {
                 ids.push(committed.id);
             }
         }
-        let forget = Forget {
-            ids,
-            ..Forget::default()
-        };
+        let forget = forget_ids(ids);
         repo.forget(&forget).unwrap();
         repo.prune(false, &mut |_| {}).unwrap();
     }
 }
 
-/// Lets all three work; the steps in their order, and what was committed.
+/// Runs all three. Returns the steps in their order, and what was committed.
 fn record(dir: &Path, seed: u64) -> (Vec<Event>, Vec<Committed>) {
     let faults = Faults::default();
     faults.record();
@@ -108,7 +105,7 @@ fn record(dir: &Path, seed: u64) -> (Vec<Event>, Vec<Committed>) {
     (faults.events(), committed)
 }
 
-/// What must be there after so many events.
+/// The checkpoints that must exist after this many events.
 fn due(committed: &[Committed], events: usize) -> Vec<&Committed> {
     let there = committed.iter().filter(|one| one.since <= events);
     there
@@ -116,7 +113,7 @@ fn due(committed: &[Committed], events: usize) -> Vec<&Committed> {
         .collect()
 }
 
-/// Looks at one state of the disk.
+/// Checks one state of the disk.
 fn examine(dir: &Path, due: &[&Committed], context: &str, dice: &mut Dice) {
     // Their processes are gone.
     let _ = std::fs::remove_dir_all(dir.join("locks"));
@@ -130,7 +127,7 @@ fn examine(dir: &Path, due: &[&Committed], context: &str, dice: &mut Dice) {
         let one = due[dice.below(due.len() as u64) as usize];
         assert!(one.vm.compare(&mut repo, &one.id).unwrap(), "{context}");
     }
-    // And the next prune takes nothing away that is needed.
+    // The next prune removes nothing that is needed.
     repo.prune(false, &mut |_| {}).unwrap();
     let report = repo.check(true, &mut |_| {}).unwrap();
     assert_eq!(report.problems, [], "{context}, pruned");
@@ -139,7 +136,7 @@ fn examine(dir: &Path, due: &[&Committed], context: &str, dice: &mut Dice) {
     }
 }
 
-/// How many states were looked at.
+/// Returns the number of states that were checked.
 fn try_seed(seed: u64) -> u64 {
     let live = test_dir();
     drop(init(live.path()));
@@ -175,7 +172,7 @@ fn try_seed(seed: u64) -> u64 {
 }
 
 #[test]
-fn no_crash_loses_what_several_have_committed() {
+fn checkpoints_of_several_processes_survive_any_crash() {
     let seeds = std::env::var("STILLFRAME_CRASH_SEEDS");
     let seeds = seeds.map_or(2, |text| text.parse().unwrap());
     let tried: u64 = (0..seeds).map(try_seed).sum();
@@ -183,9 +180,9 @@ fn no_crash_loses_what_several_have_committed() {
     assert!(tried >= seeds * CUTS * 3, "{tried}");
 }
 
-/// The model itself: a file in a folder whose own name is not on disk is not there.
+/// The model itself: a file in a folder whose own name is not synced does not exist.
 #[test]
-fn a_folder_without_a_name_holds_nothing() {
+fn a_folder_without_a_durable_name_is_empty() {
     let file = PathBuf::from("/r/packs/ab/x");
     let events = [
         Event::CreateFolder("/r/packs/ab".into()),

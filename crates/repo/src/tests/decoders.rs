@@ -1,7 +1,8 @@
-//! Every decoder against untrusted bytes: an error or a value, never a panic; and what
-//! was encoded comes back.
+//! Every decoder against untrusted bytes: it returns an error or a value, and never panics. Encoded values are
+//! decoded unchanged.
 
 use proptest::prelude::*;
+use stillframe_page::GuestPage;
 use stillframe_page::hash::ContentId;
 
 use super::support::{init, test_dir};
@@ -92,7 +93,7 @@ fn entries(count: usize) -> impl Strategy<Value = Vec<PageRef>> {
     prop::collection::vec(entry, count)
 }
 
-/// Runs every decoder; all that matters is that each returns.
+/// Runs every decoder; each must return.
 fn decode_all(bytes: &[u8]) {
     let _ = config::decode(bytes);
     let _ = key_file::decode(bytes);
@@ -119,7 +120,7 @@ fn decode_all(bytes: &[u8]) {
     }
 }
 
-/// Good bytes of some kind, to be damaged: they get further than noise does.
+/// Valid bytes of some kind, to be damaged: decoders read further in them than in noise.
 fn good_bytes() -> impl Strategy<Value = Vec<u8>> {
     let lock = r#"{"version":1,"kind":"shared","host":"h","machine":"m","boot":"b","pid_namespace":"p",
         "pid":1,"start_time":2,"program":"x","since":"s","refreshed":"r"}"#;
@@ -166,21 +167,21 @@ proptest! {
     }
 
     #[test]
-    fn directories_come_back(directory in directory()) {
+    fn directories_are_decoded_as_they_were_encoded(directory in directory()) {
         let bytes = directory.encode();
         prop_assert_eq!(bytes.len(), directory.encoded_bytes());
         prop_assert_eq!(Directory::decode(&bytes).unwrap(), directory);
     }
 
     #[test]
-    fn heads_parts_and_sections_come_back(head in head(), part in part(), section in section()) {
+    fn heads_parts_and_sections_are_decoded_as_they_were_encoded(head in head(), part in part(), section in section()) {
         prop_assert_eq!(Head::decode(&head.encode()).unwrap(), head);
         prop_assert_eq!(Part::decode(&part.encode()).unwrap(), part);
         prop_assert_eq!(decode_section(&encode_index_section(&section)).unwrap(), section);
     }
 
     #[test]
-    fn index_files_tell_of_each_pack_once(
+    fn index_files_describe_each_pack_once(
         files in prop::collection::vec(index_file(), 0..4),
         again in 0..4_usize,
         supersedes in prop::collection::vec(any::<[u8; 32]>().prop_map(FileHash), 0..4),
@@ -202,13 +203,14 @@ proptest! {
     }
 
     #[test]
-    fn working_sets_come_back(pages in prop::collection::vec((any::<u32>(), any::<u32>()), 0..300)) {
-        let set = WorkingSet { pages };
+    fn working_sets_are_decoded_as_they_were_encoded(pages in prop::collection::vec((any::<u32>(), any::<u32>()), 0..300)) {
+        let pages = pages.into_iter().map(|(block, page)| GuestPage::new(block as usize, page.into()));
+        let set = WorkingSet { pages: pages.collect() };
         prop_assert_eq!(WorkingSet::decode(&set.encode()).unwrap(), set);
     }
 
     #[test]
-    fn tables_come_back(entries in (1..600_usize).prop_flat_map(entries)) {
+    fn tables_are_decoded_as_they_were_encoded(entries in (1..600_usize).prop_flat_map(entries)) {
         let pages = entries.len() as u64;
         prop_assert_eq!(&decode_segment(&encode_segment(&entries), pages).unwrap(), &entries);
         let root = encode_root(pages * 512, &entries);
@@ -233,8 +235,8 @@ fn an_index_file_that_contradicts_itself_is_refused() {
         file_bytes: 99,
         parts,
     };
-    let head = |parts: &[u32], told| Head {
-        packs: vec![pack(told)],
+    let head = |parts: &[u32], count| Head {
+        packs: vec![pack(count)],
         parts: parts.to_vec(),
         ..Head::default()
     };
@@ -271,7 +273,7 @@ fn an_index_file_that_contradicts_itself_is_refused() {
 }
 
 #[test]
-fn a_manifest_with_a_field_of_tomorrow_is_refused() {
+fn a_manifest_with_an_unknown_field_is_refused() {
     let text = r#"{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"ram":[],"streams":{},
         "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0,"delta":0,"unchanged":0},"bytes_stored":1,
         "vm_record":null,"downtime_us":{},"deltas":[]}"#;
@@ -319,7 +321,7 @@ fn tags_and_note_are_there_within_their_bounds_or_not_at_all() {
     };
     let without = with("").unwrap();
     assert!(without.tags.is_empty() && without.note.is_none());
-    // Nothing is written for what is not there.
+    // Absent fields are not written.
     let json = serde_json::to_string(&without).unwrap();
     assert!(!json.contains("tags") && !json.contains("note"), "{json}");
 

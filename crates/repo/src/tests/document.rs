@@ -22,7 +22,7 @@ fn numbers_after(word: &str) -> Vec<u32> {
 }
 
 #[test]
-fn there_is_one_version_and_it_is_that_of_the_code() {
+fn the_version_is_that_of_the_code() {
     let versions = numbers_after("version ");
     assert!(
         versions.len() >= 2,

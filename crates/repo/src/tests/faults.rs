@@ -1,6 +1,6 @@
-//! Fault injection: the local store asks here before each step it takes on the disk. Tests let it
-//! fail from the n-th step on (as if the process had died there), or record the steps to work out
-//! what a crash of the machine could leave of them.
+//! Fault injection: the local store calls this before each step on the disk. Tests let it fail from the n-th step
+//! on (as if the process had ended there), or record the steps to compute what a crash of the machine could leave
+//! of them.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -12,14 +12,14 @@ use crate::store::local::Step;
 #[derive(Debug, Clone)]
 pub(crate) enum Event {
     SyncFile(PathBuf),
-    /// The path, and what the file held when it was given its name.
+    /// The path, and the contents of the file when it got its name.
     Rename(PathBuf, PathBuf, Arc<Vec<u8>>),
     Remove(PathBuf),
     CreateFolder(PathBuf),
     SyncFolder(PathBuf),
 }
 
-/// What happens just before a step.
+/// Called just before a step.
 type Hook = Box<dyn FnMut(&Step<'_>) + Send>;
 
 #[derive(Clone, Default)]
@@ -38,14 +38,14 @@ struct State {
 }
 
 impl Faults {
-    /// Refuses the step after the next `steps`, and all after it unless the disk `recovers`.
+    /// Refuses the step after the next `steps`, and all later ones unless the disk `recovers`.
     pub(crate) fn fail_after(&self, steps: u64, recovers: bool) {
         let mut state = self.state.lock().unwrap();
         state.steps_left = Some(steps);
         state.recovers = recovers;
     }
 
-    /// Refuses nothing any more.
+    /// Stops refusing steps.
     pub(crate) fn heal(&self) {
         self.state.lock().unwrap().steps_left = None;
     }
@@ -55,7 +55,7 @@ impl Faults {
         self.state.lock().unwrap().fired
     }
 
-    /// The same recording, for a store of another process: it has a hook of its own.
+    /// The same recording, for the store of another process, which has a hook of its own.
     pub(crate) fn of_another(&self) -> Faults {
         Faults {
             state: self.state.clone(),

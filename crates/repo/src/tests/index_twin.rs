@@ -14,10 +14,10 @@ use crate::index::mark_bitmaps::Mark;
 use crate::pack::IndexedPack;
 use crate::pack::{Directory, Frame, PREAMBLE_BYTES};
 
-/// Where a blob lies, in the words of packs.
+/// The location of a blob: pack, frame, offset and length.
 type Place = (FileHash, u32, u32, u32);
 
-/// The index as it would be if memory cost nothing.
+/// The slow reference model of the index.
 #[derive(Default)]
 struct Twin {
     blobs: HashMap<ContentId, Place>,
@@ -135,7 +135,7 @@ fn index_file(name: FileHash, directory: &Directory) -> IndexFile {
     }
 }
 
-/// How many different blobs there are: few, so that they meet.
+/// Number of different blobs: few, so that blobs occur several times.
 const IDS: u64 = 300;
 
 #[derive(Debug, Clone)]
@@ -169,7 +169,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 proptest! {
     #[test]
-    fn the_index_says_what_its_twin_says(steps in steps()) {
+    fn the_index_agrees_with_the_reference_model(steps in steps()) {
         let (mut index, mut twin) = (Index::default(), Twin::default());
         for (number, step) in (0..).zip(steps) {
             match step {
@@ -205,11 +205,11 @@ proptest! {
 }
 
 #[test]
-fn a_large_index_says_what_its_twin_says() {
+fn a_large_index_agrees_with_the_reference_model() {
     let (mut index, mut twin) = (Index::default(), Twin::default());
     let mut dice = Dice(5);
     for pack in 0..20 {
-        // Some of them for the second time, some of another length than a page.
+        // Some of them are repeated, some have another length than a page.
         let blob = |dice: &mut Dice| match dice.below(30) {
             0 => (dice.below(30_000), 1 + dice.below(20_000) as u32),
             _ => (dice.below(30_000), 4096),
@@ -231,7 +231,7 @@ fn a_large_index_says_what_its_twin_says() {
 
 /// The index compares half of an id; a read of a blob compares all of it.
 #[test]
-fn an_id_that_begins_like_another_is_an_error_and_not_its_bytes() {
+fn an_id_that_begins_like_another_is_an_error() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let mut vm = Vm::new("vm", 8);
@@ -246,7 +246,7 @@ fn an_id_that_begins_like_another_is_an_error_and_not_its_bytes() {
     assert!(reader.contains(&alike).unwrap() && !reader.contains(&other).unwrap());
     let error = reader.read(&alike).unwrap_err();
     assert_eq!(error.class(), ErrorClass::Damaged, "{error}");
-    // Nor when the other is read with it.
+    // Also if both are read together.
     assert!(reader.blobs().read_many(&[known, alike]).is_err());
     assert!(reader.blobs().read_many(&[alike, known]).is_err());
 }

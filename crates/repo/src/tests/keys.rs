@@ -37,7 +37,7 @@ fn every_password_opens_the_same_repository() {
     assert!(opens(dir.path(), FIRST) && opens(dir.path(), "second"));
     let mut again = Repository::open(dir.path(), &Password::new("second")).unwrap();
     assert!(vm.compare(&mut again, &id).unwrap());
-    // The list tells which is which.
+    // The list shows which key is in use.
     let list = keyring(dir.path(), "second").list().unwrap();
     assert_eq!(list.len(), 2);
     for key in &list {
@@ -49,19 +49,19 @@ fn every_password_opens_the_same_repository() {
 }
 
 #[test]
-fn a_password_that_works_is_always_left() {
+fn a_password_that_works_always_remains() {
     let dir = test_dir();
     drop(init(dir.path()));
     let first = keyring(dir.path(), FIRST);
     let name = first.list().unwrap().remove(0).id;
-    // The only one.
+    // The only key.
     let error = first.remove(&name[..6]).unwrap_err();
     assert!(
         matches!(&error, RepoError::KeyInUse { name: of } if *of == name),
         "{error}"
     );
     let second = first.add(&Password::new("second")).unwrap();
-    // One of two, but the one that is known to open it.
+    // One of two keys, but the one that is known to open the repository.
     assert_eq!(
         first.remove(&name).unwrap_err().class(),
         ErrorClass::BadRequest
@@ -96,9 +96,9 @@ fn a_changed_password_opens_and_the_old_one_does_not() {
     assert!(!opens(dir.path(), FIRST));
 }
 
-/// Each is tried with every wrong password: there is an end to them.
+/// Every wrong password is tried on each key file, so their number is limited.
 #[test]
-fn there_are_only_so_many() {
+fn the_number_of_passwords_is_limited() {
     let dir = test_dir();
     drop(init(dir.path()));
     let keys = keyring(dir.path(), FIRST);
@@ -110,14 +110,14 @@ fn there_are_only_so_many() {
     assert!(!opens(dir.path(), "one more"));
 }
 
-/// What must open the repository once so many steps were taken, and what must not.
+/// The passwords that must open the repository after this many steps, and those that must not.
 struct Milestone {
     events: usize,
     open: &'static [&'static str],
     closed: &'static [&'static str],
 }
 
-/// Adds, changes and removes passwords; what holds after each.
+/// Adds, changes and removes passwords. Returns the state after each step.
 fn change_keys(live: &Path, keys: Keyring) -> Vec<Milestone> {
     let faults = keys.store.faults.clone();
     let mut milestones = Vec::new();
@@ -142,7 +142,7 @@ fn change_keys(live: &Path, keys: Keyring) -> Vec<Milestone> {
 }
 
 #[test]
-fn any_crash_of_the_machine_leaves_a_password() {
+fn a_password_survives_any_crash_of_the_machine() {
     let live = test_dir();
     drop(init(live.path()));
     let mut disk = Disk::with(files_below(live.path()));
@@ -156,7 +156,7 @@ fn any_crash_of_the_machine_leaves_a_password() {
         disk.apply(event);
         let mut after = milestones.iter();
         let reached = { after.clone() }.rfind(|milestone| milestone.events <= at + 1);
-        // What is being taken away may be gone; what is not stays.
+        // Passwords that are being removed may be gone; the others stay.
         let next = after.find(|milestone| milestone.events > at + 1);
         let going = next.map_or(&[][..], |milestone| milestone.closed);
         let open = reached.map_or(&[FIRST][..], |milestone| milestone.open);
@@ -177,7 +177,7 @@ fn any_crash_of_the_machine_leaves_a_password() {
             }
             let all = [FIRST, "second", "third"].into_iter();
             let left = all.filter(|password| opens(dir.path(), password)).count();
-            // Also of two that change places one is there.
+            // Of two passwords, one of which replaces the other, at least one opens.
             let changing = going.contains(&FIRST) && open.contains(&FIRST);
             assert!(left > usize::from(changing), "{context}");
             tried += 1;

@@ -5,13 +5,13 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use super::support::{Dice, Vm, init, open, test_dir};
-use crate::{CheckpointId, Forget};
+use super::support::{Dice, Vm, forget_ids, init, open, test_dir};
+use crate::CheckpointId;
 
 const DIR: &str = "STILLFRAME_REPO_KILL_TEST_DIR";
 const ROUND: &str = "STILLFRAME_REPO_KILL_TEST_ROUND";
 
-/// The child is this program again, with the same test, which these variables make the victim.
+/// The child is this program with the same test; these variables select the child's part.
 const THIS_TEST: &str = "tests::kill::a_killed_process_leaves_every_committed_checkpoint";
 
 fn vm_of_round(round: u64) -> Vm {
@@ -37,18 +37,14 @@ fn victim(dir: &Path, round: u64) -> ! {
         if step % 5 == 4 {
             let gone = mine.remove(0);
             println!("\nforgetting {step} {gone}");
-            repo.forget(&Forget {
-                ids: vec![gone],
-                ..Forget::default()
-            })
-            .unwrap();
+            repo.forget(&forget_ids(vec![gone])).unwrap();
             repo.prune(false, &mut |_| {}).unwrap();
         }
         step += 1;
     }
 }
 
-/// What the child said it had done before it was killed: some steps in, and a moment later.
+/// The checkpoints that the child reported before it was killed: after `steps` steps and a further moment.
 fn run_victim(dir: &Path, round: u64, steps: u64, moment: Duration) -> Vec<(u64, CheckpointId)> {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", THIS_TEST, "--nocapture"])
@@ -112,7 +108,7 @@ fn a_killed_process_leaves_every_committed_checkpoint() {
             assert!(vm.compare(&mut repo, id).unwrap(), "round {round}");
         }
         if round % 4 == 3 {
-            // Its lock is stale now; prune must get past it and clear up.
+            // Its lock is stale now; prune must remove it and clean up.
             repo.prune(false, &mut |_| {}).unwrap();
             assert_eq!(
                 std::fs::read_dir(dir.path().join("tmp")).unwrap().count(),

@@ -1,14 +1,14 @@
-//! Layers over a page table: as many as it takes, merged, and always the memory they stand for.
+//! Layers over a page table: merged in time, and always with the memory that they encode.
 
-use stillframe_page::delta::{DeltaEncoder, EncodedDelta, PAGE_BYTES};
+use stillframe_page::delta::{DeltaEncoder, EncodedDelta};
 
-use super::support::{Dice, PAGE, Vm, WAIT, compare_one_by_one, init, open, test_dir};
+use super::support::{Dice, PAGE, Vm, WAIT, compare_one_by_one, init, keep_last, open, test_dir};
 use crate::page_table::table::PageRef;
-use crate::{Forget, KeepPolicy, MemoryEditor, RamTable, RepoError, Repository, Written};
+use crate::{MemoryEditor, RamTable, RepoError, Repository, Written};
 
 /// Long enough that layers of every level are merged, twice into the table.
 #[test]
-fn a_long_watch_keeps_few_layers_and_every_version() {
+fn a_long_watch_has_few_layers_and_every_version() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let mut dice = Dice(11);
@@ -37,15 +37,8 @@ fn a_long_watch_keeps_few_layers_and_every_version() {
         assert!(vm.compare(&mut repo, id).unwrap());
         assert!(compare_one_by_one(vm, &mut repo, id, &mut dice, 15) > 0);
     }
-    // What the last one needs is in packs of all ages; prune must leave it.
-    let policy = KeepPolicy {
-        last: 1,
-        ..KeepPolicy::default()
-    };
-    let forget = Forget {
-        policy,
-        ..Forget::default()
-    };
+    // The last checkpoint needs packs of all ages; prune must keep them.
+    let forget = keep_last(1);
     repo.forget(&forget).unwrap();
     repo.prune(false, &mut |_| {}).unwrap();
     let mut repo = open(dir.path());
@@ -53,7 +46,7 @@ fn a_long_watch_keeps_few_layers_and_every_version() {
     assert!(vm.compare(&mut repo, &kept[kept.len() - 1].0).unwrap());
 }
 
-/// Without a page written there is nothing to merge, and no layer.
+/// Without a written page there is nothing to merge, and no layer.
 #[test]
 fn an_idle_checkpoint_adds_no_layer() {
     let dir = test_dir();
@@ -86,13 +79,13 @@ fn edit(
 fn delta(pages: &[u32]) -> EncodedDelta {
     let mut encoder = DeltaEncoder::new(1).unwrap();
     for &page in pages {
-        encoder.add(page, [&[0; PAGE], &[1; PAGE]], PAGE_BYTES);
+        encoder.add(page, [&[0; PAGE], &[1; PAGE]], PAGE);
     }
     encoder.finish().unwrap()
 }
 
 #[test]
-fn what_an_editor_is_told_must_make_sense() {
+fn a_page_table_builder_refuses_inconsistent_input() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let mut vm = Vm::new("vm", 10);
@@ -122,7 +115,7 @@ fn what_an_editor_is_told_must_make_sense() {
         memory.add_delta(writer, delta(&[3])).unwrap();
     });
     refused(nothing_below, "follow");
-    // The order does not matter, and the last word counts.
+    // The order does not matter, and the last content counts.
     let fine = edit(&mut repo, after, |memory, writer| {
         memory.add_delta(writer, delta(&[7])).unwrap();
         memory.add_delta(writer, delta(&[3, 5])).unwrap();

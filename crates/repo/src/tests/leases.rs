@@ -1,4 +1,4 @@
-//! Leases: what a VM that is being restored still needs is not removed.
+//! Leases: a checkpoint that a VM being restored still needs is not removed.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
 
-use super::support::{Dice, Vm, WAIT, init, test_dir};
-use crate::{CheckpointId, ErrorClass, Forget, KeepPolicy, RepoError, Repository};
+use super::support::{Dice, Vm, WAIT, forget_ids, init, keep_last, test_dir};
+use crate::{CheckpointId, ErrorClass, Forget, RepoError, Repository};
 
 /// A process that lives until it is dropped, and when it started.
 struct Process(Child, u64);
@@ -43,7 +43,7 @@ fn three(dir: &Path) -> (Repository, Vec<(CheckpointId, Vm)>) {
     (repo, taken)
 }
 
-/// Leaves a lease as a killed process would.
+/// Leaves a lease, as a killed process would.
 fn leave(repo: &mut Repository, id: &CheckpointId, of: &Process) {
     let reader = repo.reader(WAIT).unwrap();
     drop(reader.lease(id, of.0.id(), of.1).unwrap());
@@ -54,39 +54,22 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     entries.map(|entry| entry.unwrap().path()).collect()
 }
 
-fn all_but_last() -> Forget {
-    Forget {
-        policy: KeepPolicy {
-            last: 1,
-            ..KeepPolicy::default()
-        },
-        ..Forget::default()
-    }
-}
-
-fn only(id: CheckpointId) -> Forget {
-    Forget {
-        ids: vec![id],
-        ..Forget::default()
-    }
-}
-
 #[test]
-fn what_a_vm_needs_stays_until_the_vm_has_it() {
+fn a_leased_checkpoint_stays_until_the_vm_has_its_memory() {
     let dir = test_dir();
     let (mut repo, taken) = three(dir.path());
     let (leased, vm) = &taken[0];
     let process = Process::start();
     leave(&mut repo, leased, &process);
     assert_eq!(files(dir.path()).len(), 1);
-    let error = repo.forget(&only(*leased)).unwrap_err();
+    let error = repo.forget(&forget_ids(vec![*leased])).unwrap_err();
     assert!(
         matches!(&error, RepoError::Leased { checkpoint, by } if checkpoint == leased && by.holder.pid == process.0.id()),
         "{error}"
     );
     assert_eq!(error.class(), ErrorClass::Locked);
-    // By a rule it is left out, and told.
-    let report = repo.forget(&all_but_last()).unwrap();
+    // A policy leaves it out and reports it.
+    let report = repo.forget(&keep_last(1)).unwrap();
     assert_eq!(
         report
             .forgotten
@@ -98,26 +81,32 @@ fn what_a_vm_needs_stays_until_the_vm_has_it() {
     assert_eq!(report.leased[0].0.id, *leased);
     repo.prune(false, &mut |_| {}).unwrap();
     assert!(vm.compare(&mut repo, leased).unwrap());
-    // Who goes on with the restore has the same lease, and ends it.
+    // A process that continues the restore has the same lease, and ends it.
     let reader = repo.reader(WAIT).unwrap();
     let again = reader.lease(leased, process.0.id(), process.1).unwrap();
     assert_eq!(files(dir.path()).len(), 1);
     again.end().unwrap();
     drop(reader);
-    assert_eq!(repo.forget(&only(*leased)).unwrap().forgotten.len(), 1);
+    assert_eq!(
+        repo.forget(&forget_ids(vec![*leased]))
+            .unwrap()
+            .forgotten
+            .len(),
+        1
+    );
 }
 
 #[test]
-fn a_vm_that_ended_needs_nothing() {
+fn the_lease_of_an_ended_vm_is_removed() {
     let dir = test_dir();
     let (mut repo, taken) = three(dir.path());
     let process = Process::start();
     leave(&mut repo, &taken[0].0, &process);
     drop(process);
-    let report = repo.forget(&all_but_last()).unwrap();
+    let report = repo.forget(&keep_last(1)).unwrap();
     assert_eq!((report.forgotten.len(), report.leased.len()), (2, 0));
     assert!(files(dir.path()).is_empty());
-    // One that has ended before its lease is dropped leaves none.
+    // If the VM has ended before its lease is dropped, no lease is left.
     let process = Process::start();
     let reader = repo.reader(WAIT).unwrap();
     let lease = reader
@@ -126,7 +115,7 @@ fn a_vm_that_ended_needs_nothing() {
     drop(process);
     drop(lease);
     assert!(files(dir.path()).is_empty());
-    // And what is forgotten cannot be leased.
+    // A forgotten checkpoint cannot be leased.
     let process = Process::start();
     let error = reader.lease(&taken[0].0, process.0.id(), process.1).err();
     assert_eq!(error.unwrap().class(), ErrorClass::NotFound);
@@ -134,7 +123,7 @@ fn a_vm_that_ended_needs_nothing() {
 }
 
 #[test]
-fn a_vm_elsewhere_counts_as_alive_until_its_lease_is_broken() {
+fn a_vm_of_another_machine_counts_as_alive_until_its_lease_is_broken() {
     let dir = test_dir();
     let (mut repo, taken) = three(dir.path());
     let process = Process::start();
@@ -146,12 +135,12 @@ fn a_vm_elsewhere_counts_as_alive_until_its_lease_is_broken() {
     record["boot"] = json!("another boot");
     std::fs::write(&path, record.to_string()).unwrap();
     age(&path, 100_000);
-    assert_eq!(repo.forget(&all_but_last()).unwrap().leased.len(), 1);
+    assert_eq!(repo.forget(&keep_last(1)).unwrap().leased.len(), 1);
     repo.prune(false, &mut |_| {}).unwrap();
     assert!(taken[0].1.compare(&mut repo, &taken[0].0).unwrap());
     let broken = Forget {
         break_leases: true,
-        ..all_but_last()
+        ..keep_last(1)
     };
     let dry = repo
         .forget(&Forget {
@@ -178,12 +167,12 @@ fn half_a_lease_blocks_until_it_is_old() {
     let (mut repo, _) = three(dir.path());
     let path = dir.path().join("leases/0123.lease");
     std::fs::write(&path, "{\"vers").unwrap();
-    let error = repo.forget(&all_but_last()).unwrap_err();
+    let error = repo.forget(&keep_last(1)).unwrap_err();
     assert_eq!(error.class(), ErrorClass::Damaged);
     age(&path, 31);
-    assert_eq!(repo.forget(&all_but_last()).unwrap().forgotten.len(), 2);
+    assert_eq!(repo.forget(&keep_last(1)).unwrap().forgotten.len(), 2);
     assert!(!path.exists());
-    // A later version may know of more than this one.
+    // A later version may have more fields.
     std::fs::write(&path, "{\"version\": 1000000}").unwrap();
     let error = repo.prune(false, &mut |_| {}).unwrap_err();
     assert_eq!(error.class(), ErrorClass::FutureVersion);

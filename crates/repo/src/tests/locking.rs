@@ -1,4 +1,4 @@
-//! Locks: who waits for whom, and which ones are stale.
+//! Locks: which waits for which, and which are stale.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -15,8 +15,8 @@ use crate::{ErrorClass, RepoError, Repository};
 
 const SHORT: Duration = Duration::from_millis(150);
 
-/// The lock of this process, changed, put there as if another process held it, and as if it had been
-/// written `minutes` ago by the clock of the file system.
+/// Creates a lock file as another process would, from that of this process with a change. Its time is `minutes`
+/// ago by the clock of the file system.
 fn plant(repo: &Repository, kind: &str, minutes: u64, change: &dyn Fn(&mut Value)) {
     let lock = Lock::take(&repo.store, LockKind::Shared, WAIT).unwrap();
     let folder = repo.dir().join("locks");
@@ -51,7 +51,7 @@ fn stops(change: &dyn Fn(&mut Value)) -> bool {
     stops_after(0, change)
 }
 
-/// The same for one that was not refreshed for so long.
+/// The same for a lock that was last refreshed `minutes` ago.
 fn stops_after(minutes: u64, change: &dyn Fn(&mut Value)) -> bool {
     let dir = test_dir();
     let mut repo = init(dir.path());
@@ -64,33 +64,33 @@ fn stops_after(minutes: u64, change: &dyn Fn(&mut Value)) -> bool {
         }
         Err(error) => panic!("{error}"),
     };
-    // A stale lock is removed by who meets it; a live one stays.
+    // A process that finds a stale lock removes it; a live one stays.
     assert_eq!(dir.path().join("locks/0123.lock").exists(), stopped);
     stopped
 }
 
 #[test]
-fn a_living_holder_is_respected() {
+fn the_lock_of_a_living_process_holds() {
     assert!(stops(&|_| {}));
     assert!(stops(&|record| record["refreshed"] = ago(29)));
-    // Halted, or on a machine that slept: it may go on at any moment.
+    // Stopped, or on a suspended machine: it may continue at any moment.
     assert!(stops_after(31, &|record| record["refreshed"] = ago(31)));
 }
 
 #[test]
-fn a_dead_holder_is_not() {
+fn the_lock_of_a_dead_process_is_stale() {
     let mut child = Command::new("true").stdout(Stdio::null()).spawn().unwrap();
     let pid = child.id();
     child.wait().unwrap();
     assert!(!stops(&|record| record["pid"] = json!(pid)));
-    // The number is in use again, by a process that started later.
+    // The process number is in use again, by a process that started later.
     assert!(!stops(&|record| record["start_time"] = json!(1)));
-    // A boot of this machine that is over.
+    // An earlier boot of this machine.
     assert!(!stops(&|record| record["boot"] = json!("another boot")));
 }
 
 #[test]
-fn a_killed_but_unreaped_holder_is_dead() {
+fn the_lock_of_a_zombie_is_stale() {
     let mut child = Command::new("sleep").arg("100").spawn().unwrap();
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
     let started: u64 = stat
@@ -117,7 +117,7 @@ fn a_killed_but_unreaped_holder_is_dead() {
 }
 
 #[test]
-fn what_cannot_be_judged_counts_as_alive_until_it_is_old() {
+fn an_unknown_process_counts_as_alive_until_its_lock_is_old() {
     for other in [
         &(|record: &mut Value| record["pid_namespace"] = json!("pid:[1]")) as &dyn Fn(&mut Value),
         &|record| {
@@ -135,7 +135,7 @@ fn what_cannot_be_judged_counts_as_alive_until_it_is_old() {
         };
         assert!(stops(&gone_here));
         assert!(!stops_after(31, &gone_here));
-        // The clock of the other machine may be anything, and so may what a forger writes.
+        // The clock of the other machine may have any value, and so may a forged time.
         assert!(stops_after(29, &|record| {
             gone_here(record);
             record["refreshed"] = ago(31);
@@ -163,7 +163,7 @@ fn half_a_lock_file_blocks_until_it_is_old() {
 }
 
 #[test]
-fn removers_wait_for_writers_and_the_other_way_round() {
+fn removers_wait_for_writers_and_writers_for_removers() {
     let dir = test_dir();
     let mut writing = init(dir.path());
     let store = open(dir.path()).store.clone();
@@ -174,7 +174,7 @@ fn removers_wait_for_writers_and_the_other_way_round() {
         matches!(take(LockKind::Exclusive, SHORT), Err(RepoError::Locked { by }) if by.kind == LockKind::Shared)
     );
     assert!(take(LockKind::Shared, SHORT).is_ok());
-    // While a remover waits, new writers wait too; when the writer ends, the remover is next.
+    // While a remover waits, new writers wait, too; when the writer ends, the remover is next.
     std::thread::scope(|scope| {
         let remover = scope.spawn(|| take(LockKind::Exclusive, WAIT).map(|_| Instant::now()));
         while std::fs::read_dir(dir.path().join("locks")).unwrap().count() < 2 {
@@ -206,13 +206,13 @@ fn removers_wait_for_writers_and_the_other_way_round() {
     );
 }
 
-/// A writer's lock that is kept for the next is one file all along, and goes as soon as a remover wants it.
+/// A lock that is kept for the next writer stays one file, and is released as soon as a remover waits.
 #[test]
-fn a_kept_lock_gives_way() {
+fn a_kept_lock_is_released_for_a_remover() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let store = open(dir.path()).store.clone();
-    // One that is still being written has another name, and stops no process.
+    // A lock file that is still being written has another name, and blocks no process.
     let locks = || {
         let mut names = store.names(crate::store::local::Area::Locks).unwrap();
         names.retain(|name| name.ends_with(".lock"));
@@ -229,7 +229,7 @@ fn a_kept_lock_gives_way() {
         while locks().len() < 2 {
             std::thread::yield_now();
         }
-        // The next writer gives way, and is refused for as long as the remover is there.
+        // The next writer releases the kept lock, and is refused as long as the remover exists.
         assert!(matches!(repo.begin(SHORT), Err(RepoError::Locked { .. })));
         assert!(!locks().contains(&kept[0]));
         assert!(matches!(
@@ -240,7 +240,7 @@ fn a_kept_lock_gives_way() {
     assert!(repo.begin(SHORT).is_ok());
     repo.keep_lock(false);
     assert_eq!(locks().len(), 0);
-    // One that was taken for stale is not kept.
+    // A lock that was removed as stale is not kept.
     repo.keep_lock(true);
     assert!(repo.begin(SHORT).is_ok());
     store
@@ -272,7 +272,7 @@ fn exclusive_means_exclusive() {
 }
 
 #[test]
-fn a_writer_whose_lock_was_taken_away_records_nothing() {
+fn a_writer_whose_lock_was_removed_records_nothing() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let mut vm = Vm::new("vm", 300);
@@ -288,9 +288,9 @@ fn a_writer_whose_lock_was_taken_away_records_nothing() {
     assert!(vm.checkpoint(&mut repo).is_ok());
 }
 
-/// The lock goes at the last moment: after it was looked at, before the manifest has its name.
+/// The lock is removed at the last moment: after it was checked, before the manifest has its name.
 #[test]
-fn a_manifest_written_without_a_lock_is_taken_back() {
+fn a_manifest_written_without_a_lock_is_removed() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let mut vm = Vm::new("vm", 300);
@@ -318,7 +318,7 @@ fn two_writers_at_once_both_commit() {
             .map(|number| {
                 let mut repo = open(dir.path());
                 scope.spawn(move || {
-                    // The same pages from both, so that blobs are stored twice.
+                    // Both write the same pages, so that blobs are stored twice.
                     let mut dice = Dice(55);
                     let mut vm = Vm::new(&format!("vm-{number}"), 500);
                     (0..40)

@@ -1,10 +1,10 @@
-//! Places that refuse: a full file system, a read-only one. Needs root, to mount.
+//! File systems that refuse writes: a full one, a read-only one. Needs root, to mount.
 
 use std::path::Path;
 use std::process::Command;
 
-use super::support::{Dice, Vm, WAIT, init, open, test_dir};
-use crate::{ErrorClass, Forget, RepoError};
+use super::support::{Dice, Vm, WAIT, forget_ids, init, open, test_dir};
+use crate::{ErrorClass, RepoError};
 
 /// A mount that ends with the test.
 struct Mount<'a>(&'a Path);
@@ -31,7 +31,7 @@ impl Drop for Mount<'_> {
 }
 
 #[test]
-fn a_full_disk_is_named_and_loses_nothing() {
+fn a_full_disk_is_reported_and_loses_nothing() {
     let place = test_dir();
     let mount = Mount::new(&["-t", "tmpfs", "-o", "size=3m", "none"], place.path());
     let dir = place.path().join("repo");
@@ -53,28 +53,24 @@ fn a_full_disk_is_named_and_loses_nothing() {
                 failures += 1;
             }
         }
-        // What a failed checkpoint wrote is gone again, and the rest is whole.
+        // The files of a failed checkpoint are removed, and the rest is complete.
         assert_eq!(repo.check(true, &mut |_| {}).unwrap().problems, []);
     }
     assert!(failures > 5, "{failures}");
     for (id, vm) in &committed {
         assert!(vm.compare(&mut repo, id).unwrap());
     }
-    // Forgetting and pruning work on the full disk, and then there is room again. (Not for a
-    // repack: so all but the last go, whose pages the last does not share.)
+    // Forgetting and pruning work on the full disk, and free space. (Not for a repack: so all but the last are
+    // forgotten, whose pages the last does not share.)
     let ids = committed.iter().map(|(id, _)| *id).collect();
-    repo.forget(&Forget {
-        ids,
-        ..Forget::default()
-    })
-    .unwrap();
+    repo.forget(&forget_ids(ids)).unwrap();
     repo.prune(false, &mut |_| {}).unwrap();
     vm.checkpoint(&mut repo).unwrap();
     drop(mount);
 }
 
 #[test]
-fn a_read_only_place_can_be_read() {
+fn a_read_only_file_system_can_be_read() {
     let place = test_dir();
     let view = test_dir();
     let mut repo = init(place.path());
@@ -94,11 +90,7 @@ fn a_read_only_place_can_be_read() {
     for error in [
         repo.begin(WAIT).err().unwrap(),
         repo.prune(false, &mut |_| {}).unwrap_err(),
-        repo.forget(&Forget {
-            ids: vec![id],
-            ..Forget::default()
-        })
-        .unwrap_err(),
+        repo.forget(&forget_ids(vec![id])).unwrap_err(),
     ] {
         assert!(matches!(error, RepoError::ReadOnly { .. }), "{error}");
         assert_eq!(error.class(), ErrorClass::ReadOnly);
@@ -107,7 +99,7 @@ fn a_read_only_place_can_be_read() {
 }
 
 #[test]
-fn a_repository_is_its_owners_alone() {
+fn only_its_owner_can_read_a_repository() {
     use std::os::unix::fs::PermissionsExt;
     let place = test_dir();
     let dir = place.path().join("above/repo");

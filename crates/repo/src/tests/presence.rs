@@ -1,4 +1,4 @@
-//! Packs that go missing: the next checkpoint is whole without them, and heals what it can.
+//! Missing packs: the next checkpoint is complete without them, and stores their blobs again as far as possible.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,7 @@ impl Bench {
         files.map(|file| file.unwrap().path()).collect()
     }
 
-    /// A full checkpoint of the same memory; the packs it was told are missing.
+    /// Takes a full checkpoint of the same memory. Returns it, and the packs that were reported as missing.
     fn again(&mut self) -> (CheckpointId, Vec<String>) {
         self.vm.forget_parent();
         let id = self.vm.checkpoint(&mut self.repo).unwrap();
@@ -48,10 +48,10 @@ impl Bench {
 
     fn expect_healed(&mut self, id: &CheckpointId) {
         assert!(self.whole(id));
-        // Whichever index file is read first.
+        // Independent of which index file is read first.
         self.repo = open(self.dir.path());
         assert!(self.whole(id) && self.whole(&self.first.clone()));
-        // Nothing needs the missing pack any more, so prune forgets it.
+        // Nothing needs the missing pack any more, so prune removes its entry.
         self.repo.prune(false, &mut |_| {}).unwrap();
         assert_eq!(
             self.repo.check(true, &mut |_| {}).unwrap().problems.len(),
@@ -70,7 +70,7 @@ fn a_pack_removed_while_the_repository_is_open_is_noticed() {
     let mut bench = Bench::new();
     let [pack] = bench.packs().try_into().unwrap();
     let gone = relative(bench.dir.path(), &pack);
-    // A folder that did not change for long, as in a repository that was opened long ago.
+    // A folder that has not changed for long, as in a repository that was opened long ago.
     let folder = fs::File::open(pack.parent().unwrap()).unwrap();
     folder
         .set_modified(SystemTime::now() - Duration::from_secs(60))
@@ -99,13 +99,13 @@ fn a_pack_cut_short_is_noticed_when_the_repository_is_opened() {
 }
 
 #[test]
-fn a_pack_that_comes_back_counts_again() {
+fn a_pack_that_is_put_back_is_used_again() {
     let mut bench = Bench::new();
     let [pack] = bench.packs().try_into().unwrap();
     let elsewhere = bench.dir.path().join("elsewhere");
     fs::rename(&pack, &elsewhere).unwrap();
     assert_eq!(bench.repo.begin(WAIT).unwrap().missing_packs().len(), 1);
-    // As when packs move to another disk.
+    // As if packs were moved to another disk.
     std::os::unix::fs::symlink(&elsewhere, &pack).unwrap();
     let (second, missing) = bench.again();
     assert_eq!(missing, Vec::<String>::new());
@@ -115,11 +115,11 @@ fn a_pack_that_comes_back_counts_again() {
 }
 
 #[test]
-fn a_look_that_failed_is_taken_again() {
+fn a_failed_inspection_is_repeated() {
     let mut bench = Bench::new();
     let mut dice = Dice(4);
     let mut folders: Vec<PathBuf> = Vec::new();
-    // The one that is looked at first loses its pack, the other cannot be looked at.
+    // The folder that is inspected first loses its pack, the other cannot be inspected.
     while folders.len() < 2 {
         bench.vm.run(&mut dice, 10);
         bench.vm.checkpoint(&mut bench.repo).unwrap();
@@ -131,7 +131,7 @@ fn a_look_that_failed_is_taken_again() {
         folders.sort();
         folders.dedup();
     }
-    // All packs have been looked at.
+    // All packs have been inspected.
     drop(bench.repo.begin(WAIT).unwrap());
     let (lost, broken) = (&folders[0], &folders[folders.len() - 1]);
     let gone: Vec<PathBuf> = bench

@@ -1,8 +1,8 @@
-//! Forget and prune: what is kept can be read, what is not is given back.
+//! Forget and prune: kept checkpoints can be read, and the space of the others is freed.
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::support::{Dice, Vm, WAIT, init, open, test_dir};
+use super::support::{Dice, Vm, WAIT, forget_ids, init, keep_last, open, test_dir};
 use crate::{CheckpointId, ErrorClass, Forget, KeepPolicy, RepoError, Repository, Tags};
 
 fn tree_bytes(dir: &std::path::Path) -> u64 {
@@ -21,7 +21,7 @@ fn assert_clean(repo: &mut Repository) {
     assert_eq!(report.problems, []);
 }
 
-/// Checkpoints of one VM, an hour apart, and what the VM was at each.
+/// Checkpoints of one VM, an hour apart, and the VM at each.
 fn history(repo: &mut Repository, label: &str, count: i64) -> Vec<(CheckpointId, Vm)> {
     let mut dice = Dice(label.len() as u64);
     let mut vm = Vm::new(label, 700);
@@ -36,29 +36,26 @@ fn history(repo: &mut Repository, label: &str, count: i64) -> Vec<(CheckpointId,
 }
 
 #[test]
-fn prune_gives_back_what_was_forgotten_and_keeps_the_rest() {
+fn prune_frees_forgotten_checkpoints_and_keeps_the_rest() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let kept = history(&mut repo, "kept", 3);
     let alone = tree_bytes(dir.path());
     let gone = history(&mut repo, "gone!", 12);
     let ids: Vec<CheckpointId> = gone.iter().map(|(id, _)| *id).collect();
-    let forget = Forget {
-        ids: ids.clone(),
-        ..Forget::default()
-    };
+    let forget = forget_ids(ids.clone());
     let report = repo.forget(&forget).unwrap();
     assert_eq!(report.forgotten.len(), 12);
     assert_eq!(report.kept.len(), 3);
 
-    let foretold = repo.prune(true, &mut |_| {}).unwrap();
+    let dry_run = repo.prune(true, &mut |_| {}).unwrap();
     let before = tree_bytes(dir.path());
     let report = repo.prune(false, &mut |_| {}).unwrap();
-    assert_eq!(foretold, report);
+    assert_eq!(dry_run, report);
     assert_eq!(report.packs_removed, 12);
     assert!(report.bytes_after < report.bytes_before);
     let after = tree_bytes(dir.path());
-    // But for the names of the index files that were replaced.
+    // Except the names of the replaced index files.
     assert!(
         after < before && after <= alone + 1024,
         "{alone} {before} {after}"
@@ -79,15 +76,7 @@ fn packs_with_much_waste_are_repacked() {
     // Each checkpoint overwrites a third of the one before: old packs become mostly waste.
     let all = history(&mut repo, "vm", 30);
     let before = tree_bytes(&dir.path().join("packs"));
-    let policy = KeepPolicy {
-        last: 2,
-        ..KeepPolicy::default()
-    };
-    repo.forget(&Forget {
-        policy,
-        ..Forget::default()
-    })
-    .unwrap();
+    repo.forget(&keep_last(2)).unwrap();
     let report = repo.prune(false, &mut |_| {}).unwrap();
     assert!(report.packs_repacked > 0, "{report:?}");
     let after = tree_bytes(&dir.path().join("packs"));
@@ -180,17 +169,13 @@ fn tagged(repo: &mut Repository, label: &str, count: usize) -> Vec<CheckpointId>
 }
 
 #[test]
-fn a_policy_looks_only_at_checkpoints_with_the_tags() {
+fn a_policy_applies_only_to_checkpoints_with_the_tags() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let all = tagged(&mut repo, "vm", 6);
     let what = Forget {
-        policy: KeepPolicy {
-            last: 1,
-            ..KeepPolicy::default()
-        },
         tags: vec!["even".parse().unwrap()],
-        ..Forget::default()
+        ..keep_last(1)
     };
     let report = repo.forget(&what).unwrap();
     let gone: Vec<CheckpointId> = report.forgotten.iter().map(|gone| gone.id).collect();
@@ -204,7 +189,7 @@ fn a_policy_looks_only_at_checkpoints_with_the_tags() {
         reasons,
         [(all[1], 0), (all[3], 0), (all[4], 1), (all[5], 0)]
     );
-    // No checkpoint has both tags, so the policy looks at none.
+    // No checkpoint has both tags, so the policy applies to none.
     let tags = vec!["even".parse().unwrap(), "odd".parse().unwrap()];
     let report = repo.forget(&Forget { tags, ..what }).unwrap();
     assert!(report.forgotten.is_empty());
@@ -212,7 +197,7 @@ fn a_policy_looks_only_at_checkpoints_with_the_tags() {
 }
 
 #[test]
-fn a_tag_that_no_checkpoint_of_a_vm_has_costs_it_nothing() {
+fn a_tag_that_no_checkpoint_of_a_vm_has_forgets_nothing() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let of_one = tagged(&mut repo, "one", 2);
@@ -246,17 +231,12 @@ fn an_empty_policy_or_an_unknown_id_forgets_nothing() {
             .is_empty()
     );
     let ids = vec![all[0].0, CheckpointId([0; 32])];
-    let error = repo
-        .forget(&Forget {
-            ids,
-            ..Forget::default()
-        })
-        .unwrap_err();
+    let error = repo.forget(&forget_ids(ids)).unwrap_err();
     assert_eq!(error.class(), ErrorClass::NotFound);
     assert_eq!(repo.manifests().unwrap().len(), 2);
 }
 
-/// The engine of a long watch: its writer's parent was forgotten and pruned in between.
+/// The engine of a long watch, when its writer's parent was forgotten and pruned in between.
 #[test]
 fn a_writer_notices_what_another_process_pruned() {
     let dir = test_dir();
@@ -267,22 +247,17 @@ fn a_writer_notices_what_another_process_pruned() {
     let first = vm.checkpoint(&mut watch).unwrap();
 
     let mut other = open(dir.path());
-    other
-        .forget(&Forget {
-            ids: vec![first],
-            ..Forget::default()
-        })
-        .unwrap();
+    other.forget(&forget_ids(vec![first])).unwrap();
     other.prune(false, &mut |_| {}).unwrap();
 
-    // The watch still has the old index in memory; it must not count on pruned blobs.
+    // The watch still has the old index in memory; it must not rely on pruned blobs.
     let second = vm.checkpoint(&mut watch).unwrap();
     assert!(vm.compare(&mut watch, &second).unwrap());
     assert_clean(&mut other);
 }
 
 #[test]
-fn prune_refuses_what_it_cannot_follow() {
+fn prune_refuses_references_that_it_cannot_follow() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let all = history(&mut repo, "vm", 2);
@@ -297,7 +272,7 @@ fn prune_refuses_what_it_cannot_follow() {
 }
 
 #[test]
-fn the_index_can_be_made_again_from_the_packs() {
+fn the_index_can_be_rebuilt_from_the_packs() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let all = history(&mut repo, "vm", 4);
@@ -326,9 +301,9 @@ fn the_index_can_be_made_again_from_the_packs() {
     }
 }
 
-/// What is content-addressed heals: a lost pack's pages come back with the next full checkpoint.
+/// A full checkpoint stores the pages of a lost pack again, so earlier checkpoints can be read.
 #[test]
-fn a_lost_pack_heals_with_the_next_full_checkpoint() {
+fn a_full_checkpoint_stores_the_pages_of_a_lost_pack_again() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let mut vm = Vm::new("vm", 600);
@@ -364,11 +339,7 @@ fn packs_behind_links_are_pruned_like_others() {
     }
     let mut repo = open(dir.path());
     assert_clean(&mut repo);
-    repo.forget(&Forget {
-        ids: vec![taken[0].0],
-        ..Forget::default()
-    })
-    .unwrap();
+    repo.forget(&forget_ids(vec![taken[0].0])).unwrap();
     repo.prune(false, &mut |_| {}).unwrap();
     repo.rebuild_index(&mut |_| {}).unwrap();
     assert_clean(&mut repo);

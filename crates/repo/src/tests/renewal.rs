@@ -1,14 +1,16 @@
-//! A reader that has no lock, because it cannot leave one, while a prune on another host repacks.
+//! A reader without a lock, because it cannot write one, while a prune on another host repacks.
 
 use std::fs;
 
-use super::support::{Dice, PAGE, Vm, WAIT, init, open, test_dir};
+use super::support::{Dice, PAGE, Vm, WAIT, forget_ids, init, open, test_dir};
 use crate::store::local::Area;
-use crate::{CheckpointId, Forget, PageMap, PageReader, Reader, RepoError, Repository};
+use crate::{
+    CheckpointId, PageMap, PageReader, PageRequest, ReadOrder, Reader, RepoError, Repository,
+};
 
 const PAGES: usize = 900;
 
-/// Three checkpoints that share pages, and the VM as it was at the last.
+/// Three checkpoints that share pages, and the VM at the last.
 fn three(repo: &mut Repository) -> ([CheckpointId; 3], Vm) {
     let mut dice = Dice(31);
     let mut vm = Vm::new("vm", PAGES);
@@ -29,7 +31,12 @@ fn read_some(reader: &Reader<'_>, map: &PageMap<'_>, vm: &Vm, each: usize) {
             read = bytes.to_vec();
             Ok::<(), RepoError>(())
         };
-        pages.read_near(map, page, &[], &mut keep).unwrap();
+        let request = PageRequest {
+            page,
+            neighbours: &[],
+            order: ReadOrder::RequestedFirst,
+        };
+        pages.read(map, request, &mut keep).unwrap();
         assert!(read == vm.pages[page as usize], "page {page}");
     }
 }
@@ -48,7 +55,7 @@ fn read_all(map: &PageMap<'_>, vm: &Vm) -> Result<(), RepoError> {
 }
 
 #[test]
-fn what_was_repacked_is_found() {
+fn repacked_blobs_are_found() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let ([first, second, last], vm) = three(&mut repo);
@@ -57,14 +64,11 @@ fn what_was_repacked_is_found() {
     let reader = reading.reader(WAIT).unwrap();
     fs::remove_dir_all(dir.path().join("locks")).unwrap();
     let map = PageMap::open(&reader, &manifest.ram[0]).unwrap();
-    // Locations that are known from before lie in packs that will be gone.
+    // Locations that are known already lie in packs that will be gone.
     read_some(&reader, &map, &vm, 90);
     for gone in [first, second] {
         let before = repo.store.names(Area::Packs).unwrap();
-        let forget = Forget {
-            ids: vec![gone],
-            ..Forget::default()
-        };
+        let forget = forget_ids(vec![gone]);
         repo.forget(&forget).unwrap();
         assert!(repo.prune(false, &mut |_| {}).unwrap().packs_repacked > 0);
         let after = repo.store.names(Area::Packs).unwrap();
@@ -76,9 +80,9 @@ fn what_was_repacked_is_found() {
     }
 }
 
-/// What is gone for good is an error, and what was known stays known while the file system is away.
+/// A lost blob is an error, and known locations stay known while the file system is away.
 #[test]
-fn what_is_nowhere_is_an_error() {
+fn a_lost_blob_is_an_error() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let ([.., last], vm) = three(&mut repo);

@@ -14,25 +14,25 @@ use crate::crypto::key_file::Cost;
 use crate::page_table::table::PageRef;
 use crate::store::local::LocalStore;
 use crate::{
-    CheckpointId, Manifest, MemoryEditor, Note, PageCounts, PageMap, PageReader, Password,
-    RamTable, RepoError, Repository, Tags, Writer,
+    CheckpointId, Forget, KeepPolicy, Manifest, MemoryEditor, Note, PageCounts, PageMap,
+    PageReader, PageRequest, Password, RamTable, ReadOrder, RepoError, Repository, Tags, Writer,
 };
 
 pub(crate) const WAIT: Duration = Duration::from_secs(60);
-pub(crate) const PAGE: usize = 4096;
+pub(crate) use stillframe_page::PAGE;
 
 pub(crate) fn password() -> Password {
     Password::new("correct horse")
 }
 
-/// What a password costs that costs next to nothing to try.
+/// The cost of a password that takes next to no time to try.
 pub(crate) const CHEAP: Cost = Cost {
     memory_kib: 8,
     passes: 1,
     lanes: 1,
 };
 
-/// A repository with such a password.
+/// A repository with a password of that cost.
 pub(crate) fn init(dir: &Path) -> Repository {
     Repository::init_at(LocalStore::new(dir), &password(), CHEAP).unwrap()
 }
@@ -208,7 +208,7 @@ impl Vm {
         })
     }
 
-    /// Whether a checkpoint gives back exactly this VM; the error tells what went wrong instead.
+    /// Whether a checkpoint has exactly the memory of this VM; the error describes any other failure.
     pub(crate) fn compare(
         &self,
         repo: &mut Repository,
@@ -233,8 +233,8 @@ impl Vm {
     }
 }
 
-/// Reads every page of a checkpoint by itself, in any order, with up to `reach` neighbours on each side:
-/// slowly, but the same must come out, first or in its place. Returns how many pages came along.
+/// Reads every page of a checkpoint by itself, in any order, with up to `reach` neighbours on each side, and
+/// compares it, in both orders of reading. Returns how many neighbours were read.
 pub(crate) fn compare_one_by_one(
     vm: &Vm,
     repo: &mut Repository,
@@ -259,21 +259,28 @@ pub(crate) fn compare_one_by_one(
             }
             Ok::<(), RepoError>(())
         };
-        let together = dice.below(2) == 0;
-        let read = match together {
-            true => pages.read_together(&map, page, &near, &mut compare),
-            false => pages.read_near(&map, page, &near, &mut compare),
+        let order = match dice.below(2) {
+            0 => ReadOrder::Ascending,
+            _ => ReadOrder::RequestedFirst,
         };
-        read.unwrap();
-        if together {
+        let request = PageRequest {
+            page,
+            neighbours: &near,
+            order,
+        };
+        pages.read(&map, request, &mut compare).unwrap();
+        if order == ReadOrder::Ascending {
             assert!(seen.is_sorted_by(|one, next| one < next));
-            // The same pages, in another order.
+            // The same pages in the other order.
             let mut first = Vec::new();
             let mut note = |from: u64, bytes: &[u8]| {
                 first.extend(from..from + (bytes.len() / PAGE) as u64);
                 Ok::<(), RepoError>(())
             };
-            pages.read_near(&map, page, &near, &mut note).unwrap();
+            let order = ReadOrder::RequestedFirst;
+            pages
+                .read(&map, PageRequest { order, ..request }, &mut note)
+                .unwrap();
             first.sort_unstable();
             assert_eq!(first, seen);
             seen.retain(|&other| other != page);
@@ -281,11 +288,30 @@ pub(crate) fn compare_one_by_one(
         }
         assert_eq!(seen[0], page);
         assert!(seen[1..].iter().all(|other| near.contains(other)));
-        // A delta may make zeros too.
+        // Deltas may yield zeros, too.
         assert!(!map.is_zero(page).unwrap() || is_zero(&vm.pages[page as usize]));
         came_along += seen.len() as u64 - 1;
     }
     came_along
+}
+
+/// A request to forget all but the last `count` checkpoints of each VM.
+pub(crate) fn keep_last(count: u32) -> Forget {
+    Forget {
+        policy: KeepPolicy {
+            last: count,
+            ..KeepPolicy::default()
+        },
+        ..Forget::default()
+    }
+}
+
+/// A request to forget these checkpoints.
+pub(crate) fn forget_ids(ids: Vec<CheckpointId>) -> Forget {
+    Forget {
+        ids,
+        ..Forget::default()
+    }
 }
 
 /// Copies a folder and everything in it.
@@ -301,8 +327,7 @@ pub(crate) fn copy_tree(from: &Path, to: &Path) {
     }
 }
 
-/// A folder of its own for a test, in memory where there is such a place: thousands of fsyncs are
-/// not what is tested.
+/// A folder for one test, in memory if possible: thousands of fsyncs are not what is tested.
 pub(crate) fn test_dir() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     match memory.is_dir() {

@@ -1,4 +1,4 @@
-//! Put and read against plain maps: what was stored is what comes back.
+//! Put and read against plain maps: every blob is read as it was stored.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -25,7 +25,7 @@ fn blob() -> impl Strategy<Value = Blob> {
     (0..40_u64, len).prop_map(|(seed, len)| Blob { seed, len })
 }
 
-/// Commits nothing but blobs: an empty checkpoint of VM "blobs".
+/// A manifest of an empty checkpoint of VM "blobs", to commit blobs only.
 fn empty_manifest() -> crate::Manifest {
     crate::Manifest {
         vm: "blobs".into(),
@@ -88,7 +88,7 @@ proptest! {
 }
 
 #[test]
-fn a_vm_comes_back_at_every_checkpoint() {
+fn every_checkpoint_has_the_memory_of_the_vm() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let mut dice = Dice(1);
@@ -103,12 +103,12 @@ fn a_vm_comes_back_at_every_checkpoint() {
     for (id, vm) in &taken {
         assert!(vm.compare(&mut repo, id).unwrap());
     }
-    // 50 commits, but the index stays a few files.
+    // After 50 commits, the index still has few files.
     assert!(std::fs::read_dir(dir.path().join("index")).unwrap().count() < 34);
 }
 
 #[test]
-fn what_was_not_committed_leaves_nothing_behind() {
+fn a_dropped_writer_leaves_no_files() {
     let dir = test_dir();
     let mut repo = init(dir.path());
     let mut writer = repo.begin(WAIT).unwrap();
@@ -150,7 +150,7 @@ fn bytes_under_a_wrong_id_are_never_recorded() {
         "{error}"
     );
     assert!(repo.manifests().unwrap().is_empty());
-    // Also with much behind it, and the error is told once.
+    // Also with many blobs after it, and the error is reported once.
     let mut writer = repo.begin(WAIT).unwrap();
     writer.put(id, b"two").unwrap();
     let mut errors = Vec::new();
@@ -186,7 +186,7 @@ fn empty_and_oversized_blobs_are_refused() {
     assert!(repo.reader(WAIT).unwrap().read(&id).unwrap() == big[1..]);
 }
 
-/// Without deduplication: in one pack twice, and in several packs.
+/// Blobs that are not deduplicated: twice in one pack, and in several packs.
 #[test]
 fn blobs_stored_again_are_read_checked_and_pruned_like_others() {
     let dir = test_dir();

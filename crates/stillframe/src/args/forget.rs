@@ -8,30 +8,30 @@ use crate::durations::times;
 /// `forget`
 #[derive(Debug, Args)]
 pub struct ForgetArgs {
-    /// Checkpoints to forget, whatever the rules say
+    /// Checkpoints to forget, regardless of the rules
     #[arg(value_name = "ID")]
     pub ids: Vec<String>,
-    /// Only look among the checkpoints of this VM
+    /// Consider only checkpoints of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
-    /// The rules look only at checkpoints with this tag; given several times, with all of these tags
+    /// Apply the rules only to checkpoints with this tag; given several times: with all of these tags
     #[arg(long = "tag", value_name = "NAME", requires = "KeepArgs")]
     pub tags: Vec<Tag>,
     /// The rules.
     #[command(flatten)]
     pub keep: KeepArgs,
-    /// Free the space afterwards, like prune
+    /// Run prune afterwards, to free the space
     #[arg(long, action = ArgAction::SetTrue)]
     pub prune: bool,
-    /// Also forget what VMs that are being restored lazily still need: each of them is lost
+    /// Also forget checkpoints that a lazy restore still reads from; this destroys the restored VM
     #[arg(long)]
     pub break_leases: bool,
-    /// Only tell what would be forgotten
+    /// Report what would be forgotten, and change nothing
     #[arg(long)]
     pub dry_run: bool,
 }
 
-/// Which checkpoints of each VM stay; one that any rule keeps stays.
+/// The checkpoints of each VM to keep: all that match at least one rule.
 #[derive(Debug, Clone, Default, Args)]
 pub struct KeepArgs {
     /// Keep the last N checkpoints of each VM
@@ -52,7 +52,7 @@ pub struct KeepArgs {
     /// Keep the last checkpoint of each of the last N years that have one
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub keep_yearly: Option<u32>,
-    /// Keep all checkpoints that are newer than AGE before the newest one of the VM
+    /// Keep all checkpoints that are less than AGE older than the VM's newest one
     #[arg(long, value_name = "AGE", value_parser = times::parse_age)]
     pub keep_within: Option<Age>,
     /// Keep all checkpoints with this tag; may be given several times
@@ -63,7 +63,7 @@ pub struct KeepArgs {
 /// `prune`
 #[derive(Debug, Args)]
 pub struct PruneArgs {
-    /// Only tell what would be freed
+    /// Report what would be freed, and change nothing
     #[arg(long)]
     pub dry_run: bool,
 }

@@ -8,7 +8,7 @@ use clap_complete::Shell;
 /// `completions`
 #[derive(Debug, Args)]
 pub struct CompletionsArgs {
-    /// The shell
+    /// Shell to print completions for
     #[arg(value_name = "SHELL")]
     pub shell: Shell,
 }
@@ -16,7 +16,7 @@ pub struct CompletionsArgs {
 /// `man`
 #[derive(Debug, Args)]
 pub struct ManArgs {
-    /// The directory, such as /usr/local/share/man/man1
+    /// Directory to write to, such as /usr/local/share/man/man1
     #[arg(value_name = "DIR")]
     pub directory: PathBuf,
 }

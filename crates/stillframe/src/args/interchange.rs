@@ -1,47 +1,45 @@
-//! The arguments of `export` and `import`.
+//! The command lines of `export` and `import`.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use clap::Args;
 use stillframe_engine::export::Format;
 
-use super::NamedCheckpoint;
-use crate::durations;
+use super::{LockArgs, NamedCheckpoint};
 
 /// `export`
 #[derive(Debug, Args)]
 pub struct ExportArgs {
-    /// Which checkpoint.
+    /// The checkpoint.
     #[command(flatten)]
     pub checkpoint: NamedCheckpoint,
-    /// What the file is to be: mapped-ram, migration, raw or elf
+    /// Format of the file: mapped-ram, migration, raw or elf
     #[arg(long, value_name = "FORMAT")]
     pub format: Format,
-    /// The file, or - for standard output (migration only)
+    /// File to write, or - for standard output (migration only)
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
     /// Replace the file if it exists
     #[arg(long)]
     pub force: bool,
-    /// Wait so long for another process' lock on the repository
-    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
-    pub lock_wait: Duration,
+    /// How the repository is locked.
+    #[command(flatten)]
+    pub lock: LockArgs,
 }
 
 /// `import`
 #[derive(Debug, Args)]
 pub struct ImportArgs {
-    /// A migration file that QEMU wrote, as a stream or with mapped-ram
+    /// Migration file that QEMU wrote, as a stream or with mapped-ram
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
     /// The VM's name in the repository [default: its -name]
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
-    /// Wait so long for another process' lock on the repository
-    #[arg(long, value_name = "TIME", value_parser = durations::parse, default_value = "10s")]
-    pub lock_wait: Duration,
-    /// The command line of the QEMU that wrote the file
+    /// How the repository is locked.
+    #[command(flatten)]
+    pub lock: LockArgs,
+    /// Command line of the QEMU that wrote the file
     #[arg(last = true, required = true, num_args = 1.., value_name = "QEMU ARGS")]
     pub command: Vec<String>,
 }

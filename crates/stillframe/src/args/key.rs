@@ -1,4 +1,4 @@
-//! `key`: the passwords of a repository.
+//! The command line of `key`.
 
 use std::path::PathBuf;
 
@@ -9,22 +9,22 @@ use super::PasswordArgs;
 /// `key`
 #[derive(Debug, Args)]
 pub struct KeyArgs {
-    /// What is to be done.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: KeyCommand,
 }
 
-/// What is to be done with the passwords.
+/// The subcommands of `key`.
 #[derive(Debug, Subcommand)]
 pub enum KeyCommand {
-    /// List the keys: who made each, and which one the password opened
+    /// List the keys, who created each, and which one the password opened
     #[command(visible_alias = "ls")]
     List,
-    /// Let another password open the repository, too
+    /// Add a password that opens the repository
     Add(NewPasswordArgs),
-    /// Take a password away: that of a key
+    /// Remove a key, so that its password no longer opens the repository
     Remove(KeyName),
-    /// Put a new password in the place of the one given
+    /// Replace the password that opened the repository by a new one
     Passwd(NewPasswordArgs),
 }
 
@@ -36,19 +36,19 @@ pub struct KeyName {
     pub key: String,
 }
 
-/// Where a new password comes from.
+/// The source of a new password.
 #[derive(Debug, Clone, Args)]
 pub struct NewPasswordArgs {
-    /// Read the new password from this file [env: STILLFRAME_NEW_PASSWORD_FILE]
+    /// File with the new password [env: STILLFRAME_NEW_PASSWORD_FILE]
     #[arg(long, value_name = "FILE", conflicts_with = "new_password_command")]
     pub new_password_file: Option<PathBuf>,
-    /// What this prints is the new password [env: STILLFRAME_NEW_PASSWORD_COMMAND]
+    /// Command that prints the new password [env: STILLFRAME_NEW_PASSWORD_COMMAND]
     #[arg(long, value_name = "COMMAND")]
     pub new_password_command: Option<String>,
 }
 
 impl NewPasswordArgs {
-    /// In the form that all passwords have.
+    /// The same options as [`PasswordArgs`].
     pub fn password(&self) -> PasswordArgs {
         PasswordArgs {
             password_file: self.new_password_file.clone(),

@@ -10,19 +10,19 @@ use crate::durations::times::{self, Moment};
 /// `list`
 #[derive(Debug, Clone, Default, Args)]
 pub struct ListArgs {
-    /// Only checkpoints of this VM
+    /// List only checkpoints of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
-    /// Only checkpoints with this tag; given several times, with all of these tags
+    /// List only checkpoints with this tag; given several times: with all of these tags
     #[arg(long = "tag", value_name = "NAME")]
     pub tags: Vec<Tag>,
-    /// Only checkpoints of this time or later
+    /// List only checkpoints taken at this time or later
     #[arg(long, value_name = "TIME", value_parser = times::parse_moment)]
     pub since: Option<Moment>,
-    /// Only checkpoints of this time or earlier
+    /// List only checkpoints taken at this time or earlier
     #[arg(long, value_name = "TIME", value_parser = times::parse_moment)]
     pub until: Option<Moment>,
-    /// Only the newest N checkpoints of each VM, of those that the other options leave
+    /// List only the newest N checkpoints of each VM that match the other options
     #[arg(long, value_name = "N")]
     pub last: Option<NonZeroUsize>,
 }

@@ -1,4 +1,4 @@
-//! What `checkpoint` and `watch` share: attaching, one checkpoint, and its report.
+//! Code that commands on running VMs share: attaching, capture options, progress, and the report of a checkpoint.
 
 use stillframe_engine::attach::{AttachError, Vm};
 use stillframe_engine::checkpoint::{
@@ -17,12 +17,12 @@ use crate::output::Console;
 use crate::progress::Meter;
 use crate::table::{self, printable};
 
-/// What the command line says about the VM.
+/// The VM that the command line selects.
 pub fn selector(vm: &VmSelector) -> Result<Selector, CommandError> {
     vm.selector().ok_or(CommandError::NoVm)
 }
 
-/// Attaches, after making sure that this machine lets us.
+/// Attaches, after a check that this machine can track a VM.
 pub fn attach(
     context: &Context,
     selector: &Selector,
@@ -30,30 +30,30 @@ pub fn attach(
 ) -> anyhow::Result<Vm> {
     probe::require()?;
     let vm = Vm::attach(selector, schedule)?;
-    told_attached(context, &vm);
+    report_attached(context, &vm);
     Ok(vm)
 }
 
-/// The same to a VM that is to be rewound.
+/// Attaches to a VM to rewind it.
 pub fn attach_to_rewind(context: &Context, selector: &Selector) -> anyhow::Result<Vm> {
     probe::require()?;
     let vm = Vm::attach_to_rewind(selector)?;
-    told_attached(context, &vm);
+    report_attached(context, &vm);
     Ok(vm)
 }
 
-/// Attaches to the same VM once more.
+/// Attaches to the same VM again.
 pub fn attach_again(
     context: &Context,
     pid: i32,
     schedule: ScheduleChoice,
 ) -> Result<Vm, AttachError> {
     let vm = Vm::attach(&Selector::Pid(pid), schedule)?;
-    told_attached(context, &vm);
+    report_attached(context, &vm);
     Ok(vm)
 }
 
-fn told_attached(context: &Context, vm: &Vm) {
+fn report_attached(context: &Context, vm: &Vm) {
     let (pid, memory) = (vm.pid(), table::bytes(vm.ram_bytes()));
     context.console.note(&format!(
         "attached to process {pid}, {memory} of guest memory"
@@ -63,7 +63,7 @@ fn told_attached(context: &Context, vm: &Vm) {
     }
 }
 
-/// Ends tracking; the VM is as it was. A failure is only reported: tracking ends with this process.
+/// Ends tracking and leaves the VM as it was found. A failure is only reported: tracking ends with this process.
 pub fn detach(context: &Context, vm: Vm) {
     let (pid, alive) = (vm.pid(), vm.is_alive());
     match vm.detach() {
@@ -72,16 +72,16 @@ pub fn detach(context: &Context, vm: Vm) {
             .note(&format!("detached from process {pid}")),
         Err(error) if alive => {
             let chain = crate::output::chain(anyhow::Error::new(error).chain());
-            context
-                .console
-                .warn(&format!("could not detach in good order: {chain}"));
+            context.console.warn(&format!(
+                "detaching failed: {chain}; tracking ends when this process exits"
+            ));
         }
-        // A VM that has ended has nothing to detach from.
+        // The VM has ended: there is nothing to detach from.
         Err(_) => {}
     }
 }
 
-/// What the command line says about how.
+/// The engine's options from the command line.
 ///
 /// # Errors
 /// There are too many tags.
@@ -89,7 +89,7 @@ pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
     let tags = Tags::try_from(args.tags.clone())?;
     Ok(CheckpointOptions {
         pause_limit: args.pause_limit(),
-        lock_wait: args.lock_wait,
+        lock_wait: args.lock.lock_wait,
         verify: args.verify,
         delta_cache_bytes: args.delta_cache,
         dedup: !args.no_dedup,
@@ -100,14 +100,14 @@ pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
     })
 }
 
-/// Shows how far work is, and gives it up at the user's signal.
+/// Shows progress, and aborts the work at the user's signal.
 pub struct Control {
     console: Console,
     interrupts: Interrupts,
 }
 
 impl Control {
-    /// Progress goes to the context's console.
+    /// A control that shows progress on the context's console.
     pub fn new(context: &Context, interrupts: Interrupts) -> Control {
         Control {
             console: context.console,
@@ -134,26 +134,29 @@ impl WorkControl for Control {
     }
 }
 
-/// Warns of what would prevent a restore, unless `told` contains it already.
-pub fn tell_obstacles(context: &Context, report: &CheckpointReport, told: &mut Vec<String>) {
+/// Warns of obstacles to a restore that `reported` does not contain yet.
+pub fn report_obstacles(context: &Context, report: &CheckpointReport, reported: &mut Vec<String>) {
     for obstacle in &report.obstacles {
-        if !told.contains(obstacle) {
-            let words = format!("this checkpoint cannot be restored as it is: {obstacle}");
+        if !reported.contains(obstacle) {
+            let words = format!("this checkpoint cannot be restored without changes: {obstacle}");
             context.console.warn(&words);
         }
     }
-    told.clone_from(&report.obstacles);
+    reported.clone_from(&report.obstacles);
 }
 
-/// Prints the result; an error when a comparison found differences.
-pub fn tell(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> {
-    // It was reported for the increment's parent already.
+/// Prints the result.
+///
+/// # Errors
+/// A comparison found differences.
+pub fn print(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> {
+    // For an increment this was reported with its parent.
     if report.parent.is_none()
         && let Some(first) = report.missing_packs.first()
     {
         let packs = table::count(report.missing_packs.len() as u64, "pack");
         context.console.warn(&format!(
-            "{packs} of the repository missing or cut short ({first} and so on): this checkpoint does without, older ones may not. Put them back, or see what is lost with `stillframe check`"
+            "{packs} of the repository missing or cut short ({first}, ...): this checkpoint does not need them, older ones may. Restore the files, or run `stillframe check` to list the damage"
         ));
     }
     context.console.result(report, || words(report))?;
@@ -163,7 +166,7 @@ pub fn tell(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> 
     }
 }
 
-/// What was predicted of each schedule, in words.
+/// The predictions for each schedule, in words.
 pub fn predictions(plan: &Plan) -> String {
     let kinds = [
         ScheduleKind::StopCopy,
@@ -174,13 +177,13 @@ pub fn predictions(plan: &Plan) -> String {
         let prediction = plan.of(kind);
         let (pause, guest) = (prediction.pause_us, prediction.guest_us);
         format!(
-            "{kind} {} (and {} of first writes)",
+            "{kind} {} (plus {} of waiting at first writes)",
             durations::human_us(pause),
             durations::human_us(guest)
         )
     });
     format!(
-        "pauses are expected to take {}; QEMU's own share is {}",
+        "expected pauses: {}; of each, QEMU takes {} for its device state",
         predicted.join(", "),
         durations::human_us(plan.floor_us)
     )
@@ -190,7 +193,7 @@ fn words(report: &CheckpointReport) -> String {
     let pages = &report.pages;
     let schedule = match report.instead_of {
         Some(first) => format!(
-            "{}, after {first} lost pages to the host's KSM or the balloon",
+            "{}, because {first} lost pages to the host's KSM or the balloon",
             report.schedule
         ),
         None => report.schedule.to_string(),
@@ -200,7 +203,7 @@ fn words(report: &CheckpointReport) -> String {
         total => format!("paused {} ({schedule})", durations::human_us(total)),
     };
     let mut line = format!(
-        "checkpoint {} of {}: {paused}, {} looked at, {} new, {} in part, {} stored in {}",
+        "checkpoint {} of {}: {paused}, {} captured, {} new, {} as deltas, {} stored in {}",
         short(&report.checkpoint),
         printable(&report.vm),
         table::count(pages.captured, "page"),
@@ -240,7 +243,7 @@ mod tests {
         assert_eq!(options, CheckpointOptions::default());
     }
 
-    /// What a command line of `checkpoint` with these options says.
+    /// The options of `checkpoint` with these further arguments.
     fn given(more: &[String]) -> Result<CheckpointOptions, CommandError> {
         use clap::Parser as _;
         let line = ["stillframe", "checkpoint", "--vm", "web1"].map(str::to_owned);
@@ -252,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn tags_and_note_are_handed_over_unless_they_are_too_many() {
+    fn tags_and_note_are_passed_on_unless_there_are_too_many_tags() {
         let numbered = |count: u32| -> Vec<String> {
             (0..count).map(|number| format!("--tag={number}")).collect()
         };
@@ -303,20 +306,20 @@ mod tests {
     fn a_checkpoint_in_one_line() {
         assert_eq!(
             words(&report()),
-            "checkpoint 1a2b3c4d of vm1: paused 3.4 ms (pre-copy), 16412 pages looked at, 16100 new, 212 in part, 64.2 MiB stored in 410 ms"
+            "checkpoint 1a2b3c4d of vm1: paused 3.4 ms (pre-copy), 16412 pages captured, 16100 new, 212 as deltas, 64.2 MiB stored in 410 ms"
         );
     }
 
     #[test]
-    fn another_schedule_than_the_wanted_is_told() {
+    fn a_replaced_schedule_is_reported() {
         let mut report = report();
         report.instead_of = Some(ScheduleKind::CopyOnWrite);
-        let told = "paused 3.4 ms (pre-copy, after copy-on-write lost pages to the host's KSM or the balloon)";
-        assert!(words(&report).contains(told), "{}", words(&report));
+        let expected = "paused 3.4 ms (pre-copy, because copy-on-write lost pages to the host's KSM or the balloon)";
+        assert!(words(&report).contains(expected), "{}", words(&report));
     }
 
     #[test]
-    fn the_comparison_is_told() {
+    fn the_comparison_is_reported() {
         let mut report = report();
         report.downtime_us.total = 0;
         report.verify = Some(VerifyReport {
@@ -337,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn scripts_find_what_they_were_promised() {
+    fn the_report_has_all_documented_keys() {
         let object = serde_json::to_value(report()).unwrap();
         assert!(object["checkpoint"].is_string() && object["vm"].is_string());
         for phase in [

@@ -1,4 +1,4 @@
-//! `check`: is everything there, and is it what was written?
+//! `check`: checks the repository for damage.
 
 use serde_json::{Value, json};
 use stillframe_repo::{CheckReport, Problem, Progress};
@@ -9,10 +9,13 @@ use crate::error::CommandError;
 use crate::progress::Meter;
 use crate::table::{self, printable};
 
-/// Checks the repository; fails when something is wrong with it.
+/// Checks the repository.
+///
+/// # Errors
+/// The repository is damaged.
 pub fn run(context: &Context, args: &CheckArgs) -> anyhow::Result<()> {
     let mut repository = context.open()?;
-    let interrupts = context.listen(1, "interrupted: giving the check up")?;
+    let interrupts = context.listen(1, "interrupted: ending the check")?;
     let mut meter = Meter::new(context.console);
     let report = interrupts.interruptible(|| {
         repository.check(args.read_data, &mut |progress: Progress| {
@@ -30,7 +33,7 @@ pub fn run(context: &Context, args: &CheckArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Problems as scripts get them.
+/// Problems as JSON.
 pub fn problems(problems: &[Problem]) -> Value {
     let object = |problem: &Problem| json!({ "file": problem.file, "what": problem.what });
     problems.iter().map(object).collect()
@@ -89,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn problems_come_first_and_the_verdict_last() {
+    fn problems_come_first_and_the_summary_last() {
         let clean = CheckReport {
             checkpoints: 1,
             blobs: 2,

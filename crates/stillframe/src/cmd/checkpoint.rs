@@ -1,4 +1,4 @@
-//! `checkpoint`: attach, take one, detach.
+//! `checkpoint`: attaches, takes one checkpoint, detaches.
 
 use stillframe_engine::checkpoint::CheckpointWriter;
 use stillframe_engine::pipeline::WorkControl as _;
@@ -12,7 +12,7 @@ pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
     let options = capture::options(&args.capture)?;
     let mut repository = context.open()?;
     repository.limit_writes(args.capture.limit_write);
-    let first = "interrupted: giving the checkpoint up (once more: end at once)";
+    let first = "interrupted: discarding the checkpoint (again: exit at once)";
     let interrupts = context.listen(1, first)?;
     let mut vm = capture::attach(context, &selector, args.capture.schedule)?;
     let control = capture::Control::new(context, interrupts);
@@ -26,6 +26,6 @@ pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
     });
     capture::detach(context, vm);
     let report = taken??;
-    capture::tell_obstacles(context, &report, &mut Vec::new());
-    capture::tell(context, &report)
+    capture::report_obstacles(context, &report, &mut Vec::new());
+    capture::print(context, &report)
 }

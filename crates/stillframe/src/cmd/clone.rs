@@ -1,31 +1,30 @@
-//! `clone`: several VMs from one checkpoint.
+//! `clone`: starts several VMs from one checkpoint.
 
 use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Context as _;
-use stillframe_engine::clones::{self, CloneReport, ClonesOptions};
-use stillframe_engine::restore::{LazyEvent, RestoreOptions};
-use stillframe_engine::runtime;
+use stillframe_engine::clones::{self, CloneReport, ClonesOptions, EachClone};
+use stillframe_engine::memory_bytes;
+use stillframe_engine::restore::{Checkpoint, LazyEvent, RestoreOptions};
 use stillframe_engine::template::TemplateOptions;
-use stillframe_engine::{CloneOptions, LaunchOptions, memory_bytes};
 
-use super::restore::{here, serial_from_here, stands_in_the_way};
-use super::{Context, how_it_ended, short, templates};
+use super::launch::{self, suggest_option};
+use super::{Context, short, state_words, templates};
 use crate::args::CloneArgs;
 use crate::durations;
 use crate::error::CommandError;
-use crate::interrupt::{AtLast, Interrupts};
+use crate::interrupt::{AfterAbort, Interrupts};
 use crate::progress::Meter;
 use crate::table::printable;
 
-/// What stands for a clone's number.
+/// Placeholder for a clone's number.
 const NUMBER: &str = "{}";
 
-/// Starts the clones, and reports each as soon as it runs.
+/// Starts the clones, and reports each when it runs.
 pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
-    let asked_at = Instant::now();
-    // Clap sees to it that there are both, unless it is about templates only.
+    let requested_at = Instant::now();
+    // Clap ensures that there are both, unless the command only lists or removes templates.
     let (Some(id), Some(qmp)) = (&args.id, &args.qmp) else {
         return templates::run(context, args);
     };
@@ -34,40 +33,20 @@ pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
     }
     let mut repository = context.open()?;
     let (id, manifest) = repository.resolve(id, args.vm.as_deref())?;
-    let numbers = args.first..args.first + args.count;
-    let each: Vec<_> = numbers
-        .map(|number| each(args, qmp, number))
-        .collect::<Result<_, _>>()?;
-    let Some((first, _)) = each.first() else {
-        return Ok(());
+    let checkpoint = Checkpoint {
+        id: &id,
+        manifest: &manifest,
     };
-    let options = ClonesOptions {
-        restore: RestoreOptions {
-            asked_at,
-            launch: first.clone(),
-            paused: args.paused,
-            keep_clock: args.keep_guest_clock,
-            verify: args.verify,
-            lazy: false,
-            limit_fill: None,
-            lock_wait: args.lock_wait,
-        },
-        each,
-        base: TemplateOptions {
-            folder: templates::folder(args)?,
-            budget_bytes: args.base_budget.unwrap_or_else(default_budget),
-            age_limit: args.base_age,
-        },
-    };
-    let interrupted = "interrupted: no more clones";
-    let interrupts = Interrupts::listen(context.console, 1, interrupted, AtLast::Wait)
-        .context("cannot listen to signals")?;
+    let options = options(args, qmp, requested_at)?;
+    let interrupted = "interrupted: starting no more clones";
+    let interrupts = Interrupts::listen(context.console, 1, interrupted, AfterAbort::Wait)
+        .context("cannot handle signals")?;
     let mut meter = Meter::new(context.console);
-    let mut told = Ok(());
+    let mut shown = Ok(());
     let cloned = interrupts.interruptible(|| {
         let mut done = |report: CloneReport| {
-            let shown = show(context, &report, report.clone == args.first);
-            told = std::mem::replace(&mut told, Ok(())).and(shown);
+            let result = show(context, &report, report.clone == args.first);
+            shown = std::mem::replace(&mut shown, Ok(())).and(result);
         };
         let mut events = |event| {
             if let LazyEvent::Progress(progress) = event {
@@ -77,22 +56,48 @@ pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
         };
         clones::clones(
             &mut repository,
-            (&id, &manifest),
+            checkpoint,
             &options,
             &mut events,
             &mut done,
         )
     });
-    let kept = cloned?.inspect_err(|error| stands_in_the_way(context, error))?;
-    if !kept && args.base_budget != Some(0) {
+    let kept = cloned?.inspect_err(|error| suggest_option(context, error))?;
+    if !kept && args.template_budget != Some(0) {
         context.console.note(
-            "the memory that the clones share is over --base-budget (or --base-age): it goes with the last of them, and is made anew for the next",
+            "the memory template exceeds --template-budget or --template-age: it is not kept for later clones",
         );
     }
-    told
+    shown
 }
 
-/// Of memory in the clear, in bytes: enough for a VM that the machine has room for twice.
+fn options(args: &CloneArgs, qmp: &str, requested_at: Instant) -> anyhow::Result<ClonesOptions> {
+    // The engine replaces these options by those of each clone.
+    let launch = each(args, qmp, args.first)?.launch;
+    let numbers = args.first..args.first + args.count;
+    let each = numbers.map(|number| each(args, qmp, number));
+    let each = each.collect::<anyhow::Result<Vec<_>>>()?;
+    Ok(ClonesOptions {
+        restore: RestoreOptions {
+            requested_at,
+            launch,
+            paused: args.guest.paused,
+            keep_clock: args.guest.keep_guest_clock,
+            verify: args.guest.verify,
+            lazy: false,
+            limit_fill: None,
+            lock_wait: args.lock.lock_wait,
+        },
+        each,
+        template: TemplateOptions {
+            folder: templates::folder(args)?,
+            budget_bytes: args.template_budget.unwrap_or_else(default_budget),
+            age_limit: args.template_age,
+        },
+    })
+}
+
+/// The default of `--template-budget`, in bytes.
 fn default_budget() -> u64 {
     memory_bytes() / 4
 }
@@ -105,31 +110,16 @@ fn show(context: &Context, report: &CloneReport, is_first: bool) -> anyhow::Resu
     Ok(())
 }
 
-fn each(args: &CloneArgs, qmp: &str, number: u32) -> anyhow::Result<(LaunchOptions, CloneOptions)> {
+/// The clone with this number.
+fn each(args: &CloneArgs, qmp: &str, number: u32) -> anyhow::Result<EachClone> {
     let numbered = |text: &str| text.replace(NUMBER, &number.to_string());
-    let qmp = here(Path::new(&numbered(qmp)))?;
+    let qmp = numbered(qmp);
     let serial = args.serial.as_deref().map(numbered);
-    let replace = args.replace.iter();
-    let launch = LaunchOptions {
-        serial: serial
-            .map(|spec| serial_from_here(&spec, here))
-            .transpose()?,
-        disks_as_they_are: args.disks_as_they_are,
-        qemu: args.start.qemu.clone(),
-        as_root: args.start.as_root,
-        without_label: args.start.without_label,
-        without_group: args.start.without_group,
-        allow_commands: args.start.allow_commands,
-        replace: replace
-            .map(|(old, new)| (old.clone(), numbered(new)))
-            .collect(),
-        ..LaunchOptions::new(qmp.clone(), runtime::default_log(&qmp))
-    };
-    let twin = CloneOptions {
-        number,
-        memory: Vec::new(),
-    };
-    Ok((launch, twin))
+    let mut launch = launch::options(&args.launch, Path::new(&qmp), serial.as_deref())?;
+    for (_, new) in &mut launch.replace {
+        *new = numbered(new);
+    }
+    Ok(EachClone { number, launch })
 }
 
 fn words(report: &CloneReport) -> String {
@@ -143,13 +133,13 @@ fn words(report: &CloneReport) -> String {
         restored.pid,
         printable(&restored.qmp.display().to_string()),
     );
-    if report.base_us > 0 {
+    if report.template_us > 0 {
         line += &format!(
-            "; the memory that all share was made in {}",
-            durations::human_us(report.base_us)
+            "; the memory template was written in {}",
+            durations::human_us(report.template_us)
         );
     }
-    line + &how_it_ended(
+    line + &state_words(
         restored.verify.as_ref(),
         restored.clock.as_ref(),
         restored.running,

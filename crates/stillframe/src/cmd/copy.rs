@@ -1,4 +1,4 @@
-//! `copy`: checkpoints into another repository.
+//! `copy`: copies checkpoints to another repository.
 
 use serde_json::{Value, json};
 use stillframe_repo::{Copied, Copies, Progress, Repository};
@@ -10,27 +10,28 @@ use crate::progress::Meter;
 use crate::table;
 use crate::unlocked;
 
-/// Copies one after the other; the first error ends it, and what was copied stays.
+/// Copies one checkpoint after the other. The first error ends the command; finished copies stay.
 pub fn run(context: &Context, args: &CopyArgs) -> anyhow::Result<()> {
     let mut source = context.open()?;
     let mut target = open_target(args)?;
     let vm = args.vm.as_deref();
-    // All names before anything is copied: one may be wrong.
+    // All names are resolved first, because one may be wrong.
     let ids = args.ids.iter().map(|name| source.resolve(name, vm));
     let ids = ids.collect::<Result<Vec<_>, _>>()?;
     let interrupts = context.listen(
         1,
-        "interrupted: the checkpoint under way is given up, those copied before stay",
+        "interrupted: discarding the current copy; finished copies stay",
     )?;
     let mut meter = Meter::new(context.console);
     let mut copies = Copies::of(&target)?;
     for (id, _) in ids {
         let copied = interrupts.interruptible(|| {
-            let to = (&mut target, &mut copies);
-            source.copy_to(&id, to, args.lock_wait, &mut |progress: Progress| {
+            let mut show = |progress: Progress| {
                 meter.show(progress.into());
                 interrupts.step();
-            })
+            };
+            let wait = args.lock.lock_wait;
+            source.copy_to(&id, &mut target, &mut copies, wait, &mut show)
         })??;
         let words = || words(&id.to_string(), &copied);
         context
@@ -40,7 +41,7 @@ pub fn run(context: &Context, args: &CopyArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens the repository that is copied to, as [`Context::open`] opens the other one.
+/// Opens the repository to copy to, as [`Context::open`] opens the other one.
 fn open_target(args: &CopyArgs) -> anyhow::Result<Repository> {
     if let Ok(id) = Repository::id_of(&args.to)
         && let Some(key) = unlocked::find(id)
@@ -65,7 +66,10 @@ fn object(from: &str, copied: &Copied) -> Value {
 fn words(from: &str, copied: &Copied) -> String {
     let (from, copy) = (short(from), copied.id.to_string());
     match copied.known {
-        true => format!("{from} is there already, as {}", short(&copy)),
+        true => format!(
+            "the other repository already has {from}, as {}",
+            short(&copy)
+        ),
         false => format!(
             "copied {from} as {}: {}, {} stored",
             short(&copy),
@@ -82,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_copy_has_a_name_of_its_own() {
+    fn a_copy_has_its_own_id() {
         let id = |digits: &str| CheckpointId::from_hex(&digits.repeat(8)).unwrap();
         let mut copied = Copied {
             original: Original {
@@ -105,7 +109,7 @@ mod tests {
         copied.known = true;
         assert_eq!(
             words(&from, &copied),
-            "1a2b3c4d is there already, as 5e6f7a8b"
+            "the other repository already has 1a2b3c4d, as 5e6f7a8b"
         );
     }
 }

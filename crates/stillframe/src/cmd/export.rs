@@ -1,9 +1,10 @@
-//! `export`: a checkpoint as a file for other programs.
+//! `export`: writes a checkpoint to a file for other programs.
 
 use std::path::absolute;
 
 use anyhow::Context as _;
 use stillframe_engine::export::{self, Destination, ExportReport, Format, LoadCommand};
+use stillframe_engine::restore::Checkpoint;
 
 use super::{Context, short};
 use crate::args::ExportArgs;
@@ -11,29 +12,33 @@ use crate::progress::Meter;
 use crate::shell;
 use crate::table::{self, printable};
 
-/// Exports the checkpoint of that name.
+/// Exports the checkpoint.
 pub fn run(context: &Context, args: &ExportArgs) -> anyhow::Result<()> {
     let mut repository = context.open()?;
     let (id, manifest) = repository.resolve(&args.checkpoint.id, args.checkpoint.vm.as_deref())?;
+    let checkpoint = Checkpoint {
+        id: &id,
+        manifest: &manifest,
+    };
     let mut pipe = std::io::stdout();
     let to_pipe = args.output.as_os_str() == "-";
     let to = match to_pipe {
         true => Destination::Pipe(&mut pipe),
         false => Destination::File {
             path: absolute(&args.output)
-                .with_context(|| format!("{} is no path", args.output.display()))?,
+                .with_context(|| format!("{} is not a path", args.output.display()))?,
             replace: args.force,
         },
     };
-    let interrupts = context.listen(1, "interrupted: giving the export up")?;
+    let interrupts = context.listen(1, "interrupted: ending the export")?;
     let mut meter = Meter::new(context.console);
     let report = interrupts.interruptible(|| {
         export::export(
             &mut repository,
-            (&id, &manifest),
+            checkpoint,
             args.format,
             to,
-            args.lock_wait,
+            args.lock.lock_wait,
             &mut |progress| {
                 meter.show(progress.into());
                 interrupts.step();
@@ -42,9 +47,9 @@ pub fn run(context: &Context, args: &ExportArgs) -> anyhow::Result<()> {
     })??;
     drop(meter);
     for note in &report.notes {
-        context.console.note(&format!("note: {note}"));
+        context.console.note(note);
     }
-    // The stream has standard output for itself.
+    // A stream on standard output excludes a result there.
     match to_pipe {
         true => context.console.note(&words(&report)),
         false => context.console.result(&report, || words(&report))?,
@@ -65,11 +70,11 @@ fn words(report: &ExportReport) -> String {
         table::count(report.pages, "page"),
         report.zero_pages,
     );
-    text + &how_to_read(report)
+    text + &reading_words(report)
 }
 
 /// The command that reads the file.
-fn how_to_read(report: &ExportReport) -> String {
+fn reading_words(report: &ExportReport) -> String {
     let file = match &report.file {
         Some(file) => file.display().to_string(),
         None => "FILE".to_owned(),
@@ -81,18 +86,18 @@ fn how_to_read(report: &ExportReport) -> String {
     match (&report.load, report.format) {
         (Some(load), _) => format!("\nto load it: {}", command(load)),
         (None, Format::Elf) => format!(
-            "\nto look into it: {}, or {}; vmlinux is the guest's kernel with its symbols",
+            "\nto inspect it: {}, or {}; vmlinux is the guest's kernel with its symbols",
             with(&["gdb", "vmlinux"]),
             with(&["crash", "vmlinux"]),
         ),
         (None, _) => format!(
-            "\nto look into it, with Volatility 3: {} banners",
+            "\nto inspect it with Volatility 3: {} banners",
             with(&["vol", "-f"]),
         ),
     }
 }
 
-/// One line for a shell. The recorded `argv[0]` is left to the shell.
+/// One shell command. The recorded `argv[0]` is left out.
 fn command(load: &LoadCommand) -> String {
     let (cwd, exe) = (
         load.cwd.display().to_string(),

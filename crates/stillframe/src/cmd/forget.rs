@@ -1,4 +1,4 @@
-//! `forget`: removes checkpoints, by name or by rule.
+//! `forget`: removes checkpoints by name or by rule.
 
 use serde_json::{Value, json};
 use stillframe_repo::{Forget, ForgetReport, KeepPolicy, KeepReason, Repository, Summary};
@@ -30,35 +30,35 @@ pub fn run(context: &Context, args: &ForgetArgs) -> anyhow::Result<()> {
     }
     for lease in &report.broken {
         context.console.note(&format!(
-            "lease broken: {}; if that VM lives, what it has not read yet is lost to it",
+            "lease broken: {}; if that VM still runs, it loses the memory that it has not read yet",
             printable(&lease.to_string())
         ));
     }
     let mut object = object(&report, args.dry_run);
-    let told = || words(&report, args.dry_run);
+    let text = || words(&report, args.dry_run);
     if !args.prune {
-        context.console.result(&object, told)?;
+        context.console.result(&object, text)?;
         return Ok(());
     }
-    // In JSON both are one object, in the end; text is printed as it happens.
+    // JSON is one object for both, printed at the end; text is printed step by step.
     let json = context.console.json;
     if !json {
-        context.console.result(&object, told)?;
+        context.console.result(&object, text)?;
     }
     if args.dry_run {
-        let note = "what prune would free now, with nothing forgotten yet:";
+        let note = "what prune would free now, before anything is forgotten:";
         context.console.note(note);
     }
     let pruned = prune::perform(context, &mut repository, args.dry_run);
     if let Ok(pruned) = &pruned {
         object["prune"] = prune::object(pruned, args.dry_run);
     }
-    // What was forgotten is reported even where the pruning failed.
+    // The forgotten checkpoints are reported even if the prune failed.
     if json || pruned.is_ok() {
-        let told = || pruned.as_ref().map(|done| prune::words(done, args.dry_run));
+        let text = || pruned.as_ref().map(|done| prune::words(done, args.dry_run));
         context
             .console
-            .result(&object, || told().unwrap_or_default())?;
+            .result(&object, || text().unwrap_or_default())?;
     }
     pruned.map(|_| ())
 }
@@ -121,8 +121,8 @@ fn object(report: &ForgetReport, dry_run: bool) -> Value {
     })
 }
 
-/// A line for each checkpoint that goes, is needed or is kept by a rule, and the number of all that stay: those
-/// that no rule looked at may be hundreds, and have nothing to do with the request.
+/// A line for each checkpoint that is forgotten, leased or kept by a rule, and the number of all that stay. The ones
+/// that no rule applies to are only counted: there may be hundreds.
 fn words(report: &ForgetReport, dry_run: bool) -> String {
     let forgotten = report.forgotten.iter();
     let forgotten = forgotten.map(|gone| ("forget", gone, String::new()));
@@ -136,14 +136,14 @@ fn words(report: &ForgetReport, dry_run: bool) -> String {
     let columns = ["", "CHECKPOINT", "VM", "TIME", "KEPT AS"].map(|name| (name, Align::Left));
     let mut table = Table::new(&columns);
     let is_empty = rows.is_empty();
-    for ((verdict, of, why), time) in rows.into_iter().zip(shown) {
+    for ((action, of, why), time) in rows.into_iter().zip(shown) {
         let id = of.id.to_string();
-        let cells = [verdict, short(&id), &of.vm].map(str::to_owned);
+        let cells = [action, short(&id), &of.vm].map(str::to_owned);
         table.row(cells.into_iter().chain([time, why]));
     }
     let needed = report.leased.iter().map(|(left, lease)| {
         format!(
-            "\n{} is left: a VM restored from it does not have all its memory yet, {}",
+            "\n{} is kept: a VM restored from it does not have all its memory yet, {}",
             short(&left.id.to_string()),
             printable(&lease.to_string()),
         )
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn every_checkpoint_has_its_verdict() {
+    fn each_checkpoint_is_forgotten_or_kept() {
         let text = words(&report(), false);
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines[1].starts_with("forget  1a2b3c4d    vm1  "), "{text}");
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_rule_looked_at_is_counted_and_not_listed() {
+    fn checkpoints_that_no_rule_applies_to_are_counted_and_not_listed() {
         let mut report = report();
         for (_, why) in &mut report.kept {
             why.clear();
@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(lines[2..], ["1 checkpoint would be forgotten, 300 kept"]);
         report.forgotten.clear();
         assert_eq!(words(&report, false), "0 checkpoints forgotten, 300 kept");
-        // Scripts get them all.
+        // JSON lists them all.
         assert_eq!(
             object(&report, false)["kept"].as_array().unwrap().len(),
             300
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn scripts_get_the_same() {
+    fn json_has_the_same() {
         let object = object(&report(), true);
         assert_eq!(object["forgotten"][0]["checkpoint"], "1a2b3c4d".repeat(8));
         assert_eq!(object["kept"][0]["reasons"], json!(["last", "daily"]));

@@ -1,4 +1,4 @@
-//! `completions` and `man`: what shells and `man` know of the command line, made from its own definition.
+//! `completions` and `man`: shell completions and man pages, generated from the definition of the command line.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -23,10 +23,10 @@ pub fn completions(args: &CompletionsArgs) -> Result<(), OutputError> {
     written.map_err(output::failed)
 }
 
-/// Writes a page for the program and one for each command into a directory.
+/// Writes a page for the program and one for each command to a directory.
 pub fn man(context: &Context, args: &ManArgs) -> anyhow::Result<()> {
     let into = &args.directory;
-    fs::create_dir_all(into).with_context(|| format!("cannot make {}", into.display()))?;
+    fs::create_dir_all(into).with_context(|| format!("cannot create {}", into.display()))?;
     let mut command = Cli::command();
     command.build();
     let mut pages = vec![page(into, NAME, &command)?];
@@ -44,7 +44,7 @@ pub fn man(context: &Context, args: &ManArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Writes one page; returns its path. As with git, `stillframe checkpoint` is described in stillframe-checkpoint(1).
+/// Writes one page; returns its path. The page of `stillframe checkpoint` is stillframe-checkpoint(1), as with git.
 fn page(into: &Path, name: &str, command: &clap::Command) -> anyhow::Result<String> {
     let path = into.join(format!("{name}.1"));
     let mut text = Vec::new();

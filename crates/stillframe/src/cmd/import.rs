@@ -1,4 +1,4 @@
-//! `import`: a migration file that QEMU wrote becomes a checkpoint.
+//! `import`: creates a checkpoint from a migration file of QEMU.
 
 use std::path::absolute;
 
@@ -17,17 +17,17 @@ pub fn run(context: &Context, args: &ImportArgs) -> anyhow::Result<()> {
     let scratch = tempfile::Builder::new()
         .prefix("stillframe-import-")
         .tempdir()
-        .context("cannot make a folder for QEMU's monitor")?;
+        .context("cannot create a directory for QEMU's monitor")?;
     let options = ImportOptions {
         file: absolute(&args.file)
-            .with_context(|| format!("{} is no path", args.file.display()))?,
+            .with_context(|| format!("{} is not a path", args.file.display()))?,
         vm: args.vm.clone(),
         command: args.command.clone(),
-        cwd: std::env::current_dir().context("the current folder is gone")?,
+        cwd: std::env::current_dir().context("the current directory does not exist")?,
         scratch: scratch.path().to_owned(),
-        lock_wait: args.lock_wait,
+        lock_wait: args.lock.lock_wait,
     };
-    let interrupts = context.listen(1, "interrupted: giving the import up")?;
+    let interrupts = context.listen(1, "interrupted: ending the import")?;
     let mut meter = Meter::new(context.console);
     let report = interrupts.interruptible(|| {
         import::import(&mut repository, &options, &mut |progress| {
@@ -37,7 +37,7 @@ pub fn run(context: &Context, args: &ImportArgs) -> anyhow::Result<()> {
     })??;
     drop(meter);
     for note in &report.notes {
-        context.console.note(&format!("note: {note}"));
+        context.console.note(note);
     }
     context.console.result(&report, || words(&report))?;
     Ok(())

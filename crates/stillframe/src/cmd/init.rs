@@ -1,4 +1,4 @@
-//! `init`: a new repository.
+//! `init`: creates a repository.
 
 use serde_json::json;
 use stillframe_repo::Repository;

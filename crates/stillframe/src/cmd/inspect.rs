@@ -1,4 +1,4 @@
-//! `inspect`: what lies in a repository, one of its files, or a checkpoint, as it is stored.
+//! `inspect`: describes a repository, one of its files, or a checkpoint, as stored.
 
 use std::path::{Path, PathBuf};
 
@@ -9,13 +9,13 @@ use super::{Context, list, show};
 use crate::args::InspectArgs;
 use crate::table::{self, Table};
 
-/// Describes what was named.
+/// Describes the repository, file or checkpoint with this name.
 pub fn run(context: &Context, args: &InspectArgs) -> anyhow::Result<()> {
     let mut repository = context.open()?;
     let description = match inside(context.directory()?, &args.what) {
         Some(file) if file.as_os_str().is_empty() => whole(&mut repository)?,
         Some(file) => repository.inspect(&file)?,
-        // Names of checkpoints have no slash; the repository says best what is wrong with this.
+        // Names of checkpoints have no slash; the repository gives the better error.
         None if args.what.contains('/') => repository.inspect(Path::new(&args.what))?,
         None => {
             let (id, manifest) = repository.resolve(&args.what, args.vm.as_deref())?;
@@ -32,8 +32,8 @@ pub fn run(context: &Context, args: &InspectArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The path within the repository, when `what` names a file there: from where the user is, or from
-/// the repository's directory.
+/// The path within the repository, if `what` names a file there: relative to the current directory or to the
+/// repository's.
 fn inside(directory: &Path, what: &str) -> Option<PathBuf> {
     let named = Path::new(what).canonicalize().ok();
     if let (Some(named), Ok(directory)) = (named, directory.canonicalize())
@@ -61,7 +61,7 @@ fn whole(repository: &mut Repository) -> anyhow::Result<Value> {
     }))
 }
 
-/// The manifest with nothing left out.
+/// The whole manifest.
 fn checkpoint(id: &CheckpointId, manifest: &Manifest) -> Value {
     let mut object = list::object(id, manifest);
     object["kind"] = json!("checkpoint");
@@ -71,7 +71,7 @@ fn checkpoint(id: &CheckpointId, manifest: &Manifest) -> Value {
     object
 }
 
-/// Simple values as they are, lists by their length: `--json` has everything.
+/// Simple values as they are, and the length of each list; `--json` prints the lists.
 fn words(description: &Value) -> String {
     let mut table = Table::list();
     for (name, value) in description.as_object().into_iter().flatten() {
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_found_from_two_places_and_nothing_else_is_a_file() {
+    fn files_are_found_relative_to_two_directories_and_nothing_else_is_a_file() {
         let folder = tempfile::tempdir().unwrap();
         let repository = folder.path().join("repo");
         fs::create_dir_all(repository.join("keys")).unwrap();
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_told_by_their_length() {
+    fn lists_are_shown_by_their_length() {
         let description = json!({ "body": { "pack_bytes": 2048, "x": null }, "frames": [1, 2] });
         assert_eq!(
             words(&description),

@@ -1,4 +1,4 @@
-//! `key`: the passwords of a repository.
+//! `key`: manages the passwords of a repository.
 
 use serde_json::{Value, json};
 use stillframe_repo::{KeyInfo, Keyring};
@@ -8,14 +8,14 @@ use crate::args::{KeyArgs, KeyCommand};
 use crate::password;
 use crate::table::{Align, Table};
 
-/// What a password that was taken away still gives.
-const NOT_ENCRYPTED_ANEW: &str = "nothing was encrypted anew: an old copy of the removed key file, with its password, or a key \
-     kept by `unlock`, still opens the repository; if either may be in wrong hands, `copy` to a new repository";
+/// The note on access that remains after a password was removed.
+const NOT_REENCRYPTED: &str = "nothing was re-encrypted: an old copy of the removed key file with its password, or a key \
+     kept by `unlock`, still opens the repository; if either may be in the wrong hands, `copy` to a new repository";
 
-/// Does one of the four.
+/// Runs the subcommand.
 pub fn run(context: &Context, args: &KeyArgs) -> anyhow::Result<()> {
     let directory = context.directory()?;
-    // Also where the repository is unlocked: a user who changes passwords has to know one.
+    // Required also while the repository is unlocked: to change passwords, a user must know one.
     let password = password::of_existing(&context.global.password)?;
     let keyring = Keyring::open(directory, &password)?;
     match &args.command {
@@ -32,7 +32,7 @@ pub fn run(context: &Context, args: &KeyArgs) -> anyhow::Result<()> {
             context
                 .console
                 .result(&json!({ "removed": removed }), words)?;
-            context.console.note(NOT_ENCRYPTED_ANEW);
+            context.console.note(NOT_REENCRYPTED);
             Ok(())
         }
         KeyCommand::Passwd(new) => {
@@ -40,12 +40,12 @@ pub fn run(context: &Context, args: &KeyArgs) -> anyhow::Result<()> {
             let object = json!({ "added": added, "removed": removed });
             context.console.result(&object, || {
                 format!(
-                    "changed the password: key {} in place of {}",
+                    "changed the password: key {} replaces key {}",
                     short(&added),
                     short(&removed)
                 )
             })?;
-            context.console.note(NOT_ENCRYPTED_ANEW);
+            context.console.note(NOT_REENCRYPTED);
             Ok(())
         }
     }
@@ -85,7 +85,7 @@ fn words(keys: &[KeyInfo]) -> String {
         ]);
     }
     format!(
-        "{}\n* opened with the password given now",
+        "{}\n* this key's password opened the repository",
         table.render().trim_end()
     )
 }

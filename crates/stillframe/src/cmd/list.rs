@@ -1,4 +1,4 @@
-//! `list`: the checkpoints, oldest first.
+//! `list`: lists checkpoints, oldest first.
 
 use std::collections::HashMap;
 
@@ -32,7 +32,7 @@ pub fn run(context: &Context, args: &ListArgs) -> anyhow::Result<()> {
         .map_err(Into::into)
 }
 
-/// Leaves what the options choose, in the order that it has: oldest first.
+/// Removes checkpoints that the options exclude; the order stays, oldest first.
 fn choose(
     checkpoints: &mut Vec<(CheckpointId, Manifest)>,
     args: &ListArgs,
@@ -60,7 +60,7 @@ fn choose(
     });
 }
 
-/// What is promised to scripts about every checkpoint.
+/// A checkpoint as JSON. Scripts rely on these keys.
 pub fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
     json!({
         "checkpoint": id.to_string(),
@@ -76,7 +76,7 @@ pub fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
     })
 }
 
-/// What would stand in the way of a restore, as far as it was known at the checkpoint.
+/// Obstacles to a restore that were known at the checkpoint.
 fn obstacles(manifest: &Manifest) -> Vec<&str> {
     let found = manifest
         .vm_record
@@ -86,7 +86,7 @@ fn obstacles(manifest: &Manifest) -> Vec<&str> {
     found.filter_map(Value::as_str).collect()
 }
 
-/// The VM's memory of a checkpoint, in bytes.
+/// The size of the VM's memory, in bytes.
 pub fn memory_bytes(manifest: &Manifest) -> u64 {
     let of_block =
         |table: &stillframe_repo::RamTable| table.pages.saturating_mul(u64::from(table.page_bytes));
@@ -97,7 +97,7 @@ pub fn memory_bytes(manifest: &Manifest) -> u64 {
         .fold(0, u64::saturating_add)
 }
 
-/// The downtime; `-` where that is not known.
+/// The downtime; `-` if it is not known.
 pub fn pause(manifest: &Manifest) -> String {
     let total = manifest.downtime_us.get("total").and_then(Value::as_u64);
     total.map_or_else(|| "-".to_owned(), durations::human_us)
@@ -111,10 +111,10 @@ pub fn tags(tags: &Tags) -> String {
 
 fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
     use Align::{Left, Right};
-    // Only where there is something to say.
-    let of_any = |said: fn(&Manifest) -> bool| checkpoints.iter().any(|(_, one)| said(one));
-    let tagged = of_any(|manifest| !manifest.tags.is_empty());
-    let marked = of_any(|manifest| !obstacles(manifest).is_empty());
+    // Columns that would be empty are left out.
+    let any = |has: fn(&Manifest) -> bool| checkpoints.iter().any(|(_, one)| has(one));
+    let tagged = any(|manifest| !manifest.tags.is_empty());
+    let marked = any(|manifest| !obstacles(manifest).is_empty());
     let mut columns = vec![
         ("CHECKPOINT", Left),
         ("VM", Left),
@@ -135,7 +135,7 @@ fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
         let parent = manifest.parent.map(|id| id.to_string());
         let mark = match obstacles(manifest).len() {
             0 => String::new(),
-            count => format!("{}, see show", table::count(count as u64, "obstacle")),
+            count => format!("{} (see `show`)", table::count(count as u64, "obstacle")),
         };
         let mut row = vec![
             short(&id.to_string()).to_owned(),
@@ -163,7 +163,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A checkpoint as `list` and `show` meet it.
+    /// A checkpoint for the tests of `list` and `show`.
     pub fn sample() -> (CheckpointId, Manifest) {
         let id = CheckpointId::from_hex(&"1a2b3c4d".repeat(8)).unwrap();
         let content = "5e".repeat(32);
@@ -195,7 +195,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_line_a_checkpoint() {
+    fn each_checkpoint_is_one_line() {
         let text = words(&[sample()]);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 3);
@@ -218,7 +218,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn tags_have_a_column_where_there_are_any() {
+    fn tags_have_a_column_if_there_are_any() {
         let ((id, mut with), without) = (sample(), sample());
         with.tags = tagged(&["nightly", "before-upgrade"]);
         with.note = Some("by hand".parse().unwrap());
@@ -236,7 +236,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn milliseconds_are_shown_where_seconds_are_not_enough() {
+    fn milliseconds_are_shown_if_seconds_are_not_enough() {
         let ((id, mut early), (_, mut late)) = (sample(), sample());
         early.time = "2026-03-01T12:00:00.25Z".parse().unwrap();
         late.time = "2026-03-01T12:00:00.5Z".parse().unwrap();
@@ -249,8 +249,8 @@ pub(crate) mod tests {
         assert!(!words(&[(id, early), (id, late)]).contains(".500"));
     }
 
-    /// The places, in a list of checkpoints an hour apart of the VMs a, b, a, b, ..., the first two of them and
-    /// the last with a tag, of those that are chosen.
+    /// The indices of the chosen checkpoints. The list has one an hour, of the VMs a, b, a, b, ...; the first two and
+    /// the last are tagged.
     fn chosen(args: &ListArgs) -> Vec<u8> {
         let start: Timestamp = "2026-03-01T12:00:00Z".parse().unwrap();
         let one = |n: u8| {
@@ -293,25 +293,25 @@ pub(crate) mod tests {
         assert_eq!(chosen("--last 1"), [6, 7]);
         assert_eq!(chosen("--last 3"), [2, 3, 4, 5, 6, 7]);
         assert_eq!(chosen("--last 9 --vm a"), [0, 2, 4, 6]);
-        // The newest of what the others leave.
+        // The newest among those that match the other options.
         assert_eq!(chosen("--last 1 --until 3h"), [3, 4]);
         assert_eq!(chosen("--last 1 --tag t"), [0, 7]);
     }
 
     #[test]
-    fn what_stands_in_the_way_of_a_restore_is_marked() {
+    fn obstacles_to_a_restore_are_marked() {
         let ((id, mut with), without) = (sample(), sample());
         with.vm_record = json!({ "obstacles": ["a", "b"] });
         assert_eq!(object(&id, &with)["obstacles"], json!(["a", "b"]));
         let text = words(&[(id, with), without]);
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines[0].ends_with("RESTORE"), "{text}");
-        assert!(lines[1].ends_with("2 obstacles, see show"), "{text}");
+        assert!(lines[1].ends_with("2 obstacles (see `show`)"), "{text}");
         assert!(!lines[2].contains("obstacle"), "{text}");
     }
 
     #[test]
-    fn scripts_find_what_they_were_promised() {
+    fn the_json_has_all_documented_keys() {
         let (id, manifest) = sample();
         let object = object(&id, &manifest);
         assert_eq!(object["checkpoint"], "1a2b3c4d".repeat(8));

@@ -1,4 +1,4 @@
-//! The subcommands, one file each, and what several of them need.
+//! The subcommands, one file each, and helpers that several of them use.
 
 mod capture;
 mod check;
@@ -12,6 +12,7 @@ mod import;
 mod init;
 mod inspect;
 mod key;
+mod launch;
 mod list;
 mod probe;
 mod prune;
@@ -38,19 +39,19 @@ use crate::durations;
 use crate::durations::times;
 use crate::error::CommandError;
 use crate::exit::Exit;
-use crate::interrupt::{AtLast, Interrupts};
+use crate::interrupt::{AfterAbort, Interrupts};
 use crate::output::Console;
 use crate::password;
 use crate::table::{self, printable};
 use crate::unlocked;
 
-/// Digits of a checkpoint id that are shown where a line has to stay short.
+/// Number of digits of a shortened checkpoint id.
 const SHORT_ID_DIGITS: usize = 8;
 
-/// What every command gets.
+/// The input of every command.
 #[derive(Debug, Clone)]
 pub struct Context {
-    /// Where to write.
+    /// The destination of results and messages.
     pub console: Console,
     /// The options that all commands share.
     pub global: GlobalArgs,
@@ -65,10 +66,10 @@ impl Context {
             .ok_or(CommandError::NoRepository)
     }
 
-    /// Opens the repository; asks for the password where it is locked and has to be typed.
+    /// Opens the repository. Prompts for the password if the repository is locked and no other source has it.
     pub fn open(&self) -> anyhow::Result<Repository> {
         let directory = self.directory()?;
-        // Unlocked, it needs no password; deriving a key from one takes a tenth of a second.
+        // An unlocked repository needs no password; deriving a key from one takes 0.1 s.
         if let Ok(id) = Repository::id_of(directory)
             && let Some(key) = unlocked::find(id)
         {
@@ -78,11 +79,11 @@ impl Context {
         Ok(Repository::open(directory, &password)?)
     }
 
-    /// Listens to Ctrl-C from now on; see [`Interrupts::listen`]. Called after a password was
-    /// typed, so that Ctrl-C at the prompt just ends the program.
-    pub fn listen(&self, patience: u32, first: &'static str) -> anyhow::Result<Interrupts> {
-        let listening = Interrupts::listen(self.console, patience, first, AtLast::End);
-        listening.context("cannot listen to signals")
+    /// Handles Ctrl-C from now on; see [`Interrupts::listen`]. Called after the password prompt, so that Ctrl-C there
+    /// just ends the program.
+    pub fn listen(&self, abort_at: u32, first: &'static str) -> anyhow::Result<Interrupts> {
+        let listening = Interrupts::listen(self.console, abort_at, first, AfterAbort::Exit);
+        listening.context("cannot handle signals")
     }
 }
 
@@ -120,8 +121,8 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// The end of a line that reports a VM brought to a checkpoint.
-fn how_it_ended(
+/// The state of a VM that was brought to a checkpoint, as the end of a line.
+fn state_words(
     verify: Option<&VerifyReport>,
     clock: Option<&ClockReport>,
     running: bool,
@@ -131,10 +132,9 @@ fn how_it_ended(
     let mut words = verified.map_or_else(String::new, |pages| format!(", all {pages} verified"));
     words += &clock.map_or_else(String::new, clock_words);
     if suspended {
-        words +=
-            "; the guest is suspended to RAM as it was, `system_wakeup` on the monitor wakes it";
+        words += "; the guest is suspended to RAM, as at the checkpoint; `system_wakeup` on the monitor wakes it";
     } else if !running {
-        words += "; the guest is paused, `cont` on the monitor lets it run";
+        words += "; the guest is paused, `cont` on the monitor resumes it";
     }
     words
 }
@@ -156,7 +156,7 @@ fn short(id: &str) -> &str {
     id.get(..SHORT_ID_DIGITS).unwrap_or(id)
 }
 
-/// A time as the user's clock shows it.
+/// A time in the user's time zone.
 fn local_time(time: jiff::Timestamp) -> String {
     times::local(time)
 }

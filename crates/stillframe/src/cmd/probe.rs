@@ -1,4 +1,4 @@
-//! `probe`: what this machine's kernel lets us do.
+//! `probe`: tests whether this machine's kernel can do what stillframe needs.
 
 use serde_json::{Value, json};
 use stillframe_engine::probe::{self, Ability, Need, State};
@@ -7,7 +7,10 @@ use super::Context;
 use crate::error::CommandError;
 use crate::table::{Align, Table};
 
-/// Tries every ability; fails when a required one is missing.
+/// Tests every ability.
+///
+/// # Errors
+/// A required ability is missing.
 pub fn run(context: &Context) -> anyhow::Result<()> {
     let abilities = probe::run();
     let objects: Vec<Value> = abilities.iter().map(object).collect();
@@ -18,7 +21,10 @@ pub fn run(context: &Context) -> anyhow::Result<()> {
     }
 }
 
-/// Fails with cause and mend when a VM cannot be tracked here at all, before one is touched.
+/// Checks that this machine can track a VM, before one is touched.
+///
+/// # Errors
+/// A required ability is missing; the error has cause and remedy.
 pub fn require() -> Result<(), CommandError> {
     let abilities = probe::run();
     let lacks: Vec<String> = missing(&abilities)
@@ -104,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn only_required_abilities_are_missed() {
+    fn only_required_abilities_count_as_missing() {
         let abilities = abilities();
         let found: Vec<_> = missing(&abilities).collect();
         assert_eq!(found, [("page map scan", "kernel too old", "use 6.7")]);

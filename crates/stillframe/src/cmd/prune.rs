@@ -1,4 +1,4 @@
-//! `prune`: frees the space of what no checkpoint needs.
+//! `prune`: frees the space of data that no checkpoint needs.
 
 use serde_json::{Value, json};
 use stillframe_repo::{Progress, PruneReport, Repository};
@@ -8,7 +8,7 @@ use crate::args::PruneArgs;
 use crate::progress::Meter;
 use crate::table;
 
-/// Prunes, or reports what that would do.
+/// Prunes, or reports what a prune would free.
 pub fn run(context: &Context, args: &PruneArgs) -> anyhow::Result<()> {
     let mut repository = context.open()?;
     let report = perform(context, &mut repository, args.dry_run)?;
@@ -27,10 +27,7 @@ pub fn perform(
     repository: &mut Repository,
     dry_run: bool,
 ) -> anyhow::Result<PruneReport> {
-    let interrupts = context.listen(
-        1,
-        "interrupted: what is not freed yet stays for the next prune",
-    )?;
+    let interrupts = context.listen(1, "interrupted: the next prune frees the rest")?;
     let mut meter = Meter::new(context.console);
     let report = interrupts.interruptible(|| {
         repository.prune(dry_run, &mut |progress: Progress| {
@@ -41,7 +38,7 @@ pub fn perform(
     Ok(report??)
 }
 
-/// The result as scripts get it.
+/// The result as JSON.
 pub fn object(report: &PruneReport, dry_run: bool) -> Value {
     json!({
         "dry_run": dry_run,

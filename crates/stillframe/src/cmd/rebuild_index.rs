@@ -1,4 +1,4 @@
-//! `rebuild-index`: the index again, from the packs.
+//! `rebuild-index`: rebuilds the index from the packs.
 
 use serde_json::{Value, json};
 use stillframe_repo::{Progress, RebuildReport};
@@ -8,7 +8,10 @@ use crate::error::CommandError;
 use crate::progress::Meter;
 use crate::table::{self, printable};
 
-/// Makes the index again; fails when a pack could not be read.
+/// Rebuilds the index.
+///
+/// # Errors
+/// A pack could not be read.
 pub fn run(context: &Context) -> anyhow::Result<()> {
     let mut repository = context.open()?;
     let interrupts = context.listen(1, "interrupted: the old index stays")?;
@@ -42,12 +45,12 @@ fn words(report: &RebuildReport) -> String {
         .problems
         .iter()
         .map(|problem| printable(&problem.to_string()));
-    let verdict = format!(
-        "a new index of {} in place of {}; `stillframe check` tells whether all is well",
+    let summary = format!(
+        "a new index of {} replaces {}; run `stillframe check` to verify the repository",
         table::count(report.packs, "pack"),
         table::count(report.index_files_replaced, "index file"),
     );
-    problems.chain([verdict]).collect::<Vec<_>>().join("\n")
+    problems.chain([summary]).collect::<Vec<_>>().join("\n")
 }
 
 #[cfg(test)]
@@ -61,7 +64,7 @@ mod tests {
             index_files_replaced: 1,
             problems: Vec::new(),
         };
-        assert!(words(&report).starts_with("a new index of 2 packs in place of 1 index file;"));
+        assert!(words(&report).starts_with("a new index of 2 packs replaces 1 index file;"));
         assert_eq!(object(&report)["packs"], 2);
     }
 }

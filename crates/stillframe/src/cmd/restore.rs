@@ -1,47 +1,49 @@
-//! `restore`: a new QEMU in the state of a checkpoint.
+//! `restore`: starts a new QEMU from a checkpoint.
 
-use std::error::Error;
 use std::io::IsTerminal;
-use std::path::{Path, PathBuf, absolute};
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context as _;
 use serde_json::json;
-use stillframe_engine::clones::CloneError;
 use stillframe_engine::restore::{
-    self, LazyEvent, LazySink, RestoreError, RestoreOptions, RestoreReport,
+    self, Checkpoint, LazyEvent, LazySink, RestoreError, RestoreOptions, RestoreReport,
 };
-use stillframe_engine::runtime;
 use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan, SecurityLabel};
 use stillframe_repo::{CheckpointId, Manifest, Repository};
 
-use super::{Context, how_it_ended, short};
+use super::launch::{self, absolute_path, suggest_option};
+use super::{Context, short, state_words};
 use crate::args::RestoreArgs;
 use crate::durations;
 use crate::error::CommandError;
-use crate::interrupt::{AtLast, Interrupts};
+use crate::interrupt::{AfterAbort, Interrupts};
 use crate::progress::Meter;
 use crate::shell;
 use crate::table::{self, printable};
 
-/// Restores, or only prints how QEMU would be started.
+/// Restores, or prints the command that would start QEMU.
 pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
-    let asked_at = Instant::now();
+    let requested_at = Instant::now();
     let mut repository = context.open()?;
-    // Without --resume there is an id; clap sees to that.
+    // Clap ensures that there is an id, unless there is --resume.
     let Some(name) = &args.id else {
         return resume(context, args, &mut repository);
     };
-    if args.verify && args.lazy && !args.paused {
-        anyhow::bail!("--verify compares before the guest runs: with --lazy, add --paused");
+    if args.guest.verify && args.lazy && !args.guest.paused {
+        anyhow::bail!("--verify compares memory before the guest runs: with --lazy, add --paused");
     }
     let (id, manifest) = repository.resolve(name, args.vm.as_deref())?;
+    let checkpoint = Checkpoint {
+        id: &id,
+        manifest: &manifest,
+    };
     let qmp = match &args.qmp {
-        Some(qmp) => here(qmp)?,
+        Some(qmp) => qmp.clone(),
         None => recorded_monitor(&id, &manifest)?,
     };
-    let mut launch = launch_options(args, qmp)?;
-    // Planned before anything starts, so that the changes are known even if the start fails.
+    let mut launch = launch_options(args, &qmp)?;
+    // The plan comes before the start, so that its changes are reported even if the start fails.
     let mut plan = restore::plan(&id, &manifest, &launch);
     if let Err(RestoreError::Launch(LaunchError::CommandsNotAllowed { options })) = &plan
         && consents(context, options)
@@ -49,7 +51,7 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
         launch.allow_commands = true;
         plan = restore::plan(&id, &manifest, &launch);
     }
-    let plan = plan.inspect_err(|error| stands_in_the_way(context, error))?;
+    let plan = plan.inspect_err(|error| suggest_option(context, error))?;
     for change in &plan.changes {
         context.console.note(&format!("changed: {change}"));
     }
@@ -58,31 +60,31 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
         return print_command(context, &plan);
     }
     let options = RestoreOptions {
-        asked_at,
+        requested_at,
         launch,
-        paused: args.paused,
-        keep_clock: args.keep_guest_clock,
-        verify: args.verify,
+        paused: args.guest.paused,
+        keep_clock: args.guest.keep_guest_clock,
+        verify: args.guest.verify,
         lazy: args.lazy,
         limit_fill: args.limit_fill,
-        lock_wait: args.lock_wait,
+        lock_wait: args.lock.lock_wait,
     };
-    let (patience, first) = match args.lazy {
-        false => (1, "interrupted: giving the restore up"),
+    let (abort_at, first) = match args.lazy {
+        false => (1, "interrupted: ending the restore"),
         true => (2, INTERRUPTED_LAZY),
     };
-    let report = perform(context, patience, first, |events| {
-        restore::restore(&mut repository, (&id, &manifest), &plan, &options, events)
+    let report = perform(context, abort_at, first, |events| {
+        restore::restore(&mut repository, checkpoint, &plan, &options, events)
     })?;
     context.console.result(&report, || words(&report))?;
     Ok(())
 }
 
-/// Asks, where there is a person to ask, whether these options of the recorded command line may stay.
+/// Asks on the terminal, if there is one, whether QEMU may start with these options of the recorded command line.
 fn consents(context: &Context, options: &[String]) -> bool {
     let console = context.console;
-    let person = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
-    if !person || console.json || console.quiet {
+    let terminal = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
+    if !terminal || console.json || console.quiet {
         return false;
     }
     for option in options {
@@ -96,57 +98,63 @@ fn consents(context: &Context, options: &[String]) -> bool {
     read.is_ok() && matches!(answer.trim(), "y" | "Y" | "yes")
 }
 
-/// What the user is told at the first signal.
-const INTERRUPTED_LAZY: &str = "interrupted, but the VM needs this process until its memory is complete; interrupt again to leave: \
-     a VM that does not run yet is ended then, one that does is paused, and `restore --resume` goes on";
+/// The note at the first signal.
+const INTERRUPTED_LAZY: &str = "interrupted, but the VM needs this process until its memory is complete; interrupt again to stop: \
+     a VM that does not run yet is then ended, a running one is paused, and `restore --resume` continues";
 
 fn resume(
     context: &Context,
     args: &RestoreArgs,
     repository: &mut Repository,
 ) -> anyhow::Result<()> {
-    // Clap sees to it that there is one.
-    let qmp = here(args.qmp.as_deref().unwrap_or(Path::new("")))?;
+    // Clap ensures that there is one.
+    let qmp = absolute_path(args.qmp.as_deref().unwrap_or(Path::new("")))?;
     let report = perform(context, 2, INTERRUPTED_LAZY, |events| {
-        restore::resume(repository, &qmp, args.lock_wait, args.limit_fill, events)
+        restore::resume(
+            repository,
+            &qmp,
+            args.lock.lock_wait,
+            args.limit_fill,
+            events,
+        )
     })?;
     context.console.result(&report, || words(&report))?;
     Ok(())
 }
 
-/// Given up between two steps, a QEMU that has not run yet is dropped, and with that ended.
+/// Restores until done or interrupted. An interrupt drops, and so ends, a QEMU that has not run yet.
 fn perform(
     context: &Context,
-    patience: u32,
+    abort_at: u32,
     first: &'static str,
     work: impl FnOnce(LazySink<'_>) -> Result<RestoreReport, RestoreError>,
 ) -> anyhow::Result<RestoreReport> {
-    let interrupts = Interrupts::listen(context.console, patience, first, AtLast::Wait)
-        .context("cannot listen to signals")?;
+    let interrupts = Interrupts::listen(context.console, abort_at, first, AfterAbort::Wait)
+        .context("cannot handle signals")?;
     let mut meter = Meter::new(context.console);
     let console = context.console;
-    let mut is_there = false;
+    let mut ready = false;
     let restored = interrupts.interruptible(|| {
         work(&mut |event| {
-            is_there |= matches!(event, LazyEvent::Runs { .. });
+            ready |= matches!(event, LazyEvent::Runs { .. });
             match event {
                 LazyEvent::Progress(progress) => meter.show(progress.into()),
                 LazyEvent::Runs { after_us } => console.note(&format!(
-                    "the VM is there after {}; filling its memory",
+                    "the VM is ready after {}; filling its memory",
                     durations::human_us(after_us)
                 )),
                 LazyEvent::Waits { reason } => console.note(&format!(
-                    "the guest waits for a page that cannot be read ({reason}); it is paused, and goes on when \
+                    "the VM is paused: a page that its guest needs cannot be read ({reason}); it resumes when \
                      the page can be read"
                 )),
                 LazyEvent::NotLeased { reason } => console.note(&format!(
-                    "no lease can be left in the repository ({reason}): until the VM has all its memory, see that \
-                     its checkpoint is not forgotten or pruned elsewhere"
+                    "the repository takes no lease ({reason}): until the VM's memory is complete, do not run \
+                     `forget` or `prune` on another host"
                 )),
-                LazyEvent::GoesOn => console.note("all pages can be read again; the guest goes on"),
+                LazyEvent::GoesOn => console.note("all pages can be read again; the VM is resumed"),
                 LazyEvent::CannotFill { reason } => console.note(&format!(
-                    "some pages cannot be read now ({reason}); the guest runs on without them, and they are \
-                     tried again"
+                    "some pages cannot be read ({reason}); the guest runs on without them, and stillframe tries \
+                     them again"
                 )),
             }
             interrupts.step();
@@ -155,84 +163,27 @@ fn perform(
     let report = restored
         .map_err(anyhow::Error::from)
         .and_then(|done| Ok(done?));
-    if report.is_err() && is_there {
+    if report.is_err() && ready {
         console.note(
-            "if the VM still exists, it is paused, and its memory is not complete: `restore --resume` with this --qmp goes on",
+            "if the VM still exists, it is paused with incomplete memory: continue with `restore --resume` and this --qmp",
         );
     }
     report
 }
 
-/// Tells of the option, where the user may decide to go on: not where a disk has another user.
-pub(super) fn stands_in_the_way(context: &Context, error: &(dyn Error + 'static)) {
-    let may_go_on = |error: &(dyn Error + 'static)| {
-        matches!(
-            error.downcast_ref(),
-            Some(RestoreError::Launch(
-                LaunchError::DiskChanged { .. }
-                    | LaunchError::DiskReplaced { .. }
-                    | LaunchError::DiskTemporary { .. }
-                    | LaunchError::DiskUnknown { .. }
-            ))
-        )
-    };
-    let inner = match error.downcast_ref() {
-        Some(CloneError::Restore(error)) => may_go_on(error),
-        _ => may_go_on(error),
-    };
-    if inner {
-        let option = "--disks-as-they-are goes on all the same, at the risk of damaging them";
-        context.console.note(option);
-    }
-}
-
-/// QEMU runs in the recorded directory, not in this one.
-pub(super) fn here(path: &Path) -> anyhow::Result<PathBuf> {
-    absolute(path).with_context(|| format!("{} is no path", path.display()))
-}
-
-/// Where the VM had its monitor. A process that listens there keeps the restore from being planned.
+/// The socket of the monitor that the VM had. The plan is refused if a process listens there.
 fn recorded_monitor(id: &CheckpointId, manifest: &Manifest) -> anyhow::Result<PathBuf> {
     let recorded = restore::vm_record(id, manifest)?.monitor_socket();
     Ok(recorded.ok_or(CommandError::NoMonitor)?)
 }
 
-fn launch_options(args: &RestoreArgs, qmp: PathBuf) -> anyhow::Result<LaunchOptions> {
-    let log = match &args.log {
-        Some(log) => here(log)?,
-        None => runtime::default_log(&qmp),
-    };
-    let serial = args
-        .serial
-        .as_deref()
-        .map(|spec| serial_from_here(spec, here))
-        .transpose()?;
-    Ok(LaunchOptions {
-        serial,
-        replace: args.replace.clone(),
-        disks_as_they_are: args.disks_as_they_are,
-        qemu: args.start.qemu.clone(),
-        as_root: args.start.as_root,
-        without_label: args.start.without_label,
-        without_group: args.start.without_group,
-        allow_commands: args.start.allow_commands,
-        pidfile: args.pidfile.as_deref().map(here).transpose()?,
-        ..LaunchOptions::new(qmp, log)
-    })
-}
-
-/// A serial port's file or socket, named relative to where the user is.
-pub(super) fn serial_from_here(
-    spec: &str,
-    here: impl Fn(&Path) -> anyhow::Result<PathBuf>,
-) -> anyhow::Result<String> {
-    for kind in ["file:", "unix:", "pipe:"] {
-        if let Some(rest) = spec.strip_prefix(kind) {
-            let path = here(Path::new(rest))?;
-            return Ok(format!("{kind}{}", path.display()));
-        }
+fn launch_options(args: &RestoreArgs, qmp: &Path) -> anyhow::Result<LaunchOptions> {
+    let mut launch = launch::options(&args.launch, qmp, args.serial.as_deref())?;
+    if let Some(log) = &args.log {
+        launch.log = absolute_path(log)?;
     }
-    Ok(spec.to_owned())
+    launch.pidfile = args.pidfile.as_deref().map(absolute_path).transpose()?;
+    Ok(launch)
 }
 
 fn print_command(context: &Context, plan: &LaunchPlan) -> anyhow::Result<()> {
@@ -247,7 +198,7 @@ fn print_command(context: &Context, plan: &LaunchPlan) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The plan as one line for a shell. The recorded `argv[0]` is left to the shell.
+/// The plan as one shell command. The recorded `argv[0]` is left out.
 fn command(plan: &LaunchPlan) -> String {
     let (cwd, exe) = (
         plan.cwd.display().to_string(),
@@ -260,12 +211,12 @@ fn command(plan: &LaunchPlan) -> String {
     format!("{} && {start}", shell::join(["cd", &cwd]))
 }
 
-/// Runs a command in the VM's control group, with its label, as the user that it ran as; no words where all of that is
-/// root's.
+/// The words that start a command in the VM's control group, with its label, as the user that it ran as; none where
+/// that is the caller's.
 fn as_user(plan: &LaunchPlan) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     if let Some(file) = plan.control_group_file() {
-        // A shell that moves itself, and becomes the rest of the line.
+        // A shell that enters the group and then executes the rest of the line.
         let shell = ["sh", "-c", "echo $$ > \"$0\" && exec \"$@\""];
         words.extend(shell.map(str::to_owned));
         words.push(file.display().to_string());
@@ -305,7 +256,7 @@ fn words(report: &RestoreReport) -> String {
     );
     if let Some(lazy) = &report.lazy {
         line += &format!(
-            "; the guest was there after {} and waited for a page {}",
+            "; the guest was ready after {} and waited for a page {}",
             durations::human_us(lazy.runs_after_us),
             match lazy.faults {
                 1 => "once".to_owned(),
@@ -313,7 +264,7 @@ fn words(report: &RestoreReport) -> String {
             }
         );
     }
-    line + &how_it_ended(
+    line + &state_words(
         report.verify.as_ref(),
         report.clock.as_ref(),
         report.running,
@@ -325,23 +276,6 @@ fn words(report: &RestoreReport) -> String {
 mod tests {
     use super::*;
     use stillframe_engine::restore::RestorePhases;
-
-    #[test]
-    fn a_serial_file_is_named_from_where_the_user_is() {
-        let here = |path: &Path| Ok(Path::new("/here").join(path));
-        let spec = |text| serial_from_here(text, here).unwrap();
-        assert_eq!(spec("file:out"), "file:/here/out");
-        assert_eq!(spec("file:/tmp/out"), "file:/tmp/out");
-        assert_eq!(
-            spec("unix:s,server=on,wait=off"),
-            "unix:/here/s,server=on,wait=off"
-        );
-        assert_eq!(
-            spec("tcp:127.0.0.1:1,server=on,wait=off"),
-            "tcp:127.0.0.1:1,server=on,wait=off"
-        );
-        assert_eq!(spec("null"), "null");
-    }
 
     #[test]
     fn the_command_can_be_pasted() {
@@ -360,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_paused_guest_is_told() {
+    fn a_paused_guest_is_reported() {
         let report = RestoreReport {
             checkpoint: "1a2b3c4d5e".to_owned(),
             vm: "vm1".to_owned(),
@@ -379,7 +313,7 @@ mod tests {
         assert_eq!(
             words(&report),
             "restored 1a2b3c4d of vm1 in 800 ms: process 4711, 1 page filled, monitor at /run/x.qmp; \
-             the guest is paused, `cont` on the monitor lets it run"
+             the guest is paused, `cont` on the monitor resumes it"
         );
     }
 }

@@ -1,40 +1,44 @@
-//! `rewind`: a running VM back to one of its checkpoints.
+//! `rewind`: returns a running VM to one of its checkpoints.
 
 use anyhow::Context as _;
 use stillframe_engine::LaunchError;
+use stillframe_engine::restore::Checkpoint;
 use stillframe_engine::rewind::{RewindError, RewindOptions, RewindReport};
 
-use super::{Context, capture, how_it_ended, short};
+use super::{Context, capture, short, state_words};
 use crate::args::RewindArgs;
 use crate::durations;
-use crate::interrupt::{AtLast, Interrupts};
+use crate::interrupt::{AfterAbort, Interrupts};
 use crate::progress::Meter;
 use crate::table::{self, printable};
 
-/// Attaches, goes back, detaches.
+/// Attaches, rewinds, detaches.
 pub fn run(context: &Context, args: &RewindArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
     let mut repository = context.open()?;
-    // While pages are exchanged this process must not end.
+    // This process must not exit while pages are exchanged.
     let interrupted = "interrupted: leaving the VM as it is";
-    let interrupts = Interrupts::listen(context.console, 1, interrupted, AtLast::Wait)
-        .context("cannot listen to signals")?;
+    let interrupts = Interrupts::listen(context.console, 1, interrupted, AfterAbort::Wait)
+        .context("cannot handle signals")?;
     let label = args.of_vm.as_ref().or(args.vm.vm.as_ref());
     let (id, manifest) = repository.resolve(&args.id, label.map(String::as_str))?;
     let mut vm = capture::attach_to_rewind(context, &selector)?;
     let options = RewindOptions {
-        paused: args.paused,
-        keep_clock: args.keep_guest_clock,
-        verify: args.verify,
+        paused: args.guest.paused,
+        keep_clock: args.guest.keep_guest_clock,
+        verify: args.guest.verify,
         pause_limit: args.pause_limit,
         copy_buffer_bytes: args.copy_buffer,
         disks_as_they_are: args.disks_as_they_are,
         of_vm: args.of_vm.clone(),
-        lock_wait: args.lock_wait,
+        lock_wait: args.lock.lock_wait,
     };
     let mut meter = Meter::new(context.console);
     let rewound = interrupts.interruptible(|| {
-        let target = (&id, &manifest);
+        let target = Checkpoint {
+            id: &id,
+            manifest: &manifest,
+        };
         vm.rewind(&mut repository, target, &options, &mut |progress| {
             meter.show(progress.into());
             interrupts.step();
@@ -43,7 +47,8 @@ pub fn run(context: &Context, args: &RewindArgs) -> anyhow::Result<()> {
     capture::detach(context, vm);
     let report = rewound?.inspect_err(|error| {
         if let RewindError::Disk(LaunchError::DiskChanged { .. }) = error {
-            let option = "--disks-as-they-are rewinds all the same, at the risk of damaging them";
+            let option =
+                "--disks-as-they-are rewinds the VM anyway, at the risk of damaging its disks";
             context.console.note(option);
         }
     })?;
@@ -63,7 +68,7 @@ fn words(report: &RewindReport) -> String {
         table::count(report.compared, "page"),
         durations::human_us(downtime.total),
     );
-    line + &how_it_ended(
+    line + &state_words(
         report.verify.as_ref(),
         report.clock.as_ref(),
         report.running,
@@ -77,7 +82,7 @@ mod tests {
     use stillframe_engine::rewind::RewindDowntime;
 
     #[test]
-    fn what_was_written_of_how_much_is_told() {
+    fn written_and_compared_pages_are_reported() {
         let report = RewindReport {
             checkpoint: "1a2b3c4d5e".to_owned(),
             vm: "vm1".to_owned(),
@@ -96,7 +101,7 @@ mod tests {
         };
         assert_eq!(
             words(&report),
-            "rewound process 4711 to 1a2b3c4d of vm1 in 800 ms: 1 page of 4096 pages written; paused 24 ms; the guest is paused, `cont` on the monitor lets it run"
+            "rewound process 4711 to 1a2b3c4d of vm1 in 800 ms: 1 page of 4096 pages written; paused 24 ms; the guest is paused, `cont` on the monitor resumes it"
         );
     }
 }

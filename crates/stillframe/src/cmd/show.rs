@@ -1,4 +1,4 @@
-//! `show`: everything about one checkpoint.
+//! `show`: shows one checkpoint in detail.
 
 use serde_json::{Value, json};
 use stillframe_engine::VmRecord;
@@ -11,7 +11,7 @@ use crate::durations;
 use crate::shell;
 use crate::table::{self, Align, Table};
 
-/// Shows the checkpoint of that name.
+/// Shows the checkpoint.
 pub fn run(context: &Context, args: &NamedCheckpoint) -> anyhow::Result<()> {
     let repository = context.open()?;
     let (id, manifest) = repository.resolve(&args.id, args.vm.as_deref())?;
@@ -25,7 +25,7 @@ pub fn run(context: &Context, args: &NamedCheckpoint) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What `list` reports, and the parts.
+/// The JSON of `list`, with RAM blocks, streams and the VM record.
 fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
     let mut object = list::object(id, manifest);
     object["ram"] = json!(manifest.ram);
@@ -40,7 +40,7 @@ fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
 /// Sections of aligned lines.
 pub fn words(id: &CheckpointId, manifest: &Manifest, working_set: Option<u64>) -> String {
     let mut sections = vec![head(id, manifest, working_set).render()];
-    // A record of another version is left out here; `--json` has it as it is.
+    // A record of another version is left out here; `--json` prints it unchanged.
     if let Ok(record) = restore::vm_record(id, manifest) {
         sections.push(vm(&record).render());
         if !record.obstacles.is_empty() {
@@ -77,7 +77,7 @@ fn head(id: &CheckpointId, manifest: &Manifest, working_set: Option<u64>) -> Tab
     table.entry(
         "pages",
         format!(
-            "{} in all, {} looked at: {} new, {} in part, {} duplicate, {} zero, {} unchanged",
+            "{} in total, {} captured: {} new, {} as deltas, {} duplicate, {} zero, {} unchanged",
             pages.total,
             pages.captured,
             pages.new,
@@ -169,7 +169,7 @@ fn user(record: &VmRecord) -> String {
 }
 
 fn obstacles(record: &VmRecord) -> Table {
-    let mut table = Table::new(&[("IN THE WAY OF A RESTORE", Align::Left)]);
+    let mut table = Table::new(&[("OBSTACLES TO A RESTORE", Align::Left)]);
     for obstacle in &record.obstacles {
         table.row([obstacle.clone()]);
     }
@@ -229,7 +229,7 @@ mod tests {
         let (id, manifest) = sample();
         let text = words(&id, &manifest, Some(7));
         assert!(
-            text.contains("10 looked at: 7 new, 0 in part, 1 duplicate, 2 zero, 0 unchanged"),
+            text.contains("10 captured: 7 new, 0 as deltas, 1 duplicate, 2 zero, 0 unchanged"),
             "{text}"
         );
         assert!(text.contains("3.4 ms (stop 1.0 ms)"), "{text}");
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn tags_and_note_are_shown_where_there_are_any() {
+    fn tags_and_note_are_shown_if_there_are_any() {
         let (id, mut manifest) = sample();
         let tags = ["nightly", "a"].map(|tag| tag.parse().unwrap());
         manifest.tags = tags.to_vec().try_into().unwrap();
@@ -254,7 +254,7 @@ mod tests {
             text.contains("\nnote        before the upgrade\n"),
             "{text}"
         );
-        // As the user's clock shows it, with its zone; then exactly.
+        // In the user's time zone, then exactly in UTC.
         assert!(text.contains(" (2026-03-01T12:00:00Z)\n"), "{text}");
         assert_eq!(object(&id, &manifest)["note"], "before the upgrade");
     }

@@ -1,7 +1,7 @@
-//! `stats`: how many pages of a VM change, and how much of each (FITDOC, table I).
+//! `stats`: counts the pages of a VM that change, and the bytes in each (FITDOC, table I).
 //!
-//! Between two checkpoints, or on a live VM: then two checkpoints are taken into a repository of
-//! their own, which is removed afterwards.
+//! It compares two checkpoints. For a running VM it takes two checkpoints into a temporary repository, which is removed
+//! afterwards.
 
 use std::fs;
 use std::path::Path;
@@ -26,10 +26,10 @@ use crate::picture;
 use crate::progress::{Meter, Status};
 use crate::table::{self, Align, Table, printable};
 
-/// How often a waiting command looks for signals.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How often the wait checks for signals.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Two checkpoints and what changed between them.
+/// Two checkpoints and the changes between them.
 struct Measured {
     vm: String,
     older: CheckpointId,
@@ -37,7 +37,7 @@ struct Measured {
     statistics: Statistics,
 }
 
-/// Measures, draws with `--svg`, and reports.
+/// Measures, draws the histogram with `--svg`, and prints the result.
 pub fn run(context: &Context, args: &StatsArgs) -> anyhow::Result<()> {
     let measured = match (args.over, args.checkpoints.as_slice()) {
         (Some(over), []) => live(context, args, over)?,
@@ -48,9 +48,9 @@ pub fn run(context: &Context, args: &StatsArgs) -> anyhow::Result<()> {
                 repository.resolve(older, vm)?.0,
                 repository.resolve(newer, vm)?.0,
             );
-            between(context, &mut repository, older, newer, args.lock_wait)?
+            between(context, &mut repository, older, newer, args.lock.lock_wait)?
         }
-        _ => return Err(CommandError::StatsOfWhat.into()),
+        _ => return Err(CommandError::NothingToMeasure.into()),
     };
     if let Some(path) = &args.svg {
         draw(path, &measured)?;
@@ -83,17 +83,17 @@ fn between(
     })
 }
 
-/// Two checkpoints of a running VM, `over` apart from start to start.
+/// Measures a running VM with two checkpoints, `over` apart from start to start.
 fn live(context: &Context, args: &StatsArgs, over: Duration) -> anyhow::Result<Measured> {
     let selector = capture::selector(&args.selector())?;
-    let first = "interrupted: giving the measurement up (once more: end at once)";
+    let first = "interrupted: discarding the measurement (again: exit at once)";
     let interrupts = context.listen(1, first)?;
     let folder = tempfile::Builder::new()
         .prefix("stillframe-stats-")
         .tempdir()
-        .context("cannot make a folder for two checkpoints")?;
-    let place = folder.path().join("repository");
-    let mut repository = Repository::init(&place, &Password::random()?)?;
+        .context("cannot create a directory for two checkpoints")?;
+    let directory = folder.path().join("repository");
+    let mut repository = Repository::init(&directory, &Password::random()?)?;
     let mut vm = capture::attach(
         context,
         &selector,
@@ -102,7 +102,7 @@ fn live(context: &Context, args: &StatsArgs, over: Duration) -> anyhow::Result<M
     let taken = take_two(context, &interrupts, &mut vm, &mut repository, args, over);
     capture::detach(context, vm);
     let [older, newer] = taken?;
-    between(context, &mut repository, older, newer, args.lock_wait)
+    between(context, &mut repository, older, newer, args.lock.lock_wait)
 }
 
 fn take_two(
@@ -114,7 +114,7 @@ fn take_two(
     over: Duration,
 ) -> anyhow::Result<[CheckpointId; 2]> {
     let options = CheckpointOptions {
-        lock_wait: args.lock_wait,
+        lock_wait: args.lock.lock_wait,
         delta_cache_bytes: 0,
         ..CheckpointOptions::default()
     };
@@ -138,8 +138,8 @@ fn take_two(
         if interrupts.any() {
             return Err(Interrupted.into());
         }
-        status.show(format!("the second look in {:.1} s", left.as_secs_f64()));
-        std::thread::sleep(left.min(LOOK_EVERY));
+        status.show(format!("second checkpoint in {:.1} s", left.as_secs_f64()));
+        std::thread::sleep(left.min(POLL_INTERVAL));
     }
     drop(status);
     Ok([older, take(repository)?])
@@ -166,7 +166,7 @@ fn object(measured: &Measured) -> Value {
     })
 }
 
-/// The lines of FITDOC's table I, and what a second adds.
+/// The lines of FITDOC's table I, and rates per second.
 fn words(measured: &Measured) -> String {
     let found = &measured.statistics;
     let rates = found.rates();
@@ -214,8 +214,8 @@ fn words(measured: &Measured) -> String {
         line(name, percent(share));
     }
     if let (Some(pages), Some(bytes)) = (rates.dirty_pages_per_s, rates.dirty_bytes_per_s) {
-        line("dirty pages a second", format!("{pages:.1}"));
-        line("dirty bytes a second", table::bytes(bytes as u64));
+        line("dirty pages per second", format!("{pages:.1}"));
+        line("dirty bytes per second", table::bytes(bytes as u64));
     }
     table.render().trim_start().to_owned()
 }

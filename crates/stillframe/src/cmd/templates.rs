@@ -1,4 +1,4 @@
-//! Memory templates of clones: listing them, and taking them away.
+//! `clone --templates` and `--drop-templates`: lists and removes memory templates.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use stillframe_engine::runtime;
 use stillframe_engine::template::{self, KeptTemplate};
 use stillframe_repo::{CheckpointId, Repository};
 
-use super::restore::here;
+use super::launch::absolute_path;
 use super::{Context, local_time, short};
 use crate::args::CloneArgs;
 use crate::output;
@@ -31,22 +31,22 @@ pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where the templates lie.
+/// The directory of the templates.
 pub fn folder(args: &CloneArgs) -> anyhow::Result<PathBuf> {
-    match &args.base_dir {
-        Some(folder) => here(folder),
+    match &args.template_dir {
+        Some(folder) => absolute_path(folder),
         None => Ok(runtime::templates()),
     }
 }
 
-/// Removes templates of checkpoints that the repository does not have any more, from the default directory.
-/// A template that cannot be removed is reported; it is no error of the command.
+/// Removes templates of checkpoints that the repository no longer has from the default directory. A template that
+/// cannot be removed is reported; the command does not fail.
 pub fn drop_forgotten(context: &Context, repository: &Repository) {
     let id = repository.id().to_string();
     let forgotten = |template: &KeptTemplate| {
         let (of_repository, checkpoint) = template.ids();
         let checkpoint = CheckpointId::from_hex(checkpoint);
-        // One that cannot be looked for may still be there.
+        // If this cannot be read, the checkpoint may still exist.
         let gone = |id: CheckpointId| matches!(repository.has_manifest(&id), Ok(false));
         of_repository == id && checkpoint.is_some_and(gone)
     };
@@ -60,7 +60,7 @@ pub fn drop_forgotten(context: &Context, repository: &Repository) {
         Err(error) => {
             let error = anyhow::Error::from(error);
             context.console.note(&format!(
-                "memory templates of forgotten checkpoints may be left: {}",
+                "memory templates of forgotten checkpoints may remain: {}",
                 output::chain(error.chain())
             ));
         }

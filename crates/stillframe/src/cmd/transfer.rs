@@ -1,13 +1,11 @@
-//! `transfer`: a running VM into a new QEMU of another process.
+//! `transfer`: sends a running VM to another process, which starts it in a new QEMU.
 
 use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind};
 use stillframe_engine::transfer::{
     self, Mode, ReceiveOptions, ReceiveReport, SendOptions, SendReport, accept, connect,
 };
-use stillframe_engine::{LaunchOptions, runtime};
 
-use super::restore::{here, serial_from_here};
-use super::{Context, capture, how_it_ended};
+use super::{Context, capture, launch, state_words};
 use crate::args::{ReceiveArgs, SendArgs, TransferArgs, TransferSide};
 use crate::durations;
 use crate::progress::Meter;
@@ -49,7 +47,7 @@ fn send(context: &Context, args: &SendArgs) -> anyhow::Result<()> {
 
 fn sent_words(report: &SendReport) -> String {
     format!(
-        "sent {} in {}: {}, of {} while it ran and {} after, stopped for {}",
+        "sent {} in {}: {}; {} while it ran, {} while it was paused for {}",
         printable(&report.vm),
         durations::human_us(report.total_us),
         table::bytes(report.bytes_sent),
@@ -60,22 +58,8 @@ fn sent_words(report: &SendReport) -> String {
 }
 
 fn receive(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
-    let qmp = here(&args.qmp)?;
-    let serial = args.serial.as_deref();
     let options = ReceiveOptions {
-        launch: LaunchOptions {
-            serial: serial
-                .map(|spec| serial_from_here(spec, here))
-                .transpose()?,
-            disks_as_they_are: args.disks_as_they_are,
-            qemu: args.start.qemu.clone(),
-            as_root: args.start.as_root,
-            without_label: args.start.without_label,
-            without_group: args.start.without_group,
-            allow_commands: args.start.allow_commands,
-            replace: args.replace.clone(),
-            ..LaunchOptions::new(qmp.clone(), runtime::default_log(&qmp))
-        },
+        launch: launch::options(&args.launch, &args.qmp, args.serial.as_deref())?,
         paused: args.paused,
     };
     let mut connection = accept(&args.from)?;
@@ -90,9 +74,9 @@ fn receive(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
 }
 
 fn received_words(report: &ReceiveReport) -> String {
-    let ended = how_it_ended(report.verify.as_ref(), None, report.running, false);
+    let state = state_words(report.verify.as_ref(), None, report.running, false);
     format!(
-        "received {}: process {}, {}{ended}",
+        "received {}: process {}, {}{state}",
         printable(&report.vm),
         report.pid,
         table::count(report.pages, "page"),

@@ -1,4 +1,4 @@
-//! `unlock`: no password for a while.
+//! `unlock`: keeps the repository's key in the kernel for a while.
 
 use serde_json::json;
 use stillframe_repo::Repository;
@@ -8,7 +8,7 @@ use crate::args::UnlockArgs;
 use crate::table::printable;
 use crate::{durations, password, unlocked};
 
-/// Keeps the repository's key in the kernel, or gives it up.
+/// Puts the repository's key into the kernel's keyring, or removes it.
 pub fn run(context: &Context, args: &UnlockArgs) -> anyhow::Result<()> {
     let directory = context.directory()?;
     let id = Repository::id_of(directory)?;

@@ -1,5 +1,5 @@
-//! `watch`: stays attached and takes a checkpoint every so often. The engine's pipeline does it; this command says
-//! what it does.
+//! `watch`: stays attached and takes checkpoints at an interval. The engine's pipeline does the work; this command
+//! reports its events.
 
 mod report;
 
@@ -32,17 +32,18 @@ struct Watch<'a> {
     reporter: Reporter<'a>,
 }
 
-/// Takes checkpoints until something ends it.
+/// Takes checkpoints until the count is reached, the VM ends, or a signal arrives.
 pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
     let options = capture::options(&args.capture)?;
     let repository = context.open()?;
     repository.limit_writes(args.capture.limit_write);
-    let first = "interrupted: finishing the running checkpoint, then letting the VM go (once more: give it up)";
+    let first = "interrupted: finishing the current checkpoint, then detaching (again: discard it)";
     let interrupts = context.listen(2, first)?;
     let vm = capture::attach(context, &selector, args.capture.schedule)?;
-    // A handle of our own on the process, which outlives an attachment.
-    let process = Process::open(vm.pid()).context("the VM ended while it was attached to")?;
+    // A separate handle on the process, which outlives an attachment.
+    let process =
+        Process::open(vm.pid()).context("the VM ended while stillframe attached to it")?;
     let watch = Watch {
         context,
         options: options.clone(),
@@ -55,7 +56,7 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
         every: args.every,
         count: args.count,
         schedule: args.capture.schedule,
-        // The other half is for the capture being made.
+        // The other half is for the capture in progress.
         in_flight_bytes: options.copy_buffer_bytes / 2,
     };
     let sink = RepositorySink {
@@ -85,7 +86,7 @@ fn finish(
         End::Count => return Ok(()),
         End::Stopped => "interrupted",
         End::VmGone => "the VM ended",
-        End::MigratedAway => "the VM was migrated away by someone else",
+        End::MigratedAway => "the VM was migrated away by another client of QEMU",
     };
     if let Some(count) = count {
         return Err(CommandError::CountNotReached { why, taken, count }.into());

@@ -1,4 +1,4 @@
-//! Points in time and ages as they are typed, and times as they are shown.
+//! Reads points in time and ages, and prints times.
 
 use std::collections::BTreeSet;
 
@@ -8,35 +8,35 @@ use jiff::{SignedDuration, Timestamp, ToSpan as _};
 use stillframe_repo::Age;
 use thiserror::Error;
 
-/// The longest age, in months: keeps all later arithmetic in range.
+/// Upper bound on the months of an age; keeps all later arithmetic in range.
 const MONTHS_MAX: u64 = 12_000;
 
-/// The longest age besides its months, in seconds: a thousand years.
+/// Upper bound on the rest of an age, in seconds: a thousand years.
 const SECONDS_MAX: u64 = 1000 * 366 * 24 * 3600;
 
-/// The length of a date as it is typed: `2026-11-24`.
+/// Length of a date: `2026-11-24`.
 const DATE_BYTES: usize = 10;
 
-/// Why a text is no age or no point in time.
+/// Why a text is not an age or a point in time.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TimeError {
-    /// No numbers with units that are known.
+    /// There are no numbers with known units.
     #[error(
-        "'{0}' is no age; write whole numbers and their units (s, min, h, d, w, mo, y), like 12h, 7d or 1y6mo"
+        "'{0}' is not an age: give whole numbers with units (s, min, h, d, w, mo, y), such as 12h, 7d or 1y6mo"
     )]
     Age(String),
-    /// Minutes elsewhere, but months to users of other backup programs: too dangerous to guess.
-    #[error("in '{0}' m may mean minutes or months; write min or mo")]
+    /// `m`, which means minutes here and months in other backup programs: too dangerous to guess.
+    #[error("in '{0}', m may mean minutes or months: write min or mo")]
     Minutes(String),
-    /// No time at all.
-    #[error("'{0}' is no time at all; give a longer age")]
+    /// Zero.
+    #[error("'{0}' is zero: give a longer age")]
     Zero(String),
-    /// Beyond a thousand years.
-    #[error("'{0}' is more than a thousand years; give a shorter age")]
+    /// Longer than a thousand years.
+    #[error("'{0}' is longer than a thousand years: give a shorter age")]
     TooLong(String),
     /// Neither a date, nor a date with a time, nor an age.
     #[error(
-        "'{0}' is no point in time; write a date (2026-11-24), a date with a time and its zone (2026-11-24T13:00:00+01:00), or an age (2h, 3d)"
+        "'{0}' is not a point in time: give a date (2026-11-24), a date with time and zone (2026-11-24T13:00:00+01:00), or an age (2h, 3d)"
     )]
     Moment(String),
 }
@@ -48,9 +48,9 @@ pub fn parse_age(text: &str) -> Result<Age, TimeError> {
     let (mut months, mut seconds) = (0_u64, 0_u64);
     let mut rest = text;
     while !rest.is_empty() {
-        let (digits, behind) = split(rest, |c| c.is_ascii_digit());
-        let (unit, behind) = split(behind, |c| !c.is_ascii_digit());
-        rest = behind;
+        let (digits, after) = split(rest, |c| c.is_ascii_digit());
+        let (unit, after) = split(after, |c| !c.is_ascii_digit());
+        rest = after;
         let (sum, length) = match unit {
             "s" => (&mut seconds, 1),
             "min" => (&mut seconds, 60),
@@ -65,7 +65,7 @@ pub fn parse_age(text: &str) -> Result<Age, TimeError> {
         if digits.is_empty() {
             return Err(malformed());
         }
-        // Digits that are too many for a number are too many years.
+        // A number that overflows is too long in any unit.
         let number: u64 = digits.parse().map_err(|_| too_long())?;
         let added = number
             .checked_mul(length)
@@ -83,25 +83,24 @@ pub fn parse_age(text: &str) -> Result<Age, TimeError> {
     Age::new(months, seconds).ok_or(zero)
 }
 
-/// The longest beginning whose characters are all such, and the rest.
-fn split(text: &str, is_such: impl Fn(char) -> bool) -> (&str, &str) {
-    text.split_at(text.find(|c| !is_such(c)).unwrap_or(text.len()))
+/// The longest prefix of matching characters, and the rest.
+fn split(text: &str, matches: impl Fn(char) -> bool) -> (&str, &str) {
+    text.split_at(text.find(|c| !matches(c)).unwrap_or(text.len()))
 }
 
-/// A point in time as it is typed. It stands for as much time as it names: a date for a day, a time for a second
-/// or for what its last decimal digit counts.
+/// A point in time on the command line. It covers a span: a date covers a day, a time one unit of its last digit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {
     /// A time with its zone.
     At {
-        /// Its beginning.
+        /// Start of the span.
         time: Timestamp,
-        /// Its length, in nanoseconds.
+        /// Length of the span, in nanoseconds.
         length_ns: i64,
     },
-    /// A day of the user's time zone.
+    /// A day in the user's time zone.
     Day(Date),
-    /// So long ago.
+    /// A length of time before now.
     Ago(Age),
 }
 
@@ -123,15 +122,15 @@ pub fn parse_moment(text: &str) -> Result<Moment, TimeError> {
     }
 }
 
-/// The number of digits behind the decimal point of a time, 9 at most.
+/// The number of digits after the decimal point of a time, 9 at most.
 fn decimals(text: &str) -> u32 {
-    let behind = text.split_once(['.', ',']).map_or("", |(_, behind)| behind);
-    let digits = behind.bytes().take_while(u8::is_ascii_digit);
+    let after = text.split_once(['.', ',']).map_or("", |(_, after)| after);
+    let digits = after.bytes().take_while(u8::is_ascii_digit);
     digits.take(9).count() as u32
 }
 
 impl Moment {
-    /// The first nanosecond of it.
+    /// The first nanosecond of the span.
     pub fn first(self, now: Timestamp, zone: &TimeZone) -> Timestamp {
         match self {
             Moment::At { time, .. } => time,
@@ -140,7 +139,7 @@ impl Moment {
         }
     }
 
-    /// The last nanosecond of it.
+    /// The last nanosecond of the span.
     pub fn last(self, now: Timestamp, zone: &TimeZone) -> Timestamp {
         let end = match self {
             Moment::At { time, length_ns } => {
@@ -154,17 +153,17 @@ impl Moment {
     }
 }
 
-/// When a day begins; `None` at the ends of the calendar.
+/// The start of a day; `None` at the ends of the calendar.
 fn midnight(date: Date, zone: &TimeZone) -> Option<Timestamp> {
     Some(date.to_zoned(zone.clone()).ok()?.timestamp())
 }
 
-/// A time as the user's clock shows it, with the offset of its zone: `2026-11-24 13:00:00+01:00`.
+/// A time in the user's time zone, with its offset: `2026-11-24 13:00:00+01:00`.
 pub fn local(time: Timestamp) -> String {
     shown(time, &TimeZone::system(), "%Y-%m-%d %H:%M:%S%:z")
 }
 
-/// The times of a table as [`local`], with milliseconds where two of one VM would else look alike.
+/// The times of a table like [`local`], with milliseconds if two of one VM would look the same without.
 pub fn local_column<'v>(times: impl Iterator<Item = (&'v str, Timestamp)>) -> Vec<String> {
     column(times, &TimeZone::system())
 }
@@ -194,7 +193,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// An hour before UTC in winter, two in summer.
+    /// One hour ahead of UTC in winter, two in summer.
     fn berlin() -> TimeZone {
         TimeZone::posix("CET-1CEST,M3.5.0,M10.5.0/3").unwrap()
     }
@@ -223,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_age_is_refused() {
+    fn other_ages_are_refused() {
         for text in [
             "", "d", "7", "7 d", "-7d", "1.5d", "7D", "7days", "d7", "7d5", "1e3d", "²d",
         ] {
@@ -250,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_moment_stands_for_as_much_as_it_names() {
+    fn a_moment_covers_its_span() {
         let now = at("2026-11-24T12:00:00Z");
         let spans = [
             (
@@ -291,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_moment_is_refused() {
+    fn other_moments_are_refused() {
         for text in [
             "",
             "yesterday",
@@ -327,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn milliseconds_are_shown_where_times_would_look_alike() {
+    fn milliseconds_are_shown_if_times_would_look_the_same() {
         let [early, late] = ["2026-07-01T10:00:00.25Z", "2026-07-01T10:00:00.9999Z"].map(at);
         let next = at("2026-12-01T10:00:01Z");
         let shown = |times: &[(&'static str, Timestamp)]| column(times.iter().copied(), &berlin());
@@ -351,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_can_be_typed() {
+    fn a_printed_time_can_be_read() {
         let time = at("2026-07-01T10:00:00Z");
         let moment = parse_moment(&local(time)).unwrap();
         assert_eq!(moment.first(time, &TimeZone::UTC), time);

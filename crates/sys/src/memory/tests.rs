@@ -1,6 +1,7 @@
 //! Transfers against simple loops, and extents against the bytes of the file.
 
 use super::*;
+use crate::pagemap::HOST_PAGE_BYTES;
 use proptest::prelude::*;
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -107,13 +108,12 @@ proptest! {
         (start, count) in (0..70_u64, 0..70_u64),
         on_disk in any::<bool>(),
     ) {
-        const PAGE: u64 = 4096;
         const PAGES: u64 = 72;
         let file = if on_disk { tempfile::tempfile().unwrap() } else { memory_file() };
-        file.set_len(PAGES * PAGE).unwrap();
+        file.set_len(PAGES * HOST_PAGE_BYTES).unwrap();
         let mut written = [false; PAGES as usize];
         for (first, pages, discard) in writes {
-            let (at, bytes) = (first * PAGE, pages * PAGE);
+            let (at, bytes) = (first * HOST_PAGE_BYTES, pages * HOST_PAGE_BYTES);
             if discard {
                 use rustix::fs::FallocateFlags;
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -123,13 +123,13 @@ proptest! {
             }
             written[first as usize..(first + pages) as usize].fill(!discard);
         }
-        let (offset, bytes) = (start * PAGE, count * PAGE);
+        let (offset, bytes) = (start * HOST_PAGE_BYTES, count * HOST_PAGE_BYTES);
         let extents = data_extents(&file, offset, bytes).unwrap();
         for pair in extents.windows(2) {
             prop_assert!(pair[0].end < pair[1].start, "{extents:?}");
         }
         for page in 0..count {
-            let inside = extents.iter().any(|extent| extent.contains(&(page * PAGE)));
+            let inside = extents.iter().any(|extent| extent.contains(&(page * HOST_PAGE_BYTES)));
             let data = written.get((start + page) as usize).copied().unwrap_or(false);
             if on_disk {
                 prop_assert!(inside || !data, "page {page}: {extents:?}");

@@ -1,5 +1,6 @@
 //! The process that abilities are tried on: a fork of ours that writes to the addresses it receives.
 
+use crate::pagemap::HOST_PAGE_BYTES;
 use crate::process::{AddressRange, Process};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::error::Error;
@@ -8,8 +9,6 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::Duration;
 
-/// The size of a page on this architecture.
-pub(super) const PAGE: u64 = 4096;
 /// How many pages of either kind the child has.
 pub(super) const PAGES: u64 = 4;
 
@@ -37,9 +36,9 @@ pub(super) struct Child {
 impl Child {
     /// Forks it; `filtered` gives it a seccomp filter that allows everything.
     pub(super) fn start(filtered: bool) -> Result<Child, Box<dyn Error>> {
-        let bytes = (PAGES * PAGE) as usize;
+        let bytes = (PAGES * HOST_PAGE_BYTES) as usize;
         let memfd = rustix::fs::memfd_create("stillframe-probe", rustix::fs::MemfdFlags::CLOEXEC)?;
-        rustix::fs::ftruncate(&memfd, PAGES * PAGE)?;
+        rustix::fs::ftruncate(&memfd, PAGES * HOST_PAGE_BYTES)?;
         let (orders_in, orders) = std::io::pipe()?;
         let (answers, answers_out) = std::io::pipe()?;
         let memory = Memory::map(&memfd, bytes)?;
@@ -56,7 +55,7 @@ impl Child {
             let start = start as u64;
             AddressRange {
                 start,
-                end: start + PAGES * PAGE,
+                end: start + PAGES * HOST_PAGE_BYTES,
             }
         };
         let child = Child {
@@ -218,8 +217,8 @@ fn serve(orders: i32, answers: i32, filtered: bool) -> ! {
             if libc::read(orders, (&raw mut address).cast(), 8) != 8 {
                 libc::_exit(0);
             }
-            let start = address & !(PAGE - 1);
-            match address & (PAGE - 1) {
+            let start = address & !(HOST_PAGE_BYTES - 1);
+            match address & (HOST_PAGE_BYTES - 1) {
                 FILL => {
                     // As QEMU does with guest memory; small pages where there are no huge ones.
                     libc::madvise(
@@ -230,7 +229,7 @@ fn serve(orders: i32, answers: i32, filtered: bool) -> ! {
                     let mut page = start;
                     while page < start + LARGE {
                         (page as *mut u8).write_volatile(1);
-                        page += PAGE;
+                        page += HOST_PAGE_BYTES;
                     }
                 }
                 DISCARD => {

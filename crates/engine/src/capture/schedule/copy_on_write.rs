@@ -8,7 +8,6 @@ use std::sync::PoisonError;
 use std::time::Instant;
 
 use stillframe_fault::{self as fault, Point};
-use stillframe_page::PageIndex;
 use stillframe_qemu::monitor::Monitor;
 
 use super::{Copied, FEW_PAGES, ROUNDS_MAX, Schedule, ScheduleError, Work};
@@ -89,7 +88,7 @@ impl Schedule for CopyOnWrite {
         let tracker = &*work.tracker;
         let server = tracker.fault_handler()?;
         let at_work = server.copier_at_work();
-        let copying = copy_all(tracker, (work.staging, work.copied), &self.armed, &at_work);
+        let copying = copy_all(tracker, work.staging, work.copied, &self.armed, &at_work);
         if copying.is_err() {
             self.give_up(tracker);
         }
@@ -131,7 +130,8 @@ impl Schedule for CopyOnWrite {
 
 fn copy_all(
     tracker: &Tracker,
-    (staging, copied): (&mut StagingBuffer, &mut Copied),
+    staging: &mut StagingBuffer,
+    copied: &mut Copied,
     armed: &PageRanges,
     at_work: &CopierAtWork,
 ) -> Result<(), ScheduleError> {
@@ -148,18 +148,18 @@ fn copy_all(
             let runs_claimed = runs(&claimed);
             let mut read = || -> Result<bool, ScheduleError> {
                 fault::at(Point::CopyOnWriteBatch).map_err(TrackerError::Injected)?;
-                staging.capture((number, &*tracked.block), Guest::Running, &runs_claimed)?;
+                staging.capture(number, &tracked.block, Guest::Running, &runs_claimed)?;
                 Ok(tracker.still_protected(number, &runs_claimed)?)
             };
             let read = read();
             // After a failure too: no thread may wait for a page that is not being saved.
             let mut open = claimed.clone();
-            open.retain(|&page| claims.done(page) || hot.get(PageIndex(page)));
+            open.retain(|&page| claims.done(page) || hot.get(page));
             tracker.unprotect(number, runs(&open));
             if !read? {
                 return Err(TrackerError::ProtectionLost.into());
             }
-            copied.left_open += open.len() as u64;
+            copied.left_unprotected += open.len() as u64;
             copied.after += claimed.len() as u64;
         }
     }

@@ -8,44 +8,50 @@
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
+use stillframe_page::GuestPage;
+
 use crate::source::WORKING_SET_PAGES_MAX as PAGES_MAX;
 
-/// The number of a block, and a page of it.
-pub(super) type Page = (usize, u64);
+/// A fault of the guest.
+#[derive(Debug, Clone, Copy)]
+struct Fault {
+    /// How many pages of the working set had been populated by then.
+    filled: usize,
+    page: GuestPage,
+}
 
 /// The access trace.
 #[derive(Debug, Default)]
 pub(super) struct AccessTrace {
-    /// How much of the working set had been populated by then, and the page; in the order of faults.
-    pages: Mutex<Vec<(usize, Page)>>,
+    faults: Mutex<Vec<Fault>>,
 }
 
 impl AccessTrace {
     /// Records the fault of a page; `filled` pages of the working set had been populated by then.
-    pub(super) fn note(&self, filled: usize, page: Page) {
-        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
-        if pages.len() < PAGES_MAX {
-            pages.push((filled, page));
+    pub(super) fn note(&self, filled: usize, page: GuestPage) {
+        let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        if faults.len() < PAGES_MAX {
+            faults.push(Fault { filled, page });
         }
     }
 
     /// The next working set, where `before` is the present one; `None` without a fault.
-    pub(super) fn learned(&self, before: &[Page]) -> Option<Vec<Page>> {
-        let pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
-        (!pages.is_empty()).then(|| merge(before, pages.clone()))
+    pub(super) fn learned(&self, before: &[GuestPage]) -> Option<Vec<GuestPage>> {
+        let faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        (!faults.is_empty()).then(|| merge(before, faults.clone()))
     }
 }
 
 /// Each page once, at its first position: pages of the trace before the page whose position they take.
-fn merge(before: &[Page], mut trace: Vec<(usize, Page)>) -> Vec<Page> {
-    let known: HashSet<Page> = before.iter().copied().collect();
-    for (place, page) in &mut trace {
-        if known.contains(page) {
-            *place /= 2;
+fn merge(before: &[GuestPage], mut trace: Vec<Fault>) -> Vec<GuestPage> {
+    let known: HashSet<GuestPage> = before.iter().copied().collect();
+    for fault in &mut trace {
+        if known.contains(&fault.page) {
+            fault.filled /= 2;
         }
     }
     // Stable: pages with one position stay in the order of faults.
-    trace.sort_by_key(|(place, _)| *place);
+    trace.sort_by_key(|fault| fault.filled);
     let mut trace = trace.into_iter().peekable();
     let mut merged = Vec::new();
     let mut seen = HashSet::new();
@@ -55,12 +61,12 @@ fn merge(before: &[Page], mut trace: Vec<(usize, Page)>) -> Vec<Page> {
         }
     };
     for (place, &page) in before.iter().enumerate() {
-        while let Some((_, earlier)) = trace.next_if(|(reached, _)| *reached <= place) {
-            add(earlier);
+        while let Some(earlier) = trace.next_if(|fault| fault.filled <= place) {
+            add(earlier.page);
         }
         add(page);
     }
-    trace.for_each(|(_, page)| add(page));
+    trace.for_each(|fault| add(fault.page));
     merged
 }
 
@@ -68,46 +74,53 @@ fn merge(before: &[Page], mut trace: Vec<(usize, Page)>) -> Vec<Page> {
 mod tests {
     use super::*;
 
-    fn trace(pages: &[(usize, Page)]) -> AccessTrace {
+    /// Faults of pages of the first block.
+    fn trace(faults: &[[usize; 2]]) -> AccessTrace {
         let trace = AccessTrace::default();
-        for &(filled, page) in pages {
-            trace.note(filled, page);
+        for &[filled, page] in faults {
+            trace.note(filled, GuestPage::new(0, page as u64));
         }
         trace
     }
 
-    #[test]
-    fn the_first_set_is_what_was_asked_for_in_that_order() {
-        let trace = trace(&[(0, (0, 9)), (0, (1, 2)), (0, (0, 9)), (0, (0, 3))]);
-        assert_eq!(trace.learned(&[]), Some(vec![(0, 9), (1, 2), (0, 3)]));
-        assert_eq!(AccessTrace::default().learned(&[(0, 1)]), None);
+    fn pages(numbers: impl IntoIterator<Item = u64>) -> Vec<GuestPage> {
+        let page = |number| GuestPage::new(0, number);
+        numbers.into_iter().map(page).collect()
     }
 
     #[test]
-    fn what_was_missed_goes_where_filling_was() {
-        let before = [(0, 1), (0, 2), (0, 3), (0, 4)];
-        let trace = trace(&[(2, (0, 7)), (4, (0, 8))]);
-        let learned = vec![(0, 1), (0, 2), (0, 7), (0, 3), (0, 4), (0, 8)];
-        assert_eq!(trace.learned(&before), Some(learned));
+    fn the_first_set_is_the_faults_in_their_order() {
+        let trace = trace(&[[0, 9], [0, 2], [0, 9], [0, 3]]);
+        trace.note(0, GuestPage::new(1, 9));
+        let mut learned = pages([9, 2, 3]);
+        learned.push(GuestPage::new(1, 9));
+        assert_eq!(trace.learned(&[]), Some(learned));
+        assert_eq!(AccessTrace::default().learned(&pages([1])), None);
     }
 
     #[test]
-    fn what_came_too_late_goes_to_half_of_where_filling_was() {
-        let before: Vec<Page> = (0..10).map(|page| (0, page)).collect();
+    fn a_page_that_was_in_no_set_goes_where_the_fill_was() {
+        let trace = trace(&[[2, 7], [4, 8]]);
+        let learned = pages([1, 2, 7, 3, 4, 8]);
+        assert_eq!(trace.learned(&pages([1, 2, 3, 4])), Some(learned));
+    }
+
+    #[test]
+    fn a_page_that_came_too_late_goes_to_half_of_where_the_fill_was() {
         // The last one is before that position already, and stays.
-        let trace = trace(&[(4, (0, 9)), (4, (0, 8)), (6, (0, 2))]);
-        let order = [0, 1, 9, 8, 2, 3, 4, 5, 6, 7];
-        let learned = order.map(|page| (0, page)).to_vec();
-        assert_eq!(trace.learned(&before), Some(learned));
+        let trace = trace(&[[4, 9], [4, 8], [6, 2]]);
+        let learned = pages([0, 1, 9, 8, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(trace.learned(&pages(0..10)), Some(learned));
     }
 
     #[test]
     fn it_is_bounded_and_keeps_what_comes_first() {
-        let before: Vec<Page> = (0..PAGES_MAX as u64).map(|page| (0, page)).collect();
-        let trace = trace(&[(10, (1, 1)), (PAGES_MAX, (1, 2))]);
+        let before = pages(0..PAGES_MAX as u64);
+        let (early, late) = (PAGES_MAX as u64 + 1, PAGES_MAX as u64 + 2);
+        let trace = trace(&[[10, early as usize], [PAGES_MAX, late as usize]]);
         let learned = trace.learned(&before).unwrap();
         assert_eq!(learned.len(), PAGES_MAX);
-        assert_eq!(learned[9..12], [(0, 9), (1, 1), (0, 10)]);
-        assert!(!learned.contains(&(1, 2)));
+        assert_eq!(learned[9..12], pages([9, early, 10]));
+        assert!(!learned.contains(&GuestPage::new(0, late)));
     }
 }

@@ -11,11 +11,10 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use stillframe_page::{GuestPage, PAGE_BYTES};
 use stillframe_sys::uffd::Waiters;
 
 use crate::in_words;
-use crate::memory::block::PAGE_BYTES;
-use crate::populate::lazy::access_trace::Page;
 use crate::populate::lazy::fault_around::FaultAround;
 use crate::populate::lazy::memory::{FillError, LazyMemory};
 use crate::populate::lazy::prefetch::Piece;
@@ -49,7 +48,11 @@ pub(super) struct BackgroundFill<'m, S> {
 impl<S: PageSource> BackgroundFill<'_, S> {
     /// Populates all pages with content: first the preload buffers, then the working set, then the newest
     /// changes; `false` when it was ended before.
-    pub(super) fn run(&self, prefetched: Vec<Piece>, newest: &[Page]) -> Result<bool, FillError> {
+    pub(super) fn run(
+        &self,
+        prefetched: Vec<Piece>,
+        newest: &[GuestPage],
+    ) -> Result<bool, FillError> {
         self.put(prefetched)?;
         self.fill_working_set()?;
         let mut failed = Vec::new();
@@ -83,7 +86,10 @@ impl<S: PageSource> BackgroundFill<'_, S> {
             }
             match bytes.is_empty() {
                 true => self.memory.put_zeros(block, pages)?,
-                false => (self.memory).put(block, pages.start, &bytes, Waiters::Wake)?,
+                false => {
+                    let first = GuestPage::new(block, pages.start);
+                    self.memory.put(first, &bytes, Waiters::Wake)?;
+                }
             }
         }
         Ok(())
@@ -115,7 +121,7 @@ impl<S: PageSource> BackgroundFill<'_, S> {
         })
     }
 
-    fn fill_block(&self, number: usize, failed: &mut Vec<Vec<Page>>) -> Result<(), FillError> {
+    fn fill_block(&self, number: usize, failed: &mut Vec<Vec<GuestPage>>) -> Result<(), FillError> {
         let block = &self.memory.blocks[number];
         // If this fails, reading single pages reports it.
         let _ = block.source.prepare();
@@ -125,10 +131,10 @@ impl<S: PageSource> BackgroundFill<'_, S> {
             Some(_) => PIECE_PAGES as u64,
         };
         for window in windows(pages, at_once, !self.ahead.pages().is_empty()) {
-            let group: Vec<Page> = window
+            let group: Vec<GuestPage> = window
                 .clone()
                 .filter(|&page| !block.is_populated(page) && !block.source.is_known_zero(page))
-                .map(|page| (number, page))
+                .map(|page| GuestPage::new(number, page))
                 .collect();
             self.fill_group(&group, failed)?;
             self.memory.passed(window);
@@ -138,7 +144,11 @@ impl<S: PageSource> BackgroundFill<'_, S> {
     }
 
     /// Populates pages, and remembers the unreadable ones.
-    fn fill_group(&self, group: &[Page], failed: &mut Vec<Vec<Page>>) -> Result<(), FillError> {
+    fn fill_group(
+        &self,
+        group: &[GuestPage],
+        failed: &mut Vec<Vec<GuestPage>>,
+    ) -> Result<(), FillError> {
         if self.has_ended() || self.try_fill(group)? {
             return Ok(());
         }
@@ -151,10 +161,10 @@ impl<S: PageSource> BackgroundFill<'_, S> {
     }
 
     /// Populates the pages that are not there yet; `false` when some cannot be read.
-    fn try_fill(&self, group: &[Page]) -> Result<bool, FillError> {
+    fn try_fill(&self, group: &[GuestPage]) -> Result<bool, FillError> {
         for (number, block) in self.memory.blocks.iter().enumerate() {
             let mut wanted = Vec::new();
-            for &(_, page) in group.iter().filter(|(of, _)| *of == number) {
+            for &GuestPage { page, .. } in group.iter().filter(|page| page.block == number) {
                 if block.is_populated(page) {
                     continue;
                 }
@@ -171,7 +181,10 @@ impl<S: PageSource> BackgroundFill<'_, S> {
                     self.threads,
                     &|page, bytes| match self.has_ended() {
                         true => Err(FillError::Ended),
-                        false => self.memory.put(number, page, bytes, Waiters::Wake),
+                        false => {
+                            let first = GuestPage::new(number, page);
+                            self.memory.put(first, bytes, Waiters::Wake)
+                        }
                     },
                 );
             match read {

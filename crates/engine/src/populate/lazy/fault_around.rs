@@ -1,9 +1,8 @@
 //! Fault-around: with a page that a thread waits for, or is about to access, come other pages that cost little more.
 
+use stillframe_page::{GuestPage, PAGE_BYTES};
 use stillframe_sys::uffd::Waiters;
 
-use crate::memory::block::PAGE_BYTES;
-use crate::populate::lazy::access_trace::Page;
 use crate::populate::lazy::memory::{FillError, LazyMemory};
 use crate::populate::lazy::prefetch_queue::PrefetchQueue;
 use crate::source::{PageFetcher as _, PageSource};
@@ -39,26 +38,27 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
 
     /// Populates a page that a thread waits for and that is not populated yet, then others around it. The waiting
     /// thread is woken as soon as the page is there, or left to the caller.
-    pub(super) fn fill(&mut self, page: Page, waiters: Waiters) -> Result<(), FillError> {
+    pub(super) fn fill(&mut self, page: GuestPage, waiters: Waiters) -> Result<(), FillError> {
         let memory = self.memory;
         let wake = || match waiters {
-            Waiters::Wake => memory.wake(page.0, page.1),
+            Waiters::Wake => memory.wake(page),
             Waiters::Leave => Ok(()),
         };
         if self.fill_zeros(page)? > 0 {
             return wake();
         }
-        let put = |first: u64, bytes: &[u8]| match first == page.1 {
-            true => memory
-                .put(page.0, first, bytes, waiters)
-                .and_then(|()| wake()),
-            false => memory.put(page.0, first, bytes, Waiters::Wake),
+        let put = |first: u64, bytes: &[u8]| {
+            let from = GuestPage::new(page.block, first);
+            match from == page {
+                true => memory.put(from, bytes, waiters).and_then(|()| wake()),
+                false => memory.put(from, bytes, Waiters::Wake),
+            }
         };
         self.fetch(page, Haste::First, put)
     }
 
     /// Populates a page that no thread waits for, and others around it. Returns how many pages that were.
-    fn fill_together(&mut self, page: Page) -> Result<u64, FillError> {
+    fn fill_together(&mut self, page: GuestPage) -> Result<u64, FillError> {
         let zeros = self.fill_zeros(page)?;
         if zeros > 0 {
             return Ok(zeros);
@@ -67,7 +67,7 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
         let mut pages = 0;
         let put = |first: u64, bytes: &[u8]| {
             pages += bytes.len() as u64 / PAGE_BYTES;
-            memory.put(page.0, first, bytes, Waiters::Wake)
+            memory.put(GuestPage::new(page.block, first), bytes, Waiters::Wake)
         };
         self.fetch(page, Haste::InItsPlace, put)?;
         Ok(pages)
@@ -75,7 +75,8 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
 
     /// Populates a page that is zero, and zero pages behind it. Returns how many pages that were: none where it has
     /// content.
-    fn fill_zeros(&self, (number, page): Page) -> Result<u64, FillError> {
+    fn fill_zeros(&self, GuestPage { block, page }: GuestPage) -> Result<u64, FillError> {
+        let number = block;
         let block = &self.memory.blocks[number];
         if !block.source.is_zero(page)? {
             return Ok(0);
@@ -94,11 +95,11 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
     /// Fetches a page and those around it that are not there yet, and puts them into memory.
     fn fetch(
         &mut self,
-        (number, page): Page,
+        GuestPage { block, page }: GuestPage,
         haste: Haste,
         mut put: impl FnMut(u64, &[u8]) -> Result<(), FillError>,
     ) -> Result<(), FillError> {
-        let block = &self.memory.blocks[number];
+        let block = &self.memory.blocks[block];
         let mut near = beside(page, block.source.pages());
         near.retain(|&other| !block.is_populated(other));
         let source = &block.source;
@@ -116,10 +117,8 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
     /// or `None` at the end of the queue.
     pub(super) fn fill_ahead(&mut self, ahead: &PrefetchQueue) -> Result<Option<u64>, FillError> {
         match ahead.take() {
-            Some((number, page)) if !self.memory.blocks[number].is_populated(page) => {
-                self.fill_together((number, page)).map(Some)
-            }
-            Some(_) => Ok(Some(0)),
+            Some(page) if self.memory.is_populated(page) => Ok(Some(0)),
+            Some(page) => self.fill_together(page).map(Some),
             None => Ok(None),
         }
     }

@@ -15,6 +15,7 @@ use crate::populate::lazy::memory::{FillError, LazyMemory};
 use crate::populate::lazy::prefetch_queue::PrefetchQueue;
 use crate::populate::lazy::stall::Stall;
 use crate::source::PageSource;
+use stillframe_page::GuestPage;
 
 /// How long until a page that could not be read is tried again.
 const AGAIN: Duration = Duration::from_millis(200);
@@ -75,14 +76,14 @@ impl<S: PageSource> FaultHandler<'_, S> {
     }
 
     fn serve(&mut self, address: u64) -> Result<(), FillError> {
-        let Some((number, page)) = self.memory.find(address) else {
+        let Some(page) = self.memory.find(address) else {
             // Nothing else is registered.
             return Ok(());
         };
         self.memory.note_fault();
         let mut failed = false;
         loop {
-            match self.fill(number, page) {
+            match self.fill(page) {
                 Ok(()) => break,
                 Err(FillError::Source(error)) => {
                     self.stall.of_a_page(&error, &mut failed);
@@ -99,13 +100,13 @@ impl<S: PageSource> FaultHandler<'_, S> {
         Ok(())
     }
 
-    fn fill(&mut self, number: usize, page: u64) -> Result<(), FillError> {
-        let (memory, page) = (self.memory, (number, page));
-        if memory.blocks[number].is_populated(page.1) {
-            memory.put_discarded(number, page.1)?;
-            return memory.wake(number, page.1);
+    fn fill(&mut self, page: GuestPage) -> Result<(), FillError> {
+        let memory = self.memory;
+        if memory.is_populated(page) {
+            memory.put_discarded(page)?;
+            return memory.wake(page);
         }
-        memory.asked.note(self.ahead.taken(), page);
+        memory.trace.note(self.ahead.taken(), page);
         let batching = self.batching.filter(|_| self.ahead.predicts(page));
         let Some(batching) = batching else {
             return self.near.fill(page, Waiters::Wake);
@@ -116,6 +117,6 @@ impl<S: PageSource> FaultHandler<'_, S> {
         // A page that cannot be read now is read later; no thread waits for it.
         while begin.elapsed() < time && matches!(self.near.fill_ahead(self.ahead), Ok(Some(_))) {}
         batching.let_go(Instant::now());
-        memory.wake(number, page.1)
+        memory.wake(page)
     }
 }

@@ -1,7 +1,8 @@
 //! The fill order, in the numbers of the blocks that are populated lazily: those of the manifest may
 //! be others.
 
-use crate::populate::lazy::access_trace::Page;
+use stillframe_page::GuestPage;
+
 use crate::populate::lazy::prefetch::{Piece, Prefetched};
 use crate::populate::lazy::prefetch_queue::PrefetchQueue;
 use crate::source::PageSource;
@@ -9,7 +10,7 @@ use crate::source::PageSource;
 /// The fill order.
 #[derive(Debug, Default)]
 pub struct FillOrder {
-    working_set: Vec<Page>,
+    working_set: Vec<GuestPage>,
     /// How many of these, from the beginning, are in the preload buffers.
     taken: usize,
     pub(super) pieces: Vec<Piece>,
@@ -20,20 +21,21 @@ impl FillOrder {
     /// The preload buffers, and then the rest of the working set. `blocks` are the numbers in the manifest
     /// of those that are populated lazily, whose pages come from `sources`; both are in the same order.
     pub fn new<S: PageSource>(
-        (blocks, sources): (&[u32], &[S]),
-        working_set: &[(u32, u32)],
+        blocks: &[usize],
+        sources: &[S],
+        working_set: &[GuestPage],
         prefetched: Prefetched,
     ) -> FillOrder {
-        let number = |block: u32| blocks.iter().position(|&other| other == block);
-        let here = |&(block, page): &(u32, u32)| {
+        let number = |block: usize| blocks.iter().position(|&other| other == block);
+        let here = |&GuestPage { block, page }: &GuestPage| {
             let number = number(block)?;
-            let there = u64::from(page) < sources.get(number)?.pages();
-            there.then_some((number, page.into()))
+            let there = page < sources.get(number)?.pages();
+            there.then_some(GuestPage::new(number, page))
         };
         let prefetched_pages = prefetched.pages();
         let of_them = working_set.iter().take(prefetched.of_working_set);
         let pieces = prefetched.pieces.into_iter().filter_map(|piece| {
-            let block = number(piece.block as u32)?;
+            let block = number(piece.block)?;
             Some(Piece { block, ..piece })
         });
         FillOrder {

@@ -12,11 +12,11 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use stillframe_page::{GuestPage, PAGE_BYTES};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Uffd, UffdError, Waiters};
 use thiserror::Error;
 
-use crate::memory::block::PAGE_BYTES;
 use crate::populate::lazy::access_trace::AccessTrace;
 use crate::source::{PageSource, SourceError};
 
@@ -70,7 +70,7 @@ pub(super) struct LazyMemory<S> {
     pub(super) blocks: Vec<LazyBlock<S>>,
     fill_bitmap: File,
     since: Instant,
-    pub(super) asked: AccessTrace,
+    pub(super) trace: AccessTrace,
     faults: AtomicU64,
     /// The first of them by when they were.
     faults_by_step: Vec<AtomicU64>,
@@ -107,7 +107,7 @@ impl<S: PageSource> LazyMemory<S> {
             blocks: lazy,
             fill_bitmap,
             since: Instant::now(),
-            asked: AccessTrace::default(),
+            trace: AccessTrace::default(),
             faults: AtomicU64::new(0),
             faults_by_step: (0..STEPS).map(|_| AtomicU64::new(0)).collect(),
             filled: AtomicU64::new(0),
@@ -116,11 +116,21 @@ impl<S: PageSource> LazyMemory<S> {
     }
 
     /// The block and page at an address.
-    pub(super) fn find(&self, address: u64) -> Option<(usize, u64)> {
+    pub(super) fn find(&self, address: u64) -> Option<GuestPage> {
         let mut blocks = self.blocks.iter();
         let number = blocks.position(|block| block.range.contains(address))?;
         let start = self.blocks[number].range.start;
-        Some((number, (address - start) / PAGE_BYTES))
+        Some(GuestPage::new(number, (address - start) / PAGE_BYTES))
+    }
+
+    /// Where a page lies in QEMU.
+    fn address(&self, page: GuestPage) -> u64 {
+        self.blocks[page.block].address(page.page)
+    }
+
+    /// Whether a page was populated once.
+    pub(super) fn is_populated(&self, page: GuestPage) -> bool {
+        self.blocks[page.block].is_populated(page.page)
     }
 
     /// Notes that the guest waits for a page.
@@ -166,13 +176,12 @@ impl<S: PageSource> LazyMemory<S> {
     /// as they are.
     pub(super) fn put(
         &self,
-        block: usize,
-        first: u64,
+        first: GuestPage,
         bytes: &[u8],
         waiters: Waiters,
     ) -> Result<(), FillError> {
-        let to = self.blocks[block].address(first);
-        let filled = self.populate_each(block, first, bytes.len() as u64, |done, rest| {
+        let to = self.address(first);
+        let filled = self.populate_each(first, bytes.len() as u64, |done, rest| {
             let range = done as usize..(done + rest) as usize;
             self.uffd.copy(to + done, &bytes[range], waiters)
         })?;
@@ -182,9 +191,10 @@ impl<S: PageSource> LazyMemory<S> {
 
     /// Does the same as [`LazyMemory::put`], with zeros.
     pub(super) fn put_zeros(&self, block: usize, pages: Range<u64>) -> Result<(), FillError> {
-        let to = self.blocks[block].address(pages.start);
+        let first = GuestPage::new(block, pages.start);
+        let to = self.address(first);
         let bytes = (pages.end - pages.start) * PAGE_BYTES;
-        self.populate_each(block, pages.start, bytes, |done, rest| {
+        self.populate_each(first, bytes, |done, rest| {
             self.uffd.zero(AddressRange {
                 start: to + done,
                 end: to + done + rest,
@@ -195,8 +205,8 @@ impl<S: PageSource> LazyMemory<S> {
 
     /// A populated page that causes a fault: it is there by now, or it was discarded, and
     /// is zero from now on.
-    pub(super) fn put_discarded(&self, block: usize, page: u64) -> Result<(), FillError> {
-        let start = self.blocks[block].address(page);
+    pub(super) fn put_discarded(&self, page: GuestPage) -> Result<(), FillError> {
+        let start = self.address(page);
         let end = start + PAGE_BYTES;
         match self.uffd.zero(AddressRange { start, end }) {
             Ok(()) | Err(UffdError::Exists { .. } | UffdError::NotRegistered { .. }) => Ok(()),
@@ -208,12 +218,11 @@ impl<S: PageSource> LazyMemory<S> {
     /// how many pages were populated.
     fn populate_each(
         &self,
-        number: usize,
-        first: u64,
+        GuestPage { block, page: first }: GuestPage,
         bytes: u64,
         fill: impl Fn(u64, u64) -> Result<(), UffdError>,
     ) -> Result<u64, FillError> {
-        let block = &self.blocks[number];
+        let block = &self.blocks[block];
         let start = block.address(first);
         let end = first + bytes / PAGE_BYTES;
         let (mut page, mut filled) = (first, 0);
@@ -260,8 +269,8 @@ impl<S: PageSource> LazyMemory<S> {
     }
 
     /// Wakes the threads that wait for a page.
-    pub(super) fn wake(&self, block: usize, page: u64) -> Result<(), FillError> {
-        let start = self.blocks[block].address(page);
+    pub(super) fn wake(&self, page: GuestPage) -> Result<(), FillError> {
+        let start = self.address(page);
         Ok(self.uffd.wake(AddressRange {
             start,
             end: start + PAGE_BYTES,

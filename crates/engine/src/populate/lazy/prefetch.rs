@@ -9,15 +9,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use crate::memory::block::PAGE_BYTES;
 use crate::populate::lazy::fault_around::beside;
 use crate::source::{PageFetcher as _, PageSource, SourceError};
+use stillframe_page::{GuestPage, PAGE_BYTES};
 
 /// Upper bound on the bytes of preload buffers.
 const BYTES_MAX: u64 = 64 << 20;
-
-/// The number of a RAM block in the manifest, and a page of it.
-type Place = (usize, u64);
 
 /// Preload buffers: pages that were read, and are in no guest memory yet.
 #[derive(Debug, Default)]
@@ -58,7 +55,7 @@ impl Prefetched {
 pub fn while_waiting<T, S: PageSource>(
     wait: impl FnOnce() -> T,
     sources: &[S],
-    working_set: &[(u32, u32)],
+    working_set: &[GuestPage],
 ) -> (T, Prefetched) {
     let enough = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -82,7 +79,7 @@ pub fn while_waiting<T, S: PageSource>(
 /// fill tries that page again, and reports the error.
 fn read<S: PageSource>(
     sources: &[S],
-    working_set: &[(u32, u32)],
+    working_set: &[GuestPage],
     enough: &AtomicBool,
 ) -> Prefetched {
     let mut prefetched = Prefetched::default();
@@ -90,24 +87,24 @@ fn read<S: PageSource>(
         return prefetched;
     };
     let mut seen = HashSet::new();
-    let mut go_on = |place: Place, prefetched: &mut Prefetched| {
+    let mut go_on = |page: GuestPage, prefetched: &mut Prefetched| {
         !enough.load(Ordering::Relaxed)
             && prefetched.pages * PAGE_BYTES < BYTES_MAX
-            && fetch(&mut fetcher, sources, place, &mut seen, prefetched).is_ok()
+            && fetch(&mut fetcher, sources, page, &mut seen, prefetched).is_ok()
     };
     if working_set.is_empty() {
         let newest = (0..).zip(sources).flat_map(|(block, source)| {
             let changes = source.likely_first().iter();
-            changes.map(move |&page| (block, u64::from(page)))
+            changes.map(move |&page| GuestPage::new(block, page.into()))
         });
-        for place in newest {
-            if !go_on(place, &mut prefetched) {
+        for page in newest {
+            if !go_on(page, &mut prefetched) {
                 break;
             }
         }
     }
-    for &(block, page) in working_set {
-        if !go_on((block as usize, page.into()), &mut prefetched) {
+    for &page in working_set {
+        if !go_on(page, &mut prefetched) {
             break;
         }
         prefetched.of_working_set += 1;
@@ -119,27 +116,28 @@ fn read<S: PageSource>(
 fn fetch<S: PageSource>(
     fetcher: &mut S::Fetcher,
     sources: &[S],
-    (block, page): Place,
-    seen: &mut HashSet<Place>,
+    wanted: GuestPage,
+    seen: &mut HashSet<GuestPage>,
     prefetched: &mut Prefetched,
 ) -> Result<(), SourceError> {
+    let GuestPage { block, page } = wanted;
     // A working set of a form that this checkpoint cannot have is of no use, and does no harm.
     let Some(source) = sources.get(block).filter(|source| page < source.pages()) else {
         return Ok(());
     };
-    if seen.contains(&(block, page)) {
+    if seen.contains(&wanted) {
         return Ok(());
     }
     if source.is_zero(page)? {
-        seen.insert((block, page));
+        seen.insert(wanted);
         prefetched.add(block, page..page + 1, &[]);
         return Ok(());
     }
     let mut near = beside(page, source.pages());
-    near.retain(|&other| !seen.contains(&(block, other)));
+    near.retain(|&other| !seen.contains(&GuestPage::new(block, other)));
     fetcher.fetch_together(source, page, &near, &mut |first, bytes| {
         let pages = first..first + bytes.len() as u64 / PAGE_BYTES;
-        seen.extend(pages.clone().map(|page| (block, page)));
+        seen.extend(pages.clone().map(|page| GuestPage::new(block, page)));
         prefetched.add(block, pages, bytes);
         Ok::<(), SourceError>(())
     })

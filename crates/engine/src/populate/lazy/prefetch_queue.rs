@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::populate::lazy::access_trace::Page;
+use stillframe_page::GuestPage;
 
 /// Pages of one group, a frame, are populated at once.
 const GROUP_PAGES: u64 = 16;
@@ -11,14 +11,14 @@ const GROUP_PAGES: u64 = 16;
 /// The rest of the working set.
 #[derive(Debug)]
 pub(super) struct PrefetchQueue {
-    pages: Vec<Page>,
+    pages: Vec<GuestPage>,
     groups: Groups,
     next: AtomicUsize,
 }
 
 impl PrefetchQueue {
     /// A queue of these pages; the first `taken` of them are taken already.
-    pub(super) fn new(pages: Vec<Page>, taken: usize) -> PrefetchQueue {
+    pub(super) fn new(pages: Vec<GuestPage>, taken: usize) -> PrefetchQueue {
         PrefetchQueue {
             groups: Groups::of(&pages),
             next: AtomicUsize::new(taken),
@@ -27,7 +27,7 @@ impl PrefetchQueue {
     }
 
     /// All its pages.
-    pub(super) fn pages(&self) -> &[Page] {
+    pub(super) fn pages(&self) -> &[GuestPage] {
         &self.pages
     }
 
@@ -37,7 +37,7 @@ impl PrefetchQueue {
     }
 
     /// Takes the next page, which this thread then populates.
-    pub(super) fn take(&self) -> Option<Page> {
+    pub(super) fn take(&self) -> Option<GuestPage> {
         // Not counted on and on when there are none left.
         if self.taken() == self.pages.len() {
             return None;
@@ -47,7 +47,7 @@ impl PrefetchQueue {
     }
 
     /// Whether a fault on this page is one of the working set: then the queue predicts the next pages.
-    pub(super) fn predicts(&self, page: Page) -> bool {
+    pub(super) fn predicts(&self, page: GuestPage) -> bool {
         self.taken() < self.pages.len() && self.groups.has(page)
     }
 }
@@ -57,10 +57,10 @@ impl PrefetchQueue {
 struct Groups(Vec<Vec<u64>>);
 
 impl Groups {
-    fn of(pages: &[Page]) -> Groups {
+    fn of(pages: &[GuestPage]) -> Groups {
         let mut groups = Groups::default();
         for &page in pages {
-            let (block, word, bit) = place(page);
+            let GroupBit { block, word, bit } = GroupBit::of(page);
             if groups.0.len() <= block {
                 groups.0.resize_with(block + 1, Vec::new);
             }
@@ -73,17 +73,29 @@ impl Groups {
         groups
     }
 
-    fn has(&self, page: Page) -> bool {
-        let (block, word, bit) = place(page);
+    fn has(&self, page: GuestPage) -> bool {
+        let GroupBit { block, word, bit } = GroupBit::of(page);
         let words = self.0.get(block).and_then(|words| words.get(word));
         words.is_some_and(|word| word & bit != 0)
     }
 }
 
-/// Where a page's group has its bit: the block, the word, and the bit in it.
-fn place((block, page): Page) -> (usize, usize, u64) {
-    let group = page / GROUP_PAGES;
-    (block, (group / 64) as usize, 1 << (group % 64))
+/// The bit of a group.
+struct GroupBit {
+    block: usize,
+    word: usize,
+    bit: u64,
+}
+
+impl GroupBit {
+    fn of(GuestPage { block, page }: GuestPage) -> GroupBit {
+        let group = page / GROUP_PAGES;
+        GroupBit {
+            block,
+            word: (group / 64) as usize,
+            bit: 1 << (group % 64),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -94,15 +106,19 @@ mod tests {
 
     use super::*;
 
+    fn page(blocks: usize, pages: u64) -> impl Strategy<Value = GuestPage> {
+        (0..blocks, 0..pages).prop_map(|(block, page)| GuestPage::new(block, page))
+    }
+
     proptest! {
         /// Against a set of them.
         #[test]
         fn groups_are_those_of_the_pages(
-            pages in prop::collection::vec((0..4_usize, 0..40_000_u64), 0..60),
-            others in prop::collection::vec((0..6_usize, 0..50_000_u64), 0..200),
+            pages in prop::collection::vec(page(4, 40_000), 0..60),
+            others in prop::collection::vec(page(6, 50_000), 0..200),
         ) {
-            let group = |&(block, page): &Page| (block, page / GROUP_PAGES);
-            let slow: HashSet<Page> = pages.iter().map(group).collect();
+            let group = |page: &GuestPage| (page.block, page.page / GROUP_PAGES);
+            let slow: HashSet<(usize, u64)> = pages.iter().map(group).collect();
             let groups = Groups::of(&pages);
             for page in pages.iter().chain(&others) {
                 prop_assert_eq!(groups.has(*page), slow.contains(&group(page)));
@@ -112,8 +128,8 @@ mod tests {
 
     #[test]
     fn each_page_is_taken_once() {
-        let ahead = PrefetchQueue::new((0..1000).map(|page| (0, page)).collect(), 0);
-        let mut taken: Vec<Page> = std::thread::scope(|scope| {
+        let ahead = PrefetchQueue::new((0..1000).map(|page| GuestPage::new(0, page)).collect(), 0);
+        let mut taken: Vec<GuestPage> = std::thread::scope(|scope| {
             let take_all = || std::iter::from_fn(|| ahead.take()).collect::<Vec<_>>();
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(take_all)).collect();
             let taken = threads
@@ -127,13 +143,14 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_near_is_foretold_until_all_is_taken() {
-        let ahead = PrefetchQueue::new(vec![(0, 7), (1, 40), (1, 100)], 1);
-        assert!(ahead.predicts((1, 32)) && ahead.predicts((1, 47)));
-        assert!(!ahead.predicts((0, 40)) && !ahead.predicts((1, 48)));
-        assert_eq!(ahead.take(), Some((1, 40)));
-        assert!(ahead.predicts((1, 40)));
-        assert_eq!(ahead.take(), Some((1, 100)));
-        assert!(!ahead.predicts((1, 40)));
+    fn pages_near_a_member_are_predicted_until_all_are_taken() {
+        let page = GuestPage::new;
+        let ahead = PrefetchQueue::new(vec![page(0, 7), page(1, 40), page(1, 100)], 1);
+        assert!(ahead.predicts(page(1, 32)) && ahead.predicts(page(1, 47)));
+        assert!(!ahead.predicts(page(0, 40)) && !ahead.predicts(page(1, 48)));
+        assert_eq!(ahead.take(), Some(page(1, 40)));
+        assert!(ahead.predicts(page(1, 40)));
+        assert_eq!(ahead.take(), Some(page(1, 100)));
+        assert!(!ahead.predicts(page(1, 40)));
     }
 }

@@ -40,8 +40,8 @@ impl Appender {
         }
     }
 
-    /// On a thread of its own. Ends, giving up its channel ends, when anything fails: the cutter then
-    /// finds no empty buffer and asks for the failure.
+    /// Runs on a thread of its own. A failure ends it and closes its channels: the packer then receives no empty
+    /// buffer, and takes the error from [`Shared`].
     pub(super) fn run(
         mut self,
         from: &Receiver<FrameJob>,
@@ -54,7 +54,7 @@ impl Appender {
         self.finish()
     }
 
-    /// The packs that were written; those of an abandoned writer are not finished.
+    /// Returns the packs that were written. After a failure the open pack is not finished.
     pub(super) fn finish(mut self) -> Vec<IndexedPack> {
         let failed = lock(&self.shared.failure).is_some();
         if !failed && let Err(error) = self.finish_pack() {
@@ -69,13 +69,13 @@ impl Appender {
         recycle: &Sender<FrameJob>,
         first: u64,
     ) -> Result<(), RepoError> {
-        // Bounded by the number of buffers there are.
+        // Bounded by the number of buffers.
         let mut early: BTreeMap<u64, FrameJob> = BTreeMap::new();
         let mut next = first;
         for job in from {
             early.insert(job.sequence, job);
             while let Some(job) = early.remove(&next) {
-                // The cutter may be gone already; then nobody needs the buffer.
+                // Fails if the packer has ended and needs no buffer.
                 let _ = recycle.send(self.append(job)?);
                 next += 1;
             }
@@ -83,7 +83,7 @@ impl Appender {
         Ok(())
     }
 
-    /// Writes a sealed frame; its empty buffers.
+    /// Writes a sealed frame. Returns its empty buffers.
     pub(super) fn append(&mut self, mut job: FrameJob) -> Result<FrameJob, RepoError> {
         let (Some(pack), Some(kind)) = (job.pack.take(), job.kind.take()) else {
             return Err(RepoError::WriterFailed);

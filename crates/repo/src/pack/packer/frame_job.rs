@@ -1,4 +1,4 @@
-//! A frame on its way into a pack, and what the threads on that way share.
+//! A frame between packer, sealer and appender, and the state that these share.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -13,14 +13,14 @@ use crate::sync::lock;
 /// A buffer that grew beyond this for one large blob is not kept.
 const BUFFER_BYTES_KEPT: usize = 1 << 20;
 
-/// A pack being filled. Made where frames are cut, so that sealers know its key; `stored` tells
-/// the cutter how long the file has become meanwhile.
+/// A pack being written. The packer makes it, so that sealers have its key; `stored` reports its length in bytes
+/// so far to the packer.
 pub(super) struct PackInProgress {
     pub(super) cipher: PackCipher,
     pub(super) stored: AtomicU64,
 }
 
-/// A frame on its way, and its two buffers.
+/// A frame to be sealed and written, and its two buffers.
 #[derive(Default)]
 pub(super) struct FrameJob {
     /// Counts frames over all packs of this writer.
@@ -34,7 +34,7 @@ pub(super) struct FrameJob {
 }
 
 impl FrameJob {
-    /// Its buffers, for another frame.
+    /// Empties its buffers, for another frame.
     pub(super) fn emptied(mut self) -> FrameJob {
         if self.plain.capacity() + self.sealed.capacity() > 2 * BUFFER_BYTES_KEPT {
             return FrameJob::default();
@@ -46,7 +46,7 @@ impl FrameJob {
     }
 }
 
-/// What the threads tell the cutter.
+/// What the threads report to the packer.
 pub(super) struct Shared {
     pub(super) stored_bytes: AtomicU64,
     pub(super) failure: Mutex<Option<RepoError>>,

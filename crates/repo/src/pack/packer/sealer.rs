@@ -16,7 +16,7 @@ use crate::pack::frame_entry_bytes;
 /// Zstandard level for frames (figures: `docs/format.md`).
 const LEVEL: i32 = 1;
 
-/// What one thread needs for it.
+/// The state of one sealer thread.
 pub(super) struct Sealer {
     hasher: ContentHasher,
     encoder: Encoder,
@@ -34,8 +34,8 @@ impl Sealer {
 
     pub(super) fn run(mut self, from: &Receiver<FrameJob>, to: &Sender<FrameJob>) {
         for mut job in from {
-            // A job that failed goes on unsealed: the appender stops when it comes to it, and so
-            // does everyone who waits for the appender.
+            // A failed job is passed on unsealed: the appender stops at it, and then every thread that waits for
+            // the appender.
             match catch_unwind(AssertUnwindSafe(|| self.seal(&mut job))) {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => self.shared.fail(error),
@@ -49,8 +49,8 @@ impl Sealer {
 
     /// Encodes and seals a frame within its job.
     pub(super) fn seal(&mut self, job: &mut FrameJob) -> Result<(), RepoError> {
-        // Hashing again costs little next to compressing, and what is stored under a wrong id is
-        // lost: bytes that changed under the caller's hands must not get that far.
+        // Hashing again costs little compared with compression. Bytes that changed after the caller hashed them
+        // would be stored under a wrong id, and lost.
         let mut start = 0;
         for &(id, length) in &job.blobs {
             let end = start + length as usize;
@@ -64,7 +64,7 @@ impl Sealer {
             let plain_bytes = job.plain.len() as u32;
             pack.cipher
                 .seal_frame(job.number, kind, plain_bytes, &mut job.sealed);
-            // Pages that compress well may take more room in the directory than in the frames.
+            // Pages that compress well may take more space in the directory than in the frames.
             let stored = job.sealed.len() + frame_entry_bytes(job.blobs.len());
             pack.stored.fetch_add(stored as u64, Ordering::Relaxed);
         }
