@@ -167,7 +167,7 @@ impl Setup {
         self
     }
 
-    fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
+    pub(crate) fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
         let ram_mib = match self.kind {
             Kind::FiveGib => 5120,
             _ => self.ram_mib,

@@ -6,6 +6,7 @@
 
 pub mod agent;
 pub mod bench;
+pub mod booted;
 pub mod chart;
 pub mod cli;
 pub mod debian;

@@ -41,7 +41,7 @@ pub fn run() -> Result<()> {
     let base = Base::new()?;
     let made_ms = {
         let made = clones(&stillframe, folder.path(), &base.0, 1)?;
-        made[0].1["base_us"].as_f64().context("no time")? / 1e3
+        made[0].1["template_us"].as_f64().context("no time")? / 1e3
     };
     let (mut starts, mut ours, mut theirs) = (Vec::new(), Vec::new(), Vec::new());
     let qmp = folder.path().join("x.qmp");
@@ -96,7 +96,7 @@ fn clones(
         "latest",
         "--qmp",
         &qmp,
-        "--base-dir",
+        "--template-dir",
         &base,
         "-n",
         &count,

@@ -61,7 +61,7 @@ fn clone(stillframe: &Stillframe, folder: &Path) -> Result<Restored> {
         &qmp,
         "--serial",
         &serial,
-        "--base-dir",
+        "--template-dir",
         &base,
     ];
     let report = stillframe.json(&line)?;

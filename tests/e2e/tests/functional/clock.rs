@@ -42,7 +42,7 @@ fn expect_set(report: &Value) -> Result<()> {
 #[test]
 fn a_guest_with_an_agent_gets_the_right_time() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let mut guest = Setup::small(Kind::Private, "late").with_agent().boot()?;
+    let mut guest = Setup::small(Kind::Private, "late").with_agent().booted()?;
     let channel = guest.agent_path();
     Agent::connect(&channel)?.set_behind(AWAY_S)?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
@@ -97,9 +97,9 @@ fn a_guest_with_an_agent_gets_the_right_time() -> Result<()> {
     restored.serial.wait_more(2, PATIENCE)?;
     drop(restored);
     // A clone has a channel of its own.
-    let base = folder.path().join("base").display().to_string();
+    let base = format!("--template-dir={}", folder.path().join("base").display());
     let numbered = qmp.replace("x.qmp", "{}.qmp");
-    let line = ["clone", "latest", "--qmp", &numbered, "--base-dir", &base];
+    let line = ["clone", "latest", "--qmp", &numbered, &base];
     let report = stillframe.json(&line)?;
     let clone = Restored {
         pid: report["pid"].as_i64().context("no pid")? as i32,
@@ -146,7 +146,9 @@ fn a_guest_whose_agent_is_silent_runs() -> Result<()> {
 #[test]
 fn a_guest_that_is_watched_keeps_the_time() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let guest = Setup::small(Kind::Private, "on-time").with_agent().boot()?;
+    let guest = Setup::small(Kind::Private, "on-time")
+        .with_agent()
+        .booted()?;
     let channel = guest.agent_path();
     Agent::connect(&channel)?.set_behind(0.0)?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;

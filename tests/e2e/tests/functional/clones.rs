@@ -35,7 +35,7 @@ impl Place {
         line.extend([at("{}.qmp"), "--serial".to_owned()]);
         line.extend([format!("file:{}", at("{}.serial")), "-n".to_owned()]);
         line.extend([count.to_string(), "--first".to_owned(), first.to_string()]);
-        line.extend(["--base-dir".to_owned(), at("base")]);
+        line.extend(["--template-dir".to_owned(), at("base")]);
         line.extend(more.iter().map(|&word| word.to_owned()));
         line
     }
@@ -117,7 +117,7 @@ fn memory_kib(pid: i32, field: &str) -> Result<u64> {
 fn clones_share_memory_and_nothing_else() -> Result<()> {
     for kind in [Kind::Private, Kind::FileShared, Kind::Pc] {
         let place = Place::new()?;
-        let mut guest = Setup::small(kind, "original").boot()?;
+        let mut guest = Setup::small(kind, "original").booted()?;
         let pid = guest.pid_text();
         let watch = ["watch", "--pid", &pid, "--every", "200ms", "--count", "3"];
         place.stillframe.ok(&watch)?;
@@ -216,7 +216,7 @@ fn disks_of_clones() -> Result<()> {
 #[test]
 fn what_clones_share_is_kept_within_a_budget() -> Result<()> {
     let place = Place::new()?;
-    let guest = Setup::small(Kind::Private, "kept").boot()?;
+    let guest = Setup::small(Kind::Private, "kept").booted()?;
     let pid = guest.pid_text();
     let folders = || -> Result<usize> {
         let entries = std::fs::read_dir(place.base())?;
@@ -234,14 +234,14 @@ fn what_clones_share_is_kept_within_a_budget() -> Result<()> {
     drop(place.clones(1, 1, &[])?);
     ensure!(folders()? == 2);
     // A template larger than the budget is not kept, and the command reports it.
-    let (clones, stderr) = place.clones_with_stderr(1, 1, &["--base-budget", "1M"])?;
+    let (clones, stderr) = place.clones_with_stderr(1, 1, &["--template-budget", "1M"])?;
     ensure!(
-        stderr.contains("--base-budget") && folders()? == 0,
+        stderr.contains("--template-budget") && folders()? == 0,
         "{stderr}"
     );
     drop(clones);
     // With a budget for none, what a clone needs lives as long as it does.
-    let clones = place.clones(1, 1, &["--base-budget", "0"])?;
+    let clones = place.clones(1, 1, &["--template-budget", "0"])?;
     ensure!(folders()? == 0);
     clones[0].serial.wait_ticks(9, PATIENCE)?;
     Ok(())

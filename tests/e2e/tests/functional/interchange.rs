@@ -78,7 +78,7 @@ struct Frozen {
 }
 
 fn frozen(kind: Kind, name: &str) -> Result<Frozen> {
-    let guest = Setup::small(kind, name).boot()?;
+    let guest = Setup::small(kind, name).booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let pid = guest.pid_text();
     // Whole pages, deltas and zeros.
@@ -205,7 +205,7 @@ struct Migrated {
 }
 
 fn migrated(kind: Kind, capabilities: &[&str]) -> Result<Migrated> {
-    let guest = Setup::small(kind, "migrated").boot()?;
+    let guest = Setup::small(kind, "migrated").booted()?;
     let mut monitor = guest.second_monitor()?;
     let file = guest.folder().join("migration");
     migrate(&mut monitor, &file, capabilities)?;

@@ -116,7 +116,7 @@ fn space(stillframe: &Stillframe) -> Result<()> {
 /// A watch whose last checkpoint is forgotten under it starts anew, and everything fits together.
 #[test]
 fn a_repository_is_pruned_while_a_watch_goes_on() -> Result<()> {
-    let guest = Setup::small(Kind::Memfd, "pruned-under").boot()?;
+    let guest = Setup::small(Kind::Memfd, "pruned-under").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let line = [
         "watch",

@@ -31,7 +31,7 @@ fn a_guest_of_every_kind_goes_on() -> Result<()> {
         Kind::Console,
         Kind::Sandbox,
     ] {
-        let mut guest = Setup::small(kind, "lazy").boot()?;
+        let mut guest = Setup::small(kind, "lazy").booted()?;
         let folder = tempfile::tempdir()?;
         let stillframe = Stillframe::init(&folder.path().join("repo"))?;
         let pid = guest.pid_text();
@@ -51,7 +51,7 @@ fn a_guest_of_every_kind_goes_on() -> Result<()> {
 #[test]
 fn complete_memory_is_that_of_the_pause() -> Result<()> {
     for kind in [Kind::Private, Kind::Memfd] {
-        let guest = Setup::small(kind, "frozen").boot()?;
+        let guest = Setup::small(kind, "frozen").booted()?;
         let folder = tempfile::tempdir()?;
         let stillframe = Stillframe::init(&folder.path().join("repo"))?;
         let pid = guest.pid_text();
@@ -91,7 +91,7 @@ fn start_slowly(stillframe: &Stillframe, folder: &Path) -> Result<Filling> {
 }
 
 fn checkpointed(kind: Kind, name: &str, folder: &Path) -> Result<(Guest, Stillframe)> {
-    let guest = Setup::small(kind, name).boot()?;
+    let guest = Setup::small(kind, name).booted()?;
     let stillframe = Stillframe::init(&folder.join("repo"))?;
     let pid = guest.pid_text();
     stillframe.ok(&["watch", "--pid", &pid, "--every", "300ms", "--count", "3"])?;
@@ -180,13 +180,12 @@ fn a_repository_that_is_gone_for_a_while() -> Result<()> {
     let mut slow = start_slowly(&stillframe, folder.path())?;
     slow.serial.wait_ticks(2, PATIENCE)?;
     let unplugged = Unplugged::new(folder.path())?;
-    slow.running.wait_words("it is paused, and goes on when")?;
+    slow.running.wait_words("the VM is paused: a page")?;
     unplugged.plug()?;
-    slow.running.wait_words("the guest goes on")?;
+    slow.running.wait_words("the VM is resumed")?;
     slow.serial.wait_more(5, PATIENCE)?;
     let unplugged = Unplugged::new(folder.path())?;
-    slow.running
-        .wait_words_again("it is paused, and goes on when")?;
+    slow.running.wait_words_again("the VM is paused: a page")?;
     slow.running.signal("KILL")?;
     unplugged.plug()?;
     let options = ["--limit-fill", "256K"];
@@ -253,7 +252,7 @@ fn damage_that_is_met_on_demand() -> Result<()> {
         damaged.iter_mut().step_by(512).for_each(|byte| *byte ^= 1);
         std::fs::write(path, damaged)?;
     }
-    slow.running.wait_words("it is paused, and goes on when")?;
+    slow.running.wait_words("the VM is paused: a page")?;
     let said = slow.running.err();
     ensure!(said.contains("packs/"), "the pack is not named: {said}");
     let ticks = slow.serial.ticks()?.len();
@@ -262,7 +261,7 @@ fn damage_that_is_met_on_demand() -> Result<()> {
     for (path, bytes) in &whole {
         std::fs::write(path, bytes)?;
     }
-    slow.running.wait_words("the guest goes on")?;
+    slow.running.wait_words("the VM is resumed")?;
     slow.serial.wait_more(10, PATIENCE)?;
     slow.running.signal("KILL")?;
     expect_complete(&resume(&stillframe, &slow.qmp, &slow.serial)?, 10)

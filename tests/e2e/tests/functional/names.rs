@@ -7,7 +7,7 @@ use stillframe_e2e::health::checkpoints;
 
 #[test]
 fn a_checkpoint_has_a_whole_name_short_ones_and_a_place_from_the_end() -> Result<()> {
-    let guest = Setup::small(Kind::Memfd, "named").boot()?;
+    let guest = Setup::small(Kind::Memfd, "named").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     stillframe.ok(&["watch", "--vm", "named", "--every", "50ms", "--count", "3"])?;
     let ids = checkpoints(&stillframe)?;

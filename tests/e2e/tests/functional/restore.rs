@@ -70,7 +70,7 @@ fn expect_continued(original: &Guest, taken: &Taken, restored: &Restored) -> Res
 
 #[test]
 fn first_middle_and_last_go_on_where_they_stood() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "history").boot()?;
+    let guest = Setup::small(Kind::Private, "history").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let mut history = Vec::new();
@@ -127,7 +127,7 @@ fn a_guest_that_never_rests_is_captured_at_one_instant() -> Result<()> {
 
 #[test]
 fn a_restored_vm_is_a_vm_like_any_other() -> Result<()> {
-    let guest = Setup::small(Kind::Memfd, "generations").boot()?;
+    let guest = Setup::small(Kind::Memfd, "generations").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let taken = take(&stillframe, &guest)?;
     let folders = [tempfile::tempdir()?, tempfile::tempdir()?];
@@ -174,7 +174,7 @@ fn a_restored_vm_is_a_vm_like_any_other() -> Result<()> {
 /// The printed command is the one that would be run: QEMU takes it as it is.
 #[test]
 fn the_printed_command_starts_a_qemu_that_waits_for_its_state() -> Result<()> {
-    let guest = Setup::small(Kind::Pc, "it's \"printed\"").boot()?;
+    let guest = Setup::small(Kind::Pc, "it's \"printed\"").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     let qmp = guest.folder().join("printed.qmp");
@@ -205,7 +205,7 @@ fn the_printed_command_starts_a_qemu_that_waits_for_its_state() -> Result<()> {
 /// Where the new VM's ends go: monitor, log and serial port, named from where the user is.
 #[test]
 fn paths_are_taken_from_where_the_user_is() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "elsewhere").boot()?;
+    let guest = Setup::small(Kind::Private, "elsewhere").booted()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     stillframe.ok(&["checkpoint", "--vm", "elsewhere"])?;

@@ -53,7 +53,7 @@ fn a_guest_of_every_kind_goes_back() -> Result<()> {
         Kind::Console,
         Kind::Sandbox,
     ] {
-        let guest = Setup::small(kind, "back").boot()?;
+        let guest = Setup::small(kind, "back").booted()?;
         let folder = tempfile::tempdir()?;
         let stillframe = repository(folder.path())?;
         let pid = guest.pid_text();
@@ -118,7 +118,7 @@ fn a_guest_goes_back_to_its_boot() -> Result<()> {
 #[test]
 fn a_restored_vm_goes_back_too() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let mut guest = Setup::small(Kind::Private, "again").boot()?;
+    let mut guest = Setup::small(Kind::Private, "again").booted()?;
     let stillframe = repository(folder.path())?;
     stillframe.ok(&["checkpoint", "--vm", "again"])?;
     guest.kill()?;
@@ -180,7 +180,7 @@ fn what_cannot_be_rewound_goes_on() -> Result<()> {
 fn a_vm_with_more_devices_goes_on() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = repository(folder.path())?;
-    let mut one = Setup::small(Kind::Private, "grown").boot()?;
+    let mut one = Setup::small(Kind::Private, "grown").booted()?;
     stillframe.ok(&["checkpoint", "--pid", &one.pid_text()])?;
     one.kill()?;
     let more = Setup::small(Kind::Private, "grown").with(&["-device", "virtio-rng-pci"]);
@@ -237,7 +237,7 @@ fn a_state_that_qemu_does_not_take_is_undone() -> Result<()> {
 /// QEMU refuses `cont`, and `checkpoint` refuses the VM, until the next rewind.
 #[test]
 fn a_kill_leaves_a_guest_that_can_be_rewound() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "killed").boot()?;
+    let guest = Setup::small(Kind::Private, "killed").booted()?;
     let folder = tempfile::tempdir()?;
     let stillframe = repository(folder.path())?;
     let pid = guest.pid_text();
@@ -302,7 +302,7 @@ fn a_kill_leaves_a_guest_that_can_be_rewound() -> Result<()> {
 /// Between the end of the inhibitor and `cont` only the guardian would resume the guest.
 #[test]
 fn a_kill_before_cont_leaves_a_guest_that_runs() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "almost").boot()?;
+    let guest = Setup::small(Kind::Private, "almost").booted()?;
     let folder = tempfile::tempdir()?;
     let stillframe = repository(folder.path())?;
     let pid = guest.pid_text();
@@ -322,7 +322,7 @@ fn a_kill_before_cont_leaves_a_guest_that_runs() -> Result<()> {
 #[test]
 fn a_qemu_that_dies_in_a_rewind_is_named_and_its_checkpoint_restored() -> Result<()> {
     for point in ["rewind.stopped", "rewind.exchanged"] {
-        let mut guest = Setup::small(Kind::Private, "dies").boot()?;
+        let mut guest = Setup::small(Kind::Private, "dies").booted()?;
         let folder = tempfile::tempdir()?;
         let stillframe = repository(folder.path())?;
         let pid = guest.pid_text();
@@ -356,7 +356,7 @@ fn wait_paused(monitor: &mut Qmp, not_at_all: bool) -> Result<()> {
 /// A guest that is paused stays so, and is back all the same.
 #[test]
 fn a_paused_guest_stays_paused() -> Result<()> {
-    let guest: Guest = Setup::small(Kind::Memfd, "standing").boot()?;
+    let guest: Guest = Setup::small(Kind::Memfd, "standing").booted()?;
     let folder = tempfile::tempdir()?;
     let stillframe = repository(folder.path())?;
     let mut monitor = guest.second_monitor()?;

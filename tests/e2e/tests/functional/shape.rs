@@ -87,9 +87,9 @@ fn and(mut promise: Value, more: Value) -> Value {
 fn taken() -> Value {
     let copied = json!({
         "full_pass": "count", "pre_copy": "count", "pause": "count", "after": "count",
-        "on_fault": "count", "faults": "count", "left_open": "count",
+        "on_fault": "count", "faults": "count", "left_unprotected": "count",
     });
-    let phases = json!({ "copy": "count", "judge": "count", "write": "count", "commit": "count" });
+    let phases = json!({ "copy": "count", "encode": "count", "write": "count", "commit": "count" });
     and(
         checkpoint(),
         json!({ "copied": copied, "total_us": "count", "phases_us": phases }),
@@ -120,7 +120,7 @@ fn shown() -> Value {
 
 #[test]
 fn every_result_of_a_checkpoint_has_its_fields() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "shapes").boot()?;
+    let guest = Setup::small(Kind::Private, "shapes").booted()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::at(&folder.path().join("repo"));
     let made = stillframe.json(&["init"])?;

@@ -97,7 +97,7 @@ fn stats_count_what_two_images_show() -> Result<()> {
 
 #[test]
 fn stats_of_a_running_vm_leave_nothing_behind() -> Result<()> {
-    let guest = Setup::small(Kind::Memfd, "live-stats").boot()?;
+    let guest = Setup::small(Kind::Memfd, "live-stats").booted()?;
     let mut monitor = guest.second_monitor()?;
     let temporary = tempfile::tempdir()?;
     // No repository: it makes one of its own.

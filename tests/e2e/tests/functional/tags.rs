@@ -22,7 +22,7 @@ fn listed(stillframe: &Stillframe, options: &[&str]) -> Result<Vec<String>> {
 
 /// A VM of this name with four checkpoints: two of a watch with tag `auto`, one with tags and a note, one without.
 fn tagged(stillframe: &Stillframe, name: &str) -> Result<(Guest, Vec<String>)> {
-    let guest = Setup::small(Kind::Memfd, name).boot()?;
+    let guest = Setup::small(Kind::Memfd, name).booted()?;
     let watch = ["watch", "--vm", name, "--every", "100ms", "--count", "2"];
     stillframe.ok(&[&watch[..], &["--tag", "auto", "--note", "by the hour"]].concat())?;
     let line = [
@@ -160,7 +160,7 @@ fn checkpoints_are_listed_by_tag_time_and_number() -> Result<()> {
 fn the_table_has_zones_and_milliseconds_where_they_are_needed() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
-    let guest = Setup::small(Kind::Memfd, "clocked").boot()?;
+    let guest = Setup::small(Kind::Memfd, "clocked").booted()?;
     stillframe.ok(&[
         "watch", "--vm", "clocked", "--every", "50ms", "--count", "4",
     ])?;

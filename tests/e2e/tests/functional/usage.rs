@@ -177,7 +177,7 @@ fn a_password_that_cannot_be_had_is_told() -> Result<()> {
 /// with `--quiet` nothing there at all.
 #[test]
 fn results_and_messages_never_mix() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "streams").boot()?;
+    let guest = Setup::small(Kind::Private, "streams").booted()?;
     let stillframe = Stillframe::at(&guest.folder().join("repo"));
     let qmp = guest.folder().join("never.qmp").display().to_string();
     let lines: [&[&str]; 10] = [

@@ -9,7 +9,7 @@ use stillframe_e2e::running::{PATIENCE, Running};
 use stillframe_e2e::stress::exactness;
 
 fn started(name: &str, kind: Kind) -> Result<(Guest, Stillframe)> {
-    let guest = Setup::small(kind, name).boot()?;
+    let guest = Setup::small(kind, name).booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     Ok((guest, stillframe))
 }
@@ -73,7 +73,7 @@ fn watch_counts_and_only_the_first_is_whole() -> Result<()> {
 /// Pages that are written in every interval are left open and cost the guest no fault; none of
 /// what is written to them is missed.
 #[test]
-fn hot_pages_are_left_open_and_not_missed() -> Result<()> {
+fn hot_pages_stay_unprotected_and_are_not_missed() -> Result<()> {
     for kind in [Kind::Private, Kind::Memfd] {
         let mut setup = Setup::small(kind, "hot");
         setup.workload = Workload {
@@ -91,7 +91,7 @@ fn hot_pages_are_left_open_and_not_missed() -> Result<()> {
         ensure!(tally.differing == 0 && tally.pages > 0, "{tally:?}");
         let open = reports
             .iter()
-            .filter_map(|report| report["copied"]["left_open"].as_u64());
+            .filter_map(|report| report["copied"]["left_unprotected"].as_u64());
         // Nearly all of its 1024 pages: it writes 45,000 times in an interval, and nearly all of them also where other
         // work leaves it a tenth of its time.
         ensure!(open.max() > Some(700), "{kind:?}: {reports:?}");
@@ -105,7 +105,7 @@ fn hot_pages_are_left_open_and_not_missed() -> Result<()> {
 /// stopped by a signal, its guardian ends it, and the guest goes on.
 #[test]
 fn a_guest_does_not_wait_for_an_engine_that_hangs() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "hanging").boot()?;
+    let guest = Setup::small(Kind::Private, "hanging").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let line = [

@@ -36,7 +36,7 @@ const RESETS: u64 = 25;
 #[test]
 fn a_guest_that_reboots_is_watched_on() -> Result<()> {
     for schedule in ["auto", "copy-on-write"] {
-        let guest = Setup::small(Kind::Private, "rebooted").boot()?;
+        let guest = Setup::small(Kind::Private, "rebooted").booted()?;
         let mut monitor = guest.second_monitor()?;
         let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
         let mut watch = Running::start(stillframe.command(&watched("rebooted", schedule))?)?;

@@ -84,7 +84,7 @@ struct Bench {
 impl Bench {
     /// One checkpoint, so that every file is needed to restore it.
     fn new() -> Result<Bench> {
-        let guest = Setup::small(Kind::Memfd, "damage").boot()?;
+        let guest = Setup::small(Kind::Memfd, "damage").booted()?;
         let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
         stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
         let ids = checkpoints(&stillframe)?;
@@ -202,7 +202,7 @@ fn damage_is_told_by_whatever_meets_it() -> Result<()> {
 /// lead to pages that are gone.
 #[test]
 fn a_watch_that_loses_packs_goes_on_with_a_whole_checkpoint() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "lossy").boot()?;
+    let guest = Setup::small(Kind::Private, "lossy").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let pid = guest.pid_text();

@@ -31,7 +31,7 @@ fn a_vm_that_dies_in_its_first_full_pass_ends_the_checkpoint_only() -> Result<()
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     for delay_ms in [0, 120] {
-        let mut guest = Setup::small(Kind::Private, "short-lived").boot()?;
+        let mut guest = Setup::small(Kind::Private, "short-lived").booted()?;
         let line = ["checkpoint", "--pid", &guest.pid_text()];
         let mut engine = Running::start(stillframe.command(&line)?)?;
         engine.wait_words("attached to process")?;
@@ -56,7 +56,7 @@ fn a_vm_that_dies_while_watched_ends_the_watch_in_good_order() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     for (every, count) in [("1s", None), ("20ms", Some("9999"))] {
-        let mut guest = Setup::small(Kind::Memfd, "watched").boot()?;
+        let mut guest = Setup::small(Kind::Memfd, "watched").booted()?;
         let pid = guest.pid_text();
         let mut line = vec!["watch", "--pid", &pid, "--every", every, "--json"];
         line.extend(count.iter().flat_map(|count| ["--count", count]));
@@ -150,7 +150,7 @@ fn wait_for_qemu(word: &str) -> Result<u32> {
 fn a_restore_whose_qemu_is_killed_says_so_and_the_next_one_succeeds() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
-    let guest = Setup::small(Kind::Private, "killed-twice").boot()?;
+    let guest = Setup::small(Kind::Private, "killed-twice").booted()?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     let ids = checkpoints(&stillframe)?;
     let qmp = folder.path().join("killed.qmp").display().to_string();
@@ -179,7 +179,7 @@ fn a_restore_whose_qemu_is_killed_says_so_and_the_next_one_succeeds() -> Result<
 fn a_restore_that_is_interrupted_leaves_no_qemu() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
-    let guest = Setup::small(Kind::Private, "given-up").boot()?;
+    let guest = Setup::small(Kind::Private, "given-up").booted()?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     let qmp = folder.path().join("given-up.qmp").display().to_string();
     let line = ["restore", "latest", "--qmp", &qmp, "--paused"];

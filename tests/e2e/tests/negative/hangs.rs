@@ -73,7 +73,7 @@ fn watch(stillframe: &Stillframe, guest: &Guest, more: &[&str]) -> Result<Comman
 /// cannot end, and keeps all its descriptors open.
 #[test]
 fn a_vm_does_not_wait_for_an_engine_that_cannot_die() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "undead").boot()?;
+    let guest = Setup::small(Kind::Private, "undead").booted()?;
     let mut monitor = guest.second_monitor()?;
     let folder = tempfile::tempdir()?;
     let at = folder.path().join("storage");
@@ -109,7 +109,7 @@ fn a_vm_does_not_wait_for_an_engine_that_cannot_die() -> Result<()> {
 /// The thread that writers of the VM wait for ends, by an error or with all of its process.
 #[test]
 fn a_vm_does_not_wait_for_a_handler_that_ended() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "unserved").boot()?;
+    let guest = Setup::small(Kind::Private, "unserved").booted()?;
     let mut monitor = guest.second_monitor()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
@@ -149,7 +149,7 @@ fn a_vm_does_not_wait_for_a_handler_that_ended() -> Result<()> {
 /// go, and the guardian has no reason to end the engine.
 #[test]
 fn a_handler_that_fails_lets_the_vm_go_by_itself() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "let-go").boot()?;
+    let guest = Setup::small(Kind::Private, "let-go").booted()?;
     let mut monitor = guest.second_monitor()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
@@ -177,7 +177,7 @@ fn a_handler_that_fails_lets_the_vm_go_by_itself() -> Result<()> {
 /// The engine is too late with its `stop`, and is killed when it has come after all.
 #[test]
 fn a_pause_that_began_after_its_limit_ends_with_the_engine() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "late").boot()?;
+    let guest = Setup::small(Kind::Private, "late").booted()?;
     let mut monitor = guest.second_monitor()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
@@ -201,7 +201,7 @@ fn a_pause_that_began_after_its_limit_ends_with_the_engine() -> Result<()> {
 /// The engine hangs in the pause, for ever: the VM is resumed while the engine still lives.
 #[test]
 fn a_pause_with_an_engine_that_hangs_ends_at_its_limit() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "stuck").boot()?;
+    let guest = Setup::small(Kind::Private, "stuck").booted()?;
     let mut monitor = guest.second_monitor()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
@@ -237,7 +237,7 @@ fn wait_running(monitor: &mut Qmp) -> Result<()> {
 /// A lazy restore that is stopped by a signal: its VM is paused, and another process goes on with it.
 #[test]
 fn a_lazy_restore_that_hangs_can_be_gone_on_with() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "half-there").boot()?;
+    let guest = Setup::small(Kind::Private, "half-there").booted()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
@@ -260,7 +260,7 @@ fn a_lazy_restore_that_hangs_can_be_gone_on_with() -> Result<()> {
 /// with the storage.
 #[test]
 fn a_vm_is_paused_while_the_storage_hangs() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "waiting").boot()?;
+    let guest = Setup::small(Kind::Private, "waiting").booted()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
@@ -302,7 +302,7 @@ fn a_vm_is_paused_while_the_storage_hangs() -> Result<()> {
 /// file was replaced since.
 #[test]
 fn the_guardian_keeps_to_itself() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "guarded").boot()?;
+    let guest = Setup::small(Kind::Private, "guarded").booted()?;
     let mut monitor = guest.second_monitor()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;

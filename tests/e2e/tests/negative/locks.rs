@@ -40,8 +40,8 @@ fn halted(stillframe: &Stillframe, guest: &Guest) -> Result<Running> {
 
 #[test]
 fn who_holds_the_repository_is_named_and_waited_for() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "holder").boot()?;
-    let other = Setup::small(Kind::Memfd, "waiter").boot()?;
+    let guest = Setup::small(Kind::Private, "holder").booted()?;
+    let other = Setup::small(Kind::Memfd, "waiter").booted()?;
     let mut monitors = [guest.second_monitor()?, other.second_monitor()?];
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let other_pid = other.pid_text();
@@ -100,7 +100,7 @@ fn who_holds_the_repository_is_named_and_waited_for() -> Result<()> {
 /// A lock outlives its holder, but does not count.
 #[test]
 fn the_lock_of_a_dead_process_is_removed() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "dead-holder").boot()?;
+    let guest = Setup::small(Kind::Private, "dead-holder").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     // Dropped, it is killed with -9.
@@ -121,7 +121,7 @@ fn the_lock_of_a_dead_process_is_removed() -> Result<()> {
 /// stays, also while `forget` and `prune` run; and is nobody's any more when it was read.
 #[test]
 fn what_a_waiting_vm_needs_is_not_removed() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "leased").boot()?;
+    let guest = Setup::small(Kind::Private, "leased").booted()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let pid = guest.pid_text();

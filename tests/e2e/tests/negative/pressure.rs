@@ -107,9 +107,9 @@ fn limits_below_what_is_of_use_are_refused() -> Result<()> {
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     for (option, value, words) in [
         ("--copy-buffer", "0", "at least 16M"),
-        ("--copy-buffer", "4095", "is no size"),
-        ("--limit-write", "0", "too little"),
-        ("--delta-cache", "-1", "is no size"),
+        ("--copy-buffer", "4095", "is not a size"),
+        ("--limit-write", "0", "too small"),
+        ("--delta-cache", "-1", "is not a size"),
         ("--every", "0s", ""),
     ] {
         let line = [

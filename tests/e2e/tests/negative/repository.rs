@@ -31,7 +31,7 @@ fn for_pid<'a>(words: &[&'a str], pid: &'a str) -> Vec<&'a str> {
 
 #[test]
 fn a_wrong_password_opens_nothing_and_harms_nothing() -> Result<()> {
-    let guest = Setup::small(Kind::Sandbox, "locked-out").boot()?;
+    let guest = Setup::small(Kind::Sandbox, "locked-out").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let pid = guest.pid_text();
@@ -71,7 +71,7 @@ fn no_password_at_all(stillframe: &Stillframe) -> Result<()> {
 
 #[test]
 fn what_is_no_repository_is_named_and_left_alone() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "no-repository").boot()?;
+    let guest = Setup::small(Kind::Private, "no-repository").booted()?;
     let mut monitor = guest.second_monitor()?;
     let folder = tempfile::tempdir()?;
     let path = |name: &str| folder.path().join(name);
@@ -132,7 +132,7 @@ fn only_file(folder: &Path) -> Result<std::path::PathBuf> {
 
 #[test]
 fn a_format_of_the_future_is_refused_by_name_and_number() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "future").boot()?;
+    let guest = Setup::small(Kind::Private, "future").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let pid = guest.pid_text();
@@ -247,7 +247,7 @@ fn ambiguous(stillframe: &Stillframe, ids: &[String]) -> Result<()> {
 
 #[test]
 fn a_read_only_directory_is_read_and_not_written() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "read-only").boot()?;
+    let guest = Setup::small(Kind::Private, "read-only").booted()?;
     let mut monitor = guest.second_monitor()?;
     let writable = Stillframe::init(&guest.folder().join("repo"))?;
     let pid = guest.pid_text();
@@ -326,7 +326,7 @@ fn passwords_are_added_changed_and_taken_away() -> Result<()> {
 /// A copy is complete by itself, under another key, and is known when it comes again.
 #[test]
 fn a_copy_in_another_repository_is_restored() -> Result<()> {
-    let guest = Setup::small(Kind::Memfd, "copied").boot()?;
+    let guest = Setup::small(Kind::Memfd, "copied").booted()?;
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let pid = guest.pid_text();

@@ -67,7 +67,7 @@ impl Unprivileged {
 
 #[test]
 fn without_rights_it_says_which_are_missing() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "not-mine").boot()?;
+    let guest = Setup::small(Kind::Private, "not-mine").booted()?;
     let mut monitor = guest.second_monitor()?;
     let nobody = Unprivileged::new()?;
     let pid = guest.pid_text();
@@ -112,7 +112,7 @@ fn behind_filter(stillframe: &Stillframe, pid: &str, missing: Missing) -> Result
 /// As in a container, or on an older kernel: each call answers as if it did not exist.
 #[test]
 fn what_the_kernel_does_not_do_is_named_before_the_vm_is_touched() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "old-kernel").boot()?;
+    let guest = Setup::small(Kind::Private, "old-kernel").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let cases = [
@@ -158,7 +158,7 @@ fn what_the_kernel_does_not_do_is_named_before_the_vm_is_touched() -> Result<()>
 /// Over this VM's page map lies a file that answers PAGEMAP_SCAN as kernels before 6.7 do.
 #[test]
 fn a_page_map_that_cannot_be_scanned_is_told_and_the_vm_let_go() -> Result<()> {
-    let guest = Setup::small(Kind::Memfd, "no-scan").boot()?;
+    let guest = Setup::small(Kind::Memfd, "no-scan").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let inner = stillframe.command(&["checkpoint", "--vm", "no-scan"])?;
@@ -184,7 +184,7 @@ fn a_page_map_that_cannot_be_scanned_is_told_and_the_vm_let_go() -> Result<()> {
 #[test]
 fn a_filtered_qemu_takes_the_right_to_lift_its_filter() -> Result<()> {
     let guest = without(Missing::Call(libc::SYS_userfaultfd), || {
-        Setup::small(Kind::Private, "filtered").boot()
+        Setup::small(Kind::Private, "filtered").booted()
     })?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
@@ -218,7 +218,7 @@ fn bounded(lost: &str, command: &Command) -> Command {
 
 #[test]
 fn root_without_the_right_to_trace_is_told_so() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "untraceable").boot()?;
+    let guest = Setup::small(Kind::Private, "untraceable").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let line = ["checkpoint", "--pid", &guest.pid_text()];

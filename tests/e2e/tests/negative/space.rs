@@ -211,7 +211,7 @@ fn a_checkpoint_behind_one_that_failed_is_not_stored() -> Result<()> {
 /// Memory that clones share, on a file system that is too small for it: no clone, and nothing left.
 #[test]
 fn clones_without_room() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "large").boot()?;
+    let guest = Setup::small(Kind::Private, "large").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let pid = guest.pid_text();
     stillframe.ok(&["checkpoint", "--pid", &pid])?;
@@ -219,8 +219,8 @@ fn clones_without_room() -> Result<()> {
     let _mount = Mount::tmpfs(&small, 64)?;
     let base = small.join("base");
     let qmp = guest.folder().join("clone.qmp").display().to_string();
-    let base_text = base.display().to_string();
-    let line = ["clone", "latest", "--qmp", &qmp, "--base-dir", &base_text];
+    let base_dir = format!("--template-dir={}", base.display());
+    let line = ["clone", "latest", "--qmp", &qmp, &base_dir];
     let said = stillframe.fails(&line, 1)?;
     ensure!(said.contains("has no room for"), "{said}");
     let left = fs::read_dir(&base)?
@@ -234,7 +234,7 @@ fn clones_without_room() -> Result<()> {
 /// is started, and the file is named.
 #[test]
 fn a_lazy_restore_without_room_for_its_notes() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "notes").boot()?;
+    let guest = Setup::small(Kind::Private, "notes").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     let small = guest.folder().join("small");
@@ -264,7 +264,7 @@ fn a_lazy_restore_without_room_for_its_notes() -> Result<()> {
 
 #[test]
 fn an_export_that_finds_no_space_leaves_no_half_file() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "no-room").boot()?;
+    let guest = Setup::small(Kind::Private, "no-room").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     let at = guest.folder().join("small");

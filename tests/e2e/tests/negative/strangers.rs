@@ -123,7 +123,7 @@ fn a_template_directory_of_another_user_is_refused() -> Result<()> {
     symlink(&target, base.join("lock"))?;
     chown(&base, Some(NOBODY), Some(NOBODY))?;
     let (qmp, shared) = (small.text("c.qmp"), small.text("shared/base"));
-    let line = ["clone", "latest", "--qmp", &qmp, "--base-dir", &shared];
+    let line = ["clone", "latest", "--qmp", &qmp, "--template-dir", &shared];
     let refused = |mode: u32, words: &str| -> Result<()> {
         fs::set_permissions(&base, fs::Permissions::from_mode(mode))?;
         let said = refusal(&mut small.command(&line), 1)?;
@@ -151,11 +151,11 @@ fn a_template_directory_of_another_user_is_refused() -> Result<()> {
 fn a_template_that_was_changed_is_made_anew() -> Result<()> {
     let small = Small::start(0)?;
     let base = small.text("base");
-    let line = ["clone", "latest", "--base-dir", &base, "--verify"];
+    let line = ["clone", "latest", "--template-dir", &base, "--verify"];
     let (_, first) = small.new_vm(&line, "1.qmp")?;
-    ensure!(first["base_us"].as_u64() > Some(0), "{first}");
+    ensure!(first["template_us"].as_u64() > Some(0), "{first}");
     let (_, again) = small.new_vm(&line, "2.qmp")?;
-    ensure!(again["base_us"] == 0, "it is not used again: {again}");
+    ensure!(again["template_us"] == 0, "it is not used again: {again}");
     let template = templates(&small.at("base")).pop().context("none")?;
     let memory = template.join("0.ram");
     let metadata = fs::metadata(&memory)?;
@@ -170,7 +170,7 @@ fn a_template_that_was_changed_is_made_anew() -> Result<()> {
     File::open(&memory)?.set_modified(metadata.modified()?)?;
     let (_, third) = small.new_vm(&line, "3.qmp")?;
     ensure!(third["verify"]["differing"] == 0, "{third}");
-    ensure!(third["base_us"].as_u64() > Some(0), "{third}");
+    ensure!(third["template_us"].as_u64() > Some(0), "{third}");
     Ok(())
 }
 
@@ -179,7 +179,7 @@ fn refused_clones_leave_no_memory_and_forgotten_memory_goes() -> Result<()> {
     let small = Small::start(0)?;
     let base = small.text("base");
     let qmp = small.text("c.qmp");
-    let line = ["clone", "latest", "--base-dir", &base, "--qmp", &qmp];
+    let line = ["clone", "latest", "--template-dir", &base, "--qmp", &qmp];
     let line = [&line[..], &["--replace", "no such=word"]].concat();
     let said = refusal(&mut small.command(&line), 1)?;
     ensure!(said.contains("nothing to replace"), "{said}");
@@ -203,10 +203,10 @@ fn refused_clones_leave_no_memory_and_forgotten_memory_goes() -> Result<()> {
     // Named, any directory.
     let (_clone, _) = {
         small.ok(&["checkpoint", "--pid", &small.qemu.id().to_string()])?;
-        small.new_vm(&["clone", "latest", "--base-dir", &base], "e.qmp")?
+        small.new_vm(&["clone", "latest", "--template-dir", &base], "e.qmp")?
     };
     ensure!(templates(&small.at("base")).len() == 1);
-    small.ok(&["clone", "--drop-templates", "--base-dir", &base])?;
+    small.ok(&["clone", "--drop-templates", "--template-dir", &base])?;
     ensure!(templates(&small.at("base")).is_empty(), "they are left");
     Ok(())
 }
@@ -238,7 +238,7 @@ fn an_ordinary_user_has_directories_of_his_own() -> Result<()> {
     };
     ensure!(mine(&small.at("run/stillframe"))?);
     let base = small.text("base");
-    small.new_vm(&["clone", "latest", "--base-dir", &base], "c.qmp")?;
+    small.new_vm(&["clone", "latest", "--template-dir", &base], "c.qmp")?;
     ensure!(mine(&small.at("base"))?);
     Ok(())
 }
@@ -246,7 +246,7 @@ fn an_ordinary_user_has_directories_of_his_own() -> Result<()> {
 /// Nobody's folder, and files of his under each name that was ever used beside a monitor.
 #[test]
 fn files_beside_the_monitor_are_neither_written_nor_believed() -> Result<()> {
-    let mut guest = Setup::small(Kind::Pc, "beside").boot()?;
+    let mut guest = Setup::small(Kind::Pc, "beside").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     guest.kill()?;

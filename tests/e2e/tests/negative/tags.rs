@@ -7,7 +7,7 @@ use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
 
 #[test]
 fn what_is_no_tag_note_time_or_age_is_refused_and_nothing_is_lost() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "annotated").boot()?;
+    let guest = Setup::small(Kind::Private, "annotated").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let pid = guest.pid_text();
@@ -40,14 +40,14 @@ fn what_is_no_tag_note_time_or_age_is_refused_and_nothing_is_lost() -> Result<()
     }
 
     let bad_choices: [(&[&str], &str); 9] = [
-        (&["list", "--since", "yesterday"], "no point in time"),
-        (&["list", "--until", "2026-02-30"], "no point in time"),
+        (&["list", "--since", "yesterday"], "is not a point in time"),
+        (&["list", "--until", "2026-02-30"], "is not a point in time"),
         (&["list", "--until", "2026-11-24T13:00:00"], "+01:00"),
         (&["list", "--since", "5m"], "write min or mo"),
         (&["list", "--last", "0"], "--last"),
         (&["list", "--tag", "a b"], "' '"),
         (&["forget", "--keep-within", "5m"], "write min or mo"),
-        (&["forget", "--keep-within", "0d"], "no time at all"),
+        (&["forget", "--keep-within", "0d"], "is zero"),
         (&["forget", "--keep-tag", "a,b"], "an option of its own"),
     ];
     for (line, words) in bad_choices {
@@ -61,7 +61,7 @@ fn what_is_no_tag_note_time_or_age_is_refused_and_nothing_is_lost() -> Result<()
 /// A filter is no request, and a misspelt tag costs nothing.
 #[test]
 fn rules_that_would_keep_nothing_forget_nothing() -> Result<()> {
-    let guest = Setup::small(Kind::Private, "spared").boot()?;
+    let guest = Setup::small(Kind::Private, "spared").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let watch = ["watch", "--vm", "spared", "--every", "50ms", "--count", "3"];
     stillframe.ok(&[&watch[..], &["--tag", "nightly"]].concat())?;

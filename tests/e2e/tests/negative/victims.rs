@@ -119,7 +119,7 @@ fn a_vm_without_memory_of_its_own_yet_is_refused() -> Result<()> {
 
 #[test]
 fn a_busy_monitor_is_told_and_a_free_second_one_serves() -> Result<()> {
-    let guest = Setup::small(Kind::Pc, "busy").boot()?;
+    let guest = Setup::small(Kind::Pc, "busy").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let (pid, qmp) = (guest.pid_text(), guest.qmp_path().display().to_string());
     let ways = [["checkpoint", "--pid", &pid], ["checkpoint", "--qmp", &qmp]];
@@ -142,7 +142,7 @@ fn a_busy_monitor_is_told_and_a_free_second_one_serves() -> Result<()> {
 
 #[test]
 fn a_traced_or_stopped_qemu_is_refused_and_left_alone() -> Result<()> {
-    let guest = Setup::small(Kind::TwoCpus, "traced").boot()?;
+    let guest = Setup::small(Kind::TwoCpus, "traced").booted()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let line = ["checkpoint", "--pid", &guest.pid_text()];
@@ -175,7 +175,7 @@ fn a_traced_or_stopped_qemu_is_refused_and_left_alone() -> Result<()> {
 
 #[test]
 fn of_two_engines_on_one_vm_the_second_is_refused_and_the_first_works_on() -> Result<()> {
-    let guest = Setup::small(Kind::Sandbox, "two-engines").boot()?;
+    let guest = Setup::small(Kind::Sandbox, "two-engines").booted()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let pid = guest.pid_text();
     let line = [

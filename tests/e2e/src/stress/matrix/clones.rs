@@ -38,7 +38,7 @@ fn line(stillframe: &Stillframe, folder: &Path, count: u32, first: u32) -> Resul
         &at("clone-{}.qmp"),
         "--serial",
         &serial,
-        "--base-dir",
+        "--template-dir",
         &at("base"),
         "-n",
         &count,

@@ -235,7 +235,7 @@ impl Measured {
         let sum = |place: &str| -> Result<f64> {
             Ok(Measured::numbers(&self.increments, place)?.iter().sum())
         };
-        let compression = sum("/phases_us/judge")? + sum("/phases_us/write")?;
+        let compression = sum("/phases_us/encode")? + sum("/phases_us/write")?;
         Ok(compression / sum("/total_us")? * 100.0)
     }
 

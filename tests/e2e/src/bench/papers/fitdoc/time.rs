@@ -295,7 +295,7 @@ pub fn add_share(page: &mut Page, guests: &[Measured]) -> Result<()> {
         columns: &["guest", "paper", "ours"],
         rows: &rows,
         pictures: &[picture],
-        differs: "ours is `judge` and `write` of the increments' `phases_us` over their `total_us`, sums over all of them: \
+        differs: "ours is `encode` and `write` of the increments' `phases_us` over their `total_us`, sums over all of them: \
                   comparing with the delta cache, hashing, making deltas, compressing, encrypting and handing over, on \
                   half of the processors (the other half is the guest's). The paper's is making deltas, with no general \
                   compression and no encryption, and its whole is longer by a network. Ours falls in time in which the \
