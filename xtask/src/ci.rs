@@ -33,14 +33,23 @@ pub fn ci(workspace: &Workspace) -> Result<()> {
     step("tidy", || tidy::tidy(workspace))?;
     let guests = step("guests", || guests::build(workspace))?;
     step("fuzz targets", || fuzz::smoke(workspace))?;
-    run_tests(workspace, &guests)
+    run_tests(workspace, &guests, TestSet::All)
 }
 
-/// Builds what the tests need, then runs all tests.
-pub fn test(workspace: &Workspace) -> Result<()> {
+/// The tests to run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum TestSet {
+    /// The unit tests, those on the kernel and on QEMU's monitor, and the first day of a VM (about 2 minutes)
+    Quick,
+    /// All
+    All,
+}
+
+/// Builds what the tests need, then runs a set of them.
+pub fn test(workspace: &Workspace, set: TestSet) -> Result<()> {
     step("setup", setup::setup)?;
     let guests = step("guests", || guests::build(workspace))?;
-    run_tests(workspace, &guests)
+    run_tests(workspace, &guests, set)
 }
 
 /// Runs one step and prints its time.
@@ -81,17 +90,29 @@ pub fn build_release(workspace: &Workspace, packages: &[&str]) -> Result<PathBuf
     Ok(workspace.target.join("release"))
 }
 
-/// Runs all tests of all crates, also after a failure. After success xtask prints nothing more.
+/// Targets of the quick tests.
+const QUICK: [&str; 6] = ["--lib", "--bins", "--test", "kernel", "--test", "real_qemu"];
+/// The end-to-end tests among them: modules of `tests/functional`.
+const QUICK_END_TO_END: [&str; 5] = ["--test", "functional", "--", "first_day", "shape"];
+
+/// Runs tests of all crates, also after a failure. After success xtask prints nothing more.
 ///
 /// All tests use one binary. Its fault points are inactive unless a test names one, and it has debug assertions;
 /// measurements (`bench`, `demo`) use a release binary.
-fn run_tests(workspace: &Workspace, guests: &Guests) -> Result<()> {
+fn run_tests(workspace: &Workspace, guests: &Guests, set: TestSet) -> Result<()> {
     let binary = step("build with fault points", || build_faulty(workspace))?;
     println!("== tests");
-    run(in_root(workspace)
-        .env(GUESTS_VARIABLE, &guests.folder)
-        .env(BINARY_VARIABLE, &binary)
-        .env(FAULTY_VARIABLE, &binary)
-        .args(["test", "--workspace", "--no-fail-fast"])
-        .args(FAULT_POINTS))
+    let run_some = |targets: &[&str]| {
+        run(in_root(workspace)
+            .env(GUESTS_VARIABLE, &guests.folder)
+            .env(BINARY_VARIABLE, &binary)
+            .env(FAULTY_VARIABLE, &binary)
+            .args(["test", "--workspace", "--no-fail-fast"])
+            .args(FAULT_POINTS)
+            .args(targets))
+    };
+    match set {
+        TestSet::All => run_some(&[]),
+        TestSet::Quick => run_some(&QUICK).and_then(|()| run_some(&QUICK_END_TO_END)),
+    }
 }

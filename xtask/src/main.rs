@@ -39,8 +39,12 @@ enum Command {
     },
     /// Check the rules of the source tree: imports, unsafe, sizes, words
     Tidy,
-    /// Build what the tests need and run all tests
-    Test,
+    /// Build what the tests need and run tests
+    Test {
+        /// Tests to run
+        #[arg(value_enum, default_value = "all")]
+        set: ci::TestSet,
+    },
     /// Run what every commit must pass: setup, format, lints, tidy, guests, fuzz targets, tests
     Ci,
     /// Take checkpoints of a real guest, kill it, restore three of them, and print the results
@@ -86,7 +90,7 @@ fn main() -> ExitCode {
             Ok(())
         }),
         Command::Tidy => Workspace::load().and_then(|workspace| tidy::tidy(&workspace)),
-        Command::Test => Workspace::load().and_then(|workspace| ci::test(&workspace)),
+        Command::Test { set } => Workspace::load().and_then(|workspace| ci::test(&workspace, set)),
         Command::Ci => Workspace::load().and_then(|workspace| ci::ci(&workspace)),
         Command::Demo => Workspace::load().and_then(|workspace| lab::demo(&workspace)),
         Command::Bench { bench, more } => {

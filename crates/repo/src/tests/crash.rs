@@ -28,25 +28,38 @@ fn drop_locks(dir: &Path) {
 
 type Operation = fn(&mut Repository, &mut Vm, &[CheckpointId]) -> Result<(), RepoError>;
 
-const OPERATIONS: [(&str, Operation); 4] = [
-    ("checkpoint", |repo, vm, _| {
+#[test]
+fn every_step_of_a_checkpoint_may_fail() {
+    every_step_may_fail("checkpoint", |repo, vm, _| {
         vm.run(&mut Dice(77), 60);
         vm.checkpoint(repo).map(|_| ())
-    }),
-    ("forget", |repo, _, ids| {
-        repo.forget(&forget_ids(ids[..3].to_vec())).map(|_| ())
-    }),
-    ("forget and prune", |repo, _, ids| {
-        repo.forget(&forget_ids(ids[..4].to_vec()))?;
-        repo.prune(false, &mut |_| {}).map(|_| ())
-    }),
-    ("rebuild", |repo, _, _| {
-        repo.rebuild_index(&mut |_| {}).map(|_| ())
-    }),
-];
+    });
+}
 
 #[test]
-fn every_step_may_fail() {
+fn every_step_of_forgetting_may_fail() {
+    every_step_may_fail("forget", |repo, _, ids| {
+        repo.forget(&forget_ids(ids[..3].to_vec())).map(|_| ())
+    });
+}
+
+#[test]
+fn every_step_of_pruning_may_fail() {
+    every_step_may_fail("forget and prune", |repo, _, ids| {
+        repo.forget(&forget_ids(ids[..4].to_vec()))?;
+        repo.prune(false, &mut |_| {}).map(|_| ())
+    });
+}
+
+#[test]
+fn every_step_of_a_rebuild_may_fail() {
+    every_step_may_fail("rebuild", |repo, _, _| {
+        repo.rebuild_index(&mut |_| {}).map(|_| ())
+    });
+}
+
+/// Lets each step of an operation fail in turn.
+fn every_step_may_fail(name: &str, operation: Operation) {
     let base = test_dir();
     let mut repo = init(base.path());
     let mut dice = Dice(4);
@@ -63,16 +76,13 @@ fn every_step_may_fail() {
         vm.checkpoint(&mut repo).unwrap();
     }
     drop(repo);
-    for (name, operation) in OPERATIONS {
-        for recovers in [false, true] {
-            let failed =
-                |steps: &u64| fail_at(base.path(), &taken, name, operation, *steps, recovers);
-            let last = (0..5000).find(|steps| !failed(steps));
-            assert!(
-                last.is_some_and(|steps| steps >= 7),
-                "{name} took {last:?} steps"
-            );
-        }
+    for recovers in [false, true] {
+        let failed = |steps: &u64| fail_at(base.path(), &taken, name, operation, *steps, recovers);
+        let last = (0..5000).find(|steps| !failed(steps));
+        assert!(
+            last.is_some_and(|steps| steps >= 7),
+            "{name} took {last:?} steps"
+        );
     }
 }
 

@@ -244,7 +244,7 @@ fn a_program_named_by_the_command_line_runs_with_consent_only() -> Result<()> {
     let obstacle = report["obstacles"][0].as_str().unwrap_or_default();
     ensure!(obstacle.contains("--allow-commands"), "{report}");
     let listed = place.stillframe.ok(&["list"])?;
-    ensure!(listed.contains("1 obstacle, see show"), "{listed}");
+    ensure!(listed.contains("1 obstacle (see `show`)"), "{listed}");
     let shown = place.stillframe.ok(&["show", "latest"])?;
     ensure!(
         shown.contains("--allow-commands") && shown.contains("65534"),
