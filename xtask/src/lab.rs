@@ -1,4 +1,4 @@
-//! `demo` and `bench`: build what the binary of `tests/e2e` needs, and run it.
+//! `demo` and `bench`: build the binary that does it, from `tests/bench` or `tests/stress`, and run it.
 
 use crate::ci::{build_faulty, build_release, step};
 use crate::guests::{self, rootfs};
@@ -67,10 +67,14 @@ pub enum Bench {
     Index,
 }
 
+/// The packages with the demo and the benches, and with the stress runs.
+const BENCHES: &str = "stillframe-bench";
+const STRESS_RUNS: &str = "stillframe-stress";
+
 /// Runs the demo.
 pub fn demo(workspace: &Workspace) -> Result<()> {
     let began = Instant::now();
-    let mut lab = prepared(workspace)?;
+    let mut lab = prepared(workspace, BENCHES)?;
     let seconds = began.elapsed().as_secs().to_string();
     run(lab.args(["demo", "--seconds-before", &seconds]))
 }
@@ -89,24 +93,39 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         }
         Bench::Matrix => {
             let faulty = build_faulty(workspace)?;
-            let mut lab = prepared(workspace)?;
+            let mut lab = prepared(workspace, STRESS_RUNS)?;
             run(lab
                 .env("STILLFRAME_FAULTY_BIN", faulty)
                 .arg(name)
                 .args(more))
         }
-        _ => run(prepared(workspace)?.arg(name).args(more)),
+        Bench::Checkpoint
+        | Bench::Frequency
+        | Bench::Extremes
+        | Bench::DirectIo
+        | Bench::Restore
+        | Bench::Clones => run(prepared(workspace, BENCHES)?.arg(name).args(more)),
+        Bench::Exactness
+        | Bench::Kill
+        | Bench::Torture
+        | Bench::Transfer
+        | Bench::Flips
+        | Bench::Hotplug
+        | Bench::Others
+        | Bench::Soak
+        | Bench::RestoreExact
+        | Bench::RestoreKill => run(prepared(workspace, STRESS_RUNS)?.arg(name).args(more)),
     }
 }
 
-/// The binary of `tests/e2e` and its environment.
-fn prepared(workspace: &Workspace) -> Result<Command> {
+/// The binary of this package, which runs benches or stress runs, and its environment.
+fn prepared(workspace: &Workspace, package: &str) -> Result<Command> {
     step("setup", setup::setup)?;
     let release = step("build", || {
-        build_release(workspace, &["stillframe", "stillframe-e2e"])
+        build_release(workspace, &["stillframe", package])
     })?;
     let guests = step("guests", || guests::build(workspace))?;
-    let mut lab = Command::new(release.join("stillframe-e2e"));
+    let mut lab = Command::new(release.join(package));
     lab.env("STILLFRAME_GUESTS", &guests.folder)
         .env("STILLFRAME_BIN", release.join("stillframe"))
         .env("STILLFRAME_COMMIT", workspace.commit()?);
@@ -115,7 +134,7 @@ fn prepared(workspace: &Workspace) -> Result<Command> {
 
 /// The same for a bench whose guests have real software.
 fn prepared_with_debian(workspace: &Workspace) -> Result<Command> {
-    let lab = prepared(workspace)?;
+    let lab = prepared(workspace, BENCHES)?;
     step("Debian guests", || rootfs::build(workspace))?;
     Ok(lab)
 }

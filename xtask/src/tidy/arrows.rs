@@ -22,7 +22,16 @@ const RULES: &[(&str, &[&str])] = &[
     ),
     ("stillframe", &["stillframe-engine", "stillframe-repo"]),
     // End-to-end tests use only the command line.
-    ("stillframe-e2e", &[]),
+    ("stillframe-harness", &[]),
+    ("stillframe-stress", &["stillframe-harness"]),
+    (
+        "stillframe-bench",
+        &["stillframe-harness", "stillframe-stress"],
+    ),
+    (
+        "stillframe-e2e",
+        &["stillframe-harness", "stillframe-stress"],
+    ),
     ("stillframe-guest-workload", &[]),
     ("xtask", &[]),
 ];

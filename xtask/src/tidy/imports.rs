@@ -157,7 +157,7 @@ pub struct Graph {
     pub upward: usize,
 }
 
-/// Checks all crates, including tests/e2e and xtask; returns problems and the graph of each crate.
+/// Checks all crates, including those in tests/ and xtask; returns problems and the graph of each crate.
 pub fn check(sources: &[Source]) -> (Vec<Problem>, BTreeMap<String, Graph>) {
     let mut crates: BTreeMap<String, Vec<&Source>> = BTreeMap::new();
     for source in sources {

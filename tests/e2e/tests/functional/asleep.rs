@@ -4,14 +4,15 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::filling::{Filling, expect_alone};
-use stillframe_e2e::guest::{BOOT_LIMIT, Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::expect_untouched;
-use stillframe_e2e::memory::Image;
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::serial::Serial;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::filling::{Filling, expect_alone};
+use stillframe_harness::guest::{BOOT_LIMIT, Guest, Kind, Setup};
+use stillframe_harness::health::expect_untouched;
+use stillframe_harness::memory::Image;
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
+use stillframe_harness::serial::Serial;
 
 /// The guest checks all of its memory in eight ticks.
 const ALL_CHECKED: usize = 9;

@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use stillframe_e2e::agent::Agent;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::filling::Filling;
-use stillframe_e2e::guest::{Kind, Restored, Setup};
-use stillframe_e2e::health::expect_nothing_left;
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::serial::Serial;
+use stillframe_harness::agent::Agent;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::filling::Filling;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::expect_nothing_left;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
+use stillframe_harness::serial::Serial;
 
 /// The guest's clock is as wrong as if it had been away for so long.
 const AWAY_S: f64 = 3600.0;

@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Restored, Setup};
-use stillframe_e2e::health::{expect_nothing_left, processes_with};
-use stillframe_e2e::memory::Image;
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::serial::Serial;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::{expect_nothing_left, processes_with};
+use stillframe_harness::memory::Image;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
+use stillframe_harness::serial::Serial;
 
 /// A folder with a repository, and with room for clones and what they share.
 struct Place {

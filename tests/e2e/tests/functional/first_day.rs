@@ -6,11 +6,12 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use stillframe_e2e::cli::{Stillframe, binary};
-use stillframe_e2e::guest::{Kind, Restored, Setup};
-use stillframe_e2e::health::processes_with;
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::serial::Serial;
+use stillframe_harness::cli::{Stillframe, binary};
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::processes_with;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
+use stillframe_harness::serial::Serial;
 
 /// The VM ends; its restore needs no option: monitor and pid file are where they were.
 #[test]

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::fault::with_fault;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::fault::with_fault;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::{PATIENCE, Running};
 
 /// Root ports to plug into, and a controller for serial ports.
 const PLACES: [&str; 8] = [

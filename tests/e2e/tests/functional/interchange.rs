@@ -10,13 +10,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::{checkpoints, expect_nothing_left};
-use stillframe_e2e::memory::Image;
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::{PATIENCE, Running};
-use stillframe_e2e::serial::Serial;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_nothing_left};
+use stillframe_harness::memory::Image;
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::{PATIENCE, Running};
+use stillframe_harness::serial::Serial;
 
 /// A QEMU that nobody of ours has started.
 struct Stock {

@@ -2,10 +2,11 @@
 
 use anyhow::{Result, ensure};
 use serde_json::Value;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Restored, Setup, Workload};
-use stillframe_e2e::health::checkpoints;
-use stillframe_e2e::running::PATIENCE;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup, Workload};
+use stillframe_harness::health::checkpoints;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
 
 fn ids(list: &Value) -> Vec<&str> {
     let list = list.as_array().into_iter().flatten();
@@ -127,7 +128,7 @@ fn a_repository_is_pruned_while_a_watch_goes_on() -> Result<()> {
         "--verify",
         "--json",
     ];
-    let mut watch = stillframe_e2e::running::Running::start(stillframe.command(&line)?)?;
+    let mut watch = stillframe_harness::running::Running::start(stillframe.command(&line)?)?;
     watch.wait_results(2)?;
     for _ in 0..3 {
         let before = watch.results()?.len();

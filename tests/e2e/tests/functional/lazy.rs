@@ -4,14 +4,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::filling::{Filling, expect_alone, files_kept};
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::processes_with;
-use stillframe_e2e::memory::Image;
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::serial::Serial;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::filling::{Filling, expect_alone, files_kept};
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::processes_with;
+use stillframe_harness::memory::Image;
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
+use stillframe_harness::serial::Serial;
 
 /// The guest ticks on from where the checkpoint was taken, checks all its memory, and QEMU is alone again.
 fn expect_complete(restored: &Restored, ticks: usize) -> Result<()> {

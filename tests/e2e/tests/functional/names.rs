@@ -1,9 +1,9 @@
 //! Names of checkpoints and of VMs.
 
 use anyhow::{Context, Result, ensure};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Setup};
-use stillframe_e2e::health::checkpoints;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::checkpoints;
 
 #[test]
 fn a_checkpoint_has_a_whole_name_short_ones_and_a_place_from_the_end() -> Result<()> {

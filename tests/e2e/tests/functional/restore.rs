@@ -6,12 +6,15 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup, Workload};
-use stillframe_e2e::health::{checkpoints, expect_nothing_left, expect_untouched, processes_with};
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::serial::{Serial, Tick};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup, Workload};
+use stillframe_harness::health::{
+    checkpoints, expect_nothing_left, expect_untouched, processes_with,
+};
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
+use stillframe_harness::serial::{Serial, Tick};
 
 /// Ticks by number: the sums follow from the workload's arguments and the number alone.
 fn by_number(ticks: &[Tick]) -> BTreeMap<u64, &str> {

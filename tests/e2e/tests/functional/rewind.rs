@@ -6,14 +6,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::fault::with_fault;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::{expect_nothing_left, expect_untouched};
-use stillframe_e2e::memory::Image;
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::{PATIENCE, Running};
-use stillframe_e2e::serial::{Serial, Tick};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::fault::with_fault;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{expect_nothing_left, expect_untouched};
+use stillframe_harness::memory::Image;
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::{PATIENCE, Running};
+use stillframe_harness::serial::{Serial, Tick};
 
 /// Waits until the guest, which was rewound to before tick `after` when it had ticked `seen` times, has
 /// ticked on. Each tick must say what it said the first time.
@@ -123,7 +124,7 @@ fn a_restored_vm_goes_back_too() -> Result<()> {
     stillframe.ok(&["checkpoint", "--vm", "again"])?;
     guest.kill()?;
     let restored =
-        stillframe_e2e::guest::Restored::start(&stillframe, "latest", folder.path(), &[])?;
+        stillframe_harness::restored::Restored::start(&stillframe, "latest", folder.path(), &[])?;
     restored.serial.wait_ticks(5, PATIENCE)?;
     stillframe.ok(&["rewind", "latest", "--vm", "again"])?;
     let seen = restored.serial.ticks()?.len();

@@ -2,8 +2,9 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Restored, Setup};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::restored::Restored;
 
 /// Fails unless `value` has everything `promise` names. A promise is a type by name, a list of one
 /// promise for every item (of which there must be some), or an object of promises.
@@ -179,7 +180,7 @@ fn restored(stillframe: &Stillframe, folder: &std::path::Path) -> Result<()> {
     let restored = Restored {
         pid: report["pid"].as_i64().context("no pid")? as i32,
         qmp,
-        serial: stillframe_e2e::serial::Serial::new(&folder.join("none")),
+        serial: stillframe_harness::serial::Serial::new(&folder.join("none")),
     };
     let promise = json!({
         "checkpoint": "id", "vm": "text", "pid": "count", "qmp": "text", "running": "flag",
@@ -208,7 +209,7 @@ fn inspected(stillframe: &Stillframe) -> Result<()> {
     expect(&checkpoint, &and(shown(), json!({ "kind": "text" })))?;
     let pieces = json!({ "bytes": "count", "pieces": ["id"] });
     expect(&checkpoint["streams"]["device-state"], &pieces)?;
-    for file in stillframe_e2e::stress::flips::files(stillframe.repository())? {
+    for file in stillframe_stress::flips::files(stillframe.repository())? {
         let described = stillframe.json(&["inspect", &file.display().to_string()])?;
         expect(&described, &json!({ "kind": "text" }))
             .with_context(|| file.display().to_string())?;

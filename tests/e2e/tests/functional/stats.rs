@@ -4,12 +4,12 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Setup};
-use stillframe_e2e::health::{expect_nothing_left, expect_untouched};
-use stillframe_e2e::memory::Image;
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::PATIENCE;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{expect_nothing_left, expect_untouched};
+use stillframe_harness::memory::Image;
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::running::PATIENCE;
 
 /// A checkpoint of the paused guest, and an image of what it holds.
 fn look(stillframe: &Stillframe, guest: &Guest, monitor: &mut Qmp) -> Result<Image> {

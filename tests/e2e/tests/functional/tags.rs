@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::checkpoints;
-use stillframe_e2e::running::PATIENCE;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::checkpoints;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
 
 /// The ids in a list of `list` or `forget`.
 fn ids(list: &Value) -> Vec<String> {
@@ -81,7 +82,7 @@ fn tags_and_a_note_are_kept_shown_and_copied() -> Result<()> {
 
     let other = Stillframe::init(&folder.path().join("other"))?;
     let password = folder.path().join("password");
-    std::fs::write(&password, stillframe_e2e::cli::PASSWORD)?;
+    std::fs::write(&password, stillframe_harness::cli::PASSWORD)?;
     let (to, password) = (other.repository().display(), password.display());
     let [to, password] = [to.to_string(), password.to_string()];
     stillframe.ok(&[

@@ -1,7 +1,7 @@
 //! `unlock`: no password for a while.
 
 use anyhow::{Result, ensure};
-use stillframe_e2e::cli::Stillframe;
+use stillframe_harness::cli::Stillframe;
 
 /// `list` of someone who knows no password.
 fn list_without_password(stillframe: &Stillframe) -> Result<Option<i32>> {

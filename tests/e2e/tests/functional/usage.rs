@@ -5,8 +5,8 @@ use std::os::unix::fs::FileTypeExt;
 use std::process::Command;
 
 use anyhow::{Result, ensure};
-use stillframe_e2e::cli::{PASSWORD, Stillframe, binary, refusal};
-use stillframe_e2e::guest::{Kind, Setup};
+use stillframe_harness::cli::{PASSWORD, Stillframe, binary, refusal};
+use stillframe_harness::guest::{Kind, Setup};
 
 /// The binary with nothing of Stillframe in its environment.
 fn bare(arguments: &[&str]) -> Result<Command> {

@@ -2,11 +2,12 @@
 
 use anyhow::{Result, ensure};
 use serde_json::json;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup, Workload};
-use stillframe_e2e::health::{expect_nothing_left, expect_untouched, expect_whole};
-use stillframe_e2e::running::{PATIENCE, Running};
-use stillframe_e2e::stress::exactness;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup, Workload};
+use stillframe_harness::health::{expect_nothing_left, expect_untouched, expect_whole};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::{PATIENCE, Running};
+use stillframe_stress::exactness;
 
 fn started(name: &str, kind: Kind) -> Result<(Guest, Stillframe)> {
     let guest = Setup::small(kind, name).booted()?;

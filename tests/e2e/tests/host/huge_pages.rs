@@ -5,10 +5,11 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Restored, Setup};
-use stillframe_e2e::health::expect_untouched;
-use stillframe_e2e::running::PATIENCE;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::expect_untouched;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
 
 use crate::alone;
 

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Setup};
-use stillframe_e2e::health::expect_untouched;
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::slow_disk::SlowDisk;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::expect_untouched;
+use stillframe_harness::running::PATIENCE;
+use stillframe_harness::slow_disk::SlowDisk;
 
 use crate::alone;
 

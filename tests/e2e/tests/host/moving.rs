@@ -11,11 +11,11 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{BOOT_LIMIT, Guest, Kind, Setup};
-use stillframe_e2e::health::{expect_untouched, memory_kib};
-use stillframe_e2e::kernel::{self, Setting, Squeeze, Swap};
-use stillframe_e2e::running::Running;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{BOOT_LIMIT, Guest, Kind, Setup};
+use stillframe_harness::health::{expect_untouched, memory_kib};
+use stillframe_harness::kernel::{self, Setting, Squeeze, Swap};
+use stillframe_harness::running::Running;
 
 use crate::alone;
 

@@ -3,8 +3,8 @@
 use std::fs::{self, File};
 
 use anyhow::{Result, ensure};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Setup};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
 
 use crate::alone;
 

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{BOOT_LIMIT, Kind, Setup};
-use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
-use stillframe_e2e::running::Running;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{BOOT_LIMIT, Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole};
+use stillframe_harness::running::Running;
 
 fn watched<'a>(name: &'a str, schedule: &'a str) -> [&'a str; 9] {
     [

@@ -5,11 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole, processes_with};
-use stillframe_e2e::running::Running;
-use stillframe_e2e::stress::flips;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole, processes_with};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::Running;
+use stillframe_stress::flips;
 
 /// One way to damage a file.
 #[derive(Debug, Clone, Copy)]

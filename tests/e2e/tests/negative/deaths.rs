@@ -5,10 +5,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::{checkpoints, expect_whole, processes_with};
-use stillframe_e2e::running::{Ended, PATIENCE, Running, signal};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_whole, processes_with};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::{Ended, PATIENCE, Running, signal};
 
 /// Nothing is locked, nothing is lost, and what the failed attempt stored can be freed.
 fn expect_clean_aftermath(stillframe: &Stillframe, ids: &[String]) -> Result<()> {
@@ -85,7 +86,10 @@ fn guest_of_copies(folder: &Path) -> Result<Guest> {
     let program = folder.join("qemu-system-x86_64");
     fs::copy("/usr/bin/qemu-system-x86_64", &program)?;
     let kernel = folder.join("vmlinuz");
-    fs::copy(stillframe_e2e::guest::guests()?.join("vmlinuz"), &kernel)?;
+    fs::copy(
+        stillframe_harness::guest::guests()?.join("vmlinuz"),
+        &kernel,
+    )?;
     let mut setup = Setup::small(Kind::Private, "copies");
     setup.program = program;
     // The last of several -kernel options counts.

@@ -5,10 +5,11 @@ use std::fs;
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole, processes_with};
-use stillframe_e2e::running::PATIENCE;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole, processes_with};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
 
 /// A guest with one disk and a checkpoint of it.
 struct WithDisk {

@@ -9,14 +9,14 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::fault::with_fault;
-use stillframe_e2e::filling::{Filling, expect_alone};
-use stillframe_e2e::guest::{Guest, Kind, Setup};
-use stillframe_e2e::health::{children, expect_nothing_left, expect_untouched};
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::{PATIENCE, Running};
-use stillframe_e2e::serial::Serial;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::fault::with_fault;
+use stillframe_harness::filling::{Filling, expect_alone};
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{children, expect_nothing_left, expect_untouched};
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::running::{PATIENCE, Running};
+use stillframe_harness::serial::Serial;
 
 use crate::host::Mount;
 
@@ -307,7 +307,7 @@ fn the_guardian_keeps_to_itself() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let program = folder.path().join("stillframe");
-    fs::copy(stillframe_e2e::cli::binary()?, &program)?;
+    fs::copy(stillframe_harness::cli::binary()?, &program)?;
     let original = stillframe.command(&[])?;
     let mut command = Command::new(&program);
     for (name, value) in original.get_envs() {

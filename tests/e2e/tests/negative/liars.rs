@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use stillframe_e2e::agent::LyingAgent;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Setup};
-use stillframe_e2e::health::{expect_untouched, memory_kib};
-use stillframe_e2e::running::Running;
+use stillframe_harness::agent::LyingAgent;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::{expect_untouched, memory_kib};
+use stillframe_harness::running::Running;
 
 /// What a lying agent may cost the engine, in MiB.
 const COST_MIB: u64 = 64;

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::filling::{Filling, expect_alone};
-use stillframe_e2e::guest::{Guest, Kind, Setup};
-use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
-use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::filling::{Filling, expect_alone};
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole};
+use stillframe_harness::running::{PATIENCE, Running};
 
 fn locks(stillframe: &Stillframe) -> Result<usize> {
     let entries = fs::read_dir(stillframe.repository().join("locks"))?.flatten();

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use serde_json::json;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{BOOT_LIMIT, Kind, Setup};
-use stillframe_e2e::health::expect_untouched;
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::stress::others::{migration, stops};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{BOOT_LIMIT, Kind, Setup};
+use stillframe_harness::health::expect_untouched;
+use stillframe_harness::running::PATIENCE;
+use stillframe_stress::others::{migration, stops};
 
 #[test]
 fn a_vm_that_its_user_stops_during_a_watch_stays_stopped() -> Result<()> {

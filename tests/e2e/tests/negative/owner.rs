@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use stillframe_e2e::cli::{Stillframe, binary};
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::running::PATIENCE;
+use stillframe_harness::cli::{Stillframe, binary};
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
 
 const NOBODY: u32 = 65534;
 const GROUP: &str = "4242";

@@ -2,10 +2,10 @@
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Setup, Workload};
-use stillframe_e2e::health::{expect_untouched, memory_kib};
-use stillframe_e2e::running::Running;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup, Workload};
+use stillframe_harness::health::{expect_untouched, memory_kib};
+use stillframe_harness::running::Running;
 
 /// A guest that writes to up to 20 000 pages of so many MiB a second.
 fn eager_guest(kind: Kind, name: &str, mib: u32) -> Result<Guest> {

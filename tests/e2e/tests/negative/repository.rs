@@ -4,10 +4,11 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use stillframe_e2e::cli::{Stillframe, refusal};
-use stillframe_e2e::guest::{Guest, Kind, Restored, Setup};
-use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
-use stillframe_e2e::running::PATIENCE;
+use stillframe_harness::cli::{Stillframe, refusal};
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
 
 use crate::host::Mount;
 

@@ -7,10 +7,11 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use stillframe_e2e::cli::{PASSWORD, Stillframe, binary, refusal};
-use stillframe_e2e::guest::{Kind, Restored, Setup};
-use stillframe_e2e::health::{expect_untouched, expect_whole};
-use stillframe_e2e::running::PATIENCE;
+use stillframe_harness::cli::{PASSWORD, Stillframe, binary, refusal};
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::{expect_untouched, expect_whole};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
 
 use crate::host::{Missing, without};
 

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use serde_json::Value;
-use stillframe_e2e::cli::{Stillframe, refusal};
-use stillframe_e2e::guest::{Guest, Kind, Setup};
-use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole, processes_with};
-use stillframe_e2e::running::{PATIENCE, Running};
+use stillframe_harness::cli::{Stillframe, refusal};
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole, processes_with};
+use stillframe_harness::running::{PATIENCE, Running};
 
 use crate::host::Mount;
 

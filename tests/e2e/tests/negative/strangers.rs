@@ -10,13 +10,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use stillframe_e2e::cli::{PASSWORD, Stillframe, binary, refusal};
-use stillframe_e2e::filling::{Filling, runtime_file};
-use stillframe_e2e::guest::{Kind, Restored, Setup};
-use stillframe_e2e::health::processes_with;
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::serial::Serial;
+use stillframe_harness::cli::{PASSWORD, Stillframe, binary, refusal};
+use stillframe_harness::filling::{Filling, runtime_file};
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::processes_with;
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::PATIENCE;
+use stillframe_harness::serial::Serial;
 
 const NOBODY: u32 = 65534;
 
@@ -230,7 +231,7 @@ fn an_ordinary_user_has_directories_of_his_own() -> Result<()> {
     chown(&runtime, Some(NOBODY), Some(NOBODY))?;
     ensure!(line.output()?.status.success(), "no restore");
     let _restored = Restored {
-        pid: *stillframe_e2e::health::pids_with(&qmp)?
+        pid: *stillframe_harness::health::pids_with(&qmp)?
             .first()
             .context("no VM")?,
         qmp: qmp.into(),
@@ -319,7 +320,7 @@ fn no_core_dump_and_no_password_for_children() -> Result<()> {
     while !folder.path().join("waits").exists() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(5));
     }
-    stillframe_e2e::running::signal(waiting.id(), "QUIT")?;
+    stillframe_harness::running::signal(waiting.id(), "QUIT")?;
     let status = waiting.wait()?;
     ensure!(status.signal() == Some(3), "{status}");
     ensure!(!status.core_dumped(), "a core was dumped");

@@ -1,9 +1,9 @@
 //! Tags, notes, times and ages that are none: refused before anything is touched.
 
 use anyhow::{Result, ensure};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Setup};
-use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole};
 
 #[test]
 fn what_is_no_tag_note_time_or_age_is_refused_and_nothing_is_lost() -> Result<()> {

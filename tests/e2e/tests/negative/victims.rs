@@ -4,11 +4,11 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Result, ensure};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Kind, Setup};
-use stillframe_e2e::health::{expect_untouched, expect_whole};
-use stillframe_e2e::qmp::Qmp;
-use stillframe_e2e::running::{Running, signal};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::{expect_untouched, expect_whole};
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::running::{Running, signal};
 
 use crate::host::Tracer;
 
@@ -154,7 +154,7 @@ fn a_traced_or_stopped_qemu_is_refused_and_left_alone() -> Result<()> {
     );
     guest
         .serial
-        .wait_more(2, stillframe_e2e::running::PATIENCE)?;
+        .wait_more(2, stillframe_harness::running::PATIENCE)?;
     drop(tracer);
     expect_untouched(&guest, &mut monitor)?;
     signal(guest.pid() as u32, "STOP")?;

@@ -5,11 +5,11 @@ use std::fs::File;
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
-use stillframe_e2e::cli::Stillframe;
-use stillframe_e2e::guest::{Guest, Kind, Setup};
-use stillframe_e2e::health::{checkpoints, expect_untouched, expect_whole};
-use stillframe_e2e::running::PATIENCE;
-use stillframe_e2e::slow_disk::SlowDisk;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole};
+use stillframe_harness::running::PATIENCE;
+use stillframe_harness::slow_disk::SlowDisk;
 
 /// How fast the disk is: its requests, of up to 2 MiB, take a tenth of a second.
 const MIB_PER_SECOND: u64 = 20;

@@ -1,0 +1,69 @@
+//! VMs that `stillframe restore` started. One ends when dropped.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde_json::json;
+
+use crate::cli::Stillframe;
+use crate::health;
+use crate::qmp::Qmp;
+use crate::serial::Serial;
+
+/// A VM that `stillframe restore` started. It is no child of this process, so it ends by its monitor.
+#[derive(Debug)]
+pub struct Restored {
+    /// QEMU's process id.
+    pub pid: i32,
+    /// Its monitor.
+    pub qmp: PathBuf,
+    /// Its serial port.
+    pub serial: Serial,
+}
+
+impl Restored {
+    /// Restores `checkpoint` with monitor and serial port in `folder`.
+    pub fn start(
+        stillframe: &Stillframe,
+        checkpoint: &str,
+        folder: &Path,
+        more: &[&str],
+    ) -> Result<Restored> {
+        let (qmp, serial) = (folder.join("restored.qmp"), folder.join("restored.serial"));
+        let spec = format!("file:{}", serial.display());
+        let qmp_text = qmp.display().to_string();
+        let mut arguments = vec!["restore", checkpoint, "--qmp", &qmp_text, "--serial", &spec];
+        arguments.extend(more);
+        let report = stillframe.json(&arguments)?;
+        let pid = report["pid"].as_i64().context("restore printed no pid")? as i32;
+        Ok(Restored {
+            pid,
+            qmp,
+            serial: Serial::new(&serial),
+        })
+    }
+
+    /// Its monitor.
+    pub fn monitor(&self) -> Result<Qmp> {
+        Qmp::connect(&self.qmp)
+    }
+}
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        if !health::is_alive(self.pid) {
+            return;
+        }
+        if let Ok(mut qmp) = Qmp::connect(&self.qmp) {
+            let _ = qmp.execute("quit", json!({}));
+        }
+        // The next restore in this folder uses the same socket: wait until this one is gone.
+        for _ in 0..3000 {
+            if !health::is_alive(self.pid) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}

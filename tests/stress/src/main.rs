@@ -1,0 +1,159 @@
+//! The stress runs; started by `cargo xtask bench`.
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use stillframe_stress::{
+    exactness, flips, hotplug, kill, matrix, others, restore_exact, restore_kill, soak, torture,
+    transfer,
+};
+
+#[derive(Parser)]
+#[command(about = "Stress runs on real QEMU and real guests")]
+struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Every page of every RAM block against an image of the same pause, all kinds of guest.
+    Exactness {
+        /// Checkpoints of each guest.
+        #[arg(long, default_value_t = 27)]
+        checkpoints: u64,
+        /// Checkpoints of each schedule, with and without deltas and deduplication.
+        #[arg(long, default_value_t = 100)]
+        per_mode: u64,
+        /// Only this kind of guest; then nothing is recorded.
+        #[arg(long)]
+        guest: Option<String>,
+    },
+    /// `kill -9` of the engine at random moments.
+    Kill {
+        /// How many.
+        #[arg(long, default_value_t = 200)]
+        kills: u64,
+        /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// Devices that come and go during a watch; every checkpoint is restored.
+    Hotplug {
+        /// Plugs and unplugs.
+        #[arg(long, default_value_t = 200)]
+        plugs: u64,
+        /// Of the choice of devices and moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// Checkpoints in quick succession, and some of them restored.
+    Soak {
+        /// How many.
+        #[arg(long, default_value_t = 10_000)]
+        count: u64,
+        /// Milliseconds between two of them.
+        #[arg(long, default_value_t = 100)]
+        every_ms: u64,
+        /// Seed of the choice of the restored ones.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// Checkpoints taken in every way, each restored eagerly and lazily, against an image of the original.
+    RestoreExact {
+        /// Of two checkpoints each, for every kind of guest and every way.
+        #[arg(long, default_value_t = 2)]
+        rounds: u64,
+        /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// `kill -9` of lazy restores at random moments.
+    RestoreKill {
+        /// How many.
+        #[arg(long, default_value_t = 150)]
+        kills: u64,
+        /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// Every named fault point times every fault.
+    Matrix {
+        /// Only points whose names begin so; then nothing is recorded.
+        #[arg(long)]
+        point: Option<String>,
+    },
+    /// Everything that writes or takes memory behind an engine's back, at once.
+    Torture {
+        /// Checkpoints, each compared with the guest's memory.
+        #[arg(long, default_value_t = 5000)]
+        count: u64,
+        /// Seed of the disturbances of the guest.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// Another client stops a watched VM, and migrates watched VMs away.
+    Others {
+        /// Stops.
+        #[arg(long, default_value_t = 500)]
+        stops: u64,
+        /// Migrations.
+        #[arg(long, default_value_t = 100)]
+        migrations: u64,
+        /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// VMs sent to another process, copied and handed over, every page compared.
+    Transfer {
+        /// Copies, and hand-overs, of each guest, besides those that are compared byte by byte.
+        #[arg(long, default_value_t = 3)]
+        count: u64,
+        /// Kills of sender and receiver.
+        #[arg(long, default_value_t = 60)]
+        kills: u64,
+        /// Only this guest; then nothing is recorded.
+        #[arg(long)]
+        guest: Option<String>,
+    },
+    /// Random bit flips and truncations of a repository.
+    Flips {
+        /// How many.
+        #[arg(long, default_value_t = 1000)]
+        damages: u64,
+        /// Of the random places.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+}
+
+fn main() -> Result<()> {
+    match Arguments::parse().what {
+        What::Exactness {
+            checkpoints,
+            per_mode,
+            guest,
+        } => exactness::run(checkpoints, per_mode, guest.as_deref()),
+        What::Kill { kills, seed } => kill::run(kills, seed),
+        What::Hotplug { plugs, seed } => hotplug::run(plugs, seed),
+        What::Soak {
+            count,
+            every_ms,
+            seed,
+        } => soak::run(count, every_ms, seed),
+        What::RestoreExact { rounds, seed } => restore_exact::run(rounds, seed),
+        What::RestoreKill { kills, seed } => restore_kill::run(kills, seed),
+        What::Matrix { point } => matrix::run(point.as_deref()),
+        What::Torture { count, seed } => torture::run(count, seed),
+        What::Others {
+            stops,
+            migrations,
+            seed,
+        } => others::run(stops, migrations, seed),
+        What::Transfer {
+            count,
+            kills,
+            guest,
+        } => transfer::run(count, kills, guest.as_deref()),
+        What::Flips { damages, seed } => flips::run(damages, seed),
+    }
+}

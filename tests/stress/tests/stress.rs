@@ -1,0 +1,195 @@
+//! Short forms of the stress runs: `cargo xtask bench exactness|kill|flips` runs them at length.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::expect_untouched;
+use stillframe_harness::random::Random;
+use stillframe_harness::running::PATIENCE;
+use stillframe_stress::exactness::Mode;
+use stillframe_stress::{exactness, flips, kill, transfer};
+
+/// Three checkpoints of the working guest, each compared page by page in its pause, then one of the
+/// paused guest compared byte by byte with the VM restored from it.
+fn exact(kind: Kind) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let guest = Setup::new(kind).boot()?;
+    let (tally, _) = exactness::watch_verified(&stillframe, &guest, "300ms", 3, &Mode::new())?;
+    ensure!(tally.differing == 0 && tally.pages > 0, "{tally:?}");
+    guest.serial.wait_more(2, PATIENCE)?;
+    let twin = exactness::twin(&stillframe, &guest, 4, &Mode::new())?;
+    ensure!(twin.differing == 0 && twin.pages > 0, "{twin:?}");
+    stillframe.ok(&["check", "--read-data"])?;
+    Ok(())
+}
+
+/// One guest that never rests, checkpointed in every way there is.
+#[test]
+fn every_schedule_is_exact() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let guest = exactness::writing_all_the_time().boot()?;
+    for (number, mode) in exactness::modes().iter().enumerate() {
+        let place = folder.path().join(number.to_string());
+        let stillframe = Stillframe::init(&place)?;
+        let (tally, lines) = exactness::watch_verified(&stillframe, &guest, "50ms", 4, mode)?;
+        ensure!(
+            tally.differing == 0 && tally.pages > 0,
+            "{mode:?} {tally:?}"
+        );
+        let last = &lines[3];
+        // That it was the way asked for.
+        let deltas = last["pages"]["delta"] != 0;
+        ensure!(deltas == mode.contains(&"256M"), "{mode:?} {last}");
+        let after = last["copied"]["after"] != 0;
+        ensure!(after == mode.contains(&"copy-on-write"), "{mode:?} {last}");
+        let before = last["copied"]["pre_copy"] != 0;
+        ensure!(before == mode.contains(&"pre-copy"), "{mode:?} {last}");
+        stillframe.ok(&["check", "--read-data"])?;
+        fs::remove_dir_all(&place)?;
+    }
+    guest.serial.wait_more(2, PATIENCE)?;
+    Ok(())
+}
+
+#[test]
+fn private_memory_is_exact() -> Result<()> {
+    exact(Kind::Private)
+}
+
+#[test]
+fn memory_shared_by_memfd_is_exact() -> Result<()> {
+    exact(Kind::Memfd)
+}
+
+#[test]
+fn memory_shared_by_file_is_exact() -> Result<()> {
+    exact(Kind::FileShared)
+}
+
+#[test]
+fn machine_pc_is_exact() -> Result<()> {
+    exact(Kind::Pc)
+}
+
+#[test]
+fn two_cpus_are_exact() -> Result<()> {
+    exact(Kind::TwoCpus)
+}
+
+#[test]
+fn memory_on_both_sides_of_four_gib_is_exact() -> Result<()> {
+    exact(Kind::FiveGib)
+}
+
+#[test]
+fn a_scrolling_console_is_exact() -> Result<()> {
+    exact(Kind::Console)
+}
+
+#[test]
+fn a_sandboxed_qemu_is_exact() -> Result<()> {
+    exact(Kind::Sandbox)
+}
+
+#[test]
+fn a_guest_under_kvm_is_exact() -> Result<()> {
+    if !Path::new("/dev/kvm").exists() {
+        eprintln!("left out: this machine has no /dev/kvm");
+        return Ok(());
+    }
+    exact(Kind::KvmBootSector)
+}
+
+/// The first kills of the stress run, at every moment of an engine's life.
+fn survive_kills(kind: Kind, schedule: &str, seed: u64) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let mut guest = Setup::small(kind, "survivor").boot()?;
+    let mut monitor = guest.second_monitor()?;
+    let mut random = Random::new(seed);
+    for number in [0, 3, 4, 6, 7, 9] {
+        let moment = kill::moment(number);
+        kill::strike(
+            &stillframe,
+            &guest,
+            &mut monitor,
+            schedule,
+            moment,
+            &mut random,
+        )
+        .and_then(|_| kill::aftermath(&stillframe, &mut guest))
+        .with_context(|| format!("kill {number}, {moment:?}"))?;
+    }
+    // The last engine took back what those before it had lent QEMU.
+    expect_untouched(&guest, &mut monitor)
+}
+
+#[test]
+fn a_vm_with_private_memory_survives_kills_of_the_engine() -> Result<()> {
+    survive_kills(Kind::Private, "pre-copy", 1)
+}
+
+#[test]
+fn a_vm_with_shared_memory_survives_kills_of_the_engine() -> Result<()> {
+    survive_kills(Kind::Memfd, "copy-on-write", 2)
+}
+
+/// A copy and a hand-over of the working guest, each compared page by page in its pause, and one of each byte by byte.
+fn transferred(kind: Kind) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let guest = Setup::new(kind).boot()?;
+    let mut transfers = 0;
+    let mut differing = 0;
+    transfer::one_guest(&stillframe, &guest, 1, |_, _, tally| {
+        transfers += 1;
+        differing += tally.differing;
+    })?;
+    ensure!(transfers >= 2 && differing == 0, "{transfers} {differing}");
+    Ok(())
+}
+
+#[test]
+fn a_transfer_of_private_memory_is_exact() -> Result<()> {
+    transferred(Kind::Private)
+}
+
+#[test]
+fn a_transfer_of_memory_shared_by_file_is_exact_and_never_shares_it() -> Result<()> {
+    transferred(Kind::FileShared)
+}
+
+#[test]
+fn a_vm_never_runs_twice_whichever_side_of_a_transfer_is_killed() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let (struck, wrong) = transfer::strikes(&stillframe, 8, 3)?;
+    ensure!(struck.len() == 8 && wrong == 0, "{struck:?}");
+    Ok(())
+}
+
+#[test]
+fn damage_at_random_places_is_found_and_never_restored_from() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = flips::sample(folder.path())?;
+    let files = flips::files(stillframe.repository())?;
+    let mut random = Random::new(1);
+    for number in 0..40 {
+        let damage = flips::Damage::random(&files, &mut random)?;
+        ensure!(
+            flips::found(&stillframe, &damage)?,
+            "missed: {}",
+            damage.describe()
+        );
+        if number % 8 == 0 {
+            flips::restore(&stillframe, folder.path())?;
+        }
+        damage.undo()?;
+    }
+    stillframe.ok(&["check", "--read-data"])?;
+    Ok(())
+}
