@@ -11,12 +11,18 @@ const COMMIT_DIGITS_MIN: usize = 7;
 /// Prefix of the line of a commit; the files that it touched follow.
 const COMMIT_MARK: &str = "commit:";
 
+/// Unit tests, which change no measurement; those of `tests/`, which measure, are no part of a source folder.
+const TESTS: [&str; 2] = [
+    ":(exclude,glob)**/src/**/tests.rs",
+    ":(exclude,glob)**/src/**/tests/**",
+];
+
 /// The history that ends in HEAD.
 pub trait History {
     /// Whether HEAD has this file or folder.
     fn has_path(&self, path: &str) -> bool;
 
-    /// The changes of `paths` since `commit`.
+    /// The changes of `paths` since `commit`, apart from files of unit tests.
     fn since(&self, commit: &str, paths: &[String]) -> Result<Since>;
 }
 
@@ -82,11 +88,16 @@ impl History for GitHistory {
         }
         let format = format!("--format={COMMIT_MARK}%H");
         let range = format!("{commit}..HEAD");
-        let mut arguments = vec!["--literal-pathspecs", "-c", "core.quotePath=off", "log"];
+        let mut arguments = vec!["-c", "core.quotePath=off", "log"];
         // By default a merge lists no file, not even one that differs from all its parents.
         arguments.extend(["--reverse", "--diff-merges=combined", "--name-only"]);
         arguments.extend([format.as_str(), range.as_str(), "--"]);
-        arguments.extend(paths.iter().map(String::as_str));
+        let literal: Vec<String> = paths
+            .iter()
+            .map(|path| format!(":(literal){path}"))
+            .collect();
+        arguments.extend(literal.iter().map(String::as_str));
+        arguments.extend(TESTS);
         let log = git(&self.root, &arguments)?;
         let lines = || log.lines().filter(|line| !line.is_empty());
         let is_commit = |line: &&str| line.starts_with(COMMIT_MARK);
@@ -180,6 +191,22 @@ pub mod tests {
         assert_eq!(since(&measured[..7]).unwrap(), changed(2, "bench.rs"));
         let now = sample.git(&["rev-parse", "HEAD"]);
         assert_eq!(since(&now).unwrap(), Since::Unchanged);
+    }
+
+    #[test]
+    fn unit_tests_are_no_change() {
+        let sample = Sample::new();
+        let measured = sample.commit("a/src/b.rs", "1");
+        let since = || {
+            let history = GitHistory::read(sample.root()).unwrap();
+            history.since(&measured, &["a/src".to_owned()]).unwrap()
+        };
+        for path in ["a/src/tests.rs", "a/src/b/tests.rs", "a/src/tests/c.rs"] {
+            sample.commit(path, "1");
+        }
+        assert_eq!(since(), Since::Unchanged);
+        sample.commit("a/src/contests.rs", "1");
+        assert_eq!(since(), changed(1, "a/src/contests.rs"));
     }
 
     #[test]
