@@ -15,7 +15,7 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let mut page = [0; PAGE];
     loop {
         match file.next_page(&mut page) {
-            Ok(Some(found)) => assert!(found.page < blocks[found.block].pages()),
+            Ok(Some(found)) => assert!(found.page.page < blocks[found.page.block].pages()),
             Ok(None) => break,
             Err(_) => return,
         }

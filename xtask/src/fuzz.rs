@@ -296,7 +296,7 @@ fn run_one(folders: &Folders, name: &str, limit: &str) -> Result<Outcome> {
 fn input_bytes_max(target: &str) -> usize {
     match target {
         "guest_state" => PAGE_TABLES_BYTES_MAX,
-        "arguments" | "device_state" | "rewrite" => SLOW_INPUT_BYTES_MAX,
+        "arguments" | "device_state" | "layer" | "rewrite" => SLOW_INPUT_BYTES_MAX,
         _ => INPUT_BYTES_MAX,
     }
 }
