@@ -199,7 +199,7 @@ pub enum CheckpointError {
     State(#[from] StateError),
     /// An increment of nothing.
     #[error(
-        "the checkpoint before is gone (forgotten, or pruned): the next one looks at all of memory"
+        "the checkpoint before is gone (forgotten, or pruned): the next one scans all of memory"
     )]
     ParentGone,
     /// The comparison could not be made.

@@ -235,7 +235,7 @@ pub fn plan(
     Ok(launch::plan(&vm_record(id, manifest)?, options)?)
 }
 
-/// Restores a checkpoint into a new QEMU as planned. It goes on by itself when this returns.
+/// Restores a checkpoint into a new QEMU as planned. The VM runs independently when this returns.
 pub fn restore(
     repository: &mut Repository,
     Checkpoint { id, manifest }: Checkpoint<'_>,
@@ -338,7 +338,7 @@ pub(crate) fn start(
     Ok(starting)
 }
 
-/// Takes up the lease of a VM whose restore was killed. The VM waits, so it goes on also without one.
+/// Takes up the lease of a VM whose restore was killed. The VM waits, so the restore continues even without a lease.
 fn lease_again(reader: &Reader<'_>, record: &FillingRecord, events: LazySink<'_>) -> Option<Lease> {
     let lease = reader.lease(
         &record.checkpoint,

@@ -365,7 +365,7 @@ impl Delta {
         let masks = input.stream(&mut decoder, count * WORDS * 2)?;
         let bytes = input.stream(&mut decoder, count * PAGE)?;
         if !input.0.is_empty() {
-            return Err(DeltaError::Malformed("it goes on behind its end"));
+            return Err(DeltaError::Malformed("it has data after its end"));
         }
         let mut delta = Delta {
             pages: Vec::with_capacity(count),

@@ -124,14 +124,14 @@ pub enum MigrationFileError {
         hint: &'static str,
     },
     /// It is one, and holds what this program does not understand.
-    #[error("{what} at byte {at} is not understood; {mend}")]
+    #[error("{what} at byte {at} is not understood; {remedy}")]
     Unsupported {
         /// The unsupported feature.
         what: String,
         /// Where.
         at: u64,
         /// The remedy.
-        mend: &'static str,
+        remedy: &'static str,
     },
     /// It contradicts itself.
     #[error("the file is damaged at byte {at}: {what}")]

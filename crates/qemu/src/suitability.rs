@@ -63,7 +63,7 @@ pub enum Unsuitable {
     /// The kernel does not report what a device gives back of the guest's memory.
     #[error(
         "device {device} gives memory back in pieces of 2 MiB, which this kernel loses track of (see \
-         `stillframe probe`), so changed pages cannot be detected; use a kernel with the mend, or a VM without \
+         `stillframe probe`), so changed pages cannot be detected; use a kernel with the fix, or a VM without \
          the device"
     )]
     LostDiscards {

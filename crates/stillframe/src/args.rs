@@ -122,7 +122,10 @@ pub enum Command {
     #[command(after_help = help::CLONE)]
     Clone(CloneArgs),
     /// Return a running VM to one of its checkpoints, in the same QEMU
-    #[command(after_help = help::REWIND)]
+    #[command(
+        after_help = help::REWIND,
+        override_usage = "stillframe rewind [OPTIONS] <ID> <VM|--pid <N>|--qmp <PATH>|--vm <NAME>>"
+    )]
     Rewind(RewindArgs),
     /// Write a checkpoint to a file for QEMU, gdb or crash
     #[command(after_help = help::EXPORT)]
@@ -149,7 +152,10 @@ pub enum Command {
     #[command(after_help = help::INSPECT)]
     Inspect(InspectArgs),
     /// Count the pages and bytes that change in a VM's memory
-    #[command(after_help = help::STATS)]
+    #[command(
+        after_help = help::STATS,
+        override_usage = "stillframe stats [OPTIONS] <OLDER> <NEWER>\n       stillframe stats [OPTIONS] --over <TIME> <--pid <N>|--qmp <PATH>|--vm <NAME>>"
+    )]
     Stats(StatsArgs),
     /// Test whether this machine's kernel can do what stillframe needs
     #[command(after_help = help::PROBE)]

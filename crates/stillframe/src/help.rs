@@ -58,7 +58,7 @@ Examples:
   stillframe -r /srv/checkpoints --password-file /etc/stillframe.other key remove 1a2b3c4d
 
 Each password opens the same master key, through a key file of its own. Every key command needs a password, even
-while the repository is unlocked. `key remove` refuses to remove the key of that password, so a working one
+while the repository is unlocked. `key remove` refuses to remove the key whose password was given, so a working one
 always remains.
 
 Removing or changing a password re-encrypts nothing. An old copy of its key file (in a backup, say) with that

@@ -49,7 +49,7 @@ pub enum State {
         /// The failure.
         cause: String,
         /// The remedy.
-        mend: String,
+        remedy: String,
     },
 }
 
@@ -61,7 +61,7 @@ struct Entry {
     need: Need,
     filtered_child: bool,
     trial: Trial,
-    mend: &'static str,
+    remedy: &'static str,
 }
 
 const ROOT: &str = "run as root, or with the capability CAP_SYS_PTRACE";
@@ -74,14 +74,14 @@ const ENTRIES: [Entry; 9] = [
         need: Need::Required,
         filtered_child: false,
         trial: try_memory,
-        mend: ROOT,
+        remedy: ROOT,
     },
     Entry {
         name: "userfaultfd of other processes",
         need: Need::Required,
         filtered_child: false,
         trial: try_infect,
-        mend: "run as root (CAP_SYS_PTRACE), and allow ptrace: /proc/sys/kernel/yama/ptrace_scope \
+        remedy: "run as root (CAP_SYS_PTRACE), and allow ptrace: /proc/sys/kernel/yama/ptrace_scope \
                at most 2",
     },
     Entry {
@@ -89,28 +89,28 @@ const ENTRIES: [Entry; 9] = [
         need: Need::Required,
         filtered_child: false,
         trial: try_tracking,
-        mend: KERNEL,
+        remedy: KERNEL,
     },
     Entry {
         name: "files in memory",
         need: Need::Required,
         filtered_child: false,
         trial: try_memfd,
-        mend: "mount /proc, and use a kernel with CONFIG_MEMFD_CREATE",
+        remedy: "mount /proc, and use a kernel with CONFIG_MEMFD_CREATE",
     },
     Entry {
         name: "shared memory of other processes",
         need: Need::Optional,
         filtered_child: false,
         trial: try_mapped_file,
-        mend: "run as root, or with the capability CAP_CHECKPOINT_RESTORE",
+        remedy: "run as root, or with the capability CAP_CHECKPOINT_RESTORE",
     },
     Entry {
         name: "sandboxed processes",
         need: Need::Optional,
         filtered_child: true,
         trial: try_infect,
-        mend: "run as root (CAP_SYS_ADMIN), without a seccomp filter of our own, on a kernel with \
+        remedy: "run as root (CAP_SYS_ADMIN), without a seccomp filter of our own, on a kernel with \
                CONFIG_CHECKPOINT_RESTORE",
     },
     Entry {
@@ -118,7 +118,7 @@ const ENTRIES: [Entry; 9] = [
         need: Need::Optional,
         filtered_child: false,
         trial: try_synchronous,
-        mend: KERNEL,
+        remedy: KERNEL,
     },
     DISCARDS,
     Entry {
@@ -126,7 +126,7 @@ const ENTRIES: [Entry; 9] = [
         need: Need::Optional,
         filtered_child: false,
         trial: try_missing,
-        mend: KERNEL,
+        remedy: KERNEL,
     },
 ];
 
@@ -137,7 +137,7 @@ const DISCARDS: Entry = Entry {
     need: Need::Optional,
     filtered_child: false,
     trial: try_discards,
-    mend: "use a kernel with the fix of July 2026 (\"fs/proc/task_mmu: fix PAGEMAP_SCAN written state for PMD \
+    remedy: "use a kernel with the fix of July 2026 (\"fs/proc/task_mmu: fix PAGEMAP_SCAN written state for PMD \
            holes\"); until then, VMs with free page reporting or virtio-mem are refused",
 };
 
@@ -160,7 +160,7 @@ fn try_one(entry: &Entry) -> Ability {
         Ok(detail) => State::Present { detail },
         Err(error) => State::Missing {
             cause: with_causes(error.as_ref()),
-            mend: mend(entry.mend, is_filtered()),
+            remedy: remedy(entry.remedy, is_filtered()),
         },
     };
     Ability {
@@ -171,7 +171,7 @@ fn try_one(entry: &Entry) -> Ability {
 }
 
 /// A filter of our own looks like missing rights, also to root.
-fn mend(usual: &str, filtered: bool) -> String {
+fn remedy(usual: &str, filtered: bool) -> String {
     match filtered {
         false => usual.to_owned(),
         true => format!(
@@ -368,18 +368,18 @@ mod tests {
                 child.process.wait_exit(LIMIT);
                 try_memory(child)
             },
-            mend: "do something",
+            remedy: "do something",
         };
-        let State::Missing { cause, mend } = try_one(&entry).state else {
+        let State::Missing { cause, remedy } = try_one(&entry).state else {
             panic!("it cannot be there")
         };
         assert!(cause.contains("has ended"), "{cause}");
-        assert_eq!(mend, "do something");
+        assert_eq!(remedy, "do something");
     }
 
     #[test]
     fn a_filter_of_our_own_is_named_before_missing_rights() {
-        assert_eq!(mend("run as root", false), "run as root");
-        assert!(mend("run as root", true).starts_with("this process is under a seccomp filter"));
+        assert_eq!(remedy("run as root", false), "run as root");
+        assert!(remedy("run as root", true).starts_with("this process is under a seccomp filter"));
     }
 }

@@ -140,7 +140,7 @@ impl<'p> Batch<'p> {
         }
         match input.0.is_empty() {
             true => Ok(batch),
-            false => Err(malformed("a batch that goes on behind its end")),
+            false => Err(malformed("a batch with data after its end")),
         }
     }
 

@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn letting_go_is_said_in_so_many_words() {
+    fn letting_go_is_reported() {
         let (mut watched, heartbeat) = watched();
         heartbeat.beat();
         heartbeat.let_go();

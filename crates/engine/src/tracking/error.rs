@@ -62,7 +62,7 @@ pub enum TrackerError {
     NoFaultServer,
     /// The kernel or QEMU took write protection away.
     #[error(
-        "pages lost their write protection before they were copied (the host's KSM merged them, or the balloon took them); this checkpoint is discarded. If that goes on, choose another schedule, or start the VM with -machine mem-merge=off"
+        "pages lost their write protection before they were copied (the host's KSM merged them, or the balloon took them); this checkpoint is discarded. If this recurs, choose another schedule, or start the VM with -machine mem-merge=off"
     )]
     ProtectionLost,
     /// A fault that a test injected.

@@ -81,7 +81,7 @@ pub enum ReceiveError {
     },
 }
 
-/// Receives a VM over a connection on which nothing was sent yet. The VM goes on by itself when this returns. After
+/// Receives a VM over a connection on which nothing was sent yet. The VM runs independently when this returns. After
 /// an error the reason is sent to the other side, where that is possible.
 ///
 /// # Errors

@@ -349,7 +349,7 @@ mod tests {
     /// Our tests run on hosts without a security module. There the process that is to become QEMU refuses a label
     /// too, and the label does not show at a process that became QEMU.
     #[test]
-    fn what_cannot_be_taken_on_names_the_mend() {
+    fn what_cannot_be_taken_on_names_the_remedy() {
         let group = credentials(None, "/no/such/stillframe/group");
         let words = take_on(&group).expect_err("no such group");
         assert!(words.contains("--without-group"), "{words}");

@@ -17,8 +17,8 @@ const MACHINE_BYTES_MAX: u32 = 128;
 /// Bits of a record's first word that are flags.
 pub(super) const FLAGS: u64 = PAGE_BYTES - 1;
 
-pub(super) fn unsupported(what: String, at: u64, mend: &'static str) -> MigrationFileError {
-    MigrationFileError::Unsupported { what, at, mend }
+pub(super) fn unsupported(what: String, at: u64, remedy: &'static str) -> MigrationFileError {
+    MigrationFileError::Unsupported { what, at, remedy }
 }
 
 /// The meaning of a record's flags that are not supported here.

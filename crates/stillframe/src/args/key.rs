@@ -24,7 +24,7 @@ pub enum KeyCommand {
     Add(NewPasswordArgs),
     /// Remove a key, so that its password no longer opens the repository
     Remove(KeyName),
-    /// Replace the password that opened the repository by a new one
+    /// Replace the password that opened the repository with a new one
     Passwd(NewPasswordArgs),
 }
 

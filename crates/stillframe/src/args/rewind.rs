@@ -25,7 +25,7 @@ pub struct RewindArgs {
     /// Rewind although a disk has changed since the checkpoint; this may damage the data on it
     #[arg(long)]
     pub disks_as_they_are: bool,
-    /// Fail if the pause exceeds this before anything is changed
+    /// Give up, and change nothing, if the checks in the pause take longer than this
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "3s")]
     pub pause_limit: Duration,
     /// Upper bound on copies of guest memory; fail if more of it differs from the checkpoint

@@ -28,7 +28,7 @@ pub fn run(context: &Context) -> anyhow::Result<()> {
 pub fn require() -> Result<(), CommandError> {
     let abilities = probe::run();
     let lacks: Vec<String> = missing(&abilities)
-        .map(|(name, cause, mend)| format!("{name} is missing: {cause}; {mend}"))
+        .map(|(name, cause, remedy)| format!("{name} is missing: {cause}; {remedy}"))
         .collect();
     match lacks.is_empty() {
         true => Ok(()),
@@ -40,8 +40,8 @@ fn missing(abilities: &[Ability]) -> impl Iterator<Item = (&str, &str, &str)> {
     abilities
         .iter()
         .filter_map(|ability| match (&ability.need, &ability.state) {
-            (Need::Required, State::Missing { cause, mend }) => {
-                Some((ability.name, cause.as_str(), mend.as_str()))
+            (Need::Required, State::Missing { cause, remedy }) => {
+                Some((ability.name, cause.as_str(), remedy.as_str()))
             }
             _ => None,
         })
@@ -60,8 +60,8 @@ fn object(ability: &Ability) -> Value {
         State::Present { detail } => {
             json!({ "name": name, "need": need, "present": true, "detail": detail })
         }
-        State::Missing { cause, mend } => {
-            json!({ "name": name, "need": need, "present": false, "cause": cause, "mend": mend })
+        State::Missing { cause, remedy } => {
+            json!({ "name": name, "need": need, "present": false, "cause": cause, "remedy": remedy })
         }
     }
 }
@@ -72,7 +72,7 @@ fn words(abilities: &[Ability]) -> String {
     for ability in abilities {
         let (here, detail) = match &ability.state {
             State::Present { detail } => ("yes", detail.clone()),
-            State::Missing { cause, mend } => ("NO", format!("{cause}; {mend}")),
+            State::Missing { cause, remedy } => ("NO", format!("{cause}; {remedy}")),
         };
         table.row([ability.name, need(ability), here, &detail].map(str::to_owned));
     }
@@ -86,7 +86,7 @@ mod tests {
     fn abilities() -> Vec<Ability> {
         let missing = || State::Missing {
             cause: "kernel too old".into(),
-            mend: "use 6.7".into(),
+            remedy: "use 6.7".into(),
         };
         vec![
             Ability {
@@ -117,13 +117,13 @@ mod tests {
     }
 
     #[test]
-    fn cause_and_mend_are_shown() {
+    fn cause_and_remedy_are_shown() {
         let words = words(&abilities());
         assert!(
             words.contains("page map scan  required  NO    kernel too old; use 6.7"),
             "{words}"
         );
-        assert_eq!(object(&abilities()[2])["mend"], "use 6.7");
+        assert_eq!(object(&abilities()[2])["remedy"], "use 6.7");
         assert_eq!(object(&abilities()[0])["present"], true);
     }
 }

@@ -24,7 +24,7 @@ fn is_as_it_was(behind_s: f64) -> bool {
     (AWAY_S - 2.0..AWAY_S + 600.0).contains(&behind_s)
 }
 
-/// Where a restored VM has its monitor, and its serial port: the file, and what QEMU is told.
+/// Where a restored VM has its monitor, and its serial port: the file, and QEMU's argument.
 fn host_ends(folder: &Path) -> (String, PathBuf, String) {
     let serial = folder.join("serial");
     let spec = format!("file:{}", serial.display());
@@ -111,7 +111,7 @@ fn a_guest_with_an_agent_gets_the_right_time() -> Result<()> {
     expect_nothing_left(clone.pid, &mut clone.monitor()?)
 }
 
-/// A guest whose channel nobody in it listens to runs all the same, and it is told.
+/// A guest in which no agent answers runs, and this is reported.
 #[test]
 fn a_guest_whose_agent_is_silent_runs() -> Result<()> {
     let folder = tempfile::tempdir()?;

@@ -95,7 +95,7 @@ fn frozen(kind: Kind, name: &str) -> Result<Frozen> {
 }
 
 impl Frozen {
-    /// Exports the last checkpoint; what was told, and the file.
+    /// Exports the last checkpoint; the output, and the file.
     fn export(&self, format: &str) -> Result<(Value, PathBuf)> {
         let file = self.guest.folder().join(format);
         let path = file.display().to_string();
@@ -459,14 +459,15 @@ fn gdb(core: &Path, commands: &[String]) -> Result<String> {
     Ok(said + &String::from_utf8_lossy(&output.stderr))
 }
 
-/// All numbers that are told behind a colon, on lines like `0xADDRESS: 0x1 0x2`.
+/// All numbers behind a colon, on lines like `0xADDRESS: 0x1 0x2`.
 fn numbers(said: &str) -> Vec<u64> {
     let lines = said.lines().filter_map(|line| line.split_once(':'));
-    let told = lines.filter(|(address, _)| {
+    let printed = lines.filter(|(address, _)| {
         let address = address.split_whitespace().next().unwrap_or_default();
         u64::from_str_radix(address.trim_start_matches("0x"), 16).is_ok()
     });
-    told.flat_map(|(_, numbers)| numbers.split_whitespace())
+    printed
+        .flat_map(|(_, numbers)| numbers.split_whitespace())
         .filter_map(|number| u64::from_str_radix(number.trim_start_matches("0x"), 16).ok())
         .collect()
 }

@@ -280,7 +280,7 @@ fn probe_tells_of_every_ability() -> Result<()> {
         let told = if ability["present"] == true {
             vec!["detail"]
         } else {
-            vec!["cause", "mend"]
+            vec!["cause", "remedy"]
         };
         ensure!(
             told.iter().all(|field| ability[field].is_string()),

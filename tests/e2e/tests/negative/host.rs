@@ -21,7 +21,7 @@ pub struct Mount {
 }
 
 impl Mount {
-    /// A file system in memory of so many MiB.
+    /// A file system in memory of this many MiB.
     pub fn tmpfs(at: &Path, mib: u32) -> Result<Mount> {
         std::fs::create_dir_all(at)?;
         let size = format!("size={mib}m");
@@ -36,7 +36,7 @@ impl Mount {
         Ok(mount)
     }
 
-    /// An ext4 file system of so many MiB in a file beside it.
+    /// An ext4 file system of this many MiB in a file beside it.
     pub fn image(at: &Path, mib: u64) -> Result<Mount> {
         std::fs::create_dir_all(at)?;
         let image = at.with_extension("img");

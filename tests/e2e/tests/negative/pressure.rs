@@ -7,7 +7,7 @@ use stillframe_harness::guest::{Guest, Kind, Setup, Workload};
 use stillframe_harness::health::{expect_untouched, memory_kib};
 use stillframe_harness::running::Running;
 
-/// A guest that writes to up to 20 000 pages of so many MiB a second.
+/// A guest that writes to up to 20 000 pages of `mib` MiB a second.
 fn eager_guest(kind: Kind, name: &str, mib: u32) -> Result<Guest> {
     let mut setup = Setup::small(kind, name);
     setup.ram_mib = 192;
@@ -65,7 +65,7 @@ fn a_guest_may_write_more_than_is_held_in_memory() -> Result<()> {
     Ok(())
 }
 
-/// A repository slower than the guest: the interval is lengthened and this is told, memory stays
+/// A repository slower than the guest: the interval is lengthened and this is reported, memory stays
 /// bounded, every checkpoint is exact.
 #[test]
 fn a_slow_repository_lengthens_the_interval() -> Result<()> {

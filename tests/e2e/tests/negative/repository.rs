@@ -86,7 +86,7 @@ fn what_is_no_repository_is_named_and_left_alone() -> Result<()> {
             let said = stillframe.fails(&for_pid(words, &guest.pid_text()), 1)?;
             ensure!(said.contains(name), "{name}, {words:?}: {said}");
         }
-        // A file is no folder at all; of folders it is told how they become a repository.
+        // A file is no folder at all; for folders the error says how to make a repository.
         let said = stillframe.fails(&["list"], 1)?;
         ensure!(
             name == "file" || said.contains("stillframe init"),

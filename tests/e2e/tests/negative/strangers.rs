@@ -81,7 +81,7 @@ impl Small {
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// Runs `clone` or `restore`; the new VM, and what was told of it.
+    /// Runs `clone` or `restore`; the new VM, and the output.
     fn new_vm(&self, arguments: &[&str], name: &str) -> Result<(Restored, Value)> {
         let qmp = self.text(name);
         let more = ["--qmp", &qmp, "--json"];

@@ -177,7 +177,7 @@ fn copy_time(page: &mut Page, measured: &Measured) -> Result<()> {
     chart::points(&page.picture("copying.svg"), labels, &series)?;
     page.add(&Figure {
         title: "Figures 6.4 and A.1: copy time over pages copied, every 2 s",
-        paper: "a line fits both; copy-on-write's offset is 86 ms, 16 ms after a mend; stop-and-copy's 3 ms. \
+        paper: "a line fits both; copy-on-write's offset is 86 ms, 16 ms after a remedy; stop-and-copy's 3 ms. \
                 Copy-on-write copies a page faster.",
         ours: "Least squares over all increments at 2 s. Copy-on-write: `phases_us.copy`, all that is done \
                outside the pause, the guest running: protecting what was written, before the pause, and \

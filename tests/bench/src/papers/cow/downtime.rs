@@ -107,7 +107,7 @@ fn downtimes(page: &mut Page, measured: &Measured) -> Result<()> {
     chart::bars(&page.picture("downtime.svg"), labels, &groups, &bars)?;
     page.add(&Figure {
         title: "Tables 6.2 and 6.3, figure 6.2: downtime at 2, 4 and 8 s",
-        paper: "copy-on-write 26, 27, 29 ms (stdev 5, 6, 10; median 26, 26, 27), after a mend 13 ms at 2 s. \
+        paper: "copy-on-write 26, 27, 29 ms (stdev 5, 6, 10; median 26, 26, 27), after a remedy 13 ms at 2 s. \
                 stop-and-copy 84, 117, 199 ms (stdev 299, 444, 825; median 54, 59, 66).",
         ours: "The same, first checkpoints left out here too; beside them the pages that were copied.",
         columns: &["schedule", "interval", SPREAD[0], SPREAD[1], SPREAD[2], SPREAD[3], "pages"],
