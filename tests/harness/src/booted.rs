@@ -16,6 +16,8 @@ use serde_json::json;
 
 use crate::guest::{BOOT_LIMIT, Guest, Kind, Setup, guests};
 
+/// States older than this are removed when a new one is made: their QEMU, kernel or workload has changed.
+const AGE_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Time for QEMU to save a guest.
 const SAVE_LIMIT: Duration = Duration::from_secs(60);
 /// Between two questions whether it has.
@@ -44,6 +46,7 @@ impl Setup {
         let lock = File::create(folder.join(format!("{key:016x}.lock")))?;
         lock.lock()?;
         if !path.exists() {
+            remove_old(&folder);
             let unfinished = path.with_extension("unfinished");
             save(&self.boot()?, &unfinished).context("cannot save a booted guest")?;
             fs::rename(&unfinished, &path)?;
@@ -71,6 +74,17 @@ impl Setup {
             }
         }
         Ok(hasher.finish())
+    }
+}
+
+/// Removes files that were made long ago; one that is still needed is made again.
+fn remove_old(folder: &Path) {
+    for file in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let modified = file.metadata().and_then(|metadata| metadata.modified());
+        let age = modified.ok().and_then(|time| time.elapsed().ok());
+        if age.is_some_and(|age| age > AGE_MAX) {
+            let _ = fs::remove_file(file.path());
+        }
     }
 }
 
