@@ -9,7 +9,7 @@ mod backend;
 mod own_monitor;
 mod properties;
 
-pub use backend::{Backend, BackendWord};
+pub use backend::{Backend, BackendWord, MONITOR};
 pub(crate) use own_monitor::{
     chardev_is, is_own_monitor, monitor_device, own_monitor, without_own_monitor,
 };

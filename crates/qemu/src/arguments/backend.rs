@@ -30,6 +30,10 @@ pub enum BackendWord {
     },
 }
 
+/// Before a backend that is shared with a monitor. QEMU takes it once; a word that has it twice must not become one
+/// that has it once.
+pub const MONITOR: &str = "mon:";
+
 impl BackendWord {
     /// Reads the value (QEMU: `chardev/char.c`, `qemu_chr_parse_compat`).
     pub fn parse(word: &str) -> BackendWord {
@@ -39,10 +43,10 @@ impl BackendWord {
         if let Some(id) = word.strip_prefix("chardev:") {
             return BackendWord::Reference(id.to_owned());
         }
-        let inner = word.strip_prefix("mon:");
+        let without_monitor = word.trim_start_matches(MONITOR);
         BackendWord::Own {
-            backend: Backend::from_word(inner.unwrap_or(word)),
-            with_monitor: inner.is_some(),
+            backend: Backend::from_word(without_monitor),
+            with_monitor: without_monitor != word,
         }
     }
 }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use super::holders::Endpoint;
 use super::{LaunchError, LaunchOptions};
 use crate::arguments::{
-    Argument, Backend, BackendWord, CommandLine, Properties, chardev_is, is_own_monitor,
+    Argument, Backend, BackendWord, CommandLine, MONITOR, Properties, chardev_is, is_own_monitor,
     monitor_device,
 };
 use crate::credentials::Credentials;
@@ -434,11 +434,10 @@ impl Rewriter<'_> {
         if let Some((_, reason)) = self.harmless(&backend) {
             return Some(("null".to_owned(), reason));
         }
-        let without_monitor = word.strip_prefix("mon:").filter(|_| with_monitor)?;
-        Some((
-            without_monitor.to_owned(),
-            "the new VM has a monitor of its own",
-        ))
+        with_monitor.then(|| {
+            let without_monitor = word.trim_start_matches(MONITOR).to_owned();
+            (without_monitor, "the new VM has a monitor of its own")
+        })
     }
 
     /// The backend to connect instead, when this one would disturb something; `None` when it is fine.

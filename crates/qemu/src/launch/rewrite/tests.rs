@@ -224,8 +224,8 @@ fn other_character_devices() {
                 "-nodefaults -display none -parallel null -debugcon null",
             ),
             (
-                "-nodefaults -display none -serial null -serial mon:pty",
-                "-nodefaults -display none -serial null -serial pty",
+                "-nodefaults -display none -serial null -serial mon:pty -serial mon:mon:udp::1",
+                "-nodefaults -display none -serial null -serial pty -serial udp::1",
             ),
             (
                 "-nodefaults -display none -serial null -serial unix:/busy,server=on,wait=off",
