@@ -157,28 +157,19 @@ impl FillingRecord {
     /// # Errors
     /// When the process has ended.
     pub fn new(process: &Process, filling: FillingVm) -> Result<FillingRecord, ProcessError> {
-        let FillingVm {
-            remote_fd,
-            checkpoint,
-            vm,
-            repository,
-            running,
-            agent,
-            blocks,
-        } = filling;
         Ok(FillingRecord {
             version: VERSION,
             boot: system::boot_id(),
             pid: process.pid(),
             start_time: process.start_time(),
             uid: process.uid()?,
-            remote_fd,
-            checkpoint,
-            vm,
-            repository,
-            running,
-            agent,
-            blocks,
+            remote_fd: filling.remote_fd,
+            checkpoint: filling.checkpoint,
+            vm: filling.vm,
+            repository: filling.repository,
+            running: filling.running,
+            agent: filling.agent,
+            blocks: filling.blocks,
         })
     }
 

@@ -7,8 +7,7 @@
 //!    --> the section of the id in each index file, largest file first --> part --> location
 //! ```
 //!
-//! Blobs that are read one after the other are neighbours most of the time, so few of a thousand lookups use
-//! sections. Lookups of many blobs at once ([`Catalog::find_all`]) are sorted, so that each section and each part
+//! Consecutive reads mostly find adjacent blobs, so a few lookups in a thousand use sections. Lookups of many blobs at once ([`Catalog::find_all`]) are sorted, so that each section and each part
 //! is opened once.
 //!
 //! Sections and parts are cached up to [`PARTS_BYTES_MAX`] and [`SECTIONS_BYTES_MAX`]. Each was authenticated

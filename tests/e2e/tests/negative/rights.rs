@@ -31,7 +31,7 @@ impl Unprivileged {
     fn new() -> Result<Unprivileged> {
         let folder = tempfile::tempdir()?;
         chown(folder.path(), Some(NOBODY), Some(NOBODY))?;
-        // The binary may lie where user nobody has no access.
+        // The binary may lie in a directory that this user cannot access.
         let copy = folder.path().join("stillframe");
         fs::copy(binary()?, &copy)?;
         fs::set_permissions(&copy, fs::Permissions::from_mode(0o755))?;
