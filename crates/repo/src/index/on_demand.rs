@@ -7,8 +7,8 @@
 //!    --> the section of the id in each index file, largest file first --> part --> location
 //! ```
 //!
-//! Consecutive reads mostly find adjacent blobs, so a few lookups in a thousand use sections. Lookups of many blobs at once ([`Catalog::find_all`]) are sorted, so that each section and each part
-//! is opened once.
+//! Consecutive reads mostly find adjacent blobs, so a few lookups in a thousand use sections. Lookups of many blobs at
+//! once ([`Catalog::find_all`]) are sorted, so that each section and each part is opened once.
 //!
 //! Sections and parts are cached up to [`PARTS_BYTES_MAX`] and [`SECTIONS_BYTES_MAX`]. Each was authenticated
 //! under its file's key and its number. The bytes of a file are not compared with its name, since this would take
