@@ -194,7 +194,7 @@ impl Iterator for Ranges<'_> {
         let start = self.word as u64 * BITS + u64::from(first);
         let mut length = u64::from((self.left >> first).trailing_ones());
         let mut end_bit = u64::from(first) + length;
-        // A run that fills its word to the end goes on in the next one.
+        // A run that fills its word to the end continues in the next one.
         while end_bit == BITS {
             self.word += 1;
             let next = self.bitmap.words.get(self.word).copied().unwrap_or(0);

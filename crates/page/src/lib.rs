@@ -31,3 +31,23 @@ impl GuestPage {
         GuestPage { block, page }
     }
 }
+
+/// The order in which a page and its neighbours are handed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReadOrder {
+    /// The requested page first, before any work for its neighbours: a thread waits for it.
+    RequestedFirst,
+    /// All pages in ascending order, adjacent ones in one call.
+    Ascending,
+}
+
+/// A page to read, and other pages of its RAM block that may be read with it.
+#[derive(Debug, Clone, Copy)]
+pub struct PageRequest<'n> {
+    /// The number of the page.
+    pub page: u64,
+    /// The numbers of the other pages, ascending.
+    pub neighbours: &'n [u64],
+    /// The order in which they are handed over.
+    pub order: ReadOrder,
+}

@@ -16,7 +16,7 @@ use stillframe_page::is_zero;
 
 use crate::error::RepoError;
 use crate::format::manifest::{CheckpointId, Manifest, PageCounts, RamTable, Stream};
-use crate::page_table::builder::MemoryEditor;
+use crate::page_table::builder::PageTableBuilder;
 use crate::page_table::map::PageMap;
 use crate::page_table::table::PageRef;
 use crate::progress::{Phase, Progress};
@@ -175,7 +175,7 @@ fn copy_memory(
         let map = PageMap::open(reader, table)?;
         let sink = Mutex::new(Sink {
             writer,
-            memory: MemoryEditor::new(table.pages),
+            memory: PageTableBuilder::new(table.pages),
             counts,
         });
         for first in (0..table.pages).step_by(PAGES_AT_ONCE as usize) {
@@ -214,7 +214,7 @@ fn copy_memory(
 /// Stores the pages of one RAM block.
 struct Sink<'s, 'w> {
     writer: &'s mut Writer<'w>,
-    memory: MemoryEditor,
+    memory: PageTableBuilder,
     counts: &'s mut PageCounts,
 }
 

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::error::RepoError;
 use crate::format::layout::FormatError;
 use crate::format::lease_record::{LEASE_BYTES_MAX, LeaseRecord, decode};
-use crate::format::lock_owner::{Holder, Life};
+use crate::format::lock_owner::{Life, LockOwner};
 use crate::format::manifest::CheckpointId;
 use crate::repository::Reader;
 use crate::store::local::{Area, LocalStore};
@@ -78,7 +78,7 @@ impl Reader<'_> {
         start_time: u64,
     ) -> Result<Lease, RepoError> {
         let store = &self.repository().store;
-        let record = LeaseRecord::new(*checkpoint, Holder::of(pid, start_time));
+        let record = LeaseRecord::new(*checkpoint, LockOwner::of(pid, start_time));
         store.create_passing(Area::Leases, &name(&record), &record.encode())?;
         let lease = Lease {
             store: store.clone(),

@@ -21,8 +21,8 @@ use crate::format::lock_record::LockKind;
 use crate::format::manifest::Summary;
 use crate::format::manifest::{self, CheckpointId, Headline, MANIFEST_BYTES_MAX, Manifest, Stream};
 use crate::index::in_memory::Index;
-use crate::index::reader::Lookup;
-use crate::index::reopening::Catalogs;
+use crate::index::reader::IndexReader;
+use crate::index::reopening::ReopeningIndex;
 use crate::store::local::{Area, CONFIG, LocalStore};
 use crate::store::lock::Lock;
 
@@ -134,7 +134,7 @@ impl Repository {
 
     /// Limits the average rate of later writes; `None`: no limit.
     pub fn limit_writes(&self, bytes_per_s: Option<NonZeroU64>) {
-        self.store.pace.limit(bytes_per_s);
+        self.store.rate_limiter.limit(bytes_per_s);
     }
 
     /// Sets whether a writer leaves its lock to the next one, which saves creating and removing a file each time.
@@ -167,8 +167,8 @@ impl Repository {
     /// process has begun a checkpoint.
     pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
         let lock = self.reading_lock(wait)?;
-        let catalog = match self.index.files().is_empty() {
-            true => Some(Catalogs::open(&self.store, &self.keys)?),
+        let on_demand = match self.index.files().is_empty() {
+            true => Some(ReopeningIndex::open(&self.store, &self.keys)?),
             // All of the index is in memory already.
             false => {
                 self.refresh_index()?;
@@ -177,7 +177,7 @@ impl Repository {
         };
         Ok(Reader {
             repository: self,
-            catalog,
+            on_demand,
             _lock: lock,
         })
     }
@@ -200,7 +200,7 @@ impl Repository {
         Blobs {
             store: &self.store,
             keys: &self.keys,
-            index: Lookup::Loaded(&self.index),
+            index: IndexReader::InMemory(&self.index),
         }
     }
 
@@ -284,7 +284,7 @@ impl Repository {
 pub struct Reader<'a> {
     repository: &'a Repository,
     /// `None` where the repository has its index in memory.
-    catalog: Option<Catalogs>,
+    on_demand: Option<ReopeningIndex>,
     _lock: Option<Lock>,
 }
 
@@ -296,9 +296,9 @@ impl Reader<'_> {
     /// The blobs, in the form that functions on page tables take.
     pub fn blobs(&self) -> Blobs<'_> {
         let blobs = self.repository.blobs();
-        match &self.catalog {
-            Some(catalog) => Blobs {
-                index: Lookup::Sectioned(catalog),
+        match &self.on_demand {
+            Some(on_demand) => Blobs {
+                index: IndexReader::OnDemand(on_demand),
                 ..blobs
             },
             None => blobs,
@@ -312,8 +312,8 @@ impl Reader<'_> {
 
     /// Whether the repository has a blob of this id.
     pub fn contains(&self, id: &ContentId) -> Result<bool, RepoError> {
-        match &self.catalog {
-            Some(catalog) => catalog.contains(id),
+        match &self.on_demand {
+            Some(on_demand) => on_demand.contains(id),
             None => Ok(self.repository.index.contains(id)),
         }
     }

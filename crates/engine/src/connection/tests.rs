@@ -9,7 +9,7 @@ use std::thread;
 use proptest::prelude::*;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::encoding::Decoder;
-use stillframe_page::{GuestPage, PAGE};
+use stillframe_page::{GuestPage, PAGE, PageRequest, ReadOrder};
 
 use super::batch::{Batch, BatchWriter};
 use super::frame::Kind;
@@ -142,10 +142,11 @@ proptest! {
             assert!(std::mem::take(&mut *found.lock().unwrap()) == expected);
             if let Some((&page, neighbours)) = wanted.split_first() {
                 let mut fetcher = source.fetcher().unwrap();
-                fetcher.fetch_near(source, page, neighbours, &mut |first, bytes| take(first, bytes)).unwrap();
-                assert!(std::mem::take(&mut *found.lock().unwrap()) == expected);
-                fetcher.fetch_together(source, page, neighbours, &mut |first, bytes| take(first, bytes)).unwrap();
-                assert!(std::mem::take(&mut *found.lock().unwrap()) == expected);
+                for order in [ReadOrder::RequestedFirst, ReadOrder::Ascending] {
+                    let request = PageRequest { page, neighbours, order };
+                    fetcher.fetch(source, request, &mut |first, bytes| take(first, bytes)).unwrap();
+                    assert!(std::mem::take(&mut *found.lock().unwrap()) == expected);
+                }
             }
             drop(sources);
             drop(session);

@@ -6,7 +6,7 @@
 use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
 use stillframe_repo::page_table::table::PageRef;
-use stillframe_repo::{MemoryEditor, PageCounts, Put, RamTable, RepoError, Writer};
+use stillframe_repo::{PageCounts, PageTableBuilder, Put, RamTable, RepoError, Writer};
 
 use super::{EncodedBatch, PageSink};
 use crate::encoding::page_encoder::PageEncoding;
@@ -19,7 +19,7 @@ use crate::sink::page_stream::StreamCounts;
 pub struct RepositoryPages<'r> {
     /// Writes the checkpoint.
     pub writer: Writer<'r>,
-    tables: Vec<MemoryEditor>,
+    tables: Vec<PageTableBuilder>,
     /// Do not store pages that the repository has.
     dedup: bool,
 }
@@ -27,7 +27,9 @@ pub struct RepositoryPages<'r> {
 impl<'r> RepositoryPages<'r> {
     /// A sink for memory that follows no checkpoint.
     pub fn first(writer: Writer<'r>, blocks: &[BlockShape], dedup: bool) -> RepositoryPages<'r> {
-        let tables = blocks.iter().map(|block| MemoryEditor::new(block.pages));
+        let tables = blocks
+            .iter()
+            .map(|block| PageTableBuilder::new(block.pages));
         RepositoryPages {
             writer,
             tables: tables.collect(),
@@ -39,7 +41,7 @@ impl<'r> RepositoryPages<'r> {
     pub fn after(writer: Writer<'r>, tables: &[RamTable], dedup: bool) -> RepositoryPages<'r> {
         RepositoryPages {
             writer,
-            tables: tables.iter().map(MemoryEditor::after).collect(),
+            tables: tables.iter().map(PageTableBuilder::after).collect(),
             dedup,
         }
     }

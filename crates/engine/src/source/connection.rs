@@ -6,9 +6,9 @@
 use std::io::{Read, Write};
 use std::sync::{Mutex, PoisonError};
 
-use stillframe_page::PAGE;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::encoding::Decoder;
+use stillframe_page::{PageRequest, ReadOrder};
 
 use super::{PageFetcher, PageSource, SourceError, TakeMany, TakePages};
 use crate::connection::Connection;
@@ -161,43 +161,29 @@ impl<S: Read + Write + Send> PageSource for FetchedBlock<'_, '_, S> {
 }
 
 impl<S: Read + Write + Send> PageFetcher<FetchedBlock<'_, '_, S>> for Fetcher {
-    fn fetch_near<E: From<SourceError>>(
+    fn fetch<E: From<SourceError>>(
         &mut self,
         source: &FetchedBlock<'_, '_, S>,
-        page: u64,
-        neighbours: &[u64],
+        request: PageRequest<'_>,
         take: TakePages<'_, E>,
     ) -> Result<(), E> {
-        // By itself: a thread waits for it, and the others take their time to cross.
-        source.session.fetch(source.block, &[page], &mut *take)?;
-        let others: Vec<u64> = neighbours
-            .iter()
-            .copied()
-            .filter(|&it| it != page)
-            .collect();
-        let mut batches = others.chunks(PAGES_MAX);
-        batches.try_for_each(|batch| {
-            source.session.fetch(source.block, batch, |first, bytes| {
-                let pages = (first..).zip(bytes.chunks(PAGE));
-                pages
-                    .into_iter()
-                    .try_for_each(|(page, bytes)| take(page, bytes))
-            })
-        })
-    }
-
-    fn fetch_together<E: From<SourceError>>(
-        &mut self,
-        source: &FetchedBlock<'_, '_, S>,
-        page: u64,
-        neighbours: &[u64],
-        take: TakePages<'_, E>,
-    ) -> Result<(), E> {
-        let mut all: Vec<u64> = neighbours.to_vec();
-        all.push(page);
-        all.sort_unstable();
-        all.dedup();
-        let mut batches = all.chunks(PAGES_MAX);
+        let PageRequest {
+            page, neighbours, ..
+        } = request;
+        let mut rest: Vec<u64> = neighbours.to_vec();
+        match request.order {
+            // By itself: the others take their time to cross.
+            ReadOrder::RequestedFirst => {
+                source.session.fetch(source.block, &[page], &mut *take)?;
+                rest.retain(|&other| other != page);
+            }
+            ReadOrder::Ascending => {
+                rest.push(page);
+                rest.sort_unstable();
+                rest.dedup();
+            }
+        }
+        let mut batches = rest.chunks(PAGES_MAX);
         batches.try_for_each(|batch| source.session.fetch(source.block, batch, &mut *take))
     }
 }

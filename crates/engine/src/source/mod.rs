@@ -10,6 +10,7 @@
 pub mod connection;
 pub mod repository;
 
+use stillframe_page::PageRequest;
 use thiserror::Error;
 
 /// The most pages of a working set.
@@ -43,7 +44,7 @@ pub trait PageSource: Send + Sync + Sized {
     /// Whether a page is all zero. May take a read.
     ///
     /// # Errors
-    /// The source cannot tell now.
+    /// The source cannot find out now.
     fn is_zero(&self, page: u64) -> Result<bool, SourceError>;
 
     /// Answers as [`PageSource::is_zero`], where that takes no read; else `false`.
@@ -78,28 +79,14 @@ pub trait PageSource: Send + Sync + Sized {
 
 /// Fetches single pages, with what comes along at little cost.
 pub trait PageFetcher<S> {
-    /// Hands over a page at once, and then those of `neighbours` (which ascend) that are quickly had now.
+    /// Fetches the requested page, and those of its neighbours that are quickly had now.
     ///
     /// # Errors
     /// The first error, of the source or of `take`.
-    fn fetch_near<E: From<SourceError>>(
+    fn fetch<E: From<SourceError>>(
         &mut self,
         source: &S,
-        page: u64,
-        neighbours: &[u64],
-        take: TakePages<'_, E>,
-    ) -> Result<(), E>;
-
-    /// Does the same as [`PageFetcher::fetch_near`], where no thread waits for the page. Pages are handed over in
-    /// their order, adjacent ones with one call.
-    ///
-    /// # Errors
-    /// The first error, of the source or of `take`.
-    fn fetch_together<E: From<SourceError>>(
-        &mut self,
-        source: &S,
-        page: u64,
-        neighbours: &[u64],
+        request: PageRequest<'_>,
         take: TakePages<'_, E>,
     ) -> Result<(), E>;
 }

@@ -3,8 +3,8 @@
 pub use stillframe_repo::RepoError as Error;
 pub use stillframe_repo::working_set::PAGES_MAX as WORKING_SET_PAGES_MAX;
 
-use stillframe_page::PAGE_BYTES;
-use stillframe_repo::{PageMap, PageReader, PageRequest, RamTable, ReadOrder};
+use stillframe_page::{PAGE_BYTES, PageRequest};
+use stillframe_repo::{PageMap, PageReader, RamTable};
 
 use super::{PageFetcher, PageSource, SourceError, TakeMany, TakePages};
 use crate::memory::BlockShape;
@@ -67,38 +67,13 @@ impl<'a> PageSource for PageMap<'a> {
 }
 
 impl<'a> PageFetcher<PageMap<'a>> for PageReader<'a> {
-    fn fetch_near<E: From<SourceError>>(
+    fn fetch<E: From<SourceError>>(
         &mut self,
         source: &PageMap<'a>,
-        page: u64,
-        neighbours: &[u64],
+        request: PageRequest<'_>,
         take: TakePages<'_, E>,
     ) -> Result<(), E> {
         let mut take = |page: u64, bytes: &[u8]| take(page, bytes).map_err(Received);
-        let order = ReadOrder::RequestedFirst;
-        let request = PageRequest {
-            page,
-            neighbours,
-            order,
-        };
-        let read = self.read(source, request, &mut take);
-        read.map_err(|Received(error)| error)
-    }
-
-    fn fetch_together<E: From<SourceError>>(
-        &mut self,
-        source: &PageMap<'a>,
-        page: u64,
-        neighbours: &[u64],
-        take: TakePages<'_, E>,
-    ) -> Result<(), E> {
-        let mut take = |page: u64, bytes: &[u8]| take(page, bytes).map_err(Received);
-        let order = ReadOrder::Ascending;
-        let request = PageRequest {
-            page,
-            neighbours,
-            order,
-        };
         let read = self.read(source, request, &mut take);
         read.map_err(|Received(error)| error)
     }

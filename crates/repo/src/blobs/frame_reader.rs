@@ -8,7 +8,7 @@ use stillframe_page::hash::{ContentHasher, ContentId};
 use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::layout::FormatError;
-use crate::index::reader::Lookup;
+use crate::index::reader::IndexReader;
 use crate::pack::PackCipher;
 use crate::pack::open::{decode_payload, open_pack};
 use crate::pack::place::Place;
@@ -26,7 +26,7 @@ type RunSink<'h, T, E> = dyn Fn(T, &[u8]) -> Result<(), E> + 'h;
 pub(crate) struct FrameReader<'a> {
     store: &'a LocalStore,
     keys: &'a Keys,
-    index: Lookup<'a>,
+    index: IndexReader<'a>,
     hasher: ContentHasher,
     decoder: Decoder,
     /// The open packs; the last is the one in use.
@@ -57,7 +57,7 @@ impl<'a> FrameReader<'a> {
     pub(crate) fn new(
         store: &'a LocalStore,
         keys: &'a Keys,
-        index: Lookup<'a>,
+        index: IndexReader<'a>,
     ) -> Result<FrameReader<'a>, RepoError> {
         Ok(FrameReader {
             store,

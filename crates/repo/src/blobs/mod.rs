@@ -15,7 +15,7 @@ use stillframe_page::hash::ContentId;
 use crate::blobs::frame_reader::FrameReader;
 use crate::crypto::Keys;
 use crate::error::RepoError;
-use crate::index::reader::Lookup;
+use crate::index::reader::IndexReader;
 use crate::pack::place::{Place, Wanted};
 use crate::store::local::{Area, LocalStore};
 use crate::sync::lock;
@@ -25,7 +25,7 @@ use crate::sync::lock;
 pub struct Blobs<'a> {
     pub(crate) store: &'a LocalStore,
     pub(crate) keys: &'a Keys,
-    pub(crate) index: Lookup<'a>,
+    pub(crate) index: IndexReader<'a>,
 }
 
 /// One read call fetches at most this many bytes, and reads over no gap longer than [`GAP_BYTES_MAX`].

@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::format::layout::FormatError;
-use crate::format::lock_owner::Holder;
+use crate::format::lock_owner::LockOwner;
 use crate::format::manifest::CheckpointId;
 
 /// Maximum length in bytes of a lease file that is read.
@@ -22,7 +22,7 @@ pub struct LeaseRecord {
     pub checkpoint: CheckpointId,
     /// The QEMU whose memory is not complete.
     #[serde(flatten)]
-    pub holder: Holder,
+    pub holder: LockOwner,
     /// When the lease was taken (RFC 3339).
     pub since: String,
 }
@@ -54,7 +54,7 @@ pub fn decode(bytes: &[u8]) -> Result<LeaseRecord, FormatError> {
 }
 
 impl LeaseRecord {
-    pub(crate) fn new(checkpoint: CheckpointId, holder: Holder) -> LeaseRecord {
+    pub(crate) fn new(checkpoint: CheckpointId, holder: LockOwner) -> LeaseRecord {
         LeaseRecord {
             version: LEASE_VERSION,
             checkpoint,

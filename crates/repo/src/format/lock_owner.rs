@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 /// A process, described so that another process can determine whether it has ended. Its number alone does not
 /// suffice: numbers are reused, at the latest after a reboot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Holder {
+pub struct LockOwner {
     /// The machine's name.
     pub host: String,
     /// The machine's id (`/etc/machine-id`), the same at every boot.
@@ -26,7 +26,7 @@ pub struct Holder {
     pub program: String,
 }
 
-impl fmt::Display for Holder {
+impl fmt::Display for LockOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -36,17 +36,17 @@ impl fmt::Display for Holder {
     }
 }
 
-impl Holder {
-    pub(crate) fn of_this_process() -> Holder {
+impl LockOwner {
+    pub(crate) fn of_this_process() -> LockOwner {
         let pid = std::process::id();
         let started = stat(pid).map(|(_, started)| started).unwrap_or_default();
-        Holder::of(pid, started)
+        LockOwner::of(pid, started)
     }
 
     /// A process of this machine, by its number and when it started (in clock ticks since boot).
-    pub(crate) fn of(pid: u32, start_time: u64) -> Holder {
+    pub(crate) fn of(pid: u32, start_time: u64) -> LockOwner {
         let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
-        Holder {
+        LockOwner {
             host: rustix::system::uname()
                 .nodename()
                 .to_string_lossy()
@@ -72,10 +72,10 @@ pub(crate) enum Life {
     Unknown,
 }
 
-impl Holder {
+impl LockOwner {
     /// Whether the process is alive, as far as this process can determine.
     pub(crate) fn life(&self) -> Life {
-        let here = Holder::of_this_process();
+        let here = LockOwner::of_this_process();
         let known = [&here.host, &here.machine, &here.boot, &here.pid_namespace];
         if known.iter().any(|text| text.is_empty()) {
             return Life::Unknown;
@@ -97,7 +97,7 @@ impl Holder {
 
 /// The state of a process of this boot and namespace. It is checked by signal 0, because /proc may hide the
 /// processes of other users.
-fn life_here(holder: &Holder) -> Life {
+fn life_here(holder: &LockOwner) -> Life {
     let pid = i32::try_from(holder.pid).ok().and_then(Pid::from_raw);
     let Some(pid) = pid else { return Life::Gone };
     if test_kill_process(pid) == Err(rustix::io::Errno::SRCH) {

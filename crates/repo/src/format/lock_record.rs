@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::format::layout::FormatError;
-use crate::format::lock_owner::Holder;
+use crate::format::lock_owner::LockOwner;
 
 pub(crate) const LOCK_BYTES_MAX: u64 = 64 << 10;
 
@@ -30,7 +30,7 @@ pub struct LockRecord {
     pub kind: LockKind,
     /// The lock owner.
     #[serde(flatten)]
-    pub holder: Holder,
+    pub holder: LockOwner,
     /// When it was taken (RFC 3339).
     pub since: String,
     /// When the owner last refreshed it (RFC 3339), by its own clock; informative. Ages are computed from the
@@ -67,7 +67,7 @@ impl LockRecord {
         LockRecord {
             version: LOCK_VERSION,
             kind,
-            holder: Holder::of_this_process(),
+            holder: LockOwner::of_this_process(),
             since: now.clone(),
             refreshed: now,
         }

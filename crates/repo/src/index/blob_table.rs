@@ -19,7 +19,7 @@ use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 use stillframe_page::hash::ContentId;
 
-use crate::index::chunked::Rows;
+use crate::index::chunked::ChunkedVec;
 use crate::index::mark_bitmaps::Bits;
 
 /// The part of an id that is kept.
@@ -50,7 +50,7 @@ const TABLE_OF_SHARE: [u8; SHARES] = {
 /// which is found.
 #[derive(Default)]
 pub(crate) struct BlobTable {
-    ids: Rows<ShortId>,
+    ids: ChunkedVec<ShortId>,
     tables: [HashTable<u32>; TABLES],
 }
 

@@ -6,48 +6,48 @@
 use std::ops::Range;
 
 /// Elements in a chunk: few, so that a small repository takes little memory.
-const CHUNK_ROWS: usize = 1024;
+const CHUNK_ELEMENTS: usize = 1024;
 
 /// A chunked vector.
 #[derive(Debug)]
-pub(crate) struct Rows<T> {
+pub(crate) struct ChunkedVec<T> {
     /// All full but the last.
     chunks: Vec<Vec<T>>,
 }
 
-impl<T> Default for Rows<T> {
-    fn default() -> Rows<T> {
-        Rows { chunks: Vec::new() }
+impl<T> Default for ChunkedVec<T> {
+    fn default() -> ChunkedVec<T> {
+        ChunkedVec { chunks: Vec::new() }
     }
 }
 
-impl<T: Copy> Rows<T> {
+impl<T: Copy> ChunkedVec<T> {
     pub(crate) fn len(&self) -> usize {
         match self.chunks.split_last() {
-            Some((last, full)) => full.len() * CHUNK_ROWS + last.len(),
+            Some((last, full)) => full.len() * CHUNK_ELEMENTS + last.len(),
             None => 0,
         }
     }
 
-    pub(crate) fn push(&mut self, row: T) {
+    pub(crate) fn push(&mut self, element: T) {
         match self.chunks.last_mut() {
-            Some(last) if last.len() < CHUNK_ROWS => last.push(row),
+            Some(last) if last.len() < CHUNK_ELEMENTS => last.push(element),
             _ => {
-                let mut chunk = Vec::with_capacity(CHUNK_ROWS);
-                chunk.push(row);
+                let mut chunk = Vec::with_capacity(CHUNK_ELEMENTS);
+                chunk.push(element);
                 self.chunks.push(chunk);
             }
         }
     }
 
     pub(crate) fn get(&self, number: usize) -> Option<T> {
-        let chunk = self.chunks.get(number / CHUNK_ROWS)?;
-        chunk.get(number % CHUNK_ROWS).copied()
+        let chunk = self.chunks.get(number / CHUNK_ELEMENTS)?;
+        chunk.get(number % CHUNK_ELEMENTS).copied()
     }
 
     /// An element that exists.
     pub(crate) fn at(&self, number: usize) -> T {
-        self.chunks[number / CHUNK_ROWS][number % CHUNK_ROWS]
+        self.chunks[number / CHUNK_ELEMENTS][number % CHUNK_ELEMENTS]
     }
 
     /// The first element in `range` for which `before` is false. It must be true for all elements before

@@ -14,9 +14,9 @@ use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
 use crate::index::blob_table::BlobTable;
 use crate::index::file::{IndexFile, read_index_file};
-use crate::index::locations::{Location, PackInfo, Places};
+use crate::index::locations::{BlobLocations, Location, PackInfo};
 use crate::index::mark_bitmaps::{Mark, Marks};
-use crate::index::missing_packs::Presence;
+use crate::index::missing_packs::MissingPackDetector;
 use crate::pack::IndexedPack;
 use crate::pack::place::FrameInfo;
 use crate::pack::place::Place;
@@ -38,7 +38,7 @@ pub(crate) struct SeenFile {
 #[derive(Default)]
 pub(crate) struct Index {
     blobs: BlobTable,
-    places: Places,
+    locations: BlobLocations,
     marks: Marks,
     packs: Vec<PackInfo>,
     pack_numbers: HashTable<u32>,
@@ -46,12 +46,12 @@ pub(crate) struct Index {
     seen: HashMap<FileHash, SeenFile>,
     /// Superseded index files that still exist.
     superseded: HashSet<FileHash>,
-    presence: Presence,
+    missing_packs: MissingPackDetector,
 }
 
 impl Index {
     pub(crate) fn get(&self, id: &ContentId) -> Option<Location> {
-        self.blobs.find(id).map(|blob| self.places.locate(blob))
+        self.blobs.find(id).map(|blob| self.locations.locate(blob))
     }
 
     /// As [`Index::get`], in the form that the index reader returns.
@@ -71,14 +71,14 @@ impl Index {
     /// Whether there is a blob of this id in a pack that is not missing.
     pub(crate) fn contains(&self, id: &ContentId) -> bool {
         self.blobs.find(id).is_some_and(|blob| {
-            let pack = || self.places.pack(self.places.frame_of(blob));
+            let pack = || self.locations.pack(self.locations.frame_of(blob));
             !self.any_missing || !self.packs[pack() as usize].missing
         })
     }
 
     /// The packs of the index that are missing or cut short.
     pub(crate) fn missing_packs(&self) -> &BTreeSet<FileHash> {
-        self.presence.missing()
+        self.missing_packs.missing()
     }
 
     /// Number of different blobs.
@@ -88,7 +88,7 @@ impl Index {
 
     /// The locations of the different blobs, ascending.
     pub(crate) fn locations(&self) -> impl Iterator<Item = Location> {
-        self.blobs.found().map(|blob| self.places.locate(blob))
+        self.blobs.found().map(|blob| self.locations.locate(blob))
     }
 
     /// Marks a blob. Returns its location, and whether the mark is new.
@@ -113,26 +113,26 @@ impl Index {
 
     /// The number of the pack of a location.
     pub(crate) fn pack_of(&self, at: Location) -> u32 {
-        self.places.pack(at.frame)
+        self.locations.pack(at.frame)
     }
 
     /// The pack and frame of a location made by this index.
     pub(crate) fn frame(&self, at: Location) -> (&PackInfo, FrameInfo) {
         let pack = &self.packs[self.pack_of(at) as usize];
-        (pack, self.places.frame(at.frame))
+        (pack, self.locations.frame(at.frame))
     }
 
     /// Number of frames.
     pub(crate) fn frames(&self) -> u64 {
-        self.places.frames().into()
+        self.locations.frames().into()
     }
 
     /// The frames of a pack.
     pub(crate) fn frames_of(&self, pack: u32) -> impl Iterator<Item = FrameInfo> {
         let first = |pack: u32| self.packs.get(pack as usize).map(|pack| pack.first_frame);
-        let end = first(pack + 1).unwrap_or(self.places.frames());
+        let end = first(pack + 1).unwrap_or(self.locations.frames());
         let frames = first(pack).unwrap_or(end)..end;
-        frames.map(|frame| self.places.frame(frame))
+        frames.map(|frame| self.locations.frame(frame))
     }
 
     pub(crate) fn pack_number(&self, name: &FileHash) -> Option<u32> {
@@ -238,7 +238,7 @@ impl Index {
     /// Whether the set of missing packs is unchanged. If not, the index starts over, since blobs of a missing
     /// pack may have been stored again in another.
     fn inspect_packs(&mut self, store: &LocalStore) -> Result<bool, RepoError> {
-        let changed = self.presence.inspect(store, &self.packs);
+        let changed = self.missing_packs.inspect(store, &self.packs);
         // Also after an error, because the inspection is incomplete.
         if !matches!(changed, Ok(false)) {
             self.start_over();
@@ -248,11 +248,11 @@ impl Index {
 
     /// Clears all but the superseded files and the missing packs.
     fn start_over(&mut self) {
-        let mut presence = std::mem::take(&mut self.presence);
-        presence.start_over();
+        let mut missing_packs = std::mem::take(&mut self.missing_packs);
+        missing_packs.start_over();
         *self = Index {
             superseded: std::mem::take(&mut self.superseded),
-            presence,
+            missing_packs,
             ..Index::default()
         };
     }
@@ -317,7 +317,7 @@ impl Index {
     /// Treats a pack as missing.
     #[cfg(test)]
     pub(crate) fn lose(&mut self, name: FileHash) {
-        self.presence.lose(name);
+        self.missing_packs.lose(name);
     }
 
     /// Adds a pack, unless it is known already. Returns its number. [`Index::ensure_room`] must have succeeded.
@@ -327,18 +327,18 @@ impl Index {
         }
         // There are at most as many packs and frames as blobs.
         let number = self.packs.len() as u32;
-        let first_frame = self.places.frames();
-        let missing = self.presence.missing().contains(&name);
+        let first_frame = self.locations.frames();
+        let missing = self.missing_packs.missing().contains(&name);
         // A pack is at most 1 GiB long (checked when the directory was read).
         let mut offset = PREAMBLE_BYTES as u32;
         for frame in &directory.frames {
-            self.places.add(number, offset, frame);
+            self.locations.add(number, offset, frame);
             offset += frame.stored_bytes;
             for (id, _) in &frame.blobs {
-                let (places, packs) = (&self.places, &self.packs);
+                let (locations, packs) = (&self.locations, &self.packs);
                 self.blobs.add(id, |known| {
                     // A pack may contain a blob twice; it is not in the list yet.
-                    let pack = packs.get(places.pack(places.frame_of(known)) as usize);
+                    let pack = packs.get(locations.pack(locations.frame_of(known)) as usize);
                     !missing && pack.is_some_and(|pack| pack.missing)
                 });
             }

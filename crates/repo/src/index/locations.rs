@@ -10,7 +10,7 @@
 //! ```
 
 use crate::format::file_hash::FileHash;
-use crate::index::chunked::Rows;
+use crate::index::chunked::ChunkedVec;
 use crate::pack::Frame;
 use crate::pack::place::FrameInfo;
 
@@ -63,7 +63,7 @@ impl PackInfo {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct FrameRow {
+struct FrameEntry {
     pack: u32,
     first_blob: u32,
     /// The number of its first entry in `ends`.
@@ -75,20 +75,20 @@ struct FrameRow {
 
 /// Frames, numbered over all packs, and the lengths of their blobs.
 #[derive(Default)]
-pub(crate) struct Places {
+pub(crate) struct BlobLocations {
     blobs: u32,
-    frames: Rows<FrameRow>,
+    frames: ChunkedVec<FrameEntry>,
     /// Blobs not of the usual length: the number, and the end in the frame.
-    ends: Rows<(u32, u32)>,
+    ends: ChunkedVec<(u32, u32)>,
     /// The frames of the blobs 0, 64, 128, ...
-    hints: Rows<u32>,
+    hints: ChunkedVec<u32>,
 }
 
-impl Places {
+impl BlobLocations {
     /// Adds a frame of a pack. Its directory has been checked, and the numbers fit.
     pub(crate) fn add(&mut self, pack: u32, offset: u32, frame: &Frame) {
         let number = self.frames.len() as u32;
-        self.frames.push(FrameRow {
+        self.frames.push(FrameEntry {
             pack,
             first_blob: self.blobs,
             first_end: self.ends.len() as u32,
@@ -121,16 +121,16 @@ impl Places {
 
     /// The frame of this number.
     pub(crate) fn frame(&self, number: u32) -> FrameInfo {
-        let row = self.frames.at(number as usize);
+        let entry = self.frames.at(number as usize);
         let next = self.frames.get(number as usize + 1);
         let end = next.map_or(self.blobs, |next| next.first_blob);
         // Every frame has blobs.
         let (_, plain_bytes) = self.bounds(number, end - 1);
         FrameInfo {
-            offset: row.offset,
-            stored_bytes: row.stored_bytes,
+            offset: entry.offset,
+            stored_bytes: entry.stored_bytes,
             plain_bytes,
-            kind: row.kind,
+            kind: entry.kind,
         }
     }
 
@@ -159,10 +159,10 @@ impl Places {
 
     /// The start and the end of a blob in its frame.
     fn bounds(&self, frame: u32, blob: u32) -> (u32, u32) {
-        let first_end = |row: FrameRow| row.first_end as usize;
-        let row = self.frames.at(frame as usize);
+        let first_end = |entry: FrameEntry| entry.first_end as usize;
+        let entry = self.frames.at(frame as usize);
         let next = self.frames.get(frame as usize + 1);
-        let ends = first_end(row)..next.map_or(self.ends.len(), first_end);
+        let ends = first_end(entry)..next.map_or(self.ends.len(), first_end);
         let at = self
             .ends
             .partition_point(ends.clone(), |(other, _)| other < blob);
@@ -172,7 +172,7 @@ impl Places {
                 let (before, end) = self.ends.at(at - 1);
                 (before + 1, end)
             }
-            false => (row.first_blob, 0),
+            false => (entry.first_blob, 0),
         };
         let start = start + (blob - from) * USUAL_BYTES;
         let own = self.ends.get(at).filter(|&(other, _)| other == blob);

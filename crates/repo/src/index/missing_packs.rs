@@ -28,7 +28,7 @@ const INSPECTIONS_MIN: usize = 100;
 const FOLDERS: usize = 256;
 
 /// The state of the detector.
-pub(crate) struct Presence {
+pub(crate) struct MissingPackDetector {
     /// The time of change of each folder of packs, as of the inspection of its packs.
     folders: HashMap<u8, SystemTime>,
     /// Number of packs of the index, from the first on, that have been inspected.
@@ -44,9 +44,9 @@ pub(crate) struct Presence {
     missing: BTreeSet<FileHash>,
 }
 
-impl Default for Presence {
-    fn default() -> Presence {
-        Presence {
+impl Default for MissingPackDetector {
+    fn default() -> MissingPackDetector {
+        MissingPackDetector {
             folders: HashMap::new(),
             inspected: 0,
             known: vec![Vec::new(); FOLDERS],
@@ -58,7 +58,7 @@ impl Default for Presence {
     }
 }
 
-impl Presence {
+impl MissingPackDetector {
     /// The packs that are missing or cut short.
     pub(crate) fn missing(&self) -> &BTreeSet<FileHash> {
         &self.missing
@@ -175,28 +175,28 @@ mod tests {
                 PackInfo::of_bytes(name, 9)
             })
             .collect();
-        let mut presence = Presence {
+        let mut detector = MissingPackDetector {
             inspections_min: 3,
-            ..Presence::default()
+            ..MissingPackDetector::default()
         };
-        assert!(!presence.inspect(&store, &packs).unwrap());
+        assert!(!detector.inspect(&store, &packs).unwrap());
         // All of these folders have changed just now.
-        presence.last = Some(Instant::now());
-        let changed = presence.changed_folders(&store).unwrap();
+        detector.last = Some(Instant::now());
+        let changed = detector.changed_folders(&store).unwrap();
         let is_changed = |pack: &&PackInfo| changed.contains(&pack.name.0[0]);
         let inspected = packs.iter().filter(is_changed).count();
         // The last folder is inspected to its end.
         assert!((1..10).contains(&inspected), "{inspected}");
         fs::remove_file(store.path(Area::Packs, &packs[50].name.to_string())).unwrap();
-        let inspections = (1..).find(|_| presence.inspect(&store, &packs).unwrap());
+        let inspections = (1..).find(|_| detector.inspect(&store, &packs).unwrap());
         assert!(
             inspections.is_some_and(|inspections| inspections <= 60),
             "{inspections:?}"
         );
-        assert!(presence.missing().contains(&packs[50].name));
+        assert!(detector.missing().contains(&packs[50].name));
         // New packs are inspected at once.
         let mut more = packs;
         more.push(PackInfo::of_bytes(FileHash::of(b"new"), 1));
-        assert!(presence.inspect(&store, &more).unwrap());
+        assert!(detector.inspect(&store, &more).unwrap());
     }
 }

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Consecutive reads mostly find adjacent blobs, so a few lookups in a thousand use sections. Lookups of many blobs at
-//! once ([`Catalog::find_all`]) are sorted, so that each section and each part is opened once.
+//! once ([`OnDemandIndex::find_all`]) are sorted, so that each section and each part is opened once.
 //!
 //! Sections and parts are cached up to [`PARTS_BYTES_MAX`] and [`SECTIONS_BYTES_MAX`]. Each was authenticated
 //! under its file's key and its number. The bytes of a file are not compared with its name, since this would take
@@ -27,8 +27,8 @@ use crate::format::file_hash::FileHash;
 use crate::format::layout::FormatError;
 use crate::index::file::{FRONT_BYTES, INDEX_BYTES_MAX, OpenIndex, head_bytes};
 use crate::index::layout::{Entry, key, order, parts_of, section_of};
-use crate::index::loaded_part::FoundPart;
 use crate::index::mark_bitmaps::Bits;
+use crate::index::segment::IndexSegment;
 use crate::pack::place::Place;
 use crate::pack::place::Wanted;
 use crate::store::local::{Area, LocalStore};
@@ -62,7 +62,7 @@ pub(crate) struct Found {
 }
 
 /// The live index files.
-pub(crate) struct Catalog {
+pub(crate) struct OnDemandIndex {
     store: Arc<LocalStore>,
     /// The largest first.
     files: Vec<SectionedFile>,
@@ -101,12 +101,12 @@ struct PackEntry {
 }
 
 struct Cache {
-    parts: LruCache<u32, Arc<FoundPart>>,
+    parts: LruCache<u32, Arc<IndexSegment>>,
     parts_bytes: usize,
     sections: LruCache<u32, Arc<[Entry]>>,
     sections_bytes: usize,
     /// The parts of recent lookups, the last one last; only of packs that are whole.
-    recent: Vec<Arc<FoundPart>>,
+    recent: Vec<Arc<IndexSegment>>,
     /// The packs known to be whole.
     whole: Bits,
 }
@@ -123,7 +123,7 @@ impl Cache {
         }
     }
 
-    fn add_part(&mut self, part: &Arc<FoundPart>) {
+    fn add_part(&mut self, part: &Arc<IndexSegment>) {
         self.parts_bytes += part.memory_bytes();
         // Two threads may have read the same part.
         if let Some(old) = self.parts.put(part.number, part.clone()) {
@@ -160,7 +160,7 @@ impl Cache {
         Some(place)
     }
 
-    fn add_recent(&mut self, part: Arc<FoundPart>) {
+    fn add_recent(&mut self, part: Arc<IndexSegment>) {
         if self.recent.iter().any(|known| known.number == part.number) {
             return;
         }
@@ -171,35 +171,35 @@ impl Cache {
     }
 }
 
-impl Catalog {
+impl OnDemandIndex {
     /// Reads the heads of the index files.
-    pub(crate) fn open(store: &Arc<LocalStore>, keys: &Keys) -> Result<Catalog, RepoError> {
-        Catalog::open_from(store, keys, FirstNumbers::default())
+    pub(crate) fn open(store: &Arc<LocalStore>, keys: &Keys) -> Result<OnDemandIndex, RepoError> {
+        OnDemandIndex::open_from(store, keys, FirstNumbers::default())
     }
 
-    /// As [`Catalog::open`]; the numbers of packs and parts continue those of another on-demand index.
+    /// As [`OnDemandIndex::open`]; the numbers of packs and parts continue those of another on-demand index.
     pub(crate) fn open_after(
         store: &Arc<LocalStore>,
         keys: &Keys,
-        before: &Catalog,
-    ) -> Result<Catalog, RepoError> {
+        before: &OnDemandIndex,
+    ) -> Result<OnDemandIndex, RepoError> {
         let parts = before.files.iter().flat_map(|file| &file.index.head.packs);
         let parts: u32 = parts.map(|entry| entry.parts).sum();
         let first = FirstNumbers {
             pack: before.first.pack + before.packs.len() as u32,
             part: before.first.part + parts,
         };
-        Catalog::open_from(store, keys, first)
+        OnDemandIndex::open_from(store, keys, first)
     }
 
     fn open_from(
         store: &Arc<LocalStore>,
         keys: &Keys,
         first: FirstNumbers,
-    ) -> Result<Catalog, RepoError> {
+    ) -> Result<OnDemandIndex, RepoError> {
         const TRIES: usize = 16;
         for _ in 0..TRIES {
-            match Catalog::try_open(store, keys, first) {
+            match OnDemandIndex::try_open(store, keys, first) {
                 // Another process has merged the file since the folder was listed.
                 Err(error) if error.is_absent() => {}
                 other => return other,
@@ -215,7 +215,7 @@ impl Catalog {
         store: &Arc<LocalStore>,
         keys: &Keys,
         first: FirstNumbers,
-    ) -> Result<Catalog, RepoError> {
+    ) -> Result<OnDemandIndex, RepoError> {
         let names = store.names(Area::Index)?;
         let mut files = Vec::new();
         for name in names.iter().filter_map(|name| FileHash::from_name(name)) {
@@ -226,11 +226,15 @@ impl Catalog {
             heads.flat_map(|head| &head.supersedes).copied().collect();
         files.retain(|file| !superseded.contains(&file.name));
         files.sort_unstable_by_key(|file| (std::cmp::Reverse(file.bytes), file.name));
-        Ok(Catalog::new(store.clone(), files, first))
+        Ok(OnDemandIndex::new(store.clone(), files, first))
     }
 
     /// Numbers the packs, parts and sections of the files.
-    fn new(store: Arc<LocalStore>, mut files: Vec<SectionedFile>, first: FirstNumbers) -> Catalog {
+    fn new(
+        store: Arc<LocalStore>,
+        mut files: Vec<SectionedFile>,
+        first: FirstNumbers,
+    ) -> OnDemandIndex {
         let mut packs = Vec::new();
         let (mut part, mut section) = (first.part, 0);
         let count = files.len();
@@ -252,7 +256,7 @@ impl Catalog {
             }
             section += file.index.head.sections.len() as u32;
         }
-        Catalog {
+        OnDemandIndex {
             store,
             files,
             packs,
@@ -305,7 +309,7 @@ impl Catalog {
     }
 
     /// A part that was read before, if it is still cached.
-    pub(crate) fn known_part(&self, part: u32) -> Option<Arc<FoundPart>> {
+    pub(crate) fn known_part(&self, part: u32) -> Option<Arc<IndexSegment>> {
         lock(&self.cache).parts.get(&part).cloned()
     }
 
@@ -379,21 +383,21 @@ impl Catalog {
     }
 
     fn section(&self, file: &SectionedFile, number: u32) -> Result<Arc<[Entry]>, RepoError> {
-        let in_catalog = file.first_section + number;
-        if let Some(section) = lock(&self.cache).sections.get(&in_catalog) {
+        let in_index = file.first_section + number;
+        if let Some(section) = lock(&self.cache).sections.get(&in_index) {
             return Ok(section.clone());
         }
         let mut sealed = file.read(&self.store, file.index.section(number))?;
         let section = file.index.open_section(number, &mut sealed);
         let section: Arc<[Entry]> = section.map_err(|error| file.wrong(&error))?.into();
-        lock(&self.cache).add_section(in_catalog, &section);
+        lock(&self.cache).add_section(in_index, &section);
         Ok(section)
     }
 
     /// A part of a file, by its number in the file.
-    fn part(&self, file: &SectionedFile, number: u32) -> Result<Arc<FoundPart>, RepoError> {
-        let in_catalog = file.first_part + number;
-        if let Some(part) = lock(&self.cache).parts.get(&in_catalog) {
+    fn part(&self, file: &SectionedFile, number: u32) -> Result<Arc<IndexSegment>, RepoError> {
+        let in_index = file.first_part + number;
+        if let Some(part) = lock(&self.cache).parts.get(&in_index) {
             return Ok(part.clone());
         }
         let range = file
@@ -406,9 +410,9 @@ impl Catalog {
         // The last pack of this file whose first part is not after this one; packs without parts come before it.
         let own = &self.packs[file.first_pack as usize..];
         let own = &own[..file.index.head.packs.len()];
-        let after = own.partition_point(|pack| pack.first_part <= in_catalog);
+        let after = own.partition_point(|pack| pack.first_part <= in_index);
         let pack = self.first.pack + file.first_pack + after as u32 - 1;
-        let part = Arc::new(FoundPart::new(in_catalog, pack, &part));
+        let part = Arc::new(IndexSegment::new(in_index, pack, &part));
         lock(&self.cache).add_part(&part);
         Ok(part)
     }

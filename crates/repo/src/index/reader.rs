@@ -1,7 +1,7 @@
 //! The index reader: looks blobs up in the in-memory index, or in the on-demand index.
 //!
 //! Writers, prunes and checks look up many blobs, some of which do not exist: they have the whole index in memory
-//! ([`Index`]). A restore looks up existing blobs, and begins at once ([`Catalogs`]).
+//! ([`Index`]). A restore looks up existing blobs, and begins at once ([`ReopeningIndex`]).
 
 use std::sync::Arc;
 
@@ -10,24 +10,24 @@ use stillframe_page::hash::ContentId;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
 use crate::index::in_memory::Index;
-use crate::index::loaded_part::FoundPart;
-use crate::index::reopening::Catalogs;
+use crate::index::reopening::ReopeningIndex;
+use crate::index::segment::IndexSegment;
 use crate::pack::place::Place;
 use crate::pack::place::Wanted;
 
 /// The in-memory index or the on-demand index.
 #[derive(Clone, Copy)]
-pub(crate) enum Lookup<'a> {
-    Loaded(&'a Index),
-    Sectioned(&'a Catalogs),
+pub(crate) enum IndexReader<'a> {
+    InMemory(&'a Index),
+    OnDemand(&'a ReopeningIndex),
 }
 
-impl Lookup<'_> {
+impl IndexReader<'_> {
     /// The location of a blob, in a whole pack if there is one.
     pub(crate) fn find(self, id: &ContentId) -> Result<Place, RepoError> {
         let found = match self {
-            Lookup::Loaded(index) => index.place(id),
-            Lookup::Sectioned(catalogs) => catalogs.get(id)?.map(|found| found.place),
+            IndexReader::InMemory(index) => index.place(id),
+            IndexReader::OnDemand(on_demand) => on_demand.get(id)?.map(|found| found.place),
         };
         found.ok_or(RepoError::MissingBlob { id: *id })
     }
@@ -35,29 +35,29 @@ impl Lookup<'_> {
     /// Locates all wanted blobs.
     pub(crate) fn find_all<T: Copy>(self, wanted: &mut [Wanted<T>]) -> Result<(), RepoError> {
         match self {
-            Lookup::Loaded(_) => {
+            IndexReader::InMemory(_) => {
                 for blob in wanted {
                     blob.at = self.find(&blob.id)?;
                 }
                 Ok(())
             }
-            Lookup::Sectioned(catalogs) => catalogs.find_all(wanted),
+            IndexReader::OnDemand(on_demand) => on_demand.find_all(wanted),
         }
     }
 
     /// Opens the index anew because this pack is gone. Returns whether its blobs may be located elsewhere now.
     pub(crate) fn renew(self, pack: u32) -> Result<bool, RepoError> {
         match self {
-            Lookup::Loaded(_) => Ok(false),
-            Lookup::Sectioned(catalogs) => catalogs.renew(pack),
+            IndexReader::InMemory(_) => Ok(false),
+            IndexReader::OnDemand(on_demand) => on_demand.renew(pack),
         }
     }
 
     /// The name of a pack by its number.
     pub(crate) fn pack_name(self, pack: u32) -> FileHash {
         match self {
-            Lookup::Loaded(index) => index.packs()[pack as usize].name,
-            Lookup::Sectioned(catalogs) => catalogs.pack_name(pack),
+            IndexReader::InMemory(index) => index.packs()[pack as usize].name,
+            IndexReader::OnDemand(on_demand) => on_demand.pack_name(pack),
         }
     }
 }
@@ -71,15 +71,15 @@ pub(crate) struct FrameLookup<'a> {
 enum FrameSource<'a> {
     Index(&'a Index),
     /// `None` if it is no longer in memory: a lookup by section would have to read it.
-    Part(Option<Arc<FoundPart>>),
+    Part(Option<Arc<IndexSegment>>),
 }
 
 impl<'a> FrameLookup<'a> {
     /// A lookup in the frame of a location that was found before.
-    pub(crate) fn new(index: Lookup<'a>, frame: Place) -> FrameLookup<'a> {
+    pub(crate) fn new(index: IndexReader<'a>, frame: Place) -> FrameLookup<'a> {
         let from = match index {
-            Lookup::Loaded(index) => FrameSource::Index(index),
-            Lookup::Sectioned(catalogs) => FrameSource::Part(catalogs.known_part(frame.part)),
+            IndexReader::InMemory(index) => FrameSource::Index(index),
+            IndexReader::OnDemand(on_demand) => FrameSource::Part(on_demand.known_part(frame.part)),
         };
         FrameLookup { frame, from }
     }

@@ -11,47 +11,50 @@ use stillframe_page::hash::ContentId;
 use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
-use crate::index::loaded_part::FoundPart;
-use crate::index::on_demand::{Catalog, Found};
+use crate::index::on_demand::{Found, OnDemandIndex};
+use crate::index::segment::IndexSegment;
 use crate::pack::place::Wanted;
 use crate::store::local::{Area, LocalStore};
 use crate::sync::lock;
 
 /// The current on-demand index, and the earlier ones.
-pub(crate) struct Catalogs {
+pub(crate) struct ReopeningIndex {
     store: Arc<LocalStore>,
     keys: Arc<Keys>,
     /// The newest last; never empty.
-    all: RwLock<Vec<Arc<Catalog>>>,
+    all: RwLock<Vec<Arc<OnDemandIndex>>>,
     /// The index files that existed when the newest was opened.
     listed: Mutex<Vec<String>>,
 }
 
-impl Catalogs {
+impl ReopeningIndex {
     /// Reads the heads of the index files.
-    pub(crate) fn open(store: &Arc<LocalStore>, keys: &Arc<Keys>) -> Result<Catalogs, RepoError> {
+    pub(crate) fn open(
+        store: &Arc<LocalStore>,
+        keys: &Arc<Keys>,
+    ) -> Result<ReopeningIndex, RepoError> {
         // Listed before they are read: files that appear later are new.
         let listed = list(store)?;
-        let catalog = Catalog::open(store, keys)?;
-        Ok(Catalogs {
+        let on_demand = OnDemandIndex::open(store, keys)?;
+        Ok(ReopeningIndex {
             store: store.clone(),
             keys: keys.clone(),
-            all: RwLock::new(vec![Arc::new(catalog)]),
+            all: RwLock::new(vec![Arc::new(on_demand)]),
             listed: Mutex::new(listed),
         })
     }
 
-    fn newest(&self) -> Arc<Catalog> {
+    fn newest(&self) -> Arc<OnDemandIndex> {
         let all = self.all.read();
         let all = all.unwrap_or_else(|poisoned| poisoned.into_inner());
         all[all.len() - 1].clone()
     }
 
     /// The on-demand index that numbered a pack.
-    fn of_pack(&self, pack: u32) -> Arc<Catalog> {
+    fn of_pack(&self, pack: u32) -> Arc<OnDemandIndex> {
         let all = self.all.read();
         let all = all.unwrap_or_else(|poisoned| poisoned.into_inner());
-        let of = all.iter().rfind(|catalog| catalog.first_pack() <= pack);
+        let of = all.iter().rfind(|on_demand| on_demand.first_pack() <= pack);
         of.unwrap_or(&all[0]).clone()
     }
 
@@ -80,7 +83,7 @@ impl Catalogs {
     }
 
     /// A part that was read before, if it is still cached.
-    pub(crate) fn known_part(&self, part: u32) -> Option<Arc<FoundPart>> {
+    pub(crate) fn known_part(&self, part: u32) -> Option<Arc<IndexSegment>> {
         self.newest().known_part(part)
     }
 
@@ -112,7 +115,7 @@ impl Catalogs {
         if names.is_empty() || names == *listed {
             return Ok(false);
         }
-        let next = Catalog::open_after(&self.store, &self.keys, &newest)?;
+        let next = OnDemandIndex::open_after(&self.store, &self.keys, &newest)?;
         *listed = names;
         let all = self.all.write();
         all.unwrap_or_else(|poisoned| poisoned.into_inner())

@@ -34,7 +34,7 @@ const LEVEL_TOP: u8 = 2;
 /// Zstandard level of merged deltas, the same as for other data.
 const COMPRESSION: i32 = 1;
 
-/// The stored content of a RAM block, as [`MemoryEditor::finish`] returns it.
+/// The stored content of a RAM block, as [`PageTableBuilder::finish`] returns it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written {
     /// The root of the page table.
@@ -44,7 +44,7 @@ pub struct Written {
 }
 
 /// Stores the content of one RAM block. Keeps the changed pages in memory, about 40 bytes for each.
-pub struct MemoryEditor {
+pub struct PageTableBuilder {
     pages: u64,
     below: Below,
     parts: Vec<Part>,
@@ -60,10 +60,10 @@ enum Below {
     },
 }
 
-impl MemoryEditor {
+impl PageTableBuilder {
     /// A block whose pages are all zero.
-    pub fn new(pages: u64) -> MemoryEditor {
-        MemoryEditor {
+    pub fn new(pages: u64) -> PageTableBuilder {
+        PageTableBuilder {
             pages,
             below: Below::Nothing(TableEditor::new(pages)),
             parts: Vec::new(),
@@ -71,8 +71,8 @@ impl MemoryEditor {
     }
 
     /// A block as it was at another checkpoint.
-    pub fn after(table: &RamTable) -> MemoryEditor {
-        MemoryEditor {
+    pub fn after(table: &RamTable) -> PageTableBuilder {
+        PageTableBuilder {
             pages: table.pages,
             below: Below::Checkpoint {
                 written: Written {
@@ -97,7 +97,7 @@ impl MemoryEditor {
     }
 
     /// Adds the changes of some pages since the checkpoint before. A page may be in one delta only, and must not
-    /// be [`MemoryEditor::set`] as well.
+    /// be [`PageTableBuilder::set`] as well.
     pub fn add_delta(
         &mut self,
         writer: &mut Writer<'_>,

@@ -1,7 +1,7 @@
 //! Reads single pages of page maps, for the faults of a lazily restored guest.
 
-use stillframe_page::PAGE;
 use stillframe_page::hash::ContentId;
+use stillframe_page::{PAGE, PageRequest, ReadOrder};
 
 use crate::blobs::Blobs;
 use crate::blobs::frame_reader::FrameReader;
@@ -12,26 +12,6 @@ use crate::page_table::table::PageRef;
 
 /// Receives pages: the number of the first, and the bytes of all.
 pub type NeighbourSink<'s, E> = &'s mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
-
-/// The order in which a page and its neighbours are passed on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ReadOrder {
-    /// The requested page first, before any work for its neighbours: a thread waits for it.
-    RequestedFirst,
-    /// All pages in ascending order, adjacent ones in one call.
-    Ascending,
-}
-
-/// A page to read, and other pages that may be read with it.
-#[derive(Debug, Clone, Copy)]
-pub struct PageRequest<'n> {
-    /// The number of the page.
-    pub page: u64,
-    /// The numbers of the other pages, ascending.
-    pub neighbours: &'n [u64],
-    /// The order in which they are passed on.
-    pub order: ReadOrder,
-}
 
 /// Reads single pages with fault-around. The state of one thread; takes up to 5 MiB, and keeps a few packs open.
 pub struct PageReader<'a> {

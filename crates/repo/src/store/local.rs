@@ -26,7 +26,7 @@ use stillframe_fault::{self as fault, Point};
 
 use crate::crypto::random;
 use crate::error::RepoError;
-use crate::store::rate_limiter::Pace;
+use crate::store::rate_limiter::RateLimiter;
 use crate::sync::lock;
 
 /// The folders of a repository.
@@ -109,7 +109,7 @@ const PRIVATE_FILE: u32 = 0o600;
 /// The directory of one repository.
 pub(crate) struct LocalStore {
     root: PathBuf,
-    pub(crate) pace: Pace,
+    pub(crate) rate_limiter: RateLimiter,
     /// Folders of packs whose names this process knows to be durable.
     durable_folders: Mutex<HashSet<PathBuf>>,
     #[cfg(test)]
@@ -135,7 +135,7 @@ impl LocalStore {
     pub(crate) fn new(root: &Path) -> LocalStore {
         LocalStore {
             root: root.to_owned(),
-            pace: Pace::default(),
+            rate_limiter: RateLimiter::default(),
             durable_folders: Mutex::default(),
             #[cfg(test)]
             faults: crate::tests::faults::Faults::default(),
@@ -422,7 +422,7 @@ pub(crate) struct TemporaryFile {
 impl TemporaryFile {
     pub(crate) fn write(&mut self, store: &LocalStore, bytes: &[u8]) -> Result<(), RepoError> {
         store.step(Step::Write(&self.path))?;
-        store.pace.wait(bytes.len());
+        store.rate_limiter.wait(bytes.len());
         self.file
             .write_all(bytes)
             .map_err(|error| RepoError::io("write", &self.path, error))

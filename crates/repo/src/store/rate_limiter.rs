@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 /// A limit on the rate of writes that several threads share; no limit at first.
 #[derive(Debug, Default)]
-pub(crate) struct Pace {
+pub(crate) struct RateLimiter {
     state: Mutex<State>,
 }
 
@@ -18,7 +18,7 @@ struct State {
     paid: Option<Instant>,
 }
 
-impl Pace {
+impl RateLimiter {
     /// Sets the limit of later writes.
     pub(crate) fn limit(&self, bytes_per_s: Option<NonZeroU64>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -51,18 +51,18 @@ mod tests {
 
     #[test]
     fn a_write_waits_until_those_before_it_are_within_the_rate() {
-        let pace = Pace::default();
+        let limiter = RateLimiter::default();
         let now = Instant::now();
-        assert_eq!(pace.due(1 << 30, now), Duration::ZERO);
-        pace.limit(NonZeroU64::new(1000));
-        assert_eq!(pace.due(500, now), Duration::ZERO);
-        assert_eq!(pace.due(250, now), Duration::from_millis(500));
-        assert_eq!(pace.due(0, now), Duration::from_millis(750));
+        assert_eq!(limiter.due(1 << 30, now), Duration::ZERO);
+        limiter.limit(NonZeroU64::new(1000));
+        assert_eq!(limiter.due(500, now), Duration::ZERO);
+        assert_eq!(limiter.due(250, now), Duration::from_millis(500));
+        assert_eq!(limiter.due(0, now), Duration::from_millis(750));
         // Idle time gives no credit.
         let later = now + Duration::from_secs(10);
-        assert_eq!(pace.due(2000, later), Duration::ZERO);
-        assert_eq!(pace.due(1, later), Duration::from_secs(2));
-        pace.limit(None);
-        assert_eq!(pace.due(1, later), Duration::ZERO);
+        assert_eq!(limiter.due(2000, later), Duration::ZERO);
+        assert_eq!(limiter.due(1, later), Duration::from_secs(2));
+        limiter.limit(None);
+        assert_eq!(limiter.due(1, later), Duration::ZERO);
     }
 }

@@ -4,7 +4,7 @@ use stillframe_page::delta::{DeltaEncoder, EncodedDelta};
 
 use super::support::{Dice, PAGE, Vm, WAIT, compare_one_by_one, init, keep_last, open, test_dir};
 use crate::page_table::table::PageRef;
-use crate::{MemoryEditor, RamTable, RepoError, Repository, Written};
+use crate::{PageTableBuilder, RamTable, RepoError, Repository, Written};
 
 /// Long enough that layers of every level are merged, twice into the table.
 #[test]
@@ -65,12 +65,12 @@ fn an_idle_checkpoint_adds_no_layer() {
 fn edit(
     repo: &mut Repository,
     after: Option<&RamTable>,
-    what: impl FnOnce(&mut MemoryEditor, &mut crate::Writer<'_>),
+    what: impl FnOnce(&mut PageTableBuilder, &mut crate::Writer<'_>),
 ) -> Result<Written, RepoError> {
     let mut writer = repo.begin(WAIT).unwrap();
     let mut memory = match after {
-        Some(table) => MemoryEditor::after(table),
-        None => MemoryEditor::new(10),
+        Some(table) => PageTableBuilder::after(table),
+        None => PageTableBuilder::new(10),
     };
     what(&mut memory, &mut writer);
     memory.finish(&mut writer)

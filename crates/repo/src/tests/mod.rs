@@ -1,12 +1,12 @@
 //! Tests of the repository as a whole.
 
 mod access;
-mod catalog;
 mod copy;
 mod corruption;
 mod crash;
 mod crash_many;
 mod decoders;
+mod on_demand;
 
 mod document;
 pub(crate) mod faults;
@@ -15,9 +15,9 @@ mod keys;
 mod kill;
 mod layers;
 mod leases;
+mod locations;
 mod locking;
-mod places;
-mod presence;
+mod missing_packs;
 mod removal;
 mod renewal;
 pub(crate) mod support;

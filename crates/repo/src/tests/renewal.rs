@@ -3,10 +3,10 @@
 use std::fs;
 
 use super::support::{Dice, PAGE, Vm, WAIT, forget_ids, init, open, test_dir};
+use stillframe_page::{PageRequest, ReadOrder};
+
 use crate::store::local::Area;
-use crate::{
-    CheckpointId, PageMap, PageReader, PageRequest, ReadOrder, Reader, RepoError, Repository,
-};
+use crate::{CheckpointId, PageMap, PageReader, Reader, RepoError, Repository};
 
 const PAGES: usize = 900;
 

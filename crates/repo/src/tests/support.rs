@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use stillframe_page::delta::{Added, DeltaEncoder};
-use stillframe_page::is_zero;
+use stillframe_page::{PageRequest, ReadOrder, is_zero};
 
 use crate::crypto::key_file::Cost;
 use crate::page_table::table::PageRef;
 use crate::store::local::LocalStore;
 use crate::{
-    CheckpointId, Forget, KeepPolicy, Manifest, MemoryEditor, Note, PageCounts, PageMap,
-    PageReader, PageRequest, Password, RamTable, ReadOrder, RepoError, Repository, Tags, Writer,
+    CheckpointId, Forget, KeepPolicy, Manifest, Note, PageCounts, PageMap, PageReader,
+    PageTableBuilder, Password, RamTable, RepoError, Repository, Tags, Writer,
 };
 
 pub(crate) const WAIT: Duration = Duration::from_secs(60);
@@ -160,8 +160,8 @@ impl Vm {
     ) -> Result<Manifest, RepoError> {
         let pages = self.pages.len() as u64;
         let mut memory = match parent {
-            Some(last) => MemoryEditor::after(&last.table),
-            None => MemoryEditor::new(pages),
+            Some(last) => PageTableBuilder::after(&last.table),
+            None => PageTableBuilder::new(pages),
         };
         let captured: Vec<u64> = match parent {
             Some(_) => self.dirty.iter().copied().collect(),

@@ -1,6 +1,6 @@
 //! Fault-around: with a page that a thread waits for, or is about to access, come other pages that cost little more.
 
-use stillframe_page::{GuestPage, PAGE_BYTES};
+use stillframe_page::{GuestPage, PAGE_BYTES, PageRequest, ReadOrder};
 use stillframe_sys::uffd::Waiters;
 
 use crate::populate::lazy::memory::{FillError, LazyMemory};
@@ -11,15 +11,6 @@ use crate::source::{PageFetcher as _, PageSource};
 const REACH: u64 = 15;
 /// Zero pages that come with one.
 const ZEROS_TOGETHER: u64 = 16;
-
-/// When a page is handed over.
-#[derive(Clone, Copy)]
-enum Haste {
-    /// Before its neighbours: a thread waits for it.
-    First,
-    /// In the order of the pages.
-    InItsPlace,
-}
 
 /// Populates single pages with fault-around. The state of one thread.
 pub(super) struct FaultAround<'m, S: PageSource> {
@@ -54,7 +45,7 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
                 false => memory.put(from, bytes, Waiters::Wake),
             }
         };
-        self.fetch(page, Haste::First, put)
+        self.fetch(page, ReadOrder::RequestedFirst, put)
     }
 
     /// Populates a page that no thread waits for, and others around it. Returns how many pages that were.
@@ -69,7 +60,7 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
             pages += bytes.len() as u64 / PAGE_BYTES;
             memory.put(GuestPage::new(page.block, first), bytes, Waiters::Wake)
         };
-        self.fetch(page, Haste::InItsPlace, put)?;
+        self.fetch(page, ReadOrder::Ascending, put)?;
         Ok(pages)
     }
 
@@ -96,7 +87,7 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
     fn fetch(
         &mut self,
         GuestPage { block, page }: GuestPage,
-        haste: Haste,
+        order: ReadOrder,
         mut put: impl FnMut(u64, &[u8]) -> Result<(), FillError>,
     ) -> Result<(), FillError> {
         let block = &self.memory.blocks[block];
@@ -107,10 +98,12 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
             Some(fetcher) => fetcher,
             none => none.insert(source.fetcher()?),
         };
-        match haste {
-            Haste::First => fetcher.fetch_near(source, page, &near, &mut put),
-            Haste::InItsPlace => fetcher.fetch_together(source, page, &near, &mut put),
-        }
+        let request = PageRequest {
+            page,
+            neighbours: &near,
+            order,
+        };
+        fetcher.fetch(source, request, &mut put)
     }
 
     /// Populates the next page of the prefetch queue, if it is not populated yet. Returns how many pages that were,

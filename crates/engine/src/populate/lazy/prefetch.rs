@@ -11,7 +11,7 @@ use std::thread;
 
 use crate::populate::lazy::fault_around::beside;
 use crate::source::{PageFetcher as _, PageSource, SourceError};
-use stillframe_page::{GuestPage, PAGE_BYTES};
+use stillframe_page::{GuestPage, PAGE_BYTES, PageRequest, ReadOrder};
 
 /// Upper bound on the bytes of preload buffers.
 const BYTES_MAX: u64 = 64 << 20;
@@ -87,7 +87,7 @@ fn read<S: PageSource>(
         return prefetched;
     };
     let mut seen = HashSet::new();
-    let mut go_on = |page: GuestPage, prefetched: &mut Prefetched| {
+    let mut resume_guest = |page: GuestPage, prefetched: &mut Prefetched| {
         !enough.load(Ordering::Relaxed)
             && prefetched.pages * PAGE_BYTES < BYTES_MAX
             && fetch(&mut fetcher, sources, page, &mut seen, prefetched).is_ok()
@@ -98,13 +98,13 @@ fn read<S: PageSource>(
             changes.map(move |&page| GuestPage::new(block, page.into()))
         });
         for page in newest {
-            if !go_on(page, &mut prefetched) {
+            if !resume_guest(page, &mut prefetched) {
                 break;
             }
         }
     }
     for &page in working_set {
-        if !go_on(page, &mut prefetched) {
+        if !resume_guest(page, &mut prefetched) {
             break;
         }
         prefetched.of_working_set += 1;
@@ -135,7 +135,12 @@ fn fetch<S: PageSource>(
     }
     let mut near = beside(page, source.pages());
     near.retain(|&other| !seen.contains(&GuestPage::new(block, other)));
-    fetcher.fetch_together(source, page, &near, &mut |first, bytes| {
+    let request = PageRequest {
+        page,
+        neighbours: &near,
+        order: ReadOrder::Ascending,
+    };
+    fetcher.fetch(source, request, &mut |first, bytes| {
         let pages = first..first + bytes.len() as u64 / PAGE_BYTES;
         seen.extend(pages.clone().map(|page| GuestPage::new(block, page)));
         prefetched.add(block, pages, bytes);

@@ -16,7 +16,7 @@ use crate::pack::place::FrameInfo;
 use crate::pack::place::Place;
 
 /// A part, in memory.
-pub(crate) struct FoundPart {
+pub(crate) struct IndexSegment {
     /// Its number in the on-demand index.
     pub(crate) number: u32,
     /// The number of its pack in the on-demand index.
@@ -35,9 +35,9 @@ struct PartBlob {
     bytes: u32,
 }
 
-impl FoundPart {
+impl IndexSegment {
     /// Decodes the part of this number, which belongs to this pack.
-    pub(crate) fn new(number: u32, pack: u32, part: &Part) -> FoundPart {
+    pub(crate) fn new(number: u32, pack: u32, part: &Part) -> IndexSegment {
         let mut frames = Vec::with_capacity(part.frames.len());
         let count = part.frames.iter().map(|frame| frame.blobs.len()).sum();
         let mut blobs = Vec::with_capacity(count);
@@ -64,7 +64,7 @@ impl FoundPart {
         }
         // A stable sort: of two copies the first is found.
         blobs.sort_by_key(|blob| blob.id);
-        FoundPart {
+        IndexSegment {
             number,
             pack,
             first_frame: part.first_frame,
@@ -141,7 +141,7 @@ mod tests {
             strangers in prop::collection::vec(id(), 0..20),
         ) {
             let part = Part { first_frame: 7, offset: 100, frames };
-            let found = FoundPart::new(3, 5, &part);
+            let found = IndexSegment::new(3, 5, &part);
             let ids = part.frames.iter().flat_map(|frame| &frame.blobs).map(|(id, _)| *id);
             for id in ids.chain(strangers) {
                 let mut slow = None;

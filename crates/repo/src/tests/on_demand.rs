@@ -12,7 +12,7 @@ use crate::crypto::Nonce;
 use crate::format::file_hash::FileHash;
 use crate::index::file::{FRONT_BYTES, IndexFile, OpenIndex, head_bytes, read_index_file};
 use crate::index::in_memory::Index;
-use crate::index::on_demand::Catalog;
+use crate::index::on_demand::OnDemandIndex;
 use crate::pack::IndexedPack;
 use crate::pack::place::Place;
 use crate::pack::place::Wanted;
@@ -43,8 +43,8 @@ fn described(repo: &Repository) -> HashMap<ContentId, BTreeSet<(FileHash, u32, u
     described
 }
 
-fn catalog(repo: &Repository) -> Catalog {
-    Catalog::open(&repo.store, &repo.keys).unwrap()
+fn on_demand(repo: &Repository) -> OnDemandIndex {
+    OnDemandIndex::open(&repo.store, &repo.keys).unwrap()
 }
 
 /// For each blob in any index file, and some in none, the sections and the loaded index give the same result.
@@ -55,7 +55,7 @@ fn compare(repo: &Repository, dice: &mut Dice) {
     let mut ids: Vec<ContentId> = described.keys().copied().collect();
     ids.extend((0..20).map(|_| ContentId(dice.bytes(32).try_into().unwrap())));
     ids.sort_by_cached_key(|_| dice.next());
-    let (one_by_one, together) = (catalog(repo), catalog(repo));
+    let (one_by_one, together) = (on_demand(repo), on_demand(repo));
     let mut there = Vec::new();
     for &id in &ids {
         let found = one_by_one.get(&id).unwrap();
@@ -90,12 +90,12 @@ fn compare(repo: &Repository, dice: &mut Dice) {
 
 /// A location is one of those in the files, with the frame that the loaded index has.
 fn compare_place(
-    catalog: &Catalog,
+    on_demand: &OnDemandIndex,
     place: Place,
     index: &Index,
     described: &BTreeSet<(FileHash, u32, u32, u32)>,
 ) {
-    let name = catalog.pack_name(place.pack);
+    let name = on_demand.pack_name(place.pack);
     assert!(described.contains(&(name, place.frame, place.offset, place.bytes)));
     let pack = index.pack_number(&name).unwrap();
     let frame = index.frames_of(pack).nth(place.frame as usize);
