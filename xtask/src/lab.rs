@@ -55,7 +55,7 @@ pub enum Bench {
     /// build the guest)
     Responsive,
     /// Speed of guests with real software, alone and watched (about 20 minutes; the first time longer, to build them)
-    Works,
+    Workloads,
     /// The evaluations of two papers, on guests with real software: `papers fitdoc`, `papers cow` (about half an
     /// hour each; the first time longer, to build the guests)
     Papers,
@@ -88,7 +88,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
     match bench {
         Bench::Bitmap | Bench::Delta => micro::bench(workspace, "stillframe-page", &name),
         Bench::Index => micro::bench(workspace, "stillframe-repo", &name),
-        Bench::Works | Bench::Papers | Bench::Responsive => {
+        Bench::Workloads | Bench::Papers | Bench::Responsive => {
             run(prepared_with_debian(workspace)?.arg(name).args(more))
         }
         Bench::Matrix => {

@@ -40,14 +40,6 @@ pub fn run(turns: usize) -> Result<()> {
         .prefix("stillframe-bench-")
         .tempdir()?;
     let disk = folder.path().join("disk.qcow2");
-    let made = std::process::Command::new("qemu-img")
-        .args(["create", "-q", "-f", "qcow2"])
-        .arg(&disk)
-        .arg("4G")
-        .status()?;
-    if !made.success() {
-        bail!("qemu-img failed");
-    }
     // 45k random words in 2 s touch 15 to 16 thousand of its 16384 pages.
     let workload = Workload {
         mib: 64,
@@ -61,10 +53,7 @@ pub fn run(turns: usize) -> Result<()> {
         workload,
         ..Setup::new(Kind::Private)
     };
-    setup.extra = vec![
-        "-drive".into(),
-        format!("file={},if=virtio,format=qcow2", disk.display()),
-    ];
+    setup.extra = peers::make_disk(&disk)?;
     let guest = setup.boot()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let mut qmp = guest.second_monitor()?;

@@ -34,7 +34,7 @@ pub fn run() -> Result<()> {
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let file = folder.path().join("mapped-ram");
     let (ram_mib, mib) = MIDDLE;
-    let guest = full_guest((ram_mib, mib), (1000, 1))?;
+    let guest = full_guest((ram_mib, mib), (1000, 1), Vec::new())?;
     stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
     peers::save_mapped_ram(&mut guest.second_monitor()?, &file)?;
     drop(guest);

@@ -49,7 +49,7 @@ pub fn run() -> Result<()> {
     record(&reports, &memory_kib, &floors, (alone, beside))
 }
 
-/// Ticks a second while something goes on.
+/// Ticks a second while something continues.
 fn pace(guest: &Guest, meanwhile: impl FnOnce()) -> Result<f64> {
     let begin = Instant::now();
     let first = guest.serial.ticks()?.len();

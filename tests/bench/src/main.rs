@@ -13,7 +13,7 @@ mod peers;
 mod responsive;
 mod restore;
 mod slowdown;
-mod works;
+mod workloads;
 
 use std::time::Duration;
 
@@ -46,13 +46,13 @@ enum What {
     /// The pause and the reads of a guest whose disk is read past the host's page cache.
     DirectIo,
     /// The guests with real software: the pace of each, and every page of it compared.
-    Works {
+    Workloads {
         /// Seconds over which the pace is measured.
         #[arg(long, default_value_t = 60)]
         seconds: u64,
         /// Only this one; then nothing is recorded.
         #[arg(long)]
-        work: Option<String>,
+        workload: Option<String>,
     },
     /// The evaluations of two papers once more.
     Papers {
@@ -82,7 +82,7 @@ fn main() -> Result<()> {
         What::Checkpoint { turns } => checkpoint::run(turns),
         What::Extremes => extremes::run(),
         What::DirectIo => direct_io::run(),
-        What::Works { seconds, work } => works::run(seconds, work.as_deref()),
+        What::Workloads { seconds, workload } => workloads::run(seconds, workload.as_deref()),
         What::Papers { paper, quick } => papers::run(paper, quick),
         What::Frequency => frequency::run(),
         What::Restore => restore::run(),

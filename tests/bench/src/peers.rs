@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -37,15 +38,45 @@ pub fn floor_ms(qmp: &mut Qmp, file: &Path) -> Result<f64> {
     Ok(took.as_secs_f64() * 1e3)
 }
 
+/// Makes an empty qcow2 disk that `savevm` can save a VM into. Returns the arguments that give it to QEMU.
+pub fn make_disk(path: &Path) -> Result<Vec<String>> {
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2"])
+        .arg(path)
+        .arg("16G")
+        .status()?;
+    if !made.success() {
+        bail!("qemu-img failed");
+    }
+    let drive = format!("file={},if=virtio,format=qcow2", path.display());
+    Ok(vec!["-drive".to_owned(), drive])
+}
+
+/// Saves a guest into its disk under this name; the guest runs on.
+pub fn keep_in_disk(qmp: &mut Qmp, name: &str) -> Result<()> {
+    expect_silence(qmp, &format!("savevm {name}"))
+}
+
+/// Has a paused QEMU load such a state.
+pub fn load_from_disk(qmp: &mut Qmp, name: &str) -> Result<()> {
+    expect_silence(qmp, &format!("loadvm {name}"))
+}
+
+/// A command of the human monitor, which says something only if it fails.
+fn expect_silence(qmp: &mut Qmp, command: &str) -> Result<()> {
+    let said = qmp.human(command)?;
+    match said.trim() {
+        "" => Ok(()),
+        said => bail!("{command}: {said}"),
+    }
+}
+
 /// `savevm` into the VM's qcow2 disk.
 pub fn savevm(qmp: &mut Qmp, disk: &Path) -> Result<Saved> {
     let before = allocated(disk)?;
     qmp.forget_events()?;
     let begin = Instant::now();
-    let answer = qmp.human("savevm bench")?;
-    if !answer.trim().is_empty() {
-        bail!("savevm: {answer}");
-    }
+    expect_silence(qmp, "savevm bench")?;
     let total_ms = begin.elapsed().as_secs_f64() * 1e3;
     let pause_ms = pause_ms(qmp)?;
     // The first one grows the file by all it writes; a later one may reuse what delvm freed.

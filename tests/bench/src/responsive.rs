@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use super::host_memory;
 use crate::chart::{self, Labels, Series, Shape};
 use stillframe_harness::cli::Stillframe;
-use stillframe_harness::debian::{DebianSetup, Work};
+use stillframe_harness::debian::{DebianSetup, DebianWorkload};
 use stillframe_harness::filling::Filling;
 use stillframe_harness::guest::Guest;
 use stillframe_harness::qmp::Qmp;
@@ -29,7 +29,7 @@ use stillframe_harness::results::{self, Claim, Goal, percentile};
 const BENCH: &str = "responsive";
 const COMMAND: &str = "cargo xtask bench responsive";
 const RAM_MIB: u32 = 1024;
-/// Values a MiB of RAM, and values a unit, as in `guest/debian/works/redis`.
+/// Values a MiB of RAM, and values a unit, as in `guest/debian/workloads/redis`.
 const VALUES_A_MIB: f64 = 64.0;
 const VALUES_A_UNIT: f64 = 100.0;
 /// Restores that only record the guest's accesses.
@@ -172,7 +172,7 @@ pub fn run(turns: usize) -> Result<()> {
         .tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let setup = DebianSetup {
-        work: Work::Redis,
+        workload: DebianWorkload::Redis,
         ram_mib: RAM_MIB,
         extra: Vec::new(),
     };

@@ -1,5 +1,5 @@
 //! Guests with real software: Debian on a disk image that QEMU opens read-only, with all their writes in RAM. Their
-//! works are in `guest/debian`.
+//! workloads are in `guest/debian`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,9 +15,9 @@ const NETWORK: &str = "user,model=virtio-net-pci";
 /// Time for the slowest of them to prepare itself under TCG, on a busy machine.
 pub const READY_LIMIT: Duration = Duration::from_secs(900);
 
-/// The work of such a guest. Each work reports each finished unit on its serial port.
+/// The workload of such a guest. It reports each finished unit on its serial port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Work {
+pub enum DebianWorkload {
     /// Nothing.
     Idle,
     /// A file server's operations on a file system in RAM.
@@ -34,38 +34,38 @@ pub enum Work {
     Redis,
 }
 
-impl Work {
-    /// The works of the evaluations of papers.
-    pub const OF_PAPERS: [Work; 6] = [
-        Work::Idle,
-        Work::Dbench,
-        Work::Compile,
-        Work::Numeric,
-        Work::Wordcount,
-        Work::Database,
+impl DebianWorkload {
+    /// The workloads of the evaluations of papers.
+    pub const OF_PAPERS: [DebianWorkload; 6] = [
+        DebianWorkload::Idle,
+        DebianWorkload::Dbench,
+        DebianWorkload::Compile,
+        DebianWorkload::Numeric,
+        DebianWorkload::Wordcount,
+        DebianWorkload::Database,
     ];
 
     /// All of them.
-    pub const ALL: [Work; 7] = [
-        Work::Idle,
-        Work::Dbench,
-        Work::Compile,
-        Work::Numeric,
-        Work::Wordcount,
-        Work::Database,
-        Work::Redis,
+    pub const ALL: [DebianWorkload; 7] = [
+        DebianWorkload::Idle,
+        DebianWorkload::Dbench,
+        DebianWorkload::Compile,
+        DebianWorkload::Numeric,
+        DebianWorkload::Wordcount,
+        DebianWorkload::Database,
+        DebianWorkload::Redis,
     ];
 
-    /// Its script in `guest/debian/works`.
+    /// Its script in `guest/debian/workloads`.
     pub fn name(self) -> &'static str {
         match self {
-            Work::Idle => "idle",
-            Work::Dbench => "dbench",
-            Work::Compile => "compile",
-            Work::Numeric => "numeric",
-            Work::Wordcount => "wordcount",
-            Work::Database => "database",
-            Work::Redis => "redis",
+            DebianWorkload::Idle => "idle",
+            DebianWorkload::Dbench => "dbench",
+            DebianWorkload::Compile => "compile",
+            DebianWorkload::Numeric => "numeric",
+            DebianWorkload::Wordcount => "wordcount",
+            DebianWorkload::Database => "database",
+            DebianWorkload::Redis => "redis",
         }
     }
 }
@@ -73,9 +73,9 @@ impl Work {
 /// A Debian guest to be started, of one vCPU.
 #[derive(Debug, Clone)]
 pub struct DebianSetup {
-    /// Its work.
-    pub work: Work,
-    /// MiB of RAM, 512 or more; the works that fill RAM fill as much as there is.
+    /// Its workload.
+    pub workload: DebianWorkload,
+    /// MiB of RAM, 512 or more; the workloads that fill RAM fill as much as there is.
     pub ram_mib: u32,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
@@ -86,7 +86,7 @@ impl DebianSetup {
     pub fn boot(&self) -> Result<Guest> {
         let program = Path::new("qemu-system-x86_64");
         let guest = Guest::start(Kind::Private, program, |folder| self.arguments(folder))?;
-        let name = self.work.name();
+        let name = self.workload.name();
         guest
             .serial
             .wait_units(0, READY_LIMIT)
@@ -101,7 +101,7 @@ impl DebianSetup {
             bail!("no Debian image at {image}: run `cargo xtask guests --debian`");
         }
         let drive = format!("file={},if=virtio,format=raw,readonly=on", image.display());
-        let command_line = format!("{KERNEL_ARGUMENTS} lab.work={}", self.work.name());
+        let command_line = format!("{KERNEL_ARGUMENTS} lab.workload={}", self.workload.name());
         let mut arguments = guest::surroundings(folder, self.ram_mib);
         arguments.extend(["-machine", "q35", "-drive", &drive, "-nic", NETWORK].map(str::to_owned));
         arguments.extend(guest::linux("debian-initramfs.cpio", &command_line)?);

@@ -41,7 +41,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("unshare", "util-linux"),
 ];
 /// The parts of `guest/debian` that go into the image, under `/lab`.
-const PARTS: &[&str] = &["prepare", "run", "serial", "src", "works"];
+const PARTS: &[&str] = &["prepare", "run", "serial", "src", "workloads"];
 /// Space for the file system itself, in MiB.
 const SPARE_MIB: u64 = 64;
 
@@ -62,7 +62,7 @@ impl fmt::Display for Rootfs {
             "boot with   qemu-system-x86_64 -machine q35 -accel tcg -m 1024 -display none -kernel \
              vmlinuz -initrd debian-initramfs.cpio -serial file:SERIAL -drive \
              file=debian.ext4,if=virtio,format=raw,readonly=on -append '{KERNEL_ARGUMENTS} \
-             lab.work=compile'"
+             lab.workload=compile'"
         )
     }
 }
@@ -209,17 +209,24 @@ mod tests {
     fn the_recipe_changes_with_any_file_and_not_with_their_order_on_disk() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
-        for part in ["src", "works"] {
+        for part in ["src", "workloads"] {
             fs::create_dir(folder.path().join(part)).unwrap();
         }
-        for name in ["prepare", "run", "serial", "src/a.c", "works/b", "works/a"] {
+        for name in [
+            "prepare",
+            "run",
+            "serial",
+            "src/a.c",
+            "workloads/b",
+            "workloads/a",
+        ] {
             write(name, name);
         }
         let first = recipe(folder.path()).unwrap();
-        fs::remove_file(folder.path().join("works/b")).unwrap();
-        write("works/b", "works/b");
+        fs::remove_file(folder.path().join("workloads/b")).unwrap();
+        write("workloads/b", "workloads/b");
         assert_eq!(recipe(folder.path()).unwrap(), first);
-        write("works/b", "works/b and more");
+        write("workloads/b", "workloads/b and more");
         assert_ne!(recipe(folder.path()).unwrap(), first);
     }
 }

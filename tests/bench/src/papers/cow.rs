@@ -63,7 +63,7 @@ pub fn run(quick: bool) -> Result<()> {
         "cow-wrong-pages is table 6.1, cow-concurrent-share figure 6.5 (all intervals), \
          cow-downtime-ratio table 6.4 (median over the floor's median, at 2 s), auto-slowdown-2s \
          and auto-slowdown-100ms figure 6.1; these two do not hold either where their standard errors are \
-         above 1 and 2.5 %. Stopping QEMU, saving its device state and letting it go on, with no engine \
+         above 1 and 2.5 %. Stopping QEMU, saving its device state and letting it continue, with no engine \
          attached, takes {floor_ms:.2} ms: {floor_ms:.1} % of an interval of 100 ms."
     );
     page.add_claims(&claims, "-", &differs);

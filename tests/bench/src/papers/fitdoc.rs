@@ -16,7 +16,7 @@ use anyhow::{Context, Result};
 
 use super::page::{Figure, Page};
 use measure::{Depth, Measured, measure};
-use stillframe_harness::debian::Work;
+use stillframe_harness::debian::DebianWorkload;
 use stillframe_harness::results;
 
 const BENCH: &str = "papers-fitdoc";
@@ -26,10 +26,10 @@ const RAM_MIB: u32 = 1024;
 
 /// The guests to measure, and the length of the measurement.
 struct Plan {
-    works: Vec<Work>,
+    workloads: Vec<DebianWorkload>,
     depth: Depth,
     /// More memory sizes, in MiB, of some guests.
-    sizes: Vec<(Work, u32)>,
+    sizes: Vec<(DebianWorkload, u32)>,
     /// Of those.
     sizes_depth: Depth,
 }
@@ -37,7 +37,7 @@ struct Plan {
 impl Plan {
     fn whole() -> Plan {
         Plan {
-            works: Work::OF_PAPERS.to_vec(),
+            workloads: DebianWorkload::OF_PAPERS.to_vec(),
             depth: Depth {
                 every_s: 10,
                 // Increments enough that their layers are merged once.
@@ -46,9 +46,9 @@ impl Plan {
                 saves: 3,
                 gigabit: 4,
             },
-            sizes: [Work::Idle, Work::Compile]
+            sizes: [DebianWorkload::Idle, DebianWorkload::Compile]
                 .into_iter()
-                .flat_map(|work| [(work, 512), (work, 2048)])
+                .flat_map(|workload| [(workload, 512), (workload, 2048)])
                 .collect(),
             sizes_depth: Depth {
                 every_s: 10,
@@ -69,9 +69,9 @@ impl Plan {
             gigabit: 2,
         };
         Plan {
-            works: vec![Work::Idle, Work::Compile],
+            workloads: vec![DebianWorkload::Idle, DebianWorkload::Compile],
             depth,
-            sizes: vec![(Work::Idle, 512)],
+            sizes: vec![(DebianWorkload::Idle, 512)],
             sizes_depth: Depth {
                 whole_pages: 0,
                 gigabit: 0,
@@ -127,15 +127,16 @@ pub fn run(quick: bool) -> Result<()> {
         &plan.setting(),
     )?;
     let mut guests = Vec::new();
-    for &work in &plan.works {
-        let measured = measure(work, RAM_MIB, &plan.depth).with_context(|| work.name())?;
-        page.keep(work.name(), measured.raw());
+    for &workload in &plan.workloads {
+        let measured = measure(workload, RAM_MIB, &plan.depth).with_context(|| workload.name())?;
+        page.keep(workload.name(), measured.raw());
         guests.push(measured);
     }
     let mut sized = Vec::new();
-    for &(work, ram_mib) in &plan.sizes {
-        let what = format!("{} {ram_mib} MiB", work.name());
-        let measured = measure(work, ram_mib, &plan.sizes_depth).with_context(|| what.clone())?;
+    for &(workload, ram_mib) in &plan.sizes {
+        let what = format!("{} {ram_mib} MiB", workload.name());
+        let measured =
+            measure(workload, ram_mib, &plan.sizes_depth).with_context(|| what.clone())?;
         page.keep(&what, measured.raw());
         sized.push(measured);
     }
@@ -162,14 +163,14 @@ pub fn run(quick: bool) -> Result<()> {
 
 /// Names of the guests, for charts.
 fn names(guests: &[Measured]) -> Vec<&'static str> {
-    guests.iter().map(|guest| guest.work.name()).collect()
+    guests.iter().map(|guest| guest.workload.name()).collect()
 }
 
 /// One number of each guest.
 fn each(guests: &[Measured], number: impl Fn(&Measured) -> Result<f64>) -> Result<Vec<f64>> {
     guests
         .iter()
-        .map(|guest| number(guest).with_context(|| guest.work.name()))
+        .map(|guest| number(guest).with_context(|| guest.workload.name()))
         .collect()
 }
 
@@ -177,7 +178,7 @@ fn each(guests: &[Measured], number: impl Fn(&Measured) -> Result<f64>) -> Resul
 fn of_paper(guests: &[Measured], numbers: &[f64; 6]) -> Vec<f64> {
     guests
         .iter()
-        .map(|guest| paper::of(numbers, guest.work))
+        .map(|guest| paper::of(numbers, guest.workload))
         .collect()
 }
 

@@ -55,7 +55,7 @@ fn wrong_pages(page: &mut Page, measured: &Measured) -> Result<()> {
         rows: &rows,
         pictures: &[],
         differs: "An iteration is a new watch with an empty repository on the same guest, not a new guest: \
-                  booting takes long under TCG, and the guest goes on compiling between two iterations. \
+                  booting takes long under TCG, and the guest continues compiling between two iterations. \
                   Checkpoints every second. The image is taken in the checkpoint's own pause as in the thesis, \
                   and includes the memory of the video adapter, which was the thesis' error. The first \
                   checkpoints are of all pages because QEMU's own ways, tried before, read them all and so \

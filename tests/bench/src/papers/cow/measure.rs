@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use crate::papers::numbers::{mean, standard_error};
 use crate::peers::{self, Saved};
 use stillframe_harness::cli::Stillframe;
-use stillframe_harness::debian::{DebianSetup, Work};
+use stillframe_harness::debian::{DebianSetup, DebianWorkload};
 use stillframe_harness::guest::Guest;
 use stillframe_harness::restored::Restored;
 use stillframe_harness::running::Running;
@@ -125,7 +125,7 @@ pub fn measure(plan: &Plan) -> Result<Measured> {
     let folder = folder()?;
     eprintln!("booting the guest");
     let guest = DebianSetup {
-        work: Work::Compile,
+        workload: DebianWorkload::Compile,
         ram_mib: RAM_MIB,
         extra: Vec::new(),
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::peers::{self, Saved};
 use stillframe_harness::cli::Stillframe;
-use stillframe_harness::debian::{DebianSetup, READY_LIMIT, Work};
+use stillframe_harness::debian::{DebianSetup, DebianWorkload, READY_LIMIT};
 use stillframe_harness::guest::Guest;
 use stillframe_harness::memory::PAGE_BYTES;
 use stillframe_harness::results::percentile;
@@ -38,8 +38,8 @@ pub struct Depth {
 /// One guest, measured.
 #[derive(Debug)]
 pub struct Measured {
-    /// Its work.
-    pub work: Work,
+    /// Its workload.
+    pub workload: DebianWorkload,
     /// Its RAM.
     pub ram_mib: u32,
     /// The report of the first checkpoint, of all memory.
@@ -65,15 +65,15 @@ struct Gigabit {
 }
 
 /// Boots a guest and measures it.
-pub fn measure(work: Work, ram_mib: u32, depth: &Depth) -> Result<Measured> {
-    let say = |what: &str| eprintln!("{}, {ram_mib} MiB: {what}", work.name());
+pub fn measure(workload: DebianWorkload, ram_mib: u32, depth: &Depth) -> Result<Measured> {
+    let say = |what: &str| eprintln!("{}, {ram_mib} MiB: {what}", workload.name());
     let folder = tempfile::Builder::new()
         .prefix("stillframe-fitdoc-")
         .tempdir()?;
     say("booting");
     let began = Instant::now();
     let guest = DebianSetup {
-        work,
+        workload,
         ram_mib,
         extra: Vec::new(),
     }
@@ -102,7 +102,7 @@ pub fn measure(work: Work, ram_mib: u32, depth: &Depth) -> Result<Measured> {
     let units = guest.serial.units()?.context("the guest is not ready")?;
     guest.serial.wait_units(units + 1, READY_LIMIT)?;
     Ok(Measured {
-        work,
+        workload,
         ram_mib,
         full,
         increments,

@@ -1,7 +1,7 @@
-//! The measurements of FITDOC's authors. In each row one number a guest, in the order of [`Work::OF_PAPERS`]:
+//! The measurements of FITDOC's authors. In each row one number a guest, in the order of [`DebianWorkload::OF_PAPERS`]:
 //! underload, Dbench, K-Compile, NPB LU.B, Hadoop, TPC-W.
 
-use stillframe_harness::debian::Work;
+use stillframe_harness::debian::DebianWorkload;
 
 /// Rows of Table I above the histogram.
 pub const ZERO_PAGES: [f64; 6] = [1303.0, 220_807.0, 2001.0, 2389.0, 13_239.0, 4157.0];
@@ -70,7 +70,9 @@ pub const REMUS_REDUCTION_MEAN: f64 = 52.88;
 pub const COMPRESSION_SHARE: [f64; 6] = [34.71, 32.19, 33.40, 38.23, 35.66, 31.18];
 
 /// The number of the guest that does this work.
-pub fn of(numbers: &[f64; 6], work: Work) -> f64 {
-    let place = Work::OF_PAPERS.iter().position(|&other| other == work);
+pub fn of(numbers: &[f64; 6], workload: DebianWorkload) -> f64 {
+    let place = DebianWorkload::OF_PAPERS
+        .iter()
+        .position(|&other| other == workload);
     place.map_or(f64::NAN, |place| numbers[place])
 }

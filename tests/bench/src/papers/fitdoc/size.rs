@@ -119,14 +119,14 @@ fn rows(guests: &[Measured]) -> Result<Vec<Vec<String>>> {
     let mut rows = Vec::new();
     for guest in guests {
         rows.push(vec![
-            guest.work.name().to_owned(),
+            guest.workload.name().to_owned(),
             format!("{:.1}", mib(guest.best_save_bytes())),
             format!("{:.3}", mib(guest.captured_bytes()?)),
             format!("{:.3}", mib(guest.stored_bytes()?)),
             percent(full_reduction(guest)?),
-            percent(paper::of(&paper::FULL_REDUCTION, guest.work)),
+            percent(paper::of(&paper::FULL_REDUCTION, guest.workload)),
             percent(remus_reduction(guest)?),
-            percent(paper::of(&paper::REMUS_REDUCTION, guest.work)),
+            percent(paper::of(&paper::REMUS_REDUCTION, guest.workload)),
             percent(changed_reduction(guest)?),
             format!("{:.3}", whole_pages_ratio(guest)?),
         ]);

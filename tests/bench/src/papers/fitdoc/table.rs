@@ -57,7 +57,7 @@ const RATES: [Row; 3] = [
 pub fn add(page: &mut Page, guests: &[Measured]) -> Result<()> {
     let mut pictures = Vec::new();
     for guest in guests {
-        let name = format!("table-1-{}.svg", guest.work.name());
+        let name = format!("table-1-{}.svg", guest.workload.name());
         draw(page, &name, guest)?;
         pictures.push(name);
     }
@@ -93,7 +93,7 @@ fn words(guests: &[Measured]) -> Result<String> {
     let mut words =
         format!("dirty bytes are {least:.2} to {most:.2} % of the bytes of dirty pages.");
     for guest in guests {
-        if guest.work == stillframe_harness::debian::Work::Idle {
+        if guest.workload == stillframe_harness::debian::DebianWorkload::Idle {
             let share = guest.statistic("/rates/word_bytes_of_dirty_bytes")? * 100.0;
             words += &format!(
                 " Of the idle guest's dirty bytes, {share:.2} % lie in whole words of eight (paper: 60.43 %)."
@@ -120,7 +120,10 @@ fn rows(guests: &[Measured]) -> Result<Vec<Vec<String>>> {
         let mut cells = vec![range_name(place)];
         for guest in guests {
             let ours = histogram(guest)?[place];
-            cells.push(format!("{:.0} / {ours:.0}", paper::of(pages, guest.work)));
+            cells.push(format!(
+                "{:.0} / {ours:.0}",
+                paper::of(pages, guest.workload)
+            ));
         }
         rows.push(cells);
     }
@@ -140,7 +143,7 @@ fn line(guests: &[Measured], row: &Row, show: impl Fn(f64) -> String) -> Result<
     let (name, numbers, place) = row;
     let mut cells = vec![(*name).to_owned()];
     for guest in guests {
-        let (paper, ours) = (paper::of(numbers, guest.work), guest.statistic(place)?);
+        let (paper, ours) = (paper::of(numbers, guest.workload), guest.statistic(place)?);
         cells.push(format!("{} / {}", show(paper), show(ours)));
     }
     Ok(cells)
@@ -151,7 +154,7 @@ fn rate_line(guests: &[Measured], row: &Row) -> Result<Vec<String>> {
     let (name, numbers, place) = row;
     let mut cells = vec![(*name).to_owned()];
     for guest in guests {
-        let (paper, ours) = (paper::of(numbers, guest.work), guest.statistic(place)?);
+        let (paper, ours) = (paper::of(numbers, guest.workload), guest.statistic(place)?);
         cells.push(format!("{} / {}", percent(paper), percent(ours * 100.0)));
     }
     Ok(cells)
@@ -191,7 +194,7 @@ fn draw(page: &Page, name: &str, guest: &Measured) -> Result<()> {
     };
     let theirs = paper::HISTOGRAM
         .iter()
-        .map(|(_, pages)| paper::of(pages, guest.work));
+        .map(|(_, pages)| paper::of(pages, guest.workload));
     let groups: Vec<String> = paper::HISTOGRAM
         .iter()
         .map(|(up_to, _)| up_to.to_string())
@@ -200,7 +203,7 @@ fn draw(page: &Page, name: &str, guest: &Measured) -> Result<()> {
     chart::bars(
         &page.picture(name),
         Labels {
-            title: &format!("{}: dirty pages by changed bytes", guest.work.name()),
+            title: &format!("{}: dirty pages by changed bytes", guest.workload.name()),
             x: "changed bytes, up to",
             y: "dirty pages, percent",
         },

@@ -29,8 +29,8 @@ pub fn add_scan(page: &mut Page, guests: &[Measured]) -> Result<()> {
         .zip(&scans)
         .map(|(guest, scan)| {
             vec![
-                guest.work.name().to_owned(),
-                percent(paper::of(&paper::SCAN_REDUCTION, guest.work)),
+                guest.workload.name().to_owned(),
+                percent(paper::of(&paper::SCAN_REDUCTION, guest.workload)),
                 format!("{scan:.0}"),
             ]
         })
@@ -99,13 +99,13 @@ pub fn add_time(page: &mut Page, guests: &[Measured]) -> Result<()> {
     for (guest, reduction) in guests.iter().zip(&reductions) {
         let ([stream, mapped], pauses) = (guest.save_ms(), guest.save_pause_ms());
         rows.push(vec![
-            guest.work.name().to_owned(),
+            guest.workload.name().to_owned(),
             format!("{stream:.0} ({:.0})", pauses[0]),
             format!("{mapped:.0} ({:.0})", pauses[1]),
             format!("{:.0}", guest.full_ms()?),
             format!("{:.0} ({:.1})", guest.total_ms()?, guest.pause_ms()?),
             percent(*reduction),
-            percent(paper::of(&paper::TIME_REDUCTION, guest.work)),
+            percent(paper::of(&paper::TIME_REDUCTION, guest.workload)),
         ]);
     }
     page.add(&Figure {
@@ -140,17 +140,17 @@ pub fn add_time(page: &mut Page, guests: &[Measured]) -> Result<()> {
 
 /// Figure 8, by memory size.
 pub fn add_sizes(page: &mut Page, guests: &[Measured], sized: &[Measured]) -> Result<()> {
-    let has_sizes = |guest: &&Measured| sized.iter().any(|other| other.work == guest.work);
+    let has_sizes = |guest: &&Measured| sized.iter().any(|other| other.workload == guest.workload);
     let mut all: Vec<&Measured> = guests.iter().filter(has_sizes).chain(sized).collect();
-    all.sort_by_key(|guest| (guest.work.name(), guest.ram_mib));
+    all.sort_by_key(|guest| (guest.workload.name(), guest.ram_mib));
     let (mut groups, mut rows) = (Vec::new(), Vec::new());
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for guest in &all {
-        groups.push(format!("{} {}", guest.work.name(), guest.ram_mib));
+        groups.push(format!("{} {}", guest.workload.name(), guest.ram_mib));
         ours.push(guest.total_ms()?);
         theirs.push(guest.best_save_ms());
         rows.push(vec![
-            guest.work.name().to_owned(),
+            guest.workload.name().to_owned(),
             guest.ram_mib.to_string(),
             format!("{:.0}", guest.best_save_ms()),
             format!("{:.1}", guest.best_save_bytes() / f64::from(1 << 20)),
@@ -194,13 +194,13 @@ pub fn add_sizes(page: &mut Page, guests: &[Measured], sized: &[Measured]) -> Re
 /// How the times grow from the least memory to the most, of each guest; they are sorted by both.
 fn growth(all: &[&Measured]) -> Result<String> {
     let mut words = Vec::new();
-    for same in all.chunk_by(|one, other| one.work == other.work) {
+    for same in all.chunk_by(|one, other| one.workload == other.workload) {
         let [least, .., most] = same else {
             continue;
         };
         words.push(format!(
             "{}: from {} to {} MiB an increment's time grows to {:.2} of what it was, QEMU's to {:.2}.",
-            least.work.name(),
+            least.workload.name(),
             least.ram_mib,
             most.ram_mib,
             most.total_ms()? / least.total_ms()?,
@@ -224,11 +224,11 @@ pub fn add_gigabit(page: &mut Page, guests: &[Measured]) -> Result<()> {
         let (save_ms, increment_ms) = guest.gigabit_ms()?;
         let reduction = gigabit_reduction(guest)?;
         rows.push(vec![
-            guest.work.name().to_owned(),
+            guest.workload.name().to_owned(),
             format!("{save_ms:.0}"),
             format!("{increment_ms:.0}"),
             percent(reduction),
-            percent(paper::of(&paper::TIME_REDUCTION, guest.work)),
+            percent(paper::of(&paper::TIME_REDUCTION, guest.workload)),
         ]);
         reductions.push(reduction);
         theirs.push(save_ms);
@@ -284,7 +284,11 @@ pub fn add_share(page: &mut Page, guests: &[Measured]) -> Result<()> {
         .iter()
         .zip(theirs.iter().zip(&shares))
         .map(|(guest, (&theirs, &ours))| {
-            vec![guest.work.name().to_owned(), percent(theirs), percent(ours)]
+            vec![
+                guest.workload.name().to_owned(),
+                percent(theirs),
+                percent(ours),
+            ]
         })
         .collect();
     page.add(&Figure {

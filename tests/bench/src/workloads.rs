@@ -1,4 +1,4 @@
-//! `cargo xtask bench works`: the guests with real software, each alone and watched. Shows that each
+//! `cargo xtask bench workloads`: the guests with real software, each alone and watched. Shows that each
 //! works, that Stillframe has every page of it, and the pace at which it does its units.
 
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use stillframe_harness::cli::Stillframe;
-use stillframe_harness::debian::{DebianSetup, READY_LIMIT, Work};
+use stillframe_harness::debian::{DebianSetup, DebianWorkload, READY_LIMIT};
 use stillframe_harness::guest::Guest;
 use stillframe_harness::results;
 
@@ -15,35 +15,35 @@ const RAM_MIB: u32 = 1024;
 /// Number of checkpoints of each, each compared page by page.
 const CHECKPOINTS: &str = "5";
 
-/// Runs the bench over all works or one, and writes `docs/results/works/` if over all.
+/// Runs the bench over all workloads or one, and writes `docs/results/workloads/` if over all.
 pub fn run(seconds: u64, only: Option<&str>) -> Result<()> {
     let window = Duration::from_secs(seconds);
-    let works: Vec<Work> = Work::ALL
+    let workloads: Vec<DebianWorkload> = DebianWorkload::ALL
         .into_iter()
-        .filter(|work| only.is_none_or(|only| work.name() == only))
+        .filter(|workload| only.is_none_or(|only| workload.name() == only))
         .collect();
-    if works.is_empty() {
-        bail!("no work is named {}", only.unwrap_or_default());
+    if workloads.is_empty() {
+        bail!("no workload is named {}", only.unwrap_or_default());
     }
     let mut lines = Vec::new();
-    for work in works {
-        let line = measure(work, window).with_context(|| work.name())?;
+    for workload in workloads {
+        let line = measure(workload, window).with_context(|| workload.name())?;
         println!("{line}");
         lines.push(line);
     }
     if only.is_none() {
-        results::write_raw("works", "works.jsonl", &lines)?;
+        results::write_raw("workloads", "workloads.jsonl", &lines)?;
     }
     Ok(())
 }
 
-fn measure(work: Work, window: Duration) -> Result<Value> {
+fn measure(workload: DebianWorkload, window: Duration) -> Result<Value> {
     let folder = tempfile::Builder::new()
-        .prefix("stillframe-works-")
+        .prefix("stillframe-workloads-")
         .tempdir()?;
     let began = Instant::now();
     let guest = DebianSetup {
-        work,
+        workload,
         ram_mib: RAM_MIB,
         extra: Vec::new(),
     }
@@ -74,7 +74,7 @@ fn measure(work: Work, window: Duration) -> Result<Value> {
     // It works on: nothing that was done to it broke it.
     guest.serial.wait_units(after + 1, READY_LIMIT)?;
     Ok(json!({
-        "work": work.name(),
+        "work": workload.name(),
         "commit": results::commit(),
         "ram_mib": RAM_MIB,
         "ready_s": ready.as_secs_f64(),
