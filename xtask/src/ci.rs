@@ -16,6 +16,10 @@ const GUESTS_VARIABLE: &str = "STILLFRAME_GUESTS";
 const BINARY_VARIABLE: &str = "STILLFRAME_BIN";
 /// The same for a binary in which tests can inject faults.
 const FAULTY_VARIABLE: &str = "STILLFRAME_FAULTY_BIN";
+/// Number of tests of one binary that run at the same time (`RUST_TEST_THREADS`), unless the user sets it: this many
+/// for each processor. An end-to-end test waits for its guest for nearly half of its time.
+const TEST_THREADS_VARIABLE: &str = "RUST_TEST_THREADS";
+const TESTS_A_PROCESSOR: usize = 2;
 /// Compiles fault points in, for that binary and the unit tests, so that both share one build.
 const FAULT_POINTS: [&str; 2] = ["--features", "stillframe/fault-points"];
 
@@ -102,8 +106,13 @@ const QUICK_END_TO_END: [&str; 5] = ["--test", "functional", "--", "first_day", 
 fn run_tests(workspace: &Workspace, guests: &Guests, set: TestSet) -> Result<()> {
     let binary = step("build with fault points", || build_faulty(workspace))?;
     println!("== tests");
+    let threads = std::env::var_os(TEST_THREADS_VARIABLE).unwrap_or_else(|| {
+        let processors = std::thread::available_parallelism().map_or(1, |count| count.get());
+        (TESTS_A_PROCESSOR * processors).to_string().into()
+    });
     let run_some = |targets: &[&str]| {
         run(in_root(workspace)
+            .env(TEST_THREADS_VARIABLE, &threads)
             .env(GUESTS_VARIABLE, &guests.folder)
             .env(BINARY_VARIABLE, &binary)
             .env(FAULTY_VARIABLE, &binary)

@@ -3,7 +3,8 @@
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 /// The sum of all runs of one target.
@@ -31,15 +32,18 @@ impl Record {
     pub fn read(folder: &Path, commit: &str) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
         let path = folder.join("executions.json");
-        let totals: Vec<Total> = match fs::read_to_string(&path) {
-            Ok(text) => serde_json::from_str(&text).with_context(|| path.display().to_string())?,
-            Err(_) => Vec::new(),
+        let totals = match File::open(&path) {
+            Ok(file) => file
+                .lock_shared()
+                .map_err(anyhow::Error::from)
+                .and_then(|()| totals_in(&file))
+                .with_context(|| path.display().to_string())?,
+            Err(_) => BTreeMap::new(),
         };
-        let named = |total: Total| (total.target.clone(), total);
         Ok(Self {
             path,
             commit: commit.to_owned(),
-            totals: totals.into_iter().map(named).collect(),
+            totals,
         })
     }
 
@@ -48,8 +52,24 @@ impl Record {
         self.totals.get(target).map_or(0, |total| total.executions)
     }
 
-    /// Adds a run.
+    /// Adds a run, to those that another process has added meanwhile too.
     pub fn add(&mut self, last: Total) -> Result<()> {
+        let path = self.path.clone();
+        self.add_locked(last)
+            .with_context(|| path.display().to_string())
+    }
+
+    fn add_locked(&mut self, last: Total) -> Result<()> {
+        let mut options = File::options();
+        let file = options
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&self.path)?;
+        // Until it is closed.
+        file.lock()?;
+        self.totals = totals_in(&file)?;
         let total = self.totals.entry(last.target.clone()).or_default();
         *total = Total {
             executions: total.executions + last.executions,
@@ -60,23 +80,38 @@ impl Record {
         };
         let totals: Vec<&Total> = self.totals.values().collect();
         let text = serde_json::to_string_pretty(&totals)? + "\n";
-        fs::write(&self.path, text).with_context(|| self.path.display().to_string())
+        Ok(fs::write(&self.path, text)?)
     }
+}
+
+/// The totals by target; none in an empty file.
+fn totals_in(mut file: &File) -> Result<BTreeMap<String, Total>> {
+    let mut text = String::new();
+    file.read_to_string(&mut text)?;
+    let totals: Vec<Total> = match text.is_empty() {
+        true => Vec::new(),
+        false => serde_json::from_str(&text)?,
+    };
+    let named = |total: Total| (total.target.clone(), total);
+    Ok(totals.into_iter().map(named).collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn runs_add_up() {
-        let folder = tempfile::tempdir().unwrap();
-        let run = |target: &str, executions| Total {
+    fn run(target: &str, executions: u64) -> Total {
+        Total {
             target: target.to_owned(),
             executions,
             seconds: 2,
             ..Total::default()
-        };
+        }
+    }
+
+    #[test]
+    fn runs_add_up() {
+        let folder = tempfile::tempdir().unwrap();
         let mut record = Record::read(folder.path(), "c0ffee").unwrap();
         record.add(run("b", 1)).unwrap();
         let mut record = Record::read(folder.path(), "c0ffee").unwrap();
@@ -92,5 +127,23 @@ mod tests {
         assert_eq!(found, [("a", 10, 2), ("b", 6, 4)]);
         assert_eq!(record.executions("b"), 6);
         assert_eq!(record.executions("c"), 0);
+    }
+
+    #[test]
+    fn processes_at_the_same_time_lose_no_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let each = |target: &'static str| {
+            let mut record = Record::read(folder.path(), "c0ffee").unwrap();
+            for _ in 0..50 {
+                record.add(run(target, 1)).unwrap();
+            }
+        };
+        std::thread::scope(|scope| {
+            for target in ["a", "b"] {
+                scope.spawn(move || each(target));
+            }
+        });
+        let record = Record::read(folder.path(), "c0ffee").unwrap();
+        assert_eq!(["a", "b"].map(|target| record.executions(target)), [50; 2]);
     }
 }
