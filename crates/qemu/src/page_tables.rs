@@ -17,7 +17,7 @@ const PRESENT: u64 = 1;
 const LARGE: u64 = 1 << 7;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// Memory that is seen at a virtual address, as far as both go on together.
+/// Memory that is seen at a virtual address, as far as both continue together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mapping {
     /// The virtual address.

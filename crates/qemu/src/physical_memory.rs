@@ -90,7 +90,7 @@ pub fn layout(
     let ranges = split(cmos, bytes);
     ranges.map(|ranges| (main, ranges)).ok_or_else(|| {
         unknown(format!(
-            "its CMOS memory does not tell of {bytes} bytes of RAM, so the guest has written there"
+            "its CMOS memory does not describe {bytes} bytes of RAM, so the guest has written there"
         ))
     })
 }

@@ -41,7 +41,7 @@ pub struct Confined {
 
 impl Confined {
     /// Confines the calling thread. Where the kernel refuses (none of the processors is this
-    /// thread's to use, say), the thread goes on as before: being confined is a courtesy.
+    /// thread's to use, say), the thread continues as before: being confined is a courtesy.
     pub fn to(processors: &Processors) -> Confined {
         let mut set = CpuSet::new();
         for &number in processors {

@@ -118,7 +118,7 @@ pub enum Track {
 /// What happens to threads that wait for a page that is filled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Waiters {
-    /// They go on.
+    /// They continue.
     Wake,
     /// They wait on, until they are woken.
     Leave,
@@ -168,7 +168,7 @@ impl Uffd {
         Self::start(fd, Features::MISSING)
     }
 
-    /// Goes on with a userfaultfd that another process took into use, with its registered ranges.
+    /// Continues with a userfaultfd that another process took into use, with its registered ranges.
     pub fn adopt(fd: OwnedFd) -> Uffd {
         Uffd {
             file: File::from(fd),

@@ -20,7 +20,7 @@ const RUNS: &str = "filling its memory";
 const BETWEEN_STOPS_MS: u64 = 120;
 const STOP_MS: u64 = 200;
 
-/// A lazy restore, or one that goes on with it.
+/// A lazy restore, or one that continues with it.
 #[derive(Debug)]
 pub struct Filling {
     /// The process, which is the source of all pages.
@@ -94,7 +94,7 @@ impl Filling {
         })
     }
 
-    /// Starts to go on where another process was killed, with the VM of this monitor and serial port.
+    /// Starts to continue where another process was killed, with the VM of this monitor and serial port.
     pub fn resume(
         stillframe: &Stillframe,
         qmp: &Path,

@@ -187,7 +187,7 @@ fn whole_lines(out: &str) -> Result<Vec<Value>> {
         .collect()
 }
 
-/// Lines of standard error that tell of an error.
+/// Lines of standard error that report an error.
 pub fn count_errors(err: &str) -> usize {
     err.lines()
         .filter(|line| line.starts_with("error: ") || line.starts_with("{\"error\":"))

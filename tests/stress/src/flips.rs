@@ -1,5 +1,5 @@
 //! Bit flips and truncations of a repository's files: `check --read-data` must find every one, and a
-//! restore must never go on silently with wrong memory.
+//! restore must never continue silently with wrong memory.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -42,7 +42,7 @@ pub fn stops(count: u64, seed: u64) -> Result<u64> {
         thread::sleep(Duration::from_micros(random.below(REST_US_MAX)));
         monitor.execute("stop", json!({}))?;
         let taken = watch.results()?.len();
-        // The watch goes on with the VM stopped.
+        // The watch continues with the VM stopped.
         watch.wait_results(taken + 2)?;
         undone += u64::from(monitor.status()? != "paused");
         monitor.execute("cont", json!({}))?;

@@ -242,7 +242,7 @@ impl Case {
         Ok(line)
     }
 
-    /// Its memory is that of the image, if there is one, and the guest goes on with it.
+    /// Its memory is that of the image, if there is one, and the guest continues with it.
     fn expect_whole(
         &mut self,
         subject: &Subject<'_>,

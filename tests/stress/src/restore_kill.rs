@@ -276,7 +276,7 @@ impl Case {
         Ok(Left::Nothing)
     }
 
-    /// Kills a process that goes on, and starts another.
+    /// Kills a process that continues, and starts another.
     fn kill_again(&self, mut filling: Filling, line: &mut Value) -> Result<Filling> {
         let mut second = json!({});
         let left = self.kill(&mut filling, &mut second)?;
@@ -362,7 +362,7 @@ enum Left {
     Nothing,
     /// A VM whose memory is complete, as if the restore had not been killed.
     Complete(i32),
-    /// A VM to go on with.
+    /// A VM to continue with.
     Unfinished,
 }
 

@@ -224,7 +224,7 @@ fn restore(stillframe: &Stillframe, tally: &mut Tally) -> Result<()> {
     tally.restored += 1;
     let ticks = restored.serial.wait_ticks(3, BOOT_LIMIT);
     let text = restored.serial.text();
-    // One that was resetting has nothing to tell yet.
+    // One that was resetting has nothing to report yet.
     if text.contains("CORRUPT") || (ticks.is_err() && !text.is_empty()) {
         tally.wrong_guests += 1;
         eprintln!("a restored guest is wrong: {text}");

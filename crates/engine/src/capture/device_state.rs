@@ -220,7 +220,7 @@ impl StateStream {
         Ok(())
     }
 
-    /// Lets QEMU go on, and returns the state when it has answered.
+    /// Lets QEMU continue, and returns the state when it has answered.
     pub fn finish(
         &mut self,
         monitor: &mut Monitor,

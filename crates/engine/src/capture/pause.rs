@@ -153,7 +153,7 @@ pub struct Paused {
 }
 
 impl Pause<'_> {
-    /// Stops the VM, captures, lets it go on.
+    /// Stops the VM, captures, lets it continue.
     ///
     /// # Errors
     /// The VM runs again, or QEMU is gone.
@@ -186,7 +186,7 @@ impl Pause<'_> {
         self.validated(monitor, saved, record)
     }
 
-    /// Has QEMU stop the VM, captures, lets QEMU go on.
+    /// Has QEMU stop the VM, captures, lets QEMU continue.
     fn stopped(
         &mut self,
         monitor: &mut Monitor,
@@ -203,7 +203,7 @@ impl Pause<'_> {
         let _apart = placement::confine_away_from(self.qemu, own);
         let state_begin = Instant::now();
         let captured = self.capture(monitor, record, own, &saving);
-        // Awaited even when the copy failed: QEMU goes on when its state is read.
+        // Awaited even when the copy failed: QEMU continues when its state is read.
         let wait = Instant::now();
         let saved = self.state.finish(monitor, saving, limit)?;
         record.wait += us(wait);

@@ -215,7 +215,7 @@ impl Watch {
         Ok(true)
     }
 
-    /// Reads what QEMU wrote into the pipe that holds it, so that it goes on.
+    /// Reads what QEMU wrote into the pipe that holds it, so that it continues.
     fn read_stream(&self) {
         if let Some(stream) = &self.stream {
             resume::drain(stream.as_fd());

@@ -14,7 +14,7 @@
 //! hangs or copies leaves the answer there, and the guardian sees it. An engine that reads at that very time may
 //! take the answer first. Then the guardian knows nothing, does nothing, and repeats the query a second later.
 //! Nothing is lost by that: such an engine waits for QEMU itself, which would carry out a `cont` no sooner. The
-//! engine goes on with its pause when QEMU answers.
+//! engine continues with its pause when QEMU answers.
 //!
 //! Stopping the engine during the query would be certain. But a shell takes a stopped command for one that the user
 //! sent to the background. Killing the engine would end a watch because of one slow disk.

@@ -118,7 +118,7 @@ pub enum Event<'e, R> {
     },
     /// The checkpoint before is gone: the next one reads all of memory.
     ParentGone(&'e CheckpointError),
-    /// Another program migrates the VM; checkpoints go on if it does not succeed.
+    /// Another program migrates the VM; checkpoints continue if it does not succeed.
     Migrating(&'e CheckpointError),
     /// Another schedule needs other tracking.
     AttachingAnew {

@@ -50,7 +50,7 @@ const EXIT_GRACE: Duration = Duration::from_millis(500);
 pub struct PipelineOptions {
     /// Time from the begin of one capture to the begin of the next.
     pub every: Duration,
-    /// Checkpoints after which it ends; without, it goes on until something else ends it.
+    /// Checkpoints after which it ends; without, it continues until something else ends it.
     pub count: Option<u64>,
     /// How pages are captured.
     pub schedule: ScheduleChoice,
@@ -185,7 +185,7 @@ impl<E: Environment> Pipeline<E> {
     }
 
     /// One checkpoint, after attaching again where that is needed: a first one, or the capture of another, which
-    /// is stored while the pipeline goes on.
+    /// is stored while the pipeline continues.
     fn attempt(&mut self) -> Step<E> {
         if self.vm.is_none() {
             match self.environment.attach_again(self.choice) {

@@ -97,7 +97,7 @@ impl Network {
             "user" => {
                 if self.detail("net").is_some_and(|net| net != USER_NETWORK) {
                     return Err(lost(
-                        "has an address of its own, whose length QEMU does not tell",
+                        "has an address of its own, whose length QEMU does not report",
                     ));
                 }
                 if self.detail("restrict") == Some("on") {

@@ -185,7 +185,7 @@ impl<'c> Blocks<'c> {
             return Err(lost("has too many images below it"));
         }
         if node.encrypted {
-            return Err(lost("is encrypted, and QEMU does not tell its key"));
+            return Err(lost("is encrypted, and QEMU does not report its key"));
         }
         let mut options = Map::new();
         options.insert("driver".into(), json!(node.drv));

@@ -81,7 +81,7 @@ pub(super) fn describe(
     Ok(description)
 }
 
-/// Whether a property may be one that was given when the device was made. QEMU does not tell which
+/// Whether a property may be one that was given when the device was made. QEMU does not report which
 /// can be set: those with a default can, texts and links can.
 fn is_plain(property: &DeviceProperty) -> bool {
     let kind = property.kind.as_str();

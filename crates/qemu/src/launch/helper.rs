@@ -30,7 +30,7 @@ pub(super) const EXIT_NOT_STARTED: i32 = 125;
 /// Upper bound on an order, in bytes; a command line is at most 2 MiB (execve(2)).
 const ORDER_BYTES_MAX: usize = 16 << 20;
 
-/// Lets the helper go on.
+/// Lets the helper continue.
 const GO: u8 = b'g';
 
 /// Variables of the environment that the new program keeps. Everything else (passwords, `LD_PRELOAD`,

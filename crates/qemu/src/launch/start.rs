@@ -155,7 +155,7 @@ fn last_words(log: &Path, start: u64) -> std::io::Result<String> {
 pub struct Starting {
     /// Its process.
     pub process: Process,
-    /// Makes it go on, and is its monitor's connection then; closed without a word it ends.
+    /// Makes it continue, and is its monitor's connection then; closed without a word it ends.
     ours: UnixStream,
     gone: bool,
     owned: OwnedQemu,

@@ -80,7 +80,7 @@ impl Lines {
         &self.bytes[line.clone()]
     }
 
-    /// Goes on behind a line that was too long, wherever it ends.
+    /// Continues behind a line that was too long, wherever it ends.
     pub(crate) fn skip_long(&mut self) {
         // A long line that came whole was taken off already.
         if self.bytes.len() - self.start > self.limit && self.searched == self.bytes.len() {

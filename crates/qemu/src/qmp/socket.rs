@@ -83,7 +83,7 @@ pub(crate) fn wait_ready(
     };
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        // A span too long for the kernel's clock type is as good as a day; the loop goes on.
+        // A span too long for the kernel's clock type is as good as a day; the loop continues.
         const DAY: Timespec = Timespec {
             tv_sec: 24 * 3600,
             tv_nsec: 0,

@@ -3,7 +3,7 @@
 use crate::process::{Process, ProcessError};
 use std::io;
 
-/// Why a process could not be infected. In every case it goes on as if nothing had happened.
+/// Why a process could not be infected. In every case it continues as if nothing had happened.
 #[derive(Debug, thiserror::Error)]
 pub enum InfectError {
     /// A debugger, or another engine, holds the process.

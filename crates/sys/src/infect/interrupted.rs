@@ -1,4 +1,4 @@
-//! The activity of the thread when it was stopped, and how it goes on so that it notices nothing.
+//! The activity of the thread when it was stopped, and how it continues so that it notices nothing.
 //!
 //! Stopping a thread makes the system call it waits in return early. Most calls return one of the kernel's own
 //! ERESTART codes, which never reach a program. On the way back to the program the kernel either restarts the call
@@ -86,7 +86,7 @@ impl Interrupted {
             && (may_be_handled || by_block && self.filtered)
     }
 
-    /// The registers to go on with, when these signals (signal 1 in bit 0) are pending and have a
+    /// The registers to continue with, when these signals (signal 1 in bit 0) are pending and have a
     /// handler. Others end no call: those that are ignored reach a thread only while it is traced.
     pub(super) fn resumption(&self, handled: u64) -> Registers {
         let deliverable = handled & !self.own_mask;

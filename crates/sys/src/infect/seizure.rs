@@ -340,7 +340,7 @@ impl<'a> Seizure<'a> {
         Ok(stop.is_some())
     }
 
-    /// Puts everything back and lets the thread go on; says how long it was held, in microseconds.
+    /// Puts everything back and lets the thread continue; says how long it was held, in microseconds.
     pub(super) fn release(mut self) -> u64 {
         self.put_back();
         u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX)
@@ -376,7 +376,7 @@ impl<'a> Seizure<'a> {
         Ok(())
     }
 
-    /// At the last stop: releases the thread, so that its interrupted call goes on rightly.
+    /// At the last stop: releases the thread, so that its interrupted call continues rightly.
     ///
     /// Detaching is enough when no handler can run. But a signal may come after the kernel has rewound the thread
     /// and before the thread is back in its call. It would be handled without ending the call: a pause(2) would

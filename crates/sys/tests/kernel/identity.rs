@@ -105,7 +105,7 @@ pub fn spawn(command: &mut Command) -> std::process::Child {
             }
             other => {
                 let child = other.unwrap();
-                // The parent goes on a little before the program has its arguments.
+                // The parent continues a little before the program has its arguments.
                 let arguments = format!("/proc/{}/cmdline", child.id());
                 while std::fs::read(&arguments).unwrap().is_empty() {
                     assert!(Instant::now() < deadline, "no arguments");

@@ -1,4 +1,4 @@
-//! Infecting a thread that waits in a system call: the call goes on as if nothing had happened.
+//! Infecting a thread that waits in a system call: the call continues as if nothing had happened.
 
 use crate::victim::{Victim, inject};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,7 +54,7 @@ impl Waiting {
         if let Some(word) = self.victim.word() {
             panic!("system call {} returned early: {word}", self.number);
         }
-        self.victim.tell("go");
+        self.victim.send("go");
         self.returned()
     }
 }

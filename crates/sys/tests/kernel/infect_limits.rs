@@ -149,7 +149,7 @@ fn dispatch() {
 }
 
 fn end_well(mut victim: Victim) {
-    victim.tell("end");
+    victim.send("end");
     assert_eq!(victim.line(), "right");
     assert!(victim.end().success());
 }
@@ -166,7 +166,7 @@ fn seccomp_filters_are_suspended_and_put_back() {
     }
     let mut victim = Victim::start("limits kill");
     drop(inject(&victim.process).unwrap());
-    victim.tell("end");
+    victim.send("end");
     assert_eq!(victim.line(), "right");
     let status = victim.end();
     assert_eq!(
@@ -175,7 +175,7 @@ fn seccomp_filters_are_suspended_and_put_back() {
     );
 }
 
-/// An interrupted sleep goes on through restart_syscall(2), which its filter would answer by death.
+/// An interrupted sleep continues through restart_syscall(2), which its filter would answer by death.
 #[test]
 fn a_filter_that_forbids_restarts_does_not_kill() {
     let mut victim = Victim::start("limits no-restart");
@@ -205,7 +205,7 @@ fn a_filter_that_cannot_be_suspended_is_refused() {
         drop(inject(&free.process).unwrap());
     });
     engine.join().unwrap();
-    victim.tell("end");
+    victim.send("end");
     assert_eq!(victim.line(), "right");
 }
 
@@ -240,7 +240,7 @@ fn an_unprivileged_process_gives_a_limited_userfaultfd() {
     };
     uffd.register(range, Track::WriteProtect).unwrap();
     uffd.protect(range).unwrap();
-    victim.tell("write");
+    victim.send("write");
     assert_eq!(victim.line(), "right");
     let mut written = Vec::new();
     Pagemap::open(&victim.process)

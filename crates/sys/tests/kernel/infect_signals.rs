@@ -209,7 +209,7 @@ fn every_queued_signal_arrives_once() {
                 }
             }
         });
-        victim.tell("end");
+        victim.send("end");
         assert_eq!(victim.line(), format!("4000 {}", 4000 * 4001 / 2), "{role}");
         assert!(victim.end().success(), "{role}");
     }
@@ -220,7 +220,7 @@ fn a_sleeper_hit_by_a_timer_sleeps_on() {
     let mut victim = Victim::start("signals sleeping");
     let process = victim.process.clone();
     while_infecting(&process, || std::thread::sleep(Duration::from_secs(1)));
-    victim.tell("end");
+    victim.send("end");
     let line = victim.line();
     let count: u64 = line.split(' ').next().unwrap().parse().unwrap();
     assert!(count > 100, "{line}");
@@ -282,16 +282,16 @@ fn a_process_that_is_stopped_stays_stopped() {
             process.signal(libc::SIGSTOP).unwrap();
             victim.wait_for_state('T');
             let before = steps();
-            // An injection that was in progress may still be at it, but does not let it go on.
+            // An injection that was in progress may still be at it, but does not let it continue.
             std::thread::sleep(Duration::from_micros(70 * (round % 7)));
             victim.wait_for_state('T');
             assert_eq!(steps(), before, "it went on");
             process.signal(libc::SIGCONT).unwrap();
-            victim.wait_until("does not go on", || steps() > before);
+            victim.wait_until("does not continue", || steps() > before);
         }
     });
     drop(inject(&process).unwrap());
-    victim.tell("end");
+    victim.send("end");
     assert_eq!(victim.line(), "0 0");
     assert!(victim.end().success());
 }

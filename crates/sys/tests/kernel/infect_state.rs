@@ -215,7 +215,7 @@ fn sleep_deeply() {
 
 /// Ends a victim and has it confirm that it saw nothing.
 fn end_well(mut victim: Victim) {
-    victim.tell("end");
+    victim.send("end");
     assert_eq!(victim.line(), "right");
     assert!(victim.end().success());
 }
@@ -341,7 +341,7 @@ fn a_thread_that_sleeps_deeply_is_given_up_in_time() {
     // No process holds it any more, and nothing is left behind.
     victim.wait_in_call(libc::SYS_read);
     drop(inject(&victim.process).unwrap());
-    victim.tell("end");
+    victim.send("end");
     assert_eq!(victim.line(), "right");
 }
 
@@ -433,7 +433,7 @@ fn a_process_without_its_main_thread_is_gone() {
         "{result:?}"
     );
     assert!(victim.process.is_alive());
-    victim.tell("end");
+    victim.send("end");
     assert_eq!(victim.end().code(), Some(7));
 }
 

@@ -92,9 +92,9 @@ impl Memory {
         let list: Vec<_> = pages.into_iter().map(|page| page.to_string()).collect();
         if !list.is_empty() {
             self.victim
-                .tell(&format!("{verb} {region} {}", list.join(" ")));
+                .send(&format!("{verb} {region} {}", list.join(" ")));
         } else {
-            self.victim.tell(&format!("{verb} {region}"));
+            self.victim.send(&format!("{verb} {region}"));
         }
     }
 

@@ -206,7 +206,7 @@ fn memory_that_is_not_tracked_is_refused() {
     memory.act("write", 1, 0..8);
 }
 
-/// The effect of the engine's death: the child goes on, asynchronous or synchronous.
+/// The effect of the engine's death: the child continues, asynchronous or synchronous.
 #[test]
 fn closing_the_descriptor_frees_the_child() {
     let mut memory = Memory::start(8, "small");
@@ -231,7 +231,7 @@ fn closing_the_descriptor_frees_the_child() {
     assert_eq!(memory.take(&pagemap, 1), BTreeSet::from([3]));
 }
 
-/// The actions of a second owner of the descriptor when the first hangs: the child goes on, though copies stay
+/// The actions of a second owner of the descriptor when the first hangs: the child continues, though copies stay
 /// open.
 #[test]
 fn unregistering_frees_the_child() {

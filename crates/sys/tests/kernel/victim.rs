@@ -112,7 +112,7 @@ impl Victim {
         self.process.pid()
     }
 
-    pub fn tell(&mut self, text: &str) {
+    pub fn send(&mut self, text: &str) {
         writeln!(self.input, "{text}").expect("the victim lives");
     }
 

@@ -33,7 +33,7 @@ fn checkpoint(stillframe: &Stillframe, pid: &str) -> Result<String> {
     Ok(report["checkpoint"].as_str().context("no id")?.to_owned())
 }
 
-/// Its guest sleeps, so it does nothing; woken, it says so, and goes on with right memory.
+/// Its guest sleeps, so it does nothing; woken, it says so, and continues with right memory.
 fn expect_wakes(monitor: &mut Qmp, serial: &Serial) -> Result<()> {
     ensure!(monitor.status()? == "suspended", "{}", monitor.status()?);
     let before = serial.text().len();

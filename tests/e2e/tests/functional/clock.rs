@@ -68,7 +68,7 @@ fn a_guest_with_an_agent_gets_the_right_time() -> Result<()> {
         restored.serial.wait_ticks(9, PATIENCE)?;
         expect_nothing_left(restored.pid, &mut restored.monitor()?)?;
     }
-    // Another process that goes on with a restore sets it too: the guest has stood still.
+    // Another process that continues with a restore sets it too: the guest has stood still.
     let limit = ["--limit-fill", "1M"];
     let mut slow = Filling::start(&stillframe, "latest", folder.path(), &limit)?;
     slow.wait_runs()?;
@@ -130,8 +130,8 @@ fn a_guest_whose_agent_is_silent_runs() -> Result<()> {
     let (qmp, serial, spec) = host_ends(folder.path());
     let line = ["restore", "latest", "--qmp", &qmp, "--serial", &spec];
     let said = stillframe.ok(&line)?;
-    let told = "the guest's clock is not set: its agent does not answer";
-    ensure!(said.contains(told), "{said}");
+    let printed = "the guest's clock is not set: its agent does not answer";
+    ensure!(said.contains(printed), "{said}");
     let pid = said.split("process ").nth(1).context("no process")?;
     let pid: i32 = pid.split(',').next().unwrap_or_default().parse()?;
     let restored = Restored {

@@ -98,7 +98,7 @@ fn restore(stillframe: &Stillframe, id: &str, folder: &Path) -> Result<Restored>
     Ok(restored)
 }
 
-/// The restored VM has these devices with all their properties, and goes on to be checkpointed.
+/// The restored VM has these devices with all their properties, and continues to be checkpointed.
 fn expect_same(
     stillframe: &Stillframe,
     restored: &Restored,
@@ -269,7 +269,7 @@ fn a_vm_with_plugged_memory_is_attached_to_and_restored() -> Result<()> {
     expect_same(&stillframe, &restored, &expected)
 }
 
-/// What QEMU does not tell cannot be made again: no checkpoint, until it is gone.
+/// What QEMU does not report cannot be made again: no checkpoint, until it is gone.
 #[test]
 fn what_cannot_be_followed_is_refused_by_name() -> Result<()> {
     let (_guest, mut monitor, stillframe) = guest("refused", &[])?;
@@ -279,7 +279,7 @@ fn what_cannot_be_followed_is_refused_by_name() -> Result<()> {
         "netdev_add",
         json!({"type": "socket", "id": "net", "udp": "127.0.0.1:9", "localaddr": "127.0.0.1:0"}),
     )?;
-    // Without a ROM, so that no RAM block tells.
+    // Without a ROM, so that no RAM block shows it.
     plug(
         &mut monitor,
         json!({"driver": "virtio-net-pci", "id": "card", "netdev": "net", "bus": "rp1", "romfile": ""}),

@@ -99,7 +99,7 @@ fn checkpointed(kind: Kind, name: &str, folder: &Path) -> Result<(Guest, Stillfr
     Ok((guest, stillframe))
 }
 
-/// As [`checkpointed`], with a guest that goes on asking for pages for half a minute: it has 24,000, and
+/// As [`checkpointed`], with a guest that continues asking for pages for half a minute: it has 24,000, and
 /// touches few in each tick.
 fn checkpointed_asking(kind: Kind, name: &str, folder: &Path) -> Result<(Guest, Stillframe)> {
     let mut setup = Setup::small(kind, name);
@@ -135,7 +135,7 @@ fn the_guest_runs_long_before_its_memory_is_there() -> Result<()> {
     let qmp = slow.qmp.display().to_string();
     let said = stillframe.fails(&["restore", "--resume", "--qmp", &qmp], 1)?;
     ensure!(said.contains("by another process"), "{said}");
-    // Told to end, it says what that means; told again it leaves a paused VM that goes on.
+    // The first signal to end makes it say what that means; after the second it leaves a paused VM that continues.
     slow.running.signal("INT")?;
     slow.running.wait_words("interrupt again")?;
     slow.serial.wait_more(2, PATIENCE)?;
@@ -172,8 +172,8 @@ fn another_process_goes_on_after_a_kill() -> Result<()> {
     Ok(())
 }
 
-/// The VM waits for its repository, and goes on with it; also with another process, which must wake who asked
-/// the one that was killed.
+/// The VM waits for its repository, and continues with it; also with another process, which must wake the threads
+/// that wait for the one that was killed.
 #[test]
 fn a_repository_that_is_gone_for_a_while() -> Result<()> {
     let folder = tempfile::tempdir()?;

@@ -32,8 +32,8 @@ fn a_checkpoint_has_a_whole_name_short_ones_and_a_place_from_the_end() -> Result
     let listed = stillframe.ok(&["list"])?;
     let row = listed.lines().nth(1).context("no row")?;
     means(row.split_whitespace().next().context("no id")?, &ids[0])?;
-    let told = stillframe.ok(&["checkpoint", "--vm", "named"])?;
-    let short = told.split_whitespace().nth(1).context("no id")?;
+    let printed = stillframe.ok(&["checkpoint", "--vm", "named"])?;
+    let short = printed.split_whitespace().nth(1).context("no id")?;
     let newest = checkpoints(&stillframe)?.pop().context("no checkpoint")?;
     means(short, &newest)
 }

@@ -1,4 +1,4 @@
-//! `restore`: any checkpoint goes on exactly where its guest stood.
+//! `restore`: any checkpoint continues exactly where its guest stood.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -42,7 +42,7 @@ fn repository(folder: &Path) -> Result<Stillframe> {
     Stillframe::init(&folder.join("repo"))
 }
 
-/// Memory by an oracle that knows nothing of us; and the guest goes on from there, as the first time.
+/// Memory by an oracle that knows nothing of us; and the guest continues from there, as the first time.
 #[test]
 fn a_guest_of_every_kind_goes_back() -> Result<()> {
     for kind in [
@@ -194,7 +194,7 @@ fn a_vm_with_more_devices_goes_on() -> Result<()> {
     expect_untouched(&two, &mut monitor)
 }
 
-/// QEMU gives up in the middle, over a feature of a device that it was started without: the guest goes on
+/// QEMU gives up in the middle, over a feature of a device that it was started without: the guest continues
 /// where it stood, with its own memory and devices.
 #[test]
 fn a_state_that_qemu_does_not_take_is_undone() -> Result<()> {

@@ -58,7 +58,7 @@ fn is_time(value: &Value) -> bool {
     value.as_str().is_some_and(shape)
 }
 
-/// What `checkpoint`, `watch`, `list` and `show` tell of every checkpoint.
+/// What `checkpoint`, `watch`, `list` and `show` report of every checkpoint.
 fn checkpoint() -> Value {
     json!({
         "checkpoint": "id",
@@ -84,7 +84,7 @@ fn and(mut promise: Value, more: Value) -> Value {
     promise
 }
 
-/// What only the command that took it tells.
+/// What only the command that took it reports.
 fn taken() -> Value {
     let copied = json!({
         "full_pass": "count", "pre_copy": "count", "pause": "count", "after": "count",
@@ -101,12 +101,12 @@ fn verify() -> Value {
     json!({ "verify": { "pages": "count", "differing": "count", "first": "list" } })
 }
 
-/// What only `list` and `show` tell: what people said about it.
+/// What only `list` and `show` report: what people said about it.
 fn annotated() -> Value {
     json!({ "tags": "list", "note": "text or null" })
 }
 
-/// What `show` and `inspect` add to what `list` tells.
+/// What `show` and `inspect` add to what `list` reports.
 fn shown() -> Value {
     let block = json!({ "name": "text", "page_bytes": "count", "pages": "count", "root": "id" });
     let record = json!({
@@ -277,13 +277,13 @@ fn probe_tells_of_every_ability() -> Result<()> {
                 .contains(&ability["need"]),
             "{ability}"
         );
-        let told = if ability["present"] == true {
+        let printed = if ability["present"] == true {
             vec!["detail"]
         } else {
             vec!["cause", "remedy"]
         };
         ensure!(
-            told.iter().all(|field| ability[field].is_string()),
+            printed.iter().all(|field| ability[field].is_string()),
             "{ability}"
         );
     }

@@ -233,15 +233,15 @@ fn rules_of_tags_and_ages_keep_what_they_say() -> Result<()> {
     ensure!(reasons(&among, 3) == Some(json!([])), "{among}");
 
     // By name only what goes has a line, and the others are counted.
-    let told = stillframe.ok(&["forget", &taken[0], "--dry-run"])?;
-    let lines: Vec<&str> = told.lines().collect();
+    let printed = stillframe.ok(&["forget", &taken[0], "--dry-run"])?;
+    let lines: Vec<&str> = printed.lines().collect();
     ensure!(
         lines.len() == 3 && lines[1].starts_with("forget  "),
-        "{told}"
+        "{printed}"
     );
     ensure!(
         lines[2] == "1 checkpoint would be forgotten, 3 kept",
-        "{told}"
+        "{printed}"
     );
     ensure!(checkpoints(&stillframe)? == taken);
 

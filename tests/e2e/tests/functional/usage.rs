@@ -227,7 +227,7 @@ fn results_and_messages_never_mix() -> Result<()> {
     a_result_that_cannot_be_written(&stillframe)
 }
 
-/// `stillframe list | head -0`: nobody is told of a broken pipe.
+/// `stillframe list | head -0`: a broken pipe is not reported.
 fn a_reader_that_leaves(stillframe: &Stillframe) -> Result<()> {
     let (reader, writer) = std::io::pipe()?;
     drop(reader);

@@ -35,7 +35,7 @@ fn a_paused_vm_is_checkpointed_and_stays_paused() -> Result<()> {
     );
     ensure!(stillframe.json(&["show", "latest"])?["vm_record"]["was_running"] == false);
     expect_nothing_left(guest.pid(), &mut monitor)?;
-    // Restored, it runs unless told otherwise: `restore` has an option for that, not a memory.
+    // Restored, it runs, unless the option of `restore` says otherwise: that is not remembered.
     let restored = Restored::start(&stillframe, "latest", guest.folder(), &["--paused"])?;
     ensure!(restored.monitor()?.status()? == "paused");
     monitor.execute("cont", json!({}))?;
@@ -103,7 +103,7 @@ fn hot_pages_stay_unprotected_and_are_not_missed() -> Result<()> {
 }
 
 /// With copy-on-write a writing guest waits for the engine, now and then. When the engine hangs, here
-/// stopped by a signal, its guardian ends it, and the guest goes on.
+/// stopped by a signal, its guardian ends it, and the guest continues.
 #[test]
 fn a_guest_does_not_wait_for_an_engine_that_hangs() -> Result<()> {
     let guest = Setup::small(Kind::Private, "hanging").booted()?;

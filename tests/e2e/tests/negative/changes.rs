@@ -63,7 +63,7 @@ fn a_guest_that_reboots_is_watched_on() -> Result<()> {
     Ok(())
 }
 
-/// Plugged memory is a RAM block that was not tracked: the watch attaches anew, and goes on exactly.
+/// Plugged memory is a RAM block that was not tracked: the watch attaches anew, and continues exactly.
 #[test]
 fn memory_plugged_in_during_a_watch_is_captured() -> Result<()> {
     let mut setup = Setup::small(Kind::Private, "plugged");

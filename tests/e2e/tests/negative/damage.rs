@@ -1,5 +1,5 @@
 //! Damaged repository files: whatever meets one says so with exit code 3; nothing panics, and no
-//! restore goes on with wrong memory.
+//! restore continues with wrong memory.
 
 use std::fs;
 use std::path::{Path, PathBuf};

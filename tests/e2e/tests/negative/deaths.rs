@@ -70,10 +70,10 @@ fn a_vm_that_dies_while_watched_ends_the_watch_in_good_order() -> Result<()> {
             Some(_) => expect_one_error(&ended, 1)?,
         }
         ensure!(ended.err.contains("the VM ended"), "{ended:?}");
-        let told = ended.results()?;
-        let ids = told
+        let printed = ended.results()?;
+        let ids = printed
             .iter()
-            .map(|told| Ok(told["checkpoint"].as_str().context("no id")?.into()));
+            .map(|printed| Ok(printed["checkpoint"].as_str().context("no id")?.into()));
         let ids = ids.collect::<Result<Vec<String>>>()?;
         // Whatever was called done is there.
         expect_clean_aftermath(&stillframe, &ids)?;

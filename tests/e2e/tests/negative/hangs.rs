@@ -1,5 +1,5 @@
 //! Engines that hang: stopped by a signal, asleep in their storage, without the thread that the VM waits for.
-//! Whatever does not go on is ended by the guardian, and the VM runs, or can be gone on with.
+//! Whatever does not continue is ended by the guardian, and the VM runs, or can be continued.
 //!
 //! Tests with a fault point need a `stillframe` built with `--features fault-points`.
 
@@ -132,10 +132,12 @@ fn a_vm_does_not_wait_for_a_handler_that_ended() -> Result<()> {
         // This engine lives, notices, and attaches anew.
         engine.wait_words("has ended; the VM runs on")?;
         let before = engine.results()?.len();
-        let told = engine.wait_results(before + 2)?;
+        let printed = engine.wait_results(before + 2)?;
         ensure!(
-            told.iter().all(|told| told["verify"]["differing"] == 0),
-            "{told:?}"
+            printed
+                .iter()
+                .all(|printed| printed["verify"]["differing"] == 0),
+            "{printed:?}"
         );
         engine.signal("INT")?;
         engine.end()?;
@@ -234,7 +236,7 @@ fn wait_running(monitor: &mut Qmp) -> Result<()> {
     }
 }
 
-/// A lazy restore that is stopped by a signal: its VM is paused, and another process goes on with it.
+/// A lazy restore that is stopped by a signal: its VM is paused, and another process continues with it.
 #[test]
 fn a_lazy_restore_that_hangs_can_be_gone_on_with() -> Result<()> {
     let guest = Setup::small(Kind::Private, "half-there").booted()?;
@@ -256,7 +258,7 @@ fn a_lazy_restore_that_hangs_can_be_gone_on_with() -> Result<()> {
     expect_alone(&restored)
 }
 
-/// Storage that hangs under a lazy restore: the VM is paused when it waits for a page for too long, and goes on
+/// Storage that hangs under a lazy restore: the VM is paused when it waits for a page for too long, and continues
 /// with the storage.
 #[test]
 fn a_vm_is_paused_while_the_storage_hangs() -> Result<()> {

@@ -84,13 +84,14 @@ impl Tracer {
     /// Traces the main thread of `pid`.
     pub fn of(pid: i32) -> Result<Tracer> {
         let (stop, stopped) = mpsc::channel::<()>();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             let seized = ptrace::seize(Pid::from_raw(pid), ptrace::Options::empty());
-            let _ = tell.send(seized);
+            let _ = sender.send(seized);
             let _ = stopped.recv();
         });
-        told.recv()?
+        receiver
+            .recv()?
             .with_context(|| format!("cannot trace process {pid}"))?;
         Ok(Tracer {
             stop: Some(stop),

@@ -117,7 +117,7 @@ fn the_lock_of_a_dead_process_is_removed() -> Result<()> {
     Ok(())
 }
 
-/// The process of a lazy restore was killed, and its VM waits for another one to go on: what that will read
+/// The process of a lazy restore was killed, and its VM waits for another one to continue: what that will read
 /// stays, also while `forget` and `prune` run; and is nobody's any more when it was read.
 #[test]
 fn what_a_waiting_vm_needs_is_not_removed() -> Result<()> {

@@ -100,13 +100,13 @@ fn without_rights_it_says_which_are_missing() -> Result<()> {
 fn behind_filter(stillframe: &Stillframe, pid: &str, missing: Missing) -> Result<[String; 2]> {
     without(missing, || {
         let probe = stillframe.command(&["probe"])?.output()?;
-        let told = String::from_utf8_lossy(&probe.stdout).into_owned();
+        let printed = String::from_utf8_lossy(&probe.stdout).into_owned();
         ensure!(
             probe.status.code() == Some(1),
-            "probe found nothing missing: {told}"
+            "probe found nothing missing: {printed}"
         );
         let checkpoint = refusal(&mut stillframe.command(&["checkpoint", "--pid", pid])?, 1)?;
-        Ok([told, checkpoint])
+        Ok([printed, checkpoint])
     })
 }
 

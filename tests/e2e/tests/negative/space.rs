@@ -230,7 +230,7 @@ fn clones_without_room() -> Result<()> {
     expect_untouched(&guest, &mut guest.second_monitor()?)
 }
 
-/// A byte a page in the runtime directory is what another process would need to go on: without room for it no VM
+/// A byte a page in the runtime directory is what another process would need to continue: without room for it no VM
 /// is started, and the file is named.
 #[test]
 fn a_lazy_restore_without_room_for_its_notes() -> Result<()> {

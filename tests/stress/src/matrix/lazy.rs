@@ -23,7 +23,7 @@ enum Left {
     Nothing,
     /// A VM whose memory is complete.
     Complete(i32),
-    /// A VM to go on with.
+    /// A VM to continue with.
     Unfinished,
 }
 

@@ -31,7 +31,7 @@ pub struct CopyOnWrite {
 
 impl Schedule for CopyOnWrite {
     fn before(&mut self, work: &mut Work<'_>, _monitor: &mut Monitor) -> Result<(), ScheduleError> {
-        // Allocating memory for the copies may take longer than all rounds. The guest goes on writing in them, and
+        // Allocating memory for the copies may take longer than all rounds. The guest continues writing in them, and
         // waits, so the allocation comes first.
         let expected = count(&work.tracker.pending()) + work.tracker.written_pages()?;
         work.staging.reserve(expected);
