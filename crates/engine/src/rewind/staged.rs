@@ -96,7 +96,8 @@ impl<'a> StagedBlock<'a> {
         Ok(())
     }
 
-    /// Gathers the pages that differ and are not gathered yet; the guest may run.
+    /// Gathers the pages that differ and are not gathered yet; the guest may run. A page may be named twice: it must
+    /// not be exchanged twice, or it could not be put back.
     pub(super) fn gather(
         &mut self,
         pages: impl IntoIterator<Item = u64>,
@@ -104,6 +105,8 @@ impl<'a> StagedBlock<'a> {
     ) -> Result<(), RewindError> {
         let mut wanted: Vec<u64> = pages.into_iter().collect();
         wanted.retain(|&page| !self.held.get(page));
+        wanted.sort_unstable();
+        wanted.dedup();
         let found = Mutex::new((Vec::new(), room));
         self.map.read_pages(wanted, threads(), &|first, bytes| {
             let there = self.read(first, bytes.len())?;
