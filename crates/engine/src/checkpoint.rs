@@ -16,6 +16,8 @@
 mod capture;
 mod store;
 mod streaming;
+#[cfg(test)]
+mod tests;
 
 use std::time::Duration;
 
@@ -157,7 +159,7 @@ pub struct Phases {
 pub enum CheckpointError {
     /// RAM blocks came, went or changed size.
     #[error(
-        "the VM's RAM blocks changed while it was tracked (hot-plug, or a reset); attach again to go on"
+        "the VM's RAM blocks changed while it was tracked (hot-plug, or a reset); attach again to continue"
     )]
     RamChanged,
     /// A migration by another client is active.
@@ -322,19 +324,5 @@ impl Vm {
                 Err(error)
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_an_error_that_broke_the_attachment_ends_it() {
-        assert!(CheckpointError::RamChanged.ends_tracking());
-        let overrun = PauseError::Overrun { limit_ms: 3000 };
-        assert!(!CheckpointError::Pause(overrun).ends_tracking());
-        let full = RepoError::NoSpace { path: "/r".into() };
-        assert!(!CheckpointError::Repo(full).ends_tracking());
     }
 }

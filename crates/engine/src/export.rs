@@ -11,6 +11,8 @@
 mod output;
 mod pages;
 mod physical;
+#[cfg(test)]
+mod tests;
 
 use std::io::{self, Write};
 use std::path::PathBuf;

@@ -13,6 +13,8 @@
 //! and nothing is committed before its end was reached.
 
 mod machine;
+#[cfg(test)]
+mod tests;
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -189,57 +191,88 @@ pub fn import(
     progress: ProgressSink<'_>,
 ) -> Result<ImportReport, ImportError> {
     let begin = Instant::now();
-    let wrong = |source| ImportError::File {
-        file: options.file.clone(),
-        source,
-    };
-    let (file, time) = open(&options.file)?;
-    let mut file =
-        MigrationFile::open(BufReader::with_capacity(BUFFER_BYTES, file)).map_err(wrong)?;
-    let mut record = machine::query(options)?;
-    machine::expect_same(&record, file.machine(), file.blocks())?;
-    let (form, machine, blocks) = (
-        file.form(),
-        file.machine().to_owned(),
-        file.blocks().to_vec(),
-    );
-    let mut transaction = Transaction::new(repository.begin(options.lock_wait)?, &blocks);
-    let mut batch = Batch::new();
-    while batch.fill(&mut file).map_err(wrong)? {
-        transaction.put(&batch)?;
-        let (done, total) = file.progress();
-        progress(Progress::Importing {
-            done: done / PAGE_BYTES,
-            total: total / PAGE_BYTES,
-        });
+    let source = Source::open(&options.file)?;
+    let record = machine::query(options)?;
+    let mut report = source.store(record, repository, options.lock_wait, progress)?;
+    report.total_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+    Ok(report)
+}
+
+/// A migration file whose head was read.
+struct Source {
+    path: PathBuf,
+    /// When it was last written.
+    time: Timestamp,
+    file: MigrationFile<BufReader<File>>,
+}
+
+impl Source {
+    fn open(path: &Path) -> Result<Source, ImportError> {
+        let (file, time) = open(path)?;
+        let file = MigrationFile::open(BufReader::with_capacity(BUFFER_BYTES, file));
+        Ok(Source {
+            path: path.to_owned(),
+            time,
+            file: file.map_err(|source| ImportError::File {
+                file: path.to_owned(),
+                source,
+            })?,
+        })
     }
-    let raw = file.device_state(BYTES_MAX).map_err(wrong)?;
-    let unusable = |source| ImportError::DeviceState {
-        file: options.file.clone(),
-        source,
-    };
-    // As a restore will do it.
-    device_state::wrap(&raw, &machine).map_err(unusable)?;
-    record.was_running = machine::ran(&raw).map_err(unusable)?;
-    let (id, counts, bytes_stored) = transaction.commit(&record, &raw, time)?;
-    let writable = record.disks.iter().any(|disk| !disk.read_only);
-    let note = "what the disks held when the file was written is not known: restore asks for --disks-as-they-are";
-    Ok(ImportReport {
-        checkpoint: id,
-        vm: record.label,
-        time,
-        file: options.file.clone(),
-        format: match form {
-            Form::Stream => "migration",
-            Form::Mapped => "mapped-ram",
-        },
-        machine,
-        qemu_version: record.identity.qemu_version,
-        pages: counts,
-        bytes_stored,
-        total_us: u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX),
-        notes: writable.then(|| note.to_owned()).into_iter().collect(),
-    })
+
+    /// Stores it as a checkpoint of this VM.
+    fn store(
+        mut self,
+        mut record: VmRecord,
+        repository: &mut Repository,
+        lock_wait: Duration,
+        progress: ProgressSink<'_>,
+    ) -> Result<ImportReport, ImportError> {
+        let wrong = |source| ImportError::File {
+            file: self.path.clone(),
+            source,
+        };
+        let unusable = |source| ImportError::DeviceState {
+            file: self.path.clone(),
+            source,
+        };
+        let blocks = self.file.blocks().to_vec();
+        let (form, machine) = (self.file.form(), self.file.machine().to_owned());
+        machine::expect_same(&record, &machine, &blocks)?;
+        let mut transaction = Transaction::new(repository.begin(lock_wait)?, &blocks);
+        let mut batch = Batch::new();
+        while batch.fill(&mut self.file).map_err(wrong)? {
+            transaction.put(&batch)?;
+            let (done, total) = self.file.progress();
+            progress(Progress::Importing {
+                done: done / PAGE_BYTES,
+                total: total / PAGE_BYTES,
+            });
+        }
+        let raw = self.file.device_state(BYTES_MAX).map_err(wrong)?;
+        // As a restore will do it.
+        device_state::wrap(&raw, &machine).map_err(unusable)?;
+        record.was_running = machine::ran(&raw).map_err(unusable)?;
+        let (id, pages, bytes_stored) = transaction.commit(&record, &raw, self.time)?;
+        let writable = record.disks.iter().any(|disk| !disk.read_only);
+        let note = "what the disks held when the file was written is not known: restore asks for --disks-as-they-are";
+        Ok(ImportReport {
+            checkpoint: id,
+            vm: record.label,
+            time: self.time,
+            file: self.path,
+            format: match form {
+                Form::Stream => "migration",
+                Form::Mapped => "mapped-ram",
+            },
+            machine,
+            qemu_version: record.identity.qemu_version,
+            pages,
+            bytes_stored,
+            total_us: 0,
+            notes: writable.then(|| note.to_owned()).into_iter().collect(),
+        })
+    }
 }
 
 /// The file, and when it was last written: never later than now, or it would be the latest checkpoint for

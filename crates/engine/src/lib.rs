@@ -15,6 +15,8 @@ pub mod clones;
 pub mod connection;
 pub mod encoding;
 pub mod export;
+#[cfg(test)]
+mod fakes;
 pub mod guardian;
 mod guest_clock;
 pub mod import;

@@ -12,6 +12,9 @@ mod events;
 pub mod filling_record;
 mod job;
 mod lazy;
+mod supervisor;
+#[cfg(test)]
+mod tests;
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
@@ -353,7 +356,7 @@ fn lease_again(reader: &Reader<'_>, record: &FillingRecord, events: LazySink<'_>
         .ok()
 }
 
-/// Goes on with the lazy restore of the VM with this monitor, whose process was killed. Returns when the
+/// Continues with the lazy restore of the VM with this monitor, whose process was killed. Returns when the
 /// VM's memory is complete.
 pub fn resume(
     repository: &mut Repository,

@@ -16,6 +16,8 @@ mod error;
 mod exchange;
 mod same;
 mod staged;
+#[cfg(test)]
+mod tests;
 
 use std::time::{Duration, Instant};
 
@@ -42,7 +44,7 @@ use crate::tracking::tracker::Collected;
 use crate::verify::{Image, VerifyReport};
 use crate::{Progress, ProgressSink};
 pub use error::RewindError;
-use exchange::Exchange;
+use exchange::LastLook;
 use same::same_machine;
 use staged::{Room, StagedBlock};
 
@@ -70,7 +72,7 @@ pub struct RewindOptions {
     pub pause_limit: Duration,
     /// Upper bound on the bytes that differ, all of which are kept in memory.
     pub copy_buffer_bytes: u64,
-    /// Go on although a disk has changed since the checkpoint.
+    /// Continue although a disk has changed since the checkpoint.
     pub disks_as_they_are: bool,
     /// The label of the checkpoint's VM, where that is not this VM's.
     pub of_vm: Option<String>,
@@ -148,7 +150,7 @@ impl Vm {
     /// Takes the VM back to a checkpoint. It stays attached; the next checkpoint is a first one.
     ///
     /// # Errors
-    /// Unless the error says otherwise, the VM goes on as if nothing had been.
+    /// Unless the error says otherwise, the VM continues as if nothing had been.
     pub fn rewind(
         &mut self,
         repository: &mut Repository,
@@ -307,14 +309,14 @@ impl Vm {
         let mut paused = PausedVm::stop(monitor, guardian, options.pause_limit, running)?;
         report.downtime_us.stop = us(begin);
         paused.monitor().client().take_events()?;
-        let mut exchange = Exchange {
+        let look = LastLook {
             tracker,
             stream: StateStream::lent(state, paused.monitor(), &target.process, guardian)?,
-            job,
+            now,
         };
-        let before = exchange.prepare(paused.monitor(), now, &mut report.downtime_us)?;
+        let before = look.prepare(job, paused.monitor(), &mut report.downtime_us)?;
         let (paused, done) =
-            exchange.change_blocked(paused, inhibitor.take(), before, running, report)?;
+            job.change_blocked(paused, inhibitor.take(), before, running, report)?;
         let resume = Instant::now();
         report.running = is_to_run(running, options, &done);
         let passed = match report.running {
@@ -339,7 +341,7 @@ impl Vm {
 }
 
 impl Job<'_, '_> {
-    /// Gathers the pages that differ.
+    /// Gathers the pages among the collected that differ.
     fn gather(&mut self, collected: &Collected) -> Result<(), RewindError> {
         let found = collected.written.iter().zip(&collected.discarded);
         for (staged, (written, discarded)) in self.staged.iter_mut().zip(found) {

@@ -70,14 +70,31 @@ impl CheckpointWriter {
         self.cache.set_budget(options.delta_cache_bytes);
         let id = repository.id().to_string();
         let writer = repository.begin(options.lock_wait)?;
-        let mut transaction = self.transaction(writer, &id, &captured.blocks, options)?;
+        let mut transaction = self.begin_increment(writer, &id, &captured.blocks, options)?;
         transaction.deltas = true;
         let stored = self.finish(transaction, captured, id, progress)?;
         self.verified(stored, captured, repository, options, progress)
     }
 
+    /// Begins a checkpoint that follows none.
+    pub(super) fn begin_first<'r>(
+        writer: Writer<'r>,
+        blocks: &[BlockShape],
+        options: &CheckpointOptions,
+    ) -> Transaction<'r> {
+        Transaction {
+            missing_packs: writer.missing_packs(),
+            sink: RepositoryPages::first(writer, blocks, options.dedup),
+            stream: PageStream::new(blocks),
+            parent: None,
+            deltas: false,
+            tags: options.tags.clone(),
+            note: options.note.clone(),
+        }
+    }
+
     /// Begins an increment of the last checkpoint.
-    pub(super) fn transaction<'r>(
+    pub(super) fn begin_increment<'r>(
         &mut self,
         writer: Writer<'r>,
         repository: &str,

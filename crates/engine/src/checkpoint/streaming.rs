@@ -14,8 +14,6 @@ use crate::attach::Vm;
 use crate::capture::convergence::Convergence;
 use crate::capture::downtime::us;
 use crate::memory::Page;
-use crate::sink::page_stream::PageStream;
-use crate::sink::repository::RepositoryPages;
 use crate::streaming::Iteration;
 
 impl Vm {
@@ -39,16 +37,8 @@ impl Vm {
         let writer = repository.begin(options.lock_wait)?;
         let blocks = self.tracker.shape();
         let mut transaction = match first {
-            Iteration::Written => checkpoints.transaction(writer, &id, &blocks, options)?,
-            Iteration::Bulk => Transaction {
-                missing_packs: writer.missing_packs(),
-                sink: RepositoryPages::first(writer, &blocks, options.dedup),
-                stream: PageStream::new(&blocks),
-                parent: None,
-                deltas: false,
-                tags: options.tags.clone(),
-                note: options.note.clone(),
-            },
+            Iteration::Written => checkpoints.begin_increment(writer, &id, &blocks, options)?,
+            Iteration::Bulk => CheckpointWriter::begin_first(writer, &blocks, options),
         };
         transaction.pages_may_come_twice(&blocks);
         let captured =

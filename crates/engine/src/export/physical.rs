@@ -60,7 +60,7 @@ impl Job<'_> {
     }
 
     /// Writes the pages of the main block where `place` says for an offset in it.
-    fn main_ram(
+    pub(super) fn main_ram(
         &mut self,
         main: usize,
         output: &Output,

@@ -21,6 +21,8 @@
 //! `/proc/self/exe`, so that it is the same program even if the file was replaced or deleted since. A binary that
 //! links the engine must call [`run`] for it.
 
+#[cfg(test)]
+pub(crate) mod fake;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;

@@ -116,7 +116,7 @@ pub(super) fn ran(raw: &[u8]) -> Result<bool, DeviceStateError> {
         .iter()
         .find(|section| section.name == "globalstate");
     let name = state.and_then(|state| raw.get(state.data.start + 4..state.data.end));
-    // Older machine types do not save it, and go on running.
+    // Older machine types do not save it, and continue running.
     Ok(name.is_none_or(|name| name.starts_with(b"running\0")))
 }
 

@@ -341,49 +341,20 @@ fn one_file(parts: &[&Mapping]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
-    use std::os::unix::fs::MetadataExt;
-
     use stillframe_page::PAGE;
 
     use super::*;
-
-    const PAGES: u64 = 4;
-
-    /// Shared memory of this process, full of ones.
-    fn shared() -> (File, SharedMapping, Block) {
-        let file = File::from(memfd_create("block", MemfdFlags::CLOEXEC).unwrap());
-        ftruncate(&file, PAGES * PAGE_BYTES).unwrap();
-        let memory = SharedMapping::map(&file, 0, PAGES * PAGE_BYTES, true).unwrap();
-        memory
-            .write(0, &vec![1; (PAGES * PAGE_BYTES) as usize])
-            .unwrap();
-        let process = Process::open(std::process::id() as i32).unwrap();
-        let mappings = process.mappings().unwrap();
-        let inode = file.metadata().unwrap().ino();
-        let of_file = |mapping: &&Mapping| mapping.shared && mapping.inode == inode;
-        let address = mappings.iter().find(of_file).unwrap().range.start;
-        let ram = RamBlock {
-            name: "ram".to_owned(),
-            page_bytes: PAGE_BYTES,
-            offset: 0,
-            used_bytes: PAGES * PAGE_BYTES,
-            total_bytes: PAGES * PAGE_BYTES,
-            address,
-        };
-        let block = Block::open(&process, &mappings, &ram, false).unwrap();
-        (file, memory, block)
-    }
+    use crate::fakes::FakeMemory;
 
     /// Only a hole shows a discard.
     #[test]
     fn reading_the_memory_of_a_running_guest_fills_no_hole() {
-        let (file, _memory, block) = shared();
-        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        fallocate(&file, punch, PAGE_BYTES, PAGE_BYTES).unwrap();
+        let memory = FakeMemory::new("block", &[1; 4]);
+        memory.discard(1);
+        let block = memory.block();
         let all = block.whole();
         let read = |guest| {
-            let mut bytes = vec![7; (PAGES * PAGE_BYTES) as usize];
+            let mut bytes = vec![7; 4 * PAGE];
             block.read(guest, &mut [&mut bytes], &all).unwrap();
             let pages = bytes.chunks(PAGE).map(|page| page[0]);
             (pages.collect::<Vec<u8>>(), block.has_data(&all).unwrap())

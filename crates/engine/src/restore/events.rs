@@ -25,7 +25,7 @@ pub enum LazyEvent {
         reason: String,
     },
     /// All pages can be read again: the guest was resumed.
-    GoesOn,
+    Resumed,
     /// Pages that no thread waits for cannot be read now; they are tried again.
     CannotFill {
         /// Why.

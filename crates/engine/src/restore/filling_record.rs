@@ -67,7 +67,7 @@ pub enum RecordError {
     },
     /// A VM of an earlier restore with this monitor still needs its files.
     #[error(
-        "a lazy restore at {qmp} is not complete, and its VM (process {pid}) still exists: go on with `restore --resume`, or end it"
+        "a lazy restore at {qmp} is not complete, and its VM (process {pid}) still exists: continue with `restore --resume`, or end it"
     )]
     Unfinished {
         /// The monitor.
@@ -221,7 +221,8 @@ impl Files {
         Ok(Files::in_directory(directory, qmp))
     }
 
-    fn in_directory(directory: PrivateDir, qmp: &Path) -> Files {
+    /// The same in a directory of the caller's choice.
+    pub(super) fn in_directory(directory: PrivateDir, qmp: &Path) -> Files {
         Files {
             qmp: qmp.to_owned(),
             directory,
@@ -278,7 +279,7 @@ impl Files {
         }
     }
 
-    /// Writes the record: from here on another process can go on.
+    /// Writes the record: from here on another process can continue.
     pub fn write(&mut self, record: &FillingRecord) -> Result<(), RecordError> {
         let json = serde_json::to_vec_pretty(record)
             .map_err(|error| self.failed("write", &self.record, error.into()))?;

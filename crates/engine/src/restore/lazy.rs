@@ -8,40 +8,32 @@
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::thread::{self, Scope, ScopedJoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use stillframe_fault::{self as fault, Point};
 use stillframe_page::GuestPage;
 use stillframe_qemu::launch::{self, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock, Reached};
-use stillframe_qemu::qmp::Ticket;
 use stillframe_qemu::target;
 use stillframe_repo::{PageMap, RamTable, Reader, WorkingSet};
 use stillframe_sys::process::Process;
-use stillframe_sys::uffd::{Uffd, UffdError};
+use stillframe_sys::uffd::Uffd;
 
 use super::events::{LazyEvent, LazyReport, LazySink};
 use super::job::{Done, Job, PhaseClock, known_pages, micros};
+use super::supervisor::Supervisor;
 use super::{LOAD_LIMIT, RestoreError};
-use crate::Progress;
 use crate::guardian::{Guardian, OnDisconnect};
 use crate::memory::block::Block;
 use crate::populate::eager::{self, PopulateError};
 use crate::populate::lazy::prefetch::Prefetched;
-use crate::populate::lazy::{self, FillError, FillOrder, FillStatus, Filling, Lazy};
+use crate::populate::lazy::{self, FillOrder, Lazy};
 use crate::post_restore::{self, ClockReport};
 use crate::restore::filling_record::{Files, FillingRecord, FillingVm};
 use crate::source::repository::shapes;
-use crate::verify::VerifyReport;
 
-/// How often the supervisor checks the VM while its memory is populated.
-const LOOK: Duration = Duration::from_millis(50);
-/// The longest stall before the guest is paused, so that its clocks stop too.
-const WAITED_MAX: Duration = Duration::from_secs(1);
 /// Time for a monitor to which the guardian of a killed process may still be connected.
 const MONITOR_LIMIT: Duration = Duration::from_secs(90);
-/// How often the reason is reported why a page cannot be populated.
-const REPORT_EVERY: Duration = Duration::from_secs(10);
 
 /// RAM blocks.
 struct Memory<'j> {
@@ -117,7 +109,7 @@ impl Job<'_> {
     fn supervise<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
-        mut supervisor: Supervisor<'s, '_>,
+        mut supervisor: Supervisor<'s, Lazy<PageMap<'_>>>,
         memory: &Memory<'_>,
         mut clock: PhaseClock,
         events: LazySink<'_>,
@@ -374,157 +366,5 @@ fn tables_of(
     tables.collect()
 }
 
-/// The supervisor of a VM whose memory is being populated. Dropped before that is complete, it has the guardian
-/// pause the VM.
-struct Supervisor<'l, 'a> {
-    process: Process,
-    monitor: Monitor,
-    guardian: Guardian,
-    files: Files,
-    lazy: &'l Lazy<PageMap<'a>>,
-    record: FillingRecord,
-    /// The guest was paused by us, with this command.
-    paused: Option<Ticket>,
-    /// Another client of a monitor paused it, so this process must not resume it.
-    stands: bool,
-    reported: Option<Instant>,
-}
-
-impl<'l, 'a> Supervisor<'l, 'a> {
-    fn new(
-        process: Process,
-        monitor: Monitor,
-        guardian: Guardian,
-        files: Files,
-        lazy: &'l Lazy<PageMap<'a>>,
-        record: FillingRecord,
-    ) -> Supervisor<'l, 'a> {
-        Supervisor {
-            process,
-            monitor,
-            guardian,
-            files,
-            lazy,
-            record,
-            paused: None,
-            stands: false,
-            reported: None,
-        }
-    }
-
-    /// From here on the guardian pauses the VM if this process dies.
-    fn arm_guardian(&mut self) -> Result<(), RestoreError> {
-        self.guardian.watch(self.monitor.client().socket())?;
-        Ok(self.guardian.on_disconnect(OnDisconnect::Pause)?)
-    }
-
-    fn until_complete(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
-        loop {
-            let status = self.lazy.status(LOOK);
-            if !self.process.is_alive() {
-                self.files.remove()?;
-                return Err(RestoreError::EndedMeanwhile {
-                    pid: self.process.pid(),
-                });
-            }
-            self.supervise(events)?;
-            if let FillStatus::Complete = status? {
-                break;
-            }
-            let Filling { done, total, .. } = self.lazy.filling();
-            events(LazyEvent::Progress(Progress::Filling { done, total }));
-        }
-        // The page that the guest waited for may have come with others, before its fault handler tried
-        // again: then that handler still reports a stall.
-        if let Some(ticket) = self.paused.take() {
-            self.go_on(ticket, events)?;
-        }
-        self.let_go()
-    }
-
-    /// Pauses a guest whose stall lasts too long, and resumes it when the stall is over.
-    fn supervise(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
-        self.note_others();
-        let may_be_paused = self.record.running && !self.stands;
-        match (self.lazy.stall(), self.paused.take()) {
-            (Some((waited, reason)), None) if waited > WAITED_MAX && may_be_paused => {
-                // Not waited for: a processor that waits for the page itself cannot stop before it is there.
-                let ticket = self.monitor.send_stop()?;
-                self.paused = Some(ticket);
-                events(LazyEvent::Waits { reason });
-            }
-            (None, Some(ticket)) => self.go_on(ticket, events)?,
-            (_, paused) => self.paused = paused,
-        }
-        let due = self
-            .reported
-            .is_none_or(|reported| reported.elapsed() >= REPORT_EVERY);
-        if due && let Some(reason) = self.lazy.take_problem() {
-            self.reported = Some(Instant::now());
-            if self.paused.is_none() {
-                events(LazyEvent::CannotFill { reason });
-            }
-        }
-        Ok(())
-    }
-
-    /// Notes what other clients did to the VM, while this process has not paused it. Reads the events that have come,
-    /// without a query: QEMU may be waiting for a page itself.
-    fn note_others(&mut self) {
-        if self.paused.is_none() {
-            // A monitor that is closed shows in the process, too.
-            for event in self.monitor.client().take_events().unwrap_or_default() {
-                match event.name.as_str() {
-                    "STOP" => self.stands = true,
-                    "RESUME" => self.stands = false,
-                    _ => {}
-                }
-            }
-        }
-    }
-
-    fn go_on(&mut self, stopped: Ticket, events: LazySink<'_>) -> Result<(), RestoreError> {
-        self.monitor.wait_stopped(stopped)?;
-        self.monitor.cont()?;
-        events(LazyEvent::GoesOn);
-        Ok(())
-    }
-
-    fn done(self, clock: PhaseClock, runs_after_us: u64, verify: Option<VerifyReport>) -> Done {
-        let Filling { faults, filled, .. } = self.lazy.filling();
-        Done {
-            process: self.process,
-            pages: filled,
-            phases: clock.phases,
-            lazy: Some(LazyReport {
-                runs_after_us,
-                faults,
-                faults_each_10_ms: self.lazy.faults_by_step(),
-                ..LazyReport::default()
-            }),
-            suspended: false,
-            clock: None,
-            verify,
-        }
-    }
-
-    /// Ends the VM, which has not run.
-    fn end_vm(&self) {
-        // A process that has ended needs no signal.
-        let _ = self.process.signal(signal_hook::consts::SIGKILL);
-    }
-
-    /// Memory is complete: removes everything that this process left in QEMU and on the host.
-    fn let_go(&mut self) -> Result<(), RestoreError> {
-        fault::at(Point::LazyRelease)?;
-        match self.lazy.finish() {
-            Ok(()) | Err(FillError::Uffd(UffdError::NotRegistered { .. })) => {}
-            Err(error) => return Err(PopulateError::from(error).into()),
-        }
-        self.guardian
-            .close_fd(&self.process, self.record.remote_fd)?;
-        fault::at(Point::LazyReleased)?;
-        self.guardian.on_disconnect(OnDisconnect::Nothing)?;
-        Ok(self.files.remove()?)
-    }
-}
+#[cfg(test)]
+mod tests;

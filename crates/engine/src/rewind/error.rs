@@ -19,7 +19,7 @@ use crate::restore::RestoreError;
 use crate::tracking::error::TrackerError;
 use crate::verify::VerifyError;
 
-/// Why the VM was not rewound. Unless it says otherwise, it goes on as if nothing had been.
+/// Why the VM was not rewound. Unless it says otherwise, it continues as if nothing had been.
 #[derive(Debug, Error)]
 pub enum RewindError {
     /// The checkpoint belongs to another VM.

@@ -29,44 +29,55 @@ pub(super) struct Before {
     devices_touched: bool,
 }
 
-/// The pages to exchange, and the means for it.
-pub(super) struct Exchange<'x, 'j, 'a> {
+/// What is asked about the stopped VM before it is changed.
+pub(super) struct LastLook<'x> {
     pub(super) tracker: &'x mut Tracker,
     pub(super) stream: &'x mut StateStream,
-    pub(super) job: &'x mut Job<'j, 'a>,
+    pub(super) now: VmRecord,
 }
 
-impl Exchange<'_, '_, '_> {
+impl LastLook<'_> {
     /// Does everything that can fail without harm. Returns the VM's current state, to be put back if need be.
     pub(super) fn prepare(
-        &mut self,
+        mut self,
+        job: &mut Job<'_, '_>,
         monitor: &mut Monitor,
-        mut now: VmRecord,
         downtime: &mut RewindDowntime,
     ) -> Result<Before, RewindError> {
-        let job = &mut *self.job;
         let save = Instant::now();
         let raw = self.stream.save(monitor, SAVE_LIMIT)?;
         let sections = device_state::validate_like(&raw, &job.state.0)?.sections;
         same_devices(&job.state.0, &sections)?;
-        now.look_at_disks_again();
-        launch::check_running_disks(job.then, &now, job.options.disks_as_they_are)?;
+        self.now.look_at_disks_again();
+        launch::check_running_disks(job.then, &self.now, job.options.disks_as_they_are)?;
         downtime.save = us(save);
         let gather = Instant::now();
         let collected = self.tracker.collect_stopped()?;
         job.gather(&collected)?;
         downtime.gather = us(gather);
-        let firmware = job.firmware.iter().map(StagedBlock::read_all);
-        let firmware = firmware.collect::<Result<_, _>>()?;
         fault::at(Point::RewindStopped)?;
+        Before::take(job, &raw, &self.now.identity.machine)
+    }
+}
+
+impl Before {
+    /// The VM's memory and devices as they are; `raw` is its device state.
+    pub(super) fn take(
+        job: &Job<'_, '_>,
+        raw: &[u8],
+        machine: &str,
+    ) -> Result<Before, RewindError> {
+        let firmware = job.firmware.iter().map(StagedBlock::read_all);
         Ok(Before {
-            device_state: device_state::wrap(&raw, &now.identity.machine)?,
-            firmware,
+            device_state: device_state::wrap(raw, machine)?,
+            firmware: firmware.collect::<Result<_, _>>()?,
             exchanged: vec![0; job.staged.len()],
             devices_touched: false,
         })
     }
+}
 
+impl Job<'_, '_> {
     /// Changes memory and devices to those of the checkpoint, or back after an error, with `cont` blocked. Returns
     /// the VM, fit to run, and the result of the change.
     ///
@@ -104,7 +115,7 @@ impl Exchange<'_, '_, '_> {
             }
             done => done,
         };
-        let runs = is_to_run(running, self.job.options, &done);
+        let runs = is_to_run(running, self.options, &done);
         Ok((blocked.unblock(runs)?, done))
     }
 
@@ -115,26 +126,25 @@ impl Exchange<'_, '_, '_> {
         before: &mut Before,
         report: &mut RewindReport,
     ) -> Result<(), RewindError> {
-        let job = &mut *self.job;
         let downtime = &mut report.downtime_us;
         let write = Instant::now();
-        for (staged, exchanged) in job.staged.iter_mut().zip(&mut before.exchanged) {
+        for (staged, exchanged) in self.staged.iter_mut().zip(&mut before.exchanged) {
             report.written += staged.exchange(exchanged)?;
         }
         downtime.write = us(write);
         fault::at(Point::RewindExchanged)?;
         let verify = Instant::now();
-        if job.options.verify {
-            report.verify = Some(job.verify()?);
+        if self.options.verify {
+            report.verify = Some(self.verify()?);
             downtime.verify = us(verify);
         }
         let load = Instant::now();
-        let loaded = reload::load(monitor, &job.state.1, LOAD_LIMIT);
+        let loaded = reload::load(monitor, &self.state.1, LOAD_LIMIT);
         before.devices_touched = loaded
             .as_ref()
             .map_or_else(|error| !error.is_harmless(), |()| true);
         loaded?;
-        for firmware in &mut job.firmware {
+        for firmware in &mut self.firmware {
             firmware.exchange(&mut 0)?;
         }
         fault::at(Point::RewindLoaded)?;
@@ -156,7 +166,6 @@ impl Exchange<'_, '_, '_> {
         before: &Before,
         error: RewindError,
     ) -> Result<(), RewindError> {
-        let job = &mut *self.job;
         if matches!(error, RewindError::ResumedByOthers) {
             return Err(error);
         }
@@ -164,13 +173,13 @@ impl Exchange<'_, '_, '_> {
             what: crate::in_words(&error),
             why: crate::in_words(why),
         };
-        for (staged, &exchanged) in job.staged.iter_mut().zip(&before.exchanged) {
+        for (staged, &exchanged) in self.staged.iter_mut().zip(&before.exchanged) {
             staged.put_back(exchanged).map_err(|why| stuck(&why))?;
         }
         if before.devices_touched {
             let loaded = reload::load(monitor, &before.device_state, LOAD_LIMIT);
             loaded.map_err(|why| stuck(&why))?;
-            for (block, bytes) in job.firmware.iter().zip(&before.firmware) {
+            for (block, bytes) in self.firmware.iter().zip(&before.firmware) {
                 block.block.write(0, bytes).map_err(|why| stuck(&why))?;
             }
         }

@@ -151,7 +151,7 @@ fn perform(
                     "the repository takes no lease ({reason}): until the VM's memory is complete, do not run \
                      `forget` or `prune` on another host"
                 )),
-                LazyEvent::GoesOn => console.note("all pages can be read again; the VM is resumed"),
+                LazyEvent::Resumed => console.note("all pages can be read again; the VM is resumed"),
                 LazyEvent::CannotFill { reason } => console.note(&format!(
                     "some pages cannot be read ({reason}); the guest runs on without them, and stillframe tries \
                      them again"
