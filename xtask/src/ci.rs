@@ -83,6 +83,15 @@ pub fn build_faulty(workspace: &Workspace) -> Result<PathBuf> {
     Ok(workspace.target.join("debug/stillframe"))
 }
 
+/// Builds all tests, and such a binary. Together: by itself it would be built with other features of dependencies, and
+/// our own crates would be compiled twice.
+fn build_tests(workspace: &Workspace) -> Result<PathBuf> {
+    run(in_root(workspace)
+        .args(["build", "--workspace", "--lib", "--bins", "--tests"])
+        .args(FAULT_POINTS))?;
+    Ok(workspace.target.join("debug/stillframe"))
+}
+
 /// Builds packages as users get them; returns the folder of the binaries.
 pub fn build_release(workspace: &Workspace, packages: &[&str]) -> Result<PathBuf> {
     let mut command = in_root(workspace);
@@ -104,7 +113,7 @@ const QUICK_END_TO_END: [&str; 5] = ["--test", "functional", "--", "first_day", 
 /// All tests use one binary. Its fault points are inactive unless a test names one, and it has debug assertions;
 /// measurements (`bench`, `demo`) use a release binary.
 fn run_tests(workspace: &Workspace, guests: &Guests, set: TestSet) -> Result<()> {
-    let binary = step("build with fault points", || build_faulty(workspace))?;
+    let binary = step("build with fault points", || build_tests(workspace))?;
     println!("== tests");
     let threads = std::env::var_os(TEST_THREADS_VARIABLE).unwrap_or_else(|| {
         let processors = std::thread::available_parallelism().map_or(1, |count| count.get());
