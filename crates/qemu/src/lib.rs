@@ -26,6 +26,7 @@ pub mod physical_memory;
 pub mod qmp;
 pub mod record;
 pub mod reload;
+mod start_folder;
 pub mod suitability;
 pub mod target;
 mod unix_sockets;

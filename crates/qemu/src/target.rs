@@ -12,6 +12,7 @@ use stillframe_sys::process::{Process, ProcessError};
 use crate::arguments::{
     Argument, Backend, BackendWord, CommandLine, Properties, without_own_monitor,
 };
+use crate::start_folder::start_folder;
 use crate::unix_sockets;
 
 /// How a user names a VM.
@@ -100,7 +101,8 @@ pub struct Target {
     pub exe: PathBuf,
     /// Its arguments, `argv[0]` included; without the monitor that a restore gave it for itself.
     pub arguments: Vec<String>,
-    /// Its working directory, which relative paths in the arguments refer to.
+    /// The folder that relative paths in the arguments refer to: its working directory, or, after `-daemonize`, that
+    /// of its start.
     pub cwd: PathBuf,
     /// Its `-name`.
     pub name: Option<String>,
@@ -264,6 +266,7 @@ fn examine(pid: i32) -> Result<Target, TargetError> {
     let arguments = arguments.collect::<Result<Vec<String>, _>>()?;
     let arguments = without_own_monitor(&arguments);
     let command_line = CommandLine::parse(&arguments);
+    let cwd = start_folder(pid, &command_line, cwd);
     Ok(Target {
         name: command_line.guest_name(),
         monitors: monitors(&command_line)

@@ -50,6 +50,7 @@ const QEMU: &[&str] = &[
     "page_tables",
     "qmp",
     "unix_sockets",
+    "start_folder",
     "vmstate_image",
     "cpu_state",
     "guest_agent",

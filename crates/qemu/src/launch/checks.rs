@@ -50,9 +50,19 @@ pub(super) fn lasting_obstacle(disk: &Disk) -> Option<LaunchError> {
             device: disk.device.clone(),
         });
     }
-    (!disk.path.is_absolute()).then(|| LaunchError::DiskUnknown {
+    if !disk.path.is_absolute() {
+        return Some(LaunchError::DiskUnknown {
+            device: disk.device.clone(),
+            path: disk.path.clone(),
+        });
+    }
+    // It was found for its identity then.
+    let missing = || fs::metadata(&disk.path).err();
+    let source = disk.identity.is_none().then(missing).flatten()?;
+    Some(LaunchError::DiskMissing {
         device: disk.device.clone(),
         path: disk.path.clone(),
+        source,
     })
 }
 

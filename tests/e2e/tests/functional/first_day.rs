@@ -156,3 +156,63 @@ fn shells_and_man_know_every_command() -> Result<()> {
     ensure!(run(&["completions", "tcsh"])?.status.code() == Some(2));
     Ok(())
 }
+
+/// `-daemonize` changes QEMU's working directory, which its relative paths do not refer to.
+#[test]
+fn a_daemon_with_relative_paths_comes_back() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let at = |name: &str| folder.path().join(name);
+    fs::write(at("disk.img"), [0; 1 << 20])?;
+    let started = Command::new("qemu-system-x86_64")
+        .args(["-name", "daemon", "-machine", "q35", "-accel", "tcg"])
+        .args(["-m", "64", "-display", "none", "-nic", "none"])
+        .args(["-drive", "file=disk.img,if=virtio,format=raw"])
+        .args(["-qmp", "unix:qmp,server=on,wait=off"])
+        .args(["-daemonize", "-pidfile", "pid"])
+        .current_dir(folder.path())
+        .stderr(Stdio::null())
+        .status()?;
+    ensure!(started.success());
+    let pid = || -> Result<i32> { Ok(fs::read_to_string(at("pid"))?.trim().parse()?) };
+    let first = pid()?;
+    let stillframe = Stillframe::init(&at("repo"))?;
+    let taken = stillframe.json(&["checkpoint", "daemon"])?;
+    ensure!(taken["obstacles"].is_null(), "{taken}");
+    end(first)?;
+    let report = stillframe.json(&["restore", "latest"])?;
+    ensure!(report["qmp"] == at("qmp").display().to_string(), "{report}");
+    let again = pid()?;
+    ensure!(report["pid"] == again, "{report}");
+    end(again)
+}
+
+/// Ends a QEMU that is no child of this process.
+fn end(pid: i32) -> Result<()> {
+    let status = Command::new("kill").arg(pid.to_string()).status()?;
+    ensure!(status.success());
+    let process = format!("/proc/{pid}");
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while fs::exists(&process)? {
+        ensure!(std::time::Instant::now() < deadline, "QEMU does not end");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+/// A disk that is not where its path says cannot be restored, and the checkpoint says so.
+#[test]
+fn a_checkpoint_reports_a_disk_that_is_gone() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let disk = folder.path().join("disk.img");
+    fs::write(&disk, [0; 1 << 20])?;
+    let drive = format!("file={},if=virtio,format=raw", disk.display());
+    let guest = Setup::small(Kind::Private, "no-disk")
+        .with(&["-drive", &drive])
+        .booted()?;
+    fs::remove_file(&disk)?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let taken = stillframe.json(&["checkpoint", "no-disk"])?;
+    let obstacles = taken["obstacles"].to_string();
+    ensure!(obstacles.contains("disk.img is missing"), "{taken}");
+    Ok(())
+}
