@@ -3,6 +3,7 @@
 //! It is the process' working directory, except after `-daemonize`: then QEMU has changed to `/` once its files were
 //! open (`os_setup_post` in QEMU's os-posix.c). The links in `/proc/PID/fd` still have the whole paths of these files.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
@@ -34,13 +35,30 @@ fn open_paths(pid: i32) -> Vec<PathBuf> {
     links.flatten().collect()
 }
 
-/// The folder in which a relative name of the command line is an open file.
+/// The only folder in which every relative name of the command line that is open at all is an open file. Where several
+/// would do, such as that of an image and that of a backing file of the same name, it is not known: a wrong one would
+/// make another file the VM's disk.
 fn folder_shown_by(line: &CommandLine, open: &[PathBuf]) -> Option<PathBuf> {
-    relative_names(line).find_map(|name| open.iter().find_map(|path| folder_of(path, &name)))
+    let absolute: Vec<String> = file_names(line)
+        .filter(|name| Path::new(name).is_absolute())
+        .collect();
+    // Files that the command line names in full show nothing.
+    let is_other = |path: &&PathBuf| !absolute.iter().any(|name| Path::new(name) == *path);
+    let folders = |name: String| -> BTreeSet<PathBuf> {
+        let open = open.iter().filter(is_other);
+        open.filter_map(|path| folder_of(path, &name)).collect()
+    };
+    let relative = file_names(line).filter(|name| Path::new(name).is_relative());
+    let shown = relative.map(folders).filter(|folders| !folders.is_empty());
+    let common = shown.reduce(|one, other| &one & &other)?;
+    match common.len() {
+        1 => common.into_iter().next(),
+        _ => None,
+    }
 }
 
-/// The relative names of files in a command line.
-fn relative_names(line: &CommandLine) -> impl Iterator<Item = String> {
+/// The names of files in a command line.
+fn file_names(line: &CommandLine) -> impl Iterator<Item = String> {
     line.options.iter().flat_map(|option| {
         let value = option.value().unwrap_or_default();
         let properties = Properties::parse(value, "");
@@ -50,7 +68,7 @@ fn relative_names(line: &CommandLine) -> impl Iterator<Item = String> {
         if FILE_OPTIONS.iter().any(|name| option.is(name)) {
             names.push(value.to_owned());
         }
-        names.retain(|name| !name.is_empty() && Path::new(name).is_relative());
+        names.retain(|name| !name.is_empty());
         names
     })
 }
@@ -69,7 +87,13 @@ mod tests {
 
     fn folder(words: &str) -> Option<String> {
         let argv: Vec<String> = words.split_whitespace().map(str::to_owned).collect();
-        let open = ["/dev/null", "/srv/web1/img/a.qcow2", "/other/b.qcow2"].map(PathBuf::from);
+        let open = [
+            "/dev/null",
+            "/srv/web1/img/a.qcow2",
+            "/srv/web1/b.qcow2",
+            "/base/b.qcow2",
+        ];
+        let open = open.map(PathBuf::from);
         let found = folder_shown_by(&CommandLine::parse(&argv), &open)?;
         Some(found.display().to_string())
     }
@@ -85,6 +109,16 @@ mod tests {
             let line = format!("q {drive} -daemonize -kernel vmlinuz");
             assert_eq!(folder(&line).as_deref(), Some("/srv/web1"), "{drive}");
         }
+    }
+
+    #[test]
+    fn several_folders_are_narrowed_down_or_none_is_taken() {
+        let folder = |drives: &str| folder(&format!("q -daemonize {drives}"));
+        let web1 = Some("/srv/web1".to_owned());
+        assert_eq!(folder("-hda b.qcow2"), None);
+        assert_eq!(folder("-hda b.qcow2 -hdb img/a.qcow2"), web1);
+        assert_eq!(folder("-hda b.qcow2 -hdb /base/b.qcow2"), web1);
+        assert_eq!(folder("-hda a.qcow2 -hdb img/a.qcow2"), None);
     }
 
     #[test]

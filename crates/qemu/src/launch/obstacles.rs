@@ -14,12 +14,20 @@ pub fn restorability(record: &VmRecord) -> Vec<String> {
 
 impl VmRecord {
     /// Finds out what would stand in the way of restoring it, unless the record `before`, of the same VM, had the
-    /// same devices and disks.
+    /// same devices and disks, and the disks were there or missing as they are now.
     /// Takes microseconds, and does not speak to QEMU.
     pub fn find_obstacles(&mut self, before: Option<&VmRecord>) {
         let disks = |record: &VmRecord| {
             let disks = record.disks.iter();
-            let what = disks.map(|disk| (disk.device.clone(), disk.path.clone(), disk.temporary));
+            let what = disks.map(|disk| {
+                let is_there = disk.identity.is_some();
+                (
+                    disk.device.clone(),
+                    disk.path.clone(),
+                    disk.temporary,
+                    is_there,
+                )
+            });
             what.collect::<Vec<_>>()
         };
         let is_same =
@@ -64,5 +72,57 @@ fn in_words(error: &LaunchError) -> String {
     match std::error::Error::source(error) {
         Some(source) => format!("{error}: {source}"),
         None => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::monitor::{Disk, FileIdentity};
+    use crate::record::Described;
+
+    /// The obstacles of the record before are taken over, but not where a disk has gone, or is back.
+    #[test]
+    fn a_disk_that_goes_or_comes_back_changes_the_obstacles() {
+        let folder = tempfile::tempdir().expect("temporary directory");
+        let path = folder.path().join("disk.img");
+        let record = || {
+            let there = std::fs::metadata(&path).ok();
+            let mut record = VmRecord::described(Described {
+                label: None,
+                exe: "/bin/sh".into(),
+                qemu_version: "10.0.2".into(),
+                arguments: ["q", "-hda"].map(str::to_owned).to_vec(),
+                cwd: "/".into(),
+            });
+            record.arguments.push(path.display().to_string());
+            record.disks = vec![Disk {
+                device: "ide0-hd0".into(),
+                node: String::new(),
+                path: path.clone(),
+                format: "raw".into(),
+                read_only: false,
+                temporary: false,
+                flash: false,
+                bytes: 512,
+                identity: there.and_then(|there| FileIdentity::of(&there)),
+            }];
+            record
+        };
+        let is_missed = |record: &VmRecord| {
+            let mut all = record.obstacles.iter();
+            all.any(|obstacle| obstacle.contains("disk.img is missing"))
+        };
+        let mut last: Option<VmRecord> = None;
+        for is_there in [true, false, true] {
+            match is_there {
+                true => std::fs::write(&path, [0; 512]).expect("written"),
+                false => std::fs::remove_file(&path).expect("removed"),
+            }
+            let mut now = record();
+            now.find_obstacles(last.as_ref());
+            assert_eq!(is_missed(&now), !is_there, "{:?}", now.obstacles);
+            last = Some(now);
+        }
     }
 }
