@@ -50,6 +50,11 @@ pub fn play(argument: &str) {
                         libc::SYS_madvise,
                         [address, PAGE as i64, libc::MADV_DONTNEED.into()],
                     )),
+                    // Shared memory: a hole of its file.
+                    "remove" => drop(call(
+                        libc::SYS_madvise,
+                        [address, PAGE as i64, libc::MADV_REMOVE.into()],
+                    )),
                     // The kernel writes: 8 bytes of random.
                     "system-write" => drop(call(libc::SYS_getrandom, [address, 8, 0])),
                     _ => panic!("no verb {verb}"),

@@ -185,6 +185,18 @@ fn what_is_populated_and_present() {
     assert_eq!(memory.take(&pagemap, 0), BTreeSet::from([2]));
 }
 
+/// So the engine finds both in one scan: a page that is reported as written, and a hole in its place.
+#[test]
+fn a_shared_page_that_was_written_and_removed_is_reported_as_written() {
+    let mut memory = Memory::start(8, "small");
+    memory.act("write", 1, [3, 4, 5]);
+    let (_uffd, pagemap) = memory.track();
+    memory.act("write", 1, [3]);
+    // Of page 5 only the hole shows that it is gone.
+    memory.act("remove", 1, [3, 5]);
+    assert_eq!(memory.take(&pagemap, 1), BTreeSet::from([3]));
+}
+
 #[test]
 fn memory_that_is_not_tracked_is_refused() {
     let mut memory = Memory::start(8, "small");
