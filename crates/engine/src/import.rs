@@ -37,6 +37,7 @@ use stillframe_repo::{Manifest, PageCounts, RepoError, Repository, Tags, Writer}
 use thiserror::Error;
 
 use crate::capture::device_state::BYTES_MAX;
+use crate::capture::downtime::us;
 use crate::checkpoint::DEVICE_STATE;
 use crate::encoding::delta_cache::DeltaCache;
 use crate::encoding::page_encoder::PageEncoder;
@@ -190,16 +191,14 @@ pub fn import(
     options: &ImportOptions,
     progress: ProgressSink<'_>,
 ) -> Result<ImportReport, ImportError> {
-    let begin = Instant::now();
     let source = Source::open(&options.file)?;
     let record = machine::query(options)?;
-    let mut report = source.store(record, repository, options.lock_wait, progress)?;
-    report.total_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
-    Ok(report)
+    source.store(record, repository, options.lock_wait, progress)
 }
 
 /// A migration file whose head was read.
 struct Source {
+    begin: Instant,
     path: PathBuf,
     /// When it was last written.
     time: Timestamp,
@@ -208,9 +207,11 @@ struct Source {
 
 impl Source {
     fn open(path: &Path) -> Result<Source, ImportError> {
+        let begin = Instant::now();
         let (file, time) = open(path)?;
         let file = MigrationFile::open(BufReader::with_capacity(BUFFER_BYTES, file));
         Ok(Source {
+            begin,
             path: path.to_owned(),
             time,
             file: file.map_err(|source| ImportError::File {
@@ -269,7 +270,7 @@ impl Source {
             qemu_version: record.identity.qemu_version,
             pages,
             bytes_stored,
-            total_us: 0,
+            total_us: us(self.begin),
             notes: writable.then(|| note.to_owned()).into_iter().collect(),
         })
     }

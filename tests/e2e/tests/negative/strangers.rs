@@ -280,7 +280,8 @@ fn files_beside_the_monitor_are_neither_written_nor_believed() -> Result<()> {
     for suffix in [".filling", ".filling.new", ".filling-pages"] {
         ensure!(fs::read(name(suffix))? == b"{}", "{suffix} was written");
     }
-    // What it continues with lies where nobody else can write, and is compared with the process.
+    // The files of an unfinished restore are in a folder that only root can write to. The record in them is compared
+    // with the process.
     let record = runtime_file(&qmp, ".filling")?;
     let metadata = fs::metadata(&record)?;
     ensure!((metadata.uid(), metadata.mode() & 0o777) == (0, 0o600));

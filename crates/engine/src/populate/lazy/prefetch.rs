@@ -87,7 +87,7 @@ fn read<S: PageSource>(
         return prefetched;
     };
     let mut seen = HashSet::new();
-    let mut resume_guest = |page: GuestPage, prefetched: &mut Prefetched| {
+    let mut fetch_more = |page: GuestPage, prefetched: &mut Prefetched| {
         !enough.load(Ordering::Relaxed)
             && prefetched.pages * PAGE_BYTES < BYTES_MAX
             && fetch(&mut fetcher, sources, page, &mut seen, prefetched).is_ok()
@@ -98,13 +98,13 @@ fn read<S: PageSource>(
             changes.map(move |&page| GuestPage::new(block, page.into()))
         });
         for page in newest {
-            if !resume_guest(page, &mut prefetched) {
+            if !fetch_more(page, &mut prefetched) {
                 break;
             }
         }
     }
     for &page in working_set {
-        if !resume_guest(page, &mut prefetched) {
+        if !fetch_more(page, &mut prefetched) {
             break;
         }
         prefetched.of_working_set += 1;
