@@ -162,6 +162,17 @@ pub enum LaunchError {
         /// Why.
         why: String,
     },
+    /// The VM's user can exchange the program, and did.
+    #[error(
+        "the VM's program {exe} is not run: user {uid} can change it, and it is not the program that the VM ran; \
+         name a QEMU of your own choice with --qemu PATH"
+    )]
+    ProgramChanged {
+        /// The program.
+        exe: PathBuf,
+        /// The user that the VM ran as.
+        uid: u32,
+    },
     /// An older record.
     #[error(
         "the checkpoint does not say as which user the VM ran (an earlier version took it); --as-root \
@@ -482,8 +493,9 @@ pub enum LaunchError {
 /// Anything that would make the new VM wrong, or destroy something of another process. A program of another version
 /// is found only when it runs.
 pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, LaunchError> {
-    let exe = program::choose(record, options.qemu.as_deref())?;
     let mut owner = owner::decide(record, options)?;
+    let run_as = owner.credentials.as_ref();
+    let exe = program::choose(record, options.qemu.as_deref(), run_as)?;
     if let Some(then) = owner.credentials.as_ref().filter(|_| owner.is_another())
         && options.clone.is_some()
     {

@@ -14,6 +14,7 @@ pub mod credentials;
 pub mod device_state;
 pub mod devices;
 pub mod elf_core;
+pub mod executable;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;

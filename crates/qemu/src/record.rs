@@ -9,6 +9,7 @@ use stillframe_sys::process::Process;
 use crate::arguments::{CommandLine, without_own_monitor};
 use crate::credentials::Credentials;
 use crate::devices::HotPlug;
+use crate::executable::Digest;
 use crate::monitor::{
     Accelerator, Disk, FeatureWord, HostView, Identity, Monitor, MonitorError, RamBlock,
 };
@@ -22,6 +23,9 @@ pub struct VmRecord {
     pub label: String,
     /// The QEMU program.
     pub exe: PathBuf,
+    /// The content of that program, if a user other than root can exchange it; none in an older record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exe_digest: Option<Digest>,
     /// Its arguments, `argv[0]` included.
     #[serde(deserialize_with = "recorded_arguments")]
     pub arguments: Vec<String>,
@@ -64,6 +68,7 @@ impl VmRecord {
         Ok(VmRecord {
             label: label(target.name.as_deref(), &target.arguments),
             exe: target.exe.clone(),
+            exe_digest: Digest::of_running(&target.process, &target.exe),
             arguments: target.arguments.clone(),
             cwd: target.cwd.clone(),
             identity: monitor.identity()?,
@@ -136,6 +141,7 @@ impl VmRecord {
                 .label
                 .unwrap_or_else(|| label(name.as_deref(), &vm.arguments)),
             exe: vm.exe,
+            exe_digest: None,
             arguments: vm.arguments,
             cwd: vm.cwd,
             identity: Identity {

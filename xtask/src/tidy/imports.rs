@@ -46,6 +46,7 @@ const SYS: &[&str] = &[
 const QEMU: &[&str] = &[
     "arguments",
     "credentials",
+    "executable",
     "device_state",
     "page_tables",
     "qmp",

@@ -1,7 +1,6 @@
 //! The program that is run: whether no other user controls it, and its version.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -10,17 +9,18 @@ use stillframe_sys::credentials::own_uid;
 use super::helper::{self, Order};
 use super::{LaunchError, LaunchPlan};
 use crate::credentials::Credentials;
+use crate::executable::{self, Digest};
 use crate::monitor::{FeatureWord, missing_features};
 use crate::record::VmRecord;
 
-/// The bit of a folder in which only an entry's owner may rename or remove it.
-const STICKY: u32 = 0o1000;
-/// Writable for the group, or for all users.
-const WRITABLE_BY_OTHERS: u32 = 0o022;
-
-/// The program to run: the one that the user names, or the recorded one. The recorded one must be such that only
-/// root and the user of this process can exchange it.
-pub(super) fn choose(record: &VmRecord, named: Option<&Path>) -> Result<PathBuf, LaunchError> {
+/// The program to run: the one that the operator names, or the recorded one. The recorded one must be such that no
+/// user can exchange it but root, the user of this process, and the user that the VM is to run as, `run_as`. If that
+/// last user can exchange it, it must also have the recorded content.
+pub(super) fn choose(
+    record: &VmRecord,
+    named: Option<&Path>,
+    run_as: Option<&Credentials>,
+) -> Result<PathBuf, LaunchError> {
     let missing = |exe: &Path| LaunchError::ProgramMissing {
         exe: exe.to_owned(),
         version: record.identity.qemu_version.clone(),
@@ -31,34 +31,32 @@ pub(super) fn choose(record: &VmRecord, named: Option<&Path>) -> Result<PathBuf,
     if !exe.is_file() {
         return Err(missing(wanted));
     }
-    if named.is_none() {
-        trust(&exe, own_uid())?;
+    if named.is_some() {
+        return Ok(exe);
     }
-    Ok(exe)
-}
-
-/// The file and every folder above it belong to root or `uid`, and no other user can write to them.
-fn trust(exe: &Path, uid: u32) -> Result<(), LaunchError> {
-    let distrust = |part: &Path, why: String| LaunchError::ProgramNotTrusted {
-        exe: exe.to_owned(),
-        part: part.to_owned(),
-        why,
+    let Err(exchangeable) = executable::check_control(&exe, own_uid()) else {
+        return Ok(exe);
     };
-    let mut entry_is_safe = false;
-    for (depth, part) in exe.ancestors().enumerate() {
-        let found = fs::symlink_metadata(part);
-        let found = found.map_err(|error| distrust(part, format!("cannot be checked: {error}")))?;
-        if found.uid() != 0 && found.uid() != uid {
-            return Err(distrust(part, format!("belongs to user {}", found.uid())));
-        }
-        // In a sticky folder, as /tmp, no other user can exchange the entry that was found safe.
-        let sticky = depth > 0 && found.mode() & STICKY != 0 && entry_is_safe;
-        if found.mode() & WRITABLE_BY_OTHERS != 0 && !sticky {
-            return Err(distrust(part, "is writable for other users".to_owned()));
-        }
-        entry_is_safe = true;
+    // Its owner gains nothing by a program that runs with the owner's rights.
+    let owner = run_as.filter(|then| executable::check_control(&exe, then.uid).is_ok());
+    let (Some(owner), Some(recorded)) = (owner, &record.exe_digest) else {
+        return Err(LaunchError::ProgramNotTrusted {
+            exe,
+            part: exchangeable.part,
+            why: exchangeable.why,
+        });
+    };
+    match Digest::of_file(&exe) {
+        Ok(found) if found == *recorded => Ok(exe),
+        Ok(_) => Err(LaunchError::ProgramChanged {
+            exe,
+            uid: owner.uid,
+        }),
+        Err(source) => Err(LaunchError::Run {
+            program: exe,
+            source,
+        }),
     }
-    Ok(())
 }
 
 impl LaunchPlan {
@@ -151,9 +149,10 @@ fn version_in(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::chown;
 
     use super::*;
+    use crate::record::Described;
 
     #[test]
     fn versions() {
@@ -167,34 +166,54 @@ mod tests {
         }
     }
 
+    fn record_of(exe: &Path, exe_digest: Option<Digest>) -> VmRecord {
+        let mut record = VmRecord::described(Described {
+            label: None,
+            exe: exe.to_owned(),
+            qemu_version: "10.0.2".into(),
+            arguments: vec!["q".to_owned()],
+            cwd: "/".into(),
+        });
+        record.exe_digest = exe_digest;
+        record
+    }
+
+    fn user(uid: u32) -> Credentials {
+        Credentials {
+            uid,
+            gid: uid,
+            groups: Vec::new(),
+            capabilities: 0,
+            no_new_privs: false,
+            security_label: None,
+            control_group: None,
+        }
+    }
+
+    /// As root: a program of another user runs as that user alone, and only with its recorded content.
     #[test]
-    fn a_program_that_others_can_exchange_is_not_trusted() {
+    fn a_user_s_program_runs_as_that_user_while_it_is_the_recorded_one() {
+        assert_eq!(own_uid(), 0, "this test gives a file to another user");
         let folder = tempfile::tempdir().expect("temporary folder");
-        let inner = folder.path().join("bin");
-        fs::create_dir(&inner).expect("made");
-        let exe = inner.join("qemu-system-x86_64");
-        fs::write(&exe, "").expect("written");
-        let mode = |path: &Path, mode| {
-            fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("mode set");
-        };
-        let refused = |exe: &Path, uid| match trust(exe, uid) {
-            Err(LaunchError::ProgramNotTrusted { part, .. }) => Some(part),
-            other => other.map(|()| None).expect("no other error"),
-        };
-        mode(&exe, 0o755);
-        mode(&inner, 0o755);
-        // The folder for temporary files above is sticky.
-        assert_eq!(refused(&exe, own_uid()), None);
-        mode(&exe, 0o775);
-        assert_eq!(refused(&exe, own_uid()), Some(exe.clone()));
-        mode(&exe, 0o755);
-        mode(&inner, 0o777);
-        assert_eq!(refused(&exe, own_uid()), Some(inner.clone()));
-        mode(&inner, 0o1777);
-        assert_eq!(refused(&exe, own_uid()), None);
-        // It belongs to another user, unless it is root's.
-        let another = own_uid() + 1;
-        let expected = (own_uid() != 0).then_some(exe.clone());
-        assert_eq!(refused(&exe, another), expected);
+        let exe = folder.path().join("qemu-system-x86_64");
+        fs::write(&exe, "the program").expect("written");
+        chown(&exe, Some(7), Some(7)).expect("given away");
+        let digest = Digest::of_file(&exe).ok();
+        let record = record_of(&exe, digest);
+        let not_trusted = |chosen| matches!(chosen, Err(LaunchError::ProgramNotTrusted { .. }));
+        let chosen = choose(&record, None, Some(&user(7)));
+        assert_eq!(chosen.expect("the owner's"), exe);
+        assert!(not_trusted(choose(&record, None, None)), "as root");
+        assert!(not_trusted(choose(&record, None, Some(&user(8)))));
+        let older = record_of(&exe, None);
+        assert!(not_trusted(choose(&older, None, Some(&user(7)))));
+        fs::write(&exe, "another one").expect("written");
+        let changed = choose(&record, None, Some(&user(7)));
+        assert!(
+            matches!(changed, Err(LaunchError::ProgramChanged { uid: 7, .. })),
+            "{changed:?}"
+        );
+        // The operator's word.
+        assert_eq!(choose(&record, Some(&exe), None).expect("named"), exe);
     }
 }

@@ -193,15 +193,24 @@ fn a_vm_comes_back_as_the_user_it_ran_as() -> Result<()> {
     Ok(())
 }
 
-/// The program is exchanged after the checkpoint, by the user that it belongs to.
+/// A program that the VM's user can exchange runs as that user while it is the recorded one, and not once it was
+/// exchanged after the checkpoint.
 #[test]
-fn a_program_that_somebody_else_may_exchange_is_not_run() -> Result<()> {
+fn a_program_that_its_user_exchanged_is_not_run() -> Result<()> {
     let place = Place::new()?;
     let program = place.path("qemu-system-x86_64");
     fs::copy(QEMU, &program)?;
     chown(&program, Some(NOBODY), None)?;
     let mut guest = place.boot(&program, &[])?;
     place.checkpoint(&mut guest)?;
+    let restored = place.restore(&[])?;
+    expect_owner(restored.pid, NOBODY, GROUP)?;
+    let exe = fs::read_link(format!("/proc/{}/exe", restored.pid))?;
+    ensure!(exe == fs::canonicalize(&program)?, "it runs {exe:?}");
+    restored.serial.wait_ticks(2, PATIENCE)?;
+    drop(restored);
+    let said = place.refused(&["--as-root"])?;
+    ensure!(said.contains("belongs to user 65534"), "{said}");
     let trace = place.path("was-run");
     fs::remove_file(&program)?;
     fs::write(
@@ -215,6 +224,8 @@ fn a_program_that_somebody_else_may_exchange_is_not_run() -> Result<()> {
         for more in [&[][..], &["--print-command"], &["--as-root"]] {
             let said = place.refused(more)?;
             ensure!(said.contains("--qemu PATH"), "{said}");
+            let is_changed = said.contains("it is not the program that the VM ran");
+            ensure!(is_changed != more.contains(&"--as-root"), "{said}");
         }
     }
     ensure!(!trace.exists(), "the program was run");
