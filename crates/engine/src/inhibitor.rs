@@ -85,9 +85,9 @@ impl ResumeInhibitor {
         }
         let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(failed("making"))?;
         fcntl_setpipe_size(&write, PIPE_BYTES).map_err(failed("shrinking"))?;
-        let mut filler = vec![0; PIPE_BYTES];
-        filler[..MARK.len()].copy_from_slice(MARK);
-        rustix::io::write(&write, &filler).map_err(failed("filling"))?;
+        let mut padding = vec![0; PIPE_BYTES];
+        padding[..MARK.len()].copy_from_slice(MARK);
+        rustix::io::write(&write, &padding).map_err(failed("filling"))?;
         rustix::fs::fcntl_setfl(&read, OFlags::NONBLOCK).map_err(failed("setting up"))?;
         monitor.give(OUT_OF, read.as_fd())?;
         monitor.give(INTO, write.as_fd())?;

@@ -5,7 +5,7 @@
 //! (sched(7), autogroup). On half of the processors the threads meet only the vCPUs that do not fit on the other
 //! half.
 
-use stillframe_sys::affinity::{self, Confined, Processors};
+use stillframe_sys::affinity::{self, AffinityGuard, Processors};
 use stillframe_sys::process::Process;
 
 /// Lowers the priority of a thread that only stores: the capturing thread and the fault handler
@@ -22,9 +22,9 @@ pub fn processors(vm: &Process) -> Processors {
 ///
 /// In the pause both have work, and the vCPUs none. But a thread is often woken on the processor of the thread that
 /// wakes it, and there one of the two waits for the other.
-pub fn confine_away_from(qemu: &Process, own: &Processors) -> Option<Confined> {
+pub fn confine_away_from(qemu: &Process, own: &Processors) -> Option<AffinityGuard> {
     let main = qemu.main_processor().ok()?;
-    Some(Confined::to(&others(own, main)?))
+    Some(AffinityGuard::to(&others(own, main)?))
 }
 
 /// All but one, where that leaves any.

@@ -46,7 +46,7 @@ use crate::{Progress, ProgressSink};
 pub use error::RewindError;
 use exchange::LastLook;
 use same::same_machine;
-use staged::{Room, StagedBlock};
+use staged::{Budget, StagedBlock};
 
 /// Upper bound on rounds, each of which gathers the pages written in the one before.
 const ROUNDS_MAX: usize = 10;
@@ -143,7 +143,7 @@ struct Job<'j, 'a> {
     /// The pages that differ, in the order of the tracked blocks.
     staged: Vec<StagedBlock<'a>>,
     firmware: Vec<StagedBlock<'a>>,
-    room: Room,
+    budget: Budget,
 }
 
 impl Vm {
@@ -198,7 +198,7 @@ impl Vm {
             ),
             staged,
             firmware,
-            room: Room {
+            budget: Budget {
                 taken_bytes: 0,
                 limit_bytes: options.copy_buffer_bytes,
             },
@@ -267,16 +267,16 @@ impl Vm {
         let total = self.tracker.pages();
         let mut done = 0;
         for (staged, populated) in job.staged.iter_mut().zip(&populated) {
-            staged.compare(populated, &job.hasher, &mut job.room)?;
+            staged.compare(populated, &job.hasher, &mut job.budget)?;
             done += staged.map.pages();
             progress(Progress::Rewinding { done, total });
         }
         for _ in 0..ROUNDS_MAX {
             let found = self.tracker.collect_running()?;
             let collected = found.drained(&mut self.monitor)?;
-            let before = job.room.taken_bytes;
+            let before = job.budget.taken_bytes;
             job.gather(&collected)?;
-            let pages = (job.room.taken_bytes - before) / PAGE_BYTES;
+            let pages = (job.budget.taken_bytes - before) / PAGE_BYTES;
             if pages <= FEW_PAGES {
                 break;
             }
@@ -346,7 +346,7 @@ impl Job<'_, '_> {
         let found = collected.written.iter().zip(&collected.discarded);
         for (staged, (written, discarded)) in self.staged.iter_mut().zip(found) {
             let pages = written.iter().chain(discarded).cloned().flatten();
-            staged.gather(pages, &mut self.room)?;
+            staged.gather(pages, &mut self.budget)?;
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_qemu::monitor::MonitorError;
-use stillframe_sys::affinity::Confined;
+use stillframe_sys::affinity::AffinityGuard;
 use thiserror::Error;
 
 use crate::attach::Vm;
@@ -102,7 +102,7 @@ impl Vm {
         take: TakeBatch<'_, E>,
         progress: ProgressSink<'_>,
     ) -> Result<u64, StreamingError<E>> {
-        let _placement = Confined::to(&placement::processors(&self.target.process));
+        let _placement = AffinityGuard::to(&placement::processors(&self.target.process));
         if iteration == Iteration::Written {
             self.tracker.streamed(wanted);
         }

@@ -35,27 +35,27 @@ pub fn of_process(process: &Process) -> Processors {
 /// While this lives, the thread that made it keeps to some processors, and so do the threads that
 /// it starts meanwhile, to their end.
 #[derive(Debug)]
-pub struct Confined {
+pub struct AffinityGuard {
     before: Option<CpuSet>,
 }
 
-impl Confined {
+impl AffinityGuard {
     /// Confines the calling thread. Where the kernel refuses (none of the processors is this
     /// thread's to use, say), the thread continues as before: being confined is a courtesy.
-    pub fn to(processors: &Processors) -> Confined {
+    pub fn to(processors: &Processors) -> AffinityGuard {
         let mut set = CpuSet::new();
         for &number in processors {
             set.set(number);
         }
         let before = sched_getaffinity(None).ok();
         let confined = before.is_some() && sched_setaffinity(None, &set).is_ok();
-        Confined {
+        AffinityGuard {
             before: before.filter(|_| confined),
         }
     }
 }
 
-impl Drop for Confined {
+impl Drop for AffinityGuard {
     fn drop(&mut self) {
         if let Some(before) = &self.before {
             // Refused only if those processors have been taken from this process meanwhile.
@@ -89,7 +89,7 @@ mod tests {
     fn confined_while_it_lives_children_too() {
         let before = of_this_thread();
         let one = Processors::from([*before.last().unwrap()]);
-        let confined = Confined::to(&one);
+        let confined = AffinityGuard::to(&one);
         assert_eq!(of_this_thread(), one);
         let child = std::thread::spawn(of_this_thread);
         assert_eq!(child.join().unwrap(), one);
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn what_the_kernel_refuses_changes_nothing() {
         let before = of_this_thread();
-        let confined = Confined::to(&Processors::new());
+        let confined = AffinityGuard::to(&Processors::new());
         assert_eq!(of_this_thread(), before);
         drop(confined);
         assert_eq!(of_this_thread(), before);
@@ -124,7 +124,7 @@ mod tests {
     fn a_process_may_run_where_one_of_its_threads_may() {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
         let main = of_process(&own);
-        let _confined = Confined::to(&Processors::from([*main.first().unwrap()]));
+        let _confined = AffinityGuard::to(&Processors::from([*main.first().unwrap()]));
         assert_eq!(of_process(&own), main);
         assert!(main.contains(&own.main_processor().unwrap()));
     }

@@ -77,7 +77,12 @@ pub fn watch_verified(
 
 /// Pauses the guest, checkpoints it, restores the checkpoint and compares both memories byte by byte. Then it
 /// resumes both, and expects both to find their memory whole.
-pub fn twin(stillframe: &Stillframe, guest: &Guest, ticks: usize, mode: &Mode) -> Result<Tally> {
+pub fn compare_with_restored(
+    stillframe: &Stillframe,
+    guest: &Guest,
+    ticks: usize,
+    mode: &Mode,
+) -> Result<Tally> {
     let mut monitor = guest.second_monitor()?;
     monitor.execute("stop", json!({}))?;
     let original = Image::take(guest.pid(), &mut monitor)?;
@@ -239,11 +244,11 @@ fn one_guest(guest: &Guest, count: u64, mode: &Mode, raw: &mut Vec<Value>) -> Re
         raw.push(line);
     }
     guest.serial.wait_more(2, Duration::from_secs(60))?;
-    let twin = twin(&stillframe, guest, 4, mode)?;
-    raw.push(json!({"guest": name, "mode": words, "twin": true, "pages": twin.pages, "differing": twin.differing}));
-    tally.checkpoints += twin.checkpoints;
-    tally.pages += twin.pages;
-    tally.differing += twin.differing;
+    let restored = compare_with_restored(&stillframe, guest, 4, mode)?;
+    raw.push(json!({"guest": name, "mode": words, "restored": true, "pages": restored.pages, "differing": restored.differing}));
+    tally.checkpoints += restored.checkpoints;
+    tally.pages += restored.pages;
+    tally.differing += restored.differing;
     stillframe.ok(&["check", "--read-data"])?;
     Ok(tally)
 }

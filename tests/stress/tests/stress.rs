@@ -21,8 +21,11 @@ fn exact(kind: Kind) -> Result<()> {
     let (tally, _) = exactness::watch_verified(&stillframe, &guest, "300ms", 3, &Mode::new())?;
     ensure!(tally.differing == 0 && tally.pages > 0, "{tally:?}");
     guest.serial.wait_more(2, PATIENCE)?;
-    let twin = exactness::twin(&stillframe, &guest, 4, &Mode::new())?;
-    ensure!(twin.differing == 0 && twin.pages > 0, "{twin:?}");
+    let restored = exactness::compare_with_restored(&stillframe, &guest, 4, &Mode::new())?;
+    ensure!(
+        restored.differing == 0 && restored.pages > 0,
+        "{restored:?}"
+    );
     stillframe.ok(&["check", "--read-data"])?;
     Ok(())
 }
@@ -41,7 +44,7 @@ fn every_schedule_is_exact() -> Result<()> {
             "{mode:?} {tally:?}"
         );
         let last = &lines[3];
-        // That it was the way asked for.
+        // It was the requested way.
         let deltas = last["pages"]["delta"] != 0;
         ensure!(deltas == mode.contains(&"256M"), "{mode:?} {last}");
         let after = last["copied"]["after"] != 0;

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   QEMU   stop, drain │ save ─ save ─ save ─ (pipe full) ......................... save │ resume
-//!   pipe   [ filler    │▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓]
+//!   pipe   [ padding   │▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓]
 //!   engine             └ first byte: the guest is stopped ─ scan ─ copy ─ read all ┘
 //! ```
 //!
@@ -117,8 +117,8 @@ pub struct StateStream {
     lent: StateFile,
     /// Sizes of the last device states, in bytes.
     sizes: VecDeque<usize>,
-    /// Bytes of filler in the pipe before the device state.
-    filler: usize,
+    /// Bytes of padding in the pipe before the device state.
+    padding: usize,
 }
 
 impl StateStream {
@@ -157,7 +157,7 @@ impl StateStream {
             wakes,
             lent,
             sizes: VecDeque::new(),
-            filler: 0,
+            padding: 0,
         })
     }
 
@@ -176,19 +176,19 @@ impl StateStream {
         self.sizes.clear();
     }
 
-    /// Has the pipe empty but for filler, which leaves space for a little less than QEMU will write.
+    /// Has the pipe empty but for padding, which leaves space for a little less than QEMU will write.
     /// To be called while QEMU does not write.
     pub fn prepare(&mut self) -> Result<(), StateError> {
         self.read_now(&mut Vec::new())?;
         let room = room(self.sizes.iter().copied().min().unwrap_or(0));
         let capacity = room.next_power_of_two();
         rustix::pipe::fcntl_setpipe_size(&self.write, capacity).map_err(failed("resize"))?;
-        self.filler = 0;
+        self.padding = 0;
         let page = [0; SLOT];
-        while self.filler < capacity - room {
-            self.filler += rustix::io::write(&self.write, &page).map_err(failed("fill"))?;
+        while self.padding < capacity - room {
+            self.padding += rustix::io::write(&self.write, &page).map_err(failed("fill"))?;
         }
-        // The filler has woken QEMU's thread.
+        // The padding has woken QEMU's thread.
         self.sleep(Duration::ZERO)
     }
 
@@ -240,8 +240,8 @@ impl StateStream {
             self.sleep_until(deadline, "save its devices", limit)?;
         }
         monitor.wait_device_state(ticket, limit)?;
-        bytes.drain(..self.filler.min(bytes.len()));
-        self.filler = 0;
+        bytes.drain(..self.padding.min(bytes.len()));
+        self.padding = 0;
         if self.sizes.len() == SIZES_KEPT {
             self.sizes.pop_front();
         }
@@ -285,7 +285,7 @@ impl StateStream {
     /// Bytes of device state that lie in the pipe.
     fn written(&self) -> Result<u64, StateError> {
         let there = rustix::io::ioctl_fionread(&self.read).map_err(failed("examine"))?;
-        Ok(there.saturating_sub(self.filler as u64))
+        Ok(there.saturating_sub(self.padding as u64))
     }
 
     fn read_now(&self, into: &mut Vec<u8>) -> Result<(), StateError> {

@@ -23,7 +23,7 @@ use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::device_state;
 use stillframe_qemu::monitor::{Monitor, MonitorError, RunState};
 use stillframe_qemu::qmp::{QmpError, Ticket};
-use stillframe_sys::affinity::{self, Confined, Processors};
+use stillframe_sys::affinity::{self, AffinityGuard, Processors};
 use stillframe_sys::process::Process;
 use thiserror::Error;
 
@@ -162,7 +162,7 @@ impl Pause<'_> {
         // The thread that waits for QEMU's answer stays off the vCPUs' processors: a resumed vCPU would keep it
         // from seeing the answer.
         let own = affinity::of_this_thread();
-        let _placement = Confined::to(self.spare);
+        let _placement = AffinityGuard::to(self.spare);
         monitor.client().take_events()?;
         self.state.prepare()?;
         let suspended = self.before.is_suspended();
@@ -234,7 +234,7 @@ impl Pause<'_> {
         (self.beside)();
         if let Some(look) = self.before_resume.as_mut() {
             // It takes long, and all the processors there are.
-            let _anywhere = Confined::to(own);
+            let _anywhere = AffinityGuard::to(own);
             let begin = Instant::now();
             look(self.work.tracker)?;
             record.verify = us(begin);

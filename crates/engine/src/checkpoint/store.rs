@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use stillframe_repo::{Committed, Manifest, Note, RepoError, Repository, Tags, Writer};
-use stillframe_sys::affinity::Confined;
+use stillframe_sys::affinity::AffinityGuard;
 
 use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVICE_STATE, Phases};
 use crate::attach::Parent;
@@ -138,7 +138,7 @@ impl CheckpointWriter {
         repository: String,
         progress: ProgressSink<'_>,
     ) -> Result<Stored, CheckpointError> {
-        let _placement = Confined::to(&captured.spare);
+        let _placement = AffinityGuard::to(&captured.spare);
         let total = captured.staging.pages();
         let mut done = 0;
         for block in 0..captured.blocks.len() {

@@ -111,7 +111,7 @@ proptest! {
         prop_assert!(received(&bytes) == expected);
     }
 
-    /// Every page comes as it is at the sender, known zeros are never asked for, and each way to fetch agrees.
+    /// Every page comes as it is at the sender, known zeros are never requested, and each way to fetch agrees.
     #[test]
     fn fetched_pages_are_those_of_the_sender(
         versions in prop::collection::btree_map(0..PAGES, any::<u8>(), 1..60),
@@ -169,7 +169,7 @@ fn serve(stream: UnixStream, memory: &Memory) {
     }
 }
 
-/// A sender that answers with another page than was asked for is not believed.
+/// A sender that answers with another page than the requested one is refused.
 #[test]
 fn other_pages_than_were_asked_for_are_refused() {
     let (ours, theirs) = UnixStream::pair().unwrap();

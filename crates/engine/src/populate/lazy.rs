@@ -48,7 +48,7 @@ use fault_handler::FaultHandler;
 pub use fill_order::FillOrder;
 use memory::LazyMemory;
 pub use memory::{FillError, Filling};
-use prefetch::Piece;
+use prefetch::PreloadBuffer;
 use prefetch_queue::PrefetchQueue;
 use stall::Stall;
 
@@ -81,7 +81,7 @@ pub struct Lazy<S> {
     working_set: PrefetchQueue,
     batching: FaultBatching,
     /// Preload buffers: pages that were read already and are not in memory yet.
-    prefetched: Mutex<Vec<Piece>>,
+    prefetched: Mutex<Vec<PreloadBuffer>>,
     prefetched_pages: u64,
     /// Pages written in the last interval before the checkpoint, which are likely to be used again.
     newest: Vec<GuestPage>,
@@ -142,9 +142,9 @@ impl<S: PageSource> Lazy<S> {
         let (to_supervisor, ended) = unbounded();
         Ok(Lazy {
             memory: LazyMemory::new(uffd, lazy, fill_bitmap)?,
-            prefetched: Mutex::new(std::mem::take(&mut first.pieces)),
+            prefetched: Mutex::new(std::mem::take(&mut first.buffers)),
             prefetched_pages: first.prefetched_pages,
-            working_set: first.ahead(),
+            working_set: first.prefetch_queue(),
             batching: FaultBatching::default(),
             newest,
             bytes_per_s,
@@ -203,8 +203,8 @@ impl<S: PageSource> Lazy<S> {
             let server = FaultHandler {
                 number,
                 memory: &self.memory,
-                near: FaultAround::new(&self.memory),
-                ahead: &self.working_set,
+                fault_around: FaultAround::new(&self.memory),
+                prefetch_queue: &self.working_set,
                 batching: self.bytes_per_s.is_none().then_some(&self.batching),
                 stall: &self.stall,
                 end: &self.end_event,
@@ -249,12 +249,12 @@ impl<S: PageSource> Lazy<S> {
 
     /// Starts the background fill.
     pub fn fill<'s>(&'s self, scope: &'s Scope<'s, '_>) -> Result<(), PopulateError> {
-        let filler = BackgroundFill {
+        let fill = BackgroundFill {
             memory: &self.memory,
             // The other half is the guest's. Measured: more threads take from the guest as much as they gain.
             threads: affinity::of_this_thread().len().div_ceil(2),
             bytes_per_s: self.bytes_per_s,
-            ahead: &self.working_set,
+            prefetch_queue: &self.working_set,
             end: &self.end,
             problem: &self.problem,
         };
@@ -268,7 +268,7 @@ impl<S: PageSource> Lazy<S> {
             .name("background fill".into())
             .spawn_scoped(scope, move || {
                 affinity::lower_priority();
-                let _ = ended.send(Ended::BackgroundFill(filler.run(prefetched, &self.newest)));
+                let _ = ended.send(Ended::BackgroundFill(fill.run(prefetched, &self.newest)));
             })
             .map_err(PopulateError::Threads)?;
         Ok(())

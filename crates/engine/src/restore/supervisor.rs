@@ -75,7 +75,7 @@ pub(super) struct Supervisor<'l, P> {
     /// The guest was paused by us, with this command.
     paused: Option<Ticket>,
     /// Another client of a monitor paused it, so this process must not resume it.
-    stands: bool,
+    is_stopped: bool,
     reported: Option<Instant>,
 }
 
@@ -96,7 +96,7 @@ impl<'l, P: Populating> Supervisor<'l, P> {
             lazy,
             record,
             paused: None,
-            stands: false,
+            is_stopped: false,
             reported: None,
         }
     }
@@ -135,7 +135,7 @@ impl<'l, P: Populating> Supervisor<'l, P> {
     /// Pauses a guest whose stall lasts too long, and resumes it when the stall is over.
     fn supervise(&mut self, events: LazySink<'_>) -> Result<(), RestoreError> {
         self.note_others();
-        let may_be_paused = self.record.running && !self.stands;
+        let may_be_paused = self.record.running && !self.is_stopped;
         match (self.lazy.stall(), self.paused.take()) {
             (Some((waited, reason)), None) if waited > WAITED_MAX && may_be_paused => {
                 // Not waited for: a processor that waits for the page itself cannot stop before it is there.
@@ -165,8 +165,8 @@ impl<'l, P: Populating> Supervisor<'l, P> {
             // A monitor that is closed shows in the process, too.
             for event in self.monitor.client().take_events().unwrap_or_default() {
                 match event.name.as_str() {
-                    "STOP" => self.stands = true,
-                    "RESUME" => self.stands = false,
+                    "STOP" => self.is_stopped = true,
+                    "RESUME" => self.is_stopped = false,
                     _ => {}
                 }
             }

@@ -23,13 +23,13 @@ pub(super) struct Before {
     device_state: Vec<u8>,
     /// Contents of the blocks that QEMU overwrites when it loads that device state.
     firmware: Vec<Vec<u8>>,
-    /// Pieces of each block that were exchanged.
+    /// Runs of each block that were exchanged.
     exchanged: Vec<usize>,
     /// Whether the devices may be others than they were.
     devices_touched: bool,
 }
 
-/// What is asked about the stopped VM before it is changed.
+/// What is queried about the stopped VM before it is changed.
 pub(super) struct LastLook<'x> {
     pub(super) tracker: &'x mut Tracker,
     pub(super) stream: &'x mut StateStream,

@@ -23,7 +23,7 @@ const CHUNK_PAGES: u64 = 2048;
 
 /// Consecutive pages with their new content; or with their old content, once they are exchanged.
 #[derive(Debug)]
-struct Piece {
+struct Run {
     first: u64,
     bytes: Vec<u8>,
 }
@@ -32,15 +32,15 @@ struct Piece {
 pub(super) struct StagedBlock<'a> {
     pub(super) block: &'a Block,
     pub(super) map: PageMap<'a>,
-    held: DirtyBitmap,
-    pieces: Vec<Piece>,
+    gathered: DirtyBitmap,
+    runs: Vec<Run>,
 }
 
 impl<'a> StagedBlock<'a> {
     pub(super) fn new(block: &'a Block, map: PageMap<'a>) -> StagedBlock<'a> {
         StagedBlock {
-            held: DirtyBitmap::new(map.pages()),
-            pieces: Vec::new(),
+            gathered: DirtyBitmap::new(map.pages()),
+            runs: Vec::new(),
             block,
             map,
         }
@@ -51,7 +51,7 @@ impl<'a> StagedBlock<'a> {
         &mut self,
         populated: &[Range<u64>],
         hasher: &ContentHasher,
-        room: &mut Room,
+        budget: &mut Budget,
     ) -> Result<(), RewindError> {
         let mut candidates = Vec::new();
         let mut next = 0;
@@ -64,7 +64,7 @@ impl<'a> StagedBlock<'a> {
             next = range.end;
         }
         self.not_zero(next..self.map.pages(), &mut candidates)?;
-        self.gather(candidates, room)
+        self.gather(candidates, budget)
     }
 
     /// Adds the pages that are not zero in the checkpoint.
@@ -101,68 +101,68 @@ impl<'a> StagedBlock<'a> {
     pub(super) fn gather(
         &mut self,
         pages: impl IntoIterator<Item = u64>,
-        room: &mut Room,
+        budget: &mut Budget,
     ) -> Result<(), RewindError> {
         let mut wanted: Vec<u64> = pages.into_iter().collect();
-        wanted.retain(|&page| !self.held.get(page));
+        wanted.retain(|&page| !self.gathered.get(page));
         wanted.sort_unstable();
         wanted.dedup();
-        let found = Mutex::new((Vec::new(), room));
+        let found = Mutex::new((Vec::new(), budget));
         self.map.read_pages(wanted, threads(), &|first, bytes| {
             let there = self.read(first, bytes.len())?;
             let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
-            let (pieces, room) = &mut *found;
+            let (runs, budget) = &mut *found;
             let both = there.chunks(PAGE).zip(bytes.chunks(PAGE));
             for (page, (_, wanted)) in (first..).zip(both).filter(|(_, (a, b))| a != b) {
-                room.take(PAGE)?;
-                append(pieces, page, wanted);
+                budget.take(PAGE)?;
+                append(runs, page, wanted);
             }
             Ok::<(), RewindError>(())
         })?;
-        let (pieces, _) = found.into_inner().unwrap_or_else(PoisonError::into_inner);
-        for piece in &pieces {
-            let end = piece.first + piece.bytes.len() as u64 / PAGE_BYTES;
-            self.held.set_range(piece.first..end);
+        let (runs, _) = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for run in &runs {
+            let end = run.first + run.bytes.len() as u64 / PAGE_BYTES;
+            self.gathered.set_range(run.first..end);
         }
-        self.pieces.extend(pieces);
+        self.runs.extend(runs);
         Ok(())
     }
 
     /// Gathers all pages, whether they differ or not: QEMU will have overwritten them.
     pub(super) fn gather_all(&mut self) -> Result<(), RewindError> {
         let pages: Vec<u64> = (0..self.map.pages()).collect();
-        self.pieces = vec![Piece {
+        self.runs = vec![Run {
             first: 0,
             bytes: self.map.read_together(&pages)?,
         }];
         Ok(())
     }
 
-    /// Exchanges the gathered pages, from piece number `from` on, with the guest's. Returns how many pages
-    /// that changed, and moves `from` to the first piece that was not exchanged.
+    /// Exchanges the gathered pages, from run number `from` on, with the guest's. Returns how many pages
+    /// that changed, and moves `from` to the first run that was not exchanged.
     pub(super) fn exchange(&mut self, from: &mut usize) -> Result<u64, RewindError> {
         let mut pages = 0;
-        let half = self.pieces.len() / 2;
-        for piece in self.pieces.iter_mut().skip(*from) {
+        let half = self.runs.len() / 2;
+        for run in self.runs.iter_mut().skip(*from) {
             if *from == half {
                 fault::at(Point::RewindExchange)?;
             }
-            let mut there = vec![0; piece.bytes.len()];
-            self.block.read_slowly(piece.first, &mut there)?;
-            if there != piece.bytes {
-                self.block.write(piece.first, &piece.bytes)?;
-                piece.bytes = there;
-                pages += piece.bytes.len() as u64 / PAGE_BYTES;
+            let mut there = vec![0; run.bytes.len()];
+            self.block.read_slowly(run.first, &mut there)?;
+            if there != run.bytes {
+                self.block.write(run.first, &run.bytes)?;
+                run.bytes = there;
+                pages += run.bytes.len() as u64 / PAGE_BYTES;
             }
             *from += 1;
         }
         Ok(pages)
     }
 
-    /// Puts back the old content of the first `exchanged` pieces.
+    /// Puts back the old content of the first `exchanged` runs.
     pub(super) fn put_back(&mut self, exchanged: usize) -> Result<(), BlockError> {
-        for piece in &self.pieces[..exchanged] {
-            self.block.write(piece.first, &piece.bytes)?;
+        for run in &self.runs[..exchanged] {
+            self.block.write(run.first, &run.bytes)?;
         }
         Ok(())
     }
@@ -179,14 +179,14 @@ impl<'a> StagedBlock<'a> {
     }
 }
 
-fn append(pieces: &mut Vec<Piece>, page: u64, bytes: &[u8]) {
-    if let Some(last) = pieces.last_mut()
+fn append(runs: &mut Vec<Run>, page: u64, bytes: &[u8]) {
+    if let Some(last) = runs.last_mut()
         && last.first + last.bytes.len() as u64 / PAGE_BYTES == page
     {
         last.bytes.extend_from_slice(bytes);
         return;
     }
-    pieces.push(Piece {
+    runs.push(Run {
         first: page,
         bytes: bytes.to_vec(),
     });
@@ -198,12 +198,12 @@ fn threads() -> usize {
 
 /// How much may be gathered.
 #[derive(Debug)]
-pub(super) struct Room {
+pub(super) struct Budget {
     pub(super) taken_bytes: u64,
     pub(super) limit_bytes: u64,
 }
 
-impl Room {
+impl Budget {
     fn take(&mut self, bytes: usize) -> Result<(), RewindError> {
         self.taken_bytes += bytes as u64;
         match self.taken_bytes <= self.limit_bytes {

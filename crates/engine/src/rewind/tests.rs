@@ -210,14 +210,14 @@ fn exchange(
         ),
         staged,
         firmware,
-        room: Room {
+        budget: Budget {
             taken_bytes: 0,
             limit_bytes: options.copy_buffer_bytes,
         },
     };
     for staged in &mut job.staged {
         let all = staged.block.whole();
-        staged.compare(&all, &hasher, &mut job.room)?;
+        staged.compare(&all, &hasher, &mut job.budget)?;
     }
     let paused = PausedVm::stop(monitor, guardian, options.pause_limit, runs)?;
     let before = Before::take(&job, &raw, MACHINE)?;
@@ -390,16 +390,16 @@ proptest! {
         let block = memory.block();
         let map = PageMap::read(&reader, &manifest.ram[0]).unwrap();
         let mut staged = StagedBlock::new(&block, map);
-        let mut room = Room { taken_bytes: 0, limit_bytes: 1 << 20 };
+        let mut budget = Budget { taken_bytes: 0, limit_bytes: 1 << 20 };
         // As tracking reports them: a page that is not populated is zero.
         let populated: Vec<u64> = (0..40).filter(|&page| first[page as usize] != 0).collect();
-        staged.compare(&crate::memory::ranges::runs(&populated), &hasher, &mut room).unwrap();
+        staged.compare(&crate::memory::ranges::runs(&populated), &hasher, &mut budget).unwrap();
         let differing = then.iter().zip(&first).filter(|(then, first)| then != first).count();
-        prop_assert_eq!(room.taken_bytes, differing as u64 * PAGE_BYTES);
+        prop_assert_eq!(budget.taken_bytes, differing as u64 * PAGE_BYTES);
         for (&page, &filling) in &writes {
             memory.write(page, filling);
         }
-        staged.gather(writes.keys().copied().chain(reported), &mut room).unwrap();
+        staged.gather(writes.keys().copied().chain(reported), &mut budget).unwrap();
         let before = memory.bytes();
         let mut exchanged = 0;
         staged.exchange(&mut exchanged).unwrap();

@@ -33,9 +33,10 @@ fn by_pid_socket_and_name() {
 
 #[test]
 fn two_of_one_name() {
-    let arguments = with(&["-name", "twin"]);
+    let arguments = with(&["-name", "same-name"]);
     let (one, other) = (Vm::start(&arguments), Vm::start(&arguments));
-    let Err(TargetError::SeveralOfName { mut pids, .. }) = find(&Selector::Name("twin".into()))
+    let Err(TargetError::SeveralOfName { mut pids, .. }) =
+        find(&Selector::Name("same-name".into()))
     else {
         panic!("two VMs have this name");
     };

@@ -70,7 +70,7 @@ fn a_vm_that_is_being_migrated() {
         .expect("set");
     let uri = json!({ "uri": format!("file:{}", vm.path("out").display()) });
     client.execute("migrate", uri).expect("begun");
-    wait_until("the migration is under way", || {
+    wait_until("the migration runs", || {
         matches!(
             check(&target, &mut monitor),
             Err(Unsuitable::MigrationRunning { status }) if status == "active"

@@ -146,12 +146,12 @@ fn a_failed_inspection_is_repeated() {
     folder
         .set_modified(SystemTime::now() - Duration::from_secs(60))
         .unwrap();
-    let aside = bench.dir.path().join("aside");
-    fs::rename(broken, &aside).unwrap();
+    let hidden = bench.dir.path().join("hidden");
+    fs::rename(broken, &hidden).unwrap();
     std::os::unix::fs::symlink(broken, broken).unwrap();
     assert!(bench.repo.begin(WAIT).is_err());
     fs::remove_file(broken).unwrap();
-    fs::rename(&aside, broken).unwrap();
+    fs::rename(&hidden, broken).unwrap();
     let mut expected: Vec<String> = gone
         .iter()
         .map(|pack| relative(bench.dir.path(), pack))

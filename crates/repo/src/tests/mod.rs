@@ -8,9 +8,10 @@ mod crash_many;
 mod decoders;
 mod on_demand;
 
+mod blob_model;
 mod document;
 pub(crate) mod faults;
-mod index_twin;
+mod index_model;
 mod keys;
 mod kill;
 mod layers;
@@ -21,4 +22,3 @@ mod missing_packs;
 mod removal;
 mod renewal;
 pub(crate) mod support;
-mod twin;

@@ -182,7 +182,7 @@ fn twenty_five_clones_go_on_side_by_side() -> Result<()> {
     Ok(())
 }
 
-/// What a clone writes to a disk stays its own; a disk that somebody else writes to is not for clones.
+/// What a clone writes to a disk stays its own; a disk that another process writes to is not for clones.
 #[test]
 fn disks_of_clones() -> Result<()> {
     let place = Place::new()?;

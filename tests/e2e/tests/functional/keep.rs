@@ -67,7 +67,7 @@ fn forgetting_and_pruning_free_space_and_nothing_else() -> Result<()> {
     let by_name = stillframe.json(&["forget", &all[0][..10], "latest~4"])?;
     ensure!(ids(&by_name["forgotten"]) == all[..2], "{by_name}");
     ensure!(checkpoints(&stillframe)? == all[2..]);
-    let other_vm = stillframe.json(&["forget", "--vm", "somebody else", "--keep-last", "1"])?;
+    let other_vm = stillframe.json(&["forget", "--vm", "another VM", "--keep-last", "1"])?;
     ensure!(ids(&other_vm["forgotten"]).is_empty(), "{other_vm}");
     let by_rule = stillframe.json(&["forget", "--keep-last", "1", "--keep-weekly", "3"])?;
     ensure!(ids(&by_rule["forgotten"]) == all[2..5], "{by_rule}");

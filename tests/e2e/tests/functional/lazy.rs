@@ -291,7 +291,7 @@ fn a_working_set_is_recorded_and_grows() -> Result<()> {
     for _ in 0..3 {
         let next = restore()?;
         ensure!(next["working_set"] == recorded, "{recorded}: {next}");
-        // Where the guest asked for nothing there is nothing to record; what came too late only moves.
+        // A guest that accessed no page gives nothing to record; a page that came too late only moves.
         if next["faults"] == 0 {
             ensure!(next["recorded"].is_null(), "{next}");
         }

@@ -201,7 +201,7 @@ fn a_state_that_qemu_does_not_take_is_undone() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let device = |more: &str| format!("virtio-rng-pci{more}");
     let boot = |more: &str| {
-        let setup = Setup::small(Kind::Private, "twin");
+        let setup = Setup::small(Kind::Private, "same-name");
         setup.with(&["-device", &device(more)]).boot()
     };
     let stillframe = repository(folder.path())?;

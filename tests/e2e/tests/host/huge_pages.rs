@@ -17,7 +17,7 @@ const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const PAGE_MIB: u64 = 2;
 const RAM_MIB: u32 = 192;
 
-/// Huge pages set aside, given back when dropped.
+/// Reserves huge pages, and releases them when dropped.
 struct Reserved {
     before: String,
 }

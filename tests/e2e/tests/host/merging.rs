@@ -101,7 +101,7 @@ fn pages_that_the_kernel_merges_are_never_saved_wrong() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let disk = SlowDisk::new(folder.path(), 48)?;
     let guest = reader(Kind::Pc, "merged", &disk, &[])?;
-    let twin = reader(Kind::Pc, "twin", &disk, &[])?;
+    let second = reader(Kind::Pc, "second", &disk, &[])?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let merging = Merging::start()?;
     let lost = all_exact(&stillframe, "merged")?;
@@ -116,7 +116,7 @@ fn pages_that_the_kernel_merges_are_never_saved_wrong() -> Result<()> {
         ensure!(report["schedule"] != "copy-on-write", "{report}");
     }
     drop(merging);
-    drop(twin);
+    drop(second);
     let mut monitor = guest.second_monitor()?;
     expect_untouched(&guest, &mut monitor)
 }

@@ -255,18 +255,18 @@ impl Frames {
 }
 
 /// Pages of a file in memory, which lie above the guest's; as it is cut, the guest's are moved to their place.
-struct Filler {
+struct InMemoryFile {
     file: File,
     mib: u64,
 }
 
-impl Filler {
-    fn new(mib: u64) -> Result<Filler> {
+impl InMemoryFile {
+    fn new(mib: u64) -> Result<InMemoryFile> {
         let mut file = tempfile::tempfile_in("/dev/shm")?;
         for _ in 0..mib {
             file.write_all(&[1; 1 << 20])?;
         }
-        Ok(Filler { file, mib })
+        Ok(InMemoryFile { file, mib })
     }
 
     fn cut(&mut self, mib: u64) -> Result<()> {
@@ -281,7 +281,7 @@ fn compact() -> Result<()> {
 
 /// Watches a new guest, whose pages are moved once, while they are. Returns how many pages that were.
 fn moved_under(schedule: &str) -> Result<usize> {
-    let mut filler = Filler::new(512)?;
+    let mut file = InMemoryFile::new(512)?;
     compact()?;
     let mut setup = Setup::small(Kind::Private, "moved");
     setup.workload.writes_per_tick = 2000;
@@ -292,7 +292,7 @@ fn moved_under(schedule: &str) -> Result<usize> {
     let migrated = kernel::count("pgmigrate_success")?;
     let mut moved = 0;
     exact((&stillframe, &guest), schedule, ("100ms", "5"), || {
-        filler.cut(64)?;
+        file.cut(64)?;
         compact()?;
         moved += frames.moved()?;
         Ok(())

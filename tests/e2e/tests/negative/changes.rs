@@ -42,7 +42,7 @@ fn a_guest_that_reboots_is_watched_on() -> Result<()> {
         let mut watch = Running::start(stillframe.command(&watched("rebooted", schedule))?)?;
         let before = watch.wait_results(2)?.len();
         let ticks = guest.serial.ticks()?.len();
-        // So many that some meet a pause.
+        // Enough that some meet a pause.
         for n in 0..RESETS {
             monitor.execute("system_reset", json!({}))?;
             std::thread::sleep(Duration::from_millis(70 + n * 7));

@@ -1,4 +1,4 @@
-//! Somebody else stops, migrates or suspends the VM while a watch pauses it.
+//! Another client stops, migrates or suspends the VM while a watch pauses it.
 
 use std::time::Duration;
 

@@ -290,8 +290,8 @@ fn a_vm_comes_back_in_its_control_group() -> Result<()> {
     let qmp = place.path("planned.qmp").display().to_string();
     let line = ["restore", "latest", "--qmp", &qmp, "--print-command"];
     let planned = || place.stillframe.json(&line).map(|plan| plan.to_string());
-    let told = format!("it is not in the control group {}", group.path);
-    ensure!(!planned()?.contains(&told), "{}", planned()?);
+    let reported = format!("it is not in the control group {}", group.path);
+    ensure!(!planned()?.contains(&reported), "{}", planned()?);
     let command = place.stillframe.ok(&line)?;
     let file = group.folder.join("cgroup.procs").display().to_string();
     ensure!(command.contains(&file), "{command}");
@@ -318,11 +318,14 @@ fn a_vm_comes_back_in_its_control_group() -> Result<()> {
     // Nothing runs in a frozen one; then there is none.
     group.set("cgroup.freeze", "1")?;
     let said = planned()?;
-    ensure!(said.contains(&told) && said.contains("frozen"), "{said}");
+    ensure!(
+        said.contains(&reported) && said.contains("frozen"),
+        "{said}"
+    );
     drop(group);
     let said = planned()?;
     ensure!(
-        said.contains(&told) && said.contains("no such group"),
+        said.contains(&reported) && said.contains("no such group"),
         "{said}"
     );
     let restored = place.restore(&[])?;

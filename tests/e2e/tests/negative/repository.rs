@@ -176,7 +176,7 @@ fn a_format_of_the_future_is_refused_by_name_and_number() -> Result<()> {
     expect_whole(&stillframe, &ids)
 }
 
-/// Two VMs in one repository: `old` with so many checkpoints that two of their ids must begin with
+/// Two VMs in one repository: `old` with enough checkpoints that two of their ids must begin with
 /// the same digit, `new` with one.
 fn two_vms(repository: &Path) -> Result<(Stillframe, [Guest; 2])> {
     let stillframe = Stillframe::init(repository)?;

@@ -325,7 +325,7 @@ fn no_core_dump_and_no_password_for_children() -> Result<()> {
     let status = waiting.wait()?;
     ensure!(status.signal() == Some(3), "{status}");
     ensure!(!status.core_dumped(), "a core was dumped");
-    let tells = format!("test -z \"$STILLFRAME_PASSWORD\" && echo '{PASSWORD}'");
-    stillframe.ok(&["--password-command", &tells, "list"])?;
+    let prints = format!("test -z \"$STILLFRAME_PASSWORD\" && echo '{PASSWORD}'");
+    stillframe.ok(&["--password-command", &prints, "list"])?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! VMs that cannot be had: no VM at all, one that cannot be talked to, one that somebody else holds.
+//! VMs that cannot be had: no VM at all, one that cannot be talked to, one that another process holds.
 
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
@@ -159,7 +159,7 @@ fn a_traced_or_stopped_qemu_is_refused_and_left_alone() -> Result<()> {
     expect_untouched(&guest, &mut monitor)?;
     signal(guest.pid() as u32, "STOP")?;
     let said = stillframe.fails(&line, 5)?;
-    // It stays stopped: whoever stopped it had a reason.
+    // It stays stopped, as its user left it.
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", guest.pid()))?;
     signal(guest.pid() as u32, "CONT")?;
     ensure!(stat.contains(") T "), "{stat}");

@@ -17,7 +17,7 @@ use stillframe_sys::uffd::Waiters;
 use crate::in_words;
 use crate::populate::lazy::fault_around::FaultAround;
 use crate::populate::lazy::memory::{FillError, LazyMemory};
-use crate::populate::lazy::prefetch::Piece;
+use crate::populate::lazy::prefetch::PreloadBuffer;
 use crate::populate::lazy::prefetch_queue::PrefetchQueue;
 use crate::source::{PageSource, SourceError};
 
@@ -36,7 +36,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// The background work.
 pub(super) struct BackgroundFill<'m, S> {
     pub(super) memory: &'m LazyMemory<S>,
-    pub(super) ahead: &'m PrefetchQueue,
+    pub(super) prefetch_queue: &'m PrefetchQueue,
     pub(super) threads: usize,
     /// Rate limit in bytes per second.
     pub(super) bytes_per_s: Option<NonZeroU64>,
@@ -50,7 +50,7 @@ impl<S: PageSource> BackgroundFill<'_, S> {
     /// changes; `false` when it was ended before.
     pub(super) fn run(
         &self,
-        prefetched: Vec<Piece>,
+        prefetched: Vec<PreloadBuffer>,
         newest: &[GuestPage],
     ) -> Result<bool, FillError> {
         self.put(prefetched)?;
@@ -74,8 +74,8 @@ impl<S: PageSource> BackgroundFill<'_, S> {
     }
 
     /// Populates pages from the preload buffers. Blocks are numbered as here.
-    fn put(&self, prefetched: Vec<Piece>) -> Result<(), FillError> {
-        for Piece {
+    fn put(&self, prefetched: Vec<PreloadBuffer>) -> Result<(), FillError> {
+        for PreloadBuffer {
             block,
             pages,
             bytes,
@@ -99,9 +99,9 @@ impl<S: PageSource> BackgroundFill<'_, S> {
     /// others.
     fn fill_working_set(&self) -> Result<(), FillError> {
         let work = || -> Result<(), FillError> {
-            let mut near = FaultAround::new(self.memory);
+            let mut fault_around = FaultAround::new(self.memory);
             while !self.has_ended() {
-                match near.fill_ahead(self.ahead) {
+                match fault_around.fill_from(self.prefetch_queue) {
                     Ok(Some(pages)) => self.pace(pages),
                     Ok(None) => break,
                     Err(FillError::Source(error)) => _ = self.cannot(&error),
@@ -130,7 +130,7 @@ impl<S: PageSource> BackgroundFill<'_, S> {
             None => WINDOW_PAGES,
             Some(_) => PIECE_PAGES as u64,
         };
-        for window in windows(pages, at_once, !self.ahead.pages().is_empty()) {
+        for window in windows(pages, at_once, !self.prefetch_queue.pages().is_empty()) {
             let group: Vec<GuestPage> = window
                 .clone()
                 .filter(|&page| !block.is_populated(page) && !block.source.is_known_zero(page))

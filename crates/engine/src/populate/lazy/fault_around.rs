@@ -91,8 +91,8 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
         mut put: impl FnMut(u64, &[u8]) -> Result<(), FillError>,
     ) -> Result<(), FillError> {
         let block = &self.memory.blocks[block];
-        let mut near = beside(page, block.source.pages());
-        near.retain(|&other| !block.is_populated(other));
+        let mut around = pages_around(page, block.source.pages());
+        around.retain(|&other| !block.is_populated(other));
         let source = &block.source;
         let fetcher = match &mut self.fetcher {
             Some(fetcher) => fetcher,
@@ -100,7 +100,7 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
         };
         let request = PageRequest {
             page,
-            neighbours: &near,
+            neighbours: &around,
             order,
         };
         fetcher.fetch(source, request, &mut put)
@@ -108,8 +108,11 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
 
     /// Populates the next page of the prefetch queue, if it is not populated yet. Returns how many pages that were,
     /// or `None` at the end of the queue.
-    pub(super) fn fill_ahead(&mut self, ahead: &PrefetchQueue) -> Result<Option<u64>, FillError> {
-        match ahead.take() {
+    pub(super) fn fill_from(
+        &mut self,
+        prefetch_queue: &PrefetchQueue,
+    ) -> Result<Option<u64>, FillError> {
+        match prefetch_queue.take() {
             Some(page) if self.memory.is_populated(page) => Ok(Some(0)),
             Some(page) => self.fill_together(page).map(Some),
             None => Ok(None),
@@ -118,7 +121,7 @@ impl<'m, S: PageSource> FaultAround<'m, S> {
 }
 
 /// The pages around `page` that may come with it, of a block of `pages`.
-pub(super) fn beside(page: u64, pages: u64) -> Vec<u64> {
+pub(super) fn pages_around(page: u64, pages: u64) -> Vec<u64> {
     let all = page.saturating_sub(REACH)..pages.min(page + REACH + 1);
     all.filter(|&other| other != page).collect()
 }

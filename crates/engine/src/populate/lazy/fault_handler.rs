@@ -25,8 +25,8 @@ pub(super) struct FaultHandler<'m, S: PageSource> {
     /// Its number among them.
     pub(super) number: usize,
     pub(super) memory: &'m LazyMemory<S>,
-    pub(super) near: FaultAround<'m, S>,
-    pub(super) ahead: &'m PrefetchQueue,
+    pub(super) fault_around: FaultAround<'m, S>,
+    pub(super) prefetch_queue: &'m PrefetchQueue,
     /// Fault batching; `None` under a rate limit, where no following pages are populated with a fault.
     pub(super) batching: Option<&'m FaultBatching>,
     pub(super) stall: &'m Stall,
@@ -106,16 +106,21 @@ impl<S: PageSource> FaultHandler<'_, S> {
             memory.put_discarded(page)?;
             return memory.wake(page);
         }
-        memory.trace.note(self.ahead.taken(), page);
-        let batching = self.batching.filter(|_| self.ahead.predicts(page));
+        memory.trace.note(self.prefetch_queue.taken(), page);
+        let batching = self.batching.filter(|_| self.prefetch_queue.predicts(page));
         let Some(batching) = batching else {
-            return self.near.fill(page, Waiters::Wake);
+            return self.fault_around.fill(page, Waiters::Wake);
         };
         let begin = Instant::now();
         let time = batching.time(begin);
-        self.near.fill(page, Waiters::Leave)?;
+        self.fault_around.fill(page, Waiters::Leave)?;
         // A page that cannot be read now is read later; no thread waits for it.
-        while begin.elapsed() < time && matches!(self.near.fill_ahead(self.ahead), Ok(Some(_))) {}
+        while begin.elapsed() < time
+            && matches!(
+                self.fault_around.fill_from(self.prefetch_queue),
+                Ok(Some(_))
+            )
+        {}
         batching.let_go(Instant::now());
         memory.wake(page)
     }

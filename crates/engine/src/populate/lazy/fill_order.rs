@@ -3,7 +3,7 @@
 
 use stillframe_page::GuestPage;
 
-use crate::populate::lazy::prefetch::{Piece, Prefetched};
+use crate::populate::lazy::prefetch::{Prefetched, PreloadBuffer};
 use crate::populate::lazy::prefetch_queue::PrefetchQueue;
 use crate::source::PageSource;
 
@@ -13,7 +13,7 @@ pub struct FillOrder {
     working_set: Vec<GuestPage>,
     /// How many of these, from the beginning, are in the preload buffers.
     taken: usize,
-    pub(super) pieces: Vec<Piece>,
+    pub(super) buffers: Vec<PreloadBuffer>,
     pub(super) prefetched_pages: u64,
 }
 
@@ -34,20 +34,20 @@ impl FillOrder {
         };
         let prefetched_pages = prefetched.pages();
         let of_them = working_set.iter().take(prefetched.of_working_set);
-        let pieces = prefetched.pieces.into_iter().filter_map(|piece| {
-            let block = number(piece.block)?;
-            Some(Piece { block, ..piece })
+        let buffers = prefetched.buffers.into_iter().filter_map(|buffer| {
+            let block = number(buffer.block)?;
+            Some(PreloadBuffer { block, ..buffer })
         });
         FillOrder {
             prefetched_pages,
             taken: of_them.filter_map(here).count(),
-            pieces: pieces.collect(),
+            buffers: buffers.collect(),
             working_set: working_set.iter().filter_map(here).collect(),
         }
     }
 
     /// The prefetch queue.
-    pub(super) fn ahead(self) -> PrefetchQueue {
+    pub(super) fn prefetch_queue(self) -> PrefetchQueue {
         PrefetchQueue::new(self.working_set, self.taken)
     }
 }

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use crate::populate::lazy::fault_around::beside;
+use crate::populate::lazy::fault_around::pages_around;
 use crate::source::{PageFetcher as _, PageSource, SourceError};
 use stillframe_page::{GuestPage, PAGE_BYTES, PageRequest, ReadOrder};
 
@@ -19,7 +19,7 @@ const BYTES_MAX: u64 = 64 << 20;
 /// Preload buffers: pages that were read, and are in no guest memory yet.
 #[derive(Debug, Default)]
 pub struct Prefetched {
-    pub(super) pieces: Vec<Piece>,
+    pub(super) buffers: Vec<PreloadBuffer>,
     /// How many pages of the working set, from its beginning, are among them.
     pub(super) of_working_set: usize,
     pages: u64,
@@ -27,7 +27,7 @@ pub struct Prefetched {
 
 /// Pages that lie one behind the other.
 #[derive(Debug)]
-pub(super) struct Piece {
+pub(super) struct PreloadBuffer {
     /// The number of the block in the manifest.
     pub(super) block: usize,
     pub(super) pages: Range<u64>,
@@ -43,7 +43,7 @@ impl Prefetched {
 
     fn add(&mut self, block: usize, pages: Range<u64>, bytes: &[u8]) {
         self.pages += pages.end - pages.start;
-        self.pieces.push(Piece {
+        self.buffers.push(PreloadBuffer {
             block,
             pages,
             bytes: bytes.to_vec(),
@@ -133,11 +133,11 @@ fn fetch<S: PageSource>(
         prefetched.add(block, page..page + 1, &[]);
         return Ok(());
     }
-    let mut near = beside(page, source.pages());
-    near.retain(|&other| !seen.contains(&GuestPage::new(block, other)));
+    let mut around = pages_around(page, source.pages());
+    around.retain(|&other| !seen.contains(&GuestPage::new(block, other)));
     let request = PageRequest {
         page,
-        neighbours: &near,
+        neighbours: &around,
         order: ReadOrder::Ascending,
     };
     fetcher.fetch(source, request, &mut |first, bytes| {

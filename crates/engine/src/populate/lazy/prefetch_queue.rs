@@ -128,9 +128,9 @@ mod tests {
 
     #[test]
     fn each_page_is_taken_once() {
-        let ahead = PrefetchQueue::new((0..1000).map(|page| GuestPage::new(0, page)).collect(), 0);
+        let queue = PrefetchQueue::new((0..1000).map(|page| GuestPage::new(0, page)).collect(), 0);
         let mut taken: Vec<GuestPage> = std::thread::scope(|scope| {
-            let take_all = || std::iter::from_fn(|| ahead.take()).collect::<Vec<_>>();
+            let take_all = || std::iter::from_fn(|| queue.take()).collect::<Vec<_>>();
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(take_all)).collect();
             let taken = threads
                 .into_iter()
@@ -138,19 +138,19 @@ mod tests {
             taken.collect()
         });
         taken.sort_unstable();
-        assert_eq!(taken, ahead.pages());
-        assert_eq!((ahead.take(), ahead.taken()), (None, 1000));
+        assert_eq!(taken, queue.pages());
+        assert_eq!((queue.take(), queue.taken()), (None, 1000));
     }
 
     #[test]
     fn pages_near_a_member_are_predicted_until_all_are_taken() {
         let page = GuestPage::new;
-        let ahead = PrefetchQueue::new(vec![page(0, 7), page(1, 40), page(1, 100)], 1);
-        assert!(ahead.predicts(page(1, 32)) && ahead.predicts(page(1, 47)));
-        assert!(!ahead.predicts(page(0, 40)) && !ahead.predicts(page(1, 48)));
-        assert_eq!(ahead.take(), Some(page(1, 40)));
-        assert!(ahead.predicts(page(1, 40)));
-        assert_eq!(ahead.take(), Some(page(1, 100)));
-        assert!(!ahead.predicts(page(1, 40)));
+        let queue = PrefetchQueue::new(vec![page(0, 7), page(1, 40), page(1, 100)], 1);
+        assert!(queue.predicts(page(1, 32)) && queue.predicts(page(1, 47)));
+        assert!(!queue.predicts(page(0, 40)) && !queue.predicts(page(1, 48)));
+        assert_eq!(queue.take(), Some(page(1, 40)));
+        assert!(queue.predicts(page(1, 40)));
+        assert_eq!(queue.take(), Some(page(1, 100)));
+        assert!(!queue.predicts(page(1, 40)));
     }
 }

@@ -19,14 +19,14 @@ type Place = (FileHash, u32, u32, u32);
 
 /// The slow reference model of the index.
 #[derive(Default)]
-struct Twin {
+struct Model {
     blobs: HashMap<ContentId, Place>,
     missing: HashSet<FileHash>,
     packs: HashMap<FileHash, Directory>,
     marks: HashSet<(ContentId, bool)>,
 }
 
-impl Twin {
+impl Model {
     fn add(&mut self, name: FileHash, directory: Directory) {
         if self.packs.contains_key(&name) {
             return;
@@ -170,43 +170,43 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 proptest! {
     #[test]
     fn the_index_agrees_with_the_reference_model(steps in steps()) {
-        let (mut index, mut twin) = (Index::default(), Twin::default());
+        let (mut index, mut model) = (Index::default(), Model::default());
         for (number, step) in (0..).zip(steps) {
             match step {
                 Step::Add { pack, missing, kind, frames } => {
                     let (name, directory) = (name(pack), directory(frames, kind));
-                    if missing && !twin.packs.contains_key(&name) {
+                    if missing && !model.packs.contains_key(&name) {
                         index.lose(name);
-                        twin.missing.insert(name);
+                        model.missing.insert(name);
                     }
                     let file = FileHash([number; 32]);
                     index.add_file(file, &index_file(name, &directory), 100).unwrap();
-                    twin.marks.clear();
+                    model.marks.clear();
                     index.clear_marks();
-                    twin.add(name, directory);
+                    model.add(name, directory);
                 }
                 Step::Mark(number, walked) => {
                     let mark = if walked { Mark::Walked } else { Mark::Used };
                     let marked = index.mark(&id(number), mark);
-                    prop_assert_eq!(marked.is_some(), twin.blobs.contains_key(&id(number)));
+                    prop_assert_eq!(marked.is_some(), model.blobs.contains_key(&id(number)));
                     if let Some((at, new)) = marked {
                         prop_assert_eq!(Some(at), index.get(&id(number)));
-                        prop_assert_eq!(new, twin.marks.insert((id(number), walked)));
+                        prop_assert_eq!(new, model.marks.insert((id(number), walked)));
                     }
                 }
                 Step::ClearMarks => {
                     index.clear_marks();
-                    twin.marks.clear();
+                    model.marks.clear();
                 }
             }
         }
-        twin.compare(&index, (0..IDS + 10).map(id));
+        model.compare(&index, (0..IDS + 10).map(id));
     }
 }
 
 #[test]
 fn a_large_index_agrees_with_the_reference_model() {
-    let (mut index, mut twin) = (Index::default(), Twin::default());
+    let (mut index, mut model) = (Index::default(), Model::default());
     let mut dice = Dice(5);
     for pack in 0..20 {
         // Some of them are repeated, some have another length than a page.
@@ -224,9 +224,9 @@ fn a_large_index_agrees_with_the_reference_model() {
         index
             .add_file(file, &index_file(name, &directory), 100)
             .unwrap();
-        twin.add(name, directory);
+        model.add(name, directory);
     }
-    twin.compare(&index, (0..30_000).map(id));
+    model.compare(&index, (0..30_000).map(id));
 }
 
 /// The index compares half of an id; a read of a blob compares all of it.

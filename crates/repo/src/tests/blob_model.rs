@@ -49,14 +49,14 @@ proptest! {
     fn behaves_like_a_map(rounds in prop::collection::vec((any::<bool>(), prop::collection::vec(blob(), 0..60)), 1..5)) {
         let dir = test_dir();
         let mut repo = init(dir.path());
-        let mut twin: HashMap<_, Vec<u8>> = HashMap::new();
+        let mut model: HashMap<_, Vec<u8>> = HashMap::new();
         for (commit, blobs) in rounds {
             let mut round = HashMap::new();
             let mut writer = repo.begin(WAIT).unwrap();
             for blob in blobs {
                 let bytes = Dice(blob.seed).bytes(blob.len);
                 let id = writer.hasher().id(&bytes);
-                let known = twin.contains_key(&id) || round.contains_key(&id);
+                let known = model.contains_key(&id) || round.contains_key(&id);
                 prop_assert_eq!(writer.contains(&id), known);
                 let put = writer.put(id, &bytes).unwrap();
                 prop_assert_eq!(put, if known { Put::Duplicate } else { Put::New });
@@ -64,15 +64,15 @@ proptest! {
             }
             if commit {
                 writer.commit(empty_manifest()).unwrap();
-                twin.extend(round);
+                model.extend(round);
             }
         }
         for mut repo in [repo, open(dir.path())] {
             let reader = repo.reader(WAIT).unwrap();
-            for (id, bytes) in &twin {
+            for (id, bytes) in &model {
                 prop_assert_eq!(&reader.read(id).unwrap(), bytes);
             }
-            let wanted: Vec<_> = twin.keys().chain(twin.keys()).copied().zip(0..).collect();
+            let wanted: Vec<_> = model.keys().chain(model.keys()).copied().zip(0..).collect();
             let seen = Mutex::new(HashMap::new());
             reader.read_sorted(wanted.clone(), 3, &|tag: u32, bytes| {
                 seen.lock().unwrap().insert(tag, bytes.to_vec());
@@ -81,7 +81,7 @@ proptest! {
             let seen = seen.into_inner().unwrap();
             prop_assert_eq!(seen.len(), wanted.len());
             for (id, tag) in wanted {
-                prop_assert_eq!(&seen[&tag], &twin[&id]);
+                prop_assert_eq!(&seen[&tag], &model[&id]);
             }
         }
     }
