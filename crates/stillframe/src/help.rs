@@ -342,7 +342,8 @@ Examples:
   stillframe -r /srv/checkpoints prune --dry-run
   stillframe -r /srv/checkpoints prune
 
-Prune can be interrupted at any time; the next prune frees the rest.
+A pack is rewritten when a fifth of it or more is unused; a smaller part stays for a later prune. Prune can be
+interrupted at any time; the next prune frees the rest.
 
 ",
     exit_codes!()

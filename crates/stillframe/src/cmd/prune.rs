@@ -58,8 +58,16 @@ pub fn object(report: &PruneReport, dry_run: bool) -> Value {
 pub fn words(report: &PruneReport, dry_run: bool) -> String {
     let freed = report.bytes_before.saturating_sub(report.bytes_after);
     let removed = report.packs_removed + report.packs_unindexed;
+    let unused = match removed + report.packs_repacked {
+        // Nothing was freed, and the user must learn why.
+        0 if report.blobs_unused > 0 => format!(
+            ", {} unused in packs that are mostly in use",
+            report.blobs_unused
+        ),
+        _ => String::new(),
+    };
     format!(
-        "{} {} of {}: {} {}, {} repacked, {} kept; {} in use",
+        "{} {} of {}: {} {}, {} repacked, {} kept; {} in use{unused}",
         if dry_run { "would free about" } else { "freed" },
         table::bytes(freed),
         table::bytes(report.bytes_before),
@@ -93,5 +101,18 @@ mod tests {
         );
         assert!(words(&report, true).starts_with("would free about 2.0 MiB"));
         assert_eq!(object(&report, true)["dry_run"], true);
+        let nothing = PruneReport {
+            blobs_used: 9,
+            blobs_unused: 2,
+            packs_kept: 4,
+            bytes_before: 3 << 20,
+            bytes_after: 3 << 20,
+            ..PruneReport::default()
+        };
+        assert_eq!(
+            words(&nothing, false),
+            "freed 0 B of 3.0 MiB: 0 packs removed, 0 repacked, 4 kept; 9 blobs in use, 2 unused in packs that are \
+             mostly in use"
+        );
     }
 }
