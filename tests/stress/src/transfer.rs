@@ -339,6 +339,20 @@ pub enum Outcome {
     Paused,
 }
 
+/// The state of the original; none if it has ended, which it may do while it is queried.
+fn status_here(guest: &mut Guest) -> Result<Option<String>> {
+    let status = guest
+        .second_monitor()
+        .and_then(|mut monitor| monitor.status());
+    for _ in 0..SETTLE_LOOKS {
+        if status.is_ok() || !guest.is_alive() {
+            return Ok(status.ok());
+        }
+        std::thread::sleep(SETTLE_EVERY);
+    }
+    status.map(Some)
+}
+
 /// Kills one side of a transfer `delay` after it has started QEMU. An error where the VM runs twice, or a copy's
 /// original does not run.
 pub fn strike(
@@ -369,10 +383,7 @@ pub fn strike(
             true => None,
             false => Qmp::status_within(&qmp, SETTLE_EVERY).unwrap_or_default(),
         };
-        let here = match guest.is_alive() {
-            true => Some(guest.second_monitor()?.status()?),
-            false => None,
-        };
+        let here = status_here(guest)?;
         let runs = |status: &Option<String>| status.as_deref() == Some("running");
         last = match (runs(&here), runs(&there), order.mode) {
             (true, true, Mode::HandOver) => bail!("two of the VM run; {}", reports()),

@@ -59,16 +59,23 @@ pub(super) enum Use {
 }
 
 /// Some process other than this one that has the file open or mapped, or, where only writing counts, open for
-/// that. Processes that may not be examined are passed over.
+/// that: a QEMU, if there is one, since an engine that is attached to it has its memory mapped too. Processes that may
+/// not be examined are passed over.
 pub(super) fn holder_of(file: &Metadata, counts: Use) -> Option<Holder> {
     let key = Key::of(file);
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let mut others = pids.filter(|pid| *pid != std::process::id());
-    let pid = others.find(|pid| {
+    let others = pids.filter(|pid| *pid != std::process::id());
+    let mut holders = others.filter(|pid| {
         let process = Path::new("/proc").join(pid.to_string());
         has_open(&process, key, counts) || (counts == Use::Any && has_mapped(&process, key))
-    })?;
+    });
+    let is_qemu = |pid: &u32| i32::try_from(*pid).is_ok_and(is_qemu_process);
+    let first = holders.next()?;
+    let pid = match is_qemu(&first) {
+        true => first,
+        false => holders.find(is_qemu).unwrap_or(first),
+    };
     let program = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     Some(Holder {
         pid: i32::try_from(pid).ok()?,
@@ -158,6 +165,35 @@ mod tests {
         reader.kill().expect("killed");
         reader.wait().expect("reaped");
         assert!(soon(|| holder_of(&metadata, Use::Any).is_none()));
+    }
+
+    /// The QEMU is named, whatever the order of the process ids.
+    #[test]
+    fn of_several_holders_a_qemu_is_named() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let file = tempfile::NamedTempFile::new().expect("temporary file");
+        let metadata = file.as_file().metadata().expect("metadata");
+        let qemu = folder.path().join("qemu-system-x86_64");
+        let sleep = fs::canonicalize("/usr/bin/sleep").expect("sleep");
+        fs::copy(sleep, &qemu).expect("copied");
+        let start = |program: &Path| {
+            let mut command = Command::new(program);
+            let command = command.arg("60").stdin(file.reopen().expect("reopened"));
+            command.spawn().expect("started")
+        };
+        let mut all = [
+            start(Path::new("sleep")),
+            start(&qemu),
+            start(Path::new("sleep")),
+        ];
+        let expected = i32::try_from(all[1].id()).expect("positive");
+        assert!(soon(|| {
+            holder_of(&metadata, Use::Any).is_some_and(|holder| holder.pid == expected)
+        }));
+        for child in &mut all {
+            child.kill().expect("killed");
+            child.wait().expect("reaped");
+        }
     }
 
     #[test]
