@@ -24,6 +24,22 @@ pub struct Credentials {
     pub control_group: Option<String>,
 }
 
+#[cfg(test)]
+impl Credentials {
+    /// Those of an ordinary user: a group of the same number, nothing else.
+    pub(crate) fn of_user(uid: u32) -> Credentials {
+        Credentials {
+            uid,
+            gid: uid,
+            groups: vec![uid],
+            capabilities: 0,
+            no_new_privs: false,
+            security_label: None,
+            control_group: None,
+        }
+    }
+}
+
 impl Credentials {
     /// Reads them; none when the process has ended.
     pub fn of(process: &Process) -> Option<Credentials> {

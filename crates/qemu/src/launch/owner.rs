@@ -98,21 +98,9 @@ mod tests {
         super::choose(then, now, caller, as_root, Without::default(), &host)
     }
 
-    fn credentials(uid: u32) -> Credentials {
-        Credentials {
-            uid,
-            gid: uid,
-            groups: vec![uid],
-            capabilities: 0,
-            no_new_privs: false,
-            security_label: None,
-            control_group: None,
-        }
-    }
-
     #[test]
     fn root_becomes_the_user_that_the_vm_ran_as() {
-        let nobody = credentials(65534);
+        let nobody = Credentials::of_user(65534);
         let owner = choose(Some(&nobody), None, 0, false).expect("decided");
         assert_eq!(owner.credentials, Some(nobody.clone()));
         assert!(owner.changes.is_empty());
@@ -129,7 +117,7 @@ mod tests {
     /// Only root gives back what confined the VM, and only to the user that it had.
     #[test]
     fn confinement_comes_with_the_user() {
-        let mut then = credentials(7);
+        let mut then = Credentials::of_user(7);
         then.control_group = Some("/vms".to_owned());
         let owner = choose(Some(&then), None, 0, false).expect("decided");
         assert_eq!(owner.credentials, Some(then.clone()));
@@ -148,13 +136,13 @@ mod tests {
 
     #[test]
     fn others_stay_who_they_are() {
-        let owner = choose(Some(&credentials(0)), None, 7, false).expect("decided");
+        let owner = choose(Some(&Credentials::of_user(0)), None, 7, false).expect("decided");
         assert_eq!(owner.credentials, None);
         assert!(owner.changes[0].contains("user 7"), "{:?}", owner.changes);
-        let owner = choose(Some(&credentials(7)), None, 7, false).expect("decided");
+        let owner = choose(Some(&Credentials::of_user(7)), None, 7, false).expect("decided");
         assert!(owner.changes.is_empty());
         assert!(matches!(
-            choose(Some(&credentials(7)), None, 7, true),
+            choose(Some(&Credentials::of_user(7)), None, 7, true),
             Err(LaunchError::NotRoot)
         ));
     }

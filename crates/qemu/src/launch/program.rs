@@ -178,18 +178,6 @@ mod tests {
         record
     }
 
-    fn user(uid: u32) -> Credentials {
-        Credentials {
-            uid,
-            gid: uid,
-            groups: Vec::new(),
-            capabilities: 0,
-            no_new_privs: false,
-            security_label: None,
-            control_group: None,
-        }
-    }
-
     /// As root: a program of another user runs as that user alone, and only with its recorded content.
     #[test]
     fn a_user_s_program_runs_as_that_user_while_it_is_the_recorded_one() {
@@ -201,14 +189,22 @@ mod tests {
         let digest = Digest::of_file(&exe).ok();
         let record = record_of(&exe, digest);
         let not_trusted = |chosen| matches!(chosen, Err(LaunchError::ProgramNotTrusted { .. }));
-        let chosen = choose(&record, None, Some(&user(7)));
+        let chosen = choose(&record, None, Some(&Credentials::of_user(7)));
         assert_eq!(chosen.expect("the owner's"), exe);
         assert!(not_trusted(choose(&record, None, None)), "as root");
-        assert!(not_trusted(choose(&record, None, Some(&user(8)))));
+        assert!(not_trusted(choose(
+            &record,
+            None,
+            Some(&Credentials::of_user(8))
+        )));
         let older = record_of(&exe, None);
-        assert!(not_trusted(choose(&older, None, Some(&user(7)))));
+        assert!(not_trusted(choose(
+            &older,
+            None,
+            Some(&Credentials::of_user(7))
+        )));
         fs::write(&exe, "another one").expect("written");
-        let changed = choose(&record, None, Some(&user(7)));
+        let changed = choose(&record, None, Some(&Credentials::of_user(7)));
         assert!(
             matches!(changed, Err(LaunchError::ProgramChanged { uid: 7, .. })),
             "{changed:?}"

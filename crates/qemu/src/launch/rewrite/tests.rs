@@ -397,15 +397,7 @@ fn our_own_monitor_goes_unseen() {
 
 #[test]
 fn a_vm_that_starts_as_its_user_has_no_user_to_change_to() {
-    let owner = Credentials {
-        uid: 7,
-        gid: 7,
-        groups: Vec::new(),
-        capabilities: 0,
-        no_new_privs: false,
-        security_label: None,
-        control_group: None,
-    };
+    let owner = Credentials::of_user(7);
     let run = |before: &str| {
         let argv = words(&format!("qemu -nodefaults -display none {before}"));
         rewrite_as(&argv, &options(None), Some(&owner))
