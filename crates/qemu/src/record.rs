@@ -85,7 +85,7 @@ impl VmRecord {
         })
     }
 
-    /// Queries again the disks, which may have changed since the record was taken. Two round trips. Its RAM blocks
+    /// Queries again the disks, which may have changed since the record was taken. Three round trips. Its RAM blocks
     /// stay those it was taken with.
     pub fn refresh(&mut self, monitor: &mut Monitor) -> Result<(), MonitorError> {
         self.disks = monitor.disks()?;

@@ -22,8 +22,9 @@ const REST_US_MAX: u64 = 30_000;
 const LOOKS: u32 = 10;
 
 /// Watches a VM every 10 ms.
-pub fn watch(stillframe: &Stillframe, name: &str) -> Result<Running> {
-    let line = ["watch", "--vm", name, "--every", "10ms", "--json"];
+pub fn watch(stillframe: &Stillframe, guest: &Guest) -> Result<Running> {
+    let pid = guest.pid_text();
+    let line = ["watch", "--pid", &pid, "--every", "10ms", "--json"];
     let mut watch = Running::start(stillframe.command(&line)?)?;
     watch.wait_results(2)?;
     Ok(watch)
@@ -36,7 +37,7 @@ pub fn stops(count: u64, seed: u64) -> Result<u64> {
     let guest = Setup::small(Kind::Pc, "stopped").boot()?;
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
-    let mut watch = watch(&stillframe, "stopped")?;
+    let mut watch = watch(&stillframe, &guest)?;
     let mut undone = 0;
     for _ in 0..count {
         thread::sleep(Duration::from_micros(random.below(REST_US_MAX)));
@@ -62,7 +63,7 @@ pub fn migration(after: Duration) -> Result<()> {
     let destination = waits_for(&address)?;
     let (mut from, mut to) = (source.second_monitor()?, destination.second_monitor()?);
     let stillframe = Stillframe::init(&source.folder().join("repo"))?;
-    let watch = watch(&stillframe, "migrated")?;
+    let watch = watch(&stillframe, &source)?;
     thread::sleep(after);
     from.execute("migrate", json!({ "uri": address }))?;
     wait_migrated(&mut from)?;

@@ -10,6 +10,7 @@
 //! QEMU reported no device that went away in between: a device that came back could be at another address. The
 //! backend of a device (its image, its network) cannot be exchanged while the device is there.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use stillframe_qemu::device_state::DeviceStateError;
@@ -81,6 +82,10 @@ pub struct Devices {
     /// The tree that the record describes.
     glance: Option<Glance>,
     looked_at: Option<Instant>,
+    /// Devices of that tree whose end QEMU has reported.
+    deleted: BTreeSet<String>,
+    /// Devices that left the tree and whose end is not reported yet. That takes QEMU up to a second.
+    leaving: BTreeSet<String>,
     /// Whether the record may describe other devices than there are.
     outdated: bool,
     /// The first device state of these devices.
@@ -128,13 +133,22 @@ impl Devices {
                 suitability::check_shared_copy_on_write(monitor)?;
             }
             record.refresh(monitor)?;
-            (self.glance, self.first) = (Some(glance), None);
-            self.outdated = false;
+            self.replace(glance);
         }
         Ok(record)
     }
 
-    /// Takes note of the devices that QEMU says are gone.
+    /// The record describes this tree from now on.
+    fn replace(&mut self, glance: Glance) {
+        let gone = self.glance.iter().flat_map(|old| old.without(&glance));
+        let leaving = gone.filter(|id| !self.deleted.contains(*id));
+        self.leaving.extend(leaving.map(str::to_owned));
+        self.deleted.clear();
+        (self.glance, self.first) = (Some(glance), None);
+        self.outdated = false;
+    }
+
+    /// Takes note of the devices whose end QEMU reports.
     fn notice(&mut self, monitor: &mut Monitor) -> Result<(), DevicesError> {
         let deleted = monitor
             .client()
@@ -143,15 +157,32 @@ impl Devices {
         if deleted.paths.is_empty() && !deleted.more {
             return Ok(());
         }
-        self.outdated = true;
-        let known = |id: &String| self.glance.as_ref().is_none_or(|glance| glance.has(id));
-        let mut ids = deleted.paths.iter().filter_map(|path| device(path));
-        let unknown = ids.find(|id| !known(id));
+        let ids = deleted.paths.iter().filter_map(|path| device(path));
+        let unknown = self.ended(ids);
         let unknown = unknown.or(deleted.more.then(|| "one of very many".to_owned()));
         match unknown {
             Some(device) => Err(DevicesError::CameAndWent { device }),
             None => Ok(()),
         }
+    }
+
+    /// Takes note of the end of devices. One of them that was neither in the tree nor on its way out, if any.
+    fn ended(&mut self, ids: impl Iterator<Item = String>) -> Option<String> {
+        let mut unknown = None;
+        for id in ids {
+            // It has left a tree that the record does not describe any more.
+            if self.leaving.remove(&id) {
+                continue;
+            }
+            self.outdated = true;
+            match &self.glance {
+                Some(glance) if !glance.has(&id) => unknown = Some(id),
+                _ => {
+                    self.deleted.insert(id);
+                }
+            }
+        }
+        unknown
     }
 
     /// Makes sure that a device state is of the devices that the record describes. To be called after the
@@ -211,6 +242,59 @@ fn device(path: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fakes::qemu::FakeQemu;
+
+    /// The devices of a VM that has these.
+    fn with(ids: &[&'static str]) -> Devices {
+        let mut devices = Devices::default();
+        now_with(&mut devices, ids);
+        devices
+    }
+
+    fn now_with(devices: &mut Devices, ids: &[&'static str]) {
+        let (qemu, mut monitor) = FakeQemu::start();
+        ids.clone_into(&mut qemu.state().devices);
+        let glance = devices.look(&mut monitor).unwrap();
+        devices.replace(glance);
+    }
+
+    fn unknown(devices: &mut Devices, id: &str) -> bool {
+        devices.ended([id.to_owned()].into_iter()).is_some()
+    }
+
+    #[test]
+    fn the_end_of_a_device_may_be_reported_after_it_has_left() {
+        let mut devices = with(&["a", "b"]);
+        now_with(&mut devices, &["b"]);
+        assert!(!unknown(&mut devices, "a") && !devices.outdated);
+        // A second end is that of a device that came and went.
+        assert!(unknown(&mut devices, "a") && devices.outdated);
+    }
+
+    #[test]
+    fn the_end_of_a_device_may_be_reported_before_the_tree_is_inspected() {
+        let mut devices = with(&["a"]);
+        assert!(!unknown(&mut devices, "a") && devices.outdated);
+        now_with(&mut devices, &[]);
+        assert!(unknown(&mut devices, "a"));
+    }
+
+    #[test]
+    fn a_device_that_is_back_before_its_end_is_reported_is_another_one() {
+        let mut devices = with(&["a"]);
+        now_with(&mut devices, &[]);
+        now_with(&mut devices, &["a"]);
+        assert!(!unknown(&mut devices, "a") && !devices.outdated);
+        assert!(!unknown(&mut devices, "a") && devices.outdated);
+        now_with(&mut devices, &[]);
+        assert!(unknown(&mut devices, "a"));
+    }
+
+    #[test]
+    fn a_device_that_was_never_seen_came_and_went() {
+        let mut devices = with(&["b"]);
+        assert!(unknown(&mut devices, "a") && devices.outdated);
+    }
 
     #[test]
     fn parts_of_a_device_are_no_devices() {

@@ -34,6 +34,8 @@ pub(crate) struct State {
     pub(crate) loads: VecDeque<Option<&'static str>>,
     /// Commands that are refused.
     pub(crate) refused: Vec<&'static str>,
+    /// Its devices with an id.
+    pub(crate) devices: Vec<&'static str>,
     /// Another client resumes the VM while a device state is loaded, in spite of all.
     pub(crate) resumed_in_load: bool,
     /// Events to send before the next answer.
@@ -67,6 +69,7 @@ impl FakeQemu {
             commands: Vec::new(),
             loads: VecDeque::new(),
             refused: Vec::new(),
+            devices: Vec::new(),
             resumed_in_load: false,
             events: Vec::new(),
             socket: None,
@@ -177,6 +180,13 @@ impl State {
                 let status = if self.dumping { "active" } else { "none" };
                 return Ok(json!({ "status": status, "completed": 0, "total": 0 }));
             }
+            "qom-list" if text("path") == "/machine/peripheral" => {
+                let member = |name: &&str| json!({ "name": name, "type": "child<device>" });
+                return Ok(self.devices.iter().map(member).collect());
+            }
+            "qom-list" => return Ok(json!([])),
+            "human-monitor-command" => return Ok(json!("")),
+            "query-migrate" => {}
             "query-jobs" => return Ok(self.job.iter().cloned().collect()),
             "stop" => self.set_running(false),
             "cont" if self.dumping => return Err("there's a dump in process".to_owned()),

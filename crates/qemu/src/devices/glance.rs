@@ -48,6 +48,12 @@ impl Glance {
     pub fn has(&self, device: &str) -> bool {
         self.devices.iter().any(|(id, _)| id == device)
     }
+
+    /// The devices of this glance that a later one does not have, by their ids.
+    pub fn without(&self, later: &Glance) -> impl Iterator<Item = &str> {
+        let ids = self.devices.iter().map(|(id, _)| &**id);
+        ids.filter(|id| !later.has(id))
+    }
 }
 
 /// Names and types in lines like ` \ net0: index=0,type=user,net=10.0.2.0`. The text after the type may change by

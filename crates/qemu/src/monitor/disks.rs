@@ -1,5 +1,6 @@
 //! The files of the host that a VM's disks consist of.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -81,10 +82,21 @@ pub(super) struct Node {
     image: Image,
 }
 
+/// The devices with an id, by their ids.
+pub(super) fn ids(peripheral: &Value) -> BTreeSet<String> {
+    let members = peripheral.as_array().into_iter().flatten();
+    let names = members.filter_map(|member| member["name"].as_str());
+    names.map(str::to_owned).collect()
+}
+
 /// All files of all drives: each image, then its backing files, then files that no drive shows (images without a
 /// device, data files beside an image).
+///
+/// A drive whose device is not among `ids` any more has none: QEMU shows an unplugged device here until its memory is
+/// freed, up to a second after it has left the tree of devices.
 pub(super) fn gather(
     drives: Vec<Drive>,
+    ids: &BTreeSet<String>,
     nodes: &[Node],
     host: &HostView,
     open: &OpenFiles,
@@ -109,7 +121,7 @@ pub(super) fn gather(
         }
     };
     let mut disks: Vec<Disk> = Vec::new();
-    for drive in drives {
+    for drive in drives.into_iter().filter(|drive| !drive.has_left(ids)) {
         let device = drive.label();
         let flash = drive.is_flash();
         let Some(inserted) = drive.inserted else {
@@ -144,6 +156,18 @@ impl Drive {
     fn is_flash(&self) -> bool {
         let qdev = self.qdev.as_deref().unwrap_or_default();
         qdev.starts_with("/machine/system.flash")
+    }
+
+    /// Whether its device was unplugged. A device without an id has an empty path then.
+    fn has_left(&self, ids: &BTreeSet<String>) -> bool {
+        let Some(qdev) = self.qdev.as_deref() else {
+            return false;
+        };
+        let path = qdev.strip_prefix("/machine/peripheral/").unwrap_or(qdev);
+        let id = path.split('/').next().unwrap_or_default();
+        // The path of any other device begins with a slash.
+        let has_id = !path.starts_with('/');
+        qdev.is_empty() || (has_id && !ids.contains(id))
     }
 
     /// The drive's name; for a `-blockdev`, which has none, the id of its device.
@@ -226,6 +250,26 @@ mod tests {
     }
 
     #[test]
+    fn drives_of_unplugged_devices() {
+        let ids = BTreeSet::from(["d0".to_owned()]);
+        let table = [
+            (Some("d0"), false),
+            (Some("/machine/peripheral/d0/virtio-backend"), false),
+            (Some("/machine/peripheral-anon/device[3]"), false),
+            (Some("/machine/unattached/device[22]"), false),
+            (Some("/machine/system.flash0"), false),
+            (None, false),
+            (Some("d1"), true),
+            (Some("/machine/peripheral/d1/virtio-backend"), true),
+            (Some(""), true),
+        ];
+        for (qdev, expected) in table {
+            let drive: Drive = serde_json::from_value(json!({ "qdev": qdev })).expect("drive");
+            assert_eq!(drive.has_left(&ids), expected, "{qdev:?}");
+        }
+    }
+
+    #[test]
     fn chains_and_hidden_files() {
         let image = |name: &str, format: &str, backing: Value| {
             json!({
@@ -239,6 +283,9 @@ mod tests {
                 "image": image("top.qcow2", "qcow2", image("/base", "raw", Value::Null)),
             }},
             { "device": "cd0" },
+            { "device": "left", "qdev": "hd7", "inserted": {
+                "node-name": "n7", "ro": false, "image": image("/left", "raw", Value::Null),
+            }},
         ]);
         let node =
             |drv: &str, file: &str| json!({ "drv": drv, "image": image(file, drv, Value::Null) });
@@ -254,7 +301,10 @@ mod tests {
         };
         let drives: Vec<Drive> = serde_json::from_value(drives).expect("drives");
         let nodes: Vec<Node> = serde_json::from_value(nodes).expect("nodes");
-        let disks = gather(drives, &nodes, &host, &OpenFiles::default());
+        let ids = ids(
+            &json!([{"name": "type", "type": "string"}, {"name": "d0", "type": "child<virtio-blk-pci>"}]),
+        );
+        let disks = gather(drives, &ids, &nodes, &host, &OpenFiles::default());
         let seen: Vec<_> = disks
             .iter()
             .map(|disk| {

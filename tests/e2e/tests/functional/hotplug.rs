@@ -117,6 +117,42 @@ fn expect_same(
     stillframe.json(&["checkpoint", "--pid", &pid]).map(drop)
 }
 
+/// QEMU shows an unplugged disk among its drives until its memory is freed, up to a second after the device has left
+/// the tree of devices. Checkpoints of that time have neither.
+#[test]
+fn a_disk_on_its_way_out_is_in_no_checkpoint() -> Result<()> {
+    let (guest, mut monitor, stillframe) =
+        guest("leaving", &["-device", "virtio-scsi-pci,id=scsi"])?;
+    let image = guest.folder().join("disk.img");
+    File::create(&image)?.set_len(1 << 20)?;
+    let file = json!({"driver": "file", "filename": image});
+    let node = json!({"driver": "raw", "node-name": "n0", "file": file});
+    monitor.execute("blockdev-add", node)?;
+    let line = ["watch", "--vm", "leaving", "--every", "20ms", "--json"];
+    let mut watch = Running::start(stillframe.command(&line)?)?;
+    let disk = json!({"driver": "scsi-hd", "id": "disk", "bus": "scsi.0", "drive": "n0"});
+    for _ in 0..10 {
+        plug(&mut monitor, disk.clone())?;
+        next(&mut watch)?;
+        monitor.execute("device_del", json!({"id": "disk"}))?;
+        monitor.wait_event("DEVICE_DELETED", PATIENCE)?;
+        next(&mut watch)?;
+    }
+    watch.signal("TERM")?;
+    let ended = watch.end()?;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    ensure!(
+        !ended.err.contains("plugged in and unplugged"),
+        "{}",
+        ended.err
+    );
+    for report in ended.results()? {
+        let obstacles = report["obstacles"].as_array();
+        ensure!(obstacles.is_none_or(Vec::is_empty), "{report}");
+    }
+    Ok(())
+}
+
 /// A device is replaced at another address just after a pause, before the engine has processed QEMU's events
 /// of that pause.
 #[test]
