@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use stillframe_harness::agent::Agent;
 use stillframe_harness::cli::Stillframe;
@@ -170,16 +170,17 @@ fn a_guest_that_is_watched_keeps_the_time() -> Result<()> {
     ensure!(taken.is_some_and(|taken| taken > 5e5), "{taken:?}");
     let behind_s = Agent::connect(&channel)?.behind_s()?;
     ensure!(behind_s > paused_s(&kept) / 2.0, "{behind_s} s behind");
-    let reports = watch(&[])?;
-    let set = reports
-        .iter()
-        .filter(|report| report["clock"]["behind_ms"].is_number());
-    ensure!(set.count() > 0, "the clock was never set: {reports:?}");
-    let left_s = Agent::connect(&channel)?.behind_s()?;
-    let all_s = paused_s(&kept) + paused_s(&reports);
-    ensure!(
-        left_s < behind_s && left_s < all_s / 2.0,
-        "{left_s} of {all_s} s behind"
-    );
-    Ok(())
+    let mut all_s = paused_s(&kept);
+    // On a busy machine the agent may answer when the watch has nearly ended. Without it, each watch adds its pauses.
+    for _ in 0..5 {
+        let reports = watch(&[])?;
+        all_s += paused_s(&reports);
+        let is_set = |report: &Value| report["clock"]["behind_ms"].is_number();
+        let left_s = Agent::connect(&channel)?.behind_s()?;
+        if reports.iter().any(is_set) && left_s < all_s / 2.0 {
+            return Ok(());
+        }
+        eprintln!("{left_s} of {all_s} s behind: {reports:?}");
+    }
+    bail!("the guest's clock was not kept");
 }

@@ -33,21 +33,20 @@ fn a_guest_may_write_more_than_is_held_in_memory() -> Result<()> {
         let guest = eager_guest(kind, "eager", 64)?;
         let mut monitor = guest.second_monitor()?;
         let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
-        let line = [
-            "watch",
-            "--vm",
-            "eager",
-            "--every",
-            "700ms",
-            "--count",
-            "4",
-            "--copy-buffer",
-            "16M",
-            "--schedule",
-            schedule,
-            "--verify",
-        ];
-        let reports = stillframe.json_lines(&line)?;
+        let did_not_fit = |report: &Value| report["copied"]["full_pass"] != 0;
+        let watch = |every: &str| {
+            let line = ["watch", "--vm", "eager", "--every", every, "--count", "4"];
+            let more = ["--copy-buffer", "16M", "--schedule", schedule, "--verify"];
+            stillframe.json_lines(&[&line[..], &more].concat())
+        };
+        let mut reports = Vec::new();
+        // On a busy machine the guest needs longer to write so much.
+        for every in ["700ms", "3s", "12s"] {
+            reports = watch(every)?;
+            if reports.iter().skip(1).any(did_not_fit) {
+                break;
+            }
+        }
         ensure!(reports.len() == 4);
         for (before, report) in reports.iter().zip(&reports[1..]) {
             ensure!(report["parent"] == before["checkpoint"], "{report}");
@@ -55,7 +54,6 @@ fn a_guest_may_write_more_than_is_held_in_memory() -> Result<()> {
             let (captured, total) = (&report["pages"]["captured"], &report["pages"]["total"]);
             ensure!(captured.as_u64() < total.as_u64(), "{report}");
         }
-        let did_not_fit = |report: &Value| report["copied"]["full_pass"] != 0;
         ensure!(reports[1..].iter().any(did_not_fit), "{reports:?}");
         let exact = |report: &Value| report["verify"]["differing"] == 0;
         ensure!(reports.iter().all(exact), "{reports:?}");
