@@ -32,6 +32,8 @@ fn exact(
     (every, count): (&str, &str),
     mut disturb: impl FnMut() -> Result<()>,
 ) -> Result<()> {
+    // On a host that merges pages, copy-on-write gives way to another schedule.
+    let _unmerged = Setting::set("/sys/kernel/mm/ksm/run", "2")?;
     let pid = guest.pid_text();
     let line = [
         "watch",
