@@ -42,12 +42,18 @@ impl Child {
         let (orders_in, orders) = std::io::pipe()?;
         let (answers, answers_out) = std::io::pipe()?;
         let memory = Memory::map(&memfd, bytes)?;
+        let parent = std::process::id().cast_signed();
         // SAFETY: the child runs `serve` alone, which neither allocates nor takes a lock. So it does not matter
         // which locks other threads held in the moment of the fork.
         let pid = unsafe { libc::fork() };
         match pid {
             -1 => return Err(io::Error::last_os_error().into()),
-            0 => serve(orders_in.as_raw_fd(), answers_out.as_raw_fd(), filtered),
+            0 => serve(
+                parent,
+                orders_in.as_raw_fd(),
+                answers_out.as_raw_fd(),
+                filtered,
+            ),
             _ => {}
         }
         let process = Process::open(pid).inspect_err(|_| end(pid))?;
@@ -179,12 +185,16 @@ impl Drop for Memory {
 }
 
 /// The whole life of the child: reads addresses, writes there or does what their low bits say, answers with
-/// a byte.
-fn serve(orders: i32, answers: i32, filtered: bool) -> ! {
+/// a byte. It ends with `parent`.
+fn serve(parent: i32, orders: i32, answers: i32, filtered: bool) -> ! {
     // SAFETY: only async-signal-safe calls, on descriptors and buffers that stay valid; the addresses
     // come from the parent and are those of the three mappings.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        // A parent that was killed before that sends no signal.
+        if libc::getppid() != parent {
+            libc::_exit(0);
+        }
         // It stands for a QEMU of this user, which may be traced; this program itself may not
         // (`system::forbid_dumps`), and a fork inherits that.
         libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0);
