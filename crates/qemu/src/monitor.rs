@@ -428,23 +428,6 @@ impl Monitor {
         }
     }
 
-    /// Every file the VM's disks consist of: images, their backing files, firmware flash.
-    pub fn disks(&mut self) -> Result<Vec<Disk>, MonitorError> {
-        let drives: Vec<disks::Drive> = self.query("query-block")?;
-        // After them: a device that leaves in between has no drive any more.
-        let devices = self.run("qom-list", json!({ "path": "/machine/peripheral" }))?;
-        let nodes: Vec<disks::Node> = self.query("query-named-block-nodes")?;
-        let host = HostView::new(self.pid, &self.cwd);
-        let open = host_files::OpenFiles::of(self.pid);
-        Ok(disks::gather(
-            drives,
-            &disks::ids(&devices),
-            &nodes,
-            &host,
-            &open,
-        ))
-    }
-
     /// The features of the guest's first processor; none where QEMU does not report them.
     pub fn cpu_features(&mut self) -> Result<Vec<FeatureWord>, MonitorError> {
         #[derive(Deserialize)]

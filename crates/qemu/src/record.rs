@@ -23,7 +23,8 @@ pub struct VmRecord {
     pub label: String,
     /// The QEMU program.
     pub exe: PathBuf,
-    /// The content of that program, if a user other than root can exchange it; none in an older record.
+    /// The content of that program, if a user other than root can exchange it and the VM could do all that this user
+    /// can; none in an older record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exe_digest: Option<Digest>,
     /// Its arguments, `argv[0]` included.
@@ -85,7 +86,7 @@ impl VmRecord {
         })
     }
 
-    /// Queries again the disks, which may have changed since the record was taken. Three round trips. Its RAM blocks
+    /// Queries again the disks, which may have changed since the record was taken. One round trip. Its RAM blocks
     /// stay those it was taken with.
     pub fn refresh(&mut self, monitor: &mut Monitor) -> Result<(), MonitorError> {
         self.disks = monitor.disks()?;

@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::host_files::{FileIdentity, HostView, OpenFiles};
+use super::{Monitor, MonitorError, typed, unexpected};
 
 /// QEMU's block drivers that open a file or device of the host.
 const HOST_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
@@ -48,9 +49,30 @@ impl Disk {
     }
 }
 
+impl Monitor {
+    /// Every file the VM's disks consist of: images, their backing files, firmware flash.
+    pub fn disks(&mut self) -> Result<Vec<Disk>, MonitorError> {
+        const DRIVES: &str = "query-block";
+        const NODES: &str = "query-named-block-nodes";
+        let replies = self.run_all(vec![
+            (DRIVES, json!({})),
+            // After them: a device that leaves in between has no drive any more.
+            ("qom-list", json!({ "path": "/machine/peripheral" })),
+            (NODES, json!({})),
+        ])?;
+        let [drives, devices, nodes] = <[Value; 3]>::try_from(replies)
+            .map_err(|replies| unexpected(DRIVES, format!("{} replies", replies.len())))?;
+        let drives: Vec<Drive> = typed(DRIVES, drives)?;
+        let nodes: Vec<Node> = typed(NODES, nodes)?;
+        let host = HostView::new(self.pid, &self.cwd);
+        let open = OpenFiles::of(self.pid);
+        Ok(gather(drives, &ids(&devices), &nodes, &host, &open))
+    }
+}
+
 /// One element of `query-block`.
 #[derive(Debug, Deserialize)]
-pub(super) struct Drive {
+struct Drive {
     #[serde(default)]
     device: String,
     qdev: Option<String>,
@@ -77,13 +99,13 @@ struct Image {
 
 /// One element of `query-named-block-nodes`.
 #[derive(Debug, Deserialize)]
-pub(super) struct Node {
+struct Node {
     drv: String,
     image: Image,
 }
 
 /// The devices with an id, by their ids.
-pub(super) fn ids(peripheral: &Value) -> BTreeSet<String> {
+fn ids(peripheral: &Value) -> BTreeSet<String> {
     let members = peripheral.as_array().into_iter().flatten();
     let names = members.filter_map(|member| member["name"].as_str());
     names.map(str::to_owned).collect()
@@ -94,7 +116,7 @@ pub(super) fn ids(peripheral: &Value) -> BTreeSet<String> {
 ///
 /// A drive whose device is not among `ids` any more has none: QEMU shows an unplugged device here until its memory is
 /// freed, up to a second after it has left the tree of devices.
-pub(super) fn gather(
+fn gather(
     drives: Vec<Drive>,
     ids: &BTreeSet<String>,
     nodes: &[Node],
@@ -158,16 +180,16 @@ impl Drive {
         qdev.starts_with("/machine/system.flash")
     }
 
-    /// Whether its device was unplugged. A device without an id has an empty path then.
+    /// Whether its device was unplugged. QEMU names a device by its id, or by a path while it is in the tree. A
+    /// drive without a name and without a device is shown only while its device leaves.
     fn has_left(&self, ids: &BTreeSet<String>) -> bool {
         let Some(qdev) = self.qdev.as_deref() else {
-            return false;
+            return self.device.is_empty();
         };
         let path = qdev.strip_prefix("/machine/peripheral/").unwrap_or(qdev);
         let id = path.split('/').next().unwrap_or_default();
         // The path of any other device begins with a slash.
-        let has_id = !path.starts_with('/');
-        qdev.is_empty() || (has_id && !ids.contains(id))
+        !path.starts_with('/') && !ids.contains(id)
     }
 
     /// The drive's name; for a `-blockdev`, which has none, the id of its device.
@@ -217,7 +239,6 @@ fn is_protocol(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn names_of_images() {
@@ -253,19 +274,23 @@ mod tests {
     fn drives_of_unplugged_devices() {
         let ids = BTreeSet::from(["d0".to_owned()]);
         let table = [
-            (Some("d0"), false),
-            (Some("/machine/peripheral/d0/virtio-backend"), false),
-            (Some("/machine/peripheral-anon/device[3]"), false),
-            (Some("/machine/unattached/device[22]"), false),
-            (Some("/machine/system.flash0"), false),
-            (None, false),
-            (Some("d1"), true),
-            (Some("/machine/peripheral/d1/virtio-backend"), true),
-            (Some(""), true),
+            ("", Some("d0"), false),
+            ("", Some("/machine/peripheral/d0/virtio-backend"), false),
+            ("", Some("/machine/peripheral-anon/device[3]"), false),
+            ("", Some("/machine/unattached/device[22]"), false),
+            ("pflash0", Some("/machine/system.flash0"), false),
+            // `-drive if=none` that no device uses.
+            ("spare", None, false),
+            ("", Some("d1"), true),
+            ("", Some("/machine/peripheral/d1/virtio-backend"), true),
+            ("named", Some("d1"), true),
+            // A device without an id, and the disk of a USB stick: seen with QEMU 10.
+            ("", None, true),
         ];
-        for (qdev, expected) in table {
-            let drive: Drive = serde_json::from_value(json!({ "qdev": qdev })).expect("drive");
-            assert_eq!(drive.has_left(&ids), expected, "{qdev:?}");
+        for (device, qdev, expected) in table {
+            let drive = json!({ "device": device, "qdev": qdev });
+            let drive: Drive = serde_json::from_value(drive).expect("drive");
+            assert_eq!(drive.has_left(&ids), expected, "{device} {qdev:?}");
         }
     }
 
