@@ -174,9 +174,10 @@ and to open the disks. QEMU joins the VM's control group (cgroup v2) if this hos
 of this command, and this is reported. --without-group skips the group. QEMU starts with the security label that
 confined the VM (SELinux, AppArmor), or not at all; --without-label is for a host that has no such label. --as-root
 starts QEMU as root, without label and group. The recorded QEMU program is started only if no user but root can
-replace it, or if only the VM's user can and it is still the program that the VM ran; --qemu names another. Programs
-that the recorded command line names are started only with --allow-commands, or after a confirmation on the
-terminal. `list` and `show` report the obstacles to a restore that were known at the checkpoint.
+replace it, or if only the VM's user can, it is still the program that the VM ran, and the VM ran without sandbox,
+label and container; --qemu names another. Programs that the recorded command line names are started only with
+--allow-commands, or after a confirmation on the terminal. `list` and `show` report the obstacles to a restore that
+were known at the checkpoint.
 
 With --lazy the guest runs before its memory is filled: a page is read when the guest first touches it, all others
 in the background. The command returns when all memory is filled. Until then the VM needs this process and the

@@ -3,12 +3,17 @@
 //! [`Process::credentials`] reads those of another process, [`assume`] gives them to this one before it
 //! becomes another program.
 
+use std::fs;
 use std::io;
 
 use rustix::process::{Gid, Uid};
 use rustix::thread::CapabilitySet;
 
 use crate::process::{Process, ProcessError, status_line};
+use crate::security_label::SecurityLabel;
+
+/// Links below `/proc/PID` that show what a process can see of the host.
+const NAMESPACES: [&str; 6] = ["ns/mnt", "ns/user", "ns/net", "ns/pid", "ns/ipc", "root"];
 
 /// The credentials that the kernel checks when a process requests something.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,6 +61,27 @@ impl Process {
         let label = self.read_text("attr/current", "read the label").ok()?;
         let label = label.trim_end_matches(['\n', '\0']);
         (!label.is_empty() && label != "unconfined").then(|| label.to_owned())
+    }
+
+    /// Whether the kernel may keep the process from more than it keeps every process of its user from: by a seccomp
+    /// filter, a security label that confines, or namespaces or a root directory other than ours. Also where one of
+    /// these cannot be read.
+    pub fn is_confined(&self) -> bool {
+        let status = self.read_text("status", "read the status");
+        let is_filtered = status
+            .ok()
+            .and_then(|text| status_line(&text, "Seccomp:").map(|mode| mode != "0"));
+        let label = self.security_label();
+        let label_confines = label
+            .is_some_and(|text| SecurityLabel::parse(&text).is_none_or(|label| label.confines()));
+        let link =
+            |process: &str, name: &str| fs::read_link(format!("/proc/{process}/{name}")).ok();
+        let pid = self.pid().to_string();
+        let differs = |name: &&str| {
+            let theirs = link(&pid, name);
+            theirs.is_none() || theirs != link("self", name)
+        };
+        is_filtered != Some(false) || label_confines || NAMESPACES.iter().any(differs)
     }
 
     /// The control group in the unified hierarchy, such as `/machine.slice/vm.scope` (cgroups(7)).

@@ -346,6 +346,30 @@ fn expect(uffd: &Uffd, expected: Event) -> Result<(), Box<dyn Error>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process::Process;
+
+    #[test]
+    fn a_process_with_a_filter_or_namespaces_of_its_own_is_confined() {
+        let own = Process::open(std::process::id().cast_signed()).unwrap();
+        assert!(
+            !own.is_confined(),
+            "this test needs a place without a filter"
+        );
+        assert!(!Child::start(false).unwrap().process.is_confined());
+        assert!(Child::start(true).unwrap().process.is_confined());
+        let mut elsewhere = std::process::Command::new("unshare")
+            .args(["--mount", "sleep", "60"])
+            .spawn()
+            .unwrap();
+        let process = Process::open(elsewhere.id().cast_signed()).unwrap();
+        let is_seen = (0..1000).any(|_| {
+            std::thread::sleep(Duration::from_millis(5));
+            process.is_confined()
+        });
+        elsewhere.kill().unwrap();
+        elsewhere.wait().unwrap();
+        assert!(is_seen);
+    }
 
     #[test]
     fn everything_is_there() {

@@ -15,7 +15,8 @@ pub fn restorability(record: &VmRecord) -> Vec<String> {
 impl VmRecord {
     /// Finds out what would stand in the way of restoring it, unless the record `before`, of the same VM, had the
     /// same devices and disks, and the disks were there or missing as they are now.
-    /// Takes microseconds (10 ms more for a program that the VM's user can exchange), and does not speak to QEMU.
+    /// Takes microseconds, and the time of reading the program where the VM's user can exchange it. Does not speak to
+    /// QEMU.
     pub fn find_obstacles(&mut self, before: Option<&VmRecord>) {
         let disks = |record: &VmRecord| {
             let disks = record.disks.iter();

@@ -100,11 +100,11 @@ mod tests {
 
     #[test]
     fn root_becomes_the_user_that_the_vm_ran_as() {
-        let nobody = Credentials::of_user(65534);
-        let owner = choose(Some(&nobody), None, 0, false).expect("decided");
-        assert_eq!(owner.credentials, Some(nobody.clone()));
+        let user = Credentials::of_user(65534);
+        let owner = choose(Some(&user), None, 0, false).expect("decided");
+        assert_eq!(owner.credentials, Some(user.clone()));
         assert!(owner.changes.is_empty());
-        let owner = choose(Some(&nobody), None, 0, true).expect("decided");
+        let owner = choose(Some(&user), None, 0, true).expect("decided");
         assert_eq!(owner.credentials, None);
         assert_eq!(owner.changes.len(), 1);
         assert!(matches!(

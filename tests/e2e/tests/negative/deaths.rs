@@ -2,10 +2,12 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use stillframe_harness::cli::Stillframe;
+use stillframe_harness::cli::{Stillframe, binary};
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::{checkpoints, expect_whole, processes_with};
 use stillframe_harness::restored::Restored;
@@ -24,6 +26,49 @@ fn expect_clean_aftermath(stillframe: &Stillframe, ids: &[String]) -> Result<()>
 fn expect_one_error(ended: &Ended, code: i32) -> Result<()> {
     ensure!(ended.code == Some(code) && ended.errors() == 1, "{ended:?}");
     ensure!(!ended.err.contains("panicked"), "{ended:?}");
+    Ok(())
+}
+
+/// Also where it is killed while it starts the process on which it tries the kernel's abilities.
+#[test]
+fn a_killed_probe_leaves_no_process() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let program = folder.path().join("stillframe");
+    fs::copy(binary()?, &program)?;
+    // A busy machine makes the moment longer in which a child is on its own.
+    let end = AtomicBool::new(false);
+    let killed = std::thread::scope(|scope| {
+        for _ in 0..6 {
+            scope.spawn(|| {
+                while !end.load(Ordering::Relaxed) {
+                    std::hint::spin_loop()
+                }
+            });
+        }
+        let killed = (0..150).try_for_each(|round| -> Result<()> {
+            let mut probe = Command::new(&program)
+                .arg("probe")
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()?;
+            std::thread::sleep(Duration::from_micros(800 * round));
+            probe.kill()?;
+            probe.wait().map(drop)?;
+            Ok(())
+        });
+        end.store(true, Ordering::Relaxed);
+        killed
+    });
+    killed?;
+    let runs_it = |entry: fs::DirEntry| {
+        let exe = fs::read_link(entry.path().join("exe"));
+        exe.is_ok_and(|exe| exe == program)
+    };
+    let deadline = Instant::now() + PATIENCE;
+    while fs::read_dir("/proc")?.flatten().any(runs_it) {
+        ensure!(Instant::now() < deadline, "a process is left");
+        std::thread::sleep(Duration::from_millis(20));
+    }
     Ok(())
 }
 

@@ -240,6 +240,25 @@ fn a_program_that_its_user_exchanged_is_not_run() -> Result<()> {
     Ok(())
 }
 
+/// A guest that broke out of a QEMU with a sandbox could exchange such a program, and would be out of the sandbox
+/// after a restore.
+#[test]
+fn a_program_of_the_user_of_a_confined_vm_is_not_run() -> Result<()> {
+    let place = Place::new()?;
+    let program = place.path("qemu-system-x86_64");
+    fs::copy(QEMU, &program)?;
+    chown(&program, Some(NOBODY), None)?;
+    let mut guest = place.boot(&program, &["-sandbox", "on"])?;
+    let report = place.checkpoint(&mut guest)?;
+    let obstacle = report["obstacles"][0].as_str().unwrap_or_default();
+    ensure!(obstacle.contains("--qemu PATH"), "{report}");
+    let said = place.refused(&[])?;
+    ensure!(said.contains("belongs to user 65534"), "{said}");
+    let restored = place.restore(&["--qemu", QEMU])?;
+    expect_owner(restored.pid, NOBODY, GROUP)?;
+    restored.serial.wait_ticks(2, PATIENCE).map(drop)
+}
+
 /// What a guest that broke into its QEMU could write into the memory that `/proc/PID/cmdline` shows.
 #[test]
 fn a_program_named_by_the_command_line_runs_with_consent_only() -> Result<()> {

@@ -40,7 +40,7 @@ fn a_guest_may_write_more_than_is_held_in_memory() -> Result<()> {
             stillframe.json_lines(&[&line[..], &more].concat())
         };
         let mut reports = Vec::new();
-        // On a busy machine the guest needs longer to write so much.
+        // On a busy machine the guest needs more time to write more than half of the buffer.
         for every in ["700ms", "3s", "12s"] {
             reports = watch(every)?;
             if reports.iter().skip(1).any(did_not_fit) {
