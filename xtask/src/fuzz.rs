@@ -39,7 +39,7 @@ const CI_PROFILE: &str = "ci";
 const TARGETS: &str = "fuzz/fuzz_targets";
 const CORPUS: &str = "fuzz/corpus";
 const RESULTS: &str = "docs/results/fuzz";
-const TRIPLE: &str = "x86_64-unknown-linux-gnu";
+pub const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
 /// The words of libFuzzer before the path of an input that it keeps.
 const KEPT: &str = "Test unit written to ";

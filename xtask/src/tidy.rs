@@ -78,6 +78,7 @@ impl fmt::Display for Problem {
 pub fn tidy(workspace: &Workspace) -> Result<()> {
     let mut problems = arrows::check(&workspace.packages);
     problems.extend(packages::check(&read(&workspace.root, "Cargo.lock")?));
+    problems.extend(packages::check_fuzz_lock(&workspace.root));
     problems.extend(check_specification(&workspace.root)?);
     problems.extend(results::check(&workspace.root)?);
 
