@@ -126,7 +126,9 @@ impl Order {
 impl Transfer {
     /// Waits for both ends.
     pub fn arrive(self) -> Result<Arrived> {
-        let (sent, received) = (self.sender.end()?, self.receiver.end()?);
+        let sent = self.sender.end()?;
+        let received = self.receiver.end();
+        let received = received.with_context(|| format!("sender: {sent:?}"))?;
         let report = |ended: &Ended| {
             let mut reports = ended.results().unwrap_or_default();
             (ended.code == Some(0)).then(|| reports.pop()).flatten()

@@ -39,18 +39,30 @@ pub enum SocketError {
     },
 }
 
-/// Waits for one sender at a new socket, which is removed when it has come.
+/// Waits for one sender at a new socket, which is removed when it has come. The file appears when a sender can
+/// connect, not before.
 ///
 /// # Errors
 /// The socket exists already or cannot be made, or the sender belongs to another user.
 pub fn accept(path: &Path) -> Result<Connection<UnixStream>, SocketError> {
     let failed = |doing| move |source| failed(doing, path, source);
-    let listener = UnixListener::bind(path).map_err(failed("listen on"))?;
+    let listener = listen(path).map_err(failed("listen on"))?;
     let accepted = listener.accept();
     let removed = fs::remove_file(path);
     let (stream, _) = accepted.map_err(failed("accept a sender on"))?;
     removed.map_err(failed("remove"))?;
     of_the_same_user(stream, path)
+}
+
+/// A socket has a file from `bind` on, and refuses senders until `listen`: it gets its name after both.
+fn listen(path: &Path) -> io::Result<UnixListener> {
+    let mut unnamed = path.as_os_str().to_owned();
+    unnamed.push(".new");
+    let unnamed = Path::new(&unnamed);
+    let listener = UnixListener::bind(unnamed)?;
+    let named = fs::hard_link(unnamed, path);
+    fs::remove_file(unnamed)?;
+    named.map(|()| listener)
 }
 
 /// Connects to a receiver.
@@ -88,5 +100,44 @@ fn failed(doing: &'static str, path: &Path, source: io::Error) -> SocketError {
         doing,
         path: path.to_owned(),
         source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    #[test]
+    fn a_file_that_is_there_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        fs::write(&path, "another's").unwrap();
+        let error = accept(&path).unwrap_err();
+        assert!(matches!(
+            error,
+            SocketError::Io {
+                doing: "listen on",
+                ..
+            }
+        ));
+        assert_eq!(fs::read(&path).unwrap(), b"another's");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    /// Scripts wait for the file.
+    #[test]
+    fn a_socket_that_is_seen_is_listened_on() {
+        let folder = tempfile::tempdir().unwrap();
+        for number in 0..2000 {
+            let path = folder.path().join(number.to_string());
+            let receiver = thread::spawn({
+                let path = path.clone();
+                move || accept(&path).map(|_| ())
+            });
+            while !path.exists() {}
+            connect(&path).unwrap();
+            receiver.join().unwrap().unwrap();
+        }
     }
 }
