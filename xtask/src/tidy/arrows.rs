@@ -8,6 +8,7 @@ const RULES: &[(&str, &[&str])] = &[
     ("stillframe-fault", &[]),
     ("stillframe-sys", &[]),
     ("stillframe-page", &[]),
+    ("stillframe-link", &[]),
     ("stillframe-qemu", &["stillframe-page", "stillframe-sys"]),
     ("stillframe-repo", &["stillframe-fault", "stillframe-page"]),
     (
@@ -17,6 +18,7 @@ const RULES: &[(&str, &[&str])] = &[
             "stillframe-sys",
             "stillframe-qemu",
             "stillframe-page",
+            "stillframe-link",
             "stillframe-repo",
         ],
     ),

@@ -2,11 +2,12 @@
 
 use std::io::Cursor;
 
+use stillframe_link::Frame;
 use stillframe_page::encoding::Decoder;
 
 use super::ConnectionError;
 use super::batch::Batch;
-use super::frame::{Connection, Frame, Kind};
+use super::framing::{Connection, Kind};
 use super::message::Message;
 use crate::memory::BlockShape;
 

@@ -19,10 +19,11 @@
 use std::io::{Read, Write};
 
 use serde::{Deserialize, Serialize};
+use stillframe_link::Frame;
 use stillframe_page::hash::ContentId;
 use stillframe_qemu::record::VmRecord;
 
-use super::frame::{Connection, Frame, Kind};
+use super::framing::{Connection, Kind};
 use super::{ConnectionError, malformed};
 use crate::memory::BlockShape;
 
@@ -112,7 +113,7 @@ impl Message {
     ///
     /// # Errors
     /// [`ConnectionError::Malformed`]; [`ConnectionError::GaveUp`] for [`Control::Failed`].
-    pub fn decode(frame: Frame) -> Result<Message, ConnectionError> {
+    pub fn decode(frame: Frame<Kind>) -> Result<Message, ConnectionError> {
         let Frame { kind, payload } = frame;
         match kind {
             Kind::Control => match serde_json::from_slice(&payload) {
@@ -165,10 +166,7 @@ impl<S: Write> Connection<S> {
     /// # Errors
     /// The errors of [`Connection::send`].
     pub fn send_control(&mut self, control: &Control) -> Result<(), ConnectionError> {
-        let payload = serde_json::to_vec(control).map_err(|error| ConnectionError::Io {
-            doing: "writing a message",
-            source: error.into(),
-        })?;
+        let payload = serde_json::to_vec(control).map_err(ConnectionError::Message)?;
         self.send(Kind::Control, &payload)
     }
 

@@ -1,4 +1,4 @@
-//! A connection between two engines: one stream of frames in the simplest form, between processes of one host.
+//! A connection between two engines: pages and messages over one stream of frames.
 //!
 //! ```text
 //!   sink/connection ───> batch ──┐                                    ┌── batch ──> populate/streamed
@@ -6,11 +6,11 @@
 //!                                                                     └── batch ──> source/connection
 //! ```
 //!
-//! [`frame`] knows neither pages nor VMs: length, kind, check. [`message`] gives each kind its meaning, and [`batch`]
-//! is how pages are written down. Nothing here is encrypted: the stream has to be private by other means.
+//! The frames are those of the crate `link`, which also makes the stream. [`framing`] has their kinds, [`message`] gives
+//! each kind its meaning, and [`batch`] is how pages are written down.
 
 pub mod batch;
-pub mod frame;
+pub mod framing;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -18,37 +18,21 @@ pub mod message;
 #[cfg(test)]
 mod tests;
 
-use std::io;
-
+use stillframe_link::FrameError;
 use stillframe_page::encoding::EncodingError;
 use thiserror::Error;
 
-pub use frame::Connection;
+pub use framing::Connection;
 
 /// Why a connection is of no more use.
 #[derive(Debug, Error)]
 pub enum ConnectionError {
-    /// The stream failed.
-    #[error("the connection failed while {doing}")]
-    Io {
-        /// The action that failed.
-        doing: &'static str,
-        /// The kernel's error.
-        #[source]
-        source: io::Error,
-    },
-    /// It has ended.
-    #[error("the other side has closed the connection; its own output says why")]
-    Closed,
-    /// Nothing came, or nothing was taken.
-    #[error("the other side has not answered in time: it hangs, or its machine is overloaded")]
-    Silent,
-    /// A frame is not the one that was sent.
-    #[error("a frame of the connection is damaged: {what}")]
-    Damaged {
-        /// The thing that does not fit.
-        what: &'static str,
-    },
+    /// No more frames can be exchanged.
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    /// A message cannot be written as JSON.
+    #[error("cannot write a message")]
+    Message(#[source] serde_json::Error),
     /// A frame that no version of this program sends.
     #[error("the other side sent {what}: it is another version of Stillframe, or none")]
     Malformed {

@@ -12,7 +12,7 @@ use stillframe_page::encoding::Decoder;
 use stillframe_page::{GuestPage, PAGE, PageRequest, ReadOrder};
 
 use super::batch::{Batch, BatchWriter};
-use super::frame::Kind;
+use super::framing::Kind;
 use super::message::{Control, Message};
 use super::{Connection, ConnectionError};
 use crate::encoding::delta_cache::DeltaCache;

@@ -9,7 +9,7 @@ use stillframe_page::hash::ContentHasher;
 
 use super::{EncodedBatch, PageSink};
 use crate::connection::batch::BatchWriter;
-use crate::connection::frame::Kind;
+use crate::connection::framing::Kind;
 use crate::connection::{Connection, ConnectionError};
 use crate::encoding::page_encoder::PageEncoding;
 use crate::memory::Page;

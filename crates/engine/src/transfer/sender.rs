@@ -19,7 +19,7 @@ use crate::capture::downtime::us;
 use crate::capture::paused_vm::{HandedOver, PausedError, PausedVm};
 use crate::checkpoint::{Captured, CheckpointError, CheckpointOptions};
 use crate::connection::batch::{BatchWriter, PAGES_MAX};
-use crate::connection::frame::Kind;
+use crate::connection::framing::Kind;
 use crate::connection::message::{Control, Message, RANGES_MAX, VERSION};
 use crate::connection::{Connection, ConnectionError};
 use crate::encoding::delta_cache::DeltaCache;

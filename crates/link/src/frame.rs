@@ -7,11 +7,10 @@
 //! The check is a hash over the frame's number in its direction, its header and its payload. A frame that is
 //! damaged, lost, doubled or out of order is therefore noticed. It is no protection against a hostile peer.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
+use std::marker::PhantomData;
 
-use stillframe_page::hash::ContentHasher;
-
-use super::ConnectionError;
+use thiserror::Error;
 
 /// Length and kind.
 const HEADER_BYTES: usize = 5;
@@ -21,54 +20,58 @@ const CHECK_BYTES: usize = 16;
 /// Sets these hashes apart from all others.
 const CHECK_KEY: [u8; 32] = *b"stillframe connection frame v001";
 
-/// The kind of a payload.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Kind {
-    /// A message in JSON.
-    Control = 1,
-    /// A batch of pages.
-    Pages = 2,
-    /// The device state of the VM.
-    DeviceState = 3,
-    /// Content ids of pages.
-    Ids = 4,
+/// The kinds of frames of one protocol.
+pub trait FrameKind: Copy + Eq {
+    /// The kind with this number; none for a number that the protocol does not use.
+    fn from_number(number: u8) -> Option<Self>;
+
+    /// The number in the frame's header.
+    fn number(self) -> u8;
+
+    /// Upper bound on the payload, in bytes. Less than 2^32.
+    fn bytes_max(self) -> usize;
 }
 
-impl Kind {
-    fn from_number(number: u8) -> Option<Kind> {
-        [Kind::Control, Kind::Pages, Kind::DeviceState, Kind::Ids]
-            .into_iter()
-            .find(|kind| *kind as u8 == number)
-    }
-
-    /// Upper bound on the payload, in bytes.
-    pub fn bytes_max(self) -> usize {
-        match self {
-            // The record of a VM with thousands of arguments; pages that may have content, in ranges.
-            Kind::Control => 4 << 20,
-            // 2048 pages of noise, and the bytes that are written beside each.
-            Kind::Pages => 10 << 20,
-            Kind::DeviceState => 1 << 30,
-            Kind::Ids => 1 << 20,
-        }
-    }
+/// Why no more frames can be exchanged.
+#[derive(Debug, Error)]
+pub enum FrameError {
+    /// The stream failed.
+    #[error("the connection failed while {doing}")]
+    Io {
+        /// The action that failed.
+        doing: &'static str,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The stream has ended.
+    #[error("the other side has closed the connection; its own output says why")]
+    Closed,
+    /// No bytes came, or none were taken, within the stream's timeout.
+    #[error("the other side has not answered in time: it hangs, or its machine is overloaded")]
+    Silent,
+    /// A frame is not the one that was sent.
+    #[error("a frame of the connection is damaged: {what}")]
+    Damaged {
+        /// The part that does not fit.
+        what: &'static str,
+    },
 }
 
 /// A frame that was received.
 #[derive(Debug)]
-pub struct Frame {
+pub struct Frame<K> {
     /// The kind of the payload.
-    pub kind: Kind,
-    /// That.
+    pub kind: K,
+    /// The content.
     pub payload: Vec<u8>,
 }
 
-/// One end of a connection. After an error it is of no more use.
+/// One end of a stream of frames. After an error it is of no more use.
 #[derive(Debug)]
-pub struct Connection<S> {
+pub struct FrameStream<S, K> {
     stream: S,
-    hasher: ContentHasher,
+    kinds: PhantomData<K>,
     sent: u64,
     received: u64,
     bytes_sent: u64,
@@ -76,12 +79,12 @@ pub struct Connection<S> {
     out: Vec<u8>,
 }
 
-impl<S> Connection<S> {
-    /// A connection over a stream on which nothing was sent yet. The stream's timeouts apply.
-    pub fn new(stream: S) -> Connection<S> {
-        Connection {
+impl<S, K> FrameStream<S, K> {
+    /// Frames over a stream on which nothing was sent yet. The stream's timeouts apply.
+    pub fn new(stream: S) -> FrameStream<S, K> {
+        FrameStream {
             stream,
-            hasher: ContentHasher::keyed(CHECK_KEY),
+            kinds: PhantomData,
             sent: 0,
             received: 0,
             bytes_sent: 0,
@@ -93,32 +96,32 @@ impl<S> Connection<S> {
     pub fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
-
-    fn check(&self, frame: &[u8]) -> [u8; CHECK_BYTES] {
-        let mut check = [0; CHECK_BYTES];
-        check.copy_from_slice(&self.hasher.id(frame).0[..CHECK_BYTES]);
-        check
-    }
 }
 
-impl<S: Write> Connection<S> {
-    /// Sends a frame. The payload is not longer than [`Kind::bytes_max`].
+fn check_of(frame: &[u8]) -> [u8; CHECK_BYTES] {
+    let mut check = [0; CHECK_BYTES];
+    check.copy_from_slice(&blake3::keyed_hash(&CHECK_KEY, frame).as_bytes()[..CHECK_BYTES]);
+    check
+}
+
+impl<S: Write, K: FrameKind> FrameStream<S, K> {
+    /// Sends a frame. The payload is not longer than [`FrameKind::bytes_max`].
     ///
     /// # Errors
     /// The stream failed, or the other side does not take it.
-    pub fn send(&mut self, kind: Kind, payload: &[u8]) -> Result<(), ConnectionError> {
+    pub fn send(&mut self, kind: K, payload: &[u8]) -> Result<(), FrameError> {
         if payload.len() > kind.bytes_max() {
             let what = "a frame that is put together is too long";
-            return Err(ConnectionError::Damaged { what });
+            return Err(FrameError::Damaged { what });
         }
         let mut frame = std::mem::take(&mut self.out);
         frame.clear();
         frame.extend(self.sent.to_le_bytes());
         // Shorter than 2^32.
         frame.extend((payload.len() as u32).to_le_bytes());
-        frame.push(kind as u8);
+        frame.push(kind.number());
         frame.extend(payload);
-        let check = self.check(&frame);
+        let check = check_of(&frame);
         frame.extend(check);
         let sent = self.stream.write_all(&frame[NUMBER_BYTES..]);
         let sent = sent.and_then(|()| self.stream.flush());
@@ -130,23 +133,23 @@ impl<S: Write> Connection<S> {
     }
 }
 
-impl<S: Read> Connection<S> {
+impl<S: Read, K: FrameKind> FrameStream<S, K> {
     /// Waits for the next frame.
     ///
     /// # Errors
     /// The stream failed or ended, nothing came, or the received bytes are no frame.
-    pub fn receive(&mut self) -> Result<Frame, ConnectionError> {
+    pub fn receive(&mut self) -> Result<Frame<K>, FrameError> {
         let mut header = [0; HEADER_BYTES];
         let read = self.stream.read_exact(&mut header);
         read.map_err(|source| failed("receiving", source))?;
         let [a, b, c, d, number] = header;
         let length = u32::from_le_bytes([a, b, c, d]) as usize;
-        let unknown = ConnectionError::Damaged {
+        let unknown = FrameError::Damaged {
             what: "its kind is unknown",
         };
-        let kind = Kind::from_number(number).ok_or(unknown)?;
+        let kind = K::from_number(number).ok_or(unknown)?;
         if length > kind.bytes_max() {
-            return Err(ConnectionError::Damaged {
+            return Err(FrameError::Damaged {
                 what: "it is longer than its kind allows",
             });
         }
@@ -156,11 +159,11 @@ impl<S: Read> Connection<S> {
         let rest = (length + CHECK_BYTES) as u64;
         let read = self.stream.by_ref().take(rest).read_to_end(&mut frame);
         if read.map_err(|source| failed("receiving", source))? as u64 != rest {
-            return Err(ConnectionError::Closed);
+            return Err(FrameError::Closed);
         }
         let (content, check) = frame.split_at(frame.len() - CHECK_BYTES);
-        if self.check(content) != check {
-            return Err(ConnectionError::Damaged {
+        if check_of(content) != check {
+            return Err(FrameError::Damaged {
                 what: "its content does not have the hash that came with it",
             });
         }
@@ -174,13 +177,13 @@ impl<S: Read> Connection<S> {
     }
 }
 
-fn failed(doing: &'static str, source: std::io::Error) -> ConnectionError {
+fn failed(doing: &'static str, source: io::Error) -> FrameError {
     match source.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
-            ConnectionError::Closed
+            FrameError::Closed
         }
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => ConnectionError::Silent,
-        _ => ConnectionError::Io { doing, source },
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => FrameError::Silent,
+        _ => FrameError::Io { doing, source },
     }
 }
 
@@ -192,23 +195,42 @@ mod tests {
 
     use super::*;
 
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    struct Payload;
+
+    const PAYLOAD_BYTES_MAX: usize = 1 << 10;
+
+    impl FrameKind for Payload {
+        fn from_number(number: u8) -> Option<Payload> {
+            (number == 2).then_some(Payload)
+        }
+
+        fn number(self) -> u8 {
+            2
+        }
+
+        fn bytes_max(self) -> usize {
+            PAYLOAD_BYTES_MAX
+        }
+    }
+
     fn sent(payloads: &[Vec<u8>]) -> Vec<u8> {
         let mut bytes = Vec::new();
-        let mut connection = Connection::new(&mut bytes);
+        let mut frames = FrameStream::new(&mut bytes);
         for payload in payloads {
-            connection.send(Kind::Pages, payload).unwrap();
+            frames.send(Payload, payload).unwrap();
         }
         bytes
     }
 
     /// The payloads received until an error, and whether the error is the end of the stream.
     fn received(bytes: &[u8]) -> (Vec<Vec<u8>>, bool) {
-        let mut connection = Connection::new(Cursor::new(bytes));
+        let mut frames = FrameStream::<_, Payload>::new(Cursor::new(bytes));
         let mut payloads = Vec::new();
         loop {
-            match connection.receive() {
+            match frames.receive() {
                 Ok(frame) => payloads.push(frame.payload),
-                Err(error) => return (payloads, matches!(error, ConnectionError::Closed)),
+                Err(error) => return (payloads, matches!(error, FrameError::Closed)),
             }
         }
     }
@@ -253,20 +275,17 @@ mod tests {
     #[test]
     fn a_length_beyond_its_kind_allocates_nothing() {
         let mut bytes = Vec::from(u32::MAX.to_le_bytes());
-        bytes.push(Kind::Control as u8);
-        let mut connection = Connection::new(Cursor::new(bytes));
-        assert!(matches!(
-            connection.receive(),
-            Err(ConnectionError::Damaged { .. })
-        ));
+        bytes.push(Payload.number());
+        let mut frames = FrameStream::<_, Payload>::new(Cursor::new(bytes));
+        assert!(matches!(frames.receive(), Err(FrameError::Damaged { .. })));
     }
 
     #[test]
     fn a_payload_beyond_its_kind_is_not_sent() {
         let mut bytes = Vec::new();
-        let mut connection = Connection::new(&mut bytes);
-        let payload = vec![0; Kind::Ids.bytes_max() + 1];
-        assert!(connection.send(Kind::Ids, &payload).is_err());
+        let mut frames = FrameStream::new(&mut bytes);
+        let payload = vec![0; PAYLOAD_BYTES_MAX + 1];
+        assert!(frames.send(Payload, &payload).is_err());
         assert!(bytes.is_empty());
     }
 }

@@ -1,0 +1,84 @@
+//! The kinds of frames that two engines exchange, and how long each may be.
+
+use std::io::{Read, Write};
+
+use stillframe_link::{Frame, FrameKind, FrameStream};
+
+use super::ConnectionError;
+
+/// The kind of a payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// A message in JSON.
+    Control = 1,
+    /// A batch of pages.
+    Pages = 2,
+    /// The device state of the VM.
+    DeviceState = 3,
+    /// Content ids of pages.
+    Ids = 4,
+}
+
+impl FrameKind for Kind {
+    fn from_number(number: u8) -> Option<Kind> {
+        [Kind::Control, Kind::Pages, Kind::DeviceState, Kind::Ids]
+            .into_iter()
+            .find(|kind| kind.number() == number)
+    }
+
+    fn number(self) -> u8 {
+        self as u8
+    }
+
+    fn bytes_max(self) -> usize {
+        match self {
+            // The record of a VM with thousands of arguments; pages that may have content, in ranges.
+            Kind::Control => 4 << 20,
+            // 2048 pages of noise, and the bytes that are written beside each.
+            Kind::Pages => 10 << 20,
+            Kind::DeviceState => 1 << 30,
+            Kind::Ids => 1 << 20,
+        }
+    }
+}
+
+/// One end of a connection. After an error it is of no more use.
+#[derive(Debug)]
+pub struct Connection<S> {
+    frames: FrameStream<S, Kind>,
+}
+
+impl<S> Connection<S> {
+    /// A connection over a stream on which nothing was sent yet. The stream's timeouts apply.
+    pub fn new(stream: S) -> Connection<S> {
+        Connection {
+            frames: FrameStream::new(stream),
+        }
+    }
+
+    /// Bytes sent so far, frames' own included.
+    pub fn bytes_sent(&self) -> u64 {
+        self.frames.bytes_sent()
+    }
+}
+
+impl<S: Write> Connection<S> {
+    /// Sends a frame. The payload is not longer than its kind allows.
+    ///
+    /// # Errors
+    /// The errors of [`FrameStream::send`].
+    pub fn send(&mut self, kind: Kind, payload: &[u8]) -> Result<(), ConnectionError> {
+        Ok(self.frames.send(kind, payload)?)
+    }
+}
+
+impl<S: Read> Connection<S> {
+    /// Waits for the next frame.
+    ///
+    /// # Errors
+    /// The errors of [`FrameStream::receive`].
+    pub fn receive(&mut self) -> Result<Frame<Kind>, ConnectionError> {
+        Ok(self.frames.receive()?)
+    }
+}

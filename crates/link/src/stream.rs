@@ -1,0 +1,93 @@
+//! The byte stream below the frames: TCP, encrypted or not.
+
+use std::io::{self, IoSlice, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use rustls::{ClientConnection, ServerConnection, StreamOwned};
+
+/// An established stream. Reads and writes have a timeout.
+#[derive(Debug)]
+pub enum Stream {
+    /// Plain text.
+    Plain(TcpStream),
+    /// TLS, on the side that connected.
+    Client(Box<StreamOwned<ClientConnection, TcpStream>>),
+    /// TLS, on the side that listened.
+    Server(Box<StreamOwned<ServerConnection, TcpStream>>),
+}
+
+impl Read for Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Stream::Plain(stream) => stream.read(buffer),
+            Stream::Client(stream) => stream.read(buffer),
+            Stream::Server(stream) => stream.read(buffer),
+        }
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Stream::Plain(stream) => stream.write(bytes),
+            Stream::Client(stream) => stream.write(bytes),
+            Stream::Server(stream) => stream.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Stream::Plain(stream) => stream.flush(),
+            Stream::Client(stream) => stream.flush(),
+            Stream::Server(stream) => stream.flush(),
+        }
+    }
+}
+
+/// A socket whose reads and writes all end by one deadline: a peer that sends a byte now and then gains no time.
+pub(crate) struct UntilDeadline<'s> {
+    pub socket: &'s TcpStream,
+    pub deadline: Instant,
+}
+
+impl UntilDeadline<'_> {
+    fn left(&self) -> io::Result<Option<Duration>> {
+        match self.deadline.checked_duration_since(Instant::now()) {
+            Some(left) if !left.is_zero() => Ok(Some(left)),
+            _ => Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+}
+
+impl UntilDeadline<'_> {
+    /// Copies the next bytes without taking them.
+    pub fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.socket.set_read_timeout(self.left()?)?;
+        self.socket.peek(buffer)
+    }
+}
+
+impl Read for UntilDeadline<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.socket.set_read_timeout(self.left()?)?;
+        self.socket.read(buffer)
+    }
+}
+
+impl Write for UntilDeadline<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.socket.set_write_timeout(self.left()?)?;
+        self.socket.write(bytes)
+    }
+
+    /// TLS writes its last records, an alert among them, in one call.
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.socket.set_write_timeout(self.left()?)?;
+        self.socket.write_vectored(slices)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.socket.flush()
+    }
+}
