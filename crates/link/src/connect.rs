@@ -311,16 +311,26 @@ impl Listener {
         self.socket.local_addr()
     }
 
-    /// Waits for a host that connects, and lets it in. After an error about one host the next one can be accepted.
+    /// Waits until a host is let in. `refused` gets the errors of the others, one at a time.
     ///
     /// # Errors
-    /// The host is no Stillframe, is not trusted, or is not to be let in.
-    pub fn accept(&self) -> Result<Link, ConnectError> {
-        let (socket, address) = self.socket.accept().map_err(|source| ConnectError::Io {
-            doing: "accept",
-            peer: "a connection".to_owned(),
-            source,
-        })?;
+    /// The listening socket fails.
+    pub fn wait(&self, mut refused: impl FnMut(ConnectError)) -> Result<Link, ConnectError> {
+        loop {
+            let accepted = self.socket.accept();
+            let (socket, address) = accepted.map_err(|source| ConnectError::Io {
+                doing: "accept",
+                peer: "a connection".to_owned(),
+                source,
+            })?;
+            match self.let_in(socket, address) {
+                Ok(link) => return Ok(link),
+                Err(error) => refused(error),
+            }
+        }
+    }
+
+    fn let_in(&self, socket: TcpStream, address: SocketAddr) -> Result<Link, ConnectError> {
         match self.establish(&socket, address) {
             Ok((tls, version, names)) => Ok(Link {
                 stream: match tls {

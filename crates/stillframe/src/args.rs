@@ -1,6 +1,7 @@
 //! The command line: subcommands and their options.
 
 mod capture;
+mod certs;
 mod clone;
 mod common;
 mod copy;
@@ -23,6 +24,7 @@ use stillframe_engine::Selector;
 use crate::durations;
 use crate::help;
 pub use capture::{CaptureArgs, CheckpointArgs, WatchArgs};
+pub use certs::{CertsArgs, CertsCommand, HostArgs};
 pub use clone::CloneArgs;
 pub use common::{GuestArgs, LockArgs};
 pub use copy::CopyArgs;
@@ -34,7 +36,7 @@ pub use launch::LaunchArgs;
 pub use list::ListArgs;
 pub use restore::RestoreArgs;
 pub use rewind::RewindArgs;
-pub use transfer::{ReceiveArgs, SendArgs, TransferArgs, TransferSide};
+pub use transfer::{ReceiveArgs, SecurityArgs, SendArgs, TransferArgs, TransferSide};
 
 /// Takes checkpoints of running, unmodified QEMU VMs and restores them
 #[derive(Debug, Parser)]
@@ -166,9 +168,12 @@ pub enum Command {
     /// Write man pages to a directory
     #[command(after_help = help::MAN)]
     Man(ManArgs),
-    /// Send a running VM to another process on this host (for stress runs of the project)
+    /// Send a running VM to another process (for stress runs of the project)
     #[command(hide = true)]
     Transfer(TransferArgs),
+    /// Make the certificates by which hosts trust each other (for stress runs of the project)
+    #[command(hide = true)]
+    Certs(CertsArgs),
 }
 
 /// A running VM, selected by exactly one of these.

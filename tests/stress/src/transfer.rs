@@ -93,17 +93,20 @@ impl Order {
     /// Starts both sides.
     pub fn start(&self, stillframe: &Stillframe, pid: i32) -> Result<Transfer> {
         let path = |what: &str| self.folder.join(format!("{}.{what}", self.name));
-        let (socket, qmp, serial) = (path("socket"), path("qmp"), path("serial"));
-        let words = |path: &Path| path.display().to_string();
-        let (from, monitor) = (words(&socket), words(&qmp));
+        let (qmp, serial) = (path("qmp"), path("serial"));
+        let monitor = qmp.display().to_string();
         let spec = format!("file:{}", serial.display());
-        let mut receive = vec!["transfer", "receive", "--json", "--from", &from];
+        let mut receive = vec!["transfer", "receive", "--json", "--listen", "127.0.0.1:0"];
         receive.extend(["--qmp", &monitor, "--serial", &spec]);
+        let security = self.security(stillframe)?;
+        receive.extend(security.iter().map(String::as_str));
         receive.extend(self.receive.iter().map(String::as_str));
         let mut receiver = Running::start(stillframe.command(&receive)?)?;
-        receiver.wait_until("its socket", |_| Ok(socket.exists()))?;
+        let listening = &receiver.wait_results(1)?[0]["listening"];
+        let to = listening.as_str().context("no address")?;
         let pid = pid.to_string();
-        let mut send = vec!["transfer", "send", "--json", "--pid", &pid, "--to", &from];
+        let mut send = vec!["transfer", "send", "--json", "--pid", &pid, "--to", to];
+        send.extend(security.iter().map(String::as_str));
         if self.mode == Mode::HandOver {
             send.push("--hand-over");
         }
@@ -115,6 +118,18 @@ impl Order {
             qmp,
             serial,
         })
+    }
+
+    /// Encrypted, with the certificate of this host.
+    fn security(&self, stillframe: &Stillframe) -> Result<[String; 2]> {
+        let path = |name: &str| self.folder.join(name).display().to_string();
+        let (authority, host) = (path("authority"), path("certs"));
+        if !Path::new(&host).exists() {
+            stillframe.ok(&["certs", "authority", &authority])?;
+            let line = ["certs", "host", "127.0.0.1", "--authority", &authority];
+            stillframe.ok(&[&line[..], &["--output", &host]].concat())?;
+        }
+        Ok(["--certs".to_owned(), host])
     }
 
     /// Transfers the VM.

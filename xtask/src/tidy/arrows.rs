@@ -22,7 +22,10 @@ const RULES: &[(&str, &[&str])] = &[
             "stillframe-repo",
         ],
     ),
-    ("stillframe", &["stillframe-engine", "stillframe-repo"]),
+    (
+        "stillframe",
+        &["stillframe-engine", "stillframe-link", "stillframe-repo"],
+    ),
     // End-to-end tests use only the command line.
     ("stillframe-harness", &[]),
     ("stillframe-stress", &["stillframe-harness"]),

@@ -19,7 +19,7 @@
 use std::io::{Read, Write};
 
 use serde::{Deserialize, Serialize};
-use stillframe_link::Frame;
+use stillframe_link::{Frame, Versions};
 use stillframe_page::hash::ContentId;
 use stillframe_qemu::record::VmRecord;
 
@@ -27,8 +27,8 @@ use super::framing::{Connection, Kind};
 use super::{ConnectionError, malformed};
 use crate::memory::BlockShape;
 
-/// Version of the messages.
-pub const VERSION: u32 = 1;
+/// The versions of the messages that this program speaks.
+pub const VERSIONS: Versions = 1..=1;
 /// Ids of one frame.
 pub const IDS_MAX: usize = 16 << 10;
 /// Ranges of one [`Control::Content`].
@@ -50,8 +50,6 @@ pub enum Mode {
 pub enum Control {
     /// The sender begins.
     Hello {
-        /// [`VERSION`].
-        version: u32,
         /// What happens to the VM at the sender.
         mode: Mode,
         /// The VM.

@@ -1,4 +1,4 @@
-//! The verb *transfer*: a VM into a new QEMU that another process of this host starts, over a connection.
+//! The verb *transfer*: a VM into a new QEMU that another process starts, over a connection.
 //!
 //! ```text
 //!   copy:       guest runs ── stream pages ── capture (pause) ── send the rest ── both run
@@ -6,23 +6,33 @@
 //! ```
 //!
 //! This is the second user of page sink and page source, and the user of [`PausedVm::hand_over`]. Migration will be
-//! made of it. The stress runs use it to show that both seams are exact. It moves no disks, does not authenticate
-//! the peer, and is not part of the documented command line.
+//! made of it. The stress runs use it to show that both seams are exact. It moves no disks, and is not part of the
+//! documented command line.
 //!
 //! [`PausedVm::hand_over`]: crate::capture::paused_vm::PausedVm::hand_over
 
 mod receiver;
 mod sender;
-mod socket;
+
+use std::time::Duration;
 
 use serde::Serialize;
+use stillframe_link::{Link, Stream};
 
 use crate::verify::VerifyReport;
 
-pub use crate::connection::message::Mode;
+use crate::connection::Connection;
+pub use crate::connection::message::{Mode, VERSIONS};
 pub use receiver::{ReceiveError, ReceiveOptions, receive};
 pub use sender::{SendError, SendOptions};
-pub use socket::{SocketError, accept, connect};
+
+/// How long the other side may be silent, or take nothing: it starts QEMU, reads or compares all of memory meanwhile.
+pub const SILENCE_MAX: Duration = Duration::from_secs(120);
+
+/// The connection over a new link.
+pub fn connection(link: Link) -> Connection<Stream> {
+    Connection::new(link.stream)
+}
 
 /// The report of the sender.
 #[derive(Debug, Clone, Serialize)]

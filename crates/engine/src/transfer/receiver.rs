@@ -13,7 +13,7 @@ use thiserror::Error;
 
 use super::{Mode, ReceiveReport};
 use crate::ProgressSink;
-use crate::connection::message::{Control, Message, VERSION};
+use crate::connection::message::{Control, Message};
 use crate::connection::{Connection, ConnectionError};
 use crate::guardian::{Guardian, GuardianError, OnDisconnect};
 use crate::memory::BlockShape;
@@ -41,12 +41,6 @@ pub enum ReceiveError {
     /// The connection failed.
     #[error(transparent)]
     Connection(#[from] ConnectionError),
-    /// The sender is another version.
-    #[error("the sender speaks version {found} of the transfer, this program version {VERSION}")]
-    Version {
-        /// Its version.
-        found: u32,
-    },
     /// QEMU could not be started or did not take the device state.
     #[error(transparent)]
     Launch(#[from] LaunchError),
@@ -161,19 +155,11 @@ fn report(mode: Mode, started: Started, rest: Rest, pages: u64, plan: LaunchPlan
 
 fn greeting<S: Read>(connection: &mut Connection<S>) -> Result<Greeting, ReceiveError> {
     match connection.receive_message()? {
-        Message::Control(Control::Hello {
-            version: VERSION,
-            mode,
-            vm,
-            blocks,
-        }) => Ok(Greeting {
+        Message::Control(Control::Hello { mode, vm, blocks }) => Ok(Greeting {
             mode,
             vm: *vm,
             blocks,
         }),
-        Message::Control(Control::Hello { version, .. }) => {
-            Err(ReceiveError::Version { found: version })
-        }
         other => Err(other.unexpected().into()),
     }
 }

@@ -20,7 +20,7 @@ use crate::capture::paused_vm::{HandedOver, PausedError, PausedVm};
 use crate::checkpoint::{Captured, CheckpointError, CheckpointOptions};
 use crate::connection::batch::{BatchWriter, PAGES_MAX};
 use crate::connection::framing::Kind;
-use crate::connection::message::{Control, Message, RANGES_MAX, VERSION};
+use crate::connection::message::{Control, Message, RANGES_MAX};
 use crate::connection::{Connection, ConnectionError};
 use crate::encoding::delta_cache::DeltaCache;
 use crate::encoding::page_encoder::PageEncoder;
@@ -159,7 +159,6 @@ impl Vm {
         vm: VmRecord,
     ) -> Result<(), ConnectionError> {
         connection.send_control(&Control::Hello {
-            version: VERSION,
             mode,
             vm: Box::new(vm),
             blocks: self.tracker.shape(),

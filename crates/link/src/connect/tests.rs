@@ -45,6 +45,12 @@ impl Certificates {
     }
 }
 
+/// What becomes of the next host.
+fn accept(listener: &Listener) -> Result<Link, ConnectError> {
+    let (socket, address) = listener.socket.accept().unwrap();
+    listener.let_in(socket, address)
+}
+
 fn listener(security: Security, allowed: &[&str]) -> (Listener, Address) {
     let allowed = allowed.iter().map(|&name| name.to_owned()).collect();
     let at = "127.0.0.1:0".parse().unwrap();
@@ -58,7 +64,7 @@ type Both = (Result<Link, ConnectError>, Result<Link, ConnectError>);
 /// What the connecting and the listening side get.
 fn both(client: &Security, versions: &Versions, server: Security, allowed: &[&str]) -> Both {
     let (listener, at) = listener(server, allowed);
-    let accepting = thread::spawn(move || listener.accept());
+    let accepting = thread::spawn(move || accept(&listener));
     let connected = connect(&at, client, versions, SILENCE_MAX);
     (connected, accepting.join().unwrap())
 }
@@ -175,7 +181,7 @@ fn the_listener_outlives_noise_and_ends() {
             let mut socket = TcpStream::connect(address).unwrap();
             socket.write_all(bytes).unwrap();
             // Held open, so that the end of the stream is no help.
-            let error = listener.accept().unwrap_err();
+            let error = accept(&listener).unwrap_err();
             drop(socket);
             error
         };
@@ -189,11 +195,15 @@ fn the_listener_outlives_noise_and_ends() {
         }
         let address = listener.local_address().unwrap();
         drop(TcpStream::connect(address).unwrap());
-        let error = listener.accept().unwrap_err();
+        let error = accept(&listener).unwrap_err();
         assert!(matches!(error, ConnectError::Closed { .. }), "{error}");
-        let accepting = thread::spawn(move || listener.accept());
+        let accepting = thread::spawn(move || {
+            let mut refused = 0;
+            listener.wait(|_| refused += 1).map(|_| refused)
+        });
+        drop(TcpStream::connect(address).unwrap());
         connect(&at, &security, &VERSIONS, SILENCE_MAX).unwrap();
-        accepting.join().unwrap().unwrap();
+        assert_eq!(accepting.join().unwrap().unwrap(), 1);
     }
 }
 

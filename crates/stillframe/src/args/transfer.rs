@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use stillframe_link::Address;
 
 use super::{LaunchArgs, VmSelector};
 use crate::{durations, sizes};
@@ -26,15 +27,30 @@ pub enum TransferSide {
     Receive(ReceiveArgs),
 }
 
+/// How a connection between two hosts is protected; exactly one of these.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct SecurityArgs {
+    /// Directory with this host's certificate and key, as `stillframe certs host` makes it
+    #[arg(long, value_name = "DIR")]
+    pub certs: Option<PathBuf>,
+    /// Neither encrypt nor authenticate; the other side has to say the same
+    #[arg(long)]
+    pub plain_text: bool,
+}
+
 /// `transfer send`
 #[derive(Debug, Args)]
 pub struct SendArgs {
     /// The running VM.
     #[command(flatten)]
     pub vm: VmSelector,
-    /// The receiver's unix socket
-    #[arg(long, value_name = "PATH")]
-    pub to: PathBuf,
+    /// Address of the receiver
+    #[arg(long, value_name = "HOST[:PORT]")]
+    pub to: Address,
+    /// How the connection is protected.
+    #[command(flatten)]
+    pub security: SecurityArgs,
     /// Stop the VM first, and end it when it runs at the receiver [default: both run]
     #[arg(long)]
     pub hand_over: bool,
@@ -58,9 +74,15 @@ pub struct SendArgs {
 /// `transfer receive`
 #[derive(Debug, Args)]
 pub struct ReceiveArgs {
-    /// Unix socket to create, on which the sender connects
-    #[arg(long, value_name = "PATH")]
-    pub from: PathBuf,
+    /// Address to listen at; port 0 is a free one
+    #[arg(long, value_name = "ADDR[:PORT]")]
+    pub listen: Address,
+    /// How the connection is protected.
+    #[command(flatten)]
+    pub security: SecurityArgs,
+    /// Let only a host in whose certificate has this name (repeatable)
+    #[arg(long, value_name = "NAME", conflicts_with = "plain_text")]
+    pub allow: Vec<String>,
     /// Unix socket for the new QEMU's QMP monitor
     #[arg(long, value_name = "PATH")]
     pub qmp: PathBuf,

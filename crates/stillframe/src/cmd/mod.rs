@@ -1,6 +1,7 @@
 //! The subcommands, one file each, and helpers that several of them use.
 
 mod capture;
+mod certs;
 mod check;
 mod checkpoint;
 mod clone;
@@ -117,6 +118,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::Completions(args) => Ok(generate::completions(args)?),
         Command::Man(args) => generate::man(&context, args),
         Command::Transfer(args) => transfer::run(&context, args),
+        Command::Certs(args) => certs::run(&context, args),
     }?;
     Ok(Exit::Done)
 }

@@ -1,13 +1,16 @@
 //! `transfer`: sends a running VM to another process, which starts it in a new QEMU.
 
+use serde_json::json;
 use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind};
 use stillframe_engine::transfer::{
-    self, Mode, ReceiveOptions, ReceiveReport, SendOptions, SendReport, accept, connect,
+    self, Mode, ReceiveOptions, ReceiveReport, SILENCE_MAX, SendOptions, SendReport, VERSIONS,
 };
+use stillframe_link::{ConnectError, Identity, Link, Listener, Security, connect};
 
 use super::{Context, capture, launch, state_words};
-use crate::args::{ReceiveArgs, SendArgs, TransferArgs, TransferSide};
+use crate::args::{ReceiveArgs, SecurityArgs, SendArgs, TransferArgs, TransferSide};
 use crate::durations;
+use crate::output;
 use crate::progress::Meter;
 use crate::table::{self, printable};
 
@@ -21,7 +24,9 @@ pub fn run(context: &Context, args: &TransferArgs) -> anyhow::Result<()> {
 
 fn send(context: &Context, args: &SendArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
-    let mut connection = connect(&args.to)?;
+    let security = security(&args.security)?;
+    let link = connect(&args.to, &security, &VERSIONS, SILENCE_MAX)?;
+    let mut connection = transfer::connection(link);
     let always = ScheduleChoice::Always(ScheduleKind::PreCopy);
     let mut vm = capture::attach(context, &selector, always)?;
     let options = SendOptions {
@@ -62,7 +67,7 @@ fn receive(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         launch: launch::options(&args.launch, &args.qmp, args.serial.as_deref())?,
         paused: args.paused,
     };
-    let mut connection = accept(&args.from)?;
+    let mut connection = transfer::connection(await_sender(context, args)?);
     let mut meter = Meter::new(context.console);
     let report = transfer::receive(&mut connection, &options, &mut |progress| {
         meter.show(progress.into());
@@ -71,6 +76,35 @@ fn receive(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         .console
         .result(&report, || received_words(&report))?;
     Ok(())
+}
+
+/// Listens until one host is let in. Those that are not are reported.
+fn await_sender(context: &Context, args: &ReceiveArgs) -> anyhow::Result<Link> {
+    let listener = Listener::bind(
+        &args.listen,
+        security(&args.security)?,
+        VERSIONS,
+        args.allow.clone(),
+        SILENCE_MAX,
+    )?;
+    let address = listener.local_address()?;
+    let console = context.console;
+    console.result(&json!({ "listening": address }), || {
+        format!("listening at {address}")
+    })?;
+    let refused = |error: ConnectError| {
+        let error: &(dyn std::error::Error + 'static) = &error;
+        let chain = std::iter::successors(Some(error), |error| error.source());
+        console.warn(&printable(&output::chain(chain)));
+    };
+    Ok(listener.wait(refused)?)
+}
+
+fn security(args: &SecurityArgs) -> anyhow::Result<Security> {
+    Ok(match &args.certs {
+        Some(folder) => Security::Tls(Identity::load(folder)?),
+        None => Security::PlainText,
+    })
 }
 
 fn received_words(report: &ReceiveReport) -> String {
