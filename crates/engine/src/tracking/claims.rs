@@ -128,6 +128,12 @@ impl<C: Cell> Claims<C> {
         }
     }
 
+    /// Whether a writer waits until the page is saved.
+    #[cfg(test)]
+    pub fn is_wanted(&self, page: u64) -> bool {
+        matches!(self.cells[page as usize].load(), ARMED_WANTED | BUSY_WANTED)
+    }
+
     /// Whether a page that no thread waits for may be unprotected along with a neighbour, as [`Claims::fault`]
     /// says; [`OnFault::Leave`] when it is being saved.
     pub fn neighbour(&self, page: u64, room: bool) -> OnFault {

@@ -1,9 +1,10 @@
 //! The fault handler of write faults: the first write to a protected page waits for it (synchronous tracking), so
 //! that copy-on-write can save a page before it changes.
 //!
-//! The handler's thread does nothing else. While the guest runs it waits for no other thread: not for the copier,
-//! not for memory. It saves pages into buffers made beforehand. When they are used up, a page is left to the
-//! copier, and its writer waits for that.
+//! The handler's thread does nothing else. While the guest runs it waits for no other thread. It saves pages into
+//! buffers made beforehand. When they are used up, a page is left to the copier if that is at work, and its writer
+//! waits for it. If it is not, the writer must not wait: the copier begins when QEMU has answered, and QEMU's main
+//! thread may be such a writer. The page is saved into a new buffer then, and past a limit it is not saved.
 //!
 //! A first write costs a message to this thread and back. Writers mostly continue with the next page. So the pages
 //! behind a faulting page are unprotected with it, more of them each time that this prediction holds.
@@ -15,7 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use stillframe_fault::{self as fault, Point};
 use stillframe_page::{PAGE, PAGE_BYTES};
@@ -32,6 +33,8 @@ use crate::tracking::protection::still_protected;
 
 /// Pages that can be saved on a fault before the copier has to take them over: 16 MiB.
 const SAVED_MAX: usize = 4096;
+/// Pages beyond these that can be saved before the copier begins: 48 MiB.
+const EXTRA_MAX: u64 = 12288;
 /// Upper bound on the pages unprotected at one fault.
 const AHEAD_MAX: u64 = 64;
 /// Faults handled before the thread checks for other work.
@@ -69,12 +72,21 @@ struct Shared {
     /// How far the copier is; odd while vCPUs may wait for it.
     copier_at: AtomicU64,
     failed: AtomicBool,
+    /// Pages of this capture that were saved into new buffers.
+    extra: AtomicU64,
     /// The thread has ended by itself: pages change unsaved from then on.
     ended: AtomicBool,
     stop: AtomicBool,
     /// The pause lock, held while a fault is handled, from the check of the page's state until the page is
     /// unprotected; see [`FaultHandler::pause_lock`].
     pause_lock: Arc<Mutex<()>>,
+}
+
+impl Shared {
+    /// Whether a [`CopierAtWork`] lives.
+    fn copier_is_at_work(&self) -> bool {
+        !self.copier_at.load(Ordering::Acquire).is_multiple_of(2)
+    }
 }
 
 /// While this lives, vCPUs may wait for the copier: see [`FaultHandler::copier_at_work`].
@@ -124,11 +136,12 @@ impl FaultHandler {
             faults: AtomicU64::new(0),
             copier_at: AtomicU64::new(0),
             failed: AtomicBool::new(false),
+            extra: AtomicU64::new(0),
             ended: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             pause_lock: Arc::default(),
         });
-        let (to_copier, saved) = bounded(SAVED_MAX);
+        let (to_copier, saved) = unbounded();
         let (empty, buffers) = bounded(SAVED_MAX);
         for _ in 0..SAVED_MAX {
             // Ones, because zeroed memory would come untouched from the allocator.
@@ -186,7 +199,7 @@ impl FaultHandler {
 
     /// The buffer may be used again.
     pub fn recycle(&self, bytes: Box<[u8; PAGE]>) {
-        // The channel has room for every buffer.
+        // The channel has room for those made beforehand; the others are freed.
         let _ = self.empty.try_send(bytes);
     }
 
@@ -202,9 +215,10 @@ impl FaultHandler {
         self.shared.faults.swap(0, Ordering::Relaxed)
     }
 
-    /// Forgets pages that could not be saved up to now.
-    pub fn forget_failure(&self) {
+    /// A new capture begins: forgets pages that could not be saved up to now. All saved pages were taken.
+    pub fn begin(&self) {
         self.shared.failed.store(false, Ordering::Release);
+        self.shared.extra.store(0, Ordering::Release);
     }
 
     /// Whether faults are still handled.
@@ -338,7 +352,10 @@ impl Server {
         while next < end {
             let room = !self.buffers.is_empty();
             let what = match next == first {
-                true => served.claims.fault(next, room),
+                // Left to the copier only if it is at work.
+                true => served
+                    .claims
+                    .fault(next, room || !shared.copier_is_at_work()),
                 false => served.claims.neighbour(next, room),
             };
             match what {
@@ -362,7 +379,7 @@ impl Server {
     /// Saves a page that was claimed. If that fails, its writer continues all the same. A page that is not
     /// known to have been protected is checked: [`still_protected`] has the reasons.
     fn save(&self, number: usize, served: &Served, page: u64, protected: bool) {
-        let saved = self.buffers.try_recv().ok().is_some_and(|mut bytes| {
+        let saved = self.buffer().is_some_and(|mut bytes| {
             let wanted = page..page + 1;
             let from = std::slice::from_ref(&wanted);
             let read = served
@@ -376,13 +393,21 @@ impl Server {
                 page,
                 bytes,
             };
-            read.is_ok() && unchanged && self.saved.try_send(saved).is_ok()
+            read.is_ok() && unchanged && self.saved.send(saved).is_ok()
         });
         if !saved {
             self.shared.failed.store(true, Ordering::Release);
         }
         // The caller unprotects it, whether or not another thread waits for it too.
         served.claims.done(page);
+    }
+
+    fn buffer(&self) -> Option<Box<[u8; PAGE]>> {
+        let new = || {
+            let extra = self.shared.extra.fetch_add(1, Ordering::AcqRel);
+            (extra < EXTRA_MAX).then(|| Box::new([0; PAGE]))
+        };
+        self.buffers.try_recv().ok().or_else(new)
     }
 
     /// Unprotects the page at the start of the range, which a thread waits for, and its neighbours if it can.
@@ -426,59 +451,4 @@ impl Drop for Release<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::fs::File;
-    use std::io::{Read, Write};
-
-    use stillframe_qemu::monitor::RamBlock;
-    use stillframe_sys::process::Process;
-
-    use super::*;
-    use crate::guardian::LET_GO;
-
-    /// A block of this process' own memory, in which nothing is registered.
-    fn block(memory: &[u8]) -> Arc<Block> {
-        let process = Process::open(std::process::id() as i32).unwrap();
-        let ram = RamBlock {
-            name: "ram".to_owned(),
-            page_bytes: PAGE_BYTES,
-            offset: 0,
-            used_bytes: PAGE_BYTES,
-            total_bytes: PAGE_BYTES,
-            address: (memory.as_ptr() as u64).next_multiple_of(PAGE_BYTES),
-        };
-        let mappings = process.mappings().unwrap();
-        Arc::new(Block::open(&process, &mappings, &ram, false).unwrap())
-    }
-
-    /// A handler that reads something other than a fault ends. Only when everything is unregistered it reports
-    /// that no thread waits any more; in any case the capture is worthless.
-    #[test]
-    fn a_handler_that_fails_lets_go_or_falls_silent() {
-        let memory = vec![1; 2 * PAGE];
-        // A pipe cannot unregister a block's range.
-        for (blocks, lets_go) in [(vec![], true), (vec![block(&memory)], false)] {
-            let (events, mut garbage) = io::pipe().unwrap();
-            rustix::io::ioctl_fionbio(&events, true).unwrap();
-            let (theirs, heartbeat) = Heartbeat::pipe().unwrap();
-            let uffd = Arc::new(Uffd::adopt(events.into()));
-            let own = Process::open(std::process::id() as i32).unwrap();
-            let pagemap = Arc::new(Pagemap::open(&own).unwrap());
-            let server = FaultHandler::start(uffd, pagemap, blocks.into_iter(), heartbeat).unwrap();
-            assert!(server.take_failure().is_ok());
-            garbage.write_all(&[7; 31]).unwrap();
-            let mut said = Vec::new();
-            rustix::io::ioctl_fionbio(&theirs, false).unwrap();
-            // Up to the end of the thread.
-            File::from(theirs).read_to_end(&mut said).unwrap();
-            assert_eq!(said.contains(&LET_GO), lets_go, "{said:?}");
-            for _ in 0..2 {
-                let failure = server.take_failure();
-                assert!(
-                    matches!(failure, Err(TrackerError::HandlerEnded)),
-                    "{failure:?}"
-                );
-            }
-        }
-    }
-}
+mod tests;

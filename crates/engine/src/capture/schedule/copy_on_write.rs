@@ -72,7 +72,7 @@ impl Schedule for CopyOnWrite {
         record.scan = us(begin);
         let begin = Instant::now();
         let server = tracker.fault_handler()?;
-        server.forget_failure();
+        server.begin();
         for (block, ranges) in armed.iter().enumerate() {
             let claims = server.claims(block);
             for page in ranges.iter().cloned().flatten() {
