@@ -27,8 +27,10 @@ const RAM_MIB: u32 = 256;
 const TURN: u64 = 50;
 /// How fast the disk is.
 const MIB_PER_SECOND: u64 = 40;
-/// At most one reset in this time: the guest is to work most of it.
-const RESET_EVERY: Duration = Duration::from_secs(30);
+/// A boot writes much at once, also by QEMU itself; between two boots the guest works.
+const RESET_EVERY: Duration = Duration::from_secs(8);
+/// Lines of the guest's console in the report of its end.
+const LAST_LINES: usize = 80;
 /// The output of a watch where a checkpoint was not taken.
 const REFUSED: &str = "no checkpoint this time";
 /// Upper bound on the engine's memory: its options of [`turn`], and the additions that SPECIFICATION grants.
@@ -66,6 +68,11 @@ fn torment(
     let mut next_reset = Instant::now() + RESET_EVERY;
     while !stop.load(Ordering::Relaxed) {
         thread::sleep(Duration::from_millis(50 + random.below(400)));
+        if Instant::now() > next_reset {
+            monitor.execute("system_reset", json!({}))?;
+            done.resets.fetch_add(1, Ordering::Relaxed);
+            next_reset = Instant::now() + RESET_EVERY;
+        }
         match random.below(8) {
             0 | 1 => {
                 let mib = u64::from(RAM_MIB) - random.below(80);
@@ -112,11 +119,6 @@ fn torment(
                 fs::write(MERGING, if random.below(3) == 0 { "1" } else { "0" })?;
             }
             6 => fs::write("/proc/sys/vm/compact_memory", "1")?,
-            _ if Instant::now() > next_reset => {
-                monitor.execute("system_reset", json!({}))?;
-                done.resets.fetch_add(1, Ordering::Relaxed);
-                next_reset = Instant::now() + RESET_EVERY;
-            }
             _ => {}
         }
     }
@@ -308,8 +310,14 @@ fn one_guest(
             Ok(tormented) => came_to.and(tormented),
             Err(_) => bail!("the torment panicked"),
         }
-    })?;
-    guest.serial.ticks().map(drop)
+    })
+    .and_then(|()| guest.serial.ticks().map(drop))
+    .inspect_err(|_| {
+        let text = guest.serial.text();
+        let lines: Vec<&str> = text.lines().collect();
+        let last = &lines[lines.len().saturating_sub(LAST_LINES)..];
+        eprintln!("the guest's console, at its end:\n{}", last.join("\n"));
+    })
 }
 
 fn checkpoints(
