@@ -1,6 +1,7 @@
-//! Fuzz target: the frames and messages of a transfer.
+//! Fuzz target: what comes over a connection: preface, frames and messages.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    stillframe_link::fuzzing::preface(bytes);
     stillframe_engine::connection::fuzzing::messages(bytes);
 });

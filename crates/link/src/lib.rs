@@ -12,6 +12,9 @@ pub mod address;
 pub mod authority;
 mod connect;
 mod frame;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod identity;
 mod preface;
 mod stream;
