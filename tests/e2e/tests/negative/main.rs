@@ -8,6 +8,7 @@ mod disks;
 mod hangs;
 mod host;
 mod liars;
+mod links;
 mod locks;
 mod others;
 mod owner;
