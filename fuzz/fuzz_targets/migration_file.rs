@@ -3,8 +3,8 @@
 
 use std::io::Cursor;
 
-use stillframe_qemu::device_state;
 use stillframe_page::PAGE;
+use stillframe_qemu::device_state;
 use stillframe_qemu::migration_file::MigrationFile;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -5,14 +5,7 @@ use stillframe_qemu::arguments::{Backend, BackendWord, CommandLine, Properties};
 use stillframe_qemu::launch::fuzzing::rewritten;
 
 const MONITORS: &[&str] = &["mon", "monitor", "qmp", "qmp-pretty"];
-const NEVER: &[&str] = &[
-    "daemonize",
-    "gdb",
-    "loadvm",
-    "nographic",
-    "s",
-    "add-fd",
-];
+const NEVER: &[&str] = &["daemonize", "gdb", "loadvm", "nographic", "s", "add-fd"];
 const OVERWRITES: &[&str] = &["file", "pipe", "stdio"];
 const DESCRIPTORS: &[&str] = &["fd", "fds", "vhostfd", "vhostfds"];
 
@@ -39,7 +32,10 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     }
     // Kept where it is this VM's and no living process is named in it.
     let pid_files = line.values("pidfile").count();
-    assert!(pid_files <= usize::from(way & 3 == 0), "{pid_files} pid files");
+    assert!(
+        pid_files <= usize::from(way & 3 == 0),
+        "{pid_files} pid files"
+    );
     for value in line.values("chardev") {
         let backend = Backend::from_chardev(value);
         assert!(!OVERWRITES.contains(&backend.kind()), "{value}");
