@@ -1,7 +1,7 @@
 //! Both ends of a new connection: TCP, TLS, preface. All of it has one deadline.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -15,10 +15,6 @@ use crate::stream::{Stream, UntilDeadline};
 
 /// Time for everything until both sides agree.
 const LIMIT: Duration = Duration::from_secs(10);
-/// Time for a peer that is refused to read why.
-const PARTING_LIMIT: Duration = Duration::from_secs(1);
-/// Upper bound on the bytes of a refused peer that are read.
-const PARTING_BYTES_MAX: u64 = 64 << 10;
 /// The first byte of a TLS handshake (RFC 8446, section 5.1).
 const TLS_HANDSHAKE: u8 = 22;
 
@@ -176,8 +172,7 @@ pub fn connect(
     let socket = reach(to, deadline)?;
     let failed = |error| failed(&to.to_string(), error);
     let address = socket.peer_addr().map_err(failed)?;
-    let asked = ask_to_come_in(&socket, deadline, to, security, versions);
-    let (tls, version) = asked.inspect_err(|_| part_from(&socket))?;
+    let (tls, version) = ask_to_come_in(&socket, deadline, to, security, versions)?;
     settle(&socket, silence_max).map_err(failed)?;
     let certificates = tls.as_ref().and_then(|tls| tls.peer_certificates());
     let names = names_of(certificates);
@@ -331,20 +326,15 @@ impl Listener {
     }
 
     fn let_in(&self, socket: TcpStream, address: SocketAddr) -> Result<Link, ConnectError> {
-        match self.establish(&socket, address) {
-            Ok((tls, version, names)) => Ok(Link {
-                stream: match tls {
-                    Some(tls) => Stream::Server(Box::new(StreamOwned::new(tls, socket))),
-                    None => Stream::Plain(socket),
-                },
-                version,
-                peer: Peer { address, names },
-            }),
-            Err(error) => {
-                part_from(&socket);
-                Err(error)
-            }
-        }
+        let (tls, version, names) = self.establish(&socket, address)?;
+        Ok(Link {
+            stream: match tls {
+                Some(tls) => Stream::Server(Box::new(StreamOwned::new(tls, socket))),
+                None => Stream::Plain(socket),
+            },
+            version,
+            peer: Peer { address, names },
+        })
     }
 
     fn establish(
@@ -437,17 +427,6 @@ fn starts_with_tls(timed: &UntilDeadline<'_>) -> io::Result<bool> {
         0 => Err(ErrorKind::UnexpectedEof.into()),
         _ => Ok(first[0] == TLS_HANDSHAKE),
     }
-}
-
-/// Closes the connection to a refused peer, so that it can read why: the kernel resets a connection that is closed with
-/// unread bytes, and the peer then loses what it has not read.
-fn part_from(socket: &TcpStream) {
-    let _ = socket.shutdown(Shutdown::Write);
-    let timed = UntilDeadline {
-        socket,
-        deadline: Instant::now() + PARTING_LIMIT,
-    };
-    let _ = io::copy(&mut timed.take(PARTING_BYTES_MAX), &mut io::sink());
 }
 
 /// From here on each read and write has a limit of its own.
