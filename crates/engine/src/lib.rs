@@ -22,6 +22,7 @@ mod guest_clock;
 pub mod import;
 pub mod inhibitor;
 pub mod memory;
+pub mod migration;
 pub mod pipeline;
 pub mod placement;
 pub mod populate;

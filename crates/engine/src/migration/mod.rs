@@ -1,0 +1,2 @@
+//! The verb *migrate*.
+pub mod handover;
