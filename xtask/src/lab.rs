@@ -25,9 +25,9 @@ pub enum Bench {
     /// 5000 checkpoints of a guest with merged, swapped, discarded and DMA-written memory, and with hotplug
     /// (about an hour)
     Torture,
-    /// VMs copied and handed over to another process, every page compared; then 60 kills of one side
+    /// VMs migrated to another process, every page compared; then faults, kills and cuts at the hand-over
     /// (about 10 minutes)
-    Transfer,
+    Migrate,
     /// 1000 bit flips and truncations of a repository (about 5 minutes)
     Flips,
     /// 200 plugs and unplugs during a watch, with a restore of every checkpoint (about 10 minutes)
@@ -108,7 +108,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         Bench::Exactness
         | Bench::Kill
         | Bench::Torture
-        | Bench::Transfer
+        | Bench::Migrate
         | Bench::Flips
         | Bench::Hotplug
         | Bench::Others

@@ -272,11 +272,7 @@ impl Vm {
     /// Whether the tracked RAM blocks are still the VM's: a hot-plug changes them, and a reset may
     /// resize the small ones.
     pub(crate) fn tracks(&self, ram: &[RamBlock]) -> bool {
-        self.tracker
-            .blocks()
-            .iter()
-            .map(|tracked| &tracked.ram)
-            .eq(ram)
+        self.tracker.tracks(ram)
     }
 
     /// Ends tracking; QEMU is left as it was found.

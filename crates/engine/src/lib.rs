@@ -36,7 +36,6 @@ pub mod statistics;
 mod streaming;
 pub mod template;
 pub mod tracking;
-pub mod transfer;
 pub mod verify;
 
 /// Types of lower crates that the verbs take and give, so that a user of the engine needs only `repo` besides.

@@ -4,8 +4,9 @@
 use std::ops::Range;
 
 use stillframe_page::{PAGE, PAGE_BYTES};
-use stillframe_qemu::monitor::MonitorError;
+use stillframe_qemu::monitor::{Monitor, MonitorError};
 use stillframe_sys::affinity::AffinityGuard;
+use stillframe_sys::process::Process;
 use thiserror::Error;
 
 use crate::attach::Vm;
@@ -16,7 +17,7 @@ use crate::memory::ranges::subtract_all;
 use crate::placement;
 use crate::sink::page_stream::BATCH_PAGES;
 use crate::tracking::error::TrackerError;
-use crate::tracking::tracker::Collected;
+use crate::tracking::tracker::{Collected, Tracker};
 use crate::{Progress, ProgressSink};
 
 /// The pages of an iteration.
@@ -49,28 +50,74 @@ pub(crate) enum StreamingError<E> {
 pub(crate) type TakeBatch<'t, E> =
     &'t mut dyn FnMut(Iteration, usize, &[Page<'_>]) -> Result<(), E>;
 
+/// What was streamed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Streamed {
+    /// Pages, each counted as often as it was streamed.
+    pub pages: u64,
+    /// Iterations.
+    pub iterations: u32,
+}
+
+/// The parts of a VM that its pages are streamed from.
+pub(crate) struct Streaming<'v> {
+    pub tracker: &'v mut Tracker,
+    pub monitor: &'v mut Monitor,
+    pub process: &'v Process,
+}
+
 impl Vm {
-    /// Streams iterations, beginning with `first`, until they have converged. Returns how many pages that were, each
-    /// counted as often as it was streamed. The next capture finds the remaining pages.
+    /// Streams iterations, beginning with `first`, until they have converged. The next capture finds the remaining
+    /// pages.
     pub(crate) fn stream<E>(
         &mut self,
         first: Iteration,
         convergence: Convergence,
         take: TakeBatch<'_, E>,
         progress: ProgressSink<'_>,
-    ) -> Result<u64, StreamingError<E>> {
-        let mut wanted = self.wanted(first)?;
-        let mut streamed = self.iterate(first, &wanted, take, progress)?;
+    ) -> Result<Streamed, StreamingError<E>> {
+        let mut streaming = Streaming {
+            tracker: &mut self.tracker,
+            monitor: &mut self.monitor,
+            process: &self.target.process,
+        };
+        let mut wanted = streaming.wanted(first)?;
+        let mut streamed = Streamed {
+            pages: streaming.iterate(first, &wanted, Guest::Running, take, progress)?,
+            iterations: 1,
+        };
         // The pages written during an iteration may be too many again; as long as they get fewer, iterate.
         for done in 0.. {
             let before = wanted.pages();
-            wanted = self.wanted(Iteration::Written)?;
+            wanted = streaming.wanted(Iteration::Written)?;
             if !convergence.iterates(wanted.pages(), before, done) {
                 break;
             }
-            streamed += self.iterate(Iteration::Written, &wanted, take, progress)?;
+            let written = Iteration::Written;
+            streamed.pages +=
+                streaming.iterate(written, &wanted, Guest::Running, take, progress)?;
+            streamed.iterations += 1;
         }
         Ok(streamed)
+    }
+}
+
+impl Streaming<'_> {
+    /// Streams the remaining pages of a VM that is stopped. Returns how many pages that were.
+    pub fn rest<E>(
+        &mut self,
+        take: TakeBatch<'_, E>,
+        progress: ProgressSink<'_>,
+    ) -> Result<u64, StreamingError<E>> {
+        let found = self.tracker.collect_stopped()?;
+        let wanted = self.pending(found);
+        self.iterate(Iteration::Written, &wanted, Guest::Stopped, take, progress)
+    }
+
+    /// All that is pending, by the last scan.
+    fn pending(&self, mut found: Collected) -> Collected {
+        found.written = subtract_all(&self.tracker.pending(), &found.discarded);
+        found
     }
 
     /// The pages of an iteration. The next scan finds the writes from here on.
@@ -79,16 +126,15 @@ impl Vm {
             Iteration::Bulk => {
                 // The bulk phase reads pages that were written before it.
                 self.tracker.drop_pending();
-                let wanted = self.tracker.populated()?.drained(&mut self.monitor)?;
+                let wanted = self.tracker.populated()?.drained(self.monitor)?;
                 // A page that is discarded before the pause has been streamed with its content.
                 self.tracker.expect_content(&wanted.written);
                 wanted
             }
             Iteration::Written => {
                 let found = self.tracker.collect_running()?;
-                let mut wanted = found.drained(&mut self.monitor)?;
-                wanted.written = subtract_all(&self.tracker.pending(), &wanted.discarded);
-                wanted
+                let found = found.drained(self.monitor)?;
+                self.pending(found)
             }
         })
     }
@@ -99,10 +145,11 @@ impl Vm {
         &mut self,
         iteration: Iteration,
         wanted: &Collected,
+        guest: Guest,
         take: TakeBatch<'_, E>,
         progress: ProgressSink<'_>,
     ) -> Result<u64, StreamingError<E>> {
-        let _placement = AffinityGuard::to(&placement::processors(&self.target.process));
+        let _placement = AffinityGuard::to(&placement::processors(self.process));
         if iteration == Iteration::Written {
             self.tracker.streamed(wanted);
         }
@@ -122,7 +169,7 @@ impl Vm {
                     true => bytes.fill(0),
                     false => {
                         let into = &mut split(bytes, &batch);
-                        tracked.block.read(Guest::Running, into, &batch)?;
+                        tracked.block.read(guest, into, &batch)?;
                     }
                 }
                 let numbers = batch.iter().flat_map(Clone::clone);

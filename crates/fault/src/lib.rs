@@ -61,6 +61,34 @@ points! {
     RewindLoaded = "rewind.loaded",
     /// Rewind: `cont` is unblocked, and not sent yet.
     RewindBeforeCont = "rewind.before-cont",
+    /// Migration, source: the destination is ready; the guardian is about to give the VM up.
+    CommitGivingUp = "commit.giving-up",
+    /// The same: the VM is given up, and the destination does not know it.
+    CommitGivenUp = "commit.given-up",
+    /// The same: *commit* is sent; no answer has come.
+    CommitSent = "commit.sent",
+    /// The same: the VM runs at the destination; this QEMU is about to end.
+    CommitEnding = "commit.ending",
+    /// The same: this QEMU has ended; the destination does not know it.
+    CommitEnded = "commit.ended",
+    /// The same: the VM is about to be resumed here.
+    CommitResuming = "commit.resuming",
+    /// Migration, destination: all is loaded, and nothing is on record.
+    TakeoverLoaded = "takeover.loaded",
+    /// The same: *ready* is on record, and not sent.
+    TakeoverMarked = "takeover.marked",
+    /// The same: *ready* is sent.
+    TakeoverReady = "takeover.ready",
+    /// The same: *commit* has come.
+    TakeoverReleasing = "takeover.releasing",
+    /// The same: QEMU is not ended with this engine any more; *committed* is not on record.
+    TakeoverReleased = "takeover.released",
+    /// The same: *committed* is on record; `cont` is not sent.
+    TakeoverCommitted = "takeover.committed",
+    /// The same: the VM runs; the source does not know it.
+    TakeoverRunning = "takeover.running",
+    /// The same: *running* is sent; the source has not settled it.
+    TakeoverSaid = "takeover.said",
     /// Clone: the memory template is in its files, which are not recorded and have no name yet.
     TemplateFilled = "template.filled",
     /// Restore or clone: the new QEMU is started; its memory is empty.

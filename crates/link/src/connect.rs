@@ -4,6 +4,8 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{AlertDescription, CertificateError, ClientConnection, ServerConnection, StreamOwned};
 use thiserror::Error;
@@ -312,15 +314,47 @@ impl Listener {
     /// The listening socket fails.
     pub fn wait(&self, mut refused: impl FnMut(ConnectError)) -> Result<Link, ConnectError> {
         loop {
-            let accepted = self.socket.accept();
-            let (socket, address) = accepted.map_err(|source| ConnectError::Io {
-                doing: "accept",
-                peer: "a connection".to_owned(),
-                source,
-            })?;
+            let (socket, address) = self.socket.accept().map_err(not_accepted)?;
             match self.let_in(socket, address) {
                 Ok(link) => return Ok(link),
                 Err(error) => refused(error),
+            }
+        }
+    }
+
+    /// The same for at most `limit`; `None` if no host was let in. One that connects late may take longer.
+    ///
+    /// # Errors
+    /// The listening socket fails.
+    pub fn wait_for(
+        &self,
+        limit: Duration,
+        mut refused: impl FnMut(ConnectError),
+    ) -> Result<Option<Link>, ConnectError> {
+        let deadline = Instant::now() + limit;
+        while self.connects_by(deadline).map_err(not_accepted)? {
+            let (socket, address) = self.socket.accept().map_err(not_accepted)?;
+            match self.let_in(socket, address) {
+                Ok(link) => return Ok(Some(link)),
+                Err(error) => refused(error),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether a host connects before the deadline.
+    fn connects_by(&self, deadline: Instant) -> io::Result<bool> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = Timespec {
+                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            let mut waited = [PollFd::new(&self.socket, PollFlags::IN)];
+            match poll(&mut waited, Some(&timeout)) {
+                Ok(ready) => return Ok(ready > 0),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
             }
         }
     }
@@ -430,6 +464,14 @@ fn starts_with_tls(timed: &UntilDeadline<'_>) -> io::Result<bool> {
 }
 
 /// From here on each read and write has a limit of its own.
+fn not_accepted(source: io::Error) -> ConnectError {
+    ConnectError::Io {
+        doing: "accept",
+        peer: "a connection".to_owned(),
+        source,
+    }
+}
+
 fn settle(socket: &TcpStream, silence_max: Duration) -> io::Result<()> {
     socket.set_read_timeout(Some(silence_max))?;
     socket.set_write_timeout(Some(silence_max))

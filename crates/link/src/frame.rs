@@ -80,6 +80,11 @@ pub struct FrameStream<S, K> {
 }
 
 impl<S, K> FrameStream<S, K> {
+    /// The stream.
+    pub fn stream(&self) -> &S {
+        &self.stream
+    }
+
     /// Frames over a stream on which nothing was sent yet. The stream's timeouts apply.
     pub fn new(stream: S) -> FrameStream<S, K> {
         FrameStream {

@@ -17,6 +17,19 @@ pub enum Stream {
     Server(Box<StreamOwned<ServerConnection, TcpStream>>),
 }
 
+impl Stream {
+    /// Sets the timeout of each later read and write. A socket that has none any more fails the next of them.
+    pub fn limit_silence(&self, silence_max: Duration) {
+        let socket = match self {
+            Stream::Plain(socket) => socket,
+            Stream::Client(stream) => &stream.sock,
+            Stream::Server(stream) => &stream.sock,
+        };
+        let _ = socket.set_read_timeout(Some(silence_max));
+        let _ = socket.set_write_timeout(Some(silence_max));
+    }
+}
+
 impl Read for Stream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {

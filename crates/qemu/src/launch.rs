@@ -45,6 +45,8 @@ pub struct LaunchOptions {
     /// Whether to use the disks although they changed since the record or cannot be compared. A
     /// guest whose disk is not what its memory believes may destroy the disk's content.
     pub disks_as_they_are: bool,
+    /// Whether the VM's disks are in use by the QEMU that hands them over: they need only be there, with their size.
+    pub disks_handed_over: bool,
     /// File that QEMU's own messages are appended to.
     pub log: PathBuf,
     /// Words of the command line to be replaced by others, wherever they stand in an option's value.
@@ -74,6 +76,7 @@ impl LaunchOptions {
             qmp,
             serial: None,
             disks_as_they_are: false,
+            disks_handed_over: false,
             log,
             replace: Vec::new(),
             clone: None,
@@ -251,6 +254,17 @@ pub fn check_running_disks(
     as_they_are: bool,
 ) -> Result<(), LaunchError> {
     checks::running_disks(then, now, as_they_are)
+}
+
+/// Makes sure that the files of these disks, which no VM uses, are as they were.
+///
+/// # Errors
+/// [`LaunchError::DiskChanged`], [`LaunchError::DiskMissing`], [`LaunchError::DiskInUse`] by a process other than
+/// `except`.
+pub fn check_idle_disks(disks: &[Disk], except: i32) -> Result<(), LaunchError> {
+    disks
+        .iter()
+        .try_for_each(|disk| checks::idle_disk(disk, except))
 }
 
 /// The RAM blocks of a VM that can begin as a view of a file ([`CloneMemory`]): its main memory.

@@ -78,6 +78,12 @@ pub enum MonitorError {
     /// The protocol or the command failed.
     #[error("the QEMU monitor command failed")]
     Qmp(#[from] QmpError),
+    /// QEMU lacks the command.
+    #[error("this QEMU is too old: it has no {command}")]
+    TooOld {
+        /// The command.
+        command: &'static str,
+    },
     /// A reply that this version of QEMU should not give.
     #[error("QEMU's reply to {command} is not understood: {what}")]
     Unexpected {
@@ -506,8 +512,18 @@ impl Monitor {
     }
 
     fn slow(&mut self, command: &'static str) -> Result<(), MonitorError> {
-        let ticket = self.client.send(command, Value::Null)?;
+        self.slow_with(command, Value::Null)
+    }
+
+    /// A command that waits for disks.
+    fn slow_with(&mut self, command: &'static str, arguments: Value) -> Result<(), MonitorError> {
+        let ticket = self.client.send(command, arguments)?;
         self.wait_stopped(ticket)
+    }
+
+    /// Whether QEMU answered a command with an error, rather than not at all.
+    pub fn is_refusal(error: &MonitorError) -> bool {
+        matches!(error, MonitorError::Qmp(QmpError::Command { .. }))
     }
 
     pub(crate) fn query<T: DeserializeOwned>(

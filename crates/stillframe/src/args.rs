@@ -11,9 +11,9 @@ mod interchange;
 mod key;
 mod launch;
 mod list;
+mod migrate;
 mod restore;
 mod rewind;
-mod transfer;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -34,9 +34,9 @@ pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
 pub use launch::LaunchArgs;
 pub use list::ListArgs;
+pub use migrate::{MigrateArgs, ReceiveArgs, SecurityArgs};
 pub use restore::RestoreArgs;
 pub use rewind::RewindArgs;
-pub use transfer::{ReceiveArgs, SecurityArgs, SendArgs, TransferArgs, TransferSide};
 
 /// Takes checkpoints of running, unmodified QEMU VMs and restores them
 #[derive(Debug, Parser)]
@@ -129,6 +129,15 @@ pub enum Command {
         override_usage = "stillframe rewind [OPTIONS] <ID> <VM|--pid <N>|--qmp <PATH>|--vm <NAME>>"
     )]
     Rewind(RewindArgs),
+    /// Move a running VM to another host
+    #[command(
+        after_help = help::MIGRATE,
+        override_usage = "stillframe migrate [OPTIONS] --to <HOST[:PORT]> <--certs <DIR>|--plain-text> <VM|--pid <N>|--qmp <PATH>|--vm <NAME>>"
+    )]
+    Migrate(MigrateArgs),
+    /// Wait for a VM from another host, and start it here
+    #[command(after_help = help::RECEIVE)]
+    Receive(ReceiveArgs),
     /// Write a checkpoint to a file for QEMU, gdb or crash
     #[command(after_help = help::EXPORT)]
     Export(ExportArgs),
@@ -168,11 +177,8 @@ pub enum Command {
     /// Write man pages to a directory
     #[command(after_help = help::MAN)]
     Man(ManArgs),
-    /// Send a running VM to another process (for stress runs of the project)
-    #[command(hide = true)]
-    Transfer(TransferArgs),
-    /// Make the certificates by which hosts trust each other (for stress runs of the project)
-    #[command(hide = true)]
+    /// Make the certificates by which hosts trust each other
+    #[command(after_help = help::CERTS)]
     Certs(CertsArgs),
 }
 

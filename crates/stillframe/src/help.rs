@@ -235,6 +235,64 @@ as long as reading all guest memory takes.
     exit_codes!()
 );
 
+/// `stillframe migrate --help`
+pub const MIGRATE: &str = concat!(
+    "\
+Examples:
+  stillframe migrate web1 --to host2 --certs /etc/stillframe/certs
+  stillframe migrate web1 --to host2 --certs /etc/stillframe/certs --resume
+
+On the other host `stillframe receive` waits for the VM. No repository is needed. Memory is sent while the VM runs;
+it is stopped for the rest and for its device state, runs there, and its QEMU here ends. Disks are not copied: both
+hosts must reach them under the same path, or under one that `receive --replace` names. QEMU has to be version 10 or
+newer if the VM has disks.
+
+The VM never runs on both hosts. Until it is handed over, any failure lets it run on here: an error, Ctrl-C, the end
+of the connection or of either process. If the connection is lost while it is handed over, the VM may be paused on
+both; this command tries to connect again, and then says what to do. --resume asks the destination. --take-back has
+the VM run here, unless it runs there. If the destination does not answer, --take-back takes your word that the VM will
+never run there. It is refused if another process uses a disk of the VM, or if a disk was written to.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe receive --help`
+pub const RECEIVE: &str = concat!(
+    "\
+Examples:
+  stillframe receive --listen 0.0.0.0 --certs /etc/stillframe/certs --allow host1 --qmp /run/web1.qmp
+  stillframe receive --listen 0.0.0.0 --certs /etc/stillframe/certs --qmp /run/web1.qmp --resume
+
+Waits for one VM that `stillframe migrate` sends, starts QEMU as the VM was started, and ends when the VM runs. The
+first line of the output says where it listens (port 7411, unless you name another). Any host with a certificate of the
+same authority is let in, or only those named by --allow. --replace changes words of the VM's command line, such as
+paths of disks, taps and bridges.
+
+If the migration fails, the new QEMU is ended. If the connection is lost while the VM is handed over, this command waits
+for the source to connect again: ten minutes if the VM is not running yet, two if it is. If it was killed, --resume
+takes its place.
+
+",
+    exit_codes!()
+);
+
+/// `stillframe certs --help`
+pub const CERTS: &str = concat!(
+    "\
+Examples:
+  stillframe certs authority /root/stillframe-authority
+  stillframe certs host host1 10.0.0.1 --authority /root/stillframe-authority --output /tmp/host1
+  stillframe certs host host2 10.0.0.2 --authority /root/stillframe-authority --output /tmp/host2
+
+Hosts trust each other by certificates of one authority. Move each host's directory to that host, for --certs of
+`migrate` and `receive`, and keep the authority's directory where no host reaches it. A certificate has to have the
+name or address by which the other host is called with --to.
+
+",
+    exit_codes!()
+);
+
 /// `stillframe unlock --help`
 pub const UNLOCK: &str = concat!(
     "\

@@ -52,6 +52,12 @@ impl Stillframe {
         &self.repository
     }
 
+    /// Where the engine keeps files of VMs that live, as for the user who runs the tests.
+    pub fn runtime_folder() -> PathBuf {
+        let named = std::env::var_os("STILLFRAME_RUNTIME_DIR");
+        named.map_or_else(|| PathBuf::from("/run/stillframe"), PathBuf::from)
+    }
+
     /// A command with repository and password set.
     pub fn command(&self, arguments: &[&str]) -> Result<Command> {
         let mut command = Command::new(binary()?);

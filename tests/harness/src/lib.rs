@@ -15,6 +15,7 @@ pub mod kernel;
 pub mod memory;
 pub mod qmp;
 pub mod random;
+pub mod relay;
 pub mod restored;
 pub mod results;
 pub mod running;

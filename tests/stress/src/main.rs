@@ -3,8 +3,8 @@
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use stillframe_stress::{
-    exactness, flips, hotplug, kill, matrix, others, restore_exact, restore_kill, soak, torture,
-    transfer,
+    exactness, flips, hotplug, kill, matrix, migrate, others, restore_exact, restore_kill, soak,
+    torture,
 };
 
 #[derive(Parser)]
@@ -103,13 +103,13 @@ enum What {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
-    /// VMs sent to another process, copied and handed over, every page compared.
-    Transfer {
-        /// Copies, and hand-overs, of each guest, besides those that are compared byte by byte.
-        #[arg(long, default_value_t = 3)]
+    /// VMs migrated to another process, every page compared; then strikes at the hand-over.
+    Migrate {
+        /// Migrations of each guest in each mode, besides those that are compared byte by byte.
+        #[arg(long, default_value_t = 10)]
         count: u64,
-        /// Kills of sender and receiver.
-        #[arg(long, default_value_t = 60)]
+        /// Kills and cuts at random moments, besides every fault at every point.
+        #[arg(long, default_value_t = 200)]
         kills: u64,
         /// Only this guest; then nothing is recorded.
         #[arg(long)]
@@ -149,11 +149,11 @@ fn main() -> Result<()> {
             migrations,
             seed,
         } => others::run(stops, migrations, seed),
-        What::Transfer {
+        What::Migrate {
             count,
             kills,
             guest,
-        } => transfer::run(count, kills, guest.as_deref()),
+        } => migrate::run(count, kills, guest.as_deref()),
         What::Flips { damages, seed } => flips::run(damages, seed),
     }
 }

@@ -116,7 +116,7 @@ const ENGINE: &[&str] = &[
     "rewind",
     "export",
     "import",
-    "transfer",
+    "migration",
 ];
 
 const STILLFRAME: &[&str] = &[

@@ -13,6 +13,7 @@
 //! The guardian is informed in the same step: it resumes the VM when this process dies, or the limit passes, exactly
 //! while a [`PausedVm`] lives. With `cont` blocked it does nothing, for the VM is not fit to run.
 
+use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use stillframe_qemu::monitor::{Monitor, MonitorError};
@@ -209,14 +210,27 @@ impl<'v> PausedVm<'v> {
         self.held.disarm()
     }
 
-    /// The VM is about to run in another process: it stays paused here, and the guardian does not resume it.
+    /// The VM may run in another process from here on: it stays paused, and this is on record. The guardian does not
+    /// resume it, from the same moment on.
     ///
     /// # Errors
-    /// [`PausedError::Overrun`]: the watchdog has resumed it, so it must not run elsewhere.
-    pub fn hand_over(mut self) -> Result<HandedOver<'v>, PausedError> {
-        self.held.on_drop = OnDrop::Nothing;
-        self.held.disarm()?;
-        Ok(HandedOver { held: self.held })
+    /// Neither is so, and the guard is returned. [`PausedError::Overrun`]: the watchdog has resumed the VM.
+    pub fn hand_over(
+        mut self,
+        record: &impl GivenUpRecord,
+    ) -> Result<HandedOver<'v>, Box<(PausedVm<'v>, PausedError)>> {
+        let (directory, from, to) = record.renaming();
+        let error = match self.held.guardian.give_up(directory, from, to) {
+            Ok(false) => {
+                self.held.on_drop = OnDrop::Nothing;
+                return Ok(HandedOver { held: self.held });
+            }
+            Ok(true) => PausedError::Overrun {
+                limit_ms: self.held.limit.as_millis(),
+            },
+            Err(error) => error.into(),
+        };
+        Err(Box::new((self, error)))
     }
 
     /// Blocks `cont`, for all clients and for the guardian. `left` blocks it already.
@@ -239,6 +253,12 @@ impl<'v> PausedVm<'v> {
     }
 }
 
+/// A file that says that a VM was given up: it does so as soon as it has its final name.
+pub trait GivenUpRecord {
+    /// Its directory, its name, and its final name.
+    fn renaming(&self) -> (BorrowedFd<'_>, &str, &str);
+}
+
 /// A stopped VM that may run in another process by now. Dropped, it stays paused: two of it must never run.
 #[must_use]
 pub struct HandedOver<'v> {
@@ -246,6 +266,23 @@ pub struct HandedOver<'v> {
 }
 
 impl<'v> HandedOver<'v> {
+    /// A VM that an earlier engine gave up: it is paused. `runs`: it is resumed when it is taken back.
+    pub fn found(
+        monitor: &'v mut Monitor,
+        guardian: &'v Guardian,
+        limit: Duration,
+        runs: bool,
+    ) -> HandedOver<'v> {
+        let held = Held {
+            monitor,
+            guardian,
+            limit,
+            way_back: runs.then_some(WayBack::Command),
+            on_drop: OnDrop::Nothing,
+        };
+        HandedOver { held }
+    }
+
     /// QEMU.
     pub fn monitor(&mut self) -> &mut Monitor {
         self.held.monitor
@@ -255,7 +292,7 @@ impl<'v> HandedOver<'v> {
     ///
     /// # Errors
     /// QEMU does not answer. It stays paused.
-    pub fn end(self) -> Result<(), MonitorError> {
+    pub fn end(&mut self) -> Result<(), MonitorError> {
         self.held.monitor.quit()
     }
 

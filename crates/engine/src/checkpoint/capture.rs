@@ -289,7 +289,7 @@ impl Vm {
     }
 
     /// Whether the VM is one that may be paused now; what it is.
-    fn fit_for_a_pause(&mut self) -> Result<RunState, CheckpointError> {
+    pub(crate) fn fit_for_a_pause(&mut self) -> Result<RunState, CheckpointError> {
         let migration = self.monitor.migration_under_way()?;
         let state = self.monitor.run_state()?;
         if state.status == "postmigrate" {

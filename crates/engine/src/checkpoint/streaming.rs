@@ -74,7 +74,7 @@ impl Vm {
         let copying = us(begin);
         let mut captured = self.capture(&transaction.sink.writer.hasher().clone(), options)?;
         captured.copying += copying;
-        captured.copied.full_pass = streamed;
+        captured.copied.full_pass = streamed.pages;
         Ok(captured)
     }
 }

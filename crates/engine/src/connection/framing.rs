@@ -1,8 +1,9 @@
 //! The kinds of frames that two engines exchange, and how long each may be.
 
 use std::io::{Read, Write};
+use std::time::Duration;
 
-use stillframe_link::{Frame, FrameKind, FrameStream};
+use stillframe_link::{Frame, FrameKind, FrameStream, Stream};
 
 use super::ConnectionError;
 
@@ -60,6 +61,13 @@ impl<S> Connection<S> {
     /// Bytes sent so far, frames' own included.
     pub fn bytes_sent(&self) -> u64 {
         self.frames.bytes_sent()
+    }
+}
+
+impl Connection<Stream> {
+    /// How long the other side may be silent, or take nothing, from here on.
+    pub fn limit_silence(&self, silence_max: Duration) {
+        self.frames.stream().limit_silence(silence_max);
     }
 }
 

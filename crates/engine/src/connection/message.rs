@@ -1,19 +1,20 @@
-//! The messages of two engines while a VM is transferred, in this order.
+//! The messages of two engines while a VM migrates, in this order.
 //!
 //! ```text
-//!   sender                                        receiver
-//!     Hello {mode, vm, blocks}             -->      plans, starts QEMU
+//!   source                                        destination
+//!     Hello {session, mode, vm, blocks}    -->      plans, starts QEMU
 //!                                          <--    Accepted
-//!   copy:      Pages, as often as needed   -->
-//!   hand-over: Content, as often as needed -->
+//!   pre-copy:  Pages, as often as needed   -->
+//!   stop-copy: Content, as often as needed -->
 //!              Pages                       <-->   Fetch, as often as needed
 //!                                          <--    Fetched
 //!     DeviceState, Ids (if verified)       -->
 //!     Complete {vm}                        -->      loads the device state
-//!                                          <--    Ready
-//!     Commit                               -->      resumes the VM
-//!                                          <--    Running
-//!   Failed {why} ends it from either side.
+//!     Word                                 <-->   Word, as the hand-over needs (docs/protocol.md)
+//!
+//!   after a cut, on a new connection:
+//!     Again {session}                      -->
+//!     Word                                 <-->   Word
 //! ```
 
 use std::io::{Read, Write};
@@ -24,6 +25,7 @@ use stillframe_page::hash::ContentId;
 use stillframe_qemu::record::VmRecord;
 
 use super::framing::{Connection, Kind};
+use super::word::{Session, Word};
 use super::{ConnectionError, malformed};
 use crate::memory::BlockShape;
 
@@ -34,30 +36,37 @@ pub const IDS_MAX: usize = 16 << 10;
 /// Ranges of one [`Control::Content`].
 pub const RANGES_MAX: usize = 64 << 10;
 
-/// What happens to the VM at the sender: it runs on, or it ends.
+/// When the pages of the VM move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// It runs on; its pages are streamed while it does.
-    Copy,
-    /// It is stopped first, and ended when it runs at the receiver, which fetches its pages.
-    HandOver,
+    /// While it runs at the source; the rest while it is stopped.
+    PreCopy,
+    /// All of them while it is stopped: the destination fetches them.
+    StopCopy,
 }
 
 /// A message in JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Control {
-    /// The sender begins.
+    /// The source begins.
     Hello {
-        /// What happens to the VM at the sender.
+        /// The name of this migration.
+        session: Session,
+        /// When the pages move.
         mode: Mode,
         /// The VM.
         vm: Box<VmRecord>,
         /// Its RAM blocks, in the order of their numbers.
         blocks: Vec<BlockShape>,
     },
-    /// The receiver has started a QEMU that waits for memory.
+    /// The source goes on with a migration on a new connection.
+    Again {
+        /// The name of the migration.
+        session: Session,
+    },
+    /// The destination has started a QEMU that waits for memory.
     Accepted,
     /// Pages of a block that may have content: `(first, end)`. All others are zero.
     Content {
@@ -66,30 +75,27 @@ pub enum Control {
         /// The ranges.
         ranges: Vec<(u64, u64)>,
     },
-    /// The receiver wants pages, which come as one batch.
+    /// The destination wants pages, which come as one batch.
     Fetch {
         /// The number of the block.
         block: usize,
         /// Their numbers, ascending.
         pages: Vec<u32>,
     },
-    /// The receiver has all pages.
+    /// The destination has all pages.
     Fetched,
-    /// The sender has sent everything.
+    /// The source has sent everything.
     Complete {
         /// The VM as of the pause.
         vm: Box<VmRecord>,
     },
-    /// The receiver's QEMU has all, and waits.
-    Ready,
-    /// The receiver may resume the VM.
-    Commit,
-    /// The VM runs at the receiver, or is ready there, paused.
-    Running,
-    /// This side gives up.
-    Failed {
-        /// Why.
-        why: String,
+    /// Who runs the VM.
+    Word {
+        /// The word.
+        word: Word,
+        /// The reason, for the user of the other side.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        why: Option<String>,
     },
 }
 
@@ -110,12 +116,11 @@ impl Message {
     /// Reads a frame; trusts nothing of it.
     ///
     /// # Errors
-    /// [`ConnectionError::Malformed`]; [`ConnectionError::GaveUp`] for [`Control::Failed`].
+    /// [`ConnectionError::Malformed`].
     pub fn decode(frame: Frame<Kind>) -> Result<Message, ConnectionError> {
         let Frame { kind, payload } = frame;
         match kind {
             Kind::Control => match serde_json::from_slice(&payload) {
-                Ok(Control::Failed { why }) => Err(ConnectionError::GaveUp { why }),
                 Ok(control) => Ok(Message::Control(control)),
                 Err(error) => Err(malformed(format!("a message: {error}"))),
             },
@@ -139,22 +144,26 @@ impl Message {
             Message::Ids(_) => "content ids",
             Message::Control(control) => match control {
                 Control::Hello { .. } => "a greeting",
+                Control::Again { .. } => "that a migration goes on",
                 Control::Accepted => "that it has started QEMU",
                 Control::Content { .. } => "which pages have content",
                 Control::Fetch { .. } => "a request for pages",
                 Control::Fetched => "that it has all pages",
                 Control::Complete { .. } => "that all is sent",
-                Control::Ready => "that it is ready",
-                Control::Commit => "that the VM may run",
-                Control::Running => "that the VM runs",
-                Control::Failed { .. } => "that it failed",
+                Control::Word { .. } => "who is to run the VM",
             },
         }
     }
 
-    /// The error of a message that does not belong here.
-    pub fn unexpected(&self) -> ConnectionError {
-        malformed(format!("{} out of turn", self.what()))
+    /// The error of a message that does not belong here: the other side gave up, or is another program.
+    pub fn unexpected(self) -> ConnectionError {
+        match self {
+            Message::Control(Control::Word {
+                word: Word::Never | Word::Settled,
+                why: Some(why),
+            }) => ConnectionError::GaveUp { why },
+            other => malformed(format!("{} out of turn", other.what())),
+        }
     }
 }
 

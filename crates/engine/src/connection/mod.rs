@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   sink/connection ───> batch ──┐                                    ┌── batch ──> populate/streamed
-//!   transfer/sender ──> message ─┴─> frame ══ one byte stream ══ frame ┴─ message ──> transfer/receiver
+//!   migration/source ──> message ─┴─> frame ══ one byte stream ══ frame ┴─ message ──> migration/destination
 //!                                                                     └── batch ──> source/connection
 //! ```
 //!
@@ -17,6 +17,7 @@ pub mod fuzzing;
 pub mod message;
 #[cfg(test)]
 mod tests;
+pub mod word;
 
 use stillframe_link::FrameError;
 use stillframe_page::encoding::EncodingError;

@@ -80,6 +80,12 @@ pub enum GuardianError {
     /// It answered something that does not fit the question.
     #[error("the guardian process gave an unexpected answer: {0}")]
     Unexpected(String),
+    /// A record could not be written.
+    #[error("cannot write down that the VM is given up: {reason}")]
+    Record {
+        /// Why.
+        reason: String,
+    },
     /// A call inside QEMU failed.
     #[error("cannot reach into process {pid}: {reason}")]
     Injection {
@@ -240,6 +246,25 @@ impl Guardian {
     pub fn resumed(&self) -> Result<bool, GuardianError> {
         match self.ask(&Request::Resumed, &[])? {
             (Reply::Pause { fired }, _) => Ok(fired),
+            (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
+        }
+    }
+
+    /// Renames a file in `directory`, and never resumes the VM from then on: both, or neither. Returns whether it had
+    /// resumed the VM before, and then neither is done.
+    pub fn give_up(
+        &self,
+        directory: BorrowedFd<'_>,
+        from: &str,
+        to: &str,
+    ) -> Result<bool, GuardianError> {
+        let request = Request::GiveUp {
+            from: from.to_owned(),
+            to: to.to_owned(),
+        };
+        match self.ask(&request, &[directory])? {
+            (Reply::Pause { fired }, _) => Ok(fired),
+            (Reply::Failed { reason }, _) => Err(GuardianError::Record { reason }),
             (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
         }
     }

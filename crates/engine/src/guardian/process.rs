@@ -202,6 +202,7 @@ impl Watch {
                 self.releasing = false;
                 Reply::Pause { fired }
             }
+            Request::GiveUp { from, to } => self.give_up(descriptors.pop(), &from, &to),
             Request::Heartbeat { ranges } => {
                 let watched = Watched::new(&self.engine, descriptors, ranges);
                 ok_or_failed(watched.map(|watched| self.heartbeat = Some(watched)))
@@ -213,6 +214,29 @@ impl Watch {
             stay_in_memory();
         }
         Ok(true)
+    }
+
+    /// The record gets its name and the VM is resumed no more, in one step: this process can die before or after,
+    /// but an engine never finds one without the other. The file lies in memory, where other files of the host do not
+    /// delay it.
+    fn give_up(&mut self, directory: Option<OwnedFd>, from: &str, to: &str) -> Reply {
+        if self.pause.as_ref().is_some_and(Pause::was_resumed) {
+            self.pause = None;
+            return Reply::Pause { fired: true };
+        }
+        let renamed = directory
+            .ok_or(rustix::io::Errno::BADF)
+            .and_then(|directory| rustix::fs::renameat(&directory, from, &directory, to));
+        match renamed {
+            Ok(()) => {
+                self.pause = None;
+                self.releasing = false;
+                Reply::Pause { fired: false }
+            }
+            Err(errno) => Reply::Failed {
+                reason: errno.to_string(),
+            },
+        }
     }
 
     /// Reads what QEMU wrote into the pipe that holds it, so that it continues.
@@ -333,9 +357,52 @@ fn stay_in_memory() {
 mod tests {
     use std::process::Command;
 
+    use super::super::wire::WayBack;
     use super::*;
 
     const CHILD: &str = "TEST_GUARDIAN_KEEPS_PRIVATE";
+
+    /// A guardian that watches over a pause with this limit.
+    fn on_watch(limit: Duration) -> Watch {
+        let (engine, _) = UnixStream::pair().unwrap();
+        let (near, _) = UnixStream::pair().unwrap();
+        Watch {
+            engine,
+            qmp: Some(Connection::new(near)),
+            pause: Some(Pause::new(limit, WayBack::Stream)),
+            heartbeat: None,
+            on_disconnect: OnDisconnect::Nothing,
+            stream: None,
+            releasing: false,
+        }
+    }
+
+    /// The record gets its name exactly when the VM is resumed no more.
+    #[test]
+    fn a_vm_is_given_up_with_its_record_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = || Some(std::fs::File::open(folder.path()).unwrap().into());
+        let is_there = |name: &str| folder.path().join(name).exists();
+        std::fs::write(folder.path().join("new"), "").unwrap();
+
+        let mut watch = on_watch(Duration::from_secs(60));
+        let reply = watch.give_up(open(), "absent", "given-up");
+        assert!(matches!(reply, Reply::Failed { .. }) && watch.pause.is_some());
+        let reply = watch.give_up(None, "new", "given-up");
+        assert!(matches!(reply, Reply::Failed { .. }) && watch.pause.is_some());
+        assert!(is_there("new"));
+
+        let mut late = on_watch(Duration::ZERO);
+        let mut qmp = late.qmp.take().unwrap();
+        late.pause.as_mut().unwrap().look(&mut qmp);
+        let reply = late.give_up(open(), "new", "given-up");
+        assert!(matches!(reply, Reply::Pause { fired: true }));
+        assert!(is_there("new") && !is_there("given-up"));
+
+        let reply = watch.give_up(open(), "new", "given-up");
+        assert!(matches!(reply, Reply::Pause { fired: false }) && watch.pause.is_none());
+        assert!(!is_there("new") && is_there("given-up"));
+    }
 
     /// In a process of its own, because it cannot be undone.
     #[test]

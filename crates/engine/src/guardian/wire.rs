@@ -9,6 +9,7 @@
 //!     Pausing {limit_ms, ..} -->                        <-- Ok      then the engine stops the VM
 //!     Release                -->                        <-- Ok      QEMU is not to be held any longer
 //!     Resumed                -->                        <-- Pause {fired}
+//!     GiveUp + directory     -->      (renames)         <-- Pause {fired} | Failed
 //!     Heartbeat + pipe, uffd -->                        <-- Ok      then heartbeats, or it kills the engine
 //!     Close {pid, ..}        -->      (ptrace)          <-- Ok | Failed
 //!     OnDisconnect {action}  -->                        <-- Ok
@@ -75,6 +76,13 @@ pub(super) enum Request {
     Release,
     /// The VM runs again.
     Resumed,
+    /// Rename a file in the directory that comes with this, and never resume the VM: both, or neither.
+    GiveUp {
+        /// Its name.
+        from: String,
+        /// Its new name.
+        to: String,
+    },
     /// The engine will write heartbeats into a pipe (the first descriptor with this), and is to be killed
     /// when it does not. Where vCPUs wait for the engine, a copy of its userfaultfd is the second descriptor.
     Heartbeat {
@@ -122,7 +130,7 @@ pub(super) enum Reply {
         /// How long QEMU's main thread was stopped.
         stopped_us: u64,
     },
-    /// The answer to `Resumed`: whether the watchdog had to resume the VM.
+    /// The answer to `Resumed` and `GiveUp`: whether the watchdog had to resume the VM.
     Pause {
         /// True when the limit passed first.
         fired: bool,

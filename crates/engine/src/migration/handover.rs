@@ -26,27 +26,7 @@ mod tests;
 
 use serde::{Deserialize, Serialize};
 
-/// What one side says to the other about who runs the VM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Word {
-    /// Destination: all is here, the VM is paused.
-    Ready,
-    /// Source: the VM may run there.
-    Commit,
-    /// Source: it must not run there.
-    Retract,
-    /// Source, on a new connection: what became of it?
-    Ask,
-    /// Destination: the VM runs, or has run.
-    Running,
-    /// Destination: it has not run, and never will.
-    Never,
-    /// Destination: it may have run.
-    Unclear,
-    /// Source: it is known here where the VM runs, and the destination need not remember.
-    Settled,
-}
+use crate::connection::word::Word;
 
 /// What leads to the next state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -159,6 +159,11 @@ impl Tracker {
         &self.blocks
     }
 
+    /// Whether the tracked blocks are these.
+    pub fn tracks(&self, ram: &[RamBlock]) -> bool {
+        self.blocks.iter().map(|tracked| &tracked.ram).eq(ram)
+    }
+
     /// All pages of all blocks.
     pub fn pages(&self) -> u64 {
         self.blocks

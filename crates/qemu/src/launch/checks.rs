@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use super::holders::{Use, holder_of};
+use super::holders::{Holder, Use, holder_of};
 use super::{LaunchError, LaunchOptions};
 use crate::arguments::{CommandLine, Properties};
 use crate::monitor::{Disk, FileIdentity};
@@ -31,7 +31,10 @@ pub(super) fn disks(
                 continue;
             }
         }
-        file(disk, recorded, options.disks_as_they_are, counts)?;
+        match options.disks_handed_over {
+            true => handed_over(disk, recorded, options.disks_as_they_are)?,
+            false => file(disk, recorded, options.disks_as_they_are, counts)?,
+        }
         if disk.flash && !disk.read_only && options.clone.is_none() {
             changes.push(format!(
                 "disk {}: {} is written when the VM runs: its content is that of the checkpoint then",
@@ -93,14 +96,10 @@ pub(super) fn running_disks(
     };
     // The content of flash memory is in the checkpoint.
     for disk in then.disks.iter().filter(|disk| !disk.flash) {
-        let changed = |what| LaunchError::DiskChanged {
-            device: disk.device.clone(),
-            path: disk.path.clone(),
-            what,
-        };
-        let there = find(disk).ok_or_else(|| changed("is not a disk of this VM any more"))?;
+        let gone = || changed(disk, "is not a disk of this VM any more");
+        let there = find(disk).ok_or_else(gone)?;
         if let Some(what) = difference(disk.identity, there.identity) {
-            return Err(changed(what));
+            return Err(changed(disk, what));
         }
     }
     Ok(())
@@ -126,21 +125,12 @@ fn in_arguments(arguments: &[String], disk: &Disk) -> Result<(), LaunchError> {
 }
 
 fn file(disk: &Disk, recorded: &Disk, as_they_are: bool, counts: Use) -> Result<(), LaunchError> {
-    let metadata = fs::metadata(&disk.path).map_err(|source| LaunchError::DiskMissing {
-        device: disk.device.clone(),
-        path: disk.path.clone(),
-        source,
-    })?;
+    let metadata = metadata(disk)?;
     // Even a disk used as it is must not have two users.
     if !disk.read_only
         && let Some(holder) = holder_of(&metadata, counts)
     {
-        return Err(LaunchError::DiskInUse {
-            device: disk.device.clone(),
-            path: disk.path.clone(),
-            pid: holder.pid,
-            program: holder.program,
-        });
+        return Err(in_use(disk, holder));
     }
     if disk.path != recorded.path && !disk.flash && !as_they_are {
         return Err(LaunchError::DiskReplaced {
@@ -150,21 +140,69 @@ fn file(disk: &Disk, recorded: &Disk, as_they_are: bool, counts: Use) -> Result<
         });
     }
     let difference = match disk.flash {
-        true => difference_of_flash,
+        true => difference_of_size,
         false => difference,
     };
     match difference(disk.identity, FileIdentity::of(&metadata)) {
-        Some(what) if !as_they_are => Err(LaunchError::DiskChanged {
-            device: disk.device.clone(),
-            path: disk.path.clone(),
-            what,
-        }),
+        Some(what) if !as_they_are => Err(changed(disk, what)),
         _ => Ok(()),
     }
 }
 
+/// A disk that another QEMU, perhaps on another host, still has: QEMU itself locks it when the VM runs here.
+fn handed_over(disk: &Disk, recorded: &Disk, as_they_are: bool) -> Result<(), LaunchError> {
+    let metadata = metadata(disk)?;
+    match difference_of_size(recorded.identity, FileIdentity::of(&metadata)) {
+        Some(what) if !as_they_are => Err(changed(disk, what)),
+        _ => Ok(()),
+    }
+}
+
+/// A disk that was given up, and is to be used again by the process that has it open.
+pub(super) fn idle_disk(disk: &Disk, except: i32) -> Result<(), LaunchError> {
+    if disk.identity.is_none() {
+        // No file, such as `nbd://...`.
+        return Ok(());
+    }
+    let metadata = metadata(disk)?;
+    if !disk.read_only
+        && let Some(holder) = holder_of(&metadata, Use::Writing).filter(|one| one.pid != except)
+    {
+        return Err(in_use(disk, holder));
+    }
+    match difference(disk.identity, FileIdentity::of(&metadata)) {
+        Some(what) => Err(changed(disk, what)),
+        None => Ok(()),
+    }
+}
+
+fn metadata(disk: &Disk) -> Result<fs::Metadata, LaunchError> {
+    fs::metadata(&disk.path).map_err(|source| LaunchError::DiskMissing {
+        device: disk.device.clone(),
+        path: disk.path.clone(),
+        source,
+    })
+}
+
+fn in_use(disk: &Disk, holder: Holder) -> LaunchError {
+    LaunchError::DiskInUse {
+        device: disk.device.clone(),
+        path: disk.path.clone(),
+        pid: holder.pid,
+        program: holder.program,
+    }
+}
+
+fn changed(disk: &Disk, what: &'static str) -> LaunchError {
+    LaunchError::DiskChanged {
+        device: disk.device.clone(),
+        path: disk.path.clone(),
+        what,
+    }
+}
+
 /// The content of flash memory is in the checkpoint; its size is the machine's.
-fn difference_of_flash(
+fn difference_of_size(
     recorded: Option<FileIdentity>,
     now: Option<FileIdentity>,
 ) -> Option<&'static str> {

@@ -49,7 +49,37 @@ impl Disk {
     }
 }
 
+/// Gives up or takes disk images (QEMU 10).
+const SET_ACTIVE: &str = "blockdev-set-active";
+
 impl Monitor {
+    /// Makes sure that [`Monitor::deactivate_disks`] is possible.
+    ///
+    /// # Errors
+    /// [`MonitorError::TooOld`].
+    pub fn expect_deactivation(&mut self) -> Result<(), MonitorError> {
+        #[derive(Deserialize)]
+        struct Command {
+            name: String,
+        }
+        let commands: Vec<Command> = self.query("query-commands")?;
+        match commands.iter().any(|command| command.name == SET_ACTIVE) {
+            true => Ok(()),
+            false => Err(MonitorError::TooOld {
+                command: SET_ACTIVE,
+            }),
+        }
+    }
+
+    /// Gives up all disk images of a stopped VM: flushes them and releases their locks. `cont` takes them again, and
+    /// fails while another process has them (`blockdev-set-active`, QEMU 10).
+    ///
+    /// # Errors
+    /// A block job or an export uses an image. Those that were given up already are taken again by `cont`.
+    pub fn deactivate_disks(&mut self) -> Result<(), MonitorError> {
+        self.slow_with(SET_ACTIVE, json!({ "active": false }))
+    }
+
     /// Every file the VM's disks consist of: images, their backing files, firmware flash.
     pub fn disks(&mut self) -> Result<Vec<Disk>, MonitorError> {
         const DRIVES: &str = "query-block";

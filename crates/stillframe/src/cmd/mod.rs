@@ -15,15 +15,16 @@ mod inspect;
 mod key;
 mod launch;
 mod list;
+mod migrate;
 mod probe;
 mod prune;
 mod rebuild_index;
+mod receive;
 mod restore;
 mod rewind;
 mod show;
 mod stats;
 mod templates;
-mod transfer;
 mod unlock;
 mod watch;
 
@@ -105,6 +106,8 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::Restore(args) => restore::run(&context, args),
         Command::Clone(args) => clone::run(&context, args),
         Command::Rewind(args) => rewind::run(&context, args),
+        Command::Migrate(args) => migrate::run(&context, args),
+        Command::Receive(args) => receive::run(&context, args),
         Command::Export(args) => export::run(&context, args),
         Command::Import(args) => import::run(&context, args),
         Command::Copy(args) => copy::run(&context, args),
@@ -117,7 +120,6 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::Probe => probe::run(&context),
         Command::Completions(args) => Ok(generate::completions(args)?),
         Command::Man(args) => generate::man(&context, args),
-        Command::Transfer(args) => transfer::run(&context, args),
         Command::Certs(args) => certs::run(&context, args),
     }?;
     Ok(Exit::Done)

@@ -28,7 +28,6 @@ fn host(stillframe: &Stillframe, folder: &Path, name: &str) -> Result<String> {
 fn receiver(stillframe: &Stillframe, folder: &Path, more: &[&str]) -> Result<(Running, String)> {
     let qmp = folder.join("qmp").display().to_string();
     let line = [
-        "transfer",
         "receive",
         "--json",
         "--listen",
@@ -51,7 +50,7 @@ fn a_host_that_is_not_let_in_gets_the_reason_and_the_receiver_waits_on() -> Resu
     let other = host(&stillframe, folder, "other")?;
     let refused = |at: &str, more: &[&str], words: &str| -> Result<()> {
         // No VM is needed: nothing is attached before there is a connection.
-        let line = ["transfer", "send", "--pid", "1", "--to", at];
+        let line = ["migrate", "--pid", "1", "--to", at];
         let said = stillframe.fails(&[&line[..], more].concat(), 1)?;
         ensure!(said.contains(words), "{more:?}: {said}");
         Ok(())
@@ -100,7 +99,7 @@ fn a_host_that_is_not_let_in_gets_the_reason_and_the_receiver_waits_on() -> Resu
             "cannot read /nowhere/ca-cert.pem",
         ),
     ] {
-        let line = [&["transfer", "send", "--pid", "1"], line].concat();
+        let line = [&["migrate", "--pid", "1"], line].concat();
         let said = stillframe.fails(&line, code)?;
         ensure!(said.contains(words), "{line:?}: {said}");
     }

@@ -1,30 +1,35 @@
-//! The receiving side: a new QEMU that is ended if anything fails before the guest runs.
+//! The destination: a new QEMU that is ended if anything fails before the guest runs.
 
-use std::io::{Read, Write};
+use std::path::Path;
+use std::time::Duration;
 
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_qemu::device_state::{self, DeviceStateError};
-use stillframe_qemu::launch::{
-    self, CloneOptions, LaunchError, LaunchOptions, LaunchPlan, Launched,
-};
-use stillframe_qemu::monitor::MonitorError;
+use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, LaunchPlan, Launched};
+use stillframe_qemu::monitor::{Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
 use thiserror::Error;
 
-use super::{Mode, ReceiveReport};
+use super::handover::{Destination, Event};
+use super::record::{DestinationRecord, RecordError};
+use super::takeover::{NewVm, Takeover};
+use super::{Listen, Mode, ReceiveReport, Wire};
 use crate::ProgressSink;
+use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
-use crate::connection::{Connection, ConnectionError};
-use crate::guardian::{Guardian, GuardianError, OnDisconnect};
+use crate::connection::word::{Session, Word};
+use crate::guardian::{Guardian, GuardianError};
 use crate::memory::BlockShape;
 use crate::memory::block::{Block, BlockError};
 use crate::populate::eager::{self, PopulateError};
 use crate::populate::streamed::StreamedMemory;
-use crate::post_restore;
 use crate::restore::{self, LOAD_LIMIT, RestoreError, START_LIMIT};
 use crate::sink::connection::transfer_hasher;
 use crate::source::connection::FetchSession;
 use crate::verify::{Image, VerifyReport};
+
+/// Time for the monitor of a VM that an earlier engine started.
+const MONITOR_LIMIT: Duration = Duration::from_secs(10);
 
 /// How to receive.
 #[derive(Debug, Clone)]
@@ -59,6 +64,15 @@ pub enum ReceiveError {
     /// No guardian.
     #[error(transparent)]
     Guardian(#[from] GuardianError),
+    /// What is on record cannot be read or written.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// The VM does not run here.
+    #[error("the VM does not run here: {why}")]
+    NotHere {
+        /// Why not.
+        why: String,
+    },
     /// The received data is no device state.
     #[error("the device state that was sent cannot be loaded")]
     DeviceState(#[from] DeviceStateError),
@@ -66,7 +80,7 @@ pub enum ReceiveError {
     #[error("the VM's devices, disks or memory changed while it was sent: send it again")]
     Changed,
     /// The comparison found differences.
-    #[error("{differing} pages of the new VM's memory differ from the sender's (first: {first})")]
+    #[error("{differing} pages of the new VM's memory differ from the source's (first: {first})")]
     Differs {
         /// How many.
         differing: u64,
@@ -75,26 +89,96 @@ pub enum ReceiveError {
     },
 }
 
-/// Receives a VM over a connection on which nothing was sent yet. The VM runs independently when this returns. After
-/// an error the reason is sent to the other side, where that is possible.
+/// Receives a VM over a connection on which nothing was sent yet. `listen` waits for the source to connect again, after
+/// the connection was lost. `arrived` is called when the VM runs, independently; this returns when the source knows,
+/// or does not ask any more. After an error the reason is sent to the source, where that is possible.
 ///
 /// # Errors
 /// No QEMU is left behind.
-pub fn receive<S: Read + Write + Send>(
-    connection: &mut Connection<S>,
+pub fn receive(
+    mut wire: Wire,
+    listen: Listen<'_>,
     options: &ReceiveOptions,
+    arrived: &mut dyn FnMut(&ReceiveReport),
     progress: ProgressSink<'_>,
-) -> Result<ReceiveReport, ReceiveError> {
-    let received = attempt(connection, options, progress);
-    received.inspect_err(|error| {
+) -> Result<(), ReceiveError> {
+    let loaded = load(&mut wire, options, progress).inspect_err(|error| {
+        let why = Some(crate::in_words(error));
+        let word = Word::Never;
         // If it cannot be informed any more, it sees that the connection ends.
-        let why = crate::in_words(error);
-        let _ = connection.send_control(&Control::Failed { why });
-    })
+        let _ = wire.send_control(&Control::Word { word, why });
+    })?;
+    let Loaded {
+        launched,
+        guardian,
+        record,
+        mut report,
+    } = loaded;
+    let mut takeover = Takeover {
+        vm: NewVm::Launched(launched),
+        guardian: Some(guardian),
+        runs: record.content().runs,
+        record,
+        wire: Some(wire),
+        listen,
+        arrived: &mut |_, running| {
+            report.running = running;
+            arrived(&report);
+        },
+        why: None,
+    };
+    let decided = takeover.decide(Destination::Receiving.step(Event::Loaded));
+    decided.map_err(|why| ReceiveError::NotHere { why })
 }
 
-/// The sender's first message.
+/// Goes on with the migration to this monitor, whose process was killed: answers the source, and runs the VM if the
+/// source lets it.
+///
+/// # Errors
+/// There is none on record, or the VM does not run here.
+pub fn resume(
+    qmp: &Path,
+    listen: Listen<'_>,
+    arrived: &mut dyn FnMut(&ReceiveReport),
+) -> Result<(), ReceiveError> {
+    let record = DestinationRecord::find(qmp)?;
+    let content = record.content().clone();
+    let process = content.process().map_err(RecordError::Process)?;
+    let vm = match process {
+        Some(process) => {
+            let reached = Monitor::reach(qmp, process.pid(), MONITOR_LIMIT)?;
+            NewVm::Kept(process, reached.negotiate(MONITOR_LIMIT)?)
+        }
+        None => NewVm::Gone,
+    };
+    let begin = Destination::recorded(content.mark, matches!(vm, NewVm::Kept(..)));
+    let mut takeover = Takeover {
+        vm,
+        guardian: None,
+        record,
+        wire: None,
+        listen,
+        runs: content.runs,
+        arrived: &mut |process, running| {
+            arrived(&ReceiveReport {
+                vm: content.vm.clone(),
+                pid: process.pid(),
+                qmp: qmp.to_owned(),
+                running,
+                pages: 0,
+                changes: Vec::new(),
+                verify: None,
+            });
+        },
+        why: None,
+    };
+    let decided = takeover.decide(begin);
+    decided.map_err(|why| ReceiveError::NotHere { why })
+}
+
+/// The source's first message.
 struct Greeting {
+    session: Session,
     mode: Mode,
     vm: VmRecord,
     blocks: Vec<BlockShape>,
@@ -107,29 +191,41 @@ struct Rest {
     verify: Option<VerifyReport>,
 }
 
-fn attempt<S: Read + Write + Send>(
-    connection: &mut Connection<S>,
+/// A VM that is complete, and paused.
+struct Loaded {
+    launched: Launched,
+    guardian: Guardian,
+    record: DestinationRecord,
+    report: ReceiveReport,
+}
+
+/// Starts QEMU, and receives memory and device state.
+fn load(
+    wire: &mut Wire,
     options: &ReceiveOptions,
     progress: ProgressSink<'_>,
-) -> Result<ReceiveReport, ReceiveError> {
-    let greeting = greeting(connection)?;
-    let launch = launch_options(greeting.mode, options);
+) -> Result<Loaded, ReceiveError> {
+    let greeting = greeting(wire)?;
+    let launch = LaunchOptions {
+        disks_handed_over: true,
+        ..options.launch.clone()
+    };
     let plan = launch::plan(&greeting.vm, &launch)?;
     let guardian = Guardian::start()?;
     let starting = restore::start(&plan, &launch, &guardian)?;
     let mut launched = starting.wait(START_LIMIT)?;
     let ram = launched.monitor.ram_blocks()?;
     let blocks = eager::open_blocks(&launched.process, &ram, &greeting.blocks)?;
-    connection.send_control(&Control::Accepted)?;
+    wire.send_control(&Control::Accepted)?;
     let (pages, rest) = match greeting.mode {
-        Mode::Copy => {
+        Mode::PreCopy => {
             let mut memory = StreamedMemory::new(&launched.process, &blocks, &greeting.blocks)?;
-            let rest = rest(connection, &blocks, Some(&mut memory))?;
+            let rest = rest(wire, &blocks, Some(&mut memory))?;
             (memory.pages(), rest)
         }
-        Mode::HandOver => {
-            let pages = fetch(connection, &launched, &greeting.blocks, &blocks, progress)?;
-            (pages, rest(connection, &blocks, None)?)
+        Mode::StopCopy => {
+            let pages = fetch(wire, &launched, &greeting.blocks, &blocks, progress)?;
+            (pages, rest(wire, &blocks, None)?)
         }
     };
     if !same_machine(&greeting.vm, &rest.vm) {
@@ -137,25 +233,45 @@ fn attempt<S: Read + Write + Send>(
     }
     let state = device_state::wrap(&rest.device_state, &rest.vm.identity.machine)?;
     launch::load_device_state(&mut launched, &state, LOAD_LIMIT)?;
-    let started = run(connection, launched, &guardian, options.paused)?;
-    Ok(report(greeting.mode, started, rest, pages, plan))
+    let runs = !options.paused && (rest.vm.was_running || rest.vm.was_suspended);
+    let (qmp, process) = (&options.launch.qmp, &launched.process);
+    let record = DestinationRecord::new(qmp, process, &greeting.session, &rest.vm.label, runs)?;
+    let report = report(&launched, options, rest, pages, plan);
+    Ok(Loaded {
+        launched,
+        guardian,
+        record,
+        report,
+    })
 }
 
-fn report(mode: Mode, started: Started, rest: Rest, pages: u64, plan: LaunchPlan) -> ReceiveReport {
+fn report(
+    launched: &Launched,
+    options: &ReceiveOptions,
+    rest: Rest,
+    pages: u64,
+    plan: LaunchPlan,
+) -> ReceiveReport {
     ReceiveReport {
         vm: rest.vm.label,
-        mode,
-        pid: started.pid,
-        running: started.running,
+        pid: launched.process.pid(),
+        qmp: options.launch.qmp.clone(),
+        running: false,
         pages,
         changes: plan.changes,
         verify: rest.verify,
     }
 }
 
-fn greeting<S: Read>(connection: &mut Connection<S>) -> Result<Greeting, ReceiveError> {
-    match connection.receive_message()? {
-        Message::Control(Control::Hello { mode, vm, blocks }) => Ok(Greeting {
+fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
+    match wire.receive_message()? {
+        Message::Control(Control::Hello {
+            session,
+            mode,
+            vm,
+            blocks,
+        }) => Ok(Greeting {
+            session,
             mode,
             vm: *vm,
             blocks,
@@ -164,24 +280,9 @@ fn greeting<S: Read>(connection: &mut Connection<S>) -> Result<Greeting, Receive
     }
 }
 
-/// A copy is a clone: what there can be only one of on a host stays the original's.
-fn launch_options(mode: Mode, options: &ReceiveOptions) -> LaunchOptions {
-    let clone = match mode {
-        Mode::Copy => Some(CloneOptions {
-            number: 1,
-            memory: Vec::new(),
-        }),
-        Mode::HandOver => None,
-    };
-    LaunchOptions {
-        clone,
-        ..options.launch.clone()
-    }
-}
-
-/// Fetches all pages of a VM that is stopped at the sender. Returns how many had content.
-fn fetch<S: Read + Write + Send>(
-    connection: &mut Connection<S>,
+/// Fetches all pages of a VM that is stopped at the source. Returns how many had content.
+fn fetch(
+    wire: &mut Wire,
     launched: &Launched,
     shapes: &[BlockShape],
     blocks: &[Block],
@@ -190,7 +291,7 @@ fn fetch<S: Read + Write + Send>(
     let mut content: Vec<DirtyBitmap> = Vec::new();
     content.extend(shapes.iter().map(|shape| DirtyBitmap::new(shape.pages)));
     loop {
-        match connection.receive_message()? {
+        match wire.receive_message()? {
             Message::Control(Control::Content { block, ranges }) if block < shapes.len() => {
                 for (first, end) in ranges {
                     content[block].set_range(first..end);
@@ -200,18 +301,18 @@ fn fetch<S: Read + Write + Send>(
             other => return Err(other.unexpected().into()),
         }
     }
-    let session = FetchSession::new(connection, shapes)?;
+    let session = FetchSession::new(wire, shapes)?;
     let sources = session.sources(content);
     let blocks: Vec<&Block> = blocks.iter().collect();
     let pages = eager::populate(&launched.process, &blocks, sources, progress)?;
     drop(session);
-    connection.send_control(&Control::Fetched)?;
+    wire.send_control(&Control::Fetched)?;
     Ok(pages)
 }
 
-/// Receives what comes until the sender has sent everything; compares memory where the sender wants that.
-fn rest<S: Read>(
-    connection: &mut Connection<S>,
+/// Receives what comes until the source has sent everything; compares memory where the source wants that.
+fn rest(
+    wire: &mut Wire,
     blocks: &[Block],
     mut memory: Option<&mut StreamedMemory<'_>>,
 ) -> Result<Rest, ReceiveError> {
@@ -219,7 +320,7 @@ fn rest<S: Read>(
     let mut ids = Vec::new();
     let pages: u64 = blocks.iter().map(Block::pages).sum();
     let vm = loop {
-        match (connection.receive_message()?, &mut memory) {
+        match (wire.receive_message()?, &mut memory) {
             (Message::Pages(payload), Some(memory)) if device_state.is_none() => {
                 memory.take(&payload)?;
             }
@@ -267,39 +368,4 @@ fn same_machine(then: &VmRecord, now: &VmRecord) -> bool {
         )
     };
     part(then) == part(now)
-}
-
-/// A VM that is here.
-struct Started {
-    pid: i32,
-    running: bool,
-}
-
-/// Waits until the VM may run here, and resumes it.
-fn run<S: Read + Write>(
-    connection: &mut Connection<S>,
-    mut launched: Launched,
-    guardian: &Guardian,
-    paused: bool,
-) -> Result<Started, ReceiveError> {
-    connection.send_control(&Control::Ready)?;
-    match connection.receive_message()? {
-        Message::Control(Control::Commit) => {}
-        other => return Err(other.unexpected().into()),
-    }
-    // Before it runs: from then on the guardian must not end the VM.
-    guardian.on_disconnect(OnDisconnect::Nothing)?;
-    if !paused {
-        launched.monitor.cont()?;
-    }
-    let (process, mut monitor) = launched.keep();
-    if !paused {
-        post_restore::announce(&mut monitor);
-    }
-    // The VM is here, whether that can be said or not.
-    let _ = connection.send_control(&Control::Running);
-    Ok(Started {
-        pid: process.pid(),
-        running: !paused && !monitor.is_suspended(),
-    })
 }

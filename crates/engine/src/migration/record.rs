@@ -1,0 +1,373 @@
+//! What must outlive an engine in a hand-over: files in the runtime directory ([`crate::runtime`]).
+//!
+//! ```text
+//! 1234-567890.giving-up   source: prepared, and nothing yet; process and start time of its QEMU
+//! 1234-567890.given-up    source: the VM may run at the destination
+//! vm.qmp.received         destination: what is on record of the VM with this monitor
+//! ```
+//!
+//! They contain no page and no key. They are gone with the host, and so are the QEMUs that they are about.
+
+use std::fmt;
+use std::io::Read;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use stillframe_qemu::monitor::Disk;
+use stillframe_sys::private_dir::{Access, PrivateDir, PrivateError};
+use stillframe_sys::process::{Process, ProcessError};
+use stillframe_sys::system;
+use thiserror::Error;
+
+use super::handover::Mark;
+use crate::capture::paused_vm::GivenUpRecord;
+use crate::connection::word::Session;
+use crate::runtime;
+
+/// Version of the files' format.
+const VERSION: u32 = 1;
+/// The ends of the names of the source's record.
+const GIVING_UP: &str = ".giving-up";
+const GIVEN_UP: &str = ".given-up";
+/// The end of the name of the destination's record.
+const RECEIVED: &str = ".received";
+/// Upper bound on a record's length, in bytes.
+const RECORD_BYTES_MAX: u64 = 4 << 20;
+
+/// Why a record cannot be read or written.
+#[derive(Debug, Error)]
+pub enum RecordError {
+    /// There is none of this VM.
+    #[error(
+        "no migration of process {pid} is undecided: {file} is not there. If the VM is paused, `cont` on its monitor resumes it"
+    )]
+    NotGivenUp {
+        /// The process.
+        pid: i32,
+        /// The file that would say so.
+        file: PathBuf,
+    },
+    /// There is none of a VM with this monitor.
+    #[error("no migration to {qmp} is on record: {file} is not there")]
+    NotReceived {
+        /// The monitor.
+        qmp: PathBuf,
+        /// The file that would say so.
+        file: PathBuf,
+    },
+    /// An earlier migration may still be asked about.
+    #[error(
+        "the VM that came to {qmp} before (process {pid}) still exists: end it, or name another --qmp"
+    )]
+    Exists {
+        /// The monitor.
+        qmp: PathBuf,
+        /// The process.
+        pid: i32,
+    },
+    /// A file that is not understood.
+    #[error("{file} is not understood ({what})")]
+    Malformed {
+        /// The file.
+        file: PathBuf,
+        /// Why.
+        what: String,
+    },
+    /// The process cannot be examined.
+    #[error("cannot find out whether the recorded QEMU lives")]
+    Process(#[from] ProcessError),
+    /// The runtime directory, or a file in it, is not ours alone or cannot be used.
+    #[error(
+        "migrations keep files in a runtime directory (another: {})",
+        runtime::DIRECTORY_VARIABLE
+    )]
+    Runtime(#[from] PrivateError),
+}
+
+/// What the source's record says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GivenUp {
+    version: u32,
+    /// The migration.
+    pub session: Session,
+    /// The VM's label.
+    pub vm: String,
+    /// Whether it ran, so that it is resumed when it is taken back.
+    pub runs: bool,
+    /// Its disks as they were given up.
+    pub disks: Vec<Disk>,
+}
+
+/// The source's record.
+#[derive(Debug)]
+pub struct SourceRecord {
+    directory: PrivateDir,
+    prepared: String,
+    given_up: String,
+}
+
+impl SourceRecord {
+    fn of(process: &Process) -> Result<SourceRecord, RecordError> {
+        static SWEPT: Once = Once::new();
+        let name = format!("{}-{}", process.pid(), process.start_time());
+        let directory = runtime::open()?;
+        SWEPT.call_once(|| remove_ended(&directory));
+        Ok(SourceRecord {
+            directory,
+            prepared: format!("{name}{GIVING_UP}"),
+            given_up: format!("{name}{GIVEN_UP}"),
+        })
+    }
+
+    /// Prepares the record of a VM that is not given up yet.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn prepare(
+        process: &Process,
+        session: &Session,
+        vm: &str,
+        runs: bool,
+        disks: &[Disk],
+    ) -> Result<SourceRecord, RecordError> {
+        let record = SourceRecord::of(process)?;
+        let content = GivenUp {
+            version: VERSION,
+            session: session.clone(),
+            vm: vm.to_owned(),
+            runs,
+            disks: disks.to_vec(),
+        };
+        write(&record.directory, &record.prepared, &content)?;
+        Ok(record)
+    }
+
+    /// The record that an earlier engine left of this VM, and whether it gave the VM up.
+    ///
+    /// # Errors
+    /// [`RecordError::NotGivenUp`] and others.
+    pub fn find(process: &Process) -> Result<(SourceRecord, GivenUp, bool), RecordError> {
+        let record = SourceRecord::of(process)?;
+        let (mut name, mut given_up) = (&record.given_up, true);
+        let mut content: Option<GivenUp> = read(&record.directory, name)?;
+        if content.is_none() {
+            (name, given_up) = (&record.prepared, false);
+            content = read(&record.directory, name)?;
+        }
+        if let Some(content) = content {
+            expect_version(&record.directory, name, content.version)?;
+            return Ok((record, content, given_up));
+        }
+        Err(RecordError::NotGivenUp {
+            pid: process.pid(),
+            file: record.directory.path().join(&record.given_up),
+        })
+    }
+
+    /// Removes it: the VM is not given up, or has ended.
+    ///
+    /// # Errors
+    /// It is there still.
+    pub fn remove(&self) -> Result<(), RecordError> {
+        self.directory.remove(&self.prepared)?;
+        Ok(self.directory.remove(&self.given_up)?)
+    }
+}
+
+impl GivenUpRecord for SourceRecord {
+    fn renaming(&self) -> (BorrowedFd<'_>, &str, &str) {
+        (self.directory.as_fd(), &self.prepared, &self.given_up)
+    }
+}
+
+/// What the destination's record says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Received {
+    version: u32,
+    /// The boot of this machine in which QEMU was started: pids are used again.
+    boot: String,
+    /// QEMU.
+    pub pid: i32,
+    start_time: u64,
+    /// The migration.
+    pub session: Session,
+    /// The VM's label.
+    pub vm: String,
+    /// Whether the guest is to run.
+    pub runs: bool,
+    /// What is known of it.
+    pub mark: Mark,
+}
+
+impl Received {
+    /// The process; `None` when it has ended.
+    ///
+    /// # Errors
+    /// It may not be examined.
+    pub fn process(&self) -> Result<Option<Process>, ProcessError> {
+        if self.boot != system::boot_id() {
+            return Ok(None);
+        }
+        match Process::open(self.pid) {
+            Ok(process) => Ok(Some(process).filter(|found| found.start_time() == self.start_time)),
+            Err(ProcessError::NotFound { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// The destination's record.
+#[derive(Debug)]
+pub struct DestinationRecord {
+    directory: PrivateDir,
+    name: String,
+    content: Received,
+}
+
+impl DestinationRecord {
+    /// A record that is not written yet, of a new QEMU with this monitor.
+    ///
+    /// # Errors
+    /// [`RecordError::Exists`] where an earlier one of a living QEMU would be lost.
+    pub fn new(
+        qmp: &Path,
+        process: &Process,
+        session: &Session,
+        vm: &str,
+        runs: bool,
+    ) -> Result<DestinationRecord, RecordError> {
+        let directory = runtime::open()?;
+        let name = runtime::file_name(qmp, RECEIVED);
+        if let Some(earlier) = read::<Received>(&directory, &name)?
+            && let Some(lives) = earlier.process()?
+        {
+            return Err(RecordError::Exists {
+                qmp: qmp.to_owned(),
+                pid: lives.pid(),
+            });
+        }
+        Ok(DestinationRecord {
+            directory,
+            name,
+            content: Received {
+                version: VERSION,
+                boot: system::boot_id(),
+                pid: process.pid(),
+                start_time: process.start_time(),
+                session: session.clone(),
+                vm: vm.to_owned(),
+                runs,
+                mark: Mark::Ready,
+            },
+        })
+    }
+
+    /// The record that an earlier engine left.
+    ///
+    /// # Errors
+    /// [`RecordError::NotReceived`] and others.
+    pub fn find(qmp: &Path) -> Result<DestinationRecord, RecordError> {
+        let directory = runtime::open()?;
+        let name = runtime::file_name(qmp, RECEIVED);
+        let content: Option<Received> = read(&directory, &name)?;
+        let content = content.ok_or_else(|| RecordError::NotReceived {
+            qmp: qmp.to_owned(),
+            file: directory.path().join(&name),
+        })?;
+        expect_version(&directory, &name, content.version)?;
+        Ok(DestinationRecord {
+            directory,
+            name,
+            content,
+        })
+    }
+
+    /// What it says.
+    pub fn content(&self) -> &Received {
+        &self.content
+    }
+
+    /// Writes what is known of the VM.
+    ///
+    /// # Errors
+    /// It may be written or not.
+    pub fn mark(&mut self, mark: Mark) -> Result<(), RecordError> {
+        self.content.mark = mark;
+        write(&self.directory, &self.name, &self.content)
+    }
+
+    /// Removes it.
+    ///
+    /// # Errors
+    /// It is there still.
+    pub fn remove(&self) -> Result<(), RecordError> {
+        Ok(self.directory.remove(&self.name)?)
+    }
+}
+
+fn write(directory: &PrivateDir, name: &str, content: &impl Serialize) -> Result<(), RecordError> {
+    let bytes = serde_json::to_vec(content).map_err(|error| malformed(directory, name, error))?;
+    Ok(directory.write(name, &bytes)?)
+}
+
+fn malformed(directory: &PrivateDir, name: &str, what: impl fmt::Display) -> RecordError {
+    RecordError::Malformed {
+        file: directory.path().join(name),
+        what: what.to_string(),
+    }
+}
+
+fn read<T: DeserializeOwned>(directory: &PrivateDir, name: &str) -> Result<Option<T>, RecordError> {
+    let Some(file) = directory.file(name, Access::Read)? else {
+        return Ok(None);
+    };
+    let mut bytes = Vec::new();
+    let content = match file.take(RECORD_BYTES_MAX).read_to_end(&mut bytes) {
+        Ok(_) => serde_json::from_slice(&bytes).map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    content
+        .map(Some)
+        .map_err(|what: String| malformed(directory, name, what))
+}
+
+fn expect_version(directory: &PrivateDir, name: &str, version: u32) -> Result<(), RecordError> {
+    match version {
+        VERSION => Ok(()),
+        other => Err(malformed(
+            directory,
+            name,
+            format!("it has version {other}"),
+        )),
+    }
+}
+
+/// Removes what sources that have ended left. A file that cannot be removed now is removed another time.
+fn remove_ended(directory: &PrivateDir) {
+    for name in directory.names().unwrap_or_default() {
+        if is_of_ended_source(&name) {
+            let _ = directory.remove(&name);
+        }
+    }
+}
+
+fn is_of_ended_source(name: &str) -> bool {
+    let stem = [GIVEN_UP, GIVING_UP]
+        .iter()
+        .find_map(|end| name.strip_suffix(end));
+    let Some((pid, start_time)) = stem.and_then(|stem| stem.split_once('-')) else {
+        return false;
+    };
+    let (Ok(pid), Ok(start_time)) = (pid.parse(), start_time.parse::<u64>()) else {
+        return false;
+    };
+    match Process::open(pid) {
+        Ok(process) => process.start_time() != start_time,
+        Err(error) => matches!(error, ProcessError::NotFound { .. }),
+    }
+}

@@ -1,0 +1,342 @@
+//! The source: the VM runs here until the destination has all of it.
+
+use std::num::NonZeroU64;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use stillframe_qemu::monitor::{Monitor, MonitorError};
+use stillframe_qemu::record::VmRecord;
+use stillframe_qemu::target::{self, Selector};
+use thiserror::Error;
+
+use super::commit::{CommitError, Undecided, Wish};
+use super::error::MigrateError;
+use super::handover::Source;
+use super::pages::{SentPages, serve};
+use super::record::{GivenUp, RecordError, SourceRecord};
+use super::{MigrateReport, MigratedPages, Mode, Reconnect, Wire};
+use crate::ProgressSink;
+use crate::attach::{AttachError, Vm};
+use crate::capture::convergence::Convergence;
+use crate::capture::device_state::StateStream;
+use crate::capture::downtime::us;
+use crate::capture::paused_vm::{HandedOver, PausedVm};
+use crate::checkpoint::CheckpointError;
+use crate::connection::framing::Kind;
+use crate::connection::message::{Control, Message};
+use crate::connection::word::{Session, Word};
+use crate::guardian::Guardian;
+use crate::memory::Page;
+use crate::sink::connection::{ConnectionPages, transfer_hasher};
+use crate::streaming::{Iteration, Streaming};
+use crate::tracking::tracker::Tracker;
+use crate::verify::Image;
+
+/// Time for QEMU to save its device state while it is stopped.
+const SAVE_LIMIT: Duration = Duration::from_secs(30);
+/// Time for the monitor of a VM that an earlier engine gave up.
+const MONITOR_LIMIT: Duration = Duration::from_secs(2);
+/// The guardian's limit for the `cont` of a VM that is taken back.
+const RESUME_LIMIT: Duration = Duration::from_secs(30);
+
+/// How to migrate.
+#[derive(Debug, Clone)]
+pub struct MigrateOptions {
+    /// When the pages move; `None` chooses: while the VM runs, if it does.
+    pub mode: Option<Mode>,
+    /// Send the content ids of all pages too, made in the pause; the destination compares them.
+    pub verify: bool,
+    /// The watchdog resumes the VM here when it is stopped for longer and not given up; the migration fails then.
+    pub pause_limit: Duration,
+    /// The bandwidth of the connection, in bytes per second.
+    pub bytes_per_s: NonZeroU64,
+    /// How long the VM may be stopped for its remaining pages.
+    pub downtime: Duration,
+    /// Upper bound on the delta cache, in bytes.
+    pub cache_bytes: u64,
+    /// How long it is tried to connect again, once the VM is given up.
+    pub patience: Duration,
+}
+
+/// A VM on its way.
+struct Sending<'s> {
+    mode: Mode,
+    session: &'s Session,
+    options: &'s MigrateOptions,
+    pages: SentPages,
+    rounds: u32,
+}
+
+impl Sending<'_> {
+    /// Sends the pages that are left of a VM that is stopped.
+    fn rest(
+        &mut self,
+        mut parts: Streaming<'_>,
+        wire: &mut Wire,
+        progress: ProgressSink<'_>,
+    ) -> Result<MigratedPages, MigrateError> {
+        self.rounds += 1;
+        let pages = &mut self.pages;
+        match self.mode {
+            Mode::PreCopy => {
+                let mut sink = ConnectionPages::new(wire)?;
+                let mut take = |_, block, batch: &[Page<'_>]| pages.put(&mut sink, block, batch);
+                parts.rest(&mut take, progress)?;
+                Ok(pages.counts())
+            }
+            Mode::StopCopy => Ok(MigratedPages {
+                sent: serve(wire, parts.tracker, parts.monitor)?,
+                ..MigratedPages::default()
+            }),
+        }
+    }
+}
+
+/// A VM that is stopped, and of which all was sent.
+struct Complete<'v> {
+    vm: PausedVm<'v>,
+    record: SourceRecord,
+    sent: MigratedPages,
+    rounds: u32,
+    stopped: Instant,
+}
+
+impl Vm {
+    /// Migrates the VM over a connection on which nothing was sent yet, and ends this QEMU. `reconnect` makes a new
+    /// connection where that one is lost after the VM was given up. After an error the reason is sent to the
+    /// destination, where that is possible, and the destination ends the QEMU that it has started.
+    ///
+    /// # Errors
+    /// The VM runs on here, unless the error says otherwise.
+    pub fn migrate(
+        &mut self,
+        mut wire: Wire,
+        reconnect: Reconnect<'_>,
+        options: &MigrateOptions,
+        progress: ProgressSink<'_>,
+    ) -> Result<MigrateReport, MigrateError> {
+        let begin = Instant::now();
+        let session = Session::random().map_err(MigrateError::Random)?;
+        let vm = self.record()?;
+        let label = vm.label.clone();
+        let run_state = self.monitor.run_state()?;
+        let runs = run_state.running || run_state.is_suspended();
+        let mode = options.mode.unwrap_or(match runs {
+            true => Mode::PreCopy,
+            false => Mode::StopCopy,
+        });
+        let sending = Sending {
+            mode,
+            session: &session,
+            options,
+            pages: SentPages::new(&self.tracker.shape(), options.cache_bytes),
+            rounds: 0,
+        };
+        let complete = self.send(vm, sending, &mut wire, progress);
+        let complete = complete.inspect_err(|error| {
+            let why = Some(crate::in_words(error));
+            let word = Word::Settled;
+            // If it cannot be informed any more, it sees that the connection ends.
+            let _ = wire.send_control(&Control::Word { word, why });
+        })?;
+        let Complete {
+            vm,
+            record,
+            sent,
+            rounds,
+            stopped,
+        } = complete;
+        let bytes = wire.bytes_sent();
+        let named = (record, session);
+        let undecided = Undecided::ready(vm, named, wire, reconnect, options.patience);
+        let wire = undecided.decide(Source::Keeping)?;
+        Ok(MigrateReport {
+            vm: label,
+            mode,
+            rounds,
+            pages: sent,
+            bytes_sent: wire.map_or(bytes, |wire| wire.bytes_sent()),
+            downtime_us: if runs { us(stopped) } else { 0 },
+            total_us: us(begin),
+        })
+    }
+
+    /// Sends all of the VM, which is stopped then.
+    fn send(
+        &mut self,
+        vm: VmRecord,
+        mut sending: Sending<'_>,
+        wire: &mut Wire,
+        progress: ProgressSink<'_>,
+    ) -> Result<Complete<'_>, MigrateError> {
+        if !vm.disks.is_empty() {
+            self.monitor.expect_deactivation()?;
+        }
+        wire.send_control(&Control::Hello {
+            session: sending.session.clone(),
+            mode: sending.mode,
+            vm: Box::new(vm.clone()),
+            blocks: self.tracker.shape(),
+        })?;
+        match wire.receive_message()? {
+            Message::Control(Control::Accepted) => {}
+            other => return Err(other.unexpected().into()),
+        }
+        if sending.mode == Mode::PreCopy {
+            let convergence = Convergence::Link {
+                bytes_per_s: sending.options.bytes_per_s,
+                downtime: sending.options.downtime,
+            };
+            let (mut sink, pages) = (ConnectionPages::new(wire)?, &mut sending.pages);
+            let mut take = |_, block, batch: &[Page<'_>]| pages.put(&mut sink, block, batch);
+            let streamed = self.stream(Iteration::Bulk, convergence, &mut take, progress)?;
+            sending.rounds = streamed.iterations;
+        }
+        self.send_stopped(vm, sending, wire, progress)
+    }
+
+    /// Stops the VM, and sends the rest.
+    fn send_stopped(
+        &mut self,
+        mut vm: VmRecord,
+        mut sending: Sending<'_>,
+        wire: &mut Wire,
+        progress: ProgressSink<'_>,
+    ) -> Result<Complete<'_>, MigrateError> {
+        let run_state = self.fit_for_a_pause()?;
+        let runs = run_state.running || run_state.is_suspended();
+        let options = sending.options;
+        let stopped = Instant::now();
+        let Vm {
+            monitor,
+            guardian,
+            tracker,
+            state,
+            target,
+            devices,
+            ..
+        } = self;
+        let mut paused = PausedVm::stop(monitor, guardian, options.pause_limit, runs)?;
+        let events = paused.monitor().client().take_events();
+        events.map_err(MonitorError::from)?;
+        let parts = Streaming {
+            tracker,
+            monitor: paused.monitor(),
+            process: &target.process,
+        };
+        let sent = sending.rest(parts, wire, progress)?;
+        let ram = paused.monitor().ram_blocks()?;
+        if !tracker.tracks(&ram) {
+            return Err(CheckpointError::RamChanged.into());
+        }
+        let stream = StateStream::lent(state, paused.monitor(), &target.process, guardian)?;
+        let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
+        devices.check(paused.monitor(), &device_state)?;
+        if !vm.disks.is_empty() {
+            paused.monitor().deactivate_disks()?;
+        }
+        vm.look_at_disks_again();
+        (vm.was_running, vm.was_suspended) = (run_state.running, run_state.is_suspended());
+        let (qemu, session) = (&target.process, sending.session);
+        let record = SourceRecord::prepare(qemu, session, &vm.label, runs, &vm.disks)?;
+        wire.send(Kind::DeviceState, &device_state)?;
+        if options.verify {
+            let image = Image::take(blocks(tracker), &transfer_hasher())?;
+            image.ids().try_for_each(|ids| wire.send_ids(ids))?;
+        }
+        wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
+        Ok(Complete {
+            vm: paused,
+            record,
+            sent,
+            rounds: sending.rounds,
+            stopped,
+        })
+    }
+}
+
+fn blocks(tracker: &Tracker) -> impl Iterator<Item = &crate::memory::block::Block> {
+    tracker.blocks().iter().map(|tracked| &*tracked.block)
+}
+
+/// Why it is not known where a VM runs, or why it cannot be brought about.
+#[derive(Debug, Error)]
+pub enum SettleError {
+    /// The VM cannot be reached.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    /// There is nothing to be settled, or the record cannot be read.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// It is not settled.
+    #[error(transparent)]
+    Commit(#[from] CommitError),
+}
+
+/// Where a VM runs after a hand-over that had been interrupted.
+#[derive(Debug, Clone, Serialize)]
+pub struct SettledReport {
+    /// The VM's name.
+    pub vm: String,
+    /// Whether it moved: it runs at the destination, and its QEMU here has ended. Else it runs here.
+    pub moved: bool,
+}
+
+/// Settles the migration of a VM that was given up by an engine that did not learn what became of it.
+///
+/// # Errors
+/// The VM stays paused here.
+pub fn settle(
+    selector: &Selector,
+    wish: Wish,
+    patience: Duration,
+    reconnect: Reconnect<'_>,
+) -> Result<SettledReport, SettleError> {
+    let target = target::find(selector).map_err(AttachError::from)?;
+    let (record, content, given_up) = SourceRecord::find(&target.process)?;
+    if !given_up {
+        return Ok(kept(&record, content, reconnect)?);
+    }
+    let monitor = Monitor::connect(&target, MONITOR_LIMIT);
+    let mut monitor = monitor.map_err(AttachError::from)?;
+    let guardian = Guardian::start().map_err(AttachError::from)?;
+    let socket = monitor.client().socket();
+    guardian.watch(socket).map_err(AttachError::from)?;
+    let run_state = monitor.run_state().map_err(AttachError::from)?;
+    // Another client has resumed it: it must not run there, too.
+    let wish = match run_state.running {
+        true => Wish::Here,
+        false => wish,
+    };
+    let vm = HandedOver::found(&mut monitor, &guardian, RESUME_LIMIT, content.runs);
+    let disks = (content.disks, target.process.pid());
+    let named = (record, content.session);
+    let undecided = Undecided::found(vm, named, disks, reconnect, (wish, patience));
+    let moved = match undecided.decide(Source::RECORDED) {
+        Ok(_) => true,
+        Err(CommitError::NotTaken { .. } | CommitError::Lost { .. }) => false,
+        Err(error) => return Err(error.into()),
+    };
+    let vm = content.vm;
+    Ok(SettledReport { vm, moved })
+}
+
+/// The VM was never given up: it is the source's, and the destination need not wait.
+fn kept(
+    record: &SourceRecord,
+    content: GivenUp,
+    reconnect: Reconnect<'_>,
+) -> Result<SettledReport, RecordError> {
+    // A destination that is out of reach gives up by itself.
+    if let Ok(mut wire) = reconnect() {
+        let session = content.session;
+        let (word, why) = (Word::Settled, None);
+        let again = wire.send_control(&Control::Again { session });
+        let _ = again.and_then(|()| wire.send_control(&Control::Word { word, why }));
+    }
+    record.remove()?;
+    Ok(SettledReport {
+        vm: content.vm,
+        moved: false,
+    })
+}

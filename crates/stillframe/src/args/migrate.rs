@@ -1,0 +1,117 @@
+//! The command lines of `migrate` and `receive`.
+
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use stillframe_engine::migration::Mode;
+use stillframe_link::Address;
+
+use super::{LaunchArgs, VmSelector};
+use crate::{durations, sizes};
+
+/// How a connection between two hosts is protected; exactly one of these.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct SecurityArgs {
+    /// Directory with this host's certificate and key, as `stillframe certs host` makes it
+    #[arg(long, value_name = "DIR")]
+    pub certs: Option<PathBuf>,
+    /// Neither encrypt nor authenticate; the other side has to say the same
+    #[arg(long)]
+    pub plain_text: bool,
+}
+
+/// When the pages of a VM move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ModeChoice {
+    /// Pre-copy for a VM that runs, stop-copy for one that is paused
+    Auto,
+    /// While the VM runs; the rest while it is stopped
+    PreCopy,
+    /// All while the VM is stopped: the least to send, and the longest downtime
+    StopCopy,
+}
+
+impl ModeChoice {
+    /// The engine's; `None` leaves it to the engine.
+    pub fn mode(self) -> Option<Mode> {
+        match self {
+            ModeChoice::Auto => None,
+            ModeChoice::PreCopy => Some(Mode::PreCopy),
+            ModeChoice::StopCopy => Some(Mode::StopCopy),
+        }
+    }
+}
+
+/// `migrate`
+#[derive(Debug, Args)]
+pub struct MigrateArgs {
+    /// The running VM.
+    #[command(flatten)]
+    pub vm: VmSelector,
+    /// Address of the destination, where `stillframe receive` listens
+    #[arg(long, value_name = "HOST[:PORT]")]
+    pub to: Address,
+    /// How the connection is protected.
+    #[command(flatten)]
+    pub security: SecurityArgs,
+    /// When the VM's pages move
+    #[arg(long, value_enum, default_value_t = ModeChoice::Auto)]
+    pub mode: ModeChoice,
+    /// Compare all memory with the destination's before the VM runs there; it is stopped meanwhile
+    #[arg(long)]
+    pub verify: bool,
+    /// Resume the VM here if it is stopped for longer and not yet handed over
+    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
+    pub pause_limit: Duration,
+    /// Expected speed of the connection, in bytes per second
+    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive, default_value = "100M")]
+    pub bandwidth: NonZeroU64,
+    /// Send pages while the VM runs until the rest can be sent in this time
+    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "100ms")]
+    pub downtime_limit: Duration,
+    /// Upper bound on copies of guest memory by which changes are found
+    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "512M")]
+    pub delta_cache: u64,
+    /// If the connection is lost in the hand-over, try to connect again for this long
+    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
+    pub reconnect: Duration,
+    /// Go on with a hand-over that was interrupted: ask the destination where the VM runs
+    #[arg(long, conflicts_with_all = ["mode", "verify", "take_back"])]
+    pub resume: bool,
+    /// As --resume, but have the VM run here, unless it runs there; if the destination does not answer, you thereby
+    /// say that it never will run there
+    #[arg(long, conflicts_with_all = ["mode", "verify"])]
+    pub take_back: bool,
+}
+
+/// `receive`
+#[derive(Debug, Args)]
+pub struct ReceiveArgs {
+    /// Address to listen at; port 0 is a free one
+    #[arg(long, value_name = "ADDR[:PORT]")]
+    pub listen: Address,
+    /// How the connection is protected.
+    #[command(flatten)]
+    pub security: SecurityArgs,
+    /// Let only a host in whose certificate has this name (repeatable)
+    #[arg(long, value_name = "NAME", conflicts_with = "plain_text")]
+    pub allow: Vec<String>,
+    /// Unix socket for the new QEMU's QMP monitor
+    #[arg(long, value_name = "PATH")]
+    pub qmp: PathBuf,
+    /// First serial port, as for QEMU's -serial [default: as recorded if it listens, else null]
+    #[arg(long, value_name = "SPEC")]
+    pub serial: Option<String>,
+    /// Leave the guest paused; `cont` on its monitor runs it
+    #[arg(long)]
+    pub paused: bool,
+    /// Go on for a `receive` that was killed: answer the source about the VM with this monitor
+    #[arg(long, conflicts_with_all = ["serial", "paused"])]
+    pub resume: bool,
+    /// How QEMU is started.
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+}

@@ -1,0 +1,92 @@
+//! `migrate`: moves a running VM to another host.
+
+use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind};
+use stillframe_engine::migration::{
+    self, MigrateOptions, MigrateReport, SILENCE_MAX, SettledReport, VERSIONS, Wire, Wish,
+};
+use stillframe_link::{ConnectError, Security, connect};
+
+use super::{Context, capture, receive};
+use crate::args::MigrateArgs;
+use crate::durations;
+use crate::output;
+use crate::progress::Meter;
+use crate::table::{self, printable};
+
+/// Migrates, or settles a hand-over that was interrupted.
+pub fn run(context: &Context, args: &MigrateArgs) -> anyhow::Result<()> {
+    let security = receive::security(&args.security)?;
+    match (args.resume, args.take_back) {
+        (false, false) => migrate(context, args, &security),
+        (_, true) => settle(context, args, &security, Wish::Here),
+        (true, false) => settle(context, args, &security, Wish::There),
+    }
+}
+
+fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow::Result<()> {
+    let selector = capture::selector(&args.vm)?;
+    let link = connect(&args.to, security, &VERSIONS, SILENCE_MAX)?;
+    let wire = migration::connection(link);
+    let always = ScheduleChoice::Always(ScheduleKind::PreCopy);
+    let mut vm = capture::attach(context, &selector, always)?;
+    let options = MigrateOptions {
+        mode: args.mode.mode(),
+        verify: args.verify,
+        pause_limit: args.pause_limit,
+        bytes_per_s: args.bandwidth,
+        downtime: args.downtime_limit,
+        cache_bytes: args.delta_cache,
+        patience: args.reconnect,
+    };
+    let mut meter = Meter::new(context.console);
+    let mut reconnect = || reconnect(args, security);
+    let migrated = vm.migrate(wire, &mut reconnect, &options, &mut |progress| {
+        meter.show(progress.into());
+    });
+    if migrated.is_err() {
+        capture::detach(context, vm);
+    }
+    let report = migrated?;
+    context.console.result(&report, || words(&report))?;
+    Ok(())
+}
+
+fn words(report: &MigrateReport) -> String {
+    format!(
+        "{} runs at the destination: {} sent in {} and {}, {} of them again; it was stopped for {}",
+        printable(&report.vm),
+        table::bytes(report.bytes_sent),
+        durations::human_us(report.total_us),
+        table::count(u64::from(report.rounds), "round"),
+        table::count(report.pages.doomed, "page"),
+        durations::human_us(report.downtime_us),
+    )
+}
+
+fn settle(
+    context: &Context,
+    args: &MigrateArgs,
+    security: &Security,
+    wish: Wish,
+) -> anyhow::Result<()> {
+    let selector = capture::selector(&args.vm)?;
+    let mut reconnect = || reconnect(args, security);
+    let report = migration::settle(&selector, wish, args.reconnect, &mut reconnect)?;
+    context.console.result(&report, || settled_words(&report))?;
+    Ok(())
+}
+
+fn settled_words(report: &SettledReport) -> String {
+    let vm = printable(&report.vm);
+    match report.moved {
+        true => format!("{vm} runs at the destination; its QEMU here has ended"),
+        false => format!("{vm} runs here, and never will at the destination"),
+    }
+}
+
+fn reconnect(args: &MigrateArgs, security: &Security) -> Result<Wire, String> {
+    let in_words = |error: ConnectError| output::chain(anyhow::Error::new(error).chain());
+    connect(&args.to, security, &VERSIONS, SILENCE_MAX)
+        .map(migration::connection)
+        .map_err(in_words)
+}

@@ -1,0 +1,81 @@
+//! `receive`: waits for a VM that another host migrates here, and starts it.
+
+use std::time::Duration;
+
+use serde_json::json;
+use stillframe_engine::migration::{self, ReceiveOptions, ReceiveReport, SILENCE_MAX, VERSIONS};
+use stillframe_link::{ConnectError, Identity, Listener, Security};
+
+use super::{Context, launch, state_words};
+use crate::args::{ReceiveArgs, SecurityArgs};
+use crate::output;
+use crate::progress::Meter;
+use crate::table::{self, printable};
+
+/// Receives a VM, or goes on for a process that was killed.
+pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
+    let options = ReceiveOptions {
+        launch: launch::options(&args.launch, &args.qmp, args.serial.as_deref())?,
+        paused: args.paused,
+    };
+    let listener = listen(context, args)?;
+    let refused = |error: ConnectError| {
+        let words = output::chain(anyhow::Error::new(error).chain());
+        context.console.warn(&printable(&words));
+    };
+    // A listener that fails is one to which no source comes.
+    let mut again = |limit: Duration| {
+        let link = listener.wait_for(limit, refused).ok().flatten();
+        link.map(migration::connection)
+    };
+    let mut printed = Ok(());
+    let mut arrived = |report: &ReceiveReport| {
+        printed = context.console.result(report, || words(report));
+    };
+    match args.resume {
+        true => migration::resume_receiving(&options.launch.qmp, &mut again, &mut arrived)?,
+        false => {
+            let wire = migration::connection(listener.wait(refused)?);
+            let mut meter = Meter::new(context.console);
+            let mut progress = |progress: stillframe_engine::Progress| meter.show(progress.into());
+            migration::receive(wire, &mut again, &options, &mut arrived, &mut progress)?;
+        }
+    }
+    Ok(printed?)
+}
+
+/// Listens, and says where.
+fn listen(context: &Context, args: &ReceiveArgs) -> anyhow::Result<Listener> {
+    let listener = Listener::bind(
+        &args.listen,
+        security(&args.security)?,
+        VERSIONS,
+        args.allow.clone(),
+        SILENCE_MAX,
+    )?;
+    let address = listener.local_address()?;
+    context
+        .console
+        .result(&json!({ "listening": address }), || {
+            format!("listening at {address}")
+        })?;
+    Ok(listener)
+}
+
+/// The protection of a connection, as the command line says.
+pub fn security(args: &SecurityArgs) -> anyhow::Result<Security> {
+    Ok(match &args.certs {
+        Some(folder) => Security::Tls(Identity::load(folder)?),
+        None => Security::PlainText,
+    })
+}
+
+fn words(report: &ReceiveReport) -> String {
+    let state = state_words(report.verify.as_ref(), None, report.running, false);
+    format!(
+        "received {}: process {}, {}{state}",
+        printable(&report.vm),
+        report.pid,
+        table::count(report.pages, "page"),
+    )
+}

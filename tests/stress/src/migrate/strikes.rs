@@ -1,0 +1,391 @@
+//! What goes wrong while a VM is handed over: one engine is killed, hangs or fails at each named point of the
+//! hand-over, or at a random moment; or the connection is cut. Then its users do what the messages say, until it is
+//! settled. The VM never runs twice, and always runs in the end.
+
+use std::fmt;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::{Order, TICK_LIMIT};
+use crate::exactness::wait_gone;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::fault;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health;
+use stillframe_harness::qmp::Qmp;
+use stillframe_harness::random::Random;
+use stillframe_harness::relay::Relay;
+use stillframe_harness::running::{Running, signal};
+use stillframe_harness::serial::Serial;
+
+/// Longest delay of a random strike after the destination has started QEMU: a small guest takes about so long.
+const STRIKE_WITHIN_MS: u64 = 1000;
+/// How often it is looked where the VM runs.
+const LOOK: Duration = Duration::from_millis(20);
+/// Time for a monitor to answer.
+const ANSWER: Duration = Duration::from_millis(500);
+/// Time until everything is settled.
+const SETTLE_LIMIT: Duration = Duration::from_secs(90);
+
+/// The end of the name of the destination's record.
+const RECEIVED: &str = ".received";
+
+/// The points of the source's half.
+const SOURCE_POINTS: [&str; 5] = [
+    "commit.giving-up",
+    "commit.given-up",
+    "commit.sent",
+    "commit.ending",
+    "commit.ended",
+];
+/// The points of the destination's half.
+const DESTINATION_POINTS: [&str; 8] = [
+    "takeover.loaded",
+    "takeover.marked",
+    "takeover.ready",
+    "takeover.releasing",
+    "takeover.released",
+    "takeover.committed",
+    "takeover.running",
+    "takeover.said",
+];
+/// What happens there.
+const FAULTS: [&str; 4] = ["kill", "error", "hang", "slow"];
+
+/// Which process is struck.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The engine of the source.
+    Source,
+    /// The engine of the destination.
+    Destination,
+}
+
+/// What goes wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Strike {
+    /// A fault at a named point.
+    At(Side, String),
+    /// `kill -9`, so long after the destination has started QEMU.
+    Kill(Side, Duration),
+    /// The connection is cut, so long after that.
+    Cut(Duration),
+}
+
+impl fmt::Display for Strike {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Strike::At(side, fault) => write!(f, "{side:?} {fault}"),
+            Strike::Kill(side, delay) => write!(f, "{side:?} killed after {delay:?}"),
+            Strike::Cut(delay) => write!(f, "cut after {delay:?}"),
+        }
+    }
+}
+
+/// Where the VM runs in the end, and how often its users had to do something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Settled {
+    /// At the destination.
+    pub moved: bool,
+    /// Commands that were given.
+    pub commands: u32,
+}
+
+/// What came of many strikes.
+#[derive(Debug, Default)]
+pub struct Struck {
+    /// One record each.
+    pub raw: Vec<Value>,
+    /// Those after which the VM ran twice, was lost, or could not be settled.
+    pub wrong: u64,
+    resumed: u64,
+    moved: u64,
+}
+
+impl fmt::Display for Struck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (all, wrong) = (self.raw.len(), self.wrong);
+        let (resumed, moved) = (self.resumed, self.moved);
+        write!(
+            f,
+            "{all} strikes, {wrong} wrong; {moved} VMs moved all the same; {resumed} were settled by a command"
+        )
+    }
+}
+
+/// A migration that was struck.
+struct Scene<'s> {
+    stillframe: &'s Stillframe,
+    order: &'s Order,
+    guest: &'s Guest,
+    relay: Relay,
+    listen: String,
+    source: Option<Running>,
+    destination: Option<Running>,
+    commands: u32,
+    /// What the processes said that have ended.
+    said: Vec<String>,
+}
+
+/// Whether the VM runs here, and there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Runs {
+    here: bool,
+    there: bool,
+}
+
+impl Scene<'_> {
+    fn runs(&self) -> Result<Runs> {
+        let here = || running(&self.guest.folder().join("qmp2"));
+        let there = || running(&self.order.files().0);
+        let runs = Runs {
+            here: here(),
+            there: there(),
+        };
+        // They were looked at one after the other; only this order shows that both run at one time.
+        if runs.here && runs.there && here() {
+            bail!("two of the VM run; {}", self.said.join("; "));
+        }
+        Ok(runs)
+    }
+
+    /// Notes processes that have ended.
+    fn reap(&mut self) -> Result<()> {
+        for process in [&mut self.source, &mut self.destination] {
+            if process.as_mut().map_or(Ok(false), Running::has_ended)?
+                && let Some(ended) = process.take()
+            {
+                let ended = ended.end()?;
+                self.said
+                    .push(format!("exit {:?}: {}", ended.code, ended.err.trim()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Its users look after it, until one VM runs and the other is gone.
+    fn settle(&mut self) -> Result<Settled> {
+        let deadline = Instant::now() + SETTLE_LIMIT;
+        while Instant::now() < deadline {
+            self.reap()?;
+            let runs = self.runs()?;
+            let new = health::pids_with(&self.order.files().0.display().to_string())?;
+            let here = self.guest_lives();
+            let over = self.source.is_none() && self.destination.is_none();
+            if over && (runs.here && new.is_empty() || runs.there && !here) {
+                return Ok(Settled {
+                    moved: runs.there,
+                    commands: self.commands,
+                });
+            }
+            if self.source.is_none() || self.destination.is_none() {
+                self.command(here)?;
+            }
+            std::thread::sleep(LOOK);
+        }
+        bail!("not settled; {}", self.said.join("; "))
+    }
+
+    fn guest_lives(&self) -> bool {
+        health::is_alive(self.guest.pid())
+    }
+
+    /// What a user does who finds that a process has ended.
+    fn command(&mut self, here: bool) -> Result<()> {
+        // First the destination listens again, so that the source is answered.
+        if self.destination.is_none() && self.has_record(RECEIVED)? {
+            let command = self
+                .order
+                .receiver(self.stillframe, &self.listen, &["--resume"])?;
+            self.destination = Some(self.order.listen(command)?.0);
+            self.commands += 1;
+        }
+        if self.source.is_none() && here && (self.has_record(".given-up")? || self.waits()) {
+            let (pid, to) = (self.guest.pid(), self.relay.address());
+            let words = ["--resume", "--reconnect", "2s"];
+            let command = self.order.migrator(self.stillframe, pid, to, &words)?;
+            self.source = Some(Running::start(command)?);
+            self.commands += 1;
+        }
+        Ok(())
+    }
+
+    /// Whether the destination waits for a source that was never to give the VM up.
+    fn waits(&self) -> bool {
+        self.destination.is_some() && self.has_record(".giving-up").unwrap_or(false)
+    }
+
+    /// Whether one of the engines has left a file with this end.
+    fn has_record(&self, end: &str) -> Result<bool> {
+        let (folder, name) = (&self.order.folder, &self.order.name);
+        let folder = folder.file_name().context("a folder")?.display();
+        let received = format!("{folder}!{name}.qmp.received");
+        let given_up = format!("{}-", self.guest.pid());
+        let files = fs::read_dir(Stillframe::runtime_folder())
+            .into_iter()
+            .flatten();
+        let mut names = files
+            .flatten()
+            .map(|file| file.file_name().display().to_string());
+        Ok(names.any(|file| match end {
+            RECEIVED => file.ends_with(&received),
+            end => file.starts_with(&given_up) && file.ends_with(end),
+        }))
+    }
+}
+
+/// Whether the VM with this monitor runs, as far as it says so now.
+fn running(qmp: &Path) -> bool {
+    let status = Qmp::status_within(qmp, ANSWER);
+    matches!(status, Ok(Some(status)) if status == "running")
+}
+
+/// Migrates the guest, strikes, and has it settled. An error where the VM runs twice, or nowhere in the end.
+pub fn strike(
+    stillframe: &Stillframe,
+    guest: &Guest,
+    order: &Order,
+    strike: &Strike,
+) -> Result<Settled> {
+    let folder = tempfile::tempdir()?;
+    let words = order.new_vm();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let mut receiver = order.receiver(stillframe, "127.0.0.1:0", &words)?;
+    let mut reached = None;
+    if let Strike::At(Side::Destination, fault) = strike {
+        let faulty = fault::with_fault(&receiver, fault, folder.path())?;
+        (receiver, reached) = (faulty.0, Some(faulty.1));
+    }
+    let (destination, at) = order.listen(receiver)?;
+    let relay = Relay::start(at)?;
+    let words: Vec<&str> = order.migrate.iter().map(String::as_str).collect();
+    let words = [&["--reconnect", "3s"], &words[..]].concat();
+    let mut migrator = order.migrator(stillframe, guest.pid(), relay.address(), &words)?;
+    if let Strike::At(Side::Source, fault) = strike {
+        let faulty = fault::with_fault(&migrator, fault, folder.path())?;
+        (migrator, reached) = (faulty.0, Some(faulty.1));
+    }
+    let mut scene = Scene {
+        stillframe,
+        order,
+        guest,
+        relay,
+        listen: at.to_string(),
+        source: Some(Running::start(migrator)?),
+        destination: Some(destination),
+        commands: 0,
+        said: Vec::new(),
+    };
+    if let Strike::Kill(_, delay) | Strike::Cut(delay) = strike {
+        let qmp = order.files().0;
+        let destination = scene.destination.as_mut().context("a destination")?;
+        destination.wait_until("a QEMU", |_| Ok(qmp.exists()))?;
+        std::thread::sleep(*delay);
+        match strike {
+            Strike::Kill(Side::Source, _) => scene.source.as_mut(),
+            Strike::Kill(Side::Destination, _) => scene.destination.as_mut(),
+            _ => None,
+        }
+        .map_or(Ok(()), Running::kill)?;
+        if let Strike::Cut(_) = strike {
+            scene.relay.cut();
+        }
+    }
+    let settled = scene.settle()?;
+    if let Some(reached) = reached {
+        ensure!(
+            reached.exists(),
+            "the fault did not happen: {:?}",
+            scene.said
+        );
+    }
+    match settled.moved {
+        true => Serial::new(&order.files().1).wait_more(2, TICK_LIMIT)?,
+        false => guest.serial.wait_more(2, TICK_LIMIT)?,
+    };
+    Ok(settled)
+}
+
+/// Every fault at every point, then random kills and cuts, `count` in all or more.
+fn all(count: u64, seed: u64) -> Vec<Strike> {
+    let mut random = Random::new(seed);
+    let mut all = Vec::new();
+    for fault in FAULTS {
+        let named = |side, points: &[&str]| {
+            let at = |point: &&str| Strike::At(side, format!("{point}:{fault}"));
+            points.iter().map(at).collect::<Vec<_>>()
+        };
+        all.extend(named(Side::Source, &SOURCE_POINTS));
+        all.extend(named(Side::Destination, &DESTINATION_POINTS));
+    }
+    for number in 0..count {
+        let delay = Duration::from_millis(random.below(STRIKE_WITHIN_MS));
+        all.push(match number % 3 {
+            0 => Strike::Kill(Side::Source, delay),
+            1 => Strike::Kill(Side::Destination, delay),
+            _ => Strike::Cut(delay),
+        });
+    }
+    all
+}
+
+/// Those that say most, and a few random ones.
+pub fn some(seed: u64) -> Vec<Strike> {
+    let at = |side, fault: &str| Strike::At(side, fault.to_owned());
+    let named = [
+        at(Side::Source, "commit.giving-up:kill"),
+        at(Side::Source, "commit.given-up:kill"),
+        at(Side::Source, "commit.sent:error"),
+        at(Side::Destination, "takeover.ready:kill"),
+        at(Side::Destination, "takeover.released:kill"),
+        at(Side::Destination, "takeover.committed:kill"),
+        at(Side::Destination, "takeover.running:error"),
+    ];
+    let random = all(3, seed).into_iter().rev().take(3);
+    named.into_iter().chain(random).collect()
+}
+
+/// Every fault at every point, then `count` random kills and cuts, of small guests in both modes.
+pub fn run(stillframe: &Stillframe, count: u64, seed: u64) -> Result<Struck> {
+    each(stillframe, &all(count, seed))
+}
+
+/// These, one after the other.
+pub fn each(stillframe: &Stillframe, strikes: &[Strike]) -> Result<Struck> {
+    let boot = || Setup::small(Kind::Private, "struck").boot();
+    let mut guest = boot()?;
+    let mut struck = Struck::default();
+    for (number, what) in strikes.iter().enumerate() {
+        let mut order = Order::of(&guest, format!("struck-{number}"));
+        let mode = super::MODES[number % 2];
+        order.migrate = ["--mode", mode].map(str::to_owned).to_vec();
+        let settled = strike(stillframe, &guest, &order, what);
+        let outcome = match &settled {
+            Ok(settled) => format!("{settled:?}"),
+            Err(error) => format!("wrong: {error:#}"),
+        };
+        eprintln!("{number:3} {mode} {what}: {outcome}");
+        struck.raw.push(json!({
+            "strike": what.to_string(), "mode": mode, "outcome": outcome,
+        }));
+        match settled {
+            Ok(settled) => {
+                struck.resumed += u64::from(settled.commands > 0);
+                struck.moved += u64::from(settled.moved);
+            }
+            Err(_) => struck.wrong += 1,
+        }
+        for pid in health::pids_with(&order.files().0.display().to_string())? {
+            signal(pid.unsigned_abs(), "KILL")?;
+            wait_gone(pid)?;
+        }
+        if !matches!(settled, Ok(Settled { moved: false, .. })) {
+            guest = boot()?;
+        }
+    }
+    Ok(struck)
+}
