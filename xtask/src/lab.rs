@@ -26,7 +26,7 @@ pub enum Bench {
     /// (about an hour)
     Torture,
     /// VMs migrated to another process, every page compared; then faults, kills and cuts at the hand-over
-    /// (about 10 minutes)
+    /// (about 40 minutes)
     Migrate,
     /// 1000 bit flips and truncations of a repository (about 5 minutes)
     Flips,
@@ -91,7 +91,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         Bench::Workloads | Bench::Papers | Bench::Responsive => {
             run(prepared_with_debian(workspace)?.arg(name).args(more))
         }
-        Bench::Matrix => {
+        Bench::Matrix | Bench::Migrate => {
             let faulty = build_faulty(workspace)?;
             let mut lab = prepared(workspace, STRESS_RUNS)?;
             run(lab
@@ -108,7 +108,6 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         Bench::Exactness
         | Bench::Kill
         | Bench::Torture
-        | Bench::Migrate
         | Bench::Flips
         | Bench::Hotplug
         | Bench::Others

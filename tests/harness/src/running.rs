@@ -81,6 +81,13 @@ impl Running {
         self.wait_until(&format!("{words:?}"), |it| Ok(it.err().contains(words)))
     }
 
+    /// Waits until standard error holds `words` so many times.
+    pub fn wait_words_times(&mut self, words: &str, count: usize) -> Result<()> {
+        self.wait_until(&format!("{words:?} {count} times"), |it| {
+            Ok(it.err().matches(words).count() >= count)
+        })
+    }
+
     /// Waits until standard error holds `words` once more than it does now.
     pub fn wait_words_again(&mut self, words: &str) -> Result<()> {
         let times = |it: &Running| it.err().matches(words).count();
