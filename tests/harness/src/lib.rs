@@ -13,6 +13,7 @@ pub mod guest;
 pub mod health;
 pub mod kernel;
 pub mod memory;
+pub mod migration;
 pub mod qmp;
 pub mod random;
 pub mod relay;

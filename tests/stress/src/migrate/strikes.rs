@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::{Order, TICK_LIMIT};
+use super::TICK_LIMIT;
 use crate::exactness::wait_gone;
 use stillframe_harness::cli::Stillframe;
 use stillframe_harness::fault;
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health;
+use stillframe_harness::migration::Order;
 use stillframe_harness::qmp::Qmp;
 use stillframe_harness::random::Random;
 use stillframe_harness::relay::Relay;
@@ -176,7 +177,9 @@ impl Scene<'_> {
             let new = health::pids_with(&self.order.files().0.display().to_string())?;
             let here = self.guest_lives();
             let over = self.source.is_none() && self.destination.is_none();
-            if over && (runs.here && new.is_empty() || runs.there && !here) {
+            // A destination whose VM runs may wait for a source that has ended, to answer it.
+            let moved = self.source.is_none() && runs.there && !here;
+            if over && runs.here && new.is_empty() || moved {
                 return Ok(Settled {
                     moved: runs.there,
                     commands: self.commands,

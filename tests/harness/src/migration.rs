@@ -1,0 +1,184 @@
+//! Migrations by the command line: both sides, and the VM that arrives.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::cli::Stillframe;
+use crate::guest::{COPY_OF, Guest, Kind, SHM};
+use crate::restored::Restored;
+use crate::running::{Ended, Running};
+use crate::serial::Serial;
+
+/// Both processes of one migration.
+pub struct Migration {
+    /// The source.
+    pub source: Running,
+    /// The destination.
+    pub destination: Running,
+    /// Where the destination listens.
+    pub at: SocketAddr,
+    qmp: PathBuf,
+    serial: PathBuf,
+}
+
+/// A VM that has arrived.
+pub struct Arrived {
+    /// The new VM.
+    pub vm: Restored,
+    /// The destination's report.
+    pub report: Value,
+    /// The source's report.
+    pub sent: Value,
+}
+
+/// Where a migration's sockets and files are, and how it is done.
+#[derive(Debug, Clone)]
+pub struct Order {
+    /// The folder of its files.
+    pub folder: PathBuf,
+    /// Sets its files apart from those of others.
+    pub name: String,
+    /// More arguments for the source.
+    pub migrate: Vec<String>,
+    /// More arguments for the destination.
+    pub receive: Vec<String>,
+}
+
+impl Order {
+    /// A migration of this guest, with the arguments that its kind needs.
+    pub fn of(guest: &Guest, name: impl Into<String>) -> Order {
+        Order {
+            folder: guest.folder().to_owned(),
+            name: name.into(),
+            migrate: Vec::new(),
+            receive: needs(guest),
+        }
+    }
+
+    /// The new VM's monitor, and its serial port.
+    pub fn files(&self) -> (PathBuf, PathBuf) {
+        let path = |what: &str| self.folder.join(format!("{}.{what}", self.name));
+        (path("qmp"), path("serial"))
+    }
+
+    /// The command of a destination that listens there, without the arguments for a new VM.
+    pub fn receiver(
+        &self,
+        stillframe: &Stillframe,
+        listen: &str,
+        more: &[&str],
+    ) -> Result<Command> {
+        let qmp = self.files().0.display().to_string();
+        let mut line = vec!["receive", "--json", "--listen", listen, "--qmp", &qmp];
+        let security = self.security(stillframe)?;
+        line.extend(security.iter().map(String::as_str));
+        line.extend(more);
+        stillframe.command(&line)
+    }
+
+    /// The command of a source that connects there.
+    pub fn migrator(
+        &self,
+        stillframe: &Stillframe,
+        pid: i32,
+        to: SocketAddr,
+        more: &[&str],
+    ) -> Result<Command> {
+        let (pid, to) = (pid.to_string(), to.to_string());
+        let mut line = vec!["migrate", "--json", "--pid", &pid, "--to", &to];
+        let security = self.security(stillframe)?;
+        line.extend(security.iter().map(String::as_str));
+        line.extend(more);
+        stillframe.command(&line)
+    }
+
+    /// Starts a destination. Returns where it listens, too.
+    pub fn listen(&self, command: Command) -> Result<(Running, SocketAddr)> {
+        let mut destination = Running::start(command)?;
+        let listening = &destination.wait_results(1)?[0]["listening"];
+        let at = listening.as_str().context("no address")?.parse()?;
+        Ok((destination, at))
+    }
+
+    /// The arguments for a new VM.
+    pub fn new_vm(&self) -> Vec<String> {
+        let spec = format!("file:{}", self.files().1.display());
+        let own = ["--serial".to_owned(), spec];
+        [&own[..], &self.receive].concat()
+    }
+
+    /// Starts both sides.
+    pub fn start(&self, stillframe: &Stillframe, pid: i32) -> Result<Migration> {
+        let words = self.new_vm();
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let (destination, at) = self.listen(self.receiver(stillframe, "127.0.0.1:0", &words)?)?;
+        let words: Vec<&str> = self.migrate.iter().map(String::as_str).collect();
+        let source = Running::start(self.migrator(stillframe, pid, at, &words)?)?;
+        let (qmp, serial) = self.files();
+        Ok(Migration {
+            source,
+            destination,
+            at,
+            qmp,
+            serial,
+        })
+    }
+
+    /// Encrypted, with the certificate of this host.
+    fn security(&self, stillframe: &Stillframe) -> Result<[String; 2]> {
+        let path = |name: &str| self.folder.join(name).display().to_string();
+        let (authority, host) = (path("authority"), path("certs"));
+        if !Path::new(&host).exists() {
+            stillframe.ok(&["certs", "authority", &authority])?;
+            let line = ["certs", "host", "127.0.0.1", "--authority", &authority];
+            stillframe.ok(&[&line[..], &["--output", &host]].concat())?;
+        }
+        Ok(["--certs".to_owned(), host])
+    }
+
+    /// Migrates the VM.
+    pub fn perform(&self, stillframe: &Stillframe, pid: i32) -> Result<Arrived> {
+        self.start(stillframe, pid)?.arrive()
+    }
+}
+
+impl Migration {
+    /// Waits for both ends.
+    pub fn arrive(self) -> Result<Arrived> {
+        let sent = self.source.end()?;
+        let received = self.destination.end();
+        let received = received.with_context(|| format!("source: {sent:?}"))?;
+        let report = |ended: &Ended| {
+            let mut reports = ended.results().unwrap_or_default();
+            (ended.code == Some(0)).then(|| reports.pop()).flatten()
+        };
+        let (Some(sent), Some(report)) = (report(&sent), report(&received)) else {
+            bail!("source: {sent:?}; destination: {received:?}");
+        };
+        let pid = report["pid"].as_i64().context("no pid")? as i32;
+        Ok(Arrived {
+            vm: Restored {
+                pid,
+                qmp: self.qmp,
+                serial: Serial::new(&self.serial),
+            },
+            report,
+            sent,
+        })
+    }
+}
+
+/// Arguments of the destination without which this kind of guest cannot run beside its original.
+fn needs(guest: &Guest) -> Vec<String> {
+    let words = match guest.kind {
+        Kind::KvmBootSector => "--disks-as-they-are".to_owned(),
+        // Each migration gives the memory another file than the one before.
+        Kind::FileShared => format!("--replace={SHM}={SHM}{COPY_OF}"),
+        _ => return Vec::new(),
+    };
+    vec![words]
+}
