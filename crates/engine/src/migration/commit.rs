@@ -35,6 +35,9 @@ pub enum CommitError {
         /// What happened to it.
         why: String,
     },
+    /// Its QEMU is gone, or does not answer.
+    #[error("the VM has ended here, or its QEMU does not answer; it was not handed over")]
+    Ended(#[source] MonitorError),
     /// It could not be given up.
     #[error("the VM cannot be given up, and runs on here")]
     NotGivenUp(#[source] PausedError),
@@ -273,9 +276,14 @@ impl<'v, 'r> Undecided<'v, 'r> {
     }
 
     fn give_up(&mut self) -> Event {
-        let Held::Paused(vm) = std::mem::replace(&mut self.held, Held::Gone) else {
+        let Held::Paused(mut vm) = std::mem::replace(&mut self.held, Held::Gone) else {
             return Event::Failed;
         };
+        if let Err(error) = vm.monitor().run_state() {
+            self.held = Held::Paused(vm);
+            self.error = Some(CommitError::Ended(error));
+            return Event::Failed;
+        }
         let error = match vm.hand_over(&self.record) {
             Ok(vm) => return self.given_up(vm),
             Err(both) => {

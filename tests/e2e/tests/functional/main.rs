@@ -9,6 +9,7 @@ mod hotplug;
 mod interchange;
 mod keep;
 mod lazy;
+mod migrate;
 mod names;
 mod restore;
 mod rewind;

@@ -10,6 +10,7 @@ mod host;
 mod liars;
 mod links;
 mod locks;
+mod migrations;
 mod others;
 mod owner;
 mod pressure;

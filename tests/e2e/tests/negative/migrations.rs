@@ -1,0 +1,129 @@
+//! Migrations that do not come about: one clear error on each side, the VM runs on, and nothing is left of the other.
+
+use std::fs::File;
+
+use anyhow::{Result, ensure};
+use serde_json::json;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::fault;
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::processes_with;
+use stillframe_harness::migration::Order;
+use stillframe_harness::running::{Ended, PATIENCE, Running};
+
+/// Both sides say why, and only the original is left.
+fn is_refused(stillframe: &Stillframe, guest: &Guest, order: &Order, words: &str) -> Result<()> {
+    let migration = order.start(stillframe, guest.pid())?;
+    let (sent, received) = (migration.source.end()?, migration.destination.end()?);
+    expect_refusal(&sent, words)?;
+    expect_refusal(&received, words)?;
+    only_here(guest, order)
+}
+
+fn expect_refusal(ended: &Ended, words: &str) -> Result<()> {
+    ensure!(ended.code == Some(1), "{ended:?}");
+    ensure!(ended.err.contains(words), "no {words:?}: {ended:?}");
+    ensure!(ended.errors() == 1, "{ended:?}");
+    Ok(())
+}
+
+fn only_here(guest: &Guest, order: &Order) -> Result<()> {
+    let qmp = order.files().0.display().to_string();
+    ensure!(processes_with(&qmp)? == 0, "a QEMU is left");
+    guest.serial.wait_more(2, PATIENCE)?;
+    Ok(())
+}
+
+#[test]
+fn a_destination_that_cannot_take_the_vm_says_why_on_both_sides() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let disk = folder.path().join("disk.img");
+    File::create(&disk)?.set_len(4 << 20)?;
+    let drive = format!("file={},format=raw,if=ide", disk.display());
+    let guest = Setup::small(Kind::Private, "refused")
+        .with(&["-drive", &drive])
+        .boot()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    File::create(folder.path().join("small.img"))?.set_len(2 << 20)?;
+    let replaced = |name: &str| {
+        let other = folder.path().join(name);
+        format!("--replace={}={}", disk.display(), other.display())
+    };
+    let cases = [
+        (replaced("absent.img"), "absent.img"),
+        (replaced("small.img"), "has another size"),
+        ("--qemu=/nowhere/qemu".to_owned(), "/nowhere/qemu"),
+        (
+            "--qemu=/usr/bin/true".to_owned(),
+            "/usr/bin/true is now QEMU",
+        ),
+    ];
+    for (number, (word, words)) in cases.into_iter().enumerate() {
+        let mut order = Order::of(&guest, format!("refused-{number}"));
+        order.receive.push(word);
+        is_refused(&stillframe, &guest, &order, words)?;
+    }
+    // All of that was said by VMs that never stopped; and it moves where nothing is wrong.
+    let arrived = Order::of(&guest, "moved").perform(&stillframe, guest.pid())?;
+    arrived.vm.serial.wait_ticks(2, PATIENCE)?;
+    Ok(())
+}
+
+#[test]
+fn a_vm_that_is_watched_is_not_migrated_and_the_watch_goes_on() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let guest = Setup::small(Kind::Private, "watched").boot()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let line = [
+        "watch",
+        "--json",
+        "--pid",
+        &guest.pid_text(),
+        "--every",
+        "1s",
+    ];
+    let mut watch = Running::start(stillframe.command(&line)?)?;
+    watch.wait_results(1)?;
+    let order = Order::of(&guest, "not");
+    let migration = order.start(&stillframe, guest.pid())?;
+    let (sent, received) = (migration.source.end()?, migration.destination.end()?);
+    ensure!(sent.code == Some(5) && sent.errors() == 1, "{sent:?}");
+    ensure!(received.code == Some(1), "{received:?}");
+    let before = watch.results()?.len();
+    watch.wait_results(before + 2)?;
+    watch.signal("INT")?;
+    ensure!(watch.wait_exit()? == Some(0), "{}", watch.err());
+    only_here(&guest, &order)
+}
+
+/// Another client resumes or ends the VM when all is there and it is about to be given up.
+#[test]
+fn a_vm_that_another_client_resumes_or_ends_in_the_middle_does_not_move() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let mut guest = Setup::small(Kind::Private, "meddled").boot()?;
+    for (command, words) in [
+        ("cont", "another client resumed the VM"),
+        ("quit", "the VM has ended"),
+    ] {
+        let order = Order::of(&guest, command);
+        let more = order.new_vm();
+        let more: Vec<&str> = more.iter().map(String::as_str).collect();
+        let receiver = order.receiver(&stillframe, "127.0.0.1:0", &more)?;
+        let (destination, at) = order.listen(receiver)?;
+        let migrator = order.migrator(&stillframe, guest.pid(), at, &[])?;
+        let own = folder.path().join(command);
+        std::fs::create_dir(&own)?;
+        let (faulty, reached) = fault::with_fault(&migrator, "commit.giving-up:hang", &own)?;
+        let mut source = Running::start(faulty)?;
+        source.wait_until("a hang", |_| Ok(reached.exists()))?;
+        guest.second_monitor()?.execute(command, json!({}))?;
+        let (sent, received) = (source.end()?, destination.end()?);
+        expect_refusal(&sent, words)?;
+        expect_refusal(&received, words)?;
+        let qmp = order.files().0.display().to_string();
+        ensure!(processes_with(&qmp)? == 0, "a QEMU is left");
+    }
+    ensure!(!guest.is_alive(), "it was ended");
+    Ok(())
+}
