@@ -160,8 +160,10 @@ pub enum Destination {
     Discarding,
     /// It never ran here, and never will.
     Gone,
-    /// It may have run.
+    /// `cont` had no answer: it may have run.
     Unclear,
+    /// It has not run, and its QEMU does not end.
+    Undead,
     /// Nobody waits for an answer now.
     Over,
 }
@@ -251,22 +253,30 @@ impl Destination {
             // Whether that could be written or not: this QEMU has not run.
             (Destination::Refusing, _) => (Destination::Dropping, End),
             (Destination::Dropping, Event::Done) => (Destination::Gone, Send(Word::Never)),
-            (Destination::Dropping, _) => (Destination::Unclear, Send(Word::Unclear)),
+            (Destination::Dropping, _) => (Destination::Undead, Send(Word::Unclear)),
+            (Destination::Undead, Event::Heard(Word::Ask | Word::Retract | Word::Commit)) => {
+                (Destination::Dropping, End)
+            }
             (Destination::Discarding, _) => (Destination::Over, Forget),
 
-            (
-                Destination::Running | Destination::Gone | Destination::Unclear,
-                Event::Heard(Word::Settled),
-            ) => (Destination::Over, Forget),
+            (Destination::Over, _) => (self, Wait),
+            (_, Event::Heard(Word::Settled)) => (Destination::Over, Forget),
             // The record stays, for an engine that is started to answer.
-            (Destination::Running | Destination::Gone | Destination::Unclear, Event::Cancelled) => {
-                (Destination::Over, Wait)
-            }
+            (_, Event::Cancelled) => (Destination::Over, Wait),
             (Destination::Running, Event::Heard(_)) => (self, Send(Word::Running)),
             (Destination::Gone, Event::Heard(_)) => (self, Send(Word::Never)),
-            (Destination::Unclear, Event::Heard(_)) => (self, Send(Word::Unclear)),
+            // A VM that runs already takes no harm from it.
+            (Destination::Unclear, Event::Heard(Word::Ask | Word::Commit)) => {
+                (Destination::Starting, Cont)
+            }
+            (Destination::Unclear | Destination::Undead, Event::Heard(_)) => {
+                (self, Send(Word::Unclear))
+            }
             (
-                Destination::Running | Destination::Gone | Destination::Unclear | Destination::Over,
+                Destination::Running
+                | Destination::Gone
+                | Destination::Unclear
+                | Destination::Undead,
                 _,
             ) => (self, Wait),
         }

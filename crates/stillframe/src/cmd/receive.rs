@@ -8,6 +8,7 @@ use stillframe_link::{ConnectError, Identity, Listener, Security};
 
 use super::{Context, launch, state_words};
 use crate::args::{ReceiveArgs, SecurityArgs};
+use crate::durations;
 use crate::output;
 use crate::progress::Meter;
 use crate::table::{self, printable};
@@ -25,6 +26,10 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
     };
     // A listener that fails is one to which no source comes.
     let mut again = |limit: Duration| {
+        context.console.warn(&format!(
+            "there is no connection to the source; it is waited for, for up to {}",
+            durations::human(limit)
+        ));
         let link = listener.wait_for(limit, refused).ok().flatten();
         link.map(migration::connection)
     };

@@ -176,10 +176,10 @@ impl Scene<'_> {
             let runs = self.runs()?;
             let new = health::pids_with(&self.order.files().0.display().to_string())?;
             let here = self.guest_lives();
-            let over = self.source.is_none() && self.destination.is_none();
-            // A destination whose VM runs may wait for a source that has ended, to answer it.
-            let moved = self.source.is_none() && runs.there && !here;
-            if over && runs.here && new.is_empty() || moved {
+            // A destination may wait for a source that has nothing to ask.
+            let kept = runs.here && new.is_empty() && !self.has_record(".given-up")?;
+            let moved = runs.there && !here;
+            if self.source.is_none() && (kept || moved) {
                 return Ok(Settled {
                     moved: runs.there,
                     commands: self.commands,

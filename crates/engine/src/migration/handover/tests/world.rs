@@ -453,7 +453,10 @@ impl World {
     /// Processes that have nothing to do any more, or are ended by hand.
     fn ends(&self, rules: Rules, moves: &mut Vec<Move>) {
         let may_end = |engine: &DestinationEngine| {
-            matches!(engine.state, Destination::Unclear | Destination::Over)
+            matches!(
+                engine.state,
+                Destination::Unclear | Destination::Undead | Destination::Over
+            )
         };
         let left = self.destination.as_ref().is_none_or(may_end) && !self.doomed;
         if left && self.destination_qemu == Qemu::Paused && !self.ran {
