@@ -15,6 +15,7 @@ pub mod fuzzing;
 pub mod helper;
 mod holders;
 mod host_access;
+mod load;
 mod obstacles;
 mod owner;
 mod program;
@@ -25,9 +26,10 @@ mod start;
 use std::path::PathBuf;
 
 pub use error::LaunchError;
+pub use load::{ArmedLoad, arm, load_device_state};
 pub use obstacles::restorability;
 pub use program::version_of;
-pub use start::{Launched, Starting, load_device_state, start};
+pub use start::{Launched, Starting, start};
 
 use crate::arguments::CommandLine;
 use crate::credentials::Credentials;

@@ -216,6 +216,9 @@ fn load(
     let mut launched = starting.wait(START_LIMIT)?;
     let ram = launched.monitor.ram_blocks()?;
     let blocks = eager::open_blocks(&launched.process, &ram, &greeting.blocks)?;
+    let (qmp, process) = (&options.launch.qmp, &launched.process);
+    let mut record = DestinationRecord::new(qmp, process, &greeting.session, &greeting.vm.label)?;
+    let armed = launch::arm(&mut launched)?;
     wire.send_control(&Control::Accepted)?;
     let (pages, rest) = match greeting.mode {
         Mode::PreCopy => {
@@ -232,10 +235,8 @@ fn load(
         return Err(ReceiveError::Changed);
     }
     let state = device_state::wrap(&rest.device_state, &rest.vm.identity.machine)?;
-    launch::load_device_state(&mut launched, &state, LOAD_LIMIT)?;
-    let runs = !options.paused && (rest.vm.was_running || rest.vm.was_suspended);
-    let (qmp, process) = (&options.launch.qmp, &launched.process);
-    let record = DestinationRecord::new(qmp, process, &greeting.session, &rest.vm.label, runs)?;
+    armed.load(&mut launched, &state, LOAD_LIMIT)?;
+    record.expect_to_run(!options.paused && (rest.vm.was_running || rest.vm.was_suspended));
     let report = report(&launched, options, rest, pages, plan);
     Ok(Loaded {
         launched,

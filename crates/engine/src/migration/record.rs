@@ -111,7 +111,11 @@ pub struct SourceRecord {
 }
 
 impl SourceRecord {
-    fn of(process: &Process) -> Result<SourceRecord, RecordError> {
+    /// The record of this VM, which is not written yet.
+    ///
+    /// # Errors
+    /// The runtime directory cannot be used.
+    pub fn of(process: &Process) -> Result<SourceRecord, RecordError> {
         static SWEPT: Once = Once::new();
         let name = format!("{}-{}", process.pid(), process.start_time());
         let directory = runtime::open()?;
@@ -128,13 +132,12 @@ impl SourceRecord {
     /// # Errors
     /// It cannot be written.
     pub fn prepare(
-        process: &Process,
+        &self,
         session: &Session,
         vm: &str,
         runs: bool,
         disks: &[Disk],
-    ) -> Result<SourceRecord, RecordError> {
-        let record = SourceRecord::of(process)?;
+    ) -> Result<(), RecordError> {
         let content = GivenUp {
             version: VERSION,
             session: session.clone(),
@@ -142,8 +145,7 @@ impl SourceRecord {
             runs,
             disks: disks.to_vec(),
         };
-        write(&record.directory, &record.prepared, &content)?;
-        Ok(record)
+        write(&self.directory, &self.prepared, &content)
     }
 
     /// The record that an earlier engine left of this VM, and whether it gave the VM up.
@@ -239,7 +241,6 @@ impl DestinationRecord {
         process: &Process,
         session: &Session,
         vm: &str,
-        runs: bool,
     ) -> Result<DestinationRecord, RecordError> {
         let directory = runtime::open()?;
         let name = runtime::file_name(qmp, RECEIVED);
@@ -261,7 +262,7 @@ impl DestinationRecord {
                 start_time: process.start_time(),
                 session: session.clone(),
                 vm: vm.to_owned(),
-                runs,
+                runs: false,
                 mark: Mark::Ready,
             },
         })
@@ -290,6 +291,11 @@ impl DestinationRecord {
     /// What it says.
     pub fn content(&self) -> &Received {
         &self.content
+    }
+
+    /// Whether the guest is to run. To be called before anything is written.
+    pub fn expect_to_run(&mut self, runs: bool) {
+        self.content.runs = runs;
     }
 
     /// Writes what is known of the VM.

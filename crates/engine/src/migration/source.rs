@@ -99,6 +99,8 @@ struct Complete<'v> {
     sent: MigratedPages,
     rounds: u32,
     stopped: Instant,
+    /// Freeing it takes as long as the rest of the pause.
+    _later: SentPages,
 }
 
 impl Vm {
@@ -145,6 +147,7 @@ impl Vm {
             sent,
             rounds,
             stopped,
+            _later,
         } = complete;
         let bytes = wire.bytes_sent();
         let named = (record, session);
@@ -203,6 +206,7 @@ impl Vm {
         wire: &mut Wire,
         progress: ProgressSink<'_>,
     ) -> Result<Complete<'_>, MigrateError> {
+        let record = SourceRecord::of(&self.target.process)?;
         let run_state = self.fit_for_a_pause()?;
         let runs = run_state.running || run_state.is_suspended();
         let options = sending.options;
@@ -237,8 +241,7 @@ impl Vm {
         }
         vm.look_at_disks_again();
         (vm.was_running, vm.was_suspended) = (run_state.running, run_state.is_suspended());
-        let (qemu, session) = (&target.process, sending.session);
-        let record = SourceRecord::prepare(qemu, session, &vm.label, runs, &vm.disks)?;
+        record.prepare(sending.session, &vm.label, runs, &vm.disks)?;
         wire.send(Kind::DeviceState, &device_state)?;
         if options.verify {
             let image = Image::take(blocks(tracker), &transfer_hasher())?;
@@ -251,6 +254,7 @@ impl Vm {
             sent,
             rounds: sending.rounds,
             stopped,
+            _later: sending.pages,
         })
     }
 }

@@ -346,9 +346,9 @@ pub enum LaunchError {
         /// The end of its log.
         log: String,
     },
-    /// The device state cannot be handed over.
-    #[error("cannot hand the device state to the new QEMU")]
-    Memfd(#[from] stillframe_sys::memfd::MemfdError),
+    /// The kernel gives no pipe for the device state.
+    #[error("cannot make a pipe for the device state")]
+    Pipe(#[source] io::Error),
     /// The new process cannot be watched.
     #[error("cannot watch the new QEMU")]
     Process(#[from] stillframe_sys::process::ProcessError),

@@ -9,8 +9,6 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
-use serde_json::json;
-use stillframe_sys::memfd::{Access, Memfd};
 use stillframe_sys::private_dir;
 use stillframe_sys::process::Process;
 
@@ -21,9 +19,6 @@ use crate::qmp::{Client, QmpError};
 
 /// Pause between two checks whether QEMU is ready, in milliseconds.
 const LOOK_AGAIN_MS: u64 = 2;
-
-/// Pause between two checks whether the device state is loaded. Loading takes 2 ms, and delays the VM's return.
-const LOADED_LOOK_AGAIN: Duration = Duration::from_micros(200);
 
 /// How long a QEMU that closed its monitor may take to end, in seconds.
 const END_LIMIT_SECONDS: u64 = 5;
@@ -41,7 +36,7 @@ pub struct Launched {
     /// A monitor of our own, over a connection that ends with this process; the user's is free from the
     /// beginning.
     pub monitor: Monitor,
-    owned: OwnedQemu,
+    pub(super) owned: OwnedQemu,
 }
 
 impl Launched {
@@ -59,7 +54,7 @@ impl Launched {
 
 /// The child process and its log; killed and reaped when dropped.
 #[derive(Debug)]
-struct OwnedQemu {
+pub(super) struct OwnedQemu {
     child: Option<Child>,
     log: PathBuf,
     /// Where this QEMU's words begin in the log.
@@ -75,7 +70,7 @@ impl Drop for OwnedQemu {
 }
 
 impl OwnedQemu {
-    fn end(&mut self) {
+    pub(super) fn end(&mut self) {
         if let Some(mut child) = self.child.take() {
             // Both fail only when it has ended already.
             let _ = child.kill();
@@ -101,12 +96,12 @@ impl OwnedQemu {
         }
     }
 
-    fn last_words(&self) -> String {
+    pub(super) fn last_words(&self) -> String {
         last_words(&self.log, self.log_start).unwrap_or_default()
     }
 
     /// Ends QEMU and makes an error of what went wrong while `doing` something.
-    fn fail(&mut self, doing: &'static str, source: MonitorError) -> LaunchError {
+    pub(super) fn fail(&mut self, doing: &'static str, source: MonitorError) -> LaunchError {
         if let MonitorError::Qmp(QmpError::Closed) = source {
             let limit = Duration::from_secs(END_LIMIT_SECONDS);
             if let Some(status) = self.has_ended_within(limit) {
@@ -129,7 +124,7 @@ impl OwnedQemu {
         }
     }
 
-    fn timed_out(&mut self, doing: &'static str, limit: Duration) -> LaunchError {
+    pub(super) fn timed_out(&mut self, doing: &'static str, limit: Duration) -> LaunchError {
         self.end();
         LaunchError::Timeout {
             doing,
@@ -300,75 +295,4 @@ fn spawn(
     };
     helper::send(&ours, &order).map_err(failed)?;
     Ok((owned, ours))
-}
-
-/// Loads the device state made by [`crate::device_state::wrap`]. All RAM blocks must have been
-/// written before, because devices look into guest memory while they load. The VM is paused
-/// afterwards; `cont` sets it going.
-///
-/// # Errors
-/// [`LaunchError::Load`] and others, with QEMU's own words. The new QEMU has been ended then.
-pub fn load_device_state(
-    launched: &mut Launched,
-    wrapped: &[u8],
-    timeout: Duration,
-) -> Result<(), LaunchError> {
-    const DOING: &str = "loading the device state";
-    let Launched { monitor, owned, .. } = launched;
-    let file = Memfd::create("stillframe-device-state")?;
-    file.write_all(wrapped)?;
-    let descriptor = file.reopen(Access::Read)?;
-    let loaded = begin_load(monitor, &descriptor).and_then(|fdset| {
-        let status = await_load(monitor, timeout)?;
-        if status.as_deref() == Some(COMPLETED) {
-            monitor.take_back(fdset)?;
-        }
-        Ok((status, monitor.run_state()?))
-    });
-    let problem = match loaded.map_err(|error| owned.fail(DOING, error))? {
-        (Some(status), state) if status == COMPLETED => {
-            if !state.running && state.status != "inmigrate" {
-                return Ok(());
-            }
-            format!("the VM is {}", state.status)
-        }
-        (Some(status), _) => status,
-        (None, _) => return Err(owned.timed_out(DOING, timeout)),
-    };
-    owned.end();
-    Err(LaunchError::Load {
-        status: problem,
-        log: owned.last_words(),
-    })
-}
-
-/// QEMU's word for a migration that has arrived.
-const COMPLETED: &str = "completed";
-
-fn begin_load(
-    monitor: &mut Monitor,
-    descriptor: &std::os::fd::OwnedFd,
-) -> Result<i64, MonitorError> {
-    use std::os::fd::AsFd;
-    let fdset = monitor.lend(descriptor.as_fd())?;
-    let arguments = json!({ "uri": format!("file:/dev/fdset/{fdset}") });
-    monitor.client().execute("migrate-incoming", arguments)?;
-    Ok(fdset)
-}
-
-/// Waits until the load has ended one way or the other; `None` when it has not in time.
-fn await_load(monitor: &mut Monitor, timeout: Duration) -> Result<Option<String>, MonitorError> {
-    let deadline = Instant::now() + timeout;
-    loop {
-        let migration = monitor.migration()?;
-        match migration.status.as_deref() {
-            Some(COMPLETED) => return Ok(Some(COMPLETED.to_owned())),
-            Some("failed" | "cancelled") => {
-                let words = migration.error.unwrap_or_else(|| "failed".to_owned());
-                return Ok(Some(words));
-            }
-            _ if Instant::now() >= deadline => return Ok(None),
-            _ => std::thread::sleep(LOADED_LOOK_AGAIN),
-        }
-    }
 }

@@ -70,7 +70,7 @@ pub struct MigrateArgs {
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive, default_value = "100M")]
     pub bandwidth: NonZeroU64,
     /// Send pages while the VM runs until the rest can be sent in this time
-    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "100ms")]
+    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "10ms")]
     pub downtime_limit: Duration,
     /// Upper bound on copies of guest memory by which changes are found
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "512M")]
