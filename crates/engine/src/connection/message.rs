@@ -5,6 +5,8 @@
 //!     Hello {session, mode, vm, blocks}    -->      plans, starts QEMU
 //!                                          <--    Accepted
 //!   pre-copy:  Pages, as often as needed   -->
+//!              Sync                        <-->   Synced
+//!              Pages, while it is stopped  -->
 //!   stop-copy: Content, as often as needed -->
 //!              Pages                       <-->   Fetch, as often as needed
 //!                                          <--    Fetched
@@ -84,6 +86,10 @@ pub enum Control {
     },
     /// The destination has all pages.
     Fetched,
+    /// The source is about to stop the VM: what was sent so far is to be populated first.
+    Sync,
+    /// It is.
+    Synced,
     /// The source has sent everything.
     Complete {
         /// The VM as of the pause.
@@ -149,6 +155,8 @@ impl Message {
                 Control::Content { .. } => "which pages have content",
                 Control::Fetch { .. } => "a request for pages",
                 Control::Fetched => "that it has all pages",
+                Control::Sync => "a request for an answer",
+                Control::Synced => "that all pages so far are populated",
                 Control::Complete { .. } => "that all is sent",
                 Control::Word { .. } => "who is to run the VM",
             },

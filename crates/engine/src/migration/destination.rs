@@ -329,6 +329,7 @@ fn rest(
                 device_state = Some(bytes);
             }
             (Message::Ids(more), _) if (ids.len() + more.len()) as u64 <= pages => ids.extend(more),
+            (Message::Control(Control::Sync), _) => wire.send_control(&Control::Synced)?,
             (Message::Control(Control::Complete { vm }), _) => break *vm,
             (other, _) => return Err(other.unexpected().into()),
         }

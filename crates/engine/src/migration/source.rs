@@ -22,6 +22,7 @@ use crate::capture::device_state::StateStream;
 use crate::capture::downtime::us;
 use crate::capture::paused_vm::{HandedOver, PausedVm};
 use crate::checkpoint::CheckpointError;
+use crate::connection::ConnectionError;
 use crate::connection::framing::Kind;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
@@ -181,10 +182,7 @@ impl Vm {
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
-        match wire.receive_message()? {
-            Message::Control(Control::Accepted) => {}
-            other => return Err(other.unexpected().into()),
-        }
+        expect(wire, |control| matches!(control, Control::Accepted))?;
         if sending.mode == Mode::PreCopy {
             let convergence = Convergence::Link {
                 bytes_per_s: sending.options.bytes_per_s,
@@ -194,6 +192,9 @@ impl Vm {
             let mut take = |_, block, batch: &[Page<'_>]| pages.put(&mut sink, block, batch);
             let streamed = self.stream(Iteration::Bulk, convergence, &mut take, progress)?;
             sending.rounds = streamed.iterations;
+            // Else the VM would be stopped for what the destination has still to do.
+            wire.send_control(&Control::Sync)?;
+            expect(wire, |control| matches!(control, Control::Synced))?;
         }
         self.send_stopped(vm, sending, wire, progress)
     }
@@ -256,6 +257,13 @@ impl Vm {
             stopped,
             _later: sending.pages,
         })
+    }
+}
+
+fn expect(wire: &mut Wire, is_it: impl FnOnce(&Control) -> bool) -> Result<(), ConnectionError> {
+    match wire.receive_message()? {
+        Message::Control(control) if is_it(&control) => Ok(()),
+        other => Err(other.unexpected()),
     }
 }
 
