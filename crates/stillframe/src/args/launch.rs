@@ -1,4 +1,4 @@
-//! Options of the commands that start a new QEMU: `restore`, `clone` and `transfer receive`.
+//! Options of the commands that start a new QEMU: `restore`, `clone` and `receive`.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use clap::Args;
 #[derive(Debug, Clone, Default, Args)]
 pub struct LaunchArgs {
     /// Replace a word of the VM's command line, such as the path of a disk, a tap or a port; may be given several times
-    #[arg(long, value_name = "OLD=NEW", value_parser = parse_replacement)]
+    #[arg(long, visible_alias = "map", value_name = "OLD=NEW", value_parser = parse_replacement)]
     pub replace: Vec<(String, String)>,
     /// Use the disks although they have changed since the checkpoint; this may damage the data on them
     #[arg(long)]

@@ -1,4 +1,4 @@
-//! How a new QEMU is started; shared by `restore`, `clone` and `transfer receive`.
+//! How a new QEMU is started; shared by `restore`, `clone` and `receive`.
 
 use std::error::Error;
 use std::path::{Path, PathBuf, absolute};
