@@ -6,6 +6,7 @@
 //! going. Until [`Launched::keep`] the new QEMU belongs to this process: whatever fails, it is
 //! killed and reaped, because half a guest is no guest.
 
+mod adopt;
 mod checks;
 mod confinement;
 mod error;
@@ -25,6 +26,7 @@ mod start;
 
 use std::path::PathBuf;
 
+pub use adopt::adopt;
 pub use error::LaunchError;
 pub use load::{ArmedLoad, arm, load_device_state};
 pub use obstacles::restorability;

@@ -266,8 +266,9 @@ Examples:
 
 Waits for one VM that `stillframe migrate` sends, starts QEMU as the VM was started, and ends when the VM runs. The
 first line of the output says where it listens (port 7411, unless you name another). Any host with a certificate of the
-same authority is let in, or only those named by --allow. --replace changes words of the VM's command line, such as
-paths of disks, taps and bridges.
+same authority is let in, or only those named by --allow. --replace (or --map) changes words of the VM's command line,
+such as paths of disks, taps and bridges. --into QMP starts no QEMU, but fills one that a manager has started with
+`-incoming defer`, and with the VM's machine and devices; if the migration fails, that QEMU is ended.
 
 If the migration fails, the new QEMU is ended. If the connection is lost while the VM is handed over, this command waits
 for the source to connect again: ten minutes if the VM is not running yet, two if it is. If it was killed, --resume

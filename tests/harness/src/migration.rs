@@ -80,6 +80,22 @@ impl Order {
         stillframe.command(&line)
     }
 
+    /// The command of a destination that receives into the QEMU with this monitor.
+    pub fn receiver_into(&self, stillframe: &Stillframe, qmp: &Path) -> Result<Command> {
+        let qmp = qmp.display().to_string();
+        let mut line = vec![
+            "receive",
+            "--json",
+            "--listen",
+            "127.0.0.1:0",
+            "--into",
+            &qmp,
+        ];
+        let security = self.security(stillframe)?;
+        line.extend(security.iter().map(String::as_str));
+        stillframe.command(&line)
+    }
+
     /// The command of a source that connects there.
     pub fn migrator(
         &self,

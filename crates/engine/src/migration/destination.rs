@@ -1,11 +1,11 @@
 //! The destination: a new QEMU that is ended if anything fails before the guest runs.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_qemu::device_state::{self, DeviceStateError};
-use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, LaunchPlan, Launched};
+use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, Launched};
 use stillframe_qemu::monitor::{Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
 use thiserror::Error;
@@ -18,7 +18,7 @@ use crate::ProgressSink;
 use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
-use crate::guardian::{Guardian, GuardianError};
+use crate::guardian::{Guardian, GuardianError, OnDisconnect};
 use crate::memory::BlockShape;
 use crate::memory::block::{Block, BlockError};
 use crate::populate::eager::{self, PopulateError};
@@ -31,11 +31,30 @@ use crate::verify::{Image, VerifyReport};
 /// Time for the monitor of a VM that an earlier engine started.
 const MONITOR_LIMIT: Duration = Duration::from_secs(10);
 
+/// The QEMU that becomes the VM.
+#[derive(Debug, Clone)]
+pub enum NewQemu {
+    /// It is started in this way.
+    Start(Box<LaunchOptions>),
+    /// Another program has started it, with this monitor and `-incoming defer`.
+    Into(PathBuf),
+}
+
+impl NewQemu {
+    /// Its monitor.
+    pub fn qmp(&self) -> &Path {
+        match self {
+            NewQemu::Start(launch) => &launch.qmp,
+            NewQemu::Into(qmp) => qmp,
+        }
+    }
+}
+
 /// How to receive.
 #[derive(Debug, Clone)]
 pub struct ReceiveOptions {
-    /// How the new QEMU is started.
-    pub launch: LaunchOptions,
+    /// The QEMU.
+    pub qemu: NewQemu,
     /// Leave the guest paused, ready to run.
     pub paused: bool,
 }
@@ -206,17 +225,11 @@ fn load(
     progress: ProgressSink<'_>,
 ) -> Result<Loaded, ReceiveError> {
     let greeting = greeting(wire)?;
-    let launch = LaunchOptions {
-        disks_handed_over: true,
-        ..options.launch.clone()
-    };
-    let plan = launch::plan(&greeting.vm, &launch)?;
     let guardian = Guardian::start()?;
-    let starting = restore::start(&plan, &launch, &guardian)?;
-    let mut launched = starting.wait(START_LIMIT)?;
+    let (mut launched, changes) = waiting(&options.qemu, &greeting.vm, &guardian)?;
     let ram = launched.monitor.ram_blocks()?;
     let blocks = eager::open_blocks(&launched.process, &ram, &greeting.blocks)?;
-    let (qmp, process) = (&options.launch.qmp, &launched.process);
+    let (qmp, process) = (options.qemu.qmp(), &launched.process);
     let mut record = DestinationRecord::new(qmp, process, &greeting.session, &greeting.vm.label)?;
     let armed = launch::arm(&mut launched)?;
     wire.send_control(&Control::Accepted)?;
@@ -237,7 +250,7 @@ fn load(
     let state = device_state::wrap(&rest.device_state, &rest.vm.identity.machine)?;
     armed.load(&mut launched, &state, LOAD_LIMIT)?;
     record.expect_to_run(!options.paused && (rest.vm.was_running || rest.vm.was_suspended));
-    let report = report(&launched, options, rest, pages, plan);
+    let report = report(&launched, options, rest, pages, changes);
     Ok(Loaded {
         launched,
         guardian,
@@ -246,20 +259,47 @@ fn load(
     })
 }
 
+/// A QEMU that waits for its state, and ends with this process; and how it differs from the VM's, in words.
+fn waiting(
+    qemu: &NewQemu,
+    vm: &VmRecord,
+    guardian: &Guardian,
+) -> Result<(Launched, Vec<String>), ReceiveError> {
+    match qemu {
+        NewQemu::Start(options) => {
+            let launch = LaunchOptions {
+                disks_handed_over: true,
+                ..LaunchOptions::clone(options)
+            };
+            let plan = launch::plan(vm, &launch)?;
+            let starting = restore::start(&plan, &launch, guardian)?;
+            Ok((starting.wait(START_LIMIT)?, plan.changes))
+        }
+        NewQemu::Into(qmp) => {
+            let launched = launch::adopt(qmp, vm, MONITOR_LIMIT)?;
+            guardian.on_disconnect(OnDisconnect::End {
+                pid: launched.process.pid(),
+                start_time: launched.process.start_time(),
+            })?;
+            Ok((launched, Vec::new()))
+        }
+    }
+}
+
 fn report(
     launched: &Launched,
     options: &ReceiveOptions,
     rest: Rest,
     pages: u64,
-    plan: LaunchPlan,
+    changes: Vec<String>,
 ) -> ReceiveReport {
     ReceiveReport {
         vm: rest.vm.label,
         pid: launched.process.pid(),
-        qmp: options.launch.qmp.clone(),
+        qmp: options.qemu.qmp().to_owned(),
         running: false,
         pages,
-        changes: plan.changes,
+        changes,
         verify: rest.verify,
     }
 }

@@ -27,7 +27,7 @@ use crate::connection::Connection;
 pub use crate::connection::message::{Mode, VERSIONS};
 use crate::verify::VerifyReport;
 pub use commit::{CommitError, Wish};
-pub use destination::{ReceiveError, ReceiveOptions, receive, resume as resume_receiving};
+pub use destination::{NewQemu, ReceiveError, ReceiveOptions, receive, resume as resume_receiving};
 pub use error::MigrateError;
 pub use record::RecordError;
 pub use source::{MigrateOptions, SettleError, SettledReport, settle};

@@ -35,7 +35,7 @@ pub struct StreamCounts {
     pub unchanged: u64,
 }
 
-/// The pages of one checkpoint or transfer.
+/// The pages of one checkpoint or migration.
 pub struct PageStream {
     /// Where iterations come before the pages of the staging buffer: the pages that came already, by block. Pages of
     /// the buffer come once.

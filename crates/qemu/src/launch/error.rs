@@ -7,6 +7,7 @@ use stillframe_sys::private_dir::PrivateError;
 
 use crate::device_state::DeviceStateError;
 use crate::monitor::MonitorError;
+use crate::target::TargetError;
 
 /// Why a VM cannot be started again, or failed to.
 #[derive(Debug, thiserror::Error)]
@@ -127,6 +128,29 @@ pub enum LaunchError {
         /// The version it is now.
         found: String,
         /// The version of the record.
+        recorded: String,
+    },
+    /// There is no QEMU that waits.
+    #[error("there is no QEMU to receive into")]
+    NotFound(#[source] TargetError),
+    /// It does something else.
+    #[error(
+        "the QEMU at {path} is {status}: it has to be started with -incoming defer, and have got nothing yet"
+    )]
+    NotWaiting {
+        /// Its monitor.
+        path: PathBuf,
+        /// Its run state.
+        status: String,
+    },
+    /// It cannot become the VM.
+    #[error("the QEMU that waits has another {what} than the VM: {found}, and not {recorded}")]
+    OtherMachine {
+        /// The property.
+        what: &'static str,
+        /// That of the QEMU.
+        found: String,
+        /// That of the VM.
         recorded: String,
     },
     /// The guest would not find features that it relies on.

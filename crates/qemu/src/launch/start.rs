@@ -20,6 +20,9 @@ use crate::qmp::{Client, QmpError};
 /// Pause between two checks whether QEMU is ready, in milliseconds.
 const LOOK_AGAIN_MS: u64 = 2;
 
+/// signal(7).
+const SIGKILL: i32 = 9;
+
 /// How long a QEMU that closed its monitor may take to end, in seconds.
 const END_LIMIT_SECONDS: u64 = 5;
 
@@ -48,6 +51,7 @@ impl Launched {
             let reaper = std::thread::Builder::new().name("qemu-reaper".to_owned());
             let _ = reaper.spawn(move || child.wait());
         }
+        self.owned.adopted = None;
         (self.process, self.monitor)
     }
 }
@@ -56,6 +60,8 @@ impl Launched {
 #[derive(Debug)]
 pub(super) struct OwnedQemu {
     child: Option<Child>,
+    /// The process that another program started, instead of a child.
+    adopted: Option<Process>,
     log: PathBuf,
     /// Where this QEMU's words begin in the log.
     log_start: u64,
@@ -76,10 +82,28 @@ impl OwnedQemu {
             let _ = child.kill();
             let _ = child.wait();
         }
+        if let Some(adopted) = self.adopted.take() {
+            let _ = adopted.signal(SIGKILL);
+            adopted.wait_exit(Duration::from_secs(END_LIMIT_SECONDS));
+        }
+    }
+
+    /// A QEMU that another program started. Its messages are that program's.
+    pub(super) fn adopted(process: Process) -> OwnedQemu {
+        OwnedQemu {
+            child: None,
+            adopted: Some(process),
+            log: PathBuf::new(),
+            log_start: 0,
+            code: None,
+        }
     }
 
     /// The exit status, if QEMU has ended by itself.
     fn has_ended(&mut self) -> Option<String> {
+        if self.adopted.as_ref().is_some_and(|qemu| !qemu.is_alive()) {
+            return Some("an unknown status".to_owned());
+        }
         let status = self.child.as_mut()?.try_wait().ok()??;
         self.code = status.code();
         Some(status.to_string())
@@ -289,6 +313,7 @@ fn spawn(
     drop(command);
     let owned = OwnedQemu {
         child: Some(child),
+        adopted: None,
         log: path,
         log_start,
         code: None,

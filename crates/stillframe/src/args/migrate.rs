@@ -100,8 +100,12 @@ pub struct ReceiveArgs {
     #[arg(long, value_name = "NAME", conflicts_with = "plain_text")]
     pub allow: Vec<String>,
     /// Unix socket for the new QEMU's QMP monitor
-    #[arg(long, value_name = "PATH")]
-    pub qmp: PathBuf,
+    #[arg(long, value_name = "PATH", required_unless_present = "into")]
+    pub qmp: Option<PathBuf>,
+    /// Receive into the QEMU with this monitor, which was started with `-incoming defer`, and has the VM's machine and
+    /// devices [default: start one as the VM was started]
+    #[arg(long, value_name = "QMP", conflicts_with_all = ["qmp", "serial", "resume", "LaunchArgs"])]
+    pub into: Option<PathBuf>,
     /// First serial port, as for QEMU's -serial [default: as recorded if it listens, else null]
     #[arg(long, value_name = "SPEC")]
     pub serial: Option<String>,

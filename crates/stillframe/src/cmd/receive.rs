@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use serde_json::json;
-use stillframe_engine::migration::{self, ReceiveOptions, ReceiveReport, SILENCE_MAX, VERSIONS};
+use stillframe_engine::migration::{
+    self, NewQemu, ReceiveOptions, ReceiveReport, SILENCE_MAX, VERSIONS,
+};
 use stillframe_link::{ConnectError, Identity, Listener, Security};
 
 use super::{Context, launch, state_words};
@@ -16,7 +18,7 @@ use crate::table::{self, printable};
 /// Receives a VM, or goes on for a process that was killed.
 pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
     let options = ReceiveOptions {
-        launch: launch::options(&args.launch, &args.qmp, args.serial.as_deref())?,
+        qemu: qemu(args)?,
         paused: args.paused,
     };
     let listener = listen(context, args)?;
@@ -38,7 +40,7 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         printed = context.console.result(report, || words(report));
     };
     match args.resume {
-        true => migration::resume_receiving(&options.launch.qmp, &mut again, &mut arrived)?,
+        true => migration::resume_receiving(options.qemu.qmp(), &mut again, &mut arrived)?,
         false => {
             let wire = migration::connection(listener.wait(refused)?);
             let mut meter = Meter::new(context.console);
@@ -47,6 +49,19 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         }
     }
     Ok(printed?)
+}
+
+/// The QEMU that the command line names, or how to start one.
+fn qemu(args: &ReceiveArgs) -> anyhow::Result<NewQemu> {
+    Ok(match (&args.into, &args.qmp) {
+        (Some(into), _) => NewQemu::Into(launch::absolute_path(into)?),
+        (None, qmp) => {
+            // The command line has one of the two.
+            let qmp = qmp.clone().unwrap_or_default();
+            let options = launch::options(&args.launch, &qmp, args.serial.as_deref())?;
+            NewQemu::Start(Box::new(options))
+        }
+    })
 }
 
 /// Listens, and says where.

@@ -211,3 +211,54 @@ fn a_vm_whose_destination_is_lost_is_taken_back_unless_its_disk_says_otherwise()
     moved.vm.serial.wait_ticks(3, PATIENCE)?;
     Ok(())
 }
+
+/// A manager's QEMU, started without -S: it would run the VM as soon as it has it.
+#[test]
+fn a_vm_moves_into_a_qemu_that_a_manager_started() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let guest = Setup::small(Kind::Memfd, "managed").boot()?;
+    let waiting = Setup::small(Kind::Memfd, "managed").with(&["-incoming", "defer"]);
+    let mut other = waiting.clone();
+    other.ram_mib = 160;
+    let order = Order::of(&guest, "into");
+    let migrate = |into: &Guest| -> Result<_> {
+        let command = order.receiver_into(&stillframe, &into.qmp_path())?;
+        let (destination, at) = order.listen(command)?;
+        let migrator = order.migrator(&stillframe, guest.pid(), at, &["--verify"])?;
+        Ok((Running::start(migrator)?.end()?, destination.end()?))
+    };
+    let (sent, received) = migrate(&guest)?;
+    ensure!(sent.code == Some(1) && received.code == Some(1), "{sent:?}");
+    ensure!(received.err.contains("-incoming defer"), "{received:?}");
+    let mut wrong = other.start()?;
+    let (sent, received) = migrate(&wrong)?;
+    ensure!(sent.code == Some(1) && received.code == Some(1), "{sent:?}");
+    ensure!(received.err.contains("RAM blocks differ"), "{received:?}");
+    for _ in 0..1000 {
+        if !wrong.is_alive() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    ensure!(!wrong.is_alive(), "it is of no use any more, and is left");
+    guest.serial.wait_more(2, PATIENCE)?;
+
+    let into = waiting.start()?;
+    let (sent, received) = migrate(&into)?;
+    ensure!(
+        sent.code == Some(0) && received.code == Some(0),
+        "{sent:?} {received:?}"
+    );
+    let report = received.results()?.pop().context("no report")?;
+    ensure!(
+        report["pid"] == into.pid() && report["running"] == true,
+        "{report}"
+    );
+    ensure!(report["verify"]["differing"] == 0, "{report}");
+    ensure!(!health::is_alive(guest.pid()), "its QEMU did not end");
+    into.serial.wait_ticks(3, PATIENCE)?;
+    // The manager has its monitor back.
+    ensure!(into.second_monitor()?.status()? == "running");
+    Ok(())
+}
