@@ -122,6 +122,22 @@ pub enum Progress {
 /// Where a verb reports its progress.
 pub type ProgressSink<'a> = &'a mut dyn FnMut(Progress);
 
+/// An iteration of streaming pre-copy that has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Round {
+    /// The iterations so far.
+    pub number: u32,
+    /// Pages that were written meanwhile, and are left.
+    pub left: u64,
+    /// Pages a second that the guest has written.
+    pub written_per_s: u64,
+    /// Pages a second that were streamed, in all iterations.
+    pub streamed_per_s: u64,
+}
+
+/// Where a verb reports its rounds.
+pub type RoundSink<'a> = &'a mut dyn FnMut(Round);
+
 /// An error and its sources in one line.
 pub(crate) fn in_words(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();

@@ -2,6 +2,7 @@
 //! pages are few enough for the pause or no longer get fewer.
 
 use std::ops::Range;
+use std::time::Instant;
 
 use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_qemu::monitor::{Monitor, MonitorError};
@@ -10,7 +11,7 @@ use stillframe_sys::process::Process;
 use thiserror::Error;
 
 use crate::attach::Vm;
-use crate::capture::convergence::Convergence;
+use crate::capture::convergence::{Convergence, Pace};
 use crate::memory::Page;
 use crate::memory::block::{BlockError, Guest};
 use crate::memory::ranges::subtract_all;
@@ -18,7 +19,7 @@ use crate::placement;
 use crate::sink::page_stream::BATCH_PAGES;
 use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::{Collected, Tracker};
-use crate::{Progress, ProgressSink};
+use crate::{Progress, ProgressSink, Round, RoundSink};
 
 /// The pages of an iteration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,6 +58,10 @@ pub(crate) struct Streamed {
     pub pages: u64,
     /// Iterations.
     pub iterations: u32,
+    /// Pages that were left after them.
+    pub left: u64,
+    /// How quickly they were streamed.
+    pub pace: Pace,
 }
 
 /// The parts of a VM that its pages are streamed from.
@@ -75,6 +80,7 @@ impl Vm {
         convergence: Convergence,
         take: TakeBatch<'_, E>,
         progress: ProgressSink<'_>,
+        rounds: RoundSink<'_>,
     ) -> Result<Streamed, StreamingError<E>> {
         let mut streaming = Streaming {
             tracker: &mut self.tracker,
@@ -82,21 +88,31 @@ impl Vm {
             process: &self.target.process,
         };
         let mut wanted = streaming.wanted(first)?;
-        let mut streamed = Streamed {
-            pages: streaming.iterate(first, &wanted, Guest::Running, take, progress)?,
-            iterations: 1,
-        };
+        let mut streamed = Streamed::default();
+        let mut iteration = first;
         // The pages written during an iteration may be too many again; as long as they get fewer, iterate.
         for done in 0.. {
-            let before = wanted.pages();
-            wanted = streaming.wanted(Iteration::Written)?;
-            if !convergence.iterates(wanted.pages(), before, done) {
+            let begin = Instant::now();
+            let pages = streaming.iterate(iteration, &wanted, Guest::Running, take, progress)?;
+            let time = begin.elapsed();
+            streamed.pages += pages;
+            streamed.iterations += 1;
+            streamed.pace.pages += pages;
+            streamed.pace.time += time;
+            iteration = Iteration::Written;
+            wanted = streaming.wanted(iteration)?;
+            streamed.left = wanted.pages();
+            let left = streamed.left;
+            let written = Pace { pages: left, time };
+            rounds(Round {
+                number: streamed.iterations,
+                left,
+                written_per_s: written.per_s(),
+                streamed_per_s: streamed.pace.per_s(),
+            });
+            if !convergence.iterates(streamed.left, pages, done, streamed.pace) {
                 break;
             }
-            let written = Iteration::Written;
-            streamed.pages +=
-                streaming.iterate(written, &wanted, Guest::Running, take, progress)?;
-            streamed.iterations += 1;
         }
         Ok(streamed)
     }

@@ -70,7 +70,7 @@ impl Vm {
             checkpoints.note(iteration, block, pages);
             Ok::<(), RepoError>(())
         };
-        let streamed = self.stream(first, convergence, &mut take, progress)?;
+        let streamed = self.stream(first, convergence, &mut take, progress, &mut |_| ())?;
         let copying = us(begin);
         let mut captured = self.capture(&transaction.sink.writer.hasher().clone(), options)?;
         captured.copying += copying;

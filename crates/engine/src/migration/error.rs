@@ -51,6 +51,16 @@ pub enum MigrateError {
     /// No name for the migration.
     #[error("the kernel gives no random bytes")]
     Random(#[source] getrandom::Error),
+    /// The guest writes too much.
+    #[error(
+        "the guest writes faster than its pages are sent: it would be stopped for about {expected_ms} ms, and --pause-limit allows {limit_ms} ms. It runs on here. Migrate it when it writes less, over a faster connection, or with a higher limit"
+    )]
+    DoesNotConverge {
+        /// How long it would be stopped.
+        expected_ms: u128,
+        /// How long it may be.
+        limit_ms: u128,
+    },
     /// The hand-over did not come off.
     #[error(transparent)]
     Commit(#[from] CommitError),

@@ -13,6 +13,7 @@ use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Once;
+use std::time::{Duration, SystemTime};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -34,6 +35,8 @@ const GIVING_UP: &str = ".giving-up";
 const GIVEN_UP: &str = ".given-up";
 /// The end of the name of the destination's record.
 const RECEIVED: &str = ".received";
+/// The record of a VM that has ended at the destination is kept for this long, for a source that may ask: a week.
+const ANSWERED_FOR: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Upper bound on a record's length, in bytes.
 const RECORD_BYTES_MAX: u64 = 4 << 20;
 
@@ -116,10 +119,8 @@ impl SourceRecord {
     /// # Errors
     /// The runtime directory cannot be used.
     pub fn of(process: &Process) -> Result<SourceRecord, RecordError> {
-        static SWEPT: Once = Once::new();
         let name = format!("{}-{}", process.pid(), process.start_time());
-        let directory = runtime::open()?;
-        SWEPT.call_once(|| remove_ended(&directory));
+        let directory = directory()?;
         Ok(SourceRecord {
             directory,
             prepared: format!("{name}{GIVING_UP}"),
@@ -242,7 +243,7 @@ impl DestinationRecord {
         session: &Session,
         vm: &str,
     ) -> Result<DestinationRecord, RecordError> {
-        let directory = runtime::open()?;
+        let directory = directory()?;
         let name = runtime::file_name(qmp, RECEIVED);
         if let Some(earlier) = read::<Received>(&directory, &name)?
             && let Some(lives) = earlier.process()?
@@ -353,13 +354,36 @@ fn expect_version(directory: &PrivateDir, name: &str, version: u32) -> Result<()
     }
 }
 
-/// Removes what sources that have ended left. A file that cannot be removed now is removed another time.
+/// Opens the runtime directory. The first time, records of VMs that have ended are removed.
+fn directory() -> Result<PrivateDir, RecordError> {
+    static SWEPT: Once = Once::new();
+    let directory = runtime::open()?;
+    SWEPT.call_once(|| remove_ended(&directory));
+    Ok(directory)
+}
+
+/// Removes records of VMs that have ended. A file that cannot be removed now is removed another time.
 fn remove_ended(directory: &PrivateDir) {
     for name in directory.names().unwrap_or_default() {
-        if is_of_ended_source(&name) {
+        if is_of_ended_source(&name) || is_of_ended_destination(directory, &name) {
             let _ = directory.remove(&name);
         }
     }
+}
+
+/// A source may ask for a VM that has ended, so its record stays for a while.
+fn is_of_ended_destination(directory: &PrivateDir, name: &str) -> bool {
+    let file = || directory.file(name, Access::Read).ok().flatten();
+    let Some(file) = file().filter(|_| name.ends_with(RECEIVED)) else {
+        return false;
+    };
+    let modified = file.metadata().and_then(|metadata| metadata.modified());
+    let is_old = modified.is_ok_and(|modified| {
+        let age = SystemTime::now().duration_since(modified);
+        age.unwrap_or_default() > ANSWERED_FOR
+    });
+    let content = read::<Received>(directory, name).ok().flatten();
+    is_old && content.is_some_and(|content| matches!(content.process(), Ok(None)))
 }
 
 fn is_of_ended_source(name: &str) -> bool {

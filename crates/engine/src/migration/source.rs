@@ -15,7 +15,6 @@ use super::handover::Source;
 use super::pages::{SentPages, serve};
 use super::record::{GivenUp, RecordError, SourceRecord};
 use super::{MigrateReport, MigratedPages, Mode, Reconnect, Wire};
-use crate::ProgressSink;
 use crate::attach::{AttachError, Vm};
 use crate::capture::convergence::Convergence;
 use crate::capture::device_state::StateStream;
@@ -32,6 +31,7 @@ use crate::sink::connection::{ConnectionPages, transfer_hasher};
 use crate::streaming::{Iteration, Streaming};
 use crate::tracking::tracker::Tracker;
 use crate::verify::Image;
+use crate::{ProgressSink, RoundSink};
 
 /// Time for QEMU to save its device state while it is stopped.
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
@@ -49,14 +49,40 @@ pub struct MigrateOptions {
     pub verify: bool,
     /// The watchdog resumes the VM here when it is stopped for longer and not given up; the migration fails then.
     pub pause_limit: Duration,
-    /// The bandwidth of the connection, in bytes per second.
-    pub bytes_per_s: NonZeroU64,
+    /// Bytes a second that may be sent while the VM runs; `None`: as many as possible.
+    pub bytes_per_s: Option<NonZeroU64>,
     /// How long the VM may be stopped for its remaining pages.
     pub downtime: Duration,
     /// Upper bound on the delta cache, in bytes.
     pub cache_bytes: u64,
     /// How long it is tried to connect again, once the VM is given up.
     pub patience: Duration,
+}
+
+/// Keeps to a bandwidth.
+struct Limiter {
+    bytes_per_s: Option<NonZeroU64>,
+    begin: Instant,
+    before: u64,
+}
+
+impl Limiter {
+    fn new(bytes_per_s: Option<NonZeroU64>, before: u64) -> Limiter {
+        Limiter {
+            bytes_per_s,
+            begin: Instant::now(),
+            before,
+        }
+    }
+
+    /// Waits until so many bytes may have been sent.
+    fn wait(&mut self, sent: u64) {
+        let Some(bytes_per_s) = self.bytes_per_s else {
+            return;
+        };
+        let due = Duration::from_secs_f64((sent - self.before) as f64 / bytes_per_s.get() as f64);
+        std::thread::sleep(due.saturating_sub(self.begin.elapsed()));
+    }
 }
 
 /// A VM on its way.
@@ -117,6 +143,7 @@ impl Vm {
         reconnect: Reconnect<'_>,
         options: &MigrateOptions,
         progress: ProgressSink<'_>,
+        rounds: RoundSink<'_>,
     ) -> Result<MigrateReport, MigrateError> {
         let begin = Instant::now();
         let session = Session::random().map_err(MigrateError::Random)?;
@@ -135,7 +162,7 @@ impl Vm {
             pages: SentPages::new(&self.tracker.shape(), options.cache_bytes),
             rounds: 0,
         };
-        let complete = self.send(vm, sending, &mut wire, progress);
+        let complete = self.send(vm, sending, &mut wire, progress, rounds);
         let complete = complete.inspect_err(|error| {
             let why = Some(crate::in_words(error));
             let word = Word::Settled;
@@ -172,6 +199,7 @@ impl Vm {
         mut sending: Sending<'_>,
         wire: &mut Wire,
         progress: ProgressSink<'_>,
+        rounds: RoundSink<'_>,
     ) -> Result<Complete<'_>, MigrateError> {
         if !vm.disks.is_empty() {
             self.monitor.expect_deactivation()?;
@@ -185,13 +213,25 @@ impl Vm {
         expect(wire, |control| matches!(control, Control::Accepted))?;
         if sending.mode == Mode::PreCopy {
             let convergence = Convergence::Link {
-                bytes_per_s: sending.options.bytes_per_s,
                 downtime: sending.options.downtime,
             };
             let (mut sink, pages) = (ConnectionPages::new(wire)?, &mut sending.pages);
-            let mut take = |_, block, batch: &[Page<'_>]| pages.put(&mut sink, block, batch);
-            let streamed = self.stream(Iteration::Bulk, convergence, &mut take, progress)?;
+            let mut limiter = Limiter::new(sending.options.bytes_per_s, sink.bytes_sent());
+            let mut take = |_, block, batch: &[Page<'_>]| {
+                pages.put(&mut sink, block, batch)?;
+                limiter.wait(sink.bytes_sent());
+                Ok::<(), ConnectionError>(())
+            };
+            let streamed =
+                self.stream(Iteration::Bulk, convergence, &mut take, progress, rounds)?;
             sending.rounds = streamed.iterations;
+            let expected = streamed.pace.time_for(streamed.left);
+            if expected > sending.options.pause_limit {
+                return Err(MigrateError::DoesNotConverge {
+                    expected_ms: expected.as_millis(),
+                    limit_ms: sending.options.pause_limit.as_millis(),
+                });
+            }
             // Else the VM would be stopped for what the destination has still to do.
             wire.send_control(&Control::Sync)?;
             expect(wire, |control| matches!(control, Control::Synced))?;

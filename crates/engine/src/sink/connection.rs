@@ -46,6 +46,13 @@ impl<'c, S> ConnectionPages<'c, S> {
     }
 }
 
+impl<S> ConnectionPages<'_, S> {
+    /// Bytes sent over the connection so far.
+    pub fn bytes_sent(&self) -> u64 {
+        self.connection.bytes_sent()
+    }
+}
+
 impl<S: Write> PageSink for ConnectionPages<'_, S> {
     type Error = ConnectionError;
 

@@ -66,9 +66,9 @@ pub struct MigrateArgs {
     /// Resume the VM here if it is stopped for longer and not yet handed over
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
     pub pause_limit: Duration,
-    /// Expected speed of the connection, in bytes per second
-    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive, default_value = "100M")]
-    pub bandwidth: NonZeroU64,
+    /// Send at most so many bytes a second while the VM runs
+    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
+    pub bandwidth: Option<NonZeroU64>,
     /// Send pages while the VM runs until the rest can be sent in this time
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "10ms")]
     pub downtime_limit: Duration,

@@ -4,6 +4,7 @@ use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind};
 use stillframe_engine::migration::{
     self, MigrateOptions, MigrateReport, SILENCE_MAX, SettledReport, VERSIONS, Wire, Wish,
 };
+use stillframe_engine::{PAGE_BYTES, Progress, Round};
 use stillframe_link::{ConnectError, Security, connect};
 
 use super::{Context, capture, receive};
@@ -40,15 +41,29 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
     };
     let mut meter = Meter::new(context.console);
     let mut reconnect = || reconnect(args, security);
-    let migrated = vm.migrate(wire, &mut reconnect, &options, &mut |progress| {
-        meter.show(progress.into());
-    });
+    let mut progress = |progress: Progress| meter.show(progress.into());
+    let mut rounds = |round: Round| context.console.note(&round_words(&round));
+    let migrated = vm.migrate(wire, &mut reconnect, &options, &mut progress, &mut rounds);
     if migrated.is_err() {
         capture::detach(context, vm);
     }
     let report = migrated?;
     context.console.result(&report, || words(&report))?;
     Ok(())
+}
+
+/// `round 2: 12.0 MiB left, which take 66 ms; the guest writes 40.0 MiB/s, 181.0 MiB/s are sent`
+fn round_words(round: &Round) -> String {
+    let bytes = |pages: u64| table::bytes(pages.saturating_mul(PAGE_BYTES));
+    let left_us = round.left.saturating_mul(1_000_000) / round.streamed_per_s.max(1);
+    format!(
+        "round {}: {} left, which take {}; the guest writes {}/s, {}/s are sent",
+        round.number,
+        bytes(round.left),
+        durations::human_us(left_us),
+        bytes(round.written_per_s),
+        bytes(round.streamed_per_s),
+    )
 }
 
 fn words(report: &MigrateReport) -> String {

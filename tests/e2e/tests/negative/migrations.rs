@@ -69,6 +69,27 @@ fn a_destination_that_cannot_take_the_vm_says_why_on_both_sides() -> Result<()> 
     Ok(())
 }
 
+/// Over a connection that carries less than the guest writes.
+#[test]
+fn a_guest_that_writes_too_much_is_not_stopped_for_it() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let mut setup = Setup::small(Kind::Private, "busy");
+    setup.workload.mib = 64;
+    setup.workload.pattern = "random";
+    setup.workload.tick_ms = 10;
+    setup.workload.writes_per_tick = 4000;
+    let guest = setup.boot()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let mut order = Order::of(&guest, "busy");
+    let words = ["--bandwidth", "8M", "--pause-limit", "300ms"];
+    order.migrate.extend(words.map(str::to_owned));
+    let words = "the guest writes faster than its pages are sent";
+    is_refused(&stillframe, &guest, &order, words)?;
+    let mut monitor = guest.second_monitor()?;
+    ensure!(monitor.status()? == "running");
+    Ok(())
+}
+
 #[test]
 fn a_vm_that_is_watched_is_not_migrated_and_the_watch_goes_on() -> Result<()> {
     let folder = tempfile::tempdir()?;
