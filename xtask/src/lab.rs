@@ -28,6 +28,8 @@ pub enum Bench {
     /// VMs migrated to another process, every page compared; then faults, kills and cuts at the hand-over
     /// (about 40 minutes)
     Migrate,
+    /// 50 moves of a guest between two taps of a bridge, with a TCP connection (about 3 minutes)
+    ToAndFro,
     /// 1000 bit flips and truncations of a repository (about 5 minutes)
     Flips,
     /// 200 plugs and unplugs during a watch, with a restore of every checkpoint (about 10 minutes)
@@ -108,6 +110,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         Bench::Exactness
         | Bench::Kill
         | Bench::Torture
+        | Bench::ToAndFro
         | Bench::Flips
         | Bench::Hotplug
         | Bench::Others

@@ -21,8 +21,10 @@ pub struct Migration {
     pub destination: Running,
     /// Where the destination listens.
     pub at: SocketAddr,
-    qmp: PathBuf,
-    serial: PathBuf,
+    /// The new VM's monitor.
+    pub qmp: PathBuf,
+    /// Its serial port.
+    pub serial: PathBuf,
 }
 
 /// A VM that has arrived.

@@ -1,16 +1,22 @@
-//! A TCP connection through the test, which can cut it.
+//! A TCP connection through the test, which can cut and delay it.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
 /// How often it is looked for a connection, or for the end.
 const LOOK: Duration = Duration::from_millis(2);
+
+/// Bytes read with one call.
+const PIECE_BYTES: usize = 64 << 10;
+/// Pieces on their way in one direction.
+const PIECES_MAX: usize = 256;
 
 /// Passes each connection on to one address. It ends when dropped.
 #[derive(Debug)]
@@ -21,6 +27,8 @@ pub struct Relay {
 
 #[derive(Debug, Default)]
 struct Shared {
+    /// How long what arrives is held.
+    delay: Duration,
     ends: AtomicBool,
     open: Mutex<Vec<TcpStream>>,
 }
@@ -34,9 +42,17 @@ impl Shared {
 impl Relay {
     /// A relay to this address, on this host.
     pub fn start(to: SocketAddr) -> Result<Relay> {
+        Relay::delayed(to, Duration::ZERO)
+    }
+
+    /// The same; each byte takes so long in each direction.
+    pub fn delayed(to: SocketAddr, delay: Duration) -> Result<Relay> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         listener.set_nonblocking(true)?;
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared {
+            delay,
+            ..Shared::default()
+        });
         let relay = Relay {
             address: listener.local_addr()?,
             shared: shared.clone(),
@@ -84,19 +100,36 @@ fn pass_on(near: TcpStream, to: SocketAddr, shared: &Shared) -> Result<()> {
     let copies = [near.try_clone()?, far.try_clone()?];
     shared.open().extend(copies);
     let (near_too, far_too) = (near.try_clone()?, far.try_clone()?);
-    thread::spawn(move || pump(near, far));
-    thread::spawn(move || pump(far_too, near_too));
+    let delay = shared.delay;
+    thread::spawn(move || pump(near, far, delay));
+    thread::spawn(move || pump(far_too, near_too, delay));
     Ok(())
 }
 
-/// Copies until one end closes; closes the other then.
-fn pump(mut from: TcpStream, mut to: TcpStream) {
-    let mut buffer = vec![0; 256 << 10];
+/// Copies until one end closes; closes the other then. What is on its way is bounded.
+fn pump(mut from: TcpStream, to: TcpStream, delay: Duration) {
+    let (send, receive) = mpsc::sync_channel(PIECES_MAX);
+    let writer = thread::spawn(move || deliver(&receive, to, delay));
+    let mut buffer = vec![0; PIECE_BYTES];
     while let Ok(read @ 1..) = from.read(&mut buffer) {
-        if to.write_all(&buffer[..read]).is_err() {
+        if send
+            .send((Instant::now(), buffer[..read].to_vec()))
+            .is_err()
+        {
+            break;
+        }
+    }
+    drop(send);
+    let _ = writer.join();
+    let _ = from.shutdown(Shutdown::Both);
+}
+
+fn deliver(pieces: &Receiver<(Instant, Vec<u8>)>, mut to: TcpStream, delay: Duration) {
+    for (came, piece) in pieces {
+        thread::sleep((came + delay).saturating_duration_since(Instant::now()));
+        if to.write_all(&piece).is_err() {
             break;
         }
     }
     let _ = to.shutdown(Shutdown::Both);
-    let _ = from.shutdown(Shutdown::Both);
 }

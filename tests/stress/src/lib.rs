@@ -10,4 +10,5 @@ pub mod others;
 pub mod restore_exact;
 pub mod restore_kill;
 pub mod soak;
+pub mod to_and_fro;
 pub mod torture;

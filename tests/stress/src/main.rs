@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use stillframe_stress::{
     exactness, flips, hotplug, kill, matrix, migrate, others, restore_exact, restore_kill, soak,
-    torture,
+    to_and_fro, torture,
 };
 
 #[derive(Parser)]
@@ -115,6 +115,18 @@ enum What {
         #[arg(long)]
         guest: Option<String>,
     },
+    /// A guest that moves between two taps of a bridge, while its TCP connection lives on.
+    ToAndFro {
+        /// Moves.
+        #[arg(long, default_value_t = 50)]
+        moves: u32,
+        /// The last so many go through a relay with a delay of 20 ms.
+        #[arg(long, default_value_t = 10)]
+        relayed: u32,
+        /// In the network namespace of this process; by default in one of its own.
+        #[arg(long)]
+        inside: bool,
+    },
     /// Random bit flips and truncations of a repository.
     Flips {
         /// How many.
@@ -154,6 +166,14 @@ fn main() -> Result<()> {
             kills,
             guest,
         } => migrate::run(count, kills, guest.as_deref()),
+        What::ToAndFro {
+            moves,
+            relayed,
+            inside,
+        } => match inside {
+            true => to_and_fro::inside(moves, relayed),
+            false => to_and_fro::run(moves, relayed),
+        },
         What::Flips { damages, seed } => flips::run(damages, seed),
     }
 }

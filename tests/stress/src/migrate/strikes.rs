@@ -54,6 +54,8 @@ const DESTINATION_POINTS: [&str; 8] = [
     "takeover.running",
     "takeover.said",
 ];
+/// Kills at each point, besides the first: they leave the most to be settled.
+const KILLS_MORE: usize = 4;
 /// What happens there.
 const FAULTS: [&str; 4] = ["kill", "error", "hang", "slow"];
 
@@ -317,7 +319,8 @@ pub fn strike(
 fn all(count: u64, seed: u64) -> Vec<Strike> {
     let mut random = Random::new(seed);
     let mut all = Vec::new();
-    for fault in FAULTS {
+    let faults = FAULTS.into_iter().chain([FAULTS[0]; KILLS_MORE]);
+    for fault in faults {
         let named = |side, points: &[&str]| {
             let at = |point: &&str| Strike::At(side, format!("{point}:{fault}"));
             points.iter().map(at).collect::<Vec<_>>()
