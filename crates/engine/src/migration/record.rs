@@ -401,3 +401,57 @@ fn is_of_ended_source(name: &str) -> bool {
         Err(error) => matches!(error, ProcessError::NotFound { .. }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_of_living_sources_stay() {
+        let own = Process::open(std::process::id() as i32).unwrap();
+        let (pid, start) = (own.pid(), own.start_time());
+        for end in [GIVING_UP, GIVEN_UP] {
+            assert!(!is_of_ended_source(&format!("{pid}-{start}{end}")));
+            // The process id was used again.
+            assert!(is_of_ended_source(&format!("{pid}-{}{end}", start + 1)));
+            assert!(is_of_ended_source(&format!("{}-1{end}", i32::MAX)));
+        }
+        for other in ["x.log", "x.given-up", "1-x.given-up", "1-1.received", ""] {
+            assert!(!is_of_ended_source(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn records_of_ended_destinations_are_kept_for_a_while() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = PrivateDir::create(&folder.path().join("run")).unwrap();
+        let own = Process::open(std::process::id() as i32).unwrap();
+        let record = |name: &str, start_time| {
+            let content = Received {
+                version: VERSION,
+                boot: system::boot_id(),
+                pid: own.pid(),
+                start_time,
+                session: Session::random().unwrap(),
+                vm: "vm".to_owned(),
+                runs: true,
+                mark: Mark::Committed,
+            };
+            write(&directory, name, &content).unwrap();
+            let file = directory.file(name, Access::Write).unwrap().unwrap();
+            (file, content)
+        };
+        let (old, content) = record("old.received", own.start_time() + 1);
+        assert_eq!(read(&directory, "old.received").unwrap(), Some(content));
+        let (lives, _) = record("lives.received", own.start_time());
+        record("new.received", own.start_time() + 1);
+        let long_ago = SystemTime::now() - ANSWERED_FOR - Duration::from_secs(60);
+        for file in [old, lives] {
+            file.set_modified(long_ago).unwrap();
+        }
+        remove_ended(&directory);
+        let mut left = directory.names().unwrap();
+        left.sort();
+        assert_eq!(left, ["lives.received", "new.received"]);
+    }
+}
