@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -13,6 +13,8 @@ use anyhow::Result;
 /// How often it is looked for a connection, or for the end.
 const LOOK: Duration = Duration::from_millis(2);
 
+/// How long the other end of a silenced connection is not told that one end has closed it.
+const SILENT_FOR: Duration = Duration::from_secs(60);
 /// Bytes read with one call.
 const PIECE_BYTES: usize = 64 << 10;
 /// Pieces on their way in one direction.
@@ -30,6 +32,8 @@ struct Shared {
     /// How long what arrives is held.
     delay: Duration,
     ends: AtomicBool,
+    /// How often connections were silenced: those of before pass on nothing any more.
+    silenced: AtomicUsize,
     open: Mutex<Vec<TcpStream>>,
 }
 
@@ -61,7 +65,7 @@ impl Relay {
             while !shared.ends.load(Ordering::Relaxed) {
                 match listener.accept() {
                     // One that cannot be passed on is closed.
-                    Ok((near, _)) => drop(pass_on(near, to, &shared)),
+                    Ok((near, _)) => drop(pass_on(near, to, shared.clone())),
                     Err(_) => thread::sleep(LOOK),
                 }
             }
@@ -72,6 +76,11 @@ impl Relay {
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Passes nothing on any more, over the connections that there are. Neither end is told. New ones are passed on.
+    pub fn silence(&self) {
+        self.shared.silenced.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Cuts all connections. Returns how many there were. New ones are passed on.
@@ -91,7 +100,7 @@ impl Drop for Relay {
     }
 }
 
-fn pass_on(near: TcpStream, to: SocketAddr, shared: &Shared) -> Result<()> {
+fn pass_on(near: TcpStream, to: SocketAddr, shared: Arc<Shared>) -> Result<()> {
     near.set_nonblocking(false)?;
     let far = TcpStream::connect(to)?;
     for stream in [&near, &far] {
@@ -100,24 +109,32 @@ fn pass_on(near: TcpStream, to: SocketAddr, shared: &Shared) -> Result<()> {
     let copies = [near.try_clone()?, far.try_clone()?];
     shared.open().extend(copies);
     let (near_too, far_too) = (near.try_clone()?, far.try_clone()?);
-    let delay = shared.delay;
-    thread::spawn(move || pump(near, far, delay));
-    thread::spawn(move || pump(far_too, near_too, delay));
+    let other = shared.clone();
+    thread::spawn(move || pump(near, far, &shared));
+    thread::spawn(move || pump(far_too, near_too, &other));
     Ok(())
 }
 
 /// Copies until one end closes; closes the other then. What is on its way is bounded.
-fn pump(mut from: TcpStream, to: TcpStream, delay: Duration) {
+fn pump(mut from: TcpStream, to: TcpStream, shared: &Shared) {
     let (send, receive) = mpsc::sync_channel(PIECES_MAX);
+    let delay = shared.delay;
+    let silenced = || shared.silenced.load(Ordering::Relaxed);
+    let before = silenced();
     let writer = thread::spawn(move || deliver(&receive, to, delay));
     let mut buffer = vec![0; PIECE_BYTES];
     while let Ok(read @ 1..) = from.read(&mut buffer) {
-        if send
-            .send((Instant::now(), buffer[..read].to_vec()))
-            .is_err()
+        if silenced() == before
+            && send
+                .send((Instant::now(), buffer[..read].to_vec()))
+                .is_err()
         {
             break;
         }
+    }
+    if silenced() != before {
+        // The other end is not told of this end, either.
+        thread::sleep(SILENT_FOR);
     }
     drop(send);
     let _ = writer.join();

@@ -9,14 +9,12 @@ use thiserror::Error;
 
 use super::handover::{Event, Source, SourceAction};
 use super::record::{RecordError, SourceRecord};
-use super::{Reconnect, Wire};
+use super::{ANSWER_LIMIT, Reconnect, Wire};
 use crate::capture::paused_vm::{HandedOver, PausedError, PausedVm};
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::guardian::GuardianError;
 
-/// Time for an answer once the VM is given up.
-const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 /// Pause between two attempts to connect again.
 const CONNECT_AGAIN_AFTER: Duration = Duration::from_millis(500);
 

@@ -35,6 +35,10 @@ pub use source::{MigrateOptions, SettleError, SettledReport, settle};
 /// How long the other side may be silent, or take nothing: it starts QEMU, reads or compares all of memory meanwhile.
 pub const SILENCE_MAX: Duration = Duration::from_secs(120);
 
+/// How long it may be silent once the VM is stopped and all was sent. A side that is out of reach is noticed by both
+/// within this time, so that the source can connect again.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
 /// A connection to the other host.
 pub type Wire = Connection<Stream>;
 

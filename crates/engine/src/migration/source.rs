@@ -14,7 +14,7 @@ use super::error::MigrateError;
 use super::handover::Source;
 use super::pages::{SentPages, serve};
 use super::record::{GivenUp, RecordError, SourceRecord};
-use super::{MigrateReport, MigratedPages, Mode, Reconnect, Wire};
+use super::{ANSWER_LIMIT, MigrateReport, MigratedPages, Mode, Reconnect, Wire};
 use crate::attach::{AttachError, Vm};
 use crate::capture::convergence::Convergence;
 use crate::capture::device_state::StateStream;
@@ -289,6 +289,9 @@ impl Vm {
             image.ids().try_for_each(|ids| wire.send_ids(ids))?;
         }
         wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
+        if !options.verify {
+            wire.limit_silence(ANSWER_LIMIT);
+        }
         Ok(Complete {
             vm: paused,
             record,

@@ -9,7 +9,7 @@ use stillframe_sys::process::Process;
 
 use super::handover::{Destination, DestinationAction, Event, Mark};
 use super::record::DestinationRecord;
-use super::{Listen, Wire};
+use super::{ANSWER_LIMIT, Listen, Wire};
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Word;
 use crate::guardian::{Guardian, OnDisconnect};
@@ -19,7 +19,7 @@ use crate::post_restore;
 const READY_LIMIT: Duration = Duration::from_secs(600);
 /// How long a source that was out of reach may ask what became of the VM. Later an engine that is started to answer
 /// does so, from the record.
-const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+const ASKED_LIMIT: Duration = Duration::from_secs(120);
 /// Time for a QEMU that was killed to end.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
@@ -127,6 +127,7 @@ impl Takeover<'_> {
         let Some(wire) = &mut self.wire else {
             return self.await_source(state);
         };
+        wire.limit_silence(ANSWER_LIMIT);
         let lost = match wire.receive_message() {
             Ok(Message::Control(Control::Word { word, why })) => {
                 self.why = why.or(self.why.take());
@@ -162,9 +163,10 @@ impl Takeover<'_> {
     fn await_source(&mut self, state: Destination) -> Event {
         let limit = match state {
             Destination::Ready => READY_LIMIT,
-            _ => ANSWER_LIMIT,
+            _ => ASKED_LIMIT,
         };
         while let Some(mut wire) = (self.listen)(limit) {
+            wire.limit_silence(ANSWER_LIMIT);
             let again = wire.receive_message();
             let ours = &self.record.content().session;
             if let Ok(Message::Control(Control::Again { session })) = &again

@@ -56,6 +56,15 @@ const DESTINATION_POINTS: [&str; 8] = [
 ];
 /// Kills at each point, besides the first: they leave the most to be settled.
 const KILLS_MORE: usize = 4;
+/// The points at which the connection falls silent.
+const SILENT: [&str; 6] = [
+    "takeover.loaded",
+    "takeover.marked",
+    "commit.giving-up",
+    "commit.given-up",
+    "takeover.committed",
+    "takeover.running",
+];
 /// What happens there.
 const FAULTS: [&str; 4] = ["kill", "error", "hang", "slow"];
 
@@ -77,6 +86,8 @@ pub enum Strike {
     Kill(Side, Duration),
     /// The connection is cut, so long after that.
     Cut(Duration),
+    /// Nothing comes through it any more from a named point on: that of a side that hangs there for a while.
+    Silence(Side, String),
 }
 
 impl fmt::Display for Strike {
@@ -85,6 +96,7 @@ impl fmt::Display for Strike {
             Strike::At(side, fault) => write!(f, "{side:?} {fault}"),
             Strike::Kill(side, delay) => write!(f, "{side:?} killed after {delay:?}"),
             Strike::Cut(delay) => write!(f, "cut after {delay:?}"),
+            Strike::Silence(side, fault) => write!(f, "silence in {side:?} {fault}"),
         }
     }
 }
@@ -261,16 +273,17 @@ pub fn strike(
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let mut receiver = order.receiver(stillframe, "127.0.0.1:0", &words)?;
     let mut reached = None;
-    if let Strike::At(Side::Destination, fault) = strike {
+    if let Strike::At(Side::Destination, fault) | Strike::Silence(Side::Destination, fault) = strike
+    {
         let faulty = fault::with_fault(&receiver, fault, folder.path())?;
         (receiver, reached) = (faulty.0, Some(faulty.1));
     }
     let (destination, at) = order.listen(receiver)?;
     let relay = Relay::start(at)?;
     let words: Vec<&str> = order.migrate.iter().map(String::as_str).collect();
-    let words = [&["--reconnect", "3s"], &words[..]].concat();
+    let words = [&["--reconnect", "15s"], &words[..]].concat();
     let mut migrator = order.migrator(stillframe, guest.pid(), relay.address(), &words)?;
-    if let Strike::At(Side::Source, fault) = strike {
+    if let Strike::At(Side::Source, fault) | Strike::Silence(Side::Source, fault) = strike {
         let faulty = fault::with_fault(&migrator, fault, folder.path())?;
         (migrator, reached) = (faulty.0, Some(faulty.1));
     }
@@ -300,6 +313,11 @@ pub fn strike(
             scene.relay.cut();
         }
     }
+    if let (Strike::Silence(..), Some(reached)) = (strike, &reached) {
+        let destination = scene.destination.as_mut().context("a destination")?;
+        destination.wait_until("the point", |_| Ok(reached.exists()))?;
+        scene.relay.silence();
+    }
     let settled = scene.settle()?;
     if let Some(reached) = reached {
         ensure!(
@@ -328,6 +346,13 @@ fn all(count: u64, seed: u64) -> Vec<Strike> {
         all.extend(named(Side::Source, &SOURCE_POINTS));
         all.extend(named(Side::Destination, &DESTINATION_POINTS));
     }
+    for fault in SILENT {
+        let side = match fault.starts_with("commit") {
+            true => Side::Source,
+            false => Side::Destination,
+        };
+        all.push(Strike::Silence(side, format!("{fault}:hang")));
+    }
     for number in 0..count {
         let delay = Duration::from_millis(random.below(STRIKE_WITHIN_MS));
         all.push(match number % 3 {
@@ -350,6 +375,7 @@ pub fn some(seed: u64) -> Vec<Strike> {
         at(Side::Destination, "takeover.released:kill"),
         at(Side::Destination, "takeover.committed:kill"),
         at(Side::Destination, "takeover.running:error"),
+        Strike::Silence(Side::Source, "commit.given-up:hang".to_owned()),
     ];
     let random = all(3, seed).into_iter().rev().take(3);
     named.into_iter().chain(random).collect()
