@@ -94,6 +94,13 @@ pub enum MonitorError {
     },
 }
 
+impl MonitorError {
+    /// Whether QEMU answered a command with an error, rather than not at all.
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, MonitorError::Qmp(QmpError::Command { .. }))
+    }
+}
+
 /// `query-status`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunState {
@@ -519,11 +526,6 @@ impl Monitor {
     fn slow_with(&mut self, command: &'static str, arguments: Value) -> Result<(), MonitorError> {
         let ticket = self.client.send(command, arguments)?;
         self.wait_stopped(ticket)
-    }
-
-    /// Whether QEMU answered a command with an error, rather than not at all.
-    pub fn is_refusal(error: &MonitorError) -> bool {
-        matches!(error, MonitorError::Qmp(QmpError::Command { .. }))
     }
 
     pub(crate) fn query<T: DeserializeOwned>(

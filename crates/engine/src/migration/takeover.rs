@@ -232,7 +232,7 @@ impl Takeover<'_> {
             Ok(()) => Event::Done,
             Err(error) => {
                 self.why = Some(crate::in_words(&error));
-                if Monitor::is_refusal(&error) {
+                if error.is_refusal() {
                     return Event::Refused;
                 }
                 // It may run.
