@@ -73,8 +73,8 @@ fn a_destination_that_cannot_take_the_vm_says_why_on_both_sides() -> Result<()> 
 #[test]
 fn a_guest_that_writes_too_much_is_not_stopped_for_it() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let mut setup = Setup::small(Kind::Private, "busy");
-    setup.workload.mib = 64;
+    let mut setup = Setup::new(Kind::Private).with(&["-name", "busy"]);
+    setup.workload.mib = 40;
     setup.workload.pattern = "random";
     setup.workload.tick_ms = 10;
     setup.workload.writes_per_tick = 4000;
