@@ -12,7 +12,7 @@ use thiserror::Error;
 
 use super::handover::{Destination, Event};
 use super::record::{DestinationRecord, RecordError};
-use super::takeover::{NewVm, Takeover};
+use super::takeover::{NewVm, Takeover, Whereabouts};
 use super::{Listen, Mode, ReceiveReport, Wire};
 use crate::ProgressSink;
 use crate::connection::ConnectionError;
@@ -92,6 +92,14 @@ pub enum ReceiveError {
         /// Why not.
         why: String,
     },
+    /// QEMU has not answered.
+    #[error(
+        "it is not known whether the VM runs here: {why}. `receive --resume` looks again, and answers the source"
+    )]
+    Unclear {
+        /// Why not.
+        why: String,
+    },
     /// The received data is no device state.
     #[error("the device state that was sent cannot be loaded")]
     DeviceState(#[from] DeviceStateError),
@@ -146,8 +154,7 @@ pub fn receive(
         },
         why: None,
     };
-    let decided = takeover.decide(Destination::Receiving.step(Event::Loaded));
-    decided.map_err(|why| ReceiveError::NotHere { why })
+    result(takeover.decide(Destination::Receiving.step(Event::Loaded)))
 }
 
 /// Goes on with the migration to this monitor, whose process was killed: answers the source, and runs the VM if the
@@ -191,8 +198,15 @@ pub fn resume(
         },
         why: None,
     };
-    let decided = takeover.decide(begin);
-    decided.map_err(|why| ReceiveError::NotHere { why })
+    result(takeover.decide(begin))
+}
+
+fn result(whereabouts: Whereabouts) -> Result<(), ReceiveError> {
+    match whereabouts {
+        Whereabouts::Here => Ok(()),
+        Whereabouts::NotHere { why } => Err(ReceiveError::NotHere { why }),
+        Whereabouts::Unclear { why } => Err(ReceiveError::Unclear { why }),
+    }
 }
 
 /// The source's first message.

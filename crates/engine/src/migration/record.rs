@@ -181,6 +181,14 @@ impl SourceRecord {
     }
 }
 
+/// A record that was only prepared goes with its engine.
+impl Drop for SourceRecord {
+    fn drop(&mut self) {
+        // One that cannot be removed goes with the VM.
+        let _ = self.directory.remove(&self.prepared);
+    }
+}
+
 impl GivenUpRecord for SourceRecord {
     fn renaming(&self) -> (BorrowedFd<'_>, &str, &str) {
         (self.directory.as_fd(), &self.prepared, &self.given_up)

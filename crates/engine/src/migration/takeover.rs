@@ -47,6 +47,16 @@ pub(super) enum NewVm {
     Gone,
 }
 
+/// Where a VM is when the hand-over is over.
+pub(super) enum Whereabouts {
+    /// Here.
+    Here,
+    /// Not here.
+    NotHere { why: String },
+    /// It may have run here, or its QEMU does not end.
+    Unclear { why: String },
+}
+
 /// A VM that has arrived, and may not run yet.
 pub(super) struct Takeover<'t> {
     pub vm: NewVm,
@@ -63,12 +73,12 @@ pub(super) struct Takeover<'t> {
 }
 
 impl Takeover<'_> {
-    /// Goes on until nobody waits for an answer any more. Returns whether the VM is here; else why not.
+    /// Goes on until nobody waits for an answer any more. Returns where the VM is.
     pub fn decide(
         &mut self,
         (mut state, mut action): (Destination, DestinationAction),
-    ) -> Result<(), String> {
-        let mut here = false;
+    ) -> Whereabouts {
+        let (mut here, mut before) = (false, state);
         loop {
             if (state, action) == (Destination::Running, DestinationAction::Wait) && !here {
                 here = true;
@@ -97,12 +107,15 @@ impl Takeover<'_> {
                     false => Event::Lost,
                 },
             };
+            before = state;
             (state, action) = state.step(event);
         }
-        let why = || "the source gave up".to_owned();
-        match here {
-            true => Ok(()),
-            false => Err(self.why.take().unwrap_or_else(why)),
+        let why = self.why.take();
+        let why = why.unwrap_or_else(|| "no reason is given".to_owned());
+        match before {
+            _ if here => Whereabouts::Here,
+            Destination::Unclear | Destination::Undead => Whereabouts::Unclear { why },
+            _ => Whereabouts::NotHere { why },
         }
     }
 
@@ -130,6 +143,7 @@ impl Takeover<'_> {
         wire.limit_silence(ANSWER_LIMIT);
         let lost = match wire.receive_message() {
             Ok(Message::Control(Control::Word { word, why })) => {
+                let why = why.map(|why| format!("the source says: {why}"));
                 self.why = why.or(self.why.take());
                 return self.heard(state, word);
             }
