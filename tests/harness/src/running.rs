@@ -81,7 +81,7 @@ impl Running {
         self.wait_until(&format!("{words:?}"), |it| Ok(it.err().contains(words)))
     }
 
-    /// Waits until standard error holds `words` so many times.
+    /// Waits until standard error holds `words` at least `count` times.
     pub fn wait_words_times(&mut self, words: &str, count: usize) -> Result<()> {
         self.wait_until(&format!("{words:?} {count} times"), |it| {
             Ok(it.err().matches(words).count() >= count)

@@ -120,7 +120,7 @@ enum What {
         /// Moves.
         #[arg(long, default_value_t = 50)]
         moves: u32,
-        /// The last so many go through a relay with a delay of 20 ms.
+        /// Number of the last moves that go through a relay with a delay of 20 ms.
         #[arg(long, default_value_t = 10)]
         relayed: u32,
         /// In the network namespace of this process; by default in one of its own.

@@ -170,9 +170,12 @@ pub fn run(count: u64, kills: u64, only: Option<&str>) -> Result<()> {
         let pages = Claim::new("migrate-pages", Goal::Zero, pages, "pages", command);
         let wrong = struck.wrong as f64;
         let cases = Claim::new("migrate-strikes", Goal::Zero, wrong, "cases", command);
+        let killed = struck.killed_wrong as f64;
+        let killed = Claim::new("transfer-kills", Goal::Zero, killed, "cases", command);
         let claims = [
             pages.if_enough(total.checkpoints >= 200),
             cases.if_enough(kills >= 200),
+            killed.if_enough(struck.killed >= 60),
         ];
         results::write_summary("migrate", &claims)?;
         ensure!(struck.wrong == 0, "{} strikes ended wrong", struck.wrong);

@@ -164,7 +164,7 @@ pub enum Destination {
     Unclear,
     /// It has not run, and its QEMU does not end.
     Undead,
-    /// Nobody waits for an answer now.
+    /// The engine is about to end: no answer is awaited.
     Over,
 }
 

@@ -75,7 +75,7 @@ impl Limiter {
         }
     }
 
-    /// Waits until so many bytes may have been sent.
+    /// Sleeps until the limit allows `sent` bytes in all.
     fn wait(&mut self, sent: u64) {
         let Some(bytes_per_s) = self.bytes_per_s else {
             return;

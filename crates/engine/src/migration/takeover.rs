@@ -73,7 +73,7 @@ pub(super) struct Takeover<'t> {
 }
 
 impl Takeover<'_> {
-    /// Goes on until nobody waits for an answer any more. Returns where the VM is.
+    /// Steps until the state is `Over`. Returns where the VM is.
     pub fn decide(
         &mut self,
         (mut state, mut action): (Destination, DestinationAction),

@@ -108,11 +108,11 @@ fn a_vm_with_a_disk_moves_there_and_back() -> Result<()> {
             there.vm.serial.text().contains("disk read"),
             "{format}: no disk"
         );
-        ensure!(is_locked(disk)?, "{format}: the disk is nobody's");
+        ensure!(is_locked(disk)?, "{format}: no QEMU has the disk's lock");
         let back = there_and_back.order("back");
         let back = back.perform(stillframe, there.vm.pid)?;
         back.vm.serial.wait_ticks(3, PATIENCE)?;
-        ensure!(is_locked(disk)?, "{format}: the disk is nobody's");
+        ensure!(is_locked(disk)?, "{format}: no QEMU has the disk's lock");
         for qmp in [&there.vm.qmp, &back.vm.qmp] {
             let record = runtime_file(qmp, ".received")?;
             ensure!(!record.exists(), "{} is left", record.display());
@@ -203,7 +203,7 @@ fn a_vm_whose_destination_is_lost_is_taken_back_unless_its_disk_says_otherwise()
         "{settled}"
     );
     guest.serial.wait_more(3, PATIENCE)?;
-    ensure!(is_locked(disk)?, "the disk is nobody's");
+    ensure!(is_locked(disk)?, "no QEMU has the disk's lock");
     // There is nothing left to be settled, and the VM can be migrated.
     let said = refusal(&mut stillframe.command(&with("--resume"))?, 1)?;
     ensure!(said.contains("is undecided"), "{said}");

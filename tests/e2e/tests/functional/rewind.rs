@@ -109,8 +109,8 @@ fn a_guest_goes_back_to_its_boot() -> Result<()> {
     expect_untouched(&guest, &mut monitor)
 }
 
-/// Waits until the guest has booted so many times since its first boot, and works again: its ticks are counted from the
-/// beginning then.
+/// Waits until the guest has booted `boots` times since its first boot, and ticks again. Each boot restarts the numbers
+/// of the ticks.
 fn wait_boots(guest: &Guest, boots: usize) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     loop {

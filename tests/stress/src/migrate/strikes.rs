@@ -117,6 +117,10 @@ pub struct Struck {
     pub raw: Vec<Value>,
     /// Those after which the VM ran twice, was lost, or could not be settled.
     pub wrong: u64,
+    /// Kills of one side at random moments.
+    pub killed: u64,
+    /// Those of them that are among the wrong.
+    pub killed_wrong: u64,
     resumed: u64,
     moved: u64,
 }
@@ -404,6 +408,10 @@ pub fn each(stillframe: &Stillframe, strikes: &[Strike]) -> Result<Struck> {
         struck.raw.push(json!({
             "strike": what.to_string(), "mode": mode, "outcome": outcome,
         }));
+        if let Strike::Kill(..) = what {
+            struck.killed += 1;
+            struck.killed_wrong += u64::from(settled.is_err());
+        }
         match settled {
             Ok(settled) => {
                 struck.resumed += u64::from(settled.commands > 0);

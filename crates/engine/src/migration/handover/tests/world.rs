@@ -2,7 +2,7 @@
 
 use super::super::*;
 
-/// Words on their way in one direction: nobody says more before hearing something.
+/// Upper bound on words in flight in one direction: a side sends few before it receives one.
 const WORDS_MAX: usize = 3;
 
 /// A QEMU.
@@ -138,9 +138,9 @@ impl World {
         if source == Qemu::Running && self.ran {
             return Some("it runs at the source after it ran at the destination");
         }
-        let nobody = self.source.is_none() && !self.on_watch;
-        if source == Qemu::Paused && !self.given_up && nobody {
-            return Some("paused at the source, not given up, and nobody resumes it");
+        let stuck = self.source.is_none() && !self.on_watch;
+        if source == Qemu::Paused && !self.given_up && stuck {
+            return Some("paused at the source, not given up, and no process resumes it");
         }
         if self.to_source.len().max(self.to_destination.len()) > WORDS_MAX {
             return Some("words without an answer");
