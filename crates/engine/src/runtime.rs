@@ -20,6 +20,8 @@ use std::time::{Duration, SystemTime};
 
 use rustix::fs::{FlockOperation, flock};
 use stillframe_sys::private_dir::{self, Access, PrivateDir, PrivateError};
+use stillframe_sys::process::{Process, ProcessError};
+use stillframe_sys::system;
 
 /// The environment variable that names another runtime directory.
 pub const DIRECTORY_VARIABLE: &str = "STILLFRAME_RUNTIME_DIR";
@@ -78,6 +80,26 @@ pub(crate) fn open() -> Result<PrivateDir, PrivateError> {
     let directory = PrivateDir::create(&directory())?;
     SWEPT.call_once(|| remove_ended(&directory));
     Ok(directory)
+}
+
+/// The process that a record names; `None` when it has ended. Process ids are used again, so the record has the boot
+/// of the machine and the start time (clock ticks since that boot), too.
+///
+/// # Errors
+/// The process may not be examined.
+pub(crate) fn recorded_process(
+    boot: &str,
+    pid: i32,
+    start_time: u64,
+) -> Result<Option<Process>, ProcessError> {
+    if boot != system::boot_id() {
+        return Ok(None);
+    }
+    match Process::open(pid) {
+        Ok(process) => Ok(Some(process).filter(|found| found.start_time() == start_time)),
+        Err(ProcessError::NotFound { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Removes files of ended VMs. A file that cannot be removed now is removed another time.

@@ -221,14 +221,7 @@ impl Received {
     /// # Errors
     /// It may not be examined.
     pub fn process(&self) -> Result<Option<Process>, ProcessError> {
-        if self.boot != system::boot_id() {
-            return Ok(None);
-        }
-        match Process::open(self.pid) {
-            Ok(process) => Ok(Some(process).filter(|found| found.start_time() == self.start_time)),
-            Err(ProcessError::NotFound { .. }) => Ok(None),
-            Err(error) => Err(error),
-        }
+        runtime::recorded_process(&self.boot, self.pid, self.start_time)
     }
 }
 
