@@ -54,13 +54,16 @@ enum What {
         #[arg(long)]
         workload: Option<String>,
     },
-    /// The evaluations of two papers once more.
+    /// The evaluations of three papers once more.
     Papers {
         /// Whose.
         paper: papers::Paper,
         /// A minute of it, to see that it works; nothing is recorded.
         #[arg(long)]
         quick: bool,
+        /// Of dtrack.
+        #[command(flatten)]
+        cells: papers::Cells,
     },
     /// 60 000 checkpoints, one every 10 ms.
     Frequency,
@@ -83,7 +86,11 @@ fn main() -> Result<()> {
         What::Extremes => extremes::run(),
         What::DirectIo => direct_io::run(),
         What::Workloads { seconds, workload } => workloads::run(seconds, workload.as_deref()),
-        What::Papers { paper, quick } => papers::run(paper, quick),
+        What::Papers {
+            paper,
+            quick,
+            cells,
+        } => papers::run(paper, quick, &cells),
         What::Frequency => frequency::run(),
         What::Restore => restore::run(),
         What::Clones => clones::run(),

@@ -164,7 +164,8 @@ pub fn load_mapped_ram(qmp: &mut Qmp, file: &Path) -> Result<()> {
     wait_completed(qmp)
 }
 
-fn set_capabilities(qmp: &mut Qmp, names: &[&str], on: bool) -> Result<()> {
+/// Turns these on or off.
+pub fn set_capabilities(qmp: &mut Qmp, names: &[&str], on: bool) -> Result<()> {
     let list: Vec<Value> = names
         .iter()
         .map(|name| json!({"capability": name, "state": on}))

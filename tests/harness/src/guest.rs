@@ -165,7 +165,8 @@ impl Setup {
         self
     }
 
-    pub(crate) fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
+    /// The arguments of a QEMU whose files are in `folder`.
+    pub fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
         let ram_mib = match self.kind {
             Kind::FiveGib => 5120,
             _ => self.ram_mib,

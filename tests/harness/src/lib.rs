@@ -14,6 +14,7 @@ pub mod health;
 pub mod kernel;
 pub mod memory;
 pub mod migration;
+pub mod network;
 pub mod qmp;
 pub mod random;
 pub mod relay;

@@ -1,13 +1,16 @@
-//! `cargo xtask bench papers fitdoc | cow`: the evaluations of two papers once more, on real guests. The baselines
+//! `cargo xtask bench papers fitdoc | cow | dtrack`: the evaluations of three papers once more, on real guests. The baselines
 //! of the paper are measured in the same run.
 
 mod cow;
+mod dtrack;
 mod fitdoc;
 mod numbers;
 mod page;
 
 use anyhow::Result;
 use clap::ValueEnum;
+
+pub use dtrack::Cells;
 
 /// Whose evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -16,14 +19,17 @@ pub enum Paper {
     Fitdoc,
     /// Copy-on-write checkpointing, a thesis.
     Cow,
+    /// D-Track, fake dirty pages of live migration, a thesis.
+    Dtrack,
 }
 
 /// Runs one and writes `docs/results/papers-<name>/`: a page with the paper's figures, ours and pictures,
 /// and raw data. `quick`: so little of everything that it shows only that it works, and nothing is
 /// written under `docs`.
-pub fn run(paper: Paper, quick: bool) -> Result<()> {
+pub fn run(paper: Paper, quick: bool, cells: &Cells) -> Result<()> {
     match paper {
         Paper::Fitdoc => fitdoc::run(quick),
         Paper::Cow => cow::run(quick),
+        Paper::Dtrack => dtrack::run(quick, cells),
     }
 }

@@ -1,0 +1,77 @@
+//! QEMU's own live migration, tuned in the ways that it offers.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use serde_json::{Value, json};
+
+use crate::peers::set_capabilities;
+use stillframe_harness::qmp::Qmp;
+
+/// How QEMU migrates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tuning {
+    /// Pre-copy as it comes.
+    PreCopy,
+    /// With deltas of pages that were sent before.
+    Xbzrle,
+    /// Over several connections, compressed.
+    MultifdZstd,
+    /// The guest is slowed down until it converges.
+    AutoConverge,
+    /// A first round of pre-copy, then the guest runs there and fetches.
+    PostCopy,
+}
+
+impl Tuning {
+    fn capabilities(self) -> &'static [&'static str] {
+        match self {
+            Tuning::PreCopy => &[],
+            Tuning::Xbzrle => &["xbzrle"],
+            Tuning::MultifdZstd => &["multifd"],
+            Tuning::AutoConverge => &["auto-converge"],
+            Tuning::PostCopy => &["postcopy-ram"],
+        }
+    }
+}
+
+/// Sets both sides up.
+pub fn prepare(source: &mut Qmp, destination: &mut Qmp, tuning: Tuning) -> Result<()> {
+    for side in [source, destination] {
+        set_capabilities(side, tuning.capabilities(), true)?;
+        let mut parameters = json!({"max-bandwidth": 0, "max-postcopy-bandwidth": 0});
+        match tuning {
+            Tuning::MultifdZstd => {
+                parameters["multifd-compression"] = "zstd".into();
+                parameters["multifd-channels"] = 2.into();
+            }
+            Tuning::Xbzrle => parameters["xbzrle-cache-size"] = (512u64 << 20).into(),
+            _ => {}
+        }
+        side.execute("migrate-set-parameters", parameters)?;
+    }
+    Ok(())
+}
+
+/// Migrates; the last answer to `query-migrate`. A migration that does not end within the limit is cancelled.
+pub fn migrate(source: &mut Qmp, to: &str, tuning: Tuning, limit: Duration) -> Result<Value> {
+    source.execute("migrate", json!({"uri": to}))?;
+    let begin = Instant::now();
+    let mut switched = tuning != Tuning::PostCopy;
+    loop {
+        let state = source.execute("query-migrate", json!({}))?;
+        match state["status"].as_str() {
+            Some("completed") => return Ok(state),
+            Some("failed" | "cancelled") => bail!("QEMU's migration failed: {state}"),
+            Some("active") if !switched && state["ram"]["dirty-sync-count"].as_u64() > Some(1) => {
+                source.execute("migrate-start-postcopy", json!({}))?;
+                switched = true;
+            }
+            _ if begin.elapsed() > limit => {
+                source.execute("migrate_cancel", json!({}))?;
+                return Ok(state);
+            }
+            _ => std::thread::sleep(Duration::from_millis(2)),
+        }
+    }
+}

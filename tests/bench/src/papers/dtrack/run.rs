@@ -1,0 +1,179 @@
+//! One migration: the same saved guest, on one host of a link, moved to the other in one way.
+
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use super::guest::Saved;
+use super::qemu::{self, Tuning};
+use crate::peers;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::Guest;
+use stillframe_harness::network::{ADDRESSES, Link};
+use stillframe_harness::qmp::{Qmp, event_time_s};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::Running;
+use stillframe_harness::serial::Serial;
+
+/// A migration that takes longer does not end.
+pub const LIMIT: Duration = Duration::from_secs(30);
+/// Time for the guest to get into its stride before, and to show afterwards that it goes on.
+const STRIDE: Duration = Duration::from_secs(2);
+const PROOF: Duration = Duration::from_secs(120);
+const PORT: u16 = 7800;
+
+/// A way to migrate.
+#[derive(Debug, Clone, Copy)]
+pub enum Way {
+    /// QEMU by itself.
+    Qemu(Tuning),
+    /// Stillframe, with these arguments.
+    Stillframe(&'static [&'static str]),
+}
+
+/// What came of it.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// From the command until the source knows that all is there; none where that took too long.
+    pub total_ms: Option<f64>,
+    /// From the source's STOP event to the destination's RESUME event.
+    pub downtime_ms: Option<f64>,
+    /// Bytes that crossed the link, both ways, headers included.
+    pub bytes: u64,
+    /// The program's own report.
+    pub report: Value,
+}
+
+impl Outcome {
+    /// As raw data.
+    pub fn raw(&self) -> Value {
+        json!({
+            "total_ms": self.total_ms, "downtime_ms": self.downtime_ms, "bytes": self.bytes, "report": self.report,
+        })
+    }
+}
+
+/// Migrates the guest once.
+pub fn migrate(saved: &Saved, link: &Link, way: Way) -> Result<Outcome> {
+    let [here, _] = &link.hosts;
+    let mut source = saved.start(here)?;
+    let mut monitor = source.second_monitor()?;
+    peers::load_mapped_ram(&mut monitor, saved.file())?;
+    peers::set_capabilities(&mut monitor, &["mapped-ram"], false)?;
+    monitor.execute("cont", json!({}))?;
+    drop(monitor);
+    thread::sleep(STRIDE);
+    let outcome = match way {
+        Way::Qemu(tuning) => by_qemu(saved, link, &source, tuning),
+        Way::Stillframe(words) => by_stillframe(link, &source, words),
+    };
+    source.kill()?;
+    outcome
+}
+
+fn by_qemu(saved: &Saved, link: &Link, source: &Guest, tuning: Tuning) -> Result<Outcome> {
+    let destination = saved.start(&link.hosts[1])?;
+    let mut from = source.second_monitor()?;
+    let mut to = destination.second_monitor()?;
+    let address = format!("tcp:{}:{PORT}", ADDRESSES[1]);
+    qemu::prepare(&mut from, &mut to, tuning)?;
+    to.execute("migrate-incoming", json!({"uri": address}))?;
+    from.forget_events()?;
+    let before = link.bytes()?;
+    let begin = Instant::now();
+    let report = qemu::migrate(&mut from, &address, tuning, LIMIT)?;
+    let total_ms = begin.elapsed().as_secs_f64() * 1e3;
+    let bytes = link.bytes()? - before;
+    if report["status"] != "completed" {
+        return Ok(Outcome {
+            total_ms: None,
+            downtime_ms: None,
+            bytes,
+            report,
+        });
+    }
+    let downtime_ms = downtime(&mut from, to.wait_event("RESUME", LIMIT)?)?;
+    destination.serial.wait_more(2, PROOF)?;
+    Ok(Outcome {
+        total_ms: Some(total_ms),
+        downtime_ms: Some(downtime_ms),
+        bytes,
+        report,
+    })
+}
+
+fn by_stillframe(link: &Link, source: &Guest, words: &[&str]) -> Result<Outcome> {
+    let [here, there] = &link.hosts;
+    let stillframe = Stillframe::at(&source.folder().join("none"));
+    let path = |name: &str| source.folder().join(name);
+    let (qmp, serial) = (path("there.qmp"), path("there.serial"));
+    let (qmp_text, spec) = (
+        qmp.display().to_string(),
+        format!("file:{}", serial.display()),
+    );
+    let listen = format!("{}:0", ADDRESSES[1]);
+    let line = ["receive", "--json", "--plain-text", "--listen", &listen];
+    let line = [&line[..], &["--qmp", &qmp_text, "--serial", &spec]].concat();
+    let mut destination = Running::start(there.enter(&stillframe.command(&line)?))?;
+    let listening = &destination.wait_results(1)?[0]["listening"];
+    let to = listening.as_str().context("no address")?.to_owned();
+    let mut from = source.second_monitor()?;
+    from.forget_events()?;
+    let resumed = thread::spawn(move || resumed(&qmp));
+    let pid = source.pid_text();
+    let line = [
+        "migrate",
+        "--json",
+        "--plain-text",
+        "--pid",
+        &pid,
+        "--to",
+        &to,
+    ];
+    let line = [&line[..], words].concat();
+    let command = here.enter(&stillframe.command(&line)?);
+    let before = link.bytes()?;
+    let begin = Instant::now();
+    let ended = Running::start(command)?.end()?;
+    let total_ms = begin.elapsed().as_secs_f64() * 1e3;
+    let bytes = link.bytes()? - before;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    let report = ended.results()?.pop().context("no report")?;
+    let arrived = destination.end()?;
+    ensure!(arrived.code == Some(0), "{arrived:?}");
+    let arrived = arrived.results()?.pop().context("no report")?;
+    let vm = Restored {
+        pid: arrived["pid"].as_i64().context("no pid")? as i32,
+        qmp: path("there.qmp"),
+        serial: Serial::new(&serial),
+    };
+    let resumed = resumed.join();
+    let resume = resumed.map_err(|_| anyhow::anyhow!("the listener panicked"))??;
+    let downtime_ms = downtime(&mut from, resume)?;
+    vm.serial.wait_more(2, PROOF)?;
+    Ok(Outcome {
+        total_ms: Some(total_ms),
+        downtime_ms: Some(downtime_ms),
+        bytes,
+        report,
+    })
+}
+
+/// The event by which the new VM says that it runs. The monitor comes when its QEMU is started.
+fn resumed(qmp: &Path) -> Result<Value> {
+    Qmp::connect(qmp)?.wait_event("RESUME", LIMIT + PROOF)
+}
+
+/// From the source's STOP event to the destination's RESUME event.
+fn downtime(source: &mut Qmp, resume: Value) -> Result<f64> {
+    let stop = source.wait_event("STOP", LIMIT)?;
+    Ok((event_time_s(&resume) - event_time_s(&stop)) * 1e3)
+}
+
+/// The name of a file of a guest.
+pub fn file_of(folder: &Path, name: &str) -> PathBuf {
+    folder.join(format!("{name}.mapped-ram"))
+}
