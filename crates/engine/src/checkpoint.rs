@@ -224,7 +224,6 @@ impl From<ScheduleError> for CheckpointError {
 impl<E: Into<CheckpointError>> From<StreamingError<E>> for CheckpointError {
     fn from(error: StreamingError<E>) -> CheckpointError {
         match error {
-            StreamingError::Monitor(error) => error.into(),
             StreamingError::Tracker(error) => error.into(),
             StreamingError::Block(error) => error.into(),
             StreamingError::Sink(error) => error.into(),

@@ -122,16 +122,18 @@ pub enum Progress {
 /// Where a verb reports its progress.
 pub type ProgressSink<'a> = &'a mut dyn FnMut(Progress);
 
-/// An iteration of streaming pre-copy that has ended.
+/// A round of a migration that has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Round {
-    /// The iterations so far.
+    /// The rounds so far.
     pub number: u32,
     /// Pages that were written meanwhile, and are left.
     pub left: u64,
+    /// How long the guest would be stopped for these, in microseconds.
+    pub expected_us: u64,
     /// Pages a second that the guest has written.
     pub written_per_s: u64,
-    /// Pages a second that were streamed, in all iterations.
+    /// Pages a second that were sent, in all rounds.
     pub streamed_per_s: u64,
 }
 

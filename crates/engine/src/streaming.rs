@@ -2,24 +2,23 @@
 //! pages are few enough for the pause or no longer get fewer.
 
 use std::ops::Range;
-use std::time::Instant;
 
 use stillframe_page::{PAGE, PAGE_BYTES};
-use stillframe_qemu::monitor::{Monitor, MonitorError};
+use stillframe_qemu::monitor::Monitor;
 use stillframe_sys::affinity::AffinityGuard;
 use stillframe_sys::process::Process;
 use thiserror::Error;
 
 use crate::attach::Vm;
-use crate::capture::convergence::{Convergence, Pace};
+use crate::capture::convergence::Convergence;
 use crate::memory::Page;
 use crate::memory::block::{BlockError, Guest};
-use crate::memory::ranges::subtract_all;
+use crate::memory::ranges::{length, split, subtract_all};
 use crate::placement;
 use crate::sink::page_stream::BATCH_PAGES;
 use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::{Collected, Tracker};
-use crate::{Progress, ProgressSink, Round, RoundSink};
+use crate::{Progress, ProgressSink};
 
 /// The pages of an iteration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,9 +32,6 @@ pub(crate) enum Iteration {
 /// Why an iteration failed. The VM runs on, and the sink has some of its pages.
 #[derive(Debug, Error)]
 pub(crate) enum StreamingError<E> {
-    /// QEMU failed a command.
-    #[error("QEMU failed a command")]
-    Monitor(#[from] MonitorError),
     /// Tracking failed.
     #[error("cannot capture the VM's memory")]
     Tracker(#[from] TrackerError),
@@ -51,19 +47,6 @@ pub(crate) enum StreamingError<E> {
 pub(crate) type TakeBatch<'t, E> =
     &'t mut dyn FnMut(Iteration, usize, &[Page<'_>]) -> Result<(), E>;
 
-/// What was streamed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Streamed {
-    /// Pages, each counted as often as it was streamed.
-    pub pages: u64,
-    /// Iterations.
-    pub iterations: u32,
-    /// Pages that were left after them.
-    pub left: u64,
-    /// How quickly they were streamed.
-    pub pace: Pace,
-}
-
 /// The parts of a VM that its pages are streamed from.
 pub(crate) struct Streaming<'v> {
     pub tracker: &'v mut Tracker,
@@ -73,44 +56,28 @@ pub(crate) struct Streaming<'v> {
 
 impl Vm {
     /// Streams iterations, beginning with `first`, until they have converged. The next capture finds the remaining
-    /// pages.
+    /// pages. Returns how many were streamed, each counted as often as it was.
     pub(crate) fn stream<E>(
         &mut self,
         first: Iteration,
         convergence: Convergence,
         take: TakeBatch<'_, E>,
         progress: ProgressSink<'_>,
-        rounds: RoundSink<'_>,
-    ) -> Result<Streamed, StreamingError<E>> {
+    ) -> Result<u64, StreamingError<E>> {
         let mut streaming = Streaming {
             tracker: &mut self.tracker,
             monitor: &mut self.monitor,
             process: &self.target.process,
         };
         let mut wanted = streaming.wanted(first)?;
-        let mut streamed = Streamed::default();
-        let mut iteration = first;
+        let (mut streamed, mut iteration) = (0, first);
         // The pages written during an iteration may be too many again; as long as they get fewer, iterate.
         for done in 0.. {
-            let begin = Instant::now();
-            let pages = streaming.iterate(iteration, &wanted, Guest::Running, take, progress)?;
-            let time = begin.elapsed();
-            streamed.pages += pages;
-            streamed.iterations += 1;
-            streamed.pace.pages += pages;
-            streamed.pace.time += time;
+            let pages = streaming.iterate(iteration, &wanted, take, progress)?;
+            streamed += pages;
             iteration = Iteration::Written;
             wanted = streaming.wanted(iteration)?;
-            streamed.left = wanted.pages();
-            let left = streamed.left;
-            let written = Pace { pages: left, time };
-            rounds(Round {
-                number: streamed.iterations,
-                left,
-                written_per_s: written.per_s(),
-                streamed_per_s: streamed.pace.per_s(),
-            });
-            if !convergence.iterates(streamed.left, pages, done, streamed.pace) {
+            if !convergence.iterates(wanted.pages(), pages, done) {
                 break;
             }
         }
@@ -119,25 +86,20 @@ impl Vm {
 }
 
 impl Streaming<'_> {
-    /// Streams the remaining pages of a VM that is stopped. Returns how many pages that were.
-    pub fn rest<E>(
-        &mut self,
-        take: TakeBatch<'_, E>,
-        progress: ProgressSink<'_>,
-    ) -> Result<u64, StreamingError<E>> {
+    /// The remaining pages of a VM that is stopped.
+    pub fn rest(&mut self) -> Result<Collected, TrackerError> {
         let found = self.tracker.collect_stopped()?;
-        let wanted = self.pending(found);
-        self.iterate(Iteration::Written, &wanted, Guest::Stopped, take, progress)
+        Ok(self.pending(found))
     }
 
     /// All that is pending, by the last scan.
-    fn pending(&self, mut found: Collected) -> Collected {
+    pub fn pending(&self, mut found: Collected) -> Collected {
         found.written = subtract_all(&self.tracker.pending(), &found.discarded);
         found
     }
 
     /// The pages of an iteration. The next scan finds the writes from here on.
-    fn wanted<E>(&mut self, iteration: Iteration) -> Result<Collected, StreamingError<E>> {
+    pub fn wanted(&mut self, iteration: Iteration) -> Result<Collected, TrackerError> {
         Ok(match iteration {
             Iteration::Bulk => {
                 // The bulk phase reads pages that were written before it.
@@ -148,11 +110,15 @@ impl Streaming<'_> {
                 wanted
             }
             Iteration::Written => {
-                let found = self.tracker.collect_running()?;
-                let found = found.drained(self.monitor)?;
+                let found = self.found()?;
                 self.pending(found)
             }
         })
+    }
+
+    /// The pages written since the last scan. The next one finds the writes from here on.
+    pub fn found(&mut self) -> Result<Collected, TrackerError> {
+        self.tracker.collect_running()?.drained(self.monitor)
     }
 
     /// One iteration, a batch at a time, so that memory stays bounded however large the guest is. Returns how many
@@ -161,7 +127,6 @@ impl Streaming<'_> {
         &mut self,
         iteration: Iteration,
         wanted: &Collected,
-        guest: Guest,
         take: TakeBatch<'_, E>,
         progress: ProgressSink<'_>,
     ) -> Result<u64, StreamingError<E>> {
@@ -179,13 +144,12 @@ impl Streaming<'_> {
                 .map(|batch| (batch, false))
                 .chain(zero.map(|batch| (batch, true)))
             {
-                let pages = batch.iter().map(|range| range.end - range.start);
-                let bytes = &mut buffer[..(pages.sum::<u64>() * PAGE_BYTES) as usize];
+                let bytes = &mut buffer[..(length(&batch) * PAGE_BYTES) as usize];
                 match is_zero {
                     true => bytes.fill(0),
                     false => {
                         let into = &mut split(bytes, &batch);
-                        tracked.block.read(guest, into, &batch)?;
+                        tracked.block.read(Guest::Running, into, &batch)?;
                     }
                 }
                 let numbers = batch.iter().flat_map(Clone::clone);
@@ -223,16 +187,4 @@ pub(crate) fn batches(ranges: &[Range<u64>]) -> Vec<Vec<Range<u64>>> {
         all.push(batch);
     }
     all
-}
-
-/// Divides a buffer among ranges of pages.
-fn split<'b>(bytes: &'b mut [u8], ranges: &[Range<u64>]) -> Vec<&'b mut [u8]> {
-    let mut rest = bytes;
-    let mut parts = Vec::with_capacity(ranges.len());
-    for range in ranges {
-        let (part, tail) = rest.split_at_mut(((range.end - range.start) * PAGE_BYTES) as usize);
-        parts.push(part);
-        rest = tail;
-    }
-    parts
 }

@@ -24,4 +24,4 @@ pub use connect::{ConnectError, Link, Listener, Peer, Security, connect};
 pub use frame::{Frame, FrameError, FrameKind, FrameStream};
 pub use identity::{Identity, IdentityError};
 pub use preface::Versions;
-pub use stream::Stream;
+pub use stream::{Closer, Stream};

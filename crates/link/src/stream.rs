@@ -1,7 +1,7 @@
 //! The byte stream below the frames: TCP, encrypted or not.
 
 use std::io::{self, IoSlice, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustls::{ClientConnection, ServerConnection, StreamOwned};
@@ -17,14 +17,38 @@ pub enum Stream {
     Server(Box<StreamOwned<ServerConnection, TcpStream>>),
 }
 
+/// Closes a stream that another thread reads or writes, which fails then.
+#[derive(Debug)]
+pub struct Closer(TcpStream);
+
+impl Closer {
+    /// Closes it.
+    pub fn close(&self) {
+        // One that is closed already needs no more.
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
+
 impl Stream {
-    /// Sets the timeout of each later read and write. A socket that has none any more fails the next of them.
-    pub fn limit_silence(&self, silence_max: Duration) {
-        let socket = match self {
+    fn socket(&self) -> &TcpStream {
+        match self {
             Stream::Plain(socket) => socket,
             Stream::Client(stream) => &stream.sock,
             Stream::Server(stream) => &stream.sock,
-        };
+        }
+    }
+
+    /// What closes it from another thread.
+    ///
+    /// # Errors
+    /// There is no descriptor left.
+    pub fn closer(&self) -> io::Result<Closer> {
+        self.socket().try_clone().map(Closer)
+    }
+
+    /// Sets the timeout of each later read and write. A socket that has none any more fails the next of them.
+    pub fn limit_silence(&self, silence_max: Duration) {
+        let socket = self.socket();
         let _ = socket.set_read_timeout(Some(silence_max));
         let _ = socket.set_write_timeout(Some(silence_max));
     }

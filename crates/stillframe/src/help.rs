@@ -247,6 +247,13 @@ it is stopped for the rest and for its device state, runs there, and its QEMU he
 hosts must reach them under the same path, or under one that `receive --replace` names. QEMU has to be version 10 or
 newer if the VM has disks.
 
+Each round sends the pages that were written in the one before. Rounds end when the rest can be sent in the time of
+--downtime-limit, or a second after they have stopped getting shorter. The expected pause is printed after each round. If
+it is longer than --pause-limit, the VM runs on here. Of a page that changed little only the changes are sent, as long
+as --delta-cache has its old content. A page that the guest has written again before it is sent waits for the next round
+(--skip-fake); with `auto` a page that changes in each round waits until only such pages are left. A page that has the
+content that was sent last is not sent (--page-ids).
+
 The VM never runs on both hosts. Until it is handed over, any failure lets it run on here: an error, Ctrl-C, the end
 of the connection or of either process. If the connection is lost while it is handed over, the VM may be paused on
 both; this command tries to connect again, and then says what to do. --resume asks the destination. --take-back has

@@ -26,18 +26,49 @@ use stillframe_harness::results::{self, Claim, Goal};
 /// Time for a guest to tick, on a busy machine.
 const TICK_LIMIT: Duration = Duration::from_secs(120);
 
-/// The ways in which pages move.
-const MODES: [&str; 2] = ["pre-copy", "stop-copy"];
+/// The ways in which pages move while the guest runs, in turn: as by default; as plainly as can be; and with each way to
+/// find pages that need not be sent.
+const PRE_COPY: [(&str, &[&str]); 5] = [
+    ("pre-copy, auto", &["--mode=pre-copy"]),
+    (
+        "pre-copy, plain",
+        &[
+            "--mode=pre-copy",
+            "--skip-fake=off",
+            "--connections=1",
+            "--delta-cache=0",
+            "--page-ids=off",
+        ],
+    ),
+    (
+        "pre-copy, exact",
+        &["--mode=pre-copy", "--skip-fake=exact", "--connections=4"],
+    ),
+    (
+        "pre-copy, thread",
+        &["--mode=pre-copy", "--skip-fake=thread", "--delta-cache=8M"],
+    ),
+    (
+        "pre-copy, thread-delayed",
+        &[
+            "--mode=pre-copy",
+            "--skip-fake=thread-delayed",
+            "--page-ids=off",
+        ],
+    ),
+];
+/// While it is stopped.
+const STOP_COPY: (&str, &[&str]) = ("stop-copy", &["--mode=stop-copy"]);
 
 /// Migrates a working guest. Both its memories are compared in the pause, and it finds its memory whole afterwards.
 pub fn verified(
     stillframe: &Stillframe,
     pid: i32,
     mut order: Order,
-    mode: &str,
+    way: &[&str],
 ) -> Result<(Arrived, Tally)> {
-    let words = ["--verify", "--mode", mode].map(str::to_owned);
-    order.migrate.extend(words);
+    let words = way.iter().chain(&["--verify"]);
+    order.migrate.extend(words.map(|&word| word.to_owned()));
     let arrived = order.perform(stillframe, pid)?;
     let verify = arrived
         .report
@@ -106,7 +137,7 @@ fn refused_with_the_same_file(
     Ok(())
 }
 
-/// Migrations of one guest: one that is compared byte by byte, and `count` in each mode. It has ended afterwards.
+/// Migrations of one guest: one that is compared byte by byte, and `count` while it runs and while it is stopped each. It has ended afterwards.
 pub fn one_guest(
     stillframe: &Stillframe,
     guest: &Guest,
@@ -120,13 +151,14 @@ pub fn one_guest(
     let (mut arrived, tally) = byte_by_byte(stillframe, guest, &order("bytes".into()))?;
     note("byte by byte", &arrived, tally);
     for number in 0..count {
-        for mode in MODES {
+        let pre_copy = PRE_COPY[number as usize % PRE_COPY.len()];
+        for (turn, (name, way)) in [pre_copy, STOP_COPY].into_iter().enumerate() {
             let before = arrived.vm.pid;
-            let order = order(format!("{mode}-{number}"));
-            let (next, tally) = verified(stillframe, before, order, mode)?;
+            let order = order(format!("{number}-{turn}"));
+            let (next, tally) = verified(stillframe, before, order, way)?;
             wait_gone(before)?;
             arrived = next;
-            note(mode, &arrived, tally);
+            note(name, &arrived, tally);
         }
     }
     Ok(())

@@ -62,19 +62,19 @@ impl Vm {
         progress: ProgressSink<'_>,
     ) -> Result<Captured, CheckpointError> {
         let begin = Instant::now();
-        let convergence = Convergence::Buffer {
-            bytes: options.copy_buffer_bytes / 2,
+        let convergence = Convergence {
+            buffer_bytes: options.copy_buffer_bytes / 2,
         };
         let mut take = |iteration, block, pages: &[Page<'_>]| {
             checkpoints.put(transaction, block, pages)?;
             checkpoints.note(iteration, block, pages);
             Ok::<(), RepoError>(())
         };
-        let streamed = self.stream(first, convergence, &mut take, progress, &mut |_| ())?;
+        let streamed = self.stream(first, convergence, &mut take, progress)?;
         let copying = us(begin);
         let mut captured = self.capture(&transaction.sink.writer.hasher().clone(), options)?;
         captured.copying += copying;
-        captured.copied.full_pass = streamed.pages;
+        captured.copied.full_pass = streamed;
         Ok(captured)
     }
 }

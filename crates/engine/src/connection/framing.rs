@@ -1,9 +1,9 @@
 //! The kinds of frames that two engines exchange, and how long each may be.
 
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::time::Duration;
 
-use stillframe_link::{Frame, FrameKind, FrameStream, Stream};
+use stillframe_link::{Closer, Frame, FrameKind, FrameStream, Stream};
 
 use super::ConnectionError;
 
@@ -68,6 +68,14 @@ impl Connection<Stream> {
     /// How long the other side may be silent, or take nothing, from here on.
     pub fn limit_silence(&self, silence_max: Duration) {
         self.frames.stream().limit_silence(silence_max);
+    }
+
+    /// What closes it from another thread.
+    ///
+    /// # Errors
+    /// There is no descriptor left.
+    pub fn closer(&self) -> io::Result<Closer> {
+        self.frames.stream().closer()
     }
 }
 

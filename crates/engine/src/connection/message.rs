@@ -2,11 +2,14 @@
 //!
 //! ```text
 //!   source                                        destination
-//!     Hello {session, mode, vm, blocks}    -->      plans, starts QEMU
-//!                                          <--    Accepted
-//!   pre-copy:  Pages, as often as needed   -->
-//!              Sync                        <-->   Synced
+//!     Hello {session, mode, connections,   -->      plans, starts QEMU
+//!            vm, blocks}                   <--    Accepted
+//!   pre-copy, on so many more connections:
+//!     Join {session, number}               -->
+//!              Pages, as often as needed   -->
+//!              Sync, after each round      <-->   Synced
 //!              Pages, while it is stopped  -->
+//!              Last                        -->
 //!   stop-copy: Content, as often as needed -->
 //!              Pages                       <-->   Fetch, as often as needed
 //!                                          <--    Fetched
@@ -58,10 +61,19 @@ pub enum Control {
         session: Session,
         /// When the pages move.
         mode: Mode,
+        /// Connections for pages that follow.
+        connections: usize,
         /// The VM.
         vm: Box<VmRecord>,
         /// Its RAM blocks, in the order of their numbers.
         blocks: Vec<BlockShape>,
+    },
+    /// Another connection of a migration that has begun: pages come over it.
+    Join {
+        /// The name of the migration.
+        session: Session,
+        /// Its number, from 0.
+        number: usize,
     },
     /// The source goes on with a migration on a new connection.
     Again {
@@ -86,10 +98,12 @@ pub enum Control {
     },
     /// The destination has all pages.
     Fetched,
-    /// The source is about to stop the VM: what was sent so far is to be populated first.
+    /// A round ends: what was sent so far is to be populated first.
     Sync,
     /// It is.
     Synced,
+    /// No more pages come over this connection.
+    Last,
     /// The source has sent everything.
     Complete {
         /// The VM as of the pause.
@@ -150,6 +164,7 @@ impl Message {
             Message::Ids(_) => "content ids",
             Message::Control(control) => match control {
                 Control::Hello { .. } => "a greeting",
+                Control::Join { .. } => "that pages come",
                 Control::Again { .. } => "that a migration goes on",
                 Control::Accepted => "that it has started QEMU",
                 Control::Content { .. } => "which pages have content",
@@ -157,6 +172,7 @@ impl Message {
                 Control::Fetched => "that it has all pages",
                 Control::Sync => "a request for an answer",
                 Control::Synced => "that all pages so far are populated",
+                Control::Last => "that no more pages come",
                 Control::Complete { .. } => "that all is sent",
                 Control::Word { .. } => "who is to run the VM",
             },

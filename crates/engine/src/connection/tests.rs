@@ -90,8 +90,7 @@ proptest! {
         budget in prop_oneof![Just(0u64), Just(40 << 12), Just(1 << 30)],
     ) {
         let mut bytes = Vec::new();
-        let mut connection = Connection::new(&mut bytes);
-        let mut sink = ConnectionPages::new(&mut connection).unwrap();
+        let mut sink = ConnectionPages::new(Connection::new(&mut bytes)).unwrap();
         let mut stream = PageStream::new(&shapes());
         stream.pages_may_come_twice(&shapes());
         let mut encoder = PageEncoder::default();
@@ -107,6 +106,7 @@ proptest! {
             }
             expected.extend(contents);
         }
+        drop(sink);
         prop_assert_eq!(stream.counts.captured, expected.len() as u64);
         prop_assert!(received(&bytes) == expected);
     }

@@ -38,10 +38,17 @@ pub enum PageEncoding {
     Same,
     /// It is in one of the deltas.
     Delta,
-    /// It is stored under this id, because its content before is not known.
-    Unknown(ContentId),
-    /// It is stored under this id, because too much of it changed.
-    TooMuch(ContentId),
+    /// It is stored whole, because its content before is not known.
+    Unknown,
+    /// It is stored whole, because too much of it changed.
+    TooMuch,
+}
+
+impl PageEncoding {
+    /// Whether the page is stored with all its content.
+    pub fn is_whole(self) -> bool {
+        matches!(self, PageEncoding::Unknown | PageEncoding::TooMuch)
+    }
 }
 
 /// The encodings of a batch of pages.
@@ -49,14 +56,25 @@ pub enum PageEncoding {
 pub struct EncodedPages {
     /// One for each page.
     pub encodings: Vec<PageEncoding>,
+    /// The id of each page that is stored whole, in their order; none without a hasher.
+    pub ids: Vec<ContentId>,
     /// The changes, in the order of the pages.
     pub deltas: Vec<EncodedDelta>,
 }
 
 /// Encodes pages; keeps the state of each worker.
-#[derive(Default)]
 pub struct PageEncoder {
     workers: Vec<EncoderWorker>,
+    threads_max: usize,
+}
+
+impl Default for PageEncoder {
+    fn default() -> PageEncoder {
+        PageEncoder {
+            workers: Vec::new(),
+            threads_max: THREADS_MAX,
+        }
+    }
 }
 
 impl std::fmt::Debug for PageEncoder {
@@ -66,15 +84,24 @@ impl std::fmt::Debug for PageEncoder {
 }
 
 impl PageEncoder {
-    /// Encodes ascending pages of block number `block`, on all processors that the caller may use.
+    /// Encodes in the caller's thread only.
+    pub fn in_one_thread() -> PageEncoder {
+        PageEncoder {
+            threads_max: 1,
+            ..PageEncoder::default()
+        }
+    }
+
+    /// Encodes ascending pages of block number `block`, on all processors that the caller may use. With a hasher, the
+    /// pages that are stored whole get ids.
     pub fn batch(
         &mut self,
-        hasher: &ContentHasher,
+        hasher: Option<&ContentHasher>,
         cache: &DeltaCache,
         block: usize,
         pages: &[Page<'_>],
     ) -> Result<EncodedPages, EncodingError> {
-        let share = share_of(pages.len());
+        let share = share_of(pages.len(), self.threads_max);
         let shares = pages.chunks(share);
         while self.workers.len() < shares.len() {
             self.workers.push(EncoderWorker::new()?);
@@ -92,6 +119,7 @@ impl PageEncoder {
                 let encoded = other.join();
                 let encoded = encoded.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
                 all.encodings.extend(encoded.encodings);
+                all.ids.extend(encoded.ids);
                 all.deltas.extend(encoded.deltas);
             }
             Ok(all)
@@ -100,10 +128,10 @@ impl PageEncoder {
 }
 
 /// Pages for each thread.
-fn share_of(pages: usize) -> usize {
+fn share_of(pages: usize, threads_max: usize) -> usize {
     let threads = thread::available_parallelism()
         .map_or(1, NonZero::get)
-        .min(THREADS_MAX);
+        .min(threads_max);
     pages.div_ceil(threads).max(SHARE_PAGES_MIN)
 }
 
@@ -111,7 +139,7 @@ fn share_of(pages: usize) -> usize {
 pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<ContentId>> {
     let one = |page: &Page<'_>| (!is_zero(page.bytes)).then(|| hasher.id(page.bytes));
     let all = |share: &[Page<'_>]| share.iter().map(one).collect::<Vec<_>>();
-    let mut shares = pages.chunks(share_of(pages.len()));
+    let mut shares = pages.chunks(share_of(pages.len(), THREADS_MAX));
     let first = shares.next().unwrap_or_default();
     thread::scope(|scope| {
         let others: Vec<_> = shares
@@ -142,7 +170,7 @@ impl EncoderWorker {
 
     fn encode(
         &mut self,
-        hasher: &ContentHasher,
+        hasher: Option<&ContentHasher>,
         cache: &DeltaCache,
         block: usize,
         pages: &[Page<'_>],
@@ -157,12 +185,15 @@ impl EncoderWorker {
                 match self.encoder.add(number as u32, [old, bytes], bytes_max) {
                     Added::Same => PageEncoding::Same,
                     Added::Changed => PageEncoding::Delta,
-                    Added::TooMuch => PageEncoding::TooMuch(hasher.id(bytes)),
+                    Added::TooMuch => PageEncoding::TooMuch,
                 }
             } else {
-                PageEncoding::Unknown(hasher.id(bytes))
+                PageEncoding::Unknown
             };
             encoded.encodings.push(encoding);
+            if let (true, Some(hasher)) = (encoding.is_whole(), hasher) {
+                encoded.ids.push(hasher.id(bytes));
+            }
             if self.encoder.is_full() {
                 encoded.deltas.push(self.encoder.finish()?);
             }
@@ -238,7 +269,7 @@ mod tests {
             .collect();
         let hasher = ContentHasher::keyed([3; 32]);
         let mut encode = PageEncoder::default();
-        encode.batch(&hasher, cache, 0, &pages).unwrap()
+        encode.batch(Some(&hasher), cache, 0, &pages).unwrap()
     }
 
     fn cached(memory: &Memory) -> DeltaCache {
@@ -299,17 +330,19 @@ mod tests {
                     read.apply(index, made.get_mut(&page.into()).unwrap());
                 }
             }
+            let mut ids = encoded.ids.iter();
             for ((&page, bytes), encoding) in new.iter().zip(&encoded.encodings) {
+                if encoding.is_whole() {
+                    prop_assert_eq!(ids.next(), Some(&hasher.id(&bytes[..])));
+                }
                 match encoding {
                     PageEncoding::Zero => prop_assert!(is_zero(&bytes[..])),
                     PageEncoding::Same | PageEncoding::Delta => prop_assert!(made[&page] == *bytes),
-                    PageEncoding::Unknown(id) => {
-                        prop_assert!(!old.contains_key(&page));
-                        prop_assert_eq!(*id, hasher.id(&bytes[..]));
-                    }
-                    PageEncoding::TooMuch(id) => prop_assert_eq!(*id, hasher.id(&bytes[..])),
+                    PageEncoding::Unknown => prop_assert!(!old.contains_key(&page)),
+                    PageEncoding::TooMuch => prop_assert!(old.contains_key(&page)),
                 }
             }
+            prop_assert_eq!(ids.next(), None);
             let mut expected: Vec<u32> = new.iter().zip(&encoded.encodings)
                 .filter(|(_, encoding)| **encoding == PageEncoding::Delta)
                 .map(|((&page, _), _)| page as u32)
@@ -331,7 +364,7 @@ mod tests {
         let old: Memory = numbers().map(|page| (page, noise(page))).collect();
         let texts: Memory = numbers().map(|page| (page, text(page))).collect();
         let whole = |encoded: &EncodedPages| {
-            let whole = |encoding: &&PageEncoding| matches!(encoding, PageEncoding::TooMuch(_));
+            let whole = |encoding: &&PageEncoding| **encoding == PageEncoding::TooMuch;
             encoded.encodings.iter().filter(whole).count()
         };
         assert_eq!(whole(&encode(&cached(&old), &texts)), 300);

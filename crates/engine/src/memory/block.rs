@@ -288,11 +288,21 @@ impl Block {
 
     /// Writes consecutive pages, starting at `page`.
     pub fn write(&self, page: u64, from: &[u8]) -> Result<(), BlockError> {
+        let pages = page..page + from.len() as u64 / PAGE_BYTES;
+        self.write_vectored(&[from], &[pages])
+    }
+
+    /// Writes pages. `to[i]` receives the pages `from[i]`; lengths must agree.
+    pub fn write_vectored(&self, from: &[&[u8]], to: &[Range<u64>]) -> Result<(), BlockError> {
         match &self.backing {
             Backing::PrivateAnonymous(remote) | Backing::PrivateFile(remote) => {
-                remote.write(self.address + page * PAGE_BYTES, from)
+                let to: Vec<AddressRange> = to.iter().map(|pages| self.addresses(pages)).collect();
+                remote.write_vectored(from, &to)
             }
-            Backing::Shared { mapping, .. } => mapping.write(page * PAGE_BYTES, from),
+            Backing::Shared { mapping, .. } => {
+                let mut both = from.iter().zip(to);
+                both.try_for_each(|(from, pages)| mapping.write(pages.start * PAGE_BYTES, from))
+            }
         }
         .map_err(|source| self.memory_error(source))
     }

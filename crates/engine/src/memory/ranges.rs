@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use stillframe_page::PAGE_BYTES;
 use stillframe_sys::process::AddressRange;
 
 /// Pages of each block, in block order; each list sorted and without overlap.
@@ -9,11 +10,24 @@ pub type PageRanges = Vec<Vec<Range<u64>>>;
 
 /// Pages in all blocks of a list.
 pub fn count(ranges: &PageRanges) -> u64 {
-    ranges
-        .iter()
-        .flatten()
-        .map(|range| range.end - range.start)
-        .sum()
+    ranges.iter().map(|ranges| length(ranges)).sum()
+}
+
+/// Pages of one block.
+pub fn length(ranges: &[Range<u64>]) -> u64 {
+    ranges.iter().map(|range| range.end - range.start).sum()
+}
+
+/// Divides a buffer that is as long as these pages among their ranges.
+pub fn split<'b>(bytes: &'b mut [u8], ranges: &[Range<u64>]) -> Vec<&'b mut [u8]> {
+    let mut rest = bytes;
+    let mut parts = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        let (part, tail) = rest.split_at_mut(((range.end - range.start) * PAGE_BYTES) as usize);
+        parts.push(part);
+        rest = tail;
+    }
+    parts
 }
 
 /// Ascending pages as ranges.
@@ -80,7 +94,6 @@ mod tests {
     use stillframe_page::bitmap::DirtyBitmap;
 
     use super::*;
-    use stillframe_page::PAGE_BYTES;
 
     const GAP_MAX: u64 = 3 * PAGE_BYTES;
 

@@ -4,26 +4,27 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stillframe_page::bitmap::DirtyBitmap;
-use stillframe_qemu::device_state::{self, DeviceStateError};
-use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, Launched};
-use stillframe_qemu::monitor::{Monitor, MonitorError};
+use stillframe_page::hash::ContentId;
+use stillframe_qemu::device_state;
+use stillframe_qemu::launch::{self, LaunchOptions, Launched};
+use stillframe_qemu::monitor::Monitor;
 use stillframe_qemu::record::VmRecord;
-use thiserror::Error;
 
+use super::error::ReceiveError;
 use super::handover::{Destination, Event};
 use super::record::{DestinationRecord, RecordError};
 use super::takeover::{NewVm, Takeover, Whereabouts};
-use super::{Listen, Mode, ReceiveReport, Wire};
+use super::{CONNECTIONS_MAX, Listen, Mode, ReceiveReport, Wire, incoming};
 use crate::ProgressSink;
 use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
-use crate::guardian::{Guardian, GuardianError, OnDisconnect};
+use crate::guardian::{Guardian, OnDisconnect};
 use crate::memory::BlockShape;
-use crate::memory::block::{Block, BlockError};
-use crate::populate::eager::{self, PopulateError};
+use crate::memory::block::Block;
+use crate::populate::eager;
 use crate::populate::streamed::StreamedMemory;
-use crate::restore::{self, LOAD_LIMIT, RestoreError, START_LIMIT};
+use crate::restore::{self, LOAD_LIMIT, START_LIMIT};
 use crate::sink::connection::transfer_hasher;
 use crate::source::connection::FetchSession;
 use crate::verify::{Image, VerifyReport};
@@ -59,63 +60,6 @@ pub struct ReceiveOptions {
     pub paused: bool,
 }
 
-/// Why no VM was received. The new QEMU was ended.
-#[derive(Debug, Error)]
-pub enum ReceiveError {
-    /// The connection failed.
-    #[error(transparent)]
-    Connection(#[from] ConnectionError),
-    /// QEMU could not be started or did not take the device state.
-    #[error(transparent)]
-    Launch(#[from] LaunchError),
-    /// QEMU could not be started.
-    #[error(transparent)]
-    Start(#[from] RestoreError),
-    /// Its memory could not be populated.
-    #[error(transparent)]
-    Populate(#[from] PopulateError),
-    /// Its memory could not be read.
-    #[error("cannot read the new VM's memory")]
-    Block(#[from] BlockError),
-    /// QEMU failed a command.
-    #[error("the new QEMU failed a command")]
-    Monitor(#[from] MonitorError),
-    /// No guardian.
-    #[error(transparent)]
-    Guardian(#[from] GuardianError),
-    /// What is on record cannot be read or written.
-    #[error(transparent)]
-    Record(#[from] RecordError),
-    /// The VM does not run here.
-    #[error("the VM does not run here: {why}")]
-    NotHere {
-        /// Why not.
-        why: String,
-    },
-    /// QEMU has not answered.
-    #[error(
-        "it is not known whether the VM runs here: {why}. `receive --resume` looks again, and answers the source"
-    )]
-    Unclear {
-        /// Why not.
-        why: String,
-    },
-    /// The received data is no device state.
-    #[error("the device state that was sent cannot be loaded")]
-    DeviceState(#[from] DeviceStateError),
-    /// A device came or went.
-    #[error("the VM's devices, disks or memory changed while it was sent: send it again")]
-    Changed,
-    /// The comparison found differences.
-    #[error("{differing} pages of the new VM's memory differ from the source's (first: {first})")]
-    Differs {
-        /// How many.
-        differing: u64,
-        /// The first of them.
-        first: String,
-    },
-}
-
 /// Receives a VM over a connection on which nothing was sent yet. `listen` waits for the source to connect again, after
 /// the connection was lost. `arrived` is called when the VM runs, independently; this returns when the source knows,
 /// or does not ask any more. After an error the reason is sent to the source, where that is possible.
@@ -129,7 +73,7 @@ pub fn receive(
     arrived: &mut dyn FnMut(&ReceiveReport),
     progress: ProgressSink<'_>,
 ) -> Result<(), ReceiveError> {
-    let loaded = load(&mut wire, options, progress).inspect_err(|error| {
+    let loaded = load(&mut wire, listen, options, progress).inspect_err(|error| {
         let why = Some(crate::in_words(error));
         let word = Word::Never;
         // If it cannot be informed any more, it sees that the connection ends.
@@ -213,11 +157,19 @@ fn result(whereabouts: Whereabouts) -> Result<(), ReceiveError> {
 struct Greeting {
     session: Session,
     mode: Mode,
+    connections: usize,
     vm: VmRecord,
     blocks: Vec<BlockShape>,
 }
 
-/// The message after the pages.
+/// The messages after the pages.
+struct Sent {
+    vm: VmRecord,
+    device_state: Vec<u8>,
+    ids: Vec<Option<ContentId>>,
+}
+
+/// The same, with memory compared.
 struct Rest {
     vm: VmRecord,
     device_state: Vec<u8>,
@@ -235,6 +187,7 @@ struct Loaded {
 /// Starts QEMU, and receives memory and device state.
 fn load(
     wire: &mut Wire,
+    listen: Listen<'_>,
     options: &ReceiveOptions,
     progress: ProgressSink<'_>,
 ) -> Result<Loaded, ReceiveError> {
@@ -249,13 +202,14 @@ fn load(
     wire.send_control(&Control::Accepted)?;
     let (pages, rest) = match greeting.mode {
         Mode::PreCopy => {
-            let mut memory = StreamedMemory::new(&launched.process, &blocks, &greeting.blocks)?;
-            let rest = rest(wire, &blocks, Some(&mut memory))?;
-            (memory.pages(), rest)
+            let wires = incoming::accept(listen, &greeting.session, greeting.connections)?;
+            let memory = StreamedMemory::new(&launched.process, &blocks, &greeting.blocks)?;
+            let sent = incoming::pages(wires, &memory, || sent(wire, &blocks))?;
+            (memory.finish(sent.pages)?, checked(sent.rest, &blocks)?)
         }
         Mode::StopCopy => {
             let pages = fetch(wire, &launched, &greeting.blocks, &blocks, progress)?;
-            (pages, rest(wire, &blocks, None)?)
+            (pages, checked(sent(wire, &blocks)?, &blocks)?)
         }
     };
     if !same_machine(&greeting.vm, &rest.vm) {
@@ -323,11 +277,13 @@ fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
         Message::Control(Control::Hello {
             session,
             mode,
+            connections,
             vm,
             blocks,
-        }) => Ok(Greeting {
+        }) if connections <= CONNECTIONS_MAX => Ok(Greeting {
             session,
             mode,
+            connections,
             vm: *vm,
             blocks,
         }),
@@ -365,35 +321,36 @@ fn fetch(
     Ok(pages)
 }
 
-/// Receives what comes until the source has sent everything; compares memory where the source wants that.
-fn rest(
-    wire: &mut Wire,
-    blocks: &[Block],
-    mut memory: Option<&mut StreamedMemory<'_>>,
-) -> Result<Rest, ReceiveError> {
+/// What comes after the pages, until the source has sent everything.
+fn sent(wire: &mut Wire, blocks: &[Block]) -> Result<Sent, ReceiveError> {
     let mut device_state = None;
     let mut ids = Vec::new();
     let pages: u64 = blocks.iter().map(Block::pages).sum();
     let vm = loop {
-        match (wire.receive_message()?, &mut memory) {
-            (Message::Pages(payload), Some(memory)) if device_state.is_none() => {
-                memory.take(&payload)?;
-            }
-            (Message::DeviceState(bytes), _) if device_state.is_none() => {
-                device_state = Some(bytes);
-            }
-            (Message::Ids(more), _) if (ids.len() + more.len()) as u64 <= pages => ids.extend(more),
-            (Message::Control(Control::Sync), _) => wire.send_control(&Control::Synced)?,
-            (Message::Control(Control::Complete { vm }), _) => break *vm,
-            (other, _) => return Err(other.unexpected().into()),
+        match wire.receive_message()? {
+            Message::DeviceState(bytes) if device_state.is_none() => device_state = Some(bytes),
+            Message::Ids(more) if (ids.len() + more.len()) as u64 <= pages => ids.extend(more),
+            Message::Control(Control::Complete { vm }) => break *vm,
+            other => return Err(other.unexpected().into()),
         }
     };
-    if let Some(memory) = memory {
-        memory.finish()?;
-    }
     let device_state = device_state.ok_or(ConnectionError::Malformed {
         what: "no device state".to_owned(),
     })?;
+    Ok(Sent {
+        vm,
+        device_state,
+        ids,
+    })
+}
+
+/// Compares memory, which is complete, where the source wants that.
+fn checked(sent: Sent, blocks: &[Block]) -> Result<Rest, ReceiveError> {
+    let Sent {
+        vm,
+        device_state,
+        ids,
+    } = sent;
     let verify = match ids.is_empty() {
         true => None,
         false => Some(Image::take(blocks.iter(), &transfer_hasher())?.compare_ids(&ids)),

@@ -1,5 +1,7 @@
-//! Why a VM did not move.
+//! Why a VM did not move, on both sides.
 
+use stillframe_qemu::device_state::DeviceStateError;
+use stillframe_qemu::launch::LaunchError;
 use stillframe_qemu::monitor::MonitorError;
 use thiserror::Error;
 
@@ -12,7 +14,8 @@ use crate::checkpoint::CheckpointError;
 use crate::connection::ConnectionError;
 use crate::guardian::GuardianError;
 use crate::memory::block::BlockError;
-use crate::streaming::StreamingError;
+use crate::populate::eager::PopulateError;
+use crate::restore::RestoreError;
 use crate::tracking::error::TrackerError;
 
 /// Why the VM did not move. It runs on here, unless the error says otherwise.
@@ -51,6 +54,18 @@ pub enum MigrateError {
     /// No name for the migration.
     #[error("the kernel gives no random bytes")]
     Random(#[source] getrandom::Error),
+    /// There is one connection, and not the others.
+    #[error("cannot open a connection for pages: {why}")]
+    NoMoreConnections {
+        /// Why not.
+        why: String,
+    },
+    /// No descriptor for a socket.
+    #[error("cannot prepare a connection for pages")]
+    Socket(#[source] std::io::Error),
+    /// No thread.
+    #[error("cannot start a thread")]
+    Thread(#[source] std::io::Error),
     /// The guest writes too much.
     #[error(
         "the guest writes faster than its pages are sent: it would be stopped for about {expected_ms} ms, and --pause-limit allows {limit_ms} ms. It runs on here. Migrate it when it writes less, over a faster connection, or with a higher limit"
@@ -66,13 +81,70 @@ pub enum MigrateError {
     Commit(#[from] CommitError),
 }
 
-impl<E: Into<MigrateError>> From<StreamingError<E>> for MigrateError {
-    fn from(error: StreamingError<E>) -> MigrateError {
-        match error {
-            StreamingError::Monitor(error) => error.into(),
-            StreamingError::Tracker(error) => error.into(),
-            StreamingError::Block(error) => error.into(),
-            StreamingError::Sink(error) => error.into(),
-        }
-    }
+/// Why no VM was received. The new QEMU was ended.
+#[derive(Debug, Error)]
+pub enum ReceiveError {
+    /// The connection failed.
+    #[error(transparent)]
+    Connection(#[from] ConnectionError),
+    /// QEMU could not be started or did not take the device state.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// QEMU could not be started.
+    #[error(transparent)]
+    Start(#[from] RestoreError),
+    /// Its memory could not be populated.
+    #[error(transparent)]
+    Populate(#[from] PopulateError),
+    /// Its memory could not be read.
+    #[error("cannot read the new VM's memory")]
+    Block(#[from] BlockError),
+    /// QEMU failed a command.
+    #[error("the new QEMU failed a command")]
+    Monitor(#[from] MonitorError),
+    /// No guardian.
+    #[error(transparent)]
+    Guardian(#[from] GuardianError),
+    /// The connections for pages did not come.
+    #[error("the source has opened {came} of {wanted} connections for pages")]
+    TooFewConnections {
+        /// So many came.
+        came: usize,
+        /// So many were to come.
+        wanted: usize,
+    },
+    /// A connection cannot be closed from another thread.
+    #[error("cannot prepare a connection for pages")]
+    Socket(#[source] std::io::Error),
+    /// What is on record cannot be read or written.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// The VM does not run here.
+    #[error("the VM does not run here: {why}")]
+    NotHere {
+        /// Why not.
+        why: String,
+    },
+    /// QEMU has not answered.
+    #[error(
+        "it is not known whether the VM runs here: {why}. `receive --resume` looks again, and answers the source"
+    )]
+    Unclear {
+        /// Why not.
+        why: String,
+    },
+    /// The received data is no device state.
+    #[error("the device state that was sent cannot be loaded")]
+    DeviceState(#[from] DeviceStateError),
+    /// A device came or went.
+    #[error("the VM's devices, disks or memory changed while it was sent: send it again")]
+    Changed,
+    /// The comparison found differences.
+    #[error("{differing} pages of the new VM's memory differ from the source's (first: {first})")]
+    Differs {
+        /// How many.
+        differing: u64,
+        /// The first of them.
+        first: String,
+    },
 }

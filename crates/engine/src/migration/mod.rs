@@ -10,14 +10,22 @@
 //! what it says, also in an engine that comes back ([`record`]). Disks are not copied: both hosts reach them.
 
 mod commit;
+mod convergence;
 mod destination;
 mod error;
 pub mod handover;
+mod incoming;
+mod limiter;
+mod outgoing;
 mod pages;
 mod record;
+mod rounds;
+mod sent_ids;
 mod source;
 mod takeover;
 
+use std::num::NonZeroU64;
+use std::ops::AddAssign;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -27,10 +35,10 @@ use crate::connection::Connection;
 pub use crate::connection::message::{Mode, VERSIONS};
 use crate::verify::VerifyReport;
 pub use commit::{CommitError, Wish};
-pub use destination::{NewQemu, ReceiveError, ReceiveOptions, receive, resume as resume_receiving};
-pub use error::MigrateError;
+pub use destination::{NewQemu, ReceiveOptions, receive, resume as resume_receiving};
+pub use error::{MigrateError, ReceiveError};
 pub use record::RecordError;
-pub use source::{MigrateOptions, SettleError, SettledReport, settle};
+pub use source::{SettleError, SettledReport, settle};
 
 /// How long the other side may be silent, or take nothing: it starts QEMU, reads or compares all of memory meanwhile.
 pub const SILENCE_MAX: Duration = Duration::from_secs(120);
@@ -45,15 +53,68 @@ pub type Wire = Connection<Stream>;
 /// Connects to the destination again; an error says why not, in words.
 pub type Reconnect<'r> = &'r mut dyn FnMut() -> Result<Wire, String>;
 
-/// Waits this long for the source to connect again.
-pub type Listen<'l> = &'l mut dyn FnMut(Duration) -> Option<Wire>;
+/// What a destination waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Awaited {
+    /// The connections for pages, which the source opens by and by.
+    Pages,
+    /// A source to which the connection was lost.
+    Again,
+}
+
+/// Waits this long for the source to connect.
+pub type Listen<'l> = &'l mut dyn FnMut(Awaited, Duration) -> Option<Wire>;
+
+/// Connections for pages, at most.
+pub const CONNECTIONS_MAX: usize = 16;
 
 /// The connection over a new link.
 pub fn connection(link: Link) -> Wire {
     Connection::new(link.stream)
 }
 
-/// Pages of a migration. All but `known` were sent.
+/// How it is found that a page need not be sent now (D-Track).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum SkipFake {
+    /// Not at all: what was found written at the beginning of a round is sent.
+    Off,
+    /// A thread looks again and again for pages that were written again (the paper's first version).
+    Thread,
+    /// The same, with a pause after each look (its second version).
+    ThreadDelayed,
+    /// Each batch is looked at before it is read.
+    Exact,
+    /// The same, and pages that keep changing are sent late.
+    #[default]
+    Auto,
+}
+
+/// How to migrate.
+#[derive(Debug, Clone)]
+pub struct MigrateOptions {
+    /// When the pages move; `None` chooses: while the VM runs, if it does.
+    pub mode: Option<Mode>,
+    /// Send the content ids of all pages too, made in the pause; the destination compares them.
+    pub verify: bool,
+    /// The watchdog resumes the VM here when it is stopped for longer and not given up; the migration fails then.
+    pub pause_limit: Duration,
+    /// Bytes a second that may be sent while the VM runs; `None`: as many as possible.
+    pub bytes_per_s: Option<NonZeroU64>,
+    /// How long the VM may be stopped for its remaining pages.
+    pub downtime: Duration,
+    /// Upper bound on the delta cache, in bytes.
+    pub cache_bytes: u64,
+    /// Connections for pages, at most [`CONNECTIONS_MAX`].
+    pub connections: usize,
+    /// How fake dirty pages are left out.
+    pub skip_fake: SkipFake,
+    /// Do not send a page again that has the id of its last version.
+    pub page_ids: bool,
+    /// How long it is tried to connect again, once the VM is given up.
+    pub patience: Duration,
+}
+
+/// Pages of a migration.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct MigratedPages {
     /// All that were sent, each as often as it was.
@@ -64,8 +125,24 @@ pub struct MigratedPages {
     pub delta: u64,
     /// Pages that were written, and not sent: the destination had that content.
     pub known: u64,
+    /// Found written, and not sent in that round: the guest had written them again, or kept writing them.
+    pub postponed: u64,
+    /// Sent in vain: the destination had that content.
+    pub fake: u64,
     /// Sent in vain: overwritten before the hand-over, and sent again.
     pub doomed: u64,
+}
+
+impl AddAssign for MigratedPages {
+    fn add_assign(&mut self, more: MigratedPages) {
+        self.sent += more.sent;
+        self.zero += more.zero;
+        self.delta += more.delta;
+        self.known += more.known;
+        self.postponed += more.postponed;
+        self.fake += more.fake;
+        self.doomed += more.doomed;
+    }
 }
 
 /// The report of the source.
@@ -79,7 +156,7 @@ pub struct MigrateReport {
     pub rounds: u32,
     /// Its pages.
     pub pages: MigratedPages,
-    /// Bytes sent over the connection.
+    /// Bytes sent over all connections.
     pub bytes_sent: u64,
     /// From the stop here until it was known that the VM runs there, in microseconds.
     pub downtime_us: u64,

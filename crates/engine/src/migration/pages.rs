@@ -7,6 +7,7 @@ use stillframe_qemu::monitor::Monitor;
 
 use super::MigratedPages;
 use super::error::MigrateError;
+use super::sent_ids::SentIds;
 use crate::connection::batch::{BatchWriter, PAGES_MAX};
 use crate::connection::framing::Kind;
 use crate::connection::message::{Control, Message, RANGES_MAX};
@@ -19,38 +20,61 @@ use crate::sink::connection::ConnectionPages;
 use crate::sink::page_stream::PageStream;
 use crate::tracking::tracker::Tracker;
 
-/// Pages on their way, with the means to encode them.
+/// Pages on their way over one connection, with the means to encode them.
 pub(super) struct SentPages {
     stream: PageStream,
     encoder: PageEncoder,
     /// The content of each page as last sent.
     cache: DeltaCache,
+    ids: SentIds,
+    /// Pages that have the id with which they were sent last are not sent.
+    skip_known: bool,
+    known: u64,
+    fake: u64,
+    /// Left out because the guest had written them again.
+    pub postponed: u64,
 }
 
 impl SentPages {
-    /// None yet. `cache_bytes` is the budget of the delta cache.
-    pub fn new(blocks: &[BlockShape], cache_bytes: u64) -> SentPages {
+    /// None yet. `cache_bytes` is the budget of the delta cache, `seed` that of the ids.
+    pub fn new(blocks: &[BlockShape], cache_bytes: u64, seed: u64, skip_known: bool) -> SentPages {
         let mut stream = PageStream::new(blocks);
         stream.pages_may_come_twice(blocks);
         let mut cache = DeltaCache::default();
         cache.set_budget(cache_bytes);
         SentPages {
             stream,
-            encoder: PageEncoder::default(),
+            encoder: PageEncoder::in_one_thread(),
             cache,
+            ids: SentIds::new(blocks, seed),
+            skip_known,
+            known: 0,
+            fake: 0,
+            postponed: 0,
         }
     }
 
     /// Sends ascending pages of one block.
     pub fn put<S: Write>(
         &mut self,
-        sink: &mut ConnectionPages<'_, S>,
+        sink: &mut ConnectionPages<S>,
         block: usize,
-        pages: &[Page<'_>],
+        mut pages: Vec<Page<'_>>,
     ) -> Result<(), ConnectionError> {
+        pages.retain(|page| {
+            let number = GuestPage::new(block, page.number);
+            let known = self.ids.is_known(number, page.bytes);
+            // The delta cache finds it by itself.
+            let fake = known && self.cache.get(number).is_none();
+            match self.skip_known {
+                true => self.known += u64::from(fake),
+                false => self.fake += u64::from(fake),
+            }
+            !fake || !self.skip_known
+        });
         self.stream
-            .put(sink, &mut self.encoder, &self.cache, block, pages)?;
-        for &Page { number, bytes } in pages {
+            .put(sink, &mut self.encoder, &self.cache, block, &pages)?;
+        for &Page { number, bytes } in &pages {
             self.cache.put(GuestPage::new(block, number), bytes);
         }
         Ok(())
@@ -64,7 +88,9 @@ impl SentPages {
             sent,
             zero: counts.zero,
             delta: counts.delta,
-            known: counts.unchanged,
+            known: counts.unchanged + self.known,
+            postponed: self.postponed,
+            fake: self.fake,
             doomed: sent - counts.captured,
         }
     }

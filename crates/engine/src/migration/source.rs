@@ -1,6 +1,6 @@
 //! The source: the VM runs here until the destination has all of it.
 
-use std::num::NonZeroU64;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -12,11 +12,15 @@ use thiserror::Error;
 use super::commit::{CommitError, Undecided, Wish};
 use super::error::MigrateError;
 use super::handover::Source;
+use super::limiter::Limiter;
+use super::outgoing::{Common, Outgoing};
 use super::pages::{SentPages, serve};
 use super::record::{GivenUp, RecordError, SourceRecord};
-use super::{ANSWER_LIMIT, MigrateReport, MigratedPages, Mode, Reconnect, Wire};
+use super::rounds::Rounds;
+use super::{
+    ANSWER_LIMIT, MigrateOptions, MigrateReport, MigratedPages, Mode, Reconnect, SkipFake, Wire,
+};
 use crate::attach::{AttachError, Vm};
-use crate::capture::convergence::Convergence;
 use crate::capture::device_state::StateStream;
 use crate::capture::downtime::us;
 use crate::capture::paused_vm::{HandedOver, PausedVm};
@@ -26,9 +30,11 @@ use crate::connection::framing::Kind;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::guardian::Guardian;
-use crate::memory::Page;
-use crate::sink::connection::{ConnectionPages, transfer_hasher};
-use crate::streaming::{Iteration, Streaming};
+use crate::memory::block::Guest;
+use crate::placement;
+use crate::sink::connection::transfer_hasher;
+use crate::streaming::Streaming;
+use crate::tracking::rewritten::{Rewritten, THREAD_DELAY};
 use crate::tracking::tracker::Tracker;
 use crate::verify::Image;
 use crate::{ProgressSink, RoundSink};
@@ -40,83 +46,12 @@ const MONITOR_LIMIT: Duration = Duration::from_secs(2);
 /// The guardian's limit for the `cont` of a VM that is taken back.
 const RESUME_LIMIT: Duration = Duration::from_secs(30);
 
-/// How to migrate.
-#[derive(Debug, Clone)]
-pub struct MigrateOptions {
-    /// When the pages move; `None` chooses: while the VM runs, if it does.
-    pub mode: Option<Mode>,
-    /// Send the content ids of all pages too, made in the pause; the destination compares them.
-    pub verify: bool,
-    /// The watchdog resumes the VM here when it is stopped for longer and not given up; the migration fails then.
-    pub pause_limit: Duration,
-    /// Bytes a second that may be sent while the VM runs; `None`: as many as possible.
-    pub bytes_per_s: Option<NonZeroU64>,
-    /// How long the VM may be stopped for its remaining pages.
-    pub downtime: Duration,
-    /// Upper bound on the delta cache, in bytes.
-    pub cache_bytes: u64,
-    /// How long it is tried to connect again, once the VM is given up.
-    pub patience: Duration,
-}
-
-/// Keeps to a bandwidth.
-struct Limiter {
-    bytes_per_s: Option<NonZeroU64>,
-    begin: Instant,
-    before: u64,
-}
-
-impl Limiter {
-    fn new(bytes_per_s: Option<NonZeroU64>, before: u64) -> Limiter {
-        Limiter {
-            bytes_per_s,
-            begin: Instant::now(),
-            before,
-        }
-    }
-
-    /// Sleeps until the limit allows `sent` bytes in all.
-    fn wait(&mut self, sent: u64) {
-        let Some(bytes_per_s) = self.bytes_per_s else {
-            return;
-        };
-        let due = Duration::from_secs_f64((sent - self.before) as f64 / bytes_per_s.get() as f64);
-        std::thread::sleep(due.saturating_sub(self.begin.elapsed()));
-    }
-}
-
 /// A VM on its way.
 struct Sending<'s> {
     mode: Mode,
     session: &'s Session,
     options: &'s MigrateOptions,
-    pages: SentPages,
     rounds: u32,
-}
-
-impl Sending<'_> {
-    /// Sends the pages that are left of a VM that is stopped.
-    fn rest(
-        &mut self,
-        mut parts: Streaming<'_>,
-        wire: &mut Wire,
-        progress: ProgressSink<'_>,
-    ) -> Result<MigratedPages, MigrateError> {
-        self.rounds += 1;
-        let pages = &mut self.pages;
-        match self.mode {
-            Mode::PreCopy => {
-                let mut sink = ConnectionPages::new(wire)?;
-                let mut take = |_, block, batch: &[Page<'_>]| pages.put(&mut sink, block, batch);
-                parts.rest(&mut take, progress)?;
-                Ok(pages.counts())
-            }
-            Mode::StopCopy => Ok(MigratedPages {
-                sent: serve(wire, parts.tracker, parts.monitor)?,
-                ..MigratedPages::default()
-            }),
-        }
-    }
 }
 
 /// A VM that is stopped, and of which all was sent.
@@ -124,10 +59,12 @@ struct Complete<'v> {
     vm: PausedVm<'v>,
     record: SourceRecord,
     sent: MigratedPages,
+    /// Over the connections for pages.
+    bytes: u64,
     rounds: u32,
     stopped: Instant,
-    /// Freeing it takes as long as the rest of the pause.
-    _later: SentPages,
+    /// Freeing what it knows of the pages takes as long as the rest of the pause.
+    _later: Option<Outgoing>,
 }
 
 impl Vm {
@@ -159,10 +96,9 @@ impl Vm {
             mode,
             session: &session,
             options,
-            pages: SentPages::new(&self.tracker.shape(), options.cache_bytes),
             rounds: 0,
         };
-        let complete = self.send(vm, sending, &mut wire, progress, rounds);
+        let complete = self.send(vm, sending, &mut wire, reconnect, (progress, rounds));
         let complete = complete.inspect_err(|error| {
             let why = Some(crate::in_words(error));
             let word = Word::Settled;
@@ -173,11 +109,12 @@ impl Vm {
             vm,
             record,
             sent,
+            bytes,
             rounds,
             stopped,
             _later,
         } = complete;
-        let bytes = wire.bytes_sent();
+        let before = wire.bytes_sent();
         let named = (record, session);
         let undecided = Undecided::ready(vm, named, wire, reconnect, options.patience);
         let wire = undecided.decide(Source::Keeping)?;
@@ -186,7 +123,7 @@ impl Vm {
             mode,
             rounds,
             pages: sent,
-            bytes_sent: wire.map_or(bytes, |wire| wire.bytes_sent()),
+            bytes_sent: bytes + wire.map_or(before, |wire| wire.bytes_sent()),
             downtime_us: if runs { us(stopped) } else { 0 },
             total_us: us(begin),
         })
@@ -198,8 +135,8 @@ impl Vm {
         vm: VmRecord,
         mut sending: Sending<'_>,
         wire: &mut Wire,
-        progress: ProgressSink<'_>,
-        rounds: RoundSink<'_>,
+        reconnect: Reconnect<'_>,
+        (progress, rounds): (ProgressSink<'_>, RoundSink<'_>),
     ) -> Result<Complete<'_>, MigrateError> {
         if !vm.disks.is_empty() {
             self.monitor.expect_deactivation()?;
@@ -207,36 +144,52 @@ impl Vm {
         wire.send_control(&Control::Hello {
             session: sending.session.clone(),
             mode: sending.mode,
+            connections: match sending.mode {
+                Mode::PreCopy => sending.options.connections,
+                Mode::StopCopy => 0,
+            },
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
         expect(wire, |control| matches!(control, Control::Accepted))?;
-        if sending.mode == Mode::PreCopy {
-            let convergence = Convergence::Link {
-                downtime: sending.options.downtime,
-            };
-            let (mut sink, pages) = (ConnectionPages::new(wire)?, &mut sending.pages);
-            let mut limiter = Limiter::new(sending.options.bytes_per_s, sink.bytes_sent());
-            let mut take = |_, block, batch: &[Page<'_>]| {
-                pages.put(&mut sink, block, batch)?;
-                limiter.wait(sink.bytes_sent());
-                Ok::<(), ConnectionError>(())
-            };
-            let streamed =
-                self.stream(Iteration::Bulk, convergence, &mut take, progress, rounds)?;
-            sending.rounds = streamed.iterations;
-            let expected = streamed.pace.time_for(streamed.left);
-            if expected > sending.options.pause_limit {
-                return Err(MigrateError::DoesNotConverge {
-                    expected_ms: expected.as_millis(),
-                    limit_ms: sending.options.pause_limit.as_millis(),
-                });
+        let outgoing = match sending.mode {
+            Mode::PreCopy => {
+                let mut outgoing = self.open(&sending, reconnect)?;
+                let rounds = &mut Rounds::new(sending.options, progress, rounds);
+                sending.rounds = self.send_running(&mut outgoing, rounds)?;
+                Some(outgoing)
             }
-            // Else the VM would be stopped for what the destination has still to do.
-            wire.send_control(&Control::Sync)?;
-            expect(wire, |control| matches!(control, Control::Synced))?;
-        }
-        self.send_stopped(vm, sending, wire, progress)
+            Mode::StopCopy => None,
+        };
+        self.send_stopped(vm, sending, wire, outgoing, progress)
+    }
+
+    /// Opens the connections for pages.
+    fn open(
+        &self,
+        sending: &Sending<'_>,
+        reconnect: Reconnect<'_>,
+    ) -> Result<Outgoing, MigrateError> {
+        let options = sending.options;
+        let (shape, count) = (self.tracker.shape(), options.connections);
+        let seed = getrandom::u64().map_err(MigrateError::Random)?;
+        let cache_bytes = options.cache_bytes / count as u64;
+        let state = |_| SentPages::new(&shape, cache_bytes, seed, options.page_ids);
+        let peek = self.tracker.peek();
+        let common = Common {
+            blocks: peek.blocks().to_vec(),
+            rewritten: match options.skip_fake {
+                SkipFake::Off => Ok(Rewritten::Unknown),
+                SkipFake::Thread => Rewritten::by_thread(peek, Duration::ZERO),
+                SkipFake::ThreadDelayed => Rewritten::by_thread(peek, THREAD_DELAY),
+                SkipFake::Exact | SkipFake::Auto => Ok(Rewritten::Look(peek)),
+            }
+            .map_err(MigrateError::Thread)?,
+            limiter: Arc::new(Limiter::new(options.bytes_per_s)),
+            processors: placement::processors(&self.target.process),
+        };
+        let states = (0..count).map(state).collect();
+        Outgoing::open(reconnect, sending.session, states, common)
     }
 
     /// Stops the VM, and sends the rest.
@@ -245,6 +198,7 @@ impl Vm {
         mut vm: VmRecord,
         mut sending: Sending<'_>,
         wire: &mut Wire,
+        mut outgoing: Option<Outgoing>,
         progress: ProgressSink<'_>,
     ) -> Result<Complete<'_>, MigrateError> {
         let record = SourceRecord::of(&self.target.process)?;
@@ -264,12 +218,13 @@ impl Vm {
         let mut paused = PausedVm::stop(monitor, guardian, options.pause_limit, runs)?;
         let events = paused.monitor().client().take_events();
         events.map_err(MonitorError::from)?;
+        sending.rounds += 1;
         let parts = Streaming {
             tracker,
             monitor: paused.monitor(),
             process: &target.process,
         };
-        let sent = sending.rest(parts, wire, progress)?;
+        let sent = send_rest(parts, outgoing.as_mut(), wire, progress)?;
         let ram = paused.monitor().ram_blocks()?;
         if !tracker.tracks(&ram) {
             return Err(CheckpointError::RamChanged.into());
@@ -296,11 +251,31 @@ impl Vm {
             vm: paused,
             record,
             sent,
+            bytes: outgoing.as_ref().map_or(0, Outgoing::bytes),
             rounds: sending.rounds,
             stopped,
-            _later: sending.pages,
+            _later: outgoing,
         })
     }
+}
+
+/// Sends the remaining pages of a VM that is stopped.
+fn send_rest(
+    mut parts: Streaming<'_>,
+    outgoing: Option<&mut Outgoing>,
+    wire: &mut Wire,
+    progress: ProgressSink<'_>,
+) -> Result<MigratedPages, MigrateError> {
+    let Some(outgoing) = outgoing else {
+        return Ok(MigratedPages {
+            sent: serve(wire, parts.tracker, parts.monitor)?,
+            ..MigratedPages::default()
+        });
+    };
+    let rest = parts.rest()?;
+    outgoing.put(&rest, Guest::Stopped, progress)?;
+    outgoing.last()?;
+    Ok(outgoing.pages())
 }
 
 fn expect(wire: &mut Wire, is_it: impl FnOnce(&Control) -> bool) -> Result<(), ConnectionError> {

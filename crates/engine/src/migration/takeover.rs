@@ -9,7 +9,7 @@ use stillframe_sys::process::Process;
 
 use super::handover::{Destination, DestinationAction, Event, Mark};
 use super::record::DestinationRecord;
-use super::{ANSWER_LIMIT, Listen, Wire};
+use super::{ANSWER_LIMIT, Awaited, Listen, Wire};
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Word;
 use crate::guardian::{Guardian, OnDisconnect};
@@ -179,7 +179,7 @@ impl Takeover<'_> {
             Destination::Ready => READY_LIMIT,
             _ => ASKED_LIMIT,
         };
-        while let Some(mut wire) = (self.listen)(limit) {
+        while let Some(mut wire) = (self.listen)(Awaited::Again, limit) {
             wire.limit_silence(ANSWER_LIMIT);
             let again = wire.receive_message();
             let ours = &self.record.content().session;

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use stillframe_page::PAGE;
 use stillframe_page::bitmap::DirtyBitmap;
+use stillframe_page::delta::Delta;
 use stillframe_page::encoding::Decoder;
 use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::Process;
@@ -12,16 +13,24 @@ use super::eager::{self, PopulateError};
 use crate::connection::ConnectionError;
 use crate::connection::batch::Batch;
 use crate::memory::BlockShape;
-use crate::memory::block::Block;
+use crate::memory::block::{Block, Guest};
+use crate::memory::ranges;
 use crate::source::SourceError;
 
 /// The memory of a fresh QEMU that pages are streamed into.
 pub struct StreamedMemory<'b> {
     blocks: &'b [Block],
     shapes: &'b [BlockShape],
-    decoder: Decoder,
     /// The pages that QEMU itself put into each block.
     in_use: Vec<Vec<Range<u64>>>,
+}
+
+/// Writes the pages that come over one connection. No other connection has them.
+pub struct StreamWriter<'m> {
+    memory: &'m StreamedMemory<'m>,
+    decoder: Decoder,
+    /// Pages that a delta changes.
+    buffer: Vec<u8>,
     /// Pages that came, by block.
     received: Vec<DirtyBitmap>,
 }
@@ -41,61 +50,102 @@ impl<'b> StreamedMemory<'b> {
         Ok(StreamedMemory {
             blocks,
             shapes,
-            decoder: Decoder::new().map_err(connection)?,
             in_use: in_use.collect::<Result<_, _>>()?,
-            received: shapes
-                .iter()
-                .map(|shape| DirtyBitmap::new(shape.pages))
-                .collect(),
         })
     }
 
+    /// A writer of some of its pages.
+    ///
+    /// # Errors
+    /// There is no memory for the decoder.
+    pub fn writer(&self) -> Result<StreamWriter<'_>, PopulateError> {
+        Ok(StreamWriter {
+            memory: self,
+            decoder: Decoder::new().map_err(connection)?,
+            buffer: Vec::new(),
+            received: none_of(self.shapes),
+        })
+    }
+
+    /// All pages with content have come, over all connections: the others are zero. Returns how many came.
+    ///
+    /// # Errors
+    /// Memory cannot be written.
+    pub fn finish(&self, writers: Vec<Received>) -> Result<u64, PopulateError> {
+        let mut received = none_of(self.shapes);
+        for of_one in &writers {
+            for (all, some) in received.iter_mut().zip(&of_one.0) {
+                all.union_with(some);
+            }
+        }
+        let both = self.blocks.iter().zip(&self.in_use);
+        for ((block, in_use), received) in both.zip(&received) {
+            let used = in_use.iter().cloned().flatten();
+            for page in used.filter(|&page| !received.get(page)) {
+                block.write(page, &[0; PAGE])?;
+            }
+        }
+        Ok(received.iter().map(DirtyBitmap::count).sum())
+    }
+}
+
+/// The pages that came over one connection.
+#[derive(Debug)]
+pub struct Received(Vec<DirtyBitmap>);
+
+impl StreamWriter<'_> {
     /// Writes the pages of a batch ([`Batch`]).
     ///
     /// # Errors
     /// It is none, or memory cannot be written. Memory is worthless then.
     pub fn take(&mut self, payload: &[u8]) -> Result<(), PopulateError> {
-        let batch = Batch::decode(payload, self.shapes).map_err(connection)?;
-        let block = &self.blocks[batch.block];
+        let batch = Batch::decode(payload, self.memory.shapes).map_err(connection)?;
+        let block = &self.memory.blocks[batch.block];
         let received = &mut self.received[batch.block];
         batch.runs(&mut self.decoder, |first, bytes| {
             received.set_range(first..first + (bytes.len() / PAGE) as u64);
             block.write(first, bytes).map_err(PopulateError::from)
         })?;
         for delta in &batch.deltas {
-            for (index, page) in delta.pages().enumerate() {
-                if !received.get(page.into()) {
-                    let what = "a delta of a page that it has not sent".to_owned();
-                    return Err(connection(ConnectionError::Malformed { what }));
-                }
-                let mut bytes = [0; PAGE];
-                block.read_slowly(page.into(), &mut bytes)?;
-                delta.apply(index, &mut bytes);
-                block.write(page.into(), &bytes)?;
+            let pages: Vec<u64> = delta.pages().map(u64::from).collect();
+            if !pages.iter().all(|&page| received.get(page)) {
+                let what = "a delta of a page that it has not sent".to_owned();
+                return Err(connection(ConnectionError::Malformed { what }));
             }
+            apply(delta, block, &pages, &mut self.buffer)?;
         }
         Ok(())
     }
 
-    /// Pages that came, each counted once.
-    pub fn pages(&self) -> u64 {
-        self.received.iter().map(DirtyBitmap::count).sum()
+    /// No more pages come.
+    pub fn received(self) -> Received {
+        Received(self.received)
     }
+}
 
-    /// All pages with content have come: the others are zero.
-    ///
-    /// # Errors
-    /// Memory cannot be written.
-    pub fn finish(&self) -> Result<(), PopulateError> {
-        let both = self.blocks.iter().zip(&self.in_use);
-        for ((block, in_use), received) in both.zip(&self.received) {
-            let used = in_use.iter().cloned().flatten();
-            for page in used.filter(|&page| !received.get(page)) {
-                block.write(page, &[0; PAGE])?;
-            }
-        }
-        Ok(())
+/// Brings these pages up to date: all of them are read, changed, and written with a few calls.
+fn apply(
+    delta: &Delta,
+    block: &Block,
+    pages: &[u64],
+    buffer: &mut Vec<u8>,
+) -> Result<(), PopulateError> {
+    buffer.resize(pages.len() * PAGE, 0);
+    let runs = ranges::runs(pages);
+    block.read(Guest::Stopped, &mut ranges::split(buffer, &runs), &runs)?;
+    for (index, bytes) in buffer.as_chunks_mut().0.iter_mut().enumerate() {
+        delta.apply(index, bytes);
     }
+    let parts: Vec<&[u8]> = ranges::split(buffer, &runs)
+        .into_iter()
+        .map(|part| &*part)
+        .collect();
+    Ok(block.write_vectored(&parts, &runs)?)
+}
+
+fn none_of(shapes: &[BlockShape]) -> Vec<DirtyBitmap> {
+    let none = shapes.iter().map(|shape| DirtyBitmap::new(shape.pages));
+    none.collect()
 }
 
 impl From<ConnectionError> for PopulateError {

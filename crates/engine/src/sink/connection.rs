@@ -24,40 +24,40 @@ pub fn transfer_hasher() -> ContentHasher {
 }
 
 /// The pages of a VM on their way into a connection.
-pub struct ConnectionPages<'c, S> {
-    connection: &'c mut Connection<S>,
-    hasher: ContentHasher,
+pub struct ConnectionPages<S> {
+    connection: Connection<S>,
     writer: BatchWriter,
 }
 
-impl<'c, S> ConnectionPages<'c, S> {
+impl<S> ConnectionPages<S> {
     /// Into this connection, whose other side expects pages.
     ///
     /// # Errors
     /// There is no memory for the compressor.
-    pub fn new(
-        connection: &'c mut Connection<S>,
-    ) -> Result<ConnectionPages<'c, S>, ConnectionError> {
+    pub fn new(connection: Connection<S>) -> Result<ConnectionPages<S>, ConnectionError> {
         Ok(ConnectionPages {
             connection,
-            hasher: transfer_hasher(),
             writer: BatchWriter::new()?,
         })
     }
-}
 
-impl<S> ConnectionPages<'_, S> {
+    /// The connection, for a message between pages.
+    pub fn connection(&mut self) -> &mut Connection<S> {
+        &mut self.connection
+    }
+
     /// Bytes sent over the connection so far.
     pub fn bytes_sent(&self) -> u64 {
         self.connection.bytes_sent()
     }
 }
 
-impl<S: Write> PageSink for ConnectionPages<'_, S> {
+impl<S: Write> PageSink for ConnectionPages<S> {
     type Error = ConnectionError;
 
-    fn hasher(&self) -> &ContentHasher {
-        &self.hasher
+    /// The other side compares no ids.
+    fn hasher(&self) -> Option<&ContentHasher> {
+        None
     }
 
     fn put(&mut self, batch: EncodedBatch<'_>) -> Result<Vec<Content>, ConnectionError> {
@@ -67,13 +67,11 @@ impl<S: Write> PageSink for ConnectionPages<'_, S> {
             contents.push(match encoding {
                 PageEncoding::Zero => Content::Zero,
                 PageEncoding::Same => Content::Known,
-                PageEncoding::Delta | PageEncoding::Unknown(_) | PageEncoding::TooMuch(_) => {
-                    Content::New
-                }
+                PageEncoding::Delta | PageEncoding::Unknown | PageEncoding::TooMuch => Content::New,
             });
             match encoding {
                 PageEncoding::Same | PageEncoding::Delta => {}
-                PageEncoding::Zero | PageEncoding::Unknown(_) | PageEncoding::TooMuch(_) => {
+                PageEncoding::Zero | PageEncoding::Unknown | PageEncoding::TooMuch => {
                     self.writer.page(number, bytes)?;
                 }
             }

@@ -13,7 +13,7 @@ pub mod repository;
 
 use stillframe_page::delta::EncodedDelta;
 use stillframe_page::encoding::EncodingError;
-use stillframe_page::hash::ContentHasher;
+use stillframe_page::hash::{ContentHasher, ContentId};
 
 use crate::encoding::page_encoder::PageEncoding;
 use crate::memory::Page;
@@ -28,6 +28,8 @@ pub struct EncodedBatch<'b> {
     pub pages: &'b [Page<'b>],
     /// One for each page.
     pub encodings: &'b [PageEncoding],
+    /// The id of each page that is stored whole, in their order, if the sink has a hasher.
+    pub ids: &'b [ContentId],
     /// The changes of those that are deltas, in the order of the pages.
     pub deltas: Vec<EncodedDelta>,
 }
@@ -37,8 +39,8 @@ pub trait PageSink {
     /// Why it cannot.
     type Error: From<EncodingError>;
 
-    /// Makes the ids of page contents.
-    fn hasher(&self) -> &ContentHasher;
+    /// Makes the ids of page contents, if the sink needs any.
+    fn hasher(&self) -> Option<&ContentHasher>;
 
     /// Takes a batch; returns the capture outcome of each page.
     ///

@@ -95,6 +95,7 @@ impl PageStream {
             block,
             pages,
             encodings: &encoded.encodings,
+            ids: &encoded.ids,
             deltas: encoded.deltas,
         })?;
         let both = encoded.encodings.iter().zip(contents);
@@ -116,8 +117,8 @@ impl PageStream {
         // A page whose delta was of no use leaves the cache. So for pages that are always rewritten entirely, only
         // every second version is compared in vain.
         match encoding {
-            PageEncoding::Zero | PageEncoding::TooMuch(_) => self.keep[block].clear(page),
-            PageEncoding::Same | PageEncoding::Delta | PageEncoding::Unknown(_) => {
+            PageEncoding::Zero | PageEncoding::TooMuch => self.keep[block].clear(page),
+            PageEncoding::Same | PageEncoding::Delta | PageEncoding::Unknown => {
                 self.keep[block].set(page)
             }
         };

@@ -69,13 +69,14 @@ impl<'r> RepositoryPages<'r> {
 impl PageSink for RepositoryPages<'_> {
     type Error = RepoError;
 
-    fn hasher(&self) -> &ContentHasher {
-        self.writer.hasher()
+    fn hasher(&self) -> Option<&ContentHasher> {
+        Some(self.writer.hasher())
     }
 
     fn put(&mut self, batch: EncodedBatch<'_>) -> Result<Vec<Content>, RepoError> {
         let table = &mut self.tables[batch.block];
         let mut contents = Vec::with_capacity(batch.pages.len());
+        let mut ids = batch.ids.iter().copied();
         for (&Page { number, bytes }, &encoding) in batch.pages.iter().zip(batch.encodings) {
             contents.push(match encoding {
                 PageEncoding::Zero => {
@@ -84,7 +85,9 @@ impl PageSink for RepositoryPages<'_> {
                 }
                 PageEncoding::Same => Content::Known,
                 PageEncoding::Delta => Content::New,
-                PageEncoding::Unknown(id) | PageEncoding::TooMuch(id) => {
+                PageEncoding::Unknown | PageEncoding::TooMuch => {
+                    let id = ids.next();
+                    let id = id.unwrap_or_else(|| self.writer.hasher().id(bytes));
                     let put = match self.dedup {
                         true => self.writer.put(id, bytes)?,
                         false => self.writer.put_again(id, bytes)?,

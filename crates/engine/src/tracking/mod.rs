@@ -6,4 +6,5 @@ pub mod error;
 pub mod fault_handler;
 mod hot_set;
 mod protection;
+pub mod rewritten;
 pub mod tracker;

@@ -98,6 +98,34 @@ impl Collected {
     }
 }
 
+/// Sees which pages are written, and changes nothing.
+#[derive(Debug, Clone)]
+pub struct Peek {
+    pagemap: Arc<Pagemap>,
+    blocks: Vec<Arc<Block>>,
+}
+
+impl Peek {
+    /// The blocks.
+    pub fn blocks(&self) -> &[Arc<Block>] {
+        &self.blocks
+    }
+
+    /// The pages of this range of block number `block` that the next scan would find, but for discards of shared
+    /// memory.
+    pub fn written(
+        &self,
+        block: usize,
+        pages: Range<u64>,
+    ) -> Result<Vec<Range<u64>>, TrackerError> {
+        let block = &self.blocks[block];
+        let mut found = Vec::new();
+        let scanned = self.pagemap.written(block.addresses(&pages), &mut found);
+        scanned.map_err(|source| scan_error(block, source))?;
+        Ok(to_pages(block, &found))
+    }
+}
+
 /// Tracks all RAM blocks of one VM. Dropping it ends tracking; QEMU keeps nothing of it.
 #[derive(Debug)]
 pub struct Tracker {
@@ -388,6 +416,25 @@ impl Tracker {
             .map_while(|step| self.uffd.unprotect(step).is_ok().then(|| step.len()))
             .sum::<u64>()
             / PAGE_BYTES
+    }
+
+    /// These pages stay pending, although they were [`Tracker::streamed`]: they were left out.
+    pub fn postpone(&mut self, pages: &PageRanges) {
+        for (tracked, pages) in self.blocks.iter_mut().zip(pages) {
+            tracked.add_pending(pages);
+        }
+    }
+
+    /// Looks for written pages from other threads, without disturbing anything.
+    pub fn peek(&self) -> Peek {
+        Peek {
+            pagemap: self.pagemap.clone(),
+            blocks: self
+                .blocks
+                .iter()
+                .map(|tracked| tracked.block.clone())
+                .collect(),
+        }
     }
 
     /// Whether these pages of block number `block` still have their content of the pause, in which they were

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use stillframe_engine::migration::Mode;
+use stillframe_engine::migration::{CONNECTIONS_MAX, Mode, SkipFake};
 use stillframe_link::Address;
 
 use super::{LaunchArgs, VmSelector};
@@ -45,6 +45,42 @@ impl ModeChoice {
     }
 }
 
+/// How pages are found that need not be sent in this round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum SkipFakeChoice {
+    /// Not at all: send all that was written when the round began
+    Off,
+    /// A thread that looks at all memory again and again (D-Track, first version)
+    Thread,
+    /// The same, with pauses (D-Track, second version)
+    ThreadDelayed,
+    /// A look at each batch right before it is read
+    Exact,
+    /// The same, and pages that keep changing are sent late
+    Auto,
+}
+
+impl From<SkipFakeChoice> for SkipFake {
+    fn from(choice: SkipFakeChoice) -> SkipFake {
+        match choice {
+            SkipFakeChoice::Off => SkipFake::Off,
+            SkipFakeChoice::Thread => SkipFake::Thread,
+            SkipFakeChoice::ThreadDelayed => SkipFake::ThreadDelayed,
+            SkipFakeChoice::Exact => SkipFake::Exact,
+            SkipFakeChoice::Auto => SkipFake::Auto,
+        }
+    }
+}
+
+/// How unchanged pages are recognized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum PageIds {
+    /// Not at all; they are counted
+    Off,
+    /// By 128 bits of XXH3
+    Xxh3,
+}
+
 /// `migrate`
 #[derive(Debug, Args)]
 pub struct MigrateArgs {
@@ -75,6 +111,15 @@ pub struct MigrateArgs {
     /// Upper bound on copies of guest memory by which changes are found
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "512M")]
     pub delta_cache: u64,
+    /// Send pages over so many connections [default: one a processor, at most 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=CONNECTIONS_MAX as i64))]
+    pub connections: Option<u8>,
+    /// How to find pages that need not be sent now, because the guest has written them again
+    #[arg(long, value_enum, default_value_t = SkipFakeChoice::Auto, value_name = "HOW")]
+    pub skip_fake: SkipFakeChoice,
+    /// How to find pages that were written and have their old content, beyond the delta cache
+    #[arg(long, value_enum, default_value_t = PageIds::Xxh3, value_name = "HASH")]
+    pub page_ids: PageIds,
     /// If the connection is lost in the hand-over, try to connect again for this long
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
     pub reconnect: Duration,

@@ -8,7 +8,7 @@ use stillframe_engine::{PAGE_BYTES, Progress, Round};
 use stillframe_link::{ConnectError, Security, connect};
 
 use super::{Context, capture, receive};
-use crate::args::MigrateArgs;
+use crate::args::{MigrateArgs, PageIds};
 use crate::durations;
 use crate::output;
 use crate::progress::Meter;
@@ -37,6 +37,9 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
         bytes_per_s: args.bandwidth,
         downtime: args.downtime_limit,
         cache_bytes: args.delta_cache,
+        connections: args.connections.map_or_else(connections, usize::from),
+        skip_fake: args.skip_fake.into(),
+        page_ids: args.page_ids == PageIds::Xxh3,
         patience: args.reconnect,
     };
     let mut meter = Meter::new(context.console);
@@ -52,15 +55,19 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
     Ok(())
 }
 
+/// More than four carry no more where the processors are the limit, and few networks need more.
+fn connections() -> usize {
+    std::thread::available_parallelism().map_or(1, |processors| processors.get().min(4))
+}
+
 /// `round 2: 12.0 MiB left, which take 66 ms; the guest writes 40.0 MiB/s, 181.0 MiB/s are sent`
 fn round_words(round: &Round) -> String {
     let bytes = |pages: u64| table::bytes(pages.saturating_mul(PAGE_BYTES));
-    let left_us = round.left.saturating_mul(1_000_000) / round.streamed_per_s.max(1);
     format!(
         "round {}: {} left, which take {}; the guest writes {}/s, {}/s are sent",
         round.number,
         bytes(round.left),
-        durations::human_us(left_us),
+        durations::human_us(round.expected_us),
         bytes(round.written_per_s),
         bytes(round.streamed_per_s),
     )

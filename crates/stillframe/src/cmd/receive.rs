@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use stillframe_engine::migration::{
-    self, NewQemu, ReceiveOptions, ReceiveReport, SILENCE_MAX, VERSIONS,
+    self, Awaited, NewQemu, ReceiveOptions, ReceiveReport, SILENCE_MAX, VERSIONS,
 };
 use stillframe_link::{ConnectError, Identity, Listener, Security};
 
@@ -27,11 +27,13 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         context.console.warn(&printable(&words));
     };
     // A listener that fails is one to which no source comes.
-    let mut again = |limit: Duration| {
-        context.console.warn(&format!(
-            "there is no connection to the source; it is waited for, for up to {}",
-            durations::human(limit)
-        ));
+    let mut again = |awaited: Awaited, limit: Duration| {
+        if awaited == Awaited::Again {
+            context.console.warn(&format!(
+                "there is no connection to the source; it is waited for, for up to {}",
+                durations::human(limit)
+            ));
+        }
         let link = listener.wait_for(limit, refused).ok().flatten();
         link.map(migration::connection)
     };

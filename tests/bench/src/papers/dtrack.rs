@@ -67,7 +67,8 @@ pub fn run(quick: bool, cells: &Cells) -> Result<()> {
     )?;
     let link = Link::new()?;
     link.shape(cells.mbit)?;
-    let wanted = |name: &str, only: &Option<String>| only.as_ref().is_none_or(|only| name.contains(&**only));
+    let wanted =
+        |name: &str, only: &Option<String>| only.as_ref().is_none_or(|only| name.contains(&**only));
     for work in Work::ALL {
         if !wanted(work.name(), &cells.guest) {
             continue;
@@ -105,7 +106,10 @@ fn row(name: &str, outcomes: &[Outcome]) -> Vec<String> {
     let median = |of: &dyn Fn(&Outcome) -> Option<f64>| {
         let samples: Option<Vec<f64>> = outcomes.iter().map(of).collect();
         samples.map_or("does not end".to_owned(), |samples| {
-            format!("{:.1}", stillframe_harness::results::percentile(&samples, 0.5))
+            format!(
+                "{:.1}",
+                stillframe_harness::results::percentile(&samples, 0.5)
+            )
         })
     };
     vec![

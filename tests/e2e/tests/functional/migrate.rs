@@ -92,9 +92,10 @@ fn a_vm_with_a_disk_moves_there_and_back() -> Result<()> {
         ] {
             ensure!(number(sent, name)? > 0, "{name} in {sent}");
         }
-        for name in ["/pages/delta", "/pages/known", "/pages/doomed"] {
-            number(sent, name)?;
+        for name in ["delta", "known", "postponed", "doomed"] {
+            number(sent, &format!("/pages/{name}"))?;
         }
+        ensure!(number(sent, "/pages/fake")? == 0, "{sent}");
         ensure!(number(sent, "/rounds")? >= 2, "{sent}");
         ensure!(
             sent["mode"] == "pre-copy" && sent["vm"] == "mover",

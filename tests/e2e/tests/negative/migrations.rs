@@ -75,13 +75,13 @@ fn a_guest_that_writes_too_much_is_not_stopped_for_it() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let mut setup = Setup::new(Kind::Private).with(&["-name", "busy"]);
     setup.workload.mib = 40;
-    setup.workload.pattern = "random";
+    setup.workload.pattern = "sequential";
     setup.workload.tick_ms = 10;
     setup.workload.writes_per_tick = 4000;
     let guest = setup.boot()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let mut order = Order::of(&guest, "busy");
-    let words = ["--bandwidth", "8M", "--pause-limit", "300ms"];
+    let words = ["--bandwidth", "40M", "--pause-limit", "300ms"];
     order.migrate.extend(words.map(str::to_owned));
     let words = "the guest writes faster than its pages are sent";
     is_refused(&stillframe, &guest, &order, words)?;

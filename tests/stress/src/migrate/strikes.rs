@@ -397,7 +397,7 @@ pub fn each(stillframe: &Stillframe, strikes: &[Strike]) -> Result<Struck> {
     let mut struck = Struck::default();
     for (number, what) in strikes.iter().enumerate() {
         let mut order = Order::of(&guest, format!("struck-{number}"));
-        let mode = super::MODES[number % 2];
+        let mode = ["pre-copy", "stop-copy"][number % 2];
         order.migrate = ["--mode", mode].map(str::to_owned).to_vec();
         let settled = strike(stillframe, &guest, &order, what);
         let outcome = match &settled {

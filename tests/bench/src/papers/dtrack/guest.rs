@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use super::run::file_of;
 use crate::peers;
 use stillframe_harness::guest::{BOOT_LIMIT, Guest, Kind, Setup, Workload};
 use stillframe_harness::network::Namespace;
@@ -82,7 +81,7 @@ impl Saved {
         };
         let guest = setup.start()?;
         guest.serial.wait_ticks(3, BOOT_LIMIT)?;
-        let file = file_of(folder, work.name());
+        let file = folder.join(format!("{}.mapped-ram", work.name()));
         peers::save_mapped_ram(&mut guest.second_monitor()?, &file)?;
         Ok(Saved { setup, file })
     }

@@ -1,6 +1,6 @@
 //! One migration: the same saved guest, on one host of a link, moved to the other in one way.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -141,7 +141,8 @@ fn by_stillframe(link: &Link, source: &Guest, words: &[&str]) -> Result<Outcome>
     let total_ms = begin.elapsed().as_secs_f64() * 1e3;
     let bytes = link.bytes()? - before;
     ensure!(ended.code == Some(0), "{ended:?}");
-    let report = ended.results()?.pop().context("no report")?;
+    let mut report = ended.results()?.pop().context("no report")?;
+    report["said"] = ended.err.lines().collect();
     let arrived = destination.end()?;
     ensure!(arrived.code == Some(0), "{arrived:?}");
     let arrived = arrived.results()?.pop().context("no report")?;
@@ -171,9 +172,4 @@ fn resumed(qmp: &Path) -> Result<Value> {
 fn downtime(source: &mut Qmp, resume: Value) -> Result<f64> {
     let stop = source.wait_event("STOP", LIMIT)?;
     Ok((event_time_s(&resume) - event_time_s(&stop)) * 1e3)
-}
-
-/// The name of a file of a guest.
-pub fn file_of(folder: &Path, name: &str) -> PathBuf {
-    folder.join(format!("{name}.mapped-ram"))
 }

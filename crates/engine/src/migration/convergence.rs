@@ -1,0 +1,177 @@
+//! When the rounds of a migration have converged: the remaining pages can be sent in the downtime that the user allows,
+//! or waiting for a better moment is no use.
+//!
+//! The expected pause follows from the last round, because rounds differ: the first sends whole pages, the later ones
+//! mostly small deltas. A guest that writes all the time in the same way never gets below its own rate. But few
+//! guests do: so rounds go on while the expected pause still gets shorter, and then a little longer, for a moment at
+//! which the guest writes less.
+
+use std::time::Duration;
+
+/// Rounds of fewer pages say little about the time that a page takes.
+const ROUND_PAGES_MIN: u64 = 256;
+/// An expected pause that is shorter by this share is progress.
+const PROGRESS: f64 = 0.9;
+/// Rounds and time without progress, after both of which the next good moment is taken.
+const PATIENCE_ROUNDS: u32 = 3;
+const PATIENCE: Duration = Duration::from_secs(1);
+/// What counts as such a moment, against the best so far. After twice the patience every moment does.
+const AS_GOOD: f64 = 1.2;
+
+/// One round.
+#[derive(Debug, Clone, Copy)]
+pub struct Round {
+    /// Pages that were gone through: sent, or found to be the same.
+    pub pages: u64,
+    /// How long that took.
+    pub time: Duration,
+    /// Pages that are left.
+    pub left: u64,
+}
+
+/// What to do after a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// Another round.
+    Round,
+    /// Stop the VM.
+    Stop,
+}
+
+/// Judges the rounds of one migration.
+#[derive(Debug)]
+pub struct Convergence {
+    downtime: Duration,
+    /// Of all rounds.
+    pages: u64,
+    time: Duration,
+    /// Pages, and the time that they took.
+    pace: (u64, Duration),
+    expected: Duration,
+    best: Option<Duration>,
+    /// Since the best.
+    rounds_since: u32,
+    time_since: Duration,
+}
+
+impl Convergence {
+    /// The VM may be stopped for so long for its remaining pages.
+    pub fn new(downtime: Duration) -> Convergence {
+        Convergence {
+            downtime,
+            pages: 0,
+            time: Duration::ZERO,
+            pace: (0, Duration::ZERO),
+            expected: Duration::MAX,
+            best: None,
+            rounds_since: 0,
+            time_since: Duration::ZERO,
+        }
+    }
+
+    /// How long the VM would be stopped for the pages that the last round has left.
+    pub fn expected(&self) -> Duration {
+        self.expected
+    }
+
+    /// How long so many pages take.
+    pub fn time_for(&self, pages: u64) -> Duration {
+        match self.pace {
+            (0, _) => Duration::ZERO,
+            (all, time) => time.mul_f64(pages as f64 / all as f64),
+        }
+    }
+
+    /// Pages a second, in all rounds.
+    pub fn pages_per_s(&self) -> u64 {
+        match self.time.as_secs_f64() {
+            0.0 => 0,
+            taken => (self.pages as f64 / taken) as u64,
+        }
+    }
+
+    /// Takes a round into account.
+    pub fn after(&mut self, round: Round) -> Next {
+        self.pages += round.pages;
+        self.time += round.time;
+        let (pages, time) = match round.pages {
+            ROUND_PAGES_MIN.. => (round.pages, round.time),
+            _ => (self.pages, self.time),
+        };
+        self.pace = (pages, time);
+        self.expected = self.time_for(round.left);
+        let below = |share: f64| {
+            self.best
+                .is_none_or(|best| self.expected <= best.mul_f64(share))
+        };
+        let (progress, good) = (below(PROGRESS), below(AS_GOOD));
+        if progress {
+            self.best = Some(self.expected);
+            (self.rounds_since, self.time_since) = (0, Duration::ZERO);
+        } else {
+            self.rounds_since += 1;
+            self.time_since += round.time;
+        }
+        let waited = |times: u32| {
+            self.rounds_since >= PATIENCE_ROUNDS * times && self.time_since >= PATIENCE * times
+        };
+        match self.expected <= self.downtime || waited(2) || waited(1) && good {
+            true => Next::Stop,
+            false => Next::Round,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn round(pages: u64, ms: u32, left: u64) -> Round {
+        Round {
+            pages,
+            time: ms * MS,
+            left,
+        }
+    }
+
+    #[test]
+    fn what_can_be_sent_in_the_downtime_ends_it() {
+        let mut rounds = Convergence::new(10 * MS);
+        // 50 pages take a millisecond.
+        assert_eq!(rounds.after(round(50_000, 1000, 501)), Next::Round);
+        assert_eq!(rounds.after(round(501, 10, 500)), Next::Stop);
+        assert_eq!(rounds.pages_per_s(), 50_000);
+    }
+
+    #[test]
+    fn a_round_of_deltas_counts_by_itself() {
+        let mut rounds = Convergence::new(10 * MS);
+        rounds.after(round(100_000, 10_000, 30_000));
+        assert_eq!(rounds.expected(), 3000 * MS);
+        assert_eq!(rounds.after(round(30_000, 300, 1000)), Next::Stop);
+        assert_eq!(rounds.expected(), 10 * MS);
+        // A few pages are no measure.
+        rounds.after(round(10, 100, 10));
+        assert!(rounds.expected() < 10 * MS);
+    }
+
+    #[test]
+    fn a_guest_that_never_rests_is_stopped_after_a_while() {
+        let mut rounds = Convergence::new(10 * MS);
+        let ended = (1..).find(|_| rounds.after(round(30_000, 100, 30_000)) == Next::Stop);
+        assert_eq!(ended, Some(1 + 10));
+        let mut rounds = Convergence::new(10 * MS);
+        let ended = (1..).find(|_| rounds.after(round(30_000, 1000, 30_000)) == Next::Stop);
+        assert_eq!(ended, Some(1 + PATIENCE_ROUNDS));
+    }
+
+    #[test]
+    fn a_bad_moment_is_waited_out_for_so_long() {
+        let mut rounds = Convergence::new(MS);
+        assert_eq!(rounds.after(round(10_000, 100, 5000)), Next::Round);
+        let ended = (1..).find(|_| rounds.after(round(10_000, 100, 9000)) == Next::Stop);
+        assert_eq!(ended, Some(20));
+    }
+}

@@ -1,0 +1,118 @@
+//! The destination's connections for pages. Each has a thread that writes what comes into memory.
+
+use std::thread;
+use std::time::Duration;
+
+use stillframe_link::Closer;
+
+use super::error::ReceiveError;
+use super::{Awaited, Listen, Wire};
+use crate::connection::message::{Control, Message};
+use crate::connection::word::{Session, Word};
+use crate::populate::streamed::{Received, StreamWriter, StreamedMemory};
+
+/// Time for the source to open its connections.
+const OPEN_LIMIT: Duration = Duration::from_secs(60);
+
+/// All that came.
+pub(super) struct Arrived<R> {
+    /// The pages, by connection.
+    pub pages: Vec<Received>,
+    /// What came over the first connection.
+    pub rest: R,
+}
+
+/// Accepts the connections of this migration, in the order of their numbers.
+pub(super) fn accept(
+    listen: Listen<'_>,
+    session: &Session,
+    wanted: usize,
+) -> Result<Vec<Wire>, ReceiveError> {
+    let mut wires: Vec<Wire> = Vec::new();
+    while wires.len() < wanted {
+        let came = wires.len();
+        let Some(mut wire) = listen(Awaited::Pages, OPEN_LIMIT) else {
+            return Err(ReceiveError::TooFewConnections { came, wanted });
+        };
+        match wire.receive_message() {
+            Ok(Message::Control(Control::Join {
+                session: its,
+                number,
+            })) if its == *session && number == came => {
+                wires.push(wire);
+            }
+            // Another source; the own one gets no connection twice.
+            _ => {
+                let why = Some("this destination is busy with another migration".to_owned());
+                let word = Word::Never;
+                let _ = wire.send_control(&Control::Word { word, why });
+            }
+        }
+    }
+    Ok(wires)
+}
+
+/// Writes all pages that come, while `rest` receives what comes over the first connection.
+pub(super) fn pages<R>(
+    wires: Vec<Wire>,
+    memory: &StreamedMemory<'_>,
+    rest: impl FnOnce() -> Result<R, ReceiveError>,
+) -> Result<Arrived<R>, ReceiveError> {
+    let closers = wires.iter().map(|wire| wire.closer());
+    let closers = closers.collect::<Result<Vec<_>, _>>();
+    let closers = closers.map_err(ReceiveError::Socket)?;
+    thread::scope(|scope| {
+        let threads: Vec<_> = wires
+            .into_iter()
+            .map(|wire| scope.spawn(move || receive(wire, memory)))
+            .collect();
+        let rest = rest();
+        if rest.is_err() {
+            // Their threads would wait for pages that do not come.
+            closers.iter().for_each(Closer::close);
+        }
+        let ends: Vec<_> = threads
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+            .collect();
+        let mut pages = Vec::with_capacity(ends.len());
+        for end in ends {
+            match (end, &rest) {
+                (Ok(received), _) => pages.push(received),
+                // A connection that was closed is not the reason.
+                (Err(ReceiveError::Connection(_)), Err(_)) => {}
+                (Err(error), _) => return Err(error),
+            }
+        }
+        Ok(Arrived { pages, rest: rest? })
+    })
+}
+
+/// Writes the pages of one connection, until there are no more.
+fn receive(mut wire: Wire, memory: &StreamedMemory<'_>) -> Result<Received, ReceiveError> {
+    let done = memory.writer().map_err(ReceiveError::from);
+    let done = done.and_then(|writer| take(&mut wire, writer));
+    if let Err(error) = &done {
+        let why = Some(crate::in_words(error));
+        let word = Word::Never;
+        let _ = wire.send_control(&Control::Word { word, why });
+        // The source hears it when it has sent its round.
+        while wire.receive().is_ok() {}
+    }
+    done
+}
+
+fn take(wire: &mut Wire, mut writer: StreamWriter<'_>) -> Result<Received, ReceiveError> {
+    loop {
+        match wire.receive_message()? {
+            Message::Pages(payload) => writer.take(&payload)?,
+            Message::Control(Control::Sync) => wire.send_control(&Control::Synced)?,
+            Message::Control(Control::Last) => return Ok(writer.received()),
+            other => return Err(other.unexpected().into()),
+        }
+    }
+}

@@ -1,0 +1,386 @@
+//! The source's connections for pages. Each has a thread that reads, encodes and sends the pages of its share of memory.
+//!
+//! ```text
+//!   round ──> batches ──> connection 1: leave out, read, encode ══> ┐
+//!                    └──> connection 2: leave out, read, encode ══> ┴ destination
+//! ```
+//!
+//! Every version of a page goes over the same connection, so that the last one arrives last. A connection takes a
+//! batch when it has sent the one before: pages are read late, and left out when they have changed again.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use stillframe_link::{Closer, Stream};
+use stillframe_page::PAGE_BYTES;
+use stillframe_sys::affinity::{AffinityGuard, Processors};
+
+use super::error::MigrateError;
+use super::limiter::Limiter;
+use super::pages::SentPages;
+use super::{MigratedPages, Reconnect, Wire};
+use crate::connection::ConnectionError;
+use crate::connection::message::{Control, Message};
+use crate::connection::word::Session;
+use crate::memory::Page;
+use crate::memory::block::{Block, Guest};
+use crate::memory::ranges::{length, split, subtract};
+use crate::sink::connection::ConnectionPages;
+use crate::tracking::rewritten::Rewritten;
+use crate::tracking::tracker::Collected;
+use crate::{Progress, ProgressSink};
+
+/// Pages of a batch, at most.
+const BATCH_PAGES: u64 = 1024;
+/// Adjacent pages that go over one connection.
+const CHUNK_PAGES: u64 = 512;
+/// Batches that wait for a connection: the next is at hand when one was sent.
+const WAITING_MAX: usize = 1;
+
+/// Where the content of a batch is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Content {
+    /// In the guest's memory.
+    Memory(Guest),
+    /// Nowhere: they are zero.
+    Zero,
+}
+
+/// Work for a connection.
+enum Task {
+    /// Pages of one block.
+    Batch {
+        block: usize,
+        pages: Vec<Range<u64>>,
+        content: Content,
+    },
+    /// The destination is to have all pages so far.
+    Sync,
+    /// There are no more.
+    Last,
+}
+
+/// What a connection has sent so far.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sent {
+    pages: MigratedPages,
+    bytes: u64,
+}
+
+/// One of the connections, and its thread.
+struct Sending {
+    /// Closed when it is dropped.
+    tasks: Option<Sender<Task>>,
+    sent: Receiver<Sent>,
+    thread: Option<JoinHandle<Result<(), MigrateError>>>,
+    closer: Closer,
+}
+
+/// The connections.
+pub(super) struct Outgoing {
+    connections: Vec<Sending>,
+    sent: Sent,
+    common: Common,
+    /// Pages that no connection was given.
+    postponed: u64,
+}
+
+/// What all threads need.
+#[derive(Clone)]
+pub(super) struct Common {
+    pub blocks: Vec<Arc<Block>>,
+    pub rewritten: Rewritten,
+    pub limiter: Arc<Limiter>,
+    /// Where they run while the guest does.
+    pub processors: Processors,
+}
+
+impl Outgoing {
+    /// Opens one connection for each of these states.
+    ///
+    /// # Errors
+    /// The destination cannot be reached.
+    pub fn open(
+        reconnect: Reconnect<'_>,
+        session: &Session,
+        states: Vec<SentPages>,
+        common: Common,
+    ) -> Result<Outgoing, MigrateError> {
+        let mut connections = Vec::with_capacity(states.len());
+        for (number, pages) in (0..).zip(states) {
+            let mut wire = reconnect().map_err(|why| MigrateError::NoMoreConnections { why })?;
+            let session = session.clone();
+            wire.send_control(&Control::Join { session, number })?;
+            let closer = wire.closer().map_err(MigrateError::Socket)?;
+            let (tasks, todo) = bounded(WAITING_MAX);
+            let (done, sent) = bounded(1);
+            let sender = PageSender::new(wire, pages, common.clone())?;
+            let thread = std::thread::Builder::new().name("pages".to_owned());
+            let thread = thread.spawn(move || sender.run(&todo, &done));
+            connections.push(Sending {
+                tasks: Some(tasks),
+                sent,
+                thread: Some(thread.map_err(MigrateError::Thread)?),
+                closer,
+            });
+        }
+        Ok(Outgoing {
+            connections,
+            sent: Sent::default(),
+            common,
+            postponed: 0,
+        })
+    }
+
+    /// All pages found until now are protected again.
+    pub fn begin_round(&self) {
+        self.common.rewritten.begin_round();
+    }
+
+    /// So many pages are left out of this round.
+    pub fn postponed(&mut self, pages: u64) {
+        self.postponed += pages;
+    }
+
+    /// Takes the pages of a round.
+    ///
+    /// # Errors
+    /// A connection or a read failed.
+    pub fn put(
+        &mut self,
+        wanted: &Collected,
+        guest: Guest,
+        progress: ProgressSink<'_>,
+    ) -> Result<(), MigrateError> {
+        let (mut done, total) = (0, wanted.pages());
+        let taken = &mut |more| {
+            done += more;
+            progress(Progress::FullPass { done, total });
+        };
+        for (block, pages) in wanted.written.iter().enumerate() {
+            self.put_block(block, pages, Content::Memory(guest), taken)?;
+        }
+        for (block, pages) in wanted.discarded.iter().enumerate() {
+            self.put_block(block, pages, Content::Zero, taken)?;
+        }
+        Ok(())
+    }
+
+    fn put_block(
+        &mut self,
+        block: usize,
+        pages: &[Range<u64>],
+        content: Content,
+        taken: &mut dyn FnMut(u64),
+    ) -> Result<(), MigrateError> {
+        let mut batches = vec![(0, Vec::new()); self.connections.len()];
+        for part in pages.iter().cloned().flat_map(chunks) {
+            let number = (part.start / CHUNK_PAGES) as usize + block;
+            let number = number % batches.len();
+            let (count, batch): &mut (u64, Vec<Range<u64>>) = &mut batches[number];
+            let more = part.end - part.start;
+            if *count + more > BATCH_PAGES {
+                let pages = std::mem::take(batch);
+                self.order(
+                    number,
+                    Task::Batch {
+                        block,
+                        pages,
+                        content,
+                    },
+                )?;
+                taken(std::mem::take(count));
+            }
+            batch.push(part);
+            *count += more;
+        }
+        for (number, (count, pages)) in batches.into_iter().enumerate() {
+            if count > 0 {
+                self.order(
+                    number,
+                    Task::Batch {
+                        block,
+                        pages,
+                        content,
+                    },
+                )?;
+                taken(count);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the destination has all pages so far.
+    ///
+    /// # Errors
+    /// A connection or a read failed.
+    pub fn sync(&mut self) -> Result<(), MigrateError> {
+        self.all(|| Task::Sync)
+    }
+
+    /// Waits until all pages are sent; there are no more.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn last(&mut self) -> Result<(), MigrateError> {
+        self.all(|| Task::Last)
+    }
+
+    /// What was sent until the last of these waits.
+    pub fn pages(&self) -> MigratedPages {
+        let mut pages = self.sent.pages;
+        pages.postponed += self.postponed;
+        pages
+    }
+
+    /// Bytes sent until then.
+    pub fn bytes(&self) -> u64 {
+        self.sent.bytes
+    }
+
+    fn all(&mut self, task: impl Fn() -> Task) -> Result<(), MigrateError> {
+        for number in 0..self.connections.len() {
+            self.order(number, task())?;
+        }
+        let mut all = Sent::default();
+        for number in 0..self.connections.len() {
+            let Ok(sent) = self.connections[number].sent.recv() else {
+                return Err(self.failed(number));
+            };
+            all.pages += sent.pages;
+            all.bytes += sent.bytes;
+        }
+        self.sent = all;
+        Ok(())
+    }
+
+    fn order(&mut self, number: usize, task: Task) -> Result<(), MigrateError> {
+        let tasks = self.connections[number].tasks.as_ref();
+        match tasks.map(|tasks| tasks.send(task)) {
+            Some(Ok(())) => Ok(()),
+            _ => Err(self.failed(number)),
+        }
+    }
+
+    /// Why the thread has ended.
+    fn failed(&mut self, number: usize) -> MigrateError {
+        let thread = self.connections[number].thread.take();
+        match thread.map(JoinHandle::join) {
+            Some(Ok(Err(error))) => error,
+            Some(Err(panic)) => std::panic::resume_unwind(panic),
+            Some(Ok(Ok(()))) | None => MigrateError::NoMoreConnections {
+                why: "it was closed".to_owned(),
+            },
+        }
+    }
+}
+
+impl Drop for Outgoing {
+    /// A thread that waits for its connection does so no longer.
+    fn drop(&mut self) {
+        for connection in &mut self.connections {
+            connection.tasks = None;
+            connection.closer.close();
+        }
+    }
+}
+
+/// Cuts pages where another connection begins.
+fn chunks(pages: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let mut next = pages.start;
+    std::iter::from_fn(move || {
+        let end = pages.end.min((next / CHUNK_PAGES + 1) * CHUNK_PAGES);
+        let part = next..end;
+        next = end;
+        (part.start < part.end).then_some(part)
+    })
+}
+
+/// The state of a thread.
+struct PageSender {
+    sink: ConnectionPages<Stream>,
+    pages: SentPages,
+    common: Common,
+    buffer: Vec<u8>,
+}
+
+impl PageSender {
+    fn new(wire: Wire, pages: SentPages, common: Common) -> Result<PageSender, ConnectionError> {
+        Ok(PageSender {
+            sink: ConnectionPages::new(wire)?,
+            pages,
+            common,
+            buffer: vec![0; (BATCH_PAGES * PAGE_BYTES) as usize],
+        })
+    }
+
+    fn run(mut self, tasks: &Receiver<Task>, done: &Sender<Sent>) -> Result<(), MigrateError> {
+        // While the guest is stopped, all processors are free.
+        let mut placement = Some(AffinityGuard::to(&self.common.processors));
+        for task in tasks {
+            match task {
+                Task::Batch {
+                    block,
+                    pages,
+                    content,
+                } => {
+                    self.send(block, pages, content, &mut placement)?;
+                    continue;
+                }
+                Task::Sync => {
+                    let wire = self.sink.connection();
+                    wire.send_control(&Control::Sync)?;
+                    match wire.receive_message()? {
+                        Message::Control(Control::Synced) => {}
+                        other => return Err(other.unexpected().into()),
+                    }
+                }
+                Task::Last => self.sink.connection().send_control(&Control::Last)?,
+            }
+            let sent = Sent {
+                pages: self.pages.counts(),
+                bytes: self.sink.bytes_sent(),
+            };
+            // It is awaited, unless the migration has failed.
+            let _ = done.send(sent);
+        }
+        Ok(())
+    }
+
+    fn send(
+        &mut self,
+        block: usize,
+        mut pages: Vec<Range<u64>>,
+        content: Content,
+        placement: &mut Option<AffinityGuard>,
+    ) -> Result<(), MigrateError> {
+        let memory = &self.common.blocks[block];
+        match content {
+            Content::Memory(Guest::Running) => {
+                let rewritten = self.common.rewritten.among(block, &pages)?;
+                let rest = subtract(&pages, &rewritten);
+                self.pages.postponed += length(&pages) - length(&rest);
+                pages = rest;
+            }
+            Content::Memory(Guest::Stopped) => *placement = None,
+            Content::Zero => {}
+        }
+        let bytes = &mut self.buffer[..(length(&pages) * PAGE_BYTES) as usize];
+        match content {
+            Content::Memory(guest) => memory.read(guest, &mut split(bytes, &pages), &pages)?,
+            Content::Zero => bytes.fill(0),
+        }
+        let contents = pages.iter().cloned().flatten().zip(bytes.as_chunks().0);
+        let pages: Vec<Page<'_>> = contents
+            .map(|(number, bytes)| Page { number, bytes })
+            .collect();
+        let before = self.sink.bytes_sent();
+        self.pages.put(&mut self.sink, block, pages)?;
+        if content != Content::Memory(Guest::Stopped) {
+            self.common.limiter.wait(self.sink.bytes_sent() - before);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,149 @@
+//! The rounds of pre-copy: pages leave while the guest runs, until what is left can be sent in the pause.
+
+use std::time::Instant;
+
+use super::convergence::{Convergence, Next, Round};
+use super::error::MigrateError;
+use super::outgoing::Outgoing;
+use super::{MigrateOptions, SkipFake};
+use crate::attach::Vm;
+use crate::memory::block::Guest;
+use crate::memory::ranges::{PageRanges, count, subtract_all};
+use crate::streaming::{Iteration, Streaming};
+use crate::tracking::tracker::Collected;
+use crate::{ProgressSink, RoundSink};
+
+/// How the rounds are gone through, and where they are reported.
+pub(super) struct Rounds<'r> {
+    options: &'r MigrateOptions,
+    progress: ProgressSink<'r>,
+    report: RoundSink<'r>,
+    convergence: Convergence,
+}
+
+impl<'r> Rounds<'r> {
+    /// None yet.
+    pub fn new(
+        options: &'r MigrateOptions,
+        progress: ProgressSink<'r>,
+        report: RoundSink<'r>,
+    ) -> Rounds<'r> {
+        Rounds {
+            options,
+            progress,
+            report,
+            convergence: Convergence::new(options.downtime),
+        }
+    }
+}
+
+/// Pages that were found written in each of the last two rounds keep changing.
+#[derive(Default)]
+struct Changing {
+    last: PageRanges,
+    both: PageRanges,
+}
+
+impl Changing {
+    fn found(&mut self, written: &PageRanges) {
+        // Of no block nothing was found before.
+        self.last.resize(written.len(), Vec::new());
+        let last = std::mem::replace(&mut self.last, written.clone());
+        let not_before = subtract_all(written, &last);
+        self.both = subtract_all(written, &not_before);
+    }
+}
+
+impl Rounds<'_> {
+    /// Changing pages that are sent later, because the others are enough for a round.
+    fn left_out(&self, wanted: &Collected, changing: &Changing) -> Option<PageRanges> {
+        let others = subtract_all(&wanted.written, &changing.both);
+        let enough = self.convergence.time_for(count(&others)) > self.options.downtime;
+        enough.then(|| subtract_all(&wanted.written, &others))
+    }
+
+    fn ended(&mut self, number: u32, round: Round) -> Next {
+        let next = self.convergence.after(round);
+        let written = round.left as f64 / round.time.as_secs_f64().max(f64::EPSILON);
+        (self.report)(crate::Round {
+            number,
+            left: round.left,
+            expected_us: self.convergence.expected().as_micros() as u64,
+            written_per_s: written as u64,
+            streamed_per_s: self.convergence.pages_per_s(),
+        });
+        next
+    }
+
+    /// Whether the VM may be stopped for so long.
+    fn check(&self) -> Result<(), MigrateError> {
+        let (expected, limit) = (self.convergence.expected(), self.options.pause_limit);
+        match expected <= limit {
+            true => Ok(()),
+            false => Err(MigrateError::DoesNotConverge {
+                expected_ms: expected.as_millis(),
+                limit_ms: limit.as_millis(),
+            }),
+        }
+    }
+}
+
+impl Vm {
+    /// Sends pages while the guest runs. Returns in how many rounds.
+    pub(super) fn send_running(
+        &mut self,
+        outgoing: &mut Outgoing,
+        rounds: &mut Rounds<'_>,
+    ) -> Result<u32, MigrateError> {
+        let mut streaming = Streaming {
+            tracker: &mut self.tracker,
+            monitor: &mut self.monitor,
+            process: &self.target.process,
+        };
+        let mut wanted = streaming.wanted(Iteration::Bulk)?;
+        let (mut changing, mut number) = (Changing::default(), 0);
+        loop {
+            number += 1;
+            outgoing.begin_round();
+            let begin = Instant::now();
+            if number > 1 {
+                streaming.tracker.streamed(&wanted);
+            }
+            if number > 2
+                && rounds.options.skip_fake == SkipFake::Auto
+                && let Some(later) = rounds.left_out(&wanted, &changing)
+            {
+                streaming.tracker.postpone(&later);
+                outgoing.postponed(count(&later));
+                wanted.written = subtract_all(&wanted.written, &later);
+            }
+            let pages = wanted.pages();
+            outgoing.put(&wanted, Guest::Running, rounds.progress)?;
+            outgoing.sync()?;
+            let found = streaming.found()?;
+            changing.found(&found.written);
+            wanted = streaming.pending(found);
+            let (time, left) = (begin.elapsed(), wanted.pages());
+            if rounds.ended(number, Round { pages, time, left }) == Next::Stop {
+                rounds.check()?;
+                return Ok(number);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_that_is_written_in_two_rounds_running_keeps_changing() {
+        let mut changing = Changing::default();
+        changing.found(&vec![vec![0..4, 8..9], vec![7..8, 9..10]]);
+        assert_eq!(count(&changing.both), 0);
+        changing.found(&vec![vec![2..6, 8..10], Vec::new()]);
+        assert_eq!(changing.both, [vec![2..4, 8..9], Vec::new()]);
+        changing.found(&vec![vec![3..4, 9..10], vec![7..8, 9..10]]);
+        assert_eq!(changing.both, [vec![3..4, 9..10], Vec::new()]);
+    }
+}
