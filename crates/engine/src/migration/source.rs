@@ -43,6 +43,8 @@ use crate::{ProgressSink, RoundSink};
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// Time for the monitor of a VM that an earlier engine gave up.
 const MONITOR_LIMIT: Duration = Duration::from_secs(2);
+/// Time for a QEMU that was told to end.
+const END_LIMIT: Duration = Duration::from_secs(10);
 /// The guardian's limit for the `cont` of a VM that is taken back.
 const RESUME_LIMIT: Duration = Duration::from_secs(30);
 
@@ -98,35 +100,32 @@ impl Vm {
             options,
             rounds: 0,
         };
-        let complete = self.send(vm, sending, &mut wire, reconnect, (progress, rounds));
-        let complete = complete.inspect_err(|error| {
+        let sent = self.send(vm, sending, &mut wire, reconnect, (progress, rounds));
+        let sent = sent.inspect_err(|error| {
             let why = Some(crate::in_words(error));
             let word = Word::Settled;
             // If it cannot be informed any more, it sees that the connection ends.
             let _ = wire.send_control(&Control::Word { word, why });
+        });
+        let report = sent.and_then(|complete| {
+            let named = (complete.record, session.clone());
+            let before = wire.bytes_sent();
+            let undecided =
+                Undecided::ready(complete.vm, named, wire, reconnect, options.patience);
+            let wire = undecided.decide(Source::Keeping)?;
+            Ok(MigrateReport {
+                vm: label,
+                mode,
+                rounds: complete.rounds,
+                pages: complete.sent,
+                bytes_sent: complete.bytes + wire.map_or(before, |wire| wire.bytes_sent()),
+                downtime_us: if runs { us(complete.stopped) } else { 0 },
+                total_us: us(begin),
+            })
         })?;
-        let Complete {
-            vm,
-            record,
-            sent,
-            bytes,
-            rounds,
-            stopped,
-            _later,
-        } = complete;
-        let before = wire.bytes_sent();
-        let named = (record, session);
-        let undecided = Undecided::ready(vm, named, wire, reconnect, options.patience);
-        let wire = undecided.decide(Source::Keeping)?;
-        Ok(MigrateReport {
-            vm: label,
-            mode,
-            rounds,
-            pages: sent,
-            bytes_sent: bytes + wire.map_or(before, |wire| wire.bytes_sent()),
-            downtime_us: if runs { us(stopped) } else { 0 },
-            total_us: us(begin),
-        })
+        // It has answered that it ends; whoever starts the VM anew would meet it.
+        self.target.process.wait_exit(END_LIMIT);
+        Ok(report)
     }
 
     /// Sends all of the VM, which is stopped then.
@@ -343,7 +342,10 @@ pub fn settle(
     let named = (record, content.session);
     let undecided = Undecided::found(vm, named, disks, reconnect, (wish, patience));
     let moved = match undecided.decide(Source::RECORDED) {
-        Ok(_) => true,
+        Ok(_) => {
+            target.process.wait_exit(END_LIMIT);
+            true
+        }
         Err(CommitError::NotTaken { .. } | CommitError::Lost { .. }) => false,
         Err(error) => return Err(error.into()),
     };
