@@ -38,7 +38,8 @@ impl FrameKind for Kind {
             Kind::Control => 4 << 20,
             // 2048 pages of noise, and the bytes that are written beside each.
             Kind::Pages => 10 << 20,
-            Kind::DeviceState => 1 << 30,
+            // Compressed, and hardly ever longer than before.
+            Kind::DeviceState => 257 << 20,
             Kind::Ids => 1 << 20,
         }
     }

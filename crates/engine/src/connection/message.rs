@@ -13,8 +13,8 @@
 //!   stop-copy: Content, as often as needed -->
 //!              Pages                       <-->   Fetch, as often as needed
 //!                                          <--    Fetched
-//!     DeviceState, Ids (if verified)       -->
-//!     Complete {vm}                        -->      loads the device state
+//!     Ids (if verified), DeviceState       -->      loads the device state
+//!     Complete {vm}                        -->
 //!     Word                                 <-->   Word, as the hand-over needs (docs/protocol.md)
 //!
 //!   after a cut, on a new connection:
@@ -26,6 +26,7 @@ use std::io::{Read, Write};
 
 use serde::{Deserialize, Serialize};
 use stillframe_link::{Frame, Versions};
+use stillframe_page::encoding::{Decoder, Encoder};
 use stillframe_page::hash::ContentId;
 use stillframe_qemu::record::VmRecord;
 
@@ -38,6 +39,10 @@ use crate::memory::BlockShape;
 pub const VERSIONS: Versions = 1..=1;
 /// Ids of one frame.
 pub const IDS_MAX: usize = 16 << 10;
+/// A device state, before compression. Those of usual machines take 200 KB.
+const STATE_BYTES_MAX: usize = 256 << 20;
+/// Zstandard level of a device state: half of it is zeros, and the VM is stopped meanwhile.
+const STATE_LEVEL: i32 = 1;
 /// Ranges of one [`Control::Content`].
 pub const RANGES_MAX: usize = 64 << 10;
 
@@ -145,7 +150,7 @@ impl Message {
                 Err(error) => Err(malformed(format!("a message: {error}"))),
             },
             Kind::Pages => Ok(Message::Pages(payload)),
-            Kind::DeviceState => Ok(Message::DeviceState(payload)),
+            Kind::DeviceState => Ok(Message::DeviceState(device_state(&payload)?)),
             Kind::Ids => match payload.as_chunks::<32>() {
                 (ids, []) if ids.len() <= IDS_MAX => {
                     let id = |id: &[u8; 32]| (*id != [0; 32]).then_some(ContentId(*id));
@@ -191,7 +196,35 @@ impl Message {
     }
 }
 
+/// `length u32 | kind u8 | payload`, kinds of [`stillframe_page::encoding`].
+fn device_state(payload: &[u8]) -> Result<Vec<u8>, ConnectionError> {
+    let (head, payload) = payload
+        .split_at_checked(5)
+        .ok_or_else(|| malformed("a device state that is cut off"))?;
+    let length = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
+    if length > STATE_BYTES_MAX {
+        return Err(malformed("a device state that is too long"));
+    }
+    let mut state = Vec::new();
+    Decoder::new()?.decode(head[4], payload, length, &mut state)?;
+    Ok(state)
+}
+
 impl<S: Write> Connection<S> {
+    /// Sends a device state.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::send`]; it is longer than any should be.
+    pub fn send_device_state(&mut self, state: &[u8]) -> Result<(), ConnectionError> {
+        let length = u32::try_from(state.len()).ok();
+        let length = length.filter(|&length| length as usize <= STATE_BYTES_MAX);
+        let length = length.ok_or_else(|| malformed("a device state that is too long"))?;
+        let mut payload = [&length.to_le_bytes()[..], &[0]].concat();
+        let kind = Encoder::new(STATE_LEVEL)?.encode(state, &mut payload)?;
+        payload[4] = kind.number();
+        self.send(Kind::DeviceState, &payload)
+    }
+
     /// Sends a message.
     ///
     /// # Errors

@@ -7,8 +7,9 @@ use std::sync::Mutex;
 use std::thread;
 
 use proptest::prelude::*;
+use stillframe_link::Frame;
 use stillframe_page::bitmap::DirtyBitmap;
-use stillframe_page::encoding::Decoder;
+use stillframe_page::encoding::{Decoder, Kind as PageKind};
 use stillframe_page::{GuestPage, PAGE, PageRequest, ReadOrder};
 
 use super::batch::{Batch, BatchWriter};
@@ -154,6 +155,38 @@ proptest! {
             server.join().unwrap();
         });
     }
+}
+
+/// What a receiver makes of these bytes as the payload of a device state.
+fn device_state(payload: Vec<u8>) -> Result<Vec<u8>, ConnectionError> {
+    let kind = Kind::DeviceState;
+    match Message::decode(Frame { kind, payload })? {
+        Message::DeviceState(state) => Ok(state),
+        other => panic!("{}", other.what()),
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_device_state_comes_as_it_was(zeros in 0..5000usize, rest in prop::collection::vec(any::<u8>(), 0..300), cut in any::<prop::sample::Index>()) {
+        let state = [vec![0; zeros], rest].concat();
+        let mut bytes = Vec::new();
+        Connection::new(&mut bytes).send_device_state(&state).unwrap();
+        let frame = Connection::new(Cursor::new(&bytes)).receive().unwrap();
+        let mut payload = frame.payload;
+        prop_assert!(device_state(payload.clone()).unwrap() == state);
+        // Zeros take no payload.
+        let all_zero = state.iter().all(|&byte| byte == 0);
+        payload.truncate(cut.index(payload.len()));
+        prop_assert!(all_zero && payload.len() >= 5 || device_state(payload).is_err());
+    }
+}
+
+#[test]
+fn a_device_state_that_grows_beyond_all_bounds_is_refused() {
+    let zeros = |length: u32| [&length.to_le_bytes()[..], &[PageKind::Zero.number()]].concat();
+    assert_eq!(device_state(zeros(9)).unwrap(), [0; 9]);
+    assert!(device_state(zeros(u32::MAX)).is_err());
 }
 
 /// Answers requests until the other side has gone.

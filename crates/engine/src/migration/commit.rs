@@ -120,7 +120,17 @@ pub(super) struct Undecided<'v, 'r> {
     disks: (Vec<Disk>, i32),
     /// What the other side, or the connection, said last.
     why: Option<String>,
+    /// When it said so of the VM.
+    runs_since: Option<Instant>,
     error: Option<CommitError>,
+}
+
+/// A VM that runs at the destination.
+pub(super) struct Moved {
+    /// The connection, if there still is one.
+    pub wire: Option<Wire>,
+    /// When the destination said so.
+    pub runs_since: Instant,
 }
 
 impl<'v, 'r> Undecided<'v, 'r> {
@@ -142,6 +152,7 @@ impl<'v, 'r> Undecided<'v, 'r> {
             wish: Wish::There,
             disks: (Vec::new(), 0),
             why: None,
+            runs_since: None,
             error: None,
         }
     }
@@ -164,13 +175,13 @@ impl<'v, 'r> Undecided<'v, 'r> {
             wish,
             disks,
             why: None,
+            runs_since: None,
             error: None,
         }
     }
 
-    /// Goes on until it is decided, or cannot be. Returns the connection, if there still is one, when the VM runs at
-    /// the destination.
-    pub fn decide(mut self, mut state: Source) -> Result<Option<Wire>, CommitError> {
+    /// Goes on until it is decided, or cannot be.
+    pub fn decide(mut self, mut state: Source) -> Result<Moved, CommitError> {
         let mut action = SourceAction::Wait;
         loop {
             if let Err(error) = point(state, action).map_or(Ok(()), fault::at) {
@@ -208,10 +219,13 @@ impl<'v, 'r> Undecided<'v, 'r> {
         }
     }
 
-    fn outcome(self, state: Source) -> Result<Option<Wire>, CommitError> {
+    fn outcome(self, state: Source) -> Result<Moved, CommitError> {
         let why = self.why.unwrap_or_else(|| "no reason is given".to_owned());
         match (state, self.error) {
-            (Source::Ended, _) => Ok(self.wire),
+            (Source::Ended, _) => Ok(Moved {
+                wire: self.wire,
+                runs_since: self.runs_since.unwrap_or_else(Instant::now),
+            }),
             (_, Some(error)) => Err(error),
             (Source::Kept, None) if self.wire.is_none() => Err(CommitError::Lost { why }),
             (Source::Kept, None) => Err(CommitError::NotTaken { why }),
@@ -237,6 +251,9 @@ impl<'v, 'r> Undecided<'v, 'r> {
         let lost = match wire.receive_message() {
             Ok(Message::Control(Control::Word { word, why })) => {
                 self.why = why.or(self.why.take());
+                if word == Word::Running {
+                    self.runs_since.get_or_insert_with(Instant::now);
+                }
                 return Event::Heard(word);
             }
             Ok(other) => other.unexpected(),

@@ -16,7 +16,6 @@ use super::record::{DestinationRecord, RecordError};
 use super::takeover::{NewVm, Takeover, Whereabouts};
 use super::{CONNECTIONS_MAX, Listen, Mode, ReceiveReport, Wire, incoming};
 use crate::ProgressSink;
-use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::guardian::{Guardian, OnDisconnect};
@@ -163,17 +162,9 @@ struct Greeting {
 }
 
 /// The messages after the pages.
-struct Sent {
-    vm: VmRecord,
-    device_state: Vec<u8>,
+struct State {
     ids: Vec<Option<ContentId>>,
-}
-
-/// The same, with memory compared.
-struct Rest {
-    vm: VmRecord,
     device_state: Vec<u8>,
-    verify: Option<VerifyReport>,
 }
 
 /// A VM that is complete, and paused.
@@ -200,25 +191,35 @@ fn load(
     let mut record = DestinationRecord::new(qmp, process, &greeting.session, &greeting.vm.label)?;
     let armed = launch::arm(&mut launched)?;
     wire.send_control(&Control::Accepted)?;
-    let (pages, rest) = match greeting.mode {
+    let (pages, State { ids, device_state }) = match greeting.mode {
         Mode::PreCopy => {
             let wires = incoming::accept(listen, &greeting.session, greeting.connections)?;
             let memory = StreamedMemory::new(&launched.process, &blocks, &greeting.blocks)?;
-            let sent = incoming::pages(wires, &memory, || sent(wire, &blocks))?;
-            (memory.finish(sent.pages)?, checked(sent.rest, &blocks)?)
+            let sent = incoming::pages(wires, &memory, || state(wire, &blocks))?;
+            (memory.finish(sent.pages)?, sent.rest)
         }
         Mode::StopCopy => {
             let pages = fetch(wire, &launched, &greeting.blocks, &blocks, progress)?;
-            (pages, checked(sent(wire, &blocks)?, &blocks)?)
+            (pages, state(wire, &blocks)?)
         }
     };
-    if !same_machine(&greeting.vm, &rest.vm) {
+    let verify = compare(&ids, &blocks)?;
+    let device_state = device_state::wrap(&device_state, &greeting.vm.identity.machine)?;
+    armed.load(&mut launched, &device_state, LOAD_LIMIT)?;
+    let vm = complete(wire)?;
+    if !same_machine(&greeting.vm, &vm) {
         return Err(ReceiveError::Changed);
     }
-    let state = device_state::wrap(&rest.device_state, &rest.vm.identity.machine)?;
-    armed.load(&mut launched, &state, LOAD_LIMIT)?;
-    record.expect_to_run(!options.paused && (rest.vm.was_running || rest.vm.was_suspended));
-    let report = report(&launched, options, rest, pages, changes);
+    record.expect_to_run(!options.paused && (vm.was_running || vm.was_suspended));
+    let report = ReceiveReport {
+        vm: vm.label,
+        pid: launched.process.pid(),
+        qmp: options.qemu.qmp().to_owned(),
+        running: false,
+        pages,
+        changes,
+        verify,
+    };
     Ok(Loaded {
         launched,
         guardian,
@@ -251,24 +252,6 @@ fn waiting(
             })?;
             Ok((launched, Vec::new()))
         }
-    }
-}
-
-fn report(
-    launched: &Launched,
-    options: &ReceiveOptions,
-    rest: Rest,
-    pages: u64,
-    changes: Vec<String>,
-) -> ReceiveReport {
-    ReceiveReport {
-        vm: rest.vm.label,
-        pid: launched.process.pid(),
-        qmp: options.qemu.qmp().to_owned(),
-        running: false,
-        pages,
-        changes,
-        verify: rest.verify,
     }
 }
 
@@ -321,50 +304,42 @@ fn fetch(
     Ok(pages)
 }
 
-/// What comes after the pages, until the source has sent everything.
-fn sent(wire: &mut Wire, blocks: &[Block]) -> Result<Sent, ReceiveError> {
-    let mut device_state = None;
+/// What comes after the pages: the ids of all of them, if the source wants them compared, and the device state.
+fn state(wire: &mut Wire, blocks: &[Block]) -> Result<State, ReceiveError> {
     let mut ids = Vec::new();
     let pages: u64 = blocks.iter().map(Block::pages).sum();
-    let vm = loop {
+    loop {
         match wire.receive_message()? {
-            Message::DeviceState(bytes) if device_state.is_none() => device_state = Some(bytes),
             Message::Ids(more) if (ids.len() + more.len()) as u64 <= pages => ids.extend(more),
-            Message::Control(Control::Complete { vm }) => break *vm,
+            Message::DeviceState(device_state) => return Ok(State { ids, device_state }),
             other => return Err(other.unexpected().into()),
         }
-    };
-    let device_state = device_state.ok_or(ConnectionError::Malformed {
-        what: "no device state".to_owned(),
-    })?;
-    Ok(Sent {
-        vm,
-        device_state,
-        ids,
-    })
+    }
 }
 
-/// Compares memory, which is complete, where the source wants that.
-fn checked(sent: Sent, blocks: &[Block]) -> Result<Rest, ReceiveError> {
-    let Sent {
-        vm,
-        device_state,
-        ids,
-    } = sent;
-    let verify = match ids.is_empty() {
-        true => None,
-        false => Some(Image::take(blocks.iter(), &transfer_hasher())?.compare_ids(&ids)),
-    };
-    match &verify {
-        Some(report) if report.differing > 0 => Err(ReceiveError::Differs {
-            differing: report.differing,
+/// Compares all memory with the source's, which has these ids; none where it need not be.
+fn compare(
+    ids: &[Option<ContentId>],
+    blocks: &[Block],
+) -> Result<Option<VerifyReport>, ReceiveError> {
+    if ids.is_empty() {
+        return Ok(None);
+    }
+    let report = Image::take(blocks.iter(), &transfer_hasher())?.compare_ids(ids);
+    match report.differing {
+        0 => Ok(Some(report)),
+        differing => Err(ReceiveError::Differs {
+            differing,
             first: report.first.join(", "),
         }),
-        _ => Ok(Rest {
-            vm,
-            device_state,
-            verify,
-        }),
+    }
+}
+
+/// The VM, of which the source has sent everything.
+fn complete(wire: &mut Wire) -> Result<VmRecord, ReceiveError> {
+    match wire.receive_message()? {
+        Message::Control(Control::Complete { vm }) => Ok(*vm),
+        other => Err(other.unexpected().into()),
     }
 }
 

@@ -26,7 +26,6 @@ use crate::capture::downtime::us;
 use crate::capture::paused_vm::{HandedOver, PausedVm};
 use crate::checkpoint::CheckpointError;
 use crate::connection::ConnectionError;
-use crate::connection::framing::Kind;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::guardian::Guardian;
@@ -110,16 +109,21 @@ impl Vm {
         let report = sent.and_then(|complete| {
             let named = (complete.record, session.clone());
             let before = wire.bytes_sent();
-            let undecided =
-                Undecided::ready(complete.vm, named, wire, reconnect, options.patience);
-            let wire = undecided.decide(Source::Keeping)?;
+            let undecided = Undecided::ready(complete.vm, named, wire, reconnect, options.patience);
+            let moved = undecided.decide(Source::Keeping)?;
             Ok(MigrateReport {
                 vm: label,
                 mode,
                 rounds: complete.rounds,
                 pages: complete.sent,
-                bytes_sent: complete.bytes + wire.map_or(before, |wire| wire.bytes_sent()),
-                downtime_us: if runs { us(complete.stopped) } else { 0 },
+                bytes_sent: complete.bytes + moved.wire.map_or(before, |wire| wire.bytes_sent()),
+                downtime_us: match runs {
+                    true => moved
+                        .runs_since
+                        .duration_since(complete.stopped)
+                        .as_micros() as u64,
+                    false => 0,
+                },
                 total_us: us(begin),
             })
         })?;
@@ -224,12 +228,18 @@ impl Vm {
             process: &target.process,
         };
         let sent = send_rest(parts, outgoing.as_mut(), wire, progress)?;
+        let stream = StateStream::lent(state, paused.monitor(), &target.process, guardian)?;
+        let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
+        if options.verify {
+            let image = Image::take(blocks(tracker), &transfer_hasher())?;
+            image.ids().try_for_each(|ids| wire.send_ids(ids))?;
+        }
+        wire.send_device_state(&device_state)?;
+        // The destination loads it meanwhile.
         let ram = paused.monitor().ram_blocks()?;
         if !tracker.tracks(&ram) {
             return Err(CheckpointError::RamChanged.into());
         }
-        let stream = StateStream::lent(state, paused.monitor(), &target.process, guardian)?;
-        let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
         devices.check(paused.monitor(), &device_state)?;
         if !vm.disks.is_empty() {
             paused.monitor().deactivate_disks()?;
@@ -237,11 +247,6 @@ impl Vm {
         vm.look_at_disks_again();
         (vm.was_running, vm.was_suspended) = (run_state.running, run_state.is_suspended());
         record.prepare(sending.session, &vm.label, runs, &vm.disks)?;
-        wire.send(Kind::DeviceState, &device_state)?;
-        if options.verify {
-            let image = Image::take(blocks(tracker), &transfer_hasher())?;
-            image.ids().try_for_each(|ids| wire.send_ids(ids))?;
-        }
         wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
         if !options.verify {
             wire.limit_silence(ANSWER_LIMIT);
