@@ -8,7 +8,7 @@
 //!
 //! A page that is neither among the pages nor in a delta is unchanged.
 
-use stillframe_page::PAGE;
+use stillframe_page::{PAGE, is_zero};
 use stillframe_page::delta::Delta;
 use stillframe_page::encoding::{Decoder, Encoder, Kind};
 
@@ -20,6 +20,9 @@ pub const PAGES_MAX: usize = 2048;
 
 /// Zstandard level, as the repository's.
 const LEVEL: i32 = 1;
+/// After so many pages in a row that do not compress, only one of some is tried: memory has long stretches of such.
+const FAILURES_MAX: u32 = 8;
+const TRY_ONE_OF: u32 = 8;
 
 /// Puts batches together; keeps its memory.
 pub struct BatchWriter {
@@ -27,6 +30,8 @@ pub struct BatchWriter {
     payload: Vec<u8>,
     pages: u32,
     deltas: u32,
+    /// Pages since the last one that compressed, or was zero.
+    failures: u32,
 }
 
 impl BatchWriter {
@@ -40,6 +45,7 @@ impl BatchWriter {
             payload: Vec::new(),
             pages: 0,
             deltas: 0,
+            failures: 0,
         })
     }
 
@@ -61,7 +67,18 @@ impl BatchWriter {
         self.payload.extend((page as u32).to_le_bytes());
         let place = self.payload.len();
         self.payload.extend([0; 3]);
-        let kind = self.encoder.encode(bytes, &mut self.payload)?;
+        let tried = self.failures < FAILURES_MAX || self.failures.is_multiple_of(TRY_ONE_OF);
+        let kind = match tried || is_zero(bytes) {
+            true => self.encoder.encode(bytes, &mut self.payload)?,
+            false => {
+                self.payload.extend_from_slice(bytes);
+                Kind::Raw
+            }
+        };
+        self.failures = match kind {
+            Kind::Raw => self.failures.wrapping_add(1),
+            _ => 0,
+        };
         let length = self.payload.len() - place - 3;
         self.payload[place] = kind.number();
         // At most a page.

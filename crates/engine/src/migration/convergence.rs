@@ -15,6 +15,8 @@ const PROGRESS: f64 = 0.9;
 /// Rounds and time without progress, after both of which the next good moment is taken.
 const PATIENCE_ROUNDS: u32 = 3;
 const PATIENCE: Duration = Duration::from_secs(1);
+/// The same after so much time in all, or as much as the first round took.
+const PATIENCE_IN_ALL: Duration = Duration::from_secs(2);
 /// What counts as such a moment, against the best so far. After twice the patience every moment does.
 const AS_GOOD: f64 = 1.2;
 
@@ -49,6 +51,8 @@ pub struct Convergence {
     pace: (u64, Duration),
     expected: Duration,
     best: Option<Duration>,
+    /// The time of the first round.
+    first: Option<Duration>,
     /// Since the best.
     rounds_since: u32,
     time_since: Duration,
@@ -64,6 +68,7 @@ impl Convergence {
             pace: (0, Duration::ZERO),
             expected: Duration::MAX,
             best: None,
+            first: None,
             rounds_since: 0,
             time_since: Duration::ZERO,
         }
@@ -112,8 +117,11 @@ impl Convergence {
             self.rounds_since += 1;
             self.time_since += round.time;
         }
+        let first = *self.first.get_or_insert(round.time);
+        let more = self.time.saturating_sub(first);
         let waited = |times: u32| {
             self.rounds_since >= PATIENCE_ROUNDS * times && self.time_since >= PATIENCE * times
+                || more >= PATIENCE_IN_ALL.max(first) * times
         };
         match self.expected <= self.downtime || waited(2) || waited(1) && good {
             true => Next::Stop,
@@ -163,8 +171,21 @@ mod tests {
         let ended = (1..).find(|_| rounds.after(round(30_000, 100, 30_000)) == Next::Stop);
         assert_eq!(ended, Some(1 + 10));
         let mut rounds = Convergence::new(10 * MS);
-        let ended = (1..).find(|_| rounds.after(round(30_000, 1000, 30_000)) == Next::Stop);
-        assert_eq!(ended, Some(1 + PATIENCE_ROUNDS));
+        let ended = (1..).find(|_| rounds.after(round(30_000, 5000, 30_000)) == Next::Stop);
+        assert_eq!(ended, Some(2));
+    }
+
+    #[test]
+    fn progress_without_end_ends_when_as_long_as_the_first_round() {
+        let mut rounds = Convergence::new(MS);
+        assert_eq!(rounds.after(round(100_000, 3000, 90_000)), Next::Round);
+        let mut left = 90_000;
+        let ended = (2..).find(|_| {
+            left = left / 8 * 7;
+            rounds.after(round(left, left as u32 / 100, left / 8 * 7)) == Next::Stop
+        });
+        // 787, 689, 602, 527 and 461 ms.
+        assert_eq!(ended, Some(6));
     }
 
     #[test]

@@ -36,6 +36,9 @@ use crate::{Progress, ProgressSink};
 const BATCH_PAGES: u64 = 1024;
 /// Adjacent pages that go over one connection.
 const CHUNK_PAGES: u64 = 512;
+/// Places of a block that are sent from at the same time. Memory has long stretches that compress well, which the
+/// processor limits, and long ones that do not, which the network limits.
+const PLACES: usize = 8;
 /// Batches that wait for a connection: the next is at hand when one was sent.
 const WAITING_MAX: usize = 1;
 
@@ -176,13 +179,14 @@ impl Outgoing {
         taken: &mut dyn FnMut(u64),
     ) -> Result<(), MigrateError> {
         let mut batches = vec![(0, Vec::new()); self.connections.len()];
-        for part in pages.iter().cloned().flat_map(chunks) {
+        let parts: Vec<Range<u64>> = pages.iter().cloned().flat_map(chunks).collect();
+        for part in mixed(parts.len()).map(|at| parts[at].clone()) {
             let number = (part.start / CHUNK_PAGES) as usize + block;
             let number = number % batches.len();
             let (count, batch): &mut (u64, Vec<Range<u64>>) = &mut batches[number];
             let more = part.end - part.start;
             if *count + more > BATCH_PAGES {
-                let pages = std::mem::take(batch);
+                let pages = ascending(std::mem::take(batch));
                 self.order(
                     number,
                     Task::Batch {
@@ -198,6 +202,7 @@ impl Outgoing {
         }
         for (number, (count, pages)) in batches.into_iter().enumerate() {
             if count > 0 {
+                let pages = ascending(pages);
                 self.order(
                     number,
                     Task::Batch {
@@ -285,6 +290,18 @@ impl Drop for Outgoing {
             connection.closer.close();
         }
     }
+}
+
+/// The numbers below `count`, from several places at the same time.
+fn mixed(count: usize) -> impl Iterator<Item = usize> {
+    let step = count.div_ceil(PLACES);
+    let each = (0..step).flat_map(move |first| (0..PLACES).map(move |place| first + place * step));
+    each.filter(move |&number| number < count)
+}
+
+fn ascending(mut pages: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    pages.sort_unstable_by_key(|range| range.start);
+    pages
 }
 
 /// Cuts pages where another connection begins.
@@ -382,5 +399,29 @@ impl PageSender {
             self.common.limiter.wait(self.sink.bytes_sent() - before);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_numbers_come_once_and_neighbours_not_together() {
+        for count in [0, 1, 7, 8, 9, 100, 1001] {
+            let mut all: Vec<usize> = mixed(count).collect();
+            if count > 2 * PLACES {
+                assert!(all.windows(2).all(|pair| pair[0].abs_diff(pair[1]) > 1));
+            }
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..count));
+        }
+    }
+
+    #[test]
+    fn chunks_end_where_another_connection_begins() {
+        let cut: Vec<Range<u64>> = chunks(510..1025).collect();
+        assert_eq!(cut, [510..512, 512..1024, 1024..1025]);
+        assert_eq!(chunks(3..3).count(), 0);
     }
 }
