@@ -8,9 +8,9 @@
 //!
 //! A page that is neither among the pages nor in a delta is unchanged.
 
-use stillframe_page::{PAGE, is_zero};
 use stillframe_page::delta::Delta;
 use stillframe_page::encoding::{Decoder, Encoder, Kind};
+use stillframe_page::{PAGE, is_zero};
 
 use super::{ConnectionError, malformed};
 use crate::memory::BlockShape;

@@ -1,23 +1,26 @@
-//! `cargo xtask bench papers dtrack`: live migration over links of a given speed, beside QEMU's own in all the ways
-//! that it offers.
+//! `cargo xtask bench papers dtrack`: live migration over a link of a given speed, beside QEMU's own in all the ways that
+//! it offers; and D-Track's ways to leave out fake dirty pages, beside each other.
+//!
+//! [`guest`] has the guests, [`run`] one migration, [`qemu`] QEMU's ways, and [`tables`] what is made of the outcomes.
 
 mod guest;
 mod qemu;
 mod run;
+mod tables;
 
 use anyhow::{Context, Result};
-use serde_json::json;
 
 use self::guest::{RAM_MIB, Saved, Work};
 use self::qemu::Tuning;
 use self::run::{Outcome, Way};
-use super::page::{Figure, Page};
+use super::page::Page;
 use stillframe_harness::network::Link;
+use stillframe_harness::results;
 
-const BENCH: &str = "papers-dtrack";
+const BENCH: &str = "migration";
 const COMMAND: &str = "cargo xtask bench papers dtrack";
 
-/// The ways, in the order of the columns.
+/// The ways, in the order of the columns. Stillframe's is the last.
 const WAYS: [(&str, Way); 6] = [
     ("QEMU pre-copy", Way::Qemu(Tuning::PreCopy)),
     ("QEMU XBZRLE", Way::Qemu(Tuning::Xbzrle)),
@@ -26,6 +29,26 @@ const WAYS: [(&str, Way); 6] = [
     ("QEMU post-copy", Way::Qemu(Tuning::PostCopy)),
     ("Stillframe", Way::Stillframe(&[])),
 ];
+
+/// Without deltas, as in the paper, and without ids unless said: how pages are found that need not be sent.
+const SKIPS: [(&str, Way); 6] = [
+    ("off", skip(&["--skip-fake=off", "--page-ids=off"])),
+    (
+        "D-Track, version 1",
+        skip(&["--skip-fake=thread", "--page-ids=off"]),
+    ),
+    (
+        "D-Track, version 2",
+        skip(&["--skip-fake=thread-delayed", "--page-ids=off"]),
+    ),
+    ("exact", skip(&["--skip-fake=exact", "--page-ids=off"])),
+    ("auto", skip(&["--skip-fake=auto", "--page-ids=off"])),
+    ("auto, with ids", skip(&["--skip-fake=auto"])),
+];
+
+const fn skip(words: &'static [&'static str]) -> Way {
+    Way::WithoutDeltas(words)
+}
 
 /// Cells of the table.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -44,78 +67,100 @@ pub struct Cells {
     turns: usize,
 }
 
-/// Runs it, and writes `docs/results/papers-dtrack/` unless only some cells are wanted.
+impl Cells {
+    fn are_some(&self) -> bool {
+        self.guest.is_some() || self.way.is_some() || self.mbit != 1000
+    }
+
+    fn wants(&self, work: Work, way: &str) -> bool {
+        let among = |name: &str, only: &Option<String>| {
+            only.as_ref()
+                .is_none_or(|only| name.contains(only.as_str()))
+        };
+        among(work.name(), &self.guest) && among(way, &self.way)
+    }
+}
+
+/// The outcomes of one cell.
+struct Cell {
+    pub work: Work,
+    pub way: &'static str,
+    pub outcomes: Vec<Outcome>,
+}
+
+/// Runs it, and writes `docs/results/migration/` unless only some cells are wanted.
 pub fn run(quick: bool, cells: &Cells) -> Result<()> {
     let folder = tempfile::Builder::new()
         .prefix("stillframe-dtrack-")
         .tempdir()?;
-    let some = quick || cells.guest.is_some() || cells.way.is_some();
+    let recorded = !quick && !cells.are_some();
     let setting = format!(
         "Guests of {RAM_MIB} MiB with a workload in 128 MiB, TCG, one vCPU. Source and destination are two network \
-         namespaces of one machine, joined by a link of {} Mbit a second (`tc tbf`, both ways). Every migration begins \
-         with the same saved state. Bytes are those that crossed the link, both ways; the pause lasts from the source's \
-         STOP event to the destination's RESUME event. QEMU's time is without the start of the other QEMU, ours is with \
-         the start of all programs.",
-        cells.mbit
+         namespaces of one machine with two processors, joined by a link of {} Mbit a second (`tc tbf`, both ways). Every \
+         migration begins with the same saved state. Bytes are those that crossed the link, both ways, headers included. The \
+         pause lasts from the source's STOP event to the destination's RESUME event. QEMU's time begins with its command \
+         and leaves out the start of the other QEMU; ours is that of the whole command, with all programs that it starts. A \
+         migration that does not end within {} s is cancelled, and not repeated.",
+        cells.mbit,
+        run::LIMIT.as_secs()
     );
-    let mut page = Page::new(
-        BENCH,
-        some.then_some(folder.path()),
-        "Live migration",
-        COMMAND,
-        &setting,
-    )?;
+    let elsewhere = (!recorded).then_some(folder.path());
+    let mut page = Page::new(BENCH, elsewhere, "Live migration", COMMAND, &setting)?;
     let link = Link::new()?;
     link.shape(cells.mbit)?;
-    let wanted =
-        |name: &str, only: &Option<String>| only.as_ref().is_none_or(|only| name.contains(&**only));
+    let turns = if quick { 1 } else { cells.turns };
+    let (mut table, mut skips) = (Vec::new(), Vec::new());
     for work in Work::ALL {
-        if !wanted(work.name(), &cells.guest) {
-            continue;
-        }
         let saved = Saved::new(work, folder.path())?;
-        let mut rows = Vec::new();
-        for (name, way) in WAYS {
-            if !wanted(name, &cells.way) {
-                continue;
+        for (way, how) in WAYS {
+            if cells.wants(work, way) {
+                table.push(cell(&saved, &link, (way, how), turns, &mut page)?);
             }
-            let mut outcomes = Vec::new();
-            for turn in 0..if quick { 1 } else { cells.turns } {
-                let what = || format!("{} by {name}", work.name());
-                let outcome = run::migrate(&saved, &link, way).with_context(what)?;
-                eprintln!("{} {turn}: {}", what(), outcome.raw());
-                page.keep(&what(), json!(outcome.raw()));
-                outcomes.push(outcome);
-            }
-            rows.push(row(name, &outcomes));
         }
-        page.add(&Figure {
-            title: work.name(),
-            paper: "see the tables above.",
-            ours: "medians.",
-            columns: &["way", "total ms", "pause ms", "MiB"],
-            rows: &rows,
-            pictures: &[],
-            differs: "see above.",
-        });
+        let writes = matches!(work, Work::Writer | Work::Noise | Work::Silent);
+        for (way, how) in SKIPS {
+            if writes && cells.wants(work, way) {
+                skips.push(cell(&saved, &link, (way, how), turns.min(2), &mut page)?);
+            }
+        }
+    }
+    tables::add_ways(&mut page, &table)?;
+    tables::add_skips(&mut page, &skips);
+    if recorded {
+        let claims = tables::claims(&table, &skips)?;
+        page.add_claims(
+            &claims,
+            "-",
+            "goals of our own, against QEMU's best of the same table.",
+        );
+        results::write_summary(BENCH, &claims)?;
     }
     page.write()
 }
 
-fn row(name: &str, outcomes: &[Outcome]) -> Vec<String> {
-    let median = |of: &dyn Fn(&Outcome) -> Option<f64>| {
-        let samples: Option<Vec<f64>> = outcomes.iter().map(of).collect();
-        samples.map_or("does not end".to_owned(), |samples| {
-            format!(
-                "{:.1}",
-                stillframe_harness::results::percentile(&samples, 0.5)
-            )
-        })
-    };
-    vec![
-        name.to_owned(),
-        median(&|outcome| outcome.total_ms),
-        median(&|outcome| outcome.downtime_ms),
-        median(&|outcome| Some(outcome.bytes as f64 / f64::from(1 << 20))),
-    ]
+/// Some migrations of one guest in one way.
+fn cell(
+    saved: &Saved,
+    link: &Link,
+    (way, how): (&'static str, Way),
+    turns: usize,
+    page: &mut Page,
+) -> Result<Cell> {
+    let work = saved.work();
+    let what = format!("{} by {way}", work.name());
+    let mut outcomes: Vec<Outcome> = Vec::new();
+    for turn in 0..turns {
+        if outcomes.iter().any(|outcome| outcome.total_ms.is_none()) {
+            break;
+        }
+        let outcome = run::migrate(saved, link, how).with_context(|| what.clone())?;
+        eprintln!("{what} {turn}: {}", outcome.in_short());
+        page.keep(&what, outcome.raw());
+        outcomes.push(outcome);
+    }
+    Ok(Cell {
+        work,
+        way,
+        outcomes,
+    })
 }

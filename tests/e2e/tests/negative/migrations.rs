@@ -81,7 +81,13 @@ fn a_guest_that_writes_too_much_is_not_stopped_for_it() -> Result<()> {
     let guest = setup.boot()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let mut order = Order::of(&guest, "busy");
-    let words = ["--bandwidth", "40M", "--pause-limit", "300ms"];
+    // All that it writes is sent, so that a round takes longer than the guest ever rests.
+    let words = [
+        "--bandwidth=20M",
+        "--pause-limit=300ms",
+        "--delta-cache=0",
+        "--skip-fake=off",
+    ];
     order.migrate.extend(words.map(str::to_owned));
     let words = "the guest writes faster than its pages are sent";
     is_refused(&stillframe, &guest, &order, words)?;

@@ -47,6 +47,17 @@ impl Work {
         }
     }
 
+    /// The same in words.
+    pub fn words(self) -> &'static str {
+        match self {
+            Work::Idle => "An idle guest",
+            Work::Reader => "A guest that reads its memory",
+            Work::Writer => "A guest that writes words at random places",
+            Work::Noise => "A guest that writes pages of noise",
+            Work::Silent => "A guest that writes what is there already",
+        }
+    }
+
     fn workload(self) -> Workload {
         let (pattern, tick_ms, writes_per_tick, share) = match self {
             Work::Idle => ("idle", 1000, 1, 512),
@@ -67,6 +78,7 @@ impl Work {
 
 /// A guest at work, saved.
 pub struct Saved {
+    work: Work,
     setup: Setup,
     file: PathBuf,
 }
@@ -83,7 +95,12 @@ impl Saved {
         guest.serial.wait_ticks(3, BOOT_LIMIT)?;
         let file = folder.join(format!("{}.mapped-ram", work.name()));
         peers::save_mapped_ram(&mut guest.second_monitor()?, &file)?;
-        Ok(Saved { setup, file })
+        Ok(Saved { work, setup, file })
+    }
+
+    /// What it does.
+    pub fn work(&self) -> Work {
+        self.work
     }
 
     /// The file with its state, which `mapped-ram` reads.

@@ -32,6 +32,8 @@ pub enum Way {
     Qemu(Tuning),
     /// Stillframe, with these arguments.
     Stillframe(&'static [&'static str]),
+    /// The same, without deltas.
+    WithoutDeltas(&'static [&'static str]),
 }
 
 /// What came of it.
@@ -56,6 +58,16 @@ impl Outcome {
     }
 }
 
+impl Outcome {
+    /// For whoever waits for the bench.
+    pub fn in_short(&self) -> String {
+        let ms = |value: Option<f64>| value.map_or("-".to_owned(), |ms| format!("{ms:.1} ms"));
+        let mib = self.bytes as f64 / f64::from(1 << 20);
+        let (total, pause) = (ms(self.total_ms), ms(self.downtime_ms));
+        format!("{total}, pause {pause}, {mib:.1} MiB")
+    }
+}
+
 /// Migrates the guest once.
 pub fn migrate(saved: &Saved, link: &Link, way: Way) -> Result<Outcome> {
     let [here, _] = &link.hosts;
@@ -69,6 +81,9 @@ pub fn migrate(saved: &Saved, link: &Link, way: Way) -> Result<Outcome> {
     let outcome = match way {
         Way::Qemu(tuning) => by_qemu(saved, link, &source, tuning),
         Way::Stillframe(words) => by_stillframe(link, &source, words),
+        Way::WithoutDeltas(words) => {
+            by_stillframe(link, &source, &[words, &["--delta-cache=0"]].concat())
+        }
     };
     source.kill()?;
     outcome
