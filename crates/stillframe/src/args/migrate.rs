@@ -108,8 +108,8 @@ pub struct MigrateArgs {
     /// Send pages while the VM runs until the rest can be sent in this time
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "10ms")]
     pub downtime_limit: Duration,
-    /// Upper bound on copies of guest memory by which changes are found
-    #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "512M")]
+    /// Upper bound on copies of guest memory by which changes are found; 0: send whole pages
+    #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "512M")]
     pub delta_cache: u64,
     /// Send pages over so many connections [default: one a processor, at most 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=CONNECTIONS_MAX as i64))]
