@@ -23,8 +23,16 @@ pub struct Namespace {
 
 impl Namespace {
     fn new() -> Result<Namespace> {
-        let holder = Command::new("unshare")
-            .args(["--net", "sleep", "infinity"])
+        // It also ends with a test that is killed.
+        let holder = Command::new("setpriv")
+            .args([
+                "--pdeathsig",
+                "KILL",
+                "unshare",
+                "--net",
+                "sleep",
+                "infinity",
+            ])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()

@@ -54,7 +54,7 @@ impl Page {
         Ok(Page {
             folder,
             text: format!(
-                "# {title}\n\n`{command}`, commit {commit}. Raw data: `raw.jsonl.zst` (zstd).\n\n{setting}\n"
+                "# {title}\n\n`{command}`, commit {commit}. Raw data: `raw.jsonl`, compressed with zstd where it is long.\n\n{setting}\n"
             ),
             raw: Vec::new(),
         })
