@@ -10,6 +10,8 @@
 //!              Sync, after each round      <-->   Synced
 //!              Pages, while it is stopped  -->
 //!              Last                        -->
+//!            and on the first one, each second:
+//!              Alive                       -->
 //!   stop-copy: Content, as often as needed -->
 //!              Pages                       <-->   Fetch, as often as needed
 //!                                          <--    Fetched
@@ -109,6 +111,8 @@ pub enum Control {
     Synced,
     /// No more pages come over this connection.
     Last,
+    /// The source lives, while its pages go over other connections.
+    Alive,
     /// The source has sent everything.
     Complete {
         /// The VM as of the pause.
@@ -178,6 +182,7 @@ impl Message {
                 Control::Sync => "a request for an answer",
                 Control::Synced => "that all pages so far are populated",
                 Control::Last => "that no more pages come",
+                Control::Alive => "that it lives",
                 Control::Complete { .. } => "that all is sent",
                 Control::Word { .. } => "who is to run the VM",
             },

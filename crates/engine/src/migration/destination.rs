@@ -310,6 +310,7 @@ fn state(wire: &mut Wire, blocks: &[Block]) -> Result<State, ReceiveError> {
     let pages: u64 = blocks.iter().map(Block::pages).sum();
     loop {
         match wire.receive_message()? {
+            Message::Control(Control::Alive) => {}
             Message::Ids(more) if (ids.len() + more.len()) as u64 <= pages => ids.extend(more),
             Message::DeviceState(device_state) => return Ok(State { ids, device_state }),
             other => return Err(other.unexpected().into()),

@@ -6,13 +6,17 @@ use std::time::Duration;
 use stillframe_link::Closer;
 
 use super::error::ReceiveError;
-use super::{Awaited, Listen, Wire};
+use super::{ANSWER_LIMIT, Awaited, Listen, Wire};
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::populate::streamed::{Received, StreamWriter, StreamedMemory};
 
 /// Time for the source to open its connections.
 const OPEN_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a connection may have no pages: its share of a round may be little. If the source is gone, that shows on the
+/// first connection.
+const NO_PAGES_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// All that came.
 pub(super) struct Arrived<R> {
@@ -34,11 +38,14 @@ pub(super) fn accept(
         let Some(mut wire) = listen(Awaited::Pages, OPEN_LIMIT) else {
             return Err(ReceiveError::TooFewConnections { came, wanted });
         };
+        // A stranger that says nothing must not keep the source away.
+        wire.limit_silence(ANSWER_LIMIT);
         match wire.receive_message() {
             Ok(Message::Control(Control::Join {
                 session: its,
                 number,
             })) if its == *session && number == came => {
+                wire.limit_silence(NO_PAGES_MAX);
                 wires.push(wire);
             }
             // Another source; the own one gets no connection twice.

@@ -11,8 +11,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender, bounded};
 use stillframe_link::{Closer, Stream};
 use stillframe_page::PAGE_BYTES;
 use stillframe_sys::affinity::{AffinityGuard, Processors};
@@ -39,6 +40,8 @@ const CHUNK_PAGES: u64 = 512;
 /// Places of a block that are sent from at the same time. Memory has long stretches that compress well, which the
 /// processor limits, and long ones that do not, which the network limits.
 const PLACES: usize = 8;
+/// How often the destination hears over the first connection, which has no pages, that this side lives.
+const BEAT: Duration = Duration::from_secs(1);
 /// Batches that wait for a connection: the next is at hand when one was sent.
 const WAITING_MAX: usize = 1;
 
@@ -88,6 +91,8 @@ pub(super) struct Outgoing {
     common: Common,
     /// Pages that no connection was given.
     postponed: u64,
+    /// When the destination last heard that this side lives, or soon before.
+    beat: Instant,
 }
 
 /// What all threads need.
@@ -134,6 +139,7 @@ impl Outgoing {
             sent: Sent::default(),
             common,
             postponed: 0,
+            beat: Instant::now(),
         })
     }
 
@@ -147,12 +153,14 @@ impl Outgoing {
         self.postponed += pages;
     }
 
-    /// Takes the pages of a round.
+    /// Takes the pages of a round. Meanwhile, and while it waits, the destination hears over the first connection that
+    /// this side lives.
     ///
     /// # Errors
     /// A connection or a read failed.
     pub fn put(
         &mut self,
+        wire: &mut Wire,
         wanted: &Collected,
         guest: Guest,
         progress: ProgressSink<'_>,
@@ -163,16 +171,17 @@ impl Outgoing {
             progress(Progress::FullPass { done, total });
         };
         for (block, pages) in wanted.written.iter().enumerate() {
-            self.put_block(block, pages, Content::Memory(guest), taken)?;
+            self.put_block(wire, block, pages, Content::Memory(guest), taken)?;
         }
         for (block, pages) in wanted.discarded.iter().enumerate() {
-            self.put_block(block, pages, Content::Zero, taken)?;
+            self.put_block(wire, block, pages, Content::Zero, taken)?;
         }
         Ok(())
     }
 
     fn put_block(
         &mut self,
+        wire: &mut Wire,
         block: usize,
         pages: &[Range<u64>],
         content: Content,
@@ -188,6 +197,7 @@ impl Outgoing {
             if *count + more > BATCH_PAGES {
                 let pages = ascending(std::mem::take(batch));
                 self.order(
+                    wire,
                     number,
                     Task::Batch {
                         block,
@@ -204,6 +214,7 @@ impl Outgoing {
             if count > 0 {
                 let pages = ascending(pages);
                 self.order(
+                    wire,
                     number,
                     Task::Batch {
                         block,
@@ -221,16 +232,16 @@ impl Outgoing {
     ///
     /// # Errors
     /// A connection or a read failed.
-    pub fn sync(&mut self) -> Result<(), MigrateError> {
-        self.all(|| Task::Sync)
+    pub fn sync(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
+        self.all(wire, || Task::Sync)
     }
 
     /// Waits until all pages are sent; there are no more.
     ///
     /// # Errors
     /// The same.
-    pub fn last(&mut self) -> Result<(), MigrateError> {
-        self.all(|| Task::Last)
+    pub fn last(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
+        self.all(wire, || Task::Last)
     }
 
     /// What was sent until the last of these waits.
@@ -245,14 +256,18 @@ impl Outgoing {
         self.sent.bytes
     }
 
-    fn all(&mut self, task: impl Fn() -> Task) -> Result<(), MigrateError> {
+    fn all(&mut self, wire: &mut Wire, task: impl Fn() -> Task) -> Result<(), MigrateError> {
         for number in 0..self.connections.len() {
-            self.order(number, task())?;
+            self.order(wire, number, task())?;
         }
         let mut all = Sent::default();
         for number in 0..self.connections.len() {
-            let Ok(sent) = self.connections[number].sent.recv() else {
-                return Err(self.failed(number));
+            let sent = loop {
+                match self.connections[number].sent.recv_timeout(BEAT) {
+                    Ok(sent) => break sent,
+                    Err(RecvTimeoutError::Timeout) => wire.send_control(&Control::Alive)?,
+                    Err(RecvTimeoutError::Disconnected) => return Err(self.failed(number)),
+                }
             };
             all.pages += sent.pages;
             all.bytes += sent.bytes;
@@ -261,11 +276,26 @@ impl Outgoing {
         Ok(())
     }
 
-    fn order(&mut self, number: usize, task: Task) -> Result<(), MigrateError> {
-        let tasks = self.connections[number].tasks.as_ref();
-        match tasks.map(|tasks| tasks.send(task)) {
-            Some(Ok(())) => Ok(()),
-            _ => Err(self.failed(number)),
+    fn order(
+        &mut self,
+        wire: &mut Wire,
+        number: usize,
+        mut task: Task,
+    ) -> Result<(), MigrateError> {
+        if self.beat.elapsed() >= BEAT {
+            self.beat = Instant::now();
+            wire.send_control(&Control::Alive)?;
+        }
+        loop {
+            let tasks = self.connections[number].tasks.as_ref();
+            match tasks.map(|tasks| tasks.send_timeout(task, BEAT)) {
+                Some(Ok(())) => return Ok(()),
+                Some(Err(SendTimeoutError::Timeout(again))) => {
+                    task = again;
+                    wire.send_control(&Control::Alive)?;
+                }
+                _ => return Err(self.failed(number)),
+            }
         }
     }
 

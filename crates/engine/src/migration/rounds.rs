@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::convergence::{Convergence, Next, Round};
 use super::error::MigrateError;
 use super::outgoing::Outgoing;
-use super::{MigrateOptions, SkipFake};
+use super::{MigrateOptions, SkipFake, Wire};
 use crate::attach::Vm;
 use crate::memory::block::Guest;
 use crate::memory::ranges::{PageRanges, count, subtract_all};
@@ -92,7 +92,7 @@ impl Vm {
     /// Sends pages while the guest runs. Returns in how many rounds.
     pub(super) fn send_running(
         &mut self,
-        outgoing: &mut Outgoing,
+        (wire, outgoing): (&mut Wire, &mut Outgoing),
         rounds: &mut Rounds<'_>,
     ) -> Result<u32, MigrateError> {
         let mut streaming = Streaming {
@@ -118,8 +118,8 @@ impl Vm {
                 wanted.written = subtract_all(&wanted.written, &later);
             }
             let pages = wanted.pages();
-            outgoing.put(&wanted, Guest::Running, rounds.progress)?;
-            outgoing.sync()?;
+            outgoing.put(wire, &wanted, Guest::Running, rounds.progress)?;
+            outgoing.sync(wire)?;
             let found = streaming.found()?;
             changing.found(&found.written);
             wanted = streaming.pending(found);

@@ -159,7 +159,7 @@ impl Vm {
             Mode::PreCopy => {
                 let mut outgoing = self.open(&sending, reconnect)?;
                 let rounds = &mut Rounds::new(sending.options, progress, rounds);
-                sending.rounds = self.send_running(&mut outgoing, rounds)?;
+                sending.rounds = self.send_running((wire, &mut outgoing), rounds)?;
                 Some(outgoing)
             }
             Mode::StopCopy => None,
@@ -277,8 +277,8 @@ fn send_rest(
         });
     };
     let rest = parts.rest()?;
-    outgoing.put(&rest, Guest::Stopped, progress)?;
-    outgoing.last()?;
+    outgoing.put(wire, &rest, Guest::Stopped, progress)?;
+    outgoing.last(wire)?;
     Ok(outgoing.pages())
 }
 

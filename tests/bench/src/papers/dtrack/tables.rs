@@ -129,7 +129,7 @@ pub fn add_skips(page: &mut Page, skips: &[Cell]) {
         paper: "total time of a guest with memcached, against pre-copy without D-Track: 10.92 % less at 1 GiB, 9.74 % at \
                 2 GiB, 16.16 % at 4 GiB; with hashes (SHA-1) 4.41 and 8.16 % less, and 5.41 % more. Sorts of a guest: 15 to \
                 32 % fewer with version 1, -7.5 to +6 % with version 2.",
-        ours: "medians of two; counts are pages.",
+        ours: "the lower of two in each column; counts are pages.",
         columns: &columns,
         rows: &rows,
         pictures: &[],
