@@ -59,7 +59,7 @@ pub enum Bench {
     /// Speed of guests with real software, alone and watched (about 20 minutes; the first time longer, to build them)
     Workloads,
     /// The evaluations of three papers: `papers fitdoc` and `papers cow`, on guests with real software (about half an
-    /// hour each; the first time longer, to build the guests), and `papers dtrack` (about 15 minutes)
+    /// hour each; the first time longer, to build the guests), and `papers dtrack` (about 20 minutes)
     Papers,
     /// The two-level dirty bitmap against a scan of all bits (seconds; no guest)
     Bitmap,

@@ -38,6 +38,7 @@ pub use commit::{CommitError, Wish};
 pub use destination::{NewQemu, ReceiveOptions, receive, resume as resume_receiving};
 pub use error::{MigrateError, ReceiveError};
 pub use record::RecordError;
+pub use sent_ids::PageHash;
 pub use source::{SettleError, SettledReport, settle};
 
 /// How long the other side may be silent, or take nothing: it starts QEMU, reads or compares all of memory meanwhile.
@@ -108,8 +109,8 @@ pub struct MigrateOptions {
     pub connections: usize,
     /// How fake dirty pages are left out.
     pub skip_fake: SkipFake,
-    /// Do not send a page again that has the id of its last version.
-    pub page_ids: bool,
+    /// Do not send a page again that has the id of its last version; `None`: such pages are counted only.
+    pub page_ids: Option<PageHash>,
     /// How long it is tried to connect again, once the VM is given up.
     pub patience: Duration,
 }

@@ -192,19 +192,11 @@ impl Outgoing {
         for part in mixed(parts.len()).map(|at| parts[at].clone()) {
             let number = (part.start / CHUNK_PAGES) as usize + block;
             let number = number % batches.len();
-            let (count, batch): &mut (u64, Vec<Range<u64>>) = &mut batches[number];
+            let (count, batch) = &mut batches[number];
             let more = part.end - part.start;
             if *count + more > BATCH_PAGES {
-                let pages = ascending(std::mem::take(batch));
-                self.order(
-                    wire,
-                    number,
-                    Task::Batch {
-                        block,
-                        pages,
-                        content,
-                    },
-                )?;
+                let pages = std::mem::take(batch);
+                self.batch(wire, number, (block, pages, content))?;
                 taken(std::mem::take(count));
             }
             batch.push(part);
@@ -212,20 +204,27 @@ impl Outgoing {
         }
         for (number, (count, pages)) in batches.into_iter().enumerate() {
             if count > 0 {
-                let pages = ascending(pages);
-                self.order(
-                    wire,
-                    number,
-                    Task::Batch {
-                        block,
-                        pages,
-                        content,
-                    },
-                )?;
+                self.batch(wire, number, (block, pages, content))?;
                 taken(count);
             }
         }
         Ok(())
+    }
+
+    /// Hands a batch to a connection.
+    fn batch(
+        &mut self,
+        wire: &mut Wire,
+        number: usize,
+        (block, mut pages, content): (usize, Vec<Range<u64>>, Content),
+    ) -> Result<(), MigrateError> {
+        pages.sort_unstable_by_key(|range| range.start);
+        let batch = Task::Batch {
+            block,
+            pages,
+            content,
+        };
+        self.order(wire, number, batch)
     }
 
     /// Waits until the destination has all pages so far.
@@ -327,11 +326,6 @@ fn mixed(count: usize) -> impl Iterator<Item = usize> {
     let step = count.div_ceil(PLACES);
     let each = (0..step).flat_map(move |first| (0..PLACES).map(move |place| first + place * step));
     each.filter(move |&number| number < count)
-}
-
-fn ascending(mut pages: Vec<Range<u64>>) -> Vec<Range<u64>> {
-    pages.sort_unstable_by_key(|range| range.start);
-    pages
 }
 
 /// Cuts pages where another connection begins.

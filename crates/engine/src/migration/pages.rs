@@ -7,7 +7,7 @@ use stillframe_qemu::monitor::Monitor;
 
 use super::MigratedPages;
 use super::error::MigrateError;
-use super::sent_ids::SentIds;
+use super::sent_ids::{PageHash, SentIds};
 use crate::connection::batch::{BatchWriter, PAGES_MAX};
 use crate::connection::framing::Kind;
 use crate::connection::message::{Control, Message, RANGES_MAX};
@@ -36,8 +36,14 @@ pub(super) struct SentPages {
 }
 
 impl SentPages {
-    /// None yet. `cache_bytes` is the budget of the delta cache, `seed` that of the ids.
-    pub fn new(blocks: &[BlockShape], cache_bytes: u64, seed: u64, skip_known: bool) -> SentPages {
+    /// None yet. `cache_bytes` is the budget of the delta cache, `seed` the secret of the ids. Without a hash, pages that
+    /// are known by their ids are counted, and sent.
+    pub fn new(
+        blocks: &[BlockShape],
+        cache_bytes: u64,
+        seed: u64,
+        hash: Option<PageHash>,
+    ) -> SentPages {
         let mut stream = PageStream::new(blocks);
         stream.pages_may_come_twice(blocks);
         let mut cache = DeltaCache::default();
@@ -46,8 +52,8 @@ impl SentPages {
             stream,
             encoder: PageEncoder::in_one_thread(),
             cache,
-            ids: SentIds::new(blocks, seed),
-            skip_known,
+            ids: SentIds::new(blocks, hash.unwrap_or(PageHash::Xxh3), seed),
+            skip_known: hash.is_some(),
             known: 0,
             fake: 0,
             postponed: 0,

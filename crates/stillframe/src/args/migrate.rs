@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use stillframe_engine::migration::{CONNECTIONS_MAX, Mode, SkipFake};
+use stillframe_engine::migration::{CONNECTIONS_MAX, Mode, PageHash, SkipFake};
 use stillframe_link::Address;
 
 use super::{LaunchArgs, VmSelector};
@@ -77,8 +77,30 @@ impl From<SkipFakeChoice> for SkipFake {
 pub enum PageIds {
     /// Not at all; they are counted
     Off,
-    /// By 128 bits of XXH3
+    /// The fastest
     Xxh3,
+    /// The strongest
+    Blake3,
+    /// To compare with
+    Sha1,
+    /// To compare with
+    Md5,
+    /// To compare with
+    Murmur3,
+}
+
+impl PageIds {
+    /// The engine's.
+    pub fn hash(self) -> Option<PageHash> {
+        match self {
+            PageIds::Off => None,
+            PageIds::Xxh3 => Some(PageHash::Xxh3),
+            PageIds::Blake3 => Some(PageHash::Blake3),
+            PageIds::Sha1 => Some(PageHash::Sha1),
+            PageIds::Md5 => Some(PageHash::Md5),
+            PageIds::Murmur3 => Some(PageHash::Murmur3),
+        }
+    }
 }
 
 /// `migrate`

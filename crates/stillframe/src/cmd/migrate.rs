@@ -8,7 +8,7 @@ use stillframe_engine::{PAGE_BYTES, Progress, Round};
 use stillframe_link::{ConnectError, Security, connect};
 
 use super::{Context, capture, receive};
-use crate::args::{MigrateArgs, PageIds};
+use crate::args::MigrateArgs;
 use crate::durations;
 use crate::output;
 use crate::progress::Meter;
@@ -39,7 +39,7 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
         cache_bytes: args.delta_cache,
         connections: args.connections.map_or_else(connections, usize::from),
         skip_fake: args.skip_fake.into(),
-        page_ids: args.page_ids == PageIds::Xxh3,
+        page_ids: args.page_ids.hash(),
         patience: args.reconnect,
     };
     let mut meter = Meter::new(context.console);

@@ -31,7 +31,7 @@ const WAYS: [(&str, Way); 6] = [
 ];
 
 /// Without deltas, as in the paper, and without ids unless said: how pages are found that need not be sent.
-const SKIPS: [(&str, Way); 6] = [
+const SKIPS: [(&str, Way); 11] = [
     ("off", skip(&["--skip-fake=off", "--page-ids=off"])),
     (
         "D-Track, version 1",
@@ -44,6 +44,20 @@ const SKIPS: [(&str, Way); 6] = [
     ("exact", skip(&["--skip-fake=exact", "--page-ids=off"])),
     ("auto", skip(&["--skip-fake=auto", "--page-ids=off"])),
     ("auto, with ids", skip(&["--skip-fake=auto"])),
+    (
+        "ids by SHA-1",
+        skip(&["--skip-fake=off", "--page-ids=sha1"]),
+    ),
+    ("ids by MD5", skip(&["--skip-fake=off", "--page-ids=md5"])),
+    (
+        "ids by Murmur3",
+        skip(&["--skip-fake=off", "--page-ids=murmur3"]),
+    ),
+    (
+        "ids by BLAKE3",
+        skip(&["--skip-fake=off", "--page-ids=blake3"]),
+    ),
+    ("ids by XXH3", skip(&["--skip-fake=off", "--page-ids=xxh3"])),
 ];
 
 const fn skip(words: &'static [&'static str]) -> Way {
