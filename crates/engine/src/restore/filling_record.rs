@@ -31,6 +31,8 @@ const VERSION: u32 = 2;
 const RECORD: &str = ".filling";
 /// The end of the fill bitmap's name.
 const FILL_BITMAP: &str = ".filling-pages";
+/// How often the list of all locks is read for one of them.
+const LOOKS: usize = 5;
 /// Upper bound on the record's length, in bytes. One of 10 000 RAM blocks has 2 MiB.
 const RECORD_BYTES_MAX: u64 = 16 << 20;
 
@@ -320,12 +322,17 @@ impl Files {
 
 /// The process that has a file locked, if it was killed and cannot end, or sleeps uninterruptibly.
 fn hanging_holder(file: &File) -> Option<i32> {
-    let locks = fs::read_to_string("/proc/locks").ok()?;
-    let inode = file.metadata().ok()?.ino();
-    let pid = holder(&locks, inode)?;
+    let pid = holder_now(file)?;
     let state = Process::open(pid).ok()?.run_state().ok()?;
     // The main thread of a killed process is a zombie for as long as another thread sleeps.
     matches!(state, 'Z' | 'D').then_some(pid)
+}
+
+/// The process that has a file locked. Locks that come and go while the kernel's list is read, a page at a time, hide
+/// others of the list.
+fn holder_now(file: &File) -> Option<i32> {
+    let inode = file.metadata().ok()?.ino();
+    (0..LOOKS).find_map(|_| holder(&fs::read_to_string("/proc/locks").ok()?, inode))
 }
 
 /// The process that has locked an inode whole, by proc_locks(5): `1: FLOCK  ADVISORY  WRITE 708 08:01:1234 0 EOF`.
@@ -444,8 +451,7 @@ mod tests {
         let inode = file.metadata().unwrap().ino();
         let locked = |locks: &str| holder(locks, inode);
         flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
-        let locks = fs::read_to_string("/proc/locks").unwrap();
-        assert_eq!(locked(&locks), Some(std::process::id() as i32));
+        assert_eq!(holder_now(&file), Some(std::process::id() as i32));
         // This process lives.
         assert_eq!(hanging_holder(&file), None);
         let waiter = format!("1: -> FLOCK ADVISORY WRITE 7 08:01:{inode} 0 EOF");
