@@ -115,7 +115,7 @@ impl Link {
         Ok(Link { hosts })
     }
 
-    /// Both directions carry so many Mbit a second from here on.
+    /// Limits both directions to `mbit` Mbit a second from here on.
     pub fn shape(&self, mbit: u64) -> Result<()> {
         // A bucket of a millisecond.
         let burst = (mbit * 1_000_000 / 8 / 1000).max(BURST_BYTES_MIN);

@@ -106,7 +106,7 @@ enum What {
     /// VMs migrated to another process, every page compared; then strikes at the hand-over.
     Migrate {
         /// Migrations of each guest in each mode, besides those that are compared byte by byte.
-        #[arg(long, default_value_t = 10)]
+        #[arg(long, default_value_t = 23)]
         count: u64,
         /// Kills and cuts at random moments, besides every fault at every point.
         #[arg(long, default_value_t = 200)]

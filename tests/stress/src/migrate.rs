@@ -169,7 +169,7 @@ pub fn run(count: u64, kills: u64, only: Option<&str>) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let mut total = Tally::default();
-    let mut raw = Vec::new();
+    let (mut raw, mut per_mode) = (Vec::new(), [0u64; 2]);
     let mut setups: Vec<(&str, Setup)> = Kind::ALL
         .into_iter()
         .map(|kind| (kind.name(), Setup::new(kind)))
@@ -184,6 +184,10 @@ pub fn run(count: u64, kills: u64, only: Option<&str>) -> Result<()> {
         let guest = setup.boot()?;
         let note = |what: &str, arrived: &Arrived, tally: Tally| {
             total.add(&format!("{name}: {what}"), tally);
+            match what {
+                what if what.starts_with("pre-copy") => per_mode[0] += 1,
+                _ => per_mode[1] += 1,
+            }
             raw.push(json!({
                 "guest": name, "what": what, "pages": tally.pages, "differing": tally.differing,
                 "sent": arrived.sent, "received": arrived.report,
@@ -205,7 +209,7 @@ pub fn run(count: u64, kills: u64, only: Option<&str>) -> Result<()> {
         let killed = struck.killed_wrong as f64;
         let killed = Claim::new("transfer-kills", Goal::Zero, killed, "cases", command);
         let claims = [
-            pages.if_enough(total.checkpoints >= 200),
+            pages.if_enough(per_mode.iter().all(|&count| count >= 200)),
             cases.if_enough(kills >= 200),
             killed.if_enough(struck.killed >= 60),
         ];

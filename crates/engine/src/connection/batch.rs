@@ -20,8 +20,10 @@ pub const PAGES_MAX: usize = 2048;
 
 /// Zstandard level, as the repository's.
 const LEVEL: i32 = 1;
-/// After so many pages in a row that do not compress, only one of some is tried: memory has long stretches of such.
+/// Pages in a row that do not compress. After these only one page of [`TRY_ONE_OF`] is tried: memory has long
+/// stretches that do not.
 const FAILURES_MAX: u32 = 8;
+/// See [`FAILURES_MAX`].
 const TRY_ONE_OF: u32 = 8;
 
 /// Puts batches together; keeps its memory.

@@ -4,7 +4,7 @@
 //!   source                                        destination
 //!     Hello {session, mode, connections,   -->      plans, starts QEMU
 //!            vm, blocks}                   <--    Accepted
-//!   pre-copy, on so many more connections:
+//!   pre-copy, on each further connection:
 //!     Join {session, number}               -->
 //!              Pages, as often as needed   -->
 //!              Sync, after each round      <-->   Synced

@@ -15,7 +15,8 @@ const PROGRESS: f64 = 0.9;
 /// Rounds and time without progress, after both of which the next good moment is taken.
 const PATIENCE_ROUNDS: u32 = 3;
 const PATIENCE: Duration = Duration::from_secs(1);
-/// The same after so much time in all, or as much as the first round took.
+/// Time of all rounds but the first, progress or not, after which the same applies; the time of the first round if that
+/// is longer.
 const PATIENCE_IN_ALL: Duration = Duration::from_secs(2);
 /// What counts as such a moment, against the best so far. After twice the patience every moment does.
 const AS_GOOD: f64 = 1.2;
@@ -59,7 +60,7 @@ pub struct Convergence {
 }
 
 impl Convergence {
-    /// The VM may be stopped for so long for its remaining pages.
+    /// Begins. The VM may be stopped for `downtime` for its remaining pages.
     pub fn new(downtime: Duration) -> Convergence {
         Convergence {
             downtime,
@@ -79,7 +80,7 @@ impl Convergence {
         self.expected
     }
 
-    /// How long so many pages take.
+    /// Time that this number of pages takes.
     pub fn time_for(&self, pages: u64) -> Duration {
         match self.pace {
             (0, _) => Duration::ZERO,

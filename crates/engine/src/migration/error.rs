@@ -108,9 +108,9 @@ pub enum ReceiveError {
     /// The connections for pages did not come.
     #[error("the source has opened {came} of {wanted} connections for pages")]
     TooFewConnections {
-        /// So many came.
+        /// Those that came.
         came: usize,
-        /// So many were to come.
+        /// Those that the source announced.
         wanted: usize,
     },
     /// A connection cannot be closed from another thread.

@@ -22,7 +22,7 @@ impl Limiter {
         }
     }
 
-    /// So many bytes were sent; sleeps until the bandwidth allows all that were.
+    /// Counts bytes that were sent; sleeps until the bandwidth allows all that were.
     pub fn wait(&self, bytes: u64) {
         std::thread::sleep(self.left(bytes, self.begin.elapsed()));
     }

@@ -161,7 +161,7 @@ pub struct MigrateReport {
     pub bytes_sent: u64,
     /// From the stop here until it was known that the VM runs there, in microseconds.
     pub downtime_us: u64,
-    /// Time from the call until the VM runs there and its QEMU here is told to end, in microseconds.
+    /// Time from the call until the VM runs there and its QEMU here has answered `quit`, in microseconds.
     pub total_us: u64,
 }
 

@@ -148,7 +148,7 @@ impl Outgoing {
         self.common.rewritten.begin_round();
     }
 
-    /// So many pages are left out of this round.
+    /// Counts pages that are left out of this round.
     pub fn postponed(&mut self, pages: u64) {
         self.postponed += pages;
     }

@@ -75,7 +75,7 @@ impl Rounds<'_> {
         next
     }
 
-    /// Whether the VM may be stopped for so long.
+    /// Whether the VM may be stopped for as long as is expected.
     fn check(&self) -> Result<(), MigrateError> {
         let (expected, limit) = (self.convergence.expected(), self.options.pause_limit);
         match expected <= limit {

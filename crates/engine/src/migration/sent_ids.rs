@@ -27,9 +27,12 @@ pub enum PageHash {
     Murmur3,
 }
 
+/// No id.
+const NONE: u128 = 0;
+
 /// The ids.
 pub(super) struct SentIds {
-    /// By block and page; 0 for a page that was not sent.
+    /// By block and page; [`NONE`] for a page that was not sent.
     ids: Vec<Vec<u128>>,
     hash: PageHash,
     seed: u64,
@@ -52,21 +55,22 @@ impl SentIds {
 
     /// The page is about to be sent. Returns whether it has the content that was sent last.
     pub fn is_known(&mut self, page: GuestPage, bytes: &[u8; PAGE]) -> bool {
-        // 0 is as good as 1.
-        let id = self.id(bytes).max(1);
+        let id = self.id(bytes);
         let known = &mut self.ids[page.block][page.page as usize];
-        std::mem::replace(known, id) == id
+        let before = std::mem::replace(known, id);
+        before == id && id != NONE
     }
 
+    /// The id of a content; [`NONE`] has no content, and one that hashes to it is sent each time.
     fn id(&self, bytes: &[u8; PAGE]) -> u128 {
         match self.hash {
             PageHash::Xxh3 => xxh3_128_with_seed(bytes, self.seed),
             PageHash::Blake3 => first_of(&self.keyed.id(bytes).0),
             PageHash::Sha1 => first_of(&Sha1::digest(bytes)),
             PageHash::Md5 => first_of(&Md5::digest(bytes)),
-            // Reading from memory does not fail; 0 is no id, so that such a page would be sent.
+            // Reading from memory does not fail; if it did, the page would be sent.
             PageHash::Murmur3 => {
-                murmur3::murmur3_x64_128(&mut Cursor::new(bytes), self.seed as u32).unwrap_or(0)
+                murmur3::murmur3_x64_128(&mut Cursor::new(bytes), self.seed as u32).unwrap_or(NONE)
             }
         }
     }

@@ -42,7 +42,7 @@ use crate::{ProgressSink, RoundSink};
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// Time for the monitor of a VM that an earlier engine gave up.
 const MONITOR_LIMIT: Duration = Duration::from_secs(2);
-/// Time for a QEMU that was told to end.
+/// Time for a QEMU to end, after its answer to `quit`.
 const END_LIMIT: Duration = Duration::from_secs(10);
 /// The guardian's limit for the `cont` of a VM that is taken back.
 const RESUME_LIMIT: Duration = Duration::from_secs(30);

@@ -81,11 +81,11 @@ pub enum PageIds {
     Xxh3,
     /// The strongest
     Blake3,
-    /// To compare with
+    /// Only to compare with: whoever can make two contents with one id can spoil a page of his own
     Sha1,
-    /// To compare with
+    /// The same
     Md5,
-    /// To compare with
+    /// The same
     Murmur3,
 }
 
@@ -133,7 +133,7 @@ pub struct MigrateArgs {
     /// Upper bound on copies of guest memory by which changes are found; 0: send whole pages
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "512M")]
     pub delta_cache: u64,
-    /// Send pages over so many connections [default: one a processor, at most 4]
+    /// Number of connections for pages [default: one a processor, at most 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=CONNECTIONS_MAX as i64))]
     pub connections: Option<u8>,
     /// How to find pages that need not be sent now, because the guest has written them again
