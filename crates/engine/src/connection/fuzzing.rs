@@ -15,7 +15,7 @@ use crate::memory::BlockShape;
 pub fn messages(bytes: &[u8]) {
     let mut connection = Connection::new(Cursor::new(bytes));
     while connection.receive_message().is_ok() {}
-    for kind in [Kind::Control, Kind::Ids] {
+    for kind in [Kind::Control, Kind::DeviceState, Kind::Ids] {
         let payload = bytes.to_vec();
         let _ = Message::decode(Frame { kind, payload });
     }
