@@ -82,7 +82,11 @@ impl Heard {
                     reason: "there is no process".to_owned(),
                 };
             }
-            Request::Watch | Request::Stream | Request::Release | Request::Heartbeat { .. } => {}
+            Request::Watch
+            | Request::Stream
+            | Request::Release
+            | Request::Discard { .. }
+            | Request::Heartbeat { .. } => {}
         }
         Reply::Ok
     }

@@ -61,6 +61,8 @@ const PRIVATE_PREFIX: &str = "STILLFRAME_";
 const REPLY_LIMIT: Duration = Duration::from_secs(10);
 /// Bound for one injection into QEMU; 0.1 ms is usual.
 const INJECTION_LIMIT: Duration = Duration::from_secs(3);
+/// Ranges that are discarded with one injection.
+const DISCARDED_MAX: usize = 2048;
 
 /// Errors between engine and guardian.
 #[derive(Debug, Error)]
@@ -197,6 +199,25 @@ impl Guardian {
             (Reply::Ok, _) => Ok(()),
             (reply, _) => Err(not_done(process, reply)),
         }
+    }
+
+    /// Has `process` discard private memory of its own (`infect::discard`).
+    pub fn discard(&self, process: &Process, ranges: &[AddressRange]) -> Result<(), GuardianError> {
+        ranges.chunks(DISCARDED_MAX).try_for_each(|ranges| {
+            let request = Request::Discard {
+                pid: process.pid(),
+                start_time: process.start_time(),
+                ranges: ranges
+                    .iter()
+                    .map(|range| (range.start, range.end))
+                    .collect(),
+                limit_ms: INJECTION_LIMIT.as_millis() as u64,
+            };
+            match self.ask(&request, &[])? {
+                (Reply::Ok, _) => Ok(()),
+                (reply, _) => Err(not_done(process, reply)),
+            }
+        })
     }
 
     /// Sets the on-disconnect action: the guardian's action if this process ends.

@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::MlockAllFlags;
 use rustix::process::{DumpableBehavior, Resource, Rlimit};
 use stillframe_sys::infect::{self, InjectedUffd};
-use stillframe_sys::process::Process;
+use stillframe_sys::process::{AddressRange, Process};
 
 use crate::in_words;
 
@@ -174,6 +174,12 @@ impl Watch {
                 fd,
                 limit_ms,
             } => ok_or_failed(close(pid, start_time, fd, limit_ms)),
+            Request::Discard {
+                pid,
+                start_time,
+                ranges,
+                limit_ms,
+            } => ok_or_failed(discard(pid, start_time, ranges, limit_ms)),
             Request::OnDisconnect { action } => {
                 self.on_disconnect = action;
                 Reply::Ok
@@ -307,6 +313,19 @@ fn open_userfaultfd(
 fn close(pid: i32, start_time: u64, fd: i32, limit_ms: u64) -> Result<(), String> {
     let process = the_process(pid, start_time)?;
     infect::close_fd(&process, fd, Duration::from_millis(limit_ms))
+        .map_err(|error| in_words(&error))
+}
+
+fn discard(
+    pid: i32,
+    start_time: u64,
+    ranges: Vec<(u64, u64)>,
+    limit_ms: u64,
+) -> Result<(), String> {
+    let process = the_process(pid, start_time)?;
+    let ranges = ranges.into_iter();
+    let ranges = ranges.map(|(start, end)| AddressRange { start, end });
+    infect::discard(&process, ranges.collect(), Duration::from_millis(limit_ms))
         .map_err(|error| in_words(&error))
 }
 

@@ -12,6 +12,7 @@
 //!     GiveUp + directory     -->      (renames)         <-- Pause {fired} | Failed
 //!     Heartbeat + pipe, uffd -->                        <-- Ok      then heartbeats, or it kills the engine
 //!     Close {pid, ..}        -->      (ptrace)          <-- Ok | Failed
+//!     Discard {pid, ..}      -->      (ptrace)          <-- Ok | Failed
 //!     OnDisconnect {action}  -->                        <-- Ok
 //!     (end of file)          -->      unregisters ranges unless the engine did, resumes the VM if between Pausing
 //!                                     and Resumed, carries out the on-disconnect action, exits
@@ -53,6 +54,17 @@ pub(super) enum Request {
         start_time: u64,
         /// The descriptor.
         fd: i32,
+        /// Bound for the whole injection.
+        limit_ms: u64,
+    },
+    /// Discard private memory of this process.
+    Discard {
+        /// Process id of QEMU.
+        pid: i32,
+        /// Its start time.
+        start_time: u64,
+        /// Start and end of each range.
+        ranges: Vec<(u64, u64)>,
         /// Bound for the whole injection.
         limit_ms: u64,
     },

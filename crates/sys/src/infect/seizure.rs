@@ -6,7 +6,7 @@ use super::tracee::{Registers, Run, Stop, Syscall, Tracee};
 use super::watch::{Status, await_interrupt, await_progress, await_stop, run_time_ns, seize};
 use super::{gadget, timeout};
 use crate::memory::RemoteMemory;
-use crate::process::Process;
+use crate::process::{AddressRange, Process};
 use libc::{c_int, c_long, siginfo_t};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -198,13 +198,13 @@ impl<'a> Seizure<'a> {
         let name = "userfaultfd";
         let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
         let user_mode_only = u64::from(linux_raw_sys::general::UFFD_USER_MODE_ONLY);
-        let full = self.call(name, libc::SYS_userfaultfd, flags);
+        let full = self.call(name, libc::SYS_userfaultfd, [flags, 0, 0]);
         let (opened, limited) = match full {
             Err(InfectError::Refused { source, .. })
                 if source.raw_os_error() == Some(libc::EPERM) =>
             {
                 (
-                    self.call(name, libc::SYS_userfaultfd, flags | user_mode_only),
+                    self.call(name, libc::SYS_userfaultfd, [flags | user_mode_only, 0, 0]),
                     true,
                 )
             }
@@ -214,7 +214,7 @@ impl<'a> Seizure<'a> {
             .map_err(|_| InfectError::unsupported(self.process, "returned no file descriptor"))?;
         let fetched = self.process.fetch_fd(remote);
         if left == Left::Nothing || fetched.is_err() {
-            self.call("close", libc::SYS_close, remote as u64)?;
+            self.call("close", libc::SYS_close, [remote as u64, 0, 0])?;
         }
         Ok(Opened {
             fd: fetched?,
@@ -227,7 +227,21 @@ impl<'a> Seizure<'a> {
     pub(super) fn close(&mut self, remote: c_int) -> Result<(), InfectError> {
         self.block_signals()?;
         let number = u64::try_from(remote).unwrap_or(u64::MAX);
-        self.call("close", libc::SYS_close, number).map(drop)
+        self.call("close", libc::SYS_close, [number, 0, 0])
+            .map(drop)
+    }
+
+    /// Discards private memory of the victim.
+    pub(super) fn discard(&mut self, ranges: &[AddressRange]) -> Result<(), InfectError> {
+        self.block_signals()?;
+        ranges.iter().try_for_each(|range| {
+            let arguments = [
+                range.start,
+                range.end - range.start,
+                libc::MADV_DONTNEED as u64,
+            ];
+            self.call("madvise", libc::SYS_madvise, arguments).map(drop)
+        })
     }
 
     /// A fault's signal that the victim blocks stays blocked: it could be pending.
@@ -243,16 +257,16 @@ impl<'a> Seizure<'a> {
         &mut self,
         name: &'static str,
         number: c_long,
-        argument: u64,
+        [first, second, third]: [u64; 3],
     ) -> Result<u64, InfectError> {
         let registers = Registers {
             rip: self.gadget.unwrap_or(self.interrupted.registers.rip),
             rax: number as u64,
             // Not in a system call: nothing to restart on the way to user mode.
             orig_rax: u64::MAX,
-            rdi: argument,
-            rsi: 0,
-            rdx: 0,
+            rdi: first,
+            rsi: second,
+            rdx: third,
             ..self.interrupted.registers
         };
         self.set_registers(&registers)?;

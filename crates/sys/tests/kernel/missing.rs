@@ -3,7 +3,7 @@
 use crate::ram::{Memory, PAGE, wait_for_event};
 use crate::victim::inject;
 use std::time::Duration;
-use stillframe_sys::infect::{InfectError, close_fd, duplicate_userfaultfd};
+use stillframe_sys::infect::{InfectError, close_fd, discard, duplicate_userfaultfd};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::uffd::{Event, Track, Uffd, UffdError, Waiters};
 
@@ -147,4 +147,44 @@ fn a_successor_serves_what_is_left() {
             "{again:?}"
         );
     }
+}
+
+/// Pages that were there are missing again, and others are not.
+#[test]
+fn what_the_process_is_made_to_discard_is_missing() {
+    let mut memory = Memory::start(8, "small");
+    let process = memory.victim.process.clone();
+    for page in [2, 3, 4, 6] {
+        memory.act("write", 0, [page]);
+    }
+    let kept = memory.act("read", 0, [4]);
+    let shared = duplicate_userfaultfd(&process, LIMIT).unwrap();
+    let uffd = Uffd::handshake_missing(shared.fd).unwrap();
+    uffd.register(memory.regions[0], Track::Missing).unwrap();
+    let two = AddressRange {
+        start: memory.page(0, 2).start,
+        end: memory.page(0, 3).end,
+    };
+    discard(&process, vec![two, memory.page(0, 6)], LIMIT).unwrap();
+    assert_eq!(memory.act("read", 0, [4]), kept);
+    for page in [2, 3, 6] {
+        memory.begin("read", 0, [page]);
+        wait_for_event(&uffd);
+        uffd.copy(
+            memory.page(0, page).start,
+            &[1; PAGE as usize],
+            Waiters::Wake,
+        )
+        .unwrap();
+        assert_eq!(memory.done(), 0x0101_0101_0101_0101);
+    }
+    let nowhere = AddressRange {
+        start: 1 << 12,
+        end: 2 << 12,
+    };
+    let refused = discard(&process, vec![nowhere], LIMIT);
+    assert!(
+        matches!(refused, Err(InfectError::Refused { .. })),
+        "{refused:?}"
+    );
 }
