@@ -18,6 +18,8 @@ pub enum Word {
     Ask,
     /// Destination: the VM runs, or has run.
     Running,
+    /// Destination: it runs, and needs pages that the source has.
+    NeedsPages,
     /// Destination: it has not run, and never will.
     Never,
     /// Destination: it may have run.

@@ -236,7 +236,7 @@ impl<'v, 'r> Undecided<'v, 'r> {
     /// The next event; none where there is nothing to wait for.
     fn wait(&mut self, state: Source) -> Option<Event> {
         match state {
-            Source::Kept | Source::Ended => None,
+            Source::Kept | Source::Ended | Source::Lost => None,
             // It was answered, and is still in doubt.
             Source::InDoubt if self.wire.is_some() => None,
             Source::InDoubt => self.connect_again(),

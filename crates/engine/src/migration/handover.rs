@@ -6,6 +6,7 @@
 //!                                   <-- Ready --         Marking, Ready
 //!     GivingUp    record, guardian
 //!     GivenUp                       -- Commit -->        Releasing, Committing, Starting
+//!     Serving                       <-- NeedsPages --    Filling     post-copy: it runs before its memory is here
 //!                                   <-- Running --       Running
 //!     Ending      this QEMU ends
 //!     Ended                         -- Settled -->       Over
@@ -41,6 +42,10 @@ pub enum Event {
     Connected,
     /// The action was carried out.
     Done,
+    /// Destination: it was carried out, and the VM runs before all its memory is here (post-copy).
+    Incomplete,
+    /// Destination: all its memory is here by now.
+    Filled,
     /// The action failed; while waiting: this QEMU, or what else the state needs, is gone.
     Failed,
     /// QEMU answered `cont` with an error: the guest did not run.
@@ -62,6 +67,8 @@ pub enum Source {
     GivenUp,
     /// As given up, and it is wanted back.
     Retracting,
+    /// It runs there, and gets the rest of its memory from here.
+    Serving,
     /// It runs there. This QEMU ends.
     Ending,
     /// It was not given up, and is resumed here. If that fails, the guardian does it.
@@ -72,6 +79,8 @@ pub enum Source {
     Kept,
     /// This QEMU has ended.
     Ended,
+    /// It has ended of itself, and the destination lacks pages that only it had.
+    Lost,
     /// Paused here, and without an answer whether it runs there.
     InDoubt,
 }
@@ -113,6 +122,15 @@ impl Source {
             (Source::GivenUp | Source::Retracting, Event::Heard(Word::Running)) => {
                 (Source::Ending, End)
             }
+            (
+                Source::GivenUp | Source::Retracting | Source::Serving,
+                Event::Heard(Word::NeedsPages),
+            ) => (Source::Serving, Wait),
+            (Source::Serving, Event::Heard(Word::Running)) => (Source::Ending, End),
+            // Too late: it has run there.
+            (Source::Serving, Event::Cancelled) => (self, Wait),
+            // The pages are lost with this QEMU.
+            (Source::Serving, Event::Failed) => (Source::Lost, Send(Word::Settled)),
             (Source::GivenUp | Source::Retracting, Event::Heard(Word::Never)) => {
                 (Source::Resuming, Resume)
             }
@@ -120,7 +138,7 @@ impl Source {
             (Source::Retracting, Event::Cancelled) => (self, Wait),
             // The destination's answer counts, whatever became of this QEMU.
             (Source::GivenUp | Source::Retracting, Event::Failed) => (self, Wait),
-            (Source::GivenUp | Source::Retracting, _) => (Source::InDoubt, Wait),
+            (Source::GivenUp | Source::Retracting | Source::Serving, _) => (Source::InDoubt, Wait),
 
             (Source::Ending, Event::Done) => (Source::Ended, Send(Word::Settled)),
             (Source::Resuming, Event::Done) => (Source::Kept, Send(Word::Settled)),
@@ -130,7 +148,7 @@ impl Source {
             (Source::InDoubt, Event::Connected) => (Source::GivenUp, Send(Word::Ask)),
             (Source::InDoubt, Event::Cancelled) => (Source::Retracting, Send(Word::Retract)),
             (Source::InDoubt, Event::Declared) => (Source::Resuming, Resume),
-            (Source::InDoubt | Source::Kept | Source::Ended, _) => (self, Wait),
+            (Source::InDoubt | Source::Kept | Source::Ended | Source::Lost, _) => (self, Wait),
         }
     }
 }
@@ -150,6 +168,8 @@ pub enum Destination {
     Committing,
     /// It is resumed.
     Starting,
+    /// It runs, and not all its memory is here.
+    Filling,
     /// It runs, or has run.
     Running,
     /// It is put on record that the VM never runs here.
@@ -244,6 +264,15 @@ impl Destination {
             }
             (Destination::Committing, Event::Done) => (Destination::Starting, Cont),
             (Destination::Starting, Event::Done) => (Destination::Running, Send(Word::Running)),
+            (Destination::Starting, Event::Incomplete) => {
+                (Destination::Filling, Send(Word::NeedsPages))
+            }
+            (Destination::Filling, Event::Filled | Event::Failed) => {
+                (Destination::Running, Send(Word::Running))
+            }
+            // It has lost the pages, or means another VM.
+            (Destination::Filling, Event::Heard(Word::Settled)) => (Destination::Over, Wait),
+            (Destination::Filling, Event::Heard(_)) => (self, Send(Word::NeedsPages)),
             (Destination::Releasing | Destination::Committing, _)
             | (Destination::Starting, Event::Refused) => {
                 (Destination::Refusing, Record(Mark::Never))
@@ -273,7 +302,8 @@ impl Destination {
                 (self, Send(Word::Unclear))
             }
             (
-                Destination::Running
+                Destination::Filling
+                | Destination::Running
                 | Destination::Gone
                 | Destination::Unclear
                 | Destination::Undead,

@@ -218,3 +218,49 @@ fn a_destination_that_does_not_answer_is_found() {
     };
     is_found(rules, "nothing solves it");
 }
+
+#[test]
+fn a_source_that_ends_while_its_pages_are_needed_is_found() {
+    let source = |state: Source, event| match (state, event) {
+        (Source::GivenUp, Event::Heard(Word::NeedsPages)) => (Source::Ending, SourceAction::End),
+        _ => state.step(event),
+    };
+    is_found(Rules { source, ..OURS }, "lost, though");
+}
+
+#[test]
+fn a_destination_that_says_it_runs_before_it_has_all_pages_is_found() {
+    let destination = |state: Destination, event| match (state, event) {
+        (Destination::Starting, Event::Incomplete) => {
+            (Destination::Filling, DestinationAction::Send(Word::Running))
+        }
+        _ => state.step(event),
+    };
+    let rules = Rules {
+        destination,
+        ..OURS
+    };
+    is_found(rules, "lost, though");
+}
+
+#[test]
+fn a_source_that_takes_back_what_it_serves_is_found() {
+    let source = |state: Source, event| match (state, event) {
+        (Source::Serving, Event::Cancelled) => (Source::Resuming, SourceAction::Resume),
+        _ => state.step(event),
+    };
+    assert!(explore(Rules { source, ..OURS }).is_err());
+}
+
+#[test]
+fn a_destination_that_forgets_while_it_needs_pages_is_found() {
+    let destination = |state: Destination, event| match (state, event) {
+        (Destination::Filling, Event::Lost) => (Destination::Over, DestinationAction::Forget),
+        _ => state.step(event),
+    };
+    let rules = Rules {
+        destination,
+        ..OURS
+    };
+    is_found(rules, "nothing solves it");
+}

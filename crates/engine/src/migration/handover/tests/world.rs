@@ -44,6 +44,8 @@ pub(super) struct World {
     cable: bool,
     to_destination: Vec<Word>,
     to_source: Vec<Word>,
+    /// Pages are at the source only.
+    lacks: bool,
     /// It has run at the destination.
     ran: bool,
     /// A QEMU or a host has died of itself.
@@ -100,6 +102,7 @@ impl World {
             cable: true,
             to_destination: Vec::new(),
             to_source: Vec::new(),
+            lacks: false,
             ran: false,
             hurt: false,
             source_host: true,
@@ -145,7 +148,8 @@ impl World {
         if self.to_source.len().max(self.to_destination.len()) > WORDS_MAX {
             return Some("words without an answer");
         }
-        if source == Qemu::Gone && destination == Qemu::Gone && !self.hurt {
+        let lacks = self.lacks && self.ran;
+        if source == Qemu::Gone && (destination == Qemu::Gone || lacks) && !self.hurt {
             return Some("lost, though no QEMU and no host died");
         }
         None
@@ -154,7 +158,8 @@ impl World {
     /// One VM runs and the other is gone, or it died where it was.
     pub fn is_solved(&self) -> bool {
         match (self.source_qemu, self.destination_qemu) {
-            (Qemu::Running, Qemu::Gone) | (Qemu::Gone, Qemu::Running | Qemu::Gone) => true,
+            (Qemu::Gone, Qemu::Running) => !self.lacks,
+            (Qemu::Running | Qemu::Gone, Qemu::Gone) => true,
             (Qemu::Paused, Qemu::Gone) => self.ran,
             _ => false,
         }
@@ -308,6 +313,16 @@ impl World {
                     self.with(moves, true, "all is loaded", |world| {
                         world.destination_event(rules, Event::Loaded);
                     });
+                    self.with(moves, true, "all but pages is loaded", |world| {
+                        world.lacks = true;
+                        world.destination_event(rules, Event::Loaded);
+                    });
+                }
+                if engine.state == Destination::Filling && self.pages_come(engine) {
+                    self.with(moves, true, "all pages have come", |world| {
+                        world.lacks = false;
+                        world.destination_event(rules, Event::Filled);
+                    });
                 }
                 if receives || cannot {
                     self.with(moves, cannot, "the destination fails", |world| {
@@ -332,7 +347,14 @@ impl World {
                 fails(moves, &|_| ());
                 if !cannot {
                     fails(moves, &runs);
-                    done(moves, "resumed at the destination", &runs);
+                    self.with(moves, true, "resumed at the destination", |world| {
+                        runs(world);
+                        let event = match world.lacks {
+                            true => Event::Incomplete,
+                            false => Event::Done,
+                        };
+                        world.destination_event(rules, event);
+                    });
                 }
                 if self.destination_qemu == Qemu::Paused {
                     self.with(moves, false, "cont is refused", |world| {
@@ -349,6 +371,16 @@ impl World {
             DestinationAction::Forget => done(moves, "forgotten", &|world| world.mark = None),
             DestinationAction::Send(word) => self.destination_sends(rules, word, moves),
         }
+    }
+
+    /// Both engines are there, and the source's serves the pages of its QEMU.
+    fn pages_come(&self, destination: &DestinationEngine) -> bool {
+        let serves = |engine: &SourceEngine| {
+            let serves = [Source::GivenUp, Source::Retracting, Source::Serving];
+            engine.linked && serves.contains(&engine.state)
+        };
+        let both = self.source_qemu != Qemu::Gone && self.destination_qemu != Qemu::Gone;
+        both && destination.linked && self.cable && self.source.as_ref().is_some_and(serves)
     }
 
     fn destination_sends(&self, rules: Rules, word: Word, moves: &mut Vec<Move>) {
@@ -459,7 +491,9 @@ impl World {
             )
         };
         let left = self.destination.as_ref().is_none_or(may_end) && !self.doomed;
-        if left && self.destination_qemu == Qemu::Paused && !self.ran {
+        // Its pages are lost.
+        let torn = self.lacks && self.ran && self.source_qemu == Qemu::Gone;
+        if torn || left && self.destination_qemu == Qemu::Paused && !self.ran {
             self.with(
                 moves,
                 true,
@@ -475,7 +509,8 @@ impl World {
             });
         }
         let reports = |engine: &SourceEngine| {
-            matches!(engine.state, Source::Kept | Source::Ended | Source::InDoubt)
+            let over = [Source::Kept, Source::Ended, Source::Lost, Source::InDoubt];
+            over.contains(&engine.state)
         };
         if self.source_waits().is_some_and(reports) {
             self.with(moves, true, "the source's engine ends", |world| {
