@@ -137,9 +137,6 @@ pub struct Round {
     pub streamed_per_s: u64,
 }
 
-/// Where a verb reports its rounds.
-pub type RoundSink<'a> = &'a mut dyn FnMut(Round);
-
 /// An error and its sources in one line.
 pub(crate) fn in_words(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();

@@ -37,6 +37,7 @@ use crate::guardian::{Guardian, GuardianError, OnDisconnect};
 use crate::memory::block::BlockError;
 use crate::populate::eager::PopulateError;
 use crate::populate::lazy::prefetch::{self, Prefetched};
+use crate::populate::lazy::supervision::ReleaseError;
 use crate::post_restore::ClockReport;
 use crate::restore::filling_record::{Files, FillingRecord, RecordError};
 use crate::runtime;
@@ -151,6 +152,9 @@ pub enum RestoreError {
     /// No guardian.
     #[error(transparent)]
     Guardian(#[from] GuardianError),
+    /// The VM, whose memory is complete, keeps something of this process.
+    #[error(transparent)]
+    Release(#[from] ReleaseError),
     /// The record that a lazy restore leaves for a successor cannot be read or written.
     #[error(transparent)]
     Record(#[from] RecordError),

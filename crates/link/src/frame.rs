@@ -85,6 +85,11 @@ impl<S, K> FrameStream<S, K> {
         &self.stream
     }
 
+    /// The same, to be waited for. Nothing may be read or written.
+    pub fn stream_mut(&mut self) -> &mut S {
+        &mut self.stream
+    }
+
     /// Frames over a stream on which nothing was sent yet. The stream's timeouts apply.
     pub fn new(stream: S) -> FrameStream<S, K> {
         FrameStream {

@@ -46,12 +46,60 @@ impl Stream {
         self.socket().try_clone().map(Closer)
     }
 
+    /// Waits for something to read, or the end of the stream, for at most `limit`, which is not zero. An error is left
+    /// for the next read.
+    pub fn has_input(&mut self, limit: Duration) -> bool {
+        // What has come may be a part of the encryption only, as a session ticket.
+        let taken = match self {
+            Stream::Plain(_) => return readable(self.socket(), limit),
+            Stream::Client(stream) => stream.conn.process_new_packets(),
+            Stream::Server(stream) => stream.conn.process_new_packets(),
+        };
+        if taken.is_ok_and(|state| state.plaintext_bytes_to_read() == 0)
+            && !readable(self.socket(), limit)
+        {
+            return false;
+        }
+        match self {
+            Stream::Plain(_) => true,
+            Stream::Client(stream) => decrypted(&mut stream.conn, &mut stream.sock),
+            Stream::Server(stream) => decrypted(&mut stream.conn, &mut stream.sock),
+        }
+    }
+
     /// Sets the timeout of each later read and write. A socket that has none any more fails the next of them.
     pub fn limit_silence(&self, silence_max: Duration) {
         let socket = self.socket();
         let _ = socket.set_read_timeout(Some(silence_max));
         let _ = socket.set_write_timeout(Some(silence_max));
     }
+}
+
+/// Whether a read would not wait.
+fn readable(socket: &TcpStream, limit: Duration) -> bool {
+    let before = socket.read_timeout();
+    let limited = socket.set_read_timeout(Some(limit));
+    let peeked = socket.peek(&mut [0]);
+    let restored = before.and_then(|before| socket.set_read_timeout(before));
+    let waited = |error: io::Error| {
+        matches!(
+            error.kind(),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+        )
+    };
+    limited.and(restored).is_err() || !peeked.is_err_and(waited)
+}
+
+/// Takes what has come; whether the next read has something, or fails.
+fn decrypted<D>(connection: &mut rustls::ConnectionCommon<D>, socket: &mut TcpStream) -> bool {
+    let before = connection.process_new_packets();
+    if before.is_ok_and(|state| state.plaintext_bytes_to_read() == 0)
+        && !matches!(connection.read_tls(socket), Ok(1..))
+    {
+        return true;
+    }
+    let state = connection.process_new_packets();
+    !state.is_ok_and(|state| state.plaintext_bytes_to_read() == 0 && !state.peer_has_closed())
 }
 
 impl Read for Stream {

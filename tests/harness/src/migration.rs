@@ -33,6 +33,8 @@ pub struct Arrived {
     pub vm: Restored,
     /// The destination's report.
     pub report: Value,
+    /// The same of a VM that ran before all its memory was there, when that is complete.
+    pub filled: Option<Value>,
     /// The source's report.
     pub sent: Value,
 }
@@ -170,11 +172,13 @@ impl Migration {
         let sent = self.source.end()?;
         let received = self.destination.end();
         let received = received.with_context(|| format!("source: {sent:?}"))?;
-        let report = |ended: &Ended| {
-            let mut reports = ended.results().unwrap_or_default();
-            (ended.code == Some(0)).then(|| reports.pop()).flatten()
+        let results = |ended: &Ended| match ended.code {
+            Some(0) => ended.results().unwrap_or_default(),
+            _ => Vec::new(),
         };
-        let (Some(sent), Some(report)) = (report(&sent), report(&received)) else {
+        // The destination says first where it listens.
+        let (sent_line, mut lines) = (results(&sent).pop(), results(&received).into_iter().skip(1));
+        let (Some(sent), Some(report)) = (sent_line, lines.next()) else {
             bail!("source: {sent:?}; destination: {received:?}");
         };
         let pid = report["pid"].as_i64().context("no pid")? as i32;
@@ -185,6 +189,7 @@ impl Migration {
                 serial: Serial::new(&self.serial),
             },
             report,
+            filled: lines.next().map(|line| line["complete"].clone()),
             sent,
         })
     }

@@ -71,6 +71,11 @@ impl Connection<Stream> {
         self.frames.stream().limit_silence(silence_max);
     }
 
+    /// Waits for something to be received, or the end of the connection, for at most `limit`.
+    pub fn has_input(&mut self, limit: Duration) -> bool {
+        self.frames.stream_mut().has_input(limit)
+    }
+
     /// What closes it from another thread.
     ///
     /// # Errors

@@ -3,24 +3,33 @@
 //! ```text
 //!   source                                        destination
 //!     Hello {session, mode, connections,   -->      plans, starts QEMU
-//!            vm, blocks}                   <--    Accepted
-//!   pre-copy, on each further connection:
-//!     Join {session, number}               -->
-//!              Pages, as often as needed   -->
-//!              Sync, after each round      <-->   Synced
-//!              Pages, while it is stopped  -->
-//!              Last                        -->
-//!            and on the first one, each second:
-//!              Alive                       -->
-//!   stop-copy: Content, as often as needed -->
-//!              Pages                       <-->   Fetch, as often as needed
+//!            lanes, vm, blocks}            <--    Accepted {no_post_copy}
+//!     Join {session, number}, first on each further connection: those for pages, then the lanes
+//!
+//!   pre-copy, on each connection for pages:
+//!     Pages, as often as needed            -->
+//!     Sync, after each round               <-->   Synced
+//!     Pages, while it is stopped           -->
+//!     Last                                 -->
+//!   and on the first one, each second:
+//!     Alive                                -->
+//!   post-copy, after Last on all of these:
+//!     PagesLater, Content, Outdated        -->      discards what it may not use
+//!     Sync, before the VM is stopped       <-->   Synced
+//!     Outdated, after that                 -->
+//!   stop-copy: Content                     -->
 //!                                          <--    Fetched
+//!   on each lane, from when the VM is stopped:
+//!     Pages                                <-->   Fetch, as often as needed
+//!
 //!     Ids (if verified), DeviceState       -->      loads the device state
 //!     Complete {vm}                        -->
 //!     Word                                 <-->   Word, as the hand-over needs (docs/protocol.md)
+//!                                          <--    Alive, each second in which the VM lacks pages
 //!
 //!   after a cut, on a new connection:
-//!     Again {session}                      -->
+//!     Again {session, lanes}               -->
+//!     Join {session, number}, on each lane -->
 //!     Word                                 <-->   Word
 //! ```
 
@@ -36,6 +45,7 @@ use super::framing::{Connection, Kind};
 use super::word::{Session, Word};
 use super::{ConnectionError, malformed};
 use crate::memory::BlockShape;
+use crate::memory::ranges::PageRanges;
 
 /// The versions of the messages that this program speaks.
 pub const VERSIONS: Versions = 1..=1;
@@ -46,7 +56,7 @@ const STATE_BYTES_MAX: usize = 256 << 20;
 /// Zstandard level of a device state: half of it is zeros, and the VM is stopped meanwhile.
 const STATE_LEVEL: i32 = 1;
 /// Ranges of one [`Control::Content`].
-pub const RANGES_MAX: usize = 64 << 10;
+const RANGES_MAX: usize = 64 << 10;
 
 /// When the pages of the VM move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +64,10 @@ pub const RANGES_MAX: usize = 64 << 10;
 pub enum Mode {
     /// While it runs at the source; the rest while it is stopped.
     PreCopy,
+    /// While it runs at the source; the rest while it runs at the destination.
+    Hybrid,
+    /// While it runs at the destination.
+    PostCopy,
     /// All of them while it is stopped: the destination fetches them.
     StopCopy,
 }
@@ -70,12 +84,14 @@ pub enum Control {
         mode: Mode,
         /// Connections for pages that follow.
         connections: usize,
+        /// Connections that follow these, over which the destination fetches pages.
+        lanes: usize,
         /// The VM.
         vm: Box<VmRecord>,
         /// Its RAM blocks, in the order of their numbers.
         blocks: Vec<BlockShape>,
     },
-    /// Another connection of a migration that has begun: pages come over it.
+    /// Another connection of a migration: pages come over it.
     Join {
         /// The name of the migration.
         session: Session,
@@ -86,9 +102,25 @@ pub enum Control {
     Again {
         /// The name of the migration.
         session: Session,
+        /// Lanes that follow.
+        lanes: usize,
     },
     /// The destination has started a QEMU that waits for memory.
-    Accepted,
+    Accepted {
+        /// Why the VM cannot run there before it has all pages; none: it can.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        no_post_copy: Option<String>,
+    },
+    /// No pages are sent any more. The destination may use those that it has, unless it hears otherwise, and fetches all
+    /// others when the VM is stopped.
+    PagesLater,
+    /// What the destination has of these pages may not be used. Those that are named last were written last.
+    Outdated {
+        /// The number of the block.
+        block: usize,
+        /// The ranges.
+        ranges: Vec<(u64, u64)>,
+    },
     /// Pages of a block that may have content: `(first, end)`. All others are zero.
     Content {
         /// The number of the block.
@@ -175,7 +207,9 @@ impl Message {
                 Control::Hello { .. } => "a greeting",
                 Control::Join { .. } => "that pages come",
                 Control::Again { .. } => "that a migration goes on",
-                Control::Accepted => "that it has started QEMU",
+                Control::Accepted { .. } => "that it has started QEMU",
+                Control::PagesLater => "that pages come later",
+                Control::Outdated { .. } => "which pages are outdated",
                 Control::Content { .. } => "which pages have content",
                 Control::Fetch { .. } => "a request for pages",
                 Control::Fetched => "that it has all pages",
@@ -237,6 +271,37 @@ impl<S: Write> Connection<S> {
     pub fn send_control(&mut self, control: &Control) -> Result<(), ConnectionError> {
         let payload = serde_json::to_vec(control).map_err(ConnectionError::Message)?;
         self.send(Kind::Control, &payload)
+    }
+
+    /// Names pages of all blocks, with messages that `message` makes of a block and its ranges.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::send`].
+    pub fn send_ranges(
+        &mut self,
+        pages: &PageRanges,
+        message: impl Fn(usize, Vec<(u64, u64)>) -> Control,
+    ) -> Result<(), ConnectionError> {
+        for (block, ranges) in pages.iter().enumerate() {
+            for ranges in ranges.chunks(RANGES_MAX) {
+                let ranges = ranges.iter().map(|range| (range.start, range.end));
+                self.send_control(&message(block, ranges.collect()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Says which pages may have content.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::send`].
+    pub fn send_content(&mut self, pages: &PageRanges) -> Result<(), ConnectionError> {
+        self.send_ranges(pages, |block, ranges| Control::Content { block, ranges })?;
+        // No block has this number: the list has ended.
+        self.send_control(&Control::Content {
+            block: pages.len(),
+            ranges: Vec::new(),
+        })
     }
 
     /// Sends the content ids of all pages of a block.

@@ -46,6 +46,12 @@ pub enum ConnectionError {
         /// Its own words.
         why: String,
     },
+    /// Pages cannot be fetched now.
+    #[error("there is no connection for pages to the source: {why}")]
+    NoLane {
+        /// What became of the last one.
+        why: String,
+    },
     /// A page cannot be encoded or decoded.
     #[error("cannot encode or decode a page")]
     Encoding(#[from] EncodingError),

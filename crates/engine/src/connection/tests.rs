@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::Cursor;
 use std::os::unix::net::UnixStream;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 use proptest::prelude::*;
@@ -21,7 +21,7 @@ use crate::encoding::page_encoder::PageEncoder;
 use crate::memory::{BlockShape, Page};
 use crate::sink::connection::ConnectionPages;
 use crate::sink::page_stream::PageStream;
-use crate::source::connection::FetchSession;
+use crate::source::connection::{FetchSession, Lane};
 use crate::source::{PageFetcher, PageSource, SourceError};
 
 const PAGES: u64 = 300;
@@ -122,14 +122,16 @@ proptest! {
         let (ours, theirs) = UnixStream::pair().unwrap();
         thread::scope(|scope| {
             let server = scope.spawn(|| serve(theirs, &memory));
-            let mut connection = Connection::new(ours);
-            let session = FetchSession::new(&mut connection, &shapes()).unwrap();
+            let (second, their_second) = UnixStream::pair().unwrap();
+            let other_server = scope.spawn(|| serve(their_second, &memory));
+            let session = Arc::new(FetchSession::new(&shapes()));
+            session.add(Lane::Demand, Connection::new(ours)).unwrap();
+            session.add(Lane::Bulk, Connection::new(second)).unwrap();
             let mut content = DirtyBitmap::new(PAGES);
             for &page in memory.keys() {
                 content.set(page);
             }
-            let sources = session.sources(vec![DirtyBitmap::new(4), content]);
-            let source = &sources[1];
+            let source = session.source(1, content, Vec::new());
             let wanted: Vec<u64> = wanted.iter().copied().filter(|&page| !source.is_known_zero(page)).collect();
             let expected: Memory = wanted.iter().map(|&page| (page, memory[&page].clone())).collect();
             let found = Mutex::new(Memory::new());
@@ -145,14 +147,14 @@ proptest! {
                 let mut fetcher = source.fetcher().unwrap();
                 for order in [ReadOrder::RequestedFirst, ReadOrder::Ascending] {
                     let request = PageRequest { page, neighbours, order };
-                    fetcher.fetch(source, request, &mut |first, bytes| take(first, bytes)).unwrap();
+                    fetcher.fetch(&source, request, &mut |first, bytes| take(first, bytes)).unwrap();
                     assert!(std::mem::take(&mut *found.lock().unwrap()) == expected);
                 }
             }
-            drop(sources);
+            drop(source);
             drop(session);
-            drop(connection);
             server.join().unwrap();
+            other_server.join().unwrap();
         });
     }
 }
@@ -214,15 +216,16 @@ fn other_pages_than_were_asked_for_are_refused() {
         writer.page(8, &content(8, 1)).unwrap();
         connection.send(Kind::Pages, writer.finish()).unwrap();
     });
-    let mut connection = Connection::new(ours);
-    let session = FetchSession::new(&mut connection, &shapes()).unwrap();
+    let session = Arc::new(FetchSession::new(&shapes()));
+    session.add(Lane::Bulk, Connection::new(ours)).unwrap();
     let mut content = DirtyBitmap::new(PAGES);
     content.set_range(0..PAGES);
-    let sources = session.sources(vec![DirtyBitmap::new(4), content]);
-    let fetched = sources[1].fetch_many(vec![7], 1, &|_, _| Ok::<(), SourceError>(()));
+    let source = session.source(1, content, Vec::new());
+    let fetched = source.fetch_many(vec![7], 1, &|_, _| Ok::<(), SourceError>(()));
     assert!(matches!(
         fetched,
         Err(SourceError::Connection(ConnectionError::Malformed { .. }))
     ));
+    assert_eq!(session.count(), 0, "it is of no more use");
     server.join().unwrap();
 }

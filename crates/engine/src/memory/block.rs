@@ -13,6 +13,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
+use rustix::fs::{FallocateFlags, fallocate};
 use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::monitor::RamBlock;
 use stillframe_sys::memory::{self, MemoryError, RemoteMemory, SharedMapping};
@@ -305,6 +306,26 @@ impl Block {
             }
         }
         .map_err(|source| self.memory_error(source))
+    }
+
+    /// For a shared block: makes holes of these pages. They are missing then, in all processes.
+    ///
+    /// # Errors
+    /// The file system has no holes, or the file was opened to be read only.
+    pub fn punch(&self, pages: &Range<u64>) -> Result<(), BlockError> {
+        let Backing::Shared {
+            file, file_offset, ..
+        } = &self.backing
+        else {
+            return Ok(());
+        };
+        let start = file_offset + pages.start * PAGE_BYTES;
+        let bytes = (pages.end - pages.start) * PAGE_BYTES;
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fallocate(file, hole, start, bytes).map_err(|errno| BlockError::File {
+            block: self.name.clone(),
+            source: errno.into(),
+        })
     }
 
     /// Where pages lie in QEMU's address space.

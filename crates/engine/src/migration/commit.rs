@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use super::handover::{Event, Source, SourceAction};
 use super::record::{RecordError, SourceRecord};
+use super::serving::Serving;
 use super::{ANSWER_LIMIT, Reconnect, Wire};
 use crate::capture::paused_vm::{HandedOver, PausedError, PausedVm};
 use crate::connection::message::{Control, Message};
@@ -48,6 +49,14 @@ pub enum CommitError {
     )]
     InDoubt {
         /// Why there is no answer.
+        why: String,
+    },
+    /// Its memory is lost.
+    #[error(
+        "the VM runs at the destination and lacks pages, and its QEMU here, which had them, has ended ({why}). It cannot go on there: end it, and start the VM from a checkpoint"
+    )]
+    PagesLost {
+        /// How that was seen.
         why: String,
     },
     /// It runs there, and is still here.
@@ -111,6 +120,8 @@ pub(super) struct Undecided<'v, 'r> {
     held: Held<'v>,
     record: SourceRecord,
     session: Session,
+    /// What the destination fetches pages over, if it lacks any.
+    serving: Option<Serving>,
     wire: Option<Wire>,
     reconnect: Reconnect<'r>,
     /// How long it is tried to connect again.
@@ -131,6 +142,8 @@ pub(super) struct Moved {
     pub wire: Option<Wire>,
     /// When the destination said so.
     pub runs_since: Instant,
+    /// Pages that it fetched since, and bytes that were sent for them.
+    pub fetched: (u64, u64),
 }
 
 impl<'v, 'r> Undecided<'v, 'r> {
@@ -146,6 +159,7 @@ impl<'v, 'r> Undecided<'v, 'r> {
             held: Held::Paused(vm),
             record,
             session,
+            serving: None,
             wire: Some(wire),
             reconnect,
             patience,
@@ -169,6 +183,7 @@ impl<'v, 'r> Undecided<'v, 'r> {
             held: Held::GivenUp(vm),
             record,
             session,
+            serving: None,
             wire: None,
             reconnect,
             patience,
@@ -178,6 +193,12 @@ impl<'v, 'r> Undecided<'v, 'r> {
             runs_since: None,
             error: None,
         }
+    }
+
+    /// The destination fetches pages over these.
+    pub fn with_lanes(mut self, serving: Option<Serving>) -> Undecided<'v, 'r> {
+        self.serving = serving;
+        self
     }
 
     /// Goes on until it is decided, or cannot be.
@@ -225,6 +246,10 @@ impl<'v, 'r> Undecided<'v, 'r> {
             (Source::Ended, _) => Ok(Moved {
                 wire: self.wire,
                 runs_since: self.runs_since.unwrap_or_else(Instant::now),
+                fetched: self
+                    .serving
+                    .as_ref()
+                    .map_or((0, 0), |serving| (serving.pages(), serving.bytes())),
             }),
             (_, Some(error)) => Err(error),
             (Source::Kept, None) if self.wire.is_none() => Err(CommitError::Lost { why }),
@@ -240,26 +265,34 @@ impl<'v, 'r> Undecided<'v, 'r> {
             // It was answered, and is still in doubt.
             Source::InDoubt if self.wire.is_some() => None,
             Source::InDoubt => self.connect_again(),
-            _ => Some(self.hear()),
+            _ => Some(self.hear(state)),
         }
     }
 
-    fn hear(&mut self) -> Event {
-        let Some(wire) = &mut self.wire else {
-            return Event::Lost;
-        };
-        let lost = match wire.receive_message() {
-            Ok(Message::Control(Control::Word { word, why })) => {
-                self.why = why.or(self.why.take());
-                if word == Word::Running {
-                    self.runs_since.get_or_insert_with(Instant::now);
-                }
-                return Event::Heard(word);
+    fn hear(&mut self, state: Source) -> Event {
+        loop {
+            let failure = self.serving.as_ref().and_then(Serving::failure);
+            if let Some(why) = failure.filter(|_| state == Source::Serving) {
+                self.error = Some(CommitError::PagesLost { why });
+                return Event::Failed;
             }
-            Ok(other) => other.unexpected(),
-            Err(error) => error,
-        };
-        self.lose(crate::in_words(&lost))
+            let Some(wire) = &mut self.wire else {
+                return Event::Lost;
+            };
+            let lost = match wire.receive_message() {
+                Ok(Message::Control(Control::Alive)) => continue,
+                Ok(Message::Control(Control::Word { word, why })) => {
+                    self.why = why.or(self.why.take());
+                    if matches!(word, Word::Running | Word::NeedsPages) {
+                        self.runs_since.get_or_insert_with(Instant::now);
+                    }
+                    return Event::Heard(word);
+                }
+                Ok(other) => other.unexpected(),
+                Err(error) => error,
+            };
+            return self.lose(crate::in_words(&lost));
+        }
     }
 
     fn lose(&mut self, why: String) -> Event {
@@ -367,8 +400,13 @@ impl<'v, 'r> Undecided<'v, 'r> {
         let mut wire = (self.reconnect)()?;
         wire.limit_silence(ANSWER_LIMIT);
         let session = self.session.clone();
-        let sent = wire.send_control(&Control::Again { session });
+        let lanes = self.serving.as_ref().map_or(0, Serving::lanes);
+        let sent = wire.send_control(&Control::Again { session, lanes });
         sent.map_err(|error| crate::in_words(&error))?;
+        if let Some(serving) = &mut self.serving {
+            let opened = serving.open(0, self.reconnect);
+            opened.map_err(|error| crate::in_words(&error))?;
+        }
         Ok(wire)
     }
 

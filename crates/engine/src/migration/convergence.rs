@@ -18,6 +18,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Time of all rounds but the first, progress or not, after which the same applies; the time of the first round if that
 /// is longer.
 const PATIENCE_IN_ALL: Duration = Duration::from_secs(2);
+/// An expected pause of more than this many times the allowed one is worth the faults of a VM that lacks pages.
+const FAR: u32 = 5;
 /// What counts as such a moment, against the best so far. After twice the patience every moment does.
 const AS_GOOD: f64 = 1.2;
 
@@ -37,14 +39,28 @@ pub struct Round {
 pub enum Next {
     /// Another round.
     Round,
-    /// Stop the VM.
+    /// Stop the VM, and send the rest.
     Stop,
+    /// Stop the VM; the rest is fetched when it runs at the destination.
+    Switch,
+}
+
+/// Whether pages may be fetched when the VM runs at the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Switch {
+    /// They may not.
+    Never,
+    /// If the pause would be much longer than is allowed.
+    IfNeeded,
+    /// After the first round, in any case.
+    AfterFirst,
 }
 
 /// Judges the rounds of one migration.
 #[derive(Debug)]
 pub struct Convergence {
     downtime: Duration,
+    switch: Switch,
     /// Of all rounds.
     pages: u64,
     time: Duration,
@@ -61,9 +77,10 @@ pub struct Convergence {
 
 impl Convergence {
     /// Begins. The VM may be stopped for `downtime` for its remaining pages.
-    pub fn new(downtime: Duration) -> Convergence {
+    pub fn new(downtime: Duration, switch: Switch) -> Convergence {
         Convergence {
             downtime,
+            switch,
             pages: 0,
             time: Duration::ZERO,
             pace: (0, Duration::ZERO),
@@ -96,6 +113,11 @@ impl Convergence {
         }
     }
 
+    /// Whether the expected pause is so long that the VM had better run there before all its pages are there.
+    fn is_far(&self) -> bool {
+        self.expected > self.downtime.saturating_mul(FAR)
+    }
+
     /// Takes a round into account.
     pub fn after(&mut self, round: Round) -> Next {
         self.pages += round.pages;
@@ -124,9 +146,12 @@ impl Convergence {
             self.rounds_since >= PATIENCE_ROUNDS * times && self.time_since >= PATIENCE * times
                 || more >= PATIENCE_IN_ALL.max(first) * times
         };
-        match self.expected <= self.downtime || waited(2) || waited(1) && good {
-            true => Next::Stop,
-            false => Next::Round,
+        let stop = self.expected <= self.downtime || waited(2) || waited(1) && good;
+        match self.switch {
+            Switch::AfterFirst => Next::Switch,
+            Switch::IfNeeded if self.is_far() && (stop || !progress) => Next::Switch,
+            _ if stop => Next::Stop,
+            _ => Next::Round,
         }
     }
 }
@@ -147,7 +172,7 @@ mod tests {
 
     #[test]
     fn what_can_be_sent_in_the_downtime_ends_it() {
-        let mut rounds = Convergence::new(10 * MS);
+        let mut rounds = Convergence::new(10 * MS, Switch::Never);
         // 50 pages take a millisecond.
         assert_eq!(rounds.after(round(50_000, 1000, 501)), Next::Round);
         assert_eq!(rounds.after(round(501, 10, 500)), Next::Stop);
@@ -156,7 +181,7 @@ mod tests {
 
     #[test]
     fn a_round_of_deltas_counts_by_itself() {
-        let mut rounds = Convergence::new(10 * MS);
+        let mut rounds = Convergence::new(10 * MS, Switch::Never);
         rounds.after(round(100_000, 10_000, 30_000));
         assert_eq!(rounds.expected(), 3000 * MS);
         assert_eq!(rounds.after(round(30_000, 300, 1000)), Next::Stop);
@@ -168,17 +193,17 @@ mod tests {
 
     #[test]
     fn a_guest_that_never_rests_is_stopped_after_a_while() {
-        let mut rounds = Convergence::new(10 * MS);
+        let mut rounds = Convergence::new(10 * MS, Switch::Never);
         let ended = (1..).find(|_| rounds.after(round(30_000, 100, 30_000)) == Next::Stop);
         assert_eq!(ended, Some(1 + 10));
-        let mut rounds = Convergence::new(10 * MS);
+        let mut rounds = Convergence::new(10 * MS, Switch::Never);
         let ended = (1..).find(|_| rounds.after(round(30_000, 5000, 30_000)) == Next::Stop);
         assert_eq!(ended, Some(2));
     }
 
     #[test]
     fn progress_without_end_ends_when_as_long_as_the_first_round() {
-        let mut rounds = Convergence::new(MS);
+        let mut rounds = Convergence::new(MS, Switch::Never);
         assert_eq!(rounds.after(round(100_000, 3000, 90_000)), Next::Round);
         let mut left = 90_000;
         let ended = (2..).find(|_| {
@@ -191,9 +216,25 @@ mod tests {
 
     #[test]
     fn a_bad_moment_is_waited_out_for_so_long() {
-        let mut rounds = Convergence::new(MS);
+        let mut rounds = Convergence::new(MS, Switch::Never);
         assert_eq!(rounds.after(round(10_000, 100, 5000)), Next::Round);
         let ended = (1..).find(|_| rounds.after(round(10_000, 100, 9000)) == Next::Stop);
         assert_eq!(ended, Some(20));
+    }
+
+    #[test]
+    fn without_progress_the_rest_is_fetched_later_if_it_may_and_is_much() {
+        let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
+        assert_eq!(rounds.after(round(100_000, 1000, 30_000)), Next::Round);
+        // Deltas are quicker.
+        assert_eq!(rounds.after(round(30_000, 200, 28_000)), Next::Round);
+        assert_eq!(rounds.after(round(28_000, 190, 28_000)), Next::Switch);
+        let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
+        assert_eq!(rounds.after(round(100_000, 1000, 4000)), Next::Round);
+        // 40 ms are not far from 10 ms.
+        let ended = (1..).find(|_| rounds.after(round(4000, 40, 4000)) != Next::Round);
+        assert!(ended.is_some_and(|rounds| rounds > 3), "{ended:?}");
+        let mut rounds = Convergence::new(10 * MS, Switch::AfterFirst);
+        assert_eq!(rounds.after(round(100_000, 1000, 0)), Next::Switch);
     }
 }

@@ -1,32 +1,39 @@
 //! The destination: a new QEMU that is ended if anything fails before the guest runs.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
+use stillframe_link::Stream;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::hash::ContentId;
 use stillframe_qemu::device_state;
-use stillframe_qemu::launch::{self, LaunchOptions, Launched};
-use stillframe_qemu::monitor::Monitor;
+use stillframe_qemu::launch::{self, ArmedLoad, LaunchOptions, Launched};
+use stillframe_qemu::monitor::{Monitor, RamBlock};
 use stillframe_qemu::record::VmRecord;
 
 use super::error::ReceiveError;
+use super::filling::{self, FilledReport, LateMemory, RunningLate};
 use super::handover::{Destination, Event};
+use super::lacking::Lacking;
 use super::record::{DestinationRecord, RecordError};
-use super::takeover::{NewVm, Takeover, Whereabouts};
-use super::{CONNECTIONS_MAX, Listen, Mode, ReceiveReport, Wire, incoming};
-use crate::ProgressSink;
+use super::takeover::{NewVm, READY_LIMIT, Takeover, TakeoverEvent, Whereabouts};
+use super::{
+    Awaited, CONNECTIONS_MAX, DEMAND_LANES, LANES_MAX, Listen, Mode, ReceiveReport, Wire, incoming,
+};
+use crate::Progress;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::guardian::{Guardian, OnDisconnect};
 use crate::memory::BlockShape;
 use crate::memory::block::Block;
 use crate::populate::eager;
+use crate::populate::lazy::supervision::Supervised;
 use crate::populate::streamed::StreamedMemory;
 use crate::restore::{self, LOAD_LIMIT, START_LIMIT};
 use crate::sink::connection::transfer_hasher;
 use crate::source::connection::FetchSession;
-use crate::verify::{Image, VerifyReport};
+use crate::verify::Image;
 
 /// Time for the monitor of a VM that an earlier engine started.
 const MONITOR_LIMIT: Duration = Duration::from_secs(10);
@@ -59,89 +66,162 @@ pub struct ReceiveOptions {
     pub paused: bool,
 }
 
+/// What a receiver learns.
+pub enum ReceiveEvent<'e> {
+    /// The VM runs here, independently, or is ready to run.
+    Arrived(&'e ReceiveReport),
+    /// A VM that ran before all its memory was here has all of it.
+    Filled(FilledReport),
+    /// How it fares until then.
+    Supervised(Supervised),
+    /// How much is here.
+    Progress(Progress),
+}
+
+/// Where that is reported.
+pub type ReceiveSink<'s> = &'s mut dyn FnMut(ReceiveEvent<'_>);
+
 /// Receives a VM over a connection on which nothing was sent yet. `listen` waits for the source to connect again, after
-/// the connection was lost. `arrived` is called when the VM runs, independently; this returns when the source knows,
-/// or does not ask any more. After an error the reason is sent to the source, where that is possible.
+/// the connection was lost. This returns when the source knows that the VM is here, or does not ask any more. After an
+/// error the reason is sent to the source, where that is possible.
 ///
 /// # Errors
-/// No QEMU is left behind.
+/// No QEMU is left behind, unless the error says otherwise.
 pub fn receive(
     mut wire: Wire,
     listen: Listen<'_>,
     options: &ReceiveOptions,
-    arrived: &mut dyn FnMut(&ReceiveReport),
-    progress: ProgressSink<'_>,
+    events: ReceiveSink<'_>,
 ) -> Result<(), ReceiveError> {
-    let loaded = load(&mut wire, listen, options, progress).inspect_err(|error| {
-        let why = Some(crate::in_words(error));
-        let word = Word::Never;
-        // If it cannot be informed any more, it sees that the connection ends.
-        let _ = wire.send_control(&Control::Word { word, why });
-    })?;
-    let Loaded {
-        launched,
-        guardian,
-        record,
-        mut report,
-    } = loaded;
-    let mut takeover = Takeover {
-        vm: NewVm::Launched(launched),
-        guardian: Some(guardian),
-        runs: record.content().runs,
-        record,
-        wire: Some(wire),
-        listen,
-        arrived: &mut |_, running| {
-            report.running = running;
-            arrived(&report);
-        },
-        why: None,
-    };
-    result(takeover.decide(Destination::Receiving.step(Event::Loaded)))
+    let arriving = Arriving::begin(&mut wire, listen, options, events);
+    let mut arriving = arriving.inspect_err(|error| give_up(&mut wire, error))?;
+    let late = arriving.late_memory();
+    let late = late.inspect_err(|error| give_up(&mut wire, error))?;
+    std::thread::scope(|scope| {
+        let loaded = late.as_ref().map(|late| late.begin(scope)).transpose();
+        let loaded = loaded.and_then(|end| {
+            let loaded = arriving.load(&mut wire, options.paused)?;
+            if let Some(late) = &late {
+                late.beat(scope, &loaded.guardian)?;
+            }
+            Ok((loaded, end))
+        });
+        let (loaded, _end) = loaded.inspect_err(|error| give_up(&mut wire, error))?;
+        let Loaded {
+            launched,
+            guardian,
+            record,
+            mut report,
+        } = loaded;
+        let runs = record.content().runs;
+        let mut takeover = Takeover {
+            vm: NewVm::Launched(launched),
+            guardian: Some(guardian),
+            runs,
+            record,
+            wire: Some(wire),
+            listen,
+            events: &mut |event| match event {
+                TakeoverEvent::Arrived(_, running) => {
+                    report.running = running;
+                    events(ReceiveEvent::Arrived(&report));
+                }
+                other => pass_on(other, events),
+            },
+            late: late.as_ref().map(|late| RunningLate::new(late, runs)),
+            alone: None,
+            why: None,
+        };
+        result(takeover.decide(Destination::Receiving.step(Event::Loaded)))
+    })
+}
+
+fn pass_on(event: TakeoverEvent<'_>, events: ReceiveSink<'_>) {
+    match event {
+        TakeoverEvent::Arrived(..) => {}
+        TakeoverEvent::Filled(report) => events(ReceiveEvent::Filled(report)),
+        TakeoverEvent::Supervised(supervised) => events(ReceiveEvent::Supervised(supervised)),
+        TakeoverEvent::Progress(progress) => events(ReceiveEvent::Progress(progress)),
+    }
+}
+
+/// Tells the source why. If it cannot be informed any more, it sees that the connection ends.
+fn give_up(wire: &mut Wire, error: &ReceiveError) {
+    let why = Some(crate::in_words(error));
+    let word = Word::Never;
+    let _ = wire.send_control(&Control::Word { word, why });
 }
 
 /// Goes on with the migration to this monitor, whose process was killed: answers the source, and runs the VM if the
-/// source lets it.
+/// source lets it. A VM that lacks pages gets them.
 ///
 /// # Errors
 /// There is none on record, or the VM does not run here.
-pub fn resume(
-    qmp: &Path,
-    listen: Listen<'_>,
-    arrived: &mut dyn FnMut(&ReceiveReport),
-) -> Result<(), ReceiveError> {
+pub fn resume(qmp: &Path, listen: Listen<'_>, events: ReceiveSink<'_>) -> Result<(), ReceiveError> {
     let record = DestinationRecord::find(qmp)?;
     let content = record.content().clone();
     let process = content.process().map_err(RecordError::Process)?;
-    let vm = match process {
-        Some(process) => {
-            let reached = Monitor::reach(qmp, process.pid(), MONITOR_LIMIT)?;
-            NewVm::Kept(process, reached.negotiate(MONITOR_LIMIT)?)
+    let late = match (&content.lacking, &process) {
+        (Some(lacking), Some(process)) => {
+            LateMemory::found(process, lacking, record.open_fill_bitmap()?)?
         }
-        None => NewVm::Gone,
+        _ => None,
     };
-    let begin = Destination::recorded(content.mark, matches!(vm, NewVm::Kept(..)));
-    let mut takeover = Takeover {
-        vm,
-        guardian: None,
-        record,
-        wire: None,
-        listen,
-        runs: content.runs,
-        arrived: &mut |process, running| {
-            arrived(&ReceiveReport {
-                vm: content.vm.clone(),
-                pid: process.pid(),
-                qmp: qmp.to_owned(),
-                running,
-                pages: 0,
-                changes: Vec::new(),
-                verify: None,
-            });
-        },
-        why: None,
-    };
-    result(takeover.decide(begin))
+    std::thread::scope(|scope| {
+        let mut takeover = Takeover {
+            vm: NewVm::Gone,
+            guardian: None,
+            record,
+            wire: None,
+            listen,
+            runs: content.runs,
+            events: &mut |event| match event {
+                TakeoverEvent::Arrived(process, running) => {
+                    events(ReceiveEvent::Arrived(&ReceiveReport {
+                        vm: content.vm.clone(),
+                        pid: process.pid(),
+                        qmp: qmp.to_owned(),
+                        running,
+                        pages: 0,
+                        changes: Vec::new(),
+                        verify: None,
+                    }));
+                }
+                other => pass_on(other, events),
+            },
+            late: late
+                .as_ref()
+                .map(|late| RunningLate::new(late, content.runs)),
+            alone: None,
+            why: None,
+        };
+        let _end = match &late {
+            Some(late) => {
+                let end = late.begin(scope)?;
+                // QEMU's main thread may be waiting for a page itself.
+                if !takeover.connected((Awaited::Again, READY_LIMIT)) {
+                    let why = "the source has not connected again".to_owned();
+                    return Err(ReceiveError::Lacks { why });
+                }
+                Some(end)
+            }
+            None => None,
+        };
+        if let Some(process) = process {
+            let reached = Monitor::reach(qmp, process.pid(), MONITOR_LIMIT)?;
+            let mut monitor = reached.negotiate(MONITOR_LIMIT)?;
+            if let Some(late) = &late {
+                let guardian = Guardian::start()?;
+                guardian.watch(monitor.client().socket())?;
+                guardian.on_disconnect(OnDisconnect::Pause)?;
+                late.beat(scope, &guardian)?;
+                takeover.guardian = Some(guardian);
+            }
+            takeover.vm = NewVm::Kept(process, monitor);
+        }
+        let lives = matches!(takeover.vm, NewVm::Kept(..));
+        result(takeover.decide(Destination::recorded(content.mark, lives)))
+    })
 }
 
 fn result(whereabouts: Whereabouts) -> Result<(), ReceiveError> {
@@ -149,6 +229,7 @@ fn result(whereabouts: Whereabouts) -> Result<(), ReceiveError> {
         Whereabouts::Here => Ok(()),
         Whereabouts::NotHere { why } => Err(ReceiveError::NotHere { why }),
         Whereabouts::Unclear { why } => Err(ReceiveError::Unclear { why }),
+        Whereabouts::Lacks { why } => Err(ReceiveError::Lacks { why }),
     }
 }
 
@@ -157,8 +238,17 @@ struct Greeting {
     session: Session,
     mode: Mode,
     connections: usize,
+    lanes: usize,
     vm: VmRecord,
     blocks: Vec<BlockShape>,
+}
+
+/// What comes after the pages.
+enum Rest {
+    /// The ids of all of them, if the source wants them compared, and the device state.
+    State(State),
+    /// No more pages are sent: the others are fetched.
+    PagesLater,
 }
 
 /// The messages after the pages.
@@ -175,57 +265,202 @@ struct Loaded {
     report: ReceiveReport,
 }
 
-/// Starts QEMU, and receives memory and device state.
-fn load(
-    wire: &mut Wire,
-    listen: Listen<'_>,
-    options: &ReceiveOptions,
-    progress: ProgressSink<'_>,
-) -> Result<Loaded, ReceiveError> {
-    let greeting = greeting(wire)?;
-    let guardian = Guardian::start()?;
-    let (mut launched, changes) = waiting(&options.qemu, &greeting.vm, &guardian)?;
-    let ram = launched.monitor.ram_blocks()?;
-    let blocks = eager::open_blocks(&launched.process, &ram, &greeting.blocks)?;
-    let (qmp, process) = (options.qemu.qmp(), &launched.process);
-    let mut record = DestinationRecord::new(qmp, process, &greeting.session, &greeting.vm.label)?;
-    let armed = launch::arm(&mut launched)?;
-    wire.send_control(&Control::Accepted)?;
-    let (pages, State { ids, device_state }) = match greeting.mode {
-        Mode::PreCopy => {
-            let wires = incoming::accept(listen, &greeting.session, greeting.connections)?;
-            let memory = StreamedMemory::new(&launched.process, &blocks, &greeting.blocks)?;
-            let sent = incoming::pages(wires, &memory, || state(wire, &blocks))?;
-            (memory.finish(sent.pages)?, sent.rest)
+/// A QEMU whose memory is here, or known to be lacking.
+struct Arriving {
+    greeting: Greeting,
+    launched: Launched,
+    armed: ArmedLoad,
+    guardian: Guardian,
+    record: DestinationRecord,
+    blocks: Vec<Block>,
+    ram: Vec<RamBlock>,
+    state: State,
+    lacking: Option<(Arc<FetchSession<Stream>>, Lacking)>,
+    report: ReceiveReport,
+}
+
+impl Arriving {
+    /// Starts QEMU, and receives memory.
+    fn begin(
+        wire: &mut Wire,
+        listen: Listen<'_>,
+        options: &ReceiveOptions,
+        events: ReceiveSink<'_>,
+    ) -> Result<Arriving, ReceiveError> {
+        let greeting = greeting(wire)?;
+        let guardian = Guardian::start()?;
+        let (mut launched, changes) = waiting(&options.qemu, &greeting.vm, &guardian)?;
+        let ram = launched.monitor.ram_blocks()?;
+        let blocks = eager::open_blocks(&launched.process, &ram, &greeting.blocks)?;
+        let (qmp, process) = (options.qemu.qmp(), &launched.process);
+        let record = DestinationRecord::new(qmp, process, &greeting.session, &greeting.vm.label)?;
+        let no_post_copy = match greeting.mode {
+            Mode::StopCopy => None,
+            _ if greeting.lanes == 0 => None,
+            _ => filling::why_not(process, &guardian, (&blocks, &ram)),
+        };
+        let armed = launch::arm(&mut launched)?;
+        wire.send_control(&Control::Accepted { no_post_copy })?;
+        let wanted = greeting.connections + greeting.lanes;
+        let mut wires = incoming::accept(listen, &greeting.session, wanted)?;
+        let session = Arc::new(FetchSession::new(&greeting.blocks));
+        let demand = match greeting.mode {
+            Mode::StopCopy => 0,
+            _ => DEMAND_LANES,
+        };
+        filling::add_lanes(&session, wires.split_off(greeting.connections), demand)?;
+        let report = ReceiveReport {
+            vm: greeting.vm.label.clone(),
+            pid: launched.process.pid(),
+            qmp: options.qemu.qmp().to_owned(),
+            running: false,
+            pages: 0,
+            changes,
+            verify: None,
+        };
+        let mut arriving = Arriving {
+            greeting,
+            launched,
+            armed,
+            guardian,
+            record,
+            blocks,
+            ram,
+            state: State {
+                ids: Vec::new(),
+                device_state: Vec::new(),
+            },
+            lacking: None,
+            report,
+        };
+        match arriving.greeting.mode {
+            Mode::StopCopy => arriving.fetch(wire, &session, events)?,
+            _ => arriving.take(wire, wires, session)?,
         }
-        Mode::StopCopy => {
-            let pages = fetch(wire, &launched, &greeting.blocks, &blocks, progress)?;
-            (pages, state(wire, &blocks)?)
-        }
-    };
-    let verify = compare(&ids, &blocks)?;
-    let device_state = device_state::wrap(&device_state, &greeting.vm.identity.machine)?;
-    armed.load(&mut launched, &device_state, LOAD_LIMIT)?;
-    let vm = complete(wire)?;
-    if !same_machine(&greeting.vm, &vm) {
-        return Err(ReceiveError::Changed);
+        Ok(arriving)
     }
-    record.expect_to_run(!options.paused && (vm.was_running || vm.was_suspended));
-    let report = ReceiveReport {
-        vm: vm.label,
-        pid: launched.process.pid(),
-        qmp: options.qemu.qmp().to_owned(),
-        running: false,
-        pages,
-        changes,
-        verify,
-    };
-    Ok(Loaded {
-        launched,
-        guardian,
-        record,
-        report,
-    })
+
+    /// Receives pages, and then hears which it lacks, if any are to come later.
+    fn take(
+        &mut self,
+        wire: &mut Wire,
+        wires: Vec<Wire>,
+        session: Arc<FetchSession<Stream>>,
+    ) -> Result<(), ReceiveError> {
+        let (process, blocks) = (&self.launched.process, &self.blocks);
+        let memory = StreamedMemory::new(process, blocks, &self.greeting.blocks)?;
+        let sent = incoming::pages(wires, &memory, || rest(wire, blocks))?;
+        self.report.pages = memory.finish(sent.pages)?;
+        self.state = match sent.rest {
+            Rest::State(state) => state,
+            Rest::PagesLater => {
+                let mut lacking = Lacking::new(process, blocks)?;
+                let next = lacking.hear(wire, blocks, (&self.guardian, process))?;
+                self.lacking = Some((session, lacking));
+                state(wire, blocks, next)?
+            }
+        };
+        Ok(())
+    }
+
+    /// Fetches all pages of a VM that is stopped at the source.
+    fn fetch(
+        &mut self,
+        wire: &mut Wire,
+        session: &Arc<FetchSession<Stream>>,
+        events: ReceiveSink<'_>,
+    ) -> Result<(), ReceiveError> {
+        let (process, blocks) = (&self.launched.process, &self.blocks);
+        let mut content: Vec<DirtyBitmap> = Vec::new();
+        content.extend(blocks.iter().map(|block| DirtyBitmap::new(block.pages())));
+        loop {
+            match wire.receive_message()? {
+                Message::Control(Control::Content { block, ranges }) if block < blocks.len() => {
+                    for (first, end) in ranges {
+                        content[block].set_range(first..end);
+                    }
+                }
+                Message::Control(Control::Content { .. }) => break,
+                other => return Err(other.unexpected().into()),
+            }
+        }
+        let numbered = content.into_iter().enumerate();
+        let source = |(block, content)| session.source(block, content, Vec::new());
+        let sources = numbered.map(source).collect();
+        let every: Vec<&Block> = blocks.iter().collect();
+        let progress = &mut |progress| events(ReceiveEvent::Progress(progress));
+        self.report.pages = eager::populate(process, &every, sources, progress)?;
+        wire.send_control(&Control::Fetched)?;
+        let next = wire.receive_message()?;
+        self.state = state(wire, blocks, next)?;
+        Ok(())
+    }
+
+    /// What is to be populated when the VM runs. From here on its pages are missing.
+    fn late_memory(&mut self) -> Result<Option<LateMemory>, ReceiveError> {
+        let Some((session, lacking)) = self.lacking.take() else {
+            return Ok(None);
+        };
+        self.compare(Some(&lacking))?;
+        let fill_bitmap = self.record.create_fill_bitmap()?;
+        let qemu = (&self.launched.process, &self.guardian);
+        let late = LateMemory::new(qemu, &self.blocks, session, lacking, fill_bitmap)?;
+        let record = late.record(self.ram.clone(), self.greeting.blocks.clone());
+        self.record.expect_to_lack(record);
+        let socket = self.launched.monitor.client().socket();
+        self.guardian.watch(socket)?;
+        Ok(Some(late))
+    }
+
+    /// Compares memory with the source's, if it has sent ids: what of it is here.
+    fn compare(&mut self, lacking: Option<&Lacking>) -> Result<(), ReceiveError> {
+        let mut ids = std::mem::take(&mut self.state.ids);
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let image = Image::take(self.blocks.iter(), &transfer_hasher())?;
+        if let Some(lacking) = lacking {
+            let here = lacking.present.iter().flat_map(|present| {
+                let pages = 0..present.pages();
+                pages.map(|page| present.get(page))
+            });
+            let ours = image.ids().flatten();
+            for ((id, ours), _) in ids.iter_mut().zip(ours).zip(here).filter(|(_, here)| !here) {
+                *id = *ours;
+            }
+        }
+        let report = image.compare_ids(&ids);
+        if report.differing > 0 {
+            return Err(ReceiveError::Differs {
+                differing: report.differing,
+                first: report.first.join(", "),
+            });
+        }
+        self.report.verify = Some(report);
+        Ok(())
+    }
+
+    /// Loads the device state. The VM is complete then, but for what it lacks.
+    fn load(mut self, wire: &mut Wire, paused: bool) -> Result<Loaded, ReceiveError> {
+        self.compare(None)?;
+        let machine = &self.greeting.vm.identity.machine;
+        let device_state = device_state::wrap(&self.state.device_state, machine)?;
+        self.armed
+            .load(&mut self.launched, &device_state, LOAD_LIMIT)?;
+        let vm = complete(wire)?;
+        if !same_machine(&self.greeting.vm, &vm) {
+            return Err(ReceiveError::Changed);
+        }
+        let runs = !paused && (vm.was_running || vm.was_suspended);
+        self.record.expect_to_run(runs);
+        self.report.vm = vm.label;
+        Ok(Loaded {
+            launched: self.launched,
+            guardian: self.guardian,
+            record: self.record,
+            report: self.report,
+        })
+    }
 }
 
 /// A QEMU that waits for its state, and ends with this process; and how it differs from the VM's, in words.
@@ -261,12 +496,14 @@ fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
             session,
             mode,
             connections,
+            lanes,
             vm,
             blocks,
-        }) if connections <= CONNECTIONS_MAX => Ok(Greeting {
+        }) if connections <= CONNECTIONS_MAX && lanes <= LANES_MAX => Ok(Greeting {
             session,
             mode,
             connections,
+            lanes,
             vm: *vm,
             blocks,
         }),
@@ -274,65 +511,29 @@ fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
     }
 }
 
-/// Fetches all pages of a VM that is stopped at the source. Returns how many had content.
-fn fetch(
-    wire: &mut Wire,
-    launched: &Launched,
-    shapes: &[BlockShape],
-    blocks: &[Block],
-    progress: ProgressSink<'_>,
-) -> Result<u64, ReceiveError> {
-    let mut content: Vec<DirtyBitmap> = Vec::new();
-    content.extend(shapes.iter().map(|shape| DirtyBitmap::new(shape.pages)));
+/// What comes after the pages that are sent.
+fn rest(wire: &mut Wire, blocks: &[Block]) -> Result<Rest, ReceiveError> {
     loop {
         match wire.receive_message()? {
-            Message::Control(Control::Content { block, ranges }) if block < shapes.len() => {
-                for (first, end) in ranges {
-                    content[block].set_range(first..end);
-                }
-            }
-            Message::Control(Control::Content { .. }) => break,
-            other => return Err(other.unexpected().into()),
+            Message::Control(Control::Alive) => {}
+            Message::Control(Control::PagesLater) => return Ok(Rest::PagesLater),
+            other => return state(wire, blocks, other).map(Rest::State),
         }
     }
-    let session = FetchSession::new(wire, shapes)?;
-    let sources = session.sources(content);
-    let blocks: Vec<&Block> = blocks.iter().collect();
-    let pages = eager::populate(&launched.process, &blocks, sources, progress)?;
-    drop(session);
-    wire.send_control(&Control::Fetched)?;
-    Ok(pages)
 }
 
-/// What comes after the pages: the ids of all of them, if the source wants them compared, and the device state.
-fn state(wire: &mut Wire, blocks: &[Block]) -> Result<State, ReceiveError> {
+/// The ids of all pages, if the source wants them compared, and the device state; `next` is the first message.
+fn state(wire: &mut Wire, blocks: &[Block], mut next: Message) -> Result<State, ReceiveError> {
     let mut ids = Vec::new();
     let pages: u64 = blocks.iter().map(Block::pages).sum();
     loop {
-        match wire.receive_message()? {
+        match next {
             Message::Control(Control::Alive) => {}
             Message::Ids(more) if (ids.len() + more.len()) as u64 <= pages => ids.extend(more),
             Message::DeviceState(device_state) => return Ok(State { ids, device_state }),
             other => return Err(other.unexpected().into()),
         }
-    }
-}
-
-/// Compares all memory with the source's, which has these ids; none where it need not be.
-fn compare(
-    ids: &[Option<ContentId>],
-    blocks: &[Block],
-) -> Result<Option<VerifyReport>, ReceiveError> {
-    if ids.is_empty() {
-        return Ok(None);
-    }
-    let report = Image::take(blocks.iter(), &transfer_hasher())?.compare_ids(ids);
-    match report.differing {
-        0 => Ok(Some(report)),
-        differing => Err(ReceiveError::Differs {
-            differing,
-            first: report.first.join(", "),
-        }),
+        next = wire.receive_message()?;
     }
 }
 

@@ -15,6 +15,7 @@ use crate::connection::ConnectionError;
 use crate::guardian::GuardianError;
 use crate::memory::block::BlockError;
 use crate::populate::eager::PopulateError;
+use crate::populate::lazy::supervision::ReleaseError;
 use crate::restore::RestoreError;
 use crate::tracking::error::TrackerError;
 
@@ -76,6 +77,14 @@ pub enum MigrateError {
         /// How long it may be.
         limit_ms: u128,
     },
+    /// The destination's memory cannot be populated while the VM runs.
+    #[error(
+        "the destination cannot run the VM before it has all its memory: {why}. Migrate it with --mode pre-copy"
+    )]
+    NoPostCopy {
+        /// Why not.
+        why: String,
+    },
     /// The hand-over did not come off.
     #[error(transparent)]
     Commit(#[from] CommitError),
@@ -132,6 +141,25 @@ pub enum ReceiveError {
     Unclear {
         /// Why not.
         why: String,
+    },
+    /// It runs here, and pages are at the source only.
+    #[error(
+        "the VM is here and lacks pages that only the source has: {why}. It is paused when it needs one. `receive --resume` here and `migrate --resume` at the source go on; if the source's QEMU or host is lost, so is this VM: end it"
+    )]
+    Lacks {
+        /// Why they do not come.
+        why: String,
+    },
+    /// What this process left in a VM that has all its memory.
+    #[error(transparent)]
+    Release(#[from] ReleaseError),
+    /// Its memory cannot be populated while it runs.
+    #[error(
+        "the new VM's memory {block:?} cannot be populated while it runs: migrate with --mode pre-copy"
+    )]
+    NotLazy {
+        /// The block.
+        block: String,
     },
     /// The received data is no device state.
     #[error("the device state that was sent cannot be loaded")]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use stillframe_link::Closer;
 
 use super::error::ReceiveError;
-use super::{ANSWER_LIMIT, Awaited, Listen, Wire};
+use super::{ANSWER_LIMIT, Awaited, LANES_MAX, Listen, NO_PAGES_MAX, Wire};
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::populate::streamed::{Received, StreamWriter, StreamedMemory};
@@ -14,16 +14,52 @@ use crate::populate::streamed::{Received, StreamWriter, StreamedMemory};
 /// Time for the source to open its connections.
 const OPEN_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long a connection may have no pages: its share of a round may be little. If the source is gone, that shows on the
-/// first connection.
-const NO_PAGES_MAX: Duration = Duration::from_secs(24 * 3600);
-
 /// All that came.
 pub(super) struct Arrived<R> {
     /// The pages, by connection.
     pub pages: Vec<Received>,
     /// What came over the first connection.
     pub rest: R,
+}
+
+/// A source that comes back, or the end of the wait for it.
+pub(super) struct Back {
+    /// The connection.
+    pub wire: Wire,
+    /// The lanes that it has opened.
+    pub lanes: Vec<Wire>,
+}
+
+/// Waits for the source of this migration to connect again. Another one has to wait until this destination is free.
+pub(super) fn await_source(
+    listen: Listen<'_>,
+    session: &Session,
+    (awaited, limit): (Awaited, Duration),
+) -> Option<Back> {
+    while let Some(mut wire) = listen(awaited, limit) {
+        wire.limit_silence(ANSWER_LIMIT);
+        let again = wire.receive_message();
+        if let Ok(Message::Control(Control::Again {
+            session: its,
+            lanes,
+        })) = &again
+            && its == session
+        {
+            match accept(listen, session, (*lanes).min(LANES_MAX)) {
+                Ok(lanes) => return Some(Back { wire, lanes }),
+                // It connects again.
+                Err(_) => continue,
+            }
+        }
+        // Nothing is known here of another VM.
+        let why = Some("this destination is busy with another migration".to_owned());
+        let word = match again {
+            Ok(Message::Control(Control::Again { .. })) => Word::Unclear,
+            _ => Word::Never,
+        };
+        let _ = wire.send_control(&Control::Word { word, why });
+    }
+    None
 }
 
 /// Accepts the connections of this migration, in the order of their numbers.

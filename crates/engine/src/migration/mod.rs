@@ -13,14 +13,18 @@ mod commit;
 mod convergence;
 mod destination;
 mod error;
+mod filling;
 pub mod handover;
 mod incoming;
+mod lacking;
+mod later;
 mod limiter;
 mod outgoing;
 mod pages;
 mod record;
 mod rounds;
 mod sent_ids;
+mod serving;
 mod source;
 mod takeover;
 
@@ -33,10 +37,15 @@ use stillframe_link::{Link, Stream};
 
 use crate::connection::Connection;
 pub use crate::connection::message::{Mode, VERSIONS};
+pub use crate::populate::lazy::supervision::Supervised;
 use crate::verify::VerifyReport;
+use crate::{Progress, Round};
 pub use commit::{CommitError, Wish};
-pub use destination::{NewQemu, ReceiveOptions, receive, resume as resume_receiving};
+pub use destination::{
+    NewQemu, ReceiveEvent, ReceiveOptions, ReceiveSink, receive, resume as resume_receiving,
+};
 pub use error::{MigrateError, ReceiveError};
+pub use filling::FilledReport;
 pub use record::RecordError;
 pub use sent_ids::PageHash;
 pub use source::{SettleError, SettledReport, settle};
@@ -47,6 +56,12 @@ pub const SILENCE_MAX: Duration = Duration::from_secs(120);
 /// How long it may be silent once the VM is stopped and all was sent. A side that is out of reach is noticed by both
 /// within this time, so that the source can connect again.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// Lanes, at most.
+const LANES_MAX: usize = DEMAND_LANES + CONNECTIONS_MAX;
+
+/// How often a side that has no other word hears that this one lives.
+const BEAT: Duration = Duration::from_secs(1);
 
 /// A connection to the other host.
 pub type Wire = Connection<Stream>;
@@ -61,10 +76,19 @@ pub enum Awaited {
     Pages,
     /// A source to which the connection was lost.
     Again,
+    /// The same, while the VM runs here.
+    Meanwhile,
 }
 
 /// Waits this long for the source to connect.
 pub type Listen<'l> = &'l mut dyn FnMut(Awaited, Duration) -> Option<Wire>;
+
+/// How long a connection may have no pages: its share of a round may be little, and a page may be fetched late. If the
+/// other side is gone, that shows on the first connection.
+const NO_PAGES_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// Lanes for pages that a thread waits for: the first ones.
+const DEMAND_LANES: usize = 2;
 
 /// Connections for pages, at most.
 pub const CONNECTIONS_MAX: usize = 16;
@@ -89,6 +113,20 @@ pub enum SkipFake {
     #[default]
     Auto,
 }
+
+/// What a source reports while a VM moves.
+#[derive(Debug, Clone, Copy)]
+pub enum MigrateEvent {
+    /// How far a round is.
+    Progress(Progress),
+    /// A round has ended.
+    Round(Round),
+    /// The rest moves when the VM runs at the destination: if a host or a QEMU is lost until all is there, so is the VM.
+    Later,
+}
+
+/// Where that is reported.
+pub type MigrateSink<'s> = &'s mut dyn FnMut(MigrateEvent);
 
 /// How to migrate.
 #[derive(Debug, Clone)]
@@ -157,6 +195,8 @@ pub struct MigrateReport {
     pub rounds: u32,
     /// Its pages.
     pub pages: MigratedPages,
+    /// Pages that the destination fetched when it ran there.
+    pub fetched: u64,
     /// Bytes sent over all connections.
     pub bytes_sent: u64,
     /// From the stop here until it was known that the VM runs there, in microseconds.

@@ -11,7 +11,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender, bounded};
 use stillframe_link::{Closer, Stream};
@@ -21,7 +21,7 @@ use stillframe_sys::affinity::{AffinityGuard, Processors};
 use super::error::MigrateError;
 use super::limiter::Limiter;
 use super::pages::SentPages;
-use super::{MigratedPages, Reconnect, Wire};
+use super::{BEAT, MigratedPages, Reconnect, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Session;
@@ -40,8 +40,6 @@ const CHUNK_PAGES: u64 = 512;
 /// Places of a block that are sent from at the same time. Memory has long stretches that compress well, which the
 /// processor limits, and long ones that do not, which the network limits.
 const PLACES: usize = 8;
-/// How often the destination hears over the first connection, which has no pages, that this side lives.
-const BEAT: Duration = Duration::from_secs(1);
 /// Batches that wait for a connection: the next is at hand when one was sent.
 const WAITING_MAX: usize = 1;
 

@@ -4,11 +4,13 @@
 //! 1234-567890.giving-up   source: prepared, and nothing yet; process and start time of its QEMU
 //! 1234-567890.given-up    source: the VM may run at the destination
 //! vm.qmp.received         destination: what is on record of the VM with this monitor
+//! vm.qmp.received-pages   its fill bitmap (post-copy), a byte a page; locked by the process that fetches pages
 //! ```
 //!
 //! They contain no page and no key. They are gone with the host, and so are the QEMUs that they are about.
 
 use std::fmt;
+use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
@@ -23,18 +25,22 @@ use stillframe_sys::process::{Process, ProcessError};
 use stillframe_sys::system;
 use thiserror::Error;
 
+use super::filling::LackingRecord;
 use super::handover::Mark;
 use crate::capture::paused_vm::GivenUpRecord;
 use crate::connection::word::Session;
+use crate::memory::BlockShape;
 use crate::runtime;
 
 /// Version of the files' format.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// The ends of the names of the source's record.
 const GIVING_UP: &str = ".giving-up";
 const GIVEN_UP: &str = ".given-up";
 /// The end of the name of the destination's record.
 const RECEIVED: &str = ".received";
+/// The end of the name of its fill bitmap: pages that it lacked, and has by now.
+const RECEIVED_PAGES: &str = ".received-pages";
 /// The record of a VM that has ended at the destination is kept for this long, for a source that may ask: a week.
 const ANSWERED_FOR: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Upper bound on a record's length, in bytes.
@@ -71,6 +77,14 @@ pub enum RecordError {
         /// The process.
         pid: i32,
     },
+    /// Another process fetches its pages.
+    #[error(
+        "the pages that the VM (process {pid}) lacks are being fetched by another process, which lives; there is nothing to resume"
+    )]
+    Busy {
+        /// The VM's process.
+        pid: i32,
+    },
     /// A file that is not understood.
     #[error("{file} is not understood ({what})")]
     Malformed {
@@ -103,6 +117,18 @@ pub struct GivenUp {
     pub runs: bool,
     /// Its disks as they were given up.
     pub disks: Vec<Disk>,
+    /// Pages that the destination lacks.
+    pub served: Served,
+}
+
+/// How the destination gets pages that it lacks when it runs the VM.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Served {
+    /// Connections over which it fetches them; none if it has all.
+    pub lanes: usize,
+    /// The blocks, in the order of their numbers.
+    pub blocks: Vec<BlockShape>,
 }
 
 /// The source's record.
@@ -135,9 +161,9 @@ impl SourceRecord {
     pub fn prepare(
         &self,
         session: &Session,
-        vm: &str,
-        runs: bool,
+        (vm, runs): (&str, bool),
         disks: &[Disk],
+        served: Served,
     ) -> Result<(), RecordError> {
         let content = GivenUp {
             version: VERSION,
@@ -145,6 +171,7 @@ impl SourceRecord {
             vm: vm.to_owned(),
             runs,
             disks: disks.to_vec(),
+            served,
         };
         write(&self.directory, &self.prepared, &content)
     }
@@ -213,6 +240,9 @@ pub struct Received {
     pub runs: bool,
     /// What is known of it.
     pub mark: Mark,
+    /// What it lacks when it runs; none: it has all its memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lacking: Option<LackingRecord>,
 }
 
 impl Received {
@@ -266,8 +296,40 @@ impl DestinationRecord {
                 vm: vm.to_owned(),
                 runs: false,
                 mark: Mark::Ready,
+                lacking: None,
             },
         })
+    }
+
+    /// An empty fill bitmap, which is locked.
+    ///
+    /// # Errors
+    /// It cannot be made, or another process has it.
+    pub fn create_fill_bitmap(&self) -> Result<File, RecordError> {
+        // One that is left of a VM that has ended says nothing about this one.
+        self.directory.remove(&self.fill_bitmap())?;
+        self.open_fill_bitmap()
+    }
+
+    /// The fill bitmap of an engine that was killed.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn open_fill_bitmap(&self) -> Result<File, RecordError> {
+        let file = self.directory.lock_file(&self.fill_bitmap(), false)?;
+        file.ok_or_else(|| RecordError::Busy {
+            pid: self.content.pid,
+        })
+    }
+
+    fn fill_bitmap(&self) -> String {
+        let stem = self.name.strip_suffix(RECEIVED);
+        format!("{}{RECEIVED_PAGES}", stem.unwrap_or(&self.name))
+    }
+
+    /// The VM will lack pages when it runs. To be called before anything is written.
+    pub fn expect_to_lack(&mut self, lacking: LackingRecord) {
+        self.content.lacking = Some(lacking);
     }
 
     /// The record that an earlier engine left.
@@ -314,7 +376,8 @@ impl DestinationRecord {
     /// # Errors
     /// It is there still.
     pub fn remove(&self) -> Result<(), RecordError> {
-        Ok(self.directory.remove(&self.name)?)
+        self.directory.remove(&self.name)?;
+        Ok(self.directory.remove(&self.fill_bitmap())?)
     }
 }
 
@@ -366,7 +429,10 @@ fn directory() -> Result<PrivateDir, RecordError> {
 /// Removes records of VMs that have ended. A file that cannot be removed now is removed another time.
 fn remove_ended(directory: &PrivateDir) {
     for name in directory.names().unwrap_or_default() {
-        if is_of_ended_source(&name) || is_of_ended_destination(directory, &name) {
+        let is_ended = is_of_ended_source(&name)
+            || is_of_ended_destination(directory, &name)
+            || is_left_of_destination(directory, &name);
+        if is_ended {
             let _ = directory.remove(&name);
         }
     }
@@ -385,6 +451,13 @@ fn is_of_ended_destination(directory: &PrivateDir, name: &str) -> bool {
     });
     let content = read::<Received>(directory, name).ok().flatten();
     is_old && content.is_some_and(|content| matches!(content.process(), Ok(None)))
+}
+
+/// A fill bitmap without a record, which no process fills.
+fn is_left_of_destination(directory: &PrivateDir, name: &str) -> bool {
+    let stem = name.strip_suffix(RECEIVED_PAGES);
+    let record = stem.map(|stem| directory.file(&format!("{stem}{RECEIVED}"), Access::Read));
+    matches!(record, Some(Ok(None))) && matches!(directory.lock_file(name, false), Ok(Some(_)))
 }
 
 fn is_of_ended_source(name: &str) -> bool {
@@ -437,6 +510,7 @@ mod tests {
                 vm: "vm".to_owned(),
                 runs: true,
                 mark: Mark::Committed,
+                lacking: None,
             };
             write(&directory, name, &content).unwrap();
             let file = directory.file(name, Access::Write).unwrap().unwrap();

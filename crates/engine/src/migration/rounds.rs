@@ -2,37 +2,30 @@
 
 use std::time::Instant;
 
-use super::convergence::{Convergence, Next, Round};
+use super::convergence::{Convergence, Next, Round, Switch};
 use super::error::MigrateError;
 use super::outgoing::Outgoing;
-use super::{MigrateOptions, SkipFake, Wire};
+use super::{MigrateEvent, MigrateOptions, MigrateSink, SkipFake, Wire};
 use crate::attach::Vm;
 use crate::memory::block::Guest;
 use crate::memory::ranges::{PageRanges, count, subtract_all};
 use crate::streaming::{Iteration, Streaming};
 use crate::tracking::tracker::Collected;
-use crate::{ProgressSink, RoundSink};
 
 /// How the rounds are gone through, and where they are reported.
 pub(super) struct Rounds<'r> {
     options: &'r MigrateOptions,
-    progress: ProgressSink<'r>,
-    report: RoundSink<'r>,
+    events: MigrateSink<'r>,
     convergence: Convergence,
 }
 
 impl<'r> Rounds<'r> {
     /// None yet.
-    pub fn new(
-        options: &'r MigrateOptions,
-        progress: ProgressSink<'r>,
-        report: RoundSink<'r>,
-    ) -> Rounds<'r> {
+    pub fn new(options: &'r MigrateOptions, switch: Switch, events: MigrateSink<'r>) -> Rounds<'r> {
         Rounds {
             options,
-            progress,
-            report,
-            convergence: Convergence::new(options.downtime),
+            events,
+            convergence: Convergence::new(options.downtime, switch),
         }
     }
 }
@@ -65,13 +58,13 @@ impl Rounds<'_> {
     fn ended(&mut self, number: u32, round: Round) -> Next {
         let next = self.convergence.after(round);
         let written = round.left as f64 / round.time.as_secs_f64().max(f64::EPSILON);
-        (self.report)(crate::Round {
+        (self.events)(MigrateEvent::Round(crate::Round {
             number,
             left: round.left,
             expected_us: self.convergence.expected().as_micros() as u64,
             written_per_s: written as u64,
             streamed_per_s: self.convergence.pages_per_s(),
-        });
+        }));
         next
     }
 
@@ -88,13 +81,23 @@ impl Rounds<'_> {
     }
 }
 
+/// What the rounds have come to.
+pub(super) struct Ended {
+    /// How many there were.
+    pub rounds: u32,
+    /// The pages that are left; they are pending.
+    pub left: Collected,
+    /// Whether these are fetched when the VM runs at the destination.
+    pub later: bool,
+}
+
 impl Vm {
-    /// Sends pages while the guest runs. Returns in how many rounds.
+    /// Sends pages while the guest runs.
     pub(super) fn send_running(
         &mut self,
         (wire, outgoing): (&mut Wire, &mut Outgoing),
         rounds: &mut Rounds<'_>,
-    ) -> Result<u32, MigrateError> {
+    ) -> Result<Ended, MigrateError> {
         let mut streaming = Streaming {
             tracker: &mut self.tracker,
             monitor: &mut self.monitor,
@@ -118,16 +121,24 @@ impl Vm {
                 wanted.written = subtract_all(&wanted.written, &later);
             }
             let pages = wanted.pages();
-            outgoing.put(wire, &wanted, Guest::Running, rounds.progress)?;
+            let progress = &mut |progress| (rounds.events)(MigrateEvent::Progress(progress));
+            outgoing.put(wire, &wanted, Guest::Running, progress)?;
             outgoing.sync(wire)?;
             let found = streaming.found()?;
             changing.found(&found.written);
             wanted = streaming.pending(found);
             let (time, left) = (begin.elapsed(), wanted.pages());
-            if rounds.ended(number, Round { pages, time, left }) == Next::Stop {
-                rounds.check()?;
-                return Ok(number);
+            let next = rounds.ended(number, Round { pages, time, left });
+            match next {
+                Next::Round => continue,
+                Next::Stop => rounds.check()?,
+                Next::Switch => {}
             }
+            return Ok(Ended {
+                rounds: number,
+                left: wanted,
+                later: next == Next::Switch,
+            });
         }
     }
 }

@@ -7,18 +7,23 @@ use serde::Serialize;
 use stillframe_qemu::monitor::{Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::target::{self, Selector};
+use stillframe_sys::process::Process;
 use thiserror::Error;
 
 use super::commit::{CommitError, Undecided, Wish};
+use super::convergence::Switch;
 use super::error::MigrateError;
 use super::handover::Source;
+use super::later;
 use super::limiter::Limiter;
 use super::outgoing::{Common, Outgoing};
-use super::pages::{SentPages, serve};
-use super::record::{GivenUp, RecordError, SourceRecord};
+use super::pages::SentPages;
+use super::record::{GivenUp, RecordError, Served, SourceRecord};
 use super::rounds::Rounds;
+use super::serving::Serving;
 use super::{
-    ANSWER_LIMIT, MigrateOptions, MigrateReport, MigratedPages, Mode, Reconnect, SkipFake, Wire,
+    ANSWER_LIMIT, DEMAND_LANES, MigrateEvent, MigrateOptions, MigrateReport, MigrateSink,
+    MigratedPages, Mode, Reconnect, SkipFake, Wire,
 };
 use crate::attach::{AttachError, Vm};
 use crate::capture::device_state::StateStream;
@@ -31,12 +36,12 @@ use crate::connection::word::{Session, Word};
 use crate::guardian::Guardian;
 use crate::memory::block::Guest;
 use crate::placement;
+use crate::populate::eager::{self, PopulateError};
 use crate::sink::connection::transfer_hasher;
 use crate::streaming::Streaming;
 use crate::tracking::rewritten::{Rewritten, THREAD_DELAY};
 use crate::tracking::tracker::Tracker;
 use crate::verify::Image;
-use crate::{ProgressSink, RoundSink};
 
 /// Time for QEMU to save its device state while it is stopped.
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
@@ -50,9 +55,48 @@ const RESUME_LIMIT: Duration = Duration::from_secs(30);
 /// A VM on its way.
 struct Sending<'s> {
     mode: Mode,
+    switch: Switch,
     session: &'s Session,
     options: &'s MigrateOptions,
     rounds: u32,
+    /// Pages are fetched when it runs at the destination.
+    later: bool,
+}
+
+impl<'s> Sending<'s> {
+    fn new(session: &'s Session, options: &'s MigrateOptions, runs: bool) -> Sending<'s> {
+        let (mode, switch) = match options.mode {
+            None if runs => (Mode::PreCopy, Switch::IfNeeded),
+            None => (Mode::StopCopy, Switch::Never),
+            Some(Mode::Hybrid) => (Mode::Hybrid, Switch::AfterFirst),
+            Some(mode) => (mode, Switch::Never),
+        };
+        Sending {
+            mode,
+            switch,
+            session,
+            options,
+            rounds: 0,
+            later: mode == Mode::PostCopy,
+        }
+    }
+
+    /// Connections over which pages are sent.
+    fn connections(&self) -> usize {
+        match self.mode {
+            Mode::PreCopy | Mode::Hybrid => self.options.connections,
+            Mode::PostCopy | Mode::StopCopy => 0,
+        }
+    }
+
+    /// Connections over which pages are fetched.
+    fn lanes(&self) -> usize {
+        match (self.mode, self.switch) {
+            (Mode::PreCopy, Switch::Never) => 0,
+            (Mode::StopCopy, _) => self.options.connections,
+            _ => DEMAND_LANES + self.options.connections,
+        }
+    }
 }
 
 /// A VM that is stopped, and of which all was sent.
@@ -63,6 +107,8 @@ struct Complete<'v> {
     /// Over the connections for pages.
     bytes: u64,
     rounds: u32,
+    mode: Mode,
+    serving: Option<Serving>,
     stopped: Instant,
     /// Freeing what it knows of the pages takes as long as the rest of the pause.
     _later: Option<Outgoing>,
@@ -80,8 +126,7 @@ impl Vm {
         mut wire: Wire,
         reconnect: Reconnect<'_>,
         options: &MigrateOptions,
-        progress: ProgressSink<'_>,
-        rounds: RoundSink<'_>,
+        events: MigrateSink<'_>,
     ) -> Result<MigrateReport, MigrateError> {
         let begin = Instant::now();
         let session = Session::random().map_err(MigrateError::Random)?;
@@ -89,17 +134,8 @@ impl Vm {
         let label = vm.label.clone();
         let run_state = self.monitor.run_state()?;
         let runs = run_state.running || run_state.is_suspended();
-        let mode = options.mode.unwrap_or(match runs {
-            true => Mode::PreCopy,
-            false => Mode::StopCopy,
-        });
-        let sending = Sending {
-            mode,
-            session: &session,
-            options,
-            rounds: 0,
-        };
-        let sent = self.send(vm, sending, &mut wire, reconnect, (progress, rounds));
+        let sending = Sending::new(&session, options, runs);
+        let sent = self.send(vm, sending, &mut wire, reconnect, events);
         let sent = sent.inspect_err(|error| {
             let why = Some(crate::in_words(error));
             let word = Word::Settled;
@@ -110,13 +146,18 @@ impl Vm {
             let named = (complete.record, session.clone());
             let before = wire.bytes_sent();
             let undecided = Undecided::ready(complete.vm, named, wire, reconnect, options.patience);
+            let undecided = undecided.with_lanes(complete.serving);
             let moved = undecided.decide(Source::Keeping)?;
+            let (fetched, of_them) = moved.fetched;
             Ok(MigrateReport {
                 vm: label,
-                mode,
+                mode: complete.mode,
                 rounds: complete.rounds,
                 pages: complete.sent,
-                bytes_sent: complete.bytes + moved.wire.map_or(before, |wire| wire.bytes_sent()),
+                fetched,
+                bytes_sent: complete.bytes
+                    + of_them
+                    + moved.wire.map_or(before, |wire| wire.bytes_sent()),
                 downtime_us: match runs {
                     true => moved
                         .runs_since
@@ -139,7 +180,7 @@ impl Vm {
         mut sending: Sending<'_>,
         wire: &mut Wire,
         reconnect: Reconnect<'_>,
-        (progress, rounds): (ProgressSink<'_>, RoundSink<'_>),
+        events: MigrateSink<'_>,
     ) -> Result<Complete<'_>, MigrateError> {
         if !vm.disks.is_empty() {
             self.monitor.expect_deactivation()?;
@@ -147,24 +188,56 @@ impl Vm {
         wire.send_control(&Control::Hello {
             session: sending.session.clone(),
             mode: sending.mode,
-            connections: match sending.mode {
-                Mode::PreCopy => sending.options.connections,
-                Mode::StopCopy => 0,
-            },
+            connections: sending.connections(),
+            lanes: sending.lanes(),
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
-        expect(wire, |control| matches!(control, Control::Accepted))?;
-        let outgoing = match sending.mode {
-            Mode::PreCopy => {
-                let mut outgoing = self.open(&sending, reconnect)?;
-                let rounds = &mut Rounds::new(sending.options, progress, rounds);
-                sending.rounds = self.send_running((wire, &mut outgoing), rounds)?;
-                Some(outgoing)
-            }
-            Mode::StopCopy => None,
+        sending.accepted(wire)?;
+        let mut outgoing = match sending.connections() {
+            0 => None,
+            _ => Some(self.open(&sending, reconnect)?),
         };
-        self.send_stopped(vm, sending, wire, outgoing, progress)
+        let serving = self.lanes(&sending, reconnect)?;
+        let mut left = None;
+        if let Some(outgoing) = &mut outgoing {
+            let rounds = &mut Rounds::new(sending.options, sending.switch, events);
+            let ended = self.send_running((wire, outgoing), rounds)?;
+            (sending.rounds, sending.later) = (ended.rounds, ended.later);
+            if sending.later {
+                outgoing.last(wire)?;
+                sending.mode = Mode::Hybrid;
+                left = Some(ended.left);
+            }
+        }
+        if sending.later {
+            events(MigrateEvent::Later);
+            later::announce(wire, self.pages(), left)?;
+        }
+        self.send_stopped(vm, sending, wire, (outgoing, serving), events)
+    }
+
+    fn pages(&mut self) -> Streaming<'_> {
+        Streaming {
+            tracker: &mut self.tracker,
+            monitor: &mut self.monitor,
+            process: &self.target.process,
+        }
+    }
+
+    /// Opens the lanes.
+    fn lanes(
+        &self,
+        sending: &Sending<'_>,
+        reconnect: Reconnect<'_>,
+    ) -> Result<Option<Serving>, MigrateError> {
+        if sending.lanes() == 0 {
+            return Ok(None);
+        }
+        let blocks = self.tracker.peek().blocks().to_vec();
+        let mut serving = Serving::new(sending.session, blocks, sending.lanes());
+        serving.open(sending.connections(), reconnect)?;
+        Ok(Some(serving))
     }
 
     /// Opens the connections for pages.
@@ -201,8 +274,8 @@ impl Vm {
         mut vm: VmRecord,
         mut sending: Sending<'_>,
         wire: &mut Wire,
-        mut outgoing: Option<Outgoing>,
-        progress: ProgressSink<'_>,
+        (mut outgoing, serving): (Option<Outgoing>, Option<Serving>),
+        events: MigrateSink<'_>,
     ) -> Result<Complete<'_>, MigrateError> {
         let record = SourceRecord::of(&self.target.process)?;
         let run_state = self.fit_for_a_pause()?;
@@ -219,15 +292,18 @@ impl Vm {
             ..
         } = self;
         let mut paused = PausedVm::stop(monitor, guardian, options.pause_limit, runs)?;
-        let events = paused.monitor().client().take_events();
-        events.map_err(MonitorError::from)?;
+        let earlier = paused.monitor().client().take_events();
+        earlier.map_err(MonitorError::from)?;
         sending.rounds += 1;
         let parts = Streaming {
             tracker,
             monitor: paused.monitor(),
             process: &target.process,
         };
-        let sent = send_rest(parts, outgoing.as_mut(), wire, progress)?;
+        if let Some(serving) = &serving {
+            serving.begin();
+        }
+        let sent = send_rest(parts, &sending, outgoing.as_mut(), wire, events)?;
         let stream = StateStream::lent(state, paused.monitor(), &target.process, guardian)?;
         let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
         if options.verify {
@@ -246,7 +322,15 @@ impl Vm {
         }
         vm.look_at_disks_again();
         (vm.was_running, vm.was_suspended) = (run_state.running, run_state.is_suspended());
-        record.prepare(sending.session, &vm.label, runs, &vm.disks)?;
+        // The lanes of a VM that is complete are of no more use.
+        let serving = serving.filter(|_| sending.later);
+        let served = serving
+            .as_ref()
+            .map_or_else(Served::default, |serving| Served {
+                lanes: serving.lanes(),
+                blocks: tracker.shape(),
+            });
+        record.prepare(sending.session, (&vm.label, runs), &vm.disks, served)?;
         wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
         if !options.verify {
             wire.limit_silence(ANSWER_LIMIT);
@@ -257,32 +341,65 @@ impl Vm {
             sent,
             bytes: outgoing.as_ref().map_or(0, Outgoing::bytes),
             rounds: sending.rounds,
+            mode: sending.mode,
+            serving,
             stopped,
             _later: outgoing,
         })
     }
 }
 
-/// Sends the remaining pages of a VM that is stopped.
+impl Sending<'_> {
+    /// The destination has started its QEMU, and may say that it can have no pages later.
+    fn accepted(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
+        let why = match wire.receive_message()? {
+            Message::Control(Control::Accepted { no_post_copy }) => no_post_copy,
+            other => return Err(other.unexpected().into()),
+        };
+        match (why, self.mode) {
+            (None, _) | (Some(_), Mode::StopCopy) => {}
+            (Some(_), Mode::PreCopy) => self.switch = Switch::Never,
+            (Some(why), Mode::Hybrid | Mode::PostCopy) => {
+                return Err(MigrateError::NoPostCopy { why });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Sends the remaining pages of a VM that is stopped, or which they are.
 fn send_rest(
     mut parts: Streaming<'_>,
+    sending: &Sending<'_>,
     outgoing: Option<&mut Outgoing>,
     wire: &mut Wire,
-    progress: ProgressSink<'_>,
+    events: MigrateSink<'_>,
 ) -> Result<MigratedPages, MigrateError> {
+    if sending.later {
+        later::outdated(wire, &parts.rest()?)?;
+        return Ok(outgoing.map_or_else(MigratedPages::default, |outgoing| outgoing.pages()));
+    }
     let Some(outgoing) = outgoing else {
+        let content = parts.tracker.populated()?.drained(parts.monitor)?;
+        wire.send_content(&content.written)?;
+        expect(wire, |control| matches!(control, Control::Fetched))?;
         return Ok(MigratedPages {
-            sent: serve(wire, parts.tracker, parts.monitor)?,
+            sent: content.pages(),
             ..MigratedPages::default()
         });
     };
     let rest = parts.rest()?;
+    let progress = &mut |progress| events(MigrateEvent::Progress(progress));
     outgoing.put(wire, &rest, Guest::Stopped, progress)?;
     outgoing.last(wire)?;
     Ok(outgoing.pages())
 }
 
-fn expect(wire: &mut Wire, is_it: impl FnOnce(&Control) -> bool) -> Result<(), ConnectionError> {
+/// Waits for this message.
+pub(super) fn expect(
+    wire: &mut Wire,
+    is_it: impl FnOnce(&Control) -> bool,
+) -> Result<(), ConnectionError> {
     match wire.receive_message()? {
         Message::Control(control) if is_it(&control) => Ok(()),
         other => Err(other.unexpected()),
@@ -302,6 +419,9 @@ pub enum SettleError {
     /// There is nothing to be settled, or the record cannot be read.
     #[error(transparent)]
     Record(#[from] RecordError),
+    /// The destination lacks pages, and they cannot be read.
+    #[error("cannot read the memory of the VM, which the destination lacks")]
+    Memory(#[source] PopulateError),
     /// It is not settled.
     #[error(transparent)]
     Commit(#[from] CommitError),
@@ -342,10 +462,12 @@ pub fn settle(
         true => Wish::Here,
         false => wish,
     };
+    let serving = served(&target.process, &mut monitor, &content)?;
     let vm = HandedOver::found(&mut monitor, &guardian, RESUME_LIMIT, content.runs);
     let disks = (content.disks, target.process.pid());
     let named = (record, content.session);
     let undecided = Undecided::found(vm, named, disks, reconnect, (wish, patience));
+    let undecided = undecided.with_lanes(serving);
     let moved = match undecided.decide(Source::RECORDED) {
         Ok(_) => {
             target.process.wait_exit(END_LIMIT);
@@ -358,6 +480,24 @@ pub fn settle(
     Ok(SettledReport { vm, moved })
 }
 
+/// What serves the pages that the destination lacks.
+fn served(
+    process: &Process,
+    monitor: &mut Monitor,
+    content: &GivenUp,
+) -> Result<Option<Serving>, SettleError> {
+    let Served { lanes, blocks } = &content.served;
+    if *lanes == 0 {
+        return Ok(None);
+    }
+    let ram = monitor.ram_blocks().map_err(AttachError::from)?;
+    let blocks = eager::open_blocks(process, &ram, blocks).map_err(SettleError::Memory)?;
+    let blocks = blocks.into_iter().map(Arc::new).collect();
+    let serving = Serving::new(&content.session, blocks, *lanes);
+    serving.begin();
+    Ok(Some(serving))
+}
+
 /// The VM was never given up: it is the source's, and the destination need not wait.
 fn kept(
     record: &SourceRecord,
@@ -368,7 +508,7 @@ fn kept(
     if let Ok(mut wire) = reconnect() {
         let session = content.session;
         let (word, why) = (Word::Settled, None);
-        let again = wire.send_control(&Control::Again { session });
+        let again = wire.send_control(&Control::Again { session, lanes: 0 });
         let _ = again.and_then(|()| wire.send_control(&Control::Word { word, why }));
     }
     record.remove()?;

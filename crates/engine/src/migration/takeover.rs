@@ -1,25 +1,31 @@
 //! The destination's half of the hand-over: carries out what [`Destination`] says.
 
-use std::time::Duration;
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
 
 use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::launch::Launched;
 use stillframe_qemu::monitor::Monitor;
 use stillframe_sys::process::Process;
 
+use super::filling::{FilledReport, MEANWHILE, RunningLate};
 use super::handover::{Destination, DestinationAction, Event, Mark};
 use super::record::DestinationRecord;
-use super::{ANSWER_LIMIT, Awaited, Listen, Wire};
+use super::{ANSWER_LIMIT, Awaited, Listen, Wire, incoming};
+use crate::Progress;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Word;
 use crate::guardian::{Guardian, OnDisconnect};
+use crate::populate::lazy::supervision::Supervised;
 use crate::post_restore;
 
 /// How long a VM that is ready waits for a source that is out of reach.
-const READY_LIMIT: Duration = Duration::from_secs(600);
+pub(super) const READY_LIMIT: Duration = Duration::from_secs(600);
 /// How long a source that was out of reach may ask what became of the VM. Later an engine that is started to answer
 /// does so, from the record.
 const ASKED_LIMIT: Duration = Duration::from_secs(120);
+/// How long a VM that lacks pages is not looked at while the source is listened to.
+const LISTEN: Duration = Duration::from_millis(1);
 /// Time for a QEMU that was killed to end.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
@@ -55,7 +61,24 @@ pub(super) enum Whereabouts {
     NotHere { why: String },
     /// It may have run here, or its QEMU does not end.
     Unclear { why: String },
+    /// Here, and it lacks pages.
+    Lacks { why: String },
 }
+
+/// What happens to a VM that arrives.
+pub(super) enum TakeoverEvent<'e> {
+    /// It is here, and runs or not.
+    Arrived(&'e Process, bool),
+    /// All its memory is here.
+    Filled(FilledReport),
+    /// How it fares until then.
+    Supervised(Supervised),
+    /// How much of it is here.
+    Progress(Progress),
+}
+
+/// Where that is reported.
+pub(super) type TakeoverSink<'s> = &'s mut dyn FnMut(TakeoverEvent<'_>);
 
 /// A VM that has arrived, and may not run yet.
 pub(super) struct Takeover<'t> {
@@ -66,8 +89,12 @@ pub(super) struct Takeover<'t> {
     pub listen: Listen<'t>,
     /// Whether the guest is to run.
     pub runs: bool,
-    /// Called when the VM runs, or is here, paused.
-    pub arrived: &'t mut dyn FnMut(&Process, bool),
+    /// What happens to the VM from when it runs, or is here, paused.
+    pub events: TakeoverSink<'t>,
+    /// What it lacks when it runs, if it lacks anything.
+    pub late: Option<RunningLate<'t>>,
+    /// Since when the source has been out of reach of a VM that runs.
+    pub alone: Option<Instant>,
     /// The last reason, for the other side or the user of this one.
     pub why: Option<String>,
 }
@@ -80,7 +107,8 @@ impl Takeover<'_> {
     ) -> Whereabouts {
         let (mut here, mut before) = (false, state);
         loop {
-            if (state, action) == (Destination::Running, DestinationAction::Wait) && !here {
+            let runs = matches!(state, Destination::Running | Destination::Filling);
+            if runs && action == DestinationAction::Wait && !here {
                 here = true;
                 self.announce();
             }
@@ -113,6 +141,7 @@ impl Takeover<'_> {
         let why = self.why.take();
         let why = why.unwrap_or_else(|| "no reason is given".to_owned());
         match before {
+            Destination::Filling => Whereabouts::Lacks { why },
             _ if here => Whereabouts::Here,
             Destination::Unclear | Destination::Undead => Whereabouts::Unclear { why },
             _ => Whereabouts::NotHere { why },
@@ -137,8 +166,16 @@ impl Takeover<'_> {
     }
 
     fn wait(&mut self, state: Destination) -> Event {
+        match (state, &self.wire) {
+            (Destination::Filling, _) => self.fill(),
+            (_, None) => self.await_source(state),
+            (_, Some(_)) => self.hear(state),
+        }
+    }
+
+    fn hear(&mut self, state: Destination) -> Event {
         let Some(wire) = &mut self.wire else {
-            return self.await_source(state);
+            return Event::Lost;
         };
         wire.limit_silence(ANSWER_LIMIT);
         let lost = match wire.receive_message() {
@@ -179,25 +216,94 @@ impl Takeover<'_> {
             Destination::Ready => READY_LIMIT,
             _ => ASKED_LIMIT,
         };
-        while let Some(mut wire) = (self.listen)(Awaited::Again, limit) {
-            wire.limit_silence(ANSWER_LIMIT);
-            let again = wire.receive_message();
-            let ours = &self.record.content().session;
-            if let Ok(Message::Control(Control::Again { session })) = &again
-                && session == ours
-            {
-                self.wire = Some(wire);
-                return Event::Connected;
-            }
-            // Another migration has to wait, and nothing is known here of another VM.
-            let why = Some("this destination is busy with another migration".to_owned());
-            let word = match again {
-                Ok(Message::Control(Control::Again { .. })) => Word::Unclear,
-                _ => Word::Never,
-            };
-            let _ = wire.send_control(&Control::Word { word, why });
+        match self.connected((Awaited::Again, limit)) {
+            true => Event::Connected,
+            false => Event::Cancelled,
         }
-        Event::Cancelled
+    }
+
+    /// Waits for the source. Whether it came back.
+    pub fn connected(&mut self, awaited: (Awaited, Duration)) -> bool {
+        let session = self.record.content().session.clone();
+        let Some(back) = incoming::await_source(self.listen, &session, awaited) else {
+            return false;
+        };
+        // Lanes that cannot be used show when pages are fetched.
+        let _ = match &mut self.late {
+            Some(late) => late.connected(back.lanes),
+            None => Ok(()),
+        };
+        self.wire = Some(back.wire);
+        true
+    }
+
+    /// Fetches what the VM lacks, until it has all, or hears something.
+    fn fill(&mut self) -> Event {
+        loop {
+            let (Some(late), NewVm::Kept(process, monitor)) = (&mut self.late, &mut self.vm) else {
+                return Event::Filled;
+            };
+            if !process.is_alive() {
+                self.why = Some("its QEMU has ended".to_owned());
+                return Event::Failed;
+            }
+            let events = RefCell::new(&mut *self.events);
+            let looked = late.look(
+                monitor,
+                &mut |supervised| events.borrow_mut()(TakeoverEvent::Supervised(supervised)),
+                &mut |progress| events.borrow_mut()(TakeoverEvent::Progress(progress)),
+            );
+            let released = looked.and_then(|complete| match &self.guardian {
+                Some(guardian) if complete => late.release(guardian, process).map(|()| true),
+                _ => Ok(complete),
+            });
+            match released {
+                Ok(false) => {}
+                Ok(true) => {
+                    (self.events)(TakeoverEvent::Filled(late.report()));
+                    self.late = None;
+                    return Event::Filled;
+                }
+                // QEMU ends, or this engine cannot go on: another may.
+                Err(error) if process.is_alive() => {
+                    self.failed(&error);
+                    return Event::Cancelled;
+                }
+                Err(_) => continue,
+            }
+            if let Some(event) = self.hear_meanwhile() {
+                return event;
+            }
+        }
+    }
+
+    /// What the source says, or that it cannot be reached.
+    fn hear_meanwhile(&mut self) -> Option<Event> {
+        let late = self.late.as_mut()?;
+        let Some(wire) = &mut self.wire else {
+            let alone = *self.alone.get_or_insert_with(Instant::now);
+            if alone.elapsed() > READY_LIMIT {
+                return Some(Event::Cancelled);
+            }
+            let connected = self.connected((Awaited::Meanwhile, MEANWHILE));
+            if connected {
+                self.alone = None;
+            }
+            return connected.then_some(Event::Connected);
+        };
+        if late.is_beat_due()
+            && let Err(error) = wire.send_control(&Control::Alive)
+        {
+            return Some(self.lose(&error));
+        }
+        if wire.has_input(LISTEN) {
+            return Some(self.hear(Destination::Filling));
+        }
+        let cut_off = late.is_cut_off();
+        cut_off.then(|| {
+            self.wire = None;
+            Event::Lost
+        })
     }
 
     /// Whether it was sent, as far as can be known here.
@@ -224,9 +330,12 @@ impl Takeover<'_> {
     }
 
     fn release(&mut self) -> Event {
-        let released = self.guardian.as_ref().map_or(Ok(()), |guardian| {
-            guardian.on_disconnect(OnDisconnect::Nothing)
-        });
+        let then = match self.late {
+            Some(_) => OnDisconnect::Pause,
+            None => OnDisconnect::Nothing,
+        };
+        let guardian = self.guardian.as_ref();
+        let released = guardian.map_or(Ok(()), |guardian| guardian.on_disconnect(then));
         match released {
             Ok(()) => Event::Done,
             Err(error) => self.failed(&error),
@@ -239,11 +348,15 @@ impl Takeover<'_> {
             NewVm::Kept(_, monitor) => monitor,
             NewVm::Gone => return Event::Failed,
         };
+        let done = match self.late {
+            Some(_) => Event::Incomplete,
+            None => Event::Done,
+        };
         if !self.runs {
-            return Event::Done;
+            return done;
         }
         match monitor.cont() {
-            Ok(()) => Event::Done,
+            Ok(()) => done,
             Err(error) => {
                 self.why = Some(crate::in_words(&error));
                 if error.is_refusal() {
@@ -295,7 +408,8 @@ impl Takeover<'_> {
             if self.runs {
                 post_restore::announce(monitor);
             }
-            (self.arrived)(process, self.runs && !monitor.is_suspended());
+            let runs = self.runs && !monitor.is_suspended();
+            (self.events)(TakeoverEvent::Arrived(process, runs));
         }
     }
 }

@@ -126,7 +126,7 @@ pub fn populate<S: PageSource>(
 }
 
 /// Pages of a fresh QEMU that may be other than zero.
-pub(super) fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>, PopulateError> {
+pub(crate) fn in_use(pagemap: &Pagemap, block: &Block) -> Result<Vec<Range<u64>>, PopulateError> {
     if let Some(data) = block.data_pages()? {
         return Ok(data);
     }

@@ -21,6 +21,7 @@ mod memory;
 pub mod prefetch;
 mod prefetch_queue;
 mod stall;
+pub mod supervision;
 
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -32,6 +33,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::{GuestPage, PAGE_BYTES};
 use stillframe_sys::affinity;
 use stillframe_sys::pagemap::Pagemap;
@@ -181,6 +183,13 @@ impl<S: PageSource> Lazy<S> {
             }
         }
         Ok(())
+    }
+
+    /// Marks these pages of each block as populated.
+    pub fn mark_populated(&self, pages: &[DirtyBitmap]) {
+        for (block, pages) in self.memory.blocks.iter().zip(pages) {
+            pages.ranges().for_each(|range| block.mark_populated(range));
+        }
     }
 
     /// Wakes all threads that wait for a page; each faults again if the page is still missing.

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use crate::Progress;
+use crate::populate::lazy::supervision::Supervised;
 
 /// An event while memory is populated.
 #[derive(Debug, Clone)]
@@ -14,23 +15,13 @@ pub enum LazyEvent {
         /// Microseconds after the call.
         after_us: u64,
     },
-    /// A stall: the guest waits for a page that cannot be read. It was paused.
-    Waits {
-        /// Why.
-        reason: String,
-    },
     /// The repository takes no lease: `forget` and `prune` on another host may remove blobs that are not read yet.
     NotLeased {
         /// Why.
         reason: String,
     },
-    /// All pages can be read again: the guest was resumed.
-    Resumed,
-    /// Pages that no thread waits for cannot be read now; they are tried again.
-    CannotFill {
-        /// Why.
-        reason: String,
-    },
+    /// How the VM fares until its memory is complete.
+    Supervised(Supervised),
 }
 
 /// Where [`LazyEvent`]s go.

@@ -1,10 +1,19 @@
-//! A connection as a source: pages are fetched from the VM at its other end, which is stopped.
+//! Connections as a source: pages are fetched from the VM at their other end, which is stopped.
 //!
-//! There is one stream, so that fetchers of several threads wait for each other. Pages that cannot have content are
-//! known from the beginning, and never fetched.
+//! ```text
+//!   fault handlers ──> lanes for demand ══╗
+//!                                         ╠══ the source's engine, which reads its QEMU
+//!   background fill ─> lanes for bulk ════╝
+//! ```
+//!
+//! A lane has one connection. A page that a thread waits for is not behind pages that none waits for, and few of these
+//! are under way at a time. A lane that fails is dropped; others may be added. Pages that cannot have content are known
+//! from the beginning, and never fetched.
 
+use std::collections::VecDeque;
 use std::io::{Read, Write};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
 
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::encoding::Decoder;
@@ -17,109 +26,288 @@ use crate::connection::batch::{Batch, PAGES_MAX};
 use crate::connection::message::{Control, Message};
 use crate::memory::BlockShape;
 
-/// A connection whose other end serves the pages of a stopped VM.
-pub struct FetchSession<'c, S> {
-    shared: Mutex<Shared<'c, S>>,
+/// Pages of one request of the background fill. Few, because a page that a thread waits for shares the link with those
+/// under way: 8 ms of it at 1 Gbit/s, with two lanes.
+const BULK_PAGES: usize = 32;
+/// Requests of a bulk lane that are not answered yet.
+const BULK_DEPTH: usize = 4;
+
+/// What a lane is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// Pages that a thread waits for.
+    Demand,
+    /// All others.
+    Bulk,
+}
+
+/// Connections whose other ends serve the pages of a stopped VM.
+pub struct FetchSession<S> {
+    demand: Lanes<S>,
+    bulk: Lanes<S>,
     blocks: Vec<BlockShape>,
 }
 
-struct Shared<'c, S> {
-    connection: &'c mut Connection<S>,
+struct Lanes<S> {
+    state: Mutex<State<S>>,
+    given_back: Condvar,
+}
+
+struct State<S> {
+    idle: Vec<Fetching<S>>,
+    /// Those that are in use, too.
+    all: usize,
+    /// Why the last one failed.
+    why: Option<String>,
+}
+
+/// A connection, and what it takes to read its answers.
+struct Fetching<S> {
+    connection: Connection<S>,
     decoder: Decoder,
 }
 
-impl<'c, S: Read + Write> FetchSession<'c, S> {
-    /// A fetcher over this connection, after the sender's greeting.
+/// A lane in use. Unless it is given back it has failed.
+struct InUse<'l, S> {
+    lanes: &'l Lanes<S>,
+    fetching: Option<Fetching<S>>,
+}
+
+impl<S> Lanes<S> {
+    fn none() -> Lanes<S> {
+        Lanes {
+            state: Mutex::new(State {
+                idle: Vec::new(),
+                all: 0,
+                why: None,
+            }),
+            given_back: Condvar::new(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<S>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count(&self) -> usize {
+        self.state().all
+    }
+
+    /// Waits for one that is not in use.
+    fn take(&self) -> Result<InUse<'_, S>, Error> {
+        let mut state = self.state();
+        loop {
+            if let Some(fetching) = state.idle.pop() {
+                let fetching = Some(fetching);
+                return Ok(InUse {
+                    lanes: self,
+                    fetching,
+                });
+            }
+            if state.all == 0 {
+                let why = state.why.clone();
+                let why = why.unwrap_or_else(|| "there is none yet".to_owned());
+                return Err(Error::NoLane { why });
+            }
+            let waited = self.given_back.wait(state);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl<S> Drop for InUse<'_, S> {
+    fn drop(&mut self) {
+        let mut state = self.lanes.state();
+        match self.fetching.take() {
+            Some(fetching) => state.idle.push(fetching),
+            None => state.all -= 1,
+        }
+        self.lanes.given_back.notify_all();
+    }
+}
+
+impl<S: Read + Write> InUse<'_, S> {
+    /// Does something with it, after whose failure it is of no more use.
+    fn with<T>(
+        &mut self,
+        what: impl FnOnce(&mut Fetching<S>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let Some(fetching) = &mut self.fetching else {
+            return Err(self.has_failed());
+        };
+        what(fetching).inspect_err(|error| {
+            self.fetching = None;
+            self.lanes.state().why = Some(crate::in_words(error));
+        })
+    }
+
+    fn has_failed(&self) -> Error {
+        let why = self.lanes.state().why.clone();
+        Error::NoLane {
+            why: why.unwrap_or_default(),
+        }
+    }
+
+    /// Requests at most [`PAGES_MAX`] ascending pages.
+    fn ask(&mut self, block: usize, pages: &[u64]) -> Result<(), Error> {
+        self.with(|Fetching { connection, .. }| {
+            connection.send_control(&Control::Fetch {
+                block,
+                // A block has less than 2^30 pages.
+                pages: pages.iter().map(|&page| page as u32).collect(),
+            })
+        })
+    }
+
+    /// Receives what was requested; adjacent pages are handed over together.
+    fn receive<E: From<SourceError>>(
+        &mut self,
+        blocks: &[BlockShape],
+        (block, pages): (usize, &[u64]),
+        mut take: impl FnMut(u64, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut refused = None;
+        let received = self.with(|fetching| {
+            let Fetching {
+                connection,
+                decoder,
+            } = fetching;
+            let answer = connection.receive_message()?;
+            let Message::Pages(payload) = answer else {
+                return Err(answer.unexpected());
+            };
+            let batch = Batch::decode(&payload, blocks)?;
+            if batch.block != block || !batch.numbers().eq(pages.iter().copied()) {
+                let what = "other pages than were requested".to_owned();
+                return Err(Error::Malformed { what });
+            }
+            // An error of the receiver is none of the connection.
+            batch.runs(decoder, |first, bytes| {
+                if refused.is_none() {
+                    refused = take(first, bytes).err();
+                }
+                Ok(())
+            })
+        });
+        match (received, refused) {
+            (_, Some(refused)) => Err(refused),
+            (Err(error), None) => Err(SourceError::from(error).into()),
+            (Ok(()), None) => Ok(()),
+        }
+    }
+}
+
+impl<S: Read + Write> FetchSession<S> {
+    /// Without a lane yet.
+    pub fn new(blocks: &[BlockShape]) -> FetchSession<S> {
+        FetchSession {
+            demand: Lanes::none(),
+            bulk: Lanes::none(),
+            blocks: blocks.to_vec(),
+        }
+    }
+
+    /// Adds a lane.
     ///
     /// # Errors
     /// There is no memory for the decompressor.
-    pub fn new(
-        connection: &'c mut Connection<S>,
-        blocks: &[BlockShape],
-    ) -> Result<FetchSession<'c, S>, Error> {
+    pub fn add(&self, lane: Lane, connection: Connection<S>) -> Result<(), Error> {
         let decoder = Decoder::new()?;
-        Ok(FetchSession {
-            shared: Mutex::new(Shared {
-                connection,
-                decoder,
-            }),
-            blocks: blocks.to_vec(),
-        })
-    }
-
-    /// The source of each block, of whose pages only those of `content` may be other than zero.
-    pub fn sources(&self, content: Vec<DirtyBitmap>) -> Vec<FetchedBlock<'_, 'c, S>> {
-        let numbered = content.into_iter().enumerate();
-        let source = |(block, content)| FetchedBlock {
-            session: self,
-            block,
-            content,
-        };
-        numbered.map(source).collect()
-    }
-
-    /// Fetches at most [`PAGES_MAX`] ascending pages with one message; adjacent ones are handed over together.
-    fn fetch<E: From<SourceError>>(
-        &self,
-        block: usize,
-        pages: &[u64],
-        mut take: impl FnMut(u64, &[u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let failed = |error: Error| E::from(SourceError::from(error));
-        // A session whose thread panicked is in the middle of a frame; the next frame's check fails then.
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        let Shared {
+        let lanes = self.lanes(lane);
+        let mut state = lanes.state();
+        state.all += 1;
+        state.idle.push(Fetching {
             connection,
             decoder,
-        } = &mut *shared;
-        let fetch = Control::Fetch {
-            block,
-            // A block has less than 2^30 pages.
-            pages: pages.iter().map(|&page| page as u32).collect(),
-        };
-        connection.send_control(&fetch).map_err(failed)?;
-        let answer = connection.receive_message().map_err(failed)?;
-        let Message::Pages(payload) = answer else {
-            return Err(failed(answer.unexpected()));
-        };
-        let batch = Batch::decode(&payload, &self.blocks).map_err(failed)?;
-        if batch.block != block || !batch.numbers().eq(pages.iter().copied()) {
-            let what = "other pages than were requested".to_owned();
-            return Err(failed(Error::Malformed { what }));
-        }
-        let taken = batch.runs(decoder, |first, bytes| {
-            take(first, bytes).map_err(Received::Receiver)
         });
-        taken.map_err(|error| match error {
-            Received::Receiver(error) => error,
-            Received::Connection(error) => failed(error),
-        })
+        lanes.given_back.notify_all();
+        Ok(())
     }
-}
 
-/// An error of the receiver of pages, or of the connection.
-enum Received<E> {
-    Receiver(E),
-    Connection(Error),
-}
+    /// How many lanes work.
+    pub fn count(&self) -> usize {
+        self.demand.count() + self.bulk.count()
+    }
 
-impl<E> From<Error> for Received<E> {
-    fn from(error: Error) -> Received<E> {
-        Received::Connection(error)
+    /// Drops the lanes that no thread uses now: new ones are coming.
+    pub fn drop_idle(&self) {
+        for lanes in [&self.demand, &self.bulk] {
+            let mut state = lanes.state();
+            state.all -= state.idle.len();
+            state.idle.clear();
+        }
+    }
+
+    fn lanes(&self, lane: Lane) -> &Lanes<S> {
+        match lane {
+            Lane::Demand => &self.demand,
+            Lane::Bulk => &self.bulk,
+        }
+    }
+
+    /// The source of block number `block`, of whose pages only those of `content` may be other than zero. `first` are
+    /// likely to be used first.
+    pub fn source(
+        self: &Arc<Self>,
+        block: usize,
+        content: DirtyBitmap,
+        first: Vec<u32>,
+    ) -> FetchedBlock<S> {
+        FetchedBlock {
+            session: Arc::clone(self),
+            block,
+            content,
+            first,
+        }
+    }
+
+    /// Fetches over one lane what is left of these batches.
+    fn fetch_batches<E: From<SourceError>>(
+        &self,
+        block: usize,
+        batches: &Mutex<std::slice::Chunks<'_, u64>>,
+        take: TakeMany<'_, E>,
+    ) -> Result<(), E> {
+        let failed = |error: Error| E::from(SourceError::from(error));
+        let next = || {
+            batches
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .next()
+        };
+        let mut lane = self.bulk.take().map_err(failed)?;
+        let mut asked = VecDeque::new();
+        loop {
+            while asked.len() < BULK_DEPTH
+                && let Some(pages) = next()
+            {
+                lane.ask(block, pages).map_err(failed)?;
+                asked.push_back(pages);
+            }
+            let Some(pages) = asked.pop_front() else {
+                return Ok(());
+            };
+            if let Err(error) = lane.receive(&self.blocks, (block, pages), take) {
+                // Its further answers would be taken for others.
+                lane.fetching = None;
+                return Err(error);
+            }
+        }
     }
 }
 
 /// One block of the VM at the other end.
-pub struct FetchedBlock<'s, 'c, S> {
-    session: &'s FetchSession<'c, S>,
+pub struct FetchedBlock<S> {
+    session: Arc<FetchSession<S>>,
     block: usize,
     content: DirtyBitmap,
+    first: Vec<u32>,
 }
 
 /// Fetches single pages. It has no state: the session has.
 pub struct Fetcher;
 
-impl<S: Read + Write + Send> PageSource for FetchedBlock<'_, '_, S> {
+impl<S: Read + Write + Send> PageSource for FetchedBlock<S> {
     type Fetcher = Fetcher;
 
     fn pages(&self) -> u64 {
@@ -136,13 +324,14 @@ impl<S: Read + Write + Send> PageSource for FetchedBlock<'_, '_, S> {
     }
 
     fn likely_first(&self) -> &[u32] {
-        &[]
+        &self.first
     }
 
     fn prepare(&self) -> Result<(), SourceError> {
         Ok(())
     }
 
+    /// A thread a lane, however many processors there are: it mostly waits.
     fn fetch_many<E: From<SourceError> + Send>(
         &self,
         mut pages: Vec<u64>,
@@ -151,8 +340,21 @@ impl<S: Read + Write + Send> PageSource for FetchedBlock<'_, '_, S> {
     ) -> Result<(), E> {
         pages.sort_unstable();
         pages.dedup();
-        let mut batches = pages.chunks(PAGES_MAX);
-        batches.try_for_each(|batch| self.session.fetch(self.block, batch, take))
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let batches = Mutex::new(pages.chunks(BULK_PAGES));
+        let lanes = self.session.bulk.count().max(1);
+        let work = || self.session.fetch_batches(self.block, &batches, take);
+        thread::scope(|scope| {
+            let others: Vec<_> = (1..lanes).map(|_| scope.spawn(work)).collect();
+            let own = work();
+            let theirs = others.into_iter().map(|thread| match thread.join() {
+                Ok(done) => done,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            theirs.fold(own, Result::and)
+        })
     }
 
     fn fetcher(&self) -> Result<Fetcher, SourceError> {
@@ -160,10 +362,10 @@ impl<S: Read + Write + Send> PageSource for FetchedBlock<'_, '_, S> {
     }
 }
 
-impl<S: Read + Write + Send> PageFetcher<FetchedBlock<'_, '_, S>> for Fetcher {
+impl<S: Read + Write + Send> PageFetcher<FetchedBlock<S>> for Fetcher {
     fn fetch<E: From<SourceError>>(
         &mut self,
-        source: &FetchedBlock<'_, '_, S>,
+        source: &FetchedBlock<S>,
         request: PageRequest<'_>,
         take: TakePages<'_, E>,
     ) -> Result<(), E> {
@@ -171,11 +373,13 @@ impl<S: Read + Write + Send> PageFetcher<FetchedBlock<'_, '_, S>> for Fetcher {
             page, neighbours, ..
         } = request;
         let mut rest: Vec<u64> = neighbours.to_vec();
+        let mut batches: Vec<&[u64]> = Vec::new();
+        let requested = [page];
         match request.order {
             // By itself: the others take their time to cross.
             ReadOrder::RequestedFirst => {
-                source.session.fetch(source.block, &[page], &mut *take)?;
                 rest.retain(|&other| other != page);
+                batches.push(&requested);
             }
             ReadOrder::Ascending => {
                 rest.push(page);
@@ -183,7 +387,20 @@ impl<S: Read + Write + Send> PageFetcher<FetchedBlock<'_, '_, S>> for Fetcher {
                 rest.dedup();
             }
         }
-        let mut batches = rest.chunks(PAGES_MAX);
-        batches.try_for_each(|batch| source.session.fetch(source.block, batch, &mut *take))
+        batches.extend(rest.chunks(PAGES_MAX));
+        let failed = |error: Error| E::from(SourceError::from(error));
+        let session = &source.session;
+        let mut lane = session.demand.take().map_err(failed)?;
+        for pages in &batches {
+            lane.ask(source.block, pages).map_err(failed)?;
+        }
+        for pages in batches {
+            let received = lane.receive(&session.blocks, (source.block, pages), &mut *take);
+            if let Err(error) = received {
+                lane.fetching = None;
+                return Err(error);
+            }
+        }
+        Ok(())
     }
 }

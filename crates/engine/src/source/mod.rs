@@ -50,7 +50,7 @@ pub trait PageSource: Send + Sync + Sized {
     /// Answers as [`PageSource::is_zero`], where that takes no read; else `false`.
     fn is_known_zero(&self, page: u64) -> bool;
 
-    /// Pages that are likely to be used first, ascending.
+    /// Pages that are likely to be used first, in this order.
     fn likely_first(&self) -> &[u32];
 
     /// Announces that all pages will be fetched: data that takes fewer reads at once is read now.

@@ -26,10 +26,15 @@ pub struct SecurityArgs {
 /// When the pages of a VM move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ModeChoice {
-    /// Pre-copy for a VM that runs, stop-copy for one that is paused
+    /// Stop-copy for a VM that is paused; else pre-copy, and hybrid if the VM would be stopped for long
     Auto,
     /// While the VM runs; the rest while it is stopped
     PreCopy,
+    /// Once while the VM runs; the rest while it runs at the destination. If either host or QEMU is lost meanwhile, so is
+    /// the VM
+    Hybrid,
+    /// While the VM runs at the destination: the same risk, for longer
+    PostCopy,
     /// All while the VM is stopped: the least to send, and the longest downtime
     StopCopy,
 }
@@ -40,6 +45,8 @@ impl ModeChoice {
         match self {
             ModeChoice::Auto => None,
             ModeChoice::PreCopy => Some(Mode::PreCopy),
+            ModeChoice::Hybrid => Some(Mode::Hybrid),
+            ModeChoice::PostCopy => Some(Mode::PostCopy),
             ModeChoice::StopCopy => Some(Mode::StopCopy),
         }
     }

@@ -2,9 +2,10 @@
 
 use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind};
 use stillframe_engine::migration::{
-    self, MigrateOptions, MigrateReport, SILENCE_MAX, SettledReport, VERSIONS, Wire, Wish,
+    self, MigrateEvent, MigrateOptions, MigrateReport, SILENCE_MAX, SettledReport, VERSIONS, Wire,
+    Wish,
 };
-use stillframe_engine::{PAGE_BYTES, Progress, Round};
+use stillframe_engine::{PAGE_BYTES, Round};
 use stillframe_link::{ConnectError, Security, connect};
 
 use super::{Context, capture, receive};
@@ -44,9 +45,12 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
     };
     let mut meter = Meter::new(context.console);
     let mut reconnect = || reconnect(args, security);
-    let mut progress = |progress: Progress| meter.show(progress.into());
-    let mut rounds = |round: Round| context.console.note(&round_words(&round));
-    let migrated = vm.migrate(wire, &mut reconnect, &options, &mut progress, &mut rounds);
+    let mut events = |event: MigrateEvent| match event {
+        MigrateEvent::Progress(progress) => meter.show(progress.into()),
+        MigrateEvent::Round(round) => context.console.note(&round_words(&round)),
+        MigrateEvent::Later => context.console.note(LATER),
+    };
+    let migrated = vm.migrate(wire, &mut reconnect, &options, &mut events);
     if migrated.is_err() {
         capture::detach(context, vm);
     }
@@ -54,6 +58,10 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
     context.console.result(&report, || words(&report))?;
     Ok(())
 }
+
+/// Said before a VM runs without all its memory.
+const LATER: &str = "the rest of the memory moves when the VM runs at the destination; if a host or a QEMU is lost \
+                     until all is there, the VM is lost";
 
 /// More than four carry no more where the processors are the limit, and few networks need more.
 fn connections() -> usize {
@@ -74,8 +82,12 @@ fn round_words(round: &Round) -> String {
 }
 
 fn words(report: &MigrateReport) -> String {
+    let fetched = match report.fetched {
+        0 => String::new(),
+        pages => format!(", {} when it ran there", table::count(pages, "page")),
+    };
     format!(
-        "{} runs at the destination: {} sent in {} and {}, {} of them again; it was stopped for {}",
+        "{} runs at the destination: {} sent in {} and {}, {} of them again{fetched}; it was stopped for {}",
         printable(&report.vm),
         table::bytes(report.bytes_sent),
         durations::human_us(report.total_us),

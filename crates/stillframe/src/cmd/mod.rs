@@ -32,6 +32,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use stillframe_engine::migration::Supervised;
 use stillframe_engine::post_restore::ClockReport;
 use stillframe_engine::verify::VerifyReport;
 use stillframe_repo::Repository;
@@ -123,6 +124,20 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::Certs(args) => certs::run(&context, args),
     }?;
     Ok(Exit::Done)
+}
+
+/// What is told of a VM that runs before its memory is complete.
+fn supervised_words(event: &Supervised) -> String {
+    match event {
+        Supervised::Waits { reason } => format!(
+            "the VM is paused: a page that its guest needs cannot be read ({reason}); it resumes when the page can be \
+             read"
+        ),
+        Supervised::Resumed => "all pages can be read again; the VM is resumed".to_owned(),
+        Supervised::CannotFill { reason } => format!(
+            "some pages cannot be read ({reason}); the guest runs on without them, and stillframe tries them again"
+        ),
+    }
 }
 
 /// The state of a VM that was brought to a checkpoint, as the end of a line.

@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use serde_json::json;
 use stillframe_engine::migration::{
-    self, Awaited, NewQemu, ReceiveOptions, ReceiveReport, SILENCE_MAX, VERSIONS,
+    self, Awaited, FilledReport, NewQemu, ReceiveEvent, ReceiveOptions, ReceiveReport, SILENCE_MAX,
+    VERSIONS,
 };
 use stillframe_link::{ConnectError, Identity, Listener, Security};
 
-use super::{Context, launch, state_words};
+use super::{Context, launch, state_words, supervised_words};
 use crate::args::{ReceiveArgs, SecurityArgs};
 use crate::durations;
 use crate::output;
@@ -38,16 +39,26 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         link.map(migration::connection)
     };
     let mut printed = Ok(());
-    let mut arrived = |report: &ReceiveReport| {
-        printed = context.console.result(report, || words(report));
+    let mut meter = Meter::new(context.console);
+    let mut events = |event: ReceiveEvent<'_>| match event {
+        ReceiveEvent::Arrived(report) => {
+            printed = context.console.result(report, || words(report));
+        }
+        ReceiveEvent::Filled(report) => {
+            let complete = || json!({ "complete": report });
+            let printed_too = context
+                .console
+                .result(&complete(), || filled_words(&report));
+            printed = std::mem::replace(&mut printed, Ok(())).and(printed_too);
+        }
+        ReceiveEvent::Supervised(event) => context.console.note(&supervised_words(&event)),
+        ReceiveEvent::Progress(progress) => meter.show(progress.into()),
     };
     match args.resume {
-        true => migration::resume_receiving(options.qemu.qmp(), &mut again, &mut arrived)?,
+        true => migration::resume_receiving(options.qemu.qmp(), &mut again, &mut events)?,
         false => {
             let wire = migration::connection(listener.wait(refused)?);
-            let mut meter = Meter::new(context.console);
-            let mut progress = |progress: stillframe_engine::Progress| meter.show(progress.into());
-            migration::receive(wire, &mut again, &options, &mut arrived, &mut progress)?;
+            migration::receive(wire, &mut again, &options, &mut events)?;
         }
     }
     Ok(printed?)
@@ -90,6 +101,15 @@ pub fn security(args: &SecurityArgs) -> anyhow::Result<Security> {
         Some(folder) => Security::Tls(Identity::load(folder)?),
         None => Security::PlainText,
     })
+}
+
+fn filled_words(report: &FilledReport) -> String {
+    format!(
+        "all its memory is here after {}: {} fetched, and its guest waited {} times",
+        durations::human_us(report.after_us),
+        table::count(report.pages, "page"),
+        report.faults,
+    )
 }
 
 fn words(report: &ReceiveReport) -> String {

@@ -13,7 +13,7 @@ use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan, SecurityLabel};
 use stillframe_repo::{CheckpointId, Manifest, Repository};
 
 use super::launch::{self, absolute_path, suggest_option};
-use super::{Context, short, state_words};
+use super::{Context, short, state_words, supervised_words};
 use crate::args::RestoreArgs;
 use crate::durations;
 use crate::error::CommandError;
@@ -143,19 +143,11 @@ fn perform(
                     "the VM is ready after {}; filling its memory",
                     durations::human_us(after_us)
                 )),
-                LazyEvent::Waits { reason } => console.note(&format!(
-                    "the VM is paused: a page that its guest needs cannot be read ({reason}); it resumes when \
-                     the page can be read"
-                )),
                 LazyEvent::NotLeased { reason } => console.note(&format!(
                     "the repository takes no lease ({reason}): until the VM's memory is complete, do not run \
                      `forget` or `prune` on another host"
                 )),
-                LazyEvent::Resumed => console.note("all pages can be read again; the VM is resumed"),
-                LazyEvent::CannotFill { reason } => console.note(&format!(
-                    "some pages cannot be read ({reason}); the guest runs on without them, and stillframe tries \
-                     them again"
-                )),
+                LazyEvent::Supervised(event) => console.note(&supervised_words(&event)),
             }
             interrupts.step();
         })

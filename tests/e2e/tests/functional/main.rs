@@ -11,6 +11,7 @@ mod keep;
 mod lazy;
 mod migrate;
 mod names;
+mod post_copy;
 mod restore;
 mod rewind;
 mod shape;

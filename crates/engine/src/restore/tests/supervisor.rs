@@ -14,12 +14,13 @@ use crate::fakes::guest_memory::this_process;
 use crate::fakes::{FakeGuardian, FakeQemu};
 use crate::guardian::OnDisconnect;
 use crate::populate::eager::PopulateError;
+use crate::populate::lazy::supervision::{Populating, Supervised};
 use crate::populate::lazy::{FillError, FillStatus, Filling};
 use crate::restore::RestoreError;
 use crate::restore::events::LazyEvent;
 use crate::restore::filling_record::RecordError;
 use crate::restore::filling_record::{Files, FillingRecord, FillingVm};
-use crate::restore::supervisor::{Populating, Supervisor};
+use crate::restore::supervisor::Supervisor;
 
 /// QEMU's own copy of the userfaultfd.
 const REMOTE_FD: i32 = 7;
@@ -138,9 +139,9 @@ fn supervise(steps: &[Step], is_to_run: bool, vm: Option<Child>) -> End {
     let mut supervisor = Supervisor::new(process, monitor, guardian, files(), &population, record);
     supervisor.arm_guardian().unwrap();
     let result = supervisor.until_complete(&mut |event| match event {
-        LazyEvent::Waits { .. } => events.push("waits"),
-        LazyEvent::Resumed => events.push("continues"),
-        LazyEvent::CannotFill { .. } => events.push("cannot fill"),
+        LazyEvent::Supervised(Supervised::Waits { .. }) => events.push("waits"),
+        LazyEvent::Supervised(Supervised::Resumed) => events.push("continues"),
+        LazyEvent::Supervised(Supervised::CannotFill { .. }) => events.push("cannot fill"),
         _ => {}
     });
     let is_let_go = population.is_finished.get()

@@ -1,0 +1,329 @@
+//! The destination of a post-copy migration while the VM runs, and lacks pages that are fetched from the source.
+
+use std::fs::File;
+use std::sync::Arc;
+use std::thread::Scope;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use stillframe_link::Stream;
+use stillframe_page::PAGE_BYTES;
+use stillframe_page::bitmap::DirtyBitmap;
+use stillframe_qemu::monitor::{Monitor, RamBlock};
+use stillframe_sys::process::Process;
+use stillframe_sys::uffd::{Track, Uffd};
+
+use super::error::ReceiveError;
+use super::lacking::Lacking;
+use super::{ANSWER_LIMIT, DEMAND_LANES, Wire};
+use crate::connection::ConnectionError;
+use crate::guardian::Guardian;
+use crate::memory::BlockShape;
+use crate::memory::block::Block;
+use crate::populate::eager::{self, PopulateError};
+use crate::populate::lazy::supervision::{self, LOOK, SupervisedSink, Supervision};
+use crate::populate::lazy::{self, FillOrder, FillStatus, Filling, Lazy};
+use crate::source::connection::{FetchSession, FetchedBlock, Lane};
+use crate::{Progress, ProgressSink};
+
+/// Pages of a block that are fetched first, at most: 256 MiB.
+const FIRST_MAX: usize = 1 << 16;
+
+/// What a successor needs to go on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LackingRecord {
+    /// QEMU's own copy of the userfaultfd.
+    pub remote_fd: i32,
+    /// Its RAM blocks.
+    pub ram: Vec<RamBlock>,
+    /// The same in the order of the source's numbers.
+    pub blocks: Vec<BlockShape>,
+}
+
+/// Connections to the source, and the memory that is populated over them.
+pub(super) struct LateMemory {
+    pub session: Arc<FetchSession<Stream>>,
+    lazy: Lazy<FetchedBlock<Stream>>,
+    remote_fd: i32,
+}
+
+/// Whether the VM can run before all its memory is there; else, why not. Nothing is changed.
+pub(super) fn why_not(
+    process: &Process,
+    guardian: &Guardian,
+    (blocks, ram): (&[Block], &[RamBlock]),
+) -> Option<String> {
+    let page_bytes = |block: &Block| ram.iter().find(|ram| ram.name == block.name());
+    let odd = |block: &&Block| {
+        let known = page_bytes(block).is_some_and(|ram| ram.page_bytes == PAGE_BYTES);
+        !known || !block.absent_is_zero()
+    };
+    if let Some(block) = blocks.iter().find(odd) {
+        let name = block.name();
+        return Some(format!(
+            "its memory {name:?} consists of huge pages, or is a file on disk"
+        ));
+    }
+    let injected = match guardian.inject_userfaultfd(process) {
+        Ok(injected) => injected,
+        Err(error) => return Some(crate::in_words(&error)),
+    };
+    if injected.user_mode_only {
+        let why = "its QEMU may not serve page faults of the kernel (vm.unprivileged_userfaultfd)";
+        return Some(why.to_owned());
+    }
+    let tried = Uffd::handshake_missing(injected.fd).and_then(|uffd| {
+        blocks.iter().try_for_each(|block| {
+            uffd.register(block.range(), Track::Missing)?;
+            uffd.unregister(block.range())
+        })
+    });
+    tried.err().map(|error| crate::in_words(&error))
+}
+
+/// Adds connections that the source opened, in the order of their numbers.
+pub(super) fn add_lanes(
+    session: &FetchSession<Stream>,
+    wires: Vec<Wire>,
+    demand: usize,
+) -> Result<(), ConnectionError> {
+    for (number, wire) in wires.into_iter().enumerate() {
+        wire.limit_silence(ANSWER_LIMIT);
+        let lane = match number < demand {
+            true => Lane::Demand,
+            false => Lane::Bulk,
+        };
+        session.add(lane, wire)?;
+    }
+    Ok(())
+}
+
+impl LateMemory {
+    /// The memory of a QEMU that has not run: what it lacks is missing from here on.
+    ///
+    /// # Errors
+    /// It cannot be populated lazily.
+    pub fn new(
+        (process, guardian): (&Process, &Guardian),
+        blocks: &[Block],
+        session: Arc<FetchSession<Stream>>,
+        mut lacking: Lacking,
+        fill_bitmap: File,
+    ) -> Result<LateMemory, ReceiveError> {
+        let shared = guardian.duplicate_userfaultfd(process)?;
+        let uffd = Uffd::handshake_missing(shared.fd).map_err(PopulateError::from)?;
+        for block in blocks {
+            let registered = lazy::register(&uffd, block, PAGE_BYTES);
+            if !registered.map_err(PopulateError::from)? {
+                let block = block.name().to_owned();
+                return Err(ReceiveError::NotLazy { block });
+            }
+        }
+        let present = std::mem::take(&mut lacking.present);
+        let sources = (0..blocks.len()).map(|block| {
+            let content = lacking.content[block].clone();
+            session.source(block, content, lacking.first(block, FIRST_MAX))
+        });
+        let blocks: Vec<&Block> = blocks.iter().collect();
+        let (sources, order) = (sources.collect(), FillOrder::default());
+        let lazy = Lazy::new(uffd, &blocks, sources, order, None, fill_bitmap)?;
+        lazy.mark_populated(&present);
+        Ok(LateMemory {
+            session,
+            lazy,
+            remote_fd: shared.remote_fd,
+        })
+    }
+
+    /// The memory of a QEMU whose engine was killed. `None`: it is complete.
+    ///
+    /// # Errors
+    /// Its userfaultfd, or what is on record of its pages, cannot be had.
+    pub fn found(
+        process: &Process,
+        record: &LackingRecord,
+        fill_bitmap: File,
+    ) -> Result<Option<LateMemory>, ReceiveError> {
+        let lacks = process.has_userfaultfd(record.remote_fd);
+        if !lacks.map_err(PopulateError::from)? {
+            return Ok(None);
+        }
+        let fd = process.fetch_fd(record.remote_fd);
+        let uffd = Uffd::adopt(fd.map_err(PopulateError::from)?);
+        let blocks = eager::open_blocks(process, &record.ram, &record.blocks)?;
+        let session = Arc::new(FetchSession::new(&record.blocks));
+        let sources = blocks.iter().enumerate().map(|(number, block)| {
+            // Which pages are zero was known to the other engine only.
+            let mut content = DirtyBitmap::new(block.pages());
+            content.set_range(0..block.pages());
+            session.source(number, content, Vec::new())
+        });
+        let blocks: Vec<&Block> = blocks.iter().collect();
+        let (sources, order) = (sources.collect(), FillOrder::default());
+        let lazy = Lazy::new(uffd, &blocks, sources, order, None, fill_bitmap)?;
+        lazy.mark_present(process, &blocks)?;
+        Ok(Some(LateMemory {
+            session,
+            lazy,
+            remote_fd: record.remote_fd,
+        }))
+    }
+
+    /// What a successor would need.
+    pub fn record(&self, ram: Vec<RamBlock>, blocks: Vec<BlockShape>) -> LackingRecord {
+        LackingRecord {
+            remote_fd: self.remote_fd,
+            ram,
+            blocks,
+        }
+    }
+
+    /// Populates from here on, until this is dropped: on faults, and what is left in the background.
+    ///
+    /// # Errors
+    /// There are no threads.
+    pub fn begin<'s>(&'s self, scope: &'s Scope<'s, '_>) -> Result<impl Drop + 's, ReceiveError> {
+        let end = self.lazy.end_on_drop();
+        self.lazy.serve(scope)?;
+        self.lazy.wake_all().map_err(PopulateError::from)?;
+        self.lazy.fill(scope)?;
+        Ok(end)
+    }
+
+    /// The guardian ends this engine, and pauses the VM, when this engine hangs.
+    ///
+    /// # Errors
+    /// There is no guardian, or no thread.
+    pub fn beat<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        guardian: &Guardian,
+    ) -> Result<(), ReceiveError> {
+        Ok(self.lazy.beat(scope, guardian.heartbeat(None)?)?)
+    }
+
+    /// How far it is.
+    pub fn filling(&self) -> Filling {
+        self.lazy.filling()
+    }
+
+    /// Faults in each of the first steps of 10 ms.
+    pub fn faults_by_step(&self) -> Vec<u64> {
+        self.lazy.faults_by_step()
+    }
+}
+
+/// A VM that runs while it lacks pages.
+pub(super) struct RunningLate<'l> {
+    pub memory: &'l LateMemory,
+    supervision: Supervision,
+    since: Instant,
+    /// Since when there has been no lane.
+    no_lane: Option<Instant>,
+    /// When the source last heard of this side.
+    beat: Instant,
+    complete: bool,
+}
+
+impl<'l> RunningLate<'l> {
+    /// Of a VM that is to run, or to stay paused.
+    pub fn new(memory: &'l LateMemory, runs: bool) -> RunningLate<'l> {
+        let now = Instant::now();
+        RunningLate {
+            memory,
+            supervision: Supervision::new(runs),
+            since: now,
+            no_lane: None,
+            beat: now,
+            complete: false,
+        }
+    }
+
+    /// Looks at the VM for a moment. Returns whether all its pages are here.
+    ///
+    /// # Errors
+    /// QEMU does not answer, or its memory cannot be populated.
+    pub fn look(
+        &mut self,
+        monitor: &mut Monitor,
+        report: SupervisedSink<'_>,
+        progress: ProgressSink<'_>,
+    ) -> Result<bool, ReceiveError> {
+        let status = self.memory.lazy.status(LOOK)?;
+        self.supervision.look(monitor, &self.memory.lazy, report)?;
+        if let FillStatus::Complete = status {
+            self.supervision.complete(monitor, report)?;
+            self.complete = true;
+        }
+        let Filling { done, total, .. } = self.memory.filling();
+        progress(Progress::Filling { done, total });
+        Ok(self.complete)
+    }
+
+    /// Removes what this process left in QEMU.
+    ///
+    /// # Errors
+    /// Something is there still.
+    pub fn release(&self, guardian: &Guardian, process: &Process) -> Result<(), ReceiveError> {
+        let qemu = (process, self.memory.remote_fd);
+        Ok(supervision::release(&self.memory.lazy, guardian, qemu)?)
+    }
+
+    /// Whether the source is to hear that this side lives.
+    pub fn is_beat_due(&mut self) -> bool {
+        let due = self.beat.elapsed() >= super::BEAT;
+        if due {
+            self.beat = Instant::now();
+        }
+        due
+    }
+
+    /// Whether there has been no lane for so long that the connection is to be made anew.
+    pub fn is_cut_off(&mut self) -> bool {
+        match self.memory.session.count() {
+            0 => self.no_lane.get_or_insert_with(Instant::now).elapsed() > ANSWER_LIMIT,
+            _ => {
+                self.no_lane = None;
+                false
+            }
+        }
+    }
+
+    /// The source has opened these connections anew.
+    ///
+    /// # Errors
+    /// There is no memory for them.
+    pub fn connected(&mut self, wires: Vec<Wire>) -> Result<(), ConnectionError> {
+        self.no_lane = None;
+        self.memory.session.drop_idle();
+        add_lanes(&self.memory.session, wires, DEMAND_LANES)
+    }
+
+    /// What it came to.
+    pub fn report(&self) -> FilledReport {
+        let Filling { faults, filled, .. } = self.memory.filling();
+        FilledReport {
+            after_us: self.since.elapsed().as_micros() as u64,
+            pages: filled,
+            faults,
+            faults_each_10_ms: self.memory.faults_by_step(),
+        }
+    }
+}
+
+/// The report of a destination that has all pages.
+#[derive(Debug, Clone, Serialize)]
+pub struct FilledReport {
+    /// Time since the VM runs here, in microseconds.
+    pub after_us: u64,
+    /// Pages that were fetched.
+    pub pages: u64,
+    /// How often the guest had to wait for a page.
+    pub faults: u64,
+    /// The same in each of the first steps of 10 ms, up to the last in which it had to.
+    pub faults_each_10_ms: Vec<u64>,
+}
+
+/// The limit of a wait for the source while the VM runs here.
+pub(super) const MEANWHILE: Duration = Duration::from_millis(20);

@@ -1,0 +1,140 @@
+//! What a destination lacks when the VM is stopped at the source (post-copy), and may not use.
+
+use std::ops::Range;
+
+use stillframe_page::bitmap::DirtyBitmap;
+use stillframe_sys::pagemap::Pagemap;
+use stillframe_sys::process::{AddressRange, Process};
+
+use super::Wire;
+use super::error::ReceiveError;
+use crate::connection::ConnectionError;
+use crate::connection::message::{Control, Message};
+use crate::guardian::Guardian;
+use crate::memory::block::Block;
+use crate::populate::eager;
+
+/// Which pages are here, by block.
+#[derive(Debug)]
+pub(super) struct Lacking {
+    /// They are, with the content that they have at the source.
+    pub present: Vec<DirtyBitmap>,
+    /// They may have content at the source.
+    pub content: Vec<DirtyBitmap>,
+    /// What was outdated, in the order of the messages.
+    outdated: Vec<(usize, Range<u64>)>,
+}
+
+impl Lacking {
+    /// All that is in memory now, of which nothing is known to be outdated.
+    ///
+    /// # Errors
+    /// Memory cannot be inspected.
+    pub fn new(process: &Process, blocks: &[Block]) -> Result<Lacking, ReceiveError> {
+        let pagemap = Pagemap::open(process).map_err(eager::PopulateError::from)?;
+        let mut present = Vec::with_capacity(blocks.len());
+        for block in blocks {
+            let mut here = DirtyBitmap::new(block.pages());
+            for range in eager::in_use(&pagemap, block)? {
+                here.set_range(range);
+            }
+            present.push(here);
+        }
+        let content = blocks.iter().map(|block| DirtyBitmap::new(block.pages()));
+        Ok(Lacking {
+            present,
+            content: content.collect(),
+            outdated: Vec::new(),
+        })
+    }
+
+    /// The pages of a block that were written last come first, each once; no more than this.
+    pub fn first(&self, block: usize, count: usize) -> Vec<u32> {
+        let mut listed = DirtyBitmap::new(self.content[block].pages());
+        let of_it = self.outdated.iter().filter(|(other, _)| *other == block);
+        let pages = of_it.rev().flat_map(|(_, range)| range.clone());
+        let mut once = Vec::new();
+        for page in pages {
+            if once.len() == count {
+                break;
+            }
+            if listed.set(page) {
+                // A block has less than 2^30 pages.
+                once.push(page as u32);
+            }
+        }
+        once
+    }
+
+    /// Takes what the source says before the next message of another kind, which is returned.
+    ///
+    /// # Errors
+    /// The connection failed, or outdated pages cannot be discarded.
+    pub fn hear(
+        &mut self,
+        wire: &mut Wire,
+        blocks: &[Block],
+        (guardian, process): (&Guardian, &Process),
+    ) -> Result<Message, ReceiveError> {
+        loop {
+            match wire.receive_message()? {
+                Message::Control(Control::Content { block, ranges }) => {
+                    // The end of the list has the number behind the last block.
+                    if block < blocks.len() {
+                        for range in within(&blocks[block], ranges)? {
+                            self.content[block].set_range(range);
+                        }
+                    }
+                }
+                Message::Control(Control::Outdated { block, ranges }) if block < blocks.len() => {
+                    let ranges = within(&blocks[block], ranges)?;
+                    let stale = self.outdated(block, ranges);
+                    discard(&blocks[block], &stale, guardian, process)?;
+                }
+                Message::Control(Control::Sync) => wire.send_control(&Control::Synced)?,
+                Message::Control(Control::Alive) => {}
+                other => return Ok(other),
+            }
+        }
+    }
+
+    /// Returns the pages that are in memory and are not here any more.
+    fn outdated(&mut self, block: usize, ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+        let present = &mut self.present[block];
+        let mut in_memory = present.clone();
+        let mut stale = DirtyBitmap::new(present.pages());
+        for range in ranges {
+            self.content[block].set_range(range.clone());
+            stale.set_range(range.clone());
+            self.outdated.push((block, range));
+        }
+        present.subtract(&stale);
+        in_memory.intersect_with(&stale);
+        in_memory.ranges().collect()
+    }
+}
+
+/// The ranges of a message, which is not trusted.
+fn within(block: &Block, ranges: Vec<(u64, u64)>) -> Result<Vec<Range<u64>>, ConnectionError> {
+    let inside = |&(start, end): &(u64, u64)| start < end && end <= block.pages();
+    match ranges.iter().all(inside) {
+        true => Ok(ranges.into_iter().map(|(start, end)| start..end).collect()),
+        false => Err(ConnectionError::Malformed {
+            what: "pages outside their block".to_owned(),
+        }),
+    }
+}
+
+/// Makes pages missing in QEMU.
+fn discard(
+    block: &Block,
+    pages: &[Range<u64>],
+    guardian: &Guardian,
+    process: &Process,
+) -> Result<(), ReceiveError> {
+    if block.is_shared() {
+        return Ok(pages.iter().try_for_each(|range| block.punch(range))?);
+    }
+    let ranges: Vec<AddressRange> = pages.iter().map(|range| block.addresses(range)).collect();
+    Ok(guardian.discard(process, &ranges)?)
+}

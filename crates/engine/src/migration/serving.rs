@@ -1,0 +1,176 @@
+//! The source's lanes: each has a thread that answers requests for pages of the stopped VM.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use stillframe_link::Closer;
+use stillframe_page::PAGE;
+
+use super::error::MigrateError;
+use super::{Reconnect, Wire};
+use crate::connection::ConnectionError;
+use crate::connection::batch::{BatchWriter, PAGES_MAX};
+use crate::connection::framing::Kind;
+use crate::connection::message::{Control, Message};
+use crate::connection::word::{Session, Word};
+use crate::memory::block::{Block, Guest};
+use crate::memory::ranges;
+
+/// What the threads share.
+#[derive(Default)]
+struct Shared {
+    /// The VM is stopped: its pages are final.
+    begun: AtomicBool,
+    pages: AtomicU64,
+    bytes: AtomicU64,
+    /// Why memory cannot be read any more.
+    failure: Mutex<Option<String>>,
+}
+
+/// The lanes of one migration. They end when this is dropped.
+pub(super) struct Serving {
+    session: Session,
+    blocks: Vec<Arc<Block>>,
+    lanes: usize,
+    shared: Arc<Shared>,
+    closers: Vec<Closer>,
+}
+
+impl Serving {
+    /// The lanes of these blocks, none of which is open yet.
+    pub fn new(session: &Session, blocks: Vec<Arc<Block>>, lanes: usize) -> Serving {
+        Serving {
+            session: session.clone(),
+            blocks,
+            lanes,
+            shared: Arc::default(),
+            closers: Vec::new(),
+        }
+    }
+
+    /// How many there are.
+    pub fn lanes(&self) -> usize {
+        self.lanes
+    }
+
+    /// Opens them, in place of those that were open. The numbers of the connections begin with `first`.
+    ///
+    /// # Errors
+    /// The destination cannot be reached.
+    pub fn open(&mut self, first: usize, reconnect: Reconnect<'_>) -> Result<(), MigrateError> {
+        self.close();
+        for number in first..first + self.lanes {
+            let mut wire = reconnect().map_err(|why| MigrateError::NoMoreConnections { why })?;
+            let session = self.session.clone();
+            wire.send_control(&Control::Join { session, number })?;
+            let closer = wire.closer().map_err(MigrateError::Socket)?;
+            self.closers.push(closer);
+            let lane = Lane {
+                writer: BatchWriter::new()?,
+                wire,
+                blocks: self.blocks.clone(),
+                shared: Arc::clone(&self.shared),
+                buffer: Vec::new(),
+            };
+            let thread = std::thread::Builder::new().name("lane".to_owned());
+            let thread = thread.spawn(move || lane.run());
+            thread.map_err(MigrateError::Thread)?;
+        }
+        Ok(())
+    }
+
+    /// The VM is stopped: requests are answered from here on.
+    pub fn begin(&self) {
+        self.shared.begun.store(true, Ordering::Release);
+    }
+
+    /// Pages that were fetched.
+    pub fn pages(&self) -> u64 {
+        self.shared.pages.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that were sent for them.
+    pub fn bytes(&self) -> u64 {
+        self.shared.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Why memory cannot be read any more.
+    pub fn failure(&self) -> Option<String> {
+        let failure = self.shared.failure.lock();
+        failure.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn close(&mut self) {
+        self.closers.drain(..).for_each(|closer| closer.close());
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// The state of a thread.
+struct Lane {
+    wire: Wire,
+    writer: BatchWriter,
+    blocks: Vec<Arc<Block>>,
+    shared: Arc<Shared>,
+    buffer: Vec<u8>,
+}
+
+impl Lane {
+    /// Answers until the connection ends, or memory cannot be read.
+    fn run(mut self) {
+        self.wire.limit_silence(super::NO_PAGES_MAX);
+        loop {
+            let before = self.wire.bytes_sent();
+            let request = match self.wire.receive_message() {
+                Ok(request) => request,
+                Err(_) => return,
+            };
+            if let Err(error) = self.answer(request) {
+                let why = Some(crate::in_words(&error));
+                let word = Word::Never;
+                let _ = self.wire.send_control(&Control::Word { word, why });
+                return;
+            }
+            let sent = self.wire.bytes_sent() - before;
+            self.shared.bytes.fetch_add(sent, Ordering::Relaxed);
+        }
+    }
+
+    fn answer(&mut self, request: Message) -> Result<(), MigrateError> {
+        let Message::Control(Control::Fetch { block, pages }) = request else {
+            return Err(request.unexpected().into());
+        };
+        let begun = self.shared.begun.load(Ordering::Acquire);
+        let known = self.blocks.get(block).filter(|memory| {
+            let inside = |&page: &u32| u64::from(page) < memory.pages();
+            pages.len() <= PAGES_MAX && pages.is_sorted_by(|a, b| a < b) && pages.iter().all(inside)
+        });
+        let Some(memory) = known.filter(|_| begun) else {
+            let what = "a request for pages that cannot be had".to_owned();
+            return Err(ConnectionError::Malformed { what }.into());
+        };
+        self.buffer.resize(pages.len() * PAGE, 0);
+        let numbers: Vec<u64> = pages.iter().map(|&page| page.into()).collect();
+        let runs = ranges::runs(&numbers);
+        let mut into = ranges::split(&mut self.buffer, &runs);
+        memory
+            .read(Guest::Stopped, &mut into, &runs)
+            .inspect_err(|error| {
+                let failure = self.shared.failure.lock();
+                *failure.unwrap_or_else(PoisonError::into_inner) = Some(crate::in_words(error));
+            })?;
+        self.writer.begin(block);
+        for (page, bytes) in numbers.into_iter().zip(self.buffer.as_chunks().0) {
+            self.writer.page(page, bytes)?;
+        }
+        self.wire.send(Kind::Pages, self.writer.finish())?;
+        let pages = self.buffer.len() / PAGE;
+        self.shared.pages.fetch_add(pages as u64, Ordering::Relaxed);
+        Ok(())
+    }
+}

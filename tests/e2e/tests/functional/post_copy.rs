@@ -1,0 +1,67 @@
+//! Migrations whose VM runs at the destination before all its memory is there.
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::filling::runtime_file;
+use stillframe_harness::guest::{Guest, Kind, Setup, Workload};
+use stillframe_harness::health;
+use stillframe_harness::migration::{Arrived, Order};
+use stillframe_harness::running::PATIENCE;
+
+/// A guest that writes all the time, and checks what it has written.
+fn busy(kind: Kind, name: &str) -> Result<Guest> {
+    let setup = Setup {
+        workload: Workload {
+            mib: 48,
+            pattern: "random",
+            tick_ms: 20,
+            writes_per_tick: 4000,
+            share: 512,
+        },
+        ..Setup::small(kind, name)
+    };
+    let guest = setup.boot()?;
+    guest.serial.wait_ticks(3, PATIENCE)?;
+    Ok(guest)
+}
+
+fn number(report: &Value, name: &str) -> Result<u64> {
+    let number = report.pointer(name).and_then(Value::as_u64);
+    number.with_context(|| format!("no {name} in {report}"))
+}
+
+/// All memory is here, nothing of the engine is left, and the guest goes on.
+fn expect_complete(arrived: &Arrived) -> Result<()> {
+    arrived.vm.serial.wait_ticks(5, PATIENCE)?;
+    ensure!(!health::has_userfaultfd(arrived.vm.pid)?, "it is left");
+    for end in [".received", ".received-pages"] {
+        let record = runtime_file(&arrived.vm.qmp, end)?;
+        ensure!(!record.exists(), "{} is left", record.display());
+    }
+    Ok(())
+}
+
+#[test]
+fn the_rest_of_memory_comes_while_the_vm_runs() -> Result<()> {
+    for kind in [Kind::Private, Kind::Memfd] {
+        for mode in ["hybrid", "post-copy"] {
+            let guest = busy(kind, mode)?;
+            let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+            let mut order = Order::of(&guest, mode);
+            order.migrate = vec![format!("--mode={mode}"), "--verify".to_owned()];
+            let arrived = order.perform(&stillframe, guest.pid())?;
+            ensure!(!health::is_alive(guest.pid()), "its QEMU did not end");
+            let (sent, filled) = (&arrived.sent, arrived.filled.as_ref());
+            ensure!(sent["mode"] == mode, "{sent}");
+            ensure!(arrived.report["running"] == true, "{}", arrived.report);
+            let filled = filled.with_context(|| format!("not filled: {sent}"))?;
+            ensure!(number(filled, "/pages")? > 0, "{filled}");
+            ensure!(number(sent, "/fetched")? >= number(filled, "/pages")?, "{sent}");
+            let rounds = number(sent, "/rounds")?;
+            ensure!(rounds == if mode == "hybrid" { 2 } else { 1 }, "{sent}");
+            expect_complete(&arrived).with_context(|| format!("{}: {mode}", kind.name()))?;
+        }
+    }
+    Ok(())
+}
