@@ -5,6 +5,7 @@
 //! id they are stored under, for all checkpoints at once. Pages that are stored as deltas are made out of them, and
 //! hashed.
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
@@ -80,21 +81,35 @@ impl Image {
         blocks: impl Iterator<Item = &'a Block>,
         hasher: &ContentHasher,
     ) -> Result<Image, BlockError> {
+        Image::of(blocks.map(|block| (block, block.whole())), hasher)
+    }
+
+    /// The same of some pages of each block. The others count as zero, and are not touched.
+    pub(crate) fn of<'a>(
+        parts: impl Iterator<Item = (&'a Block, Vec<Range<u64>>)>,
+        hasher: &ContentHasher,
+    ) -> Result<Image, BlockError> {
         let mut buffer = vec![0u8; (CHUNK_PAGES * PAGE_BYTES) as usize];
         let mut image = Image {
             hasher: hasher.clone(),
             blocks: Vec::new(),
         };
-        for block in blocks {
-            let mut ids = Vec::with_capacity(block.pages() as usize);
-            let mut page = 0;
-            while page < block.pages() {
-                let pages = CHUNK_PAGES.min(block.pages() - page);
-                let bytes = &mut buffer[..(pages * PAGE_BYTES) as usize];
-                block.read_slowly(page, bytes)?;
-                let chunk: Vec<Page<'_>> = Page::consecutive(page, bytes).collect();
-                ids.extend(hash_all(hasher, &chunk));
-                page += pages;
+        for (block, parts) in parts {
+            let mut ids = vec![None; block.pages() as usize];
+            for mut part in parts {
+                while part.start < part.end {
+                    let pages = CHUNK_PAGES.min(part.end - part.start);
+                    let bytes = &mut buffer[..(pages * PAGE_BYTES) as usize];
+                    block.read_slowly(part.start, bytes)?;
+                    let chunk: Vec<Page<'_>> = Page::consecutive(part.start, bytes).collect();
+                    for (id, found) in ids[part.start as usize..]
+                        .iter_mut()
+                        .zip(hash_all(hasher, &chunk))
+                    {
+                        *id = found;
+                    }
+                    part.start += pages;
+                }
             }
             image.blocks.push((block.name().to_owned(), ids));
         }

@@ -401,7 +401,7 @@ impl Arriving {
         let Some((session, lacking)) = self.lacking.take() else {
             return Ok(None);
         };
-        self.compare(Some(&lacking))?;
+        self.compare(Some((&session, &lacking)))?;
         let fill_bitmap = self.record.create_fill_bitmap()?;
         let qemu = (&self.launched.process, &self.guardian);
         let late = LateMemory::new(qemu, &self.blocks, session, lacking, fill_bitmap)?;
@@ -412,23 +412,23 @@ impl Arriving {
         Ok(Some(late))
     }
 
-    /// Compares memory with the source's, if it has sent ids: what of it is here.
-    fn compare(&mut self, lacking: Option<&Lacking>) -> Result<(), ReceiveError> {
+    /// Compares memory with the source's, if it has sent ids: what of it is here; the rest when it comes.
+    fn compare(
+        &mut self,
+        lacking: Option<(&FetchSession<Stream>, &Lacking)>,
+    ) -> Result<(), ReceiveError> {
         let mut ids = std::mem::take(&mut self.state.ids);
         if ids.is_empty() {
             return Ok(());
         }
-        let image = Image::take(self.blocks.iter(), &transfer_hasher())?;
-        if let Some(lacking) = lacking {
-            let here = lacking.present.iter().flat_map(|present| {
-                let pages = 0..present.pages();
-                pages.map(|page| present.get(page))
-            });
-            let ours = image.ids().flatten();
-            for ((id, ours), _) in ids.iter_mut().zip(ours).zip(here).filter(|(_, here)| !here) {
-                *id = *ours;
+        let image = match lacking {
+            None => Image::take(self.blocks.iter(), &transfer_hasher())?,
+            Some((session, lacking)) => {
+                let here = lacking.take_ids(&mut ids);
+                session.expect(here.all);
+                Image::of(self.blocks.iter().zip(here.present), &transfer_hasher())?
             }
-        }
+        };
         let report = image.compare_ids(&ids);
         if report.differing > 0 {
             return Err(ReceiveError::Differs {

@@ -120,6 +120,7 @@ impl LateMemory {
                 return Err(ReceiveError::NotLazy { block });
             }
         }
+        lacking.discard_others(blocks, (guardian, process))?;
         let present = std::mem::take(&mut lacking.present);
         let sources = (0..blocks.len()).map(|block| {
             let content = lacking.content[block].clone();

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use stillframe_page::bitmap::DirtyBitmap;
+use stillframe_page::hash::ContentId;
 use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::process::{AddressRange, Process};
 
@@ -46,6 +47,41 @@ impl Lacking {
             content: content.collect(),
             outdated: Vec::new(),
         })
+    }
+
+    /// Splits the ids of all pages: those of pages that are not here become none.
+    pub fn take_ids(&self, ids: &mut Vec<Option<ContentId>>) -> SplitIds {
+        let mut split = SplitIds::default();
+        let mut first = 0;
+        for present in &self.present {
+            let end = ids.len().min(first + present.pages() as usize);
+            let of_block = &mut ids[first..end];
+            split.all.push(of_block.to_vec());
+            let here = of_block.iter_mut().zip(0..);
+            here.for_each(|(id, page)| *id = id.filter(|_| present.get(page)));
+            split.present.push(present.ranges().collect());
+            first = end;
+        }
+        split
+    }
+
+    /// What came into memory since, which nothing is known of, is discarded. Its pages cause faults from here on, so that
+    /// nothing comes any more.
+    ///
+    /// # Errors
+    /// Memory cannot be inspected, or its pages not be discarded.
+    pub fn discard_others(
+        &self,
+        blocks: &[Block],
+        (guardian, process): (&Guardian, &Process),
+    ) -> Result<(), ReceiveError> {
+        let now = Lacking::new(process, blocks)?;
+        for ((block, mut others), known) in blocks.iter().zip(now.present).zip(&self.present) {
+            others.subtract(known);
+            let others: Vec<Range<u64>> = others.ranges().collect();
+            discard(block, &others, guardian, process)?;
+        }
+        Ok(())
     }
 
     /// The pages of a block that were written last come first, each once; no more than this.
@@ -112,6 +148,15 @@ impl Lacking {
         in_memory.intersect_with(&stale);
         in_memory.ranges().collect()
     }
+}
+
+/// Ids of pages, by block.
+#[derive(Debug, Default)]
+pub(super) struct SplitIds {
+    /// Those of all pages.
+    pub all: Vec<Vec<Option<ContentId>>>,
+    /// The pages that are here.
+    pub present: Vec<Vec<Range<u64>>>,
 }
 
 /// The ranges of a message, which is not trusted.

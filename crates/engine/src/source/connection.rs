@@ -12,11 +12,12 @@
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::encoding::Decoder;
+use stillframe_page::hash::ContentId;
 use stillframe_page::{PageRequest, ReadOrder};
 
 use super::{PageFetcher, PageSource, SourceError, TakeMany, TakePages};
@@ -24,7 +25,9 @@ use crate::connection::Connection;
 pub use crate::connection::ConnectionError as Error;
 use crate::connection::batch::{Batch, PAGES_MAX};
 use crate::connection::message::{Control, Message};
-use crate::memory::BlockShape;
+use crate::encoding::page_encoder::hash_all;
+use crate::memory::{BlockShape, Page};
+use crate::sink::connection::transfer_hasher;
 
 /// Pages of one request of the background fill. Few, because a page that a thread waits for shares the link with those
 /// under way: 8 ms of it at 1 Gbit/s, with two lanes.
@@ -46,6 +49,8 @@ pub struct FetchSession<S> {
     demand: Lanes<S>,
     bulk: Lanes<S>,
     blocks: Vec<BlockShape>,
+    /// The content ids that pages must have, if they are known.
+    expected: OnceLock<Vec<Vec<Option<ContentId>>>>,
 }
 
 struct Lanes<S> {
@@ -162,7 +167,7 @@ impl<S: Read + Write> InUse<'_, S> {
     /// Receives what was requested; adjacent pages are handed over together.
     fn receive<E: From<SourceError>>(
         &mut self,
-        blocks: &[BlockShape],
+        session: &FetchSession<S>,
         (block, pages): (usize, &[u64]),
         mut take: impl FnMut(u64, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
@@ -176,13 +181,14 @@ impl<S: Read + Write> InUse<'_, S> {
             let Message::Pages(payload) = answer else {
                 return Err(answer.unexpected());
             };
-            let batch = Batch::decode(&payload, blocks)?;
+            let batch = Batch::decode(&payload, &session.blocks)?;
             if batch.block != block || !batch.numbers().eq(pages.iter().copied()) {
                 let what = "other pages than were requested".to_owned();
                 return Err(Error::Malformed { what });
             }
             // An error of the receiver is none of the connection.
             batch.runs(decoder, |first, bytes| {
+                session.compare(block, first, bytes)?;
                 if refused.is_none() {
                     refused = take(first, bytes).err();
                 }
@@ -204,6 +210,27 @@ impl<S: Read + Write> FetchSession<S> {
             demand: Lanes::none(),
             bulk: Lanes::none(),
             blocks: blocks.to_vec(),
+            expected: OnceLock::new(),
+        }
+    }
+
+    /// From here on each page is compared with the id that it has at the source, by block; said once.
+    pub fn expect(&self, ids: Vec<Vec<Option<ContentId>>>) {
+        let _ = self.expected.set(ids);
+    }
+
+    fn compare(&self, block: usize, first: u64, bytes: &[u8]) -> Result<(), Error> {
+        let Some(ids) = self.expected.get().and_then(|ids| ids.get(block)) else {
+            return Ok(());
+        };
+        let pages: Vec<Page<'_>> = Page::consecutive(first, bytes).collect();
+        let found = hash_all(&transfer_hasher(), &pages);
+        let expected = ids.get(first as usize..first as usize + found.len());
+        match expected == Some(&found) {
+            true => Ok(()),
+            false => Err(Error::Malformed {
+                what: format!("pages from {first} on that are not those of the pause"),
+            }),
         }
     }
 
@@ -287,7 +314,7 @@ impl<S: Read + Write> FetchSession<S> {
             let Some(pages) = asked.pop_front() else {
                 return Ok(());
             };
-            if let Err(error) = lane.receive(&self.blocks, (block, pages), take) {
+            if let Err(error) = lane.receive(self, (block, pages), take) {
                 // Its further answers would be taken for others.
                 lane.fetching = None;
                 return Err(error);
@@ -395,7 +422,7 @@ impl<S: Read + Write + Send> PageFetcher<FetchedBlock<S>> for Fetcher {
             lane.ask(source.block, pages).map_err(failed)?;
         }
         for pages in batches {
-            let received = lane.receive(&session.blocks, (source.block, pages), &mut *take);
+            let received = lane.receive(session, (source.block, pages), &mut *take);
             if let Err(error) = received {
                 lane.fetching = None;
                 return Err(error);

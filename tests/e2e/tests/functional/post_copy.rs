@@ -56,8 +56,11 @@ fn the_rest_of_memory_comes_while_the_vm_runs() -> Result<()> {
             ensure!(sent["mode"] == mode, "{sent}");
             ensure!(arrived.report["running"] == true, "{}", arrived.report);
             let filled = filled.with_context(|| format!("not filled: {sent}"))?;
-            ensure!(number(filled, "/pages")? > 0, "{filled}");
-            ensure!(number(sent, "/fetched")? >= number(filled, "/pages")?, "{sent}");
+            ensure!(number(filled, "/pages")? > 0, "{filled} {sent}");
+            ensure!(
+                number(sent, "/fetched")? >= number(filled, "/pages")?,
+                "{sent}"
+            );
             let rounds = number(sent, "/rounds")?;
             ensure!(rounds == if mode == "hybrid" { 2 } else { 1 }, "{sent}");
             expect_complete(&arrived).with_context(|| format!("{}: {mode}", kind.name()))?;
