@@ -67,6 +67,8 @@ points! {
     CommitGivenUp = "commit.given-up",
     /// The same: *commit* is sent; no answer has come.
     CommitSent = "commit.sent",
+    /// The same: the VM runs at the destination, and lacks pages that are fetched from here.
+    CommitServing = "commit.serving",
     /// The same: the VM runs at the destination; this QEMU is about to end.
     CommitEnding = "commit.ending",
     /// The same: this QEMU has ended; the destination does not know it.
@@ -85,6 +87,8 @@ points! {
     TakeoverReleased = "takeover.released",
     /// The same: *committed* is on record; `cont` is not sent.
     TakeoverCommitted = "takeover.committed",
+    /// The same: the VM runs and lacks pages; the source knows it.
+    TakeoverFilling = "takeover.filling",
     /// The same: the VM runs; the source does not know it.
     TakeoverRunning = "takeover.running",
     /// The same: *running* is sent; the source has not settled it.

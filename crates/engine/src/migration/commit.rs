@@ -100,6 +100,7 @@ fn point(state: Source, action: SourceAction) -> Option<Point> {
         (_, SourceAction::GiveUp) => Point::CommitGivingUp,
         (_, SourceAction::Send(Word::Commit)) => Point::CommitGivenUp,
         (Source::GivenUp, SourceAction::Wait) => Point::CommitSent,
+        (Source::Serving, SourceAction::Wait) => Point::CommitServing,
         (_, SourceAction::End) => Point::CommitEnding,
         (Source::Ended, SourceAction::Send(_)) => Point::CommitEnded,
         (_, SourceAction::Resume) => Point::CommitResuming,

@@ -69,7 +69,7 @@ pub enum MigrateError {
     Thread(#[source] std::io::Error),
     /// The guest writes too much.
     #[error(
-        "the guest writes faster than its pages are sent: it would be stopped for about {expected_ms} ms, and --pause-limit allows {limit_ms} ms. It runs on here. Migrate it when it writes less, over a faster connection, or with a higher limit"
+        "the guest writes faster than its pages are sent: it would be stopped for about {expected_ms} ms, and --pause-limit allows {limit_ms} ms. It runs on here. Migrate it when it writes less, over a faster connection, with a higher limit, or with --mode hybrid"
     )]
     DoesNotConverge {
         /// How long it would be stopped.

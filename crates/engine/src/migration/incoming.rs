@@ -7,6 +7,7 @@ use stillframe_link::Closer;
 
 use super::error::ReceiveError;
 use super::{ANSWER_LIMIT, Awaited, LANES_MAX, Listen, NO_PAGES_MAX, Wire};
+use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::populate::streamed::{Received, StreamWriter, StreamedMemory};
@@ -36,30 +37,32 @@ pub(super) fn await_source(
     session: &Session,
     (awaited, limit): (Awaited, Duration),
 ) -> Option<Back> {
-    while let Some(mut wire) = listen(awaited, limit) {
-        wire.limit_silence(ANSWER_LIMIT);
-        let again = wire.receive_message();
-        if let Ok(Message::Control(Control::Again {
-            session: its,
-            lanes,
-        })) = &again
-            && its == session
-        {
-            match accept(listen, session, (*lanes).min(LANES_MAX)) {
-                Ok(lanes) => return Some(Back { wire, lanes }),
-                // It connects again.
-                Err(_) => continue,
+    let mut came = None;
+    loop {
+        let (wire, lanes) = match came.take() {
+            Some(came) => came,
+            None => {
+                let mut wire = listen(awaited, limit)?;
+                wire.limit_silence(ANSWER_LIMIT);
+                match wire.receive_message() {
+                    Ok(Message::Control(Control::Again {
+                        session: its,
+                        lanes,
+                    })) if its == *session => (wire, lanes),
+                    message => {
+                        turn_away(wire, message, session);
+                        continue;
+                    }
+                }
             }
-        }
-        // Nothing is known here of another VM.
-        let why = Some("this destination is busy with another migration".to_owned());
-        let word = match again {
-            Ok(Message::Control(Control::Again { .. })) => Word::Unclear,
-            _ => Word::Never,
         };
-        let _ = wire.send_control(&Control::Word { word, why });
+        match joined(listen, session, lanes.min(LANES_MAX), ANSWER_LIMIT) {
+            Joined::All(lanes) => return Some(Back { wire, lanes }),
+            Joined::Again(wire, lanes) => came = Some((wire, lanes)),
+            // It connects again.
+            Joined::TooFew(_) => {}
+        }
     }
-    None
 }
 
 /// Accepts the connections of this migration, in the order of their numbers.
@@ -68,11 +71,30 @@ pub(super) fn accept(
     session: &Session,
     wanted: usize,
 ) -> Result<Vec<Wire>, ReceiveError> {
+    match joined(listen, session, wanted, OPEN_LIMIT) {
+        Joined::All(wires) => Ok(wires),
+        Joined::TooFew(came) => Err(ReceiveError::TooFewConnections { came, wanted }),
+        // It has given up this attempt.
+        Joined::Again(..) => Err(ReceiveError::TooFewConnections { came: 0, wanted }),
+    }
+}
+
+/// The connections that a source has opened.
+enum Joined {
+    /// All of them.
+    All(Vec<Wire>),
+    /// So many, and no more within the limit.
+    TooFew(usize),
+    /// It begins anew, on this connection and with so many lanes.
+    Again(Wire, usize),
+}
+
+fn joined(listen: Listen<'_>, session: &Session, wanted: usize, limit: Duration) -> Joined {
     let mut wires: Vec<Wire> = Vec::new();
     while wires.len() < wanted {
         let came = wires.len();
-        let Some(mut wire) = listen(Awaited::Pages, OPEN_LIMIT) else {
-            return Err(ReceiveError::TooFewConnections { came, wanted });
+        let Some(mut wire) = listen(Awaited::Pages, limit) else {
+            return Joined::TooFew(came);
         };
         // A stranger that says nothing must not keep the source away.
         wire.limit_silence(ANSWER_LIMIT);
@@ -84,15 +106,27 @@ pub(super) fn accept(
                 wire.limit_silence(NO_PAGES_MAX);
                 wires.push(wire);
             }
-            // Another source; the own one gets no connection twice.
-            _ => {
-                let why = Some("this destination is busy with another migration".to_owned());
-                let word = Word::Never;
-                let _ = wire.send_control(&Control::Word { word, why });
-            }
+            Ok(Message::Control(Control::Again {
+                session: its,
+                lanes,
+            })) if its == *session => return Joined::Again(wire, lanes),
+            message => turn_away(wire, message, session),
         }
     }
-    Ok(wires)
+    Joined::All(wires)
+}
+
+/// Answers a source of another migration, which has to wait. To that of this one nothing is said here: only the states of
+/// the hand-over know what became of its VM, and it connects again.
+fn turn_away(mut wire: Wire, message: Result<Message, ConnectionError>, ours: &Session) {
+    let word = match message {
+        Ok(Message::Control(Control::Hello { .. })) => Word::Never,
+        // Nothing is known here of another VM.
+        Ok(Message::Control(Control::Again { session, .. })) if session != *ours => Word::Unclear,
+        _ => return,
+    };
+    let why = Some("this destination is busy with another migration".to_owned());
+    let _ = wire.send_control(&Control::Word { word, why });
 }
 
 /// Writes all pages that come, while `rest` receives what comes over the first connection.

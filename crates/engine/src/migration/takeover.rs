@@ -38,6 +38,7 @@ fn point(state: Destination, action: DestinationAction) -> Option<Point> {
         (_, DestinationAction::Release) => Point::TakeoverReleasing,
         (_, DestinationAction::Record(Mark::Committed)) => Point::TakeoverReleased,
         (_, DestinationAction::Cont) => Point::TakeoverCommitted,
+        (Destination::Filling, DestinationAction::Wait) => Point::TakeoverFilling,
         (_, DestinationAction::Send(Word::Running)) => Point::TakeoverRunning,
         (Destination::Running, DestinationAction::Wait) => Point::TakeoverSaid,
         _ => return None,

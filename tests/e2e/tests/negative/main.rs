@@ -13,6 +13,7 @@ mod locks;
 mod migrations;
 mod others;
 mod owner;
+mod post_copy;
 mod pressure;
 mod repository;
 mod rights;

@@ -91,6 +91,7 @@ fn a_guest_that_writes_too_much_is_not_stopped_for_it() -> Result<()> {
     let mut order = Order::of(&guest, "busy");
     // All that it writes is sent, so that a round takes longer than the guest ever rests.
     let words = [
+        "--mode=pre-copy",
         "--bandwidth=20M",
         "--pause-limit=300ms",
         "--delta-cache=0",
