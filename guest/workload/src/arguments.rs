@@ -5,14 +5,16 @@ use std::str::FromStr;
 
 /// How to call the program.
 pub const USAGE: &str = "\
-usage: workload --mib N --pattern random|sequential|silent|toggle|copy|idle|mixed
+usage: workload --mib N --pattern random|sequential|silent|toggle|copy|idle|mixed|quicksort
                 --tick-ms N --writes-per-tick N
                 [--seed S] [--share D] [--full-every K] [--scroll-lines L] [--ticks N]
 
   --mib N              MiB of memory to watch
-  --pattern P          how to write; mixed draws one of the others for each write
+  --pattern P          how to write; mixed draws one of the others for each write, and quicksort
+                       sorts an array over and over again
   --tick-ms N          a tick starts every N milliseconds (0: at once)
-  --writes-per-tick N  writes a tick: words (random) or whole pages (the others)
+  --writes-per-tick N  writes a tick: words (random; visited words: quicksort) or whole pages (the
+                       others)
   --seed S             what is written follows from it (default 1)
   --share D            each tick checks one D-th of the memory (default 8)
   --full-every K       every K-th tick checks all of it and the sum (default 16)

@@ -1,6 +1,7 @@
 //! The self-checking program inside the test guests.
 //!
-//! It keeps memory with known content (see [`memory`]), writes it in a given pattern and checks it again and again.
+//! It keeps memory with known content (see [`memory`]), writes it in a given pattern and checks it again and again. One
+//! pattern sorts an array instead (see [`sorting`]).
 //! Each tick prints one line on standard output, the guest's serial port:
 //!
 //! - `tick N sum S` when all checked memory is as it must be. `S` follows from the arguments and `N` alone, so the
@@ -12,11 +13,13 @@ mod memory;
 mod pattern;
 mod random;
 mod screen;
+mod sorting;
 
 use arguments::{Arguments, USAGE};
-use memory::{Corruption, Memory, PAGE_BYTES};
-use pattern::Writer;
+use memory::{Corruption, Memory, PAGE_BYTES, PAGE_WORDS};
+use pattern::{Pattern, Writer};
 use screen::Screen;
+use sorting::Sorting;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::thread;
@@ -53,7 +56,7 @@ fn run(arguments: &Arguments, out: &mut dyn Write) -> io::Result<Option<Corrupti
             damage = guest.live(tick, arguments)?.err();
         }
         let line = match &damage {
-            None => format!("tick {tick} sum {:016x}\n", guest.memory.sum()),
+            None => format!("tick {tick} sum {:016x}\n", guest.work.sum()),
             Some(damage) => format!("CORRUPT {damage} tick {tick}\n"),
         };
         // A whole line reaches the port by one write, so that the kernel's own lines do not cut it.
@@ -66,9 +69,60 @@ fn run(arguments: &Arguments, out: &mut dyn Write) -> io::Result<Option<Corrupti
     Ok(damage)
 }
 
+/// The memory that is written and checked.
+enum Work {
+    Pages { memory: Memory, writer: Writer },
+    Array(Sorting),
+}
+
+impl Work {
+    fn new(pages: usize, arguments: &Arguments) -> Self {
+        match arguments.pattern {
+            Pattern::Quicksort => Self::Array(Sorting::new(pages * PAGE_WORDS, arguments.seed)),
+            pattern => Self::Pages {
+                memory: Memory::new(pages, arguments.seed),
+                writer: Writer::new(pattern, arguments.seed),
+            },
+        }
+    }
+
+    /// The number in the line of a tick.
+    fn sum(&self) -> u64 {
+        match self {
+            Self::Pages { memory, .. } => memory.sum(),
+            Self::Array(sorting) => sorting.digest(),
+        }
+    }
+
+    fn write(&mut self, writes: usize) -> Result<(), Corruption> {
+        match self {
+            Self::Pages { memory, writer } => writer.write(memory, writes),
+            Self::Array(sorting) => sorting.advance(writes),
+        }
+    }
+
+    /// Checks one of `share` equal parts.
+    fn check(&self, turn: usize, share: usize) -> Result<(), Corruption> {
+        match self {
+            Self::Pages { memory, .. } => {
+                let pages = memory.pages();
+                let part = pages.div_ceil(share);
+                memory.check((turn * part).min(pages)..((turn + 1) * part).min(pages))
+            }
+            Self::Array(sorting) => sorting.check(turn, share),
+        }
+    }
+
+    fn check_all(&self) -> Result<(), Corruption> {
+        match self {
+            Self::Pages { memory, .. } => memory.check_all(),
+            Self::Array(sorting) => sorting.check_all(),
+        }
+    }
+}
+
 struct Guest {
-    memory: Memory,
-    writer: Writer,
+    work: Work,
     screen: Option<Screen>,
 }
 
@@ -83,8 +137,7 @@ impl Guest {
             _ => Some(Screen::open(arguments.seed)?),
         };
         Ok(Self {
-            memory: Memory::new(pages, arguments.seed),
-            writer: Writer::new(arguments.pattern, arguments.seed),
+            work: Work::new(pages, arguments),
             screen,
         })
     }
@@ -100,16 +153,12 @@ impl Guest {
     }
 
     fn write_and_check(&mut self, tick: u64, arguments: &Arguments) -> Result<(), Corruption> {
-        self.writer
-            .write(&mut self.memory, arguments.writes_per_tick)?;
+        self.work.write(arguments.writes_per_tick)?;
         if tick.is_multiple_of(arguments.full_every) {
-            return self.memory.check_all();
+            return self.work.check_all();
         }
-        let pages = self.memory.pages();
-        let share = pages.div_ceil(arguments.share);
         let turn = (tick % arguments.share as u64) as usize;
-        self.memory
-            .check((turn * share).min(pages)..((turn + 1) * share).min(pages))
+        self.work.check(turn, arguments.share)
     }
 }
 
@@ -123,12 +172,15 @@ mod tests {
 
     #[test]
     fn a_run_without_damage_ends_well() {
-        let line = "--mib 1 --pattern mixed --tick-ms 0 --writes-per-tick 50 --ticks 40";
-        let mut out = Vec::new();
-        assert_eq!(run(&arguments(line), &mut out).unwrap(), None);
-        let out = String::from_utf8(out).unwrap();
-        assert_eq!(out.lines().count(), 40);
-        assert!(out.lines().all(|line| line.starts_with("tick ")), "{out}");
+        for pattern in ["mixed", "quicksort"] {
+            let line =
+                format!("--mib 1 --pattern {pattern} --tick-ms 0 --writes-per-tick 50 --ticks 40");
+            let mut out = Vec::new();
+            assert_eq!(run(&arguments(&line), &mut out).unwrap(), None);
+            let out = String::from_utf8(out).unwrap();
+            assert_eq!(out.lines().count(), 40);
+            assert!(out.lines().all(|line| line.starts_with("tick ")), "{out}");
+        }
     }
 
     /// Whichever page is damaged, an idle guest finds it within one round of shares.
@@ -139,7 +191,10 @@ mod tests {
         let arguments = arguments(line);
         for page in 0..256 {
             let mut guest = Guest::new(&arguments).unwrap();
-            guest.memory.spoil(page);
+            let Work::Pages { memory, .. } = &mut guest.work else {
+                panic!("the idle pattern has pages");
+            };
+            memory.spoil(page);
             let found = (1..=3).any(|tick| guest.live(tick, &arguments).unwrap().is_err());
             assert!(found, "page {page}");
         }

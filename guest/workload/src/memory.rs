@@ -51,6 +51,12 @@ pub enum Corruption {
     },
     /// The sum over all words, although each page matches its entry.
     Sum { expected: u64, found: u64 },
+    /// A word of a sorted array that is less than the one before it.
+    Order {
+        word: usize,
+        before: u64,
+        found: u64,
+    },
     /// One row of the text screen.
     Screen {
         row: usize,
@@ -74,6 +80,11 @@ impl fmt::Display for Corruption {
             Self::Sum { expected, found } => {
                 write!(out, "sum expected {expected:016x} found {found:016x}")
             }
+            Self::Order {
+                word,
+                before,
+                found,
+            } => write!(out, "word {word} found {found:016x} after {before:016x}"),
             Self::Screen {
                 row,
                 expected,

@@ -21,9 +21,11 @@ pub enum Pattern {
     Idle,
     /// Each write one of the others.
     Mixed,
+    /// No page is written; all memory is an array that is sorted, see [`crate::sorting`].
+    Quicksort,
 }
 
-const NAMED: [(&str, Pattern); 7] = [
+const NAMED: [(&str, Pattern); 8] = [
     ("random", Pattern::Random),
     ("sequential", Pattern::Sequential),
     ("silent", Pattern::Silent),
@@ -31,6 +33,7 @@ const NAMED: [(&str, Pattern); 7] = [
     ("copy", Pattern::Copy),
     ("idle", Pattern::Idle),
     ("mixed", Pattern::Mixed),
+    ("quicksort", Pattern::Quicksort),
 ];
 
 const MIXTURE: [Pattern; 5] = [
@@ -98,7 +101,7 @@ impl Writer {
             Pattern::Toggle if memory.is_zero(page) => memory.fill(page),
             Pattern::Toggle => memory.zero(page),
             Pattern::Copy => memory.copy(page, self.random.below(memory.pages())),
-            Pattern::Idle | Pattern::Mixed => Ok(()),
+            Pattern::Idle | Pattern::Mixed | Pattern::Quicksort => Ok(()),
         }
     }
 }
@@ -122,7 +125,10 @@ mod tests {
             let mut memory = Memory::new(64, 3);
             let before = memory.sum();
             Writer::new(pattern, 3).write(&mut memory, 50).unwrap();
-            let quiet = matches!(pattern, Pattern::Silent | Pattern::Idle);
+            let quiet = matches!(
+                pattern,
+                Pattern::Silent | Pattern::Idle | Pattern::Quicksort
+            );
             assert_eq!(memory.sum() == before, quiet, "{pattern:?}");
         }
     }

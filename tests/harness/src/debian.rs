@@ -32,10 +32,14 @@ pub enum DebianWorkload {
     Database,
     /// Redis, whose client reads all values over and over.
     Redis,
+    /// memcached, whose client has filled nine tenths of the available RAM and only sets values.
+    Memcached,
+    /// PostgreSQL with several clients, half of whose transactions are reads and half updates.
+    Postgresql,
 }
 
 impl DebianWorkload {
-    /// The workloads of the evaluations of papers.
+    /// The workloads of FITDOC's evaluation.
     pub const OF_PAPERS: [DebianWorkload; 6] = [
         DebianWorkload::Idle,
         DebianWorkload::Dbench,
@@ -46,7 +50,7 @@ impl DebianWorkload {
     ];
 
     /// All of them.
-    pub const ALL: [DebianWorkload; 7] = [
+    pub const ALL: [DebianWorkload; 9] = [
         DebianWorkload::Idle,
         DebianWorkload::Dbench,
         DebianWorkload::Compile,
@@ -54,6 +58,8 @@ impl DebianWorkload {
         DebianWorkload::Wordcount,
         DebianWorkload::Database,
         DebianWorkload::Redis,
+        DebianWorkload::Memcached,
+        DebianWorkload::Postgresql,
     ];
 
     /// Its script in `guest/debian/workloads`.
@@ -66,6 +72,8 @@ impl DebianWorkload {
             DebianWorkload::Wordcount => "wordcount",
             DebianWorkload::Database => "database",
             DebianWorkload::Redis => "redis",
+            DebianWorkload::Memcached => "memcached",
+            DebianWorkload::Postgresql => "postgresql",
         }
     }
 }
@@ -94,7 +102,8 @@ impl DebianSetup {
         Ok(guest)
     }
 
-    fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
+    /// The arguments of a QEMU whose files are in `folder`.
+    pub fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
         let image = guest::guests()?.join("debian.ext4");
         if !image.exists() {
             let image = image.display();

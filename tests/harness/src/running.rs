@@ -111,21 +111,30 @@ impl Running {
     }
 
     /// Waits for its end, and returns its output.
-    pub fn end(mut self) -> Result<Ended> {
-        let code = self.wait_exit()?;
+    pub fn end(self) -> Result<Ended> {
+        self.end_within(PATIENCE)
+    }
+
+    /// The same for an action that may take longer.
+    pub fn end_within(mut self, limit: Duration) -> Result<Ended> {
+        let code = self.wait_exit_within(limit)?;
         let (out, err) = (self.said("out"), self.said("err"));
         Ok(Ended { code, out, err })
     }
 
     /// Waits for its end; its exit code, or none when a signal ended it.
     pub fn wait_exit(&mut self) -> Result<Option<i32>> {
-        let deadline = Instant::now() + PATIENCE;
+        self.wait_exit_within(PATIENCE)
+    }
+
+    fn wait_exit_within(&mut self, limit: Duration) -> Result<Option<i32>> {
+        let deadline = Instant::now() + limit;
         loop {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(status.code());
             }
             if Instant::now() > deadline {
-                bail!("it did not end within {PATIENCE:?}: {}", self.err());
+                bail!("it did not end within {limit:?}: {}", self.err());
             }
             std::thread::sleep(Duration::from_millis(5));
         }

@@ -109,6 +109,19 @@ impl Serial {
         .with_context(|| format!("{count} units were waited for"))
     }
 
+    /// Waits for `more` units from now on. A port that has no units yet, as that of a migrated guest, counts from its
+    /// first one.
+    pub fn wait_more_units(&self, more: u64, limit: Duration) -> Result<u64> {
+        let mut first = None;
+        self.wait(limit, |serial| {
+            let units = serial.units()?;
+            first = first.or(units);
+            let wanted = first.map(|first| first + more);
+            Ok(units.filter(|units| wanted.is_some_and(|wanted| *units >= wanted)))
+        })
+        .with_context(|| format!("{more} more units were waited for, from {first:?} on"))
+    }
+
     /// Waits for an answer, or an error that contains the end of the output.
     fn wait<T>(
         &self,
@@ -154,11 +167,27 @@ fn is_crash(line: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn units(text: &str) -> Result<Option<u64>> {
+    fn with_port<T>(text: &str, of: impl FnOnce(&Serial) -> T) -> T {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("serial");
         fs::write(&path, text).unwrap();
-        Serial::new(&path).units()
+        of(&Serial::new(&path))
+    }
+
+    fn units(text: &str) -> Result<Option<u64>> {
+        with_port(text, Serial::units)
+    }
+
+    #[test]
+    fn more_units_count_from_the_first_on_that_the_port_has() {
+        let more = |text: &str, more| {
+            with_port(text, |serial| {
+                serial.wait_more_units(more, Duration::ZERO).ok()
+            })
+        };
+        assert_eq!(more("it 6\nlab unit 7\n", 0), Some(7));
+        assert_eq!(more("it 6\nlab unit 7\n", 1), None);
+        assert_eq!(more("it 6\n", 0), None);
     }
 
     #[test]

@@ -8,9 +8,11 @@ mod qemu;
 mod run;
 mod tables;
 
+use std::fs;
+
 use anyhow::{Context, Result};
 
-use self::guest::{RAM_MIB, Saved, Work};
+use self::guest::{Saved, Size, WORKLOAD_MIB, Work};
 use self::qemu::Tuning;
 use self::run::{Outcome, Way};
 use super::page::Page;
@@ -64,17 +66,29 @@ const fn skip(words: &'static [&'static str]) -> Way {
     Way::WithoutDeltas(words)
 }
 
+/// The size of the recorded table.
+const RECORDED: Size = Size {
+    ram_mib: 512,
+    mbit: 1000,
+};
+
 /// Cells of the table.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Cells {
-    /// Only this guest (idle, reader, writer, noise, silent); then nothing is recorded.
-    #[arg(long)]
-    guest: Option<String>,
+    /// Only this guest; then nothing is recorded.
+    #[arg(long, value_enum)]
+    guest: Option<Work>,
+    /// All guests, including memcached and postgresql; then nothing is recorded.
+    #[arg(long, conflicts_with = "guest")]
+    all_guests: bool,
     /// Only the ways whose name has this in it; then nothing is recorded.
     #[arg(long)]
     way: Option<String>,
-    /// Mbit a second of the link.
-    #[arg(long, default_value_t = 1000)]
+    /// RAM of each guest, in MiB; nothing is recorded with another than 512.
+    #[arg(long, default_value_t = RECORDED.ram_mib, value_parser = clap::value_parser!(u32).range(512..=4096))]
+    ram_mib: u32,
+    /// Mbit a second of the link; nothing is recorded with another than 1000.
+    #[arg(long, default_value_t = RECORDED.mbit, value_parser = clap::value_parser!(u64).range(1..))]
     mbit: u64,
     /// Migrations of each cell.
     #[arg(long, default_value_t = 3)]
@@ -82,16 +96,27 @@ pub struct Cells {
 }
 
 impl Cells {
-    fn are_some(&self) -> bool {
-        self.guest.is_some() || self.way.is_some() || self.mbit != 1000
+    fn size(&self) -> Size {
+        Size {
+            ram_mib: self.ram_mib,
+            mbit: self.mbit,
+        }
     }
 
-    fn wants(&self, work: Work, way: &str) -> bool {
-        let among = |name: &str, only: &Option<String>| {
-            only.as_ref()
-                .is_none_or(|only| name.contains(only.as_str()))
-        };
-        among(work.name(), &self.guest) && among(way, &self.way)
+    /// Whether they are those of the recorded table.
+    fn are_core(&self) -> bool {
+        self.guest.is_none() && !self.all_guests && self.way.is_none() && self.size() == RECORDED
+    }
+
+    fn works(&self) -> impl Iterator<Item = Work> {
+        Work::ALL.into_iter().filter(|&work| match self.guest {
+            Some(only) => work == only,
+            None => self.all_guests || work.is_core(),
+        })
+    }
+
+    fn wants(&self, way: &str) -> bool {
+        self.way.as_ref().is_none_or(|only| way.contains(only))
     }
 }
 
@@ -107,39 +132,34 @@ pub fn run(quick: bool, cells: &Cells) -> Result<()> {
     let folder = tempfile::Builder::new()
         .prefix("stillframe-dtrack-")
         .tempdir()?;
-    let recorded = !quick && !cells.are_some();
-    let setting = format!(
-        "Guests of {RAM_MIB} MiB with a workload in 128 MiB, TCG, one vCPU. Source and destination are two network \
-         namespaces of one machine with two processors, joined by a link of {} Mbit a second (`tc tbf`, both ways). Every \
-         migration begins with the same saved state. Bytes are those that crossed the link, both ways, headers included. The \
-         pause lasts from the source's STOP event to the destination's RESUME event. QEMU's time begins with its command \
-         and leaves out the start of the other QEMU; ours is that of the whole command, with all programs that it starts. A \
-         migration that does not end within {} s is cancelled, and not repeated.",
-        cells.mbit,
-        run::LIMIT.as_secs()
-    );
+    let recorded = !quick && cells.are_core();
+    let size = cells.size();
+    let setting = setting(size);
     let elsewhere = (!recorded).then_some(folder.path());
     let mut page = Page::new(BENCH, elsewhere, "Live migration", COMMAND, &setting)?;
     let link = Link::new()?;
-    link.shape(cells.mbit)?;
+    link.shape(size.mbit)?;
     let turns = if quick { 1 } else { cells.turns };
     let (mut table, mut skips) = (Vec::new(), Vec::new());
-    for work in Work::ALL {
-        let saved = Saved::new(work, folder.path())?;
+    for work in cells.works() {
+        let saved = Saved::new(work, size, folder.path())?;
         for (way, how) in WAYS {
-            if cells.wants(work, way) {
+            if cells.wants(way) {
                 table.push(cell(&saved, &link, (way, how), turns, &mut page)?);
             }
         }
-        let writes = matches!(work, Work::Writer | Work::Noise | Work::Silent);
         for (way, how) in SKIPS {
-            if writes && cells.wants(work, way) {
+            if work.writes() && cells.wants(way) {
                 skips.push(cell(&saved, &link, (way, how), turns.min(2), &mut page)?);
             }
         }
+        // Such a file takes as much space as the guest has RAM.
+        fs::remove_file(saved.file())?;
     }
     tables::add_ways(&mut page, &table)?;
-    tables::add_skips(&mut page, &skips);
+    if !skips.is_empty() {
+        tables::add_skips(&mut page, &skips);
+    }
     if recorded {
         let claims = tables::claims(&table, &skips)?;
         page.add_claims(
@@ -150,6 +170,20 @@ pub fn run(quick: bool, cells: &Cells) -> Result<()> {
         results::write_summary(BENCH, &claims)?;
     }
     page.write()
+}
+
+/// What is the same for all figures.
+fn setting(size: Size) -> String {
+    let Size { ram_mib, mbit } = size;
+    format!(
+        "Guests of {ram_mib} MiB, TCG, one vCPU; the first five have a workload in {WORKLOAD_MIB} MiB. Source and destination \
+         are two network namespaces of one machine with two processors, joined by a link of {mbit} Mbit a second (`tc tbf`, \
+         both ways). Every migration begins with the same saved state. Bytes are those that crossed the link, both ways, \
+         headers included. The pause lasts from the source's STOP event to the destination's RESUME event. QEMU's time begins \
+         with its command and leaves out the start of the other QEMU; ours is that of the whole command, with all programs \
+         that it starts. A migration that does not end within {} s is cancelled, and not repeated.",
+        size.limit().as_secs()
+    )
 }
 
 /// Some migrations of one guest in one way.

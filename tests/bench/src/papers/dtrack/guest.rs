@@ -1,18 +1,44 @@
 //! The guests: each is booted and saved once, and each migration begins with that state.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::Result;
+use clap::ValueEnum;
 
 use crate::peers;
+use stillframe_harness::debian::{DebianSetup, DebianWorkload};
 use stillframe_harness::guest::{BOOT_LIMIT, Guest, Kind, Setup, Workload};
 use stillframe_harness::network::Namespace;
+use stillframe_harness::serial::Serial;
 
-/// RAM of a guest, in MiB.
-pub const RAM_MIB: u32 = 512;
+/// Memory of the workload of a small guest, in MiB. Quicksort has an array instead.
+pub const WORKLOAD_MIB: u32 = 128;
+/// Upper bound on the array of quicksort, in MiB. It is the array of the paper.
+const ARRAY_MIB_MAX: u32 = 512;
+
+/// Lower bound on the limit of a migration, in seconds.
+const LIMIT_S_MIN: u64 = 30;
+
+/// The RAM of the guests and the speed of the link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    /// MiB of RAM.
+    pub ram_mib: u32,
+    /// Mbit a second.
+    pub mbit: u64,
+}
+
+impl Size {
+    /// Upper bound on the time of a migration: all RAM crosses the link about seven times.
+    pub fn limit(&self) -> Duration {
+        let seconds = 60 * u64::from(self.ram_mib) / self.mbit.max(1);
+        Duration::from_secs(seconds.max(LIMIT_S_MIN))
+    }
+}
 
 /// What a guest does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Work {
     /// Hardly anything.
     Idle,
@@ -24,16 +50,25 @@ pub enum Work {
     Noise,
     /// It writes what is there already.
     Silent,
+    /// It sorts an array over and over again.
+    Quicksort,
+    /// memcached with a cache of nine tenths of the RAM; its client only sets values.
+    Memcached,
+    /// PostgreSQL with several clients, half reads and half updates.
+    Postgresql,
 }
 
 impl Work {
     /// All of them.
-    pub const ALL: [Work; 5] = [
+    pub const ALL: [Work; 8] = [
         Work::Idle,
         Work::Reader,
         Work::Writer,
         Work::Noise,
         Work::Silent,
+        Work::Quicksort,
+        Work::Memcached,
+        Work::Postgresql,
     ];
 
     /// A short name.
@@ -44,6 +79,9 @@ impl Work {
             Work::Writer => "writer",
             Work::Noise => "noise",
             Work::Silent => "silent",
+            Work::Quicksort => "quicksort",
+            Work::Memcached => "memcached",
+            Work::Postgresql => "postgresql",
         }
     }
 
@@ -55,19 +93,84 @@ impl Work {
             Work::Writer => "A guest that writes words at random places",
             Work::Noise => "A guest that writes pages of noise",
             Work::Silent => "A guest that writes what is there already",
+            Work::Quicksort => "A guest that sorts an array with quicksort",
+            Work::Memcached => "A guest with memcached, sets only",
+            Work::Postgresql => "A guest with PostgreSQL, half reads and half updates",
         }
     }
 
-    fn workload(self) -> Workload {
+    /// Whether it is in the table that is recorded. The Debian guests are not: their preparation takes minutes.
+    pub fn is_core(self) -> bool {
+        self.debian().is_none()
+    }
+
+    /// Whether its writes suffice for a comparison of the ways to leave out pages.
+    pub fn writes(self) -> bool {
+        !matches!(self, Work::Idle | Work::Reader)
+    }
+
+    /// The paper's results for such a guest.
+    pub fn paper(self) -> &'static str {
+        match self {
+            Work::Quicksort => {
+                "sorts a second during a migration, against pre-copy without D-Track: 15 to 32 % fewer with version 1 (table 2), \
+                 -7.5 to +6 % with version 2 (table 3)."
+            }
+            Work::Memcached => {
+                "total time, against pre-copy without D-Track: 10.92 % less at 1 GiB, 9.74 % at 2 GiB, 16.16 % at 4 GiB; with \
+                 XBZRLE 3.88, 3.45 and 5.36 %, with compression 31.62, 34.66 and 29.33 % (table 1)."
+            }
+            Work::Postgresql => {
+                "throughput and latency with version 2 are those of pre-copy without D-Track (figure 17)."
+            }
+            _ => "-",
+        }
+    }
+
+    /// The differences from the paper's guest.
+    pub fn differs(self) -> &'static str {
+        match self {
+            Work::Quicksort => {
+                "the array takes half of the RAM, but 512 MiB at most; the paper's takes 512 MB. It is allocated once, and not \
+                 once a sort."
+            }
+            Work::Memcached => {
+                "the client is a program in the guest with one connection, and not memaslap on another host, so that only \
+                 the migration crosses the link. The cache takes nine tenths of the RAM that is available after the boot, of \
+                 values of 1024 letters. After every thousand sets the client reads one value, to check it."
+            }
+            Work::Postgresql => {
+                "server and client are both in the guest: pgbench with four connections and transactions like those of YCSB, \
+                 on rows of 1 kB that take an eighth of the RAM when they are new."
+            }
+            _ => "no such guest is in the paper.",
+        }
+    }
+
+    fn debian(self) -> Option<DebianWorkload> {
+        match self {
+            Work::Memcached => Some(DebianWorkload::Memcached),
+            Work::Postgresql => Some(DebianWorkload::Postgresql),
+            _ => None,
+        }
+    }
+
+    /// The workload of a small guest.
+    fn workload(self, ram_mib: u32) -> Workload {
         let (pattern, tick_ms, writes_per_tick, share) = match self {
-            Work::Idle => ("idle", 1000, 1, 512),
             Work::Reader => ("idle", 10, 1, 8),
             Work::Writer => ("random", 0, 50_000, 512),
             Work::Noise => ("sequential", 0, 4000, 512),
             Work::Silent => ("silent", 0, 4000, 512),
+            Work::Quicksort => ("quicksort", 0, 2_000_000, 64),
+            _ => ("idle", 1000, 1, 512),
+        };
+        let mib = match self {
+            Work::Quicksort => (ram_mib / 2).min(ARRAY_MIB_MAX),
+            _ => WORKLOAD_MIB,
         };
         Workload {
-            mib: 128,
+            mib,
             pattern,
             tick_ms,
             writes_per_tick,
@@ -76,31 +179,78 @@ impl Work {
     }
 }
 
+/// How a guest is started.
+enum Start {
+    Small(Setup),
+    Debian(DebianSetup),
+}
+
+impl Start {
+    fn new(work: Work, ram_mib: u32) -> Start {
+        match work.debian() {
+            Some(workload) => Start::Debian(DebianSetup {
+                workload,
+                ram_mib,
+                extra: Vec::new(),
+            }),
+            None => Start::Small(Setup {
+                ram_mib,
+                workload: work.workload(ram_mib),
+                ..Setup::new(Kind::Private)
+            }),
+        }
+    }
+
+    /// Starts it and waits until it is at work.
+    fn boot(&self) -> Result<Guest> {
+        let setup = match self {
+            Start::Small(setup) => setup,
+            Start::Debian(setup) => return setup.boot(),
+        };
+        let guest = setup.start()?;
+        guest.serial.wait_ticks(3, BOOT_LIMIT)?;
+        Ok(guest)
+    }
+
+    fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
+        match self {
+            Start::Small(setup) => setup.arguments(folder),
+            Start::Debian(setup) => setup.arguments(folder),
+        }
+    }
+}
+
 /// A guest at work, saved.
 pub struct Saved {
     work: Work,
-    setup: Setup,
+    size: Size,
+    start: Start,
     file: PathBuf,
 }
 
 impl Saved {
     /// Boots it, and saves it into a file in `folder`.
-    pub fn new(work: Work, folder: &Path) -> Result<Saved> {
-        let setup = Setup {
-            ram_mib: RAM_MIB,
-            workload: work.workload(),
-            ..Setup::new(Kind::Private)
-        };
-        let guest = setup.start()?;
-        guest.serial.wait_ticks(3, BOOT_LIMIT)?;
+    pub fn new(work: Work, size: Size, folder: &Path) -> Result<Saved> {
+        let start = Start::new(work, size.ram_mib);
+        let guest = start.boot()?;
         let file = folder.join(format!("{}.mapped-ram", work.name()));
         peers::save_mapped_ram(&mut guest.second_monitor()?, &file)?;
-        Ok(Saved { work, setup, file })
+        Ok(Saved {
+            work,
+            size,
+            start,
+            file,
+        })
     }
 
     /// What it does.
     pub fn work(&self) -> Work {
         self.work
+    }
+
+    /// Its RAM, and the speed of the link.
+    pub fn size(&self) -> Size {
+        self.size
     }
 
     /// The file with its state, which `mapped-ram` reads.
@@ -112,10 +262,18 @@ impl Saved {
     pub fn start(&self, host: &Namespace) -> Result<Guest> {
         let words = host.words();
         let [program, file] = &words;
-        let waiting = self.setup.clone().with(&["-incoming", "defer"]);
         Guest::start(Kind::Private, Path::new(program), |folder| {
             let before = [file.clone(), "qemu-system-x86_64".to_owned()];
-            Ok([&before[..], &waiting.arguments(folder)?].concat())
+            let waiting = ["-incoming", "defer"].map(str::to_owned);
+            Ok([&before[..], &self.start.arguments(folder)?, &waiting].concat())
         })
+    }
+
+    /// Waits until the guest on this serial port has done more of its work.
+    pub fn wait_more(&self, serial: &Serial, limit: Duration) -> Result<()> {
+        match self.start {
+            Start::Small(_) => serial.wait_more(2, limit).map(drop),
+            Start::Debian(_) => serial.wait_more_units(2, limit).map(drop),
+        }
     }
 }

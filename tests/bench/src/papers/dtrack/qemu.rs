@@ -35,8 +35,15 @@ impl Tuning {
     }
 }
 
-/// Sets both sides up.
-pub fn prepare(source: &mut Qmp, destination: &mut Qmp, tuning: Tuning) -> Result<()> {
+/// Sets both sides up. A cache of XBZRLE has room for all RAM.
+pub fn prepare(
+    source: &mut Qmp,
+    destination: &mut Qmp,
+    tuning: Tuning,
+    ram_mib: u32,
+) -> Result<()> {
+    // QEMU takes only powers of two.
+    let cache_bytes = u64::from(ram_mib.next_power_of_two()) << 20;
     for side in [source, destination] {
         set_capabilities(side, tuning.capabilities(), true)?;
         let mut parameters = json!({"max-bandwidth": 0, "max-postcopy-bandwidth": 0});
@@ -45,7 +52,7 @@ pub fn prepare(source: &mut Qmp, destination: &mut Qmp, tuning: Tuning) -> Resul
                 parameters["multifd-compression"] = "zstd".into();
                 parameters["multifd-channels"] = 2.into();
             }
-            Tuning::Xbzrle => parameters["xbzrle-cache-size"] = (512u64 << 20).into(),
+            Tuning::Xbzrle => parameters["xbzrle-cache-size"] = cache_bytes.into(),
             _ => {}
         }
         side.execute("migrate-set-parameters", parameters)?;

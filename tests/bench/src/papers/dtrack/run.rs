@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
-use super::guest::Saved;
+use super::guest::{Saved, Size};
 use super::qemu::{self, Tuning};
 use crate::peers;
 use stillframe_harness::cli::Stillframe;
@@ -18,8 +18,6 @@ use stillframe_harness::restored::Restored;
 use stillframe_harness::running::Running;
 use stillframe_harness::serial::Serial;
 
-/// A migration that takes longer does not end.
-pub const LIMIT: Duration = Duration::from_secs(30);
 /// Time for the guest to get into its stride before, and to show afterwards that it goes on.
 const STRIDE: Duration = Duration::from_secs(2);
 const PROOF: Duration = Duration::from_secs(120);
@@ -80,26 +78,31 @@ pub fn migrate(saved: &Saved, link: &Link, way: Way) -> Result<Outcome> {
     thread::sleep(STRIDE);
     let outcome = match way {
         Way::Qemu(tuning) => by_qemu(saved, link, &source, tuning),
-        Way::Stillframe(words) => by_stillframe(link, &source, words),
-        Way::WithoutDeltas(words) => {
-            by_stillframe(link, &source, &[words, &["--delta-cache=0"]].concat())
-        }
+        Way::Stillframe(words) => by_stillframe(saved, link, &source, words),
+        Way::WithoutDeltas(words) => by_stillframe(
+            saved,
+            link,
+            &source,
+            &[words, &["--delta-cache=0"]].concat(),
+        ),
     };
     source.kill()?;
     outcome
 }
 
 fn by_qemu(saved: &Saved, link: &Link, source: &Guest, tuning: Tuning) -> Result<Outcome> {
+    let Size { ram_mib, .. } = saved.size();
+    let limit = saved.size().limit();
     let destination = saved.start(&link.hosts[1])?;
     let mut from = source.second_monitor()?;
     let mut to = destination.second_monitor()?;
     let address = format!("tcp:{}:{PORT}", ADDRESSES[1]);
-    qemu::prepare(&mut from, &mut to, tuning)?;
+    qemu::prepare(&mut from, &mut to, tuning, ram_mib)?;
     to.execute("migrate-incoming", json!({"uri": address}))?;
     from.forget_events()?;
     let before = link.bytes()?;
     let begin = Instant::now();
-    let report = qemu::migrate(&mut from, &address, tuning, LIMIT)?;
+    let report = qemu::migrate(&mut from, &address, tuning, limit)?;
     let total_ms = begin.elapsed().as_secs_f64() * 1e3;
     let bytes = link.bytes()? - before;
     if report["status"] != "completed" {
@@ -110,8 +113,8 @@ fn by_qemu(saved: &Saved, link: &Link, source: &Guest, tuning: Tuning) -> Result
             report,
         });
     }
-    let downtime_ms = downtime(&mut from, to.wait_event("RESUME", LIMIT)?)?;
-    destination.serial.wait_more(2, PROOF)?;
+    let downtime_ms = downtime(&mut from, to.wait_event("RESUME", PROOF)?)?;
+    saved.wait_more(&destination.serial, PROOF)?;
     Ok(Outcome {
         total_ms: Some(total_ms),
         downtime_ms: Some(downtime_ms),
@@ -120,7 +123,7 @@ fn by_qemu(saved: &Saved, link: &Link, source: &Guest, tuning: Tuning) -> Result
     })
 }
 
-fn by_stillframe(link: &Link, source: &Guest, words: &[&str]) -> Result<Outcome> {
+fn by_stillframe(saved: &Saved, link: &Link, source: &Guest, words: &[&str]) -> Result<Outcome> {
     let [here, there] = &link.hosts;
     let stillframe = Stillframe::at(&source.folder().join("none"));
     let path = |name: &str| source.folder().join(name);
@@ -137,7 +140,8 @@ fn by_stillframe(link: &Link, source: &Guest, words: &[&str]) -> Result<Outcome>
     let to = listening.as_str().context("no address")?.to_owned();
     let mut from = source.second_monitor()?;
     from.forget_events()?;
-    let resumed = thread::spawn(move || resumed(&qmp));
+    let limit = saved.size().limit() + PROOF;
+    let resumed = thread::spawn(move || resumed(&qmp, limit));
     let pid = source.pid_text();
     let line = [
         "migrate",
@@ -152,7 +156,7 @@ fn by_stillframe(link: &Link, source: &Guest, words: &[&str]) -> Result<Outcome>
     let command = here.enter(&stillframe.command(&line)?);
     let before = link.bytes()?;
     let begin = Instant::now();
-    let ended = Running::start(command)?.end()?;
+    let ended = Running::start(command)?.end_within(limit)?;
     let total_ms = begin.elapsed().as_secs_f64() * 1e3;
     let bytes = link.bytes()? - before;
     ensure!(ended.code == Some(0), "{ended:?}");
@@ -169,7 +173,7 @@ fn by_stillframe(link: &Link, source: &Guest, words: &[&str]) -> Result<Outcome>
     let resumed = resumed.join();
     let resume = resumed.map_err(|_| anyhow::anyhow!("the listener panicked"))??;
     let downtime_ms = downtime(&mut from, resume)?;
-    vm.serial.wait_more(2, PROOF)?;
+    saved.wait_more(&vm.serial, PROOF)?;
     Ok(Outcome {
         total_ms: Some(total_ms),
         downtime_ms: Some(downtime_ms),
@@ -179,12 +183,12 @@ fn by_stillframe(link: &Link, source: &Guest, words: &[&str]) -> Result<Outcome>
 }
 
 /// The event by which the new VM says that it runs. The monitor comes when its QEMU is started.
-fn resumed(qmp: &Path) -> Result<Value> {
-    Qmp::connect(qmp)?.wait_event("RESUME", LIMIT + PROOF)
+fn resumed(qmp: &Path, limit: Duration) -> Result<Value> {
+    Qmp::connect(qmp)?.wait_event("RESUME", limit)
 }
 
 /// From the source's STOP event to the destination's RESUME event.
 fn downtime(source: &mut Qmp, resume: Value) -> Result<f64> {
-    let stop = source.wait_event("STOP", LIMIT)?;
+    let stop = source.wait_event("STOP", PROOF)?;
     Ok((event_time_s(&resume) - event_time_s(&stop)) * 1e3)
 }

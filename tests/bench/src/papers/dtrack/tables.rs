@@ -84,12 +84,12 @@ pub fn add_ways(page: &mut Page, table: &[Cell]) -> Result<()> {
         }
         page.add(&Figure {
             title: work.words(),
-            paper: "-",
+            paper: work.paper(),
             ours: "medians.",
             columns: &["way", "total ms", "pause ms", "MiB on the link"],
             rows: &rows,
             pictures: &[&picture],
-            differs: "no such guest is in the paper.",
+            differs: work.differs(),
         });
     }
     Ok(())
@@ -155,7 +155,7 @@ pub fn claims(table: &[Cell], skips: &[Cell]) -> Result<Vec<Claim>> {
         let best = best.with_context(|| format!("QEMU moved no {}", work.name()))?;
         anyhow::Ok(own / best)
     };
-    let worst = Work::ALL
+    let worst = works(table)
         .into_iter()
         .map(|work| ratio(work, Cell::total_ms));
     let worst = worst.collect::<Result<Vec<f64>>>()?;
