@@ -44,7 +44,7 @@ pub enum Bench {
     Extremes,
     /// Pause and disk throughput of a guest that reads a disk with `cache=none` (about 9 minutes)
     DirectIo,
-    /// Time of a lazy and an eager restore, 1 to 8 GiB, against QEMU (about 30 minutes)
+    /// Time of a lazy and an eager restore, 1 to 8 GiB, against QEMU (about 20 minutes)
     Restore,
     /// Time until a clone runs, against QEMU, and the memory of ten clones (about 6 minutes)
     Clones,
@@ -56,7 +56,7 @@ pub enum Bench {
     /// Time until a restored VM is as fast as one that was never saved (about 12 minutes; the first time longer, to
     /// build the guest)
     Responsive,
-    /// Speed of guests with real software, alone and watched (about 30 minutes; the first time longer, to build them)
+    /// Speed of guests with real software, alone and watched (about 20 minutes; the first time longer, to build them)
     Workloads,
     /// The evaluations of three papers: `papers fitdoc` and `papers cow`, on guests with real software (about half an
     /// hour each; the first time longer, to build the guests), and `papers dtrack` (about 30 minutes)

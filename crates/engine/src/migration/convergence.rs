@@ -20,6 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const PATIENCE_IN_ALL: Duration = Duration::from_secs(2);
 /// An expected pause of more than this many times the allowed one is worth the faults of a VM that lacks pages.
 const FAR: u32 = 5;
+/// A round of pages that may be fetched later has to be worth it: it shortens the expected pause to this share.
+const WORTH: f64 = 0.5;
 /// What counts as such a moment, against the best so far. After twice the patience every moment does.
 const AS_GOOD: f64 = 1.2;
 
@@ -113,6 +115,12 @@ impl Convergence {
         }
     }
 
+    /// Whether the next round is to show with a few pages whether later versions are quicker than the first ones: the
+    /// others might better be fetched later.
+    pub fn wants_trial(&self) -> bool {
+        self.switch == Switch::IfNeeded && self.is_far()
+    }
+
     /// Whether the expected pause is so long that the VM had better run there before all its pages are there.
     fn is_far(&self) -> bool {
         self.expected > self.downtime.saturating_mul(FAR)
@@ -132,7 +140,7 @@ impl Convergence {
             self.best
                 .is_none_or(|best| self.expected <= best.mul_f64(share))
         };
-        let (progress, good) = (below(PROGRESS), below(AS_GOOD));
+        let (progress, good, worth) = (below(PROGRESS), below(AS_GOOD), below(WORTH));
         if progress {
             self.best = Some(self.expected);
             (self.rounds_since, self.time_since) = (0, Duration::ZERO);
@@ -149,7 +157,7 @@ impl Convergence {
         let stop = self.expected <= self.downtime || waited(2) || waited(1) && good;
         match self.switch {
             Switch::AfterFirst => Next::Switch,
-            Switch::IfNeeded if self.is_far() && (stop || !progress) => Next::Switch,
+            Switch::IfNeeded if self.is_far() && (stop || !worth) => Next::Switch,
             _ if stop => Next::Stop,
             _ => Next::Round,
         }
@@ -227,8 +235,14 @@ mod tests {
         let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
         assert_eq!(rounds.after(round(100_000, 1000, 30_000)), Next::Round);
         // Deltas are quicker.
-        assert_eq!(rounds.after(round(30_000, 200, 28_000)), Next::Round);
-        assert_eq!(rounds.after(round(28_000, 190, 28_000)), Next::Switch);
+        assert_eq!(rounds.after(round(30_000, 100, 28_000)), Next::Round);
+        assert!(rounds.wants_trial());
+        assert_eq!(rounds.after(round(28_000, 60, 28_000)), Next::Switch);
+        // Nor are they, and that shows with a few.
+        let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
+        assert_eq!(rounds.after(round(100_000, 1000, 30_000)), Next::Round);
+        assert!(rounds.wants_trial());
+        assert_eq!(rounds.after(round(1024, 11, 30_000)), Next::Switch);
         let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
         assert_eq!(rounds.after(round(100_000, 1000, 4000)), Next::Round);
         // 40 ms are not far from 10 ms.

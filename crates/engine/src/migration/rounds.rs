@@ -1,5 +1,6 @@
 //! The rounds of pre-copy: pages leave while the guest runs, until what is left can be sent in the pause.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use super::convergence::{Convergence, Next, Round, Switch};
@@ -8,9 +9,14 @@ use super::outgoing::Outgoing;
 use super::{MigrateEvent, MigrateOptions, MigrateSink, SkipFake, Wire};
 use crate::attach::Vm;
 use crate::memory::block::Guest;
-use crate::memory::ranges::{PageRanges, count, subtract_all};
+use crate::memory::ranges::{PageRanges, count, runs, subtract_all};
 use crate::streaming::{Iteration, Streaming};
 use crate::tracking::tracker::Collected;
+
+/// About as many pages show whether later versions are quicker than the first ones.
+const TRIAL_PAGES: u64 = 1024;
+/// Adjacent ones of these.
+const PIECE_PAGES: u64 = 64;
 
 /// How the rounds are gone through, and where they are reported.
 pub(super) struct Rounds<'r> {
@@ -45,6 +51,25 @@ impl Changing {
         let not_before = subtract_all(written, &last);
         self.both = subtract_all(written, &not_before);
     }
+}
+
+/// Some of these pages, from all over them; `None` where that is hardly less than all.
+fn sample(pages: &PageRanges) -> Option<PageRanges> {
+    let pieces = count(pages) / TRIAL_PAGES;
+    if pieces < 2 {
+        return None;
+    }
+    let mut passed = 0;
+    let mut chosen = |range: &Range<u64>| {
+        let first = passed;
+        passed += range.end - range.start;
+        let pages = range.clone().zip(first..);
+        let of_piece = pages.filter(|(_, at)| (at / PIECE_PAGES) % pieces == 0);
+        of_piece.map(|(page, _)| page).collect::<Vec<u64>>()
+    };
+    let mut of_block =
+        |ranges: &Vec<Range<u64>>| runs(&ranges.iter().flat_map(&mut chosen).collect::<Vec<u64>>());
+    Some(pages.iter().map(&mut of_block).collect())
 }
 
 impl Rounds<'_> {
@@ -112,7 +137,14 @@ impl Vm {
             if number > 1 {
                 streaming.tracker.streamed(&wanted);
             }
-            if number > 2
+            let few = (number == 2 && rounds.convergence.wants_trial())
+                .then(|| sample(&wanted.written))
+                .flatten();
+            if let Some(few) = few {
+                let later = subtract_all(&wanted.written, &few);
+                streaming.tracker.postpone(&later);
+                wanted.written = few;
+            } else if number > 2
                 && rounds.options.skip_fake == SkipFake::Auto
                 && let Some(later) = rounds.left_out(&wanted, &changing)
             {
@@ -156,5 +188,22 @@ mod tests {
         assert_eq!(changing.both, [vec![2..4, 8..9], Vec::new()]);
         changing.found(&vec![vec![3..4, 9..10], vec![7..8, 9..10]]);
         assert_eq!(changing.both, [vec![3..4, 9..10], Vec::new()]);
+    }
+
+    #[test]
+    fn a_sample_is_small_and_comes_from_all_over() {
+        let few = vec![vec![0..TRIAL_PAGES], vec![5..TRIAL_PAGES - 9]];
+        assert_eq!(sample(&few), None);
+        let pages = vec![vec![10..20_000, 30_000..30_001], vec![0..10_000]];
+        let some = sample(&pages).unwrap();
+        let size = count(&some);
+        assert!((TRIAL_PAGES / 2..TRIAL_PAGES * 2).contains(&size), "{size}");
+        assert_eq!(count(&subtract_all(&some, &pages)), 0);
+        assert!(some[0][0].start < 1000 && some[1].last().unwrap().end > 8000);
+        assert!(
+            some[0]
+                .iter()
+                .all(|range| range.end - range.start <= PIECE_PAGES)
+        );
     }
 }
