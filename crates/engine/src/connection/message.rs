@@ -111,9 +111,11 @@ pub enum Control {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         no_post_copy: Option<String>,
     },
-    /// No pages are sent any more. The destination may use those that it has, unless it hears otherwise, and fetches all
-    /// others when the VM is stopped.
-    PagesLater,
+    /// No pages are sent any more: the destination fetches those that it lacks when the VM is stopped.
+    PagesLater {
+        /// Whether it may use those that it has, unless it hears otherwise.
+        some_sent: bool,
+    },
     /// What the destination has of these pages may not be used. Those that are named last were written last.
     Outdated {
         /// The number of the block.
@@ -208,7 +210,7 @@ impl Message {
                 Control::Join { .. } => "that pages come",
                 Control::Again { .. } => "that a migration goes on",
                 Control::Accepted { .. } => "that it has started QEMU",
-                Control::PagesLater => "that pages come later",
+                Control::PagesLater { .. } => "that pages come later",
                 Control::Outdated { .. } => "which pages are outdated",
                 Control::Content { .. } => "which pages have content",
                 Control::Fetch { .. } => "a request for pages",

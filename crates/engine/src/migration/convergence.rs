@@ -20,8 +20,6 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const PATIENCE_IN_ALL: Duration = Duration::from_secs(2);
 /// An expected pause of more than this many times the allowed one is worth the faults of a VM that lacks pages.
 const FAR: u32 = 5;
-/// A round of pages that may be fetched later has to be worth it: it shortens the expected pause to this share.
-const WORTH: f64 = 0.5;
 /// What counts as such a moment, against the best so far. After twice the patience every moment does.
 const AS_GOOD: f64 = 1.2;
 
@@ -115,8 +113,8 @@ impl Convergence {
         }
     }
 
-    /// Whether the next round is to show with a few pages whether later versions are quicker than the first ones: the
-    /// others might better be fetched later.
+    /// Whether it is to be tried with a few pages whether later versions are smaller than the first ones. If not, the
+    /// pages had better be fetched later.
     pub fn wants_trial(&self) -> bool {
         self.switch == Switch::IfNeeded && self.is_far()
     }
@@ -140,7 +138,7 @@ impl Convergence {
             self.best
                 .is_none_or(|best| self.expected <= best.mul_f64(share))
         };
-        let (progress, good, worth) = (below(PROGRESS), below(AS_GOOD), below(WORTH));
+        let (progress, good) = (below(PROGRESS), below(AS_GOOD));
         if progress {
             self.best = Some(self.expected);
             (self.rounds_since, self.time_since) = (0, Duration::ZERO);
@@ -157,7 +155,7 @@ impl Convergence {
         let stop = self.expected <= self.downtime || waited(2) || waited(1) && good;
         match self.switch {
             Switch::AfterFirst => Next::Switch,
-            Switch::IfNeeded if self.is_far() && (stop || !worth) => Next::Switch,
+            Switch::IfNeeded if self.is_far() && stop => Next::Switch,
             _ if stop => Next::Stop,
             _ => Next::Round,
         }
@@ -234,20 +232,19 @@ mod tests {
     fn without_progress_the_rest_is_fetched_later_if_it_may_and_is_much() {
         let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
         assert_eq!(rounds.after(round(100_000, 1000, 30_000)), Next::Round);
-        // Deltas are quicker.
-        assert_eq!(rounds.after(round(30_000, 100, 28_000)), Next::Round);
         assert!(rounds.wants_trial());
-        assert_eq!(rounds.after(round(28_000, 60, 28_000)), Next::Switch);
-        // Nor are they, and that shows with a few.
-        let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
-        assert_eq!(rounds.after(round(100_000, 1000, 30_000)), Next::Round);
-        assert!(rounds.wants_trial());
-        assert_eq!(rounds.after(round(1024, 11, 30_000)), Next::Switch);
+        let ended = (1..).find(|_| rounds.after(round(30_000, 300, 30_000)) != Next::Round);
+        assert!(ended.is_some_and(|rounds| rounds > 3), "{ended:?}");
+        assert_eq!(rounds.after(round(30_000, 300, 30_000)), Next::Switch);
         let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
         assert_eq!(rounds.after(round(100_000, 1000, 4000)), Next::Round);
         // 40 ms are not far from 10 ms.
-        let ended = (1..).find(|_| rounds.after(round(4000, 40, 4000)) != Next::Round);
-        assert!(ended.is_some_and(|rounds| rounds > 3), "{ended:?}");
+        assert!(!rounds.wants_trial());
+        let ended = (1..).find_map(|_| match rounds.after(round(4000, 40, 4000)) {
+            Next::Round => None,
+            next => Some(next),
+        });
+        assert_eq!(ended, Some(Next::Stop));
         let mut rounds = Convergence::new(10 * MS, Switch::AfterFirst);
         assert_eq!(rounds.after(round(100_000, 1000, 0)), Next::Switch);
     }

@@ -13,7 +13,7 @@ use stillframe_qemu::monitor::{Monitor, RamBlock};
 use stillframe_qemu::record::VmRecord;
 
 use super::error::ReceiveError;
-use super::filling::{self, FilledReport, LateMemory, RunningLate};
+use super::filling::{self, FilledReport, LateMemory, Missing, RunningLate};
 use super::handover::{Destination, Event};
 use super::lacking::Lacking;
 use super::record::{DestinationRecord, RecordError};
@@ -248,7 +248,7 @@ enum Rest {
     /// The ids of all of them, if the source wants them compared, and the device state.
     State(State),
     /// No more pages are sent: the others are fetched.
-    PagesLater,
+    PagesLater { some_sent: bool },
 }
 
 /// The messages after the pages.
@@ -275,7 +275,7 @@ struct Arriving {
     blocks: Vec<Block>,
     ram: Vec<RamBlock>,
     state: State,
-    lacking: Option<(Arc<FetchSession<Stream>>, Lacking)>,
+    lacking: Option<(Arc<FetchSession<Stream>>, Lacking, Missing)>,
     report: ReceiveReport,
 }
 
@@ -353,10 +353,15 @@ impl Arriving {
         self.report.pages = memory.finish(sent.pages)?;
         self.state = match sent.rest {
             Rest::State(state) => state,
-            Rest::PagesLater => {
+            Rest::PagesLater { some_sent } => {
+                let qemu = (&self.guardian, process);
                 let mut lacking = Lacking::new(process, blocks)?;
-                let next = lacking.hear(wire, blocks, (&self.guardian, process))?;
-                self.lacking = Some((session, lacking));
+                if !some_sent {
+                    lacking.discard_all(blocks, qemu)?;
+                }
+                let missing = Missing::arm(qemu, blocks, &lacking)?;
+                let next = lacking.hear(wire, blocks, qemu)?;
+                self.lacking = Some((session, lacking, missing));
                 state(wire, blocks, next)?
             }
         };
@@ -398,13 +403,12 @@ impl Arriving {
 
     /// What is to be populated when the VM runs. From here on its pages are missing.
     fn late_memory(&mut self) -> Result<Option<LateMemory>, ReceiveError> {
-        let Some((session, lacking)) = self.lacking.take() else {
+        let Some((session, lacking, missing)) = self.lacking.take() else {
             return Ok(None);
         };
         self.compare(Some((&session, &lacking)))?;
         let fill_bitmap = self.record.create_fill_bitmap()?;
-        let qemu = (&self.launched.process, &self.guardian);
-        let late = LateMemory::new(qemu, &self.blocks, session, lacking, fill_bitmap)?;
+        let late = LateMemory::new(missing, &self.blocks, session, lacking, fill_bitmap)?;
         let record = late.record(self.ram.clone(), self.greeting.blocks.clone());
         self.record.expect_to_lack(record);
         let socket = self.launched.monitor.client().socket();
@@ -516,7 +520,9 @@ fn rest(wire: &mut Wire, blocks: &[Block]) -> Result<Rest, ReceiveError> {
     loop {
         match wire.receive_message()? {
             Message::Control(Control::Alive) => {}
-            Message::Control(Control::PagesLater) => return Ok(Rest::PagesLater),
+            Message::Control(Control::PagesLater { some_sent }) => {
+                return Ok(Rest::PagesLater { some_sent });
+            }
             other => return state(wire, blocks, other).map(Rest::State),
         }
     }

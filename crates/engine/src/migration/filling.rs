@@ -99,18 +99,22 @@ pub(super) fn add_lanes(
     Ok(())
 }
 
-impl LateMemory {
-    /// The memory of a QEMU that has not run: what it lacks is missing from here on.
+/// Memory whose missing pages cause faults, which nothing handles yet.
+pub(super) struct Missing {
+    uffd: Uffd,
+    remote_fd: i32,
+}
+
+impl Missing {
+    /// From here on, what is not there causes faults. It takes time, so that it is done before the VM is stopped.
     ///
     /// # Errors
-    /// It cannot be populated lazily.
-    pub fn new(
-        (process, guardian): (&Process, &Guardian),
+    /// Memory cannot be populated lazily.
+    pub fn arm(
+        (guardian, process): (&Guardian, &Process),
         blocks: &[Block],
-        session: Arc<FetchSession<Stream>>,
-        mut lacking: Lacking,
-        fill_bitmap: File,
-    ) -> Result<LateMemory, ReceiveError> {
+        lacking: &Lacking,
+    ) -> Result<Missing, ReceiveError> {
         let shared = guardian.duplicate_userfaultfd(process)?;
         let uffd = Uffd::handshake_missing(shared.fd).map_err(PopulateError::from)?;
         for block in blocks {
@@ -121,6 +125,25 @@ impl LateMemory {
             }
         }
         lacking.discard_others(blocks, (guardian, process))?;
+        Ok(Missing {
+            uffd,
+            remote_fd: shared.remote_fd,
+        })
+    }
+}
+
+impl LateMemory {
+    /// The memory of a QEMU that has not run.
+    ///
+    /// # Errors
+    /// There are no threads.
+    pub fn new(
+        missing: Missing,
+        blocks: &[Block],
+        session: Arc<FetchSession<Stream>>,
+        mut lacking: Lacking,
+        fill_bitmap: File,
+    ) -> Result<LateMemory, ReceiveError> {
         let present = std::mem::take(&mut lacking.present);
         let sources = (0..blocks.len()).map(|block| {
             let content = lacking.content[block].clone();
@@ -128,12 +151,12 @@ impl LateMemory {
         });
         let blocks: Vec<&Block> = blocks.iter().collect();
         let (sources, order) = (sources.collect(), FillOrder::default());
-        let lazy = Lazy::new(uffd, &blocks, sources, order, None, fill_bitmap)?;
+        let lazy = Lazy::new(missing.uffd, &blocks, sources, order, None, fill_bitmap)?;
         lazy.mark_populated(&present);
         Ok(LateMemory {
             session,
             lazy,
-            remote_fd: shared.remote_fd,
+            remote_fd: missing.remote_fd,
         })
     }
 

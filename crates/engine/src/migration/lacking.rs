@@ -102,6 +102,23 @@ impl Lacking {
         once
     }
 
+    /// What is here may not be used: the source has sent nothing.
+    ///
+    /// # Errors
+    /// Its pages cannot be discarded.
+    pub fn discard_all(
+        &mut self,
+        blocks: &[Block],
+        (guardian, process): (&Guardian, &Process),
+    ) -> Result<(), ReceiveError> {
+        for (block, present) in blocks.iter().zip(&mut self.present) {
+            let pages: Vec<Range<u64>> = present.ranges().collect();
+            discard(block, &pages, guardian, process)?;
+            present.clear_all();
+        }
+        Ok(())
+    }
+
     /// Takes what the source says before the next message of another kind, which is returned.
     ///
     /// # Errors

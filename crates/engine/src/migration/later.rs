@@ -23,7 +23,8 @@ pub(super) fn announce(
     mut streaming: Streaming<'_>,
     left: Option<Collected>,
 ) -> Result<(), MigrateError> {
-    wire.send_control(&Control::PagesLater)?;
+    let some_sent = left.is_some();
+    wire.send_control(&Control::PagesLater { some_sent })?;
     let mut left = match left {
         Some(left) => {
             let content = streaming.tracker.populated()?;
@@ -34,8 +35,8 @@ pub(super) fn announce(
         None => {
             let content = streaming.wanted(Iteration::Bulk)?;
             wire.send_content(&content.written)?;
-            let blocks = streaming.tracker.blocks().iter();
-            Collected::written(blocks.map(|tracked| tracked.block.whole()).collect())
+            let found = streaming.found()?;
+            streaming.pending(found)
         }
     };
     for _ in 0..TIMES_MAX {

@@ -27,7 +27,7 @@ use crate::connection::message::{Control, Message};
 use crate::connection::word::Session;
 use crate::memory::Page;
 use crate::memory::block::{Block, Guest};
-use crate::memory::ranges::{length, split, subtract};
+use crate::memory::ranges::{PageRanges, count, length, split, subtract};
 use crate::sink::connection::ConnectionPages;
 use crate::tracking::rewritten::Rewritten;
 use crate::tracking::tracker::Collected;
@@ -48,6 +48,8 @@ const WAITING_MAX: usize = 1;
 enum Content {
     /// In the guest's memory.
     Memory(Guest),
+    /// The same, and the pages are sent even if the guest has written them again.
+    Sample,
     /// Nowhere: they are zero.
     Zero,
 }
@@ -223,6 +225,22 @@ impl Outgoing {
             content,
         };
         self.order(wire, number, batch)
+    }
+
+    /// Sends some pages that were sent before, and will be sent again. Whether they take less than half of the bytes of
+    /// a page so far.
+    ///
+    /// # Errors
+    /// A connection or a read failed.
+    pub fn are_smaller(&mut self, wire: &mut Wire, few: PageRanges) -> Result<bool, MigrateError> {
+        let before = self.sent;
+        let pages = count(&few);
+        for (block, pages) in few.iter().enumerate() {
+            self.put_block(wire, block, pages, Content::Sample, &mut |_| ())?;
+        }
+        self.sync(wire)?;
+        let each = before.bytes / (before.pages.sent - before.pages.zero).max(1);
+        Ok((self.sent.bytes - before.bytes) / pages.max(1) < each / 2)
     }
 
     /// Waits until the destination has all pages so far.
@@ -404,11 +422,12 @@ impl PageSender {
                 pages = rest;
             }
             Content::Memory(Guest::Stopped) => *placement = None,
-            Content::Zero => {}
+            Content::Sample | Content::Zero => {}
         }
         let bytes = &mut self.buffer[..(length(&pages) * PAGE_BYTES) as usize];
         match content {
             Content::Memory(guest) => memory.read(guest, &mut split(bytes, &pages), &pages)?,
+            Content::Sample => memory.read(Guest::Running, &mut split(bytes, &pages), &pages)?,
             Content::Zero => bytes.fill(0),
         }
         let contents = pages.iter().cloned().flatten().zip(bytes.as_chunks().0);

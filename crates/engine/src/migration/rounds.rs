@@ -13,7 +13,7 @@ use crate::memory::ranges::{PageRanges, count, runs, subtract_all};
 use crate::streaming::{Iteration, Streaming};
 use crate::tracking::tracker::Collected;
 
-/// About as many pages show whether later versions are quicker than the first ones.
+/// About as many pages show whether later versions are smaller than the first ones.
 const TRIAL_PAGES: u64 = 1024;
 /// Adjacent ones of these.
 const PIECE_PAGES: u64 = 64;
@@ -137,14 +137,7 @@ impl Vm {
             if number > 1 {
                 streaming.tracker.streamed(&wanted);
             }
-            let few = (number == 2 && rounds.convergence.wants_trial())
-                .then(|| sample(&wanted.written))
-                .flatten();
-            if let Some(few) = few {
-                let later = subtract_all(&wanted.written, &few);
-                streaming.tracker.postpone(&later);
-                wanted.written = few;
-            } else if number > 2
+            if number > 2
                 && rounds.options.skip_fake == SkipFake::Auto
                 && let Some(later) = rounds.left_out(&wanted, &changing)
             {
@@ -160,7 +153,15 @@ impl Vm {
             changing.found(&found.written);
             wanted = streaming.pending(found);
             let (time, left) = (begin.elapsed(), wanted.pages());
-            let next = rounds.ended(number, Round { pages, time, left });
+            let mut next = rounds.ended(number, Round { pages, time, left });
+            if number == 1
+                && next == Next::Round
+                && rounds.convergence.wants_trial()
+                && let Some(few) = sample(&wanted.written)
+                && !outgoing.are_smaller(wire, few)?
+            {
+                next = Next::Switch;
+            }
             match next {
                 Next::Round => continue,
                 Next::Stop => rounds.check()?,

@@ -22,14 +22,19 @@ use stillframe_harness::results;
 const BENCH: &str = "migration";
 const COMMAND: &str = "cargo xtask bench papers dtrack";
 
-/// The ways, in the order of the columns. Stillframe's is the last.
-const WAYS: [(&str, Way); 6] = [
+/// Post-copy, by both.
+const QEMU_POST_COPY: &str = "QEMU post-copy";
+const OUR_POST_COPY: &str = "Stillframe post-copy";
+
+/// The ways, in the order of the columns. Stillframe's are the last.
+const WAYS: [(&str, Way); 7] = [
     ("QEMU pre-copy", Way::Qemu(Tuning::PreCopy)),
     ("QEMU XBZRLE", Way::Qemu(Tuning::Xbzrle)),
     ("QEMU multifd + zstd", Way::Qemu(Tuning::MultifdZstd)),
     ("QEMU auto-converge", Way::Qemu(Tuning::AutoConverge)),
-    ("QEMU post-copy", Way::Qemu(Tuning::PostCopy)),
+    (QEMU_POST_COPY, Way::Qemu(Tuning::PostCopy)),
     ("Stillframe", Way::Stillframe(&[])),
+    (OUR_POST_COPY, Way::Stillframe(&["--mode=post-copy"])),
 ];
 
 /// Without deltas, as in the paper, and without ids unless said: how pages are found that need not be sent.

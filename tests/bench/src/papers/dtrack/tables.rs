@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use super::guest::Work;
 use super::run::Outcome;
-use super::{COMMAND, Cell};
+use super::{COMMAND, Cell, OUR_POST_COPY, QEMU_POST_COPY};
 use crate::chart::{self, Labels};
 use crate::papers::page::{Figure, Page};
 use stillframe_harness::results::{Claim, Goal, percentile};
@@ -30,6 +30,14 @@ impl Cell {
         self.median(|outcome| {
             outcome.total_ms?;
             Some(outcome.bytes as f64 / f64::from(1 << 20))
+        })
+    }
+
+    /// How often the guest waited for a page at the destination.
+    fn faults(&self) -> Option<f64> {
+        self.median(|outcome| {
+            let ours = outcome.report["complete"]["faults"].as_f64();
+            ours.or_else(|| outcome.report["ram"]["postcopy-requests"].as_f64())
         })
     }
 
@@ -65,6 +73,8 @@ pub fn add_ways(page: &mut Page, table: &[Cell]) -> Result<()> {
                     words(cell.total_ms(), 0),
                     words(cell.downtime_ms(), 1),
                     words(cell.mib(), 1),
+                    cell.faults()
+                        .map_or_else(String::new, |faults| format!("{faults:.0}")),
                 ]
             })
             .collect();
@@ -86,7 +96,7 @@ pub fn add_ways(page: &mut Page, table: &[Cell]) -> Result<()> {
             title: work.words(),
             paper: work.paper(),
             ours: "medians.",
-            columns: &["way", "total ms", "pause ms", "MiB on the link"],
+            columns: &["way", "total ms", "pause ms", "MiB on the link", "faults"],
             rows: &rows,
             pictures: &[&picture],
             differs: work.differs(),
@@ -145,7 +155,7 @@ pub fn add_skips(page: &mut Page, skips: &[Cell]) {
 pub fn claims(table: &[Cell], skips: &[Cell]) -> Result<Vec<Claim>> {
     let ours = |work: Work| of(table, work).find(|cell| cell.way == OURS);
     let best = |work: Work, value: fn(&Cell) -> Option<f64>| {
-        let qemu = of(table, work).filter(|cell| cell.way != OURS);
+        let qemu = of(table, work).filter(|cell| !cell.way.starts_with(OURS));
         qemu.filter_map(value).min_by(f64::total_cmp)
     };
     let ratio = |work: Work, value: fn(&Cell) -> Option<f64>| {
@@ -159,6 +169,15 @@ pub fn claims(table: &[Cell], skips: &[Cell]) -> Result<Vec<Claim>> {
         .into_iter()
         .map(|work| ratio(work, Cell::total_ms));
     let worst = worst.collect::<Result<Vec<f64>>>()?;
+    let post_copy = |value: fn(&Cell) -> Option<f64>| {
+        let worst = works(table).into_iter().map(|work| {
+            let by = |way: &str| of(table, work).find(|cell| cell.way == way).and_then(value);
+            let own = by(OUR_POST_COPY).context("no post-copy")?;
+            let qemu = by(QEMU_POST_COPY).context("no post-copy of QEMU's")?;
+            anyhow::Ok(own / qemu.max(1.0))
+        });
+        anyhow::Ok(percentile(&worst.collect::<Result<Vec<f64>>>()?, 1.0))
+    };
     let fakes = skips.iter().filter(|cell| cell.way.contains("ids"));
     let fakes: Option<Vec<f64>> = fakes.map(|cell| cell.pages("fake")).collect();
     let fakes: f64 = fakes.context("no count of fake pages")?.iter().sum();
@@ -183,6 +202,16 @@ pub fn claims(table: &[Cell], skips: &[Cell]) -> Result<Vec<Claim>> {
             "migrate-any-guest",
             Goal::AtMost(1.05),
             percentile(&worst, 1.0),
+        ),
+        claim(
+            "migrate-post-copy-time",
+            Goal::AtMost(1.0),
+            post_copy(Cell::total_ms)?,
+        ),
+        claim(
+            "migrate-post-copy-faults",
+            Goal::AtMost(0.3),
+            post_copy(Cell::faults)?,
         ),
         Claim::new("migrate-fake", Goal::Zero, fakes, "pages", COMMAND),
     ])
