@@ -10,6 +10,7 @@
 
 pub mod strikes;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -57,8 +58,16 @@ const PRE_COPY: [(&str, &[&str]); 5] = [
         ],
     ),
 ];
-/// While it is stopped.
-const STOP_COPY: (&str, &[&str]) = ("stop-copy", &["--mode=stop-copy"]);
+/// The other modes: while it is stopped, and while it runs at the destination.
+const OTHERS: [(&str, &[&str]); 3] = [
+    ("stop-copy", &["--mode=stop-copy"]),
+    ("hybrid", &["--mode=hybrid"]),
+    ("post-copy", &["--mode=post-copy"]),
+];
+/// Migrations of each mode that the promise asks for.
+const MIGRATIONS_MIN: u64 = 200;
+/// How many modes there are.
+const MODES: usize = 4;
 
 /// Migrates a working guest. Both its memories are compared in the pause, and it finds its memory whole afterwards.
 pub fn verified(
@@ -137,7 +146,8 @@ fn refused_with_the_same_file(
     Ok(())
 }
 
-/// Migrations of one guest: one that is compared byte by byte, and `count` while it runs and while it is stopped each. It has ended afterwards.
+/// Migrations of one guest: one that is compared byte by byte, and `count` in each mode. It has
+/// ended afterwards.
 pub fn one_guest(
     stillframe: &Stillframe,
     guest: &Guest,
@@ -152,7 +162,7 @@ pub fn one_guest(
     note("byte by byte", &arrived, tally);
     for number in 0..count {
         let pre_copy = PRE_COPY[number as usize % PRE_COPY.len()];
-        for (turn, (name, way)) in [pre_copy, STOP_COPY].into_iter().enumerate() {
+        for (turn, (name, way)) in [pre_copy].into_iter().chain(OTHERS).enumerate() {
             let before = arrived.vm.pid;
             let order = order(format!("{number}-{turn}"));
             let (next, tally) = verified(stillframe, before, order, way)?;
@@ -169,7 +179,7 @@ pub fn run(count: u64, kills: u64, only: Option<&str>) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let mut total = Tally::default();
-    let (mut raw, mut per_mode) = (Vec::new(), [0u64; 2]);
+    let (mut raw, mut per_mode) = (Vec::new(), BTreeMap::new());
     let mut setups: Vec<(&str, Setup)> = Kind::ALL
         .into_iter()
         .map(|kind| (kind.name(), Setup::new(kind)))
@@ -184,18 +194,16 @@ pub fn run(count: u64, kills: u64, only: Option<&str>) -> Result<()> {
         let guest = setup.boot()?;
         let note = |what: &str, arrived: &Arrived, tally: Tally| {
             total.add(&format!("{name}: {what}"), tally);
-            match what {
-                what if what.starts_with("pre-copy") => per_mode[0] += 1,
-                _ => per_mode[1] += 1,
-            }
+            let mode = arrived.sent["mode"].to_string();
+            *per_mode.entry(mode).or_insert(0) += 1;
             raw.push(json!({
                 "guest": name, "what": what, "pages": tally.pages, "differing": tally.differing,
-                "sent": arrived.sent, "received": arrived.report,
+                "sent": arrived.sent, "received": arrived.report, "complete": arrived.filled,
             }));
         };
         one_guest(&stillframe, &guest, count, note).with_context(|| name.to_owned())?;
     }
-    println!("{total}");
+    println!("{total}; migrations by mode: {per_mode:?}");
     if only.is_none() {
         let command = "cargo xtask bench migrate";
         let struck = strikes::run(&stillframe, kills, 1)?;
@@ -209,7 +217,9 @@ pub fn run(count: u64, kills: u64, only: Option<&str>) -> Result<()> {
         let killed = struck.killed_wrong as f64;
         let killed = Claim::new("transfer-kills", Goal::Zero, killed, "cases", command);
         let claims = [
-            pages.if_enough(per_mode.iter().all(|&count| count >= 200)),
+            pages.if_enough(
+                per_mode.len() == MODES && per_mode.values().all(|&count| count >= MIGRATIONS_MIN),
+            ),
             cases.if_enough(kills >= 200),
             killed.if_enough(struck.killed >= 60),
         ];

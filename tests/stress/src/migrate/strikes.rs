@@ -35,8 +35,15 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(90);
 /// The end of the name of the destination's record.
 const RECEIVED: &str = ".received";
 
+/// Points that are passed in post-copy only.
+const SERVING: &str = "commit.serving";
+const FILLING: &str = "takeover.filling";
+/// The modes, in turn.
+const MODES: [&str; 4] = ["pre-copy", "stop-copy", "hybrid", "post-copy"];
+
 /// The points of the source's half.
-const SOURCE_POINTS: [&str; 5] = [
+const SOURCE_POINTS: [&str; 6] = [
+    SERVING,
     "commit.giving-up",
     "commit.given-up",
     "commit.sent",
@@ -44,7 +51,8 @@ const SOURCE_POINTS: [&str; 5] = [
     "commit.ended",
 ];
 /// The points of the destination's half.
-const DESTINATION_POINTS: [&str; 8] = [
+const DESTINATION_POINTS: [&str; 9] = [
+    FILLING,
     "takeover.loaded",
     "takeover.marked",
     "takeover.ready",
@@ -57,7 +65,9 @@ const DESTINATION_POINTS: [&str; 8] = [
 /// Kills at each point, besides the first: they leave the most to be settled.
 const KILLS_MORE: usize = 4;
 /// The points at which the connection falls silent.
-const SILENT: [&str; 6] = [
+const SILENT: [&str; 8] = [
+    SERVING,
+    FILLING,
     "takeover.loaded",
     "takeover.marked",
     "commit.giving-up",
@@ -88,6 +98,18 @@ pub enum Strike {
     Cut(Duration),
     /// Nothing comes through it any more from a named point on: that of a side that hangs there for a while.
     Silence(Side, String),
+}
+
+impl Strike {
+    /// Whether other modes do not pass the point.
+    fn of_post_copy(&self) -> bool {
+        match self {
+            Strike::At(_, fault) | Strike::Silence(_, fault) => {
+                fault.starts_with(SERVING) || fault.starts_with(FILLING)
+            }
+            Strike::Kill(..) | Strike::Cut(_) => false,
+        }
+    }
 }
 
 impl fmt::Display for Strike {
@@ -379,13 +401,15 @@ pub fn some(seed: u64) -> Vec<Strike> {
         at(Side::Destination, "takeover.released:kill"),
         at(Side::Destination, "takeover.committed:kill"),
         at(Side::Destination, "takeover.running:error"),
+        at(Side::Source, "commit.serving:kill"),
+        at(Side::Destination, "takeover.filling:kill"),
         Strike::Silence(Side::Source, "commit.given-up:hang".to_owned()),
     ];
     let random = all(3, seed).into_iter().rev().take(3);
     named.into_iter().chain(random).collect()
 }
 
-/// Every fault at every point, then `count` random kills and cuts, of small guests in both modes.
+/// Every fault at every point, then `count` random kills and cuts, of small guests in all modes.
 pub fn run(stillframe: &Stillframe, count: u64, seed: u64) -> Result<Struck> {
     each(stillframe, &all(count, seed))
 }
@@ -397,7 +421,10 @@ pub fn each(stillframe: &Stillframe, strikes: &[Strike]) -> Result<Struck> {
     let mut struck = Struck::default();
     for (number, what) in strikes.iter().enumerate() {
         let mut order = Order::of(&guest, format!("struck-{number}"));
-        let mode = ["pre-copy", "stop-copy"][number % 2];
+        let mode = match what.of_post_copy() {
+            true => MODES[2 + number % 2],
+            false => MODES[number % MODES.len()],
+        };
         order.migrate = ["--mode", mode].map(str::to_owned).to_vec();
         let settled = strike(stillframe, &guest, &order, what);
         let outcome = match &settled {
