@@ -13,7 +13,7 @@ use stillframe_qemu::monitor::{Monitor, RamBlock};
 use stillframe_qemu::record::VmRecord;
 
 use super::error::ReceiveError;
-use super::filling::{self, FilledReport, LateMemory, Missing, RunningLate};
+use super::filling::{self, FilledReport, LateMemory, Missing};
 use super::handover::{Destination, Event};
 use super::lacking::Lacking;
 use super::record::{DestinationRecord, RecordError};
@@ -128,7 +128,7 @@ pub fn receive(
                 }
                 other => pass_on(other, events),
             },
-            late: late.as_ref().map(|late| RunningLate::new(late, runs)),
+            late: late.as_ref().map(|late| late.running(scope, runs)),
             alone: None,
             why: None,
         };
@@ -189,9 +189,7 @@ pub fn resume(qmp: &Path, listen: Listen<'_>, events: ReceiveSink<'_>) -> Result
                 }
                 other => pass_on(other, events),
             },
-            late: late
-                .as_ref()
-                .map(|late| RunningLate::new(late, content.runs)),
+            late: late.as_ref().map(|late| late.running(scope, content.runs)),
             alone: None,
             why: None,
         };

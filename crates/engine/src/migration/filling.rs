@@ -203,7 +203,7 @@ impl LateMemory {
         }
     }
 
-    /// Populates from here on, until this is dropped: on faults, and what is left in the background.
+    /// Answers faults from here on, until this is dropped.
     ///
     /// # Errors
     /// There are no threads.
@@ -211,8 +211,21 @@ impl LateMemory {
         let end = self.lazy.end_on_drop();
         self.lazy.serve(scope)?;
         self.lazy.wake_all().map_err(PopulateError::from)?;
-        self.lazy.fill(scope)?;
         Ok(end)
+    }
+
+    /// The VM when it runs. What causes no fault is fetched only then: before, that would take time from the pause.
+    pub fn running<'s>(&'s self, scope: &'s Scope<'s, '_>, runs: bool) -> RunningLate<'s> {
+        let now = Instant::now();
+        RunningLate {
+            memory: self,
+            fill: Some(Box::new(move || self.lazy.fill(scope))),
+            supervision: Supervision::new(runs),
+            since: now,
+            no_lane: None,
+            beat: now,
+            complete: false,
+        }
     }
 
     /// The guardian ends this engine, and pauses the VM, when this engine hangs.
@@ -240,7 +253,9 @@ impl LateMemory {
 
 /// A VM that runs while it lacks pages.
 pub(super) struct RunningLate<'l> {
-    pub memory: &'l LateMemory,
+    memory: &'l LateMemory,
+    /// Starts the background fill; gone when it is started.
+    fill: Option<Box<dyn FnOnce() -> Result<(), PopulateError> + 'l>>,
     supervision: Supervision,
     since: Instant,
     /// Since when there has been no lane.
@@ -250,20 +265,7 @@ pub(super) struct RunningLate<'l> {
     complete: bool,
 }
 
-impl<'l> RunningLate<'l> {
-    /// Of a VM that is to run, or to stay paused.
-    pub fn new(memory: &'l LateMemory, runs: bool) -> RunningLate<'l> {
-        let now = Instant::now();
-        RunningLate {
-            memory,
-            supervision: Supervision::new(runs),
-            since: now,
-            no_lane: None,
-            beat: now,
-            complete: false,
-        }
-    }
-
+impl RunningLate<'_> {
     /// Looks at the VM for a moment. Returns whether all its pages are here.
     ///
     /// # Errors
@@ -274,6 +276,10 @@ impl<'l> RunningLate<'l> {
         report: SupervisedSink<'_>,
         progress: ProgressSink<'_>,
     ) -> Result<bool, ReceiveError> {
+        if let Some(fill) = self.fill.take() {
+            self.since = Instant::now();
+            fill()?;
+        }
         let status = self.memory.lazy.status(LOOK)?;
         self.supervision.look(monitor, &self.memory.lazy, report)?;
         if let FillStatus::Complete = status {
