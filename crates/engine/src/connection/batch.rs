@@ -32,7 +32,7 @@ pub struct BatchWriter {
     payload: Vec<u8>,
     pages: u32,
     deltas: u32,
-    /// Pages since the last one that compressed, or was zero.
+    /// Pages of the batch since the last one that compressed, or was zero.
     failures: u32,
 }
 
@@ -58,6 +58,8 @@ impl BatchWriter {
         self.payload.extend((block as u32).to_le_bytes());
         self.payload.extend([0; 8]);
         (self.pages, self.deltas) = (0, 0);
+        // Other places may compress.
+        self.failures = 0;
     }
 
     /// Adds a page, whose number is above those before. Pages come before deltas.

@@ -141,7 +141,7 @@ proptest! {
                 }
                 Ok::<(), SourceError>(())
             };
-            source.fetch_many(wanted.clone(), 4, &take).unwrap();
+            source.fetch_many(wanted.clone(), 4, &|_| true, &take).unwrap();
             assert!(std::mem::take(&mut *found.lock().unwrap()) == expected);
             if let Some((&page, neighbours)) = wanted.split_first() {
                 let mut fetcher = source.fetcher().unwrap();
@@ -221,7 +221,7 @@ fn other_pages_than_were_asked_for_are_refused() {
     let mut content = DirtyBitmap::new(PAGES);
     content.set_range(0..PAGES);
     let source = session.source(1, content, Vec::new());
-    let fetched = source.fetch_many(vec![7], 1, &|_, _| Ok::<(), SourceError>(()));
+    let fetched = source.fetch_many(vec![7], 1, &|_| true, &|_, _| Ok::<(), SourceError>(()));
     assert!(matches!(
         fetched,
         Err(SourceError::Connection(ConnectionError::Malformed { .. }))

@@ -4,7 +4,7 @@ use stillframe_page::PageRequest;
 use stillframe_repo::RepoError;
 
 use super::pages;
-use crate::source::{PageFetcher, PageSource, SourceError, TakeMany, TakePages};
+use crate::source::{PageFetcher, PageSource, SourceError, StillWanted, TakeMany, TakePages};
 
 /// One page for each of the bytes, full of it.
 #[derive(Debug, Clone)]
@@ -51,6 +51,7 @@ impl PageSource for FakeSource {
         &self,
         pages: Vec<u64>,
         _threads: usize,
+        _wanted: StillWanted<'_>,
         take: TakeMany<'_, E>,
     ) -> Result<(), E> {
         // From the last: the order is the source's.

@@ -162,7 +162,7 @@ pub(super) fn write_pages<S: PageSource>(
     let threads = thread::available_parallelism()
         .map_or(1, std::num::NonZero::get)
         .min(8);
-    source.fetch_many(with_content, threads, &|page, bytes| {
+    source.fetch_many(with_content, threads, &|_| true, &|page, bytes| {
         block.write(page, bytes).map_err(PopulateError::from)
     })?;
     Ok(written)

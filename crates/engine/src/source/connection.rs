@@ -12,6 +12,7 @@
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 
@@ -20,7 +21,7 @@ use stillframe_page::encoding::Decoder;
 use stillframe_page::hash::ContentId;
 use stillframe_page::{PageRequest, ReadOrder};
 
-use super::{PageFetcher, PageSource, SourceError, TakeMany, TakePages};
+use super::{PageFetcher, PageSource, SourceError, StillWanted, TakeMany, TakePages};
 use crate::connection::Connection;
 pub use crate::connection::ConnectionError as Error;
 use crate::connection::batch::{Batch, PAGES_MAX};
@@ -49,8 +50,40 @@ pub struct FetchSession<S> {
     demand: Lanes<S>,
     bulk: Lanes<S>,
     blocks: Vec<BlockShape>,
+    in_flight: InFlight,
     /// The content ids that pages must have, if they are known.
     expected: OnceLock<Vec<Vec<Option<ContentId>>>>,
+}
+
+/// Pages that were requested and have not come, a bit each by block. They are no neighbours of others: a thread that runs
+/// through memory would have each of them sent several times. It is a hint: a bit that stays set costs a fault.
+struct InFlight(Vec<Vec<AtomicU64>>);
+
+impl InFlight {
+    fn of(blocks: &[BlockShape]) -> InFlight {
+        let words = |block: &BlockShape| (0..block.pages.div_ceil(64)).map(|_| AtomicU64::new(0));
+        InFlight(blocks.iter().map(|block| words(block).collect()).collect())
+    }
+
+    fn word(&self, block: usize, page: u64) -> Option<&AtomicU64> {
+        self.0.get(block)?.get((page / 64) as usize)
+    }
+
+    fn has(&self, block: usize, page: u64) -> bool {
+        let word = self.word(block, page);
+        word.is_some_and(|word| word.load(Ordering::Relaxed) >> (page % 64) & 1 == 1)
+    }
+
+    fn set(&self, block: usize, pages: &[u64], to: bool) {
+        for &page in pages {
+            let bit = 1 << (page % 64);
+            match (self.word(block, page), to) {
+                (Some(word), true) => _ = word.fetch_or(bit, Ordering::Relaxed),
+                (Some(word), false) => _ = word.fetch_and(!bit, Ordering::Relaxed),
+                (None, _) => {}
+            }
+        }
+    }
 }
 
 struct Lanes<S> {
@@ -154,7 +187,8 @@ impl<S: Read + Write> InUse<'_, S> {
     }
 
     /// Requests at most [`PAGES_MAX`] ascending pages.
-    fn ask(&mut self, block: usize, pages: &[u64]) -> Result<(), Error> {
+    fn ask(&mut self, session: &FetchSession<S>, block: usize, pages: &[u64]) -> Result<(), Error> {
+        session.in_flight.set(block, pages, true);
         self.with(|Fetching { connection, .. }| {
             connection.send_control(&Control::Fetch {
                 block,
@@ -195,6 +229,7 @@ impl<S: Read + Write> InUse<'_, S> {
                 Ok(())
             })
         });
+        session.in_flight.set(block, pages, false);
         match (received, refused) {
             (_, Some(refused)) => Err(refused),
             (Err(error), None) => Err(SourceError::from(error).into()),
@@ -210,6 +245,7 @@ impl<S: Read + Write> FetchSession<S> {
             demand: Lanes::none(),
             bulk: Lanes::none(),
             blocks: blocks.to_vec(),
+            in_flight: InFlight::of(blocks),
             expected: OnceLock::new(),
         }
     }
@@ -292,7 +328,7 @@ impl<S: Read + Write> FetchSession<S> {
     fn fetch_batches<E: From<SourceError>>(
         &self,
         block: usize,
-        batches: &Mutex<std::slice::Chunks<'_, u64>>,
+        (batches, wanted): (&Mutex<std::slice::Chunks<'_, u64>>, StillWanted<'_>),
         take: TakeMany<'_, E>,
     ) -> Result<(), E> {
         let failed = |error: Error| E::from(SourceError::from(error));
@@ -308,13 +344,16 @@ impl<S: Read + Write> FetchSession<S> {
             while asked.len() < BULK_DEPTH
                 && let Some(pages) = next()
             {
-                lane.ask(block, pages).map_err(failed)?;
-                asked.push_back(pages);
+                let pages: Vec<u64> = pages.iter().copied().filter(|&page| wanted(page)).collect();
+                if !pages.is_empty() {
+                    lane.ask(self, block, &pages).map_err(failed)?;
+                    asked.push_back(pages);
+                }
             }
             let Some(pages) = asked.pop_front() else {
                 return Ok(());
             };
-            if let Err(error) = lane.receive(self, (block, pages), take) {
+            if let Err(error) = lane.receive(self, (block, &pages), take) {
                 // Its further answers would be taken for others.
                 lane.fetching = None;
                 return Err(error);
@@ -363,6 +402,7 @@ impl<S: Read + Write + Send> PageSource for FetchedBlock<S> {
         &self,
         mut pages: Vec<u64>,
         _threads: usize,
+        wanted: StillWanted<'_>,
         take: TakeMany<'_, E>,
     ) -> Result<(), E> {
         pages.sort_unstable();
@@ -372,7 +412,10 @@ impl<S: Read + Write + Send> PageSource for FetchedBlock<S> {
         }
         let batches = Mutex::new(pages.chunks(BULK_PAGES));
         let lanes = self.session.bulk.count().max(1);
-        let work = || self.session.fetch_batches(self.block, &batches, take);
+        let work = || {
+            self.session
+                .fetch_batches(self.block, (&batches, wanted), take)
+        };
         thread::scope(|scope| {
             let others: Vec<_> = (1..lanes).map(|_| scope.spawn(work)).collect();
             let own = work();
@@ -399,7 +442,9 @@ impl<S: Read + Write + Send> PageFetcher<FetchedBlock<S>> for Fetcher {
         let PageRequest {
             page, neighbours, ..
         } = request;
+        let session = &source.session;
         let mut rest: Vec<u64> = neighbours.to_vec();
+        rest.retain(|&other| !session.in_flight.has(source.block, other));
         let mut batches: Vec<&[u64]> = Vec::new();
         let requested = [page];
         match request.order {
@@ -416,10 +461,9 @@ impl<S: Read + Write + Send> PageFetcher<FetchedBlock<S>> for Fetcher {
         }
         batches.extend(rest.chunks(PAGES_MAX));
         let failed = |error: Error| E::from(SourceError::from(error));
-        let session = &source.session;
         let mut lane = session.demand.take().map_err(failed)?;
         for pages in &batches {
-            lane.ask(source.block, pages).map_err(failed)?;
+            lane.ask(session, source.block, pages).map_err(failed)?;
         }
         for pages in batches {
             let received = lane.receive(session, (source.block, pages), &mut *take);

@@ -33,6 +33,9 @@ pub type TakePages<'t, E> = &'t mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
 /// Where pages go that several threads fetch.
 pub type TakeMany<'t, E> = &'t (dyn Fn(u64, &[u8]) -> Result<(), E> + Sync);
 
+/// Whether a page that is to be fetched is wanted still: a fault may have been faster.
+pub type StillWanted<'w> = &'w (dyn Fn(u64) -> bool + Sync);
+
 /// The pages of one RAM block.
 pub trait PageSource: Send + Sync + Sized {
     /// Reads single pages; one a thread.
@@ -59,7 +62,8 @@ pub trait PageSource: Send + Sync + Sized {
     /// Nothing is lost; single pages may still be had.
     fn prepare(&self) -> Result<(), SourceError>;
 
-    /// Fetches pages in whatever order is quickest, on up to `threads` threads.
+    /// Fetches pages in whatever order is quickest, on up to `threads` threads. Those that are not wanted any more may
+    /// be left out.
     ///
     /// # Errors
     /// The first error, of the source or of `take`, ends it; some pages were handed over by then.
@@ -67,6 +71,7 @@ pub trait PageSource: Send + Sync + Sized {
         &self,
         pages: Vec<u64>,
         threads: usize,
+        wanted: StillWanted<'_>,
         take: TakeMany<'_, E>,
     ) -> Result<(), E>;
 

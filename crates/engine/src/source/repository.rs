@@ -6,7 +6,7 @@ pub use stillframe_repo::working_set::PAGES_MAX as WORKING_SET_PAGES_MAX;
 use stillframe_page::{PAGE_BYTES, PageRequest};
 use stillframe_repo::{PageMap, PageReader, RamTable};
 
-use super::{PageFetcher, PageSource, SourceError, TakeMany, TakePages};
+use super::{PageFetcher, PageSource, SourceError, StillWanted, TakeMany, TakePages};
 use crate::memory::BlockShape;
 
 /// The names and lengths of the blocks of a checkpoint.
@@ -54,6 +54,7 @@ impl<'a> PageSource for PageMap<'a> {
         &self,
         pages: Vec<u64>,
         threads: usize,
+        _wanted: StillWanted<'_>,
         take: TakeMany<'_, E>,
     ) -> Result<(), E> {
         let take = |page: u64, bytes: &[u8]| take(page, bytes).map_err(Received);

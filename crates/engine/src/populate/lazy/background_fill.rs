@@ -175,18 +175,15 @@ impl<S: PageSource> BackgroundFill<'_, S> {
                     Err(error) => return Ok(self.cannot(&error)),
                 }
             }
-            let read =
-                block.source.fetch_many(
-                    wanted,
-                    self.threads,
-                    &|page, bytes| match self.has_ended() {
-                        true => Err(FillError::Ended),
-                        false => {
-                            let first = GuestPage::new(number, page);
-                            self.memory.put(first, bytes, Waiters::Wake)
-                        }
-                    },
-                );
+            let still = |page| !block.is_populated(page);
+            let take = |page, bytes: &[u8]| match self.has_ended() {
+                true => Err(FillError::Ended),
+                false => {
+                    let first = GuestPage::new(number, page);
+                    self.memory.put(first, bytes, Waiters::Wake)
+                }
+            };
+            let read = block.source.fetch_many(wanted, self.threads, &still, &take);
             match read {
                 Err(FillError::Source(error)) => return Ok(self.cannot(&error)),
                 Ok(()) | Err(FillError::Ended) => {}
