@@ -327,4 +327,15 @@ impl<S: Read> Connection<S> {
     pub fn receive_message(&mut self) -> Result<Message, ConnectionError> {
         Message::decode(self.receive()?)
     }
+
+    /// Waits for this message.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::receive_message`]; it is another one.
+    pub fn expect(&mut self, is_it: impl FnOnce(&Control) -> bool) -> Result<(), ConnectionError> {
+        match self.receive_message()? {
+            Message::Control(control) if is_it(&control) => Ok(()),
+            other => Err(other.unexpected()),
+        }
+    }
 }

@@ -157,17 +157,11 @@ impl Watch {
                 start_time,
                 limit_ms,
                 share,
-            } => match open_userfaultfd(pid, start_time, limit_ms, share) {
-                Ok(opened) => {
-                    handed_over = Some(opened.fd);
-                    Reply::Injected {
-                        remote_fd: opened.remote_fd,
-                        user_mode_only: opened.user_mode_only,
-                        stopped_us: opened.stopped_us,
-                    }
-                }
-                Err(reason) => Reply::Failed { reason },
-            },
+            } => {
+                let (reply, fd) = injected(open_userfaultfd(pid, start_time, limit_ms, share));
+                handed_over = fd;
+                reply
+            }
             Request::Close {
                 pid,
                 start_time,
@@ -327,6 +321,20 @@ fn discard(
     let ranges = ranges.map(|(start, end)| AddressRange { start, end });
     infect::discard(&process, ranges.collect(), Duration::from_millis(limit_ms))
         .map_err(|error| in_words(&error))
+}
+
+fn injected(opened: Result<InjectedUffd, String>) -> (Reply, Option<OwnedFd>) {
+    match opened {
+        Ok(opened) => {
+            let reply = Reply::Injected {
+                remote_fd: opened.remote_fd,
+                user_mode_only: opened.user_mode_only,
+                stopped_us: opened.stopped_us,
+            };
+            (reply, Some(opened.fd))
+        }
+        Err(reason) => (Reply::Failed { reason }, None),
+    }
 }
 
 fn ok_or_failed(done: Result<(), String>) -> Reply {

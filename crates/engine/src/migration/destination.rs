@@ -112,6 +112,7 @@ pub fn receive(
             guardian,
             record,
             mut report,
+            lanes: _lanes,
         } = loaded;
         let runs = record.content().runs;
         let mut takeover = Takeover {
@@ -261,6 +262,8 @@ struct Loaded {
     guardian: Guardian,
     record: DestinationRecord,
     report: ReceiveReport,
+    /// Closed when the VM runs.
+    lanes: Arc<FetchSession<Stream>>,
 }
 
 /// A QEMU whose memory is here, or known to be lacking.
@@ -273,7 +276,9 @@ struct Arriving {
     blocks: Vec<Block>,
     ram: Vec<RamBlock>,
     state: State,
-    lacking: Option<(Arc<FetchSession<Stream>>, Lacking, Missing)>,
+    /// Lanes are closed when the VM runs: it takes time.
+    session: Arc<FetchSession<Stream>>,
+    lacking: Option<(Lacking, Missing)>,
     report: ReceiveReport,
 }
 
@@ -317,6 +322,7 @@ impl Arriving {
             verify: None,
         };
         let mut arriving = Arriving {
+            session,
             greeting,
             launched,
             armed,
@@ -332,19 +338,14 @@ impl Arriving {
             report,
         };
         match arriving.greeting.mode {
-            Mode::StopCopy => arriving.fetch(wire, &session, events)?,
-            _ => arriving.take(wire, wires, session)?,
+            Mode::StopCopy => arriving.fetch(wire, events)?,
+            _ => arriving.take(wire, wires)?,
         }
         Ok(arriving)
     }
 
     /// Receives pages, and then hears which it lacks, if any are to come later.
-    fn take(
-        &mut self,
-        wire: &mut Wire,
-        wires: Vec<Wire>,
-        session: Arc<FetchSession<Stream>>,
-    ) -> Result<(), ReceiveError> {
+    fn take(&mut self, wire: &mut Wire, wires: Vec<Wire>) -> Result<(), ReceiveError> {
         let (process, blocks) = (&self.launched.process, &self.blocks);
         let memory = StreamedMemory::new(process, blocks, &self.greeting.blocks)?;
         let sent = incoming::pages(wires, &memory, || rest(wire, blocks))?;
@@ -359,7 +360,7 @@ impl Arriving {
                 }
                 let missing = Missing::arm(qemu, blocks, &lacking)?;
                 let next = lacking.hear(wire, blocks, qemu)?;
-                self.lacking = Some((session, lacking, missing));
+                self.lacking = Some((lacking, missing));
                 state(wire, blocks, next)?
             }
         };
@@ -367,12 +368,7 @@ impl Arriving {
     }
 
     /// Fetches all pages of a VM that is stopped at the source.
-    fn fetch(
-        &mut self,
-        wire: &mut Wire,
-        session: &Arc<FetchSession<Stream>>,
-        events: ReceiveSink<'_>,
-    ) -> Result<(), ReceiveError> {
+    fn fetch(&mut self, wire: &mut Wire, events: ReceiveSink<'_>) -> Result<(), ReceiveError> {
         let (process, blocks) = (&self.launched.process, &self.blocks);
         let mut content: Vec<DirtyBitmap> = Vec::new();
         content.extend(blocks.iter().map(|block| DirtyBitmap::new(block.pages())));
@@ -388,7 +384,7 @@ impl Arriving {
             }
         }
         let numbered = content.into_iter().enumerate();
-        let source = |(block, content)| session.source(block, content, Vec::new());
+        let source = |(block, content)| self.session.source(block, content, Vec::new());
         let sources = numbered.map(source).collect();
         let every: Vec<&Block> = blocks.iter().collect();
         let progress = &mut |progress| events(ReceiveEvent::Progress(progress));
@@ -401,12 +397,18 @@ impl Arriving {
 
     /// What is to be populated when the VM runs. From here on its pages are missing.
     fn late_memory(&mut self) -> Result<Option<LateMemory>, ReceiveError> {
-        let Some((session, lacking, missing)) = self.lacking.take() else {
+        let Some((lacking, missing)) = self.lacking.take() else {
             return Ok(None);
         };
-        self.compare(Some((&session, &lacking)))?;
+        self.compare(Some(&lacking))?;
         let fill_bitmap = self.record.create_fill_bitmap()?;
-        let late = LateMemory::new(missing, &self.blocks, session, lacking, fill_bitmap)?;
+        let late = LateMemory::new(
+            missing,
+            &self.blocks,
+            Arc::clone(&self.session),
+            lacking,
+            fill_bitmap,
+        )?;
         let record = late.record(self.ram.clone(), self.greeting.blocks.clone());
         self.record.expect_to_lack(record);
         let socket = self.launched.monitor.client().socket();
@@ -415,19 +417,16 @@ impl Arriving {
     }
 
     /// Compares memory with the source's, if it has sent ids: what of it is here; the rest when it comes.
-    fn compare(
-        &mut self,
-        lacking: Option<(&FetchSession<Stream>, &Lacking)>,
-    ) -> Result<(), ReceiveError> {
+    fn compare(&mut self, lacking: Option<&Lacking>) -> Result<(), ReceiveError> {
         let mut ids = std::mem::take(&mut self.state.ids);
         if ids.is_empty() {
             return Ok(());
         }
         let image = match lacking {
             None => Image::take(self.blocks.iter(), &transfer_hasher())?,
-            Some((session, lacking)) => {
+            Some(lacking) => {
                 let here = lacking.take_ids(&mut ids);
-                session.expect(here.all);
+                self.session.expect(here.all);
                 Image::of(self.blocks.iter().zip(here.present), &transfer_hasher())?
             }
         };
@@ -461,6 +460,7 @@ impl Arriving {
             guardian: self.guardian,
             record: self.record,
             report: self.report,
+            lanes: self.session,
         })
     }
 }

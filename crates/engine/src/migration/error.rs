@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use super::commit::CommitError;
 use super::record::RecordError;
+use super::serving::ServingError;
 use crate::capture::device_state::StateError;
 use crate::capture::devices::DevicesError;
 use crate::capture::paused_vm::PausedError;
@@ -77,6 +78,9 @@ pub enum MigrateError {
         /// How long it may be.
         limit_ms: u128,
     },
+    /// The destination cannot fetch pages.
+    #[error(transparent)]
+    Serving(#[from] ServingError),
     /// The destination's memory cannot be populated while the VM runs.
     #[error(
         "the destination cannot run the VM before it has all its memory: {why}. Migrate it with --mode pre-copy"

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use stillframe_link::Stream;
 use stillframe_page::PAGE_BYTES;
 use stillframe_page::bitmap::DirtyBitmap;
@@ -15,6 +15,7 @@ use stillframe_sys::uffd::{Track, Uffd};
 
 use super::error::ReceiveError;
 use super::lacking::Lacking;
+use super::record::LackingRecord;
 use super::{ANSWER_LIMIT, DEMAND_LANES, Wire};
 use crate::connection::ConnectionError;
 use crate::guardian::Guardian;
@@ -28,18 +29,6 @@ use crate::{Progress, ProgressSink};
 
 /// Pages of a block that are fetched first, at most: 256 MiB.
 const FIRST_MAX: usize = 1 << 16;
-
-/// What a successor needs to go on.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LackingRecord {
-    /// QEMU's own copy of the userfaultfd.
-    pub remote_fd: i32,
-    /// Its RAM blocks.
-    pub ram: Vec<RamBlock>,
-    /// The same in the order of the source's numbers.
-    pub blocks: Vec<BlockShape>,
-}
 
 /// Connections to the source, and the memory that is populated over them.
 pub(super) struct LateMemory {

@@ -267,12 +267,7 @@ impl Destination {
             (Destination::Starting, Event::Incomplete) => {
                 (Destination::Filling, Send(Word::NeedsPages))
             }
-            (Destination::Filling, Event::Filled | Event::Failed) => {
-                (Destination::Running, Send(Word::Running))
-            }
-            // It has lost the pages, or means another VM.
-            (Destination::Filling, Event::Heard(Word::Settled)) => (Destination::Over, Wait),
-            (Destination::Filling, Event::Heard(_)) => (self, Send(Word::NeedsPages)),
+            (Destination::Filling, event) => Destination::filling(event),
             (Destination::Releasing | Destination::Committing, _)
             | (Destination::Starting, Event::Refused) => {
                 (Destination::Refusing, Record(Mark::Never))
@@ -302,13 +297,25 @@ impl Destination {
                 (self, Send(Word::Unclear))
             }
             (
-                Destination::Filling
-                | Destination::Running
+                Destination::Running
                 | Destination::Gone
                 | Destination::Unclear
                 | Destination::Undead,
                 _,
             ) => (self, Wait),
+        }
+    }
+
+    /// The state after [`Destination::Filling`].
+    fn filling(event: Event) -> (Destination, DestinationAction) {
+        use DestinationAction::{Send, Wait};
+        match event {
+            Event::Filled | Event::Failed => (Destination::Running, Send(Word::Running)),
+            // The source has lost the pages. Or it was waited for long enough: the record stays, for an engine that is
+            // started to go on.
+            Event::Heard(Word::Settled) | Event::Cancelled => (Destination::Over, Wait),
+            Event::Heard(_) => (Destination::Filling, Send(Word::NeedsPages)),
+            _ => (Destination::Filling, Wait),
         }
     }
 }

@@ -200,3 +200,54 @@ fn discard(
     let ranges: Vec<AddressRange> = pages.iter().map(|range| block.addresses(range)).collect();
     Ok(guardian.discard(process, &ranges)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A block of 20 pages, of which the first ten are here.
+    fn half() -> Lacking {
+        let mut present = DirtyBitmap::new(20);
+        present.set_range(0..10);
+        Lacking {
+            present: vec![present],
+            content: vec![DirtyBitmap::new(20)],
+            outdated: Vec::new(),
+        }
+    }
+
+    fn pages(bitmap: &DirtyBitmap) -> Vec<Range<u64>> {
+        bitmap.ranges().collect()
+    }
+
+    #[test]
+    fn what_is_outdated_is_discarded_once_and_fetched_in_the_end() {
+        let mut lacking = half();
+        assert_eq!(lacking.outdated(0, vec![2..6, 12..13]), [2..6]);
+        assert_eq!(lacking.outdated(0, vec![4..8]), [6..8]);
+        assert_eq!(pages(&lacking.present[0]), [0..2, 8..10]);
+        assert_eq!(pages(&lacking.content[0]), [2..8, 12..13]);
+    }
+
+    #[test]
+    fn what_was_written_last_comes_first_and_once() {
+        let mut lacking = half();
+        lacking.outdated(0, vec![2..6, 12..13]);
+        lacking.outdated(0, vec![4..8]);
+        assert_eq!(lacking.first(0, 100), [4, 5, 6, 7, 12, 2, 3]);
+        assert_eq!(lacking.first(0, 3), [4, 5, 6]);
+    }
+
+    #[test]
+    fn ids_of_pages_that_are_not_here_are_kept_for_later() {
+        let lacking = half();
+        let id = |page: u8| Some(ContentId([page; 32]));
+        let all: Vec<_> = (0..20).map(id).collect();
+        let mut ids = all.clone();
+        let split = lacking.take_ids(&mut ids);
+        assert_eq!(split.all, [all.clone()]);
+        assert_eq!(split.present, [[0..10]]);
+        assert_eq!(ids[..10], all[..10]);
+        assert_eq!(ids[10..], [None; 10]);
+    }
+}

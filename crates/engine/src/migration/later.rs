@@ -3,8 +3,8 @@
 //! Most of it is said while the VM still runs here, because what is outdated has to be discarded there, a range at a
 //! time. In the pause only what was written since is left.
 
+use super::Wire;
 use super::error::MigrateError;
-use super::{Wire, source};
 use crate::connection::ConnectionError;
 use crate::connection::message::Control;
 use crate::memory::ranges::{PageRanges, count};
@@ -43,7 +43,7 @@ pub(super) fn announce(
         outdated(wire, &left)?;
         streaming.tracker.streamed(&left);
         wire.send_control(&Control::Sync)?;
-        source::expect(wire, |control| matches!(control, Control::Synced))?;
+        wire.expect(|control| matches!(control, Control::Synced))?;
         let found = streaming.found()?;
         left = streaming.pending(found);
         if left.pages() <= MORE {

@@ -25,6 +25,7 @@ mod record;
 mod rounds;
 mod sent_ids;
 mod serving;
+mod settle;
 mod source;
 mod takeover;
 
@@ -48,7 +49,7 @@ pub use error::{MigrateError, ReceiveError};
 pub use filling::FilledReport;
 pub use record::RecordError;
 pub use sent_ids::PageHash;
-pub use source::{SettleError, SettledReport, settle};
+pub use settle::{SettleError, SettledReport, settle};
 
 /// How long the other side may be silent, or take nothing: it starts QEMU, reads or compares all of memory meanwhile.
 pub const SILENCE_MAX: Duration = Duration::from_secs(120);
@@ -56,6 +57,9 @@ pub const SILENCE_MAX: Duration = Duration::from_secs(120);
 /// How long it may be silent once the VM is stopped and all was sent. A side that is out of reach is noticed by both
 /// within this time, so that the source can connect again.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// Time for a QEMU to end that was killed, or has answered `quit`.
+const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// Lanes, at most.
 const LANES_MAX: usize = DEMAND_LANES + CONNECTIONS_MAX;

@@ -19,13 +19,12 @@ use std::time::{Duration, SystemTime};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use stillframe_qemu::monitor::Disk;
+use stillframe_qemu::monitor::{Disk, RamBlock};
 use stillframe_sys::private_dir::{Access, PrivateDir, PrivateError};
 use stillframe_sys::process::{Process, ProcessError};
 use stillframe_sys::system;
 use thiserror::Error;
 
-use super::filling::LackingRecord;
 use super::handover::Mark;
 use crate::capture::paused_vm::GivenUpRecord;
 use crate::connection::word::Session;
@@ -253,6 +252,18 @@ impl Received {
     pub fn process(&self) -> Result<Option<Process>, ProcessError> {
         runtime::recorded_process(&self.boot, self.pid, self.start_time)
     }
+}
+
+/// What a successor needs of a VM that lacks pages.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LackingRecord {
+    /// QEMU's own copy of the userfaultfd.
+    pub remote_fd: i32,
+    /// Its RAM blocks.
+    pub ram: Vec<RamBlock>,
+    /// The same in the order of the source's numbers.
+    pub blocks: Vec<BlockShape>,
 }
 
 /// The destination's record.

@@ -5,16 +5,39 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use stillframe_link::Closer;
 use stillframe_page::PAGE;
+use thiserror::Error;
 
-use super::error::MigrateError;
 use super::{Reconnect, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::batch::{BatchWriter, PAGES_MAX};
 use crate::connection::framing::Kind;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
-use crate::memory::block::{Block, Guest};
+use crate::memory::block::{Block, BlockError, Guest};
 use crate::memory::ranges;
+
+/// Why pages are not served.
+#[derive(Debug, Error)]
+pub enum ServingError {
+    /// There is one connection, and not the others.
+    #[error("cannot open a connection for pages: {why}")]
+    NotOpened {
+        /// Why not.
+        why: String,
+    },
+    /// A connection failed.
+    #[error(transparent)]
+    Connection(#[from] ConnectionError),
+    /// No descriptor for a socket.
+    #[error("cannot prepare a connection for pages")]
+    Socket(#[source] std::io::Error),
+    /// No thread.
+    #[error("cannot start a thread")]
+    Thread(#[source] std::io::Error),
+    /// Reading memory failed.
+    #[error("cannot read the VM's memory")]
+    Block(#[from] BlockError),
+}
 
 /// What the threads share.
 #[derive(Default)]
@@ -57,13 +80,13 @@ impl Serving {
     ///
     /// # Errors
     /// The destination cannot be reached.
-    pub fn open(&mut self, first: usize, reconnect: Reconnect<'_>) -> Result<(), MigrateError> {
+    pub fn open(&mut self, first: usize, reconnect: Reconnect<'_>) -> Result<(), ServingError> {
         self.close();
         for number in first..first + self.lanes {
-            let mut wire = reconnect().map_err(|why| MigrateError::NoMoreConnections { why })?;
+            let mut wire = reconnect().map_err(|why| ServingError::NotOpened { why })?;
             let session = self.session.clone();
             wire.send_control(&Control::Join { session, number })?;
-            let closer = wire.closer().map_err(MigrateError::Socket)?;
+            let closer = wire.closer().map_err(ServingError::Socket)?;
             self.closers.push(closer);
             let lane = Lane {
                 writer: BatchWriter::new()?,
@@ -74,7 +97,7 @@ impl Serving {
             };
             let thread = std::thread::Builder::new().name("lane".to_owned());
             let thread = thread.spawn(move || lane.run());
-            thread.map_err(MigrateError::Thread)?;
+            thread.map_err(ServingError::Thread)?;
         }
         Ok(())
     }
@@ -141,7 +164,7 @@ impl Lane {
         }
     }
 
-    fn answer(&mut self, request: Message) -> Result<(), MigrateError> {
+    fn answer(&mut self, request: Message) -> Result<(), ServingError> {
         let Message::Control(Control::Fetch { block, pages }) = request else {
             return Err(request.unexpected().into());
         };

@@ -3,14 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
 use stillframe_qemu::monitor::{Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
-use stillframe_qemu::target::{self, Selector};
-use stillframe_sys::process::Process;
-use thiserror::Error;
 
-use super::commit::{CommitError, Undecided, Wish};
+use super::commit::Undecided;
 use super::convergence::Switch;
 use super::error::MigrateError;
 use super::handover::Source;
@@ -18,25 +14,22 @@ use super::later;
 use super::limiter::Limiter;
 use super::outgoing::{Common, Outgoing};
 use super::pages::SentPages;
-use super::record::{GivenUp, RecordError, Served, SourceRecord};
+use super::record::{Served, SourceRecord};
 use super::rounds::Rounds;
 use super::serving::Serving;
 use super::{
-    ANSWER_LIMIT, DEMAND_LANES, MigrateEvent, MigrateOptions, MigrateReport, MigrateSink,
-    MigratedPages, Mode, Reconnect, SkipFake, Wire,
+    ANSWER_LIMIT, DEMAND_LANES, END_LIMIT, MigrateEvent, MigrateOptions, MigrateReport,
+    MigrateSink, MigratedPages, Mode, Reconnect, SkipFake, Wire,
 };
-use crate::attach::{AttachError, Vm};
+use crate::attach::Vm;
 use crate::capture::device_state::StateStream;
 use crate::capture::downtime::us;
-use crate::capture::paused_vm::{HandedOver, PausedVm};
+use crate::capture::paused_vm::PausedVm;
 use crate::checkpoint::CheckpointError;
-use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
-use crate::guardian::Guardian;
 use crate::memory::block::Guest;
 use crate::placement;
-use crate::populate::eager::{self, PopulateError};
 use crate::sink::connection::transfer_hasher;
 use crate::streaming::Streaming;
 use crate::tracking::rewritten::{Rewritten, THREAD_DELAY};
@@ -45,12 +38,6 @@ use crate::verify::Image;
 
 /// Time for QEMU to save its device state while it is stopped.
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
-/// Time for the monitor of a VM that an earlier engine gave up.
-const MONITOR_LIMIT: Duration = Duration::from_secs(2);
-/// Time for a QEMU to end, after its answer to `quit`.
-const END_LIMIT: Duration = Duration::from_secs(10);
-/// The guardian's limit for the `cont` of a VM that is taken back.
-const RESUME_LIMIT: Duration = Duration::from_secs(30);
 
 /// A VM on its way.
 struct Sending<'s> {
@@ -110,8 +97,8 @@ struct Complete<'v> {
     mode: Mode,
     serving: Option<Serving>,
     stopped: Instant,
-    /// Freeing what it knows of the pages takes as long as the rest of the pause.
-    _later: Option<Outgoing>,
+    /// Freeing what it knows of the pages takes as long as the rest of the pause, and closing lanes takes time, too.
+    _later: (Option<Outgoing>, Option<Serving>),
 }
 
 impl Vm {
@@ -306,16 +293,9 @@ impl Vm {
         let sent = send_rest(parts, &sending, outgoing.as_mut(), wire, events)?;
         let stream = StateStream::lent(state, paused.monitor(), &target.process, guardian)?;
         let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
-        if options.verify {
-            let image = Image::take(blocks(tracker), &transfer_hasher())?;
-            image.ids().try_for_each(|ids| wire.send_ids(ids))?;
-        }
-        wire.send_device_state(&device_state)?;
+        send_state(wire, &device_state, options.verify.then_some(&*tracker))?;
         // The destination loads it meanwhile.
-        let ram = paused.monitor().ram_blocks()?;
-        if !tracker.tracks(&ram) {
-            return Err(CheckpointError::RamChanged.into());
-        }
+        expect_unchanged(paused.monitor(), tracker)?;
         devices.check(paused.monitor(), &device_state)?;
         if !vm.disks.is_empty() {
             paused.monitor().deactivate_disks()?;
@@ -323,13 +303,11 @@ impl Vm {
         vm.look_at_disks_again();
         (vm.was_running, vm.was_suspended) = (run_state.running, run_state.is_suspended());
         // The lanes of a VM that is complete are of no more use.
-        let serving = serving.filter(|_| sending.later);
-        let served = serving
-            .as_ref()
-            .map_or_else(Served::default, |serving| Served {
-                lanes: serving.lanes(),
-                blocks: tracker.shape(),
-            });
+        let (serving, unused) = match sending.later {
+            true => (serving, None),
+            false => (None, serving),
+        };
+        let served = served(serving.as_ref(), tracker);
         record.prepare(sending.session, (&vm.label, runs), &vm.disks, served)?;
         wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
         if !options.verify {
@@ -344,7 +322,7 @@ impl Vm {
             mode: sending.mode,
             serving,
             stopped,
-            _later: outgoing,
+            _later: (outgoing, unused),
         })
     }
 }
@@ -367,6 +345,37 @@ impl Sending<'_> {
     }
 }
 
+/// What a successor of this engine would have to serve.
+fn served(serving: Option<&Serving>, tracker: &Tracker) -> Served {
+    let served = serving.map(|serving| Served {
+        lanes: serving.lanes(),
+        blocks: tracker.shape(),
+    });
+    served.unwrap_or_default()
+}
+
+/// No memory came or went since the attach.
+fn expect_unchanged(monitor: &mut Monitor, tracker: &Tracker) -> Result<(), MigrateError> {
+    match tracker.tracks(&monitor.ram_blocks()?) {
+        true => Ok(()),
+        false => Err(CheckpointError::RamChanged.into()),
+    }
+}
+
+/// Sends the device state of a VM that is stopped, after the ids of all its pages if they are to be compared.
+fn send_state(
+    wire: &mut Wire,
+    device_state: &[u8],
+    compared: Option<&Tracker>,
+) -> Result<(), MigrateError> {
+    if let Some(tracker) = compared {
+        let blocks = tracker.blocks().iter().map(|tracked| &*tracked.block);
+        let image = Image::take(blocks, &transfer_hasher())?;
+        image.ids().try_for_each(|ids| wire.send_ids(ids))?;
+    }
+    Ok(wire.send_device_state(device_state)?)
+}
+
 /// Sends the remaining pages of a VM that is stopped, or which they are.
 fn send_rest(
     mut parts: Streaming<'_>,
@@ -382,7 +391,7 @@ fn send_rest(
     let Some(outgoing) = outgoing else {
         let content = parts.tracker.populated()?.drained(parts.monitor)?;
         wire.send_content(&content.written)?;
-        expect(wire, |control| matches!(control, Control::Fetched))?;
+        wire.expect(|control| matches!(control, Control::Fetched))?;
         return Ok(MigratedPages {
             sent: content.pages(),
             ..MigratedPages::default()
@@ -393,127 +402,4 @@ fn send_rest(
     outgoing.put(wire, &rest, Guest::Stopped, progress)?;
     outgoing.last(wire)?;
     Ok(outgoing.pages())
-}
-
-/// Waits for this message.
-pub(super) fn expect(
-    wire: &mut Wire,
-    is_it: impl FnOnce(&Control) -> bool,
-) -> Result<(), ConnectionError> {
-    match wire.receive_message()? {
-        Message::Control(control) if is_it(&control) => Ok(()),
-        other => Err(other.unexpected()),
-    }
-}
-
-fn blocks(tracker: &Tracker) -> impl Iterator<Item = &crate::memory::block::Block> {
-    tracker.blocks().iter().map(|tracked| &*tracked.block)
-}
-
-/// Why it is not known where a VM runs, or why it cannot be brought about.
-#[derive(Debug, Error)]
-pub enum SettleError {
-    /// The VM cannot be reached.
-    #[error(transparent)]
-    Attach(#[from] AttachError),
-    /// There is nothing to be settled, or the record cannot be read.
-    #[error(transparent)]
-    Record(#[from] RecordError),
-    /// The destination lacks pages, and they cannot be read.
-    #[error("cannot read the memory of the VM, which the destination lacks")]
-    Memory(#[source] PopulateError),
-    /// It is not settled.
-    #[error(transparent)]
-    Commit(#[from] CommitError),
-}
-
-/// Where a VM runs after a hand-over that had been interrupted.
-#[derive(Debug, Clone, Serialize)]
-pub struct SettledReport {
-    /// The VM's name.
-    pub vm: String,
-    /// Whether it moved: it runs at the destination, and its QEMU here has ended. Else it runs here.
-    pub moved: bool,
-}
-
-/// Settles the migration of a VM that was given up by an engine that did not learn what became of it.
-///
-/// # Errors
-/// The VM stays paused here.
-pub fn settle(
-    selector: &Selector,
-    wish: Wish,
-    patience: Duration,
-    reconnect: Reconnect<'_>,
-) -> Result<SettledReport, SettleError> {
-    let target = target::find(selector).map_err(AttachError::from)?;
-    let (record, content, given_up) = SourceRecord::find(&target.process)?;
-    if !given_up {
-        return Ok(kept(&record, content, reconnect)?);
-    }
-    let monitor = Monitor::connect(&target, MONITOR_LIMIT);
-    let mut monitor = monitor.map_err(AttachError::from)?;
-    let guardian = Guardian::start().map_err(AttachError::from)?;
-    let socket = monitor.client().socket();
-    guardian.watch(socket).map_err(AttachError::from)?;
-    let run_state = monitor.run_state().map_err(AttachError::from)?;
-    // Another client has resumed it: it must not run there, too.
-    let wish = match run_state.running {
-        true => Wish::Here,
-        false => wish,
-    };
-    let serving = served(&target.process, &mut monitor, &content)?;
-    let vm = HandedOver::found(&mut monitor, &guardian, RESUME_LIMIT, content.runs);
-    let disks = (content.disks, target.process.pid());
-    let named = (record, content.session);
-    let undecided = Undecided::found(vm, named, disks, reconnect, (wish, patience));
-    let undecided = undecided.with_lanes(serving);
-    let moved = match undecided.decide(Source::RECORDED) {
-        Ok(_) => {
-            target.process.wait_exit(END_LIMIT);
-            true
-        }
-        Err(CommitError::NotTaken { .. } | CommitError::Lost { .. }) => false,
-        Err(error) => return Err(error.into()),
-    };
-    let vm = content.vm;
-    Ok(SettledReport { vm, moved })
-}
-
-/// What serves the pages that the destination lacks.
-fn served(
-    process: &Process,
-    monitor: &mut Monitor,
-    content: &GivenUp,
-) -> Result<Option<Serving>, SettleError> {
-    let Served { lanes, blocks } = &content.served;
-    if *lanes == 0 {
-        return Ok(None);
-    }
-    let ram = monitor.ram_blocks().map_err(AttachError::from)?;
-    let blocks = eager::open_blocks(process, &ram, blocks).map_err(SettleError::Memory)?;
-    let blocks = blocks.into_iter().map(Arc::new).collect();
-    let serving = Serving::new(&content.session, blocks, *lanes);
-    serving.begin();
-    Ok(Some(serving))
-}
-
-/// The VM was never given up: it is the source's, and the destination need not wait.
-fn kept(
-    record: &SourceRecord,
-    content: GivenUp,
-    reconnect: Reconnect<'_>,
-) -> Result<SettledReport, RecordError> {
-    // A destination that is out of reach gives up by itself.
-    if let Ok(mut wire) = reconnect() {
-        let session = content.session;
-        let (word, why) = (Word::Settled, None);
-        let again = wire.send_control(&Control::Again { session, lanes: 0 });
-        let _ = again.and_then(|()| wire.send_control(&Control::Word { word, why }));
-    }
-    record.remove()?;
-    Ok(SettledReport {
-        vm: content.vm,
-        moved: false,
-    })
 }

@@ -11,7 +11,7 @@ use stillframe_sys::process::Process;
 use super::filling::{FilledReport, MEANWHILE, RunningLate};
 use super::handover::{Destination, DestinationAction, Event, Mark};
 use super::record::DestinationRecord;
-use super::{ANSWER_LIMIT, Awaited, Listen, Wire, incoming};
+use super::{ANSWER_LIMIT, Awaited, END_LIMIT, Listen, Wire, incoming};
 use crate::Progress;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Word;
@@ -26,8 +26,6 @@ pub(super) const READY_LIMIT: Duration = Duration::from_secs(600);
 const ASKED_LIMIT: Duration = Duration::from_secs(120);
 /// How long a VM that lacks pages is not looked at while the source is listened to.
 const LISTEN: Duration = Duration::from_millis(1);
-/// Time for a QEMU that was killed to end.
-const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// The fault point before an action.
 fn point(state: Destination, action: DestinationAction) -> Option<Point> {

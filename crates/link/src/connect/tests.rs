@@ -100,6 +100,35 @@ fn expect_stream(mut connected: Link, mut accepted: Link) {
     echo.join().unwrap();
 }
 
+fn expect_input_is_seen(one: &mut Stream, other: &mut Stream) {
+    const SHORT: Duration = Duration::from_millis(20);
+    assert!(!one.has_input(SHORT));
+    other.write_all(b"abc").unwrap();
+    other.flush().unwrap();
+    assert!(one.has_input(SILENCE_MAX));
+    one.read_exact(&mut [0]).unwrap();
+    // It was decrypted with the first byte.
+    assert!(one.has_input(SHORT));
+    one.read_exact(&mut [0; 2]).unwrap();
+    assert!(!one.has_input(SHORT));
+}
+
+#[test]
+fn input_is_seen_before_it_is_read() {
+    let certificates = Certificates::new();
+    let a = certificates.identity(&["a.example"]);
+    let b = certificates.identity(&["127.0.0.1"]);
+    for (client, server) in [(Security::PlainText, Security::PlainText), (a, b)] {
+        let (connected, accepted) = both(&client, &VERSIONS, server, &[]);
+        let (mut near, mut far) = (connected.unwrap().stream, accepted.unwrap().stream);
+        expect_input_is_seen(&mut near, &mut far);
+        expect_input_is_seen(&mut far, &mut near);
+        drop(far);
+        assert!(near.has_input(SILENCE_MAX), "the end is input, too");
+        assert!(near.read_exact(&mut [0]).is_err());
+    }
+}
+
 #[test]
 fn two_hosts_of_one_authority_come_together() {
     let certificates = Certificates::new();

@@ -307,29 +307,7 @@ impl World {
             });
         };
         match engine.action {
-            DestinationAction::Wait => {
-                let receives = engine.state == Destination::Receiving && engine.linked;
-                if receives && self.sent && !cannot {
-                    self.with(moves, true, "all is loaded", |world| {
-                        world.destination_event(rules, Event::Loaded);
-                    });
-                    self.with(moves, true, "all but pages is loaded", |world| {
-                        world.lacks = true;
-                        world.destination_event(rules, Event::Loaded);
-                    });
-                }
-                if engine.state == Destination::Filling && self.pages_come(engine) {
-                    self.with(moves, true, "all pages have come", |world| {
-                        world.lacks = false;
-                        world.destination_event(rules, Event::Filled);
-                    });
-                }
-                if receives || cannot {
-                    self.with(moves, cannot, "the destination fails", |world| {
-                        world.destination_event(rules, Event::Failed);
-                    });
-                }
-            }
+            DestinationAction::Wait => self.destination_comes_by(engine, rules, moves),
             DestinationAction::Record(mark) => {
                 fails(moves, &|_| ());
                 fails(moves, &|world| world.mark = Some(mark));
@@ -370,6 +348,37 @@ impl World {
             }
             DestinationAction::Forget => done(moves, "forgotten", &|world| world.mark = None),
             DestinationAction::Send(word) => self.destination_sends(rules, word, moves),
+        }
+    }
+
+    /// What happens to a destination that waits, but for what it hears.
+    fn destination_comes_by(
+        &self,
+        engine: &DestinationEngine,
+        rules: Rules,
+        moves: &mut Vec<Move>,
+    ) {
+        let cannot = self.destination_qemu == Qemu::Gone;
+        let receives = engine.state == Destination::Receiving && engine.linked;
+        if receives && self.sent && !cannot {
+            self.with(moves, true, "all is loaded", |world| {
+                world.destination_event(rules, Event::Loaded);
+            });
+            self.with(moves, true, "all but pages is loaded", |world| {
+                world.lacks = true;
+                world.destination_event(rules, Event::Loaded);
+            });
+        }
+        if engine.state == Destination::Filling && self.pages_come(engine) {
+            self.with(moves, true, "all pages have come", |world| {
+                world.lacks = false;
+                world.destination_event(rules, Event::Filled);
+            });
+        }
+        if receives || cannot {
+            self.with(moves, cannot, "the destination fails", |world| {
+                world.destination_event(rules, Event::Failed);
+            });
         }
     }
 
