@@ -14,7 +14,7 @@ use stillframe_sys::process::Process;
 use stillframe_sys::uffd::{Track, Uffd};
 
 use super::error::ReceiveError;
-use super::lacking::Lacking;
+use super::lacking::{self, Lacking};
 use super::record::LackingRecord;
 use super::{ANSWER_LIMIT, DEMAND_LANES, Wire};
 use crate::connection::ConnectionError;
@@ -37,7 +37,8 @@ pub(super) struct LateMemory {
     remote_fd: i32,
 }
 
-/// Whether the VM can run before all its memory is there; else, why not. Nothing is changed.
+/// Whether the VM can run before all its memory is there; else, why not. It is tried: the first page of each block is
+/// discarded, which the source sends, or which is zero.
 pub(super) fn why_not(
     process: &Process,
     guardian: &Guardian,
@@ -68,7 +69,15 @@ pub(super) fn why_not(
             uffd.unregister(block.range())
         })
     });
-    tried.err().map(|error| crate::in_words(&error))
+    if let Err(error) = tried {
+        return Some(crate::in_words(&error));
+    }
+    let qemu = (guardian, process);
+    let discarded = blocks
+        .iter()
+        .try_for_each(|block| lacking::discard(block, &[0..1], qemu));
+    // Locked memory cannot be.
+    discarded.err().map(|error| crate::in_words(&error))
 }
 
 /// Adds connections that the source opened, in the order of their numbers.

@@ -73,13 +73,13 @@ impl Lacking {
     pub fn discard_others(
         &self,
         blocks: &[Block],
-        (guardian, process): (&Guardian, &Process),
+        qemu: (&Guardian, &Process),
     ) -> Result<(), ReceiveError> {
-        let now = Lacking::new(process, blocks)?;
+        let now = Lacking::new(qemu.1, blocks)?;
         for ((block, mut others), known) in blocks.iter().zip(now.present).zip(&self.present) {
             others.subtract(known);
             let others: Vec<Range<u64>> = others.ranges().collect();
-            discard(block, &others, guardian, process)?;
+            discard(block, &others, qemu)?;
         }
         Ok(())
     }
@@ -109,11 +109,11 @@ impl Lacking {
     pub fn discard_all(
         &mut self,
         blocks: &[Block],
-        (guardian, process): (&Guardian, &Process),
+        qemu: (&Guardian, &Process),
     ) -> Result<(), ReceiveError> {
         for (block, present) in blocks.iter().zip(&mut self.present) {
             let pages: Vec<Range<u64>> = present.ranges().collect();
-            discard(block, &pages, guardian, process)?;
+            discard(block, &pages, qemu)?;
             present.clear_all();
         }
         Ok(())
@@ -127,7 +127,7 @@ impl Lacking {
         &mut self,
         wire: &mut Wire,
         blocks: &[Block],
-        (guardian, process): (&Guardian, &Process),
+        qemu: (&Guardian, &Process),
     ) -> Result<Message, ReceiveError> {
         loop {
             match wire.receive_message()? {
@@ -142,7 +142,7 @@ impl Lacking {
                 Message::Control(Control::Outdated { block, ranges }) if block < blocks.len() => {
                     let ranges = within(&blocks[block], ranges)?;
                     let stale = self.outdated(block, ranges);
-                    discard(&blocks[block], &stale, guardian, process)?;
+                    discard(&blocks[block], &stale, qemu)?;
                 }
                 Message::Control(Control::Sync) => wire.send_control(&Control::Synced)?,
                 Message::Control(Control::Alive) => {}
@@ -188,11 +188,10 @@ fn within(block: &Block, ranges: Vec<(u64, u64)>) -> Result<Vec<Range<u64>>, Con
 }
 
 /// Makes pages missing in QEMU.
-fn discard(
+pub(super) fn discard(
     block: &Block,
     pages: &[Range<u64>],
-    guardian: &Guardian,
-    process: &Process,
+    (guardian, process): (&Guardian, &Process),
 ) -> Result<(), ReceiveError> {
     if block.is_shared() {
         return Ok(pages.iter().try_for_each(|range| block.punch(range))?);

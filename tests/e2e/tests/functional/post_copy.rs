@@ -68,3 +68,23 @@ fn the_rest_of_memory_comes_while_the_vm_runs() -> Result<()> {
     }
     Ok(())
 }
+
+/// What is in locked memory cannot be made missing.
+#[test]
+fn a_vm_with_locked_memory_moves_by_pre_copy_only() -> Result<()> {
+    let setup = Setup::small(Kind::Private, "locked").with(&["-overcommit", "mem-lock=on"]);
+    let guest = setup.boot()?;
+    guest.serial.wait_ticks(2, PATIENCE)?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let mut order = Order::of(&guest, "locked");
+    order.migrate = vec!["--mode=post-copy".to_owned()];
+    let migration = order.start(&stillframe, guest.pid())?;
+    let (sent, received) = (migration.source.end()?, migration.destination.end()?);
+    ensure!(sent.code == Some(1) && received.code == Some(1), "{sent:?}");
+    ensure!(sent.err.contains("--mode pre-copy"), "{sent:?}");
+    guest.serial.wait_more(2, PATIENCE)?;
+    order.migrate.clear();
+    let arrived = order.perform(&stillframe, guest.pid())?;
+    ensure!(arrived.sent["mode"] == "pre-copy", "{}", arrived.sent);
+    expect_complete(&arrived)
+}
