@@ -73,9 +73,10 @@ pub(super) fn why_not(
         return Some(crate::in_words(&error));
     }
     let qemu = (guardian, process);
+    let first = std::slice::from_ref(&(0..1));
     let discarded = blocks
         .iter()
-        .try_for_each(|block| lacking::discard(block, &[0..1], qemu));
+        .try_for_each(|block| lacking::discard(block, first, qemu));
     // Locked memory cannot be.
     discarded.err().map(|error| crate::in_words(&error))
 }

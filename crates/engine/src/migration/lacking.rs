@@ -50,7 +50,7 @@ impl Lacking {
     }
 
     /// Splits the ids of all pages: those of pages that are not here become none.
-    pub fn take_ids(&self, ids: &mut Vec<Option<ContentId>>) -> SplitIds {
+    pub fn take_ids(&self, ids: &mut [Option<ContentId>]) -> SplitIds {
         let mut split = SplitIds::default();
         let mut first = 0;
         for present in &self.present {
@@ -215,24 +215,31 @@ mod tests {
         }
     }
 
-    fn pages(bitmap: &DirtyBitmap) -> Vec<Range<u64>> {
-        bitmap.ranges().collect()
+    /// First and end of each range.
+    fn ends(ranges: impl IntoIterator<Item = Range<u64>>) -> Vec<(u64, u64)> {
+        let ranges = ranges.into_iter();
+        ranges.map(|range| (range.start, range.end)).collect()
+    }
+
+    fn outdated(lacking: &mut Lacking, ranges: &[(u64, u64)]) -> Vec<(u64, u64)> {
+        let ranges = ranges.iter().map(|&(start, end)| start..end);
+        ends(lacking.outdated(0, ranges.collect()))
     }
 
     #[test]
     fn what_is_outdated_is_discarded_once_and_fetched_in_the_end() {
         let mut lacking = half();
-        assert_eq!(lacking.outdated(0, vec![2..6, 12..13]), [2..6]);
-        assert_eq!(lacking.outdated(0, vec![4..8]), [6..8]);
-        assert_eq!(pages(&lacking.present[0]), [0..2, 8..10]);
-        assert_eq!(pages(&lacking.content[0]), [2..8, 12..13]);
+        assert_eq!(outdated(&mut lacking, &[(2, 6), (12, 13)]), [(2, 6)]);
+        assert_eq!(outdated(&mut lacking, &[(4, 8)]), [(6, 8)]);
+        assert_eq!(ends(lacking.present[0].ranges()), [(0, 2), (8, 10)]);
+        assert_eq!(ends(lacking.content[0].ranges()), [(2, 8), (12, 13)]);
     }
 
     #[test]
     fn what_was_written_last_comes_first_and_once() {
         let mut lacking = half();
-        lacking.outdated(0, vec![2..6, 12..13]);
-        lacking.outdated(0, vec![4..8]);
+        outdated(&mut lacking, &[(2, 6), (12, 13)]);
+        outdated(&mut lacking, &[(4, 8)]);
         assert_eq!(lacking.first(0, 100), [4, 5, 6, 7, 12, 2, 3]);
         assert_eq!(lacking.first(0, 3), [4, 5, 6]);
     }
@@ -244,8 +251,8 @@ mod tests {
         let all: Vec<_> = (0..20).map(id).collect();
         let mut ids = all.clone();
         let split = lacking.take_ids(&mut ids);
-        assert_eq!(split.all, [all.clone()]);
-        assert_eq!(split.present, [[0..10]]);
+        assert_eq!(split.all.concat(), all);
+        assert_eq!(ends(split.present.into_iter().flatten()), [(0, 10)]);
         assert_eq!(ids[..10], all[..10]);
         assert_eq!(ids[10..], [None; 10]);
     }

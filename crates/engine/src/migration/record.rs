@@ -328,7 +328,7 @@ impl DestinationRecord {
     /// The same.
     pub fn open_fill_bitmap(&self) -> Result<File, RecordError> {
         let file = self.directory.lock_file(&self.fill_bitmap(), false)?;
-        file.ok_or_else(|| RecordError::Busy {
+        file.ok_or(RecordError::Busy {
             pid: self.content.pid,
         })
     }

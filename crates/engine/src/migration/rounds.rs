@@ -64,7 +64,7 @@ fn sample(pages: &PageRanges) -> Option<PageRanges> {
         let first = passed;
         passed += range.end - range.start;
         let pages = range.clone().zip(first..);
-        let of_piece = pages.filter(|(_, at)| (at / PIECE_PAGES) % pieces == 0);
+        let of_piece = pages.filter(|(_, at)| (at / PIECE_PAGES).is_multiple_of(pieces));
         of_piece.map(|(page, _)| page).collect::<Vec<u64>>()
     };
     let mut of_block =
