@@ -303,8 +303,13 @@ impl Arriving {
             _ => filling::why_not(process, &guardian, (&blocks, &ram)),
         };
         let armed = launch::arm(&mut launched)?;
+        // Where pages cannot come later, the source opens no lanes.
+        let lanes = match no_post_copy {
+            Some(_) => 0,
+            None => greeting.lanes,
+        };
         wire.send_control(&Control::Accepted { no_post_copy })?;
-        let wanted = greeting.connections + greeting.lanes;
+        let wanted = greeting.connections + lanes;
         let mut wires = incoming::accept(listen, &greeting.session, wanted)?;
         let session = Arc::new(FetchSession::new(&greeting.blocks));
         let demand = match greeting.mode {
