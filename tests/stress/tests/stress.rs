@@ -153,7 +153,7 @@ fn migrated(kind: Kind) -> Result<()> {
         differing += tally.differing;
     })?;
     ensure!(
-        migrations == 3 && differing == 0,
+        migrations == 5 && differing == 0,
         "{migrations} {differing}"
     );
     Ok(())
