@@ -119,7 +119,7 @@ impl Convergence {
         self.switch == Switch::IfNeeded && self.is_far()
     }
 
-    /// Whether the expected pause is so long that the VM had better run there before all its pages are there.
+    /// Whether the expected pause is worth the faults of a VM that runs there before all its pages are there.
     fn is_far(&self) -> bool {
         self.expected > self.downtime.saturating_mul(FAR)
     }

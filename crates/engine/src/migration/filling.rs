@@ -308,7 +308,7 @@ impl RunningLate<'_> {
         due
     }
 
-    /// Whether there has been no lane for so long that the connection is to be made anew.
+    /// Whether the connection is to be made anew, because there has been no lane for [`ANSWER_LIMIT`].
     pub fn is_cut_off(&mut self) -> bool {
         match self.memory.session.count() {
             0 => self.no_lane.get_or_insert_with(Instant::now).elapsed() > ANSWER_LIMIT,

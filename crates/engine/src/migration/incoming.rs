@@ -83,9 +83,9 @@ pub(super) fn accept(
 enum Joined {
     /// All of them.
     All(Vec<Wire>),
-    /// So many, and no more within the limit.
+    /// This number of them, and no more within the limit.
     TooFew(usize),
-    /// It begins anew, on this connection and with so many lanes.
+    /// It begins anew, on this connection and with this number of lanes.
     Again(Wire, usize),
 }
 

@@ -88,7 +88,7 @@ pub enum PageIds {
     Xxh3,
     /// The strongest
     Blake3,
-    /// Only to compare with: whoever can make two contents with one id can spoil a page of his own
+    /// Only to compare with: a guest that makes two contents with one id spoils a page of its own
     Sha1,
     /// The same
     Md5,

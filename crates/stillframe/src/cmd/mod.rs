@@ -126,7 +126,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// What is told of a VM that runs before its memory is complete.
+/// A note about a VM that runs before its memory is complete.
 fn supervised_words(event: &Supervised) -> String {
     match event {
         Supervised::Waits { reason } => format!(
