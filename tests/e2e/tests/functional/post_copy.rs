@@ -17,7 +17,7 @@ fn busy(kind: Kind, name: &str) -> Result<Guest> {
             pattern: "random",
             tick_ms: 20,
             writes_per_tick: 4000,
-            share: 512,
+            share: 4,
         },
         ..Setup::small(kind, name)
     };
