@@ -4,7 +4,7 @@
 use std::io::{self, Write};
 
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use thiserror::Error;
 
 use crate::table::printable;
@@ -52,6 +52,15 @@ impl Console {
     pub fn note(&self, text: &str) {
         if !self.quiet {
             self.message("note", "", text);
+        }
+    }
+
+    /// Prints what happened beside the results, unless `quiet`: `words`, or `object` as one line of JSON.
+    pub fn event(&self, object: &Value, words: impl FnOnce() -> String) {
+        match (self.quiet, self.json) {
+            (true, _) => {}
+            (false, true) => print(&object.to_string()),
+            (false, false) => self.message("note", "", &words()),
         }
     }
 

@@ -176,9 +176,8 @@ impl Migration {
             Some(0) => ended.results().unwrap_or_default(),
             _ => Vec::new(),
         };
-        // The destination says first where it listens.
-        let (sent_line, mut lines) = (results(&sent).pop(), results(&received).into_iter().skip(1));
-        let (Some(sent), Some(report)) = (sent_line, lines.next()) else {
+        let (sent_line, report) = (results(&sent).pop(), results(&received).pop());
+        let (Some(sent), Some(report)) = (sent_line, report) else {
             bail!("source: {sent:?}; destination: {received:?}");
         };
         let pid = report["pid"].as_i64().context("no pid")? as i32;
@@ -189,7 +188,7 @@ impl Migration {
                 serial: Serial::new(&self.serial),
             },
             report,
-            filled: lines.next().map(|line| line["complete"].clone()),
+            filled: received.event("complete"),
             sent,
         })
     }

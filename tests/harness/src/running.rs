@@ -35,6 +35,13 @@ impl Ended {
         whole_lines(&self.out)
     }
 
+    /// What it said of an event with `--json`, among the other words of standard error.
+    pub fn event(&self, name: &str) -> Option<Value> {
+        let lines = self.err.lines();
+        let events = lines.filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        events.filter_map(|event| event.get(name).cloned()).next()
+    }
+
     /// How many errors it reported.
     pub fn errors(&self) -> usize {
         count_errors(&self.err)

@@ -45,11 +45,9 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
             printed = context.console.result(report, || words(report));
         }
         ReceiveEvent::Filled(report) => {
-            let complete = || json!({ "complete": report });
-            let printed_too = context
-                .console
-                .result(&complete(), || filled_words(&report));
-            printed = std::mem::replace(&mut printed, Ok(())).and(printed_too);
+            // Not a result: scripts have two lines of them, whatever the mode.
+            let complete = json!({ "complete": report });
+            context.console.event(&complete, || filled_words(&report));
         }
         ReceiveEvent::Supervised(event) => context.console.note(&supervised_words(&event)),
         ReceiveEvent::Progress(progress) => meter.show(progress.into()),

@@ -96,19 +96,19 @@ fn a_vm_with_a_disk_moves_there_and_back() -> Result<()> {
             number(sent, &format!("/pages/{name}"))?;
         }
         ensure!(number(sent, "/pages/fake")? == 0, "{sent}");
-        ensure!(number(sent, "/rounds")? >= 2, "{sent}");
+        ensure!(number(sent, "/rounds")? >= 1, "{sent}");
+        // By itself it may also decide that the rest comes later, where the machine is slow.
         ensure!(
-            sent["mode"] == "pre-copy" && sent["vm"] == "mover",
+            sent["mode"] == "pre-copy" || sent["mode"] == "hybrid",
             "{sent}"
         );
+        ensure!(sent["vm"] == "mover", "{sent}");
         ensure!(received["vm"] == "mover", "{received}");
         ensure!(received["running"] == true, "{received}");
         ensure!(received["qmp"] == json!(there.vm.qmp), "{received}");
-        there.vm.serial.wait_ticks(4, PATIENCE)?;
-        ensure!(
-            there.vm.serial.text().contains("disk read"),
-            "{format}: no disk"
-        );
+        let rounds = guest.serial.text().matches("disk read").count();
+        let next = format!("disk read {}", rounds + 2);
+        there.vm.serial.wait_line(&next, PATIENCE)?;
         ensure!(is_locked(disk)?, "{format}: no QEMU has the disk's lock");
         let back = there_and_back.order("back");
         let back = back.perform(stillframe, there.vm.pid)?;

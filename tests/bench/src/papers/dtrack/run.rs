@@ -164,11 +164,8 @@ fn by_stillframe(saved: &Saved, link: &Link, source: &Guest, words: &[&str]) -> 
     report["said"] = ended.err.lines().collect();
     let arrived = destination.end()?;
     ensure!(arrived.code == Some(0), "{arrived:?}");
-    let mut lines = arrived.results()?.into_iter().skip(1);
-    let arrived = lines.next().context("no report")?;
-    if let Some(filled) = lines.next() {
-        report["complete"] = filled["complete"].clone();
-    }
+    report["complete"] = arrived.event("complete").into();
+    let arrived = arrived.results()?.pop().context("no report")?;
     let vm = Restored {
         pid: arrived["pid"].as_i64().context("no pid")? as i32,
         qmp: path("there.qmp"),
