@@ -30,7 +30,7 @@ use crate::capture::schedule::{Auto, Bursts, ScheduleChoice, ScheduleKind};
 use crate::capture::staging::StagingBuffer;
 use crate::guardian::{Guardian, GuardianError};
 use crate::guest_clock::GuestClock;
-use crate::inhibitor::{InhibitorError, ResumeInhibitor};
+use crate::inhibitor::{InhibitorError, Purpose, ResumeInhibitor};
 use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::Tracker;
 
@@ -56,13 +56,18 @@ pub enum AttachError {
     #[error("cannot track the VM's memory")]
     Tracker(#[from] TrackerError),
     /// The check for an interrupted rewind failed.
-    #[error("cannot find out whether a rewind of this VM was interrupted")]
+    #[error("cannot find out whether a rewind or a migration of this VM was interrupted")]
     Inhibitor(#[from] InhibitorError),
     /// An earlier rewind was interrupted.
     #[error(
         "a rewind of this VM is in progress or was killed: its memory is partly of one moment and partly of another. It is paused, and QEMU does not resume it: rewind it again, or end it and `stillframe restore` a checkpoint"
     )]
     HalfRewound,
+    /// A migration gave it up, and is not settled.
+    #[error(
+        "a migration of this VM is in progress or was interrupted: it may run on another host. It is paused, and QEMU does not resume it: ask the other host with `migrate --resume`, or take the VM back with `migrate --take-back`"
+    )]
+    GivenUp,
 }
 
 /// Why the detach failed. Anything that it left in QEMU goes with this process, or with the next attachment.
@@ -142,6 +147,18 @@ impl Reached {
         let monitor = Monitor::connect(&target, GREETING_LIMIT)?;
         Ok(Reached { target, monitor })
     }
+
+    /// What blocks `cont` of a VM whose rewind was interrupted.
+    ///
+    /// # Errors
+    /// [`AttachError::GivenUp`] and others.
+    fn left_behind(&mut self) -> Result<Option<ResumeInhibitor>, AttachError> {
+        let left = ResumeInhibitor::left_behind(&mut self.monitor, &self.target.process)?;
+        match left.as_ref().map(ResumeInhibitor::purpose) {
+            Some(Purpose::HandOver) => Err(AttachError::GivenUp),
+            Some(Purpose::Rewind) | None => Ok(left),
+        }
+    }
 }
 
 impl Vm {
@@ -179,8 +196,7 @@ impl Vm {
     /// Attaches for a rewind; accepts a VM whose last rewind was killed.
     pub fn attach_to_rewind(selector: &Selector) -> Result<Vm, AttachError> {
         let mut reached = Reached::find(selector)?;
-        let inhibitor =
-            ResumeInhibitor::left_behind(&mut reached.monitor, &reached.target.process)?;
+        let inhibitor = reached.left_behind()?;
         let mut vm = Vm::attach_reached(reached, ScheduleKind::PreCopy, None)?;
         vm.inhibitor = inhibitor;
         Ok(vm)
@@ -192,7 +208,7 @@ impl Vm {
         auto: Option<Auto>,
     ) -> Result<Vm, AttachError> {
         let mut reached = Reached::find(selector)?;
-        match ResumeInhibitor::left_behind(&mut reached.monitor, &reached.target.process)? {
+        match reached.left_behind()? {
             None => Vm::attach_reached(reached, schedule, auto),
             Some(_) => Err(AttachError::HalfRewound),
         }

@@ -1,13 +1,14 @@
-//! Blocks `cont` for a VM whose memory is partly of one moment and partly of another.
+//! Blocks `cont` for a VM that must not run: its memory is partly of one moment and partly of another, or it may run on
+//! another host.
 //!
 //! ```text
-//!   QEMU: dump thread ──> [ pipe, full ] ──> read when the VM is consistent      `cont` of any client: refused
+//!   QEMU: dump thread ──> [ pipe, full ] ──> read when the VM may run      `cont` of any client: refused
 //! ```
 //!
-//! QEMU refuses `cont` while it dumps guest memory. The rewind therefore starts a dump of one page into a full
-//! pipe. QEMU owns both ends of the pipe, so the dump stays blocked after the death of the engine and of its
-//! connection. A later rewind finds the pipe below `/proc/PID/fd` by its content, and reads it once the
-//! VM is consistent.
+//! QEMU refuses `cont` while it dumps guest memory. So a dump of one page is started into a full pipe. QEMU owns both
+//! ends of the pipe, so the dump stays blocked after the death of the engine and of its connection. A later engine
+//! finds the pipe below `/proc/PID/fd` by its content, which says why `cont` is blocked, and reads it once the VM may
+//! run.
 
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -24,24 +25,45 @@ use stillframe_sys::process::Process;
 use thiserror::Error;
 
 /// Names under which QEMU keeps the two ends.
-const INTO: &str = "stillframe-rewind-into";
-const OUT_OF: &str = "stillframe-rewind-out-of";
+const INTO: &str = "stillframe-cont-into";
+const OUT_OF: &str = "stillframe-cont-out-of";
 /// Capacity of the pipe in bytes: the kernel's minimum.
 const PIPE_BYTES: usize = 4096;
-/// First bytes of the pipe's content.
-const MARK: &[u8; 32] = b"stillframe: a rewind is under wa";
+/// Bytes at the begin of the pipe's content that say why `cont` is blocked.
+const MARK_BYTES: usize = 32;
 /// Limit for QEMU to write one page and the ELF headers.
 const RELEASE_LIMIT: Duration = Duration::from_secs(30);
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
+
+/// Why `cont` is blocked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// The VM is rewound: its memory is inconsistent.
+    Rewind,
+    /// The VM is given up: it may run on another host.
+    HandOver,
+}
+
+impl Purpose {
+    const ALL: [Purpose; 2] = [Purpose::Rewind, Purpose::HandOver];
+
+    /// The begin of the pipe's content.
+    fn mark(self) -> &'static [u8; MARK_BYTES] {
+        match self {
+            Purpose::Rewind => b"stillframe: a rewind is under wa",
+            Purpose::HandOver => b"stillframe: given up, not settle",
+        }
+    }
+}
 
 /// Why `cont` could not be blocked or unblocked.
 #[derive(Debug, Error)]
 pub enum InhibitorError {
     /// QEMU failed a command.
-    #[error("cannot block `cont` for the time of the rewind")]
+    #[error("cannot block or unblock `cont` of a VM that must not run")]
     Monitor(#[from] MonitorError),
     /// A system call on the pipe failed.
-    #[error("cannot block `cont` for the time of the rewind: {action} a pipe failed")]
+    #[error("cannot block or unblock `cont` of a VM that must not run: {action} a pipe failed")]
     Pipe {
         /// The action that failed.
         action: &'static str,
@@ -51,12 +73,12 @@ pub enum InhibitorError {
     },
     /// Another client's dump of guest memory is active.
     #[error(
-        "another client dumps this VM's memory (`query-dump`): wait for its end, then rewind again"
+        "another client dumps this VM's memory (`query-dump`): wait for its end, then try again"
     )]
     Dumping,
     /// The dump did not end in time.
     #[error(
-        "the VM is consistent, but the dump that blocks `cont` did not end within {limit_ms} ms: rewind it again"
+        "the VM may run, but the dump that blocks `cont` did not end within {limit_ms} ms: try again"
     )]
     Timeout {
         /// The limit.
@@ -75,28 +97,32 @@ fn failed(action: &'static str) -> impl Fn(Errno) -> InhibitorError {
 #[derive(Debug)]
 pub struct ResumeInhibitor {
     read: OwnedFd,
+    purpose: Purpose,
 }
 
 impl ResumeInhibitor {
     /// Blocks `cont` of a paused VM.
-    pub fn engage(monitor: &mut Monitor) -> Result<ResumeInhibitor, InhibitorError> {
+    pub fn engage(
+        monitor: &mut Monitor,
+        purpose: Purpose,
+    ) -> Result<ResumeInhibitor, InhibitorError> {
         if monitor.is_dumping()? {
             return Err(InhibitorError::Dumping);
         }
         let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(failed("making"))?;
         fcntl_setpipe_size(&write, PIPE_BYTES).map_err(failed("shrinking"))?;
         let mut padding = vec![0; PIPE_BYTES];
-        padding[..MARK.len()].copy_from_slice(MARK);
+        padding[..MARK_BYTES].copy_from_slice(purpose.mark());
         rustix::io::write(&write, &padding).map_err(failed("filling"))?;
         rustix::fs::fcntl_setfl(&read, OFlags::NONBLOCK).map_err(failed("setting up"))?;
         monitor.give(OUT_OF, read.as_fd())?;
         monitor.give(INTO, write.as_fd())?;
         monitor.begin_dump(INTO)?;
         monitor.expect_dump();
-        Ok(ResumeInhibitor { read })
+        Ok(ResumeInhibitor { read, purpose })
     }
 
-    /// The inhibitor of an earlier rewind that was killed, if there is one.
+    /// The inhibitor of an earlier engine that was killed, if there is one.
     pub fn left_behind(
         monitor: &mut Monitor,
         qemu: &Process,
@@ -111,7 +137,12 @@ impl ResumeInhibitor {
         if found.is_some() {
             monitor.expect_dump();
         }
-        Ok(found.map(|read| ResumeInhibitor { read }))
+        Ok(found.map(|(read, purpose)| ResumeInhibitor { read, purpose }))
+    }
+
+    /// Why `cont` is blocked.
+    pub fn purpose(&self) -> Purpose {
+        self.purpose
     }
 
     /// Unblocks `cont`.
@@ -130,14 +161,14 @@ impl ResumeInhibitor {
                 });
             }
         }
-        // An earlier rewind may have used another monitor; the descriptor is harmless there.
+        // An earlier engine may have used another monitor; the descriptor is harmless there.
         let _ = monitor.close_given(OUT_OF);
         Ok(())
     }
 }
 
-/// The read end of a pipe of this process whose content begins with [`MARK`].
-fn find(pid: i32) -> io::Result<Option<OwnedFd>> {
+/// The read end of a pipe of this process whose content begins with a mark.
+fn find(pid: i32) -> io::Result<Option<(OwnedFd, Purpose)>> {
     let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits() as i32;
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let path = entry?.path();
@@ -154,24 +185,25 @@ fn find(pid: i32) -> io::Result<Option<OwnedFd>> {
         else {
             continue;
         };
-        if begins_with_mark(&pipe)? {
-            return Ok(Some(pipe.into()));
+        if let Some(purpose) = marked(&pipe)? {
+            return Ok(Some((pipe.into(), purpose)));
         }
     }
     Ok(None)
 }
 
-/// Whether the content begins with [`MARK`]; the content stays in the pipe.
-fn begins_with_mark(pipe: impl AsFd) -> io::Result<bool> {
+/// What the begin of the content says; the content stays in the pipe.
+fn marked(pipe: impl AsFd) -> io::Result<Option<Purpose>> {
     let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
-    match tee(&pipe, &write, MARK.len(), SpliceFlags::NONBLOCK) {
-        Ok(length) if length == MARK.len() => {}
-        Ok(_) | Err(Errno::AGAIN) => return Ok(false),
+    match tee(&pipe, &write, MARK_BYTES, SpliceFlags::NONBLOCK) {
+        Ok(length) if length == MARK_BYTES => {}
+        Ok(_) | Err(Errno::AGAIN) => return Ok(None),
         Err(errno) => return Err(errno.into()),
     }
-    let mut there = [0; MARK.len()];
+    let mut there = [0; MARK_BYTES];
     let length = rustix::io::read(&read, &mut there)?;
-    Ok(length == MARK.len() && there == *MARK)
+    let known = |purpose: &Purpose| length == MARK_BYTES && there == *purpose.mark();
+    Ok(Purpose::ALL.into_iter().find(known))
 }
 
 #[cfg(test)]
@@ -184,15 +216,17 @@ mod tests {
         let (_other, write) = pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
         rustix::io::write(&write, &[7; 100]).expect("written");
         assert!(find(own).expect("looked").is_none());
-        let (read, write) = pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
-        rustix::io::write(&write, MARK).expect("written");
-        // Bytes that QEMU writes after it change nothing.
-        rustix::io::write(&write, &[9; 50]).expect("written");
-        drop(read);
-        for _ in 0..2 {
-            let found = find(own).expect("looked").expect("found");
-            let there = rustix::io::ioctl_fionread(&found).expect("length");
-            assert_eq!(there, 32 + 50);
+        for purpose in Purpose::ALL {
+            let (read, write) = pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
+            rustix::io::write(&write, purpose.mark()).expect("written");
+            // Bytes that QEMU writes after it change nothing.
+            rustix::io::write(&write, &[9; 50]).expect("written");
+            drop(read);
+            for _ in 0..2 {
+                let (found, why) = find(own).expect("looked").expect("found");
+                let there = rustix::io::ioctl_fionread(&found).expect("length");
+                assert_eq!((there, why), (32 + 50, purpose));
+            }
         }
     }
 }

@@ -63,6 +63,8 @@ points! {
     RewindBeforeCont = "rewind.before-cont",
     /// Migration, source: the destination is ready; the guardian is about to give the VM up.
     CommitGivingUp = "commit.giving-up",
+    /// The same: the VM is given up, and `cont` is not blocked yet.
+    CommitBlocking = "commit.blocking",
     /// The same: the VM is given up, and the destination does not know it.
     CommitGivenUp = "commit.given-up",
     /// The same: *commit* is sent; no answer has come.

@@ -182,6 +182,7 @@ fn of_attach(error: &AttachError) -> Exit {
         | AttachError::Tracker(_)
         | AttachError::Inhibitor(_)
         | AttachError::HalfRewound
+        | AttachError::GivenUp
         | AttachError::Guardian(GuardianError::Injection { .. }) => Exit::Unsuitable,
         // The helper process failed, not the VM.
         AttachError::Guardian(_) => Exit::Failed,

@@ -20,7 +20,7 @@ use stillframe_qemu::monitor::{Monitor, MonitorError};
 use thiserror::Error;
 
 use crate::guardian::{Guardian, GuardianError, WayBack};
-use crate::inhibitor::{InhibitorError, ResumeInhibitor};
+use crate::inhibitor::{InhibitorError, Purpose, ResumeInhibitor};
 
 /// Why a VM could not be paused or resumed.
 #[derive(Debug, Error)]
@@ -223,7 +223,10 @@ impl<'v> PausedVm<'v> {
         let error = match self.held.guardian.give_up(directory, from, to) {
             Ok(false) => {
                 self.held.on_drop = OnDrop::Nothing;
-                return Ok(HandedOver { held: self.held });
+                return Ok(HandedOver {
+                    held: self.held,
+                    inhibitor: None,
+                });
             }
             Ok(true) => PausedError::Overrun {
                 limit_ms: self.held.limit.as_millis(),
@@ -243,7 +246,7 @@ impl<'v> PausedVm<'v> {
     ) -> Result<BlockedVm<'v>, InhibitorError> {
         let inhibitor = match left {
             Some(left) => left,
-            None => ResumeInhibitor::engage(self.held.monitor)?,
+            None => ResumeInhibitor::engage(self.held.monitor, Purpose::Rewind)?,
         };
         self.held.on_drop = OnDrop::Nothing;
         Ok(BlockedVm {
@@ -263,15 +266,18 @@ pub trait GivenUpRecord {
 #[must_use]
 pub struct HandedOver<'v> {
     held: Held<'v>,
+    inhibitor: Option<ResumeInhibitor>,
 }
 
 impl<'v> HandedOver<'v> {
-    /// A VM that an earlier engine gave up: it is paused. `runs`: it is resumed when it is taken back.
+    /// A VM that an earlier engine gave up: it is paused. `runs`: it is resumed when it is taken back. `left` blocks
+    /// `cont` already.
     pub fn found(
         monitor: &'v mut Monitor,
         guardian: &'v Guardian,
         limit: Duration,
         runs: bool,
+        left: Option<ResumeInhibitor>,
     ) -> HandedOver<'v> {
         let held = Held {
             monitor,
@@ -280,7 +286,22 @@ impl<'v> HandedOver<'v> {
             way_back: runs.then_some(WayBack::Command),
             on_drop: OnDrop::Nothing,
         };
-        HandedOver { held }
+        HandedOver {
+            held,
+            inhibitor: left,
+        }
+    }
+
+    /// Blocks `cont` for all clients, until the VM is taken back.
+    ///
+    /// # Errors
+    /// Another client may resume it.
+    pub fn block_cont(&mut self) -> Result<(), InhibitorError> {
+        if self.inhibitor.is_none() {
+            let inhibitor = ResumeInhibitor::engage(self.held.monitor, Purpose::HandOver)?;
+            self.inhibitor = Some(inhibitor);
+        }
+        Ok(())
     }
 
     /// QEMU.
@@ -299,9 +320,13 @@ impl<'v> HandedOver<'v> {
     /// It does not run in the other process, and never will.
     ///
     /// # Errors
-    /// It stays paused, and no guardian resumes it.
-    pub fn take_back(mut self) -> Result<PausedVm<'v>, GuardianError> {
+    /// It stays paused; `cont` may be blocked still.
+    pub fn take_back(mut self) -> Result<PausedVm<'v>, UnblockError> {
+        // A guardian that is armed too early only tries in vain.
         self.held.arm()?;
+        if let Some(inhibitor) = self.inhibitor {
+            inhibitor.release(self.held.monitor)?;
+        }
         self.held.on_drop = OnDrop::Resume;
         Ok(PausedVm { held: self.held })
     }

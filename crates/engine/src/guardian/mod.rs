@@ -36,7 +36,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stillframe_sys::infect::InjectedUffd;
 use stillframe_sys::process::{AddressRange, Process};
@@ -63,6 +63,9 @@ const REPLY_LIMIT: Duration = Duration::from_secs(10);
 const INJECTION_LIMIT: Duration = Duration::from_secs(3);
 /// Ranges that are discarded with one injection.
 const DISCARDED_MAX: usize = 2048;
+/// Time for the guardian to end with its engine.
+const END_LIMIT: Duration = Duration::from_secs(5);
+const LOOK_AGAIN: Duration = Duration::from_micros(500);
 
 /// Errors between engine and guardian.
 #[derive(Debug, Error)]
@@ -329,8 +332,19 @@ impl Drop for Guardian {
         // Closing our end makes the guardian finish; then reap it, so that a long-lived engine leaves no zombie
         // behind. Nothing is lost if this fails.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
-        if let Some(mut child) = self.child.take() {
-            let _ = child.wait();
+        let Some(mut child) = self.child.take() else {
+            return;
+        };
+        let deadline = Instant::now() + END_LIMIT;
+        while let Ok(None) = child.try_wait() {
+            if Instant::now() > deadline {
+                // It has work with a QEMU that does not answer, such as one that waits for a page. It does not need
+                // this process for that.
+                let thread = std::thread::Builder::new().name("reaper".to_owned());
+                let _ = thread.spawn(move || child.wait());
+                return;
+            }
+            std::thread::sleep(LOOK_AGAIN);
         }
     }
 }

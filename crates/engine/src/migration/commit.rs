@@ -11,10 +11,10 @@ use super::handover::{Event, Source, SourceAction};
 use super::record::{RecordError, SourceRecord};
 use super::serving::Serving;
 use super::{ANSWER_LIMIT, Reconnect, Wire};
-use crate::capture::paused_vm::{HandedOver, PausedError, PausedVm};
+use crate::capture::paused_vm::{HandedOver, PausedError, PausedVm, UnblockError};
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
-use crate::guardian::GuardianError;
+use crate::inhibitor::InhibitorError;
 
 /// Pause between two attempts to connect again.
 const CONNECT_AGAIN_AFTER: Duration = Duration::from_millis(500);
@@ -69,11 +69,14 @@ pub enum CommitError {
         "the VM will not run at the destination, and cannot be resumed here either. It is paused; `migrate --take-back` tries again"
     )]
     NotResumed(#[source] PausedError),
-    /// The guardian is gone.
+    /// It is here, and `cont` is still refused, or there is no guardian.
     #[error(
         "the VM will not run at the destination, and is paused here; `migrate --take-back` tries again"
     )]
-    Guardian(#[source] GuardianError),
+    NotUnblocked(#[source] UnblockError),
+    /// Other clients could have resumed it.
+    #[error("the VM was not handed over, and runs on here")]
+    NotBlocked(#[source] InhibitorError),
     /// The disks say otherwise.
     #[error("the VM is not taken back, and stays paused: a disk is not as it was given up")]
     Disk(#[source] LaunchError),
@@ -347,18 +350,22 @@ impl<'v, 'r> Undecided<'v, 'r> {
         Event::Failed
     }
 
-    /// From here on only another client can resume it.
+    /// From here on only another client could resume it, and after this that cannot either.
     fn given_up(&mut self, mut vm: HandedOver<'v>) -> Event {
         if let Some(wire) = &self.wire {
             wire.limit_silence(ANSWER_LIMIT);
         }
+        let blocked = fault::at(Point::CommitBlocking).map_err(CommitError::Injected);
+        let blocked = blocked.and_then(|()| vm.block_cont().map_err(CommitError::NotBlocked));
         let events = vm.monitor().client().take_events();
         let resumed = events.is_ok_and(|events| events.iter().any(|event| event.name == "RESUME"));
         self.held = Held::GivenUp(vm);
-        if !resumed {
-            return Event::Done;
-        }
-        self.error = Some(CommitError::ResumedByOthers);
+        let error = match (blocked, resumed) {
+            (Ok(()), false) => return Event::Done,
+            (_, true) => CommitError::ResumedByOthers,
+            (Err(error), false) => error,
+        };
+        self.error = Some(error);
         Event::Failed
     }
 
@@ -384,7 +391,7 @@ impl<'v, 'r> Undecided<'v, 'r> {
     fn resume(&mut self) -> Event {
         let paused = match std::mem::replace(&mut self.held, Held::Gone) {
             Held::Paused(vm) => Ok(vm),
-            Held::GivenUp(vm) => vm.take_back().map_err(CommitError::Guardian),
+            Held::GivenUp(vm) => vm.take_back().map_err(CommitError::NotUnblocked),
             Held::Gone => return Event::Failed,
         };
         let resumed = paused.and_then(|vm| vm.resume().map_err(CommitError::NotResumed));

@@ -19,6 +19,7 @@ use crate::capture::paused_vm::HandedOver;
 use crate::connection::message::Control;
 use crate::connection::word::Word;
 use crate::guardian::Guardian;
+use crate::inhibitor::{InhibitorError, ResumeInhibitor};
 use crate::populate::eager::{self, PopulateError};
 
 /// Time for the monitor of a VM that an earlier engine gave up.
@@ -38,6 +39,9 @@ pub enum SettleError {
     /// The destination lacks pages, and they cannot be read.
     #[error("cannot read the memory of the VM, which the destination lacks")]
     Memory(#[source] PopulateError),
+    /// Other clients could resume it meanwhile.
+    #[error(transparent)]
+    Inhibitor(#[from] InhibitorError),
     /// It is not settled.
     #[error(transparent)]
     Commit(#[from] CommitError),
@@ -79,7 +83,12 @@ pub fn settle(
         false => wish,
     };
     let serving = served(&target.process, &mut monitor, &content)?;
-    let vm = HandedOver::found(&mut monitor, &guardian, RESUME_LIMIT, content.runs);
+    let left = ResumeInhibitor::left_behind(&mut monitor, &target.process)?;
+    let mut vm = HandedOver::found(&mut monitor, &guardian, RESUME_LIMIT, content.runs, left);
+    if !run_state.running {
+        // An engine that died early had not come to it.
+        vm.block_cont()?;
+    }
     let disks = (content.disks, target.process.pid());
     let named = (record, content.session);
     let undecided = Undecided::found(vm, named, disks, reconnect, (wish, patience));

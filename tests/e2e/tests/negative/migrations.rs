@@ -4,10 +4,10 @@ use std::fs::File;
 
 use anyhow::{Result, ensure};
 use serde_json::json;
-use stillframe_harness::cli::Stillframe;
+use stillframe_harness::cli::{Stillframe, refusal};
 use stillframe_harness::fault;
 use stillframe_harness::guest::{Guest, Kind, Setup};
-use stillframe_harness::health::processes_with;
+use stillframe_harness::health::{is_alive, processes_with};
 use stillframe_harness::migration::Order;
 use stillframe_harness::qmp::Qmp;
 use stillframe_harness::running::{Ended, PATIENCE, Running};
@@ -161,5 +161,85 @@ fn a_vm_that_another_client_resumes_or_ends_in_the_middle_does_not_move() -> Res
         ensure!(processes_with(&qmp)? == 0, "a QEMU is left");
     }
     ensure!(!guest.is_alive(), "it was ended");
+    Ok(())
+}
+
+/// An engine dies when the VM is given up. Other clients, which do not know of it, want it to run or to be checkpointed.
+#[test]
+fn a_vm_that_is_given_up_is_nothing_for_other_clients() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let guest = Setup::small(Kind::Private, "given").boot()?;
+    let order = Order::of(&guest, "there");
+    let more = order.new_vm();
+    let more: Vec<&str> = more.iter().map(String::as_str).collect();
+    let (destination, at) = order.listen(order.receiver(&stillframe, "127.0.0.1:0", &more)?)?;
+    let migrator = order.migrator(&stillframe, guest.pid(), at, &[])?;
+    let (faulty, _) = fault::with_fault(&migrator, "commit.given-up:kill", folder.path())?;
+    ensure!(Running::start(faulty)?.end()?.code.is_none());
+    expect_blocked(&guest)?;
+    let line = ["checkpoint", "--json", "--pid", &guest.pid_text()];
+    let said = refusal(&mut stillframe.command(&line)?, 5)?;
+    ensure!(said.contains("migrate --take-back"), "{said}");
+    let resumed = order.migrator(&stillframe, guest.pid(), at, &["--resume"])?;
+    let resumed = Running::start(resumed)?.end()?;
+    ensure!(resumed.code == Some(0), "{resumed:?}");
+    let received = destination.end()?;
+    ensure!(received.code == Some(0), "{received:?}");
+    ensure!(!is_alive(guest.pid()), "its QEMU did not end");
+    Qmp::connect(&order.files().0)?.execute("quit", json!({}))?;
+    Ok(())
+}
+
+/// Nor may it be resumed once it was taken back, where it was paused before.
+#[test]
+fn a_vm_that_is_given_up_and_taken_back_is_as_it_was() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let guest = Setup::small(Kind::Private, "back").boot()?;
+    for (fault, wanted) in [
+        ("commit.given-up:kill", "running"),
+        ("commit.blocking:error", "running"),
+        ("commit.given-up:kill", "paused"),
+    ] {
+        if wanted == "paused" {
+            guest.second_monitor()?.execute("stop", json!({}))?;
+        }
+        let order = Order::of(&guest, "not");
+        let more = order.new_vm();
+        let more: Vec<&str> = more.iter().map(String::as_str).collect();
+        let (destination, at) =
+            order.listen(order.receiver(&stillframe, "127.0.0.1:0", &more)?)?;
+        let words = ["--reconnect", "1s"];
+        let migrator = order.migrator(&stillframe, guest.pid(), at, &words)?;
+        let own = tempfile::tempdir_in(folder.path())?;
+        let (faulty, _) = fault::with_fault(&migrator, fault, own.path())?;
+        let failed = Running::start(faulty)?.end()?;
+        ensure!(failed.code != Some(0), "{failed:?}");
+        if fault == "commit.given-up:kill" {
+            expect_blocked(&guest)?;
+            let line = order.migrator(&stillframe, guest.pid(), at, &["--take-back"])?;
+            let back = Running::start(line)?.end()?;
+            ensure!(back.code == Some(0), "{back:?}");
+        }
+        let received = destination.end()?;
+        ensure!(received.code == Some(1), "{received:?}");
+        let status = guest.second_monitor()?.status()?;
+        ensure!(status == wanted, "{status} after {fault}");
+    }
+    guest.second_monitor()?.execute("cont", json!({}))?;
+    guest.serial.wait_more(2, PATIENCE)?;
+    Ok(())
+}
+
+/// QEMU refuses `cont` of any client.
+fn expect_blocked(guest: &Guest) -> Result<()> {
+    let mut monitor = guest.second_monitor()?;
+    ensure!(
+        monitor.execute("cont", json!({})).is_err(),
+        "it was resumed"
+    );
+    let status = monitor.status()?;
+    ensure!(status == "paused", "{status}");
     Ok(())
 }

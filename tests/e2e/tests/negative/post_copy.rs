@@ -109,7 +109,10 @@ fn a_source_whose_engine_is_killed_goes_on_when_it_is_started_again() -> Result<
     let mut killed = scene.migrate(&MIGRATE, Some("commit.serving:kill"))?;
     ensure!(killed.wait_exit()?.is_none(), "{}", killed.err());
     destination.wait_words("the VM is paused")?;
-    ensure!(scene.guest.second_monitor()?.status()? != "running");
+    let mut monitor = scene.guest.second_monitor()?;
+    let resumed = monitor.execute("cont", json!({}));
+    ensure!(resumed.is_err(), "it would run twice, and change pages");
+    ensure!(monitor.status()? == "paused");
     let resumed = scene.migrate(&["--resume"], None)?;
     scene.expect_moved(resumed, destination)
 }

@@ -42,9 +42,10 @@ const FILLING: &str = "takeover.filling";
 const MODES: [&str; 4] = ["pre-copy", "stop-copy", "hybrid", "post-copy"];
 
 /// The points of the source's half.
-const SOURCE_POINTS: [&str; 6] = [
+const SOURCE_POINTS: [&str; 7] = [
     SERVING,
     "commit.giving-up",
+    "commit.blocking",
     "commit.given-up",
     "commit.sent",
     "commit.ending",
