@@ -21,7 +21,8 @@ const ALL_CHECKED: usize = 9;
 fn asleep(name: &str) -> Result<(Guest, Qmp)> {
     let guest = Setup::small(Kind::Pc, name)
         .with_drivers("sf.suspend=1 no_console_suspend")
-        .boot()?;
+        // Not `boot`, which awaits ticks: on a slow machine it may sleep before them.
+        .start()?;
     let mut monitor = guest.second_monitor()?;
     monitor.wait_event("SUSPEND", BOOT_LIMIT)?;
     Ok((guest, monitor))

@@ -29,7 +29,8 @@ fn a_vm_that_is_migrated_during_a_watch_runs_once() -> Result<()> {
 fn a_guest_that_sleeps_can_be_woken_after_a_checkpoint() -> Result<()> {
     let guest = Setup::small(Kind::Pc, "asleep")
         .with_drivers("sf.suspend=1 no_console_suspend")
-        .boot()?;
+        // Not `boot`, which awaits ticks: on a slow machine it may sleep before them.
+        .start()?;
     let mut monitor = guest.second_monitor()?;
     monitor.wait_event("SUSPEND", BOOT_LIMIT)?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
