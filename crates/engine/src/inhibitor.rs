@@ -93,6 +93,46 @@ fn failed(action: &'static str) -> impl Fn(Errno) -> InhibitorError {
     }
 }
 
+/// What is needed to block `cont` with one command.
+#[derive(Debug)]
+pub struct Prepared {
+    read: OwnedFd,
+    purpose: Purpose,
+}
+
+impl Prepared {
+    /// Passes a full pipe to QEMU.
+    pub fn new(monitor: &mut Monitor, purpose: Purpose) -> Result<Prepared, InhibitorError> {
+        if monitor.is_dumping()? {
+            return Err(InhibitorError::Dumping);
+        }
+        let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(failed("making"))?;
+        fcntl_setpipe_size(&write, PIPE_BYTES).map_err(failed("shrinking"))?;
+        let mut padding = vec![0; PIPE_BYTES];
+        padding[..MARK_BYTES].copy_from_slice(purpose.mark());
+        rustix::io::write(&write, &padding).map_err(failed("filling"))?;
+        rustix::fs::fcntl_setfl(&read, OFlags::NONBLOCK).map_err(failed("setting up"))?;
+        monitor.give(OUT_OF, read.as_fd())?;
+        monitor.give(INTO, write.as_fd())?;
+        Ok(Prepared { read, purpose })
+    }
+
+    /// Blocks `cont` of a paused VM.
+    pub fn engage(self, monitor: &mut Monitor) -> Result<ResumeInhibitor, InhibitorError> {
+        monitor.begin_dump(INTO)?;
+        monitor.expect_dump();
+        let Prepared { read, purpose } = self;
+        Ok(ResumeInhibitor { read, purpose })
+    }
+
+    /// Takes the pipe away from QEMU.
+    pub fn discard(self, monitor: &mut Monitor) {
+        // A QEMU that has ended has none.
+        let _ = monitor.close_given(INTO);
+        let _ = monitor.close_given(OUT_OF);
+    }
+}
+
 /// A blocked `cont`. Dropping it leaves `cont` blocked.
 #[derive(Debug)]
 pub struct ResumeInhibitor {
@@ -106,20 +146,7 @@ impl ResumeInhibitor {
         monitor: &mut Monitor,
         purpose: Purpose,
     ) -> Result<ResumeInhibitor, InhibitorError> {
-        if monitor.is_dumping()? {
-            return Err(InhibitorError::Dumping);
-        }
-        let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(failed("making"))?;
-        fcntl_setpipe_size(&write, PIPE_BYTES).map_err(failed("shrinking"))?;
-        let mut padding = vec![0; PIPE_BYTES];
-        padding[..MARK_BYTES].copy_from_slice(purpose.mark());
-        rustix::io::write(&write, &padding).map_err(failed("filling"))?;
-        rustix::fs::fcntl_setfl(&read, OFlags::NONBLOCK).map_err(failed("setting up"))?;
-        monitor.give(OUT_OF, read.as_fd())?;
-        monitor.give(INTO, write.as_fd())?;
-        monitor.begin_dump(INTO)?;
-        monitor.expect_dump();
-        Ok(ResumeInhibitor { read, purpose })
+        Prepared::new(monitor, purpose)?.engage(monitor)
     }
 
     /// The inhibitor of an earlier engine that was killed, if there is one.

@@ -20,7 +20,7 @@ use stillframe_qemu::monitor::{Monitor, MonitorError};
 use thiserror::Error;
 
 use crate::guardian::{Guardian, GuardianError, WayBack};
-use crate::inhibitor::{InhibitorError, Purpose, ResumeInhibitor};
+use crate::inhibitor::{InhibitorError, Prepared, Purpose, ResumeInhibitor};
 
 /// Why a VM could not be paused or resumed.
 #[derive(Debug, Error)]
@@ -65,6 +65,8 @@ struct Held<'v> {
     /// How the VM comes to run again; `None` where it was paused before, and stays so.
     way_back: Option<WayBack>,
     on_drop: OnDrop,
+    /// For a `cont` that will be blocked.
+    prepared: Option<Prepared>,
 }
 
 impl Held<'_> {
@@ -94,6 +96,9 @@ impl Held<'_> {
             Some(WayBack::Command) => self.monitor.cont().map_err(PausedError::from),
             None => Ok(()),
         };
+        if let Some(prepared) = self.prepared.take() {
+            prepared.discard(self.monitor);
+        }
         // Also where `cont` failed: the guardian would try it again on a QEMU that refuses it.
         let disarmed = self.disarm();
         sent.and(disarmed)
@@ -165,6 +170,7 @@ impl<'v> PausedVm<'v> {
             limit,
             way_back,
             on_drop: OnDrop::Resume,
+            prepared: None,
         };
         held.arm()?;
         Ok(PausedVm { held })
@@ -208,6 +214,16 @@ impl<'v> PausedVm<'v> {
     pub fn keep_paused(mut self) -> Result<(), PausedError> {
         self.held.on_drop = OnDrop::Nothing;
         self.held.disarm()
+    }
+
+    /// Does what can be done early for [`HandedOver::block_cont`].
+    ///
+    /// # Errors
+    /// The VM runs on.
+    pub fn prepare_to_hand_over(&mut self) -> Result<(), InhibitorError> {
+        let prepared = Prepared::new(self.held.monitor, Purpose::HandOver)?;
+        self.held.prepared = Some(prepared);
+        Ok(())
     }
 
     /// The VM may run in another process from here on: it stays paused, and this is on record. The guardian does not
@@ -285,6 +301,7 @@ impl<'v> HandedOver<'v> {
             limit,
             way_back: runs.then_some(WayBack::Command),
             on_drop: OnDrop::Nothing,
+            prepared: None,
         };
         HandedOver {
             held,
@@ -298,8 +315,11 @@ impl<'v> HandedOver<'v> {
     /// Another client may resume it.
     pub fn block_cont(&mut self) -> Result<(), InhibitorError> {
         if self.inhibitor.is_none() {
-            let inhibitor = ResumeInhibitor::engage(self.held.monitor, Purpose::HandOver)?;
-            self.inhibitor = Some(inhibitor);
+            let monitor = &mut *self.held.monitor;
+            self.inhibitor = Some(match self.held.prepared.take() {
+                Some(prepared) => prepared.engage(monitor)?,
+                None => ResumeInhibitor::engage(monitor, Purpose::HandOver)?,
+            });
         }
         Ok(())
     }

@@ -3,10 +3,11 @@
 //! ```text
 //!   source                                        destination
 //!     Hello {session, mode, connections,   -->      plans, starts QEMU
-//!            lanes, vm, blocks}            <--    Accepted {no_post_copy}
-//!     Join {session, number}, first on each further connection: those for pages, then the lanes
+//!            lanes, vm, blocks}
+//!     Join {session, number}, first on each connection for pages
+//!                                          <--    Accepted {no_post_copy}, when QEMU has started
 //!
-//!   pre-copy, on each connection for pages:
+//!   pre-copy, on each connection for pages, before *Accepted* already:
 //!     Pages, as often as needed            -->
 //!     Sync, after each round               <-->   Synced
 //!     Pages, while it is stopped           -->
@@ -14,10 +15,14 @@
 //!   and on the first one, each second:
 //!     Alive                                -->
 //!   post-copy, after Last on all of these:
-//!     PagesLater, Content, Outdated        -->      discards what it may not use
+//!     PagesLater                           -->
+//!     Join {session, number}, on each lane -->
+//!     Content, Outdated                    -->      discards what it may not use
 //!     Sync, before the VM is stopped       <-->   Synced
 //!     Outdated, after that                 -->
-//!   stop-copy: Content                     -->
+//!   stop-copy:
+//!     Join {session, number}, on each lane -->
+//!     Content                              -->
 //!                                          <--    Fetched
 //!   on each lane, from when the VM is stopped:
 //!     Pages                                <-->   Fetch, as often as needed

@@ -6,8 +6,9 @@
 use std::num::NonZero;
 
 use lru::LruCache;
-
 use stillframe_page::{GuestPage, PAGE};
+
+use super::slab::{Slab, Slot};
 
 /// A page in half the memory: its block and its number there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -23,18 +24,26 @@ impl From<GuestPage> for Key {
 /// Contents of pages, within a budget.
 #[derive(Debug, Default)]
 pub struct DeltaCache {
-    /// `None` for a budget below one page: nothing is kept.
-    pages: Option<LruCache<Key, Box<[u8; PAGE]>>>,
+    /// Where each page is; `None` for a budget below one page: nothing is kept.
+    pages: Option<LruCache<Key, Slot>>,
+    slab: Slab,
 }
 
 impl DeltaCache {
-    /// Keeps to `bytes` of page contents from now on; the index takes about 2 % on top.
+    /// Keeps to `bytes` of page contents from now on, rounded up to 2 MiB; the index takes about 2 % on top.
     pub fn set_budget(&mut self, bytes: u64) {
         let pages = usize::try_from(bytes / PAGE as u64).unwrap_or(usize::MAX);
         self.pages = match (NonZero::new(pages), self.pages.take()) {
-            (None, _) => None,
+            (None, _) => {
+                self.slab = Slab::default();
+                None
+            }
             (Some(pages), Some(mut kept)) => {
+                let before = kept.len();
                 kept.resize(pages);
+                if kept.len() < before {
+                    self.pack(&mut kept);
+                }
                 Some(kept)
             }
             // Unbounded at first, because a bounded one would allocate memory for all at once.
@@ -46,19 +55,46 @@ impl DeltaCache {
         };
     }
 
-    /// The content of the page at the last committed checkpoint, if that is known.
-    pub fn get(&self, page: GuestPage) -> Option<&[u8; PAGE]> {
-        let old = self.pages.as_ref()?.peek(&page.into())?;
-        Some(old)
+    /// Frees the slots of pages that are not kept any more. Pages for which there is no memory meanwhile are forgotten.
+    fn pack(&mut self, kept: &mut LruCache<Key, Slot>) {
+        let old = std::mem::take(&mut self.slab);
+        let mut lost = Vec::new();
+        for (key, slot) in kept.iter_mut() {
+            match self.slab.take() {
+                Some(new) => {
+                    *self.slab.page_mut(new) = *old.page(*slot);
+                    *slot = new;
+                }
+                None => lost.push(*key),
+            }
+        }
+        for key in &lost {
+            kept.pop(key);
+        }
     }
 
-    /// Sets the content of the page; evicts others if need be.
+    /// The content of the page at the last committed checkpoint, if that is known.
+    pub fn get(&self, page: GuestPage) -> Option<&[u8; PAGE]> {
+        let slot = self.pages.as_ref()?.peek(&page.into())?;
+        Some(self.slab.page(*slot))
+    }
+
+    /// Sets the content of the page; evicts others if need be. Without memory it is not kept.
     pub fn put(&mut self, page: GuestPage, bytes: &[u8; PAGE]) {
         let Some(pages) = &mut self.pages else { return };
         let key = page.into();
-        match pages.get_mut(&key) {
-            Some(kept) => **kept = *bytes,
-            None => drop(pages.push(key, Box::new(*bytes))),
+        let known = pages.get_mut(&key).copied();
+        let slot = known.or_else(|| {
+            let slot = match pages.len() < pages.cap().get() {
+                true => self.slab.take(),
+                false => pages.pop_lru().map(|(_, slot)| slot),
+            };
+            slot.inspect(|&slot| {
+                pages.push(key, slot);
+            })
+        });
+        if let Some(slot) = slot {
+            *self.slab.page_mut(slot) = *bytes;
         }
     }
 
@@ -72,8 +108,9 @@ impl DeltaCache {
 
     /// Forgets the content of the page.
     pub fn remove(&mut self, page: GuestPage) {
-        if let Some(pages) = &mut self.pages {
-            pages.pop(&page.into());
+        let slot = self.pages.as_mut().and_then(|it| it.pop(&page.into()));
+        if let Some(slot) = slot {
+            self.slab.give_back(slot);
         }
     }
 
@@ -82,6 +119,7 @@ impl DeltaCache {
         if let Some(pages) = &mut self.pages {
             pages.clear();
         }
+        self.slab = Slab::default();
     }
 }
 

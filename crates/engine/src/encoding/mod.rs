@@ -2,3 +2,4 @@
 
 pub mod delta_cache;
 pub mod page_encoder;
+mod slab;

@@ -92,6 +92,11 @@ impl Convergence {
         }
     }
 
+    /// The destination has said whether it can have pages later.
+    pub fn may_switch(&mut self, switch: Switch) {
+        self.switch = switch;
+    }
+
     /// How long the VM would be stopped for the pages that the last round has left.
     pub fn expected(&self) -> Duration {
         self.expected

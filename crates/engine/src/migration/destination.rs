@@ -1,6 +1,6 @@
 //! The destination: a new QEMU that is ended if anything fails before the guest runs.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,14 +8,16 @@ use stillframe_link::Stream;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::hash::ContentId;
 use stillframe_qemu::device_state;
-use stillframe_qemu::launch::{self, ArmedLoad, LaunchOptions, Launched};
+use stillframe_qemu::launch::{self, ArmedLoad, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock};
 use stillframe_qemu::record::VmRecord;
 
 use super::error::ReceiveError;
 use super::filling::{self, FilledReport, LateMemory, Missing};
 use super::handover::{Destination, Event};
+use super::incoming::Early;
 use super::lacking::Lacking;
+use super::new_qemu::{NewQemu, starting};
 use super::record::{DestinationRecord, RecordError};
 use super::takeover::{NewVm, READY_LIMIT, Takeover, TakeoverEvent, Whereabouts};
 use super::{
@@ -30,32 +32,13 @@ use crate::memory::block::Block;
 use crate::populate::eager;
 use crate::populate::lazy::supervision::Supervised;
 use crate::populate::streamed::StreamedMemory;
-use crate::restore::{self, LOAD_LIMIT, START_LIMIT};
+use crate::restore::LOAD_LIMIT;
 use crate::sink::connection::transfer_hasher;
 use crate::source::connection::FetchSession;
 use crate::verify::Image;
 
 /// Time for the monitor of a VM that an earlier engine started.
 const MONITOR_LIMIT: Duration = Duration::from_secs(10);
-
-/// The QEMU that becomes the VM.
-#[derive(Debug, Clone)]
-pub enum NewQemu {
-    /// It is started in this way.
-    Start(Box<LaunchOptions>),
-    /// Another program has started it, with this monitor and `-incoming defer`.
-    Into(PathBuf),
-}
-
-impl NewQemu {
-    /// Its monitor.
-    pub fn qmp(&self) -> &Path {
-        match self {
-            NewQemu::Start(launch) => &launch.qmp,
-            NewQemu::Into(qmp) => qmp,
-        }
-    }
-}
 
 /// How to receive.
 #[derive(Debug, Clone)]
@@ -292,7 +275,11 @@ impl Arriving {
     ) -> Result<Arriving, ReceiveError> {
         let greeting = greeting(wire)?;
         let guardian = Guardian::start()?;
-        let (mut launched, changes) = waiting(&options.qemu, &greeting.vm, &guardian)?;
+        let starting = starting(&options.qemu, &greeting.vm, &guardian)?;
+        // Pages come while QEMU starts.
+        let wires = incoming::accept(listen, &greeting.session, 0..greeting.connections)?;
+        let early = Early::start(wires)?;
+        let (mut launched, changes) = starting.wait(&greeting.vm, &guardian)?;
         let ram = launched.monitor.ram_blocks()?;
         let blocks = eager::open_blocks(&launched.process, &ram, &greeting.blocks)?;
         let (qmp, process) = (options.qemu.qmp(), &launched.process);
@@ -303,20 +290,7 @@ impl Arriving {
             _ => filling::why_not(process, &guardian, (&blocks, &ram)),
         };
         let armed = launch::arm(&mut launched)?;
-        // Where pages cannot come later, the source opens no lanes.
-        let lanes = match no_post_copy {
-            Some(_) => 0,
-            None => greeting.lanes,
-        };
         wire.send_control(&Control::Accepted { no_post_copy })?;
-        let wanted = greeting.connections + lanes;
-        let mut wires = incoming::accept(listen, &greeting.session, wanted)?;
-        let session = Arc::new(FetchSession::new(&greeting.blocks));
-        let demand = match greeting.mode {
-            Mode::StopCopy => 0,
-            _ => DEMAND_LANES,
-        };
-        filling::add_lanes(&session, wires.split_off(greeting.connections), demand)?;
         let report = ReceiveReport {
             vm: greeting.vm.label.clone(),
             pid: launched.process.pid(),
@@ -327,7 +301,7 @@ impl Arriving {
             verify: None,
         };
         let mut arriving = Arriving {
-            session,
+            session: Arc::new(FetchSession::new(&greeting.blocks)),
             greeting,
             launched,
             armed,
@@ -343,21 +317,38 @@ impl Arriving {
             report,
         };
         match arriving.greeting.mode {
-            Mode::StopCopy => arriving.fetch(wire, events)?,
-            _ => arriving.take(wire, wires)?,
+            Mode::StopCopy => {
+                arriving.lanes(listen, 0)?;
+                arriving.fetch(wire, events)?;
+            }
+            _ => arriving.take(wire, early, listen)?,
         }
         Ok(arriving)
     }
 
+    /// Waits for the connections over which pages are fetched; so many of them are for demand faults.
+    fn lanes(&self, listen: Listen<'_>, demand: usize) -> Result<(), ReceiveError> {
+        let first = self.greeting.connections;
+        let numbers = first..first + self.greeting.lanes;
+        let wires = incoming::accept(listen, &self.greeting.session, numbers)?;
+        Ok(filling::add_lanes(&self.session, wires, demand)?)
+    }
+
     /// Receives pages, and then hears which it lacks, if any are to come later.
-    fn take(&mut self, wire: &mut Wire, wires: Vec<Wire>) -> Result<(), ReceiveError> {
+    fn take(
+        &mut self,
+        wire: &mut Wire,
+        early: Early,
+        listen: Listen<'_>,
+    ) -> Result<(), ReceiveError> {
         let (process, blocks) = (&self.launched.process, &self.blocks);
         let memory = StreamedMemory::new(process, blocks, &self.greeting.blocks)?;
-        let sent = incoming::pages(wires, &memory, || rest(wire, blocks))?;
+        let sent = incoming::pages(early.stop(), &memory, || rest(wire, blocks))?;
         self.report.pages = memory.finish(sent.pages)?;
         self.state = match sent.rest {
             Rest::State(state) => state,
             Rest::PagesLater { some_sent } => {
+                self.lanes(listen, DEMAND_LANES)?;
                 let qemu = (&self.guardian, process);
                 let mut lacking = Lacking::new(process, blocks)?;
                 if !some_sent {
@@ -467,33 +458,6 @@ impl Arriving {
             report: self.report,
             lanes: self.session,
         })
-    }
-}
-
-/// A QEMU that waits for its state, and ends with this process; and how it differs from the VM's, in words.
-fn waiting(
-    qemu: &NewQemu,
-    vm: &VmRecord,
-    guardian: &Guardian,
-) -> Result<(Launched, Vec<String>), ReceiveError> {
-    match qemu {
-        NewQemu::Start(options) => {
-            let launch = LaunchOptions {
-                disks_handed_over: true,
-                ..LaunchOptions::clone(options)
-            };
-            let plan = launch::plan(vm, &launch)?;
-            let starting = restore::start(&plan, &launch, guardian)?;
-            Ok((starting.wait(START_LIMIT)?, plan.changes))
-        }
-        NewQemu::Into(qmp) => {
-            let launched = launch::adopt(qmp, vm, MONITOR_LIMIT)?;
-            guardian.on_disconnect(OnDisconnect::End {
-                pid: launched.process.pid(),
-                start_time: launched.process.start_time(),
-            })?;
-            Ok((launched, Vec::new()))
-        }
     }
 }
 

@@ -97,6 +97,9 @@ pub enum MigrateError {
 /// Why no VM was received. The new QEMU was ended.
 #[derive(Debug, Error)]
 pub enum ReceiveError {
+    /// No thread.
+    #[error("cannot start a thread")]
+    Thread(#[source] std::io::Error),
     /// The connection failed.
     #[error(transparent)]
     Connection(#[from] ConnectionError),

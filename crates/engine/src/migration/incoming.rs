@@ -1,6 +1,10 @@
-//! The destination's connections for pages. Each has a thread that writes what comes into memory.
+//! The destination's connections for pages. Each has a thread that writes what comes into memory, and before there is
+//! memory keeps it.
 
-use std::thread;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use stillframe_link::Closer;
@@ -14,6 +18,81 @@ use crate::populate::streamed::{Received, StreamWriter, StreamedMemory};
 
 /// Time for the source to open its connections.
 const OPEN_LIMIT: Duration = Duration::from_secs(60);
+
+/// Bytes of pages that are kept until there is memory for them: what a fast network carries while QEMU starts.
+const EARLY_BYTES_MAX: usize = 128 << 20;
+
+/// Connections that are read while QEMU starts. Dropped, they are closed.
+pub(super) struct Early {
+    threads: Vec<JoinHandle<Begun>>,
+    closers: Vec<Closer>,
+    stop: Arc<AtomicBool>,
+}
+
+/// A connection, and what came over it so far.
+pub(super) struct Begun {
+    wire: Wire,
+    messages: Vec<Result<Message, ConnectionError>>,
+}
+
+impl Early {
+    /// Begins to read.
+    pub fn start(wires: Vec<Wire>) -> Result<Early, ReceiveError> {
+        let mut early = Early {
+            threads: Vec::new(),
+            closers: Vec::new(),
+            stop: Arc::default(),
+        };
+        let bytes_max = EARLY_BYTES_MAX / wires.len().max(1);
+        for wire in wires {
+            early
+                .closers
+                .push(wire.closer().map_err(ReceiveError::Socket)?);
+            let stop = Arc::clone(&early.stop);
+            let thread = thread::Builder::new().name("early".to_owned());
+            let thread = thread.spawn(move || Begun::read(wire, &stop, bytes_max));
+            early.threads.push(thread.map_err(ReceiveError::Thread)?);
+        }
+        Ok(early)
+    }
+
+    /// There is memory now.
+    pub fn stop(mut self) -> Vec<Begun> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.closers.clear();
+        let threads = std::mem::take(&mut self.threads);
+        let joined = threads.into_iter().map(JoinHandle::join);
+        joined
+            .map(|begun| begun.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    }
+}
+
+impl Drop for Early {
+    fn drop(&mut self) {
+        self.closers.drain(..).for_each(|closer| closer.close());
+    }
+}
+
+impl Begun {
+    /// Reads until there is memory, which is seen at the next message: the source ends each round with one that it
+    /// expects an answer to.
+    fn read(mut wire: Wire, stop: &AtomicBool, bytes_max: usize) -> Begun {
+        let (mut messages, mut bytes) = (Vec::new(), 0);
+        loop {
+            let message = wire.receive_message();
+            let pages = match &message {
+                Ok(Message::Pages(payload)) => Some(payload.len()),
+                _ => None,
+            };
+            bytes += pages.unwrap_or(0);
+            messages.push(message);
+            if pages.is_none() || bytes > bytes_max || stop.load(Ordering::Relaxed) {
+                return Begun { wire, messages };
+            }
+        }
+    }
+}
 
 /// All that came.
 pub(super) struct Arrived<R> {
@@ -56,7 +135,7 @@ pub(super) fn await_source(
                 }
             }
         };
-        match joined(listen, session, lanes.min(LANES_MAX), ANSWER_LIMIT) {
+        match joined(listen, session, 0..lanes.min(LANES_MAX), ANSWER_LIMIT) {
             Joined::All(lanes) => return Some(Back { wire, lanes }),
             Joined::Again(wire, lanes) => came = Some((wire, lanes)),
             // It connects again.
@@ -65,13 +144,14 @@ pub(super) fn await_source(
     }
 }
 
-/// Accepts the connections of this migration, in the order of their numbers.
+/// Accepts the connections of this migration with these numbers.
 pub(super) fn accept(
     listen: Listen<'_>,
     session: &Session,
-    wanted: usize,
+    numbers: Range<usize>,
 ) -> Result<Vec<Wire>, ReceiveError> {
-    match joined(listen, session, wanted, OPEN_LIMIT) {
+    let wanted = numbers.len();
+    match joined(listen, session, numbers, OPEN_LIMIT) {
         Joined::All(wires) => Ok(wires),
         Joined::TooFew(came) => Err(ReceiveError::TooFewConnections { came, wanted }),
         // It has given up this attempt.
@@ -89,9 +169,9 @@ enum Joined {
     Again(Wire, usize),
 }
 
-fn joined(listen: Listen<'_>, session: &Session, wanted: usize, limit: Duration) -> Joined {
+fn joined(listen: Listen<'_>, session: &Session, numbers: Range<usize>, limit: Duration) -> Joined {
     let mut wires: Vec<Wire> = Vec::new();
-    while wires.len() < wanted {
+    while wires.len() < numbers.len() {
         let came = wires.len();
         let Some(mut wire) = listen(Awaited::Pages, limit) else {
             return Joined::TooFew(came);
@@ -102,7 +182,7 @@ fn joined(listen: Listen<'_>, session: &Session, wanted: usize, limit: Duration)
             Ok(Message::Control(Control::Join {
                 session: its,
                 number,
-            })) if its == *session && number == came => {
+            })) if its == *session && number == numbers.start + came => {
                 wire.limit_silence(NO_PAGES_MAX);
                 wires.push(wire);
             }
@@ -131,17 +211,17 @@ fn turn_away(mut wire: Wire, message: Result<Message, ConnectionError>, ours: &S
 
 /// Writes all pages that come, while `rest` receives what comes over the first connection.
 pub(super) fn pages<R>(
-    wires: Vec<Wire>,
+    connections: Vec<Begun>,
     memory: &StreamedMemory<'_>,
     rest: impl FnOnce() -> Result<R, ReceiveError>,
 ) -> Result<Arrived<R>, ReceiveError> {
-    let closers = wires.iter().map(|wire| wire.closer());
+    let closers = connections.iter().map(|begun| begun.wire.closer());
     let closers = closers.collect::<Result<Vec<_>, _>>();
     let closers = closers.map_err(ReceiveError::Socket)?;
     thread::scope(|scope| {
-        let threads: Vec<_> = wires
+        let threads: Vec<_> = connections
             .into_iter()
-            .map(|wire| scope.spawn(move || receive(wire, memory)))
+            .map(|begun| scope.spawn(move || receive(begun, memory)))
             .collect();
         let rest = rest();
         if rest.is_err() {
@@ -170,9 +250,10 @@ pub(super) fn pages<R>(
 }
 
 /// Writes the pages of one connection, until there are no more.
-fn receive(mut wire: Wire, memory: &StreamedMemory<'_>) -> Result<Received, ReceiveError> {
+fn receive(begun: Begun, memory: &StreamedMemory<'_>) -> Result<Received, ReceiveError> {
+    let Begun { mut wire, messages } = begun;
     let done = memory.writer().map_err(ReceiveError::from);
-    let done = done.and_then(|writer| take(&mut wire, writer));
+    let done = done.and_then(|writer| take(&mut wire, messages, writer));
     if let Err(error) = &done {
         let why = Some(crate::in_words(error));
         let word = Word::Never;
@@ -183,9 +264,15 @@ fn receive(mut wire: Wire, memory: &StreamedMemory<'_>) -> Result<Received, Rece
     done
 }
 
-fn take(wire: &mut Wire, mut writer: StreamWriter<'_>) -> Result<Received, ReceiveError> {
+fn take(
+    wire: &mut Wire,
+    early: Vec<Result<Message, ConnectionError>>,
+    mut writer: StreamWriter<'_>,
+) -> Result<Received, ReceiveError> {
+    let mut early = early.into_iter();
     loop {
-        match wire.receive_message()? {
+        let message = early.next().unwrap_or_else(|| wire.receive_message());
+        match message? {
             Message::Pages(payload) => writer.take(&payload)?,
             Message::Control(Control::Sync) => wire.send_control(&Control::Synced)?,
             Message::Control(Control::Last) => return Ok(writer.received()),

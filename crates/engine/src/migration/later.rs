@@ -23,8 +23,6 @@ pub(super) fn announce(
     mut streaming: Streaming<'_>,
     left: Option<Collected>,
 ) -> Result<(), MigrateError> {
-    let some_sent = left.is_some();
-    wire.send_control(&Control::PagesLater { some_sent })?;
     let mut left = match left {
         Some(left) => {
             let content = streaming.tracker.populated()?;

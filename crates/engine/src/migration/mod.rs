@@ -19,10 +19,12 @@ mod incoming;
 mod lacking;
 mod later;
 mod limiter;
+mod new_qemu;
 mod outgoing;
 mod pages;
 mod record;
 mod rounds;
+mod sending;
 mod sent_ids;
 mod serving;
 mod settle;
@@ -43,10 +45,11 @@ use crate::verify::VerifyReport;
 use crate::{Progress, Round};
 pub use commit::{CommitError, Wish};
 pub use destination::{
-    NewQemu, ReceiveEvent, ReceiveOptions, ReceiveSink, receive, resume as resume_receiving,
+    ReceiveEvent, ReceiveOptions, ReceiveSink, receive, resume as resume_receiving,
 };
 pub use error::{MigrateError, ReceiveError};
 pub use filling::FilledReport;
+pub use new_qemu::NewQemu;
 pub use record::RecordError;
 pub use sent_ids::PageHash;
 pub use settle::{SettleError, SettledReport, settle};

@@ -40,8 +40,9 @@ const CHUNK_PAGES: u64 = 512;
 /// Places of a block that are sent from at the same time. Memory has long stretches that compress well, which the
 /// processor limits, and long ones that do not, which the network limits.
 const PLACES: usize = 8;
-/// Batches that wait for a connection: the next is at hand when one was sent.
-const WAITING_MAX: usize = 1;
+/// Batches that wait for a connection, so that none is idle while another has pages that take long. They are page numbers
+/// only.
+const WAITING_MAX: usize = 32;
 
 /// Where the content of a batch is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::convergence::{Convergence, Next, Round, Switch};
 use super::error::MigrateError;
 use super::outgoing::Outgoing;
+use super::sending::Sending;
 use super::{MigrateEvent, MigrateOptions, MigrateSink, SkipFake, Wire};
 use crate::attach::Vm;
 use crate::memory::block::Guest;
@@ -27,11 +28,11 @@ pub(super) struct Rounds<'r> {
 
 impl<'r> Rounds<'r> {
     /// None yet.
-    pub fn new(options: &'r MigrateOptions, switch: Switch, events: MigrateSink<'r>) -> Rounds<'r> {
+    pub fn new(options: &'r MigrateOptions, events: MigrateSink<'r>) -> Rounds<'r> {
         Rounds {
             options,
             events,
-            convergence: Convergence::new(options.downtime, switch),
+            convergence: Convergence::new(options.downtime, Switch::Never),
         }
     }
 }
@@ -121,6 +122,7 @@ impl Vm {
     pub(super) fn send_running(
         &mut self,
         (wire, outgoing): (&mut Wire, &mut Outgoing),
+        sending: &mut Sending<'_>,
         rounds: &mut Rounds<'_>,
     ) -> Result<Ended, MigrateError> {
         let mut streaming = Streaming {
@@ -148,6 +150,7 @@ impl Vm {
             let pages = wanted.pages();
             let progress = &mut |progress| (rounds.events)(MigrateEvent::Progress(progress));
             outgoing.put(wire, &wanted, Guest::Running, progress)?;
+            rounds.convergence.may_switch(sending.accepted(wire)?);
             outgoing.sync(wire)?;
             let found = streaming.found()?;
             changing.found(&found.written);

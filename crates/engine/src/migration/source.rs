@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 use stillframe_qemu::monitor::{Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
 
-use super::commit::Undecided;
-use super::convergence::Switch;
+use super::commit::{CommitError, Undecided};
 use super::error::MigrateError;
 use super::handover::Source;
 use super::later;
@@ -16,75 +15,29 @@ use super::outgoing::{Common, Outgoing};
 use super::pages::SentPages;
 use super::record::{Served, SourceRecord};
 use super::rounds::Rounds;
+use super::sending::{Sending, explained};
 use super::serving::Serving;
 use super::{
-    ANSWER_LIMIT, DEMAND_LANES, END_LIMIT, MigrateEvent, MigrateOptions, MigrateReport,
-    MigrateSink, MigratedPages, Mode, Reconnect, SkipFake, Wire,
+    ANSWER_LIMIT, END_LIMIT, MigrateEvent, MigrateOptions, MigrateReport, MigrateSink,
+    MigratedPages, Mode, Reconnect, SkipFake, Wire,
 };
 use crate::attach::Vm;
 use crate::capture::device_state::StateStream;
 use crate::capture::downtime::us;
 use crate::capture::paused_vm::PausedVm;
 use crate::checkpoint::CheckpointError;
-use crate::connection::message::{Control, Message};
+use crate::connection::message::Control;
 use crate::connection::word::{Session, Word};
 use crate::memory::block::Guest;
 use crate::placement;
 use crate::sink::connection::transfer_hasher;
 use crate::streaming::Streaming;
 use crate::tracking::rewritten::{Rewritten, THREAD_DELAY};
-use crate::tracking::tracker::Tracker;
+use crate::tracking::tracker::{Collected, Tracker};
 use crate::verify::Image;
 
 /// Time for QEMU to save its device state while it is stopped.
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
-
-/// A VM on its way.
-struct Sending<'s> {
-    mode: Mode,
-    switch: Switch,
-    session: &'s Session,
-    options: &'s MigrateOptions,
-    rounds: u32,
-    /// Pages are fetched when it runs at the destination.
-    later: bool,
-}
-
-impl<'s> Sending<'s> {
-    fn new(session: &'s Session, options: &'s MigrateOptions, runs: bool) -> Sending<'s> {
-        let (mode, switch) = match options.mode {
-            None if runs => (Mode::PreCopy, Switch::IfNeeded),
-            None => (Mode::StopCopy, Switch::Never),
-            Some(Mode::Hybrid) => (Mode::Hybrid, Switch::AfterFirst),
-            Some(mode) => (mode, Switch::Never),
-        };
-        Sending {
-            mode,
-            switch,
-            session,
-            options,
-            rounds: 0,
-            later: mode == Mode::PostCopy,
-        }
-    }
-
-    /// Connections over which pages are sent.
-    fn connections(&self) -> usize {
-        match self.mode {
-            Mode::PreCopy | Mode::Hybrid => self.options.connections,
-            Mode::PostCopy | Mode::StopCopy => 0,
-        }
-    }
-
-    /// Connections over which pages are fetched.
-    fn lanes(&self) -> usize {
-        match (self.mode, self.switch) {
-            (Mode::PreCopy, Switch::Never) => 0,
-            (Mode::StopCopy, _) => self.options.connections,
-            _ => DEMAND_LANES + self.options.connections,
-        }
-    }
-}
 
 /// A VM that is stopped, and of which all was sent.
 struct Complete<'v> {
@@ -180,28 +133,49 @@ impl Vm {
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
-        sending.accepted(wire)?;
-        let mut outgoing = match sending.connections() {
-            0 => None,
-            _ => Some(self.open(&sending, reconnect)?),
-        };
-        let serving = self.lanes(&sending, reconnect)?;
-        let mut left = None;
-        if let Some(outgoing) = &mut outgoing {
-            let rounds = &mut Rounds::new(sending.options, sending.switch, events);
-            let ended = self.send_running((wire, outgoing), rounds)?;
-            (sending.rounds, sending.later) = (ended.rounds, ended.later);
-            if sending.later {
-                outgoing.last(wire)?;
-                sending.mode = Mode::Hybrid;
-                left = Some(ended.left);
-            }
+        let (mut outgoing, mut left) = (None, None);
+        if sending.connections() > 0 {
+            let sent = self.pre_copy(&mut sending, wire, reconnect, events);
+            let (connections, pages) = sent.map_err(|error| explained(wire, error))?;
+            (outgoing, left) = (Some(connections), pages);
         }
+        sending.accepted(wire)?;
+        let mut serving = None;
         if sending.later {
             events(MigrateEvent::Later);
+            let some_sent = left.is_some();
+            wire.send_control(&Control::PagesLater { some_sent })?;
+            serving = Some(self.lanes(&sending, reconnect)?);
             later::announce(wire, self.pages(), left)?;
+        } else if sending.mode == Mode::StopCopy {
+            serving = Some(self.lanes(&sending, reconnect)?);
         }
         self.send_stopped(vm, sending, wire, (outgoing, serving), events)
+    }
+
+    /// Sends pages while the VM runs, to a destination whose QEMU is still starting at first. Returns the connections, and
+    /// what is left if it is to be fetched later.
+    fn pre_copy(
+        &mut self,
+        sending: &mut Sending<'_>,
+        wire: &mut Wire,
+        reconnect: Reconnect<'_>,
+        events: MigrateSink<'_>,
+    ) -> Result<(Outgoing, Option<Collected>), MigrateError> {
+        let mut outgoing = self.open(sending, reconnect)?;
+        if sending.mode == Mode::Hybrid {
+            // If it is not possible, the user learns it before pages are sent.
+            sending.accepted(wire)?;
+        }
+        let rounds = &mut Rounds::new(sending.options, events);
+        let ended = self.send_running((wire, &mut outgoing), sending, rounds)?;
+        (sending.rounds, sending.later) = (ended.rounds, ended.later);
+        if !sending.later {
+            return Ok((outgoing, None));
+        }
+        outgoing.last(wire)?;
+        sending.mode = Mode::Hybrid;
+        Ok((outgoing, Some(ended.left)))
     }
 
     fn pages(&mut self) -> Streaming<'_> {
@@ -217,14 +191,11 @@ impl Vm {
         &self,
         sending: &Sending<'_>,
         reconnect: Reconnect<'_>,
-    ) -> Result<Option<Serving>, MigrateError> {
-        if sending.lanes() == 0 {
-            return Ok(None);
-        }
+    ) -> Result<Serving, MigrateError> {
         let blocks = self.tracker.peek().blocks().to_vec();
         let mut serving = Serving::new(sending.session, blocks, sending.lanes());
         serving.open(sending.connections(), reconnect)?;
-        Ok(Some(serving))
+        Ok(serving)
     }
 
     /// Opens the connections for pages.
@@ -268,7 +239,6 @@ impl Vm {
         let run_state = self.fit_for_a_pause()?;
         let runs = run_state.running || run_state.is_suspended();
         let options = sending.options;
-        let stopped = Instant::now();
         let Vm {
             monitor,
             guardian,
@@ -278,6 +248,8 @@ impl Vm {
             devices,
             ..
         } = self;
+        let stream = StateStream::lent(state, monitor, &target.process, guardian)?;
+        let stopped = Instant::now();
         let mut paused = PausedVm::stop(monitor, guardian, options.pause_limit, runs)?;
         let earlier = paused.monitor().client().take_events();
         earlier.map_err(MonitorError::from)?;
@@ -291,16 +263,12 @@ impl Vm {
             serving.begin();
         }
         let sent = send_rest(parts, &sending, outgoing.as_mut(), wire, events)?;
-        let stream = StateStream::lent(state, paused.monitor(), &target.process, guardian)?;
         let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
         send_state(wire, &device_state, options.verify.then_some(&*tracker))?;
         // The destination loads it meanwhile.
         expect_unchanged(paused.monitor(), tracker)?;
         devices.check(paused.monitor(), &device_state)?;
-        if !vm.disks.is_empty() {
-            paused.monitor().deactivate_disks()?;
-        }
-        vm.look_at_disks_again();
+        deactivate_disks(paused.monitor(), &mut vm)?;
         (vm.was_running, vm.was_suspended) = (run_state.running, run_state.is_suspended());
         // The lanes of a VM that is complete are of no more use.
         let (serving, unused) = match sending.later {
@@ -310,6 +278,8 @@ impl Vm {
         let served = served(serving.as_ref(), tracker);
         record.prepare(sending.session, (&vm.label, runs), &vm.disks, served)?;
         wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
+        let prepared = paused.prepare_to_hand_over();
+        prepared.map_err(CommitError::NotBlocked)?;
         if !options.verify {
             wire.limit_silence(ANSWER_LIMIT);
         }
@@ -324,24 +294,6 @@ impl Vm {
             stopped,
             _later: (outgoing, unused),
         })
-    }
-}
-
-impl Sending<'_> {
-    /// The destination has started its QEMU, and may say that it can have no pages later.
-    fn accepted(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
-        let why = match wire.receive_message()? {
-            Message::Control(Control::Accepted { no_post_copy }) => no_post_copy,
-            other => return Err(other.unexpected().into()),
-        };
-        match (why, self.mode) {
-            (None, _) | (Some(_), Mode::StopCopy) => {}
-            (Some(_), Mode::PreCopy) => self.switch = Switch::Never,
-            (Some(why), Mode::Hybrid | Mode::PostCopy) => {
-                return Err(MigrateError::NoPostCopy { why });
-            }
-        }
-        Ok(())
     }
 }
 
@@ -360,6 +312,15 @@ fn expect_unchanged(monitor: &mut Monitor, tracker: &Tracker) -> Result<(), Migr
         true => Ok(()),
         false => Err(CheckpointError::RamChanged.into()),
     }
+}
+
+/// The disks may be opened by the destination from here on.
+fn deactivate_disks(monitor: &mut Monitor, vm: &mut VmRecord) -> Result<(), MonitorError> {
+    if !vm.disks.is_empty() {
+        monitor.deactivate_disks()?;
+    }
+    vm.look_at_disks_again();
+    Ok(())
 }
 
 /// Sends the device state of a VM that is stopped, after the ids of all its pages if they are to be compared.

@@ -1,0 +1,82 @@
+//! The QEMU that becomes the VM: one that is started for it, or one that a manager has started.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use stillframe_qemu::launch::{self, LaunchOptions, Launched, Starting};
+use stillframe_qemu::record::VmRecord;
+
+use super::error::ReceiveError;
+use crate::guardian::{Guardian, OnDisconnect};
+use crate::restore::{self, START_LIMIT};
+
+/// Time for the monitor of a VM that a manager started.
+const MONITOR_LIMIT: Duration = Duration::from_secs(10);
+
+/// The QEMU that becomes the VM.
+#[derive(Debug, Clone)]
+pub enum NewQemu {
+    /// It is started in this way.
+    Start(Box<LaunchOptions>),
+    /// Another program has started it, with this monitor and `-incoming defer`.
+    Into(PathBuf),
+}
+
+impl NewQemu {
+    /// Its monitor.
+    pub fn qmp(&self) -> &Path {
+        match self {
+            NewQemu::Start(launch) => &launch.qmp,
+            NewQemu::Into(qmp) => qmp,
+        }
+    }
+}
+
+/// A QEMU that ends with this process.
+pub(super) enum NewProcess<'q> {
+    /// It was started for this VM; how it differs, in words.
+    Starting(Box<Starting>, Vec<String>),
+    /// Somebody else has started it.
+    Into(&'q Path),
+}
+
+/// Starts a QEMU, as far as its process, or names the one that is to be used.
+pub(super) fn starting<'q>(
+    qemu: &'q NewQemu,
+    vm: &VmRecord,
+    guardian: &Guardian,
+) -> Result<NewProcess<'q>, ReceiveError> {
+    let options = match qemu {
+        NewQemu::Start(options) => options,
+        NewQemu::Into(qmp) => return Ok(NewProcess::Into(qmp)),
+    };
+    let launch = LaunchOptions {
+        disks_handed_over: true,
+        ..LaunchOptions::clone(options)
+    };
+    let plan = launch::plan(vm, &launch)?;
+    let mut starting = restore::start(&plan, &launch, guardian)?;
+    starting.go();
+    Ok(NewProcess::Starting(Box::new(starting), plan.changes))
+}
+
+impl NewProcess<'_> {
+    /// Waits until it waits for its state.
+    pub fn wait(
+        self,
+        vm: &VmRecord,
+        guardian: &Guardian,
+    ) -> Result<(Launched, Vec<String>), ReceiveError> {
+        match self {
+            NewProcess::Starting(starting, changes) => Ok((starting.wait(START_LIMIT)?, changes)),
+            NewProcess::Into(qmp) => {
+                let launched = launch::adopt(qmp, vm, MONITOR_LIMIT)?;
+                guardian.on_disconnect(OnDisconnect::End {
+                    pid: launched.process.pid(),
+                    start_time: launched.process.start_time(),
+                })?;
+                Ok((launched, Vec::new()))
+            }
+        }
+    }
+}

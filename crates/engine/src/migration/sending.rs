@@ -1,0 +1,108 @@
+//! How a VM is sent: what the user wants, and what the destination can do.
+
+use std::time::Duration;
+
+use super::convergence::Switch;
+use super::error::MigrateError;
+use super::{DEMAND_LANES, MigrateOptions, Mode, Wire};
+use crate::connection::ConnectionError;
+use crate::connection::message::{Control, Message};
+use crate::connection::word::Session;
+
+/// Time for the destination's words, where it has ended the connections for pages.
+const WORDS_LIMIT: Duration = Duration::from_secs(3);
+
+/// A VM on its way.
+pub(super) struct Sending<'s> {
+    pub mode: Mode,
+    pub switch: Switch,
+    pub session: &'s Session,
+    pub options: &'s MigrateOptions,
+    pub rounds: u32,
+    /// Pages are fetched when it runs at the destination.
+    pub later: bool,
+    /// The destination has started its QEMU.
+    accepted: bool,
+}
+
+impl<'s> Sending<'s> {
+    pub fn new(session: &'s Session, options: &'s MigrateOptions, runs: bool) -> Sending<'s> {
+        let (mode, switch) = match options.mode {
+            None if runs => (Mode::PreCopy, Switch::IfNeeded),
+            None => (Mode::StopCopy, Switch::Never),
+            Some(Mode::Hybrid) => (Mode::Hybrid, Switch::AfterFirst),
+            Some(mode) => (mode, Switch::Never),
+        };
+        Sending {
+            mode,
+            switch,
+            session,
+            options,
+            rounds: 0,
+            later: mode == Mode::PostCopy,
+            accepted: false,
+        }
+    }
+
+    /// Connections over which pages are sent.
+    pub fn connections(&self) -> usize {
+        match self.mode {
+            Mode::PreCopy | Mode::Hybrid => self.options.connections,
+            Mode::PostCopy | Mode::StopCopy => 0,
+        }
+    }
+
+    /// Connections over which pages are fetched, where they are.
+    pub fn lanes(&self) -> usize {
+        match (self.mode, self.switch) {
+            (Mode::PreCopy, Switch::Never) => 0,
+            (Mode::StopCopy, _) => self.options.connections,
+            _ => DEMAND_LANES + self.options.connections,
+        }
+    }
+
+    /// Waits until the destination has started its QEMU. It may say that it can have no pages later. Returns whether it
+    /// can.
+    ///
+    /// # Errors
+    /// It has none; or it cannot have pages later, and the user wants that.
+    pub fn accepted(&mut self, wire: &mut Wire) -> Result<Switch, MigrateError> {
+        if std::mem::replace(&mut self.accepted, true) {
+            return Ok(self.switch);
+        }
+        let why = match wire.receive_message()? {
+            Message::Control(Control::Accepted { no_post_copy }) => no_post_copy,
+            other => return Err(other.unexpected().into()),
+        };
+        match (why, self.mode) {
+            (None, _) | (Some(_), Mode::StopCopy) => {}
+            (Some(_), Mode::PreCopy) => self.switch = Switch::Never,
+            (Some(why), Mode::Hybrid | Mode::PostCopy) => {
+                return Err(MigrateError::NoPostCopy { why });
+            }
+        }
+        Ok(self.switch)
+    }
+}
+
+/// The destination's own words, where it has ended the connections for pages; else this error.
+pub(super) fn explained(wire: &mut Wire, error: MigrateError) -> MigrateError {
+    let by_connection = matches!(
+        error,
+        MigrateError::Connection(_) | MigrateError::NoMoreConnections { .. }
+    );
+    if !by_connection {
+        return error;
+    }
+    wire.limit_silence(WORDS_LIMIT);
+    loop {
+        match wire.receive_message() {
+            Ok(Message::Control(Control::Accepted { .. })) => {}
+            Ok(other) => match other.unexpected() {
+                said @ ConnectionError::GaveUp { .. } => return said.into(),
+                _ => return error,
+            },
+            Err(_) => return error,
+        }
+    }
+}
