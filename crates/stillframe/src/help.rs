@@ -254,6 +254,10 @@ as --delta-cache has its old content. A page that the guest has written again be
 (--skip-fake); with `auto` a page that changes in each round waits until only such pages are left. A page that has the
 content that was sent last is not sent (--page-ids).
 
+--rehearse has the destination start QEMU and load an early device state first. A device, a disk's path or a tap that
+would make the hand-over fail is found out before any page is sent; the VM is stopped for that about as long as for the
+hand-over. `receive` then waits for the VM itself.
+
 The VM never runs on both hosts. Until it is handed over, any failure lets it run on here: an error, Ctrl-C, the end
 of the connection or of either process. If the connection is lost while it is handed over, the VM may be paused on
 both; this command tries to connect again, and then says what to do. --resume asks the destination. --take-back has

@@ -29,6 +29,9 @@
 //!
 //!     Ids (if verified), DeviceState       -->      loads the device state
 //!     Complete {vm}                        -->
+//!   rehearsal, as post-copy while the VM runs on:
+//!                                          <--    Fetched, when the state is loaded
+//!                                          <--    Rehearsed, and that is all
 //!     Word                                 <-->   Word, as the hand-over needs (docs/protocol.md)
 //!                                          <--    Alive, each second in which the VM lacks pages
 //!
@@ -75,6 +78,8 @@ pub enum Mode {
     PostCopy,
     /// All of them while it is stopped: the destination fetches them.
     StopCopy,
+    /// Never: the destination loads an early device state into a QEMU that it ends again, and fetches what that takes.
+    Rehearsal,
 }
 
 /// A message in JSON.
@@ -142,6 +147,8 @@ pub enum Control {
         /// Their numbers, ascending.
         pages: Vec<u32>,
     },
+    /// The destination has loaded the device state of a rehearsal, and ended that QEMU.
+    Rehearsed,
     /// The destination has all pages.
     Fetched,
     /// A round ends: what was sent so far is to be populated first.
@@ -220,6 +227,7 @@ impl Message {
                 Control::Content { .. } => "which pages have content",
                 Control::Fetch { .. } => "a request for pages",
                 Control::Fetched => "that it has all pages",
+                Control::Rehearsed => "that the rehearsal is over",
                 Control::Sync => "a request for an answer",
                 Control::Synced => "that all pages so far are populated",
                 Control::Last => "that no more pages come",

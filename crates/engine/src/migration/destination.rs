@@ -40,6 +40,15 @@ use crate::verify::Image;
 /// Time for the monitor of a VM that an earlier engine started.
 const MONITOR_LIMIT: Duration = Duration::from_secs(10);
 
+/// What came of a source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Received {
+    /// It is known where its VM is.
+    Over,
+    /// The VM would run here. The source will connect again, to migrate it.
+    Rehearsed,
+}
+
 /// How to receive.
 #[derive(Debug, Clone)]
 pub struct ReceiveOptions {
@@ -75,9 +84,10 @@ pub fn receive(
     listen: Listen<'_>,
     options: &ReceiveOptions,
     events: ReceiveSink<'_>,
-) -> Result<(), ReceiveError> {
+) -> Result<Received, ReceiveError> {
     let arriving = Arriving::begin(&mut wire, listen, options, events);
     let mut arriving = arriving.inspect_err(|error| give_up(&mut wire, error))?;
+    let mode = arriving.greeting.mode;
     let late = arriving.late_memory();
     let late = late.inspect_err(|error| give_up(&mut wire, error))?;
     std::thread::scope(|scope| {
@@ -90,6 +100,9 @@ pub fn receive(
             Ok((loaded, end))
         });
         let (loaded, _end) = loaded.inspect_err(|error| give_up(&mut wire, error))?;
+        if mode == Mode::Rehearsal {
+            return rehearsed(loaded, &mut wire);
+        }
         let Loaded {
             launched,
             guardian,
@@ -116,8 +129,19 @@ pub fn receive(
             alone: None,
             why: None,
         };
-        result(takeover.decide(Destination::Receiving.step(Event::Loaded)))
+        result(takeover.decide(Destination::Receiving.step(Event::Loaded)))?;
+        Ok(Received::Over)
     })
+}
+
+/// The device state is loaded: ends the QEMU.
+fn rehearsed(loaded: Loaded, wire: &mut Wire) -> Result<Received, ReceiveError> {
+    wire.send_control(&Control::Fetched)?;
+    loaded.record.remove()?;
+    // The next QEMU is started in the same place.
+    drop(loaded);
+    wire.send_control(&Control::Rehearsed)?;
+    Ok(Received::Rehearsed)
 }
 
 fn pass_on(event: TakeoverEvent<'_>, events: ReceiveSink<'_>) {
@@ -275,7 +299,7 @@ impl Arriving {
     ) -> Result<Arriving, ReceiveError> {
         let greeting = greeting(wire)?;
         let guardian = Guardian::start()?;
-        let starting = starting(&options.qemu, &greeting.vm, &guardian)?;
+        let starting = starting(&options.qemu, (&greeting.vm, greeting.mode), &guardian)?;
         // Pages come while QEMU starts.
         let wires = incoming::accept(listen, &greeting.session, 0..greeting.connections)?;
         let early = Early::start(wires)?;

@@ -62,6 +62,12 @@ pub enum MigrateError {
         /// Why not.
         why: String,
     },
+    /// The destination cannot load a device state before it has all memory.
+    #[error("the migration cannot be rehearsed: {why}. Migrate it without --rehearse")]
+    NoRehearsal {
+        /// Why not.
+        why: String,
+    },
     /// No descriptor for a socket.
     #[error("cannot prepare a connection for pages")]
     Socket(#[source] std::io::Error),
@@ -97,6 +103,11 @@ pub enum MigrateError {
 /// Why no VM was received. The new QEMU was ended.
 #[derive(Debug, Error)]
 pub enum ReceiveError {
+    /// The QEMU can be used once only.
+    #[error(
+        "a QEMU that another program has started takes a VM once: to rehearse, let `receive` start one (without --into)"
+    )]
+    NoRehearsal,
     /// No thread.
     #[error("cannot start a thread")]
     Thread(#[source] std::io::Error),

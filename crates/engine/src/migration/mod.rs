@@ -23,6 +23,7 @@ mod new_qemu;
 mod outgoing;
 mod pages;
 mod record;
+mod rehearsal;
 mod rounds;
 mod sending;
 mod sent_ids;
@@ -45,7 +46,7 @@ use crate::verify::VerifyReport;
 use crate::{Progress, Round};
 pub use commit::{CommitError, Wish};
 pub use destination::{
-    ReceiveEvent, ReceiveOptions, ReceiveSink, receive, resume as resume_receiving,
+    ReceiveEvent, ReceiveOptions, ReceiveSink, Received, receive, resume as resume_receiving,
 };
 pub use error::{MigrateError, ReceiveError};
 pub use filling::FilledReport;

@@ -6,6 +6,7 @@ use std::time::Duration;
 use stillframe_qemu::launch::{self, LaunchOptions, Launched, Starting};
 use stillframe_qemu::record::VmRecord;
 
+use super::Mode;
 use super::error::ReceiveError;
 use crate::guardian::{Guardian, OnDisconnect};
 use crate::restore::{self, START_LIMIT};
@@ -43,12 +44,13 @@ pub(super) enum NewProcess<'q> {
 /// Starts a QEMU, as far as its process, or names the one that is to be used.
 pub(super) fn starting<'q>(
     qemu: &'q NewQemu,
-    vm: &VmRecord,
+    (vm, mode): (&VmRecord, Mode),
     guardian: &Guardian,
 ) -> Result<NewProcess<'q>, ReceiveError> {
-    let options = match qemu {
-        NewQemu::Start(options) => options,
-        NewQemu::Into(qmp) => return Ok(NewProcess::Into(qmp)),
+    let options = match (qemu, mode) {
+        (NewQemu::Start(options), _) => options,
+        (NewQemu::Into(_), Mode::Rehearsal) => return Err(ReceiveError::NoRehearsal),
+        (NewQemu::Into(qmp), _) => return Ok(NewProcess::Into(qmp)),
     };
     let launch = LaunchOptions {
         disks_handed_over: true,

@@ -48,7 +48,7 @@ impl<'s> Sending<'s> {
     pub fn connections(&self) -> usize {
         match self.mode {
             Mode::PreCopy | Mode::Hybrid => self.options.connections,
-            Mode::PostCopy | Mode::StopCopy => 0,
+            Mode::PostCopy | Mode::StopCopy | Mode::Rehearsal => 0,
         }
     }
 
@@ -70,18 +70,22 @@ impl<'s> Sending<'s> {
         if std::mem::replace(&mut self.accepted, true) {
             return Ok(self.switch);
         }
-        let why = match wire.receive_message()? {
-            Message::Control(Control::Accepted { no_post_copy }) => no_post_copy,
-            other => return Err(other.unexpected().into()),
-        };
-        match (why, self.mode) {
-            (None, _) | (Some(_), Mode::StopCopy) => {}
+        match (answer(wire)?, self.mode) {
             (Some(_), Mode::PreCopy) => self.switch = Switch::Never,
             (Some(why), Mode::Hybrid | Mode::PostCopy) => {
                 return Err(MigrateError::NoPostCopy { why });
             }
+            (None, _) | (Some(_), Mode::StopCopy | Mode::Rehearsal) => {}
         }
         Ok(self.switch)
+    }
+}
+
+/// Waits until the destination has started its QEMU. Returns why it can have no pages later, if it cannot.
+pub(super) fn answer(wire: &mut Wire) -> Result<Option<String>, ConnectionError> {
+    match wire.receive_message()? {
+        Message::Control(Control::Accepted { no_post_copy }) => Ok(no_post_copy),
+        other => Err(other.unexpected()),
     }
 }
 

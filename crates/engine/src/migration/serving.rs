@@ -1,7 +1,7 @@
 //! The source's lanes: each has a thread that answers requests for pages of the stopped VM.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use stillframe_link::Closer;
 use stillframe_page::PAGE;
@@ -42,8 +42,8 @@ pub enum ServingError {
 /// What the threads share.
 #[derive(Default)]
 struct Shared {
-    /// The VM is stopped: its pages are final.
-    begun: AtomicBool,
+    /// What may be read from here on.
+    begun: OnceLock<Guest>,
     pages: AtomicU64,
     bytes: AtomicU64,
     /// Why memory cannot be read any more.
@@ -102,9 +102,9 @@ impl Serving {
         Ok(())
     }
 
-    /// The VM is stopped: requests are answered from here on.
-    pub fn begin(&self) {
-        self.shared.begun.store(true, Ordering::Release);
+    /// Requests are answered from here on. Only the pages of a VM that is stopped are final.
+    pub fn begin(&self, guest: Guest) {
+        self.shared.begun.get_or_init(|| guest);
     }
 
     /// Pages that were fetched.
@@ -168,12 +168,11 @@ impl Lane {
         let Message::Control(Control::Fetch { block, pages }) = request else {
             return Err(request.unexpected().into());
         };
-        let begun = self.shared.begun.load(Ordering::Acquire);
         let known = self.blocks.get(block).filter(|memory| {
             let inside = |&page: &u32| u64::from(page) < memory.pages();
             pages.len() <= PAGES_MAX && pages.is_sorted_by(|a, b| a < b) && pages.iter().all(inside)
         });
-        let Some(memory) = known.filter(|_| begun) else {
+        let Some((memory, &guest)) = known.zip(self.shared.begun.get()) else {
             let what = "a request for pages that cannot be had".to_owned();
             return Err(ConnectionError::Malformed { what }.into());
         };
@@ -181,12 +180,10 @@ impl Lane {
         let numbers: Vec<u64> = pages.iter().map(|&page| page.into()).collect();
         let runs = ranges::runs(&numbers);
         let mut into = ranges::split(&mut self.buffer, &runs);
-        memory
-            .read(Guest::Stopped, &mut into, &runs)
-            .inspect_err(|error| {
-                let failure = self.shared.failure.lock();
-                *failure.unwrap_or_else(PoisonError::into_inner) = Some(crate::in_words(error));
-            })?;
+        memory.read(guest, &mut into, &runs).inspect_err(|error| {
+            let failure = self.shared.failure.lock();
+            *failure.unwrap_or_else(PoisonError::into_inner) = Some(crate::in_words(error));
+        })?;
         self.writer.begin(block);
         for (page, bytes) in numbers.into_iter().zip(self.buffer.as_chunks().0) {
             self.writer.page(page, bytes)?;

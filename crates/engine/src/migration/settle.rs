@@ -20,6 +20,7 @@ use crate::connection::message::Control;
 use crate::connection::word::Word;
 use crate::guardian::Guardian;
 use crate::inhibitor::{InhibitorError, ResumeInhibitor};
+use crate::memory::block::Guest;
 use crate::populate::eager::{self, PopulateError};
 
 /// Time for the monitor of a VM that an earlier engine gave up.
@@ -119,7 +120,7 @@ fn served(
     let blocks = eager::open_blocks(process, &ram, blocks).map_err(SettleError::Memory)?;
     let blocks = blocks.into_iter().map(Arc::new).collect();
     let serving = Serving::new(&content.session, blocks, *lanes);
-    serving.begin();
+    serving.begin(Guest::Stopped);
     Ok(Some(serving))
 }
 

@@ -37,7 +37,7 @@ use crate::tracking::tracker::{Collected, Tracker};
 use crate::verify::Image;
 
 /// Time for QEMU to save its device state while it is stopped.
-const SAVE_LIMIT: Duration = Duration::from_secs(30);
+pub(super) const SAVE_LIMIT: Duration = Duration::from_secs(30);
 
 /// A VM that is stopped, and of which all was sent.
 struct Complete<'v> {
@@ -260,7 +260,7 @@ impl Vm {
             process: &target.process,
         };
         if let Some(serving) = &serving {
-            serving.begin();
+            serving.begin(Guest::Stopped);
         }
         let sent = send_rest(parts, &sending, outgoing.as_mut(), wire, events)?;
         let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;

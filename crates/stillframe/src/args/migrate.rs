@@ -125,6 +125,10 @@ pub struct MigrateArgs {
     /// When the VM's pages move
     #[arg(long, value_enum, default_value_t = ModeChoice::Auto)]
     pub mode: ModeChoice,
+    /// First have the destination load an early device state into a QEMU that it ends again: what would fail at the
+    /// hand-over fails then. The VM is stopped for it about as long as for the hand-over
+    #[arg(long)]
+    pub rehearse: bool,
     /// Compare all memory with the destination's before the VM runs there; it is stopped meanwhile
     #[arg(long)]
     pub verify: bool,
@@ -153,11 +157,11 @@ pub struct MigrateArgs {
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
     pub reconnect: Duration,
     /// Go on with a hand-over that was interrupted: ask the destination where the VM runs
-    #[arg(long, conflicts_with_all = ["mode", "verify", "take_back"])]
+    #[arg(long, conflicts_with_all = ["mode", "rehearse", "verify", "take_back"])]
     pub resume: bool,
     /// As --resume, but have the VM run here, unless it runs there; if the destination does not answer, you thereby
     /// say that it never will run there
-    #[arg(long, conflicts_with_all = ["mode", "verify"])]
+    #[arg(long, conflicts_with_all = ["mode", "rehearse", "verify"])]
     pub take_back: bool,
 }
 

@@ -27,8 +27,8 @@ pub fn run(context: &Context, args: &MigrateArgs) -> anyhow::Result<()> {
 
 fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
-    let link = connect(&args.to, security, &VERSIONS, SILENCE_MAX)?;
-    let wire = migration::connection(link);
+    let connect = || connect(&args.to, security, &VERSIONS, SILENCE_MAX);
+    let mut wire = migration::connection(connect()?);
     let always = ScheduleChoice::Always(ScheduleKind::PreCopy);
     let mut vm = capture::attach(context, &selector, always)?;
     let options = MigrateOptions {
@@ -45,6 +45,20 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
     };
     let mut meter = Meter::new(context.console);
     let mut reconnect = || reconnect(args, security);
+    if args.rehearse {
+        let rehearsed = vm.rehearse(wire, &mut reconnect, args.pause_limit);
+        let again = rehearsed
+            .map_err(anyhow::Error::from)
+            .and_then(|()| Ok(connect()?));
+        wire = match again {
+            Ok(link) => migration::connection(link),
+            Err(error) => {
+                capture::detach(context, vm);
+                return Err(error);
+            }
+        };
+        context.console.note(REHEARSED);
+    }
     let mut events = |event: MigrateEvent| match event {
         MigrateEvent::Progress(progress) => meter.show(progress.into()),
         MigrateEvent::Round(round) => context.console.note(&round_words(&round)),
@@ -58,6 +72,10 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
     context.console.result(&report, || words(&report))?;
     Ok(())
 }
+
+/// Said when nothing is in the way.
+const REHEARSED: &str =
+    "rehearsed: the destination has started a QEMU and loaded an early device state into it";
 
 /// Said before a VM runs without all its memory.
 const LATER: &str = "the rest of the memory moves when the VM runs at the destination; if a host or a QEMU is lost \

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use serde_json::json;
 use stillframe_engine::migration::{
-    self, Awaited, FilledReport, NewQemu, ReceiveEvent, ReceiveOptions, ReceiveReport, SILENCE_MAX,
-    VERSIONS,
+    self, Awaited, FilledReport, NewQemu, ReceiveEvent, ReceiveOptions, ReceiveReport, Received,
+    SILENCE_MAX, VERSIONS,
 };
 use stillframe_link::{ConnectError, Identity, Listener, Security};
 
@@ -54,13 +54,19 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
     };
     match args.resume {
         true => migration::resume_receiving(options.qemu.qmp(), &mut again, &mut events)?,
-        false => {
+        false => loop {
             let wire = migration::connection(listener.wait(refused)?);
-            migration::receive(wire, &mut again, &options, &mut events)?;
-        }
+            match migration::receive(wire, &mut again, &options, &mut events)? {
+                Received::Over => break,
+                Received::Rehearsed => context.console.note(REHEARSED),
+            }
+        },
     }
     Ok(printed?)
 }
+
+/// Said when the VM itself is still to come.
+const REHEARSED: &str = "a migration was rehearsed; the VM itself is waited for";
 
 /// The QEMU that the command line names, or how to start one.
 fn qemu(args: &ReceiveArgs) -> anyhow::Result<NewQemu> {

@@ -12,6 +12,7 @@ mod lazy;
 mod migrate;
 mod names;
 mod post_copy;
+mod rehearsal;
 mod restore;
 mod rewind;
 mod shape;

@@ -1,0 +1,104 @@
+//! A migration that is tried out while the VM runs on: what would fail at the hand-over fails here.
+//!
+//! It is post-copy of a VM that is resumed. The destination starts its QEMU as it will later, loads an early device state,
+//! fetches the few pages that loading touches, and ends the QEMU again. Until it has loaded, the VM stays stopped, because
+//! devices compare their state with what lies in memory: a queue that has gone on since would look broken.
+
+use std::time::Duration;
+
+use stillframe_qemu::record::VmRecord;
+
+use super::error::MigrateError;
+use super::serving::Serving;
+use super::source::SAVE_LIMIT;
+use super::{DEMAND_LANES, Mode, Reconnect, Wire, sending};
+use crate::attach::Vm;
+use crate::capture::device_state::StateStream;
+use crate::capture::paused_vm::PausedVm;
+use crate::connection::message::Control;
+use crate::connection::word::{Session, Word};
+use crate::memory::block::Guest;
+
+/// The VM is stopped for the destination to load its device state for no longer than this.
+const HELD_MAX: Duration = Duration::from_millis(250);
+
+impl Vm {
+    /// Rehearses a migration over a connection on which nothing was sent yet. The VM is stopped for about as long
+    /// as in the hand-over.
+    ///
+    /// # Errors
+    /// The migration would fail, or cannot be rehearsed. The VM runs on here.
+    pub fn rehearse(
+        &mut self,
+        mut wire: Wire,
+        reconnect: Reconnect<'_>,
+        pause_limit: Duration,
+    ) -> Result<(), MigrateError> {
+        let rehearsed = self.try_out(&mut wire, reconnect, pause_limit);
+        rehearsed.inspect_err(|error| {
+            let why = Some(crate::in_words(error));
+            let word = Word::Settled;
+            // If it cannot be informed any more, it sees that the connection ends.
+            let _ = wire.send_control(&Control::Word { word, why });
+        })
+    }
+
+    fn try_out(
+        &mut self,
+        wire: &mut Wire,
+        reconnect: Reconnect<'_>,
+        pause_limit: Duration,
+    ) -> Result<(), MigrateError> {
+        let session = Session::random().map_err(MigrateError::Random)?;
+        let vm = self.record()?;
+        wire.send_control(&Control::Hello {
+            session: session.clone(),
+            mode: Mode::Rehearsal,
+            connections: 0,
+            lanes: DEMAND_LANES,
+            vm: Box::new(vm.clone()),
+            blocks: self.tracker.shape(),
+        })?;
+        if let Some(why) = sending::answer(wire)? {
+            return Err(MigrateError::NoRehearsal { why });
+        }
+        wire.send_control(&Control::PagesLater { some_sent: false })?;
+        let blocks = self.tracker.peek().blocks().to_vec();
+        let mut serving = Serving::new(&session, blocks, DEMAND_LANES);
+        serving.open(0, reconnect)?;
+        let content = self.tracker.populated()?.drained(&mut self.monitor)?;
+        wire.send_content(&content.written)?;
+        // They may be read after the VM is resumed.
+        serving.begin(Guest::Running);
+        self.load_there(wire, vm, pause_limit)?;
+        wire.expect(|control| matches!(control, Control::Fetched))?;
+        Ok(wire.expect(|control| matches!(control, Control::Rehearsed))?)
+    }
+
+    /// Has the destination load the device state, while the VM is stopped, unless that takes too long.
+    fn load_there(
+        &mut self,
+        wire: &mut Wire,
+        vm: VmRecord,
+        pause_limit: Duration,
+    ) -> Result<(), MigrateError> {
+        let run_state = self.fit_for_a_pause()?;
+        let runs = run_state.running || run_state.is_suspended();
+        let stream = StateStream::lent(
+            &mut self.state,
+            &mut self.monitor,
+            &self.target.process,
+            &self.guardian,
+        )?;
+        let mut paused = PausedVm::stop(&mut self.monitor, &self.guardian, pause_limit, runs)?;
+        let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
+        wire.send_device_state(&device_state)?;
+        wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
+        wire.has_input(HELD_MAX);
+        match runs {
+            true => paused.resume()?,
+            false => paused.keep_paused()?,
+        }
+        Ok(())
+    }
+}
