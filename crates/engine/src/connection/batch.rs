@@ -2,14 +2,16 @@
 //!
 //! ```text
 //!   block u32 | pages u32 | deltas u32                           little-endian
-//!   pages:   number u32 | kind u8 | length u16 | payload         ascending; kinds of `stillframe_page::encoding`
-//!   deltas:  length u32 | payload                                `stillframe_page::delta`
+//!   numbers:  number u32 of each page                            ascending
+//!   contents: pages u8 | kind u8 | length u32 | payload          of as many pages; kinds of `stillframe_page::encoding`
+//!   deltas:   length u32 | payload                               `stillframe_page::delta`
 //! ```
 //!
-//! A page that is neither among the pages nor in a delta is unchanged.
+//! A page that is neither among the pages nor in a delta is unchanged. Pages that follow each other are compressed together
+//! if they look alike: each for itself they take half as much again, and noise among them would spoil it.
 
 use stillframe_page::delta::Delta;
-use stillframe_page::encoding::{Decoder, Encoder, Kind};
+use stillframe_page::encoding::{Decoder, Encoder, EncodingError, Kind};
 use stillframe_page::{PAGE, is_zero};
 
 use super::{ConnectionError, malformed};
@@ -20,20 +22,55 @@ pub const PAGES_MAX: usize = 2048;
 
 /// Zstandard level, as the repository's.
 const LEVEL: i32 = 1;
-/// Pages in a row that do not compress. After these only one page of [`TRY_ONE_OF`] is tried: memory has long
-/// stretches that do not.
-const FAILURES_MAX: u32 = 8;
-/// See [`FAILURES_MAX`].
+/// Pages that are compressed together, at most: 64 KiB.
+const TOGETHER_MAX: usize = 16;
+/// Contents of noise of which one is compressed in a trial: it may look like noise only.
 const TRY_ONE_OF: u32 = 8;
+/// Bytes of a page by which noise is known, and how many different ones it has among them, of 162 that are expected.
+const LOOKS: usize = 256;
+const DIFFERENT_MIN: u32 = 140;
+
+/// What pages are compressed as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Likeness {
+    Zero,
+    /// It will compress.
+    Plain,
+    /// It hardly will.
+    Noise,
+}
+
+impl Likeness {
+    fn of(page: &[u8; PAGE]) -> Likeness {
+        if is_zero(page) {
+            return Likeness::Zero;
+        }
+        let mut seen = [0u64; 4];
+        for &byte in page.iter().step_by(PAGE / LOOKS) {
+            seen[usize::from(byte >> 6)] |= 1 << (byte & 63);
+        }
+        match seen.iter().map(|bits| bits.count_ones()).sum::<u32>() >= DIFFERENT_MIN {
+            true => Likeness::Noise,
+            false => Likeness::Plain,
+        }
+    }
+}
 
 /// Puts batches together; keeps its memory.
 pub struct BatchWriter {
     encoder: Encoder,
+    /// The head of the batch, and the numbers of its pages.
     payload: Vec<u8>,
+    /// Their contents, and deltas after them.
+    contents: Vec<u8>,
     pages: u32,
     deltas: u32,
-    /// Pages of the batch since the last one that compressed, or was zero.
-    failures: u32,
+    /// Pages that wait to be compressed together, what they look like, and how many they are.
+    plain: Vec<u8>,
+    likeness: Likeness,
+    together: usize,
+    /// Contents of noise since the last one that was tried.
+    untried: u32,
 }
 
 impl BatchWriter {
@@ -45,21 +82,28 @@ impl BatchWriter {
         Ok(BatchWriter {
             encoder: Encoder::new(LEVEL)?,
             payload: Vec::new(),
+            contents: Vec::new(),
             pages: 0,
             deltas: 0,
-            failures: 0,
+            plain: Vec::new(),
+            likeness: Likeness::Zero,
+            together: 0,
+            untried: 0,
         })
     }
 
     /// Begins a batch of block number `block`.
     pub fn begin(&mut self, block: usize) {
         self.payload.clear();
+        self.contents.clear();
+        self.plain.clear();
+        self.together = 0;
         // A VM has less than 2^32 blocks. Counts are written at the end.
         self.payload.extend((block as u32).to_le_bytes());
         self.payload.extend([0; 8]);
         (self.pages, self.deltas) = (0, 0);
         // Other places may compress.
-        self.failures = 0;
+        self.untried = 0;
     }
 
     /// Adds a page, whose number is above those before. Pages come before deltas.
@@ -69,41 +113,78 @@ impl BatchWriter {
     pub fn page(&mut self, page: u64, bytes: &[u8; PAGE]) -> Result<(), ConnectionError> {
         // A block has less than 2^30 pages.
         self.payload.extend((page as u32).to_le_bytes());
-        let place = self.payload.len();
-        self.payload.extend([0; 3]);
-        let tried = self.failures < FAILURES_MAX || self.failures.is_multiple_of(TRY_ONE_OF);
-        let kind = match tried || is_zero(bytes) {
-            true => self.encoder.encode(bytes, &mut self.payload)?,
-            false => {
-                self.payload.extend_from_slice(bytes);
-                Kind::Raw
-            }
-        };
-        self.failures = match kind {
-            Kind::Raw => self.failures.wrapping_add(1),
-            _ => 0,
-        };
-        let length = self.payload.len() - place - 3;
-        self.payload[place] = kind.number();
-        // At most a page.
-        self.payload[place + 1..place + 3].copy_from_slice(&(length as u16).to_le_bytes());
+        let likeness = Likeness::of(bytes);
+        if likeness != self.likeness || self.together == TOGETHER_MAX {
+            self.compress()?;
+        }
+        self.likeness = likeness;
+        if likeness != Likeness::Zero {
+            self.plain.extend_from_slice(bytes);
+        }
+        self.together += 1;
         self.pages += 1;
         Ok(())
     }
 
-    /// Adds a delta.
-    pub fn delta(&mut self, delta: &[u8]) {
+    /// Writes the pages that wait.
+    fn compress(&mut self) -> Result<(), EncodingError> {
+        let count = std::mem::take(&mut self.together);
+        if count == 0 {
+            return Ok(());
+        }
+        // At most TOGETHER_MAX.
+        self.contents.push(count as u8);
+        let place = self.contents.len();
+        self.contents.extend([0; 5]);
+        let tried = match self.likeness {
+            Likeness::Zero | Likeness::Plain => true,
+            Likeness::Noise => {
+                let tried = self.untried.is_multiple_of(TRY_ONE_OF);
+                self.untried = self.untried.wrapping_add(1);
+                tried
+            }
+        };
+        let kind = match (self.likeness, tried) {
+            (Likeness::Zero, _) => Kind::Zero,
+            (_, true) => self.encoder.encode(&self.plain, &mut self.contents)?,
+            (_, false) => {
+                self.contents.extend_from_slice(&self.plain);
+                Kind::Raw
+            }
+        };
+        if kind == Kind::Zstd {
+            self.untried = 0;
+        }
+        self.plain.clear();
+        let length = self.contents.len() - place - 5;
+        self.contents[place] = kind.number();
+        self.contents[place + 1..place + 5].copy_from_slice(&(length as u32).to_le_bytes());
+        Ok(())
+    }
+
+    /// Adds a delta. No pages come after it.
+    ///
+    /// # Errors
+    /// The compressor failed.
+    pub fn delta(&mut self, delta: &[u8]) -> Result<(), ConnectionError> {
+        self.compress()?;
         // A delta is shorter than the pages that it changes.
-        self.payload.extend((delta.len() as u32).to_le_bytes());
-        self.payload.extend(delta);
+        self.contents.extend((delta.len() as u32).to_le_bytes());
+        self.contents.extend(delta);
         self.deltas += 1;
+        Ok(())
     }
 
     /// The payload.
-    pub fn finish(&mut self) -> &[u8] {
+    ///
+    /// # Errors
+    /// The compressor failed.
+    pub fn finish(&mut self) -> Result<&[u8], ConnectionError> {
+        self.compress()?;
         self.payload[4..8].copy_from_slice(&self.pages.to_le_bytes());
         self.payload[8..12].copy_from_slice(&self.deltas.to_le_bytes());
-        &self.payload
+        self.payload.extend_from_slice(&self.contents);
+        Ok(&self.payload)
     }
 }
 
@@ -112,7 +193,9 @@ impl BatchWriter {
 pub struct Batch<'p> {
     /// The number of the block.
     pub block: usize,
-    pages: Vec<(u32, u8, &'p [u8])>,
+    pages: Vec<u32>,
+    /// How many of the pages each of these holds, its kind, and its payload.
+    contents: Vec<(usize, u8, &'p [u8])>,
     /// Deltas against the pages' contents at the receiver.
     pub deltas: Vec<Delta>,
 }
@@ -134,21 +217,30 @@ impl<'p> Batch<'p> {
         let mut batch = Batch {
             block,
             pages: Vec::with_capacity(count),
+            contents: Vec::new(),
             deltas: Vec::new(),
         };
         for _ in 0..count {
             let page = input.u32()?;
-            let kind = input.take(1)?[0];
-            Kind::from_number(kind)?;
-            let length = u16::from_le_bytes([input.take(1)?[0], input.take(1)?[0]]);
-            let encoded = input.take(length.into())?;
             let before = batch.pages.last();
-            if u64::from(page) >= limit.pages || before.is_some_and(|&(last, ..)| last >= page) {
+            if u64::from(page) >= limit.pages || before.is_some_and(|&last| last >= page) {
                 return Err(malformed(
                     "pages that do not ascend, or lie outside their block",
                 ));
             }
-            batch.pages.push((page, kind, encoded));
+            batch.pages.push(page);
+        }
+        let mut left = count;
+        while left > 0 {
+            let together = usize::from(input.take(1)?[0]);
+            if together == 0 || together > TOGETHER_MAX.min(left) {
+                return Err(malformed("contents of no page, or of too many"));
+            }
+            left -= together;
+            let kind = input.take(1)?[0];
+            Kind::from_number(kind)?;
+            let length = input.u32()? as usize;
+            batch.contents.push((together, kind, input.take(length)?));
         }
         for _ in 0..deltas {
             let length = input.u32()? as usize;
@@ -167,7 +259,7 @@ impl<'p> Batch<'p> {
 
     /// The numbers of its pages, ascending; deltas have their own.
     pub fn numbers(&self) -> impl Iterator<Item = u64> + '_ {
-        self.pages.iter().map(|&(page, ..)| page.into())
+        self.pages.iter().map(|&page| page.into())
     }
 
     /// Decodes the pages, adjacent ones together; `take` gets the number of the first, and the bytes of all.
@@ -180,17 +272,21 @@ impl<'p> Batch<'p> {
         mut take: impl FnMut(u64, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (mut first, mut bytes, mut decoded) = (0, Vec::new(), Vec::new());
-        for &(page, kind, encoded) in &self.pages {
-            let decoding = decoder.decode(kind, encoded, PAGE, &mut decoded);
+        let mut pages = self.pages.iter();
+        for &(together, kind, encoded) in &self.contents {
+            let decoding = decoder.decode(kind, encoded, together * PAGE, &mut decoded);
             decoding.map_err(ConnectionError::from)?;
-            if !bytes.is_empty() && u64::from(page) != first + (bytes.len() / PAGE) as u64 {
-                take(first, &bytes)?;
-                bytes.clear();
+            // In this order: the last page is not taken in vain.
+            for (content, &page) in decoded.as_chunks::<PAGE>().0.iter().zip(pages.by_ref()) {
+                if !bytes.is_empty() && u64::from(page) != first + (bytes.len() / PAGE) as u64 {
+                    take(first, &bytes)?;
+                    bytes.clear();
+                }
+                if bytes.is_empty() {
+                    first = page.into();
+                }
+                bytes.extend_from_slice(content);
             }
-            if bytes.is_empty() {
-                first = page.into();
-            }
-            bytes.extend_from_slice(&decoded);
         }
         match bytes.is_empty() {
             true => Ok(()),
@@ -251,7 +347,7 @@ mod tests {
         for (&page, &seed) in pages {
             writer.page(page, &content(seed)).unwrap();
         }
-        writer.finish().to_vec()
+        writer.finish().unwrap().to_vec()
     }
 
     proptest! {

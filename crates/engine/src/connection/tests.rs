@@ -200,7 +200,9 @@ fn serve(stream: UnixStream, memory: &Memory) {
         for page in pages {
             writer.page(page.into(), &memory[&page.into()]).unwrap();
         }
-        connection.send(Kind::Pages, writer.finish()).unwrap();
+        connection
+            .send(Kind::Pages, writer.finish().unwrap())
+            .unwrap();
     }
 }
 
@@ -214,7 +216,9 @@ fn other_pages_than_were_asked_for_are_refused() {
         let mut writer = BatchWriter::new().unwrap();
         writer.begin(1);
         writer.page(8, &content(8, 1)).unwrap();
-        connection.send(Kind::Pages, writer.finish()).unwrap();
+        connection
+            .send(Kind::Pages, writer.finish().unwrap())
+            .unwrap();
     });
     let session = Arc::new(FetchSession::new(&shapes()));
     session.add(Lane::Bulk, Connection::new(ours)).unwrap();

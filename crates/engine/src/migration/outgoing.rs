@@ -8,6 +8,7 @@
 //! Every version of a page goes over the same connection, so that the last one arrives last. A connection takes a
 //! batch when it has sent the one before: pages are read late, and left out when they have changed again.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -44,6 +45,9 @@ const PLACES: usize = 8;
 /// only.
 const WAITING_MAX: usize = 32;
 
+/// Of a chunk, more than one page in so many has to be written again for it to be sent at the end of the round.
+const HOT: u64 = 64;
+
 /// Where the content of a batch is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Content {
@@ -55,14 +59,17 @@ enum Content {
     Zero,
 }
 
+/// Pages of one block.
+#[derive(Debug, Clone)]
+struct Batch {
+    block: usize,
+    pages: Vec<Range<u64>>,
+    content: Content,
+}
+
 /// Work for a connection.
 enum Task {
-    /// Pages of one block.
-    Batch {
-        block: usize,
-        pages: Vec<Range<u64>>,
-        content: Content,
-    },
+    Batch(Batch),
     /// The destination is to have all pages so far.
     Sync,
     /// There are no more.
@@ -220,12 +227,12 @@ impl Outgoing {
         (block, mut pages, content): (usize, Vec<Range<u64>>, Content),
     ) -> Result<(), MigrateError> {
         pages.sort_unstable_by_key(|range| range.start);
-        let batch = Task::Batch {
+        let batch = Batch {
             block,
             pages,
             content,
         };
-        self.order(wire, number, batch)
+        self.order(wire, number, Task::Batch(batch))
     }
 
     /// Sends some pages that were sent before, and will be sent again. Whether they take less than half of the bytes of
@@ -345,6 +352,24 @@ fn mixed(count: usize) -> impl Iterator<Item = usize> {
     each.filter(move |&number| number < count)
 }
 
+/// Those of these ranges, each within a chunk, of which many pages are among the rewritten ones. Both ascend.
+fn hot_ranges(pages: &[Range<u64>], rewritten: &[Range<u64>]) -> Vec<Range<u64>> {
+    let parts = pages.iter().cloned().flat_map(chunks);
+    let of_chunk = |range: &Range<u64>| range.start / CHUNK_PAGES;
+    let mut counts: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
+    for range in pages.iter().cloned().flat_map(chunks) {
+        counts.entry(of_chunk(&range)).or_default().0 += range.end - range.start;
+    }
+    for range in rewritten.iter().cloned().flat_map(chunks) {
+        counts.entry(of_chunk(&range)).or_default().1 += range.end - range.start;
+    }
+    let is_hot = |range: &Range<u64>| {
+        let (all, hot) = counts[&of_chunk(range)];
+        hot * HOT > all
+    };
+    parts.filter(is_hot).collect()
+}
+
 /// Cuts pages where another connection begins.
 fn chunks(pages: Range<u64>) -> impl Iterator<Item = Range<u64>> {
     let mut next = pages.start;
@@ -377,43 +402,74 @@ impl PageSender {
     fn run(mut self, tasks: &Receiver<Task>, done: &Sender<Sent>) -> Result<(), MigrateError> {
         // While the guest is stopped, all processors are free.
         let mut placement = Some(AffinityGuard::to(&self.common.processors));
+        let mut last = Vec::new();
         for task in tasks {
-            match task {
-                Task::Batch {
-                    block,
-                    pages,
-                    content,
-                } => {
-                    self.send(block, pages, content, &mut placement)?;
+            let batch = match task {
+                Task::Batch(batch) => batch,
+                Task::Sync | Task::Last => {
+                    for batch in last.drain(..) {
+                        self.send(batch, &mut placement)?;
+                    }
+                    self.end(task, done)?;
                     continue;
                 }
-                Task::Sync => {
-                    let wire = self.sink.connection();
-                    wire.send_control(&Control::Sync)?;
-                    match wire.receive_message()? {
-                        Message::Control(Control::Synced) => {}
-                        other => return Err(other.unexpected().into()),
-                    }
-                }
-                Task::Last => self.sink.connection().send_control(&Control::Last)?,
-            }
-            let sent = Sent {
-                pages: self.pages.counts(),
-                bytes: self.sink.bytes_sent(),
             };
-            // It is awaited, unless the migration has failed.
-            let _ = done.send(sent);
+            let (batch, hot) = self.without_hot(batch)?;
+            last.extend(hot);
+            self.send(batch, &mut placement)?;
         }
+        Ok(())
+    }
+
+    /// Takes out the chunks of which the guest writes so much that they are better sent at the end of the round: most of
+    /// their pages will have been written again by then, and are left out.
+    fn without_hot(&self, mut batch: Batch) -> Result<(Batch, Option<Batch>), MigrateError> {
+        if batch.content != Content::Memory(Guest::Running) {
+            return Ok((batch, None));
+        }
+        let rewritten = self.common.rewritten.among(batch.block, &batch.pages)?;
+        let hot = hot_ranges(&batch.pages, &rewritten);
+        batch.pages = subtract(&batch.pages, &hot);
+        let hot = Batch {
+            pages: hot,
+            ..batch.clone()
+        };
+        Ok((batch, (!hot.pages.is_empty()).then_some(hot)))
+    }
+
+    /// All pages so far are sent, or all there are.
+    fn end(&mut self, task: Task, done: &Sender<Sent>) -> Result<(), MigrateError> {
+        match task {
+            Task::Batch(_) => {}
+            Task::Sync => {
+                let wire = self.sink.connection();
+                wire.send_control(&Control::Sync)?;
+                match wire.receive_message()? {
+                    Message::Control(Control::Synced) => {}
+                    other => return Err(other.unexpected().into()),
+                }
+            }
+            Task::Last => self.sink.connection().send_control(&Control::Last)?,
+        }
+        let sent = Sent {
+            pages: self.pages.counts(),
+            bytes: self.sink.bytes_sent(),
+        };
+        // It is awaited, unless the migration has failed.
+        let _ = done.send(sent);
         Ok(())
     }
 
     fn send(
         &mut self,
-        block: usize,
-        mut pages: Vec<Range<u64>>,
-        content: Content,
+        batch: Batch,
         placement: &mut Option<AffinityGuard>,
     ) -> Result<(), MigrateError> {
+        let Batch {
+            block,
+            mut pages,
+            content,
+        } = batch;
         let memory = &self.common.blocks[block];
         match content {
             Content::Memory(Guest::Running) => {
@@ -458,6 +514,18 @@ mod tests {
             all.sort_unstable();
             assert!(all.into_iter().eq(0..count));
         }
+    }
+
+    #[test]
+    fn a_chunk_is_hot_where_many_of_its_pages_were_written_again() {
+        let pages = [0..512, 600..610, 1000..1200, 2048..2560];
+        let of = |rewritten: &[Range<u64>]| hot_ranges(&pages, rewritten);
+        assert_eq!(of(&[]), []);
+        assert_eq!(of(&[0..8, 2048..2056]), []);
+        assert_eq!(of(&[0..9, 2048..2056]), vec![0..512; 1]);
+        // What is left of the chunk of 512..1024 are 34 pages.
+        assert_eq!(of(&vec![605..606; 1]), [600..610, 1000..1024]);
+        assert_eq!(of(&vec![1100..1110; 1]), vec![1024..1200; 1]);
     }
 
     #[test]

@@ -188,7 +188,7 @@ impl Lane {
         for (page, bytes) in numbers.into_iter().zip(self.buffer.as_chunks().0) {
             self.writer.page(page, bytes)?;
         }
-        self.wire.send(Kind::Pages, self.writer.finish())?;
+        self.wire.send(Kind::Pages, self.writer.finish()?)?;
         let pages = self.buffer.len() / PAGE;
         self.shared.pages.fetch_add(pages as u64, Ordering::Relaxed);
         Ok(())

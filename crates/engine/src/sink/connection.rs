@@ -77,10 +77,10 @@ impl<S: Write> PageSink for ConnectionPages<S> {
             }
         }
         for delta in &batch.deltas {
-            self.writer.delta(&delta.bytes);
+            self.writer.delta(&delta.bytes)?;
         }
         if contents.iter().any(|&content| content != Content::Known) {
-            self.connection.send(Kind::Pages, self.writer.finish())?;
+            self.connection.send(Kind::Pages, self.writer.finish()?)?;
         }
         Ok(contents)
     }
