@@ -350,7 +350,7 @@ impl Arriving {
         Ok(arriving)
     }
 
-    /// Waits for the connections over which pages are fetched; so many of them are for demand faults.
+    /// Waits for the connections over which pages are fetched, the first `demand` of them for demand faults.
     fn lanes(&self, listen: Listen<'_>, demand: usize) -> Result<(), ReceiveError> {
         let first = self.greeting.connections;
         let numbers = first..first + self.greeting.lanes;

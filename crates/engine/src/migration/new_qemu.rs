@@ -37,7 +37,7 @@ impl NewQemu {
 pub(super) enum NewProcess<'q> {
     /// It was started for this VM; how it differs, in words.
     Starting(Box<Starting>, Vec<String>),
-    /// Somebody else has started it.
+    /// A manager has started it.
     Into(&'q Path),
 }
 

@@ -45,7 +45,7 @@ const PLACES: usize = 8;
 /// only.
 const WAITING_MAX: usize = 32;
 
-/// Of a chunk, more than one page in so many has to be written again for it to be sent at the end of the round.
+/// A chunk is sent at the end of the round if more than one page in this number was written again.
 const HOT: u64 = 64;
 
 /// Where the content of a batch is.
@@ -421,8 +421,8 @@ impl PageSender {
         Ok(())
     }
 
-    /// Takes out the chunks of which the guest writes so much that they are better sent at the end of the round: most of
-    /// their pages will have been written again by then, and are left out.
+    /// Takes out the chunks that the guest is writing. At the end of the round most of their pages will have been written
+    /// again, and are left out.
     fn without_hot(&self, mut batch: Batch) -> Result<(Batch, Option<Batch>), MigrateError> {
         if batch.content != Content::Memory(Guest::Running) {
             return Ok((batch, None));
