@@ -66,8 +66,10 @@ impl Vm {
         let blocks = self.tracker.peek().blocks().to_vec();
         let mut serving = Serving::new(&session, blocks, DEMAND_LANES);
         serving.open(0, reconnect)?;
-        let content = self.tracker.populated()?.drained(&mut self.monitor)?;
-        wire.send_content(&content.written)?;
+        // Any page may have content when the VM is stopped; one that is taken for zero would make a queue look broken.
+        let shape = self.tracker.shape();
+        let all = shape.iter().map(|block| vec![0..block.pages; 1]);
+        wire.send_content(&all.collect())?;
         // They may be read after the VM is resumed.
         serving.begin(Guest::Running);
         self.load_there(wire, vm, pause_limit)?;
