@@ -15,6 +15,7 @@ pub mod kernel;
 pub mod memory;
 pub mod migration;
 pub mod network;
+pub mod programs;
 pub mod qmp;
 pub mod random;
 pub mod relay;

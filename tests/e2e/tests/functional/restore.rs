@@ -11,6 +11,7 @@ use stillframe_harness::guest::{Guest, Kind, Setup, Workload};
 use stillframe_harness::health::{
     checkpoints, expect_nothing_left, expect_untouched, processes_with,
 };
+use stillframe_harness::programs;
 use stillframe_harness::qmp::Qmp;
 use stillframe_harness::restored::Restored;
 use stillframe_harness::running::PATIENCE;
@@ -262,10 +263,9 @@ fn paths_are_taken_from_where_the_user_is() -> Result<()> {
 /// The guest relies on what its processors could do; where that is missing, nothing is loaded.
 #[test]
 fn processors_that_lack_something_are_refused() -> Result<()> {
-    use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir()?;
     let program = folder.path().join("qemu-system-x86_64");
-    std::fs::copy(which("qemu-system-x86_64")?, &program)?;
+    programs::copy(&which("qemu-system-x86_64")?, &program)?;
     let mut setup = Setup::small(Kind::Private, "able");
     setup = setup.with(&["-L", "/usr/share/qemu", "-L", "/usr/share/seabios"]);
     setup.program = program.clone();
@@ -276,8 +276,7 @@ fn processors_that_lack_something_are_refused() -> Result<()> {
     // The same QEMU on a host of other processors.
     std::fs::remove_file(&program)?;
     let script = "#!/bin/sh\nexec qemu-system-x86_64 \"$@\" -cpu qemu64,-sse3,-popcnt\n";
-    std::fs::write(&program, script)?;
-    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755))?;
+    programs::script(&program, script)?;
     let qmp = folder.path().join("new.qmp").display().to_string();
     for more in [&[][..], &["--lazy"]] {
         let line = [&["restore", "latest", "--qmp", &qmp], more].concat();

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use stillframe_harness::cli::{Stillframe, binary};
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::{checkpoints, expect_whole, processes_with};
+use stillframe_harness::programs;
 use stillframe_harness::restored::Restored;
 use stillframe_harness::running::{Ended, PATIENCE, Running, signal};
 
@@ -34,7 +35,7 @@ fn expect_one_error(ended: &Ended, code: i32) -> Result<()> {
 fn a_killed_probe_leaves_no_process() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let program = folder.path().join("stillframe");
-    fs::copy(binary()?, &program)?;
+    programs::copy(&binary()?, &program)?;
     // A busy machine makes the moment longer in which a child is on its own.
     let end = AtomicBool::new(false);
     let killed = std::thread::scope(|scope| {
@@ -129,7 +130,7 @@ fn a_vm_that_dies_while_watched_ends_the_watch_in_good_order() -> Result<()> {
 /// A guest whose program and kernel are copies that can be taken away.
 fn guest_of_copies(folder: &Path) -> Result<Guest> {
     let program = folder.join("qemu-system-x86_64");
-    fs::copy("/usr/bin/qemu-system-x86_64", &program)?;
+    programs::copy(Path::new("/usr/bin/qemu-system-x86_64"), &program)?;
     let kernel = folder.join("vmlinuz");
     fs::copy(
         stillframe_harness::guest::guests()?.join("vmlinuz"),
@@ -168,8 +169,7 @@ fn a_restore_whose_program_or_kernel_is_gone_says_so() -> Result<()> {
     // Another version in its place.
     let program = folder.path().join("qemu-system-x86_64");
     fs::rename(&program, away("qemu"))?;
-    fs::write(&program, "#!/bin/sh\necho QEMU emulator version 4.2.0\n")?;
-    fs::set_permissions(&program, fs::metadata(away("qemu"))?.permissions())?;
+    programs::script(&program, "#!/bin/sh\necho QEMU emulator version 4.2.0\n")?;
     let said = stillframe.fails(&line, 1)?;
     ensure!(said.contains("is now QEMU 4.2.0"), "{said}");
     fs::rename(away("qemu"), &program)?;

@@ -14,6 +14,7 @@ use stillframe_harness::fault::with_fault;
 use stillframe_harness::filling::{Filling, expect_alone};
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::{children, expect_nothing_left, expect_untouched};
+use stillframe_harness::programs;
 use stillframe_harness::qmp::Qmp;
 use stillframe_harness::running::{PATIENCE, Running};
 use stillframe_harness::serial::Serial;
@@ -309,7 +310,7 @@ fn the_guardian_keeps_to_itself() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let program = folder.path().join("stillframe");
-    fs::copy(stillframe_harness::cli::binary()?, &program)?;
+    programs::copy(&stillframe_harness::cli::binary()?, &program)?;
     let original = stillframe.command(&[])?;
     let mut command = Command::new(&program);
     for (name, value) in original.get_envs() {

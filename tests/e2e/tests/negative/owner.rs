@@ -11,6 +11,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use stillframe_harness::cli::{Stillframe, binary};
 use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::programs;
 use stillframe_harness::restored::Restored;
 use stillframe_harness::running::PATIENCE;
 
@@ -199,7 +200,7 @@ fn a_vm_comes_back_as_the_user_it_ran_as() -> Result<()> {
 fn a_program_that_its_user_exchanged_is_not_run() -> Result<()> {
     let place = Place::new()?;
     let program = place.path("qemu-system-x86_64");
-    fs::copy(QEMU, &program)?;
+    programs::copy(Path::new(QEMU), &program)?;
     chown(&program, Some(NOBODY), None)?;
     let mut guest = place.boot(&program, &[])?;
     place.checkpoint(&mut guest)?;
@@ -246,7 +247,7 @@ fn a_program_that_its_user_exchanged_is_not_run() -> Result<()> {
 fn a_program_of_the_user_of_a_confined_vm_is_not_run() -> Result<()> {
     let place = Place::new()?;
     let program = place.path("qemu-system-x86_64");
-    fs::copy(QEMU, &program)?;
+    programs::copy(Path::new(QEMU), &program)?;
     chown(&program, Some(NOBODY), None)?;
     let mut guest = place.boot(&program, &["-sandbox", "on"])?;
     let report = place.checkpoint(&mut guest)?;

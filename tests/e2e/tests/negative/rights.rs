@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use stillframe_harness::cli::{PASSWORD, Stillframe, binary, refusal};
 use stillframe_harness::guest::{Kind, Setup};
 use stillframe_harness::health::{expect_untouched, expect_whole};
+use stillframe_harness::programs;
 use stillframe_harness::restored::Restored;
 use stillframe_harness::running::PATIENCE;
 
@@ -33,7 +34,7 @@ impl Unprivileged {
         chown(folder.path(), Some(NOBODY), Some(NOBODY))?;
         // The binary may lie in a directory that this user cannot access.
         let copy = folder.path().join("stillframe");
-        fs::copy(binary()?, &copy)?;
+        programs::copy(&binary()?, &copy)?;
         fs::set_permissions(&copy, fs::Permissions::from_mode(0o755))?;
         let unprivileged = Unprivileged { folder };
         let made = unprivileged.command(&["init"]).output()?;

@@ -14,6 +14,7 @@ use stillframe_harness::cli::{PASSWORD, Stillframe, binary, refusal};
 use stillframe_harness::filling::{Filling, runtime_file};
 use stillframe_harness::guest::{Kind, Setup};
 use stillframe_harness::health::processes_with;
+use stillframe_harness::programs;
 use stillframe_harness::qmp::Qmp;
 use stillframe_harness::restored::Restored;
 use stillframe_harness::running::PATIENCE;
@@ -40,7 +41,7 @@ impl Small {
         let folder = tempfile::tempdir()?;
         chown(folder.path(), Some(user), Some(user))?;
         // The binary may lie where nobody may not go.
-        fs::copy(binary()?, folder.path().join("stillframe"))?;
+        programs::copy(&binary()?, &folder.path().join("stillframe"))?;
         let monitor = format!("unix:{}/qmp,server=on,wait=off", folder.path().display());
         let qemu = as_user(user, "qemu-system-x86_64", folder.path())
             .args([
