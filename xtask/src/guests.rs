@@ -9,10 +9,11 @@ pub mod elf;
 mod kernel;
 mod modules;
 mod package;
+mod program;
 pub mod rootfs;
 
 use crate::run::{cargo, run};
-use crate::setup::static_busybox;
+use crate::setup::{find_program, static_busybox};
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail};
 use cpio::Archive;
@@ -45,14 +46,15 @@ impl fmt::Display for Guests {
             ("initramfs", "initramfs.cpio"),
             ("with agent", "agent-initramfs.cpio"),
             ("with drivers", "drivers-initramfs.cpio"),
+            ("with SQLite", "database-initramfs.cpio"),
             ("boot sector", "boot-sector.img"),
             ("workload", "workload"),
         ] {
-            writeln!(out, "{what:<12}{}", self.path(name).display())?;
+            writeln!(out, "{what:<13}{}", self.path(name).display())?;
         }
         write!(
             out,
-            "boot with   qemu-system-x86_64 -machine q35 -accel tcg -m 256 -display none -kernel \
+            "boot with    qemu-system-x86_64 -machine q35 -accel tcg -m 256 -display none -kernel \
              vmlinuz -initrd initramfs.cpio -serial file:SERIAL -append '{KERNEL_ARGUMENTS} \
              sf.args=--mib=64,--pattern=random,--tick-ms=500,--writes-per-tick=4000'"
         )
@@ -61,6 +63,9 @@ impl fmt::Display for Guests {
 
 /// Modules of a guest that uses its devices: disk, balloon, network card.
 const DRIVERS: &[&str] = &["virtio_pci", "virtio_blk", "virtio_balloon", "virtio_net"];
+
+/// A database of the distribution, for a guest that keeps one on its disk.
+const DATABASE: &str = "sqlite3";
 
 /// Kernel arguments besides those of the workload. On a busy host emulated timers are late, which triggers checks of
 /// the kernel: `no_timer_check`, `tsc=reliable` and `nowatchdog` disable them. `loglevel=1` keeps kernel messages out
@@ -93,6 +98,17 @@ pub fn build(workspace: &Workspace) -> Result<Guests> {
     modules::add(&mut with_drivers, &modules, DRIVERS)?;
     let with_drivers = with_drivers.finish();
     replace(&guests.path("drivers-initramfs.cpio"), &with_drivers, 0o644)?;
+    let mut with_database = started_archive(&init)?;
+    with_database.program("workload", &workload)?;
+    modules::add(&mut with_database, &modules, DRIVERS)?;
+    let sqlite = find_program(DATABASE).context("sqlite3 is missing: run `cargo xtask setup`")?;
+    program::add(&mut with_database, &sqlite, DATABASE)?;
+    let with_database = with_database.finish();
+    replace(
+        &guests.path("database-initramfs.cpio"),
+        &with_database,
+        0o644,
+    )?;
     let sector = build_boot_sector(&sources.join("boot-sector/boot-sector.s"), &guests.folder)?;
     replace(&guests.path("boot-sector.img"), &sector, 0o644)?;
     Ok(guests)

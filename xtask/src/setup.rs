@@ -88,6 +88,8 @@ fn missing() -> Vec<Need> {
         ("as", "binutils"),
         ("ld", "binutils"),
         ("gdb", "gdb-minimal"),
+        ("sqlite3", "sqlite3"),
+        ("mkfs.ext4", "e2fsprogs"),
     ]));
     if static_busybox().is_err() {
         needs.push(Need {
@@ -119,7 +121,7 @@ pub fn static_busybox() -> Result<PathBuf> {
     Ok(path)
 }
 
-fn find_program(name: &str) -> Option<PathBuf> {
+pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     // A user's PATH often lacks the sbin folders, and that of cron has only /usr/bin and /bin.
     std::env::split_paths(&path)

@@ -49,8 +49,8 @@ pub struct LaunchOptions {
     /// Whether to use the disks although they changed since the record or cannot be compared. A
     /// guest whose disk is not what its memory believes may destroy the disk's content.
     pub disks_as_they_are: bool,
-    /// Whether the VM's disks are in use by the QEMU that hands them over: they need only be there, with their size.
-    pub disks_handed_over: bool,
+    /// Where the VM's disks come from.
+    pub disk_origin: DiskOrigin,
     /// File that QEMU's own messages are appended to.
     pub log: PathBuf,
     /// Words of the command line to be replaced by others, wherever they stand in an option's value.
@@ -80,7 +80,7 @@ impl LaunchOptions {
             qmp,
             serial: None,
             disks_as_they_are: false,
-            disks_handed_over: false,
+            disk_origin: DiskOrigin::Recorded,
             log,
             replace: Vec::new(),
             clone: None,
@@ -93,6 +93,20 @@ impl LaunchOptions {
             helper: helper::this_program(),
         }
     }
+}
+
+/// Where the disks of a new VM come from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum DiskOrigin {
+    /// They are those of the record, unchanged since.
+    #[default]
+    Recorded,
+    /// Another QEMU has them in use, and hands them over: they need only be there, with their size.
+    HandedOver {
+        /// The devices whose content comes later, into images that need only be there. The new images have no backing
+        /// files.
+        copied: Vec<String>,
+    },
 }
 
 /// The settings that make a VM one of several that start from the same checkpoint.
@@ -200,7 +214,7 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
 }
 
 /// The disks that the new VM will have, in their order: words of their paths are replaced as in the command line.
-fn replaced(disks: &[Disk], replace: &[(String, String)]) -> Vec<Disk> {
+pub fn replaced(disks: &[Disk], replace: &[(String, String)]) -> Vec<Disk> {
     let mut disks = disks.to_vec();
     for disk in &mut disks {
         for (old, new) in replace {

@@ -5,7 +5,9 @@ mod devices;
 mod disks;
 mod dump;
 mod host_files;
+mod jobs;
 mod lent;
+mod mirror;
 pub(crate) mod ram_blocks;
 
 use std::path::PathBuf;
@@ -21,7 +23,9 @@ pub(crate) use devices::{BlockNode, DeviceProperty};
 pub use disks::Disk;
 pub use host_files::FileIdentity;
 pub(crate) use host_files::HostView;
+pub use jobs::Job;
 pub use lent::StateFile;
+pub use mirror::Mirror;
 
 use crate::qmp::{Client, QmpError, Ticket};
 use crate::target::{Target, is_qemu_process};

@@ -12,7 +12,6 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use serde::Deserialize;
 use serde_json::json;
 use stillframe_sys::memfd::{Access, Memfd, MemfdError};
 use thiserror::Error;
@@ -57,13 +56,6 @@ impl ReloadError {
     }
 }
 
-#[derive(Deserialize)]
-struct Job {
-    id: String,
-    status: String,
-    error: Option<String>,
-}
-
 /// Loads a device state made by [`crate::device_state::wrap`] into a VM that is paused, and stays so. Memory
 /// must be what the device state was saved with; QEMU copies firmware tables anew, and nothing else.
 pub fn load(monitor: &mut Monitor, wrapped: &[u8], limit: Duration) -> Result<(), ReloadError> {
@@ -101,17 +93,11 @@ fn run(monitor: &mut Monitor, limit: Duration) -> Result<(), ReloadError> {
     let failed = |reason| ReloadError::Failed { reason };
     let deadline = Instant::now() + limit;
     loop {
-        let jobs: Vec<Job> = monitor
-            .query("query-jobs")
-            .map_err(|error| failed(error.to_string()))?;
-        let ours = jobs.into_iter().find(|job| job.id == NODE);
-        match ours {
-            Some(Job {
-                status,
-                error: Some(reason),
-                ..
-            }) if status == "concluded" => return Err(failed(reason)),
-            Some(Job { status, .. }) if status == "concluded" => return Ok(()),
+        let ours = monitor.job(NODE);
+        match ours.map_err(|error| failed(error.to_string()))? {
+            Some(job) if job.has_ended() => {
+                return job.error.map_or(Ok(()), |why| Err(failed(why)));
+            }
             None => return Err(failed("the job is gone".to_owned())),
             Some(_) if Instant::now() >= deadline => {
                 return Err(failed("it does not end".to_owned()));

@@ -119,6 +119,8 @@ pub struct Setup {
     pub agent: bool,
     /// Whether it has drivers for a disk, a balloon and a network card; more words for its kernel.
     pub drivers: Option<String>,
+    /// Whether it has SQLite, too.
+    pub database: bool,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
@@ -133,6 +135,7 @@ impl Setup {
             workload: Workload::default(),
             agent: false,
             drivers: None,
+            database: false,
             extra: Vec::new(),
         }
     }
@@ -163,6 +166,12 @@ impl Setup {
     pub fn with_drivers(mut self, words: &str) -> Setup {
         self.drivers = Some(words.to_owned());
         self
+    }
+
+    /// With a database on this disk.
+    pub fn with_database(mut self, disk: &str) -> Setup {
+        self.database = true;
+        self.with_drivers(&format!("sf.database={disk}"))
     }
 
     /// The arguments of a QEMU whose files are in `folder`.
@@ -205,6 +214,7 @@ impl Setup {
         if self.kind != Kind::KvmBootSector {
             let initramfs = match (self.agent, &self.drivers) {
                 (true, _) => "agent-initramfs.cpio",
+                (false, Some(_)) if self.database => "database-initramfs.cpio",
                 (false, Some(_)) => "drivers-initramfs.cpio",
                 (false, None) => "initramfs.cpio",
             };

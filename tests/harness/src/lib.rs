@@ -11,6 +11,7 @@ pub mod fault;
 pub mod filling;
 pub mod guest;
 pub mod health;
+pub mod journal;
 pub mod kernel;
 pub mod memory;
 pub mod migration;

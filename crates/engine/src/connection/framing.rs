@@ -19,13 +19,20 @@ pub enum Kind {
     DeviceState = 3,
     /// Content ids of pages.
     Ids = 4,
+    /// Bytes between two QEMUs, of which one copies a disk from the other: NBD.
+    Disk = 5,
 }
 
 impl FrameKind for Kind {
     fn from_number(number: u8) -> Option<Kind> {
-        [Kind::Control, Kind::Pages, Kind::DeviceState, Kind::Ids]
-            .into_iter()
-            .find(|kind| kind.number() == number)
+        let kinds = [
+            Kind::Control,
+            Kind::Pages,
+            Kind::DeviceState,
+            Kind::Ids,
+            Kind::Disk,
+        ];
+        kinds.into_iter().find(|kind| kind.number() == number)
     }
 
     fn number(self) -> u8 {
@@ -40,7 +47,7 @@ impl FrameKind for Kind {
             Kind::Pages => 10 << 20,
             // Compressed, and hardly ever longer than before.
             Kind::DeviceState => 257 << 20,
-            Kind::Ids => 1 << 20,
+            Kind::Ids | Kind::Disk => 1 << 20,
         }
     }
 }

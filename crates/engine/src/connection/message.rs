@@ -3,9 +3,17 @@
 //! ```text
 //!   source                                        destination
 //!     Hello {session, mode, connections,   -->      plans, starts QEMU
-//!            lanes, vm, blocks}
+//!            lanes, copied, vm, blocks}
 //!     Join {session, number}, first on each connection for pages
 //!                                          <--    Accepted {no_post_copy}, when QEMU has started
+//!
+//!   where disks are copied:
+//!     Join {session, number}, two for each -->
+//!     Disk, on both of them                <-->   Disk
+//!     Last, on both of them, in the pause  <-->   Last
+//!   and on the first one:
+//!     Alive, each second                   -->
+//!     Copied, when only new writes are left  -->
 //!
 //!   pre-copy, on each connection for pages, before *Accepted* already:
 //!     Pages, as often as needed            -->
@@ -96,6 +104,9 @@ pub enum Control {
         connections: usize,
         /// Connections that follow these, over which the destination fetches pages.
         lanes: usize,
+        /// The devices whose disks are copied: two connections for each follow the lanes.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        copied: Vec<String>,
         /// The VM.
         vm: Box<VmRecord>,
         /// Its RAM blocks, in the order of their numbers.
@@ -149,6 +160,8 @@ pub enum Control {
     },
     /// The destination has loaded the device state of a rehearsal, and ended that QEMU.
     Rehearsed,
+    /// The disks are copied, but for what the guest still writes.
+    Copied,
     /// The destination has all pages.
     Fetched,
     /// A round ends: what was sent so far is to be populated first.
@@ -181,6 +194,8 @@ pub enum Message {
     Control(Control),
     /// The payload of a [`super::batch::Batch`].
     Pages(Vec<u8>),
+    /// Bytes of one QEMU for the other; none, each second, say that the connection lives.
+    Disk(Vec<u8>),
     /// The device state as QEMU saved it.
     DeviceState(Vec<u8>),
     /// The content ids of the next pages of all blocks, in their order; `None` is a zero page.
@@ -200,6 +215,7 @@ impl Message {
                 Err(error) => Err(malformed(format!("a message: {error}"))),
             },
             Kind::Pages => Ok(Message::Pages(payload)),
+            Kind::Disk => Ok(Message::Disk(payload)),
             Kind::DeviceState => Ok(Message::DeviceState(device_state(&payload)?)),
             Kind::Ids => match payload.as_chunks::<32>() {
                 (ids, []) if ids.len() <= IDS_MAX => {
@@ -215,6 +231,7 @@ impl Message {
     pub fn what(&self) -> &'static str {
         match self {
             Message::Pages(_) => "pages",
+            Message::Disk(_) => "a part of a disk",
             Message::DeviceState(_) => "a device state",
             Message::Ids(_) => "content ids",
             Message::Control(control) => match control {
@@ -226,6 +243,7 @@ impl Message {
                 Control::Outdated { .. } => "which pages are outdated",
                 Control::Content { .. } => "which pages have content",
                 Control::Fetch { .. } => "a request for pages",
+                Control::Copied => "that its disks are copied",
                 Control::Fetched => "that it has all pages",
                 Control::Rehearsed => "that the rehearsal is over",
                 Control::Sync => "a request for an answer",

@@ -52,6 +52,15 @@ pub enum ConnectionError {
         /// What became of the last one.
         why: String,
     },
+    /// QEMU's end of a connection for a disk failed.
+    #[error("QEMU's end of a connection for a disk failed")]
+    Socket(#[source] std::io::Error),
+    /// A write of the guest waits for the other host.
+    #[error("the other side has not answered a request for a disk for {seconds} s")]
+    NoAnswer {
+        /// For how long.
+        seconds: u64,
+    },
     /// A page cannot be encoded or decoded.
     #[error("cannot encode or decode a page")]
     Encoding(#[from] EncodingError),

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use super::Guardian;
-use super::wire::{self, OnDisconnect, Reply, Request};
+use super::wire::{self, Injection, OnDisconnect, Reply, Request};
 
 /// What the guardian was informed of, for the test to look at.
 #[derive(Debug, Default)]
@@ -76,17 +76,16 @@ impl Heard {
                 };
             }
             Request::OnDisconnect { action } => self.on_disconnect = Some(action),
-            Request::Close { fd, .. } => self.closed.push(fd),
-            Request::Inject { .. } => {
-                return Reply::Failed {
-                    reason: "there is no process".to_owned(),
-                };
-            }
-            Request::Watch
-            | Request::Stream
-            | Request::Release
-            | Request::Discard { .. }
-            | Request::Heartbeat { .. } => {}
+            Request::Inject { call, .. } => match call {
+                Injection::Close { fd } => self.closed.push(fd),
+                Injection::Discard { .. } => {}
+                Injection::Userfaultfd { .. } => {
+                    return Reply::Failed {
+                        reason: "there is no process".to_owned(),
+                    };
+                }
+            },
+            Request::Watch | Request::Stream | Request::Release | Request::Heartbeat { .. } => {}
         }
         Reply::Ok
     }

@@ -46,8 +46,8 @@ use thiserror::Error;
 pub(crate) use heartbeat::LET_GO;
 pub use heartbeat::{HEARTBEAT, Heartbeat};
 pub use process::run;
-pub use wire::{OnDisconnect, WayBack};
-use wire::{Reply, Request};
+pub use wire::{COPY, OnDisconnect, WayBack, copy_name};
+use wire::{Injection, Reply, Request};
 
 /// The hidden subcommand under which the executable acts as guardian.
 pub const SUBCOMMAND: &str = "guardian";
@@ -166,13 +166,7 @@ impl Guardian {
         process: &Process,
         share: bool,
     ) -> Result<InjectedUffd, GuardianError> {
-        let request = Request::Inject {
-            pid: process.pid(),
-            start_time: process.start_time(),
-            limit_ms: INJECTION_LIMIT.as_millis() as u64,
-            share,
-        };
-        match self.ask(&request, &[])? {
+        match self.inject(process, Injection::Userfaultfd { share })? {
             (
                 Reply::Injected {
                     remote_fd,
@@ -192,35 +186,38 @@ impl Guardian {
 
     /// Has `process` close one of its descriptors.
     pub fn close_fd(&self, process: &Process, fd: i32) -> Result<(), GuardianError> {
-        let request = Request::Close {
-            pid: process.pid(),
-            start_time: process.start_time(),
-            fd,
-            limit_ms: INJECTION_LIMIT.as_millis() as u64,
-        };
-        match self.ask(&request, &[])? {
-            (Reply::Ok, _) => Ok(()),
-            (reply, _) => Err(not_done(process, reply)),
-        }
+        self.inject_plain(process, Injection::Close { fd })
     }
 
     /// Has `process` discard private memory of its own (`infect::discard`).
     pub fn discard(&self, process: &Process, ranges: &[AddressRange]) -> Result<(), GuardianError> {
         ranges.chunks(DISCARDED_MAX).try_for_each(|ranges| {
-            let request = Request::Discard {
-                pid: process.pid(),
-                start_time: process.start_time(),
-                ranges: ranges
-                    .iter()
-                    .map(|range| (range.start, range.end))
-                    .collect(),
-                limit_ms: INJECTION_LIMIT.as_millis() as u64,
-            };
-            match self.ask(&request, &[])? {
-                (Reply::Ok, _) => Ok(()),
-                (reply, _) => Err(not_done(process, reply)),
-            }
+            let ranges = ranges.iter().map(|range| (range.start, range.end));
+            let ranges = ranges.collect();
+            self.inject_plain(process, Injection::Discard { ranges })
         })
+    }
+
+    /// Makes a call that returns nothing.
+    fn inject_plain(&self, process: &Process, call: Injection) -> Result<(), GuardianError> {
+        match self.inject(process, call)? {
+            (Reply::Ok, _) => Ok(()),
+            (reply, _) => Err(not_done(process, reply)),
+        }
+    }
+
+    fn inject(
+        &self,
+        process: &Process,
+        call: Injection,
+    ) -> Result<(Reply, Option<OwnedFd>), GuardianError> {
+        let request = Request::Inject {
+            pid: process.pid(),
+            start_time: process.start_time(),
+            limit_ms: INJECTION_LIMIT.as_millis() as u64,
+            call,
+        };
+        self.ask(&request, &[])
     }
 
     /// Sets the on-disconnect action: the guardian's action if this process ends.

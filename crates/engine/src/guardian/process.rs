@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::MlockAllFlags;
 use rustix::process::{DumpableBehavior, Resource, Rlimit};
-use stillframe_sys::infect::{self, InjectedUffd};
+use stillframe_sys::infect::{self, InfectError};
 use stillframe_sys::process::{AddressRange, Process};
 
 use crate::in_words;
 
 use super::heartbeat::{Missed, Watched};
 use super::resume::{self, Connection, Pause};
-use super::wire::{self, OnDisconnect, Reply, Request};
+use super::wire::{self, Injection, OnDisconnect, Reply, Request, copy_name};
 
 /// QEMU may be inside a slow `stop` (it drains its disks first); it reads our commands after that.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
@@ -141,7 +141,12 @@ impl Watch {
                     .map(|process| process.signal(signal_hook::consts::SIGKILL));
             }
             (OnDisconnect::Pause, Some(qmp)) => qmp.stop_alone(deadline),
-            (OnDisconnect::Pause, None) | (OnDisconnect::Nothing, _) => {}
+            (OnDisconnect::EndCopies { disks }, Some(qmp)) => {
+                let names = (0..disks).map(copy_name);
+                names.for_each(|name| qmp.end_copy_alone(&name, deadline));
+            }
+            (OnDisconnect::Pause | OnDisconnect::EndCopies { .. }, None)
+            | (OnDisconnect::Nothing, _) => {}
         }
     }
 
@@ -156,24 +161,13 @@ impl Watch {
                 pid,
                 start_time,
                 limit_ms,
-                share,
+                call,
             } => {
-                let (reply, fd) = injected(open_userfaultfd(pid, start_time, limit_ms, share));
+                let limit = Duration::from_millis(limit_ms);
+                let (reply, fd) = injected((pid, start_time), call, limit);
                 handed_over = fd;
                 reply
             }
-            Request::Close {
-                pid,
-                start_time,
-                fd,
-                limit_ms,
-            } => ok_or_failed(close(pid, start_time, fd, limit_ms)),
-            Request::Discard {
-                pid,
-                start_time,
-                ranges,
-                limit_ms,
-            } => ok_or_failed(discard(pid, start_time, ranges, limit_ms)),
             Request::OnDisconnect { action } => {
                 self.on_disconnect = action;
                 Reply::Ok
@@ -290,51 +284,49 @@ fn the_process(pid: i32, start_time: u64) -> Result<Process, String> {
     }
 }
 
-fn open_userfaultfd(
-    pid: i32,
-    start_time: u64,
-    limit_ms: u64,
-    share: bool,
-) -> Result<InjectedUffd, String> {
-    let open = match share {
-        true => infect::duplicate_userfaultfd,
-        false => infect::inject_userfaultfd,
-    };
-    let process = the_process(pid, start_time)?;
-    open(&process, Duration::from_millis(limit_ms)).map_err(|error| in_words(&error))
+/// Has this process make a system call. Returns the answer, and the descriptor that goes with it.
+fn injected(
+    (pid, start_time): (i32, u64),
+    call: Injection,
+    limit: Duration,
+) -> (Reply, Option<OwnedFd>) {
+    let made = the_process(pid, start_time).and_then(|process| {
+        let made = inject(&process, call, limit);
+        made.map_err(|error| in_words(&error))
+    });
+    made.unwrap_or_else(|reason| (Reply::Failed { reason }, None))
 }
 
-fn close(pid: i32, start_time: u64, fd: i32, limit_ms: u64) -> Result<(), String> {
-    let process = the_process(pid, start_time)?;
-    infect::close_fd(&process, fd, Duration::from_millis(limit_ms))
-        .map_err(|error| in_words(&error))
-}
-
-fn discard(
-    pid: i32,
-    start_time: u64,
-    ranges: Vec<(u64, u64)>,
-    limit_ms: u64,
-) -> Result<(), String> {
-    let process = the_process(pid, start_time)?;
-    let ranges = ranges.into_iter();
-    let ranges = ranges.map(|(start, end)| AddressRange { start, end });
-    infect::discard(&process, ranges.collect(), Duration::from_millis(limit_ms))
-        .map_err(|error| in_words(&error))
-}
-
-fn injected(opened: Result<InjectedUffd, String>) -> (Reply, Option<OwnedFd>) {
-    match opened {
-        Ok(opened) => {
+fn inject(
+    process: &Process,
+    call: Injection,
+    limit: Duration,
+) -> Result<(Reply, Option<OwnedFd>), InfectError> {
+    let reply = match call {
+        Injection::Userfaultfd { share } => {
+            let opened = match share {
+                true => infect::duplicate_userfaultfd(process, limit)?,
+                false => infect::inject_userfaultfd(process, limit)?,
+            };
             let reply = Reply::Injected {
                 remote_fd: opened.remote_fd,
                 user_mode_only: opened.user_mode_only,
                 stopped_us: opened.stopped_us,
             };
-            (reply, Some(opened.fd))
+            return Ok((reply, Some(opened.fd)));
         }
-        Err(reason) => (Reply::Failed { reason }, None),
-    }
+        Injection::Close { fd } => {
+            infect::close_fd(process, fd, limit)?;
+            Reply::Ok
+        }
+        Injection::Discard { ranges } => {
+            let ranges = ranges.into_iter();
+            let ranges = ranges.map(|(start, end)| AddressRange { start, end });
+            infect::discard(process, ranges.collect(), limit)?;
+            Reply::Ok
+        }
+    };
+    Ok((reply, None))
 }
 
 fn ok_or_failed(done: Result<(), String>) -> Reply {

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, SendFlags};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::wire::WayBack;
 
@@ -59,17 +59,20 @@ impl Connection {
     }
 
     /// A command as a line, and its id: a string, where the engine gives numbers.
-    fn line(&mut self, command: &str) -> (String, String) {
+    fn line(&mut self, command: &str, arguments: Option<Value>) -> (String, String) {
         self.sent += 1;
         let id = format!("guardian-{}", self.sent);
-        let line = format!("{{\"execute\":\"{command}\",\"id\":\"{id}\"}}\n");
-        (line, id)
+        let mut line = json!({ "execute": command, "id": id });
+        if let Some(arguments) = arguments {
+            line["arguments"] = arguments;
+        }
+        (format!("{line}\n"), id)
     }
 
     /// Sends a command, and returns its id. Does not wait for a QEMU that does not read: the engine may have
     /// a request at any time.
     fn send(&mut self, command: &str) -> io::Result<String> {
-        let (line, id) = self.line(command);
+        let (line, id) = self.line(command, None);
         self.write(line.as_bytes())?;
         Ok(id)
     }
@@ -152,6 +155,36 @@ impl Connection {
         self.ask_alone("stop", None, deadline);
     }
 
+    /// Ends the job that copies a disk, if there is one, and removes its node; the engine is dead.
+    pub(super) fn end_copy_alone(&mut self, name: &str, deadline: Instant) {
+        self.command_alone(
+            "block-job-cancel",
+            json!({ "device": name, "force": true }),
+            deadline,
+        );
+        while let Some(jobs) = self.ask_alone("query-jobs", None, deadline) {
+            let mut jobs = jobs["return"].as_array().into_iter().flatten();
+            let Some(job) = jobs.find(|job| job["id"] == name) else {
+                break;
+            };
+            match job["status"] == "concluded" {
+                true => drop(self.command_alone("job-dismiss", json!({ "id": name }), deadline)),
+                false => std::thread::sleep(ASK_AGAIN_AFTER),
+            }
+        }
+        self.command_alone("blockdev-del", json!({ "node-name": name }), deadline);
+    }
+
+    fn command_alone(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        deadline: Instant,
+    ) -> Option<Value> {
+        let (line, id) = self.line(command, Some(arguments));
+        self.answer_alone((&line, &id), None, deadline)
+    }
+
     /// Closes the connection for all processes that have a copy. So the monitor is free again, though the engine's
     /// copies may stay open until its last thread has ended.
     pub(super) fn shut_down(&self) {
@@ -167,7 +200,16 @@ impl Connection {
         stream: Option<BorrowedFd<'_>>,
         deadline: Instant,
     ) -> Option<Value> {
-        let (line, id) = self.line(command);
+        let (line, id) = self.line(command, None);
+        self.answer_alone((&line, &id), stream, deadline)
+    }
+
+    fn answer_alone(
+        &mut self,
+        (line, id): (&str, &str),
+        stream: Option<BorrowedFd<'_>>,
+        deadline: Instant,
+    ) -> Option<Value> {
         let line = [LEXER_RESET, line.as_bytes()].concat();
         while let Err(error) = self.write(&line) {
             if error.kind() != io::ErrorKind::WouldBlock {
@@ -185,7 +227,7 @@ impl Connection {
                 Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => continue,
                 Err(_) => return None,
             }
-            if let Some(answer) = answer_to(&id, &seen) {
+            if let Some(answer) = answer_to(id, &seen) {
                 return Some(answer);
             }
         }

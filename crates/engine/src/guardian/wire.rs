@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   engine                          guardian
-//!     Inject {pid, ..}       -->      (ptrace)          <-- Injected + userfaultfd | Failed
+//!     Inject {pid, call, ..} -->      (ptrace)          <-- Injected + userfaultfd | Ok | Failed
 //!     Watch + QMP socket     -->                        <-- Ok
 //!     Stream + pipe          -->                        <-- Ok      the end that holds QEMU in a pause
 //!     Pausing {limit_ms, ..} -->                        <-- Ok      then the engine stops the VM
@@ -11,8 +11,6 @@
 //!     Resumed                -->                        <-- Pause {fired}
 //!     GiveUp + directory     -->      (renames)         <-- Pause {fired} | Failed
 //!     Heartbeat + pipe, uffd -->                        <-- Ok      then heartbeats, or it kills the engine
-//!     Close {pid, ..}        -->      (ptrace)          <-- Ok | Failed
-//!     Discard {pid, ..}      -->      (ptrace)          <-- Ok | Failed
 //!     OnDisconnect {action}  -->                        <-- Ok
 //!     (end of file)          -->      unregisters ranges unless the engine did, resumes the VM if between Pausing
 //!                                     and Resumed, carries out the on-disconnect action, exits
@@ -35,7 +33,7 @@ const RECEIVE_BYTES: usize = 4096;
 /// A message from the engine to the guardian.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    /// Open a userfaultfd inside this process and hand it over.
+    /// Make a system call inside this process.
     Inject {
         /// Process id of QEMU.
         pid: i32,
@@ -43,30 +41,8 @@ pub(super) enum Request {
         start_time: u64,
         /// Bound for the whole injection.
         limit_ms: u64,
-        /// Whether the process keeps a copy.
-        share: bool,
-    },
-    /// Close a descriptor of this process.
-    Close {
-        /// Process id of QEMU.
-        pid: i32,
-        /// Its start time.
-        start_time: u64,
-        /// The descriptor.
-        fd: i32,
-        /// Bound for the whole injection.
-        limit_ms: u64,
-    },
-    /// Discard private memory of this process.
-    Discard {
-        /// Process id of QEMU.
-        pid: i32,
-        /// Its start time.
-        start_time: u64,
-        /// Start and end of each range.
-        ranges: Vec<(u64, u64)>,
-        /// Bound for the whole injection.
-        limit_ms: u64,
+        /// The call.
+        call: Injection,
     },
     /// The action when the engine is gone.
     OnDisconnect {
@@ -103,6 +79,26 @@ pub(super) enum Request {
     },
 }
 
+/// A system call that QEMU makes for the engine.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Injection {
+    /// Open a userfaultfd and hand it over.
+    Userfaultfd {
+        /// Whether the process keeps a copy.
+        share: bool,
+    },
+    /// Close a descriptor.
+    Close {
+        /// Its number.
+        fd: i32,
+    },
+    /// Discard private memory.
+    Discard {
+        /// Start and end of each range.
+        ranges: Vec<(u64, u64)>,
+    },
+}
+
 /// How a VM that was stopped comes to run again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WayBack {
@@ -126,6 +122,19 @@ pub enum OnDisconnect {
     },
     /// Pause the VM: the memory it runs on is not complete.
     Pause,
+    /// End the jobs that copy disks: nothing takes what they send any more.
+    EndCopies {
+        /// How many there may be ([`copy_name`]).
+        disks: usize,
+    },
+}
+
+/// The names of jobs that copy disks, and of their nodes in QEMU, begin like this.
+pub const COPY: &str = "stillframe-disk-";
+
+/// The name of a job that copies a disk, and of its node in QEMU.
+pub fn copy_name(number: usize) -> String {
+    format!("{COPY}{number}")
 }
 
 /// A message from the guardian to the engine.

@@ -6,12 +6,14 @@ use std::time::Duration;
 
 use stillframe_link::Stream;
 use stillframe_page::bitmap::DirtyBitmap;
-use stillframe_page::hash::ContentId;
 use stillframe_qemu::device_state;
 use stillframe_qemu::launch::{self, ArmedLoad, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock};
-use stillframe_qemu::record::VmRecord;
 
+use super::announced::{Greeting, Rest, State, complete, greeting, rest, same_machine, state};
+use super::disks::CONNECTIONS_A_DISK;
+use super::disks::exports::Exports;
+use super::disks::images::NewImages;
 use super::error::ReceiveError;
 use super::filling::{self, FilledReport, LateMemory, Missing};
 use super::handover::{Destination, Event};
@@ -20,14 +22,11 @@ use super::lacking::Lacking;
 use super::new_qemu::{NewQemu, starting};
 use super::record::{DestinationRecord, RecordError};
 use super::takeover::{NewVm, READY_LIMIT, Takeover, TakeoverEvent, Whereabouts};
-use super::{
-    Awaited, CONNECTIONS_MAX, DEMAND_LANES, LANES_MAX, Listen, Mode, ReceiveReport, Wire, incoming,
-};
+use super::{Awaited, DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, incoming};
 use crate::Progress;
 use crate::connection::message::{Control, Message};
-use crate::connection::word::{Session, Word};
+use crate::connection::word::Word;
 use crate::guardian::{Guardian, OnDisconnect};
-use crate::memory::BlockShape;
 use crate::memory::block::Block;
 use crate::populate::eager;
 use crate::populate::lazy::supervision::Supervised;
@@ -56,6 +55,8 @@ pub struct ReceiveOptions {
     pub qemu: NewQemu,
     /// Leave the guest paused, ready to run.
     pub paused: bool,
+    /// Copy disks over images that exist.
+    pub overwrite_disks: bool,
 }
 
 /// What a receiver learns.
@@ -108,8 +109,11 @@ pub fn receive(
             guardian,
             record,
             mut report,
+            images,
             lanes: _lanes,
         } = loaded;
+        // Whatever happens to this process, the VM may run on them.
+        let images = images.keep();
         let runs = record.content().runs;
         let mut takeover = Takeover {
             vm: NewVm::Launched(launched),
@@ -129,7 +133,11 @@ pub fn receive(
             alone: None,
             why: None,
         };
-        result(takeover.decide(Destination::Receiving.step(Event::Loaded)))?;
+        let whereabouts = takeover.decide(Destination::Receiving.step(Event::Loaded));
+        if let Whereabouts::NotHere { .. } = whereabouts {
+            images.remove();
+        }
+        result(whereabouts)?;
         Ok(Received::Over)
     })
 }
@@ -239,36 +247,13 @@ fn result(whereabouts: Whereabouts) -> Result<(), ReceiveError> {
     }
 }
 
-/// The source's first message.
-struct Greeting {
-    session: Session,
-    mode: Mode,
-    connections: usize,
-    lanes: usize,
-    vm: VmRecord,
-    blocks: Vec<BlockShape>,
-}
-
-/// What comes after the pages.
-enum Rest {
-    /// The ids of all of them, if the source wants them compared, and the device state.
-    State(State),
-    /// No more pages are sent: the others are fetched.
-    PagesLater { some_sent: bool },
-}
-
-/// The messages after the pages.
-struct State {
-    ids: Vec<Option<ContentId>>,
-    device_state: Vec<u8>,
-}
-
 /// A VM that is complete, and paused.
 struct Loaded {
     launched: Launched,
     guardian: Guardian,
     record: DestinationRecord,
     report: ReceiveReport,
+    images: NewImages,
     /// Closed when the VM runs.
     lanes: Arc<FetchSession<Stream>>,
 }
@@ -286,7 +271,11 @@ struct Arriving {
     /// Lanes are closed when the VM runs: it takes time.
     session: Arc<FetchSession<Stream>>,
     lacking: Option<(Lacking, Missing)>,
+    /// Where disks are copied to, while they are.
+    exports: Option<Exports>,
     report: ReceiveReport,
+    // Removed when QEMU has ended.
+    images: NewImages,
 }
 
 impl Arriving {
@@ -299,11 +288,19 @@ impl Arriving {
     ) -> Result<Arriving, ReceiveError> {
         let greeting = greeting(wire)?;
         let guardian = Guardian::start()?;
-        let starting = starting(&options.qemu, (&greeting.vm, greeting.mode), &guardian)?;
+        let Greeting { vm, copied, .. } = &greeting;
+        let images = options
+            .qemu
+            .make_images(vm, copied, options.overwrite_disks)?;
+        let starting = starting(&options.qemu, (vm, greeting.mode), copied, &guardian)?;
         // Pages come while QEMU starts.
         let wires = incoming::accept(listen, &greeting.session, 0..greeting.connections)?;
         let early = Early::start(wires)?;
-        let (mut launched, changes) = starting.wait(&greeting.vm, &guardian)?;
+        let (mut launched, changes) = starting.wait(vm, &guardian)?;
+        let exports = match (greeting.mode, copied.is_empty()) {
+            (Mode::Rehearsal, _) | (_, true) => None,
+            (_, false) => Some(Exports::start(&mut launched.monitor, vm, copied)?),
+        };
         let ram = launched.monitor.ram_blocks()?;
         let blocks = eager::open_blocks(&launched.process, &ram, &greeting.blocks)?;
         let (qmp, process) = (options.qemu.qmp(), &launched.process);
@@ -338,8 +335,11 @@ impl Arriving {
                 device_state: Vec::new(),
             },
             lacking: None,
+            exports,
             report,
+            images,
         };
+        arriving.copy_disks(wire, listen)?;
         match arriving.greeting.mode {
             Mode::StopCopy => {
                 arriving.lanes(listen, 0)?;
@@ -348,6 +348,24 @@ impl Arriving {
             _ => arriving.take(wire, early, listen)?,
         }
         Ok(arriving)
+    }
+
+    /// Has the disks copied, but for what the guest still writes.
+    fn copy_disks(&mut self, wire: &mut Wire, listen: Listen<'_>) -> Result<(), ReceiveError> {
+        let Some(exports) = &mut self.exports else {
+            return Ok(());
+        };
+        let first = self.greeting.connections + self.greeting.lanes;
+        let numbers = first..first + self.greeting.copied.len() * CONNECTIONS_A_DISK;
+        let wires = incoming::accept(listen, &self.greeting.session, numbers)?;
+        exports.connect(wires)?;
+        loop {
+            match wire.receive_message()? {
+                Message::Control(Control::Alive) => {}
+                Message::Control(Control::Copied) => return Ok(()),
+                other => return Err(other.unexpected().into()),
+            }
+        }
     }
 
     /// Waits for the connections over which pages are fetched, the first `demand` of them for demand faults.
@@ -472,6 +490,9 @@ impl Arriving {
         if !same_machine(&self.greeting.vm, &vm) {
             return Err(ReceiveError::Changed);
         }
+        if let Some(exports) = self.exports {
+            exports.stop(&mut self.launched.monitor)?;
+        }
         let runs = !paused && (vm.was_running || vm.was_suspended);
         self.record.expect_to_run(runs);
         self.report.vm = vm.label;
@@ -480,79 +501,8 @@ impl Arriving {
             guardian: self.guardian,
             record: self.record,
             report: self.report,
+            images: self.images,
             lanes: self.session,
         })
     }
-}
-
-fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
-    match wire.receive_message()? {
-        Message::Control(Control::Hello {
-            session,
-            mode,
-            connections,
-            lanes,
-            vm,
-            blocks,
-        }) if connections <= CONNECTIONS_MAX && lanes <= LANES_MAX => Ok(Greeting {
-            session,
-            mode,
-            connections,
-            lanes,
-            vm: *vm,
-            blocks,
-        }),
-        other => Err(other.unexpected().into()),
-    }
-}
-
-/// What comes after the pages that are sent.
-fn rest(wire: &mut Wire, blocks: &[Block]) -> Result<Rest, ReceiveError> {
-    loop {
-        match wire.receive_message()? {
-            Message::Control(Control::Alive) => {}
-            Message::Control(Control::PagesLater { some_sent }) => {
-                return Ok(Rest::PagesLater { some_sent });
-            }
-            other => return state(wire, blocks, other).map(Rest::State),
-        }
-    }
-}
-
-/// The ids of all pages, if the source wants them compared, and the device state; `next` is the first message.
-fn state(wire: &mut Wire, blocks: &[Block], mut next: Message) -> Result<State, ReceiveError> {
-    let mut ids = Vec::new();
-    let pages: u64 = blocks.iter().map(Block::pages).sum();
-    loop {
-        match next {
-            Message::Control(Control::Alive) => {}
-            Message::Ids(more) if (ids.len() + more.len()) as u64 <= pages => ids.extend(more),
-            Message::DeviceState(device_state) => return Ok(State { ids, device_state }),
-            other => return Err(other.unexpected().into()),
-        }
-        next = wire.receive_message()?;
-    }
-}
-
-/// The VM, of which the source has sent everything.
-fn complete(wire: &mut Wire) -> Result<VmRecord, ReceiveError> {
-    match wire.receive_message()? {
-        Message::Control(Control::Complete { vm }) => Ok(*vm),
-        other => Err(other.unexpected().into()),
-    }
-}
-
-/// Whether a QEMU that was started by the first record can take the state of the second.
-fn same_machine(then: &VmRecord, now: &VmRecord) -> bool {
-    let part = |vm: &VmRecord| {
-        let disks = vm.disks.iter().map(|disk| disk.path.clone());
-        (
-            vm.arguments.clone(),
-            vm.hot_plug.clone(),
-            vm.ram_blocks.clone(),
-            vm.identity.clone(),
-            disks.collect::<Vec<_>>(),
-        )
-    };
-    part(then) == part(now)
 }

@@ -6,6 +6,7 @@ use stillframe_qemu::monitor::MonitorError;
 use thiserror::Error;
 
 use super::commit::CommitError;
+use super::disks::{DiskError, ImageError};
 use super::record::RecordError;
 use super::serving::ServingError;
 use crate::capture::device_state::StateError;
@@ -95,6 +96,9 @@ pub enum MigrateError {
         /// Why not.
         why: String,
     },
+    /// The disks cannot be copied.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
     /// The hand-over did not come off.
     #[error(transparent)]
     Commit(#[from] CommitError),
@@ -179,6 +183,9 @@ pub enum ReceiveError {
         /// The block.
         block: String,
     },
+    /// The disks cannot be copied.
+    #[error(transparent)]
+    Image(#[from] ImageError),
     /// The received data is no device state.
     #[error("the device state that was sent cannot be loaded")]
     DeviceState(#[from] DeviceStateError),

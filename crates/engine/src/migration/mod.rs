@@ -7,11 +7,13 @@
 //! ```
 //!
 //! [`source`] and [`destination`] move the VM. [`handover`] decides who runs it; [`commit`] and [`takeover`] carry out
-//! what it says, also in an engine that comes back ([`record`]). Disks are not copied: both hosts reach them.
+//! what it says, also in an engine that comes back ([`record`]). Both hosts reach the VM's disks, or they are copied ([`disks`]).
 
+mod announced;
 mod commit;
 mod convergence;
 mod destination;
+mod disks;
 mod error;
 mod filling;
 pub mod handover;
@@ -48,6 +50,7 @@ pub use commit::{CommitError, Wish};
 pub use destination::{
     ReceiveEvent, ReceiveOptions, ReceiveSink, Received, receive, resume as resume_receiving,
 };
+pub use disks::{CopyDisks, DiskError, ImageError};
 pub use error::{MigrateError, ReceiveError};
 pub use filling::FilledReport;
 pub use new_qemu::NewQemu;
@@ -129,6 +132,13 @@ pub enum MigrateEvent {
     Progress(Progress),
     /// A round has ended.
     Round(Round),
+    /// How far the disks are copied, in bytes.
+    Disks {
+        /// So much is.
+        done: u64,
+        /// So much is to be, as far as is known.
+        total: u64,
+    },
     /// The rest moves when the VM runs at the destination: if a host or a QEMU is lost until all is there, so is the VM.
     Later,
 }
@@ -157,6 +167,8 @@ pub struct MigrateOptions {
     pub skip_fake: SkipFake,
     /// Do not send a page again that has the id of its last version; `None`: such pages are counted only.
     pub page_ids: Option<PageHash>,
+    /// The disks that the destination does not reach.
+    pub copy_disks: CopyDisks,
     /// How long it is tried to connect again, once the VM is given up.
     pub patience: Duration,
 }
@@ -205,12 +217,19 @@ pub struct MigrateReport {
     pub pages: MigratedPages,
     /// Pages that the destination fetched when it ran there.
     pub fetched: u64,
+    /// Bytes sent for disks.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub disk_bytes: u64,
     /// Bytes sent over all connections.
     pub bytes_sent: u64,
     /// From the stop here until it was known that the VM runs there, in microseconds.
     pub downtime_us: u64,
     /// Time from the call until the VM runs there and its QEMU here has answered `quit`, in microseconds.
     pub total_us: u64,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// The report of the destination.

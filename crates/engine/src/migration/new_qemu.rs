@@ -3,10 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use stillframe_qemu::launch::{self, LaunchOptions, Launched, Starting};
+use stillframe_qemu::launch::{self, DiskOrigin, LaunchOptions, Launched, Starting};
 use stillframe_qemu::record::VmRecord;
 
 use super::Mode;
+use super::disks::ImageError;
+use super::disks::images::NewImages;
 use super::error::ReceiveError;
 use crate::guardian::{Guardian, OnDisconnect};
 use crate::restore::{self, START_LIMIT};
@@ -24,6 +26,22 @@ pub enum NewQemu {
 }
 
 impl NewQemu {
+    /// Makes the images that these disks are copied into. A manager has made those of its QEMU.
+    ///
+    /// # Errors
+    /// The errors of [`NewImages::make`].
+    pub(super) fn make_images(
+        &self,
+        vm: &VmRecord,
+        copied: &[String],
+        overwrite: bool,
+    ) -> Result<NewImages, ImageError> {
+        match self {
+            NewQemu::Start(launch) => NewImages::make(vm, copied, launch, overwrite),
+            NewQemu::Into(_) => Ok(NewImages::default()),
+        }
+    }
+
     /// Its monitor.
     pub fn qmp(&self) -> &Path {
         match self {
@@ -45,6 +63,7 @@ pub(super) enum NewProcess<'q> {
 pub(super) fn starting<'q>(
     qemu: &'q NewQemu,
     (vm, mode): (&VmRecord, Mode),
+    copied: &[String],
     guardian: &Guardian,
 ) -> Result<NewProcess<'q>, ReceiveError> {
     let options = match (qemu, mode) {
@@ -53,7 +72,9 @@ pub(super) fn starting<'q>(
         (NewQemu::Into(qmp), _) => return Ok(NewProcess::Into(qmp)),
     };
     let launch = LaunchOptions {
-        disks_handed_over: true,
+        disk_origin: DiskOrigin::HandedOver {
+            copied: copied.to_vec(),
+        },
         ..LaunchOptions::clone(options)
     };
     let plan = launch::plan(vm, &launch)?;

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use stillframe_qemu::record::VmRecord;
 
+use super::disks;
 use super::error::MigrateError;
 use super::serving::Serving;
 use super::source::SAVE_LIMIT;
-use super::{DEMAND_LANES, Mode, Reconnect, Wire, sending};
+use super::{DEMAND_LANES, MigrateOptions, Mode, Reconnect, Wire, sending};
 use crate::attach::Vm;
 use crate::capture::device_state::StateStream;
 use crate::capture::paused_vm::PausedVm;
@@ -32,9 +33,9 @@ impl Vm {
         &mut self,
         mut wire: Wire,
         reconnect: Reconnect<'_>,
-        pause_limit: Duration,
+        options: &MigrateOptions,
     ) -> Result<(), MigrateError> {
-        let rehearsed = self.try_out(&mut wire, reconnect, pause_limit);
+        let rehearsed = self.try_out(&mut wire, reconnect, options);
         rehearsed.inspect_err(|error| {
             let why = Some(crate::in_words(error));
             let word = Word::Settled;
@@ -47,15 +48,17 @@ impl Vm {
         &mut self,
         wire: &mut Wire,
         reconnect: Reconnect<'_>,
-        pause_limit: Duration,
+        options: &MigrateOptions,
     ) -> Result<(), MigrateError> {
         let session = Session::random().map_err(MigrateError::Random)?;
         let vm = self.record()?;
+        let copied = disks::chosen(&vm.disks, &options.copy_disks)?;
         wire.send_control(&Control::Hello {
             session: session.clone(),
             mode: Mode::Rehearsal,
             connections: 0,
             lanes: DEMAND_LANES,
+            copied,
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
@@ -72,7 +75,7 @@ impl Vm {
         wire.send_content(&all.collect())?;
         // They may be read after the VM is resumed.
         serving.begin(Guest::Running);
-        self.load_there(wire, vm, pause_limit)?;
+        self.load_there(wire, vm, options.pause_limit)?;
         wire.expect(|control| matches!(control, Control::Fetched))?;
         Ok(wire.expect(|control| matches!(control, Control::Rehearsed))?)
     }

@@ -1,9 +1,12 @@
 //! How a VM is sent: what the user wants, and what the destination can do.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::convergence::Switch;
+use super::disks::DiskError;
 use super::error::MigrateError;
+use super::limiter::Limiter;
 use super::{DEMAND_LANES, MigrateOptions, Mode, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
@@ -18,6 +21,8 @@ pub(super) struct Sending<'s> {
     pub switch: Switch,
     pub session: &'s Session,
     pub options: &'s MigrateOptions,
+    /// What all connections share.
+    pub limiter: Arc<Limiter>,
     pub rounds: u32,
     /// Pages are fetched when it runs at the destination.
     pub later: bool,
@@ -38,6 +43,7 @@ impl<'s> Sending<'s> {
             switch,
             session,
             options,
+            limiter: Arc::new(Limiter::new(options.bytes_per_s)),
             rounds: 0,
             later: mode == Mode::PostCopy,
             accepted: false,
@@ -93,7 +99,12 @@ pub(super) fn answer(wire: &mut Wire) -> Result<Option<String>, ConnectionError>
 pub(super) fn explained(wire: &mut Wire, error: MigrateError) -> MigrateError {
     let by_connection = matches!(
         error,
-        MigrateError::Connection(_) | MigrateError::NoMoreConnections { .. }
+        MigrateError::Connection(_)
+            | MigrateError::NoMoreConnections { .. }
+            | MigrateError::Disk(
+                DiskError::Failed { .. } | DiskError::NotOpened { .. } | DiskError::Connection(_)
+            )
+            | MigrateError::Disk(DiskError::Refused { .. })
     );
     if !by_connection {
         return error;

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use stillframe_qemu::monitor::{Monitor, MonitorError};
+use stillframe_qemu::monitor::{Disk, Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
 
 use super::commit::{CommitError, Undecided};
+use super::disks::mirrors::{self, Copied, Mirrors};
+use super::disks::{self, CopyDisks};
 use super::error::MigrateError;
 use super::handover::Source;
 use super::later;
-use super::limiter::Limiter;
 use super::outgoing::{Common, Outgoing};
 use super::pages::SentPages;
 use super::record::{Served, SourceRecord};
@@ -18,7 +19,7 @@ use super::rounds::Rounds;
 use super::sending::{Sending, explained};
 use super::serving::Serving;
 use super::{
-    ANSWER_LIMIT, END_LIMIT, MigrateEvent, MigrateOptions, MigrateReport, MigrateSink,
+    ANSWER_LIMIT, BEAT, END_LIMIT, MigrateEvent, MigrateOptions, MigrateReport, MigrateSink,
     MigratedPages, Mode, Reconnect, SkipFake, Wire,
 };
 use crate::attach::Vm;
@@ -28,6 +29,7 @@ use crate::capture::paused_vm::PausedVm;
 use crate::checkpoint::CheckpointError;
 use crate::connection::message::Control;
 use crate::connection::word::{Session, Word};
+use crate::guardian::{Guardian, OnDisconnect};
 use crate::memory::block::Guest;
 use crate::placement;
 use crate::sink::connection::transfer_hasher;
@@ -46,12 +48,25 @@ struct Complete<'v> {
     sent: MigratedPages,
     /// Over the connections for pages.
     bytes: u64,
+    /// Over those for disks.
+    disk_bytes: u64,
     rounds: u32,
     mode: Mode,
     serving: Option<Serving>,
     stopped: Instant,
     /// Freeing what it knows of the pages takes as long as the rest of the pause, and closing lanes takes time, too.
-    _later: (Option<Outgoing>, Option<Serving>),
+    _later: Channels,
+}
+
+/// The connections besides the first one.
+#[derive(Default)]
+struct Channels {
+    /// For pages that are sent.
+    outgoing: Option<Outgoing>,
+    /// For pages that are fetched.
+    serving: Option<Serving>,
+    /// For disks.
+    mirrors: Option<Mirrors>,
 }
 
 impl Vm {
@@ -62,6 +77,23 @@ impl Vm {
     /// # Errors
     /// The VM runs on here, unless the error says otherwise.
     pub fn migrate(
+        &mut self,
+        wire: Wire,
+        reconnect: Reconnect<'_>,
+        options: &MigrateOptions,
+        events: MigrateSink<'_>,
+    ) -> Result<MigrateReport, MigrateError> {
+        let moved = self.hand_over(wire, reconnect, options, events);
+        if moved.is_err() {
+            self.end_copies(options);
+        } else {
+            // It has answered that it ends; whoever starts the VM anew would meet it.
+            self.target.process.wait_exit(END_LIMIT);
+        }
+        moved
+    }
+
+    fn hand_over(
         &mut self,
         mut wire: Wire,
         reconnect: Reconnect<'_>,
@@ -76,41 +108,34 @@ impl Vm {
         let runs = run_state.running || run_state.is_suspended();
         let sending = Sending::new(&session, options, runs);
         let sent = self.send(vm, sending, &mut wire, reconnect, events);
-        let sent = sent.inspect_err(|error| {
+        let complete = sent.inspect_err(|error| {
             let why = Some(crate::in_words(error));
             let word = Word::Settled;
             // If it cannot be informed any more, it sees that the connection ends.
             let _ = wire.send_control(&Control::Word { word, why });
-        });
-        let report = sent.and_then(|complete| {
-            let named = (complete.record, session.clone());
-            let before = wire.bytes_sent();
-            let undecided = Undecided::ready(complete.vm, named, wire, reconnect, options.patience);
-            let undecided = undecided.with_lanes(complete.serving);
-            let moved = undecided.decide(Source::Keeping)?;
-            let (fetched, of_them) = moved.fetched;
-            Ok(MigrateReport {
-                vm: label,
-                mode: complete.mode,
-                rounds: complete.rounds,
-                pages: complete.sent,
-                fetched,
-                bytes_sent: complete.bytes
-                    + of_them
-                    + moved.wire.map_or(before, |wire| wire.bytes_sent()),
-                downtime_us: match runs {
-                    true => moved
-                        .runs_since
-                        .duration_since(complete.stopped)
-                        .as_micros() as u64,
-                    false => 0,
-                },
-                total_us: us(begin),
-            })
         })?;
-        // It has answered that it ends; whoever starts the VM anew would meet it.
-        self.target.process.wait_exit(END_LIMIT);
-        Ok(report)
+        let named = (complete.record, session.clone());
+        let before = wire.bytes_sent();
+        let undecided = Undecided::ready(complete.vm, named, wire, reconnect, options.patience);
+        let undecided = undecided.with_lanes(complete.serving);
+        let moved = undecided.decide(Source::Keeping)?;
+        let (fetched, of_them) = moved.fetched;
+        let on_wire = moved.wire.map_or(before, |wire| wire.bytes_sent());
+        let downtime = moved.runs_since.duration_since(complete.stopped);
+        Ok(MigrateReport {
+            vm: label,
+            mode: complete.mode,
+            rounds: complete.rounds,
+            pages: complete.sent,
+            fetched,
+            disk_bytes: complete.disk_bytes,
+            bytes_sent: complete.bytes + complete.disk_bytes + of_them + on_wire,
+            downtime_us: match runs {
+                true => downtime.as_micros() as u64,
+                false => 0,
+            },
+            total_us: us(begin),
+        })
     }
 
     /// Sends all of the VM, which is stopped then.
@@ -125,57 +150,117 @@ impl Vm {
         if !vm.disks.is_empty() {
             self.monitor.expect_deactivation()?;
         }
+        let copied = disks::chosen(&vm.disks, &sending.options.copy_disks)?;
+        mirrors::remove_leftovers(&mut self.monitor)?;
+        let first_of_disks = sending.connections() + sending.lanes();
         wire.send_control(&Control::Hello {
             session: sending.session.clone(),
             mode: sending.mode,
             connections: sending.connections(),
             lanes: sending.lanes(),
+            copied: copied.clone(),
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
-        let (mut outgoing, mut left) = (None, None);
+        let mut channels = Channels::default();
         if sending.connections() > 0 {
-            let sent = self.pre_copy(&mut sending, wire, reconnect, events);
-            let (connections, pages) = sent.map_err(|error| explained(wire, error))?;
-            (outgoing, left) = (Some(connections), pages);
+            let opened = self.open(&sending, reconnect);
+            channels.outgoing = Some(opened.map_err(|error| explained(wire, error))?);
+        }
+        let disks: Vec<&Disk> = copied
+            .iter()
+            .filter_map(|device| disks::image_of(&vm.disks, device))
+            .collect();
+        if !disks.is_empty() {
+            let started = self.copy_disks(
+                &mut sending,
+                (&disks, first_of_disks),
+                wire,
+                reconnect,
+                events,
+            );
+            channels.mirrors = Some(started.map_err(|error| explained(wire, error))?);
+        }
+        let mut left = None;
+        if let Some(outgoing) = &mut channels.outgoing {
+            let sent = self.pre_copy(&mut sending, (wire, outgoing), events);
+            left = sent.map_err(|error| explained(wire, error))?;
         }
         sending.accepted(wire)?;
-        let mut serving = None;
         if sending.later {
             events(MigrateEvent::Later);
             let some_sent = left.is_some();
             wire.send_control(&Control::PagesLater { some_sent })?;
-            serving = Some(self.lanes(&sending, reconnect)?);
+            channels.serving = Some(self.lanes(&sending, reconnect)?);
             later::announce(wire, self.pages(), left)?;
         } else if sending.mode == Mode::StopCopy {
-            serving = Some(self.lanes(&sending, reconnect)?);
+            channels.serving = Some(self.lanes(&sending, reconnect)?);
         }
-        self.send_stopped(vm, sending, wire, (outgoing, serving), events)
+        if let Some(mirrors) = &channels.mirrors {
+            let fine = mirrors.check(&mut self.monitor);
+            fine.map_err(|error| explained(wire, error.into()))?;
+        }
+        self.send_stopped(vm, sending, wire, channels, events)
     }
 
-    /// Sends pages while the VM runs, to a destination whose QEMU is still starting at first. Returns the connections, and
-    /// what is left if it is to be fetched later.
-    fn pre_copy(
+    /// Starts to copy disks, and waits until only new writes of the guest are left.
+    fn copy_disks(
         &mut self,
         sending: &mut Sending<'_>,
+        (disks, first): (&[&Disk], usize),
         wire: &mut Wire,
         reconnect: Reconnect<'_>,
         events: MigrateSink<'_>,
-    ) -> Result<(Outgoing, Option<Collected>), MigrateError> {
-        let mut outgoing = self.open(sending, reconnect)?;
+    ) -> Result<Mirrors, MigrateError> {
+        sending.accepted(wire)?;
+        let qemu = (&mut self.monitor, &self.guardian);
+        let named = (sending.session, first);
+        let limiter = Arc::clone(&sending.limiter);
+        let mut mirrors = Mirrors::start(qemu, disks, named, reconnect, &limiter)?;
+        let mut beat = Instant::now();
+        mirrors.catch_up(&mut self.monitor, |Copied { done, total }| {
+            events(MigrateEvent::Disks { done, total });
+            if beat.elapsed() >= BEAT {
+                beat = Instant::now();
+                wire.send_control(&Control::Alive)?;
+            }
+            Ok::<(), MigrateError>(())
+        })?;
+        wire.send_control(&Control::Copied)?;
+        Ok(mirrors)
+    }
+
+    /// Removes what a migration that has failed has left of its copies of disks.
+    fn end_copies(&mut self, options: &MigrateOptions) {
+        if options.copy_disks == CopyDisks::No {
+            return;
+        }
+        // A QEMU that refuses it now may not do so when the next migration begins, which tries again.
+        let _ = mirrors::remove_leftovers(&mut self.monitor);
+        let _ = self.guardian.on_disconnect(OnDisconnect::Nothing);
+    }
+
+    /// Sends pages while the VM runs, to a destination whose QEMU is still starting at first. Returns what is left if it is
+    /// to be fetched later.
+    fn pre_copy(
+        &mut self,
+        sending: &mut Sending<'_>,
+        (wire, outgoing): (&mut Wire, &mut Outgoing),
+        events: MigrateSink<'_>,
+    ) -> Result<Option<Collected>, MigrateError> {
         if sending.mode == Mode::Hybrid {
             // If it is not possible, the user learns it before pages are sent.
             sending.accepted(wire)?;
         }
         let rounds = &mut Rounds::new(sending.options, events);
-        let ended = self.send_running((wire, &mut outgoing), sending, rounds)?;
+        let ended = self.send_running((wire, outgoing), sending, rounds)?;
         (sending.rounds, sending.later) = (ended.rounds, ended.later);
         if !sending.later {
-            return Ok((outgoing, None));
+            return Ok(None);
         }
         outgoing.last(wire)?;
         sending.mode = Mode::Hybrid;
-        Ok((outgoing, Some(ended.left)))
+        Ok(Some(ended.left))
     }
 
     fn pages(&mut self) -> Streaming<'_> {
@@ -219,7 +304,7 @@ impl Vm {
                 SkipFake::Exact | SkipFake::Auto => Ok(Rewritten::Look(peek)),
             }
             .map_err(MigrateError::Thread)?,
-            limiter: Arc::new(Limiter::new(options.bytes_per_s)),
+            limiter: Arc::clone(&sending.limiter),
             processors: placement::processors(&self.target.process),
         };
         let states = (0..count).map(state).collect();
@@ -232,7 +317,7 @@ impl Vm {
         mut vm: VmRecord,
         mut sending: Sending<'_>,
         wire: &mut Wire,
-        (mut outgoing, serving): (Option<Outgoing>, Option<Serving>),
+        mut channels: Channels,
         events: MigrateSink<'_>,
     ) -> Result<Complete<'_>, MigrateError> {
         let record = SourceRecord::of(&self.target.process)?;
@@ -259,22 +344,20 @@ impl Vm {
             monitor: paused.monitor(),
             process: &target.process,
         };
-        if let Some(serving) = &serving {
+        if let Some(serving) = &channels.serving {
             serving.begin(Guest::Stopped);
         }
-        let sent = send_rest(parts, &sending, outgoing.as_mut(), wire, events)?;
+        let sent = send_rest(parts, &sending, channels.outgoing.as_mut(), wire, events)?;
         let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
         send_state(wire, &device_state, options.verify.then_some(&*tracker))?;
         // The destination loads it meanwhile.
         expect_unchanged(paused.monitor(), tracker)?;
         devices.check(paused.monitor(), &device_state)?;
-        deactivate_disks(paused.monitor(), &mut vm)?;
+        let mirrors = channels.mirrors.take();
+        let disk_bytes = give_up_disks(paused.monitor(), guardian, mirrors, &mut vm)?;
         (vm.was_running, vm.was_suspended) = (run_state.running, run_state.is_suspended());
         // The lanes of a VM that is complete are of no more use.
-        let (serving, unused) = match sending.later {
-            true => (serving, None),
-            false => (None, serving),
-        };
+        let serving = channels.serving.take_if(|_| sending.later);
         let served = served(serving.as_ref(), tracker);
         record.prepare(sending.session, (&vm.label, runs), &vm.disks, served)?;
         wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
@@ -287,12 +370,13 @@ impl Vm {
             vm: paused,
             record,
             sent,
-            bytes: outgoing.as_ref().map_or(0, Outgoing::bytes),
+            bytes: channels.outgoing.as_ref().map_or(0, Outgoing::bytes),
+            disk_bytes,
             rounds: sending.rounds,
             mode: sending.mode,
             serving,
             stopped,
-            _later: (outgoing, unused),
+            _later: channels,
         })
     }
 }
@@ -314,13 +398,21 @@ fn expect_unchanged(monitor: &mut Monitor, tracker: &Tracker) -> Result<(), Migr
     }
 }
 
-/// The disks may be opened by the destination from here on.
-fn deactivate_disks(monitor: &mut Monitor, vm: &mut VmRecord) -> Result<(), MonitorError> {
+/// The disks may be opened by the destination from here on, and their copies are complete. Returns how many bytes were sent
+/// for these.
+fn give_up_disks(
+    monitor: &mut Monitor,
+    guardian: &Guardian,
+    mirrors: Option<Mirrors>,
+    vm: &mut VmRecord,
+) -> Result<u64, MigrateError> {
+    let copied = mirrors.map(|mirrors| mirrors.finish(monitor, guardian));
+    let copied = copied.transpose()?.unwrap_or(0);
     if !vm.disks.is_empty() {
         monitor.deactivate_disks()?;
     }
     vm.look_at_disks_again();
-    Ok(())
+    Ok(copied)
 }
 
 /// Sends the device state of a VM that is stopped, after the ids of all its pages if they are to be compared.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use super::holders::{Holder, Use, holder_of};
-use super::{LaunchError, LaunchOptions};
+use super::{DiskOrigin, LaunchError, LaunchOptions};
 use crate::arguments::{CommandLine, Properties};
 use crate::monitor::{Disk, FileIdentity};
 use crate::record::VmRecord;
@@ -22,7 +22,14 @@ pub(super) fn disks(
         None => Use::Any,
     };
     let mut changes = Vec::new();
+    let is_copied = |disk: &Disk| match &options.disk_origin {
+        DiskOrigin::Recorded => false,
+        DiskOrigin::HandedOver { copied } => copied.contains(&disk.device),
+    };
     for (recorded, disk) in recorded.iter().zip(disks) {
+        if is_copied(disk) {
+            continue;
+        }
         if let Some(error) = lasting_obstacle(disk) {
             if !options.disks_as_they_are {
                 return Err(error);
@@ -31,9 +38,11 @@ pub(super) fn disks(
                 continue;
             }
         }
-        match options.disks_handed_over {
-            true => handed_over(disk, recorded, options.disks_as_they_are)?,
-            false => file(disk, recorded, options.disks_as_they_are, counts)?,
+        match &options.disk_origin {
+            DiskOrigin::HandedOver { .. } => {
+                handed_over(disk, recorded, options.disks_as_they_are)?;
+            }
+            DiskOrigin::Recorded => file(disk, recorded, options.disks_as_they_are, counts)?,
         }
         if disk.flash && !disk.read_only && options.clone.is_none() {
             changes.push(format!(

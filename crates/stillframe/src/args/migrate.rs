@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use stillframe_engine::migration::{CONNECTIONS_MAX, Mode, PageHash, SkipFake};
+use stillframe_engine::migration::{CONNECTIONS_MAX, CopyDisks, Mode, PageHash, SkipFake};
 use stillframe_link::Address;
 
 use super::{LaunchArgs, VmSelector};
@@ -153,6 +153,10 @@ pub struct MigrateArgs {
     /// How to find pages that were written and have their old content, beyond the delta cache
     #[arg(long, value_enum, default_value_t = PageIds::Xxh3, value_name = "HASH")]
     pub page_ids: PageIds,
+    /// Copy these disks to the destination, which does not reach them: all that the guest can write to, or those of these
+    /// devices
+    #[arg(long, value_name = "DEVICE", num_args = 0.., value_delimiter = ',', require_equals = true)]
+    pub copy_disks: Option<Vec<String>>,
     /// If the connection is lost in the hand-over, try to connect again for this long
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
     pub reconnect: Duration,
@@ -163,6 +167,17 @@ pub struct MigrateArgs {
     /// say that it never will run there
     #[arg(long, conflicts_with_all = ["mode", "rehearse", "verify"])]
     pub take_back: bool,
+}
+
+impl MigrateArgs {
+    /// The disks to copy.
+    pub fn copied(&self) -> CopyDisks {
+        match &self.copy_disks {
+            None => CopyDisks::No,
+            Some(devices) if devices.is_empty() => CopyDisks::All,
+            Some(devices) => CopyDisks::These(devices.clone()),
+        }
+    }
 }
 
 /// `receive`
@@ -190,6 +205,9 @@ pub struct ReceiveArgs {
     /// Leave the guest paused; `cont` on its monitor runs it
     #[arg(long)]
     pub paused: bool,
+    /// Copy disks over images that exist here; without it they are made
+    #[arg(long)]
+    pub overwrite_disks: bool,
     /// Go on for a `receive` that was killed: answer the source about the VM with this monitor
     #[arg(long, conflicts_with_all = ["serial", "paused"])]
     pub resume: bool,

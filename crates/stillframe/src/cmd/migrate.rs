@@ -12,7 +12,7 @@ use super::{Context, capture, receive};
 use crate::args::MigrateArgs;
 use crate::durations;
 use crate::output;
-use crate::progress::Meter;
+use crate::progress::{Meter, Step, Unit};
 use crate::table::{self, printable};
 
 /// Migrates, or settles a hand-over that was interrupted.
@@ -41,12 +41,13 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
         connections: args.connections.map_or_else(connections, usize::from),
         skip_fake: args.skip_fake.into(),
         page_ids: args.page_ids.hash(),
+        copy_disks: args.copied(),
         patience: args.reconnect,
     };
     let mut meter = Meter::new(context.console);
     let mut reconnect = || reconnect(args, security);
     if args.rehearse {
-        let rehearsed = vm.rehearse(wire, &mut reconnect, args.pause_limit);
+        let rehearsed = vm.rehearse(wire, &mut reconnect, &options);
         let again = rehearsed
             .map_err(anyhow::Error::from)
             .and_then(|()| Ok(connect()?));
@@ -61,6 +62,12 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
     }
     let mut events = |event: MigrateEvent| match event {
         MigrateEvent::Progress(progress) => meter.show(progress.into()),
+        MigrateEvent::Disks { done, total } => meter.show(Step {
+            what: "copying disks",
+            done,
+            total,
+            unit: Unit::Bytes,
+        }),
         MigrateEvent::Round(round) => context.console.note(&round_words(&round)),
         MigrateEvent::Later => context.console.note(LATER),
     };

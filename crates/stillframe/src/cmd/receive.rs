@@ -21,6 +21,7 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
     let options = ReceiveOptions {
         qemu: qemu(args)?,
         paused: args.paused,
+        overwrite_disks: args.overwrite_disks,
     };
     let listener = listen(context, args)?;
     let refused = |error: ConnectError| {

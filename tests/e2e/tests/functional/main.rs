@@ -4,6 +4,7 @@
 mod asleep;
 mod clock;
 mod clones;
+mod copied_disks;
 mod first_day;
 mod hotplug;
 mod interchange;

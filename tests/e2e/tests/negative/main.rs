@@ -2,6 +2,7 @@
 //! the VM running as before, and loses no committed checkpoint.
 
 mod changes;
+mod copied_disks;
 mod damage;
 mod deaths;
 mod disks;

@@ -1,0 +1,119 @@
+//! What the source says of a VM: at first, and when its pages are sent.
+
+use stillframe_page::hash::ContentId;
+use stillframe_qemu::record::VmRecord;
+
+use super::disks::DISKS_MAX;
+use super::error::ReceiveError;
+use super::{CONNECTIONS_MAX, LANES_MAX, Mode, Wire};
+use crate::connection::message::{Control, Message};
+use crate::connection::word::Session;
+use crate::memory::BlockShape;
+use crate::memory::block::Block;
+
+/// The source's first message.
+pub(super) struct Greeting {
+    pub session: Session,
+    pub mode: Mode,
+    pub connections: usize,
+    pub lanes: usize,
+    /// The devices whose disks are copied.
+    pub copied: Vec<String>,
+    pub vm: VmRecord,
+    pub blocks: Vec<BlockShape>,
+}
+
+/// What comes after the pages.
+pub(super) enum Rest {
+    /// The ids of all of them, if the source wants them compared, and the device state.
+    State(State),
+    /// No more pages are sent: the others are fetched.
+    PagesLater { some_sent: bool },
+}
+
+/// The messages after the pages.
+pub(super) struct State {
+    pub ids: Vec<Option<ContentId>>,
+    pub device_state: Vec<u8>,
+}
+
+/// The first message.
+pub(super) fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
+    match wire.receive_message()? {
+        Message::Control(Control::Hello {
+            session,
+            mode,
+            connections,
+            lanes,
+            copied,
+            vm,
+            blocks,
+        }) if connections <= CONNECTIONS_MAX && lanes <= LANES_MAX && copied.len() <= DISKS_MAX => {
+            Ok(Greeting {
+                session,
+                mode,
+                connections,
+                lanes,
+                copied,
+                vm: *vm,
+                blocks,
+            })
+        }
+        other => Err(other.unexpected().into()),
+    }
+}
+
+/// What comes after the pages that are sent.
+pub(super) fn rest(wire: &mut Wire, blocks: &[Block]) -> Result<Rest, ReceiveError> {
+    loop {
+        match wire.receive_message()? {
+            Message::Control(Control::Alive) => {}
+            Message::Control(Control::PagesLater { some_sent }) => {
+                return Ok(Rest::PagesLater { some_sent });
+            }
+            other => return state(wire, blocks, other).map(Rest::State),
+        }
+    }
+}
+
+/// The ids of all pages, if the source wants them compared, and the device state; `next` is the first message.
+pub(super) fn state(
+    wire: &mut Wire,
+    blocks: &[Block],
+    mut next: Message,
+) -> Result<State, ReceiveError> {
+    let mut ids = Vec::new();
+    let pages: u64 = blocks.iter().map(Block::pages).sum();
+    loop {
+        match next {
+            Message::Control(Control::Alive) => {}
+            Message::Ids(more) if (ids.len() + more.len()) as u64 <= pages => ids.extend(more),
+            Message::DeviceState(device_state) => return Ok(State { ids, device_state }),
+            other => return Err(other.unexpected().into()),
+        }
+        next = wire.receive_message()?;
+    }
+}
+
+/// The VM, of which the source has sent everything.
+pub(super) fn complete(wire: &mut Wire) -> Result<VmRecord, ReceiveError> {
+    match wire.receive_message()? {
+        Message::Control(Control::Complete { vm }) => Ok(*vm),
+        other => Err(other.unexpected().into()),
+    }
+}
+
+/// Whether a QEMU that was started by the first record can take the state of the second.
+pub(super) fn same_machine(then: &VmRecord, now: &VmRecord) -> bool {
+    let part = |vm: &VmRecord| {
+        let disks = vm.disks.iter().map(|disk| disk.path.clone());
+        (
+            vm.arguments.clone(),
+            vm.hot_plug.clone(),
+            vm.ram_blocks.clone(),
+            vm.identity.clone(),
+            disks.collect::<Vec<_>>(),
+        )
+    };
+    part(then) == part(now)
+}

@@ -1,0 +1,212 @@
+//! Carries the bytes between a QEMU's socket and the other host, over one connection for each direction.
+//!
+//! Each direction has a thread. A side that has no bytes says each second that it lives, so that a link that is cut is
+//! noticed soon: a write of the guest may be waiting for it.
+
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use stillframe_link::Closer;
+
+use super::DiskError;
+use crate::connection::ConnectionError;
+use crate::connection::framing::Kind;
+use crate::connection::message::{Control, Message};
+use crate::migration::limiter::Limiter;
+use crate::migration::{BEAT, Wire};
+
+/// Bytes that are read at once: few enough to be sent in a moment where the bandwidth is limited.
+const PIECE: usize = 64 << 10;
+
+/// How long a link may be silent, or take nothing, and how long a write of the guest waits for the other side. Then the
+/// connection is given up, and the guest goes on. Less than the 30 s after which a guest's driver gives up a request.
+const STALL_MAX: Duration = Duration::from_secs(10);
+
+/// What both threads of a relay share.
+struct Shared {
+    begin: Instant,
+    bytes: AtomicU64,
+    /// When QEMU's last request was passed on that had no answer at all since, in milliseconds from the beginning; 0: there
+    /// is none.
+    unanswered: AtomicU64,
+    /// Whether the guest waits for answers.
+    limited: AtomicBool,
+    failure: Mutex<Option<String>>,
+}
+
+/// One disk's way to the other host. Dropped, it is closed.
+pub(super) struct Relay {
+    shared: Arc<Shared>,
+    ends: Arc<Ends>,
+}
+
+/// What is closed when one direction has failed.
+struct Ends {
+    socket: UnixStream,
+    closers: [Closer; 2],
+}
+
+impl Ends {
+    fn close(&self) {
+        // What is closed already needs no more.
+        let _ = self.socket.shutdown(Shutdown::Both);
+        self.closers.iter().for_each(Closer::close);
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        self.ends.close();
+    }
+}
+
+impl Relay {
+    /// Relays between QEMU's socket and two connections: what QEMU sends goes `out`.
+    ///
+    /// # Errors
+    /// No descriptor or thread is left.
+    pub fn start(
+        socket: UnixStream,
+        out: Wire,
+        back: Wire,
+        limiter: Arc<Limiter>,
+    ) -> Result<Relay, DiskError> {
+        for wire in [&out, &back] {
+            wire.limit_silence(STALL_MAX);
+        }
+        let clone = || socket.try_clone().map_err(DiskError::Socket);
+        let closer = |wire: &Wire| wire.closer().map_err(DiskError::Socket);
+        let limited = socket.set_read_timeout(Some(BEAT));
+        limited.map_err(DiskError::Socket)?;
+        let ends = Arc::new(Ends {
+            socket: clone()?,
+            closers: [closer(&out)?, closer(&back)?],
+        });
+        let shared = Arc::new(Shared {
+            begin: Instant::now(),
+            bytes: AtomicU64::new(0),
+            unanswered: AtomicU64::new(0),
+            limited: AtomicBool::new(false),
+            failure: Mutex::default(),
+        });
+        let relay = Relay { shared, ends };
+        let from_qemu = clone()?;
+        relay.direction(move |shared| outward(from_qemu, out, &limiter, shared))?;
+        relay.direction(move |shared| inward(back, socket, shared))?;
+        Ok(relay)
+    }
+
+    fn direction(
+        &self,
+        run: impl FnOnce(&Shared) -> Result<(), ConnectionError> + Send + 'static,
+    ) -> Result<(), DiskError> {
+        let (shared, ends) = (Arc::clone(&self.shared), Arc::clone(&self.ends));
+        let thread = thread::Builder::new().name("disk".to_owned());
+        let thread = thread.spawn(move || {
+            if let Err(error) = run(&shared) {
+                let failure = shared.failure.lock();
+                let mut failure = failure.unwrap_or_else(PoisonError::into_inner);
+                failure.get_or_insert(crate::in_words(&error));
+                ends.close();
+            }
+        });
+        thread.map(drop).map_err(DiskError::Thread)
+    }
+
+    /// Bytes that were sent to the other host.
+    pub fn bytes(&self) -> u64 {
+        self.shared.bytes.load(Ordering::Relaxed)
+    }
+
+    /// From here on the connection is given up when the other side does not answer for long.
+    pub fn limit_answers(&self) {
+        self.shared.limited.store(true, Ordering::Relaxed);
+    }
+
+    /// Why it has ended early.
+    pub fn failure(&self) -> Option<String> {
+        let failure = self.shared.failure.lock();
+        failure.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Shared {
+    fn now(&self) -> u64 {
+        u64::try_from(self.begin.elapsed().as_millis()).map_or(u64::MAX, |now| now.max(1))
+    }
+
+    fn asked(&self) {
+        let now = self.now();
+        // The first request counts.
+        let _ = self
+            .unanswered
+            .compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
+    }
+
+    fn check_answers(&self) -> Result<(), ConnectionError> {
+        let since = self.unanswered.load(Ordering::Relaxed);
+        let waits = since > 0 && self.limited.load(Ordering::Relaxed);
+        match waits && self.now().saturating_sub(since) > STALL_MAX.as_millis() as u64 {
+            true => Err(ConnectionError::NoAnswer {
+                seconds: STALL_MAX.as_secs(),
+            }),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Sends what QEMU writes, until it closes its socket.
+fn outward(
+    mut qemu: UnixStream,
+    mut wire: Wire,
+    limiter: &Limiter,
+    shared: &Shared,
+) -> Result<(), ConnectionError> {
+    let mut piece = vec![0; PIECE];
+    loop {
+        let read = match qemu.read(&mut piece) {
+            Ok(0) => return wire.send_control(&Control::Last),
+            Ok(read) => {
+                shared.asked();
+                read
+            }
+            // Nothing, which is sent as such.
+            Err(error) if is_timeout(&error) => 0,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(ConnectionError::Socket(error)),
+        };
+        wire.send(Kind::Disk, &piece[..read])?;
+        limiter.wait(read as u64);
+        shared.bytes.store(wire.bytes_sent(), Ordering::Relaxed);
+    }
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+    )
+}
+
+/// Hands QEMU what comes, until the other one has closed its socket.
+fn inward(mut wire: Wire, mut qemu: UnixStream, shared: &Shared) -> Result<(), ConnectionError> {
+    loop {
+        match wire.receive_message()? {
+            Message::Disk(bytes) if bytes.is_empty() => shared.check_answers()?,
+            Message::Disk(bytes) => {
+                shared.unanswered.store(0, Ordering::Relaxed);
+                qemu.write_all(&bytes).map_err(ConnectionError::Socket)?;
+            }
+            Message::Control(Control::Last) => {
+                let closed = qemu.shutdown(Shutdown::Write);
+                return closed.map_err(ConnectionError::Socket);
+            }
+            other => return Err(other.unexpected()),
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! QEMU's jobs: how far one is, and that none of ours is left.
+
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+use serde_json::json;
+
+use super::{Monitor, MonitorError, unexpected};
+
+/// Time for a job to end that was cancelled. A request of its disk may be in progress.
+const END_LIMIT: Duration = Duration::from_secs(30);
+/// Pause between two checks whether a job has ended, which takes about a millisecond.
+const LOOK_AGAIN: Duration = Duration::from_micros(300);
+
+/// A job, an element of `query-jobs`.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Job {
+    /// Its name.
+    pub id: String,
+    /// `running`, `ready`, `concluded` and others.
+    pub status: String,
+    /// How much is done, in a unit of the job's own: bytes for a block job.
+    #[serde(rename = "current-progress", default)]
+    pub done: u64,
+    /// How much there is to do, as far as is known.
+    #[serde(rename = "total-progress", default)]
+    pub total: u64,
+    /// Why it failed.
+    pub error: Option<String>,
+}
+
+impl Job {
+    /// Whether it has ended. It stays until it is dismissed.
+    pub fn has_ended(&self) -> bool {
+        self.status == "concluded"
+    }
+
+    /// Whether it can be ended without an error at any time.
+    pub fn is_ready(&self) -> bool {
+        self.status == "ready"
+    }
+}
+
+impl Monitor {
+    /// The job of this name, if there is one.
+    pub fn job(&mut self, id: &str) -> Result<Option<Job>, MonitorError> {
+        Ok(self.jobs()?.into_iter().find(|job| job.id == id))
+    }
+
+    fn jobs(&mut self) -> Result<Vec<Job>, MonitorError> {
+        self.query("query-jobs")
+    }
+
+    /// Has a block job end: one that is ready without an error, unless `force` is given, and any other one with an error.
+    /// Returns QEMU's words about what went wrong, if anything did. The job is dismissed.
+    ///
+    /// # Errors
+    /// QEMU refuses a command, or the job does not end.
+    pub fn end_job(&mut self, id: &str, force: bool) -> Result<Option<String>, MonitorError> {
+        let deadline = Instant::now() + END_LIMIT;
+        let mut cancelled = false;
+        loop {
+            let job = self.job(id)?;
+            let job = job.ok_or_else(|| unexpected("query-jobs", format!("no job {id}")))?;
+            if job.has_ended() {
+                self.client.execute("job-dismiss", json!({ "id": id }))?;
+                return Ok(job.error);
+            }
+            if Instant::now() >= deadline {
+                return Err(unexpected("query-jobs", format!("{id} is {}", job.status)));
+            }
+            match std::mem::replace(&mut cancelled, true) {
+                true => std::thread::sleep(LOOK_AGAIN),
+                false => {
+                    let arguments = json!({ "device": id, "force": force });
+                    let ended = self.client.execute("block-job-cancel", arguments);
+                    // It may have ended by itself in the meantime, which the next round sees.
+                    if self.job(id)?.is_some_and(|job| !job.has_ended()) {
+                        ended?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Ends all jobs and removes all nodes whose names begin like this.
+    ///
+    /// # Errors
+    /// The errors of [`Monitor::end_job`]; a node is in use.
+    pub fn remove_jobs_and_nodes(&mut self, prefix: &str) -> Result<(), MonitorError> {
+        #[derive(Deserialize)]
+        struct Node {
+            #[serde(rename = "node-name", default)]
+            name: String,
+        }
+        for job in self.jobs()? {
+            if job.id.starts_with(prefix) {
+                self.end_job(&job.id, true)?;
+            }
+        }
+        let nodes: Vec<Node> = self.run("query-named-block-nodes", json!({ "flat": true }))?;
+        for node in nodes.iter().filter(|node| node.name.starts_with(prefix)) {
+            self.remove_node(&node.name)?;
+        }
+        Ok(())
+    }
+
+    /// Removes a block node that is not in use.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn remove_node(&mut self, node: &str) -> Result<(), MonitorError> {
+        let arguments = json!({ "node-name": node });
+        self.client.execute("blockdev-del", arguments)?;
+        Ok(())
+    }
+}
