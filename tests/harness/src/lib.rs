@@ -6,12 +6,12 @@
 pub mod agent;
 pub mod booted;
 pub mod cli;
+pub mod committing;
 pub mod debian;
 pub mod fault;
 pub mod filling;
 pub mod guest;
 pub mod health;
-pub mod journal;
 pub mod kernel;
 pub mod memory;
 pub mod migration;

@@ -1,14 +1,15 @@
 //! VMs that `stillframe restore` started. One ends when dropped.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
 use crate::cli::Stillframe;
 use crate::health;
 use crate::qmp::Qmp;
+use crate::running::{PATIENCE, signal};
 use crate::serial::Serial;
 
 /// A VM that `stillframe restore` started. It is no child of this process, so it ends by its monitor.
@@ -42,6 +43,23 @@ impl Restored {
             qmp,
             serial: Serial::new(&serial),
         })
+    }
+
+    /// Ends it as a crash of its host would.
+    pub fn crash(&self) -> Result<()> {
+        signal(self.pid as u32, "KILL")?;
+        // Its files are locked until then.
+        let process = PathBuf::from(format!("/proc/{}", self.pid));
+        let deadline = Instant::now() + PATIENCE;
+        while process.exists() {
+            ensure!(
+                Instant::now() < deadline,
+                "process {} does not end",
+                self.pid
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
     }
 
     /// Its monitor.

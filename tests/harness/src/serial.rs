@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::running::PATIENCE;
+
 /// A serial port written to a file.
 #[derive(Debug, Clone)]
 pub struct Serial {
@@ -81,6 +83,38 @@ impl Serial {
             Ok(whole_lines(&text).any(|line| line == wanted).then_some(()))
         });
         said.with_context(|| format!("{wanted:?} was waited for"))
+    }
+
+    /// Waits for a whole line that begins like this.
+    pub fn wait_for(&self, beginning: &str, limit: Duration) -> Result<String> {
+        let said = self.wait(limit, |serial| {
+            let text = serial.text();
+            let line = whole_lines(&text).find(|line| line.starts_with(beginning));
+            Ok(line.map(str::to_owned))
+        });
+        said.with_context(|| format!("a line {beginning:?} was waited for"))
+    }
+
+    /// The last record or transaction that a guest has said to be committed (`guest/init`).
+    pub fn committed(&self) -> Option<u64> {
+        let text = self.text();
+        let numbers = whole_lines(&text).filter_map(|line| line.strip_prefix("committed "));
+        numbers
+            .filter_map(|number| number.trim().parse().ok())
+            .max()
+    }
+
+    /// Waits until `more` are committed, from now on, or from the first one that this port has said.
+    pub fn wait_more_committed(&self, more: u64) -> Result<u64> {
+        let mut first = None;
+        self.wait(PATIENCE, |serial| {
+            serial.ticks()?;
+            let committed = serial.committed();
+            first = first.or(committed);
+            let wanted = first.map(|first| first + more);
+            Ok(committed.filter(|now| wanted.is_some_and(|wanted| *now >= wanted)))
+        })
+        .with_context(|| format!("{more} more to be committed were waited for, from {first:?} on"))
     }
 
     /// The units of work that a guest with real software has done; none before it is ready, an error

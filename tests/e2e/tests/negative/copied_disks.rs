@@ -1,14 +1,14 @@
 //! Copies of disks that do not come about: the guest goes on writing, and nothing is left of them.
 
 use anyhow::{Result, ensure};
+use stillframe_harness::committing::{Committing, expect_no_copy, make_image};
 use stillframe_harness::health::processes_with;
-use stillframe_harness::journal::{WithJournal, expect_no_copy, make_image, wait_more};
 use stillframe_harness::migration::{Migration, Order};
 use stillframe_harness::running::Ended;
 
 /// The guest goes on, and nothing of the copy is left at either side.
-fn only_here(it: &WithJournal, order: &Order) -> Result<()> {
-    wait_more(&it.guest.serial, 3)?;
+fn only_here(it: &Committing, order: &Order) -> Result<()> {
+    it.guest.serial.wait_more_committed(3)?;
     expect_no_copy(&mut it.guest.second_monitor()?)?;
     let qmp = order.files().0.display().to_string();
     ensure!(processes_with(&qmp)? == 0, "a QEMU is left");
@@ -23,7 +23,7 @@ fn expect_one_error(ended: &Ended, words: &str) -> Result<()> {
 
 #[test]
 fn a_disk_that_cannot_be_copied_is_named_on_both_sides() -> Result<()> {
-    let it = WithJournal::boot("not-copied", "raw")?;
+    let it = Committing::journal("not-copied", "raw")?;
     let small = it.copy.with_file_name("small.img");
     make_image(&small, "raw", 8)?;
     let to = |path: &std::path::Path| format!("--map={}={}", it.disk.display(), path.display());
@@ -58,7 +58,7 @@ fn a_disk_that_cannot_be_copied_is_named_on_both_sides() -> Result<()> {
 }
 
 /// Starts to copy so slowly that it does not come to its end.
-fn under_way(it: &WithJournal, name: &str) -> Result<(Order, Migration)> {
+fn under_way(it: &Committing, name: &str) -> Result<(Order, Migration)> {
     let mut order = it.order(name);
     order.migrate.push("--bandwidth=1M".to_owned());
     let mut migration = order.start(&it.stillframe, it.guest.pid())?;
@@ -69,7 +69,7 @@ fn under_way(it: &WithJournal, name: &str) -> Result<(Order, Migration)> {
 
 #[test]
 fn a_side_that_dies_while_a_disk_is_copied_leaves_nothing() -> Result<()> {
-    let it = WithJournal::boot("half-copied", "raw")?;
+    let it = Committing::journal("half-copied", "raw")?;
     let (order, mut migration) = under_way(&it, "source-dies")?;
     migration.source.kill()?;
     let ended = migration.destination.end()?;
@@ -99,7 +99,7 @@ fn a_side_that_dies_while_a_disk_is_copied_leaves_nothing() -> Result<()> {
 /// A write of the guest may wait for either engine then.
 #[test]
 fn a_side_that_hangs_when_each_write_is_copied_holds_the_guest_for_seconds_only() -> Result<()> {
-    let it = WithJournal::boot("held", "raw")?;
+    let it = Committing::journal("held", "raw")?;
     for side in ["source", "destination"] {
         let mut order = it.order(side);
         let slowly = ["--mode=pre-copy", "--bandwidth=4M"].map(str::to_owned);
@@ -112,7 +112,7 @@ fn a_side_that_hangs_when_each_write_is_copied_holds_the_guest_for_seconds_only(
             _ => (&migration.destination, "source"),
         };
         hung.signal("STOP")?;
-        wait_more(&it.guest.serial, 20)?;
+        it.guest.serial.wait_more_committed(20)?;
         hung.signal("CONT")?;
         let (sent, received) = (migration.source.end()?, migration.destination.end()?);
         let ended = if other == "source" { &sent } else { &received };

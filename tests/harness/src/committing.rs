@@ -1,13 +1,14 @@
-//! A guest that keeps a journal on its disk, as a database does: it says that a record is committed when its disk says so.
-//! After a crash each record that was said to be committed must be there.
+//! Guests that say what they have committed to their disk: records of a journal, or a database's transactions. After a crash
+//! each of them must be there.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
+use tempfile::TempDir;
 
 use crate::cli::Stillframe;
 use crate::guest::{Guest, Kind, Setup};
@@ -16,6 +17,8 @@ use crate::qmp::Qmp;
 use crate::running::PATIENCE;
 use crate::serial::Serial;
 
+/// The format of an image that is nothing but the disk's content.
+const RAW: &str = "raw";
 /// MiB of the disk.
 const DISK_MIB: u32 = 32;
 /// MiB of it that the journal may fill. The rest is bytes like these.
@@ -26,8 +29,8 @@ const DEVICE: &str = "journal";
 /// Bytes of a record (`guest/init`).
 const RECORD_BYTES: usize = 512;
 
-/// A guest with a journal, and a place for a copy of its disk, as if on another host.
-pub struct WithJournal {
+/// Such a guest, and a place for a copy of its disk, as if on another host.
+pub struct Committing {
     /// The guest.
     pub guest: Guest,
     /// The program.
@@ -38,37 +41,53 @@ pub struct WithJournal {
     pub copy: PathBuf,
     format: &'static str,
     // After the guest: ends last.
-    folder: tempfile::TempDir,
+    folder: TempDir,
 }
 
-impl WithJournal {
-    /// Boots it, with a disk of this format and more arguments for QEMU.
-    pub fn boot(name: &str, format: &'static str) -> Result<WithJournal> {
-        let folder = tempfile::tempdir()?;
-        let place = |host: &str| folder.path().join(host).join("disk.img");
-        let (disk, copy) = (place("here"), place("there"));
-        for path in [&disk, &copy] {
-            fs::create_dir(path.parent().context("no folder")?)?;
-        }
+/// The folder of both hosts, the disk and the place of its copy.
+fn places() -> Result<(TempDir, PathBuf, PathBuf)> {
+    let folder = tempfile::tempdir()?;
+    let place = |host: &str| folder.path().join(host).join("disk.img");
+    let (disk, copy) = (place("here"), place("there"));
+    for path in [&disk, &copy] {
+        fs::create_dir(path.parent().context("no folder")?)?;
+    }
+    Ok((folder, disk, copy))
+}
+
+/// QEMU's arguments for a disk.
+fn drive(disk: &Path, format: &str) -> [String; 4] {
+    let drive = format!(
+        "file={},format={format},if=none,id={DEVICE}",
+        disk.display()
+    );
+    let device = format!("virtio-blk-pci,drive={DEVICE}");
+    ["-drive".to_owned(), drive, "-device".to_owned(), device]
+}
+
+/// A guest that is called this, with this disk.
+fn with_disk(name: &str, disk: &Path, format: &str) -> Setup {
+    let drive = drive(disk, format);
+    let drive: Vec<&str> = drive.iter().map(String::as_str).collect();
+    Setup::small(Kind::Private, name).with(&drive)
+}
+
+impl Committing {
+    /// Boots a guest with a journal on a disk of this format.
+    pub fn journal(name: &str, format: &'static str) -> Result<Committing> {
+        let (folder, disk, copy) = places()?;
         make_image(&disk, format, DISK_MIB)?;
         let ballast = format!(
             "write -P {BALLAST} {JOURNAL_MIB}M {}M",
             DISK_MIB - JOURNAL_MIB
         );
-        let written = Command::new("qemu-io")
+        run(Command::new("qemu-io")
             .args(["-f", format, "-c", &ballast])
-            .arg(&disk)
-            .output()?;
-        ensure!(written.status.success(), "qemu-io: {written:?}");
-        let drive = format!(
-            "file={},format={format},if=none,id={DEVICE}",
-            disk.display()
-        );
-        let device = format!("virtio-blk-pci,drive={DEVICE}");
-        let setup = Setup::small(Kind::Private, name).with_drivers("sf.journal=vda");
-        let guest = setup.with(&["-drive", &drive, "-device", &device]).boot()?;
+            .arg(&disk))?;
+        let setup = with_disk(name, &disk, format).with_drivers("sf.journal=vda");
+        let guest = setup.boot()?;
         guest.serial.wait_line("committed 3", PATIENCE)?;
-        Ok(WithJournal {
+        Ok(Committing {
             guest,
             stillframe: Stillframe::init(&folder.path().join("repo"))?,
             disk,
@@ -78,12 +97,49 @@ impl WithJournal {
         })
     }
 
+    /// Boots a guest with SQLite in a file system on a raw disk.
+    pub fn database(name: &str) -> Result<Committing> {
+        let (folder, disk, copy) = places()?;
+        make_image(&disk, RAW, DISK_MIB)?;
+        run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&disk))?;
+        let guest = with_disk(name, &disk, RAW).with_database("vda").boot()?;
+        guest.serial.wait_line("found ok 0 0 0", PATIENCE)?;
+        guest.serial.wait_line("committed 3", PATIENCE)?;
+        Ok(Committing {
+            guest,
+            stillframe: Stillframe::init(&folder.path().join("repo"))?,
+            disk,
+            copy,
+            format: RAW,
+            folder,
+        })
+    }
+
+    /// A QEMU that waits for the guest with the journal, as the manager of another host starts it, with an empty disk.
+    pub fn waiting_qemu(&self) -> Result<Guest> {
+        make_image(&self.copy, self.format, DISK_MIB)?;
+        let setup = with_disk("waiting", &self.copy, self.format).with_drivers("sf.journal=vda");
+        setup.with(&["-incoming", "defer"]).start()
+    }
+
+    /// Boots a guest of its own from an image of the database. Returns the number of its transactions, of which none is
+    /// left out, and none is damaged.
+    pub fn recover(&self, image: &Path) -> Result<u64> {
+        let setup = with_disk("recovery", image, self.format);
+        let guest = setup.with_database("vda").boot()?;
+        let line = guest.serial.wait_for("found ", PATIENCE)?;
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words[..] {
+            ["found", "ok", count, last, "0"] if count == last => Ok(count.parse()?),
+            _ => bail!("the database is damaged: {line}"),
+        }
+    }
+
     /// A migration that copies the disk.
     pub fn order(&self, name: &str) -> Order {
         let mut order = Order::of(&self.guest, name);
-        let place = |host: &str| self.folder.path().join(host).display().to_string();
         order.migrate.push("--copy-disks".to_owned());
-        let map = format!("--map={}={}", place("here"), place("there"));
+        let map = format!("--map={}={}", self.disk.display(), self.copy.display());
         order.receive.push(map);
         order
     }
@@ -91,8 +147,8 @@ impl WithJournal {
     /// Makes sure that an image has all that was said to be committed, and returns how much that is.
     pub fn expect_all(&self, image: &Path, serials: &[&Serial]) -> Result<u64> {
         // What is said first is on the disk when it is read then.
-        let said = serials.iter().map(|serial| committed(serial)).max();
-        let said = said.unwrap_or(0);
+        let said = serials.iter().filter_map(|serial| serial.committed());
+        let said = said.max().unwrap_or(0);
         let found = self.records(image)?;
         ensure!(
             found >= said,
@@ -148,21 +204,6 @@ fn convert(image: &Path, format: &str, raw: &Path) -> Result<()> {
     }
 }
 
-/// Waits until a guest has said that more records are committed, as seen from now or from its first word.
-pub fn wait_more(serial: &Serial, more: u64) -> Result<u64> {
-    let (begin, mut before) = (Instant::now(), committed(serial));
-    while begin.elapsed() < PATIENCE {
-        std::thread::sleep(Duration::from_millis(20));
-        let now = committed(serial);
-        match before {
-            0 => before = now,
-            _ if now >= before + more => return Ok(now),
-            _ => {}
-        }
-    }
-    bail!("no {more} records more than {before} within {PATIENCE:?}")
-}
-
 /// Makes sure that no job and no block node of ours is left in a QEMU, or soon will not be.
 pub fn expect_no_copy(monitor: &mut Qmp) -> Result<()> {
     let mut left = String::new();
@@ -178,30 +219,18 @@ pub fn expect_no_copy(monitor: &mut Qmp) -> Result<()> {
     bail!("left in QEMU: {left}")
 }
 
-/// The last record that a guest has said to be committed.
-pub fn committed(serial: &Serial) -> u64 {
-    let text = serial.text();
-    // The last line may not be whole.
-    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-    let numbers = whole
-        .lines()
-        .filter_map(|line| line.strip_prefix("committed "));
-    let last = numbers
-        .filter_map(|number| number.trim().parse().ok())
-        .max();
-    last.unwrap_or(0)
-}
-
 /// Makes an empty image.
 pub fn make_image(path: &Path, format: &str, mib: u32) -> Result<()> {
-    if format == "raw" {
-        return Ok(File::create(path)?.set_len(u64::from(mib) << 20)?);
-    }
-    let made = Command::new("qemu-img")
+    let size = format!("{mib}M");
+    let mut command = Command::new("qemu-img");
+    run(command
         .args(["create", "-q", "-f", format])
         .arg(path)
-        .arg(format!("{mib}M"))
-        .status()?;
-    ensure!(made.success(), "qemu-img create {}", path.display());
+        .arg(size))
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let ended = command.output()?;
+    ensure!(ended.status.success(), "{command:?}: {ended:?}");
     Ok(())
 }
