@@ -27,7 +27,7 @@ pub const SECONDS: u64 = 10;
 const ALL: &str = "all";
 
 /// Time for which `ci` runs each target, in seconds.
-const CI_SECONDS: u64 = 3;
+const CI_SECONDS: u64 = 2;
 
 /// Number of targets that `ci` runs at the same time.
 const CI_JOBS: usize = 2;

@@ -42,7 +42,7 @@ mod tests;
 pub use blobs::{BlobSink, Blobs};
 pub use copy::{Copied, Copies, Original};
 pub use crypto::Password;
-pub use crypto::key_file::Label;
+pub use crypto::key_file::{Cost, Label};
 pub use error::{ErrorClass, RepoError};
 pub use format::annotation::{AnnotationError, Note, Tag, Tags};
 pub use format::config::RepositoryId;

@@ -54,7 +54,12 @@ impl std::fmt::Debug for Repository {
 impl Repository {
     /// Creates a repository in a directory that does not exist or is empty.
     pub fn init(dir: &Path, password: &Password) -> Result<Repository, RepoError> {
-        Repository::init_at(LocalStore::new(dir), password, Cost::STANDARD)
+        Repository::init_with(dir, password, Cost::STANDARD)
+    }
+
+    /// The same, with this cost of each guess of the password.
+    pub fn init_with(dir: &Path, password: &Password, cost: Cost) -> Result<Repository, RepoError> {
+        Repository::init_at(LocalStore::new(dir), password, cost)
     }
 
     pub(crate) fn init_at(

@@ -7,6 +7,7 @@ mod common;
 mod copy;
 mod forget;
 mod generate;
+mod init;
 mod interchange;
 mod key;
 mod launch;
@@ -30,6 +31,7 @@ pub use common::{GuestArgs, LockArgs};
 pub use copy::CopyArgs;
 pub use forget::{ForgetArgs, KeepArgs, PruneArgs};
 pub use generate::{CompletionsArgs, ManArgs};
+pub use init::InitArgs;
 pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
 pub use launch::LaunchArgs;
@@ -98,7 +100,7 @@ pub struct PasswordArgs {
 pub enum Command {
     /// Create a repository
     #[command(after_help = help::INIT)]
-    Init,
+    Init(InitArgs),
     /// Keep the key in the kernel, so that commands need no password for a while
     #[command(after_help = help::UNLOCK)]
     Unlock(UnlockArgs),

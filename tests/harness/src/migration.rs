@@ -9,8 +9,9 @@ use serde_json::Value;
 
 use crate::cli::Stillframe;
 use crate::guest::{COPY_OF, Guest, Kind, SHM};
+use crate::health;
 use crate::restored::Restored;
-use crate::running::{Ended, Running};
+use crate::running::{Ended, Running, signal};
 use crate::serial::Serial;
 
 /// Both processes of one migration.
@@ -25,6 +26,22 @@ pub struct Migration {
     pub qmp: PathBuf,
     /// Its serial port.
     pub serial: PathBuf,
+    /// A test that fails may leave a VM there.
+    new: Started,
+}
+
+/// Ends the QEMU with this monitor when it is dropped.
+struct Started(Option<PathBuf>);
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        let qmp = self.0.take().map(|qmp| qmp.display().to_string());
+        let pids = qmp.map(|qmp| health::pids_with(&qmp).unwrap_or_default());
+        for pid in pids.into_iter().flatten() {
+            // One that has ended needs no signal.
+            let _ = signal(pid as u32, "KILL");
+        }
+    }
 }
 
 /// A VM that has arrived.
@@ -138,14 +155,7 @@ impl Order {
         let (destination, at) = self.listen(self.receiver(stillframe, "127.0.0.1:0", &words)?)?;
         let words: Vec<&str> = self.migrate.iter().map(String::as_str).collect();
         let source = Running::start(self.migrator(stillframe, pid, at, &words)?)?;
-        let (qmp, serial) = self.files();
-        Ok(Migration {
-            source,
-            destination,
-            at,
-            qmp,
-            serial,
-        })
+        Ok(Migration::new(self, source, (destination, at)))
     }
 
     /// Encrypted, with the certificate of this host.
@@ -167,8 +177,25 @@ impl Order {
 }
 
 impl Migration {
+    /// Both sides of a migration that was started.
+    pub fn new(
+        order: &Order,
+        source: Running,
+        (destination, at): (Running, SocketAddr),
+    ) -> Migration {
+        let (qmp, serial) = order.files();
+        Migration {
+            source,
+            destination,
+            at,
+            new: Started(Some(qmp.clone())),
+            qmp,
+            serial,
+        }
+    }
+
     /// Waits for both ends.
-    pub fn arrive(self) -> Result<Arrived> {
+    pub fn arrive(mut self) -> Result<Arrived> {
         let sent = self.source.end()?;
         let received = self.destination.end();
         let received = received.with_context(|| format!("source: {sent:?}"))?;
@@ -181,6 +208,8 @@ impl Migration {
             bail!("source: {sent:?}; destination: {received:?}");
         };
         let pid = report["pid"].as_i64().context("no pid")? as i32;
+        // From here on it ends with what is returned.
+        self.new.0 = None;
         Ok(Arrived {
             vm: Restored {
                 pid,

@@ -142,15 +142,7 @@ fn perform(
     let relay = relayed.then(|| Relay::delayed(at, DELAY)).transpose()?;
     let to = relay.as_ref().map_or(at, Relay::address);
     let source = Running::start(order.migrator(stillframe, pid, to, &[])?)?;
-    let (qmp, serial) = order.files();
-    let migration = Migration {
-        source,
-        destination,
-        at,
-        qmp,
-        serial,
-    };
-    migration.arrive()
+    Migration::new(order, source, (destination, at)).arrive()
 }
 
 /// Runs in the namespace of this process.

@@ -1,7 +1,7 @@
 //! Keeps all connections of a migration to one bandwidth.
 
 use std::num::NonZeroU64;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// A bandwidth, shared by the threads that send.
@@ -10,7 +10,11 @@ pub(super) struct Limiter {
     bytes_per_s: Option<NonZeroU64>,
     begin: Instant,
     sent: AtomicU64,
+    lifted: AtomicBool,
 }
+
+/// A thread that waits looks this often whether the limit was lifted.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
 impl Limiter {
     /// Begins now.
@@ -19,12 +23,24 @@ impl Limiter {
             bytes_per_s,
             begin: Instant::now(),
             sent: AtomicU64::new(0),
+            lifted: AtomicBool::new(false),
         }
     }
 
-    /// Counts bytes that were sent; sleeps until the bandwidth allows all that were.
+    /// Counts bytes that were sent; sleeps until the bandwidth allows all that were, or the limit is lifted.
     pub fn wait(&self, bytes: u64) {
-        std::thread::sleep(self.left(bytes, self.begin.elapsed()));
+        let end = self.begin.elapsed() + self.left(bytes, self.begin.elapsed());
+        while !self.lifted.load(Ordering::Relaxed) {
+            match end.saturating_sub(self.begin.elapsed()) {
+                Duration::ZERO => return,
+                left => std::thread::sleep(left.min(LOOK_AGAIN)),
+            }
+        }
+    }
+
+    /// There is no limit from here on: the VM is stopped.
+    pub fn lift(&self) {
+        self.lifted.store(true, Ordering::Relaxed);
     }
 
     fn left(&self, bytes: u64, since: Duration) -> Duration {

@@ -335,6 +335,7 @@ impl Vm {
         } = self;
         let stream = StateStream::lent(state, monitor, &target.process, guardian)?;
         let stopped = Instant::now();
+        sending.limiter.lift();
         let mut paused = PausedVm::stop(monitor, guardian, options.pause_limit, runs)?;
         let earlier = paused.monitor().client().take_events();
         earlier.map_err(MonitorError::from)?;

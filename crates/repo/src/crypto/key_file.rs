@@ -39,10 +39,17 @@ pub struct Cost {
 impl Cost {
     /// The cost of new key files: the second of the two choices that RFC 9106 recommends, about 0.1 s with four
     /// threads.
-    pub(crate) const STANDARD: Cost = Cost {
+    pub const STANDARD: Cost = Cost {
         memory_kib: 64 * 1024,
         passes: 3,
         lanes: 4,
+    };
+
+    /// Next to none, for a password that cannot be guessed at any speed.
+    pub const NONE: Cost = Cost {
+        memory_kib: 8,
+        passes: 1,
+        lanes: 1,
     };
 
     /// Limits of the costs that are read: a hostile key file must not exhaust the machine.

@@ -1,17 +1,22 @@
 //! `init`: creates a repository.
 
 use serde_json::json;
-use stillframe_repo::Repository;
+use stillframe_repo::{Cost, Repository};
 
 use super::Context;
+use crate::args::InitArgs;
 use crate::password;
 use crate::table::printable;
 
 /// Creates the repository.
-pub fn run(context: &Context) -> anyhow::Result<()> {
+pub fn run(context: &Context, args: &InitArgs) -> anyhow::Result<()> {
     let directory = context.directory()?;
     let password = password::for_new(&context.global.password)?;
-    let repository = Repository::init(directory, &password)?;
+    let cost = match args.random_password {
+        true => Cost::NONE,
+        false => Cost::STANDARD,
+    };
+    let repository = Repository::init_with(directory, &password, cost)?;
     let id = repository.id().to_string();
     let shown = directory.display().to_string();
     context

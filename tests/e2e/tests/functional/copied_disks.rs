@@ -11,7 +11,9 @@ fn a_disk_is_copied_with_all_that_was_committed() -> Result<()> {
     for (format, mode) in [("raw", "pre-copy"), ("qcow2", "post-copy")] {
         let it = Committing::journal(&format!("copied-{format}"), format)?;
         let mut order = it.order("there");
-        order.migrate.push(format!("--mode={mode}"));
+        // Pages and the disk share little bandwidth, so that writes of the guest are under way when it is stopped.
+        let words = [format!("--mode={mode}"), "--bandwidth=12M".to_owned()];
+        order.migrate.extend(words);
         let there = order.perform(&it.stillframe, it.guest.pid())?;
         let (old, new) = (&it.guest.serial, &there.vm.serial);
         let disk_bytes = there.sent["disk_bytes"].as_u64().unwrap_or(0);
