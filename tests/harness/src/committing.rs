@@ -20,14 +20,14 @@ use crate::serial::Serial;
 /// The format of an image that is nothing but the disk's content.
 const RAW: &str = "raw";
 /// MiB of the disk.
-const DISK_MIB: u32 = 32;
+const DISK_MIB: u32 = 64;
 /// MiB of it that the journal may fill. The rest is bytes like these.
-const JOURNAL_MIB: u32 = 16;
+const JOURNAL_MIB: u32 = 48;
 const BALLAST: u8 = 0x5a;
 /// The disk's name.
 const DEVICE: &str = "journal";
 /// Bytes of a record (`guest/init`).
-const RECORD_BYTES: usize = 512;
+const RECORD_BYTES: usize = 4096;
 
 /// Such a guest, and a place for a copy of its disk, as if on another host.
 pub struct Committing {
@@ -173,7 +173,7 @@ impl Committing {
         ensure!(kept, "{} is damaged beyond the journal", image.display());
         let (mut records, mut ended) = (0, false);
         for record in content.chunks(RECORD_BYTES) {
-            let expected = format!("{:<511}\n", format!("record {}", records + 1));
+            let expected = format!("{:<4095}\n", format!("record {}", records + 1));
             match record == expected.as_bytes() {
                 true if !ended => records += 1,
                 false if record.iter().all(|&byte| byte == 0) => ended = true,

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -10,6 +11,7 @@ use serde_json::Value;
 use crate::cli::Stillframe;
 use crate::guest::{COPY_OF, Guest, Kind, SHM};
 use crate::health;
+use crate::relay::Relay;
 use crate::restored::Restored;
 use crate::running::{Ended, Running, signal};
 use crate::serial::Serial;
@@ -150,12 +152,34 @@ impl Order {
 
     /// Starts both sides.
     pub fn start(&self, stillframe: &Stillframe, pid: i32) -> Result<Migration> {
+        let (destination, at) = self.start_destination(stillframe)?;
+        self.start_source(stillframe, pid, (destination, at), at)
+    }
+
+    fn start_destination(&self, stillframe: &Stillframe) -> Result<(Running, SocketAddr)> {
         let words = self.new_vm();
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let (destination, at) = self.listen(self.receiver(stillframe, "127.0.0.1:0", &words)?)?;
+        self.listen(self.receiver(stillframe, "127.0.0.1:0", &words)?)
+    }
+
+    fn start_source(
+        &self,
+        stillframe: &Stillframe,
+        pid: i32,
+        (destination, at): (Running, SocketAddr),
+        to: SocketAddr,
+    ) -> Result<Migration> {
         let words: Vec<&str> = self.migrate.iter().map(String::as_str).collect();
-        let source = Running::start(self.migrator(stillframe, pid, at, &words)?)?;
-        Ok(Migration::new(self, source, (destination, at)))
+        let source = Running::start(self.migrator(stillframe, pid, to, &words)?)?;
+        let (qmp, serial) = self.files();
+        Ok(Migration {
+            source,
+            destination,
+            at,
+            new: Started(Some(qmp.clone())),
+            qmp,
+            serial,
+        })
     }
 
     /// Encrypted, with the certificate of this host.
@@ -170,6 +194,19 @@ impl Order {
         Ok(["--certs".to_owned(), host])
     }
 
+    /// Migrates the VM over a link that delays each byte, both ways.
+    pub fn perform_delayed(
+        &self,
+        stillframe: &Stillframe,
+        pid: i32,
+        delay: Duration,
+    ) -> Result<Arrived> {
+        let (destination, at) = self.start_destination(stillframe)?;
+        let relay = Relay::delayed(at, delay)?;
+        let started = self.start_source(stillframe, pid, (destination, at), relay.address());
+        started?.arrive()
+    }
+
     /// Migrates the VM.
     pub fn perform(&self, stillframe: &Stillframe, pid: i32) -> Result<Arrived> {
         self.start(stillframe, pid)?.arrive()
@@ -177,23 +214,6 @@ impl Order {
 }
 
 impl Migration {
-    /// Both sides of a migration that was started.
-    pub fn new(
-        order: &Order,
-        source: Running,
-        (destination, at): (Running, SocketAddr),
-    ) -> Migration {
-        let (qmp, serial) = order.files();
-        Migration {
-            source,
-            destination,
-            at,
-            new: Started(Some(qmp.clone())),
-            qmp,
-            serial,
-        }
-    }
-
     /// Waits for both ends.
     pub fn arrive(mut self) -> Result<Arrived> {
         let sent = self.source.end()?;

@@ -12,10 +12,9 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
 use stillframe_harness::cli::Stillframe;
 use stillframe_harness::guest::{Kind, Setup};
-use stillframe_harness::migration::{Migration, Order};
-use stillframe_harness::relay::Relay;
+use stillframe_harness::migration::Order;
 use stillframe_harness::results::{self, Claim, Goal};
-use stillframe_harness::running::{PATIENCE, Running};
+use stillframe_harness::running::PATIENCE;
 
 use crate::exactness::wait_gone;
 
@@ -135,14 +134,10 @@ fn perform(
     pid: i32,
     relayed: bool,
 ) -> Result<stillframe_harness::migration::Arrived> {
-    let words = order.new_vm();
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let receiver = order.receiver(stillframe, "127.0.0.1:0", &words)?;
-    let (destination, at) = order.listen(receiver)?;
-    let relay = relayed.then(|| Relay::delayed(at, DELAY)).transpose()?;
-    let to = relay.as_ref().map_or(at, Relay::address);
-    let source = Running::start(order.migrator(stillframe, pid, to, &[])?)?;
-    Migration::new(order, source, (destination, at)).arrive()
+    match relayed {
+        true => order.perform_delayed(stillframe, pid, DELAY),
+        false => order.perform(stillframe, pid),
+    }
 }
 
 /// Runs in the namespace of this process.

@@ -18,14 +18,37 @@ use crate::migration::{Reconnect, Wire};
 
 /// Pause between two checks how far the jobs are.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
-/// Time for a job to have each write of the guest copied at once, after which it is stopped anyhow.
-const STEP_LIMIT: Duration = Duration::from_secs(60);
+/// So little is left to copy, in bytes, that the guest may as well wait for its writes.
+const LITTLE: u64 = 16 << 20;
+/// What is left has not become less for this long: the guest writes as fast as it is copied.
+const NOT_LESS_FOR: Duration = Duration::from_secs(5);
 
 /// How far the copies are, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(in crate::migration) struct Copied {
     pub done: u64,
     pub total: u64,
+}
+
+/// What is left to copy behind the guest's back: it would never end where the guest keeps writing.
+#[derive(Debug, Default)]
+struct Remaining {
+    least: Option<(u64, Instant)>,
+}
+
+impl Remaining {
+    /// Whether there is no use in waiting until less is left.
+    fn is_at_its_least(&mut self, left: u64, now: Instant) -> bool {
+        match self.least {
+            Some((least, since)) if least <= left => {
+                left <= LITTLE || now.duration_since(since) > NOT_LESS_FOR
+            }
+            _ => {
+                self.least = Some((left, now));
+                left <= LITTLE
+            }
+        }
+    }
 }
 
 /// Disks that are being copied. Dropped, the jobs fail; [`remove_leftovers`] removes what is left of them.
@@ -127,34 +150,36 @@ impl Mirrors {
         monitor: &mut Monitor,
         mut event: impl FnMut(Copied) -> Result<(), E>,
     ) -> Result<(), E> {
+        let (mut remaining, mut at_once) = (Remaining::default(), false);
         loop {
             let mut copied = Copied::default();
-            let mut ready = 0;
+            let mut in_step = true;
             for job in &self.jobs {
                 let state = job.state(monitor)?;
                 copied.done += state.done;
                 copied.total += state.total;
-                ready += usize::from(state.is_ready());
+                in_step &= state.is_ready() && at_once && job.in_step(monitor)?;
             }
             event(copied)?;
-            if ready == self.jobs.len() {
-                break;
+            if in_step {
+                return Ok(());
+            }
+            let left = copied.total.saturating_sub(copied.done);
+            if !at_once && copied.total > 0 && remaining.is_at_its_least(left, Instant::now()) {
+                at_once = true;
+                self.copy_writes_at_once(monitor)?;
             }
             thread::sleep(LOOK_AGAIN);
         }
-        for job in &self.jobs {
+    }
+
+    /// From here on each write of the guest waits until it is at both sides.
+    fn copy_writes_at_once(&self, monitor: &mut Monitor) -> Result<(), DiskError> {
+        self.jobs.iter().try_for_each(|job| {
             job.relay.limit_answers();
             let changed = monitor.mirror_writes_at_once(&job.name);
-            changed.map_err(|source| job.refused(source))?;
-        }
-        let deadline = Instant::now() + STEP_LIMIT;
-        for job in &self.jobs {
-            while !job.in_step(monitor)? && Instant::now() < deadline {
-                event(Copied::default())?;
-                thread::sleep(LOOK_AGAIN);
-            }
-        }
-        Ok(())
+            changed.map_err(|source| job.refused(source))
+        })
     }
 
     /// Makes sure that none has failed.
@@ -229,4 +254,23 @@ fn open(reconnect: Reconnect<'_>, session: &Session, number: usize) -> Result<Wi
     let session = session.clone();
     wire.send_control(&Control::Join { session, number })?;
     Ok(wire)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_is_waited_for_as_long_as_less_is_left() {
+        let (mut remaining, begin) = (Remaining::default(), Instant::now());
+        let mut at = |seconds, left: u64| {
+            remaining.is_at_its_least(left << 20, begin + Duration::from_secs(seconds))
+        };
+        assert!(!at(0, 900) && !at(4, 800) && !at(8, 800) && !at(9, 850));
+        // Less again, in time.
+        assert!(!at(9, 700) && !at(14, 701));
+        assert!(at(15, 750));
+        let mut small = Remaining::default();
+        assert!(!small.is_at_its_least(LITTLE + 1, begin) && small.is_at_its_least(LITTLE, begin));
+    }
 }
