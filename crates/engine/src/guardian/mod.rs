@@ -61,6 +61,8 @@ const PRIVATE_PREFIX: &str = "STILLFRAME_";
 const REPLY_LIMIT: Duration = Duration::from_secs(10);
 /// Bound for one injection into QEMU; 0.1 ms is usual.
 const INJECTION_LIMIT: Duration = Duration::from_secs(3);
+/// The same where pages are discarded in a QEMU that does not run yet: a host that is busy may take its time.
+const DISCARD_LIMIT: Duration = Duration::from_secs(8);
 /// Ranges that are discarded with one injection.
 const DISCARDED_MAX: usize = 2048;
 /// Time for the guardian to end with its engine.
@@ -166,7 +168,7 @@ impl Guardian {
         process: &Process,
         share: bool,
     ) -> Result<InjectedUffd, GuardianError> {
-        match self.inject(process, Injection::Userfaultfd { share })? {
+        match self.inject(process, Injection::Userfaultfd { share }, INJECTION_LIMIT)? {
             (
                 Reply::Injected {
                     remote_fd,
@@ -186,7 +188,7 @@ impl Guardian {
 
     /// Has `process` close one of its descriptors.
     pub fn close_fd(&self, process: &Process, fd: i32) -> Result<(), GuardianError> {
-        self.inject_plain(process, Injection::Close { fd })
+        self.inject_plain(process, Injection::Close { fd }, INJECTION_LIMIT)
     }
 
     /// Has `process` discard private memory of its own (`infect::discard`).
@@ -194,13 +196,18 @@ impl Guardian {
         ranges.chunks(DISCARDED_MAX).try_for_each(|ranges| {
             let ranges = ranges.iter().map(|range| (range.start, range.end));
             let ranges = ranges.collect();
-            self.inject_plain(process, Injection::Discard { ranges })
+            self.inject_plain(process, Injection::Discard { ranges }, DISCARD_LIMIT)
         })
     }
 
     /// Makes a call that returns nothing.
-    fn inject_plain(&self, process: &Process, call: Injection) -> Result<(), GuardianError> {
-        match self.inject(process, call)? {
+    fn inject_plain(
+        &self,
+        process: &Process,
+        call: Injection,
+        limit: Duration,
+    ) -> Result<(), GuardianError> {
+        match self.inject(process, call, limit)? {
             (Reply::Ok, _) => Ok(()),
             (reply, _) => Err(not_done(process, reply)),
         }
@@ -210,11 +217,12 @@ impl Guardian {
         &self,
         process: &Process,
         call: Injection,
+        limit: Duration,
     ) -> Result<(Reply, Option<OwnedFd>), GuardianError> {
         let request = Request::Inject {
             pid: process.pid(),
             start_time: process.start_time(),
-            limit_ms: INJECTION_LIMIT.as_millis() as u64,
+            limit_ms: limit.as_millis() as u64,
             call,
         };
         self.ask(&request, &[])

@@ -97,7 +97,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         global: cli.global,
     };
     match &cli.command {
-        Command::Init(args) => init::run(&context, &args),
+        Command::Init(args) => init::run(&context, args),
         Command::Key(args) => key::run(&context, args),
         Command::Unlock(args) => unlock::run(&context, args),
         Command::Checkpoint(args) => checkpoint::run(&context, args),
