@@ -4,6 +4,8 @@
 //!   source                                        destination
 //!     Hello {session, mode, connections,   -->      plans, starts QEMU
 //!            lanes, copied, vm, blocks}
+//!                                          <--    Begun {seeded}
+//!                                          <--    Ids, if it has a checkpoint of the VM, when QEMU has its pages
 //!     Join {session, number}, first on each connection for pages
 //!                                          <--    Accepted {no_post_copy}, when QEMU has started
 //!
@@ -126,6 +128,11 @@ pub enum Control {
         /// Lanes that follow.
         lanes: usize,
     },
+    /// The destination takes the VM.
+    Begun {
+        /// Whether it has a checkpoint, and sends the ids of its pages.
+        seeded: bool,
+    },
     /// The destination has started a QEMU that waits for memory.
     Accepted {
         /// Why the VM cannot run there before it has all pages; none: it can.
@@ -238,6 +245,7 @@ impl Message {
                 Control::Hello { .. } => "a greeting",
                 Control::Join { .. } => "that pages come",
                 Control::Again { .. } => "that a migration goes on",
+                Control::Begun { .. } => "that it takes a VM",
                 Control::Accepted { .. } => "that it has started QEMU",
                 Control::PagesLater { .. } => "that pages come later",
                 Control::Outdated { .. } => "which pages are outdated",

@@ -19,8 +19,9 @@ use super::filling::{self, FilledReport, LateMemory, Missing};
 use super::handover::{Destination, Event};
 use super::incoming::Early;
 use super::lacking::Lacking;
-use super::new_qemu::{NewQemu, starting};
+use super::new_qemu::{NewProcess, NewQemu, starting};
 use super::record::{DestinationRecord, RecordError};
+use super::seed::{Seed, SeedFrom};
 use super::takeover::{NewVm, READY_LIMIT, Takeover, TakeoverEvent, Whereabouts};
 use super::{Awaited, DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, incoming};
 use crate::Progress;
@@ -75,7 +76,7 @@ pub enum ReceiveEvent<'e> {
 pub type ReceiveSink<'s> = &'s mut dyn FnMut(ReceiveEvent<'_>);
 
 /// Receives a VM over a connection on which nothing was sent yet. `listen` waits for the source to connect again, after
-/// the connection was lost. This returns when the source knows that the VM is here, or does not ask any more. After an
+/// the connection was lost. A VM of which `seed` has a checkpoint begins with that. This returns when the source knows that the VM is here, or does not ask any more. After an
 /// error the reason is sent to the source, where that is possible.
 ///
 /// # Errors
@@ -84,9 +85,10 @@ pub fn receive(
     mut wire: Wire,
     listen: Listen<'_>,
     options: &ReceiveOptions,
+    seed: Option<&mut SeedFrom<'_>>,
     events: ReceiveSink<'_>,
 ) -> Result<Received, ReceiveError> {
-    let arriving = Arriving::begin(&mut wire, listen, options, events);
+    let arriving = Arriving::begin(&mut wire, listen, options, seed, events);
     let mut arriving = arriving.inspect_err(|error| give_up(&mut wire, error))?;
     let mode = arriving.greeting.mode;
     let late = arriving.late_memory();
@@ -271,6 +273,8 @@ struct Arriving {
     /// Lanes are closed when the VM runs: it takes time.
     session: Arc<FetchSession<Stream>>,
     lacking: Option<(Lacking, Missing)>,
+    /// Memory had the content of a checkpoint when the first page came.
+    seeded: bool,
     /// Where disks are copied to, while they are.
     exports: Option<Exports>,
     report: ReceiveReport,
@@ -284,9 +288,16 @@ impl Arriving {
         wire: &mut Wire,
         listen: Listen<'_>,
         options: &ReceiveOptions,
+        seed: Option<&mut SeedFrom<'_>>,
         events: ReceiveSink<'_>,
     ) -> Result<Arriving, ReceiveError> {
         let greeting = greeting(wire)?;
+        // Pages that are fetched come at once, whatever is here.
+        let seed = seed.filter(|_| greeting.connections > 0);
+        let seed = seed.map(|from| Seed::find(from, &greeting.vm, &greeting.blocks));
+        let seed = seed.transpose()?.flatten();
+        let seeded = seed.is_some();
+        wire.send_control(&Control::Begun { seeded })?;
         let guardian = Guardian::start()?;
         let Greeting { vm, copied, .. } = &greeting;
         let images = options
@@ -296,7 +307,30 @@ impl Arriving {
         // Pages come while QEMU starts.
         let wires = incoming::accept(listen, &greeting.session, 0..greeting.connections)?;
         let early = Early::start(wires)?;
-        let (mut launched, changes) = starting.wait(vm, &guardian)?;
+        let here = (greeting, guardian, images);
+        let mut arriving = Arriving::started(wire, options, starting, here, seed, events)?;
+        arriving.copy_disks(wire, listen)?;
+        match arriving.greeting.mode {
+            Mode::StopCopy => {
+                arriving.lanes(listen, 0)?;
+                arriving.fetch(wire, events)?;
+            }
+            _ => arriving.take(wire, early, listen)?,
+        }
+        Ok(arriving)
+    }
+
+    /// Waits for QEMU, which waits for its state then, and says so.
+    fn started(
+        wire: &mut Wire,
+        options: &ReceiveOptions,
+        starting: NewProcess<'_>,
+        (greeting, guardian, images): (Greeting, Guardian, NewImages),
+        seed: Option<Seed<'_>>,
+        events: ReceiveSink<'_>,
+    ) -> Result<Arriving, ReceiveError> {
+        let (mut launched, changes) = starting.wait(&greeting.vm, &guardian)?;
+        let Greeting { vm, copied, .. } = &greeting;
         let exports = match (greeting.mode, copied.is_empty()) {
             (Mode::Rehearsal, _) | (_, true) => None,
             (_, false) => Some(Exports::start(&mut launched.monitor, vm, copied)?),
@@ -304,16 +338,21 @@ impl Arriving {
         let ram = launched.monitor.ram_blocks()?;
         let blocks = eager::open_blocks(&launched.process, &ram, &greeting.blocks)?;
         let (qmp, process) = (options.qemu.qmp(), &launched.process);
-        let record = DestinationRecord::new(qmp, process, &greeting.session, &greeting.vm.label)?;
+        let record = DestinationRecord::new(qmp, process, &greeting.session, &vm.label)?;
         let no_post_copy = match greeting.mode {
             Mode::StopCopy => None,
             _ if greeting.lanes == 0 => None,
             _ => filling::why_not(process, &guardian, (&blocks, &ram)),
         };
         let armed = launch::arm(&mut launched)?;
+        let seeded = seed.is_some();
+        if let Some(seed) = seed {
+            let progress = &mut |progress| events(ReceiveEvent::Progress(progress));
+            seed.plant(&launched.process, &blocks, wire, progress)?;
+        }
         wire.send_control(&Control::Accepted { no_post_copy })?;
         let report = ReceiveReport {
-            vm: greeting.vm.label.clone(),
+            vm: vm.label.clone(),
             pid: launched.process.pid(),
             qmp: options.qemu.qmp().to_owned(),
             running: false,
@@ -321,7 +360,7 @@ impl Arriving {
             changes,
             verify: None,
         };
-        let mut arriving = Arriving {
+        Ok(Arriving {
             session: Arc::new(FetchSession::new(&greeting.blocks)),
             greeting,
             launched,
@@ -335,19 +374,11 @@ impl Arriving {
                 device_state: Vec::new(),
             },
             lacking: None,
+            seeded,
             exports,
             report,
             images,
-        };
-        arriving.copy_disks(wire, listen)?;
-        match arriving.greeting.mode {
-            Mode::StopCopy => {
-                arriving.lanes(listen, 0)?;
-                arriving.fetch(wire, events)?;
-            }
-            _ => arriving.take(wire, early, listen)?,
-        }
-        Ok(arriving)
+        })
     }
 
     /// Has the disks copied, but for what the guest still writes.
@@ -384,7 +415,10 @@ impl Arriving {
         listen: Listen<'_>,
     ) -> Result<(), ReceiveError> {
         let (process, blocks) = (&self.launched.process, &self.blocks);
-        let memory = StreamedMemory::new(process, blocks, &self.greeting.blocks)?;
+        let memory = match self.seeded {
+            true => StreamedMemory::seeded(blocks, &self.greeting.blocks),
+            false => StreamedMemory::new(process, blocks, &self.greeting.blocks)?,
+        };
         let sent = incoming::pages(early.stop(), &memory, || rest(wire, blocks))?;
         self.report.pages = memory.finish(sent.pages)?;
         self.state = match sent.rest {

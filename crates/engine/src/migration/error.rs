@@ -3,6 +3,7 @@
 use stillframe_qemu::device_state::DeviceStateError;
 use stillframe_qemu::launch::LaunchError;
 use stillframe_qemu::monitor::MonitorError;
+use stillframe_repo::RepoError;
 use thiserror::Error;
 
 use super::commit::CommitError;
@@ -186,6 +187,12 @@ pub enum ReceiveError {
     /// The disks cannot be copied.
     #[error(transparent)]
     Image(#[from] ImageError),
+    /// No checkpoint of the VM can be looked for.
+    #[error("cannot look for a checkpoint of the VM; without --seed it comes whole")]
+    NoSeed(#[from] RepoError),
+    /// A checkpoint of the VM cannot be read.
+    #[error("cannot begin with a checkpoint of the VM; without --seed it comes whole")]
+    Seed(#[source] PopulateError),
     /// The received data is no device state.
     #[error("the device state that was sent cannot be loaded")]
     DeviceState(#[from] DeviceStateError),

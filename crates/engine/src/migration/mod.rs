@@ -27,6 +27,7 @@ mod pages;
 mod record;
 mod rehearsal;
 mod rounds;
+mod seed;
 mod sending;
 mod sent_ids;
 mod serving;
@@ -55,6 +56,7 @@ pub use error::{MigrateError, ReceiveError};
 pub use filling::FilledReport;
 pub use new_qemu::NewQemu;
 pub use record::RecordError;
+pub use seed::SeedFrom;
 pub use sent_ids::PageHash;
 pub use settle::{SettleError, SettledReport, settle};
 
@@ -184,6 +186,8 @@ pub struct MigratedPages {
     pub delta: u64,
     /// Pages that were written, and not sent: the destination had that content.
     pub known: u64,
+    /// Pages that were not sent: they are as in the destination's checkpoint.
+    pub seeded: u64,
     /// Found written, and not sent in that round: the guest had written them again, or kept writing them.
     pub postponed: u64,
     /// Sent in vain: the destination had that content.
@@ -198,6 +202,7 @@ impl AddAssign for MigratedPages {
         self.zero += more.zero;
         self.delta += more.delta;
         self.known += more.known;
+        self.seeded += more.seeded;
         self.postponed += more.postponed;
         self.fake += more.fake;
         self.doomed += more.doomed;

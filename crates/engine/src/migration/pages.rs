@@ -1,10 +1,12 @@
 //! The source's pages on their way over one connection, each as often as it changes.
 
 use std::io::Write;
+use std::sync::{Arc, OnceLock};
 
 use stillframe_page::GuestPage;
 
 use super::MigratedPages;
+use super::seed::Seeds;
 use super::sent_ids::{PageHash, SentIds};
 use crate::connection::ConnectionError;
 use crate::encoding::delta_cache::DeltaCache;
@@ -20,9 +22,12 @@ pub(super) struct SentPages {
     /// The content of each page as last sent.
     cache: DeltaCache,
     ids: SentIds,
+    /// What the destination had before.
+    seeds: Arc<OnceLock<Seeds>>,
     /// Pages that have the id with which they were sent last are not sent.
     skip_known: bool,
     known: u64,
+    seeded: u64,
     fake: u64,
     /// Left out because the guest had written them again.
     pub postponed: u64,
@@ -36,6 +41,7 @@ impl SentPages {
         cache_bytes: u64,
         seed: u64,
         hash: Option<PageHash>,
+        seeds: Arc<OnceLock<Seeds>>,
     ) -> SentPages {
         let mut stream = PageStream::new(blocks);
         stream.pages_may_come_twice(blocks);
@@ -46,8 +52,10 @@ impl SentPages {
             encoder: PageEncoder::in_one_thread(),
             cache,
             ids: SentIds::new(blocks, hash.unwrap_or(PageHash::Xxh3), seed),
+            seeds,
             skip_known: hash.is_some(),
             known: 0,
+            seeded: 0,
             fake: 0,
             postponed: 0,
         }
@@ -62,6 +70,15 @@ impl SentPages {
     ) -> Result<(), ConnectionError> {
         pages.retain(|page| {
             let number = GuestPage::new(block, page.number);
+            if let Some(seeds) = self.seeds.get()
+                && self.ids.is_new(number)
+                && seeds.has(number, page.bytes)
+            {
+                // As if it had been sent.
+                self.ids.is_known(number, page.bytes);
+                self.seeded += 1;
+                return false;
+            }
             let known = self.ids.is_known(number, page.bytes);
             // The delta cache finds it by itself.
             let fake = known && self.cache.get(number).is_none();
@@ -88,6 +105,7 @@ impl SentPages {
             zero: counts.zero,
             delta: counts.delta,
             known: counts.unchanged + self.known,
+            seeded: self.seeded,
             postponed: self.postponed,
             fake: self.fake,
             doomed: sent - counts.captured,

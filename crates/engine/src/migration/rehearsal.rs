@@ -62,6 +62,7 @@ impl Vm {
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
+        wire.expect(|control| matches!(control, Control::Begun { .. }))?;
         if let Some(why) = sending::answer(wire)? {
             return Err(MigrateError::NoRehearsal { why });
         }

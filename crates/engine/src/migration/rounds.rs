@@ -131,6 +131,10 @@ impl Vm {
             process: &self.target.process,
         };
         let mut wanted = streaming.wanted(Iteration::Bulk)?;
+        if let Some(seeds) = sending.seeds.get() {
+            // The destination has content where there is none here.
+            wanted.discarded = subtract_all(&seeds.pages(), &wanted.written);
+        }
         let (mut changing, mut number) = (Changing::default(), 0);
         loop {
             number += 1;

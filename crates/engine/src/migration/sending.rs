@@ -1,12 +1,13 @@
 //! How a VM is sent: what the user wants, and what the destination can do.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::convergence::Switch;
 use super::disks::DiskError;
 use super::error::MigrateError;
 use super::limiter::Limiter;
+use super::seed::Seeds;
 use super::{DEMAND_LANES, MigrateOptions, Mode, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
@@ -21,6 +22,8 @@ pub(super) struct Sending<'s> {
     pub switch: Switch,
     pub session: &'s Session,
     pub options: &'s MigrateOptions,
+    /// What the destination has of the VM; empty until it has said so, and if it has nothing.
+    pub seeds: Arc<OnceLock<Seeds>>,
     /// What all connections share.
     pub limiter: Arc<Limiter>,
     pub rounds: u32,
@@ -43,6 +46,7 @@ impl<'s> Sending<'s> {
             switch,
             session,
             options,
+            seeds: Arc::default(),
             limiter: Arc::new(Limiter::new(options.bytes_per_s)),
             rounds: 0,
             later: mode == Mode::PostCopy,

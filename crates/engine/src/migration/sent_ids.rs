@@ -53,6 +53,11 @@ impl SentIds {
         }
     }
 
+    /// Whether the page was not sent yet.
+    pub fn is_new(&self, page: GuestPage) -> bool {
+        self.ids[page.block][page.page as usize] == NONE
+    }
+
     /// The page is about to be sent. Returns whether it has the content that was sent last.
     pub fn is_known(&mut self, page: GuestPage, bytes: &[u8; PAGE]) -> bool {
         let id = self.id(bytes);

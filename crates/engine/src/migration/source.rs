@@ -16,6 +16,7 @@ use super::outgoing::{Common, Outgoing};
 use super::pages::SentPages;
 use super::record::{Served, SourceRecord};
 use super::rounds::Rounds;
+use super::seed::Seeds;
 use super::sending::{Sending, explained};
 use super::serving::Serving;
 use super::{
@@ -27,7 +28,8 @@ use crate::capture::device_state::StateStream;
 use crate::capture::downtime::us;
 use crate::capture::paused_vm::PausedVm;
 use crate::checkpoint::CheckpointError;
-use crate::connection::message::Control;
+use crate::connection::ConnectionError;
+use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::guardian::{Guardian, OnDisconnect};
 use crate::memory::block::Guest;
@@ -162,10 +164,16 @@ impl Vm {
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
+        let seeded = begun(wire)?;
         let mut channels = Channels::default();
         if sending.connections() > 0 {
             let opened = self.open(&sending, reconnect);
             channels.outgoing = Some(opened.map_err(|error| explained(wire, error))?);
+        }
+        if seeded {
+            let seeds = Seeds::receive(wire, &self.tracker.shape());
+            let seeds = seeds.map_err(|error| explained(wire, error))?;
+            sending.seeds.get_or_init(|| seeds);
         }
         let disks: Vec<&Disk> = copied
             .iter()
@@ -293,7 +301,10 @@ impl Vm {
         let (shape, count) = (self.tracker.shape(), options.connections);
         let seed = getrandom::u64().map_err(MigrateError::Random)?;
         let cache_bytes = options.cache_bytes / count as u64;
-        let state = |_| SentPages::new(&shape, cache_bytes, seed, options.page_ids);
+        let state = |_| {
+            let seeds = Arc::clone(&sending.seeds);
+            SentPages::new(&shape, cache_bytes, seed, options.page_ids, seeds)
+        };
         let peek = self.tracker.peek();
         let common = Common {
             blocks: peek.blocks().to_vec(),
@@ -379,6 +390,14 @@ impl Vm {
             stopped,
             _later: channels,
         })
+    }
+}
+
+/// The destination takes the VM. Returns whether it says what it has of it.
+fn begun(wire: &mut Wire) -> Result<bool, ConnectionError> {
+    match wire.receive_message()? {
+        Message::Control(Control::Begun { seeded }) => Ok(seeded),
+        other => Err(other.unexpected()),
     }
 }
 

@@ -54,6 +54,16 @@ impl<'b> StreamedMemory<'b> {
         })
     }
 
+    /// The memory of a QEMU that has not run, with content of which the other side knows: it sends all that differs, pages
+    /// of zeros, too.
+    pub fn seeded(blocks: &'b [Block], shapes: &'b [BlockShape]) -> StreamedMemory<'b> {
+        StreamedMemory {
+            blocks,
+            shapes,
+            in_use: vec![Vec::new(); blocks.len()],
+        }
+    }
+
     /// A writer of some of its pages.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use stillframe_engine::migration::{CONNECTIONS_MAX, CopyDisks, Mode, PageHash, SkipFake};
 use stillframe_link::Address;
 
-use super::{LaunchArgs, VmSelector};
+use super::{LaunchArgs, LockArgs, VmSelector};
 use crate::{durations, sizes};
 
 /// How a connection between two hosts is protected; exactly one of these.
@@ -205,6 +205,13 @@ pub struct ReceiveArgs {
     /// Leave the guest paused; `cont` on its monitor runs it
     #[arg(long)]
     pub paused: bool,
+    /// Begin with the last checkpoint of the VM in the repository, or with this one: only pages that differ are sent. A VM
+    /// that has none there comes whole
+    #[arg(long, value_name = "CHECKPOINT", num_args = 0..=1, require_equals = true, default_missing_value = "latest")]
+    pub seed: Option<String>,
+    /// Waiting for the repository.
+    #[command(flatten)]
+    pub lock: LockArgs,
     /// Copy disks over images that exist here; without it they are made
     #[arg(long)]
     pub overwrite_disks: bool,

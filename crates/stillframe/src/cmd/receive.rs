@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 use stillframe_engine::migration::{
     self, Awaited, FilledReport, NewQemu, ReceiveEvent, ReceiveOptions, ReceiveReport, Received,
-    SILENCE_MAX, VERSIONS,
+    SILENCE_MAX, SeedFrom, VERSIONS,
 };
 use stillframe_link::{ConnectError, Identity, Listener, Security};
 
@@ -23,6 +23,8 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         paused: args.paused,
         overwrite_disks: args.overwrite_disks,
     };
+    let repository = args.seed.as_ref().map(|_| context.open());
+    let mut repository = repository.transpose()?;
     let listener = listen(context, args)?;
     let refused = |error: ConnectError| {
         let words = output::chain(anyhow::Error::new(error).chain());
@@ -57,7 +59,12 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         true => migration::resume_receiving(options.qemu.qmp(), &mut again, &mut events)?,
         false => loop {
             let wire = migration::connection(listener.wait(refused)?);
-            match migration::receive(wire, &mut again, &options, &mut events)? {
+            let mut seed = repository.as_mut().map(|repository| SeedFrom {
+                repository,
+                name: args.seed.clone().unwrap_or_default(),
+                lock_wait: args.lock.lock_wait,
+            });
+            match migration::receive(wire, &mut again, &options, seed.as_mut(), &mut events)? {
                 Received::Over => break,
                 Received::Rehearsed => context.console.note(REHEARSED),
             }

@@ -16,6 +16,7 @@ mod post_copy;
 mod rehearsal;
 mod restore;
 mod rewind;
+mod seeding;
 mod shape;
 mod stats;
 mod tags;

@@ -243,3 +243,18 @@ fn expect_blocked(guest: &Guest) -> Result<()> {
     ensure!(status == "paused", "{status}");
     Ok(())
 }
+
+/// The VM could come without it; the user decides.
+#[test]
+fn a_checkpoint_that_cannot_be_read_is_no_seed() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let repository = folder.path().join("repo");
+    let stillframe = Stillframe::init(&repository)?;
+    let guest = Setup::small(Kind::Private, "no-seed").booted()?;
+    stillframe.ok(&["checkpoint", "--pid", &guest.pid_text()])?;
+    std::fs::rename(repository.join("packs"), folder.path().join("away"))?;
+    std::fs::create_dir(repository.join("packs"))?;
+    let mut order = Order::of(&guest, "no-seed");
+    order.receive.push("--seed".to_owned());
+    is_refused(&stillframe, &guest, &order, "without --seed it comes whole")
+}

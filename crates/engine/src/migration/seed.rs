@@ -1,0 +1,186 @@
+//! What the destination has of a VM before it comes: a checkpoint in a repository that it can read.
+//!
+//! ```text
+//!   destination: checkpoint ──> memory of the new QEMU ──> ids of its pages ──> source: sends what has another id
+//! ```
+//!
+//! The idea is VeCycle's (Knauth and Fetzer, Middleware 2015). The ids are those of `verify`: 256 bits of BLAKE3, so that a
+//! page that is taken for known is known. A page that is zero at the source, and not in the checkpoint, is sent as such.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use stillframe_page::GuestPage;
+use stillframe_page::PAGE;
+use stillframe_page::hash::{ContentHasher, ContentId};
+use stillframe_qemu::record::VmRecord;
+use stillframe_repo::{Manifest, PageMap, Reader, RepoError, Repository};
+use stillframe_sys::process::Process;
+
+use super::Wire;
+use super::error::{MigrateError, ReceiveError};
+use crate::ProgressSink;
+use crate::connection::message::Message;
+use crate::memory::BlockShape;
+use crate::memory::block::Block;
+use crate::memory::ranges::{PageRanges, runs};
+use crate::populate::eager::{self, PopulateError};
+use crate::sink::connection::transfer_hasher;
+use crate::source::PageSource;
+use crate::source::repository::shapes;
+use crate::verify::Image;
+
+/// Where a destination looks for what it has of a VM.
+pub struct SeedFrom<'r> {
+    /// The repository.
+    pub repository: &'r mut Repository,
+    /// The name of the checkpoint, among those of the VM.
+    pub name: String,
+    /// How long another process may keep the repository locked.
+    pub lock_wait: Duration,
+}
+
+/// A checkpoint of a VM that comes.
+pub(super) struct Seed<'r> {
+    manifest: Manifest,
+    reader: Reader<'r>,
+}
+
+impl<'r> Seed<'r> {
+    /// The checkpoint, if there is one of this VM, with the same memory.
+    ///
+    /// # Errors
+    /// The repository cannot be read.
+    pub fn find(
+        from: &'r mut SeedFrom<'_>,
+        vm: &VmRecord,
+        blocks: &[BlockShape],
+    ) -> Result<Option<Seed<'r>>, RepoError> {
+        let manifest = match from.repository.resolve(&from.name, Some(&vm.label)) {
+            Ok((_, manifest)) => manifest,
+            Err(RepoError::NotFound { .. }) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let there = shapes(&manifest.ram);
+        if !blocks.iter().all(|block| there.contains(block)) || there.len() != blocks.len() {
+            return Ok(None);
+        }
+        let reader = from.repository.reader(from.lock_wait)?;
+        Ok(Some(Seed { manifest, reader }))
+    }
+
+    /// Writes its pages into the memory of a new QEMU, and sends their ids.
+    ///
+    /// # Errors
+    /// They cannot be read, written or sent.
+    pub fn plant(
+        &self,
+        process: &Process,
+        blocks: &[Block],
+        wire: &mut Wire,
+        progress: ProgressSink<'_>,
+    ) -> Result<(), ReceiveError> {
+        let all: Vec<&Block> = blocks.iter().collect();
+        let mut read = || -> Result<_, PopulateError> {
+            eager::populate(process, &all, self.maps(blocks)?, progress)?;
+            let maps = self.maps(blocks)?;
+            maps.iter().map(content).collect::<Result<Vec<_>, _>>()
+        };
+        let content = read().map_err(ReceiveError::Seed)?;
+        let parts = blocks.iter().zip(content);
+        let image = Image::of(parts, &transfer_hasher())?;
+        image.ids().try_for_each(|ids| wire.send_ids(ids))?;
+        Ok(())
+    }
+
+    /// The page maps of these blocks.
+    fn maps(&self, blocks: &[Block]) -> Result<Vec<PageMap<'_>>, PopulateError> {
+        let table = |block: &Block| {
+            let mut tables = self.manifest.ram.iter();
+            // There is one of each.
+            tables.find(|table| table.name == block.name())
+        };
+        let tables = blocks.iter().filter_map(table);
+        let maps = tables.map(|table| PageMap::open(&self.reader, table));
+        let maps: Result<Vec<_>, RepoError> = maps.collect();
+        Ok(maps.map_err(crate::source::SourceError::from)?)
+    }
+}
+
+/// Pages that are not zero.
+fn content(map: &PageMap<'_>) -> Result<Vec<Range<u64>>, PopulateError> {
+    map.prepare()?;
+    let mut pages = Vec::new();
+    for page in 0..PageSource::pages(map) {
+        if !PageSource::is_zero(map, page)? {
+            pages.push(page);
+        }
+    }
+    Ok(runs(&pages))
+}
+
+/// The ids of what the destination has.
+#[derive(Debug)]
+pub(super) struct Seeds {
+    /// By block and page; `None` is a zero page.
+    ids: Vec<Vec<Option<ContentId>>>,
+    hasher: ContentHasher,
+}
+
+impl Seeds {
+    /// Receives them.
+    ///
+    /// # Errors
+    /// The connection failed, or the ids are not those of these blocks.
+    pub fn receive(wire: &mut Wire, blocks: &[BlockShape]) -> Result<Seeds, MigrateError> {
+        let pages: u64 = blocks.iter().map(|block| block.pages).sum();
+        let mut all = Vec::new();
+        while (all.len() as u64) < pages {
+            match wire.receive_message()? {
+                Message::Ids(more) if (all.len() + more.len()) as u64 <= pages => all.extend(more),
+                other => return Err(other.unexpected().into()),
+            }
+        }
+        let mut all = all.into_iter();
+        let of_block = |block: &BlockShape| all.by_ref().take(block.pages as usize).collect();
+        Ok(Seeds {
+            ids: blocks.iter().map(of_block).collect(),
+            hasher: transfer_hasher(),
+        })
+    }
+
+    /// Whether the destination has this content of a page.
+    pub fn has(&self, page: GuestPage, bytes: &[u8; PAGE]) -> bool {
+        let id = self.ids[page.block][page.page as usize];
+        id.is_some_and(|id| id == self.hasher.id(bytes))
+    }
+
+    /// Pages of which the destination has some content.
+    pub fn pages(&self) -> PageRanges {
+        let of_block = |ids: &Vec<Option<ContentId>>| {
+            let numbered = (0..).zip(ids).filter(|(_, id)| id.is_some());
+            runs(&numbered.map(|(page, _)| page).collect::<Vec<u64>>())
+        };
+        self.ids.iter().map(of_block).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_destination_has_a_page_if_its_id_is_that_of_the_content() {
+        let hasher = transfer_hasher();
+        let (page, other) = ([1; PAGE], [2; PAGE]);
+        let seeds = Seeds {
+            ids: vec![vec![None; 2], vec![None, Some(hasher.id(&page)), None]],
+            hasher,
+        };
+        let at = |block, number| GuestPage::new(block, number);
+        assert!(seeds.has(at(1, 1), &page) && !seeds.has(at(1, 1), &other));
+        // What is zero there has no id, whatever it is here.
+        assert!(!seeds.has(at(1, 0), &page) && !seeds.has(at(0, 1), &[0; PAGE]));
+        assert_eq!(seeds.pages(), [vec![], vec![1..2; 1]]);
+    }
+}
