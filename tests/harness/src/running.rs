@@ -117,6 +117,12 @@ impl Running {
         Ok(self.child.kill()?)
     }
 
+    /// Ends it as a crash would, and waits until that is so: a successor may take it for alive before.
+    pub fn crash(&mut self) -> Result<()> {
+        self.kill()?;
+        self.wait_exit().map(drop)
+    }
+
     /// Waits for its end, and returns its output.
     pub fn end(self) -> Result<Ended> {
         self.end_within(PATIENCE)

@@ -73,7 +73,7 @@ fn a_guest_with_an_agent_gets_the_right_time() -> Result<()> {
     let mut slow = Filling::start(&stillframe, "latest", folder.path(), &limit)?;
     slow.wait_runs()?;
     Agent::connect(&channel)?.set_behind(AWAY_S)?;
-    slow.running.signal("KILL")?;
+    slow.running.crash()?;
     let resumed = Filling::resume(&stillframe, &slow.qmp, &slow.serial, &[])?;
     let (restored, report) = resumed.complete()?;
     expect_set(&report)?;

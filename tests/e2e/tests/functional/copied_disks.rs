@@ -13,10 +13,15 @@ const DELAY: Duration = Duration::from_millis(30);
 
 #[test]
 fn a_disk_is_copied_with_all_that_was_committed() -> Result<()> {
-    for (format, mode) in [("raw", "pre-copy"), ("qcow2", "post-copy")] {
-        let it = Committing::journal(&format!("copied-{format}"), format)?;
+    for (format, mode, more) in [
+        ("raw", "pre-copy", "--rehearse"),
+        ("qcow2", "post-copy", "--connections=1"),
+        ("raw", "stop-copy", "--connections=2"),
+    ] {
+        let it = Committing::journal(&format!("copied-{mode}"), format)?;
         let mut order = it.order("there");
-        order.migrate.push(format!("--mode={mode}"));
+        let words = [format!("--mode={mode}"), more.to_owned()];
+        order.migrate.extend(words);
         // Over a slow link: a write that the guest does not wait for is not there when it is stopped.
         let there = order.perform_delayed(&it.stillframe, it.guest.pid(), DELAY)?;
         let (old, new) = (&it.guest.serial, &there.vm.serial);
@@ -26,14 +31,14 @@ fn a_disk_is_copied_with_all_that_was_committed() -> Result<()> {
         let before = old.committed().unwrap_or(0);
         ensure!(
             new.wait_more_committed(5)? > before,
-            "{format}: it does not go on"
+            "{mode}: it does not go on"
         );
         // The disk here is what it was when the VM was given up.
         let left = it.expect_all(&it.disk, &[old])?;
         ensure!(left <= before + 1, "{left} of {before} records");
         there.vm.crash()?;
         let found = it.expect_all(&it.copy, &[old, new])?;
-        ensure!(found > before + 3, "{format}: {found} of {before} records");
+        ensure!(found > before + 3, "{mode}: {found} of {before} records");
     }
     Ok(())
 }

@@ -158,9 +158,9 @@ fn another_process_goes_on_after_a_kill() -> Result<()> {
     for kind in [Kind::Private, Kind::Memfd] {
         let folder = tempfile::tempdir()?;
         let (_guest, stillframe) = checkpointed(kind, "killed", folder.path())?;
-        let slow = start_slowly(&stillframe, folder.path())?;
+        let mut slow = start_slowly(&stillframe, folder.path())?;
         slow.serial.wait_ticks(3, PATIENCE)?;
-        slow.running.signal("KILL")?;
+        slow.running.crash()?;
         let restored = resume(&stillframe, &slow.qmp, &slow.serial)?;
         restored.serial.wait_more(10, PATIENCE)?;
         expect_complete(&restored, 10)?;
@@ -187,12 +187,12 @@ fn a_repository_that_is_gone_for_a_while() -> Result<()> {
     slow.serial.wait_more(5, PATIENCE)?;
     let unplugged = Unplugged::new(folder.path())?;
     slow.running.wait_words_again("the VM is paused: a page")?;
-    slow.running.signal("KILL")?;
+    slow.running.crash()?;
     unplugged.plug()?;
     let options = ["--limit-fill", "256K"];
-    let again = Filling::resume(&stillframe, &slow.qmp, &slow.serial, &options)?;
+    let mut again = Filling::resume(&stillframe, &slow.qmp, &slow.serial, &options)?;
     again.serial.wait_more(5, PATIENCE)?;
-    again.running.signal("KILL")?;
+    again.running.crash()?;
     let restored = resume(&stillframe, &slow.qmp, &slow.serial)?;
     restored.serial.wait_more(10, PATIENCE)?;
     expect_complete(&restored, 10)
@@ -264,7 +264,7 @@ fn damage_that_is_met_on_demand() -> Result<()> {
     }
     slow.running.wait_words("the VM is resumed")?;
     slow.serial.wait_more(10, PATIENCE)?;
-    slow.running.signal("KILL")?;
+    slow.running.crash()?;
     expect_complete(&resume(&stillframe, &slow.qmp, &slow.serial)?, 10)
 }
 

@@ -130,7 +130,7 @@ fn what_a_waiting_vm_needs_is_not_removed() -> Result<()> {
     let older = older["checkpoint"].as_str().context("no id")?;
     let mut slow = Filling::start(&stillframe, older, folder.path(), &["--limit-fill", "256K"])?;
     slow.wait_runs()?;
-    slow.running.signal("KILL")?;
+    slow.running.crash()?;
     let said = stillframe.fails(&["forget", older], 6)?;
     ensure!(said.contains("does not have all its memory yet"), "{said}");
     let done = stillframe.json(&["forget", "--keep-last", "1", "--prune"])?;

@@ -13,6 +13,8 @@ use super::{ImageError, image_of};
 
 /// The program that makes images; it comes with QEMU.
 const QEMU_IMG: &str = "qemu-img";
+/// Files made here would be lost, and take memory.
+const DEVICES: &str = "/dev";
 /// The format of an image that is nothing but the disk's content.
 const RAW: &str = "raw";
 
@@ -63,6 +65,10 @@ impl NewImages {
             path: disk.path.clone(),
             source,
         };
+        if disk.path.starts_with(DEVICES) {
+            let what = "a device that is not here; name one with --map, and use --overwrite-disks";
+            return Err(not_made(std::io::Error::other(what)));
+        }
         let mut options = OpenOptions::new();
         let file = options.write(true).create_new(true).mode(0o600);
         let file = file.open(&disk.path).map_err(not_made)?;
@@ -175,6 +181,9 @@ mod tests {
         let mut images = NewImages::default();
         images.add(&disk(&path, RAW), None).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 20);
+        let device = NewImages::default().add(&disk(Path::new("/dev/stillframe-test"), RAW), None);
+        assert!(matches!(device, Err(ImageError::NotMade { .. })));
+        assert!(!Path::new("/dev/stillframe-test").exists());
         // The file of another program is never taken.
         let again = NewImages::default().add(&disk(&path, RAW), None);
         assert!(matches!(again, Err(ImageError::NotMade { .. })));
