@@ -78,3 +78,21 @@ fn a_vm_without_a_checkpoint_that_fits_comes_whole() -> Result<()> {
     ensure!(number(&whole.sent, "/pages/seeded")? == 0, "{}", whole.sent);
     Ok(())
 }
+
+/// Where the checkpoint has content and the VM has none, zeros are sent.
+#[test]
+fn a_checkpoint_of_an_earlier_life_of_the_vm_does_no_harm() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let mut fuller = Setup::small(Kind::Private, "reborn");
+    fuller.workload.mib *= 3;
+    let earlier = fuller.boot()?;
+    stillframe.ok(&["checkpoint", "--pid", &earlier.pid_text()])?;
+    drop(earlier);
+    // One that has booted, not one that was loaded: it has never touched a part of its memory.
+    let guest = Setup::small(Kind::Private, "reborn").boot()?;
+    let moved = perform(&stillframe, &guest, "moved", &["--seed"])?;
+    ensure!(number(&moved.sent, "/pages/seeded")? > 0, "{}", moved.sent);
+    ensure!(number(&moved.sent, "/pages/zero")? > 2000, "{}", moved.sent);
+    Ok(())
+}
