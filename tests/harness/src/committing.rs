@@ -86,15 +86,7 @@ impl Committing {
             .arg(&disk))?;
         let setup = with_disk(name, &disk, format).with_drivers("sf.journal=vda");
         let guest = setup.boot()?;
-        guest.serial.wait_line("committed 3", PATIENCE)?;
-        Ok(Committing {
-            guest,
-            stillframe: Stillframe::init(&folder.path().join("repo"))?,
-            disk,
-            copy,
-            format,
-            folder,
-        })
+        Committing::new(guest, (folder, disk, copy), format)
     }
 
     /// Boots a guest with SQLite in a file system on a raw disk.
@@ -104,13 +96,21 @@ impl Committing {
         run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&disk))?;
         let guest = with_disk(name, &disk, RAW).with_database("vda").boot()?;
         guest.serial.wait_line("found ok 0 0 0", PATIENCE)?;
+        Committing::new(guest, (folder, disk, copy), RAW)
+    }
+
+    fn new(
+        guest: Guest,
+        (folder, disk, copy): (TempDir, PathBuf, PathBuf),
+        format: &'static str,
+    ) -> Result<Committing> {
         guest.serial.wait_line("committed 3", PATIENCE)?;
         Ok(Committing {
             guest,
             stillframe: Stillframe::init(&folder.path().join("repo"))?,
             disk,
             copy,
-            format: RAW,
+            format,
             folder,
         })
     }

@@ -5,7 +5,7 @@
 //!     Hello {session, mode, connections,   -->      plans, starts QEMU
 //!            lanes, copied, vm, blocks}
 //!                                          <--    Begun {seeded}
-//!                                          <--    Ids, if it has a checkpoint of the VM, when QEMU has its pages
+//!                                          <--    Alive, each second; Ids, if it has a checkpoint of the VM, when QEMU has its pages
 //!     Join {session, number}, first on each connection for pages
 //!                                          <--    Accepted {no_post_copy}, when QEMU has started
 //!

@@ -136,9 +136,9 @@ pub enum MigrateEvent {
     Round(Round),
     /// How far the disks are copied, in bytes.
     Disks {
-        /// So much is.
+        /// Bytes copied.
         done: u64,
-        /// So much is to be, as far as is known.
+        /// Bytes to copy, as far as is known.
         total: u64,
     },
     /// The rest moves when the VM runs at the destination: if a host or a QEMU is lost until all is there, so is the VM.

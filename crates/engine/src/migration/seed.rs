@@ -8,7 +8,7 @@
 //! page that is taken for known is known. A page that is zero at the source, and not in the checkpoint, is sent as such.
 
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stillframe_page::GuestPage;
 use stillframe_page::PAGE;
@@ -17,10 +17,10 @@ use stillframe_qemu::record::VmRecord;
 use stillframe_repo::{Manifest, PageMap, Reader, RepoError, Repository};
 use stillframe_sys::process::Process;
 
-use super::Wire;
 use super::error::{MigrateError, ReceiveError};
+use super::{BEAT, Wire};
 use crate::ProgressSink;
-use crate::connection::message::Message;
+use crate::connection::message::{Control, Message};
 use crate::memory::BlockShape;
 use crate::memory::block::Block;
 use crate::memory::ranges::{PageRanges, runs};
@@ -81,15 +81,25 @@ impl<'r> Seed<'r> {
         progress: ProgressSink<'_>,
     ) -> Result<(), ReceiveError> {
         let all: Vec<&Block> = blocks.iter().collect();
+        let mut beat = Instant::now();
+        let alive = &mut |done| {
+            progress(done);
+            if beat.elapsed() >= BEAT {
+                beat = Instant::now();
+                // A connection that is lost shows at the ids.
+                let _ = wire.send_control(&Control::Alive);
+            }
+        };
         let mut read = || -> Result<_, PopulateError> {
-            eager::populate(process, &all, self.maps(blocks)?, progress)?;
+            eager::populate(process, &all, self.maps(blocks)?, alive)?;
             let maps = self.maps(blocks)?;
             maps.iter().map(content).collect::<Result<Vec<_>, _>>()
         };
         let content = read().map_err(ReceiveError::Seed)?;
-        let parts = blocks.iter().zip(content);
-        let image = Image::of(parts, &transfer_hasher())?;
-        image.ids().try_for_each(|ids| wire.send_ids(ids))?;
+        for part in blocks.iter().zip(content) {
+            let image = Image::of(std::iter::once(part), &transfer_hasher())?;
+            image.ids().try_for_each(|ids| wire.send_ids(ids))?;
+        }
         Ok(())
     }
 
@@ -138,6 +148,7 @@ impl Seeds {
         while (all.len() as u64) < pages {
             match wire.receive_message()? {
                 Message::Ids(more) if (all.len() + more.len()) as u64 <= pages => all.extend(more),
+                Message::Control(Control::Alive) => {}
                 other => return Err(other.unexpected().into()),
             }
         }

@@ -89,7 +89,7 @@ impl Vm {
         if moved.is_err() {
             self.end_copies(options);
         } else {
-            // It has answered that it ends; whoever starts the VM anew would meet it.
+            // QEMU has answered `quit`. A new QEMU with the same sockets must not meet it.
             self.target.process.wait_exit(END_LIMIT);
         }
         moved

@@ -7,16 +7,22 @@ use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::migration::{Arrived, Order};
 use stillframe_harness::running::PATIENCE;
 
+/// Nothing is left for later, where the VM would lack pages.
+const AT_ONCE: [&str; 2] = ["--mode=pre-copy", "--downtime-limit=1s"];
+
 /// Moves the VM with `--verify`, and makes sure that it is whole.
 fn perform(
     stillframe: &Stillframe,
     guest: &Guest,
     name: &str,
     receive: &[&str],
+    migrate: &[&str],
 ) -> Result<Arrived> {
     let mut order = Order::of(guest, name);
-    let migrate = ["--verify", "--mode=pre-copy", "--downtime-limit=1s"];
-    order.migrate = migrate.map(str::to_owned).to_vec();
+    order.migrate = vec!["--verify".to_owned()];
+    order
+        .migrate
+        .extend(migrate.iter().map(|&word| word.to_owned()));
     let more = receive.iter().map(|&word| word.to_owned());
     order.receive.extend(more);
     let arrived = order.perform(stillframe, guest.pid())?;
@@ -39,7 +45,7 @@ fn a_vm_whose_checkpoint_is_there_comes_as_what_differs() -> Result<()> {
         let stillframe = Stillframe::init(&folder.path().join("repo"))?;
         let taken = stillframe.json(&["checkpoint", "--pid", &guest.pid_text()])?;
         guest.serial.wait_more(3, PATIENCE)?;
-        let seeded = perform(&stillframe, &guest, "seeded", &["--seed"])?;
+        let seeded = perform(&stillframe, &guest, "seeded", &["--seed"], &AT_ONCE)?;
         let (sent, stored) = (
             number(&seeded.sent, "/bytes_sent")?,
             number(&taken, "/bytes_stored")?,
@@ -73,7 +79,7 @@ fn a_vm_without_a_checkpoint_that_fits_comes_whole() -> Result<()> {
         stillframe.ok(&["checkpoint", "--pid", &other.pid_text()])?;
     }
     let guest = Setup::small(Kind::Private, "unseeded").booted()?;
-    let whole = perform(&stillframe, &guest, "whole", &["--seed=latest"])?;
+    let whole = perform(&stillframe, &guest, "whole", &["--seed=latest"], &AT_ONCE)?;
     ensure!(number(&whole.report, "/pages")? > 4000, "{}", whole.report);
     ensure!(number(&whole.sent, "/pages/seeded")? == 0, "{}", whole.sent);
     Ok(())
@@ -89,10 +95,12 @@ fn a_checkpoint_of_an_earlier_life_of_the_vm_does_no_harm() -> Result<()> {
     let earlier = fuller.boot()?;
     stillframe.ok(&["checkpoint", "--pid", &earlier.pid_text()])?;
     drop(earlier);
-    // One that has booted, not one that was loaded: it has never touched a part of its memory.
-    let guest = Setup::small(Kind::Private, "reborn").boot()?;
-    let moved = perform(&stillframe, &guest, "moved", &["--seed"])?;
-    ensure!(number(&moved.sent, "/pages/seeded")? > 0, "{}", moved.sent);
-    ensure!(number(&moved.sent, "/pages/zero")? > 2000, "{}", moved.sent);
+    for mode in [&AT_ONCE[..], &["--mode=hybrid"]] {
+        // One that has booted, not one that was loaded: it has never touched a part of its memory.
+        let guest = Setup::small(Kind::Private, "reborn").boot()?;
+        let moved = perform(&stillframe, &guest, "moved", &["--seed"], mode)?;
+        ensure!(number(&moved.sent, "/pages/seeded")? > 0, "{}", moved.sent);
+        ensure!(number(&moved.sent, "/pages/zero")? > 2000, "{}", moved.sent);
+    }
     Ok(())
 }

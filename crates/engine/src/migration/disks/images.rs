@@ -162,15 +162,9 @@ mod tests {
 
     fn disk(path: &Path, format: &str) -> Disk {
         Disk {
-            device: "d0".to_owned(),
-            node: "n0".to_owned(),
             path: path.to_owned(),
             format: format.to_owned(),
-            read_only: false,
-            temporary: false,
-            flash: false,
-            bytes: 1 << 20,
-            identity: None,
+            ..super::super::tests::disk("d0", "n0")
         }
     }
 

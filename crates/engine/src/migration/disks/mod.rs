@@ -261,7 +261,7 @@ fn export_name(number: usize) -> String {
 mod tests {
     use super::*;
 
-    fn disk(device: &str, node: &str) -> Disk {
+    pub(super) fn disk(device: &str, node: &str) -> Disk {
         Disk {
             device: device.to_owned(),
             node: node.to_owned(),
