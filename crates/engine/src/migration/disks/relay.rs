@@ -140,7 +140,7 @@ impl Shared {
         u64::try_from(self.begin.elapsed().as_millis()).map_or(u64::MAX, |now| now.max(1))
     }
 
-    fn asked(&self) {
+    fn requested(&self) {
         let now = self.now();
         // The first request counts.
         let _ = self
@@ -172,7 +172,7 @@ fn outward(
         let read = match qemu.read(&mut piece) {
             Ok(0) => return wire.send_control(&Control::Last),
             Ok(read) => {
-                shared.asked();
+                shared.requested();
                 read
             }
             // Nothing, which is sent as such.
