@@ -19,8 +19,8 @@ pub const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 no_t
 pub const BOOT_LIMIT: Duration = Duration::from_secs(120);
 /// Where memory that is a file lies.
 pub const SHM: &str = "/dev/shm/";
-/// Put before the name of the file that is the memory of a VM's copy.
-pub const COPY_OF: &str = "copy-of-";
+/// Put before the name of the file that is the memory of a VM's copy. Short: a copy of a copy has it twice.
+pub const COPY_OF: &str = "+";
 /// The end of an agent's channel, in the guest's folder.
 const AGENT: &str = "agent";
 

@@ -3,8 +3,8 @@
 //! ```text
 //!   source                                        destination
 //!     Hello {session, mode, connections,   -->      plans, starts QEMU
-//!            lanes, copied, vm, blocks}
-//!                                          <--    Begun {seeded}
+//!            lanes, copied, base, vm, blocks}
+//!                                          <--    Begun {seeded, based}
 //!                                          <--    Alive, each second; Ids, if it has a checkpoint of the VM, when QEMU has its pages
 //!     Join {session, number}, first on each connection for pages
 //!                                          <--    Accepted {no_post_copy}, when QEMU has started
@@ -58,6 +58,7 @@ use stillframe_link::{Frame, Versions};
 use stillframe_page::encoding::{Decoder, Encoder};
 use stillframe_page::hash::ContentId;
 use stillframe_qemu::record::VmRecord;
+use stillframe_repo::CheckpointId;
 
 use super::framing::{Connection, Kind};
 use super::word::{Session, Word};
@@ -92,6 +93,16 @@ pub enum Mode {
     Rehearsal,
 }
 
+/// A checkpoint of the VM that both hosts may reach.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Base {
+    /// The id of the repository.
+    pub repository: String,
+    /// The checkpoint.
+    pub checkpoint: CheckpointId,
+}
+
 /// A message in JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -109,6 +120,9 @@ pub enum Control {
         /// The devices whose disks are copied: two connections for each follow the lanes.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         copied: Vec<String>,
+        /// The source sends only what was written since this checkpoint, if the destination can read it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        base: Option<Base>,
         /// The VM.
         vm: Box<VmRecord>,
         /// Its RAM blocks, in the order of their numbers.
@@ -132,6 +146,9 @@ pub enum Control {
     Begun {
         /// Whether it has a checkpoint, and sends the ids of its pages.
         seeded: bool,
+        /// Whether it reads from the base what the source does not send.
+        #[serde(default)]
+        based: bool,
     },
     /// The destination has started a QEMU that waits for memory.
     Accepted {

@@ -10,6 +10,7 @@ use proptest::prelude::*;
 use stillframe_link::Frame;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::encoding::{Decoder, Kind as PageKind};
+use stillframe_page::hash::ContentId;
 use stillframe_page::{GuestPage, PAGE, PageRequest, ReadOrder};
 
 use super::batch::{Batch, BatchWriter};
@@ -18,9 +19,11 @@ use super::message::{Control, Message};
 use super::{Connection, ConnectionError};
 use crate::encoding::delta_cache::DeltaCache;
 use crate::encoding::page_encoder::PageEncoder;
+use crate::fakes::source::FakeSource;
 use crate::memory::{BlockShape, Page};
-use crate::sink::connection::ConnectionPages;
+use crate::sink::connection::{ConnectionPages, transfer_hasher};
 use crate::sink::page_stream::PageStream;
+use crate::source::based::BasedBlock;
 use crate::source::connection::{FetchSession, Lane};
 use crate::source::{PageFetcher, PageSource, SourceError};
 
@@ -156,6 +159,79 @@ proptest! {
             server.join().unwrap();
             other_server.join().unwrap();
         });
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    /// A page is the sender's if that may have content of it, else the checkpoint's; and it has the id of the pause.
+    #[test]
+    fn pages_come_from_where_they_are(
+        versions in prop::collection::btree_map(0..PAGES, any::<u8>(), 0..60),
+        fillings in prop::collection::vec(0..4u8, PAGES as usize),
+        wrong in 0..PAGES,
+    ) {
+        let memory: Memory = versions.iter().map(|(&page, &version)| (page, content(page, version))).collect();
+        let stored = |page: u64| Box::new([fillings[page as usize]; PAGE]);
+        let there = |page: u64| memory.get(&page).cloned().unwrap_or_else(|| stored(page));
+        let all: Memory = (0..PAGES).map(|page| (page, there(page))).collect();
+        let ids = |wrong: Option<u64>| {
+            let of = |(&page, bytes): (&u64, &Content)| match wrong == Some(page) {
+                true => Some(ContentId([7; 32])),
+                false => (**bytes != [0; PAGE]).then(|| transfer_hasher().id(&bytes[..])),
+            };
+            vec![vec![None; 4], all.iter().map(of).collect()]
+        };
+        for wrong in [None, Some(wrong)] {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let (second, their_second) = UnixStream::pair().unwrap();
+            thread::scope(|scope| {
+                scope.spawn(|| serve(theirs, &memory));
+                scope.spawn(|| serve(their_second, &memory));
+                let session = Arc::new(FetchSession::new(&shapes()));
+                session.add(Lane::Demand, Connection::new(ours)).unwrap();
+                session.add(Lane::Bulk, Connection::new(second)).unwrap();
+                session.expect(ids(wrong));
+                let mut content = DirtyBitmap::new(PAGES);
+                memory.keys().for_each(|&page| _ = content.set(page));
+                let base = FakeSource { fillings: fillings.clone(), failing: None };
+                let source = BasedBlock::new(session.source(1, content, Vec::new()), Some(base));
+                let found = Mutex::new(Memory::new());
+                let take = |first: u64, bytes: &[u8]| {
+                    for (page, bytes) in (first..).zip(bytes.as_chunks::<PAGE>().0) {
+                        found.lock().unwrap().insert(page, Box::new(*bytes));
+                    }
+                    Ok::<(), SourceError>(())
+                };
+                let others: Result<Vec<u64>, SourceError> = (0..PAGES)
+                    .filter_map(|page| match source.is_zero(page) {
+                        Ok(true) => None,
+                        Ok(false) => Some(Ok(page)),
+                        Err(error) => Some(Err(error)),
+                    })
+                    .collect();
+                let fetched = others.and_then(|pages| {
+                    let fetched = source.fetch_many(pages.clone(), 4, &|_| true, &take);
+                    fetched.map(|()| pages)
+                });
+                assert_eq!(fetched.is_err(), wrong.is_some(), "one page is not that of the pause");
+                let Ok(pages) = fetched else { return };
+                let expected: Memory = pages.iter().map(|&page| (page, all[&page].clone())).collect();
+                assert!(*found.lock().unwrap() == expected);
+                assert!((0..PAGES).all(|page| pages.contains(&page) || *all[&page] == [0; PAGE]));
+                let mut fetcher = source.fetcher().unwrap();
+                for (index, &page) in pages.iter().enumerate().step_by(16) {
+                    found.lock().unwrap().clear();
+                    let neighbours = &pages[index + 1..pages.len().min(index + 9)];
+                    let request = PageRequest { page, neighbours, order: ReadOrder::Ascending };
+                    fetcher.fetch(&source, request, &mut |first, bytes| take(first, bytes)).unwrap();
+                    let came = found.lock().unwrap();
+                    assert!(came.contains_key(&page));
+                    assert!(came.iter().all(|(page, bytes)| all[page] == *bytes));
+                }
+            });
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use stillframe_qemu::record::VmRecord;
 use super::disks::DISKS_MAX;
 use super::error::ReceiveError;
 use super::{CONNECTIONS_MAX, LANES_MAX, Mode, Wire};
-use crate::connection::message::{Control, Message};
+use crate::connection::message::{Base, Control, Message};
 use crate::connection::word::Session;
 use crate::memory::BlockShape;
 use crate::memory::block::Block;
@@ -19,6 +19,8 @@ pub(super) struct Greeting {
     pub lanes: usize,
     /// The devices whose disks are copied.
     pub copied: Vec<String>,
+    /// The checkpoint that the source would send an increment of.
+    pub base: Option<Base>,
     pub vm: VmRecord,
     pub blocks: Vec<BlockShape>,
 }
@@ -46,6 +48,7 @@ pub(super) fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
             connections,
             lanes,
             copied,
+            base,
             vm,
             blocks,
         }) if connections <= CONNECTIONS_MAX && lanes <= LANES_MAX && copied.len() <= DISKS_MAX => {
@@ -55,6 +58,7 @@ pub(super) fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
                 connections,
                 lanes,
                 copied,
+                base,
                 vm: *vm,
                 blocks,
             })

@@ -1,14 +1,12 @@
 //! The destination: a new QEMU that is ended if anything fails before the guest runs.
 
-use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use stillframe_link::Stream;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_qemu::device_state;
 use stillframe_qemu::launch::{self, ArmedLoad, Launched};
-use stillframe_qemu::monitor::{Monitor, RamBlock};
+use stillframe_qemu::monitor::RamBlock;
 
 use super::announced::{Greeting, Rest, State, complete, greeting, rest, same_machine, state};
 use super::disks::CONNECTIONS_A_DISK;
@@ -20,14 +18,14 @@ use super::handover::{Destination, Event};
 use super::incoming::Early;
 use super::lacking::Lacking;
 use super::new_qemu::{NewProcess, NewQemu, starting};
-use super::record::{DestinationRecord, RecordError};
+use super::record::DestinationRecord;
 use super::seed::{Seed, SeedFrom};
-use super::takeover::{NewVm, READY_LIMIT, Takeover, TakeoverEvent, Whereabouts};
-use super::{Awaited, DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, incoming};
+use super::takeover::{NewVm, Takeover, TakeoverEvent, Whereabouts};
+use super::{DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, incoming};
 use crate::Progress;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Word;
-use crate::guardian::{Guardian, OnDisconnect};
+use crate::guardian::Guardian;
 use crate::memory::block::Block;
 use crate::populate::eager;
 use crate::populate::lazy::supervision::Supervised;
@@ -36,9 +34,6 @@ use crate::restore::LOAD_LIMIT;
 use crate::sink::connection::transfer_hasher;
 use crate::source::connection::FetchSession;
 use crate::verify::Image;
-
-/// Time for the monitor of a VM that an earlier engine started.
-const MONITOR_LIMIT: Duration = Duration::from_secs(10);
 
 /// What came of a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,8 +71,9 @@ pub enum ReceiveEvent<'e> {
 pub type ReceiveSink<'s> = &'s mut dyn FnMut(ReceiveEvent<'_>);
 
 /// Receives a VM over a connection on which nothing was sent yet. `listen` waits for the source to connect again, after
-/// the connection was lost. A VM of which `seed` has a checkpoint begins with that. This returns when the source knows that the VM is here, or does not ask any more. After an
-/// error the reason is sent to the source, where that is possible.
+/// the connection was lost. A VM of which there is a checkpoint in `from` begins with that. This returns when the source knows
+/// that the VM is here, or does not ask any more, and all its memory is here. After an error the reason is sent to the
+/// source, where that is possible.
 ///
 /// # Errors
 /// No QEMU is left behind, unless the error says otherwise.
@@ -85,10 +81,18 @@ pub fn receive(
     mut wire: Wire,
     listen: Listen<'_>,
     options: &ReceiveOptions,
-    seed: Option<&mut SeedFrom<'_>>,
+    from: Option<&mut SeedFrom<'_>>,
     events: ReceiveSink<'_>,
 ) -> Result<Received, ReceiveError> {
-    let arriving = Arriving::begin(&mut wire, listen, options, seed, events);
+    let greeted = greeted(&mut wire, from);
+    let (greeting, seed) = greeted.inspect_err(|error| give_up(&mut wire, error))?;
+    let arriving = Arriving::begin(
+        &mut wire,
+        listen,
+        options,
+        (greeting, seed.as_ref()),
+        events,
+    );
     let mut arriving = arriving.inspect_err(|error| give_up(&mut wire, error))?;
     let mode = arriving.greeting.mode;
     let late = arriving.late_memory();
@@ -117,31 +121,43 @@ pub fn receive(
         // Whatever happens to this process, the VM may run on them.
         let images = images.keep();
         let runs = record.content().runs;
-        let mut takeover = Takeover {
-            vm: NewVm::Launched(launched),
-            guardian: Some(guardian),
-            runs,
-            record,
-            wire: Some(wire),
-            listen,
-            events: &mut |event| match event {
-                TakeoverEvent::Arrived(_, running) => {
-                    report.running = running;
-                    events(ReceiveEvent::Arrived(&report));
-                }
-                other => pass_on(other, events),
-            },
-            late: late.as_ref().map(|late| late.running(scope, runs)),
-            alone: None,
-            why: None,
+        let late = late.as_ref().map(|late| late.running(scope, runs));
+        let mut events = |event: TakeoverEvent<'_>| match event {
+            TakeoverEvent::Arrived(_, running) => {
+                report.running = running;
+                events(ReceiveEvent::Arrived(&report));
+            }
+            other => pass_on(other, events),
         };
+        let vm = (NewVm::Launched(launched), Some(guardian));
+        let mut takeover = Takeover::new(vm, record, (Some(wire), listen), late, &mut events);
         let whereabouts = takeover.decide(Destination::Receiving.step(Event::Loaded));
         if let Whereabouts::NotHere { .. } = whereabouts {
             images.remove();
         }
         result(whereabouts)?;
+        takeover.finish()?;
         Ok(Received::Over)
     })
+}
+
+/// What the source says first, and the checkpoint that the VM begins with.
+fn greeted<'r>(
+    wire: &mut Wire,
+    from: Option<&'r mut SeedFrom<'_>>,
+) -> Result<(Greeting, Option<Seed<'r>>), ReceiveError> {
+    let greeting = greeting(wire)?;
+    let Greeting {
+        vm, blocks, base, ..
+    } = &greeting;
+    // Pages that are fetched come at once, whatever is here.
+    let from = from.filter(|_| greeting.connections > 0);
+    let seed = from.map(|from| Seed::find(from, vm, blocks, base.as_ref()));
+    let seed = seed.transpose()?.flatten();
+    let based = seed.as_ref().is_some_and(|seed| seed.base.is_some());
+    let seeded = seed.is_some() && !based;
+    wire.send_control(&Control::Begun { seeded, based })?;
+    Ok((greeting, seed))
 }
 
 /// The device state is loaded: ends the QEMU.
@@ -154,7 +170,8 @@ fn rehearsed(loaded: Loaded, wire: &mut Wire) -> Result<Received, ReceiveError> 
     Ok(Received::Rehearsed)
 }
 
-fn pass_on(event: TakeoverEvent<'_>, events: ReceiveSink<'_>) {
+/// Reports what becomes of a VM that has arrived.
+pub(super) fn pass_on(event: TakeoverEvent<'_>, events: ReceiveSink<'_>) {
     match event {
         TakeoverEvent::Arrived(..) => {}
         TakeoverEvent::Filled(report) => events(ReceiveEvent::Filled(report)),
@@ -170,77 +187,8 @@ fn give_up(wire: &mut Wire, error: &ReceiveError) {
     let _ = wire.send_control(&Control::Word { word, why });
 }
 
-/// Goes on with the migration to this monitor, whose process was killed: answers the source, and runs the VM if the
-/// source lets it. A VM that lacks pages gets them.
-///
-/// # Errors
-/// There is none on record, or the VM does not run here.
-pub fn resume(qmp: &Path, listen: Listen<'_>, events: ReceiveSink<'_>) -> Result<(), ReceiveError> {
-    let record = DestinationRecord::find(qmp)?;
-    let content = record.content().clone();
-    let process = content.process().map_err(RecordError::Process)?;
-    let late = match (&content.lacking, &process) {
-        (Some(lacking), Some(process)) => {
-            LateMemory::found(process, lacking, record.open_fill_bitmap()?)?
-        }
-        _ => None,
-    };
-    std::thread::scope(|scope| {
-        let mut takeover = Takeover {
-            vm: NewVm::Gone,
-            guardian: None,
-            record,
-            wire: None,
-            listen,
-            runs: content.runs,
-            events: &mut |event| match event {
-                TakeoverEvent::Arrived(process, running) => {
-                    events(ReceiveEvent::Arrived(&ReceiveReport {
-                        vm: content.vm.clone(),
-                        pid: process.pid(),
-                        qmp: qmp.to_owned(),
-                        running,
-                        pages: 0,
-                        changes: Vec::new(),
-                        verify: None,
-                    }));
-                }
-                other => pass_on(other, events),
-            },
-            late: late.as_ref().map(|late| late.running(scope, content.runs)),
-            alone: None,
-            why: None,
-        };
-        let _end = match &late {
-            Some(late) => {
-                let end = late.begin(scope)?;
-                // QEMU's main thread may be waiting for a page itself.
-                if !takeover.connected((Awaited::Again, READY_LIMIT)) {
-                    let why = "the source has not connected again".to_owned();
-                    return Err(ReceiveError::Lacks { why });
-                }
-                Some(end)
-            }
-            None => None,
-        };
-        if let Some(process) = process {
-            let reached = Monitor::reach(qmp, process.pid(), MONITOR_LIMIT)?;
-            let mut monitor = reached.negotiate(MONITOR_LIMIT)?;
-            if let Some(late) = &late {
-                let guardian = Guardian::start()?;
-                guardian.watch(monitor.client().socket())?;
-                guardian.on_disconnect(OnDisconnect::Pause)?;
-                late.beat(scope, &guardian)?;
-                takeover.guardian = Some(guardian);
-            }
-            takeover.vm = NewVm::Kept(process, monitor);
-        }
-        let lives = matches!(takeover.vm, NewVm::Kept(..));
-        result(takeover.decide(Destination::recorded(content.mark, lives)))
-    })
-}
-
-fn result(whereabouts: Whereabouts) -> Result<(), ReceiveError> {
+/// An error, unless the VM is here.
+pub(super) fn result(whereabouts: Whereabouts) -> Result<(), ReceiveError> {
     match whereabouts {
         Whereabouts::Here => Ok(()),
         Whereabouts::NotHere { why } => Err(ReceiveError::NotHere { why }),
@@ -261,7 +209,7 @@ struct Loaded {
 }
 
 /// A QEMU whose memory is here, or known to be lacking.
-struct Arriving {
+struct Arriving<'s> {
     greeting: Greeting,
     launched: Launched,
     armed: ArmedLoad,
@@ -273,8 +221,10 @@ struct Arriving {
     /// Lanes are closed when the VM runs: it takes time.
     session: Arc<FetchSession<Stream>>,
     lacking: Option<(Lacking, Missing)>,
-    /// Memory had the content of a checkpoint when the first page came.
-    seeded: bool,
+    /// A checkpoint whose pages are in memory, or will be when they are needed.
+    seed: Option<&'s Seed<'s>>,
+    /// The second of these.
+    based: bool,
     /// Where disks are copied to, while they are.
     exports: Option<Exports>,
     report: ReceiveReport,
@@ -282,22 +232,15 @@ struct Arriving {
     images: NewImages,
 }
 
-impl Arriving {
+impl<'s> Arriving<'s> {
     /// Starts QEMU, and receives memory.
     fn begin(
         wire: &mut Wire,
         listen: Listen<'_>,
         options: &ReceiveOptions,
-        seed: Option<&mut SeedFrom<'_>>,
+        (greeting, seed): (Greeting, Option<&'s Seed<'s>>),
         events: ReceiveSink<'_>,
-    ) -> Result<Arriving, ReceiveError> {
-        let greeting = greeting(wire)?;
-        // Pages that are fetched come at once, whatever is here.
-        let seed = seed.filter(|_| greeting.connections > 0);
-        let seed = seed.map(|from| Seed::find(from, &greeting.vm, &greeting.blocks));
-        let seed = seed.transpose()?.flatten();
-        let seeded = seed.is_some();
-        wire.send_control(&Control::Begun { seeded })?;
+    ) -> Result<Arriving<'s>, ReceiveError> {
         let guardian = Guardian::start()?;
         let Greeting { vm, copied, .. } = &greeting;
         let images = options
@@ -326,9 +269,9 @@ impl Arriving {
         options: &ReceiveOptions,
         starting: NewProcess<'_>,
         (greeting, guardian, images): (Greeting, Guardian, NewImages),
-        seed: Option<Seed<'_>>,
+        seed: Option<&'s Seed<'s>>,
         events: ReceiveSink<'_>,
-    ) -> Result<Arriving, ReceiveError> {
+    ) -> Result<Arriving<'s>, ReceiveError> {
         let (mut launched, changes) = starting.wait(&greeting.vm, &guardian)?;
         let Greeting { vm, copied, .. } = &greeting;
         let exports = match (greeting.mode, copied.is_empty()) {
@@ -339,14 +282,15 @@ impl Arriving {
         let blocks = eager::open_blocks(&launched.process, &ram, &greeting.blocks)?;
         let (qmp, process) = (options.qemu.qmp(), &launched.process);
         let record = DestinationRecord::new(qmp, process, &greeting.session, &vm.label)?;
+        let has_base = seed.is_some_and(|seed| seed.base.is_some());
         let no_post_copy = match greeting.mode {
             Mode::StopCopy => None,
-            _ if greeting.lanes == 0 => None,
+            _ if greeting.lanes == 0 && !has_base => None,
             _ => filling::why_not(process, &guardian, (&blocks, &ram)),
         };
         let armed = launch::arm(&mut launched)?;
-        let seeded = seed.is_some();
-        if let Some(seed) = seed {
+        let based = has_base && no_post_copy.is_none();
+        if let Some(seed) = seed.filter(|_| !based) {
             let progress = &mut |progress| events(ReceiveEvent::Progress(progress));
             seed.plant(&launched.process, &blocks, wire, progress)?;
         }
@@ -374,7 +318,8 @@ impl Arriving {
                 device_state: Vec::new(),
             },
             lacking: None,
-            seeded,
+            seed,
+            based,
             exports,
             report,
             images,
@@ -415,18 +360,28 @@ impl Arriving {
         listen: Listen<'_>,
     ) -> Result<(), ReceiveError> {
         let (process, blocks) = (&self.launched.process, &self.blocks);
-        let memory = match self.seeded {
-            true => StreamedMemory::seeded(blocks, &self.greeting.blocks),
-            false => StreamedMemory::new(process, blocks, &self.greeting.blocks)?,
+        let memory = match self.seed {
+            Some(_) => StreamedMemory::seeded(blocks, &self.greeting.blocks),
+            None => StreamedMemory::new(process, blocks, &self.greeting.blocks)?,
         };
         let sent = incoming::pages(early.stop(), &memory, || rest(wire, blocks))?;
-        self.report.pages = memory.finish(sent.pages)?;
+        let received = memory.finish(sent.pages)?;
+        self.report.pages = received.iter().map(DirtyBitmap::count).sum();
+        let qemu = (&self.guardian, process);
         self.state = match sent.rest {
+            Rest::State(state) if self.based => {
+                let lacking = Lacking::except(received);
+                let missing = Missing::arm(qemu, blocks, &lacking)?;
+                self.lacking = Some((lacking, missing));
+                state
+            }
             Rest::State(state) => state,
             Rest::PagesLater { some_sent } => {
                 self.lanes(listen, DEMAND_LANES)?;
-                let qemu = (&self.guardian, process);
-                let mut lacking = Lacking::new(process, blocks)?;
+                let mut lacking = match self.based {
+                    true => Lacking::except(received),
+                    false => Lacking::new(process, blocks)?,
+                };
                 if !some_sent {
                     lacking.discard_all(blocks, qemu)?;
                 }
@@ -468,7 +423,7 @@ impl Arriving {
     }
 
     /// What is to be populated when the VM runs. From here on its pages are missing.
-    fn late_memory(&mut self) -> Result<Option<LateMemory>, ReceiveError> {
+    fn late_memory(&mut self) -> Result<Option<LateMemory<'s>>, ReceiveError> {
         let Some((lacking, missing)) = self.lacking.take() else {
             return Ok(None);
         };
@@ -479,6 +434,7 @@ impl Arriving {
             &self.blocks,
             Arc::clone(&self.session),
             lacking,
+            self.seed.filter(|_| self.based),
             fill_bitmap,
         )?;
         let record = late.record(self.ram.clone(), self.greeting.blocks.clone());

@@ -15,6 +15,7 @@ use crate::capture::devices::DevicesError;
 use crate::capture::paused_vm::PausedError;
 use crate::checkpoint::CheckpointError;
 use crate::connection::ConnectionError;
+use crate::connection::message::Base;
 use crate::guardian::GuardianError;
 use crate::memory::block::BlockError;
 use crate::populate::eager::PopulateError;
@@ -105,6 +106,16 @@ pub enum MigrateError {
     Commit(#[from] CommitError),
 }
 
+impl ReceiveError {
+    /// [`ReceiveError::NoBase`] of this one.
+    pub(super) fn no_base(base: &Base) -> ReceiveError {
+        ReceiveError::NoBase {
+            checkpoint: base.checkpoint.to_hex(),
+            repository: base.repository.clone(),
+        }
+    }
+}
+
 /// Why no VM was received. The new QEMU was ended.
 #[derive(Debug, Error)]
 pub enum ReceiveError {
@@ -190,6 +201,24 @@ pub enum ReceiveError {
     /// No checkpoint of the VM can be looked for.
     #[error("cannot look for a checkpoint of the VM; without --seed it comes whole")]
     NoSeed(#[from] RepoError),
+    /// The rest of the VM is in a checkpoint that was not named.
+    #[error(
+        "the VM is here and lacks pages, which are in checkpoint {checkpoint} of repository {repository}: name that repository with --repository, and --seed"
+    )]
+    NoBase {
+        /// The checkpoint.
+        checkpoint: String,
+        /// The id of the repository.
+        repository: String,
+    },
+    /// The rest of its memory cannot be read.
+    #[error(
+        "the VM runs here and lacks pages that are in the repository only: {why}. It is paused when it needs one. `receive --resume` goes on"
+    )]
+    LacksStored {
+        /// Why not.
+        why: String,
+    },
     /// A checkpoint of the VM cannot be read.
     #[error("cannot begin with a checkpoint of the VM; without --seed it comes whole")]
     Seed(#[source] PopulateError),

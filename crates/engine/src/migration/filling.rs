@@ -1,4 +1,4 @@
-//! The destination of a post-copy migration while the VM runs, and lacks pages that are fetched from the source.
+//! The destination while the VM runs, and lacks pages: they are fetched from the source (post-copy), or are in a checkpoint.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -7,34 +7,42 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use stillframe_link::Stream;
-use stillframe_page::PAGE_BYTES;
 use stillframe_page::bitmap::DirtyBitmap;
+use stillframe_page::{GuestPage, PAGE_BYTES};
 use stillframe_qemu::monitor::{Monitor, RamBlock};
+use stillframe_repo::PageMap;
 use stillframe_sys::process::Process;
 use stillframe_sys::uffd::{Track, Uffd};
 
 use super::error::ReceiveError;
 use super::lacking::{self, Lacking};
 use super::record::LackingRecord;
+use super::seed::Seed;
 use super::{ANSWER_LIMIT, DEMAND_LANES, Wire};
 use crate::connection::ConnectionError;
+use crate::connection::message::Base;
 use crate::guardian::Guardian;
 use crate::memory::BlockShape;
 use crate::memory::block::Block;
 use crate::populate::eager::{self, PopulateError};
 use crate::populate::lazy::supervision::{self, LOOK, SupervisedSink, Supervision};
 use crate::populate::lazy::{self, FillOrder, FillStatus, Filling, Lazy};
+use crate::source::based::BasedBlock;
 use crate::source::connection::{FetchSession, FetchedBlock, Lane};
 use crate::{Progress, ProgressSink};
 
 /// Pages of a block that are fetched first, at most: 256 MiB.
 const FIRST_MAX: usize = 1 << 16;
 
-/// Connections to the source, and the memory that is populated over them.
-pub(super) struct LateMemory {
+/// Connections to the source, the checkpoint, and the memory that is populated from them.
+pub(super) struct LateMemory<'c> {
     pub session: Arc<FetchSession<Stream>>,
-    lazy: Lazy<FetchedBlock<Stream>>,
+    lazy: Lazy<BasedBlock<PageMap<'c>, Stream>>,
     remote_fd: i32,
+    /// The checkpoint that has what the source has not sent and is not to send.
+    base: Option<Base>,
+    /// Pages that the source is to send.
+    content: Vec<DirtyBitmap>,
 }
 
 /// Whether the VM can run before all its memory is there; else, why not. It is tried: the first page of each block is
@@ -131,31 +139,34 @@ impl Missing {
     }
 }
 
-impl LateMemory {
-    /// The memory of a QEMU that has not run.
+impl<'c> LateMemory<'c> {
+    /// The memory of a QEMU that has not run. What the source does not have is in the base.
     ///
     /// # Errors
-    /// There are no threads.
+    /// There are no threads, or the base cannot be read.
     pub fn new(
         missing: Missing,
         blocks: &[Block],
         session: Arc<FetchSession<Stream>>,
         mut lacking: Lacking,
+        base: Option<&'c Seed<'_>>,
         fill_bitmap: File,
-    ) -> Result<LateMemory, ReceiveError> {
+    ) -> Result<LateMemory<'c>, ReceiveError> {
         let present = std::mem::take(&mut lacking.present);
         let sources = (0..blocks.len()).map(|block| {
             let content = lacking.content[block].clone();
             session.source(block, content, lacking.first(block, FIRST_MAX))
         });
-        let blocks: Vec<&Block> = blocks.iter().collect();
-        let (sources, order) = (sources.collect(), FillOrder::default());
+        let sources = based(sources.collect(), base, blocks)?;
+        let (blocks, order) = (blocks.iter().collect::<Vec<_>>(), FillOrder::default());
         let lazy = Lazy::new(missing.uffd, &blocks, sources, order, None, fill_bitmap)?;
         lazy.mark_populated(&present);
         Ok(LateMemory {
             session,
             lazy,
             remote_fd: missing.remote_fd,
+            base: base.and_then(|base| base.base.clone()),
+            content: lacking.content,
         })
     }
 
@@ -166,8 +177,9 @@ impl LateMemory {
     pub fn found(
         process: &Process,
         record: &LackingRecord,
+        base: Option<&'c Seed<'_>>,
         fill_bitmap: File,
-    ) -> Result<Option<LateMemory>, ReceiveError> {
+    ) -> Result<Option<LateMemory<'c>>, ReceiveError> {
         let lacks = process.has_userfaultfd(record.remote_fd);
         if !lacks.map_err(PopulateError::from)? {
             return Ok(None);
@@ -176,20 +188,27 @@ impl LateMemory {
         let uffd = Uffd::adopt(fd.map_err(PopulateError::from)?);
         let blocks = eager::open_blocks(process, &record.ram, &record.blocks)?;
         let session = Arc::new(FetchSession::new(&record.blocks));
-        let sources = blocks.iter().enumerate().map(|(number, block)| {
-            // Which pages are zero was known to the other engine only.
+        let content = blocks.iter().map(|block| {
             let mut content = DirtyBitmap::new(block.pages());
-            content.set_range(0..block.pages());
-            session.source(number, content, Vec::new())
+            if base.is_none() {
+                // Which pages are zero was known to the other engine only.
+                content.set_range(0..block.pages());
+            }
+            content
         });
-        let blocks: Vec<&Block> = blocks.iter().collect();
-        let (sources, order) = (sources.collect(), FillOrder::default());
+        let content: Vec<DirtyBitmap> = content.collect();
+        let numbered = content.iter().cloned().enumerate();
+        let sources = numbered.map(|(number, content)| session.source(number, content, Vec::new()));
+        let sources = based(sources.collect(), base, &blocks)?;
+        let (blocks, order) = (blocks.iter().collect::<Vec<_>>(), FillOrder::default());
         let lazy = Lazy::new(uffd, &blocks, sources, order, None, fill_bitmap)?;
         lazy.mark_present(process, &blocks)?;
         Ok(Some(LateMemory {
             session,
             lazy,
             remote_fd: record.remote_fd,
+            base: record.base.clone(),
+            content,
         }))
     }
 
@@ -199,7 +218,13 @@ impl LateMemory {
             remote_fd: self.remote_fd,
             ram,
             blocks,
+            base: self.base.clone().filter(|_| !self.needs_source()),
         }
+    }
+
+    /// Whether the source is to send any more.
+    pub fn needs_source(&self) -> bool {
+        self.base.is_none() || self.content.iter().any(|pages| !pages.is_empty())
     }
 
     /// Answers faults from here on, until this is dropped.
@@ -224,6 +249,8 @@ impl LateMemory {
             no_lane: None,
             beat: now,
             complete: false,
+            needs_source: self.needs_source(),
+            first_missing: GuestPage::new(0, 0),
         }
     }
 
@@ -250,9 +277,23 @@ impl LateMemory {
     }
 }
 
+/// Where the pages of each block are.
+fn based<'c>(
+    fetched: Vec<FetchedBlock<Stream>>,
+    base: Option<&'c Seed<'_>>,
+    blocks: &[Block],
+) -> Result<Vec<BasedBlock<PageMap<'c>, Stream>>, PopulateError> {
+    let maps = base.map(|base| base.maps(blocks)).transpose()?;
+    let mut maps = maps.into_iter().flatten();
+    let fetched = fetched.into_iter();
+    Ok(fetched
+        .map(|fetched| BasedBlock::new(fetched, maps.next()))
+        .collect())
+}
+
 /// A VM that runs while it lacks pages.
 pub(super) struct RunningLate<'l> {
-    memory: &'l LateMemory,
+    memory: &'l LateMemory<'l>,
     /// Starts the background fill; gone when it is started.
     fill: Option<Box<dyn FnOnce() -> Result<(), PopulateError> + 'l>>,
     supervision: Supervision,
@@ -262,6 +303,9 @@ pub(super) struct RunningLate<'l> {
     /// When the source last heard of this side.
     beat: Instant,
     complete: bool,
+    /// The source is to send pages still; those before the first one that is missing have come.
+    needs_source: bool,
+    first_missing: GuestPage,
 }
 
 impl RunningLate<'_> {
@@ -308,10 +352,35 @@ impl RunningLate<'_> {
         due
     }
 
+    /// Whether the source is to send pages still.
+    pub fn needs_source(&self) -> bool {
+        self.needs_source
+    }
+
+    /// The checkpoint that has all that is lacking, once no page of the source is.
+    pub fn only_lacks(&mut self) -> Option<&Base> {
+        let base = self.memory.base.as_ref()?;
+        let LateMemory { lazy, content, .. } = self.memory;
+        match lazy.first_missing(content, self.first_missing) {
+            Some(page) => {
+                self.first_missing = page;
+                None
+            }
+            None => Some(base),
+        }
+    }
+
+    /// That is on record.
+    pub fn release_source(&mut self) {
+        self.needs_source = false;
+    }
+
     /// Whether the connection is to be made anew, because there has been no lane for [`ANSWER_LIMIT`].
     pub fn is_cut_off(&mut self) -> bool {
         match self.memory.session.count() {
-            0 => self.no_lane.get_or_insert_with(Instant::now).elapsed() > ANSWER_LIMIT,
+            0 if self.needs_source() => {
+                self.no_lane.get_or_insert_with(Instant::now).elapsed() > ANSWER_LIMIT
+            }
             _ => {
                 self.no_lane = None;
                 false
@@ -346,7 +415,7 @@ impl RunningLate<'_> {
 pub struct FilledReport {
     /// Time since the VM runs here, in microseconds.
     pub after_us: u64,
-    /// Pages that were fetched.
+    /// Pages that were fetched, or read from the checkpoint.
     pub pages: u64,
     /// How often the guest had to wait for a page.
     pub faults: u64,

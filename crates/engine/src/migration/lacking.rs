@@ -41,12 +41,17 @@ impl Lacking {
             }
             present.push(here);
         }
-        let content = blocks.iter().map(|block| DirtyBitmap::new(block.pages()));
-        Ok(Lacking {
-            present,
+        Ok(Lacking::except(present))
+    }
+
+    /// These pages came. The others are zero, or are read from a checkpoint.
+    pub fn except(present: Vec<DirtyBitmap>) -> Lacking {
+        let content = present.iter().map(|block| DirtyBitmap::new(block.pages()));
+        Lacking {
             content: content.collect(),
+            present,
             outdated: Vec::new(),
-        })
+        }
     }
 
     /// Splits the ids of all pages: those of pages that are not here become none.

@@ -17,13 +17,16 @@ const MORE: u64 = 512;
 /// But not more often than this.
 const TIMES_MAX: usize = 5;
 
-/// Says which pages the destination is to fetch: those that are left of pre-copy, or all. The VM runs on.
+/// Says which pages the destination is to fetch: those that are left of pre-copy, or all. One that is `based` reads all
+/// others from a checkpoint. The VM runs on.
 pub(super) fn announce(
     wire: &mut Wire,
     mut streaming: Streaming<'_>,
     left: Option<Collected>,
+    based: bool,
 ) -> Result<(), MigrateError> {
     let mut left = match left {
+        Some(left) if based => left,
         Some(left) => {
             let content = streaming.tracker.populated()?;
             let content = content.drained(streaming.monitor)?;

@@ -26,6 +26,7 @@ mod outgoing;
 mod pages;
 mod record;
 mod rehearsal;
+mod resuming;
 mod rounds;
 mod seed;
 mod sending;
@@ -41,21 +42,21 @@ use std::time::Duration;
 
 use serde::Serialize;
 use stillframe_link::{Link, Stream};
+use stillframe_repo::CheckpointId;
 
 use crate::connection::Connection;
-pub use crate::connection::message::{Mode, VERSIONS};
+pub use crate::connection::message::{Base, Mode, VERSIONS};
 pub use crate::populate::lazy::supervision::Supervised;
 use crate::verify::VerifyReport;
 use crate::{Progress, Round};
 pub use commit::{CommitError, Wish};
-pub use destination::{
-    ReceiveEvent, ReceiveOptions, ReceiveSink, Received, receive, resume as resume_receiving,
-};
+pub use destination::{ReceiveEvent, ReceiveOptions, ReceiveSink, Received, receive};
 pub use disks::{CopyDisks, DiskError, ImageError};
 pub use error::{MigrateError, ReceiveError};
 pub use filling::FilledReport;
 pub use new_qemu::NewQemu;
 pub use record::RecordError;
+pub use resuming::resume as resume_receiving;
 pub use seed::SeedFrom;
 pub use sent_ids::PageHash;
 pub use settle::{SettleError, SettledReport, settle};
@@ -141,6 +142,8 @@ pub enum MigrateEvent {
         /// Bytes to copy, as far as is known.
         total: u64,
     },
+    /// Only what was written since the base is sent; the destination reads the rest from there when the VM runs.
+    Increment,
     /// The rest moves when the VM runs at the destination: if a host or a QEMU is lost until all is there, so is the VM.
     Later,
 }
@@ -173,6 +176,9 @@ pub struct MigrateOptions {
     pub copy_disks: CopyDisks,
     /// How long it is tried to connect again, once the VM is given up.
     pub patience: Duration,
+    /// The last checkpoint of this attachment. With pre-copy and hybrid, a destination that can read it has the pages from
+    /// there that were not written since.
+    pub base: Option<Base>,
 }
 
 /// Pages of a migration.
@@ -222,6 +228,9 @@ pub struct MigrateReport {
     pub pages: MigratedPages,
     /// Pages that the destination fetched when it ran there.
     pub fetched: u64,
+    /// The checkpoint from which the destination reads what was not sent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub base: Option<CheckpointId>,
     /// Bytes sent for disks.
     #[serde(skip_serializing_if = "is_zero")]
     pub disk_bytes: u64,

@@ -27,6 +27,7 @@ use thiserror::Error;
 
 use super::handover::Mark;
 use crate::capture::paused_vm::GivenUpRecord;
+use crate::connection::message::Base;
 use crate::connection::word::Session;
 use crate::memory::BlockShape;
 use crate::runtime;
@@ -239,6 +240,9 @@ pub struct Received {
     pub runs: bool,
     /// What is known of it.
     pub mark: Mark,
+    /// The source will not ask any more.
+    #[serde(default)]
+    pub settled: bool,
     /// What it lacks when it runs; none: it has all its memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lacking: Option<LackingRecord>,
@@ -264,6 +268,9 @@ pub struct LackingRecord {
     pub ram: Vec<RamBlock>,
     /// The same in the order of the source's numbers.
     pub blocks: Vec<BlockShape>,
+    /// The checkpoint that has all that it lacks; none: the source has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<Base>,
 }
 
 /// The destination's record.
@@ -307,6 +314,7 @@ impl DestinationRecord {
                 vm: vm.to_owned(),
                 runs: false,
                 mark: Mark::Ready,
+                settled: false,
                 lacking: None,
             },
         })
@@ -379,6 +387,26 @@ impl DestinationRecord {
     /// It may be written or not.
     pub fn mark(&mut self, mark: Mark) -> Result<(), RecordError> {
         self.content.mark = mark;
+        write(&self.directory, &self.name, &self.content)
+    }
+
+    /// All that the VM lacks is in this checkpoint.
+    ///
+    /// # Errors
+    /// As [`DestinationRecord::mark`].
+    pub fn only_lacks(&mut self, base: &Base) -> Result<(), RecordError> {
+        if let Some(lacking) = &mut self.content.lacking {
+            lacking.base = Some(base.clone());
+        }
+        write(&self.directory, &self.name, &self.content)
+    }
+
+    /// The hand-over is over, and the VM lacks pages still.
+    ///
+    /// # Errors
+    /// As [`DestinationRecord::mark`].
+    pub fn settle(&mut self) -> Result<(), RecordError> {
+        self.content.settled = true;
         write(&self.directory, &self.name, &self.content)
     }
 
@@ -521,6 +549,7 @@ mod tests {
                 vm: "vm".to_owned(),
                 runs: true,
                 mark: Mark::Committed,
+                settled: false,
                 lacking: None,
             };
             write(&directory, name, &content).unwrap();

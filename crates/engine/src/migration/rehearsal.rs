@@ -59,6 +59,7 @@ impl Vm {
             connections: 0,
             lanes: DEMAND_LANES,
             copied,
+            base: None,
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;

@@ -130,7 +130,10 @@ impl Vm {
             monitor: &mut self.monitor,
             process: &self.target.process,
         };
-        let mut wanted = streaming.wanted(Iteration::Bulk)?;
+        let mut wanted = streaming.wanted(match sending.based {
+            true => Iteration::Written,
+            false => Iteration::Bulk,
+        })?;
         if let Some(seeds) = sending.seeds.get() {
             // The destination has content where there is none here.
             wanted.discarded = subtract_all(&seeds.pages(), &wanted.written);
@@ -140,9 +143,7 @@ impl Vm {
             number += 1;
             outgoing.begin_round();
             let begin = Instant::now();
-            if number > 1 {
-                streaming.tracker.streamed(&wanted);
-            }
+            streaming.tracker.streamed(&wanted);
             if number > 2
                 && rounds.options.skip_fake == SkipFake::Auto
                 && let Some(later) = rounds.left_out(&wanted, &changing)

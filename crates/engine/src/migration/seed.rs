@@ -6,6 +6,9 @@
 //!
 //! The idea is VeCycle's (Knauth and Fetzer, Middleware 2015). The ids are those of `verify`: 256 bits of BLAKE3, so that a
 //! page that is taken for known is known. A page that is zero at the source, and not in the checkpoint, is sent as such.
+//!
+//! A source that has tracked all writes since a checkpoint, and names it (its base), needs no ids: it sends what was
+//! written. Then no page of the checkpoint is read before the VM runs or the new QEMU needs it.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -20,7 +23,7 @@ use stillframe_sys::process::Process;
 use super::error::{MigrateError, ReceiveError};
 use super::{BEAT, Wire};
 use crate::ProgressSink;
-use crate::connection::message::{Control, Message};
+use crate::connection::message::{Base, Control, Message};
 use crate::memory::BlockShape;
 use crate::memory::block::Block;
 use crate::memory::ranges::{PageRanges, runs};
@@ -44,10 +47,12 @@ pub struct SeedFrom<'r> {
 pub(super) struct Seed<'r> {
     manifest: Manifest,
     reader: Reader<'r>,
+    /// The source sends what was written since.
+    pub base: Option<Base>,
 }
 
 impl<'r> Seed<'r> {
-    /// The checkpoint, if there is one of this VM, with the same memory.
+    /// The checkpoint that is the source's base, or one of this VM by its name, with the same memory, if there is one.
     ///
     /// # Errors
     /// The repository cannot be read.
@@ -55,21 +60,48 @@ impl<'r> Seed<'r> {
         from: &'r mut SeedFrom<'_>,
         vm: &VmRecord,
         blocks: &[BlockShape],
+        base: Option<&Base>,
     ) -> Result<Option<Seed<'r>>, RepoError> {
-        let manifest = match from.repository.resolve(&from.name, Some(&vm.label)) {
-            Ok((_, manifest)) => manifest,
-            Err(RepoError::NotFound { .. }) => return Ok(None),
-            Err(error) => return Err(error),
+        let mut found = match base {
+            Some(base) => base_of(from.repository, base, blocks)?,
+            None => None,
         };
-        let there = shapes(&manifest.ram);
-        if !blocks.iter().all(|block| there.contains(block)) || there.len() != blocks.len() {
-            return Ok(None);
+        let base = base.filter(|_| found.is_some()).cloned();
+        if base.is_none() {
+            let named = found_or_none(from.repository.resolve(&from.name, Some(&vm.label)))?;
+            found = named.map(|(_, manifest)| manifest);
         }
+        let Some(manifest) = found.filter(|manifest| is_of(manifest, blocks)) else {
+            return Ok(None);
+        };
         let reader = from.repository.reader(from.lock_wait)?;
-        Ok(Some(Seed { manifest, reader }))
+        Ok(Some(Seed {
+            manifest,
+            reader,
+            base,
+        }))
     }
 
-    /// Writes its pages into the memory of a new QEMU, and sends their ids.
+    /// The base of a VM that lacks pages.
+    ///
+    /// # Errors
+    /// The repository cannot be read, is another one, or has the checkpoint no more.
+    pub fn again(
+        from: &'r mut SeedFrom<'_>,
+        base: &Base,
+        blocks: &[BlockShape],
+    ) -> Result<Seed<'r>, ReceiveError> {
+        let found = base_of(from.repository, base, blocks)?;
+        let manifest = found.ok_or_else(|| ReceiveError::no_base(base))?;
+        let reader = from.repository.reader(from.lock_wait)?;
+        Ok(Seed {
+            manifest,
+            reader,
+            base: Some(base.clone()),
+        })
+    }
+
+    /// Writes its pages into the memory of a new QEMU, and sends their ids, unless it is the base.
     ///
     /// # Errors
     /// They cannot be read, written or sent.
@@ -96,6 +128,9 @@ impl<'r> Seed<'r> {
             maps.iter().map(content).collect::<Result<Vec<_>, _>>()
         };
         let content = read().map_err(ReceiveError::Seed)?;
+        if self.base.is_some() {
+            return Ok(());
+        }
         for part in blocks.iter().zip(content) {
             let image = Image::of(std::iter::once(part), &transfer_hasher())?;
             image.ids().try_for_each(|ids| wire.send_ids(ids))?;
@@ -104,7 +139,10 @@ impl<'r> Seed<'r> {
     }
 
     /// The page maps of these blocks.
-    fn maps(&self, blocks: &[Block]) -> Result<Vec<PageMap<'_>>, PopulateError> {
+    ///
+    /// # Errors
+    /// They cannot be read.
+    pub fn maps(&self, blocks: &[Block]) -> Result<Vec<PageMap<'_>>, PopulateError> {
         let table = |block: &Block| {
             let mut tables = self.manifest.ram.iter();
             // There is one of each.
@@ -115,6 +153,32 @@ impl<'r> Seed<'r> {
         let maps: Result<Vec<_>, RepoError> = maps.collect();
         Ok(maps.map_err(crate::source::SourceError::from)?)
     }
+}
+
+/// The checkpoint of this name, if it is in this repository and has this memory.
+fn base_of(
+    repository: &Repository,
+    base: &Base,
+    blocks: &[BlockShape],
+) -> Result<Option<Manifest>, RepoError> {
+    if repository.id().to_string() != base.repository {
+        return Ok(None);
+    }
+    let manifest = found_or_none(repository.manifest(&base.checkpoint))?;
+    Ok(manifest.filter(|manifest| is_of(manifest, blocks)))
+}
+
+fn found_or_none<T>(found: Result<T, RepoError>) -> Result<Option<T>, RepoError> {
+    match found {
+        Err(RepoError::NotFound { .. }) => Ok(None),
+        found => found.map(Some),
+    }
+}
+
+/// Whether a checkpoint has these blocks, and no others.
+fn is_of(manifest: &Manifest, blocks: &[BlockShape]) -> bool {
+    let there = shapes(&manifest.ram);
+    there.len() == blocks.len() && blocks.iter().all(|block| there.contains(block))
 }
 
 /// Pages that are not zero.

@@ -3,6 +3,8 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use stillframe_repo::CheckpointId;
+
 use super::convergence::Switch;
 use super::disks::DiskError;
 use super::error::MigrateError;
@@ -10,7 +12,7 @@ use super::limiter::Limiter;
 use super::seed::Seeds;
 use super::{DEMAND_LANES, MigrateOptions, Mode, Wire};
 use crate::connection::ConnectionError;
-use crate::connection::message::{Control, Message};
+use crate::connection::message::{Base, Control, Message};
 use crate::connection::word::Session;
 
 /// Time for the destination's words, where it has ended the connections for pages.
@@ -22,6 +24,8 @@ pub(super) struct Sending<'s> {
     pub switch: Switch,
     pub session: &'s Session,
     pub options: &'s MigrateOptions,
+    /// The destination has from the base what was not written since.
+    pub based: bool,
     /// What the destination has of the VM; empty until it has said so, and if it has nothing.
     pub seeds: Arc<OnceLock<Seeds>>,
     /// What all connections share.
@@ -36,7 +40,7 @@ pub(super) struct Sending<'s> {
 impl<'s> Sending<'s> {
     pub fn new(session: &'s Session, options: &'s MigrateOptions, runs: bool) -> Sending<'s> {
         let (mode, switch) = match options.mode {
-            None if runs => (Mode::PreCopy, Switch::IfNeeded),
+            None if runs || options.base.is_some() => (Mode::PreCopy, Switch::IfNeeded),
             None => (Mode::StopCopy, Switch::Never),
             Some(Mode::Hybrid) => (Mode::Hybrid, Switch::AfterFirst),
             Some(mode) => (mode, Switch::Never),
@@ -46,6 +50,7 @@ impl<'s> Sending<'s> {
             switch,
             session,
             options,
+            based: false,
             seeds: Arc::default(),
             limiter: Arc::new(Limiter::new(options.bytes_per_s)),
             rounds: 0,
@@ -71,6 +76,34 @@ impl<'s> Sending<'s> {
         }
     }
 
+    /// The checkpoint that an increment could be sent of.
+    pub fn base(&self) -> Option<&Base> {
+        let base = self.options.base.as_ref();
+        base.filter(|_| matches!(self.mode, Mode::PreCopy | Mode::Hybrid))
+    }
+
+    /// The one that the destination reads.
+    pub fn used_base(&self) -> Option<CheckpointId> {
+        let base = self.options.base.as_ref().filter(|_| self.based);
+        base.map(|base| base.checkpoint)
+    }
+
+    /// The destination takes the VM. Returns whether it says what it has of it.
+    ///
+    /// # Errors
+    /// It does not, or the connection failed.
+    pub fn begun(&mut self, wire: &mut Wire) -> Result<bool, ConnectionError> {
+        match wire.receive_message()? {
+            Message::Control(Control::Begun { seeded, based })
+                if !based || (self.base().is_some() && !seeded) =>
+            {
+                self.based = based;
+                Ok(seeded)
+            }
+            other => Err(other.unexpected()),
+        }
+    }
+
     /// Waits until the destination has started its QEMU. It may say that it can have no pages later. Returns whether it
     /// can.
     ///
@@ -93,9 +126,13 @@ impl<'s> Sending<'s> {
 
 /// Waits until the destination has started its QEMU. Returns why it can have no pages later, if it cannot.
 pub(super) fn answer(wire: &mut Wire) -> Result<Option<String>, ConnectionError> {
-    match wire.receive_message()? {
-        Message::Control(Control::Accepted { no_post_copy }) => Ok(no_post_copy),
-        other => Err(other.unexpected()),
+    loop {
+        match wire.receive_message()? {
+            // It reads a checkpoint.
+            Message::Control(Control::Alive) => {}
+            Message::Control(Control::Accepted { no_post_copy }) => return Ok(no_post_copy),
+            other => return Err(other.unexpected()),
+        }
     }
 }
 

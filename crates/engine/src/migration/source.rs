@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_qemu::monitor::{Disk, Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
+use stillframe_repo::CheckpointId;
 
 use super::commit::{CommitError, Undecided};
 use super::disks::mirrors::{self, Copied, Mirrors};
@@ -28,8 +29,7 @@ use crate::capture::device_state::StateStream;
 use crate::capture::downtime::us;
 use crate::capture::paused_vm::PausedVm;
 use crate::checkpoint::CheckpointError;
-use crate::connection::ConnectionError;
-use crate::connection::message::{Control, Message};
+use crate::connection::message::Control;
 use crate::connection::word::{Session, Word};
 use crate::guardian::{Guardian, OnDisconnect};
 use crate::memory::block::Guest;
@@ -54,6 +54,7 @@ struct Complete<'v> {
     disk_bytes: u64,
     rounds: u32,
     mode: Mode,
+    base: Option<CheckpointId>,
     serving: Option<Serving>,
     stopped: Instant,
     /// Freeing what it knows of the pages takes as long as the rest of the pause, and closing lanes takes time, too.
@@ -130,6 +131,7 @@ impl Vm {
             rounds: complete.rounds,
             pages: complete.sent,
             fetched,
+            base: complete.base,
             disk_bytes: complete.disk_bytes,
             bytes_sent: complete.bytes + complete.disk_bytes + of_them + on_wire,
             downtime_us: match runs {
@@ -161,10 +163,14 @@ impl Vm {
             connections: sending.connections(),
             lanes: sending.lanes(),
             copied: copied.clone(),
+            base: sending.base().cloned(),
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
-        let seeded = begun(wire)?;
+        let seeded = sending.begun(wire)?;
+        if sending.based {
+            events(MigrateEvent::Increment);
+        }
         let mut channels = Channels::default();
         if sending.connections() > 0 {
             let opened = self.open(&sending, reconnect);
@@ -195,20 +201,35 @@ impl Vm {
             left = sent.map_err(|error| explained(wire, error))?;
         }
         sending.accepted(wire)?;
-        if sending.later {
-            events(MigrateEvent::Later);
-            let some_sent = left.is_some();
-            wire.send_control(&Control::PagesLater { some_sent })?;
-            channels.serving = Some(self.lanes(&sending, reconnect)?);
-            later::announce(wire, self.pages(), left)?;
-        } else if sending.mode == Mode::StopCopy {
-            channels.serving = Some(self.lanes(&sending, reconnect)?);
+        if sending.later || sending.mode == Mode::StopCopy {
+            let serving = self.serving(&sending, left, wire, reconnect, events)?;
+            channels.serving = Some(serving);
         }
         if let Some(mirrors) = &channels.mirrors {
             let fine = mirrors.check(&mut self.monitor);
             fine.map_err(|error| explained(wire, error.into()))?;
         }
         self.send_stopped(vm, sending, wire, channels, events)
+    }
+
+    /// Has pages fetched: all of a VM that is stopped, or those that are left.
+    fn serving(
+        &mut self,
+        sending: &Sending<'_>,
+        left: Option<Collected>,
+        wire: &mut Wire,
+        reconnect: Reconnect<'_>,
+        events: MigrateSink<'_>,
+    ) -> Result<Serving, MigrateError> {
+        if !sending.later {
+            return self.lanes(sending, reconnect);
+        }
+        events(MigrateEvent::Later);
+        let some_sent = left.is_some();
+        wire.send_control(&Control::PagesLater { some_sent })?;
+        let serving = self.lanes(sending, reconnect)?;
+        later::announce(wire, self.pages(), left, sending.based)?;
+        Ok(serving)
     }
 
     /// Starts to copy disks, and waits until only new writes of the guest are left.
@@ -386,18 +407,11 @@ impl Vm {
             disk_bytes,
             rounds: sending.rounds,
             mode: sending.mode,
+            base: sending.used_base(),
             serving,
             stopped,
             _later: channels,
         })
-    }
-}
-
-/// The destination takes the VM. Returns whether it says what it has of it.
-fn begun(wire: &mut Wire) -> Result<bool, ConnectionError> {
-    match wire.receive_message()? {
-        Message::Control(Control::Begun { seeded }) => Ok(seeded),
-        other => Err(other.unexpected()),
     }
 }
 

@@ -8,6 +8,7 @@ use stillframe_qemu::launch::Launched;
 use stillframe_qemu::monitor::Monitor;
 use stillframe_sys::process::Process;
 
+use super::error::ReceiveError;
 use super::filling::{FilledReport, MEANWHILE, RunningLate};
 use super::handover::{Destination, DestinationAction, Event, Mark};
 use super::record::DestinationRecord;
@@ -83,22 +84,50 @@ pub(super) type TakeoverSink<'s> = &'s mut dyn FnMut(TakeoverEvent<'_>);
 pub(super) struct Takeover<'t> {
     pub vm: NewVm,
     pub guardian: Option<Guardian>,
-    pub record: DestinationRecord,
-    pub wire: Option<Wire>,
-    pub listen: Listen<'t>,
+    record: DestinationRecord,
+    wire: Option<Wire>,
+    listen: Listen<'t>,
     /// Whether the guest is to run.
-    pub runs: bool,
+    runs: bool,
     /// What happens to the VM from when it runs, or is here, paused.
-    pub events: TakeoverSink<'t>,
+    events: TakeoverSink<'t>,
     /// What it lacks when it runs, if it lacks anything.
-    pub late: Option<RunningLate<'t>>,
+    late: Option<RunningLate<'t>>,
     /// Since when the source has been out of reach of a VM that runs.
-    pub alone: Option<Instant>,
+    alone: Option<Instant>,
+    /// The source is not listened to any more.
+    over: bool,
+    /// Why what the VM lacks cannot be populated.
+    broken: Option<String>,
     /// The last reason, for the other side or the user of this one.
-    pub why: Option<String>,
+    why: Option<String>,
 }
 
-impl Takeover<'_> {
+impl<'t> Takeover<'t> {
+    /// A VM, and its guardian; the connection to the source, if there is one.
+    pub fn new(
+        (vm, guardian): (NewVm, Option<Guardian>),
+        record: DestinationRecord,
+        (wire, listen): (Option<Wire>, Listen<'t>),
+        late: Option<RunningLate<'t>>,
+        events: TakeoverSink<'t>,
+    ) -> Takeover<'t> {
+        Takeover {
+            vm,
+            guardian,
+            runs: record.content().runs,
+            record,
+            wire,
+            listen,
+            events,
+            late,
+            alone: None,
+            over: false,
+            broken: None,
+            why: None,
+        }
+    }
+
     /// Steps until the state is `Over`. Returns where the VM is.
     pub fn decide(
         &mut self,
@@ -110,6 +139,9 @@ impl Takeover<'_> {
             if runs && action == DestinationAction::Wait && !here {
                 here = true;
                 self.announce();
+                if self.record.content().settled {
+                    break;
+                }
             }
             if let Err(error) = point(state, action).map_or(Ok(()), fault::at) {
                 (state, action) = state.step(self.injected(action, &error));
@@ -122,10 +154,7 @@ impl Takeover<'_> {
                 DestinationAction::Release => self.release(),
                 DestinationAction::Cont => self.cont(),
                 DestinationAction::End => self.end(),
-                DestinationAction::Forget => match self.record.remove() {
-                    Ok(()) => Event::Done,
-                    Err(error) => self.failed(&error),
-                },
+                DestinationAction::Forget => self.forget(),
                 DestinationAction::Send(word) => match self.send(word) {
                     true => {
                         action = DestinationAction::Wait;
@@ -167,6 +196,7 @@ impl Takeover<'_> {
     fn wait(&mut self, state: Destination) -> Event {
         match (state, &self.wire) {
             (Destination::Filling, _) => self.fill(),
+            (Destination::Running, _) if self.late.is_some() => self.fill(),
             (_, None) => self.await_source(state),
             (_, Some(_)) => self.hear(state),
         }
@@ -236,6 +266,24 @@ impl Takeover<'_> {
         true
     }
 
+    /// Once the hand-over is over: populates what the VM lacks still, from the checkpoint that has it.
+    ///
+    /// # Errors
+    /// It cannot be read, or what this engine knows of it not be removed.
+    pub fn finish(&mut self) -> Result<(), ReceiveError> {
+        self.over = true;
+        while self.late.is_some() && self.broken.is_none() {
+            self.fill();
+        }
+        if let Some(why) = self.broken.take() {
+            return Err(ReceiveError::LacksStored { why });
+        }
+        if self.record.content().settled {
+            self.record.remove()?;
+        }
+        Ok(())
+    }
+
     /// Fetches what the VM lacks, until it has all, or hears something.
     fn fill(&mut self) -> Event {
         loop {
@@ -243,6 +291,7 @@ impl Takeover<'_> {
                 return Event::Filled;
             };
             if !process.is_alive() {
+                self.late = None;
                 self.why = Some("its QEMU has ended".to_owned());
                 return Event::Failed;
             }
@@ -265,10 +314,18 @@ impl Takeover<'_> {
                 }
                 // QEMU ends, or this engine cannot go on: another may.
                 Err(error) if process.is_alive() => {
+                    self.broken = Some(crate::in_words(&error));
                     self.failed(&error);
                     return Event::Cancelled;
                 }
                 Err(_) => continue,
+            }
+            if late.needs_source()
+                && let Some(base) = late.only_lacks()
+                && self.record.only_lacks(base).is_ok()
+            {
+                late.release_source();
+                return Event::Filled;
             }
             if let Some(event) = self.hear_meanwhile() {
                 return event;
@@ -279,6 +336,9 @@ impl Takeover<'_> {
     /// What the source says, or that it cannot be reached.
     fn hear_meanwhile(&mut self) -> Option<Event> {
         let late = self.late.as_mut()?;
+        if self.over {
+            return None;
+        }
         let Some(wire) = &mut self.wire else {
             let alone = *self.alone.get_or_insert_with(Instant::now);
             if alone.elapsed() > READY_LIMIT {
@@ -290,7 +350,8 @@ impl Takeover<'_> {
             }
             return connected.then_some(Event::Connected);
         };
-        if late.is_beat_due()
+        if late.needs_source()
+            && late.is_beat_due()
             && let Err(error) = wire.send_control(&Control::Alive)
         {
             return Some(self.lose(&error));
@@ -321,6 +382,18 @@ impl Takeover<'_> {
         }
     }
 
+    /// The source knows where the VM is.
+    fn forget(&mut self) -> Event {
+        let forgotten = match (&self.late, &self.vm) {
+            (Some(_), NewVm::Launched(_) | NewVm::Kept(..)) => self.record.settle(),
+            _ => self.record.remove(),
+        };
+        match forgotten {
+            Ok(()) => Event::Done,
+            Err(error) => self.failed(&error),
+        }
+    }
+
     fn mark(&mut self, mark: Mark) -> Event {
         match self.record.mark(mark) {
             Ok(()) => Event::Done,
@@ -347,9 +420,9 @@ impl Takeover<'_> {
             NewVm::Kept(_, monitor) => monitor,
             NewVm::Gone => return Event::Failed,
         };
-        let done = match self.late {
-            Some(_) => Event::Incomplete,
-            None => Event::Done,
+        let done = match &self.late {
+            Some(late) if late.needs_source() => Event::Incomplete,
+            _ => Event::Done,
         };
         if !self.runs {
             return done;

@@ -329,6 +329,20 @@ impl<S: PageSource> Lazy<S> {
         self.memory.filling()
     }
 
+    /// The first of these pages, by block, from this one on, that is not populated.
+    pub fn first_missing(&self, pages: &[DirtyBitmap], from: GuestPage) -> Option<GuestPage> {
+        let blocks = self.memory.blocks.iter().zip(pages).enumerate();
+        let missing = blocks.skip(from.block).map(|(number, (block, pages))| {
+            let behind = GuestPage::new(number, 0).max(from).page;
+            let pages = pages
+                .ranges()
+                .flat_map(|range| range.start.max(behind)..range.end);
+            let mut missing = pages.filter(|&page| !block.is_populated(page));
+            missing.next().map(|page| GuestPage::new(number, page))
+        });
+        missing.flatten().next()
+    }
+
     /// Unregisters all blocks when all pages are populated. Pages that are still missing are zero from now on.
     pub fn finish(&self) -> Result<(), FillError> {
         for block in &self.memory.blocks {

@@ -77,11 +77,12 @@ impl<'b> StreamedMemory<'b> {
         })
     }
 
-    /// All pages with content have come, over all connections: the others are zero. Returns how many came.
+    /// All pages have come, over all connections: the others are zero, unless memory had content of which the other side
+    /// knows. Returns those that came.
     ///
     /// # Errors
     /// Memory cannot be written.
-    pub fn finish(&self, writers: Vec<Received>) -> Result<u64, PopulateError> {
+    pub fn finish(&self, writers: Vec<Received>) -> Result<Vec<DirtyBitmap>, PopulateError> {
         let mut received = none_of(self.shapes);
         for of_one in &writers {
             for (all, some) in received.iter_mut().zip(&of_one.0) {
@@ -95,7 +96,7 @@ impl<'b> StreamedMemory<'b> {
                 block.write(page, &[0; PAGE])?;
             }
         }
-        Ok(received.iter().map(DirtyBitmap::count).sum())
+        Ok(received)
     }
 }
 

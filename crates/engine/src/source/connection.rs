@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 
+use stillframe_page::PAGE;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::encoding::Decoder;
 use stillframe_page::hash::ContentId;
@@ -372,6 +373,24 @@ pub struct FetchedBlock<S> {
 
 /// Fetches single pages. It has no state: the session has.
 pub struct Fetcher;
+
+impl<S: Read + Write> FetchedBlock<S> {
+    /// Compares adjacent pages that came from elsewhere with the ids that they have at the source, if these are known.
+    ///
+    /// # Errors
+    /// They differ.
+    pub fn compare(&self, first: u64, bytes: &[u8]) -> Result<(), SourceError> {
+        Ok(self.session.compare(self.block, first, bytes)?)
+    }
+
+    /// The same for a page that is zero.
+    ///
+    /// # Errors
+    /// It is not zero at the source.
+    pub fn compare_zero(&self, page: u64) -> Result<(), SourceError> {
+        self.compare(page, &[0; PAGE])
+    }
+}
 
 impl<S: Read + Write + Send> PageSource for FetchedBlock<S> {
     type Fetcher = Fetcher;

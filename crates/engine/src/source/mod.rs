@@ -7,6 +7,7 @@
 //! There is one source for each RAM block. A source is shared by threads; each thread that reads single pages has
 //! a [`PageFetcher`] of its own.
 
+pub mod based;
 pub mod connection;
 pub mod repository;
 

@@ -206,7 +206,8 @@ pub struct ReceiveArgs {
     #[arg(long)]
     pub paused: bool,
     /// Begin with the last checkpoint of the VM in the repository, or with this one: only pages that differ are sent. A VM
-    /// that has none there comes whole
+    /// that has none there comes whole. Of a VM that a `watch` with the same repository migrates only the last increment
+    /// comes; it reads the rest from there while it runs
     #[arg(long, value_name = "CHECKPOINT", num_args = 0..=1, require_equals = true, default_missing_value = "latest")]
     pub seed: Option<String>,
     /// Waiting for the repository.

@@ -43,6 +43,7 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
         page_ids: args.page_ids.hash(),
         copy_disks: args.copied(),
         patience: args.reconnect,
+        base: None,
     };
     let mut meter = Meter::new(context.console);
     let mut reconnect = || reconnect(args, security);
@@ -69,6 +70,7 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
             unit: Unit::Bytes,
         }),
         MigrateEvent::Round(round) => context.console.note(&round_words(&round)),
+        MigrateEvent::Increment => context.console.note(INCREMENT),
         MigrateEvent::Later => context.console.note(LATER),
     };
     let migrated = vm.migrate(wire, &mut reconnect, &options, &mut events);
@@ -83,6 +85,10 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
 /// Said when nothing is in the way.
 const REHEARSED: &str =
     "rehearsed: the destination has started a QEMU and loaded an early device state into it";
+
+/// Said when both hosts reach the VM's last checkpoint.
+const INCREMENT: &str = "only what was written since the last checkpoint is sent; the destination reads the rest from the repository, \
+                         while the VM runs there";
 
 /// Said before a VM runs without all its memory.
 const LATER: &str = "the rest of the memory moves when the VM runs at the destination; if a host or a QEMU is lost \

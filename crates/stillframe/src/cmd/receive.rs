@@ -8,6 +8,7 @@ use stillframe_engine::migration::{
     SILENCE_MAX, SeedFrom, VERSIONS,
 };
 use stillframe_link::{ConnectError, Identity, Listener, Security};
+use stillframe_repo::Repository;
 
 use super::{Context, launch, state_words, supervised_words};
 use crate::args::{ReceiveArgs, SecurityArgs};
@@ -56,21 +57,33 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         ReceiveEvent::Progress(progress) => meter.show(progress.into()),
     };
     match args.resume {
-        true => migration::resume_receiving(options.qemu.qmp(), &mut again, &mut events)?,
+        true => {
+            let qmp = options.qemu.qmp();
+            let mut from = seed_from(repository.as_mut(), args);
+            migration::resume_receiving(qmp, &mut again, from.as_mut(), &mut events)?;
+        }
         false => loop {
             let wire = migration::connection(listener.wait(refused)?);
-            let mut seed = repository.as_mut().map(|repository| SeedFrom {
-                repository,
-                name: args.seed.clone().unwrap_or_default(),
-                lock_wait: args.lock.lock_wait,
-            });
-            match migration::receive(wire, &mut again, &options, seed.as_mut(), &mut events)? {
+            let mut from = seed_from(repository.as_mut(), args);
+            match migration::receive(wire, &mut again, &options, from.as_mut(), &mut events)? {
                 Received::Over => break,
                 Received::Rehearsed => context.console.note(REHEARSED),
             }
         },
     }
     Ok(printed?)
+}
+
+/// Where a checkpoint of the VM is looked for.
+fn seed_from<'r>(
+    repository: Option<&'r mut Repository>,
+    args: &ReceiveArgs,
+) -> Option<SeedFrom<'r>> {
+    Some(SeedFrom {
+        repository: repository?,
+        name: args.seed.clone().unwrap_or_default(),
+        lock_wait: args.lock.lock_wait,
+    })
 }
 
 /// Said when the VM itself is still to come.
