@@ -124,6 +124,14 @@ pub enum ConnectError {
     },
 }
 
+impl ConnectError {
+    /// Whether the other host says that no program listens there.
+    pub fn is_refused(&self) -> bool {
+        let refused = io::ErrorKind::ConnectionRefused;
+        matches!(self, ConnectError::Io { source, .. } if source.kind() == refused)
+    }
+}
+
 fn names_or_none(names: &[String]) -> String {
     match names {
         [] => "no name".to_owned(),

@@ -3,9 +3,10 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use crate::cli::Stillframe;
@@ -31,6 +32,9 @@ pub struct Migration {
     /// A test that fails may leave a VM there.
     new: Started,
 }
+
+/// Most tests do not wait for a source that was killed.
+const SOON: &str = "--reconnect=1s";
 
 /// Ends the QEMU with this monitor when it is dropped.
 struct Started(Option<PathBuf>);
@@ -97,6 +101,9 @@ impl Order {
     ) -> Result<Command> {
         let qmp = self.files().0.display().to_string();
         let mut line = vec!["receive", "--json", "--listen", listen, "--qmp", &qmp];
+        if !more.iter().any(|word| word.starts_with("--reconnect")) {
+            line.push(SOON);
+        }
         let security = self.security(stillframe)?;
         line.extend(security.iter().map(String::as_str));
         line.extend(more);
@@ -113,6 +120,7 @@ impl Order {
             "127.0.0.1:0",
             "--into",
             &qmp,
+            SOON,
         ];
         let security = self.security(stillframe)?;
         line.extend(security.iter().map(String::as_str));
@@ -205,6 +213,23 @@ impl Order {
         let relay = Relay::delayed(at, delay)?;
         let started = self.start_source(stillframe, pid, (destination, at), relay.address());
         started?.arrive()
+    }
+
+    /// Migrates the VM over a link that is cut as often as this, each time a while after the last.
+    pub fn perform_cut(
+        &self,
+        stillframe: &Stillframe,
+        pid: i32,
+        after: &[Duration],
+    ) -> Result<Arrived> {
+        let (destination, at) = self.start_destination(stillframe)?;
+        let relay = Relay::start(at)?;
+        let started = self.start_source(stillframe, pid, (destination, at), relay.address())?;
+        for (number, &after) in after.iter().enumerate() {
+            thread::sleep(after);
+            ensure!(relay.cut() > 0, "cut {number}: it was over before");
+        }
+        started.arrive()
     }
 
     /// Migrates the VM.

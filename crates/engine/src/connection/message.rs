@@ -45,7 +45,8 @@
 //!     Word                                 <-->   Word, as the hand-over needs (docs/protocol.md)
 //!                                          <--    Alive, each second in which the VM lacks pages
 //!
-//!   after a cut, on a new connection:
+//!   after a cut while the VM runs at the source, on new connections: as at first, with the same session
+//!   after a later one, on a new connection:
 //!     Again {session, lanes}               -->
 //!     Join {session, number}, on each lane -->
 //!     Word                                 <-->   Word
@@ -144,7 +145,7 @@ pub enum Control {
     },
     /// The destination takes the VM.
     Begun {
-        /// Whether it has a checkpoint, and sends the ids of its pages.
+        /// Whether it has a checkpoint, or what came before a cut, and sends the ids of its pages.
         seeded: bool,
         /// Whether it reads from the base what the source does not send.
         #[serde(default)]

@@ -41,7 +41,12 @@ pub(super) struct State {
 
 /// The first message.
 pub(super) fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
-    match wire.receive_message()? {
+    greeting_of(wire.receive_message()?)
+}
+
+/// What the source says in it.
+pub(super) fn greeting_of(message: Message) -> Result<Greeting, ReceiveError> {
+    match message {
         Message::Control(Control::Hello {
             session,
             mode,

@@ -405,7 +405,7 @@ impl<'v, 'r> Undecided<'v, 'r> {
     }
 
     fn connect(&mut self) -> Result<Wire, String> {
-        let mut wire = (self.reconnect)()?;
+        let mut wire = (self.reconnect)().map_err(|unreachable| unreachable.why)?;
         wire.limit_silence(ANSWER_LIMIT);
         let session = self.session.clone();
         let lanes = self.serving.as_ref().map_or(0, Serving::lanes);

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use std::time::Duration;
+
 use stillframe_link::Stream;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_qemu::device_state;
@@ -21,7 +23,7 @@ use super::new_qemu::{NewProcess, NewQemu, starting};
 use super::record::DestinationRecord;
 use super::seed::{Seed, SeedFrom};
 use super::takeover::{NewVm, Takeover, TakeoverEvent, Whereabouts};
-use super::{DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, incoming};
+use super::{DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, cut, incoming};
 use crate::Progress;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Word;
@@ -53,6 +55,8 @@ pub struct ReceiveOptions {
     pub paused: bool,
     /// Copy disks over images that exist.
     pub overwrite_disks: bool,
+    /// How long a source is waited for to which the connection was lost, while the VM runs there.
+    pub patience: Duration,
 }
 
 /// What a receiver learns.
@@ -65,6 +69,8 @@ pub enum ReceiveEvent<'e> {
     Supervised(Supervised),
     /// How much is here.
     Progress(Progress),
+    /// The connection was lost while the VM runs at the source, which is waited for.
+    Cut(&'e ReceiveError),
 }
 
 /// Where that is reported.
@@ -225,6 +231,12 @@ struct Arriving<'s> {
     seed: Option<&'s Seed<'s>>,
     /// The second of these.
     based: bool,
+    /// Memory has content of which the source knows.
+    is_seeded: bool,
+    /// What is missing causes faults.
+    armed_for_faults: bool,
+    /// Why the VM cannot run here before all its memory is here, if it cannot.
+    no_post_copy: Option<String>,
     /// Where disks are copied to, while they are.
     exports: Option<Exports>,
     report: ReceiveReport,
@@ -252,15 +264,67 @@ impl<'s> Arriving<'s> {
         let early = Early::start(wires)?;
         let here = (greeting, guardian, images);
         let mut arriving = Arriving::started(wire, options, starting, here, seed, events)?;
+        let early = arriving.say_accepted(wire).map(|()| early);
         arriving.copy_disks(wire, listen)?;
         match arriving.greeting.mode {
             Mode::StopCopy => {
                 arriving.lanes(listen, 0)?;
                 arriving.fetch(wire, events)?;
             }
-            _ => arriving.take(wire, early, listen)?,
+            _ => arriving.take_all(wire, early, (listen, options.patience), events)?,
         }
         Ok(arriving)
+    }
+
+    /// Receives pages; after a cut, those that are not here yet, from a source that comes back in time.
+    fn take_all(
+        &mut self,
+        wire: &mut Wire,
+        mut early: Result<Early, ReceiveError>,
+        (listen, patience): (Listen<'_>, Duration),
+        events: ReceiveSink<'_>,
+    ) -> Result<(), ReceiveError> {
+        loop {
+            let taken = early.and_then(|early| self.take(wire, early, listen));
+            let error = match taken {
+                Err(error) if error.is_cut() && self.may_be_sent_again() => error,
+                other => return other,
+            };
+            events(ReceiveEvent::Cut(&error));
+            let Some((new, greeting)) = cut::await_again(listen, &self.greeting, patience) else {
+                return Err(error);
+            };
+            (*wire, self.greeting) = (new, greeting);
+            early = self.begin_again(wire, listen);
+        }
+    }
+
+    /// Takes the same VM once more, and says what is here.
+    fn begin_again(&mut self, wire: &mut Wire, listen: Listen<'_>) -> Result<Early, ReceiveError> {
+        let based = self.seed.is_some_and(|seed| seed.base.is_some());
+        let seeded = !based;
+        wire.send_control(&Control::Begun { seeded, based })?;
+        let numbers = 0..self.greeting.connections;
+        let early = Early::start(incoming::accept(listen, &self.greeting.session, numbers)?)?;
+        if seeded {
+            cut::say_what_is_here(&self.launched.process, &self.blocks, wire)?;
+        }
+        self.is_seeded = true;
+        self.say_accepted(wire)?;
+        Ok(early)
+    }
+
+    /// QEMU waits for memory.
+    fn say_accepted(&self, wire: &mut Wire) -> Result<(), ReceiveError> {
+        let no_post_copy = self.no_post_copy.clone();
+        Ok(wire.send_control(&Control::Accepted { no_post_copy })?)
+    }
+
+    /// Whether memory is as it was sent, and may be written.
+    fn may_be_sent_again(&self) -> bool {
+        let Greeting { mode, copied, .. } = &self.greeting;
+        let streamed = matches!(mode, Mode::PreCopy | Mode::Hybrid);
+        streamed && copied.is_empty() && !self.armed_for_faults
     }
 
     /// Waits for QEMU, which waits for its state then, and says so.
@@ -294,7 +358,6 @@ impl<'s> Arriving<'s> {
             let progress = &mut |progress| events(ReceiveEvent::Progress(progress));
             seed.plant(&launched.process, &blocks, wire, progress)?;
         }
-        wire.send_control(&Control::Accepted { no_post_copy })?;
         let report = ReceiveReport {
             vm: vm.label.clone(),
             pid: launched.process.pid(),
@@ -318,6 +381,9 @@ impl<'s> Arriving<'s> {
                 device_state: Vec::new(),
             },
             lacking: None,
+            is_seeded: seed.is_some(),
+            armed_for_faults: false,
+            no_post_copy,
             seed,
             based,
             exports,
@@ -360,9 +426,9 @@ impl<'s> Arriving<'s> {
         listen: Listen<'_>,
     ) -> Result<(), ReceiveError> {
         let (process, blocks) = (&self.launched.process, &self.blocks);
-        let memory = match self.seed {
-            Some(_) => StreamedMemory::seeded(blocks, &self.greeting.blocks),
-            None => StreamedMemory::new(process, blocks, &self.greeting.blocks)?,
+        let memory = match self.is_seeded {
+            true => StreamedMemory::seeded(blocks, &self.greeting.blocks),
+            false => StreamedMemory::new(process, blocks, &self.greeting.blocks)?,
         };
         let sent = incoming::pages(early.stop(), &memory, || rest(wire, blocks))?;
         let received = memory.finish(sent.pages)?;
@@ -371,6 +437,7 @@ impl<'s> Arriving<'s> {
         self.state = match sent.rest {
             Rest::State(state) if self.based => {
                 let lacking = Lacking::except(received);
+                self.armed_for_faults = true;
                 let missing = Missing::arm(qemu, blocks, &lacking)?;
                 self.lacking = Some((lacking, missing));
                 state
@@ -385,6 +452,7 @@ impl<'s> Arriving<'s> {
                 if !some_sent {
                     lacking.discard_all(blocks, qemu)?;
                 }
+                self.armed_for_faults = true;
                 let missing = Missing::arm(qemu, blocks, &lacking)?;
                 let next = lacking.hear(wire, blocks, qemu)?;
                 self.lacking = Some((lacking, missing));

@@ -71,6 +71,14 @@ pub enum MigrateError {
         /// Why not.
         why: String,
     },
+    /// The VM ran on before the destination had loaded its devices, which says nothing of them.
+    #[error(
+        "the destination was slow and then failed, so that the rehearsal says nothing ({why}). Rehearse again when both hosts are less busy, or migrate without --rehearse"
+    )]
+    RehearsedLate {
+        /// Its words.
+        why: String,
+    },
     /// No descriptor for a socket.
     #[error("cannot prepare a connection for pages")]
     Socket(#[source] std::io::Error),

@@ -198,7 +198,7 @@ fn joined(listen: Listen<'_>, session: &Session, numbers: Range<usize>, limit: D
 
 /// Answers a source of another migration, which has to wait. To that of this one nothing is said here: only the states of
 /// the hand-over know what became of its VM, and it connects again.
-fn turn_away(mut wire: Wire, message: Result<Message, ConnectionError>, ours: &Session) {
+pub(super) fn turn_away(mut wire: Wire, message: Result<Message, ConnectionError>, ours: &Session) {
     let word = match message {
         Ok(Message::Control(Control::Hello { .. })) => Word::Never,
         // Nothing is known here of another VM.

@@ -12,6 +12,7 @@
 mod announced;
 mod commit;
 mod convergence;
+mod cut;
 mod destination;
 mod disks;
 mod error;
@@ -80,8 +81,17 @@ const BEAT: Duration = Duration::from_secs(1);
 /// A connection to the other host.
 pub type Wire = Connection<Stream>;
 
-/// Connects to the destination again; an error says why not, in words.
-pub type Reconnect<'r> = &'r mut dyn FnMut() -> Result<Wire, String>;
+/// Connects to the destination again.
+pub type Reconnect<'r> = &'r mut dyn FnMut() -> Result<Wire, Unreachable>;
+
+/// Why there is no new connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unreachable {
+    /// In words.
+    pub why: String,
+    /// The other host says that no program listens there.
+    pub refused: bool,
+}
 
 /// What a destination waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -142,6 +152,8 @@ pub enum MigrateEvent {
         /// Bytes to copy, as far as is known.
         total: u64,
     },
+    /// The connection was lost while the VM runs here, and is made anew.
+    Cut,
     /// Only what was written since the base is sent; the destination reads the rest from there when the VM runs.
     Increment,
     /// The rest moves when the VM runs at the destination: if a host or a QEMU is lost until all is there, so is the VM.

@@ -22,7 +22,7 @@ use stillframe_sys::affinity::{AffinityGuard, Processors};
 use super::error::MigrateError;
 use super::limiter::Limiter;
 use super::pages::SentPages;
-use super::{BEAT, MigratedPages, Reconnect, Wire};
+use super::{BEAT, MigratedPages, Reconnect, Unreachable, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Session;
@@ -126,7 +126,8 @@ impl Outgoing {
     ) -> Result<Outgoing, MigrateError> {
         let mut connections = Vec::with_capacity(states.len());
         for (number, pages) in (0..).zip(states) {
-            let mut wire = reconnect().map_err(|why| MigrateError::NoMoreConnections { why })?;
+            let unreachable = |Unreachable { why, .. }| MigrateError::NoMoreConnections { why };
+            let mut wire = reconnect().map_err(unreachable)?;
             let session = session.clone();
             wire.send_control(&Control::Join { session, number })?;
             let closer = wire.closer().map_err(MigrateError::Socket)?;

@@ -20,8 +20,9 @@ use crate::connection::message::Control;
 use crate::connection::word::{Session, Word};
 use crate::memory::block::Guest;
 
-/// The VM is stopped for the destination to load its device state for no longer than this.
-const HELD_MAX: Duration = Duration::from_millis(250);
+/// The VM is stopped for the destination to load its device state for no longer than this. A destination that takes longer
+/// would do so in the hand-over, too.
+const HELD_MAX: Duration = Duration::from_secs(1);
 
 impl Vm {
     /// Rehearses a migration over a connection on which nothing was sent yet. The VM is stopped for about as long
@@ -77,18 +78,23 @@ impl Vm {
         wire.send_content(&all.collect())?;
         // They may be read after the VM is resumed.
         serving.begin(Guest::Running);
-        self.load_there(wire, vm, options.pause_limit)?;
-        wire.expect(|control| matches!(control, Control::Fetched))?;
+        let in_time = self.load_there(wire, vm, options.pause_limit)?;
+        let fetched = wire.expect(|control| matches!(control, Control::Fetched));
+        if let (Err(error), false) = (&fetched, in_time) {
+            let why = crate::in_words(error);
+            return Err(MigrateError::RehearsedLate { why });
+        }
+        fetched?;
         Ok(wire.expect(|control| matches!(control, Control::Rehearsed))?)
     }
 
-    /// Has the destination load the device state, while the VM is stopped, unless that takes too long.
+    /// Has the destination load the device state, while the VM is stopped. Whether it took no longer than that.
     fn load_there(
         &mut self,
         wire: &mut Wire,
         vm: VmRecord,
         pause_limit: Duration,
-    ) -> Result<(), MigrateError> {
+    ) -> Result<bool, MigrateError> {
         let run_state = self.fit_for_a_pause()?;
         let runs = run_state.running || run_state.is_suspended();
         let stream = StateStream::lent(
@@ -101,11 +107,11 @@ impl Vm {
         let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
         wire.send_device_state(&device_state)?;
         wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
-        wire.has_input(HELD_MAX);
+        let in_time = wire.has_input(HELD_MAX);
         match runs {
             true => paused.resume()?,
             false => paused.keep_paused()?,
         }
-        Ok(())
+        Ok(in_time || !runs)
     }
 }

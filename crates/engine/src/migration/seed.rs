@@ -131,11 +131,7 @@ impl<'r> Seed<'r> {
         if self.base.is_some() {
             return Ok(());
         }
-        for part in blocks.iter().zip(content) {
-            let image = Image::of(std::iter::once(part), &transfer_hasher())?;
-            image.ids().try_for_each(|ids| wire.send_ids(ids))?;
-        }
-        Ok(())
+        say_ids(wire, blocks, content)
     }
 
     /// The page maps of these blocks.
@@ -153,6 +149,22 @@ impl<'r> Seed<'r> {
         let maps: Result<Vec<_>, RepoError> = maps.collect();
         Ok(maps.map_err(crate::source::SourceError::from)?)
     }
+}
+
+/// Sends the ids of these pages of each block; the others are zero.
+///
+/// # Errors
+/// Memory cannot be read, or the connection failed.
+pub(super) fn say_ids(
+    wire: &mut Wire,
+    blocks: &[Block],
+    content: Vec<Vec<Range<u64>>>,
+) -> Result<(), ReceiveError> {
+    for part in blocks.iter().zip(content) {
+        let image = Image::of(std::iter::once(part), &transfer_hasher())?;
+        image.ids().try_for_each(|ids| wire.send_ids(ids))?;
+    }
+    Ok(())
 }
 
 /// The checkpoint of this name, if it is in this repository and has this memory.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use stillframe_repo::CheckpointId;
 
 use super::convergence::Switch;
-use super::disks::DiskError;
+use super::disks::{CopyDisks, DiskError};
 use super::error::MigrateError;
 use super::limiter::Limiter;
 use super::seed::Seeds;
@@ -74,6 +74,11 @@ impl<'s> Sending<'s> {
             (Mode::StopCopy, _) => self.options.connections,
             _ => DEMAND_LANES + self.options.connections,
         }
+    }
+
+    /// Whether the destination keeps what it has if the connection is lost now.
+    pub fn may_begin_again(&self) -> bool {
+        self.connections() > 0 && !self.later && self.options.copy_disks == CopyDisks::No
     }
 
     /// The checkpoint that an increment could be sent of.

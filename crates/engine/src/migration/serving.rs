@@ -7,7 +7,7 @@ use stillframe_link::Closer;
 use stillframe_page::PAGE;
 use thiserror::Error;
 
-use super::{Reconnect, Wire};
+use super::{Reconnect, Unreachable, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::batch::{BatchWriter, PAGES_MAX};
 use crate::connection::framing::Kind;
@@ -83,7 +83,8 @@ impl Serving {
     pub fn open(&mut self, first: usize, reconnect: Reconnect<'_>) -> Result<(), ServingError> {
         self.close();
         for number in first..first + self.lanes {
-            let mut wire = reconnect().map_err(|why| ServingError::NotOpened { why })?;
+            let mut wire =
+                reconnect().map_err(|Unreachable { why, .. }| ServingError::NotOpened { why })?;
             let session = self.session.clone();
             wire.send_control(&Control::Join { session, number })?;
             let closer = wire.closer().map_err(ServingError::Socket)?;

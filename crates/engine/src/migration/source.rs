@@ -8,6 +8,7 @@ use stillframe_qemu::record::VmRecord;
 use stillframe_repo::CheckpointId;
 
 use super::commit::{CommitError, Undecided};
+use super::cut;
 use super::disks::mirrors::{self, Copied, Mirrors};
 use super::disks::{self, CopyDisks};
 use super::error::MigrateError;
@@ -109,8 +110,8 @@ impl Vm {
         let label = vm.label.clone();
         let run_state = self.monitor.run_state()?;
         let runs = run_state.running || run_state.is_suspended();
-        let sending = Sending::new(&session, options, runs);
-        let sent = self.send(vm, sending, &mut wire, reconnect, events);
+        let sending = || Sending::new(&session, options, runs);
+        let sent = self.send(vm, &sending, &mut wire, reconnect, events);
         let complete = sent.inspect_err(|error| {
             let why = Some(crate::in_words(error));
             let word = Word::Settled;
@@ -142,11 +143,11 @@ impl Vm {
         })
     }
 
-    /// Sends all of the VM, which is stopped then.
-    fn send(
+    /// Sends all of the VM, which is stopped then. While it runs, a connection that is lost is made anew.
+    fn send<'s>(
         &mut self,
         vm: VmRecord,
-        mut sending: Sending<'_>,
+        sending: &dyn Fn() -> Sending<'s>,
         wire: &mut Wire,
         reconnect: Reconnect<'_>,
         events: MigrateSink<'_>,
@@ -154,8 +155,36 @@ impl Vm {
         if !vm.disks.is_empty() {
             self.monitor.expect_deactivation()?;
         }
-        let copied = disks::chosen(&vm.disks, &sending.options.copy_disks)?;
         mirrors::remove_leftovers(&mut self.monitor)?;
+        let (sending, channels) = loop {
+            let mut sending = sending();
+            let sent = self.send_while_it_runs(&vm, &mut sending, wire, reconnect, events);
+            let error = match sent {
+                Ok(channels) => break (sending, channels),
+                Err(error) if error.is_cut() && sending.may_begin_again() => error,
+                Err(error) => return Err(error),
+            };
+            // What has arrived is not known.
+            self.tracker.rolled_back();
+            events(MigrateEvent::Cut);
+            let patience = sending.options.patience;
+            if !cut::connect_again(wire, reconnect, patience) {
+                return Err(error);
+            }
+        };
+        self.send_stopped(vm, sending, wire, channels, events)
+    }
+
+    /// Sends what is sent while the VM runs.
+    fn send_while_it_runs(
+        &mut self,
+        vm: &VmRecord,
+        sending: &mut Sending<'_>,
+        wire: &mut Wire,
+        reconnect: Reconnect<'_>,
+        events: MigrateSink<'_>,
+    ) -> Result<Channels, MigrateError> {
+        let copied = disks::chosen(&vm.disks, &sending.options.copy_disks)?;
         let first_of_disks = sending.connections() + sending.lanes();
         wire.send_control(&Control::Hello {
             session: sending.session.clone(),
@@ -173,7 +202,7 @@ impl Vm {
         }
         let mut channels = Channels::default();
         if sending.connections() > 0 {
-            let opened = self.open(&sending, reconnect);
+            let opened = self.open(sending, reconnect);
             channels.outgoing = Some(opened.map_err(|error| explained(wire, error))?);
         }
         if seeded {
@@ -181,35 +210,28 @@ impl Vm {
             let seeds = seeds.map_err(|error| explained(wire, error))?;
             sending.seeds.get_or_init(|| seeds);
         }
-        let disks: Vec<&Disk> = copied
-            .iter()
-            .filter_map(|device| disks::image_of(&vm.disks, device))
-            .collect();
+        let image = |device: &String| disks::image_of(&vm.disks, device);
+        let disks: Vec<&Disk> = copied.iter().filter_map(image).collect();
         if !disks.is_empty() {
-            let started = self.copy_disks(
-                &mut sending,
-                (&disks, first_of_disks),
-                wire,
-                reconnect,
-                events,
-            );
+            let disks = (&*disks, first_of_disks);
+            let started = self.copy_disks(sending, disks, wire, reconnect, events);
             channels.mirrors = Some(started.map_err(|error| explained(wire, error))?);
         }
         let mut left = None;
         if let Some(outgoing) = &mut channels.outgoing {
-            let sent = self.pre_copy(&mut sending, (wire, outgoing), events);
+            let sent = self.pre_copy(sending, (wire, outgoing), events);
             left = sent.map_err(|error| explained(wire, error))?;
         }
         sending.accepted(wire)?;
         if sending.later || sending.mode == Mode::StopCopy {
-            let serving = self.serving(&sending, left, wire, reconnect, events)?;
+            let serving = self.serving(sending, left, wire, reconnect, events)?;
             channels.serving = Some(serving);
         }
         if let Some(mirrors) = &channels.mirrors {
             let fine = mirrors.check(&mut self.monitor);
             fine.map_err(|error| explained(wire, error.into()))?;
         }
-        self.send_stopped(vm, sending, wire, channels, events)
+        Ok(channels)
     }
 
     /// Has pages fetched: all of a VM that is stopped, or those that are left.

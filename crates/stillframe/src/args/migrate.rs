@@ -157,7 +157,7 @@ pub struct MigrateArgs {
     /// devices
     #[arg(long, value_name = "DEVICE", num_args = 0.., value_delimiter = ',', require_equals = true)]
     pub copy_disks: Option<Vec<String>>,
-    /// If the connection is lost in the hand-over, try to connect again for this long
+    /// If the connection is lost, try to connect again for this long; until the hand-over the VM runs on here
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
     pub reconnect: Duration,
     /// Go on with a hand-over that was interrupted: ask the destination where the VM runs
@@ -213,6 +213,9 @@ pub struct ReceiveArgs {
     /// Waiting for the repository.
     #[command(flatten)]
     pub lock: LockArgs,
+    /// If the connection is lost while the VM runs at the source, keep what came, and wait for the source for this long
+    #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
+    pub reconnect: Duration,
     /// Copy disks over images that exist here; without it they are made
     #[arg(long)]
     pub overwrite_disks: bool,

@@ -2,8 +2,8 @@
 
 use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind};
 use stillframe_engine::migration::{
-    self, MigrateEvent, MigrateOptions, MigrateReport, SILENCE_MAX, SettledReport, VERSIONS, Wire,
-    Wish,
+    self, MigrateEvent, MigrateOptions, MigrateReport, SILENCE_MAX, SettledReport, Unreachable,
+    VERSIONS, Wire, Wish,
 };
 use stillframe_engine::{PAGE_BYTES, Round};
 use stillframe_link::{ConnectError, Security, connect};
@@ -70,6 +70,7 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
             unit: Unit::Bytes,
         }),
         MigrateEvent::Round(round) => context.console.note(&round_words(&round)),
+        MigrateEvent::Cut => context.console.warn(CUT),
         MigrateEvent::Increment => context.console.note(INCREMENT),
         MigrateEvent::Later => context.console.note(LATER),
     };
@@ -85,6 +86,9 @@ fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow
 /// Said when nothing is in the way.
 const REHEARSED: &str =
     "rehearsed: the destination has started a QEMU and loaded an early device state into it";
+
+/// Said when it is tried to connect again.
+const CUT: &str = "the connection was lost; the VM runs on here, and it is tried to connect again";
 
 /// Said when both hosts reach the VM's last checkpoint.
 const INCREMENT: &str = "only what was written since the last checkpoint is sent; the destination reads the rest from the repository, \
@@ -149,9 +153,12 @@ fn settled_words(report: &SettledReport) -> String {
     }
 }
 
-fn reconnect(args: &MigrateArgs, security: &Security) -> Result<Wire, String> {
-    let in_words = |error: ConnectError| output::chain(anyhow::Error::new(error).chain());
+fn reconnect(args: &MigrateArgs, security: &Security) -> Result<Wire, Unreachable> {
+    let unreachable = |error: ConnectError| Unreachable {
+        refused: error.is_refused(),
+        why: output::chain(anyhow::Error::new(error).chain()),
+    };
     connect(&args.to, security, &VERSIONS, SILENCE_MAX)
         .map(migration::connection)
-        .map_err(in_words)
+        .map_err(unreachable)
 }

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use serde_json::json;
 use stillframe_engine::migration::{
-    self, Awaited, FilledReport, NewQemu, ReceiveEvent, ReceiveOptions, ReceiveReport, Received,
-    SILENCE_MAX, SeedFrom, VERSIONS,
+    self, Awaited, FilledReport, NewQemu, ReceiveError, ReceiveEvent, ReceiveOptions,
+    ReceiveReport, Received, SILENCE_MAX, SeedFrom, VERSIONS,
 };
 use stillframe_link::{ConnectError, Identity, Listener, Security};
 use stillframe_repo::Repository;
@@ -23,6 +23,7 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         qemu: qemu(args)?,
         paused: args.paused,
         overwrite_disks: args.overwrite_disks,
+        patience: args.reconnect,
     };
     let repository = args.seed.as_ref().map(|_| context.open());
     let mut repository = repository.transpose()?;
@@ -55,6 +56,7 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         }
         ReceiveEvent::Supervised(event) => context.console.note(&supervised_words(&event)),
         ReceiveEvent::Progress(progress) => meter.show(progress.into()),
+        ReceiveEvent::Cut(error) => context.console.warn(&cut_words(error)),
     };
     match args.resume {
         true => {
@@ -84,6 +86,14 @@ fn seed_from<'r>(
         name: args.seed.clone().unwrap_or_default(),
         lock_wait: args.lock.lock_wait,
     })
+}
+
+/// `the connection to the source was lost while the VM runs there (...); what came is kept`
+fn cut_words(error: &ReceiveError) -> String {
+    let why = output::chain(std::iter::once(error as &dyn std::error::Error));
+    format!(
+        "the connection to the source was lost while the VM runs there ({why}); what came is kept"
+    )
 }
 
 /// Said when the VM itself is still to come.

@@ -5,6 +5,7 @@ mod asleep;
 mod clock;
 mod clones;
 mod copied_disks;
+mod cuts;
 mod first_day;
 mod hotplug;
 mod interchange;

@@ -14,7 +14,7 @@ use crate::connection::message::Control;
 use crate::connection::word::Session;
 use crate::guardian::{COPY, Guardian, HEARTBEAT, Heartbeat, OnDisconnect, copy_name};
 use crate::migration::limiter::Limiter;
-use crate::migration::{Reconnect, Wire};
+use crate::migration::{Reconnect, Unreachable, Wire};
 
 /// Pause between two checks how far the jobs are.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
@@ -250,7 +250,8 @@ impl Job {
 }
 
 fn open(reconnect: Reconnect<'_>, session: &Session, number: usize) -> Result<Wire, DiskError> {
-    let mut wire = reconnect().map_err(|why| DiskError::NotOpened { why })?;
+    let unreachable = |Unreachable { why, .. }| DiskError::NotOpened { why };
+    let mut wire = reconnect().map_err(unreachable)?;
     let session = session.clone();
     wire.send_control(&Control::Join { session, number })?;
     Ok(wire)

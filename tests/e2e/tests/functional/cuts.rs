@@ -1,0 +1,36 @@
+//! A link that breaks while pages move: both sides connect again, and what came before is not sent once more.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::migration::Order;
+use stillframe_harness::running::PATIENCE;
+
+/// About 60 MiB take several seconds.
+const SLOWLY: &str = "--bandwidth=8M";
+
+#[test]
+fn a_migration_goes_on_when_the_link_is_back() -> Result<()> {
+    let kinds = [
+        (Kind::Private, "--mode=pre-copy"),
+        (Kind::Memfd, "--mode=hybrid"),
+    ];
+    for (kind, mode) in kinds {
+        let guest = Setup::small(kind, "cut").booted()?;
+        let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+        let mut order = Order::of(&guest, "cut-there");
+        order.receive.push("--reconnect=60s".to_owned());
+        let words = [mode, "--verify", SLOWLY, "--reconnect=60s"];
+        order.migrate.extend(words.map(str::to_owned));
+        let cuts = [Duration::from_millis(2500), Duration::from_millis(1500)];
+        let moved = order.perform_cut(&stillframe, guest.pid(), &cuts)?;
+        ensure!(moved.report["verify"]["differing"] == 0, "{}", moved.report);
+        // Each time the first round has begun anew, with what had come.
+        let seeded = moved.sent["pages"]["seeded"].as_u64();
+        ensure!(seeded.is_some_and(|pages| pages > 1000), "{}", moved.sent);
+        moved.vm.serial.wait_ticks(3, PATIENCE)?;
+    }
+    Ok(())
+}
