@@ -39,7 +39,7 @@ use std::num::NonZeroU64;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use stillframe_link::{Link, Stream};
 
 use crate::connection::Connection;
@@ -112,7 +112,8 @@ pub fn connection(link: Link) -> Wire {
 }
 
 /// How it is found that a page need not be sent now (D-Track).
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum SkipFake {
     /// Not at all: what was found written at the beginning of a round is sent.
     Off,
@@ -128,7 +129,8 @@ pub enum SkipFake {
 }
 
 /// What a source reports while a VM moves.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum MigrateEvent {
     /// How far a round is.
     Progress(Progress),
@@ -149,7 +151,8 @@ pub enum MigrateEvent {
 pub type MigrateSink<'s> = &'s mut dyn FnMut(MigrateEvent);
 
 /// How to migrate.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MigrateOptions {
     /// When the pages move; `None` chooses: while the VM runs, if it does.
     pub mode: Option<Mode>,
@@ -176,7 +179,7 @@ pub struct MigrateOptions {
 }
 
 /// Pages of a migration.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigratedPages {
     /// All that were sent, each as often as it was.
     pub sent: u64,
@@ -210,7 +213,7 @@ impl AddAssign for MigratedPages {
 }
 
 /// The report of the source.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrateReport {
     /// The VM's name.
     pub vm: String,
@@ -223,7 +226,7 @@ pub struct MigrateReport {
     /// Pages that the destination fetched when it ran there.
     pub fetched: u64,
     /// Bytes sent for disks.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub disk_bytes: u64,
     /// Bytes sent over all connections.
     pub bytes_sent: u64,
