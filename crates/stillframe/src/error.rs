@@ -68,7 +68,7 @@ pub enum CommandError {
     },
     /// The process that watches the VM does not answer.
     #[error(
-        "process {pid}, which watches the VM, cannot be requested to migrate it. The VM is as it was. End that process if it hangs, and migrate the VM without it"
+        "process {pid}, which watches the VM, does not answer the request to migrate it. The VM runs on here. If that process hangs, end it, and migrate the VM without it"
     )]
     WatchSilent {
         /// The process.
@@ -76,9 +76,9 @@ pub enum CommandError {
     },
     /// The process that watches the VM ended while it migrated it.
     #[error(
-        "process {pid}, which watched the VM and was migrating it, has ended. The VM runs on here, unless it was being handed over: if it is paused, `migrate --resume` asks the destination where it runs"
+        "process {pid}, which watched the VM and was migrating it, has ended or does not answer. The VM runs on here, unless it was being handed over: if it is paused, `migrate --resume` asks the destination where it runs"
     )]
-    WatchEnded {
+    WatchLost {
         /// The process.
         pid: i32,
     },

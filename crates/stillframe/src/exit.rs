@@ -145,7 +145,7 @@ fn of_command(error: &CommandError) -> Exit {
         | CommandError::Differs(_)
         | CommandError::CountNotReached { .. }
         | CommandError::WatchSilent { .. }
-        | CommandError::WatchEnded { .. }
+        | CommandError::WatchLost { .. }
         | CommandError::TooManyFailures(_) => Exit::Failed,
     }
 }

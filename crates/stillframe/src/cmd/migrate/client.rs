@@ -29,7 +29,8 @@ pub fn migrate(
     let Some(Peer { stream, pid }) = control_socket::connect(selector) else {
         return Ok(None);
     };
-    let sent = send(&stream, request, ANSWER_LIMIT);
+    // If it cannot be sent, there is no answer.
+    let _ = send(&stream, request, ANSWER_LIMIT);
     let mut answers = Receiver::new(stream, ANSWER_BYTES_MAX);
     let mut reporter = Reporter::new(context);
     let (mut limit, mut begun) = (Some(ANSWER_LIMIT), false);
@@ -40,14 +41,11 @@ pub fn migrate(
                 ended(context, pid);
                 return Ok(None);
             }
-            Err(MessageError::Closed) => return Err(CommandError::WatchEnded { pid }.into()),
-            // Why the request could not be sent explains why there is no answer.
             Err(error) => {
-                let error = anyhow::Error::new(match &sent {
-                    Ok(()) => error,
-                    Err(source) => MessageError::Io(source.kind().into()),
-                });
-                return Err(error.context(CommandError::WatchSilent { pid }));
+                return Err(anyhow::Error::new(error).context(match begun {
+                    true => CommandError::WatchLost { pid },
+                    false => CommandError::WatchSilent { pid },
+                }));
             }
         };
         match answer {
