@@ -23,3 +23,4 @@ mod tags;
 mod unlock;
 mod usage;
 mod watch;
+mod watched_migration;

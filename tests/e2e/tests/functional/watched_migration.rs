@@ -1,0 +1,202 @@
+//! `migrate` of a VM that `watch` takes checkpoints of: the watch migrates it. If that fails, its checkpoints go on.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use stillframe_harness::cli::{Stillframe, refusal};
+use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::health::{self, expect_untouched, expect_whole};
+use stillframe_harness::migration::{Migration, Order};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::{PATIENCE, Running};
+
+/// A guest, and the watch of it.
+struct Watched {
+    guest: Guest,
+    stillframe: Stillframe,
+    watch: Running,
+}
+
+impl Watched {
+    fn start(name: &str, more: &[&str]) -> Result<Watched> {
+        let guest = Setup::small(Kind::Private, name).booted()?;
+        let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+        let pid = guest.pid_text();
+        let line = ["watch", "--json", "--pid", &pid, "--every", "300ms"];
+        let watch = Running::start(stillframe.command(&[&line, more].concat())?)?;
+        let mut watched = Watched {
+            guest,
+            stillframe,
+            watch,
+        };
+        watched.goes_on()?;
+        Ok(watched)
+    }
+
+    /// Waits for two more checkpoints. Returns the reports of all checkpoints since the last call.
+    fn goes_on(&mut self) -> Result<Vec<Value>> {
+        let before = self.watch.results()?.len();
+        let mut reports = self.watch.wait_results(before + 2)?;
+        Ok(reports.split_off(before))
+    }
+
+    /// The control socket of the watch.
+    fn socket(&self) -> Result<PathBuf> {
+        let folder = Stillframe::runtime_folder();
+        let start = format!("{}-", self.guest.pid());
+        let names = fs::read_dir(&folder)?.flatten().map(|entry| entry.path());
+        let mut sockets = names.filter(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            name.starts_with(&start) && name.ends_with(".watch")
+        });
+        sockets.next().context("there is no control socket")
+    }
+
+    /// Starts a migration that takes long, and waits until the destination has started its QEMU.
+    fn migrate_slowly(&self, name: &str) -> Result<(Order, Migration)> {
+        let mut order = Order::of(&self.guest, name);
+        order.migrate = ["--mode=pre-copy", "--bandwidth=1M"]
+            .map(str::to_owned)
+            .to_vec();
+        let migration = order.start(&self.stillframe, self.guest.pid())?;
+        let qmp = order.files().0.display().to_string();
+        let deadline = Instant::now() + PATIENCE;
+        while health::processes_with(&qmp)? == 0 {
+            ensure!(Instant::now() < deadline, "{}", migration.source.err());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok((order, migration))
+    }
+
+    /// The VM runs here, and there is none at the destination.
+    fn runs_only_here(&self, order: &Order) -> Result<()> {
+        let qmp = order.files().0.display().to_string();
+        ensure!(health::processes_with(&qmp)? == 0, "a QEMU is left");
+        self.guest.serial.wait_more(3, PATIENCE)?;
+        Ok(())
+    }
+}
+
+/// An address at which nothing listens.
+fn nowhere() -> Result<SocketAddr> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?)
+}
+
+#[test]
+fn a_watched_vm_is_migrated_by_its_watch() -> Result<()> {
+    // With copy-on-write the watch attaches anew for it.
+    let cases = [
+        (&[][..], Some(0), "the VM was migrated; "),
+        (
+            &["--schedule=copy-on-write", "--count=1000"],
+            Some(1),
+            "the VM was migrated after ",
+        ),
+    ];
+    for (more, code, words) in cases {
+        let watched = Watched::start("watched", more)?;
+        let socket = watched.socket()?;
+        let Watched {
+            guest,
+            stillframe,
+            watch,
+        } = watched;
+        let ids = health::checkpoints(&stillframe)?;
+        let mut order = Order::of(&guest, "moved");
+        order.migrate = vec!["--verify".to_owned(), "--rehearse".to_owned()];
+        let mut migration = order.start(&stillframe, guest.pid())?;
+        migration.source.wait_words("watches the VM")?;
+        migration.source.wait_words("rehearsed: ")?;
+        let arrived = migration.arrive()?;
+        let (sent, received) = (&arrived.sent, &arrived.report);
+        ensure!(sent["vm"] == "watched", "{sent}");
+        ensure!(sent["pages"]["sent"].as_u64() > Some(0), "{sent}");
+        ensure!(sent["downtime_us"].as_u64() > Some(0), "{sent}");
+        ensure!(received["verify"]["differing"] == 0, "{received}");
+        arrived.vm.serial.wait_ticks(3, PATIENCE)?;
+        let ended = watch.end()?;
+        ensure!(ended.code == code, "{ended:?}");
+        ensure!(ended.err.contains(words), "{ended:?}");
+        ensure!(!health::is_alive(guest.pid()), "its QEMU did not end");
+        ensure!(!socket.exists(), "{} is left", socket.display());
+        expect_whole(&stillframe, &ids)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_watch_goes_on_when_its_vm_does_not_move() -> Result<()> {
+    let mut watched = Watched::start("stays", &[])?;
+    // Clients that say nothing, or nonsense.
+    let silent = UnixStream::connect(watched.socket()?)?;
+    let mut garbage = UnixStream::connect(watched.socket()?)?;
+    garbage.write_all(b"{\"to\": 1}\n")?;
+    let mut answer = String::new();
+    garbage.read_to_string(&mut answer)?;
+    ensure!(answer.contains("cannot read the request"), "{answer}");
+
+    let order = Order::of(&watched.guest, "nowhere");
+    let migrate = |at| order.migrator(&watched.stillframe, watched.guest.pid(), at, &[]);
+    let said = refusal(&mut migrate(nowhere()?)?, 1)?;
+    ensure!(said.contains("cannot connect"), "{said}");
+    // Nothing was sent, so that the VM is attached as before.
+    for report in watched.goes_on()? {
+        ensure!(!report["parent"].is_null(), "{report}");
+    }
+
+    for (number, signal) in ["KILL", "INT"].into_iter().enumerate() {
+        let (order, migration) = watched.migrate_slowly(signal)?;
+        let second = order.migrator(&watched.stillframe, watched.guest.pid(), migration.at, &[])?;
+        let said = refusal(&mut { second }, 1)?;
+        ensure!(said.contains("in progress, requested by"), "{said}");
+        migration.source.signal(signal)?;
+        let received = migration.destination.end()?;
+        ensure!(received.code == Some(1), "{received:?}");
+        let words = "the VM was not migrated";
+        watched.watch.wait_words_times(words, number + 2)?;
+        watched.runs_only_here(&order)?;
+        let reports = watched.goes_on()?;
+        ensure!(
+            reports.iter().any(|report| report["parent"].is_null()),
+            "{reports:?}"
+        );
+    }
+    drop(silent);
+
+    let last = watched.goes_on()?.pop().context("no checkpoint")?;
+    watched.watch.signal("INT")?;
+    let ended = watched.watch.end()?;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    let id = last["checkpoint"].as_str().unwrap_or_default().to_owned();
+    let folder = watched.guest.folder();
+    let restored = Restored::start(&watched.stillframe, &id, folder, &["--verify"])?;
+    restored.serial.wait_ticks(3, PATIENCE)?;
+    expect_whole(&watched.stillframe, &[id])?;
+    expect_untouched(&watched.guest, &mut watched.guest.second_monitor()?)
+}
+
+#[test]
+fn a_vm_runs_on_when_its_watch_is_killed_while_it_moves() -> Result<()> {
+    let mut watched = Watched::start("orphan", &[])?;
+    let (order, migration) = watched.migrate_slowly("killed")?;
+    watched.watch.crash()?;
+    let sent = migration.source.end()?;
+    ensure!(sent.code == Some(1) && sent.errors() == 1, "{sent:?}");
+    ensure!(sent.err.contains("and was migrating it"), "{sent:?}");
+    ensure!(sent.err.contains("migrate --resume"), "{sent:?}");
+    let received = migration.destination.end()?;
+    ensure!(received.code == Some(1), "{received:?}");
+    watched.runs_only_here(&order)?;
+    // Its socket is left, and in no way.
+    ensure!(watched.socket()?.exists());
+    let order = Order::of(&watched.guest, "moved");
+    let arrived = order.perform(&watched.stillframe, watched.guest.pid())?;
+    arrived.vm.serial.wait_ticks(3, PATIENCE)?;
+    Ok(())
+}
