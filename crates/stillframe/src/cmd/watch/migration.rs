@@ -39,14 +39,18 @@ impl Mover<'_> {
             }
             Err(error) => error,
         };
+        // Before the client goes away, because it has its answer.
+        let cancelled = job.cancellation.is_cancelled();
         job.fail(&error);
         if vm.is_none() && is_unclear(&error) {
             return Moved::Unclear(error);
         }
-        let chain = output::chain(error.chain());
-        console.warn(&format!(
-            "the VM was not migrated: {chain}; its checkpoints go on"
-        ));
+        let why = match (cancelled, self.interrupts.aborts()) {
+            (false, _) => output::chain(error.chain()),
+            (true, true) => "interrupted".to_owned(),
+            (true, false) => format!("process {}, which requested it, has ended", job.client),
+        };
+        console.warn(&format!("the VM was not migrated: {why}"));
         vm.map_or(Moved::Here, Moved::Attached)
     }
 

@@ -170,6 +170,11 @@ impl Cancellation {
         }
     }
 
+    /// Whether it was cancelled.
+    pub fn is_cancelled(&self) -> bool {
+        locked(&self.0).cancelled
+    }
+
     /// The migration is over this connection from here on.
     pub fn cover(&self, wire: &Wire) {
         let mut state = locked(&self.0);
