@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use stillframe_harness::cli::{Stillframe, refusal};
+use stillframe_harness::fault;
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::{self, expect_untouched, expect_whole};
 use stillframe_harness::migration::{Migration, Order};
@@ -200,5 +201,35 @@ fn a_vm_runs_on_when_its_watch_is_killed_while_it_moves() -> Result<()> {
     let order = Order::of(&watched.guest, "moved");
     let arrived = order.perform(&watched.stillframe, watched.guest.pid())?;
     arrived.vm.serial.wait_ticks(3, PATIENCE)?;
+    Ok(())
+}
+
+/// The destination dies when it has said that it is ready: the VM may run there for all that the source knows.
+#[test]
+fn a_watch_that_does_not_know_where_its_vm_runs_names_the_commands() -> Result<()> {
+    let watched = Watched::start("doubtful", &[])?;
+    let (pid, stillframe) = (watched.guest.pid(), &watched.stillframe);
+    let order = Order::of(&watched.guest, "there");
+    let words = order.new_vm();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let receiver = order.receiver(stillframe, "127.0.0.1:0", &words)?;
+    let folder = tempfile::tempdir()?;
+    let (faulty, reached) = fault::with_fault(&receiver, "takeover.ready:kill", folder.path())?;
+    let (destination, at) = order.listen(faulty)?;
+    let soon = ["--reconnect", "1s"];
+    let said = refusal(&mut order.migrator(stillframe, pid, at, &soon)?, 1)?;
+    ensure!(reached.exists(), "the fault did not happen: {said}");
+    ensure!(destination.end()?.code.is_none());
+    let ended = watched.watch.end()?;
+    ensure!(ended.code == Some(1) && ended.errors() == 1, "{ended:?}");
+    for said in [&said, &ended.err] {
+        ensure!(said.contains("migrate --resume"), "{said}");
+        ensure!(said.contains("migrate --take-back"), "{said}");
+    }
+    ensure!(watched.guest.second_monitor()?.status()? == "paused");
+    let settle = [&soon[..], &["--take-back"]].concat();
+    let settled = order.migrator(stillframe, pid, at, &settle)?.output()?;
+    ensure!(settled.status.success(), "{settled:?}");
+    watched.guest.serial.wait_more(3, PATIENCE)?;
     Ok(())
 }
