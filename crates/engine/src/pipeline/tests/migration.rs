@@ -25,7 +25,7 @@ fn explore_migration(
     assert!(migrated > 0, "{migration:?}");
 }
 
-/// The migration that is wanted before, or after some of the four captures.
+/// The migration that is wanted before the first of the four captures, or after each of the others.
 fn migrations(outcome: Outgoing) -> impl Iterator<Item = Migration> {
     (0..4).map(move |after| Migration { after, outcome })
 }

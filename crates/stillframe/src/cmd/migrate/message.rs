@@ -202,7 +202,7 @@ mod tests {
             matches!(garbage, Err(MessageError::Malformed(_))),
             "{garbage:?}"
         );
-        other.write_all(b"no end for so long").unwrap();
+        other.write_all(b"no end of this line").unwrap();
         let long = receiver.receive::<Answer>(SOON);
         assert!(matches!(long, Err(MessageError::TooLong(10))), "{long:?}");
     }
