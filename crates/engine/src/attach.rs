@@ -178,6 +178,11 @@ impl Vm {
         self.auto.as_ref().and_then(Auto::wants)
     }
 
+    /// The schedule that writes are tracked for.
+    pub fn tracked_for(&self) -> ScheduleKind {
+        self.schedule
+    }
+
     /// Ends tracking and begins anew, in the way that another schedule needs. The next checkpoint reads
     /// all of memory. After an error the VM is detached, and runs on.
     pub fn attach_anew(mut self, schedule: ScheduleKind) -> Result<Vm, AnewError> {

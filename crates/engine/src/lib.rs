@@ -13,6 +13,7 @@ pub mod capture;
 pub mod checkpoint;
 pub mod clones;
 pub mod connection;
+pub mod control_socket;
 pub mod encoding;
 pub mod export;
 #[cfg(test)]
@@ -38,6 +39,8 @@ pub mod template;
 pub mod tracking;
 pub mod verify;
 
+use serde::{Deserialize, Serialize};
+
 /// Types of lower crates that the verbs take and give, so that a user of the engine needs only `repo` besides.
 pub use stillframe_page::PAGE_BYTES;
 pub use stillframe_page::hash::ContentHasher;
@@ -52,7 +55,8 @@ pub use stillframe_sys::security_label::SecurityLabel;
 pub use stillframe_sys::system::{forbid_dumps, memory_bytes};
 
 /// The current activity of a long-running verb, for a progress line. Counts are in the named unit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Progress {
     /// An iteration of streaming pre-copy: pages done, pages in all.
     FullPass {
@@ -123,7 +127,7 @@ pub enum Progress {
 pub type ProgressSink<'a> = &'a mut dyn FnMut(Progress);
 
 /// A round of a migration that has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Round {
     /// The rounds so far.
     pub number: u32,

@@ -5,6 +5,7 @@
 //!     run!vm!x.qmp.log               the log of the QEMU with the monitor /run/vm/x.qmp
 //!     run!vm!x.qmp.filling           a lazy restore that is not complete (restore::filling_record)
 //!     run!vm!x.qmp.filling-pages
+//!     4711-89012345.watch          the control socket of the process that watches this QEMU (control_socket)
 //!   /dev/shm/stillframe-UID/         memory templates of clones (template)
 //! ```
 //!
@@ -29,6 +30,8 @@ pub const DIRECTORY_VARIABLE: &str = "STILLFRAME_RUNTIME_DIR";
 const NAME: &str = "stillframe";
 /// The end of the name of a QEMU's log.
 const LOG: &str = ".log";
+/// The end of the name of a control socket.
+const CONTROL_SOCKET: &str = ".watch";
 /// The log of a QEMU that has ended is kept for this long if it said anything: a week.
 const LOG_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 
@@ -73,6 +76,12 @@ pub(crate) fn file_name(qmp: &Path, suffix: &str) -> String {
     format!("{}{suffix}", private_dir::as_file_name(&real))
 }
 
+/// The name of the control socket of the process that watches this QEMU. Process ids are used again; together with the
+/// start time they name one process.
+pub(crate) fn control_socket_name(qemu: &Process) -> String {
+    format!("{}-{}{CONTROL_SOCKET}", qemu.pid(), qemu.start_time())
+}
+
 /// Makes the runtime directory, if need be, and opens it. The first time, files of VMs that have ended are
 /// removed.
 pub(crate) fn open() -> Result<PrivateDir, PrivateError> {
@@ -107,8 +116,26 @@ fn remove_ended(directory: &PrivateDir) {
     for name in directory.names().unwrap_or_default() {
         if name.ends_with(LOG) {
             let _ = remove_log(directory, &name);
+        } else if let Some(qemu) = name.strip_suffix(CONTROL_SOCKET)
+            && !may_live(qemu)
+        {
+            let _ = directory.remove(&name);
         }
     }
+}
+
+/// Whether the QEMU that a control socket is named after may be alive.
+fn may_live(name: &str) -> bool {
+    let Some((Ok(pid), Ok(start_time))) = name
+        .split_once('-')
+        .map(|(pid, start_time)| (pid.parse(), start_time.parse()))
+    else {
+        return true;
+    };
+    !matches!(
+        recorded_process(&system::boot_id(), pid, start_time),
+        Ok(None)
+    )
 }
 
 /// QEMU has the lock of its log for as long as it lives (`qemu::launch`).
@@ -145,6 +172,22 @@ mod tests {
         assert_eq!(name("link/x.qmp"), name("real/x.qmp"));
         assert_ne!(name("real/x.qmp"), name("x.qmp"));
         assert!(name("x.qmp").ends_with("!x.qmp.log"));
+    }
+
+    #[test]
+    fn control_sockets_go_when_their_qemu_has_ended() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = PrivateDir::create(&root.path().join("run")).unwrap();
+        let own = Process::open(std::process::id() as i32).unwrap();
+        let lives = control_socket_name(&own);
+        let ended = format!("{}-{}.watch", own.pid(), own.start_time() + 1);
+        for name in [lives.as_str(), &ended, "other.watch"] {
+            directory.write(name, b"").unwrap();
+        }
+        remove_ended(&directory);
+        let mut left = directory.names().unwrap();
+        left.sort();
+        assert_eq!(left, [lives.as_str(), "other.watch"]);
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
 pub use launch::LaunchArgs;
 pub use list::ListArgs;
-pub use migrate::{MigrateArgs, ReceiveArgs, SecurityArgs};
+pub use migrate::{MigrateArgs, ReceiveArgs};
 pub use restore::RestoreArgs;
 pub use rewind::RewindArgs;
 

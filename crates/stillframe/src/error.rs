@@ -58,6 +58,30 @@ pub enum CommandError {
         /// Number of checkpoints requested.
         count: u64,
     },
+    /// The process that watches the VM refused or failed.
+    #[error("{error}")]
+    ByWatch {
+        /// Its error.
+        error: String,
+        /// Its exit code for this error.
+        exit_code: i32,
+    },
+    /// The process that watches the VM does not answer.
+    #[error(
+        "process {pid}, which watches the VM, does not answer the request to migrate it. The VM runs on here. If that process hangs, end it, and migrate the VM without it"
+    )]
+    WatchSilent {
+        /// The process.
+        pid: i32,
+    },
+    /// The process that watches the VM ended while it migrated it.
+    #[error(
+        "process {pid}, which watched the VM and was migrating it, has ended or does not answer. The VM runs on here, unless it was being handed over: if it is paused, `migrate --resume` asks the destination where it runs"
+    )]
+    WatchLost {
+        /// The process.
+        pid: i32,
+    },
     /// Too many attempts failed in a row.
     #[error("{0} attempts in a row failed; giving up")]
     TooManyFailures(u32),

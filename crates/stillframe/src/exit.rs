@@ -47,6 +47,20 @@ impl Exit {
         self as i32
     }
 
+    /// The exit code of a failure with this number; [`Exit::Failed`] where there is none.
+    fn from_code(code: i32) -> Exit {
+        let all = [
+            Exit::Failed,
+            Exit::Usage,
+            Exit::Damaged,
+            Exit::WrongPassword,
+            Exit::Unsuitable,
+            Exit::Locked,
+        ];
+        let found = all.into_iter().find(|exit| exit.code() == code);
+        found.unwrap_or(Exit::Failed)
+    }
+
     /// The exit code of a failure: that of the first error in the chain that has one.
     pub fn of(error: &anyhow::Error) -> Exit {
         error.chain().find_map(of_error).unwrap_or(Exit::Failed)
@@ -125,10 +139,13 @@ fn of_command(error: &CommandError) -> Exit {
         | CommandError::NoMonitor
         | CommandError::NothingToMeasure => Exit::Usage,
         CommandError::Problems(_) => Exit::Damaged,
+        CommandError::ByWatch { exit_code, .. } => Exit::from_code(*exit_code),
         CommandError::MissingAbility(_)
         | CommandError::ProbeFailed(_)
         | CommandError::Differs(_)
         | CommandError::CountNotReached { .. }
+        | CommandError::WatchSilent { .. }
+        | CommandError::WatchLost { .. }
         | CommandError::TooManyFailures(_) => Exit::Failed,
     }
 }
@@ -262,6 +279,12 @@ mod tests {
     #[test]
     fn usage_errors_exit_with_two_and_others_with_one() {
         assert_eq!(exit(CommandError::NoRepository), Exit::Usage);
+        let by_watch = |exit_code| CommandError::ByWatch {
+            error: "x".to_owned(),
+            exit_code,
+        };
+        assert_eq!(exit(by_watch(5)), Exit::Unsuitable);
+        assert_eq!(exit(by_watch(77)), Exit::Failed);
         assert_eq!(exit(PasswordError::NoSource), Exit::Usage);
         assert_eq!(exit(PasswordError::Mismatch), Exit::Failed);
         assert_eq!(exit(Interrupted), Exit::Failed);

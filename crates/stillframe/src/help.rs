@@ -112,7 +112,10 @@ host's KSM or the balloon takes pages before they are copied, that checkpoint is
 Each checkpoint prints one result. A checkpoint that fails is reported and tried again at the next interval; 10
 failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the current checkpoint and
 detaches, the second discards that checkpoint, the third exits at once; the VM runs on in each case. The exit code
-is 0 after a signal or the end of the VM, but 1 if --count was given and not reached.
+is 0 after a signal, a migration or the end of the VM, but 1 if --count was given and not reached.
+
+`stillframe migrate` of this VM requests the migration from this process. It begins after the checkpoint in progress. When
+the VM runs at the destination, this process ends. If the migration fails, the next checkpoint reads all memory.
 
 ",
     exit_codes!()
@@ -257,6 +260,10 @@ content that was sent last is not sent (--page-ids).
 --rehearse has the destination start QEMU and load an early device state first. A device, a disk's path or a tap that
 would make the hand-over fail is found out before any page is sent; the VM is stopped for that about as long as for the
 hand-over. `receive` then waits for the VM itself.
+
+A VM that `stillframe watch` takes checkpoints of is migrated by that process, because only one can be attached. This
+command requests it there and prints what that process reports. Both must run as the same user, and with the same
+STILLFRAME_RUNTIME_DIR if it is set. If this command ends early, the migration is cancelled.
 
 The VM never runs on both hosts. Until it is handed over, any failure lets it run on here: an error, Ctrl-C, the end
 of the connection or of either process. If the connection is lost while it is handed over, the VM may be paused on

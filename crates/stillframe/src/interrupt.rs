@@ -76,6 +76,11 @@ impl Interrupts {
         self.seen.load(Ordering::Relaxed) > 0
     }
 
+    /// Whether the current work is to be aborted.
+    pub fn aborts(&self) -> bool {
+        self.seen.load(Ordering::Relaxed) >= self.abort_at
+    }
+
     /// Runs `work`, which calls [`Interrupts::step`] on this thread between its steps. An abort unwinds `work` from
     /// there, like a panic, and drops everything that it holds.
     pub fn interruptible<T>(&self, work: impl FnOnce() -> T) -> Result<T, Interrupted> {
@@ -91,7 +96,7 @@ impl Interrupts {
 
     /// A point at which the work may be aborted.
     pub fn step(&self) {
-        if self.seen.load(Ordering::Relaxed) >= self.abort_at {
+        if self.aborts() {
             panic::resume_unwind(Box::new(Interrupted));
         }
     }

@@ -170,7 +170,8 @@ impl Order {
         self.listen(self.receiver(stillframe, "127.0.0.1:0", &words)?)
     }
 
-    fn start_source(
+    /// Starts a source that connects there, beside a destination that listens.
+    pub fn start_source(
         &self,
         stillframe: &Stillframe,
         pid: i32,

@@ -91,6 +91,7 @@ const REPO: &[&str] = &[
 
 const ENGINE: &[&str] = &[
     "runtime",
+    "control_socket",
     "guardian",
     "inhibitor",
     "placement",

@@ -41,7 +41,7 @@ use std::num::NonZeroU64;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use stillframe_link::{Link, Stream};
 use stillframe_repo::CheckpointId;
 
@@ -123,7 +123,8 @@ pub fn connection(link: Link) -> Wire {
 }
 
 /// How it is found that a page need not be sent now (D-Track).
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum SkipFake {
     /// Not at all: what was found written at the beginning of a round is sent.
     Off,
@@ -139,7 +140,8 @@ pub enum SkipFake {
 }
 
 /// What a source reports while a VM moves.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum MigrateEvent {
     /// How far a round is.
     Progress(Progress),
@@ -164,7 +166,8 @@ pub enum MigrateEvent {
 pub type MigrateSink<'s> = &'s mut dyn FnMut(MigrateEvent);
 
 /// How to migrate.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MigrateOptions {
     /// When the pages move; `None` chooses: while the VM runs, if it does.
     pub mode: Option<Mode>,
@@ -189,12 +192,13 @@ pub struct MigrateOptions {
     /// How long it is tried to connect again, once the VM is given up.
     pub patience: Duration,
     /// The last checkpoint of this attachment. With pre-copy and hybrid, a destination that can read it has the pages from
-    /// there that were not written since.
+    /// there that were not written since. Only this process knows it.
+    #[serde(skip)]
     pub base: Option<Base>,
 }
 
 /// Pages of a migration.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigratedPages {
     /// All that were sent, each as often as it was.
     pub sent: u64,
@@ -228,7 +232,7 @@ impl AddAssign for MigratedPages {
 }
 
 /// The report of the source.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrateReport {
     /// The VM's name.
     pub vm: String,
@@ -244,7 +248,7 @@ pub struct MigrateReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub base: Option<CheckpointId>,
     /// Bytes sent for disks.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub disk_bytes: u64,
     /// Bytes sent over all connections.
     pub bytes_sent: u64,

@@ -5,6 +5,7 @@
 use std::io::Cursor;
 
 use md5::Md5;
+use serde::{Deserialize, Serialize};
 use sha1::{Digest, Sha1};
 use stillframe_page::hash::ContentHasher;
 use stillframe_page::{GuestPage, PAGE};
@@ -13,7 +14,8 @@ use xxhash_rust::xxh3::xxh3_128_with_seed;
 use crate::memory::BlockShape;
 
 /// Makes ids. All but BLAKE3 and XXH3 are here to be compared with: D-Track measures SHA-1, MD5 and Murmur3.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum PageHash {
     /// With a secret seed, so that no guest can look for two pages with one id; 30 GB/s.
     Xxh3,

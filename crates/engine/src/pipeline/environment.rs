@@ -138,6 +138,19 @@ pub enum Event<'e, R> {
     },
 }
 
+/// What became of a VM that was to be migrated.
+#[derive(Debug)]
+pub enum Moved<V, E> {
+    /// The VM runs at the destination, and its QEMU here has ended.
+    Away,
+    /// The migration did not begin: the VM is attached as before.
+    Attached(V),
+    /// The migration failed: the VM runs on here, and is detached.
+    Here,
+    /// The VM is detached, and may run at the destination. The error says what to do.
+    Unclear(E),
+}
+
 /// The world around a pipeline.
 pub trait Environment {
     /// The VM.
@@ -146,7 +159,7 @@ pub trait Environment {
     type Sink: CaptureSink<Self::Vm>;
     /// The queue.
     type Queue: StoreQueue<Self::Vm, Self::Sink>;
-    /// Why an event cannot be taken.
+    /// Why the pipeline cannot go on: an event cannot be reported, or it is unclear where the VM runs.
     type Error;
 
     /// The time.
@@ -157,6 +170,13 @@ pub trait Environment {
 
     /// Whether the user wants an end.
     fn should_stop(&self) -> bool;
+
+    /// Whether the user wants the VM migrated now.
+    fn wants_migration(&self) -> bool;
+
+    /// Migrates the VM. No capture is in flight, and the sink holds no lock: the destination may read the last
+    /// checkpoint.
+    fn migrate(&mut self, vm: Self::Vm) -> Moved<Self::Vm, Self::Error>;
 
     /// Attaches to the same VM once more.
     ///

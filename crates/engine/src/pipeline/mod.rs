@@ -2,14 +2,18 @@
 //!
 //! ```text
 //!   attach ── first checkpoint ── capture ── wait ── capture ── wait ...    ends: count, stop, VM gone,
-//!     ^                              │                  │                         migrated away, failures
+//!     ^                              │                  │                         migrated, failures
 //!     │ RAM changed,                 └─ in flight ──> store, commit ──> settle
 //!     │ connection lost,                (a few, back-pressure)
-//!     └ other tracking wanted
+//!     │ other tracking wanted,
+//!     └ a migration failed
 //! ```
 //!
 //! Each capture is an increment of the one before. So when a capture cannot be stored, the captures behind it are
 //! discarded, and their pages are captured again. No write of the guest is lost, only the moments are.
+//!
+//! A VM with checkpoints can be migrated by the process that is attached to it only. So the pipeline hands the VM to its
+//! environment for that, between two captures. If the migration fails, the VM is attached again.
 //!
 //! The pipeline knows no repository, no thread and no terminal: these are behind [`Environment`]. A slow sink shows
 //! as back-pressure ([`in_flight`]). First the interval is kept and captures queue up, then the interval gets
@@ -31,7 +35,7 @@ use crate::capture::schedule::{ScheduleChoice, ScheduleKind};
 use crate::checkpoint::CheckpointError;
 
 pub use environment::{
-    CaptureSink, Completion, Environment, Event, Failure, Outcome, PipelineVm, StoreQueue,
+    CaptureSink, Completion, Environment, Event, Failure, Moved, Outcome, PipelineVm, StoreQueue,
 };
 pub use queue::ThreadQueue;
 pub use repository::{Interrupted, RepositorySink, WatchedVm, WorkControl};
@@ -67,6 +71,8 @@ pub enum End {
     Stopped,
     /// The VM has ended.
     VmGone,
+    /// The environment has migrated the VM.
+    Migrated,
     /// Another program has migrated the VM away.
     MigratedAway,
 }
@@ -94,7 +100,7 @@ pub enum AttemptError {
     Checkpoint(#[from] CheckpointError),
 }
 
-/// Why a pipeline failed. The VM is detached, and runs on.
+/// Why a pipeline failed. The VM is detached, and runs on, unless an error of the environment says otherwise.
 #[derive(Debug, Error)]
 pub enum PipelineError<E> {
     /// Nothing works any more.
@@ -103,12 +109,22 @@ pub enum PipelineError<E> {
     /// No thread stores captures.
     #[error("cannot start a thread to store checkpoints")]
     Queue(#[source] std::io::Error),
-    /// The environment does not take an event.
+    /// The environment does not take an event, or it is unclear where the VM runs.
     #[error(transparent)]
     Environment(E),
 }
 
 type Step<E> = Result<Option<End>, PipelineError<<E as Environment>::Error>>;
+
+/// Why a wait is over.
+enum Waited {
+    /// The next capture is due.
+    Due,
+    /// The VM is to be migrated.
+    Migrate,
+    /// The pipeline ends.
+    End(End),
+}
 
 /// A VM under checkpoints.
 pub struct Pipeline<E: Environment> {
@@ -178,7 +194,7 @@ impl<E: Environment> Pipeline<E> {
                     next = now;
                 }
             }
-            if let Some(end) = self.wait(next)? {
+            if let Some(end) = self.wait(&mut next)? {
                 return Ok(end);
             }
         }
@@ -413,37 +429,80 @@ impl<E: Environment> Pipeline<E> {
         }
     }
 
-    /// Waits for the next start, and settles complete captures meanwhile.
-    fn wait(&mut self, next: Instant) -> Step<E> {
-        let mut reported = false;
-        let end = self.wait_until(next, &mut reported);
-        if reported {
-            self.report(Event::WaitOver)?;
+    /// Waits for the next start, and settles complete captures meanwhile. A migration may move the start.
+    fn wait(&mut self, next: &mut Instant) -> Step<E> {
+        loop {
+            let mut reported = false;
+            let waited = self.wait_until(*next, &mut reported);
+            if reported {
+                self.report(Event::WaitOver)?;
+            }
+            match waited? {
+                Waited::Due => return Ok(None),
+                Waited::End(end) => return Ok(Some(end)),
+                Waited::Migrate => {
+                    if let Some(end) = self.migrate(next)? {
+                        return Ok(Some(end));
+                    }
+                }
+            }
         }
-        end
     }
 
-    fn wait_until(&mut self, next: Instant, reported: &mut bool) -> Step<E> {
+    fn wait_until(
+        &mut self,
+        next: Instant,
+        reported: &mut bool,
+    ) -> Result<Waited, PipelineError<E::Error>> {
         loop {
             if self.environment.should_stop() {
-                return Ok(Some(End::Stopped));
+                return Ok(Waited::End(End::Stopped));
+            }
+            // Without an attachment the next attempt comes first.
+            if self.vm.is_some() && self.environment.wants_migration() {
+                return Ok(Waited::Migrate);
             }
             let left = next.saturating_duration_since(self.environment.now());
             // Also checked when no time is left, so that an overrun interval sees the VM's end.
             if self.environment.wait_for_exit(left.min(LOOK_EVERY)) {
-                return Ok(Some(End::VmGone));
+                return Ok(Waited::End(End::VmGone));
             }
             while let Some(completion) = self.queue.as_mut().and_then(StoreQueue::complete) {
                 if let Some(end) = self.take_in(completion)? {
-                    return Ok(Some(end));
+                    return Ok(Waited::End(end));
                 }
             }
             if left <= LOOK_EVERY {
-                return Ok(None);
+                return Ok(Waited::Due);
             }
             let taken = self.taken;
             *reported = true;
             self.report(Event::Waiting { taken, left })?;
+        }
+    }
+
+    /// Has the VM migrated. If that fails, the next checkpoint is due at once.
+    fn migrate(&mut self, next: &mut Instant) -> Step<E> {
+        if let Some(end) = self.drain()? {
+            return Ok(Some(end));
+        }
+        if let Some(sink) = &mut self.sink {
+            sink.expect_more(false);
+        }
+        let Some(vm) = self.vm.take() else {
+            return Ok(None);
+        };
+        match self.environment.migrate(vm) {
+            Moved::Away => Ok(Some(End::Migrated)),
+            Moved::Attached(vm) => {
+                self.vm = Some(vm);
+                Ok(None)
+            }
+            Moved::Here => {
+                *next = self.environment.now();
+                Ok(None)
+            }
+            Moved::Unclear(error) => Err(PipelineError::Environment(error)),
         }
     }
 

@@ -5,6 +5,8 @@
 //! VM: the writes up to it, and no others. Captures are settled in order. A failure rolls back the captures behind
 //! it. Memory in flight is bounded.
 
+mod migration;
+
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io;
@@ -75,6 +77,30 @@ struct World {
     attached: u32,
     taken: u64,
     most_in_flight: u64,
+    /// Whether the sink keeps its lock.
+    locked: bool,
+    /// Captures of all memory that were committed.
+    whole: u64,
+    migration: Option<Migration>,
+    /// Migrations so far.
+    migrated: u64,
+}
+
+/// A migration that the user wants.
+#[derive(Debug, Clone, Copy)]
+struct Migration {
+    /// Writes of the guest after which it is wanted.
+    after: u64,
+    outcome: Outgoing,
+}
+
+/// The outcomes of a migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outgoing {
+    Away,
+    Attached,
+    Here,
+    Unclear,
 }
 
 type Shared = Rc<RefCell<World>>;
@@ -184,6 +210,7 @@ struct FakeSink(Shared);
 impl FakeSink {
     fn commit(&self, from: u64, to: u64) -> Outcome<()> {
         let mut world = self.0.borrow_mut();
+        world.locked = true;
         match world.choices.fault(3) {
             Some(0) => Err(Failure::Checkpoint(CheckpointError::RamChanged)),
             Some(1) => {
@@ -223,11 +250,14 @@ impl CaptureSink<FakeVm> for FakeSink {
         assert!(vm.in_flight.is_empty(), "captures in flight are overtaken");
         let to = vm.take().to;
         self.commit(0, to)?;
+        self.0.borrow_mut().whole += 1;
         vm.pending_from = to;
         Ok(to)
     }
 
-    fn expect_more(&mut self, _: bool) {}
+    fn expect_more(&mut self, more: bool) {
+        self.0.borrow_mut().locked = more;
+    }
 }
 
 /// Stores when the pipeline takes the result, or earlier.
@@ -275,7 +305,7 @@ impl Environment for FakeEnvironment {
     type Vm = FakeVm;
     type Sink = FakeSink;
     type Queue = FakeQueue;
-    type Error = std::convert::Infallible;
+    type Error = io::Error;
 
     fn now(&self) -> Instant {
         self.0.borrow().now
@@ -292,6 +322,27 @@ impl Environment for FakeEnvironment {
 
     fn should_stop(&self) -> bool {
         false
+    }
+
+    fn wants_migration(&self) -> bool {
+        let world = self.0.borrow();
+        world
+            .migration
+            .is_some_and(|migration| world.written >= migration.after)
+    }
+
+    fn migrate(&mut self, vm: FakeVm) -> Moved<FakeVm, io::Error> {
+        assert!(vm.in_flight.is_empty(), "captures in flight are overtaken");
+        let mut world = self.0.borrow_mut();
+        assert!(!world.locked, "the destination cannot read the repository");
+        world.now += 2 * EVERY;
+        world.migrated += 1;
+        match world.migration.take().unwrap().outcome {
+            Outgoing::Away => Moved::Away,
+            Outgoing::Attached => Moved::Attached(vm),
+            Outgoing::Here => Moved::Here,
+            Outgoing::Unclear => Moved::Unclear(io::ErrorKind::TimedOut.into()),
+        }
     }
 
     fn attach_again(&mut self, _: ScheduleChoice) -> Result<FakeVm, AttachError> {
@@ -336,10 +387,22 @@ fn world(choices: Choices) -> Shared {
         attached: 0,
         taken: 0,
         most_in_flight: 0,
+        locked: false,
+        whole: 0,
+        migration: None,
+        migrated: 0,
     }))
 }
 
 fn run(world: &Shared, count: u64, in_flight_bytes: u64) -> Ended {
+    try_run(world, count, in_flight_bytes).unwrap()
+}
+
+fn try_run(
+    world: &Shared,
+    count: u64,
+    in_flight_bytes: u64,
+) -> Result<Ended, PipelineError<io::Error>> {
     let options = PipelineOptions {
         every: EVERY,
         count: Some(count),
@@ -352,7 +415,7 @@ fn run(world: &Shared, count: u64, in_flight_bytes: u64) -> Ended {
         FakeSink(world.clone()),
         options,
     );
-    pipeline.run().unwrap()
+    pipeline.run()
 }
 
 /// Runs every sequence of choices; how many there were.
@@ -383,7 +446,7 @@ fn no_order_of_completion_and_failure_loses_a_write_or_a_moment() {
                 assert_eq!(world.committed, world.written);
             }
             End::Stopped | End::VmGone => assert!(ended.taken < 4),
-            End::MigratedAway => unreachable!("no such fault"),
+            End::Migrated | End::MigratedAway => unreachable!("no such fault"),
         }
         assert!(world.most_in_flight <= 2 * CAPTURE_BYTES);
     });
@@ -450,6 +513,12 @@ fn a_pipeline_in_which_nothing_works_ends() {
         }
         fn should_stop(&self) -> bool {
             false
+        }
+        fn wants_migration(&self) -> bool {
+            true
+        }
+        fn migrate(&mut self, _: FakeVm) -> Moved<FakeVm, Self::Error> {
+            unreachable!("nothing is attached")
         }
         fn attach_again(&mut self, _: ScheduleChoice) -> Result<FakeVm, AttachError> {
             Err(AttachError::HalfRewound)

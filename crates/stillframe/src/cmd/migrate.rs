@@ -1,86 +1,121 @@
-//! `migrate`: moves a running VM to another host.
+//! `migrate`: moves a running VM to another host. If the VM is watched, the watch migrates it ([`client`]).
 
+mod client;
+pub mod message;
+pub mod perform;
+
+use stillframe_engine::Selector;
 use stillframe_engine::checkpoint::{ScheduleChoice, ScheduleKind};
 use stillframe_engine::migration::{
-    self, MigrateEvent, MigrateOptions, MigrateReport, SILENCE_MAX, SettledReport, Unreachable,
-    VERSIONS, Wire, Wish,
+    self, MigrateEvent, MigrateOptions, MigrateReport, SettledReport, Wish,
 };
 use stillframe_engine::{PAGE_BYTES, Round};
-use stillframe_link::{ConnectError, Security, connect};
 
-use super::{Context, capture, receive};
+use self::message::Request;
+use self::perform::{Migration, Notice};
+use super::{Context, capture, launch};
 use crate::args::MigrateArgs;
 use crate::durations;
-use crate::output;
 use crate::progress::{Meter, Step, Unit};
 use crate::table::{self, printable};
 
 /// Migrates, or settles a hand-over that was interrupted.
 pub fn run(context: &Context, args: &MigrateArgs) -> anyhow::Result<()> {
-    let security = receive::security(&args.security)?;
-    match (args.resume, args.take_back) {
-        (false, false) => migrate(context, args, &security),
-        (_, true) => settle(context, args, &security, Wish::Here),
-        (true, false) => settle(context, args, &security, Wish::There),
-    }
+    let selector = capture::selector(&args.vm)?;
+    let request = request(args)?;
+    let migration = Migration::new(&request)?;
+    let wish = match (args.resume, args.take_back) {
+        (false, false) => {
+            let report = match client::migrate(context, &selector, &request)? {
+                Some(report) => report,
+                None => migrate(context, &selector, &migration)?,
+            };
+            context.console.result(&report, || words(&report))?;
+            return Ok(());
+        }
+        (_, true) => Wish::Here,
+        (true, false) => Wish::There,
+    };
+    let mut reconnect = || migration.reconnect();
+    let report = migration::settle(&selector, wish, args.reconnect, &mut reconnect)?;
+    context.console.result(&report, || settled_words(&report))?;
+    Ok(())
 }
 
-fn migrate(context: &Context, args: &MigrateArgs, security: &Security) -> anyhow::Result<()> {
-    let selector = capture::selector(&args.vm)?;
-    let connect = || connect(&args.to, security, &VERSIONS, SILENCE_MAX);
-    let mut wire = migration::connection(connect()?);
+/// The migration that the command line describes.
+fn request(args: &MigrateArgs) -> anyhow::Result<Request> {
+    let certs = args.security.certs.as_deref().map(launch::absolute_path);
+    Ok(Request {
+        to: args.to.to_string(),
+        certs: certs.transpose()?,
+        options: MigrateOptions {
+            mode: args.mode.mode(),
+            verify: args.verify,
+            pause_limit: args.pause_limit,
+            bytes_per_s: args.bandwidth,
+            downtime: args.downtime_limit,
+            cache_bytes: args.delta_cache,
+            connections: args.connections.map_or_else(connections, usize::from),
+            skip_fake: args.skip_fake.into(),
+            page_ids: args.page_ids.hash(),
+            copy_disks: args.copied(),
+            patience: args.reconnect,
+            base: None,
+        },
+        rehearse: args.rehearse,
+    })
+}
+
+/// Attaches to a VM that is not watched, and migrates it.
+fn migrate(
+    context: &Context,
+    selector: &Selector,
+    migration: &Migration,
+) -> anyhow::Result<MigrateReport> {
+    let wire = migration.connect()?;
     let always = ScheduleChoice::Always(ScheduleKind::PreCopy);
-    let mut vm = capture::attach(context, &selector, always)?;
-    let options = MigrateOptions {
-        mode: args.mode.mode(),
-        verify: args.verify,
-        pause_limit: args.pause_limit,
-        bytes_per_s: args.bandwidth,
-        downtime: args.downtime_limit,
-        cache_bytes: args.delta_cache,
-        connections: args.connections.map_or_else(connections, usize::from),
-        skip_fake: args.skip_fake.into(),
-        page_ids: args.page_ids.hash(),
-        copy_disks: args.copied(),
-        patience: args.reconnect,
-        base: None,
-    };
-    let mut meter = Meter::new(context.console);
-    let mut reconnect = || reconnect(args, security);
-    if args.rehearse {
-        let rehearsed = vm.rehearse(wire, &mut reconnect, &options);
-        let again = rehearsed
-            .map_err(anyhow::Error::from)
-            .and_then(|()| Ok(connect()?));
-        wire = match again {
-            Ok(link) => migration::connection(link),
-            Err(error) => {
-                capture::detach(context, vm);
-                return Err(error);
-            }
-        };
-        context.console.note(REHEARSED);
-    }
-    let mut events = |event: MigrateEvent| match event {
-        MigrateEvent::Progress(progress) => meter.show(progress.into()),
-        MigrateEvent::Disks { done, total } => meter.show(Step {
-            what: "copying disks",
-            done,
-            total,
-            unit: Unit::Bytes,
-        }),
-        MigrateEvent::Round(round) => context.console.note(&round_words(&round)),
-        MigrateEvent::Cut => context.console.warn(CUT),
-        MigrateEvent::Increment => context.console.note(INCREMENT),
-        MigrateEvent::Later => context.console.note(LATER),
-    };
-    let migrated = vm.migrate(wire, &mut reconnect, &options, &mut events);
+    let mut vm = capture::attach(context, selector, always)?;
+    let mut reporter = Reporter::new(context);
+    let notify = &mut |notice: Notice<'_>| reporter.report(&notice);
+    let migrated = migration.perform(&mut vm, wire, &|| false, notify);
     if migrated.is_err() {
         capture::detach(context, vm);
     }
-    let report = migrated?;
-    context.console.result(&report, || words(&report))?;
-    Ok(())
+    migrated
+}
+
+/// Prints what happens in a migration.
+struct Reporter<'c> {
+    context: &'c Context,
+    meter: Meter,
+}
+
+impl<'c> Reporter<'c> {
+    fn new(context: &'c Context) -> Reporter<'c> {
+        Reporter {
+            context,
+            meter: Meter::new(context.console),
+        }
+    }
+
+    fn report(&mut self, notice: &Notice<'_>) {
+        let console = self.context.console;
+        match notice {
+            Notice::Connected(_) => {}
+            Notice::Rehearsed => console.note(REHEARSED),
+            Notice::Event(MigrateEvent::Progress(progress)) => self.meter.show((*progress).into()),
+            Notice::Event(MigrateEvent::Disks { done, total }) => self.meter.show(Step {
+                what: "copying disks",
+                done: *done,
+                total: *total,
+                unit: Unit::Bytes,
+            }),
+            Notice::Event(MigrateEvent::Round(round)) => console.note(&round_words(round)),
+            Notice::Event(MigrateEvent::Cut) => console.warn(CUT),
+            Notice::Event(MigrateEvent::Increment) => console.note(INCREMENT),
+            Notice::Event(MigrateEvent::Later) => console.note(LATER),
+        }
+    }
 }
 
 /// Said when nothing is in the way.
@@ -91,8 +126,8 @@ const REHEARSED: &str =
 const CUT: &str = "the connection was lost; the VM runs on here, and it is tried to connect again";
 
 /// Said when both hosts reach the VM's last checkpoint.
-const INCREMENT: &str = "only what was written since the last checkpoint is sent; the destination reads the rest from the repository, \
-                         while the VM runs there";
+const INCREMENT: &str = "only what was written since the last checkpoint is sent; the destination reads the rest from the \
+                         repository, while the VM runs there";
 
 /// Said before a VM runs without all its memory.
 const LATER: &str = "the rest of the memory moves when the VM runs at the destination; if a host or a QEMU is lost \
@@ -116,7 +151,8 @@ fn round_words(round: &Round) -> String {
     )
 }
 
-fn words(report: &MigrateReport) -> String {
+/// The result in one line.
+pub fn words(report: &MigrateReport) -> String {
     let fetched = match report.fetched {
         0 => String::new(),
         pages => format!(", {} when it ran there", table::count(pages, "page")),
@@ -132,19 +168,6 @@ fn words(report: &MigrateReport) -> String {
     )
 }
 
-fn settle(
-    context: &Context,
-    args: &MigrateArgs,
-    security: &Security,
-    wish: Wish,
-) -> anyhow::Result<()> {
-    let selector = capture::selector(&args.vm)?;
-    let mut reconnect = || reconnect(args, security);
-    let report = migration::settle(&selector, wish, args.reconnect, &mut reconnect)?;
-    context.console.result(&report, || settled_words(&report))?;
-    Ok(())
-}
-
 fn settled_words(report: &SettledReport) -> String {
     let vm = printable(&report.vm);
     match report.moved {
@@ -153,12 +176,32 @@ fn settled_words(report: &SettledReport) -> String {
     }
 }
 
-fn reconnect(args: &MigrateArgs, security: &Security) -> Result<Wire, Unreachable> {
-    let unreachable = |error: ConnectError| Unreachable {
-        refused: error.is_refused(),
-        why: output::chain(anyhow::Error::new(error).chain()),
-    };
-    connect(&args.to, security, &VERSIONS, SILENCE_MAX)
-        .map(migration::connection)
-        .map_err(unreachable)
+#[cfg(test)]
+pub mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::args::{Cli, Command};
+
+    /// The request of a command line.
+    pub fn sample() -> Request {
+        let line =
+            "stillframe migrate web1 --to host2 --certs certs --bandwidth 10M --copy-disks=a,b";
+        let cli = Cli::try_parse_from(line.split(' ')).unwrap();
+        let Command::Migrate(args) = cli.command else {
+            panic!("not this command");
+        };
+        request(&args).unwrap()
+    }
+
+    #[test]
+    fn a_request_is_the_same_on_the_other_side() {
+        let request = sample();
+        assert!(request.certs.as_ref().unwrap().is_absolute());
+        let line = serde_json::to_string(&request).unwrap();
+        assert!(line.len() < message::REQUEST_BYTES_MAX);
+        assert_eq!(serde_json::from_str::<Request>(&line).unwrap(), request);
+        let more = line.replacen('{', "{\"more\":1,", 1);
+        assert!(serde_json::from_str::<Request>(&more).is_err());
+    }
 }

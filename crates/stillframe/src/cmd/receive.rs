@@ -7,11 +7,12 @@ use stillframe_engine::migration::{
     self, Awaited, FilledReport, NewQemu, ReceiveError, ReceiveEvent, ReceiveOptions,
     ReceiveReport, Received, SILENCE_MAX, SeedFrom, VERSIONS,
 };
-use stillframe_link::{ConnectError, Identity, Listener, Security};
+use stillframe_link::{ConnectError, Listener};
 use stillframe_repo::Repository;
 
+use super::migrate::perform::security;
 use super::{Context, launch, state_words, supervised_words};
-use crate::args::{ReceiveArgs, SecurityArgs};
+use crate::args::ReceiveArgs;
 use crate::durations;
 use crate::output;
 use crate::progress::Meter;
@@ -116,7 +117,7 @@ fn qemu(args: &ReceiveArgs) -> anyhow::Result<NewQemu> {
 fn listen(context: &Context, args: &ReceiveArgs) -> anyhow::Result<Listener> {
     let listener = Listener::bind(
         &args.listen,
-        security(&args.security)?,
+        security(args.security.certs.as_ref())?,
         VERSIONS,
         args.allow.clone(),
         SILENCE_MAX,
@@ -128,14 +129,6 @@ fn listen(context: &Context, args: &ReceiveArgs) -> anyhow::Result<Listener> {
             format!("listening at {address}")
         })?;
     Ok(listener)
-}
-
-/// The protection of a connection, as the command line says.
-pub fn security(args: &SecurityArgs) -> anyhow::Result<Security> {
-    Ok(match &args.certs {
-        Some(folder) => Security::Tls(Identity::load(folder)?),
-        None => Security::PlainText,
-    })
 }
 
 fn filled_words(report: &FilledReport) -> String {

@@ -1,7 +1,10 @@
 //! `watch`: stays attached and takes checkpoints at an interval. The engine's pipeline does the work; this command
-//! reports its events.
+//! reports its events. It also migrates the VM when `migrate` requests it ([`requests`], [`migration`]): no other process
+//! can be attached.
 
+mod migration;
 mod report;
+mod requests;
 
 use std::time::{Duration, Instant};
 
@@ -10,17 +13,22 @@ use stillframe_engine::attach::{AnewError, AttachError, Vm};
 use stillframe_engine::checkpoint::{
     CheckpointOptions, CheckpointReport, CheckpointWriter, ScheduleChoice, ScheduleKind,
 };
+use stillframe_engine::migration::Base;
 use stillframe_engine::pipeline::{
-    End, Ended, Environment, Event, Pipeline, PipelineError, PipelineOptions, RepositorySink,
-    ThreadQueue, WatchedVm,
+    End, Ended, Environment, Event, Moved, Pipeline, PipelineError, PipelineOptions,
+    RepositorySink, ThreadQueue, WatchedVm,
 };
 use stillframe_engine::{ContentHasher, Process};
+use stillframe_repo::CheckpointId;
 
+use self::migration::Mover;
 use self::report::Reporter;
+use self::requests::Requests;
 use super::{Context, capture};
 use crate::args::WatchArgs;
 use crate::error::CommandError;
 use crate::interrupt::Interrupts;
+use crate::output;
 use crate::table;
 
 struct Watch<'a> {
@@ -30,6 +38,12 @@ struct Watch<'a> {
     hasher: ContentHasher,
     process: Process,
     reporter: Reporter<'a>,
+    /// `None` if there is no control socket.
+    requests: Option<Requests>,
+    /// The last durable checkpoint, if it is one of this attachment.
+    last: Option<CheckpointId>,
+    /// The id of the repository that has it.
+    repository: String,
 }
 
 /// Takes checkpoints until the count is reached, the VM ends, or a signal arrives.
@@ -49,8 +63,11 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
         options: options.clone(),
         interrupts: interrupts.clone(),
         hasher: repository.hasher(),
+        requests: requests(context, &process),
         process,
         reporter: Reporter::new(context, args.every),
+        last: None,
+        repository: repository.id().to_string(),
     };
     let pipeline = PipelineOptions {
         every: args.every,
@@ -70,6 +87,17 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
     finish(context, args.count, ended)
 }
 
+/// Listens to clients that want the VM migrated. A watch without is of use all the same.
+fn requests(context: &Context, process: &Process) -> Option<Requests> {
+    let listening = Requests::listen(process).map_err(|error| {
+        let chain = output::chain(anyhow::Error::new(error).chain());
+        context.console.warn(&format!(
+            "`stillframe migrate` cannot reach this process: {chain}; to migrate the VM, end this process first"
+        ));
+    });
+    listening.ok()
+}
+
 fn finish(
     context: &Context,
     count: Option<u64>,
@@ -86,6 +114,7 @@ fn finish(
         End::Count => return Ok(()),
         End::Stopped => "interrupted",
         End::VmGone => "the VM ended",
+        End::Migrated => "the VM was migrated",
         End::MigratedAway => "the VM was migrated away by another client of QEMU",
     };
     if let Some(count) = count {
@@ -124,12 +153,39 @@ impl Environment for Watch<'_> {
         self.interrupts.any()
     }
 
+    fn wants_migration(&self) -> bool {
+        self.requests.as_ref().is_some_and(Requests::is_waiting)
+    }
+
+    fn migrate(&mut self, watched: WatchedVm) -> Moved<WatchedVm, anyhow::Error> {
+        let Some(job) = self.requests.as_ref().and_then(Requests::take) else {
+            // The client has gone away.
+            return Moved::Attached(watched);
+        };
+        let mover = Mover {
+            context: self.context,
+            interrupts: &self.interrupts,
+            base: self.last.map(|checkpoint| Base {
+                repository: self.repository.clone(),
+                checkpoint,
+            }),
+        };
+        match mover.migrate(watched.vm, job) {
+            Moved::Away => Moved::Away,
+            Moved::Attached(vm) => Moved::Attached(self.watched(vm)),
+            Moved::Here => Moved::Here,
+            Moved::Unclear(error) => Moved::Unclear(error),
+        }
+    }
+
     fn attach_again(&mut self, schedule: ScheduleChoice) -> Result<WatchedVm, AttachError> {
+        self.last = None;
         let vm = capture::attach_again(self.context, self.process.pid(), schedule)?;
         Ok(self.watched(vm))
     }
 
     fn attach_anew(&mut self, vm: WatchedVm, to: ScheduleKind) -> Result<WatchedVm, AnewError> {
+        self.last = None;
         Ok(self.watched(vm.vm.attach_anew(to)?))
     }
 
@@ -142,6 +198,11 @@ impl Environment for Watch<'_> {
     }
 
     fn report(&mut self, event: Event<'_, CheckpointReport>) -> anyhow::Result<()> {
+        match &event {
+            Event::Taken(report) => self.last = CheckpointId::from_hex(&report.checkpoint),
+            Event::ParentGone(_) => self.last = None,
+            _ => {}
+        }
         self.reporter.report(event)
     }
 }

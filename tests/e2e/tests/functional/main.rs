@@ -24,3 +24,4 @@ mod tags;
 mod unlock;
 mod usage;
 mod watch;
+mod watched_migration;

@@ -105,33 +105,6 @@ fn a_guest_that_writes_too_much_is_not_stopped_for_it() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn a_vm_that_is_watched_is_not_migrated_and_the_watch_goes_on() -> Result<()> {
-    let folder = tempfile::tempdir()?;
-    let guest = Setup::small(Kind::Private, "watched").boot()?;
-    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
-    let line = [
-        "watch",
-        "--json",
-        "--pid",
-        &guest.pid_text(),
-        "--every",
-        "1s",
-    ];
-    let mut watch = Running::start(stillframe.command(&line)?)?;
-    watch.wait_results(1)?;
-    let order = Order::of(&guest, "not");
-    let migration = order.start(&stillframe, guest.pid())?;
-    let (sent, received) = (migration.source.end()?, migration.destination.end()?);
-    ensure!(sent.code == Some(5) && sent.errors() == 1, "{sent:?}");
-    ensure!(received.code == Some(1), "{received:?}");
-    let before = watch.results()?.len();
-    watch.wait_results(before + 2)?;
-    watch.signal("INT")?;
-    ensure!(watch.wait_exit()? == Some(0), "{}", watch.err());
-    only_here(&guest, &order)
-}
-
 /// Another client resumes or ends the VM when all is there and it is about to be given up.
 #[test]
 fn a_vm_that_another_client_resumes_or_ends_in_the_middle_does_not_move() -> Result<()> {

@@ -17,6 +17,7 @@ mod relay;
 
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
 use stillframe_qemu::monitor::{Disk, MonitorError};
 use stillframe_sys::private_dir::PrivateError;
 use thiserror::Error;
@@ -31,7 +32,8 @@ pub(super) const DISKS_MAX: usize = 64;
 pub(super) const CONNECTIONS_A_DISK: usize = 2;
 
 /// The disks to copy.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum CopyDisks {
     /// None: the destination reaches all of them.
     #[default]
