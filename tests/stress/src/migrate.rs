@@ -206,9 +206,10 @@ pub fn run(count: u64, kills: u64, only: Option<&str>) -> Result<()> {
     println!("{total}; migrations by mode: {per_mode:?}");
     if only.is_none() {
         let command = "cargo xtask bench migrate";
+        // The strikes take as long again.
+        results::write_raw("migrate", "migrations.jsonl", &raw)?;
         let struck = strikes::run(&stillframe, kills, 1)?;
         println!("{struck}");
-        results::write_raw("migrate", "migrations.jsonl", &raw)?;
         results::write_raw("migrate", "strikes.jsonl", &struck.raw)?;
         let pages = total.differing as f64;
         let pages = Claim::new("migrate-pages", Goal::Zero, pages, "pages", command);

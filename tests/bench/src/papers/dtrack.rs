@@ -25,9 +25,11 @@ const COMMAND: &str = "cargo xtask bench papers dtrack";
 /// Post-copy, by both.
 const QEMU_POST_COPY: &str = "QEMU post-copy";
 const OUR_POST_COPY: &str = "Stillframe post-copy";
+/// Of a VM that is watched.
+const OUR_WATCHED: &str = "Stillframe, watched";
 
 /// The ways, in the order of the columns. Stillframe's are the last.
-const WAYS: [(&str, Way); 7] = [
+const WAYS: [(&str, Way); 8] = [
     ("QEMU pre-copy", Way::Qemu(Tuning::PreCopy)),
     ("QEMU XBZRLE", Way::Qemu(Tuning::Xbzrle)),
     ("QEMU multifd + zstd", Way::Qemu(Tuning::MultifdZstd)),
@@ -35,6 +37,7 @@ const WAYS: [(&str, Way); 7] = [
     (QEMU_POST_COPY, Way::Qemu(Tuning::PostCopy)),
     ("Stillframe", Way::Stillframe(&[])),
     (OUR_POST_COPY, Way::Stillframe(&["--mode=post-copy"])),
+    (OUR_WATCHED, Way::Watched),
 ];
 
 /// Without deltas, as in the paper, and without ids unless said: how pages are found that need not be sent.

@@ -22,6 +22,11 @@ use stillframe_harness::serial::Serial;
 const STRIDE: Duration = Duration::from_secs(2);
 const PROOF: Duration = Duration::from_secs(120);
 const PORT: u16 = 7800;
+/// Checkpoints before a watched VM is migrated, and the time between two of them.
+const CHECKPOINTS: usize = 3;
+const INTERVAL: Duration = Duration::from_secs(1);
+/// In the guest's folder.
+const REPOSITORY: &str = "repository";
 
 /// A way to migrate.
 #[derive(Debug, Clone, Copy)]
@@ -32,6 +37,8 @@ pub enum Way {
     Stillframe(&'static [&'static str]),
     /// The same, without deltas.
     WithoutDeltas(&'static [&'static str]),
+    /// Stillframe, while it takes checkpoints of the VM into a repository that both hosts reach.
+    Watched,
 }
 
 /// What came of it.
@@ -78,16 +85,29 @@ pub fn migrate(saved: &Saved, link: &Link, way: Way) -> Result<Outcome> {
     thread::sleep(STRIDE);
     let outcome = match way {
         Way::Qemu(tuning) => by_qemu(saved, link, &source, tuning),
-        Way::Stillframe(words) => by_stillframe(saved, link, &source, words),
-        Way::WithoutDeltas(words) => by_stillframe(
-            saved,
-            link,
-            &source,
-            &[words, &["--delta-cache=0"]].concat(),
-        ),
+        Way::Stillframe(words) => by_stillframe(saved, link, &source, (words, &[])),
+        Way::WithoutDeltas(words) => {
+            let words = [words, &["--delta-cache=0"]].concat();
+            by_stillframe(saved, link, &source, (&words, &[]))
+        }
+        Way::Watched => watched(saved, link, &source),
     };
     source.kill()?;
     outcome
+}
+
+/// The VM is migrated in the middle between two checkpoints.
+fn watched(saved: &Saved, link: &Link, source: &Guest) -> Result<Outcome> {
+    let stillframe = Stillframe::init(&source.folder().join(REPOSITORY))?;
+    let pid = source.pid_text();
+    let line = ["watch", "--json", "--every", "1s", "--pid", &pid];
+    let mut watch = Running::start(link.hosts[0].enter(&stillframe.command(&line)?))?;
+    watch.wait_results(CHECKPOINTS)?;
+    thread::sleep(INTERVAL / 2);
+    let outcome = by_stillframe(saved, link, source, (&[], &["--seed"]))?;
+    let ended = watch.end()?;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    Ok(outcome)
 }
 
 fn by_qemu(saved: &Saved, link: &Link, source: &Guest, tuning: Tuning) -> Result<Outcome> {
@@ -123,9 +143,15 @@ fn by_qemu(saved: &Saved, link: &Link, source: &Guest, tuning: Tuning) -> Result
     })
 }
 
-fn by_stillframe(saved: &Saved, link: &Link, source: &Guest, words: &[&str]) -> Result<Outcome> {
+/// With these arguments for the source, and for the destination.
+fn by_stillframe(
+    saved: &Saved,
+    link: &Link,
+    source: &Guest,
+    (words, receive): (&[&str], &[&str]),
+) -> Result<Outcome> {
     let [here, there] = &link.hosts;
-    let stillframe = Stillframe::at(&source.folder().join("none"));
+    let stillframe = Stillframe::at(&source.folder().join(REPOSITORY));
     let path = |name: &str| source.folder().join(name);
     let (qmp, serial) = (path("there.qmp"), path("there.serial"));
     let (qmp_text, spec) = (
@@ -134,7 +160,8 @@ fn by_stillframe(saved: &Saved, link: &Link, source: &Guest, words: &[&str]) -> 
     );
     let listen = format!("{}:0", ADDRESSES[1]);
     let line = ["receive", "--json", "--plain-text", "--listen", &listen];
-    let line = [&line[..], &["--qmp", &qmp_text, "--serial", &spec]].concat();
+    let own = ["--qmp", &qmp_text, "--serial", &spec];
+    let line = [&line[..], &own, receive].concat();
     let mut destination = Running::start(there.enter(&stillframe.command(&line)?))?;
     let listening = &destination.wait_results(1)?[0]["listening"];
     let to = listening.as_str().context("no address")?.to_owned();
@@ -166,6 +193,7 @@ fn by_stillframe(saved: &Saved, link: &Link, source: &Guest, words: &[&str]) -> 
     ensure!(arrived.code == Some(0), "{arrived:?}");
     report["complete"] = arrived.event("complete").into();
     let arrived = arrived.results()?.pop().context("no report")?;
+    report["arrived"] = arrived["pages"].clone();
     let vm = Restored {
         pid: arrived["pid"].as_i64().context("no pid")? as i32,
         qmp: path("there.qmp"),

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use super::guest::Work;
 use super::run::Outcome;
-use super::{COMMAND, Cell, OUR_POST_COPY, QEMU_POST_COPY};
+use super::{COMMAND, Cell, OUR_POST_COPY, OUR_WATCHED, QEMU_POST_COPY};
 use crate::chart::{self, Labels};
 use crate::papers::page::{Figure, Page};
 use stillframe_harness::results::{Claim, Goal, percentile};
@@ -38,6 +38,15 @@ impl Cell {
         self.median(|outcome| {
             let ours = outcome.report["complete"]["faults"].as_f64();
             ours.or_else(|| outcome.report["ram"]["postcopy-requests"].as_f64())
+        })
+    }
+
+    /// Bytes on the link for each byte of the pages written since the last checkpoint.
+    fn bytes_of_increment(&self) -> Option<f64> {
+        self.median(|outcome| {
+            let number = |name: &str| outcome.report[name].as_f64();
+            let pages = number("arrived")? + number("fetched")?;
+            Some(outcome.bytes as f64 / (pages * 4096.0))
         })
     }
 
@@ -154,14 +163,10 @@ pub fn add_skips(page: &mut Page, skips: &[Cell]) {
 /// The promises that these tables answer.
 pub fn claims(table: &[Cell], skips: &[Cell]) -> Result<Vec<Claim>> {
     let ours = |work: Work| of(table, work).find(|cell| cell.way == OURS);
-    let best = |work: Work, value: fn(&Cell) -> Option<f64>| {
-        let qemu = of(table, work).filter(|cell| !cell.way.starts_with(OURS));
-        qemu.filter_map(value).min_by(f64::total_cmp)
-    };
     let ratio = |work: Work, value: fn(&Cell) -> Option<f64>| {
         let own = ours(work).and_then(value);
         let own = own.with_context(|| format!("no migration of {}", work.name()))?;
-        let best = best(work, value);
+        let best = best(table, work, value);
         let best = best.with_context(|| format!("QEMU moved no {}", work.name()))?;
         anyhow::Ok(own / best)
     };
@@ -182,7 +187,7 @@ pub fn claims(table: &[Cell], skips: &[Cell]) -> Result<Vec<Claim>> {
     let fakes: Option<Vec<f64>> = fakes.map(|cell| cell.pages("fake")).collect();
     let fakes: f64 = fakes.context("no count of fake pages")?.iter().sum();
     let claim = |id, goal, value| Claim::new(id, goal, value, "ratio", COMMAND);
-    Ok(vec![
+    let mut claims = vec![
         claim(
             "migrate-time",
             Goal::AtMost(0.6),
@@ -214,5 +219,30 @@ pub fn claims(table: &[Cell], skips: &[Cell]) -> Result<Vec<Claim>> {
             post_copy(Cell::faults)?,
         ),
         Claim::new("migrate-fake", Goal::Zero, fakes, "pages", COMMAND),
+    ];
+    claims.extend(watched_claims(table)?);
+    Ok(claims)
+}
+
+/// Those about VMs of which checkpoints are taken.
+fn watched_claims(table: &[Cell]) -> Result<Vec<Claim>> {
+    let worst = |value: fn(&[Cell], &Cell) -> Option<f64>| {
+        let cells = table.iter().filter(|cell| cell.way == OUR_WATCHED);
+        let all = cells.map(|cell| value(table, cell).context("a watched VM was not migrated"));
+        anyhow::Ok(percentile(&all.collect::<Result<Vec<f64>>>()?, 1.0))
+    };
+    let bytes = worst(|_, cell| cell.bytes_of_increment())?;
+    let time =
+        worst(|table, cell| Some(cell.total_ms()? / best(table, cell.work, Cell::total_ms)?))?;
+    let claim = |id, goal, value| Claim::new(id, Goal::AtMost(goal), value, "ratio", COMMAND);
+    Ok(vec![
+        claim("migrate-watched-bytes", 1.2, bytes),
+        claim("migrate-watched-time", 0.3, time),
     ])
+}
+
+/// The least of a figure that QEMU has.
+fn best(table: &[Cell], work: Work, value: fn(&Cell) -> Option<f64>) -> Option<f64> {
+    let qemu = of(table, work).filter(|cell| !cell.way.starts_with(OURS));
+    qemu.filter_map(value).min_by(f64::total_cmp)
 }
