@@ -9,7 +9,7 @@ use stillframe_sys::affinity::AffinityGuard;
 use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVICE_STATE, Phases};
 use crate::attach::Parent;
 use crate::capture::downtime::us;
-use crate::encoding::delta_cache::DeltaCache;
+use crate::encoding::delta_cache::{Contents, DeltaCache};
 use crate::encoding::page_encoder::PageEncoder;
 use crate::memory::BlockShape;
 use crate::memory::Page;
@@ -51,6 +51,16 @@ impl CheckpointWriter {
     /// Whether an increment can be made.
     pub fn has_parent(&self) -> bool {
         self.parent.is_some()
+    }
+
+    /// The contents of pages at the last checkpoint, as far as they are known, until they are given back.
+    pub fn lend_contents(&mut self) -> Contents {
+        std::mem::take(&mut self.cache).into()
+    }
+
+    /// Takes them back. Nothing is lost but the means to make deltas if a thread has them still.
+    pub fn take_back(&mut self, contents: Contents) {
+        self.cache = contents.into();
     }
 
     /// The next checkpoint has nothing to follow.

@@ -4,6 +4,7 @@
 //! that were written longest ago make space for others.
 
 use std::num::NonZero;
+use std::sync::Arc;
 
 use lru::LruCache;
 use stillframe_page::{GuestPage, PAGE};
@@ -18,6 +19,38 @@ impl From<GuestPage> for Key {
     /// A page table has less than 2^30 pages, and a VM some ten blocks.
     fn from(page: GuestPage) -> Key {
         Key(page.block as u32, page.page as u32)
+    }
+}
+
+/// The contents of a cache, which other threads read; two of them are the same if they are of one cache.
+#[derive(Debug, Clone, Default)]
+pub struct Contents(Arc<DeltaCache>);
+
+impl PartialEq for Contents {
+    fn eq(&self, other: &Contents) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Contents {}
+
+impl Contents {
+    /// The content of the page, if it is known.
+    pub fn get(&self, page: GuestPage) -> Option<&[u8; PAGE]> {
+        self.0.get(page)
+    }
+}
+
+impl From<DeltaCache> for Contents {
+    fn from(cache: DeltaCache) -> Contents {
+        Contents(Arc::new(cache))
+    }
+}
+
+impl From<Contents> for DeltaCache {
+    /// Empty, while another thread reads the contents.
+    fn from(contents: Contents) -> DeltaCache {
+        Arc::try_unwrap(contents.0).unwrap_or_default()
     }
 }
 

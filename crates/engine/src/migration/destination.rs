@@ -21,7 +21,7 @@ use super::incoming::Early;
 use super::lacking::Lacking;
 use super::new_qemu::{NewProcess, NewQemu, starting};
 use super::record::DestinationRecord;
-use super::seed::{Seed, SeedFrom};
+use super::seed::{Seed, SeedFrom, read as read_base};
 use super::takeover::{NewVm, Takeover, TakeoverEvent, Whereabouts};
 use super::{DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, cut, incoming};
 use crate::Progress;
@@ -34,6 +34,7 @@ use crate::populate::lazy::supervision::Supervised;
 use crate::populate::streamed::StreamedMemory;
 use crate::restore::LOAD_LIMIT;
 use crate::sink::connection::transfer_hasher;
+use crate::source::TakeMany;
 use crate::source::connection::FetchSession;
 use crate::verify::Image;
 
@@ -301,13 +302,18 @@ impl<'s> Arriving<'s> {
 
     /// Takes the same VM once more, and says what is here.
     fn begin_again(&mut self, wire: &mut Wire, listen: Listen<'_>) -> Result<Early, ReceiveError> {
-        let based = self.seed.is_some_and(|seed| seed.base.is_some());
-        let seeded = !based;
+        let base = self.seed.filter(|seed| seed.base.is_some());
+        let (seeded, based) = (base.is_none(), base.is_some());
         wire.send_control(&Control::Begun { seeded, based })?;
         let numbers = 0..self.greeting.connections;
         let early = Early::start(incoming::accept(listen, &self.greeting.session, numbers)?)?;
         if seeded {
             cut::say_what_is_here(&self.launched.process, &self.blocks, wire)?;
+        }
+        if let Some(base) = base.filter(|_| !self.based) {
+            // What is there may be newer than what the source sends changes of.
+            let process = &self.launched.process;
+            base.plant(process, &self.blocks, wire, &mut |_| ())?;
         }
         self.is_seeded = true;
         self.say_accepted(wire)?;
@@ -426,9 +432,15 @@ impl<'s> Arriving<'s> {
         listen: Listen<'_>,
     ) -> Result<(), ReceiveError> {
         let (process, blocks) = (&self.launched.process, &self.blocks);
-        let memory = match self.is_seeded {
-            true => StreamedMemory::seeded(blocks, &self.greeting.blocks),
-            false => StreamedMemory::new(process, blocks, &self.greeting.blocks)?,
+        let base = self.seed.filter(|seed| seed.base.is_some());
+        let maps = base.map(|seed| seed.maps(blocks)).transpose()?;
+        let maps = maps.unwrap_or_default();
+        let read =
+            |block: usize, pages, take: TakeMany<'_, _>| read_base(&maps[block], pages, take);
+        let memory = match (base, self.is_seeded) {
+            (Some(_), _) => StreamedMemory::seeded(blocks, &self.greeting.blocks).with_base(&read),
+            (None, true) => StreamedMemory::seeded(blocks, &self.greeting.blocks),
+            (None, false) => StreamedMemory::new(process, blocks, &self.greeting.blocks)?,
         };
         let sent = incoming::pages(early.stop(), &memory, || rest(wire, blocks))?;
         let received = memory.finish(sent.pages)?;

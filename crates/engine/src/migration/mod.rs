@@ -47,6 +47,7 @@ use stillframe_repo::CheckpointId;
 
 use crate::connection::Connection;
 pub use crate::connection::message::{Base, Mode, VERSIONS};
+pub use crate::encoding::delta_cache::Contents;
 pub use crate::populate::lazy::supervision::Supervised;
 use crate::verify::VerifyReport;
 use crate::{Progress, Round};
@@ -194,7 +195,16 @@ pub struct MigrateOptions {
     /// The last checkpoint of this attachment. With pre-copy and hybrid, a destination that can read it has the pages from
     /// there that were not written since. Only this process knows it.
     #[serde(skip)]
-    pub base: Option<Base>,
+    pub base: Option<LastCheckpoint>,
+}
+
+/// The last checkpoint of an attachment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LastCheckpoint {
+    /// Where it is.
+    pub base: Base,
+    /// What is known of its pages: of one that was written since, only what changed is sent.
+    pub contents: Contents,
 }
 
 /// Pages of a migration.
@@ -208,7 +218,7 @@ pub struct MigratedPages {
     pub delta: u64,
     /// Pages that were written, and not sent: the destination had that content.
     pub known: u64,
-    /// Pages that were not sent: they are as in the destination's checkpoint.
+    /// Pages that were not sent: they are as in the destination's checkpoint, by their ids or the source's copy.
     pub seeded: u64,
     /// Found written, and not sent in that round: the guest had written them again, or kept writing them.
     pub postponed: u64,

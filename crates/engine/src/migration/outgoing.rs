@@ -45,6 +45,9 @@ const PLACES: usize = 8;
 /// only.
 const WAITING_MAX: usize = 32;
 
+/// Bytes of a change that is much smaller than a page, whatever was sent before.
+const LITTLE: u64 = PAGE_BYTES / 16;
+
 /// A chunk is sent at the end of the round if more than one page in this number was written again.
 const HOT: u64 = 64;
 
@@ -237,7 +240,7 @@ impl Outgoing {
     }
 
     /// Sends some pages that were sent before, and will be sent again. Whether they take less than half of the bytes of
-    /// a page so far.
+    /// a page so far, or little.
     ///
     /// # Errors
     /// A connection or a read failed.
@@ -249,7 +252,8 @@ impl Outgoing {
         }
         self.sync(wire)?;
         let each = before.bytes / (before.pages.sent - before.pages.zero).max(1);
-        Ok((self.sent.bytes - before.bytes) / pages.max(1) < each / 2)
+        let again = (self.sent.bytes - before.bytes) / pages.max(1);
+        Ok(again < (each / 2).max(LITTLE))
     }
 
     /// Waits until the destination has all pages so far.

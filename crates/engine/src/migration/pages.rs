@@ -3,13 +3,13 @@
 use std::io::Write;
 use std::sync::{Arc, OnceLock};
 
-use stillframe_page::GuestPage;
+use stillframe_page::{GuestPage, PAGE};
 
 use super::MigratedPages;
 use super::seed::Seeds;
 use super::sent_ids::{PageHash, SentIds};
 use crate::connection::ConnectionError;
-use crate::encoding::delta_cache::DeltaCache;
+use crate::encoding::delta_cache::{Contents, DeltaCache};
 use crate::encoding::page_encoder::PageEncoder;
 use crate::memory::{BlockShape, Page};
 use crate::sink::connection::ConnectionPages;
@@ -22,8 +22,7 @@ pub(super) struct SentPages {
     /// The content of each page as last sent.
     cache: DeltaCache,
     ids: SentIds,
-    /// What the destination had before.
-    seeds: Arc<OnceLock<Seeds>>,
+    there: There,
     /// Pages that have the id with which they were sent last are not sent.
     skip_known: bool,
     known: u64,
@@ -31,6 +30,26 @@ pub(super) struct SentPages {
     fake: u64,
     /// Left out because the guest had written them again.
     pub postponed: u64,
+}
+
+/// What the destination had before.
+pub(super) struct There {
+    /// It has said the ids of its pages.
+    pub seeds: Arc<OnceLock<Seeds>>,
+    /// It has these, of pages that were not sent.
+    pub base: Contents,
+}
+
+impl There {
+    /// Whether it has this content of a page. If its content is known, the cache has it from here on.
+    fn has(&self, page: GuestPage, bytes: &[u8; PAGE], cache: &mut DeltaCache) -> bool {
+        if let Some(content) = self.base.get(page) {
+            cache.put(page, content);
+            return content == bytes;
+        }
+        let seeds = self.seeds.get();
+        seeds.is_some_and(|seeds| seeds.has(page, bytes))
+    }
 }
 
 impl SentPages {
@@ -41,7 +60,7 @@ impl SentPages {
         cache_bytes: u64,
         seed: u64,
         hash: Option<PageHash>,
-        seeds: Arc<OnceLock<Seeds>>,
+        there: There,
     ) -> SentPages {
         let mut stream = PageStream::new(blocks);
         stream.pages_may_come_twice(blocks);
@@ -52,7 +71,7 @@ impl SentPages {
             encoder: PageEncoder::in_one_thread(),
             cache,
             ids: SentIds::new(blocks, hash.unwrap_or(PageHash::Xxh3), seed),
-            seeds,
+            there,
             skip_known: hash.is_some(),
             known: 0,
             seeded: 0,
@@ -70,10 +89,7 @@ impl SentPages {
     ) -> Result<(), ConnectionError> {
         pages.retain(|page| {
             let number = GuestPage::new(block, page.number);
-            if let Some(seeds) = self.seeds.get()
-                && self.ids.is_new(number)
-                && seeds.has(number, page.bytes)
-            {
+            if self.ids.is_new(number) && self.there.has(number, page.bytes, &mut self.cache) {
                 // As if it had been sent.
                 self.ids.is_known(number, page.bytes);
                 self.seeded += 1;
@@ -110,5 +126,30 @@ impl SentPages {
             fake: self.fake,
             doomed: sent - counts.captured,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_destination_has_of_the_base_is_a_content_to_change() {
+        let page = |number| GuestPage::new(0, number);
+        let mut known = DeltaCache::default();
+        known.set_budget(1 << 20);
+        known.put(page(1), &[1; PAGE]);
+        let there = There {
+            seeds: Arc::default(),
+            base: known.into(),
+        };
+        let mut cache = DeltaCache::default();
+        cache.set_budget(1 << 20);
+        assert!(there.has(page(1), &[1; PAGE], &mut cache));
+        assert!(!there.has(page(1), &[2; PAGE], &mut cache));
+        assert_eq!(cache.get(page(1)), Some(&[1; PAGE]));
+        // Of this one nothing is known, not even that it is zero.
+        assert!(!there.has(page(2), &[0; PAGE], &mut cache));
+        assert_eq!(cache.get(page(2)), None);
     }
 }

@@ -29,8 +29,8 @@ use crate::memory::block::Block;
 use crate::memory::ranges::{PageRanges, runs};
 use crate::populate::eager::{self, PopulateError};
 use crate::sink::connection::transfer_hasher;
-use crate::source::PageSource;
 use crate::source::repository::shapes;
+use crate::source::{PageSource, TakeMany};
 use crate::verify::Image;
 
 /// Where a destination looks for what it has of a VM.
@@ -149,6 +149,26 @@ impl<'r> Seed<'r> {
         let maps: Result<Vec<_>, RepoError> = maps.collect();
         Ok(maps.map_err(crate::source::SourceError::from)?)
     }
+}
+
+/// Reads these pages, zeros included.
+///
+/// # Errors
+/// They cannot be read, or `take` fails.
+pub(super) fn read(
+    map: &PageMap<'_>,
+    pages: Vec<u64>,
+    take: TakeMany<'_, PopulateError>,
+) -> Result<(), PopulateError> {
+    let mut stored = Vec::with_capacity(pages.len());
+    for page in pages {
+        match PageSource::is_zero(map, page)? {
+            true => take(page, &[0; PAGE])?,
+            false => stored.push(page),
+        }
+    }
+    // There is a thread for each connection.
+    map.fetch_many(stored, 1, &|_| true, take)
 }
 
 /// Sends the ids of these pages of each block; the others are zero.

@@ -3,14 +3,12 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use stillframe_repo::CheckpointId;
-
 use super::convergence::Switch;
 use super::disks::{CopyDisks, DiskError};
 use super::error::MigrateError;
 use super::limiter::Limiter;
 use super::seed::Seeds;
-use super::{DEMAND_LANES, MigrateOptions, Mode, Wire};
+use super::{DEMAND_LANES, LastCheckpoint, MigrateOptions, Mode, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::message::{Base, Control, Message};
 use crate::connection::word::Session;
@@ -83,14 +81,14 @@ impl<'s> Sending<'s> {
 
     /// The checkpoint that an increment could be sent of.
     pub fn base(&self) -> Option<&Base> {
-        let base = self.options.base.as_ref();
-        base.filter(|_| matches!(self.mode, Mode::PreCopy | Mode::Hybrid))
+        let last = self.options.base.as_ref();
+        let last = last.filter(|_| matches!(self.mode, Mode::PreCopy | Mode::Hybrid));
+        last.map(|last| &last.base)
     }
 
     /// The one that the destination reads.
-    pub fn used_base(&self) -> Option<CheckpointId> {
-        let base = self.options.base.as_ref().filter(|_| self.based);
-        base.map(|base| base.checkpoint)
+    pub fn used_base(&self) -> Option<&LastCheckpoint> {
+        self.options.base.as_ref().filter(|_| self.based)
     }
 
     /// The destination takes the VM. Returns whether it says what it has of it.

@@ -15,7 +15,7 @@ use super::error::MigrateError;
 use super::handover::Source;
 use super::later;
 use super::outgoing::{Common, Outgoing};
-use super::pages::SentPages;
+use super::pages::{SentPages, There};
 use super::record::{Served, SourceRecord};
 use super::rounds::Rounds;
 use super::seed::Seeds;
@@ -344,9 +344,13 @@ impl Vm {
         let (shape, count) = (self.tracker.shape(), options.connections);
         let seed = getrandom::u64().map_err(MigrateError::Random)?;
         let cache_bytes = options.cache_bytes / count as u64;
+        let base = sending.used_base().map(|last| &last.contents);
         let state = |_| {
-            let seeds = Arc::clone(&sending.seeds);
-            SentPages::new(&shape, cache_bytes, seed, options.page_ids, seeds)
+            let there = There {
+                seeds: Arc::clone(&sending.seeds),
+                base: base.cloned().unwrap_or_default(),
+            };
+            SentPages::new(&shape, cache_bytes, seed, options.page_ids, there)
         };
         let peek = self.tracker.peek();
         let common = Common {
@@ -429,7 +433,7 @@ impl Vm {
             disk_bytes,
             rounds: sending.rounds,
             mode: sending.mode,
-            base: sending.used_base(),
+            base: sending.used_base().map(|last| last.base.checkpoint),
             serving,
             stopped,
             _later: channels,

@@ -176,7 +176,7 @@ pub trait Environment {
 
     /// Migrates the VM. No capture is in flight, and the sink holds no lock: the destination may read the last
     /// checkpoint.
-    fn migrate(&mut self, vm: Self::Vm) -> Moved<Self::Vm, Self::Error>;
+    fn migrate(&mut self, vm: Self::Vm, sink: &mut Self::Sink) -> Moved<Self::Vm, Self::Error>;
 
     /// Attaches to the same VM once more.
     ///

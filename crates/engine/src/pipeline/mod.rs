@@ -486,13 +486,14 @@ impl<E: Environment> Pipeline<E> {
         if let Some(end) = self.drain()? {
             return Ok(Some(end));
         }
-        if let Some(sink) = &mut self.sink {
-            sink.expect_more(false);
-        }
+        let Some(sink) = &mut self.sink else {
+            return Ok(None);
+        };
+        sink.expect_more(false);
         let Some(vm) = self.vm.take() else {
             return Ok(None);
         };
-        match self.environment.migrate(vm) {
+        match self.environment.migrate(vm, sink) {
             Moved::Away => Ok(Some(End::Migrated)),
             Moved::Attached(vm) => {
                 self.vm = Some(vm);

@@ -331,7 +331,7 @@ impl Environment for FakeEnvironment {
             .is_some_and(|migration| world.written >= migration.after)
     }
 
-    fn migrate(&mut self, vm: FakeVm) -> Moved<FakeVm, io::Error> {
+    fn migrate(&mut self, vm: FakeVm, _: &mut FakeSink) -> Moved<FakeVm, io::Error> {
         assert!(vm.in_flight.is_empty(), "captures in flight are overtaken");
         let mut world = self.0.borrow_mut();
         assert!(!world.locked, "the destination cannot read the repository");
@@ -517,7 +517,7 @@ fn a_pipeline_in_which_nothing_works_ends() {
         fn wants_migration(&self) -> bool {
             true
         }
-        fn migrate(&mut self, _: FakeVm) -> Moved<FakeVm, Self::Error> {
+        fn migrate(&mut self, _: FakeVm, _: &mut FakeSink) -> Moved<FakeVm, Self::Error> {
             unreachable!("nothing is attached")
         }
         fn attach_again(&mut self, _: ScheduleChoice) -> Result<FakeVm, AttachError> {

@@ -15,7 +15,7 @@ use crate::connection::batch::Batch;
 use crate::memory::BlockShape;
 use crate::memory::block::{Block, Guest};
 use crate::memory::ranges;
-use crate::source::SourceError;
+use crate::source::{SourceError, TakeMany};
 
 /// The memory of a fresh QEMU that pages are streamed into.
 pub struct StreamedMemory<'b> {
@@ -23,7 +23,13 @@ pub struct StreamedMemory<'b> {
     shapes: &'b [BlockShape],
     /// The pages that QEMU itself put into each block.
     in_use: Vec<Vec<Range<u64>>>,
+    /// Reads pages that were not sent, and are changed.
+    base: Option<ReadBase<'b>>,
 }
+
+/// Reads these pages of the block with this number from elsewhere.
+pub type ReadBase<'b> =
+    &'b (dyn Fn(usize, Vec<u64>, TakeMany<'_, PopulateError>) -> Result<(), PopulateError> + Sync);
 
 /// Writes the pages that come over one connection. No other connection has them.
 pub struct StreamWriter<'m> {
@@ -51,6 +57,7 @@ impl<'b> StreamedMemory<'b> {
             blocks,
             shapes,
             in_use: in_use.collect::<Result<_, _>>()?,
+            base: None,
         })
     }
 
@@ -61,7 +68,14 @@ impl<'b> StreamedMemory<'b> {
             blocks,
             shapes,
             in_use: vec![Vec::new(); blocks.len()],
+            base: None,
         }
+    }
+
+    /// The other side may send changes of pages that are read in this way.
+    pub fn with_base(self, base: ReadBase<'b>) -> StreamedMemory<'b> {
+        let base = Some(base);
+        StreamedMemory { base, ..self }
     }
 
     /// A writer of some of its pages.
@@ -119,9 +133,17 @@ impl StreamWriter<'_> {
         })?;
         for delta in &batch.deltas {
             let pages: Vec<u64> = delta.pages().map(u64::from).collect();
-            if !pages.iter().all(|&page| received.get(page)) {
-                let what = "a delta of a page that it has not sent".to_owned();
-                return Err(connection(ConnectionError::Malformed { what }));
+            let others = pages.iter().copied().filter(|&page| !received.get(page));
+            let others: Vec<u64> = others.collect();
+            if !others.is_empty() {
+                let Some(base) = self.memory.base else {
+                    let what = "a delta of a page that it has not sent".to_owned();
+                    return Err(connection(ConnectionError::Malformed { what }));
+                };
+                base(batch.block, others.clone(), &|first, bytes| {
+                    Ok(block.write(first, bytes)?)
+                })?;
+                others.iter().for_each(|&page| _ = received.set(page));
             }
             apply(delta, block, &pages, &mut self.buffer)?;
         }

@@ -13,7 +13,7 @@ use stillframe_engine::attach::{AnewError, AttachError, Vm};
 use stillframe_engine::checkpoint::{
     CheckpointOptions, CheckpointReport, CheckpointWriter, ScheduleChoice, ScheduleKind,
 };
-use stillframe_engine::migration::Base;
+use stillframe_engine::migration::{Base, LastCheckpoint};
 use stillframe_engine::pipeline::{
     End, Ended, Environment, Event, Moved, Pipeline, PipelineError, PipelineOptions,
     RepositorySink, ThreadQueue, WatchedVm,
@@ -157,20 +157,31 @@ impl Environment for Watch<'_> {
         self.requests.as_ref().is_some_and(Requests::is_waiting)
     }
 
-    fn migrate(&mut self, watched: WatchedVm) -> Moved<WatchedVm, anyhow::Error> {
+    fn migrate(
+        &mut self,
+        watched: WatchedVm,
+        sink: &mut Self::Sink,
+    ) -> Moved<WatchedVm, anyhow::Error> {
         let Some(job) = self.requests.as_ref().and_then(Requests::take) else {
             // The client has gone away.
             return Moved::Attached(watched);
         };
+        let contents = sink.checkpoints.lend_contents();
         let mover = Mover {
             context: self.context,
             interrupts: &self.interrupts,
-            base: self.last.map(|checkpoint| Base {
-                repository: self.repository.clone(),
-                checkpoint,
+            base: self.last.map(|checkpoint| LastCheckpoint {
+                base: Base {
+                    repository: self.repository.clone(),
+                    checkpoint,
+                },
+                contents: contents.clone(),
             }),
         };
-        match mover.migrate(watched.vm, job) {
+        let moved = mover.migrate(watched.vm, job);
+        drop(mover);
+        sink.checkpoints.take_back(contents);
+        match moved {
             Moved::Away => Moved::Away,
             Moved::Attached(vm) => Moved::Attached(self.watched(vm)),
             Moved::Here => Moved::Here,

@@ -260,6 +260,8 @@ fn only_the_increment_of_a_watched_vm_crosses_the_link() -> Result<()> {
         let crossed = [&received["pages"], &sent["fetched"]].map(Value::as_u64);
         let crossed: u64 = crossed.into_iter().flatten().sum();
         ensure!((1..4000).contains(&crossed), "{sent} {received}");
+        // The watch knows what was there.
+        ensure!(sent["pages"]["delta"].as_u64() > Some(0), "{sent}");
         ensure!(received["verify"]["differing"] == 0, "{received}");
         let filled = arrived.filled.context("it did not lack any page")?;
         ensure!(filled["pages"].as_u64() > Some(4000), "{filled}");

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use stillframe_engine::attach::Vm;
 use stillframe_engine::migration::{
-    self, Base, MigrateEvent, MigrateOptions, MigrateReport, SILENCE_MAX, Unreachable, VERSIONS,
-    Wire,
+    self, LastCheckpoint, MigrateEvent, MigrateOptions, MigrateReport, SILENCE_MAX, Unreachable,
+    VERSIONS, Wire,
 };
 use stillframe_link::{Address, ConnectError, Identity, Security, connect};
 
@@ -70,7 +70,7 @@ impl Migration {
     }
 
     /// The VM's last checkpoint, if all writes since are known.
-    pub fn with_base(mut self, base: Option<Base>) -> Migration {
+    pub fn with_base(mut self, base: Option<LastCheckpoint>) -> Migration {
         self.options.base = base;
         self
     }

@@ -2,7 +2,7 @@
 
 use stillframe_engine::attach::Vm;
 use stillframe_engine::checkpoint::ScheduleKind;
-use stillframe_engine::migration::{Base, CommitError, MigrateError, MigrateReport};
+use stillframe_engine::migration::{CommitError, LastCheckpoint, MigrateError, MigrateReport};
 use stillframe_engine::pipeline::Moved;
 
 use super::requests::Job;
@@ -21,7 +21,7 @@ pub struct Mover<'m> {
     /// The second signal cancels the migration.
     pub interrupts: &'m Interrupts,
     /// The last checkpoint of this attachment. The tracker knows what was written since.
-    pub base: Option<Base>,
+    pub base: Option<LastCheckpoint>,
 }
 
 impl Mover<'_> {
@@ -56,9 +56,9 @@ impl Mover<'_> {
 
     fn announce(&self, vm: &Vm, job: &Job) {
         let base = match self.base(vm) {
-            Some(base) => format!(
+            Some(last) => format!(
                 "its last checkpoint is {}",
-                short(&base.checkpoint.to_hex())
+                short(&last.base.checkpoint.to_hex())
             ),
             None => "all of it is sent".to_owned(),
         };
@@ -70,7 +70,7 @@ impl Mover<'_> {
     }
 
     /// The checkpoint that the migration may send the increment of.
-    fn base(&self, vm: &Vm) -> Option<&Base> {
+    fn base(&self, vm: &Vm) -> Option<&LastCheckpoint> {
         self.base.as_ref().filter(|_| !waits_at_writes(vm))
     }
 
