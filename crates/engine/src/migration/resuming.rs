@@ -97,7 +97,7 @@ fn seed<'r>(
     let lacking = record.content().lacking.as_ref()?;
     let base = lacking.base.as_ref()?;
     Some(match from {
-        Some(from) => Seed::again(from, base, &lacking.blocks),
+        Some(from) => Seed::again(from, base, (&record.content().vm, &lacking.blocks)),
         None => Err(ReceiveError::no_base(base)),
     })
 }

@@ -63,7 +63,7 @@ impl<'r> Seed<'r> {
         base: Option<&Base>,
     ) -> Result<Option<Seed<'r>>, RepoError> {
         let mut found = match base {
-            Some(base) => base_of(from.repository, base, blocks)?,
+            Some(base) => base_of(from.repository, base, (&vm.label, blocks))?,
             None => None,
         };
         let base = base.filter(|_| found.is_some()).cloned();
@@ -89,9 +89,9 @@ impl<'r> Seed<'r> {
     pub fn again(
         from: &'r mut SeedFrom<'_>,
         base: &Base,
-        blocks: &[BlockShape],
+        vm: (&str, &[BlockShape]),
     ) -> Result<Seed<'r>, ReceiveError> {
-        let found = base_of(from.repository, base, blocks)?;
+        let found = base_of(from.repository, base, vm)?;
         let manifest = found.ok_or_else(|| ReceiveError::no_base(base))?;
         let reader = from.repository.reader(from.lock_wait)?;
         Ok(Seed {
@@ -187,17 +187,17 @@ pub(super) fn say_ids(
     Ok(())
 }
 
-/// The checkpoint of this name, if it is in this repository and has this memory.
+/// The checkpoint of this name, if it is in this repository and is one of the VM with this label and memory.
 fn base_of(
     repository: &Repository,
     base: &Base,
-    blocks: &[BlockShape],
+    (label, blocks): (&str, &[BlockShape]),
 ) -> Result<Option<Manifest>, RepoError> {
     if repository.id().to_string() != base.repository {
         return Ok(None);
     }
     let manifest = found_or_none(repository.manifest(&base.checkpoint))?;
-    Ok(manifest.filter(|manifest| is_of(manifest, blocks)))
+    Ok(manifest.filter(|manifest| manifest.vm == label && is_of(manifest, blocks)))
 }
 
 fn found_or_none<T>(found: Result<T, RepoError>) -> Result<Option<T>, RepoError> {
