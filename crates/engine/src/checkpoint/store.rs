@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use stillframe_repo::{Committed, Manifest, Note, RepoError, Repository, Tags, Writer};
+use stillframe_repo::{
+    CheckpointId, Committed, Manifest, Note, RepoError, Repository, Tags, Writer,
+};
 use stillframe_sys::affinity::AffinityGuard;
 
 use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVICE_STATE, Phases};
@@ -51,6 +53,12 @@ impl CheckpointWriter {
     /// Whether an increment can be made.
     pub fn has_parent(&self) -> bool {
         self.parent.is_some()
+    }
+
+    /// The last checkpoint, and the id of its repository, if the VM's writes since are known.
+    pub fn parent(&self) -> Option<(CheckpointId, &str)> {
+        let parent = self.parent.as_ref()?;
+        Some((parent.id, &parent.repository))
     }
 
     /// The contents of pages at the last checkpoint, as far as they are known, until they are given back.

@@ -19,7 +19,6 @@ use stillframe_engine::pipeline::{
     RepositorySink, ThreadQueue, WatchedVm,
 };
 use stillframe_engine::{ContentHasher, Process};
-use stillframe_repo::CheckpointId;
 
 use self::migration::Mover;
 use self::report::Reporter;
@@ -40,10 +39,6 @@ struct Watch<'a> {
     reporter: Reporter<'a>,
     /// `None` if there is no control socket.
     requests: Option<Requests>,
-    /// The last durable checkpoint, if it is one of this attachment.
-    last: Option<CheckpointId>,
-    /// The id of the repository that has it.
-    repository: String,
 }
 
 /// Takes checkpoints until the count is reached, the VM ends, or a signal arrives.
@@ -66,8 +61,6 @@ pub fn run(context: &Context, args: &WatchArgs) -> anyhow::Result<()> {
         requests: requests(context, &process),
         process,
         reporter: Reporter::new(context, args.every),
-        last: None,
-        repository: repository.id().to_string(),
     };
     let pipeline = PipelineOptions {
         every: args.every,
@@ -167,12 +160,13 @@ impl Environment for Watch<'_> {
             return Moved::Attached(watched);
         };
         let contents = sink.checkpoints.lend_contents();
+        let last = sink.checkpoints.parent();
         let mover = Mover {
             context: self.context,
             interrupts: &self.interrupts,
-            base: self.last.map(|checkpoint| LastCheckpoint {
+            base: last.map(|(checkpoint, repository)| LastCheckpoint {
                 base: Base {
-                    repository: self.repository.clone(),
+                    repository: repository.to_owned(),
                     checkpoint,
                 },
                 contents: contents.clone(),
@@ -190,13 +184,11 @@ impl Environment for Watch<'_> {
     }
 
     fn attach_again(&mut self, schedule: ScheduleChoice) -> Result<WatchedVm, AttachError> {
-        self.last = None;
         let vm = capture::attach_again(self.context, self.process.pid(), schedule)?;
         Ok(self.watched(vm))
     }
 
     fn attach_anew(&mut self, vm: WatchedVm, to: ScheduleKind) -> Result<WatchedVm, AnewError> {
-        self.last = None;
         Ok(self.watched(vm.vm.attach_anew(to)?))
     }
 
@@ -209,11 +201,6 @@ impl Environment for Watch<'_> {
     }
 
     fn report(&mut self, event: Event<'_, CheckpointReport>) -> anyhow::Result<()> {
-        match &event {
-            Event::Taken(report) => self.last = CheckpointId::from_hex(&report.checkpoint),
-            Event::ParentGone(_) => self.last = None,
-            _ => {}
-        }
         self.reporter.report(event)
     }
 }
