@@ -41,11 +41,12 @@ impl Cell {
         })
     }
 
-    /// Bytes on the link for each byte of the pages written since the last checkpoint.
+    /// Bytes on the link for each byte of the pages written since the last checkpoint. A page that came in a round may have
+    /// been fetched once more, so that the larger of both counts stands for the pages: they are no fewer.
     fn bytes_of_increment(&self) -> Option<f64> {
         self.median(|outcome| {
             let number = |name: &str| outcome.report[name].as_f64();
-            let pages = number("arrived")? + number("fetched")?;
+            let pages = number("arrived")?.max(number("fetched")?);
             Some(outcome.bytes as f64 / (pages * 4096.0))
         })
     }
