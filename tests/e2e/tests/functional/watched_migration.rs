@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -87,6 +88,13 @@ impl Watched {
         self.guest.serial.wait_more(3, PATIENCE)?;
         Ok(())
     }
+}
+
+/// A destination that looks for the VM's checkpoint in this repository.
+fn seeded_receiver(order: &Order, from: &Stillframe) -> Result<Command> {
+    let words = [order.new_vm(), vec!["--seed".to_owned()]].concat();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    order.receiver(from, "127.0.0.1:0", &words)
 }
 
 /// An address at which nothing listens.
@@ -277,9 +285,7 @@ fn a_vm_that_reads_its_checkpoint_goes_on_after_a_kill() -> Result<()> {
     let watched = Watched::start("half", &[])?;
     let (pid, stillframe) = (watched.guest.pid(), &watched.stillframe);
     let order = Order::of(&watched.guest, "there");
-    let words = [order.new_vm(), vec!["--seed".to_owned()]].concat();
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let receiver = order.receiver(stillframe, "127.0.0.1:0", &words)?;
+    let receiver = seeded_receiver(&order, stillframe)?;
     let folder = tempfile::tempdir()?;
     let (faulty, reached) = fault::with_fault(&receiver, "takeover.said:kill", folder.path())?;
     let (destination, at) = order.listen(faulty)?;
@@ -319,9 +325,7 @@ fn a_watched_vm_comes_whole_where_its_checkpoint_is_not() -> Result<()> {
     let watched = Watched::start("whole", &[])?;
     let other = Stillframe::init(&watched.guest.folder().join("other"))?;
     let order = Order::of(&watched.guest, "there");
-    let words = [order.new_vm(), vec!["--seed".to_owned()]].concat();
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let (destination, at) = order.listen(order.receiver(&other, "127.0.0.1:0", &words)?)?;
+    let (destination, at) = order.listen(seeded_receiver(&order, &other)?)?;
     let pid = watched.guest.pid();
     let migration = order.start_source(&watched.stillframe, pid, (destination, at), at)?;
     let arrived = migration.arrive()?;
