@@ -4,21 +4,24 @@
 //!   length u32 | kind u8 | payload | check, 16 bytes          little-endian
 //! ```
 //!
-//! The check is a hash over the frame's number in its direction, its header and its payload. A frame that is
-//! damaged, lost, doubled or out of order is therefore noticed. It is no protection against a hostile peer.
+//! The check is a hash (XXH3, 128 bits) over the frame's number in its direction, its header and its payload. A frame that
+//! is damaged, lost, doubled or out of order is therefore noticed. It is no protection against a hostile peer: that is TLS.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::marker::PhantomData;
 
 use thiserror::Error;
+use xxhash_rust::xxh3::Xxh3;
 
 /// Length and kind.
 const HEADER_BYTES: usize = 5;
-/// The frame's number, which is hashed and not sent.
-const NUMBER_BYTES: usize = 8;
 const CHECK_BYTES: usize = 16;
 /// Sets these hashes apart from all others.
-const CHECK_KEY: [u8; 32] = *b"stillframe connection frame v001";
+const CHECK_SEED: u64 = u64::from_le_bytes(*b"sf frame");
+/// Longer payloads are sent by themselves: a copy would take longer than the call.
+const COPIED_MAX: usize = 64 << 10;
+/// Room for a payload before any of it has come. The kernel gives memory when it is written.
+const EXPECTED_MAX: usize = 2 << 20;
 
 /// The kinds of frames of one protocol.
 pub trait FrameKind: Copy + Eq {
@@ -75,7 +78,7 @@ pub struct FrameStream<S, K> {
     sent: u64,
     received: u64,
     bytes_sent: u64,
-    /// The frame that is put together.
+    /// A frame that is put together.
     out: Vec<u8>,
 }
 
@@ -108,10 +111,13 @@ impl<S, K> FrameStream<S, K> {
     }
 }
 
-fn check_of(frame: &[u8]) -> [u8; CHECK_BYTES] {
-    let mut check = [0; CHECK_BYTES];
-    check.copy_from_slice(&blake3::keyed_hash(&CHECK_KEY, frame).as_bytes()[..CHECK_BYTES]);
-    check
+/// The check of the frame with this number.
+fn check_of(number: u64, header: &[u8; HEADER_BYTES], payload: &[u8]) -> [u8; CHECK_BYTES] {
+    let mut hash = Xxh3::with_seed(CHECK_SEED);
+    hash.update(&number.to_le_bytes());
+    hash.update(header);
+    hash.update(payload);
+    hash.digest128().to_le_bytes()
 }
 
 impl<S: Write, K: FrameKind> FrameStream<S, K> {
@@ -124,22 +130,29 @@ impl<S: Write, K: FrameKind> FrameStream<S, K> {
             let what = "a frame that is put together is too long";
             return Err(FrameError::Damaged { what });
         }
-        let mut frame = std::mem::take(&mut self.out);
-        frame.clear();
-        frame.extend(self.sent.to_le_bytes());
         // Shorter than 2^32.
-        frame.extend((payload.len() as u32).to_le_bytes());
-        frame.push(kind.number());
-        frame.extend(payload);
-        let check = check_of(&frame);
-        frame.extend(check);
-        let sent = self.stream.write_all(&frame[NUMBER_BYTES..]);
+        let [a, b, c, d] = (payload.len() as u32).to_le_bytes();
+        let header = [a, b, c, d, kind.number()];
+        let check = check_of(self.sent, &header, payload);
+        let sent = self.send_parts(&header, payload, &check);
         let sent = sent.and_then(|()| self.stream.flush());
         sent.map_err(|source| failed("sending", source))?;
         self.sent += 1;
-        self.bytes_sent += (frame.len() - NUMBER_BYTES) as u64;
-        self.out = frame;
+        self.bytes_sent += (HEADER_BYTES + payload.len() + CHECK_BYTES) as u64;
         Ok(())
+    }
+
+    fn send_parts(&mut self, header: &[u8], payload: &[u8], check: &[u8]) -> io::Result<()> {
+        if payload.len() > COPIED_MAX {
+            self.stream.write_all(header)?;
+            self.stream.write_all(payload)?;
+            return self.stream.write_all(check);
+        }
+        self.out.clear();
+        for part in [header, payload, check] {
+            self.out.extend(part);
+        }
+        self.stream.write_all(&self.out)
     }
 }
 
@@ -150,8 +163,7 @@ impl<S: Read, K: FrameKind> FrameStream<S, K> {
     /// The stream failed or ended, nothing came, or the received bytes are no frame.
     pub fn receive(&mut self) -> Result<Frame<K>, FrameError> {
         let mut header = [0; HEADER_BYTES];
-        let read = self.stream.read_exact(&mut header);
-        read.map_err(|source| failed("receiving", source))?;
+        self.fill(&mut header)?;
         let [a, b, c, d, number] = header;
         let length = u32::from_le_bytes([a, b, c, d]) as usize;
         let unknown = FrameError::Damaged {
@@ -163,27 +175,27 @@ impl<S: Read, K: FrameKind> FrameStream<S, K> {
                 what: "it is longer than its kind allows",
             });
         }
-        let mut frame = Vec::from(self.received.to_le_bytes());
-        frame.extend(header);
         // Memory grows with what really comes.
-        let rest = (length + CHECK_BYTES) as u64;
-        let read = self.stream.by_ref().take(rest).read_to_end(&mut frame);
-        if read.map_err(|source| failed("receiving", source))? as u64 != rest {
+        let mut payload = Vec::with_capacity(length.min(EXPECTED_MAX));
+        let mut rest = self.stream.by_ref().take(length as u64);
+        let read = rest.read_to_end(&mut payload);
+        if read.map_err(|source| failed("receiving", source))? != length {
             return Err(FrameError::Closed);
         }
-        let (content, check) = frame.split_at(frame.len() - CHECK_BYTES);
-        if check_of(content) != check {
+        let mut check = [0; CHECK_BYTES];
+        self.fill(&mut check)?;
+        if check_of(self.received, &header, &payload) != check {
             return Err(FrameError::Damaged {
                 what: "its content does not have the hash that came with it",
             });
         }
         self.received += 1;
-        frame.truncate(frame.len() - CHECK_BYTES);
-        frame.drain(..NUMBER_BYTES + HEADER_BYTES);
-        Ok(Frame {
-            kind,
-            payload: frame,
-        })
+        Ok(Frame { kind, payload })
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) -> Result<(), FrameError> {
+        let read = self.stream.read_exact(bytes);
+        read.map_err(|source| failed("receiving", source))
     }
 }
 
@@ -208,7 +220,7 @@ mod tests {
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     struct Payload;
 
-    const PAYLOAD_BYTES_MAX: usize = 1 << 10;
+    const PAYLOAD_BYTES_MAX: usize = 4 * COPIED_MAX;
 
     impl FrameKind for Payload {
         fn from_number(number: u8) -> Option<Payload> {
@@ -279,6 +291,22 @@ mod tests {
             let bytes: Vec<u8> = order.iter().flat_map(|&frame| frames[frame].clone()).collect();
             let in_order = order.iter().enumerate().take_while(|(place, frame)| place == *frame).count();
             prop_assert_eq!(received(&bytes).0, &payloads[..in_order]);
+        }
+    }
+
+    #[test]
+    fn long_frames_come_as_they_were_sent_and_damage_is_noticed() {
+        let payloads = [COPIED_MAX, COPIED_MAX + 1, PAYLOAD_BYTES_MAX];
+        let payloads = payloads.map(|length| (0..length).map(|at| at as u8).collect::<Vec<u8>>());
+        let bytes = sent(&payloads);
+        assert_eq!(received(&bytes), (payloads.to_vec(), true));
+        let overhead = HEADER_BYTES + CHECK_BYTES;
+        let ends = [1, 2, 3].map(|count| sent(&payloads[..count]).len());
+        assert_eq!(ends[1] - ends[0], COPIED_MAX + 1 + overhead);
+        for at in [ends[0] + 1, ends[0] + HEADER_BYTES + 9, ends[1] - 1] {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 1;
+            assert_eq!(received(&damaged).0, payloads[..1]);
         }
     }
 
