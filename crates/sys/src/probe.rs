@@ -153,6 +153,12 @@ pub fn run() -> Vec<Ability> {
     ENTRIES.iter().map(try_one).collect()
 }
 
+/// Tries those that nothing works without.
+pub fn run_required() -> Vec<Ability> {
+    let required = ENTRIES.iter().filter(|entry| entry.need == Need::Required);
+    required.map(try_one).collect()
+}
+
 fn try_one(entry: &Entry) -> Ability {
     // A child of its own, so that one failure does not spoil the next trial.
     let result = Child::start(entry.filtered_child).and_then(|child| (entry.trial)(&child));

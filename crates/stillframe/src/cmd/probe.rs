@@ -26,7 +26,7 @@ pub fn run(context: &Context) -> anyhow::Result<()> {
 /// # Errors
 /// A required ability is missing; the error has cause and remedy.
 pub fn require() -> Result<(), CommandError> {
-    let abilities = probe::run();
+    let abilities = probe::run_required();
     let lacks: Vec<String> = missing(&abilities)
         .map(|(name, cause, remedy)| format!("{name} is missing: {cause}; {remedy}"))
         .collect();
