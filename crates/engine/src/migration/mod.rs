@@ -24,6 +24,7 @@ mod later;
 mod limiter;
 mod new_qemu;
 mod outgoing;
+mod page_sender;
 mod pages;
 mod record;
 mod rehearsal;

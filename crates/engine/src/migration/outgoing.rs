@@ -8,83 +8,36 @@
 //! Every version of a page goes over the same connection, so that the last one arrives last. A connection takes a
 //! batch when it has sent the one before: pages are read late, and left out when they have changed again.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender, bounded};
-use stillframe_link::{Closer, Stream};
+use stillframe_link::Closer;
 use stillframe_page::PAGE_BYTES;
-use stillframe_sys::affinity::{AffinityGuard, Processors};
 
 use super::error::MigrateError;
-use super::limiter::Limiter;
+use super::page_sender::{
+    BATCH_PAGES, Batch, CHUNK_PAGES, Common, Content, End, PageSender, Sent, Task, chunks,
+};
 use super::pages::SentPages;
 use super::{BEAT, MigratedPages, Reconnect, Unreachable, Wire};
-use crate::connection::ConnectionError;
-use crate::connection::message::{Control, Message};
+use crate::connection::message::Control;
 use crate::connection::word::Session;
-use crate::memory::Page;
-use crate::memory::block::{Block, Guest};
-use crate::memory::ranges::{PageRanges, count, length, split, subtract};
-use crate::sink::connection::ConnectionPages;
-use crate::tracking::rewritten::Rewritten;
+use crate::memory::block::Guest;
+use crate::memory::ranges::{PageRanges, count};
 use crate::tracking::tracker::Collected;
 use crate::{Progress, ProgressSink};
 
-/// Pages of a batch, at most.
-const BATCH_PAGES: u64 = 1024;
-/// Adjacent pages that go over one connection.
-const CHUNK_PAGES: u64 = 512;
 /// Places of a block that are sent from at the same time. Memory has long stretches that compress well, which the
 /// processor limits, and long ones that do not, which the network limits.
 const PLACES: usize = 8;
 /// Batches that wait for a connection, so that none is idle while another has pages that take long. They are page numbers
 /// only.
-const WAITING_MAX: usize = 32;
+const WAITING_MAX: usize = 64;
 
 /// Bytes of a change that is much smaller than a page, whatever was sent before.
 const LITTLE: u64 = PAGE_BYTES / 16;
-
-/// A chunk is sent at the end of the round if more than one page in this number was written again.
-const HOT: u64 = 64;
-
-/// Where the content of a batch is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Content {
-    /// In the guest's memory.
-    Memory(Guest),
-    /// The same, and the pages are sent even if the guest has written them again.
-    Sample,
-    /// Nowhere: they are zero.
-    Zero,
-}
-
-/// Pages of one block.
-#[derive(Debug, Clone)]
-struct Batch {
-    block: usize,
-    pages: Vec<Range<u64>>,
-    content: Content,
-}
-
-/// Work for a connection.
-enum Task {
-    Batch(Batch),
-    /// The destination is to have all pages so far.
-    Sync,
-    /// There are no more.
-    Last,
-}
-
-/// What a connection has sent so far.
-#[derive(Debug, Clone, Copy, Default)]
-struct Sent {
-    pages: MigratedPages,
-    bytes: u64,
-}
 
 /// One of the connections, and its thread.
 struct Sending {
@@ -104,16 +57,6 @@ pub(super) struct Outgoing {
     postponed: u64,
     /// When the destination last heard that this side lives, or soon before.
     beat: Instant,
-}
-
-/// What all threads need.
-#[derive(Clone)]
-pub(super) struct Common {
-    pub blocks: Vec<Arc<Block>>,
-    pub rewritten: Rewritten,
-    pub limiter: Arc<Limiter>,
-    /// Where they run while the guest does.
-    pub processors: Processors,
 }
 
 impl Outgoing {
@@ -235,6 +178,7 @@ impl Outgoing {
             block,
             pages,
             content,
+            remembered: true,
         };
         self.order(wire, number, Task::Batch(batch))
     }
@@ -261,7 +205,7 @@ impl Outgoing {
     /// # Errors
     /// A connection or a read failed.
     pub fn sync(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
-        self.all(wire, || Task::Sync)
+        self.all(wire, End::Round)
     }
 
     /// Waits until all pages are sent; there are no more.
@@ -269,7 +213,7 @@ impl Outgoing {
     /// # Errors
     /// The same.
     pub fn last(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
-        self.all(wire, || Task::Last)
+        self.all(wire, End::All)
     }
 
     /// What was sent until the last of these waits.
@@ -284,9 +228,9 @@ impl Outgoing {
         self.sent.bytes
     }
 
-    fn all(&mut self, wire: &mut Wire, task: impl Fn() -> Task) -> Result<(), MigrateError> {
+    fn all(&mut self, wire: &mut Wire, end: End) -> Result<(), MigrateError> {
         for number in 0..self.connections.len() {
-            self.order(wire, number, task())?;
+            self.order(wire, number, Task::End(end))?;
         }
         let mut all = Sent::default();
         for number in 0..self.connections.len() {
@@ -357,154 +301,6 @@ fn mixed(count: usize) -> impl Iterator<Item = usize> {
     each.filter(move |&number| number < count)
 }
 
-/// Those of these ranges, each within a chunk, of which many pages are among the rewritten ones. Both ascend.
-fn hot_ranges(pages: &[Range<u64>], rewritten: &[Range<u64>]) -> Vec<Range<u64>> {
-    let parts = pages.iter().cloned().flat_map(chunks);
-    let of_chunk = |range: &Range<u64>| range.start / CHUNK_PAGES;
-    let mut counts: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
-    for range in pages.iter().cloned().flat_map(chunks) {
-        counts.entry(of_chunk(&range)).or_default().0 += range.end - range.start;
-    }
-    for range in rewritten.iter().cloned().flat_map(chunks) {
-        counts.entry(of_chunk(&range)).or_default().1 += range.end - range.start;
-    }
-    let is_hot = |range: &Range<u64>| {
-        let (all, hot) = counts[&of_chunk(range)];
-        hot * HOT > all
-    };
-    parts.filter(is_hot).collect()
-}
-
-/// Cuts pages where another connection begins.
-fn chunks(pages: Range<u64>) -> impl Iterator<Item = Range<u64>> {
-    let mut next = pages.start;
-    std::iter::from_fn(move || {
-        let end = pages.end.min((next / CHUNK_PAGES + 1) * CHUNK_PAGES);
-        let part = next..end;
-        next = end;
-        (part.start < part.end).then_some(part)
-    })
-}
-
-/// The state of a thread.
-struct PageSender {
-    sink: ConnectionPages<Stream>,
-    pages: SentPages,
-    common: Common,
-    buffer: Vec<u8>,
-}
-
-impl PageSender {
-    fn new(wire: Wire, pages: SentPages, common: Common) -> Result<PageSender, ConnectionError> {
-        Ok(PageSender {
-            sink: ConnectionPages::new(wire)?,
-            pages,
-            common,
-            buffer: vec![0; (BATCH_PAGES * PAGE_BYTES) as usize],
-        })
-    }
-
-    fn run(mut self, tasks: &Receiver<Task>, done: &Sender<Sent>) -> Result<(), MigrateError> {
-        // While the guest is stopped, all processors are free.
-        let mut placement = Some(AffinityGuard::to(&self.common.processors));
-        let mut last = Vec::new();
-        for task in tasks {
-            let batch = match task {
-                Task::Batch(batch) => batch,
-                Task::Sync | Task::Last => {
-                    for batch in last.drain(..) {
-                        self.send(batch, &mut placement)?;
-                    }
-                    self.end(task, done)?;
-                    continue;
-                }
-            };
-            let (batch, hot) = self.without_hot(batch)?;
-            last.extend(hot);
-            self.send(batch, &mut placement)?;
-        }
-        Ok(())
-    }
-
-    /// Takes out the chunks that the guest is writing. At the end of the round most of their pages will have been written
-    /// again, and are left out.
-    fn without_hot(&self, mut batch: Batch) -> Result<(Batch, Option<Batch>), MigrateError> {
-        if batch.content != Content::Memory(Guest::Running) {
-            return Ok((batch, None));
-        }
-        let rewritten = self.common.rewritten.among(batch.block, &batch.pages)?;
-        let hot = hot_ranges(&batch.pages, &rewritten);
-        batch.pages = subtract(&batch.pages, &hot);
-        let hot = Batch {
-            pages: hot,
-            ..batch.clone()
-        };
-        Ok((batch, (!hot.pages.is_empty()).then_some(hot)))
-    }
-
-    /// All pages so far are sent, or all there are.
-    fn end(&mut self, task: Task, done: &Sender<Sent>) -> Result<(), MigrateError> {
-        match task {
-            Task::Batch(_) => {}
-            Task::Sync => {
-                let wire = self.sink.connection();
-                wire.send_control(&Control::Sync)?;
-                match wire.receive_message()? {
-                    Message::Control(Control::Synced) => {}
-                    other => return Err(other.unexpected().into()),
-                }
-            }
-            Task::Last => self.sink.connection().send_control(&Control::Last)?,
-        }
-        let sent = Sent {
-            pages: self.pages.counts(),
-            bytes: self.sink.bytes_sent(),
-        };
-        // It is awaited, unless the migration has failed.
-        let _ = done.send(sent);
-        Ok(())
-    }
-
-    fn send(
-        &mut self,
-        batch: Batch,
-        placement: &mut Option<AffinityGuard>,
-    ) -> Result<(), MigrateError> {
-        let Batch {
-            block,
-            mut pages,
-            content,
-        } = batch;
-        let memory = &self.common.blocks[block];
-        match content {
-            Content::Memory(Guest::Running) => {
-                let rewritten = self.common.rewritten.among(block, &pages)?;
-                let rest = subtract(&pages, &rewritten);
-                self.pages.postponed += length(&pages) - length(&rest);
-                pages = rest;
-            }
-            Content::Memory(Guest::Stopped) => *placement = None,
-            Content::Sample | Content::Zero => {}
-        }
-        let bytes = &mut self.buffer[..(length(&pages) * PAGE_BYTES) as usize];
-        match content {
-            Content::Memory(guest) => memory.read(guest, &mut split(bytes, &pages), &pages)?,
-            Content::Sample => memory.read(Guest::Running, &mut split(bytes, &pages), &pages)?,
-            Content::Zero => bytes.fill(0),
-        }
-        let contents = pages.iter().cloned().flatten().zip(bytes.as_chunks().0);
-        let pages: Vec<Page<'_>> = contents
-            .map(|(number, bytes)| Page { number, bytes })
-            .collect();
-        let before = self.sink.bytes_sent();
-        self.pages.put(&mut self.sink, block, pages)?;
-        if content != Content::Memory(Guest::Stopped) {
-            self.common.limiter.wait(self.sink.bytes_sent() - before);
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -519,24 +315,5 @@ mod tests {
             all.sort_unstable();
             assert!(all.into_iter().eq(0..count));
         }
-    }
-
-    #[test]
-    fn a_chunk_is_hot_where_many_of_its_pages_were_written_again() {
-        let pages = [0..512, 600..610, 1000..1200, 2048..2560];
-        let of = |rewritten: &[Range<u64>]| hot_ranges(&pages, rewritten);
-        assert_eq!(of(&[]), []);
-        assert_eq!(of(&[0..8, 2048..2056]), []);
-        assert_eq!(of(&[0..9, 2048..2056]), vec![0..512; 1]);
-        // What is left of the chunk of 512..1024 are 34 pages.
-        assert_eq!(of(&vec![605..606; 1]), [600..610, 1000..1024]);
-        assert_eq!(of(&vec![1100..1110; 1]), vec![1024..1200; 1]);
-    }
-
-    #[test]
-    fn chunks_end_where_another_connection_begins() {
-        let cut: Vec<Range<u64>> = chunks(510..1025).collect();
-        assert_eq!(cut, [510..512, 512..1024, 1024..1025]);
-        assert_eq!(chunks(3..3).count(), 0);
     }
 }

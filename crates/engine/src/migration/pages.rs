@@ -80,12 +80,17 @@ impl SentPages {
         }
     }
 
-    /// Sends ascending pages of one block.
+    /// Whether a page with its old content is found by its id.
+    pub fn finds_known(&self) -> bool {
+        self.skip_known
+    }
+
+    /// Sends ascending pages of one block. Of those that are remembered, changes are found later.
     pub fn put<S: Write>(
         &mut self,
         sink: &mut ConnectionPages<S>,
-        block: usize,
-        mut pages: Vec<Page<'_>>,
+        (block, mut pages): (usize, Vec<Page<'_>>),
+        remembered: bool,
     ) -> Result<(), ConnectionError> {
         pages.retain(|page| {
             let number = GuestPage::new(block, page.number);
@@ -107,7 +112,11 @@ impl SentPages {
         self.stream
             .put(sink, &mut self.encoder, &self.cache, block, &pages)?;
         for &Page { number, bytes } in &pages {
-            self.cache.put(GuestPage::new(block, number), bytes);
+            let page = GuestPage::new(block, number);
+            match remembered {
+                true => self.cache.put(page, bytes),
+                false => self.cache.remove(page),
+            }
         }
         Ok(())
     }

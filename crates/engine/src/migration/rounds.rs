@@ -9,6 +9,7 @@ use super::outgoing::Outgoing;
 use super::sending::Sending;
 use super::{MigrateEvent, MigrateOptions, MigrateSink, SkipFake, Wire};
 use crate::attach::Vm;
+use crate::capture::device_state::StateStream;
 use crate::memory::block::Guest;
 use crate::memory::ranges::{PageRanges, count, runs, subtract_all};
 use crate::streaming::{Iteration, Streaming};
@@ -155,6 +156,11 @@ impl Vm {
             let pages = wanted.pages();
             let progress = &mut |progress| (rounds.events)(MigrateEvent::Progress(progress));
             outgoing.put(wire, &wanted, Guest::Running, progress)?;
+            // Before the VM is stopped, and while pages leave.
+            let Streaming {
+                monitor, process, ..
+            } = &mut streaming;
+            StateStream::lent(&mut self.state, monitor, process, &self.guardian)?;
             rounds.convergence.may_switch(sending.accepted(wire)?);
             outgoing.sync(wire)?;
             let found = streaming.found()?;
