@@ -20,6 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const PATIENCE_IN_ALL: Duration = Duration::from_secs(2);
 /// An expected pause of more than this many times the allowed one is worth the faults of a VM that lacks pages.
 const FAR: u32 = 5;
+/// What is expected while no page was sent: more than any limit.
+const UNKNOWN: Duration = Duration::from_secs(1 << 32);
 /// What counts as such a moment, against the best so far. After twice the patience every moment does.
 const AS_GOOD: f64 = 1.2;
 
@@ -105,6 +107,7 @@ impl Convergence {
     /// Time that this number of pages takes.
     pub fn time_for(&self, pages: u64) -> Duration {
         match self.pace {
+            (0, _) if pages > 0 => UNKNOWN,
             (0, _) => Duration::ZERO,
             (all, time) => time.mul_f64(pages as f64 / all as f64),
         }
@@ -210,6 +213,16 @@ mod tests {
         let mut rounds = Convergence::new(10 * MS, Switch::Never);
         let ended = (1..).find(|_| rounds.after(round(30_000, 5000, 30_000)) == Next::Stop);
         assert_eq!(ended, Some(2));
+    }
+
+    #[test]
+    fn nothing_is_expected_of_a_round_in_which_no_page_was_sent() {
+        let mut rounds = Convergence::new(10 * MS, Switch::Never);
+        assert_eq!(rounds.after(round(0, 200, 50_000)), Next::Round);
+        assert_eq!(rounds.after(round(50_000, 500, 100)), Next::Stop);
+        let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
+        rounds.after(round(0, 200, 50_000));
+        assert!(rounds.wants_trial());
     }
 
     #[test]

@@ -22,6 +22,7 @@ mod incoming;
 mod lacking;
 mod later;
 mod limiter;
+mod look;
 mod new_qemu;
 mod outgoing;
 mod page_sender;

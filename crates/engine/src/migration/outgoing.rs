@@ -9,8 +9,10 @@
 //! batch when it has sent the one before: pages are read late, and left out when they have changed again.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender, bounded};
 use stillframe_link::Closer;
@@ -18,7 +20,8 @@ use stillframe_page::PAGE_BYTES;
 
 use super::error::MigrateError;
 use super::page_sender::{
-    BATCH_PAGES, Batch, CHUNK_PAGES, Common, Content, End, PageSender, Sent, Task, chunks,
+    BATCH_PAGES, Batch, CHUNK_PAGES, Common, Content, Done, End, Ongoing, PageSender, Sent, Task,
+    chunks,
 };
 use super::pages::SentPages;
 use super::{BEAT, MigratedPages, Reconnect, Unreachable, Wire};
@@ -34,7 +37,10 @@ use crate::{Progress, ProgressSink};
 const PLACES: usize = 8;
 /// Batches that wait for a connection, so that none is idle while another has pages that take long. They are page numbers
 /// only.
-const WAITING_MAX: usize = 64;
+const WAITING_MAX: usize = 32;
+
+/// The time between two calls of what is done while a round ends.
+const MEANWHILE: Duration = Duration::from_millis(20);
 
 /// Bytes of a change that is much smaller than a page, whatever was sent before.
 const LITTLE: u64 = PAGE_BYTES / 16;
@@ -43,7 +49,7 @@ const LITTLE: u64 = PAGE_BYTES / 16;
 struct Sending {
     /// Closed when it is dropped.
     tasks: Option<Sender<Task>>,
-    sent: Receiver<Sent>,
+    done: Receiver<Done>,
     thread: Option<JoinHandle<Result<(), MigrateError>>>,
     closer: Closer,
 }
@@ -55,6 +61,8 @@ pub(super) struct Outgoing {
     common: Common,
     /// Pages that no connection was given.
     postponed: u64,
+    /// Pages that were not sent because a round was cut short, each with the number of its block.
+    unsent: Vec<(usize, Range<u64>)>,
     /// When the destination last heard that this side lives, or soon before.
     beat: Instant,
 }
@@ -78,13 +86,13 @@ impl Outgoing {
             wire.send_control(&Control::Join { session, number })?;
             let closer = wire.closer().map_err(MigrateError::Socket)?;
             let (tasks, todo) = bounded(WAITING_MAX);
-            let (done, sent) = bounded(1);
+            let (done, ended) = bounded(1);
             let sender = PageSender::new(wire, pages, common.clone())?;
             let thread = std::thread::Builder::new().name("pages".to_owned());
             let thread = thread.spawn(move || sender.run(&todo, &done));
             connections.push(Sending {
                 tasks: Some(tasks),
-                sent,
+                done: ended,
                 thread: Some(thread.map_err(MigrateError::Thread)?),
                 closer,
             });
@@ -94,13 +102,32 @@ impl Outgoing {
             sent: Sent::default(),
             common,
             postponed: 0,
+            unsent: Vec::new(),
             beat: Instant::now(),
         })
     }
 
     /// All pages found until now are protected again.
     pub fn begin_round(&self) {
+        self.common.round.cut_short.store(false, Ordering::Relaxed);
+        self.common.round.sent.store(0, Ordering::Relaxed);
         self.common.rewritten.begin_round();
+    }
+
+    /// The round that goes on.
+    pub fn round(&self) -> Arc<Ongoing> {
+        Arc::clone(&self.common.round)
+    }
+
+    /// The pages that a round has left out that was cut short, once its end was awaited.
+    pub fn take_unsent(&mut self) -> PageRanges {
+        let mut unsent = vec![Vec::new(); self.common.blocks.len()];
+        for (block, range) in self.unsent.drain(..) {
+            unsent[block].push(range);
+        }
+        let ascending = |ranges: &mut Vec<Range<u64>>| ranges.sort_unstable_by_key(|one| one.start);
+        unsent.iter_mut().for_each(ascending);
+        unsent
     }
 
     /// Counts pages that are left out of this round.
@@ -194,18 +221,22 @@ impl Outgoing {
         for (block, pages) in few.iter().enumerate() {
             self.put_block(wire, block, pages, Content::Sample, &mut |_| ())?;
         }
-        self.sync(wire)?;
+        self.sync(wire, &mut || ())?;
         let each = before.bytes / (before.pages.sent - before.pages.zero).max(1);
         let again = (self.sent.bytes - before.bytes) / pages.max(1);
         Ok(again < (each / 2).max(LITTLE))
     }
 
-    /// Waits until the destination has all pages so far.
+    /// Waits until the destination has all pages so far. This calls `meanwhile` now and then.
     ///
     /// # Errors
     /// A connection or a read failed.
-    pub fn sync(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
-        self.all(wire, End::Round)
+    pub fn sync(
+        &mut self,
+        wire: &mut Wire,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), MigrateError> {
+        self.all(wire, End::Round, meanwhile)
     }
 
     /// Waits until all pages are sent; there are no more.
@@ -213,7 +244,7 @@ impl Outgoing {
     /// # Errors
     /// The same.
     pub fn last(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
-        self.all(wire, End::All)
+        self.all(wire, End::All, &mut || ())
     }
 
     /// What was sent until the last of these waits.
@@ -228,23 +259,41 @@ impl Outgoing {
         self.sent.bytes
     }
 
-    fn all(&mut self, wire: &mut Wire, end: End) -> Result<(), MigrateError> {
+    fn all(
+        &mut self,
+        wire: &mut Wire,
+        end: End,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), MigrateError> {
         for number in 0..self.connections.len() {
             self.order(wire, number, Task::End(end))?;
         }
         let mut all = Sent::default();
         for number in 0..self.connections.len() {
-            let sent = loop {
-                match self.connections[number].sent.recv_timeout(BEAT) {
-                    Ok(sent) => break sent,
-                    Err(RecvTimeoutError::Timeout) => wire.send_control(&Control::Alive)?,
+            let Done { sent, unsent } = loop {
+                match self.connections[number].done.recv_timeout(MEANWHILE) {
+                    Ok(done) => break done,
+                    Err(RecvTimeoutError::Timeout) => {
+                        meanwhile();
+                        self.say_alive(wire)?;
+                    }
                     Err(RecvTimeoutError::Disconnected) => return Err(self.failed(number)),
                 }
             };
+            self.unsent.extend(unsent);
             all.pages += sent.pages;
             all.bytes += sent.bytes;
         }
         self.sent = all;
+        Ok(())
+    }
+
+    /// The destination hears now and then that this side lives.
+    fn say_alive(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
+        if self.beat.elapsed() >= BEAT {
+            self.beat = Instant::now();
+            wire.send_control(&Control::Alive)?;
+        }
         Ok(())
     }
 
@@ -254,10 +303,7 @@ impl Outgoing {
         number: usize,
         mut task: Task,
     ) -> Result<(), MigrateError> {
-        if self.beat.elapsed() >= BEAT {
-            self.beat = Instant::now();
-            wire.send_control(&Control::Alive)?;
-        }
+        self.say_alive(wire)?;
         loop {
             let tasks = self.connections[number].tasks.as_ref();
             match tasks.map(|tasks| tasks.send_timeout(task, BEAT)) {

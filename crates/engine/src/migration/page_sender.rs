@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
@@ -79,6 +80,13 @@ pub(super) struct Sent {
     pub bytes: u64,
 }
 
+/// What a connection says at the end of a round.
+pub(super) struct Done {
+    pub sent: Sent,
+    /// Pages of this round that it has not sent, because the round was cut short, each with the number of its block.
+    pub unsent: Vec<(usize, Range<u64>)>,
+}
+
 /// What all threads need.
 #[derive(Clone)]
 pub(super) struct Common {
@@ -87,6 +95,16 @@ pub(super) struct Common {
     pub limiter: Arc<Limiter>,
     /// Where they run while the guest does.
     pub processors: Processors,
+    pub round: Arc<Ongoing>,
+}
+
+/// What the threads and their orderer know of a round that goes on.
+#[derive(Debug, Default)]
+pub(super) struct Ongoing {
+    /// Pages of a running guest that are not sent yet are not to be sent.
+    pub cut_short: AtomicBool,
+    /// Pages that have left.
+    pub sent: AtomicU64,
 }
 
 /// The chunks of a batch.
@@ -118,6 +136,7 @@ pub(super) struct PageSender {
     buffer: Vec<u8>,
     /// When the first round began, while it lasts.
     first_round: Option<Instant>,
+    unsent: Vec<(usize, Range<u64>)>,
 }
 
 impl PageSender {
@@ -136,6 +155,7 @@ impl PageSender {
             common,
             buffer: vec![0; (BATCH_PAGES * PAGE_BYTES) as usize],
             first_round: Some(Instant::now()),
+            unsent: Vec::new(),
         })
     }
 
@@ -143,29 +163,44 @@ impl PageSender {
     ///
     /// # Errors
     /// The connection or a read failed.
-    pub fn run(mut self, tasks: &Receiver<Task>, done: &Sender<Sent>) -> Result<(), MigrateError> {
+    pub fn run(mut self, tasks: &Receiver<Task>, done: &Sender<Done>) -> Result<(), MigrateError> {
         // While the guest is stopped, all processors are free.
         let mut placement = Some(AffinityGuard::to(&self.common.processors));
         let mut last = Vec::new();
         for task in tasks {
-            let batch = match task {
-                Task::Batch(batch) => batch,
+            match task {
+                Task::Batch(batch) if self.leaves_out(&batch) => self.leave_out(batch),
+                Task::Batch(batch) => {
+                    let Sorted { calm, other, hot } = self.sorted(batch)?;
+                    last.extend(hot);
+                    for batch in [calm, other].into_iter().flatten() {
+                        self.send(batch, &mut placement)?;
+                    }
+                }
                 Task::End(end) => {
                     for batch in last.drain(..) {
-                        self.send(batch, &mut placement)?;
+                        match self.leaves_out(&batch) {
+                            true => self.leave_out(batch),
+                            false => self.send(batch, &mut placement)?,
+                        }
                     }
                     self.end(end, done)?;
                     self.first_round = None;
-                    continue;
                 }
-            };
-            let Sorted { calm, other, hot } = self.sorted(batch)?;
-            last.extend(hot);
-            for batch in [calm, other].into_iter().flatten() {
-                self.send(batch, &mut placement)?;
             }
         }
         Ok(())
+    }
+
+    /// Whether the round is cut short for this batch.
+    fn leaves_out(&self, batch: &Batch) -> bool {
+        let running = batch.content == Content::Memory(Guest::Running);
+        running && self.common.round.cut_short.load(Ordering::Relaxed)
+    }
+
+    fn leave_out(&mut self, batch: Batch) {
+        let pages = batch.pages.into_iter();
+        self.unsent.extend(pages.map(|range| (batch.block, range)));
     }
 
     /// Sorts the chunks of a batch by what the guest writes.
@@ -176,7 +211,7 @@ impl PageSender {
         let rewritten = self.common.rewritten.among(batch.block, &batch.pages)?;
         let hot = chunks_with(&batch.pages, &rewritten, HOT);
         let part = |pages: Vec<Range<u64>>, remembered| {
-            (!pages.is_empty()).then(|| Batch {
+            (!pages.is_empty()).then_some(Batch {
                 pages,
                 remembered,
                 ..batch
@@ -204,7 +239,7 @@ impl PageSender {
     }
 
     /// All pages so far are sent, or all there are.
-    fn end(&mut self, end: End, done: &Sender<Sent>) -> Result<(), MigrateError> {
+    fn end(&mut self, end: End, done: &Sender<Done>) -> Result<(), MigrateError> {
         match end {
             End::Round => {
                 let wire = self.sink.connection();
@@ -220,8 +255,9 @@ impl PageSender {
             pages: self.pages.counts(),
             bytes: self.sink.bytes_sent(),
         };
+        let unsent = std::mem::take(&mut self.unsent);
         // It is awaited, unless the migration has failed.
-        let _ = done.send(sent);
+        let _ = done.send(Done { sent, unsent });
         Ok(())
     }
 
@@ -258,7 +294,9 @@ impl PageSender {
             .map(|(number, bytes)| Page { number, bytes })
             .collect();
         let before = self.sink.bytes_sent();
+        let count = pages.len() as u64;
         self.pages.put(&mut self.sink, (block, pages), remembered)?;
+        self.common.round.sent.fetch_add(count, Ordering::Relaxed);
         if content != Content::Memory(Guest::Stopped) {
             self.common.limiter.wait(self.sink.bytes_sent() - before);
         }

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use super::convergence::{Convergence, Next, Round, Switch};
 use super::error::MigrateError;
+use super::look::Look;
 use super::outgoing::Outgoing;
 use super::sending::Sending;
 use super::{MigrateEvent, MigrateOptions, MigrateSink, SkipFake, Wire};
@@ -13,7 +14,7 @@ use crate::capture::device_state::StateStream;
 use crate::memory::block::Guest;
 use crate::memory::ranges::{PageRanges, count, runs, subtract_all};
 use crate::streaming::{Iteration, Streaming};
-use crate::tracking::tracker::Collected;
+use crate::tracking::tracker::{Collected, Tracker};
 
 /// About as many pages show whether later versions are smaller than the first ones.
 const TRIAL_PAGES: u64 = 1024;
@@ -75,11 +76,29 @@ fn sample(pages: &PageRanges) -> Option<PageRanges> {
 }
 
 impl Rounds<'_> {
-    /// Changing pages that are sent later, because the others are enough for a round.
-    fn left_out(&self, wanted: &Collected, changing: &Changing) -> Option<PageRanges> {
+    /// Leaves changing pages for later, if the others are enough for a round. Returns how many.
+    fn leave_out(&self, tracker: &mut Tracker, wanted: &mut Collected, changing: &Changing) -> u64 {
         let others = subtract_all(&wanted.written, &changing.both);
-        let enough = self.convergence.time_for(count(&others)) > self.options.downtime;
-        enough.then(|| subtract_all(&wanted.written, &others))
+        if self.convergence.time_for(count(&others)) <= self.options.downtime {
+            return 0;
+        }
+        let later = subtract_all(&wanted.written, &others);
+        tracker.postpone(&later);
+        wanted.written = others;
+        count(&later)
+    }
+
+    /// Whether later versions of these pages seem to be smaller than the first ones.
+    fn is_small(
+        &self,
+        outgoing: &mut Outgoing,
+        wire: &mut Wire,
+        pages: &Collected,
+    ) -> Result<bool, MigrateError> {
+        match sample(&pages.written) {
+            Some(few) => outgoing.are_smaller(wire, few),
+            None => Ok(true),
+        }
     }
 
     fn ended(&mut self, number: u32, round: Round) -> Next {
@@ -145,16 +164,16 @@ impl Vm {
             outgoing.begin_round();
             let begin = Instant::now();
             streaming.tracker.streamed(&wanted);
-            if number > 2
-                && rounds.options.skip_fake == SkipFake::Auto
-                && let Some(later) = rounds.left_out(&wanted, &changing)
-            {
-                streaming.tracker.postpone(&later);
-                outgoing.postponed(count(&later));
-                wanted.written = subtract_all(&wanted.written, &later);
+            if number > 2 && rounds.options.skip_fake == SkipFake::Auto {
+                outgoing.postponed(rounds.leave_out(streaming.tracker, &mut wanted, &changing));
             }
-            let pages = wanted.pages();
-            let progress = &mut |progress| (rounds.events)(MigrateEvent::Progress(progress));
+            let mut look = (number == 1 && sending.may_cut_short())
+                .then(|| Look::at(streaming.tracker.peek(), wanted.pages(), outgoing.round()));
+            let mut look = || look.iter_mut().for_each(Look::look);
+            let progress = &mut |progress| {
+                (rounds.events)(MigrateEvent::Progress(progress));
+                look();
+            };
             outgoing.put(wire, &wanted, Guest::Running, progress)?;
             // Before the VM is stopped, and while pages leave.
             let Streaming {
@@ -162,7 +181,10 @@ impl Vm {
             } = &mut streaming;
             StateStream::lent(&mut self.state, monitor, process, &self.guardian)?;
             rounds.convergence.may_switch(sending.accepted(wire)?);
-            outgoing.sync(wire)?;
+            outgoing.sync(wire, &mut look)?;
+            let unsent = outgoing.take_unsent();
+            streaming.tracker.postpone(&unsent);
+            let pages = wanted.pages() - count(&unsent);
             let found = streaming.found()?;
             changing.found(&found.written);
             wanted = streaming.pending(found);
@@ -171,8 +193,7 @@ impl Vm {
             if number == 1
                 && next == Next::Round
                 && rounds.convergence.wants_trial()
-                && let Some(few) = sample(&wanted.written)
-                && !outgoing.are_smaller(wire, few)?
+                && (count(&unsent) > 0 || !rounds.is_small(outgoing, wire, &wanted)?)
             {
                 next = Next::Switch;
             }

@@ -79,6 +79,12 @@ impl<'s> Sending<'s> {
         self.connections() > 0 && !self.later && self.options.copy_disks == CopyDisks::No
     }
 
+    /// Whether the first round may end before all its pages are sent. An increment is small, and what is known of the
+    /// checkpoint makes changes of its pages.
+    pub fn may_cut_short(&self) -> bool {
+        self.switch == Switch::IfNeeded && !self.based
+    }
+
     /// The checkpoint that an increment could be sent of.
     pub fn base(&self) -> Option<&Base> {
         let last = self.options.base.as_ref();

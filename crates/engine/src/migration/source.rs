@@ -365,6 +365,7 @@ impl Vm {
             .map_err(MigrateError::Thread)?,
             limiter: Arc::clone(&sending.limiter),
             processors: placement::processors(&self.target.process),
+            round: Arc::default(),
         };
         let states = (0..count).map(state).collect();
         Outgoing::open(reconnect, sending.session, states, common)

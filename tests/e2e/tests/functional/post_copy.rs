@@ -11,12 +11,17 @@ use stillframe_harness::running::PATIENCE;
 
 /// A guest that writes all the time, and checks what it has written.
 fn busy(kind: Kind, name: &str) -> Result<Guest> {
+    writer(kind, name, 4000)
+}
+
+/// The same with another number of writes in 20 ms, each in another place.
+fn writer(kind: Kind, name: &str, writes_per_tick: u32) -> Result<Guest> {
     let setup = Setup {
         workload: Workload {
             mib: 48,
             pattern: "random",
             tick_ms: 20,
-            writes_per_tick: 4000,
+            writes_per_tick,
             share: 4,
         },
         ..Setup::small(kind, name)
@@ -65,6 +70,32 @@ fn the_rest_of_memory_comes_while_the_vm_runs() -> Result<()> {
             ensure!(rounds == if mode == "hybrid" { 2 } else { 1 }, "{sent}");
             expect_complete(&arrived).with_context(|| format!("{}: {mode}", kind.name()))?;
         }
+    }
+    Ok(())
+}
+
+/// Pages that it would write again are not sent before. Two looks and a slow link are enough to see it.
+#[test]
+fn a_vm_that_writes_much_of_its_memory_does_not_wait_for_the_first_round() -> Result<()> {
+    for (writes, cut_short) in [(4000, true), (2, false)] {
+        let name = format!("writes-{writes}");
+        let guest = writer(Kind::Private, &name, writes)?;
+        let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+        let mut order = Order::of(&guest, &name);
+        order.migrate = vec!["--bandwidth=30M".to_owned(), "--verify".to_owned()];
+        let arrived = order.perform(&stillframe, guest.pid())?;
+        let (sent, filled) = (&arrived.sent, arrived.filled.as_ref());
+        let early = number(sent, "/pages/sent")?;
+        if cut_short {
+            ensure!(sent["mode"] == "hybrid", "{sent}");
+            ensure!(number(sent, "/rounds")? == 2, "{sent}");
+            let filled = filled.with_context(|| format!("not filled: {sent}"))?;
+            ensure!(number(filled, "/pages")? > early, "{filled} {sent}");
+        } else {
+            let workload = 48 << 8;
+            ensure!(early > workload, "{sent}");
+        }
+        expect_complete(&arrived)?;
     }
     Ok(())
 }

@@ -1,0 +1,122 @@
+//! Looks at the guest in the middle of the first round: one that writes a large part of its memory meanwhile will have to
+//! be fetched anyway, and all that is not sent yet had better be fetched with it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::page_sender::Ongoing;
+use crate::memory::ranges::length;
+use crate::tracking::tracker::Peek;
+
+/// The time before the first look, and between two of them.
+const EVERY: Duration = Duration::from_millis(100);
+/// A large part is more than one page in this number.
+const LARGE: f64 = 3.0;
+
+/// The looks of a round, which they cut short.
+pub(super) struct Look {
+    peek: Peek,
+    /// Of the round.
+    pages: u64,
+    round: Arc<Ongoing>,
+    begun: Instant,
+    last: Option<Seen>,
+}
+
+/// What one of them has found.
+#[derive(Debug, Clone, Copy)]
+struct Seen {
+    /// Since the round began.
+    at: Duration,
+    /// Pages that were written since then.
+    written: u64,
+    /// Pages that have left.
+    sent: u64,
+}
+
+impl Look {
+    /// At a round of so many pages, which begins.
+    pub fn at(peek: Peek, pages: u64, round: Arc<Ongoing>) -> Look {
+        Look {
+            peek,
+            pages,
+            round,
+            begun: Instant::now(),
+            last: None,
+        }
+    }
+
+    /// Looks, if it is time to.
+    pub fn look(&mut self) {
+        let at = self.begun.elapsed();
+        let last = self.last.map_or(Duration::ZERO, |last| last.at);
+        if at < last + EVERY || self.round.cut_short.load(Ordering::Relaxed) {
+            return;
+        }
+        let blocks = self.peek.blocks().iter().enumerate();
+        let written = blocks.map(|(block, memory)| self.peek.written(block, 0..memory.pages()));
+        let seen = Seen {
+            at,
+            // A look that fails finds nothing. The round's end looks again.
+            written: written.flatten().map(|written| length(&written)).sum(),
+            sent: self.round.sent.load(Ordering::Relaxed),
+        };
+        let last = self.last.replace(seen);
+        if is_busy(last, seen, self.pages) {
+            self.round.cut_short.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Whether the guest will have written a large part of a round of so many pages, if it goes on as between these looks; after
+/// the first look, whether it has. One that writes the same pages over and over again will not.
+fn is_busy(last: Option<Seen>, seen: Seen, pages: u64) -> bool {
+    let left = pages.saturating_sub(seen.sent) as f64;
+    let takes = left * seen.at.as_secs_f64() / (seen.sent as f64).max(1.0);
+    let more = last.map_or(0.0, |last| {
+        let more = seen.written.saturating_sub(last.written) as f64;
+        more / (seen.at - last.at).as_secs_f64() * takes
+    });
+    let in_the_end = (seen.written as f64 + more).min(pages as f64);
+    left > 0.0 && in_the_end * LARGE > pages as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 48 000 pages take 1.6 s.
+    const PAGES: u64 = 48_000;
+
+    fn seen(ms: u64, written: u64, sent: u64) -> Seen {
+        Seen {
+            at: Duration::from_millis(ms),
+            written,
+            sent,
+        }
+    }
+
+    fn after_two(first: Seen, second: Seen) -> bool {
+        is_busy(Some(first), second, PAGES)
+    }
+
+    #[test]
+    fn a_guest_is_busy_if_it_will_have_written_a_third() {
+        assert!(is_busy(None, seen(100, 16_001, 3000), PAGES));
+        assert!(!is_busy(None, seen(100, 15_999, 3000), PAGES));
+        assert!(after_two(seen(100, 1100, 3000), seen(200, 2200, 6000)));
+        assert!(!after_two(seen(100, 900, 3000), seen(200, 1800, 6000)));
+    }
+
+    #[test]
+    fn few_pages_written_over_and_over_again_are_not_busy() {
+        assert!(!after_two(seen(100, 8000, 3000), seen(200, 8000, 6000)));
+        assert!(!after_two(seen(100, 0, 0), seen(200, 0, 0)));
+    }
+
+    #[test]
+    fn a_round_that_is_over_is_not_cut_short() {
+        assert!(!is_busy(None, seen(100, PAGES, PAGES), PAGES));
+    }
+}
