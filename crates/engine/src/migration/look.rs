@@ -9,8 +9,10 @@ use super::page_sender::Ongoing;
 use crate::memory::ranges::length;
 use crate::tracking::tracker::Peek;
 
-/// The time before the first look, and between two of them.
+/// The time before the first look, and at least between two of them.
 const EVERY: Duration = Duration::from_millis(100);
+/// And at least so many times the time that a look takes, in a VM with much memory.
+const RESTS: u32 = 9;
 /// A large part is more than one page in this number.
 const LARGE: f64 = 3.0;
 
@@ -21,6 +23,8 @@ pub(super) struct Look {
     pages: u64,
     round: Arc<Ongoing>,
     begun: Instant,
+    /// When the next one is due, since then.
+    next: Duration,
     last: Option<Seen>,
 }
 
@@ -43,6 +47,7 @@ impl Look {
             pages,
             round,
             begun: Instant::now(),
+            next: EVERY,
             last: None,
         }
     }
@@ -50,8 +55,7 @@ impl Look {
     /// Looks, if it is time to.
     pub fn look(&mut self) {
         let at = self.begun.elapsed();
-        let last = self.last.map_or(Duration::ZERO, |last| last.at);
-        if at < last + EVERY || self.round.cut_short.load(Ordering::Relaxed) {
+        if at < self.next || self.round.cut_short.load(Ordering::Relaxed) {
             return;
         }
         let blocks = self.peek.blocks().iter().enumerate();
@@ -62,6 +66,8 @@ impl Look {
             written: written.flatten().map(|written| length(&written)).sum(),
             sent: self.round.sent.load(Ordering::Relaxed),
         };
+        let took = self.begun.elapsed() - at;
+        self.next = at + took + EVERY.max(took * RESTS);
         let last = self.last.replace(seen);
         if is_busy(last, seen, self.pages) {
             self.round.cut_short.store(true, Ordering::Relaxed);

@@ -26,7 +26,8 @@ pub struct SecurityArgs {
 /// When the pages of a VM move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ModeChoice {
-    /// Stop-copy for a VM that is paused; else pre-copy, and hybrid if the VM would be stopped for long
+    /// Stop-copy for a VM that is paused; else pre-copy, and hybrid if the VM would be stopped for long or writes a
+    /// third of its memory meanwhile
     Auto,
     /// While the VM runs; the rest while it is stopped
     PreCopy,
