@@ -2,7 +2,8 @@
 //! be fetched anyway, and all that is not sent yet had better be fetched with it.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::page_sender::Ongoing;
@@ -16,15 +17,53 @@ const RESTS: u32 = 9;
 /// A large part is more than one page in this number.
 const LARGE: f64 = 3.0;
 
-/// The looks of a round, which they cut short.
-pub(super) struct Look {
+/// A thread that looks at the guest during a round, which it cuts short. It ends when this is dropped.
+pub(super) struct Looking {
+    ends: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Looking {
+    /// Begins, at a round of so many pages, which begins.
+    ///
+    /// # Errors
+    /// There is no thread.
+    pub fn begin(peek: Peek, pages: u64, round: Arc<Ongoing>) -> std::io::Result<Looking> {
+        let look = Look {
+            peek,
+            pages,
+            round,
+            begun: Instant::now(),
+            last: None,
+        };
+        let ends = Arc::new(AtomicBool::new(false));
+        let own = Arc::clone(&ends);
+        let thread = thread::Builder::new().name("look".to_owned());
+        let thread = thread.spawn(move || look.until(&own))?;
+        Ok(Looking {
+            ends,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Looking {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The looks of a round.
+struct Look {
     peek: Peek,
     /// Of the round.
     pages: u64,
     round: Arc<Ongoing>,
     begun: Instant,
-    /// When the next one is due, since then.
-    next: Duration,
     last: Option<Seen>,
 }
 
@@ -40,24 +79,25 @@ struct Seen {
 }
 
 impl Look {
-    /// At a round of so many pages, which begins.
-    pub fn at(peek: Peek, pages: u64, round: Arc<Ongoing>) -> Look {
-        Look {
-            peek,
-            pages,
-            round,
-            begun: Instant::now(),
-            next: EVERY,
-            last: None,
+    /// Looks again and again, until the guest is found to be busy.
+    fn until(mut self, ends: &AtomicBool) {
+        let mut next = EVERY;
+        while !ends.load(Ordering::Relaxed) {
+            let at = self.begun.elapsed();
+            if at < next {
+                thread::park_timeout(next - at);
+                continue;
+            }
+            if self.is_busy(at) {
+                self.round.cut_short.store(true, Ordering::Relaxed);
+                return;
+            }
+            let took = self.begun.elapsed() - at;
+            next = at + took + EVERY.max(took * RESTS);
         }
     }
 
-    /// Looks, if it is time to.
-    pub fn look(&mut self) {
-        let at = self.begun.elapsed();
-        if at < self.next || self.round.cut_short.load(Ordering::Relaxed) {
-            return;
-        }
+    fn is_busy(&mut self, at: Duration) -> bool {
         let blocks = self.peek.blocks().iter().enumerate();
         let written = blocks.map(|(block, memory)| self.peek.written(block, 0..memory.pages()));
         let seen = Seen {
@@ -66,12 +106,7 @@ impl Look {
             written: written.flatten().map(|written| length(&written)).sum(),
             sent: self.round.sent.load(Ordering::Relaxed),
         };
-        let took = self.begun.elapsed() - at;
-        self.next = at + took + EVERY.max(took * RESTS);
-        let last = self.last.replace(seen);
-        if is_busy(last, seen, self.pages) {
-            self.round.cut_short.store(true, Ordering::Relaxed);
-        }
+        is_busy(self.last.replace(seen), seen, self.pages)
     }
 }
 

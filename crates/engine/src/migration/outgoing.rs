@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender, bounded};
 use stillframe_link::Closer;
@@ -38,9 +38,6 @@ const PLACES: usize = 8;
 /// Batches that wait for a connection, so that none is idle while another has pages that take long. They are page numbers
 /// only.
 const WAITING_MAX: usize = 32;
-
-/// The time between two calls of what is done while a round ends.
-const MEANWHILE: Duration = Duration::from_millis(20);
 
 /// Bytes of a change that is much smaller than a page, whatever was sent before.
 const LITTLE: u64 = PAGE_BYTES / 16;
@@ -221,22 +218,18 @@ impl Outgoing {
         for (block, pages) in few.iter().enumerate() {
             self.put_block(wire, block, pages, Content::Sample, &mut |_| ())?;
         }
-        self.sync(wire, &mut || ())?;
+        self.sync(wire)?;
         let each = before.bytes / (before.pages.sent - before.pages.zero).max(1);
         let again = (self.sent.bytes - before.bytes) / pages.max(1);
         Ok(again < (each / 2).max(LITTLE))
     }
 
-    /// Waits until the destination has all pages so far. This calls `meanwhile` now and then.
+    /// Waits until the destination has all pages so far.
     ///
     /// # Errors
     /// A connection or a read failed.
-    pub fn sync(
-        &mut self,
-        wire: &mut Wire,
-        meanwhile: &mut dyn FnMut(),
-    ) -> Result<(), MigrateError> {
-        self.all(wire, End::Round, meanwhile)
+    pub fn sync(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
+        self.all(wire, End::Round)
     }
 
     /// Waits until all pages are sent; there are no more.
@@ -244,7 +237,7 @@ impl Outgoing {
     /// # Errors
     /// The same.
     pub fn last(&mut self, wire: &mut Wire) -> Result<(), MigrateError> {
-        self.all(wire, End::All, &mut || ())
+        self.all(wire, End::All)
     }
 
     /// What was sent until the last of these waits.
@@ -259,24 +252,16 @@ impl Outgoing {
         self.sent.bytes
     }
 
-    fn all(
-        &mut self,
-        wire: &mut Wire,
-        end: End,
-        meanwhile: &mut dyn FnMut(),
-    ) -> Result<(), MigrateError> {
+    fn all(&mut self, wire: &mut Wire, end: End) -> Result<(), MigrateError> {
         for number in 0..self.connections.len() {
             self.order(wire, number, Task::End(end))?;
         }
         let mut all = Sent::default();
         for number in 0..self.connections.len() {
             let Done { sent, unsent } = loop {
-                match self.connections[number].done.recv_timeout(MEANWHILE) {
+                match self.connections[number].done.recv_timeout(BEAT) {
                     Ok(done) => break done,
-                    Err(RecvTimeoutError::Timeout) => {
-                        meanwhile();
-                        self.say_alive(wire)?;
-                    }
+                    Err(RecvTimeoutError::Timeout) => self.say_alive(wire)?,
                     Err(RecvTimeoutError::Disconnected) => return Err(self.failed(number)),
                 }
             };

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::convergence::{Convergence, Next, Round, Switch};
 use super::error::MigrateError;
-use super::look::Look;
+use super::look::Looking;
 use super::outgoing::Outgoing;
 use super::sending::Sending;
 use super::{MigrateEvent, MigrateOptions, MigrateSink, SkipFake, Wire};
@@ -167,13 +167,11 @@ impl Vm {
             if number > 2 && rounds.options.skip_fake == SkipFake::Auto {
                 outgoing.postponed(rounds.leave_out(streaming.tracker, &mut wanted, &changing));
             }
-            let mut look = (number == 1 && sending.may_cut_short())
-                .then(|| Look::at(streaming.tracker.peek(), wanted.pages(), outgoing.round()));
-            let mut look = || look.iter_mut().for_each(Look::look);
-            let progress = &mut |progress| {
-                (rounds.events)(MigrateEvent::Progress(progress));
-                look();
-            };
+            let looking = (number == 1 && sending.may_cut_short()).then(|| {
+                Looking::begin(streaming.tracker.peek(), wanted.pages(), outgoing.round())
+            });
+            let _looking = looking.transpose().map_err(MigrateError::Thread)?;
+            let progress = &mut |progress| (rounds.events)(MigrateEvent::Progress(progress));
             outgoing.put(wire, &wanted, Guest::Running, progress)?;
             // Before the VM is stopped, and while pages leave.
             let Streaming {
@@ -181,7 +179,7 @@ impl Vm {
             } = &mut streaming;
             StateStream::lent(&mut self.state, monitor, process, &self.guardian)?;
             rounds.convergence.may_switch(sending.accepted(wire)?);
-            outgoing.sync(wire, &mut look)?;
+            outgoing.sync(wire)?;
             let unsent = outgoing.take_unsent();
             streaming.tracker.postpone(&unsent);
             let pages = wanted.pages() - count(&unsent);
