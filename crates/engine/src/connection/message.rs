@@ -143,6 +143,13 @@ pub enum Control {
         /// Lanes that follow.
         lanes: usize,
     },
+    /// The source, which has lost its connection, does not go on with a migration.
+    Over {
+        /// The name of the migration.
+        session: Session,
+        /// The reason, for the user of the other side.
+        why: String,
+    },
     /// The destination takes the VM.
     Begun {
         /// Whether it has a checkpoint, or what came before a cut, and sends the ids of its pages.
@@ -263,6 +270,7 @@ impl Message {
                 Control::Hello { .. } => "a greeting",
                 Control::Join { .. } => "that pages come",
                 Control::Again { .. } => "that a migration goes on",
+                Control::Over { .. } => "that a migration is over",
                 Control::Begun { .. } => "that it takes a VM",
                 Control::Accepted { .. } => "that it has started QEMU",
                 Control::PagesLater { .. } => "that pages come later",

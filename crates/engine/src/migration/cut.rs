@@ -11,7 +11,7 @@ use super::announced::{Greeting, greeting_of, same_machine};
 use super::error::{MigrateError, ReceiveError};
 use super::incoming::turn_away;
 use super::seed::say_ids;
-use super::{ANSWER_LIMIT, Awaited, Listen, Reconnect, SILENCE_MAX, Wire};
+use super::{ANSWER_LIMIT, Awaited, Listen, Reconnect, SILENCE_MAX, Unreachable, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Session;
@@ -46,45 +46,72 @@ impl ReceiveError {
     }
 }
 
-/// The source: ends what is left of a connection, and makes a new one. Whether the destination was reached within
-/// `patience`.
-pub(super) fn connect_again(wire: &mut Wire, reconnect: Reconnect<'_>, patience: Duration) -> bool {
+/// The source: ends what is left of a connection, and makes a new one, if the destination is reached within `patience`.
+///
+/// # Errors
+/// It is not, and why; also whether another attempt is of no use.
+pub(super) fn connect_again(
+    wire: &mut Wire,
+    reconnect: Reconnect<'_>,
+    patience: Duration,
+) -> Result<(), Unreachable> {
     if let Ok(closer) = wire.closer() {
         closer.close();
     }
     let begin = Instant::now();
     loop {
-        let refused = match reconnect() {
+        let unreachable = match reconnect() {
             Ok(new) => {
                 *wire = new;
-                return true;
+                return Ok(());
             }
-            Err(unreachable) => unreachable.refused,
+            Err(unreachable) => unreachable,
         };
         // A destination that waits for this source listens.
-        if refused || begin.elapsed() + CONNECT_AGAIN_AFTER > patience {
-            return false;
+        if unreachable.refused || begin.elapsed() + CONNECT_AGAIN_AFTER > patience {
+            return Err(unreachable);
         }
         std::thread::sleep(CONNECT_AGAIN_AFTER);
     }
 }
 
+/// The source: has the destination wait no longer, if it can be reached. What it does not hear it will notice by itself.
+pub(super) fn say_over(session: &Session, why: String, reconnect: Reconnect<'_>) {
+    let session = session.clone();
+    let _ = reconnect().map(|mut wire| wire.send_control(&Control::Over { session, why }));
+}
+
+/// What a destination waits for after a cut.
+pub(super) enum Comes {
+    /// The source, which greets again.
+    Source(Box<(Wire, Greeting)>),
+    /// Its word that it will not.
+    Over(ConnectionError),
+    /// Nothing, or a source that begins another migration.
+    Nothing,
+}
+
 /// The destination: waits for the source of this VM to greet again. Others have to wait.
-pub(super) fn await_again(
-    listen: Listen<'_>,
-    before: &Greeting,
-    patience: Duration,
-) -> Option<(Wire, Greeting)> {
+pub(super) fn await_again(listen: Listen<'_>, before: &Greeting, patience: Duration) -> Comes {
     let begin = Instant::now();
     loop {
-        let left = patience.checked_sub(begin.elapsed())?;
-        let mut wire = listen(Awaited::Again, left)?;
+        let left = patience.checked_sub(begin.elapsed());
+        let Some(mut wire) = left.and_then(|left| listen(Awaited::Again, left)) else {
+            return Comes::Nothing;
+        };
         wire.limit_silence(ANSWER_LIMIT);
         match wire.receive_message() {
             Ok(message) if is_of(&before.session, &message) => {
                 wire.limit_silence(SILENCE_MAX);
-                let greeting = greeting_of(message).ok()?;
-                return is_same(before, &greeting).then_some((wire, greeting));
+                return match greeting_of(message) {
+                    Ok(greeting) if is_same(before, &greeting) => {
+                        Comes::Source(Box::new((wire, greeting)))
+                    }
+                    _ => Comes::Nothing,
+                };
+            }
+            Ok(Message::Control(Control::Over { session, why })) if session == before.session => {
+                return Comes::Over(ConnectionError::GaveUp { why });
             }
             message => turn_away(wire, message, &before.session),
         }

@@ -9,8 +9,10 @@ use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_qemu::device_state;
 use stillframe_qemu::launch::{self, ArmedLoad, Launched};
 use stillframe_qemu::monitor::RamBlock;
+use stillframe_repo::PageMap;
 
 use super::announced::{Greeting, Rest, State, complete, greeting, rest, same_machine, state};
+use super::cut::Comes;
 use super::disks::CONNECTIONS_A_DISK;
 use super::disks::exports::Exports;
 use super::disks::images::NewImages;
@@ -232,6 +234,8 @@ struct Arriving<'s> {
     seed: Option<&'s Seed<'s>>,
     /// The second of these.
     based: bool,
+    /// Those of the checkpoint, when the pages that were sent are here.
+    maps: Vec<PageMap<'s>>,
     /// Memory has content of which the source knows.
     is_seeded: bool,
     /// What is missing causes faults.
@@ -292,10 +296,11 @@ impl<'s> Arriving<'s> {
                 other => return other,
             };
             events(ReceiveEvent::Cut(&error));
-            let Some((new, greeting)) = cut::await_again(listen, &self.greeting, patience) else {
-                return Err(error);
+            (*wire, self.greeting) = match cut::await_again(listen, &self.greeting, patience) {
+                Comes::Source(source) => *source,
+                Comes::Over(said) => return Err(said.into()),
+                Comes::Nothing => return Err(error),
             };
-            (*wire, self.greeting) = (new, greeting);
             early = self.begin_again(wire, listen);
         }
     }
@@ -392,6 +397,7 @@ impl<'s> Arriving<'s> {
             no_post_copy,
             seed,
             based,
+            maps: Vec::new(),
             exports,
             report,
             images,
@@ -471,6 +477,7 @@ impl<'s> Arriving<'s> {
                 state(wire, blocks, next)?
             }
         };
+        self.maps = maps;
         Ok(())
     }
 
@@ -509,12 +516,13 @@ impl<'s> Arriving<'s> {
         };
         self.compare(Some(&lacking))?;
         let fill_bitmap = self.record.create_fill_bitmap()?;
+        let base = self.seed.filter(|_| self.based);
         let late = LateMemory::new(
             missing,
             &self.blocks,
             Arc::clone(&self.session),
             lacking,
-            self.seed.filter(|_| self.based),
+            base.map(|seed| (seed, std::mem::take(&mut self.maps))),
             fill_bitmap,
         )?;
         let record = late.record(self.ram.clone(), self.greeting.blocks.clone());

@@ -140,7 +140,7 @@ impl Missing {
 }
 
 impl<'c> LateMemory<'c> {
-    /// The memory of a QEMU that has not run. What the source does not have is in the base.
+    /// The memory of a QEMU that has not run. What the source does not have is in the base, with these page maps.
     ///
     /// # Errors
     /// There are no threads, or the base cannot be read.
@@ -149,15 +149,16 @@ impl<'c> LateMemory<'c> {
         blocks: &[Block],
         session: Arc<FetchSession<Stream>>,
         mut lacking: Lacking,
-        base: Option<&'c Seed<'_>>,
+        base: Option<(&'c Seed<'_>, Vec<PageMap<'c>>)>,
         fill_bitmap: File,
     ) -> Result<LateMemory<'c>, ReceiveError> {
+        let (base, maps) = base.unzip();
         let present = std::mem::take(&mut lacking.present);
         let sources = (0..blocks.len()).map(|block| {
             let content = lacking.content[block].clone();
             session.source(block, content, lacking.first(block, FIRST_MAX))
         });
-        let sources = based(sources.collect(), base, blocks)?;
+        let sources = based(sources, maps);
         let (blocks, order) = (blocks.iter().collect::<Vec<_>>(), FillOrder::default());
         let lazy = Lazy::new(missing.uffd, &blocks, sources, order, None, fill_bitmap)?;
         lazy.mark_populated(&present);
@@ -199,7 +200,8 @@ impl<'c> LateMemory<'c> {
         let content: Vec<DirtyBitmap> = content.collect();
         let numbered = content.iter().cloned().enumerate();
         let sources = numbered.map(|(number, content)| session.source(number, content, Vec::new()));
-        let sources = based(sources.collect(), base, &blocks)?;
+        let maps = base.map(|base| base.maps(&blocks)).transpose()?;
+        let sources = based(sources, maps);
         let (blocks, order) = (blocks.iter().collect::<Vec<_>>(), FillOrder::default());
         let lazy = Lazy::new(uffd, &blocks, sources, order, None, fill_bitmap)?;
         lazy.mark_present(process, &blocks)?;
@@ -279,16 +281,13 @@ impl<'c> LateMemory<'c> {
 
 /// Where the pages of each block are.
 fn based<'c>(
-    fetched: Vec<FetchedBlock<Stream>>,
-    base: Option<&'c Seed<'_>>,
-    blocks: &[Block],
-) -> Result<Vec<BasedBlock<PageMap<'c>, Stream>>, PopulateError> {
-    let maps = base.map(|base| base.maps(blocks)).transpose()?;
+    fetched: impl Iterator<Item = FetchedBlock<Stream>>,
+    maps: Option<Vec<PageMap<'c>>>,
+) -> Vec<BasedBlock<PageMap<'c>, Stream>> {
     let mut maps = maps.into_iter().flatten();
-    let fetched = fetched.into_iter();
-    Ok(fetched
+    fetched
         .map(|fetched| BasedBlock::new(fetched, maps.next()))
-        .collect())
+        .collect()
 }
 
 /// A VM that runs while it lacks pages.

@@ -169,7 +169,10 @@ impl Vm {
             self.tracker.rolled_back();
             events(MigrateEvent::Cut);
             let patience = sending.options.patience;
-            if !cut::connect_again(wire, reconnect, patience) {
+            if let Err(unreachable) = cut::connect_again(wire, reconnect, patience) {
+                if unreachable.refused {
+                    cut::say_over(sending.session, unreachable.why, reconnect);
+                }
                 return Err(error);
             }
         };

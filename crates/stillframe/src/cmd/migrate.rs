@@ -1,5 +1,6 @@
 //! `migrate`: moves a running VM to another host. If the VM is watched, the watch migrates it ([`client`]).
 
+pub mod cancellation;
 mod client;
 pub mod message;
 pub mod perform;
@@ -11,11 +12,13 @@ use stillframe_engine::migration::{
 };
 use stillframe_engine::{PAGE_BYTES, Round};
 
+use self::cancellation::Cancellation;
 use self::message::Request;
-use self::perform::{Migration, Notice};
+use self::perform::{Migration, Notice, is_unclear};
 use super::{Context, capture, launch};
 use crate::args::MigrateArgs;
 use crate::durations;
+use crate::interrupt::Interrupted;
 use crate::progress::{Meter, Step, Unit};
 use crate::table::{self, printable};
 
@@ -72,16 +75,29 @@ fn migrate(
     selector: &Selector,
     migration: &Migration,
 ) -> anyhow::Result<MigrateReport> {
+    let interrupts = context.listen(1, INTERRUPTED)?;
     let wire = migration.connect()?;
     let always = ScheduleChoice::Always(ScheduleKind::PreCopy);
     let mut vm = capture::attach(context, selector, always)?;
     let mut reporter = Reporter::new(context);
-    let notify = &mut |notice: Notice<'_>| reporter.report(&notice);
-    let migrated = migration.perform(&mut vm, wire, &|| false, notify);
-    if migrated.is_err() {
-        capture::detach(context, vm);
+    let cancellation = Cancellation::default();
+    let cancelled = || cancellation.is_cancelled();
+    let migrated = cancellation.on_interrupt(&interrupts, || {
+        migration.perform(&mut vm, wire, &cancelled, &mut |notice: Notice<'_>| {
+            if let Notice::Connected(wire) = &notice {
+                cancellation.cover(wire);
+            }
+            reporter.report(&notice);
+        })
+    });
+    let Err(error) = migrated else {
+        return migrated;
+    };
+    capture::detach(context, vm);
+    match cancellation.is_cancelled() && !is_unclear(&error) {
+        true => Err(Interrupted.into()),
+        false => Err(error),
     }
-    migrated
 }
 
 /// Prints what happens in a migration.
@@ -117,6 +133,10 @@ impl<'c> Reporter<'c> {
         }
     }
 }
+
+/// Said at the first signal.
+const INTERRUPTED: &str =
+    "interrupted: cancelling, unless the VM is given up already (again: exit at once)";
 
 /// Said when nothing is in the way.
 const REHEARSED: &str =

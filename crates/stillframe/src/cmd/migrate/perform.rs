@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use stillframe_engine::attach::Vm;
 use stillframe_engine::migration::{
-    self, LastCheckpoint, MigrateEvent, MigrateOptions, MigrateReport, SILENCE_MAX, Unreachable,
-    VERSIONS, Wire,
+    self, CommitError, LastCheckpoint, MigrateError, MigrateEvent, MigrateOptions, MigrateReport,
+    SILENCE_MAX, Unreachable, VERSIONS, Wire,
 };
 use stillframe_link::{Address, ConnectError, Identity, Security, connect};
 
@@ -110,6 +110,8 @@ impl Migration {
                 return self.reconnect();
             }
             if cancelled() {
+                // The next connection is for a last word.
+                cut.set(false);
                 let why = "the migration was cancelled".to_owned();
                 return Err(Unreachable { why, refused: true });
             }
@@ -124,5 +126,36 @@ impl Migration {
             notify.borrow_mut()(Notice::Event(event));
         };
         Ok(vm.migrate(wire, &mut reconnect, &self.options, &mut events)?)
+    }
+}
+
+/// Whether the VM does not run on here. The error says what to do.
+pub fn is_unclear(error: &anyhow::Error) -> bool {
+    matches!(
+        error.downcast_ref(),
+        Some(MigrateError::Commit(
+            CommitError::InDoubt { .. }
+                | CommitError::PagesLost { .. }
+                | CommitError::NotEnded(_)
+                | CommitError::NotResumed(_)
+                | CommitError::NotUnblocked(_)
+                | CommitError::Disk(_)
+        ))
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_unclear_unless_the_vm_runs_on_here() {
+        let unclear = |error| is_unclear(&MigrateError::Commit(error).into());
+        let why = || "silence".to_owned();
+        assert!(unclear(CommitError::InDoubt { why: why() }));
+        assert!(unclear(CommitError::PagesLost { why: why() }));
+        assert!(!unclear(CommitError::Lost { why: why() }));
+        assert!(!unclear(CommitError::ResumedByOthers));
+        assert!(!is_unclear(&anyhow::anyhow!("no connection")));
     }
 }

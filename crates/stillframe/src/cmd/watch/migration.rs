@@ -2,12 +2,12 @@
 
 use stillframe_engine::attach::Vm;
 use stillframe_engine::checkpoint::ScheduleKind;
-use stillframe_engine::migration::{CommitError, LastCheckpoint, MigrateError, MigrateReport};
+use stillframe_engine::migration::{LastCheckpoint, MigrateReport};
 use stillframe_engine::pipeline::Moved;
 
 use super::requests::Job;
 use crate::cmd::migrate::message::Answer;
-use crate::cmd::migrate::perform::{Migration, Notice};
+use crate::cmd::migrate::perform::{Migration, Notice, is_unclear};
 use crate::cmd::migrate::words;
 use crate::cmd::{Context, capture, short};
 use crate::interrupt::Interrupts;
@@ -113,35 +113,4 @@ impl Mover<'_> {
 /// Whether first writes of the guest wait for this process, which the rounds of a migration do not expect.
 fn waits_at_writes(vm: &Vm) -> bool {
     vm.tracked_for() == ScheduleKind::CopyOnWrite
-}
-
-/// Whether the VM does not run on here. The error says what to do.
-fn is_unclear(error: &anyhow::Error) -> bool {
-    matches!(
-        error.downcast_ref(),
-        Some(MigrateError::Commit(
-            CommitError::InDoubt { .. }
-                | CommitError::PagesLost { .. }
-                | CommitError::NotEnded(_)
-                | CommitError::NotResumed(_)
-                | CommitError::NotUnblocked(_)
-                | CommitError::Disk(_)
-        ))
-    )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_error_is_unclear_unless_the_vm_runs_on_here() {
-        let unclear = |error| is_unclear(&MigrateError::Commit(error).into());
-        let why = || "silence".to_owned();
-        assert!(unclear(CommitError::InDoubt { why: why() }));
-        assert!(unclear(CommitError::PagesLost { why: why() }));
-        assert!(!unclear(CommitError::Lost { why: why() }));
-        assert!(!unclear(CommitError::ResumedByOthers));
-        assert!(!is_unclear(&anyhow::anyhow!("no connection")));
-    }
 }

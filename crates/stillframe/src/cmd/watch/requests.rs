@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 
 use stillframe_engine::Process;
 use stillframe_engine::control_socket::{self, ControlError, ControlListener, Peer, SocketFile};
-use stillframe_engine::migration::{MigrateEvent, Wire};
-use stillframe_link::Closer;
+use stillframe_engine::migration::MigrateEvent;
 use thiserror::Error;
 
+use crate::cmd::migrate::cancellation::Cancellation;
 use crate::cmd::migrate::message::{
     Answer, MessageError, REQUEST_BYTES_MAX, Receiver, Request, send,
 };
@@ -82,16 +82,6 @@ pub struct Job {
     /// When progress was reported last.
     progress: Option<Instant>,
     slot: Arc<Mutex<Slot>>,
-}
-
-/// Cancels a migration: closes its first connection, so that it fails, if the VM was not given up yet.
-#[derive(Default)]
-pub struct Cancellation(Mutex<Cancelled>);
-
-#[derive(Default)]
-struct Cancelled {
-    cancelled: bool,
-    closer: Option<Closer>,
 }
 
 impl Requests {
@@ -157,39 +147,6 @@ impl Drop for Job {
     fn drop(&mut self) {
         let _ = self.stream.shutdown(Shutdown::Both);
         locked(&self.slot).client = None;
-    }
-}
-
-impl Cancellation {
-    /// Has the migration over this connection fail.
-    pub fn cancel(&self) {
-        let mut state = locked(&self.0);
-        state.cancelled = true;
-        if let Some(closer) = state.closer.take() {
-            closer.close();
-        }
-    }
-
-    /// Whether it was cancelled.
-    pub fn is_cancelled(&self) -> bool {
-        locked(&self.0).cancelled
-    }
-
-    /// The migration is over this connection from here on.
-    pub fn cover(&self, wire: &Wire) {
-        let mut state = locked(&self.0);
-        // Without another descriptor it cannot be cancelled.
-        state.closer = wire.closer().ok();
-        if state.cancelled
-            && let Some(closer) = state.closer.take()
-        {
-            closer.close();
-        }
-    }
-
-    /// The migration has ended, and the connection closes.
-    pub fn end(&self) {
-        locked(&self.0).closer = None;
     }
 }
 
