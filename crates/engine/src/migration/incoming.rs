@@ -190,6 +190,10 @@ fn joined(listen: Listen<'_>, session: &Session, numbers: Range<usize>, limit: D
                 session: its,
                 lanes,
             })) if its == *session => return Joined::Again(wire, lanes),
+            // It was cancelled.
+            Ok(Message::Control(Control::Over { session: its, .. })) if its == *session => {
+                return Joined::TooFew(came);
+            }
             message => turn_away(wire, message, session),
         }
     }

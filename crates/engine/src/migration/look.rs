@@ -12,8 +12,12 @@ use crate::tracking::tracker::Peek;
 
 /// The time before the first look, and at least between two of them.
 const EVERY: Duration = Duration::from_millis(100);
-/// And at least so many times the time that a look takes, in a VM with much memory.
+/// The pause between two looks is at least this multiple of the time that a look takes, which is long in a VM with much memory.
 const RESTS: u32 = 9;
+/// A round is not cut short if the VM would lack pages for longer than this at the destination.
+const LACKING_MAX: Duration = Duration::from_secs(10);
+/// The guest's writes are foreseen for this multiple of the time since the round began, at most.
+const FORESIGHT: f64 = 10.0;
 /// A large part is more than one page in this number.
 const LARGE: f64 = 3.0;
 
@@ -24,7 +28,7 @@ pub(super) struct Looking {
 }
 
 impl Looking {
-    /// Begins, at a round of so many pages, which begins.
+    /// Looks at a round of `pages` pages, which begins now.
     ///
     /// # Errors
     /// There is no thread.
@@ -110,17 +114,21 @@ impl Look {
     }
 }
 
-/// Whether the guest will have written a large part of a round of so many pages, if it goes on as between these looks; after
+/// Whether the guest will have written a large part of a round of `pages` pages, if it goes on as between these looks; after
 /// the first look, whether it has. One that writes the same pages over and over again will not.
 fn is_busy(last: Option<Seen>, seen: Seen, pages: u64) -> bool {
     let left = pages.saturating_sub(seen.sent) as f64;
-    let takes = left * seen.at.as_secs_f64() / (seen.sent as f64).max(1.0);
+    let watched = seen.at.as_secs_f64();
+    let takes = left * watched / (seen.sent as f64).max(1.0);
+    if left == 0.0 || takes > LACKING_MAX.as_secs_f64() {
+        return false;
+    }
+    let foreseen = takes.min(watched * FORESIGHT);
     let more = last.map_or(0.0, |last| {
         let more = seen.written.saturating_sub(last.written) as f64;
-        more / (seen.at - last.at).as_secs_f64() * takes
+        more / (seen.at - last.at).as_secs_f64() * foreseen
     });
-    let in_the_end = (seen.written as f64 + more).min(pages as f64);
-    left > 0.0 && in_the_end * LARGE > pages as f64
+    (seen.written as f64 + more) * LARGE > pages as f64
 }
 
 #[cfg(test)]
@@ -153,7 +161,17 @@ mod tests {
     #[test]
     fn few_pages_written_over_and_over_again_are_not_busy() {
         assert!(!after_two(seen(100, 8000, 3000), seen(200, 8000, 6000)));
-        assert!(!after_two(seen(100, 0, 0), seen(200, 0, 0)));
+        assert!(!after_two(seen(100, 0, 3000), seen(200, 0, 6000)));
+    }
+
+    /// What a guest writes in the first moments says nothing of the minutes that a slow link takes.
+    #[test]
+    fn a_slow_link_leaves_the_round_alone() {
+        assert!(!after_two(seen(100, 20_000, 200), seen(200, 30_000, 400)));
+        assert!(after_two(seen(100, 20_000, 700), seen(200, 30_000, 1400)));
+        // 6.5 s are left, of which two are foreseen.
+        assert!(after_two(seen(100, 800, 700), seen(200, 1600, 1400)));
+        assert!(!after_two(seen(100, 600, 700), seen(200, 1200, 1400)));
     }
 
     #[test]

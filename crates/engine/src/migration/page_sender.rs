@@ -32,7 +32,7 @@ pub(super) const CHUNK_PAGES: u64 = 256;
 
 /// A chunk is sent at the end of the round if more than one page in this number was written again.
 const HOT: u64 = 64;
-/// A chunk of which no page was written in so long will hardly need deltas.
+/// A chunk of which no page was written for this time will hardly need deltas.
 const CALM: Duration = Duration::from_millis(200);
 
 /// Where the content of a batch is.

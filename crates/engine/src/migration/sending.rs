@@ -79,10 +79,10 @@ impl<'s> Sending<'s> {
         self.connections() > 0 && !self.later && self.options.copy_disks == CopyDisks::No
     }
 
-    /// Whether the first round may end before all its pages are sent. An increment is small, and what is known of the
-    /// checkpoint makes changes of its pages.
+    /// Whether the first round may end before all its pages are sent. A destination that has pages of the VM would fetch
+    /// them again.
     pub fn may_cut_short(&self) -> bool {
-        self.switch == Switch::IfNeeded && !self.based
+        self.switch == Switch::IfNeeded && !self.based && self.seeds.get().is_none()
     }
 
     /// The checkpoint that an increment could be sent of.
