@@ -39,12 +39,7 @@ pub(super) struct State {
     pub device_state: Vec<u8>,
 }
 
-/// The first message.
-pub(super) fn greeting(wire: &mut Wire) -> Result<Greeting, ReceiveError> {
-    greeting_of(wire.receive_message()?)
-}
-
-/// What the source says in it.
+/// What the source says in the first message.
 pub(super) fn greeting_of(message: Message) -> Result<Greeting, ReceiveError> {
     match message {
         Message::Control(Control::Hello {

@@ -11,7 +11,7 @@ use stillframe_qemu::launch::{self, ArmedLoad, Launched};
 use stillframe_qemu::monitor::RamBlock;
 use stillframe_repo::PageMap;
 
-use super::announced::{Greeting, Rest, State, complete, greeting, rest, same_machine, state};
+use super::announced::{Greeting, Rest, State, complete, greeting_of, rest, same_machine, state};
 use super::cut::Comes;
 use super::disks::CONNECTIONS_A_DISK;
 use super::disks::exports::Exports;
@@ -27,6 +27,7 @@ use super::seed::{Seed, SeedFrom, read as read_base};
 use super::takeover::{NewVm, Takeover, TakeoverEvent, Whereabouts};
 use super::{DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, cut, incoming};
 use crate::Progress;
+use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::Word;
 use crate::guardian::Guardian;
@@ -47,6 +48,8 @@ pub enum Received {
     Over,
     /// The VM would run here. The source will connect again, to migrate it.
     Rehearsed,
+    /// No VM: a source had a last word for a destination that is gone.
+    Nothing,
 }
 
 /// How to receive.
@@ -93,7 +96,11 @@ pub fn receive(
     from: Option<&mut SeedFrom<'_>>,
     events: ReceiveSink<'_>,
 ) -> Result<Received, ReceiveError> {
-    let greeted = greeted(&mut wire, from);
+    let message = wire.receive_message();
+    if let Ok(Message::Control(Control::Over { .. })) = message {
+        return Ok(Received::Nothing);
+    }
+    let greeted = greeted(&mut wire, message, from);
     let (greeting, seed) = greeted.inspect_err(|error| give_up(&mut wire, error))?;
     let arriving = Arriving::begin(
         &mut wire,
@@ -153,9 +160,10 @@ pub fn receive(
 /// What the source says first, and the checkpoint that the VM begins with.
 fn greeted<'r>(
     wire: &mut Wire,
+    message: Result<Message, ConnectionError>,
     from: Option<&'r mut SeedFrom<'_>>,
 ) -> Result<(Greeting, Option<Seed<'r>>), ReceiveError> {
-    let greeting = greeting(wire)?;
+    let greeting = greeting_of(message?)?;
     let Greeting {
         vm, blocks, base, ..
     } = &greeting;

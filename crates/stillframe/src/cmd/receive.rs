@@ -70,6 +70,7 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
             let mut from = seed_from(repository.as_mut(), args);
             match migration::receive(wire, &mut again, &options, from.as_mut(), &mut events)? {
                 Received::Over => break,
+                Received::Nothing => {}
                 Received::Rehearsed => context.console.note(REHEARSED),
             }
         },

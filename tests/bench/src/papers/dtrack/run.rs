@@ -37,7 +37,7 @@ pub enum Way {
     Qemu(Tuning),
     /// Stillframe, with these arguments.
     Stillframe(&'static [&'static str]),
-    /// The same, without deltas.
+    /// The same by pre-copy, without deltas.
     WithoutDeltas(&'static [&'static str]),
     /// Stillframe, while it takes checkpoints of the VM into a repository that both hosts reach.
     Watched,
@@ -89,7 +89,8 @@ pub fn migrate(saved: &Saved, link: &Link, way: Way) -> Result<Outcome> {
         Way::Qemu(tuning) => by_qemu(saved, link, &source, tuning),
         Way::Stillframe(words) => by_stillframe(saved, link, &source, (words, &[])),
         Way::WithoutDeltas(words) => {
-            let words = [words, &["--delta-cache=0"]].concat();
+            // The paper's migration ends when the VM is stopped for the rest.
+            let words = [words, &["--delta-cache=0", "--mode=pre-copy"]].concat();
             by_stillframe(saved, link, &source, (&words, &[]))
         }
         Way::Watched => watched(saved, link, &source),
