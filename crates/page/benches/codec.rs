@@ -215,6 +215,8 @@ fn main() -> Result<()> {
             ("zstd -1", Some(-1)),
             ("zstd 1", Some(1)),
             ("zstd 3", Some(3)),
+            ("zstd 6", Some(6)),
+            ("zstd 9", Some(9)),
             ("lz4", None),
         ] {
             let mut codec: Box<dyn Codec> = match level {

@@ -20,7 +20,7 @@
 use thiserror::Error;
 
 use crate::PAGE;
-use crate::encoding::{Decoder, Encoder, EncodingError, Kind};
+use crate::encoding::{Compression, Decoder, Encoder, EncodingError, Kind};
 use crate::varint::{self, VarintError};
 
 const WORD_BYTES: usize = 8;
@@ -89,7 +89,7 @@ impl DeltaEncoder {
     /// An encoder with a Zstandard level for its streams.
     pub fn new(level: i32) -> Result<DeltaEncoder, EncodingError> {
         Ok(DeltaEncoder {
-            compressor: Encoder::new(level)?,
+            compressor: Encoder::new(Compression::Zstd(level))?,
             pages: Vec::new(),
             places: Vec::new(),
             masks: Vec::new(),

@@ -4,6 +4,7 @@
 //! payload. Decoding trusts nothing: it never makes more than the given plain length, and fails unless it makes
 //! exactly that.
 
+use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
 use thiserror::Error;
 use zstd::bulk::{Compressor, Decompressor};
 use zstd::zstd_safe::compress_bound;
@@ -20,6 +21,8 @@ pub enum Kind {
     Raw = 1,
     /// The payload is one Zstandard frame (RFC 8878).
     Zstd = 2,
+    /// The payload is one LZ4 block. Only connections have it.
+    Lz4 = 3,
 }
 
 impl Kind {
@@ -29,6 +32,7 @@ impl Kind {
             0 => Ok(Kind::Zero),
             1 => Ok(Kind::Raw),
             2 => Ok(Kind::Zstd),
+            3 => Ok(Kind::Lz4),
             _ => Err(EncodingError::UnknownKind { kind: number }),
         }
     }
@@ -66,14 +70,32 @@ pub enum EncodingError {
     /// The compressor refused.
     #[error("compression failed")]
     Compress(#[source] std::io::Error),
+    /// The same, of LZ4.
+    #[error("compression failed")]
+    CompressLz4(#[source] lz4_flex::block::CompressError),
     /// The compressed payload is malformed or larger than it should be.
     #[error("compressed data is malformed")]
     Decompress(#[source] std::io::Error),
+    /// The same, of LZ4.
+    #[error("compressed data is malformed")]
+    DecompressLz4(#[source] lz4_flex::block::DecompressError),
+}
+
+/// How bytes that are not all zero are compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Compression {
+    /// Not at all.
+    None,
+    /// As an LZ4 block.
+    Lz4,
+    /// With Zstandard at this level; negative ones are faster.
+    Zstd(i32),
 }
 
 /// Encodes runs of bytes. Holds a compression context: make one per thread and keep it.
 pub struct Encoder {
-    compressor: Compressor<'static>,
+    compression: Compression,
+    zstd: Compressor<'static>,
 }
 
 /// Compression must win at least 1/16 of the length; below that reading it back costs more time
@@ -81,28 +103,69 @@ pub struct Encoder {
 const GAIN_SHARE_MIN: usize = 16;
 
 impl Encoder {
-    /// An encoder with a Zstandard level (the repository uses 1; negative is faster).
-    pub fn new(level: i32) -> Result<Encoder, EncodingError> {
-        let compressor = Compressor::new(level).map_err(EncodingError::Compress)?;
-        Ok(Encoder { compressor })
+    /// An encoder that compresses in this way.
+    ///
+    /// # Errors
+    /// There is no memory for it, or Zstandard has no such level.
+    pub fn new(compression: Compression) -> Result<Encoder, EncodingError> {
+        let mut encoder = Encoder {
+            compression: Compression::None,
+            zstd: Compressor::default(),
+        };
+        encoder.set(compression)?;
+        Ok(encoder)
+    }
+
+    /// Compresses in this way from now on.
+    ///
+    /// # Errors
+    /// Zstandard has no such level.
+    pub fn set(&mut self, compression: Compression) -> Result<(), EncodingError> {
+        if let Compression::Zstd(level) = compression {
+            let set = self.zstd.set_compression_level(level);
+            set.map_err(EncodingError::Compress)?;
+        }
+        self.compression = compression;
+        Ok(())
     }
 
     /// Appends the payload of `plain` to `out` and returns its kind. `out` keeps its content.
+    ///
+    /// # Errors
+    /// The compressor failed.
     pub fn encode(&mut self, plain: &[u8], out: &mut Vec<u8>) -> Result<Kind, EncodingError> {
         if is_zero(plain) {
             return Ok(Kind::Zero);
         }
         let start = out.len();
-        out.resize(start + compress_bound(plain.len()), 0);
-        let packed = self.compressor.compress_to_buffer(plain, &mut out[start..]);
-        let packed = packed.map_err(EncodingError::Compress)?;
-        out.truncate(start + packed);
-        if packed <= plain.len() - plain.len().div_ceil(GAIN_SHARE_MIN) {
-            return Ok(Kind::Zstd);
+        if let Some(kind) = self.compress(plain, out)? {
+            if out.len() - start <= plain.len() - plain.len().div_ceil(GAIN_SHARE_MIN) {
+                return Ok(kind);
+            }
+            out.truncate(start);
         }
-        out.truncate(start);
         out.extend_from_slice(plain);
         Ok(Kind::Raw)
+    }
+
+    /// Appends the compressed bytes, if they are compressed at all.
+    fn compress(&mut self, plain: &[u8], out: &mut Vec<u8>) -> Result<Option<Kind>, EncodingError> {
+        let start = out.len();
+        let (kind, bytes) = match self.compression {
+            Compression::None => return Ok(None),
+            Compression::Lz4 => {
+                out.resize(start + get_maximum_output_size(plain.len()), 0);
+                let packed = compress_into(plain, &mut out[start..]);
+                (Kind::Lz4, packed.map_err(EncodingError::CompressLz4)?)
+            }
+            Compression::Zstd(_) => {
+                out.resize(start + compress_bound(plain.len()), 0);
+                let packed = self.zstd.compress_to_buffer(plain, &mut out[start..]);
+                (Kind::Zstd, packed.map_err(EncodingError::Compress)?)
+            }
+        };
+        out.truncate(start + bytes);
+        Ok(Some(kind))
     }
 }
 
@@ -130,7 +193,7 @@ impl Decoder {
         let kind = Kind::from_number(kind).inspect_err(|_| out.clear())?;
         // Decompression overwrites the old content of the buffer: clearing it would fill it with zeros first, again
         // for each frame.
-        if kind != Kind::Zstd {
+        if matches!(kind, Kind::Zero | Kind::Raw) {
             out.clear();
         }
         match kind {
@@ -141,7 +204,16 @@ impl Decoder {
             }
             Kind::Zero => out.resize(plain_bytes, 0),
             Kind::Raw => out.extend_from_slice(payload),
-            Kind::Zstd => self.decompress(payload, plain_bytes, out)?,
+            Kind::Zstd | Kind::Lz4 => {
+                out.resize(plain_bytes, 0);
+                match self.decompress(kind, payload, out) {
+                    Ok(made) => out.truncate(made),
+                    Err(error) => {
+                        out.clear();
+                        return Err(error);
+                    }
+                }
+            }
         }
         if out.len() != plain_bytes {
             let found = out.len();
@@ -154,24 +226,18 @@ impl Decoder {
         Ok(())
     }
 
+    /// Returns how many bytes there are.
     fn decompress(
         &mut self,
+        kind: Kind,
         payload: &[u8],
-        plain_bytes: usize,
-        out: &mut Vec<u8>,
-    ) -> Result<(), EncodingError> {
-        out.resize(plain_bytes, 0);
-        match self
-            .decompressor
-            .decompress_to_buffer(payload, out.as_mut_slice())
-        {
-            Ok(made) => out.truncate(made),
-            Err(cause) => {
-                out.clear();
-                return Err(EncodingError::Decompress(cause));
-            }
+        out: &mut [u8],
+    ) -> Result<usize, EncodingError> {
+        if kind == Kind::Lz4 {
+            return decompress_into(payload, out).map_err(EncodingError::DecompressLz4);
         }
-        Ok(())
+        let made = self.decompressor.decompress_to_buffer(payload, out);
+        made.map_err(EncodingError::Decompress)
     }
 }
 
@@ -180,10 +246,25 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn encode(plain: &[u8]) -> (Kind, Vec<u8>) {
+    const ZSTD: Compression = Compression::Zstd(1);
+
+    fn encode_with(compression: Compression, plain: &[u8]) -> (Kind, Vec<u8>) {
         let mut out = Vec::new();
-        let kind = Encoder::new(1).unwrap().encode(plain, &mut out).unwrap();
+        let mut encoder = Encoder::new(compression).unwrap();
+        let kind = encoder.encode(plain, &mut out).unwrap();
         (kind, out)
+    }
+
+    fn encode(plain: &[u8]) -> (Kind, Vec<u8>) {
+        encode_with(ZSTD, plain)
+    }
+
+    fn compression() -> impl Strategy<Value = Compression> {
+        prop_oneof![
+            Just(Compression::None),
+            Just(Compression::Lz4),
+            (-7..=19).prop_map(Compression::Zstd),
+        ]
     }
 
     fn decode(kind: u8, payload: &[u8], plain_bytes: usize) -> Result<Vec<u8>, EncodingError> {
@@ -208,8 +289,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn round_trip(plain in plain()) {
-            let (kind, payload) = encode(&plain);
+        fn round_trip(plain in plain(), compression in compression()) {
+            let (kind, payload) = encode_with(compression, &plain);
             prop_assert!(payload.len() <= plain.len());
             prop_assert_eq!(decode(kind.number(), &payload, plain.len()).unwrap(), plain);
         }
@@ -225,9 +306,10 @@ mod tests {
 
         #[test]
         fn a_damaged_or_cut_payload_never_makes_more_than_asked(
-            plain in plain(), at: prop::sample::Index, bit in 0..8_u32, cut: bool, asked in 0..9000_usize,
+            plain in plain(), lz4: bool, at: prop::sample::Index, bit in 0..8_u32, cut: bool, asked in 0..9000_usize,
         ) {
-            let (kind, mut payload) = encode(&plain);
+            let compression = if lz4 { Compression::Lz4 } else { ZSTD };
+            let (kind, mut payload) = encode_with(compression, &plain);
             if !payload.is_empty() {
                 let at = at.index(payload.len());
                 if cut { payload.truncate(at) } else { payload[at] ^= 1_u8 << bit }
@@ -243,6 +325,8 @@ mod tests {
         assert_eq!(encode(&[0; 4096]), (Kind::Zero, vec![]));
         assert_eq!(encode(&[]).0, Kind::Zero);
         assert_eq!(encode(&[7; 4096]).0, Kind::Zstd);
+        assert_eq!(encode_with(Compression::Lz4, &[7; 4096]).0, Kind::Lz4);
+        assert_eq!(encode_with(Compression::None, &[7; 4096]).0, Kind::Raw);
         let mut state = 1_u64;
         let noise: Vec<u8> = std::iter::repeat_with(|| {
             state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
@@ -250,13 +334,23 @@ mod tests {
         })
         .take(65536)
         .collect();
-        assert_eq!(encode(&noise), (Kind::Raw, noise));
+        assert_eq!(encode(&noise), (Kind::Raw, noise.clone()));
+        assert_eq!(encode_with(Compression::Lz4, &noise), (Kind::Raw, noise));
+    }
+
+    #[test]
+    fn the_compression_changes_between_two_runs() {
+        let mut out = Vec::new();
+        let mut encoder = Encoder::new(Compression::Lz4).unwrap();
+        assert_eq!(encoder.encode(&[7; 4096], &mut out).unwrap(), Kind::Lz4);
+        encoder.set(Compression::Zstd(3)).unwrap();
+        assert_eq!(encoder.encode(&[7; 4096], &mut out).unwrap(), Kind::Zstd);
     }
 
     #[test]
     fn encoding_appends() {
         let mut out = b"head".to_vec();
-        let mut encoder = Encoder::new(1).unwrap();
+        let mut encoder = Encoder::new(ZSTD).unwrap();
         encoder.encode(&[7; 4096], &mut out).unwrap();
         assert!(out.starts_with(b"head"));
         assert_eq!(decode(2, &out[4..], 4096).unwrap(), vec![7; 4096]);
@@ -264,8 +358,8 @@ mod tests {
 
     #[test]
     fn an_unknown_kind_is_named() {
-        let error = decode(3, &[], 10).unwrap_err();
-        assert!(matches!(error, EncodingError::UnknownKind { kind: 3 }));
+        let error = decode(4, &[], 10).unwrap_err();
+        assert!(matches!(error, EncodingError::UnknownKind { kind: 4 }));
     }
 
     #[test]

@@ -225,7 +225,8 @@ impl CheckpointWriter {
         let encoder = &mut self.encoder;
         transaction
             .stream
-            .put(&mut transaction.sink, encoder, cache, block, pages)
+            .put(&mut transaction.sink, encoder, cache, block, pages)?;
+        Ok(())
     }
 }
 

@@ -11,17 +11,16 @@
 //! if they look alike: each for itself they take half as much again, and noise among them would spoil it.
 
 use stillframe_page::delta::Delta;
-use stillframe_page::encoding::{Decoder, Encoder, EncodingError, Kind};
+use stillframe_page::encoding::{Decoder, EncodingError, Kind};
 use stillframe_page::{PAGE, is_zero};
 
+use super::compression::{CompressionChoice, GroupCompressor};
 use super::{ConnectionError, malformed};
 use crate::memory::BlockShape;
 
 /// Upper bound on pages of a batch, deltas not counted.
 pub const PAGES_MAX: usize = 2048;
 
-/// Zstandard level, as the repository's.
-const LEVEL: i32 = 1;
 /// Pages that are compressed together, at most: 64 KiB.
 const TOGETHER_MAX: usize = 16;
 /// Contents of noise of which one is compressed in a trial: it may look like noise only.
@@ -58,7 +57,7 @@ impl Likeness {
 
 /// Puts batches together; keeps its memory.
 pub struct BatchWriter {
-    encoder: Encoder,
+    compressor: GroupCompressor,
     /// The head of the batch, and the numbers of its pages.
     payload: Vec<u8>,
     /// Their contents, and deltas after them.
@@ -74,13 +73,13 @@ pub struct BatchWriter {
 }
 
 impl BatchWriter {
-    /// Writes batches one after the other.
+    /// Writes batches one after the other, whose pages are compressed in this way.
     ///
     /// # Errors
-    /// There is no memory for the compressor.
-    pub fn new() -> Result<BatchWriter, ConnectionError> {
+    /// There is no memory for the compressor, or it has no such level.
+    pub fn new(choice: CompressionChoice) -> Result<BatchWriter, ConnectionError> {
         Ok(BatchWriter {
-            encoder: Encoder::new(LEVEL)?,
+            compressor: GroupCompressor::new(choice)?,
             payload: Vec::new(),
             contents: Vec::new(),
             pages: 0,
@@ -90,6 +89,11 @@ impl BatchWriter {
             together: 0,
             untried: 0,
         })
+    }
+
+    /// How pages are compressed, and what became of the batches.
+    pub fn compressor(&mut self) -> &mut GroupCompressor {
+        &mut self.compressor
     }
 
     /// Begins a batch of block number `block`.
@@ -146,13 +150,13 @@ impl BatchWriter {
         };
         let kind = match (self.likeness, tried) {
             (Likeness::Zero, _) => Kind::Zero,
-            (_, true) => self.encoder.encode(&self.plain, &mut self.contents)?,
+            (_, true) => self.compressor.encode(&self.plain, &mut self.contents)?,
             (_, false) => {
                 self.contents.extend_from_slice(&self.plain);
                 Kind::Raw
             }
         };
-        if kind == Kind::Zstd {
+        if kind != Kind::Raw {
             self.untried = 0;
         }
         self.plain.clear();
@@ -342,7 +346,7 @@ mod tests {
     }
 
     fn encode(block: usize, pages: &BTreeMap<u64, u8>) -> Vec<u8> {
-        let mut writer = BatchWriter::new().unwrap();
+        let mut writer = BatchWriter::new(CompressionChoice::Auto).unwrap();
         writer.begin(block);
         for (&page, &seed) in pages {
             writer.page(page, &content(seed)).unwrap();

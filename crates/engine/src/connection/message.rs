@@ -56,7 +56,7 @@ use std::io::{Read, Write};
 
 use serde::{Deserialize, Serialize};
 use stillframe_link::{Frame, Versions};
-use stillframe_page::encoding::{Decoder, Encoder};
+use stillframe_page::encoding::{Compression, Decoder, Encoder};
 use stillframe_page::hash::ContentId;
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::CheckpointId;
@@ -73,8 +73,8 @@ pub const VERSIONS: Versions = 1..=1;
 pub const IDS_MAX: usize = 16 << 10;
 /// A device state, before compression. Those of usual machines take 200 KB.
 const STATE_BYTES_MAX: usize = 256 << 20;
-/// Zstandard level of a device state: half of it is zeros, and the VM is stopped meanwhile.
-const STATE_LEVEL: i32 = 1;
+/// How a device state is compressed: half of it is zeros, and the VM is stopped meanwhile.
+const STATE_COMPRESSION: Compression = Compression::Zstd(1);
 /// Ranges of one [`Control::Content`].
 const RANGES_MAX: usize = 64 << 10;
 
@@ -326,7 +326,7 @@ impl<S: Write> Connection<S> {
         let length = length.filter(|&length| length as usize <= STATE_BYTES_MAX);
         let length = length.ok_or_else(|| malformed("a device state that is too long"))?;
         let mut payload = [&length.to_le_bytes()[..], &[0]].concat();
-        let kind = Encoder::new(STATE_LEVEL)?.encode(state, &mut payload)?;
+        let kind = Encoder::new(STATE_COMPRESSION)?.encode(state, &mut payload)?;
         payload[4] = kind.number();
         self.send(Kind::DeviceState, &payload)
     }

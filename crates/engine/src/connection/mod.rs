@@ -7,9 +7,10 @@
 //! ```
 //!
 //! The frames are those of the crate `link`, which also makes the stream. [`framing`] has their kinds, [`message`] gives
-//! each kind its meaning, and [`batch`] is how pages are written down.
+//! each kind its meaning, [`batch`] is how pages are written down, and [`compression`] chooses how they are compressed.
 
 pub mod batch;
+pub mod compression;
 pub mod framing;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

@@ -14,6 +14,7 @@ use stillframe_page::hash::ContentId;
 use stillframe_page::{GuestPage, PAGE, PageRequest, ReadOrder};
 
 use super::batch::{Batch, BatchWriter};
+use super::compression::CompressionChoice;
 use super::framing::Kind;
 use super::message::{Control, Message};
 use super::{Connection, ConnectionError};
@@ -94,7 +95,7 @@ proptest! {
         budget in prop_oneof![Just(0u64), Just(40 << 12), Just(1 << 30)],
     ) {
         let mut bytes = Vec::new();
-        let mut sink = ConnectionPages::new(Connection::new(&mut bytes)).unwrap();
+        let mut sink = ConnectionPages::new(Connection::new(&mut bytes), CompressionChoice::Auto).unwrap();
         let mut stream = PageStream::new(&shapes());
         stream.pages_may_come_twice(&shapes());
         let mut encoder = PageEncoder::default();
@@ -270,7 +271,7 @@ fn a_device_state_that_grows_beyond_all_bounds_is_refused() {
 /// Answers requests until the other side has gone.
 fn serve(stream: UnixStream, memory: &Memory) {
     let mut connection = Connection::new(stream);
-    let mut writer = BatchWriter::new().unwrap();
+    let mut writer = BatchWriter::new(CompressionChoice::Auto).unwrap();
     while let Ok(Message::Control(Control::Fetch { block, pages })) = connection.receive_message() {
         writer.begin(block);
         for page in pages {
@@ -289,7 +290,7 @@ fn other_pages_than_were_asked_for_are_refused() {
     let server = thread::spawn(move || {
         let mut connection = Connection::new(theirs);
         connection.receive_message().unwrap();
-        let mut writer = BatchWriter::new().unwrap();
+        let mut writer = BatchWriter::new(CompressionChoice::Auto).unwrap();
         writer.begin(1);
         writer.page(8, &content(8, 1)).unwrap();
         connection

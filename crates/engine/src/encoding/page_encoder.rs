@@ -5,7 +5,7 @@ use std::thread;
 
 use stillframe_page::delta::{Added, DeltaEncoder, EncodedDelta};
 use stillframe_page::difference::difference;
-use stillframe_page::encoding::{Encoder, EncodingError};
+use stillframe_page::encoding::{Compression, Encoder, EncodingError};
 use stillframe_page::hash::{ContentHasher, ContentId};
 use stillframe_page::is_zero;
 use stillframe_page::{GuestPage, PAGE};
@@ -164,7 +164,7 @@ impl EncoderWorker {
     fn new() -> Result<EncoderWorker, EncodingError> {
         Ok(EncoderWorker {
             encoder: DeltaEncoder::new(LEVEL)?,
-            whole: Encoder::new(LEVEL)?,
+            whole: Encoder::new(Compression::Zstd(LEVEL))?,
         })
     }
 

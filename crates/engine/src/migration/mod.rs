@@ -48,6 +48,7 @@ use stillframe_link::{Link, Stream};
 use stillframe_repo::CheckpointId;
 
 use crate::connection::Connection;
+pub use crate::connection::compression::CompressionChoice;
 pub use crate::connection::message::{Base, Mode, VERSIONS};
 pub use crate::encoding::delta_cache::Contents;
 pub use crate::populate::lazy::supervision::Supervised;
@@ -190,6 +191,8 @@ pub struct MigrateOptions {
     pub skip_fake: SkipFake,
     /// Do not send a page again that has the id of its last version; `None`: such pages are counted only.
     pub page_ids: Option<PageHash>,
+    /// How pages are compressed. Changes of pages always are, by Zstandard, level 1.
+    pub compression: CompressionChoice,
     /// The disks that the destination does not reach.
     pub copy_disks: CopyDisks,
     /// How long it is tried to connect again, once the VM is given up.
@@ -228,6 +231,10 @@ pub struct MigratedPages {
     pub fake: u64,
     /// Sent in vain: overwritten before the hand-over, and sent again.
     pub doomed: u64,
+    /// Bytes that the fake ones took. Here and below, each page of a batch is taken for as long as the others of its kind.
+    pub fake_bytes: u64,
+    /// Bytes that the doomed ones took.
+    pub doomed_bytes: u64,
 }
 
 impl AddAssign for MigratedPages {
@@ -240,6 +247,8 @@ impl AddAssign for MigratedPages {
         self.postponed += more.postponed;
         self.fake += more.fake;
         self.doomed += more.doomed;
+        self.fake_bytes += more.fake_bytes;
+        self.doomed_bytes += more.doomed_bytes;
     }
 }
 
@@ -262,6 +271,9 @@ pub struct MigrateReport {
     /// Bytes sent for disks.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub disk_bytes: u64,
+    /// How pages were compressed in the end, over one of the connections, where they were sent while the VM ran.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compression: Option<CompressionChoice>,
     /// Bytes sent over all connections.
     pub bytes_sent: u64,
     /// From the stop here until it was known that the VM runs there, in microseconds.

@@ -17,6 +17,7 @@ use std::time::Instant;
 use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender, bounded};
 use stillframe_link::Closer;
 use stillframe_page::PAGE_BYTES;
+use stillframe_page::encoding::Compression;
 
 use super::error::MigrateError;
 use super::page_sender::{
@@ -247,6 +248,11 @@ impl Outgoing {
         pages
     }
 
+    /// How pages were compressed then, over one of the connections.
+    pub fn compression(&self) -> Option<Compression> {
+        self.sent.compression
+    }
+
     /// Bytes sent until then.
     pub fn bytes(&self) -> u64 {
         self.sent.bytes
@@ -268,6 +274,7 @@ impl Outgoing {
             self.unsent.extend(unsent);
             all.pages += sent.pages;
             all.bytes += sent.bytes;
+            all.compression = sent.compression;
         }
         self.sent = all;
         Ok(())

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 use stillframe_link::Stream;
 use stillframe_page::PAGE_BYTES;
+use stillframe_page::encoding::Compression;
 use stillframe_sys::affinity::{AffinityGuard, Processors};
 
 use super::error::MigrateError;
@@ -17,6 +18,7 @@ use super::limiter::Limiter;
 use super::pages::SentPages;
 use super::{MigratedPages, Wire};
 use crate::connection::ConnectionError;
+use crate::connection::compression::CompressionChoice;
 use crate::connection::message::{Control, Message};
 use crate::memory::Page;
 use crate::memory::block::{Block, Guest};
@@ -78,6 +80,8 @@ pub(super) enum End {
 pub(super) struct Sent {
     pub pages: MigratedPages,
     pub bytes: u64,
+    /// How pages are compressed now.
+    pub compression: Option<Compression>,
 }
 
 /// What a connection says at the end of a round.
@@ -95,6 +99,8 @@ pub(super) struct Common {
     pub limiter: Arc<Limiter>,
     /// Where they run while the guest does.
     pub processors: Processors,
+    /// How pages are compressed.
+    pub compression: CompressionChoice,
     pub round: Arc<Ongoing>,
 }
 
@@ -143,14 +149,14 @@ impl PageSender {
     /// A sender over this connection.
     ///
     /// # Errors
-    /// There is no memory for the compressor.
+    /// There is no memory for the compressor, or it has no such level.
     pub fn new(
         wire: Wire,
         pages: SentPages,
         common: Common,
     ) -> Result<PageSender, ConnectionError> {
         Ok(PageSender {
-            sink: ConnectionPages::new(wire)?,
+            sink: ConnectionPages::new(wire, common.compression)?,
             pages,
             common,
             buffer: vec![0; (BATCH_PAGES * PAGE_BYTES) as usize],
@@ -254,6 +260,7 @@ impl PageSender {
         let sent = Sent {
             pages: self.pages.counts(),
             bytes: self.sink.bytes_sent(),
+            compression: Some(self.sink.compression()),
         };
         let unsent = std::mem::take(&mut self.unsent);
         // It is awaited, unless the migration has failed.
@@ -283,6 +290,7 @@ impl PageSender {
             Content::Memory(Guest::Stopped) => *placement = None,
             Content::Sample | Content::Zero => {}
         }
+        let begun = Instant::now();
         let bytes = &mut self.buffer[..(length(&pages) * PAGE_BYTES) as usize];
         match content {
             Content::Memory(guest) => memory.read(guest, &mut split(bytes, &pages), &pages)?,
@@ -297,9 +305,11 @@ impl PageSender {
         let count = pages.len() as u64;
         self.pages.put(&mut self.sink, (block, pages), remembered)?;
         self.common.round.sent.fetch_add(count, Ordering::Relaxed);
+        let worked = begun.elapsed();
         if content != Content::Memory(Guest::Stopped) {
             self.common.limiter.wait(self.sink.bytes_sent() - before);
         }
+        self.sink.account(worked, begun.elapsed() - worked)?;
         Ok(())
     }
 }

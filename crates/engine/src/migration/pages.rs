@@ -10,9 +10,9 @@ use super::seed::Seeds;
 use super::sent_ids::{PageHash, SentIds};
 use crate::connection::ConnectionError;
 use crate::encoding::delta_cache::{Contents, DeltaCache};
-use crate::encoding::page_encoder::PageEncoder;
+use crate::encoding::page_encoder::{PageEncoder, PageEncoding};
 use crate::memory::{BlockShape, Page};
-use crate::sink::connection::ConnectionPages;
+use crate::sink::connection::{ConnectionPages, Sizes};
 use crate::sink::page_stream::PageStream;
 
 /// Pages on their way over one connection, with the means to encode them.
@@ -28,6 +28,10 @@ pub(super) struct SentPages {
     known: u64,
     seeded: u64,
     fake: u64,
+    fake_bytes: u64,
+    doomed_bytes: u64,
+    /// Bytes that each page took when it was sent last, by block.
+    took: Vec<Vec<u16>>,
     /// Left out because the guest had written them again.
     pub postponed: u64,
 }
@@ -76,6 +80,12 @@ impl SentPages {
             known: 0,
             seeded: 0,
             fake: 0,
+            fake_bytes: 0,
+            doomed_bytes: 0,
+            took: blocks
+                .iter()
+                .map(|block| vec![0; block.pages as usize])
+                .collect(),
             postponed: 0,
         }
     }
@@ -92,6 +102,7 @@ impl SentPages {
         (block, mut pages): (usize, Vec<Page<'_>>),
         remembered: bool,
     ) -> Result<(), ConnectionError> {
+        let mut fakes = Vec::new();
         pages.retain(|page| {
             let number = GuestPage::new(block, page.number);
             if self.ids.is_new(number) && self.there.has(number, page.bytes, &mut self.cache) {
@@ -105,12 +116,19 @@ impl SentPages {
             let fake = known && self.cache.get(number).is_none();
             match self.skip_known {
                 true => self.known += u64::from(fake),
-                false => self.fake += u64::from(fake),
+                false if fake => fakes.push(page.number),
+                false => {}
             }
             !fake || !self.skip_known
         });
-        self.stream
+        let before = sink.sizes();
+        let encodings = self
+            .stream
             .put(sink, &mut self.encoder, &self.cache, block, &pages)?;
+        self.note_sizes(block, &pages, &encodings, sink.sizes() - before);
+        self.fake += fakes.len() as u64;
+        let took = fakes.iter().map(|&page| self.took[block][page as usize]);
+        self.fake_bytes += took.map(u64::from).sum::<u64>();
         for &Page { number, bytes } in &pages {
             let page = GuestPage::new(block, number);
             match remembered {
@@ -119,6 +137,33 @@ impl SentPages {
             }
         }
         Ok(())
+    }
+
+    /// Notes what each page took, and adds up what those took that are sent again.
+    fn note_sizes(
+        &mut self,
+        block: usize,
+        pages: &[Page<'_>],
+        encodings: &[PageEncoding],
+        sizes: Sizes,
+    ) {
+        let each = |bytes: u64, of: fn(&PageEncoding) -> bool| {
+            let count = encodings.iter().filter(|encoding| of(encoding)).count() as u64;
+            // A page takes little more than its length.
+            (bytes / count.max(1)) as u16
+        };
+        let whole = each(sizes.whole, |encoding| encoding.is_whole());
+        let delta = each(sizes.deltas, |encoding| *encoding == PageEncoding::Delta);
+        for (page, encoding) in pages.iter().zip(encodings) {
+            let now = match encoding {
+                PageEncoding::Same => continue,
+                PageEncoding::Zero => 0,
+                PageEncoding::Delta => delta,
+                PageEncoding::Unknown | PageEncoding::TooMuch => whole,
+            };
+            let before = std::mem::replace(&mut self.took[block][page.number as usize], now);
+            self.doomed_bytes += u64::from(before);
+        }
     }
 
     /// What was sent so far.
@@ -133,6 +178,8 @@ impl SentPages {
             seeded: self.seeded,
             postponed: self.postponed,
             fake: self.fake,
+            fake_bytes: self.fake_bytes,
+            doomed_bytes: self.doomed_bytes,
             doomed: sent - counts.captured,
         }
     }
@@ -141,6 +188,53 @@ impl SentPages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::connection::Connection;
+    use crate::migration::CompressionChoice;
+
+    /// What was sent, of pages with these contents, without copies and ids of what was sent before.
+    fn sent(versions: &[Vec<[u8; PAGE]>], cache_bytes: u64) -> MigratedPages {
+        let blocks = [BlockShape {
+            name: "ram".to_owned(),
+            pages: 8,
+        }];
+        let there = There {
+            seeds: Arc::default(),
+            base: Contents::default(),
+        };
+        let mut pages = SentPages::new(&blocks, cache_bytes, 1, None, there);
+        let connection = Connection::new(Vec::new());
+        let mut sink = ConnectionPages::new(connection, CompressionChoice::Auto).unwrap();
+        for contents in versions {
+            let batch = (0..).zip(contents);
+            let batch = batch.map(|(number, bytes)| Page { number, bytes });
+            pages.put(&mut sink, (0, batch.collect()), true).unwrap();
+        }
+        pages.counts()
+    }
+
+    fn noise(seed: u64) -> [u8; PAGE] {
+        let mut state = seed;
+        std::array::from_fn(|_| {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            (state >> 56) as u8
+        })
+    }
+
+    #[test]
+    fn bytes_that_were_sent_in_vain_are_counted() {
+        let [a, b, c] = [1, 2, 3].map(noise);
+        let counts = sent(&[vec![a, b], vec![a, c]], 0);
+        assert_eq!((counts.fake, counts.doomed), (1, 2));
+        assert_eq!(counts.fake_bytes / 4000, 1);
+        assert_eq!(counts.doomed_bytes / 8000, 1);
+        // A page of zeros takes nothing, and a change little.
+        let mut changed = a;
+        changed[7] ^= 1;
+        let counts = sent(&[vec![[0; PAGE], a], vec![b, changed], vec![c, b]], 1 << 20);
+        assert_eq!((counts.delta, counts.doomed), (1, 4));
+        let small = counts.doomed_bytes - 8192;
+        assert!((1..200).contains(&small), "{small}");
+    }
 
     #[test]
     fn what_the_destination_has_of_the_base_is_a_content_to_change() {

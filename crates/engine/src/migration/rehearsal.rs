@@ -70,7 +70,7 @@ impl Vm {
         }
         wire.send_control(&Control::PagesLater { some_sent: false })?;
         let blocks = self.tracker.peek().blocks().to_vec();
-        let mut serving = Serving::new(&session, blocks, DEMAND_LANES);
+        let mut serving = Serving::new(&session, blocks, DEMAND_LANES, options.compression);
         serving.open(0, reconnect)?;
         // Any page may have content when the VM is stopped; one that is taken for zero would make a queue look broken.
         let shape = self.tracker.shape();

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
 
 use stillframe_link::Closer;
 use stillframe_page::PAGE;
@@ -10,6 +11,7 @@ use thiserror::Error;
 use super::{Reconnect, Unreachable, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::batch::{BatchWriter, PAGES_MAX};
+use crate::connection::compression::CompressionChoice;
 use crate::connection::framing::Kind;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
@@ -55,17 +57,24 @@ pub(super) struct Serving {
     session: Session,
     blocks: Vec<Arc<Block>>,
     lanes: usize,
+    compression: CompressionChoice,
     shared: Arc<Shared>,
     closers: Vec<Closer>,
 }
 
 impl Serving {
-    /// The lanes of these blocks, none of which is open yet.
-    pub fn new(session: &Session, blocks: Vec<Arc<Block>>, lanes: usize) -> Serving {
+    /// The lanes of these blocks, none of which is open yet. Pages are compressed in this way.
+    pub fn new(
+        session: &Session,
+        blocks: Vec<Arc<Block>>,
+        lanes: usize,
+        compression: CompressionChoice,
+    ) -> Serving {
         Serving {
             session: session.clone(),
             blocks,
             lanes,
+            compression,
             shared: Arc::default(),
             closers: Vec::new(),
         }
@@ -90,7 +99,7 @@ impl Serving {
             let closer = wire.closer().map_err(ServingError::Socket)?;
             self.closers.push(closer);
             let lane = Lane {
-                writer: BatchWriter::new()?,
+                writer: BatchWriter::new(self.compression)?,
                 wire,
                 blocks: self.blocks.clone(),
                 shared: Arc::clone(&self.shared),
@@ -166,6 +175,7 @@ impl Lane {
     }
 
     fn answer(&mut self, request: Message) -> Result<(), ServingError> {
+        let (begun, before) = (Instant::now(), self.wire.bytes_sent());
         let Message::Control(Control::Fetch { block, pages }) = request else {
             return Err(request.unexpected().into());
         };
@@ -189,7 +199,14 @@ impl Lane {
         for (page, bytes) in numbers.into_iter().zip(self.buffer.as_chunks().0) {
             self.writer.page(page, bytes)?;
         }
-        self.wire.send(Kind::Pages, self.writer.finish()?)?;
+        let payload = self.writer.finish()?;
+        let sending = Instant::now();
+        self.wire.send(Kind::Pages, payload)?;
+        let (sending, sent) = (sending.elapsed(), self.wire.bytes_sent() - before);
+        let compressor = self.writer.compressor();
+        compressor
+            .sent(sent, sending, begun.elapsed())
+            .map_err(ConnectionError::from)?;
         let pages = self.buffer.len() / PAGE;
         self.shared.pages.fetch_add(pages as u64, Ordering::Relaxed);
         Ok(())

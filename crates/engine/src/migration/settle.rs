@@ -13,7 +13,7 @@ use super::commit::{CommitError, Undecided, Wish};
 use super::handover::Source;
 use super::record::{GivenUp, RecordError, Served, SourceRecord};
 use super::serving::Serving;
-use super::{END_LIMIT, Reconnect};
+use super::{CompressionChoice, END_LIMIT, Reconnect};
 use crate::attach::AttachError;
 use crate::capture::paused_vm::HandedOver;
 use crate::connection::message::Control;
@@ -119,7 +119,7 @@ fn served(
     let ram = monitor.ram_blocks().map_err(AttachError::from)?;
     let blocks = eager::open_blocks(process, &ram, blocks).map_err(SettleError::Memory)?;
     let blocks = blocks.into_iter().map(Arc::new).collect();
-    let serving = Serving::new(&content.session, blocks, *lanes);
+    let serving = Serving::new(&content.session, blocks, *lanes, CompressionChoice::Auto);
     serving.begin(Guest::Stopped);
     Ok(Some(serving))
 }

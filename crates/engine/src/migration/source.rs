@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use stillframe_page::encoding::Compression;
 use stillframe_qemu::monitor::{Disk, Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::CheckpointId;
@@ -23,8 +24,8 @@ use super::seed::Seeds;
 use super::sending::{Sending, explained};
 use super::serving::Serving;
 use super::{
-    ANSWER_LIMIT, BEAT, END_LIMIT, MigrateEvent, MigrateOptions, MigrateReport, MigrateSink,
-    MigratedPages, Mode, Reconnect, SkipFake, Wire,
+    ANSWER_LIMIT, BEAT, CompressionChoice, END_LIMIT, MigrateEvent, MigrateOptions, MigrateReport,
+    MigrateSink, MigratedPages, Mode, Reconnect, SkipFake, Wire,
 };
 use crate::attach::Vm;
 use crate::capture::device_state::StateStream;
@@ -54,6 +55,7 @@ struct Complete<'v> {
     bytes: u64,
     /// Over those for disks.
     disk_bytes: u64,
+    compression: Option<Compression>,
     rounds: u32,
     mode: Mode,
     base: Option<CheckpointId>,
@@ -135,6 +137,7 @@ impl Vm {
             fetched,
             base: complete.base,
             disk_bytes: complete.disk_bytes,
+            compression: complete.compression.map(CompressionChoice::Always),
             bytes_sent: complete.bytes + complete.disk_bytes + of_them + on_wire,
             downtime_us: match runs {
                 true => downtime.as_micros() as u64,
@@ -333,7 +336,12 @@ impl Vm {
         reconnect: Reconnect<'_>,
     ) -> Result<Serving, MigrateError> {
         let blocks = self.tracker.peek().blocks().to_vec();
-        let mut serving = Serving::new(sending.session, blocks, sending.lanes());
+        let mut serving = Serving::new(
+            sending.session,
+            blocks,
+            sending.lanes(),
+            sending.options.compression,
+        );
         serving.open(sending.connections(), reconnect)?;
         Ok(serving)
     }
@@ -368,6 +376,7 @@ impl Vm {
             .map_err(MigrateError::Thread)?,
             limiter: Arc::clone(&sending.limiter),
             processors: placement::processors(&self.target.process),
+            compression: options.compression,
             round: Arc::default(),
         };
         let states = (0..count).map(state).collect();
@@ -436,6 +445,7 @@ impl Vm {
             sent,
             bytes: channels.outgoing.as_ref().map_or(0, Outgoing::bytes),
             disk_bytes,
+            compression: channels.outgoing.as_ref().and_then(Outgoing::compression),
             rounds: sending.rounds,
             mode: sending.mode,
             base: sending.used_base().map(|last| last.base.checkpoint),

@@ -4,11 +4,15 @@
 //! and a page that changed little is sent as a delta. Both need a delta cache of the pages as last *sent*.
 
 use std::io::Write;
+use std::ops::Sub;
+use std::time::{Duration, Instant};
 
+use stillframe_page::encoding::Compression;
 use stillframe_page::hash::ContentHasher;
 
 use super::{EncodedBatch, PageSink};
 use crate::connection::batch::BatchWriter;
+use crate::connection::compression::CompressionChoice;
 use crate::connection::framing::Kind;
 use crate::connection::{Connection, ConnectionError};
 use crate::encoding::page_encoder::PageEncoding;
@@ -23,22 +27,76 @@ pub fn transfer_hasher() -> ContentHasher {
     ContentHasher::keyed(CONTENT_KEY)
 }
 
+/// Bytes that pages took on a connection.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sizes {
+    /// All but the changes.
+    pub whole: u64,
+    /// Changes of pages.
+    pub deltas: u64,
+}
+
+impl Sub for Sizes {
+    type Output = Sizes;
+
+    fn sub(self, before: Sizes) -> Sizes {
+        Sizes {
+            whole: self.whole - before.whole,
+            deltas: self.deltas - before.deltas,
+        }
+    }
+}
+
 /// The pages of a VM on their way into a connection.
 pub struct ConnectionPages<S> {
     connection: Connection<S>,
     writer: BatchWriter,
+    /// How long the connection took, of what is not yet accounted for.
+    sending: Duration,
+    /// Bytes that are accounted for.
+    accounted: u64,
+    sizes: Sizes,
 }
 
 impl<S> ConnectionPages<S> {
-    /// Into this connection, whose other side expects pages.
+    /// Into this connection, whose other side expects pages; compressed in this way.
     ///
     /// # Errors
-    /// There is no memory for the compressor.
-    pub fn new(connection: Connection<S>) -> Result<ConnectionPages<S>, ConnectionError> {
+    /// There is no memory for the compressor, or it has no such level.
+    pub fn new(
+        connection: Connection<S>,
+        choice: CompressionChoice,
+    ) -> Result<ConnectionPages<S>, ConnectionError> {
         Ok(ConnectionPages {
+            accounted: connection.bytes_sent(),
             connection,
-            writer: BatchWriter::new()?,
+            writer: BatchWriter::new(choice)?,
+            sending: Duration::ZERO,
+            sizes: Sizes::default(),
         })
+    }
+
+    /// What pages took so far.
+    pub fn sizes(&self) -> Sizes {
+        self.sizes
+    }
+
+    /// How pages are compressed now.
+    pub fn compression(&mut self) -> Compression {
+        self.writer.compressor().compression()
+    }
+
+    /// All since the last call took this time, besides that for which the sender was held back.
+    ///
+    /// # Errors
+    /// The compressor failed.
+    pub fn account(&mut self, whole: Duration, held_back: Duration) -> Result<(), ConnectionError> {
+        let sent = self.connection.bytes_sent();
+        let bytes = sent - std::mem::replace(&mut self.accounted, sent);
+        let sending = std::mem::take(&mut self.sending);
+        let compressor = self.writer.compressor();
+        compressor.sent(bytes, sending + held_back, whole + held_back)?;
+        Ok(())
     }
 
     /// The connection, for a message between pages.
@@ -80,7 +138,14 @@ impl<S: Write> PageSink for ConnectionPages<S> {
             self.writer.delta(&delta.bytes)?;
         }
         if contents.iter().any(|&content| content != Content::Known) {
-            self.connection.send(Kind::Pages, self.writer.finish()?)?;
+            let payload = self.writer.finish()?;
+            let deltas = batch.deltas.iter().map(|delta| delta.bytes.len() as u64);
+            let deltas = deltas.sum::<u64>();
+            self.sizes.deltas += deltas;
+            self.sizes.whole += payload.len() as u64 - deltas;
+            let begun = Instant::now();
+            self.connection.send(Kind::Pages, payload)?;
+            self.sending += begun.elapsed();
         }
         Ok(contents)
     }

@@ -76,7 +76,7 @@ impl PageStream {
     }
 
     /// Encodes ascending pages of block number `block`, and hands them to the sink. `cache` knows the old
-    /// contents of the pages.
+    /// contents of the pages. Returns how each was encoded.
     ///
     /// # Errors
     /// That of the sink.
@@ -87,7 +87,7 @@ impl PageStream {
         cache: &DeltaCache,
         block: usize,
         pages: &[Page<'_>],
-    ) -> Result<(), S::Error> {
+    ) -> Result<Vec<PageEncoding>, S::Error> {
         let begin = Instant::now();
         let encoded = encoder.batch(sink.hasher(), cache, block, pages)?;
         let encoded_at = Instant::now();
@@ -105,7 +105,7 @@ impl PageStream {
         }
         self.encoding += encoded_at - begin;
         self.writing += encoded_at.elapsed();
-        Ok(())
+        Ok(encoded.encodings)
     }
 
     fn count(&mut self, page: GuestPage, encoding: PageEncoding, content: Content) {

@@ -10,7 +10,7 @@ use std::fmt;
 use jiff::Timestamp;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use stillframe_page::encoding::{Decoder, Encoder};
+use stillframe_page::encoding::{Compression, Decoder, Encoder};
 use stillframe_page::hash::ContentId;
 
 use crate::format::annotation::{Note, Tags};
@@ -19,8 +19,8 @@ use crate::format::layout::{Cursor, FormatError};
 /// Maximum length in bytes of a manifest that is read or written.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 
-/// Zstandard level: manifests are short, and a watch writes many.
-const LEVEL: i32 = 3;
+/// Manifests are short, and a watch writes many.
+const COMPRESSION: Compression = Compression::Zstd(3);
 
 /// Maximum number of pages of a RAM block: 2 TiB of 4 KiB pages. The root of its table fits the largest blob.
 pub const PAGES_MAX: u64 = 1 << 29;
@@ -215,7 +215,8 @@ impl Manifest {
         let bytes = u32::try_from(json.len()).map_err(|error| error.to_string())?;
         let mut body = vec![0];
         body.extend_from_slice(&bytes.to_le_bytes());
-        let kind = Encoder::new(LEVEL).and_then(|mut encoder| encoder.encode(&json, &mut body));
+        let kind =
+            Encoder::new(COMPRESSION).and_then(|mut encoder| encoder.encode(&json, &mut body));
         body[0] = kind.map_err(|error| error.to_string())?.number();
         Ok(body)
     }

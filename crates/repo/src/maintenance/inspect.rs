@@ -280,6 +280,7 @@ fn encoding(kind: u8) -> &'static str {
         Ok(Kind::Zero) => "zero",
         Ok(Kind::Raw) => "raw",
         Ok(Kind::Zstd) => "zstd",
+        Ok(Kind::Lz4) => "lz4",
         Err(_) => "unknown",
     }
 }

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use stillframe_engine::migration::{CONNECTIONS_MAX, CopyDisks, Mode, PageHash, SkipFake};
+use stillframe_engine::migration::{
+    CONNECTIONS_MAX, CompressionChoice, CopyDisks, Mode, PageHash, SkipFake,
+};
 use stillframe_link::Address;
 
 use super::{LaunchArgs, LockArgs, VmSelector};
@@ -148,6 +150,10 @@ pub struct MigrateArgs {
     /// Number of connections for pages [default: one a processor, at most 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=CONNECTIONS_MAX as i64))]
     pub connections: Option<u8>,
+    /// How pages are compressed: auto, none, lz4, zstd or zstd:LEVEL. auto measures what is quickest, again and again;
+    /// each connection compresses in its own thread
+    #[arg(long, value_name = "HOW", default_value_t = CompressionChoice::Auto)]
+    pub compression: CompressionChoice,
     /// How to find pages that need not be sent now, because the guest has written them again
     #[arg(long, value_enum, default_value_t = SkipFakeChoice::Auto, value_name = "HOW")]
     pub skip_fake: SkipFakeChoice,

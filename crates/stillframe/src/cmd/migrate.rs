@@ -61,6 +61,7 @@ fn request(args: &MigrateArgs) -> anyhow::Result<Request> {
             connections: args.connections.map_or_else(connections, usize::from),
             skip_fake: args.skip_fake.into(),
             page_ids: args.page_ids.hash(),
+            compression: args.compression,
             copy_disks: args.copied(),
             patience: args.reconnect,
             base: None,

@@ -4,6 +4,7 @@
 mod asleep;
 mod clock;
 mod clones;
+mod compression;
 mod copied_disks;
 mod cuts;
 mod first_day;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crossbeam_channel::{Receiver, Sender};
-use stillframe_page::encoding::Encoder;
+use stillframe_page::encoding::{Compression, Encoder};
 use stillframe_page::hash::ContentHasher;
 
 use super::frame_job::{FrameJob, Shared};
@@ -13,8 +13,8 @@ use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::pack::frame_entry_bytes;
 
-/// Zstandard level for frames (figures: `docs/format.md`).
-const LEVEL: i32 = 1;
+/// How frames are compressed (figures: `docs/format.md`).
+const COMPRESSION: Compression = Compression::Zstd(1);
 
 /// The state of one sealer thread.
 pub(super) struct Sealer {
@@ -27,7 +27,7 @@ impl Sealer {
     pub(super) fn new(keys: &Keys, shared: &Arc<Shared>) -> Result<Sealer, RepoError> {
         Ok(Sealer {
             hasher: keys.hasher(),
-            encoder: Encoder::new(LEVEL)?,
+            encoder: Encoder::new(COMPRESSION)?,
             shared: shared.clone(),
         })
     }
