@@ -1,7 +1,7 @@
 //! `ci` and `test`: run their steps in order and print the time of each.
 
 use crate::fuzz;
-use crate::guests::{self, Guests};
+use crate::guests::{self, Guests, newer_qemu};
 use crate::run::{cargo, run};
 use crate::setup;
 use crate::tidy;
@@ -114,6 +114,9 @@ const QUICK_END_TO_END: [&str; 5] = ["--test", "functional", "--", "first_day", 
 /// measurements (`bench`, `demo`) use a release binary.
 fn run_tests(workspace: &Workspace, guests: &Guests, set: TestSet) -> Result<()> {
     let binary = step("build with fault points", || build_tests(workspace))?;
+    if set == TestSet::All {
+        step("newer QEMU", || newer_qemu::fetch(&guests.folder))?;
+    }
     println!("== tests");
     let threads = std::env::var_os(TEST_THREADS_VARIABLE).unwrap_or_else(|| {
         let processors = std::thread::available_parallelism().map_or(1, |count| count.get());

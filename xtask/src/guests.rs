@@ -8,6 +8,7 @@ mod cpio;
 pub mod elf;
 mod kernel;
 mod modules;
+pub mod newer_qemu;
 mod package;
 mod program;
 pub mod rootfs;

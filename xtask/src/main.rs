@@ -36,6 +36,9 @@ enum Command {
         /// Build the guests with real software instead (once, minutes and 1 GB; needs root)
         #[arg(long)]
         debian: bool,
+        /// Fetch a newer QEMU beside them, as `cargo xtask test` does (40 MB)
+        #[arg(long, conflicts_with = "debian")]
+        newer_qemu: bool,
     },
     /// Check the rules of the source tree: imports, unsafe, sizes, words
     Tidy,
@@ -79,12 +82,18 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.command {
         Command::Setup => setup::setup(),
-        Command::Guests { debian: false } => Workspace::load().and_then(|workspace| {
+        Command::Guests {
+            debian: false,
+            newer_qemu,
+        } => Workspace::load().and_then(|workspace| {
             let guests = guests::build(&workspace)?;
+            if newer_qemu {
+                guests::newer_qemu::fetch(&guests.folder)?;
+            }
             println!("{guests}");
             Ok(())
         }),
-        Command::Guests { debian: true } => Workspace::load().and_then(|workspace| {
+        Command::Guests { debian: true, .. } => Workspace::load().and_then(|workspace| {
             let rootfs = guests::rootfs::build(&workspace)?;
             println!("{rootfs}");
             Ok(())

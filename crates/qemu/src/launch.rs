@@ -59,6 +59,8 @@ pub struct LaunchOptions {
     pub clone: Option<CloneOptions>,
     /// The QEMU program to run instead of the recorded one.
     pub qemu: Option<PathBuf>,
+    /// Whether the program may be of a newer version than the VM ran under.
+    pub newer_qemu: bool,
     /// Whether it starts as root, whatever user the VM ran as.
     pub as_root: bool,
     /// Whether it starts without the security label that confined the VM.
@@ -85,6 +87,7 @@ impl LaunchOptions {
             replace: Vec::new(),
             clone: None,
             qemu: None,
+            newer_qemu: false,
             as_root: false,
             without_label: false,
             without_group: false,
@@ -136,6 +139,8 @@ pub struct LaunchPlan {
     pub exe: PathBuf,
     /// The version that it must be.
     pub version: String,
+    /// Whether it may be a newer one.
+    pub or_newer: bool,
     /// The features that its processors must have.
     pub cpu_features: Vec<FeatureWord>,
     /// Its arguments, `argv[0]` included.
@@ -198,12 +203,16 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
         .changes
         .extend(checks::disks(&record.disks, &disks, options)?);
     checks::shared_ram(&rewritten.arguments, &record.cwd)?;
+    if options.newer_qemu {
+        name_machine(record, &mut rewritten);
+    }
     if let Some(credentials) = &mut owner.credentials {
         confinement::leave_to_sandbox(credentials, &CommandLine::parse(&rewritten.arguments));
     }
     Ok(LaunchPlan {
         exe,
         version: record.identity.qemu_version.clone(),
+        or_newer: options.newer_qemu,
         cpu_features: record.cpu_features.clone(),
         arguments: rewritten.arguments,
         cwd: record.cwd.clone(),
@@ -211,6 +220,16 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
         helper: options.helper.clone(),
         changes: [record.hot_plug.changes(), rewritten.changes].concat(),
     })
+}
+
+/// Names the versioned machine type, which a newer QEMU would not choose by itself. A later `-machine` changes what it names,
+/// and leaves the rest as it is (`qemu_create_machine` in QEMU's system/vl.c).
+fn name_machine(record: &VmRecord, rewritten: &mut rewrite::Rewritten) {
+    let machine = &record.identity.machine;
+    let option = ["-machine".to_owned(), format!("type={machine}")];
+    rewritten.arguments.extend(option);
+    let change = format!("`-machine type={machine}` added: a newer QEMU may run the VM");
+    rewritten.changes.push(change);
 }
 
 /// The disks that the new VM will have, in their order: words of their paths are replaced as in the command line.

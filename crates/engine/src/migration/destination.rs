@@ -21,7 +21,7 @@ use super::filling::{self, FilledReport, LateMemory, Missing};
 use super::handover::{Destination, Event};
 use super::incoming::Early;
 use super::lacking::Lacking;
-use super::new_qemu::{NewProcess, NewQemu, starting};
+use super::new_qemu::{NewProcess, NewQemu, Rehearsal, starting};
 use super::record::DestinationRecord;
 use super::seed::{Seed, SeedFrom, read as read_base};
 use super::takeover::{NewVm, Takeover, TakeoverEvent, Whereabouts};
@@ -42,12 +42,12 @@ use crate::source::connection::FetchSession;
 use crate::verify::Image;
 
 /// What came of a source.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Received {
     /// It is known where its VM is.
     Over,
     /// The VM would run here. The source will connect again, to migrate it.
-    Rehearsed,
+    Rehearsed(Rehearsal),
     /// No VM: a source had a last word for a destination that is gone.
     Nothing,
 }
@@ -61,6 +61,8 @@ pub struct ReceiveOptions {
     pub paused: bool,
     /// Copy disks over images that exist.
     pub overwrite_disks: bool,
+    /// The last rehearsal.
+    pub rehearsed: Option<Rehearsal>,
     /// How long a source is waited for to which the connection was lost, while the VM runs there.
     pub patience: Duration,
 }
@@ -110,7 +112,8 @@ pub fn receive(
         events,
     );
     let mut arriving = arriving.inspect_err(|error| give_up(&mut wire, error))?;
-    let mode = arriving.greeting.mode;
+    let Greeting { vm, mode, .. } = &arriving.greeting;
+    let rehearsal = (*mode == Mode::Rehearsal).then(|| Rehearsal::of(vm, &arriving.launched));
     let late = arriving.late_memory();
     let late = late.inspect_err(|error| give_up(&mut wire, error))?;
     std::thread::scope(|scope| {
@@ -123,8 +126,9 @@ pub fn receive(
             Ok((loaded, end))
         });
         let (loaded, _end) = loaded.inspect_err(|error| give_up(&mut wire, error))?;
-        if mode == Mode::Rehearsal {
-            return rehearsed(loaded, &mut wire);
+        if let Some(rehearsal) = rehearsal {
+            rehearsed(loaded, &mut wire)?;
+            return Ok(Received::Rehearsed(rehearsal));
         }
         let Loaded {
             launched,
@@ -178,13 +182,12 @@ fn greeted<'r>(
 }
 
 /// The device state is loaded: ends the QEMU.
-fn rehearsed(loaded: Loaded, wire: &mut Wire) -> Result<Received, ReceiveError> {
+fn rehearsed(loaded: Loaded, wire: &mut Wire) -> Result<(), ReceiveError> {
     wire.send_control(&Control::Fetched)?;
     loaded.record.remove()?;
     // The next QEMU is started in the same place.
     drop(loaded);
-    wire.send_control(&Control::Rehearsed)?;
-    Ok(Received::Rehearsed)
+    Ok(wire.send_control(&Control::Rehearsed)?)
 }
 
 /// Reports what becomes of a VM that has arrived.
@@ -355,8 +358,9 @@ impl<'s> Arriving<'s> {
         seed: Option<&'s Seed<'s>>,
         events: ReceiveSink<'_>,
     ) -> Result<Arriving<'s>, ReceiveError> {
-        let (mut launched, changes) = starting.wait(&greeting.vm, &guardian)?;
         let Greeting { vm, copied, .. } = &greeting;
+        let rehearsed = options.rehearsed.as_ref();
+        let (mut launched, changes) = starting.wait((vm, greeting.mode), rehearsed, &guardian)?;
         let exports = match (greeting.mode, copied.is_empty()) {
             (Mode::Rehearsal, _) | (_, true) => None,
             (_, false) => Some(Exports::start(&mut launched.monitor, vm, copied)?),

@@ -132,6 +132,16 @@ pub enum ReceiveError {
         "a QEMU that another program has started takes a VM once: to rehearse, let `receive` start one (without --into)"
     )]
     NoRehearsal,
+    /// Devices may differ.
+    #[error(
+        "the VM ran under QEMU {recorded}, and this host has the newer {found}, which takes it only after a rehearsal: migrate it with --rehearse"
+    )]
+    NotRehearsed {
+        /// The version here.
+        found: String,
+        /// The one at the source.
+        recorded: String,
+    },
     /// No thread.
     #[error("cannot start a thread")]
     Thread(#[source] std::io::Error),

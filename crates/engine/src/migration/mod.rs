@@ -59,7 +59,7 @@ pub use destination::{ReceiveEvent, ReceiveOptions, ReceiveSink, Received, recei
 pub use disks::{CopyDisks, DiskError, ImageError};
 pub use error::{MigrateError, ReceiveError};
 pub use filling::FilledReport;
-pub use new_qemu::NewQemu;
+pub use new_qemu::{NewQemu, Rehearsal};
 pub use record::RecordError;
 pub use resuming::resume as resume_receiving;
 pub use seed::SeedFrom;

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stillframe_qemu::launch::{self, DiskOrigin, LaunchOptions, Launched, Starting};
+use stillframe_qemu::monitor::Identity;
 use stillframe_qemu::record::VmRecord;
 
 use super::Mode;
@@ -51,6 +52,43 @@ impl NewQemu {
     }
 }
 
+/// A rehearsal that went well.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rehearsal {
+    label: String,
+    identity: Identity,
+    /// The version of the QEMU that has loaded its devices.
+    version: String,
+}
+
+impl Rehearsal {
+    /// One of this VM, in this QEMU.
+    pub(super) fn of(vm: &VmRecord, launched: &Launched) -> Rehearsal {
+        Rehearsal {
+            label: vm.label.clone(),
+            identity: vm.identity.clone(),
+            version: launched.version.clone(),
+        }
+    }
+}
+
+/// A newer QEMU than the VM ran under takes it only after a rehearsal.
+fn expect_rehearsed(
+    (vm, mode): (&VmRecord, Mode),
+    launched: &Launched,
+    rehearsed: Option<&Rehearsal>,
+) -> Result<(), ReceiveError> {
+    let recorded = &vm.identity.qemu_version;
+    let covered = rehearsed.is_some_and(|this| *this == Rehearsal::of(vm, launched));
+    match mode == Mode::Rehearsal || launched.version == *recorded || covered {
+        true => Ok(()),
+        false => Err(ReceiveError::NotRehearsed {
+            found: launched.version.clone(),
+            recorded: recorded.clone(),
+        }),
+    }
+}
+
 /// A QEMU that ends with this process.
 pub(super) enum NewProcess<'q> {
     /// It was started for this VM; how it differs, in words.
@@ -84,14 +122,19 @@ pub(super) fn starting<'q>(
 }
 
 impl NewProcess<'_> {
-    /// Waits until it waits for its state.
+    /// Waits until it waits for its state. A newer QEMU does so for a VM that was `rehearsed` in it.
     pub fn wait(
         self,
-        vm: &VmRecord,
+        (vm, mode): (&VmRecord, Mode),
+        rehearsed: Option<&Rehearsal>,
         guardian: &Guardian,
     ) -> Result<(Launched, Vec<String>), ReceiveError> {
         match self {
-            NewProcess::Starting(starting, changes) => Ok((starting.wait(START_LIMIT)?, changes)),
+            NewProcess::Starting(starting, changes) => {
+                let launched = starting.wait(START_LIMIT)?;
+                expect_rehearsed((vm, mode), &launched, rehearsed)?;
+                Ok((launched, changes))
+            }
             NewProcess::Into(qmp) => {
                 let launched = launch::adopt(qmp, vm, MONITOR_LIMIT)?;
                 guardian.on_disconnect(OnDisconnect::End {

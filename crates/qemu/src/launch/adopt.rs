@@ -62,6 +62,7 @@ pub fn adopt(qmp: &Path, record: &VmRecord, timeout: Duration) -> Result<Launche
         owned: OwnedQemu::adopted(target.process.clone()),
         process: target.process,
         monitor,
+        version: now.qemu_version,
     })
 }
 

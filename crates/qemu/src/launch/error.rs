@@ -120,7 +120,8 @@ pub enum LaunchError {
     /// The program is another version.
     #[error(
         "{exe} is now QEMU {found}, but the VM ran under {recorded}; install that version: device \
-         state is only loaded into the version that saved it"
+         state is only loaded into the version that saved it (`receive --newer-qemu` allows a newer one, after a \
+         rehearsal)"
     )]
     VersionDiffers {
         /// The program.

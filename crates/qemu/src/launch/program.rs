@@ -60,7 +60,7 @@ pub(super) fn choose(
 }
 
 impl LaunchPlan {
-    /// Queries the program for its version, which must be the recorded one. That takes 20 ms. A QEMU that was
+    /// Queries the program for its version, which must be the recorded one, or a newer one if that is allowed. That takes 20 ms. A QEMU that was
     /// started reports its version itself ([`super::Starting::wait`]).
     ///
     /// # Errors
@@ -87,7 +87,7 @@ impl LaunchPlan {
     }
 
     pub(super) fn expect_version(&self, found: String) -> Result<(), LaunchError> {
-        match found == self.version {
+        match found == self.version || self.or_newer && is_newer(&found, &self.version) {
             true => Ok(()),
             false => Err(LaunchError::VersionDiffers {
                 exe: self.exe.clone(),
@@ -140,6 +140,14 @@ fn ask_version(
     Ok(version_in(&String::from_utf8_lossy(&output.stdout)))
 }
 
+/// Whether a version is above another, of both of which the numbers are known.
+fn is_newer(found: &str, recorded: &str) -> bool {
+    let numbers = |version: &str| -> Option<Vec<u32>> {
+        version.split('.').map(|part| part.parse().ok()).collect()
+    };
+    matches!((numbers(found), numbers(recorded)), (Some(found), Some(recorded)) if found > recorded)
+}
+
 /// The version in `QEMU emulator version 10.0.2 (Debian ...)`.
 fn version_in(text: &str) -> String {
     let mut words = text.split_ascii_whitespace();
@@ -163,6 +171,34 @@ mod tests {
         ];
         for (text, expected) in table {
             assert_eq!(version_in(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_newer_version_is_known_by_its_numbers() {
+        for (found, recorded, newer) in [
+            ("10.0.3", "10.0.2", true),
+            ("10.1.0", "10.0.13", true),
+            ("10.0.13", "10.0.2", true),
+            ("11.1.3", "10.0.2", true),
+            ("10.0.2", "10.0.2", false),
+            ("9.2.50", "10.0.2", false),
+            ("of unknown version", "10.0.2", false),
+            ("11.0.0", "of unknown version", false),
+        ] {
+            assert_eq!(is_newer(found, recorded), newer, "{found} {recorded}");
+            let plan = |or_newer| LaunchPlan {
+                version: recorded.to_owned(),
+                or_newer,
+                ..LaunchPlan::default()
+            };
+            let expect = |or_newer| plan(or_newer).expect_version(found.to_owned()).is_ok();
+            assert_eq!(expect(false), found == recorded, "{found} {recorded}");
+            assert_eq!(
+                expect(true),
+                newer || found == recorded,
+                "{found} {recorded}"
+            );
         }
     }
 

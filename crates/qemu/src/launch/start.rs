@@ -39,6 +39,8 @@ pub struct Launched {
     /// A monitor of our own, over a connection that ends with this process; the user's is free from the
     /// beginning.
     pub monitor: Monitor,
+    /// Its version.
+    pub version: String,
     pub(super) owned: OwnedQemu,
 }
 
@@ -245,13 +247,14 @@ impl Starting {
         let mut monitor = Monitor::new(client, process.pid(), plan.cwd.clone());
         let version = monitor.version();
         let version = version.map_err(|error| owned.fail(DOING, error))?;
-        plan.expect_version(version)?;
+        plan.expect_version(version.clone())?;
         let features = monitor.cpu_features();
         let features = features.map_err(|error| owned.fail(DOING, error))?;
         plan.expect_features(&features)?;
         Ok(Launched {
             process,
             monitor,
+            version,
             owned,
         })
     }

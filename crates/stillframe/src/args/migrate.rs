@@ -226,6 +226,10 @@ pub struct ReceiveArgs {
     /// Copy disks over images that exist here; without it they are made
     #[arg(long)]
     pub overwrite_disks: bool,
+    /// Take a VM into a newer QEMU than it ran under (with --qemu, or the program of the same name), once the source has
+    /// rehearsed it (`migrate --rehearse`)
+    #[arg(long, conflicts_with_all = ["into", "resume"])]
+    pub newer_qemu: bool,
     /// Go on for a `receive` that was killed: answer the source about the VM with this monitor
     #[arg(long, conflicts_with_all = ["serial", "paused"])]
     pub resume: bool,

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use serde_json::json;
+use stillframe_engine::LaunchOptions;
 use stillframe_engine::migration::{
     self, Awaited, FilledReport, NewQemu, ReceiveError, ReceiveEvent, ReceiveOptions,
     ReceiveReport, Received, SILENCE_MAX, SeedFrom, VERSIONS,
@@ -20,10 +21,11 @@ use crate::table::{self, printable};
 
 /// Receives a VM, or goes on for a process that was killed.
 pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
-    let options = ReceiveOptions {
+    let mut options = ReceiveOptions {
         qemu: qemu(args)?,
         paused: args.paused,
         overwrite_disks: args.overwrite_disks,
+        rehearsed: None,
         patience: args.reconnect,
     };
     let repository = args.seed.as_ref().map(|_| context.open());
@@ -71,7 +73,10 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
             match migration::receive(wire, &mut again, &options, from.as_mut(), &mut events)? {
                 Received::Over => break,
                 Received::Nothing => {}
-                Received::Rehearsed => context.console.note(REHEARSED),
+                Received::Rehearsed(rehearsal) => {
+                    options.rehearsed = Some(rehearsal);
+                    context.console.note(REHEARSED);
+                }
             }
         },
     }
@@ -109,7 +114,10 @@ fn qemu(args: &ReceiveArgs) -> anyhow::Result<NewQemu> {
             // The command line has one of the two.
             let qmp = qmp.clone().unwrap_or_default();
             let options = launch::options(&args.launch, &qmp, args.serial.as_deref())?;
-            NewQemu::Start(Box::new(options))
+            NewQemu::Start(Box::new(LaunchOptions {
+                newer_qemu: args.newer_qemu,
+                ..options
+            }))
         }
     })
 }

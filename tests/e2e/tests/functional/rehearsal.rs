@@ -3,20 +3,30 @@
 use anyhow::{Result, ensure};
 use serde_json::json;
 use stillframe_harness::cli::Stillframe;
-use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::guest::{self, Guest, Kind, Setup};
 use stillframe_harness::health::processes_with;
 use stillframe_harness::migration::Order;
 use stillframe_harness::running::{Ended, PATIENCE, Running};
+use stillframe_harness::serial::Serial;
 
 /// Migrates with `--rehearse`; the source's and the destination's end.
 fn rehearse(guest: &Guest, order: &Order, receive: &[&str]) -> Result<(Ended, Ended)> {
-    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    migrate(guest, order, receive, &["--rehearse", "--verify"])
+}
+
+/// The same with these arguments.
+fn migrate(
+    guest: &Guest,
+    order: &Order,
+    receive: &[&str],
+    words: &[&str],
+) -> Result<(Ended, Ended)> {
+    let stillframe = Stillframe::at(&guest.folder().join("repo"));
     let mut more = order.new_vm();
     more.extend(receive.iter().map(|&word| word.to_owned()));
     let more: Vec<&str> = more.iter().map(String::as_str).collect();
     let (destination, at) = order.listen(order.receiver(&stillframe, "127.0.0.1:0", &more)?)?;
-    let words = ["--rehearse", "--verify"];
-    let migrator = order.migrator(&stillframe, guest.pid(), at, &words)?;
+    let migrator = order.migrator(&stillframe, guest.pid(), at, words)?;
     Ok((Running::start(migrator)?.end()?, destination.end()?))
 }
 
@@ -71,5 +81,42 @@ fn what_would_fail_at_the_hand_over_fails_before_any_page_is_sent() -> Result<()
     let qmp = order.files().0.display().to_string();
     ensure!(processes_with(&qmp)? == 0, "a QEMU is left");
     guest.serial.wait_more(2, PATIENCE)?;
+    Ok(())
+}
+
+/// Of another release, with its own libraries.
+#[test]
+fn a_newer_qemu_takes_a_vm_that_was_rehearsed_in_it() -> Result<()> {
+    let newer = guest::guests()?.join("newer-qemu/usr/bin/qemu-system-x86_64");
+    let program = format!("--qemu={}", newer.display());
+    // It looks for the boot program of a network card elsewhere than this machine's QEMU.
+    let setup = Setup::small(Kind::Private, "renewed").with(&["-nic", "none"]);
+    let guest = setup.boot()?;
+    let order = Order::of(&guest, "newer");
+    for (receive, words, why) in [
+        (&[][..], &["--rehearse"][..], "but the VM ran under"),
+        (&["--newer-qemu"], &[], "only after a rehearsal"),
+    ] {
+        let receive = [&[program.as_str()], receive].concat();
+        let (sent, received) = migrate(&guest, &order, &receive, words)?;
+        for ended in [&sent, &received] {
+            ensure!(ended.code == Some(1) && ended.errors() == 1, "{ended:?}");
+            ensure!(ended.err.contains(why), "{ended:?}");
+        }
+        guest.serial.wait_more(2, PATIENCE)?;
+    }
+    let (sent, received) = rehearse(&guest, &order, &[&program, "--newer-qemu"])?;
+    ensure!(
+        sent.code == Some(0) && received.code == Some(0),
+        "{sent:?} {received:?}"
+    );
+    let report = received.results()?.pop().unwrap_or_default();
+    ensure!(report["verify"]["differing"] == 0, "{report}");
+    let pid = report["pid"].as_i64().unwrap_or_default();
+    let runs = std::fs::read_link(format!("/proc/{pid}/exe"))?;
+    ensure!(runs == newer.canonicalize()?, "{} runs", runs.display());
+    Serial::new(&order.files().1).wait_ticks(3, PATIENCE)?;
+    let mut monitor = stillframe_harness::qmp::Qmp::connect(&order.files().0)?;
+    monitor.execute("quit", json!({}))?;
     Ok(())
 }
