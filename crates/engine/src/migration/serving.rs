@@ -104,6 +104,7 @@ impl Serving {
                 blocks: self.blocks.clone(),
                 shared: Arc::clone(&self.shared),
                 buffer: Vec::new(),
+                answered: Instant::now(),
             };
             let thread = std::thread::Builder::new().name("lane".to_owned());
             let thread = thread.spawn(move || lane.run());
@@ -151,6 +152,8 @@ struct Lane {
     blocks: Vec<Arc<Block>>,
     shared: Arc<Shared>,
     buffer: Vec<u8>,
+    /// When the last answer was sent.
+    answered: Instant,
 }
 
 impl Lane {
@@ -175,6 +178,8 @@ impl Lane {
     }
 
     fn answer(&mut self, request: Message) -> Result<(), ServingError> {
+        // The destination requests more when it has what is under way: a slow network shows here, too.
+        let waited = self.answered.elapsed();
         let (begun, before) = (Instant::now(), self.wire.bytes_sent());
         let Message::Control(Control::Fetch { block, pages }) = request else {
             return Err(request.unexpected().into());
@@ -202,11 +207,11 @@ impl Lane {
         let payload = self.writer.finish()?;
         let sending = Instant::now();
         self.wire.send(Kind::Pages, payload)?;
-        let (sending, sent) = (sending.elapsed(), self.wire.bytes_sent() - before);
-        let compressor = self.writer.compressor();
-        compressor
-            .sent(sent, sending, begun.elapsed())
-            .map_err(ConnectionError::from)?;
+        let sending = waited + sending.elapsed();
+        let (sent, whole) = (self.wire.bytes_sent() - before, waited + begun.elapsed());
+        let accounted = self.writer.compressor().sent(sent, sending, whole);
+        accounted.map_err(ConnectionError::from)?;
+        self.answered = Instant::now();
         let pages = self.buffer.len() / PAGE;
         self.shared.pages.fetch_add(pages as u64, Ordering::Relaxed);
         Ok(())
