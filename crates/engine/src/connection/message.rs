@@ -29,7 +29,7 @@
 //!     Join {session, number}, on each lane -->
 //!     Content, Outdated                    -->      discards what it may not use
 //!     Sync, before the VM is stopped       <-->   Synced
-//!     Outdated, after that                 -->
+//!     Outdated, Last, after that           -->
 //!   stop-copy:
 //!     Join {session, number}, on each lane -->
 //!     Content                              -->
@@ -200,7 +200,7 @@ pub enum Control {
     Sync,
     /// It is.
     Synced,
-    /// No more pages come over this connection.
+    /// No more pages come over this connection; on the first one, no more lists of outdated ones.
     Last,
     /// The source lives, while its pages go over other connections.
     Alive,

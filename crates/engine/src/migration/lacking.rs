@@ -54,22 +54,6 @@ impl Lacking {
         }
     }
 
-    /// Splits the ids of all pages: those of pages that are not here become none.
-    pub fn take_ids(&self, ids: &mut [Option<ContentId>]) -> SplitIds {
-        let mut split = SplitIds::default();
-        let mut first = 0;
-        for present in &self.present {
-            let end = ids.len().min(first + present.pages() as usize);
-            let of_block = &mut ids[first..end];
-            split.all.push(of_block.to_vec());
-            let here = of_block.iter_mut().zip(0..);
-            here.for_each(|(id, page)| *id = id.filter(|_| present.get(page)));
-            split.present.push(present.ranges().collect());
-            first = end;
-        }
-        split
-    }
-
     /// What came into memory since, which nothing is known of, is discarded. Its pages cause faults from here on, so that
     /// nothing comes any more.
     ///
@@ -124,7 +108,7 @@ impl Lacking {
         Ok(())
     }
 
-    /// Takes what the source says before the next message of another kind, which is returned.
+    /// Takes what the source says, until it has said all.
     ///
     /// # Errors
     /// The connection failed, or outdated pages cannot be discarded.
@@ -133,7 +117,7 @@ impl Lacking {
         wire: &mut Wire,
         blocks: &[Block],
         qemu: (&Guardian, &Process),
-    ) -> Result<Message, ReceiveError> {
+    ) -> Result<(), ReceiveError> {
         loop {
             match wire.receive_message()? {
                 Message::Control(Control::Content { block, ranges }) => {
@@ -151,7 +135,8 @@ impl Lacking {
                 }
                 Message::Control(Control::Sync) => wire.send_control(&Control::Synced)?,
                 Message::Control(Control::Alive) => {}
-                other => return Ok(other),
+                Message::Control(Control::Last) => return Ok(()),
+                other => return Err(other.unexpected().into()),
             }
         }
     }
@@ -179,6 +164,22 @@ pub(super) struct SplitIds {
     pub all: Vec<Vec<Option<ContentId>>>,
     /// The pages that are here.
     pub present: Vec<Vec<Range<u64>>>,
+}
+
+/// Splits the ids of all pages: those of pages that are not present become none.
+pub(super) fn take_ids(present: &[DirtyBitmap], ids: &mut [Option<ContentId>]) -> SplitIds {
+    let mut split = SplitIds::default();
+    let mut first = 0;
+    for present in present {
+        let end = ids.len().min(first + present.pages() as usize);
+        let of_block = &mut ids[first..end];
+        split.all.push(of_block.to_vec());
+        let here = of_block.iter_mut().zip(0..);
+        here.for_each(|(id, page)| *id = id.filter(|_| present.get(page)));
+        split.present.push(present.ranges().collect());
+        first = end;
+    }
+    split
 }
 
 /// The ranges of a message, which is not trusted.
@@ -255,7 +256,7 @@ mod tests {
         let id = |page: u8| Some(ContentId([page; 32]));
         let all: Vec<_> = (0..20).map(id).collect();
         let mut ids = all.clone();
-        let split = lacking.take_ids(&mut ids);
+        let split = take_ids(&lacking.present, &mut ids);
         assert_eq!(split.all.concat(), all);
         assert_eq!(ends(split.present.into_iter().flatten()), [(0, 10)]);
         assert_eq!(ids[..10], all[..10]);

@@ -6,10 +6,11 @@
 //!   destination  start QEMU ── populate ───── load device state ─┘             └─ cont
 //! ```
 //!
-//! [`source`] and [`destination`] move the VM. [`handover`] decides who runs it; [`commit`] and [`takeover`] carry out
+//! [`source`] and [`destination`] move the VM, which is [`arriving`] there. [`handover`] decides who runs it; [`commit`] and [`takeover`] carry out
 //! what it says, also in an engine that comes back ([`record`]). Both hosts reach the VM's disks, or they are copied ([`disks`]).
 
 mod announced;
+mod arriving;
 mod commit;
 mod convergence;
 mod cut;

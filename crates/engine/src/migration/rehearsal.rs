@@ -76,6 +76,7 @@ impl Vm {
         let shape = self.tracker.shape();
         let all = shape.iter().map(|block| vec![0..block.pages; 1]);
         wire.send_content(&all.collect())?;
+        wire.send_control(&Control::Last)?;
         // They may be read after the VM is resumed.
         serving.begin(Guest::Running);
         let in_time = self.load_there(wire, vm, options.pause_limit)?;

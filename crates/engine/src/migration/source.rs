@@ -514,6 +514,8 @@ fn send_rest(
 ) -> Result<MigratedPages, MigrateError> {
     if sending.later {
         later::outdated(wire, &parts.rest()?)?;
+        // The destination prepares for faults while the devices are saved.
+        wire.send_control(&Control::Last)?;
         return Ok(outgoing.map_or_else(MigratedPages::default, |outgoing| outgoing.pages()));
     }
     let Some(outgoing) = outgoing else {
