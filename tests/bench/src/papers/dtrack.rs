@@ -70,6 +70,19 @@ const SKIPS: [(&str, Way); 11] = [
     ("ids by XXH3", skip(&["--skip-fake=off", "--page-ids=xxh3"])),
 ];
 
+/// How pages are compressed.
+const PACKS: [(&str, Way); 5] = [
+    ("compression auto", pack(&["--compression=auto"])),
+    ("compression none", pack(&["--compression=none"])),
+    ("compression lz4", pack(&["--compression=lz4"])),
+    ("compression zstd:1", pack(&["--compression=zstd:1"])),
+    ("compression zstd:9", pack(&["--compression=zstd:9"])),
+];
+
+const fn pack(words: &'static [&'static str]) -> Way {
+    Way::Stillframe(words)
+}
+
 const fn skip(words: &'static [&'static str]) -> Way {
     Way::WithoutDeltas(words)
 }
@@ -98,6 +111,9 @@ pub struct Cells {
     /// Mbit a second of the link; nothing is recorded with another than 1000.
     #[arg(long, default_value_t = RECORDED.mbit, value_parser = clap::value_parser!(u64).range(1..))]
     mbit: u64,
+    /// Write these cells to docs/results/migration-NAME, without promises.
+    #[arg(long, value_name = "NAME", value_parser = folder_name)]
+    record: Option<String>,
     /// Migrations of each cell.
     #[arg(long, default_value_t = 3)]
     turns: usize,
@@ -116,6 +132,24 @@ impl Cells {
         self.guest.is_none() && !self.all_guests && self.way.is_none() && self.size() == RECORDED
     }
 
+    /// The command that gives them.
+    fn command(&self) -> String {
+        let mut command = COMMAND.to_owned();
+        if let Some(work) = self.guest {
+            command += &format!(" --guest {}", work.name());
+        }
+        if self.all_guests {
+            command += " --all-guests";
+        }
+        if let Some(way) = &self.way {
+            command += &format!(" --way '{way}'");
+        }
+        if self.size() != RECORDED {
+            command += &format!(" --ram-mib {} --mbit {}", self.ram_mib, self.mbit);
+        }
+        command
+    }
+
     fn works(&self) -> impl Iterator<Item = Work> {
         Work::ALL.into_iter().filter(|&work| match self.guest {
             Some(only) => work == only,
@@ -125,6 +159,14 @@ impl Cells {
 
     fn wants(&self, way: &str) -> bool {
         self.way.as_ref().is_none_or(|only| way.contains(only))
+    }
+}
+
+fn folder_name(name: &str) -> Result<String, String> {
+    let fits = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    match !name.is_empty() && name.bytes().all(fits) {
+        true => Ok(name.to_owned()),
+        false => Err("a name consists of small letters, digits and -".to_owned()),
     }
 }
 
@@ -140,15 +182,18 @@ pub fn run(quick: bool, cells: &Cells) -> Result<()> {
     let folder = tempfile::Builder::new()
         .prefix("stillframe-dtrack-")
         .tempdir()?;
-    let recorded = !quick && cells.are_core();
+    let recorded = !quick && cells.are_core() && cells.record.is_none();
     let size = cells.size();
     let setting = setting(size);
-    let elsewhere = (!recorded).then_some(folder.path());
-    let mut page = Page::new(BENCH, elsewhere, "Live migration", COMMAND, &setting)?;
+    let name = cells.record.as_ref();
+    let bench = name.map_or(BENCH.to_owned(), |name| format!("{BENCH}-{name}"));
+    let elsewhere = (!recorded && name.is_none()).then_some(folder.path());
+    let command = cells.command();
+    let mut page = Page::new(&bench, elsewhere, "Live migration", &command, &setting)?;
     let link = Link::new()?;
     link.shape(size.mbit)?;
     let turns = if quick { 1 } else { cells.turns };
-    let (mut table, mut skips) = (Vec::new(), Vec::new());
+    let (mut table, mut skips, mut packs) = (Vec::new(), Vec::new(), Vec::new());
     for work in cells.works() {
         let saved = Saved::new(work, size, folder.path())?;
         for (way, how) in WAYS {
@@ -161,12 +206,20 @@ pub fn run(quick: bool, cells: &Cells) -> Result<()> {
                 skips.push(cell(&saved, &link, (way, how), turns.min(2), &mut page)?);
             }
         }
+        for (way, how) in PACKS {
+            if work.compresses() && cells.wants(way) {
+                packs.push(cell(&saved, &link, (way, how), turns.min(2), &mut page)?);
+            }
+        }
         // Such a file takes as much space as the guest has RAM.
         fs::remove_file(saved.file())?;
     }
     tables::add_ways(&mut page, &table)?;
     if !skips.is_empty() {
         tables::add_skips(&mut page, &skips);
+    }
+    if !packs.is_empty() {
+        tables::add_packs(&mut page, &packs);
     }
     if recorded {
         let claims = tables::claims(&table, &skips)?;

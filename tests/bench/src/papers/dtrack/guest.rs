@@ -109,6 +109,11 @@ impl Work {
         !matches!(self, Work::Idle | Work::Reader)
     }
 
+    /// Whether the ways to compress pages are compared with it: its memory differs in that from the others'.
+    pub fn compresses(self) -> bool {
+        matches!(self, Work::Reader | Work::Quicksort | Work::Memcached)
+    }
+
     /// The paper's results for such a guest.
     pub fn paper(self) -> &'static str {
         match self {

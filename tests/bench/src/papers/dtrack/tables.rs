@@ -129,7 +129,11 @@ pub fn add_skips(page: &mut Page, skips: &[Cell]) {
                 words(cell.mib(), 1),
             ];
             let pages = names.iter().map(|name| words(cell.pages(name), 0));
-            own.into_iter().chain(pages).collect()
+            let bytes = ["fake_bytes", "doomed_bytes"].map(|name| {
+                let bytes = cell.pages(name);
+                words(bytes.map(|bytes| bytes / f64::from(1 << 20)), 1)
+            });
+            own.into_iter().chain(pages).chain(bytes).collect()
         })
         .collect();
     let columns = [
@@ -143,6 +147,8 @@ pub fn add_skips(page: &mut Page, skips: &[Cell]) {
         "doomed",
         "postponed",
         "known",
+        "fake MiB",
+        "doomed MiB",
     ];
     page.add(&Figure {
         title: "Fake dirty pages (table 1, figures 14 to 17)",
@@ -158,6 +164,41 @@ pub fn add_skips(page: &mut Page, skips: &[Cell]) {
                   bounded: what the ways differ in is what was sent for it, and the pause. *fake*: the destination had that \
                   content, as far as pages were sent at all; *doomed*: overwritten before the hand-over; *postponed*: \
                   left out of a round; *known*: not sent, because of its id.",
+    });
+}
+
+/// The ways to compress pages.
+pub fn add_packs(page: &mut Page, packs: &[Cell]) {
+    let row = |cell: &Cell| {
+        let used = cell.outcomes.iter().map(|outcome| {
+            let used = outcome.report["compression"].as_str();
+            used.unwrap_or("-").to_owned()
+        });
+        vec![
+            cell.work.name().to_owned(),
+            cell.way.to_owned(),
+            words(cell.total_ms(), 0),
+            words(cell.downtime_ms(), 1),
+            words(cell.mib(), 1),
+            used.collect::<Vec<_>>().join(", "),
+        ]
+    };
+    page.add(&Figure {
+        title: "How pages are compressed",
+        paper: "total time of a guest with memcached, against pre-copy without D-Track: 31.62, 34.66 and 29.33 % less with \
+                QEMU's compression (table 1).",
+        ours: "the lower of two in each column; the last has what was used in the end, over one of the connections.",
+        columns: &[
+            "guest",
+            "compression",
+            "total ms",
+            "pause ms",
+            "MiB on the link",
+            "used",
+        ],
+        rows: &packs.iter().map(row).collect::<Vec<_>>(),
+        pictures: &[],
+        differs: "QEMU's compression of that time (`compress`) is gone; multifd with zstd took its place.",
     });
 }
 
