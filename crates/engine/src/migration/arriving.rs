@@ -13,7 +13,6 @@ use stillframe_repo::PageMap;
 
 use super::announced::{Greeting, Rest, State, complete, rest, same_machine, state};
 use super::cut::Comes;
-use super::destination::{ReceiveEvent, ReceiveOptions, ReceiveSink};
 use super::disks::CONNECTIONS_A_DISK;
 use super::disks::exports::Exports;
 use super::disks::images::NewImages;
@@ -22,6 +21,7 @@ use super::filling::{self, LateMemory, Missing};
 use super::incoming::Early;
 use super::lacking::{Lacking, take_ids};
 use super::new_qemu::{NewProcess, starting};
+use super::receiver::{ReceiveEvent, ReceiveOptions, ReceiveSink};
 use super::record::DestinationRecord;
 use super::seed::{Seed, read as read_base};
 use super::{DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, cut, incoming};

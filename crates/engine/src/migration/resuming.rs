@@ -6,10 +6,11 @@ use std::time::Duration;
 use stillframe_qemu::monitor::Monitor;
 use stillframe_sys::process::Process;
 
-use super::destination::{ReceiveEvent, ReceiveSink, pass_on, result};
+use super::destination::{pass_on, result};
 use super::error::ReceiveError;
 use super::filling::LateMemory;
 use super::handover::Destination;
+use super::receiver::{ReceiveEvent, ReceiveSink};
 use super::record::{DestinationRecord, RecordError};
 use super::seed::{Seed, SeedFrom};
 use super::takeover::{NewVm, READY_LIMIT, Takeover, TakeoverEvent};
