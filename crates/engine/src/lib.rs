@@ -133,8 +133,8 @@ pub struct Round {
     pub number: u32,
     /// Pages that were written meanwhile, and are left.
     pub left: u64,
-    /// How long the guest would be stopped for these, in microseconds.
-    pub expected_us: u64,
+    /// How long the guest would be stopped for these, in microseconds; `None` while no page was sent.
+    pub expected_us: Option<u64>,
     /// Pages a second that the guest has written.
     pub written_per_s: u64,
     /// Pages a second that were sent, in all rounds.

@@ -104,6 +104,11 @@ impl Convergence {
         self.expected
     }
 
+    /// The same, if any page was sent that tells it.
+    pub fn known(&self) -> Option<Duration> {
+        Some(self.expected).filter(|expected| *expected < UNKNOWN)
+    }
+
     /// Time that this number of pages takes.
     pub fn time_for(&self, pages: u64) -> Duration {
         match self.pace {
@@ -223,6 +228,9 @@ mod tests {
         let mut rounds = Convergence::new(10 * MS, Switch::IfNeeded);
         rounds.after(round(0, 200, 50_000));
         assert!(rounds.wants_trial());
+        assert_eq!(rounds.known(), None);
+        rounds.after(round(50_000, 500, 100));
+        assert_eq!(rounds.known(), Some(MS));
     }
 
     #[test]

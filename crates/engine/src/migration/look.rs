@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::page_sender::Ongoing;
+use super::page_sender::{LITTLE, Ongoing};
 use crate::memory::ranges::length;
 use crate::tracking::tracker::Peek;
 
@@ -28,14 +28,19 @@ pub(super) struct Looking {
 }
 
 impl Looking {
-    /// Looks at a round of `pages` pages, which begins now.
+    /// Looks at a round of `pages` pages, which begins now. It is left alone while they leave as `changes`, which are little.
     ///
     /// # Errors
     /// There is no thread.
-    pub fn begin(peek: Peek, pages: u64, round: Arc<Ongoing>) -> std::io::Result<Looking> {
+    pub fn begin(
+        peek: Peek,
+        (pages, changes): (u64, bool),
+        round: Arc<Ongoing>,
+    ) -> std::io::Result<Looking> {
         let look = Look {
             peek,
             pages,
+            changes,
             round,
             begun: Instant::now(),
             last: None,
@@ -66,6 +71,8 @@ struct Look {
     peek: Peek,
     /// Of the round.
     pages: u64,
+    /// The destination has what many of them are changes of.
+    changes: bool,
     round: Arc<Ongoing>,
     begun: Instant,
     last: Option<Seen>,
@@ -80,6 +87,15 @@ struct Seen {
     written: u64,
     /// Pages that have left.
     sent: u64,
+    /// And their bytes.
+    bytes: u64,
+}
+
+impl Seen {
+    /// Whether most pages have left as changes, or none has left.
+    fn are_little(&self) -> bool {
+        self.bytes <= self.sent * LITTLE
+    }
 }
 
 impl Look {
@@ -109,8 +125,10 @@ impl Look {
             // A look that fails finds nothing. The round's end looks again.
             written: written.flatten().map(|written| length(&written)).sum(),
             sent: self.round.sent.load(Ordering::Relaxed),
+            bytes: self.round.bytes.load(Ordering::Relaxed),
         };
-        is_busy(self.last.replace(seen), seen, self.pages)
+        let busy = is_busy(self.last.replace(seen), seen, self.pages);
+        busy && !(self.changes && seen.are_little())
     }
 }
 
@@ -143,7 +161,19 @@ mod tests {
             at: Duration::from_millis(ms),
             written,
             sent,
+            bytes: 0,
         }
+    }
+
+    #[test]
+    fn changes_are_less_than_a_page() {
+        let seen = |sent, bytes| Seen {
+            bytes,
+            ..seen(100, 0, sent)
+        };
+        assert!(seen(0, 0).are_little());
+        assert!(seen(1000, 100_000).are_little());
+        assert!(!seen(1000, 1_000_000).are_little());
     }
 
     fn after_two(first: Seen, second: Seen) -> bool {

@@ -16,13 +16,12 @@ use std::time::Instant;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender, bounded};
 use stillframe_link::Closer;
-use stillframe_page::PAGE_BYTES;
 use stillframe_page::encoding::Compression;
 
 use super::error::MigrateError;
 use super::page_sender::{
-    BATCH_PAGES, Batch, CHUNK_PAGES, Common, Content, Done, End, Ongoing, PageSender, Sent, Task,
-    chunks,
+    BATCH_PAGES, Batch, CHUNK_PAGES, Common, Content, Done, End, LITTLE, Ongoing, PageSender, Sent,
+    Task, chunks,
 };
 use super::pages::SentPages;
 use super::{BEAT, MigratedPages, Reconnect, Unreachable, Wire};
@@ -39,9 +38,6 @@ const PLACES: usize = 8;
 /// Batches that wait for a connection, so that none is idle while another has pages that take long. They are page numbers
 /// only.
 const WAITING_MAX: usize = 32;
-
-/// Bytes of a change that is much smaller than a page, whatever was sent before.
-const LITTLE: u64 = PAGE_BYTES / 16;
 
 /// One of the connections, and its thread.
 struct Sending {
@@ -109,6 +105,7 @@ impl Outgoing {
     pub fn begin_round(&self) {
         self.common.round.cut_short.store(false, Ordering::Relaxed);
         self.common.round.sent.store(0, Ordering::Relaxed);
+        self.common.round.bytes.store(0, Ordering::Relaxed);
         self.common.rewritten.begin_round();
     }
 

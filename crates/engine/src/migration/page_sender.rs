@@ -32,6 +32,8 @@ pub(super) const BATCH_PAGES: u64 = 256;
 /// Adjacent pages that go over one connection.
 pub(super) const CHUNK_PAGES: u64 = 256;
 
+/// Bytes of a change that is much smaller than a page, whatever was sent before.
+pub(super) const LITTLE: u64 = PAGE_BYTES / 16;
 /// A chunk is sent at the end of the round if more than one page in this number was written again.
 const HOT: u64 = 64;
 /// A chunk of which no page was written for this time will hardly need deltas.
@@ -111,6 +113,8 @@ pub(super) struct Ongoing {
     pub cut_short: AtomicBool,
     /// Pages that have left.
     pub sent: AtomicU64,
+    /// And their bytes.
+    pub bytes: AtomicU64,
 }
 
 /// The chunks of a batch.
@@ -304,10 +308,12 @@ impl PageSender {
         let before = self.sink.bytes_sent();
         let count = pages.len() as u64;
         self.pages.put(&mut self.sink, (block, pages), remembered)?;
+        let bytes = self.sink.bytes_sent() - before;
         self.common.round.sent.fetch_add(count, Ordering::Relaxed);
+        self.common.round.bytes.fetch_add(bytes, Ordering::Relaxed);
         let worked = begun.elapsed();
         if content != Content::Memory(Guest::Stopped) {
-            self.common.limiter.wait(self.sink.bytes_sent() - before);
+            self.common.limiter.wait(bytes);
         }
         self.sink.account(worked, begun.elapsed() - worked)?;
         Ok(())

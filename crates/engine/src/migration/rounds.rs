@@ -107,7 +107,10 @@ impl Rounds<'_> {
         (self.events)(MigrateEvent::Round(crate::Round {
             number,
             left: round.left,
-            expected_us: self.convergence.expected().as_micros() as u64,
+            expected_us: self
+                .convergence
+                .known()
+                .map(|expected| expected.as_micros() as u64),
             written_per_s: written as u64,
             streamed_per_s: self.convergence.pages_per_s(),
         }));
@@ -168,7 +171,8 @@ impl Vm {
                 outgoing.postponed(rounds.leave_out(streaming.tracker, &mut wanted, &changing));
             }
             let looking = (number == 1 && sending.may_cut_short()).then(|| {
-                Looking::begin(streaming.tracker.peek(), wanted.pages(), outgoing.round())
+                let pages = (wanted.pages(), sending.based);
+                Looking::begin(streaming.tracker.peek(), pages, outgoing.round())
             });
             let _looking = looking.transpose().map_err(MigrateError::Thread)?;
             let progress = &mut |progress| (rounds.events)(MigrateEvent::Progress(progress));

@@ -82,7 +82,7 @@ impl<'s> Sending<'s> {
     /// Whether the first round may end before all its pages are sent. A destination that has pages of the VM would fetch
     /// them again.
     pub fn may_cut_short(&self) -> bool {
-        self.switch == Switch::IfNeeded && !self.based && self.seeds.get().is_none()
+        self.switch == Switch::IfNeeded && self.seeds.get().is_none()
     }
 
     /// The checkpoint that an increment could be sent of.

@@ -162,11 +162,14 @@ fn connections() -> usize {
 /// `round 2: 12.0 MiB left, which take 66 ms; the guest writes 40.0 MiB/s, 181.0 MiB/s are sent`
 fn round_words(round: &Round) -> String {
     let bytes = |pages: u64| table::bytes(pages.saturating_mul(PAGE_BYTES));
+    let take = round.expected_us.map_or_else(
+        || "none has left".to_owned(),
+        |expected| format!("which take {}", durations::human_us(expected)),
+    );
     format!(
-        "round {}: {} left, which take {}; the guest writes {}/s, {}/s are sent",
+        "round {}: {} left, {take}; the guest writes {}/s, {}/s are sent",
         round.number,
         bytes(round.left),
-        durations::human_us(round.expected_us),
         bytes(round.written_per_s),
         bytes(round.streamed_per_s),
     )
