@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use stillframe_harness::cli::{Stillframe, refusal};
 use stillframe_harness::fault;
-use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::guest::{Guest, Kind, Setup, Workload};
 use stillframe_harness::health::{self, expect_untouched, expect_whole};
 use stillframe_harness::migration::{Migration, Order};
 use stillframe_harness::restored::Restored;
@@ -273,6 +273,42 @@ fn only_the_increment_of_a_watched_vm_crosses_the_link() -> Result<()> {
         ensure!(received["verify"]["differing"] == 0, "{received}");
         let filled = arrived.filled.context("it did not lack any page")?;
         ensure!(filled["pages"].as_u64() > Some(4000), "{filled}");
+        arrived.vm.serial.wait_more(3, PATIENCE)?;
+        ensure!(watched.watch.end()?.code == Some(0));
+    }
+    Ok(())
+}
+
+/// Pages that are written as wholes are not sent before they would be written again; those of which little changes are.
+#[test]
+fn an_increment_that_is_written_again_as_a_whole_is_cut_short() -> Result<()> {
+    for (pattern, cut_short) in [("sequential", true), ("random", false)] {
+        let setup = Setup {
+            workload: Workload {
+                mib: 48,
+                pattern,
+                tick_ms: 20,
+                writes_per_tick: 2000,
+                share: 4,
+            },
+            ..Setup::small(Kind::Private, pattern)
+        };
+        let watched = Watched::of(setup, &[])?;
+        let mut order = Order::of(&watched.guest, format!("{pattern}-there"));
+        order.migrate = vec!["--bandwidth=30M".to_owned(), "--verify".to_owned()];
+        order.receive.push("--seed".to_owned());
+        let arrived = order.perform(&watched.stillframe, watched.guest.pid())?;
+        let sent = &arrived.sent;
+        ensure!(!sent["base"].is_null(), "{sent}");
+        let pages = |name: &str| sent["pages"][name].as_u64().unwrap_or_default();
+        let early = pages("sent") + pages("seeded");
+        let fetched = sent["fetched"].as_u64().unwrap_or_default();
+        match cut_short {
+            true => ensure!(sent["mode"] == "hybrid" && fetched > early, "{sent}"),
+            false => ensure!(pages("delta") > 48 << 7, "{sent}"),
+        }
+        let differing = &arrived.report["verify"]["differing"];
+        ensure!(*differing == 0, "{}", arrived.report);
         arrived.vm.serial.wait_more(3, PATIENCE)?;
         ensure!(watched.watch.end()?.code == Some(0));
     }
