@@ -1,6 +1,6 @@
 //! How pages are compressed that go over a connection: as the user says, or as is quickest at the time.
 //!
-//! Of a choice between a processor that is busy and a network that is, measurements decide. A window of some pages says
+//! Of a choice between a processor that is busy and a network that is, measurements decide. A window of pages says
 //! where the time goes: into compressing, into all else that the processor does, and into waiting for the network. A few
 //! groups of pages of the window are compressed in the neighbouring ways too. From both follows how long the window would
 //! have taken so.
@@ -243,8 +243,8 @@ impl Default for Picker {
         Picker {
             step: FIRST,
             window: Window::default(),
-            // The first group is tried.
-            untried: TRIAL_EVERY,
+            // A thread may wait for the first pages.
+            untried: 0,
             network: None,
         }
     }
@@ -344,7 +344,7 @@ mod tests {
     /// Costs of 2 MiB in each way: milliseconds and KiB.
     const COSTS: [(f64, u64); 4] = [(0.2, 2048), (2.0, 900), (4.0, 660), (6.0, 640)];
 
-    /// Windows of a connection that takes so many bytes a second, and whose thread has so much other work for each 2 MiB.
+    /// Windows of a connection that takes `network` bytes a second, and whose thread has `other_work` for each 2 MiB, in ms.
     fn run(network: f64, other_work: f64, windows: usize, picker: &mut Picker) -> Compression {
         let cost = |step: usize| {
             let (ms, kib): (f64, u64) = COSTS[step];

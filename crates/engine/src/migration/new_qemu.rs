@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stillframe_qemu::launch::{self, DiskOrigin, LaunchOptions, Launched, Starting};
-use stillframe_qemu::monitor::Identity;
 use stillframe_qemu::record::VmRecord;
 
 use super::Mode;
+use super::announced::same_machine;
 use super::disks::ImageError;
 use super::disks::images::NewImages;
 use super::error::ReceiveError;
@@ -55,8 +55,7 @@ impl NewQemu {
 /// A rehearsal that went well.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rehearsal {
-    label: String,
-    identity: Identity,
+    vm: Box<VmRecord>,
     /// The version of the QEMU that has loaded its devices.
     version: String,
 }
@@ -65,10 +64,14 @@ impl Rehearsal {
     /// One of this VM, in this QEMU.
     pub(super) fn of(vm: &VmRecord, launched: &Launched) -> Rehearsal {
         Rehearsal {
-            label: vm.label.clone(),
-            identity: vm.identity.clone(),
+            vm: Box::new(vm.clone()),
             version: launched.version.clone(),
         }
+    }
+
+    /// Whether it says that this QEMU takes this VM: a device may have been plugged since.
+    fn covers(&self, vm: &VmRecord, launched: &Launched) -> bool {
+        self.version == launched.version && same_machine(&self.vm, vm)
     }
 }
 
@@ -79,7 +82,7 @@ fn expect_rehearsed(
     rehearsed: Option<&Rehearsal>,
 ) -> Result<(), ReceiveError> {
     let recorded = &vm.identity.qemu_version;
-    let covered = rehearsed.is_some_and(|this| *this == Rehearsal::of(vm, launched));
+    let covered = rehearsed.is_some_and(|this| this.covers(vm, launched));
     match mode == Mode::Rehearsal || launched.version == *recorded || covered {
         true => Ok(()),
         false => Err(ReceiveError::NotRehearsed {

@@ -147,6 +147,9 @@ impl Cells {
         if self.size() != RECORDED {
             command += &format!(" --ram-mib {} --mbit {}", self.ram_mib, self.mbit);
         }
+        if let Some(name) = &self.record {
+            command += &format!(" --turns {} --record {name}", self.turns);
+        }
         command
     }
 
