@@ -7,7 +7,7 @@
 //! The check is a hash (XXH3, 128 bits) over the frame's number in its direction, its header and its payload. A frame that
 //! is damaged, lost, doubled or out of order is therefore noticed. It is no protection against a hostile peer: that is TLS.
 
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::marker::PhantomData;
 
 use thiserror::Error;
@@ -18,10 +18,10 @@ const HEADER_BYTES: usize = 5;
 const CHECK_BYTES: usize = 16;
 /// Sets these hashes apart from all others.
 const CHECK_SEED: u64 = u64::from_le_bytes(*b"sf frame");
-/// Longer payloads are sent by themselves: a copy would take longer than the call.
-const COPIED_MAX: usize = 64 << 10;
-/// Room for a payload before any of it has come. The kernel gives memory when it is written.
-const EXPECTED_MAX: usize = 2 << 20;
+/// Bytes of a payload that are awaited at first, before more memory is used for it.
+const EXPECTED_MAX: usize = 64 << 10;
+/// Room for a payload that grows. The kernel gives memory when it is written.
+const ROOM_MAX: usize = 2 << 20;
 
 /// The kinds of frames of one protocol.
 pub trait FrameKind: Copy + Eq {
@@ -78,8 +78,8 @@ pub struct FrameStream<S, K> {
     sent: u64,
     received: u64,
     bytes_sent: u64,
-    /// A frame that is put together.
-    out: Vec<u8>,
+    /// The memory of a payload that was given back.
+    spare: Vec<u8>,
 }
 
 impl<S, K> FrameStream<S, K> {
@@ -101,8 +101,14 @@ impl<S, K> FrameStream<S, K> {
             sent: 0,
             received: 0,
             bytes_sent: 0,
-            out: Vec::new(),
+            spare: Vec::new(),
         }
+    }
+
+    /// Gives back the payload of a frame that was received: the next long one is received into its memory, which the kernel
+    /// need not find and clear again.
+    pub fn give_back(&mut self, payload: Vec<u8>) {
+        self.spare = payload;
     }
 
     /// Bytes sent so far, frames' own included.
@@ -111,13 +117,28 @@ impl<S, K> FrameStream<S, K> {
     }
 }
 
-/// The check of the frame with this number.
-fn check_of(number: u64, header: &[u8; HEADER_BYTES], payload: &[u8]) -> [u8; CHECK_BYTES] {
+/// The check of the frame with this number; the payload may be in several parts.
+fn check_of(number: u64, header: &[u8; HEADER_BYTES], payload: &[&[u8]]) -> [u8; CHECK_BYTES] {
     let mut hash = Xxh3::with_seed(CHECK_SEED);
     hash.update(&number.to_le_bytes());
     hash.update(header);
-    hash.update(payload);
+    payload.iter().for_each(|part| hash.update(part));
     hash.digest128().to_le_bytes()
+}
+
+/// Writes all of these, in as few calls as the stream allows.
+fn write_all(stream: &mut impl Write, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
+    // Parts of no bytes go first: a call with nothing to write looks as if nothing could be written.
+    IoSlice::advance_slices(&mut parts, 0);
+    while !parts.is_empty() {
+        match stream.write_vectored(parts) {
+            Ok(0) => return Err(ErrorKind::WriteZero.into()),
+            Ok(written) => IoSlice::advance_slices(&mut parts, written),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 impl<S: Write, K: FrameKind> FrameStream<S, K> {
@@ -126,33 +147,31 @@ impl<S: Write, K: FrameKind> FrameStream<S, K> {
     /// # Errors
     /// The stream failed, or the other side does not take it.
     pub fn send(&mut self, kind: K, payload: &[u8]) -> Result<(), FrameError> {
-        if payload.len() > kind.bytes_max() {
+        self.send_parts(kind, &[payload])
+    }
+
+    /// The same for a payload in several parts.
+    ///
+    /// # Errors
+    /// Those of [`FrameStream::send`].
+    pub fn send_parts(&mut self, kind: K, payload: &[&[u8]]) -> Result<(), FrameError> {
+        let length: usize = payload.iter().map(|part| part.len()).sum();
+        if length > kind.bytes_max() {
             let what = "a frame that is put together is too long";
             return Err(FrameError::Damaged { what });
         }
         // Shorter than 2^32.
-        let [a, b, c, d] = (payload.len() as u32).to_le_bytes();
+        let [a, b, c, d] = (length as u32).to_le_bytes();
         let header = [a, b, c, d, kind.number()];
         let check = check_of(self.sent, &header, payload);
-        let sent = self.send_parts(&header, payload, &check);
+        let all = [&header[..]].into_iter().chain(payload.iter().copied());
+        let mut all: Vec<IoSlice<'_>> = all.chain([&check[..]]).map(IoSlice::new).collect();
+        let sent = write_all(&mut self.stream, &mut all);
         let sent = sent.and_then(|()| self.stream.flush());
         sent.map_err(|source| failed("sending", source))?;
         self.sent += 1;
-        self.bytes_sent += (HEADER_BYTES + payload.len() + CHECK_BYTES) as u64;
+        self.bytes_sent += (HEADER_BYTES + length + CHECK_BYTES) as u64;
         Ok(())
-    }
-
-    fn send_parts(&mut self, header: &[u8], payload: &[u8], check: &[u8]) -> io::Result<()> {
-        if payload.len() > COPIED_MAX {
-            self.stream.write_all(header)?;
-            self.stream.write_all(payload)?;
-            return self.stream.write_all(check);
-        }
-        self.out.clear();
-        for part in [header, payload, check] {
-            self.out.extend(part);
-        }
-        self.stream.write_all(&self.out)
     }
 }
 
@@ -175,22 +194,35 @@ impl<S: Read, K: FrameKind> FrameStream<S, K> {
                 what: "it is longer than its kind allows",
             });
         }
-        // Memory grows with what really comes.
-        let mut payload = Vec::with_capacity(length.min(EXPECTED_MAX));
-        let mut rest = self.stream.by_ref().take(length as u64);
-        let read = rest.read_to_end(&mut payload);
-        if read.map_err(|source| failed("receiving", source))? != length {
-            return Err(FrameError::Closed);
-        }
+        let payload = self.payload(length)?;
         let mut check = [0; CHECK_BYTES];
         self.fill(&mut check)?;
-        if check_of(self.received, &header, &payload) != check {
+        if check_of(self.received, &header, &[&payload]) != check {
             return Err(FrameError::Damaged {
                 what: "its content does not have the hash that came with it",
             });
         }
         self.received += 1;
         Ok(Frame { kind, payload })
+    }
+
+    /// Receives this number of bytes.
+    fn payload(&mut self, length: usize) -> Result<Vec<u8>, FrameError> {
+        let mut payload = match length > EXPECTED_MAX {
+            true => std::mem::take(&mut self.spare),
+            false => Vec::new(),
+        };
+        // Not copied while it grows.
+        payload.reserve_exact(length.min(ROOM_MAX).saturating_sub(payload.len()));
+        let mut filled = 0;
+        while filled < length {
+            // Memory grows with what really comes. What is there already is overwritten.
+            let room = payload.len().max(2 * filled).max(EXPECTED_MAX);
+            payload.resize(room.min(length), 0);
+            self.fill(&mut payload[filled..])?;
+            filled = payload.len();
+        }
+        Ok(payload)
     }
 
     fn fill(&mut self, bytes: &mut [u8]) -> Result<(), FrameError> {
@@ -220,7 +252,7 @@ mod tests {
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     struct Payload;
 
-    const PAYLOAD_BYTES_MAX: usize = 4 * COPIED_MAX;
+    const PAYLOAD_BYTES_MAX: usize = 4 * EXPECTED_MAX;
 
     impl FrameKind for Payload {
         fn from_number(number: u8) -> Option<Payload> {
@@ -251,7 +283,10 @@ mod tests {
         let mut payloads = Vec::new();
         loop {
             match frames.receive() {
-                Ok(frame) => payloads.push(frame.payload),
+                Ok(frame) => {
+                    payloads.push(frame.payload.clone());
+                    frames.give_back(frame.payload);
+                }
                 Err(error) => return (payloads, matches!(error, FrameError::Closed)),
             }
         }
@@ -294,19 +329,28 @@ mod tests {
         }
     }
 
+    /// A payload longer than the one whose memory it gets, and a shorter one.
     #[test]
     fn long_frames_come_as_they_were_sent_and_damage_is_noticed() {
-        let payloads = [COPIED_MAX, COPIED_MAX + 1, PAYLOAD_BYTES_MAX];
-        let payloads = payloads.map(|length| (0..length).map(|at| at as u8).collect::<Vec<u8>>());
+        let lengths = [
+            EXPECTED_MAX,
+            EXPECTED_MAX + 1,
+            PAYLOAD_BYTES_MAX,
+            PAYLOAD_BYTES_MAX / 2,
+        ];
+        let payloads: Vec<Vec<u8>> = (1..)
+            .zip(lengths)
+            .map(|(factor, length)| (0..length).map(|at| (at * factor) as u8).collect())
+            .collect();
         let bytes = sent(&payloads);
-        assert_eq!(received(&bytes), (payloads.to_vec(), true));
+        assert!(received(&bytes) == (payloads.clone(), true));
+        let ends = [1, 2, 3, 4].map(|count| sent(&payloads[..count]).len());
         let overhead = HEADER_BYTES + CHECK_BYTES;
-        let ends = [1, 2, 3].map(|count| sent(&payloads[..count]).len());
-        assert_eq!(ends[1] - ends[0], COPIED_MAX + 1 + overhead);
+        assert_eq!(ends[1] - ends[0], EXPECTED_MAX + 1 + overhead);
         for at in [ends[0] + 1, ends[0] + HEADER_BYTES + 9, ends[1] - 1] {
             let mut damaged = bytes.clone();
             damaged[at] ^= 1;
-            assert_eq!(received(&damaged).0, payloads[..1]);
+            assert!(received(&damaged).0 == payloads[..1]);
         }
     }
 

@@ -121,6 +121,14 @@ impl Write for Stream {
         }
     }
 
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        match self {
+            Stream::Plain(stream) => stream.write_vectored(slices),
+            Stream::Client(stream) => stream.write_vectored(slices),
+            Stream::Server(stream) => stream.write_vectored(slices),
+        }
+    }
+
     fn flush(&mut self) -> io::Result<()> {
         match self {
             Stream::Plain(stream) => stream.flush(),

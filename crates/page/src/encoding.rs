@@ -190,40 +190,47 @@ impl Decoder {
         plain_bytes: usize,
         out: &mut Vec<u8>,
     ) -> Result<(), EncodingError> {
-        let kind = Kind::from_number(kind).inspect_err(|_| out.clear())?;
-        // Decompression overwrites the old content of the buffer: clearing it would fill it with zeros first, again
-        // for each frame.
-        if matches!(kind, Kind::Zero | Kind::Raw) {
-            out.clear();
-        }
-        match kind {
+        // The old content of the buffer is overwritten: clearing it would fill it with zeros first, again for each frame.
+        out.resize(plain_bytes, 0);
+        let decoded = self.decode_into(kind, payload, out);
+        decoded.inspect_err(|_| out.clear())
+    }
+
+    /// Fills `out` with the bytes that `payload` stands for. After an error its content is of no use.
+    ///
+    /// # Errors
+    /// `payload` is damaged, or stands for another number of bytes.
+    pub fn decode_into(
+        &mut self,
+        kind: u8,
+        payload: &[u8],
+        out: &mut [u8],
+    ) -> Result<(), EncodingError> {
+        let found = match Kind::from_number(kind)? {
             Kind::Zero if !payload.is_empty() => {
                 return Err(EncodingError::PayloadOnZero {
                     bytes: payload.len(),
                 });
             }
-            Kind::Zero => out.resize(plain_bytes, 0),
-            Kind::Raw => out.extend_from_slice(payload),
-            Kind::Zstd | Kind::Lz4 => {
-                out.resize(plain_bytes, 0);
-                match self.decompress(kind, payload, out) {
-                    Ok(made) => out.truncate(made),
-                    Err(error) => {
-                        out.clear();
-                        return Err(error);
-                    }
-                }
+            Kind::Zero => {
+                out.fill(0);
+                out.len()
             }
-        }
-        if out.len() != plain_bytes {
-            let found = out.len();
-            out.clear();
-            return Err(EncodingError::WrongLength {
-                expected: plain_bytes,
+            Kind::Raw => {
+                if payload.len() == out.len() {
+                    out.copy_from_slice(payload);
+                }
+                payload.len()
+            }
+            kind @ (Kind::Zstd | Kind::Lz4) => self.decompress(kind, payload, out)?,
+        };
+        match found == out.len() {
+            true => Ok(()),
+            false => Err(EncodingError::WrongLength {
+                expected: out.len(),
                 found,
-            });
+            }),
         }
-        Ok(())
     }
 
     /// Returns how many bytes there are.
