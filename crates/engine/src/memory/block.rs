@@ -50,8 +50,8 @@ pub enum BlockError {
     /// Reading QEMU's mappings failed.
     #[error("cannot see the memory of QEMU")]
     Process(#[from] ProcessError),
-    /// Reading the file behind a shared block failed.
-    #[error("cannot read the file behind RAM block {block}")]
+    /// Reading or writing the file behind a shared block failed.
+    #[error("cannot read or write the file behind RAM block {block}")]
     File {
         /// The block's name.
         block: String,
@@ -281,10 +281,7 @@ impl Block {
 
     fn read_file(&self, file: &File, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
         let read = file.read_exact_at(into, offset);
-        read.map_err(|source| BlockError::File {
-            block: self.name.clone(),
-            source,
-        })
+        read.map_err(|source| self.file_error(source))
     }
 
     /// Writes consecutive pages, starting at `page`.
@@ -294,18 +291,35 @@ impl Block {
     }
 
     /// Writes pages. `to[i]` receives the pages `from[i]`; lengths must agree.
+    ///
+    /// Pages of a shared file are written with write(2): a page that is not there yet costs half as much as by a fault of
+    /// our mapping, and a file system that is full is an error, not SIGBUS.
     pub fn write_vectored(&self, from: &[&[u8]], to: &[Range<u64>]) -> Result<(), BlockError> {
         match &self.backing {
             Backing::PrivateAnonymous(remote) | Backing::PrivateFile(remote) => {
                 let to: Vec<AddressRange> = to.iter().map(|pages| self.addresses(pages)).collect();
-                remote.write_vectored(from, &to)
+                let written = remote.write_vectored(from, &to);
+                written.map_err(|source| self.memory_error(source))
             }
-            Backing::Shared { mapping, .. } => {
+            Backing::Shared {
+                file,
+                file_offset,
+                mapping,
+            } => {
                 let mut both = from.iter().zip(to);
-                both.try_for_each(|(from, pages)| mapping.write(pages.start * PAGE_BYTES, from))
+                both.try_for_each(|(from, pages)| {
+                    let start = pages.start * PAGE_BYTES;
+                    match file.write_all_at(from, file_offset + start) {
+                        // hugetlbfs has no write(2) (kernel, Documentation/admin-guide/mm/hugetlbpage.rst).
+                        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                            let written = mapping.write(start, from);
+                            written.map_err(|source| self.memory_error(source))
+                        }
+                        written => written.map_err(|source| self.file_error(source)),
+                    }
+                })
             }
         }
-        .map_err(|source| self.memory_error(source))
     }
 
     /// For a shared block: makes holes of these pages. They are missing then, in all processes.
@@ -322,10 +336,7 @@ impl Block {
         let start = file_offset + pages.start * PAGE_BYTES;
         let bytes = (pages.end - pages.start) * PAGE_BYTES;
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        fallocate(file, hole, start, bytes).map_err(|errno| BlockError::File {
-            block: self.name.clone(),
-            source: errno.into(),
-        })
+        fallocate(file, hole, start, bytes).map_err(|errno| self.file_error(errno.into()))
     }
 
     /// Where pages lie in QEMU's address space.
@@ -333,6 +344,13 @@ impl Block {
         AddressRange {
             start: self.address + pages.start * PAGE_BYTES,
             end: self.address + pages.end * PAGE_BYTES,
+        }
+    }
+
+    fn file_error(&self, source: io::Error) -> BlockError {
+        BlockError::File {
+            block: self.name.clone(),
+            source,
         }
     }
 
