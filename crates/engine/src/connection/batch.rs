@@ -25,6 +25,8 @@ pub const PAGES_MAX: usize = 2048;
 const TOGETHER_MAX: usize = 16;
 /// Contents of noise of which one is compressed in a trial: it may look like noise only.
 const TRY_ONE_OF: u32 = 8;
+/// Before the payload of pages that are compressed together: their number, its kind, its length.
+const GROUP_HEAD_BYTES: usize = 6;
 /// Bytes of a page by which noise is known, and how many different ones it has among them, of 162 that are expected.
 const LOOKS: usize = 256;
 const DIFFERENT_MIN: u32 = 140;
@@ -68,6 +70,9 @@ pub struct BatchWriter {
     plain: Vec<u8>,
     likeness: Likeness,
     together: usize,
+    /// Where their head is in `contents`, and whether they follow it there as they are.
+    place: usize,
+    as_is: bool,
     /// Contents of noise since the last one that was tried.
     untried: u32,
 }
@@ -87,6 +92,8 @@ impl BatchWriter {
             plain: Vec::new(),
             likeness: Likeness::Zero,
             together: 0,
+            place: 0,
+            as_is: false,
             untried: 0,
         })
     }
@@ -119,50 +126,57 @@ impl BatchWriter {
         self.payload.extend((page as u32).to_le_bytes());
         let likeness = Likeness::of(bytes);
         if likeness != self.likeness || self.together == TOGETHER_MAX {
-            self.compress()?;
+            self.close()?;
         }
-        self.likeness = likeness;
-        if likeness != Likeness::Zero {
-            self.plain.extend_from_slice(bytes);
+        if self.together == 0 {
+            self.open(likeness);
+        }
+        match likeness {
+            Likeness::Zero => {}
+            _ if self.as_is => self.contents.extend_from_slice(bytes),
+            _ => self.plain.extend_from_slice(bytes),
         }
         self.together += 1;
         self.pages += 1;
         Ok(())
     }
 
-    /// Writes the pages that wait.
-    fn compress(&mut self) -> Result<(), EncodingError> {
-        let count = std::mem::take(&mut self.together);
-        if count == 0 {
-            return Ok(());
-        }
-        // At most TOGETHER_MAX.
-        self.contents.push(count as u8);
-        let place = self.contents.len();
-        self.contents.extend([0; 5]);
-        let tried = match self.likeness {
-            Likeness::Zero | Likeness::Plain => true,
+    /// Begins the next pages that look alike.
+    fn open(&mut self, likeness: Likeness) {
+        self.likeness = likeness;
+        self.place = self.contents.len();
+        self.contents.extend([0; GROUP_HEAD_BYTES]);
+        self.as_is = match likeness {
+            Likeness::Zero => false,
+            Likeness::Plain => self.compressor.leaves_as_is(),
             Likeness::Noise => {
                 let tried = self.untried.is_multiple_of(TRY_ONE_OF);
                 self.untried = self.untried.wrapping_add(1);
-                tried
+                !tried || self.compressor.leaves_as_is()
             }
         };
-        let kind = match (self.likeness, tried) {
-            (Likeness::Zero, _) => Kind::Zero,
-            (_, true) => self.compressor.encode(&self.plain, &mut self.contents)?,
-            (_, false) => {
-                self.contents.extend_from_slice(&self.plain);
-                Kind::Raw
-            }
+    }
+
+    /// Writes the pages that wait.
+    fn close(&mut self) -> Result<(), EncodingError> {
+        // At most TOGETHER_MAX.
+        let count = std::mem::take(&mut self.together) as u8;
+        if count == 0 {
+            return Ok(());
+        }
+        let kind = match self.likeness {
+            Likeness::Zero => Kind::Zero,
+            _ if self.as_is => Kind::Raw,
+            _ => self.compressor.encode(&self.plain, &mut self.contents)?,
         };
         if kind != Kind::Raw {
             self.untried = 0;
         }
         self.plain.clear();
-        let length = self.contents.len() - place - 5;
-        self.contents[place] = kind.number();
-        self.contents[place + 1..place + 5].copy_from_slice(&(length as u32).to_le_bytes());
+        let begin = self.place + GROUP_HEAD_BYTES;
+        let length = (self.contents.len() - begin) as u32;
+        let [a, b, c, d] = length.to_le_bytes();
+        self.contents[self.place..begin].copy_from_slice(&[count, kind.number(), a, b, c, d]);
         Ok(())
     }
 
@@ -171,7 +185,7 @@ impl BatchWriter {
     /// # Errors
     /// The compressor failed.
     pub fn delta(&mut self, delta: &[u8]) -> Result<(), ConnectionError> {
-        self.compress()?;
+        self.close()?;
         // A delta is shorter than the pages that it changes.
         self.contents.extend((delta.len() as u32).to_le_bytes());
         self.contents.extend(delta);
@@ -179,16 +193,15 @@ impl BatchWriter {
         Ok(())
     }
 
-    /// The payload.
+    /// The payload, in two parts.
     ///
     /// # Errors
     /// The compressor failed.
-    pub fn finish(&mut self) -> Result<&[u8], ConnectionError> {
-        self.compress()?;
+    pub fn finish(&mut self) -> Result<[&[u8]; 2], ConnectionError> {
+        self.close()?;
         self.payload[4..8].copy_from_slice(&self.pages.to_le_bytes());
         self.payload[8..12].copy_from_slice(&self.deltas.to_le_bytes());
-        self.payload.extend_from_slice(&self.contents);
-        Ok(&self.payload)
+        Ok([&self.payload, &self.contents])
     }
 }
 
@@ -266,36 +279,65 @@ impl<'p> Batch<'p> {
         self.pages.iter().map(|&page| page.into())
     }
 
-    /// Decodes the pages, adjacent ones together; `take` gets the number of the first, and the bytes of all.
+    /// Decodes the pages, adjacent ones together where that takes no copy: the number of the first, and the bytes of all.
+    /// What is not compressed stays in the payload, and the rest goes to `buffer`.
     ///
     /// # Errors
-    /// A page cannot be decoded, or that of `take`.
-    pub fn runs<E: From<ConnectionError>>(
+    /// A page cannot be decoded.
+    pub fn runs<'b>(
         &self,
         decoder: &mut Decoder,
-        mut take: impl FnMut(u64, &[u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let (mut first, mut bytes, mut decoded) = (0, Vec::new(), Vec::new());
-        let mut pages = self.pages.iter();
+        buffer: &'b mut Vec<u8>,
+    ) -> Result<Vec<(u64, &'b [u8])>, ConnectionError>
+    where
+        'p: 'b,
+    {
+        let is_raw = |kind: u8| kind == Kind::Raw.number();
+        let packed = self.contents.iter().filter(|(_, kind, _)| !is_raw(*kind));
+        // No longer than PAGES_MAX pages. What is in it is overwritten.
+        buffer.resize(packed.map(|(together, ..)| together * PAGE).sum(), 0);
+        let mut rest = &mut buffer[..];
         for &(together, kind, encoded) in &self.contents {
-            let decoding = decoder.decode(kind, encoded, together * PAGE, &mut decoded);
-            decoding.map_err(ConnectionError::from)?;
-            // In this order: the last page is not taken in vain.
-            for (content, &page) in decoded.as_chunks::<PAGE>().0.iter().zip(pages.by_ref()) {
-                if !bytes.is_empty() && u64::from(page) != first + (bytes.len() / PAGE) as u64 {
-                    take(first, &bytes)?;
-                    bytes.clear();
+            let bytes = together * PAGE;
+            match is_raw(kind) {
+                true if encoded.len() == bytes => {}
+                true => return Err(malformed("contents of another length than their pages")),
+                false => {
+                    let (own, others) = rest.split_at_mut(bytes);
+                    decoder.decode_into(kind, encoded, own)?;
+                    rest = others;
                 }
-                if bytes.is_empty() {
-                    first = page.into();
-                }
-                bytes.extend_from_slice(content);
             }
         }
-        match bytes.is_empty() {
-            true => Ok(()),
-            false => take(first, &bytes),
+        Ok(self.joined(buffer))
+    }
+
+    /// The contents, of which those that are compressed are in `decoded`.
+    fn joined<'b>(&self, decoded: &'b [u8]) -> Vec<(u64, &'b [u8])>
+    where
+        'p: 'b,
+    {
+        let mut runs = Vec::new();
+        let (mut rest, mut pages) = (decoded, &self.pages[..]);
+        let mut contents = self.contents.iter().peekable();
+        while let Some(&(mut together, kind, encoded)) = contents.next() {
+            let mut bytes = encoded;
+            if kind != Kind::Raw.number() {
+                // Those that follow each other in `decoded` are one.
+                while let Some((more, ..)) = contents.next_if(|next| next.1 != Kind::Raw.number()) {
+                    together += more;
+                }
+                (bytes, rest) = rest.split_at(together * PAGE);
+            }
+            let own;
+            (own, pages) = pages.split_at(together);
+            for run in own.chunk_by(|a, b| a + 1 == *b) {
+                let (now, later) = bytes.split_at(run.len() * PAGE);
+                runs.push((u64::from(run[0]), now));
+                bytes = later;
+            }
         }
+        runs
     }
 }
 
@@ -321,6 +363,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use proptest::prelude::*;
+    use stillframe_page::encoding::Compression;
 
     use super::*;
 
@@ -346,37 +389,44 @@ mod tests {
     }
 
     fn encode(block: usize, pages: &BTreeMap<u64, u8>) -> Vec<u8> {
-        let mut writer = BatchWriter::new(CompressionChoice::Auto).unwrap();
+        encode_by(CompressionChoice::Auto, block, pages)
+    }
+
+    fn encode_by(choice: CompressionChoice, block: usize, pages: &BTreeMap<u64, u8>) -> Vec<u8> {
+        let mut writer = BatchWriter::new(choice).unwrap();
         writer.begin(block);
         for (&page, &seed) in pages {
             writer.page(page, &content(seed)).unwrap();
         }
-        writer.finish().unwrap().to_vec()
+        writer.finish().unwrap().concat()
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn pages_come_as_they_were(pages in prop::collection::btree_map(0..600u64, any::<u8>(), 0..60)) {
-            let payload = encode(1, &pages);
+        fn pages_come_as_they_were(
+            pages in prop::collection::btree_map(0..600u64, any::<u8>(), 0..60),
+            as_is: bool,
+        ) {
+            let choice = match as_is {
+                true => CompressionChoice::Always(Compression::None),
+                false => CompressionChoice::Auto,
+            };
+            let payload = encode_by(choice, 1, &pages);
             let batch = Batch::decode(&payload, &shapes()).unwrap();
             prop_assert_eq!(batch.block, 1);
             prop_assert!(batch.numbers().eq(pages.keys().copied()));
             let mut found = BTreeMap::new();
-            let mut runs = 0;
-            batch.runs(&mut Decoder::new().unwrap(), |first, bytes| {
-                runs += 1;
+            let mut buffer = vec![7; PAGE];
+            for (first, bytes) in batch.runs(&mut Decoder::new().unwrap(), &mut buffer).unwrap() {
                 for (page, bytes) in (first..).zip(bytes.chunks(PAGE)) {
                     found.insert(page, bytes.to_vec());
                 }
-                Ok::<(), ConnectionError>(())
-            }).unwrap();
+            }
             let expected: BTreeMap<u64, Vec<u8>> =
                 pages.iter().map(|(&page, &seed)| (page, content(seed).to_vec())).collect();
             prop_assert!(found == expected);
-            let gaps = pages.keys().filter(|&&page| page == 0 || !pages.contains_key(&(page - 1))).count();
-            prop_assert_eq!(runs, gaps);
         }
 
         #[test]

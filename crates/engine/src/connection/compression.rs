@@ -132,6 +132,11 @@ impl GroupCompressor {
         self.compression
     }
 
+    /// Whether everything is left as it is, from beginning to end.
+    pub fn leaves_as_is(&self) -> bool {
+        self.picker.is_none() && self.compression == Compression::None
+    }
+
     /// Appends the payload of `plain` to `out`, and returns its kind.
     ///
     /// # Errors

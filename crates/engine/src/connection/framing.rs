@@ -66,6 +66,11 @@ impl<S> Connection<S> {
         }
     }
 
+    /// Gives back the payload of a message, for the next one.
+    pub fn give_back(&mut self, payload: Vec<u8>) {
+        self.frames.give_back(payload);
+    }
+
     /// Bytes sent so far, frames' own included.
     pub fn bytes_sent(&self) -> u64 {
         self.frames.bytes_sent()
@@ -99,6 +104,14 @@ impl<S: Write> Connection<S> {
     /// The errors of [`FrameStream::send`].
     pub fn send(&mut self, kind: Kind, payload: &[u8]) -> Result<(), ConnectionError> {
         Ok(self.frames.send(kind, payload)?)
+    }
+
+    /// The same for a payload in several parts.
+    ///
+    /// # Errors
+    /// The errors of [`FrameStream::send_parts`].
+    pub fn send_parts(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), ConnectionError> {
+        Ok(self.frames.send_parts(kind, payload)?)
     }
 }
 

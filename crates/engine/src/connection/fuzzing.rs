@@ -3,9 +3,9 @@
 use std::io::Cursor;
 
 use stillframe_link::Frame;
+use stillframe_page::PAGE;
 use stillframe_page::encoding::Decoder;
 
-use super::ConnectionError;
 use super::batch::Batch;
 use super::framing::{Connection, Kind};
 use super::message::Message;
@@ -34,7 +34,12 @@ pub fn batch(bytes: &[u8]) {
     assert!(batch.numbers().is_sorted_by(|a, b| a < b));
     assert!(batch.numbers().all(|page| page < pages));
     if let Ok(mut decoder) = Decoder::new() {
-        let take = |_, _: &[u8]| Ok::<(), ConnectionError>(());
-        let _ = batch.runs(&mut decoder, take);
+        let mut buffer = Vec::new();
+        if let Ok(runs) = batch.runs(&mut decoder, &mut buffer) {
+            let pages = runs
+                .iter()
+                .flat_map(|&(first, bytes)| first..first + (bytes.len() / PAGE) as u64);
+            assert!(pages.eq(batch.numbers()));
+        }
     }
 }

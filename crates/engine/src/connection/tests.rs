@@ -60,7 +60,7 @@ fn content(page: u64, version: u8) -> Content {
 /// What a receiver has after these frames.
 fn received(bytes: &[u8]) -> Memory {
     let mut connection = Connection::new(Cursor::new(bytes));
-    let mut decoder = Decoder::new().unwrap();
+    let (mut decoder, mut buffer) = (Decoder::new().unwrap(), Vec::new());
     let mut memory = Memory::new();
     while let Ok(message) = connection.receive_message() {
         let Message::Pages(payload) = message else {
@@ -69,13 +69,11 @@ fn received(bytes: &[u8]) -> Memory {
         let shapes = shapes();
         let batch = Batch::decode(&payload, &shapes).unwrap();
         assert_eq!(batch.block, 1);
-        let take = |first, bytes: &[u8]| {
+        for (first, bytes) in batch.runs(&mut decoder, &mut buffer).unwrap() {
             for (page, bytes) in (first..).zip(bytes.as_chunks::<PAGE>().0) {
                 memory.insert(page, Box::new(*bytes));
             }
-            Ok::<(), ConnectionError>(())
-        };
-        batch.runs(&mut decoder, take).unwrap();
+        }
         for delta in &batch.deltas {
             for (index, page) in delta.pages().enumerate() {
                 delta.apply(index, memory.get_mut(&page.into()).unwrap());
@@ -278,7 +276,7 @@ fn serve(stream: UnixStream, memory: &Memory) {
             writer.page(page.into(), &memory[&page.into()]).unwrap();
         }
         connection
-            .send(Kind::Pages, writer.finish().unwrap())
+            .send_parts(Kind::Pages, &writer.finish().unwrap())
             .unwrap();
     }
 }
@@ -294,7 +292,7 @@ fn other_pages_than_were_asked_for_are_refused() {
         writer.begin(1);
         writer.page(8, &content(8, 1)).unwrap();
         connection
-            .send(Kind::Pages, writer.finish().unwrap())
+            .send_parts(Kind::Pages, &writer.finish().unwrap())
             .unwrap();
     });
     let session = Arc::new(FetchSession::new(&shapes()));

@@ -277,7 +277,10 @@ fn take(
     loop {
         let message = early.next().unwrap_or_else(|| wire.receive_message());
         match message? {
-            Message::Pages(payload) => writer.take(&payload)?,
+            Message::Pages(payload) => {
+                writer.take(&payload)?;
+                wire.give_back(payload);
+            }
             Message::Control(Control::Sync) => wire.send_control(&Control::Synced)?,
             Message::Control(Control::Last) => return Ok(writer.received()),
             other => return Err(other.unexpected().into()),

@@ -206,7 +206,7 @@ impl Lane {
         }
         let payload = self.writer.finish()?;
         let sending = Instant::now();
-        self.wire.send(Kind::Pages, payload)?;
+        self.wire.send_parts(Kind::Pages, &payload)?;
         let sending = waited + sending.elapsed();
         let (sent, whole) = (self.wire.bytes_sent() - before, waited + begun.elapsed());
         let accounted = self.writer.compressor().sent(sent, sending, whole);

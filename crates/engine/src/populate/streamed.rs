@@ -35,7 +35,7 @@ pub type ReadBase<'b> =
 pub struct StreamWriter<'m> {
     memory: &'m StreamedMemory<'m>,
     decoder: Decoder,
-    /// Pages that a delta changes.
+    /// Pages that were compressed, or that a delta changes.
     buffer: Vec<u8>,
     /// Pages that came, by block.
     received: Vec<DirtyBitmap>,
@@ -127,10 +127,18 @@ impl StreamWriter<'_> {
         let batch = Batch::decode(payload, self.memory.shapes).map_err(connection)?;
         let block = &self.memory.blocks[batch.block];
         let received = &mut self.received[batch.block];
-        batch.runs(&mut self.decoder, |first, bytes| {
-            received.set_range(first..first + (bytes.len() / PAGE) as u64);
-            block.write(first, bytes).map_err(PopulateError::from)
-        })?;
+        let runs = batch.runs(&mut self.decoder, &mut self.buffer);
+        let runs = runs.map_err(connection)?;
+        let ranges = runs
+            .iter()
+            .map(|(first, bytes)| *first..first + (bytes.len() / PAGE) as u64);
+        let ranges: Vec<Range<u64>> = ranges.collect();
+        let contents: Vec<&[u8]> = runs.iter().map(|(_, bytes)| *bytes).collect();
+        ranges
+            .iter()
+            .cloned()
+            .for_each(|run| received.set_range(run));
+        block.write_vectored(&contents, &ranges)?;
         for delta in &batch.deltas {
             let pages: Vec<u64> = delta.pages().map(u64::from).collect();
             let others = pages.iter().copied().filter(|&page| !received.get(page));

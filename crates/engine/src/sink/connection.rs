@@ -142,9 +142,9 @@ impl<S: Write> PageSink for ConnectionPages<S> {
             let deltas = batch.deltas.iter().map(|delta| delta.bytes.len() as u64);
             let deltas = deltas.sum::<u64>();
             self.sizes.deltas += deltas;
-            self.sizes.whole += payload.len() as u64 - deltas;
+            self.sizes.whole += payload.map(<[u8]>::len).iter().sum::<usize>() as u64 - deltas;
             let begun = Instant::now();
-            self.connection.send(Kind::Pages, payload)?;
+            self.connection.send_parts(Kind::Pages, &payload)?;
             self.sending += begun.elapsed();
         }
         Ok(contents)

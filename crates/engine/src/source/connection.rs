@@ -104,6 +104,8 @@ struct State<S> {
 struct Fetching<S> {
     connection: Connection<S>,
     decoder: Decoder,
+    /// Pages that were compressed.
+    buffer: Vec<u8>,
 }
 
 /// A lane in use. Unless it is given back it has failed.
@@ -211,6 +213,7 @@ impl<S: Read + Write> InUse<'_, S> {
             let Fetching {
                 connection,
                 decoder,
+                buffer,
             } = fetching;
             let answer = connection.receive_message()?;
             let Message::Pages(payload) = answer else {
@@ -221,14 +224,15 @@ impl<S: Read + Write> InUse<'_, S> {
                 let what = "other pages than were requested".to_owned();
                 return Err(Error::Malformed { what });
             }
-            // An error of the receiver is none of the connection.
-            batch.runs(decoder, |first, bytes| {
+            for (first, bytes) in batch.runs(decoder, buffer)? {
                 session.compare(block, first, bytes)?;
+                // An error of the receiver is none of the connection.
                 if refused.is_none() {
                     refused = take(first, bytes).err();
                 }
-                Ok(())
-            })
+            }
+            connection.give_back(payload);
+            Ok(())
         });
         session.in_flight.set(block, pages, false);
         match (received, refused) {
@@ -283,6 +287,7 @@ impl<S: Read + Write> FetchSession<S> {
         state.idle.push(Fetching {
             connection,
             decoder,
+            buffer: Vec::new(),
         });
         lanes.given_back.notify_all();
         Ok(())
