@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use stillframe_page::{PAGE, PAGE_BYTES};
+use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::monitor::Monitor;
 use stillframe_sys::affinity::AffinityGuard;
 use stillframe_sys::process::Process;
@@ -13,6 +13,7 @@ use crate::attach::Vm;
 use crate::capture::convergence::Convergence;
 use crate::memory::Page;
 use crate::memory::block::{BlockError, Guest};
+use crate::memory::page_buffer::PageBuffer;
 use crate::memory::ranges::{length, split, subtract_all};
 use crate::placement;
 use crate::sink::page_stream::BATCH_PAGES;
@@ -136,7 +137,7 @@ impl Streaming<'_> {
         }
         let total = wanted.pages();
         let mut done = 0;
-        let mut buffer = vec![0u8; BATCH_PAGES * PAGE];
+        let mut buffer = PageBuffer::new(BATCH_PAGES);
         for (index, tracked) in self.tracker.blocks().iter().enumerate() {
             let read = batches(&wanted.written[index]).into_iter();
             let zero = batches(&wanted.discarded[index]).into_iter();

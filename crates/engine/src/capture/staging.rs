@@ -14,6 +14,7 @@ use thiserror::Error;
 
 use crate::memory::Page;
 use crate::memory::block::{Block, BlockError, Guest};
+use crate::memory::page_buffer::PageBuffer;
 use crate::tracking::fault_handler::Saved;
 use crate::tracking::tracker::{Collected, Tracker};
 
@@ -49,7 +50,7 @@ pub enum StagingError {
 /// Captured pages of all blocks.
 #[derive(Debug, Default)]
 pub struct StagingBuffer {
-    chunks: Vec<Box<[u8]>>,
+    chunks: Vec<PageBuffer>,
     slots_used: u64,
     /// No more than this.
     slots_max: u64,
@@ -95,9 +96,7 @@ impl StagingBuffer {
         let slots = (self.slots_used + pages).min(self.slots_max.max(self.slots_used));
         let chunks = slots.div_ceil(CHUNK_PAGES) as usize;
         while self.chunks.len() < chunks {
-            // Ones, because zeroed memory would come untouched from the allocator.
-            self.chunks
-                .push(vec![1u8; CHUNK_PAGES as usize * PAGE].into_boxed_slice());
+            self.chunks.push(PageBuffer::touched(CHUNK_PAGES as usize));
         }
     }
 
@@ -243,7 +242,7 @@ fn split_at_chunks(pieces: &[Extent]) -> Vec<Extent> {
 }
 
 /// Allocates the memory of each piece; `pieces` are sorted by slot, and none crosses a chunk.
-fn allocate<'s>(chunks: &'s mut [Box<[u8]>], pieces: &[Extent]) -> Vec<&'s mut [u8]> {
+fn allocate<'s>(chunks: &'s mut [PageBuffer], pieces: &[Extent]) -> Vec<&'s mut [u8]> {
     let mut allocated = Vec::with_capacity(pieces.len());
     let mut pieces = pieces.iter().peekable();
     for (number, chunk) in chunks.iter_mut().enumerate() {

@@ -2,6 +2,7 @@
 
 pub mod block;
 pub mod outcome;
+pub mod page_buffer;
 pub mod ranges;
 
 pub use block::Block;

@@ -22,6 +22,7 @@ use crate::connection::compression::CompressionChoice;
 use crate::connection::message::{Control, Message};
 use crate::memory::Page;
 use crate::memory::block::{Block, Guest};
+use crate::memory::page_buffer::PageBuffer;
 use crate::memory::ranges::{length, split, subtract};
 use crate::sink::connection::ConnectionPages;
 use crate::tracking::rewritten::Rewritten;
@@ -143,7 +144,7 @@ pub(super) struct PageSender {
     sink: ConnectionPages<Stream>,
     pages: SentPages,
     common: Common,
-    buffer: Vec<u8>,
+    buffer: PageBuffer,
     /// When the first round began, while it lasts.
     first_round: Option<Instant>,
     unsent: Vec<(usize, Range<u64>)>,
@@ -163,7 +164,7 @@ impl PageSender {
             sink: ConnectionPages::new(wire, common.compression)?,
             pages,
             common,
-            buffer: vec![0; (BATCH_PAGES * PAGE_BYTES) as usize],
+            buffer: PageBuffer::new(BATCH_PAGES as usize),
             first_round: Some(Instant::now()),
             unsent: Vec::new(),
         })

@@ -16,6 +16,7 @@ use crate::connection::framing::Kind;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
 use crate::memory::block::{Block, BlockError, Guest};
+use crate::memory::page_buffer::PageBuffer;
 use crate::memory::ranges;
 
 /// Why pages are not served.
@@ -103,7 +104,7 @@ impl Serving {
                 wire,
                 blocks: self.blocks.clone(),
                 shared: Arc::clone(&self.shared),
-                buffer: Vec::new(),
+                buffer: PageBuffer::default(),
                 answered: Instant::now(),
             };
             let thread = std::thread::Builder::new().name("lane".to_owned());
@@ -151,7 +152,7 @@ struct Lane {
     writer: BatchWriter,
     blocks: Vec<Arc<Block>>,
     shared: Arc<Shared>,
-    buffer: Vec<u8>,
+    buffer: PageBuffer,
     /// When the last answer was sent.
     answered: Instant,
 }
@@ -192,16 +193,17 @@ impl Lane {
             let what = "a request for pages that cannot be had".to_owned();
             return Err(ConnectionError::Malformed { what }.into());
         };
-        self.buffer.resize(pages.len() * PAGE, 0);
+        self.buffer.expect(pages.len());
+        let bytes = &mut self.buffer[..pages.len() * PAGE];
         let numbers: Vec<u64> = pages.iter().map(|&page| page.into()).collect();
         let runs = ranges::runs(&numbers);
-        let mut into = ranges::split(&mut self.buffer, &runs);
+        let mut into = ranges::split(bytes, &runs);
         memory.read(guest, &mut into, &runs).inspect_err(|error| {
             let failure = self.shared.failure.lock();
             *failure.unwrap_or_else(PoisonError::into_inner) = Some(crate::in_words(error));
         })?;
         self.writer.begin(block);
-        for (page, bytes) in numbers.into_iter().zip(self.buffer.as_chunks().0) {
+        for (page, bytes) in numbers.into_iter().zip(bytes.as_chunks().0) {
             self.writer.page(page, bytes)?;
         }
         let payload = self.writer.finish()?;
@@ -212,8 +214,9 @@ impl Lane {
         let accounted = self.writer.compressor().sent(sent, sending, whole);
         accounted.map_err(ConnectionError::from)?;
         self.answered = Instant::now();
-        let pages = self.buffer.len() / PAGE;
-        self.shared.pages.fetch_add(pages as u64, Ordering::Relaxed);
+        self.shared
+            .pages
+            .fetch_add(pages.len() as u64, Ordering::Relaxed);
         Ok(())
     }
 }
