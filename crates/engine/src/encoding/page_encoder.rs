@@ -129,9 +129,12 @@ impl PageEncoder {
 
 /// Pages for each thread.
 fn share_of(pages: usize, threads_max: usize) -> usize {
-    let threads = thread::available_parallelism()
-        .map_or(1, NonZero::get)
-        .min(threads_max);
+    let threads = match threads_max {
+        // Files of control groups are read for the answer.
+        2.. => thread::available_parallelism().map_or(1, NonZero::get),
+        _ => 1,
+    };
+    let threads = threads.min(threads_max);
     pages.div_ceil(threads).max(SHARE_PAGES_MIN)
 }
 
