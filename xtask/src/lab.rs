@@ -28,6 +28,9 @@ pub enum Bench {
     /// VMs migrated to another process, every page compared; then faults, kills and cuts at the hand-over
     /// (about 40 minutes)
     Migrate,
+    /// Time of processors and memory of a migration, its pause over and over, and the guest's work meanwhile (about 20
+    /// minutes)
+    MigrationCost,
     /// 50 moves of a guest between two taps of a bridge, with a TCP connection (about 3 minutes)
     ToAndFro,
     /// 1000 bit flips and truncations of a repository (about 5 minutes)
@@ -105,6 +108,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         | Bench::Frequency
         | Bench::Extremes
         | Bench::DirectIo
+        | Bench::MigrationCost
         | Bench::Restore
         | Bench::Clones => run(prepared(workspace, BENCHES)?.arg(name).args(more)),
         Bench::Exactness

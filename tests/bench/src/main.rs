@@ -8,6 +8,9 @@ mod direct_io;
 mod extremes;
 mod frequency;
 mod host_memory;
+mod migration;
+mod migration_cost;
+mod page;
 mod papers;
 mod peers;
 mod responsive;
@@ -65,6 +68,12 @@ enum What {
         #[command(flatten)]
         cells: papers::Cells,
     },
+    /// What a migration costs: time of processors and memory, the pause of many, the guest's work.
+    MigrationCost {
+        /// Only this part; then nothing is recorded.
+        #[arg(long, value_enum)]
+        only: Option<migration_cost::Part>,
+    },
     /// 60 000 checkpoints, one every 10 ms.
     Frequency,
     /// How soon a VM is back, against QEMU's own way.
@@ -91,6 +100,7 @@ fn main() -> Result<()> {
             quick,
             cells,
         } => papers::run(paper, quick, &cells),
+        What::MigrationCost { only } => migration_cost::run(only),
         What::Frequency => frequency::run(),
         What::Restore => restore::run(),
         What::Clones => clones::run(),

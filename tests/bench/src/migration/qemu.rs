@@ -5,8 +5,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use serde_json::{Value, json};
 
+use super::hosts::Hosts;
 use crate::peers::set_capabilities;
+use stillframe_harness::network::ADDRESSES;
 use stillframe_harness::qmp::Qmp;
+
+/// The id of an object with a certificate.
+const CREDENTIALS: &str = "credentials";
 
 /// How QEMU migrates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,6 +20,10 @@ pub enum Tuning {
     PreCopy,
     /// With deltas of pages that were sent before.
     Xbzrle,
+    /// Over several connections.
+    Multifd,
+    /// The same, encrypted.
+    MultifdTls,
     /// Over several connections, compressed.
     MultifdZstd,
     /// The guest is slowed down until it converges.
@@ -28,7 +37,7 @@ impl Tuning {
         match self {
             Tuning::PreCopy => &[],
             Tuning::Xbzrle => &["xbzrle"],
-            Tuning::MultifdZstd => &["multifd"],
+            Tuning::Multifd | Tuning::MultifdTls | Tuning::MultifdZstd => &["multifd"],
             Tuning::AutoConverge => &["auto-converge"],
             Tuning::PostCopy => &["postcopy-ram"],
         }
@@ -37,20 +46,22 @@ impl Tuning {
 
 /// Sets both sides up. A cache of XBZRLE has room for all RAM.
 pub fn prepare(
+    hosts: &Hosts,
     source: &mut Qmp,
     destination: &mut Qmp,
-    tuning: Tuning,
-    ram_mib: u32,
+    (tuning, ram_mib): (Tuning, u32),
 ) -> Result<()> {
     // QEMU takes only powers of two.
     let cache_bytes = u64::from(ram_mib.next_power_of_two()) << 20;
-    for side in [source, destination] {
+    for (place, side) in [source, destination].into_iter().enumerate() {
         set_capabilities(side, tuning.capabilities(), true)?;
         let mut parameters = json!({"max-bandwidth": 0, "max-postcopy-bandwidth": 0});
         match tuning {
-            Tuning::MultifdZstd => {
-                parameters["multifd-compression"] = "zstd".into();
-                parameters["multifd-channels"] = 2.into();
+            Tuning::MultifdZstd => parameters["multifd-compression"] = "zstd".into(),
+            Tuning::MultifdTls => {
+                side.execute("object-add", hosts.credentials(place, CREDENTIALS))?;
+                parameters["tls-creds"] = CREDENTIALS.into();
+                parameters["tls-hostname"] = ADDRESSES[1].into();
             }
             Tuning::Xbzrle => parameters["xbzrle-cache-size"] = cache_bytes.into(),
             _ => {}

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use self::measure::{EIGHT_S, Every, Lost, Measured, Plan, RAM_MIB, TENTH_S, TWO_S};
-use super::page::Page;
+use crate::page::Page;
 use stillframe_harness::results::{self, Claim, Goal, percentile};
 
 const BENCH: &str = "papers-cow";

@@ -1,22 +1,19 @@
 //! `cargo xtask bench papers dtrack`: live migration over a link of a given speed, beside QEMU's own in all the ways that
 //! it offers; and D-Track's ways to leave out fake dirty pages, beside each other.
 //!
-//! [`guest`] has the guests, [`run`] one migration, [`qemu`] QEMU's ways, and [`tables`] what is made of the outcomes.
+//! [`crate::migration`] has the guests and one migration, and [`tables`] what is made of the outcomes.
 
-mod guest;
-mod qemu;
-mod run;
 mod tables;
 
 use std::fs;
 
 use anyhow::{Context, Result};
 
-use self::guest::{Saved, Size, WORKLOAD_MIB, Work};
-use self::qemu::Tuning;
-use self::run::{Outcome, Way};
-use super::page::Page;
-use stillframe_harness::network::Link;
+use crate::migration::guest::{Saved, Size, WORKLOAD_MIB, Work};
+use crate::migration::hosts::Hosts;
+use crate::migration::qemu::Tuning;
+use crate::migration::run::{self, Outcome, Way};
+use crate::page::Page;
 use stillframe_harness::results;
 
 const BENCH: &str = "migration";
@@ -193,25 +190,25 @@ pub fn run(quick: bool, cells: &Cells) -> Result<()> {
     let elsewhere = (!recorded && name.is_none()).then_some(folder.path());
     let command = cells.command();
     let mut page = Page::new(&bench, elsewhere, "Live migration", &command, &setting)?;
-    let link = Link::new()?;
-    link.shape(size.mbit)?;
+    let hosts = Hosts::new()?;
+    hosts.link.shape(size.mbit)?;
     let turns = if quick { 1 } else { cells.turns };
     let (mut table, mut skips, mut packs) = (Vec::new(), Vec::new(), Vec::new());
     for work in cells.works() {
         let saved = Saved::new(work, size, folder.path())?;
         for (way, how) in WAYS {
             if cells.wants(way) {
-                table.push(cell(&saved, &link, (way, how), turns, &mut page)?);
+                table.push(cell(&saved, &hosts, (way, how), turns, &mut page)?);
             }
         }
         for (way, how) in SKIPS {
             if work.writes() && cells.wants(way) {
-                skips.push(cell(&saved, &link, (way, how), turns.min(2), &mut page)?);
+                skips.push(cell(&saved, &hosts, (way, how), turns.min(2), &mut page)?);
             }
         }
         for (way, how) in PACKS {
             if work.compresses() && cells.wants(way) {
-                packs.push(cell(&saved, &link, (way, how), turns.min(2), &mut page)?);
+                packs.push(cell(&saved, &hosts, (way, how), turns.min(2), &mut page)?);
             }
         }
         // Such a file takes as much space as the guest has RAM.
@@ -253,7 +250,7 @@ fn setting(size: Size) -> String {
 /// Some migrations of one guest in one way.
 fn cell(
     saved: &Saved,
-    link: &Link,
+    hosts: &Hosts,
     (way, how): (&'static str, Way),
     turns: usize,
     page: &mut Page,
@@ -265,7 +262,7 @@ fn cell(
         if outcomes.iter().any(|outcome| outcome.total_ms.is_none()) {
             break;
         }
-        let outcome = run::migrate(saved, link, how).with_context(|| what.clone())?;
+        let outcome = run::migrate(saved, hosts, how).with_context(|| what.clone())?;
         eprintln!("{what} {turn}: {}", outcome.in_short());
         page.keep(&what, outcome.raw());
         outcomes.push(outcome);

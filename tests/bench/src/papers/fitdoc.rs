@@ -14,7 +14,7 @@ mod time;
 
 use anyhow::{Context, Result};
 
-use super::page::{Figure, Page};
+use crate::page::{Figure, Page};
 use measure::{Depth, Measured, measure};
 use stillframe_harness::debian::DebianWorkload;
 use stillframe_harness::results;

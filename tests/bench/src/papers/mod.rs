@@ -5,7 +5,6 @@ mod cow;
 mod dtrack;
 mod fitdoc;
 mod numbers;
-mod page;
 
 use anyhow::Result;
 use clap::ValueEnum;

@@ -7,8 +7,8 @@ use serde_json::Value;
 use super::measure::{Every, Measured, TWO_S, differing};
 use super::{AUTO, COPY_ON_WRITE, SCHEDULES, STOP_COPY, numbers_of};
 use crate::chart::{self, Labels, Series, Shape};
+use crate::page::{Figure, Page};
 use crate::papers::numbers::{Spread, cell, least_squares, mean};
-use crate::papers::page::{Figure, Page};
 use stillframe_harness::results::percentile;
 
 /// Adds all of them.

@@ -5,8 +5,8 @@ use anyhow::Result;
 use super::measure::{EIGHT_S, Every, Measured, TWO_S};
 use super::{COPY_ON_WRITE, STOP_COPY, numbers_of};
 use crate::chart::{self, Labels, Series};
+use crate::page::{Figure, Page};
 use crate::papers::numbers::{Spread, cell, mean};
-use crate::papers::page::{Figure, Page};
 use crate::peers::Saved;
 use stillframe_harness::results::percentile;
 

@@ -2,11 +2,11 @@
 
 use anyhow::{Context, Result};
 
-use super::guest::Work;
-use super::run::Outcome;
 use super::{COMMAND, Cell, OUR_POST_COPY, OUR_WATCHED, QEMU_POST_COPY};
 use crate::chart::{self, Labels};
-use crate::papers::page::{Figure, Page};
+use crate::migration::guest::Work;
+use crate::migration::run::Outcome;
+use crate::page::{Figure, Page};
 use stillframe_harness::results::{Claim, Goal, percentile};
 
 const OURS: &str = "Stillframe";
