@@ -9,6 +9,7 @@ use std::fs;
 
 use anyhow::{Context, Result};
 
+use crate::migration::bound::unique_bytes;
 use crate::migration::guest::{Saved, Size, WORKLOAD_MIB, Work};
 use crate::migration::hosts::Hosts;
 use crate::migration::qemu::Tuning;
@@ -194,6 +195,7 @@ pub fn run(quick: bool, cells: &Cells) -> Result<()> {
     hosts.link.shape(size.mbit)?;
     let turns = if quick { 1 } else { cells.turns };
     let (mut table, mut skips, mut packs) = (Vec::new(), Vec::new(), Vec::new());
+    let mut writer_bytes = None;
     for work in cells.works() {
         let saved = Saved::new(work, size, folder.path())?;
         for (way, how) in WAYS {
@@ -211,6 +213,11 @@ pub fn run(quick: bool, cells: &Cells) -> Result<()> {
                 packs.push(cell(&saved, &hosts, (way, how), turns.min(2), &mut page)?);
             }
         }
+        if work == Work::Writer {
+            let bytes = unique_bytes(saved.file())?;
+            page.keep("unique content of writer, compressed", bytes.into());
+            writer_bytes = Some(bytes);
+        }
         // Such a file takes as much space as the guest has RAM.
         fs::remove_file(saved.file())?;
     }
@@ -222,7 +229,7 @@ pub fn run(quick: bool, cells: &Cells) -> Result<()> {
         tables::add_packs(&mut page, &packs);
     }
     if recorded {
-        let claims = tables::claims(&table, &skips)?;
+        let claims = tables::claims(&table, &skips, writer_bytes)?;
         page.add_claims(
             &claims,
             "-",

@@ -10,6 +10,8 @@ use crate::page::{Figure, Page};
 use stillframe_harness::results::{Claim, Goal, percentile};
 
 const OURS: &str = "Stillframe";
+/// Of the ways to leave out pages, that which leaves out none.
+const LEAVES_OUT_NONE: &str = "off";
 
 impl Cell {
     /// The median of a figure; none where a migration did not end.
@@ -202,8 +204,9 @@ pub fn add_packs(page: &mut Page, packs: &[Cell]) {
     });
 }
 
-/// The promises that these tables answer.
-pub fn claims(table: &[Cell], skips: &[Cell]) -> Result<Vec<Claim>> {
+/// The promises that these tables answer. `writer_bytes`: what the memory of the guest that writes at random places
+/// consists of, compressed.
+pub fn claims(table: &[Cell], skips: &[Cell], writer_bytes: Option<u64>) -> Result<Vec<Claim>> {
     let ours = |work: Work| of(table, work).find(|cell| cell.way == OURS);
     let ratio = |work: Work, value: fn(&Cell) -> Option<f64>| {
         let own = ours(work).and_then(value);
@@ -262,8 +265,37 @@ pub fn claims(table: &[Cell], skips: &[Cell]) -> Result<Vec<Claim>> {
         ),
         Claim::new("migrate-fake", Goal::Zero, fakes, "pages", COMMAND),
     ];
+    let sent = ours(Work::Writer).and_then(Cell::mib);
+    let sent = sent.context("the random writer was not migrated")? * f64::from(1 << 20);
+    let bound = writer_bytes.context("the random writer's memory was not looked at")?;
+    claims.push(claim(
+        "migrate-bound",
+        Goal::AtMost(1.1),
+        sent / bound as f64,
+    ));
+    claims.extend(skip_claims(skips)?);
     claims.extend(watched_claims(table)?);
     Ok(claims)
+}
+
+/// Those about the ways to leave out pages, each against the way that leaves out none.
+fn skip_claims(skips: &[Cell]) -> Result<Vec<Claim>> {
+    let worst = |way: &str, value: &dyn Fn(&Cell) -> Option<f64>| {
+        let ratios = works(skips).into_iter().map(|work| {
+            let by = |way: &str| of(skips, work).find(|cell| cell.way == way).and_then(value);
+            let (own, off) = (by(way), by(LEAVES_OUT_NONE));
+            let both = own.zip(off).with_context(|| format!("{way} is missing"));
+            both.map(|(own, off)| own / off)
+        });
+        anyhow::Ok(percentile(&ratios.collect::<Result<Vec<f64>>>()?, 1.0))
+    };
+    let doomed = worst("auto, with ids", &|cell| cell.pages("doomed_bytes"))?;
+    let hash = worst("ids by XXH3", &Cell::total_ms)?;
+    let claim = |id, goal, value| Claim::new(id, Goal::AtMost(goal), value, "ratio", COMMAND);
+    Ok(vec![
+        claim("migrate-doomed", 0.5, doomed),
+        claim("migrate-fast-hash", 1.0, hash),
+    ])
 }
 
 /// Those about VMs of which checkpoints are taken.
