@@ -70,7 +70,7 @@ enum What {
     },
     /// What a migration costs: time of processors and memory, the pause of many, the guest's work.
     MigrationCost {
-        /// Only this part; then nothing is recorded.
+        /// Only this part.
         #[arg(long, value_enum)]
         only: Option<migration_cost::Part>,
     },

@@ -12,9 +12,8 @@ use clap::ValueEnum;
 
 use crate::migration::hosts::Hosts;
 use crate::page::Page;
-use stillframe_harness::results::{self, Claim};
+use stillframe_harness::results;
 
-const BENCH: &str = "migration-cost";
 const COMMAND: &str = "cargo xtask bench migration-cost";
 
 /// A part of the bench.
@@ -28,33 +27,50 @@ pub enum Part {
     GuestWork,
 }
 
-/// Runs it, and writes `docs/results/migration-cost/` unless only a part is wanted.
-pub fn run(only: Option<Part>) -> Result<()> {
-    let folder = tempfile::Builder::new()
-        .prefix("stillframe-migration-cost-")
-        .tempdir()?;
-    let elsewhere = only.map(|_| folder.path());
-    let setting = "Linux guests under TCG, one vCPU. Source and destination are two network namespaces of one machine with two \
-                   processors. Every migration of a table begins with the same saved state. The pause lasts from the source's \
-                   STOP event to the destination's RESUME event.";
-    let mut page = Page::new(BENCH, elsewhere, "What a migration costs", COMMAND, setting)?;
-    let wants = |part| only.is_none_or(|only| only == part);
-    let mut claims: Vec<Claim> = Vec::new();
-    if wants(Part::Processors) {
-        // Its link is not shaped, and no later one is to be like it.
+impl Part {
+    const ALL: [Part; 3] = [Part::Processors, Part::Pause, Part::GuestWork];
+
+    /// Under `docs/results`.
+    fn folder(self) -> &'static str {
+        match self {
+            Part::Processors => "migration-processors",
+            Part::Pause => "migration-pause",
+            Part::GuestWork => "migration-guest-work",
+        }
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            Part::Processors => "Time of processors and memory of a migration",
+            Part::Pause => "The pause of many migrations",
+            Part::GuestWork => "The guest's work during a migration",
+        }
+    }
+
+    /// Measures it, and writes its folder.
+    fn run(self) -> Result<()> {
+        let folder = tempfile::Builder::new()
+            .prefix("stillframe-migration-cost-")
+            .tempdir()?;
+        let setting = "Linux guests under TCG, one vCPU. Source and destination are two network namespaces of one machine with \
+                       two processors. Every migration of a table begins with the same saved state. The pause lasts from the \
+                       source's STOP event to the destination's RESUME event.";
+        let mut page = Page::new(self.folder(), None, self.title(), COMMAND, setting)?;
         let hosts = Hosts::new()?;
-        claims.extend(processors::measure(&hosts, folder.path(), &mut page)?);
+        let claims = match self {
+            Part::Processors => processors::measure(&hosts, folder.path(), &mut page)?,
+            Part::Pause => pause::measure(&hosts, folder.path(), &mut page)?,
+            Part::GuestWork => guest_work::measure(&hosts, folder.path(), &mut page)?,
+        };
+        page.add_claims(&claims, "-", "goals of our own.");
+        results::write_summary(self.folder(), &claims)?;
+        page.write()
     }
-    let hosts = Hosts::new()?;
-    if wants(Part::Pause) {
-        claims.extend(pause::measure(&hosts, folder.path(), &mut page)?);
-    }
-    if wants(Part::GuestWork) {
-        claims.push(guest_work::measure(&hosts, folder.path(), &mut page)?);
-    }
-    page.add_claims(&claims, "-", "goals of our own, but for the guest's work.");
-    if only.is_none() {
-        results::write_summary(BENCH, &claims)?;
-    }
-    page.write()
+}
+
+/// Measures all parts, or one.
+pub fn run(only: Option<Part>) -> Result<()> {
+    let parts = Part::ALL.into_iter();
+    let mut wanted = parts.filter(|&part| only.is_none_or(|only| only == part));
+    wanted.try_for_each(Part::run)
 }

@@ -1,11 +1,10 @@
-//! The pause of many migrations of one guest: beside QEMU's shortest, and beside what stop, save, load and cont take.
+//! The pause of many migrations of one guest: beside QEMU's shortest, and beside our own of a guest that does nothing, which
+//! consists of stop, save, load and cont.
 
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use serde_json::json;
 
 use super::COMMAND;
 use crate::migration::guest::{Saved, Size, Work};
@@ -13,7 +12,6 @@ use crate::migration::hosts::Hosts;
 use crate::migration::qemu::Tuning;
 use crate::migration::run::{self, Way};
 use crate::page::{Figure, Page};
-use stillframe_harness::qmp::event_time_s;
 use stillframe_harness::results::{Claim, Goal, percentile};
 
 /// Migrations by Stillframe; of QEMU's, and of the floor.
@@ -24,41 +22,30 @@ const SIZE: Size = Size {
     ram_mib: 512,
     mbit: 1000,
 };
+/// The pause in which there is hardly a page to send.
+const FLOOR: &str = "Stillframe, an idle guest";
 /// QEMU's ways that end with this guest.
 const PEERS: [(&str, Tuning); 2] = [
     ("QEMU XBZRLE", Tuning::Xbzrle),
     ("QEMU post-copy", Tuning::PostCopy),
 ];
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Measures, and answers the promises.
 pub fn measure(hosts: &Hosts, folder: &Path, page: &mut Page) -> Result<Vec<Claim>> {
     hosts.link.shape(SIZE.mbit)?;
+    let pre_copy = Way::Stillframe(&["--mode=pre-copy"]);
     let idle = Saved::new(Work::Idle, SIZE, folder)?;
-    let mut floors = Vec::new();
-    for _ in 0..PEER_TURNS {
-        floors.push(floor(&idle, hosts)?);
-    }
-    page.keep("floor, ms", json!(floors));
+    let floors = pauses(&idle, hosts, (FLOOR, pre_copy, PEER_TURNS), page)?;
     fs::remove_file(idle.file())?;
 
     let saved = Saved::new(Work::Writer, SIZE, folder)?;
-    let mut pauses = |name: &str, way: Way, turns: usize| {
-        let mut pauses = Vec::new();
-        for _ in 0..turns {
-            let outcome = run::migrate(&saved, hosts, way).with_context(|| name.to_owned())?;
-            eprintln!("{name}: {}", outcome.in_short());
-            page.keep(name, outcome.raw());
-            // A migration of QEMU's that does not end has no pause.
-            pauses.extend(outcome.downtime_ms);
-        }
-        anyhow::Ok(pauses)
-    };
-    let mut all = vec![("stop, save, load, cont", floors.clone())];
+    let mut all = vec![(FLOOR, floors.clone())];
     for (name, tuning) in PEERS {
-        all.push((name, pauses(name, Way::Qemu(tuning), PEER_TURNS)?));
+        let way = (name, Way::Qemu(tuning), PEER_TURNS);
+        all.push((name, pauses(&saved, hosts, way, page)?));
     }
-    let ours = pauses("Stillframe", Way::Stillframe(&[]), TURNS)?;
+    let way = ("Stillframe", Way::Stillframe(&[]), TURNS);
+    let ours = pauses(&saved, hosts, way, page)?;
     all.push(("Stillframe", ours.clone()));
     fs::remove_file(saved.file())?;
     add(page, &all);
@@ -76,29 +63,22 @@ pub fn measure(hosts: &Hosts, folder: &Path, page: &mut Page) -> Result<Vec<Clai
     ])
 }
 
-/// What QEMU itself takes to stop an idle guest, save its devices, load them into another QEMU and go on there; in
-/// milliseconds, between the events.
-fn floor(saved: &Saved, hosts: &Hosts) -> Result<f64> {
-    let [here, there] = &hosts.link.hosts;
-    let source = run::start(saved, here)?;
-    let destination = saved.start(there)?;
-    let file = source.folder().join("devices");
-    let name = file.display().to_string();
-    let mut from = source.second_monitor()?;
-    let mut to = destination.second_monitor()?;
-    let begin = Instant::now();
-    from.execute("stop", json!({}))?;
-    from.execute(
-        "xen-save-devices-state",
-        json!({"filename": name, "live": true}),
-    )?;
-    to.execute("xen-load-devices-state", json!({"filename": name}))?;
-    to.execute("cont", json!({}))?;
-    let stop = from.wait_event("STOP", PATIENCE)?;
-    let resume = to.wait_event("RESUME", PATIENCE)?;
-    let pause_ms = (event_time_s(&resume) - event_time_s(&stop)) * 1e3;
-    eprintln!("floor: {pause_ms:.1} ms, {:?} in all", begin.elapsed());
-    Ok(pause_ms)
+/// The pauses of this many migrations, in milliseconds.
+fn pauses(
+    saved: &Saved,
+    hosts: &Hosts,
+    (name, way, turns): (&str, Way, usize),
+    page: &mut Page,
+) -> Result<Vec<f64>> {
+    let mut pauses = Vec::new();
+    for _ in 0..turns {
+        let outcome = run::migrate(saved, hosts, way).with_context(|| name.to_owned())?;
+        eprintln!("{name}: {}", outcome.in_short());
+        page.keep(name, outcome.raw());
+        // A migration of QEMU's that does not end has no pause.
+        pauses.extend(outcome.downtime_ms);
+    }
+    Ok(pauses)
 }
 
 fn add(page: &mut Page, all: &[(&str, Vec<f64>)]) {
@@ -124,6 +104,6 @@ fn add(page: &mut Page, all: &[(&str, Vec<f64>)]) {
         rows: &all.iter().map(row).collect::<Vec<_>>(),
         pictures: &[],
         differs: "a guest of 512 MiB that writes words at random places of 128 MiB, at 1 Gbit a second; in the first row an idle \
-                  guest of that size, whose memory stays where it is.",
+                  guest of that size, by pre-copy.",
     });
 }
