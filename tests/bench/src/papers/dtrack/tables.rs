@@ -265,17 +265,24 @@ pub fn claims(table: &[Cell], skips: &[Cell], writer_bytes: Option<u64>) -> Resu
         ),
         Claim::new("migrate-fake", Goal::Zero, fakes, "pages", COMMAND),
     ];
-    let sent = ours(Work::Writer).and_then(Cell::mib);
-    let sent = sent.context("the random writer was not migrated")? * f64::from(1 << 20);
-    let bound = writer_bytes.context("the random writer's memory was not looked at")?;
-    claims.push(claim(
-        "migrate-bound",
-        Goal::AtMost(1.1),
-        sent / bound as f64,
-    ));
+    claims.push(bound_claim(ours(Work::Writer), writer_bytes)?);
     claims.extend(skip_claims(skips)?);
     claims.extend(watched_claims(table)?);
     Ok(claims)
+}
+
+/// What crossed the link over what the guest's memory consists of.
+fn bound_claim(cell: Option<&Cell>, bytes: Option<u64>) -> Result<Claim> {
+    let sent = cell.and_then(Cell::mib).context("it was not migrated")? * f64::from(1 << 20);
+    let bound = bytes.context("its memory was not looked at")? as f64;
+    let goal = Goal::AtMost(1.1);
+    Ok(Claim::new(
+        "migrate-bound",
+        goal,
+        sent / bound,
+        "ratio",
+        COMMAND,
+    ))
 }
 
 /// Those about the ways to leave out pages, each against the way that leaves out none.
