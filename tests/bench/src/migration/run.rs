@@ -83,7 +83,7 @@ impl Outcome {
 }
 
 impl Outcome {
-    /// For whoever waits for the bench.
+    /// As a line of progress.
     pub fn in_short(&self) -> String {
         let ms = |value: Option<f64>| value.map_or("-".to_owned(), |ms| format!("{ms:.1} ms"));
         let mib = self.bytes as f64 / f64::from(1 << 20);
