@@ -21,12 +21,13 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::{FallocateFlags, fallocate, fstatfs};
+use rustix::fs::{FallocateFlags, fallocate};
 use stillframe_fault::{self as fault, Point};
 use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_qemu::launch::CloneMemory;
 use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
 use stillframe_sys::affinity;
+use stillframe_sys::memory;
 use stillframe_sys::pagemap::Pagemap;
 use stillframe_sys::private_dir::{PrivateDir, PrivateError};
 use stillframe_sys::process::{Mapping, Process};
@@ -38,8 +39,6 @@ use crate::source::SourceError;
 use crate::{Progress, ProgressSink};
 pub use kept::{KeptTemplate, drop_kept, kept};
 
-/// `statfs(2)`: TMPFS_MAGIC.
-const TMPFS: i64 = 0x0102_1994;
 /// Held while clones are started, and while templates are removed.
 const LOCK: &str = "lock";
 /// Pages read for one round of writing.
@@ -351,8 +350,7 @@ fn fill(
 /// VM.
 fn make_room(file: &File, path: &Path, bytes: u64) -> Result<(), TemplateError> {
     file.set_len(bytes).map_err(failed("extend", path))?;
-    let status = fstatfs(file).map_err(|errno| failed("examine", path)(errno.into()))?;
-    if status.f_type == TMPFS {
+    if memory::is_in_tmpfs(file).map_err(failed("examine", path))? {
         fallocate(file, FallocateFlags::empty(), 0, bytes)
             .map_err(|errno| no_space(path, bytes, "reserve", errno.into()))?;
     }

@@ -4,7 +4,7 @@ mod shared;
 #[cfg(test)]
 mod tests;
 
-pub use shared::{SharedMapping, data_extents};
+pub use shared::{SharedMapping, allocated_bytes, data_extents, is_in_tmpfs};
 
 use crate::process::{AddressRange, Process};
 use std::io;

@@ -75,6 +75,12 @@ impl FakeMemory {
         fallocate(&self.file, punch, page * PAGE_BYTES, PAGE_BYTES).unwrap();
     }
 
+    /// All of its pages are allocated, and those that were holes stay so for all who ask.
+    pub(crate) fn reserve(&self) {
+        let all = self.ram.used_bytes;
+        fallocate(&self.file, FallocateFlags::empty(), 0, all).unwrap();
+    }
+
     /// All of it.
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.ram.used_bytes as usize];

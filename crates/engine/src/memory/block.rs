@@ -20,6 +20,8 @@ use stillframe_sys::memory::{self, MemoryError, RemoteMemory, SharedMapping};
 use stillframe_sys::process::{AddressRange, Mapping, Process, ProcessError};
 use thiserror::Error;
 
+use crate::memory::ranges::length;
+
 /// Why a RAM block cannot be reached.
 #[derive(Debug, Error)]
 pub enum BlockError {
@@ -188,40 +190,59 @@ impl Block {
     /// For a shared block: the pages that the file holds data for; all others are zero now. A page
     /// discarded by the guest (balloon) shows up here and nowhere else: the kernel does not report
     /// it as written. `None` for private blocks, whose discards are reported.
+    ///
+    /// The kernel looks at each page of the file: [`super::shared_data`] does without most of them.
     pub fn data_pages(&self) -> Result<Option<Vec<Range<u64>>>, BlockError> {
+        self.data_pages_among(&(0..self.pages))
+    }
+
+    /// The same among these pages only.
+    pub fn data_pages_among(
+        &self,
+        pages: &Range<u64>,
+    ) -> Result<Option<Vec<Range<u64>>>, BlockError> {
         let Backing::Shared {
             file, file_offset, ..
         } = &self.backing
         else {
             return Ok(None);
         };
-        let extents = memory::data_extents(file, *file_offset, self.pages * PAGE_BYTES)
+        let start = file_offset + pages.start * PAGE_BYTES;
+        let extents = memory::data_extents(file, start, (pages.end - pages.start) * PAGE_BYTES)
             .map_err(|source| self.memory_error(source))?;
         Ok(Some(
             extents
                 .iter()
-                .map(|bytes| bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES))
+                .map(|bytes| Range {
+                    start: pages.start + bytes.start / PAGE_BYTES,
+                    end: pages.start + bytes.end.div_ceil(PAGE_BYTES),
+                })
                 .collect(),
         ))
     }
 
-    /// Whether none of these pages is a hole of a shared file; true for private blocks.
-    pub fn has_data(&self, pages: &[Range<u64>]) -> Result<bool, BlockError> {
+    /// For a shared block that is the whole of a file in memory: how many pages the file has. `None` where this cannot
+    /// be said of the block alone.
+    pub fn allocated_pages(&self) -> Result<Option<u64>, BlockError> {
         let Backing::Shared {
             file, file_offset, ..
         } = &self.backing
         else {
-            return Ok(true);
+            return Ok(None);
         };
+        let status = file.metadata().map_err(|source| self.file_error(source))?;
+        if *file_offset != 0 || status.len() != self.pages * PAGE_BYTES {
+            return Ok(None);
+        }
+        let bytes = memory::allocated_bytes(file).map_err(|source| self.memory_error(source))?;
+        Ok(bytes.map(|bytes| bytes / PAGE_BYTES))
+    }
+
+    /// Whether none of these pages is a hole of a shared file; true for private blocks.
+    pub fn has_data(&self, pages: &[Range<u64>]) -> Result<bool, BlockError> {
         for range in pages {
-            let (start, bytes) = (
-                file_offset + range.start * PAGE_BYTES,
-                (range.end - range.start) * PAGE_BYTES,
-            );
-            let extents = memory::data_extents(file, start, bytes)
-                .map_err(|source| self.memory_error(source))?;
-            let data: u64 = extents.iter().map(|extent| extent.end - extent.start).sum();
-            if data < bytes {
+            let data = self.data_pages_among(range)?;
+            if data.is_some_and(|data| length(&data) < range.end - range.start) {
                 return Ok(false);
             }
         }

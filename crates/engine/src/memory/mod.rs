@@ -4,6 +4,7 @@ pub mod block;
 pub mod outcome;
 pub mod page_buffer;
 pub mod ranges;
+pub mod shared_data;
 
 pub use block::Block;
 

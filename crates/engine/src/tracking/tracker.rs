@@ -23,6 +23,7 @@ use crate::memory::BlockShape;
 use crate::memory::block::{Block, BlockError, Guest};
 use crate::memory::outcome::Found;
 use crate::memory::ranges::{self, PageRanges, count, subtract};
+use crate::memory::shared_data::SharedData;
 use crate::tracking::error::TrackerError;
 use crate::tracking::fault_handler::FaultHandler;
 use crate::tracking::hot_set::HotSet;
@@ -50,6 +51,8 @@ pub struct Tracked {
     streamed: DirtyBitmap,
     /// For a shared block: pages that may have had content when last captured.
     with_content: DirtyBitmap,
+    /// For a shared block: the pages that its file has.
+    data: SharedData,
     /// The hot set: pages that are not worth a fault.
     hot_set: HotSet,
 }
@@ -202,13 +205,13 @@ impl Tracker {
 
     /// The pages that may be other than zero. Everything is protected before this call, so the next scan
     /// reports a page that is written later.
-    pub fn populated(&self) -> Result<Undrained, TrackerError> {
+    pub fn populated(&mut self) -> Result<Undrained, TrackerError> {
         let swap = system::has_swap();
-        let blocks = self.blocks.iter();
+        let blocks = self.blocks.iter_mut();
         let populated = blocks.map(|tracked| {
             let block = &tracked.block;
-            if let Some(data) = block.data_pages()? {
-                return Ok(data);
+            if let Some(data) = tracked.data.look(block)? {
+                return Ok(data.to_vec());
             }
             if !block.absent_is_zero() {
                 return Ok(block.whole());
@@ -295,10 +298,10 @@ impl Tracker {
                     })?;
                 }
             }
-            let discarded = match tracked.block.data_pages()? {
+            let discarded = match tracked.data.look(&tracked.block)? {
                 Some(data) => {
                     let content: Vec<Range<u64>> = tracked.with_content.ranges().collect();
-                    subtract(&content, &data)
+                    subtract(&content, data)
                 }
                 None => Vec::new(),
             };
@@ -507,6 +510,7 @@ fn open_blocks(
             in_flight: VecDeque::new(),
             streamed: DirtyBitmap::new(pages),
             with_content: DirtyBitmap::new(pages),
+            data: SharedData::default(),
             hot_set: HotSet::new(pages),
         })
     };

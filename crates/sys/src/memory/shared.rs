@@ -6,7 +6,13 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
+
+/// `statfs(2)`: TMPFS_MAGIC.
+const TMPFS: i64 = 0x0102_1994;
+/// The unit of `st_blocks` (stat(3type)).
+const BLOCK_BYTES: u64 = 512;
 
 /// A stretch of a shared file mapped into this process.
 ///
@@ -178,6 +184,31 @@ pub fn data_extents(file: &File, offset: u64, bytes: u64) -> Result<Vec<Range<u6
         at = stop.max(at + 1);
     }
     Ok(extents)
+}
+
+/// Whether the file is in memory (tmpfs, as the kernel calls it, which includes memfd).
+///
+/// # Errors
+/// The errors of fstatfs(2).
+pub fn is_in_tmpfs(file: &File) -> io::Result<bool> {
+    Ok(rustix::fs::fstatfs(file)?.f_type == TMPFS)
+}
+
+/// The bytes that a file of tmpfs has pages for, those in swap included. Pages that were reserved and never touched are
+/// among them, although [`data_extents`] has them as holes. `None` for files elsewhere: other file systems count
+/// metadata, too.
+///
+/// # Errors
+/// The errors of fstatfs(2) and fstat(2).
+pub fn allocated_bytes(file: &File) -> Result<Option<u64>, MemoryError> {
+    let action = "count the pages of a file";
+    match is_in_tmpfs(file).map_err(|source| failed(action, source))? {
+        true => {
+            let status = file.metadata().map_err(|source| failed(action, source))?;
+            Ok(Some(status.blocks() * BLOCK_BYTES))
+        }
+        false => Ok(None),
+    }
 }
 
 fn failed(action: &'static str, source: io::Error) -> MemoryError {
