@@ -275,9 +275,13 @@ fn serve(stream: UnixStream, memory: &Memory) {
         for page in pages {
             writer.page(page.into(), &memory[&page.into()]).unwrap();
         }
-        connection
+        // It goes in the middle where a page is not that of the pause.
+        if connection
             .send_parts(Kind::Pages, &writer.finish().unwrap())
-            .unwrap();
+            .is_err()
+        {
+            break;
+        }
     }
 }
 
