@@ -34,7 +34,7 @@ const FOOTER: u8 = 0x7e;
 const FOOTER_BYTES: usize = 5;
 
 /// A description of the sections that describes none: what QEMU reads past when it loads a stream.
-pub(crate) const DESCRIPTION: &[u8] = b"\x06\0\0\0\x02{}";
+pub const DESCRIPTION: &[u8] = b"\x06\0\0\0\x02{}";
 
 /// Longest name of a machine type accepted.
 const MACHINE_BYTES_MAX: usize = 128;
@@ -162,25 +162,24 @@ fn follow<'a>(
     is_end: fn(&[u8]) -> bool,
     known: Option<&[String]>,
 ) -> Result<Way<'a>, DeviceStateError> {
-    let header = [MAGIC.as_slice(), &VERSION.to_be_bytes()].concat();
-    if !raw.starts_with(&header) {
-        return Err(DeviceStateError::NotQemu {
-            start: raw[..raw.len().min(HEADER_BYTES)].to_vec(),
-        });
-    }
-    match raw.get(HEADER_BYTES) {
-        Some(&kind) if kind != SECTION_FULL => Err(DeviceStateError::OtherSection { kind }),
-        _ => walk(raw, is_end, known).map_err(|whole_sections| DeviceStateError::NotWhole {
-            bytes: raw.len(),
-            whole_sections,
-        }),
-    }
+    check_header(raw)?;
+    walk(raw, is_end, known).map_err(|whole_sections| DeviceStateError::NotWhole {
+        bytes: raw.len(),
+        whole_sections,
+    })
 }
 
 /// Checks `raw` and makes it a migration stream for machine type `machine` (versioned, such as
 /// `pc-q35-10.0`).
 pub fn wrap(raw: &[u8], machine: &str) -> Result<Vec<u8>, DeviceStateError> {
     validate(raw)?;
+    Ok([&begin(raw, machine)?, DESCRIPTION].concat())
+}
+
+/// The begin of a migration stream, of `raw`, which begins a device state. The rest of that state follows as it is, and
+/// then [`DESCRIPTION`].
+pub fn begin(raw: &[u8], machine: &str) -> Result<Vec<u8>, DeviceStateError> {
+    check_header(raw)?;
     let refused = || DeviceStateError::Machine {
         machine: machine.to_owned(),
     };
@@ -196,9 +195,21 @@ pub fn wrap(raw: &[u8], machine: &str) -> Result<Vec<u8>, DeviceStateError> {
         &machine_bytes.to_be_bytes(),
         machine.as_bytes(),
         sections,
-        DESCRIPTION,
     ]
     .concat())
+}
+
+fn check_header(raw: &[u8]) -> Result<(), DeviceStateError> {
+    let header = [MAGIC.as_slice(), &VERSION.to_be_bytes()].concat();
+    if !raw.starts_with(&header) {
+        return Err(DeviceStateError::NotQemu {
+            start: raw[..raw.len().min(HEADER_BYTES)].to_vec(),
+        });
+    }
+    match raw.get(HEADER_BYTES) {
+        Some(&kind) if kind != SECTION_FULL => Err(DeviceStateError::OtherSection { kind }),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -233,6 +244,22 @@ mod tests {
             section(4, "cpu_common", b"~~~~\x7e\0\0\0\x05"),
             section(46, "globalstate", &[0; 100]),
         ])
+    }
+
+    #[test]
+    fn a_state_that_comes_in_pieces_is_wrapped_like_a_whole_one() {
+        let raw = sample();
+        let wrapped = wrap(&raw, "pc-q35-10.0").expect("wrapped");
+        for cut in HEADER_BYTES..=raw.len() {
+            let (first, rest) = raw.split_at(cut);
+            let begun = begin(first, "pc-q35-10.0").expect("begun");
+            assert_eq!([&begun, rest, DESCRIPTION].concat(), wrapped);
+        }
+        for cut in 0..HEADER_BYTES {
+            let start = raw[..cut].to_vec();
+            let refused = Err(DeviceStateError::NotQemu { start });
+            assert_eq!(begin(&raw[..cut], "pc-q35-10.0"), refused);
+        }
     }
 
     #[test]

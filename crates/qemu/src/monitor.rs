@@ -7,6 +7,7 @@ mod dump;
 mod host_files;
 mod jobs;
 mod lent;
+mod migration;
 mod mirror;
 pub(crate) mod ram_blocks;
 
@@ -27,13 +28,16 @@ pub use jobs::Job;
 pub use lent::StateFile;
 pub use mirror::Mirror;
 
-use crate::qmp::{Client, QmpError, Ticket};
+use crate::qmp::{Client, QmpError, REPLY_LIMIT_SECONDS, Ticket};
 use crate::target::{Target, is_qemu_process};
 
 /// How long [`Monitor::stop`] and [`Monitor::cont`] wait, in seconds. Both can take long: `stop`
 /// finishes all disk requests in flight and flushes the images.
 pub const STOP_LIMIT_SECONDS: u64 = 60;
 
+/// Runs a command of QEMU's human monitor.
+const HUMAN: &str = "human-monitor-command";
+const RAM_BLOCKS: &str = "info ramblock";
 /// How descriptors that we lend QEMU are marked there.
 const LENDER: &str = "stillframe";
 
@@ -374,8 +378,21 @@ impl Monitor {
 
     /// All RAM blocks (`info ramblock`).
     pub fn ram_blocks(&mut self) -> Result<Vec<RamBlock>, MonitorError> {
-        let table = self.human("info ramblock")?;
-        ram_blocks::parse(&table).map_err(|what| unexpected("info ramblock", what))
+        let ticket = self.ask_ram_blocks()?;
+        self.answered_ram_blocks(ticket)
+    }
+
+    /// Asks for them, for [`Monitor::answered_ram_blocks`].
+    pub fn ask_ram_blocks(&mut self) -> Result<Ticket, MonitorError> {
+        let arguments = json!({ "command-line": RAM_BLOCKS });
+        Ok(self.client.send(HUMAN, arguments)?)
+    }
+
+    /// The RAM blocks, when QEMU came to the question.
+    pub fn answered_ram_blocks(&mut self, asked: Ticket) -> Result<Vec<RamBlock>, MonitorError> {
+        let limit = Duration::from_secs(REPLY_LIMIT_SECONDS);
+        let table: String = typed(HUMAN, self.client.wait(asked, limit)?)?;
+        ram_blocks::parse(&table).map_err(|what| unexpected(RAM_BLOCKS, what))
     }
 
     /// The identity of the VM.
@@ -471,19 +488,6 @@ impl Monitor {
         Ok(())
     }
 
-    /// QEMU's word for the state of an active migration, of any client; `None` without one.
-    pub fn migration_under_way(&mut self) -> Result<Option<String>, MonitorError> {
-        let status = self.migration()?.status;
-        Ok(status.filter(|status| !Migration::ENDS.contains(&status.as_str())))
-    }
-
-    /// `query-migrate`, of which two members are used.
-    pub(crate) fn migration(&mut self) -> Result<Migration, MonitorError> {
-        let mut migration: Migration = self.query("query-migrate")?;
-        migration.blocked_reasons = self.unexpected_obstacles(migration.blocked_reasons);
-        Ok(migration)
-    }
-
     /// The devices that were added by option or by hot-plug.
     pub(crate) fn peripherals(&mut self) -> Result<Vec<Peripheral>, MonitorError> {
         #[derive(Deserialize)]
@@ -513,7 +517,7 @@ impl Monitor {
 
     /// A command of the human monitor, for facts that the machine protocol does not report.
     pub(crate) fn human(&mut self, command: &'static str) -> Result<String, MonitorError> {
-        self.run("human-monitor-command", json!({ "command-line": command }))
+        self.run(HUMAN, json!({ "command-line": command }))
     }
 
     /// The ROMs that QEMU copies into the guest's memory anew at each reset, by name (`info roms`): kernels and
@@ -546,24 +550,6 @@ impl Monitor {
     ) -> Result<T, MonitorError> {
         typed(command, self.client.execute(command, arguments)?)
     }
-}
-
-/// The answer to `query-migrate`; both members are missing when there is nothing to say.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-pub(crate) struct Migration {
-    /// `active`, `completed`, `failed`, ...
-    pub(crate) status: Option<String>,
-    /// Why QEMU could not migrate this VM.
-    #[serde(rename = "blocked-reasons", default)]
-    pub(crate) blocked_reasons: Vec<String>,
-    /// QEMU's words about a failure.
-    #[serde(rename = "error-desc")]
-    pub(crate) error: Option<String>,
-}
-
-impl Migration {
-    /// The statuses without an active migration.
-    pub(crate) const ENDS: [&str; 4] = ["none", "completed", "failed", "cancelled"];
 }
 
 /// The names of the ROMs in RAM, in lines like `addr=00100000 size=0x040000 mem=ram name="kernel"`.

@@ -227,19 +227,9 @@ impl StateStream {
         ticket: Ticket,
         limit: Duration,
     ) -> Result<Saved, StateError> {
-        let deadline = Instant::now() + limit;
         let written_before = self.written()?;
         let mut bytes = Vec::new();
-        loop {
-            // When the answer has come, the pipe contains the whole state.
-            let answered = monitor.client().has_reply(&ticket)?;
-            self.read_now(&mut bytes)?;
-            if answered {
-                break;
-            }
-            self.sleep_until(deadline, "save its devices", limit)?;
-        }
-        monitor.wait_device_state(ticket, limit)?;
+        self.read_all(monitor, ticket, limit, &mut bytes, &mut |_| ())?;
         bytes.drain(..self.padding.min(bytes.len()));
         self.padding = 0;
         if self.sizes.len() == SIZES_KEPT {
@@ -254,13 +244,72 @@ impl StateStream {
 
     /// Saves the state of a VM that is stopped anyway.
     pub fn save(&mut self, monitor: &mut Monitor, limit: Duration) -> Result<Vec<u8>, StateError> {
-        self.prepare()?;
-        // QEMU is not to be held: there is nothing to do meanwhile, and its monitors wait with it.
+        let ticket = self.begin_save(monitor)?;
+        self.finish_save(monitor, ticket, limit, &mut |_| Ok(()))
+    }
+
+    /// Has QEMU begin to save the state of a VM that is stopped anyway. What it saves has to be read, also after an
+    /// error ([`StateStream::abandon`]): QEMU waits where the pipe is full, and resumes nothing then.
+    pub fn begin_save(&mut self, monitor: &mut Monitor) -> Result<Ticket, StateError> {
+        self.read_now(&mut Vec::new())?;
+        self.padding = 0;
+        // QEMU is not to be held, and its monitors with it.
         rustix::pipe::fcntl_setpipe_size(&self.write, PIPE_MAX).map_err(failed("resize"))?;
-        let ticket = monitor.send_save_device_state(&self.lent)?;
-        let saved = self.finish(monitor, ticket, limit)?;
-        device_state::validate(&saved.bytes)?;
-        Ok(saved.bytes)
+        Ok(monitor.send_save_device_state(&self.lent)?)
+    }
+
+    /// Reads what QEMU saves. `take` gets each piece as it comes; after an error of its own it gets no more.
+    pub fn finish_save<E: From<StateError>>(
+        &mut self,
+        monitor: &mut Monitor,
+        ticket: Ticket,
+        limit: Duration,
+        take: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<Vec<u8>, E> {
+        let (mut bytes, mut taken, mut error) = (Vec::new(), 0, None);
+        self.read_all(monitor, ticket, limit, &mut bytes, &mut |bytes| {
+            if error.is_none() {
+                error = take(&bytes[taken..]).err();
+            }
+            taken = bytes.len();
+        })?;
+        if let Some(error) = error {
+            return Err(error);
+        }
+        device_state::validate(&bytes).map_err(StateError::from)?;
+        Ok(bytes)
+    }
+
+    /// Reads what QEMU saves, which is of no use any more.
+    pub fn abandon(&mut self, monitor: &mut Monitor, ticket: Ticket, limit: Duration) {
+        // The error that led here is the one to report.
+        let _ = self.read_all(monitor, ticket, limit, &mut Vec::new(), &mut |_| ());
+    }
+
+    /// Reads until QEMU has answered; shows all bytes so far whenever there are more.
+    fn read_all(
+        &mut self,
+        monitor: &mut Monitor,
+        ticket: Ticket,
+        limit: Duration,
+        bytes: &mut Vec<u8>,
+        more: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), StateError> {
+        let deadline = Instant::now() + limit;
+        loop {
+            // When the answer has come, the pipe contains the whole state.
+            let answered = monitor.client().has_reply(&ticket)?;
+            let before = bytes.len();
+            self.read_now(bytes)?;
+            if bytes.len() > before {
+                more(bytes);
+            }
+            if answered {
+                break;
+            }
+            self.sleep_until(deadline, "save its devices", limit)?;
+        }
+        Ok(monitor.wait_device_state(ticket, limit)?)
     }
 
     /// Takes it back from QEMU.

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use stillframe_qemu::device_state::DeviceStateError;
-use stillframe_qemu::devices::{Glance, Sections};
+use stillframe_qemu::devices::{Asked, Glance, Sections};
 use stillframe_qemu::monitor::{Monitor, MonitorError};
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{self, Unsuitable};
@@ -92,6 +92,24 @@ pub struct Devices {
     first: Option<(Sections, Vec<u8>)>,
     /// Whether none of them may discard memory.
     without_discards: bool,
+}
+
+/// A look at the tree, which QEMU takes when it has done what it was told before.
+#[derive(Debug)]
+#[must_use]
+pub struct Looking {
+    begin: Instant,
+    asked: Asked,
+}
+
+impl Looking {
+    /// Asks QEMU.
+    pub fn begin(monitor: &mut Monitor) -> Result<Looking, MonitorError> {
+        Ok(Looking {
+            begin: Instant::now(),
+            asked: Glance::ask(monitor)?,
+        })
+    }
 }
 
 impl Devices {
@@ -188,7 +206,18 @@ impl Devices {
     /// Makes sure that a device state is of the devices that the record describes. To be called after the
     /// pause that it was saved in.
     pub fn check(&mut self, monitor: &mut Monitor, raw: &[u8]) -> Result<(), DevicesError> {
-        let glance = self.look(monitor)?;
+        let looking = Looking::begin(monitor)?;
+        self.check_later(monitor, looking, raw)
+    }
+
+    /// The same with a look that began when QEMU was told to save that state, or later.
+    pub fn check_later(
+        &mut self,
+        monitor: &mut Monitor,
+        looking: Looking,
+        raw: &[u8],
+    ) -> Result<(), DevicesError> {
+        let glance = self.looked(monitor, looking)?;
         // After the look: a device that left and returned before it has sent its event by now.
         self.notice(monitor)?;
         if self.outdated || self.glance.as_ref() != Some(&glance) {
@@ -220,9 +249,13 @@ impl Devices {
     }
 
     fn look(&mut self, monitor: &mut Monitor) -> Result<Glance, MonitorError> {
-        let begin = Instant::now();
-        let glance = Glance::take(monitor)?;
-        self.looked_at = Some(begin);
+        let looking = Looking::begin(monitor)?;
+        self.looked(monitor, looking)
+    }
+
+    fn looked(&mut self, monitor: &mut Monitor, looking: Looking) -> Result<Glance, MonitorError> {
+        let glance = Glance::answered(monitor, looking.asked)?;
+        self.looked_at = Some(looking.begin);
         Ok(glance)
     }
 

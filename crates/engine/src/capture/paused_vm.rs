@@ -131,8 +131,22 @@ impl<'v> PausedVm<'v> {
         limit: Duration,
         runs: bool,
     ) -> Result<PausedVm<'v>, PausedError> {
+        PausedVm::stop_prepared(monitor, guardian, limit, runs, None)
+    }
+
+    /// The same for a VM that may be handed over: `prepared` will block `cont` then.
+    ///
+    /// # Errors
+    /// It runs on.
+    pub fn stop_prepared(
+        monitor: &'v mut Monitor,
+        guardian: &'v Guardian,
+        limit: Duration,
+        runs: bool,
+        prepared: Option<Prepared>,
+    ) -> Result<PausedVm<'v>, PausedError> {
         let way_back = runs.then_some(WayBack::Command);
-        let paused = PausedVm::armed(monitor, guardian, limit, way_back)?;
+        let paused = PausedVm::armed(monitor, guardian, limit, way_back, prepared)?;
         if runs {
             paused.held.monitor.stop()?;
         }
@@ -154,7 +168,7 @@ impl<'v> PausedVm<'v> {
             true => WayBack::Command,
             false => WayBack::Stream,
         };
-        PausedVm::armed(monitor, guardian, limit, Some(way_back))
+        PausedVm::armed(monitor, guardian, limit, Some(way_back), None)
     }
 
     /// The guardian is informed before anything is stopped.
@@ -163,6 +177,7 @@ impl<'v> PausedVm<'v> {
         guardian: &'v Guardian,
         limit: Duration,
         way_back: Option<WayBack>,
+        prepared: Option<Prepared>,
     ) -> Result<PausedVm<'v>, PausedError> {
         let held = Held {
             monitor,
@@ -170,7 +185,7 @@ impl<'v> PausedVm<'v> {
             limit,
             way_back,
             on_drop: OnDrop::Resume,
-            prepared: None,
+            prepared,
         };
         held.arm()?;
         Ok(PausedVm { held })
@@ -214,16 +229,6 @@ impl<'v> PausedVm<'v> {
     pub fn keep_paused(mut self) -> Result<(), PausedError> {
         self.held.on_drop = OnDrop::Nothing;
         self.held.disarm()
-    }
-
-    /// Does what can be done early for [`HandedOver::block_cont`].
-    ///
-    /// # Errors
-    /// The VM runs on.
-    pub fn prepare_to_hand_over(&mut self) -> Result<(), InhibitorError> {
-        let prepared = Prepared::new(self.held.monitor, Purpose::HandOver)?;
-        self.held.prepared = Some(prepared);
-        Ok(())
     }
 
     /// The VM may run in another process from here on: it stays paused, and this is on record. The guardian does not

@@ -37,7 +37,8 @@
 //!   on each lane, from when the VM is stopped:
 //!     Pages                                <-->   Fetch, as often as needed
 //!
-//!     Ids (if verified), DeviceState       -->      loads the device state
+//!     Ids (if verified)                    -->
+//!     DeviceState, as QEMU saves it        -->      loads it as it comes
 //!     Complete {vm}                        -->
 //!   rehearsal, as post-copy while the VM runs on:
 //!                                          <--    Fetched, when the state is loaded
@@ -72,7 +73,7 @@ pub const VERSIONS: Versions = 1..=1;
 /// Ids of one frame.
 pub const IDS_MAX: usize = 16 << 10;
 /// A device state, before compression. Those of usual machines take 200 KB.
-const STATE_BYTES_MAX: usize = 256 << 20;
+pub const STATE_BYTES_MAX: usize = 256 << 20;
 /// How a device state is compressed: half of it is zeros, and the VM is stopped meanwhile.
 const STATE_COMPRESSION: Compression = Compression::Zstd(1);
 /// Ranges of one [`Control::Content`].
@@ -228,7 +229,7 @@ pub enum Message {
     Pages(Vec<u8>),
     /// Bytes of one QEMU for the other; none, each second, say that the connection lives.
     Disk(Vec<u8>),
-    /// The device state as QEMU saved it.
+    /// A piece of the device state as QEMU saves it; none of it, that it is whole.
     DeviceState(Vec<u8>),
     /// The content ids of the next pages of all blocks, in their order; `None` is a zero page.
     Ids(Vec<Option<ContentId>>),
@@ -302,6 +303,43 @@ impl Message {
     }
 }
 
+/// Sends a device state, piece by piece as QEMU saves it.
+pub struct StateSender<'c, S> {
+    connection: &'c mut Connection<S>,
+    encoder: Encoder,
+}
+
+impl<S: Write> StateSender<'_, S> {
+    /// Sends the next piece.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::send`]; it is longer than a state should be.
+    pub fn send(&mut self, piece: &[u8]) -> Result<(), ConnectionError> {
+        match piece {
+            [] => Ok(()),
+            piece => self.encode(piece),
+        }
+    }
+
+    /// The state is whole.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::send`].
+    pub fn end(mut self) -> Result<(), ConnectionError> {
+        self.encode(&[])
+    }
+
+    fn encode(&mut self, piece: &[u8]) -> Result<(), ConnectionError> {
+        let length = u32::try_from(piece.len()).ok();
+        let length = length.filter(|&length| length as usize <= STATE_BYTES_MAX);
+        let length = length.ok_or_else(|| malformed("a device state that is too long"))?;
+        let mut payload = [&length.to_le_bytes()[..], &[0]].concat();
+        let kind = self.encoder.encode(piece, &mut payload)?;
+        payload[4] = kind.number();
+        self.connection.send(Kind::DeviceState, &payload)
+    }
+}
+
 /// `length u32 | kind u8 | payload`, kinds of [`stillframe_page::encoding`].
 fn device_state(payload: &[u8]) -> Result<Vec<u8>, ConnectionError> {
     let (head, payload) = payload
@@ -317,18 +355,26 @@ fn device_state(payload: &[u8]) -> Result<Vec<u8>, ConnectionError> {
 }
 
 impl<S: Write> Connection<S> {
-    /// Sends a device state.
+    /// Begins to send a device state.
+    ///
+    /// # Errors
+    /// There is no memory for a compressor.
+    pub fn device_state(&mut self) -> Result<StateSender<'_, S>, ConnectionError> {
+        let encoder = Encoder::new(STATE_COMPRESSION)?;
+        Ok(StateSender {
+            connection: self,
+            encoder,
+        })
+    }
+
+    /// Sends a device state that is whole already.
     ///
     /// # Errors
     /// The errors of [`Connection::send`]; it is longer than any should be.
     pub fn send_device_state(&mut self, state: &[u8]) -> Result<(), ConnectionError> {
-        let length = u32::try_from(state.len()).ok();
-        let length = length.filter(|&length| length as usize <= STATE_BYTES_MAX);
-        let length = length.ok_or_else(|| malformed("a device state that is too long"))?;
-        let mut payload = [&length.to_le_bytes()[..], &[0]].concat();
-        let kind = Encoder::new(STATE_COMPRESSION)?.encode(state, &mut payload)?;
-        payload[4] = kind.number();
-        self.send(Kind::DeviceState, &payload)
+        let mut sender = self.device_state()?;
+        sender.send(state)?;
+        sender.end()
     }
 
     /// Sends a message.

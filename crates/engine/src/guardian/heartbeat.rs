@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use stillframe_sys::process::{AddressRange, Process};
@@ -52,6 +54,32 @@ impl Heartbeat {
     pub fn let_go(&self) {
         // Lost, it is made up for when the engine's socket closes.
         let _ = (&self.pipe).write(&[LET_GO]);
+    }
+}
+
+/// A thread of its own that beats: each of the others waits for storage, for QEMU or for another host now and then.
+/// Dropped, it beats no more.
+#[derive(Debug)]
+pub struct Beating {
+    _end: Sender<()>,
+}
+
+impl Beating {
+    /// Beats from now on. `last` is done when it ends.
+    ///
+    /// # Errors
+    /// There is no thread.
+    pub fn start(heartbeat: Heartbeat, last: fn(&Heartbeat)) -> io::Result<Beating> {
+        let (sender, end) = mpsc::channel();
+        let thread = thread::Builder::new().name("heartbeat".to_owned());
+        thread.spawn(move || {
+            heartbeat.beat();
+            while end.recv_timeout(HEARTBEAT) == Err(RecvTimeoutError::Timeout) {
+                heartbeat.beat();
+            }
+            last(&heartbeat);
+        })?;
+        Ok(Beating { _end: sender })
     }
 }
 

@@ -44,7 +44,7 @@ use thiserror::Error;
 
 #[cfg(test)]
 pub(crate) use heartbeat::LET_GO;
-pub use heartbeat::{HEARTBEAT, Heartbeat};
+pub use heartbeat::{Beating, HEARTBEAT, Heartbeat};
 pub use process::run;
 pub use wire::{COPY, OnDisconnect, WayBack, copy_name};
 use wire::{Injection, Reply, Request};

@@ -27,16 +27,16 @@ pub(super) struct Greeting {
 
 /// What comes after the pages.
 pub(super) enum Rest {
-    /// The ids of all of them, if the source wants them compared, and the device state.
+    /// The ids of all of them, if the source wants them compared, and the begin of the device state.
     State(State),
     /// No more pages are sent: the others are fetched.
     PagesLater { some_sent: bool },
 }
 
-/// The messages after the pages.
+/// The messages after the pages, up to the first piece of the device state.
 pub(super) struct State {
     pub ids: Vec<Option<ContentId>>,
-    pub device_state: Vec<u8>,
+    pub first: Vec<u8>,
 }
 
 /// What the source says in the first message.
@@ -80,7 +80,8 @@ pub(super) fn rest(wire: &mut Wire, blocks: &[Block]) -> Result<Rest, ReceiveErr
     }
 }
 
-/// The ids of all pages, if the source wants them compared, and the device state; `next` is the first message.
+/// The ids of all pages, if the source wants them compared, and the begin of the device state; `next` is the first
+/// message.
 pub(super) fn state(
     wire: &mut Wire,
     blocks: &[Block],
@@ -92,10 +93,18 @@ pub(super) fn state(
         match next {
             Message::Control(Control::Alive) => {}
             Message::Ids(more) if (ids.len() + more.len()) as u64 <= pages => ids.extend(more),
-            Message::DeviceState(device_state) => return Ok(State { ids, device_state }),
+            Message::DeviceState(first) => return Ok(State { ids, first }),
             other => return Err(other.unexpected().into()),
         }
         next = wire.receive_message()?;
+    }
+}
+
+/// The next piece of the device state; none if it is whole.
+pub(super) fn more_state(wire: &mut Wire) -> Result<Option<Vec<u8>>, ReceiveError> {
+    match wire.receive_message()? {
+        Message::DeviceState(piece) => Ok((!piece.is_empty()).then_some(piece)),
+        other => Err(other.unexpected().into()),
     }
 }
 

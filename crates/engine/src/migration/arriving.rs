@@ -11,7 +11,7 @@ use stillframe_qemu::launch::{self, ArmedLoad, Launched};
 use stillframe_qemu::monitor::RamBlock;
 use stillframe_repo::PageMap;
 
-use super::announced::{Greeting, Rest, State, complete, rest, same_machine, state};
+use super::announced::{Greeting, Rest, State, complete, more_state, rest, same_machine, state};
 use super::cut::Comes;
 use super::disks::CONNECTIONS_A_DISK;
 use super::disks::exports::Exports;
@@ -25,7 +25,8 @@ use super::receiver::{ReceiveEvent, ReceiveOptions, ReceiveSink};
 use super::record::DestinationRecord;
 use super::seed::{Seed, read as read_base};
 use super::{DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, cut, incoming};
-use crate::connection::message::{Control, Message};
+use crate::connection::ConnectionError;
+use crate::connection::message::{Control, Message, STATE_BYTES_MAX};
 use crate::guardian::Guardian;
 use crate::memory::block::Block;
 use crate::populate::eager;
@@ -288,7 +289,10 @@ impl<'s> Arriving<'s> {
             Rest::State(state) if self.based => {
                 let lacking = Lacking::except(received);
                 self.armed_for_faults = true;
-                let missing = Missing::arm(qemu, blocks, &lacking)?;
+                let fill_bitmap = self.record.create_fill_bitmap()?;
+                let missing = Missing::arm(qemu, blocks, &lacking, fill_bitmap)?;
+                self.guardian
+                    .watch(self.launched.monitor.client().socket())?;
                 self.lacking = Some((lacking, missing));
                 Some(state)
             }
@@ -303,7 +307,10 @@ impl<'s> Arriving<'s> {
                     lacking.discard_all(blocks, qemu)?;
                 }
                 self.armed_for_faults = true;
-                let missing = Missing::arm(qemu, blocks, &lacking)?;
+                let fill_bitmap = self.record.create_fill_bitmap()?;
+                let missing = Missing::arm(qemu, blocks, &lacking, fill_bitmap)?;
+                self.guardian
+                    .watch(self.launched.monitor.client().socket())?;
                 lacking.hear(wire, blocks, qemu)?;
                 self.lacking = Some((lacking, missing));
                 None
@@ -347,7 +354,6 @@ impl<'s> Arriving<'s> {
             return Ok(None);
         };
         self.present = Some(lacking.present.clone());
-        let fill_bitmap = self.record.create_fill_bitmap()?;
         let base = self.seed.filter(|_| self.based);
         let late = LateMemory::new(
             missing,
@@ -355,12 +361,9 @@ impl<'s> Arriving<'s> {
             Arc::clone(&self.session),
             lacking,
             base.map(|seed| (seed, std::mem::take(&mut self.maps))),
-            fill_bitmap,
         )?;
         let record = late.record(self.ram.clone(), self.greeting.blocks.clone());
         self.record.expect_to_lack(record);
-        let socket = self.launched.monitor.client().socket();
-        self.guardian.watch(socket)?;
         Ok(Some(late))
     }
 
@@ -388,9 +391,10 @@ impl<'s> Arriving<'s> {
         Ok(())
     }
 
-    /// Loads the device state. The VM is complete then, but for what it lacks.
+    /// Loads the device state while it comes: QEMU here reads what QEMU there is still saving. The VM is complete then, but
+    /// for what it lacks.
     pub fn load(mut self, wire: &mut Wire, paused: bool) -> Result<Loaded, ReceiveError> {
-        let State { ids, device_state } = match self.state.take() {
+        let State { ids, first } = match self.state.take() {
             Some(state) => state,
             None => {
                 let next = wire.receive_message()?;
@@ -399,9 +403,20 @@ impl<'s> Arriving<'s> {
         };
         self.compare(ids)?;
         let machine = &self.greeting.vm.identity.machine;
-        let device_state = device_state::wrap(&device_state, machine)?;
-        self.armed
-            .load(&mut self.launched, &device_state, LOAD_LIMIT)?;
+        let begin = device_state::begin(&first, machine)?;
+        self.armed.write(&mut self.launched, &begin, LOAD_LIMIT)?;
+        let mut bytes = first.len();
+        while let Some(piece) = more_state(wire)? {
+            bytes += piece.len();
+            if bytes > STATE_BYTES_MAX {
+                let what = "a device state that is too long".to_owned();
+                return Err(ConnectionError::Malformed { what }.into());
+            }
+            self.armed.write(&mut self.launched, &piece, LOAD_LIMIT)?;
+        }
+        let end = device_state::DESCRIPTION;
+        self.armed.write(&mut self.launched, end, LOAD_LIMIT)?;
+        self.armed.finish(&mut self.launched, LOAD_LIMIT)?;
         let vm = complete(wire)?;
         if !same_machine(&self.greeting.vm, &vm) {
             return Err(ReceiveError::Changed);

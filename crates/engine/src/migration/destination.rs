@@ -47,12 +47,7 @@ pub fn receive(
     let late = late.inspect_err(|error| give_up(&mut wire, error))?;
     std::thread::scope(|scope| {
         let loaded = late.as_ref().map(|late| late.begin(scope)).transpose();
-        let loaded = loaded.and_then(|end| {
-            if let Some(late) = &late {
-                late.beat(scope, &arriving.guardian)?;
-            }
-            Ok((arriving.load(&mut wire, options.paused)?, end))
-        });
+        let loaded = loaded.and_then(|end| Ok((arriving.load(&mut wire, options.paused)?, end)));
         let (loaded, _end) = loaded.inspect_err(|error| give_up(&mut wire, error))?;
         if let Some(rehearsal) = rehearsal {
             rehearsed(loaded, &mut wire)?;

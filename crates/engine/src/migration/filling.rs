@@ -21,7 +21,7 @@ use super::seed::Seed;
 use super::{ANSWER_LIMIT, DEMAND_LANES, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::message::Base;
-use crate::guardian::Guardian;
+use crate::guardian::{Beating, Guardian};
 use crate::memory::BlockShape;
 use crate::memory::block::Block;
 use crate::populate::eager::{self, PopulateError};
@@ -43,6 +43,8 @@ pub(super) struct LateMemory<'c> {
     base: Option<Base>,
     /// Pages that the source is to send.
     content: Vec<DirtyBitmap>,
+    /// From before the VM was stopped at the source, if this engine has received it.
+    _beating: Option<Beating>,
 }
 
 /// Whether the VM can run before all its memory is there; else, why not. It is tried: the first page of each block is
@@ -110,17 +112,21 @@ pub(super) fn add_lanes(
 pub(super) struct Missing {
     uffd: Uffd,
     remote_fd: i32,
+    fill_bitmap: File,
+    /// The guardian ends this engine, and pauses the VM, when this engine hangs.
+    beating: Beating,
 }
 
 impl Missing {
     /// From here on, what is not there causes faults. It takes time, so that it is done before the VM is stopped.
     ///
     /// # Errors
-    /// Memory cannot be populated lazily.
+    /// Memory cannot be populated lazily, or there is no guardian.
     pub fn arm(
         (guardian, process): (&Guardian, &Process),
         blocks: &[Block],
         lacking: &Lacking,
+        fill_bitmap: File,
     ) -> Result<Missing, ReceiveError> {
         let shared = guardian.duplicate_userfaultfd(process)?;
         let uffd = Uffd::handshake_missing(shared.fd).map_err(PopulateError::from)?;
@@ -132,9 +138,12 @@ impl Missing {
             }
         }
         lacking.discard_others(blocks, (guardian, process))?;
+        let beating = Beating::start(guardian.heartbeat(None)?, |_| ());
         Ok(Missing {
             uffd,
             remote_fd: shared.remote_fd,
+            fill_bitmap,
+            beating: beating.map_err(PopulateError::Threads)?,
         })
     }
 }
@@ -150,7 +159,6 @@ impl<'c> LateMemory<'c> {
         session: Arc<FetchSession<Stream>>,
         mut lacking: Lacking,
         base: Option<(&'c Seed<'_>, Vec<PageMap<'c>>)>,
-        fill_bitmap: File,
     ) -> Result<LateMemory<'c>, ReceiveError> {
         let (base, maps) = base.unzip();
         let present = std::mem::take(&mut lacking.present);
@@ -160,6 +168,7 @@ impl<'c> LateMemory<'c> {
         });
         let sources = based(sources, maps);
         let (blocks, order) = (blocks.iter().collect::<Vec<_>>(), FillOrder::default());
+        let fill_bitmap = missing.fill_bitmap;
         let lazy = Lazy::new(missing.uffd, &blocks, sources, order, None, fill_bitmap)?;
         lazy.mark_populated(&present);
         Ok(LateMemory {
@@ -168,6 +177,7 @@ impl<'c> LateMemory<'c> {
             remote_fd: missing.remote_fd,
             base: base.and_then(|base| base.base.clone()),
             content: lacking.content,
+            _beating: Some(missing.beating),
         })
     }
 
@@ -211,6 +221,7 @@ impl<'c> LateMemory<'c> {
             remote_fd: record.remote_fd,
             base: record.base.clone(),
             content,
+            _beating: None,
         }))
     }
 

@@ -39,6 +39,7 @@ mod sent_ids;
 mod serving;
 mod settle;
 mod source;
+mod stopped;
 mod takeover;
 
 use std::num::NonZeroU64;

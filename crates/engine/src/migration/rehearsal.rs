@@ -11,7 +11,7 @@ use stillframe_qemu::record::VmRecord;
 use super::disks;
 use super::error::MigrateError;
 use super::serving::Serving;
-use super::source::SAVE_LIMIT;
+use super::stopped::SAVE_LIMIT;
 use super::{DEMAND_LANES, MigrateOptions, Mode, Reconnect, Wire, sending};
 use crate::attach::Vm;
 use crate::capture::device_state::StateStream;

@@ -23,6 +23,7 @@ use super::rounds::Rounds;
 use super::seed::Seeds;
 use super::sending::{Sending, explained};
 use super::serving::Serving;
+use super::stopped::AllElse;
 use super::{
     ANSWER_LIMIT, BEAT, CompressionChoice, END_LIMIT, MigrateEvent, MigrateOptions, MigrateReport,
     MigrateSink, MigratedPages, Mode, Reconnect, SkipFake, Wire,
@@ -31,20 +32,15 @@ use crate::attach::Vm;
 use crate::capture::device_state::StateStream;
 use crate::capture::downtime::us;
 use crate::capture::paused_vm::PausedVm;
-use crate::checkpoint::CheckpointError;
 use crate::connection::message::Control;
 use crate::connection::word::{Session, Word};
 use crate::guardian::{Guardian, OnDisconnect};
+use crate::inhibitor::{Prepared, Purpose};
 use crate::memory::block::Guest;
 use crate::placement;
-use crate::sink::connection::transfer_hasher;
 use crate::streaming::Streaming;
 use crate::tracking::rewritten::{Rewritten, THREAD_DELAY};
 use crate::tracking::tracker::{Collected, Tracker};
-use crate::verify::Image;
-
-/// Time for QEMU to save its device state while it is stopped.
-pub(super) const SAVE_LIMIT: Duration = Duration::from_secs(30);
 
 /// A VM that is stopped, and of which all was sent.
 struct Complete<'v> {
@@ -406,26 +402,25 @@ impl Vm {
             ..
         } = self;
         let stream = StateStream::lent(state, monitor, &target.process, guardian)?;
+        let prepared =
+            Prepared::new(monitor, Purpose::HandOver).map_err(CommitError::NotBlocked)?;
         let stopped = Instant::now();
         sending.limiter.lift();
-        let mut paused = PausedVm::stop(monitor, guardian, options.pause_limit, runs)?;
+        let limit = options.pause_limit;
+        let mut paused = PausedVm::stop_prepared(monitor, guardian, limit, runs, Some(prepared))?;
         let earlier = paused.monitor().client().take_events();
         earlier.map_err(MonitorError::from)?;
         sending.rounds += 1;
+        if let Some(serving) = &channels.serving {
+            serving.begin(Guest::Stopped);
+        }
         let parts = Streaming {
             tracker,
             monitor: paused.monitor(),
             process: &target.process,
         };
-        if let Some(serving) = &channels.serving {
-            serving.begin(Guest::Stopped);
-        }
-        let sent = send_rest(parts, &sending, channels.outgoing.as_mut(), wire, events)?;
-        let device_state = stream.save(paused.monitor(), SAVE_LIMIT)?;
-        send_state(wire, &device_state, options.verify.then_some(&*tracker))?;
-        // The destination loads it meanwhile.
-        expect_unchanged(paused.monitor(), tracker)?;
-        devices.check(paused.monitor(), &device_state)?;
+        let outgoing = channels.outgoing.as_mut();
+        let all = AllElse::send(parts, stream, &sending, (&mut *wire, outgoing), events)?;
         let mirrors = channels.mirrors.take();
         let disk_bytes = give_up_disks(paused.monitor(), guardian, mirrors, &mut vm)?;
         (vm.was_running, vm.was_suspended) = (run_state.running, run_state.is_suspended());
@@ -434,8 +429,8 @@ impl Vm {
         let served = served(serving.as_ref(), tracker);
         record.prepare(sending.session, (&vm.label, runs), &vm.disks, served)?;
         wire.send_control(&Control::Complete { vm: Box::new(vm) })?;
-        let prepared = paused.prepare_to_hand_over();
-        prepared.map_err(CommitError::NotBlocked)?;
+        // The destination loads it meanwhile. It does not get the VM before this is found to be right.
+        let sent = all.check(paused.monitor(), tracker, devices)?;
         if !options.verify {
             wire.limit_silence(ANSWER_LIMIT);
         }
@@ -465,14 +460,6 @@ fn served(serving: Option<&Serving>, tracker: &Tracker) -> Served {
     served.unwrap_or_default()
 }
 
-/// No memory came or went since the attach.
-fn expect_unchanged(monitor: &mut Monitor, tracker: &Tracker) -> Result<(), MigrateError> {
-    match tracker.tracks(&monitor.ram_blocks()?) {
-        true => Ok(()),
-        false => Err(CheckpointError::RamChanged.into()),
-    }
-}
-
 /// The disks may be opened by the destination from here on, and their copies are complete. Returns how many bytes were sent
 /// for these.
 fn give_up_disks(
@@ -488,48 +475,4 @@ fn give_up_disks(
     }
     vm.look_at_disks_again();
     Ok(copied)
-}
-
-/// Sends the device state of a VM that is stopped, after the ids of all its pages if they are to be compared.
-fn send_state(
-    wire: &mut Wire,
-    device_state: &[u8],
-    compared: Option<&Tracker>,
-) -> Result<(), MigrateError> {
-    if let Some(tracker) = compared {
-        let blocks = tracker.blocks().iter().map(|tracked| &*tracked.block);
-        let image = Image::take(blocks, &transfer_hasher())?;
-        image.ids().try_for_each(|ids| wire.send_ids(ids))?;
-    }
-    Ok(wire.send_device_state(device_state)?)
-}
-
-/// Sends the remaining pages of a VM that is stopped, or which they are.
-fn send_rest(
-    mut parts: Streaming<'_>,
-    sending: &Sending<'_>,
-    outgoing: Option<&mut Outgoing>,
-    wire: &mut Wire,
-    events: MigrateSink<'_>,
-) -> Result<MigratedPages, MigrateError> {
-    if sending.later {
-        later::outdated(wire, &parts.rest()?)?;
-        // The destination prepares for faults while the devices are saved.
-        wire.send_control(&Control::Last)?;
-        return Ok(outgoing.map_or_else(MigratedPages::default, |outgoing| outgoing.pages()));
-    }
-    let Some(outgoing) = outgoing else {
-        let content = parts.tracker.populated()?.drained(parts.monitor)?;
-        wire.send_content(&content.written)?;
-        wire.expect(|control| matches!(control, Control::Fetched))?;
-        return Ok(MigratedPages {
-            sent: content.pages(),
-            ..MigratedPages::default()
-        });
-    };
-    let rest = parts.rest()?;
-    let progress = &mut |progress| events(MigrateEvent::Progress(progress));
-    outgoing.put(wire, &rest, Guest::Stopped, progress)?;
-    outgoing.last(wire)?;
-    Ok(outgoing.pages())
 }

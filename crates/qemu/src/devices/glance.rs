@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::json;
 
 use crate::monitor::{Monitor, MonitorError};
+use crate::qmp::Ticket;
 
 /// Ids and types of all devices, network backends and objects, and QEMU's objections to a migration. Two glances
 /// are equal when none of these came or went between them. A device that was replaced by another of its id and type
@@ -17,18 +18,34 @@ pub struct Glance {
     obstacles: Vec<String>,
 }
 
+/// A glance that QEMU was asked for.
+#[derive(Debug)]
+#[must_use]
+pub struct Asked(Vec<Ticket>);
+
 impl Glance {
     /// One round trip of five commands.
     pub fn take(monitor: &mut Monitor) -> Result<Glance, MonitorError> {
+        let asked = Glance::ask(monitor)?;
+        Glance::answered(monitor, asked)
+    }
+
+    /// Asks for it. QEMU answers when it has done all that it was told before.
+    pub fn ask(monitor: &mut Monitor) -> Result<Asked, MonitorError> {
         let list = |path: &str| ("qom-list", json!({ "path": path }));
         let human = json!({ "command-line": "info network" });
-        let replies = monitor.run_all(vec![
+        Ok(Asked(monitor.send_all(vec![
             list("/machine/peripheral"),
             list("/machine/peripheral-anon"),
             list("/objects"),
             ("human-monitor-command", human),
             ("query-migrate", json!({})),
-        ])?;
+        ])?))
+    }
+
+    /// What QEMU has answered.
+    pub fn answered(monitor: &mut Monitor, asked: Asked) -> Result<Glance, MonitorError> {
+        let replies = monitor.wait_all(asked.0)?;
         let member = |reply: &serde_json::Value| {
             let text = |key: &str| reply[key].as_str().unwrap_or_default().to_owned();
             (text("name"), text("type"))

@@ -21,7 +21,7 @@ use crate::arguments::{Argument, CommandLine, Properties};
 
 pub use error::FollowError;
 pub use follow::follow;
-pub use glance::Glance;
+pub use glance::{Asked, Glance};
 pub use sections::Sections;
 
 /// How a VM differs from its command line.

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::LaunchError;
 use super::start::Launched;
-use crate::monitor::{Monitor, MonitorError};
+use crate::monitor::{Monitor, MonitorError, RunState};
 
 const DOING: &str = "loading the device state";
 /// QEMU's word for a migration that has arrived.
@@ -74,22 +74,29 @@ impl ArmedLoad {
         wrapped: &[u8],
         timeout: Duration,
     ) -> Result<(), LaunchError> {
+        self.write(launched, wrapped, timeout)?;
+        self.finish(launched, timeout)
+    }
+
+    /// Waits until QEMU has loaded the device state, of which it has all.
+    ///
+    /// # Errors
+    /// As [`ArmedLoad::load`].
+    pub fn finish(self, launched: &mut Launched, timeout: Duration) -> Result<(), LaunchError> {
         let deadline = Instant::now() + timeout;
+        // QEMU waits for no more of it.
+        drop(self.pipe);
         let Launched { monitor, owned, .. } = launched;
-        let written = self.write(monitor, wrapped, deadline);
-        let loaded = written.and_then(|()| {
-            let status = await_load(monitor, deadline)?;
-            Ok((status, monitor.run_state()?))
-        });
+        let loaded = await_load(monitor, deadline);
         let problem = match loaded.map_err(|error| owned.fail(DOING, error))? {
-            (Some(status), state) if status == COMPLETED => {
+            Some((status, state)) if status == COMPLETED => {
                 if !state.running && state.status != "inmigrate" {
                     return Ok(());
                 }
                 format!("the VM is {}", state.status)
             }
-            (Some(status), _) => status,
-            (None, _) => return Err(owned.timed_out(DOING, timeout)),
+            Some((status, _)) => status,
+            None => return Err(owned.timed_out(DOING, timeout)),
         };
         owned.end();
         Err(LaunchError::Load {
@@ -98,9 +105,24 @@ impl ArmedLoad {
         })
     }
 
+    /// Writes a part of it. It is no error if QEMU wants no more of it: how the load ends, [`ArmedLoad::finish`] says.
+    ///
+    /// # Errors
+    /// QEMU does not answer. It has been ended then.
+    pub fn write(
+        &self,
+        launched: &mut Launched,
+        part: &[u8],
+        timeout: Duration,
+    ) -> Result<(), LaunchError> {
+        let Launched { monitor, owned, .. } = launched;
+        let written = self.write_until(monitor, part, Instant::now() + timeout);
+        written.map_err(|error| owned.fail(DOING, error))
+    }
+
     /// Writes until QEMU has all, has failed, or takes too long; which of them, its status says.
-    fn write(
-        self,
+    fn write_until(
+        &self,
         monitor: &mut Monitor,
         mut bytes: &[u8],
         deadline: Instant,
@@ -143,15 +165,19 @@ fn has_ended(status: Option<&str>) -> bool {
     matches!(status, Some(COMPLETED | "failed" | "cancelled"))
 }
 
-/// Waits until the load has ended one way or the other; `None` when it has not in time.
-fn await_load(monitor: &mut Monitor, deadline: Instant) -> Result<Option<String>, MonitorError> {
+/// Waits until the load has ended one way or the other, and returns QEMU's word for it, and the state that the VM is in
+/// then; `None` when it has not in time.
+fn await_load(
+    monitor: &mut Monitor,
+    deadline: Instant,
+) -> Result<Option<(String, RunState)>, MonitorError> {
     loop {
-        let migration = monitor.migration()?;
+        let (migration, state) = monitor.migration_and_run_state()?;
         match migration.status {
-            Some(status) if status == COMPLETED => return Ok(Some(status)),
+            Some(status) if status == COMPLETED => return Ok(Some((status, state))),
             status if has_ended(status.as_deref()) => {
                 let words = migration.error.unwrap_or_else(|| "failed".to_owned());
-                return Ok(Some(words));
+                return Ok(Some((words, state)));
             }
             _ if Instant::now() >= deadline => return Ok(None),
             _ => std::thread::sleep(LOOK_AGAIN),

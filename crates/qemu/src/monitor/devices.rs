@@ -1,10 +1,12 @@
 //! Commands about devices: several at once, and QEMU's tree of objects.
 
+use std::time::Duration;
+
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{Monitor, MonitorError};
-use crate::qmp::{QmpError, REPLY_LIMIT_SECONDS};
+use crate::qmp::{QmpError, REPLY_LIMIT_SECONDS, Ticket};
 
 /// Commands in flight at a time. QEMU queues eight (`monitor/qmp.c`, `QMP_REQ_QUEUE_LEN_MAX`).
 const IN_FLIGHT: usize = 8;
@@ -48,6 +50,29 @@ impl Monitor {
         Ok(replies.into_iter().collect::<Result<Vec<Value>, _>>()?)
     }
 
+    /// Sends commands, whose answers are awaited later ([`Monitor::wait_all`]). QEMU carries them out after all others that
+    /// were sent before.
+    pub(crate) fn send_all(
+        &mut self,
+        commands: Vec<(&'static str, Value)>,
+    ) -> Result<Vec<Ticket>, MonitorError> {
+        let mut tickets = Vec::with_capacity(commands.len());
+        for (command, arguments) in commands {
+            tickets.push(self.client.send(command, arguments)?);
+        }
+        Ok(tickets)
+    }
+
+    /// The answers to these. The first that is an error decides.
+    pub(crate) fn wait_all(&mut self, tickets: Vec<Ticket>) -> Result<Vec<Value>, MonitorError> {
+        let limit = Duration::from_secs(REPLY_LIMIT_SECONDS);
+        let mut replies = Vec::with_capacity(tickets.len());
+        for ticket in tickets {
+            replies.push(self.client.wait(ticket, limit)?);
+        }
+        Ok(replies)
+    }
+
     /// The values of properties of one object, in the order of their names; nothing for those that
     /// cannot be read.
     pub(crate) fn properties(
@@ -73,15 +98,12 @@ impl Monitor {
         &mut self,
         commands: Vec<(&'static str, Value)>,
     ) -> Result<Vec<Result<Value, QmpError>>, MonitorError> {
-        let limit = std::time::Duration::from_secs(REPLY_LIMIT_SECONDS);
+        let limit = Duration::from_secs(REPLY_LIMIT_SECONDS);
         let mut replies = Vec::with_capacity(commands.len());
         let mut commands = commands.into_iter().peekable();
         while commands.peek().is_some() {
-            let mut tickets = Vec::with_capacity(IN_FLIGHT);
-            for (command, arguments) in commands.by_ref().take(IN_FLIGHT) {
-                tickets.push(self.client.send(command, arguments)?);
-            }
-            for ticket in tickets {
+            let some = commands.by_ref().take(IN_FLIGHT).collect();
+            for ticket in self.send_all(some)? {
                 match self.client.wait(ticket, limit) {
                     Err(error @ QmpError::Command { .. }) => replies.push(Err(error)),
                     other => replies.push(Ok(other?)),

@@ -2,7 +2,6 @@
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,7 @@ use super::relay::Relay;
 use super::{CONNECTIONS_A_DISK, DiskError, export_name};
 use crate::connection::message::Control;
 use crate::connection::word::Session;
-use crate::guardian::{COPY, Guardian, HEARTBEAT, Heartbeat, OnDisconnect, copy_name};
+use crate::guardian::{Beating, COPY, Guardian, Heartbeat, OnDisconnect, copy_name};
 use crate::migration::limiter::Limiter;
 use crate::migration::{Reconnect, Unreachable, Wire};
 
@@ -54,29 +53,8 @@ impl Remaining {
 /// Disks that are being copied. Dropped, the jobs fail; [`remove_leftovers`] removes what is left of them.
 pub(in crate::migration) struct Mirrors {
     jobs: Vec<Job>,
+    /// If this process hangs, a write of the guest may wait for it, and the guardian kills it.
     _beating: Beating,
-}
-
-/// Says that this process lives: if it hangs, a write of the guest may wait for it, and the guardian kills it. Dropped, it
-/// says that none waits any more.
-struct Beating {
-    _end: Sender<()>,
-}
-
-impl Beating {
-    fn start(heartbeat: Heartbeat) -> Result<Beating, DiskError> {
-        let (sender, end) = mpsc::channel();
-        let thread = thread::Builder::new().name("heartbeat".to_owned());
-        let thread = thread.spawn(move || {
-            heartbeat.beat();
-            while end.recv_timeout(HEARTBEAT) == Err(RecvTimeoutError::Timeout) {
-                heartbeat.beat();
-            }
-            heartbeat.let_go();
-        });
-        thread.map_err(DiskError::Thread)?;
-        Ok(Beating { _end: sender })
-    }
 }
 
 struct Job {
@@ -108,7 +86,8 @@ impl Mirrors {
         let mut jobs = Vec::with_capacity(disks.len());
         let disk_count = disks.len();
         guardian.on_disconnect(OnDisconnect::EndCopies { disks: disk_count })?;
-        let beating = Beating::start(guardian.heartbeat(None)?)?;
+        let beating = Beating::start(guardian.heartbeat(None)?, Heartbeat::let_go);
+        let beating = beating.map_err(DiskError::Thread)?;
         for (number, disk) in disks.iter().enumerate() {
             let mut open = |way| {
                 let number = first + number * CONNECTIONS_A_DISK + way;
