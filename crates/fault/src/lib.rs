@@ -61,6 +61,10 @@ points! {
     RewindLoaded = "rewind.loaded",
     /// Rewind: `cont` is unblocked, and not sent yet.
     RewindBeforeCont = "rewind.before-cont",
+    /// Migration, source: the VM is stopped; a part of its device state is sent.
+    StoppedSaving = "stopped.saving",
+    /// Migration, destination: QEMU has a part of the device state.
+    ArrivingLoading = "arriving.loading",
     /// Migration, source: the destination is ready; the guardian is about to give the VM up.
     CommitGivingUp = "commit.giving-up",
     /// The same: the VM is given up, and `cont` is not blocked yet.

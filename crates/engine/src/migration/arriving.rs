@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use stillframe_fault::{self as fault, Point};
 use stillframe_link::Stream;
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::hash::ContentId;
@@ -405,6 +406,7 @@ impl<'s> Arriving<'s> {
         let machine = &self.greeting.vm.identity.machine;
         let begin = device_state::begin(&first, machine)?;
         self.armed.write(&mut self.launched, &begin, LOAD_LIMIT)?;
+        fault::at(Point::ArrivingLoading).map_err(ConnectionError::Socket)?;
         let mut bytes = first.len();
         while let Some(piece) = more_state(wire)? {
             bytes += piece.len();

@@ -6,6 +6,8 @@
 
 use std::time::Duration;
 
+use stillframe_fault::{self as fault, Point};
+use stillframe_link::Stream;
 use stillframe_qemu::monitor::Monitor;
 use stillframe_qemu::qmp::Ticket;
 
@@ -16,7 +18,8 @@ use super::{MigrateEvent, MigrateSink, MigratedPages, Wire, later};
 use crate::capture::device_state::StateStream;
 use crate::capture::devices::{Devices, Looking};
 use crate::checkpoint::CheckpointError;
-use crate::connection::message::Control;
+use crate::connection::ConnectionError;
+use crate::connection::message::{Control, StateSender};
 use crate::memory::block::Guest;
 use crate::sink::connection::transfer_hasher;
 use crate::streaming::Streaming;
@@ -98,7 +101,9 @@ fn send_state(
         let blocks = tracker.blocks().iter().map(|tracked| &*tracked.block);
         let image = Image::take(blocks, &transfer_hasher())?;
         image.ids().try_for_each(|ids| wire.send_ids(ids))?;
-        wire.send_device_state(&state)?;
+        let mut sender = wire.device_state()?;
+        send_piece(&mut sender, &state)?;
+        sender.end()?;
         return Ok(state);
     }
     let mut sender = match wire.device_state() {
@@ -108,10 +113,15 @@ fn send_state(
             return Err(error.into());
         }
     };
-    let take = &mut |piece: &[u8]| Ok::<_, MigrateError>(sender.send(piece)?);
+    let take = &mut |piece: &[u8]| Ok::<_, MigrateError>(send_piece(&mut sender, piece)?);
     let state = stream.finish_save(monitor, saving, SAVE_LIMIT, take)?;
     sender.end()?;
     Ok(state)
+}
+
+fn send_piece(sender: &mut StateSender<'_, Stream>, piece: &[u8]) -> Result<(), ConnectionError> {
+    sender.send(piece)?;
+    fault::at(Point::StoppedSaving).map_err(ConnectionError::Socket)
 }
 
 /// Sends the remaining pages of a VM that is stopped, or which they are.

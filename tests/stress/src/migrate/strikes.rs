@@ -42,8 +42,9 @@ const FILLING: &str = "takeover.filling";
 const MODES: [&str; 4] = ["pre-copy", "stop-copy", "hybrid", "post-copy"];
 
 /// The points of the source's half.
-const SOURCE_POINTS: [&str; 7] = [
+const SOURCE_POINTS: [&str; 8] = [
     SERVING,
+    "stopped.saving",
     "commit.giving-up",
     "commit.blocking",
     "commit.given-up",
@@ -52,8 +53,9 @@ const SOURCE_POINTS: [&str; 7] = [
     "commit.ended",
 ];
 /// The points of the destination's half.
-const DESTINATION_POINTS: [&str; 9] = [
+const DESTINATION_POINTS: [&str; 10] = [
     FILLING,
+    "arriving.loading",
     "takeover.loaded",
     "takeover.marked",
     "takeover.ready",
@@ -66,9 +68,11 @@ const DESTINATION_POINTS: [&str; 9] = [
 /// Kills at each point, besides the first: they leave the most to be settled.
 const KILLS_MORE: usize = 4;
 /// The points at which the connection falls silent.
-const SILENT: [&str; 8] = [
+const SILENT: [&str; 10] = [
     SERVING,
     FILLING,
+    "stopped.saving",
+    "arriving.loading",
     "takeover.loaded",
     "takeover.marked",
     "commit.giving-up",
@@ -374,7 +378,7 @@ fn all(count: u64, seed: u64) -> Vec<Strike> {
         all.extend(named(Side::Destination, &DESTINATION_POINTS));
     }
     for fault in SILENT {
-        let side = match fault.starts_with("commit") {
+        let side = match SOURCE_POINTS.contains(&fault) {
             true => Side::Source,
             false => Side::Destination,
         };
@@ -395,6 +399,8 @@ fn all(count: u64, seed: u64) -> Vec<Strike> {
 pub fn some(seed: u64) -> Vec<Strike> {
     let at = |side, fault: &str| Strike::At(side, fault.to_owned());
     let named = [
+        at(Side::Source, "stopped.saving:kill"),
+        at(Side::Destination, "arriving.loading:kill"),
         at(Side::Source, "commit.giving-up:kill"),
         at(Side::Source, "commit.given-up:kill"),
         at(Side::Source, "commit.sent:error"),
