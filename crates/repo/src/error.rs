@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::format::layout::FormatError;
@@ -197,6 +198,12 @@ pub enum RepoError {
         /// Maximum number of blobs.
         max: u64,
     },
+    /// The process may not write files of that size.
+    #[error("{} would be longer than this process may make a file (`ulimit -f`, `LimitFSIZE=` of a service): raise the limit", .path.display())]
+    FileLimit {
+        /// The file.
+        path: PathBuf,
+    },
     /// The file system is full, or a quota is exhausted.
     #[error("no space left to write {}: free some on that file system (with a few MiB, `stillframe forget` and `stillframe prune` can free more)", .path.display())]
     NoSpace {
@@ -314,6 +321,7 @@ impl RepoError {
             RepoError::NoSpace { .. } => ErrorClass::NoSpace,
             RepoError::ReadOnly { .. } => ErrorClass::ReadOnly,
             RepoError::ContentMismatch { .. }
+            | RepoError::FileLimit { .. }
             | RepoError::Io { .. }
             | RepoError::Encoding(_)
             | RepoError::System { .. }
@@ -330,6 +338,9 @@ impl RepoError {
                 RepoError::NoSpace { path }
             }
             io::ErrorKind::ReadOnlyFilesystem => RepoError::ReadOnly { path },
+            _ if source.raw_os_error() == Some(Errno::FBIG.raw_os_error()) => {
+                RepoError::FileLimit { path }
+            }
             _ => RepoError::Io {
                 doing,
                 path,

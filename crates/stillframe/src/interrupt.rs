@@ -1,4 +1,4 @@
-//! Handles Ctrl-C, SIGTERM and a closed terminal.
+//! Handles Ctrl-C, SIGTERM and a closed terminal, and a limit for the size of files.
 //!
 //! ```text
 //!   signals so far     0 .............. abort_at .............. abort_at + 1
@@ -16,10 +16,10 @@ use std::io;
 use std::panic::{self, AssertUnwindSafe};
 use std::process;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 pub use stillframe_engine::pipeline::Interrupted;
 
@@ -100,6 +100,13 @@ impl Interrupts {
             panic::resume_unwind(Box::new(Interrupted));
         }
     }
+}
+
+/// A file beyond the size that this process may write (`ulimit -f`) is an error of that write from here on. The signal would
+/// end the process without a word.
+pub fn outlive_file_limit() {
+    // Without it the process ends as any other. Unlike an ignored signal, a handled one stays the default in QEMU.
+    let _ = signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)));
 }
 
 /// The signals to handle: all but those that were ignored at the start (`nohup`, a shell's background job).

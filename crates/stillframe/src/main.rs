@@ -44,6 +44,7 @@ fn main() {
         Some(first) if first == launch_helper::SUBCOMMAND => process::exit(launch_helper::run()),
         _ => {}
     }
+    interrupt::outlive_file_limit();
     let cli = Cli::try_parse().unwrap_or_else(|error| refuse(&error));
     let console = Console {
         json: cli.global.json,

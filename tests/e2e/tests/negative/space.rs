@@ -1,7 +1,8 @@
-//! A repository whose file system is full.
+//! A repository whose file system is full, or whose files may not grow.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -108,6 +109,34 @@ fn a_checkpoint_that_finds_no_space_fails_clearly_and_the_next_succeeds() -> Res
     expect_whole(stillframe, &ids)?;
     // Nothing of the failures is left over.
     ensure!(stillframe.json(&["prune"])?["packs_unindexed"] == 0);
+    stillframe.ok(&["check", "--read-data"])?;
+    expect_untouched(&guest, &mut monitor)
+}
+
+/// `ulimit -f` ends a process with a signal, unless it handles that.
+#[test]
+fn a_checkpoint_beyond_the_limit_of_a_file_fails_clearly() -> Result<()> {
+    let guest = busy_guest("limited")?;
+    let mut monitor = guest.second_monitor()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let line = ["checkpoint", "--pid", &guest.pid_text()];
+    let free = stillframe.command(&line)?;
+    let mut limited = Command::new("sh");
+    limited
+        .args(["-c", "ulimit -f 2048; exec \"$0\" \"$@\""])
+        .arg(free.get_program())
+        .args(free.get_args());
+    for (name, value) in free.get_envs() {
+        match value {
+            Some(value) => limited.env(name, value),
+            None => limited.env_remove(name),
+        };
+    }
+    let said = refusal(&mut limited, 1)?;
+    ensure!(said.contains("ulimit -f"), "{said}");
+    expect_untouched(&guest, &mut monitor)?;
+    expect_whole(&stillframe, &[])?;
+    stillframe.ok(&line)?;
     stillframe.ok(&["check", "--read-data"])?;
     expect_untouched(&guest, &mut monitor)
 }
