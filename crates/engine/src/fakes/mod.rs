@@ -10,7 +10,7 @@ pub(crate) mod source;
 
 pub(crate) use crate::guardian::fake::FakeGuardian;
 pub(crate) use checkpoints::{FakeRepository, device_state, vm_record};
-pub(crate) use guest_memory::FakeMemory;
+pub(crate) use guest_memory::{FakeMemory, this_process};
 pub(crate) use qemu::FakeQemu;
 pub(crate) use source::FakeSource;
 

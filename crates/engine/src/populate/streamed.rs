@@ -17,6 +17,9 @@ use crate::memory::block::{Block, Guest};
 use crate::memory::ranges;
 use crate::source::{SourceError, TakeMany};
 
+/// Pages that are zeroed with one call: 1 MiB.
+const ZEROED_AT_ONCE: usize = 256;
+
 /// The memory of a fresh QEMU that pages are streamed into.
 pub struct StreamedMemory<'b> {
     blocks: &'b [Block],
@@ -104,10 +107,15 @@ impl<'b> StreamedMemory<'b> {
             }
         }
         let both = self.blocks.iter().zip(&self.in_use);
+        // Memory that QEMU has touched beforehand (`prealloc=on`) is all in use, and the guest is stopped.
+        let zeros = vec![0; ZEROED_AT_ONCE * PAGE];
         for ((block, in_use), received) in both.zip(&received) {
-            let used = in_use.iter().cloned().flatten();
-            for page in used.filter(|&page| !received.get(page)) {
-                block.write(page, &[0; PAGE])?;
+            let came: Vec<Range<u64>> = received.ranges().collect();
+            for range in ranges::subtract(in_use, &came) {
+                for first in range.clone().step_by(ZEROED_AT_ONCE) {
+                    let pages = ZEROED_AT_ONCE.min((range.end - first) as usize);
+                    block.write(first, &zeros[..pages * PAGE])?;
+                }
             }
         }
         Ok(received)
@@ -198,4 +206,37 @@ impl From<ConnectionError> for PopulateError {
 /// An error of what came over the connection.
 fn connection(error: impl Into<ConnectionError>) -> PopulateError {
     error.into().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fakes::{FakeMemory, this_process};
+
+    /// A hole between two ranges in use, and one of them longer than what is zeroed at once.
+    #[test]
+    fn what_qemu_had_there_and_did_not_come_is_zero() {
+        let count = ZEROED_AT_ONCE + 40;
+        let mut fillings = vec![3; count];
+        fillings[10] = 0;
+        let memory = FakeMemory::new("block", &fillings);
+        let blocks = [memory.block()];
+        let shapes = [BlockShape {
+            name: "block".to_owned(),
+            pages: count as u64,
+        }];
+        let streamed = StreamedMemory::new(&this_process(), &blocks, &shapes).unwrap();
+        let came = |pages: &[u64]| {
+            let mut came = DirtyBitmap::new(count as u64);
+            pages.iter().for_each(|&page| _ = came.set(page));
+            Received(vec![came])
+        };
+        let received = streamed.finish(vec![came(&[4, 20]), came(&[21, 290])]);
+        let received: Vec<Range<u64>> = received.unwrap()[0].ranges().collect();
+        let (pages, bytes) = ([4, 20, 21, 290], memory.bytes());
+        assert_eq!(received, ranges::runs(&pages));
+        let left = (0..count as u64).filter(|&page| bytes[page as usize * PAGE] == 3);
+        assert_eq!(left.collect::<Vec<u64>>(), pages);
+        assert!(!blocks[0].has_data(&[10..11]).unwrap(), "a hole was filled");
+    }
 }
