@@ -89,6 +89,14 @@ fn is_plain(property: &DeviceProperty) -> bool {
     property.default.is_some() || basic || OTHERS_SETTABLE.contains(&&*property.name)
 }
 
+/// The id of the device that has this path, if a device has it.
+fn other_device(path: &str) -> Option<&str> {
+    let id = PERIPHERALS
+        .iter()
+        .find_map(|root| path.strip_prefix(root))?;
+    (!id.contains('/')).then_some(id)
+}
+
 impl Description {
     fn stands_on(&mut self, bus: &str) {
         if let Some(name) = bus.rsplit('/').next().filter(|name| !name.is_empty()) {
@@ -97,13 +105,10 @@ impl Description {
         self.comes_after(bus);
     }
 
-    fn comes_after(&mut self, path: &str) -> Option<String> {
-        let rest = PERIPHERALS
-            .iter()
-            .find_map(|root| path.strip_prefix(root))?;
-        let id = rest.split('/').next().unwrap_or_default().to_owned();
-        self.after.insert(id.clone());
-        Some(id)
+    fn comes_after(&mut self, path: &str) {
+        let rest = PERIPHERALS.iter().find_map(|root| path.strip_prefix(root));
+        let id = rest.and_then(|rest| rest.split('/').next());
+        self.after.extend(id.map(str::to_owned));
     }
 
     fn set(&mut self, property: &DeviceProperty, value: Value) {
@@ -116,9 +121,11 @@ impl Description {
                 if let Some(id) = path.strip_prefix(OBJECTS) {
                     self.objects.insert(id.to_owned());
                     json!(id)
-                } else if let Some(id) = self.comes_after(path) {
+                } else if let Some(id) = other_device(path) {
+                    self.after.insert(id.to_owned());
                     json!(id)
                 } else {
+                    // A part of a device, as the backend that `virtio-rng-pci` makes for itself.
                     return;
                 }
             }
@@ -209,9 +216,14 @@ mod tests {
             json!("/objects/m"),
         );
         description.set(&property("rng", "link<rng-backend>"), json!("/machine/x"));
-        let expected = json!({ "bus": "vs.0", "addr": "05.0", "memdev": "m" });
+        let own = "/machine/peripheral/hot/default-backend";
+        description.set(&property("rng", "link<rng-backend>"), json!(own));
+        let other = json!("/machine/peripheral/other");
+        description.set(&property("port", "link<device>"), other);
+        let expected = json!({ "bus": "vs.0", "addr": "05.0", "memdev": "m", "port": "other" });
         assert_eq!(Value::Object(description.options), expected);
-        assert_eq!(description.after, BTreeSet::from(["vs".to_owned()]));
+        let after = ["other", "vs"].map(str::to_owned);
+        assert_eq!(description.after, BTreeSet::from(after));
         assert_eq!(description.objects, BTreeSet::from(["m".to_owned()]));
     }
 }
