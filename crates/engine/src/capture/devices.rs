@@ -31,7 +31,7 @@ const KEPT_BYTES_MAX: usize = 16 << 20;
 pub enum DevicesError {
     /// Something was plugged in or unplugged in the middle.
     #[error(
-        "the VM's devices changed while it was captured; this checkpoint is discarded, the next one is of the VM as it is then"
+        "the VM's devices changed while it was captured, and what was captured is discarded: try again (a watch does)"
     )]
     Changed,
     /// Plugged in and unplugged unseen.

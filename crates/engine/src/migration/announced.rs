@@ -1,15 +1,21 @@
 //! What the source says of a VM: at first, and when its pages are sent.
 
+use std::time::Duration;
+
 use stillframe_page::hash::ContentId;
 use stillframe_qemu::record::VmRecord;
 
 use super::disks::DISKS_MAX;
 use super::error::ReceiveError;
 use super::{CONNECTIONS_MAX, LANES_MAX, Mode, Wire};
+use crate::connection::ConnectionError;
 use crate::connection::message::{Base, Control, Message};
 use crate::connection::word::Session;
 use crate::memory::BlockShape;
 use crate::memory::block::Block;
+
+/// Time for a source to find out that its VM has changed.
+const SAID_SOON: Duration = Duration::from_millis(200);
 
 /// The source's first message.
 pub(super) struct Greeting {
@@ -114,6 +120,22 @@ pub(super) fn complete(wire: &mut Wire) -> Result<VmRecord, ReceiveError> {
         Message::Control(Control::Complete { vm }) => Ok(*vm),
         other => Err(other.unexpected().into()),
     }
+}
+
+/// Why the source gave up, if it says so soon. What this QEMU does not load may be what the source finds wrong at the same
+/// time, such as a device that was plugged in, and can name.
+pub(super) fn said_meanwhile(wire: &mut Wire) -> Option<ReceiveError> {
+    while wire.has_input(SAID_SOON) {
+        match wire.receive_message() {
+            Ok(Message::Control(Control::Complete { .. })) => {}
+            Ok(other) => match other.unexpected() {
+                gave_up @ ConnectionError::GaveUp { .. } => return Some(gave_up.into()),
+                _ => return None,
+            },
+            Err(_) => return None,
+        }
+    }
+    None
 }
 
 /// Whether a QEMU that was started by the first record can take the state of the second.

@@ -12,7 +12,9 @@ use stillframe_qemu::launch::{self, ArmedLoad, Launched};
 use stillframe_qemu::monitor::RamBlock;
 use stillframe_repo::PageMap;
 
-use super::announced::{Greeting, Rest, State, complete, more_state, rest, same_machine, state};
+use super::announced::{
+    Greeting, Rest, State, complete, more_state, rest, said_meanwhile, same_machine, state,
+};
 use super::cut::Comes;
 use super::disks::CONNECTIONS_A_DISK;
 use super::disks::exports::Exports;
@@ -418,7 +420,8 @@ impl<'s> Arriving<'s> {
         }
         let end = device_state::DESCRIPTION;
         self.armed.write(&mut self.launched, end, LOAD_LIMIT)?;
-        self.armed.finish(&mut self.launched, LOAD_LIMIT)?;
+        let loaded = self.armed.finish(&mut self.launched, LOAD_LIMIT);
+        loaded.map_err(|error| said_meanwhile(wire).unwrap_or(error.into()))?;
         let vm = complete(wire)?;
         if !same_machine(&self.greeting.vm, &vm) {
             return Err(ReceiveError::Changed);

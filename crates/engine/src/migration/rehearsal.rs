@@ -11,13 +11,14 @@ use stillframe_qemu::record::VmRecord;
 use super::disks;
 use super::error::MigrateError;
 use super::serving::Serving;
+use super::source::give_up;
 use super::stopped::SAVE_LIMIT;
 use super::{DEMAND_LANES, MigrateOptions, Mode, Reconnect, Wire, sending};
 use crate::attach::Vm;
 use crate::capture::device_state::StateStream;
 use crate::capture::paused_vm::PausedVm;
 use crate::connection::message::Control;
-use crate::connection::word::{Session, Word};
+use crate::connection::word::Session;
 use crate::memory::block::Guest;
 
 /// The VM is stopped for the destination to load its device state for no longer than this. A destination that takes longer
@@ -37,12 +38,7 @@ impl Vm {
         options: &MigrateOptions,
     ) -> Result<(), MigrateError> {
         let rehearsed = self.try_out(&mut wire, reconnect, options);
-        rehearsed.inspect_err(|error| {
-            let why = Some(crate::in_words(error));
-            let word = Word::Settled;
-            // If it cannot be informed any more, it sees that the connection ends.
-            let _ = wire.send_control(&Control::Word { word, why });
-        })
+        rehearsed.inspect_err(|error| give_up(&mut wire, error))
     }
 
     fn try_out(

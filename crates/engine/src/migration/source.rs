@@ -42,6 +42,11 @@ use crate::streaming::Streaming;
 use crate::tracking::rewritten::{Rewritten, THREAD_DELAY};
 use crate::tracking::tracker::{Collected, Tracker};
 
+/// Time for the destination to end its QEMU, and to close the connection.
+const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+/// The least time that is waited.
+const BRIEFLY: Duration = Duration::from_millis(1);
+
 /// A VM that is stopped, and of which all was sent.
 struct Complete<'v> {
     vm: PausedVm<'v>,
@@ -111,12 +116,7 @@ impl Vm {
         let runs = run_state.running || run_state.is_suspended();
         let sending = || Sending::new(&session, options, runs);
         let sent = self.send(vm, &sending, &mut wire, reconnect, events);
-        let complete = sent.inspect_err(|error| {
-            let why = Some(crate::in_words(error));
-            let word = Word::Settled;
-            // If it cannot be informed any more, it sees that the connection ends.
-            let _ = wire.send_control(&Control::Word { word, why });
-        })?;
+        let complete = sent.inspect_err(|error| give_up(&mut wire, error))?;
         let named = (complete.record, session.clone());
         let before = wire.bytes_sent();
         let undecided = Undecided::ready(complete.vm, named, wire, reconnect, options.patience);
@@ -449,6 +449,21 @@ impl Vm {
             _later: channels,
         })
     }
+}
+
+/// Tells the destination why there will be no VM, and waits until it has closed the connection. If it had said something that
+/// was not read, to close it here would reset it, and these words would be lost (RFC 2525, 2.17).
+pub(super) fn give_up(wire: &mut Wire, error: &MigrateError) {
+    let (word, why) = (Word::Settled, Some(crate::in_words(error)));
+    if wire.send_control(&Control::Word { word, why }).is_err() {
+        // It cannot be informed any more, and sees that the connection ends.
+        return;
+    }
+    let begin = Instant::now();
+    while let Some(left) = CLOSE_LIMIT.checked_sub(begin.elapsed())
+        && wire.has_input(left.max(BRIEFLY))
+        && wire.receive_message().is_ok()
+    {}
 }
 
 /// What a successor of this engine would have to serve.

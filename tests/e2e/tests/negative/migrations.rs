@@ -1,6 +1,7 @@
 //! Migrations that do not come about: one clear error on each side, the VM runs on, and nothing is left of the other.
 
 use std::fs::File;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use serde_json::json;
@@ -102,6 +103,50 @@ fn a_guest_that_writes_too_much_is_not_stopped_for_it() -> Result<()> {
     is_refused(&stillframe, &guest, &order, words)?;
     let mut monitor = guest.second_monitor()?;
     ensure!(monitor.status()? == "running");
+    Ok(())
+}
+
+/// A device or memory is plugged in while pages move. The next migration takes the VM as it is then.
+#[test]
+fn a_vm_that_gets_a_device_or_memory_meanwhile_does_not_move() -> Result<()> {
+    let guest = Setup::small(Kind::Private, "plugged")
+        .with(&["-m", "192M,slots=2,maxmem=512M"])
+        .with(&["-device", "pcie-root-port,id=rp1,chassis=1"])
+        .booted()?;
+    let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
+    let mut monitor = guest.second_monitor()?;
+    let device = json!({"driver": "virtio-rng-pci", "id": "random", "bus": "rp1"});
+    let backend = json!({"qom-type": "memory-backend-ram", "id": "more", "size": 64 << 20});
+    let memory = json!({"driver": "pc-dimm", "id": "dimm", "memdev": "more"});
+    let cases = [
+        ("devices changed", vec![("device_add", device)]),
+        (
+            "RAM blocks changed",
+            vec![("object-add", backend), ("device_add", memory)],
+        ),
+    ];
+    let mut order = Order::of(&guest, "plugged-there");
+    let qmp = order.files().0.display().to_string();
+    order.migrate = ["--mode=pre-copy", "--bandwidth=16M"]
+        .map(str::to_owned)
+        .to_vec();
+    for (words, commands) in cases {
+        let migration = order.start(&stillframe, guest.pid())?;
+        let deadline = Instant::now() + PATIENCE;
+        while processes_with(&qmp)? == 0 {
+            ensure!(Instant::now() < deadline, "{}", migration.source.err());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        for (command, arguments) in commands {
+            monitor.execute(command, arguments)?;
+        }
+        expect_refusal(&migration.source.end()?, words)?;
+        expect_refusal(&migration.destination.end()?, words)?;
+        only_here(&guest, &order)?;
+    }
+    order.migrate.clear();
+    let moved = order.perform(&stillframe, guest.pid())?;
+    moved.vm.serial.wait_ticks(3, PATIENCE)?;
     Ok(())
 }
 
