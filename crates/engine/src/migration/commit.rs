@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::launch::{self, LaunchError};
-use stillframe_qemu::monitor::{Disk, Monitor, MonitorError};
+use stillframe_qemu::monitor::{Disk, MonitorError};
 use thiserror::Error;
 
 use super::handover::{Event, Source, SourceAction};
@@ -331,9 +331,10 @@ impl<'v, 'r> Undecided<'v, 'r> {
         let Held::Paused(mut vm) = std::mem::replace(&mut self.held, Held::Gone) else {
             return Event::Failed;
         };
-        let error = match was_resumed(vm.monitor()) {
-            Ok(false) => None,
-            Ok(true) => Some(CommitError::ResumedByOthers),
+        // A QEMU that hangs must show before: what it is told after would be carried out when it goes on.
+        let error = match vm.monitor().run_state() {
+            Ok(state) if !state.running => None,
+            Ok(_) => Some(CommitError::ResumedByOthers),
             Err(error) => Some(CommitError::Ended(error)),
         };
         if error.is_some() {
@@ -362,8 +363,8 @@ impl<'v, 'r> Undecided<'v, 'r> {
         }
         let blocked = fault::at(Point::CommitBlocking).map_err(CommitError::Injected);
         let blocked = blocked.and_then(|()| vm.block_cont().map_err(CommitError::NotBlocked));
-        // If it has ended, that shows when it is ended.
-        let resumed = was_resumed(vm.monitor()).unwrap_or(false);
+        let events = vm.monitor().client().take_events();
+        let resumed = events.is_ok_and(|events| events.iter().any(|event| event.name == "RESUME"));
         self.held = Held::GivenUp(vm);
         let error = match (blocked, resumed) {
             (Ok(()), false) => return Event::Done,
@@ -456,17 +457,4 @@ impl<'v, 'r> Undecided<'v, 'r> {
             }
         }
     }
-}
-
-/// Whether another client has resumed the VM since this was last looked at. No command is sent: QEMU reads those a byte at
-/// a time, and the VM stands still. That QEMU has ended shows, and that it hangs shows when `cont` is blocked.
-fn was_resumed(monitor: &mut Monitor) -> Result<bool, MonitorError> {
-    let mut resumed = false;
-    // The last events of a QEMU that has ended come before the error.
-    for _ in 0..2 {
-        let events = monitor.client().take_events();
-        let events = events.map_err(MonitorError::from)?;
-        resumed |= events.iter().any(|event| event.name == "RESUME");
-    }
-    Ok(resumed)
 }

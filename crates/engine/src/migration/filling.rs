@@ -113,7 +113,7 @@ pub(super) struct Missing {
     uffd: Uffd,
     remote_fd: i32,
     fill_bitmap: File,
-    /// The guardian ends this engine, and pauses the VM, when this engine hangs.
+    /// When this engine hangs, the guardian ends it, and with it the new QEMU; once the VM runs, it pauses it instead.
     beating: Beating,
 }
 
