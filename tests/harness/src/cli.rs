@@ -124,6 +124,22 @@ impl Stillframe {
     }
 }
 
+/// The command, started by this program, which is given these words before it.
+pub fn behind(program: &str, words: &[&str], command: &Command) -> Command {
+    let mut outer = Command::new(program);
+    outer
+        .args(words)
+        .arg(command.get_program())
+        .args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => outer.env(name, value),
+            None => outer.env_remove(name),
+        };
+    }
+    outer
+}
+
 /// Runs `command`, expects this exit code and one clear error, and returns standard error.
 pub fn refusal(command: &mut Command, code: i32) -> Result<String> {
     let words: Vec<_> = command

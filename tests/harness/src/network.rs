@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
+use crate::cli::behind;
+
 /// Where the first host's end of the link is, and the second's.
 pub const ADDRESSES: [&str; 2] = ["10.78.0.1", "10.78.0.2"];
 /// The names of the ends.
@@ -65,18 +67,7 @@ impl Namespace {
     /// The command, to run in it.
     pub fn enter(&self, command: &Command) -> Command {
         let [program, file] = self.words();
-        let mut inside = Command::new(program);
-        inside
-            .arg(file)
-            .arg(command.get_program())
-            .args(command.get_args());
-        for (name, value) in command.get_envs() {
-            match value {
-                Some(value) => inside.env(name, value),
-                None => inside.env_remove(name),
-            };
-        }
-        inside
+        behind(&program, &[&file], command)
     }
 
     /// Runs a line of words in it, and returns what it printed.

@@ -2,12 +2,11 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use serde_json::Value;
-use stillframe_harness::cli::{Stillframe, refusal};
+use stillframe_harness::cli::{Stillframe, behind, refusal};
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole, processes_with};
 use stillframe_harness::running::{PATIENCE, Running};
@@ -120,18 +119,8 @@ fn a_checkpoint_beyond_the_limit_of_a_file_fails_clearly() -> Result<()> {
     let mut monitor = guest.second_monitor()?;
     let stillframe = Stillframe::init(&guest.folder().join("repo"))?;
     let line = ["checkpoint", "--pid", &guest.pid_text()];
-    let free = stillframe.command(&line)?;
-    let mut limited = Command::new("sh");
-    limited
-        .args(["-c", "ulimit -f 2048; exec \"$0\" \"$@\""])
-        .arg(free.get_program())
-        .args(free.get_args());
-    for (name, value) in free.get_envs() {
-        match value {
-            Some(value) => limited.env(name, value),
-            None => limited.env_remove(name),
-        };
-    }
+    let limit = ["-c", "ulimit -f 2048; exec \"$0\" \"$@\""];
+    let mut limited = behind("sh", &limit, &stillframe.command(&line)?);
     let said = refusal(&mut limited, 1)?;
     ensure!(said.contains("ulimit -f"), "{said}");
     expect_untouched(&guest, &mut monitor)?;
