@@ -19,7 +19,7 @@ use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{self, Caution, Unsuitable};
 use stillframe_qemu::target::{self, Selector, Target, TargetError};
-use stillframe_repo::{CheckpointId, RamTable};
+use stillframe_repo::{BlockTable, CheckpointId};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::system;
 use thiserror::Error;
@@ -99,7 +99,7 @@ pub(crate) struct Parent {
     /// Identity of its repository.
     pub repository: String,
     /// Where the content of each block is written down.
-    pub tables: Vec<RamTable>,
+    pub tables: Vec<BlockTable>,
     /// Packs that were missing already when it was made: it needs none of them.
     pub missing_packs: Vec<String>,
 }
@@ -131,6 +131,10 @@ pub struct Vm {
     pub(crate) pause_pages_last: u64,
     /// Past bursts of writes.
     pub(crate) bursts: Bursts,
+    /// Whether QEMU has snapshots of the disks.
+    pub(crate) disks_at_work: bool,
+    /// Why they could not be taken away, the last time.
+    pub(crate) disks_left: Option<MonitorError>,
     /// The inhibitor of an earlier rewind that was killed.
     pub(crate) inhibitor: Option<ResumeInhibitor>,
 }
@@ -234,6 +238,7 @@ impl Vm {
         let ram = monitor.ram_blocks()?;
         let (tracker, user_mode_only) = track(&target, &guardian, &ram, schedule)?;
         monitor.take_back_leftovers()?;
+        monitor.end_snapshots(true)?;
         let shared = tracker.blocks().iter().any(|one| one.block.is_shared());
         let discards = match shared {
             true => suitability::check_shared_copy_on_write(&mut monitor),
@@ -266,6 +271,8 @@ impl Vm {
             cautions,
             pause_pages_last: 0,
             bursts: Bursts::default(),
+            disks_at_work: false,
+            disks_left: None,
             inhibitor: None,
         })
     }
@@ -299,12 +306,14 @@ impl Vm {
     /// Ends tracking; QEMU is left as it was found.
     pub fn detach(mut self) -> Result<(), DetachError> {
         // Each whatever comes of the other.
+        let disks = self.end_disks();
         let ended = self.tracker.detach();
         let taken_back = self
             .state
             .take()
             .map_or(Ok(()), |state| state.take_back(&mut self.monitor));
         ended?;
+        disks?;
         Ok(taken_back?)
     }
 }

@@ -34,6 +34,7 @@ use crate::capture::downtime::DowntimeRecord;
 use crate::capture::pause::PauseError;
 use crate::capture::schedule::ScheduleError;
 use crate::capture::staging::StagingError;
+use crate::disks::{DiskChoice, DisksError};
 use crate::memory::block::BlockError;
 use crate::post_restore::ClockReport;
 use crate::streaming::{Iteration, StreamingError};
@@ -67,6 +68,8 @@ pub struct CheckpointOptions {
     /// Memory for captured pages, in bytes: half of it for those being stored, half for those being
     /// captured meanwhile.
     pub copy_buffer_bytes: u64,
+    /// What the checkpoint has of the disks.
+    pub disks: DiskChoice,
     /// The words by which people find the checkpoint.
     pub tags: Tags,
     /// What people say about the checkpoint.
@@ -84,6 +87,7 @@ impl Default for CheckpointOptions {
             dedup: true,
             keep_guest_clock: false,
             copy_buffer_bytes: 1 << 30,
+            disks: DiskChoice::default(),
             tags: Tags::default(),
             note: None,
         }
@@ -116,6 +120,9 @@ pub struct CheckpointReport {
     pub pages: PageCounts,
     /// Pages copied while the guest ran, and while it was stopped.
     pub copied: Copied,
+    /// The disks whose content is in the checkpoint.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<StoredDisk>,
     /// What this checkpoint added to the repository, in bytes.
     pub bytes_stored: u64,
     /// From the call to the durable checkpoint, in microseconds.
@@ -152,6 +159,19 @@ pub struct Phases {
     pub write: u64,
     /// Page tables, layers, index and manifest, until all is on disk.
     pub commit: u64,
+}
+
+/// A disk whose content is in a checkpoint.
+#[derive(Debug, Clone, Serialize)]
+pub struct StoredDisk {
+    /// The drive or device.
+    pub device: String,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// Bytes that were read: not those which QEMU knows to be zeros.
+    pub bytes_read: u64,
+    /// Its pages, by what they turned out to hold.
+    pub pages: PageCounts,
 }
 
 /// Why there is no new checkpoint.
@@ -193,6 +213,14 @@ pub enum CheckpointError {
     /// The pause failed.
     #[error(transparent)]
     Pause(#[from] PauseError),
+    /// The disks cannot be captured.
+    #[error(transparent)]
+    Disks(#[from] DisksError),
+    /// Snapshots of the disks are left.
+    #[error(
+        "the checkpoint is stored, but QEMU keeps what it made to read the disks, and the guest's writes are slow; the next `stillframe checkpoint` takes it away"
+    )]
+    DisksLeft(#[source] MonitorError),
     /// The repository failed.
     #[error(transparent)]
     Repo(#[from] RepoError),
@@ -259,6 +287,8 @@ impl CheckpointError {
             CheckpointError::Devices(error) => error.ends_tracking(),
             CheckpointError::Pause(error) => match error {
                 PauseError::Overrun { .. }
+                | PauseError::Interfered
+                | PauseError::Disks(_)
                 | PauseError::NotHeld { .. }
                 | PauseError::StateChanged { .. }
                 | PauseError::Injected(_) => false,
@@ -270,7 +300,9 @@ impl CheckpointError {
                 | PauseError::Guardian(_) => true,
             },
             CheckpointError::State(error) => matches!(error, StateError::Monitor(_)),
+            CheckpointError::Disks(error) => matches!(error, DisksError::Monitor(_)),
             CheckpointError::Repo(_)
+            | CheckpointError::DisksLeft(_)
             | CheckpointError::Migrating { .. }
             | CheckpointError::MigratedAway
             | CheckpointError::ParentGone
@@ -311,12 +343,16 @@ impl Vm {
         stored: Result<Stored, CheckpointError>,
     ) -> Result<CheckpointReport, CheckpointError> {
         self.discard(captured);
+        let left = self.disks_left.take();
         match stored {
             Ok(Stored { mut report, found }) => {
                 self.tracker.committed(&found);
                 report.clock_taken_us = self.clock.taken().as_micros() as u64;
                 report.clock = self.clock.report();
-                Ok(report)
+                match left {
+                    Some(error) => Err(CheckpointError::DisksLeft(error)),
+                    None => Ok(report),
+                }
             }
             Err(error) => {
                 self.tracker.rolled_back();

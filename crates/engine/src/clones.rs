@@ -12,7 +12,7 @@ use serde::Serialize;
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::launch::{self, CloneMemory, CloneOptions, LaunchOptions, LaunchPlan};
 use stillframe_qemu::record::VmRecord;
-use stillframe_repo::{Manifest, PageMap, RamTable, Reader, Repository};
+use stillframe_repo::{BlockTable, Manifest, PageMap, Reader, Repository};
 use thiserror::Error;
 
 use crate::guardian::Guardian;
@@ -185,7 +185,7 @@ impl Batch<'_> {
 }
 
 /// The blocks whose memory clones can share.
-fn shared_tables<'m>(record: &VmRecord, manifest: &'m Manifest) -> Vec<&'m RamTable> {
+fn shared_tables<'m>(record: &VmRecord, manifest: &'m Manifest) -> Vec<&'m BlockTable> {
     let backed = launch::memory_blocks(record);
     let tables = manifest.ram.iter();
     tables

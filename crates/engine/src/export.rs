@@ -8,6 +8,7 @@
 //! Several threads read the pages, in their order in the repository, a window at a time. So memory stays bounded
 //! however large the guest is.
 
+mod disk;
 mod output;
 mod pages;
 mod physical;
@@ -29,11 +30,12 @@ use stillframe_qemu::migration_file::{
 };
 use stillframe_qemu::physical_memory::PhysicalMemoryError;
 use stillframe_qemu::record::VmRecord;
-use stillframe_repo::{CheckpointId, Manifest, PageMap, RamTable, RepoError, Repository};
+use stillframe_repo::{BlockTable, CheckpointId, Manifest, PageMap, RepoError, Repository};
 use thiserror::Error;
 
 use crate::ProgressSink;
 use crate::restore::{self, Checkpoint, RestoreError};
+pub use disk::{DiskReport, export_disk};
 use output::Output;
 use pages::Walk;
 
@@ -161,6 +163,14 @@ pub enum ExportError {
     /// No process reads it, or its disk is full.
     #[error("cannot write to standard output; the stream is incomplete")]
     Pipe(#[source] io::Error),
+    /// There is no such disk.
+    #[error("disk '{disk}' is not in the checkpoint, which has {there}")]
+    NoDisk {
+        /// The named disk.
+        disk: String,
+        /// Those that there are.
+        there: String,
+    },
     /// Only a stream goes to a pipe.
     #[error("only the format migration can be written to standard output; name a file")]
     NoPipe,
@@ -245,7 +255,7 @@ pub fn export(
     Ok(job.report(format, written))
 }
 
-fn file_block(table: &RamTable) -> FileBlock {
+fn file_block(table: &BlockTable) -> FileBlock {
     FileBlock {
         name: table.name.clone(),
         used_bytes: table.pages * u64::from(table.page_bytes),

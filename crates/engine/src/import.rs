@@ -400,6 +400,7 @@ impl Transaction<'_> {
             tags: Tags::default(),
             note: None,
             ram,
+            disks: Vec::new(),
             streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
             pages: counts,
             bytes_stored: 0,

@@ -14,6 +14,7 @@ pub mod checkpoint;
 pub mod clones;
 pub mod connection;
 pub mod control_socket;
+pub mod disks;
 pub mod encoding;
 pub mod export;
 #[cfg(test)]
@@ -63,6 +64,13 @@ pub enum Progress {
         /// Pages read so far.
         done: u64,
         /// Pages to read.
+        total: u64,
+    },
+    /// The disks of a checkpoint on their way into the repository.
+    StoringDisks {
+        /// Pages gone through so far.
+        done: u64,
+        /// Pages of all disks.
         total: u64,
     },
     /// Captured pages on their way into the repository.

@@ -25,7 +25,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use stillframe_fault::{self as fault, Point};
 use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_qemu::launch::CloneMemory;
-use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
+use stillframe_repo::{BlockTable, PageMap, Reader, RepoError};
 use stillframe_sys::affinity;
 use stillframe_sys::memory;
 use stillframe_sys::pagemap::Pagemap;
@@ -100,7 +100,7 @@ pub struct TemplateOptions {
 
 impl TemplateOptions {
     /// Where the files of a template will lie, known before they are made.
-    pub fn memory(&self, key: &str, tables: &[&RamTable]) -> Vec<CloneMemory> {
+    pub fn memory(&self, key: &str, tables: &[&BlockTable]) -> Vec<CloneMemory> {
         let numbered = (0..).zip(tables);
         let memory = numbered.map(|(number, table)| CloneMemory {
             block: table.name.clone(),
@@ -136,7 +136,7 @@ impl MemoryTemplate {
     /// ([`KeptTemplate::name`]), `tables` are those of its blocks that are to be in it.
     pub fn of(
         key: &str,
-        tables: &[&RamTable],
+        tables: &[&BlockTable],
         reader: &Reader<'_>,
         options: &TemplateOptions,
         progress: ProgressSink<'_>,
@@ -285,7 +285,7 @@ fn put_right(
 fn make(
     folder: &PrivateDir,
     key: &str,
-    tables: &[&RamTable],
+    tables: &[&BlockTable],
     reader: &Reader<'_>,
     progress: ProgressSink<'_>,
 ) -> Result<(), TemplateError> {
@@ -304,7 +304,7 @@ fn make(
 
 fn fill(
     folder: &PrivateDir,
-    tables: &[&RamTable],
+    tables: &[&BlockTable],
     reader: &Reader<'_>,
     progress: ProgressSink<'_>,
 ) -> Result<(), TemplateError> {

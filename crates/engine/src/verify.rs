@@ -12,7 +12,7 @@ use serde::Serialize;
 use stillframe_page::hash::{ContentHasher, ContentId};
 use stillframe_page::is_zero;
 use stillframe_page::{PAGE, PAGE_BYTES};
-use stillframe_repo::{PageMap, RamTable, Reader, RepoError};
+use stillframe_repo::{BlockTable, PageMap, Reader, RepoError};
 use thiserror::Error;
 
 use crate::encoding::page_encoder::hash_all;
@@ -142,7 +142,7 @@ impl Image {
     pub fn compare(
         &self,
         reader: &Reader<'_>,
-        tables: &[RamTable],
+        tables: &[BlockTable],
         progress: ProgressSink<'_>,
     ) -> Result<VerifyReport, VerifyError> {
         let total = self.blocks.iter().map(|(_, ids)| ids.len() as u64).sum();

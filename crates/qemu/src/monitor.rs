@@ -10,6 +10,7 @@ mod lent;
 mod migration;
 mod mirror;
 pub(crate) mod ram_blocks;
+mod snapshots;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,12 +22,13 @@ use serde_json::{Value, json};
 pub use cpu::FeatureWord;
 pub(crate) use cpu::missing as missing_features;
 pub(crate) use devices::{BlockNode, DeviceProperty};
-pub use disks::Disk;
+pub use disks::{Disk, DiskDevice};
 pub use host_files::FileIdentity;
 pub(crate) use host_files::HostView;
 pub use jobs::Job;
 pub use lent::StateFile;
 pub use mirror::Mirror;
+pub use snapshots::{PauseTickets, SnapshotNumber};
 
 use crate::qmp::{Client, QmpError, REPLY_LIMIT_SECONDS, Ticket};
 use crate::target::{Target, is_qemu_process};

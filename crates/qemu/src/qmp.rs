@@ -318,6 +318,27 @@ impl Client {
         self.wait(ticket, Duration::from_secs(REPLY_LIMIT_SECONDS))
     }
 
+    /// Sends commands in one piece, together with this connection itself. QEMU is to keep it under the name of the first
+    /// command, a `getfd`, until the last one, a `closefd`. So QEMU carries out all of them even if no other process has
+    /// the connection any more: otherwise it would forget the commands that wait (`monitor_qmp_event` in its monitor/qmp.c).
+    pub(crate) fn send_surviving(
+        &mut self,
+        commands: Vec<(&'static str, Value)>,
+    ) -> Result<Vec<Ticket>, QmpError> {
+        let mut tickets = Vec::with_capacity(commands.len());
+        let mut lines = Vec::new();
+        for (command, arguments) in commands {
+            let (ticket, line) = self.compose(command, arguments);
+            lines.extend_from_slice(&line);
+            tickets.push(ticket);
+        }
+        fdpass::send(&self.socket, &lines, &[self.socket.as_fd()]).map_err(closed_or_io)?;
+        for ticket in &tickets {
+            self.inbox.expect(ticket.id);
+        }
+        Ok(tickets)
+    }
+
     /// All events since the last call, those included that still lie in the socket. When QEMU has
     /// gone, its last events are handed out first and [`QmpError::Closed`] with the next call.
     pub fn take_events(&mut self) -> Result<Vec<Event>, QmpError> {

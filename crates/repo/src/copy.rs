@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use stillframe_page::is_zero;
 
 use crate::error::RepoError;
-use crate::format::manifest::{CheckpointId, Manifest, PageCounts, RamTable, Stream};
+use crate::format::manifest::{BlockTable, CheckpointId, DiskTable, Manifest, PageCounts, Stream};
 use crate::page_table::builder::PageTableBuilder;
 use crate::page_table::map::PageMap;
 use crate::page_table::table::PageRef;
@@ -102,7 +102,7 @@ impl Repository {
         });
         let mut writer = target.begin(wait)?;
         let mut pages = PageCounts::default();
-        let ram = copy_memory(&reader, &manifest, &mut writer, &mut pages, progress)?;
+        let (ram, disks) = copy_pages(&reader, &manifest, &mut writer, &mut pages, progress)?;
         let streams = copy_streams(&reader, &manifest, &mut writer)?;
         let mut vm_record = manifest.vm_record;
         if let Some(fields) = vm_record.as_object_mut() {
@@ -117,6 +117,7 @@ impl Repository {
             tags: manifest.tags,
             note: manifest.note,
             ram,
+            disks,
             streams,
             pages,
             bytes_stored: 0,
@@ -158,60 +159,83 @@ impl Copies {
     }
 }
 
-/// Copies all RAM blocks, and counts their pages.
-fn copy_memory(
+/// Copies all RAM blocks and disks, and counts their pages.
+fn copy_pages(
     reader: &Reader<'_>,
     manifest: &Manifest,
     writer: &mut Writer<'_>,
     counts: &mut PageCounts,
     progress: &mut dyn FnMut(Progress),
-) -> Result<Vec<RamTable>, RepoError> {
-    let total = manifest.ram.iter().map(|table| table.pages).sum();
+) -> Result<(Vec<BlockTable>, Vec<DiskTable>), RepoError> {
+    let total = manifest.tables().map(|(_, table)| table.pages).sum();
     counts.total = total;
     counts.captured = total;
     let mut done = 0;
-    let mut ram = Vec::with_capacity(manifest.ram.len());
-    for table in &manifest.ram {
-        let map = PageMap::open(reader, table)?;
-        let sink = Mutex::new(Sink {
-            writer,
-            memory: PageTableBuilder::new(table.pages),
-            counts,
-        });
-        for first in (0..table.pages).step_by(PAGES_AT_ONCE as usize) {
+    let mut copied = Vec::new();
+    for (_, table) in manifest.tables() {
+        let mut at = |page| {
             progress(Progress {
                 phase: Phase::Copy,
-                done: done + first,
+                done: done + page,
                 total,
             });
-            let mut pages = Vec::new();
-            for page in first..table.pages.min(first + PAGES_AT_ONCE) {
-                match map.is_zero(page)? {
-                    true => lock(&sink).counts.zero += 1,
-                    false => pages.push(page),
-                }
-            }
-            map.read_pages(pages, 1, &|page, bytes| {
-                lock(&sink).put(page, bytes, table.page_bytes as usize)
-            })?;
-        }
+        };
+        copied.push(copy_table(reader, table, writer, counts, &mut at)?);
         done += table.pages;
-        let Sink { writer, memory, .. } = sink
-            .into_inner()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
-        let written = memory.finish(writer)?;
-        ram.push(RamTable {
-            name: table.name.clone(),
-            page_bytes: table.page_bytes,
-            pages: table.pages,
-            root: written.root,
-            layers: written.layers,
-        });
     }
-    Ok(ram)
+    let disks = copied.split_off(manifest.ram.len());
+    let disks = manifest
+        .disks
+        .iter()
+        .zip(disks)
+        .map(|(disk, table)| DiskTable {
+            bytes: disk.bytes,
+            table,
+        });
+    Ok((copied, disks.collect()))
 }
 
-/// Stores the pages of one RAM block.
+/// Copies the pages of one table. `at` gets the number of each page that a batch begins with.
+fn copy_table(
+    reader: &Reader<'_>,
+    table: &BlockTable,
+    writer: &mut Writer<'_>,
+    counts: &mut PageCounts,
+    at: &mut dyn FnMut(u64),
+) -> Result<BlockTable, RepoError> {
+    let map = PageMap::open(reader, table)?;
+    let sink = Mutex::new(Sink {
+        writer,
+        memory: PageTableBuilder::new(table.pages),
+        counts,
+    });
+    for first in (0..table.pages).step_by(PAGES_AT_ONCE as usize) {
+        at(first);
+        let mut pages = Vec::new();
+        for page in first..table.pages.min(first + PAGES_AT_ONCE) {
+            match map.is_zero(page)? {
+                true => lock(&sink).counts.zero += 1,
+                false => pages.push(page),
+            }
+        }
+        map.read_pages(pages, 1, &|page, bytes| {
+            lock(&sink).put(page, bytes, table.page_bytes as usize)
+        })?;
+    }
+    let Sink { writer, memory, .. } = sink
+        .into_inner()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    let written = memory.finish(writer)?;
+    Ok(BlockTable {
+        name: table.name.clone(),
+        page_bytes: table.page_bytes,
+        pages: table.pages,
+        root: written.root,
+        layers: written.layers,
+    })
+}
+
+/// Stores the pages of one table.
 struct Sink<'s, 'w> {
     writer: &'s mut Writer<'w>,
     memory: PageTableBuilder,

@@ -48,7 +48,7 @@ pub use format::annotation::{AnnotationError, Note, Tag, Tags};
 pub use format::config::RepositoryId;
 pub use format::lease_record::LeaseRecord;
 pub use format::manifest::{
-    CheckpointId, LayerRef, Manifest, PageCounts, RamTable, Stream, Summary,
+    BlockTable, CheckpointId, DiskTable, LayerRef, Manifest, PageCounts, Stream, Subject, Summary,
 };
 pub use keyring::{KeyInfo, Keyring};
 pub use lease::Lease;

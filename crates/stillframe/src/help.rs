@@ -77,11 +77,16 @@ Examples:
   stillframe -r /srv/checkpoints checkpoint --pid 4711 --json
   stillframe -r /srv/checkpoints checkpoint --qmp /run/web1.qmp --verify
   stillframe -r /srv/checkpoints checkpoint --vm web1 --tag before-upgrade --note 'kernel 6.12 is next'
+  stillframe -r /srv/checkpoints checkpoint --vm web1 --disks capture
 
 The VM runs on, except during the pause that the result reports. If the pause exceeds --pause-limit, the VM resumes
 and the checkpoint is discarded. With --verify the pause lasts as long as reading all guest memory takes. Ctrl-C
 discards the checkpoint. `watch --help` explains the schedules. TIME is a number with its unit: 500ms, 2s, 5m. So is
 SIZE: 64M, 1.5G.
+
+With --disks capture the checkpoint holds the content of all disks that the guest can write to, of the same moment as
+memory. They are read whole while the VM runs on; --copy-buffer limits what the guest may overwrite of each meanwhile.
+Without it their files must not change until the checkpoint is restored.
 
 A tag consists of letters, digits and ._-:/+@=, up to 64 bytes; a checkpoint has up to 32 tags. A note is one line
 of up to 1024 bytes. Both are encrypted with the checkpoint and cannot be changed later.
@@ -334,8 +339,11 @@ Examples:
   stillframe -r /srv/checkpoints export latest --vm web1 --format mapped-ram -o web1.mapped
   stillframe -r /srv/checkpoints export 1a2b3c4d --format migration -o - | ssh other 'cat > web1.stream'
   stillframe -r /srv/checkpoints export latest --vm web1 --format elf -o web1.core
+  stillframe -r /srv/checkpoints export latest --vm web1 --disk virtio0 -o web1-disk.raw
 
-Formats:
+A disk becomes a raw image, with holes for zeros; `show` lists the disks that a checkpoint holds.
+
+Formats of memory:
   mapped-ram  QEMU's migration file with the capability mapped-ram
   migration   QEMU's migration stream
   raw         main RAM by physical address, with a hole below 4 GiB if the machine has one

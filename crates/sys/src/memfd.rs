@@ -1,10 +1,10 @@
 //! A file that lives in memory only, handed to other processes by descriptor.
 
-use rustix::fs::{MemfdFlags, Mode, OFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 
 /// Why a memory file could not be made or used.
 #[derive(Debug, thiserror::Error)]
@@ -52,6 +52,32 @@ impl Memfd {
         Ok(Memfd {
             file: File::from(fd),
         })
+    }
+
+    /// Creates one of this length without any memory in it, whose writes can be stopped ([`Memfd::refuse_writes`]).
+    pub fn sparse(name: &str, bytes: u64) -> Result<Self, MemfdError> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = rustix::fs::memfd_create(name, flags)
+            .map_err(|errno| failed("create", errno.into()))?;
+        let file = File::from(fd);
+        file.set_len(bytes)
+            .map_err(|source| failed("extend", source))?;
+        Ok(Memfd { file })
+    }
+
+    /// The memory that it takes, in bytes: holes take none.
+    pub fn used_bytes(&self) -> Result<u64, MemfdError> {
+        /// The unit of `st_blocks` (stat(2)).
+        const BLOCK_BYTES: u64 = 512;
+        let metadata = self.file.metadata();
+        let metadata = metadata.map_err(|source| failed("examine", source))?;
+        Ok(metadata.blocks() * BLOCK_BYTES)
+    }
+
+    /// From here on each write(2) fails, through any descriptor of any process (`F_SEAL_FUTURE_WRITE`, fcntl(2)).
+    pub fn refuse_writes(&self) -> Result<(), MemfdError> {
+        rustix::fs::fcntl_add_seals(&self.file, SealFlags::FUTURE_WRITE)
+            .map_err(|errno| failed("seal", errno.into()))
     }
 
     /// A new open file description at offset 0 with exactly this access mode: QEMU takes a
@@ -129,6 +155,20 @@ mod tests {
                 limit_bytes: 4
             })
         ));
+    }
+
+    #[test]
+    fn a_sparse_file_takes_memory_until_writes_are_refused() {
+        let memfd = Memfd::sparse("test", 1 << 40).unwrap();
+        let file = File::from(memfd.reopen(Access::ReadWrite).unwrap());
+        assert_eq!(memfd.used_bytes().unwrap(), 0);
+        file.write_all_at(&[1; 8192], 1 << 39).unwrap();
+        assert_eq!(memfd.used_bytes().unwrap(), 8192);
+        memfd.refuse_writes().unwrap();
+        assert!(file.write_all_at(&[2; 1], 0).is_err());
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, 1 << 39).unwrap();
+        assert_eq!(byte, [1]);
     }
 
     #[test]

@@ -162,7 +162,12 @@ impl Committing {
     pub fn records(&self, image: &Path) -> Result<u64> {
         let raw = self.folder.path().join("content");
         convert(image, self.format, &raw)?;
-        let content = fs::read(&raw)?;
+        self.records_of_raw(&raw)
+    }
+
+    /// The same of an image that is nothing but the disk's content.
+    pub fn records_of_raw(&self, image: &Path) -> Result<u64> {
+        let content = fs::read(image)?;
         ensure!(
             content.len() == (DISK_MIB as usize) << 20,
             "{} bytes",

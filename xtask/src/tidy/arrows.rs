@@ -9,6 +9,7 @@ const RULES: &[(&str, &[&str])] = &[
     ("stillframe-sys", &[]),
     ("stillframe-page", &[]),
     ("stillframe-link", &[]),
+    ("stillframe-nbd", &[]),
     ("stillframe-qemu", &["stillframe-page", "stillframe-sys"]),
     ("stillframe-repo", &["stillframe-fault", "stillframe-page"]),
     (
@@ -19,6 +20,7 @@ const RULES: &[(&str, &[&str])] = &[
             "stillframe-qemu",
             "stillframe-page",
             "stillframe-link",
+            "stillframe-nbd",
             "stillframe-repo",
         ],
     ),

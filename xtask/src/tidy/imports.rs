@@ -96,6 +96,7 @@ const ENGINE: &[&str] = &[
     "inhibitor",
     "placement",
     "memory",
+    "disks",
     "post_restore",
     "guest_clock",
     "tracking",

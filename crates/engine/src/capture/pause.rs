@@ -14,6 +14,10 @@
 //! - The guardian has the pipe too, and reads it when the limit passes or when this process dies.
 //! - When both die, the pipe is closed, QEMU's write fails, and QEMU resumes the VM.
 //!
+//! With disks in the checkpoint there are more commands: stop, filters below the disks, save, resume. QEMU gets all of them
+//! in one piece before the first is carried out, and keeps the connection open by itself until the last. So the ways back
+//! are the same ([`Monitor::send_pause_with_disks`]).
+//!
 //! A guest that is suspended to RAM is the exception: QEMU stops it and does not resume it. So `cont` is sent
 //! afterwards, by the guardian if need be.
 
@@ -21,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::device_state;
-use stillframe_qemu::monitor::{Monitor, MonitorError, RunState};
+use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError, RunState, SnapshotNumber};
 use stillframe_qemu::qmp::{QmpError, Ticket};
 use stillframe_sys::affinity::{self, AffinityGuard, Processors};
 use stillframe_sys::process::Process;
@@ -69,6 +73,16 @@ pub enum PauseError {
         /// QEMU's word for it.
         status: String,
     },
+    /// The disks are not in the snapshot.
+    #[error(
+        "QEMU did not put the snapshot of a disk in place; the VM was resumed, and this checkpoint is discarded"
+    )]
+    Disks(#[source] QmpError),
+    /// Another client resumed or stopped the VM between the commands of a pause with disks.
+    #[error(
+        "another client of QEMU stopped or resumed the VM in the pause; this checkpoint is discarded"
+    )]
+    Interfered,
     /// QEMU did not carry out a command.
     #[error("QEMU failed a command of the pause; the VM was resumed")]
     Monitor(#[from] MonitorError),
@@ -128,6 +142,8 @@ pub struct Pause<'a> {
     pub state: &'a mut StateStream,
     /// Nothing is done while the device state is saved, to measure how long that takes by itself.
     pub state_first: bool,
+    /// The disks whose filters are put in place.
+    pub disks: &'a [(SnapshotNumber, DiskDevice)],
     /// The VM is resumed after this.
     pub limit: Duration,
     /// The run state of the VM just before.
@@ -165,7 +181,8 @@ impl Pause<'_> {
         let _placement = AffinityGuard::to(self.spare);
         monitor.client().take_events()?;
         self.state.prepare()?;
-        let suspended = self.before.is_suspended();
+        // With disks, `cont` is one of the commands.
+        let suspended = self.before.is_suspended() && self.disks.is_empty();
         let mut paused = PausedVm::held_by_state(monitor, guardian, self.limit, suspended)?;
         let begin = Instant::now();
         let saved = self.stopped(paused.monitor(), &mut record, &own);
@@ -196,7 +213,7 @@ impl Pause<'_> {
         let limit = self.limit + ANSWER_GRACE;
         fault::at(Point::PauseBeforeStop)?;
         let begin = Instant::now();
-        let saving = monitor.send_save_device_state(self.state.file())?;
+        let (saving, around) = self.send(monitor)?;
         self.state.await_stopped(monitor, &saving, limit)?;
         record.stop = us(begin);
         // From here on the vCPUs' processors are free, and QEMU's main thread has much to do.
@@ -207,11 +224,29 @@ impl Pause<'_> {
         let wait = Instant::now();
         let saved = self.state.finish(monitor, saving, limit)?;
         record.wait += us(wait);
+        if let Some(around) = around {
+            around.wait(monitor, limit)?;
+        }
         if !self.state_first {
             record.device_state = us(state_begin);
         }
         captured?;
         Ok(saved)
+    }
+
+    /// Sends the commands of the pause: the one that saves the device state, and those around it.
+    fn send(&mut self, monitor: &mut Monitor) -> Result<(Ticket, Option<Around>), PauseError> {
+        if self.disks.is_empty() {
+            return Ok((monitor.send_save_device_state(self.state.file())?, None));
+        }
+        let runs = self.before.running || self.before.is_suspended();
+        let sent = monitor.send_pause_with_disks(self.disks, self.state.file(), runs)?;
+        let around = Around {
+            before: sent.before,
+            resuming: sent.resuming,
+            last: sent.last,
+        };
+        Ok((sent.saving, Some(around)))
     }
 
     /// Scan and copy; the guest is stopped.
@@ -262,6 +297,9 @@ impl Pause<'_> {
         let events = monitor.client().take_events()?;
         let names: Vec<&str> = events.iter().map(|event| event.name.as_str()).collect();
         let running = stopped_and_resumed(&names);
+        if !self.disks.is_empty() && names.iter().filter(|name| **name == "STOP").count() > 1 {
+            return Err(PauseError::Interfered);
+        }
         if running != self.before.running && !self.before.is_suspended() {
             // A `stop` or `cont` of another client came just before; or a migration that took the VM away.
             let state = monitor.run_state()?;
@@ -279,6 +317,38 @@ impl Pause<'_> {
             sections,
             running,
         })
+    }
+}
+
+/// The commands before and behind the one that saves the device state.
+struct Around {
+    before: Vec<Ticket>,
+    resuming: Option<Ticket>,
+    last: Ticket,
+}
+
+impl Around {
+    /// Awaits their replies; the device state is saved.
+    fn wait(self, monitor: &mut Monitor, limit: Duration) -> Result<(), PauseError> {
+        let client = monitor.client();
+        let before = self
+            .before
+            .into_iter()
+            .map(|ticket| client.wait(ticket, limit));
+        let before: Vec<_> = before.collect();
+        let resumed = self.resuming.map(|ticket| client.wait(ticket, limit));
+        let last = client.wait(self.last, limit);
+        // First of all the guest.
+        if let Some(Err(error)) = resumed {
+            if monitor.run_state()?.status == "paused" {
+                monitor.cont()?;
+            }
+            return Err(error.into());
+        }
+        for reply in before.into_iter().chain([last]) {
+            reply.map_err(PauseError::Disks)?;
+        }
+        Ok(())
     }
 }
 

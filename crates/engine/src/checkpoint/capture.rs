@@ -1,10 +1,11 @@
 //! The capturing half: rounds, the pause, and its result.
 
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::monitor::RunState;
+use stillframe_qemu::monitor::{DiskDevice, MonitorError, RunState, SnapshotNumber};
 use stillframe_qemu::record::VmRecord;
 use stillframe_sys::affinity::Processors;
 
@@ -19,6 +20,7 @@ use crate::capture::schedule::{
     Auto, Bursts, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
 };
 use crate::capture::staging::StagingBuffer;
+use crate::disks::{DiskChoice, DiskSnapshots, DiskView, DisksError};
 use crate::memory::BlockShape;
 use crate::placement;
 use crate::tracking::error::TrackerError;
@@ -56,6 +58,10 @@ pub struct Captured {
     pub(crate) time: jiff::Timestamp,
     pub(crate) device_state: Vec<u8>,
     pub(crate) image: Option<Image>,
+    /// The disks as they were, if they are stored, too. QEMU keeps them until this capture is settled.
+    pub(crate) disks: Mutex<Vec<DiskView>>,
+    /// How much of each the guest may overwrite meanwhile, in bytes.
+    pub(crate) disk_limit: u64,
     /// Where it is to be stored.
     pub(crate) spare: Processors,
 }
@@ -108,6 +114,8 @@ impl Vm {
             time: jiff::Timestamp::now(),
             device_state: Vec::new(),
             image: None,
+            disks: Mutex::default(),
+            disk_limit: options.copy_buffer_bytes,
             spare: placement::processors(&self.target.process),
         };
         let filled = match self.fill(&mut captured, hasher, options) {
@@ -148,7 +156,15 @@ impl Vm {
     /// A capture is not needed: it was not marked as in flight and its pages are still pending, or an earlier one
     /// was rolled back.
     pub fn discard(&mut self, captured: Captured) {
-        let mut staging = captured.staging;
+        let Captured {
+            mut staging, disks, ..
+        } = captured;
+        // QEMU waits for open connections.
+        drop(disks);
+        if let Err(error) = self.end_disks() {
+            // The next attachment takes it away.
+            self.disks_left = Some(error);
+        }
         match self.staging_buffers.len() {
             0..STAGES_KEPT => self.staging_buffers.push(staging),
             STAGES_KEPT..STAGES_MAX => {
@@ -191,9 +207,17 @@ impl Vm {
             &mut self.monitor,
         )?;
         captured.copying = us(begin);
-        if let Err(error) = self.pause(captured, schedule.as_mut(), hasher, options) {
+        let snapshots = match options.disks {
+            DiskChoice::Reference => None,
+            DiskChoice::Capture => Some(self.begin_disks()?),
+        };
+        let filters = snapshots.as_ref().map_or(&[][..], DiskSnapshots::filters);
+        if let Err(error) = self.pause(captured, schedule.as_mut(), filters, hasher, options) {
             schedule.give_up(&self.tracker);
             return Err(error);
+        }
+        if let Some(snapshots) = snapshots {
+            captured.disks = Mutex::new(snapshots.open(&mut self.monitor)?);
         }
         let resumed_at = Instant::now();
         schedule.after(&mut work(&mut self.tracker, &mut self.bursts, captured))?;
@@ -206,6 +230,23 @@ impl Vm {
         // And so does a device.
         let state = &captured.device_state;
         Ok(self.devices.check(&mut self.monitor, state)?)
+    }
+
+    /// Makes the snapshots of the disks ready for the pause.
+    fn begin_disks(&mut self) -> Result<DiskSnapshots, DisksError> {
+        // What an earlier attempt has left.
+        self.end_disks()?;
+        let snapshots = DiskSnapshots::begin(&mut self.monitor)?;
+        self.disks_at_work = true;
+        Ok(snapshots)
+    }
+
+    /// Takes the snapshots of the disks away, if there are any.
+    pub(crate) fn end_disks(&mut self) -> Result<(), MonitorError> {
+        match std::mem::take(&mut self.disks_at_work) {
+            true => self.monitor.end_snapshots(true),
+            false => Ok(()),
+        }
     }
 
     /// In which what is captured was written.
@@ -231,6 +272,7 @@ impl Vm {
         &mut self,
         captured: &mut Captured,
         schedule: &mut dyn Schedule,
+        filters: &[(SnapshotNumber, DiskDevice)],
         hasher: &ContentHasher,
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
@@ -263,6 +305,7 @@ impl Vm {
                 .auto
                 .as_ref()
                 .is_some_and(Auto::should_time_device_state),
+            disks: filters,
             limit: options.pause_limit,
             before,
             // What the guest writes to a disk after this changes the disk, by the restore's account.

@@ -1,16 +1,22 @@
 //! The storing half: from the staging buffer into the repository.
 
 use std::collections::BTreeMap;
+use std::sync::PoisonError;
 use std::time::Instant;
 
 use stillframe_repo::{
-    CheckpointId, Committed, Manifest, Note, RepoError, Repository, Tags, Writer,
+    BlockTable, CheckpointId, Committed, DiskTable, Manifest, Note, RepoError, Repository, Tags,
+    Writer,
 };
 use stillframe_sys::affinity::AffinityGuard;
 
-use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVICE_STATE, Phases};
+use super::{
+    Captured, CheckpointError, CheckpointOptions, CheckpointReport, DEVICE_STATE, Phases,
+    StoredDisk,
+};
 use crate::attach::Parent;
 use crate::capture::downtime::us;
+use crate::disks::DiskView;
 use crate::encoding::delta_cache::{Contents, DeltaCache};
 use crate::encoding::page_encoder::PageEncoder;
 use crate::memory::BlockShape;
@@ -169,9 +175,14 @@ impl CheckpointWriter {
             }
         }
         let begin = Instant::now();
-        let manifest = transaction.manifest(captured)?;
+        let ram = transaction.sink.finish(&captured.blocks)?;
+        let mut commit = us(begin);
+        let (disks, stored_disks) = self.put_disks(&mut transaction, captured, progress)?;
+        let begin = Instant::now();
+        let mut manifest = transaction.manifest(captured, ram)?;
+        manifest.disks = disks;
         let committed = transaction.sink.writer.commit(manifest.clone())?;
-        let commit = us(begin);
+        commit += us(begin);
         transaction
             .stream
             .remember(&captured.staging, &mut self.cache);
@@ -188,10 +199,53 @@ impl CheckpointWriter {
                 committed,
                 commit,
                 &transaction.stream,
-                transaction.missing_packs,
+                (transaction.missing_packs, stored_disks),
             ),
             found: transaction.stream.outcome,
         })
+    }
+
+    /// Stores the disks of a capture; QEMU shows them as they were at the pause.
+    fn put_disks(
+        &mut self,
+        transaction: &mut Transaction<'_>,
+        captured: &Captured,
+        progress: ProgressSink<'_>,
+    ) -> Result<(Vec<DiskTable>, Vec<StoredDisk>), CheckpointError> {
+        let mut views = captured
+            .disks
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let pages = |view: &DiskView| view.shape().pages;
+        let total = views.iter().map(pages).sum();
+        let (mut done, mut tables, mut stored) = (0, Vec::new(), Vec::new());
+        let nothing = DeltaCache::default();
+        for view in views.iter_mut() {
+            let shape = [view.shape()];
+            transaction.sink.begin(&shape);
+            let mut stream = PageStream::new(&shape);
+            let read = view.read(captured.disk_limit, &mut |pages: &[Page<'_>]| {
+                let sink = &mut transaction.sink;
+                stream.put(sink, &mut self.encoder, &nothing, 0, pages)?;
+                let at = pages.last().map_or(0, |page| page.number + 1);
+                progress(Progress::StoringDisks {
+                    done: done + at,
+                    total,
+                });
+                Ok::<(), CheckpointError>(())
+            })?;
+            done += shape[0].pages;
+            let bytes = view.bytes();
+            let finished = transaction.sink.finish(&shape)?.into_iter();
+            tables.extend(finished.map(|table| DiskTable { bytes, table }));
+            stored.push(StoredDisk {
+                device: view.device().to_owned(),
+                bytes,
+                bytes_read: read.bytes,
+                pages: stream.counts.into(),
+            });
+        }
+        Ok((tables, stored))
     }
 
     /// Compares the checkpoint just made with the image taken in its pause, where there is one.
@@ -237,8 +291,11 @@ impl Transaction<'_> {
     }
 
     /// Stores what the pages are and the device state, and describes it all.
-    fn manifest(&mut self, captured: &Captured) -> Result<Manifest, CheckpointError> {
-        let ram = self.sink.finish(&captured.blocks)?;
+    fn manifest(
+        &mut self,
+        captured: &Captured,
+        ram: Vec<BlockTable>,
+    ) -> Result<Manifest, CheckpointError> {
         let stream = self.sink.writer.put_whole_stream(&captured.device_state)?;
         Ok(Manifest {
             vm: captured.record.label.clone(),
@@ -247,6 +304,7 @@ impl Transaction<'_> {
             tags: self.tags.clone(),
             note: self.note.clone(),
             ram,
+            disks: Vec::new(),
             streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
             pages: self.stream.counts.into(),
             bytes_stored: self.sink.writer.bytes_stored(),
@@ -263,7 +321,7 @@ fn report(
     committed: Committed,
     commit: u64,
     stream: &PageStream,
-    missing_packs: Vec<String>,
+    (missing_packs, disks): (Vec<String>, Vec<StoredDisk>),
 ) -> CheckpointReport {
     CheckpointReport {
         clock_taken_us: 0,
@@ -278,6 +336,7 @@ fn report(
         downtime_us: captured.downtime,
         pages: manifest.pages,
         copied: captured.copied,
+        disks,
         bytes_stored: committed.bytes_stored,
         total_us: us(captured.begin),
         phases_us: Phases {

@@ -52,6 +52,8 @@ fn capture(memory: &FakeMemory, written: &[Range<u64>]) -> Captured {
         time: jiff::Timestamp::now(),
         device_state: device_state(&[("timer", &[1; 16])]),
         image: None,
+        disks: Default::default(),
+        disk_limit: 0,
         spare: affinity::of_this_thread(),
     }
 }

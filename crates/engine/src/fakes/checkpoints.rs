@@ -75,6 +75,7 @@ impl FakeRepository {
             tags: Tags::default(),
             note: None,
             ram: sink.finish(&shapes).unwrap(),
+            disks: Vec::new(),
             streams: BTreeMap::from([(
                 DEVICE_STATE.to_owned(),
                 sink.writer.put_whole_stream(raw_state).unwrap(),

@@ -15,7 +15,7 @@ use stillframe_page::GuestPage;
 use stillframe_qemu::launch::{self, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock, Reached};
 use stillframe_qemu::target;
-use stillframe_repo::{PageMap, RamTable, Reader, WorkingSet};
+use stillframe_repo::{BlockTable, PageMap, Reader, WorkingSet};
 use stillframe_sys::process::Process;
 use stillframe_sys::uffd::Uffd;
 
@@ -352,7 +352,7 @@ fn tables_of(
     record: &FillingRecord,
     files: &Files,
     reader: &Reader<'_>,
-) -> Result<Vec<RamTable>, RestoreError> {
+) -> Result<Vec<BlockTable>, RestoreError> {
     let manifest = reader.manifest(&record.checkpoint)?;
     let names = record.blocks.iter().map(|block| &block.name);
     let tables = names.map(|name| {

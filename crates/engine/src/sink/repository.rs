@@ -6,7 +6,7 @@
 use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
 use stillframe_repo::page_table::table::PageRef;
-use stillframe_repo::{PageCounts, PageTableBuilder, Put, RamTable, RepoError, Writer};
+use stillframe_repo::{BlockTable, PageCounts, PageTableBuilder, Put, RepoError, Writer};
 
 use super::{EncodedBatch, PageSink};
 use crate::encoding::page_encoder::PageEncoding;
@@ -27,18 +27,17 @@ pub struct RepositoryPages<'r> {
 impl<'r> RepositoryPages<'r> {
     /// A sink for memory that follows no checkpoint.
     pub fn first(writer: Writer<'r>, blocks: &[BlockShape], dedup: bool) -> RepositoryPages<'r> {
-        let tables = blocks
-            .iter()
-            .map(|block| PageTableBuilder::new(block.pages));
-        RepositoryPages {
+        let mut pages = RepositoryPages {
             writer,
-            tables: tables.collect(),
+            tables: Vec::new(),
             dedup,
-        }
+        };
+        pages.begin(blocks);
+        pages
     }
 
     /// A sink for memory that was as in these tables.
-    pub fn after(writer: Writer<'r>, tables: &[RamTable], dedup: bool) -> RepositoryPages<'r> {
+    pub fn after(writer: Writer<'r>, tables: &[BlockTable], dedup: bool) -> RepositoryPages<'r> {
         RepositoryPages {
             writer,
             tables: tables.iter().map(PageTableBuilder::after).collect(),
@@ -46,15 +45,23 @@ impl<'r> RepositoryPages<'r> {
         }
     }
 
+    /// Begins blocks that follow no checkpoint: those before are finished.
+    pub fn begin(&mut self, blocks: &[BlockShape]) {
+        let tables = blocks.iter();
+        self.tables = tables
+            .map(|block| PageTableBuilder::new(block.pages))
+            .collect();
+    }
+
     /// Writes the tables of all blocks.
     ///
     /// # Errors
     /// That of the repository.
-    pub fn finish(&mut self, blocks: &[BlockShape]) -> Result<Vec<RamTable>, RepoError> {
+    pub fn finish(&mut self, blocks: &[BlockShape]) -> Result<Vec<BlockTable>, RepoError> {
         let tables = std::mem::take(&mut self.tables).into_iter();
         let finished = blocks.iter().zip(tables).map(|(block, table)| {
             let written = table.finish(&mut self.writer)?;
-            Ok(RamTable {
+            Ok(BlockTable {
                 name: block.name.clone(),
                 page_bytes: PAGE_BYTES as u32,
                 pages: block.pages,

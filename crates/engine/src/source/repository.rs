@@ -4,14 +4,14 @@ pub use stillframe_repo::RepoError as Error;
 pub use stillframe_repo::working_set::PAGES_MAX as WORKING_SET_PAGES_MAX;
 
 use stillframe_page::{PAGE_BYTES, PageRequest};
-use stillframe_repo::{PageMap, PageReader, RamTable};
+use stillframe_repo::{BlockTable, PageMap, PageReader};
 
 use super::{PageFetcher, PageSource, SourceError, StillWanted, TakeMany, TakePages};
 use crate::memory::BlockShape;
 
 /// The names and lengths of the blocks of a checkpoint.
-pub fn shapes(tables: &[RamTable]) -> Vec<BlockShape> {
-    let shape = |table: &RamTable| BlockShape {
+pub fn shapes(tables: &[BlockTable]) -> Vec<BlockShape> {
+    let shape = |table: &BlockTable| BlockShape {
         name: table.name.clone(),
         pages: table.pages * u64::from(table.page_bytes) / PAGE_BYTES,
     };

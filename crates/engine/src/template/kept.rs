@@ -8,7 +8,7 @@ use std::time::SystemTime;
 
 use rustix::fs::{Timespec, Timestamps, UTIME_NOW, futimens};
 use serde::{Deserialize, Serialize};
-use stillframe_repo::RamTable;
+use stillframe_repo::BlockTable;
 use stillframe_sys::private_dir::{Access, PrivateDir};
 
 use super::{LOCK, TemplateError, failed, file_name};
@@ -159,7 +159,7 @@ pub(super) fn remove_leftovers(folder: &PrivateDir) -> Result<(), TemplateError>
 /// Records the files' identity, when nothing changes them any more.
 pub(super) fn record(
     template: &PrivateDir,
-    tables: &[&RamTable],
+    tables: &[&BlockTable],
     files: &[File],
 ) -> Result<(), TemplateError> {
     let path = template.path().join(RECORD);
@@ -178,7 +178,7 @@ pub(super) fn record(
 pub(super) fn unchanged(
     folder: &PrivateDir,
     name: &str,
-    tables: &[&RamTable],
+    tables: &[&BlockTable],
 ) -> Result<Option<(PrivateDir, Vec<u64>)>, TemplateError> {
     let Some(template) = folder.directory(name)? else {
         return Ok(None);

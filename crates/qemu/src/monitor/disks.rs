@@ -49,6 +49,19 @@ impl Disk {
     }
 }
 
+/// A disk as a device of the VM has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskDevice {
+    /// The drive or device, as [`super::Disk`] names it.
+    pub device: String,
+    /// The node that the device reads and writes.
+    pub node: String,
+    /// The object in QEMU whose property `drive` names that node.
+    pub path: String,
+    /// Its length in bytes.
+    pub bytes: u64,
+}
+
 /// Gives up or takes disk images (QEMU 10).
 const SET_ACTIVE: &str = "blockdev-set-active";
 
@@ -102,10 +115,12 @@ impl Monitor {
 
 /// One element of `query-block`.
 #[derive(Debug, Deserialize)]
-struct Drive {
+pub(super) struct Drive {
     #[serde(default)]
     device: String,
     qdev: Option<String>,
+    #[serde(default)]
+    removable: bool,
     inserted: Option<Inserted>,
 }
 
@@ -220,6 +235,26 @@ impl Drive {
         let id = path.split('/').next().unwrap_or_default();
         // The path of any other device begins with a slash.
         !path.starts_with('/') && !ids.contains(id)
+    }
+
+    /// The disk, if the guest can write to it, and it stays in its device.
+    pub(super) fn writable(self) -> Option<DiskDevice> {
+        let device = self.label();
+        let is_flash = self.is_flash();
+        let qdev = self.qdev?;
+        let path = match qdev.starts_with('/') {
+            true => qdev,
+            // The id of a device.
+            false => format!("/machine/peripheral/{qdev}"),
+        };
+        let inserted = self.inserted.filter(|inserted| !inserted.ro)?;
+        let disk = DiskDevice {
+            device,
+            node: inserted.node_name,
+            path,
+            bytes: inserted.image.bytes,
+        };
+        (!is_flash && !self.removable).then_some(disk)
     }
 
     /// The drive's name; for a `-blockdev`, which has none, the id of its device.

@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{LENDER, Monitor, MonitorError, typed, unexpected};
 use crate::qmp::Ticket;
@@ -16,6 +16,19 @@ pub struct StateFile {
     fdset: i64,
     /// Its number inside QEMU.
     fd: i32,
+}
+
+impl StateFile {
+    /// The command that saves the state of all devices into it.
+    pub(super) fn save(&self) -> (&'static str, Value) {
+        let arguments = json!({
+            // Not `/dev/fdset`, which QEMU truncates: that fails for a pipe.
+            "filename": format!("/proc/self/fd/{}", self.fd),
+            // The default, true, gives up the locks of the disk images of a stopped VM.
+            "live": false,
+        });
+        ("xen-save-devices-state", arguments)
+    }
 }
 
 /// `add-fd`.
@@ -84,13 +97,8 @@ impl Monitor {
     /// command and no migration can come in between. A VM that was paused stays paused; a suspended VM is left in
     /// `save-vm`, which `cont` ends.
     pub fn send_save_device_state(&mut self, file: &StateFile) -> Result<Ticket, MonitorError> {
-        let arguments = json!({
-            // Not `/dev/fdset`, which QEMU truncates: that fails for a pipe.
-            "filename": format!("/proc/self/fd/{}", file.fd),
-            // The default, true, gives up the locks of the disk images of a stopped VM.
-            "live": false,
-        });
-        Ok(self.client.send("xen-save-devices-state", arguments)?)
+        let (command, arguments) = file.save();
+        Ok(self.client.send(command, arguments)?)
     }
 
     /// Waits until the device state is saved.

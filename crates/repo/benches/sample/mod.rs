@@ -22,6 +22,7 @@ pub fn manifest() -> Manifest {
         tags: Default::default(),
         note: None,
         ram: Vec::new(),
+        disks: Vec::new(),
         streams: Default::default(),
         pages: PageCounts::default(),
         bytes_stored: 0,

@@ -74,7 +74,10 @@ pub struct Manifest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<Note>,
     /// The page tables of the RAM blocks.
-    pub ram: Vec<RamTable>,
+    pub ram: Vec<BlockTable>,
+    /// The disks whose content was taken at the same moment.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskTable>,
     /// Byte strings, such as `device-state`.
     pub streams: BTreeMap<String, Stream>,
     /// What the capture counted.
@@ -87,11 +90,21 @@ pub struct Manifest {
     pub downtime_us: serde_json::Value,
 }
 
-/// The page table of one RAM block.
+/// The content of one disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct RamTable {
-    /// QEMU's name of the block.
+pub struct DiskTable {
+    /// The length of the disk in bytes. The last page of the table is filled up with zeros.
+    pub bytes: u64,
+    /// Its page table, with the name of the device that the disk belongs to.
+    pub table: BlockTable,
+}
+
+/// The page table of one RAM block, or of a disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BlockTable {
+    /// QEMU's name of the block; of a disk, that of its device.
     pub name: String,
     /// Length of a page in bytes.
     pub page_bytes: u32,
@@ -221,30 +234,66 @@ impl Manifest {
         Ok(body)
     }
 
+    /// The page tables of all RAM blocks, then of all disks.
+    pub fn tables(&self) -> impl Iterator<Item = (Subject, &BlockTable)> {
+        let ram = self.ram.iter().map(|table| (Subject::Ram, table));
+        let disks = self.disks.iter();
+        ram.chain(disks.map(|disk| (Subject::Disk, &disk.table)))
+    }
+
     /// An error that describes the first inconsistency, if there is one.
     fn check(&self) -> Result<(), String> {
-        for (at, table) in self.ram.iter().enumerate() {
+        for (at, (subject, table)) in self.tables().enumerate() {
+            let what = subject.named(table);
             if !table.page_bytes.is_power_of_two() || !(512..=2 << 20).contains(&table.page_bytes) {
-                return Err(format!(
-                    "RAM block '{}' has pages of {} bytes",
-                    table.name, table.page_bytes
-                ));
+                return Err(format!("{what} has pages of {} bytes", table.page_bytes));
             }
             if table.pages > PAGES_MAX {
-                return Err(format!("RAM block '{}' has too many pages", table.name));
+                return Err(format!("{what} has too many pages"));
             }
             let layers = &table.layers;
             if layers.len() > LAYERS_MAX || !layers.is_sorted_by_key(|at| u8::MAX - at.level) {
                 return Err(format!(
-                    "RAM block '{}' has too many layers, or has them out of order",
-                    table.name
+                    "{what} has too many layers, or has them out of order"
                 ));
             }
-            if self.ram[..at].iter().any(|other| other.name == table.name) {
-                return Err(format!("RAM block '{}' is named twice", table.name));
+            let mut before = self.tables().take(at);
+            if before.any(|(other, named)| other == subject && named.name == table.name) {
+                return Err(format!("{what} is named twice"));
             }
         }
-        Ok(())
+        let length = |disk: &&DiskTable| {
+            disk.bytes.div_ceil(disk.table.page_bytes.into()) != disk.table.pages
+        };
+        match self.disks.iter().find(length) {
+            Some(disk) => Err(format!(
+                "{} has {} bytes, but {} pages",
+                Subject::Disk.named(&disk.table),
+                disk.bytes,
+                disk.table.pages
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What a page table describes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Subject {
+    /// A RAM block.
+    Ram,
+    /// A disk.
+    Disk,
+}
+
+impl Subject {
+    /// The words for one.
+    pub fn named(self, table: &BlockTable) -> String {
+        let kind = match self {
+            Subject::Ram => "RAM block",
+            Subject::Disk => "disk",
+        };
+        format!("{kind} '{}'", table.name)
     }
 }
 

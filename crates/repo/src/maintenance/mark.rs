@@ -10,7 +10,7 @@ use stillframe_page::PAGE;
 use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
-use crate::format::manifest::{CheckpointId, Manifest, RamTable};
+use crate::format::manifest::{BlockTable, CheckpointId, Manifest};
 use crate::index::mark_bitmaps::Mark;
 use crate::maintenance::problem::Problem;
 use crate::page_table::overlay::Overlay;
@@ -63,7 +63,8 @@ fn chains(repository: &Repository, ids: &[CheckpointId]) -> Result<HashSet<Chain
     for id in ids {
         // The walk itself reports manifests that cannot be read.
         if let Ok(Some(manifest)) = repository.read_manifest(id) {
-            let layered = manifest.ram.iter().filter(|table| !table.layers.is_empty());
+            let tables = manifest.tables().map(|(_, table)| table);
+            let layered = tables.filter(|table| !table.layers.is_empty());
             chains.extend(layered.map(|table| chain(table, table.layers.len())));
         }
     }
@@ -73,7 +74,7 @@ fn chains(repository: &Repository, ids: &[CheckpointId]) -> Result<HashSet<Chain
 /// A table and the first `layers` layers over it, by their hash.
 type Chain = [u8; 32];
 
-fn chain(table: &RamTable, layers: usize) -> Chain {
+fn chain(table: &BlockTable, layers: usize) -> Chain {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&table.root.0);
     for layer in &table.layers[..layers] {
@@ -86,6 +87,12 @@ fn label(id: &CheckpointId) -> String {
     format!("{}/{id}", Area::Manifests.folder())
 }
 
+/// A table and the words for the block or disk that it describes.
+struct Named<'t> {
+    words: String,
+    table: &'t BlockTable,
+}
+
 struct Walk<'a, 'b> {
     repository: &'a mut Repository,
     on_problem: &'a mut (dyn FnMut(Problem) -> Result<(), RepoError> + 'b),
@@ -96,9 +103,13 @@ struct Walk<'a, 'b> {
 
 impl Walk<'_, '_> {
     fn manifest(&mut self, manifest: &Manifest) -> Result<(), RepoError> {
-        for table in &manifest.ram {
-            self.table(table)?;
-            self.layers(table)?;
+        for (subject, table) in manifest.tables() {
+            let named = Named {
+                words: subject.named(table),
+                table,
+            };
+            self.table(&named)?;
+            self.layers(&named)?;
         }
         for (name, stream) in &manifest.streams {
             let mut bytes = 0;
@@ -117,8 +128,9 @@ impl Walk<'_, '_> {
         Ok(())
     }
 
-    fn table(&mut self, table: &RamTable) -> Result<(), RepoError> {
-        let Some(root) = self.node(&table.root, table)? else {
+    fn table(&mut self, of: &Named<'_>) -> Result<(), RepoError> {
+        let table = of.table;
+        let Some(root) = self.node(&table.root, of)? else {
             return Ok(());
         };
         let segments = match decode_root(&root, table.pages) {
@@ -130,29 +142,28 @@ impl Walk<'_, '_> {
             let PageRef::Stored(id) = segment else {
                 continue;
             };
-            if self.visit(&id, table)? {
+            if self.visit(&id, of)? {
                 batch.push((number, id));
             }
             if batch.len() == BATCH {
-                self.segments(std::mem::take(&mut batch), table)?;
+                self.segments(std::mem::take(&mut batch), of)?;
             }
         }
-        self.segments(batch, table)
+        self.segments(batch, of)
     }
 
     /// Marks the layers of a table. Content of an older layer that a newer one replaces need not exist any more.
     /// If another checkpoint has all layers but the last, their content is marked for it already.
-    fn layers(&mut self, table: &RamTable) -> Result<(), RepoError> {
+    fn layers(&mut self, of: &Named<'_>) -> Result<(), RepoError> {
+        let Named { words, table } = of;
         let Some((last, below)) = table.layers.split_last() else {
             return Ok(());
         };
         if table.page_bytes as usize != PAGE {
-            let (name, bytes) = (&table.name, table.page_bytes);
-            return self.problem(format!(
-                "RAM block '{name}' has layers over pages of {bytes} bytes"
-            ));
+            let bytes = table.page_bytes;
+            return self.problem(format!("{words} has layers over pages of {bytes} bytes"));
         }
-        let what = format!("a layer of RAM block '{}'", table.name);
+        let what = format!("a layer of {words}");
         for layer in below {
             self.used(&layer.id, &what)?;
         }
@@ -164,27 +175,23 @@ impl Walk<'_, '_> {
             false => &table.layers,
         };
         match Overlay::read(self.repository.blobs(), newest, table.pages) {
-            Ok(overlay) => self.overlay(&overlay, table),
+            Ok(overlay) => self.overlay(&overlay, of),
             Err(error) => self.unreadable(&error),
         }
     }
 
-    fn overlay(&mut self, overlay: &Overlay, table: &RamTable) -> Result<(), RepoError> {
+    fn overlay(&mut self, overlay: &Overlay, of: &Named<'_>) -> Result<(), RepoError> {
         for &(page, content) in &overlay.whole {
-            self.page(page.into(), content, table)?;
+            self.page(page.into(), content, of)?;
         }
-        let what = format!("the changes of pages of RAM block '{}'", table.name);
+        let what = format!("the changes of pages of {}", of.words);
         for part in overlay.deltas.parts() {
             self.used(part, &what)?;
         }
         Ok(())
     }
 
-    fn segments(
-        &mut self,
-        batch: Vec<(u64, ContentId)>,
-        table: &RamTable,
-    ) -> Result<(), RepoError> {
+    fn segments(&mut self, batch: Vec<(u64, ContentId)>, of: &Named<'_>) -> Result<(), RepoError> {
         let ids: Vec<ContentId> = batch.iter().map(|(_, id)| *id).collect();
         let read = match self.repository.blobs().read_many(&ids) {
             Ok(read) => read.into_iter().map(Ok).collect(),
@@ -195,50 +202,45 @@ impl Walk<'_, '_> {
                 .collect::<Vec<_>>(),
         };
         for ((number, id), bytes) in batch.into_iter().zip(read) {
-            let count = segment_pages(table.pages, number);
+            let count = segment_pages(of.table.pages, number);
             let entries = bytes.and_then(|bytes| {
                 decode_segment(&bytes, count).map_err(|error| bad_blob(&id, &error))
             });
             match entries {
-                Ok(entries) => self.pages(&entries, number * SEGMENT_PAGES, table)?,
+                Ok(entries) => self.pages(&entries, number * SEGMENT_PAGES, of)?,
                 Err(error) => self.unreadable(&error)?,
             }
         }
         Ok(())
     }
 
-    fn pages(
-        &mut self,
-        entries: &[PageRef],
-        first: u64,
-        table: &RamTable,
-    ) -> Result<(), RepoError> {
+    fn pages(&mut self, entries: &[PageRef], first: u64, of: &Named<'_>) -> Result<(), RepoError> {
         for (page, &content) in (first..).zip(entries) {
-            self.page(page, content, table)?;
+            self.page(page, content, of)?;
         }
         Ok(())
     }
 
-    fn page(&mut self, page: u64, content: PageRef, table: &RamTable) -> Result<(), RepoError> {
+    fn page(&mut self, page: u64, content: PageRef, of: &Named<'_>) -> Result<(), RepoError> {
+        let Named { words, table } = of;
         let PageRef::Stored(id) = content else {
             return Ok(());
         };
         match self.repository.index.mark(&id, Mark::Used) {
             Some((at, _)) if at.bytes == table.page_bytes => Ok(()),
             Some((at, _)) => self.problem(format!(
-                "page {page} of RAM block '{}' has {} bytes instead of {}",
-                table.name, at.bytes, table.page_bytes
+                "page {page} of {words} has {} bytes instead of {}",
+                at.bytes, table.page_bytes
             )),
             None => self.problem(format!(
-                "page {page} of RAM block '{}' (blob {id}) is not in the repository",
-                table.name
+                "page {page} of {words} (blob {id}) is not in the repository"
             )),
         }
     }
 
     /// The bytes of a root, unless it has been walked before.
-    fn node(&mut self, id: &ContentId, table: &RamTable) -> Result<Option<Vec<u8>>, RepoError> {
-        if !self.visit(id, table)? {
+    fn node(&mut self, id: &ContentId, of: &Named<'_>) -> Result<Option<Vec<u8>>, RepoError> {
+        if !self.visit(id, of)? {
             return Ok(None);
         }
         match self.repository.blobs().read(id) {
@@ -248,8 +250,8 @@ impl Walk<'_, '_> {
     }
 
     /// Marks a root or segment. Returns whether it exists and has not been walked yet.
-    fn visit(&mut self, id: &ContentId, table: &RamTable) -> Result<bool, RepoError> {
-        let what = format!("part of the page table of RAM block '{}'", table.name);
+    fn visit(&mut self, id: &ContentId, of: &Named<'_>) -> Result<bool, RepoError> {
+        let what = format!("part of the page table of {}", of.words);
         if self.used(id, &what)?.is_none() {
             return Ok(false);
         }

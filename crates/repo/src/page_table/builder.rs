@@ -19,7 +19,7 @@ use stillframe_page::delta::{DeltaEncoder, EncodedDelta};
 use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
-use crate::format::manifest::{LayerRef, RamTable};
+use crate::format::manifest::{BlockTable, LayerRef};
 use crate::page_table::layer::{Layer, Part};
 use crate::page_table::overlay::{Deltas, GROUP_PAGES, Overlay};
 use crate::page_table::table::{PageRef, TableEditor};
@@ -71,7 +71,7 @@ impl PageTableBuilder {
     }
 
     /// A block as it was at another checkpoint.
-    pub fn after(table: &RamTable) -> PageTableBuilder {
+    pub fn after(table: &BlockTable) -> PageTableBuilder {
         PageTableBuilder {
             pages: table.pages,
             below: Below::Checkpoint {

@@ -8,7 +8,7 @@ use stillframe_page::hash::ContentId;
 
 use crate::blobs::Blobs;
 use crate::error::RepoError;
-use crate::format::manifest::RamTable;
+use crate::format::manifest::BlockTable;
 use crate::index::reader::FrameLookup;
 use crate::pack::place::Place;
 use crate::page_table::overlay::{Deltas, GROUP_PAGES, Overlay};
@@ -44,7 +44,7 @@ pub struct PageMap<'a> {
 
 impl<'a> PageMap<'a> {
     /// Reads the root of the table, and the layers.
-    pub fn open(from: impl Into<Blobs<'a>>, table: &RamTable) -> Result<PageMap<'a>, RepoError> {
+    pub fn open(from: impl Into<Blobs<'a>>, table: &BlockTable) -> Result<PageMap<'a>, RepoError> {
         let blobs = from.into();
         let root = read_root(blobs, &table.root, table.pages)?;
         let Overlay {
@@ -64,7 +64,7 @@ impl<'a> PageMap<'a> {
     }
 
     /// As [`PageMap::open`], and reads all of the table.
-    pub fn read(from: impl Into<Blobs<'a>>, table: &RamTable) -> Result<PageMap<'a>, RepoError> {
+    pub fn read(from: impl Into<Blobs<'a>>, table: &BlockTable) -> Result<PageMap<'a>, RepoError> {
         let map = PageMap::open(from, table)?;
         map.read_rest()?;
         Ok(map)

@@ -34,6 +34,7 @@ fn empty_manifest() -> crate::Manifest {
         tags: Default::default(),
         note: None,
         ram: Vec::new(),
+        disks: Vec::new(),
         streams: Default::default(),
         pages: Default::default(),
         bytes_stored: 0,

@@ -4,7 +4,7 @@ use stillframe_page::delta::{DeltaEncoder, EncodedDelta};
 
 use super::support::{Dice, PAGE, Vm, WAIT, compare_one_by_one, init, keep_last, open, test_dir};
 use crate::page_table::table::PageRef;
-use crate::{PageTableBuilder, RamTable, RepoError, Repository, Written};
+use crate::{BlockTable, PageTableBuilder, RepoError, Repository, Written};
 
 /// Long enough that layers of every level are merged, twice into the table.
 #[test]
@@ -64,7 +64,7 @@ fn an_idle_checkpoint_adds_no_layer() {
 
 fn edit(
     repo: &mut Repository,
-    after: Option<&RamTable>,
+    after: Option<&BlockTable>,
     what: impl FnOnce(&mut PageTableBuilder, &mut crate::Writer<'_>),
 ) -> Result<Written, RepoError> {
     let mut writer = repo.begin(WAIT).unwrap();

@@ -14,8 +14,8 @@ use crate::crypto::key_file::Cost;
 use crate::page_table::table::PageRef;
 use crate::store::local::LocalStore;
 use crate::{
-    CheckpointId, Forget, KeepPolicy, Manifest, Note, PageCounts, PageMap, PageReader,
-    PageTableBuilder, Password, RamTable, RepoError, Repository, Tags, Writer,
+    BlockTable, CheckpointId, Forget, KeepPolicy, Manifest, Note, PageCounts, PageMap, PageReader,
+    PageTableBuilder, Password, RepoError, Repository, Tags, Writer,
 };
 
 pub(crate) const WAIT: Duration = Duration::from_secs(60);
@@ -84,7 +84,7 @@ pub(crate) struct Vm {
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Last {
     id: CheckpointId,
-    table: RamTable,
+    table: BlockTable,
     pages: Vec<Vec<u8>>,
 }
 
@@ -186,7 +186,7 @@ impl Vm {
         memory.add_delta(writer, encoder.finish()?)?;
         let written = memory.finish(writer)?;
         let stream = writer.put_whole_stream(&self.device_state)?;
-        let ram = RamTable {
+        let ram = BlockTable {
             name: "pc.ram".into(),
             page_bytes: PAGE as u32,
             pages,
@@ -200,6 +200,7 @@ impl Vm {
             tags: self.tags.clone(),
             note: self.note.clone(),
             ram: vec![ram],
+            disks: Vec::new(),
             streams: BTreeMap::from([("device-state".to_owned(), stream)]),
             pages: PageCounts::default(),
             bytes_stored: 0,

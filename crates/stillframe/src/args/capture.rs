@@ -5,10 +5,29 @@ use std::time::Duration;
 
 use clap::Args;
 use stillframe_engine::checkpoint::ScheduleChoice;
+use stillframe_engine::disks::DiskChoice;
 use stillframe_repo::{Note, Tag};
 
 use super::{LockArgs, VmSelector};
 use crate::{durations, sizes};
+
+/// What a checkpoint has of the VM's disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Disks {
+    /// The identity of their files.
+    Reference,
+    /// Their content at the moment of the checkpoint.
+    Capture,
+}
+
+impl From<Disks> for DiskChoice {
+    fn from(disks: Disks) -> DiskChoice {
+        match disks {
+            Disks::Reference => DiskChoice::Reference,
+            Disks::Capture => DiskChoice::Capture,
+        }
+    }
+}
 
 /// How checkpoints are taken; shared by `checkpoint` and `watch`.
 #[derive(Debug, Clone, Args)]
@@ -62,6 +81,9 @@ pub struct CheckpointArgs {
     /// The running VM.
     #[command(flatten)]
     pub vm: VmSelector,
+    /// What the checkpoint has of the disks: reference (their files must not change) or capture (their content)
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Disks::Reference)]
+    pub disks: Disks,
     /// How checkpoints are taken.
     #[command(flatten)]
     pub capture: CaptureArgs,

@@ -14,8 +14,11 @@ pub struct ExportArgs {
     #[command(flatten)]
     pub checkpoint: NamedCheckpoint,
     /// Format of the file: mapped-ram, migration, raw or elf
-    #[arg(long, value_name = "FORMAT")]
-    pub format: Format,
+    #[arg(long, value_name = "FORMAT", required_unless_present = "disk")]
+    pub format: Option<Format>,
+    /// Write this disk, as a raw image, instead of memory; `show` lists them
+    #[arg(long, value_name = "NAME", conflicts_with = "format")]
+    pub disk: Option<String>,
     /// File to write, or - for standard output (migration only)
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
@@ -67,6 +70,11 @@ mod tests {
             ErrorKind::ValueValidation
         );
         assert!(parse("export latest --format elf -o f --force --vm a").is_ok());
+        assert!(parse("export latest --disk virtio0 -o f").is_ok());
+        assert_eq!(
+            refused("export latest --disk virtio0 --format raw -o f"),
+            ErrorKind::ArgumentConflict
+        );
         assert_eq!(refused("import f"), ErrorKind::MissingRequiredArgument);
         match parse("import f --vm a -- qemu -vm -m 64").unwrap().command {
             Command::Import(args) => assert_eq!(args.command, ["qemu", "-vm", "-m", "64"]),

@@ -4,6 +4,7 @@ use stillframe_engine::attach::{AttachError, Vm};
 use stillframe_engine::checkpoint::{
     CheckpointOptions, CheckpointReport, Plan, ScheduleChoice, ScheduleKind,
 };
+use stillframe_engine::disks::DiskChoice;
 use stillframe_engine::pipeline::WorkControl;
 use stillframe_engine::{ProgressSink, Selector};
 use stillframe_repo::Tags;
@@ -95,6 +96,7 @@ pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
         dedup: !args.no_dedup,
         keep_guest_clock: args.keep_guest_clock,
         copy_buffer_bytes: args.copy_buffer,
+        disks: DiskChoice::default(),
         tags,
         note: args.note.clone(),
     })
@@ -212,6 +214,14 @@ fn words(report: &CheckpointReport) -> String {
         table::bytes(report.bytes_stored),
         durations::human_us(report.total_us),
     );
+    for disk in &report.disks {
+        line += &format!(
+            ", disk {} of {} ({} read)",
+            printable(&disk.device),
+            table::bytes(disk.bytes),
+            table::bytes(disk.bytes_read)
+        );
+    }
     if let Some(clock) = &report.clock {
         line += &clock_words(clock);
     }
@@ -293,6 +303,7 @@ mod tests {
                 unchanged: 10,
             },
             copied: Default::default(),
+            disks: Vec::new(),
             bytes_stored: 67_318_579,
             total_us: 410_000,
             phases_us: Default::default(),

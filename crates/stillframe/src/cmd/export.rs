@@ -1,9 +1,10 @@
 //! `export`: writes a checkpoint to a file for other programs.
 
-use std::path::absolute;
+use std::path::{PathBuf, absolute};
 
 use anyhow::Context as _;
-use stillframe_engine::export::{self, Destination, ExportReport, Format, LoadCommand};
+use stillframe_engine::Progress;
+use stillframe_engine::export::{self, Destination, DiskReport, ExportReport, Format, LoadCommand};
 use stillframe_engine::restore::Checkpoint;
 
 use super::{Context, short};
@@ -12,8 +13,56 @@ use crate::progress::Meter;
 use crate::shell;
 use crate::table::{self, printable};
 
-/// Exports the checkpoint.
+/// Exports the checkpoint, or one of its disks.
 pub fn run(context: &Context, args: &ExportArgs) -> anyhow::Result<()> {
+    match (&args.disk, args.format) {
+        (Some(disk), _) => one_disk(context, args, disk),
+        (None, Some(format)) => memory(context, args, format),
+        // The command line demands one of them.
+        (None, None) => Ok(()),
+    }
+}
+
+fn one_disk(context: &Context, args: &ExportArgs, disk: &str) -> anyhow::Result<()> {
+    let mut repository = context.open()?;
+    let (id, manifest) = repository.resolve(&args.checkpoint.id, args.checkpoint.vm.as_deref())?;
+    let checkpoint = Checkpoint {
+        id: &id,
+        manifest: &manifest,
+    };
+    let to = (path(args)?, args.force);
+    let interrupts = context.listen(1, "interrupted: ending the export")?;
+    let mut meter = Meter::new(context.console);
+    let report = interrupts.interruptible(|| {
+        let mut step = |progress: Progress| {
+            meter.show(progress.into());
+            interrupts.step();
+        };
+        let wait = args.lock.lock_wait;
+        export::export_disk(&mut repository, checkpoint, disk, to, wait, &mut step)
+    })??;
+    drop(meter);
+    Ok(context.console.result(&report, || disk_words(&report))?)
+}
+
+fn path(args: &ExportArgs) -> anyhow::Result<PathBuf> {
+    absolute(&args.output).with_context(|| format!("{} is not a path", args.output.display()))
+}
+
+fn disk_words(report: &DiskReport) -> String {
+    format!(
+        "exported disk {} of checkpoint {} of {} to {}: raw, {}, {} with content, {} zero",
+        printable(&report.disk),
+        short(&report.checkpoint),
+        printable(&report.vm),
+        printable(&report.file.display().to_string()),
+        table::bytes(report.bytes),
+        table::count(report.pages, "page"),
+        report.zero_pages,
+    )
+}
+
+fn memory(context: &Context, args: &ExportArgs, format: Format) -> anyhow::Result<()> {
     let mut repository = context.open()?;
     let (id, manifest) = repository.resolve(&args.checkpoint.id, args.checkpoint.vm.as_deref())?;
     let checkpoint = Checkpoint {
@@ -25,8 +74,7 @@ pub fn run(context: &Context, args: &ExportArgs) -> anyhow::Result<()> {
     let to = match to_pipe {
         true => Destination::Pipe(&mut pipe),
         false => Destination::File {
-            path: absolute(&args.output)
-                .with_context(|| format!("{} is not a path", args.output.display()))?,
+            path: path(args)?,
             replace: args.force,
         },
     };
@@ -36,7 +84,7 @@ pub fn run(context: &Context, args: &ExportArgs) -> anyhow::Result<()> {
         export::export(
             &mut repository,
             checkpoint,
-            args.format,
+            format,
             to,
             args.lock.lock_wait,
             &mut |progress| {

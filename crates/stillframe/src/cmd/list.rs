@@ -88,8 +88,9 @@ fn obstacles(manifest: &Manifest) -> Vec<&str> {
 
 /// The size of the VM's memory, in bytes.
 pub fn memory_bytes(manifest: &Manifest) -> u64 {
-    let of_block =
-        |table: &stillframe_repo::RamTable| table.pages.saturating_mul(u64::from(table.page_bytes));
+    let of_block = |table: &stillframe_repo::BlockTable| {
+        table.pages.saturating_mul(u64::from(table.page_bytes))
+    };
     manifest
         .ram
         .iter()
@@ -159,7 +160,7 @@ fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
 pub(crate) mod tests {
     use std::collections::BTreeMap;
 
-    use stillframe_repo::{PageCounts, RamTable, Tag};
+    use stillframe_repo::{BlockTable, PageCounts, Tag};
 
     use super::*;
 
@@ -167,7 +168,7 @@ pub(crate) mod tests {
     pub fn sample() -> (CheckpointId, Manifest) {
         let id = CheckpointId::from_hex(&"1a2b3c4d".repeat(8)).unwrap();
         let content = "5e".repeat(32);
-        let table: RamTable = serde_json::from_value(
+        let table: BlockTable = serde_json::from_value(
             json!({ "name": "pc.ram", "page_bytes": 4096, "pages": 65536, "root": content }),
         )
         .unwrap();
@@ -178,6 +179,7 @@ pub(crate) mod tests {
             tags: Tags::default(),
             note: None,
             ram: vec![table],
+            disks: Vec::new(),
             streams: BTreeMap::new(),
             pages: PageCounts {
                 total: 65536,

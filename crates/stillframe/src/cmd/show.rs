@@ -29,6 +29,7 @@ pub fn run(context: &Context, args: &NamedCheckpoint) -> anyhow::Result<()> {
 fn object(id: &CheckpointId, manifest: &Manifest) -> Value {
     let mut object = list::object(id, manifest);
     object["ram"] = json!(manifest.ram);
+    object["disks"] = json!(manifest.disks);
     let streams = manifest.streams.iter();
     object["streams"] = streams
         .map(|(name, stream)| (name.clone(), json!(stream.bytes)))
@@ -47,7 +48,7 @@ pub fn words(id: &CheckpointId, manifest: &Manifest, working_set: Option<u64>) -
             sections.push(obstacles(&record).render());
         }
         if !record.disks.is_empty() {
-            sections.push(disks(&record).render());
+            sections.push(disks(&record, manifest).render());
         }
     }
     sections.push(ram(manifest).render());
@@ -176,26 +177,39 @@ fn obstacles(record: &VmRecord) -> Table {
     table
 }
 
-fn disks(record: &VmRecord) -> Table {
+fn disks(record: &VmRecord, manifest: &Manifest) -> Table {
     use Align::{Left, Right};
     let mut table = Table::new(&[
         ("DISK", Left),
         ("FORMAT", Left),
         ("SIZE", Right),
         ("MODE", Left),
+        ("CONTENT", Left),
         ("FILE", Left),
     ]);
+    // A backing file belongs to the same device as the image over it, whose content is that of both.
+    let mut captured: Vec<&str> = manifest
+        .disks
+        .iter()
+        .map(|disk| &*disk.table.name)
+        .collect();
     for disk in &record.disks {
         let mode = match (disk.read_only, disk.temporary) {
             (true, _) => "read-only",
             (false, true) => "temporary",
             (false, false) => "writable",
         };
+        let found = captured.iter().position(|name| *name == disk.device);
+        let content = match found.map(|at| captured.swap_remove(at)) {
+            Some(_) => "in the checkpoint",
+            None => "not stored",
+        };
         table.row([
             disk.device.clone(),
             disk.format.clone(),
             table::bytes(disk.bytes),
             mode.to_owned(),
+            content.to_owned(),
             disk.path.display().to_string(),
         ]);
     }

@@ -1,9 +1,7 @@
 //! The destination's part: its QEMU exports the new images until the copies are complete.
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
@@ -14,12 +12,10 @@ use stillframe_qemu::record::VmRecord;
 
 use super::relay::Relay;
 use super::{DiskError, ImageError, export_name, image_of, images, names_of};
+use crate::disks::server;
 use crate::migration::Wire;
 use crate::migration::limiter::Limiter;
-use crate::runtime;
 
-/// The name of the socket, for as long as it takes to connect to it.
-const SOCKET: &str = "disks";
 /// How often what was copied is written to the disks.
 const WRITE_BACK_EVERY: Duration = Duration::from_secs(1);
 
@@ -48,7 +44,7 @@ impl Exports {
             .iter()
             .map(|device| fitting(vm, &disks, device))
             .collect::<Result<Vec<&Disk>, _>>()?;
-        let sockets = serve(monitor, copied.len())?;
+        let sockets = server::start(monitor, copied.len())?;
         for (number, disk) in nodes.iter().enumerate() {
             let exported = monitor.export(&disk.node, &export_name(number));
             exported.map_err(ImageError::Refused)?;
@@ -116,25 +112,4 @@ fn fitting<'d>(vm: &VmRecord, disks: &'d [Disk], device: &str) -> Result<&'d Dis
             there: there.bytes,
         }),
     }
-}
-
-/// Gives QEMU a socket to listen at, after these connections to it were made. It has no name then, so that no other program
-/// connects.
-fn serve(monitor: &mut Monitor, connections: usize) -> Result<Vec<UnixStream>, ImageError> {
-    let directory = runtime::open()?;
-    let name = format!("{SOCKET}-{}", std::process::id());
-    // Its own path may be too long for a socket.
-    let path = PathBuf::from(format!("/proc/self/fd/{}", directory.as_fd().as_raw_fd()));
-    let path = path.join(&name);
-    // One of a process that had the same number.
-    let _ = directory.remove(&name);
-    let listener = UnixListener::bind(&path).map_err(ImageError::Socket)?;
-    let connected: Result<Vec<UnixStream>, _> = (0..connections)
-        .map(|_| UnixStream::connect(&path))
-        .collect();
-    let _ = directory.remove(&name);
-    let connected = connected.map_err(ImageError::Socket)?;
-    let started = monitor.start_exports(&listener, connections);
-    started.map_err(ImageError::Refused)?;
-    Ok(connected)
 }

@@ -19,10 +19,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use stillframe_qemu::monitor::{Disk, MonitorError};
-use stillframe_sys::private_dir::PrivateError;
 use thiserror::Error;
 
 use crate::connection::ConnectionError;
+use crate::disks::server::ServerError;
 use crate::guardian::GuardianError;
 
 /// Copied disks of one VM, at most.
@@ -173,15 +173,21 @@ pub enum ImageError {
         "the new QEMU does not take copies of disks (it has one NBD server: another program may use it)"
     )]
     Refused(#[source] MonitorError),
-    /// No socket.
+    /// No connection.
     #[error("cannot prepare a connection for a disk")]
-    Socket(#[source] std::io::Error),
-    /// No directory for it.
-    #[error(transparent)]
-    Runtime(#[from] PrivateError),
+    Server(#[source] ServerError),
     /// The copies cannot be taken.
     #[error(transparent)]
     Disk(#[from] DiskError),
+}
+
+impl From<ServerError> for ImageError {
+    fn from(error: ServerError) -> ImageError {
+        match error {
+            ServerError::Refused(error) => ImageError::Refused(error),
+            error => ImageError::Server(error),
+        }
+    }
 }
 
 /// The names of the devices whose disks are to be copied.

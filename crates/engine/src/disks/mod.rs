@@ -1,0 +1,156 @@
+//! Disks in a checkpoint: their content at the moment of the pause, read while the guest goes on.
+//!
+//! ```text
+//!   before the pause    memory, filter (not in place), NBD server                 DiskSnapshots::begin
+//!   pause               filters below the devices                                 capture/pause
+//!   after it            views, and a connection to each                           DiskSnapshots::open
+//!   storing             content of the views -> repository                        view
+//!   settled             all taken away: the devices have their images again       Monitor::end_snapshots
+//! ```
+//!
+//! The guest's writes wait for no one: what they replace is copied first, into memory with a limit. Beyond it QEMU gives the
+//! view up, and with it the checkpoint.
+
+pub mod server;
+pub mod view;
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use serde::Serialize;
+use stillframe_nbd::{Client, NbdError};
+use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError, SnapshotNumber};
+use stillframe_sys::memfd::{Memfd, MemfdError};
+use thiserror::Error;
+
+use server::ServerError;
+pub use view::{DiskView, ReadDisk};
+
+/// How long QEMU's NBD server may be silent. A storage that hangs holds it up.
+const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a checkpoint has of the VM's disks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskChoice {
+    /// Their files are named, and checked when the VM is restored.
+    #[default]
+    Reference,
+    /// Their content, at the moment of the pause.
+    Capture,
+}
+
+/// Why the disks of a VM cannot be captured. The VM runs on.
+#[derive(Debug, Error)]
+pub enum DisksError {
+    /// A thread for disks.
+    #[error(
+        "the VM has I/O threads (-object iothread), and capturing such disks is not possible yet; take checkpoints with --disks reference"
+    )]
+    IoThreads,
+    /// No disk at all.
+    #[error("the VM has no disk that it can write to; take checkpoints without --disks capture")]
+    NoDisk,
+    /// No server.
+    #[error("cannot read the VM's disks")]
+    Server(#[from] ServerError),
+    /// QEMU refuses a step.
+    #[error("QEMU does not take a snapshot of the VM's disks")]
+    Monitor(#[from] MonitorError),
+    /// No memory file.
+    #[error("no memory for what the guest overwrites on its disks")]
+    Memory(#[from] MemfdError),
+    /// The guest overwrote too much.
+    #[error(
+        "the guest overwrote more than {limit_mib} MiB of disk {device} before that was stored; this checkpoint is discarded. Allow more with --copy-buffer"
+    )]
+    Overwritten {
+        /// The disk.
+        device: String,
+        /// The limit.
+        limit_mib: u64,
+    },
+    /// It cannot be read.
+    #[error("cannot read disk {device}; this checkpoint is discarded")]
+    Read {
+        /// The disk.
+        device: String,
+        /// Why not.
+        #[source]
+        source: NbdError,
+    },
+}
+
+/// Snapshots of all disks of a VM. They show the moment at which the filters are put in place.
+#[derive(Debug)]
+pub struct DiskSnapshots {
+    filters: Vec<(SnapshotNumber, DiskDevice)>,
+    memory: Vec<Memfd>,
+    sockets: Vec<UnixStream>,
+}
+
+impl DiskSnapshots {
+    /// Makes everything ready for a pause. QEMU keeps it until [`Monitor::end_snapshots`].
+    ///
+    /// # Errors
+    /// QEMU refuses it, and has nothing of it.
+    pub fn begin(monitor: &mut Monitor) -> Result<DiskSnapshots, DisksError> {
+        if monitor.has_io_threads()? {
+            return Err(DisksError::IoThreads);
+        }
+        let disks = monitor.disk_devices()?;
+        if disks.is_empty() {
+            return Err(DisksError::NoDisk);
+        }
+        DiskSnapshots::of(disks, monitor).inspect_err(|_| {
+            // The error that led here is the one to report. The server, if one runs, is another client's.
+            let _ = monitor.end_snapshots(false);
+        })
+    }
+
+    fn of(disks: Vec<DiskDevice>, monitor: &mut Monitor) -> Result<DiskSnapshots, DisksError> {
+        let mut memory = Vec::with_capacity(disks.len());
+        let mut filters = Vec::with_capacity(disks.len());
+        for (number, disk) in disks.into_iter().enumerate() {
+            let file = Memfd::sparse("stillframe-disk", disk.bytes)?;
+            let number = SnapshotNumber(number);
+            monitor.begin_snapshot(number, &disk, file.as_fd())?;
+            filters.push((number, disk));
+            memory.push(file);
+        }
+        // Before the pause, because another client may have it. After the nodes, which show whose it is.
+        let sockets = server::start(monitor, filters.len())?;
+        Ok(DiskSnapshots {
+            filters,
+            memory,
+            sockets,
+        })
+    }
+
+    /// The filters that the pause puts in place.
+    pub fn filters(&self) -> &[(SnapshotNumber, DiskDevice)] {
+        &self.filters
+    }
+
+    /// Opens views of the disks as they were at that moment. A filter that is not in place yet cannot be read: QEMU would
+    /// forbid the device to write.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn open(self, monitor: &mut Monitor) -> Result<Vec<DiskView>, DisksError> {
+        let of_disks = self.filters.into_iter().zip(self.memory);
+        let views = of_disks
+            .zip(self.sockets)
+            .map(|((filter, memory), socket)| {
+                let (number, DiskDevice { device, bytes, .. }) = filter;
+                monitor.export_snapshot(number)?;
+                let contexts = [view::ALLOCATION];
+                match Client::open(socket, &number.view(), &contexts, SILENCE_LIMIT) {
+                    Ok(client) => Ok(DiskView::new(device, bytes, client, memory)),
+                    Err(source) => Err(DisksError::Read { device, source }),
+                }
+            });
+        views.collect()
+    }
+}

@@ -1,0 +1,180 @@
+//! The bytes of the protocol, without input and output. All numbers are big-endian.
+
+use crate::error::NbdError;
+
+/// The first eight bytes of a server.
+pub(crate) const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
+/// The next eight, and the first of each option.
+pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+/// The first eight of each reply to an option.
+pub(crate) const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+/// The first four of a request.
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+/// The first four of a chunk of a structured reply. Simple replies are not for reads and block status.
+const CHUNK_MAGIC: u32 = 0x668e_33ef;
+
+/// Length of a request in bytes.
+pub(crate) const REQUEST_BYTES: usize = 28;
+/// Length of the head of a reply to an option, in bytes.
+pub(crate) const OPTION_REPLY_BYTES: usize = 20;
+/// Length of the head of a chunk in bytes.
+pub(crate) const CHUNK_BYTES: usize = 20;
+
+/// A command.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u16)]
+pub(crate) enum Command {
+    Read = 0,
+    Disconnect = 2,
+    BlockStatus = 7,
+}
+
+/// A request of the transmission phase.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Request {
+    pub(crate) command: Command,
+    pub(crate) cookie: u64,
+    pub(crate) offset: u64,
+    pub(crate) length: u32,
+}
+
+impl Request {
+    pub(crate) fn encode(&self) -> [u8; REQUEST_BYTES] {
+        let mut out = [0; REQUEST_BYTES];
+        out[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
+        // No flags.
+        out[6..8].copy_from_slice(&(self.command as u16).to_be_bytes());
+        out[8..16].copy_from_slice(&self.cookie.to_be_bytes());
+        out[16..24].copy_from_slice(&self.offset.to_be_bytes());
+        out[24..].copy_from_slice(&self.length.to_be_bytes());
+        out
+    }
+}
+
+/// An option of the negotiation with its data.
+pub(crate) fn encode_option(option: u32, data: &[u8]) -> Vec<u8> {
+    let mut out = OPTION_MAGIC.to_be_bytes().to_vec();
+    out.extend(option.to_be_bytes());
+    out.extend((data.len() as u32).to_be_bytes());
+    out.extend(data);
+    out
+}
+
+/// A text with its length before it.
+pub(crate) fn encode_text(out: &mut Vec<u8>, text: &str) {
+    out.extend((text.len() as u32).to_be_bytes());
+    out.extend(text.as_bytes());
+}
+
+/// What a chunk of a structured reply has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ChunkKind {
+    /// Nothing.
+    None,
+    /// Bytes of the disk.
+    Data,
+    /// A range of zeros.
+    Hole,
+    /// The status of ranges.
+    BlockStatus,
+    /// An error.
+    Error,
+}
+
+/// The head of a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Chunk {
+    pub(crate) kind: ChunkKind,
+    /// Whether it is the last of its reply.
+    pub(crate) done: bool,
+    pub(crate) cookie: u64,
+    /// Bytes that follow.
+    pub(crate) length: u32,
+}
+
+impl Chunk {
+    /// Decodes the head.
+    pub(crate) fn decode(bytes: &[u8; CHUNK_BYTES]) -> Result<Chunk, NbdError> {
+        const DONE: u16 = 1;
+        /// Of all types of errors.
+        const ERROR: u16 = 1 << 15;
+        let mut fields = Fields(bytes);
+        let magic = fields.u32()?;
+        if magic != CHUNK_MAGIC {
+            return Err(NbdError::protocol(format!(
+                "a reply that begins {magic:#x}"
+            )));
+        }
+        let (flags, kind) = (fields.u16()?, fields.u16()?);
+        let kind = match kind {
+            0 => ChunkKind::None,
+            1 => ChunkKind::Data,
+            2 => ChunkKind::Hole,
+            5 => ChunkKind::BlockStatus,
+            kind if kind & ERROR != 0 => ChunkKind::Error,
+            kind => return Err(NbdError::protocol(format!("a chunk of type {kind}"))),
+        };
+        Ok(Chunk {
+            kind,
+            done: flags & DONE != 0,
+            cookie: fields.u64()?,
+            length: fields.u32()?,
+        })
+    }
+}
+
+/// The numbers and texts of a message, one after the other.
+pub(crate) struct Fields<'b>(pub(crate) &'b [u8]);
+
+impl<'b> Fields<'b> {
+    pub(crate) fn take(&mut self, bytes: usize) -> Result<&'b [u8], NbdError> {
+        let (taken, rest) = self
+            .0
+            .split_at_checked(bytes)
+            .ok_or_else(|| NbdError::protocol("a message that is too short"))?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], NbdError> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N)?);
+        Ok(array)
+    }
+
+    pub(crate) fn u16(&mut self) -> Result<u16, NbdError> {
+        self.array().map(u16::from_be_bytes)
+    }
+
+    pub(crate) fn u32(&mut self) -> Result<u32, NbdError> {
+        self.array().map(u32::from_be_bytes)
+    }
+
+    pub(crate) fn u64(&mut self) -> Result<u64, NbdError> {
+        self.array().map(u64::from_be_bytes)
+    }
+
+    /// The rest as a text; what is not UTF-8 is replaced.
+    pub(crate) fn text(self) -> String {
+        String::from_utf8_lossy(self.0).into_owned()
+    }
+}
+
+/// The error number and the words of an error chunk.
+pub(crate) fn decode_error(payload: &[u8]) -> Result<(u32, Option<String>), NbdError> {
+    let mut fields = Fields(payload);
+    let (number, length) = (fields.u32()?, fields.u16()?);
+    let text = Fields(fields.take(length.into())?).text();
+    Ok((number, (!text.is_empty()).then_some(text)))
+}
+
+/// The ranges of a block-status chunk: the context, then the length and flags of each.
+pub(crate) fn decode_status(payload: &[u8]) -> Result<(u32, Vec<(u32, u32)>), NbdError> {
+    let mut fields = Fields(payload);
+    let context = fields.u32()?;
+    let mut ranges = Vec::with_capacity(fields.0.len() / 8);
+    while !fields.0.is_empty() {
+        ranges.push((fields.u32()?, fields.u32()?));
+    }
+    Ok((context, ranges))
+}

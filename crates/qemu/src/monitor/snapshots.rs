@@ -1,0 +1,287 @@
+//! The content of disks at one moment, while the guest goes on writing: copy-before-write filters.
+//!
+//! ```text
+//!   device ──> filter ──> image            the guest's writes: what was there is copied into the memory first
+//!                 └─────> memory
+//!   view ────> filter                      reads: from the memory what was copied, else from the image
+//! ```
+//!
+//! A filter is made before the pause, and put below the device in it (`qom-set`): that is the moment whose content the
+//! view shows. If the memory fails, QEMU gives the view up, and not the guest's write (`break-snapshot`). The user's
+//! image stays the user's file throughout.
+//!
+//! Source: QEMU, `qapi/block-core.json` (`BlockdevOptionsCbw`, `snapshot-access`), `docs/interop/live-block-operations.rst`.
+
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::disks::{DiskDevice, Drive};
+use super::{Monitor, MonitorError, StateFile, unexpected};
+use crate::qmp::{QmpError, Ticket};
+
+/// How the names of all nodes and exports begin that are made here. QEMU's limit is 31 bytes.
+const PREFIX: &str = "stillframe-";
+/// Seconds after which a copy that does not end gives the view up, so that the guest's write can end.
+const COPY_LIMIT_S: u32 = 10;
+/// How long the exports may take to close.
+const END_LIMIT: Duration = Duration::from_secs(10);
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
+/// QEMU's name for the connection while it holds it.
+const CONNECTION: &str = "stillframe-connection";
+
+/// The nodes of one snapshot of one disk, by a number that distinguishes the disks of a VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SnapshotNumber(pub usize);
+
+impl SnapshotNumber {
+    fn filter(self) -> String {
+        format!("{PREFIX}filter-{}", self.0)
+    }
+
+    fn memory(self) -> String {
+        format!("{PREFIX}memory-{}", self.0)
+    }
+
+    /// The name of the view, and of its export.
+    pub fn view(self) -> String {
+        format!("{PREFIX}view-{}", self.0)
+    }
+}
+
+/// The commands of a pause with disks in it, which QEMU carries out one after the other.
+#[derive(Debug)]
+#[must_use = "the replies have to be awaited"]
+pub struct PauseTickets {
+    /// The device state, saved.
+    pub saving: Ticket,
+    /// Those before it: an error of one means that the disks are not of the moment of the pause.
+    pub before: Vec<Ticket>,
+    /// The VM resumed, if it was stopped.
+    pub resuming: Option<Ticket>,
+    /// What cannot fail.
+    pub last: Ticket,
+}
+
+impl Monitor {
+    /// The disks of the devices that the guest can write to. Flash and removable media are not among them.
+    ///
+    /// # Errors
+    /// QEMU fails the query.
+    pub fn disk_devices(&mut self) -> Result<Vec<DiskDevice>, MonitorError> {
+        let drives: Vec<Drive> = self.query("query-block")?;
+        Ok(drives.into_iter().filter_map(Drive::writable).collect())
+    }
+
+    /// Makes the filter of a disk, which filters nothing yet. QEMU opens `memory`, a file as long as the disk, anew.
+    ///
+    /// # Errors
+    /// QEMU refuses it. Nodes may be left ([`Monitor::end_snapshots`]).
+    pub fn begin_snapshot(
+        &mut self,
+        number: SnapshotNumber,
+        disk: &DiskDevice,
+        memory: BorrowedFd<'_>,
+    ) -> Result<(), MonitorError> {
+        let set = self.lend(memory)?;
+        let arguments = json!({
+            "driver": "file", "node-name": number.memory(), "filename": format!("/dev/fdset/{set}"),
+        });
+        let added = self.client.execute("blockdev-add", arguments);
+        // The node has a copy of its own.
+        let taken_back = self.take_back(set);
+        added?;
+        taken_back?;
+        let arguments = json!({
+            "driver": "copy-before-write", "node-name": number.filter(),
+            "file": disk.node, "target": number.memory(),
+            "on-cbw-error": "break-snapshot", "cbw-timeout": COPY_LIMIT_S,
+        });
+        self.client.execute("blockdev-add", arguments)?;
+        Ok(())
+    }
+
+    /// Has QEMU stop the VM (`runs`), put the filters below their devices, save the device state, and resume the VM. All
+    /// of it is sent in one piece, and carried out even if this process and all others that hold the connection die.
+    ///
+    /// # Errors
+    /// The connection fails.
+    pub fn send_pause_with_disks(
+        &mut self,
+        disks: &[(SnapshotNumber, DiskDevice)],
+        into: &StateFile,
+        runs: bool,
+    ) -> Result<PauseTickets, MonitorError> {
+        let keep = json!({ "fdname": CONNECTION });
+        let mut commands = vec![("getfd", keep.clone())];
+        if runs {
+            commands.push(("stop", Value::Null));
+        }
+        for (number, disk) in disks {
+            commands.push(set_drive(&disk.path, &number.filter()));
+        }
+        let before = commands.len();
+        commands.push(into.save());
+        if runs {
+            commands.push(("cont", Value::Null));
+        }
+        commands.push(("closefd", keep));
+        let mut tickets = self.client.send_surviving(commands)?.into_iter();
+        let before = tickets.by_ref().take(before).collect();
+        let mut next = || {
+            tickets
+                .next()
+                .ok_or_else(|| unexpected("cont", "no ticket".to_owned()))
+        };
+        Ok(PauseTickets {
+            before,
+            saving: next()?,
+            resuming: runs.then(&mut next).transpose()?,
+            last: next()?,
+        })
+    }
+
+    /// Whether the VM has threads of its own for disks. Putting a filter below a device of such a thread was not tried
+    /// enough.
+    ///
+    /// # Errors
+    /// QEMU fails the query.
+    pub fn has_io_threads(&mut self) -> Result<bool, MonitorError> {
+        let threads: Vec<Value> = self.query("query-iothreads")?;
+        Ok(!threads.is_empty())
+    }
+
+    /// Opens the view of a snapshot to NBD clients, under the name of the view. QEMU's server must run
+    /// ([`Monitor::start_exports`]).
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn export_snapshot(&mut self, number: SnapshotNumber) -> Result<(), MonitorError> {
+        let arguments = json!({
+            "driver": "snapshot-access", "node-name": number.view(), "file": number.filter(),
+        });
+        self.client.execute("blockdev-add", arguments)?;
+        let view = number.view();
+        let arguments = json!({ "type": "nbd", "id": view, "node-name": view, "name": view });
+        self.client.execute("block-export-add", arguments)?;
+        Ok(())
+    }
+
+    /// Takes away all exports, views, filters and memory of snapshots, whatever is there of them, also those of an engine that
+    /// died: each device gets its image back. `serving`: QEMU's NBD server was started for them, and ends, unless it has other
+    /// exports by now.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn end_snapshots(&mut self, serving: bool) -> Result<(), MonitorError> {
+        let nodes = self.block_nodes()?.into_iter().map(|node| node.name);
+        let ours: Vec<String> = nodes.filter(|name| is_ours(name)).collect();
+        if ours.is_empty() {
+            return Ok(());
+        }
+        if serving {
+            self.end_exports()?;
+        }
+        let of_kind = |kind: &str| {
+            let begin = format!("{PREFIX}{kind}-");
+            let named = ours.iter().filter(move |name| name.starts_with(&begin));
+            named.cloned().collect::<Vec<_>>()
+        };
+        let filters = of_kind("filter");
+        for view in of_kind("view") {
+            self.remove_node(&view)?;
+        }
+        let disks = match filters.is_empty() {
+            true => Vec::new(),
+            false => self.disk_devices()?,
+        };
+        for disk in disks.iter().filter(|disk| filters.contains(&disk.node)) {
+            let image = self.image_below(&disk.node)?;
+            let (command, arguments) = set_drive(&disk.path, &image);
+            self.client.execute(command, arguments)?;
+        }
+        for node in filters.into_iter().chain(of_kind("memory")) {
+            self.remove_node(&node)?;
+        }
+        Ok(())
+    }
+
+    fn end_exports(&mut self) -> Result<(), MonitorError> {
+        #[derive(Deserialize)]
+        struct Export {
+            id: String,
+        }
+        let deadline = Instant::now() + END_LIMIT;
+        loop {
+            let exports: Vec<Export> = self.query("query-block-exports")?;
+            let (ours, others): (Vec<_>, Vec<_>) =
+                exports.into_iter().partition(|export| is_ours(&export.id));
+            if others.is_empty() {
+                // It waits for the exports. An engine that died may not have started it.
+                return match self.stop_exports() {
+                    Err(MonitorError::Qmp(QmpError::Command { .. })) => Ok(()),
+                    stopped => stopped,
+                };
+            }
+            if ours.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                let left = format!("{} is not closed", ours[0].id);
+                return Err(unexpected("query-block-exports", left));
+            }
+            for Export { id } in ours {
+                let arguments = json!({ "id": id, "mode": "hard" });
+                // Refused while it is being closed.
+                let _ = self.client.execute("block-export-del", arguments);
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+
+    /// The node that a filter passes requests on to.
+    fn image_below(&mut self, filter: &str) -> Result<String, MonitorError> {
+        const GRAPH: &str = "x-debug-query-block-graph";
+        #[derive(Deserialize)]
+        struct Graph {
+            nodes: Vec<Node>,
+            edges: Vec<Edge>,
+        }
+        #[derive(Deserialize)]
+        struct Node {
+            id: u64,
+            #[serde(default)]
+            name: String,
+        }
+        #[derive(Deserialize)]
+        struct Edge {
+            parent: u64,
+            child: u64,
+            name: String,
+        }
+        let graph: Graph = self.query(GRAPH)?;
+        let node = |name: &str| graph.nodes.iter().find(|node| node.name == name);
+        let below = node(filter).and_then(|filter| {
+            let mut edges = graph.edges.iter();
+            let edge = edges.find(|edge| edge.parent == filter.id && edge.name == "file")?;
+            graph.nodes.iter().find(|node| node.id == edge.child)
+        });
+        below
+            .map(|node| node.name.clone())
+            .ok_or_else(|| unexpected(GRAPH, format!("nothing below {filter}")))
+    }
+}
+
+/// Whether a node or an export is part of a snapshot: other nodes of ours begin alike.
+fn is_ours(name: &str) -> bool {
+    let kind = name.strip_prefix(PREFIX);
+    let kinds = ["filter-", "memory-", "view-"];
+    kind.is_some_and(|kind| kinds.iter().any(|begin| kind.starts_with(begin)))
+}
+
+fn set_drive(path: &str, node: &str) -> (&'static str, Value) {
+    let arguments = json!({ "path": path, "property": "drive", "value": node });
+    ("qom-set", arguments)
+}

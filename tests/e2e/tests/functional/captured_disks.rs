@@ -1,0 +1,186 @@
+//! Disks in the checkpoint: their content is that of the pause, whatever the guest writes meanwhile.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use serde_json::json;
+use stillframe_harness::committing::{Committing, expect_no_copy};
+use stillframe_harness::fault::with_fault;
+use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::health::{expect_untouched, expect_whole};
+use stillframe_harness::restored::Restored;
+use stillframe_harness::running::Running;
+
+/// The name of the disk.
+const JOURNAL: &str = "journal";
+
+/// Takes a checkpoint with the guest's disks; returns its id and the report on the first disk.
+fn capture(it: &Committing) -> Result<(String, serde_json::Value)> {
+    let pid = it.guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+    let report = it.stillframe.json(&line)?;
+    let id = report["checkpoint"].as_str().unwrap_or_default().to_owned();
+    Ok((id, report["disks"][0].clone()))
+}
+
+/// Writes a checkpoint's disk to a file.
+fn export(it: &Committing, id: &str, to: &Path) -> Result<()> {
+    let to = to.display().to_string();
+    let line = ["export", id, "--disk", JOURNAL, "-o", &to];
+    it.stillframe.ok(&line)?;
+    Ok(())
+}
+
+#[test]
+fn a_disk_is_stored_as_it_was_while_the_guest_writes_on() -> Result<()> {
+    for format in ["raw", "qcow2"] {
+        let it = Committing::journal(&format!("captured-{format}"), format)?;
+        let before = it.guest.serial.wait_more_committed(3)?;
+        let (id, disk) = capture(&it)?;
+        ensure!(disk["device"] == JOURNAL, "{disk}");
+        ensure!(disk["bytes"] == 64 << 20, "{disk}");
+        // Holes and zeros are not read: 16 MiB are ballast.
+        ensure!(disk["bytes_read"].as_u64() < Some(24 << 20), "{disk}");
+        let mut monitor = it.guest.second_monitor()?;
+        expect_untouched(&it.guest, &mut monitor)?;
+        expect_no_copy(&mut monitor)?;
+        let after = it.guest.serial.wait_more_committed(5)?;
+        let image = it.guest.folder().join("out.img");
+        export(&it, &id, &image)?;
+        let found = it.records_of_raw(&image)?;
+        ensure!((before..after).contains(&found), "{before} {found} {after}");
+        // The same content again is not stored again.
+        let (second, disk) = capture(&it)?;
+        let pages = &disk["pages"];
+        ensure!(pages["new"].as_u64() < Some(200), "{disk}");
+        ensure!(
+            pages["duplicate"].as_u64() > pages["new"].as_u64(),
+            "{disk}"
+        );
+        let shown = it.stillframe.json(&["show", &second])?;
+        ensure!(shown["disks"][0]["table"]["name"] == JOURNAL, "{shown}");
+        // What a checkpoint needs of its disk is kept for it, and goes with it.
+        it.stillframe.ok(&["forget", &id, "--prune"])?;
+        expect_whole(&it.stillframe, &[second])?;
+    }
+    Ok(())
+}
+
+/// The engine is stopped in the pause, and the image copied: QEMU has drained it.
+#[test]
+fn the_content_is_that_of_the_pause_to_the_byte() -> Result<()> {
+    let it = Committing::journal("captured-moment", "raw")?;
+    let folder = it.guest.folder();
+    let pid = it.guest.pid_text();
+    let line = [
+        "checkpoint",
+        "--pid",
+        &pid,
+        "--disks",
+        "capture",
+        "--pause-limit",
+        "60s",
+        "--json",
+    ];
+    let command = it.stillframe.command(&line)?;
+    let (command, reached) = with_fault(&command, "pause.before-cont:stop", folder)?;
+    let mut engine = Running::start(command)?;
+    engine.wait_until("the pause", |_| Ok(reached.exists()))?;
+    let copy = folder.join("copy.img");
+    fs::copy(&it.disk, &copy)?;
+    engine.signal("CONT")?;
+    let ended = engine.end()?;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    it.guest.serial.wait_more_committed(5)?;
+    let image = folder.join("out.img");
+    export(&it, "latest", &image)?;
+    ensure!(
+        fs::read(&copy)? == fs::read(&image)?,
+        "the disk is of another moment"
+    );
+    ensure!(
+        fs::read(&it.disk)? != fs::read(&image)?,
+        "the guest has written nothing"
+    );
+    Ok(())
+}
+
+/// Memory and disk are of one moment: the restored guest goes on with its journal, and none of it is missing.
+#[test]
+fn a_restored_guest_goes_on_with_the_disk_of_its_checkpoint() -> Result<()> {
+    let mut it = Committing::journal("captured-restored", "raw")?;
+    let (id, _) = capture(&it)?;
+    it.guest.serial.wait_more_committed(5)?;
+    it.guest.kill()?;
+    fs::remove_file(&it.disk)?;
+    export(&it, &id, &it.disk)?;
+    let found = it.records(&it.disk)?;
+    let more = ["--disks-as-they-are"];
+    let restored = Restored::start(&it.stillframe, &id, it.guest.folder(), &more)?;
+    let last = restored.serial.wait_more_committed(5)?;
+    ensure!(last > found && last <= found + 200, "{found} {last}");
+    restored.crash()?;
+    ensure!(it.records(&it.disk)? >= last, "records are missing");
+    Ok(())
+}
+
+/// The guest runs on, its writes reach its disk, and the next checkpoint takes away what was left.
+#[test]
+fn a_killed_engine_leaves_a_running_guest_and_the_next_one_clears_up() -> Result<()> {
+    let it = Committing::journal("captured-killed", "raw")?;
+    let pid = it.guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+    for fault in [
+        "pause.stopped:kill",
+        "pause.before-cont:kill",
+        "store.pack:kill",
+    ] {
+        let (mut command, reached) =
+            with_fault(&it.stillframe.command(&line)?, fault, it.guest.folder())?;
+        let ended = command.output()?;
+        ensure!(
+            !ended.status.success() && reached.exists(),
+            "{fault}: {ended:?}"
+        );
+        fs::remove_file(&reached)?;
+        it.guest.serial.wait_more_committed(3)?;
+        let (id, _) = capture(&it)?;
+        let mut monitor = it.guest.second_monitor()?;
+        expect_untouched(&it.guest, &mut monitor)?;
+        expect_no_copy(&mut monitor)?;
+        let image = it.guest.folder().join(fault);
+        export(&it, &id, &image)?;
+        it.records_of_raw(&image)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_captured_is_refused() -> Result<()> {
+    let it = Committing::journal("captured-not", "raw")?;
+    let pid = it.guest.pid_text();
+    let capture = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+    let mut monitor = it.guest.second_monitor()?;
+    let path = it.guest.folder().join("nbd").display().to_string();
+    let address = json!({ "type": "unix", "data": { "path": path } });
+    monitor.execute("nbd-server-start", json!({ "addr": address }))?;
+    let said = it.stillframe.fails(&capture, 1)?;
+    ensure!(said.contains("NBD server"), "{said}");
+    expect_no_copy(&mut monitor)?;
+    // The other client's server still runs.
+    monitor.execute("nbd-server-stop", json!({}))?;
+    it.stillframe.ok(&["checkpoint", "--pid", &pid])?;
+    let image = it.guest.folder().join("x").display().to_string();
+    let said = it
+        .stillframe
+        .fails(&["export", "latest", "--disk", JOURNAL, "-o", &image], 1)?;
+    ensure!(said.contains("without --disks capture"), "{said}");
+    let guest = Setup::small(Kind::Private, "captured-none").boot()?;
+    let pid = guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+    let said = it.stillframe.fails(&line, 1)?;
+    ensure!(said.contains("no disk that it can write to"), "{said}");
+    expect_untouched(&guest, &mut guest.second_monitor()?)?;
+    Ok(())
+}
