@@ -3,14 +3,14 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use stillframe_harness::committing::{Committing, expect_no_copy};
 use stillframe_harness::fault::with_fault;
 use stillframe_harness::guest::{Kind, Setup};
-use stillframe_harness::health::{expect_untouched, expect_whole};
+use stillframe_harness::health::{children, expect_untouched, expect_whole};
 use stillframe_harness::restored::Restored;
-use stillframe_harness::running::Running;
+use stillframe_harness::running::{Running, signal};
 
 /// The name of the disk.
 const JOURNAL: &str = "journal";
@@ -154,6 +154,79 @@ fn a_killed_engine_leaves_a_running_guest_and_the_next_one_clears_up() -> Result
         it.records_of_raw(&image)?;
     }
     Ok(())
+}
+
+/// QEMU carries out the rest of the pause by itself, and frees its monitor.
+#[test]
+fn engine_and_guardian_killed_together_leave_a_running_guest() -> Result<()> {
+    let it = Committing::journal("captured-both", "raw")?;
+    let pid = it.guest.pid_text();
+    let line = [
+        "checkpoint",
+        "--pid",
+        &pid,
+        "--disks",
+        "capture",
+        "--pause-limit",
+        "60s",
+    ];
+    let command = it.stillframe.command(&line)?;
+    let (command, reached) = with_fault(&command, "pause.before-cont:stop", it.guest.folder())?;
+    let mut engine = Running::start(command)?;
+    engine.wait_until("the pause", |_| Ok(reached.exists()))?;
+    let guardians = children(engine.pid(), "stillframe")?;
+    ensure!(guardians.len() == 1, "{guardians:?}");
+    for process in guardians {
+        signal(process as u32, "KILL")?;
+    }
+    engine.crash()?;
+    it.guest.serial.wait_more_committed(3)?;
+    capture(&it)?;
+    let mut monitor = it.guest.second_monitor()?;
+    expect_untouched(&it.guest, &mut monitor)?;
+    expect_no_copy(&mut monitor)
+}
+
+/// The guest's writes end, whatever is left of the memory for what they overwrite; the checkpoint is given up.
+#[test]
+fn a_guest_that_overwrites_too_much_is_not_held_up() -> Result<()> {
+    let it = Committing::journal("captured-limit", "raw")?;
+    let pid = it.guest.pid_text();
+    let line = [
+        "checkpoint",
+        "--pid",
+        &pid,
+        "--disks",
+        "capture",
+        "--copy-buffer",
+        "32M",
+    ];
+    let command = it.stillframe.command(&line)?;
+    let (command, reached) = with_fault(&command, "pause.after-cont:stop", it.guest.folder())?;
+    let mut engine = Running::start(command)?;
+    engine.wait_until("the end of the pause", |_| Ok(reached.exists()))?;
+    let mut monitor = it.guest.second_monitor()?;
+    let drives = monitor.execute("query-block", json!({}))?;
+    let device = drives[0]["qdev"].as_str().context("no device")?;
+    // Behind the journal, as if the guest wrote there.
+    let said = monitor.human(&format!("qemu-io -d {device} \"write -P 7 8M 40M\""))?;
+    ensure!(said.trim().is_empty(), "{said}");
+    let content = fs::read(&it.disk)?;
+    let written = &content[8 << 20..48 << 20];
+    ensure!(written.iter().all(|&byte| byte == 7), "the write failed");
+    engine.signal("CONT")?;
+    let ended = engine.end()?;
+    ensure!(ended.code == Some(1) && ended.errors() == 1, "{ended:?}");
+    ensure!(
+        ended
+            .err
+            .contains("overwrote more than 32 MiB of disk journal"),
+        "{ended:?}"
+    );
+    it.guest.serial.wait_more_committed(3)?;
+    expect_no_copy(&mut monitor)?;
+    capture(&it)?;
+    expect_untouched(&it.guest, &mut monitor)
 }
 
 #[test]
