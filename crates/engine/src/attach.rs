@@ -19,7 +19,7 @@ use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{self, Caution, Unsuitable};
 use stillframe_qemu::target::{self, Selector, Target, TargetError};
-use stillframe_repo::{BlockTable, CheckpointId};
+use stillframe_repo::{BlockTable, CheckpointId, DiskTable};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::system;
 use thiserror::Error;
@@ -28,6 +28,7 @@ use crate::capture::device_state::StateStream;
 use crate::capture::devices::Devices;
 use crate::capture::schedule::{Auto, Bursts, ScheduleChoice, ScheduleKind};
 use crate::capture::staging::StagingBuffer;
+use crate::disks::DiskHistory;
 use crate::guardian::{Guardian, GuardianError};
 use crate::guest_clock::GuestClock;
 use crate::inhibitor::{InhibitorError, Purpose, ResumeInhibitor};
@@ -100,6 +101,8 @@ pub(crate) struct Parent {
     pub repository: String,
     /// Where the content of each block is written down.
     pub tables: Vec<BlockTable>,
+    /// The same of the disks whose content it has.
+    pub disks: Vec<DiskTable>,
     /// Packs that were missing already when it was made: it needs none of them.
     pub missing_packs: Vec<String>,
 }
@@ -131,8 +134,8 @@ pub struct Vm {
     pub(crate) pause_pages_last: u64,
     /// Past bursts of writes.
     pub(crate) bursts: Bursts,
-    /// Whether QEMU has snapshots of the disks.
-    pub(crate) disks_at_work: bool,
+    /// What is recorded of writes to the disks.
+    pub(crate) disks: DiskHistory,
     /// Why they could not be taken away, the last time.
     pub(crate) disks_left: Option<MonitorError>,
     /// The inhibitor of an earlier rewind that was killed.
@@ -239,6 +242,7 @@ impl Vm {
         let (tracker, user_mode_only) = track(&target, &guardian, &ram, schedule)?;
         monitor.take_back_leftovers()?;
         monitor.end_snapshots(true)?;
+        monitor.remove_bitmaps(None)?;
         let shared = tracker.blocks().iter().any(|one| one.block.is_shared());
         let discards = match shared {
             true => suitability::check_shared_copy_on_write(&mut monitor),
@@ -271,7 +275,7 @@ impl Vm {
             cautions,
             pause_pages_last: 0,
             bursts: Bursts::default(),
-            disks_at_work: false,
+            disks: DiskHistory::default(),
             disks_left: None,
             inhibitor: None,
         })
@@ -306,7 +310,7 @@ impl Vm {
     /// Ends tracking; QEMU is left as it was found.
     pub fn detach(mut self) -> Result<(), DetachError> {
         // Each whatever comes of the other.
-        let disks = self.end_disks();
+        let disks = self.disks.end(&mut self.monitor);
         let ended = self.tracker.detach();
         let taken_back = self
             .state

@@ -339,9 +339,10 @@ impl Vm {
     /// error the others are worthless, and go to [`Vm::discard`].
     pub fn settle(
         &mut self,
-        captured: Captured,
+        mut captured: Captured,
         stored: Result<Stored, CheckpointError>,
     ) -> Result<CheckpointReport, CheckpointError> {
+        self.settle_disks(std::mem::take(&mut captured.disks), stored.is_ok());
         self.discard(captured);
         let left = self.disks_left.take();
         match stored {

@@ -1,5 +1,6 @@
 //! The monitor commands Stillframe uses, with typed arguments and replies.
 
+mod bitmaps;
 pub(crate) mod cpu;
 mod devices;
 mod disks;
@@ -28,7 +29,7 @@ pub(crate) use host_files::HostView;
 pub use jobs::Job;
 pub use lent::StateFile;
 pub use mirror::Mirror;
-pub use snapshots::{PauseTickets, SnapshotNumber};
+pub use snapshots::{DiskSnapshot, PauseTickets, SnapshotNumber};
 
 use crate::qmp::{Client, QmpError, REPLY_LIMIT_SECONDS, Ticket};
 use crate::target::{Target, is_qemu_process};

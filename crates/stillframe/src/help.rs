@@ -85,7 +85,7 @@ discards the checkpoint. `watch --help` explains the schedules. TIME is a number
 SIZE: 64M, 1.5G.
 
 With --disks capture the checkpoint holds the content of all disks that the guest can write to, of the same moment as
-memory. They are read whole while the VM runs on; --copy-buffer limits what the guest may overwrite of each meanwhile.
+memory. They are read while the VM runs on, by `watch` what was written since its last checkpoint; --copy-buffer limits what the guest may overwrite of each meanwhile.
 Without it their files must not change until the checkpoint is restored.
 
 A tag consists of letters, digits and ._-:/+@=, up to 64 bytes; a checkpoint has up to 32 tags. A note is one line

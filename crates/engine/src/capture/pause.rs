@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::device_state;
-use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError, RunState, SnapshotNumber};
+use stillframe_qemu::monitor::{DiskSnapshot, Monitor, MonitorError, RunState};
 use stillframe_qemu::qmp::{QmpError, Ticket};
 use stillframe_sys::affinity::{self, AffinityGuard, Processors};
 use stillframe_sys::process::Process;
@@ -143,7 +143,7 @@ pub struct Pause<'a> {
     /// Nothing is done while the device state is saved, to measure how long that takes by itself.
     pub state_first: bool,
     /// The disks whose filters are put in place.
-    pub disks: &'a [(SnapshotNumber, DiskDevice)],
+    pub disks: &'a [DiskSnapshot],
     /// The VM is resumed after this.
     pub limit: Duration,
     /// The run state of the VM just before.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::monitor::{DiskDevice, MonitorError, RunState, SnapshotNumber};
+use stillframe_qemu::monitor::{DiskSnapshot, Monitor, RunState};
 use stillframe_qemu::record::VmRecord;
 use stillframe_sys::affinity::Processors;
 
@@ -20,7 +20,8 @@ use crate::capture::schedule::{
     Auto, Bursts, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
 };
 use crate::capture::staging::StagingBuffer;
-use crate::disks::{DiskChoice, DiskSnapshots, DiskView, DisksError};
+use crate::disks::{DiskChoice, DiskSnapshots, DiskView};
+use crate::guardian::OnDisconnect;
 use crate::memory::BlockShape;
 use crate::placement;
 use crate::tracking::error::TrackerError;
@@ -159,12 +160,7 @@ impl Vm {
         let Captured {
             mut staging, disks, ..
         } = captured;
-        // QEMU waits for open connections.
-        drop(disks);
-        if let Err(error) = self.end_disks() {
-            // The next attachment takes it away.
-            self.disks_left = Some(error);
-        }
+        self.settle_disks(disks, false);
         match self.staging_buffers.len() {
             0..STAGES_KEPT => self.staging_buffers.push(staging),
             STAGES_KEPT..STAGES_MAX => {
@@ -211,8 +207,8 @@ impl Vm {
             DiskChoice::Reference => None,
             DiskChoice::Capture => Some(self.begin_disks()?),
         };
-        let filters = snapshots.as_ref().map_or(&[][..], DiskSnapshots::filters);
-        if let Err(error) = self.pause(captured, schedule.as_mut(), filters, hasher, options) {
+        let disks = snapshots.as_ref().map_or(&[][..], DiskSnapshots::snapshots);
+        if let Err(error) = self.pause(captured, schedule.as_mut(), disks, hasher, options) {
             schedule.give_up(&self.tracker);
             return Err(error);
         }
@@ -232,20 +228,29 @@ impl Vm {
         Ok(self.devices.check(&mut self.monitor, state)?)
     }
 
-    /// Makes the snapshots of the disks ready for the pause.
-    fn begin_disks(&mut self) -> Result<DiskSnapshots, DisksError> {
-        // What an earlier attempt has left.
-        self.end_disks()?;
-        let snapshots = DiskSnapshots::begin(&mut self.monitor)?;
-        self.disks_at_work = true;
+    /// Makes the snapshots of the disks ready for the pause. From here on the guardian takes them away if this process dies.
+    fn begin_disks(&mut self) -> Result<DiskSnapshots, CheckpointError> {
+        let snapshots = self.disks.begin(&mut self.monitor)?;
+        let bitmaps = self.disks.bitmaps();
+        let commands = Monitor::commands_to_end(snapshots.snapshots(), &bitmaps);
+        self.guardian
+            .on_disconnect(OnDisconnect::EndSnapshots { commands })
+            .map_err(PauseError::from)?;
         Ok(snapshots)
     }
 
-    /// Takes the snapshots of the disks away, if there are any.
-    pub(crate) fn end_disks(&mut self) -> Result<(), MonitorError> {
-        match std::mem::take(&mut self.disks_at_work) {
-            true => self.monitor.end_snapshots(true),
-            false => Ok(()),
+    /// Takes the snapshots of the disks away, if there are any. `stored`: the checkpoint is durable.
+    pub(super) fn settle_disks(&mut self, views: Mutex<Vec<DiskView>>, stored: bool) {
+        // QEMU waits for open connections.
+        drop(views);
+        if !self.disks.has_snapshots() {
+            return;
+        }
+        match self.disks.settle(&mut self.monitor, stored) {
+            // The guardian tries it again when this process ends, and so does the next attachment.
+            Err(error) => self.disks_left = Some(error),
+            // That it does not answer shows before the next pause.
+            Ok(()) => drop(self.guardian.on_disconnect(OnDisconnect::Nothing)),
         }
     }
 
@@ -272,7 +277,7 @@ impl Vm {
         &mut self,
         captured: &mut Captured,
         schedule: &mut dyn Schedule,
-        filters: &[(SnapshotNumber, DiskDevice)],
+        disks: &[DiskSnapshot],
         hasher: &ContentHasher,
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
@@ -305,7 +310,7 @@ impl Vm {
                 .auto
                 .as_ref()
                 .is_some_and(Auto::should_time_device_state),
-            disks: filters,
+            disks,
             limit: options.pause_limit,
             before,
             // What the guest writes to a disk after this changes the disk, by the restore's account.

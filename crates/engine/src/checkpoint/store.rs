@@ -190,6 +190,7 @@ impl CheckpointWriter {
             id: committed.id,
             repository,
             tables: manifest.ram.clone(),
+            disks: manifest.disks.clone(),
             missing_packs: transaction.missing_packs.clone(),
         });
         Ok(Stored {
@@ -222,7 +223,18 @@ impl CheckpointWriter {
         let nothing = DeltaCache::default();
         for view in views.iter_mut() {
             let shape = [view.shape()];
-            transaction.sink.begin(&shape);
+            match view.is_increment() {
+                true => {
+                    let parent = transaction.parent.as_ref();
+                    let mut tables = parent.into_iter().flat_map(|parent| &parent.disks);
+                    let before = tables.find(|disk| {
+                        disk.table.name == shape[0].name && disk.bytes == view.bytes()
+                    });
+                    let before = before.ok_or(CheckpointError::ParentGone)?;
+                    transaction.sink.follow(std::slice::from_ref(&before.table));
+                }
+                false => transaction.sink.begin(&shape),
+            }
             let mut stream = PageStream::new(&shape);
             let read = view.read(captured.disk_limit, &mut |pages: &[Page<'_>]| {
                 let sink = &mut transaction.sink;

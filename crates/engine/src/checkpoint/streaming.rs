@@ -31,6 +31,7 @@ impl Vm {
             // The bulk phase drops what is pending against an old parent, so there can be no parent any more,
             // not even when this fails; nor can the delta cache of it be used.
             checkpoints.forget_parent();
+            self.disks.start_over();
         }
         checkpoints.cache.set_budget(options.delta_cache_bytes);
         let id = repository.id().to_string();

@@ -1,16 +1,17 @@
 //! Disks in a checkpoint: their content at the moment of the pause, read while the guest goes on.
 //!
 //! ```text
-//!   before the pause    memory, filter (not in place), NBD server                 DiskSnapshots::begin
-//!   pause               filters below the devices                                 capture/pause
+//!   before the pause    a new bitmap records writes; memory, NBD server           DiskHistory::begin
+//!   pause               the old bitmap is frozen; filters below the devices       capture/pause
 //!   after it            views, and a connection to each                           DiskSnapshots::open
-//!   storing             content of the views -> repository                        view
-//!   settled             all taken away: the devices have their images again       Monitor::end_snapshots
+//!   storing             what the old bitmap has of the views -> repository        view
+//!   settled             all taken away: the devices have their images again       DiskHistory::settle
 //! ```
 //!
 //! The guest's writes wait for no one: what they replace is copied first, into memory with a limit. Beyond it QEMU gives the
 //! view up, and with it the checkpoint.
 
+pub mod history;
 pub mod server;
 pub mod view;
 
@@ -20,10 +21,11 @@ use std::time::Duration;
 
 use serde::Serialize;
 use stillframe_nbd::{Client, NbdError};
-use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError, SnapshotNumber};
+use stillframe_qemu::monitor::{DiskDevice, DiskSnapshot, Monitor, MonitorError, SnapshotNumber};
 use stillframe_sys::memfd::{Memfd, MemfdError};
 use thiserror::Error;
 
+pub use history::DiskHistory;
 use server::ServerError;
 pub use view::{DiskView, ReadDisk};
 
@@ -85,69 +87,81 @@ pub enum DisksError {
 /// Snapshots of all disks of a VM. They show the moment at which the filters are put in place.
 #[derive(Debug)]
 pub struct DiskSnapshots {
-    filters: Vec<(SnapshotNumber, DiskDevice)>,
+    snapshots: Vec<DiskSnapshot>,
     memory: Vec<Memfd>,
     sockets: Vec<UnixStream>,
 }
 
 impl DiskSnapshots {
-    /// Makes everything ready for a pause. QEMU keeps it until [`Monitor::end_snapshots`].
+    /// Makes everything ready for a pause. `since`: the bitmap of what they are to show; without it, all.
     ///
     /// # Errors
     /// QEMU refuses it, and has nothing of it.
-    pub fn begin(monitor: &mut Monitor) -> Result<DiskSnapshots, DisksError> {
-        if monitor.has_io_threads()? {
-            return Err(DisksError::IoThreads);
-        }
-        let disks = monitor.disk_devices()?;
-        if disks.is_empty() {
-            return Err(DisksError::NoDisk);
-        }
-        DiskSnapshots::of(disks, monitor).inspect_err(|_| {
+    fn begin(
+        monitor: &mut Monitor,
+        disks: &[DiskDevice],
+        since: Option<&str>,
+    ) -> Result<DiskSnapshots, DisksError> {
+        DiskSnapshots::of(disks, since, monitor).inspect_err(|_| {
             // The error that led here is the one to report. The server, if one runs, is another client's.
             let _ = monitor.end_snapshots(false);
         })
     }
 
-    fn of(disks: Vec<DiskDevice>, monitor: &mut Monitor) -> Result<DiskSnapshots, DisksError> {
+    fn of(
+        disks: &[DiskDevice],
+        since: Option<&str>,
+        monitor: &mut Monitor,
+    ) -> Result<DiskSnapshots, DisksError> {
         let mut memory = Vec::with_capacity(disks.len());
-        let mut filters = Vec::with_capacity(disks.len());
-        for (number, disk) in disks.into_iter().enumerate() {
+        let mut snapshots = Vec::with_capacity(disks.len());
+        for (number, disk) in disks.iter().enumerate() {
             let file = Memfd::sparse("stillframe-disk", disk.bytes)?;
             let number = SnapshotNumber(number);
-            monitor.begin_snapshot(number, &disk, file.as_fd())?;
-            filters.push((number, disk));
+            monitor.begin_snapshot(number, file.as_fd())?;
             memory.push(file);
+            snapshots.push(DiskSnapshot {
+                number,
+                disk: disk.clone(),
+                since: since.map(str::to_owned),
+            });
         }
         // Before the pause, because another client may have it. After the nodes, which show whose it is.
-        let sockets = server::start(monitor, filters.len())?;
+        let sockets = server::start(monitor, snapshots.len())?;
         Ok(DiskSnapshots {
-            filters,
+            snapshots,
             memory,
             sockets,
         })
     }
 
-    /// The filters that the pause puts in place.
-    pub fn filters(&self) -> &[(SnapshotNumber, DiskDevice)] {
-        &self.filters
+    /// What the pause puts in place.
+    pub fn snapshots(&self) -> &[DiskSnapshot] {
+        &self.snapshots
     }
 
-    /// Opens views of the disks as they were at that moment. A filter that is not in place yet cannot be read: QEMU would
-    /// forbid the device to write.
+    /// Opens views of the disks as they were at that moment.
     ///
     /// # Errors
     /// QEMU refuses it.
     pub fn open(self, monitor: &mut Monitor) -> Result<Vec<DiskView>, DisksError> {
-        let of_disks = self.filters.into_iter().zip(self.memory);
+        let of_disks = self.snapshots.into_iter().zip(self.memory);
         let views = of_disks
             .zip(self.sockets)
-            .map(|((filter, memory), socket)| {
-                let (number, DiskDevice { device, bytes, .. }) = filter;
-                monitor.export_snapshot(number)?;
-                let contexts = [view::ALLOCATION];
-                match Client::open(socket, &number.view(), &contexts, SILENCE_LIMIT) {
-                    Ok(client) => Ok(DiskView::new(device, bytes, client, memory)),
+            .map(|((snapshot, memory), socket)| {
+                monitor.export_snapshot(&snapshot)?;
+                let name = snapshot.number.view();
+                let written = snapshot.written();
+                let context = written.as_deref().unwrap_or(view::ALLOCATION);
+                let client = Client::open(socket, &name, &[context], SILENCE_LIMIT);
+                let DiskDevice { device, bytes, .. } = snapshot.disk;
+                match client {
+                    Ok(client) => Ok(DiskView::new(
+                        (device, bytes),
+                        client,
+                        memory,
+                        written.is_some(),
+                    )),
                     Err(source) => Err(DisksError::Read { device, source }),
                 }
             });

@@ -13,6 +13,8 @@ use crate::memory::{BlockShape, Page};
 pub(super) const ALLOCATION: &str = "base:allocation";
 /// In it: the range reads as zeros.
 const ZERO: u32 = 1 << 1;
+/// In that of a bitmap: the range was written.
+const WRITTEN: u32 = 1;
 
 /// Bytes of a disk that are gathered before they are handed over: those of the batches of memory.
 const BATCH_BYTES: usize = 8 << 20;
@@ -25,6 +27,8 @@ pub struct DiskView {
     client: Client,
     /// What the guest has overwritten since.
     memory: Memfd,
+    /// It shows what was written since the last checkpoint, and nothing else.
+    is_increment: bool,
 }
 
 /// What was read of a disk.
@@ -35,13 +39,24 @@ pub struct ReadDisk {
 }
 
 impl DiskView {
-    pub(super) fn new(device: String, bytes: u64, client: Client, memory: Memfd) -> DiskView {
+    pub(super) fn new(
+        (device, bytes): (String, u64),
+        client: Client,
+        memory: Memfd,
+        is_increment: bool,
+    ) -> DiskView {
         DiskView {
             device,
             bytes,
             client,
             memory,
+            is_increment,
         }
+    }
+
+    /// Whether it shows only what was written since the last checkpoint.
+    pub fn is_increment(&self) -> bool {
+        self.is_increment
     }
 
     /// The device that it belongs to.
@@ -62,8 +77,8 @@ impl DiskView {
         }
     }
 
-    /// Reads all pages that may be other than zero, ascending, and hands them over in batches. `limit_bytes`: what the guest may
-    /// overwrite meanwhile.
+    /// Reads all pages that may be other than zero, or those that were written, ascending, and hands them over in batches.
+    /// `limit_bytes`: what the guest may overwrite meanwhile.
     ///
     /// # Errors
     /// The disk cannot be read, or an error of `take`.
@@ -74,7 +89,11 @@ impl DiskView {
     ) -> Result<ReadDisk, E> {
         let extents = self.client.extents(0, 0..self.bytes);
         let extents = extents.map_err(|error| self.failed(error, limit_bytes))?;
-        let ranges = pages_with_data(&extents, self.bytes);
+        let wanted: fn(u32) -> bool = match self.is_increment {
+            true => |flags| flags & WRITTEN != 0,
+            false => |flags| flags & ZERO == 0,
+        };
+        let ranges = pages_of(&extents, wanted, self.bytes);
         let mut batch = Batch::new(take);
         let mut read = ReadDisk::default();
         let (memory, device) = (&self.memory, &self.device);
@@ -132,10 +151,10 @@ impl<E> From<DisksError> for Fault<E> {
     }
 }
 
-/// The ranges of whole pages that hold data; the last ends with the disk.
-fn pages_with_data(extents: &[Extent], disk_bytes: u64) -> Vec<Range<u64>> {
+/// The ranges of whole pages of extents with such flags; the last ends with the disk.
+fn pages_of(extents: &[Extent], wanted: fn(u32) -> bool, disk_bytes: u64) -> Vec<Range<u64>> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
-    for extent in extents.iter().filter(|extent| extent.flags & ZERO == 0) {
+    for extent in extents.iter().filter(|extent| wanted(extent.flags)) {
         let start = extent.bytes.start / PAGE_BYTES * PAGE_BYTES;
         let end = extent
             .bytes
@@ -215,7 +234,7 @@ mod tests {
                 extents.push(Extent { bytes: at..end, flags });
                 at = end;
             }
-            let ranges = pages_with_data(&extents, at);
+            let ranges = pages_of(&extents, |flags| flags & 2 == 0, at);
             prop_assert!(ranges.is_sorted_by(|one, next| one.end < next.start));
             for page in 0..at.div_ceil(PAGE_BYTES) {
                 let bytes = page * PAGE_BYTES..at.min((page + 1) * PAGE_BYTES);

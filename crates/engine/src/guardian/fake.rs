@@ -50,7 +50,7 @@ impl FakeGuardian {
 
     /// What it does with a VM whose memory is not complete if the engine ends.
     pub(crate) fn on_disconnect(&self) -> Option<OnDisconnect> {
-        self.0.lock().unwrap().on_disconnect
+        self.0.lock().unwrap().on_disconnect.clone()
     }
 
     /// The descriptors that it closed in QEMU.

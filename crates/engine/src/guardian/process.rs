@@ -145,7 +145,17 @@ impl Watch {
                 let names = (0..disks).map(copy_name);
                 names.for_each(|name| qmp.end_copy_alone(&name, deadline));
             }
-            (OnDisconnect::Pause | OnDisconnect::EndCopies { .. }, None)
+            (OnDisconnect::EndSnapshots { commands }, Some(qmp)) => {
+                for (command, arguments) in commands {
+                    qmp.command_alone(&command, arguments, deadline);
+                }
+            }
+            (
+                OnDisconnect::Pause
+                | OnDisconnect::EndCopies { .. }
+                | OnDisconnect::EndSnapshots { .. },
+                None,
+            )
             | (OnDisconnect::Nothing, _) => {}
         }
     }

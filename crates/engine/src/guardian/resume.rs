@@ -175,7 +175,8 @@ impl Connection {
         self.command_alone("blockdev-del", json!({ "node-name": name }), deadline);
     }
 
-    fn command_alone(
+    /// Sends a command, and waits for its answer; the engine is dead.
+    pub(super) fn command_alone(
         &mut self,
         command: &str,
         arguments: Value,

@@ -22,6 +22,7 @@ use std::os::unix::net::UnixStream;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use stillframe_sys::fdpass;
 
 /// Longest message either side sends, in bytes; both sides are ours, so this only bounds a bug. The address
@@ -109,7 +110,7 @@ pub enum WayBack {
 }
 
 /// On-disconnect action: the guardian's action when the engine is gone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnDisconnect {
     /// Nothing.
     Nothing,
@@ -126,6 +127,11 @@ pub enum OnDisconnect {
     EndCopies {
         /// How many there may be ([`copy_name`]).
         disks: usize,
+    },
+    /// Take away the snapshots of disks: else QEMU copies what the guest overwrites into memory, without end.
+    EndSnapshots {
+        /// QEMU's commands for it, each with its arguments. Some may fail.
+        commands: Vec<(String, Value)>,
     },
 }
 

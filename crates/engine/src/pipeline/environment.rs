@@ -32,6 +32,9 @@ pub trait PipelineVm {
     /// The schedule that the VM should be attached to anew for.
     fn wants(&self) -> Option<ScheduleKind>;
 
+    /// Whether a capture may begin while others are in flight.
+    fn overlaps(&self) -> bool;
+
     /// Captures the writes since the last capture in flight.
     ///
     /// # Errors

@@ -220,6 +220,15 @@ impl<E: Environment> Pipeline<E> {
                 return Ok(None);
             }
         }
+        if self.vm.as_ref().is_some_and(|vm| !vm.overlaps()) {
+            // First of all, because one that fails takes the base or the attachment with it.
+            if let Some(end) = self.drain()? {
+                return Ok(Some(end));
+            }
+            if self.vm.is_none() {
+                return Ok(None);
+            }
+        }
         match self.sink.as_ref().is_some_and(|sink| !sink.has_base()) {
             true => self.whole(),
             false => self.increment(),

@@ -10,6 +10,7 @@ use crate::capture::schedule::ScheduleKind;
 use crate::checkpoint::{
     Captured, CheckpointError, CheckpointOptions, CheckpointReport, CheckpointWriter, Stored,
 };
+use crate::disks::DiskChoice;
 
 /// The work was given up because the user wants an end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -48,6 +49,11 @@ impl PipelineVm for WatchedVm {
 
     fn wants(&self) -> Option<ScheduleKind> {
         self.vm.wants()
+    }
+
+    fn overlaps(&self) -> bool {
+        // A disk has one filter at a time.
+        self.options.disks == DiskChoice::Reference
     }
 
     fn capture(&mut self) -> Result<Captured, CheckpointError> {

@@ -77,6 +77,8 @@ struct World {
     attached: u32,
     taken: u64,
     most_in_flight: u64,
+    /// Whether a capture may begin while others are in flight.
+    overlaps: bool,
     /// Whether the sink keeps its lock.
     locked: bool,
     /// Captures of all memory that were committed.
@@ -152,7 +154,12 @@ impl PipelineVm for FakeVm {
         None
     }
 
+    fn overlaps(&self) -> bool {
+        self.world.borrow().overlaps
+    }
+
     fn capture(&mut self) -> Result<FakeCapture, CheckpointError> {
+        assert!(self.overlaps() || self.in_flight.is_empty());
         let fault = self.world.borrow_mut().choices.fault(3);
         match fault {
             Some(0) => Err(CheckpointError::RamChanged),
@@ -387,6 +394,7 @@ fn world(choices: Choices) -> Shared {
         attached: 0,
         taken: 0,
         most_in_flight: 0,
+        overlaps: true,
         locked: false,
         whole: 0,
         migration: None,
@@ -420,10 +428,20 @@ fn try_run(
 
 /// Runs every sequence of choices; how many there were.
 fn explore(count: u64, in_flight_bytes: u64, check: impl Fn(&World, Ended)) -> u64 {
+    explore_if(true, count, in_flight_bytes, check)
+}
+
+fn explore_if(
+    overlaps: bool,
+    count: u64,
+    in_flight_bytes: u64,
+    check: impl Fn(&World, Ended),
+) -> u64 {
     let mut choices = Choices::default();
     let mut runs = 0;
     loop {
         let world = world(choices);
+        world.borrow_mut().overlaps = overlaps;
         let ended = run(&world, count, in_flight_bytes);
         let mut world = Rc::try_unwrap(world).ok().unwrap().into_inner();
         check(&world, ended);
@@ -451,6 +469,17 @@ fn no_order_of_completion_and_failure_loses_a_write_or_a_moment() {
         assert!(world.most_in_flight <= 2 * CAPTURE_BYTES);
     });
     assert!(runs > 5_000, "only {runs} orders");
+}
+
+#[test]
+fn captures_that_must_not_overlap_are_in_flight_alone() {
+    let runs = explore_if(false, 3, 2 * CAPTURE_BYTES, |world, ended| {
+        if matches!(ended.why, End::Count) {
+            assert_eq!((ended.taken, world.committed), (3, world.written));
+        }
+        assert!(world.most_in_flight <= CAPTURE_BYTES);
+    });
+    assert!(runs > 100, "only {runs} orders");
 }
 
 #[test]

@@ -38,11 +38,18 @@ impl<'r> RepositoryPages<'r> {
 
     /// A sink for memory that was as in these tables.
     pub fn after(writer: Writer<'r>, tables: &[BlockTable], dedup: bool) -> RepositoryPages<'r> {
-        RepositoryPages {
+        let mut pages = RepositoryPages {
             writer,
-            tables: tables.iter().map(PageTableBuilder::after).collect(),
+            tables: Vec::new(),
             dedup,
-        }
+        };
+        pages.follow(tables);
+        pages
+    }
+
+    /// Begins blocks that were as in these tables: those before are finished.
+    pub fn follow(&mut self, tables: &[BlockTable]) {
+        self.tables = tables.iter().map(PageTableBuilder::after).collect();
     }
 
     /// Begins blocks that follow no checkpoint: those before are finished.

@@ -6,9 +6,12 @@
 //!   view ────> filter                      reads: from the memory what was copied, else from the image
 //! ```
 //!
-//! A filter is made before the pause, and put below the device in it (`qom-set`): that is the moment whose content the
-//! view shows. If the memory fails, QEMU gives the view up, and not the guest's write (`break-snapshot`). The user's
-//! image stays the user's file throughout.
+//! A filter is put below the device in the pause (`qom-set`): that is the moment whose content the view shows. If the memory
+//! fails, QEMU gives the view up, and not the guest's write (`break-snapshot`). The user's image stays the user's file
+//! throughout.
+//!
+//! A dirty bitmap on the image records what is written between two snapshots ([`super::bitmaps`]). The one that recorded until
+//! the pause is frozen in it, and limits the filter: nothing else is copied, and nothing else can be read.
 //!
 //! Source: QEMU, `qapi/block-core.json` (`BlockdevOptionsCbw`, `snapshot-access`), `docs/interop/live-block-operations.rst`.
 
@@ -51,6 +54,37 @@ impl SnapshotNumber {
     }
 }
 
+/// A snapshot of one disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskSnapshot {
+    /// Its nodes.
+    pub number: SnapshotNumber,
+    /// The disk.
+    pub disk: DiskDevice,
+    /// The bitmap of what was written since the last one. The snapshot shows nothing else.
+    pub since: Option<String>,
+}
+
+impl DiskSnapshot {
+    /// The metadata context of the view that shows what was written, if that is known.
+    pub fn written(&self) -> Option<String> {
+        let since = self.since.as_ref()?;
+        Some(format!("qemu:dirty-bitmap:{since}"))
+    }
+
+    fn filter(&self) -> Value {
+        let mut arguments = json!({
+            "driver": "copy-before-write", "node-name": self.number.filter(),
+            "file": self.disk.node, "target": self.number.memory(),
+            "on-cbw-error": "break-snapshot", "cbw-timeout": COPY_LIMIT_S,
+        });
+        if let Some(since) = &self.since {
+            arguments["bitmap"] = json!({ "node": self.disk.node, "name": since });
+        }
+        arguments
+    }
+}
+
 /// The commands of a pause with disks in it, which QEMU carries out one after the other.
 #[derive(Debug)]
 #[must_use = "the replies have to be awaited"]
@@ -75,14 +109,13 @@ impl Monitor {
         Ok(drives.into_iter().filter_map(Drive::writable).collect())
     }
 
-    /// Makes the filter of a disk, which filters nothing yet. QEMU opens `memory`, a file as long as the disk, anew.
+    /// Gives QEMU the memory of a snapshot, a file as long as the disk.
     ///
     /// # Errors
     /// QEMU refuses it. Nodes may be left ([`Monitor::end_snapshots`]).
     pub fn begin_snapshot(
         &mut self,
         number: SnapshotNumber,
-        disk: &DiskDevice,
         memory: BorrowedFd<'_>,
     ) -> Result<(), MonitorError> {
         let set = self.lend(memory)?;
@@ -93,24 +126,17 @@ impl Monitor {
         // The node has a copy of its own.
         let taken_back = self.take_back(set);
         added?;
-        taken_back?;
-        let arguments = json!({
-            "driver": "copy-before-write", "node-name": number.filter(),
-            "file": disk.node, "target": number.memory(),
-            "on-cbw-error": "break-snapshot", "cbw-timeout": COPY_LIMIT_S,
-        });
-        self.client.execute("blockdev-add", arguments)?;
-        Ok(())
+        taken_back
     }
 
-    /// Has QEMU stop the VM (`runs`), put the filters below their devices, save the device state, and resume the VM. All
-    /// of it is sent in one piece, and carried out even if this process and all others that hold the connection die.
+    /// Has QEMU stop the VM (`runs`), freeze the bitmaps, put filters below the devices, save the device state, and resume the
+    /// VM. All of it is sent in one piece, and carried out even if this process and all others that hold the connection die.
     ///
     /// # Errors
     /// The connection fails.
     pub fn send_pause_with_disks(
         &mut self,
-        disks: &[(SnapshotNumber, DiskDevice)],
+        disks: &[DiskSnapshot],
         into: &StateFile,
         runs: bool,
     ) -> Result<PauseTickets, MonitorError> {
@@ -119,7 +145,10 @@ impl Monitor {
         if runs {
             commands.push(("stop", Value::Null));
         }
-        for (number, disk) in disks {
+        commands.extend(frozen(disks));
+        for snapshot in disks {
+            let DiskSnapshot { number, disk, .. } = snapshot;
+            commands.push(("blockdev-add", snapshot.filter()));
             commands.push(set_drive(&disk.path, &number.filter()));
         }
         let before = commands.len();
@@ -143,6 +172,29 @@ impl Monitor {
         })
     }
 
+    /// The commands that take snapshots away, and these bitmaps, for a process that has only a connection. QEMU's NBD server must
+    /// have been started for them.
+    pub fn commands_to_end(snapshots: &[DiskSnapshot], bitmaps: &[&str]) -> Vec<(String, Value)> {
+        let delete = |node: String| ("blockdev-del", json!({ "node-name": node }));
+        let each = snapshots.iter().flat_map(|snapshot| {
+            let DiskSnapshot { number, disk, .. } = snapshot;
+            let nodes = [
+                delete(number.view()),
+                set_drive(&disk.path, &disk.node),
+                delete(number.filter()),
+                delete(number.memory()),
+            ];
+            let bitmaps = bitmaps.iter().map(|name| {
+                let bitmap = json!({ "node": disk.node, "name": name });
+                ("block-dirty-bitmap-remove", bitmap)
+            });
+            nodes.into_iter().chain(bitmaps)
+        });
+        let all = std::iter::once(("nbd-server-stop", json!({}))).chain(each);
+        all.map(|(command, arguments)| (command.to_owned(), arguments))
+            .collect()
+    }
+
     /// Whether the VM has threads of its own for disks. Putting a filter below a device of such a thread was not tried
     /// enough.
     ///
@@ -158,13 +210,17 @@ impl Monitor {
     ///
     /// # Errors
     /// QEMU refuses it.
-    pub fn export_snapshot(&mut self, number: SnapshotNumber) -> Result<(), MonitorError> {
+    pub fn export_snapshot(&mut self, snapshot: &DiskSnapshot) -> Result<(), MonitorError> {
+        let number = snapshot.number;
         let arguments = json!({
             "driver": "snapshot-access", "node-name": number.view(), "file": number.filter(),
         });
         self.client.execute("blockdev-add", arguments)?;
         let view = number.view();
-        let arguments = json!({ "type": "nbd", "id": view, "node-name": view, "name": view });
+        let mut arguments = json!({ "type": "nbd", "id": view, "node-name": view, "name": view });
+        if let Some(since) = &snapshot.since {
+            arguments["bitmaps"] = json!([{ "node": snapshot.disk.node, "name": since }]);
+        }
         self.client.execute("block-export-add", arguments)?;
         Ok(())
     }
@@ -279,6 +335,17 @@ fn is_ours(name: &str) -> bool {
     let kind = name.strip_prefix(PREFIX);
     let kinds = ["filter-", "memory-", "view-"];
     kind.is_some_and(|kind| kinds.iter().any(|begin| kind.starts_with(begin)))
+}
+
+/// The command that freezes the bitmaps of all disks, if there are any.
+fn frozen(disks: &[DiskSnapshot]) -> Option<(&'static str, Value)> {
+    let bitmaps = disks.iter().filter_map(|snapshot| {
+        let since = snapshot.since.as_ref()?;
+        let bitmap = json!({ "node": snapshot.disk.node, "name": since });
+        Some(json!({ "type": "block-dirty-bitmap-disable", "data": bitmap }))
+    });
+    let actions: Vec<Value> = bitmaps.collect();
+    (!actions.is_empty()).then(|| ("transaction", json!({ "actions": actions })))
 }
 
 fn set_drive(path: &str, node: &str) -> (&'static str, Value) {

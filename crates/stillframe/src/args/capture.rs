@@ -56,6 +56,9 @@ pub struct CaptureArgs {
     /// Upper bound on copies of guest memory; pages beyond it are stored before the pause
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "1G")]
     pub copy_buffer: u64,
+    /// What the checkpoint has of the disks: reference (their files must not change) or capture (their content)
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Disks::Reference)]
+    pub disks: Disks,
     /// Upper bound on writes to the repository, in bytes per second [default: none]
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
     pub limit_write: Option<NonZeroU64>,
@@ -81,9 +84,6 @@ pub struct CheckpointArgs {
     /// The running VM.
     #[command(flatten)]
     pub vm: VmSelector,
-    /// What the checkpoint has of the disks: reference (their files must not change) or capture (their content)
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Disks::Reference)]
-    pub disks: Disks,
     /// How checkpoints are taken.
     #[command(flatten)]
     pub capture: CaptureArgs,

@@ -4,7 +4,6 @@ use stillframe_engine::attach::{AttachError, Vm};
 use stillframe_engine::checkpoint::{
     CheckpointOptions, CheckpointReport, Plan, ScheduleChoice, ScheduleKind,
 };
-use stillframe_engine::disks::DiskChoice;
 use stillframe_engine::pipeline::WorkControl;
 use stillframe_engine::{ProgressSink, Selector};
 use stillframe_repo::Tags;
@@ -96,7 +95,7 @@ pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
         dedup: !args.no_dedup,
         keep_guest_clock: args.keep_guest_clock,
         copy_buffer_bytes: args.copy_buffer,
-        disks: DiskChoice::default(),
+        disks: args.disks.into(),
         tags,
         note: args.note.clone(),
     })

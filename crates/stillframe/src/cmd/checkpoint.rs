@@ -1,6 +1,6 @@
 //! `checkpoint`: attaches, takes one checkpoint, detaches.
 
-use stillframe_engine::checkpoint::{CheckpointOptions, CheckpointWriter};
+use stillframe_engine::checkpoint::CheckpointWriter;
 use stillframe_engine::pipeline::WorkControl as _;
 
 use super::{Context, capture};
@@ -9,10 +9,7 @@ use crate::args::CheckpointArgs;
 /// Takes one checkpoint.
 pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
-    let options = CheckpointOptions {
-        disks: args.disks.into(),
-        ..capture::options(&args.capture)?
-    };
+    let options = capture::options(&args.capture)?;
     let mut repository = context.open()?;
     repository.limit_writes(args.capture.limit_write);
     let first = "interrupted: discarding the checkpoint (again: exit at once)";

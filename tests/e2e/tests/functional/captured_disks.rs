@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
@@ -22,6 +23,16 @@ fn capture(it: &Committing) -> Result<(String, serde_json::Value)> {
     let report = it.stillframe.json(&line)?;
     let id = report["checkpoint"].as_str().unwrap_or_default().to_owned();
     Ok((id, report["disks"][0].clone()))
+}
+
+/// A watch that takes this number of checkpoints, with the guest's disks.
+fn watch(it: &Committing, count: u32) -> Result<Command> {
+    let (pid, count) = (it.guest.pid_text(), count.to_string());
+    let line = [
+        "watch", "--pid", &pid, "--every", "500ms", "--count", &count,
+    ];
+    let more = ["--disks", "capture", "--pause-limit", "60s", "--json"];
+    it.stillframe.command(&[&line[..], &more].concat())
 }
 
 /// Writes a checkpoint's disk to a file.
@@ -106,6 +117,86 @@ fn the_content_is_that_of_the_pause_to_the_byte() -> Result<()> {
     Ok(())
 }
 
+/// Each checkpoint of a watch reads what was written since the one before, and has the whole disk of its own moment.
+#[test]
+fn a_watch_stores_what_was_written_between_its_checkpoints() -> Result<()> {
+    for format in ["raw", "qcow2"] {
+        let it = Committing::journal(&format!("watched-{format}"), format)?;
+        let ended = Running::start(watch(&it, 5)?)?.end()?;
+        let taken = ended.results()?;
+        ensure!(ended.code == Some(0) && taken.len() == 5, "{ended:?}");
+        let mut monitor = it.guest.second_monitor()?;
+        expect_untouched(&it.guest, &mut monitor)?;
+        expect_no_copy(&mut monitor)?;
+        let mut found = Vec::new();
+        for (number, report) in taken.iter().enumerate() {
+            let disk = &report["disks"][0];
+            let read = disk["bytes_read"].as_u64().context("no disk")?;
+            match number {
+                0 => ensure!(read > 16 << 20, "{disk}"),
+                // A record is a page, and there are some dozens in this time.
+                _ => ensure!((4096..2 << 20).contains(&read), "{disk}"),
+            }
+            let id = report["checkpoint"].as_str().context("no id")?;
+            let image = it.guest.folder().join(format!("{number}.img"));
+            export(&it, id, &image)?;
+            found.push(it.records_of_raw(&image)?);
+        }
+        ensure!(found.is_sorted_by(|one, next| one < next), "{found:?}");
+        let ids = taken.iter().filter_map(|one| one["checkpoint"].as_str());
+        expect_whole(&it.stillframe, &ids.map(str::to_owned).collect::<Vec<_>>())?;
+    }
+    Ok(())
+}
+
+/// The engine is stopped in the pause of a watch's third checkpoint, and the image copied.
+#[test]
+fn an_increment_is_that_of_the_pause_to_the_byte() -> Result<()> {
+    let it = Committing::journal("watched-moment", "raw")?;
+    let folder = it.guest.folder();
+    let command = watch(&it, 3)?;
+    let (command, reached) = with_fault(&command, "pause.before-cont:stop:3", folder)?;
+    let mut engine = Running::start(command)?;
+    engine.wait_until("the pause", |_| Ok(reached.exists()))?;
+    let copy = folder.join("copy.img");
+    fs::copy(&it.disk, &copy)?;
+    engine.signal("CONT")?;
+    let ended = engine.end()?;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    it.guest.serial.wait_more_committed(5)?;
+    let image = folder.join("out.img");
+    export(&it, "latest", &image)?;
+    ensure!(
+        fs::read(&copy)? == fs::read(&image)?,
+        "the disk is of another moment"
+    );
+    Ok(())
+}
+
+/// What was written before a checkpoint that is given up comes with the next one.
+#[test]
+fn a_checkpoint_that_fails_loses_no_written_block() -> Result<()> {
+    let it = Committing::journal("watched-failed", "raw")?;
+    let command = watch(&it, 4)?;
+    let (command, reached) = with_fault(&command, "store.manifest:error:3", it.guest.folder())?;
+    let ended = Running::start(command)?.end()?;
+    ensure!(ended.code == Some(0) && reached.exists(), "{ended:?}");
+    ensure!(ended.err.contains("no checkpoint this time"), "{ended:?}");
+    for report in ended.results()? {
+        let id = report["checkpoint"].as_str().context("no id")?;
+        let image = it.guest.folder().join(id);
+        export(&it, id, &image)?;
+        let found = it.records_of_raw(&image)?;
+        ensure!(found > 3, "{found}");
+        let read = report["disks"][0]["bytes_read"].as_u64();
+        ensure!(
+            report["parent"].is_null() || read < Some(2 << 20),
+            "{report}"
+        );
+    }
+    expect_no_copy(&mut it.guest.second_monitor()?)
+}
+
 /// Memory and disk are of one moment: the restored guest goes on with its journal, and none of it is missing.
 #[test]
 fn a_restored_guest_goes_on_with_the_disk_of_its_checkpoint() -> Result<()> {
@@ -125,9 +216,9 @@ fn a_restored_guest_goes_on_with_the_disk_of_its_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// The guest runs on, its writes reach its disk, and the next checkpoint takes away what was left.
+/// The guest runs on, its writes reach its disk, and the guardian takes away what was left.
 #[test]
-fn a_killed_engine_leaves_a_running_guest_and_the_next_one_clears_up() -> Result<()> {
+fn a_killed_engine_leaves_a_running_guest_and_its_guardian_clears_up() -> Result<()> {
     let it = Committing::journal("captured-killed", "raw")?;
     let pid = it.guest.pid_text();
     let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
@@ -145,8 +236,9 @@ fn a_killed_engine_leaves_a_running_guest_and_the_next_one_clears_up() -> Result
         );
         fs::remove_file(&reached)?;
         it.guest.serial.wait_more_committed(3)?;
-        let (id, _) = capture(&it)?;
         let mut monitor = it.guest.second_monitor()?;
+        expect_no_copy(&mut monitor)?;
+        let (id, _) = capture(&it)?;
         expect_untouched(&it.guest, &mut monitor)?;
         expect_no_copy(&mut monitor)?;
         let image = it.guest.folder().join(fault);
@@ -156,7 +248,7 @@ fn a_killed_engine_leaves_a_running_guest_and_the_next_one_clears_up() -> Result
     Ok(())
 }
 
-/// QEMU carries out the rest of the pause by itself, and frees its monitor.
+/// QEMU carries out the rest of the pause by itself, and frees its monitor. The next checkpoint takes away what was left.
 #[test]
 fn engine_and_guardian_killed_together_leave_a_running_guest() -> Result<()> {
     let it = Committing::journal("captured-both", "raw")?;

@@ -1,0 +1,120 @@
+//! What is recorded of the writes to a VM's disks between its checkpoints.
+//!
+//! ```text
+//!   bitmap 1  ├──────────────┤ frozen in the pause, read, removed when the checkpoint is durable
+//!   bitmap 2             ├───────────────────┤
+//!   bitmap 3                              ├──────────
+//!                            ^               ^   pauses
+//! ```
+//!
+//! A bitmap begins a little before the pause of one checkpoint and ends in that of the next. So it has more than was
+//! written between them, and nothing is lost. If a checkpoint is given up, its bitmap is merged into the next one.
+
+use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError};
+
+use super::{DiskSnapshots, DisksError};
+
+/// A bitmap of each of some disks, all of one name.
+#[derive(Debug)]
+struct Recording {
+    bitmap: String,
+    disks: Vec<DiskDevice>,
+}
+
+/// The bitmaps of one attachment.
+#[derive(Debug, Default)]
+pub struct DiskHistory {
+    /// What was written since the last checkpoint that is durable.
+    since: Option<Recording>,
+    /// What was written since the pause of a checkpoint that is not.
+    next: Option<Recording>,
+    /// Bitmaps so far, for their names.
+    number: u64,
+}
+
+impl DiskHistory {
+    /// Makes snapshots ready for a pause: of what was written since the last checkpoint, if that is known of all disks. What an
+    /// earlier attempt has left is settled as given up.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn begin(&mut self, monitor: &mut Monitor) -> Result<DiskSnapshots, DisksError> {
+        self.settle(monitor, false)?;
+        if monitor.has_io_threads()? {
+            return Err(DisksError::IoThreads);
+        }
+        let disks = monitor.disk_devices()?;
+        if disks.is_empty() {
+            return Err(DisksError::NoDisk);
+        }
+        // A disk that was plugged in or resized is not known.
+        self.since.take_if(|since| since.disks != disks);
+        self.number += 1;
+        let bitmap = format!("stillframe-{}-{}", std::process::id(), self.number);
+        monitor.add_bitmaps(&disks, &bitmap)?;
+        let since = self.since.as_ref().map(|since| &*since.bitmap);
+        let snapshots = DiskSnapshots::begin(monitor, &disks, since);
+        self.next = Some(Recording { bitmap, disks });
+        match snapshots {
+            Ok(snapshots) => Ok(snapshots),
+            Err(error) => {
+                // The error that led here is the one to report.
+                let _ = self.settle(monitor, false);
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes the snapshots away. `stored`: the checkpoint is durable, and the next one follows it.
+    ///
+    /// # Errors
+    /// QEMU refuses it. The next checkpoint reads all of the disks.
+    pub fn settle(&mut self, monitor: &mut Monitor, stored: bool) -> Result<(), MonitorError> {
+        let Some(next) = self.next.take() else {
+            return Ok(());
+        };
+        let since = self.since.take();
+        monitor.end_snapshots(true)?;
+        self.since = match (stored, since) {
+            (true, _) => Some(next),
+            (false, Some(since)) => {
+                monitor.merge_bitmaps(&next.disks, &since.bitmap, &next.bitmap)?;
+                Some(next)
+            }
+            (false, None) => None,
+        };
+        monitor.remove_bitmaps(self.bitmap())
+    }
+
+    /// Whether QEMU has snapshots of the disks.
+    pub fn has_snapshots(&self) -> bool {
+        self.next.is_some()
+    }
+
+    /// The next checkpoint follows none.
+    pub fn start_over(&mut self) {
+        self.since = None;
+    }
+
+    /// Takes all away.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn end(&mut self, monitor: &mut Monitor) -> Result<(), MonitorError> {
+        let settled = self.settle(monitor, false);
+        match self.since.take() {
+            Some(_) => settled.and(monitor.remove_bitmaps(None)),
+            None => settled,
+        }
+    }
+
+    /// The names of all bitmaps that there are.
+    pub fn bitmaps(&self) -> Vec<&str> {
+        let both = [&self.since, &self.next].into_iter().flatten();
+        both.map(|recording| &*recording.bitmap).collect()
+    }
+
+    fn bitmap(&self) -> Option<&str> {
+        self.since.as_ref().map(|since| &*since.bitmap)
+    }
+}
