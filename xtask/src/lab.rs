@@ -47,6 +47,8 @@ pub enum Bench {
     Extremes,
     /// Pause and disk throughput of a guest that reads a disk with `cache=none` (about 9 minutes)
     DirectIo,
+    /// Pause of a checkpoint that holds the disks (about 8 minutes)
+    Disks,
     /// Time of a lazy and an eager restore, 1 to 8 GiB, against QEMU (about 20 minutes)
     Restore,
     /// Time until a clone runs, against QEMU, and the memory of ten clones (about 6 minutes)
@@ -108,6 +110,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         | Bench::Frequency
         | Bench::Extremes
         | Bench::DirectIo
+        | Bench::Disks
         | Bench::MigrationCost
         | Bench::Restore
         | Bench::Clones => run(prepared(workspace, BENCHES)?.arg(name).args(more)),

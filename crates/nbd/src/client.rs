@@ -210,7 +210,7 @@ impl<S: Read + Write> Client<S> {
                 break;
             }
         }
-        // A range of no bytes would be asked for again and again.
+        // A range of no bytes would be queried again and again.
         match found.is_empty() || found.iter().any(|&(bytes, _)| bytes == 0) {
             true => Err(NbdError::protocol("a status of no bytes")),
             false => Ok(found),

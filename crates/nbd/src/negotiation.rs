@@ -54,7 +54,7 @@ pub(crate) fn negotiate(
     contexts: &[&str],
 ) -> Result<Export, NbdError> {
     greet(stream)?;
-    ask(
+    negotiate_option(
         stream,
         OPTION_STRUCTURED_REPLY,
         "structured replies",
@@ -90,7 +90,7 @@ fn greet(stream: &mut (impl Read + Write)) -> Result<(), NbdError> {
 type TakeReply<'t> = &'t mut dyn FnMut(u32, &[u8]) -> Result<(), NbdError>;
 
 /// Sends an option, and hands each reply before the last to `take`, with its type.
-fn ask(
+fn negotiate_option(
     stream: &mut (impl Read + Write),
     option: u32,
     words: &'static str,
@@ -152,7 +152,7 @@ fn select_contexts(
     }
     let mut ids: Vec<Option<u32>> = vec![None; contexts.len()];
     let words = "the metadata contexts";
-    ask(
+    negotiate_option(
         stream,
         OPTION_SET_META_CONTEXT,
         words,
@@ -186,7 +186,7 @@ fn go(stream: &mut (impl Read + Write), export: &str) -> Result<(u64, u32), NbdE
     data.extend(1u16.to_be_bytes());
     data.extend(INFO_BLOCK_SIZE.to_be_bytes());
     let (mut bytes, mut read_bytes_max) = (None, READ_BYTES_ALWAYS);
-    ask(
+    negotiate_option(
         stream,
         OPTION_GO,
         "the export",

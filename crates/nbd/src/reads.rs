@@ -102,7 +102,7 @@ impl Reads {
     /// The oldest read, if it is done: its offset and its bytes.
     ///
     /// # Errors
-    /// The server could not read it, or some bytes came twice or not at all.
+    /// The server could not read it, or bytes came twice or not at all.
     pub(crate) fn take_oldest(&mut self) -> Result<Option<(u64, Vec<u8>)>, NbdError> {
         let Some(oldest) = self.flying.pop_front_if(|read| read.done) else {
             return Ok(None);

@@ -21,12 +21,12 @@ const STATUS: u16 = 5;
 const ERROR: u16 = (1 << 15) + 1;
 
 /// A request as the server reads it: command, cookie, and a range of the disk.
-type Asked = (u16, u64, Range<usize>);
+type Request = (u16, u64, Range<usize>);
 
 /// A server in a thread. `answer` replies to the requests that have come; it is called when no more come at once.
 fn serve(
     bytes: usize,
-    mut answer: impl FnMut(&mut UnixStream, Vec<Asked>) + Send + 'static,
+    mut answer: impl FnMut(&mut UnixStream, Vec<Request>) + Send + 'static,
 ) -> (UnixStream, JoinHandle<()>) {
     let (near, mut far) = UnixStream::pair().expect("pair");
     let server = std::thread::spawn(move || {
@@ -34,7 +34,7 @@ fn serve(
             return;
         }
         loop {
-            let mut asked = Vec::new();
+            let mut requests = Vec::new();
             far.set_read_timeout(None).expect("timeout");
             loop {
                 let mut request = [0; REQUEST_BYTES];
@@ -50,15 +50,15 @@ fn serve(
                 let (start, length) = (number(16, 8) as usize, number(24, 4) as usize);
                 match number(6, 2) as u16 {
                     2 => return,
-                    command => asked.push((command, number(8, 8), start..start + length)),
+                    command => requests.push((command, number(8, 8), start..start + length)),
                 }
                 let soon = Some(Duration::from_millis(2));
                 far.set_read_timeout(soon).expect("timeout");
             }
-            if asked.is_empty() {
+            if requests.is_empty() {
                 return;
             }
-            answer(&mut far, asked);
+            answer(&mut far, requests);
         }
     });
     (near, server)
@@ -143,7 +143,7 @@ fn disk(runs: &[(usize, u8)]) -> Vec<u8> {
 }
 
 /// Replies to a read: pieces of at most `step` bytes, the last one first, holes where a piece is zero.
-fn reply_in_pieces(stream: &mut UnixStream, disk: &[u8], step: usize, (_, cookie, range): Asked) {
+fn reply_in_pieces(stream: &mut UnixStream, disk: &[u8], step: usize, (_, cookie, range): Request) {
     let starts = range.clone().step_by(step).collect::<Vec<_>>();
     for &start in starts.iter().rev() {
         let piece = &disk[start..range.end.min(start + step)];
@@ -172,11 +172,11 @@ proptest! {
     ) {
         let disk = disk(&runs);
         let content = disk.clone();
-        let (socket, server) = serve(disk.len(), move |stream, mut asked| {
+        let (socket, server) = serve(disk.len(), move |stream, mut requests| {
             if backwards {
-                asked.reverse();
+                requests.reverse();
             }
-            for one in asked {
+            for one in requests {
                 reply_in_pieces(stream, &content, step, one);
             }
         });
@@ -208,8 +208,8 @@ proptest! {
 
 #[test]
 fn extents_of_several_replies_are_joined() {
-    let (socket, server) = serve(100, |stream, asked| {
-        for (_, cookie, range) in asked {
+    let (socket, server) = serve(100, |stream, requests| {
+        for (_, cookie, range) in requests {
             // A context that was not named, and 30 bytes at a time, the last of them behind the end.
             let mut other = 8u32.to_be_bytes().to_vec();
             other.extend([0; 8]);
@@ -276,7 +276,7 @@ fn lies_are_errors() {
         }),
     ];
     for (words, lie) in lies {
-        let (socket, server) = serve(200, move |stream, asked| lie(stream, asked[0].1));
+        let (socket, server) = serve(200, move |stream, requests| lie(stream, requests[0].1));
         let mut client = open(socket);
         let error = read(&mut client, std::slice::from_ref(&WANTED))
             .expect_err(words)
@@ -289,11 +289,11 @@ fn lies_are_errors() {
 
 #[test]
 fn an_error_of_the_server_names_the_place() {
-    let (socket, server) = serve(200, |stream, asked| {
+    let (socket, server) = serve(200, |stream, requests| {
         let mut payload = 5u32.to_be_bytes().to_vec();
         payload.extend(7u16.to_be_bytes());
         payload.extend(b"no disk");
-        chunk(stream, ERROR, asked[0].1, true, &payload);
+        chunk(stream, ERROR, requests[0].1, true, &payload);
     });
     let mut client = open(socket);
     let error = read(&mut client, std::slice::from_ref(&WANTED)).expect_err("refused");

@@ -5,6 +5,7 @@ mod checkpoint;
 mod clones;
 mod demo;
 mod direct_io;
+mod disks;
 mod extremes;
 mod frequency;
 mod host_memory;
@@ -48,6 +49,8 @@ enum What {
     Extremes,
     /// The pause and the reads of a guest whose disk is read past the host's page cache.
     DirectIo,
+    /// The pause of a checkpoint that holds the disks.
+    Disks,
     /// The guests with real software: the pace of each, and every page of it compared.
     Workloads {
         /// Seconds over which the pace is measured.
@@ -94,6 +97,7 @@ fn main() -> Result<()> {
         What::Checkpoint { turns } => checkpoint::run(turns),
         What::Extremes => extremes::run(),
         What::DirectIo => direct_io::run(),
+        What::Disks => disks::run(),
         What::Workloads { seconds, workload } => workloads::run(seconds, workload.as_deref()),
         What::Papers {
             paper,

@@ -14,7 +14,7 @@ use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError};
 
 use super::{DiskSnapshots, DisksError};
 
-/// A bitmap of each of some disks, all of one name.
+/// One bitmap a disk, all of one name.
 #[derive(Debug)]
 struct Recording {
     bitmap: String,

@@ -8,7 +8,7 @@
 //!   settled             all taken away: the devices have their images again       DiskHistory::settle
 //! ```
 //!
-//! The guest's writes wait for no one: what they replace is copied first, into memory with a limit. Beyond it QEMU gives the
+//! What the guest's writes replace is copied first, into memory with a limit. Beyond it QEMU gives the
 //! view up, and with it the checkpoint.
 
 pub mod history;

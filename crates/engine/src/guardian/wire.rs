@@ -130,7 +130,7 @@ pub enum OnDisconnect {
     },
     /// Take away the snapshots of disks: else QEMU copies what the guest overwrites into memory, without end.
     EndSnapshots {
-        /// QEMU's commands for it, each with its arguments. Some may fail.
+        /// QEMU's commands for it, each with its arguments. One may fail: a snapshot may be incomplete.
         commands: Vec<(String, Value)>,
     },
 }
