@@ -318,20 +318,26 @@ impl Client {
         self.wait(ticket, Duration::from_secs(REPLY_LIMIT_SECONDS))
     }
 
-    /// Sends commands in one piece, together with this connection itself. QEMU is to keep it under the name of the first
-    /// command, a `getfd`, until the last one, a `closefd`. So QEMU carries out all of them even if no other process has
-    /// the connection any more: otherwise it would forget the commands that wait (`monitor_qmp_event` in its monitor/qmp.c).
+    /// Sends commands in one piece, together with this connection itself, which QEMU keeps until it has carried them out. So it
+    /// does so even if no other process has the connection any more: otherwise it would forget the commands that wait
+    /// (`monitor_qmp_event` in its monitor/qmp.c).
     pub(crate) fn send_surviving(
         &mut self,
         commands: Vec<(&'static str, Value)>,
     ) -> Result<Vec<Ticket>, QmpError> {
+        /// QEMU's name for the connection while it holds it.
+        const CONNECTION: &str = "stillframe-connection";
+        let keep = json!({ "fdname": CONNECTION });
         let mut tickets = Vec::with_capacity(commands.len());
-        let mut lines = Vec::new();
+        let (_, mut lines) = self.compose("getfd", keep.clone());
         for (command, arguments) in commands {
             let (ticket, line) = self.compose(command, arguments);
             lines.extend_from_slice(&line);
             tickets.push(ticket);
         }
+        // The replies to these two are skipped.
+        let (_, line) = self.compose("closefd", keep);
+        lines.extend_from_slice(&line);
         fdpass::send(&self.socket, &lines, &[self.socket.as_fd()]).map_err(closed_or_io)?;
         for ticket in &tickets {
             self.inbox.expect(ticket.id);

@@ -244,7 +244,6 @@ impl Pause<'_> {
         let around = Around {
             before: sent.before,
             resuming: sent.resuming,
-            last: sent.last,
         };
         Ok((sent.saving, Some(around)))
     }
@@ -324,7 +323,6 @@ impl Pause<'_> {
 struct Around {
     before: Vec<Ticket>,
     resuming: Option<Ticket>,
-    last: Ticket,
 }
 
 impl Around {
@@ -337,7 +335,6 @@ impl Around {
             .map(|ticket| client.wait(ticket, limit));
         let before: Vec<_> = before.collect();
         let resumed = self.resuming.map(|ticket| client.wait(ticket, limit));
-        let last = client.wait(self.last, limit);
         // First of all the guest.
         if let Some(Err(error)) = resumed {
             if monitor.run_state()?.status == "paused" {
@@ -345,7 +342,7 @@ impl Around {
             }
             return Err(error.into());
         }
-        for reply in before.into_iter().chain([last]) {
+        for reply in before {
             reply.map_err(PauseError::Disks)?;
         }
         Ok(())

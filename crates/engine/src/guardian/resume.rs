@@ -157,11 +157,22 @@ impl Connection {
 
     /// Ends the job that copies a disk, if there is one, and removes its node; the engine is dead.
     pub(super) fn end_copy_alone(&mut self, name: &str, deadline: Instant) {
+        // As the engine does it (`Monitor::remove_jobs_and_nodes`): beside a write of the guest the end of the job may kill QEMU.
+        let node = json!({ "type": "block-node", "node-name": name });
+        self.command_alone("yank", json!({ "instances": [node] }), deadline);
+        let status = self.ask_alone("query-status", None, deadline);
+        let runs = status.is_some_and(|status| status["return"]["running"] == true);
+        if runs {
+            self.ask_alone("stop", None, deadline);
+        }
         self.command_alone(
             "block-job-cancel",
             json!({ "device": name, "force": true }),
             deadline,
         );
+        if runs {
+            self.ask_alone("cont", None, deadline);
+        }
         while let Some(jobs) = self.ask_alone("query-jobs", None, deadline) {
             let mut jobs = jobs["return"].as_array().into_iter().flatten();
             let Some(job) = jobs.find(|job| job["id"] == name) else {

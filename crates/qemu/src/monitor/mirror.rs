@@ -52,6 +52,8 @@ impl Monitor {
         let arguments = json!({
             "job-id": name, "device": node, "target": name,
             "sync": "full", "copy-mode": "background", "auto-dismiss": false,
+            // A job that ends by itself does so beside the guest's writes ([`Monitor::remove_jobs_and_nodes`]).
+            "on-target-error": "stop",
         });
         self.client.execute("blockdev-mirror", arguments)?;
         Ok(())

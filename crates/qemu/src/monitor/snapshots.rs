@@ -32,8 +32,6 @@ const COPY_LIMIT_S: u32 = 10;
 /// How long the exports may take to close.
 const END_LIMIT: Duration = Duration::from_secs(10);
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
-/// QEMU's name for the connection while it holds it.
-const CONNECTION: &str = "stillframe-connection";
 
 /// The nodes of one snapshot of one disk, by a number that distinguishes the disks of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,8 +93,6 @@ pub struct PauseTickets {
     pub before: Vec<Ticket>,
     /// The VM resumed, if it was stopped.
     pub resuming: Option<Ticket>,
-    /// What cannot fail.
-    pub last: Ticket,
 }
 
 impl Monitor {
@@ -140,8 +136,7 @@ impl Monitor {
         into: &StateFile,
         runs: bool,
     ) -> Result<PauseTickets, MonitorError> {
-        let keep = json!({ "fdname": CONNECTION });
-        let mut commands = vec![("getfd", keep.clone())];
+        let mut commands = Vec::new();
         if runs {
             commands.push(("stop", Value::Null));
         }
@@ -156,7 +151,6 @@ impl Monitor {
         if runs {
             commands.push(("cont", Value::Null));
         }
-        commands.push(("closefd", keep));
         let mut tickets = self.client.send_surviving(commands)?.into_iter();
         let before = tickets.by_ref().take(before).collect();
         let mut next = || {
@@ -167,8 +161,7 @@ impl Monitor {
         Ok(PauseTickets {
             before,
             saving: next()?,
-            resuming: runs.then(&mut next).transpose()?,
-            last: next()?,
+            resuming: runs.then(next).transpose()?,
         })
     }
 

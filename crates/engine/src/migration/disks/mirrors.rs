@@ -197,10 +197,12 @@ impl Job {
         let state = state.map_err(|source| self.refused(source))?;
         let gone = || self.failed("another client has ended the copy".to_owned());
         let state = state.ok_or_else(gone)?;
-        match state.has_ended() {
-            true => Err(self.failed(state.error.unwrap_or_else(|| "it was ended".to_owned()))),
-            false => Ok(state),
-        }
+        let why = match (state.has_ended(), state.has_failed()) {
+            (false, false) => return Ok(state),
+            (false, true) => "a write to the destination failed".to_owned(),
+            (true, _) => state.error.unwrap_or_else(|| "it was ended".to_owned()),
+        };
+        Err(self.failed(why))
     }
 
     fn in_step(&self, monitor: &mut Monitor) -> Result<bool, DiskError> {
