@@ -331,7 +331,7 @@ impl<'v, 'r> Undecided<'v, 'r> {
         let Held::Paused(mut vm) = std::mem::replace(&mut self.held, Held::Gone) else {
             return Event::Failed;
         };
-        // A QEMU that hangs must show before: what it is told after would be carried out when it goes on.
+        // A QEMU that hangs must show before: it would carry out later commands when it goes on.
         let error = match vm.monitor().run_state() {
             Ok(state) if !state.running => None,
             Ok(_) => Some(CommitError::ResumedByOthers),

@@ -35,6 +35,14 @@ fn watch(it: &Committing, count: u32) -> Result<Command> {
     it.stillframe.command(&[&line[..], &more].concat())
 }
 
+/// An engine that this fault has stopped (SIGSTOP).
+fn stopped(it: &Committing, command: &Command, fault: &str) -> Result<Running> {
+    let (command, reached) = with_fault(command, fault, it.guest.folder())?;
+    let mut engine = Running::start(command)?;
+    engine.wait_until("the fault", |_| Ok(reached.exists()))?;
+    Ok(engine)
+}
+
 /// Writes a checkpoint's disk to a file.
 fn export(it: &Committing, id: &str, to: &Path) -> Result<()> {
     let to = to.display().to_string();
@@ -94,10 +102,11 @@ fn the_content_is_that_of_the_pause_to_the_byte() -> Result<()> {
         "60s",
         "--json",
     ];
-    let command = it.stillframe.command(&line)?;
-    let (command, reached) = with_fault(&command, "pause.before-cont:stop", folder)?;
-    let mut engine = Running::start(command)?;
-    engine.wait_until("the pause", |_| Ok(reached.exists()))?;
+    let engine = stopped(
+        &it,
+        &it.stillframe.command(&line)?,
+        "pause.before-cont:stop",
+    )?;
     let copy = folder.join("copy.img");
     fs::copy(&it.disk, &copy)?;
     engine.signal("CONT")?;
@@ -154,10 +163,7 @@ fn a_watch_stores_what_was_written_between_its_checkpoints() -> Result<()> {
 fn an_increment_is_that_of_the_pause_to_the_byte() -> Result<()> {
     let it = Committing::journal("watched-moment", "raw")?;
     let folder = it.guest.folder();
-    let command = watch(&it, 3)?;
-    let (command, reached) = with_fault(&command, "pause.before-cont:stop:3", folder)?;
-    let mut engine = Running::start(command)?;
-    engine.wait_until("the pause", |_| Ok(reached.exists()))?;
+    let engine = stopped(&it, &watch(&it, 3)?, "pause.before-cont:stop:3")?;
     let copy = folder.join("copy.img");
     fs::copy(&it.disk, &copy)?;
     engine.signal("CONT")?;
@@ -262,10 +268,11 @@ fn engine_and_guardian_killed_together_leave_a_running_guest() -> Result<()> {
         "--pause-limit",
         "60s",
     ];
-    let command = it.stillframe.command(&line)?;
-    let (command, reached) = with_fault(&command, "pause.before-cont:stop", it.guest.folder())?;
-    let mut engine = Running::start(command)?;
-    engine.wait_until("the pause", |_| Ok(reached.exists()))?;
+    let mut engine = stopped(
+        &it,
+        &it.stillframe.command(&line)?,
+        "pause.before-cont:stop",
+    )?;
     let guardians = children(engine.pid(), "stillframe")?;
     ensure!(guardians.len() == 1, "{guardians:?}");
     for process in guardians {
@@ -293,10 +300,7 @@ fn a_guest_that_overwrites_too_much_is_not_held_up() -> Result<()> {
         "--copy-buffer",
         "32M",
     ];
-    let command = it.stillframe.command(&line)?;
-    let (command, reached) = with_fault(&command, "pause.after-cont:stop", it.guest.folder())?;
-    let mut engine = Running::start(command)?;
-    engine.wait_until("the end of the pause", |_| Ok(reached.exists()))?;
+    let engine = stopped(&it, &it.stillframe.command(&line)?, "pause.after-cont:stop")?;
     let mut monitor = it.guest.second_monitor()?;
     let drives = monitor.execute("query-block", json!({}))?;
     let device = drives[0]["qdev"].as_str().context("no device")?;
