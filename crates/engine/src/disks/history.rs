@@ -10,7 +10,9 @@
 //! A bitmap begins a little before the pause of one checkpoint and ends in that of the next. So it has more than was
 //! written between them, and nothing is lost. If a checkpoint is given up, its bitmap is merged into the next one.
 
+use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError};
+use stillframe_repo::format::manifest::PAGES_MAX;
 
 use super::{DiskSnapshots, DisksError};
 
@@ -46,6 +48,13 @@ impl DiskHistory {
         let disks = monitor.disk_devices()?;
         if disks.is_empty() {
             return Err(DisksError::NoDisk);
+        }
+        const BYTES_MAX: u64 = PAGES_MAX * PAGE_BYTES;
+        if let Some(long) = disks.iter().find(|disk| disk.bytes > BYTES_MAX) {
+            return Err(DisksError::TooLong {
+                device: long.device.clone(),
+                limit_tib: BYTES_MAX >> 40,
+            });
         }
         // A disk that was plugged in or resized is not known.
         self.since.take_if(|since| since.disks != disks);

@@ -54,6 +54,16 @@ pub enum DisksError {
     /// No disk at all.
     #[error("the VM has no disk that it can write to; take checkpoints without --disks capture")]
     NoDisk,
+    /// A page table has no room for it.
+    #[error(
+        "disk {device} has more than {limit_tib} TiB, which a checkpoint cannot hold; take checkpoints with --disks reference"
+    )]
+    TooLong {
+        /// The disk.
+        device: String,
+        /// The limit.
+        limit_tib: u64,
+    },
     /// No server.
     #[error("cannot read the VM's disks")]
     Server(#[from] ServerError),

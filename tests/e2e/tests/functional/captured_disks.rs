@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use stillframe_harness::committing::{Committing, expect_no_copy};
+use stillframe_harness::committing::{Committing, expect_no_copy, make_image};
 use stillframe_harness::fault::with_fault;
 use stillframe_harness::guest::{Kind, Setup};
 use stillframe_harness::health::{children, expect_untouched, expect_whole};
@@ -345,6 +345,20 @@ fn what_cannot_be_captured_is_refused() -> Result<()> {
         .stillframe
         .fails(&["export", "latest", "--disk", JOURNAL, "-o", &image], 1)?;
     ensure!(said.contains("without --disks capture"), "{said}");
+    // Not in the folder of the guest, whose name looks as if it were a node of ours.
+    let long = it.copy.with_file_name("long.img");
+    make_image(&long, "raw", 3 << 20)?;
+    let drive = format!("file={},format=raw,if=none,id=long", long.display());
+    let drive = ["-drive", &drive, "-device", "virtio-blk-pci,drive=long"];
+    let guest = Setup::small(Kind::Private, "captured-long")
+        .with(&drive)
+        .boot()?;
+    let pid = guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+    let said = it.stillframe.fails(&line, 1)?;
+    ensure!(said.contains("disk long has more than 2 TiB"), "{said}");
+    expect_no_copy(&mut guest.second_monitor()?)?;
+    drop(guest);
     let guest = Setup::small(Kind::Private, "captured-none").boot()?;
     let pid = guest.pid_text();
     let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
