@@ -9,6 +9,7 @@
 //! After each, the guest must find its memory whole. [`strikes`] has what goes wrong on the way.
 
 pub mod strikes;
+pub mod victims;
 
 use std::collections::BTreeMap;
 use std::path::Path;

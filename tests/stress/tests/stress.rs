@@ -10,7 +10,9 @@ use stillframe_harness::health::expect_untouched;
 use stillframe_harness::random::Random;
 use stillframe_harness::running::PATIENCE;
 use stillframe_stress::exactness::Mode;
-use stillframe_stress::migrate::{self, strikes};
+use stillframe_stress::migrate;
+use stillframe_stress::migrate::strikes::{self, Struck};
+use stillframe_stress::migrate::victims::Disk;
 use stillframe_stress::{exactness, flips, kill};
 
 /// Three checkpoints of the working guest, each compared page by page in its pause, then one of the
@@ -174,7 +176,11 @@ fn a_migration_of_memory_shared_by_file_is_exact_and_never_shares_it() -> Result
 fn a_vm_never_runs_twice_whatever_strikes_its_migration() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
-    let struck = strikes::each(&stillframe, &strikes::some(3))?;
+    let mut struck = Struck::default();
+    let plain = strikes::some(3);
+    strikes::each(&stillframe, &plain, &[Disk::None], &mut struck)?;
+    let copying = strikes::while_copying(4);
+    strikes::each(&stillframe, &copying, &[Disk::Copied("qcow2")], &mut struck)?;
     ensure!(struck.wrong == 0, "{:?}", struck.raw);
     Ok(())
 }

@@ -10,18 +10,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::TICK_LIMIT;
-use crate::exactness::wait_gone;
+use super::victims::{self, Disk, Victim};
 use stillframe_harness::cli::Stillframe;
 use stillframe_harness::fault;
-use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::guest::Guest;
 use stillframe_harness::health;
 use stillframe_harness::migration::Order;
 use stillframe_harness::qmp::Qmp;
 use stillframe_harness::random::Random;
 use stillframe_harness::relay::Relay;
-use stillframe_harness::running::{Running, signal};
-use stillframe_harness::serial::Serial;
+use stillframe_harness::running::Running;
 
 /// Longest delay of a random strike after the destination has started QEMU: a small guest takes about so long.
 const STRIKE_WITHIN_MS: u64 = 1000;
@@ -150,6 +148,38 @@ pub struct Struck {
     pub killed_wrong: u64,
     resumed: u64,
     moved: u64,
+}
+
+impl Struck {
+    /// Takes down what came of one.
+    fn note(
+        &mut self,
+        number: usize,
+        mode: &str,
+        disk: Disk,
+        what: &Strike,
+        settled: &Result<Settled>,
+    ) {
+        let outcome = match settled {
+            Ok(settled) => format!("{settled:?}"),
+            Err(error) => format!("wrong: {error:#}"),
+        };
+        eprintln!("{number:3} {mode} {disk:?} {what}: {outcome}");
+        self.raw.push(json!({
+            "strike": what.to_string(), "mode": mode, "disk": format!("{disk:?}"), "outcome": outcome,
+        }));
+        if let Strike::Kill(..) = what {
+            self.killed += 1;
+            self.killed_wrong += u64::from(settled.is_err());
+        }
+        match settled {
+            Ok(settled) => {
+                self.resumed += u64::from(settled.commands > 0);
+                self.moved += u64::from(settled.moved);
+            }
+            Err(_) => self.wrong += 1,
+        }
+    }
 }
 
 impl fmt::Display for Struck {
@@ -295,10 +325,11 @@ fn running(qmp: &Path) -> bool {
 /// Migrates the guest, strikes, and has it settled. An error where the VM runs twice, or nowhere in the end.
 pub fn strike(
     stillframe: &Stillframe,
-    guest: &Guest,
+    victim: &Victim,
     order: &Order,
     strike: &Strike,
 ) -> Result<Settled> {
+    let guest = victim.guest();
     let folder = tempfile::tempdir()?;
     let words = order.new_vm();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
@@ -357,18 +388,19 @@ pub fn strike(
             scene.said
         );
     }
-    match settled.moved {
-        true => Serial::new(&order.files().1).wait_more(2, TICK_LIMIT)?,
-        false => guest.serial.wait_more(2, TICK_LIMIT)?,
-    };
+    victim.expect_going_on(order, settled.moved)?;
+    victims::end_there(order)?;
+    victim.expect_disk(order, settled.moved)?;
     Ok(settled)
 }
 
-/// Every fault at every point, then random kills and cuts, `count` in all or more.
-fn all(count: u64, seed: u64) -> Vec<Strike> {
+/// Every fault at every point, `more` kills at each, then random kills and cuts, `count` in all or more.
+fn all(more: usize, count: u64, seed: u64) -> Vec<Strike> {
     let mut random = Random::new(seed);
     let mut all = Vec::new();
-    let faults = FAULTS.into_iter().chain([FAULTS[0]; KILLS_MORE]);
+    let faults = FAULTS
+        .into_iter()
+        .chain(std::iter::repeat_n(FAULTS[0], more));
     for fault in faults {
         let named = |side, points: &[&str]| {
             let at = |point: &&str| Strike::At(side, format!("{point}:{fault}"));
@@ -412,54 +444,68 @@ pub fn some(seed: u64) -> Vec<Strike> {
         at(Side::Destination, "takeover.filling:kill"),
         Strike::Silence(Side::Source, "commit.given-up:hang".to_owned()),
     ];
-    let random = all(3, seed).into_iter().rev().take(3);
+    let random = all(0, 3, seed).into_iter().rev().take(3);
     named.into_iter().chain(random).collect()
 }
 
-/// Every fault at every point, then `count` random kills and cuts, of small guests in all modes.
-pub fn run(stillframe: &Stillframe, count: u64, seed: u64) -> Result<Struck> {
-    each(stillframe, &all(count, seed))
+/// A few of a VM whose disk is copied.
+pub fn while_copying(seed: u64) -> Vec<Strike> {
+    let named = [
+        Strike::At(Side::Source, "commit.giving-up:kill".to_owned()),
+        Strike::At(Side::Destination, "takeover.released:kill".to_owned()),
+    ];
+    let random = all(0, 3, seed).into_iter().rev().take(3);
+    named.into_iter().chain(random).collect()
 }
 
-/// These, one after the other.
-pub fn each(stillframe: &Stillframe, strikes: &[Strike]) -> Result<Struck> {
-    let boot = || Setup::small(Kind::Private, "struck").boot();
-    let mut guest = boot()?;
+/// Every fault at every point, then `count` random kills and cuts, of small guests in all modes. As many again of guests
+/// whose disk is copied, without more kills at each point, and with half the random ones.
+pub fn run(stillframe: &Stillframe, count: u64, seed: u64) -> Result<Struck> {
     let mut struck = Struck::default();
+    each(
+        stillframe,
+        &all(KILLS_MORE, count, seed),
+        &[Disk::None],
+        &mut struck,
+    )?;
+    let copied = [Disk::Copied("raw"), Disk::Copied("qcow2")];
+    each(
+        stillframe,
+        &all(0, count / 2, seed + 1),
+        &copied,
+        &mut struck,
+    )?;
+    Ok(struck)
+}
+
+/// These, one after the other, of VMs with these disks in turn.
+pub fn each(
+    stillframe: &Stillframe,
+    strikes: &[Strike],
+    disks: &[Disk],
+    struck: &mut Struck,
+) -> Result<()> {
+    let mut victims: Vec<Option<Victim>> = disks.iter().map(|_| None).collect();
     for (number, what) in strikes.iter().enumerate() {
-        let mut order = Order::of(&guest, format!("struck-{number}"));
+        let (disk, turn) = (disks[number % disks.len()], number % disks.len());
+        let victim = match victims[turn].take() {
+            Some(victim) => victim,
+            None => Victim::boot(disk)?,
+        };
+        // All modes meet all disks.
+        let round = number / disks.len();
         let mode = match what.of_post_copy() {
-            true => MODES[2 + number % 2],
-            false => MODES[number % MODES.len()],
+            true => MODES[2 + round % 2],
+            false => MODES[round % MODES.len()],
         };
-        order.migrate = ["--mode", mode].map(str::to_owned).to_vec();
-        let settled = strike(stillframe, &guest, &order, what);
-        let outcome = match &settled {
-            Ok(settled) => format!("{settled:?}"),
-            Err(error) => format!("wrong: {error:#}"),
-        };
-        eprintln!("{number:3} {mode} {what}: {outcome}");
-        struck.raw.push(json!({
-            "strike": what.to_string(), "mode": mode, "outcome": outcome,
-        }));
-        if let Strike::Kill(..) = what {
-            struck.killed += 1;
-            struck.killed_wrong += u64::from(settled.is_err());
-        }
-        match settled {
-            Ok(settled) => {
-                struck.resumed += u64::from(settled.commands > 0);
-                struck.moved += u64::from(settled.moved);
-            }
-            Err(_) => struck.wrong += 1,
-        }
-        for pid in health::pids_with(&order.files().0.display().to_string())? {
-            signal(pid.unsigned_abs(), "KILL")?;
-            wait_gone(pid)?;
-        }
-        if !matches!(settled, Ok(Settled { moved: false, .. })) {
-            guest = boot()?;
+        let mut order = victim.order(format!("struck-{number}"));
+        order.migrate.push(format!("--mode={mode}"));
+        let settled = strike(stillframe, &victim, &order, what);
+        victims::end_there(&order)?;
+        struck.note(number, mode, disk, what, &settled);
+        if let Ok(Settled { moved: false, .. }) = settled {
+            victims[turn] = victim.again()?;
         }
     }
-    Ok(struck)
+    Ok(())
 }
