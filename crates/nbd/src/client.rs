@@ -35,8 +35,8 @@ pub type TakePiece<'t, E> = &'t mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
 /// A connection to one export.
 #[derive(Debug)]
 pub struct Client<S = UnixStream> {
-    stream: BufReader<S>,
-    export: Export,
+    pub(crate) stream: BufReader<S>,
+    pub(crate) export: Export,
     next_cookie: u64,
 }
 
@@ -117,7 +117,7 @@ impl<S: Read + Write> Client<S> {
         ranges: impl IntoIterator<Item = Range<u64>>,
         take: TakePiece<'_, E>,
     ) -> Result<(), E> {
-        let bytes_max = READ_BYTES_MAX.min(self.export.read_bytes_max);
+        let bytes_max = READ_BYTES_MAX.min(self.export.request_bytes_max);
         let pieces = ranges
             .into_iter()
             .flat_map(|range| pieces(range, bytes_max));
@@ -149,7 +149,7 @@ impl<S: Read + Write> Client<S> {
         Ok(())
     }
 
-    fn expect_inside(&self, range: &Range<u64>) -> Result<(), NbdError> {
+    pub(crate) fn expect_inside(&self, range: &Range<u64>) -> Result<(), NbdError> {
         let bytes = self.export.bytes;
         match range.start <= range.end && range.end <= bytes {
             true => Ok(()),
@@ -161,7 +161,12 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    fn request(&mut self, command: Command, offset: u64, length: u32) -> Result<u64, NbdError> {
+    pub(crate) fn request(
+        &mut self,
+        command: Command,
+        offset: u64,
+        length: u32,
+    ) -> Result<u64, NbdError> {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
         let request = Request {
@@ -265,7 +270,7 @@ impl<S: Read + Write> Client<S> {
         Chunk::decode(&head)
     }
 
-    fn payload(&mut self, length: u32) -> Result<Vec<u8>, NbdError> {
+    pub(crate) fn payload(&mut self, length: u32) -> Result<Vec<u8>, NbdError> {
         if length > PAYLOAD_BYTES_MAX {
             return Err(NbdError::protocol(format!("a chunk of {length} bytes")));
         }
@@ -275,8 +280,8 @@ impl<S: Read + Write> Client<S> {
     }
 }
 
-/// A range in pieces, whose ends are at multiples of the largest read where possible.
-fn pieces(range: Range<u64>, bytes_max: u32) -> impl Iterator<Item = (u64, u32)> {
+/// A range in pieces, whose ends are at multiples of the largest request where possible.
+pub(crate) fn pieces(range: Range<u64>, bytes_max: u32) -> impl Iterator<Item = (u64, u32)> {
     let mut at = range.start;
     std::iter::from_fn(move || {
         if at >= range.end {
@@ -291,7 +296,7 @@ fn pieces(range: Range<u64>, bytes_max: u32) -> impl Iterator<Item = (u64, u32)>
 }
 
 /// The error of an error chunk.
-fn refused(
+pub(crate) fn refused(
     action: &'static str,
     payload: &[u8],
     offset: u64,

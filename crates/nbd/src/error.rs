@@ -2,7 +2,7 @@
 
 use std::io;
 
-/// Why a disk cannot be read over NBD.
+/// Why a disk cannot be read or written over NBD.
 #[derive(Debug, thiserror::Error)]
 pub enum NbdError {
     /// The connection failed, or the server was silent for too long.
@@ -33,7 +33,7 @@ pub enum NbdError {
     /// The server failed a request.
     #[error("the NBD server cannot {action} {length} bytes at {offset}{}", .message.as_deref().map(|text| format!(" ({text})")).unwrap_or_default())]
     Request {
-        /// `read` or `describe`.
+        /// `read`, `describe`, `write` or `write zeros to`.
         action: &'static str,
         /// Where, in bytes.
         offset: u64,
@@ -45,6 +45,9 @@ pub enum NbdError {
         #[source]
         source: io::Error,
     },
+    /// It cannot be written.
+    #[error("the NBD export is for reading only, or does not take ranges of zeros")]
+    NotWritable,
     /// The caller wants bytes behind the end of the disk.
     #[error("bytes {offset} to {end} are not on a disk of {bytes} bytes")]
     Outside {

@@ -24,7 +24,7 @@ impl Write for Server<'_> {
     }
 }
 
-/// Negotiates with a server that sends these bytes, queries a status, and reads.
+/// Negotiates with a server that sends these bytes, queries a status, reads, and writes.
 pub fn client(bytes: &[u8]) {
     let Ok(mut client) = Client::over(Server(bytes), "disk", &["base:allocation"]) else {
         return;
@@ -46,4 +46,11 @@ pub fn client(bytes: &[u8]) {
         Ok::<(), NbdError>(())
     });
     assert!(read.is_err() || at == end, "all bytes come");
+    if let Ok(mut writer) = client.writer() {
+        let first = end.min(4096);
+        let wrote = writer
+            .write(0, &vec![1; first as usize])
+            .and_then(|()| writer.write_zeros(first..end));
+        drop(wrote.and_then(|()| writer.finish()));
+    }
 }

@@ -30,18 +30,31 @@ const REPLY_BYTES_MAX: u32 = 64 << 10;
 /// Upper bound on the replies to one option.
 const REPLIES_MAX: usize = 64;
 
-/// Largest read that every server takes, in bytes.
-const READ_BYTES_ALWAYS: u32 = 32 << 20;
+/// Of the flags of an export: it is for reading only; it takes ranges of zeros.
+const READ_ONLY: u16 = 1 << 1;
+const TAKES_ZEROS: u16 = 1 << 6;
+
+/// Largest read or write that every server takes, in bytes.
+const REQUEST_BYTES_ALWAYS: u32 = 32 << 20;
 
 /// What the negotiation has brought.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Export {
     /// Length of the disk in bytes.
     pub(crate) bytes: u64,
-    /// Largest read in bytes.
-    pub(crate) read_bytes_max: u32,
+    /// Largest read or write in bytes.
+    pub(crate) request_bytes_max: u32,
+    /// What the server allows.
+    flags: u16,
     /// The ids of the metadata contexts, in the order in which they were named.
     pub(crate) contexts: Vec<u32>,
+}
+
+impl Export {
+    /// Whether it can be written, zeros included.
+    pub(crate) fn is_writable(&self) -> bool {
+        self.flags & (READ_ONLY | TAKES_ZEROS) == TAKES_ZEROS
+    }
 }
 
 /// Negotiates this export with these metadata contexts.
@@ -62,11 +75,9 @@ pub(crate) fn negotiate(
         &mut |_, _| Ok(()),
     )?;
     let ids = select_contexts(stream, export, contexts)?;
-    let (bytes, read_bytes_max) = go(stream, export)?;
     Ok(Export {
-        bytes,
-        read_bytes_max,
         contexts: ids,
+        ..go(stream, export)?
     })
 }
 
@@ -179,13 +190,13 @@ fn select_contexts(
     named.collect()
 }
 
-/// Opens the export: its length, and the largest read, in bytes.
-fn go(stream: &mut (impl Read + Write), export: &str) -> Result<(u64, u32), NbdError> {
+/// Opens the export.
+fn go(stream: &mut (impl Read + Write), export: &str) -> Result<Export, NbdError> {
     let mut data = Vec::new();
     encode_text(&mut data, export);
     data.extend(1u16.to_be_bytes());
     data.extend(INFO_BLOCK_SIZE.to_be_bytes());
-    let (mut bytes, mut read_bytes_max) = (None, READ_BYTES_ALWAYS);
+    let (mut opened, mut request_bytes_max) = (None, REQUEST_BYTES_ALWAYS);
     negotiate_option(
         stream,
         OPTION_GO,
@@ -197,19 +208,24 @@ fn go(stream: &mut (impl Read + Write), export: &str) -> Result<(u64, u32), NbdE
             }
             let mut fields = Fields(payload);
             match fields.u16()? {
-                INFO_EXPORT => bytes = Some(fields.u64()?),
+                INFO_EXPORT => opened = Some((fields.u64()?, fields.u16()?)),
                 INFO_BLOCK_SIZE => {
                     let (_smallest, _preferred) = (fields.u32()?, fields.u32()?);
-                    read_bytes_max = read_bytes_max.min(fields.u32()?);
+                    request_bytes_max = request_bytes_max.min(fields.u32()?);
                 }
                 _ => {}
             }
             Ok(())
         },
     )?;
-    match (bytes, read_bytes_max) {
+    match (opened, request_bytes_max) {
         (None, _) => Err(NbdError::protocol("it does not say how long the export is")),
-        (_, 0) => Err(NbdError::protocol("it takes reads of no length only")),
-        (Some(bytes), max) => Ok((bytes, max)),
+        (_, 0) => Err(NbdError::protocol("it takes requests of no length only")),
+        (Some((bytes, flags)), max) => Ok(Export {
+            bytes,
+            request_bytes_max: max,
+            flags,
+            contexts: Vec::new(),
+        }),
     }
 }

@@ -30,7 +30,7 @@ fn serve(
 ) -> (UnixStream, JoinHandle<()>) {
     let (near, mut far) = UnixStream::pair().expect("pair");
     let server = std::thread::spawn(move || {
-        if negotiate(&mut far, bytes as u64).is_none() {
+        if negotiate(&mut far, bytes as u64, 0).is_none() {
             return;
         }
         loop {
@@ -65,7 +65,7 @@ fn serve(
 }
 
 /// The server's half of the negotiation.
-fn negotiate(stream: &mut UnixStream, bytes: u64) -> Option<()> {
+fn negotiate(stream: &mut UnixStream, bytes: u64, flags: u16) -> Option<()> {
     let mut greeting = SERVER_MAGIC.to_be_bytes().to_vec();
     greeting.extend(OPTION_MAGIC.to_be_bytes());
     greeting.extend(3u16.to_be_bytes());
@@ -93,7 +93,7 @@ fn negotiate(stream: &mut UnixStream, bytes: u64) -> Option<()> {
         if option == 7 {
             let mut export = 0u16.to_be_bytes().to_vec();
             export.extend(bytes.to_be_bytes());
-            export.extend(0u16.to_be_bytes());
+            export.extend(flags.to_be_bytes());
             reply(3, &export)?;
         }
         reply(1, &[])?;
@@ -315,5 +315,127 @@ fn a_context_must_be_there() {
     let error = Client::open(socket, "disk", &[CONTEXT, "base:allocation"], LIMIT);
     let error = error.expect_err("refused").to_string();
     assert_eq!(error, "the NBD export 'disk' has no 'base:allocation'");
+    server.join().expect("server");
+}
+
+/// The export takes ranges of zeros.
+const TAKES_ZEROS: u16 = 1 << 6;
+
+/// How a server confirms a write.
+#[derive(Debug, Clone, Copy)]
+enum Confirm {
+    Simply,
+    InAChunk,
+}
+
+/// A server that is written to. It confirms `held` requests at a time, the last one first. Returns the disk.
+fn serve_writes(
+    bytes: usize,
+    held: usize,
+    how: Confirm,
+    error: u32,
+) -> (UnixStream, JoinHandle<Vec<u8>>) {
+    let (near, mut far) = UnixStream::pair().expect("pair");
+    let server = std::thread::spawn(move || {
+        let mut disk = vec![0xee; bytes];
+        negotiate(&mut far, bytes as u64, TAKES_ZEROS).expect("negotiated");
+        let mut cookies = Vec::new();
+        loop {
+            let mut request = [0; REQUEST_BYTES];
+            let soon = Some(Duration::from_millis(5)).filter(|_| !cookies.is_empty());
+            far.set_read_timeout(soon).expect("timeout");
+            let more = far.read_exact(&mut request).is_ok();
+            if !more || cookies.len() == held {
+                let silent = cookies.is_empty();
+                for cookie in cookies.drain(..).rev() {
+                    confirm(&mut far, how, cookie, error);
+                }
+                match (more, silent) {
+                    (false, true) => return disk,
+                    (false, false) => continue,
+                    _ => {}
+                }
+            }
+            far.set_read_timeout(None).expect("timeout");
+            let field = |at: usize| u64::from_be_bytes(request[at..at + 8].try_into().expect("8"));
+            let length = u32::from_be_bytes(request[24..].try_into().expect("4")) as usize;
+            let place = field(16) as usize..field(16) as usize + length;
+            match u16::from_be_bytes([request[6], request[7]]) {
+                1 => far.read_exact(&mut disk[place]).expect("payload"),
+                6 => disk[place].fill(0),
+                _ => return disk,
+            }
+            cookies.push(field(8));
+        }
+    });
+    (near, server)
+}
+
+fn confirm(to: &mut UnixStream, how: Confirm, cookie: u64, error: u32) {
+    match how {
+        Confirm::Simply => {
+            let mut out = 0x6744_6698u32.to_be_bytes().to_vec();
+            out.extend(error.to_be_bytes());
+            out.extend(cookie.to_be_bytes());
+            let _ = to.write_all(&out);
+        }
+        Confirm::InAChunk if error == 0 => chunk(to, NONE, cookie, true, &[]),
+        Confirm::InAChunk => {
+            let mut payload = error.to_be_bytes().to_vec();
+            payload.extend(0u16.to_be_bytes());
+            chunk(to, ERROR, cookie, true, &payload);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Whatever is written, in pieces of every size and confirmed in any order, is on the disk afterwards.
+    #[test]
+    fn writes_are_on_the_disk(
+        runs in prop::collection::vec((1usize..3_000_000, 0u8..3), 1..8),
+        held in 1usize..12,
+        simply in any::<bool>(),
+    ) {
+        let content = disk(&runs);
+        let how = if simply { Confirm::Simply } else { Confirm::InAChunk };
+        let (socket, server) = serve_writes(content.len(), held, how, 0);
+        let mut client = Client::open(socket, "disk", &[], LIMIT).expect("opened");
+        let mut writer = client.writer().expect("writer");
+        let mut at = 0;
+        for (length, byte) in runs {
+            let end = at + length;
+            match byte {
+                0 => writer.write_zeros(at as u64..end as u64).expect("zeros"),
+                _ => writer.write(at as u64, &content[at..end]).expect("write"),
+            }
+            at = end;
+        }
+        writer.finish().expect("finished");
+        client.close().expect("closed");
+        prop_assert!(server.join().expect("server") == content);
+    }
+}
+
+#[test]
+fn a_write_that_fails_is_an_error() {
+    for how in [Confirm::Simply, Confirm::InAChunk] {
+        let (socket, server) = serve_writes(1 << 20, 1, how, 28);
+        let mut client = Client::open(socket, "disk", &[], LIMIT).expect("opened");
+        let mut writer = client.writer().expect("writer");
+        writer.write(4096, &[1; 512]).expect("in flight");
+        let error = writer.finish().expect_err("no space").to_string();
+        assert_eq!(error, "the NBD server cannot write 512 bytes at 4096");
+        let mut writer = client.writer().expect("writer");
+        let behind = writer.write((1 << 20) - 1, &[1; 2]);
+        assert!(matches!(behind, Err(NbdError::Outside { .. })));
+        drop(client);
+        server.join().expect("server");
+    }
+    let (socket, server) = serve(100, |_, _| {});
+    let mut client = open(socket);
+    assert!(matches!(client.writer(), Err(NbdError::NotWritable)));
+    drop(client);
     server.join().expect("server");
 }

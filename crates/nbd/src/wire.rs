@@ -12,6 +12,8 @@ pub(crate) const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 /// The first four of a chunk of a structured reply. Simple replies are not for reads and block status.
 const CHUNK_MAGIC: u32 = 0x668e_33ef;
+/// The first four of a simple reply.
+const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 
 /// Length of a request in bytes.
 pub(crate) const REQUEST_BYTES: usize = 28;
@@ -19,13 +21,17 @@ pub(crate) const REQUEST_BYTES: usize = 28;
 pub(crate) const OPTION_REPLY_BYTES: usize = 20;
 /// Length of the head of a chunk in bytes.
 pub(crate) const CHUNK_BYTES: usize = 20;
+/// Length of a simple reply in bytes.
+pub(crate) const SIMPLE_REPLY_BYTES: usize = 16;
 
 /// A command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u16)]
 pub(crate) enum Command {
     Read = 0,
+    Write = 1,
     Disconnect = 2,
+    WriteZeros = 6,
     BlockStatus = 7,
 }
 
@@ -119,6 +125,29 @@ impl Chunk {
             done: flags & DONE != 0,
             cookie: fields.u64()?,
             length: fields.u32()?,
+        })
+    }
+}
+
+/// A reply without data: to a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SimpleReply {
+    /// 0, or what went wrong.
+    pub(crate) error: u32,
+    pub(crate) cookie: u64,
+}
+
+/// Whether a reply that begins with these bytes is a simple one.
+pub(crate) fn is_simple_reply(head: &[u8; SIMPLE_REPLY_BYTES]) -> bool {
+    head.starts_with(&SIMPLE_REPLY_MAGIC.to_be_bytes())
+}
+
+impl SimpleReply {
+    pub(crate) fn decode(head: &[u8; SIMPLE_REPLY_BYTES]) -> Result<SimpleReply, NbdError> {
+        let mut fields = Fields(&head[4..]);
+        Ok(SimpleReply {
+            error: fields.u32()?,
+            cookie: fields.u64()?,
         })
     }
 }
