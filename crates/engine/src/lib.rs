@@ -80,6 +80,13 @@ pub enum Progress {
         /// Pages captured.
         total: u64,
     },
+    /// The disks of a checkpoint on their way into new images.
+    FillingDisks {
+        /// Pages gone through so far.
+        done: u64,
+        /// Pages of all disks.
+        total: u64,
+    },
     /// Pages written into the memory of a restored VM.
     Populating {
         /// Pages written so far.

@@ -7,6 +7,7 @@
 //!
 //! [`lazy`] lets the guest run before its memory is there.
 
+mod disks;
 mod eager;
 mod events;
 pub mod filling_record;
@@ -33,6 +34,8 @@ use thiserror::Error;
 
 use crate::capture::device_state::BYTES_MAX;
 use crate::checkpoint::DEVICE_STATE;
+use crate::disks::fill::FillError;
+use crate::disks::images::ImageError;
 use crate::guardian::{Guardian, GuardianError, OnDisconnect};
 use crate::memory::block::BlockError;
 use crate::populate::eager::PopulateError;
@@ -42,6 +45,8 @@ use crate::post_restore::ClockReport;
 use crate::restore::filling_record::{Files, FillingRecord, RecordError};
 use crate::runtime;
 use crate::verify::{VerifyError, VerifyReport};
+use disks::NewDisks;
+pub use disks::{RestoredDisk, new_images};
 pub use events::{LazyEvent, LazyReport, LazySink};
 pub(crate) use job::{Job, PhaseClock, micros};
 
@@ -97,6 +102,9 @@ pub struct RestoreReport {
     pub suspended: bool,
     /// Pages written; all others are zero.
     pub pages: u64,
+    /// The disks that were written into new images.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<RestoredDisk>,
     /// Time from the call to the running guest with all its memory, in microseconds.
     pub total_us: u64,
     /// The phases of the time until the guest was there.
@@ -123,6 +131,8 @@ pub struct RestorePhases {
     pub repository: u64,
     /// The further time that QEMU took until its monitor answered.
     pub qemu: u64,
+    /// Writing the content of disks into new images.
+    pub disks: u64,
     /// Memory: all of it, or, lazily, what cannot wait.
     pub memory: u64,
     /// Loading the device state.
@@ -190,6 +200,20 @@ pub enum RestoreError {
     /// The stored device state is none.
     #[error("the checkpoint's device state cannot be loaded")]
     DeviceState(#[from] DeviceStateError),
+    /// A disk has no new image.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// A new image could not be written.
+    #[error(transparent)]
+    Fill(#[from] FillError),
+    /// The checkpoint has no content of disks.
+    #[error(
+        "checkpoint {checkpoint} does not hold the VM's disks: it was taken without --disks capture"
+    )]
+    NoDisks {
+        /// The checkpoint.
+        checkpoint: String,
+    },
     /// The manifest lacks what this version needs.
     #[error("checkpoint {checkpoint} cannot be restored by this version: {what}")]
     Manifest {
@@ -252,6 +276,7 @@ pub fn restore(
 ) -> Result<RestoreReport, RestoreError> {
     let record = vm_record(id, manifest)?;
     let guardian = Guardian::start()?;
+    let new_disks = NewDisks::make(&record, manifest, options)?;
     let mut clock = PhaseClock::new(options.requested_at);
     let mut starting = start(plan, &options.launch, &guardian)?;
     starting.go();
@@ -275,12 +300,14 @@ pub fn restore(
         }
         false => (wait(), Prefetched::default()),
     };
-    let launched = launched?;
+    let mut launched = launched?;
     let lease = match options.lazy {
         true => lease(&reader, id, &launched.process, events)?,
         false => None,
     };
     clock.phases.qemu = clock.lap();
+    let disks = new_disks.fill(&record, &mut launched, &reader, events)?;
+    clock.phases.disks = clock.lap();
     let job = Job {
         id,
         manifest,
@@ -293,12 +320,21 @@ pub fn restore(
         agent: agent(plan, options),
         template: None,
     };
+    let process = launched.process.clone();
     let done = match options.lazy {
-        true => job.run(launched, guardian, maps, prefetched, clock, events)?,
-        false => job.run_eagerly(launched, &guardian, maps, clock, events)?,
+        true => job.run(launched, guardian, maps, prefetched, clock, events),
+        false => job.run_eagerly(launched, &guardian, maps, clock, events),
     };
+    // A VM that is paused with a part of its memory needs them.
+    if done.is_ok() || process.is_alive() {
+        new_disks.keep();
+    }
+    let done = done?;
     lease.map_or(Ok(()), Lease::end)?;
-    Ok(job.report(done, plan, options.requested_at))
+    Ok(RestoreReport {
+        disks,
+        ..job.report(done, plan, options.requested_at)
+    })
 }
 
 /// Keeps the checkpoint from being removed while a VM has only part of it; warns where that cannot be.
@@ -395,6 +431,7 @@ pub fn resume(
         running: running && !done.suspended,
         suspended: done.suspended,
         pages: done.pages,
+        disks: Vec::new(),
         total_us: micros(begin.elapsed()),
         phases_us: done.phases,
         changes: Vec::new(),

@@ -51,6 +51,8 @@ pub struct LaunchOptions {
     pub disks_as_they_are: bool,
     /// Where the VM's disks come from.
     pub disk_origin: DiskOrigin,
+    /// Disks that get another image than the recorded one, whose content comes later. These images have no backing files.
+    pub images: Vec<NewImage>,
     /// File that QEMU's own messages are appended to.
     pub log: PathBuf,
     /// Words of the command line to be replaced by others, wherever they stand in an option's value.
@@ -83,6 +85,7 @@ impl LaunchOptions {
             serial: None,
             disks_as_they_are: false,
             disk_origin: DiskOrigin::Recorded,
+            images: Vec::new(),
             log,
             replace: Vec::new(),
             clone: None,
@@ -98,6 +101,20 @@ impl LaunchOptions {
     }
 }
 
+impl LaunchOptions {
+    /// The disks that the new VM will have, of those that were recorded, in their order.
+    pub fn disks(&self, recorded: &[Disk]) -> Vec<Disk> {
+        let mut disks = replaced(recorded, &self.replace);
+        for disk in disks.iter_mut().filter(|disk| disk.is_image()) {
+            let mut images = self.images.iter();
+            if let Some(image) = images.find(|image| image.device == disk.device) {
+                disk.path.clone_from(&image.path);
+            }
+        }
+        disks
+    }
+}
+
 /// Where the disks of a new VM come from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum DiskOrigin {
@@ -105,11 +122,16 @@ pub enum DiskOrigin {
     #[default]
     Recorded,
     /// Another QEMU has them in use, and hands them over: they need only be there, with their size.
-    HandedOver {
-        /// The devices whose content comes later, into images that need only be there. The new images have no backing
-        /// files.
-        copied: Vec<String>,
-    },
+    HandedOver,
+}
+
+/// Another image for a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewImage {
+    /// The drive or device, as [`Disk`] names it.
+    pub device: String,
+    /// The image. When QEMU starts it must be there, with the disk's size.
+    pub path: PathBuf,
 }
 
 /// The settings that make a VM one of several that start from the same checkpoint.
@@ -194,7 +216,7 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
     rewritten.changes.extend(owner.changes);
     consent(record, options, &mut rewritten)?;
     secrets::check(&rewritten.arguments, &record.cwd)?;
-    let disks = replaced(&record.disks, &options.replace);
+    let disks = options.disks(&record.disks);
     let strangers = checks::strangers(&rewritten.arguments, &disks);
     if let Some(error) = strangers.into_iter().next() {
         return Err(error);
@@ -232,8 +254,8 @@ fn name_machine(record: &VmRecord, rewritten: &mut rewrite::Rewritten) {
     rewritten.changes.push(change);
 }
 
-/// The disks that the new VM will have, in their order: words of their paths are replaced as in the command line.
-pub fn replaced(disks: &[Disk], replace: &[(String, String)]) -> Vec<Disk> {
+/// These disks with words of their paths replaced as in the command line.
+fn replaced(disks: &[Disk], replace: &[(String, String)]) -> Vec<Disk> {
     let mut disks = disks.to_vec();
     for disk in &mut disks {
         for (old, new) in replace {

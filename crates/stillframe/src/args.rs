@@ -37,7 +37,7 @@ pub use key::{KeyArgs, KeyCommand};
 pub use launch::LaunchArgs;
 pub use list::ListArgs;
 pub use migrate::{MigrateArgs, ReceiveArgs};
-pub use restore::RestoreArgs;
+pub use restore::{Disks as RestoreDisks, RestoreArgs};
 pub use rewind::RewindArgs;
 
 /// Takes checkpoints of running, unmodified QEMU VMs and restores them

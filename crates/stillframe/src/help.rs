@@ -162,6 +162,7 @@ Examples:
   stillframe -r /srv/checkpoints restore latest --vm web1 --qmp /run/web1-again.qmp --replace /srv/web1.img=/srv/copy.img --disks-as-they-are
   stillframe -r /srv/checkpoints restore 1a2b3c4d --qmp /run/x.qmp --serial file:/run/x.serial --paused
   stillframe -r /srv/checkpoints restore latest --qmp /run/x.qmp --print-command
+  stillframe -r /srv/checkpoints restore latest --qmp /run/x.qmp --disks new=/srv/restored
   stillframe -r /srv/checkpoints restore latest --qmp /run/x.qmp --lazy
   stillframe -r /srv/checkpoints restore --resume --qmp /run/x.qmp
 
@@ -170,8 +171,11 @@ the command line is reported. Monitor, listening serial port and -pidfile are wh
 process uses them; --qmp, --serial and --pidfile name others. To run the VM beside its original, use --replace, for
 example with the path of a disk's copy. The command returns when the guest runs, and prints QEMU's process id.
 
-A checkpoint holds memory and device state, not the contents of disks. With --disks-as-they-are the guest runs on
-with disks that were written to since, or that lost its writes (snapshot=on); this may damage the data on them.
+A checkpoint that was taken with --disks capture holds the disks that the guest can write to. --disks new=DIR writes
+them into new files in DIR, each in the format and with the name that it had, and has the VM use these. The guest runs
+when they are complete, also with --lazy. Any other checkpoint needs the disks unchanged. With --disks as-they-are, or
+--disks-as-they-are, the guest runs on with disks that were written to since, or that lost its writes (snapshot=on);
+this may damage the data on them.
 
 A restore is refused if the processors lack features that the guest was started with. When the guest runs, its
 network cards announce themselves. Its clock is set by its guest agent, if the command line has a channel to one

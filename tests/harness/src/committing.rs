@@ -65,6 +65,16 @@ fn drive(disk: &Path, format: &str) -> [String; 4] {
     ["-drive".to_owned(), drive, "-device".to_owned(), device]
 }
 
+/// The same with a node for the file and one for the format, as managers give them.
+fn nodes(disk: &Path, format: &str) -> [String; 6] {
+    let file = format!("driver=file,node-name=stored,filename={}", disk.display());
+    let node = format!("driver={format},node-name=format,file=stored");
+    let device = format!("virtio-blk-pci,drive=format,id={DEVICE}");
+    let options = ["-blockdev", "-blockdev", "-device"].map(str::to_owned);
+    let [first, second, third] = options;
+    [first, file, second, node, third, device]
+}
+
 /// A guest that is called this, with this disk.
 fn with_disk(name: &str, disk: &Path, format: &str) -> Setup {
     let drive = drive(disk, format);
@@ -76,17 +86,29 @@ impl Committing {
     /// Boots a guest with a journal on a disk of this format.
     pub fn journal(name: &str, format: &'static str) -> Result<Committing> {
         let (folder, disk, copy) = places()?;
-        make_image(&disk, format, DISK_MIB)?;
-        let ballast = format!(
-            "write -P {BALLAST} {JOURNAL_MIB}M {}M",
-            DISK_MIB - JOURNAL_MIB
-        );
-        run(Command::new("qemu-io")
-            .args(["-f", format, "-c", &ballast])
-            .arg(&disk))?;
-        let setup = with_disk(name, &disk, format).with_drivers("sf.journal=vda");
-        let guest = setup.boot()?;
-        Committing::new(guest, (folder, disk, copy), format)
+        make_journal(&disk, format)?;
+        let words = drive(&disk, format);
+        Committing::boot_journal(name, (folder, disk, copy), format, &words)
+    }
+
+    /// The same with `-blockdev`.
+    pub fn journal_of_nodes(name: &str, format: &'static str) -> Result<Committing> {
+        let (folder, disk, copy) = places()?;
+        make_journal(&disk, format)?;
+        let words = nodes(&disk, format);
+        Committing::boot_journal(name, (folder, disk, copy), format, &words)
+    }
+
+    fn boot_journal(
+        name: &str,
+        places: (TempDir, PathBuf, PathBuf),
+        format: &'static str,
+        words: &[String],
+    ) -> Result<Committing> {
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let setup = Setup::small(Kind::Private, name).with(&words);
+        let guest = setup.with_drivers("sf.journal=vda").boot()?;
+        Committing::new(guest, places, format)
     }
 
     /// Boots a guest with SQLite in a file system on a raw disk.
@@ -216,12 +238,25 @@ pub fn expect_no_copy(monitor: &mut Qmp) -> Result<()> {
         let jobs = monitor.execute("query-jobs", json!({}))?;
         let nodes = monitor.execute("query-named-block-nodes", json!({ "flat": true }))?;
         left = format!("{jobs} {nodes}");
-        if !left.contains("stillframe-") {
+        // Names, not paths.
+        if !left.contains("\"stillframe-") {
             return Ok(());
         }
         std::thread::sleep(Duration::from_millis(100));
     }
     bail!("left in QEMU: {left}")
+}
+
+/// Makes an image with room for a journal, and the rest filled.
+fn make_journal(disk: &Path, format: &str) -> Result<()> {
+    make_image(disk, format, DISK_MIB)?;
+    let ballast = format!(
+        "write -P {BALLAST} {JOURNAL_MIB}M {}M",
+        DISK_MIB - JOURNAL_MIB
+    );
+    run(Command::new("qemu-io")
+        .args(["-f", format, "-c", &ballast])
+        .arg(disk))
 }
 
 /// Makes an empty image.

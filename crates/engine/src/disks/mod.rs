@@ -11,7 +11,9 @@
 //! What the guest's writes replace is copied first, into memory with a limit. Beyond it QEMU gives the
 //! view up, and with it the checkpoint.
 
+pub mod fill;
 pub mod history;
+pub mod images;
 pub mod server;
 pub mod view;
 

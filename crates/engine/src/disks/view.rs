@@ -12,7 +12,7 @@ use crate::memory::{BlockShape, Page};
 /// The metadata context that says where a disk has data.
 pub(super) const ALLOCATION: &str = "base:allocation";
 /// In it: the range reads as zeros.
-const ZERO: u32 = 1 << 1;
+pub(super) const ZERO: u32 = 1 << 1;
 /// In that of a bitmap: the range was written.
 const WRITTEN: u32 = 1;
 

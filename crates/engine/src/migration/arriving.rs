@@ -18,7 +18,6 @@ use super::announced::{
 use super::cut::Comes;
 use super::disks::CONNECTIONS_A_DISK;
 use super::disks::exports::Exports;
-use super::disks::images::NewImages;
 use super::error::ReceiveError;
 use super::filling::{self, LateMemory, Missing};
 use super::incoming::Early;
@@ -30,6 +29,7 @@ use super::seed::{Seed, read as read_base};
 use super::{DEMAND_LANES, Listen, Mode, ReceiveReport, Wire, cut, incoming};
 use crate::connection::ConnectionError;
 use crate::connection::message::{Control, Message, STATE_BYTES_MAX};
+use crate::disks::images::NewImages;
 use crate::guardian::Guardian;
 use crate::memory::block::Block;
 use crate::populate::eager;

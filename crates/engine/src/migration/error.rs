@@ -7,7 +7,7 @@ use stillframe_repo::RepoError;
 use thiserror::Error;
 
 use super::commit::CommitError;
-use super::disks::{DiskError, ImageError};
+use super::disks::{DestinationError, DiskError};
 use super::record::RecordError;
 use super::serving::ServingError;
 use crate::capture::device_state::StateError;
@@ -215,7 +215,7 @@ pub enum ReceiveError {
     },
     /// The disks cannot be copied.
     #[error(transparent)]
-    Image(#[from] ImageError),
+    Image(#[from] DestinationError),
     /// No checkpoint of the VM can be looked for.
     #[error("cannot look for a checkpoint of the VM; without --seed it comes whole")]
     NoSeed(#[from] RepoError),

@@ -59,7 +59,7 @@ use crate::verify::VerifyReport;
 use crate::{Progress, Round};
 pub use commit::{CommitError, Wish};
 pub use destination::receive;
-pub use disks::{CopyDisks, DiskError, ImageError};
+pub use disks::{CopyDisks, DestinationError, DiskError};
 pub use error::{MigrateError, ReceiveError};
 pub use filling::FilledReport;
 pub use new_qemu::{NewQemu, Rehearsal};

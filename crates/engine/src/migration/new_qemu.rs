@@ -3,14 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use stillframe_qemu::launch::{self, DiskOrigin, LaunchOptions, Launched, Starting};
+use stillframe_qemu::launch::{self, DiskOrigin, LaunchOptions, Launched, NewImage, Starting};
+use stillframe_qemu::monitor::image_of;
 use stillframe_qemu::record::VmRecord;
 
 use super::Mode;
 use super::announced::same_machine;
-use super::disks::ImageError;
-use super::disks::images::NewImages;
+use super::disks::{ADVICE, DestinationError};
 use super::error::ReceiveError;
+use crate::disks::images::NewImages;
 use crate::guardian::{Guardian, OnDisconnect};
 use crate::restore::{self, START_LIMIT};
 
@@ -36,10 +37,10 @@ impl NewQemu {
         vm: &VmRecord,
         copied: &[String],
         overwrite: bool,
-    ) -> Result<NewImages, ImageError> {
+    ) -> Result<NewImages, DestinationError> {
         match self {
-            NewQemu::Start(launch) => NewImages::make(vm, copied, launch, overwrite),
-            NewQemu::Into(_) => Ok(NewImages::default()),
+            NewQemu::Start(launch) => Ok(NewImages::make(vm, copied, launch, overwrite, &ADVICE)?),
+            NewQemu::Into(_) => Ok(NewImages::none(&ADVICE)),
         }
     }
 
@@ -112,12 +113,15 @@ pub(super) fn starting<'q>(
         (NewQemu::Into(_), Mode::Rehearsal) => return Err(ReceiveError::NoRehearsal),
         (NewQemu::Into(qmp), _) => return Ok(NewProcess::Into(qmp)),
     };
-    let launch = LaunchOptions {
-        disk_origin: DiskOrigin::HandedOver {
-            copied: copied.to_vec(),
-        },
-        ..LaunchOptions::clone(options)
-    };
+    let mut launch = LaunchOptions::clone(options);
+    launch.disk_origin = DiskOrigin::HandedOver;
+    let disks = launch.disks(&vm.disks);
+    let of = |device: &String| image_of(&disks, device);
+    let images = copied.iter().filter_map(of).map(|disk| NewImage {
+        device: disk.device.clone(),
+        path: disk.path.clone(),
+    });
+    launch.images = images.collect();
     let plan = launch::plan(vm, &launch)?;
     let mut starting = restore::start(&plan, &launch, guardian)?;
     starting.go();

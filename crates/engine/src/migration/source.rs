@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use stillframe_page::encoding::Compression;
-use stillframe_qemu::monitor::{Disk, Monitor, MonitorError};
+use stillframe_qemu::monitor::{Disk, Monitor, MonitorError, image_of};
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::CheckpointId;
 
@@ -213,7 +213,7 @@ impl Vm {
             let seeds = seeds.map_err(|error| explained(wire, error))?;
             sending.seeds.get_or_init(|| seeds);
         }
-        let image = |device: &String| disks::image_of(&vm.disks, device);
+        let image = |device: &String| image_of(&vm.disks, device);
         let disks: Vec<&Disk> = copied.iter().filter_map(image).collect();
         if !disks.is_empty() {
             let disks = (&*disks, first_of_disks);

@@ -126,6 +126,7 @@ impl Job<'_> {
             running: !self.options.paused && !done.suspended,
             suspended: done.suspended,
             pages: done.pages,
+            disks: Vec::new(),
             total_us: micros(requested_at.elapsed()),
             phases_us: done.phases,
             changes: plan.changes.clone(),

@@ -22,12 +22,12 @@ pub(super) fn disks(
         None => Use::Any,
     };
     let mut changes = Vec::new();
-    let is_copied = |disk: &Disk| match &options.disk_origin {
-        DiskOrigin::Recorded => false,
-        DiskOrigin::HandedOver { copied } => copied.contains(&disk.device),
+    let is_new = |disk: &Disk| {
+        let mut images = options.images.iter();
+        images.any(|image| image.device == disk.device)
     };
     for (recorded, disk) in recorded.iter().zip(disks) {
-        if is_copied(disk) {
+        if is_new(disk) {
             continue;
         }
         if let Some(error) = lasting_obstacle(disk) {
@@ -39,7 +39,7 @@ pub(super) fn disks(
             }
         }
         match &options.disk_origin {
-            DiskOrigin::HandedOver { .. } => {
+            DiskOrigin::HandedOver => {
                 handed_over(disk, recorded, options.disks_as_they_are)?;
             }
             DiskOrigin::Recorded => file(disk, recorded, options.disks_as_they_are, counts)?,

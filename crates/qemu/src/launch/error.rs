@@ -292,6 +292,17 @@ pub enum LaunchError {
         /// Its file.
         path: PathBuf,
     },
+    /// A disk cannot get another image.
+    #[error(
+        "disk {device} cannot get a new image: the VM's command line does not name its file {path}. Write the image with \
+         `export --disk`, and restore with --replace and --disks-as-they-are"
+    )]
+    ImageNotInArguments {
+        /// The drive.
+        device: String,
+        /// Its file.
+        path: PathBuf,
+    },
     /// Another process has a disk open that the VM writes to.
     #[error(
         "disk {device}: {path} is open in process {pid} ({program}); two users of one disk destroy \

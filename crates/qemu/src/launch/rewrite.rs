@@ -5,13 +5,14 @@
 //! a third one may be overwritten or taken over: output files, listening sockets, the terminal.
 
 mod clone;
+mod images;
 mod snapshots;
 mod user;
 
 use std::path::{Path, PathBuf};
 
 use super::holders::Endpoint;
-use super::{LaunchError, LaunchOptions};
+use super::{LaunchError, LaunchOptions, replaced};
 use crate::arguments::{
     Argument, Backend, BackendWord, CommandLine, MONITOR, Properties, chardev_is, is_own_monitor,
     monitor_device,
@@ -42,6 +43,13 @@ const SERIAL_DEVICES: &[&str] = &["isa-serial", "pci-serial", "usb-serial"];
 
 /// Displays that need no terminal and no session.
 const BACKGROUND_DISPLAYS: &[&str] = &["none", "egl-headless", "dbus", "vnc"];
+
+/// Options that name the image of a disk and nothing else.
+const IMAGE_OPTIONS: &[&str] = &["hda", "hdb", "hdc", "hdd", "sd"];
+/// Keys under which a drive names its file.
+const FILE_KEYS: &[&str] = &["file.filename", "filename", "file"];
+/// The key of a first value without a key (only `-blockdev` has one).
+const IMPLIED: &str = "driver";
 
 /// First port of VNC display 0.
 const VNC_PORT: u16 = 5900;
@@ -80,6 +88,7 @@ pub(super) fn rewrite(
     }
     rewriter.follow_snapshots(settings.disks);
     rewriter.replace_words(&options.replace)?;
+    rewriter.use_images(&replaced(settings.disks, &options.replace), &options.images)?;
     if let Some(clone) = &options.clone {
         rewriter.make_clone(clone)?;
     }
@@ -171,6 +180,29 @@ impl<'a> Rewriter<'a> {
 impl Rewriter<'_> {
     fn note(&mut self, change: String) {
         self.changes.push(change);
+    }
+
+    /// The option that opens this file.
+    fn place_of(&self, file: &Path) -> Option<usize> {
+        let opens = |option: &Argument| {
+            let Some(value) = option.value() else {
+                return false;
+            };
+            let named = match option.name() {
+                None => Some(value.to_owned()),
+                Some(name) if IMAGE_OPTIONS.contains(&name) => Some(value.to_owned()),
+                Some("drive" | "blockdev") => {
+                    let properties = Properties::parse(value, IMPLIED);
+                    FILE_KEYS
+                        .iter()
+                        .find_map(|key| properties.get(key))
+                        .map(str::to_owned)
+                }
+                _ => None,
+            };
+            named.is_some_and(|named| self.cwd.join(named) == file)
+        };
+        self.line.options.iter().position(opens)
     }
 
     /// The words that the user wants replaced.

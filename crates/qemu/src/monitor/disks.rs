@@ -40,7 +40,18 @@ pub struct Disk {
     pub identity: Option<FileIdentity>,
 }
 
+/// The image of this device.
+pub fn image_of<'d>(disks: &'d [Disk], device: &str) -> Option<&'d Disk> {
+    let mut images = disks.iter().filter(|disk| disk.is_image());
+    images.find(|disk| disk.device == device)
+}
+
 impl Disk {
+    /// Whether it is what a device uses, not a file below that.
+    pub fn is_image(&self) -> bool {
+        !self.node.is_empty() && !self.device.is_empty()
+    }
+
     /// Inspects its file again. A throw-away file has no identity.
     pub(crate) fn look_again(&mut self, host: &HostView) {
         if !self.temporary {

@@ -9,12 +9,12 @@ use serde_json::json;
 use stillframe_engine::restore::{
     self, Checkpoint, LazyEvent, LazySink, RestoreError, RestoreOptions, RestoreReport,
 };
-use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan, SecurityLabel};
+use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan, PAGE_BYTES, SecurityLabel};
 use stillframe_repo::{CheckpointId, Manifest, Repository};
 
 use super::launch::{self, absolute_path, suggest_option};
 use super::{Context, short, state_words, supervised_words};
-use crate::args::RestoreArgs;
+use crate::args::{RestoreArgs, RestoreDisks as Disks};
 use crate::durations;
 use crate::error::CommandError;
 use crate::interrupt::{AfterAbort, Interrupts};
@@ -42,7 +42,7 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
         Some(qmp) => qmp.clone(),
         None => recorded_monitor(&id, &manifest)?,
     };
-    let mut launch = launch_options(args, &qmp)?;
+    let mut launch = launch_options(args, &qmp, checkpoint)?;
     // The plan comes before the start, so that its changes are reported even if the start fails.
     let mut plan = restore::plan(&id, &manifest, &launch);
     if let Err(RestoreError::Launch(LaunchError::CommandsNotAllowed { options })) = &plan
@@ -51,7 +51,7 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
         launch.allow_commands = true;
         plan = restore::plan(&id, &manifest, &launch);
     }
-    let plan = plan.inspect_err(|error| suggest_option(context, error))?;
+    let plan = plan.inspect_err(|error| suggest(context, error, &manifest))?;
     for change in &plan.changes {
         context.console.note(&format!("changed: {change}"));
     }
@@ -169,8 +169,38 @@ fn recorded_monitor(id: &CheckpointId, manifest: &Manifest) -> anyhow::Result<Pa
     Ok(recorded.ok_or(CommandError::NoMonitor)?)
 }
 
-fn launch_options(args: &RestoreArgs, qmp: &Path) -> anyhow::Result<LaunchOptions> {
+/// Names an option that would have prevented the error.
+fn suggest(context: &Context, error: &RestoreError, manifest: &Manifest) {
+    let holds = |device: &String| {
+        let mut disks = manifest.disks.iter();
+        disks.any(|disk| disk.table.name == *device)
+    };
+    if let RestoreError::Launch(
+        LaunchError::DiskChanged { device, .. }
+        | LaunchError::DiskMissing { device, .. }
+        | LaunchError::DiskInUse { device, .. },
+    ) = error
+        && holds(device)
+    {
+        let note = "--disks new=DIR restores the VM with its disks as the checkpoint holds them, in new files";
+        context.console.note(note);
+    }
+    suggest_option(context, error);
+}
+
+fn launch_options(
+    args: &RestoreArgs,
+    qmp: &Path,
+    checkpoint: Checkpoint<'_>,
+) -> anyhow::Result<LaunchOptions> {
     let mut launch = launch::options(&args.launch, qmp, args.serial.as_deref())?;
+    match &args.disks {
+        Some(Disks::New(folder)) => {
+            launch.images = restore::new_images(checkpoint, &absolute_path(folder)?)?;
+        }
+        Some(Disks::AsTheyAre) => launch.disks_as_they_are = true,
+        None => {}
+    }
     if let Some(log) = &args.log {
         launch.log = absolute_path(log)?;
     }
@@ -246,6 +276,14 @@ fn words(report: &RestoreReport) -> String {
         table::count(report.pages, "page"),
         printable(&report.qmp.display().to_string()),
     );
+    for disk in &report.disks {
+        line += &format!(
+            "; disk {} in {}, {} written",
+            printable(&disk.device),
+            printable(&disk.file.display().to_string()),
+            table::bytes(disk.pages.saturating_mul(PAGE_BYTES)),
+        );
+    }
     if let Some(lazy) = &report.lazy {
         line += &format!(
             "; the guest was ready after {} and waited for a page {}",
@@ -295,6 +333,7 @@ mod tests {
             running: false,
             suspended: false,
             pages: 1,
+            disks: Vec::new(),
             total_us: 800_000,
             phases_us: RestorePhases::default(),
             changes: Vec::new(),

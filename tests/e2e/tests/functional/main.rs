@@ -18,6 +18,7 @@ mod names;
 mod post_copy;
 mod rehearsal;
 mod restore;
+mod restored_disks;
 mod rewind;
 mod seeding;
 mod shape;

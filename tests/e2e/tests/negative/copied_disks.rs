@@ -33,7 +33,7 @@ fn a_disk_that_cannot_be_copied_is_named_on_both_sides() -> Result<()> {
         (
             "--copy-disks",
             vec![to(&small), "--overwrite-disks".to_owned()],
-            "has 67108864 bytes at the source",
+            "has 67108864 bytes, and its new image",
         ),
         (
             "--copy-disks",

@@ -1,18 +1,20 @@
 //! The destination's part: its QEMU exports the new images until the copies are complete.
 
 use std::fs::File;
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::Duration;
 
-use stillframe_qemu::monitor::{Disk, Monitor};
+use stillframe_qemu::monitor::Monitor;
 use stillframe_qemu::record::VmRecord;
 
 use super::relay::Relay;
-use super::{DiskError, ImageError, export_name, image_of, images, names_of};
-use crate::disks::server;
+use super::{DestinationError, DiskError};
+use crate::disks::images::ExportedImages;
 use crate::migration::Wire;
 use crate::migration::limiter::Limiter;
 
@@ -38,20 +40,11 @@ impl Exports {
         monitor: &mut Monitor,
         vm: &VmRecord,
         copied: &[String],
-    ) -> Result<Exports, ImageError> {
-        let disks = monitor.disks().map_err(ImageError::Refused)?;
-        let nodes = copied
-            .iter()
-            .map(|device| fitting(vm, &disks, device))
-            .collect::<Result<Vec<&Disk>, _>>()?;
-        let sockets = server::start(monitor, copied.len())?;
-        for (number, disk) in nodes.iter().enumerate() {
-            let exported = monitor.export(&disk.node, &export_name(number));
-            exported.map_err(ImageError::Refused)?;
-        }
-        let files = nodes.iter().filter_map(|disk| images::open(&disk.path));
+    ) -> Result<Exports, DestinationError> {
+        let exported = ExportedImages::start(monitor, vm, copied)?;
+        let files = exported.disks.iter().filter_map(|disk| open(&disk.path));
         Ok(Exports {
-            sockets,
+            sockets: exported.sockets,
             relays: Vec::new(),
             files: files.collect(),
             written_back: None,
@@ -62,7 +55,7 @@ impl Exports {
     ///
     /// # Errors
     /// No thread is left.
-    pub fn connect(&mut self, wires: Vec<Wire>) -> Result<(), ImageError> {
+    pub fn connect(&mut self, wires: Vec<Wire>) -> Result<(), DestinationError> {
         let mut wires = wires.into_iter();
         let unlimited = Arc::new(Limiter::new(None));
         for socket in self.sockets.drain(..) {
@@ -77,10 +70,10 @@ impl Exports {
         let thread = thread::Builder::new().name("write-back".to_owned());
         let thread = thread.spawn(move || {
             while end.recv_timeout(WRITE_BACK_EVERY) == Err(RecvTimeoutError::Timeout) {
-                images::write_back(&files);
+                write_back(&files);
             }
         });
-        thread.map_err(|source| ImageError::Disk(DiskError::Thread(source)))?;
+        thread.map_err(DiskError::Thread)?;
         self.written_back = Some(sender);
         Ok(())
     }
@@ -89,27 +82,23 @@ impl Exports {
     ///
     /// # Errors
     /// QEMU does not end the exports.
-    pub fn stop(self, monitor: &mut Monitor) -> Result<(), ImageError> {
-        monitor.stop_exports().map_err(ImageError::Refused)
+    pub fn stop(self, monitor: &mut Monitor) -> Result<(), DestinationError> {
+        Ok(ExportedImages::stop(monitor)?)
     }
 }
 
-/// The disk of this device, which must be as large as the source's.
-fn fitting<'d>(vm: &VmRecord, disks: &'d [Disk], device: &str) -> Result<&'d Disk, ImageError> {
-    let here = image_of(disks, device);
-    let (Some(here), Some(there)) = (here, image_of(&vm.disks, device)) else {
-        return Err(ImageError::NoSuchDisk {
-            device: device.to_owned(),
-            there: names_of(&disks.iter().collect::<Vec<_>>()),
-        });
-    };
-    match here.bytes == there.bytes {
-        true => Ok(here),
-        false => Err(ImageError::OtherSize {
-            device: device.to_owned(),
-            path: here.path.clone(),
-            here: here.bytes,
-            there: there.bytes,
-        }),
+/// The content of images that is in memory only is written to them from time to time: else all of it would be written when
+/// the VM is stopped. What cannot be opened is written then.
+fn write_back(files: &[File]) {
+    for file in files {
+        // QEMU learns of an error itself.
+        let _ = file.sync_data();
     }
+}
+
+/// Opens an image to be written back.
+fn open(path: &Path) -> Option<File> {
+    let file = File::open(path).ok()?;
+    let kind = file.metadata().ok()?.file_type();
+    (kind.is_file() || kind.is_block_device()).then_some(file)
 }

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use stillframe_qemu::monitor::{Disk, Mirror, Monitor, MonitorError};
 
 use super::relay::Relay;
-use super::{CONNECTIONS_A_DISK, DiskError, export_name};
+use super::{CONNECTIONS_A_DISK, DiskError};
 use crate::connection::message::Control;
 use crate::connection::word::Session;
+use crate::disks::images::export_name;
 use crate::guardian::{Beating, COPY, Guardian, Heartbeat, OnDisconnect, copy_name};
 use crate::migration::limiter::Limiter;
 use crate::migration::{Reconnect, Unreachable, Wire};

@@ -11,18 +11,15 @@
 //! so that nothing is left to copy when the VM is stopped.
 
 pub(super) mod exports;
-pub(super) mod images;
 pub(super) mod mirrors;
 mod relay;
-
-use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use stillframe_qemu::monitor::{Disk, MonitorError};
 use thiserror::Error;
 
 use crate::connection::ConnectionError;
-use crate::disks::server::ServerError;
+use crate::disks::images::{Advice, ImageError};
 use crate::guardian::GuardianError;
 
 /// Copied disks of one VM, at most.
@@ -108,94 +105,30 @@ pub enum DiskError {
 
 /// Why a destination takes no copies of disks.
 #[derive(Debug, Error)]
-pub enum ImageError {
-    /// The file is there.
-    #[error(
-        "disk {device} would be copied over {path}, which exists. If it is not needed, remove it or use --overwrite-disks; another place is given by --map OLD=NEW. If both hosts use the same file, migrate without --copy-disks"
-    )]
-    Exists {
-        /// The disk.
-        device: String,
-        /// Its image here.
-        path: PathBuf,
-    },
-    /// No file can be made.
-    #[error(
-        "cannot make an image for disk {device}: {path}. Make its directory, or give it another place with --map OLD=NEW"
-    )]
-    NotMade {
-        /// The disk.
-        device: String,
-        /// Its image here.
-        path: PathBuf,
-        /// Why not.
-        #[source]
-        source: std::io::Error,
-    },
-    /// `qemu-img` failed.
-    #[error(
-        "cannot make an image of format {format} for disk {device} at {path}: {why}. Make it yourself, with {bytes} bytes, and use --overwrite-disks"
-    )]
-    NotFormatted {
-        /// The disk.
-        device: String,
-        /// Its image here.
-        path: PathBuf,
-        /// Its format.
-        format: String,
-        /// Its size.
-        bytes: u64,
-        /// Why not.
-        why: String,
-    },
-    /// The VM there has other disks.
-    #[error("the QEMU here has no disk {device}; it has {there}")]
-    NoSuchDisk {
-        /// The disk.
-        device: String,
-        /// Those that there are.
-        there: String,
-    },
-    /// The image has another size.
-    #[error("disk {device} has {there} bytes at the source, and {path} has {here}")]
-    OtherSize {
-        /// The disk.
-        device: String,
-        /// Its image here.
-        path: PathBuf,
-        /// Its size here.
-        here: u64,
-        /// Its size at the source.
-        there: u64,
-    },
-    /// QEMU does not let it be written.
-    #[error(
-        "the new QEMU does not take copies of disks (it has one NBD server: another program may use it)"
-    )]
-    Refused(#[source] MonitorError),
-    /// No connection.
-    #[error("cannot prepare a connection for a disk")]
-    Server(#[source] ServerError),
+pub enum DestinationError {
+    /// There is no image for it.
+    #[error(transparent)]
+    Image(#[from] ImageError),
     /// The copies cannot be taken.
     #[error(transparent)]
     Disk(#[from] DiskError),
 }
 
-impl From<ServerError> for ImageError {
-    fn from(error: ServerError) -> ImageError {
-        match error {
-            ServerError::Refused(error) => ImageError::Refused(error),
-            error => ImageError::Server(error),
-        }
-    }
-}
+/// What a destination can do about an image.
+pub(super) const ADVICE: Advice = Advice {
+    exists: "If it is not needed, remove it or use --overwrite-disks; another place is given by --map OLD=NEW. If both hosts \
+             use the same file, migrate without --copy-disks",
+    place: "Make its directory, or give it another place with --map OLD=NEW",
+    device: "a device that is not here; name one with --map, and use --overwrite-disks",
+    format: "Make it yourself, and use --overwrite-disks",
+};
 
 /// The names of the devices whose disks are to be copied.
 ///
 /// # Errors
 /// There is no such disk, or it cannot be copied.
 pub(super) fn chosen(disks: &[Disk], choice: &CopyDisks) -> Result<Vec<String>, DiskError> {
-    let images: Vec<&Disk> = disks.iter().filter(|disk| is_image(disk)).collect();
+    let images: Vec<&Disk> = disks.iter().filter(|disk| disk.is_image()).collect();
     let chosen: Vec<&Disk> = match choice {
         CopyDisks::No => Vec::new(),
         CopyDisks::All => {
@@ -229,17 +162,6 @@ pub(super) fn chosen(disks: &[Disk], choice: &CopyDisks) -> Result<Vec<String>, 
     }
 }
 
-/// The image of this device.
-pub(super) fn image_of<'d>(disks: &'d [Disk], device: &str) -> Option<&'d Disk> {
-    let mut images = disks.iter().filter(|disk| is_image(disk));
-    images.find(|disk| disk.device == device)
-}
-
-/// Whether it is what a device uses, not a file below that.
-fn is_image(disk: &Disk) -> bool {
-    !disk.node.is_empty() && !disk.device.is_empty()
-}
-
 fn why_not(disk: &Disk) -> Option<&'static str> {
     if disk.read_only {
         Some("the guest cannot write to it; have it at both hosts")
@@ -260,16 +182,11 @@ fn names_of(disks: &[&Disk]) -> String {
     }
 }
 
-/// The name of an export, by its number.
-fn export_name(number: usize) -> String {
-    format!("disk-{number}")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    pub(super) fn disk(device: &str, node: &str) -> Disk {
+    fn disk(device: &str, node: &str) -> Disk {
         Disk {
             device: device.to_owned(),
             node: node.to_owned(),

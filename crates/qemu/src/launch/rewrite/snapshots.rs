@@ -2,18 +2,11 @@
 //! (`blockdev-snapshot-sync`, `virsh snapshot-create --disk-only`, backup tools). The new VM begins with the
 //! overlay that the VM had.
 
-use std::path::Path;
-
-use super::{Argument, Properties, Rewriter};
+use super::{Argument, FILE_KEYS, IMPLIED, Properties, Rewriter};
 use crate::monitor::Disk;
 
-/// Options that name the image of a disk and nothing else.
-const IMAGE_OPTIONS: &[&str] = &["hda", "hdb", "hdc", "hdd", "sd"];
 /// Block drivers that open a file of the host, below the format.
 const FILE_DRIVERS: &[&str] = &["file", "host_device"];
-
-/// The key of a first value without a key (only `-blockdev` has one).
-const IMPLIED: &str = "driver";
 
 impl Rewriter<'_> {
     /// Has each drive begin with the image that was on top at last.
@@ -34,29 +27,6 @@ impl Rewriter<'_> {
                 self.exchange(at, path, &top.format);
             }
         }
-    }
-
-    /// The option that opens this file.
-    fn place_of(&self, file: &Path) -> Option<usize> {
-        let opens = |option: &Argument| {
-            let Some(value) = option.value() else {
-                return false;
-            };
-            let named = match option.name() {
-                None => Some(value.to_owned()),
-                Some(name) if IMAGE_OPTIONS.contains(&name) => Some(value.to_owned()),
-                Some("drive" | "blockdev") => {
-                    let properties = Properties::parse(value, IMPLIED);
-                    FILE_KEYS
-                        .iter()
-                        .find_map(|key| properties.get(key))
-                        .map(str::to_owned)
-                }
-                _ => None,
-            };
-            named.is_some_and(|named| self.cwd.join(named) == file)
-        };
-        self.line.options.iter().position(opens)
     }
 
     /// Whether the command line itself names the backing of this image. With the overlay on top, it would skip the
@@ -120,6 +90,3 @@ impl Rewriter<'_> {
         }
     }
 }
-
-/// Keys under which a drive names its file.
-const FILE_KEYS: &[&str] = &["file.filename", "filename", "file"];

@@ -1,0 +1,157 @@
+//! Disks that are written anew from a checkpoint: the restored VM runs on them, beside its original.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+use stillframe_harness::committing::{Committing, expect_no_copy};
+use stillframe_harness::fault::with_fault;
+use stillframe_harness::health::processes_with;
+use stillframe_harness::restored::Restored;
+
+/// Takes a checkpoint with the guest's disks; returns its id.
+fn capture(it: &Committing) -> Result<String> {
+    let pid = it.guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+    let report = it.stillframe.json(&line)?;
+    Ok(report["checkpoint"].as_str().context("no id")?.to_owned())
+}
+
+/// The words that have disks written into this folder.
+fn new_in(folder: &Path) -> String {
+    format!("--disks=new={}", folder.display())
+}
+
+/// QEMU's name for the format of an image.
+fn format_of(image: &Path) -> Result<serde_json::Value> {
+    let mut command = Command::new("qemu-img");
+    let out = command
+        .args(["info", "-U", "--output=json"])
+        .arg(image)
+        .output()?;
+    Ok(serde_json::from_slice::<serde_json::Value>(&out.stdout)?["format"].clone())
+}
+
+/// Both VMs go on, each with a disk of its own; none of what was committed is missing on either.
+#[test]
+fn a_vm_is_restored_with_its_disk_beside_its_original() -> Result<()> {
+    let cases = [
+        (Committing::journal("anew-raw", "raw")?, "raw", "--quiet"),
+        (
+            Committing::journal("anew-qcow2", "qcow2")?,
+            "qcow2",
+            "--lazy",
+        ),
+        (
+            Committing::journal_of_nodes("anew-nodes", "qcow2")?,
+            "qcow2",
+            "--verify",
+        ),
+    ];
+    for (mut it, format, more) in cases {
+        let before = it.guest.serial.wait_more_committed(3)?;
+        let id = capture(&it)?;
+        let after = it.guest.serial.wait_more_committed(5)?;
+        let folder = it.guest.folder().join("restored");
+        let words = [new_in(&folder), more.to_owned()];
+        let words = words.each_ref().map(String::as_str);
+        let restored = Restored::start(&it.stillframe, &id, it.guest.folder(), &words)?;
+        let image = folder.join("disk.img");
+        ensure!(format_of(&image)? == format, "{format}");
+        // The guest has written a few of the 48 MiB beside the ballast.
+        let stored = fs::metadata(&image)?.blocks() * 512;
+        ensure!(stored < 32 << 20, "{format}: {stored} bytes, without holes");
+        expect_no_copy(&mut restored.monitor()?)?;
+        let last = restored.serial.wait_more_committed(5)?;
+        ensure!(last > before, "{before} {last}");
+        let original = it.guest.serial.wait_more_committed(3)?;
+        ensure!(original > after, "the original stands still");
+        restored.crash()?;
+        let found = it.records(&image)?;
+        ensure!(found >= last, "{format}: {found} records of {last}");
+        it.guest.kill()?;
+        ensure!(
+            it.records(&it.disk)? >= original,
+            "the original lost records"
+        );
+        // As the checkpoint has it, and not a byte more: the file was new.
+        let exported = it.guest.folder().join("exported");
+        let line = ["export", &id, "--disk", "journal", "-o"];
+        let out = exported.display().to_string();
+        it.stillframe.ok(&[&line[..], &[&out]].concat())?;
+        let then = it.records_of_raw(&exported)?;
+        ensure!((before..after).contains(&then), "{before} {then} {after}");
+    }
+    Ok(())
+}
+
+/// Each refusal names the disk, or the checkpoint; no file is left, or touched.
+#[test]
+fn what_cannot_be_written_anew_is_refused_before_qemu_starts() -> Result<()> {
+    let it = Committing::journal("not-anew", "raw")?;
+    let id = capture(&it)?;
+    let pid = it.guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid];
+    let without = it.stillframe.json(&line)?;
+    let without = without["checkpoint"].as_str().context("no id")?;
+    let qmp = it.guest.folder().join("refused.qmp").display().to_string();
+    let refused = |id: &str, folder: &Path, words: &str| -> Result<()> {
+        let line = ["restore", id, "--qmp", &qmp, &new_in(folder)];
+        let said = it.stillframe.fails(&line, 1)?;
+        ensure!(said.contains(words), "no {words:?}: {said}");
+        ensure!(processes_with(&qmp)? == 0, "a QEMU is left");
+        Ok(())
+    };
+    let folder = it.guest.folder().join("anew");
+    refused(without, &folder, "without --disks capture")?;
+    ensure!(!folder.exists(), "a folder was made");
+    refused(
+        &id,
+        &folder.join("no").join("such"),
+        "Name another directory",
+    )?;
+    fs::create_dir(&folder)?;
+    let taken = folder.join("disk.img");
+    fs::write(&taken, "precious")?;
+    refused(&id, &folder, "which exists")?;
+    ensure!(fs::read(&taken)? == b"precious", "a file was overwritten");
+    // The recorded disk was written to since, and the checkpoint holds it.
+    let line = ["restore", &id, "--qmp", &qmp];
+    let said = it.stillframe.fails(&line, 1)?;
+    ensure!(said.contains("--disks new=DIR"), "{said}");
+    let line = ["restore", &id, "--qmp", &qmp, "--disks", "old"];
+    let said = it.stillframe.fails(&line, 2)?;
+    ensure!(said.contains("new=DIR or as-they-are"), "{said}");
+    it.guest.serial.wait_more_committed(3)?;
+    Ok(())
+}
+
+/// A restore that fails before its VM runs leaves no QEMU and no image.
+#[test]
+fn a_restore_that_fails_takes_its_images_away() -> Result<()> {
+    let it = Committing::journal("anew-failed", "qcow2")?;
+    let id = capture(&it)?;
+    let folder = it.guest.folder().join("anew");
+    let qmp = it.guest.folder().join("failed.qmp").display().to_string();
+    for more in ["--quiet", "--lazy"] {
+        let line = ["restore", &id, "--qmp", &qmp, &new_in(&folder), more];
+        let command = it.stillframe.command(&line)?;
+        let (mut command, reached) =
+            with_fault(&command, "restore.loaded:error", it.guest.folder())?;
+        let ended = command.output()?;
+        ensure!(!ended.status.success() && reached.exists(), "{ended:?}");
+        fs::remove_file(reached)?;
+        ensure!(processes_with(&qmp)? == 0, "a QEMU is left");
+        ensure!(
+            !folder.join("disk.img").exists(),
+            "{more}: an image is left"
+        );
+    }
+    let mut monitor = it.guest.second_monitor()?;
+    let status = monitor.execute("query-status", json!({}))?;
+    ensure!(status["running"] == true, "{status}");
+    Ok(())
+}
