@@ -33,7 +33,7 @@ pub enum NbdError {
     /// The server failed a request.
     #[error("the NBD server cannot {action} {length} bytes at {offset}{}", .message.as_deref().map(|text| format!(" ({text})")).unwrap_or_default())]
     Request {
-        /// `read`, `describe`, `write` or `write zeros to`.
+        /// `read`, `describe`, `write`, `write zeros to` or `flush`.
         action: &'static str,
         /// Where, in bytes.
         offset: u64,
@@ -46,7 +46,7 @@ pub enum NbdError {
         source: io::Error,
     },
     /// It cannot be written.
-    #[error("the NBD export is for reading only, or does not take ranges of zeros")]
+    #[error("the NBD export is for reading only, or takes no ranges of zeros or no flush")]
     NotWritable,
     /// The caller wants bytes behind the end of the disk.
     #[error("bytes {offset} to {end} are not on a disk of {bytes} bytes")]

@@ -30,8 +30,9 @@ const REPLY_BYTES_MAX: u32 = 64 << 10;
 /// Upper bound on the replies to one option.
 const REPLIES_MAX: usize = 64;
 
-/// Of the flags of an export: it is for reading only; it takes ranges of zeros.
+/// Of the flags of an export: it is for reading only; it takes a flush, and ranges of zeros.
 const READ_ONLY: u16 = 1 << 1;
+const FLUSHES: u16 = 1 << 2;
 const TAKES_ZEROS: u16 = 1 << 6;
 
 /// Largest read or write that every server takes, in bytes.
@@ -51,9 +52,9 @@ pub(crate) struct Export {
 }
 
 impl Export {
-    /// Whether it can be written, zeros included.
+    /// Whether it can be written, zeros included, and flushed.
     pub(crate) fn is_writable(&self) -> bool {
-        self.flags & (READ_ONLY | TAKES_ZEROS) == TAKES_ZEROS
+        self.flags & (READ_ONLY | FLUSHES | TAKES_ZEROS) == FLUSHES | TAKES_ZEROS
     }
 }
 

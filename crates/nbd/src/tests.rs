@@ -318,8 +318,8 @@ fn a_context_must_be_there() {
     server.join().expect("server");
 }
 
-/// The export takes ranges of zeros.
-const TAKES_ZEROS: u16 = 1 << 6;
+/// The export takes a flush, and ranges of zeros.
+const TAKES_ALL: u16 = 1 << 2 | 1 << 6;
 
 /// How a server confirms a write.
 #[derive(Debug, Clone, Copy)]
@@ -338,8 +338,9 @@ fn serve_writes(
     let (near, mut far) = UnixStream::pair().expect("pair");
     let server = std::thread::spawn(move || {
         let mut disk = vec![0xee; bytes];
-        negotiate(&mut far, bytes as u64, TAKES_ZEROS).expect("negotiated");
+        negotiate(&mut far, bytes as u64, TAKES_ALL).expect("negotiated");
         let mut cookies = Vec::new();
+        let mut flushed = false;
         loop {
             let mut request = [0; REQUEST_BYTES];
             let soon = Some(Duration::from_millis(5)).filter(|_| !cookies.is_empty());
@@ -362,9 +363,14 @@ fn serve_writes(
             let place = field(16) as usize..field(16) as usize + length;
             match u16::from_be_bytes([request[6], request[7]]) {
                 1 => far.read_exact(&mut disk[place]).expect("payload"),
+                3 => assert!(cookies.is_empty(), "a flush before a write is confirmed"),
                 6 => disk[place].fill(0),
-                _ => return disk,
+                _ => {
+                    assert!(flushed, "no flush at the end");
+                    return disk;
+                }
             }
+            flushed = request[7] == 3;
             cookies.push(field(8));
         }
     });

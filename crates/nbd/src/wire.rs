@@ -31,6 +31,7 @@ pub(crate) enum Command {
     Read = 0,
     Write = 1,
     Disconnect = 2,
+    Flush = 3,
     WriteZeros = 6,
     BlockStatus = 7,
 }

@@ -26,7 +26,7 @@ struct Writing {
     length: u32,
 }
 
-/// Writes to an export. What was handed over is written when [`finish`](Writer::finish) has returned.
+/// Writes to an export. What was handed over is on stable storage when [`finish`](Writer::finish) has returned.
 #[derive(Debug)]
 pub struct Writer<'c, S> {
     client: &'c mut Client<S>,
@@ -37,7 +37,7 @@ impl<S: Read + Write> Client<S> {
     /// Begins to write.
     ///
     /// # Errors
-    /// The export is for reading only, or does not take ranges of zeros.
+    /// The export is for reading only, or takes no ranges of zeros or no flush.
     pub fn writer(&mut self) -> Result<Writer<'_, S>, NbdError> {
         match self.export.is_writable() {
             true => Ok(Writer {
@@ -78,11 +78,17 @@ impl<S: Read + Write> Writer<'_, S> {
         Ok(())
     }
 
-    /// Waits until all is written.
+    /// Waits until all is written, and has the server flush it: until then a server keeps parts of an image in its memory.
     ///
     /// # Errors
     /// The server fails a request.
     pub fn finish(mut self) -> Result<(), NbdError> {
+        self.wait()?;
+        self.request(Command::Flush, "flush", 0, 0)?;
+        self.wait()
+    }
+
+    fn wait(&mut self) -> Result<(), NbdError> {
         while !self.flying.is_empty() {
             self.receive()?;
         }

@@ -88,6 +88,31 @@ fn a_vm_is_restored_with_its_disk_beside_its_original() -> Result<()> {
     Ok(())
 }
 
+/// A VM that ends before it has written anything leaves a whole disk: nothing of it was in its QEMU's memory only.
+#[test]
+fn a_disk_is_whole_before_its_vm_runs() -> Result<()> {
+    let it = Committing::journal("anew-whole", "qcow2")?;
+    let id = capture(&it)?;
+    let folder = it.guest.folder().join("anew");
+    let words = [new_in(&folder), "--paused".to_owned()];
+    let words = words.each_ref().map(String::as_str);
+    Restored::start(&it.stillframe, &id, it.guest.folder(), &words)?.crash()?;
+    let exported = it.guest.folder().join("exported");
+    let out = exported.display().to_string();
+    let line = ["export", &id, "--disk", "journal", "-o", &out];
+    it.stillframe.ok(&line)?;
+    let image = folder.join("disk.img");
+    let mut compare = Command::new("qemu-img");
+    let compared = compare
+        .args(["compare", "-f", "qcow2", "-F", "raw"])
+        .args([&image, &exported])
+        .output()?;
+    ensure!(compared.status.success(), "{compared:?}");
+    let checked = Command::new("qemu-img").arg("check").arg(&image).output()?;
+    ensure!(checked.status.success(), "{checked:?}");
+    Ok(())
+}
+
 /// Each refusal names the disk, or the checkpoint; no file is left, or touched.
 #[test]
 fn what_cannot_be_written_anew_is_refused_before_qemu_starts() -> Result<()> {
