@@ -1,14 +1,14 @@
 //! What is recorded of the writes to a VM's disks between its checkpoints.
 //!
 //! ```text
-//!   bitmap 1  ├──────────────┤ frozen in the pause, read, removed when the checkpoint is durable
+//!   bitmap 1  ├──────────────┤ frozen after the pause, read, removed when the checkpoint is durable
 //!   bitmap 2             ├───────────────────┤
 //!   bitmap 3                              ├──────────
 //!                            ^               ^   pauses
 //! ```
 //!
-//! A bitmap begins a little before the pause of one checkpoint and ends in that of the next. So it has more than was
-//! written between them, and nothing is lost. If a checkpoint is given up, its bitmap is merged into the next one.
+//! A bitmap begins a little before the pause of one checkpoint and ends a little after that of the next. So it has more than
+//! was written between them, and nothing is lost. If a checkpoint is given up, its bitmap is merged into the next one.
 
 use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError};

@@ -1,9 +1,9 @@
 //! Disks in a checkpoint: their content at the moment of the pause, read while the guest goes on.
 //!
 //! ```text
-//!   before the pause    a new bitmap records writes; memory, NBD server           DiskHistory::begin
-//!   pause               the old bitmap is frozen; filters below the devices       capture/pause
-//!   after it            views, and a connection to each                           DiskSnapshots::open
+//!   before the pause    a new bitmap records writes; filters, NBD server          DiskHistory::begin
+//!   pause               the filters go below the devices                          capture/pause
+//!   after it            the old bitmap is frozen; views, a connection to each     DiskSnapshots::open
 //!   storing             what the old bitmap has of the views -> repository        view
 //!   settled             all taken away: the devices have their images again       DiskHistory::settle
 //! ```
@@ -129,14 +129,14 @@ impl DiskSnapshots {
         let mut snapshots = Vec::with_capacity(disks.len());
         for (number, disk) in disks.iter().enumerate() {
             let file = Memfd::sparse("stillframe-disk", disk.bytes)?;
-            let number = SnapshotNumber(number);
-            monitor.begin_snapshot(number, file.as_fd())?;
-            memory.push(file);
-            snapshots.push(DiskSnapshot {
-                number,
+            let snapshot = DiskSnapshot {
+                number: SnapshotNumber(number),
                 disk: disk.clone(),
                 since: since.map(str::to_owned),
-            });
+            };
+            monitor.begin_snapshot(&snapshot, file.as_fd())?;
+            memory.push(file);
+            snapshots.push(snapshot);
         }
         // Before the pause, because another client may have it. After the nodes, which show whose it is.
         let sockets = server::start(monitor, snapshots.len())?;
@@ -157,6 +157,7 @@ impl DiskSnapshots {
     /// # Errors
     /// QEMU refuses it.
     pub fn open(self, monitor: &mut Monitor) -> Result<Vec<DiskView>, DisksError> {
+        monitor.freeze_bitmaps(&self.snapshots)?;
         let of_disks = self.snapshots.into_iter().zip(self.memory);
         let views = of_disks
             .zip(self.sockets)

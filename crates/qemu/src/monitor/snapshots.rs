@@ -6,12 +6,13 @@
 //!   view ────> filter                      reads: from the memory what was copied, else from the image
 //! ```
 //!
-//! A filter is put below the device in the pause (`qom-set`): that is the moment whose content the view shows. If the memory
-//! fails, QEMU gives the view up, and not the guest's write (`break-snapshot`). The user's image stays the user's file
-//! throughout.
+//! A filter is made before the pause, and put below the device in it (`qom-set`): that is the moment whose content the view
+//! shows. If the memory fails, QEMU gives the view up, and not the guest's write (`break-snapshot`). The user's image stays
+//! the user's file throughout.
 //!
 //! A dirty bitmap on the image records what is written between two snapshots ([`super::bitmaps`]). The one that recorded until
-//! the pause is frozen in it, and limits the filter: nothing else is copied, and nothing else can be read.
+//! the pause is frozen soon after it, and says what is read. It does not limit the filter: it would have to be frozen, and the
+//! filter made, in the pause.
 //!
 //! Source: QEMU, `qapi/block-core.json` (`BlockdevOptionsCbw`, `snapshot-access`), `docs/interop/live-block-operations.rst`.
 
@@ -59,7 +60,7 @@ pub struct DiskSnapshot {
     pub number: SnapshotNumber,
     /// The disk.
     pub disk: DiskDevice,
-    /// The bitmap of what was written since the last one. The snapshot shows nothing else.
+    /// The bitmap of what was written since the last one, and perhaps a little more.
     pub since: Option<String>,
 }
 
@@ -71,15 +72,11 @@ impl DiskSnapshot {
     }
 
     fn filter(&self) -> Value {
-        let mut arguments = json!({
+        json!({
             "driver": "copy-before-write", "node-name": self.number.filter(),
             "file": self.disk.node, "target": self.number.memory(),
             "on-cbw-error": "break-snapshot", "cbw-timeout": COPY_LIMIT_S,
-        });
-        if let Some(since) = &self.since {
-            arguments["bitmap"] = json!({ "node": self.disk.node, "name": since });
-        }
-        arguments
+        })
     }
 }
 
@@ -105,28 +102,30 @@ impl Monitor {
         Ok(drives.into_iter().filter_map(Drive::writable).collect())
     }
 
-    /// Gives QEMU the memory of a snapshot, a file as long as the disk.
+    /// Makes the filter of a snapshot, with its memory, a file as long as the disk. The device does not use it yet.
     ///
     /// # Errors
     /// QEMU refuses it. Nodes may be left ([`Monitor::end_snapshots`]).
     pub fn begin_snapshot(
         &mut self,
-        number: SnapshotNumber,
+        snapshot: &DiskSnapshot,
         memory: BorrowedFd<'_>,
     ) -> Result<(), MonitorError> {
         let set = self.lend(memory)?;
         let arguments = json!({
-            "driver": "file", "node-name": number.memory(), "filename": format!("/dev/fdset/{set}"),
+            "driver": "file", "node-name": snapshot.number.memory(),
+            "filename": format!("/dev/fdset/{set}"),
         });
         let added = self.client.execute("blockdev-add", arguments);
         // The node has a copy of its own.
         let taken_back = self.take_back(set);
         added?;
-        taken_back
+        taken_back?;
+        self.client.execute("blockdev-add", snapshot.filter())?;
+        Ok(())
     }
 
-    /// Has QEMU stop the VM (`runs`), freeze the bitmaps, put filters below the devices, save the device state, and resume the
-    /// VM. All of it is sent in one piece, and carried out even if this process and all others that hold the connection die.
+    /// Has QEMU stop the VM (`runs`), put the filters below the devices, save the device state, and resume the VM. All of it is sent in one piece, and carried out even if this process and all others that hold the connection die.
     ///
     /// # Errors
     /// The connection fails.
@@ -140,10 +139,7 @@ impl Monitor {
         if runs {
             commands.push(("stop", Value::Null));
         }
-        commands.extend(frozen(disks));
-        for snapshot in disks {
-            let DiskSnapshot { number, disk, .. } = snapshot;
-            commands.push(("blockdev-add", snapshot.filter()));
+        for DiskSnapshot { number, disk, .. } in disks {
             commands.push(set_drive(&disk.path, &number.filter()));
         }
         let before = commands.len();
@@ -196,6 +192,24 @@ impl Monitor {
     pub fn has_io_threads(&mut self) -> Result<bool, MonitorError> {
         let threads: Vec<Value> = self.query("query-iothreads")?;
         Ok(!threads.is_empty())
+    }
+
+    /// Freezes the bitmaps of these snapshots, after the pause. They may have a little that was written after it.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn freeze_bitmaps(&mut self, snapshots: &[DiskSnapshot]) -> Result<(), MonitorError> {
+        let bitmaps = snapshots.iter().filter_map(|snapshot| {
+            let since = snapshot.since.as_ref()?;
+            let bitmap = json!({ "node": snapshot.disk.node, "name": since });
+            Some(json!({ "type": "block-dirty-bitmap-disable", "data": bitmap }))
+        });
+        let actions: Vec<Value> = bitmaps.collect();
+        if !actions.is_empty() {
+            let actions = json!({ "actions": actions });
+            self.client.execute("transaction", actions)?;
+        }
+        Ok(())
     }
 
     /// Opens the view of a snapshot to NBD clients, under the name of the view. QEMU's server must run
@@ -328,17 +342,6 @@ fn is_ours(name: &str) -> bool {
     let kind = name.strip_prefix(PREFIX);
     let kinds = ["filter-", "memory-", "view-"];
     kind.is_some_and(|kind| kinds.iter().any(|begin| kind.starts_with(begin)))
-}
-
-/// The command that freezes the bitmaps of all disks, if there are any.
-fn frozen(disks: &[DiskSnapshot]) -> Option<(&'static str, Value)> {
-    let bitmaps = disks.iter().filter_map(|snapshot| {
-        let since = snapshot.since.as_ref()?;
-        let bitmap = json!({ "node": snapshot.disk.node, "name": since });
-        Some(json!({ "type": "block-dirty-bitmap-disable", "data": bitmap }))
-    });
-    let actions: Vec<Value> = bitmaps.collect();
-    (!actions.is_empty()).then(|| ("transaction", json!({ "actions": actions })))
 }
 
 fn set_drive(path: &str, node: &str) -> (&'static str, Value) {
