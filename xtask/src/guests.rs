@@ -62,8 +62,16 @@ impl fmt::Display for Guests {
     }
 }
 
-/// Modules of a guest that uses its devices: disk, balloon, network card.
-const DRIVERS: &[&str] = &["virtio_pci", "virtio_blk", "virtio_balloon", "virtio_net"];
+/// Modules of a guest that uses its devices: disks (virtio, SCSI, IDE), balloon, network card.
+const DRIVERS: &[&str] = &[
+    "virtio_pci",
+    "virtio_blk",
+    "virtio_scsi",
+    "sd_mod",
+    "ata_piix",
+    "virtio_balloon",
+    "virtio_net",
+];
 
 /// A database of the distribution, for a guest that keeps one on its disk.
 const DATABASE: &str = "sqlite3";

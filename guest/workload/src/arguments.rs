@@ -1,6 +1,7 @@
 //! The command line of the workload.
 
 use crate::pattern::Pattern;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 /// How to call the program.
@@ -8,6 +9,7 @@ pub const USAGE: &str = "\
 usage: workload --mib N --pattern random|sequential|silent|toggle|copy|idle|mixed|quicksort
                 --tick-ms N --writes-per-tick N
                 [--seed S] [--share D] [--full-every K] [--scroll-lines L] [--ticks N]
+       workload disk --file PATH --mib N --tick-ms N --steps N [--seed S] [--ticks N]
 
   --mib N              MiB of memory to watch
   --pattern P          how to write; mixed draws one of the others for each write, and quicksort
@@ -22,6 +24,38 @@ usage: workload --mib N --pattern random|sequential|silent|toggle|copy|idle|mixe
   --ticks N            end well after N ticks (default: never)
 
 Each tick prints `tick N sum S`. The sums follow from the arguments alone, not from time.";
+
+/// The parsed command line of `workload disk`.
+#[derive(Debug, PartialEq, Eq)]
+pub struct DiskArguments {
+    pub file: PathBuf,
+    pub mib: u64,
+    pub tick_ms: u64,
+    /// Changes a tick.
+    pub steps: usize,
+    pub seed: u64,
+    pub ticks: Option<u64>,
+}
+
+impl DiskArguments {
+    /// Parses it, as [`Arguments::parse`] does.
+    pub fn parse(words: impl IntoIterator<Item = String>) -> Result<Self, String> {
+        let mut given = Given::collect(words)?;
+        let arguments = Self {
+            file: given.take("--file")?.ok_or("--file is missing")?,
+            mib: given.take("--mib")?.ok_or("--mib is missing")?,
+            tick_ms: given.take("--tick-ms")?.ok_or("--tick-ms is missing")?,
+            steps: given.take("--steps")?.ok_or("--steps is missing")?,
+            seed: given.take("--seed")?.unwrap_or(1),
+            ticks: given.take("--ticks")?,
+        };
+        given.finish()?;
+        match arguments.mib {
+            0 => Err("--mib must not be 0".to_owned()),
+            _ => Ok(arguments),
+        }
+    }
+}
 
 /// The parsed command line.
 #[derive(Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! The self-checking program inside the test guests.
 //!
 //! It keeps memory with known content (see [`memory`]), writes it in a given pattern and checks it again and again. One
-//! pattern sorts an array instead (see [`sorting`]).
+//! pattern sorts an array instead (see [`sorting`]). `workload disk` does the same with a disk (see [`disk`]).
 //! Each tick prints one line on standard output, the guest's serial port:
 //!
 //! - `tick N sum S` when all checked memory is as it must be. `S` follows from the arguments and `N` alone, so the
@@ -9,13 +9,14 @@
 //! - `CORRUPT ... tick N` otherwise, and from then on every tick.
 
 mod arguments;
+mod disk;
 mod memory;
 mod pattern;
 mod random;
 mod screen;
 mod sorting;
 
-use arguments::{Arguments, USAGE};
+use arguments::{Arguments, DiskArguments, USAGE};
 use memory::{Corruption, Memory, PAGE_BYTES, PAGE_WORDS};
 use pattern::{Pattern, Writer};
 use screen::Screen;
@@ -26,16 +27,28 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 fn main() -> ExitCode {
-    let arguments = match Arguments::parse(std::env::args().skip(1)) {
-        Ok(arguments) => arguments,
-        Err(error) => {
-            eprintln!("workload: {error}\n\n{USAGE}");
-            return ExitCode::from(2);
+    let mut words = std::env::args().skip(1).peekable();
+    let usage = |error| {
+        eprintln!("workload: {error}\n\n{USAGE}");
+        ExitCode::from(2)
+    };
+    let right = if words.next_if_eq("disk").is_some() {
+        match DiskArguments::parse(words) {
+            // Not locked: several write to one port.
+            Ok(arguments) => disk::run(&arguments, &mut io::stdout()),
+            Err(error) => return usage(error),
+        }
+    } else {
+        match Arguments::parse(words) {
+            Ok(arguments) => {
+                run(&arguments, &mut io::stdout().lock()).map(|damage| damage.is_none())
+            }
+            Err(error) => return usage(error),
         }
     };
-    match run(&arguments, &mut io::stdout().lock()) {
-        Ok(None) => ExitCode::SUCCESS,
-        Ok(Some(_)) => ExitCode::FAILURE,
+    match right {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("workload: {error}");
             ExitCode::from(3)
