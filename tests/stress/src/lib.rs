@@ -1,5 +1,6 @@
 //! Long runs that look for what must never happen; shorter forms of them are tests.
 
+pub mod disks;
 pub mod exactness;
 pub mod flips;
 pub mod hotplug;

@@ -3,8 +3,8 @@
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use stillframe_stress::{
-    exactness, flips, hotplug, kill, matrix, migrate, others, restore_exact, restore_kill, soak,
-    to_and_fro, torture,
+    disks, exactness, flips, hotplug, kill, matrix, migrate, others, restore_exact, restore_kill,
+    soak, to_and_fro, torture,
 };
 
 #[derive(Parser)]
@@ -64,6 +64,15 @@ enum What {
         #[arg(long, default_value_t = 2)]
         rounds: u64,
         /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// Checkpoints that hold disks, of guests that write them in every way, compared and restored.
+    DiskExactness {
+        /// How many, over all machines.
+        #[arg(long, default_value_t = 204)]
+        checkpoints: u64,
+        /// Of the lengths of the watches.
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
@@ -153,6 +162,7 @@ fn main() -> Result<()> {
             seed,
         } => soak::run(count, every_ms, seed),
         What::RestoreExact { rounds, seed } => restore_exact::run(rounds, seed),
+        What::DiskExactness { checkpoints, seed } => disks::run(checkpoints, seed),
         What::RestoreKill { kills, seed } => restore_kill::run(kills, seed),
         What::Matrix { point } => matrix::run(point.as_deref()),
         What::Torture { count, seed } => torture::run(count, seed),

@@ -9,6 +9,7 @@ use stillframe_harness::guest::{Kind, Setup};
 use stillframe_harness::health::expect_untouched;
 use stillframe_harness::random::Random;
 use stillframe_harness::running::PATIENCE;
+use stillframe_stress::disks::{Bus, Compared, Machine, one_machine};
 use stillframe_stress::exactness::Mode;
 use stillframe_stress::migrate;
 use stillframe_stress::migrate::strikes::{self, Struck};
@@ -182,6 +183,23 @@ fn a_vm_never_runs_twice_whatever_strikes_its_migration() -> Result<()> {
     let copying = strikes::while_copying(4);
     strikes::each(&stillframe, &copying, &[Disk::Copied("qcow2")], &mut struck)?;
     ensure!(struck.wrong == 0, "{:?}", struck.raw);
+    Ok(())
+}
+
+/// Disks that are written in every way: as they were in the pause, to the byte, and of one moment with the memory.
+#[test]
+fn disks_are_of_the_moment_of_the_pause() -> Result<()> {
+    let mut compared = Compared::default();
+    for machine in [
+        Machine::new(Bus::Virtio, "raw", 1),
+        Machine::new(Bus::Scsi, "qcow2", 2),
+    ] {
+        one_machine(machine, 2, &mut Random::new(5), &mut compared)?;
+    }
+    ensure!(
+        compared.differing == 0 && compared.restored == 2,
+        "{compared:?}"
+    );
     Ok(())
 }
 
