@@ -187,6 +187,11 @@ impl Vm {
         hasher: &ContentHasher,
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
+        // Before pages are copied: the guest would write more of them meanwhile, and the pause copy these.
+        let snapshots = match options.disks {
+            DiskChoice::Reference => None,
+            DiskChoice::Capture => Some(self.begin_disks()?),
+        };
         let begin = Instant::now();
         captured.copied = Copied::default();
         captured
@@ -203,10 +208,6 @@ impl Vm {
             &mut self.monitor,
         )?;
         captured.copying = us(begin);
-        let snapshots = match options.disks {
-            DiskChoice::Reference => None,
-            DiskChoice::Capture => Some(self.begin_disks()?),
-        };
         let disks = snapshots.as_ref().map_or(&[][..], DiskSnapshots::snapshots);
         if let Err(error) = self.pause(captured, schedule.as_mut(), disks, hasher, options) {
             schedule.give_up(&self.tracker);
