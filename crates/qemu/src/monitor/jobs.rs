@@ -35,9 +35,10 @@ impl Job {
         self.status == "concluded"
     }
 
-    /// Whether it has stopped because of an error; it goes on by no command of ours.
+    /// Whether it has stopped because of an error; it goes on by no command of ours. One that was ready is `standby` then
+    /// (QEMU, `qapi/job.json`, `JobStatus`).
     pub fn has_failed(&self) -> bool {
-        self.status == "paused"
+        matches!(&*self.status, "paused" | "standby")
     }
 
     /// Whether it can be ended without an error at any time.
@@ -57,33 +58,40 @@ impl Monitor {
     }
 
     /// Has a block job end: one that is ready without an error, unless `force` is given, and any other one with an error.
-    /// Returns QEMU's words about what went wrong, if anything did. The job is dismissed.
+    /// Returns QEMU's words about what went wrong, if anything did. The job is dismissed. One that fails at its end is ended by
+    /// force: no write that it mirrors may be in progress then.
     ///
     /// # Errors
     /// QEMU refuses a command, or the job does not end.
     pub fn end_job(&mut self, id: &str, force: bool) -> Result<Option<String>, MonitorError> {
         let deadline = Instant::now() + END_LIMIT;
-        let mut cancelled = false;
+        // How it was cancelled: with force or without.
+        let mut cancelled = None;
+        let mut failed = None;
         loop {
             let job = self.job(id)?;
             let job = job.ok_or_else(|| unexpected("query-jobs", format!("no job {id}")))?;
             if job.has_ended() {
                 self.client.execute("job-dismiss", json!({ "id": id }))?;
-                return Ok(job.error);
+                return Ok(job.error.or(failed));
             }
             if Instant::now() >= deadline {
                 return Err(unexpected("query-jobs", format!("{id} is {}", job.status)));
             }
-            match std::mem::replace(&mut cancelled, true) {
-                true => std::thread::sleep(LOOK_AGAIN),
-                false => {
-                    let arguments = json!({ "device": id, "force": force });
-                    let ended = self.client.execute("block-job-cancel", arguments);
-                    // It may have ended by itself in the meantime, which the next round sees.
-                    if self.job(id)?.is_some_and(|job| !job.has_ended()) {
-                        ended?;
-                    }
-                }
+            if job.has_failed() && !force {
+                failed = Some("a write to its target failed".to_owned());
+            }
+            let by_force = force || failed.is_some();
+            if cancelled == Some(by_force) {
+                std::thread::sleep(LOOK_AGAIN);
+                continue;
+            }
+            cancelled = Some(by_force);
+            let arguments = json!({ "device": id, "force": by_force });
+            let ended = self.client.execute("block-job-cancel", arguments);
+            // It may have ended by itself in the meantime, which the next round sees.
+            if self.job(id)?.is_some_and(|job| !job.has_ended()) {
+                ended?;
             }
         }
     }

@@ -452,6 +452,8 @@ pub fn some(seed: u64) -> Vec<Strike> {
 pub fn while_copying(seed: u64) -> Vec<Strike> {
     let named = [
         Strike::At(Side::Source, "commit.giving-up:kill".to_owned()),
+        // While the VM is stopped, and the end of the copy waits for the other side.
+        Strike::Silence(Side::Source, "stopped.saving:hang".to_owned()),
         Strike::At(Side::Destination, "takeover.released:kill".to_owned()),
     ];
     let random = all(0, 3, seed).into_iter().rev().take(3);
