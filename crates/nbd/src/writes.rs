@@ -78,13 +78,21 @@ impl<S: Read + Write> Writer<'_, S> {
         Ok(())
     }
 
+    /// Has the server flush what is written so far, without waiting for it: less is left for the end.
+    ///
+    /// # Errors
+    /// As those of [`write`](Writer::write).
+    pub fn flush(&mut self) -> Result<(), NbdError> {
+        self.request(Command::Flush, "flush", 0, 0)
+    }
+
     /// Waits until all is written, and has the server flush it: until then a server keeps parts of an image in its memory.
     ///
     /// # Errors
     /// The server fails a request.
     pub fn finish(mut self) -> Result<(), NbdError> {
         self.wait()?;
-        self.request(Command::Flush, "flush", 0, 0)?;
+        self.flush()?;
         self.wait()
     }
 

@@ -20,6 +20,9 @@ use super::view::{ALLOCATION, ZERO};
 /// Pages that are read at a time.
 const PIECE_PAGES: u64 = 4096;
 
+/// Pages with content after which the image is flushed: all at the end could take longer than QEMU may be silent.
+const FLUSH_PAGES: u64 = 1 << 16;
+
 /// Why a disk was not written.
 #[derive(Debug, Error)]
 pub enum FillError {
@@ -103,7 +106,11 @@ pub(crate) fn fill(
                 }
                 .map_err(failed)
             })?;
+            let before = written / FLUSH_PAGES;
             written += piece.with_content.len() as u64;
+            if written / FLUSH_PAGES > before {
+                writer.flush().map_err(failed)?;
+            }
             progress(piece.pages.end);
         }
         Ok::<(), FillError>(())
