@@ -34,7 +34,7 @@ use crate::capture::downtime::DowntimeRecord;
 use crate::capture::pause::PauseError;
 use crate::capture::schedule::ScheduleError;
 use crate::capture::staging::StagingError;
-use crate::disks::{DiskChoice, DisksError};
+use crate::disks::{DiskChoice, DisksError, LeftDisk};
 use crate::memory::block::BlockError;
 use crate::post_restore::ClockReport;
 use crate::streaming::{Iteration, StreamingError};
@@ -68,7 +68,7 @@ pub struct CheckpointOptions {
     /// Memory for captured pages, in bytes: half of it for those being stored, half for those being
     /// captured meanwhile.
     pub copy_buffer_bytes: u64,
-    /// What the checkpoint has of the disks.
+    /// What the checkpoint has of each disk.
     pub disks: DiskChoice,
     /// The words by which people find the checkpoint.
     pub tags: Tags,
@@ -123,6 +123,9 @@ pub struct CheckpointReport {
     /// The disks whose content is in the checkpoint.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<StoredDisk>,
+    /// Those whose content `auto` could not take.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disks_left_out: Vec<LeftDisk>,
     /// What this checkpoint added to the repository, in bytes.
     pub bytes_stored: u64,
     /// From the call to the durable checkpoint, in microseconds.
@@ -342,7 +345,7 @@ impl Vm {
         mut captured: Captured,
         stored: Result<Stored, CheckpointError>,
     ) -> Result<CheckpointReport, CheckpointError> {
-        self.settle_disks(std::mem::take(&mut captured.disks), stored.is_ok());
+        self.settle_disks(&mut captured, stored.is_ok());
         self.discard(captured);
         let left = self.disks_left.take();
         match stored {

@@ -207,9 +207,7 @@ pub enum RestoreError {
     #[error(transparent)]
     Fill(#[from] FillError),
     /// The checkpoint has no content of disks.
-    #[error(
-        "checkpoint {checkpoint} does not hold the VM's disks: it was taken without --disks capture"
-    )]
+    #[error("checkpoint {checkpoint} does not hold the content of the VM's disks")]
     NoDisks {
         /// The checkpoint.
         checkpoint: String,

@@ -17,6 +17,9 @@ pub enum CommandError {
     /// More tags than a checkpoint can have.
     #[error(transparent)]
     Tags(#[from] AnnotationError),
+    /// `--disks` contradicts itself.
+    #[error("--disks says two things of {0}")]
+    DisksTwice(String),
     /// Neither an id nor a rule is given.
     #[error("nothing to forget: give checkpoints or a --keep rule")]
     NothingToForget,

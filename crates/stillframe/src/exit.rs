@@ -6,6 +6,7 @@ use stillframe_engine::attach::AttachError;
 use stillframe_engine::capture::devices::DevicesError;
 use stillframe_engine::checkpoint::CheckpointError;
 use stillframe_engine::clones::CloneError;
+use stillframe_engine::disks::DisksError;
 use stillframe_engine::export::ExportError;
 use stillframe_engine::guardian::GuardianError;
 use stillframe_engine::import::ImportError;
@@ -106,8 +107,12 @@ fn of_error(error: &(dyn Error + 'static)) -> Option<Exit> {
     if let Some(ImportError::Repo(error)) = error.downcast_ref() {
         return Some(of_repo(error));
     }
-    if let Some(CheckpointError::Devices(DevicesError::Unsuitable(_))) = error.downcast_ref() {
-        return Some(Exit::Unsuitable);
+    match error.downcast_ref() {
+        Some(CheckpointError::Devices(DevicesError::Unsuitable(_))) => {
+            return Some(Exit::Unsuitable);
+        }
+        Some(CheckpointError::Disks(DisksError::Unknown { .. })) => return Some(Exit::Usage),
+        _ => {}
     }
     let hidden = match (error.downcast_ref(), error.downcast_ref()) {
         (Some(CheckpointError::Repo(error)), _) => Some(error),
@@ -134,6 +139,7 @@ fn of_command(error: &CommandError) -> Exit {
         CommandError::NoRepository
         | CommandError::NoVm
         | CommandError::Tags(_)
+        | CommandError::DisksTwice(_)
         | CommandError::NothingToForget
         | CommandError::SameMonitor
         | CommandError::NoMonitor

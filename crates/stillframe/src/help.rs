@@ -77,16 +77,18 @@ Examples:
   stillframe -r /srv/checkpoints checkpoint --pid 4711 --json
   stillframe -r /srv/checkpoints checkpoint --qmp /run/web1.qmp --verify
   stillframe -r /srv/checkpoints checkpoint --vm web1 --tag before-upgrade --note 'kernel 6.12 is next'
-  stillframe -r /srv/checkpoints checkpoint --vm web1 --disks capture
+  stillframe -r /srv/checkpoints checkpoint --vm web1 --disks capture,scratch=none
 
 The VM runs on, except during the pause that the result reports. If the pause exceeds --pause-limit, the VM resumes
 and the checkpoint is discarded. With --verify the pause lasts as long as reading all guest memory takes. Ctrl-C
 discards the checkpoint. `watch --help` explains the schedules. TIME is a number with its unit: 500ms, 2s, 5m. So is
 SIZE: 64M, 1.5G.
 
-With --disks capture the checkpoint holds the content of all disks that the guest can write to, of the same moment as
-memory. They are read while the VM runs on, by `watch` what was written since its last checkpoint; --copy-buffer limits what the guest may overwrite of each meanwhile.
-Without it their files must not change until the checkpoint is restored.
+The checkpoint holds the content of all disks that the guest can write to, of the same moment as memory. They are read
+while the VM runs on, by `watch` what was written since its last checkpoint; --copy-buffer limits what the guest may
+overwrite of each meanwhile. With --disks auto, the default, a disk that cannot be captured is left out, with a warning;
+with capture this is an error. The files of a disk that is left out, or has reference, must not change until the
+checkpoint is restored. With none they may: the restored VM gets the disk as it is then. DISK is a name as in `show`.
 
 A tag consists of letters, digits and ._-:/+@=, up to 64 bytes; a checkpoint has up to 32 tags. A note is one line
 of up to 1024 bytes. Both are encrypted with the checkpoint and cannot be changed later.
@@ -171,7 +173,7 @@ the command line is reported. Monitor, listening serial port and -pidfile are wh
 process uses them; --qmp, --serial and --pidfile name others. To run the VM beside its original, use --replace, for
 example with the path of a disk's copy. The command returns when the guest runs, and prints QEMU's process id.
 
-A checkpoint that was taken with --disks capture holds the disks that the guest can write to. --disks new=DIR writes
+A checkpoint holds the disks that the guest can write to, unless --disks said otherwise. --disks new=DIR writes
 them into new files in DIR, each in the format and with the name that it had, and has the VM use these. The guest runs
 when they are complete, also with --lazy. Any other checkpoint needs the disks unchanged. With --disks as-they-are, or
 --disks-as-they-are, the guest runs on with disks that were written to since, or that lost its writes (snapshot=on);
@@ -211,12 +213,17 @@ Examples:
   stillframe -r /srv/checkpoints clone latest --vm web1 -n 10 --qmp /run/web1-{}.qmp
   stillframe -r /srv/checkpoints clone 1a2b3c4d -n 2 --first 11 --qmp /run/x-{}.qmp --serial file:/tmp/x-{}.log
   stillframe -r /srv/checkpoints clone latest -n 3 --qmp /run/x-{}.qmp --replace tap0=tap{} --replace tcp::2200=tcp::220{}
+  stillframe -r /srv/checkpoints clone latest --vm web1 -n 4 --qmp /run/web1-{}.qmp --disks new=/srv/clones
   stillframe clone --drop-templates
 
 The first clone of a checkpoint writes its memory to --template-dir, as a memory template. Every clone maps the
 template, and uses memory of its own only for pages that it writes. A template is not encrypted: keep the directory
 in memory or on an encrypted disk. Only its owner may have access to it. Templates in the default directory are
 removed when their checkpoint is forgotten.
+
+Clones only read the recorded disks, which must not change while they run. With --disks new=DIR the first clone of a
+checkpoint writes the disks that it holds to DIR, and all clones read these images; so the VM may run on with its own.
+They stay for later clones: `clone --drop-templates --template-dir DIR` removes them. They are not encrypted.
 
 Each clone has a monitor and a name of its own (web1-3), listening sockets with its number appended
 (/run/web1.agent-3), a new generation id if the machine has one, and a temporary file for its disk writes. Use

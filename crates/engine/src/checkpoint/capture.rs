@@ -20,7 +20,7 @@ use crate::capture::schedule::{
     Auto, Bursts, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
 };
 use crate::capture::staging::StagingBuffer;
-use crate::disks::{DiskChoice, DiskSnapshots, DiskView};
+use crate::disks::{DiskSnapshots, DiskView, LeftDisk};
 use crate::guardian::OnDisconnect;
 use crate::memory::BlockShape;
 use crate::placement;
@@ -61,6 +61,10 @@ pub struct Captured {
     pub(crate) image: Option<Image>,
     /// The disks as they were, if they are stored, too. QEMU keeps them until this capture is settled.
     pub(crate) disks: Mutex<Vec<DiskView>>,
+    /// Whether QEMU has snapshots for it. Captures without may be in flight beside it.
+    pub(crate) has_snapshots: bool,
+    /// Those that cannot be, although the choice was left to the engine.
+    pub(crate) disks_left_out: Vec<LeftDisk>,
     /// How much of each the guest may overwrite meanwhile, in bytes.
     pub(crate) disk_limit: u64,
     /// Where it is to be stored.
@@ -101,13 +105,16 @@ impl Vm {
             Some(auto) => auto.next(),
             None => (self.schedule, None),
         };
+        let begin = Instant::now();
+        let mut record = self.record()?;
+        options.disks.mark(&mut record.disks)?;
         let mut captured = Captured {
-            begin: Instant::now(),
+            begin,
             schedule,
             instead_of: None,
             plan,
             staging: self.staging_buffers.pop().unwrap_or_default(),
-            record: self.record()?,
+            record,
             blocks: self.tracker.shape(),
             copied: Copied::default(),
             copying: 0,
@@ -116,6 +123,8 @@ impl Vm {
             device_state: Vec::new(),
             image: None,
             disks: Mutex::default(),
+            has_snapshots: false,
+            disks_left_out: Vec::new(),
             disk_limit: options.copy_buffer_bytes,
             spare: placement::processors(&self.target.process),
         };
@@ -156,11 +165,9 @@ impl Vm {
 
     /// A capture is not needed: it was not marked as in flight and its pages are still pending, or an earlier one
     /// was rolled back.
-    pub fn discard(&mut self, captured: Captured) {
-        let Captured {
-            mut staging, disks, ..
-        } = captured;
-        self.settle_disks(disks, false);
+    pub fn discard(&mut self, mut captured: Captured) {
+        self.settle_disks(&mut captured, false);
+        let Captured { mut staging, .. } = captured;
         match self.staging_buffers.len() {
             0..STAGES_KEPT => self.staging_buffers.push(staging),
             STAGES_KEPT..STAGES_MAX => {
@@ -188,10 +195,9 @@ impl Vm {
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
         // Before pages are copied: the guest would write more of them meanwhile, and the pause copy these.
-        let snapshots = match options.disks {
-            DiskChoice::Reference => None,
-            DiskChoice::Capture => Some(self.begin_disks()?),
-        };
+        let (snapshots, left) = self.begin_disks(options)?;
+        captured.disks_left_out = left;
+        captured.has_snapshots = snapshots.is_some();
         let begin = Instant::now();
         captured.copied = Copied::default();
         captured
@@ -229,22 +235,32 @@ impl Vm {
         Ok(self.devices.check(&mut self.monitor, state)?)
     }
 
-    /// Makes the snapshots of the disks ready for the pause. From here on the guardian takes them away if this process dies.
-    fn begin_disks(&mut self) -> Result<DiskSnapshots, CheckpointError> {
-        let snapshots = self.disks.begin(&mut self.monitor)?;
-        let bitmaps = self.disks.bitmaps();
-        let commands = Monitor::commands_to_end(snapshots.snapshots(), &bitmaps);
-        self.guardian
-            .on_disconnect(OnDisconnect::EndSnapshots { commands })
-            .map_err(PauseError::from)?;
-        Ok(snapshots)
+    /// Makes snapshots of the chosen disks ready for the pause. From here on the guardian takes them away if this process dies.
+    fn begin_disks(
+        &mut self,
+        options: &CheckpointOptions,
+    ) -> Result<(Option<DiskSnapshots>, Vec<LeftDisk>), CheckpointError> {
+        let (snapshots, left) = self.disks.begin(&options.disks, &mut self.monitor)?;
+        if let Some(snapshots) = &snapshots {
+            let bitmaps = self.disks.bitmaps();
+            let commands = Monitor::commands_to_end(snapshots.snapshots(), &bitmaps);
+            self.guardian
+                .on_disconnect(OnDisconnect::EndSnapshots { commands })
+                .map_err(PauseError::from)?;
+        }
+        Ok((snapshots, left))
     }
 
-    /// Takes the snapshots of the disks away, if there are any. `stored`: the checkpoint is durable.
-    pub(super) fn settle_disks(&mut self, views: Mutex<Vec<DiskView>>, stored: bool) {
+    /// Whether QEMU has snapshots of disks for a capture that is not settled.
+    pub(crate) fn has_disk_snapshots(&self) -> bool {
+        self.disks.has_snapshots()
+    }
+
+    /// Takes a capture's snapshots of disks away, if it has any. `stored`: the checkpoint is durable.
+    pub(super) fn settle_disks(&mut self, captured: &mut Captured, stored: bool) {
         // QEMU waits for open connections.
-        drop(views);
-        if !self.disks.has_snapshots() {
+        drop(std::mem::take(&mut captured.disks));
+        if !std::mem::take(&mut captured.has_snapshots) {
             return;
         }
         match self.disks.settle(&mut self.monitor, stored) {

@@ -230,7 +230,11 @@ impl CheckpointWriter {
                     let before = tables.find(|disk| {
                         disk.table.name == shape[0].name && disk.bytes == view.bytes()
                     });
-                    let before = before.ok_or(CheckpointError::ParentGone)?;
+                    let Some(before) = before else {
+                        // The next one must not fail for the same reason.
+                        self.forget_parent();
+                        return Err(CheckpointError::ParentGone);
+                    };
                     transaction.sink.follow(std::slice::from_ref(&before.table));
                 }
                 false => transaction.sink.begin(&shape),
@@ -349,6 +353,7 @@ fn report(
         pages: manifest.pages,
         copied: captured.copied,
         disks,
+        disks_left_out: captured.disks_left_out.clone(),
         bytes_stored: committed.bytes_stored,
         total_us: us(captured.begin),
         phases_us: Phases {

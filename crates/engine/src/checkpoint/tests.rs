@@ -53,6 +53,8 @@ fn capture(memory: &FakeMemory, written: &[Range<u64>]) -> Captured {
         device_state: device_state(&[("timer", &[1; 16])]),
         image: None,
         disks: Default::default(),
+        has_snapshots: false,
+        disks_left_out: Vec::new(),
         disk_limit: 0,
         spare: affinity::of_this_thread(),
     }

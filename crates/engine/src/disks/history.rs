@@ -10,11 +10,10 @@
 //! A bitmap begins a little before the pause of one checkpoint and ends a little after that of the next. So it has more than
 //! was written between them, and nothing is lost. If a checkpoint is given up, its bitmap is merged into the next one.
 
-use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError};
-use stillframe_repo::format::manifest::PAGES_MAX;
 
-use super::{DiskSnapshots, DisksError};
+use super::choice::Divided;
+use super::{DiskChoice, DiskSnapshots, DisksError, LeftDisk};
 
 /// One bitmap a disk, all of one name.
 #[derive(Debug)]
@@ -35,43 +34,59 @@ pub struct DiskHistory {
 }
 
 impl DiskHistory {
-    /// Makes snapshots ready for a pause: of what was written since the last checkpoint, if that is known of all disks. What an
-    /// earlier attempt has left is settled as given up.
+    /// Makes snapshots of the chosen disks ready for a pause: of what was written since the last checkpoint, if that is known of
+    /// all of them. What an earlier attempt has left is settled as given up. Returns also the disks that are left out because
+    /// they cannot be captured.
     ///
     /// # Errors
-    /// QEMU refuses it.
-    pub fn begin(&mut self, monitor: &mut Monitor) -> Result<DiskSnapshots, DisksError> {
+    /// QEMU refuses it, or a disk that must be captured cannot be.
+    pub fn begin(
+        &mut self,
+        choice: &DiskChoice,
+        monitor: &mut Monitor,
+    ) -> Result<(Option<DiskSnapshots>, Vec<LeftDisk>), DisksError> {
         self.settle(monitor, false)?;
-        if monitor.has_io_threads()? {
-            return Err(DisksError::IoThreads);
+        let Divided {
+            captured,
+            mut left,
+            required,
+        } = choice.divide(monitor)?;
+        if captured.is_empty() {
+            self.start_over();
+            return Ok((None, left));
         }
-        let disks = monitor.disk_devices()?;
-        if disks.is_empty() {
-            return Err(DisksError::NoDisk);
+        match self.begin_with(&captured, monitor) {
+            Ok(snapshots) => Ok((Some(snapshots), left)),
+            Err(error) if required => Err(error),
+            Err(error) => {
+                // The next checkpoint has one before it without their content.
+                self.start_over();
+                left.extend(captured.iter().map(|disk| LeftDisk::new(disk, &error)));
+                Ok((None, left))
+            }
         }
-        const BYTES_MAX: u64 = PAGES_MAX * PAGE_BYTES;
-        if let Some(long) = disks.iter().find(|disk| disk.bytes > BYTES_MAX) {
-            return Err(DisksError::TooLong {
-                device: long.device.clone(),
-                limit_tib: BYTES_MAX >> 40,
-            });
-        }
+    }
+
+    fn begin_with(
+        &mut self,
+        disks: &[DiskDevice],
+        monitor: &mut Monitor,
+    ) -> Result<DiskSnapshots, DisksError> {
         // A disk that was plugged in or resized is not known.
         self.since.take_if(|since| since.disks != disks);
         self.number += 1;
         let bitmap = format!("stillframe-{}-{}", std::process::id(), self.number);
-        monitor.add_bitmaps(&disks, &bitmap)?;
+        monitor.add_bitmaps(disks, &bitmap)?;
         let since = self.since.as_ref().map(|since| &*since.bitmap);
-        let snapshots = DiskSnapshots::begin(monitor, &disks, since);
-        self.next = Some(Recording { bitmap, disks });
-        match snapshots {
-            Ok(snapshots) => Ok(snapshots),
-            Err(error) => {
-                // The error that led here is the one to report.
-                let _ = self.settle(monitor, false);
-                Err(error)
-            }
-        }
+        let snapshots = DiskSnapshots::begin(monitor, disks, since);
+        self.next = Some(Recording {
+            bitmap,
+            disks: disks.to_vec(),
+        });
+        snapshots.inspect_err(|_| {
+            // The error that led here is the one to report.
+            let _ = self.settle(monitor, false);
+        })
     }
 
     /// Takes the snapshots away. `stored`: the checkpoint is durable, and the next one follows it.

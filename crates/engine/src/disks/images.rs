@@ -344,6 +344,7 @@ mod tests {
             read_only: false,
             temporary: false,
             flash: false,
+            unchecked: false,
             bytes: 1 << 20,
             identity: None,
         }

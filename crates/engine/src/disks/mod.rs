@@ -11,6 +11,7 @@
 //! What the guest's writes replace is copied first, into memory with a limit. Beyond it QEMU gives the
 //! view up, and with it the checkpoint.
 
+pub mod choice;
 pub mod fill;
 pub mod history;
 pub mod images;
@@ -21,29 +22,18 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use serde::Serialize;
 use stillframe_nbd::{Client, NbdError};
 use stillframe_qemu::monitor::{DiskDevice, DiskSnapshot, Monitor, MonitorError, SnapshotNumber};
 use stillframe_sys::memfd::{Memfd, MemfdError};
 use thiserror::Error;
 
+pub use choice::{DiskChoice, DiskMode, LeftDisk};
 pub use history::DiskHistory;
 use server::ServerError;
 pub use view::{DiskView, ReadDisk};
 
 /// How long QEMU's NBD server may be silent. A storage that hangs holds it up.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
-
-/// What a checkpoint has of the VM's disks.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DiskChoice {
-    /// Their files are named, and checked when the VM is restored.
-    #[default]
-    Reference,
-    /// Their content, at the moment of the pause.
-    Capture,
-}
 
 /// Why the disks of a VM cannot be captured. The VM runs on.
 #[derive(Debug, Error)]
@@ -65,6 +55,22 @@ pub enum DisksError {
         device: String,
         /// The limit.
         limit_tib: u64,
+    },
+    /// It is not among the VM's disks.
+    #[error("the VM has no disk {device}; it has: {known}")]
+    Unknown {
+        /// The name.
+        device: String,
+        /// The names that there are.
+        known: String,
+    },
+    /// The guest cannot write to it.
+    #[error(
+        "disk {device} cannot be captured: the guest cannot write to it, or it can be taken out, or it is flash memory; take checkpoints with --disks {device}=reference"
+    )]
+    NotWritable {
+        /// The disk.
+        device: String,
     },
     /// No server.
     #[error("cannot read the VM's disks")]

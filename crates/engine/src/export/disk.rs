@@ -49,7 +49,7 @@ pub fn export_disk(
     let DiskTable { bytes, table } = found.ok_or_else(|| ExportError::NoDisk {
         disk: device.to_owned(),
         there: match disks.is_empty() {
-            true => "no disk; it was taken without --disks capture".to_owned(),
+            true => "no disk; it was taken without their content".to_owned(),
             false => {
                 let names: Vec<&str> = disks.iter().map(|disk| disk.table.name.as_str()).collect();
                 names.join(", ")

@@ -10,7 +10,6 @@ use crate::capture::schedule::ScheduleKind;
 use crate::checkpoint::{
     Captured, CheckpointError, CheckpointOptions, CheckpointReport, CheckpointWriter, Stored,
 };
-use crate::disks::DiskChoice;
 
 /// The work was given up because the user wants an end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -53,7 +52,7 @@ impl PipelineVm for WatchedVm {
 
     fn overlaps(&self) -> bool {
         // A disk has one filter at a time.
-        self.options.disks == DiskChoice::Reference
+        !self.vm.has_disk_snapshots()
     }
 
     fn capture(&mut self) -> Result<Captured, CheckpointError> {

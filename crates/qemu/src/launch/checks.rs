@@ -30,8 +30,9 @@ pub(super) fn disks(
         if is_new(disk) {
             continue;
         }
+        let as_it_is = options.disks_as_they_are || recorded.unchecked;
         if let Some(error) = lasting_obstacle(disk) {
-            if !options.disks_as_they_are {
+            if !as_it_is {
                 return Err(error);
             }
             if disk.temporary || !disk.path.is_absolute() {
@@ -40,9 +41,9 @@ pub(super) fn disks(
         }
         match &options.disk_origin {
             DiskOrigin::HandedOver => {
-                handed_over(disk, recorded, options.disks_as_they_are)?;
+                handed_over(disk, recorded, as_it_is)?;
             }
-            DiskOrigin::Recorded => file(disk, recorded, options.disks_as_they_are, counts)?,
+            DiskOrigin::Recorded => file(disk, recorded, as_it_is, counts)?,
         }
         if disk.flash && !disk.read_only && options.clone.is_none() {
             changes.push(format!(
@@ -104,7 +105,8 @@ pub(super) fn running_disks(
         disks.find(|other| (&other.device, &other.path) == (&disk.device, &disk.path))
     };
     // The content of flash memory is in the checkpoint.
-    for disk in then.disks.iter().filter(|disk| !disk.flash) {
+    let checked = |disk: &&Disk| !disk.flash && !disk.unchecked;
+    for disk in then.disks.iter().filter(checked) {
         let gone = || changed(disk, "is not a disk of this VM any more");
         let there = find(disk).ok_or_else(gone)?;
         if let Some(what) = difference(disk.identity, there.identity) {
@@ -133,7 +135,7 @@ fn in_arguments(arguments: &[String], disk: &Disk) -> Result<(), LaunchError> {
     })
 }
 
-fn file(disk: &Disk, recorded: &Disk, as_they_are: bool, counts: Use) -> Result<(), LaunchError> {
+fn file(disk: &Disk, recorded: &Disk, as_it_is: bool, counts: Use) -> Result<(), LaunchError> {
     let metadata = metadata(disk)?;
     // Even a disk used as it is must not have two users.
     if !disk.read_only
@@ -141,7 +143,7 @@ fn file(disk: &Disk, recorded: &Disk, as_they_are: bool, counts: Use) -> Result<
     {
         return Err(in_use(disk, holder));
     }
-    if disk.path != recorded.path && !disk.flash && !as_they_are {
+    if disk.path != recorded.path && !disk.flash && !as_it_is {
         return Err(LaunchError::DiskReplaced {
             device: disk.device.clone(),
             path: disk.path.clone(),
@@ -153,16 +155,16 @@ fn file(disk: &Disk, recorded: &Disk, as_they_are: bool, counts: Use) -> Result<
         false => difference,
     };
     match difference(disk.identity, FileIdentity::of(&metadata)) {
-        Some(what) if !as_they_are => Err(changed(disk, what)),
+        Some(what) if !as_it_is => Err(changed(disk, what)),
         _ => Ok(()),
     }
 }
 
 /// A disk that another QEMU, perhaps on another host, still has: QEMU itself locks it when the VM runs here.
-fn handed_over(disk: &Disk, recorded: &Disk, as_they_are: bool) -> Result<(), LaunchError> {
+fn handed_over(disk: &Disk, recorded: &Disk, as_it_is: bool) -> Result<(), LaunchError> {
     let metadata = metadata(disk)?;
     match difference_of_size(recorded.identity, FileIdentity::of(&metadata)) {
-        Some(what) if !as_they_are => Err(changed(disk, what)),
+        Some(what) if !as_it_is => Err(changed(disk, what)),
         _ => Ok(()),
     }
 }

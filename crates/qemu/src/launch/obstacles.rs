@@ -107,6 +107,7 @@ mod tests {
                 read_only: false,
                 temporary: false,
                 flash: false,
+                unchecked: false,
                 bytes: 512,
                 identity: there.and_then(|there| FileIdentity::of(&there)),
             }];

@@ -9,6 +9,9 @@ use serde_json::{Value, json};
 use super::host_files::{FileIdentity, HostView, OpenFiles};
 use super::{Monitor, MonitorError, typed, unexpected};
 
+/// How the names of all nodes and exports of snapshots ([`super::snapshots`]) begin. QEMU's limit is 31 bytes.
+pub(super) const SNAPSHOT_PREFIX: &str = "stillframe-";
+
 /// QEMU's block drivers that open a file or device of the host.
 const HOST_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
 
@@ -34,6 +37,9 @@ pub struct Disk {
     /// state, and writes it to the file when the VM runs.
     #[serde(default)]
     pub flash: bool,
+    /// Whether a VM that is started from the record has it as it is then, without a comparison.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unchecked: bool,
     /// Size of the disk as the guest sees it, in bytes.
     pub bytes: u64,
     /// Its file or block device at the time of the record; none for other things.
@@ -106,14 +112,9 @@ impl Monitor {
 
     /// Every file the VM's disks consist of: images, their backing files, firmware flash.
     pub fn disks(&mut self) -> Result<Vec<Disk>, MonitorError> {
-        const DRIVES: &str = "query-block";
         const NODES: &str = "query-named-block-nodes";
-        let replies = self.run_all(vec![
-            (DRIVES, json!({})),
-            // After them: a device that leaves in between has no drive any more.
-            ("qom-list", json!({ "path": "/machine/peripheral" })),
-            (NODES, json!({})),
-        ])?;
+        let [drives, devices] = drives_and_devices();
+        let replies = self.run_all(vec![drives, devices, (NODES, json!({}))])?;
         let [drives, devices, nodes] = <[Value; 3]>::try_from(replies)
             .map_err(|replies| unexpected(DRIVES, format!("{} replies", replies.len())))?;
         let drives: Vec<Drive> = typed(DRIVES, drives)?;
@@ -122,6 +123,24 @@ impl Monitor {
         let open = OpenFiles::of(self.pid);
         Ok(gather(drives, &ids(&devices), &nodes, &host, &open))
     }
+
+    /// The drives of the devices that have not been unplugged.
+    pub(super) fn drives(&mut self) -> Result<Vec<Drive>, MonitorError> {
+        let replies = self.run_all(drives_and_devices().to_vec())?;
+        let [drives, devices] = <[Value; 2]>::try_from(replies)
+            .map_err(|replies| unexpected(DRIVES, format!("{} replies", replies.len())))?;
+        let (mut drives, ids): (Vec<Drive>, _) = (typed(DRIVES, drives)?, ids(&devices));
+        drives.retain(|drive| !drive.has_left(&ids));
+        Ok(drives)
+    }
+}
+
+const DRIVES: &str = "query-block";
+
+/// The devices come after the drives: one that leaves in between has no drive any more.
+fn drives_and_devices() -> [(&'static str, Value); 2] {
+    let devices = json!({ "path": "/machine/peripheral" });
+    [(DRIVES, json!({})), ("qom-list", devices)]
 }
 
 /// One element of `query-block`.
@@ -156,6 +175,8 @@ struct Image {
 /// One element of `query-named-block-nodes`.
 #[derive(Debug, Deserialize)]
 struct Node {
+    #[serde(rename = "node-name", default)]
+    name: String,
     drv: String,
     image: Image,
 }
@@ -193,6 +214,7 @@ fn gather(
             read_only: read_only && !written.unwrap_or(false),
             temporary,
             flash,
+            unchecked: false,
             bytes: image.bytes,
             identity,
             path,
@@ -225,8 +247,16 @@ fn gather(
     disks
 }
 
+/// Whether a node or an export is part of a snapshot: other nodes of ours begin alike.
+pub(super) fn is_of_snapshot(name: &str) -> bool {
+    let kind = name.strip_prefix(SNAPSHOT_PREFIX);
+    let kinds = ["filter-", "memory-", "view-"];
+    kind.is_some_and(|kind| kinds.iter().any(|begin| kind.starts_with(begin)))
+}
+
+/// Whether it is a file of the host, and not one that a snapshot of ours keeps.
 fn is_host_file(node: &Node) -> bool {
-    HOST_DRIVERS.contains(&node.drv.as_str())
+    HOST_DRIVERS.contains(&node.drv.as_str()) && !is_of_snapshot(&node.name)
 }
 
 impl Drive {

@@ -22,16 +22,16 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::disks::{DiskDevice, Drive};
+use super::disks::{DiskDevice, Drive, SNAPSHOT_PREFIX as PREFIX, is_of_snapshot};
 use super::{Monitor, MonitorError, StateFile, unexpected};
 use crate::qmp::{QmpError, Ticket};
 
-/// How the names of all nodes and exports begin that are made here. QEMU's limit is 31 bytes.
-const PREFIX: &str = "stillframe-";
 /// Seconds after which a copy that does not end gives the view up, so that the guest's write can end.
 const COPY_LIMIT_S: u32 = 10;
 /// How long the exports may take to close.
 const END_LIMIT: Duration = Duration::from_secs(10);
+/// QEMU's error class for an object that is not there.
+const NO_DEVICE: &str = "DeviceNotFound";
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
 /// The nodes of one snapshot of one disk, by a number that distinguishes the disks of a VM.
@@ -98,7 +98,7 @@ impl Monitor {
     /// # Errors
     /// QEMU fails the query.
     pub fn disk_devices(&mut self) -> Result<Vec<DiskDevice>, MonitorError> {
-        let drives: Vec<Drive> = self.query("query-block")?;
+        let drives = self.drives()?;
         Ok(drives.into_iter().filter_map(Drive::writable).collect())
     }
 
@@ -240,7 +240,7 @@ impl Monitor {
     /// QEMU refuses it.
     pub fn end_snapshots(&mut self, serving: bool) -> Result<(), MonitorError> {
         let nodes = self.block_nodes()?.into_iter().map(|node| node.name);
-        let ours: Vec<String> = nodes.filter(|name| is_ours(name)).collect();
+        let ours: Vec<String> = nodes.filter(|name| is_of_snapshot(name)).collect();
         if ours.is_empty() {
             return Ok(());
         }
@@ -256,17 +256,40 @@ impl Monitor {
         for view in of_kind("view") {
             self.remove_node(&view)?;
         }
-        let disks = match filters.is_empty() {
-            true => Vec::new(),
-            false => self.disk_devices()?,
-        };
-        for disk in disks.iter().filter(|disk| filters.contains(&disk.node)) {
+        if !filters.is_empty() {
+            self.take_out(&filters)?;
+        }
+        for memory in of_kind("memory") {
+            self.remove_node(&memory)?;
+        }
+        Ok(())
+    }
+
+    /// Gives each device its image back, and removes the filters.
+    fn take_out(&mut self, filters: &[String]) -> Result<(), MonitorError> {
+        let deadline = Instant::now() + END_LIMIT;
+        let mut is_leaving = false;
+        for disk in self.disk_devices()? {
+            if !filters.contains(&disk.node) {
+                continue;
+            }
             let image = self.image_below(&disk.node)?;
             let (command, arguments) = set_drive(&disk.path, &image);
-            self.client.execute(command, arguments)?;
+            match self.client.execute(command, arguments) {
+                // Unplugged: QEMU shows it until its memory is freed, and it has its filter until then.
+                Err(QmpError::Command { class, .. }) if class == NO_DEVICE => is_leaving = true,
+                set => drop(set?),
+            }
         }
-        for node in filters.into_iter().chain(of_kind("memory")) {
-            self.remove_node(&node)?;
+        for filter in filters {
+            loop {
+                match self.remove_node(filter) {
+                    Err(_) if is_leaving && Instant::now() < deadline => {
+                        std::thread::sleep(LOOK_AGAIN);
+                    }
+                    removed => break removed?,
+                }
+            }
         }
         Ok(())
     }
@@ -279,8 +302,9 @@ impl Monitor {
         let deadline = Instant::now() + END_LIMIT;
         loop {
             let exports: Vec<Export> = self.query("query-block-exports")?;
-            let (ours, others): (Vec<_>, Vec<_>) =
-                exports.into_iter().partition(|export| is_ours(&export.id));
+            let (ours, others): (Vec<_>, Vec<_>) = exports
+                .into_iter()
+                .partition(|export| is_of_snapshot(&export.id));
             if others.is_empty() {
                 // It waits for the exports. An engine that died may not have started it.
                 return match self.stop_exports() {
@@ -335,13 +359,6 @@ impl Monitor {
             .map(|node| node.name.clone())
             .ok_or_else(|| unexpected(GRAPH, format!("nothing below {filter}")))
     }
-}
-
-/// Whether a node or an export is part of a snapshot: other nodes of ours begin alike.
-fn is_ours(name: &str) -> bool {
-    let kind = name.strip_prefix(PREFIX);
-    let kinds = ["filter-", "memory-", "view-"];
-    kind.is_some_and(|kind| kinds.iter().any(|begin| kind.starts_with(begin)))
 }
 
 fn set_drive(path: &str, node: &str) -> (&'static str, Value) {

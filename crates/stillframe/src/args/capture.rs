@@ -1,31 +1,46 @@
 //! The command lines of `checkpoint` and `watch`.
 
 use std::num::NonZeroU64;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
 use stillframe_engine::checkpoint::ScheduleChoice;
-use stillframe_engine::disks::DiskChoice;
+use stillframe_engine::disks::{DiskChoice, DiskMode};
 use stillframe_repo::{Note, Tag};
 
 use super::{LockArgs, VmSelector};
 use crate::{durations, sizes};
 
-/// What a checkpoint has of the VM's disks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Disks {
-    /// The identity of their files.
-    Reference,
-    /// Their content at the moment of the checkpoint.
-    Capture,
+/// What a checkpoint has of all disks, or of one (`vda=reference`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskArg {
+    device: Option<String>,
+    mode: DiskMode,
 }
 
-impl From<Disks> for DiskChoice {
-    fn from(disks: Disks) -> DiskChoice {
-        match disks {
-            Disks::Reference => DiskChoice::Reference,
-            Disks::Capture => DiskChoice::Capture,
-        }
+impl FromStr for DiskArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<DiskArg, String> {
+        let (device, mode) = match text.rsplit_once('=') {
+            Some(("", _)) => return Err("the disk's name is missing before `=`".to_owned()),
+            Some((device, mode)) => (Some(device.to_owned()), mode),
+            None => (None, text),
+        };
+        let mode = match mode {
+            "auto" => DiskMode::Auto,
+            "capture" => DiskMode::Capture,
+            "reference" => DiskMode::Reference,
+            "none" => DiskMode::None,
+            _ => {
+                return Err(
+                    "expected auto, capture, reference or none, or DISK= and one of these"
+                        .to_owned(),
+                );
+            }
+        };
+        Ok(DiskArg { device, mode })
     }
 }
 
@@ -56,9 +71,10 @@ pub struct CaptureArgs {
     /// Upper bound on copies of guest memory; pages beyond it are stored before the pause
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "1G")]
     pub copy_buffer: u64,
-    /// What the checkpoint has of the disks: reference (their files must not change) or capture (their content)
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Disks::Reference)]
-    pub disks: Disks,
+    /// What the checkpoint has of the disks: capture (their content), reference (their files must not change), none, or
+    /// auto (capture where it is possible); DISK=WHAT says it of one disk; may be given several times [default: auto]
+    #[arg(long, value_name = "[DISK=]WHAT", value_delimiter = ',')]
+    pub disks: Vec<DiskArg>,
     /// Upper bound on writes to the repository, in bytes per second [default: none]
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
     pub limit_write: Option<NonZeroU64>,
@@ -75,6 +91,32 @@ impl CaptureArgs {
     pub fn pause_limit(&self) -> Duration {
         let default_s = if self.verify { 600 } else { 3 };
         self.pause_limit.unwrap_or(Duration::from_secs(default_s))
+    }
+
+    /// What `--disks` says.
+    ///
+    /// # Errors
+    /// It says two things of one disk, or of all; they are named.
+    pub fn disks(&self) -> Result<DiskChoice, String> {
+        let mut choice = DiskChoice::default();
+        let mut others = None;
+        for DiskArg { device, mode } in &self.disks {
+            let earlier = match device {
+                None => others.replace(*mode).is_some(),
+                Some(device) => {
+                    let is_there = choice.each.iter().any(|(name, _)| name == device);
+                    choice.each.push((device.clone(), *mode));
+                    is_there
+                }
+            };
+            if earlier {
+                return Err(device
+                    .clone()
+                    .map_or("all disks".to_owned(), |name| format!("disk {name}")));
+            }
+        }
+        choice.others = others.unwrap_or_default();
+        Ok(choice)
     }
 }
 

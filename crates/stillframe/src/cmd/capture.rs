@@ -84,7 +84,7 @@ pub fn detach(context: &Context, vm: Vm) {
 /// The engine's options from the command line.
 ///
 /// # Errors
-/// There are too many tags.
+/// There are too many tags, or two choices for one disk.
 pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
     let tags = Tags::try_from(args.tags.clone())?;
     Ok(CheckpointOptions {
@@ -95,7 +95,7 @@ pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
         dedup: !args.no_dedup,
         keep_guest_clock: args.keep_guest_clock,
         copy_buffer_bytes: args.copy_buffer,
-        disks: args.disks.into(),
+        disks: args.disks().map_err(CommandError::DisksTwice)?,
         tags,
         note: args.note.clone(),
     })
@@ -135,15 +135,23 @@ impl WorkControl for Control {
     }
 }
 
-/// Warns of obstacles to a restore that `reported` does not contain yet.
+/// Warns of obstacles to a restore, and of disks that are not in the checkpoint, which `reported` does not contain yet.
 pub fn report_obstacles(context: &Context, report: &CheckpointReport, reported: &mut Vec<String>) {
-    for obstacle in &report.obstacles {
-        if !reported.contains(obstacle) {
-            let words = format!("this checkpoint cannot be restored without changes: {obstacle}");
-            context.console.warn(&words);
-        }
+    let obstacles = report
+        .obstacles
+        .iter()
+        .map(|obstacle| format!("this checkpoint cannot be restored without changes: {obstacle}"));
+    let disks = report.disks_left_out.iter().map(|disk| {
+        format!(
+            "the content of disk {} is not in this checkpoint, and its files must not change: {}",
+            disk.device, disk.because
+        )
+    });
+    let warnings: Vec<String> = obstacles.chain(disks).collect();
+    for warning in warnings.iter().filter(|one| !reported.contains(one)) {
+        context.console.warn(warning);
     }
-    reported.clone_from(&report.obstacles);
+    *reported = warnings;
 }
 
 /// Prints the result.
@@ -241,6 +249,7 @@ fn words(report: &CheckpointReport) -> String {
 #[cfg(test)]
 mod tests {
     use stillframe_engine::capture::downtime::DowntimeRecord;
+    use stillframe_engine::disks::{DiskChoice, DiskMode};
     use stillframe_engine::verify::VerifyReport;
     use stillframe_repo::PageCounts;
 
@@ -277,6 +286,21 @@ mod tests {
         assert!(error.to_string().contains("at most 32"), "{error}");
     }
 
+    #[test]
+    fn disks_are_chosen_together_and_one_by_one() {
+        let line = ["--disks=capture,vda=reference", "--disks", "a=b=none"].map(str::to_owned);
+        let each = [("vda", DiskMode::Reference), ("a=b", DiskMode::None)];
+        let expected = DiskChoice {
+            others: DiskMode::Capture,
+            each: each.map(|(name, mode)| (name.to_owned(), mode)).into(),
+        };
+        assert_eq!(given(&line).unwrap().disks, expected);
+        for twice in ["auto,none", "vda=auto,none,vda=capture"] {
+            let error = given(&[format!("--disks={twice}")]).unwrap_err();
+            assert!(error.to_string().contains("two things of"), "{error}");
+        }
+    }
+
     fn report() -> CheckpointReport {
         CheckpointReport {
             clock_taken_us: 0,
@@ -303,6 +327,7 @@ mod tests {
             },
             copied: Default::default(),
             disks: Vec::new(),
+            disks_left_out: Vec::new(),
             bytes_stored: 67_318_579,
             total_us: 410_000,
             phases_us: Default::default(),

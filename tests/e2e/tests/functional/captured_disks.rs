@@ -337,14 +337,23 @@ fn what_cannot_be_captured_is_refused() -> Result<()> {
     let said = it.stillframe.fails(&capture, 1)?;
     ensure!(said.contains("NBD server"), "{said}");
     expect_no_copy(&mut monitor)?;
+    // Unless it has to be captured it is left out, and that is said.
+    let report = it.stillframe.json(&["checkpoint", "--pid", &pid])?;
+    let left = &report["disks_left_out"][0];
+    let because = left["because"].as_str().unwrap_or_default();
+    ensure!(
+        left["device"] == JOURNAL && because.contains("has only one"),
+        "{report}"
+    );
     // The other client's server still runs.
     monitor.execute("nbd-server-stop", json!({}))?;
-    it.stillframe.ok(&["checkpoint", "--pid", &pid])?;
+    let reference = ["checkpoint", "--pid", &pid, "--disks", "reference"];
+    it.stillframe.ok(&reference)?;
     let image = it.guest.folder().join("x").display().to_string();
     let said = it
         .stillframe
         .fails(&["export", "latest", "--disk", JOURNAL, "-o", &image], 1)?;
-    ensure!(said.contains("without --disks capture"), "{said}");
+    ensure!(said.contains("without their content"), "{said}");
     // Not in the folder of the guest, whose name looks as if it were a node of ours.
     let long = it.copy.with_file_name("long.img");
     make_image(&long, "raw", 3 << 20)?;
@@ -354,9 +363,12 @@ fn what_cannot_be_captured_is_refused() -> Result<()> {
         .with(&drive)
         .boot()?;
     let pid = guest.pid_text();
-    let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+    let mut line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
     let said = it.stillframe.fails(&line, 1)?;
     ensure!(said.contains("disk long has more than 2 TiB"), "{said}");
+    line[4] = "lang=none";
+    let said = it.stillframe.fails(&line, 2)?;
+    ensure!(said.contains("no disk lang; it has: long"), "{said}");
     expect_no_copy(&mut guest.second_monitor()?)?;
     drop(guest);
     let guest = Setup::small(Kind::Private, "captured-none").boot()?;
@@ -365,5 +377,81 @@ fn what_cannot_be_captured_is_refused() -> Result<()> {
     let said = it.stillframe.fails(&line, 1)?;
     ensure!(said.contains("no disk that it can write to"), "{said}");
     expect_untouched(&guest, &mut guest.second_monitor()?)?;
+    Ok(())
+}
+
+/// A disk with threads of its own is left out, unless it has to be captured.
+#[test]
+fn a_disk_with_threads_of_its_own_is_left_out() -> Result<()> {
+    let it = Committing::journal("captured-threads", "raw")?;
+    let image = it.copy.with_file_name("threads.img");
+    make_image(&image, "raw", 8)?;
+    let drive = format!("file={},format=raw,if=none,id=own", image.display());
+    let device = "virtio-blk-pci,drive=own,iothread=thread";
+    let words = [
+        "-object",
+        "iothread,id=thread",
+        "-drive",
+        &drive,
+        "-device",
+        device,
+    ];
+    let guest = Setup::small(Kind::Private, "captured-threads-own")
+        .with(&words)
+        .boot()?;
+    let pid = guest.pid_text();
+    let said = it
+        .stillframe
+        .fails(&["checkpoint", "--pid", &pid, "--disks", "own=capture"], 1)?;
+    ensure!(said.contains("I/O threads"), "{said}");
+    let report = it.stillframe.json(&["checkpoint", "--pid", &pid])?;
+    ensure!(report["disks"].is_null(), "{report}");
+    ensure!(report["disks_left_out"][0]["device"] == "own", "{report}");
+    expect_untouched(&guest, &mut guest.second_monitor()?)
+}
+
+/// Of three disks one is captured, one may not change, and one may.
+#[test]
+fn each_disk_is_as_it_was_chosen() -> Result<()> {
+    let it = Committing::journal("captured-each", "raw")?;
+    let names = ["kept", "named", "scratch"];
+    let image = |name: &str| it.copy.with_file_name(format!("{name}.img"));
+    let mut words = Vec::new();
+    for name in names {
+        make_image(&image(name), "raw", 8)?;
+        let file = image(name).display().to_string();
+        words.push("-drive".to_owned());
+        words.push(format!("file={file},format=raw,if=none,id={name}"));
+        words.extend(["-device".to_owned(), format!("virtio-blk-pci,drive={name}")]);
+    }
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let mut guest = Setup::small(Kind::Private, "captured-each-own")
+        .with(&words)
+        .boot()?;
+    let pid = guest.pid_text();
+    let choice = "--disks=named=reference,scratch=none";
+    let report = it.stillframe.json(&["checkpoint", "--pid", &pid, choice])?;
+    let captured = report["disks"].as_array().context("no disks")?;
+    ensure!(
+        captured.len() == 1 && captured[0]["device"] == "kept",
+        "{report}"
+    );
+    ensure!(report["disks_left_out"].is_null(), "{report}");
+    let id = report["checkpoint"].as_str().context("no id")?;
+    guest.kill()?;
+    let start = |more: &[&str]| Restored::start(&it.stillframe, id, guest.folder(), more);
+    make_image(&image("scratch"), "raw", 8)?;
+    start(&[])?.crash()?;
+    make_image(&image("kept"), "raw", 8)?;
+    let new = format!("--disks=new={}", guest.folder().join("new").display());
+    let qmp = guest.folder().join("refused.qmp").display().to_string();
+    let said = it.stillframe.fails(&["restore", id, "--qmp", &qmp], 1)?;
+    ensure!(said.contains("disk kept"), "{said}");
+    start(&[&new])?.crash()?;
+    make_image(&image("named"), "raw", 8)?;
+    let said = it
+        .stillframe
+        .fails(&["restore", id, "--qmp", &qmp, &new], 1)?;
+    ensure!(said.contains("disk named"), "{said}");
     Ok(())
 }

@@ -156,7 +156,11 @@ fn a_disk_on_its_way_out_is_in_no_checkpoint() -> Result<()> {
     ensure!(!is_taken_for_another, "{}", ended.err);
     for report in ended.results()? {
         let obstacles = report["obstacles"].as_array();
-        ensure!(obstacles.is_none_or(Vec::is_empty), "{report}");
+        ensure!(
+            obstacles.is_none_or(Vec::is_empty),
+            "{report} {}",
+            ended.err
+        );
     }
     Ok(())
 }
@@ -225,14 +229,15 @@ fn devices_plugged_in_during_a_watch_are_restored() -> Result<()> {
         json!({"driver": "virtserialport", "id": "behind", "bus": "zs.0"}),
     )?;
     let id = next(&mut watch)?;
+    watch.signal("TERM")?;
+    let ended = watch.end()?;
+    ensure!(ended.code == Some(0) && ended.errors() == 0, "{ended:?}");
+    // Now, because a snapshot shows at a disk.
     let names = ["disk", "balloon", "port", "zs", "behind"];
     let mut expected = Vec::new();
     for name in names {
         expected.push((name, properties(&mut monitor, name)?));
     }
-    watch.signal("TERM")?;
-    let ended = watch.end()?;
-    ensure!(ended.code == Some(0) && ended.errors() == 0, "{ended:?}");
     // Its disk must not have two users.
     guest.kill()?;
     let restored = restore(&stillframe, &id, guest.folder())?;

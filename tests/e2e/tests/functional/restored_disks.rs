@@ -119,7 +119,7 @@ fn what_cannot_be_written_anew_is_refused_before_qemu_starts() -> Result<()> {
     let it = Committing::journal("not-anew", "raw")?;
     let id = capture(&it)?;
     let pid = it.guest.pid_text();
-    let line = ["checkpoint", "--pid", &pid];
+    let line = ["checkpoint", "--pid", &pid, "--disks", "reference"];
     let without = it.stillframe.json(&line)?;
     let without = without["checkpoint"].as_str().context("no id")?;
     let qmp = it.guest.folder().join("refused.qmp").display().to_string();
@@ -131,7 +131,7 @@ fn what_cannot_be_written_anew_is_refused_before_qemu_starts() -> Result<()> {
         Ok(())
     };
     let folder = it.guest.folder().join("anew");
-    refused(without, &folder, "without --disks capture")?;
+    refused(without, &folder, "the content of the VM's disks")?;
     ensure!(!folder.exists(), "a folder was made");
     refused(
         &id,

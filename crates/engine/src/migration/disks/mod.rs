@@ -195,6 +195,7 @@ mod tests {
             read_only: false,
             temporary: false,
             flash: false,
+            unchecked: false,
             bytes: 1 << 20,
             identity: None,
         }

@@ -440,6 +440,7 @@ fn an_overlay_takes_the_place_of_its_disk() {
         read_only: false,
         temporary: false,
         flash: false,
+        unchecked: false,
         bytes: 1 << 20,
         identity: None,
     };
