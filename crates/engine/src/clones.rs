@@ -2,25 +2,29 @@
 //! they do not write it.
 //!
 //! ```text
-//!   repository ── template (files, made once) ──┬── QEMU 1: private view ── device state ── cont
-//!                                               ├── QEMU 2: ...
+//!   repository ── templates (files, made once) ──┬── QEMU 1: private view, overlays ── device state ── cont
+//!                                                ├── QEMU 2: ...
 //! ```
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::launch::{self, CloneMemory, CloneOptions, LaunchOptions, LaunchPlan};
+use stillframe_qemu::launch::{
+    self, CloneMemory, CloneOptions, LaunchOptions, LaunchPlan, NewImage,
+};
 use stillframe_qemu::record::VmRecord;
-use stillframe_repo::{BlockTable, Manifest, PageMap, Reader, Repository};
+use stillframe_repo::{BlockTable, CheckpointId, DiskTable, Manifest, PageMap, Reader, Repository};
 use thiserror::Error;
 
+use crate::ProgressSink;
 use crate::guardian::Guardian;
 use crate::restore::{
     self, Checkpoint, Job, LazyEvent, LazySink, PhaseClock, RestoreError, RestoreOptions,
     RestoreReport,
 };
-use crate::template::{KeptTemplate, MemoryTemplate, TemplateError, TemplateOptions};
+use crate::template::{DiskTemplate, KeptTemplate, MemoryTemplate, TemplateError, TemplateOptions};
 
 /// A clone that is started later than this after all were planned is planned once more.
 const PLAN_AGE_MAX: Duration = Duration::from_secs(1);
@@ -34,6 +38,8 @@ pub struct ClonesOptions {
     pub each: Vec<EachClone>,
     /// Where memory templates are kept.
     pub template: TemplateOptions,
+    /// Where the images of the checkpoint's disks are kept; none if the clones have the disks that were recorded.
+    pub disks: Option<PathBuf>,
 }
 
 /// One clone.
@@ -52,6 +58,8 @@ pub struct CloneReport {
     pub clone: u32,
     /// How long the making of the memory template took, in microseconds; 0 where it was there.
     pub template_us: u64,
+    /// The same of the images of the disks.
+    pub disks_us: u64,
     /// The VM.
     #[serde(flatten)]
     pub restored: RestoreReport,
@@ -86,21 +94,18 @@ pub fn clones(
         .map_err(RestoreError::from)?;
     let state = restore::device_state(id, manifest, &record, &reader)?;
     let key = KeptTemplate::name_of(&repository_id, &id.to_string());
-    let memory = options.template.memory(&key, &tables);
-    // All that can be refused is, before a byte of the guest's memory lies anywhere.
-    let plan = |each| restore::plan(id, manifest, &planned(each, &memory));
-    let plans = options
-        .each
-        .iter()
-        .map(plan)
-        .collect::<Result<Vec<_>, _>>()?;
-    let begin = Instant::now();
-    let mut progress = |progress| events(LazyEvent::Progress(progress));
-    let template = MemoryTemplate::of(&key, &tables, &reader, &options.template, &mut progress)?;
-    let mut template_us = match template.made {
-        true => restore::micros(begin.elapsed()),
-        false => 0,
+    let shared = Shared {
+        memory: options.template.memory(&key, &tables),
+        images: images(id, manifest, &key, options)?,
     };
+    // All that can be refused is, before a byte of the guest's lies anywhere.
+    let plan = |each| restore::plan(id, manifest, &shared.launch(each));
+    let plans = options.each.iter().map(plan);
+    let plans = plans.collect::<Result<Vec<_>, _>>()?;
+    let planned_at = Instant::now();
+    let mut progress = |progress| events(LazyEvent::Progress(progress));
+    let contents = (&*tables, &*manifest.disks);
+    let mut templates = Templates::of(&key, contents, (&reader, options), &mut progress)?;
     // Opening the repository is part of the first one's time.
     let mut requested_at = options.restore.requested_at;
     let batch = Batch {
@@ -110,16 +115,18 @@ pub fn clones(
         options,
         state: &state,
         hasher,
-        template: &template,
-        memory,
-        planned_at: begin,
+        template: &templates.memory,
+        shared,
+        planned_at,
     };
     let mut start = |each: &EachClone, plan| -> Result<(), RestoreError> {
         let restored = batch.start(each, plan, requested_at, events)?;
         requested_at = Instant::now();
+        let [template_us, disks_us] = std::mem::take(&mut templates.making_us);
         done(CloneReport {
             clone: each.number,
-            template_us: std::mem::take(&mut template_us),
+            template_us,
+            disks_us,
             restored,
         });
         Ok(())
@@ -128,13 +135,91 @@ pub fn clones(
     let mut each = options.each.iter().zip(plans);
     let all = each.try_for_each(|(each, plan)| start(each, plan).inspect(|()| started += 1));
     match (all, started) {
-        (Ok(()), _) => Ok(template.release()?),
+        (Ok(()), _) => Ok(templates.memory.release()?),
         (Err(error), 0) => {
-            // The first error is reported; anything left is dropped with the next template.
-            let _ = template.discard();
+            templates.discard();
             Err(error.into())
         }
         (Err(error), _) => Err(error.into()),
+    }
+}
+
+/// The images of the disks that the clones are to have.
+fn images(
+    id: &CheckpointId,
+    manifest: &Manifest,
+    key: &str,
+    options: &ClonesOptions,
+) -> Result<Vec<NewImage>, RestoreError> {
+    match &options.disks {
+        None => Ok(Vec::new()),
+        Some(_) if manifest.disks.is_empty() => Err(RestoreError::NoDisks {
+            checkpoint: id.to_string(),
+        }),
+        Some(folder) => Ok(DiskTemplate::images(folder, key, &manifest.disks)),
+    }
+}
+
+/// What clones share, as files.
+struct Templates {
+    memory: MemoryTemplate,
+    disks: Option<DiskTemplate>,
+    /// How long it took to make them, in microseconds; 0 where they were there.
+    making_us: [u64; 2],
+}
+
+impl Templates {
+    fn of(
+        key: &str,
+        (blocks, disks): (&[&BlockTable], &[DiskTable]),
+        (reader, options): (&Reader<'_>, &ClonesOptions),
+        progress: ProgressSink<'_>,
+    ) -> Result<Templates, TemplateError> {
+        let time = |begin: Instant, is_new| match is_new {
+            true => restore::micros(begin.elapsed()),
+            false => 0,
+        };
+        let begin = Instant::now();
+        let disks = options.disks.as_deref().map(|folder| {
+            let from = (reader, &options.template);
+            DiskTemplate::of(folder, key, disks, from, progress)
+        });
+        let disks = disks.transpose()?;
+        let disks_us = time(begin, disks.as_ref().is_some_and(DiskTemplate::is_new));
+        let begin = Instant::now();
+        let memory = MemoryTemplate::of(key, blocks, reader, &options.template, progress)?;
+        let making_us = [time(begin, memory.is_new()), disks_us];
+        Ok(Templates {
+            memory,
+            disks,
+            making_us,
+        })
+    }
+
+    /// No clone was made of them. Anything left is dropped with the next template.
+    fn discard(self) {
+        let _ = self.memory.discard();
+        let _ = self.disks.map(DiskTemplate::discard);
+    }
+}
+
+/// What all clones begin with.
+struct Shared {
+    memory: Vec<CloneMemory>,
+    images: Vec<NewImage>,
+}
+
+impl Shared {
+    /// The host's ends of a clone, with what it begins with.
+    fn launch(&self, each: &EachClone) -> LaunchOptions {
+        LaunchOptions {
+            clone: Some(CloneOptions {
+                number: each.number,
+                memory: self.memory.clone(),
+            }),
+            images: self.images.clone(),
+            ..each.launch.clone()
+        }
     }
 }
 
@@ -147,7 +232,7 @@ struct Batch<'b> {
     state: &'b [u8],
     hasher: ContentHasher,
     template: &'b MemoryTemplate,
-    memory: Vec<CloneMemory>,
+    shared: Shared,
     planned_at: Instant,
 }
 
@@ -160,7 +245,7 @@ impl Batch<'_> {
         events: LazySink<'_>,
     ) -> Result<RestoreReport, RestoreError> {
         let Checkpoint { id, manifest } = self.of;
-        let launch = planned(each, &self.memory);
+        let launch = self.shared.launch(each);
         // Disks and monitors may have changed meanwhile.
         let plan = match self.planned_at.elapsed() < PLAN_AGE_MAX {
             true => plan,
@@ -191,17 +276,6 @@ fn shared_tables<'m>(record: &VmRecord, manifest: &'m Manifest) -> Vec<&'m Block
     tables
         .filter(|table| backed.contains(&table.name))
         .collect()
-}
-
-/// The host's ends of a clone, with the memory that it begins with.
-fn planned(each: &EachClone, memory: &[CloneMemory]) -> LaunchOptions {
-    LaunchOptions {
-        clone: Some(CloneOptions {
-            number: each.number,
-            memory: memory.to_vec(),
-        }),
-        ..each.launch.clone()
-    }
 }
 
 fn one(

@@ -18,6 +18,7 @@ mod holders;
 mod host_access;
 mod load;
 mod obstacles;
+mod overlays;
 mod owner;
 mod program;
 mod rewrite;
@@ -30,6 +31,7 @@ pub use adopt::adopt;
 pub use error::LaunchError;
 pub use load::{ArmedLoad, arm, load_device_state};
 pub use obstacles::restorability;
+pub use overlays::Overlay;
 pub use program::version_of;
 pub use start::{Launched, Starting, start};
 
@@ -38,6 +40,9 @@ use crate::credentials::Credentials;
 use crate::guest_agent;
 use crate::monitor::{Disk, FeatureWord};
 use crate::record::VmRecord;
+
+/// The format of an image that is nothing but the disk's content.
+const RAW: &str = "raw";
 
 /// The user's decisions about the new VM.
 #[derive(Debug, Clone)]
@@ -109,6 +114,9 @@ impl LaunchOptions {
             let mut images = self.images.iter();
             if let Some(image) = images.find(|image| image.device == disk.device) {
                 disk.path.clone_from(&image.path);
+                if image.raw {
+                    RAW.clone_into(&mut disk.format);
+                }
             }
         }
         disks
@@ -132,6 +140,8 @@ pub struct NewImage {
     pub device: String,
     /// The image. When QEMU starts it must be there, with the disk's size.
     pub path: PathBuf,
+    /// Whether it is raw, whatever the disk was; else it has the disk's format.
+    pub raw: bool,
 }
 
 /// The settings that make a VM one of several that start from the same checkpoint.
@@ -174,6 +184,8 @@ pub struct LaunchPlan {
     pub credentials: Option<Credentials>,
     /// The executable that becomes it.
     pub helper: PathBuf,
+    /// Images that are made for it, and lose their names when it has opened them.
+    pub overlays: Vec<Overlay>,
     /// The differences from the recorded command line and their reasons, in words for the user.
     pub changes: Vec<String>,
 }
@@ -240,6 +252,7 @@ pub fn plan(record: &VmRecord, options: &LaunchOptions) -> Result<LaunchPlan, La
         cwd: record.cwd.clone(),
         credentials: owner.credentials,
         helper: options.helper.clone(),
+        overlays: rewritten.overlays,
         changes: [record.hot_plug.changes(), rewritten.changes].concat(),
     })
 }

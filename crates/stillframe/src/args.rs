@@ -27,7 +27,7 @@ use crate::help;
 pub use capture::{CaptureArgs, CheckpointArgs, WatchArgs};
 pub use certs::{CertsArgs, CertsCommand, HostArgs};
 pub use clone::CloneArgs;
-pub use common::{GuestArgs, LockArgs};
+pub use common::{GuestArgs, LockArgs, RestoreDisks};
 pub use copy::CopyArgs;
 pub use forget::{ForgetArgs, KeepArgs, PruneArgs};
 pub use generate::{CompletionsArgs, ManArgs};
@@ -37,7 +37,7 @@ pub use key::{KeyArgs, KeyCommand};
 pub use launch::LaunchArgs;
 pub use list::ListArgs;
 pub use migrate::{MigrateArgs, ReceiveArgs};
-pub use restore::{Disks as RestoreDisks, RestoreArgs};
+pub use restore::RestoreArgs;
 pub use rewind::RewindArgs;
 
 /// Takes checkpoints of running, unmodified QEMU VMs and restores them

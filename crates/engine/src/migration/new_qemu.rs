@@ -120,6 +120,7 @@ pub(super) fn starting<'q>(
     let images = copied.iter().filter_map(of).map(|disk| NewImage {
         device: disk.device.clone(),
         path: disk.path.clone(),
+        raw: false,
     });
     launch.images = images.collect();
     let plan = launch::plan(vm, &launch)?;

@@ -75,6 +75,7 @@ pub fn new_images(
         NewImage {
             device: disk.device.clone(),
             path: folder.join(name),
+            raw: false,
         }
     });
     Ok(images.collect())

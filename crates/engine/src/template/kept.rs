@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use stillframe_repo::BlockTable;
 use stillframe_sys::private_dir::{Access, PrivateDir};
 
-use super::{LOCK, TemplateError, failed, file_name};
+use super::{LOCK, TemplateError, failed};
 
 /// The start of the name of a template's directory while the template is made.
 pub(super) const PARTIAL: &str = "partial-";
@@ -43,6 +43,17 @@ impl KeptTemplate {
     pub fn ids(&self) -> (&str, &str) {
         self.name.split_once('-').unwrap_or_default()
     }
+}
+
+/// What a file of a template is to hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Content<'t> {
+    /// The file's name.
+    pub file: String,
+    /// Its pages, and the name of the block or the disk.
+    pub table: &'t BlockTable,
+    /// Its length, in bytes.
+    pub bytes: u64,
 }
 
 /// One file of a template.
@@ -159,14 +170,14 @@ pub(super) fn remove_leftovers(folder: &PrivateDir) -> Result<(), TemplateError>
 /// Records the files' identity, when nothing changes them any more.
 pub(super) fn record(
     template: &PrivateDir,
-    tables: &[&BlockTable],
+    contents: &[Content<'_>],
     files: &[File],
 ) -> Result<(), TemplateError> {
     let path = template.path().join(RECORD);
     let mut records = Vec::new();
-    for (table, file) in tables.iter().zip(files) {
+    for (content, file) in contents.iter().zip(files) {
         let metadata = file.metadata().map_err(failed("examine", &path))?;
-        records.push(FileRecord::of(&table.name, &metadata));
+        records.push(FileRecord::of(&content.table.name, &metadata));
     }
     let json = serde_json::to_vec(&records);
     let json = json.map_err(|error| failed("write", &path)(error.into()))?;
@@ -178,7 +189,7 @@ pub(super) fn record(
 pub(super) fn unchanged(
     folder: &PrivateDir,
     name: &str,
-    tables: &[&BlockTable],
+    contents: &[Content<'_>],
 ) -> Result<Option<(PrivateDir, Vec<u64>)>, TemplateError> {
     let Some(template) = folder.directory(name)? else {
         return Ok(None);
@@ -187,16 +198,15 @@ pub(super) fn unchanged(
         return Ok(None);
     };
     let mut inodes = Vec::new();
-    for (number, table) in (0..).zip(tables) {
+    for (number, content) in contents.iter().enumerate() {
         // Refuses a file of another owner, a link, and one that others may open.
-        let Some(file) = template.file(&file_name(number), Access::Read)? else {
+        let Some(file) = template.file(&content.file, Access::Read)? else {
             return Ok(None);
         };
         let metadata = file.metadata();
         let metadata = metadata.map_err(failed("examine", template.path()))?;
-        let wanted = table.pages * u64::from(table.page_bytes);
-        let now = FileRecord::of(&table.name, &metadata);
-        if records.get(number) != Some(&now) || now.bytes != wanted {
+        let now = FileRecord::of(&content.table.name, &metadata);
+        if records.get(number) != Some(&now) || now.bytes != content.bytes {
             return Ok(None);
         }
         inodes.push(now.inode);

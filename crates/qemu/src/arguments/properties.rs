@@ -151,7 +151,8 @@ fn flatten(prefix: &str, value: &Value, into: &mut Vec<(String, String)>) {
         Value::Bool(false) => into.push((prefix.to_owned(), "off".to_owned())),
         Value::String(text) => into.push((prefix.to_owned(), text.clone())),
         Value::Number(number) => into.push((prefix.to_owned(), number.to_string())),
-        Value::Null => {}
+        // In a text QEMU takes nothing for it: `backing=` is no backing file, whatever the image says.
+        Value::Null => into.push((prefix.to_owned(), String::new())),
     }
 }
 

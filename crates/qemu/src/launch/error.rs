@@ -183,13 +183,15 @@ pub enum LaunchError {
     /// The machine was put together by monitor commands before it started.
     #[error("the VM was put together by monitor commands (-preconfig), which are not recorded")]
     Preconfig,
-    /// Its disks would not be its own.
+    /// What a clone writes has no place.
     #[error(
-        "`{option}` is a disk that all clones would write to: start the VM with -drive, or with the disk read-only, to clone it"
+        "cannot make {path} for what a clone writes to a disk: {why}. Another directory can be named with TMPDIR"
     )]
-    BlockdevOfClone {
-        /// The option.
-        option: String,
+    Overlay {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        why: String,
     },
     /// A word that is not there.
     #[error("nothing to replace: {word:?} does not stand in the VM's command line")]

@@ -6,12 +6,14 @@
 
 mod clone;
 mod images;
+mod overlay;
 mod snapshots;
 mod user;
 
 use std::path::{Path, PathBuf};
 
 use super::holders::Endpoint;
+use super::overlays::Overlay;
 use super::{LaunchError, LaunchOptions, replaced};
 use crate::arguments::{
     Argument, Backend, BackendWord, CommandLine, MONITOR, Properties, chardev_is, is_own_monitor,
@@ -63,6 +65,8 @@ pub(super) struct Rewritten {
     /// The option that the user gave.
     pub(super) given: Option<Argument>,
     pub(super) changes: Vec<String>,
+    /// Files that the command line names, and that are to be made.
+    pub(super) overlays: Vec<Overlay>,
 }
 
 /// The settings of the new command line.
@@ -90,7 +94,7 @@ pub(super) fn rewrite(
     rewriter.replace_words(&options.replace)?;
     rewriter.use_images(&replaced(settings.disks, &options.replace), &options.images)?;
     if let Some(clone) = &options.clone {
-        rewriter.make_clone(clone)?;
+        rewriter.make_clone(clone, settings.disks)?;
     }
     rewriter.keep_pid_file(settings);
     rewriter.drop_process_options();
@@ -116,6 +120,7 @@ pub(super) fn rewrite(
         arguments: rewriter.line.to_argv(),
         given,
         changes: rewriter.changes,
+        overlays: rewriter.overlays,
     })
 }
 
@@ -145,6 +150,7 @@ pub(super) fn obstacles(
 struct Rewriter<'a> {
     line: CommandLine,
     changes: Vec<String>,
+    overlays: Vec<Overlay>,
     cwd: &'a Path,
     busy: &'a dyn Fn(&Endpoint) -> bool,
     /// The recorded file for QEMU's process id, where the new VM uses it.
@@ -170,6 +176,7 @@ impl<'a> Rewriter<'a> {
         Rewriter {
             line: CommandLine::parse(arguments),
             changes: Vec::new(),
+            overlays: Vec::new(),
             cwd,
             busy,
             pid_file: None,

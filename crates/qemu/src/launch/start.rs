@@ -13,6 +13,7 @@ use stillframe_sys::private_dir;
 use stillframe_sys::process::Process;
 
 use super::helper::{self, Order};
+use super::overlays::MadeOverlays;
 use super::{LaunchError, LaunchOptions, LaunchPlan};
 use crate::monitor::{Monitor, MonitorError};
 use crate::qmp::{Client, QmpError};
@@ -181,6 +182,7 @@ pub struct Starting {
     gone: bool,
     owned: OwnedQemu,
     plan: LaunchPlan,
+    overlays: MadeOverlays,
 }
 
 /// Starts a process that becomes the planned QEMU on [`Starting::go`], and that ends if this process ends before.
@@ -188,6 +190,7 @@ pub struct Starting {
 /// # Errors
 /// [`LaunchError::Run`] and others, when there is no process.
 pub fn start(plan: &LaunchPlan, options: &LaunchOptions) -> Result<Starting, LaunchError> {
+    let overlays = MadeOverlays::make(&plan.overlays)?;
     let (owned, ours) = spawn(plan, options)?;
     let pid = owned.child.as_ref().map_or(0, Child::id);
     Ok(Starting {
@@ -196,6 +199,7 @@ pub fn start(plan: &LaunchPlan, options: &LaunchOptions) -> Result<Starting, Lau
         gone: false,
         owned,
         plan: plan.clone(),
+        overlays,
     })
 }
 
@@ -221,6 +225,7 @@ impl Starting {
             ours,
             mut owned,
             plan,
+            overlays,
             ..
         } = self;
         let client = match Client::over(ours, timeout) {
@@ -243,6 +248,8 @@ impl Starting {
             }
             Err(error) => return Err(owned.fail(DOING, error.into())),
         };
+        // It has opened them.
+        drop(overlays);
         plan.expect_label(&process)?;
         let mut monitor = Monitor::new(client, process.pid(), plan.cwd.clone());
         let version = monitor.version();

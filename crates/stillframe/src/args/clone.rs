@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{GuestArgs, LaunchArgs, LockArgs};
+use super::{GuestArgs, LaunchArgs, LockArgs, RestoreDisks};
 use crate::{durations, sizes};
 
 /// `clone`
@@ -32,6 +32,10 @@ pub struct CloneArgs {
     /// How each guest continues.
     #[command(flatten)]
     pub guest: GuestArgs,
+    /// Where the disks come from: new=DIR (images as the checkpoint holds them, which all clones read) or as-they-are
+    /// [default: the recorded files, unchanged since, which no other VM writes to]
+    #[arg(long, value_name = "WHERE", conflicts_with = "disks_as_they_are")]
+    pub disks: Option<RestoreDisks>,
     /// How each QEMU is started.
     #[command(flatten)]
     pub launch: LaunchArgs,

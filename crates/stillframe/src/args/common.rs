@@ -1,10 +1,33 @@
 //! Options that several commands share.
 
+use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
 
 use crate::durations;
+
+/// Where the disks of a restored VM, or of clones, come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RestoreDisks {
+    /// They are written anew, into images in this directory.
+    New(PathBuf),
+    /// They are the recorded ones, whatever they hold now.
+    AsTheyAre,
+}
+
+impl FromStr for RestoreDisks {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<RestoreDisks, String> {
+        match text.split_once('=') {
+            Some(("new", folder)) if !folder.is_empty() => Ok(RestoreDisks::New(folder.into())),
+            None if text == "as-they-are" => Ok(RestoreDisks::AsTheyAre),
+            _ => Err("it is not new=DIR or as-they-are".to_owned()),
+        }
+    }
+}
 
 /// How a command waits for the repository.
 #[derive(Debug, Clone, Args)]

@@ -2,33 +2,11 @@
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use clap::Args;
 
-use super::{GuestArgs, LaunchArgs, LockArgs};
+use super::{GuestArgs, LaunchArgs, LockArgs, RestoreDisks};
 use crate::sizes;
-
-/// Where the disks of a restored VM come from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Disks {
-    /// They are written anew, into images in this directory.
-    New(PathBuf),
-    /// They are the recorded ones, whatever they hold now.
-    AsTheyAre,
-}
-
-impl FromStr for Disks {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Disks, String> {
-        match text.split_once('=') {
-            Some(("new", folder)) if !folder.is_empty() => Ok(Disks::New(folder.into())),
-            None if text == "as-they-are" => Ok(Disks::AsTheyAre),
-            _ => Err("it is not new=DIR or as-they-are".to_owned()),
-        }
-    }
-}
 
 /// `restore`
 #[derive(Debug, Args)]
@@ -54,10 +32,9 @@ pub struct RestoreArgs {
     /// With --lazy: upper bound on the background fill, in bytes per second [default: none]
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
     pub limit_fill: Option<NonZeroU64>,
-    /// Where the disks come from: new=DIR (images written anew from a checkpoint that was taken with --disks capture) or
-    /// as-they-are [default: the recorded files, unchanged since]
+    /// Where the disks come from: new=DIR (images written anew, as the checkpoint holds them) or as-they-are [default: the recorded files, unchanged since]
     #[arg(long, value_name = "WHERE", conflicts_with = "disks_as_they_are")]
-    pub disks: Option<Disks>,
+    pub disks: Option<RestoreDisks>,
     /// Continue a lazy restore that was killed, of the VM with this --qmp
     #[arg(
         long,

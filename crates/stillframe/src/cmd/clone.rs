@@ -4,14 +4,14 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Context as _;
-use stillframe_engine::clones::{self, CloneReport, ClonesOptions, EachClone};
+use stillframe_engine::clones::{self, CloneError, CloneReport, ClonesOptions, EachClone};
 use stillframe_engine::memory_bytes;
 use stillframe_engine::restore::{Checkpoint, LazyEvent, RestoreOptions};
 use stillframe_engine::template::TemplateOptions;
 
-use super::launch::{self, suggest_option};
+use super::launch::{self, absolute_path, suggest_new_disks, suggest_option};
 use super::{Context, short, state_words, templates};
-use crate::args::CloneArgs;
+use crate::args::{CloneArgs, RestoreDisks};
 use crate::durations;
 use crate::error::CommandError;
 use crate::interrupt::{AfterAbort, Interrupts};
@@ -62,7 +62,12 @@ pub fn run(context: &Context, args: &CloneArgs) -> anyhow::Result<()> {
             &mut done,
         )
     });
-    let kept = cloned?.inspect_err(|error| suggest_option(context, error))?;
+    let kept = cloned?.inspect_err(|error| {
+        if let CloneError::Restore(error) = error {
+            suggest_new_disks(context, error, &manifest);
+        }
+        suggest_option(context, error);
+    })?;
     if !kept && args.template_budget != Some(0) {
         context.console.note(
             "the memory template exceeds --template-budget or --template-age: it is not kept for later clones",
@@ -94,6 +99,10 @@ fn options(args: &CloneArgs, qmp: &str, requested_at: Instant) -> anyhow::Result
             budget_bytes: args.template_budget.unwrap_or_else(default_budget),
             age_limit: args.template_age,
         },
+        disks: match &args.disks {
+            Some(RestoreDisks::New(folder)) => Some(absolute_path(folder)?),
+            _ => None,
+        },
     })
 }
 
@@ -116,6 +125,7 @@ fn each(args: &CloneArgs, qmp: &str, number: u32) -> anyhow::Result<EachClone> {
     let qmp = numbered(qmp);
     let serial = args.serial.as_deref().map(numbered);
     let mut launch = launch::options(&args.launch, Path::new(&qmp), serial.as_deref())?;
+    launch.disks_as_they_are |= args.disks == Some(RestoreDisks::AsTheyAre);
     for (_, new) in &mut launch.replace {
         *new = numbered(new);
     }
@@ -133,6 +143,12 @@ fn words(report: &CloneReport) -> String {
         restored.pid,
         printable(&restored.qmp.display().to_string()),
     );
+    if report.disks_us > 0 {
+        line += &format!(
+            "; the images of its disks were written in {}",
+            durations::human_us(report.disks_us)
+        );
+    }
     if report.template_us > 0 {
         line += &format!(
             "; the memory template was written in {}",

@@ -7,6 +7,7 @@ use anyhow::Context as _;
 use stillframe_engine::clones::CloneError;
 use stillframe_engine::restore::RestoreError;
 use stillframe_engine::{LaunchError, LaunchOptions, runtime};
+use stillframe_repo::Manifest;
 
 use super::Context;
 use crate::args::LaunchArgs;
@@ -51,6 +52,25 @@ fn absolute_serial(
         }
     }
     Ok(spec.to_owned())
+}
+
+/// Names `--disks new=DIR` if it would have prevented the error.
+pub fn suggest_new_disks(context: &Context, error: &RestoreError, manifest: &Manifest) {
+    let holds = |device: &String| {
+        let mut disks = manifest.disks.iter();
+        disks.any(|disk| disk.table.name == *device)
+    };
+    if let RestoreError::Launch(
+        LaunchError::DiskChanged { device, .. }
+        | LaunchError::DiskMissing { device, .. }
+        | LaunchError::DiskInUse { device, .. },
+    ) = error
+        && holds(device)
+    {
+        context.console.note(
+            "--disks new=DIR starts the VM with its disks as the checkpoint holds them, in new files",
+        );
+    }
 }
 
 /// Names `--disks-as-they-are` if it would have prevented the error. It does not help against a disk that another

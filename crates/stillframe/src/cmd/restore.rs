@@ -12,9 +12,9 @@ use stillframe_engine::restore::{
 use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan, PAGE_BYTES, SecurityLabel};
 use stillframe_repo::{CheckpointId, Manifest, Repository};
 
-use super::launch::{self, absolute_path, suggest_option};
+use super::launch::{self, absolute_path, suggest_new_disks, suggest_option};
 use super::{Context, short, state_words, supervised_words};
-use crate::args::{RestoreArgs, RestoreDisks as Disks};
+use crate::args::{RestoreArgs, RestoreDisks};
 use crate::durations;
 use crate::error::CommandError;
 use crate::interrupt::{AfterAbort, Interrupts};
@@ -171,20 +171,7 @@ fn recorded_monitor(id: &CheckpointId, manifest: &Manifest) -> anyhow::Result<Pa
 
 /// Names an option that would have prevented the error.
 fn suggest(context: &Context, error: &RestoreError, manifest: &Manifest) {
-    let holds = |device: &String| {
-        let mut disks = manifest.disks.iter();
-        disks.any(|disk| disk.table.name == *device)
-    };
-    if let RestoreError::Launch(
-        LaunchError::DiskChanged { device, .. }
-        | LaunchError::DiskMissing { device, .. }
-        | LaunchError::DiskInUse { device, .. },
-    ) = error
-        && holds(device)
-    {
-        let note = "--disks new=DIR restores the VM with its disks as the checkpoint holds them, in new files";
-        context.console.note(note);
-    }
+    suggest_new_disks(context, error, manifest);
     suggest_option(context, error);
 }
 
@@ -195,10 +182,10 @@ fn launch_options(
 ) -> anyhow::Result<LaunchOptions> {
     let mut launch = launch::options(&args.launch, qmp, args.serial.as_deref())?;
     match &args.disks {
-        Some(Disks::New(folder)) => {
+        Some(RestoreDisks::New(folder)) => {
             launch.images = restore::new_images(checkpoint, &absolute_path(folder)?)?;
         }
-        Some(Disks::AsTheyAre) => launch.disks_as_they_are = true,
+        Some(RestoreDisks::AsTheyAre) => launch.disks_as_they_are = true,
         None => {}
     }
     if let Some(log) = &args.log {

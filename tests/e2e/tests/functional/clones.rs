@@ -1,10 +1,12 @@
 //! `clone`: several VMs from one checkpoint, which share its memory and nothing else.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use stillframe_harness::cli::Stillframe;
+use stillframe_harness::committing::Committing;
 use stillframe_harness::guest::{Kind, Setup};
 use stillframe_harness::health::{expect_nothing_left, processes_with};
 use stillframe_harness::memory::Image;
@@ -212,6 +214,89 @@ fn disks_of_clones() -> Result<()> {
         "the disk was written to"
     );
     Ok(())
+}
+
+/// Clones of a VM that runs on: each goes on from the checkpoint with a disk of its own, and none of what it commits is
+/// missing on it.
+#[test]
+fn clones_have_the_disks_of_the_checkpoint() -> Result<()> {
+    for it in [
+        Committing::journal("cloned-raw", "raw")?,
+        Committing::journal("cloned-qcow2", "qcow2")?,
+        Committing::journal_of_nodes("cloned-nodes", "qcow2")?,
+    ] {
+        let place = Place::new()?;
+        let pid = it.guest.pid_text();
+        let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+        place.stillframe.ok(&line)?;
+        // The recorded disk is the VM's, which writes to it.
+        place.refused(&[], 1, "--disks new=DIR")?;
+        place.refused(
+            &[&format!("--disks=new={}", place.base().display())],
+            1,
+            "name another",
+        )?;
+        let folder = place.folder.path().join("disks");
+        let words = format!("--disks=new={}", folder.display());
+        let clones = place.clones(2, 1, &[&words])?;
+        let bases = images(&folder)?;
+        ensure!(bases.len() == 1, "{bases:?}");
+        let found = it.records_of_raw(&bases[0].0)?;
+        let later = place.clones(1, 3, &[&words])?;
+        for (number, clone) in clones.iter().chain(&later).enumerate() {
+            let last = clone.serial.wait_more_committed(5)?;
+            ensure!(last > found, "{last} after {found}");
+            let pid = clone.pid.to_string();
+            let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+            let report = place.stillframe.json(&line)?;
+            let id = report["checkpoint"].as_str().context("no id")?;
+            let image = place.folder.path().join(format!("{number}.img"));
+            let to = image.display().to_string();
+            place
+                .stillframe
+                .ok(&["export", id, "--disk", "journal", "-o", &to])?;
+            ensure!(it.records_of_raw(&image)? >= last, "records are missing");
+        }
+        it.guest.serial.wait_more_committed(3)?;
+        ensure!(
+            images(&folder)? == bases,
+            "the images were written to, or made anew"
+        );
+        let own = || {
+            std::fs::read_dir("/var/tmp").map(|entries| {
+                let names = entries.flatten().map(|entry| entry.file_name());
+                names
+                    .filter(|name| name.to_string_lossy().starts_with("stillframe-clone-"))
+                    .count()
+            })
+        };
+        ensure!(own()? == 0, "overlays have a name still");
+        drop((clones, later));
+        let drop = ["clone", "--drop-templates", "--template-dir"];
+        let folder_text = folder.display().to_string();
+        place
+            .stillframe
+            .ok(&[&drop[..], &[&folder_text]].concat())?;
+        ensure!(images(&folder)?.is_empty(), "images are left");
+    }
+    Ok(())
+}
+
+/// The images that clones share, each with its inode and its time of change.
+fn images(folder: &Path) -> Result<Vec<(PathBuf, u64, i64)>> {
+    let mut found = Vec::new();
+    for template in std::fs::read_dir(folder)?.flatten() {
+        if !template.path().is_dir() {
+            continue;
+        }
+        for file in std::fs::read_dir(template.path())?.flatten() {
+            let (path, metadata) = (file.path(), file.metadata()?);
+            if path.extension().is_some_and(|end| end == "img") {
+                found.push((path, metadata.ino(), metadata.ctime()));
+            }
+        }
+    }
+    Ok(found)
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 use super::{Argument, CommandLine, LaunchError, Properties, Rewriter};
 use crate::launch::CloneOptions;
+use crate::monitor::Disk;
 use crate::record::VmRecord;
 
 /// The machine's own memory, where the command line names none (QEMU, `MachineClass::default_ram_id`).
@@ -22,8 +23,6 @@ const DROPPED_PROPERTIES: &[&str] = &[
     "seal",
     "share",
 ];
-/// Options that name the image of a disk and nothing else.
-const IMAGE_OPTIONS: &[&str] = &["hda", "hdb", "hdc", "hdd", "sd", "mtdblock", "pflash"];
 
 /// The RAM blocks that can begin as a view of a file: those made by a memory backend.
 pub(in crate::launch) fn memory_blocks(record: &VmRecord) -> Vec<String> {
@@ -57,9 +56,13 @@ fn names_memory(line: &CommandLine) -> bool {
 }
 
 impl Rewriter<'_> {
-    pub(super) fn make_clone(&mut self, clone: &CloneOptions) -> Result<(), LaunchError> {
+    pub(super) fn make_clone(
+        &mut self,
+        clone: &CloneOptions,
+        disks: &[Disk],
+    ) -> Result<(), LaunchError> {
         self.share_memory(clone)?;
-        self.overlay_disks()?;
+        self.overlay_disks(clone, disks)?;
         self.rename(clone.number);
         self.number_sockets(clone.number);
         self.new_generation();
@@ -107,46 +110,6 @@ impl Rewriter<'_> {
         Ok(())
     }
 
-    /// Writes of a clone to disks are its own, and are lost with it (`snapshot=on`).
-    fn overlay_disks(&mut self) -> Result<(), LaunchError> {
-        let writable = |properties: &Properties| {
-            let reads_only = properties.is_on("readonly") || properties.is_on("read-only");
-            !reads_only && properties.get("media") != Some("cdrom")
-        };
-        for option in self
-            .line
-            .options
-            .iter()
-            .filter(|option| option.is("blockdev"))
-        {
-            let properties = Properties::parse(option.value().unwrap_or_default(), "driver");
-            if writable(&properties) {
-                return Err(LaunchError::BlockdevOfClone {
-                    option: option.words(),
-                });
-            }
-        }
-        self.change_each("drive", "", |properties| {
-            let change = writable(properties) && !properties.is_on("snapshot");
-            change.then(|| properties.set("snapshot", "on"))
-        });
-        let mut options = self.line.options.iter();
-        let images = options.any(|option| match option.name() {
-            Some(name) => IMAGE_OPTIONS.contains(&name),
-            None => true,
-        });
-        if images && !self.line.has("snapshot") {
-            self.line
-                .options
-                .push(Argument::Flag("snapshot".to_owned()));
-            self.note(
-                "`-snapshot` added: what the clone writes to disks is its own, and goes with it"
-                    .to_owned(),
-            );
-        }
-        Ok(())
-    }
-
     fn rename(&mut self, number: u32) {
         self.change_each("name", "guest", |properties| {
             let name = format!("{}-{number}", properties.get("guest")?);
@@ -175,7 +138,7 @@ impl Rewriter<'_> {
     }
 
     /// Changes the properties of every option of a name, where `change` has something to change.
-    fn change_each(
+    pub(super) fn change_each(
         &mut self,
         option: &str,
         implied: &str,

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::{Argument, FILE_KEYS, IMPLIED, LaunchError, Properties, Rewriter};
-use crate::launch::NewImage;
+use crate::launch::{NewImage, RAW};
 use crate::monitor::{Disk, image_of};
 
 /// A block driver that opens devices only, and the one that opens files.
@@ -11,6 +11,20 @@ const HOST_DEVICE: &str = "host_device";
 const FILE: &str = "file";
 /// Keys under which a drive names the driver that opens its file.
 const DRIVER_KEYS: &[&str] = &["file.driver", "driver"];
+/// How the names of properties begin that only some formats have, not raw.
+const OF_FORMATS: &[&str] = &[
+    "backing",
+    "cache-clean-interval",
+    "cache-size",
+    "data-file",
+    "discard-no-unref",
+    "encrypt",
+    "l2-cache",
+    "lazy-refcounts",
+    "overlap-check",
+    "pass-discard",
+    "refcount-cache",
+];
 
 impl Rewriter<'_> {
     /// Has each of these disks begin with its new image.
@@ -36,8 +50,106 @@ impl Rewriter<'_> {
             let new = with_file(&old, &image.path)?;
             self.note(format!("`{}` became `{}`", old.words(), new.words()));
             self.line.options[at] = new;
+            if image.raw {
+                self.make_raw(at);
+            }
         }
         Ok(())
+    }
+
+    /// Has QEMU open the image as raw: it must not guess the format by what the guest has written.
+    fn make_raw(&mut self, at: usize) {
+        let option = self.line.options[at].clone();
+        let value = option.value().unwrap_or_default();
+        let place = match option.name() {
+            Some("blockdev") => return self.make_node_raw(at),
+            Some("drive") => {
+                let mut properties = Properties::parse(value, IMPLIED);
+                remove_of_formats(&mut properties);
+                properties.remove("driver");
+                properties.set("format", RAW);
+                self.line.options[at] = Argument::new("drive", properties.render(""));
+                return;
+            }
+            Some("sd") => ("if", "sd"),
+            Some("hdb") => ("index", "1"),
+            Some("hdc") => ("index", "2"),
+            Some("hdd") => ("index", "3"),
+            _ => ("index", "0"),
+        };
+        let mut properties = Properties::default();
+        for (key, value) in [("file", value), ("format", RAW), ("media", "disk"), place] {
+            properties.set(key, value);
+        }
+        self.line.options[at] = Argument::new("drive", properties.render(""));
+    }
+
+    /// The node of the format is this one, or that above it.
+    fn make_node_raw(&mut self, at: usize) {
+        let of = |option: &Argument| Properties::parse(option.value().unwrap_or_default(), IMPLIED);
+        let this = of(&self.line.options[at]);
+        let format = match this.get("file.filename") {
+            Some(_) => Some(at),
+            None => {
+                let is_above = |option: &Argument| {
+                    let node = this.get("node-name");
+                    option.is("blockdev") && node.is_some() && of(option).get("file") == node
+                };
+                self.line.options.iter().position(is_above)
+            }
+        };
+        // A device that has the file itself takes it as raw.
+        let Some(format) = format else { return };
+        let mut properties = of(&self.line.options[format]);
+        let backing = properties.get("backing").map(str::to_owned);
+        remove_of_formats(&mut properties);
+        properties.set("driver", RAW);
+        self.line.options[format] = Argument::new("blockdev", properties.render(""));
+        if let Some(backing) = backing {
+            self.drop_node(&backing);
+        }
+    }
+
+    /// Leaves out a node, and those below it, unless another has it below, too.
+    fn drop_node(&mut self, name: &str) {
+        let of = |option: &Argument| Properties::parse(option.value().unwrap_or_default(), IMPLIED);
+        let nodes = self.line.options.iter().filter(|one| one.is("blockdev"));
+        let below = |properties: &Properties| {
+            let below = ["file", "backing"].map(|key| properties.get(key).map(str::to_owned));
+            below.into_iter().flatten().collect::<Vec<String>>()
+        };
+        let is_used = nodes
+            .clone()
+            .any(|one| below(&of(one)).iter().any(|other| other == name));
+        let is_it = |one: &Argument| {
+            one.is("blockdev") && of(one).get("node-name").is_some_and(|node| node == name)
+        };
+        let Some(at) = self
+            .line
+            .options
+            .iter()
+            .position(is_it)
+            .filter(|_| !is_used)
+        else {
+            return;
+        };
+        let gone = self.line.options.remove(at);
+        self.note(format!(
+            "`{}` left out: the new image is whole",
+            gone.words()
+        ));
+        for name in below(&of(&gone)) {
+            self.drop_node(&name);
+        }
+    }
+}
+
+fn remove_of_formats(properties: &mut Properties) {
+    let keys = properties.pairs().map(|(key, _)| key.to_owned());
+    let keys: Vec<String> = keys.collect();
+    let is_one = |key: &&String| OF_FORMATS.iter().any(|of| key.starts_with(of));
+    for key in keys.iter().filter(is_one) {
+        properties.remove(key);
     }
 }
 

@@ -33,7 +33,8 @@ impl Rewriter<'_> {
     /// image between.
     fn names_backing(&self, at: usize) -> bool {
         let names = |properties: &Properties| {
-            let mut keys = properties.pairs().map(|(key, _)| key);
+            let named = properties.pairs().filter(|(_, value)| !value.is_empty());
+            let mut keys = named.map(|(key, _)| key);
             keys.any(|key| key == "backing" || key.starts_with("backing."))
         };
         let of = |option: &Argument| Properties::parse(option.value().unwrap_or_default(), IMPLIED);
@@ -77,7 +78,7 @@ impl Rewriter<'_> {
     }
 
     /// The `-blockdev` of the format over a `-blockdev` of a file.
-    fn set_format_over(&mut self, node: &str, format: &str) {
+    pub(super) fn set_format_over(&mut self, node: &str, format: &str) {
         for option in &mut self.line.options {
             let Some(value) = option.value().filter(|_| option.is("blockdev")) else {
                 continue;

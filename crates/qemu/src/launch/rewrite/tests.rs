@@ -1,5 +1,7 @@
 //! Command lines before and after.
 
+mod disks;
+
 use super::*;
 
 const ADDED: &str = "-monitor none -qmp unix:/new.qmp,server=on,wait=off -S -incoming defer";
@@ -371,14 +373,6 @@ fn a_clone_has_its_own_ends() {
         let expected = words(&format!("qemu -netdev tap,ifname=tap3 {after} {ADDED}"));
         assert_eq!(clone_of(before, block).expect(before), expected, "{before}");
     }
-}
-
-#[test]
-fn disks_that_clones_would_share_are_refused() {
-    let line = "-blockdev driver=file,node-name=d,filename=/d";
-    let refused = clone_of(line, "pc.ram");
-    assert!(matches!(refused, Err(LaunchError::BlockdevOfClone { .. })));
-    assert!(clone_of(&format!("{line},read-only=on"), "pc.ram").is_ok());
 }
 
 /// A VM that was restored before is started again without a word about that.

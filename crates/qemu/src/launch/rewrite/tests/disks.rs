@@ -1,0 +1,154 @@
+//! Disks of clones: each word that names an image is left with something that only this clone writes to.
+
+use std::path::Path;
+
+use super::{ADDED, busy, options, words};
+use crate::launch::rewrite::{Rewritten, Settings, rewrite};
+use crate::launch::{CloneOptions, LaunchOptions, NewImage};
+use crate::monitor::Disk;
+
+fn disk(device: &str, node: &str, path: &str) -> Disk {
+    Disk {
+        device: device.to_owned(),
+        node: node.to_owned(),
+        path: path.into(),
+        format: "qcow2".to_owned(),
+        read_only: false,
+        temporary: false,
+        flash: false,
+        unchecked: false,
+        bytes: 1 << 20,
+        identity: None,
+    }
+}
+
+/// Clone 3 of a VM with the disk `/d` at device `d0`, which the node `top` is, if the command line has nodes.
+fn clone_of(before: &str, images: Vec<NewImage>) -> Rewritten {
+    let argv = words(&format!("qemu -nodefaults -display none {before}"));
+    let options = LaunchOptions {
+        clone: Some(CloneOptions {
+            number: 3,
+            memory: Vec::new(),
+        }),
+        images,
+        ..options(None)
+    };
+    let settings = Settings {
+        options: &options,
+        run_as: None,
+        disks: &[disk("d0", "top", "/d")],
+    };
+    rewrite(&argv, Path::new("/"), &settings, &busy).expect(before)
+}
+
+fn expect(before: &str, images: &[NewImage], after: &str) {
+    let rewritten = clone_of(before, images.to_vec());
+    let made: Vec<String> = rewritten
+        .overlays
+        .iter()
+        .map(|one| one.path.display().to_string())
+        .collect();
+    let mut line = rewritten.arguments.join(" ");
+    for (number, path) in made.iter().enumerate() {
+        line = line.replace(path, &format!("OVERLAY{number}"));
+    }
+    let expected = format!("qemu -nodefaults -display none {after}{ADDED}");
+    assert_eq!(line, expected, "{before}");
+}
+
+/// The image that holds the disk.
+fn whole() -> Vec<NewImage> {
+    vec![NewImage {
+        device: "d0".to_owned(),
+        path: "/new,1".into(),
+        raw: true,
+    }]
+}
+
+const OVER: &str = "-blockdev driver=qcow2,node-name=top,file.driver=file,file.filename=OVERLAY0,backing=clone-base-0";
+
+#[test]
+fn nodes_that_clones_would_share_are_below_overlays() {
+    let table = [
+        (
+            "-blockdev driver=file,node-name=top,filename=/d",
+            format!(
+                "-blockdev driver=file,node-name=clone-base-0,filename=/d,read-only=on {OVER} "
+            ),
+        ),
+        (
+            r#"-blockdev {"driver":"file","node-name":"f","filename":"/d","auto-read-only":true} -blockdev {"node-name":"top","driver":"qcow2","file":"f","backing":null}"#,
+            format!(
+                "-blockdev driver=file,filename=/d,node-name=f,read-only=on \
+                 -blockdev backing=,driver=qcow2,file=f,node-name=clone-base-0,read-only=on {OVER} "
+            ),
+        ),
+        (
+            "-blockdev driver=qcow2,node-name=top,file.driver=file,file.filename=/d,read-only=on",
+            "-blockdev driver=qcow2,node-name=top,file.driver=file,file.filename=/d,read-only=on "
+                .to_owned(),
+        ),
+        // Of no device.
+        (
+            "-blockdev driver=file,node-name=spare,filename=/s",
+            "-blockdev driver=file,node-name=spare,filename=/s,read-only=on ".to_owned(),
+        ),
+    ];
+    for (before, after) in table {
+        expect(before, &[], &after);
+    }
+    let line = "-blockdev driver=file,node-name=top,filename=/d";
+    let made = clone_of(line, Vec::new()).overlays;
+    assert_eq!((made.len(), made[0].bytes), (1, 1 << 20));
+}
+
+#[test]
+fn an_image_of_a_checkpoint_is_opened_as_raw() {
+    let table = [
+        (
+            "-drive file=/d,format=qcow2,if=none,id=d0,l2-cache-size=1M,discard=unmap",
+            "-drive file=/new,,1,format=raw,if=none,id=d0,discard=unmap,snapshot=on ".to_owned(),
+        ),
+        (
+            "-drive driver=qcow2,file.driver=host_device,file.filename=/d,id=d0",
+            "-drive file.driver=file,file.filename=/new,,1,id=d0,format=raw,snapshot=on "
+                .to_owned(),
+        ),
+        (
+            "-hdc /d",
+            "-drive file=/new,,1,format=raw,media=disk,index=2,snapshot=on ".to_owned(),
+        ),
+        (
+            "/d",
+            "-drive file=/new,,1,format=raw,media=disk,index=0,snapshot=on ".to_owned(),
+        ),
+        (
+            "-sd /d",
+            "-drive file=/new,,1,format=raw,media=disk,if=sd,snapshot=on ".to_owned(),
+        ),
+        (
+            "-blockdev driver=qcow2,node-name=top,file.driver=file,file.filename=/d,backing.driver=raw",
+            format!(
+                "-blockdev driver=raw,node-name=clone-base-0,file.driver=file,file.filename=/new,,1,read-only=on {OVER} "
+            ),
+        ),
+        // The files below it are not needed any more, but for one that another disk has.
+        (
+            "-blockdev driver=file,node-name=bf,filename=/b,read-only=on \
+             -blockdev driver=qcow2,node-name=b,file=bf,backing=shared,read-only=on \
+             -blockdev driver=file,node-name=shared,filename=/s,read-only=on \
+             -blockdev driver=qcow2,node-name=other,backing=shared,file.driver=file,file.filename=/o,read-only=on \
+             -blockdev driver=file,node-name=f,filename=/d \
+             -blockdev driver=qcow2,node-name=top,file=f,backing=b",
+            format!(
+                "-blockdev driver=file,node-name=shared,filename=/s,read-only=on \
+                 -blockdev driver=qcow2,node-name=other,backing=shared,file.driver=file,file.filename=/o,read-only=on \
+                 -blockdev driver=file,node-name=f,filename=/new,,1,read-only=on \
+                 -blockdev driver=raw,node-name=clone-base-0,file=f,read-only=on {OVER} "
+            ),
+        ),
+    ];
+    for (before, after) in table {
+        expect(before, &whole(), &after);
+    }
+}
