@@ -51,6 +51,8 @@ pub enum Bench {
     Disks,
     /// 200 checkpoints with disks, compared byte by byte, and 50 VMs restored from them with disks written anew (about 15 minutes)
     DiskExactness,
+    /// 200 `kill -9` of the engine while a checkpoint has its filters in QEMU (about 25 minutes)
+    DiskKills,
     /// Time of a lazy and an eager restore, 1 to 8 GiB, against QEMU (about 20 minutes)
     Restore,
     /// Time until a clone runs, against QEMU, and the memory of ten clones (about 6 minutes)
@@ -100,7 +102,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         Bench::Workloads | Bench::Papers | Bench::Responsive => {
             run(prepared_with_debian(workspace)?.arg(name).args(more))
         }
-        Bench::Matrix | Bench::Migrate | Bench::DiskExactness => {
+        Bench::Matrix | Bench::Migrate | Bench::DiskExactness | Bench::DiskKills => {
             let faulty = build_faulty(workspace)?;
             let mut lab = prepared(workspace, STRESS_RUNS)?;
             run(lab

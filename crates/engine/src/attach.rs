@@ -310,7 +310,7 @@ impl Vm {
     /// Ends tracking; QEMU is left as it was found.
     pub fn detach(mut self) -> Result<(), DetachError> {
         // Each whatever comes of the other.
-        let disks = self.disks.end(&mut self.monitor);
+        let disks = self.disks.end(&mut self.monitor, &self.guardian);
         let ended = self.tracker.detach();
         let taken_back = self
             .state

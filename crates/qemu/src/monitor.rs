@@ -29,7 +29,7 @@ pub(crate) use host_files::HostView;
 pub use jobs::Job;
 pub use lent::StateFile;
 pub use mirror::Mirror;
-pub use snapshots::{DiskSnapshot, PauseTickets, SnapshotNumber};
+pub use snapshots::{DiskSnapshot, EndCommands, PauseTickets, SnapshotNumber};
 
 use crate::qmp::{Client, QmpError, REPLY_LIMIT_SECONDS, Ticket};
 use crate::target::{Target, is_qemu_process};

@@ -9,6 +9,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
@@ -65,7 +66,7 @@ const MACHINES: [Machine; 6] = [
     Machine::new(Bus::Ide, "qcow2", 3),
 ];
 /// The schedules, in turn.
-const SCHEDULES: [&str; 4] = ["auto", "pre-copy", "stop-copy", "copy-on-write"];
+pub(crate) const SCHEDULES: [&str; 4] = ["auto", "pre-copy", "stop-copy", "copy-on-write"];
 
 /// What was compared.
 #[derive(Debug, Default)]
@@ -83,9 +84,9 @@ pub struct Compared {
 }
 
 /// A VM under test, and its images.
-struct Scene {
-    guest: Guest,
-    stillframe: Stillframe,
+pub(crate) struct Scene {
+    pub(crate) guest: Guest,
+    pub(crate) stillframe: Stillframe,
     machine: Machine,
     images: Vec<PathBuf>,
     // After the guest: ends last.
@@ -98,7 +99,7 @@ impl Machine {
         Machine { bus, format, disks }
     }
 
-    fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         format!("{:?} {} x{}", self.bus, self.format, self.disks)
     }
 
@@ -136,7 +137,7 @@ impl Machine {
         words
     }
 
-    fn boot(self) -> Result<Scene> {
+    pub(crate) fn boot(self) -> Result<Scene> {
         let folder = tempfile::Builder::new()
             .prefix("stillframe-disks-")
             .tempdir()?;
@@ -172,7 +173,7 @@ impl Machine {
 
 impl Scene {
     /// A watch, of whose last checkpoint the disks are compared with copies that were made in its pause.
-    fn checkpoint(
+    pub(crate) fn checkpoint(
         &self,
         schedule: &str,
         count: u64,
@@ -215,6 +216,28 @@ impl Scene {
         Ok((id, report))
     }
 
+    /// The guest finds all of each disk as it must be, once more.
+    pub(crate) fn goes_on(&self) -> Result<()> {
+        let checked = || {
+            let text = self.guest.serial.text();
+            let names = (0..self.machine.disks).map(|number| self.machine.in_guest(number));
+            let lines = names.map(|name| text.matches(&format!("disk {name} checked")).count());
+            lines.collect::<Vec<usize>>()
+        };
+        let (before, deadline) = (checked(), Instant::now() + PATIENCE);
+        while checked().iter().zip(&before).any(|(now, then)| now <= then) {
+            let text = self.guest.serial.text();
+            ensure!(!text.contains("CORRUPT"), "{}", last_lines(&text));
+            ensure!(
+                Instant::now() < deadline,
+                "the guest is stuck: {}",
+                last_lines(&text)
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.guest.serial.wait_more(1, PATIENCE).map(drop)
+    }
+
     /// Raw copies of the images; QEMU has them open, and does not write.
     fn copy_images(&self) -> Result<Vec<PathBuf>> {
         let mut copies = Vec::new();
@@ -246,7 +269,7 @@ impl Scene {
     }
 
     /// A VM is restored with disks of its own, and finds all of them as its memory knows them.
-    fn restore(&self, id: &str, more: &str) -> Result<()> {
+    pub(crate) fn restore(&self, id: &str, more: &str) -> Result<()> {
         let folder = self.folder.path().join("restored");
         let words = format!("--disks=new={}", folder.display());
         let restored = Restored::start(&self.stillframe, id, self.folder.path(), &[&words, more])?;
@@ -270,6 +293,11 @@ impl Scene {
         }
         Ok(())
     }
+}
+
+fn last_lines(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(5)..].join(" | ")
 }
 
 /// This number of checkpoints of one machine, of which the first is restored.

@@ -3,8 +3,8 @@
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use stillframe_stress::{
-    disks, exactness, flips, hotplug, kill, matrix, migrate, others, restore_exact, restore_kill,
-    soak, to_and_fro, torture,
+    disk_kills, disks, exactness, flips, hotplug, kill, matrix, migrate, others, restore_exact,
+    restore_kill, soak, to_and_fro, torture,
 };
 
 #[derive(Parser)]
@@ -73,6 +73,15 @@ enum What {
         #[arg(long, default_value_t = 204)]
         checkpoints: u64,
         /// Of the lengths of the watches.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// `kill -9` of the engine, and of its guardian, while a checkpoint has its filters in QEMU.
+    DiskKills {
+        /// How many, over all machines.
+        #[arg(long, default_value_t = 200)]
+        kills: u64,
+        /// Of the random moments.
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
@@ -163,6 +172,7 @@ fn main() -> Result<()> {
         } => soak::run(count, every_ms, seed),
         What::RestoreExact { rounds, seed } => restore_exact::run(rounds, seed),
         What::DiskExactness { checkpoints, seed } => disks::run(checkpoints, seed),
+        What::DiskKills { kills, seed } => disk_kills::run(kills, seed),
         What::RestoreKill { kills, seed } => restore_kill::run(kills, seed),
         What::Matrix { point } => matrix::run(point.as_deref()),
         What::Torture { count, seed } => torture::run(count, seed),

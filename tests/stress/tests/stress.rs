@@ -9,6 +9,7 @@ use stillframe_harness::guest::{Kind, Setup};
 use stillframe_harness::health::expect_untouched;
 use stillframe_harness::random::Random;
 use stillframe_harness::running::PATIENCE;
+use stillframe_stress::disk_kills::{self, Kills};
 use stillframe_stress::disks::{Bus, Compared, Machine, one_machine};
 use stillframe_stress::exactness::Mode;
 use stillframe_stress::migrate;
@@ -200,6 +201,16 @@ fn disks_are_of_the_moment_of_the_pause() -> Result<()> {
         compared.differing == 0 && compared.restored == 2,
         "{compared:?}"
     );
+    Ok(())
+}
+
+/// The engine is killed while the filters are in QEMU: the guest goes on, and nothing of ours stays.
+#[test]
+fn kills_with_filters_in_place() -> Result<()> {
+    let mut kills = Kills::default();
+    let machine = Machine::new(Bus::Virtio, "qcow2", 2);
+    disk_kills::one_machine(machine, 6, &mut Random::new(6), &mut kills)?;
+    ensure!(kills.kills == 6 && kills.wrong.is_empty(), "{kills:?}");
     Ok(())
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::monitor::{DiskSnapshot, Monitor, RunState};
+use stillframe_qemu::monitor::{DiskSnapshot, RunState};
 use stillframe_qemu::record::VmRecord;
 use stillframe_sys::affinity::Processors;
 
@@ -21,7 +21,6 @@ use crate::capture::schedule::{
 };
 use crate::capture::staging::StagingBuffer;
 use crate::disks::{DiskSnapshots, DiskView, LeftDisk};
-use crate::guardian::OnDisconnect;
 use crate::memory::BlockShape;
 use crate::placement;
 use crate::tracking::error::TrackerError;
@@ -195,7 +194,9 @@ impl Vm {
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
         // Before pages are copied: the guest would write more of them meanwhile, and the pause copy these.
-        let (snapshots, left) = self.begin_disks(options)?;
+        let (snapshots, left) =
+            self.disks
+                .begin(&options.disks, &mut self.monitor, &self.guardian)?;
         captured.disks_left_out = left;
         captured.has_snapshots = snapshots.is_some();
         let begin = Instant::now();
@@ -235,22 +236,6 @@ impl Vm {
         Ok(self.devices.check(&mut self.monitor, state)?)
     }
 
-    /// Makes snapshots of the chosen disks ready for the pause. From here on the guardian takes them away if this process dies.
-    fn begin_disks(
-        &mut self,
-        options: &CheckpointOptions,
-    ) -> Result<(Option<DiskSnapshots>, Vec<LeftDisk>), CheckpointError> {
-        let (snapshots, left) = self.disks.begin(&options.disks, &mut self.monitor)?;
-        if let Some(snapshots) = &snapshots {
-            let bitmaps = self.disks.bitmaps();
-            let commands = Monitor::commands_to_end(snapshots.snapshots(), &bitmaps);
-            self.guardian
-                .on_disconnect(OnDisconnect::EndSnapshots { commands })
-                .map_err(PauseError::from)?;
-        }
-        Ok((snapshots, left))
-    }
-
     /// Whether QEMU has snapshots of disks for a capture that is not settled.
     pub(crate) fn has_disk_snapshots(&self) -> bool {
         self.disks.has_snapshots()
@@ -263,12 +248,9 @@ impl Vm {
         if !std::mem::take(&mut captured.has_snapshots) {
             return;
         }
-        match self.disks.settle(&mut self.monitor, stored) {
-            // The guardian tries it again when this process ends, and so does the next attachment.
-            Err(error) => self.disks_left = Some(error),
-            // That it does not answer shows before the next pause.
-            Ok(()) => drop(self.guardian.on_disconnect(OnDisconnect::Nothing)),
-        }
+        let settled = self.disks.settle(&mut self.monitor, &self.guardian, stored);
+        // The guardian tries it again when this process ends, and so does the next attachment.
+        self.disks_left = settled.err();
     }
 
     /// In which what is captured was written.

@@ -10,10 +10,13 @@
 //! A bitmap begins a little before the pause of one checkpoint and ends a little after that of the next. So it has more than
 //! was written between them, and nothing is lost. If a checkpoint is given up, its bitmap is merged into the next one.
 
-use stillframe_qemu::monitor::{DiskDevice, Monitor, MonitorError};
+use stillframe_qemu::monitor::{
+    DiskDevice, DiskSnapshot, EndCommands, Monitor, MonitorError, SnapshotNumber,
+};
 
 use super::choice::Divided;
 use super::{DiskChoice, DiskSnapshots, DisksError, LeftDisk};
+use crate::guardian::{Guardian, OnDisconnect};
 
 /// One bitmap a disk, all of one name.
 #[derive(Debug)]
@@ -44,8 +47,9 @@ impl DiskHistory {
         &mut self,
         choice: &DiskChoice,
         monitor: &mut Monitor,
+        guardian: &Guardian,
     ) -> Result<(Option<DiskSnapshots>, Vec<LeftDisk>), DisksError> {
-        self.settle(monitor, false)?;
+        self.settle(monitor, guardian, false)?;
         let Divided {
             captured,
             mut left,
@@ -55,7 +59,7 @@ impl DiskHistory {
             self.start_over();
             return Ok((None, left));
         }
-        match self.begin_with(&captured, monitor) {
+        match self.begin_with(&captured, monitor, guardian) {
             Ok(snapshots) => Ok((Some(snapshots), left)),
             Err(error) if required => Err(error),
             Err(error) => {
@@ -71,21 +75,37 @@ impl DiskHistory {
         &mut self,
         disks: &[DiskDevice],
         monitor: &mut Monitor,
+        guardian: &Guardian,
     ) -> Result<DiskSnapshots, DisksError> {
         // A disk that was plugged in or resized is not known.
         self.since.take_if(|since| since.disks != disks);
         self.number += 1;
         let bitmap = format!("stillframe-{}-{}", std::process::id(), self.number);
+        let since = self.since.as_ref().map(|since| since.bitmap.clone());
+        let snapshots = disks.iter().enumerate().map(|(number, disk)| DiskSnapshot {
+            number: SnapshotNumber(number),
+            disk: disk.clone(),
+            since: since.clone(),
+        });
+        let snapshots: Vec<DiskSnapshot> = snapshots.collect();
+        let bitmaps = [Some(&*bitmap), since.as_deref()];
+        let bitmaps: Vec<&str> = bitmaps.into_iter().flatten().collect();
+        let told = |snapshots: &[DiskSnapshot], serving| {
+            let mut commands = EndCommands::of(snapshots, serving);
+            let forget = Monitor::commands_to_forget(disks, &bitmaps);
+            commands.last.extend(forget);
+            guardian.on_disconnect(OnDisconnect::EndSnapshots(commands))
+        };
+        told(&snapshots, false)?;
         monitor.add_bitmaps(disks, &bitmap)?;
-        let since = self.since.as_ref().map(|since| &*since.bitmap);
-        let snapshots = DiskSnapshots::begin(monitor, disks, since);
+        let begun = DiskSnapshots::begin(snapshots, monitor, &told);
         self.next = Some(Recording {
-            bitmap,
+            bitmap: bitmap.clone(),
             disks: disks.to_vec(),
         });
-        snapshots.inspect_err(|_| {
+        begun.inspect_err(|_| {
             // The error that led here is the one to report.
-            let _ = self.settle(monitor, false);
+            let _ = self.settle(monitor, guardian, false);
         })
     }
 
@@ -93,7 +113,12 @@ impl DiskHistory {
     ///
     /// # Errors
     /// QEMU refuses it. The next checkpoint reads all of the disks.
-    pub fn settle(&mut self, monitor: &mut Monitor, stored: bool) -> Result<(), MonitorError> {
+    pub fn settle(
+        &mut self,
+        monitor: &mut Monitor,
+        guardian: &Guardian,
+        stored: bool,
+    ) -> Result<(), MonitorError> {
         let Some(next) = self.next.take() else {
             return Ok(());
         };
@@ -107,7 +132,20 @@ impl DiskHistory {
             }
             (false, None) => None,
         };
-        monitor.remove_bitmaps(self.bitmap())
+        monitor.remove_bitmaps(self.bitmap())?;
+        let commands = self.since.as_ref().map(|since| {
+            let bitmaps = [&*since.bitmap];
+            EndCommands {
+                last: Monitor::commands_to_forget(&since.disks, &bitmaps),
+                ..EndCommands::default()
+            }
+        });
+        // That it does not answer shows before the next pause.
+        let _ = guardian.on_disconnect(match commands {
+            Some(commands) => OnDisconnect::EndSnapshots(commands),
+            None => OnDisconnect::Nothing,
+        });
+        Ok(())
     }
 
     /// Whether QEMU has snapshots of the disks.
@@ -124,18 +162,12 @@ impl DiskHistory {
     ///
     /// # Errors
     /// QEMU refuses it.
-    pub fn end(&mut self, monitor: &mut Monitor) -> Result<(), MonitorError> {
-        let settled = self.settle(monitor, false);
+    pub fn end(&mut self, monitor: &mut Monitor, guardian: &Guardian) -> Result<(), MonitorError> {
+        let settled = self.settle(monitor, guardian, false);
         match self.since.take() {
             Some(_) => settled.and(monitor.remove_bitmaps(None)),
             None => settled,
         }
-    }
-
-    /// The names of all bitmaps that there are.
-    pub fn bitmaps(&self) -> Vec<&str> {
-        let both = [&self.since, &self.next].into_iter().flatten();
-        both.map(|recording| &*recording.bitmap).collect()
     }
 
     fn bitmap(&self) -> Option<&str> {

@@ -23,10 +23,11 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use stillframe_nbd::{Client, NbdError};
-use stillframe_qemu::monitor::{DiskDevice, DiskSnapshot, Monitor, MonitorError, SnapshotNumber};
+use stillframe_qemu::monitor::{DiskDevice, DiskSnapshot, Monitor, MonitorError};
 use stillframe_sys::memfd::{Memfd, MemfdError};
 use thiserror::Error;
 
+use crate::guardian::GuardianError;
 pub use choice::{DiskChoice, DiskMode, LeftDisk};
 pub use history::DiskHistory;
 use server::ServerError;
@@ -78,6 +79,9 @@ pub enum DisksError {
     /// QEMU refuses a step.
     #[error("QEMU does not take a snapshot of the VM's disks")]
     Monitor(#[from] MonitorError),
+    /// It must know what to take away.
+    #[error("cannot tell the guardian what to take away from QEMU if this process ends")]
+    Guardian(#[from] GuardianError),
     /// No memory file.
     #[error("no memory for what the guest overwrites on its disks")]
     Memory(#[from] MemfdError),
@@ -111,45 +115,45 @@ pub struct DiskSnapshots {
 }
 
 impl DiskSnapshots {
-    /// Makes everything ready for a pause. `since`: the bitmap of what they are to show; without it, all.
+    /// Makes everything ready for a pause. Before each step the guardian knows what to take away if this process dies.
     ///
     /// # Errors
     /// QEMU refuses it, and has nothing of it.
     fn begin(
+        snapshots: Vec<DiskSnapshot>,
         monitor: &mut Monitor,
-        disks: &[DiskDevice],
-        since: Option<&str>,
+        told: &dyn Fn(&[DiskSnapshot], bool) -> Result<(), GuardianError>,
     ) -> Result<DiskSnapshots, DisksError> {
-        DiskSnapshots::of(disks, since, monitor).inspect_err(|_| {
+        DiskSnapshots::of(snapshots, monitor, told).inspect_err(|_| {
             // The error that led here is the one to report. The server, if one runs, is another client's.
             let _ = monitor.end_snapshots(false);
         })
     }
 
     fn of(
-        disks: &[DiskDevice],
-        since: Option<&str>,
+        snapshots: Vec<DiskSnapshot>,
         monitor: &mut Monitor,
+        told: &dyn Fn(&[DiskSnapshot], bool) -> Result<(), GuardianError>,
     ) -> Result<DiskSnapshots, DisksError> {
-        let mut memory = Vec::with_capacity(disks.len());
-        let mut snapshots = Vec::with_capacity(disks.len());
-        for (number, disk) in disks.iter().enumerate() {
-            let file = Memfd::sparse("stillframe-disk", disk.bytes)?;
-            let snapshot = DiskSnapshot {
-                number: SnapshotNumber(number),
-                disk: disk.clone(),
-                since: since.map(str::to_owned),
-            };
-            monitor.begin_snapshot(&snapshot, file.as_fd())?;
+        let mut memory = Vec::with_capacity(snapshots.len());
+        for snapshot in &snapshots {
+            let file = Memfd::sparse("stillframe-disk", snapshot.disk.bytes)?;
+            monitor.begin_snapshot(snapshot, file.as_fd())?;
             memory.push(file);
-            snapshots.push(snapshot);
         }
         // Before the pause, because another client may have it. After the nodes, which show whose it is.
-        let sockets = server::start(monitor, snapshots.len())?;
+        if monitor.has_other_exports()? {
+            return Err(ServerError::Taken.into());
+        }
+        told(&snapshots, true)?;
+        let sockets = server::start(monitor, snapshots.len());
+        if sockets.is_err() {
+            told(&snapshots, false)?;
+        }
         Ok(DiskSnapshots {
+            sockets: sockets?,
             snapshots,
             memory,
-            sockets,
         })
     }
 

@@ -23,6 +23,11 @@ pub enum ServerError {
     /// The socket cannot be made.
     #[error("cannot make a socket for QEMU's NBD server")]
     Socket(#[source] io::Error),
+    /// It runs already.
+    #[error(
+        "QEMU's NBD server has exports of another client; it has only one. Wait until that has ended"
+    )]
+    Taken,
     /// QEMU has one server, which another client may have started.
     #[error(
         "QEMU does not start its NBD server; it has only one, and another client may use it. Wait until that has ended"

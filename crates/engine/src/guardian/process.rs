@@ -145,15 +145,13 @@ impl Watch {
                 let names = (0..disks).map(copy_name);
                 names.for_each(|name| qmp.end_copy_alone(&name, deadline));
             }
-            (OnDisconnect::EndSnapshots { commands }, Some(qmp)) => {
-                for (command, arguments) in commands {
-                    qmp.command_alone(&command, arguments, deadline);
-                }
+            (OnDisconnect::EndSnapshots(commands), Some(qmp)) => {
+                qmp.end_snapshots_alone(commands, deadline);
             }
             (
                 OnDisconnect::Pause
                 | OnDisconnect::EndCopies { .. }
-                | OnDisconnect::EndSnapshots { .. },
+                | OnDisconnect::EndSnapshots(_),
                 None,
             )
             | (OnDisconnect::Nothing, _) => {}

@@ -28,6 +28,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, SendFlags};
 use serde_json::{Value, json};
 
+use stillframe_qemu::monitor::EndCommands;
+
 use super::wire::WayBack;
 
 /// Resets QEMU's JSON lexer, in case the engine died in the middle of a command (qmp-spec 3.4:
@@ -186,8 +188,38 @@ impl Connection {
         self.command_alone("blockdev-del", json!({ "node-name": name }), deadline);
     }
 
+    /// Takes snapshots of disks away; the engine is dead. Whatever it had sent comes before, on this same connection.
+    pub(super) fn end_snapshots_alone(&mut self, commands: EndCommands, deadline: Instant) {
+        let EndCommands {
+            first,
+            filters,
+            last,
+        } = commands;
+        for (command, arguments) in first {
+            self.command_alone(&command, arguments, deadline);
+        }
+        let drives = match filters.is_empty() {
+            true => None,
+            false => self.ask_alone("query-block", None, deadline),
+        };
+        let in_use = |filter: &str| {
+            let drives = drives
+                .iter()
+                .filter_map(|drives| drives["return"].as_array());
+            let mut nodes = drives
+                .flatten()
+                .map(|drive| &drive["inserted"]["node-name"]);
+            nodes.any(|node| node == filter)
+        };
+        let filters = filters.into_iter().filter(|(filter, _)| in_use(filter));
+        let commands: Vec<(String, Value)> = filters.map(|(_, set)| set).chain(last).collect();
+        for (command, arguments) in commands {
+            self.command_alone(&command, arguments, deadline);
+        }
+    }
+
     /// Sends a command, and waits for its answer; the engine is dead.
-    pub(super) fn command_alone(
+    fn command_alone(
         &mut self,
         command: &str,
         arguments: Value,

@@ -22,7 +22,7 @@ use std::os::unix::net::UnixStream;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use stillframe_qemu::monitor::EndCommands;
 use stillframe_sys::fdpass;
 
 /// Longest message either side sends, in bytes; both sides are ours, so this only bounds a bug. The address
@@ -129,10 +129,7 @@ pub enum OnDisconnect {
         disks: usize,
     },
     /// Take away the snapshots of disks: else QEMU copies what the guest overwrites into memory, without end.
-    EndSnapshots {
-        /// QEMU's commands for it, each with its arguments. One may fail: a snapshot may be incomplete.
-        commands: Vec<(String, Value)>,
-    },
+    EndSnapshots(EndCommands),
 }
 
 /// The names of jobs that copy disks, and of their nodes in QEMU, begin like this.

@@ -80,6 +80,17 @@ impl Monitor {
         Ok(())
     }
 
+    /// The commands that remove these bitmaps, for a process that has only a connection.
+    pub fn commands_to_forget(disks: &[DiskDevice], bitmaps: &[&str]) -> Vec<(String, Value)> {
+        let each = disks.iter().flat_map(|disk| {
+            bitmaps.iter().map(|name| {
+                let bitmap = json!({ "node": disk.node, "name": name });
+                ("block-dirty-bitmap-remove".to_owned(), bitmap)
+            })
+        });
+        each.collect()
+    }
+
     fn transaction(&mut self, actions: Vec<Value>) -> Result<(), MonitorError> {
         self.client
             .execute("transaction", json!({ "actions": actions }))?;

@@ -19,7 +19,7 @@
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::disks::{DiskDevice, Drive, SNAPSHOT_PREFIX as PREFIX, is_of_snapshot};
@@ -77,6 +77,42 @@ impl DiskSnapshot {
             "file": self.disk.node, "target": self.number.memory(),
             "on-cbw-error": "break-snapshot", "cbw-timeout": COPY_LIMIT_S,
         })
+    }
+}
+
+/// The commands that take snapshots away, for a process that has only a connection. One may fail: a snapshot may be incomplete.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EndCommands {
+    /// First.
+    pub first: Vec<(String, Value)>,
+    /// Where `query-block` shows a device with this filter, the command that gives it its image back. QEMU ends if a device gets
+    /// the node that it has (10.0, an assertion in `bdrv_replace_child_noperm`).
+    pub filters: Vec<(String, (String, Value))>,
+    /// At last.
+    pub last: Vec<(String, Value)>,
+}
+
+impl EndCommands {
+    /// Those for these snapshots. `serving`: QEMU's NBD server was started for them, and ends.
+    pub fn of(snapshots: &[DiskSnapshot], serving: bool) -> EndCommands {
+        let owned = |(command, arguments): (&str, Value)| (command.to_owned(), arguments);
+        let delete = |node: String| owned(("blockdev-del", json!({ "node-name": node })));
+        let numbers = || snapshots.iter().map(|snapshot| snapshot.number);
+        let server = serving.then(|| owned(("nbd-server-stop", json!({}))));
+        let filters = snapshots.iter().map(|DiskSnapshot { number, disk, .. }| {
+            let set = owned(set_drive(&disk.path, &disk.node));
+            (number.filter(), set)
+        });
+        EndCommands {
+            first: server
+                .into_iter()
+                .chain(numbers().map(|number| delete(number.view())))
+                .collect(),
+            filters: filters.collect(),
+            last: numbers()
+                .flat_map(|number| [delete(number.filter()), delete(number.memory())])
+                .collect(),
+        }
     }
 }
 
@@ -159,29 +195,6 @@ impl Monitor {
             saving: next()?,
             resuming: runs.then(next).transpose()?,
         })
-    }
-
-    /// The commands that take snapshots away, and these bitmaps, for a process that has only a connection. QEMU's NBD server must
-    /// have been started for them.
-    pub fn commands_to_end(snapshots: &[DiskSnapshot], bitmaps: &[&str]) -> Vec<(String, Value)> {
-        let delete = |node: String| ("blockdev-del", json!({ "node-name": node }));
-        let each = snapshots.iter().flat_map(|snapshot| {
-            let DiskSnapshot { number, disk, .. } = snapshot;
-            let nodes = [
-                delete(number.view()),
-                set_drive(&disk.path, &disk.node),
-                delete(number.filter()),
-                delete(number.memory()),
-            ];
-            let bitmaps = bitmaps.iter().map(|name| {
-                let bitmap = json!({ "node": disk.node, "name": name });
-                ("block-dirty-bitmap-remove", bitmap)
-            });
-            nodes.into_iter().chain(bitmaps)
-        });
-        let all = std::iter::once(("nbd-server-stop", json!({}))).chain(each);
-        all.map(|(command, arguments)| (command.to_owned(), arguments))
-            .collect()
     }
 
     /// Whether the VM has threads of its own for disks. Putting a filter below a device of such a thread was not tried
@@ -294,17 +307,31 @@ impl Monitor {
         Ok(())
     }
 
-    fn end_exports(&mut self) -> Result<(), MonitorError> {
+    /// Whether QEMU exports something that is not a snapshot: its NBD server is another client's.
+    ///
+    /// # Errors
+    /// QEMU fails the query.
+    pub fn has_other_exports(&mut self) -> Result<bool, MonitorError> {
+        let mut exports = self.exports()?.into_iter();
+        Ok(exports.any(|id| !is_of_snapshot(&id)))
+    }
+
+    /// The names of all exports.
+    fn exports(&mut self) -> Result<Vec<String>, MonitorError> {
         #[derive(Deserialize)]
         struct Export {
             id: String,
         }
+        let exports: Vec<Export> = self.query("query-block-exports")?;
+        Ok(exports.into_iter().map(|export| export.id).collect())
+    }
+
+    fn end_exports(&mut self) -> Result<(), MonitorError> {
         let deadline = Instant::now() + END_LIMIT;
         loop {
-            let exports: Vec<Export> = self.query("query-block-exports")?;
-            let (ours, others): (Vec<_>, Vec<_>) = exports
-                .into_iter()
-                .partition(|export| is_of_snapshot(&export.id));
+            let exports = self.exports()?.into_iter();
+            let (ours, others): (Vec<String>, Vec<String>) =
+                exports.partition(|id| is_of_snapshot(id));
             if others.is_empty() {
                 // It waits for the exports. An engine that died may not have started it.
                 return match self.stop_exports() {
@@ -316,10 +343,10 @@ impl Monitor {
                 return Ok(());
             }
             if Instant::now() > deadline {
-                let left = format!("{} is not closed", ours[0].id);
+                let left = format!("{} is not closed", ours[0]);
                 return Err(unexpected("query-block-exports", left));
             }
-            for Export { id } in ours {
+            for id in ours {
                 let arguments = json!({ "id": id, "mode": "hard" });
                 // Refused while it is being closed.
                 let _ = self.client.execute("block-export-del", arguments);
