@@ -53,6 +53,8 @@ pub enum Bench {
     DiskExactness,
     /// 200 `kill -9` of the engine while a checkpoint has its filters in QEMU (about 25 minutes)
     DiskKills,
+    /// 50 checkpoints with the disk of a database that commits, restored, and the disk alone recovered (about 15 minutes)
+    Databases,
     /// Time of a lazy and an eager restore, 1 to 8 GiB, against QEMU (about 20 minutes)
     Restore,
     /// Time until a clone runs, against QEMU, and the memory of ten clones (about 6 minutes)
@@ -127,7 +129,8 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         | Bench::Others
         | Bench::Soak
         | Bench::RestoreExact
-        | Bench::RestoreKill => run(prepared(workspace, STRESS_RUNS)?.arg(name).args(more)),
+        | Bench::RestoreKill
+        | Bench::Databases => run(prepared(workspace, STRESS_RUNS)?.arg(name).args(more)),
     }
 }
 

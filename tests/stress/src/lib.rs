@@ -1,5 +1,6 @@
 //! Long runs that look for what must never happen; shorter forms of them are tests.
 
+pub mod databases;
 pub mod disk_kills;
 pub mod disks;
 pub mod exactness;

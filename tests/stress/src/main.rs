@@ -3,8 +3,8 @@
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use stillframe_stress::{
-    disk_kills, disks, exactness, flips, hotplug, kill, matrix, migrate, others, restore_exact,
-    restore_kill, soak, to_and_fro, torture,
+    databases, disk_kills, disks, exactness, flips, hotplug, kill, matrix, migrate, others,
+    restore_exact, restore_kill, soak, to_and_fro, torture,
 };
 
 #[derive(Parser)]
@@ -84,6 +84,12 @@ enum What {
         /// Of the random moments.
         #[arg(long, default_value_t = 1)]
         seed: u64,
+    },
+    /// Checkpoints with the disk of a database that commits, each restored, and its disk recovered.
+    Databases {
+        /// How many.
+        #[arg(long, default_value_t = 50)]
+        checkpoints: u64,
     },
     /// `kill -9` of lazy restores at random moments.
     RestoreKill {
@@ -173,6 +179,7 @@ fn main() -> Result<()> {
         What::RestoreExact { rounds, seed } => restore_exact::run(rounds, seed),
         What::DiskExactness { checkpoints, seed } => disks::run(checkpoints, seed),
         What::DiskKills { kills, seed } => disk_kills::run(kills, seed),
+        What::Databases { checkpoints } => databases::run(checkpoints),
         What::RestoreKill { kills, seed } => restore_kill::run(kills, seed),
         What::Matrix { point } => matrix::run(point.as_deref()),
         What::Torture { count, seed } => torture::run(count, seed),
