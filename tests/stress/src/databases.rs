@@ -93,6 +93,11 @@ fn checkpoint(it: &Committing, number: u64) -> Result<Value> {
         (before..=after + 1).contains(&alone),
         "{alone} transactions on the disk alone, after {before} and before {after}"
     );
+    // The transaction that the memory goes on with is the one after those on the disk, or it is there and not yet acknowledged.
+    ensure!(
+        first == alone + 1 || first == alone,
+        "the VM goes on at {first}, and its disk has {alone} transactions"
+    );
     Ok(json!({
         "schedule": schedule, "committed_before": before, "committed_after": after, "first_of_vm": first,
         "last_of_vm": last, "on_disk_of_vm": of_vm, "on_disk_alone": alone, "lazy": number % 2 == 1,

@@ -9,6 +9,7 @@ use stillframe_harness::guest::{Kind, Setup};
 use stillframe_harness::health::expect_untouched;
 use stillframe_harness::random::Random;
 use stillframe_harness::running::PATIENCE;
+use stillframe_stress::databases;
 use stillframe_stress::disk_kills::{self, Kills};
 use stillframe_stress::disks::{Bus, Compared, Machine, one_machine};
 use stillframe_stress::exactness::Mode;
@@ -211,6 +212,17 @@ fn kills_with_filters_in_place() -> Result<()> {
     let machine = Machine::new(Bus::Virtio, "qcow2", 2);
     disk_kills::one_machine(machine, 6, &mut Random::new(6), &mut kills)?;
     ensure!(kills.kills == 6 && kills.wrong.is_empty(), "{kills:?}");
+    Ok(())
+}
+
+/// A VM goes on with the transaction after those on its disk.
+#[test]
+fn a_database_and_its_memory_are_of_one_instant() -> Result<()> {
+    let databases = databases::some(2)?;
+    ensure!(
+        databases.raw.len() == 2 && databases.wrong.is_empty(),
+        "{databases:?}"
+    );
     Ok(())
 }
 
