@@ -106,6 +106,9 @@ pub enum DisksError {
     },
 }
 
+/// Tells the guardian what to take away if this process dies: these snapshots, and whether QEMU's NBD server runs for them.
+type Told<'t> = &'t dyn Fn(&[DiskSnapshot], bool) -> Result<(), GuardianError>;
+
 /// Snapshots of all disks of a VM. They show the moment at which the filters are put in place.
 #[derive(Debug)]
 pub struct DiskSnapshots {
@@ -122,7 +125,7 @@ impl DiskSnapshots {
     fn begin(
         snapshots: Vec<DiskSnapshot>,
         monitor: &mut Monitor,
-        told: &dyn Fn(&[DiskSnapshot], bool) -> Result<(), GuardianError>,
+        told: Told<'_>,
     ) -> Result<DiskSnapshots, DisksError> {
         DiskSnapshots::of(snapshots, monitor, told).inspect_err(|_| {
             // The error that led here is the one to report. The server, if one runs, is another client's.
@@ -133,7 +136,7 @@ impl DiskSnapshots {
     fn of(
         snapshots: Vec<DiskSnapshot>,
         monitor: &mut Monitor,
-        told: &dyn Fn(&[DiskSnapshot], bool) -> Result<(), GuardianError>,
+        told: Told<'_>,
     ) -> Result<DiskSnapshots, DisksError> {
         let mut memory = Vec::with_capacity(snapshots.len());
         for snapshot in &snapshots {
