@@ -24,6 +24,7 @@ pub mod migration_file;
 pub mod monitor;
 pub mod page_tables;
 pub mod physical_memory;
+pub mod qemu_img;
 pub mod qmp;
 pub mod record;
 pub mod reload;

@@ -64,6 +64,7 @@ const QEMU: &[&str] = &[
     "reload",
     "record",
     "suitability",
+    "qemu_img",
     "launch",
     "fuzzing",
 ];

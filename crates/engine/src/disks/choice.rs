@@ -1,4 +1,4 @@
-//! What a checkpoint has of each disk: as asked for, or as it is possible.
+//! What a checkpoint has of each disk: what the user wants, or what is possible.
 
 use serde::Serialize;
 use stillframe_page::PAGE_BYTES;
@@ -34,7 +34,7 @@ pub struct DiskChoice {
     pub each: Vec<(String, DiskMode)>,
 }
 
-/// A disk that the guest can write to, and whose content is not in the checkpoint although `auto` was asked for.
+/// A disk that the guest can write to, and whose content is not in the checkpoint because it cannot be captured (`auto`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LeftDisk {
     /// The drive or device.
@@ -62,7 +62,7 @@ impl DiskChoice {
         own.map_or(self.others, |&(_, mode)| mode)
     }
 
-    /// Whether the content of a disk may be asked for.
+    /// Whether the content of a disk may be wanted.
     fn may_capture(&self) -> bool {
         let each = self.each.iter().map(|&(_, mode)| mode);
         let mut all = each.chain([self.others]);

@@ -90,15 +90,15 @@ impl DiskHistory {
         let snapshots: Vec<DiskSnapshot> = snapshots.collect();
         let bitmaps = [Some(&*bitmap), since.as_deref()];
         let bitmaps: Vec<&str> = bitmaps.into_iter().flatten().collect();
-        let told = |snapshots: &[DiskSnapshot], serving| {
+        let announce = |snapshots: &[DiskSnapshot], serving| {
             let mut commands = EndCommands::of(snapshots, serving);
             let forget = Monitor::commands_to_forget(disks, &bitmaps);
             commands.last.extend(forget);
             guardian.on_disconnect(OnDisconnect::EndSnapshots(commands))
         };
-        told(&snapshots, false)?;
+        announce(&snapshots, false)?;
         monitor.add_bitmaps(disks, &bitmap)?;
-        let begun = DiskSnapshots::begin(snapshots, monitor, &told);
+        let begun = DiskSnapshots::begin(snapshots, monitor, &announce);
         self.next = Some(Recording {
             bitmap: bitmap.clone(),
             disks: disks.to_vec(),

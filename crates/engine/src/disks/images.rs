@@ -9,17 +9,15 @@ use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{OpenOptionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::Command;
 
 use stillframe_qemu::launch::LaunchOptions;
 use stillframe_qemu::monitor::{Disk, Monitor, MonitorError, image_of};
+use stillframe_qemu::qemu_img;
 use stillframe_qemu::record::VmRecord;
 use thiserror::Error;
 
 use super::server::{self, ServerError};
 
-/// The program that makes images; it comes with QEMU.
-const QEMU_IMG: &str = "qemu-img";
 /// Files made here would be lost, and take memory.
 const DEVICES: &str = "/dev";
 /// The format of an image that is nothing but the disk's content.
@@ -228,26 +226,14 @@ fn remove(files: &[PathBuf]) {
 
 /// Makes it an image of this format.
 fn formatted(disk: &Disk, format: &str, advice: &'static Advice) -> Result<(), ImageError> {
-    let failed = |why: String| ImageError::NotFormatted {
+    let made = qemu_img::create(&disk.path, format, disk.bytes);
+    made.map_err(|why| ImageError::NotFormatted {
         device: disk.device.clone(),
         path: disk.path.clone(),
         bytes: disk.bytes,
         why: format!("format {format}: {why}"),
         advice,
-    };
-    let made = Command::new(QEMU_IMG)
-        .args(["create", "-q", "-f", format, "--"])
-        .arg(&disk.path)
-        .arg(disk.bytes.to_string())
-        .output();
-    let made = made.map_err(|error| failed(format!("{QEMU_IMG}: {error}")))?;
-    match made.status.success() {
-        true => Ok(()),
-        false => {
-            let words = String::from_utf8_lossy(&made.stderr);
-            Err(failed(words.trim().to_owned()))
-        }
-    }
+    })
 }
 
 /// New images as QEMU exports them. It has to stop before the VM runs.

@@ -107,7 +107,7 @@ pub enum DisksError {
 }
 
 /// Tells the guardian what to take away if this process dies: these snapshots, and whether QEMU's NBD server runs for them.
-type Told<'t> = &'t dyn Fn(&[DiskSnapshot], bool) -> Result<(), GuardianError>;
+type Announce<'a> = &'a dyn Fn(&[DiskSnapshot], bool) -> Result<(), GuardianError>;
 
 /// Snapshots of all disks of a VM. They show the moment at which the filters are put in place.
 #[derive(Debug)]
@@ -125,9 +125,9 @@ impl DiskSnapshots {
     fn begin(
         snapshots: Vec<DiskSnapshot>,
         monitor: &mut Monitor,
-        told: Told<'_>,
+        announce: Announce<'_>,
     ) -> Result<DiskSnapshots, DisksError> {
-        DiskSnapshots::of(snapshots, monitor, told).inspect_err(|_| {
+        DiskSnapshots::of(snapshots, monitor, announce).inspect_err(|_| {
             // The error that led here is the one to report. The server, if one runs, is another client's.
             let _ = monitor.end_snapshots(false);
         })
@@ -136,7 +136,7 @@ impl DiskSnapshots {
     fn of(
         snapshots: Vec<DiskSnapshot>,
         monitor: &mut Monitor,
-        told: Told<'_>,
+        announce: Announce<'_>,
     ) -> Result<DiskSnapshots, DisksError> {
         let mut memory = Vec::with_capacity(snapshots.len());
         for snapshot in &snapshots {
@@ -148,10 +148,10 @@ impl DiskSnapshots {
         if monitor.has_other_exports()? {
             return Err(ServerError::Taken.into());
         }
-        told(&snapshots, true)?;
+        announce(&snapshots, true)?;
         let sockets = server::start(monitor, snapshots.len());
         if sockets.is_err() {
-            told(&snapshots, false)?;
+            announce(&snapshots, false)?;
         }
         Ok(DiskSnapshots {
             sockets: sockets?,

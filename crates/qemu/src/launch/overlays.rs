@@ -5,13 +5,11 @@
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 
 use super::LaunchError;
+use crate::qemu_img;
 
-/// The program that makes images; it comes with QEMU.
-const QEMU_IMG: &str = "qemu-img";
 /// Where QEMU makes its own, unless `TMPDIR` names another directory (`create_tmp_file` in its block.c).
 const FOLDER: &str = "/var/tmp";
 
@@ -55,7 +53,7 @@ impl MadeOverlays {
             let file = options.write(true).create_new(true).mode(0o600).open(path);
             file.map_err(|error| failed(error.to_string()))?;
             made.0.push(path.clone());
-            format(path, *bytes).map_err(failed)?;
+            qemu_img::create(path, "qcow2", *bytes).map_err(failed)?;
         }
         Ok(made)
     }
@@ -67,18 +65,5 @@ impl Drop for MadeOverlays {
             // It is in the directory of temporary files, and only takes space.
             let _ = fs::remove_file(path);
         }
-    }
-}
-
-fn format(path: &Path, bytes: u64) -> Result<(), String> {
-    let made = Command::new(QEMU_IMG)
-        .args(["create", "-q", "-f", "qcow2", "--"])
-        .arg(path)
-        .arg(bytes.to_string())
-        .output();
-    let made = made.map_err(|error| format!("{QEMU_IMG}: {error}"))?;
-    match made.status.success() {
-        true => Ok(()),
-        false => Err(String::from_utf8_lossy(&made.stderr).trim().to_owned()),
     }
 }

@@ -94,7 +94,7 @@ pub(super) fn rewrite(
     rewriter.replace_words(&options.replace)?;
     rewriter.use_images(&replaced(settings.disks, &options.replace), &options.images)?;
     if let Some(clone) = &options.clone {
-        rewriter.make_clone(clone, settings.disks)?;
+        rewriter.make_clone(clone, &options.disks(settings.disks))?;
     }
     rewriter.keep_pid_file(settings);
     rewriter.drop_process_options();

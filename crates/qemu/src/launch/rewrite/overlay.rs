@@ -56,8 +56,7 @@ impl Rewriter<'_> {
         // From the end, so that the places before stay what they are.
         for (number, Node { at, name }) in top.into_iter().enumerate().rev() {
             let base = format!("clone-base-{number}");
-            let of_node = disks.iter().find(|disk| disk.node == name);
-            let Some(disk) = of_node else {
+            let Some(disk) = self.disk_at(at, disks) else {
                 // No device has it, and what is plugged in later must not write to it either.
                 self.set_read_only(at, None);
                 continue;
@@ -87,6 +86,39 @@ impl Rewriter<'_> {
             self.overlays.push(overlay);
         }
         Ok(())
+    }
+
+    /// The disk whose image is opened by this node, or by one below it. By the image, because a snapshot by the monitor has given
+    /// the disk a node of another name; by the name, where the image is no file.
+    fn disk_at<'d>(&self, at: usize, disks: &'d [Disk]) -> Option<&'d Disk> {
+        let node_at = |at: usize| {
+            let value = self.line.options[at].value().unwrap_or_default();
+            Properties::parse(value, IMPLIED)
+        };
+        let is_node = |option: &Argument, name: &str| {
+            let properties = Properties::parse(option.value().unwrap_or_default(), IMPLIED);
+            option.is(BLOCKDEV) && properties.get("node-name") == Some(name)
+        };
+        let mut chain = vec![at];
+        // A chain is no longer than the command line, unless it is a ring, which QEMU refuses.
+        while chain.len() <= self.line.options.len()
+            && let Some(below) = chain
+                .last()
+                .and_then(|&at| node_at(at).get("file").map(str::to_owned))
+            && let Some(next) = self
+                .line
+                .options
+                .iter()
+                .position(|one| is_node(one, &below))
+        {
+            chain.push(next);
+        }
+        let name = node_at(at).get("node-name").map(str::to_owned);
+        let mut images = disks.iter().filter(|disk| disk.is_image());
+        images.find(|disk| {
+            let place = self.place_of(&disk.path);
+            place.is_some_and(|place| chain.contains(&place)) || name.as_ref() == Some(&disk.node)
+        })
     }
 
     /// The nodes that can be written to: those that no other node has below it, and the others.

@@ -44,6 +44,22 @@ fn rewrite_as(
     rewrite(argv, Path::new("/"), &settings, &busy)
 }
 
+/// A disk of this device and node.
+fn disk((device, node): (&str, &str), path: &str, format: &str) -> Disk {
+    Disk {
+        device: device.to_owned(),
+        node: node.to_owned(),
+        path: path.into(),
+        format: format.to_owned(),
+        read_only: false,
+        temporary: false,
+        flash: false,
+        unchecked: false,
+        bytes: 1 << 20,
+        identity: None,
+    }
+}
+
 /// Each row: the command line before, and after without the options that are always added.
 fn check(serial: Option<&str>, table: &[(&str, &str)]) {
     for (before, after) in table {
@@ -426,19 +442,8 @@ fn a_vm_that_starts_as_its_user_has_no_user_to_change_to() {
 
 #[test]
 fn an_overlay_takes_the_place_of_its_disk() {
-    let disk = |path: &str, format: &str| Disk {
-        device: "d0".to_owned(),
-        node: String::new(),
-        path: path.into(),
-        format: format.to_owned(),
-        read_only: false,
-        temporary: false,
-        flash: false,
-        unchecked: false,
-        bytes: 1 << 20,
-        identity: None,
-    };
-    let chain = [disk("/ov,1", "qcow2"), disk("/base", "raw")];
+    let chain = [("/ov,1", "qcow2"), ("/base", "raw")];
+    let chain = chain.map(|(path, format)| disk(("d0", ""), path, format));
     let run = |before: &str| {
         let argv = words(&format!("qemu -nodefaults -display none {before}"));
         let options = options(None);

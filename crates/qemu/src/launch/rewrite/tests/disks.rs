@@ -2,28 +2,17 @@
 
 use std::path::Path;
 
-use super::{ADDED, busy, options, words};
+use super::{ADDED, busy, disk, options, words};
 use crate::launch::rewrite::{Rewritten, Settings, rewrite};
 use crate::launch::{CloneOptions, LaunchOptions, NewImage};
 use crate::monitor::Disk;
 
-fn disk(device: &str, node: &str, path: &str) -> Disk {
-    Disk {
-        device: device.to_owned(),
-        node: node.to_owned(),
-        path: path.into(),
-        format: "qcow2".to_owned(),
-        read_only: false,
-        temporary: false,
-        flash: false,
-        unchecked: false,
-        bytes: 1 << 20,
-        identity: None,
-    }
-}
-
 /// Clone 3 of a VM with the disk `/d` at device `d0`, which the node `top` is, if the command line has nodes.
 fn clone_of(before: &str, images: Vec<NewImage>) -> Rewritten {
+    clone_with(&[disk(("d0", "top"), "/d", "qcow2")], before, images)
+}
+
+fn clone_with(disks: &[Disk], before: &str, images: Vec<NewImage>) -> Rewritten {
     let argv = words(&format!("qemu -nodefaults -display none {before}"));
     let options = LaunchOptions {
         clone: Some(CloneOptions {
@@ -36,7 +25,7 @@ fn clone_of(before: &str, images: Vec<NewImage>) -> Rewritten {
     let settings = Settings {
         options: &options,
         run_as: None,
-        disks: &[disk("d0", "top", "/d")],
+        disks,
     };
     rewrite(&argv, Path::new("/"), &settings, &busy).expect(before)
 }
@@ -97,6 +86,16 @@ fn nodes_that_clones_would_share_are_below_overlays() {
     for (before, after) in table {
         expect(before, &[], &after);
     }
+    // The monitor has put a snapshot over it, whose node has a name of its own.
+    let chain = [("over", "/over", "qcow2"), ("", "/d", "raw")];
+    let chain = chain.map(|(node, path, format)| disk(("d0", node), path, format));
+    let line =
+        "-blockdev driver=file,node-name=f,filename=/d -blockdev driver=raw,node-name=top,file=f";
+    let rewritten = clone_with(&chain, line, Vec::new());
+    assert_eq!(rewritten.overlays.len(), 1);
+    let line = rewritten.arguments.join(" ");
+    let base = "node-name=f,filename=/over,read-only=on -blockdev driver=qcow2,node-name=clone-base-0,file=f,read-only=on";
+    assert!(line.contains(base), "{line}");
     let line = "-blockdev driver=file,node-name=top,filename=/d";
     let made = clone_of(line, Vec::new()).overlays;
     assert_eq!((made.len(), made[0].bytes), (1, 1 << 20));
