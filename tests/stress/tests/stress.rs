@@ -53,7 +53,9 @@ fn every_schedule_is_exact() -> Result<()> {
         // It was the requested way.
         let deltas = last["pages"]["delta"] != 0;
         ensure!(deltas == mode.contains(&"256M"), "{mode:?} {last}");
-        let after = last["copied"]["after"] != 0;
+        // A guest with few pages written may itself reach each of them
+        // before the engine does: then all are copied on a fault.
+        let after = last["copied"]["after"] != 0 || last["copied"]["on_fault"] != 0;
         ensure!(after == mode.contains(&"copy-on-write"), "{mode:?} {last}");
         let before = last["copied"]["pre_copy"] != 0;
         ensure!(before == mode.contains(&"pre-copy"), "{mode:?} {last}");
