@@ -1,9 +1,9 @@
 //! The verb *rewind*: a running VM goes back to one of its checkpoints, in the same QEMU.
 //!
 //! ```text
-//!   guest runs:    compare all of memory ── gather pages that differ ── gather pages written meanwhile
+//!   guest runs:    compare all of disks and memory ── gather pages that differ ── gather pages written meanwhile
 //!   pause:         save the current device state ── the same devices? disks? ── the last pages written
-//!                  ── block cont ── exchange pages ── load device state ── unblock ── cont
+//!                  ── block cont ── exchange pages of disks, of memory ── load device state ── unblock ── cont
 //!                                  └─ an error: pages and device state as they were ──┘
 //! ```
 //!
@@ -12,6 +12,8 @@
 //! running on as before; after it, errors put everything back. If this process is killed
 //! between the two, the VM stays paused and `cont` stays blocked (see [`crate::inhibitor`]) until the next rewind.
 
+mod disks;
+mod disks_error;
 mod error;
 mod exchange;
 mod same;
@@ -26,7 +28,7 @@ use stillframe_fault::{self as fault, Point};
 use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::guest_agent;
-use stillframe_qemu::launch;
+use stillframe_qemu::launch::{self, Unchecked};
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::{Manifest, PageMap, Reader, Repository};
 
@@ -43,6 +45,9 @@ use crate::source::repository::shapes;
 use crate::tracking::tracker::Collected;
 use crate::verify::{Image, VerifyReport};
 use crate::{Progress, ProgressSink};
+pub use disks::DiskRewound;
+use disks::{Chosen, StagedDisks};
+pub use disks_error::RewindDisksError;
 pub use error::RewindError;
 use exchange::LastLook;
 use same::same_machine;
@@ -70,9 +75,10 @@ pub struct RewindOptions {
     pub verify: bool,
     /// Give up, and resume the VM, when the part of the pause in which nothing was changed yet takes longer.
     pub pause_limit: Duration,
-    /// Upper bound on the bytes that differ, all of which are kept in memory.
+    /// Upper bound on the bytes of memory and disks that differ, all of which are kept in memory.
     pub copy_buffer_bytes: u64,
-    /// Continue although a disk has changed since the checkpoint.
+    /// Leave all disks as they are, even those whose content the checkpoint has, and continue although a disk has changed since
+    /// the checkpoint.
     pub disks_as_they_are: bool,
     /// The label of the checkpoint's VM, where that is not this VM's.
     pub of_vm: Option<String>,
@@ -98,6 +104,9 @@ pub struct RewindReport {
     pub compared: u64,
     /// The pages among them that differed and were written.
     pub written: u64,
+    /// The disks that went back, too.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskRewound>,
     /// The pause.
     pub downtime_us: RewindDowntime,
     /// Time from the call to the running guest, in microseconds.
@@ -121,6 +130,8 @@ pub struct RewindDowntime {
     pub save: u64,
     /// Reading the pages that were written last.
     pub gather: u64,
+    /// Writing what differs on disks.
+    pub disks: u64,
     /// Writing the pages that differ.
     pub write: u64,
     /// Comparing, with `--verify`.
@@ -135,7 +146,7 @@ pub struct RewindDowntime {
 struct Job<'j, 'a> {
     then: &'j VmRecord,
     options: &'j RewindOptions,
-    reader: &'j Reader<'a>,
+    reader: &'a Reader<'j>,
     manifest: &'j Manifest,
     hasher: ContentHasher,
     /// The checkpoint's device state, as saved and as it is loaded.
@@ -143,6 +154,7 @@ struct Job<'j, 'a> {
     /// The pages that differ, in the order of the tracked blocks.
     staged: Vec<StagedBlock<'a>>,
     firmware: Vec<StagedBlock<'a>>,
+    disks: StagedDisks<'a>,
     budget: Budget,
 }
 
@@ -180,7 +192,8 @@ impl Vm {
         let then = restore::vm_record(id, manifest)?;
         let now = self.record()?;
         same_machine(id, manifest, &then, &now, options)?;
-        launch::check_running_disks(&then, &now, options.disks_as_they_are)?;
+        let chosen = disks::choose(&mut self.monitor, manifest, options.disks_as_they_are)?;
+        launch::check_running_disks(&then, &now, &rewound_disks(manifest, options))?;
         self.can_be_reset()?;
         let hasher = repository.hasher();
         let reader = repository.reader(options.lock_wait)?;
@@ -198,12 +211,12 @@ impl Vm {
             ),
             staged,
             firmware,
+            disks: StagedDisks::default(),
             budget: Budget {
                 taken_bytes: 0,
                 limit_bytes: options.copy_buffer_bytes,
             },
         };
-        self.gather(&mut job, progress)?;
         let mut report = RewindReport {
             checkpoint: id.to_string(),
             vm: now.label.clone(),
@@ -212,13 +225,19 @@ impl Vm {
             suspended: false,
             compared: self.tracker.pages(),
             written: 0,
+            disks: Vec::new(),
             downtime_us: RewindDowntime::default(),
             total_us: 0,
             clock: None,
             verify: None,
         };
         let agent = guest_agent::socket_path(&now.arguments, &now.cwd);
-        self.turn_back(&mut job, now, &mut report)?;
+        let done = self
+            .gather(&mut job, &chosen, progress)
+            .and_then(|()| self.turn_back(&mut job, now, &mut report));
+        let ended = disks::end(&mut self.monitor, &self.guardian);
+        done?;
+        ended?;
         report.total_us = us(begin);
         if report.running && !options.keep_clock {
             report.clock = agent.as_deref().map(post_restore::set_clock);
@@ -256,19 +275,32 @@ impl Vm {
     fn gather(
         &mut self,
         job: &mut Job<'_, '_>,
+        disks: &[Chosen<'_>],
         progress: ProgressSink<'_>,
     ) -> Result<(), RewindError> {
+        let Vm {
+            monitor, guardian, ..
+        } = self;
+        job.disks = StagedDisks::begin(monitor, guardian, disks, job.reader)?;
+        let total = self.tracker.pages() + job.disks.pages();
+        job.disks.compare(
+            &mut self.monitor,
+            &job.hasher,
+            &mut job.budget,
+            &mut |done| {
+                progress(Progress::Rewinding { done, total });
+            },
+        )?;
         let populated = self
             .tracker
             .populated()?
             .drained(&mut self.monitor)?
             .written;
         self.tracker.expect_content(&populated);
-        let total = self.tracker.pages();
-        let mut done = 0;
+        let mut done = job.disks.pages();
         for (staged, populated) in job.staged.iter_mut().zip(&populated) {
             staged.compare(populated, &job.hasher, &mut job.budget)?;
-            done += staged.map.pages();
+            done += staged.gathered.map.pages();
             progress(Progress::Rewinding { done, total });
         }
         for _ in 0..ROUNDS_MAX {
@@ -281,7 +313,7 @@ impl Vm {
                 break;
             }
         }
-        Ok(())
+        job.disks.gather_running(&mut self.monitor, &mut job.budget)
     }
 
     /// The pause.
@@ -363,6 +395,20 @@ impl Job<'_, '_> {
                 first: report.first.join(", "),
             }),
         }
+    }
+}
+
+/// The disks of the VM that need not be those of the checkpoint.
+fn rewound_disks<'m>(manifest: &'m Manifest, options: &RewindOptions) -> Unchecked<'m> {
+    match options.disks_as_they_are {
+        true => Unchecked::All,
+        false => Unchecked::Devices(
+            manifest
+                .disks
+                .iter()
+                .map(|disk| &*disk.table.name)
+                .collect(),
+        ),
     }
 }
 

@@ -53,6 +53,10 @@ points! {
     RewindStopped = "rewind.stopped",
     /// Rewind: `cont` is blocked; nothing is changed.
     RewindInhibited = "rewind.inhibited",
+    /// Rewind: half of the differing pages of a disk are exchanged; its device has an empty node.
+    RewindDiskExchange = "rewind.disk-exchange",
+    /// Rewind: all disks are exchanged, and their devices have them again; memory is as it was.
+    RewindDisksExchanged = "rewind.disks-exchanged",
     /// Rewind: half of the differing pages of a RAM block are exchanged.
     RewindExchange = "rewind.exchange",
     /// Rewind: all pages are exchanged; the device state is not loaded.

@@ -28,6 +28,7 @@ mod start;
 use std::path::PathBuf;
 
 pub use adopt::adopt;
+pub use checks::Unchecked;
 pub use error::LaunchError;
 pub use load::{ArmedLoad, arm, load_device_state};
 pub use obstacles::restorability;
@@ -316,16 +317,16 @@ fn consent(
     Ok(())
 }
 
-/// Makes sure that the disks of a VM that runs, `now`, are what they were `then`.
+/// Makes sure that the disks of a VM that runs, `now`, are what they were `then`, but for those that are unchecked.
 ///
 /// # Errors
-/// [`LaunchError::DiskChanged`]; none with `as_they_are`.
+/// [`LaunchError::DiskChanged`].
 pub fn check_running_disks(
     then: &VmRecord,
     now: &VmRecord,
-    as_they_are: bool,
+    unchecked: &Unchecked<'_>,
 ) -> Result<(), LaunchError> {
-    checks::running_disks(then, now, as_they_are)
+    checks::running_disks(then, now, unchecked)
 }
 
 /// Makes sure that the files of these disks, which no VM uses, are as they were.

@@ -11,6 +11,7 @@ mod lent;
 mod migration;
 mod mirror;
 pub(crate) mod ram_blocks;
+mod rewound;
 mod snapshots;
 
 use std::path::PathBuf;
@@ -29,6 +30,7 @@ pub(crate) use host_files::HostView;
 pub use jobs::Job;
 pub use lent::StateFile;
 pub use mirror::Mirror;
+pub use rewound::RewoundDisk;
 pub use snapshots::{DiskSnapshot, EndCommands, PauseTickets, SnapshotNumber};
 
 use crate::qmp::{Client, QmpError, REPLY_LIMIT_SECONDS, Ticket};

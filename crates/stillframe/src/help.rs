@@ -243,11 +243,13 @@ Examples:
 
 The VM returns to the state of the checkpoint in the QEMU that it runs in: same process, same monitor, same
 connections. Memory is compared while the guest runs; the guest is paused while differing pages are written and the
-device state is loaded. A checkpoint holds no disk contents. A rewind is refused if a disk was written to since, unless
---disks-as-they-are is given, which may damage the data on it. It is also refused if the VM has other devices now.
+device state is loaded. So is it with the disks that the checkpoint holds: they are read and compared while the guest
+runs, and what differs is written into their images in the pause. Of other disks none may have been written to since.
+--disks-as-they-are leaves all disks as they are, which may damage the data on them. A rewind is also refused if the
+VM has other devices now.
 
-If the rewind fails, the VM runs on as it was. If this process is killed while memory is exchanged, the VM stays
-paused and must be rewound again before it can run. A VM that was paused stays paused. With --verify the pause lasts
+If the rewind fails, the VM runs on as it was. If this process is killed while memory and disks are exchanged, the VM
+stays paused and must be rewound again before it can run. A VM that was paused stays paused. With --verify the pause lasts
 as long as reading all guest memory takes.
 
 ",

@@ -34,7 +34,7 @@ use server::ServerError;
 pub use view::{DiskView, ReadDisk};
 
 /// How long QEMU's NBD server may be silent. A storage that hangs holds it up.
-const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Why the disks of a VM cannot be captured. The VM runs on.
 #[derive(Debug, Error)]

@@ -10,11 +10,11 @@ use super::DisksError;
 use crate::memory::{BlockShape, Page};
 
 /// The metadata context that says where a disk has data.
-pub(super) const ALLOCATION: &str = "base:allocation";
+pub(crate) const ALLOCATION: &str = "base:allocation";
 /// In it: the range reads as zeros.
-pub(super) const ZERO: u32 = 1 << 1;
+pub(crate) const ZERO: u32 = 1 << 1;
 /// In that of a bitmap: the range was written.
-const WRITTEN: u32 = 1;
+pub(crate) const WRITTEN: u32 = 1;
 
 /// Bytes of a disk that are gathered before they are handed over: those of the batches of memory.
 const BATCH_BYTES: usize = 8 << 20;
@@ -94,20 +94,17 @@ impl DiskView {
             false => |flags| flags & ZERO == 0,
         };
         let ranges = pages_of(&extents, wanted, self.bytes);
-        let mut batch = Batch::new(take);
-        let mut read = ReadDisk::default();
         let (memory, device) = (&self.memory, &self.device);
-        let done = self.client.read(ranges, &mut |offset, bytes| {
-            if memory.used_bytes().map_err(DisksError::from)? > limit_bytes {
+        let mut watch = || {
+            if memory.used_bytes()? > limit_bytes {
                 // Not a byte more: the view ends, and the guest's writes wait for nothing.
-                memory.refuse_writes().map_err(DisksError::from)?;
-                return Err(Fault::Engine(overwritten(device, limit_bytes)));
+                memory.refuse_writes()?;
+                return Err(overwritten(device, limit_bytes));
             }
-            read.bytes += bytes.len() as u64;
-            batch.add(offset, bytes).map_err(Fault::Sink)
-        });
-        match done {
-            Ok(()) => batch.hand_over().map(|()| read),
+            Ok(())
+        };
+        match read_pages(&mut self.client, ranges, &mut watch, take) {
+            Ok(bytes) => Ok(ReadDisk { bytes }),
             Err(Fault::Sink(error)) => Err(error),
             Err(Fault::Engine(error)) => Err(error.into()),
             Err(Fault::Nbd(error)) => Err(self.failed(error, limit_bytes).into()),
@@ -133,10 +130,32 @@ fn overwritten(device: &str, limit_bytes: u64) -> DisksError {
 }
 
 /// Why reading ended early.
-enum Fault<E> {
+pub(crate) enum Fault<E> {
+    /// QEMU, or the connection.
     Nbd(NbdError),
+    /// The one who watches.
     Engine(DisksError),
+    /// The one who takes.
     Sink(E),
+}
+
+/// Reads ranges of whole pages and hands them over in batches. `watch` is called before each piece. Returns the number of
+/// bytes.
+pub(crate) fn read_pages<E>(
+    client: &mut Client,
+    ranges: Vec<Range<u64>>,
+    watch: &mut dyn FnMut() -> Result<(), DisksError>,
+    take: &mut dyn FnMut(&[Page<'_>]) -> Result<(), E>,
+) -> Result<u64, Fault<E>> {
+    let mut batch = Batch::new(take);
+    let mut read = 0;
+    client.read(ranges, &mut |offset, bytes| {
+        watch()?;
+        read += bytes.len() as u64;
+        batch.add(offset, bytes).map_err(Fault::Sink)
+    })?;
+    batch.hand_over().map_err(Fault::Sink)?;
+    Ok(read)
 }
 
 impl<E> From<NbdError> for Fault<E> {
@@ -152,7 +171,11 @@ impl<E> From<DisksError> for Fault<E> {
 }
 
 /// The ranges of whole pages of extents with such flags; the last ends with the disk.
-fn pages_of(extents: &[Extent], wanted: fn(u32) -> bool, disk_bytes: u64) -> Vec<Range<u64>> {
+pub(crate) fn pages_of(
+    extents: &[Extent],
+    wanted: fn(u32) -> bool,
+    disk_bytes: u64,
+) -> Vec<Range<u64>> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     for extent in extents.iter().filter(|extent| wanted(extent.flags)) {
         let start = extent.bytes.start / PAGE_BYTES * PAGE_BYTES;

@@ -8,9 +8,11 @@ use stillframe_qemu::reload::ReloadError;
 use stillframe_repo::RepoError;
 use thiserror::Error;
 
+use super::disks_error::RewindDisksError;
 use crate::capture::device_state::StateError;
 use crate::capture::devices::DevicesError;
 use crate::capture::paused_vm::{PausedError, UnblockError};
+use crate::disks::DisksError;
 use crate::guardian::GuardianError;
 use crate::inhibitor::InhibitorError;
 use crate::memory::block::BlockError;
@@ -88,7 +90,7 @@ pub enum RewindError {
     },
     /// More pages differ than fit.
     #[error(
-        "more than {limit_bytes} bytes of memory differ from the checkpoint: allow more with --copy-buffer, or `stillframe restore` it"
+        "more than {limit_bytes} bytes of memory and disks differ from the checkpoint: allow more with --copy-buffer, or `stillframe restore` it"
     )]
     TooMuch {
         /// The limit.
@@ -97,6 +99,12 @@ pub enum RewindError {
     /// A disk.
     #[error(transparent)]
     Disk(#[from] LaunchError),
+    /// The disks cannot go back.
+    #[error(transparent)]
+    Disks(#[from] RewindDisksError),
+    /// The disks cannot be read.
+    #[error(transparent)]
+    ReadDisks(DisksError),
     /// The pause was too long.
     #[error(
         "the pause overran its limit of {limit_ms} ms before anything was changed, and the watchdog resumed the VM: allow longer with --pause-limit"

@@ -11,7 +11,8 @@ use stillframe_qemu::reload;
 
 use super::same::same_devices;
 use super::staged::StagedBlock;
-use super::{Job, LOAD_LIMIT, RewindDowntime, RewindError, RewindReport, SAVE_LIMIT, is_to_run};
+use super::{Job, LOAD_LIMIT, RewindDowntime, RewindError, RewindReport, SAVE_LIMIT};
+use super::{is_to_run, rewound_disks};
 use crate::capture::device_state::StateStream;
 use crate::capture::downtime::us;
 use crate::capture::paused_vm::PausedVm;
@@ -49,11 +50,13 @@ impl LastLook<'_> {
         let sections = device_state::validate_like(&raw, &job.state.0)?.sections;
         same_devices(&job.state.0, &sections)?;
         self.now.look_at_disks_again();
-        launch::check_running_disks(job.then, &self.now, job.options.disks_as_they_are)?;
+        let rewound = rewound_disks(job.manifest, job.options);
+        launch::check_running_disks(job.then, &self.now, &rewound)?;
         downtime.save = us(save);
         let gather = Instant::now();
         let collected = self.tracker.collect_stopped()?;
         job.gather(&collected)?;
+        job.disks.gather_stopped(monitor, &mut job.budget)?;
         downtime.gather = us(gather);
         fault::at(Point::RewindStopped)?;
         Before::take(job, &raw, &self.now.identity.machine)
@@ -107,6 +110,9 @@ impl Job<'_, '_> {
             Err(RewindError::Stuck { .. } | RewindError::ResumedByOthers) => false,
             Err(_) => was_consistent,
         };
+        if is_consistent {
+            self.disks.are_consistent(blocked.monitor())?;
+        }
         let done = match done {
             Err(error) if !is_consistent => {
                 // Paused, with `cont` refused: it is not fit to run.
@@ -127,6 +133,10 @@ impl Job<'_, '_> {
         report: &mut RewindReport,
     ) -> Result<(), RewindError> {
         let downtime = &mut report.downtime_us;
+        let disks = Instant::now();
+        report.disks = self.disks.exchange(monitor)?;
+        downtime.disks = us(disks);
+        fault::at(Point::RewindDisksExchanged)?;
         let write = Instant::now();
         for (staged, exchanged) in self.staged.iter_mut().zip(&mut before.exchanged) {
             report.written += staged.exchange(exchanged)?;
@@ -176,6 +186,7 @@ impl Job<'_, '_> {
         for (staged, &exchanged) in self.staged.iter_mut().zip(&before.exchanged) {
             staged.put_back(exchanged).map_err(|why| stuck(&why))?;
         }
+        self.disks.put_back(monitor).map_err(|why| stuck(&why))?;
         if before.devices_touched {
             let loaded = reload::load(monitor, &before.device_state, LOAD_LIMIT);
             loaded.map_err(|why| stuck(&why))?;

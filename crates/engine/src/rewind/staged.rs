@@ -23,52 +23,43 @@ const CHUNK_PAGES: u64 = 2048;
 
 /// Consecutive pages with their new content; or with their old content, once they are exchanged.
 #[derive(Debug)]
-struct Run {
-    first: u64,
-    bytes: Vec<u8>,
+pub(super) struct Run {
+    pub(super) first: u64,
+    pub(super) bytes: Vec<u8>,
 }
 
-/// One RAM block.
-pub(super) struct StagedBlock<'a> {
-    pub(super) block: &'a Block,
+impl Run {
+    pub(super) fn pages(&self) -> Range<u64> {
+        self.first..self.first + self.bytes.len() as u64 / PAGE_BYTES
+    }
+}
+
+/// The pages of a RAM block or a disk that are to be exchanged.
+pub(super) struct Gathered<'a> {
     pub(super) map: PageMap<'a>,
-    gathered: DirtyBitmap,
-    runs: Vec<Run>,
+    pages: DirtyBitmap,
+    pub(super) runs: Vec<Run>,
 }
 
-impl<'a> StagedBlock<'a> {
-    pub(super) fn new(block: &'a Block, map: PageMap<'a>) -> StagedBlock<'a> {
-        StagedBlock {
-            gathered: DirtyBitmap::new(map.pages()),
+/// The present content of neighbouring pages, by the number of the first and their length in bytes; `None`: they count as
+/// different, without a comparison.
+type There<'t> = &'t (dyn Fn(u64, usize) -> Result<Option<Vec<u8>>, RewindError> + Sync);
+
+impl<'a> Gathered<'a> {
+    pub(super) fn new(map: PageMap<'a>) -> Gathered<'a> {
+        Gathered {
+            pages: DirtyBitmap::new(map.pages()),
             runs: Vec::new(),
-            block,
             map,
         }
     }
 
-    /// Gathers what differs, in all of the block. `populated` are the pages that may be other than zero.
-    pub(super) fn compare(
-        &mut self,
-        populated: &[Range<u64>],
-        hasher: &ContentHasher,
-        budget: &mut Budget,
-    ) -> Result<(), RewindError> {
-        let mut candidates = Vec::new();
-        let mut next = 0;
-        for range in populated {
-            self.not_zero(next..range.start, &mut candidates)?;
-            for start in (range.start..range.end).step_by(CHUNK_PAGES as usize) {
-                let chunk = start..range.end.min(start + CHUNK_PAGES);
-                self.other_content(chunk, hasher, &mut candidates)?;
-            }
-            next = range.end;
-        }
-        self.not_zero(next..self.map.pages(), &mut candidates)?;
-        self.gather(candidates, budget)
-    }
-
     /// Adds the pages that are not zero in the checkpoint.
-    fn not_zero(&self, pages: Range<u64>, into: &mut Vec<u64>) -> Result<(), RewindError> {
+    pub(super) fn not_zero(
+        &self,
+        pages: Range<u64>,
+        into: &mut Vec<u64>,
+    ) -> Result<(), RewindError> {
         for page in pages {
             if !self.map.is_zero(page)? {
                 into.push(page);
@@ -79,61 +70,112 @@ impl<'a> StagedBlock<'a> {
 
     /// Adds those of the pages that are, or may be, something else in the checkpoint. A page that is made of deltas
     /// has no content id.
-    fn other_content(
+    pub(super) fn other_content(
         &self,
-        pages: Range<u64>,
+        pages: &[Page<'_>],
         hasher: &ContentHasher,
         into: &mut Vec<u64>,
     ) -> Result<(), RewindError> {
-        let bytes = self.read(pages.start, (pages.end - pages.start) as usize * PAGE)?;
-        let chunk: Vec<Page<'_>> = Page::consecutive(pages.start, &bytes).collect();
-        for (page, id) in pages.zip(hash_all(hasher, &chunk)) {
-            let wanted = self.map.whole_id(page)?;
-            if wanted != id || (id.is_none() && !self.map.is_zero(page)?) {
-                into.push(page);
+        for (page, id) in pages.iter().zip(hash_all(hasher, pages)) {
+            let wanted = self.map.whole_id(page.number)?;
+            if wanted != id || (id.is_none() && !self.map.is_zero(page.number)?) {
+                into.push(page.number);
             }
         }
         Ok(())
     }
 
-    /// Gathers the pages that differ and are not gathered yet; the guest may run. A page may be named twice: it must
-    /// not be exchanged twice, or it could not be put back.
+    /// Gathers the pages that differ from what is there and are not gathered yet; the guest may run. A page may be named
+    /// twice: it must not be exchanged twice, or it could not be put back.
     pub(super) fn gather(
         &mut self,
         pages: impl IntoIterator<Item = u64>,
         budget: &mut Budget,
+        there: There<'_>,
     ) -> Result<(), RewindError> {
         let mut wanted: Vec<u64> = pages.into_iter().collect();
-        wanted.retain(|&page| !self.gathered.get(page));
+        wanted.retain(|&page| !self.pages.get(page));
         wanted.sort_unstable();
         wanted.dedup();
         let found = Mutex::new((Vec::new(), budget));
         self.map.read_pages(wanted, threads(), &|first, bytes| {
-            let there = self.read(first, bytes.len())?;
+            let there = there(first, bytes.len())?;
             let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
             let (runs, budget) = &mut *found;
-            let both = there.chunks(PAGE).zip(bytes.chunks(PAGE));
-            for (page, (_, wanted)) in (first..).zip(both).filter(|(_, (a, b))| a != b) {
-                budget.take(PAGE)?;
-                append(runs, page, wanted);
+            for (at, (page, wanted)) in (first..).zip(bytes.chunks(PAGE)).enumerate() {
+                let is_same = |there: &Vec<u8>| there[at * PAGE..][..PAGE] == *wanted;
+                if !there.as_ref().is_some_and(is_same) {
+                    budget.take(PAGE)?;
+                    append(runs, page, wanted);
+                }
             }
             Ok::<(), RewindError>(())
         })?;
         let (runs, _) = found.into_inner().unwrap_or_else(PoisonError::into_inner);
         for run in &runs {
-            let end = run.first + run.bytes.len() as u64 / PAGE_BYTES;
-            self.gathered.set_range(run.first..end);
+            self.pages.set_range(run.pages());
         }
         self.runs.extend(runs);
         Ok(())
     }
+}
+
+/// One RAM block.
+pub(super) struct StagedBlock<'a> {
+    pub(super) block: &'a Block,
+    pub(super) gathered: Gathered<'a>,
+}
+
+impl<'a> StagedBlock<'a> {
+    pub(super) fn new(block: &'a Block, map: PageMap<'a>) -> StagedBlock<'a> {
+        StagedBlock {
+            block,
+            gathered: Gathered::new(map),
+        }
+    }
+
+    /// Gathers what differs, in all of the block. `populated` are the pages that may be other than zero.
+    pub(super) fn compare(
+        &mut self,
+        populated: &[Range<u64>],
+        hasher: &ContentHasher,
+        budget: &mut Budget,
+    ) -> Result<(), RewindError> {
+        let gathered = &self.gathered;
+        let mut candidates = Vec::new();
+        let mut next = 0;
+        for range in populated {
+            gathered.not_zero(next..range.start, &mut candidates)?;
+            for start in (range.start..range.end).step_by(CHUNK_PAGES as usize) {
+                let pages = range.end.min(start + CHUNK_PAGES) - start;
+                let bytes = read(self.block, start, pages as usize * PAGE)?;
+                let chunk: Vec<Page<'_>> = Page::consecutive(start, &bytes).collect();
+                gathered.other_content(&chunk, hasher, &mut candidates)?;
+            }
+            next = range.end;
+        }
+        gathered.not_zero(next..gathered.map.pages(), &mut candidates)?;
+        self.gather(candidates, budget)
+    }
+
+    /// Gathers the pages that differ and are not gathered yet.
+    pub(super) fn gather(
+        &mut self,
+        pages: impl IntoIterator<Item = u64>,
+        budget: &mut Budget,
+    ) -> Result<(), RewindError> {
+        let block = self.block;
+        let there = |first, bytes| Ok(Some(read(block, first, bytes)?));
+        self.gathered.gather(pages, budget, &there)
+    }
 
     /// Gathers all pages, whether they differ or not: QEMU will have overwritten them.
     pub(super) fn gather_all(&mut self) -> Result<(), RewindError> {
-        let pages: Vec<u64> = (0..self.map.pages()).collect();
-        self.runs = vec![Run {
+        let map = &self.gathered.map;
+        let pages: Vec<u64> = (0..map.pages()).collect();
+        self.gathered.runs = vec![Run {
             first: 0,
-            bytes: self.map.read_together(&pages)?,
+            bytes: map.read_together(&pages)?,
         }];
         Ok(())
     }
@@ -142,8 +184,9 @@ impl<'a> StagedBlock<'a> {
     /// that changed, and moves `from` to the first run that was not exchanged.
     pub(super) fn exchange(&mut self, from: &mut usize) -> Result<u64, RewindError> {
         let mut pages = 0;
-        let half = self.runs.len() / 2;
-        for run in self.runs.iter_mut().skip(*from) {
+        let runs = &mut self.gathered.runs;
+        let half = runs.len() / 2;
+        for run in runs.iter_mut().skip(*from) {
             if *from == half {
                 fault::at(Point::RewindExchange)?;
             }
@@ -161,7 +204,7 @@ impl<'a> StagedBlock<'a> {
 
     /// Puts back the old content of the first `exchanged` runs.
     pub(super) fn put_back(&mut self, exchanged: usize) -> Result<(), BlockError> {
-        for run in &self.runs[..exchanged] {
+        for run in &self.gathered.runs[..exchanged] {
             self.block.write(run.first, &run.bytes)?;
         }
         Ok(())
@@ -169,19 +212,19 @@ impl<'a> StagedBlock<'a> {
 
     /// The whole current content.
     pub(super) fn read_all(&self) -> Result<Vec<u8>, BlockError> {
-        self.read(0, self.map.pages() as usize * PAGE)
+        read(self.block, 0, self.gathered.map.pages() as usize * PAGE)
     }
+}
 
-    fn read(&self, first: u64, bytes: usize) -> Result<Vec<u8>, BlockError> {
-        let mut there = vec![0; bytes];
-        self.block.read_slowly(first, &mut there)?;
-        Ok(there)
-    }
+fn read(block: &Block, first: u64, bytes: usize) -> Result<Vec<u8>, BlockError> {
+    let mut there = vec![0; bytes];
+    block.read_slowly(first, &mut there)?;
+    Ok(there)
 }
 
 fn append(runs: &mut Vec<Run>, page: u64, bytes: &[u8]) {
     if let Some(last) = runs.last_mut()
-        && last.first + last.bytes.len() as u64 / PAGE_BYTES == page
+        && last.pages().end == page
     {
         last.bytes.extend_from_slice(bytes);
         return;

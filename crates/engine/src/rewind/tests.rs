@@ -63,6 +63,7 @@ fn report() -> RewindReport {
         suspended: false,
         compared: 0,
         written: 0,
+        disks: Vec::new(),
         downtime_us: RewindDowntime::default(),
         total_us: 0,
         clock: None,
@@ -210,6 +211,7 @@ fn exchange(
         ),
         staged,
         firmware,
+        disks: StagedDisks::default(),
         budget: Budget {
             taken_bytes: 0,
             limit_bytes: options.copy_buffer_bytes,

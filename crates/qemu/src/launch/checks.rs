@@ -91,21 +91,31 @@ pub(super) fn strangers(arguments: &[String], disks: &[Disk]) -> Vec<LaunchError
         .collect()
 }
 
+/// The disks of a running VM that are not compared with those of a record.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Unchecked<'d> {
+    /// All: the user wants them as they are.
+    All,
+    /// Those of these devices, which get the content that they had.
+    Devices(Vec<&'d str>),
+}
+
 /// The disks of a VM that runs must be those that were recorded, unchanged.
 pub(super) fn running_disks(
     then: &VmRecord,
     now: &VmRecord,
-    as_they_are: bool,
+    unchecked: &Unchecked<'_>,
 ) -> Result<(), LaunchError> {
-    if as_they_are {
+    let Unchecked::Devices(unchecked) = unchecked else {
         return Ok(());
-    }
+    };
     let find = |disk: &Disk| {
         let mut disks = now.disks.iter();
         disks.find(|other| (&other.device, &other.path) == (&disk.device, &disk.path))
     };
     // The content of flash memory is in the checkpoint.
-    let checked = |disk: &&Disk| !disk.flash && !disk.unchecked;
+    let checked =
+        |disk: &&Disk| !disk.flash && !disk.unchecked && !unchecked.contains(&&*disk.device);
     for disk in then.disks.iter().filter(checked) {
         let gone = || changed(disk, "is not a disk of this VM any more");
         let there = find(disk).ok_or_else(gone)?;

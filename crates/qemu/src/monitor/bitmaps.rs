@@ -22,15 +22,28 @@ impl Monitor {
     /// # Errors
     /// QEMU refuses it, and none is there.
     pub fn add_bitmaps(&mut self, disks: &[DiskDevice], name: &str) -> Result<(), MonitorError> {
-        let add = |disk: &DiskDevice| {
-            let granularity = match disk.bytes > LONG_BYTES {
-                true => GRANULARITY_BYTES_LONG,
-                false => GRANULARITY_BYTES,
-            };
-            let data = json!({ "node": disk.node, "name": name, "granularity": granularity });
-            json!({ "type": "block-dirty-bitmap-add", "data": data })
-        };
-        self.transaction(disks.iter().map(add).collect())
+        self.transaction(disks.iter().map(|disk| addition(disk, name)).collect())
+    }
+
+    /// Freezes what one bitmap of a disk has recorded, and begins to record in another: each write is in one of them.
+    ///
+    /// # Errors
+    /// QEMU refuses it, and all is as it was.
+    pub fn exchange_bitmap(
+        &mut self,
+        disk: &DiskDevice,
+        old: &str,
+        new: &str,
+    ) -> Result<(), MonitorError> {
+        self.transaction(vec![addition(disk, new), freezing(&disk.node, old)])
+    }
+
+    /// Freezes what a bitmap of a disk has recorded.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn freeze_bitmap(&mut self, disk: &DiskDevice, name: &str) -> Result<(), MonitorError> {
+        self.transaction(vec![freezing(&disk.node, name)])
     }
 
     /// Adds what one bitmap of each disk has recorded to another: nothing that was written is lost.
@@ -55,6 +68,21 @@ impl Monitor {
     /// # Errors
     /// QEMU refuses it.
     pub fn remove_bitmaps(&mut self, except: Option<&str>) -> Result<(), MonitorError> {
+        for (node, name) in self.bitmaps()? {
+            if name.starts_with(PREFIX) && Some(&*name) != except {
+                let arguments = json!({ "node": node, "name": name });
+                self.client
+                    .execute("block-dirty-bitmap-remove", arguments)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// All bitmaps, each with the node of its image before it.
+    ///
+    /// # Errors
+    /// QEMU fails the query.
+    pub(super) fn bitmaps(&mut self) -> Result<Vec<(String, String)>, MonitorError> {
         #[derive(Deserialize)]
         struct Node {
             #[serde(rename = "node-name", default)]
@@ -68,16 +96,11 @@ impl Monitor {
             name: String,
         }
         let nodes: Vec<Node> = self.run("query-named-block-nodes", json!({ "flat": true }))?;
-        let bitmaps = nodes.iter().flat_map(|node| {
-            let ours = node.bitmaps.iter().map(|bitmap| &*bitmap.name);
-            let ours = ours.filter(|name| name.starts_with(PREFIX) && Some(*name) != except);
-            ours.map(|name| json!({ "node": node.name, "name": name }))
+        let bitmaps = nodes.into_iter().flat_map(|node| {
+            let names = node.bitmaps.into_iter().map(|bitmap| bitmap.name);
+            names.map(move |name| (node.name.clone(), name))
         });
-        for arguments in bitmaps.collect::<Vec<Value>>() {
-            self.client
-                .execute("block-dirty-bitmap-remove", arguments)?;
-        }
-        Ok(())
+        Ok(bitmaps.collect())
     }
 
     /// The commands that remove these bitmaps, for a process that has only a connection.
@@ -96,4 +119,18 @@ impl Monitor {
             .execute("transaction", json!({ "actions": actions }))?;
         Ok(())
     }
+}
+
+fn addition(disk: &DiskDevice, name: &str) -> Value {
+    let granularity = match disk.bytes > LONG_BYTES {
+        true => GRANULARITY_BYTES_LONG,
+        false => GRANULARITY_BYTES,
+    };
+    let data = json!({ "node": disk.node, "name": name, "granularity": granularity });
+    json!({ "type": "block-dirty-bitmap-add", "data": data })
+}
+
+pub(super) fn freezing(node: &str, name: &str) -> Value {
+    let bitmap = json!({ "node": node, "name": name });
+    json!({ "type": "block-dirty-bitmap-disable", "data": bitmap })
 }

@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 use super::host_files::{FileIdentity, HostView, OpenFiles};
 use super::{Monitor, MonitorError, typed, unexpected};
 
-/// How the names of all nodes and exports of snapshots ([`super::snapshots`]) begin. QEMU's limit is 31 bytes.
+/// How the names of all nodes and exports of snapshots ([`super::snapshots`]) and of images that are written for a rewind
+/// ([`super::rewound`]) begin. QEMU's limit is 31 bytes.
 pub(super) const SNAPSHOT_PREFIX: &str = "stillframe-";
 
 /// QEMU's block drivers that open a file or device of the host.
@@ -247,10 +248,10 @@ fn gather(
     disks
 }
 
-/// Whether a node or an export is part of a snapshot: other nodes of ours begin alike.
+/// Whether a node or an export is of a snapshot or a rewind: other nodes of ours begin alike.
 pub(super) fn is_of_snapshot(name: &str) -> bool {
     let kind = name.strip_prefix(SNAPSHOT_PREFIX);
-    let kinds = ["filter-", "memory-", "view-"];
+    let kinds = ["filter-", "memory-", "view-", "empty-", "keeper-", "image-"];
     kind.is_some_and(|kind| kinds.iter().any(|begin| kind.starts_with(begin)))
 }
 

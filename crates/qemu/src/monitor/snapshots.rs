@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::bitmaps::freezing;
 use super::disks::{DiskDevice, Drive, SNAPSHOT_PREFIX as PREFIX, is_of_snapshot};
 use super::{Monitor, MonitorError, StateFile, unexpected};
 use crate::qmp::{QmpError, Ticket};
@@ -214,8 +215,7 @@ impl Monitor {
     pub fn freeze_bitmaps(&mut self, snapshots: &[DiskSnapshot]) -> Result<(), MonitorError> {
         let bitmaps = snapshots.iter().filter_map(|snapshot| {
             let since = snapshot.since.as_ref()?;
-            let bitmap = json!({ "node": snapshot.disk.node, "name": since });
-            Some(json!({ "type": "block-dirty-bitmap-disable", "data": bitmap }))
+            Some(freezing(&snapshot.disk.node, since))
         });
         let actions: Vec<Value> = bitmaps.collect();
         if !actions.is_empty() {
@@ -245,7 +245,7 @@ impl Monitor {
         Ok(())
     }
 
-    /// Takes away all exports, views, filters and memory of snapshots, whatever is there of them, also those of an engine that
+    /// Takes away all exports, views, filters, memory and empty nodes, whatever is there of them, also those of an engine that
     /// died: each device gets its image back. `serving`: QEMU's NBD server was started for them, and ends, unless it has other
     /// exports by now.
     ///
@@ -275,7 +275,7 @@ impl Monitor {
         for memory in of_kind("memory") {
             self.remove_node(&memory)?;
         }
-        Ok(())
+        self.end_empty(&ours)
     }
 
     /// Gives each device its image back, and removes the filters.
@@ -317,7 +317,7 @@ impl Monitor {
     }
 
     /// The names of all exports.
-    fn exports(&mut self) -> Result<Vec<String>, MonitorError> {
+    pub(super) fn exports(&mut self) -> Result<Vec<String>, MonitorError> {
         #[derive(Deserialize)]
         struct Export {
             id: String,
@@ -356,7 +356,7 @@ impl Monitor {
     }
 
     /// The node that a filter passes requests on to.
-    fn image_below(&mut self, filter: &str) -> Result<String, MonitorError> {
+    pub(super) fn image_below(&mut self, filter: &str) -> Result<String, MonitorError> {
         const GRAPH: &str = "x-debug-query-block-graph";
         #[derive(Deserialize)]
         struct Graph {
@@ -388,7 +388,7 @@ impl Monitor {
     }
 }
 
-fn set_drive(path: &str, node: &str) -> (&'static str, Value) {
+pub(super) fn set_drive(path: &str, node: &str) -> (&'static str, Value) {
     let arguments = json!({ "path": path, "property": "drive", "value": node });
     ("qom-set", arguments)
 }

@@ -22,13 +22,13 @@ pub struct RewindArgs {
     /// How the guest continues.
     #[command(flatten)]
     pub guest: GuestArgs,
-    /// Rewind although a disk has changed since the checkpoint; this may damage the data on it
+    /// Leave all disks as they are, also those that the checkpoint holds, and rewind although one has changed since; this may damage the data on it [default: disks that the checkpoint holds go back, too]
     #[arg(long)]
     pub disks_as_they_are: bool,
     /// Give up, and change nothing, if the checks in the pause take longer than this
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "3s")]
     pub pause_limit: Duration,
-    /// Upper bound on copies of guest memory; fail if more of it differs from the checkpoint
+    /// Upper bound on copies of memory and disks; fail if more of them differs from the checkpoint
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_copy_buffer, default_value = "1G")]
     pub copy_buffer: u64,
     /// How the repository is locked.

@@ -58,7 +58,7 @@ pub fn run(context: &Context, args: &RewindArgs) -> anyhow::Result<()> {
 
 fn words(report: &RewindReport) -> String {
     let downtime = &report.downtime_us;
-    let line = format!(
+    let mut line = format!(
         "rewound process {} to {} of {} in {}: {} of {} written; paused {}",
         report.pid,
         short(&report.checkpoint),
@@ -68,6 +68,10 @@ fn words(report: &RewindReport) -> String {
         table::count(report.compared, "page"),
         durations::human_us(downtime.total),
     );
+    for disk in &report.disks {
+        let pages = table::count(disk.written, "page");
+        line += &format!("; disk {}: {pages} written", printable(&disk.device));
+    }
     line + &state_words(
         report.verify.as_ref(),
         report.clock.as_ref(),
@@ -79,7 +83,7 @@ fn words(report: &RewindReport) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use stillframe_engine::rewind::RewindDowntime;
+    use stillframe_engine::rewind::{DiskRewound, RewindDowntime};
 
     #[test]
     fn written_and_compared_pages_are_reported() {
@@ -91,6 +95,10 @@ mod tests {
             suspended: false,
             compared: 4096,
             written: 1,
+            disks: vec![DiskRewound {
+                device: "virtio0".to_owned(),
+                written: 2,
+            }],
             downtime_us: RewindDowntime {
                 total: 24_000,
                 ..RewindDowntime::default()
@@ -101,7 +109,7 @@ mod tests {
         };
         assert_eq!(
             words(&report),
-            "rewound process 4711 to 1a2b3c4d of vm1 in 800 ms: 1 page of 4096 pages written; paused 24 ms; the guest is paused, `cont` on the monitor resumes it"
+            "rewound process 4711 to 1a2b3c4d of vm1 in 800 ms: 1 page of 4096 pages written; paused 24 ms; disk virtio0: 2 pages written; the guest is paused, `cont` on the monitor resumes it"
         );
     }
 }

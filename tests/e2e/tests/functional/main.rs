@@ -20,6 +20,7 @@ mod rehearsal;
 mod restore;
 mod restored_disks;
 mod rewind;
+mod rewound_disks;
 mod seeding;
 mod shape;
 mod stats;
