@@ -53,6 +53,8 @@ pub enum Bench {
     DiskExactness,
     /// 200 `kill -9` of the engine while a checkpoint has its filters in QEMU (about 25 minutes)
     DiskKills,
+    /// 60 rewinds with disks, every third after one that was killed, and 28 clones with disks (about 20 minutes)
+    DiskReturns,
     /// 50 checkpoints with the disk of a database that commits, restored, and the disk alone recovered (about 15 minutes)
     Databases,
     /// Time of a lazy and an eager restore, 1 to 8 GiB, against QEMU (about 20 minutes)
@@ -122,6 +124,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         | Bench::Clones => run(prepared(workspace, BENCHES)?.arg(name).args(more)),
         Bench::Exactness
         | Bench::Kill
+        | Bench::DiskReturns
         | Bench::Torture
         | Bench::ToAndFro
         | Bench::Flips

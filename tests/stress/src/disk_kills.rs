@@ -56,7 +56,7 @@ pub struct Kills {
 }
 
 /// The block graph of QEMU: what is below what, and the bitmaps, without numbers that change.
-fn graph(monitor: &mut Qmp) -> Result<BTreeSet<String>> {
+pub(crate) fn graph(monitor: &mut Qmp) -> Result<BTreeSet<String>> {
     let graph = monitor.execute("x-debug-query-block-graph", json!({}))?;
     let nodes = graph["nodes"].as_array().context("no nodes")?;
     let name = |id: &Value| {

@@ -22,6 +22,7 @@ use stillframe_harness::random::Random;
 use stillframe_harness::restored::Restored;
 use stillframe_harness::results::{self, Claim, Goal};
 use stillframe_harness::running::{PATIENCE, Running};
+use stillframe_harness::serial::Serial;
 
 const COMMAND: &str = "cargo xtask bench disk-exactness";
 /// MiB of each disk.
@@ -238,6 +239,24 @@ impl Scene {
         self.guest.serial.wait_more(1, PATIENCE).map(drop)
     }
 
+    /// The guest with this serial port, which has said nothing before, goes on, and finds all of each disk as it must be.
+    pub(crate) fn finds_all(&self, serial: &Serial) -> Result<()> {
+        serial.wait_more(2, PATIENCE)?;
+        for number in 0..self.machine.disks {
+            let name = self.machine.in_guest(number);
+            serial.wait_for(&format!("disk {name} checked"), PATIENCE)?;
+        }
+        serial.ticks()?;
+        let text = serial.text();
+        ensure!(!text.contains("CORRUPT"), "{}", last_lines(&text));
+        Ok(())
+    }
+
+    /// A place for a file.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
     /// Raw copies of the images; QEMU has them open, and does not write.
     fn copy_images(&self) -> Result<Vec<PathBuf>> {
         let mut copies = Vec::new();
@@ -251,6 +270,22 @@ impl Scene {
             copies.push(copy);
         }
         Ok(copies)
+    }
+
+    /// Compares the images, of a VM that is paused, with a checkpoint.
+    pub(crate) fn compare_images(&self, id: &str, compared: &mut Compared) -> Result<()> {
+        let line = ["show", id];
+        let shown = self.stillframe.json(&line)?;
+        let disks = shown["disks"].as_array().context("no disks")?;
+        let devices: Vec<&Value> = disks.iter().map(|disk| &disk["table"]["name"]).collect();
+        let copies = self.copy_images()?;
+        ensure!(devices.len() == copies.len(), "{disks:?}");
+        for (device, copy) in devices.iter().zip(&copies) {
+            let device = device.as_str().context("no device")?;
+            self.compare(id, device, copy, compared)?;
+            fs::remove_file(copy)?;
+        }
+        Ok(())
     }
 
     fn compare(&self, id: &str, device: &str, copy: &Path, compared: &mut Compared) -> Result<()> {
@@ -273,14 +308,7 @@ impl Scene {
         let folder = self.folder.path().join("restored");
         let words = format!("--disks=new={}", folder.display());
         let restored = Restored::start(&self.stillframe, id, self.folder.path(), &[&words, more])?;
-        restored.serial.wait_more(2, PATIENCE)?;
-        for number in 0..self.machine.disks {
-            let name = self.machine.in_guest(number);
-            restored
-                .serial
-                .wait_for(&format!("disk {name} checked"), PATIENCE)?;
-        }
-        restored.serial.ticks()?;
+        self.finds_all(&restored.serial)?;
         // It ends by `quit`: one that is killed leaves clusters that are not used.
         drop(restored);
         for image in fs::read_dir(&folder)? {

@@ -2,6 +2,7 @@
 
 pub mod databases;
 pub mod disk_kills;
+pub mod disk_returns;
 pub mod disks;
 pub mod exactness;
 pub mod flips;

@@ -3,8 +3,8 @@
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use stillframe_stress::{
-    databases, disk_kills, disks, exactness, flips, hotplug, kill, matrix, migrate, others,
-    restore_exact, restore_kill, soak, to_and_fro, torture,
+    databases, disk_kills, disk_returns, disks, exactness, flips, hotplug, kill, matrix, migrate,
+    others, restore_exact, restore_kill, soak, to_and_fro, torture,
 };
 
 #[derive(Parser)]
@@ -82,6 +82,18 @@ enum What {
         #[arg(long, default_value_t = 200)]
         kills: u64,
         /// Of the random moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// Rewinds with disks, some after one that was killed, and clones with disks.
+    DiskReturns {
+        /// Rewinds, over all machines.
+        #[arg(long, default_value_t = 60)]
+        rewinds: u64,
+        /// Clones, over all machines.
+        #[arg(long, default_value_t = 28)]
+        clones: u64,
+        /// Of the random moments and checkpoints.
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
@@ -179,6 +191,11 @@ fn main() -> Result<()> {
         What::RestoreExact { rounds, seed } => restore_exact::run(rounds, seed),
         What::DiskExactness { checkpoints, seed } => disks::run(checkpoints, seed),
         What::DiskKills { kills, seed } => disk_kills::run(kills, seed),
+        What::DiskReturns {
+            rewinds,
+            clones,
+            seed,
+        } => disk_returns::run(rewinds, clones, seed),
         What::Databases { checkpoints } => databases::run(checkpoints),
         What::RestoreKill { kills, seed } => restore_kill::run(kills, seed),
         What::Matrix { point } => matrix::run(point.as_deref()),

@@ -11,6 +11,7 @@ use stillframe_harness::random::Random;
 use stillframe_harness::running::PATIENCE;
 use stillframe_stress::databases;
 use stillframe_stress::disk_kills::{self, Kills};
+use stillframe_stress::disk_returns::{self, Returns};
 use stillframe_stress::disks::{Bus, Compared, Machine, one_machine};
 use stillframe_stress::exactness::Mode;
 use stillframe_stress::migrate;
@@ -214,6 +215,21 @@ fn kills_with_filters_in_place() -> Result<()> {
     let machine = Machine::new(Bus::Virtio, "qcow2", 2);
     disk_kills::one_machine(machine, 6, &mut Random::new(6), &mut kills)?;
     ensure!(kills.kills == 6 && kills.wrong.is_empty(), "{kills:?}");
+    Ok(())
+}
+
+/// Rewinds with disks, one after a rewind that was killed, and a clone with its disks.
+#[test]
+fn disks_return_with_their_vm() -> Result<()> {
+    let mut returns = Returns::default();
+    let machine = Machine::new(Bus::Virtio, "qcow2", 2);
+    let counts = (4, 1);
+    disk_returns::one_machine(machine, counts, &mut Random::new(7), &mut returns)?;
+    ensure!(
+        returns.rewinds == 4 && returns.killed == 1 && returns.clones == 1,
+        "{returns:?}"
+    );
+    ensure!(returns.wrong.is_empty(), "{returns:?}");
     Ok(())
 }
 
