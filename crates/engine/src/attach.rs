@@ -242,7 +242,8 @@ impl Vm {
         let (tracker, user_mode_only) = track(&target, &guardian, &ram, schedule)?;
         monitor.take_back_leftovers()?;
         monitor.end_snapshots(true)?;
-        monitor.remove_bitmaps(None)?;
+        let left = monitor.left_bitmaps()?;
+        monitor.remove_bitmaps(&left)?;
         let shared = tracker.blocks().iter().any(|one| one.block.is_shared());
         let discards = match shared {
             true => suitability::check_shared_copy_on_write(&mut monitor),
@@ -275,7 +276,7 @@ impl Vm {
             cautions,
             pause_pages_last: 0,
             bursts: Bursts::default(),
-            disks: DiskHistory::default(),
+            disks: DiskHistory::with_left(left),
             disks_left: None,
             inhibitor: None,
         })

@@ -21,6 +21,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+pub use bitmaps::DiskBitmap;
 pub use cpu::FeatureWord;
 pub(crate) use cpu::missing as missing_features;
 pub(crate) use devices::{BlockNode, DeviceProperty};

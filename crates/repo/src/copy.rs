@@ -190,6 +190,7 @@ fn copy_pages(
         .zip(disks)
         .map(|(disk, table)| DiskTable {
             bytes: disk.bytes,
+            bitmap: disk.bitmap.clone(),
             table,
         });
     Ok((copied, disks.collect()))

@@ -81,6 +81,11 @@ impl<'a> Writer<'a> {
         self.repository.has_manifest(id)
     }
 
+    /// All checkpoints ([`Repository::manifests`]). None of them can be removed while this writer exists.
+    pub fn manifests(&self) -> Result<Vec<(CheckpointId, Manifest)>, RepoError> {
+        self.repository.manifests()
+    }
+
     /// Whether a blob is in the repository or was put by this writer.
     pub fn contains(&self, id: &ContentId) -> bool {
         self.fresh.find(id).is_some() || self.repository.index.contains(id)

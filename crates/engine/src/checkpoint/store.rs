@@ -49,6 +49,8 @@ pub(super) struct Transaction<'r> {
     pub(super) parent: Option<Parent>,
     pub(super) stream: PageStream,
     pub(super) missing_packs: Vec<String>,
+    /// What the last checkpoint has of the disks, or one that an earlier engine took and QEMU knows what was written since.
+    pub(super) disks_before: Vec<DiskTable>,
     /// Deltas against the parent may be made: each page comes once.
     pub(super) deltas: bool,
     pub(super) tags: Tags,
@@ -110,6 +112,7 @@ impl CheckpointWriter {
             missing_packs: writer.missing_packs(),
             sink: RepositoryPages::first(writer, blocks, options.dedup),
             stream: PageStream::new(blocks),
+            disks_before: Vec::new(),
             parent: None,
             deltas: false,
             tags: options.tags.clone(),
@@ -146,6 +149,7 @@ impl CheckpointWriter {
         Ok(Transaction {
             sink: RepositoryPages::after(writer, &parent.tables, options.dedup),
             stream: PageStream::new(blocks),
+            disks_before: parent.disks.clone(),
             parent: Some(parent),
             missing_packs,
             deltas: false,
@@ -225,8 +229,7 @@ impl CheckpointWriter {
             let shape = [view.shape()];
             match view.is_increment() {
                 true => {
-                    let parent = transaction.parent.as_ref();
-                    let mut tables = parent.into_iter().flat_map(|parent| &parent.disks);
+                    let mut tables = transaction.disks_before.iter();
                     let before = tables.find(|disk| {
                         disk.table.name == shape[0].name && disk.bytes == view.bytes()
                     });
@@ -253,7 +256,11 @@ impl CheckpointWriter {
             done += shape[0].pages;
             let bytes = view.bytes();
             let finished = transaction.sink.finish(&shape)?.into_iter();
-            tables.extend(finished.map(|table| DiskTable { bytes, table }));
+            tables.extend(finished.map(|table| DiskTable {
+                bytes,
+                bitmap: Some(view.bitmap().to_owned()),
+                table,
+            }));
             stored.push(StoredDisk {
                 device: view.device().to_owned(),
                 bytes,

@@ -42,6 +42,12 @@ impl Vm {
             Iteration::Bulk => CheckpointWriter::begin_first(writer, &blocks, options),
         };
         transaction.pages_may_come_twice(&blocks);
+        // The writer's lock keeps that checkpoint from being pruned. What the repository has lost it may need.
+        if first == Iteration::Bulk && self.disks.has_left() && transaction.missing_packs.is_empty()
+        {
+            let manifests = transaction.sink.writer.manifests()?;
+            transaction.disks_before = self.disks.go_on(&manifests);
+        }
         let captured =
             self.stream_and_capture(first, checkpoints, &mut transaction, options, progress);
         let mut captured = captured.inspect_err(|_| self.tracker.rolled_back())?;

@@ -32,6 +32,8 @@ pub struct DiskChoice {
     pub others: DiskMode,
     /// Of these, by drive or device.
     pub each: Vec<(String, DiskMode)>,
+    /// QEMU goes on to record what is written when the engine ends, for the next one.
+    pub keep_bitmaps: bool,
 }
 
 /// A disk that the guest can write to, and whose content is not in the checkpoint because it cannot be captured (`auto`).
@@ -188,6 +190,7 @@ mod tests {
         let choice = DiskChoice {
             others,
             each: vec![("b".to_owned(), own)],
+            keep_bitmaps: false,
         };
         let all = vec![disk("a", 4096), disk("b", bytes)];
         let divided = choice.division(all, io_threads)?;
@@ -242,6 +245,7 @@ mod tests {
                 .iter()
                 .map(|&(name, mode)| (name.to_owned(), mode))
                 .collect(),
+            keep_bitmaps: false,
         };
         let error = choice(DiskMode::Capture, &[]).division(Vec::new(), false);
         assert!(matches!(error, Err(DisksError::NoDisk)));

@@ -9,20 +9,31 @@
 //!
 //! A bitmap begins a little before the pause of one checkpoint and ends a little after that of the next. So it has more than
 //! was written between them, and nothing is lost. If a checkpoint is given up, its bitmap is merged into the next one.
+//!
+//! A checkpoint names the bitmaps that began with it. Where the user wants it, the last ones stay in QEMU when the engine
+//! ends: an engine that comes back finds them, and the checkpoint, and goes on from there.
 
+use serde_json::Value;
 use stillframe_qemu::monitor::{
-    DiskDevice, DiskSnapshot, EndCommands, Monitor, MonitorError, SnapshotNumber,
+    DiskBitmap, DiskDevice, DiskSnapshot, EndCommands, Monitor, MonitorError, SnapshotNumber,
 };
+use stillframe_repo::{CheckpointId, DiskTable, Manifest};
 
 use super::choice::Divided;
 use super::{DiskChoice, DiskSnapshots, DisksError, LeftDisk};
 use crate::guardian::{Guardian, OnDisconnect};
 
-/// One bitmap a disk, all of one name.
+/// Bitmaps, one a disk, and whether a checkpoint names them.
 #[derive(Debug)]
 struct Recording {
-    bitmap: String,
-    disks: Vec<DiskDevice>,
+    bitmaps: Vec<DiskBitmap>,
+    is_named: bool,
+}
+
+impl Recording {
+    fn is_of(&self, disks: &[DiskDevice]) -> bool {
+        self.bitmaps.iter().map(|bitmap| &bitmap.disk).eq(disks)
+    }
 }
 
 /// The bitmaps of one attachment.
@@ -32,11 +43,41 @@ pub struct DiskHistory {
     since: Option<Recording>,
     /// What was written since the pause of a checkpoint that is not.
     next: Option<Recording>,
-    /// Bitmaps so far, for their names.
-    number: u64,
+    /// Those that an earlier attachment has left.
+    left: Vec<DiskBitmap>,
+    /// The last ones stay in QEMU.
+    keep: bool,
 }
 
 impl DiskHistory {
+    /// `left`: the bitmaps that are there, which stay until a checkpoint is taken.
+    pub fn with_left(left: Vec<DiskBitmap>) -> DiskHistory {
+        DiskHistory {
+            left,
+            ..DiskHistory::default()
+        }
+    }
+
+    /// Whether an earlier attachment has left bitmaps.
+    pub fn has_left(&self) -> bool {
+        !self.left.is_empty()
+    }
+
+    /// Goes on with the bitmaps that were left, if one of these checkpoints names them. Returns what that checkpoint, the last one
+    /// of them, has of the disks.
+    pub fn go_on(&mut self, manifests: &[(CheckpointId, Manifest)]) -> Vec<DiskTable> {
+        let checkpoints = manifests.iter();
+        let checkpoints = checkpoints.map(|(_, manifest)| (manifest.time, &manifest.disks[..]));
+        let Some((tables, bitmaps)) = named(&self.left, checkpoints) else {
+            return Vec::new();
+        };
+        self.since = Some(Recording {
+            bitmaps,
+            is_named: true,
+        });
+        tables
+    }
+
     /// Makes snapshots of the chosen disks ready for a pause: of what was written since the last checkpoint, if that is known of
     /// all of them. What an earlier attempt has left is settled as given up. Returns also the disks that are left out because
     /// they cannot be captured.
@@ -50,6 +91,11 @@ impl DiskHistory {
         guardian: &Guardian,
     ) -> Result<(Option<DiskSnapshots>, Vec<LeftDisk>), DisksError> {
         self.settle(monitor, guardian, false)?;
+        self.keep = choice.keep_bitmaps;
+        if self.has_left() {
+            self.left.clear();
+            monitor.remove_bitmaps(self.since_bitmaps())?;
+        }
         let Divided {
             captured,
             mut left,
@@ -78,30 +124,27 @@ impl DiskHistory {
         guardian: &Guardian,
     ) -> Result<DiskSnapshots, DisksError> {
         // A disk that was plugged in or resized is not known.
-        self.since.take_if(|since| since.disks != disks);
-        self.number += 1;
-        let bitmap = format!("stillframe-{}-{}", std::process::id(), self.number);
-        let since = self.since.as_ref().map(|since| since.bitmap.clone());
-        let snapshots = disks.iter().enumerate().map(|(number, disk)| DiskSnapshot {
+        self.since.take_if(|since| !since.is_of(disks));
+        let next = DiskBitmap::since(disks, getrandom::u64().map_err(DisksError::Random)?);
+        let mut since = self.since_bitmaps().iter();
+        let snapshots = next.iter().enumerate().map(|(number, next)| DiskSnapshot {
             number: SnapshotNumber(number),
-            disk: disk.clone(),
-            since: since.clone(),
+            disk: next.disk.clone(),
+            since: since.next().map(|since| since.name.clone()),
+            next: next.name.clone(),
         });
         let snapshots: Vec<DiskSnapshot> = snapshots.collect();
-        let bitmaps = [Some(&*bitmap), since.as_deref()];
-        let bitmaps: Vec<&str> = bitmaps.into_iter().flatten().collect();
         let announce = |snapshots: &[DiskSnapshot], serving| {
             let mut commands = EndCommands::of(snapshots, serving);
-            let forget = Monitor::commands_to_forget(disks, &bitmaps);
-            commands.last.extend(forget);
+            commands.last.extend(self.commands_to_end(&next));
             guardian.on_disconnect(OnDisconnect::EndSnapshots(commands))
         };
         announce(&snapshots, false)?;
-        monitor.add_bitmaps(disks, &bitmap)?;
+        monitor.add_bitmaps(&next)?;
         let begun = DiskSnapshots::begin(snapshots, monitor, &announce);
         self.next = Some(Recording {
-            bitmap: bitmap.clone(),
-            disks: disks.to_vec(),
+            bitmaps: next,
+            is_named: false,
         });
         begun.inspect_err(|_| {
             // The error that led here is the one to report.
@@ -119,31 +162,32 @@ impl DiskHistory {
         guardian: &Guardian,
         stored: bool,
     ) -> Result<(), MonitorError> {
-        let Some(next) = self.next.take() else {
+        let Some(mut next) = self.next.take() else {
             return Ok(());
         };
         let since = self.since.take();
         monitor.end_snapshots(true)?;
+        next.is_named = stored;
         self.since = match (stored, since) {
             (true, _) => Some(next),
             (false, Some(since)) => {
-                monitor.merge_bitmaps(&next.disks, &since.bitmap, &next.bitmap)?;
+                monitor.merge_bitmaps(&since.bitmaps, &next.bitmaps)?;
                 Some(next)
             }
             (false, None) => None,
         };
-        monitor.remove_bitmaps(self.bitmap())?;
-        let commands = self.since.as_ref().map(|since| {
-            let bitmaps = [&*since.bitmap];
-            EndCommands {
-                last: Monitor::commands_to_forget(&since.disks, &bitmaps),
-                ..EndCommands::default()
-            }
-        });
+        monitor.remove_bitmaps(self.since_bitmaps())?;
+        let commands = match (self.keep, &self.since) {
+            (false, Some(since)) => Monitor::commands_to_forget(&since.bitmaps),
+            (true, _) | (false, None) => Vec::new(),
+        };
         // That it does not answer shows before the next pause.
-        let _ = guardian.on_disconnect(match commands {
-            Some(commands) => OnDisconnect::EndSnapshots(commands),
-            None => OnDisconnect::Nothing,
+        let _ = guardian.on_disconnect(match commands.is_empty() {
+            true => OnDisconnect::Nothing,
+            false => OnDisconnect::EndSnapshots(EndCommands {
+                last: commands,
+                ..EndCommands::default()
+            }),
         });
         Ok(())
     }
@@ -158,19 +202,127 @@ impl DiskHistory {
         self.since = None;
     }
 
-    /// Takes all away.
+    /// Takes all away, but for what the user wants to stay: the bitmaps of a durable checkpoint, or those that were there
+    /// before if none was taken.
     ///
     /// # Errors
     /// QEMU refuses it.
     pub fn end(&mut self, monitor: &mut Monitor, guardian: &Guardian) -> Result<(), MonitorError> {
         let settled = self.settle(monitor, guardian, false);
         match self.since.take() {
-            Some(_) => settled.and(monitor.remove_bitmaps(None)),
+            Some(since) if self.keep && since.is_named => settled,
+            Some(_) => settled.and(monitor.remove_bitmaps(&self.left)),
             None => settled,
         }
     }
 
-    fn bitmap(&self) -> Option<&str> {
-        self.since.as_ref().map(|since| &*since.bitmap)
+    /// The commands for the bitmaps if the engine dies before the checkpoint is settled that `next` begins with.
+    fn commands_to_end(&self, next: &[DiskBitmap]) -> Vec<(String, Value)> {
+        let since = self.since_bitmaps();
+        match &self.since {
+            Some(Recording { is_named: true, .. }) if self.keep => {
+                vec![Monitor::command_to_take_back(since, next)]
+            }
+            _ => Monitor::commands_to_forget(next.iter().chain(since)),
+        }
+    }
+
+    fn since_bitmaps(&self) -> &[DiskBitmap] {
+        self.since.as_ref().map_or(&[], |since| &since.bitmaps)
+    }
+}
+
+/// The last of these checkpoints that names some of the bitmaps: what it has of their disks, and the bitmaps.
+fn named<'m, T: Ord>(
+    left: &[DiskBitmap],
+    checkpoints: impl Iterator<Item = (T, &'m [DiskTable])>,
+) -> Option<(Vec<DiskTable>, Vec<DiskBitmap>)> {
+    let found = checkpoints.filter_map(|(time, tables)| {
+        let both = left.iter().filter_map(|bitmap| {
+            let mut tables = tables.iter();
+            let table = tables.find(|table| {
+                table.bitmap.as_ref() == Some(&bitmap.name)
+                    && table.table.name == bitmap.disk.device
+                    && table.bytes == bitmap.disk.bytes
+            })?;
+            Some((table.clone(), bitmap.clone()))
+        });
+        let both: (Vec<DiskTable>, Vec<DiskBitmap>) = both.unzip();
+        (!both.0.is_empty()).then_some((time, both))
+    });
+    let last = found.max_by(|(one, _), (other, _)| one.cmp(other));
+    last.map(|(_, both)| both)
+}
+
+#[cfg(test)]
+mod tests {
+    use stillframe_page::hash::ContentId;
+    use stillframe_repo::BlockTable;
+
+    use super::*;
+
+    fn bitmap(device: &str, name: &str) -> DiskBitmap {
+        DiskBitmap {
+            disk: DiskDevice {
+                device: device.to_owned(),
+                node: "n".to_owned(),
+                path: "/d".to_owned(),
+                bytes: 8192,
+            },
+            name: name.to_owned(),
+        }
+    }
+
+    fn table(device: &str, bitmap: &str, bytes: u64) -> DiskTable {
+        DiskTable {
+            bytes,
+            bitmap: (!bitmap.is_empty()).then(|| bitmap.to_owned()),
+            table: BlockTable {
+                name: device.to_owned(),
+                page_bytes: 4096,
+                pages: bytes / 4096,
+                root: ContentId([0; 32]),
+                layers: Vec::new(),
+            },
+        }
+    }
+
+    #[test]
+    fn the_last_checkpoint_that_names_a_bitmap_is_gone_on_from() {
+        let left = [bitmap("a", "s-1"), bitmap("b", "s-2")];
+        let of = |checkpoints: &[(u8, Vec<DiskTable>)]| {
+            let checkpoints = checkpoints.iter();
+            let found = named(
+                &left,
+                checkpoints.map(|(time, tables)| (*time, &tables[..])),
+            );
+            found.map(|(tables, bitmaps)| {
+                let names = bitmaps.into_iter().map(|bitmap| bitmap.name);
+                let bytes = tables.iter().map(|table| table.bytes).sum::<u64>();
+                (names.collect::<Vec<_>>(), bytes)
+            })
+        };
+        let both = vec![table("a", "s-1", 8192), table("b", "s-2", 8192)];
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        assert_eq!(
+            of(&[(1, both.clone()), (2, vec![table("a", "", 8192)])]),
+            Some((names(&["s-1", "s-2"]), 16384))
+        );
+        // Later ones first, whatever their order.
+        let one = vec![table("b", "s-2", 8192)];
+        assert_eq!(
+            of(&[(9, one.clone()), (8, both.clone())]),
+            Some((names(&["s-2"]), 8192))
+        );
+        // Of another disk, of another length, by another name.
+        for other in [
+            vec![table("a", "s-2", 8192), table("b", "s-1", 8192)],
+            vec![table("a", "s-1", 4096)],
+            vec![table("a", "s-3", 8192)],
+            Vec::new(),
+        ] {
+            assert_eq!(of(&[(1, other)]), None);
+        }
+        assert!(named(&[], [(1, &both[..])].into_iter()).is_none());
     }
 }

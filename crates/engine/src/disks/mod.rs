@@ -73,6 +73,9 @@ pub enum DisksError {
         /// The disk.
         device: String,
     },
+    /// The system has no random numbers.
+    #[error("the system gives no random number for the name of a bitmap")]
+    Random(#[source] getrandom::Error),
     /// No server.
     #[error("cannot read the VM's disks")]
     Server(#[from] ServerError),
@@ -182,12 +185,14 @@ impl DiskSnapshots {
                 let client = Client::open(socket, &name, &[context], SILENCE_LIMIT);
                 let DiskDevice { device, bytes, .. } = snapshot.disk;
                 match client {
-                    Ok(client) => Ok(DiskView::new(
-                        (device, bytes),
+                    Ok(client) => Ok(DiskView {
+                        device,
+                        bytes,
                         client,
                         memory,
-                        written.is_some(),
-                    )),
+                        is_increment: written.is_some(),
+                        bitmap: snapshot.next,
+                    }),
                     Err(source) => Err(DisksError::Read { device, source }),
                 }
             });

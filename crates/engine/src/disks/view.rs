@@ -22,13 +22,15 @@ const BATCH_BYTES: usize = 8 << 20;
 /// A disk as it was at the pause.
 #[derive(Debug)]
 pub struct DiskView {
-    device: String,
-    bytes: u64,
-    client: Client,
+    pub(super) device: String,
+    pub(super) bytes: u64,
+    pub(super) client: Client,
     /// What the guest has overwritten since.
-    memory: Memfd,
+    pub(super) memory: Memfd,
     /// It shows what was written since the last checkpoint, and nothing else.
-    is_increment: bool,
+    pub(super) is_increment: bool,
+    /// The bitmap that began with it.
+    pub(super) bitmap: String,
 }
 
 /// What was read of a disk.
@@ -39,21 +41,6 @@ pub struct ReadDisk {
 }
 
 impl DiskView {
-    pub(super) fn new(
-        (device, bytes): (String, u64),
-        client: Client,
-        memory: Memfd,
-        is_increment: bool,
-    ) -> DiskView {
-        DiskView {
-            device,
-            bytes,
-            client,
-            memory,
-            is_increment,
-        }
-    }
-
     /// Whether it shows only what was written since the last checkpoint.
     pub fn is_increment(&self) -> bool {
         self.is_increment
@@ -62,6 +49,11 @@ impl DiskView {
     /// The device that it belongs to.
     pub fn device(&self) -> &str {
         &self.device
+    }
+
+    /// QEMU's bitmap that records what is written after it.
+    pub fn bitmap(&self) -> &str {
+        &self.bitmap
     }
 
     /// Its length in bytes.

@@ -46,7 +46,7 @@ pub fn export_disk(
 ) -> Result<DiskReport, ExportError> {
     let disks = &manifest.disks;
     let found = disks.iter().find(|disk| disk.table.name == device);
-    let DiskTable { bytes, table } = found.ok_or_else(|| ExportError::NoDisk {
+    let DiskTable { bytes, table, .. } = found.ok_or_else(|| ExportError::NoDisk {
         disk: device.to_owned(),
         there: match disks.is_empty() {
             true => "no disk; it was taken without their content".to_owned(),

@@ -125,7 +125,7 @@ impl NewDisks {
         let mut before = 0;
         let mut restored = Vec::new();
         let all = self.tables.iter().zip(exported.sockets).zip(exported.disks);
-        for (number, ((DiskTable { bytes, table }, socket), disk)) in all.enumerate() {
+        for (number, ((DiskTable { bytes, table, .. }, socket), disk)) in all.enumerate() {
             let map = PageMap::open(reader, table)?;
             map.read_rest()?;
             let mut progress = |done| {

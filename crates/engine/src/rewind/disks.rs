@@ -123,9 +123,8 @@ impl<'a> StagedDisks<'a> {
         budget: &mut Budget,
     ) -> Result<(), RewindError> {
         self.0.iter_mut().try_for_each(|disk| {
-            let RewoundDisk { disk: device, .. } = &disk.rewound;
-            let names = [0, 1].map(|number| disk.rewound.bitmap(number));
-            monitor.exchange_bitmap(device, &names[0], &names[1])?;
+            let [old, new] = [0, 1].map(|number| disk.rewound.bitmap(number));
+            monitor.exchange_bitmap(&old, &new)?;
             disk.gather_written(monitor, 0, budget)
         })
     }
@@ -137,7 +136,7 @@ impl<'a> StagedDisks<'a> {
         budget: &mut Budget,
     ) -> Result<(), RewindError> {
         self.0.iter_mut().try_for_each(|disk| {
-            monitor.freeze_bitmap(&disk.rewound.disk, &disk.rewound.bitmap(1))?;
+            monitor.freeze_bitmap(&disk.rewound.bitmap(1))?;
             disk.gather_written(monitor, 1, budget)
         })
     }
@@ -183,7 +182,9 @@ impl<'a> StagedDisks<'a> {
 /// QEMU refuses it.
 pub(super) fn end(monitor: &mut Monitor, guardian: &Guardian) -> Result<(), RewindDisksError> {
     monitor.end_snapshots(true)?;
-    monitor.remove_bitmaps(None)?;
+    // Those that record what is written after a checkpoint have recorded what was written here.
+    let left = monitor.left_bitmaps()?;
+    monitor.remove_bitmaps(&left)?;
     Ok(guardian.on_disconnect(OnDisconnect::Nothing)?)
 }
 
@@ -271,7 +272,7 @@ fn prepare(
     }
     let server = server?;
     for disk in disks {
-        monitor.add_bitmaps(std::slice::from_ref(&disk.disk), &disk.bitmap(0))?;
+        monitor.add_bitmaps(&[disk.bitmap(0)])?;
     }
     Ok(server)
 }
@@ -515,6 +516,7 @@ mod tests {
     fn table(name: &str, bytes: u64) -> DiskTable {
         DiskTable {
             bytes,
+            bitmap: None,
             table: BlockTable {
                 name: name.to_owned(),
                 pages: bytes.div_ceil(PAGE_BYTES),

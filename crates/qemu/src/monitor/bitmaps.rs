@@ -10,19 +10,62 @@ use super::{Monitor, MonitorError};
 
 /// How the names of our bitmaps begin.
 const PREFIX: &str = "stillframe-";
+/// How the names begin of those that record what is written after a checkpoint.
+const SINCE: &str = "stillframe-since-";
 /// Bytes of a disk that one bit stands for: a page. QEMU needs 8 MiB of memory for 256 GiB of disk.
 const GRANULARITY_BYTES: u64 = 4096;
 /// The same of disks that are longer than [`LONG_BYTES`].
 const GRANULARITY_BYTES_LONG: u64 = 65536;
 const LONG_BYTES: u64 = 256 << 30;
 
+/// A bitmap of a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskBitmap {
+    /// The disk.
+    pub disk: DiskDevice,
+    /// The bitmap's name.
+    pub name: String,
+}
+
+impl DiskBitmap {
+    /// Bitmaps for these disks that record what is written after a checkpoint. `number`, which must be a random one, makes their
+    /// names those of no other checkpoint, and of no other disk.
+    pub fn since(disks: &[DiskDevice], number: u64) -> Vec<DiskBitmap> {
+        let bitmaps = disks.iter().enumerate().map(|(at, disk)| DiskBitmap {
+            disk: disk.clone(),
+            name: format!("{SINCE}{number:016x}-{at}"),
+        });
+        bitmaps.collect()
+    }
+
+    fn named(&self) -> Value {
+        json!({ "node": self.disk.node, "name": self.name })
+    }
+
+    fn addition(&self) -> Value {
+        let granularity = match self.disk.bytes > LONG_BYTES {
+            true => GRANULARITY_BYTES_LONG,
+            false => GRANULARITY_BYTES,
+        };
+        let mut data = self.named();
+        data["granularity"] = granularity.into();
+        json!({ "type": "block-dirty-bitmap-add", "data": data })
+    }
+
+    /// Adds what `from`, a bitmap of the same disk, has recorded.
+    fn merging(&self, from: &DiskBitmap) -> Value {
+        let data = json!({ "node": self.disk.node, "target": self.name, "bitmaps": [from.name] });
+        json!({ "type": "block-dirty-bitmap-merge", "data": data })
+    }
+}
+
 impl Monitor {
-    /// Begins to record writes to each of these disks in a bitmap of this name.
+    /// Begins to record writes in these bitmaps.
     ///
     /// # Errors
     /// QEMU refuses it, and none is there.
-    pub fn add_bitmaps(&mut self, disks: &[DiskDevice], name: &str) -> Result<(), MonitorError> {
-        self.transaction(disks.iter().map(|disk| addition(disk, name)).collect())
+    pub fn add_bitmaps(&mut self, bitmaps: &[DiskBitmap]) -> Result<(), MonitorError> {
+        self.transaction(bitmaps.iter().map(DiskBitmap::addition).collect())
     }
 
     /// Freezes what one bitmap of a disk has recorded, and begins to record in another: each write is in one of them.
@@ -31,19 +74,18 @@ impl Monitor {
     /// QEMU refuses it, and all is as it was.
     pub fn exchange_bitmap(
         &mut self,
-        disk: &DiskDevice,
-        old: &str,
-        new: &str,
+        old: &DiskBitmap,
+        new: &DiskBitmap,
     ) -> Result<(), MonitorError> {
-        self.transaction(vec![addition(disk, new), freezing(&disk.node, old)])
+        self.transaction(vec![new.addition(), freezing(&old.disk.node, &old.name)])
     }
 
     /// Freezes what a bitmap of a disk has recorded.
     ///
     /// # Errors
     /// QEMU refuses it.
-    pub fn freeze_bitmap(&mut self, disk: &DiskDevice, name: &str) -> Result<(), MonitorError> {
-        self.transaction(vec![freezing(&disk.node, name)])
+    pub fn freeze_bitmap(&mut self, bitmap: &DiskBitmap) -> Result<(), MonitorError> {
+        self.transaction(vec![freezing(&bitmap.disk.node, &bitmap.name)])
     }
 
     /// Adds what one bitmap of each disk has recorded to another: nothing that was written is lost.
@@ -52,25 +94,22 @@ impl Monitor {
     /// QEMU refuses it, and all are as they were.
     pub fn merge_bitmaps(
         &mut self,
-        disks: &[DiskDevice],
-        from: &str,
-        into: &str,
+        from: &[DiskBitmap],
+        into: &[DiskBitmap],
     ) -> Result<(), MonitorError> {
-        let merge = |disk: &DiskDevice| {
-            let data = json!({ "node": disk.node, "target": into, "bitmaps": [from] });
-            json!({ "type": "block-dirty-bitmap-merge", "data": data })
-        };
-        self.transaction(disks.iter().map(merge).collect())
+        let both = into.iter().zip(from);
+        self.transaction(both.map(|(into, from)| into.merging(from)).collect())
     }
 
-    /// Removes the bitmaps of ours from all images, but those of this name.
+    /// Removes the bitmaps of ours from all images, but these.
     ///
     /// # Errors
     /// QEMU refuses it.
-    pub fn remove_bitmaps(&mut self, except: Option<&str>) -> Result<(), MonitorError> {
-        for (node, name) in self.bitmaps()? {
-            if name.starts_with(PREFIX) && Some(&*name) != except {
-                let arguments = json!({ "node": node, "name": name });
+    pub fn remove_bitmaps(&mut self, except: &[DiskBitmap]) -> Result<(), MonitorError> {
+        for bitmap in self.bitmaps()? {
+            let kept = |other: &DiskBitmap| bitmap.is(other);
+            if bitmap.name.starts_with(PREFIX) && !except.iter().any(kept) {
+                let arguments = json!({ "node": bitmap.node, "name": bitmap.name });
                 self.client
                     .execute("block-dirty-bitmap-remove", arguments)?;
             }
@@ -78,11 +117,30 @@ impl Monitor {
         Ok(())
     }
 
-    /// All bitmaps, each with the node of its image before it.
+    /// The bitmaps that record what is written after a checkpoint: an engine that has ended left them to the next one.
     ///
     /// # Errors
     /// QEMU fails the query.
-    pub(super) fn bitmaps(&mut self) -> Result<Vec<(String, String)>, MonitorError> {
+    pub fn left_bitmaps(&mut self) -> Result<Vec<DiskBitmap>, MonitorError> {
+        let bitmaps = self.bitmaps()?;
+        let of_disk = |disk: DiskDevice| {
+            let mut bitmaps = bitmaps.iter();
+            // One that is frozen has not all that was written.
+            let is_left = |one: &&NamedBitmap| {
+                one.node == disk.node && one.records && one.name.starts_with(SINCE)
+            };
+            let name = bitmaps.find(is_left)?.name.clone();
+            Some(DiskBitmap { disk, name })
+        };
+        let disks = self.disk_devices()?.into_iter();
+        Ok(disks.filter_map(of_disk).collect())
+    }
+
+    /// All bitmaps.
+    ///
+    /// # Errors
+    /// QEMU fails the query.
+    pub(super) fn bitmaps(&mut self) -> Result<Vec<NamedBitmap>, MonitorError> {
         #[derive(Deserialize)]
         struct Node {
             #[serde(rename = "node-name", default)]
@@ -94,24 +152,43 @@ impl Monitor {
         struct Bitmap {
             #[serde(default)]
             name: String,
+            recording: bool,
         }
         let nodes: Vec<Node> = self.run("query-named-block-nodes", json!({ "flat": true }))?;
         let bitmaps = nodes.into_iter().flat_map(|node| {
-            let names = node.bitmaps.into_iter().map(|bitmap| bitmap.name);
-            names.map(move |name| (node.name.clone(), name))
+            let bitmaps = node.bitmaps.into_iter();
+            bitmaps.map(move |bitmap| NamedBitmap {
+                node: node.name.clone(),
+                name: bitmap.name,
+                records: bitmap.recording,
+            })
         });
         Ok(bitmaps.collect())
     }
 
     /// The commands that remove these bitmaps, for a process that has only a connection.
-    pub fn commands_to_forget(disks: &[DiskDevice], bitmaps: &[&str]) -> Vec<(String, Value)> {
-        let each = disks.iter().flat_map(|disk| {
-            bitmaps.iter().map(|name| {
-                let bitmap = json!({ "node": disk.node, "name": name });
-                ("block-dirty-bitmap-remove".to_owned(), bitmap)
-            })
+    pub fn commands_to_forget<'b>(
+        bitmaps: impl IntoIterator<Item = &'b DiskBitmap>,
+    ) -> Vec<(String, Value)> {
+        let forget = |bitmap: &DiskBitmap| {
+            let command = "block-dirty-bitmap-remove".to_owned();
+            (command, bitmap.named())
+        };
+        bitmaps.into_iter().map(forget).collect()
+    }
+
+    /// The command that adds what `next` has recorded to `since`, lets that record again, and removes `next`, for a process that has
+    /// only a connection: all of it, or nothing.
+    pub fn command_to_take_back(since: &[DiskBitmap], next: &[DiskBitmap]) -> (String, Value) {
+        let actions = since.iter().zip(next).flat_map(|(since, next)| {
+            [
+                since.merging(next),
+                json!({ "type": "block-dirty-bitmap-enable", "data": since.named() }),
+                json!({ "type": "block-dirty-bitmap-remove", "data": next.named() }),
+            ]
         });
-        each.collect()
+        let actions: Vec<Value> = actions.collect();
+        ("transaction".to_owned(), json!({ "actions": actions }))
     }
 
     fn transaction(&mut self, actions: Vec<Value>) -> Result<(), MonitorError> {
@@ -121,13 +198,21 @@ impl Monitor {
     }
 }
 
-fn addition(disk: &DiskDevice, name: &str) -> Value {
-    let granularity = match disk.bytes > LONG_BYTES {
-        true => GRANULARITY_BYTES_LONG,
-        false => GRANULARITY_BYTES,
-    };
-    let data = json!({ "node": disk.node, "name": name, "granularity": granularity });
-    json!({ "type": "block-dirty-bitmap-add", "data": data })
+/// A bitmap as QEMU shows it.
+#[derive(Debug)]
+pub(super) struct NamedBitmap {
+    /// The node of its image.
+    pub node: String,
+    /// Its name.
+    pub name: String,
+    /// Whether it records.
+    pub records: bool,
+}
+
+impl NamedBitmap {
+    fn is(&self, other: &DiskBitmap) -> bool {
+        (&self.node, &self.name) == (&other.disk.node, &other.name)
+    }
 }
 
 pub(super) fn freezing(node: &str, name: &str) -> Value {

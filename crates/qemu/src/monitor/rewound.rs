@@ -18,7 +18,7 @@ use serde_json::json;
 
 use super::disks::{DiskDevice, SNAPSHOT_PREFIX as PREFIX};
 use super::snapshots::set_drive;
-use super::{EndCommands, Monitor, MonitorError, unexpected};
+use super::{DiskBitmap, EndCommands, Monitor, MonitorError, unexpected};
 
 /// How the names of the nodes begin that devices have meanwhile.
 const EMPTY: &str = "stillframe-empty-";
@@ -53,9 +53,12 @@ impl RewoundDisk {
         format!("{KEEPER}{}", self.number)
     }
 
-    /// The name of its bitmap with this number.
-    pub fn bitmap(&self, round: usize) -> String {
-        format!("{PREFIX}rewind-{}-{round}", self.number)
+    /// Its bitmap with this number.
+    pub fn bitmap(&self, round: usize) -> DiskBitmap {
+        DiskBitmap {
+            disk: self.disk.clone(),
+            name: format!("{PREFIX}rewind-{}-{round}", self.number),
+        }
     }
 
     /// The name of its export with this number.
@@ -65,7 +68,7 @@ impl RewoundDisk {
 
     /// The metadata context of an export with this bitmap.
     pub fn written(&self, round: usize) -> String {
-        format!("qemu:dirty-bitmap:{}", self.bitmap(round))
+        format!("qemu:dirty-bitmap:{}", self.bitmap(round).name)
     }
 }
 
@@ -81,11 +84,11 @@ impl EndCommands {
             let nodes = [one.empty(), one.keeper()];
             nodes.map(|name| ("blockdev-del".to_owned(), json!({ "node-name": name })))
         };
-        let forget = disks.iter().flat_map(|one| {
-            let names: Vec<String> = (0..bitmaps).map(|number| one.bitmap(number)).collect();
-            let names: Vec<&str> = names.iter().map(|name| &**name).collect();
-            Monitor::commands_to_forget(std::slice::from_ref(&one.disk), &names)
-        });
+        let bitmaps = disks
+            .iter()
+            .flat_map(|one| (0..bitmaps).map(|number| one.bitmap(number)));
+        let bitmaps: Vec<DiskBitmap> = bitmaps.collect();
+        let forget = Monitor::commands_to_forget(&bitmaps);
         let server = serving.then(|| ("nbd-server-stop".to_owned(), json!({})));
         EndCommands {
             first: server.into_iter().collect(),
@@ -145,7 +148,7 @@ impl Monitor {
         let (node, name) = (&disk.disk.node, disk.export(round));
         let mut arguments = json!({ "type": "nbd", "id": name, "node-name": node, "name": name });
         if let Some(bitmap) = bitmap {
-            let bitmap = disk.bitmap(bitmap);
+            let bitmap = disk.bitmap(bitmap).name;
             arguments["bitmaps"] = json!([{ "node": node, "name": bitmap }]);
         }
         self.client.execute("block-export-add", arguments)?;
@@ -202,8 +205,8 @@ impl Monitor {
     /// QEMU fails the query.
     pub fn half_rewound(&mut self) -> Result<Vec<String>, MonitorError> {
         let bitmaps = self.bitmaps()?.into_iter();
-        let marked = bitmaps.filter(|(_, name)| name == HALF_REWOUND);
-        Ok(marked.map(|(node, _)| node).collect())
+        let marked = bitmaps.filter(|bitmap| bitmap.name == HALF_REWOUND);
+        Ok(marked.map(|bitmap| bitmap.node).collect())
     }
 
     /// Devices that have an empty node get their images back, and our nodes are removed: what a rewind has left that was

@@ -63,6 +63,8 @@ pub struct DiskSnapshot {
     pub disk: DiskDevice,
     /// The bitmap of what was written since the last one, and perhaps a little more.
     pub since: Option<String>,
+    /// The bitmap of what is written after this one, and perhaps a little before it.
+    pub next: String,
 }
 
 impl DiskSnapshot {

@@ -96,6 +96,9 @@ pub struct Manifest {
 pub struct DiskTable {
     /// The length of the disk in bytes. The last page of the table is filled up with zeros.
     pub bytes: u64,
+    /// QEMU's bitmap that has recorded what was written to the disk since, if it is there still.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bitmap: Option<String>,
     /// Its page table, with the name of the device that the disk belongs to.
     pub table: BlockTable,
 }

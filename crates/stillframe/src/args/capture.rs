@@ -75,6 +75,10 @@ pub struct CaptureArgs {
     /// auto (capture where it is possible); DISK=WHAT says it of one disk; may be given several times [default: auto]
     #[arg(long, value_name = "[DISK=]WHAT", value_delimiter = ',')]
     pub disks: Vec<DiskArg>,
+    /// Have QEMU go on recording which blocks of the disks are written when this ends, so that the next checkpoint reads only
+    /// these (dirty bitmaps, 32 KiB of QEMU's memory for 1 GiB of disk) [default: leave nothing in QEMU]
+    #[arg(long)]
+    pub keep_bitmaps: bool,
     /// Upper bound on writes to the repository, in bytes per second [default: none]
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
     pub limit_write: Option<NonZeroU64>,
@@ -98,7 +102,10 @@ impl CaptureArgs {
     /// # Errors
     /// It says two things of one disk, or of all; they are named.
     pub fn disks(&self) -> Result<DiskChoice, String> {
-        let mut choice = DiskChoice::default();
+        let mut choice = DiskChoice {
+            keep_bitmaps: self.keep_bitmaps,
+            ..DiskChoice::default()
+        };
         let mut others = None;
         for DiskArg { device, mode } in &self.disks {
             let earlier = match device {

@@ -293,8 +293,11 @@ mod tests {
         let expected = DiskChoice {
             others: DiskMode::Capture,
             each: each.map(|(name, mode)| (name.to_owned(), mode)).into(),
+            keep_bitmaps: false,
         };
         assert_eq!(given(&line).unwrap().disks, expected);
+        let kept = given(&["--keep-bitmaps".to_owned()]).unwrap();
+        assert!(kept.disks.keep_bitmaps);
         for twice in ["auto,none", "vda=auto,none,vda=capture"] {
             let error = given(&[format!("--disks={twice}")]).unwrap_err();
             assert!(error.to_string().contains("two things of"), "{error}");

@@ -12,6 +12,7 @@ mod first_day;
 mod hotplug;
 mod interchange;
 mod keep;
+mod kept_bitmaps;
 mod lazy;
 mod migrate;
 mod names;
