@@ -18,6 +18,11 @@ pub enum RewindDisksError {
         /// The disk.
         device: String,
     },
+    /// Threads for disks.
+    #[error(
+        "the VM has I/O threads (-object iothread), and disks of such a VM cannot be rewound; --disks-as-they-are leaves all disks alone"
+    )]
+    IoThreads,
     /// It was resized.
     #[error(
         "disk {device} had {then} bytes and has {now}; `stillframe restore --disks new=DIR` makes one as it was, and --disks-as-they-are leaves all disks alone"
