@@ -214,14 +214,17 @@ pub(crate) fn section_of(order: u32, sections: usize) -> usize {
 
 /// Decodes a section into its entries, ascending.
 pub fn decode_section(bytes: &[u8]) -> Result<Vec<Entry>, FormatError> {
-    let mut cursor = Cursor::new(bytes);
-    let mut entries = Vec::with_capacity(bytes.len() / ENTRY_BYTES);
-    while cursor.left() > 0 {
-        entries.push(Entry {
-            key: cursor.u32()?,
-            part: cursor.u32()?,
-        });
+    let (words, rest) = bytes.as_chunks::<ENTRY_BYTES>();
+    if !rest.is_empty() {
+        return Err(FormatError::invalid("a section of it is cut short"));
     }
+    let entries: Vec<Entry> = words
+        .iter()
+        .map(|&[a, b, c, d, e, f, g, h]| Entry {
+            key: u32::from_le_bytes([a, b, c, d]),
+            part: u32::from_le_bytes([e, f, g, h]),
+        })
+        .collect();
     match entries.is_sorted_by(|entry, next| entry < next) {
         true => Ok(entries),
         false => Err(FormatError::invalid("a section of it is not in order")),

@@ -412,7 +412,7 @@ impl OnDemandIndex {
         let own = &own[..file.index.head.packs.len()];
         let after = own.partition_point(|pack| pack.first_part <= in_index);
         let pack = self.first.pack + file.first_pack + after as u32 - 1;
-        let part = Arc::new(IndexSegment::new(in_index, pack, &part));
+        let part = Arc::new(IndexSegment::new(in_index, pack, part));
         lock(&self.cache).add_part(&part);
         Ok(part)
     }

@@ -1,19 +1,23 @@
 //! A part of an index file, decoded for lookups.
 //!
 //! ```text
-//! starts   0x07..  0x07..  0x31..   the first eight bytes of the ids, ascending: what is searched
-//! blobs    id, frame, offset, bytes of each, in the same order
-//! frames   where they lie in the pack
+//! keys     0x31..  0x07..  0x55..   four bytes of each id, in the order of the pack: what is searched
+//! frames   |0      |0      |1       the blobs of each, and where it lies in the pack
 //! ```
 //!
-//! Eight bytes of a keyed hash distinguish the few hundred blobs of a part, and are adjacent in memory.
-//! Comparing whole ids took an eighth of the time of a lazy restore.
+//! The keys of the few hundred blobs of a part are adjacent in memory, and the processor compares several at once.
+//! A search takes as long as one in a sorted list, but sorting took half of the time of reading a part. Comparing
+//! whole ids took an eighth of the time of a lazy restore.
 
 use stillframe_page::hash::ContentId;
 
-use crate::index::layout::Part;
+use crate::index::layout::{Part, key};
+use crate::pack::Frame;
 use crate::pack::place::FrameInfo;
 use crate::pack::place::Place;
+
+/// Number of keys that are compared at once.
+const LANES: usize = 16;
 
 /// A part, in memory.
 pub(crate) struct IndexSegment {
@@ -21,87 +25,81 @@ pub(crate) struct IndexSegment {
     pub(crate) number: u32,
     /// The number of its pack in the on-demand index.
     pub(crate) pack: u32,
-    first_frame: u32,
-    frames: Vec<FrameInfo>,
-    starts: Vec<u64>,
-    blobs: Vec<PartBlob>,
-}
-
-struct PartBlob {
-    id: ContentId,
-    /// The number of its frame in the part.
-    frame: u32,
-    offset: u32,
-    bytes: u32,
+    part: Part,
+    keys: Vec<u32>,
 }
 
 impl IndexSegment {
-    /// Decodes the part of this number, which belongs to this pack.
-    pub(crate) fn new(number: u32, pack: u32, part: &Part) -> IndexSegment {
-        let mut frames = Vec::with_capacity(part.frames.len());
-        let count = part.frames.iter().map(|frame| frame.blobs.len()).sum();
-        let mut blobs = Vec::with_capacity(count);
-        // That they end below 1 GiB was checked when the part was decoded.
-        let mut at = part.offset;
+    /// The part of this number, which belongs to this pack.
+    pub(crate) fn new(number: u32, pack: u32, part: Part) -> IndexSegment {
+        let blobs = part.frames.iter().map(|frame| frame.blobs.len()).sum();
+        let mut keys = Vec::with_capacity(blobs);
         for frame in &part.frames {
-            let mut offset = 0;
-            for &(id, bytes) in &frame.blobs {
-                blobs.push(PartBlob {
-                    id,
-                    frame: frames.len() as u32,
-                    offset,
-                    bytes,
-                });
-                offset += bytes;
-            }
-            frames.push(FrameInfo {
-                offset: at,
-                stored_bytes: frame.stored_bytes,
-                plain_bytes: frame.plain_bytes,
-                kind: frame.kind,
-            });
-            at += frame.stored_bytes;
+            keys.extend(frame.blobs.iter().map(|(id, _)| key(id)));
         }
-        // A stable sort: of two copies the first is found.
-        blobs.sort_by_key(|blob| blob.id);
         IndexSegment {
             number,
             pack,
-            first_frame: part.first_frame,
-            frames,
-            starts: blobs.iter().map(|blob| start(&blob.id)).collect(),
-            blobs,
+            part,
+            keys,
         }
     }
 
-    /// The location of a blob, if this part describes it.
+    /// The location of a blob, if this part describes it; of two copies the first.
     pub(crate) fn find(&self, id: &ContentId) -> Option<Place> {
-        let start = start(id);
-        let first = self.starts.partition_point(|&other| other < start);
-        let alike = self.starts[first..].iter();
-        let alike = alike.take_while(|&&other| other == start).count();
-        let mut candidates = self.blobs[first..first + alike].iter();
-        let blob = candidates.find(|blob| blob.id == *id)?;
-        Some(Place {
-            pack: self.pack,
-            frame: self.first_frame + blob.frame,
-            info: self.frames[blob.frame as usize],
-            offset: blob.offset,
-            bytes: blob.bytes,
-            part: self.number,
-        })
+        let key = key(id);
+        let groups = self.keys.chunks(LANES).enumerate();
+        let groups = groups.filter(|(_, keys)| contains(keys, key));
+        let positions = groups.flat_map(|(group, keys)| {
+            let alike = keys.iter().enumerate().filter(|&(_, &other)| other == key);
+            alike.map(move |(at, _)| group * LANES + at)
+        });
+        { positions }.find_map(|position| self.place_of(position, id))
+    }
+
+    /// The location of the blob at a position, if it has this id.
+    fn place_of(&self, mut position: usize, id: &ContentId) -> Option<Place> {
+        // That the frames end below 1 GiB was checked when the part was decoded.
+        let mut offset = self.part.offset;
+        for (number, frame) in (self.part.first_frame..).zip(&self.part.frames) {
+            match frame.blobs.get(position) {
+                Some(&(other, bytes)) => {
+                    let before = frame.blobs[..position].iter();
+                    return (other == *id).then(|| Place {
+                        pack: self.pack,
+                        frame: number,
+                        info: FrameInfo {
+                            offset,
+                            stored_bytes: frame.stored_bytes,
+                            plain_bytes: frame.plain_bytes,
+                            kind: frame.kind,
+                        },
+                        offset: before.map(|(_, bytes)| bytes).sum(),
+                        bytes,
+                        part: self.number,
+                    });
+                }
+                None => {
+                    position -= frame.blobs.len();
+                    offset += frame.stored_bytes;
+                }
+            }
+        }
+        None
     }
 
     /// Memory that it takes, in bytes.
     pub(crate) fn memory_bytes(&self) -> usize {
-        size_of_val(&self.frames[..]) + size_of_val(&self.starts[..]) + size_of_val(&self.blobs[..])
+        let frames = self.part.frames.iter();
+        let blobs: usize = frames.map(|frame| size_of_val(&frame.blobs[..])).sum();
+        self.part.frames.len() * size_of::<Frame>() + blobs + size_of_val(&self.keys[..])
     }
 }
 
-/// The first eight bytes of an id, as a number that is in the order of ids.
-fn start(id: &ContentId) -> u64 {
-    let [a, b, c, d, e, f, g, h, ..] = id.0;
-    u64::from_be_bytes([a, b, c, d, e, f, g, h])
+/// Compares without a branch for each key, so that the compiler uses vector instructions.
+fn contains(keys: &[u32], key: u32) -> bool {
+    keys.iter()
+        .fold(false, |found, &other| found | (other == key))
 }
 
 #[cfg(test)]
@@ -111,7 +109,7 @@ mod tests {
     use super::*;
     use crate::pack::Frame;
 
-    /// Ids that often share their first eight bytes: only the first and the eighth vary, in two and three values.
+    /// Ids that often share their keys: only the first, the eighth and the last byte vary.
     fn id() -> impl Strategy<Value = ContentId> {
         (0..2_u8, 0..3_u8, 0..20_u8).prop_map(|(first, eighth, last)| {
             let mut id = [0; 32];
@@ -141,7 +139,7 @@ mod tests {
             strangers in prop::collection::vec(id(), 0..20),
         ) {
             let part = Part { first_frame: 7, offset: 100, frames };
-            let found = IndexSegment::new(3, 5, &part);
+            let found = IndexSegment::new(3, 5, part.clone());
             let ids = part.frames.iter().flat_map(|frame| &frame.blobs).map(|(id, _)| *id);
             for id in ids.chain(strangers) {
                 let mut slow = None;
