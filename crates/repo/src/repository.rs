@@ -23,6 +23,7 @@ use crate::format::manifest::{self, CheckpointId, Headline, MANIFEST_BYTES_MAX, 
 use crate::index::in_memory::Index;
 use crate::index::reader::IndexReader;
 use crate::index::reopening::ReopeningIndex;
+use crate::index::writer_index::WriterIndex;
 use crate::store::local::{Area, CONFIG, LocalStore};
 use crate::store::lock::Lock;
 
@@ -33,7 +34,10 @@ const KEY_BYTES_MAX: u64 = 4096;
 pub struct Repository {
     pub(crate) store: Arc<LocalStore>,
     pub(crate) keys: Arc<Keys>,
+    /// What maintenance uses: the whole index.
     pub(crate) index: Index,
+    /// What writers use. It stays in memory from one to the next.
+    pub(crate) writer_index: WriterIndex,
     id: RepositoryId,
     keeps_lock: bool,
     /// The lock of the last writer, kept for the next.
@@ -117,10 +121,12 @@ impl Repository {
     }
 
     fn assemble(store: LocalStore, id: RepositoryId, master: &MasterKey) -> Repository {
+        let (store, keys) = (Arc::new(store), Arc::new(Keys::derive(master)));
         Repository {
-            store: Arc::new(store),
-            keys: Arc::new(Keys::derive(master)),
             index: Index::default(),
+            writer_index: WriterIndex::new(store.clone(), keys.clone()),
+            store,
+            keys,
             id,
             keeps_lock: false,
             kept_lock: None,
@@ -168,18 +174,10 @@ impl Repository {
     }
 
     /// Begins reading, with a shared lock as in [`Repository::begin`]. On a read-only or full file system, where
-    /// no lock can be written, it reads without one. Takes the same time for any size of repository, unless this
-    /// process has begun a checkpoint.
+    /// no lock can be written, it reads without one. Takes the same time for any size of repository.
     pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
         let lock = self.reading_lock(wait)?;
-        let on_demand = match self.index.files().is_empty() {
-            true => Some(ReopeningIndex::open(&self.store, &self.keys)?),
-            // All of the index is in memory already.
-            false => {
-                self.refresh_index()?;
-                None
-            }
-        };
+        let on_demand = ReopeningIndex::open(&self.store, &self.keys)?;
         Ok(Reader {
             repository: self,
             on_demand,
@@ -201,6 +199,7 @@ impl Repository {
         self.index.refresh(&self.store, &self.keys)
     }
 
+    /// The blobs of the in-memory index.
     pub(crate) fn blobs(&self) -> Blobs<'_> {
         Blobs {
             store: &self.store,
@@ -288,8 +287,7 @@ impl Repository {
 /// Reads blobs. Holds a shared lock, so that no blob is pruned meanwhile.
 pub struct Reader<'a> {
     repository: &'a Repository,
-    /// `None` where the repository has its index in memory.
-    on_demand: Option<ReopeningIndex>,
+    on_demand: ReopeningIndex,
     _lock: Option<Lock>,
 }
 
@@ -300,13 +298,9 @@ impl Reader<'_> {
 
     /// The blobs, in the form that functions on page tables take.
     pub fn blobs(&self) -> Blobs<'_> {
-        let blobs = self.repository.blobs();
-        match &self.on_demand {
-            Some(on_demand) => Blobs {
-                index: IndexReader::OnDemand(on_demand),
-                ..blobs
-            },
-            None => blobs,
+        Blobs {
+            index: IndexReader::OnDemand(&self.on_demand),
+            ..self.repository.blobs()
         }
     }
 
@@ -317,10 +311,7 @@ impl Reader<'_> {
 
     /// Whether the repository has a blob of this id.
     pub fn contains(&self, id: &ContentId) -> Result<bool, RepoError> {
-        match &self.on_demand {
-            Some(on_demand) => on_demand.contains(id),
-            None => Ok(self.repository.index.contains(id)),
-        }
+        self.on_demand.contains(id)
     }
 
     /// The bytes of one blob, verified against its id.

@@ -14,6 +14,8 @@ use crate::format::manifest::{CheckpointId, MANIFEST_BYTES_MAX, Manifest, Stream
 use crate::index::blob_table::BlobTable;
 use crate::index::compact::{INDEX_FILE_BYTES, merge_small_index_files};
 use crate::index::file::IndexFile;
+use crate::index::in_memory::Index;
+use crate::index::reader::IndexReader;
 use crate::pack::BLOB_BYTES_MAX;
 use crate::pack::IndexedPack;
 use crate::pack::packer::{Packer, discard};
@@ -65,7 +67,9 @@ impl Repository {
 impl<'a> Writer<'a> {
     fn begin(repository: &'a mut Repository, wait: Duration) -> Result<Writer<'a>, RepoError> {
         let lock = repository.writing_lock(wait)?;
-        repository.refresh_index()?;
+        // A prune may have left it.
+        repository.index = Index::default();
+        repository.writer_index.refresh()?;
         Ok(Writer {
             hasher: repository.hasher(),
             lock,
@@ -87,15 +91,15 @@ impl<'a> Writer<'a> {
     }
 
     /// Whether a blob is in the repository or was put by this writer.
-    pub fn contains(&self, id: &ContentId) -> bool {
-        self.fresh.find(id).is_some() || self.repository.index.contains(id)
+    pub fn contains(&self, id: &ContentId) -> Result<bool, RepoError> {
+        Ok(self.fresh.find(id).is_some() || self.repository.writer_index.contains(id)?)
     }
 
     /// The packs of the index that are missing or cut short, by their paths in the repository. Earlier
     /// checkpoints may need them. Their blobs count as absent and are stored again by [`Writer::put`].
     pub fn missing_packs(&self) -> Vec<String> {
         let repository = &self.repository;
-        let names = repository.index.missing_packs().iter();
+        let names = repository.writer_index.missing_packs().iter();
         names
             .map(|name| repository.store.label(Area::Packs, &name.to_string()))
             .collect()
@@ -108,20 +112,35 @@ impl<'a> Writer<'a> {
 
     /// The blobs committed before this writer began (not its own).
     pub fn blobs(&self) -> Blobs<'_> {
-        self.repository.blobs()
+        Blobs {
+            index: IndexReader::Writer(&self.repository.writer_index),
+            ..self.repository.blobs()
+        }
     }
 
     /// Stores a blob of 1 byte to 32 MiB under its id. A later call may report a failure to write; after an error
     /// the writer can only be dropped.
     pub fn put(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
-        match self.contains(&id) {
+        match self.contains(&id)? {
             true => Ok(Put::Duplicate),
-            false => self.put_again(id, bytes),
+            false => {
+                self.store(id, bytes)?;
+                self.fresh.add(&id, |_| false);
+                Ok(Put::New)
+            }
         }
     }
 
     /// As [`Writer::put`], but stores the blob even if the repository has it already.
     pub fn put_again(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
+        self.store(id, bytes)?;
+        if self.fresh.find(&id).is_none() {
+            self.fresh.add(&id, |_| false);
+        }
+        Ok(Put::New)
+    }
+
+    fn store(&mut self, id: ContentId, bytes: &[u8]) -> Result<(), RepoError> {
         if bytes.is_empty() || bytes.len() > BLOB_BYTES_MAX {
             return Err(RepoError::BlobSize {
                 bytes: bytes.len(),
@@ -136,11 +155,7 @@ impl<'a> Writer<'a> {
                 self.repository.keys.clone(),
             )?),
         };
-        packer.add(id, bytes)?;
-        if self.fresh.find(&id).is_none() {
-            self.fresh.add(&id, |_| false);
-        }
-        Ok(Put::New)
+        packer.add(id, bytes)
     }
 
     /// Stores a blob under the id of its bytes, which it returns.
@@ -182,7 +197,7 @@ impl<'a> Writer<'a> {
             None => Vec::new(),
         };
         let held = self.lock.assert_held();
-        if let Err(error) = held.and_then(|()| self.repository.index.ensure_room(&packs)) {
+        if let Err(error) = held.and_then(|()| self.repository.writer_index.ensure_room(&packs)) {
             discard(&self.repository.store, &packs);
             return Err(error);
         }
@@ -192,9 +207,12 @@ impl<'a> Writer<'a> {
         let id = self.record_manifest(manifest)?;
         // From here on the checkpoint exists; merging index files is housekeeping.
         let Repository {
-            store, keys, index, ..
+            store,
+            keys,
+            writer_index,
+            ..
         } = &mut *self.repository;
-        merge_small_index_files(store, keys, index, &self.lock);
+        merge_small_index_files(store, keys, writer_index, &self.lock);
         Ok(Committed {
             id,
             bytes_stored: self.bytes_stored,
@@ -203,7 +221,7 @@ impl<'a> Writer<'a> {
 
     /// Writes the index files that describe the new packs: one, or several for a checkpoint of many GiB.
     fn record_packs(&mut self, packs: Vec<IndexedPack>) -> Result<(), RepoError> {
-        let repository = &mut *self.repository;
+        let repository = &*self.repository;
         let mut contents = IndexFile::default();
         let mut bytes = 0;
         let mut packs = packs.into_iter().peekable();
@@ -220,9 +238,6 @@ impl<'a> Writer<'a> {
                 .store
                 .create(Area::Index, &name.to_string(), &file)?;
             self.bytes_stored += file.len() as u64;
-            repository
-                .index
-                .add_file(name, &contents, file.len() as u64)?;
             contents.packs.clear();
             bytes = 0;
         }

@@ -18,6 +18,12 @@ impl FileHash {
     pub fn from_name(name: &str) -> Option<FileHash> {
         ContentId::from_hex(name).map(|id| FileHash(id.0))
     }
+
+    /// Its first eight bytes, as a value for hash tables.
+    pub(crate) fn short(&self) -> u64 {
+        let [a, b, c, d, e, f, g, h, ..] = self.0;
+        u64::from_le_bytes([a, b, c, d, e, f, g, h])
+    }
 }
 
 impl fmt::Display for FileHash {

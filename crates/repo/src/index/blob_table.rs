@@ -11,9 +11,9 @@
 //! Ids are keyed hashes: without the key they are random numbers, and no party can search for two contents whose
 //! ids begin alike. Different contents collide in these 16 bytes by chance only: among the 2^32 blobs that an
 //! index can hold with a probability of 2^-65, among those of a terabyte of 2^-73. Disks return wrong bytes
-//! unnoticed many orders of magnitude more often. After a collision, the second content counts as a duplicate of
-//! the first, and reading it is an error: a read verifies all 32 bytes of a blob's id (see `blobs`), so wrong
-//! bytes are never returned. Files have whole ids.
+//! unnoticed many orders of magnitude more often. After a collision, prune takes one content for the other.
+//! Reading it is an error: a read verifies all 32 bytes of a blob's id (see `blobs`), so wrong bytes are never
+//! returned. Files have whole ids.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;

@@ -10,7 +10,7 @@ use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
 use crate::index::file::{IndexBuilder, IndexFile, visit_index_file};
-use crate::index::in_memory::{Index, SeenFile};
+use crate::index::writer_index::WriterIndex;
 use crate::pack::IndexedPack;
 use crate::store::local::{Area, LocalStore};
 use crate::store::lock::Lock;
@@ -27,18 +27,18 @@ const LENGTHS: [u64; 2] = [64 << 10, 4 << 20];
 pub(crate) fn merge_small_index_files(
     store: &LocalStore,
     keys: &Keys,
-    index: &mut Index,
+    index: &mut WriterIndex,
     lock: &Lock,
 ) {
+    // It has not read the files that this commit has written.
+    if index.refresh_files().is_err() {
+        return;
+    }
     let mut least = 0;
     for below in LENGTHS {
-        let alike = |file: &&SeenFile| (least..below).contains(&file.bytes);
-        let mut names: Vec<FileHash> = Vec::new();
-        for (name, file) in index.live_files() {
-            if alike(&file) {
-                names.push(*name);
-            }
-        }
+        let alike = |&(_, bytes): &(FileHash, u64)| (least..below).contains(&bytes);
+        let files = index.live_files().filter(alike);
+        let mut names: Vec<FileHash> = files.map(|(name, _)| name).collect();
         if names.len() > FILES_MAX {
             names.sort_unstable();
             let _ = merge(store, keys, index, lock, &names);
@@ -51,7 +51,7 @@ pub(crate) fn merge_small_index_files(
 fn merge(
     store: &LocalStore,
     keys: &Keys,
-    index: &mut Index,
+    index: &mut WriterIndex,
     lock: &Lock,
     names: &[FileHash],
 ) -> Result<(), RepoError> {
@@ -68,13 +68,13 @@ fn merge(
     let name = FileHash::of(&file);
     lock.assert_held()?;
     store.create(Area::Index, &name.to_string(), &file)?;
-    index.add_merged(name, names, file.len() as u64);
+    index.refresh_files()?;
     remove_superseded(store, index)
 }
 
 /// Removes superseded index files, without an fsync: one that reappears after a crash is still superseded. The
 /// next index file written makes the removal durable before the superseding one can be removed itself.
-fn remove_superseded(store: &LocalStore, index: &mut Index) -> Result<(), RepoError> {
+fn remove_superseded(store: &LocalStore, index: &mut WriterIndex) -> Result<(), RepoError> {
     let names: Vec<FileHash> = index.superseded_files().collect();
     for name in names {
         store.remove(Area::Index, &name.to_string())?;

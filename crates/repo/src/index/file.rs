@@ -24,6 +24,7 @@ use crate::format::file_hash::FileHash;
 use crate::format::layout::{Cursor, FileKind, FormatError, HEADER_BYTES, header, read_header};
 use crate::index::layout::{
     Entry, Head, HeadPack, PART_BYTES_TARGET, Part, Sections, decode_section, encode_section,
+    section_entries,
 };
 use crate::pack::{Directory, IndexedPack, PREAMBLE_BYTES, frame_entry_bytes};
 use crate::store::local::{Area, LocalStore};
@@ -219,6 +220,14 @@ impl OpenIndex {
             .cipher
             .open(Nonce::Part(number), &self.preamble, sealed)?;
         Part::decode(plain)
+    }
+
+    /// Number of blobs that the sections list.
+    pub(crate) fn blobs(&self) -> usize {
+        let lengths = self.head.sections.iter();
+        lengths
+            .map(|&length| section_entries(length as usize))
+            .sum()
     }
 
     /// The byte range of a section in the file.

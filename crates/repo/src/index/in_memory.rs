@@ -1,10 +1,10 @@
 //! The in-memory index: the pack and frame of each blob.
 //!
 //! It holds about 24 bytes a blob ([`crate::index::blob_table`], [`crate::index::locations`]), 100 a pack, and
-//! nothing else that grows. It remembers the index files that it was made from, so a refresh lists one folder and
-//! reads only new files; [`crate::index::compact`] keeps their number small.
+//! nothing else that grows. It remembers the index files that it was made from, so a refresh reads only new files. Writers do without it
+//! ([`crate::index::writer_index`]).
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 use hashbrown::HashTable;
 use stillframe_page::hash::ContentId;
@@ -24,7 +24,7 @@ use crate::pack::{Directory, PREAMBLE_BYTES};
 use crate::store::local::{Area, LocalStore};
 
 /// Blobs have 32-bit numbers; each copy of a blob has a number of its own.
-const BLOBS_MAX: u64 = u32::MAX as u64;
+pub(crate) const BLOBS_MAX: u64 = u32::MAX as u64;
 
 /// An existing index file.
 #[derive(Debug)]
@@ -42,7 +42,6 @@ pub(crate) struct Index {
     marks: Marks,
     packs: Vec<PackInfo>,
     pack_numbers: HashTable<u32>,
-    any_missing: bool,
     seen: HashMap<FileHash, SeenFile>,
     /// Superseded index files that still exist.
     superseded: HashSet<FileHash>,
@@ -69,16 +68,10 @@ impl Index {
     }
 
     /// Whether there is a blob of this id in a pack that is not missing.
+    #[cfg(test)]
     pub(crate) fn contains(&self, id: &ContentId) -> bool {
-        self.blobs.find(id).is_some_and(|blob| {
-            let pack = || self.locations.pack(self.locations.frame_of(blob));
-            !self.any_missing || !self.packs[pack() as usize].missing
-        })
-    }
-
-    /// The packs of the index that are missing or cut short.
-    pub(crate) fn missing_packs(&self) -> &BTreeSet<FileHash> {
-        self.missing_packs.missing()
+        let pack = self.get(id).map(|at| self.pack_of(at));
+        pack.is_some_and(|pack| !self.packs[pack as usize].missing)
     }
 
     /// Number of different blobs.
@@ -137,7 +130,7 @@ impl Index {
 
     pub(crate) fn pack_number(&self, name: &FileHash) -> Option<u32> {
         let is_it = |&number: &u32| self.packs[number as usize].name == *name;
-        self.pack_numbers.find(name_hash(name), is_it).copied()
+        self.pack_numbers.find(name.short(), is_it).copied()
     }
 
     /// The existing index files, superseded ones included.
@@ -158,12 +151,6 @@ impl Index {
             .iter()
             .filter(|name| self.seen.contains_key(*name))
             .copied()
-    }
-
-    /// Records that an index file was removed.
-    pub(crate) fn forget_file(&mut self, name: &FileHash) {
-        self.seen.remove(name);
-        self.superseded.remove(name);
     }
 
     /// Brings the index up to date with the existing files.
@@ -290,20 +277,8 @@ impl Index {
         Ok(())
     }
 
-    /// Adds an index file that was merged from others and supersedes them. It describes only packs that they
-    /// describe.
-    pub(crate) fn add_merged(&mut self, name: FileHash, from: &[FileHash], bytes: u64) {
-        let files = from.iter().filter_map(|name| self.seen.get(name));
-        let mut packs: Vec<u32> = files.flat_map(|file| file.packs.iter().copied()).collect();
-        packs.sort_unstable();
-        packs.dedup();
-        let packs = packs.into_boxed_slice();
-        self.superseded.extend(from);
-        self.seen.insert(name, SeenFile { packs, bytes });
-    }
-
     /// An error if the blobs of these packs exceed the 32-bit numbers.
-    pub(crate) fn ensure_room(&self, packs: &[IndexedPack]) -> Result<(), RepoError> {
+    fn ensure_room(&self, packs: &[IndexedPack]) -> Result<(), RepoError> {
         let unknown = packs
             .iter()
             .filter(|entry| self.pack_number(&entry.pack).is_none());
@@ -343,7 +318,6 @@ impl Index {
                 });
             }
         }
-        self.any_missing |= missing;
         self.packs.push(PackInfo {
             name,
             file_bytes: directory.file_bytes(),
@@ -351,14 +325,9 @@ impl Index {
             missing,
         });
         let packs = &self.packs;
-        let hash_of = |&number: &u32| name_hash(&packs[number as usize].name);
+        let hash_of = |&number: &u32| packs[number as usize].name.short();
         self.pack_numbers
-            .insert_unique(name_hash(&name), number, hash_of);
+            .insert_unique(name.short(), number, hash_of);
         number
     }
-}
-
-/// Names of packs are hashes, so their first bytes serve as hash values.
-fn name_hash(name: &FileHash) -> u64 {
-    u64::from_le_bytes(std::array::from_fn(|at| name.0[at]))
 }

@@ -212,6 +212,11 @@ pub(crate) fn section_of(order: u32, sections: usize) -> usize {
     ((u64::from(order) * sections as u64) >> 32) as usize
 }
 
+/// Number of entries of a section whose sealed form has this many bytes.
+pub(crate) fn section_entries(sealed_bytes: usize) -> usize {
+    (sealed_bytes - TAG_BYTES) / ENTRY_BYTES
+}
+
 /// Decodes a section into its entries, ascending.
 pub fn decode_section(bytes: &[u8]) -> Result<Vec<Entry>, FormatError> {
     let (words, rest) = bytes.as_chunks::<ENTRY_BYTES>();

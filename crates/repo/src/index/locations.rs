@@ -11,6 +11,7 @@
 
 use crate::format::file_hash::FileHash;
 use crate::index::chunked::ChunkedVec;
+use crate::index::missing_packs::InspectedPack;
 use crate::pack::Frame;
 use crate::pack::place::FrameInfo;
 
@@ -59,6 +60,16 @@ impl PackInfo {
     /// The number in this pack of the frame of a location.
     pub(crate) fn frame_number(&self, at: Location) -> u32 {
         at.frame - self.first_frame
+    }
+}
+
+impl InspectedPack for PackInfo {
+    fn name(&self) -> &FileHash {
+        &self.name
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.file_bytes
     }
 }
 

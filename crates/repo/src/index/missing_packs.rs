@@ -11,7 +11,6 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
-use crate::index::locations::PackInfo;
 use crate::store::local::{Area, LocalStore};
 
 /// Times of files are as coarse as the kernel's tick: after a change this recent, a later change of the folder
@@ -26,6 +25,14 @@ const INSPECTIONS_MIN: usize = 100;
 
 /// Packs lie in a folder by the first byte of their name.
 const FOLDERS: usize = 256;
+
+/// A pack of an index.
+pub(crate) trait InspectedPack {
+    fn name(&self) -> &FileHash;
+
+    /// The length in bytes that it has if it is whole.
+    fn file_bytes(&self) -> u64;
+}
 
 /// The state of the detector.
 pub(crate) struct MissingPackDetector {
@@ -82,7 +89,7 @@ impl MissingPackDetector {
     pub(crate) fn inspect(
         &mut self,
         store: &LocalStore,
-        packs: &[PackInfo],
+        packs: &[impl InspectedPack],
     ) -> Result<bool, RepoError> {
         let mut different = false;
         for folder in self.changed_folders(store)? {
@@ -93,12 +100,12 @@ impl MissingPackDetector {
         for (number, pack) in packs.iter().enumerate().skip(self.inspected) {
             different |= inspect_pack(store, pack, &mut self.missing)?;
             // An index has less than 2^32 packs.
-            self.known[usize::from(pack.name.0[0])].push(number as u32);
+            self.known[usize::from(pack.name().0[0])].push(number as u32);
         }
         self.inspected = packs.len();
         // Packs that the index no longer names.
         self.missing
-            .retain(|name| packs.iter().any(|pack| pack.name == *name));
+            .retain(|name| packs.iter().any(|pack| pack.name() == name));
         Ok(different)
     }
 
@@ -144,13 +151,13 @@ impl MissingPackDetector {
 /// Inspects a pack. Returns whether it has gone missing or come back.
 fn inspect_pack(
     store: &LocalStore,
-    pack: &PackInfo,
+    pack: &impl InspectedPack,
     missing: &mut BTreeSet<FileHash>,
 ) -> Result<bool, RepoError> {
-    let whole = store.length(Area::Packs, &pack.name.to_string())? == Some(pack.file_bytes);
+    let whole = store.length(Area::Packs, &pack.name().to_string())? == Some(pack.file_bytes());
     Ok(match whole {
-        true => missing.remove(&pack.name),
-        false => missing.insert(pack.name),
+        true => missing.remove(pack.name()),
+        false => missing.insert(*pack.name()),
     })
 }
 
@@ -159,6 +166,7 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::index::locations::PackInfo;
     use crate::store::local::Area;
 
     /// A missing pack is found after a while even with the smallest allowance.

@@ -10,45 +10,40 @@
 //! Consecutive reads mostly find adjacent blobs, so a few lookups in a thousand use sections. Lookups of many blobs at
 //! once ([`OnDemandIndex::find_all`]) are sorted, so that each section and each part is opened once.
 //!
-//! Sections and parts are cached up to [`PARTS_BYTES_MAX`] and [`SECTIONS_BYTES_MAX`]. Each was authenticated
-//! under its file's key and its number. The bytes of a file are not compared with its name, since this would take
-//! reading it all: a file under another file's name can hide blobs, as its removal would, and `check` reports it.
+//! Sections and parts are cached up to [`CacheLimits`]. Each was authenticated under its file's key and its number.
+//! The bytes of a file are not compared with its name, since this would take reading it all: a file under another
+//! file's name can hide blobs, as its removal would, and `check` reports it.
 
 use std::collections::HashSet;
-use std::fs::File;
 use std::sync::{Arc, Mutex};
 
-use lru::LruCache;
 use stillframe_page::hash::ContentId;
 
 use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
-use crate::format::layout::FormatError;
-use crate::index::file::{FRONT_BYTES, INDEX_BYTES_MAX, OpenIndex, head_bytes};
-use crate::index::layout::{Entry, key, order, parts_of, section_of};
+use crate::index::layout::{Entry, key, order, parts_of};
 use crate::index::mark_bitmaps::Bits;
+use crate::index::sectioned_file::SectionedFile;
 use crate::index::segment::IndexSegment;
+use crate::index::segment_cache::{CacheLimits, SegmentCache};
 use crate::pack::place::Place;
 use crate::pack::place::Wanted;
 use crate::store::local::{Area, LocalStore};
-use crate::store::read_exact_at;
 use crate::sync::lock;
 
-/// Bytes of cached parts: about 700,000 blobs.
-const PARTS_BYTES_MAX: usize = 32 << 20;
-/// Bytes of cached sections: about a million blobs.
-const SECTIONS_BYTES_MAX: usize = 8 << 20;
-
-/// Number of recent parts, which are searched before any section.
-const RECENT_PARTS: usize = 8;
+/// The cache of a reader: parts of about 700,000 blobs, and sections of about a million.
+const READER_CACHE: CacheLimits = CacheLimits {
+    parts: 32 << 20,
+    sections: 8 << 20,
+};
 
 /// Number of files kept open, so that a file can still be read after another process has merged it. Merged files
 /// are small; beyond this number the largest files are opened when needed.
-const FILES_OPEN: usize = 128;
+pub(crate) const FILES_OPEN: usize = 128;
 
-/// Bytes of the first read of an index file, which nearly always contains all of its head.
-const FIRST_READ_BYTES: u64 = 16 << 10;
+/// Number of packs of files that are gone whose numbers are not given to others yet.
+const NUMBERS_UNUSED_MAX: usize = 1024;
 
 /// Number of blobs that are looked up by section one by one: this many, and one in this many of all.
 const SINGLY: usize = 256;
@@ -67,30 +62,19 @@ pub(crate) struct OnDemandIndex {
     /// The largest first.
     files: Vec<SectionedFile>,
     packs: Vec<PackEntry>,
-    first: FirstNumbers,
-    cache: Mutex<Cache>,
+    /// Where its numbers begin. Lower ones belong to earlier on-demand indexes.
+    first: Numbers,
+    /// The numbers that the next file gets.
+    next: Numbers,
+    cache: Mutex<SegmentCache>,
 }
 
-/// Where the numbers of an on-demand index begin. Lower numbers belong to earlier on-demand indexes.
+/// Numbers of an on-demand index.
 #[derive(Debug, Clone, Copy, Default)]
-struct FirstNumbers {
-    /// The number of the first pack.
+struct Numbers {
     pack: u32,
-    /// The number of the first part.
     part: u32,
-}
-
-struct SectionedFile {
-    label: String,
-    name: FileHash,
-    index: OpenIndex,
-    bytes: u64,
-    kept: Mutex<Option<Arc<File>>>,
-    keep: bool,
-    /// The numbers of its first pack, part and section in the on-demand index; the others follow.
-    first_pack: u32,
-    first_part: u32,
-    first_section: u32,
+    section: u32,
 }
 
 struct PackEntry {
@@ -100,81 +84,10 @@ struct PackEntry {
     first_part: u32,
 }
 
-struct Cache {
-    parts: LruCache<u32, Arc<IndexSegment>>,
-    parts_bytes: usize,
-    sections: LruCache<u32, Arc<[Entry]>>,
-    sections_bytes: usize,
-    /// The parts of recent lookups, the last one last; only of packs that are whole.
-    recent: Vec<Arc<IndexSegment>>,
-    /// The packs known to be whole.
-    whole: Bits,
-}
-
-impl Cache {
-    fn new() -> Cache {
-        Cache {
-            parts: LruCache::unbounded(),
-            parts_bytes: 0,
-            sections: LruCache::unbounded(),
-            sections_bytes: 0,
-            recent: Vec::with_capacity(RECENT_PARTS),
-            whole: Bits::default(),
-        }
-    }
-
-    fn add_part(&mut self, part: &Arc<IndexSegment>) {
-        self.parts_bytes += part.memory_bytes();
-        // Two threads may have read the same part.
-        if let Some(old) = self.parts.put(part.number, part.clone()) {
-            self.parts_bytes -= old.memory_bytes();
-        }
-        while self.parts_bytes > PARTS_BYTES_MAX
-            && let Some((_, old)) = self.parts.pop_lru()
-        {
-            self.parts_bytes -= old.memory_bytes();
-        }
-    }
-
-    fn add_section(&mut self, number: u32, section: &Arc<[Entry]>) {
-        self.sections_bytes += size_of_val(&section[..]);
-        if let Some(old) = self.sections.put(number, section.clone()) {
-            self.sections_bytes -= size_of_val(&old[..]);
-        }
-        while self.sections_bytes > SECTIONS_BYTES_MAX
-            && let Some((_, old)) = self.sections.pop_lru()
-        {
-            self.sections_bytes -= size_of_val(&old[..]);
-        }
-    }
-
-    fn find_recent(&mut self, id: &ContentId) -> Option<Place> {
-        let newest_first = self.recent.iter().enumerate().rev();
-        let (at, place) = newest_first
-            .filter_map(|(at, part)| Some((at, part.find(id)?)))
-            .next()?;
-        if at + 1 < self.recent.len() {
-            let part = self.recent.remove(at);
-            self.recent.push(part);
-        }
-        Some(place)
-    }
-
-    fn add_recent(&mut self, part: Arc<IndexSegment>) {
-        if self.recent.iter().any(|known| known.number == part.number) {
-            return;
-        }
-        if self.recent.len() == RECENT_PARTS {
-            self.recent.remove(0);
-        }
-        self.recent.push(part);
-    }
-}
-
 impl OnDemandIndex {
     /// Reads the heads of the index files.
     pub(crate) fn open(store: &Arc<LocalStore>, keys: &Keys) -> Result<OnDemandIndex, RepoError> {
-        OnDemandIndex::open_from(store, keys, FirstNumbers::default())
+        OnDemandIndex::open_from(store, keys, Numbers::default())
     }
 
     /// As [`OnDemandIndex::open`]; the numbers of packs and parts continue those of another on-demand index.
@@ -183,19 +96,13 @@ impl OnDemandIndex {
         keys: &Keys,
         before: &OnDemandIndex,
     ) -> Result<OnDemandIndex, RepoError> {
-        let parts = before.files.iter().flat_map(|file| &file.index.head.packs);
-        let parts: u32 = parts.map(|entry| entry.parts).sum();
-        let first = FirstNumbers {
-            pack: before.first.pack + before.packs.len() as u32,
-            part: before.first.part + parts,
-        };
-        OnDemandIndex::open_from(store, keys, first)
+        OnDemandIndex::open_from(store, keys, before.next)
     }
 
     fn open_from(
         store: &Arc<LocalStore>,
         keys: &Keys,
-        first: FirstNumbers,
+        first: Numbers,
     ) -> Result<OnDemandIndex, RepoError> {
         const TRIES: usize = 16;
         for _ in 0..TRIES {
@@ -214,7 +121,7 @@ impl OnDemandIndex {
     fn try_open(
         store: &Arc<LocalStore>,
         keys: &Keys,
-        first: FirstNumbers,
+        first: Numbers,
     ) -> Result<OnDemandIndex, RepoError> {
         let names = store.names(Area::Index)?;
         let mut files = Vec::new();
@@ -225,44 +132,92 @@ impl OnDemandIndex {
         let superseded: HashSet<FileHash> =
             heads.flat_map(|head| &head.supersedes).copied().collect();
         files.retain(|file| !superseded.contains(&file.name));
-        files.sort_unstable_by_key(|file| (std::cmp::Reverse(file.bytes), file.name));
-        Ok(OnDemandIndex::new(store.clone(), files, first))
+        let mut index = OnDemandIndex::empty_from(store.clone(), READER_CACHE, first);
+        index.replace_files(files, |_| true);
+        Ok(index)
     }
 
-    /// Numbers the packs, parts and sections of the files.
-    fn new(
-        store: Arc<LocalStore>,
-        mut files: Vec<SectionedFile>,
-        first: FirstNumbers,
-    ) -> OnDemandIndex {
-        let mut packs = Vec::new();
-        let (mut part, mut section) = (first.part, 0);
-        let count = files.len();
-        for (at, file) in files.iter_mut().enumerate() {
-            file.keep = count - at <= FILES_OPEN;
-            if !file.keep {
-                *lock(&file.kept) = None;
-            }
-            file.first_pack = packs.len() as u32;
-            file.first_part = part;
-            file.first_section = section;
-            for entry in &file.index.head.packs {
-                packs.push(PackEntry {
-                    name: entry.pack,
-                    file_bytes: entry.file_bytes,
-                    first_part: part,
-                });
-                part += entry.parts;
-            }
-            section += file.index.head.sections.len() as u32;
-        }
+    /// An index of no files.
+    pub(crate) fn empty(store: Arc<LocalStore>, limits: CacheLimits) -> OnDemandIndex {
+        OnDemandIndex::empty_from(store, limits, Numbers::default())
+    }
+
+    fn empty_from(store: Arc<LocalStore>, limits: CacheLimits, first: Numbers) -> OnDemandIndex {
         OnDemandIndex {
             store,
-            files,
-            packs,
+            files: Vec::new(),
+            packs: Vec::new(),
             first,
-            cache: Mutex::new(Cache::new()),
+            next: first,
+            cache: Mutex::new(SegmentCache::new(limits)),
         }
+    }
+
+    /// Its files, the largest first.
+    pub(crate) fn files(&self) -> &[SectionedFile] {
+        &self.files
+    }
+
+    /// Adds files and leaves out those that `keep` refuses. What is cached stays valid: every pack of a file that
+    /// is left out must be in another file.
+    pub(crate) fn replace_files(
+        &mut self,
+        added: Vec<SectionedFile>,
+        keep: impl Fn(&FileHash) -> bool,
+    ) {
+        self.files.retain(|file| keep(&file.name));
+        let live: usize = self
+            .files
+            .iter()
+            .map(|file| file.index.head.packs.len())
+            .sum();
+        if self.packs.len() > 2 * live + NUMBERS_UNUSED_MAX {
+            self.number_anew();
+        }
+        for mut file in added {
+            self.number(&mut file);
+            self.files.push(file);
+        }
+        let order = |file: &SectionedFile| (std::cmp::Reverse(file.bytes), file.name);
+        self.files.sort_unstable_by_key(order);
+        let count = self.files.len();
+        for (at, file) in self.files.iter_mut().enumerate() {
+            file.keep_open(count - at <= FILES_OPEN);
+        }
+    }
+
+    /// Numbers the packs, parts and sections of a file.
+    fn number(&mut self, file: &mut SectionedFile) {
+        file.first_pack = self.packs.len() as u32;
+        file.first_part = self.next.part;
+        file.first_section = self.next.section;
+        for entry in &file.index.head.packs {
+            self.packs.push(PackEntry {
+                name: entry.pack,
+                file_bytes: entry.file_bytes,
+                first_part: self.next.part,
+            });
+            self.next.part += entry.parts;
+        }
+        self.next.pack = self.first.pack + self.packs.len() as u32;
+        self.next.section += file.index.head.sections.len() as u32;
+    }
+
+    /// Numbers everything from the start, so that files which are gone take no memory.
+    fn number_anew(&mut self) {
+        self.forget_cached();
+        self.packs = Vec::new();
+        self.next = self.first;
+        let mut files = std::mem::take(&mut self.files);
+        for file in &mut files {
+            self.number(file);
+        }
+        self.files = files;
+    }
+
+    /// Empties the cache, since a pack may have gone missing or come back.
+    pub(crate) fn forget_cached(&self) {
+        lock(&self.cache).clear();
     }
 
     /// The number of its first pack.
@@ -277,16 +232,35 @@ impl OnDemandIndex {
 
     /// The location of a blob; if it is in several packs, in one that is whole.
     pub(crate) fn get(&self, id: &ContentId) -> Result<Option<Found>, RepoError> {
+        self.get_among(id, self.files.iter())
+    }
+
+    /// The location of a blob, if the part of the last lookup describes it.
+    pub(crate) fn find_newest(&self, id: &ContentId) -> Option<Found> {
+        let place = lock(&self.cache).find_newest(id)?;
+        Some(Found { place, whole: true })
+    }
+
+    /// As [`OnDemandIndex::get`], where only these files may describe the blob.
+    pub(crate) fn get_among<'a>(
+        &self,
+        id: &ContentId,
+        files: impl Iterator<Item = &'a SectionedFile>,
+    ) -> Result<Option<Found>, RepoError> {
         let recent = lock(&self.cache).find_recent(id);
         match recent {
             Some(place) => Ok(Some(Found { place, whole: true })),
-            None => self.get_by_section(id),
+            None => self.get_by_section(id, files),
         }
     }
 
-    fn get_by_section(&self, id: &ContentId) -> Result<Option<Found>, RepoError> {
+    fn get_by_section<'a>(
+        &self,
+        id: &ContentId,
+        files: impl Iterator<Item = &'a SectionedFile>,
+    ) -> Result<Option<Found>, RepoError> {
         let mut found = None;
-        for file in &self.files {
+        for file in files {
             let Some(section) = file.section_number(id) else {
                 continue;
             };
@@ -323,7 +297,7 @@ impl OnDemandIndex {
             if let Some(place) = recent {
                 blob.at = place;
             } else if by_section < singly {
-                let found = self.get_by_section(&blob.id)?;
+                let found = self.get_by_section(&blob.id, self.files.iter())?;
                 let found = found.ok_or(RepoError::MissingBlob { id: blob.id })?;
                 blob.at = found.place;
                 by_section += 1;
@@ -387,9 +361,7 @@ impl OnDemandIndex {
         if let Some(section) = lock(&self.cache).sections.get(&in_index) {
             return Ok(section.clone());
         }
-        let mut sealed = file.read(&self.store, file.index.section(number))?;
-        let section = file.index.open_section(number, &mut sealed);
-        let section: Arc<[Entry]> = section.map_err(|error| file.wrong(&error))?.into();
+        let section: Arc<[Entry]> = file.read_section(&self.store, number)?.into();
         lock(&self.cache).add_section(in_index, &section);
         Ok(section)
     }
@@ -431,70 +403,5 @@ impl OnDemandIndex {
             lock(&self.cache).whole.set(pack);
         }
         Ok(whole)
-    }
-}
-
-impl SectionedFile {
-    /// Reads the head of an index file.
-    fn open(store: &LocalStore, keys: &Keys, name: FileHash) -> Result<SectionedFile, RepoError> {
-        let text = name.to_string();
-        let label = store.label(Area::Index, &text);
-        let wrong = |error: FormatError| RepoError::format(&label, &error);
-        let file = store.open(Area::Index, &text)?;
-        let data = file.metadata();
-        let data = data.map_err(|error| RepoError::io("examine", label.as_ref(), error))?;
-        let bytes = data.len().min(INDEX_BYTES_MAX);
-        let mut front = vec![0; bytes.min(FIRST_READ_BYTES) as usize];
-        read_exact_at(&file, &mut front, 0, &label)?;
-        let head = head_bytes(&front).map_err(wrong)?;
-        let end = FRONT_BYTES + head;
-        if end as u64 > bytes {
-            return Err(wrong(FormatError::Truncated {
-                needed: end as u64,
-                left: bytes,
-            }));
-        }
-        let read = front.len().min(end);
-        front.resize(end, 0);
-        read_exact_at(&file, &mut front[read..], read as u64, &label)?;
-        let index = OpenIndex::new(keys, &mut front, data.len()).map_err(wrong)?;
-        Ok(SectionedFile {
-            label,
-            name,
-            index,
-            bytes,
-            kept: Mutex::new(Some(Arc::new(file))),
-            keep: true,
-            first_pack: 0,
-            first_part: 0,
-            first_section: 0,
-        })
-    }
-
-    /// The section of an id; `None` where the file describes no blobs.
-    fn section_number(&self, id: &ContentId) -> Option<u32> {
-        let sections = self.index.head.sections.len();
-        (sections > 0).then(|| section_of(order(id), sections) as u32)
-    }
-
-    fn read(&self, store: &LocalStore, range: std::ops::Range<u32>) -> Result<Vec<u8>, RepoError> {
-        let mut bytes = vec![0; range.len()];
-        let kept = lock(&self.kept).clone();
-        // If that fails, the open file may be on a file system that is gone.
-        if let Some(file) = kept
-            && read_exact_at(&file, &mut bytes, range.start.into(), &self.label).is_ok()
-        {
-            return Ok(bytes);
-        }
-        let file = Arc::new(store.open(Area::Index, &self.name.to_string())?);
-        read_exact_at(&file, &mut bytes, range.start.into(), &self.label)?;
-        if self.keep {
-            *lock(&self.kept) = Some(file);
-        }
-        Ok(bytes)
-    }
-
-    fn wrong(&self, error: &FormatError) -> RepoError {
-        RepoError::format(&self.label, error)
     }
 }

@@ -1,7 +1,8 @@
-//! The index reader: looks blobs up in the in-memory index, or in the on-demand index.
+//! The index reader: looks blobs up in the in-memory index, the on-demand index, or the writer's index.
 //!
-//! Writers, prunes and checks look up many blobs, some of which do not exist: they have the whole index in memory
-//! ([`Index`]). A restore looks up existing blobs, and begins at once ([`ReopeningIndex`]).
+//! Prunes and checks look up all blobs: they have the whole index in memory ([`Index`]). A restore looks up existing
+//! blobs, and begins at once ([`ReopeningIndex`]). A writer reads few blobs, by the index with which it finds
+//! duplicates ([`WriterIndex`]).
 
 use std::sync::Arc;
 
@@ -12,14 +13,16 @@ use crate::format::file_hash::FileHash;
 use crate::index::in_memory::Index;
 use crate::index::reopening::ReopeningIndex;
 use crate::index::segment::IndexSegment;
+use crate::index::writer_index::WriterIndex;
 use crate::pack::place::Place;
 use crate::pack::place::Wanted;
 
-/// The in-memory index or the on-demand index.
+/// One of the three indexes.
 #[derive(Clone, Copy)]
 pub(crate) enum IndexReader<'a> {
     InMemory(&'a Index),
     OnDemand(&'a ReopeningIndex),
+    Writer(&'a WriterIndex),
 }
 
 impl IndexReader<'_> {
@@ -28,6 +31,7 @@ impl IndexReader<'_> {
         let found = match self {
             IndexReader::InMemory(index) => index.place(id),
             IndexReader::OnDemand(on_demand) => on_demand.get(id)?.map(|found| found.place),
+            IndexReader::Writer(index) => index.get(id)?.map(|found| found.place),
         };
         found.ok_or(RepoError::MissingBlob { id: *id })
     }
@@ -42,13 +46,14 @@ impl IndexReader<'_> {
                 Ok(())
             }
             IndexReader::OnDemand(on_demand) => on_demand.find_all(wanted),
+            IndexReader::Writer(index) => index.find_all(wanted),
         }
     }
 
     /// Opens the index anew because this pack is gone. Returns whether its blobs may be located elsewhere now.
     pub(crate) fn renew(self, pack: u32) -> Result<bool, RepoError> {
         match self {
-            IndexReader::InMemory(_) => Ok(false),
+            IndexReader::InMemory(_) | IndexReader::Writer(_) => Ok(false),
             IndexReader::OnDemand(on_demand) => on_demand.renew(pack),
         }
     }
@@ -58,6 +63,7 @@ impl IndexReader<'_> {
         match self {
             IndexReader::InMemory(index) => index.packs()[pack as usize].name,
             IndexReader::OnDemand(on_demand) => on_demand.pack_name(pack),
+            IndexReader::Writer(index) => index.pack_name(pack),
         }
     }
 }
@@ -80,6 +86,7 @@ impl<'a> FrameLookup<'a> {
         let from = match index {
             IndexReader::InMemory(index) => FrameSource::Index(index),
             IndexReader::OnDemand(on_demand) => FrameSource::Part(on_demand.known_part(frame.part)),
+            IndexReader::Writer(index) => FrameSource::Part(index.known_part(frame.part)),
         };
         FrameLookup { frame, from }
     }

@@ -58,7 +58,7 @@ proptest! {
                 let bytes = Dice(blob.seed).bytes(blob.len);
                 let id = writer.hasher().id(&bytes);
                 let known = model.contains_key(&id) || round.contains_key(&id);
-                prop_assert_eq!(writer.contains(&id), known);
+                prop_assert_eq!(writer.contains(&id).unwrap(), known);
                 let put = writer.put(id, &bytes).unwrap();
                 prop_assert_eq!(put, if known { Put::Duplicate } else { Put::New });
                 round.insert(id, bytes);

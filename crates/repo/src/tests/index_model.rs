@@ -238,15 +238,20 @@ fn an_id_that_begins_like_another_is_an_error() {
     vm.run(&mut Dice(2), 8);
     let checkpoint = vm.checkpoint(&mut repo).unwrap();
     let known = repo.manifest(&checkpoint).unwrap().ram[0].root;
-    let reader = repo.reader(WAIT).unwrap();
-    assert!(reader.contains(&known).unwrap() && reader.read(&known).is_ok());
+    repo.refresh_index().unwrap();
+    let blobs = repo.blobs();
+    assert!(repo.index.contains(&known) && blobs.read(&known).is_ok());
     let (mut alike, mut other) = (known, known);
     alike.0[31] ^= 1;
     other.0[15] ^= 1;
-    assert!(reader.contains(&alike).unwrap() && !reader.contains(&other).unwrap());
-    let error = reader.read(&alike).unwrap_err();
+    assert!(repo.index.contains(&alike) && !repo.index.contains(&other));
+    let error = blobs.read(&alike).unwrap_err();
     assert_eq!(error.class(), ErrorClass::Damaged, "{error}");
     // Also if both are read together.
-    assert!(reader.blobs().read_many(&[known, alike]).is_err());
-    assert!(reader.blobs().read_many(&[alike, known]).is_err());
+    assert!(blobs.read_many(&[known, alike]).is_err());
+    assert!(blobs.read_many(&[alike, known]).is_err());
+    // A reader and a writer compare all of it.
+    assert!(!repo.reader(WAIT).unwrap().contains(&alike).unwrap());
+    let writer = repo.begin(WAIT).unwrap();
+    assert!(writer.contains(&known).unwrap() && !writer.contains(&alike).unwrap());
 }

@@ -22,3 +22,4 @@ mod missing_packs;
 mod removal;
 mod renewal;
 pub(crate) mod support;
+mod writer_index;

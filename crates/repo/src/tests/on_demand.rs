@@ -13,6 +13,7 @@ use crate::format::file_hash::FileHash;
 use crate::index::file::{FRONT_BYTES, IndexFile, OpenIndex, head_bytes, read_index_file};
 use crate::index::in_memory::Index;
 use crate::index::on_demand::OnDemandIndex;
+use crate::index::writer_index::WriterIndex;
 use crate::pack::IndexedPack;
 use crate::pack::place::Place;
 use crate::pack::place::Wanted;
@@ -21,7 +22,9 @@ use crate::store::local::Area;
 use crate::{CheckpointId, ErrorClass, RepoError, Repository};
 
 /// Everything that the index files contain, live or superseded, read without the index.
-fn described(repo: &Repository) -> HashMap<ContentId, BTreeSet<(FileHash, u32, u32, u32)>> {
+pub(super) fn described(
+    repo: &Repository,
+) -> HashMap<ContentId, BTreeSet<(FileHash, u32, u32, u32)>> {
     let mut described: HashMap<_, BTreeSet<_>> = HashMap::new();
     for name in repo.store.names(Area::Index).unwrap() {
         let name = FileHash::from_name(&name).unwrap();
@@ -103,7 +106,7 @@ fn compare_place(
 }
 
 /// Creates an index file, with packs of the right length except those that are `missing`.
-fn put_index_file(
+pub(super) fn put_index_file(
     repo: &Repository,
     file: &IndexFile,
     missing: impl Fn(FileHash) -> bool,
@@ -125,7 +128,7 @@ fn put_index_file(
 }
 
 /// A directory of these blobs, some of which are listed twice.
-fn directory(dice: &mut Dice, ids: u64, frames: u64) -> Directory {
+pub(super) fn directory(dice: &mut Dice, ids: u64, frames: u64) -> Directory {
     let mut frame = || {
         let blobs: Vec<(ContentId, u32)> = (0..1 + dice.below(24))
             .map(|_| {
@@ -207,6 +210,7 @@ fn the_sections_are_right_after_every_change_of_an_index() {
     let mut vm = Vm::new("vm", 600);
     let mut repo = init(dir.path());
     let mut taken: BTreeMap<CheckpointId, Vm> = BTreeMap::new();
+    let mut writer_index = WriterIndex::new(repo.store.clone(), repo.keys.clone());
     for round in 0..90 {
         vm.run(&mut dice, if round == 0 { 500 } else { 7 });
         taken.insert(vm.checkpoint(&mut repo).unwrap(), vm.clone());
@@ -221,6 +225,8 @@ fn the_sections_are_right_after_every_change_of_an_index() {
         }
         if round % 10 == 0 || round == 51 {
             compare(&repo, &mut dice);
+            writer_index.refresh().unwrap();
+            super::writer_index::compare(&repo, &writer_index, &mut dice);
             let mut reopened = open(dir.path());
             assert!(
                 vm.compare(
