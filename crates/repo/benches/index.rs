@@ -165,6 +165,23 @@ fn cpu_s() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
+/// Prints the memory that one checkpoint of many new blobs takes at most.
+fn large_checkpoint(place: &Path) -> Result<()> {
+    let mut repo = Repository::init(place, &Password::new("bench"))?;
+    let before = memory_bytes("VmRSS")?;
+    let mut writer = repo.begin(WAIT)?;
+    for number in 0..LARGE_CHECKPOINT * 10 {
+        writer.put_unnamed(&blob(number))?;
+    }
+    writer.commit(manifest())?;
+    let peak_bytes = memory_bytes("VmHWM")? - before;
+    println!(
+        "{{\"new_blobs\":{},\"peak_bytes\":{peak_bytes}}}",
+        LARGE_CHECKPOINT * 10
+    );
+    Ok(())
+}
+
 /// Prints the rates at which new pages are stored: with the ids in memory over with the index of a writer.
 fn ingest(place: &Path) -> Result<()> {
     let mut repo = Repository::open(place, &Password::new("bench"))?;
@@ -228,6 +245,7 @@ fn main() -> Result<()> {
         return match task.as_str() {
             "whole-index" => whole_index(place.as_ref()),
             "writer-index" => writer_index(place.as_ref()),
+            "large-checkpoint" => large_checkpoint(place.as_ref()),
             _ => ingest(place.as_ref()),
         };
     }
@@ -240,6 +258,7 @@ fn main() -> Result<()> {
     fill(&place, LARGE, LARGE_CHECKPOINT)?;
     let a_blob = in_process("writer-index", &place, "grown_bytes")? / LARGE as f64;
     println!("{{\"claim\":\"writer-bytes-a-blob\",\"value\":{a_blob:.2}}}");
+    in_process("large-checkpoint", &dir.path().join("other"), "peak_bytes")?;
     let ratio = in_process("ingest", &place, "ratio")?;
     println!("{{\"claim\":\"writer-ingest\",\"value\":{ratio}}}");
     Ok(())

@@ -24,6 +24,7 @@ use crate::index::in_memory::Index;
 use crate::index::reader::IndexReader;
 use crate::index::reopening::ReopeningIndex;
 use crate::index::writer_index::WriterIndex;
+use crate::pack::PackLimits;
 use crate::store::local::{Area, CONFIG, LocalStore};
 use crate::store::lock::Lock;
 
@@ -38,6 +39,8 @@ pub struct Repository {
     pub(crate) index: Index,
     /// What writers use. It stays in memory from one to the next.
     pub(crate) writer_index: WriterIndex,
+    /// [`PackLimits::STANDARD`], except in tests.
+    pub(crate) pack_limits: PackLimits,
     id: RepositoryId,
     keeps_lock: bool,
     /// The lock of the last writer, kept for the next.
@@ -125,6 +128,7 @@ impl Repository {
         Repository {
             index: Index::default(),
             writer_index: WriterIndex::new(store.clone(), keys.clone()),
+            pack_limits: PackLimits::STANDARD,
             store,
             keys,
             id,

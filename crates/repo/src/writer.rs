@@ -44,13 +44,13 @@ pub struct Committed {
     pub bytes_stored: u64,
 }
 
-/// Writes one checkpoint. A drop without [`Writer::commit`] removes what was written; the next prune removes what
-/// cannot be removed then.
+/// Writes one checkpoint. A drop without [`Writer::commit`] removes what was written. The next prune removes what
+/// cannot be removed then: packs of a large checkpoint that index files describe already.
 pub struct Writer<'a> {
     repository: &'a mut Repository,
     lock: Arc<Lock>,
     hasher: ContentHasher,
-    /// The blobs that this writer has put.
+    /// The blobs that were given to the packer and that no index file describes yet, in this order.
     fresh: BlobTable,
     packer: Option<Packer>,
     bytes_stored: u64,
@@ -110,7 +110,7 @@ impl<'a> Writer<'a> {
         &self.hasher
     }
 
-    /// The blobs committed before this writer began (not its own).
+    /// The blobs committed before this writer began. Its own are not among them, or only some.
     pub fn blobs(&self) -> Blobs<'_> {
         Blobs {
             index: IndexReader::Writer(&self.repository.writer_index),
@@ -125,7 +125,6 @@ impl<'a> Writer<'a> {
             true => Ok(Put::Duplicate),
             false => {
                 self.store(id, bytes)?;
-                self.fresh.add(&id, |_| false);
                 Ok(Put::New)
             }
         }
@@ -134,9 +133,6 @@ impl<'a> Writer<'a> {
     /// As [`Writer::put`], but stores the blob even if the repository has it already.
     pub fn put_again(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
         self.store(id, bytes)?;
-        if self.fresh.find(&id).is_none() {
-            self.fresh.add(&id, |_| false);
-        }
         Ok(Put::New)
     }
 
@@ -153,9 +149,39 @@ impl<'a> Writer<'a> {
             none => none.insert(Packer::start(
                 self.repository.store.clone(),
                 self.repository.keys.clone(),
+                self.repository.pack_limits,
             )?),
         };
-        packer.add(id, bytes)
+        packer.add(id, bytes)?;
+        self.fresh.add(&id, |_| false);
+        if packer.finished_bytes() >= self.repository.pack_limits.directory_bytes {
+            let packs = packer.take_finished();
+            self.record_early(packs)?;
+        }
+        Ok(())
+    }
+
+    /// Describes packs by an index file before the checkpoint ends, so that their directories need not stay in
+    /// memory. Another writer may rely on them from then on, so they stay even if this checkpoint is never
+    /// recorded; a prune removes them, as after a crash between index file and manifest.
+    fn record_early(&mut self, packs: Vec<IndexedPack>) -> Result<(), RepoError> {
+        self.ensure_recordable(&packs)?;
+        let blobs = packs.iter().map(|entry| entry.directory.blobs()).sum();
+        self.record_packs(packs)?;
+        // It finds these blobs from now on.
+        self.repository.writer_index.refresh_files()?;
+        self.fresh.forget_first(blobs);
+        Ok(())
+    }
+
+    /// Removes packs that must not be recorded: the lock was lost, or the index cannot number their blobs.
+    fn ensure_recordable(&self, packs: &[IndexedPack]) -> Result<(), RepoError> {
+        let held = self.lock.assert_held();
+        let recordable = held.and_then(|()| self.repository.writer_index.ensure_room(packs));
+        if recordable.is_err() {
+            discard(&self.repository.store, packs);
+        }
+        recordable
     }
 
     /// Stores a blob under the id of its bytes, which it returns.
@@ -187,7 +213,7 @@ impl<'a> Writer<'a> {
         self.packer.as_ref().map_or(0, Packer::stored_bytes)
     }
 
-    /// Records the checkpoint. When this returns, it is on disk: packs first, then the index file that describes
+    /// Records the checkpoint. When this returns, it is on disk: packs first, then the index files that describe
     /// them, then the manifest, each made durable before the next is begun. Sets `manifest.bytes_stored`. After
     /// an error there is no new checkpoint, unless only the last fsync, of the folder `manifests/`, has failed;
     /// then the checkpoint may exist, and is complete.
@@ -196,11 +222,7 @@ impl<'a> Writer<'a> {
             Some(packer) => packer.finish()?,
             None => Vec::new(),
         };
-        let held = self.lock.assert_held();
-        if let Err(error) = held.and_then(|()| self.repository.writer_index.ensure_room(&packs)) {
-            discard(&self.repository.store, &packs);
-            return Err(error);
-        }
+        self.ensure_recordable(&packs)?;
         // Once an index file may name the packs, they stay: they are complete and durable, and another writer may
         // already rely on them.
         self.record_packs(packs)?;

@@ -74,7 +74,10 @@ impl BlobTable {
     /// Gives a blob the next number. If it has a number already, `replaces` decides whether lookups find the new
     /// one instead of that.
     pub(crate) fn add(&mut self, id: &ContentId, replaces: impl FnOnce(u32) -> bool) {
-        let id = short(id);
+        self.add_short(short(id), replaces);
+    }
+
+    fn add_short(&mut self, id: ShortId, replaces: impl FnOnce(u32) -> bool) {
         // The index has checked that the number fits (`ensure_room`).
         let number = self.ids.len() as u32;
         self.ids.push(id);
@@ -89,6 +92,14 @@ impl BlobTable {
             Entry::Vacant(place) => drop(place.insert(number)),
             Entry::Occupied(mut place) if replaces(*place.get()) => *place.get_mut() = number,
             Entry::Occupied(_) => {}
+        }
+    }
+
+    /// Forgets the blobs with the first `count` numbers. The others are numbered anew.
+    pub(crate) fn forget_first(&mut self, count: usize) {
+        let old = std::mem::take(self);
+        for number in count..old.len() {
+            self.add_short(old.ids.at(number), |_| false);
         }
     }
 

@@ -1,7 +1,7 @@
 //! Keeps the number of index files small.
 //!
-//! Each checkpoint writes one index file. A checkpoint every two seconds would leave 43,200 files a day for every
-//! `begin` to list and every `open` to read. So a commit that finds more than [`FILES_MAX`] small files of about
+//! Each checkpoint writes one index file, or several if it is large. A checkpoint every two seconds would leave
+//! 43,200 files a day for every `begin` to list and every `open` to read. So a commit that finds more than [`FILES_MAX`] small files of about
 //! one length merges them into one that supersedes them. A merged file is merged again with files of its length
 //! until it is no longer small. So each entry is rewritten a few times, most merges are of small files only, and
 //! the number of files grows with the size of the repository, not with the number of checkpoints.

@@ -1,5 +1,5 @@
 //! Index files: copies of pack directories, so that opening a repository reads a few files instead of the ends of
-//! all packs. One is written with each checkpoint. They can be rebuilt from the packs.
+//! all packs. One is written with each checkpoint, or several. They can be rebuilt from the packs.
 //!
 //! An index file may name others that it supersedes. Those are ignored from the moment it exists, whether or not
 //! they have been removed; so prune can be killed at any point.

@@ -29,6 +29,24 @@ pub const TAIL_BYTES: usize = 8;
 /// Length in bytes at which a pack is closed.
 pub(crate) const PACK_BYTES_TARGET: u64 = 64 << 20;
 
+/// Limits of the packs that are written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PackLimits {
+    /// Length in bytes of the frames at which a pack is closed.
+    pub(crate) stored_bytes: u64,
+    /// Length in bytes of the plain directory at which a pack is closed, however well its blobs compress. The
+    /// directory is in memory until an index file describes the pack.
+    pub(crate) directory_bytes: usize,
+}
+
+impl PackLimits {
+    /// The limits, except in tests.
+    pub(crate) const STANDARD: PackLimits = PackLimits {
+        stored_bytes: PACK_BYTES_TARGET,
+        directory_bytes: 16 << 20,
+    };
+}
+
 /// Maximum length in bytes of a pack that is read. Offsets of frames fit 32 bits.
 pub const PACK_BYTES_MAX: u64 = 1 << 30;
 

@@ -20,8 +20,8 @@ mod frame_job;
 mod sealer;
 
 use std::mem;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -34,7 +34,7 @@ use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::layout::FormatError;
 use crate::pack::IndexedPack;
-use crate::pack::{FRAME_PLAIN_TARGET, PACK_BYTES_TARGET, PackCipher, new_preamble};
+use crate::pack::{FRAME_PLAIN_TARGET, PackCipher, PackLimits, frame_entry_bytes, new_preamble};
 use crate::store::local::{Area, LocalStore};
 use crate::sync::lock;
 
@@ -53,6 +53,9 @@ pub(crate) struct Packer {
     current: FrameJob,
     pack: Option<Arc<PackInProgress>>,
     frames_in_pack: u32,
+    /// Length in bytes of the plain directory of the pack so far.
+    directory_bytes: usize,
+    limits: PackLimits,
     sequence: u64,
     line: Line,
     shared: Arc<Shared>,
@@ -71,15 +74,16 @@ struct Threads {
     jobs: Sender<FrameJob>,
     empty: Receiver<FrameJob>,
     sealers: Vec<JoinHandle<()>>,
-    appender: JoinHandle<Vec<IndexedPack>>,
+    appender: JoinHandle<()>,
 }
 
 impl Packer {
-    pub(crate) fn start(store: Arc<LocalStore>, keys: Arc<Keys>) -> Result<Packer, RepoError> {
-        let shared = Arc::new(Shared {
-            stored_bytes: AtomicU64::new(0),
-            failure: Mutex::new(None),
-        });
+    pub(crate) fn start(
+        store: Arc<LocalStore>,
+        keys: Arc<Keys>,
+        limits: PackLimits,
+    ) -> Result<Packer, RepoError> {
+        let shared = Arc::new(Shared::default());
         let sealer = Box::new(Sealer::new(&keys, &shared)?);
         let appender = Box::new(Appender::new(store.clone(), shared.clone()));
         Ok(Packer {
@@ -88,6 +92,8 @@ impl Packer {
             current: FrameJob::default(),
             pack: None,
             frames_in_pack: 0,
+            directory_bytes: 0,
+            limits,
             sequence: 0,
             line: Line::Alone(sealer, appender),
             shared,
@@ -114,6 +120,16 @@ impl Packer {
         self.shared.stored_bytes.load(Ordering::Relaxed)
     }
 
+    /// Length in bytes of the plain directories of the packs that can be taken.
+    pub(crate) fn finished_bytes(&self) -> usize {
+        self.shared.finished_bytes()
+    }
+
+    /// Takes the packs that are complete and durable by now: those of the first blobs, in order.
+    pub(crate) fn take_finished(&self) -> Vec<IndexedPack> {
+        self.shared.take_finished()
+    }
+
     /// Closes the current frame and passes it on.
     fn cut(&mut self) -> Result<(), RepoError> {
         if self.current.blobs.is_empty() {
@@ -129,6 +145,7 @@ impl Packer {
         job.pack = Some(pack);
         self.sequence += 1;
         self.frames_in_pack += 1;
+        self.directory_bytes += frame_entry_bytes(job.blobs.len());
         self.current = self.line.take(job).map_err(|error| match error {
             Stopped::Here(error) => error,
             Stopped::InThread => self.failure(),
@@ -150,7 +167,8 @@ impl Packer {
 
     fn pack_for_next_frame(&mut self) -> Result<Arc<PackInProgress>, RepoError> {
         if let Some(pack) = &self.pack
-            && pack.stored.load(Ordering::Relaxed) < PACK_BYTES_TARGET
+            && pack.stored.load(Ordering::Relaxed) < self.limits.stored_bytes
+            && self.directory_bytes < self.limits.directory_bytes
         {
             return Ok(pack.clone());
         }
@@ -161,6 +179,7 @@ impl Packer {
             stored: AtomicU64::new(0),
         });
         self.frames_in_pack = 0;
+        self.directory_bytes = 0;
         self.pack = Some(pack.clone());
         Ok(pack)
     }
@@ -171,12 +190,13 @@ impl Packer {
             .unwrap_or(RepoError::WriterFailed)
     }
 
-    /// Waits until everything is on disk. Returns the packs that were written.
+    /// Waits until everything is on disk. Returns the packs that were written and not taken yet.
     pub(crate) fn finish(mut self) -> Result<Vec<IndexedPack>, RepoError> {
         if let Err(error) = self.cut() {
             self.shared.fail(error);
         }
-        let packs = self.end();
+        self.end();
+        let packs = self.shared.take_finished();
         let failure = lock(&self.shared.failure).take();
         match failure {
             None => Ok(packs),
@@ -187,21 +207,18 @@ impl Packer {
         }
     }
 
-    /// Ends the threads and removes what they wrote.
+    /// Ends the threads and removes the packs that were not taken.
     pub(crate) fn abandon(mut self) {
         self.shared.fail(RepoError::WriterFailed);
-        let packs = self.end();
-        discard(&self.store, &packs);
+        self.end();
+        discard(&self.store, &self.shared.take_finished());
     }
 
-    fn end(&mut self) -> Vec<IndexedPack> {
+    fn end(&mut self) {
         match mem::replace(&mut self.line, Line::Ended) {
             Line::Alone(_, appender) => appender.finish(),
             Line::Threads(threads) => threads.join(&self.shared),
-            Line::Ended => {
-                self.shared.fail(RepoError::WriterFailed);
-                Vec::new()
-            }
+            Line::Ended => self.shared.fail(RepoError::WriterFailed),
         }
     }
 }
@@ -266,17 +283,13 @@ impl Threads {
         })
     }
 
-    fn join(self, shared: &Shared) -> Vec<IndexedPack> {
+    fn join(self, shared: &Shared) {
         drop(self.jobs);
-        for sealer in self.sealers {
-            if sealer.join().is_err() {
+        for thread in self.sealers.into_iter().chain([self.appender]) {
+            if thread.join().is_err() {
                 shared.fail(RepoError::WriterFailed);
             }
         }
-        self.appender.join().unwrap_or_else(|_| {
-            shared.fail(RepoError::WriterFailed);
-            Vec::new()
-        })
     }
 }
 
@@ -287,10 +300,7 @@ pub(crate) fn discard(store: &LocalStore, packs: &[IndexedPack]) {
     }
 }
 
-fn spawn<T: Send + 'static>(
-    name: &str,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<JoinHandle<T>, RepoError> {
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, RepoError> {
     std::thread::Builder::new()
         .name(name.into())
         .spawn(work)

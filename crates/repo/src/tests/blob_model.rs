@@ -5,7 +5,8 @@ use std::sync::Mutex;
 
 use proptest::prelude::*;
 
-use super::support::{Dice, Vm, WAIT, init, open, test_dir};
+use super::support::{Dice, SMALL_PACKS, Vm, WAIT, init, open, test_dir};
+use crate::pack::PackLimits;
 use crate::{ErrorClass, Put, RepoError};
 
 #[derive(Debug, Clone)]
@@ -47,11 +48,16 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn behaves_like_a_map(rounds in prop::collection::vec((any::<bool>(), prop::collection::vec(blob(), 0..60)), 1..5)) {
+    fn behaves_like_a_map(small_packs: bool, rounds in prop::collection::vec((any::<bool>(), prop::collection::vec(blob(), 0..60)), 1..5)) {
         let dir = test_dir();
         let mut repo = init(dir.path());
         let mut model: HashMap<_, Vec<u8>> = HashMap::new();
         for (commit, blobs) in rounds {
+            // Of a writer that is dropped, index files may describe some of them.
+            repo.pack_limits = match small_packs && commit {
+                true => SMALL_PACKS,
+                false => PackLimits::STANDARD,
+            };
             let mut round = HashMap::new();
             let mut writer = repo.begin(WAIT).unwrap();
             for blob in blobs {
@@ -124,6 +130,47 @@ fn a_dropped_writer_leaves_no_files() {
         assert!(left.is_empty(), "{left:?}");
     }
     assert!(repo.manifests().unwrap().is_empty());
+}
+
+/// A checkpoint of many packs, which are described before it ends.
+#[test]
+fn a_large_checkpoint_is_described_in_pieces() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    repo.pack_limits = SMALL_PACKS;
+    let files = |folder: &str| walk(&dir.path().join(folder)).len();
+    let put_all = |writer: &mut crate::Writer<'_>, expected: Put| {
+        for seed in 0..400 {
+            let bytes = Dice(seed * 2 + 1).bytes(4096);
+            let id = writer.hasher().id(&bytes);
+            assert_eq!(writer.put(id, &bytes).unwrap(), expected);
+        }
+    };
+    let mut writer = repo.begin(WAIT).unwrap();
+    put_all(&mut writer, Put::New);
+    put_all(&mut writer, Put::Duplicate);
+    assert!(files("index") > 0 && files("packs") > 1);
+    // Index files describe some of its packs, so these stay.
+    drop(writer);
+    assert!(files("index") > 0);
+    assert!(repo.check(true, &mut |_| {}).unwrap().is_clean());
+    repo.prune(false, &mut |_| {}).unwrap();
+    assert_eq!(files("packs"), 0);
+    let mut writer = repo.begin(WAIT).unwrap();
+    put_all(&mut writer, Put::New);
+    // Blobs that are stored again are counted like others.
+    for seed in 0..400 {
+        let bytes = Dice(seed * 2 + 1).bytes(4096);
+        let id = writer.hasher().id(&bytes);
+        assert_eq!(writer.put_again(id, &bytes).unwrap(), Put::New);
+    }
+    put_all(&mut writer, Put::Duplicate);
+    let stored = writer.commit(empty_manifest()).unwrap().bytes_stored;
+    let packs = walk(&dir.path().join("packs")).into_iter();
+    let packs: u64 = packs.map(|file| file.metadata().unwrap().len()).sum();
+    assert!((packs + 1..packs * 2).contains(&stored), "{packs} {stored}");
+    put_all(&mut repo.begin(WAIT).unwrap(), Put::Duplicate);
+    assert!(repo.check(true, &mut |_| {}).unwrap().is_clean());
 }
 
 fn walk(folder: &std::path::Path) -> Vec<std::path::PathBuf> {

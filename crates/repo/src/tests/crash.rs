@@ -7,7 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::faults::Event;
-use super::support::{Dice, Vm, copy_tree, forget_ids, init, keep_last, open, test_dir};
+use super::support::{
+    Dice, SMALL_PACKS, Vm, copy_tree, forget_ids, init, keep_last, open, test_dir,
+};
+use crate::pack::PackLimits;
 use crate::{CheckpointId, RepoError, Repository};
 
 /// Every checkpoint must be complete, and the given ones must exist.
@@ -32,6 +35,15 @@ type Operation = fn(&mut Repository, &mut Vm, &[CheckpointId]) -> Result<(), Rep
 fn every_step_of_a_checkpoint_may_fail() {
     every_step_may_fail("checkpoint", |repo, vm, _| {
         vm.run(&mut Dice(77), 60);
+        vm.checkpoint(repo).map(|_| ())
+    });
+}
+
+#[test]
+fn every_step_of_a_checkpoint_of_many_packs_may_fail() {
+    every_step_may_fail("checkpoint of many packs", |repo, vm, _| {
+        repo.pack_limits = SMALL_PACKS;
+        vm.run(&mut Dice(78), 150);
         vm.checkpoint(repo).map(|_| ())
     });
 }
@@ -241,6 +253,8 @@ fn record_life(dir: &Path, seed: u64) -> (Vec<Event>, Vec<Milestone>) {
                 repo.prune(false, &mut |_| {}).unwrap();
             }
         }
+        // Some checkpoints have index files before they end.
+        repo.pack_limits = [PackLimits::STANDARD, SMALL_PACKS][round % 2];
         let vm = &mut vms[dice.below(2) as usize];
         vm.run(&mut dice, 30);
         let id = vm.checkpoint(&mut repo).unwrap();

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use super::crash::{Disk, files_below, lay_out_anew};
 use super::faults::{Event, Faults};
-use super::support::{Dice, Vm, forget_ids, init, open, password, test_dir};
+use super::support::{Dice, SMALL_PACKS, Vm, forget_ids, init, open, password, test_dir};
 use crate::store::local::LocalStore;
 use crate::{CheckpointId, Repository};
 
@@ -43,7 +43,13 @@ fn store(dir: &Path, faults: &Faults, seed: u64) -> Repository {
         1..4 => std::thread::yield_now(),
         _ => {}
     });
-    Repository::open_at(LocalStore::with_faults(dir, faults), &password()).unwrap()
+    let store = LocalStore::with_faults(dir, faults);
+    let mut repo = Repository::open_at(store, &password()).unwrap();
+    // One of the writers.
+    if seed % 2 == 1 {
+        repo.pack_limits = SMALL_PACKS;
+    }
+    repo
 }
 
 /// Takes checkpoints; they share pages with those of the other writer.

@@ -11,6 +11,7 @@ use stillframe_page::delta::{Added, DeltaEncoder};
 use stillframe_page::{PageRequest, ReadOrder, is_zero};
 
 use crate::crypto::key_file::Cost;
+use crate::pack::PackLimits;
 use crate::page_table::table::PageRef;
 use crate::store::local::LocalStore;
 use crate::{
@@ -24,6 +25,12 @@ pub(crate) use stillframe_page::PAGE;
 pub(crate) fn password() -> Password {
     Password::new("correct horse")
 }
+
+/// Packs of a frame or two, each described by an index file before the checkpoint ends.
+pub(crate) const SMALL_PACKS: PackLimits = PackLimits {
+    stored_bytes: 16 << 10,
+    directory_bytes: 400,
+};
 
 /// The cost of a password that takes next to no time to try.
 pub(crate) const CHEAP: Cost = Cost {

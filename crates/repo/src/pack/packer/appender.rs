@@ -20,7 +20,6 @@ pub(super) struct Appender {
     store: Arc<LocalStore>,
     shared: Arc<Shared>,
     open: Option<OpenPack>,
-    finished: Vec<IndexedPack>,
 }
 
 struct OpenPack {
@@ -36,31 +35,24 @@ impl Appender {
             store,
             shared,
             open: None,
-            finished: Vec::new(),
         }
     }
 
     /// Runs on a thread of its own. A failure ends it and closes its channels: the packer then receives no empty
     /// buffer, and takes the error from [`Shared`].
-    pub(super) fn run(
-        mut self,
-        from: &Receiver<FrameJob>,
-        recycle: &Sender<FrameJob>,
-        first: u64,
-    ) -> Vec<IndexedPack> {
+    pub(super) fn run(mut self, from: &Receiver<FrameJob>, recycle: &Sender<FrameJob>, first: u64) {
         if let Err(error) = self.append_all(from, recycle, first) {
             self.shared.fail(error);
         }
         self.finish()
     }
 
-    /// Returns the packs that were written. After a failure the open pack is not finished.
-    pub(super) fn finish(mut self) -> Vec<IndexedPack> {
+    /// Finishes the open pack, unless there was a failure.
+    pub(super) fn finish(mut self) {
         let failed = lock(&self.shared.failure).is_some();
         if !failed && let Err(error) = self.finish_pack() {
             self.shared.fail(error);
         }
-        self.finished
     }
 
     fn append_all(
@@ -139,7 +131,7 @@ impl Appender {
         let pack = FileHash(*open.hasher.finalize().as_bytes());
         open.file
             .publish(&self.store, Area::Packs, &pack.to_string())?;
-        self.finished.push(IndexedPack {
+        self.shared.add_finished(IndexedPack {
             pack,
             directory: open.directory,
         });

@@ -1,13 +1,13 @@
 //! A frame between packer, sealer and appender, and the state that these share.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use stillframe_page::encoding::Kind;
 use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
-use crate::pack::PackCipher;
+use crate::pack::{IndexedPack, PackCipher};
 use crate::sync::lock;
 
 /// A buffer that grew beyond this for one large blob is not kept.
@@ -47,12 +47,39 @@ impl FrameJob {
 }
 
 /// What the threads report to the packer.
+#[derive(Default)]
 pub(super) struct Shared {
     pub(super) stored_bytes: AtomicU64,
     pub(super) failure: Mutex<Option<RepoError>>,
+    /// The packs that are complete and durable, in the order in which they were begun, until the packer's owner
+    /// takes them.
+    finished: Mutex<Vec<IndexedPack>>,
+    /// Length in bytes of the plain directories of these packs.
+    finished_bytes: AtomicUsize,
 }
 
 impl Shared {
+    /// Adds a pack that is complete and durable.
+    pub(super) fn add_finished(&self, pack: IndexedPack) {
+        let bytes = pack.directory.encoded_bytes();
+        lock(&self.finished).push(pack);
+        self.finished_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn finished_bytes(&self) -> usize {
+        self.finished_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn take_finished(&self) -> Vec<IndexedPack> {
+        let packs = std::mem::take(&mut *lock(&self.finished));
+        let bytes = packs
+            .iter()
+            .map(|pack| pack.directory.encoded_bytes())
+            .sum();
+        self.finished_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        packs
+    }
+
     pub(super) fn fail(&self, error: RepoError) {
         lock(&self.failure).get_or_insert(error);
     }
