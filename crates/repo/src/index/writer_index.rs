@@ -15,9 +15,10 @@
 //!
 //! # Groups
 //!
-//! A large index file is a group of its own. Small ones share a group until it has [`GROUP_BLOBS`] blobs. When
-//! files are merged, the new file describes the packs of old ones, whose keys are in the table: it joins their
-//! groups, and the table stays as it is. With more groups than there are numbers, groups share numbers.
+//! A lookup whose key is there searches the files of a group. An index file joins the group of the file before,
+//! unless that would then have more than a share of all blobs. When files are merged, the new file describes the
+//! packs of old ones, whose keys are in the table: it joins their groups, and the table stays as it is. So there are
+//! few files in a group, and a file is in few groups. With more groups than there are numbers, groups share numbers.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -41,9 +42,9 @@ use crate::pack::IndexedPack;
 use crate::pack::place::Wanted;
 use crate::store::local::{Area, LocalStore};
 
-/// Number of blobs at which a group of small files is complete: about as many as the largest small file has
-/// ([`crate::index::compact`]).
-const GROUP_BLOBS: usize = 100_000;
+/// Share of the blobs of the index, and number of blobs, that a group may have if it is to take another file.
+const GROUP_SHARE: usize = GROUPS / 2;
+const GROUP_BLOBS_MIN: usize = 4096;
 
 /// The cache of a writer: parts of about 175,000 blobs, sections of about half a million.
 const CACHE: CacheLimits = CacheLimits {
@@ -72,19 +73,20 @@ impl InspectedPack for KnownPack {
     }
 }
 
-/// The group that the next small file joins.
+/// The group that the last file has joined.
 struct CurrentGroup {
     /// Counts groups.
     number: usize,
     blobs: usize,
-    /// [`GROUP_BLOBS`], except in tests.
-    blobs_max: usize,
+    /// [`GROUP_BLOBS_MIN`], except in tests.
+    blobs_min: usize,
 }
 
 impl CurrentGroup {
-    /// The group of a file of this many blobs.
-    fn join(&mut self, blobs: usize) -> Group {
-        if self.blobs > 0 && self.blobs + blobs > self.blobs_max {
+    /// The group of a file of this many blobs, where the index has `all`.
+    fn join(&mut self, blobs: usize, all: usize) -> Group {
+        let blobs_max = self.blobs_min.max(all / GROUP_SHARE);
+        if self.blobs > 0 && self.blobs + blobs > blobs_max {
             self.number += 1;
             self.blobs = 0;
         }
@@ -124,7 +126,7 @@ impl WriterIndex {
             current: CurrentGroup {
                 number: 0,
                 blobs: 0,
-                blobs_max: GROUP_BLOBS,
+                blobs_min: GROUP_BLOBS_MIN,
             },
             packs: Vec::new(),
             pack_numbers: HashTable::new(),
@@ -135,10 +137,10 @@ impl WriterIndex {
         }
     }
 
-    /// Limits groups of small files to this many blobs.
+    /// Lets groups of this many blobs take another file.
     #[cfg(test)]
     pub(crate) fn limit_groups(&mut self, blobs: usize) {
-        self.current.blobs_max = blobs;
+        self.current.blobs_min = blobs;
     }
 
     /// Whether there is a blob of this id in a pack that is not missing.
@@ -343,7 +345,7 @@ impl WriterIndex {
         }
         let blobs = file.blobs();
         self.ensure_room_for(blobs)?;
-        let group = self.current.join(blobs);
+        let group = self.current.join(blobs, self.keys.len());
         self.add_keys(file, group)?;
         for entry in packs {
             if self.pack_number(&entry.pack).is_some() {
