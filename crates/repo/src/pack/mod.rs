@@ -163,17 +163,17 @@ pub(crate) fn decode_frame(cursor: &mut Cursor<'_>) -> Result<Frame, FormatError
     let stored_bytes = cursor.u32()?;
     let plain_bytes = cursor.u32()?;
     let count = cursor.count(BLOB_ENTRY_BYTES)?;
-    let mut blobs = Vec::with_capacity(count);
-    let mut sum = 0_u64;
-    for _ in 0..count {
-        let id = ContentId(cursor.array()?);
-        let length = cursor.u32()?;
-        if length == 0 {
-            return Err(FormatError::invalid("its directory names an empty blob"));
-        }
-        sum += u64::from(length);
-        blobs.push((id, length));
+    let (entries, _) = cursor.take(count * BLOB_ENTRY_BYTES)?.as_chunks();
+    let blobs: Vec<(ContentId, u32)> = entries
+        .iter()
+        .map(|&[ref id @ .., a, b, c, d]: &[u8; BLOB_ENTRY_BYTES]| {
+            (ContentId(*id), u32::from_le_bytes([a, b, c, d]))
+        })
+        .collect();
+    if blobs.iter().any(|&(_, length)| length == 0) {
+        return Err(FormatError::invalid("its directory names an empty blob"));
     }
+    let sum: u64 = blobs.iter().map(|&(_, length)| u64::from(length)).sum();
     // An unknown kind is reported when the frame is read; lengths must be valid before that.
     let stored_least = TAG_BYTES as u32;
     if sum != u64::from(plain_bytes)
