@@ -20,7 +20,7 @@
 //! packs of old ones, whose keys are in the table: it joins their groups, and the table stays as it is. So there are
 //! few files in a group, and a file is in few groups. With more groups than there are numbers, groups share numbers.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -104,6 +104,8 @@ pub(crate) struct WriterIndex {
     files: OnDemandIndex,
     /// Whether the last lookup found its blob.
     found_last: AtomicBool,
+    /// The groups of each live file.
+    file_groups: HashMap<FileHash, Vec<Group>>,
     /// The positions in `files` of the files of each group.
     groups: Vec<Vec<u32>>,
     current: CurrentGroup,
@@ -122,6 +124,7 @@ impl WriterIndex {
             keys: KeyTable::default(),
             files: OnDemandIndex::empty(store.clone(), CACHE),
             found_last: AtomicBool::new(false),
+            file_groups: HashMap::new(),
             groups: vec![Vec::new(); GROUPS],
             current: CurrentGroup {
                 number: 0,
@@ -248,11 +251,8 @@ impl WriterIndex {
     pub(crate) fn refresh_files(&mut self) -> Result<(), RepoError> {
         const TRIES: usize = 16;
         for _ in 0..TRIES {
-            match self.try_refresh() {
-                Ok(true) => return Ok(()),
-                Ok(false) => {}
-                Err(error) if error.is_absent() => {}
-                Err(error) => return Err(error),
+            if self.try_refresh()? {
+                return Ok(());
             }
         }
         Err(RepoError::Damaged {
@@ -278,9 +278,14 @@ impl WriterIndex {
         new.sort_unstable();
         let mut opened = Vec::with_capacity(new.len());
         for name in new {
-            let mut file = SectionedFile::open(&self.store, &self.crypto, name)?;
-            file.keep_open(opened.len() < FILES_OPEN);
-            opened.push(file);
+            match SectionedFile::open(&self.store, &self.crypto, name) {
+                Ok(mut file) => {
+                    file.keep_open(opened.len() < FILES_OPEN);
+                    opened.push(file);
+                }
+                Err(error) if error.is_absent() => return Ok(false),
+                Err(error) => return Err(error),
+            }
         }
         for file in &opened {
             self.superseded.extend(&file.index.head.supersedes);
@@ -290,9 +295,13 @@ impl WriterIndex {
         if let Err(error) = self.add_files(opened, &present) {
             // Only some keys were added.
             self.start_over();
-            return Err(error);
+            return match error.is_absent() {
+                true => Ok(false),
+                false => Err(error),
+            };
         }
-        if self.has_dead_packs() {
+        let is_left = |name: &FileHash| self.file_groups.contains_key(name);
+        if !live.iter().all(is_left) && self.has_dead_packs() {
             // A prune ran, or was killed. The superseded files are known this time.
             self.start_over();
             return Ok(false);
@@ -308,19 +317,21 @@ impl WriterIndex {
     ) -> Result<(), RepoError> {
         for file in &opened {
             self.add_packs(file)?;
+            let mut groups: Vec<Group> = self.groups_of(file).collect();
+            groups.sort_unstable();
+            groups.dedup();
+            self.file_groups.insert(file.name, groups);
         }
         self.keys.settle();
         let superseded = &self.superseded;
         let keep = |name: &FileHash| present.contains(name) && !superseded.contains(name);
+        self.file_groups.retain(|name, _| keep(name));
         self.files.replace_files(opened, keep);
         for files in &mut self.groups {
             files.clear();
         }
         for (position, file) in (0..).zip(self.files.files()) {
-            let mut of_file: Vec<Group> = self.groups_of(file).collect();
-            of_file.sort_unstable();
-            of_file.dedup();
-            for group in of_file {
+            for &group in &self.file_groups[&file.name] {
                 self.groups[usize::from(group)].push(position);
             }
         }
