@@ -259,7 +259,7 @@ fn main() -> Result<()> {
     let a_blob = in_process("writer-index", &place, "grown_bytes")? / LARGE as f64;
     println!("{{\"claim\":\"writer-bytes-a-blob\",\"value\":{a_blob:.2}}}");
     in_process("large-checkpoint", &dir.path().join("other"), "peak_bytes")?;
-    let ratio = in_process("ingest", &place, "ratio")?;
+    let ratio = in_process("ingest", &place, "cpu_ratio")?;
     println!("{{\"claim\":\"writer-ingest\",\"value\":{ratio}}}");
     Ok(())
 }
