@@ -29,7 +29,10 @@ pub(crate) type Group = u8;
 pub(crate) const GROUPS: usize = 1 << Group::BITS;
 
 /// The lower half of a key, the more significant byte first, and a group.
-type KeyEntry = [u8; 3];
+type KeyEntry = [u8; KEY_ENTRY_BYTES];
+
+/// Memory that a key takes, in bytes.
+pub(crate) const KEY_ENTRY_BYTES: usize = 3;
 
 /// The groups of each key.
 #[derive(Default)]

@@ -215,6 +215,11 @@ impl OnDemandIndex {
         self.files = files;
     }
 
+    /// Sets other limits of the cache.
+    pub(crate) fn limit_cache(&self, limits: CacheLimits) {
+        lock(&self.cache).limit(limits);
+    }
+
     /// Empties the cache, since a pack may have gone missing or come back.
     pub(crate) fn forget_cached(&self) {
         lock(&self.cache).clear();

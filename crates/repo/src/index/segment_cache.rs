@@ -73,6 +73,11 @@ impl SegmentCache {
         }
     }
 
+    /// Sets other limits, which hold from the next segment on.
+    pub(crate) fn limit(&mut self, limits: CacheLimits) {
+        self.limits = limits;
+    }
+
     /// Empties it.
     pub(crate) fn clear(&mut self) {
         *self = SegmentCache::new(self.limits);

@@ -31,7 +31,7 @@ use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
 use crate::index::in_memory::BLOBS_MAX;
-use crate::index::key_table::{GROUPS, Group, KeyTable};
+use crate::index::key_table::{GROUPS, Group, KEY_ENTRY_BYTES, KeyTable};
 use crate::index::layout::key;
 use crate::index::missing_packs::{InspectedPack, MissingPackDetector};
 use crate::index::on_demand::{FILES_OPEN, Found, OnDemandIndex};
@@ -46,11 +46,25 @@ use crate::store::local::{Area, LocalStore};
 const GROUP_SHARE: usize = GROUPS / 2;
 const GROUP_BLOBS_MIN: usize = 4096;
 
-/// The cache of a writer: parts of about 175,000 blobs, sections of about half a million.
-const CACHE: CacheLimits = CacheLimits {
-    parts: 8 << 20,
-    sections: 4 << 20,
-};
+/// Memory that a writer may take in bytes, whatever the repository has: what the keys leave of it is for caches. In a
+/// repository of up to a million blobs duplicates in any order are found there.
+const MEMORY_BYTES: usize = 96 << 20;
+/// The caches' share if the keys leave less, in bytes: parts of about 175,000 blobs, sections of about half a million.
+const CACHE_BYTES_MIN: usize = 12 << 20;
+const SECTIONS_BYTES_MIN: usize = 4 << 20;
+/// Bytes of parts and sections over those of sections alone, for the same blobs.
+const SECTIONS_SHARE: usize = 7;
+
+/// The caches beside the keys of this many blobs.
+fn cache_beside(blobs: usize) -> CacheLimits {
+    let left = MEMORY_BYTES.saturating_sub(blobs * KEY_ENTRY_BYTES);
+    let left = left.max(CACHE_BYTES_MIN);
+    let sections = (left / SECTIONS_SHARE).max(SECTIONS_BYTES_MIN);
+    CacheLimits {
+        parts: left - sections,
+        sections,
+    }
+}
 
 /// Number of keys that are sorted and added at once.
 const KEYS_AT_ONCE: usize = 1 << 18;
@@ -122,7 +136,7 @@ impl WriterIndex {
     pub(crate) fn new(store: Arc<LocalStore>, crypto: Arc<Keys>) -> WriterIndex {
         WriterIndex {
             keys: KeyTable::default(),
-            files: OnDemandIndex::empty(store.clone(), CACHE),
+            files: OnDemandIndex::empty(store.clone(), cache_beside(0)),
             found_last: AtomicBool::new(false),
             file_groups: HashMap::new(),
             groups: vec![Vec::new(); GROUPS],
@@ -323,6 +337,7 @@ impl WriterIndex {
             self.file_groups.insert(file.name, groups);
         }
         self.keys.settle();
+        self.files.limit_cache(cache_beside(self.keys.len()));
         let superseded = &self.superseded;
         let keep = |name: &FileHash| present.contains(name) && !superseded.contains(name);
         self.file_groups.retain(|name, _| keep(name));
