@@ -48,7 +48,7 @@ const GROUP_BLOBS_MIN: usize = 4096;
 
 /// Memory that a writer may take in bytes, whatever the repository has: what the keys leave of it is for caches. In a
 /// repository of up to a million blobs duplicates in any order are found there.
-const MEMORY_BYTES: usize = 96 << 20;
+const MEMORY_BYTES: usize = 80 << 20;
 /// The caches' share if the keys leave less, in bytes: parts of about 175,000 blobs, sections of about half a million.
 const CACHE_BYTES_MIN: usize = 12 << 20;
 const SECTIONS_BYTES_MIN: usize = 4 << 20;
