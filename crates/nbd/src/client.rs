@@ -6,7 +6,8 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use crate::error::NbdError;
-use crate::negotiation::{Export, negotiate};
+use crate::negotiation::{Negotiated, negotiate};
+use crate::ranges::{Extent, pieces};
 use crate::reads::Reads;
 use crate::wire::{CHUNK_BYTES, Chunk, ChunkKind, Command, Request, decode_error, decode_status};
 
@@ -19,16 +20,6 @@ const STATUS_BYTES_MAX: u64 = 1 << 31;
 /// Upper bound on the payload of a chunk without data, in bytes. QEMU describes at most 128 Ki ranges at once.
 const PAYLOAD_BYTES_MAX: u32 = 2 << 20;
 
-/// A range of the disk with a status.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Extent {
-    /// Its bytes.
-    pub bytes: Range<u64>,
-    /// The flags of the metadata context. `base:allocation`: 1 for a hole, 2 for zeros. `qemu:dirty-bitmap:NAME`: 1
-    /// for dirty.
-    pub flags: u32,
-}
-
 /// Takes a piece of a disk: its offset and its bytes.
 pub type TakePiece<'t, E> = &'t mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
 
@@ -36,7 +27,7 @@ pub type TakePiece<'t, E> = &'t mut dyn FnMut(u64, &[u8]) -> Result<(), E>;
 #[derive(Debug)]
 pub struct Client<S = UnixStream> {
     pub(crate) stream: BufReader<S>,
-    pub(crate) export: Export,
+    pub(crate) export: Negotiated,
     next_cookie: u64,
 }
 
@@ -278,21 +269,6 @@ impl<S: Read + Write> Client<S> {
         self.stream.read_exact(&mut payload)?;
         Ok(payload)
     }
-}
-
-/// A range in pieces, whose ends are at multiples of the largest request where possible.
-pub(crate) fn pieces(range: Range<u64>, bytes_max: u32) -> impl Iterator<Item = (u64, u32)> {
-    let mut at = range.start;
-    std::iter::from_fn(move || {
-        if at >= range.end {
-            return None;
-        }
-        let step = u64::from(bytes_max);
-        let end = range.end.min((at / step + 1).saturating_mul(step));
-        let piece = (at, (end - at) as u32);
-        at = end;
-        Some(piece)
-    })
 }
 
 /// The error of an error chunk.

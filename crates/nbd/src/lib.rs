@@ -20,12 +20,14 @@ mod error;
 #[doc(hidden)]
 pub mod fuzzing;
 mod negotiation;
+mod ranges;
 mod reads;
 #[cfg(test)]
 mod tests;
 mod wire;
 mod writes;
 
-pub use client::{Client, Extent, TakePiece};
+pub use client::{Client, TakePiece};
 pub use error::NbdError;
+pub use ranges::Extent;
 pub use writes::Writer;

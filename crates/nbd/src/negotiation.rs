@@ -4,43 +4,20 @@ use std::io::{Read, Write};
 
 use crate::error::NbdError;
 use crate::wire::{
-    Fields, OPTION_MAGIC, OPTION_REPLY_BYTES, OPTION_REPLY_MAGIC, SERVER_MAGIC, encode_option,
-    encode_text,
+    FIXED_NEWSTYLE, FLUSHES, Fields, GREETING_BYTES, INFO_BLOCK_SIZE, INFO_EXPORT, NO_ZEROES,
+    OPTION_GO, OPTION_MAGIC, OPTION_REPLY_BYTES, OPTION_REPLY_MAGIC, OPTION_SET_META_CONTEXT,
+    OPTION_STRUCTURED_REPLY, READ_ONLY, REPLY_ACK, REPLY_ERROR, REPLY_INFO, REPLY_META_CONTEXT,
+    REQUEST_BYTES_ALWAYS, SERVER_MAGIC, TAKES_ZEROS, encode_option, encode_text,
 };
-
-/// Server and client agree on these: the options have replies, and no 124 zeros are sent.
-const FIXED_NEWSTYLE: u16 = 1;
-const NO_ZEROES: u16 = 2;
-
-const OPTION_GO: u32 = 7;
-const OPTION_STRUCTURED_REPLY: u32 = 8;
-const OPTION_SET_META_CONTEXT: u32 = 10;
-
-const REPLY_ACK: u32 = 1;
-const REPLY_INFO: u32 = 3;
-const REPLY_META_CONTEXT: u32 = 4;
-/// Of all types of errors.
-const REPLY_ERROR: u32 = 1 << 31;
-
-const INFO_EXPORT: u16 = 0;
-const INFO_BLOCK_SIZE: u16 = 3;
 
 /// Upper bound on the data of a reply to an option, in bytes: names have at most 4096.
 const REPLY_BYTES_MAX: u32 = 64 << 10;
 /// Upper bound on the replies to one option.
 const REPLIES_MAX: usize = 64;
 
-/// Of the flags of an export: it is for reading only; it takes a flush, and ranges of zeros.
-const READ_ONLY: u16 = 1 << 1;
-const FLUSHES: u16 = 1 << 2;
-const TAKES_ZEROS: u16 = 1 << 6;
-
-/// Largest read or write that every server takes, in bytes.
-const REQUEST_BYTES_ALWAYS: u32 = 32 << 20;
-
 /// What the negotiation has brought.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Export {
+pub(crate) struct Negotiated {
     /// Length of the disk in bytes.
     pub(crate) bytes: u64,
     /// Largest read or write in bytes.
@@ -51,7 +28,7 @@ pub(crate) struct Export {
     pub(crate) contexts: Vec<u32>,
 }
 
-impl Export {
+impl Negotiated {
     /// Whether it can be written, zeros included, and flushed.
     pub(crate) fn is_writable(&self) -> bool {
         self.flags & (READ_ONLY | FLUSHES | TAKES_ZEROS) == FLUSHES | TAKES_ZEROS
@@ -66,7 +43,7 @@ pub(crate) fn negotiate(
     stream: &mut (impl Read + Write),
     export: &str,
     contexts: &[&str],
-) -> Result<Export, NbdError> {
+) -> Result<Negotiated, NbdError> {
     greet(stream)?;
     negotiate_option(
         stream,
@@ -76,14 +53,14 @@ pub(crate) fn negotiate(
         &mut |_, _| Ok(()),
     )?;
     let ids = select_contexts(stream, export, contexts)?;
-    Ok(Export {
+    Ok(Negotiated {
         contexts: ids,
         ..go(stream, export)?
     })
 }
 
 fn greet(stream: &mut (impl Read + Write)) -> Result<(), NbdError> {
-    let mut greeting = [0; 18];
+    let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting)?;
     let mut fields = Fields(&greeting);
     if (fields.u64()?, fields.u64()?) != (SERVER_MAGIC, OPTION_MAGIC) {
@@ -192,7 +169,7 @@ fn select_contexts(
 }
 
 /// Opens the export.
-fn go(stream: &mut (impl Read + Write), export: &str) -> Result<Export, NbdError> {
+fn go(stream: &mut (impl Read + Write), export: &str) -> Result<Negotiated, NbdError> {
     let mut data = Vec::new();
     encode_text(&mut data, export);
     data.extend(1u16.to_be_bytes());
@@ -222,7 +199,7 @@ fn go(stream: &mut (impl Read + Write), export: &str) -> Result<Export, NbdError
     match (opened, request_bytes_max) {
         (None, _) => Err(NbdError::protocol("it does not say how long the export is")),
         (_, 0) => Err(NbdError::protocol("it takes requests of no length only")),
-        (Some((bytes, flags)), max) => Ok(Export {
+        (Some((bytes, flags)), max) => Ok(Negotiated {
             bytes,
             request_bytes_max: max,
             flags,

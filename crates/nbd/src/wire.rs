@@ -15,6 +15,8 @@ const CHUNK_MAGIC: u32 = 0x668e_33ef;
 /// The first four of a simple reply.
 const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 
+/// Length of a server's greeting in bytes.
+pub(crate) const GREETING_BYTES: usize = 18;
 /// Length of a request in bytes.
 pub(crate) const REQUEST_BYTES: usize = 28;
 /// Length of the head of a reply to an option, in bytes.
@@ -23,6 +25,31 @@ pub(crate) const OPTION_REPLY_BYTES: usize = 20;
 pub(crate) const CHUNK_BYTES: usize = 20;
 /// Length of a simple reply in bytes.
 pub(crate) const SIMPLE_REPLY_BYTES: usize = 16;
+
+/// Server and client agree on these: the options have replies, and no 124 zeros are sent.
+pub(crate) const FIXED_NEWSTYLE: u16 = 1;
+pub(crate) const NO_ZEROES: u16 = 2;
+
+pub(crate) const OPTION_GO: u32 = 7;
+pub(crate) const OPTION_STRUCTURED_REPLY: u32 = 8;
+pub(crate) const OPTION_SET_META_CONTEXT: u32 = 10;
+
+pub(crate) const REPLY_ACK: u32 = 1;
+pub(crate) const REPLY_INFO: u32 = 3;
+pub(crate) const REPLY_META_CONTEXT: u32 = 4;
+/// Of all types of errors.
+pub(crate) const REPLY_ERROR: u32 = 1 << 31;
+
+pub(crate) const INFO_EXPORT: u16 = 0;
+pub(crate) const INFO_BLOCK_SIZE: u16 = 3;
+
+/// Of the flags of an export: it is for reading only; it takes a flush, and ranges of zeros.
+pub(crate) const READ_ONLY: u16 = 1 << 1;
+pub(crate) const FLUSHES: u16 = 1 << 2;
+pub(crate) const TAKES_ZEROS: u16 = 1 << 6;
+
+/// Largest read or write that every server takes, in bytes.
+pub(crate) const REQUEST_BYTES_ALWAYS: u32 = 32 << 20;
 
 /// A command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

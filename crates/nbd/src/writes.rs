@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::ops::Range;
 
-use crate::client::{Client, pieces, refused};
+use crate::client::{Client, refused};
 use crate::error::NbdError;
+use crate::ranges::pieces;
 use crate::wire::{
     CHUNK_BYTES, Chunk, ChunkKind, Command, SIMPLE_REPLY_BYTES, SimpleReply, is_simple_reply,
 };
