@@ -161,7 +161,8 @@ impl<S: Read + Write> Client<S> {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
         let request = Request {
-            command,
+            flags: 0,
+            command: command as u16,
             cookie,
             offset,
             length,

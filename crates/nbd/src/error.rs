@@ -1,15 +1,15 @@
-//! What can go wrong between this client and a server.
+//! What can go wrong between a client and a server.
 
 use std::io;
 
-/// Why a disk cannot be read or written over NBD.
+/// Why a disk cannot be read, written or served over NBD.
 #[derive(Debug, thiserror::Error)]
 pub enum NbdError {
-    /// The connection failed, or the server was silent for too long.
+    /// The connection failed, or the peer was silent for too long.
     #[error("the NBD connection failed")]
     Io(#[from] io::Error),
-    /// The server speaks another protocol, or breaks this one.
-    #[error("the NBD server does not keep to the protocol: {what}")]
+    /// The peer speaks another protocol, or breaks this one.
+    #[error("the NBD peer does not keep to the protocol: {what}")]
     Protocol {
         /// The fault.
         what: String,

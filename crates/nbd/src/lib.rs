@@ -1,16 +1,18 @@
-//! A client of the network block device protocol (NBD), over which QEMU shows the content of a disk
-//! and takes it.
+//! The network block device protocol (NBD): a client, to which QEMU shows the content of a disk and from which it takes
+//! one, and a server, from which QEMU reads a disk.
 //!
 //! ```text
 //!   Client::open ──> negotiation: structured replies, metadata contexts, the export
 //!          extents ──> block status: which ranges are written, or hold data
 //!          read    ──> several reads in flight, delivered in the order of the ranges
 //!          writer  ──> several writes and ranges of zeros in flight, each confirmed
+//!   Server::serve ──> one connection: negotiation, then several reads and block status at a time
 //! ```
 //!
-//! Of the protocol's ways there is one: fixed newstyle negotiation, structured replies to reads, no TLS (the socket is a unix
-//! socket of our own). What the server sends is checked: a reply that is too long, in the wrong place or incomplete is an
-//! error.
+//! Of the protocol's ways the client has one: fixed newstyle negotiation, structured replies to reads, no TLS (the socket
+//! is a unix socket of our own). The server also takes older clients, and is for reading only. What the peer sends is
+//! checked: to the client a reply that is too long, in the wrong place or incomplete is an error; the server refuses a
+//! request that is wrong, and closes a connection with a message that is none.
 //!
 //! Format: the NBD protocol, `doc/proto.md` of the NetworkBlockDevice project.
 
@@ -22,6 +24,7 @@ pub mod fuzzing;
 mod negotiation;
 mod ranges;
 mod reads;
+mod server;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -30,4 +33,5 @@ mod writes;
 pub use client::{Client, TakePiece};
 pub use error::NbdError;
 pub use ranges::Extent;
+pub use server::{Ended, Export, Server};
 pub use writes::Writer;

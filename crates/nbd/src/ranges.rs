@@ -7,9 +7,16 @@ use std::ops::Range;
 pub struct Extent {
     /// Its bytes.
     pub bytes: Range<u64>,
-    /// The flags of the metadata context. `base:allocation`: 1 for a hole, 2 for zeros. `qemu:dirty-bitmap:NAME`: 1
-    /// for dirty.
+    /// The flags of the metadata context. `base:allocation`: [`HOLE`](Extent::HOLE) and [`ZERO`](Extent::ZERO).
+    /// `qemu:dirty-bitmap:NAME`: 1 for dirty.
     pub flags: u32,
+}
+
+impl Extent {
+    /// Of the flags of `base:allocation`: nothing is stored there.
+    pub const HOLE: u32 = 1;
+    /// Of the flags of `base:allocation`: it reads as zeros.
+    pub const ZERO: u32 = 2;
 }
 
 /// Splits a range into pieces, whose ends are at multiples of `bytes_max` where possible. Returns offsets and lengths.

@@ -10,13 +10,15 @@ pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 pub(crate) const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 /// The first four of a request.
 const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// The first four of a chunk of a structured reply. Simple replies are not for reads and block status.
+/// The first four of a chunk of a structured reply, the only form of a reply to a block status.
 const CHUNK_MAGIC: u32 = 0x668e_33ef;
 /// The first four of a simple reply.
 const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 
 /// Length of a server's greeting in bytes.
 pub(crate) const GREETING_BYTES: usize = 18;
+/// Length of the head of an option in bytes.
+pub(crate) const OPTION_BYTES: usize = 16;
 /// Length of a request in bytes.
 pub(crate) const REQUEST_BYTES: usize = 28;
 /// Length of the head of a reply to an option, in bytes.
@@ -30,23 +32,49 @@ pub(crate) const SIMPLE_REPLY_BYTES: usize = 16;
 pub(crate) const FIXED_NEWSTYLE: u16 = 1;
 pub(crate) const NO_ZEROES: u16 = 2;
 
+pub(crate) const OPTION_EXPORT_NAME: u32 = 1;
+pub(crate) const OPTION_ABORT: u32 = 2;
+pub(crate) const OPTION_LIST: u32 = 3;
+pub(crate) const OPTION_INFO: u32 = 6;
 pub(crate) const OPTION_GO: u32 = 7;
 pub(crate) const OPTION_STRUCTURED_REPLY: u32 = 8;
+pub(crate) const OPTION_LIST_META_CONTEXT: u32 = 9;
 pub(crate) const OPTION_SET_META_CONTEXT: u32 = 10;
 
 pub(crate) const REPLY_ACK: u32 = 1;
+pub(crate) const REPLY_SERVER: u32 = 2;
 pub(crate) const REPLY_INFO: u32 = 3;
 pub(crate) const REPLY_META_CONTEXT: u32 = 4;
 /// Of all types of errors.
 pub(crate) const REPLY_ERROR: u32 = 1 << 31;
+pub(crate) const REPLY_ERROR_UNSUPPORTED: u32 = REPLY_ERROR | 1;
+pub(crate) const REPLY_ERROR_INVALID: u32 = REPLY_ERROR | 3;
+pub(crate) const REPLY_ERROR_UNKNOWN: u32 = REPLY_ERROR | 6;
 
 pub(crate) const INFO_EXPORT: u16 = 0;
 pub(crate) const INFO_BLOCK_SIZE: u16 = 3;
 
-/// Of the flags of an export: it is for reading only; it takes a flush, and ranges of zeros.
+/// Of the flags of an export: there are flags; it is for reading only; it takes a flush, and ranges of zeros; several
+/// connections see the same content.
+pub(crate) const HAS_FLAGS: u16 = 1;
 pub(crate) const READ_ONLY: u16 = 1 << 1;
 pub(crate) const FLUSHES: u16 = 1 << 2;
 pub(crate) const TAKES_ZEROS: u16 = 1 << 6;
+pub(crate) const CAN_MULTI_CONN: u16 = 1 << 8;
+
+/// Of the flags of a block status: one extent is wanted.
+pub(crate) const REQ_ONE: u16 = 1 << 3;
+
+/// The numbers of errors, which are those of Linux.
+pub(crate) const EPERM: u32 = 1;
+pub(crate) const EIO: u32 = 5;
+pub(crate) const EINVAL: u32 = 22;
+
+/// Upper bound on a text in bytes, that of the protocol.
+pub(crate) const TEXT_BYTES_MAX: usize = 4096;
+
+/// The metadata context with the flags for holes and zeros.
+pub(crate) const BASE_ALLOCATION: &str = "base:allocation";
 
 /// Largest read or write that every server takes, in bytes.
 pub(crate) const REQUEST_BYTES_ALWAYS: u32 = 32 << 20;
@@ -59,14 +87,36 @@ pub(crate) enum Command {
     Write = 1,
     Disconnect = 2,
     Flush = 3,
+    Trim = 4,
     WriteZeros = 6,
     BlockStatus = 7,
+    Resize = 8,
+}
+
+impl Command {
+    /// The command with this number.
+    pub(crate) fn of(number: u16) -> Option<Command> {
+        use Command::{BlockStatus, Disconnect, Flush, Read, Resize, Trim, Write, WriteZeros};
+        let all = [
+            Read,
+            Write,
+            Disconnect,
+            Flush,
+            Trim,
+            WriteZeros,
+            BlockStatus,
+            Resize,
+        ];
+        all.into_iter().find(|command| *command as u16 == number)
+    }
 }
 
 /// A request of the transmission phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Request {
-    pub(crate) command: Command,
+    pub(crate) flags: u16,
+    /// The number of a [`Command`], if the client keeps to those.
+    pub(crate) command: u16,
     pub(crate) cookie: u64,
     pub(crate) offset: u64,
     pub(crate) length: u32,
@@ -76,12 +126,29 @@ impl Request {
     pub(crate) fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut out = [0; REQUEST_BYTES];
         out[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
-        // No flags.
-        out[6..8].copy_from_slice(&(self.command as u16).to_be_bytes());
+        out[4..6].copy_from_slice(&self.flags.to_be_bytes());
+        out[6..8].copy_from_slice(&self.command.to_be_bytes());
         out[8..16].copy_from_slice(&self.cookie.to_be_bytes());
         out[16..24].copy_from_slice(&self.offset.to_be_bytes());
         out[24..].copy_from_slice(&self.length.to_be_bytes());
         out
+    }
+
+    pub(crate) fn decode(bytes: &[u8; REQUEST_BYTES]) -> Result<Request, NbdError> {
+        let mut fields = Fields(bytes);
+        let magic = fields.u32()?;
+        if magic != REQUEST_MAGIC {
+            return Err(NbdError::protocol(format!(
+                "a request that begins {magic:#x}"
+            )));
+        }
+        Ok(Request {
+            flags: fields.u16()?,
+            command: fields.u16()?,
+            cookie: fields.u64()?,
+            offset: fields.u64()?,
+            length: fields.u32()?,
+        })
     }
 }
 
@@ -94,6 +161,26 @@ pub(crate) fn encode_option(option: u32, data: &[u8]) -> Vec<u8> {
     out
 }
 
+/// The number of an option and the length of its data, from its head.
+pub(crate) fn decode_option(head: &[u8; OPTION_BYTES]) -> Result<(u32, u32), NbdError> {
+    let mut fields = Fields(head);
+    match fields.u64()? {
+        OPTION_MAGIC => Ok((fields.u32()?, fields.u32()?)),
+        magic => Err(NbdError::protocol(format!(
+            "an option that begins {magic:#x}"
+        ))),
+    }
+}
+
+/// Appends a reply to an option: its type and its data.
+pub(crate) fn encode_option_reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
+    out.extend(OPTION_REPLY_MAGIC.to_be_bytes());
+    out.extend(option.to_be_bytes());
+    out.extend(kind.to_be_bytes());
+    out.extend((data.len() as u32).to_be_bytes());
+    out.extend(data);
+}
+
 /// A text with its length before it.
 pub(crate) fn encode_text(out: &mut Vec<u8>, text: &str) {
     out.extend((text.len() as u32).to_be_bytes());
@@ -102,18 +189,24 @@ pub(crate) fn encode_text(out: &mut Vec<u8>, text: &str) {
 
 /// What a chunk of a structured reply has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u16)]
 pub(crate) enum ChunkKind {
     /// Nothing.
-    None,
+    None = 0,
     /// Bytes of the disk.
-    Data,
+    Data = 1,
     /// A range of zeros.
-    Hole,
+    Hole = 2,
     /// The status of ranges.
-    BlockStatus,
+    BlockStatus = 5,
     /// An error.
-    Error,
+    Error = CHUNK_ERROR | 1,
 }
+
+/// Of all types of errors.
+const CHUNK_ERROR: u16 = 1 << 15;
+/// Of the flags of a chunk: it is the last of its reply.
+const CHUNK_DONE: u16 = 1;
 
 /// The head of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,11 +220,20 @@ pub(crate) struct Chunk {
 }
 
 impl Chunk {
+    pub(crate) fn encode(&self) -> [u8; CHUNK_BYTES] {
+        let flags = if self.done { CHUNK_DONE } else { 0 };
+        let mut out = [0; CHUNK_BYTES];
+        out[..4].copy_from_slice(&CHUNK_MAGIC.to_be_bytes());
+        out[4..6].copy_from_slice(&flags.to_be_bytes());
+        out[6..8].copy_from_slice(&(self.kind as u16).to_be_bytes());
+        out[8..16].copy_from_slice(&self.cookie.to_be_bytes());
+        out[16..].copy_from_slice(&self.length.to_be_bytes());
+        out
+    }
+
     /// Decodes the head.
     pub(crate) fn decode(bytes: &[u8; CHUNK_BYTES]) -> Result<Chunk, NbdError> {
-        const DONE: u16 = 1;
-        /// Of all types of errors.
-        const ERROR: u16 = 1 << 15;
+        use ChunkKind::{BlockStatus, Data, Error, Hole, None};
         let mut fields = Fields(bytes);
         let magic = fields.u32()?;
         if magic != CHUNK_MAGIC {
@@ -139,25 +241,23 @@ impl Chunk {
                 "a reply that begins {magic:#x}"
             )));
         }
-        let (flags, kind) = (fields.u16()?, fields.u16()?);
-        let kind = match kind {
-            0 => ChunkKind::None,
-            1 => ChunkKind::Data,
-            2 => ChunkKind::Hole,
-            5 => ChunkKind::BlockStatus,
-            kind if kind & ERROR != 0 => ChunkKind::Error,
-            kind => return Err(NbdError::protocol(format!("a chunk of type {kind}"))),
+        let (flags, number) = (fields.u16()?, fields.u16()?);
+        let mut kinds = [None, Data, Hole, BlockStatus].into_iter();
+        let kind = match kinds.find(|kind| *kind as u16 == number) {
+            Some(kind) => kind,
+            _ if number & CHUNK_ERROR != 0 => Error,
+            _ => return Err(NbdError::protocol(format!("a chunk of type {number}"))),
         };
         Ok(Chunk {
             kind,
-            done: flags & DONE != 0,
+            done: flags & CHUNK_DONE != 0,
             cookie: fields.u64()?,
             length: fields.u32()?,
         })
     }
 }
 
-/// A reply without data: to a write.
+/// A simple reply. After that to a read without an error come its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SimpleReply {
     /// 0, or what went wrong.
@@ -171,6 +271,14 @@ pub(crate) fn is_simple_reply(head: &[u8; SIMPLE_REPLY_BYTES]) -> bool {
 }
 
 impl SimpleReply {
+    pub(crate) fn encode(&self) -> [u8; SIMPLE_REPLY_BYTES] {
+        let mut out = [0; SIMPLE_REPLY_BYTES];
+        out[..4].copy_from_slice(&SIMPLE_REPLY_MAGIC.to_be_bytes());
+        out[4..8].copy_from_slice(&self.error.to_be_bytes());
+        out[8..].copy_from_slice(&self.cookie.to_be_bytes());
+        out
+    }
+
     pub(crate) fn decode(head: &[u8; SIMPLE_REPLY_BYTES]) -> Result<SimpleReply, NbdError> {
         let mut fields = Fields(&head[4..]);
         Ok(SimpleReply {
@@ -217,12 +325,31 @@ impl<'b> Fields<'b> {
     }
 }
 
+/// The payload of an error chunk. The text is cut to [`TEXT_BYTES_MAX`].
+pub(crate) fn encode_error(number: u32, text: &str) -> Vec<u8> {
+    let text = &text[..text.floor_char_boundary(TEXT_BYTES_MAX)];
+    let mut out = number.to_be_bytes().to_vec();
+    out.extend((text.len() as u16).to_be_bytes());
+    out.extend(text.as_bytes());
+    out
+}
+
 /// The error number and the words of an error chunk.
 pub(crate) fn decode_error(payload: &[u8]) -> Result<(u32, Option<String>), NbdError> {
     let mut fields = Fields(payload);
     let (number, length) = (fields.u32()?, fields.u16()?);
     let text = Fields(fields.take(length.into())?).text();
     Ok((number, (!text.is_empty()).then_some(text)))
+}
+
+/// The payload of a block-status chunk.
+pub(crate) fn encode_status(context: u32, ranges: &[(u32, u32)]) -> Vec<u8> {
+    let mut out = context.to_be_bytes().to_vec();
+    for (length, flags) in ranges {
+        out.extend(length.to_be_bytes());
+        out.extend(flags.to_be_bytes());
+    }
+    out
 }
 
 /// The ranges of a block-status chunk: the context, then the length and flags of each.
