@@ -1,9 +1,10 @@
-//! The part of the client that the fuzz target reaches: all that it reads.
+//! The parts of the client and of the server that the fuzz targets reach: all that they read.
 
 use std::io::{self, Read, Write};
 
 use crate::client::Client;
 use crate::error::NbdError;
+pub use crate::server::fuzzing::server;
 
 /// A server whose bytes are given, and which takes all that is written.
 struct Server<'b>(&'b [u8]);

@@ -9,6 +9,8 @@
 //! One thread receives the requests of a connection, and four carry them out. They share the socket under a lock, which
 //! is held for one piece of a structured reply or for a whole simple reply.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod input;
 mod negotiation;
 mod replies;
