@@ -9,6 +9,7 @@
 //! however large the guest is.
 
 mod disk;
+mod image;
 mod output;
 mod pages;
 mod physical;
@@ -170,6 +171,23 @@ pub enum ExportError {
         disk: String,
         /// Those that there are.
         there: String,
+    },
+    /// No socket for `qemu-img`.
+    #[error("cannot make a socket at which qemu-img reads the disk")]
+    Serve {
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// `qemu-img` failed.
+    #[error("cannot write {file} in format {format}: {why}; nothing of it was left")]
+    Converted {
+        /// The file.
+        file: PathBuf,
+        /// The format.
+        format: String,
+        /// What it says.
+        why: String,
     },
     /// Only a stream goes to a pipe.
     #[error("only the format migration can be written to standard output; name a file")]

@@ -1,7 +1,8 @@
 //! `qemu-img`, which comes with QEMU and makes images of every format that it knows.
 
+use std::io::Read;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 
 const PROGRAM: &str = "qemu-img";
 
@@ -20,4 +21,55 @@ pub fn create(path: &Path, format: &str, bytes: u64) -> Result<(), String> {
         true => Ok(()),
         false => Err(String::from_utf8_lossy(&made.stderr).trim().to_owned()),
     }
+}
+
+/// The program at work; it does not go on alone.
+struct Converting(Child);
+
+impl Drop for Converting {
+    fn drop(&mut self) {
+        // It has ended, unless the caller has given up.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Copies a raw image, which may be one that is read from a server, into an image of this format. A file that is there is
+/// overwritten. Until the end `wait` is called again and again, and waits a little.
+///
+/// # Errors
+/// Why it is not done, in words.
+pub fn convert_raw(
+    from: &str,
+    format: &str,
+    to: &Path,
+    wait: &mut dyn FnMut(),
+) -> Result<(), String> {
+    let words = |error: std::io::Error| format!("{PROGRAM}: {error}");
+    let child = Command::new(PROGRAM)
+        .args(["convert", "-f", "raw", "-O", format, "--", from])
+        .arg(to)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut child = Converting(child.map_err(words)?);
+    // Its few words fit the pipe.
+    let status = loop {
+        match child.0.try_wait().map_err(words)? {
+            Some(status) => break status,
+            None => wait(),
+        }
+    };
+    if status.success() {
+        return Ok(());
+    }
+    let mut said = String::new();
+    if let Some(stderr) = &mut child.0.stderr {
+        stderr.read_to_string(&mut said).map_err(words)?;
+    }
+    Err(match said.trim() {
+        "" => format!("{PROGRAM} ended: {status}"),
+        said => said.to_owned(),
+    })
 }

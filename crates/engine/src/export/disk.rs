@@ -1,4 +1,4 @@
-//! One disk of a checkpoint as an image: raw, with holes for zeros.
+//! One disk of a checkpoint as an image: raw, with holes for zeros, or of another format.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,9 +9,12 @@ use stillframe_qemu::migration_file::MigrationFileError;
 use stillframe_repo::{DiskTable, PageMap, Repository};
 
 use super::pages::Walk;
-use super::{ExportError, Output};
+use super::{ExportError, Output, image};
 use crate::ProgressSink;
 use crate::restore::Checkpoint;
+
+/// The format of an image that is nothing but the disk's content.
+const RAW: &str = "raw";
 
 /// The report on a written image.
 #[derive(Debug, Clone, Serialize)]
@@ -22,6 +25,8 @@ pub struct DiskReport {
     pub vm: String,
     /// The disk.
     pub disk: String,
+    /// The image's format.
+    pub format: String,
     /// The image.
     pub file: PathBuf,
     /// Its length in bytes; zeros are holes in it.
@@ -32,14 +37,14 @@ pub struct DiskReport {
     pub zero_pages: u64,
 }
 
-/// Writes a disk of a checkpoint as a raw image.
+/// Writes a disk of a checkpoint as an image of this format, one of those that `qemu-img` knows.
 ///
 /// # Errors
 /// [`ExportError`]; a file of that name is as it was then.
 pub fn export_disk(
     repository: &mut Repository,
     Checkpoint { id, manifest }: Checkpoint<'_>,
-    device: &str,
+    (device, format): (&str, &str),
     (path, replace): (PathBuf, bool),
     lock_wait: Duration,
     progress: ProgressSink<'_>,
@@ -57,9 +62,33 @@ pub fn export_disk(
         },
     })?;
     let output = Output::create(&path, replace)?;
-    output.set_length(*bytes)?;
     let reader = repository.reader(lock_wait)?;
-    let mut walk = Walk::new(vec![PageMap::open(&reader, table)?], progress);
+    let map = PageMap::open(&reader, table)?;
+    let (pages, zero_pages) = match format {
+        RAW => raw(map, *bytes, &output, progress)?,
+        _ => other(&map, *bytes, (&output, format), progress)?,
+    };
+    Ok(DiskReport {
+        checkpoint: id.to_string(),
+        vm: manifest.vm.clone(),
+        disk: device.to_owned(),
+        format: format.to_owned(),
+        file: output.finish()?,
+        bytes: *bytes,
+        pages,
+        zero_pages,
+    })
+}
+
+/// Returns the numbers of pages with content and of zeros.
+fn raw(
+    map: PageMap<'_>,
+    bytes: u64,
+    output: &Output,
+    progress: ProgressSink<'_>,
+) -> Result<(u64, u64), ExportError> {
+    output.set_length(bytes)?;
+    let mut walk = Walk::new(vec![map], progress);
     let sink = |page: u64, content: &[u8]| {
         let at = page * PAGE_BYTES;
         // The last page may be filled up.
@@ -69,13 +98,20 @@ pub fn export_disk(
     };
     walk.block(0, &mut |_, _| Ok(()), &sink)
         .map_err(|error| output.blame(error))?;
-    Ok(DiskReport {
-        checkpoint: id.to_string(),
-        vm: manifest.vm.clone(),
-        disk: device.to_owned(),
-        file: output.finish()?,
-        bytes: *bytes,
-        pages: walk.pages,
-        zero_pages: walk.zero_pages,
-    })
+    Ok((walk.pages, walk.zero_pages))
+}
+
+fn other(
+    map: &PageMap<'_>,
+    bytes: u64,
+    to: (&Output, &str),
+    progress: ProgressSink<'_>,
+) -> Result<(u64, u64), ExportError> {
+    map.read_rest()?;
+    let mut zero_pages = 0;
+    for page in 0..map.pages() {
+        zero_pages += u64::from(map.is_zero(page)?);
+    }
+    image::convert(map, bytes, to, progress)?;
+    Ok((map.pages() - zero_pages, zero_pages))
 }

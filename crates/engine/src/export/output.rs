@@ -74,6 +74,12 @@ impl Output {
         &self.path
     }
 
+    /// A path by which another process of this user reaches the file, whatever its name.
+    pub(super) fn reachable(&self) -> PathBuf {
+        let (process, file) = (std::process::id(), self.file.as_raw_fd());
+        PathBuf::from(format!("/proc/{process}/fd/{file}"))
+    }
+
     /// A writer from front to back.
     pub(super) fn buffered(&self) -> BufWriter<&File> {
         BufWriter::with_capacity(BUFFER_BYTES, &self.file)

@@ -129,7 +129,7 @@ pub fn server(bytes: &[u8]) {
 }
 
 /// Checks that this is the one reply to a request, and that it is right.
-fn check(session: &Session, query: &Query, reply: &[u8]) {
+fn check(session: &Session<'_>, query: &Query, reply: &[u8]) {
     let mut fields = Fields(reply);
     if !session.structured {
         let head = fields.take(SIMPLE_REPLY_BYTES).expect("a head");

@@ -66,7 +66,7 @@ pub trait Export: Send + Sync {
 }
 
 /// Exports by their names.
-type Exports = BTreeMap<String, Arc<dyn Export>>;
+type Exports<'e> = BTreeMap<String, Arc<dyn Export + 'e>>;
 
 /// How a connection ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,14 +83,14 @@ pub enum Ended {
 ///
 /// A connection takes five threads. Its memory is at most 1 MiB of content if the client takes structured replies, and
 /// 128 MiB if it does not: a simple reply is whole, up to 32 MiB, and four are carried out at once.
-pub struct Server {
-    exports: Exports,
+pub struct Server<'e> {
+    exports: Exports<'e>,
     negotiation_limit: Duration,
 }
 
-impl Server {
+impl<'e> Server<'e> {
     /// A server of these exports, by their names. A name has at most 4096 bytes, else no client can open it.
-    pub fn new(exports: BTreeMap<String, Arc<dyn Export>>) -> Server {
+    pub fn new(exports: BTreeMap<String, Arc<dyn Export + 'e>>) -> Server<'e> {
         Server {
             exports,
             negotiation_limit: NEGOTIATION_LIMIT,
@@ -100,7 +100,7 @@ impl Server {
     /// Limits the time from the greeting until the client has opened an export; 10 s without this. After that a client may
     /// be silent for any time.
     #[must_use]
-    pub fn negotiation_limit(self, limit: Duration) -> Server {
+    pub fn negotiation_limit(self, limit: Duration) -> Server<'e> {
         Server {
             negotiation_limit: limit,
             ..self
@@ -147,7 +147,7 @@ fn is_closed(error: &NbdError) -> bool {
 }
 
 /// The transmission phase.
-fn transmit(socket: &UnixStream, session: &Session) -> Result<Ended, NbdError> {
+fn transmit(socket: &UnixStream, session: &Session<'_>) -> Result<Ended, NbdError> {
     let replies = Replies::new(socket, session.structured);
     thread::scope(|scope| {
         // At the end of this closure the queue is closed, and the scope waits for the workers.
@@ -193,7 +193,7 @@ impl Drop for HangUp<'_> {
 /// Carries requests out until there are no more, or the client takes no more replies.
 fn run_worker(
     queued: &Mutex<Receiver<Query>>,
-    session: &Session,
+    session: &Session<'_>,
     replies: &Replies<&UnixStream>,
     socket: &UnixStream,
 ) {
@@ -218,7 +218,7 @@ fn run_worker(
 /// The client takes no replies any more.
 fn answer(
     query: &Query,
-    session: &Session,
+    session: &Session<'_>,
     replies: &Replies<impl Write>,
     buffer: &mut Vec<u8>,
 ) -> io::Result<()> {
@@ -238,7 +238,7 @@ fn answer(
 /// Replies to a read.
 fn content(
     query: &Query,
-    session: &Session,
+    session: &Session<'_>,
     replies: &Replies<impl Write>,
     buffer: &mut Vec<u8>,
 ) -> io::Result<()> {

@@ -32,8 +32,8 @@ const ZEROES_BYTES: usize = 124;
 pub(crate) const ALLOCATION_ID: u32 = 1;
 
 /// What a client has opened.
-pub(crate) struct Session {
-    pub(crate) export: Arc<dyn Export>,
+pub(crate) struct Session<'e> {
+    pub(crate) export: Arc<dyn Export + 'e>,
     /// Length of the export in bytes.
     pub(crate) bytes: u64,
     /// Whether replies are structured.
@@ -47,10 +47,10 @@ pub(crate) struct Session {
 ///
 /// # Errors
 /// The connection failed, or the client speaks another protocol.
-pub(crate) fn negotiate(
+pub(crate) fn negotiate<'e>(
     stream: &mut (impl Read + Write),
-    exports: &Exports,
-) -> Result<Option<Session>, NbdError> {
+    exports: &Exports<'e>,
+) -> Result<Option<Session<'e>>, NbdError> {
     let mut greeting = SERVER_MAGIC.to_be_bytes().to_vec();
     greeting.extend(OPTION_MAGIC.to_be_bytes());
     greeting.extend((FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes());
@@ -86,27 +86,27 @@ pub(crate) fn negotiate(
 }
 
 /// What comes after an option.
-enum Next {
+enum Next<'e> {
     /// Another one.
     Option,
     /// The transmission phase.
-    Open(Session),
+    Open(Session<'e>),
     /// The end of the connection.
     End,
 }
 
 /// What was negotiated so far.
-struct Negotiation<'e> {
-    exports: &'e Exports,
+struct Negotiation<'n, 'e> {
+    exports: &'n Exports<'e>,
     no_zeroes: bool,
     structured: bool,
     /// The export that `base:allocation` is selected for.
-    allocation: Option<&'e str>,
+    allocation: Option<&'n str>,
 }
 
-impl<'e> Negotiation<'e> {
+impl<'n, 'e> Negotiation<'n, 'e> {
     /// Begins with the flags of a client.
-    fn new(exports: &'e Exports, flags: u32) -> Result<Negotiation<'e>, NbdError> {
+    fn new(exports: &'n Exports<'e>, flags: u32) -> Result<Negotiation<'n, 'e>, NbdError> {
         if flags & !u32::from(FIXED_NEWSTYLE | NO_ZEROES) != 0 {
             return Err(NbdError::protocol(format!("the client flags {flags:#x}")));
         }
@@ -119,7 +119,7 @@ impl<'e> Negotiation<'e> {
     }
 
     /// Carries out an option, and appends what is replied.
-    fn option(&mut self, option: u32, data: &[u8], reply: &mut Vec<u8>) -> Next {
+    fn option(&mut self, option: u32, data: &[u8], reply: &mut Vec<u8>) -> Next<'e> {
         let outcome = match option {
             OPTION_EXPORT_NAME => return self.export_name(data, reply),
             OPTION_ABORT => {
@@ -150,7 +150,7 @@ impl<'e> Negotiation<'e> {
     }
 
     /// The oldest way to open an export. An error has no reply in it: the connection ends.
-    fn export_name(&self, name: &[u8], reply: &mut Vec<u8>) -> Next {
+    fn export_name(&self, name: &[u8], reply: &mut Vec<u8>) -> Next<'e> {
         let Ok(found) = self.find(name) else {
             return Next::End;
         };
@@ -173,7 +173,12 @@ impl<'e> Negotiation<'e> {
     }
 
     /// Describes an export, and returns it.
-    fn info(&self, option: u32, data: &[u8], reply: &mut Vec<u8>) -> Result<Named<'e>, Refusal> {
+    fn info(
+        &self,
+        option: u32,
+        data: &[u8],
+        reply: &mut Vec<u8>,
+    ) -> Result<Named<'n, 'e>, Refusal> {
         let (name, wanted) = decode_info(data)?;
         let found = self.find(name)?;
         let mut info = INFO_EXPORT.to_be_bytes().to_vec();
@@ -223,7 +228,7 @@ impl<'e> Negotiation<'e> {
         Ok(())
     }
 
-    fn find(&self, name: &[u8]) -> Result<Named<'e>, Refusal> {
+    fn find(&self, name: &[u8]) -> Result<Named<'n, 'e>, Refusal> {
         let name = std::str::from_utf8(name).ok();
         let found = name.and_then(|name| self.exports.get_key_value(name));
         let (name, export) = found.ok_or(Refusal {
@@ -233,7 +238,7 @@ impl<'e> Negotiation<'e> {
         Ok((name, export))
     }
 
-    fn session(&self, (name, export): Named<'e>) -> Session {
+    fn session(&self, (name, export): Named<'n, 'e>) -> Session<'e> {
         Session {
             export: Arc::clone(export),
             bytes: export.bytes(),
@@ -244,7 +249,7 @@ impl<'e> Negotiation<'e> {
 }
 
 /// An export with its name.
-type Named<'e> = (&'e str, &'e Arc<dyn Export>);
+type Named<'n, 'e> = (&'n str, &'n Arc<dyn Export + 'e>);
 
 /// Why an option is not carried out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

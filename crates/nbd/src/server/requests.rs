@@ -59,7 +59,7 @@ enum Action {
 /// The connection failed, or the client breaks the protocol.
 pub(crate) fn receive(
     input: impl Read,
-    session: &Session,
+    session: &Session<'_>,
     replies: &Replies<impl Write>,
     mut enqueue: impl FnMut(Query) -> bool,
 ) -> Result<Ended, NbdError> {
@@ -99,7 +99,7 @@ fn skip_payload(input: &mut impl BufRead, request: &Request) -> Result<(), NbdEr
 }
 
 /// Decides what is done with a request.
-fn action(session: &Session, request: &Request) -> Action {
+fn action(session: &Session<'_>, request: &Request) -> Action {
     let refuse = |error, why| Action::Refuse { error, why };
     let Some(command) = Command::of(request.command) else {
         return refuse(EINVAL, "there is no such command");

@@ -16,9 +16,12 @@ pub struct ExportArgs {
     /// Format of the file: mapped-ram, migration, raw or elf
     #[arg(long, value_name = "FORMAT", required_unless_present = "disk")]
     pub format: Option<Format>,
-    /// Write this disk, as a raw image, instead of memory; `show` lists them
+    /// Write this disk, as an image, instead of memory; `show` lists them
     #[arg(long, value_name = "NAME", conflicts_with = "format")]
     pub disk: Option<String>,
+    /// Format of the disk's image: raw, qcow2 or another one that qemu-img writes
+    #[arg(long, value_name = "FORMAT", requires = "disk", default_value = "raw")]
+    pub disk_format: String,
     /// File to write, or - for standard output (migration only)
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
@@ -71,6 +74,8 @@ mod tests {
         );
         assert!(parse("export latest --format elf -o f --force --vm a").is_ok());
         assert!(parse("export latest --disk virtio0 -o f").is_ok());
+        assert!(parse("export latest --disk virtio0 --disk-format qcow2 -o f").is_ok());
+        assert!(parse("export latest --format raw --disk-format raw -o f").is_err());
         assert_eq!(
             refused("export latest --disk virtio0 --format raw -o f"),
             ErrorKind::ArgumentConflict

@@ -39,6 +39,7 @@ fn one_disk(context: &Context, args: &ExportArgs, disk: &str) -> anyhow::Result<
             interrupts.step();
         };
         let wait = args.lock.lock_wait;
+        let disk = (disk, args.disk_format.as_str());
         export::export_disk(&mut repository, checkpoint, disk, to, wait, &mut step)
     })??;
     drop(meter);
@@ -51,11 +52,12 @@ fn path(args: &ExportArgs) -> anyhow::Result<PathBuf> {
 
 fn disk_words(report: &DiskReport) -> String {
     format!(
-        "exported disk {} of checkpoint {} of {} to {}: raw, {}, {} with content, {} zero",
+        "exported disk {} of checkpoint {} of {} to {}: {}, {}, {} with content, {} zero",
         printable(&report.disk),
         short(&report.checkpoint),
         printable(&report.vm),
         printable(&report.file.display().to_string()),
+        printable(&report.format),
         table::bytes(report.bytes),
         table::count(report.pages, "page"),
         report.zero_pages,

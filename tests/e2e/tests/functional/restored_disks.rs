@@ -180,3 +180,49 @@ fn a_restore_that_fails_takes_its_images_away() -> Result<()> {
     ensure!(status["running"] == true, "{status}");
     Ok(())
 }
+
+/// `qemu-img` finds the same content in each image; what fails leaves nothing, and takes nothing away.
+#[test]
+fn a_disk_is_exported_in_other_formats() -> Result<()> {
+    let it = Committing::journal("formats", "raw")?;
+    let id = capture(&it)?;
+    let folder = it.guest.folder();
+    let export = |format: &str, name: &str| {
+        let out = folder.join(name).display().to_string();
+        let line = ["export", &id, "--disk", "journal", "--disk-format", format];
+        it.stillframe
+            .command(&[&line[..], &["-o", &out, "--json"]].concat())
+    };
+    let raw = export("raw", "a.img")?.output()?;
+    ensure!(raw.status.success(), "{raw:?}");
+    for format in ["qcow2", "vmdk"] {
+        let name = format!("a.{format}");
+        let done = export(format, &name)?.output()?;
+        ensure!(done.status.success(), "{done:?}");
+        let report: serde_json::Value = serde_json::from_slice(&done.stdout)?;
+        ensure!(report["format"] == format, "{report}");
+        let image = folder.join(&name);
+        ensure!(format_of(&image)? == format, "{format}");
+        let mut compare = Command::new("qemu-img");
+        let compared = compare
+            .args(["compare", "-f", "raw", "-F", format])
+            .args([&folder.join("a.img"), &image])
+            .output()?;
+        ensure!(compared.status.success(), "{compared:?}");
+        // The guest has written a few of the 48 MiB beside the ballast.
+        let stored = fs::metadata(&image)?.blocks() * 512;
+        ensure!(stored < 32 << 20, "{format}: {stored} bytes, without holes");
+        let before = fs::read(&image)?;
+        let again = export(format, &name)?.output()?;
+        ensure!(again.status.code() == Some(1), "{again:?}");
+        ensure!(fs::read(&image)? == before, "{format}: it was replaced");
+    }
+    let files = || Ok::<usize, std::io::Error>(fs::read_dir(folder)?.count());
+    let before = files()?;
+    let refused = export("no-such-format", "b.img")?.output()?;
+    let said = String::from_utf8_lossy(&refused.stderr);
+    ensure!(refused.status.code() == Some(1), "{refused:?}");
+    ensure!(said.contains("no-such-format"), "{said}");
+    ensure!(files()? == before, "a file is left");
+    Ok(())
+}
