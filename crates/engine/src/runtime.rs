@@ -6,6 +6,7 @@
 //!     run!vm!x.qmp.filling           a lazy restore that is not complete (restore::filling_record)
 //!     run!vm!x.qmp.filling-pages
 //!     4711-89012345.watch          the control socket of the process that watches this QEMU (control_socket)
+//!     disks-4712.socket            a socket of process 4712 for as long as it works (OwnSocket)
 //!   /dev/shm/stillframe-UID/         memory templates of clones (template)
 //! ```
 //!
@@ -15,6 +16,9 @@
 //! Templates do not lie under `/run`: that is often a tmpfs of a tenth of the machine's memory, `/dev/shm` one
 //! of half of it. A mount of our own would need CAP_SYS_ADMIN, and would not be seen from other mount namespaces.
 
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 use std::time::{Duration, SystemTime};
@@ -30,6 +34,8 @@ pub const DIRECTORY_VARIABLE: &str = "STILLFRAME_RUNTIME_DIR";
 const NAME: &str = "stillframe";
 /// The end of the name of a QEMU's log.
 const LOG: &str = ".log";
+/// The end of the name of a socket that a process has while it works.
+const OWN_SOCKET: &str = ".socket";
 /// The end of the name of a control socket.
 const CONTROL_SOCKET: &str = ".watch";
 /// The log of a QEMU that has ended is kept for this long if it said anything: a week.
@@ -111,6 +117,65 @@ pub(crate) fn recorded_process(
     }
 }
 
+/// A socket of this process in the runtime directory, by which a program that it works with reaches it. Its name goes when it is
+/// dropped; that of a process which was killed goes when the next one opens the directory.
+#[derive(Debug)]
+pub(crate) struct OwnSocket {
+    directory: PrivateDir,
+    name: String,
+}
+
+impl OwnSocket {
+    /// Makes it, and listens. A process has one of each purpose at a time.
+    ///
+    /// # Errors
+    /// There is no directory for it, or the kernel refuses it.
+    pub fn bind(purpose: &str) -> io::Result<(OwnSocket, UnixListener)> {
+        let socket = OwnSocket {
+            directory: open().map_err(io::Error::other)?,
+            name: format!("{purpose}-{}{OWN_SOCKET}", std::process::id()),
+        };
+        // One of a process that had the same number.
+        let _ = socket.directory.remove(&socket.name);
+        let listener = UnixListener::bind(socket.short_path())?;
+        Ok((socket, listener))
+    }
+
+    /// Connects to it.
+    ///
+    /// # Errors
+    /// The kernel refuses it.
+    pub fn connect(&self) -> io::Result<UnixStream> {
+        UnixStream::connect(self.short_path())
+    }
+
+    /// Its path for other processes.
+    pub fn path(&self) -> PathBuf {
+        directory().join(&self.name)
+    }
+
+    /// Its own path may be too long for a socket.
+    fn short_path(&self) -> PathBuf {
+        let directory = self.directory.as_fd().as_raw_fd();
+        PathBuf::from(format!("/proc/self/fd/{directory}")).join(&self.name)
+    }
+
+    /// Whether the process that a socket is named after has ended.
+    fn is_left(name: &str) -> bool {
+        let pid = name
+            .rsplit('-')
+            .next()
+            .and_then(|pid| pid.parse::<u32>().ok());
+        pid.is_some_and(|pid| !Path::new("/proc").join(pid.to_string()).exists())
+    }
+}
+
+impl Drop for OwnSocket {
+    fn drop(&mut self) {
+        let _ = self.directory.remove(&self.name);
+    }
+}
+
 /// Removes files of ended VMs. A file that cannot be removed now is removed another time.
 fn remove_ended(directory: &PrivateDir) {
     for name in directory.names().unwrap_or_default() {
@@ -118,6 +183,10 @@ fn remove_ended(directory: &PrivateDir) {
             let _ = remove_log(directory, &name);
         } else if let Some(qemu) = name.strip_suffix(CONTROL_SOCKET)
             && !may_live(qemu)
+        {
+            let _ = directory.remove(&name);
+        } else if let Some(socket) = name.strip_suffix(OWN_SOCKET)
+            && OwnSocket::is_left(socket)
         {
             let _ = directory.remove(&name);
         }
@@ -175,19 +244,24 @@ mod tests {
     }
 
     #[test]
-    fn control_sockets_go_when_their_qemu_has_ended() {
+    fn sockets_go_when_their_process_has_ended() {
         let root = tempfile::tempdir().unwrap();
         let directory = PrivateDir::create(&root.path().join("run")).unwrap();
         let own = Process::open(std::process::id() as i32).unwrap();
         let lives = control_socket_name(&own);
         let ended = format!("{}-{}.watch", own.pid(), own.start_time() + 1);
-        for name in [lives.as_str(), &ended, "other.watch"] {
+        let at_work = format!("disks-{}.socket", own.pid());
+        // Greater than any process id.
+        let killed = "disks-4194305.socket";
+        for name in [lives.as_str(), &ended, "other.watch", &at_work, killed] {
             directory.write(name, b"").unwrap();
         }
         remove_ended(&directory);
         let mut left = directory.names().unwrap();
         left.sort();
-        assert_eq!(left, [lives.as_str(), "other.watch"]);
+        let mut expected = [lives.as_str(), &at_work, "other.watch"];
+        expected.sort_unstable();
+        assert_eq!(left, expected);
     }
 
     #[test]

@@ -354,7 +354,8 @@ Examples:
   stillframe -r /srv/checkpoints export latest --vm web1 --format elf -o web1.core
   stillframe -r /srv/checkpoints export latest --vm web1 --disk virtio0 -o web1-disk.raw
 
-A disk becomes a raw image with holes for zeros, or with --disk-format an image of another format (qemu-img); `show` lists the disks that a checkpoint holds.
+A disk becomes a raw image with holes for zeros, or with --disk-format an image of another format that qemu-img
+writes; `show` lists the disks that a checkpoint holds.
 
 Formats of memory:
   mapped-ram  QEMU's migration file with the capability mapped-ram

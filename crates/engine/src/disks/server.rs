@@ -1,25 +1,19 @@
 //! QEMU's NBD server, on a socket in a directory of ours: no other program connects.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
 
 use stillframe_qemu::monitor::{Monitor, MonitorError};
-use stillframe_sys::private_dir::{PrivateDir, PrivateError};
 use thiserror::Error;
 
-use crate::runtime;
+use crate::runtime::OwnSocket;
 
-/// The name of the socket, for as long as it takes to connect to it.
+/// What the socket is for, in its name.
 const SOCKET: &str = "disks";
 
 /// Why the server does not run.
 #[derive(Debug, Error)]
 pub enum ServerError {
-    /// There is no directory for the socket.
-    #[error(transparent)]
-    Directory(#[from] PrivateError),
     /// The socket cannot be made.
     #[error("cannot make a socket for QEMU's NBD server")]
     Socket(#[source] io::Error),
@@ -37,10 +31,7 @@ pub enum ServerError {
 
 /// A server that takes connections while this exists.
 #[derive(Debug)]
-pub(crate) struct Server {
-    directory: PrivateDir,
-    name: String,
-}
+pub(crate) struct Server(OwnSocket);
 
 impl Server {
     /// Starts it, for this number of connections at a time.
@@ -48,30 +39,9 @@ impl Server {
     /// # Errors
     /// QEMU has one already.
     pub fn start(monitor: &mut Monitor, connections: usize) -> Result<Server, ServerError> {
-        let (server, listener) = Server::bind()?;
-        server.listen(monitor, &listener, connections)?;
-        Ok(server)
-    }
-
-    fn bind() -> Result<(Server, UnixListener), ServerError> {
-        let server = Server {
-            directory: runtime::open()?,
-            name: format!("{SOCKET}-{}", std::process::id()),
-        };
-        // One of a process that had the same number.
-        let _ = server.directory.remove(&server.name);
-        let listener = UnixListener::bind(server.path()).map_err(ServerError::Socket)?;
-        Ok((server, listener))
-    }
-
-    fn listen(
-        &self,
-        monitor: &mut Monitor,
-        listener: &UnixListener,
-        connections: usize,
-    ) -> Result<(), ServerError> {
-        let started = monitor.start_exports(listener, connections);
-        started.map_err(ServerError::Refused)
+        let (socket, listener) = OwnSocket::bind(SOCKET).map_err(ServerError::Socket)?;
+        listen(monitor, &listener, connections)?;
+        Ok(Server(socket))
     }
 
     /// A connection. QEMU may end one that says nothing for ten seconds.
@@ -79,19 +49,7 @@ impl Server {
     /// # Errors
     /// The server has ended.
     pub fn connect(&self) -> Result<UnixStream, ServerError> {
-        UnixStream::connect(self.path()).map_err(ServerError::Socket)
-    }
-
-    fn path(&self) -> PathBuf {
-        // Its own path may be too long for a socket.
-        let directory = self.directory.as_fd().as_raw_fd();
-        PathBuf::from(format!("/proc/self/fd/{directory}")).join(&self.name)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.directory.remove(&self.name);
+        self.0.connect().map_err(ServerError::Socket)
     }
 }
 
@@ -103,12 +61,21 @@ pub(crate) fn start(
     monitor: &mut Monitor,
     connections: usize,
 ) -> Result<Vec<UnixStream>, ServerError> {
-    let (server, listener) = Server::bind()?;
-    let connected = (0..connections).map(|_| server.connect());
-    let connected = connected.collect::<Result<Vec<UnixStream>, _>>()?;
+    let (socket, listener) = OwnSocket::bind(SOCKET).map_err(ServerError::Socket)?;
+    let connected = (0..connections).map(|_| socket.connect());
+    let connected = connected.collect::<io::Result<Vec<UnixStream>>>();
+    let connected = connected.map_err(ServerError::Socket)?;
     // Its name is gone before QEMU listens.
-    let Server { directory, name } = &server;
-    let _ = directory.remove(name);
-    server.listen(monitor, &listener, connections)?;
+    drop(socket);
+    listen(monitor, &listener, connections)?;
     Ok(connected)
+}
+
+fn listen(
+    monitor: &mut Monitor,
+    listener: &UnixListener,
+    connections: usize,
+) -> Result<(), ServerError> {
+    let started = monitor.start_exports(listener, connections);
+    started.map_err(ServerError::Refused)
 }

@@ -9,8 +9,6 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
-use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -20,13 +18,15 @@ use stillframe_nbd::{Export, Extent, Server};
 use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_qemu::qemu_img;
 use stillframe_repo::{PageMap, RepoError};
-use stillframe_sys::private_dir::PrivateDir;
 
 use super::{ExportError, Output};
-use crate::{Progress, ProgressSink, runtime};
+use crate::runtime::OwnSocket;
+use crate::{Progress, ProgressSink};
 
 /// The disk's name for `qemu-img`.
 const EXPORT: &str = "disk";
+/// What the socket is for, in its name.
+const SOCKET: &str = "export";
 /// How often the end of `qemu-img`, and of its connections, is looked for.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 /// Upper bound on the pages that are described at once.
@@ -90,41 +90,6 @@ impl Export for Disk<'_, '_> {
     }
 }
 
-/// A socket in the runtime directory; its name goes with it.
-struct Socket {
-    directory: PrivateDir,
-    name: String,
-}
-
-impl Socket {
-    fn bind() -> Result<(Socket, UnixListener), ExportError> {
-        let directory = runtime::open().map_err(|error| ExportError::Serve {
-            source: io::Error::other(error),
-        })?;
-        let name = format!("export-{}", std::process::id());
-        // One of a process that had the same number.
-        let _ = directory.remove(&name);
-        let socket = Socket { directory, name };
-        let listener = UnixListener::bind(socket.path());
-        let listener = listener.and_then(|listener| {
-            listener.set_nonblocking(true)?;
-            Ok(listener)
-        });
-        let listener = listener.map_err(|source| ExportError::Serve { source })?;
-        Ok((socket, listener))
-    }
-
-    fn path(&self) -> PathBuf {
-        runtime::directory().join(&self.name)
-    }
-}
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        let _ = self.directory.remove(&self.name);
-    }
-}
-
 /// Ends the thread that takes connections, also where the user gives the export up.
 struct Ending<'e>(&'e AtomicBool);
 
@@ -141,7 +106,9 @@ pub(super) fn convert(
     (output, format): (&Output, &str),
     progress: ProgressSink<'_>,
 ) -> Result<(), ExportError> {
-    let (socket, listener) = Socket::bind()?;
+    let serve = |source| ExportError::Serve { source };
+    let (socket, listener) = OwnSocket::bind(SOCKET).map_err(serve)?;
+    listener.set_nonblocking(true).map_err(serve)?;
     let disk = Arc::new(Disk {
         map,
         bytes,

@@ -19,9 +19,14 @@ pub struct ExportArgs {
     /// Write this disk, as an image, instead of memory; `show` lists them
     #[arg(long, value_name = "NAME", conflicts_with = "format")]
     pub disk: Option<String>,
-    /// Format of the disk's image: raw, qcow2 or another one that qemu-img writes
-    #[arg(long, value_name = "FORMAT", requires = "disk", default_value = "raw")]
-    pub disk_format: String,
+    /// Format of the disk's image: raw, qcow2 or another one that qemu-img writes [default: raw]
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        requires = "disk",
+        conflicts_with = "format"
+    )]
+    pub disk_format: Option<String>,
     /// File to write, or - for standard output (migration only)
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,

@@ -39,7 +39,7 @@ fn one_disk(context: &Context, args: &ExportArgs, disk: &str) -> anyhow::Result<
             interrupts.step();
         };
         let wait = args.lock.lock_wait;
-        let disk = (disk, args.disk_format.as_str());
+        let disk = (disk, args.disk_format.as_deref().unwrap_or("raw"));
         export::export_disk(&mut repository, checkpoint, disk, to, wait, &mut step)
     })??;
     drop(meter);
