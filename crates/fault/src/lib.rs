@@ -53,6 +53,10 @@ points! {
     RewindStopped = "rewind.stopped",
     /// Rewind: `cont` is blocked; nothing is changed.
     RewindInhibited = "rewind.inhibited",
+    /// Rewind: a disk is about to be taken from its device.
+    RewindDiskTaking = "rewind.disk-taking",
+    /// Rewind: the device has an empty node, and the disk is not exported yet.
+    RewindDiskTaken = "rewind.disk-taken",
     /// Rewind: half of the differing pages of a disk are exchanged; its device has an empty node.
     RewindDiskExchange = "rewind.disk-exchange",
     /// Rewind: all disks are exchanged, and their devices have them again; memory is as it was.

@@ -356,13 +356,15 @@ impl StagedDisk<'_> {
     }
 
     /// The device gets an empty node, and the image is exported for writing.
-    fn take(&mut self, monitor: &mut Monitor, export: usize) -> Result<(), MonitorError> {
+    fn take(&mut self, monitor: &mut Monitor, export: usize) -> Result<(), RewindDisksError> {
         monitor.mark_half_rewound(&self.rewound.disk)?;
         let name = self.rewound.export(export);
         // Before the command, whose reply may not come.
         self.taken = Some(name.clone());
+        fault::at(Point::RewindDiskTaking)?;
         monitor.take_image(&self.rewound)?;
-        monitor.export(&self.rewound.disk.node, &name)
+        fault::at(Point::RewindDiskTaken)?;
+        Ok(monitor.export(&self.rewound.disk.node, &name)?)
     }
 
     /// The device has its image again.

@@ -52,6 +52,9 @@ pub enum RewindDisksError {
     /// It must know what to take away.
     #[error("cannot tell the guardian what to take away from QEMU if this process ends")]
     Guardian(#[from] GuardianError),
+    /// A fault that a test injected.
+    #[error("a step of the rewind failed")]
+    Injected(#[from] std::io::Error),
     /// A disk cannot be read or written.
     #[error("cannot read or write disk {device}")]
     Content {

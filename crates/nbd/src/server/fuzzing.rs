@@ -185,7 +185,10 @@ fn check_chunk(query: &Query, kind: ChunkKind, payload: &[u8], at: u64) -> u64 {
                 panic!("content was requested");
             };
             let (_, ranges) = decode_status(payload).expect("extents");
-            assert!((1..=extents_max).contains(&ranges.len()), "so many");
+            assert!(
+                (1..=extents_max).contains(&ranges.len()),
+                "too few, or more than the client takes"
+            );
             ranges.iter().fold(at, |at, &(length, flags)| {
                 let end = at + u64::from(length);
                 assert!(length > 0 && end <= query.range.end, "of the range");

@@ -125,11 +125,16 @@ impl Monitor {
         Ok(())
     }
 
-    /// Gives the image back to its device. No export for writing may be left.
+    /// Gives the image back to its device, if that has the empty node. No export for writing may be left.
     ///
     /// # Errors
     /// QEMU refuses it.
     pub fn give_image(&mut self, disk: &RewoundDisk) -> Result<(), MonitorError> {
+        let has_empty = |one: &DiskDevice| one.path == disk.disk.path && one.node == disk.empty();
+        // QEMU ends if a device gets the node that it has (10.0).
+        if !self.disk_devices()?.iter().any(has_empty) {
+            return Ok(());
+        }
         let (command, arguments) = set_drive(&disk.disk.path, &disk.disk.node);
         self.client.execute(command, arguments)?;
         Ok(())
@@ -155,12 +160,15 @@ impl Monitor {
         Ok(())
     }
 
-    /// Ends an export, and waits until it is closed.
+    /// Ends an export, if it is there, and waits until it is closed.
     ///
     /// # Errors
     /// QEMU refuses it, or does not close it in time.
     pub fn close_export(&mut self, name: &str) -> Result<(), MonitorError> {
         let deadline = Instant::now() + CLOSE_LIMIT;
+        if !self.exports()?.iter().any(|id| id == name) {
+            return Ok(());
+        }
         let arguments = json!({ "id": name, "mode": "hard" });
         self.client.execute("block-export-del", arguments)?;
         while self.exports()?.iter().any(|id| id == name) {

@@ -140,6 +140,8 @@ fn disks_are_left_alone_where_that_is_wanted() -> Result<()> {
 #[test]
 fn a_rewind_that_fails_puts_the_disk_back() -> Result<()> {
     for (format, fault) in [
+        ("raw", "rewind.disk-taking"),
+        ("qcow2", "rewind.disk-taken"),
         ("raw", "rewind.disk-exchange"),
         ("qcow2", "rewind.disk-exchange"),
         ("raw", "rewind.disks-exchanged"),
@@ -179,6 +181,8 @@ fn a_kill_leaves_a_disk_that_can_be_rewound() -> Result<()> {
     let mut monitor = it.guest.second_monitor()?;
     for (fault, is_changed) in [
         ("rewind.stopped", false),
+        ("rewind.disk-taking", true),
+        ("rewind.disk-taken", true),
         ("rewind.disk-exchange", true),
         ("rewind.disks-exchanged", true),
         ("rewind.loaded", true),

@@ -20,7 +20,7 @@ fn options_that_are_wrong_are_refused_and_the_negotiation_goes_on() {
     let huge = u32::MAX.to_be_bytes();
     let long_name = "x".repeat(4097);
     let wrong = [
-        // No TLS, no extended headers, and what nobody knows.
+        // No TLS, no extended headers, and options that do not exist.
         (UNSUPPORTED, 5, vec![]),
         (UNSUPPORTED, 11, vec![]),
         (UNSUPPORTED, 0, vec![1; 65536]),
