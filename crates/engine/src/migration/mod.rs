@@ -148,7 +148,7 @@ pub enum SkipFake {
 }
 
 /// What a source reports while a VM moves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigrateEvent {
     /// How far a round is.
@@ -168,6 +168,8 @@ pub enum MigrateEvent {
     Increment,
     /// The rest moves when the VM runs at the destination: if a host or a QEMU is lost until all is there, so is the VM.
     Later,
+    /// The migration failed, and QEMU did not end the copy of a disk, for this reason.
+    CopyLeft(String),
 }
 
 /// Where that is reported.

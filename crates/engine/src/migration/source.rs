@@ -93,7 +93,7 @@ impl Vm {
     ) -> Result<MigrateReport, MigrateError> {
         let moved = self.hand_over(wire, reconnect, options, events);
         if moved.is_err() {
-            self.end_copies(options);
+            self.end_copies(options, events);
         } else {
             // QEMU has answered `quit`. A new QEMU with the same sockets must not meet it.
             self.target.process.wait_exit(END_LIMIT);
@@ -285,12 +285,14 @@ impl Vm {
     }
 
     /// Removes what a migration that has failed has left of its copies of disks.
-    fn end_copies(&mut self, options: &MigrateOptions) {
+    fn end_copies(&mut self, options: &MigrateOptions, events: MigrateSink<'_>) {
         if options.copy_disks == CopyDisks::No {
             return;
         }
         // A QEMU that refuses it now may not do so when the next migration begins, which tries again.
-        let _ = mirrors::remove_leftovers(&mut self.monitor);
+        if let Err(error) = mirrors::remove_leftovers(&mut self.monitor) {
+            events(MigrateEvent::CopyLeft(crate::in_words(&error)));
+        }
         let _ = self.guardian.on_disconnect(OnDisconnect::Nothing);
     }
 

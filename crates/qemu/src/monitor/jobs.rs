@@ -41,6 +41,11 @@ impl Job {
         matches!(&*self.status, "paused" | "standby")
     }
 
+    /// Whether it ends or has ended, and cannot be cancelled any more (QEMU, `JobVerbTable` in its job.c).
+    fn is_ending(&self) -> bool {
+        self.has_ended() || self.status == "aborting"
+    }
+
     /// Whether it can be ended without an error at any time.
     pub fn is_ready(&self) -> bool {
         self.status == "ready"
@@ -82,15 +87,15 @@ impl Monitor {
                 failed = Some("a write to its target failed".to_owned());
             }
             let by_force = force || failed.is_some();
-            if cancelled == Some(by_force) {
+            if cancelled == Some(by_force) || job.is_ending() {
                 std::thread::sleep(LOOK_AGAIN);
                 continue;
             }
             cancelled = Some(by_force);
             let arguments = json!({ "device": id, "force": by_force });
             let ended = self.client.execute("block-job-cancel", arguments);
-            // It may have ended by itself in the meantime, which the next round sees.
-            if self.job(id)?.is_some_and(|job| !job.has_ended()) {
+            // It may have come to its end by itself in the meantime, which the next round sees.
+            if self.job(id)?.is_some_and(|job| !job.is_ending()) {
                 ended?;
             }
         }

@@ -131,6 +131,9 @@ impl<'c> Reporter<'c> {
             Notice::Event(MigrateEvent::Cut) => console.warn(CUT),
             Notice::Event(MigrateEvent::Increment) => console.note(INCREMENT),
             Notice::Event(MigrateEvent::Later) => console.note(LATER),
+            Notice::Event(MigrateEvent::CopyLeft(why)) => console.warn(&format!(
+                "QEMU did not end the copy of a disk, and the next migration tries it again: {why}"
+            )),
         }
     }
 }
