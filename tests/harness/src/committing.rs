@@ -137,6 +137,33 @@ impl Committing {
         })
     }
 
+    /// Has QEMU log each time that one of its NBD clients connects anew.
+    pub fn log_reconnects(&self) -> Result<()> {
+        let mut monitor = self.guest.second_monitor()?;
+        let log = self.log();
+        for line in [
+            &*format!("logfile {}", log.display()),
+            "trace-event nbd_reconnect_attempt on",
+        ] {
+            let answer = monitor.human(line)?;
+            ensure!(answer.is_empty(), "{line}: {answer}");
+        }
+        Ok(())
+    }
+
+    /// How often one did since.
+    pub fn reconnects(&self) -> Result<usize> {
+        let log = match self.log().exists() {
+            true => fs::read_to_string(self.log())?,
+            false => String::new(),
+        };
+        Ok(log.matches("nbd_reconnect_attempt").count())
+    }
+
+    fn log(&self) -> PathBuf {
+        self.folder.path().join("log")
+    }
+
     /// A QEMU that waits for the guest with the journal, as the manager of another host starts it, with an empty disk.
     pub fn waiting_qemu(&self) -> Result<Guest> {
         make_image(&self.copy, self.format, DISK_MIB)?;

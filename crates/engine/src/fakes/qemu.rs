@@ -43,7 +43,7 @@ pub(crate) struct State {
     socket: Option<UnixStream>,
     dumping: bool,
     given: BTreeMap<String, OwnedFd>,
-    job: Option<Value>,
+    pub(crate) job: Option<Value>,
 }
 
 /// The monitor of a VM that runs in no process.
@@ -175,6 +175,7 @@ impl State {
         match name {
             "qmp_capabilities" | "announce-self" | "closefd" | "remove-fd" | "blockdev-add"
             | "blockdev-del" => {}
+            "query-named-block-nodes" => return Ok(json!([])),
             "query-status" => return Ok(self.run_state()),
             "query-dump" => {
                 let status = if self.dumping { "active" } else { "none" };

@@ -230,7 +230,19 @@ impl Guardian {
 
     /// Sets the on-disconnect action: the guardian's action if this process ends.
     pub fn on_disconnect(&self, action: OnDisconnect) -> Result<(), GuardianError> {
-        self.expect_ok(&Request::OnDisconnect { action }, None)
+        self.on_disconnect_with(action, &[])
+    }
+
+    /// The same; the guardian keeps copies of these descriptors until the next action is set, or this one is done.
+    pub fn on_disconnect_with(
+        &self,
+        action: OnDisconnect,
+        kept: &[BorrowedFd<'_>],
+    ) -> Result<(), GuardianError> {
+        match self.ask(&Request::OnDisconnect { action }, kept)? {
+            (Reply::Ok, _) => Ok(()),
+            (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
+        }
     }
 
     /// From here on the guardian kills this process when it misses the heartbeats. `registered`: the

@@ -41,6 +41,8 @@ struct Watch {
     pause: Option<Pause>,
     heartbeat: Option<Watched>,
     on_disconnect: OnDisconnect,
+    /// Descriptors that stay open until that is done, or another one is set.
+    kept: Vec<OwnedFd>,
     /// The pipe that holds QEMU in a pause, and whether it is to be released.
     stream: Option<OwnedFd>,
     releasing: bool,
@@ -64,6 +66,7 @@ pub fn run() -> i32 {
         pause: None,
         heartbeat: None,
         on_disconnect: OnDisconnect::Nothing,
+        kept: Vec::new(),
         stream: None,
         releasing: false,
     };
@@ -142,8 +145,15 @@ impl Watch {
             }
             (OnDisconnect::Pause, Some(qmp)) => qmp.stop_alone(deadline),
             (OnDisconnect::EndCopies { disks }, Some(qmp)) => {
-                let names = (0..disks).map(copy_name);
-                names.for_each(|name| qmp.end_copy_alone(&name, deadline));
+                let names: Vec<String> = (0..disks).map(copy_name).collect();
+                for name in &names {
+                    qmp.yank_alone(name, deadline);
+                }
+                // QEMU connects to them no more, and what it still sends there fails now.
+                self.kept.clear();
+                for name in &names {
+                    qmp.end_copy_alone(name, deadline);
+                }
             }
             (OnDisconnect::EndSnapshots(commands), Some(qmp)) => {
                 qmp.end_snapshots_alone(commands, deadline);
@@ -178,6 +188,7 @@ impl Watch {
             }
             Request::OnDisconnect { action } => {
                 self.on_disconnect = action;
+                self.kept = descriptors;
                 Reply::Ok
             }
             Request::Watch => {
@@ -399,6 +410,7 @@ mod tests {
             pause: Some(Pause::new(limit, WayBack::Stream)),
             heartbeat: None,
             on_disconnect: OnDisconnect::Nothing,
+            kept: Vec::new(),
             stream: None,
             releasing: false,
         }

@@ -62,13 +62,17 @@ impl Connection {
 
     /// A command as a line, and its id: a string, where the engine gives numbers.
     fn line(&mut self, command: &str, arguments: Option<Value>) -> (String, String) {
-        self.sent += 1;
-        let id = format!("guardian-{}", self.sent);
+        let id = self.next_id();
         let mut line = json!({ "execute": command, "id": id });
         if let Some(arguments) = arguments {
             line["arguments"] = arguments;
         }
         (format!("{line}\n"), id)
+    }
+
+    fn next_id(&mut self) -> String {
+        self.sent += 1;
+        format!("guardian-{}", self.sent)
     }
 
     /// Sends a command, and returns its id. Does not wait for a QEMU that does not read: the engine may have
@@ -157,11 +161,22 @@ impl Connection {
         self.ask_alone("stop", None, deadline);
     }
 
+    /// Has the node fail that a copy of a disk is written to, for good; the engine is dead.
+    pub(super) fn yank_alone(&mut self, name: &str, deadline: Instant) {
+        let node = json!({ "type": "block-node", "node-name": name });
+        let arguments = json!({ "instances": [node] });
+        // Out of band, where QEMU does that: its main thread may wait for the copy.
+        let id = self.next_id();
+        let line = json!({ "exec-oob": "yank", "arguments": arguments, "id": id });
+        let answer = self.answer_alone((&format!("{line}\n"), &id), None, deadline);
+        if answer.is_some_and(|answer| answer.get("error").is_some()) {
+            self.command_alone("yank", arguments, deadline);
+        }
+    }
+
     /// Ends the job that copies a disk, if there is one, and removes its node; the engine is dead.
     pub(super) fn end_copy_alone(&mut self, name: &str, deadline: Instant) {
         // As the engine does it (`Monitor::remove_jobs_and_nodes`): beside a write of the guest the end of the job may kill QEMU.
-        let node = json!({ "type": "block-node", "node-name": name });
-        self.command_alone("yank", json!({ "instances": [node] }), deadline);
         let status = self.ask_alone("query-status", None, deadline);
         let runs = status.is_some_and(|status| status["return"]["running"] == true);
         if runs {

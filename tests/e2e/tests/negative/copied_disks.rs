@@ -12,6 +12,8 @@ fn only_here(it: &Committing, order: &Order) -> Result<()> {
     expect_no_copy(&mut it.guest.second_monitor()?)?;
     let qmp = order.files().0.display().to_string();
     ensure!(processes_with(&qmp)? == 0, "a QEMU is left");
+    // It would connect to another descriptor of its own, read from it and close it.
+    ensure!(it.reconnects()? == 0, "QEMU has tried to connect again");
     Ok(())
 }
 
@@ -24,6 +26,7 @@ fn expect_one_error(ended: &Ended, words: &str) -> Result<()> {
 #[test]
 fn a_disk_that_cannot_be_copied_is_named_on_both_sides() -> Result<()> {
     let it = Committing::journal("not-copied", "raw")?;
+    it.log_reconnects()?;
     let small = it.copy.with_file_name("small.img");
     make_image(&small, "raw", 8)?;
     let to = |path: &std::path::Path| format!("--map={}={}", it.disk.display(), path.display());
@@ -70,6 +73,7 @@ fn under_way(it: &Committing, name: &str) -> Result<(Order, Migration)> {
 #[test]
 fn a_side_that_dies_while_a_disk_is_copied_leaves_nothing() -> Result<()> {
     let it = Committing::journal("half-copied", "raw")?;
+    it.log_reconnects()?;
     let (order, mut migration) = under_way(&it, "source-dies")?;
     migration.source.kill()?;
     let ended = migration.destination.end()?;
@@ -107,6 +111,7 @@ fn a_side_that_dies_while_a_disk_is_copied_leaves_nothing() -> Result<()> {
 #[test]
 fn a_side_that_hangs_when_each_write_is_copied_holds_the_guest_for_seconds_only() -> Result<()> {
     let it = Committing::journal("held", "raw")?;
+    it.log_reconnects()?;
     for side in ["source", "destination"] {
         let mut order = it.order(side);
         let slowly = ["--mode=pre-copy", "--bandwidth=4M"].map(str::to_owned);

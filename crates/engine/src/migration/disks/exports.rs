@@ -12,7 +12,7 @@ use std::time::Duration;
 use stillframe_qemu::monitor::Monitor;
 use stillframe_qemu::record::VmRecord;
 
-use super::relay::Relay;
+use super::relay::{Relay, Role};
 use super::{DestinationError, DiskError};
 use crate::disks::images::ExportedImages;
 use crate::migration::Wire;
@@ -61,8 +61,9 @@ impl Exports {
         for socket in self.sockets.drain(..) {
             // The first one has what the source's QEMU says.
             if let (Some(back), Some(out)) = (wires.next(), wires.next()) {
-                self.relays
-                    .push(Relay::start(socket, out, back, Arc::clone(&unlimited))?);
+                let qemu = (socket, Role::Server);
+                let relay = Relay::start(qemu, out, back, Arc::clone(&unlimited));
+                self.relays.push(relay?);
             }
         }
         let (sender, end) = mpsc::channel();

@@ -1,5 +1,6 @@
 //! The source's part: a mirror job for each disk, and the end of all of them in the pause.
 
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread;
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_qemu::monitor::{Disk, Mirror, Monitor, MonitorError};
 
-use super::relay::Relay;
+use super::relay::{Relay, Role};
 use super::{CONNECTIONS_A_DISK, DiskError};
 use crate::connection::message::Control;
 use crate::connection::word::Session;
@@ -85,18 +86,22 @@ impl Mirrors {
         limiter: &Arc<Limiter>,
     ) -> Result<Mirrors, DiskError> {
         let mut jobs = Vec::with_capacity(disks.len());
+        let pairs = disks.iter().map(|_| UnixStream::pair());
+        let pairs: Vec<_> = pairs.collect::<Result<_, _>>().map_err(DiskError::Socket)?;
+        // QEMU must not see the end of a socket before its node was yanked ([`Role::Client`]).
+        let kept: Vec<_> = pairs.iter().map(|(ours, _)| ours.as_fd()).collect();
         let disk_count = disks.len();
-        guardian.on_disconnect(OnDisconnect::EndCopies { disks: disk_count })?;
+        guardian.on_disconnect_with(OnDisconnect::EndCopies { disks: disk_count }, &kept)?;
         let beating = Beating::start(guardian.heartbeat(None)?, Heartbeat::let_go);
         let beating = beating.map_err(DiskError::Thread)?;
-        for (number, disk) in disks.iter().enumerate() {
+        for (number, (disk, (ours, theirs))) in disks.iter().zip(pairs).enumerate() {
             let mut open = |way| {
                 let number = first + number * CONNECTIONS_A_DISK + way;
                 open(reconnect, session, number)
             };
             let (out, back) = (open(0)?, open(1)?);
-            let (ours, theirs) = UnixStream::pair().map_err(DiskError::Socket)?;
-            let relay = Relay::start(ours, out, back, Arc::clone(limiter))?;
+            let qemu = (ours, Role::Client);
+            let relay = Relay::start(qemu, out, back, Arc::clone(limiter))?;
             let name = copy_name(number);
             let mirror = Mirror {
                 name: &name,
@@ -182,6 +187,9 @@ impl Mirrors {
             if let Some(why) = ended.map_err(|source| job.refused(source))? {
                 return Err(job.failed(why));
             }
+            if job.relay.failure().is_some() {
+                return Err(job.lost());
+            }
             let removed = monitor.remove_node(&job.name);
             removed.map_err(|source| job.refused(source))?;
             bytes += job.relay.bytes();
@@ -199,6 +207,7 @@ impl Job {
         let gone = || self.failed("another client has ended the copy".to_owned());
         let state = state.ok_or_else(gone)?;
         let why = match (state.has_ended(), state.has_failed()) {
+            (false, false) if self.relay.failure().is_some() => return Err(self.lost()),
             (false, false) => return Ok(state),
             (false, true) => "a write to the destination failed".to_owned(),
             (true, _) => state.error.unwrap_or_else(|| "it was ended".to_owned()),
@@ -217,6 +226,10 @@ impl Job {
             device: self.device.clone(),
             source,
         }
+    }
+
+    fn lost(&self) -> DiskError {
+        self.failed("its connection was lost".to_owned())
     }
 
     /// The connection's failure explains that of the job.
@@ -241,7 +254,27 @@ fn open(reconnect: Reconnect<'_>, session: &Session, number: usize) -> Result<Wi
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+    use crate::fakes::qemu::FakeQemu;
+
+    /// QEMU cancels a job that is `aborting` no more; it is there still for a moment.
+    #[test]
+    fn a_job_that_is_coming_to_its_end_is_waited_for() {
+        let mut looks = 0;
+        let (qemu, mut monitor) = FakeQemu::observed(move |command, state| {
+            looks += usize::from(command == "query-jobs");
+            if let Some(job) = &mut state.job {
+                let status = if looks < 5 { "aborting" } else { "concluded" };
+                job["status"] = json!(status);
+            }
+        });
+        qemu.state().refused.push("block-job-cancel");
+        qemu.state().job = Some(json!({ "id": copy_name(0), "status": "aborting" }));
+        remove_leftovers(&mut monitor).unwrap();
+        assert!(qemu.state().job.is_none());
+    }
 
     #[test]
     fn a_copy_is_waited_for_as_long_as_less_is_left() {

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::net::SendFlags;
 use stillframe_link::Closer;
 
 use super::DiskError;
@@ -39,6 +40,20 @@ struct Shared {
     failure: Mutex<Option<String>>,
 }
 
+/// Zeros, which are no reply of an NBD server, and longer than any reply to a client that only writes.
+const NO_REPLY: [u8; 1 << 10] = [0; 1 << 10];
+
+/// What QEMU is at its end of the socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    /// It exports an image.
+    Server,
+    /// It writes to an export. It must never see the end of the socket: it would connect again, to whatever has the number
+    /// then that its own descriptor had, read from it, and close it (QEMU, `socket_get_fd` in util/qemu-sockets.c, and
+    /// `nbd_reconnect_attempt` in block/nbd.c). After a reply that is none, or a `yank`, it never does.
+    Client,
+}
+
 /// One disk's way to the other host. Dropped, it is closed.
 pub(super) struct Relay {
     shared: Arc<Shared>,
@@ -48,14 +63,38 @@ pub(super) struct Relay {
 /// What is closed when one direction has failed.
 struct Ends {
     socket: UnixStream,
+    role: Role,
     closers: [Closer; 2],
 }
 
 impl Ends {
     fn close(&self) {
-        // What is closed already needs no more.
-        let _ = self.socket.shutdown(Shutdown::Both);
+        match self.role {
+            // What is closed already needs no more.
+            Role::Server => drop(self.socket.shutdown(Shutdown::Both)),
+            Role::Client => end_client(&self.socket),
+        }
         self.closers.iter().for_each(Closer::close);
+    }
+}
+
+/// Has an NBD client fail its requests, these and later ones.
+fn end_client(socket: &UnixStream) {
+    // One that is gone needs no more; in a full socket it finds what it was not waiting for, too.
+    let _ = rustix::net::send(socket, &NO_REPLY, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+}
+
+/// Reads and discards what an NBD client sends until it has closed its socket, so that it does not wait for that.
+fn discard(mut socket: &UnixStream) {
+    let mut piece = vec![0; PIECE];
+    loop {
+        match socket.read(&mut piece) {
+            Ok(0) => return,
+            Err(error) if !is_timeout(&error) && error.kind() != io::ErrorKind::Interrupted => {
+                return;
+            }
+            _ => {}
+        }
     }
 }
 
@@ -71,7 +110,7 @@ impl Relay {
     /// # Errors
     /// No descriptor or thread is left.
     pub fn start(
-        socket: UnixStream,
+        (socket, role): (UnixStream, Role),
         out: Wire,
         back: Wire,
         limiter: Arc<Limiter>,
@@ -85,6 +124,7 @@ impl Relay {
         limited.map_err(DiskError::Socket)?;
         let ends = Arc::new(Ends {
             socket: clone()?,
+            role,
             closers: [closer(&out)?, closer(&back)?],
         });
         let shared = Arc::new(Shared {
@@ -96,23 +136,34 @@ impl Relay {
         });
         let relay = Relay { shared, ends };
         let from_qemu = clone()?;
-        relay.direction(move |shared| outward(from_qemu, out, &limiter, shared))?;
-        relay.direction(move |shared| inward(back, socket, shared))?;
+        relay.direction(move |shared| {
+            let sent = outward(&from_qemu, out, &limiter, shared);
+            (sent, (role == Role::Client).then_some(from_qemu))
+        })?;
+        relay.direction(move |shared| (inward(back, (socket, role), shared), None))?;
         Ok(relay)
     }
 
+    /// Runs a direction on a thread, which discards what comes from the socket that is left at its end.
     fn direction(
         &self,
-        run: impl FnOnce(&Shared) -> Result<(), ConnectionError> + Send + 'static,
+        run: impl FnOnce(&Shared) -> (Result<(), ConnectionError>, Option<UnixStream>) + Send + 'static,
     ) -> Result<(), DiskError> {
         let (shared, ends) = (Arc::clone(&self.shared), Arc::clone(&self.ends));
         let thread = thread::Builder::new().name("disk".to_owned());
         let thread = thread.spawn(move || {
-            if let Err(error) = run(&shared) {
-                let failure = shared.failure.lock();
-                let mut failure = failure.unwrap_or_else(PoisonError::into_inner);
-                failure.get_or_insert(crate::in_words(&error));
-                ends.close();
+            let (Err(error), left) = run(&shared) else {
+                return;
+            };
+            let failure = shared.failure.lock();
+            let mut failure = failure.unwrap_or_else(PoisonError::into_inner);
+            failure.get_or_insert(crate::in_words(&error));
+            // Whoever sees that the socket has failed finds the reason.
+            drop(failure);
+            ends.close();
+            drop(ends);
+            if let Some(socket) = left {
+                discard(&socket);
             }
         });
         thread.map(drop).map_err(DiskError::Thread)
@@ -162,7 +213,7 @@ impl Shared {
 
 /// Sends what QEMU writes, until it closes its socket.
 fn outward(
-    mut qemu: UnixStream,
+    mut qemu: &UnixStream,
     mut wire: Wire,
     limiter: &Limiter,
     shared: &Shared,
@@ -194,7 +245,11 @@ fn is_timeout(error: &io::Error) -> bool {
 }
 
 /// Hands QEMU what comes, until the other one has closed its socket.
-fn inward(mut wire: Wire, mut qemu: UnixStream, shared: &Shared) -> Result<(), ConnectionError> {
+fn inward(
+    mut wire: Wire,
+    (mut qemu, role): (UnixStream, Role),
+    shared: &Shared,
+) -> Result<(), ConnectionError> {
     loop {
         match wire.receive_message()? {
             Message::Disk(bytes) if bytes.is_empty() => shared.check_answers()?,
@@ -202,10 +257,17 @@ fn inward(mut wire: Wire, mut qemu: UnixStream, shared: &Shared) -> Result<(), C
                 shared.unanswered.store(0, Ordering::Relaxed);
                 qemu.write_all(&bytes).map_err(ConnectionError::Socket)?;
             }
-            Message::Control(Control::Last) => {
-                let closed = qemu.shutdown(Shutdown::Write);
-                return closed.map_err(ConnectionError::Socket);
-            }
+            Message::Control(Control::Last) => match role {
+                Role::Server => {
+                    let closed = qemu.shutdown(Shutdown::Write);
+                    return closed.map_err(ConnectionError::Socket);
+                }
+                // If it has not ended itself, its server has.
+                Role::Client => {
+                    end_client(&qemu);
+                    return Ok(());
+                }
+            },
             other => return Err(other.unexpected()),
         }
     }
