@@ -272,3 +272,60 @@ fn inward(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use stillframe_link::Stream;
+
+    use super::*;
+    use crate::connection::Connection;
+
+    /// A connection, and its other end.
+    fn wire() -> (Wire, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (theirs, _) = listener.accept().unwrap();
+        (Connection::new(Stream::Plain(ours)), theirs)
+    }
+
+    /// What QEMU reads when both connections have ended, and its socket, from which it has read that.
+    fn ended(role: Role) -> (io::Result<usize>, UnixStream) {
+        let (ours, mut qemu) = UnixStream::pair().unwrap();
+        let ((out, far_out), (back, far_back)) = (wire(), wire());
+        let relay = Relay::start((ours, role), out, back, Arc::new(Limiter::new(None))).unwrap();
+        qemu.write_all(b"request").unwrap();
+        assert_eq!(relay.failure(), None);
+        drop((far_out, far_back));
+        let mut read = vec![1; 2 * NO_REPLY.len()];
+        let bytes = qemu.read(&mut read);
+        // The reason was there before.
+        assert!(relay.failure().is_some());
+        assert!(
+            bytes
+                .as_ref()
+                .is_ok_and(|&bytes| read[..bytes].iter().all(|&byte| byte == 0))
+        );
+        (bytes, qemu)
+    }
+
+    #[test]
+    fn a_client_gets_no_reply_and_never_the_end() {
+        let (bytes, mut qemu) = ended(Role::Client);
+        assert!(bytes.unwrap() >= 4);
+        // More than a socket holds.
+        qemu.write_all(&vec![7; 4 << 20]).unwrap();
+        qemu.set_read_timeout(Some(Duration::from_millis(200)))
+            .unwrap();
+        let mut rest = Vec::new();
+        let error = qemu.read_to_end(&mut rest).unwrap_err();
+        assert!(is_timeout(&error), "{error}");
+        assert!(rest.iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn a_server_gets_the_end() {
+        assert_eq!(ended(Role::Server).0.unwrap(), 0);
+    }
+}
