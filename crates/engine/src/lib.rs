@@ -25,6 +25,7 @@ pub mod import;
 pub mod inhibitor;
 pub mod memory;
 pub mod migration;
+pub mod page_classes;
 pub mod pipeline;
 pub mod placement;
 pub mod populate;
@@ -108,7 +109,7 @@ pub enum Progress {
         /// Pages to compare.
         total: u64,
     },
-    /// Pages of two checkpoints compared by `stats`.
+    /// Pages compared by `stats`, and by `show --contents`.
     Comparing {
         /// Pages compared so far.
         done: u64,

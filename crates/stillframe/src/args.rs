@@ -118,7 +118,7 @@ pub enum Command {
     List(ListArgs),
     /// Show one checkpoint in detail
     #[command(after_help = help::SHOW)]
-    Show(NamedCheckpoint),
+    Show(ShowArgs),
     /// Start a new QEMU from a checkpoint
     #[command(after_help = help::RESTORE)]
     Restore(RestoreArgs),
@@ -222,6 +222,20 @@ pub struct NamedCheckpoint {
     /// Consider only checkpoints of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
+}
+
+/// `show`
+#[derive(Debug, Args)]
+pub struct ShowArgs {
+    /// The checkpoint.
+    #[command(flatten)]
+    pub checkpoint: NamedCheckpoint,
+    /// Also count the pages of memory by their content: zero, on a captured disk, duplicate, changed since the parent, other
+    #[arg(long)]
+    pub contents: bool,
+    /// How the repository is locked.
+    #[command(flatten)]
+    pub lock: LockArgs,
 }
 
 /// `unlock`

@@ -115,7 +115,9 @@ impl Committing {
     pub fn database(name: &str) -> Result<Committing> {
         let (folder, disk, copy) = places()?;
         make_image(&disk, RAW, DISK_MIB)?;
-        run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&disk))?;
+        // Blocks of a page: whole pages of the guest's memory are on the disk.
+        let format = ["-q", "-F", "-b", "4096"];
+        run(Command::new("mkfs.ext4").args(format).arg(&disk))?;
         let guest = with_disk(name, &disk, RAW).with_database("vda").boot()?;
         guest.serial.wait_line("found ok 0 0 0", PATIENCE)?;
         Committing::new(guest, (folder, disk, copy), RAW)

@@ -111,6 +111,7 @@ const ENGINE: &[&str] = &[
     "attach",
     "verify",
     "statistics",
+    "page_classes",
     "streaming",
     "checkpoint",
     "pipeline",

@@ -6,6 +6,7 @@ mod captured_disks;
 mod clock;
 mod clones;
 mod compression;
+mod contents;
 mod copied_disks;
 mod cuts;
 mod first_day;
