@@ -260,9 +260,12 @@ pub struct CheckArgs {
 /// `stats`
 #[derive(Debug, Args)]
 pub struct StatsArgs {
-    /// Two checkpoints, the older one first
-    #[arg(value_names = ["OLDER", "NEWER"], num_args = 2, conflicts_with = "over")]
+    /// Two checkpoints, the older one first; with --contents, any number, or all of the VM
+    #[arg(value_name = "ID", conflicts_with = "over")]
     pub checkpoints: Vec<String>,
+    /// Count the pages of memory by their content: zero, on a captured disk, duplicate, changed since the parent, other
+    #[arg(long, conflicts_with = "over")]
+    pub contents: bool,
     /// Measure a running VM over this time instead
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive)]
     pub over: Option<Duration>,
@@ -275,7 +278,7 @@ pub struct StatsArgs {
     /// Select the running VM by its -name; without --over, consider only checkpoints of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
-    /// Also write the histogram to this SVG file
+    /// Also draw it into this SVG file
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
     /// How the repository is locked.
@@ -448,10 +451,15 @@ mod tests {
             "stats 1a 2b --vm a --svg /x.svg",
             "stats --over 10s --pid 7",
             "stats --over 10s --vm a --json",
+            "stats --contents --vm a --svg /x.svg",
+            "stats --contents 1a 2b 3c",
         ] {
             assert!(parse(line).is_ok(), "{line}");
         }
-        assert_eq!(refused("stats latest"), ErrorKind::WrongNumberOfValues);
+        assert_eq!(
+            refused("stats --contents --over 1s --vm a"),
+            ErrorKind::ArgumentConflict
+        );
         assert_eq!(refused("stats a b --over 1s"), ErrorKind::ArgumentConflict);
         assert_eq!(refused("stats --pid 7"), ErrorKind::MissingRequiredArgument);
         assert_eq!(

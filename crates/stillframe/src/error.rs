@@ -33,6 +33,9 @@ pub enum CommandError {
         "each clone needs a monitor of its own: use {{}} in --qmp, for example --qmp /run/web-{{}}.qmp"
     )]
     SameMonitor,
+    /// There is nothing to count.
+    #[error("the repository has no such checkpoints; `stillframe list` shows all")]
+    NoCheckpoints,
     /// `stats` has neither two checkpoints nor a running VM, or both.
     #[error("stats needs two checkpoints, or a running VM and --over TIME")]
     NothingToMeasure,

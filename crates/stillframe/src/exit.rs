@@ -152,6 +152,7 @@ fn of_command(error: &CommandError) -> Exit {
         | CommandError::CountNotReached { .. }
         | CommandError::WatchSilent { .. }
         | CommandError::WatchLost { .. }
+        | CommandError::NoCheckpoints
         | CommandError::TooManyFailures(_) => Exit::Failed,
     }
 }

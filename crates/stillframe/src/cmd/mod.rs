@@ -5,6 +5,7 @@ mod certs;
 mod check;
 mod checkpoint;
 mod clone;
+mod contents;
 mod copy;
 mod export;
 mod forget;

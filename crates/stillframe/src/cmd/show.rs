@@ -1,16 +1,13 @@
 //! `show`: shows one checkpoint in detail.
 
 use serde_json::{Value, json};
-use stillframe_engine::PAGE_BYTES;
 use stillframe_engine::VmRecord;
-use stillframe_engine::page_classes::{self, PageClasses};
 use stillframe_engine::restore;
-use stillframe_repo::{CheckpointId, Manifest, Repository};
+use stillframe_repo::{CheckpointId, Manifest};
 
-use super::{Context, list, local_time};
+use super::{Context, contents, list, local_time};
 use crate::args::ShowArgs;
 use crate::durations;
-use crate::progress::Meter;
 use crate::shell;
 use crate::table::{self, Align, Table};
 
@@ -22,7 +19,15 @@ pub fn run(context: &Context, args: &ShowArgs) -> anyhow::Result<()> {
     let working_set = repository.working_set(&id)?;
     let working_set = working_set.map(|set| set.pages.len() as u64);
     let classes = match args.contents {
-        true => Some(classify(context, &mut repository, &manifest, args)?),
+        true => {
+            let lock_wait = args.lock.lock_wait;
+            Some(contents::classify(
+                context,
+                &mut repository,
+                &manifest,
+                lock_wait,
+            )?)
+        }
         false => None,
     };
     let mut object = object(&id, &manifest);
@@ -33,64 +38,12 @@ pub fn run(context: &Context, args: &ShowArgs) -> anyhow::Result<()> {
     context.console.result(&object, || {
         let sections = [
             Some(words(&id, &manifest, working_set)),
-            classes.map(contents),
+            classes.map(|classes| contents::section(&classes).render()),
         ];
         let sections: Vec<String> = sections.into_iter().flatten().collect();
         sections.join("\n\n")
     })?;
     Ok(())
-}
-
-fn classify(
-    context: &Context,
-    repository: &mut Repository,
-    manifest: &Manifest,
-    args: &ShowArgs,
-) -> anyhow::Result<PageClasses> {
-    let hasher = repository.hasher();
-    let mut meter = Meter::new(context.console);
-    let reader = repository.reader(args.lock.lock_wait)?;
-    // A parent that was forgotten does not matter to its children.
-    let parent = manifest.parent.and_then(|id| reader.manifest(&id).ok());
-    let progress = &mut |progress: stillframe_engine::Progress| meter.show(progress.into());
-    let classes = page_classes::classify(&reader, &hasher, manifest, parent.as_ref(), progress)?;
-    Ok(classes)
-}
-
-/// What the pages of memory are, each counted once, in the first line that it belongs to.
-fn contents(classes: PageClasses) -> String {
-    let mut table = Table::new(&[
-        ("CONTENT", Align::Left),
-        ("PAGES", Align::Right),
-        ("SIZE", Align::Right),
-        ("SHARE", Align::Right),
-    ]);
-    let all = classes.pages();
-    let PageClasses {
-        zero,
-        on_disk,
-        duplicate,
-        changed,
-        other,
-    } = classes;
-    let lines = [
-        ("zero", zero),
-        ("on disk", on_disk),
-        ("duplicate", duplicate),
-        ("changed", changed),
-        ("other", other),
-        ("all", all),
-    ];
-    for (name, pages) in lines {
-        let share = pages as f64 * 100.0 / all.max(1) as f64;
-        table.row([
-            name.to_owned(),
-            pages.to_string(),
-            table::bytes(pages.saturating_mul(PAGE_BYTES)),
-            format!("{share:.1} %"),
-        ]);
-    }
-    table.render()
 }
 
 /// The JSON of `list`, with RAM blocks, streams and the VM record.

@@ -1,7 +1,7 @@
 //! `stats`: counts the pages of a VM that change, and the bytes in each (FITDOC, table I).
 //!
 //! It compares two checkpoints. For a running VM it takes two checkpoints into a temporary repository, which is removed
-//! afterwards.
+//! afterwards. With `--contents` it counts the pages of each checkpoint by their content instead.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ use stillframe_engine::pipeline::WorkControl as _;
 use stillframe_engine::statistics::{self, Statistics};
 use stillframe_repo::{CheckpointId, Password, Repository};
 
-use super::{Context, capture, short};
+use super::{Context, capture, contents, short};
 use crate::args::StatsArgs;
 use crate::durations;
 use crate::error::CommandError;
@@ -37,8 +37,11 @@ struct Measured {
     statistics: Statistics,
 }
 
-/// Measures, draws the histogram with `--svg`, and prints the result.
+/// Measures, draws the picture of `--svg`, and prints the result.
 pub fn run(context: &Context, args: &StatsArgs) -> anyhow::Result<()> {
+    if args.contents {
+        return contents::run(context, args);
+    }
     let measured = match (args.over, args.checkpoints.as_slice()) {
         (Some(over), []) => live(context, args, over)?,
         (None, [older, newer]) => {

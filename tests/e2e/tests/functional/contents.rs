@@ -87,5 +87,30 @@ fn pages_that_are_on_the_disk_are_counted() -> Result<()> {
         text.contains("CONTENT") && text.contains("on disk"),
         "{text}"
     );
+
+    // All of them, one after the other.
+    let svg = it.guest.folder().join("contents.svg");
+    let path = svg.display().to_string();
+    let line = ["stats", "--contents", "--vm", "contents", "--svg", &path];
+    let rows = it.stillframe.json(&line)?;
+    let rows = rows.as_array().context("no rows")?;
+    let found: Vec<&str> = rows
+        .iter()
+        .filter_map(|row| row["checkpoint"].as_str())
+        .collect();
+    ensure!(found == ids, "{found:?}");
+    for row in rows {
+        let id = row["checkpoint"].as_str().context("no id")?;
+        let (shown, pages) = contents(&it, id)?;
+        ensure!(row["contents"] == shown && row["pages"] == pages, "{row}");
+    }
+    let svg = fs::read_to_string(svg)?;
+    ensure!(svg.contains("on disk") && svg.contains(&last[..8]), "{svg}");
+    let other = ["stats", "--contents", "--vm", "another"];
+    it.stillframe.fails(&other, 1)?;
+    // Its parent is gone.
+    it.stillframe.ok(&["forget", first, ids[1]])?;
+    let (alone, _) = contents(&it, last)?;
+    ensure!(alone["changed"] == 0, "{alone}");
     Ok(())
 }
