@@ -34,6 +34,12 @@ impl Recording {
     fn is_of(&self, disks: &[DiskDevice]) -> bool {
         self.bitmaps.iter().map(|bitmap| &bitmap.disk).eq(disks)
     }
+
+    /// One that was made shorter, and longer again, is as long as before, and what was cut off is in no bitmap.
+    fn has_shortened(&self, monitor: &mut Monitor) -> Result<bool, MonitorError> {
+        let disks = self.bitmaps.iter().map(|bitmap| &bitmap.disk);
+        Ok(monitor.shortened(disks)?.is_some())
+    }
 }
 
 /// The bitmaps of one attachment.
@@ -125,6 +131,14 @@ impl DiskHistory {
     ) -> Result<DiskSnapshots, DisksError> {
         // A disk that was plugged in or resized is not known.
         self.since.take_if(|since| !since.is_of(disks));
+        if let Some(since) = &self.since
+            && since.has_shortened(monitor)?
+        {
+            self.since = None;
+        }
+        if self.since.is_none() {
+            monitor.mark_ends(disks)?;
+        }
         let next = DiskBitmap::since(disks, getrandom::u64().map_err(DisksError::Random)?);
         let mut since = self.since_bitmaps().iter();
         let snapshots = next.iter().enumerate().map(|(number, next)| DiskSnapshot {
@@ -178,7 +192,11 @@ impl DiskHistory {
         };
         monitor.remove_bitmaps(self.since_bitmaps())?;
         let commands = match (self.keep, &self.since) {
-            (false, Some(since)) => Monitor::commands_to_forget(&since.bitmaps),
+            (false, Some(since)) => {
+                let mut commands = Monitor::commands_to_forget(&since.bitmaps);
+                commands.extend(Monitor::commands_to_unmark(&since.bitmaps));
+                commands
+            }
             (true, _) | (false, None) => Vec::new(),
         };
         // That it does not answer shows before the next pause.
@@ -223,7 +241,11 @@ impl DiskHistory {
             Some(Recording { is_named: true, .. }) if self.keep => {
                 vec![Monitor::command_to_take_back(since, next)]
             }
-            _ => Monitor::commands_to_forget(next.iter().chain(since)),
+            _ => {
+                let mut commands = Monitor::commands_to_forget(next.iter().chain(since));
+                commands.extend(Monitor::commands_to_unmark(next));
+                commands
+            }
         }
     }
 

@@ -98,6 +98,14 @@ pub enum DisksError {
         /// The limit.
         limit_mib: u64,
     },
+    /// It was made shorter while a checkpoint began.
+    #[error(
+        "disk {device} was made shorter while a checkpoint began; this checkpoint is discarded"
+    )]
+    Shortened {
+        /// The disk.
+        device: String,
+    },
     /// It cannot be read.
     #[error("cannot read disk {device}; this checkpoint is discarded")]
     Read {
@@ -147,6 +155,7 @@ impl DiskSnapshots {
             monitor.begin_snapshot(snapshot, file.as_fd())?;
             memory.push(file);
         }
+        expect_whole(&snapshots, monitor)?;
         // Before the pause, because another client may have it. After the nodes, which show whose it is.
         if monitor.has_other_exports()? {
             return Err(ServerError::Taken.into());
@@ -174,6 +183,10 @@ impl DiskSnapshots {
     /// QEMU refuses it.
     pub fn open(self, monitor: &mut Monitor) -> Result<Vec<DiskView>, DisksError> {
         monitor.freeze_bitmaps(&self.snapshots)?;
+        for snapshot in &self.snapshots {
+            monitor.forbid_resize(snapshot)?;
+        }
+        expect_whole(&self.snapshots, monitor)?;
         let of_disks = self.snapshots.into_iter().zip(self.memory);
         let views = of_disks
             .zip(self.sockets)
@@ -197,5 +210,16 @@ impl DiskSnapshots {
                 }
             });
         views.collect()
+    }
+}
+
+/// Makes sure that nothing was cut off from the disks since their ends were marked: a filter does not copy it.
+fn expect_whole(snapshots: &[DiskSnapshot], monitor: &mut Monitor) -> Result<(), DisksError> {
+    let disks = snapshots.iter().map(|snapshot| &snapshot.disk);
+    match monitor.shortened(disks)? {
+        Some(disk) => Err(DisksError::Shortened {
+            device: disk.device.clone(),
+        }),
+        None => Ok(()),
     }
 }

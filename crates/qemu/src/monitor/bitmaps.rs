@@ -2,16 +2,25 @@
 //!
 //! Source: QEMU, `qapi/block-core.json` (`block-dirty-bitmap-*`), `docs/interop/bitmaps.rst`.
 
+use std::time::Duration;
+
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::disks::DiskDevice;
-use super::{Monitor, MonitorError};
+use super::{Monitor, MonitorError, STOP_LIMIT_SECONDS};
+use crate::qmp::QmpError;
 
 /// How the names of our bitmaps begin.
 const PREFIX: &str = "stillframe-";
 /// How the names begin of those that record what is written after a checkpoint.
 const SINCE: &str = "stillframe-since-";
+/// The name of the bitmap that shows whether a disk was shortened since. It has one bit, for the disk's end, and records nothing:
+/// if the disk is made shorter, QEMU cuts off the ends of all its bitmaps, and adds clean ones if it grows again
+/// (`bdrv_dirty_bitmap_truncate` in its block/dirty-bitmap.c). What was cut off is in no bitmap then.
+const END: &str = "stillframe-end";
+/// A node of no content, in which that bit is set first: only a write can do it.
+const MARK: &str = "stillframe-mark";
 /// Bytes of a disk that one bit stands for: a page. QEMU needs 8 MiB of memory for 256 GiB of disk.
 const GRANULARITY_BYTES: u64 = 4096;
 /// The same of disks that are longer than [`LONG_BYTES`].
@@ -60,6 +69,61 @@ impl DiskBitmap {
 }
 
 impl Monitor {
+    /// Marks the ends of these disks. Carried out even if this process and all others that hold the connection die.
+    ///
+    /// # Errors
+    /// The connection fails. A disk whose end QEMU does not mark is one of [`Monitor::shortened`].
+    pub fn mark_ends(&mut self, disks: &[DiskDevice]) -> Result<(), MonitorError> {
+        for disk in disks {
+            let end = json!({ "node": disk.node, "name": END });
+            let bit = json!({ "node": MARK, "name": END });
+            let write = format!(
+                "qemu-io {MARK} \"write -q {} 512\"",
+                disk.bytes.saturating_sub(512)
+            );
+            let commands = vec![
+                ("block-dirty-bitmap-remove", end.clone()),
+                (
+                    "blockdev-add",
+                    json!({ "driver": "null-co", "node-name": MARK, "size": disk.bytes }),
+                ),
+                ("block-dirty-bitmap-add", bit.clone()),
+                ("human-monitor-command", json!({ "command-line": write })),
+                (
+                    "block-dirty-bitmap-add",
+                    json!({ "node": disk.node, "name": END, "disabled": true }),
+                ),
+                (
+                    "block-dirty-bitmap-merge",
+                    json!({ "node": disk.node, "target": END, "bitmaps": [bit] }),
+                ),
+                ("blockdev-del", json!({ "node-name": MARK })),
+            ];
+            let limit = Duration::from_secs(STOP_LIMIT_SECONDS);
+            for ticket in self.client.send_surviving(commands)? {
+                match self.client.wait(ticket, limit) {
+                    // There is no such bitmap yet, or QEMU does not know the command.
+                    Ok(_) | Err(QmpError::Command { .. }) => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The first of these disks that was shortened since its end was marked, or is not marked.
+    ///
+    /// # Errors
+    /// QEMU fails the query.
+    pub fn shortened<'d>(
+        &mut self,
+        mut disks: impl Iterator<Item = &'d DiskDevice>,
+    ) -> Result<Option<&'d DiskDevice>, MonitorError> {
+        let bitmaps = self.bitmaps()?;
+        let ends = || bitmaps.iter().filter(|bitmap| bitmap.is_whole_end());
+        Ok(disks.find(|disk| !ends().any(|end| end.node == disk.node)))
+    }
+
     /// Begins to record writes in these bitmaps.
     ///
     /// # Errors
@@ -101,13 +165,15 @@ impl Monitor {
         self.transaction(both.map(|(into, from)| into.merging(from)).collect())
     }
 
-    /// Removes the bitmaps of ours from all images, but these.
+    /// Removes the bitmaps of ours from all images, but these, and the marks of their disks.
     ///
     /// # Errors
     /// QEMU refuses it.
     pub fn remove_bitmaps(&mut self, except: &[DiskBitmap]) -> Result<(), MonitorError> {
         for bitmap in self.bitmaps()? {
-            let kept = |other: &DiskBitmap| bitmap.is(other);
+            let kept = |other: &DiskBitmap| {
+                bitmap.is(other) || (bitmap.name == END && bitmap.node == other.disk.node)
+            };
             if bitmap.name.starts_with(PREFIX) && !except.iter().any(kept) {
                 let arguments = json!({ "node": bitmap.node, "name": bitmap.name });
                 self.client
@@ -117,13 +183,18 @@ impl Monitor {
         Ok(())
     }
 
-    /// The bitmaps that record what is written after a checkpoint: an engine that has ended left them to the next one.
+    /// The bitmaps that record what is written after a checkpoint, of disks that were not shortened since: an engine that has
+    /// ended left them to the next one.
     ///
     /// # Errors
     /// QEMU fails the query.
     pub fn left_bitmaps(&mut self) -> Result<Vec<DiskBitmap>, MonitorError> {
         let bitmaps = self.bitmaps()?;
         let of_disk = |disk: DiskDevice| {
+            let is_whole = |one: &NamedBitmap| one.node == disk.node && one.is_whole_end();
+            if !bitmaps.iter().any(is_whole) {
+                return None;
+            }
             let mut bitmaps = bitmaps.iter();
             // One that is frozen has not all that was written.
             let is_left = |one: &&NamedBitmap| {
@@ -153,6 +224,7 @@ impl Monitor {
             #[serde(default)]
             name: String,
             recording: bool,
+            count: u64,
         }
         let nodes: Vec<Node> = self.run("query-named-block-nodes", json!({ "flat": true }))?;
         let bitmaps = nodes.into_iter().flat_map(|node| {
@@ -161,6 +233,7 @@ impl Monitor {
                 node: node.name.clone(),
                 name: bitmap.name,
                 records: bitmap.recording,
+                bytes: bitmap.count,
             })
         });
         Ok(bitmaps.collect())
@@ -175,6 +248,15 @@ impl Monitor {
             (command, bitmap.named())
         };
         bitmaps.into_iter().map(forget).collect()
+    }
+
+    /// The commands that remove the marks of the disks of these bitmaps, for a process that has only a connection.
+    pub fn commands_to_unmark(bitmaps: &[DiskBitmap]) -> Vec<(String, Value)> {
+        let unmark = |bitmap: &DiskBitmap| {
+            let end = json!({ "node": bitmap.disk.node, "name": END });
+            ("block-dirty-bitmap-remove".to_owned(), end)
+        };
+        bitmaps.iter().map(unmark).collect()
     }
 
     /// The command that adds what `next` has recorded to `since`, lets that record again, and removes `next`, for a process that has
@@ -207,9 +289,15 @@ pub(super) struct NamedBitmap {
     pub name: String,
     /// Whether it records.
     pub records: bool,
+    /// The bytes that its bits stand for.
+    pub bytes: u64,
 }
 
 impl NamedBitmap {
+    fn is_whole_end(&self) -> bool {
+        self.name == END && self.bytes > 0
+    }
+
     fn is(&self, other: &DiskBitmap) -> bool {
         (&self.node, &self.name) == (&other.disk.node, &other.name)
     }

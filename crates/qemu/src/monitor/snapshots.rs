@@ -227,6 +227,20 @@ impl Monitor {
         Ok(())
     }
 
+    /// Has QEMU refuse to make a disk longer or shorter from here on, until its snapshot is taken away: a filter does not copy what
+    /// is cut off, and QEMU ends if an image is resized while one of its bitmaps is exported (10.0, an assertion in
+    /// `bdrv_dirty_bitmap_truncate`). QEMU's server must run ([`Monitor::start_exports`]).
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn forbid_resize(&mut self, snapshot: &DiskSnapshot) -> Result<(), MonitorError> {
+        // No node that is exported is resized.
+        let filter = snapshot.number.filter();
+        let arguments = json!({ "type": "nbd", "id": filter, "node-name": filter, "name": filter });
+        self.client.execute("block-export-add", arguments)?;
+        Ok(())
+    }
+
     /// Opens the view of a snapshot to NBD clients, under the name of the view. QEMU's server must run
     /// ([`Monitor::start_exports`]).
     ///

@@ -37,27 +37,34 @@ fn bitmaps(monitor: &mut Qmp) -> Result<usize> {
     Ok(nodes.to_string().matches("\"stillframe-since-").count())
 }
 
-/// The checkpoint of this report has the disk of its own moment: to the byte, for a VM that stands still.
-fn expect_whole_disk(it: &Committing, report: &Value, monitor: &mut Qmp) -> Result<()> {
+/// The bytes of the disk in the checkpoint of this report.
+fn exported(it: &Committing, report: &Value) -> Result<Vec<u8>> {
+    let id = report["checkpoint"].as_str().context("no id")?;
+    let out = it.guest.folder().join("exported.img");
+    let out_text = out.display().to_string();
+    let line = ["export", id, "--disk", "journal", "-o", &out_text];
+    it.stillframe.ok(&line)?;
+    let content = fs::read(&out)?;
+    fs::remove_file(&out)?;
+    Ok(content)
+}
+
+/// One more checkpoint has the disk to the byte, of a VM that stands still.
+fn expect_exact_disk(it: &Committing, monitor: &mut Qmp) -> Result<()> {
     monitor.execute("stop", json!({}))?;
     let last = kept(it)?;
-    let folder = it.guest.folder();
-    let export = |report: &Value, name: &str| -> Result<Vec<u8>> {
-        let id = report["checkpoint"].as_str().context("no id")?;
-        let out = folder.join(name);
-        let out_text = out.display().to_string();
-        let line = ["export", id, "--disk", "journal", "-o", &out_text];
-        it.stillframe.ok(&line)?;
-        let content = fs::read(&out)?;
-        fs::remove_file(&out)?;
-        Ok(content)
-    };
-    let same = export(&last, "last.img")? == fs::read(&it.disk)?;
+    let same = exported(it, &last)? == fs::read(&it.disk)?;
     ensure!(same, "the disk is another: {last}");
-    let of_report = folder.join("of-report.img");
-    fs::write(&of_report, export(report, "report.img")?)?;
-    it.records_of_raw(&of_report)?;
     monitor.execute("cont", json!({}))?;
+    Ok(())
+}
+
+/// The same, and the checkpoint of this report has the disk of its own moment.
+fn expect_whole_disk(it: &Committing, report: &Value, monitor: &mut Qmp) -> Result<()> {
+    expect_exact_disk(it, monitor)?;
+    let of_report = it.guest.folder().join("of-report.img");
+    fs::write(&of_report, exported(it, report)?)?;
+    it.records_of_raw(&of_report)?;
     Ok(())
 }
 
@@ -172,4 +179,67 @@ fn a_killed_engine_leaves_a_bitmap_with_all_writes() -> Result<()> {
     checkpoint(&it, &[])?;
     expect_no_copy(&mut monitor)?;
     expect_untouched(&it.guest, &mut monitor)
+}
+
+/// Makes the disk shorter by a part of its ballast, and as long as it was.
+fn cut_off(monitor: &mut Qmp) -> Result<()> {
+    for mib in [56_u64, 64] {
+        let size = json!({ "device": "journal", "size": mib << 20 });
+        monitor.execute("block_resize", size)?;
+    }
+    Ok(())
+}
+
+/// What is cut off is in no bitmap of QEMU, and reads as zeros from then on.
+#[test]
+fn a_disk_that_was_shortened_for_a_while_is_read_anew() -> Result<()> {
+    let it = Committing::journal("cut-off", "raw")?;
+    let mut monitor = it.guest.second_monitor()?;
+    kept(&it)?;
+    cut_off(&mut monitor)?;
+    let report = kept(&it)?;
+    ensure!(bytes_read(&report)? >= BALLAST_BYTES / 2, "{report}");
+    expect_exact_disk(&it, &mut monitor)?;
+
+    // The same between two checkpoints of an engine.
+    let (pid, every) = (it.guest.pid_text(), ["--every", "2s", "--count", "2"]);
+    let line = ["watch", "--pid", &pid, "--keep-bitmaps", "--json"];
+    let watch = it.stillframe.command(&[&line[..], &every].concat())?;
+    let mut watch = Running::start(watch)?;
+    watch.wait_results(1)?;
+    cut_off(&mut monitor)?;
+    let taken = watch.end()?.results()?;
+    let last = taken.last().context("no checkpoint")?;
+    ensure!(bytes_read(last)? >= BALLAST_BYTES / 2, "{last}");
+    expect_exact_disk(&it, &mut monitor)
+}
+
+/// QEMU 10.0.2 ends if an image is resized while its bitmap is exported.
+#[test]
+fn a_disk_that_is_being_read_is_not_resized() -> Result<()> {
+    let it = Committing::journal("resized", "raw")?;
+    let mut monitor = it.guest.second_monitor()?;
+    kept(&it)?;
+    let pid = it.guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--keep-bitmaps"];
+    let command = it.stillframe.command(&line)?;
+    let (command, reached) = with_fault(&command, "store.pack:stop", it.guest.folder())?;
+    let mut engine = Running::start(command)?;
+    engine.wait_until("the fault", |_| Ok(reached.exists()))?;
+    let mut resize = |mib: u64| {
+        let size = json!({ "device": "journal", "size": mib << 20 });
+        monitor.execute("block_resize", size)
+    };
+    for mib in [96, 56] {
+        let refused = resize(mib).expect_err("resized").to_string();
+        ensure!(refused.contains("resize"), "{refused}");
+    }
+    engine.signal("CONT")?;
+    let ended = engine.end()?;
+    ensure!(ended.code == Some(0), "{ended:?}");
+    // Nothing is in its way then, and the next one has the longer disk.
+    resize(96)?;
+    expect_exact_disk(&it, &mut monitor)?;
+    it.guest.serial.wait_more_committed(3)?;
+    Ok(())
 }
