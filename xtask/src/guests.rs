@@ -69,6 +69,7 @@ const DRIVERS: &[&str] = &[
     "virtio_scsi",
     "sd_mod",
     "ata_piix",
+    "ext4",
     "virtio_balloon",
     "virtio_net",
 ];

@@ -1,4 +1,5 @@
-//! A disk whose content is known: `workload disk` writes it in many ways, and checks it again and again.
+//! A disk whose content is known, or a file in a file system: `workload disk` writes it in many ways, and checks it again
+//! and again.
 //!
 //! Each sector holds words that follow from its number and its generation, or zeros. The generations are in memory. So
 //! a guest whose memory and disk are not of one moment finds it out by itself.
@@ -15,6 +16,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use stillframe_sys::memory::SharedMapping;
 
 use crate::arguments::DiskArguments;
 use crate::random::{Random, mix};
@@ -54,20 +56,27 @@ enum Change {
     Sectors,
     /// Past the page cache.
     Direct,
+    /// Sectors of a file, in memory that it is mapped to; else through the page cache.
+    Mapped,
     /// Zeros, as a hole where the disk can have one.
     Zeros,
+    /// A hole in a file, whose blocks its file system may discard; else zeros.
+    Hole,
     /// What was written is on the disk.
     Flush,
 }
 
-const CHANGES: [Change; 8] = [
+const CHANGES: [Change; 11] = [
     Change::Pages,
     Change::Pages,
     Change::Sectors,
     Change::Sectors,
     Change::Direct,
     Change::Direct,
+    Change::Mapped,
+    Change::Mapped,
     Change::Zeros,
+    Change::Hole,
     Change::Flush,
 ];
 
@@ -75,6 +84,8 @@ const CHANGES: [Change; 8] = [
 struct Disk {
     cached: File,
     direct: File,
+    /// Of a file.
+    mapping: Option<SharedMapping>,
     /// Of each sector; 0: zeros.
     generations: Vec<u32>,
     generation: u32,
@@ -91,9 +102,15 @@ impl Disk {
             let options = options.read(true).write(true);
             options.custom_flags(flags.bits() as i32).open(path)
         };
+        let cached = open(OFlags::empty())?;
+        let mapping = match cached.metadata()?.is_file() {
+            true => Some(SharedMapping::map(&cached, 0, bytes, true).map_err(io::Error::other)?),
+            false => None,
+        };
         Ok(Self {
-            cached: open(OFlags::empty())?,
+            cached,
             direct: open(OFlags::DIRECT)?,
+            mapping,
             generations: vec![0; bytes as usize / SECTOR_BYTES],
             generation: 0,
             seed,
@@ -106,14 +123,18 @@ impl Disk {
         let change = CHANGES[self.random.below(CHANGES.len())];
         let unit = match change {
             Change::Flush => return self.cached.sync_data(),
-            Change::Sectors | Change::Direct => 1,
-            Change::Pages | Change::Zeros => PAGE_SECTORS,
+            Change::Sectors | Change::Direct | Change::Mapped => 1,
+            Change::Pages | Change::Zeros | Change::Hole => PAGE_SECTORS,
         };
         let range = self.range(unit);
         let (offset, bytes) = place(&range);
-        if let Change::Zeros = change {
+        if let Change::Zeros | Change::Hole = change {
             self.generations[range].fill(0);
-            let zeros = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
+            let zeros = match (change, &self.mapping) {
+                (Change::Hole, Some(_)) => FallocateFlags::PUNCH_HOLE,
+                _ => FallocateFlags::ZERO_RANGE,
+            };
+            let zeros = zeros | FallocateFlags::KEEP_SIZE;
             return Ok(fallocate(&self.cached, zeros, offset, bytes as u64)?);
         }
         self.generation += 1;
@@ -122,8 +143,11 @@ impl Disk {
         for (sector, into) in range.zip(buffer.chunks_exact_mut(SECTOR_BYTES)) {
             fill(self.seed, sector, self.generation, into);
         }
-        match change {
-            Change::Direct => self.direct.write_all_at(buffer, offset),
+        match (change, &self.mapping) {
+            (Change::Direct, _) => self.direct.write_all_at(buffer, offset),
+            (Change::Mapped, Some(mapping)) => {
+                mapping.write(offset, buffer).map_err(io::Error::other)
+            }
             _ => self.cached.write_all_at(buffer, offset),
         }
     }

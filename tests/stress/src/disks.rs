@@ -5,6 +5,10 @@
 //!   same, to the byte;
 //! - a VM is restored with disks written anew, and goes on: it knows the content of every sector from its memory, so
 //!   memory and disks of different moments are found.
+//!
+//! One kind of guest writes its disks directly. The other one has a file in a file system that it also maps, and discards parts
+//! of, files that come and go, and memory that is swapped to a second disk: file systems and swap are those of one moment if the
+//! guest goes on, and `e2fsck` finds nothing.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,6 +31,13 @@ use stillframe_harness::serial::Serial;
 const COMMAND: &str = "cargo xtask bench disk-exactness";
 /// MiB of each disk.
 const DISK_MIB: u32 = 32;
+/// The same of a disk with a file system or swap, and MiB of the file.
+const FILES_MIB: u32 = 64;
+const FILE_MIB: u32 = 24;
+/// MiB that the guest uses then, of 128: some of it is always swapped.
+const PRESSING_MIB: u32 = 96;
+/// Pages that are swapped then, at least.
+const SWAPPED_MIN: usize = 256;
 const PAGE_BYTES: usize = 4096;
 /// Every checkpoint with this number is restored, too.
 const RESTORED_EVERY: u64 = 4;
@@ -55,10 +66,14 @@ pub struct Machine {
     pub format: &'static str,
     /// Number of disks.
     pub disks: usize,
+    /// The first one has a file system, and the second one swap.
+    pub files: bool,
 }
 
 /// All machines of the run.
-const MACHINES: [Machine; 6] = [
+const MACHINES: [Machine; 8] = [
+    Machine::with_files(Bus::Virtio, "raw"),
+    Machine::with_files(Bus::Scsi, "qcow2"),
     Machine::new(Bus::Virtio, "raw", 1),
     Machine::new(Bus::Virtio, "qcow2", 3),
     Machine::new(Bus::Scsi, "qcow2", 1),
@@ -97,11 +112,53 @@ pub(crate) struct Scene {
 impl Machine {
     /// One with these disks.
     pub const fn new(bus: Bus, format: &'static str, disks: usize) -> Machine {
-        Machine { bus, format, disks }
+        Machine {
+            bus,
+            format,
+            disks,
+            files: false,
+        }
+    }
+
+    /// One with a file system on its first disk, and swap on its second.
+    pub const fn with_files(bus: Bus, format: &'static str) -> Machine {
+        Machine {
+            bus,
+            format,
+            disks: 2,
+            files: true,
+        }
     }
 
     pub(crate) fn name(&self) -> String {
-        format!("{:?} {} x{}", self.bus, self.format, self.disks)
+        let kind = if self.files { " files" } else { "" };
+        format!("{:?} {} x{}{kind}", self.bus, self.format, self.disks)
+    }
+
+    /// The names in the guest of the disks that it checks.
+    fn checked(&self) -> Vec<String> {
+        let checked = if self.files { 1 } else { self.disks };
+        (0..checked).map(|number| self.in_guest(number)).collect()
+    }
+
+    /// Words for the guest's kernel.
+    fn words(&self) -> String {
+        match self.files {
+            true => {
+                let (file, swap) = (self.in_guest(0), self.in_guest(1));
+                format!("sf.file={FILE_MIB}:{file} sf.swap={swap}")
+            }
+            false => format!("sf.disks={DISK_MIB}:{}", self.checked().join(",")),
+        }
+    }
+
+    /// Makes the image of a disk.
+    fn make(&self, image: &Path, number: usize) -> Result<()> {
+        match (self.files, number) {
+            (false, _) => make_image(image, self.format, DISK_MIB),
+            (true, 0) => make_file_system(image, self.format, FILES_MIB),
+            (true, _) => make_image(image, self.format, FILES_MIB),
+        }
     }
 
     /// The name of a disk in the guest.
@@ -119,7 +176,11 @@ impl Machine {
             words.extend(["-device", "virtio-scsi-pci"].map(str::to_owned));
         }
         for (number, image) in images.iter().enumerate() {
-            let drive = format!("file={},format={}", image.display(), self.format);
+            let drive = format!(
+                "file={},format={},discard=unmap",
+                image.display(),
+                self.format
+            );
             let device = match self.bus {
                 Bus::Virtio => "virtio-blk-pci",
                 Bus::Scsi => "scsi-hd",
@@ -144,8 +205,8 @@ impl Machine {
             .tempdir()?;
         let image = |number| folder.path().join(format!("{number}.img"));
         let images: Vec<PathBuf> = (0..self.disks).map(image).collect();
-        for image in &images {
-            make_image(image, self.format, DISK_MIB)?;
+        for (number, image) in images.iter().enumerate() {
+            self.make(image, number)?;
         }
         let kind = match self.bus {
             Bus::Ide => Kind::Pc,
@@ -153,15 +214,13 @@ impl Machine {
         };
         let words = self.arguments(&images);
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let names: Vec<String> = (0..self.disks)
-            .map(|number| self.in_guest(number))
-            .collect();
-        let disks = format!("sf.disks={DISK_MIB}:{}", names.join(","));
-        let setup = Setup::small(kind, "disks").with(&words);
-        let guest = setup.with_drivers(&disks).boot()?;
-        guest
-            .serial
-            .wait_for(&format!("disk {} tick 5", names[0]), PATIENCE)?;
+        let mut setup = Setup::small(kind, "disks").with(&words);
+        if self.files {
+            setup.workload.mib = PRESSING_MIB;
+        }
+        let guest = setup.with_drivers(&self.words()).boot()?;
+        let begun = format!("disk {} tick 5", self.in_guest(0));
+        guest.serial.wait_for(&begun, PATIENCE)?;
         Ok(Scene {
             stillframe: Stillframe::init(&folder.path().join("repo"))?,
             guest,
@@ -221,7 +280,7 @@ impl Scene {
     pub(crate) fn goes_on(&self) -> Result<()> {
         let checked = || {
             let text = self.guest.serial.text();
-            let names = (0..self.machine.disks).map(|number| self.machine.in_guest(number));
+            let names = self.machine.checked().into_iter();
             let lines = names.map(|name| text.matches(&format!("disk {name} checked")).count());
             lines.collect::<Vec<usize>>()
         };
@@ -242,8 +301,7 @@ impl Scene {
     /// The guest with this serial port, which has said nothing before, goes on, and finds all of each disk as it must be.
     pub(crate) fn finds_all(&self, serial: &Serial) -> Result<()> {
         serial.wait_more(2, PATIENCE)?;
-        for number in 0..self.machine.disks {
-            let name = self.machine.in_guest(number);
+        for name in self.machine.checked() {
             serial.wait_for(&format!("disk {name} checked"), PATIENCE)?;
         }
         serial.ticks()?;
@@ -262,11 +320,7 @@ impl Scene {
         let mut copies = Vec::new();
         for (number, image) in self.images.iter().enumerate() {
             let copy = self.folder.path().join(format!("copy-{number}"));
-            let done = Command::new("qemu-img")
-                .args(["convert", "-U", "-f", self.machine.format, "-O", "raw"])
-                .args([image, &copy])
-                .output()?;
-            ensure!(done.status.success(), "{done:?}");
+            convert(image, self.machine.format, &copy)?;
             copies.push(copy);
         }
         Ok(copies)
@@ -303,6 +357,27 @@ impl Scene {
         Ok(())
     }
 
+    /// The file system of a checkpoint needs no repair, and memory was swapped.
+    fn check_files(&self, id: &str) -> Result<()> {
+        let out = self.folder.path().join("files");
+        let out_text = out.display().to_string();
+        let export = |number: usize| {
+            let device = format!("disk{number}");
+            let line = ["export", id, "--disk", &device, "-o", &out_text];
+            self.stillframe.ok(&line)
+        };
+        export(0)?;
+        check_file_system(&out)?;
+        fs::remove_file(&out)?;
+        export(1)?;
+        let swapped = fs::read(&out)?;
+        fs::remove_file(&out)?;
+        let used = |page: &&[u8]| page.iter().any(|&byte| byte != 0);
+        let used = swapped.chunks(PAGE_BYTES).filter(used).count();
+        ensure!(used >= SWAPPED_MIN, "{used} pages are swapped only");
+        Ok(())
+    }
+
     /// A VM is restored with disks of its own, and finds all of them as its memory knows them.
     pub(crate) fn restore(&self, id: &str, more: &str) -> Result<()> {
         let folder = self.folder.path().join("restored");
@@ -317,10 +392,49 @@ impl Scene {
                 let checked = Command::new("qemu-img").arg("check").arg(&image).output()?;
                 ensure!(checked.status.success(), "{checked:?}");
             }
+            let name = image.file_name().unwrap_or_default();
+            if self.machine.files && name.to_string_lossy().starts_with('0') {
+                let raw = self.folder.path().join("raw");
+                convert(&image, self.machine.format, &raw)?;
+                check_file_system(&raw)?;
+                fs::remove_file(raw)?;
+            }
             fs::remove_file(image)?;
         }
         Ok(())
     }
+}
+
+/// Makes a raw copy of an image, which a QEMU may have open.
+fn convert(image: &Path, format: &str, to: &Path) -> Result<()> {
+    let mut command = Command::new("qemu-img");
+    let words = ["convert", "-U", "-f", format, "-O", "raw"];
+    execute(command.args(words).args([image, to]))
+}
+
+/// Makes an image of this format with a file system in it.
+fn make_file_system(image: &Path, format: &str, mib: u32) -> Result<()> {
+    let raw = image.with_extension("raw");
+    make_image(&raw, "raw", mib)?;
+    let words = ["-q", "-F", "-b", "4096"];
+    execute(Command::new("mkfs.ext4").args(words).arg(&raw))?;
+    let words = ["convert", "-f", "raw", "-O", format];
+    execute(Command::new("qemu-img").args(words).args([&raw, image]))?;
+    Ok(fs::remove_file(raw)?)
+}
+
+/// The journal of the file system is replayed, as the next mount does it; then nothing is to be mended.
+fn check_file_system(raw: &Path) -> Result<()> {
+    for words in [&["-y", "-E", "journal_only"][..], &["-f", "-n"]] {
+        execute(Command::new("e2fsck").args(words).arg(raw))?;
+    }
+    Ok(())
+}
+
+fn execute(command: &mut Command) -> Result<()> {
+    let ended = command.output()?;
+    ensure!(ended.status.success(), "{command:?}: {ended:?}");
+    Ok(())
 }
 
 fn last_lines(text: &str) -> String {
@@ -342,6 +456,9 @@ pub fn one_machine(
         let before = compared.differing;
         let watched = 1 + random.below(WATCH_MAX);
         let (id, report) = scene.checkpoint(schedule, watched, compared)?;
+        if machine.files {
+            scene.check_files(&id)?;
+        }
         let restored = number % RESTORED_EVERY == 0;
         if restored {
             let more = match number / RESTORED_EVERY % 2 {

@@ -198,11 +198,12 @@ fn disks_are_of_the_moment_of_the_pause() -> Result<()> {
     for machine in [
         Machine::new(Bus::Virtio, "raw", 1),
         Machine::new(Bus::Scsi, "qcow2", 2),
+        Machine::with_files(Bus::Virtio, "qcow2"),
     ] {
         one_machine(machine, 2, &mut Random::new(5), &mut compared)?;
     }
     ensure!(
-        compared.differing == 0 && compared.restored == 2,
+        compared.differing == 0 && compared.restored == 3,
         "{compared:?}"
     );
     Ok(())

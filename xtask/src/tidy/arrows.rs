@@ -39,7 +39,7 @@ const RULES: &[(&str, &[&str])] = &[
         "stillframe-e2e",
         &["stillframe-harness", "stillframe-stress"],
     ),
-    ("stillframe-guest-workload", &[]),
+    ("stillframe-guest-workload", &["stillframe-sys"]),
     ("xtask", &[]),
 ];
 
