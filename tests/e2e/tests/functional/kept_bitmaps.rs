@@ -243,3 +243,30 @@ fn a_disk_that_is_being_read_is_not_resized() -> Result<()> {
     it.guest.serial.wait_more_committed(3)?;
     Ok(())
 }
+
+/// What is cut off while the filters are there is copied nowhere.
+#[test]
+fn a_disk_that_is_shortened_in_its_checkpoint_costs_only_that() -> Result<()> {
+    let it = Committing::journal("shortened", "raw")?;
+    let mut monitor = it.guest.second_monitor()?;
+    kept(&it)?;
+    let pid = it.guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--keep-bitmaps"];
+    let command = it.stillframe.command(&line)?;
+    let (command, reached) = with_fault(&command, "pause.after-cont:stop", it.guest.folder())?;
+    let mut engine = Running::start(command)?;
+    engine.wait_until("the fault", |_| Ok(reached.exists()))?;
+    cut_off(&mut monitor)?;
+    engine.signal("CONT")?;
+    let ended = engine.end()?;
+    ensure!(ended.code == Some(1) && ended.errors() == 1, "{ended:?}");
+    ensure!(
+        ended.err.contains("disk journal was made shorter"),
+        "{ended:?}"
+    );
+    it.guest.serial.wait_more_committed(3)?;
+    expect_no_copy(&mut monitor)?;
+    let report = kept(&it)?;
+    ensure!(bytes_read(&report)? >= BALLAST_BYTES / 2, "{report}");
+    expect_exact_disk(&it, &mut monitor)
+}
