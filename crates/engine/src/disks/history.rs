@@ -192,11 +192,7 @@ impl DiskHistory {
         };
         monitor.remove_bitmaps(self.since_bitmaps())?;
         let commands = match (self.keep, &self.since) {
-            (false, Some(since)) => {
-                let mut commands = Monitor::commands_to_forget(&since.bitmaps);
-                commands.extend(Monitor::commands_to_unmark(&since.bitmaps));
-                commands
-            }
+            (false, Some(since)) => Monitor::commands_to_forget_disks(&since.bitmaps, &[]),
             (true, _) | (false, None) => Vec::new(),
         };
         // That it does not answer shows before the next pause.
@@ -241,11 +237,7 @@ impl DiskHistory {
             Some(Recording { is_named: true, .. }) if self.keep => {
                 vec![Monitor::command_to_take_back(since, next)]
             }
-            _ => {
-                let mut commands = Monitor::commands_to_forget(next.iter().chain(since));
-                commands.extend(Monitor::commands_to_unmark(next));
-                commands
-            }
+            _ => Monitor::commands_to_forget_disks(next, since),
         }
     }
 

@@ -250,13 +250,17 @@ impl Monitor {
         bitmaps.into_iter().map(forget).collect()
     }
 
-    /// The commands that remove the marks of the disks of these bitmaps, for a process that has only a connection.
-    pub fn commands_to_unmark(bitmaps: &[DiskBitmap]) -> Vec<(String, Value)> {
-        let unmark = |bitmap: &DiskBitmap| {
+    /// The same for bitmaps of disks, others of the same disks, and the marks of those.
+    pub fn commands_to_forget_disks(
+        bitmaps: &[DiskBitmap],
+        others: &[DiskBitmap],
+    ) -> Vec<(String, Value)> {
+        let mut commands = Monitor::commands_to_forget(bitmaps.iter().chain(others));
+        commands.extend(bitmaps.iter().map(|bitmap| {
             let end = json!({ "node": bitmap.disk.node, "name": END });
             ("block-dirty-bitmap-remove".to_owned(), end)
-        };
-        bitmaps.iter().map(unmark).collect()
+        }));
+        commands
     }
 
     /// The command that adds what `next` has recorded to `since`, lets that record again, and removes `next`, for a process that has

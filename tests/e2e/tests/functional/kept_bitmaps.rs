@@ -181,6 +181,17 @@ fn a_killed_engine_leaves_a_bitmap_with_all_writes() -> Result<()> {
     expect_untouched(&it.guest, &mut monitor)
 }
 
+/// An engine that this fault has stopped (SIGSTOP) in a checkpoint.
+fn stopped(it: &Committing, fault: &str) -> Result<Running> {
+    let pid = it.guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--keep-bitmaps"];
+    let command = it.stillframe.command(&line)?;
+    let (command, reached) = with_fault(&command, fault, it.guest.folder())?;
+    let mut engine = Running::start(command)?;
+    engine.wait_until("the fault", |_| Ok(reached.exists()))?;
+    Ok(engine)
+}
+
 /// Makes the disk shorter by a part of its ballast, and as long as it was.
 fn cut_off(monitor: &mut Qmp) -> Result<()> {
     for mib in [56_u64, 64] {
@@ -220,12 +231,7 @@ fn a_disk_that_is_being_read_is_not_resized() -> Result<()> {
     let it = Committing::journal("resized", "raw")?;
     let mut monitor = it.guest.second_monitor()?;
     kept(&it)?;
-    let pid = it.guest.pid_text();
-    let line = ["checkpoint", "--pid", &pid, "--keep-bitmaps"];
-    let command = it.stillframe.command(&line)?;
-    let (command, reached) = with_fault(&command, "store.pack:stop", it.guest.folder())?;
-    let mut engine = Running::start(command)?;
-    engine.wait_until("the fault", |_| Ok(reached.exists()))?;
+    let engine = stopped(&it, "store.pack:stop")?;
     let mut resize = |mib: u64| {
         let size = json!({ "device": "journal", "size": mib << 20 });
         monitor.execute("block_resize", size)
@@ -250,12 +256,7 @@ fn a_disk_that_is_shortened_in_its_checkpoint_costs_only_that() -> Result<()> {
     let it = Committing::journal("shortened", "raw")?;
     let mut monitor = it.guest.second_monitor()?;
     kept(&it)?;
-    let pid = it.guest.pid_text();
-    let line = ["checkpoint", "--pid", &pid, "--keep-bitmaps"];
-    let command = it.stillframe.command(&line)?;
-    let (command, reached) = with_fault(&command, "pause.after-cont:stop", it.guest.folder())?;
-    let mut engine = Running::start(command)?;
-    engine.wait_until("the fault", |_| Ok(reached.exists()))?;
+    let engine = stopped(&it, "pause.after-cont:stop")?;
     cut_off(&mut monitor)?;
     engine.signal("CONT")?;
     let ended = engine.end()?;

@@ -158,7 +158,7 @@ impl Relay {
             let failure = shared.failure.lock();
             let mut failure = failure.unwrap_or_else(PoisonError::into_inner);
             failure.get_or_insert(crate::in_words(&error));
-            // Whoever sees that the socket has failed finds the reason.
+            // The reason is there before the end shows.
             drop(failure);
             ends.close();
             drop(ends);
@@ -262,10 +262,10 @@ fn inward(
                     let closed = qemu.shutdown(Shutdown::Write);
                     return closed.map_err(ConnectionError::Socket);
                 }
-                // If it has not ended itself, its server has.
+                // A client that has ended itself finds nothing wrong with it.
                 Role::Client => {
-                    end_client(&qemu);
-                    return Ok(());
+                    let why = "its QEMU has ended the export".to_owned();
+                    return Err(ConnectionError::GaveUp { why });
                 }
             },
             other => return Err(other.unexpected()),
