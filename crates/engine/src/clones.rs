@@ -263,6 +263,7 @@ impl Batch<'_> {
             hasher: self.hasher.clone(),
             working_set: None,
             agent: restore::agent(&plan, &restore),
+            lazy_disks: None,
             template: Some(self.template),
         };
         one(&job, &plan, PhaseClock::new(requested_at), events)

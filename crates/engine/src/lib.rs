@@ -88,6 +88,13 @@ pub enum Progress {
         /// Pages of all disks.
         total: u64,
     },
+    /// The disks of a lazily restored VM on their way into its images, one after the other.
+    StreamingDisks {
+        /// Pages of this disk gone through so far.
+        done: u64,
+        /// Its pages.
+        total: u64,
+    },
     /// Pages written into the memory of a restored VM.
     Populating {
         /// Pages written so far.

@@ -7,6 +7,7 @@
 //!
 //! [`lazy`] lets the guest run before its memory is there.
 
+mod disk_streams;
 mod disks;
 mod eager;
 mod events;
@@ -19,6 +20,7 @@ mod tests;
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -46,9 +48,10 @@ use crate::restore::filling_record::{Files, FillingRecord, RecordError};
 use crate::runtime;
 use crate::verify::{VerifyError, VerifyReport};
 use disks::NewDisks;
-pub use disks::{RestoredDisk, new_images};
+pub use disks::{RestoredDisk, lazy_images, new_images};
 pub use events::{LazyEvent, LazyReport, LazySink};
 pub(crate) use job::{Job, PhaseClock, micros};
+use lazy::Unfinished;
 
 /// Time for QEMU to open its monitor.
 pub(crate) const START_LIMIT: Duration = Duration::from_secs(30);
@@ -187,6 +190,40 @@ pub enum RestoreError {
         /// Its process.
         pid: i32,
     },
+    /// The same, but nothing of its disks is lost.
+    #[error(
+        "the VM (process {pid}) has ended before all of it was restored; its disks are complete now, with what it wrote: {images}"
+    )]
+    EndedComplete {
+        /// Its process.
+        pid: i32,
+        /// The images.
+        images: String,
+    },
+    /// The VM has ended, and an image lacks content.
+    #[error(
+        "the VM has ended, and its disk {image} is not complete: {why}. Mend that, and run `restore --resume` with its --qmp; until then the image is of no use"
+    )]
+    Incomplete {
+        /// The image.
+        image: PathBuf,
+        /// Why not.
+        why: String,
+    },
+    /// QEMU cannot reach the content of disks.
+    #[error(
+        "cannot make the socket {path}, through which QEMU reads what its disks lack: name a directory with a shorter path, or restore with --disks new=DIR"
+    )]
+    Socket {
+        /// The socket.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: std::io::Error,
+    },
+    /// No thread.
+    #[error("cannot start a thread")]
+    Thread(#[source] std::io::Error),
     /// Another repository than that of the checkpoint.
     #[error("the VM of {qmp} is filled from repository {wanted}, not from this one ({found})")]
     OtherRepository {
@@ -267,14 +304,15 @@ pub fn plan(
 /// Restores a checkpoint into a new QEMU as planned. The VM runs independently when this returns.
 pub fn restore(
     repository: &mut Repository,
-    Checkpoint { id, manifest }: Checkpoint<'_>,
+    checkpoint: Checkpoint<'_>,
     plan: &LaunchPlan,
     options: &RestoreOptions,
     events: LazySink<'_>,
 ) -> Result<RestoreReport, RestoreError> {
+    let Checkpoint { id, manifest } = checkpoint;
     let record = vm_record(id, manifest)?;
     let guardian = Guardian::start()?;
-    let new_disks = NewDisks::make(&record, manifest, options)?;
+    let mut disks = NewDisks::make(&record, manifest, options)?;
     let mut clock = PhaseClock::new(options.requested_at);
     let mut starting = start(plan, &options.launch, &guardian)?;
     starting.go();
@@ -285,27 +323,8 @@ pub fn restore(
     let working_set = repository.working_set(id).unwrap_or_default();
     let reader = repository.reader(options.lock_wait)?;
     let state = device_state(id, manifest, &record, &reader)?;
-    let tables = manifest.ram.iter();
-    let maps = tables
-        .map(|table| PageMap::open(&reader, table))
-        .collect::<Result<Vec<_>, _>>()?;
+    let served = disks.open(&id.to_string(), &reader)?;
     clock.phases.repository = clock.lap();
-    let wait = || starting.wait(START_LIMIT);
-    let (launched, prefetched) = match options.reads_ahead() {
-        true => {
-            let known = job::known_pages(working_set.as_ref());
-            prefetch::while_waiting(wait, &maps, known)
-        }
-        false => (wait(), Prefetched::default()),
-    };
-    let mut launched = launched?;
-    let lease = match options.lazy {
-        true => lease(&reader, id, &launched.process, events)?,
-        false => None,
-    };
-    clock.phases.qemu = clock.lap();
-    let disks = new_disks.fill(&record, &mut launched, &reader, events)?;
-    clock.phases.disks = clock.lap();
     let job = Job {
         id,
         manifest,
@@ -316,15 +335,66 @@ pub fn restore(
         hasher,
         working_set,
         agent: agent(plan, options),
+        lazy_disks: served.as_ref(),
         template: None,
     };
+    thread::scope(|scope| {
+        // QEMU reads from it as soon as it opens its images.
+        let serving = served.as_ref().map(|disks| disks.serve(scope));
+        let _serving = serving.transpose().map_err(RestoreError::Thread)?;
+        restore_into(
+            starting,
+            guardian,
+            (&job, plan, &record),
+            disks,
+            clock,
+            events,
+        )
+    })
+}
+
+/// Restores into a QEMU that is starting.
+fn restore_into(
+    starting: Starting,
+    guardian: Guardian,
+    (job, plan, record): (&Job<'_>, &LaunchPlan, &VmRecord),
+    new_disks: NewDisks,
+    mut clock: PhaseClock,
+    events: LazySink<'_>,
+) -> Result<RestoreReport, RestoreError> {
+    let (options, reader) = (job.options, job.reader);
+    let tables = job.manifest.ram.iter();
+    let maps = tables.map(|table| PageMap::open(reader, table));
+    let maps = maps.collect::<Result<Vec<_>, _>>()?;
+    clock.phases.repository += clock.lap();
+    let wait = || starting.wait(START_LIMIT);
+    let (launched, prefetched) = match options.reads_ahead() {
+        true => {
+            let known = job::known_pages(job.working_set.as_ref());
+            prefetch::while_waiting(wait, &maps, known)
+        }
+        false => (wait(), Prefetched::default()),
+    };
+    let mut launched = launched?;
+    let lease = match options.lazy {
+        true => lease(reader, job.id, &launched.process, events)?,
+        false => None,
+    };
+    clock.phases.qemu = clock.lap();
+    let mut disks = new_disks.fill(record, &mut launched, reader, events)?;
+    clock.phases.disks = clock.lap();
     let process = launched.process.clone();
     let done = match options.lazy {
         true => job.run(launched, guardian, maps, prefetched, clock, events),
         false => job.run_eagerly(launched, &guardian, maps, clock, events),
     };
-    // A VM that is paused with a part of its memory needs them.
-    if done.is_ok() || process.is_alive() {
+    disks.extend(new_disks.restored(job.lazy_disks));
+    // A VM that is paused with a part of its memory needs them. One that has ended has written to them.
+    let is_needed = matches!(
+        done,
+        Ok(_) | Err(RestoreError::EndedComplete { .. } | RestoreError::Incomplete { .. })
+    );
+    if is_needed || process.is_alive() {
         new_disks.keep();
     }
     let done = done?;
@@ -419,7 +489,13 @@ pub fn resume(
     let running = record.running;
     let begin = clock.requested_at;
     let lease = lease_again(&reader, &record, events);
-    let done = lazy::resume(record, files, qmp, &reader, limit_fill, clock, events)?;
+    let unfinished = Unfinished {
+        record,
+        files,
+        qmp,
+        limit_fill,
+    };
+    let done = lazy::resume(unfinished, &reader, clock, events)?;
     lease.map_or(Ok(()), Lease::end)?;
     Ok(RestoreReport {
         checkpoint,

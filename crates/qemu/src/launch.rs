@@ -44,6 +44,8 @@ use crate::record::VmRecord;
 
 /// The format of an image that is nothing but the disk's content.
 const RAW: &str = "raw";
+/// The format of an image that may have a backing file.
+const QCOW2: &str = "qcow2";
 
 /// The user's decisions about the new VM.
 #[derive(Debug, Clone)]
@@ -57,7 +59,7 @@ pub struct LaunchOptions {
     pub disks_as_they_are: bool,
     /// Where the VM's disks come from.
     pub disk_origin: DiskOrigin,
-    /// Disks that get another image than the recorded one, whose content comes later. These images have no backing files.
+    /// Disks that get another image than the recorded one, whose content comes later.
     pub images: Vec<NewImage>,
     /// File that QEMU's own messages are appended to.
     pub log: PathBuf,
@@ -115,8 +117,8 @@ impl LaunchOptions {
             let mut images = self.images.iter();
             if let Some(image) = images.find(|image| image.device == disk.device) {
                 disk.path.clone_from(&image.path);
-                if image.raw {
-                    RAW.clone_into(&mut disk.format);
+                if let Some(format) = image.format.name() {
+                    format.clone_into(&mut disk.format);
                 }
             }
         }
@@ -141,8 +143,30 @@ pub struct NewImage {
     pub device: String,
     /// The image. When QEMU starts it must be there, with the disk's size.
     pub path: PathBuf,
-    /// Whether it is raw, whatever the disk was; else it has the disk's format.
-    pub raw: bool,
+    /// Its format.
+    pub format: NewFormat,
+}
+
+/// The format of another image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NewFormat {
+    /// That of the disk. It has no backing file.
+    Recorded,
+    /// Raw, whatever the disk was.
+    Raw,
+    /// qcow2, whatever the disk was: what it lacks is read from this backing file, which the image itself names.
+    Overlay(String),
+}
+
+impl NewFormat {
+    /// QEMU's name for it, if it does not depend on the disk.
+    fn name(&self) -> Option<&'static str> {
+        match self {
+            NewFormat::Recorded => None,
+            NewFormat::Raw => Some(RAW),
+            NewFormat::Overlay(_) => Some(QCOW2),
+        }
+    }
 }
 
 /// The settings that make a VM one of several that start from the same checkpoint.

@@ -13,6 +13,7 @@ mod mirror;
 pub(crate) mod ram_blocks;
 mod rewound;
 mod snapshots;
+mod streams;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -33,6 +34,7 @@ pub use lent::StateFile;
 pub use mirror::Mirror;
 pub use rewound::RewoundDisk;
 pub use snapshots::{DiskSnapshot, EndCommands, PauseTickets, SnapshotNumber};
+pub use streams::Streamed;
 
 use crate::qmp::{Client, QmpError, REPLY_LIMIT_SECONDS, Ticket};
 use crate::target::{Target, is_qemu_process};

@@ -11,8 +11,24 @@ const PROGRAM: &str = "qemu-img";
 /// # Errors
 /// Why there is none, in words.
 pub fn create(path: &Path, format: &str, bytes: u64) -> Result<(), String> {
+    run(&["create", "-q", "-f", format, "--"], path, bytes)
+}
+
+/// Makes a qcow2 image of this length, in bytes, that has nothing yet: all is read from a raw backing file, which need not
+/// be there now. A file that is there is overwritten.
+///
+/// # Errors
+/// Why there is none, in words.
+pub fn create_overlay(path: &Path, backing: &str, bytes: u64) -> Result<(), String> {
+    let words = [
+        "create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", backing, "--",
+    ];
+    run(&words, path, bytes)
+}
+
+fn run(words: &[&str], path: &Path, bytes: u64) -> Result<(), String> {
     let made = Command::new(PROGRAM)
-        .args(["create", "-q", "-f", format, "--"])
+        .args(words)
         .arg(path)
         .arg(bytes.to_string())
         .output();
@@ -24,9 +40,9 @@ pub fn create(path: &Path, format: &str, bytes: u64) -> Result<(), String> {
 }
 
 /// The program at work; it does not go on alone.
-struct Converting(Child);
+struct AtWork(Child);
 
-impl Drop for Converting {
+impl Drop for AtWork {
     fn drop(&mut self) {
         // It has ended, unless the caller has given up.
         let _ = self.0.kill();
@@ -45,15 +61,31 @@ pub fn convert_raw(
     to: &Path,
     wait: &mut dyn FnMut(),
 ) -> Result<(), String> {
+    let mut command = Command::new(PROGRAM);
+    command.args(["convert", "-f", "raw", "-O", format, "--", from]);
+    waited(command.arg(to), wait)
+}
+
+/// Copies into a qcow2 image what it lacks of its backing file, which it needs no more then. No process may have it open. Done
+/// again, it goes on. Until the end `wait` is called again and again, and waits a little.
+///
+/// # Errors
+/// Why it is not done, in words.
+pub fn complete(image: &Path, wait: &mut dyn FnMut()) -> Result<(), String> {
+    let mut command = Command::new(PROGRAM);
+    command.args(["rebase", "-f", "qcow2", "-b", "", "--"]);
+    waited(command.arg(image), wait)
+}
+
+/// Runs the program to its end.
+fn waited(command: &mut Command, wait: &mut dyn FnMut()) -> Result<(), String> {
     let words = |error: std::io::Error| format!("{PROGRAM}: {error}");
-    let child = Command::new(PROGRAM)
-        .args(["convert", "-f", "raw", "-O", format, "--", from])
-        .arg(to)
+    let child = command
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn();
-    let mut child = Converting(child.map_err(words)?);
+    let mut child = AtWork(child.map_err(words)?);
     // Its few words fit the pipe.
     let status = loop {
         match child.0.try_wait().map_err(words)? {

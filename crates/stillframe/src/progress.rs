@@ -70,6 +70,9 @@ impl From<Progress> for Step {
             Progress::Storing { done, total } => ("storing", done, total),
             Progress::StoringDisks { done, total } => ("storing disks", done, total),
             Progress::FillingDisks { done, total } => ("writing disks", done, total),
+            Progress::StreamingDisks { done, total } => {
+                ("the guest runs; filling disks", done, total)
+            }
             Progress::Populating { done, total } => ("filling memory", done, total),
             Progress::Rewinding { done, total } => ("comparing with the checkpoint", done, total),
             Progress::Filling { done, total } => ("the guest runs; filling memory", done, total),

@@ -211,8 +211,13 @@ impl Committing {
 
     /// The records of an image that no QEMU uses; each must be the one after that before.
     pub fn records(&self, image: &Path) -> Result<u64> {
+        self.records_as(image, self.format)
+    }
+
+    /// The same of an image of another format.
+    pub fn records_as(&self, image: &Path, format: &str) -> Result<u64> {
         let raw = self.folder.path().join("content");
-        convert(image, self.format, &raw)?;
+        convert(image, format, &raw)?;
         self.records_of_raw(&raw)
     }
 

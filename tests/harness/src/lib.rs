@@ -25,3 +25,4 @@ pub mod results;
 pub mod running;
 pub mod serial;
 pub mod slow_disk;
+pub mod unplugged;

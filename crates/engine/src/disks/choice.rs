@@ -130,6 +130,9 @@ impl DiskChoice {
             let obstacle = match mode {
                 DiskMode::Reference | DiskMode::None => continue,
                 _ if has_io_threads => Some(DisksError::IoThreads),
+                _ if disk.is_incomplete => Some(DisksError::Incomplete {
+                    device: disk.device.clone(),
+                }),
                 _ if disk.bytes > BYTES_MAX => Some(DisksError::TooLong {
                     device: disk.device.clone(),
                     limit_tib: BYTES_MAX >> 40,
@@ -179,6 +182,7 @@ mod tests {
             node: format!("{device}-node"),
             path: format!("/machine/peripheral/{device}"),
             bytes,
+            is_incomplete: false,
         }
     }
 
@@ -235,6 +239,22 @@ mod tests {
         );
         let error = divided(DiskMode::Auto, DiskMode::Capture, long).unwrap_err();
         assert!(matches!(error, DisksError::TooLong { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_disk_that_is_being_restored_is_left() {
+        let mut lazy = disk("a", 4096);
+        lazy.is_incomplete = true;
+        let of = |others| DiskChoice {
+            others,
+            each: Vec::new(),
+            keep_bitmaps: false,
+        };
+        let left = of(DiskMode::Auto).division(vec![lazy.clone()], false);
+        let left = left.unwrap();
+        assert!(left.captured.is_empty() && left.left.len() == 1);
+        let error = of(DiskMode::Capture).division(vec![lazy], false);
+        assert!(matches!(error, Err(DisksError::Incomplete { device }) if device == "a"));
     }
 
     #[test]

@@ -282,6 +282,7 @@ mod tests {
                 node: "n".to_owned(),
                 path: "/d".to_owned(),
                 bytes: 8192,
+                is_incomplete: false,
             },
             name: name.to_owned(),
         }

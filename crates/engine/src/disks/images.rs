@@ -10,7 +10,7 @@ use std::os::unix::fs::{OpenOptionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
-use stillframe_qemu::launch::LaunchOptions;
+use stillframe_qemu::launch::{LaunchOptions, NewFormat};
 use stillframe_qemu::monitor::{Disk, Monitor, MonitorError, image_of};
 use stillframe_qemu::qemu_img;
 use stillframe_qemu::record::VmRecord;
@@ -157,6 +157,9 @@ impl NewImages {
             let Some(disk) = image_of(&disks, device) else {
                 continue;
             };
+            let mut named = options.images.iter();
+            let format = named.find(|image| image.device == *device);
+            let format = format.map(|image| &image.format);
             match fs::symlink_metadata(&disk.path) {
                 Ok(_) if overwrite => continue,
                 // A block device is always there, and is no mistake of the path.
@@ -167,14 +170,19 @@ impl NewImages {
                         advice,
                     });
                 }
-                Err(_) => images.add(disk, owner)?,
+                Err(_) => images.add(disk, format, owner)?,
             }
         }
         Ok(images)
     }
 
     /// The file is the user's own until it is complete.
-    fn add(&mut self, disk: &Disk, owner: Option<(u32, u32)>) -> Result<(), ImageError> {
+    fn add(
+        &mut self,
+        disk: &Disk,
+        format: Option<&NewFormat>,
+        owner: Option<(u32, u32)>,
+    ) -> Result<(), ImageError> {
         let not_made = |source| ImageError::NotMade {
             device: disk.device.clone(),
             path: disk.path.clone(),
@@ -188,9 +196,17 @@ impl NewImages {
         let file = options.write(true).create_new(true).mode(0o600);
         let file = file.open(&disk.path).map_err(not_made)?;
         self.made.push(disk.path.clone());
-        match &*disk.format {
-            RAW => file.set_len(disk.bytes).map_err(not_made)?,
-            format => formatted(disk, format, self.advice)?,
+        match (format, &*disk.format) {
+            (Some(NewFormat::Overlay(backing)), _) => {
+                let made = qemu_img::create_overlay(&disk.path, backing, disk.bytes);
+                made.map_err(|why| not_formatted(disk, why, self.advice))?;
+            }
+            (_, RAW) => file.set_len(disk.bytes).map_err(not_made)?,
+            (_, format) => {
+                let made = qemu_img::create(&disk.path, format, disk.bytes);
+                let words = |why| format!("format {format}: {why}");
+                made.map_err(|why| not_formatted(disk, words(why), self.advice))?;
+            }
         }
         if let Some((uid, gid)) = owner.filter(|_| rustix::process::geteuid().is_root()) {
             chown(&disk.path, Some(uid), Some(gid)).map_err(not_made)?;
@@ -224,16 +240,14 @@ fn remove(files: &[PathBuf]) {
     }
 }
 
-/// Makes it an image of this format.
-fn formatted(disk: &Disk, format: &str, advice: &'static Advice) -> Result<(), ImageError> {
-    let made = qemu_img::create(&disk.path, format, disk.bytes);
-    made.map_err(|why| ImageError::NotFormatted {
+fn not_formatted(disk: &Disk, why: String, advice: &'static Advice) -> ImageError {
+    ImageError::NotFormatted {
         device: disk.device.clone(),
         path: disk.path.clone(),
         bytes: disk.bytes,
-        why: format!("format {format}: {why}"),
+        why,
         advice,
-    })
+    }
 }
 
 /// New images as QEMU exports them. It has to stop before the VM runs.
@@ -341,20 +355,20 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new");
         let mut images = NewImages::none(&ADVICE);
-        images.add(&disk(&path, RAW), None).unwrap();
+        images.add(&disk(&path, RAW), None, None).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 20);
         let device =
-            NewImages::none(&ADVICE).add(&disk(Path::new("/dev/stillframe-test"), RAW), None);
+            NewImages::none(&ADVICE).add(&disk(Path::new("/dev/stillframe-test"), RAW), None, None);
         assert!(matches!(device, Err(ImageError::NotMade { .. })));
         assert!(!Path::new("/dev/stillframe-test").exists());
         // The file of another program is never taken.
-        let again = NewImages::none(&ADVICE).add(&disk(&path, RAW), None);
+        let again = NewImages::none(&ADVICE).add(&disk(&path, RAW), None, None);
         assert!(matches!(again, Err(ImageError::NotMade { .. })));
         assert!(path.exists());
         drop(images);
         assert!(!path.exists());
         let mut images = NewImages::none(&ADVICE);
-        images.add(&disk(&path, RAW), None).unwrap();
+        images.add(&disk(&path, RAW), None, None).unwrap();
         let kept = images.keep();
         assert!(path.exists());
         kept.remove();
@@ -366,7 +380,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new");
         let mut images = NewImages::none(&ADVICE);
-        let refused = images.add(&disk(&path, "no-such-format"), None);
+        let refused = images.add(&disk(&path, "no-such-format"), None, None);
         assert!(matches!(refused, Err(ImageError::NotFormatted { .. })));
         drop(images);
         assert!(!path.exists());

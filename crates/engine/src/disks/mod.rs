@@ -15,6 +15,7 @@ pub mod choice;
 pub mod fill;
 pub mod history;
 pub mod images;
+pub mod lazy;
 pub mod server;
 pub mod view;
 
@@ -44,6 +45,14 @@ pub enum DisksError {
         "the VM has I/O threads (-object iothread), and capturing such disks is not possible yet; take checkpoints with --disks reference"
     )]
     IoThreads,
+    /// A lazy restore goes on.
+    #[error(
+        "disk {device} is still being restored from a checkpoint, lazily; capture it when that is complete, or take checkpoints with --disks none"
+    )]
+    Incomplete {
+        /// The disk.
+        device: String,
+    },
     /// No disk at all.
     #[error("the VM has no disk that it can write to; take checkpoints without --disks capture")]
     NoDisk,

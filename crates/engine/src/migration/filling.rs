@@ -21,7 +21,7 @@ use super::seed::Seed;
 use super::{ANSWER_LIMIT, DEMAND_LANES, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::message::Base;
-use crate::guardian::{Beating, Guardian};
+use crate::guardian::{Beating, Guardian, OnDisconnect};
 use crate::memory::BlockShape;
 use crate::memory::block::Block;
 use crate::populate::eager::{self, PopulateError};
@@ -45,6 +45,15 @@ pub(super) struct LateMemory<'c> {
     content: Vec<DirtyBitmap>,
     /// From before the VM was stopped at the source, if this engine has received it.
     _beating: Option<Beating>,
+}
+
+/// The guardian ends this engine, and pauses the VM, when this engine hangs.
+///
+/// # Errors
+/// There is no guardian, or no thread.
+pub(super) fn beat(guardian: &Guardian) -> Result<Beating, ReceiveError> {
+    let beating = Beating::start(guardian.heartbeat(None)?, |_| ());
+    Ok(beating.map_err(PopulateError::Threads)?)
 }
 
 /// Whether the VM can run before all its memory is there; else, why not. It is tried: the first page of each block is
@@ -138,12 +147,11 @@ impl Missing {
             }
         }
         lacking.discard_others(blocks, (guardian, process))?;
-        let beating = Beating::start(guardian.heartbeat(None)?, |_| ());
         Ok(Missing {
             uffd,
             remote_fd: shared.remote_fd,
             fill_bitmap,
-            beating: beating.map_err(PopulateError::Threads)?,
+            beating: beat(guardian)?,
         })
     }
 }
@@ -267,18 +275,6 @@ impl<'c> LateMemory<'c> {
         }
     }
 
-    /// The guardian ends this engine, and pauses the VM, when this engine hangs.
-    ///
-    /// # Errors
-    /// There is no guardian, or no thread.
-    pub fn beat<'s>(
-        &'s self,
-        scope: &'s Scope<'s, '_>,
-        guardian: &Guardian,
-    ) -> Result<(), ReceiveError> {
-        Ok(self.lazy.beat(scope, guardian.heartbeat(None)?)?)
-    }
-
     /// How far it is.
     pub fn filling(&self) -> Filling {
         self.lazy.filling()
@@ -334,7 +330,10 @@ impl RunningLate<'_> {
             fill()?;
         }
         let status = self.memory.lazy.status(LOOK)?;
-        self.supervision.look(monitor, &self.memory.lazy, report)?;
+        let lazy = &self.memory.lazy;
+        let problem = || lazy.take_problem();
+        self.supervision
+            .look(monitor, lazy.stall(), problem, report)?;
         if let FillStatus::Complete = status {
             self.supervision.complete(monitor, report)?;
             self.complete = true;
@@ -350,7 +349,8 @@ impl RunningLate<'_> {
     /// Something is there still.
     pub fn release(&self, guardian: &Guardian, process: &Process) -> Result<(), ReceiveError> {
         let qemu = (process, self.memory.remote_fd);
-        Ok(supervision::release(&self.memory.lazy, guardian, qemu)?)
+        supervision::release(&self.memory.lazy, guardian, qemu)?;
+        Ok(guardian.on_disconnect(OnDisconnect::Nothing)?)
     }
 
     /// Whether the source is to hear that this side lives.

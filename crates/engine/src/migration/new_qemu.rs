@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use stillframe_qemu::launch::{self, DiskOrigin, LaunchOptions, Launched, NewImage, Starting};
+use stillframe_qemu::launch::{
+    self, DiskOrigin, LaunchOptions, Launched, NewFormat, NewImage, Starting,
+};
 use stillframe_qemu::monitor::image_of;
 use stillframe_qemu::record::VmRecord;
 
@@ -120,7 +122,7 @@ pub(super) fn starting<'q>(
     let images = copied.iter().filter_map(of).map(|disk| NewImage {
         device: disk.device.clone(),
         path: disk.path.clone(),
-        raw: false,
+        format: NewFormat::Recorded,
     });
     launch.images = images.collect();
     let plan = launch::plan(vm, &launch)?;

@@ -8,7 +8,7 @@ use stillframe_sys::process::Process;
 
 use super::destination::{pass_on, result};
 use super::error::ReceiveError;
-use super::filling::LateMemory;
+use super::filling::{self, LateMemory};
 use super::handover::Destination;
 use super::receiver::{ReceiveEvent, ReceiveSink};
 use super::record::{DestinationRecord, RecordError};
@@ -72,14 +72,15 @@ pub fn resume(
             let why = "the source has not connected again".to_owned();
             return Err(ReceiveError::Lacks { why });
         }
+        let mut _beating = None;
         if let Some(process) = process {
             let reached = Monitor::reach(qmp, process.pid(), MONITOR_LIMIT)?;
             let mut monitor = reached.negotiate(MONITOR_LIMIT)?;
-            if let Some(late) = &late {
+            if late.is_some() {
                 let guardian = Guardian::start()?;
                 guardian.watch(monitor.client().socket())?;
                 guardian.on_disconnect(OnDisconnect::Pause)?;
-                late.beat(scope, &guardian)?;
+                _beating = Some(filling::beat(&guardian)?);
                 takeover.guardian = Some(guardian);
             }
             takeover.vm = NewVm::Kept(process, monitor);

@@ -32,7 +32,7 @@ use std::thread::Scope;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, eventfd};
 use stillframe_page::bitmap::DirtyBitmap;
 use stillframe_page::{GuestPage, PAGE_BYTES};
 use stillframe_sys::affinity;
@@ -41,7 +41,6 @@ use stillframe_sys::process::Process;
 use stillframe_sys::uffd::{Track, Uffd, UffdError};
 
 use super::eager::{self, PopulateError};
-use crate::guardian::{HEARTBEAT, Heartbeat};
 use crate::memory::block::Block;
 use background_fill::BackgroundFill;
 use fault_around::FaultAround;
@@ -227,32 +226,6 @@ impl<S: PageSource> Lazy<S> {
                 })
                 .map_err(PopulateError::Threads)?;
         }
-        Ok(())
-    }
-
-    /// Starts heartbeats: without them the guardian ends this process, and pauses the VM. They come from a
-    /// thread of their own, because each of the others waits for storage or for QEMU now and then. The supervisor
-    /// deals with storage that hangs.
-    pub fn beat<'s>(
-        &'s self,
-        scope: &'s Scope<'s, '_>,
-        heartbeat: Heartbeat,
-    ) -> Result<(), PopulateError> {
-        let timeout = Timespec {
-            tv_sec: 0,
-            tv_nsec: HEARTBEAT.subsec_nanos().into(),
-        };
-        std::thread::Builder::new()
-            .name("heartbeat".into())
-            .spawn_scoped(scope, move || {
-                while !self.end.load(Ordering::Relaxed) {
-                    heartbeat.beat();
-                    let mut waited = [PollFd::new(&self.end_event, PollFlags::IN)];
-                    // Whatever event ended the wait, the next heartbeat is due or the fill is over.
-                    let _ = poll(&mut waited, Some(&timeout));
-                }
-            })
-            .map_err(PopulateError::Threads)?;
         Ok(())
     }
 

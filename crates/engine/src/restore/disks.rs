@@ -1,11 +1,13 @@
-//! The disks of a checkpoint, written into new images while the VM waits.
+//! The disks of a checkpoint in new images: written while the VM waits, or lazily, while it runs.
 
 use std::collections::HashSet;
+use std::ffi::OsString;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use stillframe_qemu::launch::{Launched, NewImage};
+use stillframe_qemu::launch::{Launched, NewFormat, NewImage};
 use stillframe_qemu::monitor::{Disk, image_of};
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::{DiskTable, Manifest, PageMap, Reader};
@@ -14,6 +16,7 @@ use super::{Checkpoint, LazyEvent, LazySink, RestoreError, RestoreOptions, vm_re
 use crate::Progress;
 use crate::disks::fill::fill;
 use crate::disks::images::{Advice, ExportedImages, NewImages, export_name};
+use crate::disks::lazy::{self, LazyDisk, LazyDisks, ServerSocket};
 
 /// What the user of a restore can do about an image.
 const ADVICE: Advice = Advice {
@@ -22,6 +25,9 @@ const ADVICE: Advice = Advice {
     device: "files made there would be lost",
     format: "Write the disk with `export --disk`, convert it, and restore with --replace and --disks-as-they-are",
 };
+
+/// The format of an image that can lack content.
+const QCOW2: &str = "qcow2";
 
 /// A disk that was written anew.
 #[derive(Debug, Clone, Serialize)]
@@ -32,7 +38,7 @@ pub struct RestoredDisk {
     pub file: PathBuf,
     /// The disk's length in bytes.
     pub bytes: u64,
-    /// Pages with content that were written; all others are zero.
+    /// Pages with content that were written; all others are zero. Of a lazily restored disk: that QEMU has read.
     pub pages: u64,
 }
 
@@ -75,16 +81,82 @@ pub fn new_images(
         NewImage {
             device: disk.device.clone(),
             path: folder.join(name),
-            raw: false,
+            format: NewFormat::Recorded,
         }
     });
     Ok(images.collect())
+}
+
+/// As [`new_images`], but the VM runs before they have their content. They are qcow2: the name of one that was of another
+/// format ends so.
+///
+/// # Errors
+/// The checkpoint holds no disks.
+pub fn lazy_images(
+    checkpoint: Checkpoint<'_>,
+    folder: &Path,
+) -> Result<Vec<NewImage>, RestoreError> {
+    let record = vm_record(checkpoint.id, checkpoint.manifest)?;
+    let mut images = new_images(checkpoint, folder)?;
+    for image in &mut images {
+        let disk = image_of(&record.disks, &image.device);
+        if disk.is_some_and(|disk| disk.format != QCOW2) {
+            image.path.as_mut_os_string().push(".qcow2");
+        }
+    }
+    let socket = images.first().map(|image| socket_of(&image.path));
+    let id = checkpoint.id.to_string();
+    for (number, image) in images.iter_mut().enumerate() {
+        let export = lazy::export_name(&id, number);
+        let socket = socket.as_deref().unwrap_or(Path::new(""));
+        image.format = NewFormat::Overlay(lazy::backing(socket, &export));
+    }
+    Ok(images)
+}
+
+/// The socket through which QEMU reads what images lack, by the first of them. It lies beside it: QEMU reaches that directory.
+fn socket_of(image: &Path) -> PathBuf {
+    let mut path = OsString::from(image);
+    path.push(".nbd");
+    path.into()
+}
+
+/// The disks whose images lack content, with the tables of what they lack, from a manifest, which is authenticated.
+pub(super) fn tables_of<'m>(
+    disks: &[LazyDisk],
+    manifest: &'m Manifest,
+) -> Option<Vec<&'m DiskTable>> {
+    let named = |disk: &LazyDisk| {
+        let mut tables = manifest.disks.iter();
+        tables.find(|table| table.table.name == disk.device)
+    };
+    disks.iter().map(named).collect()
+}
+
+/// Listens for the QEMU that has these images.
+///
+/// # Errors
+/// The socket cannot be made.
+pub(super) fn listen(disks: &[LazyDisk]) -> Result<Option<ServerSocket>, RestoreError> {
+    let Some(first) = disks.first() else {
+        return Ok(None);
+    };
+    let path = socket_of(&first.image);
+    // The user that QEMU runs as.
+    let owner = fs::metadata(&first.image).ok();
+    let owner = owner.map(|image| (image.uid(), image.gid()));
+    let socket = ServerSocket::bind(&path, owner);
+    let socket = socket.map_err(|source| RestoreError::Socket { path, source })?;
+    Ok(Some(socket))
 }
 
 /// The new images of a VM.
 pub(super) struct NewDisks {
     made: NewImages,
     tables: Vec<DiskTable>,
+    /// Those whose images lack content: all of them, or none.
+    lazy: Vec<LazyDisk>,
+    socket: Option<ServerSocket>,
 }
 
 impl NewDisks {
@@ -102,10 +174,53 @@ impl NewDisks {
         let devices: Vec<&String> = images.iter().map(|image| &image.device).collect();
         let tables = manifest.disks.iter();
         let tables = tables.filter(|disk| devices.contains(&&disk.table.name));
+        let made = NewImages::make(record, devices.clone(), &options.launch, false, &ADVICE)?;
+        let lazy = images.iter().filter_map(|image| match image.format {
+            NewFormat::Overlay(_) => Some(LazyDisk {
+                device: image.device.clone(),
+                image: image.path.clone(),
+            }),
+            _ => None,
+        });
+        let lazy: Vec<LazyDisk> = lazy.collect();
         Ok(NewDisks {
+            socket: listen(&lazy)?,
             tables: tables.cloned().collect(),
-            made: NewImages::make(record, devices, &options.launch, false, &ADVICE)?,
+            made,
+            lazy,
         })
+    }
+
+    /// The server of what the images lack, if they do.
+    pub(super) fn open<'r>(
+        &mut self,
+        id: &str,
+        reader: &'r Reader<'r>,
+    ) -> Result<Option<LazyDisks<'r>>, RestoreError> {
+        let Some(socket) = self.socket.take() else {
+            return Ok(None);
+        };
+        let disks = self.lazy.clone();
+        Ok(Some(LazyDisks::open(
+            id,
+            disks,
+            &self.tables,
+            socket,
+            reader,
+        )?))
+    }
+
+    /// The report on disks that were restored lazily.
+    pub(super) fn restored(&self, served: Option<&LazyDisks<'_>>) -> Vec<RestoredDisk> {
+        let read = served.map(LazyDisks::pages_read).unwrap_or_default();
+        let disks = self.lazy.iter().zip(&self.tables).zip(read);
+        let restored = disks.map(|((disk, table), pages)| RestoredDisk {
+            device: disk.device.clone(),
+            file: disk.image.clone(),
+            bytes: table.bytes,
+            pages,
+        });
+        restored.collect()
     }
 
     /// Writes their content. QEMU has them open, and does not use them yet.
@@ -116,7 +231,7 @@ impl NewDisks {
         reader: &Reader<'_>,
         events: LazySink<'_>,
     ) -> Result<Vec<RestoredDisk>, RestoreError> {
-        if self.tables.is_empty() {
+        if self.tables.is_empty() || !self.lazy.is_empty() {
             return Ok(Vec::new());
         }
         let devices = self.tables.iter().map(|disk| &disk.table.name);

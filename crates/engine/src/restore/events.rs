@@ -1,5 +1,7 @@
 //! Events of a lazy restore while it runs, and its report at the end.
 
+use std::path::PathBuf;
+
 use serde::Serialize;
 
 use crate::Progress;
@@ -19,6 +21,13 @@ pub enum LazyEvent {
     NotLeased {
         /// Why.
         reason: String,
+    },
+    /// Memory is complete; the disks follow.
+    FillsDisks,
+    /// The VM has ended before this image was complete; it is completed without it.
+    Completing {
+        /// The image.
+        image: PathBuf,
     },
     /// How the VM fares until its memory is complete.
     Supervised(Supervised),

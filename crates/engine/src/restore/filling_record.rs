@@ -23,6 +23,7 @@ use stillframe_sys::process::{Process, ProcessError};
 use stillframe_sys::system;
 use thiserror::Error;
 
+use crate::disks::lazy::LazyDisk;
 use crate::runtime;
 
 /// Version of the files' format.
@@ -76,6 +77,16 @@ pub enum RecordError {
         qmp: PathBuf,
         /// The VM's process.
         pid: i32,
+    },
+    /// The VM of an earlier restore with this monitor has ended, and its disks lack content.
+    #[error(
+        "the VM that was restored lazily at {qmp} has ended, and its disk {image} is not complete: complete it with `restore --resume`, or remove it"
+    )]
+    DisksIncomplete {
+        /// The VM's monitor.
+        qmp: PathBuf,
+        /// The image.
+        image: PathBuf,
     },
     /// A file that is not understood.
     #[error("{file} is not understood ({what}); end the VM and restore it again")]
@@ -132,6 +143,9 @@ pub struct FillingRecord {
     pub agent: Option<PathBuf>,
     /// The RAM blocks that are being populated.
     pub blocks: Vec<RamBlock>,
+    /// The disks whose images lack content, in the order of the manifest.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<LazyDisk>,
 }
 
 /// What is known of a VM when its memory begins to be populated; the fields mean what those of the record do.
@@ -151,6 +165,8 @@ pub struct FillingVm {
     pub agent: Option<PathBuf>,
     /// The RAM blocks that are being populated.
     pub blocks: Vec<RamBlock>,
+    /// The disks whose images lack content.
+    pub disks: Vec<LazyDisk>,
 }
 
 impl FillingRecord {
@@ -172,6 +188,7 @@ impl FillingRecord {
             running: filling.running,
             agent: filling.agent,
             blocks: filling.blocks,
+            disks: filling.disks,
         })
     }
 
@@ -181,6 +198,12 @@ impl FillingRecord {
     /// When the process may not be examined.
     pub fn process(&self) -> Result<Option<Process>, ProcessError> {
         runtime::recorded_process(&self.boot, self.pid, self.start_time)
+    }
+
+    /// An image that lacks content and is there. What the VM has written to it is of use only when it is complete.
+    fn incomplete_image(&self) -> Option<&Path> {
+        let mut images = self.disks.iter().map(|disk| &*disk.image);
+        images.find(|image| image.exists())
     }
 }
 
@@ -246,12 +269,20 @@ impl Files {
 
     /// That no VM needs the files of an earlier restore.
     fn expect_ended(&self) -> Result<(), RecordError> {
-        match self.read().map(|record| record.process()) {
-            Ok(Ok(Some(process))) => Err(RecordError::Unfinished {
-                qmp: self.qmp.clone(),
+        // A record that is not understood belongs to another version: no VM of this one.
+        let Ok(record) = self.read() else {
+            return Ok(());
+        };
+        let qmp = self.qmp.clone();
+        match (record.process(), record.incomplete_image()) {
+            (Ok(Some(process)), _) => Err(RecordError::Unfinished {
+                qmp,
                 pid: process.pid(),
             }),
-            // A record that is not understood belongs to another version: no VM of this one.
+            (Ok(None), Some(image)) => Err(RecordError::DisksIncomplete {
+                qmp,
+                image: image.to_owned(),
+            }),
             _ => Ok(()),
         }
     }
@@ -390,11 +421,11 @@ fn remove_if_ended(directory: &PrivateDir, vm: &str) -> Result<(), RecordError> 
     let Some(_locked) = directory.lock_file(&fill_bitmap, false)? else {
         return Ok(());
     };
-    let lives = read(directory, &record)?.is_some_and(|record| {
+    let is_needed = read(directory, &record)?.is_some_and(|record| {
         // One that may not be examined may live.
-        !matches!(record.process(), Ok(None))
+        !matches!(record.process(), Ok(None)) || record.incomplete_image().is_some()
     });
-    if !lives {
+    if !is_needed {
         directory.remove(&record)?;
         directory.remove(&fill_bitmap)?;
     }
@@ -414,6 +445,7 @@ mod tests {
             running: true,
             agent: None,
             blocks: Vec::new(),
+            disks: Vec::new(),
         };
         FillingRecord::new(process, filling).unwrap()
     }
@@ -483,5 +515,30 @@ mod tests {
             remove_ended(&files.directory);
             assert!(files.directory.names().unwrap().is_empty());
         }
+    }
+
+    #[test]
+    fn the_record_of_an_ended_vm_stays_while_an_image_lacks_content() {
+        let root = tempfile::tempdir().unwrap();
+        let mut files = files(root.path());
+        let image = root.path().join("image");
+        fs::write(&image, "").unwrap();
+        let process = Process::open(std::process::id() as i32).unwrap();
+        let ended = FillingRecord {
+            start_time: process.start_time() + 1,
+            disks: vec![LazyDisk {
+                device: "d0".to_owned(),
+                image: image.clone(),
+            }],
+            ..record(&process)
+        };
+        drop(files.create_fill_bitmap(10).unwrap());
+        files.write(&ended).unwrap();
+        remove_ended(&files.directory);
+        assert_eq!(files.read().unwrap(), ended);
+        let again = files.create_fill_bitmap(10);
+        assert!(matches!(again, Err(RecordError::DisksIncomplete { .. })));
+        fs::remove_file(image).unwrap();
+        files.create_fill_bitmap(10).unwrap();
     }
 }

@@ -12,6 +12,7 @@ use stillframe_sys::process::Process;
 use super::{
     LazyEvent, LazyReport, LazySink, RestoreError, RestoreOptions, RestorePhases, RestoreReport,
 };
+use crate::disks::lazy::LazyDisks;
 use crate::memory::block::Block;
 use crate::post_restore::{self, ClockReport};
 use crate::template::MemoryTemplate;
@@ -80,6 +81,8 @@ pub(crate) struct Job<'j> {
     pub(crate) working_set: Option<WorkingSet>,
     /// Through which the guest's clock is set, if it is to be.
     pub(crate) agent: Option<PathBuf>,
+    /// The server of the disks whose images lack content.
+    pub(crate) lazy_disks: Option<&'j LazyDisks<'j>>,
     /// For a clone: its memory template.
     pub(crate) template: Option<&'j MemoryTemplate>,
 }

@@ -5,6 +5,7 @@
 //!   └─ an error, or our death: this QEMU is ended ─┘     └─ the VM is paused; `resume` continues ─┘
 //! ```
 
+use std::fs::File;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::thread::{self, Scope, ScopedJoinHandle};
@@ -15,15 +16,17 @@ use stillframe_page::GuestPage;
 use stillframe_qemu::launch::{self, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock, Reached};
 use stillframe_qemu::target;
-use stillframe_repo::{BlockTable, PageMap, Reader, WorkingSet};
+use stillframe_repo::{BlockTable, Manifest, PageMap, Reader, WorkingSet};
 use stillframe_sys::process::Process;
 use stillframe_sys::uffd::Uffd;
 
-use super::events::{LazyEvent, LazyReport, LazySink};
+use super::disk_streams::DiskStreams;
+use super::events::{LazyEvent, LazySink};
 use super::job::{Done, Job, PhaseClock, known_pages, micros};
 use super::supervisor::Supervisor;
-use super::{LOAD_LIMIT, RestoreError};
-use crate::guardian::{Guardian, OnDisconnect};
+use super::{LOAD_LIMIT, RestoreError, disks};
+use crate::disks::lazy::LazyDisks;
+use crate::guardian::{Beating, Guardian, OnDisconnect};
 use crate::memory::block::Block;
 use crate::populate::eager::{self, PopulateError};
 use crate::populate::lazy::prefetch::Prefetched;
@@ -85,6 +88,9 @@ impl Job<'_> {
             running: !self.options.paused,
             agent: self.agent.clone(),
             blocks: std::mem::take(&mut memory.described),
+            disks: self
+                .lazy_disks
+                .map_or_else(Vec::new, |disks| disks.disks().to_vec()),
         };
         let record = FillingRecord::new(&process, filling).map_err(PopulateError::from)?;
         thread::scope(|scope| {
@@ -97,11 +103,12 @@ impl Job<'_> {
             files.write(&record)?;
             fault::at(Point::RestoreLoaded)?;
             guardian.on_disconnect(OnDisconnect::Pause)?;
-            lazy.beat(scope, guardian.heartbeat(None)?)?;
+            let _beating = beating(&guardian)?;
             let (process, monitor) = launched.keep();
+            let disks = DiskStreams::new(self.lazy_disks);
             // Dropped before the threads end: the guardian pauses the VM while pages still come.
-            let supervisor = Supervisor::new(process, monitor, guardian, files, &lazy, record);
-            self.supervise(scope, supervisor, &memory, clock, events)
+            let supervisor = Supervisor::new(process, monitor, guardian, files, record, disks);
+            self.supervise(scope, supervisor, (&lazy, &memory), clock, events)
         })
     }
 
@@ -109,12 +116,11 @@ impl Job<'_> {
     fn supervise<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
-        mut supervisor: Supervisor<'s, Lazy<PageMap<'_>>>,
-        memory: &Memory<'_>,
+        mut supervisor: Supervisor<'s>,
+        (lazy, memory): (&Lazy<PageMap<'_>>, &Memory<'_>),
         mut clock: PhaseClock,
         events: LazySink<'_>,
     ) -> Result<Done, RestoreError> {
-        let lazy = supervisor.lazy;
         if !self.options.paused {
             supervisor.monitor.cont()?;
         }
@@ -129,7 +135,7 @@ impl Job<'_> {
             suspended = supervisor.monitor.is_suspended();
         }
         let set_clock = scope.spawn(move || self.set_clock(suspended));
-        supervisor.until_complete(events)?;
+        supervisor.until_complete(Some(lazy), self.options.limit_fill, events)?;
         let verify = match self.options.verify {
             true => {
                 let all = memory.blocks.iter().chain(&memory.filled);
@@ -139,7 +145,7 @@ impl Job<'_> {
             }
             false => None,
         };
-        let mut done = supervisor.done(clock, runs_after_us, verify);
+        let mut done = supervisor.done(Some(lazy), clock, runs_after_us, verify);
         done.clock = joined(set_clock);
         done.suspended = suspended;
         if let Some(report) = &mut done.lazy {
@@ -213,42 +219,83 @@ impl Job<'_> {
     }
 }
 
+/// A lazy restore whose process was killed.
+pub(super) struct Unfinished<'r> {
+    pub(super) record: FillingRecord,
+    pub(super) files: Files,
+    /// The VM's monitor.
+    pub(super) qmp: &'r Path,
+    /// Rate limit of the background fill, in bytes per second.
+    pub(super) limit_fill: Option<NonZeroU64>,
+}
+
 /// Continues the lazy restore of a VM whose restore process was killed.
 pub(super) fn resume(
-    record: FillingRecord,
-    files: Files,
-    qmp: &Path,
+    unfinished: Unfinished<'_>,
     reader: &Reader<'_>,
-    limit_fill: Option<NonZeroU64>,
+    clock: PhaseClock,
+    events: LazySink<'_>,
+) -> Result<Done, RestoreError> {
+    let Unfinished { record, files, .. } = &unfinished;
+    let manifest = reader.manifest(&record.checkpoint)?;
+    // This process only, until it ends.
+    let fill_bitmap = files.open_fill_bitmap()?;
+    let tables = disks::tables_of(&record.disks, &manifest);
+    let tables = tables.ok_or_else(|| {
+        files.malformed("the checkpoint does not hold a disk that it names".to_owned())
+    })?;
+    let vm = the_vm(&unfinished)?;
+    let (id, pid) = (record.checkpoint.to_string(), record.pid);
+    let socket = disks::listen(&record.disks)?;
+    let open = |socket| LazyDisks::open(&id, record.disks.clone(), tables, socket, reader);
+    let served = socket.map(open).transpose()?;
+    thread::scope(|scope| {
+        let serving = served.as_ref().map(|disks| disks.serve(scope));
+        let _serving = serving.transpose().map_err(RestoreError::Thread)?;
+        let mut streams = DiskStreams::new(served.as_ref());
+        let Some((process, monitor)) = vm else {
+            return Err(streams.complete_alone(&unfinished.files, pid, events));
+        };
+        let record = &unfinished.record;
+        let has_memory = !process
+            .has_userfaultfd(record.remote_fd)
+            .map_err(PopulateError::from)?;
+        let vm = (process, monitor);
+        if has_memory {
+            return continue_disks(vm, unfinished, streams, clock, events);
+        }
+        let tables = tables_of(record, &unfinished.files, &manifest)?;
+        let memory = (&*tables, fill_bitmap, reader);
+        continue_memory(vm, unfinished, memory, streams, clock, events)
+    })
+}
+
+/// Continues with the memory of the VM, and then with its disks.
+fn continue_memory(
+    (process, monitor): (Process, Reached),
+    unfinished: Unfinished<'_>,
+    (tables, fill_bitmap, reader): (&[BlockTable], File, &Reader<'_>),
+    disks: DiskStreams<'_>,
     mut clock: PhaseClock,
     events: LazySink<'_>,
 ) -> Result<Done, RestoreError> {
-    let fill_bitmap = files.open_fill_bitmap()?;
-    let (process, monitor) = the_vm(&record, &files, qmp)?;
-    let unfinished = process.has_userfaultfd(record.remote_fd);
-    if !unfinished.map_err(PopulateError::from)? {
-        return complete_already(process, monitor, &record, &files, clock);
-    }
+    let Unfinished {
+        record,
+        files,
+        limit_fill,
+        ..
+    } = unfinished;
     let uffd = Uffd::adopt(
         process
             .fetch_fd(record.remote_fd)
             .map_err(PopulateError::from)?,
     );
-    let tables = tables_of(&record, &files, reader)?;
-    let blocks = eager::open_blocks(&process, &record.blocks, &shapes(&tables))?;
+    let blocks = eager::open_blocks(&process, &record.blocks, &shapes(tables))?;
     let blocks: Vec<&Block> = blocks.iter().collect();
-    let maps = tables
-        .iter()
-        .map(|table| PageMap::open(reader, table))
-        .collect::<Result<_, _>>()?;
-    let lazy = Lazy::new(
-        uffd,
-        &blocks,
-        maps,
-        FillOrder::default(),
-        limit_fill,
-        fill_bitmap,
-    )?;
+    let maps = tables.iter().map(|table| PageMap::open(reader, table));
+    let maps = maps.collect::<Result<_, _>>()?;
+    let first = FillOrder::default();
+    let lazy = Lazy::new(uffd, &blocks, maps, first, limit_fill, fill_bitmap)?;
     lazy.mark_present(&process, &blocks)?;
     thread::scope(|scope| {
         let _end = lazy.end_on_drop();
@@ -259,12 +306,10 @@ pub(super) fn resume(
         let monitor = monitor.negotiate(MONITOR_LIMIT)?;
         let guardian = Guardian::start()?;
         let agent = record.agent.clone();
-        let mut supervisor = Supervisor::new(process, monitor, guardian, files, &lazy, record);
+        let mut supervisor = Supervisor::new(process, monitor, guardian, files, record, disks);
         supervisor.arm_guardian()?;
-        lazy.beat(scope, supervisor.guardian.heartbeat(None)?)?;
-        if supervisor.record.running && supervisor.monitor.run_state()?.status == "paused" {
-            supervisor.monitor.cont()?;
-        }
+        let _beating = beating(&supervisor.guardian)?;
+        supervisor.let_run()?;
         clock.phases.cont = clock.lap();
         let runs_after_us = micros(clock.requested_at.elapsed());
         events(LazyEvent::Runs {
@@ -275,12 +320,54 @@ pub(super) fn resume(
         let agent = agent.filter(|_| !suspended);
         let set_clock = scope.spawn(move || agent.as_deref().map(post_restore::set_clock));
         lazy.fill(scope)?;
-        supervisor.until_complete(events)?;
-        let mut done = supervisor.done(clock, runs_after_us, None);
+        supervisor.until_complete(Some(&lazy), limit_fill, events)?;
+        let mut done = supervisor.done(Some(&lazy), clock, runs_after_us, None);
         done.clock = joined(set_clock);
         done.suspended = suspended;
         Ok(done)
     })
+}
+
+/// The killed process had populated all of memory, and unregistered it: there may be disks left.
+fn continue_disks(
+    (process, monitor): (Process, Reached),
+    unfinished: Unfinished<'_>,
+    disks: DiskStreams<'_>,
+    clock: PhaseClock,
+    events: LazySink<'_>,
+) -> Result<Done, RestoreError> {
+    let Unfinished {
+        record,
+        files,
+        limit_fill,
+        ..
+    } = unfinished;
+    let monitor = monitor.negotiate(MONITOR_LIMIT)?;
+    let guardian = Guardian::start()?;
+    let agent = record.agent.clone();
+    let mut supervisor = Supervisor::new(process, monitor, guardian, files, record, disks);
+    supervisor.arm_guardian()?;
+    let _beating = beating(&supervisor.guardian)?;
+    supervisor.let_run()?;
+    let runs_after_us = micros(clock.requested_at.elapsed());
+    events(LazyEvent::Runs {
+        after_us: runs_after_us,
+    });
+    let suspended = supervisor.monitor.is_suspended();
+    let agent = agent.filter(|_| !suspended);
+    let clock_report = agent.as_deref().map(post_restore::set_clock);
+    let no_memory = None::<&Lazy<PageMap<'_>>>;
+    supervisor.until_complete(no_memory, limit_fill, events)?;
+    let mut done = supervisor.done(no_memory, clock, runs_after_us, None);
+    done.clock = clock_report;
+    done.suspended = suspended;
+    Ok(done)
+}
+
+/// Heartbeats from a thread of its own: without them the guardian ends this process, and pauses the VM.
+fn beating(guardian: &Guardian) -> Result<Beating, RestoreError> {
+    let heartbeat = guardian.heartbeat(None)?;
+    Beating::start(heartbeat, |_| {}).map_err(RestoreError::Thread)
 }
 
 /// The result of setting the clock.
@@ -289,48 +376,22 @@ fn joined(set_clock: ScopedJoinHandle<'_, Option<ClockReport>>) -> Option<ClockR
     report.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// The killed process had populated all of memory, and unregistered it.
-fn complete_already(
-    process: Process,
-    monitor: Reached,
-    record: &FillingRecord,
-    files: &Files,
-    clock: PhaseClock,
-) -> Result<Done, RestoreError> {
-    let mut monitor = monitor.negotiate(MONITOR_LIMIT)?;
-    if record.running && monitor.run_state()?.status == "paused" {
-        monitor.cont()?;
-    }
-    let suspended = monitor.is_suspended();
-    let agent = record.agent.as_deref().filter(|_| !suspended);
-    files.remove()?;
-    Ok(Done {
-        process,
-        pages: 0,
-        phases: clock.phases,
-        lazy: Some(LazyReport {
-            runs_after_us: micros(clock.requested_at.elapsed()),
-            ..LazyReport::default()
-        }),
-        suspended,
-        clock: agent.map(post_restore::set_clock),
-        verify: None,
-    })
-}
-
-/// The process of the record, if it still exists, and its monitor. No page is populated before it is certain that
-/// this is the VM: pages contain the guest's secrets.
+/// The process of the record, and its monitor; none if it has ended and has left disks. No page is populated, and no block is
+/// shown, before it is certain that this is the VM: they contain the guest's secrets.
 fn the_vm(
-    record: &FillingRecord,
-    files: &Files,
-    qmp: &Path,
-) -> Result<(Process, Reached), RestoreError> {
+    Unfinished {
+        record, files, qmp, ..
+    }: &Unfinished<'_>,
+) -> Result<Option<(Process, Reached)>, RestoreError> {
     let Some(process) = record.process().map_err(PopulateError::from)? else {
-        files.remove()?;
-        return Err(RestoreError::Ended {
-            qmp: qmp.to_owned(),
-            pid: record.pid,
-        });
+        if record.disks.is_empty() {
+            files.remove()?;
+            return Err(RestoreError::Ended {
+                qmp: (*qmp).to_owned(),
+                pid: record.pid,
+            });
+        }
+        return Ok(None);
     };
     let pid = process.pid();
     let uid = process.uid().map_err(PopulateError::from)?;
@@ -342,18 +403,17 @@ fn the_vm(
         let what = format!("process {pid} is no QEMU system emulator");
         return Err(files.malformed(what).into());
     }
-    // Not negotiated yet: QEMU's main thread may be waiting for a page itself.
+    // Not negotiated yet: QEMU's main thread may be waiting for a page or a block itself.
     let monitor = Monitor::reach(qmp, pid, MONITOR_LIMIT)?;
-    Ok((process, monitor))
+    Ok(Some((process, monitor)))
 }
 
 /// The page tables of the record's blocks, from the manifest, which is authenticated.
 fn tables_of(
     record: &FillingRecord,
     files: &Files,
-    reader: &Reader<'_>,
+    manifest: &Manifest,
 ) -> Result<Vec<BlockTable>, RestoreError> {
-    let manifest = reader.manifest(&record.checkpoint)?;
     let names = record.blocks.iter().map(|block| &block.name);
     let tables = names.map(|name| {
         let table = manifest.ram.iter().find(|table| table.name == *name);

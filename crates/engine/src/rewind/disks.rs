@@ -516,6 +516,7 @@ mod tests {
             node: format!("node-of-{name}"),
             path: format!("/{name}"),
             bytes,
+            is_incomplete: false,
         }
     }
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use stillframe_qemu::launch::NewImage;
+use stillframe_qemu::launch::{NewFormat, NewImage};
 use stillframe_repo::{DiskTable, Reader};
 
 use super::files::Template;
@@ -22,7 +22,7 @@ impl DiskTemplate {
         let images = numbered.map(|(number, disk)| NewImage {
             device: disk.table.name.clone(),
             path: folder.join(key).join(file_name(number)),
-            raw: true,
+            format: NewFormat::Raw,
         });
         images.collect()
     }

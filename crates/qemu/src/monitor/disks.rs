@@ -78,6 +78,8 @@ pub struct DiskDevice {
     pub path: String,
     /// Its length in bytes.
     pub bytes: u64,
+    /// Whether a server has content that its image lacks.
+    pub is_incomplete: bool,
 }
 
 /// Gives up or takes disk images (QEMU 10).
@@ -171,6 +173,16 @@ struct Image {
     bytes: u64,
     #[serde(rename = "backing-image")]
     backing: Option<Box<Image>>,
+}
+
+impl Image {
+    /// Whether a file below it is read from a server of ours: no other backing file is named by all its options
+    /// (`NewFormat::Overlay`).
+    fn needs_server(&self) -> bool {
+        let below = std::iter::successors(self.backing.as_deref(), |one| one.backing.as_deref());
+        let mut below = below.map(|image| &*image.filename);
+        below.any(|name| name.starts_with("json:") && name.contains("\"nbd\""))
+    }
 }
 
 /// One element of `query-named-block-nodes`.
@@ -295,6 +307,7 @@ impl Drive {
             node: inserted.node_name,
             path,
             bytes: inserted.image.bytes,
+            is_incomplete: inserted.image.needs_server(),
         };
         (!is_flash && !self.removable).then_some(disk)
     }

@@ -252,6 +252,7 @@ mod tests {
                 node: "n".to_owned(),
                 path: "/d".to_owned(),
                 bytes: 512,
+                is_incomplete: false,
             },
         };
         for name in [disk.empty(), disk.keeper(), disk.export(9)] {

@@ -13,6 +13,8 @@ use crate::durations;
 pub enum RestoreDisks {
     /// They are written anew, into images in this directory.
     New(PathBuf),
+    /// As that, but the VM runs meanwhile.
+    Lazy(PathBuf),
     /// They are the recorded ones, whatever they hold now.
     AsTheyAre,
 }
@@ -23,8 +25,9 @@ impl FromStr for RestoreDisks {
     fn from_str(text: &str) -> Result<RestoreDisks, String> {
         match text.split_once('=') {
             Some(("new", folder)) if !folder.is_empty() => Ok(RestoreDisks::New(folder.into())),
+            Some(("lazy", folder)) if !folder.is_empty() => Ok(RestoreDisks::Lazy(folder.into())),
             None if text == "as-they-are" => Ok(RestoreDisks::AsTheyAre),
-            _ => Err("it is not new=DIR or as-they-are".to_owned()),
+            _ => Err("it is not new=DIR, lazy=DIR or as-they-are".to_owned()),
         }
     }
 }

@@ -101,6 +101,9 @@ fn options(args: &CloneArgs, qmp: &str, requested_at: Instant) -> anyhow::Result
         },
         disks: match &args.disks {
             Some(RestoreDisks::New(folder)) => Some(absolute_path(folder)?),
+            Some(RestoreDisks::Lazy(_)) => {
+                anyhow::bail!("clones read their disks from images: --disks new=DIR");
+            }
             _ => None,
         },
     })

@@ -131,12 +131,12 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
 fn supervised_words(event: &Supervised) -> String {
     match event {
         Supervised::Waits { reason } => format!(
-            "the VM is paused: a page that its guest needs cannot be read ({reason}); it resumes when the page can be \
-             read"
+            "the VM is paused: a page or a block that its guest needs cannot be read ({reason}); it resumes when that \
+             can be read"
         ),
-        Supervised::Resumed => "all pages can be read again; the VM is resumed".to_owned(),
+        Supervised::Resumed => "all that is needed can be read again; the VM is resumed".to_owned(),
         Supervised::CannotFill { reason } => format!(
-            "some pages cannot be read ({reason}); the guest runs on without them, and stillframe tries them again"
+            "not everything can be filled in now ({reason}); the guest runs on without it, and stillframe tries again"
         ),
     }
 }

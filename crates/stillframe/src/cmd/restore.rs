@@ -33,6 +33,11 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
     if args.guest.verify && args.lazy && !args.guest.paused {
         anyhow::bail!("--verify compares memory before the guest runs: with --lazy, add --paused");
     }
+    if matches!(args.disks, Some(RestoreDisks::Lazy(_))) && !args.lazy {
+        anyhow::bail!(
+            "--disks lazy=DIR fills disks while the guest runs: add --lazy, or say --disks new=DIR"
+        );
+    }
     let (id, manifest) = repository.resolve(name, args.vm.as_deref())?;
     let checkpoint = Checkpoint {
         id: &id,
@@ -147,6 +152,13 @@ fn perform(
                     "the repository takes no lease ({reason}): until the VM's memory is complete, do not run \
                      `forget` or `prune` on another host"
                 )),
+                LazyEvent::FillsDisks => {
+                    console.note("the VM's memory is complete; filling its disks");
+                }
+                LazyEvent::Completing { image } => console.note(&format!(
+                    "the VM has ended; completing its disk {} with what the checkpoint holds",
+                    printable(&image.display().to_string())
+                )),
                 LazyEvent::Supervised(event) => console.note(&supervised_words(&event)),
             }
             interrupts.step();
@@ -184,6 +196,9 @@ fn launch_options(
     match &args.disks {
         Some(RestoreDisks::New(folder)) => {
             launch.images = restore::new_images(checkpoint, &absolute_path(folder)?)?;
+        }
+        Some(RestoreDisks::Lazy(folder)) => {
+            launch.images = restore::lazy_images(checkpoint, &absolute_path(folder)?)?;
         }
         Some(RestoreDisks::AsTheyAre) => launch.disks_as_they_are = true,
         None => {}

@@ -1,6 +1,6 @@
 //! `restore --lazy`: the guest runs before its memory is there, and never on anything else.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
@@ -13,6 +13,7 @@ use stillframe_harness::qmp::Qmp;
 use stillframe_harness::restored::Restored;
 use stillframe_harness::running::PATIENCE;
 use stillframe_harness::serial::Serial;
+use stillframe_harness::unplugged::{Unplugged, packs};
 
 /// The guest ticks on from where the checkpoint was taken, checks all its memory, and QEMU is alone again.
 fn expect_complete(restored: &Restored, ticks: usize) -> Result<()> {
@@ -180,12 +181,12 @@ fn a_repository_that_is_gone_for_a_while() -> Result<()> {
     let (_guest, stillframe) = checkpointed_asking(Kind::Private, "unplugged", folder.path())?;
     let mut slow = start_slowly(&stillframe, folder.path())?;
     slow.serial.wait_ticks(2, PATIENCE)?;
-    let unplugged = Unplugged::new(folder.path())?;
+    let unplugged = Unplugged::new(&folder.path().join("repo"))?;
     slow.running.wait_words("the VM is paused: a page")?;
     unplugged.plug()?;
     slow.running.wait_words("the VM is resumed")?;
     slow.serial.wait_more(5, PATIENCE)?;
-    let unplugged = Unplugged::new(folder.path())?;
+    let unplugged = Unplugged::new(&folder.path().join("repo"))?;
     slow.running.wait_words_again("the VM is paused: a page")?;
     slow.running.crash()?;
     unplugged.plug()?;
@@ -196,48 +197,6 @@ fn a_repository_that_is_gone_for_a_while() -> Result<()> {
     let restored = resume(&stillframe, &slow.qmp, &slow.serial)?;
     restored.serial.wait_more(10, PATIENCE)?;
     expect_complete(&restored, 10)
-}
-
-/// A repository that is away, with packs that are emptied: those that are open already would still be read.
-struct Unplugged {
-    there: PathBuf,
-    away: PathBuf,
-    /// Where they are meanwhile, and what was in them.
-    packs: Vec<(PathBuf, Vec<u8>)>,
-}
-
-impl Unplugged {
-    /// The one in this folder.
-    fn new(folder: &Path) -> Result<Unplugged> {
-        let (there, away) = (folder.join("repo"), folder.join("away"));
-        let mut packs = packs(&there)?;
-        std::fs::rename(&there, &away)?;
-        for (path, _) in &mut packs {
-            *path = away.join(path.strip_prefix(&there)?);
-            std::fs::write(path, [])?;
-        }
-        Ok(Unplugged { there, away, packs })
-    }
-
-    fn plug(self) -> Result<()> {
-        for (path, bytes) in &self.packs {
-            std::fs::write(path, bytes)?;
-        }
-        Ok(std::fs::rename(&self.away, &self.there)?)
-    }
-}
-
-/// All packs of a repository, and what is in them.
-fn packs(repository: &Path) -> Result<Vec<(PathBuf, Vec<u8>)>> {
-    let mut packs = Vec::new();
-    for folder in std::fs::read_dir(repository.join("packs"))? {
-        for file in std::fs::read_dir(folder?.path())? {
-            let path = file?.path();
-            let bytes = std::fs::read(&path)?;
-            packs.push((path, bytes));
-        }
-    }
-    Ok(packs)
 }
 
 /// A damaged page is not for the guest: it waits until the page is whole.

@@ -15,6 +15,7 @@ mod interchange;
 mod keep;
 mod kept_bitmaps;
 mod lazy;
+mod lazy_disks;
 mod migrate;
 mod names;
 mod post_copy;

@@ -11,7 +11,7 @@ use stillframe_sys::uffd::UffdError;
 use thiserror::Error;
 
 use super::{FillError, FillStatus, Filling, Lazy};
-use crate::guardian::{Guardian, GuardianError, OnDisconnect};
+use crate::guardian::{Guardian, GuardianError};
 use crate::populate::eager::PopulateError;
 use crate::source::PageSource;
 
@@ -113,19 +113,26 @@ impl Supervision {
         }
     }
 
-    /// Pauses a guest whose stall lasts too long, and resumes it when the stall is over.
+    /// Whether the VM is paused here.
+    pub fn is_paused(&self) -> bool {
+        self.paused.is_some()
+    }
+
+    /// Pauses a guest whose stall lasts too long, and resumes it when the stall is over. `stall`: how long it has been waiting,
+    /// and why. `problem`: what cannot be read that it does not wait for.
     ///
     /// # Errors
     /// QEMU does not answer.
     pub fn look(
         &mut self,
         monitor: &mut Monitor,
-        memory: &impl Populating,
+        stall: Option<(Duration, String)>,
+        problem: impl FnOnce() -> Option<String>,
         report: SupervisedSink<'_>,
     ) -> Result<(), MonitorError> {
         self.note_others(monitor);
         let may_be_paused = self.runs && !self.is_stopped;
-        match (memory.stall(), self.paused.take()) {
+        match (stall, self.paused.take()) {
             (Some((waited, reason)), None) if waited > WAITED_MAX && may_be_paused => {
                 // Not waited for: a processor that waits for the page itself cannot stop before it is there.
                 self.paused = Some(monitor.send_stop()?);
@@ -137,7 +144,7 @@ impl Supervision {
         let due = self
             .reported
             .is_none_or(|reported| reported.elapsed() >= REPORT_EVERY);
-        if due && let Some(reason) = memory.take_problem() {
+        if due && let Some(reason) = problem() {
             self.reported = Some(Instant::now());
             if self.paused.is_none() {
                 report(Supervised::CannotFill { reason });
@@ -203,7 +210,7 @@ pub enum ReleaseError {
     Injected(#[from] std::io::Error),
 }
 
-/// Memory is complete: removes everything that this process left in QEMU, whose copy of the userfaultfd is `remote_fd`.
+/// Memory is complete: removes from QEMU, whose copy of the userfaultfd is `remote_fd`, what memory needed.
 ///
 /// # Errors
 /// The VM is not harmed.
@@ -218,6 +225,5 @@ pub fn release(
         Err(error) => return Err(PopulateError::from(error).into()),
     }
     guardian.close_fd(process, remote_fd)?;
-    fault::at(Point::LazyReleased)?;
-    Ok(guardian.on_disconnect(OnDisconnect::Nothing)?)
+    Ok(fault::at(Point::LazyReleased)?)
 }

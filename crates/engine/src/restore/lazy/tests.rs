@@ -7,7 +7,7 @@ use stillframe_sys::private_dir::PrivateDir;
 use tempfile::TempDir;
 
 use super::*;
-use crate::fakes::checkpoints::NO_WAIT;
+use crate::disks::lazy::LazyDisk;
 use crate::fakes::guest_memory::this_process;
 use crate::fakes::{FakeMemory, FakeRepository, device_state, pages, vm_record};
 use crate::restore::filling_record::RecordError;
@@ -28,12 +28,18 @@ fn record(process: &Process, checkpoint: CheckpointId, blocks: &[RamBlock]) -> F
         running: true,
         agent: None,
         blocks: blocks.to_vec(),
+        disks: Vec::new(),
     };
     FillingRecord::new(process, filling).unwrap()
 }
 
-fn refusal(record: &FillingRecord, files: &Files) -> RestoreError {
-    the_vm(record, files, Path::new("/no/monitor")).unwrap_err()
+fn unfinished(record: FillingRecord, files: Files) -> Unfinished<'static> {
+    Unfinished {
+        record,
+        files,
+        qmp: Path::new("/no/monitor"),
+        limit_fill: None,
+    }
 }
 
 fn is_malformed(error: &RestoreError, words: &str) -> bool {
@@ -44,16 +50,16 @@ fn is_malformed(error: &RestoreError, words: &str) -> bool {
 fn a_process_that_is_not_the_vm_is_not_filled() {
     let (_root, files) = files();
     let own = record(&this_process(), CheckpointId([1; 32]), &[]);
-    let error = refusal(&own, &files);
+    let mut unfinished = unfinished(own, files);
+    let error = the_vm(&unfinished).err().unwrap();
     assert!(is_malformed(&error, "is no QEMU"), "{error}");
-    let mut of_another = own;
-    of_another.uid += 1;
-    let error = refusal(&of_another, &files);
+    unfinished.record.uid += 1;
+    let error = the_vm(&unfinished).err().unwrap();
     assert!(is_malformed(&error, "runs as user"), "{error}");
 }
 
 #[test]
-fn a_vm_that_has_ended_leaves_no_files() {
+fn a_vm_that_has_ended_leaves_no_files_unless_it_leaves_disks() {
     let (_root, mut files) = files();
     let mut child = Command::new("sleep").arg("600").spawn().unwrap();
     let process = Process::open(child.id().cast_signed()).unwrap();
@@ -61,9 +67,21 @@ fn a_vm_that_has_ended_leaves_no_files() {
     files.write(&record).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
-    let error = refusal(&record, &files);
-    assert!(matches!(error, RestoreError::Ended { pid, .. } if pid == record.pid));
-    assert!(matches!(files.read(), Err(RecordError::None { .. })));
+    let pid = record.pid;
+    let mut unfinished = unfinished(record, files);
+    unfinished.record.disks = vec![LazyDisk {
+        device: "d0".to_owned(),
+        image: "/no/image".into(),
+    }];
+    assert!(matches!(the_vm(&unfinished), Ok(None)));
+    assert!(unfinished.files.read().is_ok());
+    unfinished.record.disks.clear();
+    let error = the_vm(&unfinished).err().unwrap();
+    assert!(matches!(error, RestoreError::Ended { pid: ended, .. } if ended == pid));
+    assert!(matches!(
+        unfinished.files.read(),
+        Err(RecordError::None { .. })
+    ));
 }
 
 /// The record is the user's to write; the manifest is authenticated.
@@ -73,12 +91,11 @@ fn pages_come_from_the_tables_of_the_manifest() {
     let mut stored = FakeRepository::new();
     let blocks = [("pc.ram", pages(&[1, 2])), ("vga.vram", pages(&[3]))];
     let (id, manifest) = stored.checkpoint(&vm_record("vm", &[]), &blocks, &device_state(&[]));
-    let reader = stored.repository.reader(NO_WAIT).unwrap();
     let ram = |name: &str| FakeMemory::new(name, &[0]).ram;
     let known = record(&this_process(), id, &[ram("vga.vram"), ram("pc.ram")]);
-    let tables = tables_of(&known, &files, &reader).unwrap();
+    let tables = tables_of(&known, &files, &manifest).unwrap();
     assert_eq!(tables, [manifest.ram[1].clone(), manifest.ram[0].clone()]);
     let unknown = record(&this_process(), id, &[ram("rom")]);
-    let error = tables_of(&unknown, &files, &reader).unwrap_err();
+    let error = tables_of(&unknown, &files, &manifest).unwrap_err();
     assert!(is_malformed(&error, "no memory \"rom\""), "{error}");
 }

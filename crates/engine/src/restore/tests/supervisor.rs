@@ -17,6 +17,7 @@ use crate::populate::eager::PopulateError;
 use crate::populate::lazy::supervision::{Populating, Supervised};
 use crate::populate::lazy::{FillError, FillStatus, Filling};
 use crate::restore::RestoreError;
+use crate::restore::disk_streams::DiskStreams;
 use crate::restore::events::LazyEvent;
 use crate::restore::filling_record::RecordError;
 use crate::restore::filling_record::{Files, FillingRecord, FillingVm};
@@ -124,6 +125,7 @@ fn supervise(steps: &[Step], is_to_run: bool, vm: Option<Child>) -> End {
         running: is_to_run,
         agent: None,
         blocks: Vec::new(),
+        disks: Vec::new(),
     };
     let record = FillingRecord::new(&process, filling).unwrap();
     files().write(&record).unwrap();
@@ -136,9 +138,16 @@ fn supervise(steps: &[Step], is_to_run: bool, vm: Option<Child>) -> End {
         vm: RefCell::new(vm),
     };
     let mut events = Vec::new();
-    let mut supervisor = Supervisor::new(process, monitor, guardian, files(), &population, record);
+    let mut supervisor = Supervisor::new(
+        process,
+        monitor,
+        guardian,
+        files(),
+        record,
+        DiskStreams::new(None),
+    );
     supervisor.arm_guardian().unwrap();
-    let result = supervisor.until_complete(&mut |event| match event {
+    let result = supervisor.until_complete(Some(&population), None, &mut |event| match event {
         LazyEvent::Supervised(Supervised::Waits { .. }) => events.push("waits"),
         LazyEvent::Supervised(Supervised::Resumed) => events.push("continues"),
         LazyEvent::Supervised(Supervised::CannotFill { .. }) => events.push("cannot fill"),

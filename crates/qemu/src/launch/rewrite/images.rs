@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::{Argument, FILE_KEYS, IMPLIED, LaunchError, Properties, Rewriter};
-use crate::launch::{NewImage, RAW};
+use crate::launch::{NewFormat, NewImage, QCOW2, RAW};
 use crate::monitor::{Disk, image_of};
 
 /// A block driver that opens devices only, and the one that opens files.
@@ -24,6 +24,16 @@ const OF_FORMATS: &[&str] = &[
     "overlap-check",
     "pass-discard",
     "refcount-cache",
+];
+/// Of these, what says where content lies that the image does not have.
+const BELOW: &[&str] = &["backing", "data-file", "encrypt"];
+/// How the names of properties begin that a node of any driver has (`BlockdevOptions` in QEMU's qapi/block-core.json).
+const OF_NODES: &[&str] = &[
+    "node-name",
+    "discard",
+    "cache.",
+    "read-only",
+    "detect-zeroes",
 ];
 
 impl Rewriter<'_> {
@@ -50,24 +60,29 @@ impl Rewriter<'_> {
             let new = with_file(&old, &image.path)?;
             self.note(format!("`{}` became `{}`", old.words(), new.words()));
             self.line.options[at] = new;
-            if image.raw {
-                self.make_raw(at);
+            let was = &*disk.format;
+            match image.format {
+                NewFormat::Recorded => {}
+                NewFormat::Raw => self.set_format(at, RAW, OF_FORMATS),
+                NewFormat::Overlay(_) if was == QCOW2 => self.set_format(at, QCOW2, BELOW),
+                NewFormat::Overlay(_) => self.set_format(at, QCOW2, OF_FORMATS),
             }
         }
         Ok(())
     }
 
-    /// Has QEMU open the image as raw: it must not guess the format by what the guest has written.
-    fn make_raw(&mut self, at: usize) {
+    /// Has QEMU open the image in this format: it must not guess it by what the guest has written. Properties whose names
+    /// begin like `without` are left out.
+    fn set_format(&mut self, at: usize, format: &str, without: &[&str]) {
         let option = self.line.options[at].clone();
         let value = option.value().unwrap_or_default();
         let place = match option.name() {
-            Some("blockdev") => return self.make_node_raw(at),
+            Some("blockdev") => return self.set_format_of_node(at, format, without),
             Some("drive") => {
                 let mut properties = Properties::parse(value, IMPLIED);
-                remove_of_formats(&mut properties);
+                remove(&mut properties, without);
                 properties.remove("driver");
-                properties.set("format", RAW);
+                properties.set("format", format);
                 self.line.options[at] = Argument::new("drive", properties.render(""));
                 return;
             }
@@ -78,17 +93,22 @@ impl Rewriter<'_> {
             _ => ("index", "0"),
         };
         let mut properties = Properties::default();
-        for (key, value) in [("file", value), ("format", RAW), ("media", "disk"), place] {
+        for (key, value) in [
+            ("file", value),
+            ("format", format),
+            ("media", "disk"),
+            place,
+        ] {
             properties.set(key, value);
         }
         self.line.options[at] = Argument::new("drive", properties.render(""));
     }
 
     /// The node of the format is this one, or that above it.
-    fn make_node_raw(&mut self, at: usize) {
+    fn set_format_of_node(&mut self, at: usize, format: &str, without: &[&str]) {
         let of = |option: &Argument| Properties::parse(option.value().unwrap_or_default(), IMPLIED);
         let this = of(&self.line.options[at]);
-        let format = match this.get("file.filename") {
+        let node = match this.get("file.filename") {
             Some(_) => Some(at),
             None => {
                 let is_above = |option: &Argument| {
@@ -98,13 +118,19 @@ impl Rewriter<'_> {
                 self.line.options.iter().position(is_above)
             }
         };
-        // A device that has the file itself takes it as raw.
-        let Some(format) = format else { return };
-        let mut properties = of(&self.line.options[format]);
+        let Some(node) = node else {
+            // A device that has the file itself takes it as raw.
+            if format != RAW {
+                let above = with_format_above(&this, format);
+                self.line.options[at] = Argument::new("blockdev", above.render(""));
+            }
+            return;
+        };
+        let mut properties = of(&self.line.options[node]);
         let backing = properties.get("backing").map(str::to_owned);
-        remove_of_formats(&mut properties);
-        properties.set("driver", RAW);
-        self.line.options[format] = Argument::new("blockdev", properties.render(""));
+        remove(&mut properties, without);
+        properties.set("driver", format);
+        self.line.options[node] = Argument::new("blockdev", properties.render(""));
         if let Some(backing) = backing {
             self.drop_node(&backing);
         }
@@ -144,13 +170,28 @@ impl Rewriter<'_> {
     }
 }
 
-fn remove_of_formats(properties: &mut Properties) {
+/// Leaves out the properties whose names begin like one of these.
+fn remove(properties: &mut Properties, without: &[&str]) {
     let keys = properties.pairs().map(|(key, _)| key.to_owned());
     let keys: Vec<String> = keys.collect();
-    let is_one = |key: &&String| OF_FORMATS.iter().any(|of| key.starts_with(of));
+    let is_one = |key: &&String| without.iter().any(|of| key.starts_with(of));
     for key in keys.iter().filter(is_one) {
         properties.remove(key);
     }
+}
+
+/// The node of a file as one of a format with this file below it: what is said of every node stays with it.
+fn with_format_above(file: &Properties, format: &str) -> Properties {
+    let mut above = Properties::default();
+    above.set("driver", format);
+    for (key, value) in file.pairs() {
+        let stays = OF_NODES.iter().any(|of| key.starts_with(of));
+        match stays {
+            true => above.set(key, value),
+            false => above.set(&format!("file.{key}"), value),
+        }
+    }
+    above
 }
 
 /// The same option with another file.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::{ADDED, busy, disk, options, words};
 use crate::launch::rewrite::{Rewritten, Settings, rewrite};
-use crate::launch::{CloneOptions, LaunchOptions, NewImage};
+use crate::launch::{CloneOptions, LaunchOptions, NewFormat, NewImage};
 use crate::monitor::Disk;
 
 /// Clone 3 of a VM with the disk `/d` at device `d0`, which the node `top` is, if the command line has nodes.
@@ -50,7 +50,7 @@ fn whole() -> Vec<NewImage> {
     vec![NewImage {
         device: "d0".to_owned(),
         path: "/new,1".into(),
-        raw: true,
+        format: NewFormat::Raw,
     }]
 }
 
@@ -149,5 +149,66 @@ fn an_image_of_a_checkpoint_is_opened_as_raw() {
     ];
     for (before, after) in table {
         expect(before, &whole(), &after);
+    }
+}
+
+#[test]
+fn an_image_that_lacks_content_is_opened_as_qcow2_and_finds_its_backing_file_itself() {
+    let table = [
+        (
+            "raw",
+            "-drive file=/d,format=raw,if=none,id=d0,cache=none",
+            "-drive file=/o,format=qcow2,if=none,id=d0,cache=none",
+        ),
+        ("raw", "-drive /d", "-drive file=/o,format=qcow2"),
+        (
+            "raw",
+            "-hda /d",
+            "-drive file=/o,format=qcow2,media=disk,index=0",
+        ),
+        // What is said of a qcow2 image holds for this one, too.
+        (
+            "qcow2",
+            "-drive file=/d,format=qcow2,l2-cache-size=1M,backing.driver=raw",
+            "-drive file=/o,format=qcow2,l2-cache-size=1M",
+        ),
+        (
+            "vdi",
+            "-blockdev driver=file,node-name=f,filename=/d -blockdev driver=vdi,node-name=top,file=f",
+            "-blockdev driver=file,node-name=f,filename=/o -blockdev driver=qcow2,node-name=top,file=f",
+        ),
+        (
+            "qcow2",
+            r#"-blockdev {"node-name":"top","driver":"qcow2","file":{"driver":"file","filename":"/d"},"backing":null}"#,
+            "-blockdev driver=qcow2,file.driver=file,file.filename=/o,node-name=top",
+        ),
+        // A device that has the file itself.
+        (
+            "file",
+            "-blockdev driver=file,node-name=top,filename=/d,aio=native,cache.direct=on,discard=unmap",
+            "-blockdev driver=qcow2,file.driver=file,node-name=top,file.filename=/o,file.aio=native,cache.direct=on,discard=unmap",
+        ),
+    ];
+    for (format, before, after) in table {
+        let options = LaunchOptions {
+            images: vec![NewImage {
+                device: "d0".to_owned(),
+                path: "/o".into(),
+                format: NewFormat::Overlay("nbd".to_owned()),
+            }],
+            ..options(None)
+        };
+        let disks = [disk(("d0", "top"), "/d", format)];
+        assert_eq!(options.disks(&disks)[0].format, "qcow2");
+        let settings = Settings {
+            options: &options,
+            run_as: None,
+            disks: &disks,
+        };
+        let argv = words(&format!("qemu -nodefaults -display none {before}"));
+        let rewritten = rewrite(&argv, Path::new("/"), &settings, &busy).expect(before);
+        let line = rewritten.arguments.join(" ");
+        let expected = format!("qemu -nodefaults -display none {after} {ADDED}");
+        assert_eq!(line, expected, "{before}");
     }
 }

@@ -1,0 +1,93 @@
+//! A disk whose image lacks content that a backing file has: QEMU copies it into the image while the VM runs, and needs the
+//! backing file no more.
+//!
+//! Source: QEMU, `qapi/block-core.json` (`block-stream`).
+
+use std::num::NonZeroU64;
+
+use serde::Deserialize;
+use serde_json::json;
+
+use super::{Monitor, MonitorError, image_of};
+
+/// The job's name. There is one at a time.
+const JOB: &str = "stillframe-stream";
+
+/// How far the content of one disk is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Streamed {
+    /// The image has all of it.
+    Complete,
+    /// QEMU copies it.
+    Copying {
+        /// Bytes of the disk that were gone through.
+        done: u64,
+        /// All its bytes.
+        total: u64,
+    },
+    /// QEMU has given up, with these words. The guest reads from the backing file what is missing.
+    Failed(String),
+    /// No device has the disk any more.
+    Gone,
+}
+
+impl Monitor {
+    /// Has QEMU complete the image of this device, at no more than `bytes_per_s`. To be called until that is done; one that was
+    /// begun by another process is gone on with, and one that has failed is begun again.
+    ///
+    /// # Errors
+    /// QEMU refuses the job.
+    pub fn stream_disk(
+        &mut self,
+        device: &str,
+        bytes_per_s: Option<NonZeroU64>,
+    ) -> Result<Streamed, MonitorError> {
+        let Some(job) = self.job(JOB)? else {
+            return self.begin_stream(device, bytes_per_s);
+        };
+        if !job.has_ended() {
+            let (done, total) = (job.done, job.total);
+            return Ok(Streamed::Copying { done, total });
+        }
+        self.client.execute("job-dismiss", json!({ "id": JOB }))?;
+        match job.error {
+            Some(error) => Ok(Streamed::Failed(error)),
+            None => self.begin_stream(device, bytes_per_s),
+        }
+    }
+
+    fn begin_stream(
+        &mut self,
+        device: &str,
+        bytes_per_s: Option<NonZeroU64>,
+    ) -> Result<Streamed, MonitorError> {
+        let disks = self.disks()?;
+        let Some(disk) = image_of(&disks, device) else {
+            return Ok(Streamed::Gone);
+        };
+        if !self.has_backing(&disk.node)? {
+            return Ok(Streamed::Complete);
+        }
+        let arguments = json!({
+            "job-id": JOB, "device": disk.node, "speed": bytes_per_s.map_or(0, NonZeroU64::get),
+            // So that its error can be read.
+            "auto-dismiss": false,
+        });
+        self.client.execute("block-stream", arguments)?;
+        let (done, total) = (0, disk.bytes);
+        Ok(Streamed::Copying { done, total })
+    }
+
+    /// Whether a node has a backing file.
+    fn has_backing(&mut self, node: &str) -> Result<bool, MonitorError> {
+        #[derive(Deserialize)]
+        struct Node {
+            #[serde(rename = "node-name", default)]
+            name: String,
+            backing_file: Option<String>,
+        }
+        let nodes: Vec<Node> = self.run("query-named-block-nodes", json!({ "flat": true }))?;
+        let backed = |one: &Node| one.name == node && one.backing_file.is_some();
+        Ok(nodes.iter().any(backed))
+    }
+}
