@@ -235,6 +235,11 @@ fn chosen<'m>(
         let disk = disk.ok_or_else(|| RewindDisksError::Missing {
             device: name.clone(),
         })?;
+        if disk.is_incomplete {
+            return Err(RewindDisksError::Incomplete {
+                device: name.clone(),
+            });
+        }
         let disk = disk.clone();
         match disk.bytes == table.bytes {
             true => Ok(Chosen {
@@ -554,5 +559,9 @@ mod tests {
         assert!(matches!(gone, RewindDisksError::Missing { .. }));
         let size = refused(&[table("a", 512)], &[]);
         assert!(matches!(size, RewindDisksError::OtherSize { .. }));
+        let mut lazy = device("a", 512);
+        lazy.is_incomplete = true;
+        let lazy = chosen(&[table("a", 512)], &[lazy], &[]).map(|_| ());
+        assert!(matches!(lazy, Err(RewindDisksError::Incomplete { .. })));
     }
 }

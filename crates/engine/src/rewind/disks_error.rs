@@ -10,6 +10,14 @@ use crate::guardian::GuardianError;
 /// Why the disks cannot go back. Nothing of them was changed, or all was put back.
 #[derive(Debug, Error)]
 pub enum RewindDisksError {
+    /// A lazy restore goes on.
+    #[error(
+        "disk {device} is still being restored from a checkpoint, lazily; rewind when that is complete, or leave the disks as they are (--disks-as-they-are)"
+    )]
+    Incomplete {
+        /// The disk.
+        device: String,
+    },
     /// The VM has it no more.
     #[error(
         "the checkpoint has the content of disk {device}, which the VM has not any more; `stillframe restore` starts one that has, and --disks-as-they-are leaves all disks alone"
