@@ -59,6 +59,8 @@ pub enum Bench {
     Databases,
     /// Time of a lazy and an eager restore, 1 to 8 GiB, against QEMU (about 20 minutes)
     Restore,
+    /// Time of a restore with a disk of 20 GB, lazily against without the disk, eagerly against `qemu-img convert` (about 8 minutes)
+    RestoreDisks,
     /// Time until a clone runs, against QEMU, and the memory of ten clones (about 6 minutes)
     Clones,
     /// Checkpoints of every schedule, restored eagerly and lazily and compared with the original
@@ -121,6 +123,7 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
         | Bench::Disks
         | Bench::MigrationCost
         | Bench::Restore
+        | Bench::RestoreDisks
         | Bench::Clones => run(prepared(workspace, BENCHES)?.arg(name).args(more)),
         Bench::Exactness
         | Bench::Kill

@@ -26,7 +26,7 @@ pub use bitmaps::DiskBitmap;
 pub use cpu::FeatureWord;
 pub(crate) use cpu::missing as missing_features;
 pub(crate) use devices::{BlockNode, DeviceProperty};
-pub use disks::{Disk, DiskDevice, image_of};
+pub use disks::{Disk, DiskDevice, LAZY_EXPORT, image_of};
 pub use host_files::FileIdentity;
 pub(crate) use host_files::HostView;
 pub use jobs::Job;

@@ -16,6 +16,7 @@ mod papers;
 mod peers;
 mod responsive;
 mod restore;
+mod restore_disks;
 mod slowdown;
 mod workloads;
 
@@ -81,6 +82,8 @@ enum What {
     Frequency,
     /// How soon a VM is back, against QEMU's own way.
     Restore,
+    /// How soon a VM is back with a large disk that the checkpoint holds.
+    RestoreDisks,
     /// How soon a clone runs, and what ten of them take in memory.
     Clones,
     /// How soon a restored VM works as one that was never saved.
@@ -107,6 +110,7 @@ fn main() -> Result<()> {
         What::MigrationCost { only } => migration_cost::run(only),
         What::Frequency => frequency::run(),
         What::Restore => restore::run(),
+        What::RestoreDisks => restore_disks::run(),
         What::Clones => clones::run(),
         What::Responsive { turns } => responsive::run(turns),
     }

@@ -5,7 +5,7 @@
 //! that both read is in the page cache. The key is made from the password each time, except for the restores that are called
 //! unlocked. Before each, nothing else works on this machine, and free memory is touched once ([`host_memory`]).
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -218,11 +218,20 @@ fn loadvm_ms(line: &str, qmp: &Path) -> Result<f64> {
     })
 }
 
+/// Restores with the disks as they are, and ends the VM.
+fn restored(stillframe: &Stillframe, qmp: &Path, options: &[&str]) -> Result<Value> {
+    restored_with(stillframe, qmp, &[&[DISKS], options].concat())
+}
+
 /// Restores, and ends the VM.
-fn restored(stillframe: &Stillframe, qmp: &PathBuf, options: &[&str]) -> Result<Value> {
+pub(super) fn restored_with(
+    stillframe: &Stillframe,
+    qmp: &Path,
+    options: &[&str],
+) -> Result<Value> {
     let _ = std::fs::remove_file(qmp);
     let text = qmp.display().to_string();
-    let line = [&["restore", "latest", DISKS, "--qmp", &text], options].concat();
+    let line = [&["restore", "latest", "--qmp", &text], options].concat();
     let report = stillframe.json(&line)?;
     let pid = report["pid"].as_i64().context("no pid")?;
     Qmp::connect(qmp)?.execute("quit", json!({}))?;

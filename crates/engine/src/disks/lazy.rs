@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use stillframe_nbd::{Export, Extent, Server};
 use stillframe_page::PAGE_BYTES;
+use stillframe_qemu::monitor::LAZY_EXPORT;
 use stillframe_repo::{DiskTable, PageMap, Reader, RepoError};
 
 use crate::in_words;
@@ -49,7 +50,7 @@ pub struct LazyDisk {
 /// The name that the server has for a disk of this checkpoint. An image that asks for another one's finds none.
 pub(crate) fn export_name(checkpoint: &str, number: usize) -> String {
     let short = checkpoint.get(..16).unwrap_or(checkpoint);
-    format!("{short}/{number}")
+    format!("{LAZY_EXPORT}{short}/{number}")
 }
 
 /// The backing file of an image whose content the server at `socket` has, as QEMU reads it in the image.

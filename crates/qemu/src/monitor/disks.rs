@@ -16,6 +16,9 @@ pub(super) const SNAPSHOT_PREFIX: &str = "stillframe-";
 /// QEMU's block drivers that open a file or device of the host.
 const HOST_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
 
+/// How the names of exports begin from which images read what they lack.
+pub const LAZY_EXPORT: &str = "stillframe-lazy-";
+
 /// One file of a disk: the image the guest writes to, or one it is based on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
@@ -176,12 +179,11 @@ struct Image {
 }
 
 impl Image {
-    /// Whether a file below it is read from a server of ours: no other backing file is named by all its options
-    /// (`NewFormat::Overlay`).
+    /// Whether a file below it is an export of ours ([`LAZY_EXPORT`]). QEMU names it as a URL.
     fn needs_server(&self) -> bool {
         let below = std::iter::successors(self.backing.as_deref(), |one| one.backing.as_deref());
-        let mut below = below.map(|image| &*image.filename);
-        below.any(|name| name.starts_with("json:") && name.contains("\"nbd\""))
+        let mut exports = below.filter_map(|image| image.filename.strip_prefix("nbd+unix:///"));
+        exports.any(|export| export.starts_with(LAZY_EXPORT))
     }
 }
 

@@ -11,7 +11,7 @@ use stillframe_harness::health::processes_with;
 use stillframe_harness::memory::Image;
 use stillframe_harness::qmp::Qmp;
 use stillframe_harness::restored::Restored;
-use stillframe_harness::running::PATIENCE;
+use stillframe_harness::running::{PATIENCE, Running};
 use stillframe_harness::serial::Serial;
 use stillframe_harness::unplugged::{Unplugged, packs};
 
@@ -279,13 +279,13 @@ fn a_restore_that_dies_early_takes_its_qemu_along() -> Result<()> {
     for lazily in [true, false] {
         let mut line = vec!["restore", "latest", "--qmp", &qmp_text];
         line.extend(lazily.then_some("--lazy"));
-        let mut engine = stillframe.spawn(&line)?;
+        let mut engine = Running::start(stillframe.command(&line)?)?;
         let begin = std::time::Instant::now();
         while processes_with(&qmp_text)? == 0 {
-            ensure!(begin.elapsed() < PATIENCE, "no QEMU was started");
+            let ended = engine.has_ended()?;
+            ensure!(!ended, "no QEMU was started: {}", engine.err());
         }
-        engine.kill()?;
-        engine.wait()?;
+        engine.crash()?;
         while processes_with(&qmp_text)? > 0 {
             ensure!(begin.elapsed() < PATIENCE, "a QEMU is left behind");
             std::thread::sleep(std::time::Duration::from_millis(5));

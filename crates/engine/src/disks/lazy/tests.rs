@@ -191,6 +191,6 @@ fn an_image_names_its_server_with_a_delay() {
     let options: BTreeMap<String, serde_json::Value> = serde_json::from_str(options).unwrap();
     let file = &options["file"];
     assert_eq!(file["server"]["path"], "/a \"b\"/s");
-    assert_eq!(file["export"], "abababababababab/3");
+    assert_eq!(file["export"], "stillframe-lazy-abababababababab/3");
     assert_eq!(file["reconnect-delay"], RECONNECT_SECONDS);
 }
