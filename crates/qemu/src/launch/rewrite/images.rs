@@ -56,35 +56,37 @@ impl Rewriter<'_> {
                     device: disk.device.clone(),
                     path: disk.path.clone(),
                 })?;
-            let old = self.line.options[at].clone();
-            let new = with_file(&old, &image.path)?;
-            self.note(format!("`{}` became `{}`", old.words(), new.words()));
-            self.line.options[at] = new;
+            let new = with_file(&self.line.options[at], &image.path)?;
             let was = &*disk.format;
             match image.format {
-                NewFormat::Recorded => {}
-                NewFormat::Raw => self.set_format(at, RAW, OF_FORMATS),
-                NewFormat::Overlay(_) if was == QCOW2 => self.set_format(at, QCOW2, BELOW),
-                NewFormat::Overlay(_) => self.set_format(at, QCOW2, OF_FORMATS),
+                NewFormat::Recorded => self.put(at, new),
+                NewFormat::Raw => self.set_format(at, &new, RAW, OF_FORMATS),
+                NewFormat::Overlay(_) if was == QCOW2 => self.set_format(at, &new, QCOW2, BELOW),
+                NewFormat::Overlay(_) => self.set_format(at, &new, QCOW2, OF_FORMATS),
             }
         }
         Ok(())
     }
 
+    /// Puts another option into this place.
+    fn put(&mut self, at: usize, new: Argument) {
+        let old = std::mem::replace(&mut self.line.options[at], new);
+        let new = self.line.options[at].words();
+        self.note(format!("`{}` became `{new}`", old.words()));
+    }
+
     /// Has QEMU open the image in this format: it must not guess it by what the guest has written. Properties whose names
     /// begin like `without` are left out.
-    fn set_format(&mut self, at: usize, format: &str, without: &[&str]) {
-        let option = self.line.options[at].clone();
+    fn set_format(&mut self, at: usize, option: &Argument, format: &str, without: &[&str]) {
         let value = option.value().unwrap_or_default();
         let place = match option.name() {
-            Some("blockdev") => return self.set_format_of_node(at, format, without),
+            Some("blockdev") => return self.set_format_of_node(at, option, format, without),
             Some("drive") => {
                 let mut properties = Properties::parse(value, IMPLIED);
                 remove(&mut properties, without);
                 properties.remove("driver");
                 properties.set("format", format);
-                self.line.options[at] = Argument::new("drive", properties.render(""));
-                return;
+                return self.put(at, Argument::new("drive", properties.render("")));
             }
             Some("sd") => ("if", "sd"),
             Some("hdb") => ("index", "1"),
@@ -101,13 +103,13 @@ impl Rewriter<'_> {
         ] {
             properties.set(key, value);
         }
-        self.line.options[at] = Argument::new("drive", properties.render(""));
+        self.put(at, Argument::new("drive", properties.render("")));
     }
 
     /// The node of the format is this one, or that above it.
-    fn set_format_of_node(&mut self, at: usize, format: &str, without: &[&str]) {
+    fn set_format_of_node(&mut self, at: usize, option: &Argument, format: &str, without: &[&str]) {
         let of = |option: &Argument| Properties::parse(option.value().unwrap_or_default(), IMPLIED);
-        let this = of(&self.line.options[at]);
+        let this = of(option);
         let node = match this.get("file.filename") {
             Some(_) => Some(at),
             None => {
@@ -120,17 +122,23 @@ impl Rewriter<'_> {
         };
         let Some(node) = node else {
             // A device that has the file itself takes it as raw.
-            if format != RAW {
-                let above = with_format_above(&this, format);
-                self.line.options[at] = Argument::new("blockdev", above.render(""));
-            }
-            return;
+            let file = match format {
+                RAW => this,
+                format => with_format_above(&this, format),
+            };
+            return self.put(at, Argument::new("blockdev", file.render("")));
         };
-        let mut properties = of(&self.line.options[node]);
+        if node != at {
+            self.put(at, option.clone());
+        }
+        let mut properties = match node == at {
+            true => this,
+            false => of(&self.line.options[node]),
+        };
         let backing = properties.get("backing").map(str::to_owned);
         remove(&mut properties, without);
         properties.set("driver", format);
-        self.line.options[node] = Argument::new("blockdev", properties.render(""));
+        self.put(node, Argument::new("blockdev", properties.render("")));
         if let Some(backing) = backing {
             self.drop_node(&backing);
         }

@@ -160,7 +160,6 @@ fn an_image_that_lacks_content_is_opened_as_qcow2_and_finds_its_backing_file_its
             "-drive file=/d,format=raw,if=none,id=d0,cache=none",
             "-drive file=/o,format=qcow2,if=none,id=d0,cache=none",
         ),
-        ("raw", "-drive /d", "-drive file=/o,format=qcow2"),
         (
             "raw",
             "-hda /d",
