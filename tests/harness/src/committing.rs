@@ -4,28 +4,27 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
 use tempfile::TempDir;
 
 use crate::cli::Stillframe;
+use crate::databases::Database;
 use crate::guest::{Guest, Kind, Setup};
+pub use crate::images::make_image;
+use crate::images::{RAW, convert, drive, nodes, run};
 use crate::migration::Order;
 use crate::qmp::Qmp;
 use crate::running::PATIENCE;
 use crate::serial::Serial;
 
-/// The format of an image that is nothing but the disk's content.
-const RAW: &str = "raw";
 /// MiB of the disk.
 const DISK_MIB: u32 = 64;
 /// MiB of it that the journal may fill. The rest is bytes like these.
 const JOURNAL_MIB: u32 = 48;
 const BALLAST: u8 = 0x5a;
-/// The disk's name.
-const DEVICE: &str = "journal";
 /// Bytes of a record (`guest/init`).
 const RECORD_BYTES: usize = 4096;
 
@@ -40,6 +39,7 @@ pub struct Committing {
     /// Where its copy is expected.
     pub copy: PathBuf,
     format: &'static str,
+    database: Option<Database>,
     // After the guest: ends last.
     folder: TempDir,
 }
@@ -53,26 +53,6 @@ fn places() -> Result<(TempDir, PathBuf, PathBuf)> {
         fs::create_dir(path.parent().context("no folder")?)?;
     }
     Ok((folder, disk, copy))
-}
-
-/// QEMU's arguments for a disk.
-fn drive(disk: &Path, format: &str) -> [String; 4] {
-    let drive = format!(
-        "file={},format={format},if=none,id={DEVICE}",
-        disk.display()
-    );
-    let device = format!("virtio-blk-pci,drive={DEVICE}");
-    ["-drive".to_owned(), drive, "-device".to_owned(), device]
-}
-
-/// The same with a node for the file and one for the format, as managers give them.
-fn nodes(disk: &Path, format: &str) -> [String; 6] {
-    let file = format!("driver=file,node-name=stored,filename={}", disk.display());
-    let node = format!("driver={format},node-name=format,file=stored");
-    let device = format!("virtio-blk-pci,drive=format,id={DEVICE}");
-    let options = ["-blockdev", "-blockdev", "-device"].map(str::to_owned);
-    let [first, second, third] = options;
-    [first, file, second, node, third, device]
 }
 
 /// A guest that is called this, with this disk.
@@ -108,25 +88,23 @@ impl Committing {
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let setup = Setup::small(Kind::Private, name).with(&words);
         let guest = setup.with_drivers("sf.journal=vda").boot()?;
-        Committing::new(guest, places, format)
+        Committing::new(guest, places, format, None)
     }
 
-    /// Boots a guest with SQLite in a file system on a raw disk.
-    pub fn database(name: &str) -> Result<Committing> {
+    /// Boots a guest with a database in a file system on a raw disk.
+    pub fn database(name: &str, database: Database) -> Result<Committing> {
         let (folder, disk, copy) = places()?;
-        make_image(&disk, RAW, DISK_MIB)?;
-        // Blocks of a page: whole pages of the guest's memory are on the disk.
-        let format = ["-q", "-F", "-b", "4096"];
-        run(Command::new("mkfs.ext4").args(format).arg(&disk))?;
-        let guest = with_disk(name, &disk, RAW).with_database("vda").boot()?;
-        guest.serial.wait_line("found ok 0 0 0", PATIENCE)?;
-        Committing::new(guest, (folder, disk, copy), RAW)
+        database.make_disk(&disk)?;
+        let (guest, found) = database.boot(name, &disk)?;
+        ensure!(found == 0, "a new database has {found} transactions");
+        Committing::new(guest, (folder, disk, copy), RAW, Some(database))
     }
 
     fn new(
         guest: Guest,
         (folder, disk, copy): (TempDir, PathBuf, PathBuf),
         format: &'static str,
+        database: Option<Database>,
     ) -> Result<Committing> {
         guest.serial.wait_line("committed 3", PATIENCE)?;
         Ok(Committing {
@@ -135,6 +113,7 @@ impl Committing {
             disk,
             copy,
             format,
+            database,
             folder,
         })
     }
@@ -176,14 +155,8 @@ impl Committing {
     /// Boots a guest of its own from an image of the database. Returns the number of its transactions, of which none is
     /// left out, and none is damaged.
     pub fn recover(&self, image: &Path) -> Result<u64> {
-        let setup = with_disk("recovery", image, self.format);
-        let guest = setup.with_database("vda").boot()?;
-        let line = guest.serial.wait_for("found ", PATIENCE)?;
-        let words: Vec<&str> = line.split_whitespace().collect();
-        match words[..] {
-            ["found", "ok", count, last, "0"] if count == last => Ok(count.parse()?),
-            _ => bail!("the database is damaged: {line}"),
-        }
+        let database = self.database.context("the guest has no database")?;
+        database.recover(image)
     }
 
     /// A migration that copies the disk.
@@ -245,26 +218,6 @@ impl Committing {
     }
 }
 
-/// Copies the content of an image. A QEMU that was killed may have it locked for a moment more.
-fn convert(image: &Path, format: &str, raw: &Path) -> Result<()> {
-    let begin = Instant::now();
-    loop {
-        let converted = Command::new("qemu-img")
-            .args(["convert", "-f", format, "-O", "raw"])
-            .args([image, raw])
-            .output()?;
-        if converted.status.success() {
-            return Ok(());
-        }
-        let said = String::from_utf8_lossy(&converted.stderr).into_owned();
-        ensure!(
-            said.contains("lock") && begin.elapsed() < PATIENCE,
-            "{said}"
-        );
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
 /// Makes sure that no job and no block node of ours is left in a QEMU, or soon will not be.
 pub fn expect_no_copy(monitor: &mut Qmp) -> Result<()> {
     let mut left = String::new();
@@ -291,20 +244,4 @@ fn make_journal(disk: &Path, format: &str) -> Result<()> {
     run(Command::new("qemu-io")
         .args(["-f", format, "-c", &ballast])
         .arg(disk))
-}
-
-/// Makes an empty image.
-pub fn make_image(path: &Path, format: &str, mib: u32) -> Result<()> {
-    let size = format!("{mib}M");
-    let mut command = Command::new("qemu-img");
-    run(command
-        .args(["create", "-q", "-f", format])
-        .arg(path)
-        .arg(size))
-}
-
-fn run(command: &mut Command) -> Result<()> {
-    let ended = command.output()?;
-    ensure!(ended.status.success(), "{command:?}: {ended:?}");
-    Ok(())
 }

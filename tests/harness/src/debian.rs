@@ -104,17 +104,27 @@ impl DebianSetup {
 
     /// The arguments of a QEMU whose files are in `folder`.
     pub fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
-        let image = guest::guests()?.join("debian.ext4");
-        if !image.exists() {
-            let image = image.display();
-            bail!("no Debian image at {image}: run `cargo xtask guests --debian`");
-        }
-        let drive = format!("file={},if=virtio,format=raw,readonly=on", image.display());
-        let command_line = format!("{KERNEL_ARGUMENTS} lab.workload={}", self.workload.name());
-        let mut arguments = guest::surroundings(folder, self.ram_mib);
-        arguments.extend(["-machine", "q35", "-drive", &drive, "-nic", NETWORK].map(str::to_owned));
-        arguments.extend(guest::linux("debian-initramfs.cpio", &command_line)?);
-        arguments.extend(self.extra.iter().cloned());
-        Ok(arguments)
+        arguments(folder, self.ram_mib, self.workload.name(), &self.extra)
     }
+}
+
+/// The arguments of a QEMU whose files are in `folder`, with a script of `guest/debian/workloads`.
+pub(crate) fn arguments(
+    folder: &Path,
+    ram_mib: u32,
+    workload: &str,
+    extra: &[String],
+) -> Result<Vec<String>> {
+    let image = guest::guests()?.join("debian.ext4");
+    if !image.exists() {
+        let image = image.display();
+        bail!("no Debian image at {image}: run `cargo xtask guests --debian`");
+    }
+    let drive = format!("file={},if=virtio,format=raw,readonly=on", image.display());
+    let command_line = format!("{KERNEL_ARGUMENTS} lab.workload={workload}");
+    let mut arguments = guest::surroundings(folder, ram_mib);
+    arguments.extend(["-machine", "q35", "-drive", &drive, "-nic", NETWORK].map(str::to_owned));
+    arguments.extend(guest::linux("debian-initramfs.cpio", &command_line)?);
+    arguments.extend_from_slice(extra);
+    Ok(arguments)
 }

@@ -46,7 +46,8 @@ impl Serial {
         let text = self.text();
         let mut ticks = Vec::new();
         for line in whole_lines(&text) {
-            if line.contains("CORRUPT") || line.contains("WORKLOAD FAILED") || is_crash(line) {
+            let failed = ["CORRUPT", "WORKLOAD FAILED", "lab failed"];
+            if failed.iter().any(|words| line.contains(words)) || is_crash(line) {
                 bail!("the guest says: {line}");
             }
             let mut words = line.split_whitespace();
@@ -88,6 +89,7 @@ impl Serial {
     /// Waits for a whole line that begins like this.
     pub fn wait_for(&self, beginning: &str, limit: Duration) -> Result<String> {
         let said = self.wait(limit, |serial| {
+            serial.ticks()?;
             let text = serial.text();
             let line = whole_lines(&text).find(|line| line.starts_with(beginning));
             Ok(line.map(str::to_owned))

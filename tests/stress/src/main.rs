@@ -99,9 +99,12 @@ enum What {
     },
     /// Checkpoints with the disk of a database that commits, each restored, and its disk recovered.
     Databases {
-        /// How many.
+        /// Number of checkpoints of each database.
         #[arg(long, default_value_t = 50)]
         checkpoints: u64,
+        /// Only this database; then nothing is recorded.
+        #[arg(long)]
+        database: Option<String>,
     },
     /// `kill -9` of lazy restores at random moments.
     RestoreKill {
@@ -196,7 +199,10 @@ fn main() -> Result<()> {
             clones,
             seed,
         } => disk_returns::run(rewinds, clones, seed),
-        What::Databases { checkpoints } => databases::run(checkpoints),
+        What::Databases {
+            checkpoints,
+            database,
+        } => databases::run(checkpoints, database.as_deref()),
         What::RestoreKill { kills, seed } => restore_kill::run(kills, seed),
         What::Matrix { point } => matrix::run(point.as_deref()),
         What::Torture { count, seed } => torture::run(count, seed),

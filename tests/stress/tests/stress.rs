@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use stillframe_harness::cli::Stillframe;
+use stillframe_harness::databases::Database;
 use stillframe_harness::guest::{Kind, Setup};
 use stillframe_harness::health::expect_untouched;
 use stillframe_harness::random::Random;
@@ -237,7 +238,7 @@ fn disks_return_with_their_vm() -> Result<()> {
 /// A VM goes on with the transaction after those on its disk.
 #[test]
 fn a_database_and_its_memory_are_of_one_instant() -> Result<()> {
-    let databases = databases::some(2)?;
+    let databases = databases::series(Database::Sqlite, 2)?;
     ensure!(
         databases.raw.len() == 2 && databases.wrong.is_empty(),
         "{databases:?}"

@@ -7,6 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use stillframe_harness::committing::Committing;
+use stillframe_harness::databases::Database;
 use stillframe_harness::running::Running;
 
 const PAGE: usize = 4096;
@@ -46,7 +47,7 @@ fn contents(it: &Committing, id: &str) -> Result<(Value, u64)> {
 
 #[test]
 fn pages_that_are_on_the_disk_are_counted() -> Result<()> {
-    let it = Committing::database("contents")?;
+    let it = Committing::database("contents", Database::Sqlite)?;
     let pid = it.guest.pid_text();
     let watch = ["watch", "--pid", &pid, "--every", "1s", "--count", "3"];
     let more = ["--disks", "capture", "--pause-limit", "60s", "--json"];

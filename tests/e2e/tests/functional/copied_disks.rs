@@ -5,6 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use stillframe_harness::committing::Committing;
+use stillframe_harness::databases::Database;
 use stillframe_harness::guest::Guest;
 use stillframe_harness::running::Running;
 
@@ -46,7 +47,7 @@ fn a_disk_is_copied_with_all_that_was_committed() -> Result<()> {
 /// After a crash of the new host, every transaction is there that was said to be committed on either.
 #[test]
 fn a_database_recovers_with_every_acknowledged_transaction() -> Result<()> {
-    let it = Committing::database("accounts")?;
+    let it = Committing::database("accounts", Database::Sqlite)?;
     let there = it.order("there").perform(&it.stillframe, it.guest.pid())?;
     let (old, new) = (&it.guest.serial, &there.vm.serial);
     let before = old.committed().unwrap_or(0);
