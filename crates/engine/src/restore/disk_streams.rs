@@ -2,6 +2,7 @@
 //! VM ends before that, `qemu-img` does.
 
 use std::num::NonZeroU64;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,6 +19,11 @@ use crate::populate::lazy::supervision::LOOK;
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 /// Pause before a copy that has failed is begun again.
 const BEGIN_AGAIN: Duration = Duration::from_secs(10);
+
+/// What `qemu-img` says, among other words, of an image that another process has open.
+const LOCKED: &str = "Failed to get \"write\" lock";
+/// How long that may be so.
+const UNLOCKED_LIMIT: Duration = Duration::from_secs(10);
 
 /// What came of a step.
 #[derive(Debug)]
@@ -127,7 +133,7 @@ impl<'d> DiskStreams<'d> {
             events(LazyEvent::Completing {
                 image: image.clone(),
             });
-            if let Err(why) = qemu_img::complete(&image, &mut || thread::sleep(LOOK)) {
+            if let Err(why) = complete_unlocked(&image) {
                 return RestoreError::Incomplete { image, why };
             }
             images.push(image.display().to_string());
@@ -141,6 +147,18 @@ impl<'d> DiskStreams<'d> {
                 pid,
                 images: images.join(", "),
             },
+        }
+    }
+}
+
+/// Completes an image. A process that has just ended, QEMU or a `qemu-img` of a killed process, may have it locked for a moment
+/// more.
+fn complete_unlocked(image: &Path) -> Result<(), String> {
+    let deadline = Instant::now() + UNLOCKED_LIMIT;
+    loop {
+        match qemu_img::complete(image, &mut || thread::sleep(LOOK)) {
+            Err(why) if why.contains(LOCKED) && Instant::now() < deadline => thread::sleep(LOOK),
+            outcome => return outcome,
         }
     }
 }
