@@ -63,6 +63,13 @@ impl<'d> DiskStreams<'d> {
         self.left.is_empty()
     }
 
+    /// All images are complete: the way to what they lacked is removed.
+    pub(super) fn end(&self) {
+        if let Some(served) = self.served {
+            served.remove_socket();
+        }
+    }
+
     /// How long the guest, or the copy, has been waiting for a block that cannot be read, and why.
     pub(super) fn stall(&self) -> Option<(Duration, String)> {
         self.served.and_then(LazyDisks::stall)
@@ -138,6 +145,7 @@ impl<'d> DiskStreams<'d> {
             }
             images.push(image.display().to_string());
         }
+        self.end();
         if let Err(error) = files.remove() {
             return error.into();
         }
