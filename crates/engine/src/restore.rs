@@ -311,6 +311,10 @@ pub fn restore(
 ) -> Result<RestoreReport, RestoreError> {
     let Checkpoint { id, manifest } = checkpoint;
     let record = vm_record(id, manifest)?;
+    if options.lazy {
+        // Before there are images: those of a VM that has ended may have had the same names, and be gone.
+        Files::of(&options.launch.qmp)?.expect_ended()?;
+    }
     let guardian = Guardian::start()?;
     let mut disks = NewDisks::make(&record, manifest, options)?;
     let mut clock = PhaseClock::new(options.requested_at);

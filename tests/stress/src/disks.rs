@@ -31,7 +31,9 @@ use stillframe_harness::serial::Serial;
 const COMMAND: &str = "cargo xtask bench disk-exactness";
 /// MiB of each disk.
 const DISK_MIB: u32 = 32;
-/// The same of a disk with a file system or swap, and MiB of the file.
+/// A byte that is written beyond that.
+const BALLAST: u8 = 0x5a;
+/// MiB of a disk with a file system or swap, and MiB of the file.
 const FILES_MIB: u32 = 64;
 const FILE_MIB: u32 = 24;
 /// MiB that the guest uses then, of 128: some of it is always swapped.
@@ -68,6 +70,8 @@ pub struct Machine {
     pub disks: usize,
     /// The first one has a file system, and the second one swap.
     pub files: bool,
+    /// MiB behind what the guest writes, of bytes like `BALLAST`.
+    pub ballast_mib: u32,
 }
 
 /// All machines of the run.
@@ -103,7 +107,7 @@ pub struct Compared {
 pub(crate) struct Scene {
     pub(crate) guest: Guest,
     pub(crate) stillframe: Stillframe,
-    machine: Machine,
+    pub(crate) machine: Machine,
     images: Vec<PathBuf>,
     // After the guest: ends last.
     folder: tempfile::TempDir,
@@ -117,6 +121,7 @@ impl Machine {
             format,
             disks,
             files: false,
+            ballast_mib: 0,
         }
     }
 
@@ -127,7 +132,21 @@ impl Machine {
             format,
             disks: 2,
             files: true,
+            ballast_mib: 0,
         }
+    }
+
+    /// With content that the guest never writes, in this number of MiB behind its own.
+    pub const fn with_ballast(self, ballast_mib: u32) -> Machine {
+        Machine {
+            ballast_mib,
+            ..self
+        }
+    }
+
+    /// A command of `qemu-io` (`write` or `read`) for the ballast.
+    pub(crate) fn ballast(&self, verb: &str) -> String {
+        format!("{verb} -P {BALLAST} {DISK_MIB}M {}M", self.ballast_mib)
     }
 
     pub(crate) fn name(&self) -> String {
@@ -155,7 +174,15 @@ impl Machine {
     /// Makes the image of a disk.
     fn make(&self, image: &Path, number: usize) -> Result<()> {
         match (self.files, number) {
-            (false, _) => make_image(image, self.format, DISK_MIB),
+            (false, _) => {
+                make_image(image, self.format, DISK_MIB + self.ballast_mib)?;
+                if self.ballast_mib == 0 {
+                    return Ok(());
+                }
+                let mut command = Command::new("qemu-io");
+                let write = self.ballast("write");
+                execute(command.args(["-f", self.format, "-c", &write]).arg(image))
+            }
             (true, 0) => make_file_system(image, self.format, FILES_MIB),
             (true, _) => make_image(image, self.format, FILES_MIB),
         }
@@ -298,6 +325,38 @@ impl Scene {
         self.guest.serial.wait_more(1, PATIENCE).map(drop)
     }
 
+    /// The guest with this serial port finds all of each disk as it must be, in a check that begins from now on.
+    pub(crate) fn finds_all_anew(&self, serial: &Serial) -> Result<()> {
+        let before = serial.text().len();
+        // The number in the first line that begins so.
+        let number = |text: &str, beginning: String, above: u64| {
+            let mut lines = text
+                .split_inclusive('\n')
+                .filter(|line| line.ends_with('\n'));
+            lines.find_map(|line| {
+                let number = line.strip_prefix(&*beginning)?.trim().parse::<u64>().ok()?;
+                (number > above).then_some(number)
+            })
+        };
+        // A check that ends with a tick begins after the line of the tick before.
+        let is_checked = |text: &str, name: &str| {
+            let begun = number(text, format!("disk {name} tick "), 0);
+            begun.is_some_and(|tick| number(text, format!("disk {name} checked "), tick).is_some())
+        };
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            serial.ticks()?;
+            let text = serial.text();
+            let new = text.get(before..).unwrap_or_default();
+            if (self.machine.checked().iter()).all(|name| is_checked(new, name)) {
+                return serial.wait_more(1, PATIENCE).map(drop);
+            }
+            let late = Instant::now() > deadline;
+            ensure!(!late, "the guest is stuck: {}", last_lines(&text));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     /// The guest with this serial port, which has said nothing before, goes on, and finds all of each disk as it must be.
     pub(crate) fn finds_all(&self, serial: &Serial) -> Result<()> {
         serial.wait_more(2, PATIENCE)?;
@@ -431,7 +490,7 @@ fn check_file_system(raw: &Path) -> Result<()> {
     Ok(())
 }
 
-fn execute(command: &mut Command) -> Result<()> {
+pub(crate) fn execute(command: &mut Command) -> Result<()> {
     let ended = command.output()?;
     ensure!(ended.status.success(), "{command:?}: {ended:?}");
     Ok(())

@@ -8,6 +8,7 @@ pub mod exactness;
 pub mod flips;
 pub mod hotplug;
 pub mod kill;
+pub mod lazy_disks;
 pub mod matrix;
 pub mod migrate;
 pub mod others;

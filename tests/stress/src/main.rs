@@ -3,8 +3,8 @@
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use stillframe_stress::{
-    databases, disk_kills, disk_returns, disks, exactness, flips, hotplug, kill, matrix, migrate,
-    others, restore_exact, restore_kill, soak, to_and_fro, torture,
+    databases, disk_kills, disk_returns, disks, exactness, flips, hotplug, kill, lazy_disks,
+    matrix, migrate, others, restore_exact, restore_kill, soak, to_and_fro, torture,
 };
 
 #[derive(Parser)]
@@ -94,6 +94,15 @@ enum What {
         #[arg(long, default_value_t = 28)]
         clones: u64,
         /// Of the random moments and checkpoints.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
+    /// `kill -9` of lazy restores that fill disks, too, at random moments.
+    LazyDisks {
+        /// How many, over all machines.
+        #[arg(long, default_value_t = 60)]
+        strikes: u64,
+        /// Of the random moments.
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
@@ -199,6 +208,7 @@ fn main() -> Result<()> {
             clones,
             seed,
         } => disk_returns::run(rewinds, clones, seed),
+        What::LazyDisks { strikes, seed } => lazy_disks::run(strikes, seed),
         What::Databases {
             checkpoints,
             database,

@@ -34,9 +34,9 @@ const TICKS: usize = 10;
 const LIMIT_FILL: [&str; 2] = ["--limit-fill", "32M"];
 /// Time for the guardian's on-disconnect action on a busy machine. It may wait a minute for a QEMU whose vCPU waits
 /// for a page while `cont` is answered.
-const GUARDIAN_LIMIT: Duration = Duration::from_secs(90);
+pub(crate) const GUARDIAN_LIMIT: Duration = Duration::from_secs(90);
 /// A main thread that does not answer for this long waits for a page.
-const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// The run ends after this many cases of harm.
 const HARM_MAX: u64 = 3;
 /// Kills of each guest.
@@ -327,12 +327,13 @@ impl Case {
     }
 }
 
-fn sleep_up_to(random: &mut Random, ms: u64) {
+/// Sleeps for a random time below this one.
+pub(crate) fn sleep_up_to(random: &mut Random, ms: u64) {
     std::thread::sleep(Duration::from_micros(random.below(ms * 1000)));
 }
 
 /// Kills a process, unless it has ended by itself, and waits for its end.
-fn kill_and_reap(running: &mut Running) -> Result<()> {
+pub(crate) fn kill_and_reap(running: &mut Running) -> Result<()> {
     if !running.has_ended()? {
         running.kill()?;
     }
@@ -344,7 +345,8 @@ fn kill_and_reap(running: &mut Running) -> Result<()> {
     Ok(())
 }
 
-fn wait_gone(pids: &[i32]) -> Result<()> {
+/// Waits until these processes have ended.
+pub(crate) fn wait_gone(pids: &[i32]) -> Result<()> {
     let begin = Instant::now();
     while let Some(pid) = pids.iter().find(|&&pid| is_alive(pid)) {
         ensure!(

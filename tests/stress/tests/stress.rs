@@ -15,6 +15,7 @@ use stillframe_stress::disk_kills::{self, Kills};
 use stillframe_stress::disk_returns::{self, Returns};
 use stillframe_stress::disks::{Bus, Compared, Machine, one_machine};
 use stillframe_stress::exactness::Mode;
+use stillframe_stress::lazy_disks::{self, Strikes, Usual};
 use stillframe_stress::migrate;
 use stillframe_stress::migrate::strikes::{self, Struck};
 use stillframe_stress::migrate::victims::Disk;
@@ -232,6 +233,20 @@ fn disks_return_with_their_vm() -> Result<()> {
         "{returns:?}"
     );
     ensure!(returns.wrong.is_empty(), "{returns:?}");
+    Ok(())
+}
+
+/// Restores that fill disks while the guest runs are killed, and gone on with; one VM is killed, too.
+#[test]
+fn disks_that_are_filled_survive_kills() -> Result<()> {
+    let mut strikes = Strikes::default();
+    let machine = Machine::new(Bus::Virtio, "qcow2", 1).with_ballast(lazy_disks::BALLAST_MIB);
+    let (usual, random) = (Some(Usual::GUESS), &mut Random::new(8));
+    lazy_disks::one_machine(machine, usual, 3, random, &mut strikes)?;
+    ensure!(
+        strikes.strikes == 3 && strikes.points >= 3 && strikes.wrong.is_empty(),
+        "{strikes:?}"
+    );
     Ok(())
 }
 

@@ -72,6 +72,7 @@ pub(crate) fn backing(socket: &Path, export: &str) -> String {
 pub(crate) struct ServerSocket {
     listener: UnixListener,
     path: PathBuf,
+    has_file: AtomicBool,
 }
 
 impl ServerSocket {
@@ -89,6 +90,7 @@ impl ServerSocket {
         let socket = ServerSocket {
             listener,
             path: path.to_owned(),
+            has_file: AtomicBool::new(true),
         };
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
         if let Some((uid, gid)) = owner.filter(|_| rustix::process::geteuid().is_root()) {
@@ -98,10 +100,19 @@ impl ServerSocket {
     }
 }
 
+impl ServerSocket {
+    /// Removes the file: no client will connect any more.
+    fn remove(&self) {
+        if self.has_file.swap(false, Ordering::Relaxed) {
+            // One that stays is replaced when the restore goes on.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
 impl Drop for ServerSocket {
     fn drop(&mut self) {
-        // One that stays is replaced when the restore goes on.
-        let _ = std::fs::remove_file(&self.path);
+        self.remove();
     }
 }
 
@@ -189,6 +200,12 @@ impl<'r> LazyDisks<'r> {
     /// How long the oldest read has not been answered, and why, if that is longer than usual.
     pub fn stall(&self) -> Option<(Duration, String)> {
         self.reads.stall()
+    }
+
+    /// No image lacks content any more. Called before the record of the restore is removed: later, no process would remove the
+    /// socket of one that is killed.
+    pub fn remove_socket(&self) {
+        self.socket.remove();
     }
 
     /// Pages with content of each disk that were read, in the order of the tables.

@@ -2,6 +2,7 @@
 //! VM ends before that, `qemu-img` does.
 
 use std::num::NonZeroU64;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,6 +19,11 @@ use crate::populate::lazy::supervision::LOOK;
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 /// Pause before a copy that has failed is begun again.
 const BEGIN_AGAIN: Duration = Duration::from_secs(10);
+
+/// What `qemu-img` says, among other words, of an image that another process has open.
+const LOCKED: &str = "Failed to get \"write\" lock";
+/// How long that may be so.
+const UNLOCKED_LIMIT: Duration = Duration::from_secs(10);
 
 /// What came of a step.
 #[derive(Debug)]
@@ -55,6 +61,13 @@ impl<'d> DiskStreams<'d> {
 
     pub(super) fn are_complete(&self) -> bool {
         self.left.is_empty()
+    }
+
+    /// All images are complete: the way to what they lacked is removed.
+    pub(super) fn end(&self) {
+        if let Some(served) = self.served {
+            served.remove_socket();
+        }
     }
 
     /// How long the guest, or the copy, has been waiting for a block that cannot be read, and why.
@@ -127,11 +140,12 @@ impl<'d> DiskStreams<'d> {
             events(LazyEvent::Completing {
                 image: image.clone(),
             });
-            if let Err(why) = qemu_img::complete(&image, &mut || thread::sleep(LOOK)) {
+            if let Err(why) = complete_unlocked(&image) {
                 return RestoreError::Incomplete { image, why };
             }
             images.push(image.display().to_string());
         }
+        self.end();
         if let Err(error) = files.remove() {
             return error.into();
         }
@@ -141,6 +155,18 @@ impl<'d> DiskStreams<'d> {
                 pid,
                 images: images.join(", "),
             },
+        }
+    }
+}
+
+/// Completes an image. A process that has just ended, QEMU or a `qemu-img` of a killed process, may have it locked for a moment
+/// more.
+fn complete_unlocked(image: &Path) -> Result<(), String> {
+    let deadline = Instant::now() + UNLOCKED_LIMIT;
+    loop {
+        match qemu_img::complete(image, &mut || thread::sleep(LOOK)) {
+            Err(why) if why.contains(LOCKED) && Instant::now() < deadline => thread::sleep(LOOK),
+            outcome => return outcome,
         }
     }
 }

@@ -268,7 +268,10 @@ impl Files {
     }
 
     /// That no VM needs the files of an earlier restore.
-    fn expect_ended(&self) -> Result<(), RecordError> {
+    ///
+    /// # Errors
+    /// One does.
+    pub(super) fn expect_ended(&self) -> Result<(), RecordError> {
         // A record that is not understood belongs to another version: no VM of this one.
         let Ok(record) = self.read() else {
             return Ok(());

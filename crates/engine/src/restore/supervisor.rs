@@ -84,6 +84,7 @@ impl<'d> Supervisor<'d> {
             }
             complete => complete?,
         }
+        self.disks.end();
         self.guardian.on_disconnect(OnDisconnect::Nothing)?;
         Ok(self.files.remove()?)
     }

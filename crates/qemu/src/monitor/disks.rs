@@ -86,7 +86,7 @@ pub struct DiskDevice {
 }
 
 /// Gives up or takes disk images (QEMU 10).
-const SET_ACTIVE: &str = "blockdev-set-active";
+pub(super) const SET_ACTIVE: &str = "blockdev-set-active";
 
 impl Monitor {
     /// Makes sure that [`Monitor::deactivate_disks`] is possible.

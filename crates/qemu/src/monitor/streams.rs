@@ -8,6 +8,7 @@ use std::num::NonZeroU64;
 use serde::Deserialize;
 use serde_json::json;
 
+use super::disks::SET_ACTIVE;
 use super::{Monitor, MonitorError, image_of};
 
 /// The job's name. There is one at a time.
@@ -65,8 +66,13 @@ impl Monitor {
         let Some(disk) = image_of(&disks, device) else {
             return Ok(Streamed::Gone);
         };
-        if !self.has_backing(&disk.node)? {
+        let Some(is_active) = self.backed(&disk.node)? else {
             return Ok(Streamed::Complete);
+        };
+        if !is_active {
+            // That of a VM which was restored and has not run yet. `cont` does the same.
+            let arguments = json!({ "node-name": disk.node, "active": true });
+            self.slow_with(SET_ACTIVE, arguments)?;
         }
         let arguments = json!({
             "job-id": JOB, "device": disk.node, "speed": bytes_per_s.map_or(0, NonZeroU64::get),
@@ -78,16 +84,20 @@ impl Monitor {
         Ok(Streamed::Copying { done, total })
     }
 
-    /// Whether a node has a backing file.
-    fn has_backing(&mut self, node: &str) -> Result<bool, MonitorError> {
+    /// Whether a node that has a backing file is active: QEMU may write it. None if it has no backing file.
+    fn backed(&mut self, node: &str) -> Result<Option<bool>, MonitorError> {
         #[derive(Deserialize)]
         struct Node {
             #[serde(rename = "node-name", default)]
             name: String,
             backing_file: Option<String>,
+            // QEMU 10.
+            active: Option<bool>,
         }
         let nodes: Vec<Node> = self.run("query-named-block-nodes", json!({ "flat": true }))?;
         let backed = |one: &Node| one.name == node && one.backing_file.is_some();
-        Ok(nodes.iter().any(backed))
+        let mut nodes = nodes.into_iter();
+        let node = nodes.find(backed);
+        Ok(node.map(|node| node.active.unwrap_or(true)))
     }
 }
