@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::num::NonZeroU64;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::Duration;
 
@@ -272,96 +272,116 @@ pub(super) fn resume(
 
 /// Continues with the memory of the VM, and then with its disks.
 fn continue_memory(
-    (process, monitor): (Process, Reached),
+    vm: (Process, Reached),
     unfinished: Unfinished<'_>,
     (tables, fill_bitmap, reader): (&[BlockTable], File, &Reader<'_>),
     disks: DiskStreams<'_>,
     mut clock: PhaseClock,
     events: LazySink<'_>,
 ) -> Result<Done, RestoreError> {
-    let Unfinished {
-        record,
-        files,
-        limit_fill,
-        ..
-    } = unfinished;
-    let uffd = Uffd::adopt(
-        process
-            .fetch_fd(record.remote_fd)
-            .map_err(PopulateError::from)?,
-    );
-    let blocks = eager::open_blocks(&process, &record.blocks, &shapes(tables))?;
+    let (process, record) = (&vm.0, &unfinished.record);
+    let uffd = process.fetch_fd(record.remote_fd);
+    let uffd = Uffd::adopt(uffd.map_err(PopulateError::from)?);
+    let blocks = eager::open_blocks(process, &record.blocks, &shapes(tables))?;
     let blocks: Vec<&Block> = blocks.iter().collect();
     let maps = tables.iter().map(|table| PageMap::open(reader, table));
     let maps = maps.collect::<Result<_, _>>()?;
     let first = FillOrder::default();
-    let lazy = Lazy::new(uffd, &blocks, maps, first, limit_fill, fill_bitmap)?;
-    lazy.mark_present(&process, &blocks)?;
+    let limit = unfinished.limit_fill;
+    let lazy = Lazy::new(uffd, &blocks, maps, first, limit, fill_bitmap)?;
+    lazy.mark_present(process, &blocks)?;
     thread::scope(|scope| {
         let _end = lazy.end_on_drop();
         lazy.serve(scope)?;
         // The killed process may have received their faults and not answered.
         lazy.wake_all().map_err(PopulateError::from)?;
-        // Only now: QEMU's main thread may have been waiting for a page itself.
-        let monitor = monitor.negotiate(MONITOR_LIMIT)?;
-        let guardian = Guardian::start()?;
-        let agent = record.agent.clone();
-        let mut supervisor = Supervisor::new(process, monitor, guardian, files, record, disks);
-        supervisor.arm_guardian()?;
-        let _beating = beating(&supervisor.guardian)?;
-        supervisor.let_run()?;
-        clock.phases.cont = clock.lap();
-        let runs_after_us = micros(clock.requested_at.elapsed());
-        events(LazyEvent::Runs {
-            after_us: runs_after_us,
-        });
-        // It has been stopped since the other process was killed.
-        let suspended = supervisor.monitor.is_suspended();
-        let agent = agent.filter(|_| !suspended);
+        let mut vm = TakenOver::new(vm, unfinished, disks, &mut clock, events)?;
+        let agent = vm.agent.take();
         let set_clock = scope.spawn(move || agent.as_deref().map(post_restore::set_clock));
         lazy.fill(scope)?;
-        supervisor.until_complete(Some(&lazy), limit_fill, events)?;
-        let mut done = supervisor.done(Some(&lazy), clock, runs_after_us, None);
+        let mut done = vm.complete(Some(&lazy), clock, events)?;
         done.clock = joined(set_clock);
-        done.suspended = suspended;
         Ok(done)
     })
 }
 
 /// The killed process had populated all of memory, and unregistered it: there may be disks left.
 fn continue_disks(
-    (process, monitor): (Process, Reached),
+    vm: (Process, Reached),
     unfinished: Unfinished<'_>,
     disks: DiskStreams<'_>,
-    clock: PhaseClock,
+    mut clock: PhaseClock,
     events: LazySink<'_>,
 ) -> Result<Done, RestoreError> {
-    let Unfinished {
-        record,
-        files,
-        limit_fill,
-        ..
-    } = unfinished;
-    let monitor = monitor.negotiate(MONITOR_LIMIT)?;
-    let guardian = Guardian::start()?;
-    let agent = record.agent.clone();
-    let mut supervisor = Supervisor::new(process, monitor, guardian, files, record, disks);
-    supervisor.arm_guardian()?;
-    let _beating = beating(&supervisor.guardian)?;
-    supervisor.let_run()?;
-    let runs_after_us = micros(clock.requested_at.elapsed());
-    events(LazyEvent::Runs {
-        after_us: runs_after_us,
-    });
-    let suspended = supervisor.monitor.is_suspended();
-    let agent = agent.filter(|_| !suspended);
-    let clock_report = agent.as_deref().map(post_restore::set_clock);
-    let no_memory = None::<&Lazy<PageMap<'_>>>;
-    supervisor.until_complete(no_memory, limit_fill, events)?;
-    let mut done = supervisor.done(no_memory, clock, runs_after_us, None);
-    done.clock = clock_report;
-    done.suspended = suspended;
+    let mut vm = TakenOver::new(vm, unfinished, disks, &mut clock, events)?;
+    let set_clock = vm.agent.take().as_deref().map(post_restore::set_clock);
+    let mut done = vm.complete(None::<&Lazy<PageMap<'_>>>, clock, events)?;
+    done.clock = set_clock;
     Ok(done)
+}
+
+/// A VM of a killed process that runs again, under this one.
+struct TakenOver<'d> {
+    supervisor: Supervisor<'d>,
+    _beating: Beating,
+    /// The channel through which its clock is to be set: it has been stopped since the other process was killed.
+    agent: Option<PathBuf>,
+    suspended: bool,
+    limit_fill: Option<NonZeroU64>,
+    runs_after_us: u64,
+}
+
+impl<'d> TakenOver<'d> {
+    /// Lets it run. Pages and blocks are served already: QEMU's main thread may have been waiting for one itself.
+    fn new(
+        (process, monitor): (Process, Reached),
+        unfinished: Unfinished<'_>,
+        disks: DiskStreams<'d>,
+        clock: &mut PhaseClock,
+        events: LazySink<'_>,
+    ) -> Result<TakenOver<'d>, RestoreError> {
+        let Unfinished {
+            record,
+            files,
+            limit_fill,
+            ..
+        } = unfinished;
+        let monitor = monitor.negotiate(MONITOR_LIMIT)?;
+        let guardian = Guardian::start()?;
+        let agent = record.agent.clone();
+        let mut supervisor = Supervisor::new(process, monitor, guardian, files, record, disks);
+        supervisor.arm_guardian()?;
+        let beating = beating(&supervisor.guardian)?;
+        supervisor.let_run()?;
+        clock.phases.cont = clock.lap();
+        let runs_after_us = micros(clock.requested_at.elapsed());
+        events(LazyEvent::Runs {
+            after_us: runs_after_us,
+        });
+        let suspended = supervisor.monitor.is_suspended();
+        Ok(TakenOver {
+            supervisor,
+            _beating: beating,
+            agent: agent.filter(|_| !suspended),
+            suspended,
+            limit_fill,
+            runs_after_us,
+        })
+    }
+
+    /// Supervises it until all is there.
+    fn complete(
+        mut self,
+        lazy: Option<&Lazy<PageMap<'_>>>,
+        clock: PhaseClock,
+        events: LazySink<'_>,
+    ) -> Result<Done, RestoreError> {
+        self.supervisor
+            .until_complete(lazy, self.limit_fill, events)?;
+        let mut done = self.supervisor.done(lazy, clock, self.runs_after_us, None);
+        done.suspended = self.suspended;
+        Ok(done)
+    }
 }
 
 /// Heartbeats from a thread of its own: without them the guardian ends this process, and pauses the VM.
