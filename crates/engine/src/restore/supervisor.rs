@@ -74,15 +74,14 @@ impl<'d> Supervisor<'d> {
     ) -> Result<(), RestoreError> {
         let populated = lazy.map_or(Ok(()), |lazy| self.populate(lazy, events));
         let complete = populated.and_then(|()| self.stream(bytes_per_s, events));
-        match complete {
-            Err(RestoreError::EndedMeanwhile { .. } | RestoreError::Monitor(_))
-                if self.has_ended() =>
-            {
-                return Err(self
+        if let Err(error) = complete {
+            // Its end may show in the monitor, or in a page that cannot be populated, before it shows in the process.
+            return Err(match self.has_ended() {
+                true => self
                     .disks
-                    .complete_alone(&self.files, self.record.pid, events));
-            }
-            complete => complete?,
+                    .complete_alone(&self.files, self.record.pid, events),
+                false => error,
+            });
         }
         self.disks.end();
         self.guardian.on_disconnect(OnDisconnect::Nothing)?;
