@@ -55,7 +55,7 @@ pub enum Bench {
     DiskKills,
     /// 60 rewinds with disks, every third after one that was killed, and 28 clones with disks (about 20 minutes)
     DiskReturns,
-    /// 60 times `kill -9` of a lazy restore that fills disks, too, and `restore --resume` (about 15 minutes)
+    /// 72 times `kill -9` of a lazy restore that fills disks, too, and `restore --resume` (about 15 minutes)
     LazyDisks,
     /// 50 checkpoints with the disk of a database that commits, restored, and the disk alone recovered (about 15 minutes)
     Databases,
