@@ -251,6 +251,12 @@ impl Case {
             left => left,
         };
         let restored = match left {
+            Left::Complete(pid) if choice.ends => {
+                // It may have written nothing out by itself.
+                signal(pid as u32, "KILL")?;
+                wait_gone(&[pid])?;
+                return self.images.expect_complete(&[0, 3]);
+            }
             Left::Nothing => {
                 // It can be restored as if nothing had been.
                 drop(filling);
