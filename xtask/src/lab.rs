@@ -55,7 +55,7 @@ pub enum Bench {
     DiskKills,
     /// 60 rewinds with disks, every third after one that was killed, and 28 clones with disks (about 20 minutes)
     DiskReturns,
-    /// 60 times `kill -9` of a lazy restore that fills disks, too, and `restore --resume` (about 15 minutes)
+    /// 72 times `kill -9` of a lazy restore that fills disks, too, and `restore --resume` (about 15 minutes)
     LazyDisks,
     /// 50 checkpoints each with the disk of SQLite and of PostgreSQL while it commits, restored, and the disk alone recovered
     /// (about 40 minutes; the first time longer, to build the guest)

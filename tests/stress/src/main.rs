@@ -100,7 +100,7 @@ enum What {
     /// `kill -9` of lazy restores that fill disks, too, at random moments.
     LazyDisks {
         /// How many, over all machines.
-        #[arg(long, default_value_t = 60)]
+        #[arg(long, default_value_t = 72)]
         strikes: u64,
         /// Of the random moments.
         #[arg(long, default_value_t = 1)]

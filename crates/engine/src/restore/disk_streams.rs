@@ -1,6 +1,7 @@
 //! The images of disks that are restored lazily on their way to being complete: QEMU copies into them what they lack. If the
 //! VM ends before that, `qemu-img` does.
 
+use std::fs::File;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::thread;
@@ -101,6 +102,20 @@ impl<'d> DiskStreams<'d> {
                 let pages = |bytes: u64| bytes.div_ceil(crate::PAGE_BYTES);
                 let (done, total) = (pages(done), pages(total));
                 Ok(Step::Copying { done, total })
+            }
+            Streamed::Copied => {
+                self.next_look = Instant::now();
+                // Most of it is written out here: QEMU does nothing else while it does that.
+                let written = File::open(&disk.image).and_then(|image| image.sync_data());
+                let failed = match written {
+                    Ok(()) => monitor.finish_stream(&disk.device)?,
+                    Err(error) => Some(error.to_string()),
+                };
+                let Some(words) = failed else {
+                    return Ok(Step::None);
+                };
+                self.next_look = Instant::now() + BEGIN_AGAIN;
+                Ok(Step::Failed(format!("disk {}: {words}", disk.device)))
             }
             Streamed::Failed(words) => {
                 self.next_look = Instant::now() + BEGIN_AGAIN;

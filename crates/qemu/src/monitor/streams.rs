@@ -4,15 +4,18 @@
 //! Source: QEMU, `qapi/block-core.json` (`block-stream`).
 
 use std::num::NonZeroU64;
+use std::time::Duration;
 
 use serde::Deserialize;
 use serde_json::json;
 
 use super::disks::SET_ACTIVE;
-use super::{Monitor, MonitorError, image_of};
+use super::{HUMAN, Monitor, MonitorError, STOP_LIMIT_SECONDS, image_of, typed};
 
 /// The job's name. There is one at a time.
 const JOB: &str = "stillframe-stream";
+/// Its state when all is copied, and the image still has its backing file.
+const PENDING: &str = "pending";
 
 /// How far the content of one disk is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +29,8 @@ pub enum Streamed {
         /// All its bytes.
         total: u64,
     },
+    /// QEMU has copied all, and keeps a part of the image's tables in its memory: see [`Monitor::finish_stream`].
+    Copied,
     /// QEMU has given up, with these words. The guest reads from the backing file what is missing.
     Failed(String),
     /// No device has the disk any more.
@@ -46,6 +51,9 @@ impl Monitor {
         let Some(job) = self.job(JOB)? else {
             return self.begin_stream(device, bytes_per_s);
         };
+        if job.status == PENDING {
+            return Ok(Streamed::Copied);
+        }
         if !job.has_ended() {
             let (done, total) = (job.done, job.total);
             return Ok(Streamed::Copying { done, total });
@@ -55,6 +63,27 @@ impl Monitor {
             Some(error) => Ok(Streamed::Failed(error)),
             None => self.begin_stream(device, bytes_per_s),
         }
+    }
+
+    /// Has QEMU write out the image of this device, and only then forget its backing file. QEMU itself does the latter first: the
+    /// image of a QEMU that is killed in between would have zeros where tables were not written. Returns QEMU's words if it
+    /// cannot write.
+    ///
+    /// # Errors
+    /// QEMU refuses a command.
+    pub fn finish_stream(&mut self, device: &str) -> Result<Option<String>, MonitorError> {
+        let disks = self.disks()?;
+        if let Some(disk) = image_of(&disks, device) {
+            let line = format!("qemu-io {} flush", disk.node);
+            let ticket = self.client.send(HUMAN, json!({ "command-line": line }))?;
+            let limit = Duration::from_secs(STOP_LIMIT_SECONDS);
+            let words: String = typed(HUMAN, self.client.wait(ticket, limit)?)?;
+            if !words.trim().is_empty() {
+                return Ok(Some(words.trim().to_owned()));
+            }
+        }
+        self.client.execute("job-finalize", json!({ "id": JOB }))?;
+        Ok(None)
     }
 
     fn begin_stream(
@@ -78,6 +107,7 @@ impl Monitor {
             "job-id": JOB, "device": disk.node, "speed": bytes_per_s.map_or(0, NonZeroU64::get),
             // So that its error can be read.
             "auto-dismiss": false,
+            "auto-finalize": false,
         });
         self.client.execute("block-stream", arguments)?;
         let (done, total) = (0, disk.bytes);
