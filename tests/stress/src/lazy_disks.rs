@@ -211,19 +211,24 @@ impl Case {
         })
     }
 
+    /// Waits until a QEMU that ends has closed its files: it has no command line a while before.
+    fn wait_closed(&self) -> Result<()> {
+        let monitor = self.scene.path("restored.qmp").display().to_string();
+        let deadline = Instant::now() + PATIENCE;
+        while fs::read_to_string("/proc/net/unix")?.contains(&monitor) {
+            ensure!(Instant::now() < deadline, "a process listens on {monitor}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
     fn start(&self, paused: bool, limits: &[&str]) -> Result<Filling> {
         let disks = format!("--disks=lazy={}", self.images.folder.display());
         let mut more = [&[&*disks], limits].concat();
         more.extend(paused.then_some("--paused"));
         // Not in the folder of the images, where no other file may be.
         let around = self.images.folder.parent().context("no folder")?;
-        // A QEMU that ends has no command line a while before its sockets are closed.
-        let monitor = around.join("restored.qmp").display().to_string();
-        let deadline = Instant::now() + PATIENCE;
-        while fs::read_to_string("/proc/net/unix")?.contains(&monitor) {
-            ensure!(Instant::now() < deadline, "a process listens on {monitor}");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        self.wait_closed()?;
         Filling::start(&self.scene.stillframe, &self.id, around, &more)
     }
 
@@ -255,6 +260,7 @@ impl Case {
                 // It may have written nothing out by itself.
                 signal(pid as u32, "KILL")?;
                 wait_gone(&[pid])?;
+                self.wait_closed()?;
                 return self.images.expect_complete(&[0, 3]);
             }
             Left::Nothing => {
@@ -430,6 +436,7 @@ impl Case {
     ) -> Result<()> {
         signal(pid as u32, "KILL")?;
         wait_gone(&[pid])?;
+        self.wait_closed()?;
         let kept = self.images.keep()?;
         let mut filling = self.resume(killed, &[])?;
         let mut ended = None;
