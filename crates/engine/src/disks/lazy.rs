@@ -34,7 +34,7 @@ const RECONNECT_SECONDS: u32 = 315_360_000;
 const TRY_AGAIN: Duration = Duration::from_millis(500);
 /// A read takes this long on storage that is slow; on one that hangs, longer.
 const SLOW: Duration = Duration::from_millis(500);
-/// Pages whose allocation is told at once.
+/// Upper bound on the pages that are described at once.
 const TOLD_PAGES: u64 = 1 << 16;
 
 /// A disk whose image lacks content.
@@ -47,7 +47,7 @@ pub struct LazyDisk {
     pub image: PathBuf,
 }
 
-/// The name that the server has for a disk of this checkpoint. An image that asks for another one's finds none.
+/// The name that the server has for a disk of this checkpoint. An image of another checkpoint finds none.
 pub(crate) fn export_name(checkpoint: &str, number: usize) -> String {
     let short = checkpoint.get(..16).unwrap_or(checkpoint);
     format!("{LAZY_EXPORT}{short}/{number}")
