@@ -30,6 +30,8 @@ use crate::runtime;
 const VERSION: u32 = 2;
 /// The end of the record's name.
 const RECORD: &str = ".filling";
+/// In the name of a record that is being written; the process comes after it.
+const UNFINISHED: &str = ".filling.new-";
 /// The end of the fill bitmap's name.
 const FILL_BITMAP: &str = ".filling-pages";
 /// How often the list of all locks is read for one of them.
@@ -415,6 +417,13 @@ fn remove_ended(directory: &PrivateDir) {
         if let Some(vm) = name.strip_suffix(FILL_BITMAP) {
             let _ = remove_if_ended(directory, vm);
         }
+        // A record that a killed process has not finished (`PrivateDir::write`).
+        let unfinished = name.split_once(UNFINISHED).map(|(_, pid)| pid.parse());
+        if let Some(Ok(pid)) = unfinished
+            && Process::open(pid).is_err()
+        {
+            let _ = directory.remove(&name);
+        }
     }
 }
 
@@ -518,6 +527,19 @@ mod tests {
             remove_ended(&files.directory);
             assert!(files.directory.names().unwrap().is_empty());
         }
+    }
+
+    #[test]
+    fn an_unfinished_record_of_an_ended_process_is_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let files = files(root.path());
+        let of = |pid: u32| format!("x.qmp{UNFINISHED}{pid}");
+        let (ours, ended) = (of(std::process::id()), of(i32::MAX as u32));
+        for name in [&ours, &ended] {
+            files.directory.write(name, b"").unwrap();
+        }
+        remove_ended(&files.directory);
+        assert_eq!(files.directory.names().unwrap(), [ours]);
     }
 
     #[test]
