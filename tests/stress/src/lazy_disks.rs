@@ -266,7 +266,7 @@ impl Case {
             Left::Nothing => {
                 // It can be restored as if nothing had been.
                 drop(filling);
-                fs::remove_dir_all(&self.images.folder)?;
+                self.clear()?;
                 self.start(choice.paused, &[])?.complete()?.0
             }
             Left::Complete(pid) => Restored {
