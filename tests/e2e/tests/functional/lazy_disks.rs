@@ -8,9 +8,9 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use stillframe_harness::committing::{Committing, expect_no_copy};
 use stillframe_harness::filling::{Filling, expect_alone, files_kept};
-use stillframe_harness::health::{is_alive, pids_with, processes_with};
+use stillframe_harness::health::{pids_with, processes_with};
 use stillframe_harness::qmp::Qmp;
-use stillframe_harness::running::signal;
+use stillframe_harness::restored::Restored;
 use stillframe_harness::unplugged::Unplugged;
 
 /// A rate at which a disk is not complete before the test has looked.
@@ -199,10 +199,12 @@ fn the_disk_of_two_that_died_is_completed_later() -> Result<()> {
     let last = filling.serial.wait_more_committed(3)?;
     let pid = pid_of(&filling)?;
     filling.running.crash()?;
-    signal(pid as u32, "KILL")?;
-    while is_alive(pid) {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    let vm = Restored {
+        pid,
+        qmp: filling.qmp.clone(),
+        serial: filling.serial.clone(),
+    };
+    vm.crash()?;
     captured.expect_incomplete()?;
     // What the guest has written is not forgotten: another restore there is refused, and others leave the record alone.
     let (stillframe, folder) = (&captured.it.stillframe, captured.it.guest.folder());
