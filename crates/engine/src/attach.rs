@@ -9,6 +9,7 @@
 //! Until the userfaultfd exists nothing of QEMU has been changed; after it, everything that was
 //! changed hangs on one descriptor, which closes with this process.
 
+use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{self, Caution, Unsuitable};
 use stillframe_qemu::target::{self, Selector, Target, TargetError};
-use stillframe_repo::{BlockTable, CheckpointId, DiskTable};
+use stillframe_repo::{BlockTable, CheckpointId, DiskTable, ImageId};
 use stillframe_sys::process::AddressRange;
 use stillframe_sys::system;
 use thiserror::Error;
@@ -103,6 +104,8 @@ pub(crate) struct Parent {
     pub tables: Vec<BlockTable>,
     /// The same of the disks whose content it has.
     pub disks: Vec<DiskTable>,
+    /// The images that may have some of its pages.
+    pub images: BTreeSet<ImageId>,
     /// Packs that were missing already when it was made: it needs none of them.
     pub missing_packs: Vec<String>,
 }

@@ -143,6 +143,9 @@ pub struct CheckpointReport {
     /// Packs that the repository has lost: older checkpoints may need them, this one does not.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub missing_packs: Vec<String>,
+    /// Images that are not as they were indexed: older checkpoints may need them, this one does not.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub changed_images: Vec<String>,
     /// The comparison, with `--verify`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<VerifyReport>,

@@ -89,6 +89,9 @@ pub fn clones(
     let tables = shared_tables(&record, manifest);
     let hasher = repository.hasher();
     let repository_id = repository.id().to_string();
+    repository
+        .require_images(manifest)
+        .map_err(RestoreError::from)?;
     let reader = repository
         .reader(options.restore.lock_wait)
         .map_err(RestoreError::from)?;

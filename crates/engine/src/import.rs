@@ -17,7 +17,7 @@ mod machine;
 mod tests;
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
@@ -401,6 +401,7 @@ impl Transaction<'_> {
             note: None,
             ram,
             disks: Vec::new(),
+            images: BTreeSet::new(),
             streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
             pages: counts,
             bytes_stored: 0,

@@ -315,6 +315,7 @@ pub fn restore(
         // Before there are images: those of a VM that has ended may have had the same names, and be gone.
         Files::of(&options.launch.qmp)?.expect_ended()?;
     }
+    repository.require_images(manifest)?;
     let guardian = Guardian::start()?;
     let mut disks = NewDisks::make(&record, manifest, options)?;
     let mut clock = PhaseClock::new(options.requested_at);

@@ -195,6 +195,7 @@ impl Vm {
         let chosen = disks::choose(&mut self.monitor, manifest, options.disks_as_they_are)?;
         launch::check_running_disks(&then, &now, &rewound_disks(manifest, options))?;
         self.can_be_reset()?;
+        repository.require_images(manifest)?;
         let hasher = repository.hasher();
         let reader = repository.reader(options.lock_wait)?;
         let blocks = self.writable_blocks(manifest)?;

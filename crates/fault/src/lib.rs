@@ -127,6 +127,8 @@ points! {
     StoreManifest = "store.manifest",
     /// The same of a working set.
     StoreWorkingSet = "store.working-set",
+    /// The same of the file of an image.
+    StoreImage = "store.image",
     /// An index file that was merged into another is about to be removed.
     IndexRemove = "index.remove",
     /// A lock is about to be written.

@@ -2,12 +2,13 @@
 //!
 //! Everything is read and verified in the source, and stored in the target like a new checkpoint. Pages are
 //! deduplicated against the target, and have other ids there, since ids are keyed. Tables, layers and deltas of
-//! the original become a table of whole pages, so that a copy needs no other checkpoint.
+//! the original become a table of whole pages, so that a copy needs no other checkpoint. What the original has in
+//! images is stored, unless the target knows images that have it.
 //!
 //! A copy names its original in its VM record. By that name an earlier copy is found, also as the copy of a copy,
 //! and not made again.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -118,6 +119,7 @@ impl Repository {
             note: manifest.note,
             ram,
             disks,
+            images: BTreeSet::new(),
             streams,
             pages,
             bytes_stored: 0,

@@ -170,6 +170,35 @@ pub enum RepoError {
         /// The given path.
         path: PathBuf,
     },
+    /// An image that has blobs of the repository cannot be read.
+    #[error(
+        "image {path} cannot be used: {what}; checkpoints that need it (`stillframe show` names it) cannot be read without: put it back as it was, or run `stillframe index` on it where it is now"
+    )]
+    Image {
+        /// Its path.
+        path: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A file that cannot be indexed.
+    #[error("{path} cannot be indexed: {what}")]
+    ImageRefused {
+        /// Its path.
+        path: String,
+        /// The reason.
+        what: String,
+    },
+    /// Checkpoints may need the image.
+    #[error(
+        "image {path} stays: {} checkpoint(s) may need it ({}): forget them first",
+        .checkpoints.len(), list(.checkpoints)
+    )]
+    ImageNeeded {
+        /// Its path.
+        path: String,
+        /// The checkpoints.
+        checkpoints: Vec<CheckpointId>,
+    },
     /// A blob that is empty or too large.
     #[error("a blob of {bytes} bytes cannot be stored: the limits are 1 and {max}")]
     BlobSize {
@@ -308,12 +337,14 @@ impl RepoError {
             | RepoError::BlobSize { .. }
             | RepoError::Table { .. }
             | RepoError::TooManyBlobs { .. }
+            | RepoError::ImageRefused { .. }
+            | RepoError::ImageNeeded { .. }
             | RepoError::AmbiguousKey { .. }
             | RepoError::KeyInUse { .. }
             | RepoError::TooManyKeys { .. }
             | RepoError::BadManifest { .. } => ErrorClass::BadRequest,
             RepoError::WrongPassword { .. } => ErrorClass::WrongPassword,
-            RepoError::Damaged { .. } => ErrorClass::Damaged,
+            RepoError::Damaged { .. } | RepoError::Image { .. } => ErrorClass::Damaged,
             RepoError::FutureVersion { .. } => ErrorClass::FutureVersion,
             RepoError::Locked { .. } | RepoError::Leased { .. } | RepoError::LockLost { .. } => {
                 ErrorClass::Locked

@@ -5,7 +5,7 @@
 //! stored once. Blobs lie in *packs*; *index* files name the pack of each. `docs/format.md` specifies every byte.
 //!
 //! ```text
-//! config   keys/...   packs/ab/abcd...   index/...   manifests/...   working-sets/...   locks/...   leases/...   tmp/
+//! config   keys/...   packs/ab/abcd...   index/...   manifests/...   working-sets/...   locks/...   leases/...   images/...   tmp/
 //! ```
 //!
 //! Invariants:
@@ -22,7 +22,9 @@ mod copy;
 pub mod crypto;
 mod error;
 pub mod format;
+mod images;
 pub mod index;
+mod indexing;
 mod keyring;
 pub mod lease;
 mod maintenance;
@@ -46,10 +48,13 @@ pub use crypto::key_file::{Cost, Label};
 pub use error::{ErrorClass, RepoError};
 pub use format::annotation::{AnnotationError, Note, Tag, Tags};
 pub use format::config::RepositoryId;
+pub use format::image_record::{ImageId, ImageRecord};
 pub use format::lease_record::LeaseRecord;
 pub use format::manifest::{
     BlockTable, CheckpointId, DiskTable, LayerRef, Manifest, PageCounts, Stream, Subject, Summary,
 };
+pub use images::file::ImageState;
+pub use indexing::{Image, IndexReport, Indexed};
 pub use keyring::{KeyInfo, Keyring};
 pub use lease::Lease;
 pub use maintenance::age::Age;

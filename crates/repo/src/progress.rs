@@ -11,7 +11,7 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// The parts of `check`, `prune` and `copy`.
+/// The parts of `check`, `prune`, `index` and `copy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Walking from the manifests to every page; counts checkpoints.
@@ -24,6 +24,8 @@ pub enum Phase {
     Repack,
     /// Removing packs; counts packs.
     Remove,
+    /// Reading an image; counts bytes.
+    Image,
     /// Copying a checkpoint into another repository; counts pages.
     Copy,
 }
@@ -36,6 +38,7 @@ impl std::fmt::Display for Phase {
             Phase::Data => "reading packs",
             Phase::Repack => "repacking",
             Phase::Remove => "removing packs",
+            Phase::Image => "reading the image",
             Phase::Copy => "copying pages",
         })
     }

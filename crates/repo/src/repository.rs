@@ -20,6 +20,7 @@ use crate::format::layout::{FileKind, FormatError};
 use crate::format::lock_record::LockKind;
 use crate::format::manifest::Summary;
 use crate::format::manifest::{self, CheckpointId, Headline, MANIFEST_BYTES_MAX, Manifest, Stream};
+use crate::images::Images;
 use crate::index::in_memory::Index;
 use crate::index::reader::IndexReader;
 use crate::index::reopening::ReopeningIndex;
@@ -35,6 +36,7 @@ const KEY_BYTES_MAX: u64 = 4096;
 pub struct Repository {
     pub(crate) store: Arc<LocalStore>,
     pub(crate) keys: Arc<Keys>,
+    pub(crate) images: Arc<Images>,
     /// What maintenance uses: the whole index.
     pub(crate) index: Index,
     /// What writers use. It stays in memory from one to the next.
@@ -125,9 +127,11 @@ impl Repository {
 
     fn assemble(store: LocalStore, id: RepositoryId, master: &MasterKey) -> Repository {
         let (store, keys) = (Arc::new(store), Arc::new(Keys::derive(master)));
+        let images = Arc::new(Images::new(store.clone(), keys.clone()));
         Repository {
             index: Index::default(),
-            writer_index: WriterIndex::new(store.clone(), keys.clone()),
+            writer_index: WriterIndex::new(&images),
+            images,
             pack_limits: PackLimits::STANDARD,
             store,
             keys,
@@ -181,7 +185,7 @@ impl Repository {
     /// no lock can be written, it reads without one. Takes the same time for any size of repository.
     pub fn reader(&mut self, wait: Duration) -> Result<Reader<'_>, RepoError> {
         let lock = self.reading_lock(wait)?;
-        let on_demand = ReopeningIndex::open(&self.store, &self.keys)?;
+        let on_demand = ReopeningIndex::open(&self.images)?;
         Ok(Reader {
             repository: self,
             on_demand,
@@ -208,6 +212,7 @@ impl Repository {
         Blobs {
             store: &self.store,
             keys: &self.keys,
+            images: &self.images,
             index: IndexReader::InMemory(&self.index),
         }
     }

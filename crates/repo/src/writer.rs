@@ -1,5 +1,6 @@
 //! Writing one checkpoint.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,17 +9,17 @@ use stillframe_page::hash::{ContentHasher, ContentId};
 use crate::blobs::Blobs;
 use crate::crypto::sealed_file::seal_file;
 use crate::error::RepoError;
-use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
 use crate::format::layout::FileKind;
 use crate::format::manifest::{CheckpointId, MANIFEST_BYTES_MAX, Manifest, Stream};
 use crate::index::blob_table::BlobTable;
-use crate::index::compact::{INDEX_FILE_BYTES, merge_small_index_files};
-use crate::index::file::IndexFile;
+use crate::index::compact::merge_small_index_files;
 use crate::index::in_memory::Index;
 use crate::index::reader::IndexReader;
+use crate::index::recording::{ensure_recordable, record_packs};
 use crate::pack::BLOB_BYTES_MAX;
 use crate::pack::IndexedPack;
-use crate::pack::packer::{Packer, discard};
+use crate::pack::packer::Packer;
 use crate::repository::Repository;
 use crate::store::local::Area;
 use crate::store::lock::Lock;
@@ -36,12 +37,14 @@ pub enum Put {
 }
 
 /// A checkpoint that was recorded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Committed {
     /// Its id.
     pub id: CheckpointId,
     /// Bytes of packs and index that were written for it, as its manifest says.
     pub bytes_stored: u64,
+    /// The images that may have some of its pages, as its manifest says.
+    pub images: BTreeSet<ImageId>,
 }
 
 /// Writes one checkpoint. A drop without [`Writer::commit`] removes what was written. The next prune removes what
@@ -54,6 +57,8 @@ pub struct Writer<'a> {
     fresh: BlobTable,
     packer: Option<Packer>,
     bytes_stored: u64,
+    /// The images that have blobs which this writer did not store for this reason.
+    images: BTreeSet<ImageId>,
 }
 
 impl Repository {
@@ -76,6 +81,7 @@ impl<'a> Writer<'a> {
             fresh: BlobTable::default(),
             packer: None,
             bytes_stored: 0,
+            images: BTreeSet::new(),
             repository,
         })
     }
@@ -118,12 +124,32 @@ impl<'a> Writer<'a> {
         }
     }
 
+    /// The images that are not as they were indexed, by their paths. Earlier checkpoints may need them. Their
+    /// blocks count as absent, like the blobs of [`Writer::missing_packs`].
+    pub fn changed_images(&self) -> Result<Vec<String>, RepoError> {
+        self.repository.images.changed()
+    }
+
+    /// Whether each of these images was as it was indexed when this writer began, or was first inquired about.
+    pub fn has_images(&self, images: &BTreeSet<ImageId>) -> bool {
+        images
+            .iter()
+            .all(|&id| self.repository.images.is_intact(id))
+    }
+
     /// Stores a blob of 1 byte to 32 MiB under its id. A later call may report a failure to write; after an error
     /// the writer can only be dropped.
     pub fn put(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
-        match self.contains(&id)? {
-            true => Ok(Put::Duplicate),
-            false => {
+        if self.fresh.find(&id).is_some() {
+            return Ok(Put::Duplicate);
+        }
+        let index = &self.repository.writer_index;
+        match index.get(&id)?.filter(|found| found.whole) {
+            Some(found) => {
+                self.images.extend(index.pack_image(found.place.pack));
+                Ok(Put::Duplicate)
+            }
+            None => {
                 self.store(id, bytes)?;
                 Ok(Put::New)
             }
@@ -174,14 +200,18 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Removes packs that must not be recorded: the lock was lost, or the index cannot number their blobs.
     fn ensure_recordable(&self, packs: &[IndexedPack]) -> Result<(), RepoError> {
-        let held = self.lock.assert_held();
-        let recordable = held.and_then(|()| self.repository.writer_index.ensure_room(packs));
-        if recordable.is_err() {
-            discard(&self.repository.store, packs);
-        }
-        recordable
+        let Repository {
+            store,
+            writer_index,
+            ..
+        } = &*self.repository;
+        ensure_recordable(store, writer_index, &self.lock, packs)
+    }
+
+    fn record_packs(&mut self, packs: Vec<IndexedPack>) -> Result<(), RepoError> {
+        self.bytes_stored += record_packs(&self.repository.store, &self.repository.keys, packs)?;
+        Ok(())
     }
 
     /// Stores a blob under the id of its bytes, which it returns.
@@ -214,10 +244,11 @@ impl<'a> Writer<'a> {
     }
 
     /// Records the checkpoint. When this returns, it is on disk: packs first, then the index files that describe
-    /// them, then the manifest, each made durable before the next is begun. Sets `manifest.bytes_stored`. After
+    /// them, then the manifest, each made durable before the next is begun. Sets `manifest.bytes_stored`, and adds to
+    /// `manifest.images`, which names those of the checkpoints whose tables it goes on with. After
     /// an error there is no new checkpoint, unless only the last fsync, of the folder `manifests/`, has failed;
     /// then the checkpoint may exist, and is complete.
-    pub fn commit(mut self, manifest: Manifest) -> Result<Committed, RepoError> {
+    pub fn commit(mut self, mut manifest: Manifest) -> Result<Committed, RepoError> {
         let packs = match self.packer.take() {
             Some(packer) => packer.finish()?,
             None => Vec::new(),
@@ -226,6 +257,8 @@ impl<'a> Writer<'a> {
         // Once an index file may name the packs, they stay: they are complete and durable, and another writer may
         // already rely on them.
         self.record_packs(packs)?;
+        manifest.images.append(&mut self.images);
+        let images = manifest.images.clone();
         let id = self.record_manifest(manifest)?;
         // From here on the checkpoint exists; merging index files is housekeeping.
         let Repository {
@@ -238,36 +271,13 @@ impl<'a> Writer<'a> {
         Ok(Committed {
             id,
             bytes_stored: self.bytes_stored,
+            images,
         })
-    }
-
-    /// Writes the index files that describe the new packs: one, or several for a checkpoint of many GiB.
-    fn record_packs(&mut self, packs: Vec<IndexedPack>) -> Result<(), RepoError> {
-        let repository = &*self.repository;
-        let mut contents = IndexFile::default();
-        let mut bytes = 0;
-        let mut packs = packs.into_iter().peekable();
-        while let Some(entry) = packs.next() {
-            self.bytes_stored += entry.directory.file_bytes();
-            bytes += entry.directory.encoded_bytes();
-            contents.packs.push(entry);
-            if bytes < INDEX_FILE_BYTES && packs.peek().is_some() {
-                continue;
-            }
-            let file = contents.seal(&repository.keys)?;
-            let name = FileHash::of(&file);
-            repository
-                .store
-                .create(Area::Index, &name.to_string(), &file)?;
-            self.bytes_stored += file.len() as u64;
-            contents.packs.clear();
-            bytes = 0;
-        }
-        Ok(())
     }
 
     fn record_manifest(&self, mut manifest: Manifest) -> Result<CheckpointId, RepoError> {
         let repository = &*self.repository;
+        repository.images.ensure_intact(&manifest.images)?;
         manifest.bytes_stored = self.bytes_stored;
         let body = manifest
             .encode()

@@ -7,6 +7,7 @@ mod common;
 mod copy;
 mod forget;
 mod generate;
+mod index;
 mod init;
 mod interchange;
 mod key;
@@ -31,6 +32,7 @@ pub use common::{GuestArgs, LockArgs, RestoreDisks};
 pub use copy::CopyArgs;
 pub use forget::{ForgetArgs, KeepArgs, PruneArgs};
 pub use generate::{CompletionsArgs, ManArgs};
+pub use index::IndexArgs;
 pub use init::InitArgs;
 pub use interchange::{ExportArgs, ImportArgs};
 pub use key::{KeyArgs, KeyCommand};
@@ -158,6 +160,9 @@ pub enum Command {
     /// Free the space of data that no checkpoint needs
     #[command(after_help = help::PRUNE)]
     Prune(PruneArgs),
+    /// Let checkpoints refer to the content of an image that stays as it is, in place of storing it
+    #[command(after_help = help::INDEX)]
+    Index(IndexArgs),
     /// Rebuild the index from the packs, after index files were lost or damaged
     #[command(after_help = help::REBUILD_INDEX)]
     RebuildIndex,
@@ -478,6 +483,9 @@ mod tests {
             "check --read-data",
             "prune --dry-run",
             "rebuild-index",
+            "index /srv/golden.qcow2 b --lock-wait 1m",
+            "index --list",
+            "index --remove /srv/golden.qcow2",
             "inspect /r/config",
             "probe --json",
             "list --json",
@@ -497,6 +505,9 @@ mod tests {
         for line in [
             "forget --keep-last 0",
             "forget --keep-monthly 0",
+            "index",
+            "index --remove",
+            "index a --list",
             "forget --keep-within 5m",
             "forget --keep-within 0d",
             "forget --keep-tag a,b",

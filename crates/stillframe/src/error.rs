@@ -39,6 +39,16 @@ pub enum CommandError {
     /// `stats` has neither two checkpoints nor a running VM, or both.
     #[error("stats needs two checkpoints, or a running VM and --over TIME")]
     NothingToMeasure,
+    /// `index --remove` of an image that is not indexed.
+    #[error(
+        "no image of the repository is called '{0}': give its path or its id (`stillframe index --list` shows them)"
+    )]
+    NoSuchImage(String),
+    /// Several images were indexed at that path, one after the other.
+    #[error(
+        "several images were indexed at {0}: give the id of one (`stillframe index --list` shows them)"
+    )]
+    SeveralImages(String),
     /// The kernel or the user's rights are not sufficient.
     #[error("this machine cannot checkpoint a VM: {0} (`stillframe probe` shows details)")]
     MissingAbility(String),

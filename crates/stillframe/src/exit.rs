@@ -143,6 +143,7 @@ fn of_command(error: &CommandError) -> Exit {
         | CommandError::NothingToForget
         | CommandError::SameMonitor
         | CommandError::NoMonitor
+        | CommandError::SeveralImages(_)
         | CommandError::NothingToMeasure => Exit::Usage,
         CommandError::Problems(_) => Exit::Damaged,
         CommandError::ByWatch { exit_code, .. } => Exit::from_code(*exit_code),
@@ -153,6 +154,7 @@ fn of_command(error: &CommandError) -> Exit {
         | CommandError::WatchSilent { .. }
         | CommandError::WatchLost { .. }
         | CommandError::NoCheckpoints
+        | CommandError::NoSuchImage(_)
         | CommandError::TooManyFailures(_) => Exit::Failed,
     }
 }

@@ -449,6 +449,27 @@ interrupted at any time; the next prune frees the rest.
     exit_codes!()
 );
 
+/// `stillframe index --help`
+pub const INDEX: &str = concat!(
+    "\
+Examples:
+  stillframe -r /srv/checkpoints index /srv/images/debian-12.qcow2
+  stillframe -r /srv/checkpoints index --list
+  stillframe -r /srv/checkpoints index --remove /srv/images/debian-12.qcow2
+
+An image is any file whose content stays: a golden image, the backing file of many disks. It is read once, and never
+copied or changed. Later checkpoints refer to it where memory or a disk has a page of 4 KiB that it has, too; `show`
+names the images that a checkpoint may need. Raw images and uncompressed qcow2 images serve; compressed ones have
+nothing to find.
+
+Whoever restores needs the image at the same path. Each page is verified when it is read. An image that was changed
+counts as absent: no further checkpoint refers to it, and `check` names what older ones miss. After it was moved, index
+it again where it is. `copy` stores the content in the other repository.
+
+",
+    exit_codes!()
+);
+
 /// `stillframe rebuild-index --help`
 pub const REBUILD_INDEX: &str = concat!(
     "\

@@ -99,6 +99,7 @@ impl From<stillframe_repo::Progress> for Step {
             Phase::Data => ("reading packs", Unit::Bytes),
             Phase::Repack => ("repacking", Unit::Items),
             Phase::Remove => ("removing packs", Unit::Items),
+            Phase::Image => ("reading the image", Unit::Bytes),
             Phase::Copy => ("copying pages", Unit::Items),
         };
         Step {

@@ -1,12 +1,12 @@
 //! The storing half: from the staging buffer into the repository.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::PoisonError;
 use std::time::Instant;
 
 use stillframe_repo::{
-    BlockTable, CheckpointId, Committed, DiskTable, Manifest, Note, RepoError, Repository, Tags,
-    Writer,
+    BlockTable, CheckpointId, Committed, DiskTable, ImageId, Manifest, Note, RepoError, Repository,
+    Tags, Writer,
 };
 use stillframe_sys::affinity::AffinityGuard;
 
@@ -51,6 +51,9 @@ pub(super) struct Transaction<'r> {
     pub(super) missing_packs: Vec<String>,
     /// What the last checkpoint has of the disks, or one that an earlier engine took and QEMU knows what was written since.
     pub(super) disks_before: Vec<DiskTable>,
+    /// The images that the content may need which it takes over from earlier checkpoints.
+    pub(super) images: BTreeSet<ImageId>,
+    pub(super) changed_images: Vec<String>,
     /// Deltas against the parent may be made: each page comes once.
     pub(super) deltas: bool,
     pub(super) tags: Tags,
@@ -107,9 +110,11 @@ impl CheckpointWriter {
         writer: Writer<'r>,
         blocks: &[BlockShape],
         options: &CheckpointOptions,
-    ) -> Transaction<'r> {
-        Transaction {
+    ) -> Result<Transaction<'r>, RepoError> {
+        Ok(Transaction {
             missing_packs: writer.missing_packs(),
+            changed_images: writer.changed_images()?,
+            images: BTreeSet::new(),
             sink: RepositoryPages::first(writer, blocks, options.dedup),
             stream: PageStream::new(blocks),
             disks_before: Vec::new(),
@@ -117,7 +122,7 @@ impl CheckpointWriter {
             deltas: false,
             tags: options.tags.clone(),
             note: options.note.clone(),
-        }
+        })
     }
 
     /// Begins an increment of the last checkpoint.
@@ -137,6 +142,7 @@ impl CheckpointWriter {
                     && missing_packs
                         .iter()
                         .all(|pack| parent.missing_packs.contains(pack))
+                    && writer.has_images(&parent.images)
                     && writer.has_manifest(&parent.id)? =>
             {
                 parent.clone()
@@ -150,6 +156,8 @@ impl CheckpointWriter {
             sink: RepositoryPages::after(writer, &parent.tables, options.dedup),
             stream: PageStream::new(blocks),
             disks_before: parent.disks.clone(),
+            images: parent.images.clone(),
+            changed_images: Vec::new(),
             parent: Some(parent),
             missing_packs,
             deltas: false,
@@ -195,6 +203,7 @@ impl CheckpointWriter {
             repository,
             tables: manifest.ram.clone(),
             disks: manifest.disks.clone(),
+            images: committed.images.clone(),
             missing_packs: transaction.missing_packs.clone(),
         });
         Ok(Stored {
@@ -204,7 +213,11 @@ impl CheckpointWriter {
                 committed,
                 commit,
                 &transaction.stream,
-                (transaction.missing_packs, stored_disks),
+                Lost {
+                    missing_packs: transaction.missing_packs,
+                    changed_images: transaction.changed_images,
+                },
+                stored_disks,
             ),
             found: transaction.stream.outcome,
         })
@@ -328,6 +341,7 @@ impl Transaction<'_> {
             note: self.note.clone(),
             ram,
             disks: Vec::new(),
+            images: std::mem::take(&mut self.images),
             streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
             pages: self.stream.counts.into(),
             bytes_stored: self.sink.writer.bytes_stored(),
@@ -338,13 +352,20 @@ impl Transaction<'_> {
     }
 }
 
+/// What the repository has lost.
+struct Lost {
+    missing_packs: Vec<String>,
+    changed_images: Vec<String>,
+}
+
 fn report(
     captured: &Captured,
     manifest: Manifest,
     committed: Committed,
     commit: u64,
     stream: &PageStream,
-    (missing_packs, disks): (Vec<String>, Vec<StoredDisk>),
+    lost: Lost,
+    disks: Vec<StoredDisk>,
 ) -> CheckpointReport {
     CheckpointReport {
         clock_taken_us: 0,
@@ -370,7 +391,8 @@ fn report(
             commit,
         },
         obstacles: captured.record.obstacles.clone(),
-        missing_packs,
+        missing_packs: lost.missing_packs,
+        changed_images: lost.changed_images,
         verify: None,
     }
 }

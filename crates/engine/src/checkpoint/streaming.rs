@@ -5,7 +5,7 @@
 use std::time::Instant;
 
 use stillframe_page::GuestPage;
-use stillframe_repo::{RepoError, Repository};
+use stillframe_repo::{Manifest, RepoError, Repository};
 
 use super::store::Transaction;
 use super::{Captured, CheckpointError, CheckpointOptions, CheckpointReport, CheckpointWriter};
@@ -39,14 +39,23 @@ impl Vm {
         let blocks = self.tracker.shape();
         let mut transaction = match first {
             Iteration::Written => checkpoints.begin_increment(writer, &id, &blocks, options)?,
-            Iteration::Bulk => CheckpointWriter::begin_first(writer, &blocks, options),
+            Iteration::Bulk => CheckpointWriter::begin_first(writer, &blocks, options)?,
         };
         transaction.pages_may_come_twice(&blocks);
         // The writer's lock keeps that checkpoint from being pruned. What the repository has lost it may need.
         if first == Iteration::Bulk && self.disks.has_left() && transaction.missing_packs.is_empty()
         {
-            let manifests = transaction.sink.writer.manifests()?;
+            let writer = &transaction.sink.writer;
+            let mut manifests = writer.manifests()?;
+            manifests.retain(|(_, manifest)| writer.has_images(&manifest.images));
             transaction.disks_before = self.disks.go_on(&manifests);
+            let before = &transaction.disks_before;
+            let goes_on =
+                |manifest: &Manifest| manifest.disks.iter().any(|disk| before.contains(disk));
+            let needed = manifests
+                .into_iter()
+                .filter(|(_, manifest)| goes_on(manifest));
+            transaction.images = needed.flat_map(|(_, manifest)| manifest.images).collect();
         }
         let captured =
             self.stream_and_capture(first, checkpoints, &mut transaction, options, progress);

@@ -93,7 +93,7 @@ impl Scene {
         let writer = repository.begin(self.options.lock_wait).unwrap();
         let transaction = CheckpointWriter::begin_first(writer, &captured.blocks, &self.options);
         let checkpoints = &mut self.checkpoints;
-        let stored = checkpoints.finish(transaction, &captured, id, &mut |_| ());
+        let stored = checkpoints.finish(transaction.unwrap(), &captured, id, &mut |_| ());
         stored.unwrap().report
     }
 

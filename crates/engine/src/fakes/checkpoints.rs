@@ -1,6 +1,6 @@
 //! Checkpoints in a repository of the test's own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -76,6 +76,7 @@ impl FakeRepository {
             note: None,
             ram: sink.finish(&shapes).unwrap(),
             disks: Vec::new(),
+            images: BTreeSet::new(),
             streams: BTreeMap::from([(
                 DEVICE_STATE.to_owned(),
                 sink.writer.put_whole_stream(raw_state).unwrap(),

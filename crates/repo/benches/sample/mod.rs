@@ -23,6 +23,7 @@ pub fn manifest() -> Manifest {
         note: None,
         ram: Vec::new(),
         disks: Vec::new(),
+        images: std::collections::BTreeSet::new(),
         streams: Default::default(),
         pages: PageCounts::default(),
         bytes_stored: 0,

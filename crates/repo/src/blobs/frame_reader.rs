@@ -5,15 +5,15 @@ use std::fs::File;
 use stillframe_page::encoding::{Decoder, Kind};
 use stillframe_page::hash::{ContentHasher, ContentId};
 
-use crate::crypto::Keys;
+use crate::blobs::Blobs;
 use crate::error::RepoError;
 use crate::format::layout::FormatError;
-use crate::index::reader::IndexReader;
-use crate::pack::PackCipher;
+use crate::images::external_reader::ExternalReader;
+use crate::pack::external_frame::ExternalPlace;
 use crate::pack::open::{decode_payload, open_pack};
 use crate::pack::place::Place;
 use crate::pack::place::Wanted;
-use crate::store::local::LocalStore;
+use crate::pack::{KIND_EXTERNAL, PackCipher};
 use crate::store::read_exact_at;
 
 /// Packs kept open: enough for random reads in 2 GiB of packs.
@@ -24,11 +24,10 @@ type RunSink<'h, T, E> = dyn Fn(T, &[u8]) -> Result<(), E> + 'h;
 
 /// Reads and decodes frames; the state of one thread.
 pub(crate) struct FrameReader<'a> {
-    store: &'a LocalStore,
-    keys: &'a Keys,
-    index: IndexReader<'a>,
+    from: Blobs<'a>,
     hasher: ContentHasher,
     decoder: Decoder,
+    external: ExternalReader,
     /// The open packs; the last is the one in use.
     packs: Vec<OpenPack>,
     sealed: Vec<u8>,
@@ -42,6 +41,8 @@ pub(crate) struct FrameReader<'a> {
 enum PlainAt {
     /// In `FrameReader::plain`.
     Plain,
+    /// There, too; they were read from the image that was used last.
+    Image,
     /// In `FrameReader::sealed` from this offset on: a frame stored raw is not copied.
     Sealed(usize),
 }
@@ -54,17 +55,12 @@ struct OpenPack {
 }
 
 impl<'a> FrameReader<'a> {
-    pub(crate) fn new(
-        store: &'a LocalStore,
-        keys: &'a Keys,
-        index: IndexReader<'a>,
-    ) -> Result<FrameReader<'a>, RepoError> {
+    pub(crate) fn new(from: Blobs<'a>) -> Result<FrameReader<'a>, RepoError> {
         Ok(FrameReader {
-            store,
-            keys,
-            index,
-            hasher: keys.hasher(),
+            hasher: from.keys.hasher(),
+            from,
             decoder: Decoder::new()?,
+            external: ExternalReader::default(),
             packs: Vec::new(),
             sealed: Vec::new(),
             plain: Vec::new(),
@@ -144,6 +140,7 @@ impl<'a> FrameReader<'a> {
     pub(crate) fn close_packs(&mut self) {
         self.decoded = None;
         self.packs.clear();
+        self.external.close();
     }
 
     /// Opens a pack and makes it the one in use.
@@ -156,8 +153,8 @@ impl<'a> FrameReader<'a> {
         if self.packs.len() >= PACKS_OPEN {
             self.packs.remove(0);
         }
-        let name = self.index.pack_name(number);
-        let (file, cipher, label) = open_pack(self.store, self.keys, name)?;
+        let name = self.from.index.pack_name(number);
+        let (file, cipher, label) = open_pack(self.from.store, self.from.keys, name)?;
         self.packs.push(OpenPack {
             number,
             file,
@@ -190,6 +187,14 @@ impl<'a> FrameReader<'a> {
             .cipher
             .open_frame(at.frame, frame.kind, frame.plain_bytes, sealed);
         let payload = opened.map_err(wrong)?;
+        if frame.kind == KIND_EXTERNAL {
+            let place = ExternalPlace::decode(payload).map_err(wrong)?;
+            let (images, bytes) = (self.from.images, frame.plain_bytes as usize);
+            self.external.read(images, place, bytes, &mut self.plain)?;
+            self.plain_at = PlainAt::Image;
+            self.decoded = Some(*at);
+            return Ok(());
+        }
         let as_it_is = payload.len() == frame.plain_bytes as usize;
         self.plain_at = match as_it_is && frame.kind == Kind::Raw.number() {
             true => PlainAt::Sealed(from),
@@ -207,7 +212,7 @@ impl<'a> FrameReader<'a> {
     fn slice(&self, at: &Place) -> Result<&[u8], RepoError> {
         let range = at.offset as usize..at.offset as usize + at.bytes as usize;
         let plain = match self.plain_at {
-            PlainAt::Plain => &self.plain[..],
+            PlainAt::Plain | PlainAt::Image => &self.plain[..],
             PlainAt::Sealed(from) => &self.sealed[from..from + at.info.plain_bytes as usize],
         };
         plain
@@ -218,6 +223,7 @@ impl<'a> FrameReader<'a> {
     fn verify(&self, id: &ContentId, blob: &[u8]) -> Result<(), RepoError> {
         match self.hasher.id(blob) == *id {
             true => Ok(()),
+            false if matches!(self.plain_at, PlainAt::Image) => Err(self.external.changed()),
             false => Err(self.damaged(&format!("blob {id} has other contents"))),
         }
     }

@@ -15,6 +15,7 @@ use stillframe_page::hash::ContentId;
 use crate::blobs::frame_reader::FrameReader;
 use crate::crypto::Keys;
 use crate::error::RepoError;
+use crate::images::Images;
 use crate::index::reader::IndexReader;
 use crate::pack::place::{Place, Wanted};
 use crate::store::local::{Area, LocalStore};
@@ -25,6 +26,7 @@ use crate::sync::lock;
 pub struct Blobs<'a> {
     pub(crate) store: &'a LocalStore,
     pub(crate) keys: &'a Keys,
+    pub(crate) images: &'a Images,
     pub(crate) index: IndexReader<'a>,
 }
 
@@ -108,7 +110,7 @@ impl<'a> Blobs<'a> {
 
     /// A reader of frames, for one thread.
     pub(crate) fn frame_reader(&self) -> Result<FrameReader<'a>, RepoError> {
-        FrameReader::new(self.store, self.keys, self.index)
+        FrameReader::new(*self)
     }
 
     /// Whether a pack is gone, and a newer index may locate its blobs elsewhere.

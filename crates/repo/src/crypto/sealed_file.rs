@@ -1,4 +1,4 @@
-//! Files with one sealed body: manifests and working sets.
+//! Files with one sealed body: manifests, working sets and images.
 //!
 //! ```text
 //! | header 16 | salt 32 | sealed body, the last 16 bytes its authentication tag |
@@ -40,8 +40,8 @@ pub(crate) fn open_file<'a>(
 
 fn file_cipher(kind: FileKind, keys: &Keys, salt: &[u8; SALT_BYTES]) -> Cipher {
     match kind {
-        // A working set has a salt of its own, and the header of its kind is authenticated.
-        FileKind::Manifest | FileKind::WorkingSet => keys.manifest_cipher(salt),
+        // Each has a salt of its own, and the header of its kind is authenticated.
+        FileKind::Manifest | FileKind::WorkingSet | FileKind::Image => keys.manifest_cipher(salt),
         _ => keys.index_cipher(salt),
     }
 }

@@ -5,7 +5,7 @@ use stillframe_page::varint;
 use thiserror::Error;
 
 /// The format version that this program writes, and the only one that it reads. No release used another.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// Length of the header in bytes. Every file begins with it, except locks and leases.
 pub const HEADER_BYTES: usize = 16;
@@ -27,6 +27,8 @@ pub enum FileKind {
     Manifest,
     /// The pages that a restored VM accesses first.
     WorkingSet,
+    /// Where an image is that has blobs.
+    Image,
 }
 
 impl FileKind {
@@ -38,6 +40,7 @@ impl FileKind {
             FileKind::Index => b"INDX",
             FileKind::Manifest => b"MANI",
             FileKind::WorkingSet => b"WSET",
+            FileKind::Image => b"IMAG",
         }
     }
 }
@@ -123,7 +126,9 @@ pub fn read_header(bytes: &mut Cursor<'_>, kind: FileKind) -> Result<(), FormatE
     }
     match version {
         FORMAT_VERSION => Ok(()),
-        0 => Err(FormatError::invalid("it has format version 0")),
+        found if found < FORMAT_VERSION => Err(FormatError::invalid(format!(
+            "it has format version {found}, which no released program wrote; this one knows version {FORMAT_VERSION}"
+        ))),
         found => Err(FormatError::FutureVersion {
             found,
             known: FORMAT_VERSION,

@@ -4,7 +4,7 @@
 //! The sealed body is JSON, compressed. Unknown fields are refused, because a program that does not know a field
 //! might prune the blobs that it refers to. `vm_record` and `downtime_us` are free-form and refer to no blobs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use jiff::Timestamp;
@@ -14,6 +14,8 @@ use stillframe_page::encoding::{Compression, Decoder, Encoder};
 use stillframe_page::hash::ContentId;
 
 use crate::format::annotation::{Note, Tags};
+use crate::format::id_text::{self, HexId, ids as ids_text};
+use crate::format::image_record::ImageId;
 use crate::format::layout::{Cursor, FormatError};
 
 /// Maximum length in bytes of a manifest that is read or written.
@@ -78,6 +80,9 @@ pub struct Manifest {
     /// The disks whose content was taken at the same moment.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskTable>,
+    /// The images outside of the repository that may have some of its pages. Without these it may not be readable.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub images: BTreeSet<ImageId>,
     /// Byte strings, such as `device-state`.
     pub streams: BTreeMap<String, Stream>,
     /// What the capture counted.
@@ -300,27 +305,6 @@ impl Subject {
     }
 }
 
-/// Ids as 64 hexadecimal digits in JSON.
-#[derive(Clone, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-struct HexId(ContentId);
-
-impl TryFrom<String> for HexId {
-    type Error = &'static str;
-
-    fn try_from(text: String) -> Result<HexId, &'static str> {
-        ContentId::from_hex(&text)
-            .map(HexId)
-            .ok_or("an id that is not 64 hexadecimal digits")
-    }
-}
-
-impl From<HexId> for String {
-    fn from(id: HexId) -> String {
-        id.0.to_hex()
-    }
-}
-
 impl TryFrom<String> for CheckpointId {
     type Error = &'static str;
 
@@ -332,34 +316,5 @@ impl TryFrom<String> for CheckpointId {
 impl From<CheckpointId> for String {
     fn from(id: CheckpointId) -> String {
         id.to_hex()
-    }
-}
-
-mod id_text {
-    use super::{ContentId, HexId};
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(id: &ContentId, to: S) -> Result<S::Ok, S::Error> {
-        HexId(*id).serialize(to)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ContentId, D::Error> {
-        HexId::deserialize(from).map(|id| id.0)
-    }
-}
-
-mod ids_text {
-    use super::{ContentId, HexId};
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(ids: &[ContentId], to: S) -> Result<S::Ok, S::Error> {
-        to.collect_seq(ids.iter().map(|id| HexId(*id)))
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
-        from: D,
-    ) -> Result<Vec<ContentId>, D::Error> {
-        let ids = Vec::<HexId>::deserialize(from)?;
-        Ok(ids.into_iter().map(|id| id.0).collect())
     }
 }

@@ -3,6 +3,8 @@
 pub mod annotation;
 pub mod config;
 pub mod file_hash;
+pub(crate) mod id_text;
+pub mod image_record;
 pub mod layout;
 pub mod lease_record;
 pub mod lock_owner;

@@ -26,7 +26,7 @@ use crate::index::layout::{
     Entry, Head, HeadPack, PART_BYTES_TARGET, Part, Sections, decode_section, encode_section,
     section_entries,
 };
-use crate::pack::{Directory, IndexedPack, PREAMBLE_BYTES, frame_entry_bytes};
+use crate::pack::{Directory, IndexedPack, PREAMBLE_BYTES, ensure_kinds, frame_entry_bytes};
 use crate::store::local::{Area, LocalStore};
 
 /// Maximum length in bytes of an index file that is read.
@@ -115,6 +115,7 @@ impl IndexBuilder {
             pack: entry.pack,
             file_bytes: entry.directory.file_bytes() as u32,
             parts: (self.head.parts.len() - before) as u32,
+            image: entry.directory.image,
         });
     }
 
@@ -297,7 +298,10 @@ fn visit_parts(
     let wrong = || FormatError::invalid("the parts of a pack's directory do not fit together");
     let mut number = 0;
     for entry in &open.head.packs {
-        let mut directory = Directory::default();
+        let mut directory = Directory {
+            image: entry.image,
+            ..Directory::default()
+        };
         let mut end = PREAMBLE_BYTES as u64;
         for _ in 0..entry.parts {
             let part = open.part_of(file, number)?;
@@ -309,6 +313,7 @@ fn visit_parts(
             end = part.end();
             directory.frames.extend(part.frames);
         }
+        ensure_kinds(entry.image, &directory.frames)?;
         if directory.file_bytes() != u64::from(entry.file_bytes) {
             return Err(wrong());
         }

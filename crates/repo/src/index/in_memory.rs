@@ -304,6 +304,7 @@ impl Index {
         let number = self.packs.len() as u32;
         let first_frame = self.locations.frames();
         let missing = self.missing_packs.missing().contains(&name);
+        let own = directory.image.is_none();
         // A pack is at most 1 GiB long (checked when the directory was read).
         let mut offset = PREAMBLE_BYTES as u32;
         for frame in &directory.frames {
@@ -314,7 +315,9 @@ impl Index {
                 self.blobs.add(id, |known| {
                     // A pack may contain a blob twice; it is not in the list yet.
                     let pack = packs.get(locations.pack(locations.frame_of(known)) as usize);
-                    !missing && pack.is_some_and(|pack| pack.missing)
+                    // A checkpoint that stored a block itself must not come to need an image for it.
+                    let is_worse = |pack: &PackInfo| pack.missing || (own && pack.image.is_some());
+                    !missing && pack.is_some_and(is_worse)
                 });
             }
         }
@@ -322,6 +325,7 @@ impl Index {
             name,
             file_bytes: directory.file_bytes(),
             first_frame,
+            image: directory.image,
             missing,
         });
         let packs = &self.packs;

@@ -15,6 +15,7 @@ use stillframe_page::hash::ContentId;
 
 use crate::crypto::TAG_BYTES;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::{IMAGE_ID_BYTES, ImageId};
 use crate::format::layout::{Cursor, FormatError};
 use crate::pack::{
     FRAME_ENTRY_BYTES, Frame, PACK_BYTES_MAX, PREAMBLE_BYTES, decode_frame, encode_frame,
@@ -36,6 +37,8 @@ pub struct HeadPack {
     pub file_bytes: u32,
     /// Number of parts of its directory.
     pub parts: u32,
+    /// The image that has its content, if it is an external pack.
+    pub image: Option<ImageId>,
 }
 
 /// The head of an index file.
@@ -51,7 +54,7 @@ pub struct Head {
     pub sections: Vec<u32>,
 }
 
-const HEAD_PACK_BYTES: usize = 32 + 4 + 4;
+const HEAD_PACK_BYTES: usize = 32 + 4 + 4 + IMAGE_ID_BYTES;
 
 impl Head {
     /// Encodes the plain form.
@@ -69,6 +72,7 @@ impl Head {
             bytes.extend_from_slice(&entry.pack.0);
             bytes.extend_from_slice(&entry.file_bytes.to_le_bytes());
             bytes.extend_from_slice(&entry.parts.to_le_bytes());
+            bytes.extend_from_slice(&ImageId::encode(entry.image));
         }
         for lengths in [&self.parts, &self.sections] {
             count(&mut bytes, lengths.len());
@@ -109,6 +113,7 @@ fn decode_pack(cursor: &mut Cursor<'_>) -> Result<HeadPack, FormatError> {
         pack: FileHash(cursor.array()?),
         file_bytes: cursor.u32()?,
         parts: cursor.u32()?,
+        image: ImageId::decode(cursor.array()?),
     };
     match u64::from(entry.file_bytes) <= PACK_BYTES_MAX {
         true => Ok(entry),

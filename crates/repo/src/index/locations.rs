@@ -10,6 +10,7 @@
 //! ```
 
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
 use crate::index::chunked::ChunkedVec;
 use crate::index::missing_packs::InspectedPack;
 use crate::pack::Frame;
@@ -41,6 +42,8 @@ pub(crate) struct PackInfo {
     pub(crate) file_bytes: u64,
     /// The number of its first frame; the others follow.
     pub(crate) first_frame: u32,
+    /// The image that has its content, if it is an external pack.
+    pub(crate) image: Option<ImageId>,
     /// Whether it is missing on disk, or cut short.
     pub(crate) missing: bool,
 }
@@ -53,6 +56,7 @@ impl PackInfo {
             name,
             file_bytes,
             first_frame: 0,
+            image: None,
             missing: false,
         }
     }

@@ -12,6 +12,7 @@ pub(crate) mod mark_bitmaps;
 pub(crate) mod missing_packs;
 pub(crate) mod on_demand;
 pub(crate) mod reader;
+pub(crate) mod recording;
 pub(crate) mod reopening;
 pub(crate) mod sectioned_file;
 pub(crate) mod segment;

@@ -19,9 +19,10 @@ use std::sync::{Arc, Mutex};
 
 use stillframe_page::hash::ContentId;
 
-use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
+use crate::images::Images;
 use crate::index::layout::{Entry, key, order, parts_of};
 use crate::index::mark_bitmaps::Bits;
 use crate::index::sectioned_file::SectionedFile;
@@ -59,6 +60,7 @@ pub(crate) struct Found {
 /// The live index files.
 pub(crate) struct OnDemandIndex {
     store: Arc<LocalStore>,
+    images: Arc<Images>,
     /// The largest first.
     files: Vec<SectionedFile>,
     packs: Vec<PackEntry>,
@@ -80,33 +82,30 @@ struct Numbers {
 struct PackEntry {
     name: FileHash,
     file_bytes: u32,
+    /// The image that has its content, if it is an external pack.
+    image: Option<ImageId>,
     /// The number of its first part.
     first_part: u32,
 }
 
 impl OnDemandIndex {
     /// Reads the heads of the index files.
-    pub(crate) fn open(store: &Arc<LocalStore>, keys: &Keys) -> Result<OnDemandIndex, RepoError> {
-        OnDemandIndex::open_from(store, keys, Numbers::default())
+    pub(crate) fn open(images: &Arc<Images>) -> Result<OnDemandIndex, RepoError> {
+        OnDemandIndex::open_from(images, Numbers::default())
     }
 
     /// As [`OnDemandIndex::open`]; the numbers of packs and parts continue those of another on-demand index.
     pub(crate) fn open_after(
-        store: &Arc<LocalStore>,
-        keys: &Keys,
+        images: &Arc<Images>,
         before: &OnDemandIndex,
     ) -> Result<OnDemandIndex, RepoError> {
-        OnDemandIndex::open_from(store, keys, before.next)
+        OnDemandIndex::open_from(images, before.next)
     }
 
-    fn open_from(
-        store: &Arc<LocalStore>,
-        keys: &Keys,
-        first: Numbers,
-    ) -> Result<OnDemandIndex, RepoError> {
+    fn open_from(images: &Arc<Images>, first: Numbers) -> Result<OnDemandIndex, RepoError> {
         const TRIES: usize = 16;
         for _ in 0..TRIES {
-            match OnDemandIndex::try_open(store, keys, first) {
+            match OnDemandIndex::try_open(images, first) {
                 // Another process has merged the file since the folder was listed.
                 Err(error) if error.is_absent() => {}
                 other => return other,
@@ -118,11 +117,8 @@ impl OnDemandIndex {
         })
     }
 
-    fn try_open(
-        store: &Arc<LocalStore>,
-        keys: &Keys,
-        first: Numbers,
-    ) -> Result<OnDemandIndex, RepoError> {
+    fn try_open(images: &Arc<Images>, first: Numbers) -> Result<OnDemandIndex, RepoError> {
+        let (store, keys) = (&images.store, &images.keys);
         let names = store.names(Area::Index)?;
         let mut files = Vec::new();
         for name in names.iter().filter_map(|name| FileHash::from_name(name)) {
@@ -132,19 +128,20 @@ impl OnDemandIndex {
         let superseded: HashSet<FileHash> =
             heads.flat_map(|head| &head.supersedes).copied().collect();
         files.retain(|file| !superseded.contains(&file.name));
-        let mut index = OnDemandIndex::empty_from(store.clone(), READER_CACHE, first);
+        let mut index = OnDemandIndex::empty_from(images.clone(), READER_CACHE, first);
         index.replace_files(files, |_| true);
         Ok(index)
     }
 
     /// An index of no files.
-    pub(crate) fn empty(store: Arc<LocalStore>, limits: CacheLimits) -> OnDemandIndex {
-        OnDemandIndex::empty_from(store, limits, Numbers::default())
+    pub(crate) fn empty(images: Arc<Images>, limits: CacheLimits) -> OnDemandIndex {
+        OnDemandIndex::empty_from(images, limits, Numbers::default())
     }
 
-    fn empty_from(store: Arc<LocalStore>, limits: CacheLimits, first: Numbers) -> OnDemandIndex {
+    fn empty_from(images: Arc<Images>, limits: CacheLimits, first: Numbers) -> OnDemandIndex {
         OnDemandIndex {
-            store,
+            store: images.store.clone(),
+            images,
             files: Vec::new(),
             packs: Vec::new(),
             first,
@@ -195,6 +192,7 @@ impl OnDemandIndex {
             self.packs.push(PackEntry {
                 name: entry.pack,
                 file_bytes: entry.file_bytes,
+                image: entry.image,
                 first_part: self.next.part,
             });
             self.next.part += entry.parts;
@@ -233,6 +231,11 @@ impl OnDemandIndex {
     /// The name of one of its packs.
     pub(crate) fn pack_name(&self, pack: u32) -> FileHash {
         self.packs[(pack - self.first.pack) as usize].name
+    }
+
+    /// The image that has the content of one of its packs.
+    pub(crate) fn pack_image(&self, pack: u32) -> Option<ImageId> {
+        self.packs[(pack - self.first.pack) as usize].image
     }
 
     /// The location of a blob; if it is in several packs, in one that is whole.
@@ -394,7 +397,7 @@ impl OnDemandIndex {
         Ok(part)
     }
 
-    /// Whether a pack is there in its full length.
+    /// Whether a pack is there in its full length, and the image that an external one needs is as it was.
     fn is_whole(&self, pack: u32) -> Result<bool, RepoError> {
         let pack = pack - self.first.pack;
         if lock(&self.cache).whole.has(pack) {
@@ -402,7 +405,8 @@ impl OnDemandIndex {
         }
         let entry = &self.packs[pack as usize];
         let bytes = self.store.length(Area::Packs, &entry.name.to_string())?;
-        let whole = bytes == Some(entry.file_bytes.into());
+        let intact = |image| self.images.is_intact(image);
+        let whole = bytes == Some(entry.file_bytes.into()) && entry.image.is_none_or(intact);
         // A missing pack may be put back, and is inspected again.
         if whole {
             lock(&self.cache).whole.set(pack);

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, RwLock};
 
 use stillframe_page::hash::ContentId;
 
-use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
+use crate::images::Images;
 use crate::index::on_demand::{Found, OnDemandIndex};
 use crate::index::segment::IndexSegment;
 use crate::pack::place::Wanted;
@@ -19,8 +19,7 @@ use crate::sync::lock;
 
 /// The current on-demand index, and the earlier ones.
 pub(crate) struct ReopeningIndex {
-    store: Arc<LocalStore>,
-    keys: Arc<Keys>,
+    images: Arc<Images>,
     /// The newest last; never empty.
     all: RwLock<Vec<Arc<OnDemandIndex>>>,
     /// The index files that existed when the newest was opened.
@@ -29,16 +28,12 @@ pub(crate) struct ReopeningIndex {
 
 impl ReopeningIndex {
     /// Reads the heads of the index files.
-    pub(crate) fn open(
-        store: &Arc<LocalStore>,
-        keys: &Arc<Keys>,
-    ) -> Result<ReopeningIndex, RepoError> {
+    pub(crate) fn open(images: &Arc<Images>) -> Result<ReopeningIndex, RepoError> {
         // Listed before they are read: files that appear later are new.
-        let listed = list(store)?;
-        let on_demand = OnDemandIndex::open(store, keys)?;
+        let listed = list(&images.store)?;
+        let on_demand = OnDemandIndex::open(images)?;
         Ok(ReopeningIndex {
-            store: store.clone(),
-            keys: keys.clone(),
+            images: images.clone(),
             all: RwLock::new(vec![Arc::new(on_demand)]),
             listed: Mutex::new(listed),
         })
@@ -110,12 +105,12 @@ impl ReopeningIndex {
         if pack < newest.first_pack() {
             return Ok(true);
         }
-        let names = list(&self.store)?;
+        let names = list(&self.images.store)?;
         // Empty while the file system is away; the known index then stays valid.
         if names.is_empty() || names == *listed {
             return Ok(false);
         }
-        let next = OnDemandIndex::open_after(&self.store, &self.keys, &newest)?;
+        let next = OnDemandIndex::open_after(&self.images, &newest)?;
         *listed = names;
         let all = self.all.write();
         all.unwrap_or_else(|poisoned| poisoned.into_inner())

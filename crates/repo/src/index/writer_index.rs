@@ -30,6 +30,8 @@ use stillframe_page::hash::ContentId;
 use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
+use crate::images::Images;
 use crate::index::in_memory::BLOBS_MAX;
 use crate::index::key_table::{GROUPS, Group, KEY_ENTRY_BYTES, KeyTable};
 use crate::index::layout::key;
@@ -113,6 +115,7 @@ impl CurrentGroup {
 pub(crate) struct WriterIndex {
     store: Arc<LocalStore>,
     crypto: Arc<Keys>,
+    images: Arc<Images>,
     keys: KeyTable,
     /// The live files.
     files: OnDemandIndex,
@@ -133,10 +136,10 @@ pub(crate) struct WriterIndex {
 
 impl WriterIndex {
     /// An index that has read nothing yet.
-    pub(crate) fn new(store: Arc<LocalStore>, crypto: Arc<Keys>) -> WriterIndex {
+    pub(crate) fn new(images: &Arc<Images>) -> WriterIndex {
         WriterIndex {
             keys: KeyTable::default(),
-            files: OnDemandIndex::empty(store.clone(), cache_beside(0)),
+            files: OnDemandIndex::empty(images.clone(), cache_beside(0)),
             found_last: AtomicBool::new(false),
             file_groups: HashMap::new(),
             groups: vec![Vec::new(); GROUPS],
@@ -149,8 +152,9 @@ impl WriterIndex {
             pack_numbers: HashTable::new(),
             superseded: HashSet::new(),
             missing_packs: MissingPackDetector::default(),
-            store,
-            crypto,
+            store: images.store.clone(),
+            crypto: images.keys.clone(),
+            images: images.clone(),
         }
     }
 
@@ -204,6 +208,11 @@ impl WriterIndex {
         self.files.pack_name(pack)
     }
 
+    /// The image that has the content of a pack, by the number in a location.
+    pub(crate) fn pack_image(&self, pack: u32) -> Option<ImageId> {
+        self.files.pack_image(pack)
+    }
+
     /// A part that was read before, if it is still cached.
     pub(crate) fn known_part(&self, part: u32) -> Option<Arc<IndexSegment>> {
         self.files.known_part(part)
@@ -245,11 +254,11 @@ impl WriterIndex {
         }
     }
 
-    /// Brings the index up to date with the existing files, and inspects packs.
+    /// Brings the index up to date with the existing files, and inspects packs and images.
     pub(crate) fn refresh(&mut self) -> Result<(), RepoError> {
         self.refresh_files()?;
         let changed = self.missing_packs.inspect(&self.store, &self.packs);
-        if !matches!(changed, Ok(false)) {
+        if self.images.inspect() || !matches!(changed, Ok(false)) {
             // It says which packs are whole.
             self.files.forget_cached();
         }
@@ -440,7 +449,7 @@ impl WriterIndex {
             current,
             superseded: std::mem::take(&mut self.superseded),
             missing_packs,
-            ..WriterIndex::new(self.store.clone(), self.crypto.clone())
+            ..WriterIndex::new(&self.images)
         };
     }
 }

@@ -8,9 +8,12 @@ use std::collections::BTreeSet;
 use crate::error::RepoError;
 use crate::format::config;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
 use crate::format::manifest::CheckpointId;
+use crate::images::file::ImageState;
 use crate::index::file::check_sections;
 use crate::index::in_memory::Index;
+use crate::index::mark_bitmaps::Mark;
 use crate::maintenance::mark::mark_used;
 use crate::maintenance::problem::Problem;
 use crate::maintenance::scrub::{PackFile, scrub_packs};
@@ -30,6 +33,8 @@ pub struct CheckReport {
     pub index_files: u64,
     /// Number of packs.
     pub packs: u64,
+    /// Number of indexed images.
+    pub images: u64,
     /// Number of blobs in the index.
     pub blobs: u64,
     /// Bytes of all packs.
@@ -96,9 +101,11 @@ impl Repository {
             Ok(())
         };
         findings.report.checkpoints = mark_used(self, note, progress)?;
+        let needed = self.needed_images();
         self.index.clear_marks();
+        self.check_images(&mut findings, &needed)?;
         if read_data {
-            let (found, bytes_read) = scrub_packs(self, packs, progress)?;
+            let (found, bytes_read) = scrub_packs(self, packs, &needed, progress)?;
             findings.problems.extend(found);
             findings.report.bytes_read = bytes_read;
         }
@@ -142,6 +149,44 @@ impl Repository {
                 None => findings.add(label, "its name is not one of this repository's"),
                 Some(Err(error)) => findings.add_error(label, &error),
                 Some(Ok(_)) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The images that have blocks which a checkpoint needs. The blobs in use must be marked.
+    fn needed_images(&self) -> BTreeSet<ImageId> {
+        let used = self.index.locations();
+        used.filter(|&at| self.index.has(at, Mark::Used))
+            .filter_map(|at| self.index.frame(at).0.image)
+            .collect()
+    }
+
+    /// An image that no checkpoint needs may be gone or have changed.
+    fn check_images(
+        &self,
+        findings: &mut Findings,
+        needed: &BTreeSet<ImageId>,
+    ) -> Result<(), RepoError> {
+        self.check_names(findings, Area::Images, |name| {
+            ImageId::from_hex(name).is_some()
+        })?;
+        let mut ids: BTreeSet<ImageId> = self.images.ids()?.into_iter().collect();
+        findings.report.images = ids.len() as u64;
+        ids.extend(needed);
+        for id in ids {
+            match self.image(id) {
+                Err(error) => {
+                    let label = self.store.label(Area::Images, &id.to_string());
+                    findings.add_error(label, &error);
+                }
+                Ok(image) if needed.contains(&id) && image.state != ImageState::Intact => {
+                    findings.add(
+                        image.record.path,
+                        format!("checkpoints need this image, and it is {}", image.state),
+                    );
+                }
+                Ok(_) => {}
             }
         }
         Ok(())

@@ -10,14 +10,16 @@ use stillframe_page::hash::ContentId;
 use crate::error::RepoError;
 use crate::format::config;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
 use crate::format::layout::FORMAT_VERSION;
 use crate::format::lease_record;
 use crate::format::lock_record;
 use crate::format::manifest::CheckpointId;
 use crate::index::file::read_index_file;
+use crate::index::locations::Location;
 use crate::lease::is_over;
 use crate::maintenance::scrub::open_directory;
-use crate::pack::{Directory, PREAMBLE_BYTES};
+use crate::pack::{Directory, KIND_EXTERNAL, PREAMBLE_BYTES};
 use crate::page_table::layer::Layer;
 use crate::page_table::table::{PageRef, decode_root_of_any_size, decode_segment_of_any_size};
 use crate::repository::{Repository, read_key};
@@ -39,6 +41,10 @@ pub struct Stats {
     pub blobs: u64,
     /// Bytes of those blobs before encoding.
     pub blob_bytes: u64,
+    /// Number of indexed images.
+    pub images: u64,
+    /// Number of those blobs that are blocks of images, and of no other pack.
+    pub image_blobs: u64,
     /// Number of index files.
     pub index_files: u64,
     /// Bytes of those index files.
@@ -51,6 +57,7 @@ impl Repository {
         self.refresh_index()?;
         let packs = self.index.packs();
         let files = self.index.files();
+        let in_image = |at: &Location| self.index.frame(*at).0.image.is_some();
         Ok(Stats {
             checkpoints: self.checkpoint_ids()?.len() as u64,
             packs: packs.len() as u64,
@@ -58,6 +65,8 @@ impl Repository {
             frames: self.index.frames(),
             blobs: self.index.blobs(),
             blob_bytes: self.index.locations().map(|at| u64::from(at.bytes)).sum(),
+            images: self.images.ids()?.len() as u64,
+            image_blobs: self.index.locations().filter(in_image).count() as u64,
             index_files: files.len() as u64,
             index_bytes: files.values().map(|file| file.bytes).sum(),
         })
@@ -81,6 +90,7 @@ impl Repository {
             ["index", name] => self.inspect_index(name),
             ["manifests", name] => self.inspect_manifest(name),
             ["working-sets", name] => self.inspect_working_set(name),
+            ["images", name] => self.inspect_image(name),
             ["locks", name] => self.inspect_lock(name),
             ["leases", name] => self.inspect_lease(name),
             _ => Err(not_ours(path)),
@@ -163,6 +173,15 @@ impl Repository {
         let pages: Vec<(usize, u64)> = pages.collect();
         Ok(
             json!({ "kind": "working set", "format_version": FORMAT_VERSION, "checkpoint": name, "pages": pages }),
+        )
+    }
+
+    fn inspect_image(&self, name: &str) -> Result<Value, RepoError> {
+        let id = ImageId::from_hex(name).ok_or_else(|| not_ours(name.as_ref()))?;
+        let image = self.image(id)?;
+        let body = serde_json::to_value(&image.record).unwrap_or_default();
+        Ok(
+            json!({ "kind": "image", "format_version": FORMAT_VERSION, "state": image.state.to_string(), "body": body }),
         )
     }
 
@@ -272,10 +291,17 @@ fn describe_directory(directory: &Directory) -> Value {
             description
         })
         .collect();
-    json!({ "frames": frames })
+    let mut description = json!({ "frames": frames });
+    if let Some(image) = directory.image {
+        description["image"] = json!(image.to_string());
+    }
+    description
 }
 
 fn encoding(kind: u8) -> &'static str {
+    if kind == KIND_EXTERNAL {
+        return "external";
+    }
     match Kind::from_number(kind) {
         Ok(Kind::Zero) => "zero",
         Ok(Kind::Raw) => "raw",

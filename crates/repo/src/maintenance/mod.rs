@@ -8,5 +8,6 @@ pub(crate) mod mark;
 pub(crate) mod problem;
 pub(crate) mod prune;
 pub(crate) mod rebuild;
+mod remove_image;
 pub(crate) mod retention;
 pub(crate) mod scrub;

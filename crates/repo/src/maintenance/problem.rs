@@ -23,7 +23,7 @@ impl Problem {
     /// Assigns an error to the file that it names, or else to `file`.
     pub(crate) fn from_error(file: String, error: &RepoError) -> Problem {
         match error {
-            RepoError::Damaged { file, what } => Problem {
+            RepoError::Image { path: file, what } | RepoError::Damaged { file, what } => Problem {
                 file: file.clone(),
                 what: what.clone(),
             },

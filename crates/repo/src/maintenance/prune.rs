@@ -20,6 +20,7 @@ use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
 use crate::format::lock_record::LockKind;
 use crate::index::compact::NewIndex;
 use crate::index::file::read_index_file;
@@ -56,7 +57,7 @@ pub struct PruneReport {
     pub checkpoints: u64,
     /// Blobs in use.
     pub blobs_used: u64,
-    /// Blobs no longer in use.
+    /// Blobs no longer in use; blocks of images are not counted.
     pub blobs_unused: u64,
     /// Packs left as they are.
     pub packs_kept: u64,
@@ -123,6 +124,16 @@ impl Repository {
             let plain: u64 = frames.map(|frame| u64::from(frame.plain_bytes)).sum();
             let used = used[number as usize];
             report.bytes_before += pack.file_bytes;
+            if let Some(image) = pack.image
+                && (used > 0 || self.has_image(image)?)
+            {
+                self.require(pack)?;
+                // An error if a checkpoint needs an image that was removed by hand.
+                self.images.record(image)?;
+                report.bytes_after += pack.file_bytes;
+                plan.keep.push(number);
+                continue;
+            }
             if used == 0 {
                 plan.remove.push(number);
                 continue;
@@ -164,6 +175,12 @@ impl Repository {
         Ok(plan)
     }
 
+    /// Whether the repository knows an image. One whose indexing was killed, or that was removed, it does not.
+    fn has_image(&self, id: ImageId) -> Result<bool, RepoError> {
+        let length = self.store.length(Area::Images, &id.to_string())?;
+        Ok(length.is_some())
+    }
+
     /// An error if a pack that is needed is missing or cut short.
     fn require(&self, pack: &PackInfo) -> Result<(), RepoError> {
         let name = pack.name.to_string();
@@ -183,7 +200,7 @@ impl Repository {
             if self.index.has(location, Mark::Used) {
                 used[self.index.pack_of(location) as usize] += u64::from(location.bytes);
                 report.blobs_used += 1;
-            } else {
+            } else if self.index.frame(location).0.image.is_none() {
                 report.blobs_unused += 1;
             }
         }

@@ -1,6 +1,7 @@
 //! Reads packs from end to end: every byte is hashed against the pack's name, every frame opened and decoded,
 //! every blob hashed against its id.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,12 +13,17 @@ use stillframe_page::hash::ContentHasher;
 use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
 use crate::format::layout::FormatError;
+use crate::images::external_reader::ExternalReader;
 use crate::maintenance::problem::Problem;
-use crate::pack::open::decode_sealed_frame;
+use crate::pack::external_frame::ExternalPlace;
+use crate::pack::open::decode_payload;
 use crate::pack::open::open_pack;
 use crate::pack::place::FrameInfo;
-use crate::pack::{Directory, PREAMBLE_BYTES, PackCipher, TAIL_BYTES, decode_tail};
+use crate::pack::{
+    Directory, Frame, KIND_EXTERNAL, PREAMBLE_BYTES, PackCipher, TAIL_BYTES, decode_tail,
+};
 use crate::progress::{Phase, Progress};
 use crate::repository::Repository;
 use crate::store::local::{Area, LocalStore};
@@ -56,10 +62,11 @@ impl Repository {
     }
 }
 
-/// Reads the given packs. Returns their problems, and the number of bytes read.
+/// Reads the given packs, and those blocks of the given images that they name. Returns their problems, and the number of bytes read.
 pub(crate) fn scrub_packs(
     from: &Repository,
     packs: Vec<PackFile>,
+    images: &BTreeSet<ImageId>,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<(Vec<Problem>, u64), RepoError> {
     let total = packs.iter().map(|pack| pack.bytes).sum();
@@ -69,8 +76,10 @@ pub(crate) fn scrub_packs(
     let work = |sender: Sender<u64>| -> Result<(), RepoError> {
         let mut scrubber = Scrubber {
             from,
+            images,
             hasher: from.keys.hasher(),
             decoder: Decoder::new()?,
+            external: ExternalReader::default(),
             sealed: Vec::new(),
             plain: Vec::new(),
         };
@@ -114,8 +123,11 @@ pub(crate) fn scrub_packs(
 
 struct Scrubber<'a> {
     from: &'a Repository,
+    /// The images to read.
+    images: &'a BTreeSet<ImageId>,
     hasher: ContentHasher,
     decoder: Decoder,
+    external: ExternalReader,
     sealed: Vec<u8>,
     plain: Vec<u8>,
 }
@@ -146,26 +158,7 @@ impl Scrubber<'_> {
                 plain_bytes: frame.plain_bytes,
                 kind: frame.kind,
             };
-            decode_sealed_frame(
-                &cipher,
-                number,
-                info,
-                &mut self.sealed,
-                &mut self.decoder,
-                &mut self.plain,
-            )
-            .map_err(wrong)?;
-            let mut start = 0;
-            for &(id, bytes) in &frame.blobs {
-                // The directory was checked: blobs fill the frame exactly.
-                let blob = &self.plain[start..start + bytes as usize];
-                if self.hasher.id(blob) != id {
-                    return Err(wrong(FormatError::invalid(format!(
-                        "blob {id} has other contents"
-                    ))));
-                }
-                start += bytes as usize;
-            }
+            self.verify_frame(&cipher, number, frame, info, wrong)?;
             offset += frame.stored_bytes;
         }
         whole.update(&end);
@@ -173,6 +166,47 @@ impl Scrubber<'_> {
             true => Ok(()),
             false => Err(wrong(FormatError::Mismatch { what: "its name" })),
         }
+    }
+
+    /// Decodes the frame that was read, and hashes its blobs.
+    fn verify_frame(
+        &mut self,
+        cipher: &PackCipher,
+        number: u32,
+        frame: &Frame,
+        info: FrameInfo,
+        wrong: impl Fn(FormatError) -> RepoError,
+    ) -> Result<(), RepoError> {
+        let payload = cipher
+            .open_frame(number, info.kind, info.plain_bytes, &mut self.sealed)
+            .map_err(&wrong)?;
+        let is_external = info.kind == KIND_EXTERNAL;
+        if is_external {
+            let place = ExternalPlace::decode(payload).map_err(&wrong)?;
+            if !self.images.contains(&place.image) {
+                return Ok(());
+            }
+            let (images, bytes) = (&self.from.images, info.plain_bytes as usize);
+            self.external.read(images, place, bytes, &mut self.plain)?;
+        } else {
+            decode_payload(&mut self.decoder, number, info, payload, &mut self.plain)
+                .map_err(&wrong)?;
+        }
+        let mut start = 0;
+        for &(id, bytes) in &frame.blobs {
+            // The directory was checked: blobs fill the frame exactly.
+            let blob = &self.plain[start..start + bytes as usize];
+            if self.hasher.id(blob) != id {
+                return Err(match is_external {
+                    true => self.external.changed(),
+                    false => wrong(FormatError::invalid(format!(
+                        "blob {id} has other contents"
+                    ))),
+                });
+            }
+            start += bytes as usize;
+        }
+        Ok(())
     }
 
     fn compare_with_index(&self, name: FileHash, directory: &Directory) -> Result<(), FormatError> {

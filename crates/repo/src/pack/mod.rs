@@ -7,17 +7,21 @@
 //! A frame is a few blobs compressed and sealed together (about 64 KiB before compression). The sealed directory
 //! lists frames and blobs; the tail locates the directory. A pack's name is the plain BLAKE3 hash of all its
 //! bytes, so a store can be scrubbed without the password.
+//!
+//! The frames of an *external pack* have no content: each is the place of some blocks in an image outside of the
+//! repository (`crate::images`). Its directory names the image.
 
+pub mod external_frame;
 pub(crate) mod open;
 pub(crate) mod packer;
 pub(crate) mod place;
 
-use stillframe_page::encoding::Kind;
 use stillframe_page::hash::ContentId;
 
 use crate::crypto::{Cipher, Keys, Nonce, SALT_BYTES, TAG_BYTES, random};
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::{IMAGE_ID_BYTES, ImageId};
 use crate::format::layout::{Cursor, FileKind, FormatError, HEADER_BYTES, header, read_header};
 
 /// Bytes before the first frame.
@@ -74,6 +78,8 @@ pub struct Frame {
 /// The frames of a pack, in file order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Directory {
+    /// The image that has the content of its frames, if the pack is an external one.
+    pub image: Option<ImageId>,
     /// The frames.
     pub frames: Vec<Frame>,
 }
@@ -91,6 +97,12 @@ pub struct IndexedPack {
 pub(crate) const FRAME_ENTRY_BYTES: usize = 1 + 4 + 4 + 4;
 const BLOB_ENTRY_BYTES: usize = 32 + 4;
 
+/// Bytes of a directory without its frames.
+const DIRECTORY_HEAD_BYTES: usize = IMAGE_ID_BYTES + 4;
+
+/// The kind of all frames of an external pack, and of no other.
+pub const KIND_EXTERNAL: u8 = 128;
+
 /// Bytes that a frame of `blobs` blobs takes in the directory.
 pub(crate) fn frame_entry_bytes(blobs: usize) -> usize {
     FRAME_ENTRY_BYTES + blobs * BLOB_ENTRY_BYTES
@@ -100,6 +112,7 @@ impl Directory {
     /// Encodes the directory in plain form.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.encoded_bytes());
+        bytes.extend_from_slice(&ImageId::encode(self.image));
         bytes.extend_from_slice(&(self.frames.len() as u32).to_le_bytes());
         for frame in &self.frames {
             encode_frame(frame, &mut bytes);
@@ -110,21 +123,24 @@ impl Directory {
     /// Length of the plain form.
     pub fn encoded_bytes(&self) -> usize {
         let frames = self.frames.iter();
-        4 + frames
-            .map(|frame| frame_entry_bytes(frame.blobs.len()))
-            .sum::<usize>()
+        DIRECTORY_HEAD_BYTES
+            + frames
+                .map(|frame| frame_entry_bytes(frame.blobs.len()))
+                .sum::<usize>()
     }
 
     /// Decodes a directory in plain form. The result is consistent: lengths add up and stay within the limits.
     pub fn decode(bytes: &[u8]) -> Result<Directory, FormatError> {
         let mut cursor = Cursor::new(bytes);
+        let image = ImageId::decode(cursor.array()?);
         let count = cursor.count(FRAME_ENTRY_BYTES)?;
         let mut frames = Vec::with_capacity(count);
         for _ in 0..count {
             frames.push(decode_frame(&mut cursor)?);
         }
         cursor.finish()?;
-        let directory = Directory { frames };
+        ensure_kinds(image, &frames)?;
+        let directory = Directory { image, frames };
         if directory.file_bytes() > PACK_BYTES_MAX {
             return Err(FormatError::invalid(
                 "its frames make a pack beyond the limit",
@@ -142,6 +158,20 @@ impl Directory {
     pub fn file_bytes(&self) -> u64 {
         let frames: u64 = self.frames.iter().map(|f| u64::from(f.stored_bytes)).sum();
         (PREAMBLE_BYTES + self.encoded_bytes() + TAG_BYTES + TAIL_BYTES) as u64 + frames
+    }
+}
+
+/// An error unless all of the frames are external, or none, as the pack is.
+pub(crate) fn ensure_kinds(image: Option<ImageId>, frames: &[Frame]) -> Result<(), FormatError> {
+    let is_external = |frame: &Frame| frame.kind == KIND_EXTERNAL;
+    match frames
+        .iter()
+        .all(|frame| is_external(frame) == image.is_some())
+    {
+        true => Ok(()),
+        false => Err(FormatError::invalid(
+            "its directory mixes blocks of an image with content",
+        )),
     }
 }
 
@@ -242,14 +272,8 @@ impl PackCipher {
     }
 
     /// Seals an encoded frame in place.
-    pub(crate) fn seal_frame(
-        &self,
-        number: u32,
-        kind: Kind,
-        plain_bytes: u32,
-        bytes: &mut Vec<u8>,
-    ) {
-        let bound = frame_bound(&self.preamble, kind.number(), plain_bytes);
+    pub(crate) fn seal_frame(&self, number: u32, kind: u8, plain_bytes: u32, bytes: &mut Vec<u8>) {
+        let bound = frame_bound(&self.preamble, kind, plain_bytes);
         self.cipher.seal(Nonce::Frame(number), &bound, bytes, 0);
     }
 
@@ -307,7 +331,8 @@ pub fn decode_tail(
         u32::from_le_bytes([a, b, c, d]),
         u64::from(u32::from_le_bytes([e, f, g, h])),
     );
-    let least = TAG_BYTES as u64 + 4 + u64::from(frames) * FRAME_ENTRY_BYTES as u64;
+    let least =
+        (TAG_BYTES + DIRECTORY_HEAD_BYTES) as u64 + u64::from(frames) * FRAME_ENTRY_BYTES as u64;
     let room = file_bytes.saturating_sub((PREAMBLE_BYTES + TAIL_BYTES) as u64);
     if file_bytes > PACK_BYTES_MAX || length > room || length < least {
         return Err(FormatError::invalid("its tail does not fit its length"));

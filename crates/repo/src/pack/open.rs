@@ -37,19 +37,7 @@ pub(crate) fn open_pack(
     Ok((file, cipher, label))
 }
 
-/// Opens a sealed frame and decodes it into `plain`.
-pub(crate) fn decode_sealed_frame(
-    cipher: &PackCipher,
-    number: u32,
-    frame: FrameInfo,
-    sealed: &mut [u8],
-    decoder: &mut Decoder,
-    plain: &mut Vec<u8>,
-) -> Result<(), FormatError> {
-    let payload = cipher.open_frame(number, frame.kind, frame.plain_bytes, sealed)?;
-    decode_payload(decoder, number, frame, payload, plain)
-}
-
+/// Decodes the opened content of a frame into `plain`.
 pub(crate) fn decode_payload(
     decoder: &mut Decoder,
     number: u32,

@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use stillframe_page::PAGE;
 use stillframe_page::hash::ContentId;
 
 use self::appender::Appender;
@@ -34,6 +35,7 @@ use crate::crypto::Keys;
 use crate::error::RepoError;
 use crate::format::layout::FormatError;
 use crate::pack::IndexedPack;
+use crate::pack::external_frame::ExternalPlace;
 use crate::pack::{FRAME_PLAIN_TARGET, PackCipher, PackLimits, frame_entry_bytes, new_preamble};
 use crate::store::local::{Area, LocalStore};
 use crate::sync::lock;
@@ -115,6 +117,18 @@ impl Packer {
         Ok(())
     }
 
+    /// Adds up to 64 KiB of whole pages of an image, whose content is not stored. A packer takes those of one image,
+    /// and nothing else.
+    pub(crate) fn add_external(
+        &mut self,
+        place: ExternalPlace,
+        pages: &[u8],
+    ) -> Result<(), RepoError> {
+        self.current.external = Some(place);
+        self.current.plain.extend_from_slice(pages);
+        self.cut()
+    }
+
     /// Bytes written into packs so far.
     pub(crate) fn stored_bytes(&self) -> u64 {
         self.shared.stored_bytes.load(Ordering::Relaxed)
@@ -132,7 +146,7 @@ impl Packer {
 
     /// Closes the current frame and passes it on.
     fn cut(&mut self) -> Result<(), RepoError> {
-        if self.current.blobs.is_empty() {
+        if self.current.plain.is_empty() {
             return Ok(());
         }
         if self.sequence == FRAMES_ALONE {
@@ -145,7 +159,11 @@ impl Packer {
         job.pack = Some(pack);
         self.sequence += 1;
         self.frames_in_pack += 1;
-        self.directory_bytes += frame_entry_bytes(job.blobs.len());
+        let blobs = match job.external {
+            Some(_) => job.plain.len() / PAGE,
+            None => job.blobs.len(),
+        };
+        self.directory_bytes += frame_entry_bytes(blobs);
         self.current = self.line.take(job).map_err(|error| match error {
             Stopped::Here(error) => error,
             Stopped::InThread => self.failure(),

@@ -5,8 +5,8 @@
 //! removed; each is named by a hash of its bytes. `config` never changes either, and is created only if it is
 //! absent.
 //!
-//! Three kinds of files are replaced as a whole under a fixed name. A working set is a hint on which nothing
-//! depends. A lock is replaced by its owner only, and a lease by the process that restores its VM. Locks and
+//! Four kinds of files are replaced as a whole under a fixed name. A working set is a hint on which nothing
+//! depends. The file of an image says where that is now. A lock is replaced by its owner only, and a lease by the process that restores its VM. Locks and
 //! leases are not fsynced: after a crash of the machine their processes are gone.
 //!
 //! A store therefore offers: create if absent (`config`), atomic replace of a whole object, read of a range,
@@ -37,18 +37,20 @@ pub(crate) enum Area {
     Index,
     Manifests,
     WorkingSets,
+    Images,
     Locks,
     Leases,
     Temporary,
 }
 
 impl Area {
-    pub(crate) const ALL: [Area; 8] = [
+    pub(crate) const ALL: [Area; 9] = [
         Area::Keys,
         Area::Packs,
         Area::Index,
         Area::Manifests,
         Area::WorkingSets,
+        Area::Images,
         Area::Locks,
         Area::Leases,
         Area::Temporary,
@@ -62,6 +64,7 @@ impl Area {
             Area::Index => Some(Point::StoreIndex),
             Area::Manifests => Some(Point::StoreManifest),
             Area::WorkingSets => Some(Point::StoreWorkingSet),
+            Area::Images => Some(Point::StoreImage),
             Area::Locks => Some(Point::LockTake),
             Area::Leases => Some(Point::LeaseTake),
             Area::Temporary => None,
@@ -77,7 +80,7 @@ impl Area {
             Area::Manifests => Some(Point::ForgetRemove),
             Area::Locks => Some(Point::LockEnd),
             Area::Leases => Some(Point::LeaseEnd),
-            Area::WorkingSets | Area::Temporary => None,
+            Area::WorkingSets | Area::Images | Area::Temporary => None,
         }
     }
 
@@ -89,6 +92,7 @@ impl Area {
             Area::Index => "index",
             Area::Manifests => "manifests",
             Area::WorkingSets => "working-sets",
+            Area::Images => "images",
             Area::Locks => "locks",
             Area::Leases => "leases",
             Area::Temporary => "tmp",

@@ -87,7 +87,7 @@ fn a_future_version_is_refused() {
     assert_eq!(error.class(), ErrorClass::FutureVersion);
     assert_eq!(
         error.to_string(),
-        "config has format version 2, this program knows versions up to 1: use a newer stillframe"
+        "config has format version 3, this program knows versions up to 2: use a newer stillframe"
     );
     let mut bytes = good;
     bytes[..16].copy_from_slice(&header_of_version(FileKind::Config, 0));

@@ -1,6 +1,6 @@
 //! Put and read against plain maps: every blob is read as it was stored.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Mutex;
 
 use proptest::prelude::*;
@@ -36,6 +36,7 @@ fn empty_manifest() -> crate::Manifest {
         note: None,
         ram: Vec::new(),
         disks: Vec::new(),
+        images: BTreeSet::new(),
         streams: Default::default(),
         pages: Default::default(),
         bytes_stored: 0,

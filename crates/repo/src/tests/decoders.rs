@@ -9,6 +9,7 @@ use super::support::{init, test_dir};
 use crate::WorkingSet;
 use crate::crypto::key_file;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::{self, ImageId};
 use crate::format::layout::{Cursor, FileKind, header, read_header};
 use crate::format::{config, lock_record, manifest};
 use crate::index::file::{IndexBuilder, IndexFile, check_sections, read_index_file};
@@ -16,7 +17,8 @@ use crate::index::layout::{
     Entry, Head, HeadPack, Part, decode_section, encode_section as encode_index_section,
 };
 use crate::pack::IndexedPack;
-use crate::pack::{Directory, Frame, decode_preamble, decode_tail};
+use crate::pack::external_frame::ExternalPlace;
+use crate::pack::{Directory, Frame, KIND_EXTERNAL, decode_preamble, decode_tail};
 use crate::page_table::table::{PageRef, decode_root, decode_segment, encode_root, encode_segment};
 use crate::store::local::Area;
 
@@ -35,7 +37,18 @@ fn directory() -> impl Strategy<Value = Directory> {
             blobs,
         }
     });
-    prop::collection::vec(frame, 0..6).prop_map(|frames| Directory { frames })
+    (image(), prop::collection::vec(frame, 0..6)).prop_map(|(image, mut frames)| {
+        if image.is_some() {
+            frames
+                .iter_mut()
+                .for_each(|frame| frame.kind = KIND_EXTERNAL);
+        }
+        Directory { image, frames }
+    })
+}
+
+fn image() -> impl Strategy<Value = Option<ImageId>> {
+    prop_oneof![Just(None), any::<[u8; 16]>().prop_map(ImageId::decode),]
 }
 
 fn index_file() -> impl Strategy<Value = IndexFile> {
@@ -49,14 +62,14 @@ fn index_file() -> impl Strategy<Value = IndexFile> {
 }
 
 fn head() -> impl Strategy<Value = Head> {
-    let pack =
-        (any::<[u8; 32]>(), 0..1_u32 << 30, 0..4_u32).prop_map(|(name, file_bytes, parts)| {
-            HeadPack {
-                pack: FileHash(name),
-                file_bytes,
-                parts,
-            }
-        });
+    let pack = (any::<[u8; 32]>(), 0..1_u32 << 30, 0..4_u32, image()).prop_map(
+        |(name, file_bytes, parts, image)| HeadPack {
+            pack: FileHash(name),
+            file_bytes,
+            parts,
+            image,
+        },
+    );
     let names = prop::collection::vec(any::<[u8; 32]>().prop_map(FileHash), 0..4);
     let lengths = || prop::collection::vec(16..60_000_u32, 12);
     let packs = prop::collection::vec(pack, 0..4);
@@ -105,6 +118,8 @@ fn decode_all(bytes: &[u8]) {
     let _ = manifest::parse(bytes);
     let _ = lock_record::decode(bytes);
     let _ = WorkingSet::decode(bytes);
+    let _ = image_record::decode(bytes);
+    let _ = ExternalPlace::decode(bytes);
     let _ = decode_preamble(bytes);
     let _ = read_header(&mut Cursor::new(bytes), FileKind::Pack);
     for pages in [0, 1, bytes.len() as u64, 512, u64::MAX] {
@@ -125,11 +140,15 @@ fn good_bytes() -> impl Strategy<Value = Vec<u8>> {
     let lock = r#"{"version":1,"kind":"shared","host":"h","machine":"m","boot":"b","pid_namespace":"p",
         "pid":1,"start_time":2,"program":"x","since":"s","refreshed":"r"}"#;
     let manifest = r#"{"vm":"a","time":"2026-01-01T00:00:00Z","parent":null,"tags":["a","b"],"note":"c",
-        "ram":[],"streams":{},
+        "ram":[],"images":["00000000000000000000000000000001"],"streams":{},
         "pages":{"total":0,"captured":0,"new":0,"duplicate":0,"zero":0,"delta":0,"unchanged":0},"bytes_stored":1,
         "vm_record":null,"downtime_us":{}}"#;
     assert!(lock_record::decode(lock.as_bytes()).is_ok());
     assert!(manifest::parse(manifest.as_bytes()).is_ok());
+    let image = r#"{"id":"00000000000000000000000000000001","path":"/a","bytes":1,"modified":"2026-01-01T00:00:00Z",
+        "content":"0000000000000000000000000000000000000000000000000000000000000000","blocks":1,
+        "indexed":"2026-01-01T00:00:00Z"}"#;
+    assert!(image_record::decode(image.as_bytes()).is_ok());
     prop_oneof![
         directory().prop_map(|directory| directory.encode()),
         head().prop_map(|head| head.encode()),
@@ -138,6 +157,7 @@ fn good_bytes() -> impl Strategy<Value = Vec<u8>> {
         entries(9).prop_map(|entries| encode_segment(&entries)),
         entries(2).prop_map(|entries| encode_root(600, &entries)),
         Just(lock.as_bytes().to_vec()),
+        Just(image.as_bytes().to_vec()),
         Just(manifest.as_bytes().to_vec()),
         Just(config::encode(config::RepositoryId([3; 16]))),
         Just(header(FileKind::Key).to_vec()),
@@ -203,6 +223,15 @@ proptest! {
     }
 
     #[test]
+    fn places_in_images_are_decoded_as_they_were_encoded(image in image(), offset in any::<u64>()) {
+        if let Some(image) = image {
+            let place = ExternalPlace { image, offset };
+            prop_assert_eq!(ExternalPlace::decode(&place.encode()).unwrap(), place);
+            prop_assert_eq!(ImageId::from_hex(&image.to_string()), Some(image));
+        }
+    }
+
+    #[test]
     fn working_sets_are_decoded_as_they_were_encoded(pages in prop::collection::vec((any::<u32>(), any::<u32>()), 0..300)) {
         let pages = pages.into_iter().map(|(block, page)| GuestPage::new(block as usize, page.into()));
         let set = WorkingSet { pages: pages.collect() };
@@ -234,6 +263,7 @@ fn an_index_file_that_contradicts_itself_is_refused() {
         pack: FileHash([1; 32]),
         file_bytes: 99,
         parts,
+        image: None,
     };
     let head = |parts: &[u32], count| Head {
         packs: vec![pack(count)],

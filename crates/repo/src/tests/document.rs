@@ -65,6 +65,7 @@ fn kinds_and_magic_numbers_are_those_of_the_document() {
         FileKind::Index,
         FileKind::Manifest,
         FileKind::WorkingSet,
+        FileKind::Image,
     ];
     let mut magic: Vec<Vec<u8>> = kinds
         .iter()

@@ -121,6 +121,7 @@ fn directory(frames: Vec<Vec<(u64, u32)>>, kind: u8) -> Directory {
         }
     };
     Directory {
+        image: None,
         frames: frames.into_iter().map(frame).collect(),
     }
 }

@@ -11,6 +11,7 @@ mod on_demand;
 mod blob_model;
 mod document;
 pub(crate) mod faults;
+mod images;
 mod index_model;
 mod keys;
 mod kill;

@@ -47,7 +47,7 @@ pub(super) fn described(
 }
 
 fn on_demand(repo: &Repository) -> OnDemandIndex {
-    OnDemandIndex::open(&repo.store, &repo.keys).unwrap()
+    OnDemandIndex::open(&repo.images).unwrap()
 }
 
 /// For each blob in any index file, and some in none, the sections and the loaded index give the same result.
@@ -149,6 +149,7 @@ pub(super) fn directory(dice: &mut Dice, ids: u64, frames: u64) -> Directory {
         }
     };
     Directory {
+        image: None,
         frames: (0..frames).map(|_| frame()).collect(),
     }
 }
@@ -210,7 +211,7 @@ fn the_sections_are_right_after_every_change_of_an_index() {
     let mut vm = Vm::new("vm", 600);
     let mut repo = init(dir.path());
     let mut taken: BTreeMap<CheckpointId, Vm> = BTreeMap::new();
-    let mut writer_index = WriterIndex::new(repo.store.clone(), repo.keys.clone());
+    let mut writer_index = WriterIndex::new(&repo.images);
     for round in 0..90 {
         vm.run(&mut dice, if round == 0 { 500 } else { 7 });
         taken.insert(vm.checkpoint(&mut repo).unwrap(), vm.clone());

@@ -15,8 +15,8 @@ use crate::pack::PackLimits;
 use crate::page_table::table::PageRef;
 use crate::store::local::LocalStore;
 use crate::{
-    BlockTable, CheckpointId, Forget, KeepPolicy, Manifest, Note, PageCounts, PageMap, PageReader,
-    PageTableBuilder, Password, RepoError, Repository, Tags, Writer,
+    BlockTable, CheckpointId, Forget, ImageId, KeepPolicy, Manifest, Note, PageCounts, PageMap,
+    PageReader, PageTableBuilder, Password, RepoError, Repository, Tags, Writer,
 };
 
 pub(crate) const WAIT: Duration = Duration::from_secs(60);
@@ -92,6 +92,7 @@ pub(crate) struct Vm {
 pub(crate) struct Last {
     id: CheckpointId,
     table: BlockTable,
+    images: BTreeSet<ImageId>,
     pages: Vec<Vec<u8>>,
 }
 
@@ -149,9 +150,11 @@ impl Vm {
         let manifest = self.write(&mut writer, parent, time)?;
         let table = manifest.ram[0].clone();
         let committed = writer.commit(manifest)?;
+        let images = repo.manifest(&committed.id)?.images;
         self.last = Some(Last {
             id: committed.id,
             table,
+            images,
             pages: self.pages.clone(),
         });
         self.dirty.clear();
@@ -208,6 +211,7 @@ impl Vm {
             note: self.note.clone(),
             ram: vec![ram],
             disks: Vec::new(),
+            images: parent.map_or_else(BTreeSet::new, |last| last.images.clone()),
             streams: BTreeMap::from([("device-state".to_owned(), stream)]),
             pages: PageCounts::default(),
             bytes_stored: 0,

@@ -231,7 +231,7 @@ proptest! {
             lost: BTreeSet::new(),
         };
         let new = |repo: &Repository| {
-            let mut index = WriterIndex::new(repo.store.clone(), repo.keys.clone());
+            let mut index = WriterIndex::new(&repo.images);
             index.limit_groups(group_blobs);
             index
         };

@@ -159,6 +159,11 @@ pub fn report_obstacles(context: &Context, report: &CheckpointReport, reported: 
 /// # Errors
 /// A comparison found differences.
 pub fn print(context: &Context, report: &CheckpointReport) -> anyhow::Result<()> {
+    for image in &report.changed_images {
+        context.console.warn(&format!(
+            "image {image} is not as it was indexed: this checkpoint does not need it, older ones may. Put it back as it was, or run `stillframe index` on it where it is now; `stillframe check` says which are affected"
+        ));
+    }
     // For an increment this was reported with its parent.
     if report.parent.is_none()
         && let Some(first) = report.missing_packs.first()
@@ -336,6 +341,7 @@ mod tests {
             phases_us: Default::default(),
             obstacles: Vec::new(),
             missing_packs: Vec::new(),
+            changed_images: Vec::new(),
             verify: None,
         }
     }

@@ -46,6 +46,7 @@ fn object(report: &CheckReport) -> Value {
         "checkpoints": report.checkpoints,
         "index_files": report.index_files,
         "packs": report.packs,
+        "images": report.images,
         "blobs": report.blobs,
         "pack_bytes": report.pack_bytes,
         "unindexed_packs": report.unindexed_packs,
@@ -78,6 +79,10 @@ fn words(report: &CheckReport, read_data: bool) -> String {
         table::bytes(report.pack_bytes),
         table::count(report.packs, "pack"),
     ));
+    if report.images > 0 {
+        let images = table::count(report.images, "indexed image");
+        lines.push(format!("{images} (`stillframe index --list` shows them)"));
+    }
     if report.unindexed_packs > 0 {
         let packs = table::count(report.unindexed_packs, "pack");
         lines.push(format!(

@@ -56,6 +56,8 @@ fn whole(repository: &mut Repository) -> anyhow::Result<Value> {
         "frames": stats.frames,
         "blobs": stats.blobs,
         "blob_bytes": stats.blob_bytes,
+        "images": stats.images,
+        "image_blobs": stats.image_blobs,
         "index_files": stats.index_files,
         "index_bytes": stats.index_bytes,
     }))
@@ -66,6 +68,7 @@ fn checkpoint(id: &CheckpointId, manifest: &Manifest) -> Value {
     let mut object = list::object(id, manifest);
     object["kind"] = json!("checkpoint");
     object["ram"] = json!(manifest.ram);
+    object["images"] = json!(manifest.images);
     object["streams"] = json!(manifest.streams);
     object["vm_record"] = manifest.vm_record.clone();
     object

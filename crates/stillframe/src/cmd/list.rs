@@ -158,7 +158,7 @@ fn words(checkpoints: &[(CheckpointId, Manifest)]) -> String {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, BTreeSet};
 
     use stillframe_repo::{BlockTable, PageCounts, Tag};
 
@@ -180,6 +180,7 @@ pub(crate) mod tests {
             note: None,
             ram: vec![table],
             disks: Vec::new(),
+            images: BTreeSet::new(),
             streams: BTreeMap::new(),
             pages: PageCounts {
                 total: 65536,

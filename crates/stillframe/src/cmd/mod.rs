@@ -11,6 +11,7 @@ mod export;
 mod forget;
 mod generate;
 mod import;
+mod index;
 mod init;
 mod inspect;
 mod key;
@@ -117,6 +118,7 @@ pub fn run(cli: Cli, console: Console) -> anyhow::Result<Exit> {
         Command::Forget(args) => forget::run(&context, args),
         Command::Prune(args) => prune::run(&context, args),
         Command::Inspect(args) => inspect::run(&context, args),
+        Command::Index(args) => index::run(&context, args),
         Command::RebuildIndex => rebuild_index::run(&context),
         Command::Stats(args) => stats::run(&context, args),
         Command::Probe => probe::run(&context),

@@ -3,13 +3,13 @@
 use serde_json::{Value, json};
 use stillframe_engine::VmRecord;
 use stillframe_engine::restore;
-use stillframe_repo::{CheckpointId, Manifest};
+use stillframe_repo::{CheckpointId, ImageId, Manifest, Repository};
 
 use super::{Context, contents, list, local_time};
 use crate::args::ShowArgs;
 use crate::durations;
 use crate::shell;
-use crate::table::{self, Align, Table};
+use crate::table::{self, Align, Table, printable};
 
 /// Shows the checkpoint.
 pub fn run(context: &Context, args: &ShowArgs) -> anyhow::Result<()> {
@@ -30,7 +30,14 @@ pub fn run(context: &Context, args: &ShowArgs) -> anyhow::Result<()> {
         }
         false => None,
     };
+    let images = images(&repository, &manifest);
     let mut object = object(&id, &manifest);
+    object["images"] = json!(
+        images
+            .iter()
+            .map(|(id, words)| json!({ "image": id, "state": words }))
+            .collect::<Vec<Value>>()
+    );
     object["working_set_pages"] = json!(working_set);
     if let Some(classes) = classes {
         object["contents"] = json!(classes);
@@ -38,12 +45,35 @@ pub fn run(context: &Context, args: &ShowArgs) -> anyhow::Result<()> {
     context.console.result(&object, || {
         let sections = [
             Some(words(&id, &manifest, working_set)),
+            (!images.is_empty()).then(|| images_section(&images).render()),
             classes.map(|classes| contents::section(&classes).render()),
         ];
         let sections: Vec<String> = sections.into_iter().flatten().collect();
         sections.join("\n\n")
     })?;
     Ok(())
+}
+
+/// The images that a checkpoint may need, and the path and state of each.
+fn images(repository: &Repository, manifest: &Manifest) -> Vec<(ImageId, String)> {
+    let named = manifest.images.iter();
+    let found = named.map(|&id| {
+        let words = match repository.image(id) {
+            Ok(image) => format!("{}: {}", image.record.path, image.state),
+            // `show` must not fail where `check` reports it.
+            Err(error) => error.to_string(),
+        };
+        (id, words)
+    });
+    found.collect()
+}
+
+fn images_section(images: &[(ImageId, String)]) -> Table {
+    let mut table = Table::list();
+    for (_, words) in images {
+        table.entry("needs image", printable(words));
+    }
+    table
 }
 
 /// The JSON of `list`, with RAM blocks, streams and the VM record.

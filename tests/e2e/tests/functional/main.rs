@@ -11,6 +11,7 @@ mod copied_disks;
 mod cuts;
 mod first_day;
 mod hotplug;
+mod indexed_images;
 mod interchange;
 mod keep;
 mod kept_bitmaps;

@@ -197,7 +197,7 @@ fn inspected(stillframe: &Stillframe) -> Result<()> {
     let promise = json!({
         "kind": "text", "repository": "text", "checkpoints": "count", "packs": "count",
         "pack_bytes": "count", "blobs": "count", "blob_bytes": "count", "index_files": "count",
-        "index_bytes": "count",
+        "index_bytes": "count", "images": "count", "image_blobs": "count",
     });
     let whole = stillframe.json(&["inspect", &repository])?;
     expect(&whole, &promise)?;
@@ -221,7 +221,7 @@ fn maintained(stillframe: &Stillframe) -> Result<()> {
     let promise = json!({
         "clean": "flag", "problems": "list", "checkpoints": "count", "packs": "count",
         "blobs": "count", "pack_bytes": "count", "index_files": "count",
-        "unindexed_packs": "count", "bytes_read": "count",
+        "unindexed_packs": "count", "bytes_read": "count", "images": "count",
     });
     expect(&stillframe.json(&["check"])?, &promise)?;
     let read = stillframe.json(&["check", "--read-data"])?;
@@ -245,6 +245,20 @@ fn maintained(stillframe: &Stillframe) -> Result<()> {
     expect(&stillframe.json(&["prune", "--dry-run"])?, &pruned)?;
     let both = stillframe.json(&["forget", "--keep-last", "1", "--prune"])?;
     expect(&both, &and(promise, json!({ "prune": pruned })))?;
+    let image = stillframe.repository().with_extension("image");
+    std::fs::write(&image, vec![7; 1 << 20])?;
+    let image = image.display().to_string();
+    let record = json!({
+        "image": "text", "path": "text", "bytes": "count", "blocks": "count", "modified": "time", "indexed": "time",
+    });
+    let new = json!({ "found": "text", "bytes_stored": "count" });
+    let indexed = stillframe.json(&["index", &image])?;
+    expect(&indexed, &and(record.clone(), new))?;
+    let state = json!({ "intact": "flag", "state": "text" });
+    let listed = json!({ "images": [and(record.clone(), state.clone())] });
+    expect(&stillframe.json(&["index", "--list"])?, &listed)?;
+    let removed = and(and(record, state), json!({ "removed": "flag" }));
+    expect(&stillframe.json(&["index", "--remove", &image])?, &removed)?;
     let rebuilt = json!({ "packs": "count", "index_files_replaced": "count", "problems": "list" });
     expect(&stillframe.json(&["rebuild-index"])?, &rebuilt)?;
     ensure!(stillframe.json(&["check", "--read-data"])?["clean"] == true);

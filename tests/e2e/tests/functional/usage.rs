@@ -180,7 +180,7 @@ fn results_and_messages_never_mix() -> Result<()> {
     let guest = Setup::small(Kind::Private, "streams").booted()?;
     let stillframe = Stillframe::at(&guest.folder().join("repo"));
     let qmp = guest.folder().join("never.qmp").display().to_string();
-    let lines: [&[&str]; 10] = [
+    let lines: [&[&str]; 11] = [
         &["init"],
         &["checkpoint", "--vm", "streams"],
         &["list"],
@@ -191,6 +191,7 @@ fn results_and_messages_never_mix() -> Result<()> {
         &["forget", "--keep-last", "1"],
         &["prune"],
         &["rebuild-index"],
+        &["index", "--list"],
     ];
     for line in lines {
         let quiet = [line, &["--json", "--quiet"]].concat();

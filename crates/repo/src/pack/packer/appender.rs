@@ -10,6 +10,7 @@ use super::frame_job::{FrameJob, PackInProgress, Shared};
 use crate::crypto::TAG_BYTES;
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
 use crate::pack::IndexedPack;
 use crate::pack::{Directory, Frame};
 use crate::store::local::{Area, LocalStore, TemporaryFile};
@@ -86,12 +87,13 @@ impl Appender {
             .is_none_or(|open| !Arc::ptr_eq(&open.pack, &pack))
         {
             self.finish_pack()?;
-            self.open = Some(self.start_pack(pack)?);
+            let image = job.external.map(|place| place.image);
+            self.open = Some(self.start_pack(pack, image)?);
         }
         if let Some(open) = &mut self.open {
             open.write(&self.store, &job.sealed)?;
             open.directory.frames.push(Frame {
-                kind: kind.number(),
+                kind,
                 stored_bytes: job.sealed.len() as u32,
                 plain_bytes: job.plain.len() as u32,
                 blobs: std::mem::take(&mut job.blobs),
@@ -107,11 +109,18 @@ impl Appender {
             .fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    fn start_pack(&self, pack: Arc<PackInProgress>) -> Result<OpenPack, RepoError> {
+    fn start_pack(
+        &self,
+        pack: Arc<PackInProgress>,
+        image: Option<ImageId>,
+    ) -> Result<OpenPack, RepoError> {
         let mut open = OpenPack {
             file: self.store.create_temporary()?,
             hasher: blake3::Hasher::new(),
-            directory: Directory::default(),
+            directory: Directory {
+                image,
+                ..Directory::default()
+            },
             pack,
         };
         let preamble = *open.pack.cipher.preamble();

@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use stillframe_page::encoding::Kind;
 use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
+use crate::pack::external_frame::ExternalPlace;
 use crate::pack::{IndexedPack, PackCipher};
 use crate::sync::lock;
 
@@ -29,7 +29,9 @@ pub(super) struct FrameJob {
     pub(super) pack: Option<Arc<PackInProgress>>,
     pub(super) blobs: Vec<(ContentId, u32)>,
     pub(super) plain: Vec<u8>,
-    pub(super) kind: Option<Kind>,
+    /// Where the content is, if it is in an image. The sealer then makes the ids, and the plain bytes are not stored.
+    pub(super) external: Option<ExternalPlace>,
+    pub(super) kind: Option<u8>,
     pub(super) sealed: Vec<u8>,
 }
 
@@ -42,6 +44,7 @@ impl FrameJob {
         self.plain.clear();
         self.sealed.clear();
         self.blobs.clear();
+        self.external = None;
         self
     }
 }

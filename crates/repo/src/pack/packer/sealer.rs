@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crossbeam_channel::{Receiver, Sender};
+use stillframe_page::PAGE;
 use stillframe_page::encoding::{Compression, Encoder};
 use stillframe_page::hash::ContentHasher;
 
 use super::frame_job::{FrameJob, Shared};
 use crate::crypto::Keys;
 use crate::error::RepoError;
-use crate::pack::frame_entry_bytes;
+use crate::pack::{KIND_EXTERNAL, frame_entry_bytes};
 
 /// How frames are compressed (figures: `docs/format.md`).
 const COMPRESSION: Compression = Compression::Zstd(1);
@@ -49,17 +50,16 @@ impl Sealer {
 
     /// Encodes and seals a frame within its job.
     pub(super) fn seal(&mut self, job: &mut FrameJob) -> Result<(), RepoError> {
-        // Hashing again costs little compared with compression. Bytes that changed after the caller hashed them
-        // would be stored under a wrong id, and lost.
-        let mut start = 0;
-        for &(id, length) in &job.blobs {
-            let end = start + length as usize;
-            if self.hasher.id(&job.plain[start..end]) != id {
-                return Err(RepoError::ContentMismatch { id });
+        let kind = match job.external {
+            None => self.encode(job)?,
+            Some(place) => {
+                let blocks = job.plain.chunks(PAGE);
+                let ids = blocks.map(|block| (self.hasher.id(block), block.len() as u32));
+                job.blobs.extend(ids);
+                job.sealed.extend_from_slice(&place.encode());
+                KIND_EXTERNAL
             }
-            start = end;
-        }
-        let kind = self.encoder.encode(&job.plain, &mut job.sealed)?;
+        };
         if let Some(pack) = &job.pack {
             let plain_bytes = job.plain.len() as u32;
             pack.cipher
@@ -70,5 +70,20 @@ impl Sealer {
         }
         job.kind = Some(kind);
         Ok(())
+    }
+
+    /// Compresses the content of a frame. Returns its kind.
+    fn encode(&mut self, job: &mut FrameJob) -> Result<u8, RepoError> {
+        // Hashing again costs little compared with compression. Bytes that changed after the caller hashed them
+        // would be stored under a wrong id, and lost.
+        let mut start = 0;
+        for &(id, length) in &job.blobs {
+            let end = start + length as usize;
+            if self.hasher.id(&job.plain[start..end]) != id {
+                return Err(RepoError::ContentMismatch { id });
+            }
+            start = end;
+        }
+        Ok(self.encoder.encode(&job.plain, &mut job.sealed)?.number())
     }
 }
