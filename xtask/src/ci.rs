@@ -2,7 +2,7 @@
 
 use crate::fuzz;
 use crate::guests::{self, Guests, newer_qemu};
-use crate::run::{cargo, run};
+use crate::run::{self, cargo, run};
 use crate::setup;
 use crate::tidy;
 use crate::workspace::Workspace;
@@ -123,14 +123,16 @@ fn run_tests(workspace: &Workspace, guests: &Guests, set: TestSet) -> Result<()>
         (TESTS_A_PROCESSOR * processors).to_string().into()
     });
     let run_some = |targets: &[&str]| {
-        run(in_root(workspace)
-            .env(TEST_THREADS_VARIABLE, &threads)
-            .env(GUESTS_VARIABLE, &guests.folder)
-            .env(BINARY_VARIABLE, &binary)
-            .env(FAULTY_VARIABLE, &binary)
-            .args(["test", "--workspace", "--no-fail-fast"])
-            .args(FAULT_POINTS)
-            .args(targets))
+        run::run_tests(
+            in_root(workspace)
+                .env(TEST_THREADS_VARIABLE, &threads)
+                .env(GUESTS_VARIABLE, &guests.folder)
+                .env(BINARY_VARIABLE, &binary)
+                .env(FAULTY_VARIABLE, &binary)
+                .args(["test", "--workspace", "--no-fail-fast"])
+                .args(FAULT_POINTS)
+                .args(targets),
+        )
     };
     match set {
         TestSet::All => run_some(&[]),
