@@ -20,6 +20,8 @@ pub struct PageClasses {
     pub zero: u64,
     /// Equal to a block of one of the disks in this checkpoint.
     pub on_disk: u64,
+    /// Read from an indexed image, for the repository has no copy of it.
+    pub in_image: u64,
     /// Equal to another page of this memory.
     pub duplicate: u64,
     /// Stored anew since the parent.
@@ -31,7 +33,7 @@ pub struct PageClasses {
 impl PageClasses {
     /// All pages.
     pub fn pages(&self) -> u64 {
-        self.zero + self.on_disk + self.duplicate + self.changed + self.other
+        self.zero + self.on_disk + self.in_image + self.duplicate + self.changed + self.other
     }
 }
 
@@ -70,6 +72,8 @@ pub fn classify(
             Ok(())
         })?;
     }
+    // Each lookup takes a microsecond or more.
+    let has_images = !manifest.images.is_empty();
     let mut classes = PageClasses::default();
     let mut seen = HashSet::new();
     for table in &manifest.ram {
@@ -79,11 +83,15 @@ pub fn classify(
             .map(|table| PageMap::read(reader, table))
             .transpose()?;
         each_id(&map, hasher, &mut advance, |page, id| {
-            let class = match id.as_ref().map(short) {
-                None => &mut classes.zero,
-                Some(id) if on_disk.contains(&id) => &mut classes.on_disk,
-                Some(id) if !seen.insert(id) => &mut classes.duplicate,
-                Some(_) => match &before {
+            let Some(id) = id else {
+                classes.zero += 1;
+                return Ok(());
+            };
+            let class = match short(&id) {
+                short if on_disk.contains(&short) => &mut classes.on_disk,
+                _ if has_images && reader.image_of(&id)?.is_some() => &mut classes.in_image,
+                short if !seen.insert(short) => &mut classes.duplicate,
+                _ => match &before {
                     Some(before) if before.version(page)? == map.version(page)? => {
                         &mut classes.other
                     }

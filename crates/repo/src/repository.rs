@@ -16,6 +16,7 @@ use crate::crypto::{Keys, MasterKey, Password, random};
 use crate::error::RepoError;
 use crate::format::config::{self, RepositoryId};
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
 use crate::format::layout::{FileKind, FormatError};
 use crate::format::lock_record::LockKind;
 use crate::format::manifest::Summary;
@@ -321,6 +322,11 @@ impl Reader<'_> {
     /// Whether the repository has a blob of this id.
     pub fn contains(&self, id: &ContentId) -> Result<bool, RepoError> {
         self.on_demand.contains(id)
+    }
+
+    /// The image that has a blob, if the blob is read from one.
+    pub fn image_of(&self, id: &ContentId) -> Result<Option<ImageId>, RepoError> {
+        self.on_demand.image_of(id)
     }
 
     /// The bytes of one blob, verified against its id.

@@ -235,7 +235,7 @@ pub struct ShowArgs {
     /// The checkpoint.
     #[command(flatten)]
     pub checkpoint: NamedCheckpoint,
-    /// Also count the pages of memory by their content: zero, on a captured disk, duplicate, changed since the parent, other
+    /// Also count the pages of memory by their content: zero, on a captured disk, in an image, duplicate, changed since the parent, other
     #[arg(long)]
     pub contents: bool,
     /// How the repository is locked.
@@ -268,7 +268,7 @@ pub struct StatsArgs {
     /// Two checkpoints, the older one first; with --contents, any number, or all of the VM
     #[arg(value_name = "ID", conflicts_with = "over")]
     pub checkpoints: Vec<String>,
-    /// Count the pages of memory by their content: zero, on a captured disk, duplicate, changed since the parent, other
+    /// Count the pages of memory by their content: zero, on a captured disk, in an image, duplicate, changed since the parent, other
     #[arg(long, conflicts_with = "over")]
     pub contents: bool,
     /// Measure a running VM over this time instead

@@ -10,6 +10,7 @@ use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
 use crate::format::file_hash::FileHash;
+use crate::format::image_record::ImageId;
 use crate::images::Images;
 use crate::index::on_demand::{Found, OnDemandIndex};
 use crate::index::segment::IndexSegment;
@@ -75,6 +76,13 @@ impl ReopeningIndex {
     pub(crate) fn contains(&self, id: &ContentId) -> Result<bool, RepoError> {
         let found = self.newest().get(id)?;
         Ok(found.is_some_and(|found| found.whole))
+    }
+
+    /// The image that a blob is read from.
+    pub(crate) fn image_of(&self, id: &ContentId) -> Result<Option<ImageId>, RepoError> {
+        let newest = self.newest();
+        let found = newest.get(id)?;
+        Ok(found.and_then(|found| newest.pack_image(found.place.pack)))
     }
 
     /// A part that was read before, if it is still cached.

@@ -18,18 +18,26 @@ use crate::progress::Meter;
 use crate::table::{self, Align, Table};
 
 /// The classes in the order in which they are counted.
-pub const NAMES: [&str; 5] = ["zero", "on disk", "duplicate", "changed", "other"];
+pub const NAMES: [&str; 6] = [
+    "zero",
+    "on disk",
+    "in image",
+    "duplicate",
+    "changed",
+    "other",
+];
 
 /// The numbers of pages, in this order.
 pub fn numbers(classes: &PageClasses) -> [u64; NAMES.len()] {
     let PageClasses {
         zero,
         on_disk,
+        in_image,
         duplicate,
         changed,
         other,
     } = *classes;
-    [zero, on_disk, duplicate, changed, other]
+    [zero, on_disk, in_image, duplicate, changed, other]
 }
 
 /// Classifies the pages of one checkpoint.
@@ -129,13 +137,14 @@ fn words(counted: &[Counted]) -> String {
         ("MEMORY", Right),
         ("ZERO", Right),
         ("ON DISK", Right),
+        ("IN IMAGE", Right),
         ("DUPLICATE", Right),
         ("CHANGED", Right),
         ("OTHER", Right),
     ]);
     for (id, manifest, classes) in counted {
         let all = classes.pages();
-        let [zero, on_disk, duplicate, changed, other] =
+        let [zero, on_disk, in_image, duplicate, changed, other] =
             numbers(classes).map(|pages| share(pages, all));
         table.row([
             short(&id.to_string()).to_owned(),
@@ -144,6 +153,7 @@ fn words(counted: &[Counted]) -> String {
             table::bytes(list::memory_bytes(manifest)),
             zero,
             on_disk,
+            in_image,
             duplicate,
             changed,
             other,
@@ -168,8 +178,9 @@ mod tests {
 
     const CLASSES: PageClasses = PageClasses {
         zero: 50,
-        on_disk: 25,
-        duplicate: 12,
+        on_disk: 20,
+        in_image: 7,
+        duplicate: 10,
         changed: 8,
         other: 5,
     };
@@ -177,7 +188,7 @@ mod tests {
     #[test]
     fn each_class_has_its_line_and_its_column() {
         let text = section(&CLASSES).render();
-        for (name, pages) in NAMES.into_iter().zip(["50", "25", "12", "8", "5"]) {
+        for (name, pages) in NAMES.into_iter().zip(["50", "20", "7", "10", "8", "5"]) {
             let mut lines = text.lines().filter(|line| line.starts_with(name));
             let line = lines.next().unwrap();
             assert!(
@@ -188,7 +199,9 @@ mod tests {
         assert!(text.ends_with("100  400.0 KiB  100.0 %"), "{text}");
         let (id, manifest) = sample();
         let text = words(&[(id, manifest, CLASSES)]);
-        let shares = [" 50.0 %", " 25.0 %", " 12.0 %", " 8.0 %", " 5.0 %"];
+        let shares = [
+            " 50.0 %", " 20.0 %", " 7.0 %", " 10.0 %", " 8.0 %", " 5.0 %",
+        ];
         let at = shares.map(|share| text.find(share).unwrap());
         assert!(at.is_sorted(), "{text}");
     }

@@ -92,6 +92,8 @@ fn a_checkpoint_refers_to_what_an_image_has() -> Result<()> {
     );
     ensure!(stillframe.json(&["check", "--read-data"])?["clean"] == true);
     stillframe.ok(&["prune"])?;
+    let text = stillframe.ok(&["show", &taken, "--contents"])?;
+    ensure!(text.contains("in image"), "{text}");
 
     let before = it.guest.serial.wait_more_committed(3)?;
     let folder = it.guest.folder().join("restored");
@@ -232,6 +234,28 @@ fn a_watch_stores_all_anew_when_its_image_changes() -> Result<()> {
     let restored = Restored::start(stillframe, last, it.guest.folder(), &[&disks])?;
     restored.serial.wait_more_committed(5)?;
     restored.crash()
+}
+
+/// Where the disk is not in the checkpoint, the guest's page cache is found in the image.
+#[test]
+fn pages_that_are_in_an_image_are_counted() -> Result<()> {
+    let scene = Scene::new("image-counted")?;
+    let (it, stillframe) = (&scene.it, &scene.stillframe);
+    let pid = it.guest.pid_text();
+    let take = || stillframe.json(&["checkpoint", "--pid", &pid, "--disks", "none"]);
+    let contents = |report: &Value| -> Result<Value> {
+        let mut shown = stillframe.json(&["show", &id(report)?, "--contents"])?;
+        Ok(shown["contents"].take())
+    };
+    scene.index(&scene.golden)?;
+    let classes = contents(&take()?)?;
+    let in_image = classes["in_image"].as_u64().context("no such class")?;
+    ensure!(in_image > 4 && classes["on_disk"] == 0, "{classes}");
+    // A checkpoint that names no image has stored its pages.
+    fs::remove_file(&scene.golden)?;
+    let classes = contents(&take()?)?;
+    ensure!(classes["in_image"] == 0, "{classes}");
+    Ok(())
 }
 
 /// The disk of a running VM is no image.
