@@ -76,8 +76,9 @@ pub enum Bench {
     Responsive,
     /// Speed of guests with real software, alone and watched (about 20 minutes; the first time longer, to build them)
     Workloads,
-    /// The evaluations of three papers: `papers fitdoc` and `papers cow`, on guests with real software (about half an
-    /// hour each; the first time longer, to build the guests), and `papers dtrack` (about 30 minutes)
+    /// The evaluations of four papers: `papers fitdoc` and `papers cow`, on guests with real software (about half an
+    /// hour each; the first time longer, to build the guests), `papers dtrack` (about 30 minutes) and `papers page-cache`
+    /// (about 10 minutes)
     Papers,
     /// The two-level dirty bitmap against a scan of all bits (seconds; no guest)
     Bitmap,
@@ -108,6 +109,10 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
     match bench {
         Bench::Bitmap | Bench::Delta => micro::bench(workspace, "stillframe-page", &name),
         Bench::Index => micro::bench(workspace, "stillframe-repo", &name),
+        // Its guest is a small one.
+        Bench::Papers if more.iter().any(|word| word == "page-cache") => {
+            run(prepared(workspace, BENCHES)?.arg(name).args(more))
+        }
         Bench::Workloads | Bench::Papers | Bench::Responsive => {
             run(prepared_with_debian(workspace, BENCHES)?
                 .arg(name)

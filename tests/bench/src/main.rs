@@ -61,7 +61,7 @@ enum What {
         #[arg(long)]
         workload: Option<String>,
     },
-    /// The evaluations of three papers once more.
+    /// The evaluations of four papers once more.
     Papers {
         /// Whose.
         paper: papers::Paper,

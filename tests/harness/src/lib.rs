@@ -11,6 +11,7 @@ pub mod databases;
 pub mod debian;
 pub mod fault;
 pub mod filling;
+pub mod golden;
 pub mod guest;
 pub mod health;
 pub mod images;

@@ -1,10 +1,11 @@
-//! `cargo xtask bench papers fitdoc | cow | dtrack`: the evaluations of three papers once more, on real guests. The baselines
+//! `cargo xtask bench papers fitdoc | cow | dtrack | page-cache`: the evaluations of four papers once more, on real guests. The baselines
 //! of the paper are measured in the same run.
 
 mod cow;
 mod dtrack;
 mod fitdoc;
 mod numbers;
+mod page_cache;
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -20,9 +21,11 @@ pub enum Paper {
     Cow,
     /// D-Track, fake dirty pages of live migration, a thesis.
     Dtrack,
+    /// Exclusion of the page cache from checkpoints.
+    PageCache,
 }
 
-/// Runs one and writes `docs/results/papers-<name>/`: a page with the paper's figures, ours and pictures,
+/// Runs one and writes `docs/results/papers-<name>/` (of the last one `docs/results/exclusion/`): a page with the paper's figures, ours and pictures,
 /// and raw data. `quick`: so little of everything that it shows only that it works, and nothing is
 /// written under `docs`.
 pub fn run(paper: Paper, quick: bool, cells: &Cells) -> Result<()> {
@@ -30,5 +33,6 @@ pub fn run(paper: Paper, quick: bool, cells: &Cells) -> Result<()> {
         Paper::Fitdoc => fitdoc::run(quick),
         Paper::Cow => cow::run(quick),
         Paper::Dtrack => dtrack::run(quick, cells),
+        Paper::PageCache => page_cache::run(quick),
     }
 }

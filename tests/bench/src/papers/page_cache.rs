@@ -1,0 +1,261 @@
+//! `papers page-cache`: what of a guest's memory is in an image that stays as it is, and what a first checkpoint takes then
+//! (Park et al., tables 4 to 6), against QEMU's mapped-ram; and what it takes to index the image, against `b3sum`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use stillframe_harness::cli::Stillframe;
+use stillframe_harness::golden;
+use stillframe_harness::guest::Guest;
+use stillframe_harness::results::{self, Claim, Goal, percentile};
+
+use crate::host_memory;
+use crate::peers;
+
+const BENCH: &str = "exclusion";
+const COMMAND: &str = "cargo xtask bench papers page-cache";
+const RAM_MIB: u32 = 1024;
+/// MiB of files in the image.
+const FILES_MIB: u64 = 700;
+/// MiB of the guest's own memory.
+const HEAP_MIB: u32 = 32;
+/// QEMU's ways to save into a mapped-ram file.
+const WAYS: [&[&str]; 2] = [&["mapped-ram"], &["mapped-ram", "multifd"]];
+
+/// Medians are taken over the turns.
+#[derive(Default)]
+struct Measured {
+    mapped_ram_ms: [Vec<f64>; WAYS.len()],
+    mapped_ram_bytes: Vec<f64>,
+    without_ms: Vec<f64>,
+    without_bytes: Vec<f64>,
+    with_ms: Vec<f64>,
+    with_bytes: Vec<f64>,
+    index_ms: Vec<f64>,
+    b3sum_ms: Vec<f64>,
+    /// Bytes of the image that the host has in its page cache after it was indexed, of none before.
+    cached_bytes: Vec<f64>,
+    /// Bytes of packs and index that the image takes in the repository.
+    index_bytes: u64,
+    image_bytes: u64,
+    contents: Value,
+}
+
+/// Runs it, and writes `docs/results/exclusion/` unless it is a quick one.
+pub fn run(quick: bool) -> Result<()> {
+    let turns = if quick { 1 } else { 7 };
+    let folder = tempfile::Builder::new()
+        .prefix("stillframe-page-cache-")
+        .tempdir()?;
+    let image = folder.path().join("golden.img");
+    golden::make_image(&image, FILES_MIB)?;
+    let b3sum = b3sum()?;
+    let mut measured = Measured {
+        image_bytes: image.metadata()?.len(),
+        ..Measured::default()
+    };
+    let guest = golden::boot(&image, RAM_MIB, HEAP_MIB)?;
+    for turn in 1..=turns {
+        measure(&guest, (folder.path(), &image, &b3sum), &mut measured)?;
+        eprintln!("turn {turn} of {turns}");
+    }
+    println!("{}", table(&measured));
+    match quick {
+        true => Ok(()),
+        false => record(&measured, turns),
+    }
+}
+
+/// The program, which is installed where it is missing.
+fn b3sum() -> Result<PathBuf> {
+    let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/tools");
+    let program = tools.join("bin/b3sum");
+    if !program.exists() {
+        let mut install = Command::new("cargo");
+        install.args(["install", "--quiet", "--root"]).arg(&tools);
+        let installed = install.arg("b3sum").status().context("no cargo")?;
+        ensure!(installed.success(), "b3sum cannot be installed");
+    }
+    Ok(program)
+}
+
+/// Everything once.
+fn measure(
+    guest: &Guest,
+    (folder, image, b3sum): (&Path, &Path, &Path),
+    measured: &mut Measured,
+) -> Result<()> {
+    let mut qmp = guest.second_monitor()?;
+    for (way, times) in WAYS.iter().zip(&mut measured.mapped_ram_ms) {
+        host_memory::settle();
+        let saved = peers::migrate_to_file(&mut qmp, &folder.join("mapped"), way)?;
+        times.push(saved.total_ms);
+        if way.len() == 1 {
+            measured.mapped_ram_bytes.push(saved.bytes as f64);
+        }
+    }
+    drop(qmp);
+    let (ms, report, _) = checkpoint(guest, &folder.join("without"), |_| Ok(()))?;
+    measured.without_ms.push(ms);
+    measured.without_bytes.push(stored(&report)?);
+    let mut indexed = Value::Null;
+    let index = |stillframe: &Stillframe| {
+        drop_from_cache(image)?;
+        let begin = Instant::now();
+        let sum = Command::new(b3sum).arg(image).output()?;
+        measured.b3sum_ms.push(ms_since(begin));
+        ensure!(sum.status.success(), "{sum:?}");
+        drop_from_cache(image)?;
+        let path = image.display().to_string();
+        let begin = Instant::now();
+        indexed = stillframe.json(&["index", &path])?;
+        measured.index_ms.push(ms_since(begin));
+        measured.cached_bytes.push(cached_bytes(image)?);
+        Ok(())
+    };
+    let (ms, report, contents) = checkpoint(guest, &folder.join("with"), index)?;
+    measured.with_ms.push(ms);
+    measured.with_bytes.push(stored(&report)?);
+    measured.index_bytes = indexed["bytes_stored"].as_u64().context("no bytes")?;
+    measured.contents = contents;
+    Ok(())
+}
+
+/// A first checkpoint into a new repository that was prepared. Its time in milliseconds, its report and its contents.
+fn checkpoint(
+    guest: &Guest,
+    repository: &Path,
+    prepare: impl FnOnce(&Stillframe) -> Result<()>,
+) -> Result<(f64, Value, Value)> {
+    let stillframe = Stillframe::init(repository)?;
+    prepare(&stillframe)?;
+    host_memory::settle();
+    let pid = guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--disks", "none"];
+    let begin = Instant::now();
+    let report = stillframe.json(&line)?;
+    let ms = ms_since(begin);
+    let mut shown = stillframe.json(&["show", "latest", "--contents"])?;
+    fs::remove_dir_all(repository)?;
+    Ok((ms, report, shown["contents"].take()))
+}
+
+fn stored(report: &Value) -> Result<f64> {
+    report["bytes_stored"].as_f64().context("no bytes")
+}
+
+fn ms_since(begin: Instant) -> f64 {
+    begin.elapsed().as_secs_f64() * 1e3
+}
+
+/// The file is read from the disk again.
+fn drop_from_cache(file: &Path) -> Result<()> {
+    let mut command = Command::new("dd");
+    command.arg(format!("if={}", file.display()));
+    let ended = command.args(["iflag=nocache", "count=0"]).output()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok(())
+}
+
+/// What of a file is in the host's page cache.
+fn cached_bytes(file: &Path) -> Result<f64> {
+    let mut command = Command::new("fincore");
+    let said = command
+        .args(["--noheadings", "--bytes", "--output", "RES"])
+        .arg(file)
+        .output()?;
+    let text = String::from_utf8(said.stdout)?;
+    text.trim()
+        .parse()
+        .with_context(|| format!("fincore: {text}"))
+}
+
+fn median(values: &[f64]) -> f64 {
+    percentile(values, 0.5)
+}
+
+/// Of QEMU's ways the faster one.
+fn mapped_ram_ms(measured: &Measured) -> f64 {
+    let times = measured.mapped_ram_ms.each_ref();
+    times
+        .map(|times| median(times))
+        .into_iter()
+        .fold(f64::INFINITY, f64::min)
+}
+
+fn table(measured: &Measured) -> String {
+    let mib = |bytes: f64| format!("{:.1} MiB", bytes / f64::from(1 << 20));
+    let line =
+        |name: &str, ms: f64, bytes: f64| format!("| {name} | {ms:.0} ms | {} |\n", mib(bytes));
+    let mut table =
+        "| first checkpoint | time | memory's bytes |\n| --- | --- | --- |\n".to_owned();
+    table += &line(
+        "mapped-ram",
+        mapped_ram_ms(measured),
+        median(&measured.mapped_ram_bytes),
+    );
+    table += &line(
+        "ours, no image",
+        median(&measured.without_ms),
+        median(&measured.without_bytes),
+    );
+    table += &line(
+        "ours, image indexed",
+        median(&measured.with_ms),
+        median(&measured.with_bytes),
+    );
+    let classes = ["zero", "in_image", "duplicate", "other"];
+    let pages = |class: &str| measured.contents[class].as_u64().unwrap_or(0);
+    table += "\n| pages: zero | in image | duplicate | other |\n| --- | --- | --- | --- |\n|";
+    for class in classes {
+        table += &format!(" {} |", pages(class));
+    }
+    table += &format!(
+        "\n\n| indexing {} | b3sum | bytes written | left in the page cache |\n| --- | --- | --- | --- |\n| {:.0} ms | {:.0} ms | {} | {} |\n",
+        mib(measured.image_bytes as f64),
+        median(&measured.index_ms),
+        median(&measured.b3sum_ms),
+        mib(measured.index_bytes as f64),
+        mib(median(&measured.cached_bytes)),
+    );
+    table
+}
+
+fn record(measured: &Measured, turns: usize) -> Result<()> {
+    let head = format!(
+        "# Bench: papers page-cache\n\n`{COMMAND}`, commit {}. A guest of {RAM_MIB} MiB that has read {FILES_MIB} MiB of files, the programs and \
+         libraries of a Debian, from an image of its own; {HEAP_MIB} MiB of heap. The image is read from the disk for `b3sum` \
+         and for `index`. Medians of {turns} turns, in turns; TCG.\n\n",
+        results::commit()
+    );
+    fs::write(
+        results::folder(BENCH)?.join("README.md"),
+        head + &table(measured),
+    )?;
+    let raw = json!({
+        "mapped_ram_ms": measured.mapped_ram_ms, "mapped_ram_bytes": measured.mapped_ram_bytes,
+        "without_ms": measured.without_ms, "without_bytes": measured.without_bytes,
+        "with_ms": measured.with_ms, "with_bytes": measured.with_bytes, "index_ms": measured.index_ms,
+        "b3sum_ms": measured.b3sum_ms, "cached_bytes": measured.cached_bytes, "index_bytes": measured.index_bytes,
+        "image_bytes": measured.image_bytes, "contents": measured.contents,
+    });
+    results::write_raw(BENCH, "raw.jsonl", &[raw])?;
+    let claim = |id, goal, value| Claim::new(id, goal, value, "ratio", COMMAND);
+    let bytes = median(&measured.with_bytes) / median(&measured.mapped_ram_bytes);
+    let time = median(&measured.with_ms) / mapped_ram_ms(measured);
+    let index = median(&measured.b3sum_ms) / median(&measured.index_ms);
+    let cached = median(&measured.cached_bytes) / measured.image_bytes as f64;
+    results::write_summary(
+        BENCH,
+        &[
+            claim("image-bytes", Goal::AtMost(0.15), bytes),
+            claim("image-time", Goal::AtMost(0.6), time),
+            claim("index-speed", Goal::AtLeast(0.8), index),
+            claim("index-cache", Goal::Zero, cached),
+        ],
+    )
+}
