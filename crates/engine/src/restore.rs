@@ -48,7 +48,7 @@ use crate::restore::filling_record::{Files, FillingRecord, RecordError};
 use crate::runtime;
 use crate::verify::{VerifyError, VerifyReport};
 use disks::NewDisks;
-pub use disks::{RestoredDisk, lazy_images, new_images};
+pub use disks::{RestoredDisk, empty_images, lazy_images, new_images};
 pub use events::{LazyEvent, LazyReport, LazySink};
 pub(crate) use job::{Job, PhaseClock, micros};
 use lazy::Unfinished;
@@ -65,6 +65,8 @@ pub struct RestoreOptions {
     pub requested_at: Instant,
     /// How the new QEMU is started.
     pub launch: LaunchOptions,
+    /// Leave new images empty: the guest finds zeros on its disks, and its memory as it was.
+    pub empty_disks: bool,
     /// Leave the guest paused, ready to run.
     pub paused: bool,
     /// Leave the guest's clock as it was at the checkpoint.

@@ -177,7 +177,7 @@ A checkpoint holds the disks that the guest can write to, unless --disks said ot
 them into new files in DIR, each in the format and with the name that it had, and has the VM use these. The guest runs
 when they are complete, also with --lazy. Any other checkpoint needs the disks unchanged. With --disks as-they-are, or
 --disks-as-they-are, the guest runs on with disks that were written to since, or that lost its writes (snapshot=on);
-this may damage the data on them.
+this may damage the data on them. With --disks none it finds empty disks, which vanish with it: to look at its memory.
 
 A restore is refused if the processors lack features that the guest was started with. When the guest runs, its
 network cards announce themselves. Its clock is set by its guest agent, if the command line has a channel to one

@@ -67,6 +67,11 @@ pub fn new_images(
         })
     });
     let disks = disks.collect::<Result<Vec<&Disk>, _>>()?;
+    Ok(named_in(folder, disks))
+}
+
+/// A new image for each of these disks, named as its file was.
+fn named_in<'d>(folder: &Path, disks: impl IntoIterator<Item = &'d Disk>) -> Vec<NewImage> {
     let mut taken = HashSet::new();
     let images = disks.into_iter().map(|disk| {
         let name = disk.path.file_name().unwrap_or(disk.device.as_ref());
@@ -84,7 +89,21 @@ pub fn new_images(
             format: NewFormat::Recorded,
         }
     });
-    Ok(images.collect())
+    images.collect()
+}
+
+/// Images in `folder` for all disks that the VM can write to, whatever the checkpoint holds of them. Those of the firmware stay.
+///
+/// # Errors
+/// The record cannot be read.
+pub fn empty_images(
+    Checkpoint { id, manifest }: Checkpoint<'_>,
+    folder: &Path,
+) -> Result<Vec<NewImage>, RestoreError> {
+    let record = vm_record(id, manifest)?;
+    let disks = record.disks.iter();
+    let disks = disks.filter(|disk| disk.is_image() && !disk.flash && !disk.read_only);
+    Ok(named_in(folder, disks))
 }
 
 /// As [`new_images`], but the VM runs before they have their content. They are qcow2: the name of one that was of another
@@ -173,7 +192,9 @@ impl NewDisks {
         }
         let devices: Vec<&String> = images.iter().map(|image| &image.device).collect();
         let tables = manifest.disks.iter();
-        let tables = tables.filter(|disk| devices.contains(&&disk.table.name));
+        let is_filled =
+            |disk: &&DiskTable| !options.empty_disks && devices.contains(&&disk.table.name);
+        let tables = tables.filter(is_filled);
         let made = NewImages::make(record, devices.clone(), &options.launch, false, &ADVICE)?;
         let lazy = images.iter().filter_map(|image| match image.format {
             NewFormat::Overlay(_) => Some(LazyDisk {

@@ -17,6 +17,8 @@ pub enum RestoreDisks {
     Lazy(PathBuf),
     /// They are the recorded ones, whatever they hold now.
     AsTheyAre,
+    /// They are empty, and vanish with the VM.
+    Nothing,
 }
 
 impl FromStr for RestoreDisks {
@@ -27,7 +29,8 @@ impl FromStr for RestoreDisks {
             Some(("new", folder)) if !folder.is_empty() => Ok(RestoreDisks::New(folder.into())),
             Some(("lazy", folder)) if !folder.is_empty() => Ok(RestoreDisks::Lazy(folder.into())),
             None if text == "as-they-are" => Ok(RestoreDisks::AsTheyAre),
-            _ => Err("it is not new=DIR, lazy=DIR or as-they-are".to_owned()),
+            None if text == "none" => Ok(RestoreDisks::Nothing),
+            _ => Err("it is not new=DIR, lazy=DIR, as-they-are or none".to_owned()),
         }
     }
 }

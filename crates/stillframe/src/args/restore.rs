@@ -32,7 +32,7 @@ pub struct RestoreArgs {
     /// With --lazy: upper bound on the background fill of memory, then of disks, in bytes per second [default: none]
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
     pub limit_fill: Option<NonZeroU64>,
-    /// Where the disks come from: new=DIR (images written anew, as the checkpoint holds them), lazy=DIR (the same, with --lazy: qcow2 images that are filled while the guest runs) or as-they-are [default: the recorded files, unchanged since]
+    /// Where the disks come from: new=DIR (images written anew, as the checkpoint holds them), lazy=DIR (the same, with --lazy: qcow2 images that are filled while the guest runs), as-they-are, or none (empty ones, to look at memory) [default: the recorded files, unchanged since]
     #[arg(long, value_name = "WHERE", conflicts_with = "disks_as_they_are")]
     pub disks: Option<RestoreDisks>,
     /// Continue a lazy restore that was killed, of the VM with this --qmp; if the VM has ended, complete its disks

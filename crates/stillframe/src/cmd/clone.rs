@@ -87,6 +87,7 @@ fn options(args: &CloneArgs, qmp: &str, requested_at: Instant) -> anyhow::Result
             requested_at,
             launch,
             paused: args.guest.paused,
+            empty_disks: false,
             keep_clock: args.guest.keep_guest_clock,
             verify: args.guest.verify,
             lazy: false,
@@ -101,7 +102,7 @@ fn options(args: &CloneArgs, qmp: &str, requested_at: Instant) -> anyhow::Result
         },
         disks: match &args.disks {
             Some(RestoreDisks::New(folder)) => Some(absolute_path(folder)?),
-            Some(RestoreDisks::Lazy(_)) => {
+            Some(RestoreDisks::Lazy(_) | RestoreDisks::Nothing) => {
                 anyhow::bail!("clones read their disks from images: --disks new=DIR");
             }
             _ => None,

@@ -1,6 +1,8 @@
 //! `restore`: starts a new QEMU from a checkpoint.
 
+use std::fs::Permissions;
 use std::io::IsTerminal;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -11,6 +13,7 @@ use stillframe_engine::restore::{
 };
 use stillframe_engine::{LaunchError, LaunchOptions, LaunchPlan, PAGE_BYTES, SecurityLabel};
 use stillframe_repo::{CheckpointId, Manifest, Repository};
+use tempfile::TempDir;
 
 use super::launch::{self, absolute_path, suggest_new_disks, suggest_option};
 use super::{Context, short, state_words, supervised_words};
@@ -47,7 +50,9 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
         Some(qmp) => qmp.clone(),
         None => recorded_monitor(&id, &manifest)?,
     };
-    let mut launch = launch_options(args, &qmp, checkpoint)?;
+    // QEMU has the images open when they are removed.
+    let empty = empty_folder(args)?;
+    let mut launch = launch_options(args, &qmp, checkpoint, empty.as_ref())?;
     // The plan comes before the start, so that its changes are reported even if the start fails.
     let mut plan = restore::plan(&id, &manifest, &launch);
     if let Err(RestoreError::Launch(LaunchError::CommandsNotAllowed { options })) = &plan
@@ -67,6 +72,7 @@ pub fn run(context: &Context, args: &RestoreArgs) -> anyhow::Result<()> {
     let options = RestoreOptions {
         requested_at,
         launch,
+        empty_disks: empty.is_some(),
         paused: args.guest.paused,
         keep_clock: args.guest.keep_guest_clock,
         verify: args.guest.verify,
@@ -187,10 +193,29 @@ fn suggest(context: &Context, error: &RestoreError, manifest: &Manifest) {
     suggest_option(context, error);
 }
 
+/// The folder of the images of `--disks none`. The VM's user must reach them, and no other user needs to list it.
+fn empty_folder(args: &RestoreArgs) -> anyhow::Result<Option<TempDir>> {
+    if args.disks != Some(RestoreDisks::Nothing) {
+        return Ok(None);
+    }
+    if args.print_command {
+        anyhow::bail!(
+            "the images of --disks none are gone before the printed command could use them: say --disks new=DIR"
+        );
+    }
+    let folder = tempfile::Builder::new()
+        .prefix("stillframe-empty-")
+        .permissions(Permissions::from_mode(0o711))
+        .tempdir()
+        .context("cannot create a directory for empty disks")?;
+    Ok(Some(folder))
+}
+
 fn launch_options(
     args: &RestoreArgs,
     qmp: &Path,
     checkpoint: Checkpoint<'_>,
+    empty: Option<&TempDir>,
 ) -> anyhow::Result<LaunchOptions> {
     let mut launch = launch::options(&args.launch, qmp, args.serial.as_deref())?;
     match &args.disks {
@@ -201,7 +226,10 @@ fn launch_options(
             launch.images = restore::lazy_images(checkpoint, &absolute_path(folder)?)?;
         }
         Some(RestoreDisks::AsTheyAre) => launch.disks_as_they_are = true,
-        None => {}
+        Some(RestoreDisks::Nothing) | None => {}
+    }
+    if let Some(folder) = empty {
+        launch.images = restore::empty_images(checkpoint, folder.path())?;
     }
     if let Some(log) = &args.log {
         launch.log = absolute_path(log)?;

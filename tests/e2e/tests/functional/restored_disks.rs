@@ -88,6 +88,58 @@ fn a_vm_is_restored_with_its_disk_beside_its_original() -> Result<()> {
     Ok(())
 }
 
+/// Its disks are as long as they were, and empty. The checkpoint need not hold them.
+#[test]
+fn a_vm_is_restored_without_its_disks() -> Result<()> {
+    let table = [
+        (Committing::journal("without-raw", "raw")?, "none"),
+        (Committing::journal("without-qcow2", "qcow2")?, "capture"),
+        (
+            Committing::journal_of_nodes("without-nodes", "qcow2")?,
+            "none",
+        ),
+    ];
+    for (it, held) in table {
+        let pid = it.guest.pid_text();
+        let line = ["checkpoint", "--pid", &pid, "--disks", held];
+        let report = it.stillframe.json(&line)?;
+        let id = report["checkpoint"].as_str().context("no id")?;
+        let before = it.guest.serial.wait_more_committed(2)?;
+        let print = ["restore", id, "--disks", "none", "--print-command"];
+        it.stillframe.fails(&print, 1)?;
+        let words = ["--disks=none", "--verify"];
+        let restored = Restored::start(&it.stillframe, id, it.guest.folder(), &words)?;
+        // It writes its next records, where nothing was before them.
+        restored.serial.wait_more_committed(3)?;
+        let mut monitor = restored.monitor()?;
+        let blocks = monitor.execute("query-block", json!({}))?;
+        let blocks = blocks.as_array().context("no disks")?;
+        let mut inserted = blocks.iter().map(|block| &block["inserted"]);
+        let disk = inserted.find(|one| one["image"]["virtual-size"] == 64 << 20);
+        let disk = disk.context("no disk of its length")?;
+        let image = disk["image"]["filename"].as_str().context("no file")?;
+        ensure!(
+            !Path::new(image).exists() && image.contains("stillframe-empty-"),
+            "{image}"
+        );
+        // Of 16 MiB of ballast there is nothing: only what it has written since.
+        let mut bytes = 0;
+        for file in fs::read_dir(format!("/proc/{}/fd", restored.pid))? {
+            let file = file?.path();
+            let is_it = fs::read_link(&file)
+                .is_ok_and(|path| path.starts_with(format!("{image} (deleted)")));
+            if is_it {
+                bytes = fs::metadata(&file)?.blocks() * 512;
+            }
+        }
+        ensure!((1..4 << 20).contains(&bytes), "{bytes} bytes");
+        restored.crash()?;
+        let original = it.guest.serial.wait_more_committed(3)?;
+        ensure!(original > before, "the original stands still");
+    }
+    Ok(())
+}
+
 /// A VM that ends before it has written anything leaves a whole disk: nothing of it was in its QEMU's memory only.
 #[test]
 fn a_disk_is_whole_before_its_vm_runs() -> Result<()> {
