@@ -9,7 +9,9 @@ use crate::args::CheckpointArgs;
 /// Takes one checkpoint.
 pub fn run(context: &Context, args: &CheckpointArgs) -> anyhow::Result<()> {
     let selector = capture::selector(&args.vm)?;
-    let options = capture::options(&args.capture)?;
+    let mut options = capture::options(&args.capture)?;
+    // None follows that could be stored as changes of this one.
+    options.delta_cache_bytes = 0;
     let mut repository = context.open()?;
     repository.limit_writes(args.capture.limit_write);
     let first = "interrupted: discarding the checkpoint (again: exit at once)";
