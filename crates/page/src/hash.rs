@@ -2,9 +2,13 @@
 //!
 //! The hash is keyed. So a reader of a repository who has no key cannot test whether a known page is in it.
 
+mod together;
+
 use std::fmt;
 
 use zeroize::Zeroizing;
+
+use crate::PAGE;
 
 /// The keyed BLAKE3 hash of a blob: equal ids mean equal bytes (within one repository).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -66,6 +70,37 @@ impl ContentHasher {
     pub fn id(&self, blob: &[u8]) -> ContentId {
         ContentId(*blake3::keyed_hash(&self.key, blob).as_bytes())
     }
+
+    /// The ids of pages, in their order: several times as fast as one by one, where there are many.
+    pub fn ids(&self, pages: &[&[u8; PAGE]]) -> Vec<ContentId> {
+        let mut key = Zeroizing::new([0; 8]);
+        for (word, bytes) in key.iter_mut().zip(self.key.as_chunks().0) {
+            *word = u32::from_le_bytes(*bytes);
+        }
+        let mut ids = Vec::with_capacity(pages.len());
+        let rest = together::hash_together(&key, pages, &mut ids);
+        ids.extend(rest.iter().map(|page| self.id(&page[..])));
+        ids
+    }
+
+    /// The ids of blobs of these lengths, which lie one after the other in `bytes` and fill it: as [`ContentHasher::ids`]
+    /// where all of them are pages.
+    pub fn ids_of(
+        &self,
+        mut bytes: &[u8],
+        lengths: impl Iterator<Item = usize> + Clone,
+    ) -> Vec<ContentId> {
+        let (pages, rest) = bytes.as_chunks();
+        if rest.is_empty() && lengths.clone().all(|length| length == PAGE) {
+            return self.ids(&pages.iter().collect::<Vec<_>>());
+        }
+        let next = |length: usize| {
+            let (blob, rest) = bytes.split_at(length.min(bytes.len()));
+            bytes = rest;
+            self.id(blob)
+        };
+        lengths.map(next).collect()
+    }
 }
 
 // The key must not reach a log through a derived `Debug`.
@@ -105,6 +140,42 @@ mod tests {
     }
 
     proptest! {
+        /// Compared with one by one.
+        #[test]
+        fn pages_hashed_together_have_their_ids(
+            pages in prop::collection::vec((any::<u8>(), 0..PAGE, any::<u8>()), 0..70),
+            key: [u8; 32],
+        ) {
+            let hasher = ContentHasher::keyed(key);
+            let pages: Vec<[u8; PAGE]> = pages
+                .into_iter()
+                .map(|(fill, at, other)| {
+                    let mut page = [fill; PAGE];
+                    page[at] = other;
+                    page
+                })
+                .collect();
+            let one_by_one: Vec<ContentId> = pages.iter().map(|page| hasher.id(page)).collect();
+            prop_assert_eq!(hasher.ids(&pages.iter().collect::<Vec<_>>()), one_by_one.clone());
+            let lengths = pages.iter().map(|page| page.len());
+            prop_assert_eq!(hasher.ids_of(pages.as_flattened(), lengths), one_by_one);
+        }
+
+        #[test]
+        fn blobs_of_any_length_have_their_ids(lengths in prop::collection::vec(1..9000_usize, 0..12), key: [u8; 32]) {
+            let hasher = ContentHasher::keyed(key);
+            let bytes: Vec<u8> = (0..lengths.iter().sum::<usize>()).map(|at| (at / 7) as u8).collect();
+            let mut start = 0;
+            let one_by_one: Vec<ContentId> = lengths
+                .iter()
+                .map(|length| {
+                    start += length;
+                    hasher.id(&bytes[start - length..start])
+                })
+                .collect();
+            prop_assert_eq!(hasher.ids_of(&bytes, lengths.into_iter()), one_by_one);
+        }
+
         #[test]
         fn hex_round_trip(bytes: [u8; 32]) {
             prop_assert_eq!(ContentId::from_hex(&ContentId(bytes).to_hex()), Some(ContentId(bytes)));

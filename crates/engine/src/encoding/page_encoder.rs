@@ -140,8 +140,13 @@ fn share_of(pages: usize, threads_max: usize) -> usize {
 
 /// The content id of each page, `None` for zero pages.
 pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<ContentId>> {
-    let one = |page: &Page<'_>| (!is_zero(page.bytes)).then(|| hasher.id(page.bytes));
-    let all = |share: &[Page<'_>]| share.iter().map(one).collect::<Vec<_>>();
+    let all = |share: &[Page<'_>]| {
+        let with_content = |page: &&Page<'_>| !is_zero(page.bytes);
+        let pages = share.iter().filter(with_content).map(|page| page.bytes);
+        let mut ids = hasher.ids(&pages.collect::<Vec<_>>()).into_iter();
+        let one = |page: &Page<'_>| (!is_zero(page.bytes)).then(|| ids.next()).flatten();
+        share.iter().map(one).collect::<Vec<_>>()
+    };
     let mut shares = pages.chunks(share_of(pages.len(), THREADS_MAX));
     let first = shares.next().unwrap_or_default();
     thread::scope(|scope| {
@@ -180,6 +185,7 @@ impl EncoderWorker {
     ) -> Result<EncodedPages, EncodingError> {
         let bytes_max = self.worth(cache, block, pages)?;
         let mut encoded = EncodedPages::default();
+        let mut whole = Vec::new();
         for &Page { number, bytes } in pages {
             let encoding = if is_zero(bytes) {
                 PageEncoding::Zero
@@ -194,8 +200,8 @@ impl EncoderWorker {
                 PageEncoding::Unknown
             };
             encoded.encodings.push(encoding);
-            if let (true, Some(hasher)) = (encoding.is_whole(), hasher) {
-                encoded.ids.push(hasher.id(bytes));
+            if encoding.is_whole() {
+                whole.push(bytes);
             }
             if self.encoder.is_full() {
                 encoded.deltas.push(self.encoder.finish()?);
@@ -204,6 +210,7 @@ impl EncoderWorker {
         if !self.encoder.is_empty() {
             encoded.deltas.push(self.encoder.finish()?);
         }
+        encoded.ids = hasher.map_or_else(Vec::new, |hasher| hasher.ids(&whole));
         Ok(encoded)
     }
 

@@ -95,15 +95,16 @@ impl<'a> FrameReader<'a> {
             if !self.is_decoded(&first.at) {
                 self.decode(&first.at, start)?;
             }
-            for wanted in group {
-                // A blob that is wanted several times is hashed once.
-                if verified.is_none_or(|(id, at)| id != wanted.id || !at.same_frame(&wanted.at)) {
-                    self.verify(&wanted.id, self.slice(&wanted.at)?)?;
-                    verified = Some((wanted.id, wanted.at));
-                }
-            }
             let bytes = last.at.offset + last.at.bytes - first.at.offset;
             let together = self.slice(&Place { bytes, ..first.at })?;
+            // A blob that is wanted several times is hashed once.
+            let is_verified = verified.is_some_and(|(id, at)| {
+                id == first.id && at.same_frame(&first.at) && group.len() == 1
+            });
+            if !is_verified {
+                self.verify_all(group, together)?;
+                verified = Some((last.id, last.at));
+            }
             sink(first.tag, together)?;
         }
         Ok(())
@@ -220,11 +221,28 @@ impl<'a> FrameReader<'a> {
             .ok_or_else(|| self.damaged("a blob reaches beyond its frame"))
     }
 
+    /// Verifies adjacent blobs.
+    fn verify_all<T>(&self, group: &[Wanted<T>], together: &[u8]) -> Result<(), RepoError> {
+        let lengths = group.iter().map(|wanted| wanted.at.bytes as usize);
+        let found = self.hasher.ids_of(together, lengths);
+        let mut blobs = group.iter().zip(found);
+        match blobs.find(|(wanted, found)| wanted.id != *found) {
+            Some((wanted, _)) => Err(self.other_contents(&wanted.id)),
+            None => Ok(()),
+        }
+    }
+
     fn verify(&self, id: &ContentId, blob: &[u8]) -> Result<(), RepoError> {
         match self.hasher.id(blob) == *id {
             true => Ok(()),
-            false if matches!(self.plain_at, PlainAt::Image) => Err(self.external.changed()),
-            false => Err(self.damaged(&format!("blob {id} has other contents"))),
+            false => Err(self.other_contents(id)),
+        }
+    }
+
+    fn other_contents(&self, id: &ContentId) -> RepoError {
+        match self.plain_at {
+            PlainAt::Image => self.external.changed(),
+            _ => self.damaged(&format!("blob {id} has other contents")),
         }
     }
 

@@ -192,21 +192,18 @@ impl Scrubber<'_> {
             decode_payload(&mut self.decoder, number, info, payload, &mut self.plain)
                 .map_err(&wrong)?;
         }
-        let mut start = 0;
-        for &(id, bytes) in &frame.blobs {
-            // The directory was checked: blobs fill the frame exactly.
-            let blob = &self.plain[start..start + bytes as usize];
-            if self.hasher.id(blob) != id {
-                return Err(match is_external {
-                    true => self.external.changed(),
-                    false => wrong(FormatError::invalid(format!(
-                        "blob {id} has other contents"
-                    ))),
-                });
+        // The directory was checked: blobs fill the frame exactly.
+        let lengths = frame.blobs.iter().map(|&(_, bytes)| bytes as usize);
+        let found = self.hasher.ids_of(&self.plain, lengths).into_iter();
+        let mut blobs = frame.blobs.iter().zip(found);
+        match blobs.find(|((id, _), found)| id != found) {
+            Some(_) if is_external => Err(self.external.changed()),
+            Some(((id, _), _)) => {
+                let what = format!("blob {id} has other contents");
+                Err(wrong(FormatError::invalid(what)))
             }
-            start += bytes as usize;
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn compare_with_index(&self, name: FileHash, directory: &Directory) -> Result<(), FormatError> {

@@ -53,9 +53,9 @@ impl Sealer {
         let kind = match job.external {
             None => self.encode(job)?,
             Some(place) => {
-                let blocks = job.plain.chunks(PAGE);
-                let ids = blocks.map(|block| (self.hasher.id(block), block.len() as u32));
-                job.blobs.extend(ids);
+                let pages: Vec<&[u8; PAGE]> = job.plain.as_chunks().0.iter().collect();
+                let ids = self.hasher.ids(&pages).into_iter();
+                job.blobs.extend(ids.map(|id| (id, PAGE as u32)));
                 job.sealed.extend_from_slice(&place.encode());
                 KIND_EXTERNAL
             }
@@ -76,13 +76,11 @@ impl Sealer {
     fn encode(&mut self, job: &mut FrameJob) -> Result<u8, RepoError> {
         // Hashing again costs little compared with compression. Bytes that changed after the caller hashed them
         // would be stored under a wrong id, and lost.
-        let mut start = 0;
-        for &(id, length) in &job.blobs {
-            let end = start + length as usize;
-            if self.hasher.id(&job.plain[start..end]) != id {
-                return Err(RepoError::ContentMismatch { id });
-            }
-            start = end;
+        let lengths = job.blobs.iter().map(|&(_, length)| length as usize);
+        let found = self.hasher.ids_of(&job.plain, lengths).into_iter();
+        let mut blobs = job.blobs.iter().zip(found);
+        if let Some((&(id, _), _)) = blobs.find(|((id, _), found)| id != found) {
+            return Err(RepoError::ContentMismatch { id });
         }
         Ok(self.encoder.encode(&job.plain, &mut job.sealed)?.number())
     }
