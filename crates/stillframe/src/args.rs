@@ -505,9 +505,6 @@ mod tests {
         for line in [
             "forget --keep-last 0",
             "forget --keep-monthly 0",
-            "index",
-            "index --remove",
-            "index a --list",
             "forget --keep-within 5m",
             "forget --keep-within 0d",
             "forget --keep-tag a,b",
@@ -518,6 +515,12 @@ mod tests {
         ] {
             assert_eq!(refused(line), ErrorKind::ValueValidation, "{line}");
         }
+        assert_eq!(refused("index"), ErrorKind::MissingRequiredArgument);
+        assert_eq!(
+            refused("index --remove"),
+            ErrorKind::MissingRequiredArgument
+        );
+        assert_eq!(refused("index a --list"), ErrorKind::ArgumentConflict);
     }
 
     #[test]

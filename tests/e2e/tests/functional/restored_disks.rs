@@ -201,7 +201,10 @@ fn what_cannot_be_written_anew_is_refused_before_qemu_starts() -> Result<()> {
     ensure!(said.contains("--disks new=DIR"), "{said}");
     let line = ["restore", &id, "--qmp", &qmp, "--disks", "old"];
     let said = it.stillframe.fails(&line, 2)?;
-    ensure!(said.contains("new=DIR, lazy=DIR or as-they-are"), "{said}");
+    ensure!(
+        said.contains("new=DIR, lazy=DIR, as-they-are or none"),
+        "{said}"
+    );
     it.guest.serial.wait_more_committed(3)?;
     Ok(())
 }
