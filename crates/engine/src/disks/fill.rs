@@ -1,9 +1,10 @@
 //! The content of a checkpoint's disk on its way into a new image, which QEMU writes in whatever format it has.
 //!
 //! ```text
-//!   a thread: repository ── pieces of 16 MiB, one ahead ──> this thread: NBD ──> QEMU ──> image
+//!   threads: repository ── pieces of 16 MiB, one ahead ──> this thread: NBD ──> QEMU ──> image
 //! ```
 
+use std::num::NonZero;
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::sync_channel;
@@ -19,6 +20,9 @@ use super::view::{ALLOCATION, ZERO};
 
 /// Pages that are read at a time.
 const PIECE_PAGES: u64 = 4096;
+
+/// Threads that read a piece: decoding and verifying take longer than QEMU's writing.
+const THREADS_MAX: usize = 4;
 
 /// Pages with content after which the image is flushed: all at the end could take longer than QEMU may be silent.
 const FLUSH_PAGES: u64 = 1 << 16;
@@ -157,7 +161,8 @@ impl Piece {
                 with_content.push(page);
             }
         }
-        let bytes = map.read_together(&with_content)?;
+        let threads = thread::available_parallelism().map_or(1, NonZero::get);
+        let bytes = map.read_together_by(threads.min(THREADS_MAX), &with_content)?;
         Ok(Piece {
             pages,
             with_content,

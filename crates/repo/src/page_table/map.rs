@@ -223,8 +223,13 @@ impl<'a> PageMap<'a> {
 
     /// The contents of these pages, which are given in ascending order, one after the other.
     pub fn read_together(&self, wanted: &[u64]) -> Result<Vec<u8>, RepoError> {
+        self.read_together_by(1, wanted)
+    }
+
+    /// The same by up to `threads` threads.
+    pub fn read_together_by(&self, threads: usize, wanted: &[u64]) -> Result<Vec<u8>, RepoError> {
         let all = Mutex::new(vec![0; wanted.len() * PAGE]);
-        self.read_pages(wanted.iter().copied(), 1, &|page, bytes| {
+        self.read_pages(wanted.iter().copied(), threads, &|page, bytes| {
             // The pages after it in `bytes` also follow it in the list.
             let slot = wanted.partition_point(|&other| other < page);
             copy_pages(&mut lock(&all), slot, bytes)
