@@ -55,17 +55,19 @@ fn regular_files(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Boots a guest that has read all files of an image, and has these MiB of heap besides.
-pub fn boot(image: &Path, ram_mib: u32, heap_mib: u32) -> Result<Guest> {
+/// Boots a guest that reads all files of an image, once and after these seconds, and has these MiB of heap besides.
+pub fn boot(image: &Path, ram_mib: u32, heap_mib: u32, after_s: u32) -> Result<Guest> {
     let drive = format!("file={},if=virtio,format=raw,readonly=on", image.display());
     let mut setup = Setup::new(Kind::Private).with(&["-drive", &drive]);
     setup.ram_mib = ram_mib;
     setup.workload.mib = heap_mib;
     setup.workload.tick_ms = 500;
-    let guest = setup.with_drivers("sf.read=vda").boot()?;
-    guest
-        .serial
-        .wait_line("files read", PATIENCE)
-        .context("the guest does not read its files")?;
-    Ok(guest)
+    let words = format!("sf.read={after_s}:vda");
+    setup.with_drivers(&words).boot()
+}
+
+/// Waits until it has read them.
+pub fn wait_read(guest: &Guest) -> Result<()> {
+    let read = guest.serial.wait_line("files read", PATIENCE);
+    read.context("the guest does not read its files")
 }

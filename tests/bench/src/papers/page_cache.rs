@@ -12,6 +12,7 @@ use stillframe_harness::cli::Stillframe;
 use stillframe_harness::golden;
 use stillframe_harness::guest::Guest;
 use stillframe_harness::results::{self, Claim, Goal, percentile};
+use stillframe_harness::running::Running;
 
 use crate::host_memory;
 use crate::peers;
@@ -21,6 +22,9 @@ const COMMAND: &str = "cargo xtask bench papers page-cache";
 const RAM_MIB: u32 = 1024;
 /// MiB of files in the image.
 const FILES_MIB: u64 = 700;
+/// When the guest of the increments reads them, and the time from its first checkpoint to the second, in seconds.
+const READ_AFTER_S: u32 = 20;
+const INTERVAL_S: u32 = 45;
 /// MiB of the guest's own memory.
 const HEAP_MIB: u32 = 32;
 /// QEMU's ways to save into a mapped-ram file.
@@ -43,11 +47,21 @@ struct Measured {
     index_bytes: u64,
     image_bytes: u64,
     contents: Value,
+    /// Increments with the files in them, without the image and with it.
+    plain: Vec<Increment>,
+    content: Vec<Increment>,
+}
+
+/// What an increment took.
+#[derive(Clone, Copy)]
+struct Increment {
+    ms: f64,
+    bytes: f64,
 }
 
 /// Runs it, and writes `docs/results/exclusion/` unless it is a quick one.
 pub fn run(quick: bool) -> Result<()> {
-    let turns = if quick { 1 } else { 7 };
+    let turns = if quick { 1usize } else { 7 };
     let folder = tempfile::Builder::new()
         .prefix("stillframe-page-cache-")
         .tempdir()?;
@@ -58,16 +72,54 @@ pub fn run(quick: bool) -> Result<()> {
         image_bytes: image.metadata()?.len(),
         ..Measured::default()
     };
-    let guest = golden::boot(&image, RAM_MIB, HEAP_MIB)?;
+    let guest = golden::boot(&image, RAM_MIB, HEAP_MIB, 0)?;
+    golden::wait_read(&guest)?;
     for turn in 1..=turns {
         measure(&guest, (folder.path(), &image, &b3sum), &mut measured)?;
         eprintln!("turn {turn} of {turns}");
+    }
+    drop(guest);
+    for _ in 0..turns.div_ceil(2) {
+        for (indexed, found) in [(false, &mut measured.plain), (true, &mut measured.content)] {
+            found.push(increment((folder.path(), &image), indexed)?);
+        }
+        eprintln!("an increment each");
     }
     println!("{}", table(&measured));
     match quick {
         true => Ok(()),
         false => record(&measured, turns),
     }
+}
+
+/// A guest is watched before it reads the files, and once more after: the second checkpoint has them.
+fn increment((folder, image): (&Path, &Path), indexed: bool) -> Result<Increment> {
+    let repository = folder.join("increments");
+    let stillframe = Stillframe::init(&repository)?;
+    if indexed {
+        stillframe.ok(&["index", &image.display().to_string()])?;
+    }
+    host_memory::settle();
+    let guest = golden::boot(image, RAM_MIB, HEAP_MIB, READ_AFTER_S)?;
+    let pid = guest.pid_text();
+    let every = format!("{INTERVAL_S}s");
+    let line = [
+        "watch", "--pid", &pid, "--every", &every, "--count", "2", "--disks", "none", "--json",
+    ];
+    let mut watch = Running::start(stillframe.command(&line)?)?;
+    watch.wait_results(1)?;
+    golden::wait_read(&guest)?;
+    let reports = watch.end()?.results()?;
+    let second = reports.get(1).context("no second checkpoint")?;
+    ensure!(second["parent"].is_string(), "it is no increment: {second}");
+    let us = second["total_us"].as_f64().context("no time")?;
+    let increment = Increment {
+        ms: us / 1e3,
+        bytes: stored(second)?,
+    };
+    drop(guest);
+    fs::remove_dir_all(&repository)?;
+    Ok(increment)
 }
 
 /// The program, which is installed where it is missing.
@@ -178,6 +230,18 @@ fn median(values: &[f64]) -> f64 {
     percentile(values, 0.5)
 }
 
+/// Time in milliseconds and bytes of each.
+fn pairs(increments: &[Increment]) -> Vec<[f64; 2]> {
+    increments.iter().map(|one| [one.ms, one.bytes]).collect()
+}
+
+/// The medians of both.
+fn medians(increments: &[Increment]) -> [f64; 2] {
+    let ms: Vec<f64> = increments.iter().map(|one| one.ms).collect();
+    let bytes: Vec<f64> = increments.iter().map(|one| one.bytes).collect();
+    [median(&ms), median(&bytes)]
+}
+
 /// Of QEMU's ways the faster one.
 fn mapped_ram_ms(measured: &Measured) -> f64 {
     let times = measured.mapped_ram_ms.each_ref();
@@ -208,6 +272,14 @@ fn table(measured: &Measured) -> String {
         median(&measured.with_ms),
         median(&measured.with_bytes),
     );
+    table += "\n| increment with the files | time | memory's bytes |\n| --- | --- | --- |\n";
+    for (name, all) in [
+        ("no image", &measured.plain),
+        ("image indexed", &measured.content),
+    ] {
+        let [ms, bytes] = medians(all);
+        table += &line(name, ms, bytes);
+    }
     let classes = ["zero", "in_image", "duplicate", "other"];
     let pages = |class: &str| measured.contents[class].as_u64().unwrap_or(0);
     table += "\n| pages: zero | in image | duplicate | other |\n| --- | --- | --- | --- |\n|";
@@ -242,6 +314,7 @@ fn record(measured: &Measured, turns: usize) -> Result<()> {
         "with_ms": measured.with_ms, "with_bytes": measured.with_bytes, "index_ms": measured.index_ms,
         "b3sum_ms": measured.b3sum_ms, "cached_bytes": measured.cached_bytes, "index_bytes": measured.index_bytes,
         "image_bytes": measured.image_bytes, "contents": measured.contents,
+        "increments_without": pairs(&measured.plain), "increments_with": pairs(&measured.content),
     });
     results::write_raw(BENCH, "raw.jsonl", &[raw])?;
     let claim = |id, goal, value| Claim::new(id, goal, value, "ratio", COMMAND);
@@ -249,6 +322,8 @@ fn record(measured: &Measured, turns: usize) -> Result<()> {
     let time = median(&measured.with_ms) / mapped_ram_ms(measured);
     let index = median(&measured.b3sum_ms) / median(&measured.index_ms);
     let cached = median(&measured.cached_bytes) / measured.image_bytes as f64;
+    let [plain_ms, plain_bytes] = medians(&measured.plain);
+    let [content_ms, content_bytes] = medians(&measured.content);
     results::write_summary(
         BENCH,
         &[
@@ -256,6 +331,12 @@ fn record(measured: &Measured, turns: usize) -> Result<()> {
             claim("image-time", Goal::AtMost(0.6), time),
             claim("index-speed", Goal::AtLeast(0.8), index),
             claim("index-cache", Goal::Zero, cached),
+            claim(
+                "content-bytes",
+                Goal::AtMost(0.33),
+                content_bytes / plain_bytes,
+            ),
+            claim("content-time", Goal::AtMost(0.67), content_ms / plain_ms),
         ],
     )
 }
