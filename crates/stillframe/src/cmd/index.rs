@@ -115,6 +115,11 @@ fn words(report: &IndexReport) -> String {
     let size = table::bytes(image.bytes);
     match &report.found {
         Indexed::Known => format!("{path} is indexed, and has not changed since"),
+        Indexed::Moved { from } if *from == image.path => {
+            format!(
+                "{path} has the content that was indexed, and a new time of change, which is recorded"
+            )
+        }
         Indexed::Moved { from } => format!(
             "{path} has the content of {}, and is read in its place from now on",
             printable(from)
@@ -213,5 +218,7 @@ mod tests {
         ));
         let from = "/b".to_owned();
         assert!(words(&report(Indexed::Moved { from })).contains("the content of /b"));
+        let from = "/a".to_owned();
+        assert!(words(&report(Indexed::Moved { from })).contains("a new time of change"));
     }
 }
