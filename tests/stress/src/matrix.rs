@@ -46,13 +46,15 @@ enum Verb {
     Clone,
     /// A rewind.
     Rewind,
+    /// The indexing of an image.
+    Index,
 }
 
 /// A point, what passes it, and at which pass the fault strikes.
 type Cell = (&'static str, Verb, u32);
 
 /// All points that these verbs pass.
-const POINTS: [Cell; 39] = [
+const POINTS: [Cell; 41] = [
     ("attach.opened", Verb::Watch("pre-copy"), 1),
     ("attach.protected", Verb::Watch("pre-copy"), 1),
     ("attach.protected", Verb::Watch("copy-on-write"), 1),
@@ -90,6 +92,8 @@ const POINTS: [Cell; 39] = [
     ("lazy.release", Verb::Restore, 1),
     ("lazy.released", Verb::Restore, 1),
     ("lease.end", Verb::Restore, 1),
+    ("store.index", Verb::Index, 1),
+    ("store.image", Verb::Index, 1),
     ("key.write", Verb::AddKey, 1),
     ("key.remove", Verb::RemoveKey, 1),
 ];
@@ -259,6 +263,7 @@ impl Bed {
             ],
             Verb::Forget => vec!["forget", "--keep-last", "1", "--prune", "--json"],
             Verb::AddKey => vec!["key", "add", "--json"],
+            Verb::Index => vec!["index", &id, "--json"],
             Verb::RemoveKey => vec!["key", "remove", &id, "--json"],
             Verb::Rewind => vec!["rewind", "latest", "--pid", &pid, "--json"],
             Verb::Clone => return clones::command(&self.stillframe, self.folder.path()),
@@ -269,10 +274,18 @@ impl Bed {
         Ok(command)
     }
 
-    /// Prepares the needs of the verb; returns the id of a key that may go.
+    /// Prepares the needs of the verb; returns the id of a key that may go, or the path of a new image.
     fn prepared(&mut self, verb: Verb) -> Result<String> {
         match verb {
             Verb::Watch(_) | Verb::AddKey => {}
+            Verb::Index => {
+                // Of content that was not indexed before.
+                let image = self.folder.path().join("image");
+                let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;
+                let content = format!("{:<64}", now.as_nanos()).repeat(1 << 14);
+                fs::write(&image, content)?;
+                return Ok(image.display().to_string());
+            }
             Verb::Forget | Verb::Restore => {
                 for _ in 0..2 {
                     let pid = self.guest.pid_text();

@@ -65,7 +65,7 @@ pub struct CaptureArgs {
     /// When pages are copied: auto, stop-copy, pre-copy or copy-on-write
     #[arg(long, value_name = "SCHEDULE", default_value = "auto")]
     pub schedule: ScheduleChoice,
-    /// Memory for previous contents of pages, so that only changes are stored; 0: store whole pages
+    /// Of a watch: memory for previous contents of pages, so that only changes are stored; 0: store whole pages
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse, default_value = "256M")]
     pub delta_cache: u64,
     /// Upper bound on copies of guest memory; pages beyond it are stored before the pause

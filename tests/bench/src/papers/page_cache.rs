@@ -322,8 +322,6 @@ fn record(measured: &Measured, turns: usize) -> Result<()> {
     let time = median(&measured.with_ms) / mapped_ram_ms(measured);
     let index = median(&measured.b3sum_ms) / median(&measured.index_ms);
     let cached = median(&measured.cached_bytes) / measured.image_bytes as f64;
-    let [plain_ms, plain_bytes] = medians(&measured.plain);
-    let [content_ms, content_bytes] = medians(&measured.content);
     results::write_summary(
         BENCH,
         &[
@@ -331,12 +329,6 @@ fn record(measured: &Measured, turns: usize) -> Result<()> {
             claim("image-time", Goal::AtMost(0.6), time),
             claim("index-speed", Goal::AtLeast(0.8), index),
             claim("index-cache", Goal::Zero, cached),
-            claim(
-                "content-bytes",
-                Goal::AtMost(0.33),
-                content_bytes / plain_bytes,
-            ),
-            claim("content-time", Goal::AtMost(0.67), content_ms / plain_ms),
         ],
     )
 }
