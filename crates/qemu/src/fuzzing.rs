@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use crate::guest_agent::channel::{AgentError, read_answer};
-use crate::monitor::{RamBlock, ram_blocks, roms_in_ram};
+use crate::guest_agent::free_pages::{FileRead, add_free};
+use crate::monitor::{RamBlock, guest_address, ram_blocks, roms_in_ram};
 use crate::qmp::inbox::{EVENT_BYTES_MAX, Inbox, Lookup, REPLY_BYTES_MAX, Reply, value};
 use crate::qmp::lines::Lines;
 use crate::{suitability, unix_sockets, vmstate_image};
@@ -44,6 +45,21 @@ pub fn agent_answer(line: &[u8]) -> Option<Result<i64, AgentError>> {
     number
 }
 
+/// The same, as the answer to a read of page flags: how many page frames are free by it.
+pub fn agent_page_flags(line: &[u8]) -> usize {
+    let mut frames = Vec::new();
+    if let Some(Ok(FileRead(flags))) = read_answer::<FileRead>(line, 1, "guest-file-read") {
+        add_free(0, &flags, &mut frames);
+        assert!(frames.windows(2).all(|pair| pair[0].end < pair[1].start));
+        assert!(
+            frames
+                .iter()
+                .all(|range| range.end * 8 <= flags.len() as u64)
+        );
+    }
+    frames.len()
+}
+
 /// `info ramblock`.
 pub fn blocks(table: &str) -> Option<Vec<RamBlock>> {
     ram_blocks::parse(table).ok()
@@ -52,6 +68,7 @@ pub fn blocks(table: &str) -> Option<Vec<RamBlock>> {
 /// `info roms`, and `info network`.
 pub fn other_tables(table: &str) {
     let _ = roms_in_ram(table);
+    let _ = guest_address::parse(table);
     let _ = suitability::check_network(table);
 }
 

@@ -1,4 +1,4 @@
-//! The guest agent (`qemu-ga`) of a VM: where it is spoken to, and the guest's clock.
+//! The guest agent (`qemu-ga`) of a VM: where it is spoken to, the guest's clock, and its free pages.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,9 +8,11 @@ use serde_json::{Value, json};
 use crate::arguments::{Backend, CommandLine, Properties};
 
 pub(crate) mod channel;
+pub(crate) mod free_pages;
 
 pub use channel::AgentError;
 use channel::Channel;
+pub use free_pages::NamedFree;
 
 /// The default name of the port at which an agent listens (qemu-ga(8)).
 const PORT: &str = "org.qemu.guest_agent.0";

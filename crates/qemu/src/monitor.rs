@@ -5,6 +5,7 @@ pub(crate) mod cpu;
 mod devices;
 mod disks;
 mod dump;
+pub(crate) mod guest_address;
 mod host_files;
 mod jobs;
 mod lent;
@@ -524,7 +525,7 @@ impl Monitor {
     }
 
     /// A command of the human monitor, for facts that the machine protocol does not report.
-    pub(crate) fn human(&mut self, command: &'static str) -> Result<String, MonitorError> {
+    pub(crate) fn human(&mut self, command: &str) -> Result<String, MonitorError> {
         self.run(HUMAN, json!({ "command-line": command }))
     }
 

@@ -13,6 +13,7 @@
 use crate::arguments::{CommandLine, Properties};
 use crate::device_state::{DeviceStateError, sections};
 use crate::migration_file::FileBlock;
+use crate::monitor::{Monitor, MonitorError, RamBlock};
 
 /// The name of main RAM that was not given a backend of its own.
 const MAIN: &str = "pc.ram";
@@ -93,6 +94,48 @@ pub fn layout(
             "its CMOS memory does not describe {bytes} bytes of RAM, so the guest has written there"
         ))
     })
+}
+
+/// The same of a running VM: the number of main RAM's block among `ram`, and where it lies. QEMU reports where physical
+/// addresses are in its own memory. `None` if they are not one block in two pieces, as on most machines.
+///
+/// # Errors
+/// QEMU does not answer.
+pub fn of_running(
+    monitor: &mut Monitor,
+    ram: &[RamBlock],
+) -> Result<Option<(usize, Vec<PhysicalRange>)>, MonitorError> {
+    let Some(begin) = monitor.host_address(0)? else {
+        return Ok(None);
+    };
+    let Some(main) = ram.iter().position(|block| block.address == begin) else {
+        return Ok(None);
+    };
+    let bytes = ram[main].used_bytes;
+    let high = monitor.host_address(HIGH)?;
+    let low = high.map_or(Some(bytes), |high| high.checked_sub(begin));
+    let Some(low) = low.filter(|&low| low > 0 && low <= bytes.min(HIGH)) else {
+        return Ok(None);
+    };
+    let mut ranges = vec![PhysicalRange {
+        address: 0,
+        block_offset: 0,
+        bytes: low,
+    }];
+    if low < bytes {
+        ranges.push(PhysicalRange {
+            address: HIGH,
+            block_offset: low,
+            bytes: bytes - low,
+        });
+    }
+    for range in &ranges {
+        let last = monitor.host_address(range.address + range.bytes - 1)?;
+        if last != Some(begin + range.block_offset + range.bytes - 1) {
+            return Ok(None);
+        }
+    }
+    Ok(Some((main, ranges)))
 }
 
 /// More memory than main RAM, if the command line requests it.
