@@ -51,13 +51,15 @@ impl DirtyBitmap {
 
     /// Adds every page of the range that lies inside the block.
     pub fn set_range(&mut self, range: Range<u64>) {
-        let end = range.end.min(self.pages);
-        let mut page = range.start;
-        while page < end {
-            let first = page % BITS;
-            let taken = (BITS - first).min(end - page);
-            self.or_word(page / BITS, (u64::MAX >> (BITS - taken)) << first);
-            page += taken;
+        for (word, bits) in self.masks(range) {
+            self.or_word(word, bits);
+        }
+    }
+
+    /// Removes every page of the range.
+    pub fn clear_range(&mut self, range: Range<u64>) {
+        for (word, bits) in self.masks(range) {
+            self.and_not_word(word, bits);
         }
     }
 
@@ -146,6 +148,19 @@ impl DirtyBitmap {
             left = *self.summary.get(at)?;
         }
         Some(at * bits + left.trailing_zeros() as usize)
+    }
+
+    /// The words in which a range has pages of the block, and which.
+    fn masks(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> + use<> {
+        let end = range.end.min(self.pages);
+        let mut page = range.start;
+        std::iter::from_fn(move || {
+            let first = page % BITS;
+            let taken = (BITS - first).min(end.checked_sub(page)?);
+            let word = page / BITS;
+            page += taken;
+            (taken > 0).then(|| (word, (u64::MAX >> (BITS - taken)) << first))
+        })
     }
 
     /// Sets bits of one word; how many are new.
@@ -252,6 +267,7 @@ mod tests {
         Set(u64),
         Clear(u64),
         SetRange(u64, u64),
+        ClearRange(u64, u64),
         Union(Vec<u64>),
         Subtract(Vec<u64>),
         Intersect(Vec<u64>),
@@ -264,7 +280,8 @@ mod tests {
         let step = prop_oneof![
             6 => page.clone().prop_map(Step::Set),
             4 => page.clone().prop_map(Step::Clear),
-            4 => (page, 0..200_u64).prop_map(|(from, len)| Step::SetRange(from, from + len)),
+            4 => (page.clone(), 0..200_u64).prop_map(|(from, len)| Step::SetRange(from, from + len)),
+            2 => (page, 0..200_u64).prop_map(|(from, len)| Step::ClearRange(from, from + len)),
             2 => some.clone().prop_map(Step::Union),
             2 => some.prop_map(Step::Subtract),
             2 => prop::collection::vec(0..pages + 70, 0..400).prop_map(Step::Intersect),
@@ -294,6 +311,10 @@ mod tests {
                     Step::SetRange(from, to) => {
                         map.set_range(from..to);
                         model.set.extend(from..to.min(pages));
+                    }
+                    Step::ClearRange(from, to) => {
+                        map.clear_range(from..to);
+                        model.set.retain(|p| !(from..to).contains(p));
                     }
                     Step::Union(members) => {
                         map.union_with(&other(pages, &members));

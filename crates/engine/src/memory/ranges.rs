@@ -68,7 +68,25 @@ pub fn subtract(from: &[Range<u64>], what: &[Range<u64>]) -> Vec<Range<u64>> {
     left
 }
 
-/// The same for all blocks.
+/// The pages of `one` that are in `other`, too; both sorted.
+pub fn intersect(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut both = Vec::new();
+    let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
+    while let (Some(a), Some(b)) = (one.peek(), other.peek()) {
+        let pages = a.start.max(b.start)..a.end.min(b.end);
+        let a_is_done = a.end <= b.end;
+        if !pages.is_empty() {
+            both.push(pages);
+        }
+        match a_is_done {
+            true => one.next(),
+            false => other.next(),
+        };
+    }
+    both
+}
+
+/// [`subtract`], for all blocks.
 pub fn subtract_all(from: &PageRanges, what: &PageRanges) -> PageRanges {
     let both = from.iter().zip(what);
     both.map(|(from, what)| subtract(from, what)).collect()
@@ -139,6 +157,13 @@ mod tests {
         fn subtract_is_set_difference(a in prop::collection::btree_set(0u64..300, 0..200), b in prop::collection::btree_set(0u64..300, 0..200)) {
             let expected: Vec<u64> = a.difference(&b).copied().collect();
             let found: Vec<u64> = subtract(&ranges(&a), &ranges(&b)).into_iter().flatten().collect();
+            prop_assert_eq!(found, expected);
+        }
+
+        #[test]
+        fn intersect_is_set_intersection(a in prop::collection::btree_set(0u64..300, 0..200), b in prop::collection::btree_set(0u64..300, 0..200)) {
+            let expected: Vec<u64> = a.intersection(&b).copied().collect();
+            let found: Vec<u64> = intersect(&ranges(&a), &ranges(&b)).into_iter().flatten().collect();
             prop_assert_eq!(found, expected);
         }
     }
