@@ -30,6 +30,7 @@ use crate::capture::devices::Devices;
 use crate::capture::schedule::{Auto, Bursts, ScheduleChoice, ScheduleKind};
 use crate::capture::staging::StagingBuffer;
 use crate::disks::DiskHistory;
+use crate::free_pages::FreePages;
 use crate::guardian::{Guardian, GuardianError};
 use crate::guest_clock::GuestClock;
 use crate::inhibitor::{InhibitorError, Purpose, ResumeInhibitor};
@@ -132,6 +133,8 @@ pub struct Vm {
     pub(crate) state: Option<StateStream>,
     /// The time that pauses take from the guest's clock.
     pub(crate) clock: GuestClock,
+    /// Queries the guest for its free pages.
+    pub(crate) free_pages: FreePages,
     pub(crate) cautions: Vec<Caution>,
     /// Pages copied in the last pause, as an estimate of the space that the next one will need.
     pub(crate) pause_pages_last: u64,
@@ -275,6 +278,7 @@ impl Vm {
             record: None,
             devices: Devices::of(shared && copy_on_write),
             state: None,
+            free_pages: FreePages::new(agent.clone()),
             clock: GuestClock::new(agent),
             cautions,
             pause_pages_last: 0,

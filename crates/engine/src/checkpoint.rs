@@ -35,6 +35,7 @@ use crate::capture::pause::PauseError;
 use crate::capture::schedule::ScheduleError;
 use crate::capture::staging::StagingError;
 use crate::disks::{DiskChoice, DisksError, LeftDisk};
+use crate::free_pages::{FreePagesError, FreePagesReport};
 use crate::memory::block::BlockError;
 use crate::post_restore::ClockReport;
 use crate::streaming::{Iteration, StreamingError};
@@ -70,6 +71,8 @@ pub struct CheckpointOptions {
     pub copy_buffer_bytes: u64,
     /// What the checkpoint has of each disk.
     pub disks: DiskChoice,
+    /// Query the guest's agent for its free pages, and keep these as zeros ([`crate::free_pages`]).
+    pub free_pages: bool,
     /// The words by which people find the checkpoint.
     pub tags: Tags,
     /// What people say about the checkpoint.
@@ -88,6 +91,7 @@ impl Default for CheckpointOptions {
             keep_guest_clock: false,
             copy_buffer_bytes: 1 << 30,
             disks: DiskChoice::default(),
+            free_pages: false,
             tags: Tags::default(),
             note: None,
         }
@@ -120,6 +124,9 @@ pub struct CheckpointReport {
     pub pages: PageCounts,
     /// Pages copied while the guest ran, and while it was stopped.
     pub copied: Copied,
+    /// What came of the question for free pages, if it was to be put.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub free_pages: Option<FreePagesReport>,
     /// The disks whose content is in the checkpoint.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<StoredDisk>,
@@ -219,6 +226,9 @@ pub enum CheckpointError {
     /// The pause failed.
     #[error(transparent)]
     Pause(#[from] PauseError),
+    /// Free pages could not be found.
+    #[error("cannot find the guest's free pages")]
+    FreePages(#[from] FreePagesError),
     /// The disks cannot be captured.
     #[error(transparent)]
     Disks(#[from] DisksError),
@@ -289,7 +299,8 @@ impl CheckpointError {
             | CheckpointError::Monitor(_)
             | CheckpointError::Tracker(_)
             | CheckpointError::StagingBuffer(_)
-            | CheckpointError::Block(_) => true,
+            | CheckpointError::Block(_)
+            | CheckpointError::FreePages(_) => true,
             CheckpointError::Devices(error) => error.ends_tracking(),
             CheckpointError::Pause(error) => match error {
                 PauseError::Overrun { .. }

@@ -19,6 +19,7 @@ pub mod encoding;
 pub mod export;
 #[cfg(test)]
 mod fakes;
+pub mod free_pages;
 pub mod guardian;
 mod guest_clock;
 pub mod import;

@@ -18,6 +18,7 @@ use thiserror::Error;
 use crate::encoding::page_encoder::hash_all;
 use crate::memory::Page;
 use crate::memory::block::{Block, BlockError};
+use crate::memory::ranges::PageRanges;
 use crate::{Progress, ProgressSink};
 
 /// Pages read at once.
@@ -48,6 +49,9 @@ pub struct VerifyReport {
     pub pages: u64,
     /// Pages whose content differs. Anything but 0 is a bug of Stillframe or of the machine.
     pub differing: u64,
+    /// Pages that the guest called free and did not write since, which are zeros in the checkpoint and hold something.
+    /// They are not among the differing.
+    pub free: u64,
     /// The first of them, as `block page`.
     pub first: Vec<String>,
 }
@@ -67,6 +71,8 @@ impl VerifyReport {
 pub struct Image {
     hasher: ContentHasher,
     blocks: Vec<(String, Vec<Option<ContentId>>)>,
+    /// Pages that may be zeros in the checkpoint, by block; none if empty.
+    free: PageRanges,
 }
 
 impl Image {
@@ -93,6 +99,7 @@ impl Image {
         let mut image = Image {
             hasher: hasher.clone(),
             blocks: Vec::new(),
+            free: PageRanges::new(),
         };
         for (block, parts) in parts {
             let mut ids = vec![None; block.pages() as usize];
@@ -114,6 +121,12 @@ impl Image {
             image.blocks.push((block.name().to_owned(), ids));
         }
         Ok(image)
+    }
+
+    /// The guest calls these pages free: a checkpoint may have zeros for them.
+    pub(crate) fn with_free(mut self, free: PageRanges) -> Image {
+        self.free = free;
+        self
     }
 
     /// The content ids of all pages, by block.
@@ -147,7 +160,7 @@ impl Image {
     ) -> Result<VerifyReport, VerifyError> {
         let total = self.blocks.iter().map(|(_, ids)| ids.len() as u64).sum();
         let mut report = VerifyReport::default();
-        for (name, ids) in &self.blocks {
+        for (block, (name, ids)) in self.blocks.iter().enumerate() {
             let pages = ids.len() as u64;
             let table = tables
                 .iter()
@@ -156,8 +169,15 @@ impl Image {
                     block: name.clone(),
                     pages,
                 })?;
-            for page in self.differing(&PageMap::read(reader, table)?, ids)? {
-                report.differs(name, page);
+            let map = PageMap::read(reader, table)?;
+            let free = self.free.get(block).map_or(&[][..], Vec::as_slice);
+            for page in self.differing(&map, ids)? {
+                let at = free.partition_point(|range| range.end <= page);
+                let is_free = free.get(at).is_some_and(|range| range.start <= page);
+                match is_free && map.is_zero(page)? {
+                    true => report.free += 1,
+                    false => report.differs(name, page),
+                }
             }
             report.pages += pages;
             progress(Progress::Verifying {

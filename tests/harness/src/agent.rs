@@ -81,7 +81,20 @@ impl Agent {
     }
 }
 
-/// An agent as a hostile guest may have one: it answers the first question, and then sends events without end.
+/// What a lying agent does after it has answered the first question.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lie {
+    /// It sends events without end.
+    Events,
+    /// It opens a file, and says no more of its flags than the beginning of an answer.
+    HalfAnAnswer,
+    /// It opens a file, and says that an answer is longer than it is.
+    Length,
+    /// It opens a file of which every page is free, and sends more of it than an answer may have.
+    AllFree,
+}
+
+/// An agent as a hostile guest may have one.
 #[derive(Debug)]
 pub struct LyingAgent {
     thread: JoinHandle<Result<usize>>,
@@ -89,10 +102,21 @@ pub struct LyingAgent {
 
 impl LyingAgent {
     /// Listens at `path`, where QEMU did so for the guest.
-    pub fn in_place_of(path: &Path) -> Result<LyingAgent> {
+    pub fn in_place_of(path: &Path, lie: Lie) -> Result<LyingAgent> {
         std::fs::remove_file(path).with_context(|| path.display().to_string())?;
         let listener = UnixListener::bind(path)?;
-        let thread = std::thread::spawn(move || lie(listener.accept()?.0));
+        let thread = std::thread::spawn(move || {
+            let mut stream = listener.accept()?.0;
+            let mut questions = BufReader::new(stream.try_clone()?);
+            let received = question(&mut questions)?;
+            let answer = json!({ "return": received["arguments"]["id"] });
+            stream.write_all(b"\xff")?;
+            writeln!(stream, "{answer}")?;
+            match lie {
+                Lie::Events => flood(stream),
+                _ => answer_wrong(lie, questions, stream),
+            }
+        });
         Ok(LyingAgent { thread })
     }
 
@@ -102,14 +126,14 @@ impl LyingAgent {
     }
 }
 
-fn lie(mut stream: UnixStream) -> Result<usize> {
-    let mut asked = Vec::new();
-    BufReader::new(stream.try_clone()?).read_until(b'\n', &mut asked)?;
-    let text = asked.strip_prefix(b"\xff").unwrap_or(&asked);
-    let asked: Value = serde_json::from_slice(text)?;
-    let answer = json!({ "return": asked["arguments"]["id"] });
-    stream.write_all(b"\xff")?;
-    writeln!(stream, "{answer}")?;
+fn question(questions: &mut impl BufRead) -> Result<Value> {
+    let mut line = Vec::new();
+    questions.read_until(b'\n', &mut line)?;
+    let text = line.strip_prefix(b"\xff").unwrap_or(&line);
+    Ok(serde_json::from_slice(text)?)
+}
+
+fn flood(mut stream: UnixStream) -> Result<usize> {
     let event = format!(
         "{{\"event\":\"x\",\"data\":[{}[]]}}\n",
         "[],".repeat(700_000)
@@ -118,6 +142,35 @@ fn lie(mut stream: UnixStream) -> Result<usize> {
     // Ends with an error when the client closes.
     while let Ok(bytes) = stream.write(&event.as_bytes()[taken % event.len()..]) {
         taken += bytes;
+    }
+    Ok(taken)
+}
+
+/// Answers questions about a file until the client closes.
+fn answer_wrong(lie: Lie, mut questions: impl BufRead, mut stream: UnixStream) -> Result<usize> {
+    let mut taken = 0;
+    while let Ok(received) = question(&mut questions) {
+        let id = &received["id"];
+        let answer = match (received["execute"].as_str(), lie) {
+            (Some("guest-file-read"), Lie::HalfAnAnswer) => {
+                format!("{{\"id\": {id}, \"return\": {{\"buf-b64\": \"AAQAAAAA")
+            }
+            (Some("guest-file-read"), Lie::Length) => {
+                let wrong = json!({ "count": 1u64 << 40, "buf-b64": "AAQAAAAAAAA=", "eof": false });
+                json!({ "id": id, "return": wrong }).to_string() + "\n"
+            }
+            (Some("guest-file-read"), _) => {
+                // Three bytes of flags are four letters: 32 KiB and one group more.
+                let text = "AAQAAAAAAAAABAAAAAAAAAAEAAAAAAAA".repeat(1368);
+                let all = json!({ "count": 1368 * 24, "buf-b64": text, "eof": false });
+                json!({ "id": id, "return": all }).to_string() + "\n"
+            }
+            _ => json!({ "id": id, "return": 1000 }).to_string() + "\n",
+        };
+        if stream.write_all(answer.as_bytes()).is_err() {
+            break;
+        }
+        taken += answer.len();
     }
     Ok(taken)
 }

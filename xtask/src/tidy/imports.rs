@@ -103,6 +103,7 @@ const ENGINE: &[&str] = &[
     "post_restore",
     "guest_clock",
     "tracking",
+    "free_pages",
     "encoding",
     "connection",
     "capture",

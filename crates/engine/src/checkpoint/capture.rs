@@ -21,8 +21,11 @@ use crate::capture::schedule::{
 };
 use crate::capture::staging::StagingBuffer;
 use crate::disks::{DiskSnapshots, DiskView, LeftDisk};
+use crate::free_pages::FreePagesReport;
 use crate::memory::BlockShape;
+use crate::memory::ranges::{PageRanges, count};
 use crate::placement;
+use crate::streaming::Iteration;
 use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::Tracker;
 use crate::verify::Image;
@@ -58,6 +61,10 @@ pub struct Captured {
     pub(crate) time: jiff::Timestamp,
     pub(crate) device_state: Vec<u8>,
     pub(crate) image: Option<Image>,
+    /// Pages that the guest calls free: they are to be stored as zeros.
+    pub(crate) left_out: PageRanges,
+    /// What came of the question for them.
+    pub(crate) free_pages: Option<FreePagesReport>,
     /// The disks as they were, if they are stored, too. QEMU keeps them until this capture is settled.
     pub(crate) disks: Mutex<Vec<DiskView>>,
     /// Whether QEMU has snapshots for it. Captures without may be in flight beside it.
@@ -82,6 +89,40 @@ impl Vm {
     /// committed checkpoint. Earlier captures may still be in flight; if one of them is rolled back,
     /// this one is worthless, and goes to [`Vm::discard`].
     pub fn capture(
+        &mut self,
+        hasher: &ContentHasher,
+        options: &CheckpointOptions,
+    ) -> Result<Captured, CheckpointError> {
+        if options.free_pages {
+            self.find_free_pages(Iteration::Written)?;
+        }
+        self.capture_kept(hasher, options)
+    }
+
+    /// Queries the guest which of the pages of an iteration are free. They are left out from here on, until they are written.
+    pub(super) fn find_free_pages(&mut self, iteration: Iteration) -> Result<(), CheckpointError> {
+        let wanted = match iteration {
+            Iteration::Bulk => {
+                self.tracker
+                    .populated()?
+                    .drained(&mut self.monitor)?
+                    .written
+            }
+            Iteration::Written => {
+                // They are pending from here on, and not read before the schedule has drained the disks.
+                let _ = self.tracker.collect_running()?;
+                self.tracker.pending()
+            }
+        };
+        let free = self
+            .free_pages
+            .among(&self.tracker, &mut self.monitor, &wanted)?;
+        self.tracker.call_free(&free);
+        Ok(())
+    }
+
+    /// [`Vm::capture`], with the free pages that are known.
+    pub(super) fn capture_kept(
         &mut self,
         hasher: &ContentHasher,
         options: &CheckpointOptions,
@@ -121,6 +162,8 @@ impl Vm {
             time: jiff::Timestamp::now(),
             device_state: Vec::new(),
             image: None,
+            left_out: PageRanges::new(),
+            free_pages: options.free_pages.then(|| self.free_pages.report()),
             disks: Mutex::default(),
             has_snapshots: false,
             disks_left_out: Vec::new(),
@@ -226,6 +269,10 @@ impl Vm {
         let resumed_at = Instant::now();
         schedule.after(&mut work(&mut self.tracker, &mut self.bursts, captured))?;
         captured.copying += us(resumed_at);
+        captured.left_out = self.tracker.left_out();
+        if let Some(report) = &mut captured.free_pages {
+            report.left_out = count(&captured.left_out);
+        }
         // A block that came or went at any time since the attach shows now.
         let ram = self.monitor.ram_blocks()?;
         if !self.tracks(&ram) {
@@ -285,7 +332,7 @@ impl Vm {
         let image = &mut captured.image;
         let mut look = |tracker: &Tracker| {
             let blocks = tracker.blocks().iter().map(|tracked| &*tracked.block);
-            *image = Some(Image::take(blocks, hasher)?);
+            *image = Some(Image::take(blocks, hasher)?.with_free(tracker.free()));
             Ok(())
         };
         let before = self.fit_for_a_pause()?;

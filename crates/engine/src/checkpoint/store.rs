@@ -5,8 +5,8 @@ use std::sync::PoisonError;
 use std::time::Instant;
 
 use stillframe_repo::{
-    BlockTable, CheckpointId, Committed, DiskTable, ImageId, Manifest, Note, RepoError, Repository,
-    Tags, Writer,
+    BlockTable, CheckpointId, Committed, DiskTable, ImageId, Manifest, Note, PageCounts, RepoError,
+    Repository, Tags, Writer,
 };
 use stillframe_sys::affinity::AffinityGuard;
 
@@ -186,6 +186,10 @@ impl CheckpointWriter {
                 progress(Progress::Storing { done, total });
             }
         }
+        for (block, free) in captured.left_out.iter().enumerate() {
+            let Transaction { sink, stream, .. } = &mut transaction;
+            stream.put_zeros(sink, block, free)?;
+        }
         let begin = Instant::now();
         let ram = transaction.sink.finish(&captured.blocks)?;
         let mut commit = us(begin);
@@ -343,7 +347,10 @@ impl Transaction<'_> {
             disks: Vec::new(),
             images: std::mem::take(&mut self.images),
             streams: BTreeMap::from([(DEVICE_STATE.to_owned(), stream)]),
-            pages: self.stream.counts.into(),
+            pages: PageCounts {
+                free: captured.free_pages.as_ref().map_or(0, |free| free.left_out),
+                ..self.stream.counts.into()
+            },
             bytes_stored: self.sink.writer.bytes_stored(),
             vm_record: serde_json::to_value(&captured.record).map_err(CheckpointError::Encode)?,
             downtime_us: serde_json::to_value(captured.downtime)
@@ -380,6 +387,7 @@ fn report(
         downtime_us: captured.downtime,
         pages: manifest.pages,
         copied: captured.copied,
+        free_pages: captured.free_pages.clone(),
         disks,
         disks_left_out: captured.disks_left_out.clone(),
         bytes_stored: committed.bytes_stored,

@@ -14,6 +14,7 @@ use crate::attach::Vm;
 use crate::capture::convergence::Convergence;
 use crate::capture::downtime::us;
 use crate::memory::Page;
+use crate::memory::ranges::count;
 use crate::streaming::Iteration;
 
 impl Vm {
@@ -81,6 +82,9 @@ impl Vm {
         let convergence = Convergence {
             buffer_bytes: options.copy_buffer_bytes / 2,
         };
+        if options.free_pages {
+            self.find_free_pages(first)?;
+        }
         let mut take = |iteration, block, pages: &[Page<'_>]| {
             checkpoints.put(transaction, block, pages)?;
             checkpoints.note(iteration, block, pages);
@@ -88,9 +92,13 @@ impl Vm {
         };
         let streamed = self.stream(first, convergence, &mut take, progress)?;
         let copying = us(begin);
-        let mut captured = self.capture(&transaction.sink.writer.hasher().clone(), options)?;
+        let mut captured = self.capture_kept(&transaction.sink.writer.hasher().clone(), options)?;
         captured.copying += copying;
         captured.copied.full_pass = streamed;
+        if let (Iteration::Bulk, Some(report)) = (first, &mut captured.free_pages) {
+            // They were not read at all.
+            report.left_out = count(&self.tracker.free());
+        }
         Ok(captured)
     }
 }

@@ -11,6 +11,7 @@ use stillframe_sys::affinity;
 use super::*;
 use crate::capture::staging::StagingBuffer;
 use crate::fakes::{FakeMemory, FakeRepository, device_state, pages, vm_record};
+use crate::free_pages::FreePagesReport;
 use crate::memory::BlockShape;
 use crate::memory::block::Guest;
 use crate::memory::ranges::runs;
@@ -52,6 +53,8 @@ fn capture(memory: &FakeMemory, written: &[Range<u64>]) -> Captured {
         time: jiff::Timestamp::now(),
         device_state: device_state(&[("timer", &[1; 16])]),
         image: None,
+        left_out: Vec::new(),
+        free_pages: None,
         disks: Default::default(),
         has_snapshots: false,
         disks_left_out: Vec::new(),
@@ -210,6 +213,53 @@ fn a_capture_that_missed_a_write_is_found() {
         let report = scene.store(&captured).unwrap().verify.unwrap();
         assert_eq!(report.pages, 3);
         assert_eq!(report.first, differing);
+    }
+}
+
+/// A free page is zeros, also to the delta cache, which had its content.
+#[test]
+fn what_is_written_to_a_page_that_was_free_is_stored_whole() {
+    let mut scene = Scene::new(&[1, 2, 3], CheckpointOptions::default());
+    scene.increment(&pages_of(0..3)).unwrap();
+    let mut captured = capture(&scene.memory, &pages_of(0..1));
+    captured.left_out = vec![pages_of(1..2)];
+    captured.free_pages = Some(FreePagesReport {
+        left_out: 1,
+        ..FreePagesReport::default()
+    });
+    let report = scene.store(&captured).unwrap();
+    assert_eq!((report.pages.free, report.pages.captured), (1, 1));
+    assert_eq!(scene.memory_of(&report), pages(&[1, 0, 3]));
+    scene.memory.change(1, 77, 200);
+    let report = scene.increment(&pages_of(1..2)).unwrap();
+    assert_eq!((report.pages.delta, report.pages.new), (0, 1));
+    assert_eq!(scene.memory_of(&report), scene.memory.bytes());
+}
+
+/// `--verify` takes zeros for a free page, and nothing else.
+#[test]
+fn a_free_page_may_be_zeros_and_no_other_page_may() {
+    let mut scene = Scene::new(&[1, 2, 3], CheckpointOptions::default());
+    scene.memory.write(2, 8);
+    for (free, expected) in [
+        (0..2, (1, &["pc.ram 2"][..])),
+        (0..1, (0, &["pc.ram 1", "pc.ram 2"])),
+        (1..3, (1, &["pc.ram 2"])),
+    ] {
+        let mut captured = capture(&scene.memory, &[]);
+        captured.left_out = vec![pages_of(1..2)];
+        let hasher = scene.stored.repository.hasher();
+        let block = scene.memory.block();
+        let image = Image::take([&block].into_iter(), &hasher).unwrap();
+        captured.image = Some(image.with_free(vec![pages_of(free)]));
+        let report = scene.store(&captured).unwrap().verify.unwrap();
+        assert_eq!(
+            (report.free, &report.first[..]),
+            (
+                expected.0,
+                &expected.1.iter().map(|s| s.to_string()).collect::<Vec<_>>()[..]
+            )
+        );
     }
 }
 

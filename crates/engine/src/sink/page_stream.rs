@@ -1,15 +1,17 @@
 //! Captured pages on their way into a sink: encoded by threads (see [`crate::encoding::page_encoder`]), handed over batch by
 //! batch, and counted.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use stillframe_page::GuestPage;
 use stillframe_page::bitmap::DirtyBitmap;
+use stillframe_page::{GuestPage, PAGE};
 
 use crate::capture::staging::StagingBuffer;
 use crate::encoding::delta_cache::DeltaCache;
 use crate::encoding::page_encoder::{PageEncoder, PageEncoding};
 use crate::memory::outcome::{Content, Found};
+use crate::memory::ranges::PageRanges;
 use crate::memory::{BlockShape, Page};
 use crate::sink::{EncodedBatch, PageSink};
 
@@ -42,6 +44,8 @@ pub struct PageStream {
     seen: Vec<DirtyBitmap>,
     /// Pages that the delta cache should know the content of, once it is committed; by block.
     keep: Vec<DirtyBitmap>,
+    /// Pages that came as zeros without being read, by block.
+    zeroed: PageRanges,
     /// The capture outcome, by block.
     pub outcome: Vec<Found>,
     /// Counts of the pages so far.
@@ -59,6 +63,7 @@ impl PageStream {
         PageStream {
             seen: Vec::new(),
             keep: bitmaps.collect(),
+            zeroed: vec![Vec::new(); blocks.len()],
             outcome: blocks.iter().map(Found::new).collect(),
             counts: StreamCounts {
                 total: blocks.iter().map(|block| block.pages).sum(),
@@ -108,6 +113,41 @@ impl PageStream {
         Ok(encoded.encodings)
     }
 
+    /// These pages of block number `block` are zeros from now on, whatever they held. They are not counted.
+    ///
+    /// # Errors
+    /// That of the sink.
+    pub fn put_zeros<S: PageSink>(
+        &mut self,
+        sink: &mut S,
+        block: usize,
+        ranges: &[Range<u64>],
+    ) -> Result<(), S::Error> {
+        let begin = Instant::now();
+        let mut numbers = ranges.iter().cloned().flatten().peekable();
+        while numbers.peek().is_some() {
+            let batch = numbers.by_ref().take(BATCH_PAGES);
+            let zero = |number| Page {
+                number,
+                bytes: &[0; PAGE],
+            };
+            let pages: Vec<Page<'_>> = batch.map(zero).collect();
+            sink.put(EncodedBatch {
+                block,
+                pages: &pages,
+                encodings: &vec![PageEncoding::Zero; pages.len()],
+                ids: &[],
+                deltas: Vec::new(),
+            })?;
+            for page in pages {
+                self.outcome[block].note(page.number, Content::Zero);
+            }
+        }
+        self.zeroed[block].extend(ranges.iter().cloned());
+        self.writing += begin.elapsed();
+        Ok(())
+    }
+
     fn count(&mut self, page: GuestPage, encoding: PageEncoding, content: Content) {
         let GuestPage { block, page } = page;
         let seen = self.seen.get_mut(block);
@@ -133,7 +173,8 @@ impl PageStream {
         self.outcome[block].note(page, content);
     }
 
-    /// Takes the contents of pages in the staging buffer into the cache. It is called when they are durable.
+    /// Takes the contents of pages in the staging buffer into the cache, which forgets those of pages that are zeros now.
+    /// It is called when they are durable.
     pub fn remember(&self, staging: &StagingBuffer, cache: &mut DeltaCache) {
         for (block, keep) in self.keep.iter().enumerate() {
             for Page { number, bytes } in staging.pages_of(block) {
@@ -142,6 +183,11 @@ impl PageStream {
                     true => cache.put(page, bytes),
                     false => cache.remove(page),
                 }
+            }
+        }
+        for (block, ranges) in self.zeroed.iter().enumerate() {
+            for page in ranges.iter().cloned().flatten() {
+                cache.remove(GuestPage::new(block, page));
             }
         }
     }

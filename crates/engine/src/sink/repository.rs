@@ -131,6 +131,7 @@ impl From<StreamCounts> for PageCounts {
             zero: counts.zero,
             delta: counts.delta,
             unchanged: counts.unchanged,
+            free: 0,
         }
     }
 }

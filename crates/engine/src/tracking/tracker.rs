@@ -22,7 +22,7 @@ use crate::guardian::Heartbeat;
 use crate::memory::BlockShape;
 use crate::memory::block::{Block, BlockError, Guest};
 use crate::memory::outcome::Found;
-use crate::memory::ranges::{self, PageRanges, count, subtract};
+use crate::memory::ranges::{self, PageRanges, count, subtract, subtract_all};
 use crate::memory::shared_data::SharedData;
 use crate::tracking::error::TrackerError;
 use crate::tracking::fault_handler::FaultHandler;
@@ -49,6 +49,8 @@ pub struct Tracked {
     in_flight: VecDeque<DirtyBitmap>,
     /// Streamed by iterations of a checkpoint that is to be captured yet.
     streamed: DirtyBitmap,
+    /// The guest called them free, and no scan saw them written since. What they hold means nothing.
+    free: DirtyBitmap,
     /// For a shared block: pages that may have had content when last captured.
     with_content: DirtyBitmap,
     /// For a shared block: the pages that its file has.
@@ -203,8 +205,8 @@ impl Tracker {
             .sum()
     }
 
-    /// The pages that may be other than zero. Everything is protected before this call, so the next scan
-    /// reports a page that is written later.
+    /// The pages that may be other than zero, without those that the guest calls free. Everything is protected before
+    /// this call, so the next scan reports a page that is written later.
     pub fn populated(&mut self) -> Result<Undrained, TrackerError> {
         let swap = system::has_swap();
         let blocks = self.blocks.iter_mut();
@@ -226,7 +228,8 @@ impl Tracker {
             scanned.map_err(|source| scan_error(block, source))?;
             Ok(to_pages(block, &found))
         });
-        let populated = populated.collect::<Result<_, TrackerError>>()?;
+        let populated = populated.collect::<Result<PageRanges, TrackerError>>()?;
+        let populated = subtract_all(&populated, &self.free());
         Ok(Undrained(Collected::written(populated)))
     }
 
@@ -308,6 +311,9 @@ impl Tracker {
             for range in &written {
                 tracked.with_content.set_range(range.clone());
             }
+            for range in written.iter().chain(&discarded) {
+                tracked.free.clear_range(range.clone());
+            }
             tracked.add_pending(&discarded);
             all.written.push(written);
             all.discarded.push(discarded);
@@ -315,12 +321,41 @@ impl Tracker {
         Ok(all)
     }
 
-    /// Everything pending, also from captures that failed.
+    /// Everything pending, also from captures that failed, without the pages that the guest calls free.
     pub fn pending(&self) -> PageRanges {
-        self.blocks
-            .iter()
-            .map(|tracked| tracked.pending.ranges().collect())
-            .collect()
+        let kept = |tracked: &Tracked| {
+            let mut pages = tracked.pending.clone();
+            pages.subtract(&tracked.free);
+            pages.ranges().collect()
+        };
+        self.blocks.iter().map(kept).collect()
+    }
+
+    /// The guest calls these pages free. It did so after the last scan, or after the attach, and the next one reports
+    /// those that it has written since.
+    pub fn call_free(&mut self, pages: &PageRanges) {
+        for (tracked, pages) in self.blocks.iter_mut().zip(pages) {
+            for range in pages {
+                tracked.free.set_range(range.clone());
+            }
+        }
+    }
+
+    /// Pages that the guest called free and has not written since, by block.
+    pub fn free(&self) -> PageRanges {
+        let ranges = |tracked: &Tracked| tracked.free.ranges().collect();
+        self.blocks.iter().map(ranges).collect()
+    }
+
+    /// Those of them that are zeros in the checkpoint that is being captured, and not in the one before.
+    pub fn left_out(&self) -> PageRanges {
+        let left_out = |tracked: &Tracked| {
+            let mut pages = tracked.pending.clone();
+            pages.union_with(&tracked.streamed);
+            pages.intersect_with(&tracked.free);
+            pages.ranges().collect()
+        };
+        self.blocks.iter().map(left_out).collect()
     }
 
     /// Everything pending is captured and in flight from here on, behind earlier captures in flight.
@@ -509,6 +544,7 @@ fn open_blocks(
             pending: DirtyBitmap::new(pages),
             in_flight: VecDeque::new(),
             streamed: DirtyBitmap::new(pages),
+            free: DirtyBitmap::new(pages),
             with_content: DirtyBitmap::new(pages),
             data: SharedData::default(),
             hot_set: HotSet::new(pages),

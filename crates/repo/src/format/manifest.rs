@@ -167,6 +167,9 @@ pub struct PageCounts {
     pub delta: u64,
     /// Pages that were written but have the same content as before.
     pub unchanged: u64,
+    /// Pages that were not examined, because the guest called them free: zeros, whatever they held.
+    #[serde(default)]
+    pub free: u64,
 }
 
 /// Decodes the plain body of a manifest.

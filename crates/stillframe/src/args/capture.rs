@@ -79,6 +79,10 @@ pub struct CaptureArgs {
     /// these (dirty bitmaps, 32 KiB of QEMU's memory for 1 GiB of disk) [default: leave nothing in QEMU]
     #[arg(long)]
     pub keep_bitmaps: bool,
+    /// Query the guest's agent (qemu-guest-agent, Linux, up to 4 GiB of RAM) for its free pages, and keep those as zeros if
+    /// they were not written since
+    #[arg(long)]
+    pub free_pages: bool,
     /// Upper bound on writes to the repository, in bytes per second [default: none]
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]
     pub limit_write: Option<NonZeroU64>,

@@ -96,6 +96,7 @@ pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
         keep_guest_clock: args.keep_guest_clock,
         copy_buffer_bytes: args.copy_buffer,
         disks: args.disks().map_err(CommandError::DisksTwice)?,
+        free_pages: args.free_pages,
         tags,
         note: args.note.clone(),
     })
@@ -135,7 +136,8 @@ impl WorkControl for Control {
     }
 }
 
-/// Warns of obstacles to a restore, and of disks that are not in the checkpoint, which `reported` does not contain yet.
+/// Warns of obstacles to a restore, of disks that are not in the checkpoint, and of free pages that are, if `reported` does
+/// not contain it yet.
 pub fn report_obstacles(context: &Context, report: &CheckpointReport, reported: &mut Vec<String>) {
     let obstacles = report
         .obstacles
@@ -147,7 +149,14 @@ pub fn report_obstacles(context: &Context, report: &CheckpointReport, reported: 
             disk.device, disk.because
         )
     });
-    let warnings: Vec<String> = obstacles.chain(disks).collect();
+    let free = report.free_pages.iter().flat_map(|free| &free.not_known);
+    let free = free.map(|why| {
+        format!(
+            "free pages are not left out, or not all of them: {}",
+            printable(why)
+        )
+    });
+    let warnings: Vec<String> = obstacles.chain(disks).chain(free).collect();
     for warning in warnings.iter().filter(|one| !reported.contains(one)) {
         context.console.warn(warning);
     }
@@ -226,6 +235,9 @@ fn words(report: &CheckpointReport) -> String {
         table::bytes(report.bytes_stored),
         durations::human_us(report.total_us),
     );
+    if let Some(free) = report.free_pages.as_ref().filter(|free| free.left_out > 0) {
+        line += &format!(", {} left out as free", table::count(free.left_out, "page"));
+    }
     for disk in &report.disks {
         line += &format!(
             ", disk {} of {} ({} read)",
@@ -239,6 +251,11 @@ fn words(report: &CheckpointReport) -> String {
     }
     if let Some(verify) = &report.verify {
         line += &match verify.differing {
+            0 if verify.free > 0 => format!(
+                ", all {} verified ({} of them free, and zeros now)",
+                table::count(verify.pages, "page"),
+                verify.free
+            ),
             0 => format!(", all {} verified", table::count(verify.pages, "page")),
             differing => {
                 format!(
@@ -332,8 +349,10 @@ mod tests {
                 zero: 0,
                 delta: 212,
                 unchanged: 10,
+                free: 0,
             },
             copied: Default::default(),
+            free_pages: None,
             disks: Vec::new(),
             disks_left_out: Vec::new(),
             bytes_stored: 67_318_579,
@@ -369,6 +388,7 @@ mod tests {
         report.verify = Some(VerifyReport {
             pages: 70_000,
             differing: 0,
+            free: 0,
             first: Vec::new(),
         });
         let line = words(&report);
@@ -378,6 +398,7 @@ mod tests {
         report.verify = Some(VerifyReport {
             pages: 70_000,
             differing: 1,
+            free: 0,
             first,
         });
         assert!(words(&report).ends_with(", 1 DIFFER: pc.ram 7"));
@@ -407,6 +428,7 @@ mod tests {
             "zero",
             "delta",
             "unchanged",
+            "free",
         ] {
             assert!(object["pages"][kind].is_u64(), "{kind}");
         }

@@ -129,14 +129,15 @@ fn head(id: &CheckpointId, manifest: &Manifest, working_set: Option<u64>) -> Tab
     table.entry(
         "pages",
         format!(
-            "{} in total, {} captured: {} new, {} as deltas, {} duplicate, {} zero, {} unchanged",
+            "{} in total, {} captured: {} new, {} as deltas, {} duplicate, {} zero, {} unchanged; {} left out as free",
             pages.total,
             pages.captured,
             pages.new,
             pages.delta,
             pages.duplicate,
             pages.zero,
-            pages.unchanged
+            pages.unchanged,
+            pages.free
         ),
     );
     table.entry("stored", table::bytes(manifest.bytes_stored));
@@ -294,7 +295,7 @@ mod tests {
         let (id, manifest) = sample();
         let text = words(&id, &manifest, Some(7));
         assert!(
-            text.contains("10 captured: 7 new, 0 as deltas, 1 duplicate, 2 zero, 0 unchanged"),
+            text.contains("10 captured: 7 new, 0 as deltas, 1 duplicate, 2 zero, 0 unchanged; 0 left out as free"),
             "{text}"
         );
         assert!(text.contains("3.4 ms (stop 1.0 ms)"), "{text}");

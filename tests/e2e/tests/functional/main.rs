@@ -10,6 +10,7 @@ mod contents;
 mod copied_disks;
 mod cuts;
 mod first_day;
+mod free_pages;
 mod holes;
 mod hotplug;
 mod indexed_images;

@@ -1,13 +1,14 @@
-//! Guests that lie to what they are asked: an agent that answers, and then sends without end.
+//! Guests that lie: agents that send without end, stop in the middle, or say what is not so.
 
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use stillframe_harness::agent::LyingAgent;
+use stillframe_harness::agent::{Lie, LyingAgent};
 use stillframe_harness::cli::Stillframe;
-use stillframe_harness::guest::{Kind, Setup};
+use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::{expect_untouched, memory_kib};
 use stillframe_harness::running::Running;
 
@@ -29,27 +30,32 @@ fn rewind(stillframe: &Stillframe, pid: &str, more: &[&str]) -> Result<(Value, u
     Ok((report, peak_kib >> 10))
 }
 
-/// Seen before: 5 GiB in 22 s, and an engine that was aborted.
-#[test]
-fn an_agent_that_sends_without_end_takes_no_memory_of_the_host() -> Result<()> {
-    let folder = tempfile::tempdir()?;
-    let channel = folder.path().join("agent");
+/// A guest with a channel to an agent at `channel`, and none that answers.
+fn with_channel(channel: &Path) -> Result<Guest> {
     let backend = format!(
         "socket,id=agent,path={},server=on,wait=off",
         channel.display()
     );
     let port = "virtserialport,chardev=agent,name=org.qemu.guest_agent.0";
-    let guest = Setup::small(Kind::Private, "liar")
+    Setup::small(Kind::Private, "liar")
         .with(&["-chardev", &backend, "-device", "virtio-serial-pci"])
         .with(&["-device", port])
-        .boot()?;
+        .boot()
+}
+
+/// Seen before: 5 GiB in 22 s, and an engine that was aborted.
+#[test]
+fn an_agent_that_sends_without_end_takes_no_memory_of_the_host() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let channel = folder.path().join("agent");
+    let guest = with_channel(&channel)?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
     let pid = guest.pid_text();
     stillframe.ok(&["checkpoint", "--pid", &pid])?;
     let (report, usual_mib) = rewind(&stillframe, &pid, &["--keep-guest-clock"])?;
     ensure!(report["clock"].is_null(), "{report}");
 
-    let liar = LyingAgent::in_place_of(&channel)?;
+    let liar = LyingAgent::in_place_of(&channel, Lie::Events)?;
     let (report, peak_mib) = rewind(&stillframe, &pid, &[])?;
     ensure!(
         peak_mib < usual_mib + COST_MIB,
@@ -59,5 +65,34 @@ fn an_agent_that_sends_without_end_takes_no_memory_of_the_host() -> Result<()> {
     ensure!(why.contains("bytes and no answer"), "{report}");
     let taken = liar.end()?;
     ensure!(taken < 8 << 20, "{taken} bytes were taken from it");
+    expect_untouched(&guest, &mut guest.second_monitor()?)
+}
+
+/// Whatever an agent says of free pages, the checkpoint is made, and has all that the guest wrote since.
+#[test]
+fn an_agent_that_lies_about_free_pages_delays_a_checkpoint_and_spoils_none() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let channel = folder.path().join("agent");
+    let guest = with_channel(&channel)?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let pid = guest.pid_text();
+    let silent = stillframe.json(&["checkpoint", "--pid", &pid, "--free-pages", "--verify"])?;
+    let why = |report: &Value| report["free_pages"]["not_known"].to_string();
+    ensure!(why(&silent).contains("does not answer"), "{silent}");
+    for (lie, said, frees) in [
+        (Lie::Events, "sent more than", false),
+        (Lie::HalfAnAnswer, "does not answer", false),
+        (Lie::Length, "answer to guest-file-read is none", false),
+        (Lie::AllFree, "null", true),
+    ] {
+        let liar = LyingAgent::in_place_of(&channel, lie)?;
+        let report = stillframe.json(&["checkpoint", "--pid", &pid, "--free-pages", "--verify"])?;
+        ensure!(why(&report).contains(said), "{lie:?}: {report}");
+        ensure!(report["verify"]["differing"] == 0, "{lie:?}: {report}");
+        let left_out = report["free_pages"]["left_out"].as_u64().context("none")?;
+        ensure!((left_out > 0) == frees, "{lie:?}: {report}");
+        let taken = liar.end()?;
+        ensure!(taken < 8 << 20, "{taken} bytes were taken from it");
+    }
     expect_untouched(&guest, &mut guest.second_monitor()?)
 }
