@@ -100,7 +100,9 @@ pub fn build(workspace: &Workspace) -> Result<Guests> {
     replace(&guests.path("initramfs.cpio"), &plain.finish(), 0o644)?;
     let mut with_agent = started_archive(&init)?;
     with_agent.program("workload", &workload)?;
-    agent::add(&mut with_agent, &agent, &modules)?;
+    let drivers = [DRIVERS, agent::MODULES].concat();
+    modules::add(&mut with_agent, &modules, &drivers)?;
+    agent::add(&mut with_agent, &agent)?;
     let with_agent = with_agent.finish();
     replace(&guests.path("agent-initramfs.cpio"), &with_agent, 0o644)?;
     let mut with_drivers = started_archive(&init)?;

@@ -55,10 +55,12 @@ fn regular_files(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Boots a guest that reads all files of an image, once and after these seconds, and has these MiB of heap besides.
+/// Boots a guest with an agent that reads all files of an image, once and after these seconds, and has these MiB of heap besides.
 pub fn boot(image: &Path, ram_mib: u32, heap_mib: u32, after_s: u32) -> Result<Guest> {
     let drive = format!("file={},if=virtio,format=raw,readonly=on", image.display());
-    let mut setup = Setup::new(Kind::Private).with(&["-drive", &drive]);
+    let mut setup = Setup::new(Kind::Private)
+        .with(&["-drive", &drive])
+        .with_agent();
     setup.ram_mib = ram_mib;
     setup.workload.mib = heap_mib;
     setup.workload.tick_ms = 500;

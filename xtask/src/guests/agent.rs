@@ -1,7 +1,7 @@
 //! Adds QEMU's guest agent and its libraries to a Linux guest.
 
 use super::cpio::Archive;
-use super::{modules, package, program};
+use super::{package, program};
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ const PACKAGE: &str = "qemu-guest-agent";
 const PROGRAM: &str = "usr/sbin/qemu-ga";
 const KEPT: &str = "qemu-ga";
 /// Modules for the agent's channel.
-const MODULES: &[&str] = &["virtio_pci", "virtio_console"];
+pub const MODULES: &[&str] = &["virtio_pci", "virtio_console"];
 
 /// Fetches `qemu-ga` into the folder, once.
 pub fn fetch(folder: &Path) -> Result<PathBuf> {
@@ -24,8 +24,7 @@ pub fn fetch(folder: &Path) -> Result<PathBuf> {
     Ok(kept)
 }
 
-/// Adds it to an initramfs, with its modules and with its libraries from this machine.
-pub fn add(archive: &mut Archive, program: &Path, modules: &Path) -> Result<()> {
-    modules::add(archive, modules, MODULES)?;
+/// Adds it to an initramfs, with its libraries from this machine.
+pub fn add(archive: &mut Archive, program: &Path) -> Result<()> {
     program::add(archive, program, KEPT)
 }

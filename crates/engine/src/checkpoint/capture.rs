@@ -93,10 +93,14 @@ impl Vm {
         hasher: &ContentHasher,
         options: &CheckpointOptions,
     ) -> Result<Captured, CheckpointError> {
+        let begin = Instant::now();
         if options.free_pages {
             self.find_free_pages(Iteration::Written)?;
         }
-        self.capture_kept(hasher, options)
+        let mut captured = self.capture_kept(hasher, options)?;
+        // The question belongs to it.
+        captured.begin = begin;
+        Ok(captured)
     }
 
     /// Queries the guest which of the pages of an iteration are free. They are left out from here on, until they are written.

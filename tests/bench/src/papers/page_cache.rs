@@ -30,6 +30,37 @@ const HEAP_MIB: u32 = 32;
 /// QEMU's ways to save into a mapped-ram file.
 const WAYS: [&[&str]; 2] = [&["mapped-ram"], &["mapped-ram", "multifd"]];
 
+/// What is added to increments: by content (the image is indexed), by the guest's word.
+#[derive(Clone, Copy)]
+struct With {
+    name: &'static str,
+    image: bool,
+    free_pages: bool,
+}
+
+const WITH: [With; 4] = [
+    With {
+        name: "alone",
+        image: false,
+        free_pages: false,
+    },
+    With {
+        name: "with free pages left out",
+        image: false,
+        free_pages: true,
+    },
+    With {
+        name: "with the image indexed",
+        image: true,
+        free_pages: false,
+    },
+    With {
+        name: "with both",
+        image: true,
+        free_pages: true,
+    },
+];
+
 /// Medians are taken over the turns.
 #[derive(Default)]
 struct Measured {
@@ -47,9 +78,8 @@ struct Measured {
     index_bytes: u64,
     image_bytes: u64,
     contents: Value,
-    /// Increments with the files in them, without the image and with it.
-    plain: Vec<Increment>,
-    content: Vec<Increment>,
+    /// Increments with the files in them, of each of [`WITH`].
+    increments: [Vec<Increment>; WITH.len()],
 }
 
 /// What an increment took.
@@ -80,8 +110,8 @@ pub fn run(quick: bool) -> Result<()> {
     }
     drop(guest);
     for _ in 0..turns.div_ceil(2) {
-        for (indexed, found) in [(false, &mut measured.plain), (true, &mut measured.content)] {
-            found.push(increment((folder.path(), &image), indexed)?);
+        for (with, found) in WITH.into_iter().zip(&mut measured.increments) {
+            found.push(increment((folder.path(), &image), with)?);
         }
         eprintln!("an increment each");
     }
@@ -93,10 +123,10 @@ pub fn run(quick: bool) -> Result<()> {
 }
 
 /// A guest is watched before it reads the files, and once more after: the second checkpoint has them.
-fn increment((folder, image): (&Path, &Path), indexed: bool) -> Result<Increment> {
+fn increment((folder, image): (&Path, &Path), with: With) -> Result<Increment> {
     let repository = folder.join("increments");
     let stillframe = Stillframe::init(&repository)?;
-    if indexed {
+    if with.image {
         stillframe.ok(&["index", &image.display().to_string()])?;
     }
     host_memory::settle();
@@ -106,12 +136,18 @@ fn increment((folder, image): (&Path, &Path), indexed: bool) -> Result<Increment
     let line = [
         "watch", "--pid", &pid, "--every", &every, "--count", "2", "--disks", "none", "--json",
     ];
+    let mut line = line.to_vec();
+    line.extend(with.free_pages.then_some("--free-pages"));
     let mut watch = Running::start(stillframe.command(&line)?)?;
     watch.wait_results(1)?;
     golden::wait_read(&guest)?;
     let reports = watch.end()?.results()?;
     let second = reports.get(1).context("no second checkpoint")?;
     ensure!(second["parent"].is_string(), "it is no increment: {second}");
+    if with.free_pages {
+        let known = second["free_pages"]["not_known"].is_null();
+        ensure!(known, "the guest's free pages are not known: {second}");
+    }
     let us = second["total_us"].as_f64().context("no time")?;
     let increment = Increment {
         ms: us / 1e3,
@@ -273,12 +309,9 @@ fn table(measured: &Measured) -> String {
         median(&measured.with_bytes),
     );
     table += "\n| increment with the files | time | memory's bytes |\n| --- | --- | --- |\n";
-    for (name, all) in [
-        ("no image", &measured.plain),
-        ("image indexed", &measured.content),
-    ] {
+    for (with, all) in WITH.iter().zip(&measured.increments) {
         let [ms, bytes] = medians(all);
-        table += &line(name, ms, bytes);
+        table += &line(with.name, ms, bytes);
     }
     let classes = ["zero", "in_image", "duplicate", "other"];
     let pages = |class: &str| measured.contents[class].as_u64().unwrap_or(0);
@@ -299,7 +332,7 @@ fn table(measured: &Measured) -> String {
 
 fn record(measured: &Measured, turns: usize) -> Result<()> {
     let head = format!(
-        "# Bench: papers page-cache\n\n`{COMMAND}`, commit {}. A guest of {RAM_MIB} MiB that has read {FILES_MIB} MiB of files, the programs and \
+        "# Bench: papers page-cache\n\n`{COMMAND}`, commit {}. A guest of {RAM_MIB} MiB, with a guest agent, that has read {FILES_MIB} MiB of files, the programs and \
          libraries of a Debian, from an image of its own; {HEAP_MIB} MiB of heap. The image is read from the disk for `b3sum` \
          and for `index`. Medians of {turns} turns, in turns; TCG.\n\n",
         results::commit()
@@ -314,7 +347,7 @@ fn record(measured: &Measured, turns: usize) -> Result<()> {
         "with_ms": measured.with_ms, "with_bytes": measured.with_bytes, "index_ms": measured.index_ms,
         "b3sum_ms": measured.b3sum_ms, "cached_bytes": measured.cached_bytes, "index_bytes": measured.index_bytes,
         "image_bytes": measured.image_bytes, "contents": measured.contents,
-        "increments_without": pairs(&measured.plain), "increments_with": pairs(&measured.content),
+        "increments": measured.increments.each_ref().map(|all| pairs(all)),
     });
     results::write_raw(BENCH, "raw.jsonl", &[raw])?;
     let claim = |id, goal, value| Claim::new(id, goal, value, "ratio", COMMAND);
@@ -322,6 +355,7 @@ fn record(measured: &Measured, turns: usize) -> Result<()> {
     let time = median(&measured.with_ms) / mapped_ram_ms(measured);
     let index = median(&measured.b3sum_ms) / median(&measured.index_ms);
     let cached = median(&measured.cached_bytes) / measured.image_bytes as f64;
+    let [alone, _, _, both] = measured.increments.each_ref().map(|all| medians(all));
     results::write_summary(
         BENCH,
         &[
@@ -329,6 +363,8 @@ fn record(measured: &Measured, turns: usize) -> Result<()> {
             claim("image-time", Goal::AtMost(0.6), time),
             claim("index-speed", Goal::AtLeast(0.8), index),
             claim("index-cache", Goal::Zero, cached),
+            claim("content-time", Goal::AtMost(0.67), both[0] / alone[0]),
+            claim("content-bytes", Goal::AtMost(0.33), both[1] / alone[1]),
         ],
     )
 }
