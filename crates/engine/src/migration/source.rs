@@ -109,6 +109,7 @@ impl Vm {
         events: MigrateSink<'_>,
     ) -> Result<MigrateReport, MigrateError> {
         let begin = Instant::now();
+        self.tracker.forget_free();
         let session = Session::random().map_err(MigrateError::Random)?;
         let vm = self.record()?;
         let label = vm.label.clone();

@@ -347,6 +347,14 @@ impl Tracker {
         self.blocks.iter().map(ranges).collect()
     }
 
+    /// From now on these pages are pending like any others: a migration sends all of a VM, as it is.
+    pub fn forget_free(&mut self) {
+        for tracked in &mut self.blocks {
+            tracked.pending.union_with(&tracked.free);
+            tracked.free.clear_all();
+        }
+    }
+
     /// Those of them that are zeros in the checkpoint that is being captured, and not in the one before.
     pub fn left_out(&self) -> PageRanges {
         let left_out = |tracked: &Tracked| {
