@@ -1,14 +1,17 @@
 //! Checkpoints that hold the disks of a guest which writes them in every way (`guest/workload`, `disk`).
 //!
-//! Two oracles:
+//! Three oracles:
 //! - the engine is stopped in the pause, and each image copied, which QEMU has flushed: the checkpoint must have the
 //!   same, to the byte;
+//! - all of memory is compared with an image taken in the same pause;
 //! - a VM is restored with disks written anew, and goes on: it knows the content of every sector from its memory, so
 //!   memory and disks of different moments are found.
 //!
 //! One kind of guest writes its disks directly. The other one has a file in a file system that it also maps, and discards parts
 //! of, files that come and go, and memory that is swapped to a second disk: file systems and swap are those of one moment if the
-//! guest goes on, and `e2fsck` finds nothing.
+//! guest goes on, and `e2fsck` finds nothing. It has an agent, and what it calls free is left out of its checkpoints.
+
+mod machine;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,9 +21,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use stillframe_harness::cli::Stillframe;
-use stillframe_harness::committing::{expect_no_copy, make_image};
+use stillframe_harness::committing::expect_no_copy;
 use stillframe_harness::fault::with_fault;
-use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::guest::Guest;
 use stillframe_harness::health::expect_whole;
 use stillframe_harness::random::Random;
 use stillframe_harness::restored::Restored;
@@ -28,16 +31,10 @@ use stillframe_harness::results::{self, Claim, Goal};
 use stillframe_harness::running::{PATIENCE, Running};
 use stillframe_harness::serial::Serial;
 
+pub(crate) use machine::execute;
+pub use machine::{Bus, Machine};
+
 const COMMAND: &str = "cargo xtask bench disk-exactness";
-/// MiB of each disk.
-const DISK_MIB: u32 = 32;
-/// A byte that is written beyond that.
-const BALLAST: u8 = 0x5a;
-/// MiB of a disk with a file system or swap, and MiB of the file.
-const FILES_MIB: u32 = 64;
-const FILE_MIB: u32 = 24;
-/// MiB that the guest uses then, of 128: some of it is always swapped.
-const PRESSING_MIB: u32 = 96;
 /// Pages that are swapped then, at least.
 const SWAPPED_MIN: usize = 256;
 const PAGE_BYTES: usize = 4096;
@@ -48,36 +45,12 @@ const CHECKPOINTS_MIN: u64 = 200;
 /// A watch takes one or more, at most this number; the last one is compared.
 const WATCH_MAX: u64 = 3;
 
-/// How the guest reaches its disks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bus {
-    /// virtio-blk.
-    Virtio,
-    /// A SCSI controller.
-    Scsi,
-    /// The IDE controller of the older machine.
-    Ide,
-}
-
-/// A VM with disks.
-#[derive(Debug, Clone, Copy)]
-pub struct Machine {
-    /// Of all disks.
-    pub bus: Bus,
-    /// Of all images.
-    pub format: &'static str,
-    /// Number of disks.
-    pub disks: usize,
-    /// The first one has a file system, and the second one swap.
-    pub files: bool,
-    /// MiB behind what the guest writes, of bytes like `BALLAST`.
-    pub ballast_mib: u32,
-}
-
 /// All machines of the run.
-const MACHINES: [Machine; 8] = [
+const MACHINES: [Machine; 10] = [
     Machine::with_files(Bus::Virtio, "raw"),
     Machine::with_files(Bus::Scsi, "qcow2"),
+    Machine::with_files(Bus::Ide, "raw"),
+    Machine::with_files(Bus::Virtio, "qcow2").whose_agent_lies(),
     Machine::new(Bus::Virtio, "raw", 1),
     Machine::new(Bus::Virtio, "qcow2", 3),
     Machine::new(Bus::Scsi, "qcow2", 1),
@@ -97,6 +70,12 @@ pub struct Compared {
     pub pages: u64,
     /// Those that differ.
     pub differing: u64,
+    /// Pages of memory.
+    pub memory_pages: u64,
+    /// Those that differ.
+    pub memory_differing: u64,
+    /// Pages that the guest called free, and that are zeros in the checkpoint and not in memory.
+    pub free: u64,
     /// VMs that were restored and went on.
     pub restored: u64,
     /// One record of each checkpoint.
@@ -114,118 +93,6 @@ pub(crate) struct Scene {
 }
 
 impl Machine {
-    /// One with these disks.
-    pub const fn new(bus: Bus, format: &'static str, disks: usize) -> Machine {
-        Machine {
-            bus,
-            format,
-            disks,
-            files: false,
-            ballast_mib: 0,
-        }
-    }
-
-    /// One with a file system on its first disk, and swap on its second.
-    pub const fn with_files(bus: Bus, format: &'static str) -> Machine {
-        Machine {
-            bus,
-            format,
-            disks: 2,
-            files: true,
-            ballast_mib: 0,
-        }
-    }
-
-    /// With content that the guest never writes, in this number of MiB behind its own.
-    pub const fn with_ballast(self, ballast_mib: u32) -> Machine {
-        Machine {
-            ballast_mib,
-            ..self
-        }
-    }
-
-    /// A command of `qemu-io` (`write` or `read`) for the ballast.
-    pub(crate) fn ballast(&self, verb: &str) -> String {
-        format!("{verb} -P {BALLAST} {DISK_MIB}M {}M", self.ballast_mib)
-    }
-
-    pub(crate) fn name(&self) -> String {
-        let kind = if self.files { " files" } else { "" };
-        format!("{:?} {} x{}{kind}", self.bus, self.format, self.disks)
-    }
-
-    /// The names in the guest of the disks that it checks.
-    fn checked(&self) -> Vec<String> {
-        let checked = if self.files { 1 } else { self.disks };
-        (0..checked).map(|number| self.in_guest(number)).collect()
-    }
-
-    /// Words for the guest's kernel.
-    fn words(&self) -> String {
-        match self.files {
-            true => {
-                let (file, swap) = (self.in_guest(0), self.in_guest(1));
-                format!("sf.file={FILE_MIB}:{file} sf.swap={swap}")
-            }
-            false => format!("sf.disks={DISK_MIB}:{}", self.checked().join(",")),
-        }
-    }
-
-    /// Makes the image of a disk.
-    fn make(&self, image: &Path, number: usize) -> Result<()> {
-        match (self.files, number) {
-            (false, _) => {
-                make_image(image, self.format, DISK_MIB + self.ballast_mib)?;
-                if self.ballast_mib == 0 {
-                    return Ok(());
-                }
-                let mut command = Command::new("qemu-io");
-                let write = self.ballast("write");
-                execute(command.args(["-f", self.format, "-c", &write]).arg(image))
-            }
-            (true, 0) => make_file_system(image, self.format, FILES_MIB),
-            (true, _) => make_image(image, self.format, FILES_MIB),
-        }
-    }
-
-    /// The name of a disk in the guest.
-    fn in_guest(&self, number: usize) -> String {
-        let letter = char::from(b'a' + number as u8);
-        match self.bus {
-            Bus::Virtio => format!("vd{letter}"),
-            Bus::Scsi | Bus::Ide => format!("sd{letter}"),
-        }
-    }
-
-    fn arguments(&self, images: &[PathBuf]) -> Vec<String> {
-        let mut words = Vec::new();
-        if self.bus == Bus::Scsi {
-            words.extend(["-device", "virtio-scsi-pci"].map(str::to_owned));
-        }
-        for (number, image) in images.iter().enumerate() {
-            let drive = format!(
-                "file={},format={},discard=unmap",
-                image.display(),
-                self.format
-            );
-            let device = match self.bus {
-                Bus::Virtio => "virtio-blk-pci",
-                Bus::Scsi => "scsi-hd",
-                Bus::Ide => {
-                    words.extend(["-drive".to_owned(), format!("{drive},if=ide")]);
-                    continue;
-                }
-            };
-            words.extend([
-                "-drive".to_owned(),
-                format!("{drive},if=none,id=disk{number}"),
-                "-device".to_owned(),
-                format!("{device},drive=disk{number}"),
-            ]);
-        }
-        words
-    }
-
     pub(crate) fn boot(self) -> Result<Scene> {
         let folder = tempfile::Builder::new()
             .prefix("stillframe-disks-")
@@ -235,17 +102,7 @@ impl Machine {
         for (number, image) in images.iter().enumerate() {
             self.make(image, number)?;
         }
-        let kind = match self.bus {
-            Bus::Ide => Kind::Pc,
-            Bus::Virtio | Bus::Scsi => Kind::Private,
-        };
-        let words = self.arguments(&images);
-        let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let mut setup = Setup::small(kind, "disks").with(&words);
-        if self.files {
-            setup.workload.mib = PRESSING_MIB;
-        }
-        let guest = setup.with_drivers(&self.words()).boot()?;
+        let guest = self.setup(&images).boot()?;
         let begun = format!("disk {} tick 5", self.in_guest(0));
         guest.serial.wait_for(&begun, PATIENCE)?;
         Ok(Scene {
@@ -278,7 +135,8 @@ impl Scene {
         ];
         let more = ["--disks", "capture", "--pause-limit", "60s", "--json"];
         let schedule_words = ["--schedule", schedule];
-        let line = [&line[..], &more, &schedule_words].concat();
+        let mut line = [&line[..], &more, &schedule_words, &["--verify"]].concat();
+        line.extend(self.machine.files.then_some("--free-pages"));
         let fault = format!("pause.before-cont:stop:{count}");
         let command = self.stillframe.command(&line)?;
         let (command, reached) = with_fault(&command, &fault, self.folder.path())?;
@@ -299,6 +157,11 @@ impl Scene {
             self.compare(&id, device, copy, compared)?;
             fs::remove_file(copy)?;
         }
+        let verify = &report["verify"];
+        let counted = |name: &str| verify[name].as_u64().context("no comparison");
+        compared.memory_pages += counted("pages")?;
+        compared.memory_differing += counted("differing")?;
+        compared.free += counted("free")?;
         compared.checkpoints += 1;
         Ok((id, report))
     }
@@ -421,7 +284,7 @@ impl Scene {
         let out = self.folder.path().join("files");
         let out_text = out.display().to_string();
         let export = |number: usize| {
-            let device = format!("disk{number}");
+            let device = self.machine.device(number);
             let line = ["export", id, "--disk", &device, "-o", &out_text];
             self.stillframe.ok(&line)
         };
@@ -471,28 +334,11 @@ fn convert(image: &Path, format: &str, to: &Path) -> Result<()> {
     execute(command.args(words).args([image, to]))
 }
 
-/// Makes an image of this format with a file system in it.
-fn make_file_system(image: &Path, format: &str, mib: u32) -> Result<()> {
-    let raw = image.with_extension("raw");
-    make_image(&raw, "raw", mib)?;
-    let words = ["-q", "-F", "-b", "4096"];
-    execute(Command::new("mkfs.ext4").args(words).arg(&raw))?;
-    let words = ["convert", "-f", "raw", "-O", format];
-    execute(Command::new("qemu-img").args(words).args([&raw, image]))?;
-    Ok(fs::remove_file(raw)?)
-}
-
 /// The journal of the file system is replayed, as the next mount does it; then nothing is to be mended.
 fn check_file_system(raw: &Path) -> Result<()> {
     for words in [&["-y", "-E", "journal_only"][..], &["-f", "-n"]] {
         execute(Command::new("e2fsck").args(words).arg(raw))?;
     }
-    Ok(())
-}
-
-pub(crate) fn execute(command: &mut Command) -> Result<()> {
-    let ended = command.output()?;
-    ensure!(ended.status.success(), "{command:?}: {ended:?}");
     Ok(())
 }
 
@@ -518,7 +364,7 @@ pub fn one_machine(
         if machine.files {
             scene.check_files(&id)?;
         }
-        let restored = number % RESTORED_EVERY == 0;
+        let restored = number % RESTORED_EVERY == 0 && !machine.lies;
         if restored {
             let more = match number / RESTORED_EVERY % 2 {
                 0 => "--quiet",
@@ -532,7 +378,7 @@ pub fn one_machine(
         compared.raw.push(json!({
             "machine": machine.name(), "schedule": schedule, "watched": watched, "disks": report["disks"],
             "pause_us": report["downtime_us"]["total"], "restored": restored,
-            "differing": compared.differing - before,
+            "differing": compared.differing - before, "memory": report["verify"], "free_pages": report["free_pages"],
         }));
     }
     expect_no_copy(&mut scene.guest.second_monitor()?)?;
@@ -547,20 +393,29 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
         let share = count.div_ceil(MACHINES.len() as u64);
         one_machine(machine, share, &mut random, &mut compared).with_context(|| machine.name())?;
         eprintln!(
-            "{:20} {} checkpoints so far, {} pages of disks compared, {} differing, {} VMs restored",
+            "{:20} {} checkpoints so far; {} pages of disks compared, {} differing; {} of memory, {} differing, {} free; {} VMs restored",
             machine.name(),
             compared.checkpoints,
             compared.pages,
             compared.differing,
+            compared.memory_pages,
+            compared.memory_differing,
+            compared.free,
             compared.restored
         );
     }
     results::write_raw("disk-exactness", "checkpoints.jsonl", &compared.raw)?;
-    let differing = compared.differing as f64;
-    let claim = Claim::new("exact-disks", Goal::Zero, differing, "pages", COMMAND);
     let enough = compared.checkpoints >= CHECKPOINTS_MIN;
-    results::write_summary("disk-exactness", &[claim.if_enough(enough)])?;
-    match compared.differing {
+    let claim = |id, differing: u64| {
+        let claim = Claim::new(id, Goal::Zero, differing as f64, "pages", COMMAND);
+        claim.if_enough(enough)
+    };
+    let claims = [
+        claim("exact-disks", compared.differing),
+        claim("exact-disks-memory", compared.memory_differing),
+    ];
+    results::write_summary("disk-exactness", &claims)?;
+    match compared.differing + compared.memory_differing {
         0 => Ok(()),
         differing => bail!("{differing} pages differ"),
     }
