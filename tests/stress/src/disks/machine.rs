@@ -134,10 +134,24 @@ impl Machine {
         }
     }
 
+    /// A guest may find two IDE disks in any order. Swap is on a virtio disk then.
+    fn bus_of(&self, number: usize) -> Bus {
+        match (self.bus, self.files, number) {
+            (Bus::Ide, true, 1) => Bus::Virtio,
+            (bus, _, _) => bus,
+        }
+    }
+
     /// The name of a disk in the guest.
     pub(super) fn in_guest(&self, number: usize) -> String {
-        let letter = char::from(b'a' + number as u8);
-        match self.bus {
+        let bus = self.bus_of(number);
+        let first = if bus == self.bus {
+            b'a' + number as u8
+        } else {
+            b'a'
+        };
+        let letter = char::from(first);
+        match bus {
             Bus::Virtio => format!("vd{letter}"),
             Bus::Scsi | Bus::Ide => format!("sd{letter}"),
         }
@@ -154,7 +168,7 @@ impl Machine {
                 image.display(),
                 self.format
             );
-            let device = match self.bus {
+            let device = match self.bus_of(number) {
                 Bus::Virtio => "virtio-blk-pci",
                 Bus::Scsi => "scsi-hd",
                 Bus::Ide => {
@@ -191,7 +205,7 @@ impl Machine {
 
     /// QEMU's name of a disk.
     pub(super) fn device(&self, number: usize) -> String {
-        match self.bus {
+        match self.bus_of(number) {
             Bus::Ide => format!("ide0-hd{number}"),
             Bus::Virtio | Bus::Scsi => format!("disk{number}"),
         }
