@@ -305,7 +305,8 @@ impl Client {
         Ok(self.inbox.take_deleted())
     }
 
-    /// Runs a command that takes a file descriptor (`add-fd`, `getfd`).
+    /// Runs a command that takes a file descriptor (`add-fd`, `getfd`). Nothing may be sent until it has its reply: see
+    /// [`Client::send_surviving`].
     pub fn execute_with_fd(
         &mut self,
         command: &str,
@@ -318,9 +319,13 @@ impl Client {
         self.wait(ticket, Duration::from_secs(REPLY_LIMIT_SECONDS))
     }
 
-    /// Sends commands in one piece, together with this connection itself, which QEMU keeps until it has carried them out. So it
+    /// Sends commands in one piece, after this connection itself, which QEMU keeps until it has carried them out. So it
     /// does so even if no other process has the connection any more: otherwise it would forget the commands that wait
     /// (`monitor_qmp_event` in its monitor/qmp.c).
+    ///
+    /// The connection goes first, alone. QEMU 10.0 may end by a segmentation fault if it reads on while it takes a descriptor:
+    /// its thread that reads goes through descriptors that its main thread takes away (`tcp_chr_recv` and
+    /// `tcp_get_msgfds` in its chardev/char-socket.c).
     pub(crate) fn send_surviving(
         &mut self,
         commands: Vec<(&'static str, Value)>,
@@ -328,20 +333,22 @@ impl Client {
         /// QEMU's name for the connection while it holds it.
         const CONNECTION: &str = "stillframe-connection";
         let keep = json!({ "fdname": CONNECTION });
+        let connection = self.socket.as_fd().try_clone_to_owned()?;
+        self.execute_with_fd("getfd", keep.clone(), connection.as_fd())?;
         let mut tickets = Vec::with_capacity(commands.len());
-        let (_, mut lines) = self.compose("getfd", keep.clone());
+        let mut lines = Vec::new();
         for (command, arguments) in commands {
             let (ticket, line) = self.compose(command, arguments);
             lines.extend_from_slice(&line);
             tickets.push(ticket);
         }
-        // The replies to these two are skipped.
+        // Its reply is skipped.
         let (_, line) = self.compose("closefd", keep);
         lines.extend_from_slice(&line);
-        fdpass::send(&self.socket, &lines, &[self.socket.as_fd()]).map_err(closed_or_io)?;
         for ticket in &tickets {
             self.inbox.expect(ticket.id);
         }
+        self.transmit(&lines)?;
         Ok(tickets)
     }
 
