@@ -330,9 +330,7 @@ impl Client {
         &mut self,
         commands: Vec<(&'static str, Value)>,
     ) -> Result<Vec<Ticket>, QmpError> {
-        /// QEMU's name for the connection while it holds it.
-        const CONNECTION: &str = "stillframe-connection";
-        let keep = json!({ "fdname": CONNECTION });
+        let keep = json!({ "fdname": HELD_CONNECTION });
         let connection = self.socket.as_fd().try_clone_to_owned()?;
         self.execute_with_fd("getfd", keep.clone(), connection.as_fd())?;
         let mut tickets = Vec::with_capacity(commands.len());
@@ -514,6 +512,10 @@ fn read_reply(reply: Reply, command: String) -> Result<Value, QmpError> {
         }),
     }
 }
+
+/// QEMU's name for a connection that it holds itself: see [`Client::send_surviving`]. Who ends for an engine that died takes
+/// it back (`closefd`), or the monitor stays taken.
+pub const HELD_CONNECTION: &str = "stillframe-connection";
 
 /// The arguments of `qmp_capabilities`. With "oob" QEMU reads further commands while it carries out one,
 /// without it only afterwards (QEMU: monitor/qmp.c); reading one takes it 0.2 ms or more.

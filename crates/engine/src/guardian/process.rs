@@ -132,6 +132,7 @@ impl Watch {
             heartbeat.release();
         }
         let deadline = Instant::now() + limit;
+        let in_the_middle = self.pause.is_some() || self.on_disconnect != OnDisconnect::Nothing;
         if let (Some(pause), Some(qmp)) = (self.pause.take(), &mut self.qmp) {
             let stream = self.stream.as_ref().map(AsFd::as_fd);
             qmp.resume_alone(pause.way_back(), stream, deadline);
@@ -165,6 +166,9 @@ impl Watch {
                 None,
             )
             | (OnDisconnect::Nothing, _) => {}
+        }
+        if let (true, Some(qmp)) = (in_the_middle, &mut self.qmp) {
+            qmp.let_go_alone(deadline);
         }
     }
 

@@ -29,6 +29,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use serde_json::{Value, json};
 
 use stillframe_qemu::monitor::EndCommands;
+use stillframe_qemu::qmp::HELD_CONNECTION;
 
 use super::wire::WayBack;
 
@@ -154,6 +155,13 @@ impl Connection {
                 _ => return,
             }
         }
+    }
+
+    /// Takes the connection back that QEMU may hold itself, if the engine died before it sent what was to survive it. QEMU
+    /// carries out first what came before.
+    pub(super) fn let_go_alone(&mut self, deadline: Instant) {
+        let arguments = json!({ "fdname": HELD_CONNECTION });
+        self.command_alone("closefd", arguments, deadline);
     }
 
     /// Stops the VM; the engine is dead.
