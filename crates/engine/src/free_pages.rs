@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use stillframe_page::{PAGE, PAGE_BYTES};
-use stillframe_qemu::guest_agent::{AgentError, GuestAgent};
+use stillframe_qemu::guest_agent::GuestAgent;
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::physical_memory::{self, PhysicalRange};
 
@@ -171,7 +171,7 @@ impl FreePages {
             Err(error) => (Vec::new(), Some(error)),
         };
         if let Some(error) = error {
-            let why = in_words(&error);
+            let why = error.in_words();
             let at = Instant::now().checked_add(AGAIN_AFTER);
             self.not_before = at.map(|at| (at, why.clone()));
             if frames.is_empty() {
@@ -268,16 +268,6 @@ fn is_poisoned(block: &Block, free: &[Range<u64>]) -> Result<bool, BlockError> {
         }
     }
     Ok(false)
-}
-
-fn in_words(error: &AgentError) -> String {
-    match error {
-        AgentError::Timeout { .. } => "the guest's agent does not answer".to_owned(),
-        AgentError::Command { command, desc } => {
-            format!("the guest's agent refused {command}: {desc}")
-        }
-        error => error.to_string(),
-    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use crate::guest_agent::channel::{AgentError, read_answer};
-use crate::guest_agent::free_pages::{FileRead, add_free};
+use crate::guest_agent::files::FileRead;
+use crate::guest_agent::free_pages::add_free;
+use crate::guest_agent::memory;
 use crate::monitor::{RamBlock, guest_address, ram_blocks, roms_in_ram};
 use crate::qmp::inbox::{EVENT_BYTES_MAX, Inbox, Lookup, REPLY_BYTES_MAX, Reply, value};
 use crate::qmp::lines::Lines;
@@ -45,11 +47,12 @@ pub fn agent_answer(line: &[u8]) -> Option<Result<i64, AgentError>> {
     number
 }
 
-/// The same, as the answer to a read of page flags: how many page frames are free by it.
+/// The same, as the answer to a read of a file: of the guest's memory, and of page flags, by which so many frames are free.
 pub fn agent_page_flags(line: &[u8]) -> usize {
     let mut frames = Vec::new();
     if let Some(Ok(FileRead(flags))) = read_answer::<FileRead>(line, 1, "guest-file-read") {
         add_free(0, &flags, &mut frames);
+        let _ = memory::parse(&flags);
         assert!(frames.windows(2).all(|pair| pair[0].end < pair[1].start));
         assert!(
             frames

@@ -1,4 +1,5 @@
-//! The guest agent (`qemu-ga`) of a VM: where it is spoken to, the guest's clock, and its free pages.
+//! The guest agent (`qemu-ga`) of a VM: where it is spoken to, the guest's clock, its files, free pages
+//! and memory.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,11 +9,14 @@ use serde_json::{Value, json};
 use crate::arguments::{Backend, CommandLine, Properties};
 
 pub(crate) mod channel;
+pub(crate) mod files;
 pub(crate) mod free_pages;
+pub(crate) mod memory;
 
 pub use channel::AgentError;
 use channel::Channel;
 pub use free_pages::NamedFree;
+pub use memory::GuestMemory;
 
 /// The default name of the port at which an agent listens (qemu-ga(8)).
 const PORT: &str = "org.qemu.guest_agent.0";

@@ -1,5 +1,6 @@
 //! The monitor commands Stillframe uses, with typed arguments and replies.
 
+mod balloon;
 mod bitmaps;
 pub(crate) mod cpu;
 mod devices;
@@ -23,6 +24,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+pub(crate) use balloon::BALLOON;
+pub use balloon::{Balloon, BalloonStatistics};
 pub use bitmaps::DiskBitmap;
 pub use cpu::FeatureWord;
 pub(crate) use cpu::missing as missing_features;

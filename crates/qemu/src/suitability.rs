@@ -8,15 +8,12 @@ use stillframe_sys::probe;
 
 use crate::arguments::CommandLine;
 use crate::devices::{self, FollowError, HotPlug};
-use crate::monitor::{BlockNode, Monitor, MonitorError, Peripheral};
+use crate::monitor::{BALLOON, BlockNode, Monitor, MonitorError, Peripheral};
 use crate::target::Target;
 
 mod cautions;
 
 pub use cautions::{Caution, cautions};
-
-/// The start of the names of balloon drivers.
-const BALLOON: &str = "virtio-balloon";
 
 /// Why a VM is refused.
 #[derive(Debug, thiserror::Error)]

@@ -104,6 +104,7 @@ const ENGINE: &[&str] = &[
     "guest_clock",
     "tracking",
     "free_pages",
+    "balloon",
     "encoding",
     "connection",
     "capture",

@@ -90,6 +90,25 @@ pub enum AgentError {
 }
 
 impl AgentError {
+    /// An answer that is not understood begins with `text`.
+    pub(super) fn garbled(command: &'static str, text: &[u8]) -> AgentError {
+        AgentError::Garbled {
+            command,
+            start: shown(&String::from_utf8_lossy(text)),
+        }
+    }
+
+    /// Why a guest did not say what it was queried for, in words for the user.
+    pub fn in_words(&self) -> String {
+        match self {
+            AgentError::Timeout { .. } => "the guest's agent does not answer".to_owned(),
+            AgentError::Command { command, desc } => {
+                format!("the guest's agent refused {command}: {desc}")
+            }
+            error => error.to_string(),
+        }
+    }
+
     /// Whether asking again makes no sense: the channel is lost, or its other end talks without end.
     pub fn is_final(&self) -> bool {
         matches!(
@@ -291,10 +310,7 @@ pub(crate) fn read_answer<T: FromAnswer>(
         }));
     }
     let done = answer.done.unwrap_or(RawValue::NULL);
-    Some(T::from_answer(done).ok_or_else(|| AgentError::Garbled {
-        command,
-        start: shown(done.get()),
-    }))
+    Some(T::from_answer(done).ok_or_else(|| AgentError::garbled(command, done.get().as_bytes())))
 }
 
 fn number(text: &RawValue) -> Option<u64> {

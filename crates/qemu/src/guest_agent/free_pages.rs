@@ -5,20 +5,11 @@
 //! It may see a page frame in the middle of a change, and then the flag of its neighbours. So frames count as free only
 //! in aligned groups of [`GROUP`], each of which has the flag of free memory and no other.
 
-use std::borrow::Cow;
-use std::io;
 use std::ops::Range;
-use std::time::{Duration, Instant};
-
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
-use serde::Deserialize;
-use serde_json::json;
-use serde_json::value::RawValue;
+use std::time::Instant;
 
 use super::GuestAgent;
-use super::channel::{AgentError, FromAnswer};
-use crate::qmp::object;
+use super::channel::AgentError;
 
 /// The guest's file of flags.
 const FLAGS: &str = "/proc/kpageflags";
@@ -30,8 +21,6 @@ const FREE: u64 = 1 << 10;
 pub const GROUP: u64 = 8;
 /// Page frames in one answer: 32 KiB of flags, which are 43 KiB of text.
 const ANSWER_FRAMES: u64 = 4096;
-/// Upper bound on the time for one answer.
-const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 
 /// What a guest said about its page frames.
 #[derive(Debug)]
@@ -40,24 +29,6 @@ pub struct NamedFree {
     pub frames: Vec<Range<u64>>,
     /// Why it said no more.
     pub error: Option<AgentError>,
-}
-
-/// The answer to `guest-file-read`.
-#[derive(Debug)]
-pub(crate) struct FileRead(pub(crate) Vec<u8>);
-
-impl FromAnswer for FileRead {
-    fn from_answer(done: &RawValue) -> Option<FileRead> {
-        #[derive(Deserialize)]
-        struct Done<'a> {
-            count: u64,
-            #[serde(borrow, rename = "buf-b64")]
-            text: Cow<'a, str>,
-        }
-        let done: Done<'_> = object(done.get().as_bytes()).ok()?;
-        let bytes = STANDARD.decode(&*done.text).ok()?;
-        (bytes.len() as u64 == done.count).then_some(FileRead(bytes))
-    }
 }
 
 impl GuestAgent {
@@ -75,49 +46,18 @@ impl GuestAgent {
         deadline: Instant,
         frames: &mut Vec<Range<u64>>,
     ) -> Result<(), AgentError> {
-        let open = json!({ "path": FLAGS, "mode": "r" });
-        let limit = left(deadline)?;
-        let handle: i64 = self.channel.execute("guest-file-open", &open, limit)?;
-        let read = self.read_parts(handle, wanted, deadline, frames);
-        // The agent would keep it open.
-        let close = json!({ "handle": handle });
-        let limit = left(deadline).unwrap_or(ANSWER_LIMIT);
-        let closed = match &read {
-            Err(error) if error.is_final() => Ok(()),
-            _ => self.channel.execute("guest-file-close", &close, limit),
-        };
-        read.and(closed)
-    }
-
-    fn read_parts(
-        &mut self,
-        handle: i64,
-        wanted: &[Range<u64>],
-        deadline: Instant,
-        frames: &mut Vec<Range<u64>>,
-    ) -> Result<(), AgentError> {
-        let mut at = 0;
-        for part in parts(wanted) {
-            if part.start != at {
-                let offset = part.start * FLAGS_BYTES;
-                let seek = json!({ "handle": handle, "offset": offset, "whence": "set" });
-                let limit = left(deadline)?;
-                self.channel
-                    .execute::<()>("guest-file-seek", &seek, limit)?;
+        self.read_file(FLAGS, deadline, |file| {
+            for part in parts(wanted) {
+                let bytes = (part.end - part.start) * FLAGS_BYTES;
+                let flags = file.read_at(part.start * FLAGS_BYTES, bytes)?;
+                add_free(part.start, &flags, frames);
+                // Behind the guest's last page frame there is nothing.
+                if (flags.len() as u64) < bytes {
+                    break;
+                }
             }
-            let bytes = (part.end - part.start) * FLAGS_BYTES;
-            let read = json!({ "handle": handle, "count": bytes });
-            let limit = left(deadline)?;
-            let FileRead(flags) = self.channel.execute("guest-file-read", &read, limit)?;
-            let flags = &flags[..flags.len().min(bytes as usize)];
-            add_free(part.start, flags, frames);
-            // Behind the guest's last page frame there is nothing.
-            if (flags.len() as u64) < bytes {
-                break;
-            }
-            at = part.end;
-        }
-        Ok(())
+            Ok(())
+        })
     }
 }
 
@@ -146,15 +86,6 @@ pub(crate) fn add_free(first: u64, flags: &[u8], frames: &mut Vec<Range<u64>>) {
             Some(last) if last.end == start => last.end += GROUP,
             _ => frames.push(start..start + GROUP),
         }
-    }
-}
-
-/// Time for the next answer.
-fn left(deadline: Instant) -> Result<Duration, AgentError> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    match left.is_zero() {
-        true => Err(AgentError::Io(io::ErrorKind::TimedOut.into())),
-        false => Ok(left.min(ANSWER_LIMIT)),
     }
 }
 
@@ -192,27 +123,5 @@ mod tests {
             parts(std::slice::from_ref(&(0..8192))),
             [0..4096, 4096..8192]
         );
-    }
-
-    #[test]
-    fn an_answer_is_as_long_as_it_says() {
-        let read = |text: &str| {
-            let raw = RawValue::from_string(text.to_owned()).expect("JSON");
-            FileRead::from_answer(&raw).map(|read| read.0)
-        };
-        assert_eq!(
-            read(r#"{"count": 3, "buf-b64": "AAEC", "eof": false}"#),
-            Some(vec![0, 1, 2])
-        );
-        for wrong in [
-            r#"{"count": 4, "buf-b64": "AAEC"}"#,
-            r#"{"count": 3, "buf-b64": "AAE!"}"#,
-            r#"{"count": 3}"#,
-            r#"{"count": -3, "buf-b64": "AAEC"}"#,
-            r#"[3, "AAEC"]"#,
-            "3",
-        ] {
-            assert_eq!(read(wrong), None, "{wrong}");
-        }
     }
 }

@@ -1,0 +1,131 @@
+//! Files of the guest, read by its agent.
+//!
+//! Format: QEMU, `docs/interop/qemu-ga-ref` (`guest-file-open`, `-read`, `-seek`, `-close`).
+
+use std::borrow::Cow;
+use std::io;
+use std::time::{Duration, Instant};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde::Deserialize;
+use serde_json::json;
+use serde_json::value::RawValue;
+
+use super::GuestAgent;
+use super::channel::{AgentError, FromAnswer};
+use crate::qmp::object;
+
+/// Upper bound on the time for one answer.
+const ANSWER_LIMIT: Duration = Duration::from_secs(2);
+
+/// The answer to `guest-file-read`.
+#[derive(Debug)]
+pub(crate) struct FileRead(pub(crate) Vec<u8>);
+
+impl FromAnswer for FileRead {
+    fn from_answer(done: &RawValue) -> Option<FileRead> {
+        #[derive(Deserialize)]
+        struct Done<'a> {
+            count: u64,
+            #[serde(borrow, rename = "buf-b64")]
+            text: Cow<'a, str>,
+        }
+        let done: Done<'_> = object(done.get().as_bytes()).ok()?;
+        let bytes = STANDARD.decode(&*done.text).ok()?;
+        (bytes.len() as u64 == done.count).then_some(FileRead(bytes))
+    }
+}
+
+/// An open file.
+pub(super) struct GuestFile<'a> {
+    agent: &'a mut GuestAgent,
+    handle: i64,
+    deadline: Instant,
+    /// Where the next read begins, in bytes.
+    at: u64,
+}
+
+impl GuestAgent {
+    /// Opens a file, has `read` read it until `deadline`, and closes it.
+    pub(super) fn read_file<T>(
+        &mut self,
+        path: &str,
+        deadline: Instant,
+        read: impl FnOnce(&mut GuestFile<'_>) -> Result<T, AgentError>,
+    ) -> Result<T, AgentError> {
+        let open = json!({ "path": path, "mode": "r" });
+        let limit = left(deadline)?;
+        let handle: i64 = self.channel.execute("guest-file-open", &open, limit)?;
+        let done = read(&mut GuestFile {
+            agent: self,
+            handle,
+            deadline,
+            at: 0,
+        });
+        // The agent would keep it open.
+        let close = json!({ "handle": handle });
+        let limit = left(deadline).unwrap_or(ANSWER_LIMIT);
+        let closed = match &done {
+            Err(error) if error.is_final() => Ok(()),
+            _ => self.channel.execute("guest-file-close", &close, limit),
+        };
+        let done = done?;
+        closed.map(|()| done)
+    }
+}
+
+impl GuestFile<'_> {
+    /// Up to `bytes` bytes from `offset` on; fewer at the end of the file.
+    pub(super) fn read_at(&mut self, offset: u64, bytes: u64) -> Result<Vec<u8>, AgentError> {
+        if self.at != offset {
+            let seek = json!({ "handle": self.handle, "offset": offset, "whence": "set" });
+            let limit = left(self.deadline)?;
+            let channel = &mut self.agent.channel;
+            channel.execute::<()>("guest-file-seek", &seek, limit)?;
+        }
+        let read = json!({ "handle": self.handle, "count": bytes });
+        let limit = left(self.deadline)?;
+        let channel = &mut self.agent.channel;
+        let FileRead(mut read) = channel.execute("guest-file-read", &read, limit)?;
+        read.truncate(bytes as usize);
+        self.at = offset + read.len() as u64;
+        Ok(read)
+    }
+}
+
+/// Time for the next answer.
+fn left(deadline: Instant) -> Result<Duration, AgentError> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    match left.is_zero() {
+        true => Err(AgentError::Io(io::ErrorKind::TimedOut.into())),
+        false => Ok(left.min(ANSWER_LIMIT)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_is_as_long_as_it_says() {
+        let read = |text: &str| {
+            let raw = RawValue::from_string(text.to_owned()).expect("JSON");
+            FileRead::from_answer(&raw).map(|read| read.0)
+        };
+        assert_eq!(
+            read(r#"{"count": 3, "buf-b64": "AAEC", "eof": false}"#),
+            Some(vec![0, 1, 2])
+        );
+        for wrong in [
+            r#"{"count": 4, "buf-b64": "AAEC"}"#,
+            r#"{"count": 3, "buf-b64": "AAE!"}"#,
+            r#"{"count": 3}"#,
+            r#"{"count": -3, "buf-b64": "AAEC"}"#,
+            r#"[3, "AAEC"]"#,
+            "3",
+        ] {
+            assert_eq!(read(wrong), None, "{wrong}");
+        }
+    }
+}
