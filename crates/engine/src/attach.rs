@@ -25,6 +25,7 @@ use stillframe_sys::process::AddressRange;
 use stillframe_sys::system;
 use thiserror::Error;
 
+use crate::balloon::MemoryBalloon;
 use crate::capture::device_state::StateStream;
 use crate::capture::devices::Devices;
 use crate::capture::schedule::{Auto, Bursts, ScheduleChoice, ScheduleKind};
@@ -135,6 +136,8 @@ pub struct Vm {
     pub(crate) clock: GuestClock,
     /// Queries the guest for its free pages.
     pub(crate) free_pages: FreePages,
+    /// Has the guest give back memory that it does not need.
+    pub(crate) balloon: MemoryBalloon,
     pub(crate) cautions: Vec<Caution>,
     /// Pages copied in the last pause, as an estimate of the space that the next one will need.
     pub(crate) pause_pages_last: u64,
@@ -279,6 +282,7 @@ impl Vm {
             devices: Devices::of(shared && copy_on_write),
             state: None,
             free_pages: FreePages::new(agent.clone()),
+            balloon: MemoryBalloon::new(agent.clone()),
             clock: GuestClock::new(agent),
             cautions,
             pause_pages_last: 0,

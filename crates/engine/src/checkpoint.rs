@@ -28,6 +28,7 @@ use thiserror::Error;
 
 use crate::ProgressSink;
 use crate::attach::Vm;
+use crate::balloon::{BalloonError, BalloonReport};
 use crate::capture::device_state::StateError;
 use crate::capture::devices::DevicesError;
 use crate::capture::downtime::DowntimeRecord;
@@ -73,6 +74,9 @@ pub struct CheckpointOptions {
     pub disks: DiskChoice,
     /// Query the guest's agent for its free pages, and keep these as zeros ([`crate::free_pages`]).
     pub free_pages: bool,
+    /// Before a checkpoint of all memory, have the guest give back what it does not need, for up to this long
+    /// ([`crate::balloon`]).
+    pub balloon: Option<Duration>,
     /// The words by which people find the checkpoint.
     pub tags: Tags,
     /// What people say about the checkpoint.
@@ -92,6 +96,7 @@ impl Default for CheckpointOptions {
             copy_buffer_bytes: 1 << 30,
             disks: DiskChoice::default(),
             free_pages: false,
+            balloon: None,
             tags: Tags::default(),
             note: None,
         }
@@ -127,6 +132,9 @@ pub struct CheckpointReport {
     /// What came of the question for free pages, if it was to be put.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub free_pages: Option<FreePagesReport>,
+    /// What the balloon did before, if it was to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub balloon: Option<BalloonReport>,
     /// The disks whose content is in the checkpoint.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<StoredDisk>,
@@ -226,6 +234,9 @@ pub enum CheckpointError {
     /// The pause failed.
     #[error(transparent)]
     Pause(#[from] PauseError),
+    /// The guest's memory could not be taken, or given back.
+    #[error("cannot inflate the VM's balloon and deflate it again")]
+    Balloon(#[from] BalloonError),
     /// Free pages could not be found.
     #[error("cannot find the guest's free pages")]
     FreePages(#[from] FreePagesError),
@@ -300,6 +311,7 @@ impl CheckpointError {
             | CheckpointError::Tracker(_)
             | CheckpointError::StagingBuffer(_)
             | CheckpointError::Block(_)
+            | CheckpointError::Balloon(_)
             | CheckpointError::FreePages(_) => true,
             CheckpointError::Devices(error) => error.ends_tracking(),
             CheckpointError::Pause(error) => match error {

@@ -9,6 +9,7 @@
 //! [`guardian`] describes what resumes a paused guest, and when.
 
 pub mod attach;
+pub mod balloon;
 pub mod capture;
 pub mod checkpoint;
 pub mod clones;

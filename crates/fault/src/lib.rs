@@ -37,6 +37,8 @@ points! {
     AttachOpened = "attach.opened",
     /// All of guest memory is registered and protected.
     AttachProtected = "attach.protected",
+    /// The balloon is inflated; the guest does not have its memory again yet.
+    BalloonInflated = "balloon.inflated",
     /// The guardian expects a pause, and `stop` is not sent yet.
     PauseBeforeStop = "pause.before-stop",
     /// The guest is stopped.

@@ -116,6 +116,9 @@ Schedules:
 With copy-on-write, a watch that hangs for 2.5 seconds (also by SIGSTOP) is killed, so that the guest runs on. If the
 host's KSM or the balloon takes pages before they are copied, that checkpoint is taken again with pre-copy.
 
+--balloon takes memory from the guest before each checkpoint of all memory: the first, and those after a failure that
+lost track. Increments are taken without it.
+
 Each checkpoint prints one result. A checkpoint that fails is reported and tried again at the next interval; 10
 failures in a row end the watch with exit code 1. The first Ctrl-C (or SIGTERM) finishes the current checkpoint and
 detaches, the second discards that checkpoint, the third exits at once; the VM runs on in each case. The exit code

@@ -11,6 +11,7 @@ use stillframe_sys::affinity::Processors;
 
 use super::{CheckpointError, CheckpointOptions, Copied, ScheduleKind};
 use crate::attach::Vm;
+use crate::balloon::BalloonReport;
 use crate::capture::device_state::StateStream;
 use crate::capture::devices::DevicesError;
 use crate::capture::downtime::DowntimeRecord;
@@ -65,6 +66,8 @@ pub struct Captured {
     pub(crate) left_out: PageRanges,
     /// What came of the question for them.
     pub(crate) free_pages: Option<FreePagesReport>,
+    /// What the balloon did before.
+    pub(crate) balloon: Option<BalloonReport>,
     /// The disks as they were, if they are stored, too. QEMU keeps them until this capture is settled.
     pub(crate) disks: Mutex<Vec<DiskView>>,
     /// Whether QEMU has snapshots for it. Captures without may be in flight beside it.
@@ -103,15 +106,29 @@ impl Vm {
         Ok(captured)
     }
 
+    /// The pages that have content.
+    fn populated(&mut self) -> Result<PageRanges, CheckpointError> {
+        let found = self.tracker.populated()?;
+        Ok(found.drained(&mut self.monitor)?.written)
+    }
+
+    /// Has the guest give back memory that it does not need, for a moment.
+    pub(super) fn squeeze(&mut self, limit: Duration) -> Result<BalloonReport, CheckpointError> {
+        let stored_bytes = count(&self.populated()?) * PAGE_BYTES;
+        let report =
+            self.balloon
+                .squeeze(&mut self.monitor, &self.guardian, stored_bytes, limit)?;
+        if report.taken_bytes > 0 {
+            // A hole is not protected, and looks written until it is. What is found is not needed: all of memory follows.
+            let _ = self.tracker.collect_running()?;
+        }
+        Ok(report)
+    }
+
     /// Queries the guest which of the pages of an iteration are free. They are left out from here on, until they are written.
     pub(super) fn find_free_pages(&mut self, iteration: Iteration) -> Result<(), CheckpointError> {
         let wanted = match iteration {
-            Iteration::Bulk => {
-                self.tracker
-                    .populated()?
-                    .drained(&mut self.monitor)?
-                    .written
-            }
+            Iteration::Bulk => self.populated()?,
             Iteration::Written => {
                 // They are pending from here on, and not read before the schedule has drained the disks.
                 let _ = self.tracker.collect_running()?;
@@ -168,6 +185,7 @@ impl Vm {
             image: None,
             left_out: PageRanges::new(),
             free_pages: options.free_pages.then(|| self.free_pages.report()),
+            balloon: None,
             disks: Mutex::default(),
             has_snapshots: false,
             disks_left_out: Vec::new(),

@@ -388,6 +388,7 @@ fn report(
         pages: manifest.pages,
         copied: captured.copied,
         free_pages: captured.free_pages.clone(),
+        balloon: captured.balloon.clone(),
         disks,
         disks_left_out: captured.disks_left_out.clone(),
         bytes_stored: committed.bytes_stored,

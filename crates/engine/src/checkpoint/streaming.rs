@@ -67,7 +67,12 @@ impl Vm {
         let stored = stored.and_then(|stored| {
             checkpoints.verified(stored, &captured, repository, options, progress)
         });
-        self.settle(captured, stored)
+        let mut report = self.settle(captured, stored)?;
+        if let Some(balloon) = &mut report.balloon {
+            // The checkpoint is stored; a QEMU that does not answer shows at the next command.
+            let _ = balloon.await_memory(&mut self.monitor);
+        }
+        Ok(report)
     }
 
     fn stream_and_capture(
@@ -82,6 +87,10 @@ impl Vm {
         let convergence = Convergence {
             buffer_bytes: options.copy_buffer_bytes / 2,
         };
+        let balloon = match (first, options.balloon) {
+            (Iteration::Bulk, Some(limit)) => Some(self.squeeze(limit)?),
+            _ => None,
+        };
         if options.free_pages {
             self.find_free_pages(first)?;
         }
@@ -94,6 +103,7 @@ impl Vm {
         let copying = us(begin);
         let mut captured = self.capture_kept(&transaction.sink.writer.hasher().clone(), options)?;
         captured.copying += copying;
+        captured.balloon = balloon;
         captured.copied.full_pass = streamed;
         if let (Iteration::Bulk, Some(report)) = (first, &mut captured.free_pages) {
             // They were not read at all.

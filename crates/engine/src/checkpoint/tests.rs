@@ -55,6 +55,7 @@ fn capture(memory: &FakeMemory, written: &[Range<u64>]) -> Captured {
         image: None,
         left_out: Vec::new(),
         free_pages: None,
+        balloon: None,
         disks: Default::default(),
         has_snapshots: false,
         disks_left_out: Vec::new(),

@@ -85,7 +85,12 @@ impl Heard {
                     };
                 }
             },
-            Request::Watch | Request::Stream | Request::Release | Request::Heartbeat { .. } => {}
+            Request::Watch
+            | Request::Stream
+            | Request::Release
+            | Request::TakingMemory { .. }
+            | Request::MemoryGivenBack
+            | Request::Heartbeat { .. } => {}
         }
         Reply::Ok
     }

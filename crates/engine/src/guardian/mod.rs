@@ -12,6 +12,7 @@
 //!    not die of `kill -9`: its descriptors stay open, and the VM would wait.
 //! 5. It carries out the on-disconnect action ([`OnDisconnect`]) when the engine is gone. It ends a QEMU that was
 //!    started for a restore and has not run yet. It pauses a QEMU that runs while its memory is populated.
+//!    It deflates a balloon that the engine inflated.
 //!
 //! With asynchronous tracking it never has the userfaultfd: no thread of the VM ever waits for the engine, and
 //! tracking ends with the engine's copy. QEMU itself keeps no copy. So the VM runs on when engine and guardian die
@@ -65,6 +66,8 @@ const INJECTION_LIMIT: Duration = Duration::from_secs(3);
 const DISCARD_LIMIT: Duration = Duration::from_secs(8);
 /// Ranges that are discarded with one injection.
 const DISCARDED_MAX: usize = 2048;
+/// The engine gets this much longer to deflate the balloon.
+const GIVE_BACK_AFTER: Duration = Duration::from_secs(2);
 /// Time for the guardian to end with its engine.
 const END_LIMIT: Duration = Duration::from_secs(5);
 const LOOK_AGAIN: Duration = Duration::from_micros(500);
@@ -243,6 +246,19 @@ impl Guardian {
             (Reply::Ok, _) => Ok(()),
             (other, _) => Err(GuardianError::Unexpected(format!("{other:?}"))),
         }
+    }
+
+    /// Must return before the balloon is inflated: from here on the guardian has the guest take back what it has now, in
+    /// bytes, if this process ends, or hangs for longer than a while after `limit`.
+    pub fn taking_memory(&self, bytes: u64, limit: Duration) -> Result<(), GuardianError> {
+        let limit = limit.saturating_add(GIVE_BACK_AFTER);
+        let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        self.expect_ok(&Request::TakingMemory { bytes, limit_ms }, None)
+    }
+
+    /// QEMU has the command that deflates the balloon.
+    pub fn memory_given_back(&self) -> Result<(), GuardianError> {
+        self.expect_ok(&Request::MemoryGivenBack, None)
     }
 
     /// From here on the guardian kills this process when it misses the heartbeats. `registered`: the

@@ -30,9 +30,13 @@ enum Woken {
     Request,
     Heartbeat,
     PauseDue,
+    MemoryDue,
     NoHeartbeat,
     Stream,
 }
+
+/// QEMU that did not take a command is sent it again at this interval.
+const AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// The state of the guardian.
 struct Watch {
@@ -41,6 +45,8 @@ struct Watch {
     pause: Option<Pause>,
     heartbeat: Option<Watched>,
     on_disconnect: OnDisconnect,
+    /// What the guest is to have of its memory, in bytes, if the engine took of it; and when at last.
+    memory: Option<(u64, Instant)>,
     /// Descriptors that stay open until that is done, or another one is set.
     kept: Vec<OwnedFd>,
     /// The pipe that holds QEMU in a pause, and whether it is to be released.
@@ -66,6 +72,7 @@ pub fn run() -> i32 {
         pause: None,
         heartbeat: None,
         on_disconnect: OnDisconnect::Nothing,
+        memory: None,
         kept: Vec::new(),
         stream: None,
         releasing: false,
@@ -91,6 +98,14 @@ impl Watch {
                 self.releasing = true;
                 if let (Some(pause), Some(qmp)) = (&mut self.pause, &mut self.qmp) {
                     pause.look(qmp);
+                }
+            }
+            Woken::MemoryDue => {
+                if let (Some((bytes, _)), Some(qmp)) = (self.memory.take(), &mut self.qmp)
+                    && qmp.give_back_memory(bytes).is_err()
+                {
+                    // QEMU does not read: when it does.
+                    self.memory = Some((bytes, Instant::now() + AGAIN_AFTER));
                 }
             }
             Woken::Stream => self.read_stream(),
@@ -136,6 +151,9 @@ impl Watch {
         if let (Some(pause), Some(qmp)) = (self.pause.take(), &mut self.qmp) {
             let stream = self.stream.as_ref().map(AsFd::as_fd);
             qmp.resume_alone(pause.way_back(), stream, deadline);
+        }
+        if let (Some((bytes, _)), Some(qmp)) = (self.memory.take(), &mut self.qmp) {
+            qmp.give_back_memory_alone(bytes, deadline);
         }
         let action = std::mem::replace(&mut self.on_disconnect, OnDisconnect::Nothing);
         match (action, &mut self.qmp) {
@@ -193,6 +211,15 @@ impl Watch {
             Request::OnDisconnect { action } => {
                 self.on_disconnect = action;
                 self.kept = descriptors;
+                Reply::Ok
+            }
+            Request::TakingMemory { bytes, limit_ms } => {
+                let due = Instant::now().checked_add(Duration::from_millis(limit_ms));
+                self.memory = due.map(|due| (bytes, due));
+                ok_or_failed(due.map(drop).ok_or("no such time".to_owned()))
+            }
+            Request::MemoryGivenBack => {
+                self.memory = None;
                 Reply::Ok
             }
             Request::Watch => {
@@ -266,7 +293,8 @@ impl Watch {
     fn wait(&self) -> io::Result<Woken> {
         let pause = self.pause.as_ref().and_then(Pause::due);
         let heartbeat = self.heartbeat.as_ref().map(Watched::due);
-        let first = [pause, heartbeat].into_iter().flatten().min();
+        let memory = self.memory.map(|(_, due)| due);
+        let first = [pause, heartbeat, memory].into_iter().flatten().min();
         loop {
             let left = first.map(|at| at.saturating_duration_since(Instant::now()));
             let timeout = left.map(|left| Timespec {
@@ -281,6 +309,7 @@ impl Watch {
             waited.extend(stream.map(|stream| PollFd::new(stream, PollFlags::IN)));
             match poll(&mut waited, timeout.as_ref()) {
                 Ok(0) if pause.is_some() && pause == first => return Ok(Woken::PauseDue),
+                Ok(0) if memory.is_some() && memory == first => return Ok(Woken::MemoryDue),
                 Ok(0) => return Ok(Woken::NoHeartbeat),
                 Ok(_) if !waited[0].revents().is_empty() => return Ok(Woken::Request),
                 Ok(_)
@@ -414,6 +443,7 @@ mod tests {
             pause: Some(Pause::new(limit, WayBack::Stream)),
             heartbeat: None,
             on_disconnect: OnDisconnect::Nothing,
+            memory: None,
             kept: Vec::new(),
             stream: None,
             releasing: false,

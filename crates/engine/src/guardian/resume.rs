@@ -78,8 +78,8 @@ impl Connection {
 
     /// Sends a command, and returns its id. Does not wait for a QEMU that does not read: the engine may have
     /// a request at any time.
-    fn send(&mut self, command: &str) -> io::Result<String> {
-        let (line, id) = self.line(command, None);
+    fn send(&mut self, command: &str, arguments: Option<Value>) -> io::Result<String> {
+        let (line, id) = self.line(command, arguments);
         self.write(line.as_bytes())?;
         Ok(id)
     }
@@ -162,6 +162,17 @@ impl Connection {
     pub(super) fn let_go_alone(&mut self, deadline: Instant) {
         let arguments = json!({ "fdname": HELD_CONNECTION });
         self.command_alone("closefd", arguments, deadline);
+    }
+
+    /// Has the balloon leave the guest this much memory, in bytes; the engine lives, and skips the answer.
+    pub(super) fn give_back_memory(&mut self, bytes: u64) -> io::Result<()> {
+        self.send("balloon", Some(json!({ "value": bytes })))
+            .map(drop)
+    }
+
+    /// Has the balloon leave the guest this much memory, in bytes; the engine is dead.
+    pub(super) fn give_back_memory_alone(&mut self, bytes: u64, deadline: Instant) {
+        self.command_alone("balloon", json!({ "value": bytes }), deadline);
     }
 
     /// Stops the VM; the engine is dead.
@@ -372,7 +383,7 @@ impl Pause {
             Some(answer) => {
                 let status = answer["return"]["status"].as_str();
                 if status.is_some_and(|status| OURS.contains(&status)) {
-                    self.resumed |= connection.send("cont").is_ok();
+                    self.resumed |= connection.send("cont", None).is_ok();
                 }
                 self.due = now.checked_add(self.limit);
             }
@@ -386,7 +397,10 @@ impl Pause {
 
     fn ask(&mut self, connection: &mut Connection, now: Instant) {
         // A query that cannot be sent now is sent later.
-        self.query = connection.send("query-status").ok().map(|id| (id, now));
+        self.query = connection
+            .send("query-status", None)
+            .ok()
+            .map(|id| (id, now));
         self.due = Some(now + LOOK);
     }
 }

@@ -12,8 +12,10 @@
 //!     GiveUp + directory     -->      (renames)         <-- Pause {fired} | Failed
 //!     Heartbeat + pipe, uffd -->                        <-- Ok      then heartbeats, or it kills the engine
 //!     OnDisconnect {action}  -->                        <-- Ok
+//!     TakingMemory {..}      -->                        <-- Ok      then the balloon is inflated
+//!     MemoryGivenBack        -->                        <-- Ok
 //!     (end of file)          -->      unregisters ranges unless the engine did, resumes the VM if between Pausing
-//!                                     and Resumed, carries out the on-disconnect action, exits
+//!                                     and Resumed, gives memory back, carries out the on-disconnect action, exits
 //! ```
 
 use std::io;
@@ -50,6 +52,15 @@ pub(super) enum Request {
         /// That.
         action: OnDisconnect,
     },
+    /// The engine is about to inflate the balloon.
+    TakingMemory {
+        /// What the guest has to have again, in bytes.
+        bytes: u64,
+        /// It gets it when this has passed without a `MemoryGivenBack`, or the engine is gone.
+        limit_ms: u64,
+    },
+    /// The guest was told to take its memory back.
+    MemoryGivenBack,
     /// The QMP socket (descriptor with the message) on which a paused VM is resumed.
     Watch,
     /// The pipe (descriptor with the message) that QEMU saves its device state into, and waits for.

@@ -1,6 +1,7 @@
 //! Code that commands on running VMs share: attaching, capture options, progress, and the report of a checkpoint.
 
 use stillframe_engine::attach::{AttachError, Vm};
+use stillframe_engine::balloon::BalloonReport;
 use stillframe_engine::checkpoint::{
     CheckpointOptions, CheckpointReport, Plan, ScheduleChoice, ScheduleKind,
 };
@@ -97,6 +98,7 @@ pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
         copy_buffer_bytes: args.copy_buffer,
         disks: args.disks().map_err(CommandError::DisksTwice)?,
         free_pages: args.free_pages,
+        balloon: args.balloon,
         tags,
         note: args.note.clone(),
     })
@@ -156,11 +158,31 @@ pub fn report_obstacles(context: &Context, report: &CheckpointReport, reported: 
             printable(why)
         )
     });
-    let warnings: Vec<String> = obstacles.chain(disks).chain(free).collect();
+    let balloon = report.balloon.iter().flat_map(balloon_warnings);
+    let warnings: Vec<String> = obstacles.chain(disks).chain(free).chain(balloon).collect();
     for warning in warnings.iter().filter(|one| !reported.contains(one)) {
         context.console.warn(warning);
     }
     *reported = warnings;
+}
+
+/// What the balloon did not do.
+fn balloon_warnings(balloon: &BalloonReport) -> impl Iterator<Item = String> {
+    let not_taken = balloon.not_taken.as_ref().map(|why| {
+        let what = match balloon.taken_bytes {
+            0 => "the balloon took no memory".to_owned(),
+            taken => format!("the balloon took only {}", table::bytes(taken)),
+        };
+        format!("{what}: {}", printable(why))
+    });
+    let missing = (balloon.missing_bytes > 0).then(|| {
+        format!(
+            "the guest has not taken {} of its memory back yet: it does so by itself when it runs; `balloon {}` on its monitor says it again",
+            table::bytes(balloon.missing_bytes),
+            balloon.original_bytes
+        )
+    });
+    not_taken.into_iter().chain(missing)
 }
 
 /// Prints the result.
@@ -237,6 +259,17 @@ fn words(report: &CheckpointReport) -> String {
     );
     if let Some(free) = report.free_pages.as_ref().filter(|free| free.left_out > 0) {
         line += &format!(", {} left out as free", table::count(free.left_out, "page"));
+    }
+    if let Some(balloon) = report
+        .balloon
+        .as_ref()
+        .filter(|balloon| balloon.taken_bytes > 0)
+    {
+        line += &format!(
+            ", {} taken by the balloon before, in {}",
+            table::bytes(balloon.taken_bytes),
+            durations::human_us(balloon.operation_us)
+        );
     }
     for disk in &report.disks {
         line += &format!(
@@ -353,6 +386,7 @@ mod tests {
             },
             copied: Default::default(),
             free_pages: None,
+            balloon: None,
             disks: Vec::new(),
             disks_left_out: Vec::new(),
             bytes_stored: 67_318_579,
