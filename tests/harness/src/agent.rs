@@ -7,6 +7,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 
 use crate::running::PATIENCE;
@@ -92,6 +94,10 @@ pub enum Lie {
     Length,
     /// It opens a file of which every page is free, and sends more of it than an answer may have.
     AllFree,
+    /// It has much memory when it is queried first, and none after that.
+    Pressure,
+    /// The same, and it begins to swap.
+    Swaps,
 }
 
 /// An agent as a hostile guest may have one.
@@ -148,9 +154,10 @@ fn flood(mut stream: UnixStream) -> Result<usize> {
 
 /// Answers questions about a file until the client closes.
 fn answer_wrong(lie: Lie, mut questions: impl BufRead, mut stream: UnixStream) -> Result<usize> {
-    let mut taken = 0;
+    let (mut taken, mut reads) = (0, 0);
     while let Ok(received) = question(&mut questions) {
         let id = &received["id"];
+        reads += u32::from(received["execute"] == "guest-file-read");
         let answer = match (received["execute"].as_str(), lie) {
             (Some("guest-file-read"), Lie::HalfAnAnswer) => {
                 format!("{{\"id\": {id}, \"return\": {{\"buf-b64\": \"AAQAAAAA")
@@ -158,6 +165,12 @@ fn answer_wrong(lie: Lie, mut questions: impl BufRead, mut stream: UnixStream) -
             (Some("guest-file-read"), Lie::Length) => {
                 let wrong = json!({ "count": 1u64 << 40, "buf-b64": "AAQAAAAAAAA=", "eof": false });
                 json!({ "id": id, "return": wrong }).to_string() + "\n"
+            }
+            (Some("guest-file-read"), Lie::Pressure | Lie::Swaps) => {
+                let text = meminfo(lie, reads);
+                let all =
+                    json!({ "count": text.len(), "buf-b64": STANDARD.encode(text), "eof": true });
+                json!({ "id": id, "return": all }).to_string() + "\n"
             }
             (Some("guest-file-read"), _) => {
                 // Three bytes of flags are four letters: 32 KiB and one group more.
@@ -173,6 +186,18 @@ fn answer_wrong(lie: Lie, mut questions: impl BufRead, mut stream: UnixStream) -
         taken += answer.len();
     }
     Ok(taken)
+}
+
+/// What the file says the first time, and later. All that follows from the first is that the guest needs next to nothing.
+fn meminfo(lie: Lie, reads: u32) -> String {
+    let (available, swap_free) = match (lie, reads) {
+        (_, 1) => ("9999999", 1000),
+        (Lie::Swaps, _) => ("9999999", 990),
+        _ => ("1", 1000),
+    };
+    format!(
+        "MemTotal: 9999999 kB\nMemAvailable: {available} kB\nSwapTotal: 1000 kB\nSwapFree: {swap_free} kB\nCommitted_AS: 0 kB\n"
+    )
 }
 
 fn now_s() -> Result<f64> {

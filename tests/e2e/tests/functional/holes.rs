@@ -31,7 +31,7 @@ fn checkpoint(stillframe: &Stillframe, vm: &str) -> Result<(Value, u64)> {
 }
 
 /// Has the balloon leave the guest this much, and waits until it does.
-fn leave(monitor: &mut Qmp, mib: u32) -> Result<()> {
+pub fn leave(monitor: &mut Qmp, mib: u32) -> Result<()> {
     let wanted = u64::from(mib) << 20;
     monitor.execute("balloon", json!({ "value": wanted }))?;
     for _ in 0..PATIENCE.as_millis() / 100 {

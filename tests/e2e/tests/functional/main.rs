@@ -2,6 +2,7 @@
 //! streams, exit codes, signals, and what becomes of the VM in each case.
 
 mod asleep;
+mod balloon;
 mod captured_disks;
 mod clock;
 mod clones;

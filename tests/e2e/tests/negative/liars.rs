@@ -5,12 +5,12 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 use stillframe_harness::agent::{Lie, LyingAgent};
 use stillframe_harness::cli::Stillframe;
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::{expect_untouched, memory_kib};
-use stillframe_harness::running::Running;
+use stillframe_harness::running::{PATIENCE, Running};
 
 /// What a lying agent may cost the engine, in MiB.
 const COST_MIB: u64 = 64;
@@ -32,6 +32,10 @@ fn rewind(stillframe: &Stillframe, pid: &str, more: &[&str]) -> Result<(Value, u
 
 /// A guest with a channel to an agent at `channel`, and none that answers.
 fn with_channel(channel: &Path) -> Result<Guest> {
+    setup_with_channel(channel).boot()
+}
+
+fn setup_with_channel(channel: &Path) -> Setup {
     let backend = format!(
         "socket,id=agent,path={},server=on,wait=off",
         channel.display()
@@ -40,7 +44,6 @@ fn with_channel(channel: &Path) -> Result<Guest> {
     Setup::small(Kind::Private, "liar")
         .with(&["-chardev", &backend, "-device", "virtio-serial-pci"])
         .with(&["-device", port])
-        .boot()
 }
 
 /// Seen before: 5 GiB in 22 s, and an engine that was aborted.
@@ -95,4 +98,44 @@ fn an_agent_that_lies_about_free_pages_delays_a_checkpoint_and_spoils_none() -> 
         ensure!(taken < 8 << 20, "{taken} bytes were taken from it");
     }
     expect_untouched(&guest, &mut guest.second_monitor()?)
+}
+
+/// Whatever an agent says of memory, the checkpoint is made, and the guest has all of its memory after it.
+#[test]
+fn an_agent_that_lies_about_memory_spoils_no_checkpoint() -> Result<()> {
+    const RAM_MIB: u32 = 512;
+    let folder = tempfile::tempdir()?;
+    let channel = folder.path().join("agent");
+    let mut setup = setup_with_channel(&channel)
+        .with(&["-device", "virtio-balloon-pci"])
+        .with_drivers("sf.churn=150 sf.rounds=1");
+    setup.ram_mib = RAM_MIB;
+    let guest = setup.boot()?;
+    guest.serial.wait_line("churned 1", PATIENCE)?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let pid = guest.pid_text();
+    let mut monitor = guest.second_monitor()?;
+    for (lie, said) in [
+        (Lie::Pressure, "the guest ran out of memory"),
+        (Lie::Swaps, "the guest began to swap"),
+        // The balloon's statistics say it then.
+        (Lie::Events, "null"),
+        (Lie::HalfAnAnswer, "null"),
+        (Lie::Length, "null"),
+        (Lie::AllFree, "null"),
+    ] {
+        let liar = LyingAgent::in_place_of(&channel, lie)?;
+        let report =
+            stillframe.json(&["checkpoint", "--pid", &pid, "--balloon=60s", "--verify"])?;
+        ensure!(report["verify"]["differing"] == 0, "{lie:?}: {report}");
+        let why = report["balloon"]["not_taken"].to_string();
+        ensure!(why.contains(said), "{lie:?}: {report}");
+        ensure!(report["balloon"]["missing_bytes"] == 0, "{lie:?}: {report}");
+        let has = monitor.execute("query-balloon", json!({}))?;
+        ensure!(has["actual"] == u64::from(RAM_MIB) << 20, "{lie:?}: {has}");
+        monitor.take_events();
+        let taken = liar.end()?;
+        ensure!(taken < 8 << 20, "{taken} bytes were taken from it");
+    }
+    expect_untouched(&guest, &mut monitor)
 }
