@@ -76,9 +76,9 @@ pub enum Bench {
     Responsive,
     /// Speed of guests with real software, alone and watched (about 20 minutes; the first time longer, to build them)
     Workloads,
-    /// The evaluations of four papers: `papers fitdoc` and `papers cow`, on guests with real software (about half an
-    /// hour each; the first time longer, to build the guests), `papers dtrack` (about 30 minutes) and `papers page-cache`
-    /// (about 10 minutes)
+    /// The evaluations of five papers: `papers fitdoc`, `papers cow` and `papers vm-me`, on guests with real software (about
+    /// half an hour each; the first time longer, to build the guests), `papers dtrack` (about 30 minutes) and `papers
+    /// page-cache` (about 20 minutes)
     Papers,
     /// The two-level dirty bitmap against a scan of all bits (seconds; no guest)
     Bitmap,

@@ -174,6 +174,7 @@ pub fn run(turns: usize) -> Result<()> {
     let setup = DebianSetup {
         workload: DebianWorkload::Redis,
         ram_mib: RAM_MIB,
+        agent: false,
         extra: Vec::new(),
     };
     let guest = setup.boot()?;

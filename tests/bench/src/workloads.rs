@@ -45,6 +45,7 @@ fn measure(workload: DebianWorkload, window: Duration) -> Result<Value> {
     let guest = DebianSetup {
         workload,
         ram_mib: RAM_MIB,
+        agent: false,
         extra: Vec::new(),
     }
     .boot()?;

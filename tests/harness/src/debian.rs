@@ -36,6 +36,10 @@ pub enum DebianWorkload {
     Memcached,
     /// PostgreSQL with several clients, half of whose transactions are reads and half updates.
     Postgresql,
+    /// A web server and its clients.
+    Web,
+    /// bzip2 of the kernel's sources.
+    Bzip2,
 }
 
 impl DebianWorkload {
@@ -50,7 +54,7 @@ impl DebianWorkload {
     ];
 
     /// All of them.
-    pub const ALL: [DebianWorkload; 9] = [
+    pub const ALL: [DebianWorkload; 11] = [
         DebianWorkload::Idle,
         DebianWorkload::Dbench,
         DebianWorkload::Compile,
@@ -60,6 +64,8 @@ impl DebianWorkload {
         DebianWorkload::Redis,
         DebianWorkload::Memcached,
         DebianWorkload::Postgresql,
+        DebianWorkload::Web,
+        DebianWorkload::Bzip2,
     ];
 
     /// Its script in `guest/debian/workloads`.
@@ -74,6 +80,8 @@ impl DebianWorkload {
             DebianWorkload::Redis => "redis",
             DebianWorkload::Memcached => "memcached",
             DebianWorkload::Postgresql => "postgresql",
+            DebianWorkload::Web => "web",
+            DebianWorkload::Bzip2 => "bzip2",
         }
     }
 }
@@ -85,6 +93,8 @@ pub struct DebianSetup {
     pub workload: DebianWorkload,
     /// MiB of RAM, 512 or more; the workloads that fill RAM fill as much as there is.
     pub ram_mib: u32,
+    /// Whether QEMU has a channel to its guest agent.
+    pub agent: bool,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
@@ -104,7 +114,11 @@ impl DebianSetup {
 
     /// The arguments of a QEMU whose files are in `folder`.
     pub fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
-        arguments(folder, self.ram_mib, self.workload.name(), &self.extra)
+        let mut extra = self.extra.clone();
+        if self.agent {
+            extra.extend(guest::agent_channel(folder));
+        }
+        arguments(folder, self.ram_mib, self.workload.name(), &extra)
     }
 }
 

@@ -297,7 +297,7 @@ pub fn surroundings(folder: &Path, ram_mib: u32) -> Vec<String> {
     .to_vec()
 }
 
-fn agent_channel(folder: &Path) -> [String; 6] {
+pub(crate) fn agent_channel(folder: &Path) -> [String; 6] {
     let path = folder.join(AGENT);
     let backend = format!("socket,id=agent,path={},server=on,wait=off", path.display());
     let port = "virtserialport,chardev=agent,name=org.qemu.guest_agent.0";

@@ -21,6 +21,8 @@ const SUITE: &str = "bookworm";
 const PACKAGES: &[&str] = &[
     "bc",
     "bison",
+    "busybox",
+    "bzip2",
     "dbench",
     "flex",
     "gcc",
@@ -29,11 +31,19 @@ const PACKAGES: &[&str] = &[
     "make",
     "postgresql-15",
     "python3-minimal",
+    "qemu-guest-agent",
     "redis-server",
     "redis-tools",
 ];
-/// Modules for the root file system.
-const MODULES: &[&str] = &["virtio_pci", "virtio_blk", "ext4", "overlay"];
+/// Modules for the root file system, the guest agent's channel, and the balloon.
+const MODULES: &[&str] = &[
+    "virtio_pci",
+    "virtio_blk",
+    "ext4",
+    "overlay",
+    "virtio_console",
+    "virtio_balloon",
+];
 /// Programs that build it, with their packages.
 const PROGRAMS: &[(&str, &str)] = &[
     ("debootstrap", "debootstrap"),

@@ -84,9 +84,9 @@ pub struct CaptureArgs {
     #[arg(long)]
     pub free_pages: bool,
     /// Before a checkpoint of all memory, have the guest give back memory that it does not need (virtio-balloon; its agent or
-    /// the balloon's statistics say how much), for up to TIME [default: 400ms], and let it have it again
+    /// the balloon's statistics say how much), for up to TIME [default: 350ms], and let it have it again
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, num_args = 0..=1, require_equals = true,
-        default_missing_value = "400ms")]
+        default_missing_value = "350ms")]
     pub balloon: Option<Duration>,
     /// Upper bound on writes to the repository, in bytes per second [default: none]
     #[arg(long, value_name = "SIZE", value_parser = sizes::parse_positive)]

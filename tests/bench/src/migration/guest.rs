@@ -196,6 +196,7 @@ impl Start {
             Some(workload) => Start::Debian(DebianSetup {
                 workload,
                 ram_mib,
+                agent: false,
                 extra: Vec::new(),
             }),
             None => Start::Small(Setup {

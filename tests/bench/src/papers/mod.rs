@@ -1,4 +1,4 @@
-//! `cargo xtask bench papers fitdoc | cow | dtrack | page-cache`: the evaluations of four papers once more, on real guests. The baselines
+//! `cargo xtask bench papers fitdoc | cow | dtrack | page-cache | vm-me`: the evaluations of five papers once more, on real guests. The baselines
 //! of the paper are measured in the same run.
 
 mod cow;
@@ -6,6 +6,7 @@ mod dtrack;
 mod fitdoc;
 mod numbers;
 mod page_cache;
+mod vm_me;
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -23,9 +24,11 @@ pub enum Paper {
     Dtrack,
     /// Exclusion of the page cache from checkpoints.
     PageCache,
+    /// Memory exclusion by a balloon.
+    VmMe,
 }
 
-/// Runs one and writes `docs/results/papers-<name>/` (of the last one `docs/results/exclusion/`): a page with the paper's figures, ours and pictures,
+/// Runs one and writes `docs/results/papers-<name>/` (of `page-cache` `docs/results/exclusion/`): a page with the paper's figures, ours and pictures,
 /// and raw data. `quick`: so little of everything that it shows only that it works, and nothing is
 /// written under `docs`.
 pub fn run(paper: Paper, quick: bool, cells: &Cells) -> Result<()> {
@@ -34,5 +37,6 @@ pub fn run(paper: Paper, quick: bool, cells: &Cells) -> Result<()> {
         Paper::Cow => cow::run(quick),
         Paper::Dtrack => dtrack::run(quick, cells),
         Paper::PageCache => page_cache::run(quick),
+        Paper::VmMe => vm_me::run(quick),
     }
 }

@@ -127,6 +127,7 @@ pub fn measure(plan: &Plan) -> Result<Measured> {
     let guest = DebianSetup {
         workload: DebianWorkload::Compile,
         ram_mib: RAM_MIB,
+        agent: false,
         extra: Vec::new(),
     }
     .boot()?;

@@ -75,6 +75,7 @@ pub fn measure(workload: DebianWorkload, ram_mib: u32, depth: &Depth) -> Result<
     let guest = DebianSetup {
         workload,
         ram_mib,
+        agent: false,
         extra: Vec::new(),
     }
     .boot()?;
