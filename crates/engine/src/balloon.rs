@@ -255,11 +255,11 @@ fn inflate(
                 Source::Agent(agent) => agent.memory(deadline).ok(),
                 Source::Statistics(balloon) => monitor.balloon_statistics(balloon)?.memory,
             };
-            // A guest that does not answer in time has other work.
-            let why = left.map_or_else(
-                || Some("the guest stopped answering".to_owned()),
-                |left| pressure(before, left),
-            );
+            let why = match left {
+                Some(left) => pressure(before, left),
+                None if Instant::now() >= deadline => None,
+                None => Some("the guest stopped answering".to_owned()),
+            };
             if why.is_some() {
                 return Ok(why);
             }
