@@ -98,6 +98,8 @@ pub enum Lie {
     Pressure,
     /// The same, and it begins to swap.
     Swaps,
+    /// It always has much memory.
+    Plenty,
 }
 
 /// An agent as a hostile guest may have one.
@@ -166,7 +168,7 @@ fn answer_wrong(lie: Lie, mut questions: impl BufRead, mut stream: UnixStream) -
                 let wrong = json!({ "count": 1u64 << 40, "buf-b64": "AAQAAAAAAAA=", "eof": false });
                 json!({ "id": id, "return": wrong }).to_string() + "\n"
             }
-            (Some("guest-file-read"), Lie::Pressure | Lie::Swaps) => {
+            (Some("guest-file-read"), Lie::Pressure | Lie::Swaps | Lie::Plenty) => {
                 let text = meminfo(lie, reads);
                 let all =
                     json!({ "count": text.len(), "buf-b64": STANDARD.encode(text), "eof": true });
@@ -191,7 +193,7 @@ fn answer_wrong(lie: Lie, mut questions: impl BufRead, mut stream: UnixStream) -
 /// What the file says the first time, and later. All that follows from the first is that the guest needs next to nothing.
 fn meminfo(lie: Lie, reads: u32) -> String {
     let (available, swap_free) = match (lie, reads) {
-        (_, 1) => ("9999999", 1000),
+        (Lie::Plenty, _) | (_, 1) => ("9999999", 1000),
         (Lie::Swaps, _) => ("9999999", 990),
         _ => ("1", 1000),
     };

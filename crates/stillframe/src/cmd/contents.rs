@@ -18,7 +18,8 @@ use crate::progress::Meter;
 use crate::table::{self, Align, Table};
 
 /// The classes in the order in which they are counted.
-pub const NAMES: [&str; 6] = [
+pub const NAMES: [&str; 7] = [
+    "free",
     "zero",
     "on disk",
     "in image",
@@ -30,6 +31,7 @@ pub const NAMES: [&str; 6] = [
 /// The numbers of pages, in this order.
 pub fn numbers(classes: &PageClasses) -> [u64; NAMES.len()] {
     let PageClasses {
+        free,
         zero,
         on_disk,
         in_image,
@@ -37,7 +39,7 @@ pub fn numbers(classes: &PageClasses) -> [u64; NAMES.len()] {
         changed,
         other,
     } = *classes;
-    [zero, on_disk, in_image, duplicate, changed, other]
+    [free, zero, on_disk, in_image, duplicate, changed, other]
 }
 
 /// Classifies the pages of one checkpoint.
@@ -135,6 +137,7 @@ fn words(counted: &[Counted]) -> String {
         ("VM", Left),
         ("TIME", Left),
         ("MEMORY", Right),
+        ("FREE", Right),
         ("ZERO", Right),
         ("ON DISK", Right),
         ("IN IMAGE", Right),
@@ -144,13 +147,14 @@ fn words(counted: &[Counted]) -> String {
     ]);
     for (id, manifest, classes) in counted {
         let all = classes.pages();
-        let [zero, on_disk, in_image, duplicate, changed, other] =
+        let [free, zero, on_disk, in_image, duplicate, changed, other] =
             numbers(classes).map(|pages| share(pages, all));
         table.row([
             short(&id.to_string()).to_owned(),
             manifest.vm.clone(),
             local_time(manifest.time),
             table::bytes(list::memory_bytes(manifest)),
+            free,
             zero,
             on_disk,
             in_image,
@@ -177,7 +181,8 @@ mod tests {
     use crate::cmd::list::tests::sample;
 
     const CLASSES: PageClasses = PageClasses {
-        zero: 50,
+        free: 3,
+        zero: 47,
         on_disk: 20,
         in_image: 7,
         duplicate: 10,
@@ -188,7 +193,10 @@ mod tests {
     #[test]
     fn each_class_has_its_line_and_its_column() {
         let text = section(&CLASSES).render();
-        for (name, pages) in NAMES.into_iter().zip(["50", "20", "7", "10", "8", "5"]) {
+        for (name, pages) in NAMES
+            .into_iter()
+            .zip(["3", "47", "20", "7", "10", "8", "5"])
+        {
             let mut lines = text.lines().filter(|line| line.starts_with(name));
             let line = lines.next().unwrap();
             assert!(
@@ -200,7 +208,7 @@ mod tests {
         let (id, manifest) = sample();
         let text = words(&[(id, manifest, CLASSES)]);
         let shares = [
-            " 50.0 %", " 20.0 %", " 7.0 %", " 10.0 %", " 8.0 %", " 5.0 %",
+            " 3.0 %", " 47.0 %", " 20.0 %", " 7.0 %", " 10.0 %", " 8.0 %", " 5.0 %",
         ];
         let at = shares.map(|share| text.find(share).unwrap());
         assert!(at.is_sorted(), "{text}");

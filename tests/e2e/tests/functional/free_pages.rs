@@ -54,6 +54,8 @@ fn free_pages_are_left_out_and_the_guest_misses_none() -> Result<()> {
         shown.contains(&format!("{free} left out as free")),
         "{shown}"
     );
+    let contents = with.json(&["show", id, "--contents"])?;
+    ensure!(contents["contents"]["free"] == free, "{contents}");
     let restored = Restored::start(&with, id, guest.folder(), &["--verify"])?;
     restored.serial.wait_for("churned", PATIENCE)?;
     restored.serial.wait_more(5, PATIENCE)?;

@@ -139,3 +139,25 @@ fn an_agent_that_lies_about_memory_spoils_no_checkpoint() -> Result<()> {
     }
     expect_untouched(&guest, &mut monitor)
 }
+
+/// The guest has no driver for its balloon, and its agent says that it needs nothing.
+#[test]
+fn a_balloon_that_never_gets_there_is_given_up() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let channel = folder.path().join("agent");
+    let mut setup = setup_with_channel(&channel).with(&["-device", "virtio-balloon-pci"]);
+    setup.workload.mib = 64;
+    let guest = setup.boot()?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let liar = LyingAgent::in_place_of(&channel, Lie::Plenty)?;
+    let pid = guest.pid_text();
+    let report = stillframe.json(&["checkpoint", "--pid", &pid, "--balloon=60s", "--verify"])?;
+    ensure!(report["verify"]["differing"] == 0, "{report}");
+    ensure!(
+        report["balloon"]["not_taken"] == "the guest gives no more",
+        "{report}"
+    );
+    ensure!(report["balloon"]["taken_bytes"] == 0, "{report}");
+    liar.end()?;
+    expect_untouched(&guest, &mut guest.second_monitor()?)
+}
