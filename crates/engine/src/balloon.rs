@@ -27,6 +27,8 @@ use crate::guardian::{Guardian, GuardianError};
 const RESERVE_BYTES: u64 = 64 << 20;
 /// A checkpoint stores less than this sooner than the balloon takes it.
 const WORTH_BYTES: u64 = 16 << 20;
+/// Upper bound on the time that the guest may take.
+const LIMIT_MAX: Duration = Duration::from_secs(3600);
 /// Time for the agent to answer at all.
 const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 /// Time for each question.
@@ -111,9 +113,16 @@ impl MemoryBalloon {
     ) -> Result<BalloonReport, BalloonError> {
         let begin = Instant::now();
         let mut report = BalloonReport::default();
-        report.not_taken = match self.begin(monitor, &mut report)? {
+        let limit = limit.min(LIMIT_MAX);
+        let deadline = begin + limit;
+        report.not_taken = match self.begin(monitor, deadline, &mut report)? {
             Err(why) => Some(why),
             Ok((source, before)) => {
+                let deadline = match &source {
+                    Source::Agent(_) => deadline,
+                    // They come no sooner than QEMU polls for them.
+                    Source::Statistics(_) => Instant::now() + limit,
+                };
                 let target = target(report.original_bytes, before);
                 report.target_bytes = Some(target);
                 match target.saturating_add(WORTH_BYTES) {
@@ -123,7 +132,6 @@ impl MemoryBalloon {
                     // Nothing is to be gained.
                     least if least > stored_bytes => None,
                     _ => {
-                        let deadline = begin + limit;
                         // Before the first command: whatever becomes of this process, the guest gets its memory back.
                         guardian.taking_memory(report.original_bytes, limit)?;
                         let inflated =
@@ -145,6 +153,7 @@ impl MemoryBalloon {
     fn begin(
         &self,
         monitor: &mut Monitor,
+        deadline: Instant,
         report: &mut BalloonReport,
     ) -> Result<Result<(Source, GuestMemory), String>, BalloonError> {
         let Some(original) = monitor.guest_memory()? else {
@@ -154,8 +163,13 @@ impl MemoryBalloon {
         if !monitor.run_state()?.running {
             return Ok(Err("the guest does not run".to_owned()));
         }
-        let silent = match self.query_agent() {
+        let silent = match self.query_agent(deadline) {
             Ok((agent, memory)) => return Ok(Ok((Source::Agent(agent), memory))),
+            Err(_) if Instant::now() >= deadline => {
+                return Ok(Err(
+                    "the guest's agent did not answer in time (--balloon=TIME sets it)".to_owned(),
+                ));
+            }
             Err(why) => why,
         };
         let Some(balloon) = monitor.balloon()? else {
@@ -168,11 +182,12 @@ impl MemoryBalloon {
             .ok_or_else(none))
     }
 
-    fn query_agent(&self) -> Result<(GuestAgent, GuestMemory), String> {
+    fn query_agent(&self, deadline: Instant) -> Result<(GuestAgent, GuestMemory), String> {
         let channel = self.agent.as_ref().ok_or("the VM has no guest agent")?;
-        let mut agent =
-            GuestAgent::connect(channel, CONNECT_LIMIT).map_err(|error| error.in_words())?;
-        let memory = agent.memory(Instant::now() + QUESTION_LIMIT);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut agent = GuestAgent::connect(channel, left.min(CONNECT_LIMIT))
+            .map_err(|error| error.in_words())?;
+        let memory = agent.memory(deadline.min(Instant::now() + QUESTION_LIMIT));
         memory
             .map(|memory| (agent, memory))
             .map_err(|error| error.in_words())
