@@ -288,7 +288,7 @@ fn statistics(
     balloon: &Balloon,
 ) -> Result<Option<GuestMemory>, MonitorError> {
     let interval = monitor.balloon_interval(balloon)?;
-    // Somebody else has QEMU poll: what it has is recent enough.
+    // QEMU polls already, for another client: its last answer is recent enough.
     if interval > 0 {
         let found = monitor.balloon_statistics(balloon)?;
         return Ok(found.memory.filter(|_| found.updated > 0));
@@ -330,7 +330,7 @@ impl Progress {
         }
     }
 
-    /// The guest has so much now. Whether that has not changed for too long.
+    /// Whether what the guest has, in bytes, has not changed for too long.
     fn stands(&mut self, has: u64) -> bool {
         if self.last != Some(has) {
             self.last = Some(has);

@@ -47,7 +47,7 @@ pub fn agent_answer(line: &[u8]) -> Option<Result<i64, AgentError>> {
     number
 }
 
-/// The same, as the answer to a read of a file: of the guest's memory, and of page flags, by which so many frames are free.
+/// The same, as the answer to a read of a file: of the guest's memory, or of page flags. The number of page frames that are free by these.
 pub fn agent_page_flags(line: &[u8]) -> usize {
     let mut frames = Vec::new();
     if let Some(Ok(FileRead(flags))) = read_answer::<FileRead>(line, 1, "guest-file-read") {

@@ -44,7 +44,7 @@ impl Monitor {
         }
     }
 
-    /// Has the guest give memory back until it has so many bytes, or take what it had given. It does so in its own time.
+    /// Sets the target of the balloon: the memory, in bytes, that it is to leave the guest. The guest follows in its own time.
     pub fn set_guest_memory(&mut self, bytes: u64) -> Result<(), MonitorError> {
         self.client.execute("balloon", json!({ "value": bytes }))?;
         Ok(())
