@@ -5,7 +5,6 @@ use std::ops::Range;
 
 use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::monitor::Monitor;
-use stillframe_sys::affinity::AffinityGuard;
 use stillframe_sys::process::Process;
 use thiserror::Error;
 
@@ -15,7 +14,7 @@ use crate::memory::Page;
 use crate::memory::block::{BlockError, Guest};
 use crate::memory::page_buffer::PageBuffer;
 use crate::memory::ranges::{length, split, subtract_all};
-use crate::placement;
+use crate::placement::WhereIdle;
 use crate::sink::page_stream::BATCH_PAGES;
 use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::{Collected, Tracker};
@@ -131,7 +130,7 @@ impl Streaming<'_> {
         take: TakeBatch<'_, E>,
         progress: ProgressSink<'_>,
     ) -> Result<u64, StreamingError<E>> {
-        let _placement = AffinityGuard::to(&placement::processors(self.process));
+        let mut placement = WhereIdle::confined(self.process);
         if iteration == Iteration::Written {
             self.tracker.streamed(wanted);
         }
@@ -145,6 +144,7 @@ impl Streaming<'_> {
                 .map(|batch| (batch, false))
                 .chain(zero.map(|batch| (batch, true)))
             {
+                placement.look();
                 let bytes = &mut buffer[..(length(&batch) * PAGE_BYTES) as usize];
                 match is_zero {
                     true => bytes.fill(0),

@@ -27,6 +27,7 @@ use crate::index::reader::IndexReader;
 use crate::index::reopening::ReopeningIndex;
 use crate::index::writer_index::WriterIndex;
 use crate::pack::PackLimits;
+use crate::pack::packer::{self, Packer};
 use crate::store::local::{Area, CONFIG, LocalStore};
 use crate::store::lock::Lock;
 
@@ -44,6 +45,8 @@ pub struct Repository {
     pub(crate) writer_index: WriterIndex,
     /// [`PackLimits::STANDARD`], except in tests.
     pub(crate) pack_limits: PackLimits,
+    /// Counted when it is opened: threads that write are confined later on, at times.
+    sealers: usize,
     id: RepositoryId,
     keeps_lock: bool,
     /// The lock of the last writer, kept for the next.
@@ -134,12 +137,19 @@ impl Repository {
             writer_index: WriterIndex::new(&images),
             images,
             pack_limits: PackLimits::STANDARD,
+            sealers: packer::sealers(),
             store,
             keys,
             id,
             keeps_lock: false,
             kept_lock: None,
         }
+    }
+
+    /// What writes new packs into it.
+    pub(crate) fn packer(&self) -> Result<Packer, RepoError> {
+        let (store, keys) = (self.store.clone(), self.keys.clone());
+        Packer::start(store, keys, self.pack_limits, self.sealers)
     }
 
     /// The repository's random identity.

@@ -172,11 +172,7 @@ impl<'a> Writer<'a> {
         let packer = match &mut self.packer {
             Some(packer) => packer,
             // A checkpoint in which nothing changed starts no threads.
-            none => none.insert(Packer::start(
-                self.repository.store.clone(),
-                self.repository.keys.clone(),
-                self.repository.pack_limits,
-            )?),
+            none => none.insert(self.repository.packer()?),
         };
         packer.add(id, bytes)?;
         self.fresh.add(&id, |_| false);

@@ -289,6 +289,32 @@ impl Process {
         stat_field(self.pid(), &self.inner.stat()?, 39)
     }
 
+    /// Bytes of its memory that are in RAM, give or take a few pages for each processor (proc(5), `rss`).
+    pub fn resident_bytes(&self) -> Result<u64, ProcessError> {
+        let pages: u64 = stat_field(self.pid(), &self.inner.stat()?, 24)?;
+        Ok(pages * rustix::param::page_size() as u64)
+    }
+
+    /// How long all threads of the process have run together, to the nanosecond (clock_getcpuclockid(3)). `None` where
+    /// the kernel does not say, and once the process has ended.
+    pub fn processor_time(&self) -> Option<Duration> {
+        let mut clock = 0;
+        // SAFETY: the pointer is to a clock id of ours, which the call writes.
+        let known = unsafe { libc::clock_getcpuclockid(self.pid(), &raw mut clock) };
+        let mut time = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: the pointer is to a timespec of ours, which the call writes.
+        let read = known == 0 && unsafe { libc::clock_gettime(clock, &raw mut time) } == 0;
+        // Only now is it certain that the pid still named our process.
+        if !read || !self.is_alive() {
+            return None;
+        }
+        let seconds = u64::try_from(time.tv_sec).ok()?;
+        Some(Duration::new(seconds, u32::try_from(time.tv_nsec).ok()?))
+    }
+
     /// Everything the process has mapped, in address order (`/proc/PID/maps`).
     pub fn mappings(&self) -> Result<Vec<Mapping>, ProcessError> {
         let bytes = self.read_file("maps", "read the mappings")?;

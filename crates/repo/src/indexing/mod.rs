@@ -117,9 +117,8 @@ impl Repository {
         lock: &Lock,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<(ImageId, Indexed, Content, u64), RepoError> {
-        let (store, keys) = (self.store.clone(), self.keys.clone());
         let mut run = Run {
-            packer: Packer::start(store, keys, self.pack_limits)?,
+            packer: self.packer()?,
             repository: self,
             lock,
             id: new_id()?,

@@ -252,11 +252,7 @@ impl Repository {
         if packs.is_empty() {
             return Ok(Vec::new());
         }
-        let packer = Mutex::new(Packer::start(
-            self.store.clone(),
-            self.keys.clone(),
-            self.pack_limits,
-        )?);
+        let packer = Mutex::new(self.packer()?);
         let copied = (0..).zip(packs).try_for_each(|(done, &number)| {
             let total = packs.len() as u64;
             progress(Progress {

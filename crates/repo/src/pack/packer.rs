@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use rustix::thread::sched_getaffinity;
 use stillframe_page::PAGE;
 use stillframe_page::hash::ContentId;
 
@@ -48,6 +49,13 @@ const SEALERS_MAX: usize = 4;
 /// Frames that the calling thread seals and writes itself: 256 KiB, less than 1 ms of work.
 const FRAMES_ALONE: u64 = 4;
 
+/// How many sealers keep the processors busy that the calling thread may run on.
+pub(crate) fn sealers() -> usize {
+    std::thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(SEALERS_MAX)
+}
+
 /// Turns blobs into packs.
 pub(crate) struct Packer {
     store: Arc<LocalStore>,
@@ -58,6 +66,8 @@ pub(crate) struct Packer {
     /// Length in bytes of the plain directory of the pack so far.
     directory_bytes: usize,
     limits: PackLimits,
+    /// How many sealer threads there will be.
+    sealers: usize,
     sequence: u64,
     line: Line,
     shared: Arc<Shared>,
@@ -84,6 +94,7 @@ impl Packer {
         store: Arc<LocalStore>,
         keys: Arc<Keys>,
         limits: PackLimits,
+        sealers: usize,
     ) -> Result<Packer, RepoError> {
         let shared = Arc::new(Shared::default());
         let sealer = Box::new(Sealer::new(&keys, &shared)?);
@@ -96,6 +107,7 @@ impl Packer {
             frames_in_pack: 0,
             directory_bytes: 0,
             limits,
+            sealers,
             sequence: 0,
             line: Line::Alone(sealer, appender),
             shared,
@@ -173,9 +185,8 @@ impl Packer {
 
     fn start_threads(&mut self) -> Result<(), RepoError> {
         if let Line::Alone(sealer, appender) = mem::replace(&mut self.line, Line::Ended) {
-            let others = Threads::count() - 1;
             let mut sealers = vec![*sealer];
-            for _ in 0..others {
+            for _ in 1..self.sealers {
                 sealers.push(Sealer::new(&self.keys, &self.shared)?);
             }
             self.line = Line::Threads(Threads::start(sealers, *appender, self.sequence)?);
@@ -258,6 +269,7 @@ impl Line {
                 .and_then(|()| appender.append(job))
                 .map_err(Stopped::Here),
             Line::Threads(threads) => {
+                job.processors = sched_getaffinity(None).ok();
                 let next = threads.empty.recv().map_err(|_| Stopped::InThread)?;
                 threads.jobs.send(job).map_err(|_| Stopped::InThread)?;
                 Ok(next)
@@ -268,13 +280,6 @@ impl Line {
 }
 
 impl Threads {
-    /// Number of sealer threads.
-    fn count() -> usize {
-        std::thread::available_parallelism()
-            .map_or(1, usize::from)
-            .min(SEALERS_MAX)
-    }
-
     /// `first` is the sequence number of the first frame.
     fn start(sealers: Vec<Sealer>, appender: Appender, first: u64) -> Result<Threads, RepoError> {
         let (jobs, to_sealers) = bounded::<FrameJob>(BUFFERS);

@@ -57,6 +57,9 @@ fn what_proc_says_is_read() {
     let again = Process::open(victim.pid()).unwrap();
     assert_eq!(again.start_time(), process.start_time());
     assert!(again.start_time() > 0);
+    assert!((4096..1 << 30).contains(&process.resident_bytes().unwrap()));
+    let ran = process.processor_time().unwrap();
+    assert!(ran > Duration::ZERO && process.processor_time().unwrap() >= ran);
 }
 
 #[test]
@@ -266,6 +269,8 @@ fn assert_all_gone(process: &Process) {
     gone(process.uid().unwrap_err());
     gone(process.run_state().unwrap_err());
     gone(process.mappings().unwrap_err());
+    gone(process.resident_bytes().unwrap_err());
+    assert_eq!(process.processor_time(), None);
     let memory = RemoteMemory::open(process);
     let address = &raw const BYTE as u64;
     for result in [memory.read(address, &mut [0]), memory.write(address, &[1])] {

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use rustix::thread::CpuSet;
 use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
@@ -33,6 +34,8 @@ pub(super) struct FrameJob {
     pub(super) external: Option<ExternalPlace>,
     pub(super) kind: Option<u8>,
     pub(super) sealed: Vec<u8>,
+    /// Where the thread that cut it may run. The sealer goes there.
+    pub(super) processors: Option<CpuSet>,
 }
 
 impl FrameJob {

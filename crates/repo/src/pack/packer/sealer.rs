@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crossbeam_channel::{Receiver, Sender};
+use rustix::thread::{CpuSet, sched_setaffinity};
 use stillframe_page::PAGE;
 use stillframe_page::encoding::{Compression, Encoder};
 use stillframe_page::hash::ContentHasher;
@@ -22,6 +23,8 @@ pub(super) struct Sealer {
     hasher: ContentHasher,
     encoder: Encoder,
     shared: Arc<Shared>,
+    /// Where its thread may run, once it has been moved.
+    processors: Option<CpuSet>,
 }
 
 impl Sealer {
@@ -30,11 +33,13 @@ impl Sealer {
             hasher: keys.hasher(),
             encoder: Encoder::new(COMPRESSION)?,
             shared: shared.clone(),
+            processors: None,
         })
     }
 
     pub(super) fn run(mut self, from: &Receiver<FrameJob>, to: &Sender<FrameJob>) {
         for mut job in from {
+            self.follow(job.processors);
             // A failed job is passed on unsealed: the appender stops at it, and then every thread that waits for
             // the appender.
             match catch_unwind(AssertUnwindSafe(|| self.seal(&mut job))) {
@@ -45,6 +50,16 @@ impl Sealer {
             if to.send(job).is_err() {
                 return;
             }
+        }
+    }
+
+    /// Moves the calling thread to the processors of the thread that cut a frame: the VM's guest may have become busy, or
+    /// idle, since this thread was started.
+    fn follow(&mut self, processors: Option<CpuSet>) {
+        if let Some(to) = processors.filter(|_| processors != self.processors) {
+            // Where the kernel refuses, the thread stays: where it runs changes nothing but speed.
+            let _ = sched_setaffinity(None, &to);
+            self.processors = processors;
         }
     }
 
@@ -83,5 +98,32 @@ impl Sealer {
             return Err(RepoError::ContentMismatch { id });
         }
         Ok(self.encoder.encode(&job.plain, &mut job.sealed)?.number())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::thread::sched_getaffinity;
+
+    use super::*;
+    use crate::crypto::MasterKey;
+
+    #[test]
+    fn it_runs_where_the_thread_that_feeds_it_may_run() {
+        let keys = Keys::derive(&MasterKey::new([7; 32]));
+        let mut sealer = Sealer::new(&keys, &Arc::default()).unwrap();
+        let thread = std::thread::spawn(move || {
+            let before = sched_getaffinity(None).unwrap();
+            let last = (0..CpuSet::MAX_CPU).rfind(|&number| before.is_set(number));
+            let mut one = CpuSet::new();
+            one.set(last.unwrap());
+            for set in [one, before] {
+                sealer.follow(Some(set));
+                assert_eq!(sched_getaffinity(None).unwrap(), set);
+                sealer.follow(None);
+                assert_eq!(sched_getaffinity(None).unwrap(), set);
+            }
+        });
+        thread.join().unwrap();
     }
 }
