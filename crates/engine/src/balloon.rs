@@ -10,7 +10,8 @@
 //! inflated until the checkpoint is stored, and after a restore.
 //!
 //! A guest takes for its balloon first what it freed last, and never-used memory after that; then it drops page cache. So
-//! a short time takes the most of what a checkpoint would store.
+//! a short time takes the most of what a checkpoint would store. Memory that was never used is a hole anyway: a balloon
+//! that has come to it, and would not get beyond it in its time, stops.
 
 use std::path::PathBuf;
 use std::thread;
@@ -20,6 +21,7 @@ use serde::Serialize;
 use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::guest_agent::{GuestAgent, GuestMemory};
 use stillframe_qemu::monitor::{Balloon, Monitor, MonitorError};
+use stillframe_sys::process::Process;
 
 use crate::guardian::{Guardian, GuardianError};
 
@@ -44,6 +46,10 @@ const ANSWER: Duration = Duration::from_millis(60);
 const STANDS_AFTER: Duration = Duration::from_millis(500);
 /// Upper bound on the time that statistics may take: QEMU polls once a second.
 const STATISTICS_LIMIT: Duration = Duration::from_millis(2500);
+/// How much the balloon takes before it is judged by what that was.
+const JUDGED_BYTES: u64 = 32 << 20;
+/// A balloon is worth its time if at least this part of what it took, one in eight, was in RAM.
+const USED_ONE_IN: u64 = 8;
 /// The guest gets this long to take its memory back before the engine says that it has not.
 const GIVE_BACK_LIMIT: Duration = Duration::from_secs(10);
 
@@ -99,8 +105,8 @@ impl MemoryBalloon {
         MemoryBalloon { agent }
     }
 
-    /// Has the guest give back what it does not need, for up to `limit`, and then have it again. `stored_bytes`: what a
-    /// checkpoint would store now.
+    /// Has the guest of `vm` give back what it does not need, for up to `limit`, and then have it again. `stored_bytes`:
+    /// what a checkpoint would store now.
     ///
     /// # Errors
     /// QEMU or the guardian does not answer. What the guest does, or does not, is in the report.
@@ -108,6 +114,7 @@ impl MemoryBalloon {
         &self,
         monitor: &mut Monitor,
         guardian: &Guardian,
+        vm: &Process,
         stored_bytes: u64,
         limit: Duration,
     ) -> Result<BalloonReport, BalloonError> {
@@ -134,8 +141,13 @@ impl MemoryBalloon {
                     _ => {
                         // Before the first command: whatever becomes of this process, the guest gets its memory back.
                         guardian.taking_memory(report.original_bytes, limit)?;
-                        let inflated =
-                            inflate(monitor, source, before, target, deadline, &mut report);
+                        let aim = Aim {
+                            target,
+                            before,
+                            deadline,
+                            never_used: report.original_bytes.saturating_sub(stored_bytes),
+                        };
+                        let inflated = inflate(monitor, source, vm, &aim, &mut report);
                         let reached = fault::at(Point::BalloonInflated);
                         monitor.set_guest_memory(report.original_bytes)?;
                         guardian.memory_given_back()?;
@@ -236,16 +248,26 @@ fn pressure(before: GuestMemory, now: GuestMemory) -> Option<String> {
     }
 }
 
+/// What the balloon inflates to, and what bounds it.
+struct Aim {
+    /// What the guest is to have left, in bytes.
+    target: u64,
+    before: GuestMemory,
+    deadline: Instant,
+    /// Bytes of the guest's memory that are holes.
+    never_used: u64,
+}
+
 /// Inflates the balloon up to the deadline. Returns why no further.
 fn inflate(
     monitor: &mut Monitor,
     mut source: Source,
-    before: GuestMemory,
-    target: u64,
-    deadline: Instant,
+    vm: &Process,
+    aim: &Aim,
     report: &mut BalloonReport,
 ) -> Result<Option<String>, MonitorError> {
-    monitor.set_guest_memory(target)?;
+    let (begin, resident) = (Instant::now(), vm.resident_bytes().ok());
+    monitor.set_guest_memory(aim.target)?;
     let mut progress = Progress::new();
     let mut look_at_guest = Instant::now() + LOOK_AT_GUEST;
     loop {
@@ -254,25 +276,32 @@ fn inflate(
         let taken = report.original_bytes.saturating_sub(has);
         report.taken_bytes = report.taken_bytes.max(taken);
         let now = Instant::now();
-        if has <= target {
+        if has <= aim.target {
             return Ok(None);
+        }
+        let freed = resident.zip(vm.resident_bytes().ok());
+        let freed = freed.map(|(before, now)| before.saturating_sub(now));
+        if is_in_vain(aim, taken, freed, begin, now) {
+            return Ok(Some(
+                "the guest gives memory that it never used, and has more of that than there is time for".to_owned(),
+            ));
         }
         if progress.stands(has) {
             return Ok(Some("the guest gives no more".to_owned()));
         }
-        if now >= deadline {
+        if now >= aim.deadline {
             return Ok(Some("the time was up (--balloon=TIME sets it)".to_owned()));
         }
         // An answer takes time, too.
-        if now >= look_at_guest && now + ANSWER < deadline {
+        if now >= look_at_guest && now + ANSWER < aim.deadline {
             look_at_guest = now + LOOK_AT_GUEST;
             let left = match &mut source {
-                Source::Agent(agent) => agent.memory(deadline).ok(),
+                Source::Agent(agent) => agent.memory(aim.deadline).ok(),
                 Source::Statistics(balloon) => monitor.balloon_statistics(balloon)?.memory,
             };
             let why = match left {
-                Some(left) => pressure(before, left),
-                None if Instant::now() >= deadline => None,
+                Some(left) => pressure(aim.before, left),
+                None if Instant::now() >= aim.deadline => None,
                 None => Some("the guest stopped answering".to_owned()),
             };
             if why.is_some() {
@@ -280,6 +309,18 @@ fn inflate(
             }
         }
     }
+}
+
+/// Whether a balloon that has `taken` bytes since `begin`, of which `freed` were in RAM, will not come to what is before
+/// its deadline. Not where what was freed is not known.
+fn is_in_vain(aim: &Aim, taken: u64, freed: Option<u64>, begin: Instant, now: Instant) -> bool {
+    let Some(freed) = freed.filter(|_| taken >= JUDGED_BYTES) else {
+        return false;
+    };
+    let left = aim.deadline.saturating_duration_since(now).as_secs_f64();
+    let bytes_per_s = taken as f64 / now.saturating_duration_since(begin).as_secs_f64();
+    let still_never_used = aim.never_used.saturating_sub(taken - freed.min(taken));
+    freed < taken / USED_ONE_IN && still_never_used as f64 > bytes_per_s * left
 }
 
 /// The guest's word by the balloon's driver, which QEMU queries once a second, if at all.
@@ -371,6 +412,31 @@ mod tests {
                     assert!(target(memory(total, available, committed)) <= 1024);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_balloon_stops_at_memory_that_was_never_used_if_that_is_more_than_it_can_take() {
+        let begin = Instant::now();
+        let ms = |ms| begin + Duration::from_millis(ms);
+        let aim = |never_used: u64, deadline| Aim {
+            target: 0,
+            before: memory(4000, 3900, None),
+            deadline: ms(deadline),
+            never_used: never_used * MIB,
+        };
+        // 32 MiB in 100 ms: 80 MiB more in the time that is left.
+        let in_vain = |aim: &Aim, taken, freed| is_in_vain(aim, taken * MIB, freed, begin, ms(100));
+        let much = aim(4000, 350);
+        assert!(in_vain(&much, 32, Some(0)));
+        assert!(in_vain(&much, 32, Some(3 * MIB)));
+        assert!(!in_vain(&much, 32, Some(4 * MIB)));
+        assert!(!in_vain(&much, 31, Some(0)));
+        assert!(!in_vain(&much, 32, None));
+        for (never_used, deadline, expected) in
+            [(111, 350, false), (113, 350, true), (4000, 30_000, false)]
+        {
+            assert_eq!(in_vain(&aim(never_used, deadline), 32, Some(0)), expected);
         }
     }
 

@@ -115,9 +115,13 @@ impl Vm {
     /// Has the guest give back memory that it does not need, for a moment.
     pub(super) fn squeeze(&mut self, limit: Duration) -> Result<BalloonReport, CheckpointError> {
         let stored_bytes = count(&self.populated()?) * PAGE_BYTES;
-        let report =
-            self.balloon
-                .squeeze(&mut self.monitor, &self.guardian, stored_bytes, limit)?;
+        let report = self.balloon.squeeze(
+            &mut self.monitor,
+            &self.guardian,
+            &self.target.process,
+            stored_bytes,
+            limit,
+        )?;
         if report.taken_bytes > 0 {
             // A hole is not protected, and looks written until it is. What is found is not needed: all of memory follows.
             let _ = self.tracker.collect_running()?;

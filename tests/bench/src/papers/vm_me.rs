@@ -58,7 +58,7 @@ struct Taken {
     bytes: f64,
     /// MiB of pages that are not zeros; not known of QEMU.
     content_mib: f64,
-    /// Until the VM runs again from it.
+    /// Until the VM runs again from it; zero if it was not restored.
     restore_ms: f64,
 }
 
@@ -105,9 +105,9 @@ fn measure(workload: DebianWorkload, ram_mib: u32, works: Duration, folder: &Pat
     let mut qmp = guest.second_monitor()?;
     let saved = peers::migrate_to_file(&mut qmp, &folder.join("mapped"), &["mapped-ram"])?;
     drop(qmp);
-    let (without, _) = checkpoint(&guest, folder, &[])?;
-    let (with, report) = checkpoint(&guest, folder, &["--balloon"])?;
-    let (whole, all) = checkpoint(&guest, folder, &[WHOLE])?;
+    let (without, _) = checkpoint(&guest, folder, &[], Restore::Too)?;
+    let (with, report) = checkpoint(&guest, folder, &["--balloon"], Restore::Not)?;
+    let (whole, all) = checkpoint(&guest, folder, &[WHOLE], Restore::Too)?;
     let balloon = [report, all].map(|report| report["balloon"].clone());
     for balloon in &balloon {
         ensure!(balloon["missing_bytes"] == 0, "{balloon}");
@@ -127,8 +127,19 @@ fn measure(workload: DebianWorkload, ram_mib: u32, works: Duration, folder: &Pat
     })
 }
 
-/// A first checkpoint into a new repository, and a restore of it.
-fn checkpoint(guest: &Guest, folder: &Path, more: &[&str]) -> Result<(Taken, Value)> {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Restore {
+    Too,
+    Not,
+}
+
+/// A first checkpoint into a new repository, and a restore of it where that is wanted.
+fn checkpoint(
+    guest: &Guest,
+    folder: &Path,
+    more: &[&str],
+    restore: Restore,
+) -> Result<(Taken, Value)> {
     let repository = folder.join("repository");
     let stillframe = Stillframe::init(&repository)?;
     host_memory::settle();
@@ -138,10 +149,13 @@ fn checkpoint(guest: &Guest, folder: &Path, more: &[&str]) -> Result<(Taken, Val
     let report = stillframe.json(&[&line, more].concat())?;
     let ms = ms_since(begin);
     let id = report["checkpoint"].as_str().context("no id")?;
-    let begin = Instant::now();
-    let restored = Restored::start(&stillframe, id, guest.folder(), &["--disks=as-they-are"])?;
-    let restore_ms = ms_since(begin);
-    restored.crash()?;
+    let mut restore_ms = 0.0;
+    if restore == Restore::Too {
+        let begin = Instant::now();
+        let restored = Restored::start(&stillframe, id, guest.folder(), &["--disks=as-they-are"])?;
+        restore_ms = ms_since(begin);
+        restored.crash()?;
+    }
     fs::remove_dir_all(&repository)?;
     let pages = |name: &str| report["pages"][name].as_f64().context("no count");
     let taken = Taken {
