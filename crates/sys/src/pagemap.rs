@@ -3,8 +3,8 @@
 
 use crate::process::{AddressRange, Process, ProcessError};
 use linux_raw_sys::general::{
-    PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING,
-    page_region, pm_scan_arg,
+    PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC,
+    PM_SCAN_WP_MATCHING, page_region, pm_scan_arg,
 };
 use std::fs::File;
 use std::io;
@@ -24,6 +24,7 @@ const _: () = {
     assert!(PAGE_IS_WRITTEN == 1 << 1);
     assert!(PAGE_IS_PRESENT == 1 << 3);
     assert!(PAGE_IS_SWAPPED == 1 << 4);
+    assert!(PAGE_IS_PFNZERO == 1 << 5);
     assert!(PM_SCAN_WP_MATCHING == 1 && PM_SCAN_CHECK_WPASYNC == 2);
 };
 
@@ -98,7 +99,17 @@ struct Scan {
     all_of: u32,
     /// At least one of these.
     any_of: u32,
+    /// None of these.
+    none_of: u32,
 }
+
+/// What is in memory or in swap.
+const POPULATED: Scan = Scan {
+    flags: 0,
+    all_of: 0,
+    any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+    none_of: 0,
+};
 
 impl Pagemap {
     /// Opens the page map of this process (needs the right to ptrace it).
@@ -156,6 +167,7 @@ impl Pagemap {
             flags,
             all_of: PAGE_IS_WRITTEN,
             any_of: 0,
+            none_of: 0,
         };
         self.scan(range, &written, out)
     }
@@ -167,16 +179,7 @@ impl Pagemap {
         range: AddressRange,
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
-        let any_of = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
-        self.scan(
-            range,
-            &Scan {
-                flags: 0,
-                all_of: 0,
-                any_of,
-            },
-            out,
-        )
+        self.scan(range, &POPULATED, out)
     }
 
     /// The pages that are in memory and in the page table of this process.
@@ -191,21 +194,27 @@ impl Pagemap {
                 flags: 0,
                 all_of: PAGE_IS_PRESENT,
                 any_of: 0,
+                none_of: 0,
             },
             out,
         )
     }
 
     /// The pages that may hold anything: all but those that were never touched since
-    /// [`crate::uffd::Uffd::protect`] left its marker on them. For private memory these others are
-    /// zero. A page that the kernel is moving, or has swapped out, may hold something.
+    /// [`crate::uffd::Uffd::protect`] left its marker on them, and those that were only read (by QEMU's own saving, say),
+    /// which have the kernel's page of zeros. For private memory these others are zero. A page that the kernel is moving,
+    /// or has swapped out, may hold something.
     pub fn may_have_content(
         &self,
         range: AddressRange,
         out: &mut Vec<AddressRange>,
     ) -> Result<(), PagemapError> {
         let mut populated = Vec::new();
-        self.populated(range, &mut populated)?;
+        let without_zeros = Scan {
+            none_of: PAGE_IS_PFNZERO,
+            ..POPULATED
+        };
+        self.scan(range, &without_zeros, &mut populated)?;
         let first = out.len();
         let mut entries = vec![0; ENTRY_BYTES * ENTRIES_AT_ONCE];
         for range in populated {
@@ -294,8 +303,8 @@ impl Pagemap {
             vec: regions.as_mut_ptr() as u64,
             vec_len: regions.len() as u64,
             max_pages: 0,
-            category_inverted: 0,
-            category_mask: u64::from(scan.all_of),
+            category_inverted: u64::from(scan.none_of),
+            category_mask: u64::from(scan.all_of | scan.none_of),
             category_anyof_mask: u64::from(scan.any_of),
             return_mask: u64::from(scan.all_of | scan.any_of),
         };
