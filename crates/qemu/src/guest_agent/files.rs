@@ -3,7 +3,6 @@
 //! Format: QEMU, `docs/interop/qemu-ga-ref` (`guest-file-open`, `-read`, `-seek`, `-close`).
 
 use std::borrow::Cow;
-use std::io;
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
@@ -18,6 +17,8 @@ use crate::qmp::object;
 
 /// Upper bound on the time for one answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
+/// The same for a file's end, once there is no time left: the agent has the command then, and nothing else is wanted of it.
+const END_LIMIT: Duration = Duration::from_millis(10);
 
 /// The answer to `guest-file-read`.
 #[derive(Debug)]
@@ -55,7 +56,7 @@ impl GuestAgent {
         read: impl FnOnce(&mut GuestFile<'_>) -> Result<T, AgentError>,
     ) -> Result<T, AgentError> {
         let open = json!({ "path": path, "mode": "r" });
-        let limit = left(deadline)?;
+        let limit = left(deadline, "guest-file-open")?;
         let handle: i64 = self.channel.execute("guest-file-open", &open, limit)?;
         let done = read(&mut GuestFile {
             agent: self,
@@ -65,7 +66,7 @@ impl GuestAgent {
         });
         // The agent would keep it open.
         let close = json!({ "handle": handle });
-        let limit = left(deadline).unwrap_or(ANSWER_LIMIT);
+        let limit = left(deadline, "guest-file-close").unwrap_or(END_LIMIT);
         let closed = match &done {
             Err(error) if error.is_final() => Ok(()),
             _ => self.channel.execute("guest-file-close", &close, limit),
@@ -80,12 +81,12 @@ impl GuestFile<'_> {
     pub(super) fn read_at(&mut self, offset: u64, bytes: u64) -> Result<Vec<u8>, AgentError> {
         if self.at != offset {
             let seek = json!({ "handle": self.handle, "offset": offset, "whence": "set" });
-            let limit = left(self.deadline)?;
+            let limit = left(self.deadline, "guest-file-seek")?;
             let channel = &mut self.agent.channel;
             channel.execute::<()>("guest-file-seek", &seek, limit)?;
         }
         let read = json!({ "handle": self.handle, "count": bytes });
-        let limit = left(self.deadline)?;
+        let limit = left(self.deadline, "guest-file-read")?;
         let channel = &mut self.agent.channel;
         let FileRead(mut read) = channel.execute("guest-file-read", &read, limit)?;
         read.truncate(bytes as usize);
@@ -95,10 +96,13 @@ impl GuestFile<'_> {
 }
 
 /// Time for the next answer.
-fn left(deadline: Instant) -> Result<Duration, AgentError> {
+fn left(deadline: Instant, command: &'static str) -> Result<Duration, AgentError> {
     let left = deadline.saturating_duration_since(Instant::now());
     match left.is_zero() {
-        true => Err(AgentError::Io(io::ErrorKind::TimedOut.into())),
+        true => Err(AgentError::Timeout {
+            command,
+            limit_ms: 0,
+        }),
         false => Ok(left.min(ANSWER_LIMIT)),
     }
 }
@@ -106,6 +110,15 @@ fn left(deadline: Instant) -> Result<Duration, AgentError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Then the file is closed all the same.
+    #[test]
+    fn no_time_left_is_not_the_end_of_the_channel() {
+        let late = left(Instant::now(), "guest-file-read").expect_err("no time");
+        assert!(!late.is_final(), "{late}");
+        let soon = Instant::now() + Duration::from_secs(60);
+        assert_eq!(left(soon, "guest-file-read").expect("time"), ANSWER_LIMIT);
+    }
 
     #[test]
     fn an_answer_is_as_long_as_it_says() {
