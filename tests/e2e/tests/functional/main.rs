@@ -11,6 +11,7 @@ mod contents;
 mod copied_disks;
 mod cuts;
 mod first_day;
+mod free_page_reporting;
 mod free_pages;
 mod holes;
 mod hotplug;
