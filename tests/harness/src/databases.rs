@@ -2,13 +2,12 @@
 //! ROWS LAST WRONG`; then `committed N` after each transaction that the database has acknowledged.
 
 use std::path::Path;
-use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::debian::{self, READY_LIMIT};
 use crate::guest::{Guest, Kind, Setup};
-use crate::images::{RAW, drive, make_image, run};
+use crate::images::{RAW, drive, make_file_system};
 use crate::running::PATIENCE;
 use crate::serial::Serial;
 
@@ -51,10 +50,7 @@ impl Database {
             Database::Sqlite => SQLITE_MIB,
             Database::Postgresql => POSTGRESQL_MIB,
         };
-        make_image(disk, RAW, mib)?;
-        // Blocks of a page: whole pages of the guest's memory are on the disk.
-        let format = ["-q", "-F", "-b", "4096"];
-        run(Command::new("mkfs.ext4").args(format).arg(disk))
+        make_file_system(disk, mib)
     }
 
     /// Boots a guest of this name on a disk, and returns the number of transactions that it finds there. None of them is left

@@ -1,7 +1,7 @@
 //! Guests with real software: Debian on a disk image that QEMU opens read-only, with all their writes in RAM. Their
 //! workloads are in `guest/debian`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -40,6 +40,16 @@ pub enum DebianWorkload {
     Web,
     /// bzip2 of the kernel's sources.
     Bzip2,
+    /// Postmark's transactions on files of a disk, to their end.
+    Postmark,
+    /// A heap of two thirds of RAM, filled.
+    Heap,
+    /// An archive of programs, unpacked onto a disk.
+    Install,
+    /// A log on a disk, compressed.
+    Gzip,
+    /// The Linux kernel's build, on a disk, for three minutes.
+    Make,
 }
 
 impl DebianWorkload {
@@ -53,7 +63,7 @@ impl DebianWorkload {
         DebianWorkload::Database,
     ];
 
-    /// All of them.
+    /// All that go on for ever. The others have one unit and need a disk with a file system (`vdb`).
     pub const ALL: [DebianWorkload; 11] = [
         DebianWorkload::Idle,
         DebianWorkload::Dbench,
@@ -82,6 +92,11 @@ impl DebianWorkload {
             DebianWorkload::Postgresql => "postgresql",
             DebianWorkload::Web => "web",
             DebianWorkload::Bzip2 => "bzip2",
+            DebianWorkload::Postmark => "postmark",
+            DebianWorkload::Heap => "heap",
+            DebianWorkload::Install => "install",
+            DebianWorkload::Gzip => "gzip",
+            DebianWorkload::Make => "make",
         }
     }
 }
@@ -122,6 +137,16 @@ impl DebianSetup {
     }
 }
 
+/// The image of the root file system, which all of them share.
+pub fn image() -> Result<PathBuf> {
+    let image = guest::guests()?.join("debian.ext4");
+    if !image.exists() {
+        let image = image.display();
+        bail!("no Debian image at {image}: run `cargo xtask guests --debian`");
+    }
+    Ok(image)
+}
+
 /// The arguments of a QEMU whose files are in `folder`, with a script of `guest/debian/workloads`.
 pub(crate) fn arguments(
     folder: &Path,
@@ -129,11 +154,7 @@ pub(crate) fn arguments(
     workload: &str,
     extra: &[String],
 ) -> Result<Vec<String>> {
-    let image = guest::guests()?.join("debian.ext4");
-    if !image.exists() {
-        let image = image.display();
-        bail!("no Debian image at {image}: run `cargo xtask guests --debian`");
-    }
+    let image = image()?;
     let drive = format!("file={},if=virtio,format=raw,readonly=on", image.display());
     let command_line = format!("{KERNEL_ARGUMENTS} lab.workload={workload}");
     let mut arguments = guest::surroundings(folder, ram_mib);

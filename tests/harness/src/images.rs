@@ -43,6 +43,13 @@ pub fn make_image(path: &Path, format: &str, mib: u32) -> Result<()> {
         .arg(size))
 }
 
+/// Makes a raw image with an empty file system. Its blocks are of a page: whole pages of the guest's memory are on the disk.
+pub fn make_file_system(path: &Path, mib: u32) -> Result<()> {
+    make_image(path, RAW, mib)?;
+    let format = ["-q", "-F", "-b", "4096"];
+    run(Command::new("mkfs.ext4").args(format).arg(path))
+}
+
 /// Runs a program to its end, and fails unless it succeeds.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let ended = command.output()?;

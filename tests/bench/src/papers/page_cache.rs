@@ -1,6 +1,8 @@
 //! `papers page-cache`: what of a guest's memory is in an image that stays as it is, and what a first checkpoint takes then
 //! (Park et al., tables 4 to 6), against QEMU's mapped-ram; and what it takes to index the image, against `b3sum`.
 
+mod ended;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,6 +16,7 @@ use stillframe_harness::guest::Guest;
 use stillframe_harness::results::{self, Claim, Goal, percentile};
 use stillframe_harness::running::Running;
 
+use self::ended::Ended;
 use crate::chart::{self, Labels};
 use crate::host_memory;
 use crate::page::{Figure, Page};
@@ -31,6 +34,9 @@ const INTERVAL_S: u32 = 45;
 const HEAP_MIB: u32 = 32;
 /// QEMU's ways to save into a mapped-ram file.
 const WAYS: [&[&str]; 2] = [&["mapped-ram"], &["mapped-ram", "multifd"]];
+
+/// The promises are about memory.
+const NO_DISKS: [&str; 2] = ["--disks", "none"];
 
 /// What is added to increments: by content (the image is indexed), by the guest's word.
 #[derive(Clone, Copy)]
@@ -117,7 +123,8 @@ pub fn run(quick: bool) -> Result<()> {
         }
         eprintln!("an increment each");
     }
-    record(&measured, turns, quick.then_some(folder.path()))
+    let ended = ended::measure(folder.path(), quick)?;
+    record(&measured, &ended, turns, quick.then_some(folder.path()))
 }
 
 /// A guest is watched before it reads the files, and once more after: the second checkpoint has them.
@@ -185,7 +192,7 @@ fn measure(
         }
     }
     drop(qmp);
-    let (ms, report, _) = checkpoint(guest, &folder.join("without"), |_| Ok(()))?;
+    let (ms, report, _) = checkpoint(guest, &folder.join("without"), &NO_DISKS, |_| Ok(()))?;
     measured.without_ms.push(ms);
     measured.without_bytes.push(stored(&report)?);
     let mut indexed = Value::Null;
@@ -203,7 +210,7 @@ fn measure(
         measured.cached_bytes.push(cached_bytes(image)?);
         Ok(())
     };
-    let (ms, report, contents) = checkpoint(guest, &folder.join("with"), index)?;
+    let (ms, report, contents) = checkpoint(guest, &folder.join("with"), &NO_DISKS, index)?;
     measured.with_ms.push(ms);
     measured.with_bytes.push(stored(&report)?);
     measured.index_bytes = indexed["bytes_stored"].as_u64().context("no bytes")?;
@@ -215,13 +222,14 @@ fn measure(
 fn checkpoint(
     guest: &Guest,
     repository: &Path,
+    options: &[&str],
     prepare: impl FnOnce(&Stillframe) -> Result<()>,
 ) -> Result<(f64, Value, Value)> {
     let stillframe = Stillframe::init(repository)?;
     prepare(&stillframe)?;
     host_memory::settle();
     let pid = guest.pid_text();
-    let line = ["checkpoint", "--pid", &pid, "--disks", "none"];
+    let line = [&["checkpoint", "--pid", &pid], options].concat();
     let begin = Instant::now();
     let report = stillframe.json(&line)?;
     let ms = ms_since(begin);
@@ -330,14 +338,14 @@ fn add_first(page: &mut Page, measured: &Measured) -> Result<()> {
         &series,
     )?;
     page.add(&Figure {
-        title: "Tables 4 and 5: one checkpoint",
+        title: "Tables 4 and 5: one checkpoint of a page cache",
         paper: "18.9 % of the space and a 3.8-fold speed with the guest's help (\"para\"), 36.3 % and 2.6-fold without (\"full\"); averages of \
                 five workloads.",
         ours: "Without the guest's help: its pages are found in the image by content.",
         columns: &["first checkpoint", "ms", "memory's MiB"],
         rows: &ways.map(|(name, ms, bytes)| row(name, ms, bytes)),
         pictures: &["first.svg"],
-        differs: "One guest, most of whose memory is page cache, in place of five. Restores are not slower by it: `bench restore`.",
+        differs: "One guest, most of whose memory is page cache; the paper's five are below. Restores are not slower by it: `bench restore`.",
     });
     Ok(())
 }
@@ -440,7 +448,12 @@ fn claims(measured: &Measured) -> Vec<Claim> {
 }
 
 /// Writes the page; a quick one elsewhere, and without what is promised.
-fn record(measured: &Measured, turns: usize, elsewhere: Option<&Path>) -> Result<()> {
+fn record(
+    measured: &Measured,
+    ended: &[Ended],
+    turns: usize,
+    elsewhere: Option<&Path>,
+) -> Result<()> {
     let setting = format!(
         "A guest of {RAM_MIB} MiB, with a guest agent, that has read {FILES_MIB} MiB of files, the programs and libraries of a Debian, \
          from an image of its own; {HEAP_MIB} MiB of heap. The image is read from the disk for `b3sum` and for `index`. Medians of \
@@ -452,6 +465,7 @@ fn record(measured: &Measured, turns: usize, elsewhere: Option<&Path>) -> Result
     add_first(&mut page, measured)?;
     add_contents(&mut page, measured)?;
     add_increments(&mut page, measured)?;
+    ended::add(&mut page, ended)?;
     add_indexing(&mut page, measured);
     if elsewhere.is_some() {
         return page.write();
