@@ -48,7 +48,18 @@ impl Restored {
     /// Ends it as a crash of its host would.
     pub fn crash(&self) -> Result<()> {
         signal(self.pid as u32, "KILL")?;
-        // Its files are locked until then.
+        self.await_end()
+    }
+
+    /// Ends it as its manager would: what QEMU has of its images is written. A QEMU that is killed may leave a cluster that
+    /// nothing uses.
+    pub fn end(&self) -> Result<()> {
+        self.monitor()?.execute("quit", json!({}))?;
+        self.await_end()
+    }
+
+    /// Its files are locked until then.
+    fn await_end(&self) -> Result<()> {
         let process = PathBuf::from(format!("/proc/{}", self.pid));
         let deadline = Instant::now() + PATIENCE;
         while process.exists() {

@@ -148,7 +148,7 @@ fn a_guest_runs_before_its_disk_is_there() -> Result<()> {
         // Now it is a disk like any other.
         let report = captured.it.stillframe.json(&line)?;
         ensure!(report["disks"][0]["device"] == "journal", "{report}");
-        restored.crash()?;
+        restored.end()?;
         captured.expect_complete(last)?;
     }
     Ok(())
@@ -173,7 +173,7 @@ fn another_process_goes_on_with_the_disk() -> Result<()> {
     let last = restored.serial.wait_more_committed(3)?;
     expect_alone(&restored)?;
     expect_no_copy(&mut restored.monitor()?)?;
-    restored.crash()?;
+    restored.end()?;
     captured.expect_complete(last)
 }
 
@@ -238,7 +238,7 @@ fn a_guest_waits_for_a_block_that_cannot_be_read() -> Result<()> {
     filling.serial.wait_more_committed(3)?;
     let (restored, _) = filling.complete()?;
     let last = restored.serial.wait_more_committed(1)?;
-    restored.crash()?;
+    restored.end()?;
     captured.expect_complete(last)
 }
 
