@@ -13,7 +13,7 @@
 //! (neighbouring pages) are read in sequence.
 //!
 //! The first few frames are sealed and written without threads: for a small checkpoint this takes less time than
-//! starting threads.
+//! starting threads. Sealers run where the thread that puts may run, and move with it.
 
 mod appender;
 mod frame_job;

@@ -277,7 +277,7 @@ fn record(cells: &[Cell]) -> Result<()> {
     let setting = format!(
         "Debian guests of one vCPU under TCG, with a guest agent and a virtio balloon. Each cell is a VM of its own: saved by QEMU's \
          mapped-ram, then by a first checkpoint without the balloon, with `--balloon` (350 ms), and with `{WHOLE}`, in this order, each into a new \
-         repository, and restored from it. The idle guest has {IDLE_TURNS} turns, the others one. *Content*: pages that are not zeros; *stored*: what they take, \
+         repository. The first and the last are restored. The idle guest has {IDLE_TURNS} turns, the others one. *Content*: pages that are not zeros; *stored*: what they take, \
          deduplicated, compressed and encrypted."
     );
     let title = "VM-ME: memory exclusion by ballooning";
