@@ -159,7 +159,7 @@ impl Client {
     /// Connects to the monitor at `path` and negotiates, all of it within `timeout`.
     ///
     /// # Errors
-    /// [`QmpError::Refused`], [`QmpError::Busy`] when no greeting comes, [`QmpError::NotQmp`].
+    /// [`QmpError::Refused`], [`QmpError::Busy`] when nothing comes, [`QmpError::NotQmp`] when no greeting does.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Client, QmpError> {
         let deadline = deadline_after(timeout);
         Client::on(socket::connect(path, deadline)?).negotiated(path, deadline)
@@ -414,24 +414,29 @@ impl Client {
             path: path.to_owned(),
             greeting: greeting.to_owned(),
         };
+        let mut to_another = None;
         loop {
             if let Some(line) = next_line(&mut self.lines)? {
-                let greeting = inbox::value(line).unwrap_or_default();
-                return match greeting.get("QMP") {
-                    Some(_) => Ok(greeting),
-                    None => Err(not_qmp(&excerpt(line))),
-                };
+                let said = inbox::value(line).unwrap_or_default();
+                if said.get("QMP").is_some() {
+                    return Ok(said);
+                }
+                if !is_to_another_client(&said) {
+                    return Err(not_qmp(&excerpt(line)));
+                }
+                to_another = Some(excerpt(line));
+                continue;
             }
             if !self.receive_until(deadline)? {
                 if Instant::now() < deadline {
                     continue;
                 }
-                return Err(if self.lines.has_partial_line() {
-                    not_qmp("an unfinished line")
-                } else {
-                    QmpError::Busy {
+                return Err(match to_another {
+                    Some(line) => not_qmp(&line),
+                    None if self.lines.has_partial_line() => not_qmp("an unfinished line"),
+                    None => QmpError::Busy {
                         path: path.to_owned(),
-                    }
+                    },
                 });
             }
         }
@@ -516,6 +521,14 @@ fn read_reply(reply: Reply, command: String) -> Result<Value, QmpError> {
 /// QEMU's name for a connection that it holds itself: see [`Client::send_surviving`]. Who ends for an engine that died takes
 /// it back (`closefd`), or the monitor stays taken.
 pub const HELD_CONNECTION: &str = "stillframe-connection";
+
+/// Whether QEMU says this to a client that has left. A new one may get it before its greeting: QEMU greets on the monitor's
+/// thread, and reports events and ends commands on its main one (`monitor/qmp.c`).
+fn is_to_another_client(said: &Value) -> bool {
+    ["event", "return", "error"]
+        .iter()
+        .any(|member| said.get(member).is_some())
+}
 
 /// The arguments of `qmp_capabilities`. With "oob" QEMU reads further commands while it carries out one,
 /// without it only afterwards (QEMU: monitor/qmp.c); reading one takes it 0.2 ms or more.

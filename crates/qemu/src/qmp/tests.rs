@@ -294,7 +294,6 @@ fn peers_that_are_no_qmp_monitor() {
         "{\"hello\": 1}\n",
         "[1, 2]\n",
         "\u{fffd}\u{0}\u{1}\n",
-        "{\"event\": \"STOP\"}\n",
     ];
     for greeting in not_qmp {
         let peer = Peer::playing(move |stream| {
@@ -309,6 +308,37 @@ fn peers_that_are_no_qmp_monitor() {
         drop(result);
         peer.join();
     }
+}
+
+/// What QEMU says to a client that was killed, as it said it to the next one.
+const TO_ANOTHER: &str = "{\"timestamp\": {\"seconds\": 1, \"microseconds\": 2}, \"event\": \"STOP\"}\r\n\
+     {\"return\": {}, \"id\": 1}\r\n{\"error\": {\"class\": \"GenericError\", \"desc\": \"late\"}}\r\n";
+
+#[test]
+fn words_to_another_client_before_the_greeting() {
+    let peer = Peer::playing(|stream| {
+        let mut reader = BufReader::new(stream.try_clone().expect("cloned"));
+        say(&stream, &format!("{TO_ANOTHER}{GREETING}\r\n"));
+        let id = &hear(&mut reader)["id"];
+        say(&stream, &format!("{{\"return\": {{}}, \"id\": {id}}}\r\n"));
+        hear_end(&mut reader);
+    });
+    let mut client = peer.connect().expect("connected");
+    assert!(client.take_events().expect("none").is_empty());
+    drop(client);
+    peer.join();
+}
+
+#[test]
+fn words_to_another_client_and_no_greeting() {
+    let peer = Peer::playing(|stream| {
+        say(&stream, TO_ANOTHER);
+        hear_end(&mut BufReader::new(stream));
+    });
+    let result = Client::connect(&peer.path, SHORT);
+    assert!(matches!(result, Err(QmpError::NotQmp { .. })), "{result:?}");
+    drop(result);
+    peer.join();
 }
 
 #[test]

@@ -328,8 +328,14 @@ fn a_vm_that_reads_its_checkpoint_goes_on_after_a_kill() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let (faulty, reached) = fault::with_fault(&receiver, "takeover.said:kill", folder.path())?;
     let (destination, at) = order.listen(faulty)?;
-    let migrated = order.migrator(stillframe, pid, at, &[])?.output()?;
-    ensure!(migrated.status.success(), "{migrated:?}");
+    let migrated = order
+        .migrator(stillframe, pid, at, &["--bandwidth=1M"])?
+        .output()?;
+    ensure!(
+        migrated.status.success(),
+        "{migrated:?}; the watch says {}",
+        watched.watch.err()
+    );
     let killed = destination.end()?;
     ensure!(killed.code.is_none() && reached.exists(), "{killed:?}");
     let arrived = killed.results()?.pop().context("it did not arrive")?;
