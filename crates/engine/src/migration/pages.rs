@@ -29,9 +29,10 @@ pub(super) struct SentPages {
     seeded: u64,
     fake: u64,
     fake_bytes: u64,
+    doomed: u64,
     doomed_bytes: u64,
-    /// Bytes that each page took when it was sent last, by block.
-    took: Vec<Vec<u16>>,
+    /// Bytes that each page took when it was sent last, if it was, by block.
+    took: Vec<Vec<Option<u16>>>,
     /// Left out because the guest had written them again.
     pub postponed: u64,
 }
@@ -81,10 +82,11 @@ impl SentPages {
             seeded: 0,
             fake: 0,
             fake_bytes: 0,
+            doomed: 0,
             doomed_bytes: 0,
             took: blocks
                 .iter()
-                .map(|block| vec![0; block.pages as usize])
+                .map(|block| vec![None; block.pages as usize])
                 .collect(),
             postponed: 0,
         }
@@ -128,7 +130,7 @@ impl SentPages {
         self.note_sizes(block, &pages, &encodings, sink.sizes() - before);
         self.fake += fakes.len() as u64;
         let took = fakes.iter().map(|&page| self.took[block][page as usize]);
-        self.fake_bytes += took.map(u64::from).sum::<u64>();
+        self.fake_bytes += took.flatten().map(u64::from).sum::<u64>();
         for &Page { number, bytes } in &pages {
             let page = GuestPage::new(block, number);
             match remembered {
@@ -161,17 +163,18 @@ impl SentPages {
                 PageEncoding::Delta => delta,
                 PageEncoding::Unknown | PageEncoding::TooMuch => whole,
             };
-            let before = std::mem::replace(&mut self.took[block][page.number as usize], now);
-            self.doomed_bytes += u64::from(before);
+            if let Some(before) = self.took[block][page.number as usize].replace(now) {
+                self.doomed += 1;
+                self.doomed_bytes += u64::from(before);
+            }
         }
     }
 
     /// What was sent so far.
     pub fn counts(&self) -> MigratedPages {
         let counts = &self.stream.counts;
-        let sent = counts.new + counts.duplicate + counts.zero + counts.delta;
         MigratedPages {
-            sent,
+            sent: counts.new + counts.duplicate + counts.zero + counts.delta,
             zero: counts.zero,
             delta: counts.delta,
             known: counts.unchanged + self.known,
@@ -179,8 +182,8 @@ impl SentPages {
             postponed: self.postponed,
             fake: self.fake,
             fake_bytes: self.fake_bytes,
+            doomed: self.doomed,
             doomed_bytes: self.doomed_bytes,
-            doomed: sent - counts.captured,
         }
     }
 }
@@ -193,13 +196,18 @@ mod tests {
 
     /// What was sent, of pages with these contents, without copies and ids of what was sent before.
     fn sent(versions: &[Vec<[u8; PAGE]>], cache_bytes: u64) -> MigratedPages {
+        sent_on(Contents::default(), versions, cache_bytes)
+    }
+
+    /// The same, where the destination has this.
+    fn sent_on(base: Contents, versions: &[Vec<[u8; PAGE]>], cache_bytes: u64) -> MigratedPages {
         let blocks = [BlockShape {
             name: "ram".to_owned(),
             pages: 8,
         }];
         let there = There {
             seeds: Arc::default(),
-            base: Contents::default(),
+            base,
         };
         let mut pages = SentPages::new(&blocks, cache_bytes, 1, None, there);
         let connection = Connection::new(Vec::new());
@@ -234,6 +242,22 @@ mod tests {
         assert_eq!((counts.delta, counts.doomed), (1, 4));
         let small = counts.doomed_bytes - 8192;
         assert!((1..200).contains(&small), "{small}");
+    }
+
+    #[test]
+    fn a_page_that_is_as_in_the_base_is_sent_when_it_changes_and_not_again() {
+        let [a, b, c] = [1, 2, 3].map(noise);
+        let on_a = |versions: &[Vec<[u8; PAGE]>]| {
+            let mut known = DeltaCache::default();
+            known.set_budget(1 << 20);
+            known.put(GuestPage::new(0, 0), &a);
+            let counts = sent_on(known.into(), versions, 1 << 20);
+            (counts.seeded, counts.known, counts.sent, counts.doomed)
+        };
+        // Written, and as before all the same.
+        assert_eq!(on_a(&[vec![a], vec![a]]), (1, 1, 0, 0));
+        assert_eq!(on_a(&[vec![a], vec![a], vec![b]]), (1, 1, 1, 0));
+        assert_eq!(on_a(&[vec![a], vec![b], vec![c]]), (1, 0, 2, 1));
     }
 
     #[test]
