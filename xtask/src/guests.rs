@@ -24,7 +24,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The workload must be static: the initramfs has no C library.
+/// Programs of guests must be static: the initramfs has no C library.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 const STATIC: &str = "-C target-feature=+crt-static -C strip=symbols";
 
@@ -91,7 +91,8 @@ pub fn build(workspace: &Workspace) -> Result<Guests> {
         .with_context(|| format!("cannot create {}", guests.folder.display()))?;
     let modules = kernel::fetch(&guests.folder)?;
     let agent = agent::fetch(&guests.folder)?;
-    let workload = build_workload(workspace)?;
+    let workload = build_static(workspace, "stillframe-guest-workload")?;
+    let own_agent = read(&own_agent(workspace)?)?;
     replace(&guests.path("workload"), &workload, 0o755)?;
     let sources = workspace.root.join("guest");
     let init = read(&sources.join("init"))?;
@@ -102,7 +103,7 @@ pub fn build(workspace: &Workspace) -> Result<Guests> {
     with_agent.program("workload", &workload)?;
     let drivers = [DRIVERS, agent::MODULES].concat();
     modules::add(&mut with_agent, &modules, &drivers)?;
-    agent::add(&mut with_agent, &agent)?;
+    agent::add(&mut with_agent, &agent, &own_agent)?;
     let with_agent = with_agent.finish();
     replace(&guests.path("agent-initramfs.cpio"), &with_agent, 0o644)?;
     let mut with_drivers = started_archive(&init)?;
@@ -126,24 +127,32 @@ pub fn build(workspace: &Workspace) -> Result<Guests> {
     Ok(guests)
 }
 
-fn build_workload(workspace: &Workspace) -> Result<Vec<u8>> {
+/// Builds Stillframe's agent for guests. Returns where it is.
+pub fn own_agent(workspace: &Workspace) -> Result<PathBuf> {
+    let folder = workspace.target.join("guests");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let path = folder.join(agent::OWN);
+    replace(&path, &build_static(workspace, agent::OWN)?, 0o755)?;
+    Ok(path)
+}
+
+/// A program of this workspace that needs no libraries.
+fn build_static(workspace: &Workspace, package: &str) -> Result<Vec<u8>> {
     // A folder of its own: other flags in the same folder would rebuild everything each time.
     let folder = workspace.target.join("guest-build");
     run(cargo()
         .env("RUSTFLAGS", STATIC)
         .current_dir(&workspace.root)
-        .args(["build", "--quiet", "--release", "--package"])
-        .args(["stillframe-guest-workload", "--target", TARGET])
+        .args(["build", "--quiet", "--release", "--package", package])
+        .args(["--target", TARGET])
         .arg("--target-dir")
         .arg(&folder))?;
-    let path = folder
-        .join(TARGET)
-        .join("release/stillframe-guest-workload");
-    let workload = read(&path)?;
-    if !elf::is_static(&workload) {
+    let path = folder.join(TARGET).join("release").join(package);
+    let program = read(&path)?;
+    if !elf::is_static(&program) {
         bail!("{} is not static", path.display());
     }
-    Ok(workload)
+    Ok(program)
 }
 
 /// An initramfs with busybox and this `/init`, to which files can be added.

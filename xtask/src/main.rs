@@ -40,6 +40,8 @@ enum Command {
         #[arg(long, conflicts_with = "debian")]
         newer_qemu: bool,
     },
+    /// Build the agent for Linux guests, a program that needs no libraries, and print its path
+    GuestAgent,
     /// Check the rules of the source tree: imports, unsafe, sizes, words
     Tidy,
     /// Build what the tests need and run tests
@@ -96,6 +98,10 @@ fn main() -> ExitCode {
         Command::Guests { debian: true, .. } => Workspace::load().and_then(|workspace| {
             let rootfs = guests::rootfs::build(&workspace)?;
             println!("{rootfs}");
+            Ok(())
+        }),
+        Command::GuestAgent => Workspace::load().and_then(|workspace| {
+            println!("{}", guests::own_agent(&workspace)?.display());
             Ok(())
         }),
         Command::Tidy => Workspace::load().and_then(|workspace| tidy::tidy(&workspace)),

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_fault::{self as fault, Point};
 use stillframe_page::PAGE_BYTES;
-use stillframe_qemu::guest_agent;
+use stillframe_qemu::guest_agent::AgentChannels;
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::record::VmRecord;
 use stillframe_qemu::suitability::{self, Caution, Unsuitable};
@@ -207,7 +207,7 @@ impl Vm {
         if let Some(auto) = &mut auto {
             auto.attached_for(schedule);
         }
-        let clock = std::mem::replace(&mut self.clock, GuestClock::new(None));
+        let clock = std::mem::replace(&mut self.clock, GuestClock::new(AgentChannels::default()));
         self.detach()?;
         let mut vm = Vm::attach_for(&selector, schedule, auto)?;
         vm.clock = clock;
@@ -268,7 +268,7 @@ impl Vm {
         if copy_on_write {
             discards?;
         }
-        let agent = guest_agent::socket_path(&target.arguments, &target.cwd);
+        let agents = AgentChannels::of(&target.arguments, &target.cwd);
         Ok(Vm {
             target,
             tracker,
@@ -281,9 +281,9 @@ impl Vm {
             record: None,
             devices: Devices::of(shared && copy_on_write),
             state: None,
-            free_pages: FreePages::new(agent.clone()),
-            balloon: MemoryBalloon::new(agent.clone()),
-            clock: GuestClock::new(agent),
+            free_pages: FreePages::new(agents.clone()),
+            balloon: MemoryBalloon::new(agents.clone()),
+            clock: GuestClock::new(agents),
             cautions,
             pause_pages_last: 0,
             bursts: Bursts::default(),

@@ -13,13 +13,12 @@
 //! a short time takes the most of what a checkpoint would store. Memory that was never used is a hole anyway: a balloon
 //! that has come to it, and would not get beyond it in its time, stops.
 
-use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use stillframe_fault::{self as fault, Point};
-use stillframe_qemu::guest_agent::{GuestAgent, GuestMemory};
+use stillframe_qemu::guest_agent::{AgentChannels, GuestAgent, GuestMemory};
 use stillframe_qemu::monitor::{Balloon, Monitor, MonitorError};
 use stillframe_sys::process::Process;
 
@@ -89,8 +88,8 @@ pub enum BalloonError {
 /// The balloon of one guest.
 #[derive(Debug)]
 pub(crate) struct MemoryBalloon {
-    /// The channel to the guest's agent, if there is one.
-    agent: Option<PathBuf>,
+    /// The channels to the guest's agents.
+    agents: AgentChannels,
 }
 
 /// Where the guest's word comes from.
@@ -100,9 +99,9 @@ enum Source {
 }
 
 impl MemoryBalloon {
-    /// Of a guest with this channel to an agent.
-    pub(crate) fn new(agent: Option<PathBuf>) -> MemoryBalloon {
-        MemoryBalloon { agent }
+    /// Of a guest with these channels to agents.
+    pub(crate) fn new(agents: AgentChannels) -> MemoryBalloon {
+        MemoryBalloon { agents }
     }
 
     /// Has the guest of `vm` give back what it does not need, for up to `limit`, and then have it again. `stored_bytes`:
@@ -195,10 +194,12 @@ impl MemoryBalloon {
     }
 
     fn query_agent(&self, deadline: Instant) -> Result<(GuestAgent, GuestMemory), String> {
-        let channel = self.agent.as_ref().ok_or("the VM has no guest agent")?;
+        if self.agents.is_empty() {
+            return Err("the VM has no guest agent".to_owned());
+        }
         let left = deadline.saturating_duration_since(Instant::now());
-        let mut agent = GuestAgent::connect(channel, left.min(CONNECT_LIMIT))
-            .map_err(|error| error.in_words())?;
+        let agent = self.agents.connect(left.min(CONNECT_LIMIT));
+        let mut agent = agent.map_err(|error| error.in_words())?;
         let memory = agent.memory(deadline.min(Instant::now() + QUESTION_LIMIT));
         memory
             .map(|memory| (agent, memory))

@@ -265,7 +265,7 @@ impl Batch<'_> {
             state: self.state,
             hasher: self.hasher.clone(),
             working_set: None,
-            agent: restore::agent(&plan, &restore),
+            agents: restore::agents(&plan, &restore),
             lazy_disks: None,
             template: Some(self.template),
         };

@@ -12,12 +12,11 @@
 //! A kernel with `page_poison=1` relies on the content of free pages. Some are looked at after each question.
 
 use std::ops::Range;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use stillframe_page::{PAGE, PAGE_BYTES};
-use stillframe_qemu::guest_agent::GuestAgent;
+use stillframe_qemu::guest_agent::{AgentChannels, AgentError};
 use stillframe_qemu::monitor::{Monitor, MonitorError, RamBlock};
 use stillframe_qemu::physical_memory::{self, PhysicalRange};
 
@@ -27,8 +26,6 @@ use crate::tracking::tracker::Tracker;
 
 /// Fewer pages are stored sooner than the guest answers.
 const WORTH_PAGES: u64 = 256;
-/// Upper bound on RAM, in bytes: the agent sends eleven bytes of text for each page.
-const RAM_BYTES_MAX: u64 = 4 << 30;
 /// Time for the agent to answer at all.
 const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 /// Time for the whole question.
@@ -55,8 +52,8 @@ pub struct FreePagesReport {
 /// Queries one guest.
 #[derive(Debug)]
 pub(crate) struct FreePages {
-    /// The channel to its agent, if there is one.
-    agent: Option<PathBuf>,
+    /// The channels to its agents.
+    agents: AgentChannels,
     /// Where main RAM lies; found for the first question.
     place: Option<Option<MainRam>>,
     /// Earliest time of the next question, and why there was no answer to the last.
@@ -73,10 +70,10 @@ struct MainRam {
 }
 
 impl FreePages {
-    /// Of a guest with this channel to an agent.
-    pub(crate) fn new(agent: Option<PathBuf>) -> FreePages {
+    /// Of a guest with these channels to agents.
+    pub(crate) fn new(agents: AgentChannels) -> FreePages {
         FreePages {
-            agent,
+            agents,
             place: None,
             not_before: None,
             report: FreePagesReport::default(),
@@ -128,11 +125,9 @@ impl FreePages {
         monitor: &mut Monitor,
         wanted: &PageRanges,
     ) -> Result<Option<Named>, Unanswered> {
-        let Some(agent) = &self.agent else {
-            return because(
-                "the VM has no channel to a guest agent (virtserialport org.qemu.guest_agent.0 on a unix socket)",
-            );
-        };
+        if self.agents.is_empty() {
+            return because(AgentError::NoChannel.in_words());
+        }
         if let Some((not_before, why)) = &self.not_before
             && Instant::now() < *not_before
         {
@@ -151,23 +146,20 @@ impl FreePages {
                 "it is not known where the VM's memory lies among its physical addresses",
             );
         };
-        let bytes = ram[place.block].used_bytes;
-        if bytes > RAM_BYTES_MAX {
-            return because(format!(
-                "the VM has {} MiB of RAM: its agent would take too long for more than {} MiB",
-                bytes >> 20,
-                RAM_BYTES_MAX >> 20
-            ));
-        }
         let wanted = &wanted[place.block];
         if length(wanted) < WORTH_PAGES {
             return Ok(None);
         }
         let deadline = Instant::now() + QUESTION_LIMIT;
-        let answer = GuestAgent::connect(agent, CONNECT_LIMIT)
-            .map(|mut agent| agent.free_pages(&place.frames(wanted), deadline));
-        let (frames, error) = match answer {
-            Ok(named) => (named.frames, named.error),
+        let (frames, error) = match self.agents.connect(CONNECT_LIMIT) {
+            Ok(mut agent) => {
+                let bytes = ram[place.block].used_bytes;
+                if let Some(max) = agent.frames_max().filter(|max| bytes / PAGE_BYTES > *max) {
+                    return because(too_much(bytes, max));
+                }
+                let named = agent.free_pages(&place.frames(wanted), deadline);
+                (named.frames, named.error)
+            }
             Err(error) => (Vec::new(), Some(error)),
         };
         if let Some(error) = error {
@@ -207,6 +199,15 @@ impl From<MonitorError> for Unanswered {
     fn from(error: MonitorError) -> Unanswered {
         Unanswered::Monitor(error)
     }
+}
+
+/// A guest of more memory than its agent is queried for.
+fn too_much(bytes: u64, frames_max: u64) -> String {
+    format!(
+        "the VM has {} MiB of RAM: qemu-ga would take too long for more than {} MiB; stillframe-guest-agent does not",
+        bytes >> 20,
+        (frames_max * PAGE_BYTES) >> 20
+    )
 }
 
 fn because<T>(why: impl Into<String>) -> Result<T, Unanswered> {

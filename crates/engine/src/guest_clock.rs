@@ -3,9 +3,10 @@
 //! The guest's agent sets the clock once pauses have taken [`BOUND`], if the VM has the usual channel to an agent.
 //! A thread of its own waits for the agent, which may take seconds to answer; the next checkpoint does not wait.
 
-use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+
+use stillframe_qemu::guest_agent::AgentChannels;
 
 use crate::post_restore::{self, ClockReport};
 
@@ -17,20 +18,20 @@ const ASK_AGAIN_AFTER: Duration = Duration::from_secs(600);
 /// The clock of a guest that is paused again and again.
 #[derive(Debug)]
 pub(crate) struct GuestClock {
-    /// The channel to its agent, if there is one.
-    agent: Option<PathBuf>,
+    /// The channels to its agents.
+    agents: AgentChannels,
     /// The time that pauses have taken since it was set.
     taken: Duration,
-    setting: Option<JoinHandle<ClockReport>>,
+    setting: Option<JoinHandle<Option<ClockReport>>>,
     /// Earliest time of the next attempt.
     not_before: Option<Instant>,
 }
 
 impl GuestClock {
-    /// The clock of a guest with this channel to an agent.
-    pub(crate) fn new(agent: Option<PathBuf>) -> GuestClock {
+    /// The clock of a guest with these channels to agents.
+    pub(crate) fn new(agents: AgentChannels) -> GuestClock {
         GuestClock {
-            agent,
+            agents,
             taken: Duration::ZERO,
             setting: None,
             not_before: None,
@@ -47,8 +48,9 @@ impl GuestClock {
         if self.taken < BOUND || self.setting.is_some() || asked_lately {
             return;
         }
-        if let Some(agent) = self.agent.clone() {
-            let work = move || post_restore::set_clock(&agent);
+        if !self.agents.is_empty() {
+            let agents = self.agents.clone();
+            let work = move || post_restore::set_clock(&agents);
             // Without a thread it is tried again after the next pause.
             self.setting = thread::Builder::new()
                 .name("guest clock".to_owned())
@@ -67,7 +69,7 @@ impl GuestClock {
     /// The result of setting it, reported once.
     pub(crate) fn report(&mut self) -> Option<ClockReport> {
         let setting = self.setting.take_if(|setting| setting.is_finished())?;
-        let report = setting.join().unwrap_or_default();
+        let report = setting.join().ok().flatten().unwrap_or_default();
         if report.not_set.is_some() {
             self.not_before = Instant::now().checked_add(ASK_AGAIN_AFTER);
         }
@@ -78,11 +80,20 @@ impl GuestClock {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
+
+    /// A channel in this folder, on which no QEMU listens.
+    fn channel(folder: &Path) -> AgentChannels {
+        let line = "qemu -chardev socket,id=c0,path=agent,server=on \
+                    -device virtserialport,chardev=c0,name=org.qemu.guest_agent.0";
+        let arguments: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        AgentChannels::of(&arguments, folder)
+    }
 
     #[test]
     fn an_agent_that_does_not_set_it_is_not_asked_at_every_pause() {
         let folder = tempfile::tempdir().unwrap();
-        let mut clock = GuestClock::new(Some(folder.path().join("agent")));
+        let mut clock = GuestClock::new(channel(folder.path()));
         clock.paused(BOUND / 2, false);
         assert!(clock.setting.is_none());
         clock.paused(BOUND / 2, false);
@@ -105,9 +116,9 @@ mod tests {
 
     #[test]
     fn without_an_agent_it_is_only_reported() {
-        let channel = Some(PathBuf::from("/nowhere"));
-        for (agent, leave_alone) in [(None, false), (channel, true)] {
-            let mut clock = GuestClock::new(agent);
+        let channel = channel(Path::new("/nowhere"));
+        for (agents, leave_alone) in [(AgentChannels::default(), false), (channel, true)] {
+            let mut clock = GuestClock::new(agents);
             clock.paused(3 * BOUND, leave_alone);
             assert_eq!((clock.taken(), clock.report()), (3 * BOUND, None));
         }

@@ -3,11 +3,10 @@
 //!
 //! The guest runs already, on the right memory: a failure of a step is reported, and is no error.
 
-use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
-use stillframe_qemu::guest_agent::{AgentError, GuestAgent};
+use stillframe_qemu::guest_agent::{AgentChannels, AgentError, GuestAgent};
 use stillframe_qemu::monitor::Monitor;
 
 use crate::in_words;
@@ -36,16 +35,19 @@ pub(crate) fn announce(monitor: &mut Monitor) {
     let _ = monitor.announce();
 }
 
-/// Sets the clock of a guest that runs to this host's, through the channel of its agent.
-pub(crate) fn set_clock(agent: &Path) -> ClockReport {
+/// Sets the clock of a guest that runs to this host's, through the channel of its agent. `None` if it has no channel to one.
+pub(crate) fn set_clock(agents: &AgentChannels) -> Option<ClockReport> {
+    (!agents.is_empty()).then(|| match agents.connect(CONNECT_LIMIT) {
+        Ok(agent) => set_by(agent),
+        Err(error) => ClockReport {
+            not_set: Some(why_not(&error)),
+            ..ClockReport::default()
+        },
+    })
+}
+
+fn set_by(mut agent: GuestAgent) -> ClockReport {
     let mut report = ClockReport::default();
-    let mut agent = match GuestAgent::connect(agent, CONNECT_LIMIT) {
-        Ok(agent) => agent,
-        Err(error) => {
-            report.not_set = Some(why_not(&error));
-            return report;
-        }
-    };
     match behind_ms(&mut agent) {
         Ok(behind) => report.was_behind_ms = Some(behind),
         Err(error) if error.is_final() => {

@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use stillframe_fault::{self as fault, Point};
 use stillframe_qemu::device_state::{self, DeviceStateError};
+use stillframe_qemu::guest_agent::AgentChannels;
 use stillframe_qemu::launch::{self, LaunchError, LaunchOptions, LaunchPlan, Starting};
 use stillframe_qemu::monitor::MonitorError;
 use stillframe_qemu::record::VmRecord;
@@ -341,7 +342,7 @@ pub fn restore(
         state: &state,
         hasher,
         working_set,
-        agent: agent(plan, options),
+        agents: agents(plan, options),
         lazy_disks: served.as_ref(),
         template: None,
     };
@@ -433,9 +434,11 @@ fn lease(
 }
 
 /// Where to set the guest's clock, if it is to be set.
-pub(crate) fn agent(plan: &LaunchPlan, options: &RestoreOptions) -> Option<PathBuf> {
-    let to_be_set = !options.paused && !options.keep_clock;
-    to_be_set.then(|| plan.guest_agent()).flatten()
+pub(crate) fn agents(plan: &LaunchPlan, options: &RestoreOptions) -> AgentChannels {
+    match options.paused || options.keep_clock {
+        true => AgentChannels::default(),
+        false => plan.guest_agents(),
+    }
 }
 
 /// Starts the new QEMU, as far as its process; from here on any error ends it, and so does our end.

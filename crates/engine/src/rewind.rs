@@ -27,7 +27,7 @@ use serde::Serialize;
 use stillframe_fault::{self as fault, Point};
 use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::guest_agent;
+use stillframe_qemu::guest_agent::AgentChannels;
 use stillframe_qemu::launch::{self, Unchecked};
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::{Manifest, PageMap, Reader, Repository};
@@ -232,7 +232,7 @@ impl Vm {
             clock: None,
             verify: None,
         };
-        let agent = guest_agent::socket_path(&now.arguments, &now.cwd);
+        let agents = AgentChannels::of(&now.arguments, &now.cwd);
         let done = self
             .gather(&mut job, &chosen, progress)
             .and_then(|()| self.turn_back(&mut job, now, &mut report));
@@ -241,7 +241,7 @@ impl Vm {
         ended?;
         report.total_us = us(begin);
         if report.running && !options.keep_clock {
-            report.clock = agent.as_deref().map(post_restore::set_clock);
+            report.clock = post_restore::set_clock(&agents);
         }
         Ok(report)
     }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::guest_agent::channel::{AgentError, read_answer};
 use crate::guest_agent::files::FileRead;
-use crate::guest_agent::free_pages::add_free;
+use crate::guest_agent::free_pages::{add_free, add_free_bits};
 use crate::guest_agent::memory;
 use crate::monitor::{RamBlock, guest_address, ram_blocks, roms_in_ram};
 use crate::qmp::inbox::{EVENT_BYTES_MAX, Inbox, Lookup, REPLY_BYTES_MAX, Reply, value};
@@ -53,6 +53,9 @@ pub fn agent_page_flags(line: &[u8]) -> usize {
     if let Some(Ok(FileRead(flags))) = read_answer::<FileRead>(line, 1, "guest-file-read") {
         add_free(0, &flags, &mut frames);
         let _ = memory::parse(&flags);
+        let mut by_bits = Vec::new();
+        add_free_bits(0, &flags, &mut by_bits);
+        assert!(by_bits.windows(2).all(|pair| pair[0].end < pair[1].start));
         assert!(frames.windows(2).all(|pair| pair[0].end < pair[1].start));
         assert!(
             frames

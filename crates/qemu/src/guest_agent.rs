@@ -1,9 +1,10 @@
-//! The guest agent (`qemu-ga`) of a VM: where it is spoken to, the guest's clock, its files, free pages
-//! and memory.
+//! The guest agents of a VM, QEMU's (`qemu-ga`) and our own: where they are spoken to, the guest's clock, its files, free
+//! pages and memory.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::arguments::{Backend, CommandLine, Properties};
@@ -18,42 +19,92 @@ use channel::Channel;
 pub use free_pages::NamedFree;
 pub use memory::GuestMemory;
 
-/// The default name of the port at which an agent listens (qemu-ga(8)).
-const PORT: &str = "org.qemu.guest_agent.0";
+/// The default name of the port at which QEMU's agent listens (qemu-ga(8)).
+const QEMU_PORT: &str = "org.qemu.guest_agent.0";
+/// The name of the port at which ours listens (`guest-agent/`).
+const OWN_PORT: &str = "org.stillframe.agent.0";
 
-/// Where the agent of a VM with this command line is spoken to: a unix socket on which QEMU listens. `None`
-/// where it has no such channel.
-pub fn socket_path(arguments: &[String], cwd: &Path) -> Option<PathBuf> {
-    let line = CommandLine::parse(arguments);
+/// Which agent it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// `qemu-ga`.
+    Qemu,
+    /// Ours: it reads the kernel's files by itself.
+    Own,
+}
+
+/// Where the agents of a VM are spoken to: unix sockets on which QEMU listens.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentChannels {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    qemu: Option<PathBuf>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    own: Option<PathBuf>,
+}
+
+impl AgentChannels {
+    /// Those of a VM with this command line.
+    pub fn of(arguments: &[String], cwd: &Path) -> AgentChannels {
+        let line = CommandLine::parse(arguments);
+        let path = |name| socket_path(&line, name).map(|path| cwd.join(path));
+        AgentChannels {
+            qemu: path(QEMU_PORT),
+            own: path(OWN_PORT),
+        }
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.qemu.is_none() && self.own.is_none()
+    }
+
+    /// Connects to our agent, or to QEMU's where ours does not answer. If there is a channel to each, each has half of
+    /// `limit`.
+    ///
+    /// # Errors
+    /// [`AgentError::NoChannel`]; [`AgentError::Timeout`] after `limit`: there is no agent in the guest, or it has
+    /// another client.
+    pub fn connect(&self, limit: Duration) -> Result<GuestAgent, AgentError> {
+        let channels = [(&self.own, Kind::Own), (&self.qemu, Kind::Qemu)];
+        let channels = channels
+            .into_iter()
+            .filter_map(|(path, kind)| Some((path.as_ref()?, kind)));
+        let count = channels.clone().count() as u32;
+        let mut last = AgentError::NoChannel;
+        for (path, kind) in channels {
+            match Channel::connect(path, limit / count) {
+                Ok(channel) => return Ok(GuestAgent { channel, kind }),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+}
+
+/// The socket of the port of this name.
+fn socket_path(line: &CommandLine, name: &str) -> Option<PathBuf> {
     let port = line.values("device").find_map(|value| {
         let properties = Properties::parse(value, "driver");
-        let is_it = properties.get("name") == Some(PORT);
+        let is_it = properties.get("name") == Some(name);
         let backend = is_it.then(|| properties.get("chardev").map(str::to_owned));
         backend.flatten()
     })?;
     let mut backends = line.values("chardev").map(Backend::from_chardev);
     let backend = backends.find(|backend| backend.id() == Some(&port))?;
-    let path = backend.is_server().then(|| backend.unix_path()).flatten()?;
-    Some(cwd.join(path))
+    backend
+        .is_server()
+        .then(|| backend.unix_path().map(PathBuf::from))
+        .flatten()
 }
 
 /// A connection to an agent. Its answers are the guest's word.
 #[derive(Debug)]
 pub struct GuestAgent {
     channel: Channel,
+    kind: Kind,
 }
 
 impl GuestAgent {
-    /// Connects, and makes sure that it answers.
-    ///
-    /// # Errors
-    /// [`AgentError::Timeout`] after `limit`: there is no agent in the guest, or it has another client.
-    pub fn connect(path: &Path, limit: Duration) -> Result<GuestAgent, AgentError> {
-        Ok(GuestAgent {
-            channel: Channel::connect(path, limit)?,
-        })
-    }
-
     /// The guest's clock, in nanoseconds since 1970.
     pub fn time_ns(&mut self, limit: Duration) -> Result<i64, AgentError> {
         self.channel.execute("guest-get-time", &Value::Null, limit)
@@ -71,13 +122,14 @@ impl GuestAgent {
 mod tests {
     use super::*;
 
-    fn path(words: &str) -> Option<PathBuf> {
+    fn channels(words: &str) -> AgentChannels {
         let arguments: Vec<String> = words.split(' ').map(str::to_owned).collect();
-        socket_path(&arguments, Path::new("/vms"))
+        AgentChannels::of(&arguments, Path::new("/vms"))
     }
 
     #[test]
     fn the_channel_of_the_agent_is_found() {
+        let path = |words: &str| channels(words).qemu;
         let port = "-device virtserialport,chardev=c0,name=org.qemu.guest_agent.0";
         let socket = "-chardev socket,id=c0,path=web1.agent,server=on,wait=off";
         let other = "-chardev socket,id=c1,path=/tmp/x,server=on,wait=off";
@@ -93,5 +145,22 @@ mod tests {
         let json =
             r#"-device {"driver":"virtserialport","name":"org.qemu.guest_agent.0","chardev":"c0"}"#;
         assert_eq!(path(&format!("qemu {socket} {json}")), found);
+    }
+
+    #[test]
+    fn there_may_be_two_agents_or_none() {
+        let sockets =
+            "-chardev socket,id=c0,path=a,server=on -chardev socket,id=c1,path=b,server=on";
+        let qemu = "-device virtserialport,chardev=c0,name=org.qemu.guest_agent.0";
+        let own = "-device virtserialport,chardev=c1,name=org.stillframe.agent.0";
+        let both = channels(&format!("qemu {sockets} {qemu} {own}"));
+        assert_eq!(both.qemu, Some("/vms/a".into()));
+        assert_eq!(both.own, Some("/vms/b".into()));
+        let one = channels(&format!("qemu {sockets} {own}"));
+        assert!(one.qemu.is_none() && !one.is_empty());
+        let none = channels("qemu");
+        assert!(none.is_empty());
+        let error = none.connect(Duration::from_secs(1)).expect_err("none");
+        assert!(matches!(error, AgentError::NoChannel), "{error}");
     }
 }

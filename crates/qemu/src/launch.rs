@@ -38,7 +38,7 @@ pub use start::{Launched, Starting, start};
 
 use crate::arguments::CommandLine;
 use crate::credentials::Credentials;
-use crate::guest_agent;
+use crate::guest_agent::AgentChannels;
 use crate::monitor::{Disk, FeatureWord};
 use crate::record::VmRecord;
 
@@ -216,9 +216,9 @@ pub struct LaunchPlan {
 }
 
 impl LaunchPlan {
-    /// Where the new VM's guest agent is spoken to, if it has a channel for one.
-    pub fn guest_agent(&self) -> Option<PathBuf> {
-        guest_agent::socket_path(&self.arguments, &self.cwd)
+    /// Where the new VM's guest agents are spoken to.
+    pub fn guest_agents(&self) -> AgentChannels {
+        AgentChannels::of(&self.arguments, &self.cwd)
     }
 }
 

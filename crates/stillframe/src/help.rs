@@ -184,7 +184,7 @@ this may damage the data on them. With --disks none it finds empty disks, which 
 
 A restore is refused if the processors lack features that the guest was started with. When the guest runs, its
 network cards announce themselves. Its clock is set by its guest agent, if the command line has a channel to one
-(org.qemu.guest_agent.0 on a unix socket). --verify with --lazy needs --paused.
+(org.qemu.guest_agent.0 or org.stillframe.agent.0 on a unix socket). --verify with --lazy needs --paused.
 
 As root, QEMU starts as the user and groups that the VM ran as. That user must be able to create the socket of --qmp
 and to open the disks. QEMU joins the VM's control group (cgroup v2) if this host has it; otherwise it stays in that

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-use crate::guest::{self, Guest, KERNEL_ARGUMENTS, Kind};
+use crate::guest::{self, AgentKind, Guest, KERNEL_ARGUMENTS, Kind};
 
 /// The network card that managers give a Linux guest. Without it q35 has a card whose state takes QEMU half a
 /// millisecond of every pause to save.
@@ -131,7 +131,7 @@ impl DebianSetup {
     pub fn arguments(&self, folder: &Path) -> Result<Vec<String>> {
         let mut extra = self.extra.clone();
         if self.agent {
-            extra.extend(guest::agent_channel(folder));
+            extra.extend(guest::agent_channel(folder, AgentKind::Qemu));
         }
         arguments(folder, self.ram_mib, self.workload.name(), &extra)
     }

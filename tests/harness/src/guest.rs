@@ -24,6 +24,15 @@ pub const COPY_OF: &str = "+";
 /// The end of an agent's channel, in the guest's folder.
 const AGENT: &str = "agent";
 
+/// A guest's agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AgentKind {
+    /// QEMU's.
+    Qemu,
+    /// Stillframe's.
+    Own,
+}
+
 /// A kind of guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -115,8 +124,8 @@ pub struct Setup {
     pub ram_mib: u32,
     /// Its workload.
     pub workload: Workload,
-    /// Whether it has a guest agent, and QEMU a channel to it.
-    pub agent: bool,
+    /// The guest's agent, if it has one and QEMU a channel to it.
+    pub agent: Option<AgentKind>,
     /// Whether it has drivers for a disk, a balloon and a network card; more words for its kernel.
     pub drivers: Option<String>,
     /// Whether it has SQLite, too.
@@ -133,7 +142,7 @@ impl Setup {
             program: "qemu-system-x86_64".into(),
             ram_mib: 192,
             workload: Workload::default(),
-            agent: false,
+            agent: None,
             drivers: None,
             database: false,
             extra: Vec::new(),
@@ -155,9 +164,15 @@ impl Setup {
         self
     }
 
-    /// With a guest agent.
+    /// With QEMU's guest agent.
     pub fn with_agent(mut self) -> Setup {
-        self.agent = true;
+        self.agent = Some(AgentKind::Qemu);
+        self
+    }
+
+    /// With Stillframe's guest agent.
+    pub fn with_own_agent(mut self) -> Setup {
+        self.agent = Some(AgentKind::Own);
         self
     }
 
@@ -213,15 +228,15 @@ impl Setup {
         }
         if self.kind != Kind::KvmBootSector {
             let initramfs = match (self.agent, &self.drivers) {
-                (true, _) => "agent-initramfs.cpio",
-                (false, Some(_)) if self.database => "database-initramfs.cpio",
-                (false, Some(_)) => "drivers-initramfs.cpio",
-                (false, None) => "initramfs.cpio",
+                (Some(_), _) => "agent-initramfs.cpio",
+                (None, Some(_)) if self.database => "database-initramfs.cpio",
+                (None, Some(_)) => "drivers-initramfs.cpio",
+                (None, None) => "initramfs.cpio",
             };
             arguments.extend(linux(initramfs, &self.kernel_command_line())?);
         }
-        if self.agent {
-            arguments.extend(agent_channel(folder));
+        if let Some(agent) = self.agent {
+            arguments.extend(agent_channel(folder, agent));
         }
         arguments.extend(self.extra.iter().cloned());
         Ok(arguments)
@@ -297,17 +312,21 @@ pub fn surroundings(folder: &Path, ram_mib: u32) -> Vec<String> {
     .to_vec()
 }
 
-pub(crate) fn agent_channel(folder: &Path) -> [String; 6] {
+pub(crate) fn agent_channel(folder: &Path, agent: AgentKind) -> [String; 6] {
     let path = folder.join(AGENT);
     let backend = format!("socket,id=agent,path={},server=on,wait=off", path.display());
-    let port = "virtserialport,chardev=agent,name=org.qemu.guest_agent.0";
+    let name = match agent {
+        AgentKind::Qemu => "org.qemu.guest_agent.0",
+        AgentKind::Own => "org.stillframe.agent.0",
+    };
+    let port = format!("virtserialport,chardev=agent,name={name}");
     [
         "-chardev",
         &backend,
         "-device",
         "virtio-serial-pci",
         "-device",
-        port,
+        &port,
     ]
     .map(str::to_owned)
 }

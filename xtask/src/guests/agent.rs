@@ -1,4 +1,4 @@
-//! Adds QEMU's guest agent and its libraries to a Linux guest.
+//! Adds QEMU's guest agent, with its libraries, and ours to a Linux guest.
 
 use super::cpio::Archive;
 use super::{package, program};
@@ -10,6 +10,8 @@ const PACKAGE: &str = "qemu-guest-agent";
 /// Its path in the package, and its name in the folder of the guests.
 const PROGRAM: &str = "usr/sbin/qemu-ga";
 const KEPT: &str = "qemu-ga";
+/// The package and the program of ours.
+pub const OWN: &str = "stillframe-guest-agent";
 /// Modules for the agent's channel.
 pub const MODULES: &[&str] = &["virtio_pci", "virtio_console"];
 
@@ -24,7 +26,8 @@ pub fn fetch(folder: &Path) -> Result<PathBuf> {
     Ok(kept)
 }
 
-/// Adds it to an initramfs, with its libraries from this machine.
-pub fn add(archive: &mut Archive, program: &Path) -> Result<()> {
-    program::add(archive, program, KEPT)
+/// Adds both to an initramfs; QEMU's with its libraries from this machine.
+pub fn add(archive: &mut Archive, of_qemu: &Path, own: &[u8]) -> Result<()> {
+    program::add(archive, of_qemu, KEPT)?;
+    archive.program(OWN, own)
 }

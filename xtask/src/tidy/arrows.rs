@@ -39,6 +39,7 @@ const RULES: &[(&str, &[&str])] = &[
         "stillframe-e2e",
         &["stillframe-harness", "stillframe-stress"],
     ),
+    ("stillframe-guest-agent", &[]),
     ("stillframe-guest-workload", &["stillframe-sys"]),
     ("xtask", &[]),
 ];

@@ -16,6 +16,7 @@ use std::sync::Once;
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use stillframe_qemu::guest_agent::AgentChannels;
 use stillframe_qemu::monitor::RamBlock;
 use stillframe_repo::CheckpointId;
 use stillframe_sys::private_dir::{Access, PrivateDir, PrivateError};
@@ -140,9 +141,9 @@ pub struct FillingRecord {
     pub repository: String,
     /// Whether the guest is to run.
     pub running: bool,
-    /// The channel through which its clock is set when it does, if it is to be.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub agent: Option<PathBuf>,
+    /// The channels through which its clock is set when it does, if it is to be.
+    #[serde(default, skip_serializing_if = "AgentChannels::is_empty")]
+    pub agents: AgentChannels,
     /// The RAM blocks that are being populated.
     pub blocks: Vec<RamBlock>,
     /// The disks whose images lack content, in the order of the manifest.
@@ -163,8 +164,8 @@ pub struct FillingVm {
     pub repository: String,
     /// Whether the guest is to run.
     pub running: bool,
-    /// The channel through which its clock is set.
-    pub agent: Option<PathBuf>,
+    /// The channels through which its clock is set.
+    pub agents: AgentChannels,
     /// The RAM blocks that are being populated.
     pub blocks: Vec<RamBlock>,
     /// The disks whose images lack content.
@@ -188,7 +189,7 @@ impl FillingRecord {
             vm: filling.vm,
             repository: filling.repository,
             running: filling.running,
-            agent: filling.agent,
+            agents: filling.agents,
             blocks: filling.blocks,
             disks: filling.disks,
         })
@@ -455,7 +456,7 @@ mod tests {
             vm: "vm".to_owned(),
             repository: "repo".to_owned(),
             running: true,
-            agent: None,
+            agents: AgentChannels::default(),
             blocks: Vec::new(),
             disks: Vec::new(),
         };

@@ -1,10 +1,10 @@
 //! One VM that is being restored: what both kinds of restore share.
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use stillframe_page::GuestPage;
 use stillframe_page::hash::ContentHasher;
+use stillframe_qemu::guest_agent::AgentChannels;
 use stillframe_qemu::launch::LaunchPlan;
 use stillframe_repo::{CheckpointId, Manifest, Reader, WorkingSet};
 use stillframe_sys::process::Process;
@@ -80,7 +80,7 @@ pub(crate) struct Job<'j> {
     /// The pages that the VM accessed first when it was last restored from this checkpoint.
     pub(crate) working_set: Option<WorkingSet>,
     /// Through which the guest's clock is set, if it is to be.
-    pub(crate) agent: Option<PathBuf>,
+    pub(crate) agents: AgentChannels,
     /// The server of the disks whose images lack content.
     pub(crate) lazy_disks: Option<&'j LazyDisks<'j>>,
     /// For a clone: its memory template.
@@ -91,8 +91,10 @@ impl Job<'_> {
     /// Sets the clock of the guest. The agent of a suspended one does not answer; when it wakes, it takes the time from
     /// the machine's clock, which is right.
     pub(super) fn set_clock(&self, suspended: bool) -> Option<ClockReport> {
-        let agent = self.agent.as_deref().filter(|_| !suspended);
-        agent.map(post_restore::set_clock)
+        match suspended {
+            true => None,
+            false => post_restore::set_clock(&self.agents),
+        }
     }
 
     /// Compares all of memory with the checkpoint; an error if it differs.

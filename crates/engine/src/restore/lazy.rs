@@ -7,12 +7,13 @@
 
 use std::fs::File;
 use std::num::NonZeroU64;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::Duration;
 
 use stillframe_fault::{self as fault, Point};
 use stillframe_page::GuestPage;
+use stillframe_qemu::guest_agent::AgentChannels;
 use stillframe_qemu::launch::{self, Launched};
 use stillframe_qemu::monitor::{Monitor, RamBlock, Reached};
 use stillframe_qemu::target;
@@ -86,7 +87,7 @@ impl Job<'_> {
             vm: self.manifest.vm.clone(),
             repository: self.repository.clone(),
             running: !self.options.paused,
-            agent: self.agent.clone(),
+            agents: self.agents.clone(),
             blocks: std::mem::take(&mut memory.described),
             disks: self
                 .lazy_disks
@@ -296,8 +297,8 @@ fn continue_memory(
         // The killed process may have received their faults and not answered.
         lazy.wake_all().map_err(PopulateError::from)?;
         let mut vm = TakenOver::new(vm, unfinished, disks, &mut clock, events)?;
-        let agent = vm.agent.take();
-        let set_clock = scope.spawn(move || agent.as_deref().map(post_restore::set_clock));
+        let agents = std::mem::take(&mut vm.agents);
+        let set_clock = scope.spawn(move || post_restore::set_clock(&agents));
         lazy.fill(scope)?;
         let mut done = vm.complete(Some(&lazy), clock, events)?;
         done.clock = joined(set_clock);
@@ -313,8 +314,8 @@ fn continue_disks(
     mut clock: PhaseClock,
     events: LazySink<'_>,
 ) -> Result<Done, RestoreError> {
-    let mut vm = TakenOver::new(vm, unfinished, disks, &mut clock, events)?;
-    let set_clock = vm.agent.take().as_deref().map(post_restore::set_clock);
+    let vm = TakenOver::new(vm, unfinished, disks, &mut clock, events)?;
+    let set_clock = post_restore::set_clock(&vm.agents);
     let mut done = vm.complete(None::<&Lazy<PageMap<'_>>>, clock, events)?;
     done.clock = set_clock;
     Ok(done)
@@ -324,8 +325,8 @@ fn continue_disks(
 struct TakenOver<'d> {
     supervisor: Supervisor<'d>,
     _beating: Beating,
-    /// The channel through which its clock is to be set: it has been stopped since the other process was killed.
-    agent: Option<PathBuf>,
+    /// The channels through which its clock is to be set: it has been stopped since the other process was killed.
+    agents: AgentChannels,
     suspended: bool,
     limit_fill: Option<NonZeroU64>,
     runs_after_us: u64,
@@ -348,7 +349,7 @@ impl<'d> TakenOver<'d> {
         } = unfinished;
         let monitor = monitor.negotiate(MONITOR_LIMIT)?;
         let guardian = Guardian::start()?;
-        let agent = record.agent.clone();
+        let agents = record.agents.clone();
         let mut supervisor = Supervisor::new(process, monitor, guardian, files, record, disks);
         supervisor.arm_guardian()?;
         let beating = beating(&supervisor.guardian)?;
@@ -362,7 +363,10 @@ impl<'d> TakenOver<'d> {
         Ok(TakenOver {
             supervisor,
             _beating: beating,
-            agent: agent.filter(|_| !suspended),
+            agents: match suspended {
+                true => AgentChannels::default(),
+                false => agents,
+            },
             suspended,
             limit_fill,
             runs_after_us,

@@ -38,6 +38,11 @@ const WORDS_MAX: usize = 200;
 /// The reason why a guest agent did not carry out a command.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
+    /// The VM has no channel to an agent.
+    #[error(
+        "the VM has no channel to a guest agent (virtserialport org.qemu.guest_agent.0 or org.stillframe.agent.0 on a unix socket)"
+    )]
+    NoChannel,
     /// No process listens on the path.
     #[error("no QEMU listens on the channel {path} of the guest agent")]
     Refused {

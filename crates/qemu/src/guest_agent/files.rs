@@ -20,7 +20,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 /// The same for a file's end, once there is no time left: the agent has the command then, and nothing else is wanted of it.
 const END_LIMIT: Duration = Duration::from_millis(10);
 
-/// The answer to `guest-file-read`.
+/// The answer to `guest-file-read`, and to commands of our own agent.
 #[derive(Debug)]
 pub(crate) struct FileRead(pub(crate) Vec<u8>);
 
@@ -96,7 +96,7 @@ impl GuestFile<'_> {
 }
 
 /// Time for the next answer.
-fn left(deadline: Instant, command: &'static str) -> Result<Duration, AgentError> {
+pub(super) fn left(deadline: Instant, command: &'static str) -> Result<Duration, AgentError> {
     let left = deadline.saturating_duration_since(Instant::now());
     match left.is_zero() {
         true => Err(AgentError::Timeout {

@@ -79,8 +79,8 @@ pub struct CaptureArgs {
     /// these (dirty bitmaps, 32 KiB of QEMU's memory for 1 GiB of disk) [default: leave nothing in QEMU]
     #[arg(long)]
     pub keep_bitmaps: bool,
-    /// Query the guest's agent (qemu-guest-agent, Linux, up to 4 GiB of RAM) for its free pages, and keep those as zeros if
-    /// they were not written since
+    /// Query the agent of a Linux guest (stillframe-guest-agent, or qemu-guest-agent for up to 4 GiB) for its free pages, and
+    /// keep those as zeros if they were not written since
     #[arg(long)]
     pub free_pages: bool,
     /// Before a checkpoint of all memory, have the guest give back memory that it does not need (virtio-balloon; its agent or

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use stillframe_harness::cli::Stillframe;
 use stillframe_harness::fault::with_fault;
-use stillframe_harness::guest::{Guest, Kind, Setup};
+use stillframe_harness::guest::{AgentKind, Guest, Kind, Setup};
 use stillframe_harness::health::expect_untouched;
 use stillframe_harness::qmp::Qmp;
 use stillframe_harness::restored::Restored;
@@ -27,7 +27,7 @@ fn idle(kind: Kind, name: &str, has_agent: bool) -> Result<Guest> {
     let mut setup = Setup::small(kind, name)
         .with(&["-device", "virtio-balloon-pci,id=balloon0"])
         .with_drivers(&words);
-    setup.agent = has_agent;
+    setup.agent = has_agent.then_some(AgentKind::Qemu);
     setup.ram_mib = RAM_MIB;
     let guest = setup.boot()?;
     guest.serial.wait_line("churned 1", PATIENCE)?;
@@ -175,7 +175,8 @@ fn where_no_memory_can_be_taken_the_checkpoint_is_whole_and_says_why() -> Result
     let mut without_driver = Setup::small(Kind::Private, "no-driver");
     without_driver = without_driver.with(&["-device", "virtio-balloon-pci"]);
     let without_driver = without_driver.boot()?;
-    let paused = idle(Kind::Private, "paused", true)?;
+    let paused = Setup::small(Kind::Private, "paused").with_agent();
+    let paused = paused.with(&["-device", "virtio-balloon-pci"]).boot()?;
     paused.second_monitor()?.execute("stop", json!({}))?;
     for (name, why) in [
         ("flat", "the VM has no balloon (virtio-balloon)"),

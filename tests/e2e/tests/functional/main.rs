@@ -23,6 +23,7 @@ mod lazy;
 mod lazy_disks;
 mod migrate;
 mod names;
+mod own_agent;
 mod post_copy;
 mod rehearsal;
 mod restore;

@@ -2,6 +2,7 @@
 
 use std::process::Command;
 
+use stillframe_qemu::guest_agent::AgentChannels;
 use stillframe_repo::CheckpointId;
 use stillframe_sys::private_dir::PrivateDir;
 use tempfile::TempDir;
@@ -26,7 +27,7 @@ fn record(process: &Process, checkpoint: CheckpointId, blocks: &[RamBlock]) -> F
         vm: "vm".to_owned(),
         repository: "repository".to_owned(),
         running: true,
-        agent: None,
+        agents: AgentChannels::default(),
         blocks: blocks.to_vec(),
         disks: Vec::new(),
     };

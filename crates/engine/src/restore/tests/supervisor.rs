@@ -5,6 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::process::{Child, Command};
 use std::time::Duration;
 
+use stillframe_qemu::guest_agent::AgentChannels;
 use stillframe_repo::CheckpointId;
 use stillframe_sys::private_dir::PrivateDir;
 use stillframe_sys::process::Process;
@@ -123,7 +124,7 @@ fn supervise(steps: &[Step], is_to_run: bool, vm: Option<Child>) -> End {
         vm: "vm".to_owned(),
         repository: "repository".to_owned(),
         running: is_to_run,
-        agent: None,
+        agents: AgentChannels::default(),
         blocks: Vec::new(),
         disks: Vec::new(),
     };

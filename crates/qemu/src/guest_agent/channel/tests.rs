@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use proptest::prelude::*;
 
 use super::*;
+use crate::guest_agent::{AgentChannels, Kind};
 
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(100);
@@ -169,4 +170,52 @@ proptest! {
     fn noise_is_no_answer(noise in proptest::collection::vec(any::<u8>(), 0..200)) {
         prop_assert!(read_answer::<i64>(&noise, 1, TIME).is_none());
     }
+}
+
+#[test]
+fn where_ours_does_not_answer_qemus_is_spoken_to() {
+    let silent = Peer::playing(|stream| {
+        BufReader::new(stream).split(b'\n').for_each(drop);
+    });
+    let peer = Peer::in_step(|_, _| {});
+    let channels = AgentChannels {
+        qemu: Some(peer.path.clone()),
+        own: Some(silent.path.clone()),
+    };
+    let agent = channels.connect(2 * SHORT).unwrap();
+    assert_eq!(agent.kind, Kind::Qemu);
+    drop(agent);
+    for peer in [silent, peer] {
+        peer.thread.join().unwrap();
+    }
+}
+
+#[test]
+fn ours_is_spoken_to_where_it_answers() {
+    let peer = Peer::in_step(|stream, hear| {
+        let question = hear();
+        assert_eq!(question["execute"], "stillframe-free-pages");
+        assert_eq!(
+            question["arguments"],
+            json!({ "first": 0, "count": 1 << 18 })
+        );
+        let done = json!({ "count": 3, "buf-b64": "//7/" });
+        writeln!(
+            stream,
+            "{}",
+            json!({ "return": done, "id": question["id"] })
+        )
+        .unwrap();
+    });
+    let channels = AgentChannels {
+        qemu: Some("/nowhere".into()),
+        own: Some(peer.path.clone()),
+    };
+    let mut agent = channels.connect(LONG).unwrap();
+    assert_eq!((agent.kind, agent.frames_max()), (Kind::Own, None));
+    // The answer is short: there are no more page frames.
+    let named = agent.free_pages(&[5..6, 1 << 18..1 << 19], deadline_after(LONG));
+    assert_eq!(named.frames, [0..8, 16..24]);
+    assert!(named.error.is_none());
+    peer.thread.join().unwrap();
 }
