@@ -103,6 +103,7 @@ pub fn run(quick: bool) -> Result<()> {
     let folder = tempfile::Builder::new()
         .prefix("stillframe-page-cache-")
         .tempdir()?;
+    let ended = ended::measure(folder.path(), quick)?;
     let image = folder.path().join("golden.img");
     golden::make_image(&image, FILES_MIB)?;
     let b3sum = b3sum()?;
@@ -123,7 +124,6 @@ pub fn run(quick: bool) -> Result<()> {
         }
         eprintln!("an increment each");
     }
-    let ended = ended::measure(folder.path(), quick)?;
     record(&measured, &ended, turns, quick.then_some(folder.path()))
 }
 

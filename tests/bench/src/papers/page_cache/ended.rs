@@ -125,7 +125,6 @@ fn mapped_ram(guest: &Guest, folder: &Path) -> Result<Taken> {
         let taken = medians(&turns);
         fastest = fastest.filter(|other| other.ms < taken.ms).or(Some(taken));
     }
-    fs::remove_file(folder.join("mapped"))?;
     fastest.context("no way")
 }
 
