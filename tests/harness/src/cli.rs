@@ -161,3 +161,9 @@ pub fn refusal(command: &mut Command, code: i32) -> Result<String> {
     }
     Ok(stderr)
 }
+
+/// A number of a report, such as `pages.free`.
+pub fn count(report: &Value, of: &str, name: &str) -> Result<u64> {
+    let count = report[of][name].as_u64();
+    count.with_context(|| format!("no {name}: {report}"))
+}

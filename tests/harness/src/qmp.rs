@@ -33,7 +33,11 @@ impl Qmp {
             reader: BufReader::new(stream),
             events: Vec::new(),
         };
-        let greeting = qmp.line()?;
+        let mut greeting = qmp.line()?;
+        // QEMU may say something to a client before that has left.
+        while greeting.get("event").is_some() {
+            greeting = qmp.line()?;
+        }
         if greeting.get("QMP").is_none() {
             bail!("{} did not greet as QMP: {greeting}", path.display());
         }

@@ -1,6 +1,7 @@
 //! The source's pages on their way over one connection, each as often as it changes.
 
 use std::io::Write;
+use std::num::NonZeroU16;
 use std::sync::{Arc, OnceLock};
 
 use stillframe_page::{GuestPage, PAGE};
@@ -31,8 +32,8 @@ pub(super) struct SentPages {
     fake_bytes: u64,
     doomed: u64,
     doomed_bytes: u64,
-    /// Bytes that each page took when it was sent last, if it was, by block.
-    took: Vec<Vec<Option<u16>>>,
+    /// One more than the bytes that each page took when it was sent last, if it was, by block: two bytes a page.
+    took: Vec<Vec<Option<NonZeroU16>>>,
     /// Left out because the guest had written them again.
     pub postponed: u64,
 }
@@ -130,7 +131,7 @@ impl SentPages {
         self.note_sizes(block, &pages, &encodings, sink.sizes() - before);
         self.fake += fakes.len() as u64;
         let took = fakes.iter().map(|&page| self.took[block][page as usize]);
-        self.fake_bytes += took.flatten().map(u64::from).sum::<u64>();
+        self.fake_bytes += took.flatten().map(bytes_of).sum::<u64>();
         for &Page { number, bytes } in &pages {
             let page = GuestPage::new(block, number);
             match remembered {
@@ -163,9 +164,10 @@ impl SentPages {
                 PageEncoding::Delta => delta,
                 PageEncoding::Unknown | PageEncoding::TooMuch => whole,
             };
+            let now = NonZeroU16::MIN.saturating_add(now);
             if let Some(before) = self.took[block][page.number as usize].replace(now) {
                 self.doomed += 1;
-                self.doomed_bytes += u64::from(before);
+                self.doomed_bytes += bytes_of(before);
             }
         }
     }
@@ -186,6 +188,11 @@ impl SentPages {
             doomed_bytes: self.doomed_bytes,
         }
     }
+}
+
+/// The bytes that a page took, by what is noted of it.
+fn bytes_of(took: NonZeroU16) -> u64 {
+    u64::from(took.get() - 1)
 }
 
 #[cfg(test)]

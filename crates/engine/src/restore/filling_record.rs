@@ -28,7 +28,7 @@ use crate::disks::lazy::LazyDisk;
 use crate::runtime;
 
 /// Version of the files' format.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// The end of the record's name.
 const RECORD: &str = ".filling";
 /// In the name of a record that is being written; the process comes after it.

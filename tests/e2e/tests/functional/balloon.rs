@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use stillframe_harness::cli::Stillframe;
+use stillframe_harness::cli::{Stillframe, count};
 use stillframe_harness::fault::with_fault;
 use stillframe_harness::guest::{AgentKind, Guest, Kind, Setup};
 use stillframe_harness::health::expect_untouched;
@@ -32,11 +32,6 @@ fn idle(kind: Kind, name: &str, has_agent: bool) -> Result<Guest> {
     let guest = setup.boot()?;
     guest.serial.wait_line("churned 1", PATIENCE)?;
     Ok(guest)
-}
-
-fn count(report: &Value, of: &str, name: &str) -> Result<u64> {
-    let count = report[of][name].as_u64();
-    count.with_context(|| format!("no {name}: {report}"))
 }
 
 /// The pages of a checkpoint that have content.

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use stillframe_harness::cli::Stillframe;
+use stillframe_harness::cli::{Stillframe, count};
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::expect_untouched;
 use stillframe_harness::migration::Order;
@@ -22,11 +22,6 @@ fn churning(kind: Kind, name: &str, copies: u32, words: &str) -> Result<Guest> {
     let guest = setup.boot()?;
     guest.serial.wait_line(ROUNDS, PATIENCE)?;
     Ok(guest)
-}
-
-fn count(report: &Value, of: &str, name: &str) -> Result<u64> {
-    let count = report[of][name].as_u64();
-    count.with_context(|| format!("no {name}: {report}"))
 }
 
 #[test]

@@ -2,9 +2,8 @@
 //! clock.
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
 use stillframe_harness::agent::Agent;
-use stillframe_harness::cli::Stillframe;
+use stillframe_harness::cli::{Stillframe, count};
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::expect_untouched;
 use stillframe_harness::restored::Restored;
@@ -12,11 +11,6 @@ use stillframe_harness::running::PATIENCE;
 
 /// Pages of the files that a guest frees in a round, as a bound from below.
 const FREED: u64 = 3000;
-
-fn count(report: &Value, of: &str, name: &str) -> Result<u64> {
-    let count = report[of][name].as_u64();
-    count.with_context(|| format!("no {name}: {report}"))
-}
 
 /// A guest that allocates memory and frees it again.
 fn churning(setup: Setup, words: &str) -> Result<Guest> {
