@@ -65,6 +65,8 @@ pub struct CheckpointOptions {
     pub delta_cache_bytes: u64,
     /// Do not store pages that the repository has.
     pub dedup: bool,
+    /// Do not store pages that an indexed image has, but refer to it.
+    pub images: bool,
     /// Leave the guest's clock behind by what pauses take from it.
     pub keep_guest_clock: bool,
     /// Memory for captured pages, in bytes: half of it for those being stored, half for those being
@@ -92,6 +94,7 @@ impl Default for CheckpointOptions {
             verify: false,
             delta_cache_bytes: 256 << 20,
             dedup: true,
+            images: true,
             keep_guest_clock: false,
             copy_buffer_bytes: 1 << 30,
             disks: DiskChoice::default(),
@@ -191,6 +194,8 @@ pub struct StoredDisk {
     pub bytes: u64,
     /// Bytes that were read: not those which QEMU knows to be zeros.
     pub bytes_read: u64,
+    /// What its content added to the repository, in bytes.
+    pub bytes_stored: u64,
     /// Its pages, by what they turned out to hold.
     pub pages: PageCounts,
 }

@@ -65,6 +65,7 @@ pub use maintenance::problem::Problem;
 pub use maintenance::prune::PruneReport;
 pub use maintenance::rebuild::RebuildReport;
 pub use maintenance::retention::{KeepPolicy, KeepReason};
+pub use pack::packer::Meter;
 pub use page_table::builder::{PageTableBuilder, Written};
 pub use page_table::map::{PageMap, PageSink, PageVersion};
 pub use page_table::reader::{NeighbourSink, PageReader};

@@ -15,11 +15,12 @@ use crate::format::manifest::{CheckpointId, MANIFEST_BYTES_MAX, Manifest, Stream
 use crate::index::blob_table::BlobTable;
 use crate::index::compact::merge_small_index_files;
 use crate::index::in_memory::Index;
+use crate::index::on_demand::Origin;
 use crate::index::reader::IndexReader;
 use crate::index::recording::{ensure_recordable, record_packs};
 use crate::pack::BLOB_BYTES_MAX;
 use crate::pack::IndexedPack;
-use crate::pack::packer::Packer;
+use crate::pack::packer::{Meter, Packer};
 use crate::repository::Repository;
 use crate::store::local::Area;
 use crate::store::lock::Lock;
@@ -57,6 +58,9 @@ pub struct Writer<'a> {
     fresh: BlobTable,
     packer: Option<Packer>,
     bytes_stored: u64,
+    /// Which copies make it unnecessary to store a blob.
+    origin: Origin,
+    meter: Meter,
     /// The images that have blobs which this writer did not store for this reason.
     images: BTreeSet<ImageId>,
 }
@@ -81,6 +85,8 @@ impl<'a> Writer<'a> {
             fresh: BlobTable::default(),
             packer: None,
             bytes_stored: 0,
+            origin: Origin::Any,
+            meter: Meter::default(),
             images: BTreeSet::new(),
             repository,
         })
@@ -143,26 +149,53 @@ impl<'a> Writer<'a> {
         if self.fresh.find(&id).is_some() {
             return Ok(Put::Duplicate);
         }
+        self.put_unless(self.origin, id, bytes)
+    }
+
+    /// As [`Writer::put`], but stores the blob even if the repository has it already. One that an image has is not
+    /// stored, unless images are ignored.
+    pub fn put_again(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
+        match self.origin {
+            Origin::Any => self.put_unless(Origin::Image, id, bytes),
+            _ => self.store(id, bytes),
+        }
+    }
+
+    /// Stores a blob of which there is no copy of this origin.
+    fn put_unless(
+        &mut self,
+        origin: Origin,
+        id: ContentId,
+        bytes: &[u8],
+    ) -> Result<Put, RepoError> {
         let index = &self.repository.writer_index;
-        match index.get(&id)?.filter(|found| found.whole) {
+        match index.get_of(&id, origin)?.filter(|found| found.whole) {
             Some(found) => {
                 self.images.extend(index.pack_image(found.place.pack));
                 Ok(Put::Duplicate)
             }
-            None => {
-                self.store(id, bytes)?;
-                Ok(Put::New)
-            }
+            None => self.store(id, bytes),
         }
     }
 
-    /// As [`Writer::put`], but stores the blob even if the repository has it already.
-    pub fn put_again(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
-        self.store(id, bytes)?;
-        Ok(Put::New)
+    /// From here on, what an image has is stored, too: the checkpoint comes to need no image for it.
+    pub fn ignore_images(&mut self) {
+        self.origin = Origin::Repository;
     }
 
-    fn store(&mut self, id: ContentId, bytes: &[u8]) -> Result<(), RepoError> {
+    /// Counts what is stored from here on, until the next call.
+    ///
+    /// # Errors
+    /// That of what was put before.
+    pub fn meter(&mut self) -> Result<Meter, RepoError> {
+        self.meter = Meter::default();
+        if let Some(packer) = &mut self.packer {
+            packer.count_by(self.meter.clone())?;
+        }
+        Ok(self.meter.clone())
+    }
+
+    fn store(&mut self, id: ContentId, bytes: &[u8]) -> Result<Put, RepoError> {
         if bytes.is_empty() || bytes.len() > BLOB_BYTES_MAX {
             return Err(RepoError::BlobSize {
                 bytes: bytes.len(),
@@ -172,7 +205,11 @@ impl<'a> Writer<'a> {
         let packer = match &mut self.packer {
             Some(packer) => packer,
             // A checkpoint in which nothing changed starts no threads.
-            none => none.insert(self.repository.packer()?),
+            none => {
+                let packer = none.insert(self.repository.packer()?);
+                packer.count_by(self.meter.clone())?;
+                packer
+            }
         };
         packer.add(id, bytes)?;
         self.fresh.add(&id, |_| false);
@@ -180,7 +217,7 @@ impl<'a> Writer<'a> {
             let packs = packer.take_finished();
             self.record_early(packs)?;
         }
-        Ok(())
+        Ok(Put::New)
     }
 
     /// Describes packs by an index file before the checkpoint ends, so that their directories need not stay in

@@ -5,8 +5,8 @@ use std::sync::PoisonError;
 use std::time::Instant;
 
 use stillframe_repo::{
-    BlockTable, CheckpointId, Committed, DiskTable, ImageId, Manifest, Note, PageCounts, RepoError,
-    Repository, Tags, Writer,
+    BlockTable, CheckpointId, Committed, DiskTable, ImageId, Manifest, Meter, Note, PageCounts,
+    RepoError, Repository, Tags, Writer,
 };
 use stillframe_sys::affinity::AffinityGuard;
 
@@ -115,7 +115,7 @@ impl CheckpointWriter {
             missing_packs: writer.missing_packs(),
             changed_images: writer.changed_images()?,
             images: BTreeSet::new(),
-            sink: RepositoryPages::first(writer, blocks, options.dedup),
+            sink: RepositoryPages::first(sharing(writer, options), blocks, options.dedup),
             stream: PageStream::new(blocks),
             disks_before: Vec::new(),
             parent: None,
@@ -153,7 +153,7 @@ impl CheckpointWriter {
             }
         };
         Ok(Transaction {
-            sink: RepositoryPages::after(writer, &parent.tables, options.dedup),
+            sink: RepositoryPages::after(sharing(writer, options), &parent.tables, options.dedup),
             stream: PageStream::new(blocks),
             disks_before: parent.disks.clone(),
             images: parent.images.clone(),
@@ -193,11 +193,12 @@ impl CheckpointWriter {
         let begin = Instant::now();
         let ram = transaction.sink.finish(&captured.blocks)?;
         let mut commit = us(begin);
-        let (disks, stored_disks) = self.put_disks(&mut transaction, captured, progress)?;
+        let (disks, metered) = self.put_disks(&mut transaction, captured, progress)?;
         let begin = Instant::now();
         let mut manifest = transaction.manifest(captured, ram)?;
         manifest.disks = disks;
         let committed = transaction.sink.writer.commit(manifest.clone())?;
+        let stored_disks = metered.into_iter().map(Metered::stored).collect();
         commit += us(begin);
         transaction
             .stream
@@ -233,7 +234,7 @@ impl CheckpointWriter {
         transaction: &mut Transaction<'_>,
         captured: &Captured,
         progress: ProgressSink<'_>,
-    ) -> Result<(Vec<DiskTable>, Vec<StoredDisk>), CheckpointError> {
+    ) -> Result<(Vec<DiskTable>, Vec<Metered>), CheckpointError> {
         let mut views = captured
             .disks
             .lock()
@@ -244,6 +245,7 @@ impl CheckpointWriter {
         let nothing = DeltaCache::default();
         for view in views.iter_mut() {
             let shape = [view.shape()];
+            let meter = transaction.sink.writer.meter()?;
             match view.is_increment() {
                 true => {
                     let mut tables = transaction.disks_before.iter();
@@ -278,12 +280,18 @@ impl CheckpointWriter {
                 bitmap: Some(view.bitmap().to_owned()),
                 table,
             }));
-            stored.push(StoredDisk {
+            let disk = StoredDisk {
                 device: view.device().to_owned(),
                 bytes,
                 bytes_read: read.bytes,
+                bytes_stored: 0,
                 pages: stream.counts.into(),
-            });
+            };
+            stored.push(Metered { disk, meter });
+        }
+        if !stored.is_empty() {
+            // The rest is no disk's.
+            transaction.sink.writer.meter()?;
         }
         Ok((tables, stored))
     }
@@ -357,6 +365,30 @@ impl Transaction<'_> {
                 .map_err(CheckpointError::Encode)?,
         })
     }
+}
+
+/// A disk whose bytes are counted as they are written.
+struct Metered {
+    disk: StoredDisk,
+    meter: Meter,
+}
+
+impl Metered {
+    /// The disk of a checkpoint that is committed.
+    fn stored(self) -> StoredDisk {
+        StoredDisk {
+            bytes_stored: self.meter.bytes(),
+            ..self.disk
+        }
+    }
+}
+
+/// A writer that finds content where the options let it.
+fn sharing<'r>(mut writer: Writer<'r>, options: &CheckpointOptions) -> Writer<'r> {
+    if !options.images {
+        writer.ignore_images();
+    }
+    writer
 }
 
 /// What the repository has lost.

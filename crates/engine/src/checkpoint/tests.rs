@@ -287,8 +287,9 @@ proptest! {
         steps in prop::collection::vec((prop::collection::btree_map(0..PAGES, write(), 0..12), any::<bool>()), 1..6),
         delta_cache_bytes in prop_oneof![Just(0u64), Just(8 << 12), Just(1 << 20)],
         dedup: bool,
+        images: bool,
     ) {
-        let options = CheckpointOptions { delta_cache_bytes, dedup, ..CheckpointOptions::default() };
+        let options = CheckpointOptions { delta_cache_bytes, dedup, images, ..CheckpointOptions::default() };
         let mut scene = Scene::new(&[5; PAGES as usize], options);
         let mut taken = Vec::new();
         let mut pending = Vec::new();

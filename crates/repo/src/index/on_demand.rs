@@ -57,6 +57,17 @@ pub(crate) struct Found {
     pub(crate) whole: bool,
 }
 
+/// Which copies of a blob count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// All.
+    Any,
+    /// Those in packs of the repository's own.
+    Repository,
+    /// Those in images.
+    Image,
+}
+
 /// The live index files.
 pub(crate) struct OnDemandIndex {
     store: Arc<LocalStore>,
@@ -240,31 +251,42 @@ impl OnDemandIndex {
 
     /// The location of a blob; if it is in several packs, in one that is whole.
     pub(crate) fn get(&self, id: &ContentId) -> Result<Option<Found>, RepoError> {
-        self.get_among(id, self.files.iter())
+        self.get_among(id, Origin::Any, self.files.iter())
     }
 
-    /// The location of a blob, if the part of the last lookup describes it.
-    pub(crate) fn find_newest(&self, id: &ContentId) -> Option<Found> {
+    /// The location of a blob, if the part of the last lookup describes it, and is of this origin.
+    pub(crate) fn find_newest(&self, id: &ContentId, origin: Origin) -> Option<Found> {
         let place = lock(&self.cache).find_newest(id)?;
-        Some(Found { place, whole: true })
+        let found = Found { place, whole: true };
+        self.is_of(place.pack, origin).then_some(found)
     }
 
-    /// As [`OnDemandIndex::get`], where only these files may describe the blob.
+    /// As [`OnDemandIndex::get`], where only these files may describe the blob, and copies of this origin count.
     pub(crate) fn get_among<'a>(
         &self,
         id: &ContentId,
+        origin: Origin,
         files: impl Iterator<Item = &'a SectionedFile>,
     ) -> Result<Option<Found>, RepoError> {
         let recent = lock(&self.cache).find_recent(id);
-        match recent {
+        match recent.filter(|place| self.is_of(place.pack, origin)) {
             Some(place) => Ok(Some(Found { place, whole: true })),
-            None => self.get_by_section(id, files),
+            None => self.get_by_section(id, origin, files),
+        }
+    }
+
+    fn is_of(&self, pack: u32, origin: Origin) -> bool {
+        match origin {
+            Origin::Any => true,
+            Origin::Repository => self.pack_image(pack).is_none(),
+            Origin::Image => self.pack_image(pack).is_some(),
         }
     }
 
     fn get_by_section<'a>(
         &self,
         id: &ContentId,
+        origin: Origin,
         files: impl Iterator<Item = &'a SectionedFile>,
     ) -> Result<Option<Found>, RepoError> {
         let mut found = None;
@@ -274,7 +296,8 @@ impl OnDemandIndex {
             };
             for number in parts_of(&self.section(file, section)?, key(id)) {
                 let part = self.part(file, number)?;
-                let Some(place) = part.find(id) else {
+                let place = part.find(id).filter(|_| self.is_of(part.pack, origin));
+                let Some(place) = place else {
                     continue;
                 };
                 if self.is_whole(part.pack)? {
@@ -305,7 +328,7 @@ impl OnDemandIndex {
             if let Some(place) = recent {
                 blob.at = place;
             } else if by_section < singly {
-                let found = self.get_by_section(&blob.id, self.files.iter())?;
+                let found = self.get_by_section(&blob.id, Origin::Any, self.files.iter())?;
                 let found = found.ok_or(RepoError::MissingBlob { id: blob.id })?;
                 blob.at = found.place;
                 by_section += 1;

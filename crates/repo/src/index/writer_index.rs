@@ -36,7 +36,7 @@ use crate::index::in_memory::BLOBS_MAX;
 use crate::index::key_table::{GROUPS, Group, KEY_ENTRY_BYTES, KeyTable};
 use crate::index::layout::key;
 use crate::index::missing_packs::{InspectedPack, MissingPackDetector};
-use crate::index::on_demand::{FILES_OPEN, Found, OnDemandIndex};
+use crate::index::on_demand::{FILES_OPEN, Found, OnDemandIndex, Origin};
 use crate::index::sectioned_file::SectionedFile;
 use crate::index::segment::IndexSegment;
 use crate::index::segment_cache::CacheLimits;
@@ -172,18 +172,27 @@ impl WriterIndex {
 
     /// The location of a blob; if it is in several packs, in one that is whole.
     pub(crate) fn get(&self, id: &ContentId) -> Result<Option<Found>, RepoError> {
+        self.get_of(id, Origin::Any)
+    }
+
+    /// As [`WriterIndex::get`], where only copies of this origin count.
+    pub(crate) fn get_of(
+        &self,
+        id: &ContentId,
+        origin: Origin,
+    ) -> Result<Option<Found>, RepoError> {
         // Duplicates often come in the order in which they were stored.
         if self.found_last.load(Ordering::Relaxed)
-            && let Some(found) = self.files.find_newest(id)
+            && let Some(found) = self.files.find_newest(id, origin)
         {
             return Ok(Some(found));
         }
-        let found = self.get_by_key(id)?;
+        let found = self.get_by_key(id, origin)?;
         self.found_last.store(found.is_some(), Ordering::Relaxed);
         Ok(found)
     }
 
-    fn get_by_key(&self, id: &ContentId) -> Result<Option<Found>, RepoError> {
+    fn get_by_key(&self, id: &ContentId, origin: Origin) -> Result<Option<Found>, RepoError> {
         let mut groups = self.keys.groups(key(id)).peekable();
         if groups.peek().is_none() {
             return Ok(None);
@@ -191,7 +200,7 @@ impl WriterIndex {
         let positions = groups.flat_map(|group| &self.groups[usize::from(group)]);
         let files = self.files.files();
         self.files
-            .get_among(id, positions.map(|&at| &files[at as usize]))
+            .get_among(id, origin, positions.map(|&at| &files[at as usize]))
     }
 
     /// Locates all wanted blobs, each of which must exist.

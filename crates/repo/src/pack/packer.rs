@@ -56,6 +56,22 @@ pub(crate) fn sealers() -> usize {
         .min(SEALERS_MAX)
 }
 
+/// Counts the bytes that a part of a checkpoint takes in packs. It counts when they are written: it is complete when the
+/// checkpoint is committed.
+#[derive(Debug, Clone, Default)]
+pub struct Meter(Arc<AtomicU64>);
+
+impl Meter {
+    /// Bytes so far: of compressed and encrypted frames, without what is added once for a pack.
+    pub fn bytes(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn add(&self, bytes: usize) {
+        self.0.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
+
 /// Turns blobs into packs.
 pub(crate) struct Packer {
     store: Arc<LocalStore>,
@@ -69,6 +85,7 @@ pub(crate) struct Packer {
     /// How many sealer threads there will be.
     sealers: usize,
     sequence: u64,
+    meter: Meter,
     line: Line,
     shared: Arc<Shared>,
 }
@@ -109,6 +126,7 @@ impl Packer {
             limits,
             sealers,
             sequence: 0,
+            meter: Meter::default(),
             line: Line::Alone(sealer, appender),
             shared,
         })
@@ -126,6 +144,13 @@ impl Packer {
         if self.current.plain.len() >= FRAME_PLAIN_TARGET {
             self.cut()?;
         }
+        Ok(())
+    }
+
+    /// Blobs that are added from here on are counted by this meter: a frame has those of one.
+    pub(crate) fn count_by(&mut self, meter: Meter) -> Result<(), RepoError> {
+        self.cut()?;
+        self.meter = meter;
         Ok(())
     }
 
@@ -169,6 +194,7 @@ impl Packer {
         job.sequence = self.sequence;
         job.number = self.frames_in_pack;
         job.pack = Some(pack);
+        job.meter = self.meter.clone();
         self.sequence += 1;
         self.frames_in_pack += 1;
         let blobs = match job.external {

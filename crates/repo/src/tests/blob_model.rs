@@ -27,7 +27,7 @@ fn blob() -> impl Strategy<Value = Blob> {
 }
 
 /// A manifest of an empty checkpoint of VM "blobs", to commit blobs only.
-fn empty_manifest() -> crate::Manifest {
+pub(super) fn empty_manifest() -> crate::Manifest {
     crate::Manifest {
         vm: "blobs".into(),
         time: jiff::Timestamp::now(),

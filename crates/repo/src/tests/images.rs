@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 
+use super::blob_model::empty_manifest;
 use super::support::{
     Dice, PAGE, SMALL_PACKS, Vm, WAIT, copy_tree, forget_ids, init, open, password, test_dir,
 };
@@ -276,6 +277,85 @@ fn a_copy_has_the_content_itself() {
     fs::remove_file(scene.image()).unwrap();
     assert!(target.manifest(&copied.id).unwrap().images.is_empty());
     assert!(scene.vm.compare(&mut target, &copied.id).unwrap());
+}
+
+/// Content of an image, of a checkpoint, and of neither, with and without either kind of sharing.
+#[test]
+fn a_writer_finds_content_where_it_may() {
+    for (ignores_images, again) in [(false, false), (false, true), (true, false), (true, true)] {
+        let mut scene = Scene::new();
+        let image = scene.index();
+        let own = Dice(7).bytes(PAGE);
+        let mut writer = scene.repo.begin(WAIT).unwrap();
+        writer.put_unnamed(&own).unwrap();
+        writer.commit(empty_manifest()).unwrap();
+        let of_image = scene.vm.pages.iter().find(|page| page[9] != 0).unwrap();
+        let mut writer = scene.repo.begin(WAIT).unwrap();
+        if ignores_images {
+            writer.ignore_images();
+        }
+        let puts = [of_image.clone(), own, Dice(8).bytes(PAGE)].map(|page| {
+            let id = writer.hasher().id(&page);
+            match again {
+                true => writer.put_again(id, &page).unwrap(),
+                false => writer.put(id, &page).unwrap(),
+            }
+        });
+        let expected = |is_new| if is_new { Put::New } else { Put::Duplicate };
+        assert_eq!(puts, [ignores_images, again, true].map(expected));
+        let committed = writer.commit(empty_manifest()).unwrap();
+        assert_eq!(committed.images.contains(&image), !ignores_images);
+    }
+}
+
+#[test]
+fn a_checkpoint_that_ignores_images_outlives_them() {
+    let mut scene = Scene::new();
+    let image = scene.index();
+    let referring = scene.checkpoint();
+    let mut writer = scene.repo.begin(WAIT).unwrap();
+    writer.ignore_images();
+    let stream = writer.put_whole_stream(&scene.vm.pages.concat()).unwrap();
+    let mut manifest = empty_manifest();
+    manifest.streams.insert("memory".into(), stream.clone());
+    let itself = writer.commit(manifest).unwrap();
+    assert!(itself.images.is_empty());
+    scene.repo.prune(false, &mut |_| {}).unwrap();
+    scene.repo.forget(&forget_ids(vec![referring])).unwrap();
+    scene.repo.remove_image(image).unwrap();
+    fs::remove_file(scene.image()).unwrap();
+    scene.repo.prune(false, &mut |_| {}).unwrap();
+    assert_eq!(scene.problems(true), [] as [&str; 0]);
+    let mut repo = open(&scene.repo_dir());
+    let reader = repo.reader(WAIT).unwrap();
+    for (piece, page) in stream.pieces.iter().zip(&scene.vm.pages) {
+        assert_eq!(reader.read(piece).unwrap(), *page);
+    }
+}
+
+/// A meter counts its part alone, whether threads write it or not.
+#[test]
+fn meters_count_the_bytes_of_a_part() {
+    let dir = test_dir();
+    let mut repo = init(dir.path());
+    let mut dice = Dice(3);
+    let mut writer = repo.begin(WAIT).unwrap();
+    let [small, none, large] = [10, 0, 4000].map(|pages| {
+        let meter = writer.meter().unwrap();
+        for _ in 0..pages {
+            writer.put_unnamed(&dice.bytes(PAGE)).unwrap();
+        }
+        (meter, pages * PAGE as u64)
+    });
+    writer.meter().unwrap();
+    writer.put_unnamed(&dice.bytes(PAGE)).unwrap();
+    let committed = writer.commit(empty_manifest()).unwrap();
+    for (meter, plain) in [small, none, large] {
+        let bytes = meter.bytes();
+        // The dice's bytes compress a little.
+        assert!((plain / 2..=plain).contains(&bytes), "{bytes} of {plain}");
+        assert!(bytes < committed.bytes_stored);
+    }
 }
 
 /// The image's own file comes last: until then no block of it counts.

@@ -94,6 +94,7 @@ pub fn options(args: &CaptureArgs) -> Result<CheckpointOptions, CommandError> {
         verify: args.verify,
         delta_cache_bytes: args.delta_cache,
         dedup: !args.no_dedup,
+        images: !args.no_images,
         keep_guest_clock: args.keep_guest_clock,
         copy_buffer_bytes: args.copy_buffer,
         disks: args.disks().map_err(CommandError::DisksTwice)?,
@@ -273,10 +274,11 @@ fn words(report: &CheckpointReport) -> String {
     }
     for disk in &report.disks {
         line += &format!(
-            ", disk {} of {} ({} read)",
+            ", disk {} of {} ({} read, {} stored)",
             printable(&disk.device),
             table::bytes(disk.bytes),
-            table::bytes(disk.bytes_read)
+            table::bytes(disk.bytes_read),
+            table::bytes(disk.bytes_stored)
         );
     }
     if let Some(clock) = &report.clock {

@@ -100,6 +100,7 @@ impl Appender {
             });
         }
         self.count(job.sealed.len());
+        job.meter.add(job.sealed.len());
         Ok(job.emptied())
     }
 

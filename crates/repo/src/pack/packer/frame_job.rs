@@ -8,6 +8,7 @@ use stillframe_page::hash::ContentId;
 
 use crate::error::RepoError;
 use crate::pack::external_frame::ExternalPlace;
+use crate::pack::packer::Meter;
 use crate::pack::{IndexedPack, PackCipher};
 use crate::sync::lock;
 
@@ -34,6 +35,8 @@ pub(super) struct FrameJob {
     pub(super) external: Option<ExternalPlace>,
     pub(super) kind: Option<u8>,
     pub(super) sealed: Vec<u8>,
+    /// What counts its bytes besides.
+    pub(super) meter: Meter,
     /// Where the thread that cut it may run. The sealer goes there.
     pub(super) processors: Option<CpuSet>,
 }
