@@ -59,7 +59,7 @@ fn measure(disks: usize) -> Result<Measured> {
     for number in 0..disks {
         let path = folder.path().join(format!("{number}.img"));
         make_image(&path, "raw", DISK_MIB)?;
-        fill(&path)?;
+        fill(&path, DISK_MIB)?;
         let drive = format!("file={},format=raw,if=virtio", path.display());
         setup = setup.with(&["-drive", &drive]);
     }
@@ -98,8 +98,8 @@ fn measure(disks: usize) -> Result<Measured> {
 }
 
 /// Gives a disk content: holes are not copied when they are overwritten.
-fn fill(path: &Path) -> Result<()> {
-    let write = format!("write -P 90 0 {DISK_MIB}M");
+pub(super) fn fill(path: &Path, mib: u32) -> Result<()> {
+    let write = format!("write -P 90 0 {mib}M");
     let ended = Command::new("qemu-io")
         .args(["-f", "raw", "-c", &write])
         .arg(path)
@@ -123,7 +123,7 @@ fn watch(
     let command = stillframe.command(&[&line[..], &more].concat())?;
     let mut watch = Running::start(command)?;
     let mut monitor = guest.second_monitor()?;
-    let device = device(&mut monitor)?;
+    let device = device(&mut monitor, "virtio0")?;
     for taken in 1..CHECKPOINTS {
         watch.wait_results(taken)?;
         let (byte, at) = (taken * 16 + 1, (taken as u32 * 37) % (DISK_MIB - mib));
@@ -144,13 +144,15 @@ fn watch(
     Ok(())
 }
 
-/// QEMU's name for the device of the first disk.
-fn device(monitor: &mut Qmp) -> Result<String> {
+/// QEMU's name for the device of a drive.
+pub(super) fn device(monitor: &mut Qmp, drive: &str) -> Result<String> {
     let drives = monitor.execute("query-block", json!({}))?;
     let mut drives = drives.as_array().into_iter().flatten();
-    let first = drives.find(|drive| drive["device"] == "virtio0");
-    let device = first.and_then(|drive| drive["qdev"].as_str());
-    Ok(device.context("no first disk")?.to_owned())
+    let found = drives.find(|known| known["device"] == drive);
+    let device = found.and_then(|drive| drive["qdev"].as_str());
+    Ok(device
+        .with_context(|| format!("no drive {drive}"))?
+        .to_owned())
 }
 
 fn record(measured: &[Measured; 2]) -> Result<()> {

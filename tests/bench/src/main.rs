@@ -5,6 +5,7 @@ mod checkpoint;
 mod clones;
 mod demo;
 mod direct_io;
+mod disk_work;
 mod disks;
 mod extremes;
 mod frequency;
@@ -52,6 +53,8 @@ enum What {
     DirectIo,
     /// The pause of a checkpoint that holds the disks.
     Disks,
+    /// What a guest's work with its disk loses, and what is stored of the disk of one that compiles.
+    DiskWork,
     /// The guests with real software: the pace of each, and every page of it compared.
     Workloads {
         /// Seconds over which the pace is measured.
@@ -101,6 +104,7 @@ fn main() -> Result<()> {
         What::Extremes => extremes::run(),
         What::DirectIo => direct_io::run(),
         What::Disks => disks::run(),
+        What::DiskWork => disk_work::run(),
         What::Workloads { seconds, workload } => workloads::run(seconds, workload.as_deref()),
         What::Papers {
             paper,

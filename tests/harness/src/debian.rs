@@ -50,6 +50,10 @@ pub enum DebianWorkload {
     Gzip,
     /// The Linux kernel's build, on a disk, for three minutes.
     Make,
+    /// Random writes to a whole disk.
+    Fio,
+    /// PostgreSQL on a disk, under pgbench.
+    Pgbench,
 }
 
 impl DebianWorkload {
@@ -63,7 +67,7 @@ impl DebianWorkload {
         DebianWorkload::Database,
     ];
 
-    /// All that go on for ever. The others have one unit and need a disk with a file system (`vdb`).
+    /// All that go on for ever and need no disk of their own (`vdb`).
     pub const ALL: [DebianWorkload; 11] = [
         DebianWorkload::Idle,
         DebianWorkload::Dbench,
@@ -97,6 +101,8 @@ impl DebianWorkload {
             DebianWorkload::Install => "install",
             DebianWorkload::Gzip => "gzip",
             DebianWorkload::Make => "make",
+            DebianWorkload::Fio => "fio",
+            DebianWorkload::Pgbench => "pgbench",
         }
     }
 }

@@ -24,6 +24,7 @@ const PACKAGES: &[&str] = &[
     "busybox",
     "bzip2",
     "dbench",
+    "fio",
     "flex",
     "gcc",
     "libc6-dev",
