@@ -146,6 +146,7 @@ fn ours(
     for _ in 0..TURNS {
         let repository = folder.join("ended");
         let (ms, report, contents) = checkpoint(guest, &repository, options, prepare)?;
+        fs::remove_dir_all(&repository)?;
         if options.contains(&"--free-pages") {
             let known = report["free_pages"]["not_known"].is_null();
             ensure!(known, "the guest's free pages are not known: {report}");
