@@ -15,6 +15,7 @@ use stillframe_harness::committing::make_image;
 use stillframe_harness::debian::{DebianSetup, DebianWorkload, READY_LIMIT};
 use stillframe_harness::guest::Guest;
 use stillframe_harness::images;
+use stillframe_harness::qmp::Qmp;
 use stillframe_harness::results::{self, Claim, Goal, percentile};
 use stillframe_harness::running::Running;
 
@@ -188,20 +189,20 @@ fn watched(
 fn window(guest: &Guest, workload: DebianWorkload) -> Result<Window> {
     let mut monitor = guest.second_monitor()?;
     let device = device(&mut monitor, DRIVE)?;
-    let mut done = || -> Result<f64> {
+    let done = |monitor: &mut Qmp| -> Result<f64> {
         match workload {
-            DebianWorkload::Fio => Ok(latency::writes(&mut monitor, DRIVE)? as f64),
+            DebianWorkload::Fio => Ok(latency::writes(monitor, DRIVE)? as f64),
             // From the end of a unit to the end of another.
             _ => Ok(guest.serial.wait_more_units(1, READY_LIMIT)? as f64),
         }
     };
-    let (first, begin) = (done()?, Instant::now());
-    latency::begin(&mut guest.second_monitor()?, &device)?;
+    let (first, begin) = (done(&mut monitor)?, Instant::now());
+    latency::begin(&mut monitor, &device)?;
     thread::sleep(WINDOW);
-    let (last, took) = (done()?, begin.elapsed());
+    let (last, took) = (done(&mut monitor)?, begin.elapsed());
     Ok(Window {
         rate: (last - first) / took.as_secs_f64(),
-        p99_ms: latency::percentile_ms(&mut guest.second_monitor()?, DRIVE, 0.99)?,
+        p99_ms: latency::percentile_ms(&mut monitor, DRIVE, 0.99)?,
     })
 }
 
