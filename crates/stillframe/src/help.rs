@@ -278,6 +278,10 @@ as --delta-cache has its old content. A page that the guest has written again be
 (--skip-fake); with `auto` a page that changes in each round waits until only such pages are left. A page that has the
 content that was sent last is not sent (--page-ids).
 
+Much of a VM's memory is a copy of what is on its disk. --shared-image names a file that both hosts reach: the disk itself, its
+golden image or backing file. It is read once, and of a page that it has only the place is sent; the destination, which must
+name the file, too, reads its own, compares it with the page's id, and has the page sent if it differs.
+
 --rehearse has the destination start QEMU and load an early device state first. A device, a disk's path or a tap that
 would make the hand-over fail is found out before any page is sent; the VM is stopped for that about as long as for the
 hand-over. `receive` then waits for the VM itself.
@@ -308,6 +312,9 @@ first line of the output says where it listens (port 7411, unless you name anoth
 same authority is let in, or only those named by --allow. --replace (or --map) changes words of the VM's command line,
 such as paths of disks, taps and bridges. --into QMP starts no QEMU, but fills one that a manager has started with
 `-incoming defer`, and with the VM's machine and devices; if the migration fails, that QEMU is ended.
+
+--shared-image names a file of this host that the source may refer to in place of sending pages. No other file is read for a
+source. What is read is compared with the id that the source sends.
 
 If the migration fails, the new QEMU is ended. If the connection is lost while the VM is handed over, this command waits
 for the source to connect again: ten minutes if the VM is not running yet, two if it is. If it was killed, --resume

@@ -6,6 +6,7 @@ use std::time::Duration;
 use stillframe_link::{Closer, Frame, FrameKind, FrameStream, Stream};
 
 use super::ConnectionError;
+use super::image_pages::PAYLOAD_BYTES_MAX;
 
 /// The kind of a payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +22,8 @@ pub enum Kind {
     Ids = 4,
     /// Bytes between two QEMUs, of which one copies a disk from the other: NBD.
     Disk = 5,
+    /// Where the content of pages is in files that both hosts reach.
+    ImagePages = 6,
 }
 
 impl FrameKind for Kind {
@@ -31,6 +34,7 @@ impl FrameKind for Kind {
             Kind::DeviceState,
             Kind::Ids,
             Kind::Disk,
+            Kind::ImagePages,
         ];
         kinds.into_iter().find(|kind| kind.number() == number)
     }
@@ -48,6 +52,7 @@ impl FrameKind for Kind {
             // Compressed, and hardly ever longer than before.
             Kind::DeviceState => 257 << 20,
             Kind::Ids | Kind::Disk => 1 << 20,
+            Kind::ImagePages => PAYLOAD_BYTES_MAX,
         }
     }
 }

@@ -8,6 +8,7 @@ use stillframe_page::encoding::Decoder;
 
 use super::batch::Batch;
 use super::framing::{Connection, Kind};
+use super::image_pages::ImagePages;
 use super::message::Message;
 use crate::memory::BlockShape;
 
@@ -18,6 +19,23 @@ pub fn messages(bytes: &[u8]) {
     for kind in [Kind::Control, Kind::DeviceState, Kind::Ids] {
         let payload = bytes.to_vec();
         let _ = Message::decode(Frame { kind, payload });
+    }
+}
+
+/// Reads places of pages.
+pub fn image_pages(bytes: &[u8]) {
+    let blocks = [1, 600].map(|pages| BlockShape {
+        name: String::new(),
+        pages,
+    });
+    if let Ok(pages) = ImagePages::decode(bytes, &blocks) {
+        assert!(
+            pages
+                .pages
+                .iter()
+                .all(|page| page.page < blocks[pages.block].pages)
+        );
+        assert_eq!(pages.encode(), bytes);
     }
 }
 

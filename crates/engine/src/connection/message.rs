@@ -3,8 +3,8 @@
 //! ```text
 //!   source                                        destination
 //!     Hello {session, mode, connections,   -->      plans, starts QEMU
-//!            lanes, copied, base, vm, blocks}
-//!                                          <--    Begun {seeded, based}
+//!            lanes, copied, base, images, vm, blocks}
+//!                                          <--    Begun {seeded, based, images}
 //!                                          <--    Alive, each second; Ids, if it has a checkpoint of the VM, when QEMU has its pages
 //!     Join {session, number}, first on each connection for pages
 //!                                          <--    Accepted {no_post_copy}, when QEMU has started
@@ -18,9 +18,9 @@
 //!     Copied, when only new writes are left  -->
 //!
 //!   pre-copy, on each connection for pages, before *Accepted* already:
-//!     Pages, as often as needed            -->
-//!     Sync, after each round               <-->   Synced
-//!     Pages, while it is stopped           -->
+//!     Pages, ImagePages, as often as needed  -->
+//!     Sync, after each round               <-->   Differs, for pages that no image has; Synced
+//!     Pages, ImagePages, while it is stopped  -->
 //!     Last                                 -->
 //!   and on the first one, each second:
 //!     Alive                                -->
@@ -105,6 +105,16 @@ pub struct Base {
     pub checkpoint: CheckpointId,
 }
 
+/// A file that both hosts may reach.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SharedImage {
+    /// Its path at the source.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+}
+
 /// A message in JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -125,6 +135,9 @@ pub enum Control {
         /// The source sends only what was written since this checkpoint, if the destination can read it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         base: Option<Base>,
+        /// Of pages with content of these, only the place is sent, if the destination has them.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        images: Vec<SharedImage>,
         /// The VM.
         vm: Box<VmRecord>,
         /// Its RAM blocks, in the order of their numbers.
@@ -158,6 +171,9 @@ pub enum Control {
         /// Whether it reads from the base what the source does not send.
         #[serde(default)]
         based: bool,
+        /// Which of the images it has.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        images: Vec<bool>,
     },
     /// The destination has started a QEMU that waits for memory.
     Accepted {
@@ -199,6 +215,13 @@ pub enum Control {
     Fetched,
     /// A round ends: what was sent so far is to be populated first.
     Sync,
+    /// It is, but for pages whose content was not found in an image: they are to be sent.
+    Differs {
+        /// The number of the block.
+        block: usize,
+        /// The ranges.
+        ranges: Vec<(u64, u64)>,
+    },
     /// It is.
     Synced,
     /// No more pages come over this connection; on the first one, no more lists of outdated ones.
@@ -227,6 +250,8 @@ pub enum Message {
     Control(Control),
     /// The payload of a [`super::batch::Batch`].
     Pages(Vec<u8>),
+    /// The payload of [`super::image_pages::ImagePages`].
+    ImagePages(Vec<u8>),
     /// Bytes of one QEMU for the other; none, each second, say that the connection lives.
     Disk(Vec<u8>),
     /// A piece of the device state as QEMU saves it; none of it, that it is whole.
@@ -248,6 +273,7 @@ impl Message {
                 Err(error) => Err(malformed(format!("a message: {error}"))),
             },
             Kind::Pages => Ok(Message::Pages(payload)),
+            Kind::ImagePages => Ok(Message::ImagePages(payload)),
             Kind::Disk => Ok(Message::Disk(payload)),
             Kind::DeviceState => Ok(Message::DeviceState(device_state(&payload)?)),
             Kind::Ids => match payload.as_chunks::<32>() {
@@ -264,6 +290,7 @@ impl Message {
     pub fn what(&self) -> &'static str {
         match self {
             Message::Pages(_) => "pages",
+            Message::ImagePages(_) => "places of pages in images",
             Message::Disk(_) => "a part of a disk",
             Message::DeviceState(_) => "a device state",
             Message::Ids(_) => "content ids",
@@ -282,6 +309,7 @@ impl Message {
                 Control::Fetched => "that it has all pages",
                 Control::Rehearsed => "that the rehearsal is over",
                 Control::Sync => "a request for an answer",
+                Control::Differs { .. } => "which pages no image has",
                 Control::Synced => "that all pages so far are populated",
                 Control::Last => "that no more pages come",
                 Control::Alive => "that it lives",

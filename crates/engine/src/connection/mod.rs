@@ -7,7 +7,8 @@
 //! ```
 //!
 //! The frames are those of the crate `link`, which also makes the stream. [`framing`] has their kinds, [`message`] gives
-//! each kind its meaning, [`batch`] is how pages are written down, and [`compression`] chooses how they are compressed.
+//! each kind its meaning, [`batch`] is how pages are written down, [`image_pages`] how
+//! those are whose content both hosts have, and [`compression`] chooses how they are compressed.
 
 pub mod batch;
 pub mod compression;
@@ -15,6 +16,7 @@ pub mod framing;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+pub mod image_pages;
 pub mod message;
 #[cfg(test)]
 mod tests;

@@ -7,9 +7,10 @@ use stillframe_qemu::record::VmRecord;
 
 use super::disks::DISKS_MAX;
 use super::error::ReceiveError;
+use super::image_blocks::IMAGES_MAX;
 use super::{CONNECTIONS_MAX, LANES_MAX, Mode, Wire};
 use crate::connection::ConnectionError;
-use crate::connection::message::{Base, Control, Message};
+use crate::connection::message::{Base, Control, Message, SharedImage};
 use crate::connection::word::Session;
 use crate::memory::BlockShape;
 use crate::memory::block::Block;
@@ -27,6 +28,8 @@ pub(super) struct Greeting {
     pub copied: Vec<String>,
     /// The checkpoint that the source would send an increment of.
     pub base: Option<Base>,
+    /// Files that the source would name places of.
+    pub images: Vec<SharedImage>,
     pub vm: VmRecord,
     pub blocks: Vec<BlockShape>,
 }
@@ -55,9 +58,14 @@ pub(super) fn greeting_of(message: Message) -> Result<Greeting, ReceiveError> {
             lanes,
             copied,
             base,
+            images,
             vm,
             blocks,
-        }) if connections <= CONNECTIONS_MAX && lanes <= LANES_MAX && copied.len() <= DISKS_MAX => {
+        }) if connections <= CONNECTIONS_MAX
+            && lanes <= LANES_MAX
+            && copied.len() <= DISKS_MAX
+            && images.len() <= IMAGES_MAX =>
+        {
             Ok(Greeting {
                 session,
                 mode,
@@ -65,6 +73,7 @@ pub(super) fn greeting_of(message: Message) -> Result<Greeting, ReceiveError> {
                 lanes,
                 copied,
                 base,
+                images,
                 vm: *vm,
                 blocks,
             })

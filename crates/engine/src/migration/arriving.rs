@@ -20,6 +20,7 @@ use super::disks::CONNECTIONS_A_DISK;
 use super::disks::exports::Exports;
 use super::error::ReceiveError;
 use super::filling::{self, LateMemory, Missing};
+use super::image_files::ImageFiles;
 use super::incoming::Early;
 use super::lacking::{Lacking, take_ids};
 use super::new_qemu::{NewProcess, starting};
@@ -82,6 +83,8 @@ pub(super) struct Arriving<'s> {
     /// Where disks are copied to, while they are.
     exports: Option<Exports>,
     report: ReceiveReport,
+    /// Files that the source has, too.
+    shared: ImageFiles,
     // Removed when QEMU has ended.
     images: NewImages,
 }
@@ -92,7 +95,7 @@ impl<'s> Arriving<'s> {
         wire: &mut Wire,
         listen: Listen<'_>,
         options: &ReceiveOptions,
-        (greeting, seed): (Greeting, Option<&'s Seed<'s>>),
+        (greeting, seed, shared): (Greeting, Option<&'s Seed<'s>>, ImageFiles),
         events: ReceiveSink<'_>,
     ) -> Result<Arriving<'s>, ReceiveError> {
         let guardian = Guardian::start()?;
@@ -104,7 +107,7 @@ impl<'s> Arriving<'s> {
         // Pages come while QEMU starts.
         let wires = incoming::accept(listen, &greeting.session, 0..greeting.connections)?;
         let early = Early::start(wires)?;
-        let here = (greeting, guardian, images);
+        let here = (greeting, guardian, images, shared);
         let mut arriving = Arriving::started(wire, options, starting, here, seed, events)?;
         let early = arriving.say_accepted(wire).map(|()| early);
         arriving.copy_disks(wire, listen)?;
@@ -146,7 +149,12 @@ impl<'s> Arriving<'s> {
     fn begin_again(&mut self, wire: &mut Wire, listen: Listen<'_>) -> Result<Early, ReceiveError> {
         let base = self.seed.filter(|seed| seed.base.is_some());
         let (seeded, based) = (base.is_none(), base.is_some());
-        wire.send_control(&Control::Begun { seeded, based })?;
+        let images = self.shared.there();
+        wire.send_control(&Control::Begun {
+            seeded,
+            based,
+            images,
+        })?;
         let numbers = 0..self.greeting.connections;
         let early = Early::start(incoming::accept(listen, &self.greeting.session, numbers)?)?;
         if seeded {
@@ -180,7 +188,7 @@ impl<'s> Arriving<'s> {
         wire: &mut Wire,
         options: &ReceiveOptions,
         starting: NewProcess<'_>,
-        (greeting, guardian, images): (Greeting, Guardian, NewImages),
+        (greeting, guardian, images, shared): (Greeting, Guardian, NewImages, ImageFiles),
         seed: Option<&'s Seed<'s>>,
         events: ReceiveSink<'_>,
     ) -> Result<Arriving<'s>, ReceiveError> {
@@ -236,6 +244,7 @@ impl<'s> Arriving<'s> {
             maps: Vec::new(),
             exports,
             report,
+            shared,
             images,
         })
     }
@@ -284,7 +293,8 @@ impl<'s> Arriving<'s> {
             (None, true) => StreamedMemory::seeded(blocks, &self.greeting.blocks),
             (None, false) => StreamedMemory::new(process, blocks, &self.greeting.blocks)?,
         };
-        let sent = incoming::pages(early.stop(), &memory, || rest(wire, blocks))?;
+        let into = (&memory, &self.shared);
+        let sent = incoming::pages(early.stop(), into, || rest(wire, blocks))?;
         let received = memory.finish(sent.pages)?;
         self.report.pages = received.iter().map(DirtyBitmap::count).sum();
         let qemu = (&self.guardian, process);

@@ -28,7 +28,8 @@ const AS_GOOD: f64 = 1.2;
 /// One round.
 #[derive(Debug, Clone, Copy)]
 pub struct Round {
-    /// Pages that were gone through: sent, or found to be the same.
+    /// Pages that were gone through: sent, or found to be the same. Not those of which the place in an image was sent: that
+    /// takes no time, which says nothing of the pages that are left.
     pub pages: u64,
     /// How long that took.
     pub time: Duration,

@@ -4,6 +4,7 @@ use super::announced::{Greeting, greeting_of};
 use super::arriving::{Arriving, Loaded};
 use super::error::ReceiveError;
 use super::handover::{Destination, Event};
+use super::image_files::ImageFiles;
 use super::new_qemu::Rehearsal;
 use super::receiver::{ReceiveEvent, ReceiveOptions, ReceiveSink, Received};
 use super::seed::{Seed, SeedFrom};
@@ -31,13 +32,13 @@ pub fn receive(
     if let Ok(Message::Control(Control::Over { .. })) = message {
         return Ok(Received::Nothing);
     }
-    let greeted = greeted(&mut wire, message, from);
-    let (greeting, seed) = greeted.inspect_err(|error| give_up(&mut wire, error))?;
+    let greeted = greeted(&mut wire, message, options, from);
+    let (greeting, seed, images) = greeted.inspect_err(|error| give_up(&mut wire, error))?;
     let arriving = Arriving::begin(
         &mut wire,
         listen,
         options,
-        (greeting, seed.as_ref()),
+        (greeting, seed.as_ref(), images),
         events,
     );
     let mut arriving = arriving.inspect_err(|error| give_up(&mut wire, error))?;
@@ -84,12 +85,13 @@ pub fn receive(
     })
 }
 
-/// What the source says first, and the checkpoint that the VM begins with.
+/// What the source says first, the checkpoint that the VM begins with, and the images that both hosts have.
 fn greeted<'r>(
     wire: &mut Wire,
     message: Result<Message, ConnectionError>,
+    options: &ReceiveOptions,
     from: Option<&'r mut SeedFrom<'_>>,
-) -> Result<(Greeting, Option<Seed<'r>>), ReceiveError> {
+) -> Result<(Greeting, Option<Seed<'r>>, ImageFiles), ReceiveError> {
     let greeting = greeting_of(message?)?;
     let Greeting {
         vm, blocks, base, ..
@@ -100,8 +102,14 @@ fn greeted<'r>(
     let seed = seed.transpose()?.flatten();
     let based = seed.as_ref().is_some_and(|seed| seed.base.is_some());
     let seeded = seed.is_some() && !based;
-    wire.send_control(&Control::Begun { seeded, based })?;
-    Ok((greeting, seed))
+    let files = ImageFiles::open(&greeting.images, &options.shared_images);
+    let images = files.there();
+    wire.send_control(&Control::Begun {
+        seeded,
+        based,
+        images,
+    })?;
+    Ok((greeting, seed, files))
 }
 
 /// The device state is loaded: ends the QEMU.

@@ -8,6 +8,7 @@ use thiserror::Error;
 
 use super::commit::CommitError;
 use super::disks::{DestinationError, DiskError};
+use super::image_blocks::SharedImageError;
 use super::record::RecordError;
 use super::serving::ServingError;
 use crate::capture::device_state::StateError;
@@ -59,6 +60,9 @@ pub enum MigrateError {
     /// No name for the migration.
     #[error("the kernel gives no random bytes")]
     Random(#[source] getrandom::Error),
+    /// A shared image cannot be read.
+    #[error(transparent)]
+    SharedImage(#[from] SharedImageError),
     /// There is one connection, and not the others.
     #[error("cannot open a connection for pages: {why}")]
     NoMoreConnections {

@@ -8,12 +8,16 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use stillframe_link::Closer;
+use stillframe_page::PAGE;
 
 use super::error::ReceiveError;
+use super::image_files::ImageFiles;
 use super::{ANSWER_LIMIT, Awaited, LANES_MAX, Listen, NO_PAGES_MAX, Wire};
 use crate::connection::ConnectionError;
+use crate::connection::image_pages::ImagePages;
 use crate::connection::message::{Control, Message};
 use crate::connection::word::{Session, Word};
+use crate::memory::ranges::runs;
 use crate::populate::streamed::{Received, StreamWriter, StreamedMemory};
 
 /// Time for the source to open its connections.
@@ -82,7 +86,7 @@ impl Begun {
         loop {
             let message = wire.receive_message();
             let pages = match &message {
-                Ok(Message::Pages(payload)) => Some(payload.len()),
+                Ok(Message::Pages(payload) | Message::ImagePages(payload)) => Some(payload.len()),
                 _ => None,
             };
             bytes += pages.unwrap_or(0);
@@ -216,7 +220,7 @@ pub(super) fn turn_away(mut wire: Wire, message: Result<Message, ConnectionError
 /// Writes all pages that come, while `rest` receives what comes over the first connection.
 pub(super) fn pages<R>(
     connections: Vec<Begun>,
-    memory: &StreamedMemory<'_>,
+    into: (&StreamedMemory<'_>, &ImageFiles),
     rest: impl FnOnce() -> Result<R, ReceiveError>,
 ) -> Result<Arrived<R>, ReceiveError> {
     let closers = connections.iter().map(|begun| begun.wire.closer());
@@ -225,7 +229,7 @@ pub(super) fn pages<R>(
     thread::scope(|scope| {
         let threads: Vec<_> = connections
             .into_iter()
-            .map(|begun| scope.spawn(move || receive(begun, memory)))
+            .map(|begun| scope.spawn(move || receive(begun, into)))
             .collect();
         let rest = rest();
         if rest.is_err() {
@@ -254,10 +258,13 @@ pub(super) fn pages<R>(
 }
 
 /// Writes the pages of one connection, until there are no more.
-fn receive(begun: Begun, memory: &StreamedMemory<'_>) -> Result<Received, ReceiveError> {
+fn receive(
+    begun: Begun,
+    (memory, images): (&StreamedMemory<'_>, &ImageFiles),
+) -> Result<Received, ReceiveError> {
     let Begun { mut wire, messages } = begun;
     let done = memory.writer().map_err(ReceiveError::from);
-    let done = done.and_then(|writer| take(&mut wire, messages, writer));
+    let done = done.and_then(|writer| take(&mut wire, messages, (writer, images)));
     if let Err(error) = &done {
         let why = Some(crate::in_words(error));
         let word = Word::Never;
@@ -271,9 +278,10 @@ fn receive(begun: Begun, memory: &StreamedMemory<'_>) -> Result<Received, Receiv
 fn take(
     wire: &mut Wire,
     early: Vec<Result<Message, ConnectionError>>,
-    mut writer: StreamWriter<'_>,
+    (mut writer, images): (StreamWriter<'_>, &ImageFiles),
 ) -> Result<Received, ReceiveError> {
     let mut early = early.into_iter();
+    let mut differing = writer.no_pages();
     loop {
         let message = early.next().unwrap_or_else(|| wire.receive_message());
         match message? {
@@ -281,9 +289,189 @@ fn take(
                 writer.take(&payload)?;
                 wire.give_back(payload);
             }
-            Message::Control(Control::Sync) => wire.send_control(&Control::Synced)?,
+            Message::ImagePages(payload) => {
+                let (block, pages) = take_from_images(&payload, &mut writer, images)?;
+                differing[block].extend(runs(&pages));
+                wire.give_back(payload);
+            }
+            Message::Control(Control::Sync) => {
+                let differing = std::mem::replace(&mut differing, writer.no_pages());
+                let message = |block, ranges| Control::Differs { block, ranges };
+                wire.send_ranges(&differing, message)?;
+                wire.send_control(&Control::Synced)?;
+            }
             Message::Control(Control::Last) => return Ok(writer.received()),
             other => return Err(other.unexpected().into()),
+        }
+    }
+}
+
+/// Writes pages that are in an image of this host. Returns the number of their block, and those that are not.
+fn take_from_images(
+    payload: &[u8],
+    writer: &mut StreamWriter<'_>,
+    images: &ImageFiles,
+) -> Result<(usize, Vec<u64>), ReceiveError> {
+    let ImagePages { block, pages } = ImagePages::decode(payload, writer.shapes())?;
+    let (mut found, mut contents, mut differing) = (Vec::new(), Vec::new(), Vec::new());
+    let mut content = [0; PAGE];
+    for page in &pages {
+        match images.read(page, &mut content)? {
+            true => {
+                found.push(page.page);
+                contents.extend_from_slice(&content);
+            }
+            false => differing.push(page.page),
+        }
+    }
+    writer.write(block, &found, &mut contents)?;
+    Ok((block, differing))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::collections::BTreeMap;
+    use std::io::{self, Cursor, Write};
+    use std::rc::Rc;
+    use std::sync::OnceLock;
+
+    use proptest::prelude::*;
+    use stillframe_sys::affinity::of_this_thread;
+
+    use super::*;
+    use crate::connection::Connection;
+    use crate::connection::compression::CompressionChoice;
+    use crate::connection::message::SharedImage;
+    use crate::fakes::FakeMemory;
+    use crate::memory::{BlockShape, Page};
+    use crate::migration::image_blocks::SharedFiles;
+    use crate::migration::image_files::LocalImage;
+    use crate::migration::pages::{SentPages, There};
+    use crate::sink::connection::ConnectionPages;
+
+    const PAGES: u64 = 24;
+
+    /// What was sent so far.
+    #[derive(Clone, Default)]
+    struct SentBytes(Rc<RefCell<Vec<u8>>>);
+
+    impl Write for SentBytes {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.borrow_mut().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Writes what came after the first `seen` messages. The pages that are in no image.
+    fn arrive(
+        bytes: &[u8],
+        seen: &mut usize,
+        writer: &mut StreamWriter<'_>,
+        files: &ImageFiles,
+    ) -> Vec<u64> {
+        let mut connection = Connection::new(Cursor::new(bytes));
+        let (mut number, mut differing) = (0, Vec::new());
+        while let Ok(message) = connection.receive_message() {
+            number += 1;
+            match message {
+                _ if number <= *seen => {}
+                Message::Pages(payload) => writer.take(&payload).unwrap(),
+                Message::ImagePages(payload) => {
+                    let (block, pages) = take_from_images(&payload, writer, files).unwrap();
+                    assert_eq!(block, 0);
+                    differing.extend(pages);
+                }
+                other => panic!("{}", other.what()),
+            }
+        }
+        *seen = number;
+        differing
+    }
+
+    fn page(filling: &u8) -> [u8; PAGE] {
+        [*filling; PAGE]
+    }
+
+    /// The source's image, and the destination's, in which these blocks are others.
+    fn images(
+        folder: &std::path::Path,
+        fillings: &[u8],
+        spoilt: &[bool],
+    ) -> [std::path::PathBuf; 2] {
+        let paths = ["there", "here"].map(|name| folder.join(name));
+        let content = fillings.iter().flat_map(page).collect::<Vec<u8>>();
+        std::fs::write(&paths[0], content).unwrap();
+        let spoilt = fillings
+            .iter()
+            .zip(spoilt)
+            .map(|(filling, spoilt)| match spoilt {
+                true => 255,
+                false => *filling,
+            });
+        let content = spoilt
+            .flat_map(|filling| page(&filling))
+            .collect::<Vec<u8>>();
+        std::fs::write(&paths[1], content).unwrap();
+        paths
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Whatever the destination has in its file: after each round, its memory is that of the source.
+        #[test]
+        fn memory_is_equal_after_each_round_whatever_the_images_are(
+            blocks in prop::collection::vec((0..16u8, any::<bool>()), 0..20),
+            rounds in prop::collection::vec((prop::collection::btree_map(0..PAGES, 0..24u8, 0..24), any::<bool>()), 1..5),
+            budget in prop_oneof![Just(0u64), Just(6 << 12), Just(1 << 20)],
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let (fillings, spoilt): (Vec<u8>, Vec<bool>) = blocks.into_iter().unzip();
+            let [there, here] = images(folder.path(), &fillings, &spoilt);
+            let shared = SharedFiles::open(&[there]).unwrap();
+            let named: Vec<SharedImage> = shared.named();
+            let local = LocalImage { name: named[0].name.clone(), path: here };
+            let files = ImageFiles::open(&named, &[local]);
+            prop_assert_eq!(files.there(), [true]);
+            let finder = shared.read(&[true], &of_this_thread(), &AtomicBool::new(false)).unwrap();
+
+            let shapes = [BlockShape { name: "block".to_owned(), pages: PAGES }];
+            let memory = FakeMemory::new("block", &[0; PAGES as usize]);
+            let memory_blocks = [memory.block()];
+            let streamed = StreamedMemory::seeded(&memory_blocks, &shapes);
+            let mut writer = streamed.writer().unwrap();
+            let there = There {
+                seeds: Arc::default(),
+                base: Default::default(),
+                images: Arc::new(OnceLock::from(finder)),
+            };
+            let mut pages = SentPages::new(&shapes, budget, 1, None, there);
+            let bytes = SentBytes::default();
+            let mut sink = ConnectionPages::new(Connection::new(bytes.clone()), CompressionChoice::Auto).unwrap();
+            let (mut source, mut seen) = (vec![0u8; PAGES as usize], 0);
+            let (mut in_image, mut not_found) = (0, 0);
+            for (writes, remembered) in rounds {
+                source.iter_mut().zip(0..).for_each(|(filling, number)| *filling = *writes.get(&number).unwrap_or(filling));
+                let contents: BTreeMap<u64, [u8; PAGE]> = writes.iter().map(|(&number, filling)| (number, page(filling))).collect();
+                let batch = contents.iter().map(|(&number, bytes)| Page { number, bytes }).collect();
+                pages.put(&mut sink, (0, batch), remembered).unwrap();
+                let sent: Vec<u8> = bytes.0.borrow().clone();
+                let differing = arrive(&sent, &mut seen, &mut writer, &files);
+                prop_assert!(differing.is_empty() || pages.take_awaited());
+                let again: Vec<Page<'_>> = differing.iter().map(|number| Page { number: *number, bytes: &contents[number] }).collect();
+                pages.put_again(&mut sink, (0, &again)).unwrap();
+                let sent: Vec<u8> = bytes.0.borrow().clone();
+                prop_assert_eq!(arrive(&sent, &mut seen, &mut writer, &files), [0; 0]);
+                prop_assert!(memory.bytes() == source.iter().flat_map(page).collect::<Vec<u8>>());
+                not_found += differing.len() as u64;
+                in_image = pages.counts().in_image;
+            }
+            prop_assert_eq!(pages.counts().not_in_image, not_found);
+            prop_assert!(in_image >= not_found);
         }
     }
 }

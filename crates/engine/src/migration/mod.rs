@@ -19,6 +19,8 @@ mod disks;
 mod error;
 mod filling;
 pub mod handover;
+mod image_blocks;
+mod image_files;
 mod incoming;
 mod lacking;
 mod later;
@@ -44,6 +46,7 @@ mod takeover;
 
 use std::num::NonZeroU64;
 use std::ops::AddAssign;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -62,6 +65,8 @@ pub use destination::receive;
 pub use disks::{CopyDisks, DestinationError, DiskError};
 pub use error::{MigrateError, ReceiveError};
 pub use filling::FilledReport;
+pub use image_blocks::{IMAGES_MAX, SharedImageError};
+pub use image_files::LocalImage;
 pub use new_qemu::{NewQemu, Rehearsal};
 pub use receiver::{ReceiveEvent, ReceiveOptions, ReceiveSink, Received};
 pub use record::RecordError;
@@ -168,6 +173,8 @@ pub enum MigrateEvent {
     Increment,
     /// The rest moves when the VM runs at the destination: if a host or a QEMU is lost until all is there, so is the VM.
     Later,
+    /// The destination does not have this shared image, or has another one: its pages are sent.
+    NoImage(String),
     /// The migration failed, and QEMU did not end the copy of a disk, for this reason.
     CopyLeft(String),
 }
@@ -201,6 +208,9 @@ pub struct MigrateOptions {
     pub compression: CompressionChoice,
     /// The disks that the destination does not reach.
     pub copy_disks: CopyDisks,
+    /// Files that both hosts may reach: of pages that are in them, only the place is sent. Their paths are absolute.
+    #[serde(default)]
+    pub shared_images: Vec<PathBuf>,
     /// How long it is tried to connect again, once the VM is given up.
     pub patience: Duration,
     /// The last checkpoint of this attachment. With pre-copy and hybrid, a destination that can read it has the pages from
@@ -229,6 +239,12 @@ pub struct MigratedPages {
     pub delta: u64,
     /// Pages that were written, and not sent: the destination had that content.
     pub known: u64,
+    /// Pages of which only the place in a shared image was sent.
+    #[serde(default)]
+    pub in_image: u64,
+    /// Of these, those that the destination did not find there: they were sent.
+    #[serde(default)]
+    pub not_in_image: u64,
     /// Pages that were not sent: they are as in the destination's checkpoint, by their ids or the source's copy.
     pub seeded: u64,
     /// Found written, and not sent in that round: the guest had written them again, or kept writing them.
@@ -249,6 +265,8 @@ impl AddAssign for MigratedPages {
         self.zero += more.zero;
         self.delta += more.delta;
         self.known += more.known;
+        self.in_image += more.in_image;
+        self.not_in_image += more.not_in_image;
         self.seeded += more.seeded;
         self.postponed += more.postponed;
         self.fake += more.fake;
@@ -300,7 +318,7 @@ pub struct ReceiveReport {
     /// The new QEMU.
     pub pid: i32,
     /// Its monitor.
-    pub qmp: std::path::PathBuf,
+    pub qmp: PathBuf,
     /// Whether the guest runs here.
     pub running: bool,
     /// Pages with content that came, each counted once.

@@ -252,15 +252,13 @@ impl PageSender {
     /// All pages so far are sent, or all there are.
     fn end(&mut self, end: End, done: &Sender<Done>) -> Result<(), MigrateError> {
         match end {
-            End::Round => {
-                let wire = self.sink.connection();
-                wire.send_control(&Control::Sync)?;
-                match wire.receive_message()? {
-                    Message::Control(Control::Synced) => {}
-                    other => return Err(other.unexpected().into()),
+            End::Round => self.sync()?,
+            End::All => {
+                if self.pages.awaits_answer() {
+                    self.sync()?;
                 }
+                self.sink.connection().send_control(&Control::Last)?;
             }
-            End::All => self.sink.connection().send_control(&Control::Last)?,
         }
         let sent = Sent {
             pages: self.pages.counts(),
@@ -270,6 +268,58 @@ impl PageSender {
         let unsent = std::mem::take(&mut self.unsent);
         // It is awaited, unless the migration has failed.
         let _ = done.send(Done { sent, unsent });
+        Ok(())
+    }
+
+    /// Waits until the destination has all pages so far. Those that it did not find in an image are sent.
+    fn sync(&mut self) -> Result<(), MigrateError> {
+        let differing = self.await_synced()?;
+        let awaited = self.pages.take_awaited();
+        if differing.is_empty() {
+            return Ok(());
+        }
+        if !awaited {
+            let what = "that no image has pages that were sent".to_owned();
+            return Err(ConnectionError::Malformed { what }.into());
+        }
+        for (block, pages) in differing {
+            self.send_again(block, pages)?;
+        }
+        self.sync()
+    }
+
+    fn await_synced(&mut self) -> Result<Vec<(usize, Range<u64>)>, MigrateError> {
+        let blocks = &self.common.blocks;
+        let wire = self.sink.connection();
+        wire.send_control(&Control::Sync)?;
+        let mut differing = Vec::new();
+        loop {
+            match wire.receive_message()? {
+                Message::Control(Control::Synced) => break,
+                Message::Control(Control::Differs { block, ranges }) if block < blocks.len() => {
+                    let ends = blocks[block].pages();
+                    let ranges = ranges.into_iter().map(|(first, end)| first..end.min(ends));
+                    differing.extend(ranges.map(|range| (block, range)));
+                }
+                other => return Err(other.unexpected().into()),
+            }
+        }
+        Ok(differing)
+    }
+
+    /// Sends pages that the destination has not found. What the guest has written meanwhile comes once more.
+    fn send_again(&mut self, block: usize, pages: Range<u64>) -> Result<(), MigrateError> {
+        for pages in chunks(pages) {
+            let bytes = &mut self.buffer[..((pages.end - pages.start) * PAGE_BYTES) as usize];
+            let memory = &self.common.blocks[block];
+            let range = std::slice::from_ref(&pages);
+            memory.read(Guest::Running, &mut [&mut *bytes], range)?;
+            let contents = pages.zip(bytes.as_chunks().0);
+            let contents: Vec<Page<'_>> = contents
+                .map(|(number, bytes)| Page { number, bytes })
+                .collect();
+            self.pages.put_again(&mut self.sink, (block, &contents))?;
+        }
         Ok(())
     }
 

@@ -4,12 +4,14 @@ use std::io::Write;
 use std::num::NonZeroU16;
 use std::sync::{Arc, OnceLock};
 
-use stillframe_page::{GuestPage, PAGE};
+use stillframe_page::{GuestPage, PAGE, is_zero};
 
 use super::MigratedPages;
+use super::image_blocks::ImageFinder;
 use super::seed::Seeds;
 use super::sent_ids::{PageHash, SentIds};
 use crate::connection::ConnectionError;
+use crate::connection::image_pages::{ENTRY_BYTES, ImagePage, ImagePages};
 use crate::encoding::delta_cache::{Contents, DeltaCache};
 use crate::encoding::page_encoder::{PageEncoder, PageEncoding};
 use crate::memory::{BlockShape, Page};
@@ -28,6 +30,10 @@ pub(super) struct SentPages {
     skip_known: bool,
     known: u64,
     seeded: u64,
+    in_image: u64,
+    not_in_image: u64,
+    /// Places were sent since the destination last said which of them it has.
+    unanswered: bool,
     fake: u64,
     fake_bytes: u64,
     doomed: u64,
@@ -44,6 +50,8 @@ pub(super) struct There {
     pub seeds: Arc<OnceLock<Seeds>>,
     /// It has these, of pages that were not sent.
     pub base: Contents,
+    /// It has these images, once they are read here.
+    pub images: Arc<OnceLock<ImageFinder>>,
 }
 
 impl There {
@@ -81,6 +89,9 @@ impl SentPages {
             skip_known: hash.is_some(),
             known: 0,
             seeded: 0,
+            in_image: 0,
+            not_in_image: 0,
+            unanswered: false,
             fake: 0,
             fake_bytes: 0,
             doomed: 0,
@@ -124,20 +135,104 @@ impl SentPages {
             }
             !fake || !self.skip_known
         });
-        let before = sink.sizes();
-        let encodings = self
-            .stream
-            .put(sink, &mut self.encoder, &self.cache, block, &pages)?;
-        self.note_sizes(block, &pages, &encodings, sink.sizes() - before);
+        self.put_places(sink, (block, &mut pages), remembered)?;
+        self.encode(sink, block, &pages)?;
         self.fake += fakes.len() as u64;
         let took = fakes.iter().map(|&page| self.took[block][page as usize]);
         self.fake_bytes += took.flatten().map(bytes_of).sum::<u64>();
-        for &Page { number, bytes } in &pages {
-            let page = GuestPage::new(block, number);
-            match remembered {
-                true => self.cache.put(page, bytes),
-                false => self.cache.remove(page),
-            }
+        for page in &pages {
+            self.remember(block, page, remembered);
+        }
+        Ok(())
+    }
+
+    fn remember(&mut self, block: usize, page: &Page<'_>, remembered: bool) {
+        let number = GuestPage::new(block, page.number);
+        match remembered {
+            true => self.cache.put(number, page.bytes),
+            false => self.cache.remove(number),
+        }
+    }
+
+    fn encode<S: Write>(
+        &mut self,
+        sink: &mut ConnectionPages<S>,
+        block: usize,
+        pages: &[Page<'_>],
+    ) -> Result<(), ConnectionError> {
+        let before = sink.sizes();
+        let encodings = self
+            .stream
+            .put(sink, &mut self.encoder, &self.cache, block, pages)?;
+        self.note_sizes(block, pages, &encodings, sink.sizes() - before);
+        Ok(())
+    }
+
+    /// Sends the places of those pages that are in an image of the destination's, and takes them out. A page whose content
+    /// is in the delta cache is left: it takes as little.
+    fn put_places<S: Write>(
+        &mut self,
+        sink: &mut ConnectionPages<S>,
+        (block, pages): (usize, &mut Vec<Page<'_>>),
+        remembered: bool,
+    ) -> Result<(), ConnectionError> {
+        let images = Arc::clone(&self.there.images);
+        let Some(finder) = images.get() else {
+            return Ok(());
+        };
+        let unknown = |page: &Page<'_>| {
+            let number = GuestPage::new(block, page.number);
+            self.cache.get(number).is_none() && !is_zero(page.bytes)
+        };
+        let (sought, mut rest): (Vec<_>, Vec<_>) = pages.drain(..).partition(unknown);
+        let contents: Vec<&[u8; PAGE]> = sought.iter().map(|page| page.bytes).collect();
+        let mut places = Vec::new();
+        for (page, found) in sought.into_iter().zip(finder.find(&contents)) {
+            let Some((place, id)) = found else {
+                rest.push(page);
+                continue;
+            };
+            self.note(block, page.number, ENTRY_BYTES as u16);
+            self.remember(block, &page, remembered);
+            let page = page.number;
+            places.push(ImagePage { page, place, id });
+        }
+        rest.sort_unstable_by_key(|page| page.number);
+        *pages = rest;
+        if places.is_empty() {
+            return Ok(());
+        }
+        self.in_image += places.len() as u64;
+        self.unanswered = true;
+        let pages = places;
+        sink.put_places(&ImagePages { block, pages })
+    }
+
+    /// Whether the destination is to say which pages it has not found.
+    pub fn awaits_answer(&self) -> bool {
+        self.unanswered
+    }
+
+    /// It has said so. Whether it was to.
+    pub fn take_awaited(&mut self) -> bool {
+        std::mem::take(&mut self.unanswered)
+    }
+
+    /// Sends ascending pages of one block that the destination has not found: whole, whatever was sent of them.
+    pub fn put_again<S: Write>(
+        &mut self,
+        sink: &mut ConnectionPages<S>,
+        (block, pages): (usize, &[Page<'_>]),
+    ) -> Result<(), ConnectionError> {
+        for page in pages {
+            let number = GuestPage::new(block, page.number);
+            self.cache.remove(number);
+            self.ids.is_known(number, page.bytes);
+        }
+        self.not_in_image += pages.len() as u64;
+        self.encode(sink, block, pages)?;
+        for page in pages {
+            self.remember(block, page, true);
         }
         Ok(())
     }
@@ -164,11 +259,16 @@ impl SentPages {
                 PageEncoding::Delta => delta,
                 PageEncoding::Unknown | PageEncoding::TooMuch => whole,
             };
-            let now = NonZeroU16::MIN.saturating_add(now);
-            if let Some(before) = self.took[block][page.number as usize].replace(now) {
-                self.doomed += 1;
-                self.doomed_bytes += bytes_of(before);
-            }
+            self.note(block, page.number, now);
+        }
+    }
+
+    /// Notes what a page took.
+    fn note(&mut self, block: usize, page: u64, bytes: u16) {
+        let now = NonZeroU16::MIN.saturating_add(bytes);
+        if let Some(before) = self.took[block][page as usize].replace(now) {
+            self.doomed += 1;
+            self.doomed_bytes += bytes_of(before);
         }
     }
 
@@ -181,6 +281,8 @@ impl SentPages {
             delta: counts.delta,
             known: counts.unchanged + self.known,
             seeded: self.seeded,
+            in_image: self.in_image,
+            not_in_image: self.not_in_image,
             postponed: self.postponed,
             fake: self.fake,
             fake_bytes: self.fake_bytes,
@@ -215,6 +317,7 @@ mod tests {
         let there = There {
             seeds: Arc::default(),
             base,
+            images: Arc::default(),
         };
         let mut pages = SentPages::new(&blocks, cache_bytes, 1, None, there);
         let connection = Connection::new(Vec::new());
@@ -276,6 +379,7 @@ mod tests {
         let there = There {
             seeds: Arc::default(),
             base: known.into(),
+            images: Arc::default(),
         };
         let mut cache = DeltaCache::default();
         cache.set_budget(1 << 20);

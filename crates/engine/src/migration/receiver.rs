@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::ReceiveReport;
 use super::error::ReceiveError;
 use super::filling::FilledReport;
+use super::image_files::LocalImage;
 use super::new_qemu::{NewQemu, Rehearsal};
 use crate::Progress;
 use crate::populate::lazy::supervision::Supervised;
@@ -27,6 +28,8 @@ pub struct ReceiveOptions {
     pub qemu: NewQemu,
     /// Leave the guest paused, ready to run.
     pub paused: bool,
+    /// Files that this host may read for a source, which has them too.
+    pub shared_images: Vec<LocalImage>,
     /// Copy disks over images that exist.
     pub overwrite_disks: bool,
     /// The last rehearsal.

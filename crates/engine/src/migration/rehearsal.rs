@@ -57,6 +57,7 @@ impl Vm {
             lanes: DEMAND_LANES,
             copied,
             base: None,
+            images: Vec::new(),
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;

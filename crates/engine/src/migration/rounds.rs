@@ -165,7 +165,7 @@ impl Vm {
         loop {
             number += 1;
             outgoing.begin_round();
-            let begin = Instant::now();
+            let (begin, in_image) = (Instant::now(), outgoing.pages().in_image);
             streaming.tracker.streamed(&wanted);
             if number > 2 && rounds.options.skip_fake == SkipFake::Auto {
                 outgoing.postponed(rounds.leave_out(streaming.tracker, &mut wanted, &changing));
@@ -186,7 +186,8 @@ impl Vm {
             outgoing.sync(wire)?;
             let unsent = outgoing.take_unsent();
             streaming.tracker.postpone(&unsent);
-            let pages = wanted.pages() - count(&unsent);
+            let others = count(&unsent) + outgoing.pages().in_image - in_image;
+            let pages = wanted.pages().saturating_sub(others);
             let found = streaming.found()?;
             changing.found(&found.written);
             wanted = streaming.pending(found);

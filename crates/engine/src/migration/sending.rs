@@ -1,14 +1,20 @@
 //! How a VM is sent: what the user wants, and what the destination can do.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::thread;
 use std::time::Duration;
+
+use crossbeam_channel::{RecvTimeoutError, bounded};
+use stillframe_sys::affinity::Processors;
 
 use super::convergence::Switch;
 use super::disks::{CopyDisks, DiskError};
 use super::error::MigrateError;
+use super::image_blocks::{ImageFinder, SharedFiles};
 use super::limiter::Limiter;
 use super::seed::Seeds;
-use super::{DEMAND_LANES, LastCheckpoint, MigrateOptions, Mode, Wire};
+use super::{BEAT, DEMAND_LANES, LastCheckpoint, MigrateOptions, Mode, Wire};
 use crate::connection::ConnectionError;
 use crate::connection::message::{Base, Control, Message};
 use crate::connection::word::Session;
@@ -26,6 +32,10 @@ pub(super) struct Sending<'s> {
     pub based: bool,
     /// What the destination has of the VM; empty until it has said so, and if it has nothing.
     pub seeds: Arc<OnceLock<Seeds>>,
+    /// Which of the shared images the destination has.
+    pub images_there: Vec<bool>,
+    /// Finds pages in these, once they are read.
+    pub images: Arc<OnceLock<ImageFinder>>,
     /// What all connections share.
     pub limiter: Arc<Limiter>,
     pub rounds: u32,
@@ -50,6 +60,8 @@ impl<'s> Sending<'s> {
             options,
             based: false,
             seeds: Arc::default(),
+            images_there: Vec::new(),
+            images: Arc::default(),
             limiter: Arc::new(Limiter::new(options.bytes_per_s)),
             rounds: 0,
             later: mode == Mode::PostCopy,
@@ -92,6 +104,53 @@ impl<'s> Sending<'s> {
         last.map(|last| &last.base)
     }
 
+    /// The images of which places could be sent.
+    ///
+    /// # Errors
+    /// One of them cannot be opened.
+    pub fn shared_images(&self) -> Result<SharedFiles, MigrateError> {
+        match self.connections() {
+            0 => Ok(SharedFiles::default()),
+            _ => Ok(SharedFiles::open(&self.options.shared_images)?),
+        }
+    }
+
+    /// Reads those that the destination has, while that starts its QEMU and hears that this side lives.
+    ///
+    /// # Errors
+    /// One of them cannot be read, or they are too large; the connection failed.
+    pub fn read_images(
+        &self,
+        images: &SharedFiles,
+        wire: &mut Wire,
+        processors: &Processors,
+    ) -> Result<(), MigrateError> {
+        let there = &self.images_there;
+        if !there.contains(&true) {
+            return Ok(());
+        }
+        let stop = &AtomicBool::new(false);
+        let (done, ended) = bounded(1);
+        let read = thread::scope(|scope| {
+            // It is awaited, unless the connection has failed.
+            scope.spawn(move || _ = done.send(images.read(there, processors, stop)));
+            loop {
+                match ended.recv_timeout(BEAT) {
+                    Ok(read) => return Ok(read?),
+                    // Its thread has panicked, and so does the scope.
+                    Err(RecvTimeoutError::Disconnected) => return Ok(ImageFinder::default()),
+                    Err(RecvTimeoutError::Timeout) => {
+                        let alive = wire.send_control(&Control::Alive);
+                        alive.inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
+                    }
+                }
+            }
+        });
+        let finder = read.map_err(|error| explained(wire, error))?;
+        self.images.get_or_init(|| finder);
+        Ok(())
+    }
+
     /// The one that the destination reads.
     pub fn used_base(&self) -> Option<&LastCheckpoint> {
         self.options.base.as_ref().filter(|_| self.based)
@@ -103,10 +162,13 @@ impl<'s> Sending<'s> {
     /// It does not, or the connection failed.
     pub fn begun(&mut self, wire: &mut Wire) -> Result<bool, ConnectionError> {
         match wire.receive_message()? {
-            Message::Control(Control::Begun { seeded, based })
-                if !based || (self.base().is_some() && !seeded) =>
-            {
+            Message::Control(Control::Begun {
+                seeded,
+                based,
+                images,
+            }) if !based || (self.base().is_some() && !seeded) => {
                 self.based = based;
+                self.images_there = images;
                 Ok(seeded)
             }
             other => Err(other.unexpected()),

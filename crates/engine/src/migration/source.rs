@@ -190,6 +190,7 @@ impl Vm {
     ) -> Result<Channels, MigrateError> {
         let copied = disks::chosen(&vm.disks, &sending.options.copy_disks)?;
         let first_of_disks = sending.connections() + sending.lanes();
+        let images = sending.shared_images()?;
         wire.send_control(&Control::Hello {
             session: sending.session.clone(),
             mode: sending.mode,
@@ -197,12 +198,16 @@ impl Vm {
             lanes: sending.lanes(),
             copied: copied.clone(),
             base: sending.base().cloned(),
+            images: images.named(),
             vm: Box::new(vm.clone()),
             blocks: self.tracker.shape(),
         })?;
         let seeded = sending.begun(wire)?;
         if sending.based {
             events(MigrateEvent::Increment);
+        }
+        for image in images.lacking(&sending.images_there) {
+            events(MigrateEvent::NoImage(image.to_owned()));
         }
         let mut channels = Channels::default();
         if sending.connections() > 0 {
@@ -214,6 +219,8 @@ impl Vm {
             let seeds = seeds.map_err(|error| explained(wire, error))?;
             sending.seeds.get_or_init(|| seeds);
         }
+        let processors = placement::processors(&self.target.process);
+        sending.read_images(&images, wire, &processors)?;
         let image = |device: &String| image_of(&vm.disks, device);
         let disks: Vec<&Disk> = copied.iter().filter_map(image).collect();
         if !disks.is_empty() {
@@ -360,6 +367,7 @@ impl Vm {
             let there = There {
                 seeds: Arc::clone(&sending.seeds),
                 base: base.cloned().unwrap_or_default(),
+                images: Arc::clone(&sending.images),
             };
             SentPages::new(&shape, cache_bytes, seed, options.page_ids, there)
         };

@@ -14,7 +14,7 @@ use crate::connection::ConnectionError;
 use crate::connection::batch::Batch;
 use crate::memory::BlockShape;
 use crate::memory::block::{Block, Guest};
-use crate::memory::ranges;
+use crate::memory::ranges::{self, PageRanges};
 use crate::source::{SourceError, TakeMany};
 
 /// Pages that are zeroed with one call: 1 MiB.
@@ -164,6 +164,36 @@ impl StreamWriter<'_> {
             apply(delta, block, &pages, &mut self.buffer)?;
         }
         Ok(())
+    }
+
+    /// The blocks that it writes.
+    pub fn shapes(&self) -> &[BlockShape] {
+        self.memory.shapes
+    }
+
+    /// A list for pages of each block.
+    pub fn no_pages(&self) -> PageRanges {
+        vec![Vec::new(); self.memory.shapes.len()]
+    }
+
+    /// Writes these pages of a block, ascending, whose content was found here.
+    ///
+    /// # Errors
+    /// Memory cannot be written. It is worthless then.
+    pub fn write(
+        &mut self,
+        block: usize,
+        pages: &[u64],
+        contents: &mut [u8],
+    ) -> Result<(), PopulateError> {
+        let runs = ranges::runs(pages);
+        let received = &mut self.received[block];
+        runs.iter().cloned().for_each(|run| received.set_range(run));
+        let parts: Vec<&[u8]> = ranges::split(contents, &runs)
+            .into_iter()
+            .map(|part| &*part)
+            .collect();
+        Ok(self.memory.blocks[block].write_vectored(&parts, &runs)?)
     }
 
     /// No more pages come.

@@ -14,6 +14,7 @@ use super::{EncodedBatch, PageSink};
 use crate::connection::batch::BatchWriter;
 use crate::connection::compression::CompressionChoice;
 use crate::connection::framing::Kind;
+use crate::connection::image_pages::ImagePages;
 use crate::connection::{Connection, ConnectionError};
 use crate::encoding::page_encoder::PageEncoding;
 use crate::memory::Page;
@@ -96,6 +97,20 @@ impl<S> ConnectionPages<S> {
         let sending = std::mem::take(&mut self.sending);
         let compressor = self.writer.compressor();
         compressor.sent(bytes, sending + held_back, whole + held_back)?;
+        Ok(())
+    }
+
+    /// Sends where the content of pages is.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::send`].
+    pub fn put_places(&mut self, pages: &ImagePages) -> Result<(), ConnectionError>
+    where
+        S: Write,
+    {
+        let begun = Instant::now();
+        self.connection.send(Kind::ImagePages, &pages.encode())?;
+        self.sending += begun.elapsed();
         Ok(())
     }
 

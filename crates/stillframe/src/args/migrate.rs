@@ -1,12 +1,12 @@
 //! The command lines of `migrate` and `receive`.
 
 use std::num::NonZeroU64;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use stillframe_engine::migration::{
-    CONNECTIONS_MAX, CompressionChoice, CopyDisks, Mode, PageHash, SkipFake,
+    CONNECTIONS_MAX, CompressionChoice, CopyDisks, LocalImage, Mode, PageHash, SkipFake,
 };
 use stillframe_link::Address;
 
@@ -164,6 +164,10 @@ pub struct MigrateArgs {
     /// devices
     #[arg(long, value_name = "DEVICE", num_args = 0.., value_delimiter = ',', require_equals = true)]
     pub copy_disks: Option<Vec<String>>,
+    /// A file that both hosts reach, such as the VM's disk or its golden image: of pages of memory that are in it, only the
+    /// place is sent; the destination reads its own (with pre-copy and hybrid; may be given several times)
+    #[arg(long = "shared-image", value_name = "PATH")]
+    pub shared_images: Vec<PathBuf>,
     /// If the connection is lost, try to connect again for this long; until the hand-over the VM runs on here
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
     pub reconnect: Duration,
@@ -184,6 +188,21 @@ impl MigrateArgs {
             Some(devices) if devices.is_empty() => CopyDisks::All,
             Some(devices) => CopyDisks::These(devices.clone()),
         }
+    }
+}
+
+/// `PATH`, or `NAME=PATH`. A name is an absolute path, so a `=` in a path is none of ours where no path follows it.
+fn shared_image(text: &str) -> Result<LocalImage, String> {
+    let (name, path) = match text.split_once("=/") {
+        Some((name, _)) if name.starts_with('/') => (name.to_owned(), &text[name.len() + 1..]),
+        _ => (text.to_owned(), text),
+    };
+    match Path::new(&name).is_absolute() && Path::new(path).is_absolute() {
+        true => Ok(LocalImage {
+            name,
+            path: path.into(),
+        }),
+        false => Err("expected an absolute path, or two as in /there.img=/here.img".to_owned()),
     }
 }
 
@@ -223,6 +242,10 @@ pub struct ReceiveArgs {
     /// If the connection is lost while the VM runs at the source, keep what came, and wait for the source for this long
     #[arg(long, value_name = "TIME", value_parser = durations::parse_positive, default_value = "1m")]
     pub reconnect: Duration,
+    /// A file that the source may have pages read from (`migrate --shared-image`); NAME is its path there, if it is another
+    /// (may be given several times)
+    #[arg(long = "shared-image", value_name = "[NAME=]PATH", value_parser = shared_image, conflicts_with = "resume")]
+    pub shared_images: Vec<LocalImage>,
     /// Copy disks over images that exist here; without it they are made
     #[arg(long)]
     pub overwrite_disks: bool,
@@ -236,4 +259,21 @@ pub struct ReceiveArgs {
     /// How QEMU is started.
     #[command(flatten)]
     pub launch: LaunchArgs,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shared_image_has_one_path_or_two() {
+        let of = |text: &str| shared_image(text).map(|image| (image.name, image.path));
+        let both = |name: &str, path: &str| Ok((name.to_owned(), PathBuf::from(path)));
+        assert_eq!(of("/a.img"), both("/a.img", "/a.img"));
+        assert_eq!(of("/a.img=/mnt/b.img"), both("/a.img", "/mnt/b.img"));
+        assert_eq!(of("/a=b.img"), both("/a=b.img", "/a=b.img"));
+        for wrong in ["", "a.img", "a.img=/b.img", "./a"] {
+            assert!(of(wrong).is_err(), "{wrong}");
+        }
+    }
 }

@@ -48,6 +48,8 @@ pub fn run(context: &Context, args: &MigrateArgs) -> anyhow::Result<()> {
 /// The migration that the command line describes.
 fn request(args: &MigrateArgs) -> anyhow::Result<Request> {
     let certs = args.security.certs.as_deref().map(launch::absolute_path);
+    let shared = args.shared_images.iter();
+    let shared = shared.map(|path| launch::absolute_path(path));
     Ok(Request {
         to: args.to.to_string(),
         certs: certs.transpose()?,
@@ -63,6 +65,7 @@ fn request(args: &MigrateArgs) -> anyhow::Result<Request> {
             page_ids: args.page_ids.hash(),
             compression: args.compression,
             copy_disks: args.copied(),
+            shared_images: shared.collect::<anyhow::Result<_>>()?,
             patience: args.reconnect,
             base: None,
         },
@@ -131,6 +134,10 @@ impl<'c> Reporter<'c> {
             Notice::Event(MigrateEvent::Cut) => console.warn(CUT),
             Notice::Event(MigrateEvent::Increment) => console.note(INCREMENT),
             Notice::Event(MigrateEvent::Later) => console.note(LATER),
+            Notice::Event(MigrateEvent::NoImage(path)) => console.warn(&format!(
+                "the destination has no {} of this length (`receive --shared-image`): pages of it are sent",
+                printable(path)
+            )),
             Notice::Event(MigrateEvent::CopyLeft(why)) => console.warn(&format!(
                 "QEMU did not end the copy of a disk, and the next migration tries it again: {why}"
             )),
@@ -184,8 +191,12 @@ pub fn words(report: &MigrateReport) -> String {
         0 => String::new(),
         pages => format!(", {} when it ran there", table::count(pages, "page")),
     };
+    let in_image = match report.pages.in_image {
+        0 => String::new(),
+        pages => format!(", {} found in shared images", table::count(pages, "page")),
+    };
     format!(
-        "{} runs at the destination: {} sent in {} and {}, {} of them again{fetched}; it was stopped for {}",
+        "{} runs at the destination: {} sent in {} and {}, {} of them again{in_image}{fetched}; it was stopped for {}",
         printable(&report.vm),
         table::bytes(report.bytes_sent),
         durations::human_us(report.total_us),

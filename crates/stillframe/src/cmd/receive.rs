@@ -25,6 +25,7 @@ pub fn run(context: &Context, args: &ReceiveArgs) -> anyhow::Result<()> {
         qemu: qemu(args)?,
         paused: args.paused,
         overwrite_disks: args.overwrite_disks,
+        shared_images: args.shared_images.clone(),
         rehearsed: None,
         patience: args.reconnect,
     };

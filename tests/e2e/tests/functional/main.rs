@@ -32,6 +32,7 @@ mod rewind;
 mod rewound_disks;
 mod seeding;
 mod shape;
+mod shared_images;
 mod stats;
 mod tags;
 mod unlock;
