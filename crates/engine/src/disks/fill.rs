@@ -2,12 +2,17 @@
 //!
 //! ```text
 //!   threads: repository ── pieces of 16 MiB, one ahead ──> this thread: NBD ──> QEMU ──> image
+//!   threads: repository ── pieces of 16 MiB ──> image, where that is nothing but the disk's content
 //! ```
 
+use std::fs::File;
+use std::io;
 use std::num::NonZero;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::sync::mpsc::sync_channel;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel, sync_channel};
 use std::thread;
 
 use stillframe_nbd::{Client, NbdError};
@@ -41,6 +46,15 @@ pub enum FillError {
         /// QEMU's error, or that of the connection.
         #[source]
         source: NbdError,
+    },
+    /// The image's file does not take it.
+    #[error("cannot write the image of disk {device}")]
+    WriteFile {
+        /// The disk.
+        device: String,
+        /// Why not.
+        #[source]
+        source: io::Error,
     },
     /// No thread.
     #[error("cannot start a thread")]
@@ -83,7 +97,8 @@ pub(crate) fn fill(
         let thread = thread::Builder::new().name("disk".to_owned());
         let read = thread.spawn_scoped(scope, move || {
             for start in (0..map.pages()).step_by(PIECE_PAGES as usize) {
-                let piece = Piece::read(map, start..map.pages().min(start + PIECE_PAGES));
+                let pages = start..map.pages().min(start + PIECE_PAGES);
+                let piece = Piece::read(map, pages, threads());
                 let last = piece.is_err();
                 // It has ended after an error, which it returns.
                 if sender.send(piece).is_err() || last {
@@ -124,6 +139,75 @@ pub(crate) fn fill(
     Ok(written)
 }
 
+/// The same into the file of a new raw image, which has nothing but zeros: several threads write it, and QEMU, which has it
+/// open, nothing.
+///
+/// # Errors
+/// The repository does not give a page, or the file does not take it. The image is of no use then.
+pub(crate) fn fill_file(
+    (device, bytes): (&str, u64),
+    map: &PageMap<'_>,
+    file: &File,
+    progress: &mut dyn FnMut(u64),
+) -> Result<u64, FillError> {
+    let failed = |source| FillError::WriteFile {
+        device: device.to_owned(),
+        source,
+    };
+    let next = AtomicU64::new(0);
+    let write = |sender: &Sender<Result<Piece, FillError>>| {
+        loop {
+            let start = next.fetch_add(PIECE_PAGES, Ordering::Relaxed);
+            if start >= map.pages() {
+                break;
+            }
+            let pages = start..map.pages().min(start + PIECE_PAGES);
+            let piece = Piece::read(map, pages, 1).map_err(FillError::from);
+            let piece = piece.and_then(|mut piece| {
+                piece.write(file, bytes).map_err(failed)?;
+                // Its pages are there: only their number counts from here on.
+                piece.bytes = Vec::new();
+                Ok(piece)
+            });
+            let last = piece.is_err();
+            // The receiver has ended after an error, which it returns.
+            if sender.send(piece).is_err() || last {
+                break;
+            }
+        }
+    };
+    let (mut done, mut written) = (0, 0);
+    thread::scope(|scope| {
+        let (sender, pieces) = channel();
+        for _ in 0..threads() {
+            let (sender, write) = (sender.clone(), &write);
+            let thread = thread::Builder::new().name("disk".to_owned());
+            let begun = thread.spawn_scoped(scope, move || write(&sender));
+            begun.map_err(FillError::Thread)?;
+        }
+        drop(sender);
+        for piece in pieces {
+            let piece = piece?;
+            let before = written / FLUSH_PAGES;
+            written += piece.with_content.len() as u64;
+            if written / FLUSH_PAGES > before {
+                // While the threads go on: less is left for the end.
+                file.sync_data().map_err(failed)?;
+            }
+            done += piece.pages.end - piece.pages.start;
+            progress(done);
+        }
+        Ok::<(), FillError>(())
+    })?;
+    file.sync_all().map_err(failed)?;
+    Ok(written)
+}
+
+fn threads() -> usize {
+    let threads = thread::available_parallelism().map_or(1, NonZero::get);
+    threads.min(THREADS_MAX)
+}
+
 /// The parts of a range that are in none of these ascending ones.
 fn outside(range: Range<u64>, ranges: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut parts = Vec::new();
@@ -154,19 +238,31 @@ enum Run<'p> {
 }
 
 impl Piece {
-    fn read(map: &PageMap<'_>, pages: Range<u64>) -> Result<Piece, RepoError> {
+    fn read(map: &PageMap<'_>, pages: Range<u64>, threads: usize) -> Result<Piece, RepoError> {
         let mut with_content = Vec::new();
         for page in pages.clone() {
             if !map.is_zero(page)? {
                 with_content.push(page);
             }
         }
-        let threads = thread::available_parallelism().map_or(1, NonZero::get);
-        let bytes = map.read_together_by(threads.min(THREADS_MAX), &with_content)?;
+        let bytes = map.read_together_by(threads, &with_content)?;
         Ok(Piece {
             pages,
             with_content,
             bytes,
+        })
+    }
+
+    /// Writes what is not zero into a file of this length.
+    fn write(&self, file: &File, bytes: u64) -> io::Result<()> {
+        self.each_run(|start, run| match run {
+            Run::Bytes(content) => {
+                let at = start * PAGE_BYTES;
+                // The last page may be filled up.
+                let length = content.len().min((bytes - at) as usize);
+                file.write_all_at(&content[..length], at)
+            }
+            Run::Zeros(_) => Ok(()),
         })
     }
 
@@ -194,6 +290,51 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::fakes::checkpoints::NO_WAIT;
+    use crate::fakes::{FakeRepository, pages, vm_record};
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        /// Whatever the disk has, and wherever it ends: the file has it, and holes where it is zero.
+        #[test]
+        fn a_file_gets_all_of_a_disk(
+            fillings in prop::collection::vec(prop_oneof![3 => Just(0u8), 2 => 1..9u8], 1..60),
+            cut in 0..4096u64,
+        ) {
+            let mut repository = FakeRepository::new();
+            let blocks = [("disk", pages(&fillings))];
+            let (_, manifest) = repository.checkpoint(&vm_record("vm", &[]), &blocks, &[]);
+            let reader = repository.repository.reader(NO_WAIT).unwrap();
+            let map = PageMap::open(&reader, &manifest.ram[0]).unwrap();
+            map.read_rest().unwrap();
+            let bytes = fillings.len() as u64 * PAGE_BYTES - cut;
+            let mut file = tempfile::tempfile().unwrap();
+            file.set_len(bytes).unwrap();
+            let mut done = 0;
+            let written = fill_file(("disk", bytes), &map, &file, &mut |now| done = now).unwrap();
+            prop_assert_eq!(written, fillings.iter().filter(|filling| **filling > 0).count() as u64);
+            prop_assert_eq!(done, fillings.len() as u64);
+            let mut content = Vec::new();
+            io::Read::read_to_end(&mut file, &mut content).unwrap();
+            prop_assert!(content == pages(&fillings)[..bytes as usize]);
+        }
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_an_error_with_the_disks_name() {
+        let mut repository = FakeRepository::new();
+        let blocks = [("disk", pages(&[1; 5000]))];
+        let (_, manifest) = repository.checkpoint(&vm_record("vm", &[]), &blocks, &[]);
+        let reader = repository.repository.reader(NO_WAIT).unwrap();
+        let map = PageMap::open(&reader, &manifest.ram[0]).unwrap();
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let error = fill_file(("sda", 5000 * PAGE_BYTES), &map, &full, &mut |_| ()).unwrap_err();
+        assert!(
+            matches!(&error, FillError::WriteFile { device, .. } if device == "sda"),
+            "{error}"
+        );
+    }
 
     proptest! {
         /// A byte is in a part if and only if it is in the range and in none of the others.

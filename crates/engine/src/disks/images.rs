@@ -5,11 +5,12 @@
 //!   NewImages::make ── QEMU is started with them ── ExportedImages::start ── content over NBD ── stop ── the VM runs
 //! ```
 
-use std::fs::{self, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{OpenOptionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
+use rustix::fs::OFlags;
 use stillframe_qemu::launch::{LaunchOptions, NewFormat};
 use stillframe_qemu::monitor::{Disk, Monitor, MonitorError, image_of};
 use stillframe_qemu::qemu_img;
@@ -214,6 +215,30 @@ impl NewImages {
         Ok(())
     }
 
+    /// The file that a disk of QEMU's is in, if it was made here and is nothing but the disk's content.
+    ///
+    /// # Errors
+    /// It cannot be opened.
+    pub fn raw_file(&self, disk: &Disk) -> Result<Option<File>, ImageError> {
+        if disk.format != RAW || !self.made.contains(&disk.path) {
+            return Ok(None);
+        }
+        let mut options = OpenOptions::new();
+        let no_link = OFlags::NOFOLLOW.bits() as i32;
+        let file = options.write(true).custom_flags(no_link).open(&disk.path);
+        let length = |file: File| Ok((file.metadata()?.len(), file));
+        let (bytes, file) = file
+            .and_then(length)
+            .map_err(|source| ImageError::NotMade {
+                device: disk.device.clone(),
+                path: disk.path.clone(),
+                source,
+                advice: self.advice,
+            })?;
+        // A part of a file is QEMU's to find.
+        Ok((bytes == disk.bytes).then_some(file))
+    }
+
     /// They stay whatever happens, because the VM may run on them.
     pub fn keep(mut self) -> KeptImages {
         KeptImages(std::mem::take(&mut self.made))
@@ -268,20 +293,21 @@ impl ExportedImages {
         vm: &VmRecord,
         devices: impl IntoIterator<Item = &'d String>,
     ) -> Result<ExportedImages, ImageError> {
-        let here = monitor.disks().map_err(ImageError::Refused)?;
-        let fitting = devices
-            .into_iter()
-            .map(|device| fitting(vm, &here, device).cloned())
-            .collect::<Result<Vec<Disk>, _>>()?;
-        let sockets = server::start(monitor, fitting.len())?;
-        for (number, disk) in fitting.iter().enumerate() {
+        let disks = fitting_disks(monitor, vm, devices)?;
+        ExportedImages::of(monitor, disks)
+    }
+
+    /// Has it export these of its images.
+    ///
+    /// # Errors
+    /// It refuses.
+    pub fn of(monitor: &mut Monitor, disks: Vec<Disk>) -> Result<ExportedImages, ImageError> {
+        let sockets = server::start(monitor, disks.len())?;
+        for (number, disk) in disks.iter().enumerate() {
             let exported = monitor.export(&disk.node, &export_name(number));
             exported.map_err(ImageError::Refused)?;
         }
-        Ok(ExportedImages {
-            sockets,
-            disks: fitting,
-        })
+        Ok(ExportedImages { sockets, disks })
     }
 
     /// All content is there.
@@ -291,6 +317,22 @@ impl ExportedImages {
     pub fn stop(monitor: &mut Monitor) -> Result<(), ImageError> {
         monitor.stop_exports().map_err(ImageError::Refused)
     }
+}
+
+/// The images of these devices as a QEMU has them; each must be as long as the VM's disk was.
+///
+/// # Errors
+/// It has other disks.
+pub(crate) fn fitting_disks<'d>(
+    monitor: &mut Monitor,
+    vm: &VmRecord,
+    devices: impl IntoIterator<Item = &'d String>,
+) -> Result<Vec<Disk>, ImageError> {
+    let here = monitor.disks().map_err(ImageError::Refused)?;
+    let devices = devices.into_iter();
+    devices
+        .map(|device| fitting(vm, &here, device).cloned())
+        .collect()
 }
 
 /// The disk of this device, which must be as large as the VM's.
@@ -357,6 +399,16 @@ mod tests {
         let mut images = NewImages::none(&ADVICE);
         images.add(&disk(&path, RAW), None, None).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 20);
+        assert!(images.raw_file(&disk(&path, RAW)).unwrap().is_some());
+        assert!(images.raw_file(&disk(&path, "qcow2")).unwrap().is_none());
+        let half = Disk {
+            bytes: 1 << 19,
+            ..disk(&path, RAW)
+        };
+        assert!(images.raw_file(&half).unwrap().is_none());
+        let other = folder.path().join("other");
+        fs::write(&other, "another program's").unwrap();
+        assert!(images.raw_file(&disk(&other, RAW)).unwrap().is_none());
         let device =
             NewImages::none(&ADVICE).add(&disk(Path::new("/dev/stillframe-test"), RAW), None, None);
         assert!(matches!(device, Err(ImageError::NotMade { .. })));

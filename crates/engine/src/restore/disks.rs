@@ -2,20 +2,21 @@
 
 use std::collections::HashSet;
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use stillframe_qemu::launch::{Launched, NewFormat, NewImage};
-use stillframe_qemu::monitor::{Disk, image_of};
+use stillframe_qemu::monitor::{Disk, Monitor, image_of};
 use stillframe_qemu::record::VmRecord;
 use stillframe_repo::{DiskTable, Manifest, PageMap, Reader};
 
 use super::{Checkpoint, LazyEvent, LazySink, RestoreError, RestoreOptions, vm_record};
 use crate::Progress;
-use crate::disks::fill::fill;
-use crate::disks::images::{Advice, ExportedImages, NewImages, export_name};
+use crate::disks::fill::{fill, fill_file};
+use crate::disks::images::{Advice, ExportedImages, NewImages, export_name, fitting_disks};
 use crate::disks::lazy::{self, LazyDisk, LazyDisks, ServerSocket};
 
 /// What the user of a restore can do about an image.
@@ -169,6 +170,14 @@ pub(super) fn listen(disks: &[LazyDisk]) -> Result<Option<ServerSocket>, Restore
     Ok(Some(socket))
 }
 
+/// Where the content of a disk goes.
+enum Target {
+    /// Into the file of a raw image.
+    File(File),
+    /// To QEMU, which exports the image by this name.
+    Export(UnixStream, String),
+}
+
 /// The new images of a VM.
 pub(super) struct NewDisks {
     made: NewImages,
@@ -256,20 +265,26 @@ impl NewDisks {
             return Ok(Vec::new());
         }
         let devices = self.tables.iter().map(|disk| &disk.table.name);
-        let exported = ExportedImages::start(&mut launched.monitor, record, devices)?;
+        let disks = fitting_disks(&mut launched.monitor, record, devices)?;
+        let targets = self.targets(&mut launched.monitor, &disks)?;
+        let is_export = |target: &Target| matches!(target, Target::Export(..));
+        let exports = targets.iter().any(is_export);
         let total = self.tables.iter().map(|disk| disk.table.pages).sum();
         let mut before = 0;
         let mut restored = Vec::new();
-        let all = self.tables.iter().zip(exported.sockets).zip(exported.disks);
-        for (number, ((DiskTable { bytes, table, .. }, socket), disk)) in all.enumerate() {
+        let all = self.tables.iter().zip(targets).zip(disks);
+        for ((DiskTable { bytes, table, .. }, target), disk) in all {
             let map = PageMap::open(reader, table)?;
             map.read_rest()?;
             let mut progress = |done| {
                 let done = before + done;
                 events(LazyEvent::Progress(Progress::FillingDisks { done, total }));
             };
-            let socket = (socket, &*export_name(number));
-            let pages = fill((&table.name, *bytes), &map, socket, &mut progress)?;
+            let named = (&*table.name, *bytes);
+            let pages = match target {
+                Target::File(file) => fill_file(named, &map, &file, &mut progress)?,
+                Target::Export(socket, name) => fill(named, &map, (socket, &name), &mut progress)?,
+            };
             before += table.pages;
             restored.push(RestoredDisk {
                 device: table.name.clone(),
@@ -278,8 +293,30 @@ impl NewDisks {
                 pages,
             });
         }
-        ExportedImages::stop(&mut launched.monitor)?;
+        if exports {
+            ExportedImages::stop(&mut launched.monitor)?;
+        }
         Ok(restored)
+    }
+
+    /// Where the content of each goes. QEMU exports those whose format it has to write.
+    fn targets(&self, monitor: &mut Monitor, disks: &[Disk]) -> Result<Vec<Target>, RestoreError> {
+        let files = disks.iter().map(|disk| self.made.raw_file(disk));
+        let files = files.collect::<Result<Vec<_>, _>>()?;
+        let others = disks.iter().zip(&files).filter(|(_, file)| file.is_none());
+        let others: Vec<Disk> = others.map(|(disk, _)| disk.clone()).collect();
+        let sockets = match others.is_empty() {
+            true => Vec::new(),
+            false => ExportedImages::of(monitor, others)?.sockets,
+        };
+        let mut exports = (0..).zip(sockets);
+        let mut export = || {
+            let (number, socket) = exports.next()?;
+            Some(Target::Export(socket, export_name(number)))
+        };
+        let targets = files.into_iter();
+        let targets = targets.filter_map(|file| file.map(Target::File).or_else(&mut export));
+        Ok(targets.collect())
     }
 
     /// The VM may run on them from now on.
